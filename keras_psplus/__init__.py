@@ -1,0 +1,48 @@
+"""Distribution strategies that Keras 3 on TensorFlow lacks, driven by plain `model.fit`."""
+
+import importlib
+import os
+import sys
+
+from keras_psplus.versions import __version__
+
+_EXPORTS = {
+    "MultiWorkerMirroredStrategy": "keras_psplus.all_reduce",
+    "PeerLostError": "keras_psplus.all_reduce",
+    "strategy": "keras_psplus.catalogue",
+}
+
+__all__ = ["__version__", *_EXPORTS]
+
+
+def _load():
+    """Checks versions and installs the hooks into Keras."""
+    from keras_psplus import versions
+
+    versions.check()
+    from keras_psplus.cluster import early_init
+
+    # Before anything else of TensorFlow's runs, so that an early initialisation can be named.
+    early_init.install()
+    from keras_psplus import keras_hooks
+
+    keras_hooks.install()
+
+
+def __getattr__(name):
+    if name not in _EXPORTS:
+        raise AttributeError(f"module 'keras_psplus' has no attribute '{name}'")
+    _load()
+    value = getattr(importlib.import_module(_EXPORTS[name]), name)
+    globals()[name] = value
+    return value
+
+
+def _in_launcher():
+    """Whether this process is the `keras-psplus` command, which must start without TensorFlow."""
+    command = os.path.basename(sys.argv[0]) if sys.argv else ""
+    return command == "keras-psplus" or sys.orig_argv[1:3] == ["-m", "keras_psplus"]
+
+
+if not _in_launcher():
+    _load()

@@ -1,0 +1,204 @@
+"""TensorFlow's collectives, usable anywhere in a graph and with bounded memory.
+
+TensorFlow's own `CollectiveReplicaLauncher` feeds a fresh instance key into every call of a
+`tf.function`. That fails inside `tf.while_loop` and `tf.cond` ("You must feed a value for
+placeholder"), which is where `steps_per_execution` and gradient accumulation run, and the runtime
+never frees what it keeps for a key (about 5 kB for each executed collective).
+
+Here keys are counted in the graph, by an int32 variable per device and kind of collective, and
+cycle through a small window that is private to (kind, dtype, shape, group).
+"""
+
+import zlib
+
+import tensorflow as tf
+from tensorflow.python.distribute import cross_device_ops, cross_device_utils
+from tensorflow.python.framework import ops
+from tensorflow.python.ops import collective_ops, resource_variable_ops
+
+# A collective of one signature may still be finishing on a slow peer while a fast one starts the
+# next of the same signature: a few keys in turn keep the two apart.
+_WINDOW = 8
+# Rows are padded to one of these counts (eight in each octave, at most 12.5 % of waste), so that
+# gathers of ever-changing sizes need a fixed number of keys.
+_SIZE_CLASSES = 256
+_SIZES = sorted({n << k >> 3 for k in range(31) for n in range(8, 16)} - {0})[:_SIZE_CLASSES]
+# The int32 key space: TensorFlow's own keys end far below 1 << 24.
+_UNKNOWN_SHAPE_KEYS = 1 << 24
+_STATIC_KEYS, _STATIC_SLOTS = 1 << 29, 1 << 26
+_ROWS_KEYS, _ROWS_SLOTS = 1 << 30, 1 << 19
+
+
+class Launcher(cross_device_utils.CollectiveReplicaLauncher):
+    """Launches the collectives of one replica, with instance keys counted in the graph."""
+
+    def __init__(self, group_key, group_size, collective_keys, device, options):
+        super().__init__(group_key, group_size, collective_keys, device, options)
+        self._counters = {}
+        self._slots = {}
+        self._signature = None
+        self._size_class = None
+
+    @property
+    def group_size(self):
+        return self._group_size
+
+    def all_reduce(self, input_tensor, control_input=None, options=None):
+        tensor = tf.convert_to_tensor(input_tensor)
+        with self._keys_for("reduce", tensor):
+            return super().all_reduce(tensor, control_input, options)
+
+    def all_gather_static(self, tensor):
+        """Concatenates tensors of one static shape along axis 0, in rank order."""
+        tensor = tf.convert_to_tensor(tensor)
+        with self._keys_for("gather", tensor):
+            return super()._all_gather(tensor, None)
+
+    def _all_gather(self, input_tensor, options=None):
+        tensor = tf.convert_to_tensor(input_tensor)
+        with self._keys_for("gather", tensor):
+            return super()._all_gather(tensor, options)
+
+    def gather_rows(self, tensor):
+        """Gathers tensors whose number of rows differs between replicas.
+
+        Args:
+            tensor: Tensor of shape `(rows, ...)`; all but axis 0 equal on every replica.
+
+        Returns:
+            The rows of all replicas in rank order, and the int32 vector of their counts.
+        """
+        tensor = tf.convert_to_tensor(tensor)
+        if tensor.dtype in (tf.bfloat16, tf.bool, tf.int8, tf.uint8, tf.int16, tf.uint16):
+            # The gather kernel knows none of these; the wider type holds them exactly.
+            wide = tf.float32 if tensor.dtype == tf.bfloat16 else tf.int32
+            rows, counts = self.gather_rows(tf.cast(tensor, wide))
+            return tf.cast(rows, tensor.dtype), counts
+        with ops.device(self._device):
+            shape = tf.shape(tensor)
+            counts = self.all_gather_static(tf.reshape(shape[0], [1]))
+            counts.set_shape([self._group_size])
+            padded, size_class = _size_class(tf.reduce_max(counts))
+            widths = [[0, 0]] * (tensor.shape.rank - 1)
+            padding = tf.concat(
+                [[[0, padded - shape[0]]], tf.constant(widths, tf.int32, [len(widths), 2])], 0
+            )
+            padded_rows = tf.pad(tensor, padding)
+            self._size_class = size_class
+            try:
+                with self._keys_for("rows", padded_rows):
+                    everything = super()._all_gather(padded_rows, None)
+            finally:
+                self._size_class = None
+            everything = tf.reshape(
+                everything, tf.concat([[self._group_size, padded], shape[1:]], 0)
+            )
+            mask = tf.sequence_mask(counts, padded)
+            rows = tf.boolean_mask(everything, mask)
+            rows.set_shape([None] + tensor.shape.as_list()[1:])
+            return rows, counts
+
+    def all_gather(self, input_tensor, axis, options=None):
+        if isinstance(axis, int) and axis == 0 and not tf.executing_eagerly():
+            return self.gather_rows(input_tensor)[0]
+        return super().all_gather(input_tensor, axis, options)
+
+    def all_reduce_indexed_slices(self, input_slices, options=None):
+        """Concatenates the slices of all replicas, in rank order.
+
+        The order of rows is the one that a single process would have on the whole batch.
+        """
+        values, _ = self.gather_rows(input_slices.values)
+        indices, _ = self.gather_rows(input_slices.indices)
+        return tf.IndexedSlices(values, indices, input_slices.dense_shape)
+
+    def _keys_for(self, kind, tensor):
+        shape = tuple(tensor.shape.as_list()) if tensor.shape.rank is not None else None
+        static = shape is not None and None not in shape
+        if static or self._size_class is not None:
+            return _Signature(self, (kind, tensor.dtype.name, shape))
+        return _Signature(self, None)
+
+    def _next_instance_key(self):
+        with ops.device("CPU:0"):
+            if self._signature is None:
+                # A key of its own for each execution: keys are tied to one shape.
+                counter = self._counter("unknown shape", [])
+                counter.assign_add(1, read_value=False)
+                return counter.read_value() + _UNKNOWN_SHAPE_KEYS
+            if self._size_class is None:
+                counter = self._counter(self._signature, [])
+                counter.assign_add(1, read_value=False)
+                turn = tf.math.floormod(counter.read_value(), _WINDOW)
+                return _STATIC_KEYS + self._slot(_STATIC_SLOTS) * _WINDOW + turn
+            counter = self._counter(self._signature, [_SIZE_CLASSES])
+            counter.scatter_add(tf.IndexedSlices(tf.constant([1]), [self._size_class]))
+            turn = tf.math.floormod(counter.sparse_read([self._size_class])[0], _WINDOW)
+            first = _ROWS_KEYS + self._slot(_ROWS_SLOTS) * _SIZE_CLASSES * _WINDOW
+            return first + self._size_class * _WINDOW + turn
+
+    def _slot(self, slots):
+        """The signature's place in the key space: hashed, so that workers need not agree on it."""
+        signature = f"{self._group_key} {self._signature}"
+        slot = zlib.crc32(signature.encode()) % slots
+        while self._slots.setdefault((slots, slot), signature) != signature:
+            slot = (slot + 1) % slots
+        return slot
+
+    def _counter(self, signature, shape):
+        counter = self._counters.get(signature)
+        if counter is None:
+            with ops.init_scope(), ops.device("CPU:0"):
+                counter = resource_variable_ops.ResourceVariable(
+                    tf.zeros(shape, tf.int32), trainable=False
+                )
+            self._counters[signature] = counter
+        return counter
+
+
+class _Signature:
+    """Says which window of instance keys the collectives made inside take."""
+
+    def __init__(self, launcher, signature):
+        self._launcher = launcher
+        self._signature = signature
+
+    def __enter__(self):
+        self._outer = self._launcher._signature
+        self._launcher._signature = self._signature
+
+    def __exit__(self, *exc):
+        self._launcher._signature = self._outer
+
+
+def _size_class(rows):
+    """Rounds a number of rows up to a size class: `(rounded rows, index of the class)`."""
+    sizes = tf.constant(_SIZES, tf.int32)
+    index = tf.searchsorted(sizes, tf.reshape(tf.maximum(rows, 1), [1]))[0]
+    return sizes[index], index
+
+
+class CollectiveOps(cross_device_ops.CollectiveAllReduce):
+    """`CollectiveAllReduce` whose launchers are this module's."""
+
+    def __init__(self, *args, **kwargs):
+        super().__init__(*args, **kwargs)
+        self._launchers = [
+            Launcher(
+                launcher._group_key,
+                launcher._group_size,
+                launcher._collective_keys,
+                launcher._device,
+                launcher._options,
+            )
+            for launcher in self._launchers
+        ]
+
+    @classmethod
+    def like(cls, other):
+        """Makes the same cross-device ops as TensorFlow's `other`, with our launchers."""
+        return cls(other._devices, other._group_size, other._options, other._collective_keys)
+
+    @property
+    def launchers(self):
+        return self._launchers

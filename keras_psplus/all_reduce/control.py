@@ -1,0 +1,125 @@
+"""The control plane: what workers tell each other outside of training steps.
+
+Short texts travel through the key-value store of TensorFlow's coordination service. Every message
+has a place in one sequence that all workers run through, so that workers that are about to do
+different things (a model with one more variable, a callback that stopped one worker only) find
+out at once and by name, instead of waiting for each other in different collectives.
+"""
+
+import time
+
+import tensorflow as tf
+from tensorflow.python.eager import context
+
+from keras_psplus.log import logger
+
+_POLL_SECONDS = 10.0
+
+
+class ControlPlane:
+    """Compares and exchanges texts between the workers of one job.
+
+    Args:
+        task: `keras_psplus.cluster.TaskConfig` of this process.
+        timeout: Seconds to wait for a peer at the same point of the script before giving up.
+    """
+
+    def __init__(self, task, timeout):
+        self._task = task
+        self._names = [f"{job}-{index}" for job, index, _ in task.tasks() if job != "ps"]
+        self._timeout = timeout
+        self._sequence = 0
+
+    @property
+    def names(self):
+        """Names of all workers, in rank order."""
+        return list(self._names)
+
+    def check_same(self, kind, fingerprint, description):
+        """Raises on all workers if one of them differs from the first.
+
+        Args:
+            kind: What the workers are doing, such as `"variable"`.
+            fingerprint: Text that must be equal on all workers.
+            description: Text for people, shown in the error.
+
+        Raises:
+            ValueError: If this worker differs; the others get the text by TensorFlow's own
+                error propagation.
+        """
+        message = f"{kind}\n{fingerprint}\n{description}"
+        leader = self._names[0]
+        if self._task.name == leader:
+            self._put(message)
+            self._sequence += 1
+            return
+        theirs = self._get(leader, kind)
+        self._sequence += 1
+        if theirs.split("\n")[:2] != message.split("\n")[:2]:
+            error = (
+                f"Workers have fallen out of step: {leader} is at {_readable(theirs)}, "
+                f"{self._task.name} is at {_readable(message)}. Every worker must run the same "
+                "script and build the same model in the same order. "
+                f"Received: {_readable(message)} on {self._task.name} ({self._task.address})"
+            )
+            self.fail(error)
+            raise ValueError(error)
+
+    def exchange(self, kind, text):
+        """Gives every worker's text to every worker, in rank order."""
+        self._put(f"{kind}\n\n{text}")
+        texts = []
+        for name in self._names:
+            theirs = self._get(name, kind)
+            their_kind, _, their_text = theirs.split("\n", 2)
+            if their_kind != kind:
+                error = (
+                    f"Workers have fallen out of step: {name} is at {_readable(theirs)}, "
+                    f"{self._task.name} is at {kind}. A callback or a condition in the script "
+                    "that holds on some workers only is the usual cause; every worker must take "
+                    f"the same steps. Received: {kind} on {self._task.name}"
+                )
+                self.fail(error)
+                raise ValueError(error)
+            texts.append(their_text)
+        self._sequence += 1
+        return texts
+
+    def fail(self, message):
+        """Tells the other workers to stop, with the reason."""
+        try:
+            context.context().report_error_to_cluster(
+                tf.errors.INVALID_ARGUMENT, message
+            )
+        except (tf.errors.OpError, ValueError) as error:
+            logger.warning("keras_psplus: could not tell the other workers: %s", error)
+
+    def _put(self, message):
+        key = f"keras_psplus/{self._sequence}/{self._task.name}"
+        context.context().set_config_key_value(key, message)
+
+    def _get(self, name, kind):
+        key = f"keras_psplus/{self._sequence}/{name}"
+        start = time.monotonic()
+        while True:
+            try:
+                return context.context().get_config_key_value(
+                    key, timeout_in_ms=int(_POLL_SECONDS * 1000)
+                )
+            except tf.errors.DeadlineExceededError:
+                waited = time.monotonic() - start
+                if waited > self._timeout:
+                    raise RuntimeError(
+                        f"{self._task.name} waited {waited:.0f} s at {kind} for {name}, which did "
+                        "not come to the same point. Every worker must run the same script. "
+                        f"Received: timeout={self._timeout:.0f} s"
+                    ) from None
+                logger.warning(
+                    "keras_psplus: %s waits at %s for %s; %.0f s of %.0f s",
+                    self._task.name, kind, name, waited, self._timeout,
+                )
+
+
+def _readable(message):
+    kind, _, description = (message.split("\n", 2) + ["", ""])[:3]
+    return f"{kind} {description}".strip()

@@ -1,0 +1,176 @@
+"""`MultiWorkerMirroredStrategy`'s implementation half: devices, variables, collectives."""
+
+import contextlib
+import threading
+
+import tensorflow as tf
+from tensorflow.python.distribute import collective_all_reduce_strategy, device_util
+from tensorflow.python.distribute import distribute_lib
+from tensorflow.python.eager import context
+from tensorflow.python.framework import ops
+from tensorflow.python.ops import resource_variable_ops
+
+from keras_psplus.all_reduce import batches, collectives, gradients, step
+
+_SUM = tf.distribute.ReduceOp.SUM
+# The broadcast kernel rejects these dtypes; the wider one holds their values exactly.
+_WIDER = {
+    tf.bool: tf.int32, tf.int8: tf.int32, tf.uint8: tf.int32,
+    tf.int16: tf.int32, tf.uint16: tf.int32, tf.uint32: tf.int64,
+}
+
+
+class MultiWorkerMirroredExtended(collective_all_reduce_strategy.CollectiveAllReduceExtended):
+    """Additional APIs of `keras_psplus.MultiWorkerMirroredStrategy`."""
+
+    def __init__(self, strategy, cluster_resolver, communication_options, control, bucket_bytes):
+        self._control = control
+        self._bucket_bytes = bucket_bytes
+        self._weight_variables = {}
+        self._creating = threading.local()
+        super().__init__(
+            strategy,
+            cluster_resolver=cluster_resolver,
+            communication_options=communication_options,
+        )
+        for name in ("_cross_device_ops", "_host_cross_device_ops"):
+            setattr(self, name, collectives.CollectiveOps.like(getattr(self, name)))
+
+    @property
+    def world(self):
+        """Where this worker's replicas stand among all replicas."""
+        local = len(self.worker_devices)
+        return batches.World(self._id_in_cluster * local, local, self._num_replicas_in_sync)
+
+    @property
+    def control(self):
+        """The control plane between workers, or None if there is one worker."""
+        return self._control
+
+    def rank_in_context(self):
+        """Rank among all replicas of the one whose context this is, as a Python int."""
+        return self.world.rank + distribute_lib.get_replica_context()._replica_id
+
+    def launcher(self, local_replica=None):
+        """Collectives of a local replica; by default the one whose context this is."""
+        if local_replica is None:
+            local_replica = distribute_lib.get_replica_context()._replica_id
+        return self._cross_device_ops.launchers[local_replica]
+
+    def sum_over_replicas(self, tensors):
+        """Sums small tensors over all replicas, in replica context."""
+        tensors = list(tensors)
+        if not tensors:
+            return []
+        if tf.executing_eagerly():
+            # Eager replicas run one after the other: only a merge_call lets all of them take part.
+            return list(distribute_lib.get_replica_context().all_reduce(_SUM, tensors))
+        return step.sum_packed(self.launcher(), tensors)
+
+    def reduce_gradients(self, grads):
+        """Sums gradients over all replicas, in replica context."""
+        grads = list(grads)
+        if tf.executing_eagerly():
+            return list(distribute_lib.get_replica_context().all_reduce(_SUM, grads))
+        launcher = self.launcher()
+        with ops.device(launcher._device):
+            return gradients.all_reduce_sum(launcher, grads, self._bucket_bytes)
+
+    def gather_rows(self, value):
+        """Concatenates the replicas' tensors along axis 0 in rank order, in graph mode."""
+        local = self._container_strategy().experimental_local_results(value)
+        scalars = local[0].shape.rank == 0
+        if scalars:
+            local = [tf.reshape(t, [1]) for t in local]
+        return [self.launcher(i).gather_rows(t)[0] for i, t in enumerate(local)][0]
+
+    def broadcast(self, variables):
+        """Gives all workers the first one's values of variables that all of them have."""
+        launcher = self._host_cross_device_ops.launchers[0]
+        by_dtype = {}
+        for variable in variables:
+            by_dtype.setdefault(_WIDER.get(variable.dtype, variable.dtype), []).append(variable)
+        for dtype in sorted(by_dtype, key=lambda d: d.name):
+            values = [tf.cast(v.read_value(), dtype) for v in by_dtype[dtype]]
+            if not self._is_chief:
+                values = [tf.zeros_like(value) for value in values]
+            for variable, value in zip(
+                by_dtype[dtype], gradients.pack_and_sum(launcher, values)
+            ):
+                variable.assign(tf.cast(value, variable.dtype))
+
+    def weight_variable(self):
+        """The variable that holds this replica's share of the step's global batch."""
+        device = self.worker_devices[distribute_lib.get_replica_context()._replica_id]
+        variable = self._weight_variables.get(device)
+        if variable is None:
+            with ops.init_scope(), ops.device(device):
+                variable = resource_variable_ops.ResourceVariable(1.0, trainable=False)
+            self._weight_variables[device] = variable
+        return variable
+
+    @contextlib.contextmanager
+    def creating(self, name, accumulates):
+        """Context for creating a variable of a known name.
+
+        Args:
+            name: Full path of the variable, for messages.
+            accumulates: Whether replicas add to it what a `Step` then makes a global total.
+        """
+        outer = getattr(self._creating, "value", None)
+        self._creating.value = (name, accumulates)
+        try:
+            yield
+        finally:
+            self._creating.value = outer
+
+    def _use_merge_call(self):
+        # Updates run in replica context, so that they may stand inside tf.cond and tf.while_loop.
+        return False
+
+    def _initialize_local_devices(self, cluster_resolver, worker_device):
+        devices, kind = super()._initialize_local_devices(cluster_resolver, worker_device)
+        if kind == "CPU":
+            # Several logical CPU devices are several replicas, as several GPUs are.
+            cpus = len(context.context().list_logical_devices("CPU"))
+            if worker_device:
+                here = device_util.canonicalize(worker_device + "/device:CPU:0")
+                spec = tf.DeviceSpec.from_string(here)
+                cpus = sum(
+                    tf.DeviceSpec.from_string(d.name).task == spec.task
+                    and tf.DeviceSpec.from_string(d.name).job == spec.job
+                    for d in context.context().list_logical_devices("CPU")
+                )
+            devices = tuple(f"{worker_device}/device:CPU:{i}" for i in range(max(1, cpus)))
+        return devices, kind
+
+    def _create_variable(self, next_creator, **kwargs):
+        _, accumulates = getattr(self._creating, "value", None) or ("", False)
+        if accumulates:
+            kwargs["synchronization"] = tf.VariableSynchronization.AUTO
+            kwargs["aggregation"] = tf.VariableAggregation.NONE
+        elif kwargs.get("aggregation") == tf.VariableAggregation.ONLY_FIRST_REPLICA:
+            # Its assign needs merge_call; every replica assigns the same value anyway.
+            kwargs["aggregation"] = tf.VariableAggregation.NONE
+        return super()._create_variable(next_creator, **kwargs)
+
+    def _get_variable_creator_initial_value(self, replica_id, device, primary_var, **kwargs):
+        stock = super()._get_variable_creator_initial_value
+        if replica_id != 0 or self._num_workers == 1:
+            return stock(replica_id, device, primary_var, **kwargs)
+        path, _ = getattr(self._creating, "value", None) or (kwargs.get("name") or "variable", False)
+
+        def initial_value():
+            with ops.device(device):
+                value = kwargs["initial_value"]
+                value = value() if callable(value) else value
+                value = getattr(value, "wrapped_value", value)
+                value = tf.convert_to_tensor(value, dtype=kwargs.get("dtype"))
+            form = f"shape={tuple(value.shape.as_list())}, dtype={value.dtype.name}"
+            self._control.check_same("variable", form, f"{path} ({form})")
+            dtype = value.dtype
+            value = tf.cast(value, _WIDER.get(dtype, dtype))
+            sent = dict(kwargs, initial_value=value, dtype=value.dtype)
+            return tf.cast(stock(replica_id, device, primary_var, **sent)(), dtype)
+
+        return initial_value

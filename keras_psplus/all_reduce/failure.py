@@ -1,0 +1,128 @@
+"""What a worker says and does when another one is gone.
+
+TensorFlow notices a killed peer at once and a hanging one by missed heartbeats, and then fails the
+pending collectives with an error of its own. Here that error is given the dead task's name, and
+the process is ended past TensorFlow's shutdown barrier, which would wait for the dead task.
+"""
+
+import atexit
+import concurrent.futures
+import contextlib
+import os
+import re
+import sys
+import time
+
+import tensorflow as tf
+from tensorflow.python.eager import context
+
+from keras_psplus.log import logger
+
+_SYMPTOMS = (
+    tf.errors.UnavailableError,
+    tf.errors.AbortedError,
+    tf.errors.CancelledError,
+    tf.errors.DeadlineExceededError,
+    tf.errors.FailedPreconditionError,
+    tf.errors.InternalError,
+    tf.errors.InvalidArgumentError,
+    tf.errors.UnknownError,
+)
+_PROBE_SECONDS = 3.0
+# How long a failed process stays, so that the others can tell it from the dead one.
+_LINGER_SECONDS = 2 * _PROBE_SECONDS
+
+_failed_at = None
+
+
+class PeerLostError(RuntimeError):
+    """Another worker of the job has died or hangs; the job must be restarted."""
+
+
+@contextlib.contextmanager
+def explained(task):
+    """Names the dead worker when TensorFlow fails for want of one.
+
+    Args:
+        task: `TaskConfig` of this process, or None if it trains alone.
+
+    Raises:
+        PeerLostError: In place of TensorFlow's error, if a peer does not answer.
+        ValueError: If another worker has stopped the job for a reason of its own, such as
+            unequal models.
+    """
+    try:
+        yield
+    except _SYMPTOMS as error:
+        if task is None or task.num_workers == 1:
+            raise
+        reason = re.search(r"Workers have fallen out of step.*", str(error))
+        if reason:
+            _mark_failed()
+            raise ValueError(reason.group(0)) from None
+        lost = _lost_peers(task)
+        if not lost and not _blames_a_peer(error):
+            raise
+        _mark_failed()
+        named = ", ".join(f"{name} ({address})" for name, address in lost)
+        raise PeerLostError(
+            f"{named or 'Another worker'} stopped answering, and {task.name} cannot go on without "
+            "it. Weights can still be read and saved in this process, but it cannot train any "
+            "more. Look into that task's log, then restart every worker; with the BackupAndRestore "
+            f"callback training resumes where it was. Received: {_first_line(error)}"
+        ) from error
+
+
+def watch(task):
+    """Ends this process past TensorFlow's shutdown barrier if a peer was lost."""
+    atexit.register(_leave, task)
+
+
+def _mark_failed():
+    global _failed_at
+    if _failed_at is None:
+        _failed_at = time.monotonic()
+
+
+def _leave(task):
+    if _failed_at is None:
+        return
+    time.sleep(max(0.0, _LINGER_SECONDS - (time.monotonic() - _failed_at)))
+    logger.error("%s ends with exit code 1, because the job has lost a worker", task.name)
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os._exit(1)
+
+
+def _lost_peers(task):
+    """Workers that do not answer, as `(name, address)`."""
+    peers = [
+        (job, index, address)
+        for job, index, address in task.tasks()
+        if job != "ps" and (job, index) != (task.task_type, task.task_index)
+    ]
+
+    def is_lost(peer):
+        device = f"/job:{peer[0]}/replica:0/task:{peer[1]}"
+        try:
+            context.context().check_collective_ops_peer_health(
+                device, timeout_in_ms=int(_PROBE_SECONDS * 1000)
+            )
+            return False
+        except tf.errors.OpError:
+            return True
+
+    with concurrent.futures.ThreadPoolExecutor(len(peers)) as pool:
+        lost = list(pool.map(is_lost, peers))
+    return [(f"{job}-{index}", address) for (job, index, address), gone in zip(peers, lost) if gone]
+
+
+def _blames_a_peer(error):
+    return bool(
+        re.search(r"/job:\w+/(replica:\d+/)?task:\d+|heartbeat|coordination service", str(error))
+    )
+
+
+def _first_line(error):
+    lines = [line for line in str(error).splitlines() if line.strip()]
+    return (lines[0] if lines else type(error).__name__)[:300]

@@ -1,0 +1,67 @@
+"""From `TF_CONFIG` to a TensorFlow runtime that all workers have joined."""
+
+import tensorflow as tf
+from tensorflow.compiler.xla.tsl.protobuf import coordination_config_pb2
+from tensorflow.python.distribute import multi_worker_util
+from tensorflow.python.eager import context
+
+from keras_psplus.cluster import config, early_init, preflight
+
+_JOBS = ("chief", "worker")
+
+
+def start(cluster_resolver, startup_timeout, heartbeat_timeout):
+    """Checks the cluster, waits for its workers, and configures TensorFlow for it.
+
+    Args:
+        cluster_resolver: `ClusterResolver`, or None to read `TF_CONFIG`.
+        startup_timeout: Seconds to wait for the other workers.
+        heartbeat_timeout: Seconds without a sign of life after which a worker counts as dead.
+
+    Returns:
+        `TaskConfig` of this process, or None if it trains alone.
+    """
+    task = _task_of(cluster_resolver) if cluster_resolver else config.read_task_config()
+    if task is None or task.task_type == "evaluator":
+        return None
+    if task.num_ps:
+        raise config.ClusterConfigError(
+            "MultiWorkerMirroredStrategy keeps variables on the workers and has no use for `ps` "
+            "tasks. Take them out of the cluster. "
+            f"Received: {task.describe()}"
+        )
+    if task.num_workers == 1:
+        return task
+    early_init.check_not_initialized("keras_psplus.MultiWorkerMirroredStrategy")
+    preflight.wait_for_cluster(task, job_types=_JOBS, timeout=startup_timeout)
+    early_init.disarm()
+    spec = tf.train.ClusterSpec({job: list(task.cluster[job]) for job in _JOBS if job in task.cluster})
+    context.context().configure_coordination_service(
+        service_type="standalone",
+        service_leader=multi_worker_util.coordination_leader(spec),
+        cluster_register_timeout_in_ms=int(startup_timeout * 1000),
+        heartbeat_timeout_in_ms=int(heartbeat_timeout * 1000),
+        coordinated_jobs=[
+            coordination_config_pb2.CoordinatedJob(name=job, num_tasks=spec.num_tasks(job))
+            for job in spec.jobs
+        ],
+    )
+    return task
+
+
+def resolver_for(task, cluster_resolver=None):
+    """The resolver to hand to TensorFlow; an empty one if the process trains alone."""
+    if task is None or task.num_workers == 1:
+        return tf.distribute.cluster_resolver.SimpleClusterResolver(tf.train.ClusterSpec({}))
+    return cluster_resolver or tf.distribute.cluster_resolver.TFConfigClusterResolver()
+
+
+def _task_of(resolver):
+    spec = resolver.cluster_spec().as_dict()
+    if not spec:
+        return None
+    return config.TaskConfig(
+        {job: tuple(addresses) for job, addresses in spec.items()},
+        resolver.task_type,
+        int(resolver.task_id),
+    )

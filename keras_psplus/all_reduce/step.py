@@ -1,0 +1,167 @@
+"""One replica's run of one function: its share of the batch, and what must be made global after.
+
+A replica's gradients and means count by its share, `local_rows / global_rows`, so that their sum
+over the replicas is that of the global batch, also when the batch is uneven. After the function
+has run, everything that a replica changed by itself becomes one value on all of them: metric
+states are totals over all replicas, and non-trainable floats such as BatchNormalization's moving
+averages are means weighted by rows. All of it travels in one collective for each dtype.
+"""
+
+import threading
+
+import tensorflow as tf
+from tensorflow.python.framework import ops
+
+from keras_psplus.all_reduce import batches, gradients
+
+_local = threading.local()
+
+
+def current():
+    """The step that this replica's thread is in, or None."""
+    return getattr(_local, "step", None)
+
+
+class Step:
+    """Context of one replica's run of one function.
+
+    Args:
+        extended: `MultiWorkerMirroredExtended` whose replica this is.
+        batch: `Batch` that the function gets, or None if its share is not known.
+    """
+
+    def __init__(self, extended, batch=None):
+        self._extended = extended
+        self._graph = ops.get_default_graph()
+        self.rank = extended.rank_in_context()
+        self.replicas = extended._num_replicas_in_sync
+        self._weight = None
+        self._changed = {}
+        self._baselines = {}
+        self.touched = set()
+        self.recording = True
+        if batch is not None:
+            self.set_share(batch.local_rows, batch.global_rows)
+
+    def __enter__(self):
+        self._outer, _local.step = current(), self
+        return self
+
+    def __exit__(self, *exc):
+        _local.step = self._outer
+
+    @property
+    def has_share(self):
+        """Whether the step knows what part of the global batch the replica has."""
+        return self._weight is not None
+
+    def set_share(self, local_rows, global_rows):
+        """Notes the replica's part of the global batch, in rows."""
+        weight = tf.cast(local_rows, tf.float32) / tf.maximum(tf.cast(global_rows, tf.float32), 1.0)
+        # A variable, not the tensor: a nested tf.function that was traced in an earlier step's
+        # graph reads this step's value.
+        self._weight = self._extended.weight_variable()
+        self._weight.assign(weight, read_value=False)
+
+    def agree_on_share(self, data):
+        """Finds the replica's part of the global batch by asking the others."""
+        rows = batches.rows_of(data)
+        if rows is not None:
+            rows = tf.cast(rows, tf.float32)
+            self.set_share(rows, self._extended.sum_over_replicas([rows])[0])
+
+    def by_share(self, value):
+        """Multiplies by the replica's share of the global batch, `local_rows / global_rows`."""
+        return value * tf.cast(self._share(), value.dtype)
+
+    def over_share(self, value):
+        """Divides by the replica's share; zero if it has no rows."""
+        return tf.math.divide_no_nan(value, tf.cast(self._share(), value.dtype))
+
+    def sum_over_replicas(self, tensors):
+        """Sums small tensors over all replicas."""
+        return self._extended.sum_over_replicas(tensors)
+
+    def _share(self):
+        if self._weight is None:
+            return tf.constant(1.0 / self.replicas)
+        return self._weight.read_value()
+
+    def note_baselines(self, variables):
+        """Reads accumulated totals before the function adds this replica's part to them."""
+        for variable in variables:
+            if variable.ref() not in self._baselines:
+                # In the step's own graph, also when the first assignment is inside a tf.cond.
+                with self._graph.as_default() if not tf.executing_eagerly() else _nothing():
+                    value = _component(variable).read_value()
+                self._baselines[variable.ref()] = (variable, value)
+
+    def record_total(self, variable):
+        """Notes that the replica is about to add its part to an accumulated total."""
+        self.note_baselines([variable])
+        self.touched.add(variable.ref())
+
+    def record(self, variable):
+        """Notes that the replica changed a variable by itself."""
+        self._changed[variable.ref()] = variable
+
+    @property
+    def changed(self):
+        """Variables that the replica changed by itself."""
+        return list(self._changed.values())
+
+    def synchronise(self, means=(), tensors=()):
+        """Makes totals and means global.
+
+        Args:
+            means: Variables to set to their mean over all replicas, weighted by rows.
+            tensors: Float tensors of static shape to average in the same way.
+
+        Returns:
+            The averaged `tensors`.
+        """
+        share = self._share()
+
+        def weighted(value):
+            # An empty replica's batch statistics are NaN.
+            part = value * tf.cast(share, value.dtype)
+            return tf.where(share > 0, part, tf.zeros_like(part))
+
+        totals = list(self._baselines.values())
+        parts = [_component(variable).read_value() - base for variable, base in totals]
+        parts += [weighted(_component(variable).read_value()) for variable in means]
+        parts += [weighted(tensor) for tensor in tensors]
+        sums = self._extended.sum_over_replicas(parts)
+        for (variable, base), total in zip(totals, sums):
+            _component(variable).assign(base + total, read_value=False)
+        averages = sums[len(totals) :]
+        for variable, average in zip(means, averages):
+            _component(variable).assign(average, read_value=False)
+        self._baselines.clear()
+        self._changed.clear()
+        return averages[len(means) :]
+
+
+def sum_packed(launcher, tensors):
+    """Sums small tensors over all replicas, one collective for each dtype."""
+    summed = list(tensors)
+    for dtype in sorted({t.dtype.name for t in tensors}):
+        group = [i for i, t in enumerate(tensors) if t.dtype.name == dtype]
+        for i, tensor in zip(group, gradients.pack_and_sum(launcher, [tensors[i] for i in group])):
+            summed[i] = tensor
+    return summed
+
+
+def _component(variable):
+    """This replica's copy of a mirrored variable."""
+    if hasattr(variable, "_get_on_device_or_primary"):
+        return variable._get_on_device_or_primary()
+    return variable
+
+
+class _nothing:
+    def __enter__(self):
+        pass
+
+    def __exit__(self, *exc):
+        pass

@@ -1,0 +1,146 @@
+"""`MultiWorkerMirroredStrategy` for Keras 3."""
+
+import functools
+import weakref
+
+import tensorflow as tf
+from tensorflow.python.autograph.core import ag_ctx
+from tensorflow.python.autograph.impl import api as autograph
+from tensorflow.python.distribute import distribute_utils
+from tensorflow.python.eager import def_function
+
+from keras_psplus.all_reduce import batches, failure, gradients
+from keras_psplus.all_reduce.control import ControlPlane
+from keras_psplus.all_reduce.extended import MultiWorkerMirroredExtended
+from keras_psplus.all_reduce.startup import resolver_for, start
+from keras_psplus.all_reduce.step import Step
+
+
+class MultiWorkerMirroredStrategy(tf.distribute.MultiWorkerMirroredStrategy):
+    """Synchronous training on several workers, for `model.fit` of Keras 3.
+
+    Every worker runs the same script, with its own `TF_CONFIG`. Variables are mirrored on all
+    replicas; each step's global batch (the user's batch size) is split over them and their
+    gradients are summed by TensorFlow's collectives, so that weights and metrics equal those of
+    one process trained on the same batches. Without `TF_CONFIG` the process trains alone, on all
+    its GPUs or logical CPU devices.
+
+    Args:
+        cluster_resolver: Optional `tf.distribute.cluster_resolver.ClusterResolver`, for clusters
+            that are not described by `TF_CONFIG` (Slurm, Kubernetes).
+        communication_options: Optional `tf.distribute.experimental.CommunicationOptions`, to
+            choose NCCL or ring or to set a timeout for collectives.
+        startup_timeout: Seconds to wait for the other workers to start. The process ends with the
+            list of who is missing after that.
+        heartbeat_timeout: Seconds without a sign of life after which a worker counts as dead.
+        bucket_bytes: Size in bytes of the buckets in which gradients are sent while backprop goes
+            on.
+
+    Raises:
+        keras_psplus.cluster.ClusterConfigError: If `TF_CONFIG` is wrong.
+        keras_psplus.cluster.ClusterStartupError: If a worker does not come up in time.
+        RuntimeError: If TensorFlow was initialised before the strategy was made.
+
+    Example:
+
+    ```python
+    strategy = keras_psplus.MultiWorkerMirroredStrategy()
+    with strategy.scope():
+        model = keras.Sequential([keras.layers.Dense(10)])
+        model.compile(optimizer="sgd", loss="mse")
+    model.fit(x, y, batch_size=64, epochs=3)
+    ```
+
+    Reference: https://www.tensorflow.org/guide/distributed_training; Keras issue 20585,
+    TensorFlow issue 72388, Ray issue 47464.
+    """
+
+    def __init__(
+        self,
+        cluster_resolver=None,
+        communication_options=None,
+        *,
+        startup_timeout=300.0,
+        heartbeat_timeout=20.0,
+        bucket_bytes=gradients.DEFAULT_BUCKET_BYTES,
+    ):
+        for name, value in (
+            ("startup_timeout", startup_timeout),
+            ("heartbeat_timeout", heartbeat_timeout),
+            ("bucket_bytes", bucket_bytes),
+        ):
+            if isinstance(value, bool) or not isinstance(value, (int, float)) or value <= 0:
+                raise ValueError(
+                    f"`{name}` must be a positive number. Received: {name}={value!r}"
+                )
+        self._task = start(cluster_resolver, startup_timeout, heartbeat_timeout)
+        multi_worker = self._task is not None and self._task.num_workers > 1
+        control = ControlPlane(self._task, startup_timeout) if multi_worker else None
+        self._wrapped_functions = weakref.WeakKeyDictionary()
+        with failure.explained(self._task):
+            tf.distribute.Strategy.__init__(
+                self,
+                MultiWorkerMirroredExtended(
+                    self,
+                    resolver_for(self._task, cluster_resolver),
+                    communication_options or tf.distribute.experimental.CommunicationOptions(),
+                    control,
+                    int(bucket_bytes),
+                ),
+            )
+        if multi_worker:
+            failure.watch(self._task)
+
+    @property
+    def task(self):
+        """`keras_psplus.cluster.TaskConfig` of this process; None without a cluster."""
+        return self._task
+
+    @property
+    def is_chief(self):
+        """Whether this process is the one that writes checkpoints and logs."""
+        return bool(self.extended._is_chief)
+
+    @property
+    def num_workers(self):
+        """Number of processes that train."""
+        return self.extended._num_workers
+
+    def run(self, fn, args=(), kwargs=None, options=None):
+        """Runs `fn` on each replica; see `tf.distribute.Strategy.run`.
+
+        Batches of a dataset that Keras distributed are opened, so that `fn` gets the data alone.
+        """
+        if self.num_replicas_in_sync == 1:
+            return super().run(fn, args, kwargs, options)
+        args = tuple(_per_replica(arg) for arg in args)
+        if isinstance(fn, def_function.Function):
+            wrapped = self._wrapped_functions.get(fn)
+            if wrapped is None:
+                wrapped = fn._clone(python_function=self._in_step(fn.python_function))
+                self._wrapped_functions[fn] = wrapped
+            return super().run(wrapped, args, kwargs, options)
+        converted = autograph.tf_convert(
+            fn, ag_ctx.control_status_ctx(), convert_by_default=False
+        )
+        return super().run(self._in_step(converted), args, kwargs, options)
+
+    def _in_step(self, fn):
+        @functools.wraps(fn)
+        def in_step(*args, **kwargs):
+            batch = next((a for a in args if isinstance(a, batches.Batch)), None)
+            args = [a.data if isinstance(a, batches.Batch) else a for a in args]
+            with Step(self.extended, batch) as step:
+                result = fn(*args, **kwargs)
+                # What a custom loop changed through Keras; a Keras step has none left here.
+                step.synchronise(means=step.changed)
+            return result
+
+        return tf.autograph.experimental.do_not_convert(in_step)
+
+
+def _per_replica(arg):
+    """Turns the shards of a step into a per-replica batch."""
+    if isinstance(arg, batches.Shards):
+        return distribute_utils.regroup(arg.replicas)
+    return arg

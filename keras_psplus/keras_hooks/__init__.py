@@ -1,0 +1,20 @@
+"""The one door into Keras: what it cannot do through `tf.distribute`, for our strategies only.
+
+Each module replaces a handful of Keras's functions by ones that ask whether the strategy is one of
+this library's with several replicas, and call Keras's own otherwise. `install` checks every
+signature they rely on and names the Keras version and the symbol when one does not fit.
+"""
+
+from keras_psplus.keras_hooks import callbacks, losses, optimizer, saving, trainer, variables
+
+_installed = False
+
+
+def install():
+    """Installs all hooks, once."""
+    global _installed
+    if _installed:
+        return
+    for module in (variables, losses, optimizer, trainer, callbacks, saving):
+        module.install()
+    _installed = True

@@ -1,0 +1,61 @@
+"""Refuses, by name, what cannot work under a strategy with several replicas."""
+
+import inspect
+
+from keras.src import metrics as metrics_module
+from keras.src import tree
+from keras.src.optimizers import base_optimizer
+from tensorflow.python.distribute import values as distributed_values
+
+
+def check_compile_arguments(strategy, compile_method, args, kwargs):
+    """Checks the arguments of `compile()`.
+
+    Args:
+        strategy: The model's strategy.
+        compile_method: Keras's own `compile`, for its signature.
+        args: Positional arguments, the model first.
+        kwargs: Keyword arguments.
+
+    Raises:
+        ValueError: If XLA is asked for, or an optimizer or a metric belongs to another scope.
+    """
+    arguments = inspect.signature(compile_method).bind(*args, **kwargs).arguments
+    if arguments.get("jit_compile") is True:
+        raise ValueError(
+            "`jit_compile=True` is not supported with several replicas: XLA has no collectives for "
+            "CPUs and TensorFlow cannot compile a step that holds them. Use "
+            "`jit_compile=False` or leave the default. Received: jit_compile=True"
+        )
+    optimizer = arguments.get("optimizer")
+    while isinstance(optimizer, base_optimizer.BaseOptimizer):
+        if optimizer._distribution_strategy is not strategy:
+            raise ValueError(
+                f"The optimizer '{optimizer.name}' was made outside the strategy's scope: make it "
+                "under `with strategy.scope():`, or pass its name to compile(). "
+                f"Received: optimizer={optimizer}"
+            )
+        optimizer = getattr(optimizer, "inner_optimizer", None)
+    for name in ("metrics", "weighted_metrics"):
+        for metric in tree.flatten(arguments.get(name)):
+            if isinstance(metric, metrics_module.Metric):
+                _check_mirrored(metric.variables, f"metric '{metric.name}'")
+
+
+def check_variables(strategy, model):
+    """Raises ValueError if a variable of the model was made outside the strategy's scope."""
+    del strategy
+    _check_mirrored(model.variables, f"model '{model.name}'")
+    if model.optimizer is not None:
+        _check_mirrored(model.optimizer.variables, f"optimizer '{model.optimizer.name}'")
+
+
+def _check_mirrored(variables, owner):
+    for variable in variables:
+        if not isinstance(variable._value, distributed_values.DistributedVariable):
+            raise ValueError(
+                f"The variable '{variable.path}' of the {owner} was made outside the strategy's "
+                "scope, so every worker would change its own copy. Make every layer, metric and "
+                "optimizer under `with strategy.scope():`. "
+                f"Received: {variable.path}, shape={tuple(variable.shape)}"
+            )

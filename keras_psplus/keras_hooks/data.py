@@ -1,0 +1,303 @@
+"""Data: how each kind of input that Keras takes is shared out between the workers."""
+
+import json
+import random
+from typing import Any, NamedTuple
+
+import tensorflow as tf
+from keras.src import tree
+from keras.src.trainers.data_adapters import array_data_adapter, array_slicing, data_adapter
+from keras.src.trainers.data_adapters import py_dataset_adapter, tf_dataset_adapter
+
+from keras_psplus.all_reduce import batches
+from keras_psplus.all_reduce.reseed import reseed
+from keras_psplus.keras_hooks.py_dataset import share_order
+from keras_psplus.log import logger
+
+_POLICY = tf.data.experimental.AutoShardPolicy
+_UNKNOWN = int(tf.data.experimental.UNKNOWN_CARDINALITY)
+
+
+class Distributed(NamedTuple):
+    """A data adapter's data, shared out.
+
+    Attributes:
+        dataset: What the trainer iterates over: elements are `Shards`, or per-replica values.
+        adapter: The data adapter, or one that does not know its length.
+        batch_spec: Type specification of one global batch.
+    """
+
+    dataset: Any
+    adapter: Any
+    batch_spec: Any
+
+
+def distribute(strategy, adapter):
+    """Shares a data adapter's data out over the replicas of all workers."""
+    kind, facts = _describe(adapter)
+    control = strategy.extended.control
+    # Drawn as Keras draws its seeds, so that `keras.utils.set_random_seed` settles it.
+    proposal = dict(facts, seed=random.randint(1, int(1e9)))
+    told = [proposal]
+    if control:
+        told = [json.loads(text) for text in control.exchange("data", json.dumps(proposal))]
+    seed = told[0]["seed"]
+    alike = all({**other, "seed": 0} == {**told[0], "seed": 0} for other in told)
+    if kind == "array" and alike:
+        return _array(strategy, adapter, seed)
+    if kind == "own" or not alike:
+        return _own_share(strategy, adapter, told, alike)
+    share_order(adapter, seed)
+    dataset = reseed(adapter.get_tf_dataset(), seed)
+    if kind in ("python", "generator"):
+        dataset = _copied(dataset)
+    if facts["batches"] != _UNKNOWN:
+        return _lockstep(strategy, adapter, dataset, facts)
+    return _until_all_end(strategy, adapter, dataset)
+
+
+def symbolic_batch(spec):
+    """A batch's type specification with what Keras's symbolic build asks of a batch."""
+    return tf.nest.map_structure(lambda leaf: leaf if hasattr(leaf, "dtype") else None, spec)
+
+
+def split_eagerly(strategy, batch):
+    """Cuts a batch of arrays that every worker has, as `train_on_batch` gets it."""
+    while isinstance(batch, tuple) and len(batch) > 1 and batch[-1] is None:
+        batch = batch[:-1]
+    batch = tree.map_structure(tf.convert_to_tensor, batch)
+    return batches.split(batch, strategy.extended.world)
+
+
+def _describe(adapter):
+    """What kind of data this is, and what must be equal on all workers for it to be split."""
+    if isinstance(adapter, array_data_adapter.ArrayDataAdapter):
+        return "array", {
+            "rows": int(adapter._num_samples),
+            "batch_size": int(adapter._batch_size),
+            "shuffle": str(adapter._shuffle),
+        }
+    if isinstance(adapter, tf_dataset_adapter.TFDatasetAdapter):
+        dataset = adapter.get_tf_dataset()
+        if isinstance(dataset, tf.distribute.DistributedDataset):
+            return "own", {"policy": "distributed by the script"}
+        policy = dataset.options().experimental_distribute.auto_shard_policy
+        facts = {"batches": int(dataset.cardinality()), "policy": policy.name}
+        sharded = policy in (_POLICY.FILE, _POLICY.OFF, _POLICY.HINT)
+        return ("own" if sharded else "dataset"), facts
+    if isinstance(adapter, py_dataset_adapter.PyDatasetAdapter):
+        count = adapter.num_batches
+        infinite = int(tf.data.experimental.INFINITE_CARDINALITY)
+        return "python", {"batches": infinite if count is None else int(count)}
+    return "generator", {"batches": _UNKNOWN}
+
+
+def _array(strategy, adapter, seed):
+    """Arrays: every worker gathers its own rows only, by one order for all."""
+    world = strategy.extended.world
+    rows, batch_size = adapter._num_samples, adapter._batch_size
+    shuffle = adapter._shuffle
+    inputs = array_slicing.convert_to_sliceable(adapter._inputs, target_backend="tensorflow")
+    inputs = tree.lists_to_tuples(inputs)
+    steps = -(-rows // batch_size)
+
+    def order(epoch_seed):
+        if shuffle and shuffle != "batch":
+            everything = tf.range(rows, dtype=tf.int64)
+            return tf.random.experimental.stateless_shuffle(everything, [epoch_seed, 0])
+        return tf.range(rows, dtype=tf.int64)
+
+    def steps_of(epoch_seed):
+        indices = tf.data.Dataset.from_tensors(order(epoch_seed)).repeat(steps)
+        return tf.data.Dataset.zip((indices, tf.data.Dataset.range(steps))).map(
+            lambda order, number: (order, number, epoch_seed)
+        )
+
+    def take(indices, inputs):
+        def take_leaf(leaf):
+            if isinstance(leaf, array_slicing.TensorflowSparseWrapper):
+                return array_slicing.slice_tensorflow_sparse_wrapper(leaf, indices)
+            if isinstance(leaf, (list, tuple, dict)):
+                return None
+            return tf.gather(leaf, indices, axis=0) if tf.is_tensor(leaf) else leaf
+
+        return tree.traverse(take_leaf, inputs)
+
+    even = rows % batch_size == 0 and batch_size % world.replicas == 0
+
+    def shards(order_and_step, inputs):
+        order, number, epoch_seed = order_and_step
+        start = number * batch_size
+        count = tf.cast(tf.minimum(rows - start, batch_size), tf.int32)
+        batch = order[start : start + tf.cast(count, tf.int64)]
+        if shuffle == "batch":
+            batch = tf.random.experimental.stateless_shuffle(batch, [epoch_seed, number + 1])
+        parts = []
+        for local_replica in range(world.local_replicas):
+            first, end = world.bounds(batch_size if even else count, local_replica)
+            mine = batch[first:end]
+            if even:
+                mine.set_shape([end - first])
+            part = batches.Batch(take(mine, inputs), tf.constant(end - first) if even else
+                                 end - first, count)
+            parts.append(part)
+        return batches.Shards(tuple(parts))
+
+    epochs = tf.data.Dataset.random(seed=seed, rerandomize_each_iteration=True).take(1)
+    steps_dataset = epochs.flat_map(steps_of)
+    dataset = tf.data.Dataset.zip((steps_dataset, tf.data.Dataset.from_tensors(inputs).repeat()))
+    dataset = dataset.map(shards, num_parallel_calls=tf.data.AUTOTUNE, deterministic=True)
+    options = tf.data.Options()
+    # As in Keras's own adapter: their cost is that of writing the arrays out.
+    options.experimental_optimization.apply_default_optimizations = False
+    dataset = dataset.with_options(options).prefetch(tf.data.AUTOTUNE)
+    _say(strategy, f"{rows} rows in batches of {batch_size}, each split by rows"
+         + (", shuffled alike on all workers" if shuffle else ""))
+    return Distributed(dataset, adapter, _batch_spec_of_shards(dataset))
+
+
+def _lockstep(strategy, adapter, dataset, facts):
+    """As many global batches on every worker: each cuts its rows out, and nobody has to ask."""
+    world = strategy.extended.world
+    spec = dataset.element_spec
+    options = tf.data.Options()
+    options.deterministic = True
+    sharded = dataset.with_options(options).map(
+        lambda *batch: batches.split(_element(batch, spec), world),
+        num_parallel_calls=tf.data.AUTOTUNE,
+    )
+    count = facts["batches"]
+    many = f"{count} batches" if count >= 0 else "an unlimited number of batches"
+    _say(strategy, f"{many}, each split by rows; every worker reads the whole dataset (set "
+         "AutoShardPolicy.FILE in its options to share out the files)")
+    return Distributed(sharded.prefetch(tf.data.AUTOTUNE), adapter, spec)
+
+
+def _until_all_end(strategy, adapter, dataset):
+    """Unknown length: TensorFlow asks at every step whether somebody still has data."""
+    world = strategy.extended.world
+    spec = dataset.element_spec
+
+    def parts(*batch):
+        shards = batches.split(_element(batch, spec), world)
+        pieces = [tf.data.Dataset.from_tensors(part.data) for part in shards.replicas]
+        whole = pieces[0]
+        for piece in pieces[1:]:
+            whole = whole.concatenate(piece)
+        return whole
+
+    dataset = _with_any_batch_size(dataset).flat_map(parts).prefetch(tf.data.AUTOTUNE)
+    distributed = strategy.distribute_datasets_from_function(lambda _: dataset)
+    _say(strategy, "batches of unknown number, each split by rows; one small message a step finds "
+         "out when all workers have run out")
+    return Distributed(distributed, adapter, spec)
+
+
+def _own_share(strategy, adapter, told, alike):
+    """Every worker trains on data of its own: files by TensorFlow, or as the script read them."""
+    dataset = adapter.get_tf_dataset()
+    if isinstance(dataset, tf.distribute.DistributedDataset):
+        _say(strategy, "distributed by the script")
+        return Distributed(dataset, adapter, _local_spec(strategy, dataset.element_spec))
+    policy = dataset.options().experimental_distribute.auto_shard_policy
+    if not alike:
+        names = strategy.extended.control.names
+        facts = "; ".join(
+            f"{name}: " + ", ".join(f"{k}={v}" for k, v in f.items() if k != "seed")
+            for name, f in zip(names, told)
+        )
+        logger.warning(
+            "the workers' data differ (%s): each trains on its own, with batches of 1/%d of the "
+            "batch size. If it should be one dataset, give every worker the same.",
+            facts, strategy.num_workers,
+        )
+        policy = _POLICY.OFF
+    options = tf.data.Options()
+    options.experimental_distribute.auto_shard_policy = policy
+    spec = dataset.element_spec
+    dataset = _with_any_batch_size(dataset).with_options(options)
+    _say(strategy, f"each worker's own share (AutoShardPolicy.{policy.name}); one that has run "
+         "out joins with zero weight until all have")
+    return Distributed(
+        strategy.experimental_distribute_dataset(dataset), _UnknownLength(adapter), spec
+    )
+
+
+class _UnknownLength(data_adapter.DataAdapter):
+    """A data adapter whose number of steps shows only when all workers have run out."""
+
+    def __init__(self, adapter):
+        self._adapter = adapter
+
+    def get_tf_dataset(self):
+        return self._adapter.get_tf_dataset()
+
+    def on_epoch_begin(self):
+        self._adapter.on_epoch_begin()
+
+    def on_epoch_end(self):
+        self._adapter.on_epoch_end()
+
+    @property
+    def num_batches(self):
+        return None
+
+    @property
+    def batch_size(self):
+        return self._adapter.batch_size
+
+
+def _element(batch, spec):
+    return batch if isinstance(spec, tuple) else batch[0]
+
+
+def _copied(dataset):
+    # Tensors of a Python generator may share memory with the user's arrays, and kernels reuse the
+    # buffers of their inputs: a step would write into the user's labels.
+    def copy(leaf):
+        if isinstance(leaf, tf.Tensor) and leaf.dtype not in (tf.string, tf.variant, tf.resource):
+            return tf.raw_ops.DeepCopy(x=leaf)
+        return leaf
+
+    spec = dataset.element_spec
+    return dataset.map(lambda *batch: tf.nest.map_structure(copy, _element(batch, spec)))
+
+
+def _with_any_batch_size(dataset):
+    # A worker that has run out joins with a batch of no rows, which a static shape would forbid.
+    def relax(leaf):
+        if isinstance(leaf, tf.Tensor) and leaf.shape.rank:
+            return tf.raw_ops.PlaceholderWithDefault(
+                input=leaf, shape=[None] + leaf.shape.as_list()[1:]
+            )
+        return leaf
+
+    spec = dataset.element_spec
+    return dataset.map(lambda *batch: tf.nest.map_structure(relax, _element(batch, spec)))
+
+
+def _batch_spec_of_shards(dataset):
+    spec = dataset.element_spec.replicas[0].data
+
+    def relax(leaf):
+        if isinstance(leaf, tf.TensorSpec) and leaf.shape.rank:
+            return tf.TensorSpec([None] + leaf.shape.as_list()[1:], leaf.dtype)
+        return leaf
+
+    return tf.nest.map_structure(relax, spec)
+
+
+def _local_spec(strategy, spec):
+    def local(leaf):
+        return leaf._value_specs[0] if hasattr(leaf, "_value_specs") else leaf
+
+    return tf.nest.map_structure(local, spec, expand_composites=False)
+
+
+def _say(strategy, how):
+    logger.info(
+        "data over %d worker(s) x %d replica(s): %s",
+        strategy.num_workers, strategy.extended.world.local_replicas, how,
+    )
+
+

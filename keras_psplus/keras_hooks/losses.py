@@ -1,0 +1,110 @@
+"""Losses: the gradient of a replica's mean counts by its rows.
+
+Stock Keras divides every loss by the number of replicas and sums gradients. That is right for
+equal shares only, leaves users' own losses in `train_step` too large by that number, and shows
+them in logs too small. Here losses stay what they are in one process, means over the replica's own
+rows, and the tape takes their gradients times `local_rows / global_rows`: the sum over replicas is
+then the gradient of the mean over the global batch. The gradient of a loss that is not a scalar is
+that of its sum, in one process too, and needs no factor.
+"""
+
+import tensorflow as tf
+from keras.src.losses import loss as loss_module
+from keras.src.metrics import reduction_metrics
+
+from keras_psplus.keras_hooks.ownership import our_step
+from keras_psplus.keras_hooks.patching import replace
+
+
+def install():
+    """Installs this module's hooks."""
+    for name in ("scale_loss_for_distribution", "unscale_loss_for_distribution"):
+        replace(loss_module, name, ["value"])(_as_it_is)
+    replace(loss_module, "reduce_values", ["values", "sample_weight", "reduction"])(_reduce_values)
+    replace(loss_module, "apply_mask", ["sample_weight", "mask", "dtype", "reduction"])(
+        _apply_mask
+    )
+    replace(reduction_metrics.Mean, "update_state", ["self", "values", "sample_weight"])(
+        _update_mean
+    )
+    replace(
+        tf.GradientTape,
+        "gradient",
+        ["self", "target", "sources", "output_gradients", "unconnected_gradients"],
+    )(_gradient)
+
+
+def _sharing_step():
+    """The step of our replica, if it knows its share of the global batch."""
+    step = our_step()
+    return step if step is not None and step.has_share else None
+
+
+def _as_it_is(original, value):
+    return original(value) if _sharing_step() is None else value
+
+
+def _gradient(original, self, target, sources, output_gradients=None, *args, **kwargs):
+    step = _sharing_step()
+    if step is None:
+        return original(self, target, sources, output_gradients, *args, **kwargs)
+    targets = tf.nest.flatten(target)
+    seeds = [None] * len(targets)
+    if output_gradients is not None:
+        seeds = tf.nest.flatten(output_gradients)
+    seeds = [_seed(step, t, seed) for t, seed in zip(targets, seeds)]
+    seeds = seeds[0] if not tf.nest.is_nested(target) else seeds
+    if tf.nest.is_nested(target):
+        target = targets
+    return original(self, target, sources, seeds, *args, **kwargs)
+
+
+def _seed(step, target, seed):
+    if not tf.is_tensor(target) or not target.dtype.is_floating:
+        return seed
+    seed = tf.ones_like(target) if seed is None else tf.convert_to_tensor(seed)
+    return step.by_share(seed) if target.shape.rank == 0 else seed
+
+
+def _reduce_values(original, values, sample_weight=None, reduction="sum_over_batch_size"):
+    loss = original(values, sample_weight, reduction)
+    step = _sharing_step()
+    if step is None or reduction in (None, "none"):
+        return loss
+    if tuple(loss.shape) == (0,):
+        # Eagerly, Keras leaves the loss of an empty replica as it is: a vector of no rows.
+        return tf.reduce_sum(loss)
+    if reduction == "sum":
+        # Not a mean: the tape's factor must not touch it.
+        return step.over_share(loss)
+    if reduction == "mean_with_sample_weight" and sample_weight is not None:
+        # One process would divide by the weight of the whole batch.
+        own = tf.cast(tf.reduce_sum(sample_weight), tf.float32)
+        everything = step.sum_over_replicas([own])[0]
+        factor = tf.cast(tf.math.divide_no_nan(own, everything), loss.dtype)
+        return step.over_share(loss * factor)
+    return loss
+
+
+def _apply_mask(original, sample_weight, mask, dtype, reduction):
+    weight = original(sample_weight, mask, dtype, reduction)
+    step = _sharing_step()
+    if step is None or mask is None or reduction not in ("mean", "sum_over_batch_size"):
+        return weight
+    # Keras divides by the replica's own number of unmasked entries; one process would divide by
+    # that of the whole batch.
+    total = tf.cast(tf.size(mask), tf.float32)
+    valid = tf.reduce_sum(tf.cast(mask, tf.float32))
+    all_total, all_valid = step.sum_over_replicas([total, valid])
+    correction = tf.math.divide_no_nan(all_total * valid, all_valid * total)
+    return weight * tf.cast(correction, weight.dtype)
+
+
+def _update_mean(original, self, values, sample_weight=None):
+    step = _sharing_step()
+    if step is not None and sample_weight is None:
+        values = tf.convert_to_tensor(values)
+        if values.shape.rank == 0 and values.dtype.is_floating:
+            # A mean over the replica's rows, counted once for each replica.
+            values = step.by_share(values) * step.replicas
+    return original(self, values, sample_weight)

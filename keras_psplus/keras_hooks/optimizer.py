@@ -1,0 +1,96 @@
+"""Optimizers: gradients are summed over replicas before they are clipped.
+
+Stock Keras clips each replica's own gradients and sums them afterwards, which no single process
+would do. Reducing where Keras clips also puts the collective inside the branch of gradient
+accumulation that updates, so that nothing is sent in between.
+"""
+
+import threading
+
+import tensorflow as tf
+from keras.src.backend.tensorflow import optimizer as tf_optimizer
+from keras.src.optimizers import base_optimizer, loss_scale_optimizer
+
+from keras_psplus.keras_hooks.ownership import our_step, ours
+from keras_psplus.keras_hooks.patching import replace
+
+_local = threading.local()
+
+
+def install():
+    """Installs this module's hooks."""
+    for cls in (base_optimizer.BaseOptimizer, loss_scale_optimizer.LossScaleOptimizer):
+        replace(cls, "apply", ["self", "grads", "trainable_variables"])(_apply)
+    replace(
+        base_optimizer.BaseOptimizer,
+        "_backend_apply_gradients",
+        ["self", "grads", "trainable_variables"],
+    )(_apply_gradients)
+    replace(base_optimizer.BaseOptimizer, "_clip_gradients", ["self", "grads"])(_clip)
+    replace(
+        tf_optimizer.TFOptimizer, "_all_reduce_sum_gradients", ["self", "grads_and_vars"]
+    )(_all_reduce)
+    replace(loss_scale_optimizer.LossScaleOptimizer, "check_finite", ["self", "grads"])(
+        _check_finite
+    )
+
+
+def _apply(original, self, grads, trainable_variables=None):
+    step = our_step()
+    if step is None:
+        return original(self, grads, trainable_variables)
+    # An optimizer's state changes alike on all replicas; averaging it would only cost bytes.
+    recording, step.recording = step.recording, False
+    try:
+        return original(self, grads, trainable_variables)
+    finally:
+        step.recording = recording
+
+
+def _strategy_in_replica_context(optimizer):
+    strategy = ours(optimizer._distribution_strategy)
+    return strategy if strategy and tf.distribute.get_replica_context() else None
+
+
+def _apply_gradients(original, self, grads, trainable_variables):
+    _local.variables = list(trainable_variables)
+    try:
+        return original(self, grads, trainable_variables)
+    finally:
+        _local.variables = None
+
+
+def _clip(original, self, grads):
+    strategy = _strategy_in_replica_context(self)
+    variables = getattr(_local, "variables", None)
+    if strategy is None or not variables or len(variables) != len(grads):
+        return original(self, grads)
+    # Keras has taken out the variables without a gradient.
+    grads = [_with_shape(g, v) for g, v in zip(grads, variables)]
+    summed = strategy.extended.reduce_gradients(grads)
+    _local.summed_for = self
+    return original(self, summed)
+
+
+def _with_shape(gradient, variable):
+    """The gradient with its variable's shape: some reach us without a static one."""
+    if isinstance(gradient, tf.IndexedSlices):
+        return gradient
+    return tf.ensure_shape(gradient, variable.shape)
+
+
+def _all_reduce(original, self, grads_and_vars):
+    if _strategy_in_replica_context(self) and getattr(_local, "summed_for", None) is self:
+        _local.summed_for = None
+        return list(grads_and_vars)
+    return original(self, grads_and_vars)
+
+
+def _check_finite(original, self, grads):
+    finite = original(self, grads)
+    strategy = _strategy_in_replica_context(self)
+    if strategy is None:
+        return finite
+    # One replica's overflow must skip the step on all: they would take different branches.
+    bad = tf.cast(tf.logical_not(finite), tf.float32)
+    return tf.equal(strategy.extended.sum_over_replicas([bad])[0], 0.0)

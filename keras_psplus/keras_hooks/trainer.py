@@ -1,0 +1,198 @@
+"""The trainer: what `fit`, `evaluate` and `predict` run on each replica, and what they return."""
+
+import tensorflow as tf
+from keras.src import tree
+from keras.src.backend.tensorflow import trainer
+from keras.src.trainers import trainer as base_trainer
+
+from keras_psplus.all_reduce import batches, failure
+from keras_psplus.keras_hooks import checks, data
+from keras_psplus.keras_hooks.ownership import another_is_live, our_step, ours
+from keras_psplus.keras_hooks.patching import replace
+
+_ITERATORS = (tf.data.Iterator, tf.distribute.DistributedIterator)
+
+
+def install():
+    """Installs this module's hooks."""
+    tf_trainer = trainer.TensorFlowTrainer
+    replace(base_trainer.Trainer, "compile", ["self", "optimizer", "loss"])(_compile)
+    replace(tf_trainer, "_maybe_symbolic_build", ["self", "iterator", "data_batch"])(_build)
+    replace(tf_trainer, "_make_function", ["self", "step_function"])(_make_function)
+    replace(tf_trainer, "make_predict_function", ["self", "force"])(_make_predict_function)
+    replace(trainer.TFEpochIterator, "__init__", ["self", "distribute_strategy"])(_init_iterator)
+    replace(trainer, "reduce_per_replica", ["values", "strategy", "reduction"])(_reduce)
+    for name in ("fit", "train_on_batch"):
+        replace(tf_trainer, name, ["self", "x", "y"])(_training)
+    for name in ("evaluate", "test_on_batch", "predict", "predict_on_batch"):
+        replace(tf_trainer, name, ["self", "x"])(_explained)
+
+
+def _explained(original, self, *args, **kwargs):
+    strategy = ours(self._distribute_strategy)
+    if strategy is None:
+        return original(self, *args, **kwargs)
+    with failure.explained(strategy.task):
+        return original(self, *args, **kwargs)
+
+
+def _training(original, self, *args, **kwargs):
+    if ours(self._distribute_strategy) is None and another_is_live() is not None:
+        raise ValueError(
+            f"The model '{self.name}' was built outside the strategy's scope, so every worker "
+            "would train its own copy of it. Build and compile it under `with strategy.scope():`. "
+            f"Received: model={self}"
+        )
+    return _explained(original, self, *args, **kwargs)
+
+
+def _compile(original, self, *args, **kwargs):
+    strategy = ours(getattr(self, "_distribute_strategy", None))
+    if strategy is None:
+        return original(self, *args, **kwargs)
+    checks.check_compile_arguments(strategy, original, (self, *args), kwargs)
+    # An optimizer given by name makes its variables here: also when compile() is called outside.
+    with strategy.scope():
+        result = original(self, *args, **kwargs)
+    if self.jit_compile:
+        self.jit_compile = False
+    return result
+
+
+def _build(original, self, iterator=None, data_batch=None):
+    strategy = ours(self._distribute_strategy)
+    if strategy is None:
+        return original(self, iterator=iterator, data_batch=data_batch)
+    if iterator is not None:
+        # Keras would draw a batch to see its shapes; a generator's batch would be lost by that.
+        data_batch = data.symbolic_batch(iterator.batch_spec)
+    with strategy.scope():
+        self._symbolic_build(data_batch=data_batch)
+    checks.check_variables(strategy, self)
+
+
+def _init_iterator(original, self, distribute_strategy=None, *args, **kwargs):
+    strategy = ours(distribute_strategy)
+    if strategy is None:
+        return original(self, distribute_strategy, *args, **kwargs)
+    super(trainer.TFEpochIterator, self).__init__(*args, **kwargs)
+    self._distribute_strategy = strategy
+    distributed = data.distribute(strategy, self.data_adapter)
+    self.data_adapter = distributed.adapter
+    self._num_batches = self.data_adapter.num_batches
+    self._distributed_dataset = distributed.dataset
+    self.batch_spec = distributed.batch_spec
+
+
+def _make_function(original, self, step_function):
+    strategy = ours(self._distribute_strategy)
+    if strategy is None:
+        return original(self, step_function)
+    function = original(self, _replica_step(self, step_function))
+
+    def function_of_iterator(iterator):
+        if isinstance(iterator, _ITERATORS):
+            return function(iterator)
+        return function(data.split_eagerly(strategy, batch) for batch in iterator)
+
+    return function_of_iterator
+
+
+def _make_predict_function(original, self, force=False):
+    strategy = ours(self._distribute_strategy)
+    before = self.predict_function
+    original(self, force)
+    if strategy is None or self.predict_function is before:
+        return
+    function = self.predict_function
+
+    def function_of_batches(all_data):
+        return function(
+            [b if _is_distributed(b) else data.split_eagerly(strategy, b) for b in all_data]
+        )
+
+    self.predict_function = function_of_batches
+
+
+def _is_distributed(batch):
+    return isinstance(batch, (batches.Shards, batches.Batch)) or any(
+        isinstance(leaf, tf.distribute.DistributedValues) for leaf in tree.flatten(batch)
+    )
+
+
+def _replica_step(model, step_function):
+    """A train or test step that leaves metrics, moving averages and logs equal everywhere."""
+    # Kept over traces: a step that is itself a tf.function is traced once only.
+    changed, touched = {}, set()
+
+    def replica_step(batch):
+        step = our_step()
+        if not step.has_share:
+            step.agree_on_share(batch)
+        states = [v._value for v in model.metrics_variables]
+        step.note_baselines(states)
+        logs = step_function(batch)
+        changed.update({v.ref(): v for v in step.changed})
+        touched.update(step.touched)
+        metrics = [m for m in model.metrics if any(v._value.ref() in touched for v in m.variables)]
+        own, rest = _own_logs(logs, metrics)
+        averaged = step.synchronise(means=list(changed.values()), tensors=own)
+        return _with_results(rest(averaged), metrics)
+
+    return replica_step
+
+
+def _own_logs(logs, metrics):
+    """Finds the floats in the logs that are no metric's result: a replica's own, to be averaged.
+
+    Returns:
+        The list of these tensors, and a function that puts others in their place.
+    """
+    of_metrics = {name for metric in metrics for name in (metric.name, *_results(metric))}
+    names = [n for n in logs if n not in of_metrics] if isinstance(logs, dict) else None
+    part = logs if names is None else {n: logs[n] for n in names}
+    leaves = tf.nest.flatten(part)
+    places = [
+        i
+        for i, leaf in enumerate(leaves)
+        if tf.is_tensor(leaf) and leaf.dtype.is_floating and leaf.shape.is_fully_defined()
+    ]
+
+    def with_averages(averages):
+        for place, average in zip(places, averages):
+            leaves[place] = average
+        changed = tf.nest.pack_sequence_as(part, leaves)
+        return changed if names is None else {**logs, **changed}
+
+    return [leaves[i] for i in places], with_averages
+
+
+def _with_results(logs, metrics):
+    """The logs with the results of metrics as they are now, of all replicas."""
+    if not isinstance(logs, dict):
+        return logs
+    for metric in metrics:
+        if metric.name in logs:
+            logs[metric.name] = metric.result()
+        else:
+            logs.update({n: value for n, value in _results(metric).items() if n in logs})
+    return logs
+
+
+def _results(metric):
+    result = metric.result()
+    return result if isinstance(result, dict) else {metric.name: result}
+
+
+def _reduce(original, values, strategy, reduction):
+    if ours(strategy) is None:
+        return original(values, strategy, reduction)
+    if reduction == "auto":
+        # The replica step has made them equal on all replicas.
+        return tree.map_structure(lambda v: strategy.experimental_local_results(v)[0], values)
+    gather = strategy.extended.gather_rows
+    if tf.executing_eagerly():
+        gather = tf.function(gather)
+    return tree.map_structure(gather, values)
+
+

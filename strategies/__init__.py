@@ -1,0 +1,1 @@
+"""The catalogue: one short file for each way of training, each defining `strategy()`."""

@@ -1,0 +1,552 @@
+"""Ways of training that must equal one process on the same global batches.
+
+Run as a script, in one process (the reference: plain Keras, no strategy of ours) or in every
+worker of a cluster. Writes what each case returns, and the final weights, to
+`<out>/<case>.<task>.npz`.
+"""
+
+import argparse
+import os
+import traceback
+
+os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "2")
+
+import keras
+import numpy as np
+import tensorflow as tf
+
+CASES = {}
+
+
+def case(function):
+    """Registers a case: a function that trains and returns `(model, results)`."""
+    CASES[function.__name__] = function
+    return function
+
+
+def blobs(rows=203, features=12, classes=4, seed=0):
+    rng = np.random.default_rng(seed)
+    y = rng.integers(0, classes, rows).astype("int32")
+    x = rng.normal(size=(rows, features)).astype("float32") + y[:, None] * 0.5
+    return x, y
+
+
+def compiled(layers, optimizer="sgd", loss=None, metrics=("accuracy",), **kwargs):
+    model = keras.Sequential(layers)
+    loss = loss or keras.losses.SparseCategoricalCrossentropy(from_logits=True)
+    model.compile(optimizer=optimizer, loss=loss, metrics=list(metrics), **kwargs)
+    return model
+
+
+def mlp(optimizer=None, **kwargs):
+    layers = [keras.layers.Dense(16, activation="relu"), keras.layers.Dense(4)]
+    return compiled(layers, optimizer or keras.optimizers.SGD(0.1), **kwargs)
+
+
+def fit(model, *args, **kwargs):
+    kwargs.setdefault("verbose", 0)
+    history = model.fit(*args, **kwargs)
+    return {f"history/{k}": np.asarray(v) for k, v in history.history.items()}
+
+
+def trained(model, *args, **kwargs):
+    return model, fit(model, *args, **kwargs)
+
+
+def numpy_defaults(**kwargs):
+    return dict(batch_size=50, epochs=3, shuffle=False) | kwargs
+
+
+@case
+def numpy_short_last_batch():
+    return trained(mlp(), *blobs(), **numpy_defaults())
+
+
+@case
+def last_batch_of_one_row():
+    return trained(mlp(), *blobs(rows=101), **numpy_defaults())
+
+
+@case
+def even_batches():
+    return trained(mlp(), *blobs(rows=200), **numpy_defaults())
+
+
+@case
+def validation_split():
+    return trained(mlp(), *blobs(), **numpy_defaults(validation_split=0.3))
+
+
+@case
+def validation_data_and_freq():
+    data = blobs(rows=77, seed=1)
+    return trained(mlp(), *blobs(), **numpy_defaults(validation_data=data, validation_freq=2))
+
+
+@case
+def sample_weight():
+    x, y = blobs()
+    weights = np.random.default_rng(5).uniform(0, 2, len(x)).astype("float32")
+    model = mlp(weighted_metrics=["sparse_categorical_crossentropy"])
+    return trained(model, x, y, **numpy_defaults(sample_weight=weights))
+
+
+@case
+def class_weight():
+    return trained(mlp(), *blobs(), **numpy_defaults(class_weight={0: 1.0, 1: 2.0, 2: 0.5, 3: 1.5}))
+
+
+@case
+def steps_per_execution():
+    return trained(mlp(steps_per_execution=3), *blobs(), **numpy_defaults())
+
+
+@case
+def steps_per_execution_dataset():
+    data = tf.data.Dataset.from_tensor_slices(blobs()).batch(50)
+    return trained(mlp(steps_per_execution=4), data, epochs=3)
+
+
+@case
+def dataset():
+    data = tf.data.Dataset.from_tensor_slices(blobs()).batch(50)
+    return trained(mlp(), data, epochs=3, validation_data=data)
+
+
+@case
+def dataset_of_unknown_length():
+    data = tf.data.Dataset.from_tensor_slices(blobs()).filter(lambda x, y: True).batch(50)
+    return trained(mlp(), data, epochs=3)
+
+
+@case
+def dataset_repeated():
+    data = tf.data.Dataset.from_tensor_slices(blobs()).batch(50).repeat()
+    return trained(mlp(), data, epochs=3, steps_per_epoch=4)
+
+
+@case
+def dataset_drop_remainder():
+    data = tf.data.Dataset.from_tensor_slices(blobs()).batch(50, drop_remainder=True)
+    return trained(mlp(), data, epochs=2)
+
+
+class Batches(keras.utils.PyDataset):
+    def __init__(self, rows=203, batch_size=50, **kwargs):
+        super().__init__(**kwargs)
+        self.x, self.y = blobs(rows)
+        self.size = batch_size
+
+    def __len__(self):
+        return -(-len(self.x) // self.size)
+
+    def __getitem__(self, index):
+        part = slice(index * self.size, (index + 1) * self.size)
+        return self.x[part], self.y[part]
+
+
+@case
+def py_dataset():
+    return trained(mlp(), Batches(), epochs=3, shuffle=False)
+
+
+@case
+def py_dataset_with_threads():
+    return trained(mlp(), Batches(workers=2), epochs=2, shuffle=False)
+
+
+@case
+def generator():
+    def batches():
+        data = Batches()
+        for _ in range(2):
+            for i in range(len(data)):
+                yield data[i]
+
+    return trained(mlp(), batches(), epochs=2, steps_per_epoch=5)
+
+
+@case
+def clipnorm():
+    return trained(mlp(keras.optimizers.SGD(0.5, clipnorm=0.1)), *blobs(), **numpy_defaults())
+
+
+@case
+def global_clipnorm():
+    optimizer = keras.optimizers.Adam(0.01, global_clipnorm=0.1)
+    return trained(mlp(optimizer), *blobs(), **numpy_defaults())
+
+
+@case
+def clipvalue():
+    return trained(mlp(keras.optimizers.SGD(0.5, clipvalue=0.01)), *blobs(), **numpy_defaults())
+
+
+@case
+def adamw_with_schedule():
+    schedule = keras.optimizers.schedules.ExponentialDecay(0.05, 3, 0.8)
+    return trained(mlp(keras.optimizers.AdamW(schedule, weight_decay=0.01)), *blobs(),
+                   **numpy_defaults())
+
+
+@case
+def moving_average_of_weights():
+    optimizer = keras.optimizers.SGD(
+        0.1, momentum=0.9, use_ema=True, ema_momentum=0.8, ema_overwrite_frequency=4
+    )
+    return trained(mlp(optimizer), *blobs(), **numpy_defaults())
+
+
+@case
+def gradient_accumulation():
+    optimizer = keras.optimizers.SGD(0.1, momentum=0.9, gradient_accumulation_steps=3)
+    return trained(mlp(optimizer), *blobs(), **numpy_defaults())
+
+
+@case
+def gradient_accumulation_in_loop():
+    optimizer = keras.optimizers.Adam(0.02, gradient_accumulation_steps=2, clipnorm=0.1)
+    return trained(mlp(optimizer, steps_per_execution=3), *blobs(), **numpy_defaults())
+
+
+@case
+def regularisers_and_constraint():
+    layers = [
+        keras.layers.Dense(16, kernel_regularizer="l2", activity_regularizer="l1"),
+        keras.layers.Dense(4, kernel_constraint=keras.constraints.MaxNorm(0.5)),
+    ]
+    # An activity regulariser sums over the batch; only an even split shares it out exactly.
+    return trained(compiled(layers, keras.optimizers.SGD(0.05)), *blobs(200), **numpy_defaults())
+
+
+@case
+def metrics():
+    model = compiled(
+        [keras.layers.Dense(8, activation="tanh"), keras.layers.Dense(1, activation="sigmoid")],
+        keras.optimizers.SGD(0.1), "binary_crossentropy",
+        ["accuracy", keras.metrics.AUC(num_thresholds=20), keras.metrics.Precision(),
+         keras.metrics.F1Score(threshold=0.5), "mae"],
+    )
+    x, y = blobs()
+    return trained(model, x, (y > 1).astype("float32")[:, None], **numpy_defaults())
+
+
+@case
+def sum_reduction():
+    loss = keras.losses.SparseCategoricalCrossentropy(from_logits=True, reduction="sum")
+    return trained(mlp(keras.optimizers.SGD(0.002), loss=loss), *blobs(), **numpy_defaults())
+
+
+@case
+def convolution():
+    x, y = blobs(rows=83, features=64)
+    layers = [
+        keras.layers.Reshape((8, 8, 1)),
+        keras.layers.Conv2D(4, 3, activation="relu"),
+        keras.layers.MaxPooling2D(),
+        keras.layers.Flatten(),
+        keras.layers.Dense(4),
+    ]
+    return trained(compiled(layers, keras.optimizers.SGD(0.1)), x, y, **numpy_defaults(batch_size=20))
+
+
+@case
+def synchronised_batch_normalisation():
+    layers = [
+        keras.layers.Dense(16),
+        keras.layers.BatchNormalization(synchronized=True, momentum=0.8),
+        keras.layers.Dense(4),
+    ]
+    return trained(compiled(layers, keras.optimizers.SGD(0.1)), *blobs(200),
+                   **numpy_defaults(validation_data=blobs(60, seed=2)))
+
+
+def tokens(rows=83, length=7, seed=0):
+    rng = np.random.default_rng(seed)
+    return rng.integers(0, 30, (rows, length)).astype("int32"), rng.integers(0, 3, rows)
+
+
+@case
+def lstm():
+    layers = [keras.layers.Embedding(30, 8), keras.layers.LSTM(8), keras.layers.Dense(3)]
+    return trained(compiled(layers, keras.optimizers.SGD(0.1)), *tokens(),
+                   **numpy_defaults(batch_size=20))
+
+
+@case
+def embedding_with_adam():
+    layers = [keras.layers.Embedding(30, 8), keras.layers.GlobalAveragePooling1D(),
+              keras.layers.Dense(3)]
+    return trained(compiled(layers, keras.optimizers.Adam(0.01)), *tokens(),
+                   **numpy_defaults(batch_size=20))
+
+
+@case
+def attention():
+    inputs = keras.Input((7,), dtype="int32")
+    h = keras.layers.Embedding(30, 8)(inputs)
+    h = h + keras.layers.MultiHeadAttention(2, 4)(h, h)
+    h = keras.layers.LayerNormalization()(h)
+    model = keras.Model(inputs, keras.layers.Dense(3)(keras.layers.Flatten()(h)))
+    model.compile(keras.optimizers.Adam(0.01),
+                  keras.losses.SparseCategoricalCrossentropy(from_logits=True), metrics=["accuracy"])
+    return trained(model, *tokens(), **numpy_defaults(batch_size=20))
+
+
+@case
+def masked_sequence_loss():
+    x, _ = tokens()
+    x[:, 3:][np.random.default_rng(1).uniform(size=(len(x), 4)) < 0.6] = 0
+    layers = [keras.layers.Embedding(30, 8, mask_zero=True),
+              keras.layers.LSTM(8, return_sequences=True), keras.layers.Dense(30)]
+    return trained(compiled(layers, keras.optimizers.SGD(0.2)), x, (x + 1) % 30,
+                   **numpy_defaults(batch_size=20))
+
+
+@case
+def mean_with_sample_weight():
+    loss = keras.losses.SparseCategoricalCrossentropy(
+        from_logits=True, reduction="mean_with_sample_weight"
+    )
+    x, y = blobs()
+    weights = np.random.default_rng(5).uniform(0, 2, len(x)).astype("float32")
+    return trained(mlp(loss=loss), x, y, **numpy_defaults(sample_weight=weights))
+
+
+@case
+def several_inputs_and_outputs():
+    a, b = keras.Input((12,), name="a"), keras.Input((12,), name="b")
+    h = keras.layers.Dense(8, activation="relu")(keras.layers.Concatenate()([a, b]))
+    model = keras.Model({"a": a, "b": b}, {"u": keras.layers.Dense(4, name="u")(h),
+                                           "v": keras.layers.Dense(1, name="v")(h)})
+    model.compile(
+        "sgd",
+        {"u": keras.losses.SparseCategoricalCrossentropy(from_logits=True), "v": "mse"},
+        loss_weights={"u": 1.0, "v": 0.3},
+        metrics={"u": ["accuracy"], "v": ["mae"]},
+    )
+    x, y = blobs()
+    targets = {"u": y, "v": y.astype("float32")[:, None]}
+    return trained(model, {"a": x, "b": x[:, ::-1]}, targets, **numpy_defaults())
+
+
+class OwnModel(keras.Model):
+    def __init__(self):
+        super().__init__()
+        self.hidden = keras.layers.Dense(8, activation="relu")
+        self.out = keras.layers.Dense(4)
+
+    def call(self, x):
+        return self.out(self.hidden(x))
+
+
+@case
+def subclassed():
+    model = OwnModel()
+    model.compile("sgd", keras.losses.SparseCategoricalCrossentropy(from_logits=True), metrics=["accuracy"])
+    return trained(model, *blobs(), **numpy_defaults())
+
+
+class OwnStep(OwnModel):
+    def train_step(self, data):
+        x, y = data
+        with tf.GradientTape() as tape:
+            y_pred = self(x, training=True)
+            loss = self.compute_loss(y=y, y_pred=y_pred)
+        gradients = tape.gradient(loss, self.trainable_variables)
+        self.optimizer.apply(gradients, self.trainable_variables)
+        for metric in self.metrics:
+            if metric.name == "loss":
+                metric.update_state(loss)
+            else:
+                metric.update_state(y, y_pred)
+        return {m.name: m.result() for m in self.metrics}
+
+
+@case
+def own_train_step():
+    model = OwnStep()
+    model.compile("adam", keras.losses.SparseCategoricalCrossentropy(from_logits=True), metrics=["accuracy"])
+    return trained(model, *blobs(), **numpy_defaults())
+
+
+class OwnLoss(OwnModel):
+    """As in Keras's guide "Customizing what happens in fit()", with and without a mean."""
+
+    def __init__(self, mean):
+        super().__init__()
+        self.mean = mean
+        self.tracker = keras.metrics.Mean(name="own_loss")
+
+    @property
+    def metrics(self):
+        return [self.tracker]
+
+    def train_step(self, data):
+        x, y = data
+        with tf.GradientTape() as tape:
+            loss = keras.losses.sparse_categorical_crossentropy(y, self(x), from_logits=True)
+            loss = keras.ops.mean(loss) if self.mean else loss
+        gradients = tape.gradient(loss, self.trainable_variables)
+        self.optimizer.apply(gradients, self.trainable_variables)
+        self.tracker.update_state(loss)
+        return {"own_loss": self.tracker.result(), "last": keras.ops.mean(loss)}
+
+
+@case
+def own_loss_as_mean():
+    model = OwnLoss(mean=True)
+    model.compile("sgd")
+    return trained(model, *blobs(), **numpy_defaults())
+
+
+@case
+def own_loss_as_vector():
+    model = OwnLoss(mean=False)
+    model.compile(keras.optimizers.SGD(0.001))
+    return trained(model, *blobs(), **numpy_defaults())
+
+
+class FunctionStep(OwnModel):
+    @tf.function
+    def train_step(self, data):
+        return super().train_step(data)
+
+
+@case
+def train_step_as_function():
+    model = FunctionStep()
+    model.compile("sgd", keras.losses.SparseCategoricalCrossentropy(from_logits=True), metrics=["accuracy"])
+    return trained(model, *blobs(), **numpy_defaults())
+
+
+@case
+def mixed_precision_skips_overflow():
+    layers = [keras.layers.Dense(16, activation="relu", dtype="mixed_float16"),
+              keras.layers.Dense(4, dtype="float32")]
+    optimizer = keras.optimizers.LossScaleOptimizer(keras.optimizers.SGD(0.1), initial_scale=2.0**8)
+    model = compiled(layers, optimizer)
+    x, y = blobs(200)
+    x[120] = np.inf  # in the third batch, and in one worker's half of it
+    model, results = trained(model, x, y, **numpy_defaults(epochs=1))
+    scale = np.asarray(optimizer.dynamic_scale)
+    return model, {"scale": scale, "iterations": np.asarray(optimizer.inner_optimizer.iterations)}
+
+
+@case
+def bfloat16():
+    layers = [keras.layers.Dense(16, activation="relu"), keras.layers.Dense(4)]
+    for layer in layers:
+        layer.dtype_policy = keras.DTypePolicy("mixed_bfloat16")
+    model = compiled(layers, keras.optimizers.SGD(0.1))
+    model, _ = trained(model, *blobs(200), **numpy_defaults(epochs=1))
+    return None, {"predictions": model.predict(blobs(33)[0], verbose=0).astype("float32")}
+
+
+@case
+def evaluate_and_predict():
+    model = mlp()
+    x, y = blobs()
+    model.fit(x, y, **numpy_defaults(verbose=0))
+    data = tf.data.Dataset.from_tensor_slices((x, y)).batch(50)
+    return model, {
+        "evaluate": np.asarray(model.evaluate(x, y, batch_size=40, verbose=0)),
+        "evaluate_dataset": np.asarray(model.evaluate(data, verbose=0)),
+        "predict": model.predict(x, batch_size=40, verbose=0),
+        "predict_dataset": model.predict(data.map(lambda x, y: x), verbose=0),
+        "predict_steps": model.predict(x, batch_size=40, steps=3, verbose=0),
+    }
+
+
+@case
+def predict_with_steps_per_execution():
+    model = mlp(steps_per_execution=3)
+    x, y = blobs()
+    model.fit(x, y, **numpy_defaults(verbose=0, epochs=1))
+    return model, {"predict": model.predict(x, batch_size=40, verbose=0)}
+
+
+@case
+def on_batch():
+    model = mlp(optimizer=keras.optimizers.Adam(0.01))
+    x, y = blobs(33)
+    results = {}
+    for step in range(3):
+        results[f"train{step}"] = np.asarray(model.train_on_batch(x, y))
+    results["weighted"] = np.asarray(
+        model.train_on_batch(x, y, class_weight={0: 2.0, 1: 1.0, 2: 1.0, 3: 0.5})
+    )
+    results["test"] = np.asarray(model.test_on_batch(x, y))
+    results["predict"] = model.predict_on_batch(x)
+    return model, results
+
+
+class Recorder(keras.callbacks.Callback):
+    def __init__(self):
+        super().__init__()
+        self.logs = []
+
+    def on_train_batch_end(self, batch, logs=None):
+        self.logs.append([float(logs["loss"]), float(logs["accuracy"])])
+
+
+@case
+def logs_of_every_batch():
+    recorder = Recorder()
+    model, results = trained(mlp(), *blobs(), **numpy_defaults(callbacks=[recorder]))
+    return model, results | {"logs": np.asarray(recorder.logs)}
+
+
+@case
+def early_stopping_and_plateau():
+    callbacks = [
+        keras.callbacks.ReduceLROnPlateau(monitor="val_loss", patience=1, min_delta=0.5),
+        keras.callbacks.EarlyStopping(monitor="val_loss", patience=3, min_delta=0.5),
+    ]
+    return trained(mlp(), *blobs(), **numpy_defaults(
+        epochs=12, callbacks=callbacks, validation_data=blobs(60, seed=2)))
+
+
+@case
+def run_eagerly():
+    return trained(mlp(run_eagerly=True), *blobs(rows=101), **numpy_defaults(epochs=1))
+
+
+def main():
+    parser = argparse.ArgumentParser()
+    parser.add_argument("--out", required=True)
+    parser.add_argument("--cases", default="")
+    parser.add_argument("--reference", action="store_true")
+    parser.add_argument("--devices", type=int, default=1)
+    options = parser.parse_args()
+    task, strategy = "reference", tf.distribute.get_strategy()
+    if options.devices > 1:
+        cpu = tf.config.list_physical_devices("CPU")[0]
+        tf.config.set_logical_device_configuration(
+            cpu, [tf.config.LogicalDeviceConfiguration()] * options.devices
+        )
+    if not options.reference:
+        import keras_psplus
+
+        strategy = keras_psplus.MultiWorkerMirroredStrategy(startup_timeout=60)
+        task = strategy.task.name if strategy.task else "worker-0"
+    for name in options.cases.split(",") if options.cases else CASES:
+        keras.backend.clear_session()
+        keras.utils.set_random_seed(1)
+        try:
+            with strategy.scope():
+                model, results = CASES[name]()
+        except Exception:
+            # The other cases go on; the missing file says which failed.
+            traceback.print_exc()
+            continue
+        weights = model.get_weights() if model is not None else []
+        results = results | {f"weights/{i}": w for i, w in enumerate(weights)}
+        path = os.path.join(options.out, f"{name}.{task}.npz")
+        np.savez(path + ".tmp.npz", **results)
+        os.replace(path + ".tmp.npz", path)
+        print(f"done {name}", flush=True)
+
+
+if __name__ == "__main__":
+    main()
