@@ -11,9 +11,10 @@ import time
 import tensorflow as tf
 from tensorflow.python.eager import context
 
+from keras_psplus.all_reduce import failure
 from keras_psplus.log import logger
 
-_POLL_SECONDS = 10.0
+_POLL_SECONDS = 3.0
 
 
 class ControlPlane:
@@ -106,18 +107,20 @@ class ControlPlane:
                 return context.context().get_config_key_value(
                     key, timeout_in_ms=int(_POLL_SECONDS * 1000)
                 )
-            except tf.errors.DeadlineExceededError:
+            except tf.errors.DeadlineExceededError as error:
+                failure.raise_if_peer_lost(self._task, error)
                 waited = time.monotonic() - start
                 if waited > self._timeout:
                     raise RuntimeError(
-                        f"{self._task.name} waited {waited:.0f} s at {kind} for {name}, which did "
-                        "not come to the same point. Every worker must run the same script. "
-                        f"Received: timeout={self._timeout:.0f} s"
+                        f"{self._task.name} waited {waited:.0f} s at {kind} for {name}, which is "
+                        "alive but did not come to the same point. Every worker must run the same "
+                        f"script. Received: timeout={self._timeout:.0f} s"
                     ) from None
-                logger.warning(
-                    "keras_psplus: %s waits at %s for %s; %.0f s of %.0f s",
-                    self._task.name, kind, name, waited, self._timeout,
-                )
+                if waited > 10 * _POLL_SECONDS:
+                    logger.warning(
+                        "%s waits at %s for %s; %.0f s of %.0f s",
+                        self._task.name, kind, name, waited, self._timeout,
+                    )
 
 
 def _readable(message):

@@ -60,17 +60,33 @@ def explained(task):
         if reason:
             _mark_failed()
             raise ValueError(reason.group(0)) from None
-        lost = _lost_peers(task)
-        if not lost and not _blames_a_peer(error):
+        raise_if_peer_lost(task, error)
+        if not _blames_a_peer(error):
             raise
-        _mark_failed()
+        _raise_peer_lost(task, "Another worker", error)
+
+
+def raise_if_peer_lost(task, error):
+    """Raises PeerLostError, with their names, if other workers do not answer.
+
+    Args:
+        task: `TaskConfig` of this process.
+        error: TensorFlow's error that made somebody ask.
+    """
+    lost = _lost_peers(task)
+    if lost:
         named = ", ".join(f"{name} ({address})" for name, address in lost)
-        raise PeerLostError(
-            f"{named or 'Another worker'} stopped answering, and {task.name} cannot go on without "
-            "it. Weights can still be read and saved in this process, but it cannot train any "
-            "more. Look into that task's log, then restart every worker; with the BackupAndRestore "
-            f"callback training resumes where it was. Received: {_first_line(error)}"
-        ) from error
+        _raise_peer_lost(task, named, error)
+
+
+def _raise_peer_lost(task, who, error):
+    _mark_failed()
+    raise PeerLostError(
+        f"{who} stopped answering, and {task.name} cannot go on without it. Weights can still be "
+        "read and saved in this process, but it cannot train any more. Look into that task's log, "
+        "then restart every worker; with the BackupAndRestore callback training resumes where it "
+        f"was. Received: {_first_line(error)}"
+    ) from error
 
 
 def watch(task):

@@ -1,0 +1,1 @@
+"""The command `keras-psplus`: run, serve, doctor, bench."""

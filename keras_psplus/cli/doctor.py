@@ -1,0 +1,195 @@
+"""`keras-psplus doctor`: what this machine has, how TF_CONFIG is understood, and what is wrong."""
+
+import importlib
+import importlib.metadata
+import os
+import platform
+import sys
+
+from absl import flags
+
+from keras_psplus.cli import parsing
+from keras_psplus.cluster.config import (
+    ClusterConfigError,
+    ClusterStartupError,
+    read_task_config,
+)
+from keras_psplus.cluster.environment import available_cores
+from keras_psplus.cluster.preflight import check_own_address, probe_peers
+
+_USAGE = """
+usage: keras-psplus doctor [flags]
+
+Shows versions, devices, cores and memory, the cluster as TF_CONFIG describes it, whether this
+task's port is free and every other task can be reached, and what Slurm's and Kubernetes's variables
+say. Exits with 1 if something is wrong.
+"""
+_PACKAGES = ("tensorflow", "keras", "numpy", "keras-psplus")
+_SLURM = (
+    "SLURM_JOB_ID",
+    "SLURM_JOB_NODELIST",
+    "SLURM_NTASKS",
+    "SLURM_PROCID",
+    "SLURM_LOCALID",
+    "SLURM_CPUS_PER_TASK",
+    "SLURMD_NODENAME",
+)
+_KUBERNETES = ("KUBERNETES_SERVICE_HOST", "KUBERNETES_SERVICE_PORT", "HOSTNAME", "POD_IP")
+
+
+def main(argv):
+    """Runs the command; returns 0 if all is well, 1 if not, 2 for a wrong command line."""
+    options = _flags()
+    if parsing.asks_for_help(options, argv):
+        print(parsing.help_text(_USAGE, options))
+        return 0
+    try:
+        if parsing.parse(options, argv):
+            raise parsing.UsageError("doctor takes no arguments, only flags")
+    except parsing.UsageError as error:
+        return parsing.complain("doctor", error)
+    problems = []
+    _software(problems)
+    _machine(problems, options.devices)
+    _cluster(problems, options.timeout)
+    _scheduler()
+    print()
+    if not problems:
+        print("No problem found.")
+        return 0
+    print(f"{len(problems)} problem(s):")
+    for number, problem in enumerate(problems, 1):
+        print(f"  {number}. {problem}")
+    return 1
+
+
+def _flags():
+    values = flags.FlagValues()
+    flags.DEFINE_float(
+        "timeout",
+        3.0,
+        "Seconds that connecting to another task may take.",
+        flag_values=values,
+        lower_bound=0.0,
+    )
+    flags.DEFINE_boolean(
+        "devices", True, "Whether to import TensorFlow and list devices.", flag_values=values
+    )
+    return values
+
+
+def _software(problems):
+    print("software")
+    _row("python", f"{platform.python_version()} ({sys.executable})")
+    for package in _PACKAGES:
+        version = _version(package)
+        _row(package, version or "not installed")
+        if version is None and package != "keras-psplus":
+            problems.append(f"{package} is not installed: `pip install {package}`")
+    backend = os.environ.get("KERAS_BACKEND") or "tensorflow (KERAS_BACKEND is not set)"
+    _row("KERAS_BACKEND", backend)
+    if not backend.startswith("tensorflow"):
+        problems.append(
+            "keras_psplus needs Keras's TensorFlow backend: unset KERAS_BACKEND or set it to "
+            f"tensorflow. Received: KERAS_BACKEND={backend}"
+        )
+
+
+def _version(package):
+    try:
+        return importlib.metadata.version(package)
+    except importlib.metadata.PackageNotFoundError:
+        pass
+    if package != "keras-psplus":
+        return None
+    try:  # a checkout that is not installed
+        return importlib.import_module("keras_psplus.versions").__version__ + " (checkout)"
+    except (ImportError, AttributeError):
+        return None
+
+
+def _machine(problems, with_devices):
+    print("\nmachine")
+    _row("host", platform.node())
+    _row("cores", f"{available_cores()} usable of {os.cpu_count()}")
+    _row("memory", _memory())
+    if not with_devices:
+        return
+    try:
+        import tensorflow as tf
+
+        devices = tf.config.list_physical_devices()
+    except Exception as error:
+        problems.append(f"TensorFlow cannot be used: {error}")
+        return
+    _row("devices", ", ".join(device.name.removeprefix("/physical_device:") for device in devices))
+    try:
+        import keras
+
+        _row("Keras backend", keras.config.backend())
+    except Exception as error:  # a backend that is not installed shows at import
+        problems.append(f"Keras cannot be imported: {type(error).__name__}: {error}")
+        return
+    if keras.config.backend() != "tensorflow":
+        problems.append(
+            f"Keras runs on {keras.config.backend()!r}: set KERAS_BACKEND=tensorflow, or correct "
+            "~/.keras/keras.json"
+        )
+
+
+def _memory():
+    try:
+        with open("/proc/meminfo") as file:
+            fields = dict(line.split(":", 1) for line in file)
+        total, free = (int(fields[key].split()[0]) / 2**20 for key in ("MemTotal", "MemAvailable"))
+    except (OSError, KeyError, ValueError):
+        return "unknown"
+    return f"{free:.1f} GiB free of {total:.1f} GiB"
+
+
+def _cluster(problems, timeout):
+    print("\ncluster (TF_CONFIG)")
+    try:
+        config = read_task_config()
+    except ClusterConfigError as error:
+        print("  cannot be used, see below")
+        problems.append(str(error))
+        return
+    if config is None:
+        print("  none: this process trains alone")
+        return
+    reasons = probe_peers(config, timeout)
+    for job, index, address in config.tasks():
+        name = f"{job}-{index}"
+        _row(name, f"{address:<24} {_state(name, config, reasons, problems)}")
+    if config.address is None:
+        _row(config.name, "this process, beside the cluster")
+    role = "saves checkpoints" if config.is_chief else "does not save checkpoints"
+    _row("this process", f"{config.name}, {role}")
+
+
+def _state(name, config, reasons, problems):
+    if name == config.name:
+        try:
+            check_own_address(config, log=lambda line: print(f"  note: {line}"))
+        except ClusterStartupError as error:
+            problems.append(str(error))
+            return "this process: CANNOT LISTEN"
+        return "this process: port is free"
+    reason = reasons[name]
+    if reason is None:
+        return "reachable"
+    problems.append(f"{name} cannot be reached: {reason}")
+    return f"NOT REACHABLE: {reason}"
+
+
+def _scheduler():
+    for title, variables in (("Slurm", _SLURM), ("Kubernetes", _KUBERNETES)):
+        if variables[0] in os.environ:
+            print(f"\n{title}")
+            for name in variables:
+                _row(name, os.environ.get(name, "not set"))
+
+
+def _row(name, value):
+    print(f"  {name:<16} {value}")

@@ -1,0 +1,82 @@
+"""Flags before the first other argument, everything from there on untouched."""
+
+import sys
+import textwrap
+
+from absl import flags
+
+
+class UsageError(Exception):
+    """The command line cannot be used; the message says what would do."""
+
+
+def parse(flag_values, argv):
+    """Parses the flags at the start of `argv`.
+
+    Args:
+        flag_values: An `absl.flags.FlagValues` with the command's flags.
+        argv: Arguments of the command.
+
+    Returns:
+        The arguments after the flags: the script and what belongs to it.
+
+    Raises:
+        UsageError: If a flag is unknown or has a wrong value.
+    """
+    own, rest = _split(flag_values, argv)
+    try:
+        flag_values(["keras-psplus", *own])
+    except flags.Error as error:
+        raise UsageError(str(error)) from None
+    return rest
+
+
+def asks_for_help(flag_values, argv):
+    """Whether `--help` or `-h` is among the command's own arguments."""
+    own, rest = _split(flag_values, argv)
+    return bool({"-h", "--help"} & {*own, *rest[:1]})
+
+
+def help_text(usage, flag_values):
+    """Returns a command's help: its usage and its flags with their defaults."""
+    lines = [usage.strip(), "", "flags:"]
+    for name in sorted(flag_values):
+        flag = flag_values[name]
+        default = "" if flag.default is None else f" (default: {flag.default})"
+        shown = f"--[no]{name}" if flag.boolean else f"--{name}"
+        indent = " " * 20
+        text = textwrap.fill(
+            flag.help + default, 98, initial_indent=indent, subsequent_indent=indent
+        )
+        lines.append(f"  {shown:<18}{text[len(indent) :]}")
+    return "\n".join(lines)
+
+
+def complain(command, error):
+    """Prints a usage error; returns the exit code for it."""
+    print(
+        f"keras-psplus {command}: {error}\nkeras-psplus {command} --help shows the flags.",
+        file=sys.stderr,
+    )
+    return 2
+
+
+def _split(flag_values, argv):
+    """Splits `argv` before the first argument that is neither a flag nor a flag's value."""
+    own, position = [], 0
+    while position < len(argv):
+        word = argv[position]
+        if word == "--":
+            return own, argv[position + 1 :]
+        if not word.startswith("-") or word == "-":
+            break
+        name, equals, value = word.lstrip("-").partition("=")
+        name = name.replace("-", "_")  # --dry-run is --dry_run
+        known = name in flag_values or name.removeprefix("no") in flag_values
+        own.append(f"--{name}{equals}{value}" if known else word)
+        position += 1
+        takes_value = name in flag_values and not flag_values[name].boolean
+        if takes_value and not equals and position < len(argv):
+            own[-1] += f"={argv[position]}"
+            position += 1
+    return own, argv[position:]

@@ -1,0 +1,171 @@
+"""`keras-psplus run`: one script in every task of a cluster."""
+
+import pathlib
+import shlex
+import sys
+
+from absl import flags
+
+from keras_psplus import catalogue
+from keras_psplus.cli import parsing
+from keras_psplus.cluster.console import Console
+from keras_psplus.cluster.environment import plan_tasks, python_path
+from keras_psplus.cluster.processes import LocalCluster
+
+_USAGE = """
+usage: keras-psplus run [flags] SCRIPT [arguments of the script]
+
+Starts SCRIPT in one local process per task, each with its own TF_CONFIG. Every line of output is
+marked with its task and kept in a log file per task. When a task fails, the others are ended, its
+traceback is shown last, and its exit code is passed on. Ctrl-C ends all tasks.
+
+  keras-psplus run --workers 2 train.py --epochs 3
+  keras-psplus run --workers 2 --ps 1 --strategy async_ps train.py
+  keras-psplus run --hosts 10.0.0.1,10.0.0.2 --dry_run train.py     how to start it on two hosts
+"""
+_TRACEBACK = "Traceback (most recent call last)"
+_LAST_LINES = 80
+
+
+def main(argv):
+    """Runs the command.
+
+    Args:
+        argv: Arguments after `run`.
+
+    Returns:
+        The exit code: the first failing task's, 124 after a time-out, 130
+        after Ctrl-C, 2 for a wrong command line.
+    """
+    options = _flags()
+    if parsing.asks_for_help(options, argv):
+        print(parsing.help_text(_USAGE, options))
+        return 0
+    try:
+        command = parsing.parse(options, argv)
+        _check_script(command)
+        layout, env = _layout(options), _strategy_variables(options)
+        argv = [sys.executable, *command]
+        if options.dry_run or options.hosts:
+            # Another host has its own Python, found on its own path.
+            shown = ["python", *command] if options.hosts else argv
+            print(_recipe(shown, env, layout, options.hosts))
+            return 0
+        cluster = LocalCluster(
+            argv,
+            **layout,
+            env={**env, "PYTHONPATH": python_path()},
+            log_dir=options.log_dir,
+            console=Console(live="chief-0" if layout["chief"] else "worker-0"),
+        )
+    except (parsing.UsageError, ValueError) as error:
+        return parsing.complain("run", error)
+    with cluster:
+        result = cluster.wait(options.timeout or None)
+    _report(result, cluster.log_dir, options.timeout)
+    return result.exit_code
+
+
+def _flags():
+    values = flags.FlagValues()
+    whole = {"flag_values": values, "lower_bound": 0}
+    flags.DEFINE_integer("workers", None, "Number of workers (default: 2).", **whole)
+    flags.DEFINE_integer("ps", 0, "Number of parameter servers.", **whole)
+    flags.DEFINE_boolean(
+        "chief",
+        None,
+        "Whether a chief is started beside the workers (default: if there are parameter servers).",
+        flag_values=values,
+    )
+    flags.DEFINE_string(
+        "strategy",
+        None,
+        "What `keras_psplus.strategy()` returns in the script: an entry of the catalogue or a .py "
+        "file that defines `strategy()`.",
+        flag_values=values,
+    )
+    flags.DEFINE_string(
+        "log_dir",
+        None,
+        "Folder for the tasks' logs (default: a new one in /tmp).",
+        flag_values=values,
+    )
+    flags.DEFINE_float(
+        "timeout", 0.0, "Seconds after which the cluster is ended; 0: never.", **whole
+    )
+    flags.DEFINE_boolean(
+        "dry_run",
+        False,
+        "Print each task's environment and command, start nothing.",
+        flag_values=values,
+    )
+    flags.DEFINE_list(
+        "hosts",
+        None,
+        "Hosts of the tasks in order (chief, workers, ps), each with or without a port (default: "
+        "2222 and up). Prints what to start on each; starts nothing.",
+        flag_values=values,
+    )
+    return values
+
+
+def _check_script(command):
+    if not command:
+        raise parsing.UsageError("name the script to run, after the flags")
+    if not pathlib.Path(command[0]).is_file():
+        raise parsing.UsageError(f"there is no script {command[0]!r}")
+
+
+def _layout(options):
+    chief = options.ps > 0 if options.chief is None else options.chief
+    workers = options.workers
+    if workers is None:
+        workers = len(options.hosts) - options.ps - chief if options.hosts else 2
+    if workers + chief < 1:
+        raise parsing.UsageError("a cluster needs at least one worker or a chief")
+    return {"workers": workers, "ps": options.ps, "chief": chief}
+
+
+def _strategy_variables(options):
+    if options.strategy is None:
+        return {}
+    path = catalogue.find(options.strategy)
+    is_entry = options.strategy in catalogue.names()
+    return {catalogue.STRATEGY_VARIABLE: options.strategy if is_entry else str(path)}
+
+
+def _recipe(argv, env, layout, hosts):
+    """The commands that start the cluster by hand, ready for a shell."""
+    lines = []
+    for task in plan_tasks(**layout, hosts=hosts):
+        variables = {**env, **task.variables}
+        lines.append(f"# {task.name} on {task.config.address}")
+        lines.append(
+            " ".join(
+                [f"{name}={shlex.quote(value)}" for name, value in variables.items()]
+                + [shlex.join(argv)]
+            )
+        )
+    return "\n".join(lines)
+
+
+def _report(result, log_dir, timeout):
+    if result.exit_code == 0 and not result.terminated:
+        return
+    say = [f"{name}: {result.how_ended(name)}" for name in result.log_paths]
+    if result.timed_out:
+        say.append(f"ended after the time-out of {timeout:g} s")
+    if result.signal is not None:
+        say.append(f"ended by signal {result.signal}")
+    say.append(f"logs: {log_dir}")
+    if result.first_failure is not None:
+        say += ["", f"{result.first_failure} failed first:", *_last_words(result)]
+    print("\n".join(["", *say]), file=sys.stderr, flush=True)
+
+
+def _last_words(result):
+    """The first failure's last traceback, or the end of its log."""
+    lines = result.logs[result.first_failure].splitlines()
+    starts = [number for number, line in enumerate(lines) if line.startswith(_TRACEBACK)]
+    shown = lines[starts[-1] :] if starts else lines[-20:]
+    return shown[-_LAST_LINES:]

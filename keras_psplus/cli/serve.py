@@ -1,0 +1,61 @@
+"""`keras-psplus serve`: a ps or worker task without a training script."""
+
+import os
+import sys
+
+from absl import flags
+
+from keras_psplus.cli import parsing
+from keras_psplus.cluster.config import (
+    ClusterConfigError,
+    ClusterStartupError,
+    read_task_config,
+)
+
+_USAGE = """
+usage: keras-psplus serve [flags]
+
+Serves as the ps or worker task that TF_CONFIG names, and exits with 0 once the chief has ended.
+"""
+
+
+def main(argv):
+    """Runs the command; returns the exit code."""
+    options = _flags()
+    if parsing.asks_for_help(options, argv):
+        print(parsing.help_text(_USAGE, options))
+        return 0
+    try:
+        if parsing.parse(options, argv):
+            raise parsing.UsageError("serve takes no arguments, only flags")
+        config = read_task_config()
+        if config is None or config.task_type not in ("ps", "worker"):
+            raise parsing.UsageError(
+                "serve needs a TF_CONFIG whose task is a ps or a worker. "
+                f"Received: TF_CONFIG={os.environ.get('TF_CONFIG', '')!r}"
+            )
+    except (parsing.UsageError, ClusterConfigError) as error:
+        return parsing.complain("serve", error)
+    from keras_psplus.cluster.serve import serve  # TensorFlow, not needed for --help
+
+    try:
+        serve(config, startup_timeout=options.startup_timeout, chief_gone=options.chief_gone)
+    except ClusterStartupError as error:
+        print(f"keras-psplus serve: {error}", file=sys.stderr, flush=True)
+        return 1
+    # TensorFlow cannot stop a server; its threads would keep the process or crash its end.
+    sys.stdout.flush()
+    os._exit(0)
+
+
+def _flags():
+    values = flags.FlagValues()
+    seconds = {"flag_values": values, "lower_bound": 0.0}
+    flags.DEFINE_float("startup_timeout", 300.0, "Seconds to wait for the chief.", **seconds)
+    flags.DEFINE_float(
+        "chief_gone",
+        5.0,
+        "Seconds for which the chief cannot be reached before it counts as ended.",
+        **seconds,
+    )
+    return values

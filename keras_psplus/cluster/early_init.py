@@ -1,0 +1,107 @@
+"""Finds the call that started TensorFlow's runtime before the strategy was made.
+
+A strategy has to configure the runtime before its first operation. Stock
+TensorFlow then says "Collective ops must be configured at program startup"
+and leaves the search for the operation to the user.
+"""
+
+import dataclasses
+import linecache
+import sys
+import sysconfig
+
+from tensorflow.python.eager import context as _tf_context
+
+_MAX_FRAMES = 3
+
+
+@dataclasses.dataclass
+class _State:
+    installed: bool = False
+    frames: tuple | None = None  # the user's frames of the call, innermost last
+
+
+_state = _State()
+
+
+def install():
+    """Records, from now on, which call starts TensorFlow's runtime.
+
+    It costs nothing after that call: the recorder removes itself. Called at
+    `import keras_psplus`.
+    """
+    context = _tf_context.context()
+    if _state.installed or context._context_handle is not None:
+        return
+    _state.installed = True
+    original = context.ensure_initialized
+
+    def record_and_initialize():
+        _remove(context)
+        _state.frames = _user_frames(sys._getframe(1))
+        return original()
+
+    # On the instance, so that TensorFlow's class stays as it is.
+    context.ensure_initialized = record_and_initialize
+
+
+def disarm():
+    """Stops recording; does nothing if the runtime was started or `install` not called."""
+    _remove(_tf_context.context())
+    _state.installed = False
+    _state.frames = None
+
+
+def check_not_initialized(what):
+    """Checks that TensorFlow's runtime is not started yet.
+
+    Example:
+
+    ```python
+    check_not_initialized("MultiWorkerMirroredStrategy")
+    ```
+
+    Args:
+        what: What is about to be made, for the message.
+
+    Raises:
+        RuntimeError: If the runtime runs; the message shows the call that
+            started it.
+    """
+    if _tf_context.context()._context_handle is None:
+        return
+    if _state.frames:
+        shown = "\n".join(f"  {_describe(*frame)}" for frame in _state.frames)
+        cause = f"It was started by this call (innermost last):\n{shown}\n"
+    elif _state.installed:
+        cause = "It was started by a call from inside a library. "
+    else:
+        cause = "It was started before `import keras_psplus`. "
+    raise RuntimeError(
+        f"{what} has to be made before TensorFlow runs its first operation, but TensorFlow's "
+        f"runtime is started already. {cause}Make the strategy first, right after the imports, "
+        "and everything that touches tensors, variables, random generators or "
+        f"`tf.config.list_logical_devices` after it. Received: {what} after the first operation"
+    )
+
+
+def _remove(context):
+    context.__dict__.pop("ensure_initialized", None)
+
+
+def _user_frames(frame):
+    """The innermost frames that are neither TensorFlow's, Keras's, Python's nor ours."""
+    library_paths = (sysconfig.get_path("purelib"), sysconfig.get_path("platlib"))
+    library_paths += (sysconfig.get_path("stdlib"), __file__.rpartition("cluster")[0], "<frozen")
+    frames = []
+    while frame is not None and len(frames) < _MAX_FRAMES:
+        name = frame.f_code.co_filename
+        if not name.startswith(library_paths):
+            frames.append((name, frame.f_lineno, frame.f_code.co_name))
+        frame = frame.f_back
+    return tuple(reversed(frames))
+
+
+def _describe(filename, line, function):
+    source = linecache.getline(filename, line).strip()
+    return f"{filename}:{line} in {function}" + (f": {source}" if source else "")

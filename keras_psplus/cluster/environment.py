@@ -1,0 +1,136 @@
+"""The environment of each task of a cluster: TF_CONFIG, and its share of the cores."""
+
+import dataclasses
+import itertools
+import os
+import pathlib
+import sysconfig
+
+from keras_psplus.cluster.config import TaskConfig
+from keras_psplus.cluster.ports import free_ports
+
+_DEFAULT_PORT = 2222
+_MIN_INTER_OP_THREADS = 2  # with one, an operation that waits for a peer blocks all others
+
+
+@dataclasses.dataclass(frozen=True)
+class Task:
+    """A task to start: its place in the cluster and the variables that tell it."""
+
+    config: TaskConfig
+    variables: dict[str, str]
+
+    @property
+    def name(self):
+        """The task's short name, e.g. `"worker-1"`."""
+        return self.config.name
+
+
+def plan_tasks(workers=2, ps=0, chief=False, hosts=None, environ=None):
+    """Gives each task of a cluster its address and its environment variables.
+
+    Example:
+
+    ```python
+    for task in plan_tasks(workers=2, ps=1, chief=True):
+        print(task.name, task.variables["TF_CONFIG"])
+    ```
+
+    Args:
+        workers: Number of workers.
+        ps: Number of parameter servers.
+        chief: Whether there is a chief beside the workers.
+        hosts: Addresses for the tasks in order (chief, workers, ps), the port
+            optional. Without it all tasks run on this machine, on free ports,
+            and share its cores.
+        environ: The environment that the tasks inherit; `os.environ` by
+            default. Variables that the user has set there are kept.
+
+    Returns:
+        A list of `Task`, chief first, then workers, then ps.
+
+    Raises:
+        ValueError: If the numbers make no cluster, or do not fit `hosts`.
+    """
+    counts = {"chief": int(bool(chief)), "worker": workers, "ps": ps}
+    if min(counts.values()) < 0 or counts["chief"] + workers == 0:
+        raise ValueError(
+            "A cluster needs at least one worker or a chief. "
+            f"Received: workers={workers}, ps={ps}, chief={chief}"
+        )
+    total = sum(counts.values())
+    addresses = _addresses(hosts, total)
+    variables = {} if hosts else _thread_split(counts["chief"] + workers, environ)
+    cluster, start = {}, 0
+    for job, count in counts.items():
+        if count:
+            cluster[job] = tuple(addresses[start : start + count])
+        start += count
+    return [
+        Task(config, {"TF_CONFIG": config.to_tf_config(), **variables})
+        for job, addresses in cluster.items()
+        for config in (TaskConfig(cluster, job, index) for index in range(len(addresses)))
+    ]
+
+
+def available_cores():
+    """Returns how many cores this process may use."""
+    if hasattr(os, "sched_getaffinity"):
+        return len(os.sched_getaffinity(0))
+    return os.cpu_count() or 1
+
+
+def python_path(environ=None):
+    """Returns a PYTHONPATH under which tasks import the same keras_psplus, installed or not.
+
+    Args:
+        environ: The environment to start from; `os.environ` by default.
+
+    Returns:
+        The value for PYTHONPATH, perhaps empty.
+    """
+    inherited = (os.environ if environ is None else environ).get("PYTHONPATH", "")
+    root = str(pathlib.Path(__file__).resolve().parents[2])
+    if root in (sysconfig.get_path("purelib"), sysconfig.get_path("platlib")):
+        return inherited
+    return os.pathsep.join(filter(None, [root, inherited]))
+
+
+def _addresses(hosts, total):
+    if hosts is None:
+        return [f"127.0.0.1:{port}" for port in free_ports(total)]
+    if len(hosts) != total:
+        raise ValueError(
+            f"The cluster has {total} tasks and needs as many hosts (chief, workers, ps, in this "
+            f"order). Received: hosts={','.join(hosts)} ({len(hosts)})"
+        )
+    addresses, used = [], set()
+    for host in hosts:
+        address = host if _has_port(host) else _next_address(host, used)
+        if address in used:
+            raise ValueError(
+                f"Two tasks have the address {address!r}. Received: hosts={','.join(hosts)}"
+            )
+        used.add(address)
+        addresses.append(address)
+    return addresses
+
+
+def _next_address(host, used):
+    ports = itertools.count(_DEFAULT_PORT)
+    return next(address for port in ports if (address := f"{host}:{port}") not in used)
+
+
+def _has_port(host):
+    return host.rpartition("]")[2].count(":") == 1
+
+
+def _thread_split(compute_tasks, environ):
+    environ = os.environ if environ is None else environ
+    share = max(1, available_cores() // compute_tasks)
+    split = {
+        "OMP_NUM_THREADS": share,
+        "TF_NUM_INTRAOP_THREADS": share,
+        "TF_NUM_INTEROP_THREADS": max(_MIN_INTER_OP_THREADS, share),
+    }
+    return {name: str(threads) for name, threads in split.items() if name not in environ}

@@ -1,0 +1,206 @@
+"""The line that two tasks exchange before TensorFlow starts: who are you, in which cluster?
+
+A task listens on its own address and dials its peers'. Whatever else answers
+there (TensorFlow's gRPC server, a port scanner) is told apart by its bytes.
+"""
+
+import contextlib
+import dataclasses
+import json
+import os
+import socket
+import threading
+import uuid
+
+from keras_psplus.cluster.config import split_address
+
+_MAGIC = b"keras-psplus hello 1 "
+_MAX_LINE = 65536
+ANSWER_TIMEOUT = 1.0  # a peer that accepts and stays silent runs another server: it is up
+
+
+@dataclasses.dataclass(frozen=True)
+class Hello:
+    """Who a process is: its task, its cluster, and what tells it from other processes."""
+
+    task: str
+    cluster: str
+    host: str
+    pid: int
+    process: str
+
+    @classmethod
+    def of(cls, config):
+        """Makes this process's hello from its `TaskConfig`."""
+        cluster = json.dumps(config.cluster, sort_keys=True)
+        return cls(config.name, cluster, socket.gethostname(), os.getpid(), uuid.uuid4().hex)
+
+    @property
+    def who(self):
+        """Names the process for a message."""
+        return f"{self.task} (process {self.pid} on {self.host})"
+
+    def encode(self):
+        """Returns the hello as one line of bytes."""
+        return _MAGIC + json.dumps(dataclasses.asdict(self)).encode() + b"\n"
+
+    @classmethod
+    def decode(cls, line):
+        """Returns the hello in `line`, or `None` if it is none."""
+        if not line.startswith(_MAGIC) or not line.endswith(b"\n"):
+            return None
+        try:
+            fields = json.loads(line[len(_MAGIC) :])
+            texts = (str(fields[key]) for key in ("task", "cluster", "host"))
+            return cls(*texts, pid=int(fields["pid"]), process=str(fields["process"]))
+        except (ValueError, KeyError, TypeError):
+            return None
+
+
+def conflict(mine, theirs, expected=None):
+    """Says why two processes cannot be in one cluster.
+
+    Args:
+        mine: This process's `Hello`.
+        theirs: The other's.
+        expected: Name of the task that should be at the dialled address.
+
+    Returns:
+        A sentence that names both, or `None` if all is well.
+    """
+    if theirs.process == mine.process:
+        return None
+    if theirs.cluster != mine.cluster:
+        return (
+            f"{mine.who} and {theirs.who} were started with different clusters: "
+            f"{mine.task} has {mine.cluster}, {theirs.task} has {theirs.cluster}. "
+            "Give every task the same 'cluster' in TF_CONFIG"
+        )
+    if theirs.task == mine.task:
+        return (
+            f"two processes claim to be {mine.task}: {mine.who} and {theirs.who}. "
+            "Give every process its own 'task' in TF_CONFIG"
+        )
+    if expected is not None and theirs.task != expected:
+        return (
+            f"{mine.who} found {theirs.who} at the address of {expected}. "
+            "Start every task on the host that its address names"
+        )
+    return None
+
+
+class Listener:
+    """Answers hellos on a bound socket until closed.
+
+    Args:
+        bound: The bound, listening socket.
+        mine: This process's `Hello`.
+    """
+
+    def __init__(self, bound, mine):
+        self.problem = None  # the first conflict that a caller brought
+        self.callers = set()  # names of the tasks that have called and got an answer
+        self.changed = threading.Event()
+        self._socket, self._mine = bound, mine
+        self._closing = False
+        self._places = threading.BoundedSemaphore(64)  # a flood must not become 1,000 threads
+        self._threads = [threading.Thread(target=self._accept, daemon=True)]
+        self._threads[0].start()
+
+    def close(self):
+        """Stops listening; the port is free when this returns."""
+        self._closing = True
+        for thread in list(self._threads):
+            thread.join(2 * ANSWER_TIMEOUT)
+        self._socket.close()
+
+    def _accept(self):
+        self._socket.settimeout(0.05)
+        while not self._closing:
+            try:
+                connection, _ = self._socket.accept()
+            except TimeoutError:
+                continue
+            except OSError:
+                return
+            if not self._places.acquire(blocking=False):
+                connection.close()
+                continue
+            thread = threading.Thread(target=self._answer, args=(connection,), daemon=True)
+            self._threads = [t for t in self._threads if t.is_alive()] + [thread]
+            thread.start()
+
+    def _answer(self, connection):
+        try:
+            with connection, contextlib.suppress(OSError):
+                theirs = Hello.decode(_read_line(connection))
+                if theirs is None:
+                    return
+                connection.sendall(self._mine.encode())
+                self.problem = self.problem or conflict(self._mine, theirs)
+                self.callers.add(theirs.task)
+                self.changed.set()
+                # The caller closes first, so that TIME_WAIT stays on its side and not on the
+                # port that TensorFlow binds next.
+                connection.recv(1)
+        finally:
+            self._places.release()
+
+
+def dial(address, mine, timeout=2.0):
+    """Calls a task and says hello.
+
+    Args:
+        address: The task's `host:port`.
+        mine: This process's `Hello`.
+        timeout: Seconds that connecting may take.
+
+    Returns:
+        The `Hello` of a task that is waiting too; `None` if another server
+        (TensorFlow's) accepted.
+
+    Raises:
+        OSError: If nobody is there; the message says how it showed.
+    """
+    with connect(address, timeout) as connection:
+        connection.settimeout(ANSWER_TIMEOUT)
+        try:
+            connection.sendall(mine.encode())
+            line = _read_line(connection)
+        except TimeoutError:
+            return None
+        if not line:
+            # It closed without a word: a listener that has just ended; its TensorFlow server
+            # comes up on the same port in a moment.
+            raise ConnectionResetError("it closed the connection")
+        return Hello.decode(line)
+
+
+def connect(address, timeout):
+    """Opens a TCP connection to `host:port`; errors name the cause in plain words."""
+    try:
+        connection = socket.create_connection(split_address(address), timeout=max(timeout, 0.05))
+    except socket.gaierror:
+        raise OSError("its host name does not resolve") from None
+    except TimeoutError:
+        raise OSError("no answer (host down, or a firewall drops the packets)") from None
+    except ConnectionRefusedError:
+        raise OSError("connection refused (not started yet, or it has failed)") from None
+    if connection.getsockname() == connection.getpeername():
+        # TCP connects a socket to itself when the dialled local port is free and happens to be
+        # chosen as the source port.
+        connection.close()
+        raise OSError("connection refused (not started yet, or it has failed)")
+    return connection
+
+
+def _read_line(connection):
+    line = b""
+    while not line.endswith(b"\n") and len(line) < _MAX_LINE:
+        chunk = connection.recv(4096)
+        if not chunk:
+            break
+        line += chunk
+        if not line.startswith(_MAGIC[: len(line)]):
+            break  # not ours: no need to wait for its end
+    return line

@@ -1,0 +1,130 @@
+"""Free TCP ports for the tasks of a local cluster."""
+
+import glob
+import os
+import random
+import socket
+
+_LOWEST, _HIGHEST = 10000, 65535
+_EPHEMERAL_FILE = "/proc/sys/net/ipv4/ip_local_port_range"
+_TRIES_PER_PORT = 200
+
+
+def free_ports(n, host="127.0.0.1"):
+    """Finds distinct free TCP ports for servers that start a little later.
+
+    Ports outside the ephemeral range are preferred: the kernel hands
+    ephemeral ports to outgoing connections of any process, which could take
+    one between this choice and the server's bind. The choice is random, so
+    that launchers that run at the same time rarely meet.
+
+    Example:
+
+    ```python
+    addresses = [f"127.0.0.1:{port}" for port in free_ports(3)]
+    ```
+
+    Args:
+        n: Number of ports.
+        host: Local host name or address that the servers will use.
+
+    Returns:
+        A list of `n` port numbers.
+
+    Raises:
+        RuntimeError: If the machine has not enough free ports.
+    """
+    candidates = _candidates()
+    chooser = random.SystemRandom()  # not `random`: a script's seed would repeat the choice
+    ports, held = [], []
+    try:
+        for _ in range(n * _TRIES_PER_PORT):
+            if len(ports) == n:
+                break
+            port = chooser.choice(candidates) if candidates else 0
+            bound = _bind(host, port)
+            if bound is not None:
+                held.append(bound)  # keeps the next choices distinct
+                ports.append(bound.getsockname()[1])
+    finally:
+        for bound in held:
+            bound.close()
+    if len(ports) < n:
+        raise RuntimeError(
+            f"Found only {len(ports)} of {n} free TCP ports on this machine. Close other servers "
+            f"or give the addresses yourself. Received: n={n}, host={host!r}"
+        )
+    return ports
+
+
+def _candidates():
+    low, high = _ephemeral_range()
+    outside = [*range(_LOWEST, min(low, _HIGHEST + 1)), *range(high + 1, _HIGHEST + 1)]
+    return outside if len(outside) >= 1000 else []  # too few: let the kernel choose
+
+
+def _ephemeral_range():
+    try:
+        with open(_EPHEMERAL_FILE) as file:
+            low, high = map(int, file.read().split())
+            return low, high
+    except (OSError, ValueError):
+        return 49152, 65535  # IANA's range
+
+
+def _bind(host, port):
+    """Binds like TensorFlow's server (all interfaces); None if the port is taken."""
+    try:
+        family = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0][0]
+        everywhere = socket.socket(family, socket.SOCK_STREAM)
+    except OSError as error:
+        raise RuntimeError(
+            f"{host!r} cannot be used as a host: {error}. Received: host={host!r}"
+        ) from None
+    try:
+        everywhere.bind(("", port))
+        return everywhere
+    except OSError:
+        everywhere.close()
+        return None
+
+
+def port_holder(port):
+    """Names the process that listens on a local port, as far as Linux tells.
+
+    Args:
+        port: Port number.
+
+    Returns:
+        A text such as `"process 4711 (python train.py)"`, or `None`.
+    """
+    inodes = _listening_inodes(port)
+    if not inodes:
+        return None
+    for links in glob.iglob("/proc/[0-9]*/fd/*"):
+        try:
+            if os.readlink(links) in inodes:
+                pid = links.split("/")[2]
+                with open(f"/proc/{pid}/cmdline", "rb") as file:
+                    command = file.read().replace(b"\0", b" ").decode(errors="replace").strip()
+                return f"process {pid} ({command[:80]})"
+        except OSError:
+            continue  # it ended meanwhile, or belongs to another user
+    return None
+
+
+def _listening_inodes(port):
+    inodes = set()
+    for table in ("/proc/net/tcp", "/proc/net/tcp6"):
+        try:
+            with open(table) as file:
+                rows = [line.split() for line in file.readlines()[1:]]
+        except OSError:
+            continue
+        listening = "0A"  # TCP_LISTEN
+        inodes |= {
+            f"socket:[{row[9]}]"
+            for row in rows
+            if row[3] == listening and int(row[1].rpartition(":")[2], 16) == port
+        }
+    return inodes

@@ -1,0 +1,254 @@
+"""A cluster of local processes: started, watched, and ended as one."""
+
+import contextlib
+import os
+import pathlib
+import signal
+import subprocess
+import sys
+import tempfile
+import threading
+import time
+
+from keras_psplus.cluster.config import JOB_TYPES
+from keras_psplus.cluster.console import OutputPump
+from keras_psplus.cluster.environment import plan_tasks
+from keras_psplus.cluster.results import ClusterResult
+
+_POLL = 0.05
+_WRAPPER = str(pathlib.Path(__file__).with_name("exec_with_parent.py"))
+
+
+class LocalCluster:
+    """Starts one command in several local processes, each a task of one cluster.
+
+    A failing task ends the cluster: the others have `failure_grace` seconds to
+    report what they saw, then they are terminated. When the tasks that compute
+    have ended well, parameter servers have `server_grace` seconds to end too.
+    In the main thread, SIGINT, SIGTERM and SIGHUP end the cluster. The
+    processes end with the thread that called `start`.
+
+    Example:
+
+    ```python
+    with LocalCluster([sys.executable, "train.py"], workers=2) as cluster:
+        result = cluster.wait(timeout=600)
+    sys.exit(result.exit_code)
+    ```
+
+    Args:
+        argv: The command, a list of strings.
+        workers: Number of workers.
+        ps: Number of parameter servers.
+        chief: Whether there is a chief beside the workers.
+        env: Dict of environment variables that the tasks get beside this
+            process's own.
+        log_dir: Folder for one log file per task; a temporary one by default.
+        console: A `Console` for the tasks' output; `None` keeps it to the log
+            files.
+        failure_grace: Seconds that the others have after a task has failed.
+        server_grace: Seconds that parameter servers have after the end of the
+            training.
+        worker_grace: The same for workers that serve a chief (clusters with a
+            chief and parameter servers), which may have work left.
+        kill_grace: Seconds from SIGTERM to SIGKILL.
+    """
+
+    def __init__(
+        self,
+        argv,
+        workers=2,
+        ps=0,
+        chief=False,
+        env=None,
+        log_dir=None,
+        console=None,
+        failure_grace=5.0,
+        server_grace=10.0,
+        worker_grace=60.0,
+        kill_grace=3.0,
+    ):
+        self._argv = [os.fspath(arg) for arg in argv]
+        self._environ = {**os.environ, **(env or {})}
+        self.tasks = plan_tasks(workers, ps, chief, environ=self._environ)
+        self._serving_workers = bool(chief and ps)
+        self.log_dir = pathlib.Path(log_dir or tempfile.mkdtemp(prefix="keras_psplus_"))
+        self._console = console
+        self._failure_grace, self._kill_grace = failure_grace, kill_grace
+        self._server_grace, self._worker_grace = server_grace, worker_grace
+        self._processes, self._pumps, self._logs = {}, [], []
+        self._ends = {}  # task name -> (exit code, time)
+        self._terminated = []
+        self._first_failure = None
+        self._signals = []
+        self._old_handlers = {}
+        self._released = False
+
+    def __enter__(self):
+        self.start()
+        return self
+
+    def __exit__(self, *_):
+        self.stop()
+
+    @property
+    def pids(self):
+        """Dict from task name to process id."""
+        return {name: process.pid for name, process in self._processes.items()}
+
+    def log_path(self, name):
+        """Returns the path of a task's log file."""
+        return self.log_dir / f"{name}.log"
+
+    def start(self):
+        """Starts all processes."""
+        self.log_dir.mkdir(parents=True, exist_ok=True)
+        if threading.current_thread() is threading.main_thread():
+            for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
+                if signal.getsignal(number) is not signal.SIG_IGN:  # as under nohup
+                    self._old_handlers[number] = signal.signal(number, self._on_signal)
+        try:
+            for task in self.tasks:
+                self._start_task(task)
+        except BaseException:
+            self.stop()
+            raise
+
+    def wait(self, timeout=None):
+        """Waits for the end of the cluster, and ends it where that is due.
+
+        Args:
+            timeout: Seconds after which the cluster is ended; `None` for no
+                limit.
+
+        Returns:
+            A `ClusterResult`.
+        """
+        deadline = time.monotonic() + timeout if timeout is not None else float("inf")
+        timed_out = False
+        while self._running() and not self._signals:
+            now = time.monotonic()
+            timed_out = now >= deadline
+            if timed_out or now >= self._end_of_grace():
+                break
+            time.sleep(_POLL)
+        self.stop()
+        return ClusterResult(
+            exit_codes={name: code for name, (code, _) in self._ends.items()},
+            log_paths={task.name: self.log_path(task.name) for task in self.tasks},
+            first_failure=self._first_failure,
+            terminated=tuple(self._terminated),
+            timed_out=timed_out,
+            signal=self._signals[0] if self._signals else None,
+        )
+
+    def stop(self):
+        """Ends every process that still runs: SIGTERM, then SIGKILL."""
+        if self._released:
+            return
+        running = self._running()
+        self._terminated += running
+        try:
+            self._signal_groups(running, signal.SIGTERM)
+            deadline = time.monotonic() + self._kill_grace
+            while self._running() and time.monotonic() < deadline and len(self._signals) < 2:
+                time.sleep(_POLL)
+            # Also the groups of tasks that have ended: what they started ends with the cluster.
+            self._signal_groups(self._processes, signal.SIGKILL)
+            while self._running():
+                time.sleep(_POLL)
+        finally:
+            self._release()
+
+    def _start_task(self, task):
+        command = self._argv
+        if sys.platform == "linux":
+            command = [sys.executable, "-I", "-S", _WRAPPER, str(os.getpid()), *command]
+        log = open(self.log_path(task.name), "w", encoding="utf-8")  # noqa: SIM115 (till _release)
+        self._logs.append(log)
+        process = subprocess.Popen(
+            command,
+            stdin=subprocess.DEVNULL,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            env={**self._environ, "PYTHONUNBUFFERED": "1", **task.variables},
+            start_new_session=True,  # its own group: signals reach what it starts as well
+        )
+        self._processes[task.name] = process
+        pump = OutputPump(task.name, process.stdout, log, self._console)
+        self._pumps.append(pump)
+        pump.start()
+
+    def _running(self):
+        """Names of the tasks that have not ended; notes the ends of the others."""
+        fresh = []
+        for name, process in self._processes.items():
+            if name not in self._ends:
+                code = _exit_code(process)
+                if code is not None:
+                    self._ends[name] = (code, time.monotonic())
+                    fresh.append((code, name))
+        failed = [(code, name) for code, name in fresh if code and name not in self._terminated]
+        if failed and self._first_failure is None:
+            # Ended at the same moment: a task killed by a signal (negative) did not follow suit.
+            self._first_failure = min(failed, key=lambda end: end[0] > 0)[1]
+            self._tell(f"{self._first_failure} has failed, ending the cluster")
+        return [name for name in self._processes if name not in self._ends]
+
+    def _end_of_grace(self):
+        """The time at which those still running are terminated."""
+        if self._first_failure is not None:
+            return self._ends[self._first_failure][1] + self._failure_grace
+        by_job = {
+            job: [t.name for t in self.tasks if t.config.task_type == job] for job in JOB_TYPES
+        }
+        compute = by_job["chief"] + by_job["worker"]
+        if self._all_ended(compute):
+            return self._last_end(compute) + self._server_grace
+        if self._serving_workers and self._all_ended(by_job["chief"]):
+            return self._last_end(by_job["chief"]) + self._worker_grace
+        return float("inf")
+
+    def _all_ended(self, names):
+        return all(name in self._ends for name in names)
+
+    def _last_end(self, names):
+        return max(self._ends[name][1] for name in names)
+
+    def _signal_groups(self, names, number):
+        for name in names:
+            # The processes are not reaped before `_release`, so that the ids are still theirs.
+            with contextlib.suppress(ProcessLookupError, PermissionError):
+                os.killpg(self._processes[name].pid, number)
+
+    def _release(self):
+        self._released = True  # from here on, a process id may be another process's
+        for process in self._processes.values():
+            process.wait()
+        for pump in self._pumps:
+            pump.join(5.0)
+        for process in self._processes.values():
+            process.stdout.close()
+        for log in self._logs:
+            log.close()
+        self._pumps, self._logs = [], []
+        for number, handler in self._old_handlers.items():
+            signal.signal(number, handler)
+        self._old_handlers = {}
+
+    def _on_signal(self, number, _):
+        self._signals.append(number)
+
+    def _tell(self, text):
+        if self._console is not None:
+            self._console.note(f"keras-psplus: {text}")
+
+
+def _exit_code(process):
+    """A process's exit code without reaping it; None while it runs."""
+    if process.returncode is not None:
+        return process.returncode
+    info = os.waitid(os.P_PID, process.pid, os.WEXITED | os.WNOHANG | os.WNOWAIT)
+    if info is None:
+        return None
+    return info.si_status if info.si_code == os.CLD_EXITED else -info.si_status

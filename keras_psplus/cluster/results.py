@@ -1,0 +1,71 @@
+"""What a local cluster leaves behind: exit codes, logs, and who failed first."""
+
+import dataclasses
+import functools
+import pathlib
+
+TIMED_OUT = 124  # as timeout(1)
+
+
+@dataclasses.dataclass
+class ClusterResult:
+    """The end of a local cluster.
+
+    Args:
+        exit_codes: Dict from task name to exit code, negative for a signal.
+        log_paths: Dict from task name to the path of its log.
+        first_failure: Name of the task that failed first, or `None`.
+        terminated: Names of the tasks that did not end by themselves.
+        timed_out: Whether the time-out ended the cluster.
+        signal: Number of the signal that ended the cluster, or `None`.
+    """
+
+    exit_codes: dict[str, int]
+    log_paths: dict[str, pathlib.Path]
+    first_failure: str | None = None
+    terminated: tuple[str, ...] = ()
+    timed_out: bool = False
+    signal: int | None = None
+
+    @property
+    def exit_code(self):
+        """The exit code for the whole, in the shell's terms: 0 if all went well."""
+        if self.signal is not None:
+            return 128 + self.signal
+        if self.first_failure is not None:
+            code = self.exit_codes[self.first_failure]
+            return code if code > 0 else 128 - code
+        return TIMED_OUT if self.timed_out else 0
+
+    @functools.cached_property
+    def logs(self):
+        """Dict from task name to everything it wrote."""
+        return {
+            name: path.read_text(encoding="utf-8", errors="replace")
+            for name, path in self.log_paths.items()
+        }
+
+    def tails(self, lines=40):
+        """Returns the last lines of every task's log as one text, the first failure last."""
+        names = sorted(self.log_paths, key=lambda name: name == self.first_failure)
+        return "\n".join(self._tail(name, lines) for name in names)
+
+    def _tail(self, name, lines):
+        text = self.logs[name].splitlines()
+        left_out = len(text) - lines
+        head = [f"... ({left_out} lines before)"] if left_out > 0 else []
+        body = "\n".join(head + text[-lines:]) or "(no output)"
+        return f"--- {name}: {self.how_ended(name)} ---\n{body}"
+
+    def how_ended(self, name):
+        """Says how a task ended, e.g. `"exit code 1, first to fail"`."""
+        code = self.exit_codes.get(name)
+        if code is None:
+            text = "not started"
+        elif code < 0:
+            text = f"ended by signal {-code}"
+        else:
+            text = f"exit code {code}"
+        if name in self.terminated:
+            text += " (still running, terminated by the launcher)"
+        return text + (", first to fail" if name == self.first_failure else "")

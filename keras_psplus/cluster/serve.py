@@ -1,0 +1,132 @@
+"""Serves TensorFlow's runtime to the chief until the chief has ended."""
+
+import socket
+import sys
+import time
+
+import tensorflow as tf
+
+from keras_psplus.cluster import hello
+from keras_psplus.cluster.config import ClusterConfigError, ClusterStartupError
+from keras_psplus.cluster.preflight import check_own_address
+
+_POLL = 0.5
+_GREETING_TIMEOUT = 2.0
+_RECONNECT = 30.0  # gRPC closes a connection that never speaks HTTP/2: ours is renewed before
+
+
+def serve(config, startup_timeout=300.0, chief_gone=5.0, log=None):
+    """Starts this task's TensorFlow server and waits for the chief's end.
+
+    The chief's end shows at its address: the connection kept to it closes and
+    no new one is accepted for `chief_gone` seconds. Whether the chief ended
+    well cannot be seen from here.
+
+    Example:
+
+    ```python
+    config = read_task_config()
+    if config.task_type in ("ps", "worker"):
+        serve(config)
+        os._exit(0)  # TensorFlow's server cannot be stopped in any other way
+    ```
+
+    Args:
+        config: The `TaskConfig` of a ps or worker task. Without a chief in
+            the cluster, worker 0 takes its place.
+        startup_timeout: Seconds to wait for the chief.
+        chief_gone: Seconds for which the chief cannot be reached before it
+            counts as ended.
+        log: Function that takes a line of progress; writes to stderr by
+            default.
+
+    Returns:
+        The `tf.distribute.Server`, which still runs.
+
+    Raises:
+        ClusterConfigError: If this task cannot serve anybody.
+        ClusterStartupError: If this task's address cannot be used or the
+            chief does not come.
+    """
+    log = log or _log
+    leader, address = _leader(config)
+    check_own_address(config)
+    try:
+        server = tf.distribute.Server(
+            tf.train.ClusterSpec({job: list(tasks) for job, tasks in config.cluster.items()}),
+            job_name=config.task_type,
+            task_index=config.task_index,
+            protocol="grpc",
+        )
+    except tf.errors.OpError as error:
+        raise ClusterStartupError(
+            f"TensorFlow's server of {config.name} cannot listen on {config.address}: "
+            f"{error.message}. Received: TF_CONFIG={config.to_tf_config()}"
+        ) from None
+    log(f"{config.name} serves on {config.address}")
+    if not _within(startup_timeout, _is_tensorflow, address):
+        raise ClusterStartupError(
+            f"{leader} did not come to {address} within {startup_timeout:g} s. Start it, or read "
+            f"its log if it has ended. Received: TF_CONFIG={config.to_tf_config()}"
+        )
+    # Now an accepted connection is enough: a chief that is merely slow has not ended.
+    while _within(chief_gone, _accepts, address):
+        _wait_for_close(address)
+        time.sleep(_POLL)
+    log(f"{leader} has ended, {config.name} ends")
+    return server
+
+
+def _leader(config):
+    leader = ("chief", 0) if "chief" in config.cluster else ("worker", 0)
+    if config.address is None or (config.task_type, config.task_index) == leader:
+        raise ClusterConfigError(
+            f"{config.name} cannot serve: ps and worker tasks serve the chief. "
+            f"Received: TF_CONFIG={config.to_tf_config()}"
+        )
+    job, index = leader
+    return f"{job}-{index}", config.cluster[job][index]
+
+
+def _within(seconds, condition, address):
+    """Waits until the condition holds; False if it did not in time."""
+    deadline = time.monotonic() + seconds
+    while not condition(address):
+        if time.monotonic() >= deadline:
+            return False
+        time.sleep(_POLL)
+    return True
+
+
+def _accepts(address):
+    try:
+        hello.connect(address, _GREETING_TIMEOUT).close()
+    except OSError:
+        return False
+    return True
+
+
+def _is_tensorflow(address):
+    """Whether a gRPC server answers: it speaks first, a waiting `Listener` does not."""
+    try:
+        with hello.connect(address, _GREETING_TIMEOUT) as connection:
+            connection.settimeout(_GREETING_TIMEOUT)
+            return bool(connection.recv(1))
+    except OSError:
+        return False
+
+
+def _wait_for_close(address):
+    """Returns when a connection to the address breaks, or after a while."""
+    try:
+        with hello.connect(address, _GREETING_TIMEOUT) as connection:
+            connection.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
+            connection.settimeout(_RECONNECT)
+            while connection.recv(4096):
+                pass
+    except OSError:
+        pass
+
+
+def _log(line):
+    print(f"keras_psplus: {line}", file=sys.stderr, flush=True)

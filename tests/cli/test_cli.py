@@ -1,0 +1,249 @@
+import json
+import os
+import shlex
+import signal
+import subprocess
+import sys
+
+import pytest
+
+from keras_psplus.cli import bench, doctor, main, run
+from keras_psplus.cluster.ports import free_ports
+
+
+@pytest.fixture(autouse=True)
+def no_cluster(monkeypatch):
+    monkeypatch.delenv("TF_CONFIG", raising=False)
+    monkeypatch.delenv("KERAS_PSPLUS_STRATEGY", raising=False)
+
+
+@pytest.fixture
+def script(tmp_path):
+    path = tmp_path / "train.py"
+    path.write_text("import sys\nprint('args', sys.argv[1:])\n")
+    return str(path)
+
+
+def dry_run(capsys, *argv):
+    """Runs `run`; returns for each task its environment variables and command."""
+    assert main.main(["run", *argv]) == 0
+    tasks = {}
+    lines = capsys.readouterr().out.splitlines()
+    for comment, command in zip(lines[::2], lines[1::2], strict=True):
+        words = shlex.split(command)
+        first = next(number for number, word in enumerate(words) if "python" in word.split("=")[0])
+        variables = dict(word.split("=", 1) for word in words[:first])
+        tasks[comment.split()[1]] = (variables, words[first:])
+    return tasks
+
+
+def test_help(capsys):
+    assert main.main(["--help"]) == 0
+    out = capsys.readouterr().out
+    assert all(command in out for command in ("run", "serve", "doctor", "bench"))
+    for command in ("run", "serve", "doctor"):
+        assert main.main([command, "--help"]) == 0
+        assert f"usage: keras-psplus {command}" in capsys.readouterr().out
+
+
+def test_run_help_explains_every_flag(capsys):
+    main.main(["run", "-h"])
+    out = capsys.readouterr().out
+    for flag in ("workers", "ps", "chief", "strategy", "log_dir", "timeout", "dry_run", "hosts"):
+        assert flag in out
+    assert max(map(len, out.splitlines())) <= 100
+
+
+@pytest.mark.parametrize(
+    ("argv", "message"),
+    [
+        ([], "usage: keras-psplus COMMAND"),
+        (["runn"], "no command 'runn'"),
+        (["run"], "name the script"),
+        (["run", "no_such.py"], "no script 'no_such.py'"),
+        (["run", "--workrs", "2", "SCRIPT"], "Did you mean: workers"),
+        (["run", "--workers", "two", "SCRIPT"], "workers"),
+        (["run", "--workers", "-1", "SCRIPT"], "workers"),
+        (["run", "--workers", "0", "SCRIPT"], "at least one worker"),
+        (["run", "--strategy", "no_such", "SCRIPT"], "no entry 'no_such'"),
+        (["run", "--hosts", "a,b", "--workers", "3", "SCRIPT"], "3 tasks"),
+        (["serve"], "serve needs a TF_CONFIG"),
+        (["serve", "more"], "no arguments"),
+        (["doctor", "more"], "no arguments"),
+        (["doctor", "--nope"], "nope"),
+    ],
+)
+def test_usage_errors_exit_with_2(argv, message, capsys, script):
+    argv = [script if word == "SCRIPT" else word for word in argv]
+    assert main.main(argv) == 2
+    captured = capsys.readouterr()
+    assert message in captured.err + captured.out
+
+
+def test_dry_run_prints_every_task(capsys, script, tmp_path):
+    mine = tmp_path / "mine.py"
+    mine.write_text("")
+    flags = ["--workers", "2", "--ps=1", f"--strategy={mine}", "--dry-run"]
+    tasks = dry_run(capsys, *flags, script, "--workers", "9", "--help")
+    assert list(tasks) == ["chief-0", "worker-0", "worker-1", "ps-0"]
+    clusters = set()
+    for name, (variables, command) in tasks.items():
+        config = json.loads(variables["TF_CONFIG"])
+        clusters.add(json.dumps(config["cluster"]))
+        assert name == f"{config['task']['type']}-{config['task']['index']}"
+        assert variables["KERAS_PSPLUS_STRATEGY"] == str(mine)
+        assert command == [sys.executable, script, "--workers", "9", "--help"]
+    assert len(clusters) == 1
+
+
+def test_layout_defaults(capsys, script):
+    assert list(dry_run(capsys, "--dry_run", script)) == ["worker-0", "worker-1"]
+    assert list(dry_run(capsys, "--dry_run", "--nochief", "--workers=1", "--ps=1", script)) == [
+        "worker-0",
+        "ps-0",
+    ]
+    assert list(dry_run(capsys, "--dry_run", "--chief", "--workers=1", script)) == [
+        "chief-0",
+        "worker-0",
+    ]
+
+
+def test_hosts_are_printed_not_started(capsys, script):
+    tasks = dry_run(capsys, "--hosts", "a,b:99,c", "--ps", "1", script)
+    variables, command = tasks["worker-0"]
+    assert json.loads(variables["TF_CONFIG"])["cluster"] == {
+        "chief": ["a:2222"],
+        "worker": ["b:99"],
+        "ps": ["c:2222"],
+    }
+    assert command == ["python", script]
+
+
+def test_run_passes_arguments_and_success(capsys, script, tmp_path):
+    logs = tmp_path / "logs"
+    assert main.main(["run", "--workers=2", f"--log_dir={logs}", script, "--x", "1"]) == 0
+    out = capsys.readouterr().out
+    assert "[worker-0] args ['--x', '1']" in out and "[worker-1] args ['--x', '1']" in out
+    assert (logs / "worker-1.log").read_text() == "args ['--x', '1']\n"
+
+
+def test_run_shows_the_first_failures_traceback_last(tmp_path, capfd):
+    script = tmp_path / "fail.py"
+    script.write_text(
+        "import json, os, time\n"
+        "index = json.loads(os.environ['TF_CONFIG'])['task']['index']\n"
+        "time.sleep(0.8 * (1 - index))\n"
+        "try:\n    raise KeyError('first part')\n"
+        "except KeyError:\n    pass\n"
+        "raise ValueError(f'from {index}')\n"
+    )
+    assert main.main(["run", "--workers=2", f"--log_dir={tmp_path}", str(script)]) == 1
+    err = capfd.readouterr().err
+    assert err.rstrip().endswith("ValueError: from 1")
+    assert "worker-1 failed first:\nTraceback" in err
+    assert "worker-1: exit code 1, first to fail" in err and f"logs: {tmp_path}" in err
+
+
+def test_run_times_out(tmp_path, capfd):
+    script = tmp_path / "sleep.py"
+    script.write_text("import time\ntime.sleep(100)\n")
+    argv = ["run", "--workers=1", "--timeout=0.7", f"--log_dir={tmp_path}", str(script)]
+    assert main.main(argv) == 124
+    assert "time-out of 0.7 s" in capfd.readouterr().err
+
+
+def test_ctrl_c_ends_the_command(tmp_path):
+    script = tmp_path / "sleep.py"
+    script.write_text("import time\nprint('started', flush=True)\ntime.sleep(100)\n")
+    with subprocess.Popen(
+        [
+            sys.executable,
+            "-m",
+            "keras_psplus",
+            "run",
+            "--workers=2",
+            f"--log_dir={tmp_path}",
+            script,
+        ],
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+    ) as command:
+        try:
+            assert [command.stdout.readline().split()[1] for _ in range(2)] == ["started"] * 2
+            command.send_signal(signal.SIGINT)
+            assert command.wait(30) == 130
+            assert "ended by signal 2" in command.stderr.read()
+        finally:
+            command.kill()
+
+
+def test_the_launcher_does_not_import_tensorflow():
+    modules = [
+        "keras_psplus.catalogue",
+        "keras_psplus.cli.run",
+        "keras_psplus.cluster.config",
+        "keras_psplus.cluster.ports",
+        "keras_psplus.cluster.processes",
+    ]
+    # As a namespace package: whether `import keras_psplus` itself is quick is tested elsewhere.
+    code = (
+        "import importlib, sys, types\n"
+        "package = types.ModuleType('keras_psplus')\n"
+        f"package.__path__ = [{os.path.dirname(os.path.dirname(run.__file__))!r}]\n"
+        "sys.modules['keras_psplus'] = package\n"
+        f"[importlib.import_module(name) for name in {modules}]\n"
+        "assert not {'tensorflow', 'keras'} & set(sys.modules)\n"
+    )
+    subprocess.run([sys.executable, "-c", code], check=True, timeout=60)
+
+
+def test_doctor_without_a_cluster(capsys):
+    assert main.main(["doctor"]) == 0
+    out = capsys.readouterr().out
+    for text in ("python", "tensorflow", "keras", "numpy", "cores", "GiB free", "CPU:0"):
+        assert text in out
+    assert "this process trains alone" in out and "No problem found." in out
+
+
+def test_doctor_names_unreachable_tasks(capsys, monkeypatch):
+    first, second = free_ports(2)
+    config = {
+        "cluster": {"worker": [f"127.0.0.1:{first}", f"127.0.0.1:{second}"]},
+        "task": {"type": "worker", "index": 0},
+    }
+    monkeypatch.setenv("TF_CONFIG", json.dumps(config))
+    monkeypatch.setenv("SLURM_JOB_ID", "77")
+    monkeypatch.setenv("KUBERNETES_SERVICE_HOST", "10.0.0.1")
+    assert main.main(["doctor", "--nodevices", "--timeout=2"]) == 1
+    out = capsys.readouterr().out
+    assert "this process: port is free" in out
+    assert "worker-1 cannot be reached: connection refused" in out
+    assert "Slurm" in out and "77" in out and "Kubernetes" in out
+    assert "1 problem(s)" in out
+
+
+def test_doctor_shows_a_broken_tf_config(capsys, monkeypatch):
+    monkeypatch.setenv("TF_CONFIG", "{")
+    assert main.main(["doctor", "--nodevices"]) == 1
+    assert "not valid JSON" in capsys.readouterr().out
+
+
+def test_doctor_refuses_other_backends(capsys, monkeypatch):
+    monkeypatch.setenv("KERAS_BACKEND", "jax")
+    assert doctor.main(["--nodevices"]) == 1
+    assert "KERAS_BACKEND=jax" in capsys.readouterr().out
+
+
+def test_bench_runs_the_checkouts_script(tmp_path, capfd):
+    (tmp_path / "benchmarks").mkdir()
+    (tmp_path / "benchmarks" / "step_time.py").write_text(
+        "import sys\nprint(sys.argv[1:])\nsys.exit(5)\n"
+    )
+    assert bench.main(["--steps", "3"], checkout=tmp_path) == 5
+    assert "['--steps', '3']" in capfd.readouterr().out
+
+
+def test_bench_says_where_the_benchmarks_are(tmp_path, capsys):
+    assert bench.main([], checkout=tmp_path) == 2
+    assert "Get a checkout" in capsys.readouterr().err

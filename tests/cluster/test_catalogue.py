@@ -1,0 +1,84 @@
+import json
+import sys
+
+import pytest
+
+from keras_psplus import catalogue
+
+
+@pytest.fixture
+def folder(tmp_path, monkeypatch):
+    """A catalogue of its own, as a checkout has it."""
+    folder = tmp_path / "strategies"
+    folder.mkdir()
+    for name in ("single", "all_reduce"):
+        (folder / f"{name}.py").write_text(f"def strategy():\n    return {name!r}\n")
+    (folder / "no_function.py").write_text("x = 1\n")
+    (folder / "broken.py").write_text("import no_such_module_at_all\n")
+    (folder / "_helper.py").write_text("value = 'helped'\n")
+    (folder / "relative.py").write_text(
+        "from keras_psplus.strategies import _helper\n\ndef strategy():\n    return _helper.value\n"
+    )
+    monkeypatch.setattr(catalogue, "_FOLDERS", (tmp_path / "none", folder))
+    monkeypatch.setattr(catalogue, "_PACKAGE", "keras_psplus_test.strategies")
+    monkeypatch.setitem(sys.modules, "keras_psplus_test", type(sys)("keras_psplus_test"))
+    monkeypatch.delenv(catalogue.STRATEGY_VARIABLE, raising=False)
+    monkeypatch.delenv("TF_CONFIG", raising=False)
+    (folder / "relative.py").write_text(
+        "from . import _helper\n\n\ndef strategy():\n    return _helper.value\n"
+    )
+    before = set(sys.modules)
+    yield folder
+    for name in set(sys.modules) - before:
+        if name.startswith("keras_psplus_"):
+            del sys.modules[name]
+
+
+@pytest.mark.parametrize("with_init", [False, True])
+def test_entries_by_name(folder, with_init):
+    if with_init:
+        (folder / "__init__.py").write_text('"""The catalogue."""\n')
+    assert catalogue.names() == ["all_reduce", "broken", "no_function", "relative", "single"]
+    assert catalogue.load("single").strategy() == "single"
+    assert catalogue.load("relative").strategy() == "helped"
+    assert catalogue.load("single") is catalogue.load("single")
+
+
+def test_file(folder, tmp_path):
+    path = tmp_path / "mine.py"
+    path.write_text("def strategy():\n    return 'mine'\n")
+    assert catalogue.load(path).strategy() == catalogue.load(str(path)).strategy() == "mine"
+
+
+def test_strategy_follows_the_environment(folder, monkeypatch):
+    assert catalogue.strategy() == "single"
+    assert catalogue.strategy(default="relative") == "helped"
+    cluster = {"cluster": {"worker": ["h:1"]}, "task": {"type": "worker", "index": 0}}
+    monkeypatch.setenv("TF_CONFIG", json.dumps(cluster))
+    assert catalogue.strategy() == "all_reduce"
+    monkeypatch.setenv(catalogue.STRATEGY_VARIABLE, "relative")
+    assert catalogue.strategy(default="single") == "helped"
+
+
+@pytest.mark.parametrize(
+    ("name", "message"),
+    [
+        ("nothing", "no entry 'nothing'. Give one of all_reduce, broken"),
+        ("_helper", "no entry '_helper'"),
+        ("no_such.py", "no file 'no_such.py'"),
+        ("no_function", "defines no function `strategy()`"),
+    ],
+)
+def test_mistakes_list_the_entries(folder, name, message):
+    with pytest.raises(ValueError) as error:
+        catalogue.load(name)
+    assert message in str(error.value)
+    assert str(error.value).endswith(f"Received: {name!r}")
+
+
+def test_errors_in_an_entry_are_shown_as_they_are(folder, tmp_path):
+    with pytest.raises(ModuleNotFoundError, match="no_such_module_at_all"):
+        catalogue.load("broken")
+    with pytest.raises(ModuleNotFoundError):
+        catalogue.load(folder / "broken.py")
+    assert "keras_psplus_strategy_broken" not in sys.modules

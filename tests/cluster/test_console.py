@@ -1,0 +1,107 @@
+import io
+import os
+import sys
+
+import pytest
+
+from keras_psplus.cluster.console import Console, OutputPump, plain, render
+
+
+class Terminal(io.StringIO):
+    encoding = "utf-8"
+
+    def isatty(self):
+        return True
+
+
+@pytest.mark.parametrize(
+    ("text", "shown"),
+    [
+        ("plain  ", "plain"),
+        ("step 1\b\b\b\b\b\b\rstep 2", "step 2"),
+        ("long line\rab", "abng line"),
+        ("abc\b\bX", "aXc"),
+        ("\b\rx", "x"),
+        ("\x1b[1m1/3\x1b[0m\r\x1b[1m2/3\x1b[0m", "\x1b[1m2/3\x1b[0m"),
+    ],
+)
+def test_render_shows_what_a_terminal_would(text, shown):
+    assert render(text).removeprefix("\x1b[0m") == shown
+
+
+def test_plain_has_no_colours():
+    assert plain("\x1b[32mok\x1b[0m\r\x1b[1mno") == "no"
+
+
+def test_keras_progress_bar_becomes_one_line(monkeypatch):
+    keras = pytest.importorskip("keras")
+    written = io.StringIO()
+    monkeypatch.setattr(sys, "stdout", written)
+    bar = keras.utils.Progbar(3, interval=0)
+    for step in range(1, 4):
+        bar.update(step, [("loss", 0.5)])
+    (line,) = written.getvalue().rstrip("\n").split("\n")
+    assert plain(line).startswith("3/3 ") and plain(line).count("loss") == 1
+
+
+def pump(data, console):
+    reader, writer = os.pipe()
+    log = io.StringIO()
+    with os.fdopen(reader, "rb") as source:
+        thread = OutputPump("worker-0", source, log, console)
+        thread.start()
+        for chunk in data:
+            os.write(writer, chunk)
+        os.close(writer)
+        thread.join(10)
+        assert not thread.is_alive()
+    return log.getvalue()
+
+
+def test_lines_are_prefixed_and_logged_and_partial_ones_kept():
+    stream = io.StringIO()
+    log = pump([b"one\ntw", b"o\nthr", b"ee"], Console(stream, live="worker-0"))
+    assert log == "one\ntwo\nthree\n"
+    assert stream.getvalue() == "[worker-0] one\n[worker-0] two\n[worker-0] three\n"
+
+
+def test_colours_are_for_terminals():
+    for stream, shown in ((io.StringIO(), "red"), (Terminal(), "\x1b[31mred\x1b[0m")):
+        Console(stream).line("ps-0", "\x1b[31mred\x1b[0m")
+        assert stream.getvalue() == f"[ps-0] {shown}\n"
+
+
+def test_split_and_broken_utf8_is_survived():
+    bar = "━".encode()
+    log = pump([bar[:1], bar[1:] + b"\n", b"\xff\xfe\n"], None)
+    assert log == "━\n\ufffd\ufffd\n"
+
+
+def test_endless_progress_line_does_not_grow():
+    log = pump([b"\rstep %d" % n for n in range(5000)] + [b"\n"], None)
+    assert log == "step 4999\n"
+
+
+def test_live_line_stays_at_the_bottom_of_a_terminal():
+    stream = Terminal()
+    console = Console(stream, live="worker-0")
+    console.partial("worker-0", "1/9")
+    console.line("worker-1", "hello")
+    assert stream.getvalue() == "[worker-0] 1/9\r\x1b[K[worker-1] hello\n[worker-0] 1/9"
+    console.line("worker-0", "9/9")
+    assert stream.getvalue().endswith("\r\x1b[K[worker-0] 9/9\n")
+
+
+def test_live_line_is_clipped_to_the_screen(monkeypatch):
+    monkeypatch.setenv("COLUMNS", "30")
+    stream = Terminal()
+    Console(stream, live="worker-0").partial("worker-0", "x" * 100)
+    assert stream.getvalue() == "[worker-0] " + "x" * 18 + "\x1b[0m"
+
+
+def test_closed_console_does_not_stop_the_log():
+    class Closed(io.StringIO):
+        def write(self, _):
+            raise BrokenPipeError
+
+    assert pump([b"one\ntwo\n"], Console(Closed())) == "one\ntwo\n"

@@ -1,0 +1,305 @@
+import os
+import socket
+import subprocess
+import sys
+import threading
+import time
+
+import pytest
+
+from keras_psplus.cluster import hello, preflight
+from keras_psplus.cluster.config import TaskConfig
+from keras_psplus.cluster.ports import free_ports
+from keras_psplus.cluster.preflight import (
+    ClusterStartupError,
+    check_own_address,
+    probe_peers,
+    wait_for_cluster,
+)
+
+
+def make_cluster(workers, ps=0):
+    ports = free_ports(workers + ps)
+    cluster = {"worker": tuple(f"127.0.0.1:{port}" for port in ports[:workers])}
+    if ps:
+        cluster["ps"] = tuple(f"127.0.0.1:{port}" for port in ports[workers:])
+    return cluster
+
+
+class Waiting(threading.Thread):
+    """A task in a thread; `outcome` is None or the error."""
+
+    def __init__(self, config, timeout=20.0, **kwargs):
+        super().__init__(daemon=True)
+        self.arguments = {"config": config, "timeout": timeout, "log": self.note, **kwargs}
+        self.lines, self.outcome = [], "still waiting"
+        self.start()
+
+    def note(self, line):
+        self.lines.append(line)
+
+    def run(self):
+        try:
+            self.outcome = wait_for_cluster(**self.arguments)
+        except Exception as error:
+            self.outcome = error
+
+    def result(self):
+        self.join(30)
+        return self.outcome
+
+
+def test_tasks_that_start_one_after_the_other_all_go_on():
+    cluster = make_cluster(3)
+    waiting = []
+    for index in range(3):
+        waiting.append(Waiting(TaskConfig(cluster, "worker", index)))
+        time.sleep(0.2)
+    # Those that are done play no server: the last ones must not need them any more.
+    servers = []
+    try:
+        for task in waiting:
+            task.join(0.7)
+        for index, task in enumerate(waiting):  # TensorFlow comes up on the same ports
+            if not task.is_alive():
+                host, port = cluster["worker"][index].split(":")
+                servers.append(socket.create_server((host, int(port))))
+        assert [task.result() for task in waiting] == [None] * 3
+    finally:
+        for server in servers:
+            server.close()
+
+
+def test_alone_in_the_cluster():
+    assert wait_for_cluster(TaskConfig(make_cluster(1), "worker", 0), timeout=5) is None
+
+
+def test_only_the_given_jobs_are_waited_for():
+    config = TaskConfig(make_cluster(1, ps=1), "worker", 0)
+    wait_for_cluster(config, timeout=5)
+    with pytest.raises(ClusterStartupError, match="ps-0 at"):
+        wait_for_cluster(config, job_types=("worker", "ps"), timeout=0.5)
+
+
+def test_evaluator_waits_for_nobody():
+    wait_for_cluster(TaskConfig(make_cluster(2), "evaluator", 0), timeout=1)
+
+
+def test_missing_task_is_named_with_those_who_are_here(monkeypatch):
+    monkeypatch.setattr(preflight, "_LOG_EVERY", 0.3)
+    cluster = make_cluster(3)
+    waiting = [Waiting(TaskConfig(cluster, "worker", index), timeout=2.5) for index in (0, 1)]
+    for index, task in enumerate(waiting):
+        message = str(task.result())
+        assert isinstance(task.outcome, ClusterStartupError), message
+        assert "1 of 3 tasks did not come within 2 s" in message
+        assert f"Here: worker-{index} (this task, {cluster['worker'][index]})" in message
+        assert f"worker-{1 - index}" in message.split("Missing:")[0]
+        assert f"worker-2 at {cluster['worker'][2]}: connection refused" in message
+        assert "Received: timeout=2.5" in message
+        assert any(
+            line.startswith("waiting for worker-2") and "here: " in line and "s of 2 s" in line
+            for line in task.lines
+        )
+
+
+def test_port_in_use_names_the_holder():
+    config = TaskConfig(make_cluster(2), "worker", 0)
+    with socket.create_server(("127.0.0.1", int(config.address.split(":")[1]))):
+        with pytest.raises(ClusterStartupError) as error:
+            wait_for_cluster(config, timeout=5)
+        assert config.address in str(error.value)
+        assert f"process {os.getpid()}" in str(error.value)
+        with pytest.raises(ClusterStartupError):
+            check_own_address(config)
+    check_own_address(config)
+
+
+def test_second_process_with_the_same_task_on_one_machine():
+    config = TaskConfig(make_cluster(2), "worker", 0)
+    first = Waiting(config, timeout=3)
+    time.sleep(0.5)
+    with pytest.raises(ClusterStartupError, match="worker-0 .*started already"):
+        wait_for_cluster(config, timeout=3)
+    assert first.result() is not None
+
+
+def test_two_processes_that_claim_one_task_name_each_other():
+    """As on two hosts: the second listens elsewhere and says hello to the first."""
+    config = TaskConfig(make_cluster(2), "worker", 1)
+    first = Waiting(config)
+    problem = _dial_until_up(config.address, hello.Hello.of(config))
+    assert "two processes claim to be worker-1" in problem
+    assert "two processes claim to be worker-1" in str(first.result())
+    assert "Received: TF_CONFIG" in str(first.result())
+
+
+def test_different_clusters_are_told_at_both_ends():
+    cluster = make_cluster(2)
+    other = {**cluster, "ps": ("127.0.0.1:1",)}
+    waiting = [
+        Waiting(TaskConfig(cluster, "worker", 0)),
+        Waiting(TaskConfig(other, "worker", 1)),
+    ]
+    for task in waiting:
+        message = str(task.result())
+        assert isinstance(task.outcome, ClusterStartupError), message
+        assert "different clusters" in message
+        assert "worker-0 (process" in message and "worker-1 (process" in message
+
+
+def test_task_at_anothers_address_is_named():
+    mine = hello.Hello("worker-0", "{}", "a", 1, "x")
+    theirs = hello.Hello("worker-2", "{}", "b", 2, "y")
+    assert "worker-2 (process 2 on b) at the address of worker-1" in hello.conflict(
+        mine, theirs, expected="worker-1"
+    )
+    assert hello.conflict(mine, theirs, expected="worker-2") is None
+
+
+@pytest.mark.parametrize(
+    "garbage",
+    [
+        b"GET / HTTP/1.1\r\n\r\n",
+        b"\x00" * 5000,
+        b"keras-psplus hello 1 nonsense\n",
+        b"keras-psplus hello 1 {}\n",
+        b'keras-psplus hello 1 ["a"]\n',
+        b"keras-psplus hello 1 " + b"x" * 100_000,
+        b"",
+    ],
+)
+def test_garbage_on_the_port_is_ignored(garbage):
+    cluster = make_cluster(2)
+    first = Waiting(TaskConfig(cluster, "worker", 0))
+    host, port = cluster["worker"][0].split(":")
+    deadline = time.monotonic() + 10
+    while True:
+        try:
+            stranger = socket.create_connection((host, int(port)), 2)
+            break
+        except OSError:
+            assert time.monotonic() < deadline
+    with stranger:
+        try:
+            stranger.sendall(garbage)
+        except OSError:
+            pass
+        second = Waiting(TaskConfig(cluster, "worker", 1))
+        assert (first.result(), second.result()) == (None, None)
+
+
+def test_silent_server_counts_as_up():
+    cluster = make_cluster(2)
+    host, port = cluster["worker"][1].split(":")
+    with socket.create_server((host, int(port))):  # accepts in the kernel, never speaks
+        wait_for_cluster(TaskConfig(cluster, "worker", 0), timeout=10)
+
+
+def test_ip_of_another_machine_is_an_error():
+    cluster = {"worker": ("192.0.2.1:2222", "127.0.0.1:2223")}  # an address for documentation
+    with pytest.raises(ClusterStartupError, match=r"192\.0\.2\.1:2222, is not on this machine"):
+        wait_for_cluster(TaskConfig(cluster, "worker", 0), timeout=1)
+
+
+def test_own_name_that_does_not_resolve_is_an_error():
+    cluster = {"worker": ("no-such-host.invalid:2222", "127.0.0.1:2223")}
+    with pytest.raises(ClusterStartupError, match=r"'no-such-host\.invalid'.*does not resolve"):
+        wait_for_cluster(TaskConfig(cluster, "worker", 0), timeout=0.5)
+
+
+def test_own_name_that_leads_elsewhere_is_a_warning(monkeypatch):
+    real = socket.getaddrinfo
+
+    def resolve(host, port, *args, **kwargs):
+        return real("192.0.2.1" if host == "service" else host, port, *args, **kwargs)
+
+    monkeypatch.setattr(socket, "getaddrinfo", resolve)
+    (port,) = free_ports(1)
+    lines = []
+    monkeypatch.setattr(hello, "dial", _nobody)
+    wait_for_cluster(
+        TaskConfig({"worker": (f"service:{port}",)}, "worker", 0), timeout=5, log=lines.append
+    )
+    assert "another address" in lines[0]
+
+
+def _nobody(*_):
+    raise OSError("nobody")
+
+
+def test_unresolvable_peer_is_reported():
+    (port,) = free_ports(1)
+    cluster = {"worker": (f"127.0.0.1:{port}", "no-such-host.invalid:1")}
+    with pytest.raises(ClusterStartupError, match="worker-1 at .* does not resolve"):
+        wait_for_cluster(TaskConfig(cluster, "worker", 0), timeout=0.5)
+
+
+def test_probe_peers():
+    cluster = make_cluster(3)
+    host, port = cluster["worker"][1].split(":")
+    with socket.create_server((host, int(port))):
+        reasons = probe_peers(TaskConfig(cluster, "worker", 0), timeout=2)
+    assert reasons["worker-1"] is None
+    assert "connection refused" in reasons["worker-2"]
+    assert set(reasons) == {"worker-1", "worker-2"}
+
+
+TENSORFLOW_TASK = """
+import sys, time
+from keras_psplus.cluster.config import read_task_config
+from keras_psplus.cluster.preflight import wait_for_cluster
+import tensorflow as tf
+config = read_task_config()
+time.sleep(0.5 * config.task_index)
+wait_for_cluster(config, timeout=60)
+server = tf.distribute.Server(
+    {job: list(tasks) for job, tasks in config.cluster.items()},
+    job_name="worker", task_index=config.task_index)
+print("up", flush=True)
+sys.stdin.readline()
+import os; os._exit(0)
+"""
+
+
+def test_tensorflows_server_starts_on_the_port_right_after(tmp_path):
+    cluster = make_cluster(2)
+    processes = [_start(TaskConfig(cluster, "worker", index)) for index in range(2)]
+    try:
+        for process in processes:
+            line = process.stdout.readline()
+            assert line == "up\n", line + process.stdout.read()
+        # One more comes back (a restarted worker): TensorFlow's server answers it.
+        assert probe_peers(TaskConfig(cluster, "worker", 0), 5) == {"worker-1": None}
+        mine = hello.Hello.of(TaskConfig(cluster, "worker", 0))
+        assert hello.dial(cluster["worker"][1], mine) is None
+        for process in processes:
+            process.stdin.write("\n")
+            process.stdin.flush()
+            assert process.wait(30) == 0
+    finally:
+        for process in processes:
+            process.kill()
+            process.communicate()
+
+
+def _start(config):
+    # Its stdout can only be read until the end of a dead process, and pytest-timeout ends a hang.
+    return subprocess.Popen(
+        [sys.executable, "-c", TENSORFLOW_TASK],
+        env={**os.environ, "TF_CONFIG": config.to_tf_config(), "TF_CPP_MIN_LOG_LEVEL": "2"},
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.DEVNULL,
+        text=True,
+    )
+
+
+def _dial_until_up(address, mine):
+    deadline = time.monotonic() + 10
+    while True:
+        try:
+            return hello.conflict(mine, hello.dial(address, mine))
+        except OSError:
+            assert time.monotonic() < deadline
+            time.sleep(0.05)

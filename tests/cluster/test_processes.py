@@ -1,0 +1,264 @@
+import os
+import signal
+import subprocess
+import sys
+import textwrap
+import threading
+import time
+
+import pytest
+
+from keras_psplus.cluster.console import Console
+from keras_psplus.cluster.environment import plan_tasks
+from keras_psplus.cluster.processes import LocalCluster
+from keras_psplus.cluster.results import ClusterResult
+
+HEAD = """
+import json, os, sys, time
+task = json.loads(os.environ["TF_CONFIG"])["task"]
+name = f"{task['type']}-{task['index']}"
+"""
+
+
+@pytest.fixture
+def run(tmp_path):
+    """Runs a script, without TensorFlow, in a cluster; 60 s are the hard limit."""
+
+    def run(body, timeout=60, **kwargs):
+        script = tmp_path / "script.py"
+        script.write_text(HEAD + textwrap.dedent(body))
+        kwargs = {"log_dir": tmp_path / "logs", "kill_grace": 2.0, **kwargs}
+        with LocalCluster([sys.executable, str(script)], **kwargs) as cluster:
+            return cluster.wait(timeout)
+
+    return run
+
+
+def test_every_task_gets_its_tf_config(run):
+    result = run("print(name, len(sys.argv))", workers=1, ps=1, chief=True)
+    assert result.exit_code == 0
+    assert result.logs == {"chief-0": "chief-0 1\n", "worker-0": "worker-0 1\n", "ps-0": "ps-0 1\n"}
+    assert result.exit_codes == {"chief-0": 0, "worker-0": 0, "ps-0": 0}
+
+
+def test_output_is_prefixed(run, capsys):
+    run("print('hello'); print('oops', file=sys.stderr)", workers=2, console=Console())
+    lines = capsys.readouterr().out.splitlines()
+    assert sorted(lines) == sorted(
+        f"[worker-{index}] {text}" for index in range(2) for text in ("hello", "oops")
+    )
+
+
+def test_threads_are_split_unless_the_user_says_otherwise(monkeypatch):
+    for name in ("OMP_NUM_THREADS", "TF_NUM_INTRAOP_THREADS", "TF_NUM_INTEROP_THREADS"):
+        monkeypatch.delenv(name, raising=False)
+    monkeypatch.setattr("keras_psplus.cluster.environment.available_cores", lambda: 12)
+    (first, *_, ps) = plan_tasks(workers=3, ps=1)
+    assert first.variables["OMP_NUM_THREADS"] == ps.variables["TF_NUM_INTRAOP_THREADS"] == "4"
+    (first, *_) = plan_tasks(workers=24)
+    assert first.variables["TF_NUM_INTRAOP_THREADS"] == "1"
+    assert first.variables["TF_NUM_INTEROP_THREADS"] == "2"
+    (first, *_) = plan_tasks(workers=3, environ={"OMP_NUM_THREADS": "7"})
+    assert "OMP_NUM_THREADS" not in first.variables
+
+
+def test_hosts_get_default_ports():
+    hosts = ["a", "b:99", "b", "b", "[::1]"]
+    tasks = plan_tasks(workers=3, ps=1, chief=True, hosts=hosts)
+    addresses = [task.config.address for task in tasks]
+    assert addresses == ["a:2222", "b:99", "b:2222", "b:2223", "[::1]:2222"]
+    assert all(set(task.variables) == {"TF_CONFIG"} for task in tasks)
+
+
+@pytest.mark.parametrize(
+    ("kwargs", "message"),
+    [
+        ({"workers": 0}, "at least one worker"),
+        ({"workers": -1, "chief": True}, "at least one worker"),
+        ({"workers": 2, "hosts": ["a"]}, "2 tasks .*Received: hosts=a"),
+        ({"workers": 2, "hosts": ["a:1", "a:1"]}, "same|Two tasks"),
+    ],
+)
+def test_impossible_clusters_are_refused(kwargs, message):
+    with pytest.raises(ValueError, match=message):
+        plan_tasks(**kwargs)
+
+
+def test_failure_ends_the_others_and_its_code_is_passed_on(run):
+    result = run(
+        """
+        if name == "worker-1":
+            time.sleep(0.3)
+            sys.exit(7)
+        time.sleep(100)
+        """,
+        workers=2,
+        failure_grace=0.5,
+    )
+    assert (result.first_failure, result.exit_code) == ("worker-1", 7)
+    assert result.terminated == ("worker-0",)
+
+
+def test_others_have_time_to_report_the_failure(run):
+    result = run(
+        """
+        if name == "worker-1":
+            raise RuntimeError("the cause")
+        time.sleep(1)
+        raise RuntimeError("lost worker-1")
+        """,
+        workers=2,
+        failure_grace=20,
+    )
+    assert result.first_failure == "worker-1"
+    assert "lost worker-1" in result.logs["worker-0"]
+    assert result.tails().rstrip().endswith("RuntimeError: the cause")
+    assert "... (" in result.tails(1)
+
+
+def test_task_killed_by_a_signal(run):
+    result = run("os.kill(os.getpid(), 9)", workers=1)
+    assert (result.exit_codes, result.exit_code) == ({"worker-0": -9}, 137)
+
+
+def test_task_that_ignores_sigterm_is_killed(run):
+    started = time.monotonic()
+    result = run(
+        "import signal; signal.signal(15, signal.SIG_IGN); print('deaf'); time.sleep(100)",
+        workers=1,
+        timeout=1.5,
+        kill_grace=0.5,
+    )
+    assert result.timed_out and result.exit_code == 124
+    assert result.exit_codes == {"worker-0": -9}
+    assert time.monotonic() - started < 30
+
+
+def test_children_of_a_task_end_with_the_cluster(run, tmp_path):
+    body = f"""
+        import subprocess
+        child = subprocess.Popen([sys.executable, "-c", "import time; time.sleep(100)"])
+        open({str(tmp_path / "pid")!r}, "w").write(str(child.pid))
+        """
+    assert run(body, workers=1).exit_code == 0
+    assert _gone(int((tmp_path / "pid").read_text()))
+
+
+def test_ps_that_serves_on_is_ended_without_failure(run):
+    result = run("time.sleep(100 if name == 'ps-0' else 0)", workers=1, ps=1, server_grace=0.3)
+    assert (result.exit_code, result.terminated) == (0, ("ps-0",))
+
+
+def test_ps_may_end_by_itself(run):
+    result = run("time.sleep(0.5 * (name == 'ps-0'))", workers=1, ps=1, server_grace=30)
+    assert (result.exit_code, result.terminated) == (0, ())
+
+
+def test_workers_that_serve_a_chief_have_time_of_their_own(run):
+    body = "time.sleep({'chief': 0, 'worker': 1, 'ps': 100}[task['type']]); print('end')"
+    kwargs = {"workers": 1, "ps": 1, "chief": True, "server_grace": 0.1}
+    result = run(body, worker_grace=30, **kwargs)
+    assert (result.exit_code, result.terminated) == (0, ("ps-0",))
+    result = run(body.replace("1,", "100,"), worker_grace=0.2, **kwargs)
+    assert (result.exit_code, result.terminated) == (0, ("worker-0", "ps-0"))
+
+
+def test_command_that_does_not_exist(tmp_path):
+    with LocalCluster(["/no/such/program"], workers=1, log_dir=tmp_path) as cluster:
+        result = cluster.wait(30)
+    assert result.exit_code == 127
+    assert "cannot start '/no/such/program'" in result.logs["worker-0"]
+
+
+def test_leaving_the_block_ends_the_processes(tmp_path):
+    with pytest.raises(ZeroDivisionError), _sleepers(tmp_path) as cluster:
+        pids = list(cluster.pids.values())
+        _ = 1 / 0
+    assert all(_gone(pid) for pid in pids)
+
+
+def test_works_outside_the_main_thread(tmp_path):
+    results = []
+
+    def work():
+        with _sleepers(tmp_path) as cluster:
+            results.append(cluster.wait(0.5))
+
+    thread = threading.Thread(target=work)
+    thread.start()
+    thread.join(30)
+    assert results[0].timed_out
+
+
+def test_signal_handlers_are_restored(run):
+    before = signal.getsignal(signal.SIGINT)
+    run("", workers=1)
+    assert signal.getsignal(signal.SIGINT) is before
+
+
+def test_ignored_signals_stay_ignored(tmp_path):
+    before = signal.signal(signal.SIGHUP, signal.SIG_IGN)  # as nohup does
+    try:
+        with _sleepers(tmp_path):
+            assert signal.getsignal(signal.SIGHUP) is signal.SIG_IGN
+    finally:
+        signal.signal(signal.SIGHUP, before)
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+def test_signal_to_the_launcher_ends_all(tmp_path, number):
+    launcher, pids = _launcher(tmp_path)
+    with launcher:
+        try:
+            launcher.send_signal(number)
+            assert launcher.wait(30) == 128 + number
+            assert all(_gone(pid) for pid in pids)
+        finally:
+            launcher.kill()
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="needs PR_SET_PDEATHSIG")
+def test_death_of_the_launcher_ends_all(tmp_path):
+    launcher, pids = _launcher(tmp_path)
+    with launcher:
+        launcher.kill()
+        launcher.wait(30)
+        assert all(_gone(pid) for pid in pids)
+
+
+def test_result_of_a_task_that_never_started():
+    result = ClusterResult({}, {})
+    assert (result.exit_code, result.how_ended("worker-0")) == (0, "not started")
+
+
+def _sleepers(tmp_path):
+    command = [sys.executable, "-c", "import time; time.sleep(100)"]
+    return LocalCluster(command, workers=2, log_dir=tmp_path, kill_grace=2)
+
+
+def _launcher(tmp_path):
+    code = f"""
+import sys
+from keras_psplus.cluster.processes import LocalCluster
+command = [sys.executable, "-c", "import time; time.sleep(100)"]
+with LocalCluster(command, workers=2, log_dir={str(tmp_path)!r}, kill_grace=2) as cluster:
+    print(*cluster.pids.values(), flush=True)
+    sys.exit(cluster.wait(60).exit_code)
+"""
+    launcher = subprocess.Popen([sys.executable, "-c", code], stdout=subprocess.PIPE, text=True)
+    return launcher, [int(pid) for pid in launcher.stdout.readline().split()]
+
+
+def _gone(pid, within=15):
+    """Whether the process ends in time; a zombie that init has not reaped yet has ended."""
+    deadline = time.monotonic() + within
+    while time.monotonic() < deadline:
+        try:
+            with open(f"/proc/{pid}/stat") as file:
+                if file.read().rpartition(")")[2].split()[0] == "Z":
+                    return True
+        except (FileNotFoundError, ProcessLookupError):
+            return True
+        time.sleep(0.05)
+    os.kill(pid, signal.SIGKILL)
+    return False

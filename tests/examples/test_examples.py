@@ -1,0 +1,69 @@
+"""The example scripts as a user runs them: in processes of their own, on their own data."""
+
+import os
+import pathlib
+import re
+import subprocess
+import sys
+
+import pytest
+
+from keras_psplus.cluster.processes import LocalCluster
+
+EXAMPLES = pathlib.Path(__file__).parents[2] / "examples"
+TIMEOUT = 150
+
+
+@pytest.fixture
+def environment(monkeypatch, tmp_path):
+    """The scripts' environment: no cluster, and not this directory."""
+    monkeypatch.delenv("TF_CONFIG", raising=False)
+    monkeypatch.setenv("TF_CPP_MIN_LOG_LEVEL", "2")
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
+    root = str(EXAMPLES.parent)
+    monkeypatch.setenv("PYTHONPATH", os.pathsep.join([root, os.environ.get("PYTHONPATH", "")]))
+    monkeypatch.chdir(tmp_path)
+
+
+def alone(script, *arguments):
+    """Runs a script in one process and returns what it printed."""
+    process = subprocess.run(
+        [sys.executable, str(EXAMPLES / script), *arguments],
+        capture_output=True,
+        text=True,
+        errors="replace",
+        timeout=TIMEOUT,
+    )
+    assert process.returncode == 0, process.stdout[-2000:] + process.stderr[-4000:]
+    return process.stdout
+
+
+def together(script, *arguments):
+    """Runs a script on two workers and returns what both printed."""
+    command = [sys.executable, str(EXAMPLES / script), *arguments]
+    with LocalCluster(command, workers=2, log_dir=pathlib.Path("logs")) as cluster:
+        result = cluster.wait(timeout=TIMEOUT)
+    assert result.exit_code == 0, result.tails()
+    return "\n".join(result.logs.values())
+
+
+def values(name, output):
+    """The numbers of the line that begins with `name:`, of which there must be one."""
+    (line,) = re.findall(rf"\b{name}: (.*)", output)
+    return {key: float(value) for key, value in (pair.split("=") for pair in line.split())}
+
+
+@pytest.mark.parametrize(("run", "workers"), [(alone, 1), (together, 2)])
+def test_digits(environment, run, workers):
+    result = values("digits", run("digits.py", "--epochs", "3"))
+    assert result["accuracy"] > 0.85
+    assert result["workers"] == workers
+    assert 0 < result["after_first_epoch"] < result["seconds"]
+
+
+@pytest.mark.parametrize("run", [alone, together])
+def test_tutorial(environment, tmp_path, run):
+    result = values("tutorial", run("multi_worker_tutorial.py", "--epochs", "2"))
+    assert result["accuracy"] > 0.8
+    kept = {path.name for path in (tmp_path / "checkpoints").iterdir()}
+    assert {"latest.weights.h5", "model.keras"} <= kept

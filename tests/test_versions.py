@@ -1,0 +1,177 @@
+"""The check at import: what is refused, and in which words. Nothing is installed or removed."""
+
+import importlib.metadata
+import pathlib
+import sys
+import tomllib
+import types
+
+import pytest
+
+from keras_psplus import versions
+
+PYPROJECT = pathlib.Path(__file__).parent.parent / "pyproject.toml"
+
+
+@pytest.fixture
+def installed(monkeypatch):
+    """Stands in for pip's metadata: a dict of distribution names to versions."""
+    distributions = {"keras": "3.15.1", "tensorflow": "2.21.0"}
+
+    def version(name):
+        if name not in distributions:
+            raise importlib.metadata.PackageNotFoundError(name)
+        return distributions[name]
+
+    monkeypatch.setattr(importlib.metadata, "version", version)
+    monkeypatch.delenv(versions.SKIP_VARIABLE, raising=False)
+    monkeypatch.delenv("TF_USE_LEGACY_KERAS", raising=False)
+    monkeypatch.delenv("KERAS_BACKEND", raising=False)
+    return distributions
+
+
+@pytest.fixture
+def no_modules(monkeypatch):
+    """No module can be imported, as where only metadata could tell."""
+
+    def import_module(name):
+        raise ModuleNotFoundError(name)
+
+    monkeypatch.setattr(versions.importlib, "import_module", import_module)
+
+
+def refusal():
+    with pytest.raises(ImportError) as error:
+        versions.check()
+    return str(error.value)
+
+
+def test_this_installation_is_supported():
+    versions.check()
+
+
+@pytest.mark.parametrize("keras", ["3.13.0", "3.14.1", "3.15.1", "3.15.0.dev20260101"])
+@pytest.mark.parametrize("tensorflow", ["2.20.0", "2.21.0", "2.21.1rc0"])
+def test_supported_versions_pass(installed, keras, tensorflow):
+    installed.update(keras=keras, tensorflow=tensorflow)
+    versions.check()
+
+
+@pytest.mark.parametrize("found", ["3.12.4", "3.0.0"])
+def test_old_keras_is_refused(installed, found):
+    installed["keras"] = found
+    message = refusal()
+    assert "too old" in message
+    assert message.endswith(f"Received: keras {found}")
+
+
+def test_keras_2_is_refused(installed):
+    installed["keras"] = "2.15.0"
+    message = refusal()
+    assert "Keras 3" in message
+    assert "TF_USE_LEGACY_KERAS" in message
+    assert message.endswith("Received: keras 2.15.0")
+
+
+def test_tf_keras_alone_is_refused(installed, no_modules):
+    del installed["keras"]
+    installed["tf_keras"] = "2.21.0"
+    message = refusal()
+    assert "Install Keras 3" in message
+    assert message.endswith("Received: tf_keras 2.21.0, no keras")
+
+
+def test_missing_tensorflow_is_refused(installed, no_modules):
+    del installed["tensorflow"]
+    message = refusal()
+    assert "not installed" in message
+    assert message.endswith("Received: no tensorflow")
+
+
+def test_old_tensorflow_is_refused(installed):
+    installed["tensorflow"] = "2.19.1"
+    message = refusal()
+    assert "too old" in message
+    assert message.endswith("Received: tensorflow 2.19.1")
+
+
+@pytest.mark.parametrize(("name", "found"), [("keras", "3.16.0"), ("tensorflow", "2.22.0rc1")])
+def test_new_versions_are_refused_unless_skipped(installed, monkeypatch, name, found):
+    installed[name] = found
+    message = refusal()
+    assert "newer than" in message
+    assert versions.SKIP_VARIABLE in message
+    assert message.endswith(f"Received: {name} {found}")
+
+    monkeypatch.setenv(versions.SKIP_VARIABLE, "0")
+    refusal()
+
+    monkeypatch.setenv(versions.SKIP_VARIABLE, "1")
+    with pytest.warns(UserWarning, match=f"newer than .* Received: {name} {found}"):
+        versions.check()
+
+
+def test_skipping_does_not_admit_old_versions(installed, monkeypatch):
+    monkeypatch.setenv(versions.SKIP_VARIABLE, "1")
+    installed["keras"] = "3.12.0"
+    assert "too old" in refusal()
+
+
+def test_other_distribution_names_are_found(installed):
+    del installed["keras"], installed["tensorflow"]
+    installed.update({"keras-nightly": "3.15.0.dev2026", "tensorflow-cpu": "2.20.0"})
+    versions.check()
+    installed["tensorflow-cpu"] = "2.16.1"
+    assert refusal().endswith("Received: tensorflow 2.16.1")
+
+
+def test_the_module_tells_where_no_distribution_does(installed, monkeypatch):
+    installed.clear()
+    modules = {
+        "keras": types.SimpleNamespace(
+            __version__="3.14.0",
+            backend=types.SimpleNamespace(backend=lambda: "tensorflow"),
+        ),
+        "tensorflow": types.SimpleNamespace(__version__="2.3.0"),
+    }
+    monkeypatch.setattr(versions.importlib, "import_module", modules.__getitem__)
+    assert refusal().endswith("Received: tensorflow 2.3.0")
+    modules["tensorflow"].__version__ = "2.21.0"
+    versions.check()
+
+
+@pytest.mark.parametrize("found", ["unknown", ""])
+def test_an_unreadable_version_is_refused(installed, no_modules, found):
+    installed["tensorflow"] = found
+    assert "Received: " in refusal()
+
+
+def test_another_backend_is_refused(installed, monkeypatch):
+    import keras
+
+    monkeypatch.setattr(keras.backend, "backend", lambda: "jax")
+    message = refusal()
+    assert "set KERAS_BACKEND=tensorflow before" in message
+    assert message.endswith("Received: KERAS_BACKEND=jax")
+
+
+def test_another_backend_is_refused_without_importing_it(installed, no_modules, monkeypatch):
+    # Keras would import the backend, which may not be installed, and fail in words of its own.
+    monkeypatch.delitem(sys.modules, "keras", raising=False)
+    monkeypatch.setenv("KERAS_BACKEND", "torch")
+    assert refusal().endswith("Received: KERAS_BACKEND=torch")
+
+
+def test_legacy_keras_warns(installed, monkeypatch):
+    monkeypatch.setenv("TF_USE_LEGACY_KERAS", "1")
+    with pytest.warns(UserWarning, match=r"`import keras`.* Received: TF_USE_LEGACY_KERAS=1"):
+        versions.check()
+
+
+@pytest.mark.parametrize("package", [versions.KERAS, versions.TENSORFLOW])
+def test_pyproject_states_the_same_ranges(package):
+    project = tomllib.loads(PYPROJECT.read_text())["project"]
+    assert f"{package.module}{package.specifier}" in project["dependencies"]
+    cuda = project["optional-dependencies"]["cuda"]
+    if package is versions.TENSORFLOW:
+        assert cuda == [f"tensorflow[and-cuda]{package.specifier}"]
