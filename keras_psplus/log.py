@@ -4,9 +4,19 @@ import logging
 
 logger = logging.getLogger("keras_psplus")
 
+_said = set()
+
 if not logger.handlers:
     _handler = logging.StreamHandler()
     _handler.setFormatter(logging.Formatter("keras_psplus: %(message)s"))
     logger.addHandler(_handler)
     logger.setLevel(logging.INFO)
     logger.propagate = False
+
+
+def info_once(message, *args):
+    """Logs a line the first time that this process has it."""
+    line = message % args
+    if line not in _said:
+        _said.add(line)
+        logger.info("%s", line)

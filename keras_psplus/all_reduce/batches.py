@@ -6,6 +6,7 @@ together see exactly what one process would see at that step, and no step waits 
 data. What a replica takes can be empty.
 """
 
+import functools
 from typing import Any, NamedTuple
 
 import tensorflow as tf
@@ -73,9 +74,10 @@ def split(data, world):
     shards = []
     for local_replica in range(world.local_replicas):
         first, end = world.bounds(rows, local_replica)
+        take = functools.partial(_take, first=first, end=end)
         shards.append(
             Batch(
-                tf.nest.map_structure(lambda leaf: _take(leaf, first, end), data),
+                tf.nest.map_structure(take, data),
                 tf.cast(end - first, tf.int32),
                 tf.cast(rows, tf.int32),
             )

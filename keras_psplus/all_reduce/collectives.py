@@ -14,7 +14,7 @@ import zlib
 import tensorflow as tf
 from tensorflow.python.distribute import cross_device_ops, cross_device_utils
 from tensorflow.python.framework import ops
-from tensorflow.python.ops import collective_ops, resource_variable_ops
+from tensorflow.python.ops import resource_variable_ops
 
 # A collective of one signature may still be finishing on a slow peer while a fast one starts the
 # next of the same signature: a few keys in turn keep the two apart.

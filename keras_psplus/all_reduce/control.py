@@ -6,6 +6,8 @@ different things (a model with one more variable, a callback that stopped one wo
 out at once and by name, instead of waiting for each other in different collectives.
 """
 
+import queue
+import threading
 import time
 
 import tensorflow as tf
@@ -30,6 +32,11 @@ class ControlPlane:
         self._names = [f"{job}-{index}" for job, index, _ in task.tasks() if job != "ps"]
         self._timeout = timeout
         self._sequence = 0
+
+    @property
+    def task(self):
+        """`TaskConfig` of this process."""
+        return self._task
 
     @property
     def names(self):
@@ -89,23 +96,21 @@ class ControlPlane:
     def fail(self, message):
         """Tells the other workers to stop, with the reason."""
         try:
-            context.context().report_error_to_cluster(
-                tf.errors.INVALID_ARGUMENT, message
-            )
+            context.context().report_error_to_cluster(tf.errors.INVALID_ARGUMENT, message)
         except (tf.errors.OpError, ValueError) as error:
             logger.warning("keras_psplus: could not tell the other workers: %s", error)
 
     def _put(self, message):
         key = f"keras_psplus/{self._sequence}/{self._task.name}"
-        context.context().set_config_key_value(key, message)
+        self._call(context.context().set_config_key_value, key, message)
 
     def _get(self, name, kind):
         key = f"keras_psplus/{self._sequence}/{name}"
         start = time.monotonic()
         while True:
             try:
-                return context.context().get_config_key_value(
-                    key, timeout_in_ms=int(_POLL_SECONDS * 1000)
+                return self._call(
+                    context.context().get_config_key_value, key, int(_POLL_SECONDS * 1000)
                 )
             except tf.errors.DeadlineExceededError as error:
                 failure.raise_if_peer_lost(self._task, error)
@@ -119,8 +124,34 @@ class ControlPlane:
                 if waited > 10 * _POLL_SECONDS:
                     logger.warning(
                         "%s waits at %s for %s; %.0f s of %.0f s",
-                        self._task.name, kind, name, waited, self._timeout,
+                        self._task.name,
+                        kind,
+                        name,
+                        waited,
+                        self._timeout,
                     )
+
+    def _call(self, function, *args):
+        """Calls the service from a thread of its own: a hanging leader would never answer."""
+        result = queue.SimpleQueue()
+
+        def call():
+            try:
+                result.put((function(*args), None))
+            except Exception as error:  # Raised again by the caller.
+                result.put((None, error))
+
+        threading.Thread(target=call, daemon=True).start()
+        while True:
+            try:
+                value, error = result.get(timeout=2 * _POLL_SECONDS)
+            except queue.Empty:
+                hang = TimeoutError(f"no answer from the coordination service at {self._names[0]}")
+                failure.raise_if_peer_lost(self._task, hang)
+                continue
+            if error is not None:
+                raise error
+            return value
 
 
 def _readable(message):

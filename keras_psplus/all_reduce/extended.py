@@ -4,19 +4,22 @@ import contextlib
 import threading
 
 import tensorflow as tf
-from tensorflow.python.distribute import collective_all_reduce_strategy, device_util
-from tensorflow.python.distribute import distribute_lib
+from tensorflow.python.distribute import collective_all_reduce_strategy, device_util, distribute_lib
 from tensorflow.python.eager import context
 from tensorflow.python.framework import ops
 from tensorflow.python.ops import resource_variable_ops
 
-from keras_psplus.all_reduce import batches, collectives, gradients, step
+from keras_psplus.all_reduce import batches, collectives, failure, gradients, step
 
 _SUM = tf.distribute.ReduceOp.SUM
 # The broadcast kernel rejects these dtypes; the wider one holds their values exactly.
 _WIDER = {
-    tf.bool: tf.int32, tf.int8: tf.int32, tf.uint8: tf.int32,
-    tf.int16: tf.int32, tf.uint16: tf.int32, tf.uint32: tf.int64,
+    tf.bool: tf.int32,
+    tf.int8: tf.int32,
+    tf.uint8: tf.int32,
+    tf.int16: tf.int32,
+    tf.uint16: tf.int32,
+    tf.uint32: tf.int64,
 }
 
 
@@ -94,9 +97,7 @@ class MultiWorkerMirroredExtended(collective_all_reduce_strategy.CollectiveAllRe
             values = [tf.cast(v.read_value(), dtype) for v in by_dtype[dtype]]
             if not self._is_chief:
                 values = [tf.zeros_like(value) for value in values]
-            for variable, value in zip(
-                by_dtype[dtype], gradients.pack_and_sum(launcher, values)
-            ):
+            for variable, value in zip(by_dtype[dtype], gradients.pack_and_sum(launcher, values)):
                 variable.assign(tf.cast(value, variable.dtype))
 
     def weight_variable(self):
@@ -158,7 +159,10 @@ class MultiWorkerMirroredExtended(collective_all_reduce_strategy.CollectiveAllRe
         stock = super()._get_variable_creator_initial_value
         if replica_id != 0 or self._num_workers == 1:
             return stock(replica_id, device, primary_var, **kwargs)
-        path, _ = getattr(self._creating, "value", None) or (kwargs.get("name") or "variable", False)
+        path, _ = getattr(self._creating, "value", None) or (
+            kwargs.get("name") or "variable",
+            False,
+        )
 
         def initial_value():
             with ops.device(device):
@@ -167,10 +171,11 @@ class MultiWorkerMirroredExtended(collective_all_reduce_strategy.CollectiveAllRe
                 value = getattr(value, "wrapped_value", value)
                 value = tf.convert_to_tensor(value, dtype=kwargs.get("dtype"))
             form = f"shape={tuple(value.shape.as_list())}, dtype={value.dtype.name}"
-            self._control.check_same("variable", form, f"{path} ({form})")
             dtype = value.dtype
             value = tf.cast(value, _WIDER.get(dtype, dtype))
             sent = dict(kwargs, initial_value=value, dtype=value.dtype)
-            return tf.cast(stock(replica_id, device, primary_var, **sent)(), dtype)
+            with failure.explained(self._control.task):
+                self._control.check_same("variable", form, f"{path} ({form})")
+                return tf.cast(stock(replica_id, device, primary_var, **sent)(), dtype)
 
         return initial_value

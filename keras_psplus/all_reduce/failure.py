@@ -28,6 +28,9 @@ _SYMPTOMS = (
     tf.errors.InvalidArgumentError,
     tf.errors.UnknownError,
 )
+_CAUSE = re.compile(
+    r"unavailable|reset by peer|refused|heartbeat|socket closed|aborted|deadline", re.IGNORECASE
+)
 _PROBE_SECONDS = 3.0
 # How long a failed process stays, so that the others can tell it from the dead one.
 _LINGER_SECONDS = 2 * _PROBE_SECONDS
@@ -104,7 +107,7 @@ def _leave(task):
     if _failed_at is None:
         return
     time.sleep(max(0.0, _LINGER_SECONDS - (time.monotonic() - _failed_at)))
-    logger.error("%s ends with exit code 1, because the job has lost a worker", task.name)
+    logger.error("%s ends with exit code 1, because the job has failed", task.name)
     sys.stdout.flush()
     sys.stderr.flush()
     os._exit(1)
@@ -140,5 +143,7 @@ def _blames_a_peer(error):
 
 
 def _first_line(error):
-    lines = [line for line in str(error).splitlines() if line.strip()]
-    return (lines[0] if lines else type(error).__name__)[:300]
+    """The line of TensorFlow's error that says what happened to the connection."""
+    lines = [line.strip() for line in str(error).splitlines() if line.strip()]
+    telling = [line for line in lines if _CAUSE.search(line)]
+    return ((telling or lines or [type(error).__name__])[0])[:300]

@@ -35,7 +35,9 @@ def start(cluster_resolver, startup_timeout, heartbeat_timeout):
     early_init.check_not_initialized("keras_psplus.MultiWorkerMirroredStrategy")
     preflight.wait_for_cluster(task, job_types=_JOBS, timeout=startup_timeout)
     early_init.disarm()
-    spec = tf.train.ClusterSpec({job: list(task.cluster[job]) for job in _JOBS if job in task.cluster})
+    spec = tf.train.ClusterSpec(
+        {job: list(task.cluster[job]) for job in _JOBS if job in task.cluster}
+    )
     context.context().configure_coordination_service(
         service_type="standalone",
         service_leader=multi_worker_util.coordination_leader(spec),

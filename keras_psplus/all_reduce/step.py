@@ -78,6 +78,27 @@ class Step:
         """Divides by the replica's share; zero if it has no rows."""
         return tf.math.divide_no_nan(value, tf.cast(self._share(), value.dtype))
 
+    def zero_if_empty(self, tensors):
+        """Puts zeros in the place of what a replica without rows has computed, which may be NaN.
+
+        Args:
+            tensors: List of tensors, `tf.IndexedSlices` or None.
+        """
+        if self._weight is None:
+            return tensors
+        leaves = tf.nest.flatten(tensors, expand_composites=True)
+        present = [i for i, leaf in enumerate(leaves) if leaf is not None]
+        kept = [leaves[i] for i in present]
+        # A cond passes tensors through without a copy, and each as soon as it is there.
+        safe = tf.cond(
+            self._weight.read_value() > 0,
+            lambda: [tf.identity(leaf) for leaf in kept],
+            lambda: [tf.zeros_like(leaf) for leaf in kept],
+        )
+        for i, leaf in zip(present, tf.nest.flatten(safe), strict=True):
+            leaves[i] = leaf
+        return tf.nest.pack_sequence_as(tensors, leaves, expand_composites=True)
+
     def sum_over_replicas(self, tensors):
         """Sums small tensors over all replicas."""
         return self._extended.sum_over_replicas(tensors)

@@ -70,9 +70,7 @@ class MultiWorkerMirroredStrategy(tf.distribute.MultiWorkerMirroredStrategy):
             ("bucket_bytes", bucket_bytes),
         ):
             if isinstance(value, bool) or not isinstance(value, (int, float)) or value <= 0:
-                raise ValueError(
-                    f"`{name}` must be a positive number. Received: {name}={value!r}"
-                )
+                raise ValueError(f"`{name}` must be a positive number. Received: {name}={value!r}")
         self._task = start(cluster_resolver, startup_timeout, heartbeat_timeout)
         multi_worker = self._task is not None and self._task.num_workers > 1
         control = ControlPlane(self._task, startup_timeout) if multi_worker else None
@@ -120,9 +118,7 @@ class MultiWorkerMirroredStrategy(tf.distribute.MultiWorkerMirroredStrategy):
                 wrapped = fn._clone(python_function=self._in_step(fn.python_function))
                 self._wrapped_functions[fn] = wrapped
             return super().run(wrapped, args, kwargs, options)
-        converted = autograph.tf_convert(
-            fn, ag_ctx.control_status_ctx(), convert_by_default=False
-        )
+        converted = autograph.tf_convert(fn, ag_ctx.control_status_ctx(), convert_by_default=False)
         return super().run(self._in_step(converted), args, kwargs, options)
 
     def _in_step(self, fn):

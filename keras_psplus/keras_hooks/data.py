@@ -6,13 +6,18 @@ from typing import Any, NamedTuple
 
 import tensorflow as tf
 from keras.src import tree
-from keras.src.trainers.data_adapters import array_data_adapter, array_slicing, data_adapter
-from keras.src.trainers.data_adapters import py_dataset_adapter, tf_dataset_adapter
+from keras.src.trainers.data_adapters import (
+    array_data_adapter,
+    array_slicing,
+    data_adapter,
+    py_dataset_adapter,
+    tf_dataset_adapter,
+)
 
 from keras_psplus.all_reduce import batches
 from keras_psplus.all_reduce.reseed import reseed
 from keras_psplus.keras_hooks.py_dataset import share_order
-from keras_psplus.log import logger
+from keras_psplus.log import info_once, logger
 
 _POLICY = tf.data.experimental.AutoShardPolicy
 _UNKNOWN = int(tf.data.experimental.UNKNOWN_CARDINALITY)
@@ -138,8 +143,9 @@ def _array(strategy, adapter, seed):
             mine = batch[first:end]
             if even:
                 mine.set_shape([end - first])
-            part = batches.Batch(take(mine, inputs), tf.constant(end - first) if even else
-                                 end - first, count)
+            part = batches.Batch(
+                take(mine, inputs), tf.constant(end - first) if even else end - first, count
+            )
             parts.append(part)
         return batches.Shards(tuple(parts))
 
@@ -151,8 +157,11 @@ def _array(strategy, adapter, seed):
     # As in Keras's own adapter: their cost is that of writing the arrays out.
     options.experimental_optimization.apply_default_optimizations = False
     dataset = dataset.with_options(options).prefetch(tf.data.AUTOTUNE)
-    _say(strategy, f"{rows} rows in batches of {batch_size}, each split by rows"
-         + (", shuffled alike on all workers" if shuffle else ""))
+    _say(
+        strategy,
+        f"{rows} rows in batches of {batch_size}, each split by rows"
+        + (", shuffled alike on all workers" if shuffle else ""),
+    )
     return Distributed(dataset, adapter, _batch_spec_of_shards(dataset))
 
 
@@ -168,8 +177,11 @@ def _lockstep(strategy, adapter, dataset, facts):
     )
     count = facts["batches"]
     many = f"{count} batches" if count >= 0 else "an unlimited number of batches"
-    _say(strategy, f"{many}, each split by rows; every worker reads the whole dataset (set "
-         "AutoShardPolicy.FILE in its options to share out the files)")
+    _say(
+        strategy,
+        f"{many}, each split by rows; every worker reads the whole dataset (set "
+        "AutoShardPolicy.FILE in its options to share out the files)",
+    )
     return Distributed(sharded.prefetch(tf.data.AUTOTUNE), adapter, spec)
 
 
@@ -188,8 +200,11 @@ def _until_all_end(strategy, adapter, dataset):
 
     dataset = _with_any_batch_size(dataset).flat_map(parts).prefetch(tf.data.AUTOTUNE)
     distributed = strategy.distribute_datasets_from_function(lambda _: dataset)
-    _say(strategy, "batches of unknown number, each split by rows; one small message a step finds "
-         "out when all workers have run out")
+    _say(
+        strategy,
+        "batches of unknown number, each split by rows; one small message a step finds "
+        "out when all workers have run out",
+    )
     return Distributed(distributed, adapter, spec)
 
 
@@ -209,15 +224,19 @@ def _own_share(strategy, adapter, told, alike):
         logger.warning(
             "the workers' data differ (%s): each trains on its own, with batches of 1/%d of the "
             "batch size. If it should be one dataset, give every worker the same.",
-            facts, strategy.num_workers,
+            facts,
+            strategy.num_workers,
         )
         policy = _POLICY.OFF
     options = tf.data.Options()
     options.experimental_distribute.auto_shard_policy = policy
     spec = dataset.element_spec
     dataset = _with_any_batch_size(dataset).with_options(options)
-    _say(strategy, f"each worker's own share (AutoShardPolicy.{policy.name}); one that has run "
-         "out joins with zero weight until all have")
+    _say(
+        strategy,
+        f"each worker's own share (AutoShardPolicy.{policy.name}); one that has run "
+        "out joins with zero weight until all have",
+    )
     return Distributed(
         strategy.experimental_distribute_dataset(dataset), _UnknownLength(adapter), spec
     )
@@ -295,9 +314,9 @@ def _local_spec(strategy, spec):
 
 
 def _say(strategy, how):
-    logger.info(
+    info_once(
         "data over %d worker(s) x %d replica(s): %s",
-        strategy.num_workers, strategy.extended.world.local_replicas, how,
+        strategy.num_workers,
+        strategy.extended.world.local_replicas,
+        how,
     )
-
-

@@ -21,9 +21,7 @@ def install():
     for name in ("scale_loss_for_distribution", "unscale_loss_for_distribution"):
         replace(loss_module, name, ["value"])(_as_it_is)
     replace(loss_module, "reduce_values", ["values", "sample_weight", "reduction"])(_reduce_values)
-    replace(loss_module, "apply_mask", ["sample_weight", "mask", "dtype", "reduction"])(
-        _apply_mask
-    )
+    replace(loss_module, "apply_mask", ["sample_weight", "mask", "dtype", "reduction"])(_apply_mask)
     replace(reduction_metrics.Mean, "update_state", ["self", "values", "sample_weight"])(
         _update_mean
     )

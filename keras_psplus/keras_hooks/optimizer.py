@@ -27,9 +27,9 @@ def install():
         ["self", "grads", "trainable_variables"],
     )(_apply_gradients)
     replace(base_optimizer.BaseOptimizer, "_clip_gradients", ["self", "grads"])(_clip)
-    replace(
-        tf_optimizer.TFOptimizer, "_all_reduce_sum_gradients", ["self", "grads_and_vars"]
-    )(_all_reduce)
+    replace(tf_optimizer.TFOptimizer, "_all_reduce_sum_gradients", ["self", "grads_and_vars"])(
+        _all_reduce
+    )
     replace(loss_scale_optimizer.LossScaleOptimizer, "check_finite", ["self", "grads"])(
         _check_finite
     )
@@ -39,6 +39,9 @@ def _apply(original, self, grads, trainable_variables=None):
     step = our_step()
     if step is None:
         return original(self, grads, trainable_variables)
+    if step.recording:
+        # Once, also if this is a LossScaleOptimizer that will call its inner optimizer.
+        grads = step.zero_if_empty(list(grads))
     # An optimizer's state changes alike on all replicas; averaging it would only cost bytes.
     recording, step.recording = step.recording, False
     try:

@@ -194,5 +194,3 @@ def _reduce(original, values, strategy, reduction):
     if tf.executing_eagerly():
         gather = tf.function(gather)
     return tree.map_structure(gather, values)
-
-

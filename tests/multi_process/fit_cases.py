@@ -7,7 +7,6 @@ worker of a cluster. Writes what each case returns, and the final weights, to
 
 import argparse
 import os
-import traceback
 
 os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "2")
 
@@ -185,8 +184,9 @@ def clipvalue():
 @case
 def adamw_with_schedule():
     schedule = keras.optimizers.schedules.ExponentialDecay(0.05, 3, 0.8)
-    return trained(mlp(keras.optimizers.AdamW(schedule, weight_decay=0.01)), *blobs(),
-                   **numpy_defaults())
+    return trained(
+        mlp(keras.optimizers.AdamW(schedule, weight_decay=0.01)), *blobs(), **numpy_defaults()
+    )
 
 
 @case
@@ -223,9 +223,15 @@ def regularisers_and_constraint():
 def metrics():
     model = compiled(
         [keras.layers.Dense(8, activation="tanh"), keras.layers.Dense(1, activation="sigmoid")],
-        keras.optimizers.SGD(0.1), "binary_crossentropy",
-        ["accuracy", keras.metrics.AUC(num_thresholds=20), keras.metrics.Precision(),
-         keras.metrics.F1Score(threshold=0.5), "mae"],
+        keras.optimizers.SGD(0.1),
+        "binary_crossentropy",
+        [
+            "accuracy",
+            keras.metrics.AUC(num_thresholds=20),
+            keras.metrics.Precision(),
+            keras.metrics.F1Score(threshold=0.5),
+            "mae",
+        ],
     )
     x, y = blobs()
     return trained(model, x, (y > 1).astype("float32")[:, None], **numpy_defaults())
@@ -247,7 +253,9 @@ def convolution():
         keras.layers.Flatten(),
         keras.layers.Dense(4),
     ]
-    return trained(compiled(layers, keras.optimizers.SGD(0.1)), x, y, **numpy_defaults(batch_size=20))
+    return trained(
+        compiled(layers, keras.optimizers.SGD(0.1)), x, y, **numpy_defaults(batch_size=20)
+    )
 
 
 @case
@@ -257,8 +265,11 @@ def synchronised_batch_normalisation():
         keras.layers.BatchNormalization(synchronized=True, momentum=0.8),
         keras.layers.Dense(4),
     ]
-    return trained(compiled(layers, keras.optimizers.SGD(0.1)), *blobs(200),
-                   **numpy_defaults(validation_data=blobs(60, seed=2)))
+    return trained(
+        compiled(layers, keras.optimizers.SGD(0.1)),
+        *blobs(200),
+        **numpy_defaults(validation_data=blobs(60, seed=2)),
+    )
 
 
 def tokens(rows=83, length=7, seed=0):
@@ -269,16 +280,21 @@ def tokens(rows=83, length=7, seed=0):
 @case
 def lstm():
     layers = [keras.layers.Embedding(30, 8), keras.layers.LSTM(8), keras.layers.Dense(3)]
-    return trained(compiled(layers, keras.optimizers.SGD(0.1)), *tokens(),
-                   **numpy_defaults(batch_size=20))
+    return trained(
+        compiled(layers, keras.optimizers.SGD(0.1)), *tokens(), **numpy_defaults(batch_size=20)
+    )
 
 
 @case
 def embedding_with_adam():
-    layers = [keras.layers.Embedding(30, 8), keras.layers.GlobalAveragePooling1D(),
-              keras.layers.Dense(3)]
-    return trained(compiled(layers, keras.optimizers.Adam(0.01)), *tokens(),
-                   **numpy_defaults(batch_size=20))
+    layers = [
+        keras.layers.Embedding(30, 8),
+        keras.layers.GlobalAveragePooling1D(),
+        keras.layers.Dense(3),
+    ]
+    return trained(
+        compiled(layers, keras.optimizers.Adam(0.01)), *tokens(), **numpy_defaults(batch_size=20)
+    )
 
 
 @case
@@ -288,8 +304,11 @@ def attention():
     h = h + keras.layers.MultiHeadAttention(2, 4)(h, h)
     h = keras.layers.LayerNormalization()(h)
     model = keras.Model(inputs, keras.layers.Dense(3)(keras.layers.Flatten()(h)))
-    model.compile(keras.optimizers.Adam(0.01),
-                  keras.losses.SparseCategoricalCrossentropy(from_logits=True), metrics=["accuracy"])
+    model.compile(
+        keras.optimizers.Adam(0.01),
+        keras.losses.SparseCategoricalCrossentropy(from_logits=True),
+        metrics=["accuracy"],
+    )
     return trained(model, *tokens(), **numpy_defaults(batch_size=20))
 
 
@@ -297,10 +316,17 @@ def attention():
 def masked_sequence_loss():
     x, _ = tokens()
     x[:, 3:][np.random.default_rng(1).uniform(size=(len(x), 4)) < 0.6] = 0
-    layers = [keras.layers.Embedding(30, 8, mask_zero=True),
-              keras.layers.LSTM(8, return_sequences=True), keras.layers.Dense(30)]
-    return trained(compiled(layers, keras.optimizers.SGD(0.2)), x, (x + 1) % 30,
-                   **numpy_defaults(batch_size=20))
+    layers = [
+        keras.layers.Embedding(30, 8, mask_zero=True),
+        keras.layers.LSTM(8, return_sequences=True),
+        keras.layers.Dense(30),
+    ]
+    return trained(
+        compiled(layers, keras.optimizers.SGD(0.2)),
+        x,
+        (x + 1) % 30,
+        **numpy_defaults(batch_size=20),
+    )
 
 
 @case
@@ -317,8 +343,10 @@ def mean_with_sample_weight():
 def several_inputs_and_outputs():
     a, b = keras.Input((12,), name="a"), keras.Input((12,), name="b")
     h = keras.layers.Dense(8, activation="relu")(keras.layers.Concatenate()([a, b]))
-    model = keras.Model({"a": a, "b": b}, {"u": keras.layers.Dense(4, name="u")(h),
-                                           "v": keras.layers.Dense(1, name="v")(h)})
+    model = keras.Model(
+        {"a": a, "b": b},
+        {"u": keras.layers.Dense(4, name="u")(h), "v": keras.layers.Dense(1, name="v")(h)},
+    )
     model.compile(
         "sgd",
         {"u": keras.losses.SparseCategoricalCrossentropy(from_logits=True), "v": "mse"},
@@ -343,7 +371,9 @@ class OwnModel(keras.Model):
 @case
 def subclassed():
     model = OwnModel()
-    model.compile("sgd", keras.losses.SparseCategoricalCrossentropy(from_logits=True), metrics=["accuracy"])
+    model.compile(
+        "sgd", keras.losses.SparseCategoricalCrossentropy(from_logits=True), metrics=["accuracy"]
+    )
     return trained(model, *blobs(), **numpy_defaults())
 
 
@@ -366,7 +396,9 @@ class OwnStep(OwnModel):
 @case
 def own_train_step():
     model = OwnStep()
-    model.compile("adam", keras.losses.SparseCategoricalCrossentropy(from_logits=True), metrics=["accuracy"])
+    model.compile(
+        "adam", keras.losses.SparseCategoricalCrossentropy(from_logits=True), metrics=["accuracy"]
+    )
     return trained(model, *blobs(), **numpy_defaults())
 
 
@@ -416,14 +448,18 @@ class FunctionStep(OwnModel):
 @case
 def train_step_as_function():
     model = FunctionStep()
-    model.compile("sgd", keras.losses.SparseCategoricalCrossentropy(from_logits=True), metrics=["accuracy"])
+    model.compile(
+        "sgd", keras.losses.SparseCategoricalCrossentropy(from_logits=True), metrics=["accuracy"]
+    )
     return trained(model, *blobs(), **numpy_defaults())
 
 
 @case
 def mixed_precision_skips_overflow():
-    layers = [keras.layers.Dense(16, activation="relu", dtype="mixed_float16"),
-              keras.layers.Dense(4, dtype="float32")]
+    layers = [
+        keras.layers.Dense(16, activation="relu", dtype="mixed_float16"),
+        keras.layers.Dense(4, dtype="float32"),
+    ]
     optimizer = keras.optimizers.LossScaleOptimizer(keras.optimizers.SGD(0.1), initial_scale=2.0**8)
     model = compiled(layers, optimizer)
     x, y = blobs(200)
@@ -503,8 +539,11 @@ def early_stopping_and_plateau():
         keras.callbacks.ReduceLROnPlateau(monitor="val_loss", patience=1, min_delta=0.5),
         keras.callbacks.EarlyStopping(monitor="val_loss", patience=3, min_delta=0.5),
     ]
-    return trained(mlp(), *blobs(), **numpy_defaults(
-        epochs=12, callbacks=callbacks, validation_data=blobs(60, seed=2)))
+    return trained(
+        mlp(),
+        *blobs(),
+        **numpy_defaults(epochs=12, callbacks=callbacks, validation_data=blobs(60, seed=2)),
+    )
 
 
 @case
@@ -533,13 +572,8 @@ def main():
     for name in options.cases.split(",") if options.cases else CASES:
         keras.backend.clear_session()
         keras.utils.set_random_seed(1)
-        try:
-            with strategy.scope():
-                model, results = CASES[name]()
-        except Exception:
-            # The other cases go on; the missing file says which failed.
-            traceback.print_exc()
-            continue
+        with strategy.scope():
+            model, results = CASES[name]()
         weights = model.get_weights() if model is not None else []
         results = results | {f"weights/{i}": w for i, w in enumerate(weights)}
         path = os.path.join(options.out, f"{name}.{task}.npz")

@@ -1,0 +1,474 @@
+"""What several workers must do beyond equal numbers: data, callbacks, files, refusals.
+
+Run as a script in every worker of a cluster. Each behaviour returns arrays, which are written to
+`<out>/<behaviour>.<task>.npz` and looked at by `test_behaviours.py`, or raises.
+"""
+
+import argparse
+import os
+import pathlib
+
+os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "2")
+
+import keras
+import numpy as np
+import tensorflow as tf
+
+import keras_psplus as psp
+
+BEHAVIOURS = {}
+
+
+class Context:
+    """What a behaviour gets: the strategy, this worker's index, a folder that all share."""
+
+    def __init__(self, strategy, folder):
+        self.strategy = strategy
+        self.index = strategy.task.task_index
+        self.folder = folder
+
+
+def behaviour(function):
+    BEHAVIOURS[function.__name__] = function
+    return function
+
+
+class Watching(keras.Model):
+    """A linear model that notes the ids (its first feature) that each step of it sees."""
+
+    def __init__(self):
+        super().__init__()
+        self.dense = keras.layers.Dense(1)
+        self.seen = []
+
+    def call(self, x):
+        return self.dense(x[:, 1:])
+
+    def train_step(self, data):
+        def note(ids):
+            self.seen.append(ids.astype("int64"))
+            return np.int32(0)
+
+        noted = tf.numpy_function(note, [data[0][:, 0]], tf.int32)
+        with tf.control_dependencies([noted]):
+            return super().train_step(data)
+
+
+def numbered(rows, first=0):
+    x = np.ones((rows, 3), "float32")
+    x[:, 0] = np.arange(first, first + rows)
+    return x, np.ones((rows, 1), "float32")
+
+
+def watch(context, *args, epochs=2, **kwargs):
+    """Fits and returns the ids seen in each epoch by this worker."""
+    with context.strategy.scope():
+        model = Watching()
+        model.compile("sgd", "mse")
+    epoch_starts = []
+    note = keras.callbacks.LambdaCallback(
+        on_epoch_begin=lambda epoch, logs: epoch_starts.append(len(model.seen))
+    )
+    model.fit(*args, epochs=epochs, verbose=0, callbacks=[note], **kwargs)
+    ends = epoch_starts[1:] + [len(model.seen)]
+    return {
+        f"epoch{i}": np.concatenate(model.seen[a:b]) if b > a else np.zeros(0, "int64")
+        for i, (a, b) in enumerate(zip(epoch_starts, ends, strict=True))
+    }
+
+
+@behaviour
+def shuffled_arrays(context):
+    return watch(context, *numbered(103), batch_size=10)
+
+
+@behaviour
+def arrays_shuffled_by_batch(context):
+    return watch(context, *numbered(103), batch_size=10, shuffle="batch")
+
+
+@behaviour
+def unseeded_dataset(context):
+    data = tf.data.Dataset.from_tensor_slices(numbered(103)).shuffle(60).batch(10)
+    return watch(context, data)
+
+
+@behaviour
+def unseeded_dataset_with_cache_and_repeat(context):
+    data = tf.data.Dataset.from_tensor_slices(numbered(100)).cache().shuffle(100)
+    return watch(context, data.repeat().batch(10), steps_per_epoch=10)
+
+
+class Numbered(keras.utils.PyDataset):
+    def __len__(self):
+        return 11
+
+    def __getitem__(self, index):
+        return numbered(10 if index < 10 else 3, 10 * index)
+
+
+@behaviour
+def shuffled_py_dataset(context):
+    return watch(context, Numbered(), shuffle=True)
+
+
+@behaviour
+def files_shared_out(context):
+    folder = pathlib.Path(context.folder, "records")
+    folder.mkdir(exist_ok=True)
+    paths = [str(folder / f"{i}.txt") for i in range(3)]
+    for i, path in enumerate(paths):
+        # Each worker writes the same files, so that none has to wait for another.
+        own = pathlib.Path(f"{path}.{context.index}")
+        own.write_text("".join(f"{n}\n" for n in range(i * 20, i * 20 + 20 - i)))
+        os.replace(own, path)
+
+    def parse(line):
+        x = tf.stack([tf.strings.to_number(line), 1.0, 1.0])
+        return x, tf.ones([1])
+
+    options = tf.data.Options()
+    options.experimental_distribute.auto_shard_policy = tf.data.experimental.AutoShardPolicy.FILE
+    data = tf.data.Dataset.from_tensor_slices(paths).interleave(tf.data.TextLineDataset)
+    return watch(context, data.map(parse).batch(10).with_options(options))
+
+
+@behaviour
+def own_shares_of_unequal_length(context):
+    options = tf.data.Options()
+    options.experimental_distribute.auto_shard_policy = tf.data.experimental.AutoShardPolicy.OFF
+    rows = (40, 75, 5)[context.index]
+    data = tf.data.Dataset.from_tensor_slices(numbered(rows, 1000 * context.index))
+    return watch(context, data.batch(10).with_options(options))
+
+
+@behaviour
+def arrays_of_unequal_length(context):
+    rows = (40, 75, 5)[context.index]
+    return watch(context, *numbered(rows, 1000 * context.index), batch_size=10, shuffle=False)
+
+
+def digits_like(rows=96, seed=0):
+    rng = np.random.default_rng(seed)
+    y = rng.integers(0, 4, rows).astype("int32")
+    return (rng.normal(size=(rows, 8)) + y[:, None]).astype("float32"), y
+
+
+def classifier(context, *layers, **kwargs):
+    with context.strategy.scope():
+        model = keras.Sequential([keras.Input((8,)), *[make() for make in layers]])
+        model.compile(
+            optimizer="adam",
+            loss=keras.losses.SparseCategoricalCrossentropy(from_logits=True),
+            metrics=["accuracy"],
+            **kwargs,
+        )
+    return model
+
+
+def dense(units, **kwargs):
+    return lambda: keras.layers.Dense(units, **kwargs)
+
+
+def weights_of(model):
+    return {f"weights/{i}": w for i, w in enumerate(model.get_weights())}
+
+
+@behaviour
+def dropout_draws_a_mask_for_each_replica(context):
+    masks = []
+
+    class Probe(keras.layers.Layer):
+        def call(self, x):
+            def note(values):
+                masks.append(values)
+                return values
+
+            return tf.ensure_shape(tf.numpy_function(note, [x], x.dtype), x.shape)
+
+    with context.strategy.scope():
+        model = keras.Sequential(
+            [keras.Input((64,)), keras.layers.Dropout(0.5), Probe(), keras.layers.Dense(1)]
+        )
+        model.compile("sgd", "mse")
+    model.fit(np.ones((8, 64), "float32"), np.ones((8, 1)), batch_size=8, verbose=0)
+    return {"mask": masks[0]}
+
+
+@behaviour
+def noise_is_reproducible(context):
+    weights = []
+    for _ in range(2):
+        keras.utils.set_random_seed(7)
+        model = classifier(
+            context,
+            lambda: keras.layers.GaussianNoise(0.1),
+            dense(16, activation="relu"),
+            lambda: keras.layers.Dropout(0.5),
+            dense(4),
+        )
+        model.fit(*digits_like(), batch_size=20, epochs=2, verbose=0)
+        weights.append(model.get_weights())
+    return {f"{run}/{i}": w for run in (0, 1) for i, w in enumerate(weights[run])}
+
+
+@behaviour
+def batch_normalisation_averages(context):
+    model = classifier(
+        context, dense(8), lambda: keras.layers.BatchNormalization(momentum=0.5), dense(4)
+    )
+    # The last batch has one row, so that one replica's statistics are those of no rows.
+    model.fit(*digits_like(101), batch_size=20, epochs=2, verbose=0)
+    return weights_of(model)
+
+
+@behaviour
+def frozen_layers_are_not_sent(context):
+    model = classifier(context, dense(16), dense(4))
+    model.layers[0].trainable = False
+    before = model.layers[0].get_weights()[0]
+    with context.strategy.scope():
+        model.compile("sgd", keras.losses.SparseCategoricalCrossentropy(from_logits=True))
+    model.fit(*digits_like(), batch_size=20, verbose=0)
+    np.testing.assert_array_equal(before, model.layers[0].get_weights()[0])
+    return weights_of(model)
+
+
+class Interrupted(Exception):
+    pass
+
+
+@behaviour
+def writing_callbacks(context):
+    folder = pathlib.Path(context.folder, "written")
+    model = classifier(context, dense(8), dense(4))
+    x, y = digits_like()
+    model.fit(
+        x,
+        y,
+        batch_size=20,
+        epochs=3,
+        verbose=0,
+        validation_split=0.2,
+        callbacks=[
+            keras.callbacks.ModelCheckpoint(str(folder / "{epoch}.keras")),
+            keras.callbacks.ModelCheckpoint(
+                str(folder / "best.weights.h5"), save_best_only=True, save_weights_only=True
+            ),
+            keras.callbacks.CSVLogger(str(folder / "log.csv")),
+            keras.callbacks.TensorBoard(str(folder / "tb"), update_freq=1, histogram_freq=1),
+            keras.callbacks.BackupAndRestore(str(folder / "backup"), delete_checkpoint=False),
+        ],
+    )
+    # On a disk of its own, a worker that is not the chief writes nothing.
+    own = pathlib.Path(context.folder, f"disk{context.index}")
+    own.mkdir()
+    model.fit(
+        x,
+        y,
+        batch_size=20,
+        verbose=0,
+        callbacks=[
+            keras.callbacks.ModelCheckpoint(str(own / "a.keras")),
+            keras.callbacks.CSVLogger(str(own / "log.csv")),
+            keras.callbacks.TensorBoard(str(own / "tb")),
+            keras.callbacks.BackupAndRestore(str(own / "backup"), delete_checkpoint=False),
+        ],
+    )
+    return weights_of(model)
+
+
+@behaviour
+def save_and_load(context):
+    path = os.path.join(context.folder, "saved.keras")
+    model = classifier(context, dense(8), lambda: keras.layers.BatchNormalization(), dense(4))
+    x, y = digits_like()
+    model.fit(x, y, batch_size=20, verbose=0)
+    model.save(path)
+    model.save_weights(os.path.join(context.folder, "saved.weights.h5"))
+    with context.strategy.scope():
+        again = keras.models.load_model(path)
+    np.testing.assert_array_equal(again.evaluate(x, y, verbose=0), model.evaluate(x, y, verbose=0))
+    again.fit(x, y, batch_size=20, verbose=0)
+    again.load_weights(os.path.join(context.folder, "saved.weights.h5"))
+    np.testing.assert_array_equal(again.get_weights()[0], model.get_weights()[0])
+    alone = keras.models.load_model(path)
+    np.testing.assert_allclose(alone.predict(x, verbose=0), model.predict(x, verbose=0), atol=1e-6)
+    if context.index == 0:
+        # The chief alone may save, too.
+        model.save(os.path.join(context.folder, "chief.keras"))
+    return weights_of(model)
+
+
+@behaviour
+def backup_and_restore(context):
+    """Interrupted on all workers and started again, it ends as if nothing had happened."""
+    x, y = digits_like()
+
+    class Interrupt(keras.callbacks.Callback):
+        def on_epoch_end(self, epoch, logs=None):
+            if epoch == 1:
+                raise Interrupted
+
+    def train(*callbacks):
+        keras.utils.set_random_seed(3)
+        model = classifier(
+            context, dense(16, activation="relu"), lambda: keras.layers.Dropout(0.3), dense(4)
+        )
+        model.fit(
+            x, y, batch_size=20, epochs=4, verbose=0, shuffle=False, callbacks=list(callbacks)
+        )
+        return model
+
+    # Not a shared disk: only the chief finds something to restore.
+    folder = os.path.join(context.folder, f"backup{context.index}")
+    try:
+        train(keras.callbacks.BackupAndRestore(folder), Interrupt())
+    except Interrupted:
+        pass
+    resumed = train(keras.callbacks.BackupAndRestore(folder))
+    whole = train()
+    return weights_of(resumed) | {f"whole/{i}": w for i, w in enumerate(whole.get_weights())}
+
+
+@behaviour
+def one_worker_stops(context):
+    class Stop(keras.callbacks.Callback):
+        def on_epoch_end(self, epoch, logs=None):
+            if epoch == 2 and context.index == 1:
+                self.model.stop_training = True
+
+    history = classifier(context, dense(4)).fit(
+        *digits_like(), epochs=10, verbose=0, callbacks=[Stop()]
+    )
+    return {"epochs": np.asarray(len(history.history["loss"]))}
+
+
+@behaviour
+def two_optimizers(context):
+    """A generator and a discriminator in one train_step, as in Keras's GAN examples."""
+
+    class Pair(keras.Model):
+        def __init__(self):
+            super().__init__()
+            self.a, self.b = keras.layers.Dense(4), keras.layers.Dense(1)
+            self.tracker = keras.metrics.Mean(name="tracked")
+
+        def compile(self, a_optimizer, b_optimizer, loss_fn):
+            super().compile()
+            self.a_optimizer, self.b_optimizer, self.loss_fn = a_optimizer, b_optimizer, loss_fn
+
+        def call(self, x):
+            return self.b(self.a(x))
+
+        def train_step(self, data):
+            x, y = data
+            for layer, optimizer in ((self.a, self.a_optimizer), (self.b, self.b_optimizer)):
+                with tf.GradientTape() as tape:
+                    loss = self.loss_fn(y, self(x))
+                weights = layer.trainable_variables
+                optimizer.apply_gradients(zip(tape.gradient(loss, weights), weights, strict=True))
+            self.tracker.update_state(loss)
+            return {"tracked": self.tracker.result()}
+
+    with context.strategy.scope():
+        model = Pair()
+        model.compile(
+            keras.optimizers.SGD(0.01),
+            keras.optimizers.Adam(0.01),
+            keras.losses.MeanSquaredError(),
+        )
+    x, y = digits_like()
+    history = model.fit(x, y.astype("float32")[:, None], batch_size=20, epochs=3, verbose=0)
+    assert history.history["tracked"][-1] < history.history["tracked"][0]
+    return weights_of(model)
+
+
+@behaviour
+def own_loop(context):
+    """TensorFlow's custom training loop with Keras layers, metrics and optimizer."""
+    x, y = digits_like()
+    strategy = context.strategy
+    with strategy.scope():
+        model = keras.Sequential([keras.Input((8,)), keras.layers.Dense(4)])
+        optimizer = keras.optimizers.SGD(0.1)
+        optimizer.build(model.trainable_variables)
+        metric = keras.metrics.Mean()
+        loss_fn = keras.losses.SparseCategoricalCrossentropy(from_logits=True, reduction="none")
+    data = strategy.experimental_distribute_dataset(
+        tf.data.Dataset.from_tensor_slices((x, y)).batch(32)
+    )
+
+    @tf.function
+    def train(batch):
+        def step(batch):
+            x, y = batch
+            with tf.GradientTape() as tape:
+                losses = loss_fn(y, model(x))
+                loss = tf.reduce_sum(losses) / 32
+            gradients = tape.gradient(loss, model.trainable_variables)
+            optimizer.apply(gradients, model.trainable_variables)
+            metric.update_state(losses)
+
+        strategy.run(step, args=(batch,))
+
+    for batch in data:
+        train(batch)
+    return weights_of(model) | {
+        "metric": np.asarray(metric.result()),
+        "count": np.asarray(metric.count),
+    }
+
+
+def refusal(kind, part, function):
+    try:
+        function()
+    except kind as error:
+        assert part in str(error), error
+        assert "Received: " in str(error), error
+        return
+    raise AssertionError(f"not refused: {part}")
+
+
+@behaviour
+def refusals(context):
+    scope = context.strategy.scope
+    with scope():
+        model = keras.Sequential([keras.Input((8,)), keras.layers.Dense(4)])
+    refusal(ValueError, "jit_compile", lambda: model.compile("sgd", "mse", jit_compile=True))
+    outside = keras.optimizers.SGD()
+    refusal(ValueError, "outside the strategy's scope", lambda: model.compile(outside, "mse"))
+    metric = keras.metrics.Mean(name="stray")
+    refusal(ValueError, "stray", lambda: model.compile("sgd", "mse", metrics=[metric]))
+    x, y = digits_like()
+    local = keras.Sequential([keras.Input((8,)), keras.layers.Dense(4)])
+    local.compile("sgd", "mse")
+    refusal(ValueError, "built outside the strategy's scope", lambda: local.fit(x, y))
+    layer = keras.layers.Dense(4)
+    layer.build((None, 8))
+    with scope():
+        mixed = keras.Sequential([keras.Input((8,)), layer])
+        mixed.compile("sgd", "mse")
+    refusal(ValueError, "kernel", lambda: mixed.fit(x, y))
+    refusal(ValueError, "bucket_bytes", lambda: psp.MultiWorkerMirroredStrategy(bucket_bytes=0))
+    return {}
+
+
+def main():
+    parser = argparse.ArgumentParser()
+    parser.add_argument("--out", required=True)
+    parser.add_argument("--only", default="")
+    options = parser.parse_args()
+    strategy = psp.MultiWorkerMirroredStrategy(startup_timeout=60)
+    for name in options.only.split(",") if options.only else BEHAVIOURS:
+        keras.backend.clear_session()
+        keras.utils.set_random_seed(1)
+        results = BEHAVIOURS[name](Context(strategy, options.out))
+        path = os.path.join(options.out, f"{name}.{strategy.task.name}.npz")
+        np.savez(path + ".tmp.npz", **results)
+        os.replace(path + ".tmp.npz", path)
+        print(f"done {name}", flush=True)
+
+
+if __name__ == "__main__":
+    main()

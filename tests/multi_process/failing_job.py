@@ -1,0 +1,49 @@
+"""A training job in which one worker fails at a given step, in a given way.
+
+failing_job.py HOW VICTIM STEP
+"""
+
+import os
+import signal
+import sys
+
+os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "2")
+
+import keras
+import numpy as np
+
+import keras_psplus as psp
+
+how, victim, step = sys.argv[1], int(sys.argv[2]), int(sys.argv[3])
+strategy = psp.MultiWorkerMirroredStrategy(startup_timeout=60, heartbeat_timeout=8)
+is_victim = strategy.task.task_index == victim
+
+
+class Fail(keras.callbacks.Callback):
+    steps = 0
+
+    def on_train_batch_end(self, batch, logs=None):
+        self.steps += 1
+        if self.steps != step or not is_victim:
+            return
+        print("failing now", flush=True)
+        if how == "kill":
+            os.kill(os.getpid(), signal.SIGKILL)
+        if how == "hang":
+            os.kill(os.getpid(), signal.SIGSTOP)
+        if how == "raise":
+            raise ArithmeticError("the victim's own error")
+        if how == "leave":
+            sys.exit(0)
+
+
+with strategy.scope():
+    units = 5 if how == "other shape" and is_victim else 4
+    layers = [keras.Input((8,)), keras.layers.Dense(units, name="first"), keras.layers.Dense(1)]
+    if how == "other depth" and is_victim:
+        layers.append(keras.layers.Dense(1, name="surplus"))
+    model = keras.Sequential(layers)
+    model.compile("sgd", "mse")
+x = np.ones((200, 8), "float32")
+model.fit(x, x[:, :1], batch_size=20, epochs=30, verbose=0, callbacks=[Fail()])
+print("trained to the end", flush=True)

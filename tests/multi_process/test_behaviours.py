@@ -1,0 +1,163 @@
+"""Data is seen once, files are written once, workers stop and resume together."""
+
+import csv
+import os
+import pathlib
+import re
+
+import numpy as np
+import pytest
+
+from keras_psplus.cluster.testing import run_in_processes
+
+SOURCE = pathlib.Path(__file__).with_name("behaviours.py")
+BEHAVIOURS = re.findall(r"^@behaviour\ndef (\w+)\(", SOURCE.read_text(), re.MULTILINE)
+WORKERS = 2
+
+
+class Run:
+    def __init__(self, folder, logs):
+        self.folder, self.logs = folder, logs
+
+    def __getitem__(self, name):
+        """The results of one behaviour, by worker."""
+        results = []
+        for i in range(WORKERS):
+            path = self.folder / f"{name}.worker-{i}.npz"
+            assert path.exists(), f"{path.name} is missing:\n{self.logs[f'worker-{i}'][-8000:]}"
+            with np.load(path) as arrays:
+                results.append(dict(arrays))
+        return results
+
+
+@pytest.fixture(scope="session")
+def run(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("behaviours")
+    result = run_in_processes(
+        SOURCE,
+        workers=WORKERS,
+        timeout=280,
+        env={"TF_CPP_MIN_LOG_LEVEL": "2", "CUDA_VISIBLE_DEVICES": ""},
+        args=["--out", folder],
+    )
+    return Run(folder, result.logs)
+
+
+@pytest.mark.parametrize("name", BEHAVIOURS)
+def test_workers_end_with_the_same_weights(name, run):
+    first, *others = run[name]
+    for other in others:
+        for key in first:
+            if key.startswith("weights/"):
+                np.testing.assert_array_equal(first[key], other[key], err_msg=key)
+
+
+def epochs(results):
+    """For each epoch, the ids that each worker saw."""
+    return [[worker[key] for worker in results] for key in sorted(results[0])]
+
+
+def assert_each_id_once(results, ids):
+    for seen in epochs(results):
+        np.testing.assert_array_equal(np.sort(np.concatenate(seen)), ids)
+        assert min(len(part) for part in seen) > 0.6 * len(ids) / WORKERS
+
+
+@pytest.mark.parametrize(
+    "name, ids",
+    [
+        ("shuffled_arrays", range(103)),
+        ("arrays_shuffled_by_batch", range(103)),
+        ("unseeded_dataset", range(103)),
+        ("shuffled_py_dataset", range(103)),
+        ("files_shared_out", [*range(20), *range(20, 39), *range(40, 58)]),
+    ],
+)
+def test_each_element_is_seen_once_an_epoch(name, ids, run):
+    assert_each_id_once(run[name], np.asarray(ids))
+
+
+def test_repeated_dataset_is_seen_whole(run):
+    seen = np.concatenate(
+        [ids for epoch in epochs(run["unseeded_dataset_with_cache_and_repeat"]) for ids in epoch]
+    )
+    np.testing.assert_array_equal(np.bincount(seen), np.full(100, 2))
+
+
+@pytest.mark.parametrize("name", ["shuffled_arrays", "unseeded_dataset", "shuffled_py_dataset"])
+def test_each_epoch_has_an_order_of_its_own(name, run):
+    first, second = epochs(run[name])
+    assert not np.array_equal(first[0], np.sort(first[0]))
+    assert not np.array_equal(first[0], second[0])
+
+
+def test_batches_are_shuffled_within(run):
+    for seen in epochs(run["arrays_shuffled_by_batch"]):
+        for first in range(0, 100, 10):
+            batch = np.concatenate([ids[first // 2 : first // 2 + 5] for ids in seen])
+            np.testing.assert_array_equal(np.sort(batch), np.arange(first, first + 10))
+
+
+@pytest.mark.parametrize("name", ["own_shares_of_unequal_length", "arrays_of_unequal_length"])
+def test_workers_with_less_data_wait_for_the_others(name, run):
+    for worker, rows in enumerate((40, 75)):
+        for ids in epochs(run[name]):
+            expected = np.arange(1000 * worker, 1000 * worker + rows)
+            np.testing.assert_array_equal(np.sort(ids[worker]), expected)
+
+
+def test_one_log_line_says_how_data_are_shared_out(run):
+    for log in run.logs.values():
+        assert "103 rows in batches of 10, each split by rows, shuffled alike" in log
+        assert "the workers' data differ (worker-0: rows=40" in log
+        assert "AutoShardPolicy.FILE" in log
+
+
+def test_dropout_masks_differ(run):
+    a, b = (worker["mask"] for worker in run["dropout_draws_a_mask_for_each_replica"])
+    assert a.shape == b.shape == (4, 64)
+    assert not np.array_equal(a, b)
+
+
+def test_noise_is_reproducible_from_the_seed(run):
+    results = run["noise_is_reproducible"][0]
+    for key in [k for k in results if k.startswith("0/")]:
+        np.testing.assert_array_equal(results[key], results[f"1/{key[2:]}"])
+
+
+def test_moving_averages_are_finite(run):
+    for array in run["batch_normalisation_averages"][0].values():
+        assert np.isfinite(array).all()
+
+
+def test_callbacks_write_once_from_the_chief(run):
+    folder = run.folder / "written"
+    assert sorted(p.name for p in folder.glob("*.keras")) == ["1.keras", "2.keras", "3.keras"]
+    assert (folder / "best.weights.h5").exists()
+    assert not [p for p in folder.iterdir() if p.name.startswith(".")]
+    with open(folder / "log.csv") as file:
+        assert [row["epoch"] for row in csv.DictReader(file)] == ["0", "1", "2"]
+    assert len(list(folder.glob("tb/train/*tfevents*"))) == 1
+    assert (folder / "backup" / "latest.weights.h5").exists()
+    assert len(list((run.folder / "disk0").rglob("*"))) > 3
+    assert [p for p in (run.folder / "disk1").rglob("*") if p.is_file()] == []
+
+
+def test_resumed_training_equals_uninterrupted(run):
+    results = run["backup_and_restore"][0]
+    for key in [k for k in results if k.startswith("weights/")]:
+        whole = results[key.replace("weights/", "whole/")]
+        np.testing.assert_array_equal(results[key], whole)
+
+
+def test_backup_is_gone_after_training(run):
+    assert not os.path.exists(run.folder / "backup0")
+
+
+def test_a_stop_on_one_worker_stops_all(run):
+    assert [int(worker["epochs"]) for worker in run["one_worker_stops"]] == [3, 3]
+
+
+def test_own_loop_counts_all_rows(run):
+    for worker in run["own_loop"]:
+        assert worker["count"] == 96

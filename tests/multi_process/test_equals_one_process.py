@@ -1,0 +1,139 @@
+"""Every way of training equals one process on the same global batches, on all workers alike."""
+
+import os
+import pathlib
+import re
+import subprocess
+import sys
+
+import numpy as np
+import pytest
+
+from keras_psplus.cluster.environment import python_path
+from keras_psplus.cluster.testing import run_in_processes
+
+SOURCE = pathlib.Path(__file__).with_name("fit_cases.py")
+CASES = re.findall(r"^@case\ndef (\w+)\(", SOURCE.read_text(), re.MULTILINE)
+# What several processes or devices do differently from one another shows in these.
+CORE = [
+    "numpy_short_last_batch",
+    "last_batch_of_one_row",
+    "dataset_of_unknown_length",
+    "global_clipnorm",
+    "gradient_accumulation_in_loop",
+    "lstm",
+    "masked_sequence_loss",
+    "synchronised_batch_normalisation",
+    "mixed_precision_skips_overflow",
+    "own_loss_as_vector",
+    "evaluate_and_predict",
+    "on_batch",
+    "run_eagerly",
+]
+# Float tolerance: sums over replicas are taken in another order than sums over a batch.
+TOLERANCE = dict.fromkeys(CASES, 2e-5) | {"bfloat16": 2e-2, "mixed_precision_skips_overflow": 2e-3}
+ENVIRONMENT = {"TF_CPP_MIN_LOG_LEVEL": "2", "CUDA_VISIBLE_DEVICES": ""}
+
+
+def test_the_core_is_part_of_the_cases():
+    assert len(CASES) > 40
+    assert set(CORE) <= set(CASES)
+
+
+def one_process(folder, *args):
+    done = subprocess.run(
+        [sys.executable, str(SOURCE), "--out", str(folder), *args],
+        env={**os.environ, **ENVIRONMENT, "PYTHONPATH": python_path(os.environ)},
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+        timeout=300,
+    )
+    assert done.returncode == 0, done.stdout[-5000:]
+    return done.stdout
+
+
+def cluster(folder, workers, *args):
+    script_args = ["--out", folder, *args]
+    return run_in_processes(
+        SOURCE, workers=workers, timeout=300, env=ENVIRONMENT, args=script_args
+    ).logs
+
+
+@pytest.fixture(scope="session")
+def reference(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("reference")
+    return folder, one_process(folder, "--reference")
+
+
+@pytest.fixture(scope="session")
+def two_workers(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("two_workers")
+    return folder, cluster(folder, 2)
+
+
+@pytest.fixture(scope="session")
+def three_workers(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("three_workers")
+    return folder, cluster(folder, 3, "--cases", ",".join(CORE))
+
+
+@pytest.fixture(scope="session")
+def two_by_two(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("two_by_two")
+    return folder, cluster(folder, 2, "--devices", "2", "--cases", ",".join(CORE))
+
+
+@pytest.fixture(scope="session")
+def two_devices(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("two_devices")
+    return folder, {"worker-0": one_process(folder, "--devices", "2", "--cases", ",".join(CORE))}
+
+
+def compare(case, reference, run, workers):
+    folder, logs = run
+    expected = load(reference[0] / f"{case}.reference.npz", reference[1])
+    results = [load(folder / f"{case}.worker-{i}.npz", logs[f"worker-{i}"]) for i in range(workers)]
+    for other in results[1:]:
+        assert set(other) == set(results[0])
+        for key, value in results[0].items():
+            np.testing.assert_array_equal(value, other[key], err_msg=f"workers differ in {key}")
+    assert set(results[0]) == set(expected)
+    for key, value in expected.items():
+        tolerance = TOLERANCE[case]
+        np.testing.assert_allclose(
+            results[0][key], value, rtol=tolerance, atol=tolerance, err_msg=key
+        )
+
+
+def load(path, log):
+    assert path.exists(), f"{path.name} is missing:\n{log[-8000:]}"
+    with np.load(path) as results:
+        return dict(results)
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_two_workers(case, reference, two_workers):
+    compare(case, reference, two_workers, workers=2)
+
+
+@pytest.mark.parametrize("case", CORE)
+def test_three_workers(case, reference, three_workers):
+    compare(case, reference, three_workers, workers=3)
+
+
+@pytest.mark.parametrize("case", CORE)
+def test_one_process_with_two_devices(case, reference, two_devices):
+    compare(case, reference, two_devices, workers=1)
+
+
+@pytest.mark.parametrize("case", CORE)
+def test_two_workers_with_two_devices_each(case, reference, two_by_two):
+    compare(case, reference, two_by_two, workers=2)
+
+
+def test_accumulated_overflow_halves_the_scale_once(two_workers):
+    folder, logs = two_workers
+    results = load(folder / "mixed_precision_skips_overflow.worker-0.npz", logs["worker-0"])
+    assert results["scale"] == 2.0**7
+    assert results["iterations"] == 3

@@ -1,0 +1,149 @@
+"""A worker that fails ends the job in a bounded time, and the others say which one it was."""
+
+import pathlib
+import signal
+import sys
+import time
+
+import pytest
+
+from keras_psplus.cluster.processes import LocalCluster
+from keras_psplus.cluster.testing import run_in_processes
+
+SOURCE = pathlib.Path(__file__).with_name("failing_job.py")
+ENVIRONMENT = {"TF_CPP_MIN_LOG_LEVEL": "2", "CUDA_VISIBLE_DEVICES": ""}
+# The issue's bound is 60 s after the failure; start-up on a busy machine is not part of it.
+LIMIT = 100
+
+
+def run_job(how, victim=1, step=25, workers=2):
+    # The launcher's own grace is made long: the workers have to end by themselves.
+    return run_in_processes(
+        SOURCE,
+        workers=workers,
+        args=[how, victim, step],
+        env=ENVIRONMENT,
+        timeout=LIMIT,
+        expect_failure=True,
+        failure_grace=60,
+    )
+
+
+def assert_survivors_name(result, victim, survivors):
+    for survivor in survivors:
+        log = result.logs[survivor]
+        assert result.exit_codes[survivor] not in (0, None), log[-3000:]
+        assert result.exit_codes[survivor] > 0, log[-3000:]
+        assert f"PeerLostError: {victim} (127.0.0.1:" in log, log[-3000:]
+        assert "Received: " in log
+        assert "trained to the end" not in log
+
+
+@pytest.mark.parametrize("victim", [0, 1])
+@pytest.mark.parametrize("step", [25, 30], ids=["in an epoch", "at the end of an epoch"])
+def test_killed_worker(victim, step):
+    result = run_job("kill", victim, step)
+    assert result.exit_codes[f"worker-{victim}"] == -signal.SIGKILL
+    assert_survivors_name(result, f"worker-{victim}", [f"worker-{1 - victim}"])
+
+
+def test_two_survivors_name_the_same_worker():
+    result = run_job("kill", victim=2, workers=3)
+    assert_survivors_name(result, "worker-2", ["worker-0", "worker-1"])
+
+
+def test_worker_that_raises_shows_its_own_error():
+    result = run_job("raise")
+    assert "ArithmeticError: the victim's own error" in result.logs["worker-1"]
+    assert_survivors_name(result, "worker-1", ["worker-0"])
+
+
+def test_worker_that_leaves_in_the_middle():
+    assert_survivors_name(run_job("leave"), "worker-1", ["worker-0"])
+
+
+@pytest.mark.parametrize("victim, step", [(0, 25), (1, 30)])
+def test_hanging_worker(victim, step, tmp_path):
+    """A stopped process still accepts connections; only its missing heartbeats tell."""
+    command = [sys.executable, str(SOURCE), "hang", str(victim), str(step)]
+    survivor = f"worker-{1 - victim}"
+    with LocalCluster(command, workers=2, env=ENVIRONMENT, log_dir=tmp_path) as cluster:
+        deadline = time.monotonic() + LIMIT
+        log = cluster.log_path(survivor)
+        while time.monotonic() < deadline:
+            text = log.read_text() if log.exists() else ""
+            if "ends with exit code 1" in text:
+                break
+            time.sleep(0.5)
+        assert f"PeerLostError: worker-{victim} (127.0.0.1:" in text, text[-3000:]
+
+
+@pytest.mark.parametrize(
+    "how, variable",
+    [
+        ("other shape", "first/kernel (shape=(8, 5)"),
+        ("other depth", "surplus/kernel (shape=(1, 1)"),
+    ],
+)
+def test_unequal_models_name_the_first_differing_variable(how, variable):
+    result = run_job(how)
+    for name, log in result.logs.items():
+        assert result.exit_codes[name] > 0
+        assert "ValueError: Workers have fallen out of step" in log, log[-3000:]
+        assert variable in log
+        assert "Received: " in log
+
+
+def test_missing_peer_ends_the_start_with_a_list():
+    script = """
+    import json, os
+    config = json.loads(os.environ["TF_CONFIG"])
+    if config["task"]["index"] == 1:
+        raise SystemExit(0)  # never comes up
+    import keras_psplus
+    keras_psplus.MultiWorkerMirroredStrategy(startup_timeout=3)
+    """
+    result = run_in_processes(script, workers=2, env=ENVIRONMENT, timeout=60, expect_failure=True)
+    log = result.logs["worker-0"]
+    assert "ClusterStartupError" in log
+    assert "Here: worker-0" in log
+    assert "worker-1 at 127.0.0.1:" in log
+    assert "Received: " in log
+
+
+def test_early_initialisation_is_named():
+    script = """
+    import keras_psplus
+    import tensorflow as tf
+    tf.constant([1.0]) + 1  # the culprit
+    keras_psplus.MultiWorkerMirroredStrategy(startup_timeout=30)
+    """
+    result = run_in_processes(script, workers=2, env=ENVIRONMENT, timeout=60, expect_failure=True)
+    for log in result.logs.values():
+        assert "# the culprit" in log
+        assert "Collective ops must be configured at program startup" not in log
+
+
+def test_ps_tasks_are_refused():
+    script = """
+    import keras_psplus
+    keras_psplus.MultiWorkerMirroredStrategy(startup_timeout=30)
+    """
+    result = run_in_processes(
+        script, workers=1, ps=1, env=ENVIRONMENT, timeout=60, expect_failure=True
+    )
+    assert "has no use for `ps` tasks" in result.logs["worker-0"]
+
+
+def test_a_port_in_use_is_named():
+    script = """
+    import json, os, socket
+    host, port = json.loads(os.environ["TF_CONFIG"])["cluster"]["worker"][0].split(":")
+    holder = socket.socket()
+    holder.bind((host, int(port)))
+    holder.listen()
+    import keras_psplus
+    keras_psplus.MultiWorkerMirroredStrategy(startup_timeout=5)
+    """
+    result = run_in_processes(script, workers=2, env=ENVIRONMENT, timeout=60, expect_failure=True)
+    assert "uses the port" in result.logs["worker-0"]
