@@ -10,19 +10,18 @@ import zlib
 import tensorflow as tf
 from tensorflow.core.framework import graph_pb2
 from tensorflow.python.data.ops import dataset_ops
-from tensorflow.python.ops import gen_dataset_ops
 
 from keras_psplus.log import logger
 
-# Positions of the inputs `seed` and `seed2`.
+# Positions of the inputs `seed`, `seed2` and, where there is one, `seed_generator`.
 _SEEDED = {
-    "ShuffleDataset": (2, 3),
-    "ShuffleDatasetV3": (2, 3),
-    "ShuffleAndRepeatDataset": (2, 3),
-    "ShuffleAndRepeatDatasetV2": (2, 3),
-    "RandomDataset": (0, 1),
-    "RandomDatasetV2": (0, 1),
-    "SamplingDataset": (2, 3),
+    "ShuffleDataset": (2, 3, None),
+    "ShuffleDatasetV3": (2, 3, 4),
+    "ShuffleAndRepeatDataset": (2, 3, None),
+    "ShuffleAndRepeatDatasetV2": (2, 3, 5),
+    "RandomDataset": (0, 1, None),
+    "RandomDatasetV2": (0, 1, 2),
+    "SamplingDataset": (2, 3, None),
 }
 
 
@@ -53,7 +52,7 @@ def reseed(dataset, seed):
     changed = [node for nodes in scopes for node in _reseed_nodes(nodes, seed)]
     if not changed:
         return dataset
-    variant = gen_dataset_ops.dataset_from_graph(graph.SerializeToString())
+    variant = tf.raw_ops.DatasetFromGraph(graph_def=graph.SerializeToString())
     reseeded = dataset_ops._VariantDataset(variant, dataset.element_spec)
     return reseeded.with_options(dataset.options())
 
@@ -70,7 +69,7 @@ def _reseed_nodes(nodes, seed):
     """Gives unseeded nodes of one graph new constants; yields the nodes it changed."""
     by_name = {node.name: node for node in nodes}
     for node in list(nodes):
-        positions = _SEEDED.get(node.op, ())
+        *positions, generator = _SEEDED.get(node.op, (None,))
         constants = [by_name.get(node.input[i].split(":")[0]) for i in positions]
         if not constants or any(c is None or c.op != "Const" or _int_value(c) for c in constants):
             continue
@@ -82,6 +81,13 @@ def _reseed_nodes(nodes, seed):
             value = (seed + zlib.crc32(seeded.name.encode())) % (1 << 31) + 1
             seeded.attr["value"].tensor.CopyFrom(tf.make_tensor_proto(value, tf.int64, []))
             node.input[position] = node.input[position].replace(constant.name, seeded.name, 1)
+        if generator is not None:
+            # The original's generator is a resource of this process, drawn from its zero seeds. In
+            # the place of one that leads nowhere, TensorFlow makes a new one from ours.
+            nowhere = nodes.add(op="DummySeedGenerator")
+            nowhere.name = f"{node.name.replace('/', '_')}_seed_generator"
+            output = ":handle:0" if ":" in node.input[generator] else ""
+            node.input[generator] = nowhere.name + output
         yield node
 
 

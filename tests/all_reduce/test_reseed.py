@@ -1,0 +1,82 @@
+import numpy as np
+import tensorflow as tf
+
+from keras_psplus.all_reduce.reseed import reseed
+
+
+def order(dataset):
+    return [int(x) for x in dataset]
+
+
+def twice(make, seed=5):
+    """The order of two epochs, as two workers would see it."""
+    # Kept alive, with the seed generators that they hold, as Keras keeps the user's dataset.
+    originals = [make() for _ in range(2)]
+    workers = [reseed(original, seed) for original in originals]
+    return [[order(w), order(w)] for w in workers]
+
+
+def test_unseeded_shuffles_become_alike_and_change_by_epoch():
+    a, b = twice(lambda: tf.data.Dataset.range(50).shuffle(20).map(lambda x: x).shuffle(50))
+    assert a == b
+    assert a[0] != a[1]
+    assert sorted(a[0]) == list(range(50))
+
+
+def test_another_seed_gives_another_order():
+    def make():
+        return tf.data.Dataset.range(50).shuffle(50)
+
+    assert order(reseed(make(), 1)) != order(reseed(make(), 2))
+
+
+def test_shuffles_inside_functions_are_reached():
+    def make():
+        return tf.data.Dataset.range(4).flat_map(
+            lambda i: tf.data.Dataset.range(10 * i, 10 * i + 10).shuffle(10)
+        )
+
+    a, b = twice(make)
+    assert a == b
+    assert a[0] != sorted(a[0])
+
+
+def test_seeded_and_unshuffled_datasets_are_left_alone():
+    seeded = tf.data.Dataset.range(20).shuffle(20, seed=3)
+    expected = order(tf.data.Dataset.range(20).shuffle(20, seed=3))
+    assert order(reseed(seeded, 5)) == expected
+    plain = tf.data.Dataset.range(20).batch(3)
+    assert reseed(plain, 5) is plain
+
+
+def test_samples_of_several_datasets_become_alike():
+    def make():
+        parts = [tf.data.Dataset.range(i, 60, 3) for i in range(3)]
+        return tf.data.Dataset.sample_from_datasets(parts)
+
+    a, b = twice(make)
+    assert a[0] == b[0]
+
+
+def test_python_generators_and_lookup_tables_survive():
+    table = tf.lookup.StaticHashTable(
+        tf.lookup.KeyValueTensorInitializer(tf.range(9), tf.range(9) * 10), -1
+    )
+
+    def make():
+        dataset = tf.data.Dataset.from_generator(
+            lambda: iter(range(9)), output_signature=tf.TensorSpec([], tf.int32)
+        )
+        return dataset.map(table.lookup).shuffle(9)
+
+    a, b = twice(make)
+    assert a == b
+    assert sorted(a[0]) == [10 * i for i in range(9)]
+
+
+def test_options_are_kept():
+    options = tf.data.Options()
+    options.deterministic = False
+    dataset = tf.data.Dataset.range(9).shuffle(9).with_options(options)
+    assert reseed(dataset, 1).options().deterministic is False
+    np.testing.assert_array_equal(sorted(order(reseed(dataset, 1))), np.arange(9))
