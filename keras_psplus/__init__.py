@@ -8,6 +8,7 @@ from keras_psplus.versions import __version__
 
 _EXPORTS = {
     "MultiWorkerMirroredStrategy": "keras_psplus.all_reduce",
+    "ParameterServerStrategy": "keras_psplus.parameter_server",
     "PeerLostError": "keras_psplus.all_reduce",
     "strategy": "keras_psplus.catalogue",
 }

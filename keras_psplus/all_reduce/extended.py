@@ -5,6 +5,7 @@ import threading
 
 import tensorflow as tf
 from tensorflow.python.distribute import collective_all_reduce_strategy, device_util, distribute_lib
+from tensorflow.python.distribute import values as distributed_values
 from tensorflow.python.eager import context
 from tensorflow.python.framework import ops
 from tensorflow.python.ops import resource_variable_ops
@@ -109,6 +110,10 @@ class MultiWorkerMirroredExtended(collective_all_reduce_strategy.CollectiveAllRe
                 variable = resource_variable_ops.ResourceVariable(1.0, trainable=False)
             self._weight_variables[device] = variable
         return variable
+
+    def has_made(self, variable):
+        """Whether a variable is one of this strategy's."""
+        return isinstance(variable, distributed_values.DistributedVariable)
 
     @contextlib.contextmanager
     def creating(self, name, accumulates):

@@ -5,7 +5,15 @@ this library's with several replicas, and call Keras's own otherwise. `install` 
 signature they rely on and names the Keras version and the symbol when one does not fit.
 """
 
-from keras_psplus.keras_hooks import callbacks, losses, optimizer, saving, trainer, variables
+from keras_psplus.keras_hooks import (
+    callbacks,
+    losses,
+    optimizer,
+    parameter_server,
+    saving,
+    trainer,
+    variables,
+)
 
 _installed = False
 
@@ -15,6 +23,14 @@ def install():
     global _installed
     if _installed:
         return
-    for module in (variables, losses, optimizer, trainer, callbacks, saving):
+    for module in (
+        variables,
+        losses,
+        optimizer,
+        trainer,
+        callbacks,
+        saving,
+        parameter_server,
+    ):
         module.install()
     _installed = True

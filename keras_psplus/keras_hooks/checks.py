@@ -5,7 +5,6 @@ import inspect
 from keras.src import metrics as metrics_module
 from keras.src import tree
 from keras.src.optimizers import base_optimizer
-from tensorflow.python.distribute import values as distributed_values
 
 
 def check_compile_arguments(strategy, compile_method, args, kwargs):
@@ -39,20 +38,20 @@ def check_compile_arguments(strategy, compile_method, args, kwargs):
     for name in ("metrics", "weighted_metrics"):
         for metric in tree.flatten(arguments.get(name)):
             if isinstance(metric, metrics_module.Metric):
-                _check_mirrored(metric.variables, f"metric '{metric.name}'")
+                _check_in_scope(strategy, metric.variables, f"metric '{metric.name}'")
 
 
 def check_variables(strategy, model):
     """Raises ValueError if a variable of the model was made outside the strategy's scope."""
-    del strategy
-    _check_mirrored(model.variables, f"model '{model.name}'")
+    _check_in_scope(strategy, model.variables, f"model '{model.name}'")
     if model.optimizer is not None:
-        _check_mirrored(model.optimizer.variables, f"optimizer '{model.optimizer.name}'")
+        owner = f"optimizer '{model.optimizer.name}'"
+        _check_in_scope(strategy, model.optimizer.variables, owner)
 
 
-def _check_mirrored(variables, owner):
+def _check_in_scope(strategy, variables, owner):
     for variable in variables:
-        if not isinstance(variable._value, distributed_values.DistributedVariable):
+        if not strategy.extended.has_made(variable._value):
             raise ValueError(
                 f"The variable '{variable.path}' of the {owner} was made outside the strategy's "
                 "scope, so every worker would change its own copy. Make every layer, metric and "

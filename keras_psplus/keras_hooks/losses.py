@@ -8,7 +8,9 @@ then the gradient of the mean over the global batch. The gradient of a loss that
 that of its sum, in one process too, and needs no factor.
 """
 
+import keras
 import tensorflow as tf
+from keras.src import layers, tree
 from keras.src.losses import loss as loss_module
 from keras.src.metrics import reduction_metrics
 
@@ -25,6 +27,8 @@ def install():
     replace(reduction_metrics.Mean, "update_state", ["self", "values", "sample_weight"])(
         _update_mean
     )
+    if keras.__version__.startswith("3.13."):
+        replace(layers.Layer, "__call__", ["self"])(_call_layer)
     replace(
         tf.GradientTape,
         "gradient",
@@ -106,3 +110,16 @@ def _update_mean(original, self, values, sample_weight=None):
             # A mean over the replica's rows, counted once for each replica.
             values = step.by_share(values) * step.replicas
     return original(self, values, sample_weight)
+
+
+def _call_layer(original, self, *args, **kwargs):
+    """Keras 3.13 takes activity regularisers' sums over the rows, later versions their means."""
+    outputs = original(self, *args, **kwargs)
+    step = _sharing_step()
+    if step is None or self.activity_regularizer is None:
+        return outputs
+    # One for each output tensor, added last. Not means: the tape's factor must not touch them.
+    count = sum(tf.is_tensor(output) for output in tree.flatten(outputs))
+    if count:
+        self._losses[-count:] = [step.over_share(loss) for loss in self._losses[-count:]]
+    return outputs

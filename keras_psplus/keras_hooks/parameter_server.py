@@ -1,0 +1,253 @@
+"""The trainer and variables under `ParameterServerStrategy`: steps go to the workers."""
+
+import weakref
+
+import tensorflow as tf
+from keras.src import tree
+from keras.src.backend.common.stateless_scope import in_stateless_scope
+from keras.src.backend.tensorflow import core, trainer
+from keras.src.trainers import trainer as base_trainer
+from tensorflow.python.framework import tensor_conversion_registry
+
+from keras_psplus.keras_hooks import checks, data
+from keras_psplus.keras_hooks.patching import replace
+from keras_psplus.keras_hooks.variables import accumulates
+from keras_psplus.parameter_server import failure
+from keras_psplus.parameter_server.steps import StepFunctions, StepRunner
+from keras_psplus.parameter_server.strategy import ParameterServerStrategy
+from keras_psplus.parameter_server.worker_function import current, pack
+
+_functions = weakref.WeakKeyDictionary()
+
+
+def install():
+    """Installs this module's hooks."""
+    tf_trainer = trainer.TensorFlowTrainer
+    replace(base_trainer.Trainer, "compile", ["self", "optimizer", "loss"])(_compile)
+    replace(tf_trainer, "_maybe_symbolic_build", ["self", "iterator", "data_batch"])(_build)
+    replace(tf_trainer, "_make_function", ["self", "step_function"])(_make_function)
+    replace(tf_trainer, "make_predict_function", ["self", "force"])(_make_predict_function)
+    replace(trainer.TFEpochIterator, "__init__", ["self", "distribute_strategy"])(_init_iterator)
+    replace(trainer.TFEpochIterator, "tf_sync", ["self"])(_sync)
+    for name in ("fit", "evaluate", "predict", "train_on_batch", "test_on_batch"):
+        replace(tf_trainer, name, ["self", "x"])(_explained)
+    replace(core.Variable, "_initialize", ["self", "value"])(_initialize)
+    replace(core.Variable, "assign_add", ["self", "value"])(_atomically("assign_add"))
+    replace(core.Variable, "assign_sub", ["self", "value"])(_atomically("assign_sub"))
+    # tf.gather asks its argument for this method: without it a lookup pulls the whole table.
+    core.Variable.sparse_read = _sparse_read
+
+
+def _ours(strategy):
+    return strategy if isinstance(strategy, ParameterServerStrategy) else None
+
+
+def _explained(original, self, *args, **kwargs):
+    strategy = _ours(self._distribute_strategy)
+    if strategy is None:
+        return original(self, *args, **kwargs)
+    with failure.explained(strategy):
+        return original(self, *args, **kwargs)
+
+
+def _compile(original, self, *args, **kwargs):
+    strategy = _ours(getattr(self, "_distribute_strategy", None))
+    if strategy is None:
+        return original(self, *args, **kwargs)
+    checks.check_compile_arguments(strategy, original, (self, *args), kwargs)
+    if kwargs.get("run_eagerly"):
+        raise ValueError(
+            "`run_eagerly=True` is not supported by ParameterServerStrategy: a worker runs traced "
+            "functions only. To debug a step, train in one process. Received: run_eagerly=True"
+        )
+    with strategy.scope():
+        return original(self, *args, **kwargs)
+
+
+def _build(original, self, iterator=None, data_batch=None):
+    strategy = _ours(self._distribute_strategy)
+    if strategy is None:
+        return original(self, iterator=iterator, data_batch=data_batch)
+    if iterator is not None:
+        data_batch = data.symbolic_batch(iterator.batch_spec)
+    with strategy.scope():
+        self._symbolic_build(data_batch=data_batch)
+    checks.check_variables(strategy, self)
+
+
+def _init_iterator(original, self, distribute_strategy=None, *args, **kwargs):
+    strategy = _ours(distribute_strategy)
+    if strategy is None:
+        return original(self, distribute_strategy, *args, **kwargs)
+    super(trainer.TFEpochIterator, self).__init__(*args, **kwargs)
+    self._distribute_strategy = strategy
+    # The chief reads the data and sends each batch with its step: a step that is given to another
+    # worker has its batch with it, and every element counts once.
+    self._distributed_dataset = self.data_adapter.get_tf_dataset()
+    self.batch_spec = self._distributed_dataset.element_spec
+
+
+def _sync(original, self):
+    strategy = _ours(self._distribute_strategy)
+    if strategy is None:
+        return original(self)
+    for function in list(_functions.get(strategy, ())):
+        function.drain()
+
+
+def _make_function(original, self, step_function):
+    strategy = _ours(self._distribute_strategy)
+    if strategy is None:
+        return original(self, step_function)
+    function = _StepFunction(self, strategy, step_function)
+    _functions.setdefault(strategy, weakref.WeakSet()).add(function)
+    return function
+
+
+class _StepFunction:
+    """A train or test function whose steps run on the workers, several at a time."""
+
+    def __init__(self, model, strategy, step_function):
+        self._model = model
+        self._runner = StepRunner(strategy, model._autoconvert_optionals(step_function))
+        # One dict for a whole epoch: Keras keeps the last that it got, and gets to see in it what
+        # steps bring back later.
+        self._logs = {}
+
+    def __call__(self, iterator):
+        batches = _take(iterator, self._model.steps_per_execution)
+        if not batches:
+            # Keras does not synchronise when it runs out of data: the totals are written here.
+            self.drain()
+            raise StopIteration
+        self._runner.submit(batches)
+        self._logs.clear()
+        self._logs.update(self._runner.logs)
+        logs = self._logs
+        if not isinstance(iterator, tf.data.Iterator):
+            self.drain()
+        return logs
+
+    def drain(self):
+        """Waits for all steps; metrics and logs are those of all of them then."""
+        if not self._runner.is_open:
+            return
+        variables = self._runner.variables
+        self._runner.join()
+        self._logs.update(self._runner.logs)
+        self._runner.close()
+        for metric in self._model.metrics:
+            if any(v._value is used for v in metric.variables for used in variables):
+                result = metric.result()
+                results = result if isinstance(result, dict) else {metric.name: result}
+                for name, value in results.items():
+                    if name in self._logs:
+                        self._logs[name] = value.numpy()
+        self._logs = {}
+
+
+def _take(iterator, count):
+    batches = []
+    for _ in range(count):
+        try:
+            batches.append(_tensors(next(iterator)))
+        except (StopIteration, tf.errors.OutOfRangeError):
+            break
+    return batches
+
+
+def _tensors(batch):
+    while isinstance(batch, tuple) and len(batch) > 1 and batch[-1] is None:
+        batch = batch[:-1]
+
+    def convert(leaf):
+        if leaf is None or isinstance(leaf, tf.experimental.Optional):
+            return None
+        if isinstance(leaf, (tf.RaggedTensor, tf.SparseTensor)):
+            return leaf
+        return tf.convert_to_tensor(leaf)
+
+    return tree.map_structure(convert, batch)
+
+
+def _make_predict_function(original, self, force=False):
+    strategy = _ours(self._distribute_strategy)
+    if strategy is None:
+        return original(self, force)
+    if self.predict_function is not None and not force:
+        return self.predict_function
+
+    def concatenated(outputs):
+        if len(outputs) == 1:
+            return outputs[0]
+        return tree.map_structure(lambda *parts: trainer.concat(list(parts)), *outputs)
+
+    step = self._autoconvert_optionals(self.predict_step)
+    functions = StepFunctions(strategy, step, concatenated)
+
+    def predict_function(batches):
+        batches = [_tensors(batch) for batch in batches]
+        function, variables = functions(batches)
+        result = strategy.scheduler.submit(
+            function, (tf.constant(pack(variables)), batches), lambda result: None
+        )
+        outputs = function.structured_outputs[1]
+        places = tf.nest.pack_sequence_as(outputs, range(len(tf.nest.flatten(outputs))))
+        return tree.map_structure(lambda place: _Awaited(result, place), places)
+
+    self.predict_function = predict_function
+    return predict_function
+
+
+class _Awaited:
+    """An output of a predict step that may still be under way; a tensor to whoever asks."""
+
+    def __init__(self, result, place):
+        self._result, self._place = result, place
+
+    def _tensor(self):
+        return tf.nest.flatten(self._result.get()[1])[self._place]
+
+    def numpy(self):
+        """Waits for the step and returns its output."""
+        return self._tensor().numpy()
+
+    @property
+    def shape(self):
+        return self._tensor().shape
+
+    @property
+    def dtype(self):
+        return self._tensor().dtype
+
+
+tensor_conversion_registry.register_tensor_conversion_function(
+    _Awaited, lambda value, dtype=None, name=None, as_ref=False: value._tensor()
+)
+
+
+def _initialize(original, self, value):
+    strategy = _ours(tf.distribute.get_strategy())
+    if strategy is None:
+        return original(self, value)
+    is_seed = self._name == "seed_generator_state"
+    with strategy.extended.creating(self.path, accumulates(self) or is_seed, is_seed):
+        return original(self, value)
+
+
+def _atomically(method):
+    def assign(original, self, value):
+        variable = self._value
+        on_ps = variable is not None and "/job:ps/" in (getattr(variable, "device", "") or "")
+        if in_stateless_scope() or not on_ps or current() is None:
+            return original(self, value)
+        # Keras reads, adds and writes: another worker's step in between would be lost.
+        return getattr(variable, method)(tf.cast(value, variable.dtype), read_value=False)
+
+    return assign
+
+
+def _sparse_read(self, indices, name=None):
+    if in_stateless_scope() or not hasattr(self._value, "sparse_read"):
+        raise AttributeError("sparse_read")
+    return self._maybe_autocast(self._value.sparse_read(indices, name=name))

@@ -1,0 +1,138 @@
+"""`ParameterServerStrategy`'s implementation half: where variables live and how they change."""
+
+import contextlib
+import threading
+
+import tensorflow as tf
+from tensorflow.python.distribute import distribute_lib, sharded_variable
+from tensorflow.python.distribute import parameter_server_strategy_v2 as stock
+from tensorflow.python.framework import ops
+
+from keras_psplus.parameter_server.sharded import ShardedVariable, shard_of
+from keras_psplus.parameter_server.worker_function import TravellingVariable
+
+
+class ParameterServerExtended(stock.ParameterServerStrategyV2Extended):
+    """Additional APIs of `keras_psplus.ParameterServerStrategy`."""
+
+    def __init__(self, strategy, cluster_resolver, variable_partitioner):
+        super().__init__(strategy, cluster_resolver, variable_partitioner)
+        self._creating = threading.local()
+        self._bytes_on_ps = [0] * self._num_ps
+        # Steps reach the workers through our scheduler, not through the user's coordinator.
+        self._allow_run_without_coordinator = True
+        if self._num_gpus_per_worker > 1:
+            raise ValueError(
+                "ParameterServerStrategy trains one replica on each worker: give each worker "
+                "process one GPU, by CUDA_VISIBLE_DEVICES. "
+                f"Received: {self._num_gpus_per_worker} GPUs per worker"
+            )
+
+    @property
+    def bytes_on_ps(self):
+        """Bytes of variables on each parameter server, in order."""
+        return list(self._bytes_on_ps)
+
+    def has_made(self, variable):
+        """Whether a variable is one of this strategy's."""
+        return isinstance(variable, TravellingVariable) or "/job:ps/" in (variable.device or "")
+
+    @contextlib.contextmanager
+    def creating(self, name, travels, is_seed):
+        """Context for creating a Keras variable.
+
+        Args:
+            name: Full path of the variable.
+            travels: Whether it lives on the chief and travels with the steps.
+            is_seed: Whether it is a seed generator's state.
+        """
+        outer = getattr(self._creating, "value", None)
+        self._creating.value = (name, travels, is_seed)
+        try:
+            yield
+        finally:
+            self._creating.value = outer
+
+    def _call_for_each_replica(self, fn, args, kwargs):
+        # One replica needs no thread: merge_call then works inside tf.cond and tf.while_loop.
+        with distribute_lib.ReplicaContext(self._container_strategy(), replica_id_in_sync_group=0):
+            return fn(*args, **(kwargs or {}))
+
+    def _batch_reduce_to(self, reduce_op, value_destination_pairs, options):
+        return [value for value, _ in value_destination_pairs]
+
+    def _reduce_to(self, reduce_op, value, destinations, options):
+        return value
+
+    def _create_var_creator(self, next_creator, **kwargs):
+        def creator(**kwargs):
+            kwargs.pop("aggregation", None)
+            kwargs.pop("synchronization", None)
+            return next_creator(**kwargs)
+
+        return creator
+
+    def _create_variable(self, next_creator, **kwargs):
+        _, travels, is_seed = getattr(self._creating, "value", None) or ("", False, False)
+        if travels:
+            for name in ("aggregation", "synchronization", "colocate_with"):
+                kwargs.pop(name, None)
+            with (
+                ops.colocate_with(None, ignore_existing=True),
+                ops.device("/job:chief/replica:0/task:0/device:CPU:0"),
+            ):
+                return TravellingVariable(next_creator(**kwargs), is_seed)
+        whole = kwargs.get("colocate_with")
+        if isinstance(whole, ShardedVariable):
+            return self._create_beside_shards(next_creator, whole, **kwargs)
+        variable = super()._create_variable(next_creator, **kwargs)
+        if isinstance(variable, sharded_variable.ShardedVariable):
+            return ShardedVariable(variable)
+        return variable
+
+    def _create_beside_shards(self, next_creator, whole, **kwargs):
+        """Makes an optimizer's slot in shards, each beside the variable's shard."""
+        kwargs.pop("colocate_with")
+        initial_value = kwargs.pop("initial_value")
+        value = initial_value() if callable(initial_value) else initial_value
+        value = tf.convert_to_tensor(value, dtype=kwargs.get("dtype"))
+        name = kwargs.pop("name", None) or "slot"
+        kwargs.pop("shape", None)
+        parts = [
+            super(ParameterServerExtended, self)._create_variable(
+                next_creator,
+                **kwargs,
+                initial_value=value[first : first + shard.shape[0]],
+                name=f"{name}/part_{i}",
+                colocate_with=shard,
+            )
+            for i, (shard, first) in enumerate(zip(whole.shards, whole.offsets))
+        ]
+        return ShardedVariable(sharded_variable.ShardedVariable(parts))
+
+    def _create_variable_round_robin(self, next_creator, **kwargs):
+        # By bytes, onto the least loaded: a round robin puts every other kernel on one server and
+        # the biases between them on another.
+        ps = self._bytes_on_ps.index(min(self._bytes_on_ps))
+        with ops.colocate_with(None, ignore_existing=True):
+            with ops.device(f"/job:ps/task:{ps}/device:CPU:0"):
+                variable = next_creator(**kwargs)
+        self._bytes_on_ps[ps] += variable.shape.num_elements() * variable.dtype.size
+        self._variable_count += 1
+        return variable
+
+    def _validate_colocate_with_variable(self, colocate_with_variable):
+        pass
+
+    def _update(self, var, fn, args, kwargs, group):
+        if not isinstance(var, ShardedVariable):
+            return super()._update(var, fn, args, kwargs, group)
+        split = [var.split(arg) for arg in args]
+        for i in range(len(var.shards)):
+            # Every variable that the update touches shows its i-th shard meanwhile.
+            with shard_of(i):
+                super()._update(var, fn, tuple(part[i] for part in split), kwargs, group)
+        return None
+
+    def _replica_ctx_all_reduce(self, reduce_op, value, options=None):
+        return value

@@ -1,0 +1,107 @@
+"""Sends steps to the workers and collects what they return.
+
+Steps are closures of TensorFlow's `ClusterCoordinator`, which gives each to whichever worker is
+free and gives it to another if the worker dies. A few are kept under way for every worker; their
+results are taken as they come, so that a slow worker holds up nobody.
+"""
+
+import threading
+import weakref
+
+from tensorflow.python.distribute.coordinator import cluster_coordinator, values
+
+_STEPS_PER_WORKER = 2
+_LOOK_FOR_ERRORS_SECONDS = 0.5
+
+
+class Scheduler:
+    """The closures of one job.
+
+    Args:
+        coordinator: `tf.distribute.coordinator.ClusterCoordinator`.
+        num_workers: Number of workers.
+    """
+
+    def __init__(self, coordinator, num_workers):
+        self._coordinator = coordinator
+        self._window = _STEPS_PER_WORKER * num_workers
+        self._changed = threading.Condition()
+        self._under_way = {}
+
+    @property
+    def _queue(self):
+        return self._coordinator._cluster.closure_queue
+
+    def submit(self, function, args, on_done):
+        """Schedules a function once fewer than the window's steps are under way.
+
+        Args:
+            function: Concrete function.
+            args: Its arguments.
+            on_done: Called with the function's result, from another thread.
+
+        Returns:
+            The result as a `RemoteValue`.
+        """
+        with self._changed:
+            while len(self._under_way) >= self._window and self._queue._error is None:
+                self._changed.wait(_LOOK_FOR_ERRORS_SECONDS)
+        closure = _Closure(function, self._queue._cancellation_mgr, args=args)
+        result = closure.build_result(self._done, on_done)
+        with self._changed:
+            # The queue holds results weakly.
+            self._under_way[id(result)] = result
+        self._queue.put(closure)
+        return result
+
+    def _done(self, result, on_done):
+        try:
+            if result._error is None:
+                on_done(result._fetched_tensors)
+        finally:
+            with self._changed:
+                self._under_way.pop(id(result), None)
+                self._changed.notify_all()
+
+    def wait_for(self, condition):
+        """Waits until a condition holds that results bring about; raises a worker's error."""
+        with self._changed:
+            while not condition() and self._queue._error is None:
+                self._changed.wait(_LOOK_FOR_ERRORS_SECONDS)
+        if not condition():
+            self.join()
+
+    def join(self):
+        """Waits for all steps; raises a worker's error."""
+        self._coordinator.join()
+        with self._changed:
+            while self._under_way and self._queue._error is None:
+                self._changed.wait(_LOOK_FOR_ERRORS_SECONDS)
+
+
+class _Closure(cluster_coordinator.Closure):
+    """A closure that says when its result has been fetched."""
+
+    def build_result(self, on_fetched, on_done):
+        result = _Result(None, self._output_type_spec)
+        result.on_fetched = lambda: on_fetched(result, on_done)
+        self._output_remote_value_ref = weakref.ref(result)
+        return result
+
+
+class _Result(values.RemoteValueImpl):
+    on_fetched = None
+
+    def get(self):
+        fetched = super().get()
+        self._say()
+        return fetched
+
+    def _set_error(self, error):
+        super()._set_error(error)
+        self._say()
+
+    def _say(self):
+        on_fetched, self.on_fetched = self.on_fetched, None
+        if on_fetched is not None:
+            on_fetched()

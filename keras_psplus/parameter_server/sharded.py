@@ -1,0 +1,249 @@
+"""One variable whose rows lie on several parameter servers.
+
+TensorFlow's own `ShardedVariable` is a list of variables to Keras 3: it has no handle for the tape,
+and an optimizer cannot make slots for it. This one is a single variable to both; the rows that a
+lookup needs are gathered on their servers, and an update runs on each shard beside it.
+"""
+
+import contextlib
+import threading
+
+import numpy as np
+import tensorflow as tf
+from tensorflow.python.eager import record
+from tensorflow.python.framework import ops, tensor_conversion_registry
+from tensorflow.python.ops import resource_variable_ops
+from tensorflow.python.types import core
+
+_local = threading.local()
+
+
+@contextlib.contextmanager
+def shard_of(index):
+    """Context in which sharded variables are their `index`-th shard, for updating by shards."""
+    outer = getattr(_local, "index", None)
+    _local.index = index
+    try:
+        yield
+    finally:
+        _local.index = outer
+
+
+@contextlib.contextmanager
+def _outside_of_control_flow():
+    graph = ops.get_default_graph()
+    if not getattr(graph, "is_control_flow_graph", False):
+        yield
+        return
+    while getattr(graph, "is_control_flow_graph", False):
+        graph = graph.outer_graph
+    with graph.as_default():
+        yield
+
+
+class ShardedVariable(resource_variable_ops.BaseResourceVariable, core.Tensor):
+    """A variable split along axis 0 over parameter servers.
+
+    Args:
+        sharded: TensorFlow's `ShardedVariable` that holds the parts.
+    """
+
+    def __init__(self, sharded):
+        self._sharded = sharded
+        self.shards = sharded.variables
+        self.offsets = [offset[0] for offset in sharded._var_offsets]
+        self._whole_shape = sharded.shape
+        first = self.shards[0]
+        super().__init__(
+            trainable=first.trainable,
+            shape=sharded.shape,
+            dtype=sharded.dtype,
+            handle=None,
+            unique_id=sharded._unique_id,
+            in_graph_mode=False,
+            handle_name=first.name.split("/part_")[0],
+            synchronization=tf.VariableSynchronization.NONE,
+        )
+
+    @classmethod
+    def _variable_call(cls, *args, **kwargs):
+        # The metaclass of tf.Variable would hand the call to the strategy's creator.
+        return None
+
+    def _shard(self):
+        index = getattr(_local, "index", None)
+        return None if index is None else self.shards[index]
+
+    def _shard_or_first(self):
+        return self.shards[getattr(_local, "index", None) or 0]
+
+    @property
+    def handle(self):
+        # What the tape knows the variable by.
+        return self._shard_or_first().handle
+
+    @property
+    def device(self):
+        return self._shard_or_first().device
+
+    @property
+    def shape(self):
+        shard = self._shard()
+        return self._whole_shape if shard is None else shard.shape
+
+    def get_shape(self):
+        return self.shape
+
+    def value(self):
+        """The whole value, or the shard's inside `shard_of`."""
+        shard = self._shard()
+        if shard is not None:
+            return shard.value()
+        resource_variable_ops.variable_accessed(self)
+        # A loop's gradient goes to what its body captures: were the shards read in the body of an
+        # RNN's loop, the tape would see their handles there instead of this variable.
+        with _outside_of_control_flow():
+            with record.stop_recording():
+                whole = tf.concat([part.value() for part in self.shards], 0)
+            record.record_operation(
+                "ReadVariableOp",
+                [whole],
+                [self.handle],
+                backward_function=lambda gradient: [gradient],
+                forward_function=lambda tangent: [tangent],
+            )
+        return whole
+
+    def read_value(self):
+        return self.value()
+
+    def _dense_var_to_tensor(self, dtype=None, name=None, as_ref=False):
+        value = self.value()
+        return value if dtype is None else tf.cast(value, dtype)
+
+    def numpy(self):
+        return self.value().numpy()
+
+    def __array__(self, dtype=None, copy=None):
+        return np.asarray(self.numpy(), dtype)
+
+    def sparse_read(self, indices, name=None):
+        """Gathers rows on the servers that have them; repeated rows are sent once."""
+        shard = self._shard()
+        if shard is not None:
+            return shard.sparse_read(indices)
+        resource_variable_ops.variable_accessed(self)
+        indices = tf.convert_to_tensor(indices)
+        row_shape = self._whole_shape[1:]
+        with record.stop_recording():
+            unique, positions = tf.unique(tf.reshape(indices, [-1]))
+            of_shards, owners = self._sharded._decompose_indices(unique)
+            places = tf.dynamic_partition(tf.range(tf.size(unique)), owners, len(self.shards))
+            rows = [part.sparse_read(own) for part, own in zip(self.shards, of_shards)]
+            rows = tf.gather(tf.dynamic_stitch(places, rows), positions)
+            rows = tf.reshape(rows, tf.concat([tf.shape(indices), row_shape.as_list()], 0))
+            rows.set_shape(indices.shape.concatenate(row_shape))
+
+        def backward(gradient):
+            values = tf.reshape(gradient, [-1, *row_shape.as_list()])
+            shape = tf.constant(self._whole_shape.as_list(), tf.int64)
+            return [tf.IndexedSlices(values, tf.reshape(indices, [-1]), shape)]
+
+        record.record_operation(
+            "ResourceGather",
+            [rows],
+            [self.handle],
+            backward_function=backward,
+            forward_function=None,
+        )
+        return rows
+
+    def _write(self, method, value):
+        shard = self._shard()
+        if shard is not None:
+            return getattr(shard, method)(value)
+        value = tf.convert_to_tensor(value, dtype=self.dtype)
+        for part, first in zip(self.shards, self.offsets):
+            getattr(part, method)(value[first : first + part.shape[0]])
+        return self
+
+    def assign(self, value, use_locking=None, name=None, read_value=True):
+        return self._write("assign", value)
+
+    def assign_add(self, delta, use_locking=None, name=None, read_value=True):
+        return self._write("assign_add", delta)
+
+    def assign_sub(self, delta, use_locking=None, name=None, read_value=True):
+        return self._write("assign_sub", delta)
+
+    def _scatter(self, method, slices):
+        shard = self._shard()
+        if shard is not None:
+            return getattr(shard, method)(slices)
+        for part, own in zip(self.shards, self._sharded._decompose_indexed_slices(slices)):
+            getattr(part, method)(own)
+        return self
+
+    def scatter_add(self, sparse_delta, use_locking=False, name=None):
+        return self._scatter("scatter_add", sparse_delta)
+
+    def scatter_sub(self, sparse_delta, use_locking=False, name=None):
+        return self._scatter("scatter_sub", sparse_delta)
+
+    def scatter_update(self, sparse_delta, use_locking=False, name=None):
+        return self._scatter("scatter_update", sparse_delta)
+
+    def is_initialized(self, name=None):
+        return tf.constant(True)
+
+    def _should_act_as_resource_variable(self):
+        pass
+
+    def _serialize_to_tensors(self):
+        return {"VARIABLE_VALUE": self.value()}
+
+    def _restore_from_tensors(self, restored_tensors):
+        return self.assign(tf.ensure_shape(restored_tensors["VARIABLE_VALUE"], self._whole_shape))
+
+    def __getitem__(self, key):
+        return self.value()[key]
+
+    def __repr__(self):
+        return f"<ShardedVariable shape={self._whole_shape} shards={len(self.shards)}>"
+
+    def split(self, argument):
+        """An update's argument (a gradient, a scalar, ...) as a list with one for each shard."""
+        if isinstance(argument, tf.IndexedSlices):
+            return [
+                tf.IndexedSlices(
+                    own.values, own.indices, tf.constant(part.shape.as_list(), own.indices.dtype)
+                )
+                for part, own in zip(self.shards, self._sharded._decompose_indexed_slices(argument))
+            ]
+        # A gradient may come without a static shape; a learning rate is known to be a scalar.
+        if isinstance(argument, tf.Tensor) and argument.shape.is_compatible_with(self._whole_shape):
+            argument = tf.ensure_shape(argument, self._whole_shape)
+            return [
+                argument[first : first + part.shape[0]]
+                for part, first in zip(self.shards, self.offsets)
+            ]
+        return [argument] * len(self.shards)
+
+
+tensor_conversion_registry.register_tensor_conversion_function(
+    ShardedVariable,
+    lambda value, dtype=None, name=None, as_ref=False: value._dense_var_to_tensor(dtype, name),
+)
+
+
+def _overload(operator):
+    of_tensor = getattr(tf.Tensor, operator)
+
+    def of_variable(self, *args, **kwargs):
+        return of_tensor(self.value(), *args, **kwargs)
+
+    setattr(ShardedVariable, operator, of_variable)
+
+
+for _operator in tf.Tensor.OVERLOADABLE_OPERATORS - {"__eq__", "__ne__", "__getitem__"}:
+    _overload(_operator)

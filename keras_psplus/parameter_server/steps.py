@@ -1,0 +1,156 @@
+"""Runs a model's steps on the workers and keeps the chief's totals of what they return."""
+
+import threading
+
+import numpy as np
+import tensorflow as tf
+
+from keras_psplus.parameter_server.worker_function import Trace, pack, unpack
+
+
+class StepFunctions:
+    """Worker functions of one step function, one for each form of its batches.
+
+    Args:
+        strategy: `ParameterServerStrategy`.
+        step: Function of one batch.
+        collect: Function that makes one result, a structure of tensors, of a list of those of
+            single steps.
+    """
+
+    def __init__(self, strategy, step, collect):
+        self._strategy, self._step, self._collect = strategy, step, collect
+        self._functions = {}
+
+    def __call__(self, batches):
+        """The function for a list of batches, and the variables that travel with it."""
+        spec = tf.nest.map_structure(_with_any_batch_size, batches)
+        key = repr(spec)
+        if key not in self._functions:
+            self._functions[key] = self._trace(spec)
+        return self._functions[key][:2]
+
+    def _trace(self, spec):
+        variables = []
+
+        def worker_function(initial, batches):
+            with Trace(initial) as trace:
+                results = [self._strategy.run(self._step, args=(batch,)) for batch in batches]
+                collected = self._collect(results)
+                variables.extend(trace.variables)
+                return trace.changes(), collected
+
+        function = tf.function(worker_function, autograph=False)
+        with self._strategy.scope():
+            concrete = function.get_concrete_function(tf.TensorSpec([None], tf.float64), spec)
+        # The concrete function holds the function that it was traced from weakly.
+        return concrete, variables, function
+
+
+class StepRunner:
+    """Sends train or test steps and keeps the totals of metrics and seeds.
+
+    Args:
+        strategy: `ParameterServerStrategy`.
+        step: Function of one batch that returns a dict of scalar logs.
+    """
+
+    def __init__(self, strategy, step):
+        self._strategy = strategy
+        self._functions = StepFunctions(strategy, step, lambda logs: _scalars(logs[-1]))
+        self._lock = threading.Lock()
+        self._clear()
+
+    def _clear(self):
+        self._variables, self._totals = None, None
+        self._steps, self._draws = 0, None
+        self._logs = None
+
+    def submit(self, batches):
+        """Sends one closure with a step for each batch; waits if enough are under way."""
+        function, variables = self._functions(batches)
+        if self._variables is not None and variables is not self._variables:
+            # A batch of another form; its function may meet the variables in another order.
+            self.join()
+            self.close()
+        with self._lock:
+            if self._totals is None:
+                self._variables, self._totals = variables, pack(variables)
+            initial = self._totals + self._seeds_after(self._steps)
+            self._steps += len(batches)
+        count = len(batches)
+        self._strategy.scheduler.submit(
+            function,
+            (tf.constant(initial), batches),
+            lambda result: self._add(count, *result),
+        )
+        if self._logs is None:
+            # The first step shows what the logs are called, and how often a step draws a seed.
+            self._strategy.scheduler.wait_for(lambda: self._logs is not None)
+
+    @property
+    def logs(self):
+        """The logs of the step that came back last, of totals over all workers."""
+        with self._lock:
+            return dict(self._logs or {})
+
+    @property
+    def is_open(self):
+        """Whether steps have been sent since the last `close`."""
+        return self._totals is not None
+
+    @property
+    def variables(self):
+        """The travelling variables that the steps use."""
+        return list(self._variables or [])
+
+    def join(self):
+        """Waits for all steps; on a worker's error, gives up the totals and raises it."""
+        try:
+            self._strategy.scheduler.join()
+        except Exception:
+            self._clear()
+            raise
+
+    def close(self):
+        """Writes the totals to the chief's variables, once all steps are back."""
+        with self._lock:
+            if self._totals is not None:
+                unpack(self._variables, self._totals + self._seeds_after(self._steps))
+        self._clear()
+
+    def _add(self, count, changes, logs):
+        changes = changes.numpy()
+        with self._lock:
+            if self._totals is None:
+                return
+            is_seed = self._is_seed()
+            if self._draws is None:
+                self._draws = np.where(is_seed, changes / count, 0.0)
+            self._totals = self._totals + np.where(is_seed, 0.0, changes)
+            self._logs = {name: value.numpy() for name, value in logs.items()}
+
+    def _is_seed(self):
+        flags = [np.full(v.shape.num_elements(), v.is_seed) for v in self._variables]
+        return np.concatenate([np.zeros(0, bool), *flags])
+
+    def _seeds_after(self, steps):
+        """How far seeds have moved after some steps, so that no two steps draw the same."""
+        return 0.0 if self._draws is None else self._draws * steps
+
+
+def _scalars(logs):
+    flat = {}
+    for name, value in (logs or {}).items():
+        if isinstance(value, dict):
+            flat.update(_scalars(value))
+        else:
+            value = tf.convert_to_tensor(value)
+            flat[name] = tf.reduce_mean(value) if value.dtype.is_floating else value
+    return flat
+
+
+def _with_any_batch_size(leaf):
+    if isinstance(leaf, tf.Tensor) and leaf.shape.rank:
+        return tf.TensorSpec([None] + leaf.shape.as_list()[1:], leaf.dtype)
+    return tf.type_spec_from_value(leaf) if leaf is not None else None

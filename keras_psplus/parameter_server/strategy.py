@@ -1,0 +1,133 @@
+"""`ParameterServerStrategy` for Keras 3."""
+
+import os
+import sys
+
+import tensorflow as tf
+
+from keras_psplus.cluster import config, preflight, serve
+from keras_psplus.parameter_server.extended import ParameterServerExtended
+from keras_psplus.parameter_server.scheduler import Scheduler
+
+_partitioners = tf.distribute.experimental.partitioners
+
+
+class ParameterServerStrategy(tf.distribute.ParameterServerStrategy):
+    """Asynchronous training with variables on parameter servers, for `model.fit` of Keras 3.
+
+    One script in every task of a cluster with a `chief`, `worker` and `ps` tasks. In `worker` and
+    `ps` tasks the constructor does not return: it serves until the chief has ended, and then ends
+    the process. The chief runs the rest of the script and sends steps to the workers. Each step
+    reads the variables, computes gradients on its batch and applies them, without waiting for other
+    workers' steps.
+
+    Args:
+        cluster_resolver: Optional `tf.distribute.cluster_resolver.ClusterResolver`, in the chief,
+            of a cluster whose servers are started otherwise. By default `TF_CONFIG` is read.
+        variable_partitioner: `"auto"`, which shards variables of more than 16 MiB over all
+            parameter servers; None, which keeps every variable whole; or one of
+            `tf.distribute.experimental.partitioners`.
+        startup_timeout: Seconds to wait for the other tasks to start.
+
+    Raises:
+        keras_psplus.cluster.ClusterConfigError: If `TF_CONFIG` is wrong or has no worker or no ps.
+        keras_psplus.cluster.ClusterStartupError: If a task does not come up in time.
+
+    Example:
+
+    ```python
+    strategy = keras_psplus.ParameterServerStrategy()
+    with strategy.scope():
+        model = keras.Sequential([keras.layers.Dense(10)])
+        model.compile(optimizer="sgd", loss="mse")
+    model.fit(dataset, epochs=3)
+    ```
+
+    Reference: Li et al., "Scaling Distributed Machine Learning with the Parameter Server", OSDI
+    2014; Keras issue 20601.
+    """
+
+    def __init__(
+        self, cluster_resolver=None, variable_partitioner="auto", *, startup_timeout=300.0
+    ):
+        if isinstance(startup_timeout, bool) or not startup_timeout > 0:
+            raise ValueError(
+                "`startup_timeout` must be a positive number of seconds. "
+                f"Received: startup_timeout={startup_timeout!r}"
+            )
+        self._task = None
+        if cluster_resolver is None:
+            self._task = _read_task()
+            if self._task.task_type in ("ps", "worker"):
+                _serve_and_exit(self._task, startup_timeout)
+            preflight.wait_for_cluster(
+                self._task, job_types=("chief", "worker", "ps"), timeout=startup_timeout
+            )
+            cluster_resolver = tf.distribute.cluster_resolver.TFConfigClusterResolver(
+                rpc_layer="grpc"
+            )
+        spec = cluster_resolver.cluster_spec().as_dict()
+        if variable_partitioner == "auto":
+            variable_partitioner = _partitioners.MinSizePartitioner(
+                min_shard_bytes=16 << 20, max_shards=len(spec.get("ps", [])) or 1
+            )
+        # As TensorFlow's constructor does, but for the implementation half.
+        self._cluster_resolver = cluster_resolver
+        self._verify_args_and_config(cluster_resolver)
+        self._cluster_coordinator = None
+        self._connect_to_cluster(coordinator_name="chief")
+        tf.distribute.Strategy.__init__(
+            self, ParameterServerExtended(self, cluster_resolver, variable_partitioner)
+        )
+        self._is_parameter_server_strategy_v2 = True
+        self._should_use_with_coordinator = True
+        self._canonicalize_devices = False
+        self._scheduler = None
+
+    @property
+    def task(self):
+        """`keras_psplus.cluster.TaskConfig` of this process; None if a resolver was given."""
+        return self._task
+
+    @property
+    def is_chief(self):
+        """Whether this process writes checkpoints and logs: only the chief comes to ask."""
+        return True
+
+    @property
+    def num_workers(self):
+        """Number of workers that take steps."""
+        return self._num_workers
+
+    @property
+    def scheduler(self):
+        """Sends steps to the workers."""
+        if self._scheduler is None:
+            coordinator = tf.distribute.coordinator.ClusterCoordinator(self)
+            self._scheduler = Scheduler(coordinator, self._num_workers)
+        return self._scheduler
+
+
+def _read_task():
+    task = config.read_task_config()
+    if task is None:
+        raise config.ClusterConfigError(
+            "ParameterServerStrategy needs a cluster with a chief, workers and ps tasks: set "
+            "TF_CONFIG, or start the script by `keras-psplus run --workers 2 --ps 1`. "
+            f"Received: TF_CONFIG={os.environ.get('TF_CONFIG', '')!r}"
+        )
+    for job in ("chief", "worker", "ps"):
+        if job not in task.cluster:
+            raise config.ClusterConfigError(
+                f"ParameterServerStrategy needs at least one `{job}` task. "
+                f"Received: {task.describe()}"
+            )
+    return task
+
+
+def _serve_and_exit(task, startup_timeout):
+    serve.serve(task, startup_timeout=startup_timeout)
+    sys.stdout.flush()
+    sys.stderr.flush()
+    # TensorFlow's server cannot be stopped in any other way.
+    os._exit(0)

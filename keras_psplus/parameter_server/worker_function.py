@@ -1,0 +1,136 @@
+"""The function that a worker runs: one or several steps, with no state of its own.
+
+Metric states and seeds live on the chief. A worker function gets their values with its arguments,
+changes copies of them that last as long as the call, and returns what it has added. That costs no
+round trips, every step is counted exactly once however workers fail, and a worker that comes back
+has nothing to restore.
+"""
+
+import threading
+
+import numpy as np
+import tensorflow as tf
+from tensorflow.python.eager import context
+from tensorflow.python.framework import ops
+from tensorflow.python.ops import resource_variable_ops
+from tensorflow.python.types import core
+
+_local = threading.local()
+
+
+def current():
+    """The worker function that this thread is tracing, or None."""
+    return getattr(_local, "trace", None)
+
+
+class Trace:
+    """One tracing of a worker function.
+
+    Args:
+        initial: Float64 vector, the values of the travelling variables in the order in which the
+            function comes upon them.
+    """
+
+    def __init__(self, initial):
+        self._initial = initial
+        self._graph = ops.get_default_graph()
+        self._handles = {}
+        self._size = 0
+        self.variables = []
+
+    def __enter__(self):
+        self._outer, _local.trace = current(), self
+        return self
+
+    def __exit__(self, *exc):
+        _local.trace = self._outer
+
+    def handle_of(self, variable):
+        """The handle of the worker's own copy of a travelling variable."""
+        key = id(variable)
+        if key not in self._handles:
+            size = variable.shape.num_elements()
+            # In the function itself, also if a branch of a tf.cond comes upon it first.
+            with self._graph.as_default(), ops.control_dependencies(None), ops.device(None):
+                handle = resource_variable_ops._variable_handle_from_shape_and_dtype(
+                    variable.shape, variable.dtype, context.anonymous_name(), "travelling", True
+                )
+                value = tf.reshape(self._initial[self._size : self._size + size], variable.shape)
+                tf.raw_ops.AssignVariableOp(resource=handle, value=tf.cast(value, variable.dtype))
+            self._size += size
+            self._handles[key] = handle
+            self.variables.append(variable)
+        return self._handles[key]
+
+    def changes(self):
+        """What the function has added to the travelling variables, a float64 vector."""
+        values = [
+            tf.reshape(
+                tf.cast(
+                    tf.raw_ops.ReadVariableOp(
+                        resource=self._handles[id(variable)], dtype=variable.dtype
+                    ),
+                    tf.float64,
+                ),
+                [-1],
+            )
+            for variable in self.variables
+        ]
+        return tf.concat([*values, tf.zeros([0], tf.float64)], 0) - self._initial[: self._size]
+
+
+class TravellingVariable(resource_variable_ops.BaseResourceVariable, core.Tensor):
+    """A small variable of the chief that worker functions get a copy of.
+
+    Args:
+        variable: The chief's variable.
+        is_seed: Whether it is the state of a seed generator, `(seed, counter)`.
+    """
+
+    def __init__(self, variable, is_seed):
+        self._chief_variable = variable
+        self.is_seed = is_seed
+        super().__init__(
+            trainable=False,
+            shape=variable.shape,
+            dtype=variable.dtype,
+            handle=variable._handle,
+            handle_name=variable.name,
+            unique_id=variable._unique_id,
+            in_graph_mode=False,
+            synchronization=tf.VariableSynchronization.NONE,
+        )
+
+    @property
+    def handle(self):
+        trace = current()
+        return self._chief_variable._handle if trace is None else trace.handle_of(self)
+
+    @property
+    def device(self):
+        return self._chief_variable.device
+
+    @classmethod
+    def _variable_call(cls, *args, **kwargs):
+        # The metaclass of tf.Variable would hand the call to the strategy's creator.
+        return None
+
+    def _should_act_as_resource_variable(self):
+        pass
+
+
+def pack(variables):
+    """The chief's values of travelling variables as one float64 vector."""
+    return np.concatenate(
+        [v._chief_variable.numpy().astype("float64").ravel() for v in variables] or [np.zeros(0)]
+    )
+
+
+def unpack(variables, packed):
+    """Sets the chief's travelling variables from one float64 vector."""
+    first = 0
+    for variable in variables:
+        size = variable.shape.num_elements()
+        value = packed[first : first + size].reshape(variable.shape.as_list())
+        variable._chief_variable.assign(value.astype(variable.dtype.as_numpy_dtype))
+        first += size
