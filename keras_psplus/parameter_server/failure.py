@@ -2,8 +2,15 @@
 
 import contextlib
 import re
+import socket
+import time
 
 import tensorflow as tf
+
+from keras_psplus.cluster.config import split_address
+from keras_psplus.log import logger
+
+_CONNECT_SECONDS = 2.0
 
 
 class ParameterServerLostError(RuntimeError):
@@ -27,3 +34,48 @@ def explained(strategy):
             "BackupAndRestore callback training resumes where the last backup was made. "
             f"Received: {str(error).splitlines()[0][:300]}"
         ) from error
+
+
+class WorkersLostError(RuntimeError):
+    """No worker has been reachable for a while, so that no step can run."""
+
+
+class WorkerWatch:
+    """Gives the workers up after a while in which none of them could be reached.
+
+    Args:
+        addresses: Addresses of the workers, in order.
+        timeout: Seconds to wait for one to come back.
+    """
+
+    def __init__(self, addresses, timeout):
+        self._addresses, self._timeout = addresses, timeout
+        self._gone_since = None
+
+    def check(self):
+        """Raises WorkersLostError once no worker has been reachable for the timeout."""
+        if any(_reachable(address) for address in self._addresses):
+            self._gone_since = None
+            return
+        now = time.monotonic()
+        self._gone_since = self._gone_since or now
+        named = ", ".join(f"worker-{i} ({a})" for i, a in enumerate(self._addresses))
+        if now - self._gone_since > self._timeout:
+            raise WorkersLostError(
+                f"None of the workers has been reachable for {self._timeout:.0f} s: {named}. Look "
+                "into their logs and start them again; a job whose chief still runs takes up its "
+                f"work by itself then. Received: worker_timeout={self._timeout:g}"
+            )
+        logger.warning(
+            "no worker can be reached: %s; giving up in %.0f s",
+            named,
+            self._timeout - (now - self._gone_since),
+        )
+
+
+def _reachable(address):
+    try:
+        socket.create_connection(split_address(address), _CONNECT_SECONDS).close()
+    except OSError:
+        return False
+    return True

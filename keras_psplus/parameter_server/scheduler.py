@@ -6,12 +6,14 @@ results are taken as they come, so that a slow worker holds up nobody.
 """
 
 import threading
+import time
 import weakref
 
 from tensorflow.python.distribute.coordinator import cluster_coordinator, values
 
 _STEPS_PER_WORKER = 2
 _LOOK_FOR_ERRORS_SECONDS = 0.5
+_LOOK_FOR_WORKERS_SECONDS = 5.0
 
 
 class Scheduler:
@@ -20,13 +22,17 @@ class Scheduler:
     Args:
         coordinator: `tf.distribute.coordinator.ClusterCoordinator`.
         num_workers: Number of workers.
+        check_workers: Called now and then while nothing comes back; raises if it has to be given
+            up.
     """
 
-    def __init__(self, coordinator, num_workers):
+    def __init__(self, coordinator, num_workers, check_workers):
         self._coordinator = coordinator
         self._window = _STEPS_PER_WORKER * num_workers
+        self._check_workers = check_workers
         self._changed = threading.Condition()
         self._under_way = {}
+        self._last_result = time.monotonic()
 
     @property
     def _queue(self):
@@ -43,13 +49,13 @@ class Scheduler:
         Returns:
             The result as a `RemoteValue`.
         """
-        with self._changed:
-            while len(self._under_way) >= self._window and self._queue._error is None:
-                self._changed.wait(_LOOK_FOR_ERRORS_SECONDS)
+        self._wait_until(lambda: len(self._under_way) < self._window)
         closure = _Closure(function, self._queue._cancellation_mgr, args=args)
         result = closure.build_result(self._done, on_done)
         with self._changed:
             # The queue holds results weakly.
+            if not self._under_way:
+                self._last_result = time.monotonic()
             self._under_way[id(result)] = result
         self._queue.put(closure)
         return result
@@ -61,22 +67,32 @@ class Scheduler:
         finally:
             with self._changed:
                 self._under_way.pop(id(result), None)
+                self._last_result = time.monotonic()
                 self._changed.notify_all()
 
     def wait_for(self, condition):
         """Waits until a condition holds that results bring about; raises a worker's error."""
-        with self._changed:
-            while not condition() and self._queue._error is None:
-                self._changed.wait(_LOOK_FOR_ERRORS_SECONDS)
+        self._wait_until(condition)
         if not condition():
             self.join()
 
     def join(self):
         """Waits for all steps; raises a worker's error."""
+        self._wait_until(lambda: not self._under_way)
         self._coordinator.join()
-        with self._changed:
-            while self._under_way and self._queue._error is None:
+
+    def _wait_until(self, condition):
+        """Waits for a condition or a worker's error."""
+        looked = time.monotonic()
+        while True:
+            with self._changed:
+                if condition() or self._queue._error is not None:
+                    return
                 self._changed.wait(_LOOK_FOR_ERRORS_SECONDS)
+            now = time.monotonic()
+            if now - max(looked, self._last_result) > _LOOK_FOR_WORKERS_SECONDS:
+                looked = now
+                self._check_workers()
 
 
 class _Closure(cluster_coordinator.Closure):

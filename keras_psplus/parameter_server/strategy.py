@@ -6,6 +6,7 @@ import sys
 import tensorflow as tf
 
 from keras_psplus.cluster import config, preflight, serve
+from keras_psplus.parameter_server import failure
 from keras_psplus.parameter_server.extended import ParameterServerExtended
 from keras_psplus.parameter_server.scheduler import Scheduler
 
@@ -28,6 +29,7 @@ class ParameterServerStrategy(tf.distribute.ParameterServerStrategy):
             parameter servers; None, which keeps every variable whole; or one of
             `tf.distribute.experimental.partitioners`.
         startup_timeout: Seconds to wait for the other tasks to start.
+        worker_timeout: Seconds for which no worker at all may be reachable before training ends.
 
     Raises:
         keras_psplus.cluster.ClusterConfigError: If `TF_CONFIG` is wrong or has no worker or no ps.
@@ -48,13 +50,21 @@ class ParameterServerStrategy(tf.distribute.ParameterServerStrategy):
     """
 
     def __init__(
-        self, cluster_resolver=None, variable_partitioner="auto", *, startup_timeout=300.0
+        self,
+        cluster_resolver=None,
+        variable_partitioner="auto",
+        *,
+        startup_timeout=300.0,
+        worker_timeout=60.0,
     ):
-        if isinstance(startup_timeout, bool) or not startup_timeout > 0:
-            raise ValueError(
-                "`startup_timeout` must be a positive number of seconds. "
-                f"Received: startup_timeout={startup_timeout!r}"
-            )
+        for name, value in (
+            ("startup_timeout", startup_timeout),
+            ("worker_timeout", worker_timeout),
+        ):
+            if isinstance(value, bool) or not isinstance(value, (int, float)) or value <= 0:
+                raise ValueError(
+                    f"`{name}` must be a positive number of seconds. Received: {name}={value!r}"
+                )
         self._task = None
         if cluster_resolver is None:
             self._task = _read_task()
@@ -83,11 +93,17 @@ class ParameterServerStrategy(tf.distribute.ParameterServerStrategy):
         self._should_use_with_coordinator = True
         self._canonicalize_devices = False
         self._scheduler = None
+        self._watch = failure.WorkerWatch(spec["worker"], worker_timeout)
 
     @property
     def task(self):
         """`keras_psplus.cluster.TaskConfig` of this process; None if a resolver was given."""
         return self._task
+
+    @property
+    def cluster_resolver(self):
+        """The resolver that describes the cluster."""
+        return self._cluster_resolver
 
     @property
     def is_chief(self):
@@ -104,7 +120,7 @@ class ParameterServerStrategy(tf.distribute.ParameterServerStrategy):
         """Sends steps to the workers."""
         if self._scheduler is None:
             coordinator = tf.distribute.coordinator.ClusterCoordinator(self)
-            self._scheduler = Scheduler(coordinator, self._num_workers)
+            self._scheduler = Scheduler(coordinator, self._num_workers, self._watch.check)
         return self._scheduler
 
 

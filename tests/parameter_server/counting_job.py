@@ -1,0 +1,65 @@
+"""An asynchronous job that counts: every step adds one to a variable on a parameter server.
+
+counting_job.py STEPS [BACKUP_FOLDER]
+"""
+
+import os
+import sys
+import time
+
+os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "2")
+
+import keras
+import numpy as np
+
+import keras_psplus as psp
+
+steps = int(sys.argv[1])
+strategy = psp.ParameterServerStrategy(startup_timeout=60, worker_timeout=5)
+
+
+class Counting(keras.Model):
+    def __init__(self):
+        super().__init__()
+        self.dense = keras.layers.Dense(1)
+        self.steps = self.add_weight(
+            shape=(), dtype="int64", initializer="zeros", trainable=False, name="steps"
+        )
+
+    def call(self, x):
+        return self.dense(x)
+
+    def train_step(self, data):
+        self.steps.assign_add(1)
+        return super().train_step(data)
+
+
+class Progress(keras.callbacks.Callback):
+    """Lets the test see how far the job is, and keeps it going for some seconds."""
+
+    def on_train_batch_end(self, batch, logs=None):
+        time.sleep(0.02)
+        if batch % 50 == 0:
+            print(f"batch {batch}", flush=True)
+
+    def on_epoch_begin(self, epoch, logs=None):
+        print(f"epoch {epoch}", flush=True)
+
+
+with strategy.scope():
+    model = Counting()
+    model.compile(keras.optimizers.SGD(0.001), "mse")
+x = np.ones((2 * steps, 4), "float32")
+callbacks = [Progress()]
+epochs = 1
+if len(sys.argv) > 2:
+    model.build((None, 4))
+    callbacks.append(keras.callbacks.BackupAndRestore(sys.argv[2]))
+    epochs = 3
+model.fit(x, x[:, :1], batch_size=2, epochs=epochs, verbose=0, callbacks=callbacks)
+model.evaluate(x, x[:, :1], batch_size=2, verbose=0)
+print(
+    f"steps={int(model.steps.numpy())} iterations={int(model.optimizer.iterations.numpy())}"
+    f" evaluated={int(model.metrics[0].count.numpy())}",
+    flush=True,
+)

@@ -1,0 +1,138 @@
+"""Asynchronous jobs in real processes: no update is lost, and failures end or go on as documented."""
+
+import os
+import pathlib
+import re
+import signal
+import sys
+import time
+
+import pytest
+
+from keras_psplus.cluster.processes import LocalCluster
+from keras_psplus.cluster.testing import run_in_processes
+
+JOB = pathlib.Path(__file__).with_name("counting_job.py")
+ENVIRONMENT = {"TF_CPP_MIN_LOG_LEVEL": "2", "CUDA_VISIBLE_DEVICES": ""}
+
+
+def counts(log):
+    found = re.search(r"steps=(\d+) iterations=(\d+) evaluated=(\d+)", log)
+    assert found, log[-4000:]
+    return [int(n) for n in found.groups()]
+
+
+def wait_for(path, text, seconds=60):
+    deadline = time.monotonic() + seconds
+    while time.monotonic() < deadline:
+        if path.exists() and text in path.read_text():
+            return
+        time.sleep(0.1)
+    raise AssertionError(f"no {text!r} in {seconds} s:\n{path.read_text()[-4000:]}")
+
+
+def job(tmp_path, *args, workers=2, ps=1):
+    return LocalCluster(
+        [sys.executable, str(JOB), *map(str, args)],
+        workers=workers,
+        ps=ps,
+        chief=True,
+        env=ENVIRONMENT,
+        log_dir=tmp_path,
+        # Whoever has to end has to do so by itself.
+        failure_grace=70,
+    )
+
+
+def test_no_update_of_three_workers_is_lost():
+    result = run_in_processes(
+        JOB, workers=3, ps=1, chief=True, timeout=150, env=ENVIRONMENT, args=[1000]
+    )
+    assert counts(result.logs["chief-0"]) == [1000, 1000, 2000]
+    for name in ("worker-0", "worker-2", "ps-0"):
+        assert result.exit_codes[name] == 0
+        assert f"chief-0 has ended, {name} ends" in result.logs[name]
+
+
+def test_fit_goes_on_when_a_worker_is_killed(tmp_path):
+    with job(tmp_path, 400) as cluster:
+        wait_for(cluster.log_path("chief-0"), "batch 100")
+        os.kill(cluster.pids["worker-1"], signal.SIGKILL)
+        wait_for(cluster.log_path("chief-0"), "evaluated=", seconds=90)
+    steps, iterations, evaluated = counts(cluster.log_path("chief-0").read_text())
+    # The step under way on the worker is sent again, and may have been applied already.
+    assert 400 <= steps <= 402
+    assert 400 <= iterations <= 402
+    assert evaluated == 800
+
+
+def test_a_killed_ps_ends_the_chief_and_a_restart_resumes(tmp_path):
+    backup = tmp_path / "backup"
+    with job(tmp_path / "first", 150, backup, ps=2) as cluster:
+        chief = cluster.log_path("chief-0")
+        wait_for(chief, "epoch 1")
+        os.kill(cluster.pids["ps-1"], signal.SIGKILL)
+        wait_for(chief, "ParameterServerLostError", seconds=60)
+        assert cluster.wait(60).exit_codes["chief-0"] == 1
+    log = chief.read_text()
+    assert re.search(r"ps-1 \(127\.0\.0\.1:\d+\) stopped answering", log), log[-4000:]
+    assert "Received: " in log
+    result = run_in_processes(
+        JOB, workers=2, ps=2, chief=True, timeout=150, env=ENVIRONMENT, args=[150, backup]
+    )
+    log = result.logs["chief-0"]
+    assert "epoch 0" not in log
+    assert "epoch 1" in log
+    assert counts(log)[0] == 450
+
+
+def test_chief_gives_up_when_all_workers_are_gone(tmp_path):
+    with job(tmp_path, 400) as cluster:
+        chief = cluster.log_path("chief-0")
+        wait_for(chief, "batch 100")
+        for name in ("worker-0", "worker-1"):
+            os.kill(cluster.pids[name], signal.SIGKILL)
+        wait_for(chief, "WorkersLostError: None of the workers", seconds=60)
+        assert cluster.wait(60).exit_codes["chief-0"] == 1
+    assert "Received: worker_timeout=5" in chief.read_text()
+
+
+@pytest.mark.parametrize("missing", ["ps", "worker"])
+def test_clusters_without_ps_or_workers_are_refused(missing):
+    script = f"""
+    import json, os
+    config = json.loads(os.environ["TF_CONFIG"])
+    config["cluster"] = {{"chief": config["cluster"]["chief"], "{missing}": []}}
+    other = "worker" if "{missing}" == "ps" else "ps"
+    config["cluster"] = {{"chief": config["cluster"]["chief"], other: ["127.0.0.1:1"]}}
+    os.environ["TF_CONFIG"] = json.dumps(config)
+    import keras_psplus
+    keras_psplus.ParameterServerStrategy()
+    """
+    result = run_in_processes(
+        script, workers=0, chief=True, timeout=60, env=ENVIRONMENT, expect_failure=True
+    )
+    assert f"at least one `{missing}` task" in result.logs["chief-0"]
+
+
+def test_a_workers_error_is_the_users_own():
+    script = """
+    import keras, numpy as np, tensorflow as tf
+    import keras_psplus as psp
+    strategy = psp.ParameterServerStrategy(startup_timeout=60)
+    with strategy.scope():
+        model = keras.Sequential(
+            [keras.Input((1,), dtype="int32"), keras.layers.Embedding(10, 2, name="lookup"),
+             keras.layers.Flatten(), keras.layers.Dense(1)]
+        )
+        model.compile("sgd", "mse")
+    x = np.full((8, 1), 77)
+    model.fit(x, x, batch_size=4, verbose=0)
+    """
+    result = run_in_processes(
+        script, workers=1, ps=1, chief=True, timeout=90, env=ENVIRONMENT, expect_failure=True
+    )
+    log = result.logs["chief-0"]
+    assert "InvalidArgumentError" in log
+    assert "77 is not in [0, 10)" in log
+    assert "lookup" in log
