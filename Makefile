@@ -1,6 +1,6 @@
 # Needs Python 3.11 or 3.12 with pip, and make. Everything is installed into .venv.
 #
-#   make demo    train the digits in one process, then on a local cluster of two, and compare
+#   make demo    train the digits in one process, then on two local clusters, and compare
 #   make test    the whole test suite
 #   make bench   step times beside stock tf_keras, as a Markdown table
 #   make docs    the manual as a web site in site/

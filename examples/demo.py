@@ -1,7 +1,8 @@
-"""`make demo`: trains digits.py in one process, then on two local workers, and compares the two.
+"""`make demo`: trains digits.py in one process, then on local clusters, and compares.
 
-Both runs have the same global batch and the same machine: the one process has all of its cores, the
-two workers share them.
+The clusters are two workers that all-reduce their gradients, and two workers with a parameter
+server that each update it without waiting for the other. All runs have one batch size and the same
+machine: the one process has all of its cores, the clusters share them.
 """
 
 import argparse
@@ -52,7 +53,7 @@ def run(title, command, timeout):
 def summary(title, result):
     steady = result["after_first_epoch"]
     return (
-        f"{title:<12} accuracy {result['accuracy']:.3f}   {result['seconds']:6.1f} s of training"
+        f"{title:<15} accuracy {result['accuracy']:.3f}   {result['seconds']:6.1f} s of training"
         f"   {steady:6.1f} s without the first epoch"
     )
 
@@ -72,11 +73,16 @@ def main():
         [*launcher, "run", "--workers", str(args.workers), *script],
         args.timeout,
     )
-    if many["workers"] != args.workers:
-        sys.exit(f"The cluster did not train together. Received: {many}")
+    title = f"{args.workers} workers, 1 ps"
+    cluster = ["--workers", str(args.workers), "--ps", "1", "--strategy", "async_parameter_server"]
+    served = run(f"{title}, asynchronous", [*launcher, "run", *cluster, *script], args.timeout)
+    for result in (many, served):
+        if result["workers"] != args.workers:
+            sys.exit(f"The cluster did not train together. Received: {result}")
     print()
     print(summary("one process", one))
-    print(summary(f"{args.workers} workers", many), flush=True)
+    print(summary(f"{args.workers} workers", many))
+    print(summary(title, served), flush=True)
 
 
 if __name__ == "__main__":

@@ -102,7 +102,7 @@ def main():
         print(
             f"digits: accuracy={accuracy:.4f} seconds={stopwatch.seconds:.2f}"
             f" after_first_epoch={stopwatch.after_first_epoch:.2f}"
-            f" workers={strategy.num_replicas_in_sync}",
+            f" workers={getattr(strategy, 'num_workers', 1)}",
             flush=True,
         )
 

@@ -30,6 +30,24 @@ CORE = [
     "on_batch",
     "run_eagerly",
 ]
+# Two workers with two devices each: what neither two workers nor two devices show.
+FOUR_REPLICAS = ["last_batch_of_one_row", "evaluate_and_predict", "dataset_of_unknown_length"]
+# Under parameter servers, a batch's logs are those of the step that came back last.
+ASYNCHRONOUS = [case for case in CASES if case not in ("logs_of_every_batch", "run_eagerly")]
+SHARDED = [
+    "numpy_short_last_batch",
+    "steps_per_execution",
+    "global_clipnorm",
+    "adamw_with_schedule",
+    "moving_average_of_weights",
+    "gradient_accumulation",
+    "regularisers_and_constraint",
+    "lstm",
+    "embedding_with_adam",
+    "masked_sequence_loss",
+    "mixed_precision_skips_overflow",
+    "evaluate_and_predict",
+]
 # Float tolerance: sums over replicas are taken in another order than sums over a batch.
 TOLERANCE = dict.fromkeys(CASES, 2e-5) | {"bfloat16": 2e-2, "mixed_precision_skips_overflow": 2e-3}
 ENVIRONMENT = {"TF_CPP_MIN_LOG_LEVEL": "2", "CUDA_VISIBLE_DEVICES": ""}
@@ -81,13 +99,27 @@ def three_workers(tmp_path_factory):
 @pytest.fixture(scope="session")
 def two_by_two(tmp_path_factory):
     folder = tmp_path_factory.mktemp("two_by_two")
-    return folder, cluster(folder, 2, "--devices", "2", "--cases", ",".join(CORE))
+    return folder, cluster(folder, 2, "--devices", "2", "--cases", ",".join(FOUR_REPLICAS))
 
 
 @pytest.fixture(scope="session")
 def two_devices(tmp_path_factory):
     folder = tmp_path_factory.mktemp("two_devices")
     return folder, {"worker-0": one_process(folder, "--devices", "2", "--cases", ",".join(CORE))}
+
+
+@pytest.fixture(scope="session")
+def one_worker_two_ps(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("two_ps")
+    cases = ",".join(ASYNCHRONOUS)
+    return folder, {"worker-0": one_process(folder, "--ps", "2", "--cases", cases)}
+
+
+@pytest.fixture(scope="session")
+def two_shards(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("two_shards")
+    args = ["--ps", "2", "--shards", "2", "--cases", ",".join(SHARDED)]
+    return folder, {"worker-0": one_process(folder, *args)}
 
 
 def compare(case, reference, run, workers):
@@ -127,7 +159,17 @@ def test_one_process_with_two_devices(case, reference, two_devices):
     compare(case, reference, two_devices, workers=1)
 
 
-@pytest.mark.parametrize("case", CORE)
+@pytest.mark.parametrize("case", ASYNCHRONOUS)
+def test_one_asynchronous_worker(case, reference, one_worker_two_ps):
+    compare(case, reference, one_worker_two_ps, workers=1)
+
+
+@pytest.mark.parametrize("case", SHARDED)
+def test_one_asynchronous_worker_with_sharded_variables(case, reference, two_shards):
+    compare(case, reference, two_shards, workers=1)
+
+
+@pytest.mark.parametrize("case", FOUR_REPLICAS)
 def test_two_workers_with_two_devices_each(case, reference, two_by_two):
     compare(case, reference, two_by_two, workers=2)
 

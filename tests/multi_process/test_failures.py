@@ -39,8 +39,9 @@ def assert_survivors_name(result, victim, survivors):
         assert "trained to the end" not in log
 
 
-@pytest.mark.parametrize("victim", [0, 1])
-@pytest.mark.parametrize("step", [25, 30], ids=["in an epoch", "at the end of an epoch"])
+@pytest.mark.parametrize(
+    "victim, step", [(0, 25), (1, 30)], ids=["chief in an epoch", "at the end of an epoch"]
+)
 def test_killed_worker(victim, step):
     result = run_job("kill", victim, step)
     assert result.exit_codes[f"worker-{victim}"] == -signal.SIGKILL

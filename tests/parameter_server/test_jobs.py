@@ -1,4 +1,4 @@
-"""Asynchronous jobs in real processes: no update is lost, and failures end or go on as documented."""
+"""Asynchronous jobs in real processes: no update is lost, failures end or go on as documented."""
 
 import os
 import pathlib
