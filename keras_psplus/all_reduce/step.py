@@ -7,6 +7,7 @@ states are totals over all replicas, and non-trainable floats such as BatchNorma
 averages are means weighted by rows. All of it travels in one collective for each dtype.
 """
 
+import contextlib
 import threading
 
 import tensorflow as tf
@@ -113,7 +114,8 @@ class Step:
         for variable in variables:
             if variable.ref() not in self._baselines:
                 # In the step's own graph, also when the first assignment is inside a tf.cond.
-                with self._graph.as_default() if not tf.executing_eagerly() else _nothing():
+                eager = tf.executing_eagerly()
+                with contextlib.nullcontext() if eager else self._graph.as_default():
                     value = _component(variable).read_value()
                 self._baselines[variable.ref()] = (variable, value)
 
@@ -178,11 +180,3 @@ def _component(variable):
     if hasattr(variable, "_get_on_device_or_primary"):
         return variable._get_on_device_or_primary()
     return variable
-
-
-class _nothing:
-    def __enter__(self):
-        pass
-
-    def __exit__(self, *exc):
-        pass

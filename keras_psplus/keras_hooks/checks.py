@@ -6,6 +6,8 @@ from keras.src import metrics as metrics_module
 from keras.src import tree
 from keras.src.optimizers import base_optimizer
 
+from keras_psplus.keras_hooks.ownership import asynchronous
+
 
 def check_compile_arguments(strategy, compile_method, args, kwargs):
     """Checks the arguments of `compile()`.
@@ -22,9 +24,14 @@ def check_compile_arguments(strategy, compile_method, args, kwargs):
     arguments = inspect.signature(compile_method).bind(*args, **kwargs).arguments
     if arguments.get("jit_compile") is True:
         raise ValueError(
-            "`jit_compile=True` is not supported with several replicas: XLA has no collectives for "
-            "CPUs and TensorFlow cannot compile a step that holds them. Use "
+            f"`jit_compile=True` is not supported by {type(strategy).__name__}: XLA cannot compile "
+            "a step that talks to other devices; it has no collectives for CPUs. Use "
             "`jit_compile=False` or leave the default. Received: jit_compile=True"
+        )
+    if arguments.get("run_eagerly") and asynchronous(strategy):
+        raise ValueError(
+            "`run_eagerly=True` is not supported by ParameterServerStrategy: a worker runs traced "
+            "functions only. To debug a step, train in one process. Received: run_eagerly=True"
         )
     optimizer = arguments.get("optimizer")
     while isinstance(optimizer, base_optimizer.BaseOptimizer):

@@ -8,7 +8,6 @@ import tensorflow as tf
 from keras.src import tree
 from keras.src.trainers.data_adapters import (
     array_data_adapter,
-    array_slicing,
     data_adapter,
     py_dataset_adapter,
     tf_dataset_adapter,
@@ -16,6 +15,7 @@ from keras.src.trainers.data_adapters import (
 
 from keras_psplus.all_reduce import batches
 from keras_psplus.all_reduce.reseed import reseed
+from keras_psplus.keras_hooks.arrays import array_dataset
 from keras_psplus.keras_hooks.py_dataset import share_order
 from keras_psplus.log import info_once, logger
 
@@ -99,68 +99,11 @@ def _describe(adapter):
 
 def _array(strategy, adapter, seed):
     """Arrays: every worker gathers its own rows only, by one order for all."""
-    world = strategy.extended.world
-    rows, batch_size = adapter._num_samples, adapter._batch_size
-    shuffle = adapter._shuffle
-    inputs = array_slicing.convert_to_sliceable(adapter._inputs, target_backend="tensorflow")
-    inputs = tree.lists_to_tuples(inputs)
-    steps = -(-rows // batch_size)
-
-    def order(epoch_seed):
-        if shuffle and shuffle != "batch":
-            everything = tf.range(rows, dtype=tf.int64)
-            return tf.random.experimental.stateless_shuffle(everything, [epoch_seed, 0])
-        return tf.range(rows, dtype=tf.int64)
-
-    def steps_of(epoch_seed):
-        indices = tf.data.Dataset.from_tensors(order(epoch_seed)).repeat(steps)
-        return tf.data.Dataset.zip((indices, tf.data.Dataset.range(steps))).map(
-            lambda order, number: (order, number, epoch_seed)
-        )
-
-    def take(indices, inputs):
-        def take_leaf(leaf):
-            if isinstance(leaf, array_slicing.TensorflowSparseWrapper):
-                return array_slicing.slice_tensorflow_sparse_wrapper(leaf, indices)
-            if isinstance(leaf, (list, tuple, dict)):
-                return None
-            return tf.gather(leaf, indices, axis=0) if tf.is_tensor(leaf) else leaf
-
-        return tree.traverse(take_leaf, inputs)
-
-    even = rows % batch_size == 0 and batch_size % world.replicas == 0
-
-    def shards(order_and_step, inputs):
-        order, number, epoch_seed = order_and_step
-        start = number * batch_size
-        count = tf.cast(tf.minimum(rows - start, batch_size), tf.int32)
-        batch = order[start : start + tf.cast(count, tf.int64)]
-        if shuffle == "batch":
-            batch = tf.random.experimental.stateless_shuffle(batch, [epoch_seed, number + 1])
-        parts = []
-        for local_replica in range(world.local_replicas):
-            first, end = world.bounds(batch_size if even else count, local_replica)
-            mine = batch[first:end]
-            if even:
-                mine.set_shape([end - first])
-            part = batches.Batch(
-                take(mine, inputs), tf.constant(end - first) if even else end - first, count
-            )
-            parts.append(part)
-        return batches.Shards(tuple(parts))
-
-    epochs = tf.data.Dataset.random(seed=seed, rerandomize_each_iteration=True).take(1)
-    steps_dataset = epochs.flat_map(steps_of)
-    dataset = tf.data.Dataset.zip((steps_dataset, tf.data.Dataset.from_tensors(inputs).repeat()))
-    dataset = dataset.map(shards, num_parallel_calls=tf.data.AUTOTUNE, deterministic=True)
-    options = tf.data.Options()
-    # As in Keras's own adapter: their cost is that of writing the arrays out.
-    options.experimental_optimization.apply_default_optimizations = False
-    dataset = dataset.with_options(options).prefetch(tf.data.AUTOTUNE)
+    dataset = array_dataset(adapter, strategy.extended.world, seed)
     _say(
         strategy,
-        f"{rows} rows in batches of {batch_size}, each split by rows"
-        + (", shuffled alike on all workers" if shuffle else ""),
+        f"{adapter._num_samples} rows in batches of {adapter._batch_size}, each split by rows"
+        + (", shuffled alike on all workers" if adapter._shuffle else ""),
     )
     return Distributed(dataset, adapter, _batch_spec_of_shards(dataset))
 

@@ -6,16 +6,22 @@ import tensorflow as tf
 
 from keras_psplus.all_reduce import step as step_module
 from keras_psplus.all_reduce.strategy import MultiWorkerMirroredStrategy
+from keras_psplus.parameter_server.strategy import ParameterServerStrategy
 
-_replicated = weakref.WeakSet()
+_live = weakref.WeakSet()
 
 
 def ours(strategy):
     """The strategy if it is one of this library's with several replicas, else None."""
     if isinstance(strategy, MultiWorkerMirroredStrategy) and strategy.num_replicas_in_sync > 1:
-        _replicated.add(strategy)
+        note_live(strategy)
         return strategy
     return None
+
+
+def asynchronous(strategy):
+    """The strategy if it is this library's ParameterServerStrategy, else None."""
+    return strategy if isinstance(strategy, ParameterServerStrategy) else None
 
 
 def our_scope():
@@ -28,6 +34,11 @@ def our_step():
     return step_module.current()
 
 
+def note_live(strategy):
+    """Notes that a strategy of this library distributes training in this process."""
+    _live.add(strategy)
+
+
 def another_is_live():
-    """A strategy of this library with several replicas that exists in this process, else None."""
-    return next(iter(_replicated), None)
+    """Whether a strategy of this library distributes training in this process."""
+    return bool(_live)

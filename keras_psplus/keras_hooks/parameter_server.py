@@ -6,15 +6,13 @@ import tensorflow as tf
 from keras.src import tree
 from keras.src.backend.common.stateless_scope import in_stateless_scope
 from keras.src.backend.tensorflow import core, trainer
-from keras.src.trainers import trainer as base_trainer
 from tensorflow.python.framework import tensor_conversion_registry
 
-from keras_psplus.keras_hooks import checks, data
+from keras_psplus.keras_hooks.ownership import asynchronous, note_live
 from keras_psplus.keras_hooks.patching import replace
 from keras_psplus.keras_hooks.variables import accumulates
 from keras_psplus.parameter_server import failure
 from keras_psplus.parameter_server.steps import StepFunctions, StepRunner
-from keras_psplus.parameter_server.strategy import ParameterServerStrategy
 from keras_psplus.parameter_server.worker_function import current, pack
 
 _functions = weakref.WeakKeyDictionary()
@@ -23,8 +21,6 @@ _functions = weakref.WeakKeyDictionary()
 def install():
     """Installs this module's hooks."""
     tf_trainer = trainer.TensorFlowTrainer
-    replace(base_trainer.Trainer, "compile", ["self", "optimizer", "loss"])(_compile)
-    replace(tf_trainer, "_maybe_symbolic_build", ["self", "iterator", "data_batch"])(_build)
     replace(tf_trainer, "_make_function", ["self", "step_function"])(_make_function)
     replace(tf_trainer, "make_predict_function", ["self", "force"])(_make_predict_function)
     replace(trainer.TFEpochIterator, "__init__", ["self", "distribute_strategy"])(_init_iterator)
@@ -38,45 +34,16 @@ def install():
     core.Variable.sparse_read = _sparse_read
 
 
-def _ours(strategy):
-    return strategy if isinstance(strategy, ParameterServerStrategy) else None
-
-
 def _explained(original, self, *args, **kwargs):
-    strategy = _ours(self._distribute_strategy)
+    strategy = asynchronous(self._distribute_strategy)
     if strategy is None:
         return original(self, *args, **kwargs)
     with failure.explained(strategy):
         return original(self, *args, **kwargs)
 
 
-def _compile(original, self, *args, **kwargs):
-    strategy = _ours(getattr(self, "_distribute_strategy", None))
-    if strategy is None:
-        return original(self, *args, **kwargs)
-    checks.check_compile_arguments(strategy, original, (self, *args), kwargs)
-    if kwargs.get("run_eagerly"):
-        raise ValueError(
-            "`run_eagerly=True` is not supported by ParameterServerStrategy: a worker runs traced "
-            "functions only. To debug a step, train in one process. Received: run_eagerly=True"
-        )
-    with strategy.scope():
-        return original(self, *args, **kwargs)
-
-
-def _build(original, self, iterator=None, data_batch=None):
-    strategy = _ours(self._distribute_strategy)
-    if strategy is None:
-        return original(self, iterator=iterator, data_batch=data_batch)
-    if iterator is not None:
-        data_batch = data.symbolic_batch(iterator.batch_spec)
-    with strategy.scope():
-        self._symbolic_build(data_batch=data_batch)
-    checks.check_variables(strategy, self)
-
-
 def _init_iterator(original, self, distribute_strategy=None, *args, **kwargs):
-    strategy = _ours(distribute_strategy)
+    strategy = asynchronous(distribute_strategy)
     if strategy is None:
         return original(self, distribute_strategy, *args, **kwargs)
     super(trainer.TFEpochIterator, self).__init__(*args, **kwargs)
@@ -88,7 +55,7 @@ def _init_iterator(original, self, distribute_strategy=None, *args, **kwargs):
 
 
 def _sync(original, self):
-    strategy = _ours(self._distribute_strategy)
+    strategy = asynchronous(self._distribute_strategy)
     if strategy is None:
         return original(self)
     for function in list(_functions.get(strategy, ())):
@@ -96,7 +63,7 @@ def _sync(original, self):
 
 
 def _make_function(original, self, step_function):
-    strategy = _ours(self._distribute_strategy)
+    strategy = asynchronous(self._distribute_strategy)
     if strategy is None:
         return original(self, step_function)
     function = _StepFunction(self, strategy, step_function)
@@ -171,7 +138,7 @@ def _tensors(batch):
 
 
 def _make_predict_function(original, self, force=False):
-    strategy = _ours(self._distribute_strategy)
+    strategy = asynchronous(self._distribute_strategy)
     if strategy is None:
         return original(self, force)
     if self.predict_function is not None and not force:
@@ -227,9 +194,10 @@ tensor_conversion_registry.register_tensor_conversion_function(
 
 
 def _initialize(original, self, value):
-    strategy = _ours(tf.distribute.get_strategy())
+    strategy = asynchronous(tf.distribute.get_strategy())
     if strategy is None:
         return original(self, value)
+    note_live(strategy)
     is_seed = self._name == "seed_generator_state"
     with strategy.extended.creating(self.path, accumulates(self) or is_seed, is_seed):
         return original(self, value)

@@ -7,7 +7,7 @@ from keras.src.trainers import trainer as base_trainer
 
 from keras_psplus.all_reduce import batches, failure
 from keras_psplus.keras_hooks import checks, data
-from keras_psplus.keras_hooks.ownership import another_is_live, our_step, ours
+from keras_psplus.keras_hooks.ownership import another_is_live, asynchronous, our_step, ours
 from keras_psplus.keras_hooks.patching import replace
 
 _ITERATORS = (tf.data.Iterator, tf.distribute.DistributedIterator)
@@ -28,6 +28,10 @@ def install():
         replace(tf_trainer, name, ["self", "x"])(_explained)
 
 
+def _distributing(strategy):
+    return ours(strategy) or asynchronous(strategy)
+
+
 def _explained(original, self, *args, **kwargs):
     strategy = ours(self._distribute_strategy)
     if strategy is None:
@@ -37,17 +41,17 @@ def _explained(original, self, *args, **kwargs):
 
 
 def _training(original, self, *args, **kwargs):
-    if ours(self._distribute_strategy) is None and another_is_live() is not None:
+    if self._distribute_strategy is None and another_is_live():
         raise ValueError(
-            f"The model '{self.name}' was built outside the strategy's scope, so every worker "
-            "would train its own copy of it. Build and compile it under `with strategy.scope():`. "
+            f"The model '{self.name}' was built outside the strategy's scope, so this process "
+            "would train it alone. Build and compile it under `with strategy.scope():`. "
             f"Received: model={self}"
         )
     return _explained(original, self, *args, **kwargs)
 
 
 def _compile(original, self, *args, **kwargs):
-    strategy = ours(getattr(self, "_distribute_strategy", None))
+    strategy = _distributing(getattr(self, "_distribute_strategy", None))
     if strategy is None:
         return original(self, *args, **kwargs)
     checks.check_compile_arguments(strategy, original, (self, *args), kwargs)
@@ -60,7 +64,7 @@ def _compile(original, self, *args, **kwargs):
 
 
 def _build(original, self, iterator=None, data_batch=None):
-    strategy = ours(self._distribute_strategy)
+    strategy = _distributing(self._distribute_strategy)
     if strategy is None:
         return original(self, iterator=iterator, data_batch=data_batch)
     if iterator is not None:
