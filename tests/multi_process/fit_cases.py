@@ -266,7 +266,7 @@ def synchronised_batch_normalisation():
     ]
     return trained(
         compiled(layers, keras.optimizers.SGD(0.1)),
-        *blobs(200),
+        *blobs(),
         **numpy_defaults(validation_data=blobs(60, seed=2)),
     )
 

@@ -49,7 +49,12 @@ SHARDED = [
     "evaluate_and_predict",
 ]
 # Float tolerance: sums over replicas are taken in another order than sums over a batch.
-TOLERANCE = dict.fromkeys(CASES, 2e-5) | {"bfloat16": 2e-2, "mixed_precision_skips_overflow": 2e-3}
+TOLERANCE = dict.fromkeys(CASES, 2e-5) | {
+    "bfloat16": 2e-2,
+    "mixed_precision_skips_overflow": 2e-3,
+    # Its variance is E[x^2] - E[x]^2, which magnifies the difference.
+    "synchronised_batch_normalisation": 1e-4,
+}
 ENVIRONMENT = {"TF_CPP_MIN_LOG_LEVEL": "2", "CUDA_VISIBLE_DEVICES": ""}
 
 
