@@ -71,6 +71,11 @@ def split(data, world):
             "A batch must hold at least one tensor with a batch dimension, so that it can be split "
             f"over {world.replicas} replicas. Received: {data}"
         )
+    for leaf in tf.nest.flatten(data):
+        of_leaf = rows_of(leaf)
+        if of_leaf is not None and of_leaf is not rows:
+            message = "All parts of a batch must have as many rows, so that it can be split. "
+            tf.debugging.assert_equal(of_leaf, rows, f"{message}Received: {data}")
     shards = []
     for local_replica in range(world.local_replicas):
         first, end = world.bounds(rows, local_replica)

@@ -75,28 +75,28 @@ class Launcher(cross_device_utils.CollectiveReplicaLauncher):
             rows, counts = self.gather_rows(tf.cast(tensor, wide))
             return tf.cast(rows, tensor.dtype), counts
         with ops.device(self._device):
-            shape = tf.shape(tensor)
-            counts = self.all_gather_static(tf.reshape(shape[0], [1]))
-            counts.set_shape([self._group_size])
-            padded, size_class = _size_class(tf.reduce_max(counts))
-            widths = [[0, 0]] * (tensor.shape.rank - 1)
-            padding = tf.concat(
-                [[[0, padded - shape[0]]], tf.constant(widths, tf.int32, [len(widths), 2])], 0
-            )
-            padded_rows = tf.pad(tensor, padding)
+            # As one vector: its shape is settled by the size class alone, and with it the keys.
+            elements = tf.reshape(tensor, [-1])
+            row_shape = tf.shape(tensor)[1:]
+            mine = tf.stack([tf.shape(tensor)[0], tf.size(tensor)])
+            gathered = tf.reshape(self.all_gather_static(mine), [self._group_size, 2])
+            counts, sizes = gathered[:, 0], gathered[:, 1]
+            padded, size_class = _size_class(tf.reduce_max(sizes))
             self._size_class = size_class
             try:
-                with self._keys_for("rows", padded_rows):
-                    everything = super()._all_gather(padded_rows, None)
+                with _Signature(self, ("rows", tensor.dtype.name)):
+                    everything = super()._all_gather(
+                        tf.pad(elements, [[0, padded - tf.size(elements)]]), None
+                    )
             finally:
                 self._size_class = None
-            everything = tf.reshape(
-                everything, tf.concat([[self._group_size, padded], shape[1:]], 0)
-            )
-            mask = tf.sequence_mask(counts, padded)
-            rows = tf.boolean_mask(everything, mask)
-            rows.set_shape([None] + tensor.shape.as_list()[1:])
-            return rows, counts
+            everything = tf.reshape(everything, [self._group_size, padded])
+            parts = [everything[rank, : sizes[rank]] for rank in range(self._group_size)]
+            elements = tf.concat(parts, 0)
+            rows = tf.reshape(elements, tf.concat([[tf.reduce_sum(counts)], row_shape], 0))
+            return tf.ensure_shape(
+                rows, tf.TensorShape([None]).concatenate(tensor.shape[1:])
+            ), counts
 
     def all_gather(self, input_tensor, axis, options=None):
         if isinstance(axis, int) and axis == 0 and not tf.executing_eagerly():
@@ -115,7 +115,7 @@ class Launcher(cross_device_utils.CollectiveReplicaLauncher):
     def _keys_for(self, kind, tensor):
         shape = tuple(tensor.shape.as_list()) if tensor.shape.rank is not None else None
         static = shape is not None and None not in shape
-        if static or self._size_class is not None:
+        if static:
             return _Signature(self, (kind, tensor.dtype.name, shape))
         return _Signature(self, None)
 

@@ -83,9 +83,15 @@ class MultiWorkerMirroredExtended(collective_all_reduce_strategy.CollectiveAllRe
     def gather_rows(self, value):
         """Concatenates the replicas' tensors along axis 0 in rank order, in graph mode."""
         local = self._container_strategy().experimental_local_results(value)
-        scalars = local[0].shape.rank == 0
-        if scalars:
+        if not isinstance(local[0], tf.Tensor) or local[0].dtype == tf.string:
+            raise ValueError(
+                "With several replicas, outputs of `predict` must be dense and not strings, to be "
+                "gathered from all workers: return dense numbers, or predict with a model loaded "
+                f"outside the strategy's scope. Received: {local[0]}"
+            )
+        if local[0].shape.rank == 0:
             local = [tf.reshape(t, [1]) for t in local]
+        # Every local replica takes part; all of them get the same.
         return [self.launcher(i).gather_rows(t)[0] for i, t in enumerate(local)][0]
 
     def broadcast(self, variables):
@@ -151,8 +157,11 @@ class MultiWorkerMirroredExtended(collective_all_reduce_strategy.CollectiveAllRe
         return devices, kind
 
     def _create_variable(self, next_creator, **kwargs):
-        _, accumulates = getattr(self._creating, "value", None) or ("", False)
-        if accumulates:
+        of_keras = getattr(self._creating, "value", None)
+        _, accumulates = of_keras or ("", False)
+        averaged = of_keras and kwargs.get("aggregation") == tf.VariableAggregation.MEAN
+        if accumulates or averaged:
+            # The step makes totals and means global, once; TensorFlow would at each assignment.
             kwargs["synchronization"] = tf.VariableSynchronization.AUTO
             kwargs["aggregation"] = tf.VariableAggregation.NONE
         elif kwargs.get("aggregation") == tf.VariableAggregation.ONLY_FIRST_REPLICA:

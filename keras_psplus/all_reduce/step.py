@@ -87,7 +87,9 @@ class Step:
         """
         if self._weight is None:
             return tensors
-        leaves = tf.nest.flatten(tensors, expand_composites=True)
+        # The shape of slices is no value.
+        values = [(t.values, t.indices) if isinstance(t, tf.IndexedSlices) else t for t in tensors]
+        leaves = tf.nest.flatten(values)
         present = [i for i, leaf in enumerate(leaves) if leaf is not None]
         kept = [leaves[i] for i in present]
         # A cond passes tensors through without a copy, and each as soon as it is there.
@@ -98,7 +100,11 @@ class Step:
         )
         for i, leaf in zip(present, tf.nest.flatten(safe), strict=True):
             leaves[i] = leaf
-        return tf.nest.pack_sequence_as(tensors, leaves, expand_composites=True)
+        safe = tf.nest.pack_sequence_as(values, leaves)
+        return [
+            tf.IndexedSlices(*new, old.dense_shape) if isinstance(old, tf.IndexedSlices) else new
+            for old, new in zip(tensors, safe)
+        ]
 
     def sum_over_replicas(self, tensors):
         """Sums small tensors over all replicas."""
@@ -145,13 +151,17 @@ class Step:
         """
         share = self._share()
 
+        def unless_empty(value):
+            # What an empty replica has computed may be NaN.
+            return tf.where(share > 0, value, tf.zeros_like(value))
+
         def weighted(value):
-            # An empty replica's batch statistics are NaN.
-            part = value * tf.cast(share, value.dtype)
-            return tf.where(share > 0, part, tf.zeros_like(part))
+            return unless_empty(value * tf.cast(share, value.dtype))
 
         totals = list(self._baselines.values())
-        parts = [_component(variable).read_value() - base for variable, base in totals]
+        parts = [
+            unless_empty(_component(variable).read_value() - base) for variable, base in totals
+        ]
         parts += [weighted(_component(variable).read_value()) for variable in means]
         parts += [weighted(tensor) for tensor in tensors]
         sums = self._extended.sum_over_replicas(parts)

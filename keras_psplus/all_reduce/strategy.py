@@ -1,6 +1,7 @@
 """`MultiWorkerMirroredStrategy` for Keras 3."""
 
 import functools
+import math
 import weakref
 
 import tensorflow as tf
@@ -69,8 +70,11 @@ class MultiWorkerMirroredStrategy(tf.distribute.MultiWorkerMirroredStrategy):
             ("heartbeat_timeout", heartbeat_timeout),
             ("bucket_bytes", bucket_bytes),
         ):
-            if isinstance(value, bool) or not isinstance(value, (int, float)) or value <= 0:
-                raise ValueError(f"`{name}` must be a positive number. Received: {name}={value!r}")
+            number = isinstance(value, (int, float)) and not isinstance(value, bool)
+            if not number or not math.isfinite(value) or value <= 0:
+                raise ValueError(
+                    f"`{name}` must be a positive, finite number. Received: {name}={value!r}"
+                )
         self._task = start(cluster_resolver, startup_timeout, heartbeat_timeout)
         multi_worker = self._task is not None and self._task.num_workers > 1
         control = ControlPlane(self._task, startup_timeout) if multi_worker else None
@@ -83,7 +87,7 @@ class MultiWorkerMirroredStrategy(tf.distribute.MultiWorkerMirroredStrategy):
                     resolver_for(self._task, cluster_resolver),
                     communication_options or tf.distribute.experimental.CommunicationOptions(),
                     control,
-                    int(bucket_bytes),
+                    math.ceil(bucket_bytes),
                 ),
             )
         if multi_worker:

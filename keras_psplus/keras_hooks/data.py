@@ -53,7 +53,7 @@ def distribute(strategy, adapter):
     if kind == "own" or not alike:
         return _own_share(strategy, adapter, told, alike)
     share_order(adapter, seed)
-    dataset = reseed(adapter.get_tf_dataset(), seed)
+    dataset = _without_missing(reseed(adapter.get_tf_dataset(), seed))
     if kind in ("python", "generator"):
         dataset = _copied(dataset)
     if facts["batches"] != _UNKNOWN:
@@ -70,7 +70,9 @@ def split_eagerly(strategy, batch):
     """Cuts a batch of arrays that every worker has, as `train_on_batch` gets it."""
     while isinstance(batch, tuple) and len(batch) > 1 and batch[-1] is None:
         batch = batch[:-1]
-    batch = tree.map_structure(tf.convert_to_tensor, batch)
+    batch = tree.map_structure(
+        lambda leaf: leaf if leaf is None else tf.convert_to_tensor(leaf), batch
+    )
     return batches.split(batch, strategy.extended.world)
 
 
@@ -141,7 +143,10 @@ def _until_all_end(strategy, adapter, dataset):
             whole = whole.concatenate(piece)
         return whole
 
-    dataset = _with_any_batch_size(dataset).flat_map(parts).prefetch(tf.data.AUTOTUNE)
+    options = tf.data.Options()
+    options.deterministic = True
+    dataset = _with_any_batch_size(dataset).with_options(options)
+    dataset = dataset.flat_map(parts).prefetch(tf.data.AUTOTUNE)
     distributed = strategy.distribute_datasets_from_function(lambda _: dataset)
     _say(
         strategy,
@@ -156,7 +161,7 @@ def _own_share(strategy, adapter, told, alike):
     dataset = adapter.get_tf_dataset()
     if isinstance(dataset, tf.distribute.DistributedDataset):
         _say(strategy, "distributed by the script")
-        return Distributed(dataset, adapter, _local_spec(strategy, dataset.element_spec))
+        return Distributed(dataset, adapter, _local_spec(dataset.element_spec))
     policy = dataset.options().experimental_distribute.auto_shard_policy
     if not alike:
         names = strategy.extended.control.names
@@ -210,7 +215,17 @@ class _UnknownLength(data_adapter.DataAdapter):
 
 
 def _element(batch, spec):
-    return batch if isinstance(spec, tuple) else batch[0]
+    # A namedtuple comes as one argument.
+    return batch if type(spec) is tuple else batch[0]
+
+
+def _without_missing(dataset):
+    # Keras makes an empty optional of a generator's None, which TensorFlow cannot distribute.
+    spec = dataset.element_spec
+    kept = len(spec) if type(spec) is tuple else 0
+    while kept > 1 and isinstance(spec[kept - 1], tf.OptionalSpec):
+        kept -= 1
+    return dataset.map(lambda *batch: batch[:kept]) if kept and kept < len(spec) else dataset
 
 
 def _copied(dataset):
@@ -249,11 +264,11 @@ def _batch_spec_of_shards(dataset):
     return tf.nest.map_structure(relax, spec)
 
 
-def _local_spec(strategy, spec):
+def _local_spec(spec):
     def local(leaf):
         return leaf._value_specs[0] if hasattr(leaf, "_value_specs") else leaf
 
-    return tf.nest.map_structure(local, spec, expand_composites=False)
+    return tf.nest.map_structure(local, spec)
 
 
 def _say(strategy, how):

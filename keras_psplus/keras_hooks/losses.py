@@ -11,6 +11,7 @@ that of its sum, in one process too, and needs no factor.
 import keras
 import tensorflow as tf
 from keras.src import layers, tree
+from keras.src.backend.tensorflow import core
 from keras.src.losses import loss as loss_module
 from keras.src.metrics import reduction_metrics
 
@@ -48,24 +49,22 @@ def _as_it_is(original, value):
 
 def _gradient(original, self, target, sources, output_gradients=None, *args, **kwargs):
     step = _sharing_step()
-    if step is None:
+    # Gradients by inputs (of an energy, for a penalty) are a row's own. Given seeds are a chain
+    # rule's, as in tf.recompute_grad.
+    if (
+        step is None
+        or output_gradients is not None
+        or not any(isinstance(s, (tf.Variable, core.Variable)) for s in tf.nest.flatten(sources))
+    ):
         return original(self, target, sources, output_gradients, *args, **kwargs)
-    targets = tf.nest.flatten(target)
-    seeds = [None] * len(targets)
-    if output_gradients is not None:
-        seeds = tf.nest.flatten(output_gradients)
-    seeds = [_seed(step, t, seed) for t, seed in zip(targets, seeds)]
-    seeds = seeds[0] if not tf.nest.is_nested(target) else seeds
-    if tf.nest.is_nested(target):
-        target = targets
+    seeds = tf.nest.map_structure(lambda t: _seed(step, t), target)
     return original(self, target, sources, seeds, *args, **kwargs)
 
 
-def _seed(step, target, seed):
-    if not tf.is_tensor(target) or not target.dtype.is_floating:
-        return seed
-    seed = tf.ones_like(target) if seed is None else tf.convert_to_tensor(seed)
-    return step.by_share(seed) if target.shape.rank == 0 else seed
+def _seed(step, target):
+    if not tf.is_tensor(target) or not target.dtype.is_floating or target.shape.rank != 0:
+        return None
+    return step.by_share(tf.ones_like(target))
 
 
 def _reduce_values(original, values, sample_weight=None, reduction="sum_over_batch_size"):
@@ -75,7 +74,7 @@ def _reduce_values(original, values, sample_weight=None, reduction="sum_over_bat
         return loss
     if tuple(loss.shape) == (0,):
         # Eagerly, Keras leaves the loss of an empty replica as it is: a vector of no rows.
-        return tf.reduce_sum(loss)
+        loss = tf.reduce_sum(loss)
     if reduction == "sum":
         # Not a mean: the tape's factor must not touch it.
         return step.over_share(loss)
@@ -107,8 +106,8 @@ def _update_mean(original, self, values, sample_weight=None):
     if step is not None and sample_weight is None:
         values = tf.convert_to_tensor(values)
         if values.shape.rank == 0 and values.dtype.is_floating:
-            # A mean over the replica's rows, counted once for each replica.
-            values = step.by_share(values) * step.replicas
+            # A mean over the replica's rows. The batch counts once, as in one process.
+            sample_weight = step.by_share(tf.ones([], self.dtype))
     return original(self, values, sample_weight)
 
 

@@ -32,6 +32,15 @@ def install():
     """Installs this module's hooks."""
     for name in ("save", "save_weights"):
         replace(model_module.Model, name, ["self", "filepath", "overwrite"])(_save)
+    replace(model_module.Model, "export", ["self", "filepath"])(_export)
+
+
+def _export(original, self, filepath, *args, **kwargs):
+    strategy = ours(getattr(self, "_distribute_strategy", None))
+    # A folder cannot be put in place by one rename.
+    if strategy is None or strategy.is_chief:
+        return original(self, filepath, *args, **kwargs)
+    return None
 
 
 def _save(original, self, filepath, overwrite=True, *args, **kwargs):

@@ -2,7 +2,7 @@
 
 import tensorflow as tf
 from keras.src import tree
-from keras.src.backend.tensorflow import trainer
+from keras.src.backend.tensorflow import core, trainer
 from keras.src.trainers import trainer as base_trainer
 
 from keras_psplus.all_reduce import batches, failure
@@ -155,7 +155,10 @@ def _own_logs(logs, metrics):
     of_metrics = {name for metric in metrics for name in (metric.name, *_results(metric))}
     names = [n for n in logs if n not in of_metrics] if isinstance(logs, dict) else None
     part = logs if names is None else {n: logs[n] for n in names}
-    leaves = tf.nest.flatten(part)
+    leaves = [
+        tf.convert_to_tensor(leaf) if isinstance(leaf, core.Variable) else leaf
+        for leaf in tf.nest.flatten(part)
+    ]
     places = [
         i
         for i, leaf in enumerate(leaves)

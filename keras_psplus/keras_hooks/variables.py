@@ -35,9 +35,12 @@ def install():
         if step is not None and step.recording:
             if accumulates(self):
                 step.record_total(self._value)
-            elif not self.trainable and self._value.dtype.is_floating:
+            elif self._value.dtype.is_floating:
                 step.record(self._value)
         return original(self, value)
+
+    for name, number in (("__float__", float), ("__int__", int)):
+        replace(core.Variable, name, ["self"])(_as_number(number))
 
     @replace(seed_generator.SeedGenerator, "next", ["self", "ordered"])
     def next_seed(original, self, ordered=True):
@@ -49,3 +52,13 @@ def install():
         # drawn from it differs, or all replicas would drop the same units of different rows.
         offset = step.rank * _SEED_STRIDE % (1 << 31)
         return seed + tf.constant([offset, 0], seed.dtype) if offset else seed
+
+
+def _as_number(number):
+    def convert(original, self):
+        # TensorFlow's mirrored variables lack what callbacks do with a learning rate.
+        if isinstance(self._value, tf.distribute.DistributedValues):
+            return number(self._value.numpy())
+        return original(self)
+
+    return convert

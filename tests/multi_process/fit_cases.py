@@ -7,6 +7,7 @@ worker of a cluster. Writes what each case returns, and the final weights, to
 
 import argparse
 import os
+import typing
 
 os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "2")
 
@@ -297,6 +298,21 @@ def embedding_with_adam():
 
 
 @case
+def embeddings_of_several_widths():
+    inputs = keras.Input((7,), dtype="int32")
+    tables = [keras.layers.Embedding(30, width)(inputs) for width in (3, 5, 7)]
+    h = keras.layers.GlobalAveragePooling1D()(keras.layers.Concatenate()(tables))
+    outputs = {"a": keras.layers.Dense(3, name="a")(h), "b": keras.layers.Dense(5, name="b")(h)}
+    model = keras.Model(inputs, outputs)
+    losses = keras.losses.SparseCategoricalCrossentropy(from_logits=True)
+    model.compile(keras.optimizers.Adam(0.01), {"a": losses, "b": losses})
+    x, y = tokens(81)  # The last batch has one row, and some replica none.
+    model, results = trained(model, x, {"a": y, "b": y}, **numpy_defaults(batch_size=20))
+    predicted = model.predict(x, batch_size=20, verbose=0)
+    return model, results | {f"predict/{name}": value for name, value in predicted.items()}
+
+
+@case
 def attention():
     inputs = keras.Input((7,), dtype="int32")
     h = keras.layers.Embedding(30, 8)(inputs)
@@ -436,6 +452,62 @@ def own_loss_as_vector():
     model = OwnLoss(mean=False)
     model.compile(keras.optimizers.SGD(0.001))
     return trained(model, *blobs(), **numpy_defaults())
+
+
+@case
+def own_loss_with_an_empty_replica():
+    model = OwnLoss(mean=True)
+    model.compile("sgd")
+    return trained(model, *blobs(101), **numpy_defaults())
+
+
+class GradientPenalty(OwnModel):
+    """Takes a gradient by its inputs inside, and logs a variable."""
+
+    def train_step(self, data):
+        x, _ = data
+        with tf.GradientTape() as tape:
+            with tf.GradientTape() as inner:
+                inner.watch(x)
+                energy = tf.reduce_sum(self(x))
+            slopes = inner.gradient(energy, x)
+            loss = tf.reduce_mean(tf.square(tf.norm(slopes, axis=1) - 1.0))
+        gradients = tape.gradient(loss, self.trainable_variables)
+        pairs = [(g, v) for g, v in zip(gradients, self.trainable_variables) if g is not None]
+        self.optimizer.apply_gradients(pairs)
+        self._loss_tracker.update_state(loss)
+        return {"loss": self._loss_tracker.result(), "rate": self.optimizer.learning_rate}
+
+
+@case
+def gradient_penalty():
+    model = GradientPenalty()
+    model.compile(keras.optimizers.SGD(0.1))
+    rates = []
+    read = keras.callbacks.LambdaCallback(
+        on_epoch_end=lambda epoch, logs: rates.append(float(model.optimizer.learning_rate))
+    )
+    model, results = trained(model, *blobs(101), **numpy_defaults(callbacks=[read]))
+    return model, results | {"rates": np.asarray(rates)}
+
+
+@case
+def metric_and_loss_functions_of_whole_batches():
+    def distance(y, y_pred):
+        return tf.reduce_mean(tf.square(y_pred - tf.cast(tf.reshape(y, [-1, 1]), "float32")))
+
+    return trained(mlp(loss=distance, metrics=[distance]), *blobs(101), **numpy_defaults())
+
+
+class Pair(typing.NamedTuple):
+    x: typing.Any
+    y: typing.Any
+
+
+@case
+def dataset_of_named_tuples():
+    data = tf.data.Dataset.from_tensor_slices(Pair(*blobs())).batch(50)
+    return trained(mlp(), data, epochs=2)
 
 
 class FunctionStep(OwnModel):
