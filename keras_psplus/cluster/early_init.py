@@ -7,8 +7,8 @@ and leaves the search for the operation to the user.
 
 import dataclasses
 import linecache
-import sys
 import sysconfig
+import traceback
 
 from tensorflow.python.eager import context as _tf_context
 
@@ -38,7 +38,7 @@ def install():
 
     def record_and_initialize():
         _remove(context)
-        _state.frames = _user_frames(sys._getframe(1))
+        _state.frames = _user_frames(traceback.extract_stack())
         return original()
 
     # On the instance, so that TensorFlow's class stays as it is.
@@ -89,17 +89,12 @@ def _remove(context):
     context.__dict__.pop("ensure_initialized", None)
 
 
-def _user_frames(frame):
-    """The innermost frames that are neither TensorFlow's, Keras's, Python's nor ours."""
+def _user_frames(stack):
+    """The innermost calls that are neither TensorFlow's, Keras's, Python's nor ours."""
     library_paths = (sysconfig.get_path("purelib"), sysconfig.get_path("platlib"))
     library_paths += (sysconfig.get_path("stdlib"), __file__.rpartition("cluster")[0], "<frozen")
-    frames = []
-    while frame is not None and len(frames) < _MAX_FRAMES:
-        name = frame.f_code.co_filename
-        if not name.startswith(library_paths):
-            frames.append((name, frame.f_lineno, frame.f_code.co_name))
-        frame = frame.f_back
-    return tuple(reversed(frames))
+    users = [f for f in stack if not f.filename.startswith(library_paths)]
+    return tuple((f.filename, f.lineno, f.name) for f in users[-_MAX_FRAMES:])
 
 
 def _describe(filename, line, function):
