@@ -206,8 +206,7 @@ def _initialize(original, self, value):
 def _atomically(method):
     def assign(original, self, value):
         variable = self._value
-        on_ps = variable is not None and "/job:ps/" in (getattr(variable, "device", "") or "")
-        if in_stateless_scope() or not on_ps or current() is None:
+        if in_stateless_scope() or not _on_ps(variable) or current() is None:
             return original(self, value)
         # Keras reads, adds and writes: another worker's step in between would be lost.
         return getattr(variable, method)(tf.cast(value, variable.dtype), read_value=False)
@@ -215,7 +214,12 @@ def _atomically(method):
     return assign
 
 
+def _on_ps(variable):
+    return "/job:ps/" in (getattr(variable, "device", None) or "")
+
+
 def _sparse_read(self, indices, name=None):
-    if in_stateless_scope() or not hasattr(self._value, "sparse_read"):
+    if in_stateless_scope() or not _on_ps(self._value):
+        # As if Keras's variables had no such method: tf.gather reads the whole value then.
         raise AttributeError("sparse_read")
     return self._maybe_autocast(self._value.sparse_read(indices, name=name))
