@@ -11,6 +11,7 @@ from tensorflow.python.framework import tensor_conversion_registry
 from keras_psplus.keras_hooks.ownership import asynchronous, note_live
 from keras_psplus.keras_hooks.patching import replace
 from keras_psplus.keras_hooks.variables import accumulates
+from keras_psplus.log import info_once
 from keras_psplus.parameter_server import failure
 from keras_psplus.parameter_server.steps import StepFunctions, StepRunner
 from keras_psplus.parameter_server.worker_function import current, pack
@@ -52,6 +53,11 @@ def _init_iterator(original, self, distribute_strategy=None, *args, **kwargs):
     # worker has its batch with it, and every element counts once.
     self._distributed_dataset = self.data_adapter.get_tf_dataset()
     self.batch_spec = self._distributed_dataset.element_spec
+    info_once(
+        "data over %d worker(s): the chief reads them and sends each batch with its step, over its "
+        "own network",
+        strategy.num_workers,
+    )
 
 
 def _sync(original, self):
