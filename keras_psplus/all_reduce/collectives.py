@@ -39,22 +39,13 @@ class Launcher(cross_device_utils.CollectiveReplicaLauncher):
         self._signature = None
         self._size_class = None
 
-    @property
-    def group_size(self):
-        return self._group_size
-
     def all_reduce(self, input_tensor, control_input=None, options=None):
         tensor = tf.convert_to_tensor(input_tensor)
         with self._keys_for("reduce", tensor):
             return super().all_reduce(tensor, control_input, options)
 
-    def all_gather_static(self, tensor):
-        """Concatenates tensors of one static shape along axis 0, in rank order."""
-        tensor = tf.convert_to_tensor(tensor)
-        with self._keys_for("gather", tensor):
-            return super()._all_gather(tensor, None)
-
     def _all_gather(self, input_tensor, options=None):
+        """Concatenates tensors of one shape along axis 0, in rank order."""
         tensor = tf.convert_to_tensor(input_tensor)
         with self._keys_for("gather", tensor):
             return super()._all_gather(tensor, options)
@@ -79,7 +70,7 @@ class Launcher(cross_device_utils.CollectiveReplicaLauncher):
             elements = tf.reshape(tensor, [-1])
             row_shape = tf.shape(tensor)[1:]
             mine = tf.stack([tf.shape(tensor)[0], tf.size(tensor)])
-            gathered = tf.reshape(self.all_gather_static(mine), [self._group_size, 2])
+            gathered = tf.reshape(self._all_gather(mine), [self._group_size, 2])
             counts, sizes = gathered[:, 0], gathered[:, 1]
             padded, size_class = _size_class(tf.reduce_max(sizes))
             self._size_class = size_class

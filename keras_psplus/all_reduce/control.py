@@ -14,6 +14,7 @@ import tensorflow as tf
 from tensorflow.python.eager import context
 
 from keras_psplus.all_reduce import failure
+from keras_psplus.cluster.config import task_name
 from keras_psplus.log import logger
 
 _POLL_SECONDS = 3.0
@@ -29,7 +30,7 @@ class ControlPlane:
 
     def __init__(self, task, timeout):
         self._task = task
-        self._names = [f"{job}-{index}" for job, index, _ in task.tasks() if job != "ps"]
+        self._names = [task_name(job, index) for job, index, _ in task.tasks() if job != "ps"]
         self._timeout = timeout
         self._sequence = 0
 
@@ -64,14 +65,12 @@ class ControlPlane:
         theirs = self._get(leader, kind)
         self._sequence += 1
         if theirs.split("\n")[:2] != message.split("\n")[:2]:
-            error = (
+            self._fall_out(
                 f"Workers have fallen out of step: {leader} is at {_readable(theirs)}, "
                 f"{self._task.name} is at {_readable(message)}. Every worker must run the same "
                 "script and build the same model in the same order. "
                 f"Received: {_readable(message)} on {self._task.name} ({self._task.address})"
             )
-            self.fail(error)
-            raise ValueError(error)
 
     def exchange(self, kind, text):
         """Gives every worker's text to every worker, in rank order."""
@@ -81,24 +80,23 @@ class ControlPlane:
             theirs = self._get(name, kind)
             their_kind, _, their_text = theirs.split("\n", 2)
             if their_kind != kind:
-                error = (
+                self._fall_out(
                     f"Workers have fallen out of step: {name} is at {_readable(theirs)}, "
                     f"{self._task.name} is at {kind}. A callback or a condition in the script "
                     "that holds on some workers only is the usual cause; every worker must take "
                     f"the same steps. Received: {kind} on {self._task.name}"
                 )
-                self.fail(error)
-                raise ValueError(error)
             texts.append(their_text)
         self._sequence += 1
         return texts
 
-    def fail(self, message):
-        """Tells the other workers to stop, with the reason."""
+    def _fall_out(self, message):
+        """Tells the other workers to stop, with the reason, and raises it here."""
         try:
             context.context().report_error_to_cluster(tf.errors.INVALID_ARGUMENT, message)
         except (tf.errors.OpError, ValueError) as error:
-            logger.warning("keras_psplus: could not tell the other workers: %s", error)
+            logger.warning("could not tell the other workers: %s", error)
+        raise ValueError(message)
 
     def _put(self, message):
         key = f"keras_psplus/{self._sequence}/{self._task.name}"

@@ -16,6 +16,7 @@ import time
 import tensorflow as tf
 from tensorflow.python.eager import context
 
+from keras_psplus.cluster.config import task_name
 from keras_psplus.log import logger
 
 _SYMPTOMS = (
@@ -133,7 +134,9 @@ def _lost_peers(task):
 
     with concurrent.futures.ThreadPoolExecutor(len(peers)) as pool:
         lost = list(pool.map(is_lost, peers))
-    return [(f"{job}-{index}", address) for (job, index, address), gone in zip(peers, lost) if gone]
+    return [
+        (task_name(job, index), address) for (job, index, address), gone in zip(peers, lost) if gone
+    ]
 
 
 def _blames_a_peer(error):

@@ -114,9 +114,7 @@ def _lockstep(strategy, adapter, dataset, facts):
     """As many global batches on every worker: each cuts its rows out, and nobody has to ask."""
     world = strategy.extended.world
     spec = dataset.element_spec
-    options = tf.data.Options()
-    options.deterministic = True
-    sharded = dataset.with_options(options).map(
+    sharded = _in_order(dataset).map(
         lambda *batch: batches.split(_element(batch, spec), world),
         num_parallel_calls=tf.data.AUTOTUNE,
     )
@@ -143,10 +141,7 @@ def _until_all_end(strategy, adapter, dataset):
             whole = whole.concatenate(piece)
         return whole
 
-    options = tf.data.Options()
-    options.deterministic = True
-    dataset = _with_any_batch_size(dataset).with_options(options)
-    dataset = dataset.flat_map(parts).prefetch(tf.data.AUTOTUNE)
+    dataset = _in_order(_with_any_batch_size(dataset)).flat_map(parts).prefetch(tf.data.AUTOTUNE)
     distributed = strategy.distribute_datasets_from_function(lambda _: dataset)
     _say(
         strategy,
@@ -217,6 +212,13 @@ class _UnknownLength(data_adapter.DataAdapter):
 def _element(batch, spec):
     # A namedtuple comes as one argument.
     return batch if type(spec) is tuple else batch[0]
+
+
+def _in_order(dataset):
+    # Parallel stages that hand over what is ready first would do so differently on each worker.
+    options = tf.data.Options()
+    options.deterministic = True
+    return dataset.with_options(options)
 
 
 def _without_missing(dataset):
