@@ -139,10 +139,12 @@ def test_ps_tasks_are_refused():
 def test_a_port_in_use_is_named():
     script = """
     import json, os, socket
-    host, port = json.loads(os.environ["TF_CONFIG"])["cluster"]["worker"][0].split(":")
-    holder = socket.socket()
-    holder.bind((host, int(port)))
-    holder.listen()
+    config = json.loads(os.environ["TF_CONFIG"])
+    if config["task"]["index"] == 0:
+        host, port = config["cluster"]["worker"][0].split(":")
+        holder = socket.socket()
+        holder.bind((host, int(port)))
+        holder.listen()
     import keras_psplus
     keras_psplus.MultiWorkerMirroredStrategy(startup_timeout=5)
     """
