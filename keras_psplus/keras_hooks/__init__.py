@@ -10,6 +10,7 @@ from keras_psplus.keras_hooks import (
     losses,
     optimizer,
     parameter_server,
+    parameter_server_optimizer,
     saving,
     trainer,
     variables,
@@ -31,6 +32,7 @@ def install():
         callbacks,
         saving,
         parameter_server,
+        parameter_server_optimizer,
     ):
         module.install()
     _installed = True

@@ -8,7 +8,7 @@ from keras.src.callbacks import backup_and_restore, callback_list, model_checkpo
 from keras.src.utils import file_utils
 
 from keras_psplus.keras_hooks import saving
-from keras_psplus.keras_hooks.ownership import ours
+from keras_psplus.keras_hooks.ownership import asynchronous, ours
 from keras_psplus.keras_hooks.patching import replace
 
 _WRITE_ONLY = (
@@ -66,8 +66,13 @@ def _on_chief_only(original, self, logs=None):
     return original(self, logs) if strategy is None or strategy.is_chief else None
 
 
+def _backing_up(callback):
+    strategy = getattr(callback.model, "_distribute_strategy", None)
+    return ours(strategy) or asynchronous(strategy)
+
+
 def _save_backup(original, self):
-    strategy = _strategy_of(self)
+    strategy = _backing_up(self)
     if strategy is None:
         return original(self)
     if not strategy.is_chief:
@@ -80,7 +85,7 @@ def _save_backup(original, self):
 
 
 def _restore_backup(original, self, logs=None):
-    strategy = _strategy_of(self)
+    strategy = _backing_up(self)
     if strategy is None:
         return original(self, logs)
     restored = False
@@ -91,7 +96,8 @@ def _restore_backup(original, self, logs=None):
             with file_utils.File(_seeds_path(self), "r") as f:
                 for variable, state in zip(_seed_states(self.model), json.loads(f.read())):
                     variable.assign(state)
-    control = strategy.extended.control
+    # Under parameter servers there is nobody else to tell.
+    control = getattr(strategy.extended, "control", None)
     if control is None:
         return
     state = {"restored": restored, "epoch": self.model._initial_epoch}

@@ -82,7 +82,8 @@ class _StepFunction:
 
     def __init__(self, model, strategy, step_function):
         self._model = model
-        self._runner = StepRunner(strategy, model._autoconvert_optionals(step_function))
+        step = model._autoconvert_optionals(step_function)
+        self._runner = StepRunner(strategy, step, lambda: _weights(model))
         # One dict for a whole epoch: Keras keeps the last that it got, and gets to see in it what
         # steps bring back later.
         self._logs = {}
@@ -117,6 +118,10 @@ class _StepFunction:
                     if name in self._logs:
                         self._logs[name] = value.numpy()
         self._logs = {}
+
+
+def _weights(model):
+    return [variable._value for variable in model.weights]
 
 
 def _take(iterator, count):
@@ -156,7 +161,7 @@ def _make_predict_function(original, self, force=False):
         return tree.map_structure(lambda *parts: trainer.concat(list(parts)), *outputs)
 
     step = self._autoconvert_optionals(self.predict_step)
-    functions = StepFunctions(strategy, step, concatenated)
+    functions = StepFunctions(strategy, step, concatenated, lambda: _weights(self))
 
     def predict_function(batches):
         batches = [_tensors(batch) for batch in batches]

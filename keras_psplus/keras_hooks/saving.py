@@ -2,16 +2,19 @@
 
 `model.save` is called on all workers by some scripts and on the chief alone by others, on disks
 that are shared or not, so it can wait for nobody. Every caller writes a file of its own beside the
-target and renames it: all of them hold the same weights, and no reader sees half a file.
+target and renames it: all of them hold the same weights, and no reader sees half a file. Nor does
+the restart of a job whose parameter server died while its variables were being written.
 """
 
 import contextlib
 import os
 import threading
+from concurrent import futures
 
+import tensorflow as tf
 from keras.src.models import model as model_module
 
-from keras_psplus.keras_hooks.ownership import ours
+from keras_psplus.keras_hooks.ownership import asynchronous, ours
 from keras_psplus.keras_hooks.patching import replace
 
 _local = threading.local()
@@ -35,20 +38,59 @@ def install():
     replace(model_module.Model, "export", ["self", "filepath"])(_export)
 
 
+def _strategy_of(model):
+    strategy = getattr(model, "_distribute_strategy", None)
+    return ours(strategy) or asynchronous(strategy)
+
+
+def wait_for_steps(model):
+    """Waits for the steps of a model that are under way on workers, whoever is called meanwhile."""
+    if asynchronous(getattr(model, "_distribute_strategy", None)) is None:
+        return
+    for name in ("train_function", "test_function"):
+        drain = getattr(getattr(model, name, None), "drain", None)
+        if drain is not None:
+            drain()
+
+
 def _export(original, self, filepath, *args, **kwargs):
-    strategy = ours(getattr(self, "_distribute_strategy", None))
+    strategy = _strategy_of(self)
+    if asynchronous(strategy) is not None:
+        wait_for_steps(self)
+        # A thread of its own is outside of the strategy's scope even if the caller is inside.
+        with futures.ThreadPoolExecutor(1) as executor:
+            return executor.submit(_export_plain, original, self, filepath, args, kwargs).result()
     # A folder cannot be put in place by one rename.
     if strategy is None or strategy.is_chief:
         return original(self, filepath, *args, **kwargs)
     return None
 
 
+def _export_plain(original, model, filepath, args, kwargs):
+    """Exports a model while its variables are copies on the chief.
+
+    What is exported is traced now; traced with the variables of parameter servers, it would read
+    from them, shard by shard.
+    """
+    of_servers = [(variable, variable._value) for variable in model.variables]
+    try:
+        for variable, value in of_servers:
+            variable._value = tf.Variable(
+                value.numpy(), trainable=variable.trainable, name=variable.name
+            )
+        return original(model, filepath, *args, **kwargs)
+    finally:
+        for variable, value in of_servers:
+            variable._value = value
+
+
 def _save(original, self, filepath, overwrite=True, *args, **kwargs):
-    strategy = ours(getattr(self, "_distribute_strategy", None))
+    strategy = _strategy_of(self)
     if strategy is None:
         return original(self, filepath, overwrite, *args, **kwargs)
     if getattr(_local, "suppressed", False):
         return None
+    wait_for_steps(self)
     path = os.fspath(filepath) if isinstance(filepath, (str, os.PathLike)) else ""
     sharded = bool(args) or any(kwargs.get(k) is not None for k in ("max_shard_size", "zipped"))
     if sharded or not path.endswith((".keras", ".h5")) or "://" in path:

@@ -7,7 +7,9 @@ import tensorflow as tf
 from tensorflow.python.distribute import distribute_lib, sharded_variable
 from tensorflow.python.distribute import parameter_server_strategy_v2 as stock
 from tensorflow.python.framework import ops
+from tensorflow.python.ops import resource_variable_ops
 
+from keras_psplus.parameter_server.pulls import PulledVariable, beside
 from keras_psplus.parameter_server.sharded import ShardedVariable, shard_of
 from keras_psplus.parameter_server.worker_function import TravellingVariable
 
@@ -65,10 +67,16 @@ class ParameterServerExtended(stock.ParameterServerStrategyV2Extended):
         return value
 
     def _create_var_creator(self, next_creator, **kwargs):
+        is_keras = getattr(self._creating, "value", None) is not None
+
         def creator(**kwargs):
             kwargs.pop("aggregation", None)
             kwargs.pop("synchronization", None)
-            return next_creator(**kwargs)
+            variable = next_creator(**kwargs)
+            # Keras's own variables; the script's may be lifted out of a function that is traced.
+            if is_keras and type(variable) is resource_variable_ops.ResourceVariable:
+                variable.__class__ = PulledVariable
+            return variable
 
         return creator
 
@@ -126,11 +134,12 @@ class ParameterServerExtended(stock.ParameterServerStrategyV2Extended):
 
     def _update(self, var, fn, args, kwargs, group):
         if not isinstance(var, ShardedVariable):
-            return super()._update(var, fn, args, kwargs, group)
+            with beside(var):
+                return super()._update(var, fn, args, kwargs, group)
         split = [var.split(arg) for arg in args]
         for i in range(len(var.shards)):
             # Every variable that the update touches shows its i-th shard meanwhile.
-            with shard_of(i):
+            with shard_of(i), beside(var):
                 super()._update(var, fn, tuple(part[i] for part in split), kwargs, group)
         return None
 

@@ -11,9 +11,11 @@ import threading
 import numpy as np
 import tensorflow as tf
 from tensorflow.python.eager import record
-from tensorflow.python.framework import ops, tensor_conversion_registry
+from tensorflow.python.framework import tensor_conversion_registry
 from tensorflow.python.ops import resource_variable_ops
 from tensorflow.python.types import core
+
+from keras_psplus.parameter_server import pulls
 
 _local = threading.local()
 
@@ -27,18 +29,6 @@ def shard_of(index):
         yield
     finally:
         _local.index = outer
-
-
-@contextlib.contextmanager
-def _outside_of_control_flow():
-    graph = ops.get_default_graph()
-    if not getattr(graph, "is_control_flow_graph", False):
-        yield
-        return
-    while getattr(graph, "is_control_flow_graph", False):
-        graph = graph.outer_graph
-    with graph.as_default():
-        yield
 
 
 class ShardedVariable(resource_variable_ops.BaseResourceVariable, core.Tensor):
@@ -99,20 +89,14 @@ class ShardedVariable(resource_variable_ops.BaseResourceVariable, core.Tensor):
         shard = self._shard()
         if shard is not None:
             return shard.value()
-        resource_variable_ops.variable_accessed(self)
-        # A loop's gradient goes to what its body captures: were the shards read in the body of an
-        # RNN's loop, the tape would see their handles there instead of this variable.
-        with _outside_of_control_flow():
-            with record.stop_recording():
-                whole = tf.concat([part.value() for part in self.shards], 0)
-            record.record_operation(
-                "ReadVariableOp",
-                [whole],
-                [self.handle],
-                backward_function=lambda gradient: [gradient],
-                forward_function=lambda tangent: [tangent],
-            )
-        return whole
+        handles = [part.handle for part in self.shards]
+        pulled = pulls.current() or pulls.Pulls()
+        # The tape knows the first handle only: a conditional's or a loop's gradient goes to what
+        # its body captures, which has to be the value and not the shards' handles.
+        return pulled.value(self, handles, self._concatenated, needs_function=True)
+
+    def _concatenated(self):
+        return tf.concat([pulls.raw_read(part) for part in self.shards], 0)
 
     def read_value(self):
         return self.value()

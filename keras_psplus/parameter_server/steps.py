@@ -5,6 +5,7 @@ import threading
 import numpy as np
 import tensorflow as tf
 
+from keras_psplus.parameter_server.pulls import Pulls
 from keras_psplus.parameter_server.worker_function import Trace, pack, unpack
 
 
@@ -16,10 +17,12 @@ class StepFunctions:
         step: Function of one batch.
         collect: Function that makes one result, a structure of tensors, of a list of those of
             single steps.
+        weights: Function that returns variables which steps may be expected to read.
     """
 
-    def __init__(self, strategy, step, collect):
+    def __init__(self, strategy, step, collect, weights):
         self._strategy, self._step, self._collect = strategy, step, collect
+        self._weights = weights
         self._functions = {}
 
     def __call__(self, batches):
@@ -31,20 +34,26 @@ class StepFunctions:
         return self._functions[key][:2]
 
     def _trace(self, spec):
-        variables = []
+        variables, stay = [], set()
 
         def worker_function(initial, batches):
-            with Trace(initial) as trace:
+            with Trace(initial) as trace, Pulls(self._weights(), stay) as pulls:
                 results = [self._strategy.run(self._step, args=(batch,)) for batch in batches]
                 collected = self._collect(results)
-                variables.extend(trace.variables)
-                return trace.changes(), collected
+                changes = trace.changes()
+            variables[:] = trace.variables
+            written_in_loops.update(pulls.written_in_loops())
+            return changes, collected
 
-        function = tf.function(worker_function, autograph=False)
-        with self._strategy.scope():
-            concrete = function.get_concrete_function(tf.TensorSpec([None], tf.float64), spec)
-        # The concrete function holds the function that it was traced from weakly.
-        return concrete, variables, function
+        while True:
+            written_in_loops = set()
+            function = tf.function(worker_function, autograph=False)
+            with self._strategy.scope():
+                concrete = function.get_concrete_function(tf.TensorSpec([None], tf.float64), spec)
+            if written_in_loops <= stay:
+                # The concrete function holds the function that it was traced from weakly.
+                return concrete, variables, function
+            stay |= written_in_loops
 
 
 class StepRunner:
@@ -53,11 +62,12 @@ class StepRunner:
     Args:
         strategy: `ParameterServerStrategy`.
         step: Function of one batch that returns a dict of scalar logs.
+        weights: Function that returns variables which steps may be expected to read.
     """
 
-    def __init__(self, strategy, step):
+    def __init__(self, strategy, step, weights):
         self._strategy = strategy
-        self._functions = StepFunctions(strategy, step, lambda logs: _scalars(logs[-1]))
+        self._functions = StepFunctions(strategy, step, lambda logs: _scalars(logs[-1]), weights)
         self._lock = threading.Lock()
         self._clear()
 

@@ -617,6 +617,45 @@ def early_stopping_and_plateau():
     )
 
 
+class ThreeSteps(keras.Sequential):
+    """Takes three gradient steps on each batch, in a loop of the graph."""
+
+    def train_step(self, data):
+        x, y = data
+
+        def step(i, _):
+            with tf.GradientTape() as tape:
+                loss = self.compute_loss(x, y, self(x, training=True))
+            gradients = tape.gradient(loss, self.trainable_variables)
+            self.optimizer.apply(gradients, self.trainable_variables)
+            return i + 1, loss
+
+        before = tf.reduce_sum(self.layers[0].kernel)
+        _, loss = tf.while_loop(lambda i, _: i < 3, step, (0, 0.0))
+        return {"loss": loss, "change": tf.reduce_sum(self.layers[0].kernel) - before}
+
+
+@case
+def several_steps_in_a_loop():
+    hidden = keras.layers.Dense(16, kernel_regularizer="l2")
+    model = ThreeSteps([keras.Input((12,)), hidden, keras.layers.Dense(4)])
+    loss = keras.losses.SparseCategoricalCrossentropy(from_logits=True)
+    model.compile(keras.optimizers.SGD(0.1, use_ema=True), loss)
+    return trained(model, *blobs(rows=200), **numpy_defaults())
+
+
+@case
+def moving_average_after_skipped_steps():
+    optimizer = keras.optimizers.LossScaleOptimizer(
+        keras.optimizers.SGD(0.1, use_ema=True, ema_overwrite_frequency=3), initial_scale=2.0**8
+    )
+    layers = [
+        keras.layers.Dense(16, activation="relu", kernel_constraint="non_neg"),
+        keras.layers.Dense(4),
+    ]
+    return trained(compiled(layers, optimizer), *blobs(), **numpy_defaults())
+
+
 @case
 def run_eagerly():
     return trained(mlp(run_eagerly=True), *blobs(rows=101), **numpy_defaults(epochs=1))

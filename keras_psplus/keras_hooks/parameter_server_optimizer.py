@@ -1,0 +1,88 @@
+"""Optimizers under `ParameterServerStrategy`: what changes a variable runs beside it.
+
+Stock Keras computes moving averages of weights and constraints where the step runs, so that a
+worker would pull and push every weight once more for each.
+"""
+
+import tensorflow as tf
+from keras.src import ops
+from keras.src.backend.tensorflow import optimizer as tf_optimizer
+from keras.src.optimizers import base_optimizer
+
+from keras_psplus.keras_hooks.ownership import asynchronous
+from keras_psplus.keras_hooks.patching import replace
+from keras_psplus.parameter_server import pushes
+from keras_psplus.parameter_server.pulls import PulledVariable
+
+_merge_call = tf.__internal__.distribute.interim.maybe_merge_call
+
+
+def install():
+    """Installs this module's hooks."""
+    base = base_optimizer.BaseOptimizer
+    replace(base, "apply", ["self", "grads", "trainable_variables"])(_apply)
+    replace(base, "_update_model_variables_moving_average", ["self", "trainable_variables"])(
+        _update_moving_averages
+    )
+    replace(tf_optimizer.TFOptimizer, "_all_reduce_sum_gradients", ["self", "grads_and_vars"])(
+        _push_gradients
+    )
+
+
+def _strategy_of(optimizer):
+    strategy = asynchronous(optimizer._distribution_strategy)
+    return strategy if strategy and tf.distribute.get_replica_context() else None
+
+
+def _apply(original, self, grads, trainable_variables=None):
+    strategy = _strategy_of(self)
+    known = self._trainable_variables if trainable_variables is None else trainable_variables
+    # A constraint of a sharded variable may need all of its rows.
+    constraints = [
+        (variable, variable.constraint)
+        for variable in (known if strategy else ())
+        if variable.constraint is not None and isinstance(variable._value, PulledVariable)
+    ]
+    for variable, _ in constraints:
+        variable.constraint = None
+    try:
+        original(self, grads, trainable_variables)
+    finally:
+        for variable, constraint in constraints:
+            variable.constraint = constraint
+    for variable, constraint in constraints:
+        _beside(strategy, variable, lambda v, c: v.assign(c(v)), (variable, constraint))
+
+
+def _update_moving_averages(original, self, trainable_variables):
+    strategy = _strategy_of(self)
+    if strategy is None or not self.use_ema:
+        return original(self, trainable_variables)
+    not_first_step = ops.not_equal(self.iterations, 0)
+    for variable, average in zip(trainable_variables, self._model_variables_moving_average):
+        if average is not None:
+            momentum = ops.cast(not_first_step, variable.dtype) * self.ema_momentum
+            _beside(strategy, variable, _average, (variable, average, momentum))
+    return None
+
+
+def _average(variable, average, momentum):
+    # TensorFlow's variables: of a sharded one these are the shards that are updated now.
+    value = momentum * average._value.value() + (1 - momentum) * variable._value.value()
+    average._value.assign(value)
+
+
+def _beside(strategy, variable, update, args):
+    """Runs an update on the server, or servers, that a variable lies on."""
+
+    def merged(distribution):
+        distribution.extended.update(variable._value, lambda _: update(*args), group=False)
+
+    _merge_call(merged, strategy)
+
+
+def _push_gradients(original, self, grads_and_vars):
+    if _strategy_of(self) is None:
+        return original(self, grads_and_vars)
+    gradients, variables = zip(*grads_and_vars)
+    return list(zip(pushes.pack(gradients, variables), variables))

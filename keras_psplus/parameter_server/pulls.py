@@ -1,0 +1,224 @@
+"""What a worker function reads of the parameter servers: each variable once between two writes.
+
+Every read of a variable on a parameter server brings its whole value over the network: one in an
+RNN's loop at each time step, one in a regulariser on top of the layer's own. While a worker
+function is traced, reads are kept here and used again until something writes to the variable;
+those in loops are taken before the loop. Small variables of one server come together.
+"""
+
+import contextlib
+import threading
+
+import tensorflow as tf
+from tensorflow.python.eager import record
+from tensorflow.python.framework import auto_control_deps_utils as resource_inputs
+from tensorflow.python.framework import func_graph, ops
+from tensorflow.python.ops import control_flow_v2_func_graphs as control_flow
+from tensorflow.python.ops import resource_variable_ops
+
+# Below this a message costs more than its bytes.
+SMALL_BYTES = 32 << 10
+_LOOPS = (control_flow.WhileBodyFuncGraph, control_flow.WhileCondFuncGraph)
+_local = threading.local()
+
+
+def current():
+    """The pulls of the worker function that this thread is tracing, or None."""
+    return getattr(_local, "pulls", None)
+
+
+class Pulls:
+    """What one tracing of a worker function has read.
+
+    Args:
+        together: Variables that are read together, those of each server, when one of them is.
+        stay: Ids of variables that a loop both reads and writes: reads stay in the loop.
+    """
+
+    def __init__(self, together=(), stay=()):
+        self._stay = stay
+        self._values = {}
+        self._readers = {}
+        self._written = set()
+        self._seen = {}
+        self._read_ahead = []
+        self._groups = {}
+        for variable in together:
+            if isinstance(variable, PulledVariable) and size_in_bytes(variable) <= SMALL_BYTES:
+                group = self._groups.setdefault((variable.device, variable.dtype), [])
+                group.append(variable)
+
+    def __enter__(self):
+        self._outer, _local.pulls = current(), self
+        return self
+
+    def __exit__(self, *exc):
+        _local.pulls = self._outer
+
+    def value(self, variable, handles, read, needs_function=False):
+        """A variable's value as of now, on the worker.
+
+        Args:
+            variable: The variable, as the tape knows it.
+            handles: Handles of everything that `read` reads.
+            read: Function that makes the operations which read it.
+            needs_function: Whether to read outside of conditionals too, for the tape's sake.
+        """
+        resource_variable_ops.variable_accessed(variable)
+        with record.stop_recording():
+            value = self._find_or_read(variable, handles, read, needs_function)
+        # Reads that are shared, or lie outside of the loop, are not the tape's own.
+        record.record_operation(
+            "ReadVariableOp",
+            [value],
+            [variable.handle],
+            backward_function=lambda gradient: [gradient],
+            forward_function=lambda tangent: [tangent],
+        )
+        return value
+
+    def _find_or_read(self, variable, handles, read, needs_function):
+        graphs = _graphs_outwards()
+        for graph in graphs:
+            self._look_for_writes(graph)
+        loops = []
+        for graph, outer in zip(graphs, [*graphs[1:], None]):
+            value = self._values.get((id(graph), id(variable)))
+            if value is not None:
+                break
+            is_loop = isinstance(graph, _LOOPS)
+            if (
+                outer is None
+                or any((id(graph), id(handle)) in self._written for handle in handles)
+                or (is_loop and id(variable) in self._stay)
+            ):
+                around = loops[-1][1] if loops else graphs[0]
+                value = self._read(variable, handles, read, graph if needs_function else around)
+                break
+            if is_loop:
+                loops.append((graph, outer))
+        self._read_ahead += [(variable, handles, loop) for loop, _ in loops]
+        return value
+
+    def _read(self, variable, handles, read, home):
+        group = self._groups.get((variable.device, variable.dtype), ())
+        others = [v for v in group if (id(home), id(v)) not in self._values]
+        # In a branch or a loop most of a group may not be needed.
+        together = any(v is variable for v in others) and not _is_control_flow(home)
+        with _in(home), ops.control_dependencies(None), ops.device(None):
+            if not together:
+                self._keep(home, variable, handles, read())
+                return self._values[id(home), id(variable)]
+            with ops.device(variable.device):
+                flat = tf.concat([tf.reshape(raw_read(v), [-1]) for v in others], 0)
+            parts = tf.split(flat, [v.shape.num_elements() for v in others])
+            for other, part in zip(others, parts):
+                self._keep(home, other, [other.handle], tf.reshape(part, other.shape))
+        return self._values[id(home), id(variable)]
+
+    def _keep(self, graph, variable, handles, value):
+        self._values[id(graph), id(variable)] = value
+        for handle in handles:
+            self._readers.setdefault(id(handle), set()).add(id(variable))
+
+    def _look_for_writes(self, graph):
+        """Forgets what operations made since the last look have written to."""
+        _, count = self._seen.get(id(graph), (None, 0))
+        made = graph.get_operations()
+        # The graph is kept, or another could get its id.
+        self._seen[id(graph)] = graph, len(made)
+        written = _written_by(made[count:], graph)
+        self._written |= {(id(graph), handle) for handle in written}
+        stale = set().union(*(self._readers.get(handle, ()) for handle in written))
+        if stale:
+            self._values = {key: v for key, v in self._values.items() if key[1] not in stale}
+
+    def written_in_loops(self):
+        """Ids of variables that were read ahead of a loop which turned out to write to them."""
+        written = {}
+        for _, _, loop in self._read_ahead:
+            if id(loop) not in written:
+                written[id(loop)] = _written_by(loop.get_operations(), loop)
+        return {
+            id(variable)
+            for variable, handles, loop in self._read_ahead
+            if any(id(handle) in written[id(loop)] for handle in handles)
+        }
+
+
+class PulledVariable(resource_variable_ops.ResourceVariable):
+    """A whole variable on a parameter server, whose reads in a worker function are shared."""
+
+    def _read_variable_op(self, no_copy=False):
+        pulls = current()
+        if pulls is None or _is_updating_beside(self):
+            return super()._read_variable_op(no_copy)
+        return pulls.value(self, [self.handle], lambda: raw_read(self))
+
+
+def raw_read(variable):
+    """Reads a whole variable, unknown to the tape."""
+    value = tf.raw_ops.ReadVariableOp(resource=variable.handle, dtype=variable.dtype)
+    value.set_shape(variable.shape)
+    return value
+
+
+def size_in_bytes(variable):
+    """Bytes of a variable's value."""
+    return variable.shape.num_elements() * variable.dtype.size
+
+
+class beside:
+    """Context of an update that runs on a variable's own server."""
+
+    def __init__(self, variable):
+        self._device = variable.device
+
+    def __enter__(self):
+        self._outer, _local.beside = getattr(_local, "beside", None), self._device
+
+    def __exit__(self, *exc):
+        _local.beside = self._outer
+
+
+def _is_updating_beside(variable):
+    return getattr(_local, "beside", None) == variable.device
+
+
+def _is_control_flow(graph):
+    return isinstance(graph, control_flow.ControlFlowFuncGraph)
+
+
+def _graphs_outwards():
+    """The current graph and those around it, up to the function that control flow is in."""
+    graphs = [ops.get_default_graph()]
+    while _is_control_flow(graphs[-1]):
+        graphs.append(graphs[-1].outer_graph)
+    return graphs
+
+
+def _in(graph):
+    # Entering the current graph again would cut it off from its own devices.
+    return contextlib.nullcontext() if graph is ops.get_default_graph() else graph.as_default()
+
+
+def _written_by(operations, graph):
+    """Ids of the outermost handles that operations of a graph may write to."""
+    handles = set()
+    for operation in operations:
+        if any(tensor.dtype == tf.resource for tensor in operation.inputs):
+            handles.update(
+                id(_outermost(tensor, graph))
+                for tensor in resource_inputs.get_read_write_resource_inputs(operation)[1]
+            )
+    return handles
+
+
+def _outermost(tensor, graph):
+    """What an operation's input is outside of all functions that captured it."""
+    while isinstance(graph, func_graph.FuncGraph):
+        outer = next((ext for ext, internal in graph.captures if internal is tensor), None)
+        if outer is None:
+            break
+        tensor, graph = outer, getattr(outer, "graph", None)
+    return tensor
