@@ -15,7 +15,8 @@ from keras_psplus.cluster.config import (
 _USAGE = """
 usage: keras-psplus serve [flags]
 
-Serves as the ps or worker task that TF_CONFIG names, and exits with 0 once the chief has ended.
+Serves as the ps or worker task that TF_CONFIG names until the chief has ended. Exits with 0, or
+with 1 if the chief has died.
 """
 
 
@@ -36,13 +37,16 @@ def main(argv):
             )
     except (parsing.UsageError, ClusterConfigError) as error:
         return parsing.complain("serve", error)
-    from keras_psplus.cluster.serve import serve  # TensorFlow, not needed for --help
+    from keras_psplus.cluster.serve import ChiefLostError, serve  # not needed for --help
 
     try:
         serve(config, startup_timeout=options.startup_timeout, chief_gone=options.chief_gone)
     except ClusterStartupError as error:
         print(f"keras-psplus serve: {error}", file=sys.stderr, flush=True)
         return 1
+    except ChiefLostError as error:
+        print(f"keras-psplus serve: {error}", file=sys.stderr, flush=True)
+        os._exit(1)
     # TensorFlow cannot stop a server; its threads would keep the process or crash its end.
     sys.stdout.flush()
     os._exit(0)

@@ -6,7 +6,7 @@ import time
 
 import tensorflow as tf
 
-from keras_psplus.cluster import hello
+from keras_psplus.cluster import farewell, hello
 from keras_psplus.cluster.config import ClusterConfigError, ClusterStartupError
 from keras_psplus.cluster.preflight import check_own_address
 
@@ -15,12 +15,17 @@ _GREETING_TIMEOUT = 2.0
 _RECONNECT = 30.0  # gRPC closes a connection that never speaks HTTP/2: ours is renewed before
 
 
+class ChiefLostError(RuntimeError):
+    """The chief has ended, but not well."""
+
+
 def serve(config, startup_timeout=300.0, chief_gone=5.0, log=None):
     """Starts this task's TensorFlow server and waits for the chief's end.
 
     The chief's end shows at its address: the connection kept to it closes and
-    no new one is accepted for `chief_gone` seconds. Whether the chief ended
-    well cannot be seen from here.
+    no new one is accepted for `chief_gone` seconds. A chief that uses
+    `keras_psplus.ParameterServerStrategy` says whether it ends well; any
+    other's end is taken for a good one.
 
     Example:
 
@@ -47,10 +52,12 @@ def serve(config, startup_timeout=300.0, chief_gone=5.0, log=None):
         ClusterConfigError: If this task cannot serve anybody.
         ClusterStartupError: If this task's address cannot be used or the
             chief does not come.
+        ChiefLostError: If the chief has ended without having said so.
     """
     log = log or _log
     leader, address = _leader(config)
     check_own_address(config)
+    ear = farewell.Ear()
     try:
         server = tf.distribute.Server(
             tf.train.ClusterSpec({job: list(tasks) for job, tasks in config.cluster.items()}),
@@ -64,7 +71,7 @@ def serve(config, startup_timeout=300.0, chief_gone=5.0, log=None):
             f"{error.message}. Received: TF_CONFIG={config.to_tf_config()}"
         ) from None
     log(f"{config.name} serves on {config.address}")
-    if not _within(startup_timeout, _is_tensorflow, address):
+    if not _within(startup_timeout, lambda a: ear.has_heard or _is_tensorflow(a), address):
         raise ClusterStartupError(
             f"{leader} did not come to {address} within {startup_timeout:g} s. Start it, or read "
             f"its log if it has ended. Received: TF_CONFIG={config.to_tf_config()}"
@@ -73,6 +80,12 @@ def serve(config, startup_timeout=300.0, chief_gone=5.0, log=None):
     while _within(chief_gone, _accepts, address):
         _wait_for_close(address)
         time.sleep(_POLL)
+    if ear.lost_its_chief:
+        raise ChiefLostError(
+            f"{leader} ({address}) has died or ended by an error. Look into its log, then start "
+            f"the whole job again. {config.name} ends with it. "
+            f"Received: no answer from {address} for {chief_gone:g} s"
+        )
     log(f"{leader} has ended, {config.name} ends")
     return server
 

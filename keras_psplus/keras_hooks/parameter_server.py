@@ -167,7 +167,10 @@ def _make_predict_function(original, self, force=False):
         batches = [_tensors(batch) for batch in batches]
         function, variables = functions(batches)
         result = strategy.scheduler.submit(
-            function, (tf.constant(pack(variables)), batches), lambda result: None
+            function,
+            (tf.constant(pack(variables)), batches),
+            lambda result: None,
+            "a batch of predict()",
         )
         outputs = function.structured_outputs[1]
         places = tf.nest.pack_sequence_as(outputs, range(len(tf.nest.flatten(outputs))))

@@ -1,8 +1,11 @@
 """What the chief says when a parameter server or all workers are gone."""
 
+import atexit
 import contextlib
+import os
 import re
 import socket
+import sys
 import time
 
 import tensorflow as tf
@@ -11,6 +14,7 @@ from keras_psplus.cluster.config import split_address
 from keras_psplus.log import logger
 
 _CONNECT_SECONDS = 2.0
+_has_failed = False
 
 
 class ParameterServerLostError(RuntimeError):
@@ -28,6 +32,7 @@ def explained(strategy):
             raise
         index = int(found.group(1))
         addresses = strategy.cluster_resolver.cluster_spec().as_dict()["ps"]
+        _mark_failed()
         raise ParameterServerLostError(
             f"ps-{index} ({addresses[index]}) stopped answering; the variables that it held are "
             "lost. Look into that task's log, then start the whole job again: with the "
@@ -61,6 +66,7 @@ class WorkerWatch:
         self._gone_since = self._gone_since or now
         named = ", ".join(f"worker-{i} ({a})" for i, a in enumerate(self._addresses))
         if now - self._gone_since > self._timeout:
+            _mark_failed()
             raise WorkersLostError(
                 f"None of the workers has been reachable for {self._timeout:.0f} s: {named}. Look "
                 "into their logs and start them again; a job whose chief still runs takes up its "
@@ -71,6 +77,26 @@ class WorkerWatch:
             named,
             self._timeout - (now - self._gone_since),
         )
+
+
+def watch():
+    """Ends this process without TensorFlow's own end if a part of the cluster was lost."""
+    atexit.register(_leave)
+
+
+def _mark_failed():
+    global _has_failed
+    _has_failed = True
+
+
+def _leave():
+    if not _has_failed:
+        return
+    # TensorFlow would talk to the lost tasks once more about all that it had there, and may wait.
+    logger.error("the chief ends with exit code 1, because the job has failed")
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os._exit(1)
 
 
 def _reachable(address):

@@ -9,7 +9,11 @@ import threading
 import time
 import weakref
 
+import tensorflow as tf
 from tensorflow.python.distribute.coordinator import cluster_coordinator, values
+
+from keras_psplus.log import logger
+from keras_psplus.parameter_server import step_errors
 
 _STEPS_PER_WORKER = 2
 _LOOK_FOR_ERRORS_SECONDS = 0.5
@@ -32,25 +36,28 @@ class Scheduler:
         self._check_workers = check_workers
         self._changed = threading.Condition()
         self._under_way = {}
+        self._failed_workers = set()
         self._last_result = time.monotonic()
 
     @property
     def _queue(self):
         return self._coordinator._cluster.closure_queue
 
-    def submit(self, function, args, on_done):
+    def submit(self, function, args, on_done, about):
         """Schedules a function once fewer than the window's steps are under way.
 
         Args:
             function: Concrete function.
             args: Its arguments.
             on_done: Called with the function's result, from another thread.
+            about: What it works on, for messages.
 
         Returns:
             The result as a `RemoteValue`.
         """
         self._wait_until(lambda: len(self._under_way) < self._window)
         closure = _Closure(function, self._queue._cancellation_mgr, args=args)
+        closure.about, closure.failed_workers = about, self._failed_workers
         result = closure.build_result(self._done, on_done)
         with self._changed:
             # The queue holds results weakly.
@@ -95,8 +102,53 @@ class Scheduler:
                 self._check_workers()
 
 
+class Coordinator(cluster_coordinator.ClusterCoordinator):
+    """TensorFlow's coordinator, but the process can end while a worker is lost.
+
+    Args:
+        strategy: `tf.distribute.ParameterServerStrategy`; it has one coordinator.
+    """
+
+    def __del__(self):
+        # TensorFlow's `stop` asks for a lock which is held for as long as a lost worker is waited
+        # for.
+        handler = self._cluster.failure_handler
+        handler._should_preemption_thread_run = False
+        handler._cluster_due_for_update_or_finish.set()
+        handler.stop = lambda: None
+        super().__del__()
+
+
 class _Closure(cluster_coordinator.Closure):
-    """A closure that says when its result has been fetched."""
+    """A closure that says when its result has been fetched, and what it was about."""
+
+    about = ""
+    failed_workers = None
+    _tried_on = None
+
+    def execute_on(self, worker):
+        name = f"worker-{worker.worker_index}"
+        self._say_who_tries(name)
+        try:
+            super().execute_on(worker)
+        except tf.errors.OpError as error:
+            if not step_errors.is_of_step(error):
+                raise
+            raise step_errors.explained(error, name, self.about) from None
+
+    def _say_who_tries(self, name):
+        if self._tried_on is not None:
+            self.failed_workers.add(self._tried_on)
+            logger.warning(
+                "%s was lost with %s; %s takes it once more, and its update may be applied twice",
+                self._tried_on,
+                self.about,
+                name,
+            )
+        if name in self.failed_workers:
+            self.failed_workers.discard(name)
+            logger.warning("%s is back", name)
+        self._tried_on = name
 
     def build_result(self, on_fetched, on_done):
         result = _Result(None, self._output_type_spec)

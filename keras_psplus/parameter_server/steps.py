@@ -69,6 +69,7 @@ class StepRunner:
         self._strategy = strategy
         self._functions = StepFunctions(strategy, step, lambda logs: _scalars(logs[-1]), weights)
         self._lock = threading.Lock()
+        self._sent = 0
         self._clear()
 
     def _clear(self):
@@ -82,7 +83,7 @@ class StepRunner:
         if self._variables is not None and variables is not self._variables:
             # A batch of another form; its function may meet the variables in another order.
             self.join()
-            self.close()
+            self._write_totals()
         with self._lock:
             if self._totals is None:
                 self._variables, self._totals = variables, pack(variables)
@@ -93,7 +94,9 @@ class StepRunner:
             function,
             (tf.constant(initial), batches),
             lambda result: self._add(count, *result),
+            _describe(batches, self._sent),
         )
+        self._sent += count
         if self._logs is None:
             # The first step shows what the logs are called, and how often a step draws a seed.
             self._strategy.scheduler.wait_for(lambda: self._logs is not None)
@@ -120,10 +123,15 @@ class StepRunner:
             self._strategy.scheduler.join()
         except Exception:
             self._clear()
+            self._sent = 0
             raise
 
     def close(self):
         """Writes the totals to the chief's variables, once all steps are back."""
+        self._write_totals()
+        self._sent = 0
+
+    def _write_totals(self):
         with self._lock:
             if self._totals is not None:
                 unpack(self._variables, self._totals + self._seeds_after(self._steps))
@@ -158,6 +166,14 @@ def _scalars(logs):
             value = tf.convert_to_tensor(value)
             flat[name] = tf.reduce_mean(value) if value.dtype.is_floating else value
     return flat
+
+
+def _describe(batches, first):
+    last = first + len(batches) - 1
+    numbers = f"batch {first}" if first == last else f"batches {first} to {last}"
+    leaves = [leaf for leaf in tf.nest.flatten(batches[0]) if isinstance(leaf, tf.Tensor)]
+    tensors = ", ".join(f"{leaf.dtype.name}{leaf.shape.as_list()}" for leaf in leaves)
+    return f"{numbers} (counted from 0), of {tensors}"
 
 
 def _with_any_batch_size(leaf):

@@ -5,10 +5,10 @@ import sys
 
 import tensorflow as tf
 
-from keras_psplus.cluster import config, preflight, serve
+from keras_psplus.cluster import config, farewell, preflight, serve
 from keras_psplus.parameter_server import failure
 from keras_psplus.parameter_server.extended import ParameterServerExtended
-from keras_psplus.parameter_server.scheduler import Scheduler
+from keras_psplus.parameter_server.scheduler import Coordinator, Scheduler
 
 _partitioners = tf.distribute.experimental.partitioners
 
@@ -18,9 +18,9 @@ class ParameterServerStrategy(tf.distribute.ParameterServerStrategy):
 
     One script in every task of a cluster with a `chief`, `worker` and `ps` tasks. In `worker` and
     `ps` tasks the constructor does not return: it serves until the chief has ended, and then ends
-    the process. The chief runs the rest of the script and sends steps to the workers. Each step
-    reads the variables, computes gradients on its batch and applies them, without waiting for other
-    workers' steps.
+    the process, with exit code 1 if the chief has died. The chief runs the rest of the script and
+    sends steps to the workers. Each step reads the variables, computes gradients on its batch and
+    applies them, without waiting for other workers' steps.
 
     Args:
         cluster_resolver: Optional `tf.distribute.cluster_resolver.ClusterResolver`, in the chief,
@@ -86,14 +86,25 @@ class ParameterServerStrategy(tf.distribute.ParameterServerStrategy):
         self._verify_args_and_config(cluster_resolver)
         self._cluster_coordinator = None
         self._connect_to_cluster(coordinator_name="chief")
+        if self._task is not None:
+            failure.watch()
+            farewell.Chief(
+                f"/job:{job}/replica:0/task:{i}/device:CPU:0"
+                for job in ("ps", "worker")
+                for i in range(len(spec[job]))
+            )
         tf.distribute.Strategy.__init__(
             self, ParameterServerExtended(self, cluster_resolver, variable_partitioner)
         )
         self._is_parameter_server_strategy_v2 = True
         self._should_use_with_coordinator = True
         self._canonicalize_devices = False
-        self._scheduler = None
-        self._watch = failure.WorkerWatch(spec["worker"], worker_timeout)
+        # Here, so that `ClusterCoordinator(strategy)` in the script is the same one.
+        self._scheduler = Scheduler(
+            Coordinator(self),
+            self._num_workers,
+            failure.WorkerWatch(spec["worker"], worker_timeout).check,
+        )
 
     @property
     def task(self):
@@ -118,9 +129,6 @@ class ParameterServerStrategy(tf.distribute.ParameterServerStrategy):
     @property
     def scheduler(self):
         """Sends steps to the workers."""
-        if self._scheduler is None:
-            coordinator = tf.distribute.coordinator.ClusterCoordinator(self)
-            self._scheduler = Scheduler(coordinator, self._num_workers, self._watch.check)
         return self._scheduler
 
 
@@ -142,8 +150,13 @@ def _read_task():
 
 
 def _serve_and_exit(task, startup_timeout):
-    serve.serve(task, startup_timeout=startup_timeout)
+    code = 0
+    try:
+        serve.serve(task, startup_timeout=startup_timeout)
+    except serve.ChiefLostError as error:
+        print(f"keras_psplus: {error}", file=sys.stderr)
+        code = 1
     sys.stdout.flush()
     sys.stderr.flush()
     # TensorFlow's server cannot be stopped in any other way.
-    os._exit(0)
+    os._exit(code)

@@ -32,6 +32,46 @@ def test_ps_serves_until_the_chief_has_ended():
     assert result.exit_codes["ps-0"] == 0 and not result.terminated
 
 
+GREETED = """
+import os, sys, time
+from keras_psplus.cluster.config import read_task_config
+from keras_psplus.cluster.preflight import wait_for_cluster
+config = read_task_config()
+if config.task_type == "chief":
+    import tensorflow as tf
+    from keras_psplus.cluster.farewell import Chief
+    wait_for_cluster(config, ("ps",), timeout=60)
+    cluster = {job: list(tasks) for job, tasks in config.cluster.items()}
+    tf.config.experimental_connect_to_cluster(
+        tf.train.ClusterSpec(cluster), job_name="chief", protocol="grpc"
+    )
+    Chief(["/job:ps/replica:0/task:0/device:CPU:0"])
+    if sys.argv[1] == "killed":
+        os.kill(os.getpid(), 9)
+    if sys.argv[1] == "raises":
+        raise ValueError("the script's own")
+else:
+    from keras_psplus.cli.main import main
+    sys.exit(main(["serve", "--chief_gone=1.5", "--startup_timeout=60"]))
+"""
+
+
+@pytest.mark.parametrize(("end", "code"), [("well", 0), ("killed", 1), ("raises", 1)])
+def test_a_ps_knows_whether_its_chief_ended_well(end, code):
+    result = run_in_processes(
+        GREETED,
+        workers=0,
+        chief=True,
+        ps=1,
+        timeout=100,
+        args=[end],
+        expect_failure=bool(code),
+        failure_grace=20,
+    )
+    assert result.exit_codes["ps-0"] == code
+    assert ("has died or ended by an error" in result.logs["ps-0"]) == bool(code)
+
+
 CHIEFLESS = """
 import sys
 from keras_psplus.cluster.config import read_task_config

@@ -4,6 +4,7 @@ import os
 import pathlib
 import re
 import signal
+import subprocess
 import sys
 import time
 
@@ -59,11 +60,38 @@ def test_fit_goes_on_when_a_worker_is_killed(tmp_path):
         wait_for(cluster.log_path("chief-0"), "batch 100")
         os.kill(cluster.pids["worker-1"], signal.SIGKILL)
         wait_for(cluster.log_path("chief-0"), "evaluated=", seconds=90)
-    steps, iterations, evaluated = counts(cluster.log_path("chief-0").read_text())
+    log = cluster.log_path("chief-0").read_text()
+    assert re.search(r"worker-1 was lost with batch \d+ .*; worker-0 takes it once more", log), log
+    steps, iterations, evaluated = counts(log)
     # The step under way on the worker is sent again, and may have been applied already.
     assert 400 <= steps <= 402
     assert 400 <= iterations <= 402
     assert evaluated == 800
+
+
+def test_a_restarted_worker_takes_steps_again(tmp_path):
+    with job(tmp_path, 600) as cluster:
+        chief = cluster.log_path("chief-0")
+        wait_for(chief, "batch 50\n")
+        environment = pathlib.Path(f"/proc/{cluster.pids['worker-1']}/environ").read_bytes()
+        environment = dict(item.split(b"=", 1) for item in environment.split(b"\0") if b"=" in item)
+        os.kill(cluster.pids["worker-1"], signal.SIGKILL)
+        log = tmp_path / "again"
+        with log.open("w") as out:
+            again = subprocess.Popen(
+                [sys.executable, str(JOB), "600"], env=environment, stdout=out, stderr=out
+            )
+        try:
+            wait_for(chief, "worker-1 is back")
+            # Whatever comes from now on can only come from the one that was started again.
+            os.kill(cluster.pids["worker-0"], signal.SIGKILL)
+            wait_for(chief, "evaluated=", seconds=90)
+            assert again.wait(30) == 0, log.read_text()
+        finally:
+            again.kill()
+    steps, iterations, evaluated = counts(chief.read_text())
+    assert 600 <= steps <= 604
+    assert evaluated == 1200
 
 
 def test_a_killed_ps_ends_the_chief_and_a_restart_resumes(tmp_path):
@@ -73,7 +101,9 @@ def test_a_killed_ps_ends_the_chief_and_a_restart_resumes(tmp_path):
         wait_for(chief, "epoch 1")
         os.kill(cluster.pids["ps-1"], signal.SIGKILL)
         wait_for(chief, "ParameterServerLostError", seconds=60)
-        assert cluster.wait(60).exit_codes["chief-0"] == 1
+        exit_codes = cluster.wait(60).exit_codes
+    assert exit_codes["chief-0"] == exit_codes["worker-0"] == exit_codes["ps-0"] == 1
+    assert "has died or ended by an error" in cluster.log_path("worker-0").read_text()
     log = chief.read_text()
     assert re.search(r"ps-1 \(127\.0\.0\.1:\d+\) stopped answering", log), log[-4000:]
     assert "Received: " in log
@@ -115,24 +145,33 @@ def test_clusters_without_ps_or_workers_are_refused(missing):
     assert f"at least one `{missing}` task" in result.logs["chief-0"]
 
 
-def test_a_workers_error_is_the_users_own():
+def test_a_workers_error_is_the_users_own_and_told_once():
     script = """
-    import keras, numpy as np, tensorflow as tf
+    import keras, numpy as np
     import keras_psplus as psp
+
+    class Lookup(keras.layers.Embedding):
+        def call(self, inputs):
+            return super().call(inputs)  # a line of the user's own
+
     strategy = psp.ParameterServerStrategy(startup_timeout=60)
     with strategy.scope():
         model = keras.Sequential(
-            [keras.Input((1,), dtype="int32"), keras.layers.Embedding(10, 2, name="lookup"),
+            [keras.Input((1,), dtype="int32"), Lookup(10, 2, name="favourites"),
              keras.layers.Flatten(), keras.layers.Dense(1)]
         )
         model.compile("sgd", "mse")
-    x = np.full((8, 1), 77)
-    model.fit(x, x, batch_size=4, verbose=0)
+    x = np.full((40, 1), 7)
+    x[22] = 77
+    model.fit(x, x, batch_size=4, verbose=0, shuffle=False)
     """
     result = run_in_processes(
-        script, workers=1, ps=1, chief=True, timeout=90, env=ENVIRONMENT, expect_failure=True
+        script, workers=2, ps=1, chief=True, timeout=90, env=ENVIRONMENT, expect_failure=True
     )
     log = result.logs["chief-0"]
     assert "InvalidArgumentError" in log
-    assert "77 is not in [0, 10)" in log
-    assert "lookup" in log
+    assert log.count("77 is not in [0, 10)") == 1
+    assert re.search(r"In \S*favourites\S*, of a step that worker-[01] ran", log), log[-4000:]
+    assert "in call" in log
+    assert "Received: batch 5 (counted from 0)" in log
+    assert len(log.splitlines()) < 60

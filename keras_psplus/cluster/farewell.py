@@ -1,0 +1,81 @@
+"""How a chief tells the tasks that serve it that it ends well.
+
+From outside, a chief that is done looks like one that was killed: its address stops answering. So
+the chief greets its servers when it starts and takes leave of them at its end, each by one
+operation on the server's device, which runs a function of the server's own process there. A server
+that was greeted and got no farewell knows that its chief has died.
+"""
+
+import atexit
+import sys
+import threading
+
+import tensorflow as tf
+from tensorflow.python.ops import script_ops
+
+_TOKEN = "keras_psplus_chief_says"
+_HELLO, _FAREWELL = "hello", "farewell"
+_FAREWELL_SECONDS = 3.0
+
+
+class Ear:
+    """Hears, in a serving task, what its chief says."""
+
+    def __init__(self):
+        self._said = set()
+        # TensorFlow makes up a token for each function, and the chief has to know this one's. Its
+        # registry holds functions weakly.
+        self._function = self._hear
+        script_ops._py_funcs._funcs[_TOKEN] = self._function
+
+    def _hear(self, word):
+        self._said.add(word.decode())
+        return True
+
+    @property
+    def has_heard(self):
+        """Whether a chief has said anything."""
+        return bool(self._said)
+
+    @property
+    def lost_its_chief(self):
+        """Whether a chief that has ended since has greeted, but did not take leave."""
+        return _HELLO in self._said and _FAREWELL not in self._said
+
+
+class Chief:
+    """Greets the servers, and takes leave of them when this process ends well.
+
+    A script that ends by an exception does not end well.
+
+    Args:
+        devices: Names of one device of each server.
+    """
+
+    def __init__(self, devices):
+        self._devices = list(devices)
+        self._ends = threading.Event()
+        self._say(_HELLO)
+        # At the interpreter's end no thread can be started any more.
+        self._leaver = threading.Thread(target=self._leave, name="keras_psplus-farewell")
+        self._leaver.daemon = True
+        self._leaver.start()
+        atexit.register(self._at_exit)
+
+    def _at_exit(self):
+        if getattr(sys, "last_value", None) is None:
+            self._ends.set()
+            # A server that hangs must not hold up the chief.
+            self._leaver.join(_FAREWELL_SECONDS)
+
+    def _leave(self):
+        self._ends.wait()
+        self._say(_FAREWELL)
+
+    def _say(self, word):
+        for device in self._devices:
+            try:
+                with tf.device(device):
+                    tf.raw_ops.PyFunc(input=[tf.constant(word)], token=_TOKEN, Tout=[tf.bool])
+            except tf.errors.OpError:
+                pass  # it has died, or TensorFlow's own server runs there without `serve`

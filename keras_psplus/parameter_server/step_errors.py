@@ -1,0 +1,88 @@
+"""Says what went wrong in a step that raised on a worker, and on which batch.
+
+TensorFlow reports the same error from the worker and from each server it spoke to, every time with
+the whole stack of Keras: hundreds of lines, without the batch, and all of that a second time in
+its log.
+"""
+
+import pathlib
+import re
+
+import keras
+import tensorflow as tf
+from tensorflow.python.distribute.coordinator import cluster_coordinator
+
+_OF_STEPS = (
+    tf.errors.InvalidArgumentError,
+    tf.errors.FailedPreconditionError,
+    tf.errors.OutOfRangeError,
+    tf.errors.ResourceExhaustedError,
+    tf.errors.UnimplementedError,
+)
+_LIBRARIES = [
+    str(pathlib.Path(path).resolve().parent)
+    for path in (tf.__file__, keras.__file__, pathlib.Path(__file__).parent)
+]
+_FRAME = re.compile(r'^ *(File "(.*)", line \d+, in .*)$', re.MULTILINE)
+
+
+class _Explained:
+    """Marks errors that need no further word in TensorFlow's log."""
+
+
+def is_of_step(error):
+    """Whether an error comes from what a step computes, not from the cluster."""
+    return (
+        isinstance(error, _OF_STEPS)
+        and not cluster_coordinator._is_worker_failure(error)
+        and not cluster_coordinator._is_ps_failure(error)
+    )
+
+
+def explained(error, task, about):
+    """The error of a step, in few words.
+
+    Args:
+        error: `tf.errors.OpError` that the step raised.
+        task: Name of the worker.
+        about: What the step worked on.
+
+    Returns:
+        An error of the same class.
+    """
+    text = error.message
+    first_stack = text.split("Detected at node", 2)[1:2]
+    frames = _FRAME.findall("".join(first_stack))
+    frames = [frame for frame, path in frames if not _is_library(path)]
+    rest = text[max((m.end() for m in _FRAME.finditer(text)), default=0) :]
+    cause = re.split(r"\[\[|Additional GRPC|\n\s*\(1\)", _without_counts(rest))[0].strip()
+    node = re.search(r"\{\{node ([^}]+)\}\}", rest)
+    lines = [
+        cause or text.splitlines()[0],
+        f"In {node.group(1)}, of a step that {task} ran." if node else f"In a step on {task}.",
+        *(f"  {frame}" for frame in frames),
+        f"Training has stopped. Received: {about}",
+    ]
+    kind = type(error)
+    marked = type(kind.__name__, (kind, _Explained), {"__module__": kind.__module__})
+    return marked(None, None, "\n".join(lines))
+
+
+def _is_library(path):
+    path = str(pathlib.Path(path).resolve())
+    return any(path.startswith(folder + "/") for folder in _LIBRARIES)
+
+
+def _without_counts(text):
+    return re.sub(r"^\s*(\d+ root error\(s\) found\.\s*\(0\)\s*)?([A-Z_]+:)?\s*", "", text)
+
+
+def _is_news(record):
+    arguments = record.args if isinstance(record.args, tuple) else ()
+    if any(isinstance(argument, _Explained) for argument in arguments):
+        return False
+    # Steps that were under way are cancelled.
+    return "derived error is ignored and not reported" not in str(record.msg)
+
+
+tf.get_logger().addFilter(_is_news)
