@@ -16,7 +16,15 @@ if not logger.handlers:
 
 def info_once(message, *args):
     """Logs a line the first time that this process has it."""
-    line = message % args
+    _once(logging.INFO, message % args)
+
+
+def warn_once(message, *args):
+    """Logs a warning the first time that this process has it."""
+    _once(logging.WARNING, message % args)
+
+
+def _once(level, line):
     if line not in _said:
         _said.add(line)
-        logger.info("%s", line)
+        logger.log(level, "%s", line)

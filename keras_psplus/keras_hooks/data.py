@@ -14,10 +14,10 @@ from keras.src.trainers.data_adapters import (
 )
 
 from keras_psplus.all_reduce import batches
-from keras_psplus.all_reduce.reseed import reseed
 from keras_psplus.keras_hooks.arrays import array_dataset
 from keras_psplus.keras_hooks.py_dataset import share_order
 from keras_psplus.log import info_once, logger
+from keras_psplus.reseed import reseed
 
 _POLICY = tf.data.experimental.AutoShardPolicy
 _UNKNOWN = int(tf.data.experimental.UNKNOWN_CARDINALITY)
@@ -181,11 +181,11 @@ def _own_share(strategy, adapter, told, alike):
         "out joins with zero weight until all have",
     )
     return Distributed(
-        strategy.experimental_distribute_dataset(dataset), _UnknownLength(adapter), spec
+        strategy.experimental_distribute_dataset(dataset), UnknownLength(adapter), spec
     )
 
 
-class _UnknownLength(data_adapter.DataAdapter):
+class UnknownLength(data_adapter.DataAdapter):
     """A data adapter whose number of steps shows only when all workers have run out."""
 
     def __init__(self, adapter):

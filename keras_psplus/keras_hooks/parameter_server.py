@@ -1,5 +1,7 @@
 """The trainer and variables under `ParameterServerStrategy`: steps go to the workers."""
 
+import contextlib
+import threading
 import weakref
 
 import tensorflow as tf
@@ -8,14 +10,16 @@ from keras.src.backend.common.stateless_scope import in_stateless_scope
 from keras.src.backend.tensorflow import core, trainer
 from tensorflow.python.framework import tensor_conversion_registry
 
+from keras_psplus.keras_hooks import data, ps_data
 from keras_psplus.keras_hooks.ownership import asynchronous, note_live
 from keras_psplus.keras_hooks.patching import replace
 from keras_psplus.keras_hooks.variables import accumulates
-from keras_psplus.log import info_once
 from keras_psplus.parameter_server import failure
 from keras_psplus.parameter_server.steps import StepFunctions, StepRunner
-from keras_psplus.parameter_server.worker_function import current, pack
+from keras_psplus.parameter_server.worker_data import WorkerIterator
+from keras_psplus.parameter_server.worker_function import TravellingVariable, pack
 
+_local = threading.local()
 _functions = weakref.WeakKeyDictionary()
 
 
@@ -26,8 +30,9 @@ def install():
     replace(tf_trainer, "make_predict_function", ["self", "force"])(_make_predict_function)
     replace(trainer.TFEpochIterator, "__init__", ["self", "distribute_strategy"])(_init_iterator)
     replace(trainer.TFEpochIterator, "tf_sync", ["self"])(_sync)
-    for name in ("fit", "evaluate", "predict", "train_on_batch", "test_on_batch"):
+    for name in ("fit", "evaluate", "train_on_batch", "test_on_batch"):
         replace(tf_trainer, name, ["self", "x"])(_explained)
+    replace(tf_trainer, "predict", ["self", "x"])(_predict)
     replace(core.Variable, "_initialize", ["self", "value"])(_initialize)
     replace(core.Variable, "assign_add", ["self", "value"])(_atomically("assign_add"))
     replace(core.Variable, "assign_sub", ["self", "value"])(_atomically("assign_sub"))
@@ -39,8 +44,25 @@ def _explained(original, self, *args, **kwargs):
     strategy = asynchronous(self._distribute_strategy)
     if strategy is None:
         return original(self, *args, **kwargs)
-    with failure.explained(strategy):
-        return original(self, *args, **kwargs)
+    try:
+        with failure.explained(strategy):
+            return original(self, *args, **kwargs)
+    except (failure.ParameterServerLostError, failure.WorkersLostError):
+        raise  # no step will ever come back
+    except BaseException:
+        # Or the next call would begin with what this one had counted.
+        for function in list(_functions.get(strategy, ())):
+            with contextlib.suppress(Exception):
+                function.drain()
+        raise
+
+
+def _predict(original, self, *args, **kwargs):
+    outer, _local.in_order = getattr(_local, "in_order", False), True
+    try:
+        return _explained(original, self, *args, **kwargs)
+    finally:
+        _local.in_order = outer
 
 
 def _init_iterator(original, self, distribute_strategy=None, *args, **kwargs):
@@ -49,15 +71,18 @@ def _init_iterator(original, self, distribute_strategy=None, *args, **kwargs):
         return original(self, distribute_strategy, *args, **kwargs)
     super(trainer.TFEpochIterator, self).__init__(*args, **kwargs)
     self._distribute_strategy = strategy
-    # The chief reads the data and sends each batch with its step: a step that is given to another
-    # worker has its batch with it, and every element counts once.
-    self._distributed_dataset = self.data_adapter.get_tf_dataset()
-    self.batch_spec = self._distributed_dataset.element_spec
-    info_once(
-        "data over %d worker(s): the chief reads them and sends each batch with its step, over its "
-        "own network",
-        strategy.num_workers,
+    in_order = getattr(_local, "in_order", False)
+    self._distributed_dataset = worker_data = ps_data.on_workers(
+        strategy, self.data_adapter, in_order
     )
+    if worker_data is None:
+        # A step that is given to another worker has its batch with it, and every element counts
+        # once.
+        self._distributed_dataset = self.data_adapter.get_tf_dataset()
+    else:
+        self.data_adapter = data.UnknownLength(self.data_adapter)
+        self._num_batches = None
+    self.batch_spec = self._distributed_dataset.element_spec
 
 
 def _sync(original, self):
@@ -82,6 +107,7 @@ class _StepFunction:
 
     def __init__(self, model, strategy, step_function):
         self._model = model
+        self._scheduler = strategy.scheduler
         step = model._autoconvert_optionals(step_function)
         self._runner = StepRunner(strategy, step, lambda: _weights(model))
         # One dict for a whole epoch: Keras keeps the last that it got, and gets to see in it what
@@ -89,16 +115,21 @@ class _StepFunction:
         self._logs = {}
 
     def __call__(self, iterator):
-        batches = _take(iterator, self._model.steps_per_execution)
+        ticket = None
+        if isinstance(iterator, WorkerIterator):
+            ticket = self._scheduler.take(iterator, self._model.steps_per_execution)
+            batches = ticket.batches if ticket else []
+        else:
+            batches = _take(iterator, self._model.steps_per_execution)
         if not batches:
             # Keras does not synchronise when it runs out of data: the totals are written here.
             self.drain()
             raise StopIteration
-        self._runner.submit(batches)
+        self._runner.submit(batches, ticket)
         self._logs.clear()
         self._logs.update(self._runner.logs)
         logs = self._logs
-        if not isinstance(iterator, tf.data.Iterator):
+        if not isinstance(iterator, (tf.data.Iterator, WorkerIterator)):
             self.drain()
         return logs
 
@@ -220,7 +251,8 @@ def _initialize(original, self, value):
 def _atomically(method):
     def assign(original, self, value):
         variable = self._value
-        if in_stateless_scope() or not _on_ps(variable) or current() is None:
+        is_shared = _on_ps(variable) or isinstance(variable, TravellingVariable)
+        if in_stateless_scope() or not is_shared or tf.executing_eagerly():
             return original(self, value)
         # Keras reads, adds and writes: another worker's step in between would be lost.
         return getattr(variable, method)(tf.cast(value, variable.dtype), read_value=False)

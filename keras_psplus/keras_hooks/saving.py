@@ -43,8 +43,8 @@ def _strategy_of(model):
     return ours(strategy) or asynchronous(strategy)
 
 
-def wait_for_steps(model):
-    """Waits for the steps of a model that are under way on workers, whoever is called meanwhile."""
+def _wait_for_steps(model):
+    """Waits for a model's steps that are under way on workers, if a callback saves in mid-epoch."""
     if asynchronous(getattr(model, "_distribute_strategy", None)) is None:
         return
     for name in ("train_function", "test_function"):
@@ -56,7 +56,7 @@ def wait_for_steps(model):
 def _export(original, self, filepath, *args, **kwargs):
     strategy = _strategy_of(self)
     if asynchronous(strategy) is not None:
-        wait_for_steps(self)
+        _wait_for_steps(self)
         # A thread of its own is outside of the strategy's scope even if the caller is inside.
         with futures.ThreadPoolExecutor(1) as executor:
             return executor.submit(_export_plain, original, self, filepath, args, kwargs).result()
@@ -90,7 +90,7 @@ def _save(original, self, filepath, overwrite=True, *args, **kwargs):
         return original(self, filepath, overwrite, *args, **kwargs)
     if getattr(_local, "suppressed", False):
         return None
-    wait_for_steps(self)
+    _wait_for_steps(self)
     path = os.fspath(filepath) if isinstance(filepath, (str, os.PathLike)) else ""
     sharded = bool(args) or any(kwargs.get(k) is not None for k in ("max_shard_size", "zipped"))
     if sharded or not path.endswith((".keras", ".h5")) or "://" in path:

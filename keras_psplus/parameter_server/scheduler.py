@@ -5,6 +5,7 @@ free and gives it to another if the worker dies. A few are kept under way for ev
 results are taken as they come, so that a slow worker holds up nobody.
 """
 
+import collections
 import threading
 import time
 import weakref
@@ -35,7 +36,7 @@ class Scheduler:
         self._window = _STEPS_PER_WORKER * num_workers
         self._check_workers = check_workers
         self._changed = threading.Condition()
-        self._under_way = {}
+        self._under_way = {}  # result by its id, with the index of the worker it is meant for
         self._failed_workers = set()
         self._last_result = time.monotonic()
 
@@ -43,7 +44,15 @@ class Scheduler:
     def _queue(self):
         return self._coordinator._cluster.closure_queue
 
-    def submit(self, function, args, on_done, about):
+    def take(self, iterator, count):
+        """Takes batches from an iterator that workers read for; None at the end of its data."""
+        return iterator.take(count, self._loads, self._check)
+
+    def _loads(self):
+        with self._changed:
+            return collections.Counter(home for _, home in self._under_way.values())
+
+    def submit(self, function, args, on_done, about, ticket=None):
         """Schedules a function once fewer than the window's steps are under way.
 
         Args:
@@ -51,21 +60,60 @@ class Scheduler:
             args: Its arguments.
             on_done: Called with the function's result, from another thread.
             about: What it works on, for messages.
+            ticket: What the last of the arguments is read by, if workers read the data.
 
         Returns:
             The result as a `RemoteValue`.
         """
         self._wait_until(lambda: len(self._under_way) < self._window)
         closure = _Closure(function, self._queue._cancellation_mgr, args=args)
-        closure.about, closure.failed_workers = about, self._failed_workers
+        closure.about, closure.scheduler, closure.ticket = about, self, ticket
         result = closure.build_result(self._done, on_done)
         with self._changed:
             # The queue holds results weakly.
             if not self._under_way:
                 self._last_result = time.monotonic()
-            self._under_way[id(result)] = result
-        self._queue.put(closure)
+            self._under_way[id(result)] = result, ticket and ticket.home
+        self._put(closure, ticket)
         return result
+
+    def _put(self, closure, ticket):
+        if ticket is None or ticket.home in self._failed_workers:
+            self._queue.put(closure)
+        else:
+            self._queue.put(closure, tag=ticket.home)
+
+    def note_start(self, closure, worker):
+        """Notes that a worker begins with a closure; it may not be the first one that tries."""
+        if closure.tag is not None:
+            # TensorFlow counts untagged closures only.
+            closure.tag = None
+            with self._queue._queue_lock:
+                self._queue.inflight_closure_count += 1
+        lost = closure.tried_on
+        if lost is not None:
+            self._failed_workers.add(lost)
+            logger.warning(
+                "worker-%d was lost with %s; worker-%d takes it once more, and its update may be "
+                "applied twice",
+                lost,
+                closure.about,
+                worker,
+            )
+            self._give_to_others(lost)
+        if worker in self._failed_workers:
+            self._failed_workers.discard(worker)
+            logger.warning("worker-%d is back", worker)
+        closure.tried_on = worker
+
+    def _give_to_others(self, lost):
+        with self._queue._queue_lock:
+            waiting = self._queue._tagged_queue.pop(lost, None)
+            while waiting is not None and not waiting.empty():
+                closure = waiting.get(block=False)
+                closure.tag = None
+                self._queue._queue.put(closure, block=False)
+            self._queue._closures_queued_condition.notify_all()
 
     def _done(self, result, on_done):
         try:
@@ -86,7 +134,20 @@ class Scheduler:
     def join(self):
         """Waits for all steps; raises a worker's error."""
         self._wait_until(lambda: not self._under_way)
-        self._coordinator.join()
+        try:
+            self._coordinator.join()
+        except Exception:
+            with self._queue._queue_lock, self._changed:
+                # TensorFlow cancels untagged closures only.
+                self._queue._tagged_queue.clear()
+                self._under_way.clear()
+            raise
+
+    def _check(self):
+        """Raises a worker's error, or that of having no workers."""
+        if self._queue._error is not None:
+            self.join()
+        self._check_workers()
 
     def _wait_until(self, condition):
         """Waits for a condition or a worker's error."""
@@ -122,33 +183,19 @@ class Coordinator(cluster_coordinator.ClusterCoordinator):
 class _Closure(cluster_coordinator.Closure):
     """A closure that says when its result has been fetched, and what it was about."""
 
-    about = ""
-    failed_workers = None
-    _tried_on = None
+    about, scheduler, ticket, tried_on = "", None, None, None
 
     def execute_on(self, worker):
-        name = f"worker-{worker.worker_index}"
-        self._say_who_tries(name)
+        index = worker.worker_index
+        self.scheduler.note_start(self, index)
         try:
+            if self.ticket is not None:
+                self._args = (*self._args[:-1], self.ticket.batches_on(index))
             super().execute_on(worker)
         except tf.errors.OpError as error:
             if not step_errors.is_of_step(error):
                 raise
-            raise step_errors.explained(error, name, self.about) from None
-
-    def _say_who_tries(self, name):
-        if self._tried_on is not None:
-            self.failed_workers.add(self._tried_on)
-            logger.warning(
-                "%s was lost with %s; %s takes it once more, and its update may be applied twice",
-                self._tried_on,
-                self.about,
-                name,
-            )
-        if name in self.failed_workers:
-            self.failed_workers.discard(name)
-            logger.warning("%s is back", name)
-        self._tried_on = name
+            raise step_errors.explained(error, f"worker-{index}", self.about) from None
 
     def build_result(self, on_fetched, on_done):
         result = _Result(None, self._output_type_spec)

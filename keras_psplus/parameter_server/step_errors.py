@@ -59,7 +59,7 @@ def explained(error, task, about):
     node = re.search(r"\{\{node ([^}]+)\}\}", rest)
     lines = [
         cause or text.splitlines()[0],
-        f"In {node.group(1)}, of a step that {task} ran." if node else f"In a step on {task}.",
+        f"In {node.group(1)}, run by {task}." if node else f"On {task}.",
         *(f"  {frame}" for frame in frames),
         f"Training has stopped. Received: {about}",
     ]

@@ -77,8 +77,13 @@ class StepRunner:
         self._steps, self._draws = 0, None
         self._logs = None
 
-    def submit(self, batches):
-        """Sends one closure with a step for each batch; waits if enough are under way."""
+    def submit(self, batches, ticket=None):
+        """Sends one closure with a step for each batch; waits if enough are under way.
+
+        Args:
+            batches: List of batches.
+            ticket: `worker_data.Ticket` that they are from, if the workers read them.
+        """
         function, variables = self._functions(batches)
         if self._variables is not None and variables is not self._variables:
             # A batch of another form; its function may meet the variables in another order.
@@ -95,6 +100,7 @@ class StepRunner:
             (tf.constant(initial), batches),
             lambda result: self._add(count, *result),
             _describe(batches, self._sent),
+            ticket,
         )
         self._sent += count
         if self._logs is None:

@@ -95,7 +95,7 @@ class TravellingVariable(resource_variable_ops.BaseResourceVariable, core.Tensor
             shape=variable.shape,
             dtype=variable.dtype,
             handle=variable._handle,
-            handle_name=variable.name,
+            handle_name=variable.name.split(":")[0],
             unique_id=variable._unique_id,
             in_graph_mode=False,
             synchronization=tf.VariableSynchronization.NONE,

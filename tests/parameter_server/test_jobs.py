@@ -171,7 +171,7 @@ def test_a_workers_error_is_the_users_own_and_told_once():
     log = result.logs["chief-0"]
     assert "InvalidArgumentError" in log
     assert log.count("77 is not in [0, 10)") == 1
-    assert re.search(r"In \S*favourites\S*, of a step that worker-[01] ran", log), log[-4000:]
+    assert re.search(r"In \S*favourites\S*, run by worker-[01]", log), log[-4000:]
     assert "in call" in log
     assert "Received: batch 5 (counted from 0)" in log
     assert len(log.splitlines()) < 60

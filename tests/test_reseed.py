@@ -1,7 +1,7 @@
 import numpy as np
 import tensorflow as tf
 
-from keras_psplus.all_reduce.reseed import reseed
+from keras_psplus.reseed import reseed
 
 
 def order(dataset):

@@ -1,0 +1,73 @@
+"""Data under `ParameterServerStrategy`: the chief reads them, or workers if the options say so."""
+
+import random
+
+import tensorflow as tf
+from keras.src.trainers.data_adapters import (
+    array_data_adapter,
+    py_dataset_adapter,
+    tf_dataset_adapter,
+)
+
+from keras_psplus.log import info_once, logger, warn_once
+from keras_psplus.parameter_server.worker_data import WorkerDataset
+
+_POLICY = tf.data.experimental.AutoShardPolicy
+
+
+def on_workers(strategy, adapter, in_order):
+    """The data of an adapter as a dataset that the workers read, or None if the chief reads them.
+
+    Args:
+        strategy: `ParameterServerStrategy`.
+        adapter: Keras's data adapter.
+        in_order: Whether results are wanted in the order of the data.
+    """
+    if not isinstance(adapter, tf_dataset_adapter.TFDatasetAdapter):
+        _say_that_the_chief_reads(strategy, adapter)
+        return None
+    dataset = adapter.get_tf_dataset()
+    policy = dataset.options().experimental_distribute.auto_shard_policy
+    if policy not in (_POLICY.FILE, _POLICY.DATA):
+        info_once(
+            "data over %d worker(s): the chief reads them and sends each batch with its step, over "
+            "its own network; set AutoShardPolicy.FILE or DATA in the dataset's options to have "
+            "the workers read them",
+            strategy.num_workers,
+        )
+        return None
+    if in_order:
+        info_once("predict: the chief reads the data, so that results keep their order")
+        return None
+    # As Keras draws its seeds, so that `keras.utils.set_random_seed` settles it.
+    seed = random.randint(1, int(1e9))
+    try:
+        workers = WorkerDataset(dataset, policy, strategy.num_workers, seed)
+    except ValueError as error:
+        logger.warning(
+            "this dataset cannot be sent to the workers (%s), so the chief reads it and sends each "
+            "batch with its step, over its own network",
+            error,
+        )
+        return None
+    info_once(
+        "data over %d worker(s): each reads its own share (AutoShardPolicy.%s)",
+        strategy.num_workers,
+        policy.name,
+    )
+    return workers
+
+
+def _say_that_the_chief_reads(strategy, adapter):
+    if isinstance(adapter, array_data_adapter.ArrayDataAdapter):
+        info_once(
+            "data over %d worker(s): arrays; the chief sends each batch with its step",
+            strategy.num_workers,
+        )
+        return
+    kind = "PyDataset" if isinstance(adapter, py_dataset_adapter.PyDatasetAdapter) else "generator"
+    warn_once(
+        "a Python %s cannot be sent to the workers: the chief runs it and sends each batch with "
+        "its step, so that all workers together are no faster than this process makes batches",
+        kind,
+    )

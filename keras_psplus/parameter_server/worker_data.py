@@ -1,0 +1,269 @@
+"""Data that the workers read themselves: each its share, into its own memory.
+
+Every worker has an iterator over a share of the dataset, made there from the dataset's graph. The
+chief asks for the next batches of every share a little ahead of the steps, so that it knows when
+the data end; the batches stay where they are. A share whose worker is lost is read on by another
+one, from where its steps had got to.
+"""
+
+import threading
+import weakref
+
+import tensorflow as tf
+from tensorflow.python.data.experimental.ops import distribute
+from tensorflow.python.data.ops import dataset_ops
+from tensorflow.python.data.util import structure
+from tensorflow.python.distribute.coordinator import cluster_coordinator
+from tensorflow.python.eager import context, executor
+
+from keras_psplus.log import logger
+from keras_psplus.parameter_server import step_errors
+from keras_psplus.reseed import serialize
+
+_READ_AHEAD = 2
+_RETRY_SECONDS = 0.5
+
+
+class WorkerDataset:
+    """A dataset that is read on the workers; iterating over it makes a `WorkerIterator`.
+
+    Args:
+        dataset: `tf.data.Dataset` of batches.
+        policy: `tf.data.experimental.AutoShardPolicy`: FILE or DATA.
+        num_workers: Number of workers.
+        seed: What unseeded shuffles are seeded with, alike on all workers.
+
+    Raises:
+        ValueError: If the dataset needs something of this process.
+    """
+
+    def __init__(self, dataset, policy, num_workers, seed):
+        self._dataset, self._policy = dataset, policy
+        self._num_workers, self._seed = num_workers, seed
+        self._epoch = 0
+        self._options = dataset.options()
+        self.element_spec = dataset.element_spec
+        serialize(dataset, seed)
+
+    def __iter__(self):
+        graph = serialize(self._dataset, self._seed, self._epoch)
+        self._epoch += 1
+        return WorkerIterator(
+            [self._share(graph, index) for index in range(self._num_workers)], self._num_workers
+        )
+
+    def _share(self, graph, index):
+        def open_at(worker, position):
+            """Opens the share on a worker, that many batches from its beginning."""
+            with _on(worker):
+                variant = tf.raw_ops.DatasetFromGraph(graph_def=graph)
+                share = dataset_ops._VariantDataset(variant, self.element_spec)
+                if self._policy == tf.data.experimental.AutoShardPolicy.FILE:
+                    share = share.with_options(self._options)
+                    share = distribute._AutoShardDataset(share, self._num_workers, index)
+                else:
+                    share = share.shard(self._num_workers, index)
+                iterator = iter(share.skip(position).prefetch(_READ_AHEAD))
+            return lambda count: _take(iterator, self.element_spec, worker, count)
+
+        return open_at
+
+
+class Ticket:
+    """Some batches that are ready on a worker.
+
+    Attributes:
+        home: Index of that worker.
+        batches: List of batches, tensors in that worker's memory.
+    """
+
+    def __init__(self, home, batches, read_again):
+        self.home, self.batches = home, batches
+        self._count, self._read_again = len(batches), read_again
+        self._is_used = False
+
+    def batches_on(self, worker):
+        """The batches in a worker's memory; they are read again if they were lost."""
+        if worker != self.home or self._is_used:
+            return self._read_again(worker, self._count)
+        self._is_used = True
+        return self.batches
+
+
+class WorkerIterator:
+    """One pass over a dataset that the workers read.
+
+    Args:
+        shares: Functions `(worker, position)` that open a share of the data and return a function
+            that takes a number of batches from it.
+        num_workers: Number of workers.
+    """
+
+    def __init__(self, shares, num_workers):
+        self._queue = _Tickets()
+        self._readers = [
+            _ShareReader(self._queue, share, home, num_workers) for home, share in enumerate(shares)
+        ]
+        self._is_started = False
+        weakref.finalize(self, self._queue.close)
+
+    def __next__(self):
+        raise NotImplementedError("The batches are the workers': `take` says where they are.")
+
+    def take(self, count, loads, while_waiting):
+        """Takes the next batches, of whichever share has some for the least busy worker.
+
+        Args:
+            count: Number of batches; the last ones of a share may be fewer.
+            loads: Function that returns the number of steps under way by worker.
+            while_waiting: Called now and then while no batches come; may raise.
+
+        Returns:
+            A `Ticket`, or None at the end of the data.
+        """
+        if not self._is_started:
+            self._is_started = True
+            for reader in self._readers:
+                reader.start(count)
+        return self._queue.take(self._readers, loads, while_waiting)
+
+
+class _Tickets:
+    """What readers have ready; shared between their threads and the chief's."""
+
+    def __init__(self):
+        self.changed = threading.Condition()
+        self.is_closed = False
+        self.error = None
+
+    def close(self):
+        self.is_closed = True
+        if self.changed.acquire(blocking=False):
+            self.changed.notify_all()
+            self.changed.release()
+
+    def take(self, readers, loads, while_waiting):
+        while True:
+            with self.changed:
+                ready = [reader for reader in readers if reader.tickets]
+                if ready:
+                    busy = loads()
+                    first = min(ready, key=lambda reader: busy.get(reader.tickets[0].home, 0))
+                    self.changed.notify_all()
+                    return first.tickets.pop(0)
+                if self.error is not None:
+                    raise self.error
+                if all(reader.is_done for reader in readers):
+                    return None
+                self.changed.wait(_RETRY_SECONDS)
+            while_waiting()
+
+
+class _ShareReader:
+    """Reads one share ahead, on one worker after another if need be."""
+
+    def __init__(self, queue, open_at, home, num_workers):
+        self._queue, self._open_at = queue, open_at
+        self._home, self._num_workers = home, num_workers
+        self._take_next, self._position = None, 0
+        self.tickets = []
+        self.is_done = False
+
+    def start(self, count):
+        threading.Thread(target=self._run, args=(count,), daemon=True).start()
+
+    def _run(self, count):
+        while not self.is_done:
+            with self._queue.changed:
+                while len(self.tickets) >= _READ_AHEAD and not self._queue.is_closed:
+                    self._queue.changed.wait(_RETRY_SECONDS)
+            if self._queue.is_closed:
+                return
+            try:
+                ticket = self._next(count)
+            except Exception as error:
+                if not _is_of_worker(error):
+                    self._give_up(self._explained(error))
+                    return
+                self._move()
+                continue
+            with self._queue.changed:
+                self.tickets += [ticket] if ticket.batches else []
+                self.is_done = len(ticket.batches) < count
+                self._queue.changed.notify_all()
+
+    def _next(self, count):
+        if self._take_next is None:
+            self._take_next = self._open_at(self._home, self._position)
+        batches = self._take_next(count)
+        position, self._position = self._position, self._position + len(batches)
+        return Ticket(
+            self._home,
+            batches,
+            lambda worker, n: self._open_at(worker, position)(n),
+        )
+
+    def _move(self):
+        lost, self._home = self._home, (self._home + 1) % self._num_workers
+        self._take_next = None
+        logger.warning(
+            "worker-%d does not answer; worker-%d reads its share of the data on, from batch %d",
+            lost,
+            self._home,
+            self._position,
+        )
+        with self._queue.changed:
+            self._queue.changed.wait(_RETRY_SECONDS)
+
+    def _explained(self, error):
+        if not step_errors.is_of_step(error):
+            return error
+        return step_errors.explained(
+            error, f"worker-{self._home}", f"data, batch {self._position} of the worker's share"
+        )
+
+    def _give_up(self, error):
+        with self._queue.changed:
+            self._queue.error = error
+            self.is_done = True
+            self._queue.changed.notify_all()
+
+
+def _take(iterator, spec, worker, count):
+    batches = []
+    with _on(worker):
+        for _ in range(count):
+            try:
+                # Python's `next` would leave the end of the data behind in an executor of its own.
+                flat = tf.raw_ops.IteratorGetNext(
+                    iterator=iterator._iterator_resource,
+                    output_types=structure.get_flat_tensor_types(spec),
+                    output_shapes=structure.get_flat_tensor_shapes(spec),
+                )
+            except tf.errors.OutOfRangeError:
+                break
+            batches.append(structure.from_compatible_tensor_list(spec, flat))
+    return batches
+
+
+class _on:
+    """Context in which operations run on a worker, one after another."""
+
+    def __init__(self, worker):
+        self._device = tf.device(f"/job:worker/replica:0/task:{worker}/device:CPU:0")
+        self._executor = executor.new_executor(enable_async=False)
+
+    def __enter__(self):
+        self._scope = context.executor_scope(self._executor)
+        self._scope.__enter__()
+        self._device.__enter__()
+
+    def __exit__(self, *exc):
+        self._device.__exit__(*exc)
+        self._scope.__exit__(*exc)
+        # The end of the data is an error to the executor, which would raise it once more.
+        self._executor.clear_error()
+
+
+def _is_of_worker(error):
+    return isinstance(error, tf.errors.OpError) and cluster_coordinator._is_worker_failure(error)

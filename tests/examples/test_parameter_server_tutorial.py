@@ -1,0 +1,67 @@
+"""The tutorial on parameter servers as a user runs it: with threads, and with processes."""
+
+import os
+import pathlib
+import re
+import subprocess
+import sys
+
+import pytest
+
+from keras_psplus.cluster.processes import LocalCluster
+
+SCRIPT = pathlib.Path(__file__).parents[2] / "examples" / "parameter_server_tutorial.py"
+EPOCHS, STEPS_PER_EPOCH, BATCH_SIZE = 2, 20, 32
+COMMAND = [sys.executable, str(SCRIPT), "--epochs", str(EPOCHS)]
+TIMEOUT = 120
+
+
+@pytest.fixture
+def environment(monkeypatch, tmp_path):
+    """The script's environment: no cluster, and a directory of its own."""
+    monkeypatch.delenv("TF_CONFIG", raising=False)
+    monkeypatch.setenv("TF_CPP_MIN_LOG_LEVEL", "2")
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
+    root = str(SCRIPT.parents[1])
+    monkeypatch.setenv("PYTHONPATH", os.pathsep.join([root, os.environ.get("PYTHONPATH", "")]))
+    monkeypatch.chdir(tmp_path)
+
+
+def values(name, output):
+    """The numbers of the line that begins with `name:`, of which there must be one."""
+    (line,) = re.findall(rf"^{name}: (.*)", output, re.MULTILINE)
+    return {key: float(value) for key, value in (pair.split("=") for pair in line.split())}
+
+
+def check_fit(output, directory):
+    result = values("fit", output)
+    assert result["accuracy"] > 0.95
+    assert result["workers"] == 2
+    # The table is cut in two.
+    (held,) = re.findall(r"bytes on each parameter server: (\d+) (\d+)$", output, re.MULTILINE)
+    smaller, larger = sorted(map(int, held))
+    assert smaller > 0.8 * larger, held
+    left = sorted(path.name for path in directory.iterdir() if path.name != "log")
+    assert left == ["checkpoint.1.keras", "checkpoint.2.keras", "model.keras"]
+    assert len(list((directory / "log").rglob("*tfevents*"))) == 1
+
+
+def test_in_threads(environment, tmp_path):
+    process = subprocess.run(
+        COMMAND, capture_output=True, text=True, errors="replace", timeout=TIMEOUT
+    )
+    assert process.returncode == 0, process.stdout[-2000:] + process.stderr[-4000:]
+    check_fit(process.stdout, tmp_path / "dinner")
+
+
+def test_in_processes_and_with_a_loop_of_its_own(environment, tmp_path):
+    command = [*COMMAND, "--own_loop"]
+    with LocalCluster(command, workers=2, ps=2, chief=True, log_dir=tmp_path / "logs") as cluster:
+        result = cluster.wait(timeout=TIMEOUT)
+    assert result.exit_code == 0, result.tails()
+    output = result.logs["chief-0"]
+    check_fit(output, tmp_path / "dinner")
+    result = values("own_loop", output)
+    assert result["accuracy"] > 0.95
+    assert result["steps"] == EPOCHS * STEPS_PER_EPOCH
+    assert result["seen"] == STEPS_PER_EPOCH * BATCH_SIZE

@@ -1,0 +1,85 @@
+"""Datasets that the workers read: each element once an epoch, also when a worker dies."""
+
+import os
+import pathlib
+import re
+import signal
+import sys
+import time
+
+import pytest
+
+from keras_psplus.cluster.processes import LocalCluster
+from keras_psplus.cluster.testing import run_in_processes
+
+JOB = pathlib.Path(__file__).with_name("worker_data_job.py")
+ENVIRONMENT = {"TF_CPP_MIN_LOG_LEVEL": "2", "CUDA_VISIBLE_DEVICES": ""}
+ROWS = 331
+
+
+@pytest.fixture
+def numbers(tmp_path):
+    folder = tmp_path / "numbers"
+    folder.mkdir()
+    for i in range(5):
+        lines = [str(n) for n in range(1, ROWS + 1) if n % 5 == i]
+        (folder / f"{i}.txt").write_text("\n".join(lines) + "\n")
+    return folder
+
+
+def totals(log, steps_per_execution, name):
+    found = re.search(rf"^{steps_per_execution} {name}: \[(.*)\] (.*)$", log, re.MULTILINE)
+    assert found, log[-4000:]
+    return [float(total) for total in [*found.group(1).split(", "), found.group(2)]]
+
+
+def check_that_each_was_seen_once(log, steps_per_execution):
+    for power in range(3):
+        expected = sum(n**power for n in range(1, ROWS + 1))
+        seen = totals(log, steps_per_execution, f"power_{power}")
+        assert seen == [expected] * 3, (power, seen)
+
+
+@pytest.mark.parametrize("policy", ["FILE", "DATA"])
+def test_each_element_is_seen_once_an_epoch(policy, numbers):
+    result = run_in_processes(
+        JOB, workers=2, ps=1, chief=True, timeout=150, env=ENVIRONMENT, args=[numbers, policy]
+    )
+    log = result.logs["chief-0"]
+    assert f"each reads its own share (AutoShardPolicy.{policy})" in log
+    for steps_per_execution in (1, 3):
+        check_that_each_was_seen_once(log, steps_per_execution)
+        endless = re.search(rf"{steps_per_execution} endless: \[(.*), (.*)\]", log)
+        assert [float(n) for n in endless.groups()] == [120.0, 120.0]
+    if policy == "DATA":
+        assert f"1 calls: {2 * -(-ROWS // 4)}" in log
+    assert f"predicted {ROWS}" in log
+    assert "this dataset cannot be sent to the workers (it uses HashTableV2" in log
+    assert "done" in log
+
+
+def test_a_dead_workers_share_is_read_on(numbers, tmp_path):
+    command = [sys.executable, str(JOB), str(numbers), "DATA", "0.05"]
+    with LocalCluster(
+        command,
+        workers=2,
+        ps=1,
+        chief=True,
+        env=ENVIRONMENT,
+        log_dir=tmp_path / "logs",
+        failure_grace=70,
+    ) as cluster:
+        log = cluster.log_path("chief-0")
+        wait_for(log, "batch 20\n")
+        os.kill(cluster.pids["worker-1"], signal.SIGKILL)
+        wait_for(log, "1 calls")
+    check_that_each_was_seen_once(log.read_text(), 1)
+
+
+def wait_for(path, text, seconds=60):
+    deadline = time.monotonic() + seconds
+    while time.monotonic() < deadline:
+        if path.exists() and text in path.read_text():
+            return
+        time.sleep(0.1)
+    raise AssertionError(f"no {text!r} in {seconds} s:\n{path.read_text()[-4000:]}")

@@ -1,0 +1,82 @@
+"""A job whose workers read the data: every element is to be seen once an epoch.
+
+worker_data_job.py FOLDER POLICY [SECONDS_PER_STEP]
+
+FOLDER has text files with a number in each line. Metrics that add up the numbers and their squares
+tell which ones were seen.
+"""
+
+import os
+import pathlib
+import sys
+import time
+
+os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "2")
+
+import keras
+import tensorflow as tf
+
+import keras_psplus as psp
+
+folder, policy = pathlib.Path(sys.argv[1]), sys.argv[2]
+pause = float(sys.argv[3]) if len(sys.argv) > 3 else 0.0
+strategy = psp.ParameterServerStrategy(startup_timeout=60)
+
+
+class Seen(keras.metrics.Sum):
+    def __init__(self, power):
+        super().__init__(name=f"power_{power}")
+        self.power = power
+
+    def update_state(self, y_true, y_pred, sample_weight=None):
+        return super().update_state(y_true**self.power)
+
+
+class Pace(keras.callbacks.Callback):
+    """Lets the test see how far the job is."""
+
+    calls = 0
+
+    def on_train_batch_end(self, batch, logs=None):
+        time.sleep(pause)
+        self.calls += 1
+        if batch % 20 == 0:
+            print(f"batch {batch}", flush=True)
+
+
+def numbers(repeat=False):
+    files = tf.data.Dataset.list_files(str(folder / "*.txt"))
+    lines = files.interleave(tf.data.TextLineDataset).shuffle(30)
+    if repeat:
+        lines = lines.repeat()
+    batches = lines.batch(4).map(lambda text: tf.strings.to_number(text)[:, None])
+    options = tf.data.Options()
+    options.experimental_distribute.auto_shard_policy = getattr(
+        tf.data.experimental.AutoShardPolicy, policy
+    )
+    return batches.map(lambda x: (x / 1000, x)).with_options(options)
+
+
+for steps_per_execution in (1, 3):
+    with strategy.scope():
+        model = keras.Sequential([keras.Input((1,)), keras.layers.Dense(1)])
+        model.compile(
+            keras.optimizers.SGD(0.0),
+            "mse",
+            metrics=[Seen(0), Seen(1), Seen(2)],
+            steps_per_execution=steps_per_execution,
+        )
+    pace = Pace()
+    history = model.fit(numbers(), epochs=2, verbose=0, callbacks=[pace]).history
+    evaluated = model.evaluate(numbers(), verbose=0, return_dict=True)
+    for name in ("power_0", "power_1", "power_2"):
+        print(f"{steps_per_execution} {name}: {history[name]} {evaluated[name]}", flush=True)
+    print(f"{steps_per_execution} calls: {pace.calls}", flush=True)
+    endless = model.fit(numbers(True), steps_per_epoch=30, epochs=2, verbose=0).history
+    print(f"{steps_per_execution} endless: {endless['power_0']}", flush=True)
+print(f"predicted {len(model.predict(numbers(), verbose=0))}", flush=True)
+
+table = keras.layers.StringLookup(vocabulary=["1", "2"])
+with_table = numbers().map(lambda x, y: (x, tf.cast(table(tf.strings.as_string(y)), tf.float32)))
+model.fit(with_table.take(3), verbose=0)
+print("done", flush=True)
