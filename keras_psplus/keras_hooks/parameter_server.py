@@ -15,7 +15,7 @@ from keras_psplus.keras_hooks.ownership import asynchronous, note_live
 from keras_psplus.keras_hooks.patching import replace
 from keras_psplus.keras_hooks.variables import accumulates
 from keras_psplus.parameter_server import failure
-from keras_psplus.parameter_server.steps import StepFunctions, StepRunner
+from keras_psplus.parameter_server.steps import StepFunctions, StepRunner, joined
 from keras_psplus.parameter_server.worker_data import WorkerIterator
 from keras_psplus.parameter_server.worker_function import TravellingVariable, pack
 
@@ -186,24 +186,24 @@ def _make_predict_function(original, self, force=False):
     if self.predict_function is not None and not force:
         return self.predict_function
 
-    def concatenated(outputs):
+    def concatenated(trace, outputs):
         if len(outputs) == 1:
-            return outputs[0]
-        return tree.map_structure(lambda *parts: trainer.concat(list(parts)), *outputs)
+            return outputs[0], ()
+        return tree.map_structure(lambda *parts: trainer.concat(list(parts)), *outputs), ()
 
     step = self._autoconvert_optionals(self.predict_step)
     functions = StepFunctions(strategy, step, concatenated, lambda: _weights(self))
 
     def predict_function(batches):
-        batches = [_tensors(batch) for batch in batches]
-        function, variables = functions(batches)
+        payload = joined([_tensors(batch) for batch in batches])
+        function = functions(payload)
         result = strategy.scheduler.submit(
-            function,
-            (tf.constant(pack(variables)), batches),
+            function.concrete,
+            (tf.constant(pack(function.variables)), payload),
             lambda result: None,
             "a batch of predict()",
         )
-        outputs = function.structured_outputs[1]
+        outputs = function.concrete.structured_outputs
         places = tf.nest.pack_sequence_as(outputs, range(len(tf.nest.flatten(outputs))))
         return tree.map_structure(lambda place: _Awaited(result, place), places)
 
@@ -218,7 +218,7 @@ class _Awaited:
         self._result, self._place = result, place
 
     def _tensor(self):
-        return tf.nest.flatten(self._result.get()[1])[self._place]
+        return tf.nest.flatten(self._result.get())[self._place]
 
     def numpy(self):
         """Waits for the step and returns its output."""

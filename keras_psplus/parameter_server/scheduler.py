@@ -66,7 +66,7 @@ class Scheduler:
             The result as a `RemoteValue`.
         """
         self._wait_until(lambda: len(self._under_way) < self._window)
-        closure = _Closure(function, self._queue._cancellation_mgr, args=args)
+        closure = _Closure(function, self._queue._cancellation_mgr, args)
         closure.about, closure.scheduler, closure.ticket = about, self, ticket
         result = closure.build_result(self._done, on_done)
         with self._changed:
@@ -184,6 +184,13 @@ class _Closure(cluster_coordinator.Closure):
     """A closure that says when its result has been fetched, and what it was about."""
 
     about, scheduler, ticket, tried_on = "", None, None, None
+
+    def __init__(self, function, cancellation_manager, args):
+        # TensorFlow would work out the outputs' types anew for each closure.
+        self._args, self._kwargs = args, {}
+        self._function = cancellation_manager.get_cancelable_function(function)
+        self._output_type_spec = None
+        self._output_remote_value_ref = None
 
     def execute_on(self, worker):
         index = worker.worker_index
