@@ -19,6 +19,7 @@ from keras_psplus.parameter_server import step_errors
 _STEPS_PER_WORKER = 2
 _LOOK_FOR_ERRORS_SECONDS = 0.5
 _LOOK_FOR_WORKERS_SECONDS = 5.0
+_STALL_SECONDS = 60.0
 
 
 class Scheduler:
@@ -36,7 +37,7 @@ class Scheduler:
         self._window = _STEPS_PER_WORKER * num_workers
         self._check_workers = check_workers
         self._changed = threading.Condition()
-        self._under_way = {}  # result by its id, with the index of the worker it is meant for
+        self._under_way = {}  # by the result's id: the result and its closure
         self._failed_workers = set()
         self._last_result = time.monotonic()
 
@@ -50,7 +51,8 @@ class Scheduler:
 
     def _loads(self):
         with self._changed:
-            return collections.Counter(home for _, home in self._under_way.values())
+            tickets = [closure.ticket for _, closure in self._under_way.values()]
+        return collections.Counter(ticket.home for ticket in tickets if ticket)
 
     def submit(self, function, args, on_done, about, ticket=None):
         """Schedules a function once fewer than the window's steps are under way.
@@ -73,7 +75,7 @@ class Scheduler:
             # The queue holds results weakly.
             if not self._under_way:
                 self._last_result = time.monotonic()
-            self._under_way[id(result)] = result, ticket and ticket.home
+            self._under_way[id(result)] = result, closure
         self._put(closure, ticket)
         return result
 
@@ -104,7 +106,7 @@ class Scheduler:
         if worker in self._failed_workers:
             self._failed_workers.discard(worker)
             logger.warning("worker-%d is back", worker)
-        closure.tried_on = worker
+        closure.tried_on, closure.started = worker, time.monotonic()
 
     def _give_to_others(self, lost):
         with self._queue._queue_lock:
@@ -158,9 +160,24 @@ class Scheduler:
                     return
                 self._changed.wait(_LOOK_FOR_ERRORS_SECONDS)
             now = time.monotonic()
+            self._tell_stalls(now)
             if now - max(looked, self._last_result) > _LOOK_FOR_WORKERS_SECONDS:
                 looked = now
                 self._check_workers()
+
+    def _tell_stalls(self, now):
+        with self._changed:
+            closures = [closure for _, closure in self._under_way.values()]
+        for closure in closures:
+            if closure.started and now - closure.started > _STALL_SECONDS * (closure.told + 1):
+                closure.told += 1
+                logger.warning(
+                    "worker-%d has been at %s for %.0f s; if it hangs, end its process: another "
+                    "worker takes the step then",
+                    closure.tried_on,
+                    closure.about,
+                    now - closure.started,
+                )
 
 
 class Coordinator(cluster_coordinator.ClusterCoordinator):
@@ -183,7 +200,8 @@ class Coordinator(cluster_coordinator.ClusterCoordinator):
 class _Closure(cluster_coordinator.Closure):
     """A closure that says when its result has been fetched, and what it was about."""
 
-    about, scheduler, ticket, tried_on = "", None, None, None
+    about, scheduler, ticket = "", None, None
+    tried_on, started, told = None, None, 0
 
     def __init__(self, function, cancellation_manager, args):
         # TensorFlow would work out the outputs' types anew for each closure.
