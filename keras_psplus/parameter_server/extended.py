@@ -1,5 +1,6 @@
 """`ParameterServerStrategy`'s implementation half: where variables live and how they change."""
 
+import collections
 import contextlib
 import threading
 
@@ -14,6 +15,29 @@ from keras_psplus.parameter_server.sharded import ShardedVariable, shard_of
 from keras_psplus.parameter_server.worker_function import TravellingVariable
 
 
+def gpus_per_worker(devices, num_workers):
+    """The number of GPUs that each worker has, 0 or 1.
+
+    Args:
+        devices: Full names of the cluster's GPUs.
+        num_workers: Number of workers.
+
+    Raises:
+        ValueError: If workers have unequal numbers of GPUs, or more than one.
+    """
+    of_workers = [tf.DeviceSpec.from_string(name) for name in devices]
+    counts = collections.Counter(spec.task for spec in of_workers if spec.job == "worker")
+    counts = [counts[i] for i in range(num_workers)]
+    if max(counts) > 1 or min(counts) != max(counts):
+        told = ", ".join(f"worker-{i}: {n}" for i, n in enumerate(counts))
+        raise ValueError(
+            "ParameterServerStrategy trains one replica on each worker, on a GPU in all of them "
+            "or in none: set CUDA_VISIBLE_DEVICES of each worker to one GPU, or to nothing. "
+            f"Received: GPUs of {told}"
+        )
+    return counts[0]
+
+
 class ParameterServerExtended(stock.ParameterServerStrategyV2Extended):
     """Additional APIs of `keras_psplus.ParameterServerStrategy`."""
 
@@ -23,12 +47,10 @@ class ParameterServerExtended(stock.ParameterServerStrategyV2Extended):
         self._bytes_on_ps = [0] * self._num_ps
         # Steps reach the workers through our scheduler, not through the user's coordinator.
         self._allow_run_without_coordinator = True
-        if self._num_gpus_per_worker > 1:
-            raise ValueError(
-                "ParameterServerStrategy trains one replica on each worker: give each worker "
-                "process one GPU, by CUDA_VISIBLE_DEVICES. "
-                f"Received: {self._num_gpus_per_worker} GPUs per worker"
-            )
+
+    def _set_num_gpus(self):
+        names = [device.name for device in tf.config.list_logical_devices("GPU")]
+        self._num_gpus_per_worker = gpus_per_worker(names, self._num_workers)
 
     @property
     def bytes_on_ps(self):
