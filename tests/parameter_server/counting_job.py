@@ -1,6 +1,8 @@
 """An asynchronous job that counts: every step adds one to a variable on a parameter server.
 
 counting_job.py STEPS [BACKUP_FOLDER]
+
+COUNTING_JOB_PAUSE, in the environment, is what each step waits, in seconds.
 """
 
 import os
@@ -15,6 +17,7 @@ import numpy as np
 import keras_psplus as psp
 
 steps = int(sys.argv[1])
+pause = float(os.environ.get("COUNTING_JOB_PAUSE", "0"))
 strategy = psp.ParameterServerStrategy(startup_timeout=60, worker_timeout=5)
 
 
@@ -38,7 +41,7 @@ class Progress(keras.callbacks.Callback):
     """Lets the test see how far the job is, and keeps it going for some seconds."""
 
     def on_train_batch_end(self, batch, logs=None):
-        time.sleep(0.02)
+        time.sleep(pause)
         if batch % 50 == 0:
             print(f"batch {batch}", flush=True)
 

@@ -27,32 +27,32 @@ def numbers(tmp_path):
     return folder
 
 
-def totals(log, steps_per_execution, name):
-    found = re.search(rf"^{steps_per_execution} {name}: \[(.*)\] (.*)$", log, re.MULTILINE)
+def totals(log, label, name):
+    found = re.search(rf"^{label} {name}: \[(.*)\] (.*)$", log, re.MULTILINE)
     assert found, log[-4000:]
     return [float(total) for total in [*found.group(1).split(", "), found.group(2)]]
 
 
-def check_that_each_was_seen_once(log, steps_per_execution):
+def check_that_each_was_seen_once(log, label):
     for power in range(3):
         expected = sum(n**power for n in range(1, ROWS + 1))
-        seen = totals(log, steps_per_execution, f"power_{power}")
+        seen = totals(log, label, f"power_{power}")
         assert seen == [expected] * 3, (power, seen)
 
 
-@pytest.mark.parametrize("policy", ["FILE", "DATA"])
-def test_each_element_is_seen_once_an_epoch(policy, numbers):
+def test_each_element_is_seen_once_an_epoch(numbers):
     result = run_in_processes(
-        JOB, workers=2, ps=1, chief=True, timeout=150, env=ENVIRONMENT, args=[numbers, policy]
+        JOB, workers=2, ps=1, chief=True, timeout=150, env=ENVIRONMENT, args=[numbers, "FILE,DATA"]
     )
     log = result.logs["chief-0"]
-    assert f"each reads its own share (AutoShardPolicy.{policy})" in log
-    for steps_per_execution in (1, 3):
-        check_that_each_was_seen_once(log, steps_per_execution)
-        endless = re.search(rf"{steps_per_execution} endless: \[(.*), (.*)\]", log)
-        assert [float(n) for n in endless.groups()] == [120.0, 120.0]
-    if policy == "DATA":
-        assert f"1 calls: {2 * -(-ROWS // 4)}" in log
+    for policy in ("FILE", "DATA"):
+        assert f"each reads its own share (AutoShardPolicy.{policy})" in log
+        for steps_per_execution in (1, 3):
+            label = f"{policy} {steps_per_execution}"
+            check_that_each_was_seen_once(log, label)
+            endless = re.search(rf"{label} endless: \[(.*), (.*)\]", log)
+            assert [float(n) for n in endless.groups()] == [120.0, 120.0]
+    assert f"DATA 1 calls: {2 * -(-ROWS // 4)}" in log
     assert f"predicted {ROWS}" in log
     assert "this dataset cannot be sent to the workers (it uses HashTableV2" in log
     assert "done" in log
@@ -72,8 +72,8 @@ def test_a_dead_workers_share_is_read_on(numbers, tmp_path):
         log = cluster.log_path("chief-0")
         wait_for(log, "batch 20\n")
         os.kill(cluster.pids["worker-1"], signal.SIGKILL)
-        wait_for(log, "1 calls")
-    check_that_each_was_seen_once(log.read_text(), 1)
+        wait_for(log, "DATA 1 calls")
+    check_that_each_was_seen_once(log.read_text(), "DATA 1")
 
 
 def wait_for(path, text, seconds=60):

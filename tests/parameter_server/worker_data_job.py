@@ -1,6 +1,6 @@
 """A job whose workers read the data: every element is to be seen once an epoch.
 
-worker_data_job.py FOLDER POLICY [SECONDS_PER_STEP]
+worker_data_job.py FOLDER POLICIES [SECONDS_PER_STEP]
 
 FOLDER has text files with a number in each line. Metrics that add up the numbers and their squares
 tell which ones were seen.
@@ -18,7 +18,7 @@ import tensorflow as tf
 
 import keras_psplus as psp
 
-folder, policy = pathlib.Path(sys.argv[1]), sys.argv[2]
+folder, policies = pathlib.Path(sys.argv[1]), sys.argv[2].split(",")
 pause = float(sys.argv[3]) if len(sys.argv) > 3 else 0.0
 strategy = psp.ParameterServerStrategy(startup_timeout=60)
 
@@ -44,7 +44,7 @@ class Pace(keras.callbacks.Callback):
             print(f"batch {batch}", flush=True)
 
 
-def numbers(repeat=False):
+def numbers(policy, repeat=False):
     files = tf.data.Dataset.list_files(str(folder / "*.txt"))
     lines = files.interleave(tf.data.TextLineDataset).shuffle(30)
     if repeat:
@@ -57,7 +57,7 @@ def numbers(repeat=False):
     return batches.map(lambda x: (x / 1000, x)).with_options(options)
 
 
-for steps_per_execution in (1, 3):
+def train(policy, steps_per_execution):
     with strategy.scope():
         model = keras.Sequential([keras.Input((1,)), keras.layers.Dense(1)])
         model.compile(
@@ -67,16 +67,25 @@ for steps_per_execution in (1, 3):
             steps_per_execution=steps_per_execution,
         )
     pace = Pace()
-    history = model.fit(numbers(), epochs=2, verbose=0, callbacks=[pace]).history
-    evaluated = model.evaluate(numbers(), verbose=0, return_dict=True)
+    history = model.fit(numbers(policy), epochs=2, verbose=0, callbacks=[pace]).history
+    evaluated = model.evaluate(numbers(policy), verbose=0, return_dict=True)
+    label = f"{policy} {steps_per_execution}"
     for name in ("power_0", "power_1", "power_2"):
-        print(f"{steps_per_execution} {name}: {history[name]} {evaluated[name]}", flush=True)
-    print(f"{steps_per_execution} calls: {pace.calls}", flush=True)
-    endless = model.fit(numbers(True), steps_per_epoch=30, epochs=2, verbose=0).history
-    print(f"{steps_per_execution} endless: {endless['power_0']}", flush=True)
-print(f"predicted {len(model.predict(numbers(), verbose=0))}", flush=True)
+        print(f"{label} {name}: {history[name]} {evaluated[name]}", flush=True)
+    print(f"{label} calls: {pace.calls}", flush=True)
+    endless = model.fit(numbers(policy, True), steps_per_epoch=30, epochs=2, verbose=0).history
+    print(f"{label} endless: {endless['power_0']}", flush=True)
+    return model
+
+
+for policy in policies:
+    for steps_per_execution in (1, 3):
+        model = train(policy, steps_per_execution)
+print(f"predicted {len(model.predict(numbers('DATA'), verbose=0))}", flush=True)
 
 table = keras.layers.StringLookup(vocabulary=["1", "2"])
-with_table = numbers().map(lambda x, y: (x, tf.cast(table(tf.strings.as_string(y)), tf.float32)))
+with_table = numbers("DATA").map(
+    lambda x, y: (x, tf.cast(table(tf.strings.as_string(y)), tf.float32))
+)
 model.fit(with_table.take(3), verbose=0)
 print("done", flush=True)
