@@ -1,7 +1,9 @@
 import numpy as np
+import pytest
 import tensorflow as tf
+from tensorflow.python.data.ops import dataset_ops
 
-from keras_psplus.reseed import reseed
+from keras_psplus.reseed import reseed, serialize
 
 
 def order(dataset):
@@ -80,3 +82,51 @@ def test_options_are_kept():
     dataset = tf.data.Dataset.range(9).shuffle(9).with_options(options)
     assert reseed(dataset, 1).options().deterministic is False
     np.testing.assert_array_equal(sorted(order(reseed(dataset, 1))), np.arange(9))
+
+
+def read(graph, dataset):
+    variant = tf.raw_ops.DatasetFromGraph(graph_def=graph)
+    return order(dataset_ops._VariantDataset(variant, dataset.element_spec))
+
+
+@pytest.mark.parametrize("seed", [None, 3])
+def test_serialized_orders_are_alike_and_change_by_epoch(seed):
+    dataset = tf.data.Dataset.range(50).shuffle(50, seed=seed).map(lambda x: x + 1)
+    epochs = [[read(serialize(dataset, 7, epoch), dataset) for _ in range(2)] for epoch in range(3)]
+    for a, b in epochs:
+        assert a == b
+        assert sorted(a) == list(range(1, 51))
+    assert epochs[0][0] != epochs[1][0] != epochs[2][0]
+    if seed:
+        # As the dataset itself begins.
+        assert epochs[0][0] == order(dataset)
+
+
+def test_an_order_that_is_to_stay_stays():
+    dataset = tf.data.Dataset.range(50).shuffle(50, reshuffle_each_iteration=False)
+    assert read(serialize(dataset, 7, 0), dataset) == read(serialize(dataset, 7, 1), dataset)
+
+
+def test_caches_are_serialized_empty():
+    dataset = tf.data.Dataset.range(9).cache().shuffle(9)
+    order(dataset)
+    assert sorted(read(serialize(dataset, 1), dataset)) == list(range(9))
+
+
+def test_what_needs_this_process_is_not_serialized():
+    generator = tf.data.Dataset.from_generator(
+        lambda: iter(range(9)), output_signature=tf.TensorSpec([], tf.int32)
+    )
+    numbers = tf.data.Dataset.range(3)
+    variable = tf.Variable(1, dtype=tf.int64)
+    table = tf.lookup.StaticHashTable(
+        tf.lookup.KeyValueTensorInitializer([1], [2], tf.int64, tf.int64), -1
+    )
+    for dataset, what in (
+        (generator, "GeneratorDataset"),
+        (numbers.map(lambda x: tf.py_function(lambda y: y, [x], tf.int64)), "PyFunc"),
+        (numbers.map(lambda x: x + variable), "VarHandleOp"),
+        (numbers.map(table.lookup), "HashTable"),
+    ):
+        with pytest.raises(ValueError, match=f"it uses \\w*{what}"):
+            serialize(dataset, 1)
