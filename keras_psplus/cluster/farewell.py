@@ -49,31 +49,40 @@ class Chief:
     A script that ends by an exception does not end well.
 
     Args:
-        devices: Names of one device of each server.
+        devices: Names of one device of each server, by the server's task name.
     """
 
     def __init__(self, devices):
-        self._devices = list(devices)
+        self._devices = devices
         self._ends = threading.Event()
-        self._say(_HELLO)
+        self._ends_badly = False
+        self._say(_HELLO, devices.values())
         # At the interpreter's end no thread can be started any more.
         self._leaver = threading.Thread(target=self._leave, name="keras_psplus-farewell")
         self._leaver.daemon = True
         self._leaver.start()
         atexit.register(self._at_exit)
 
+    def greet_again(self, task):
+        """Greets a server that was started again."""
+        self._say(_HELLO, [self._devices[task]])
+
+    def note_bad_end(self):
+        """Notes that this process is about to end, but not well."""
+        self._ends_badly = True
+
     def _at_exit(self):
-        if getattr(sys, "last_value", None) is None:
+        if getattr(sys, "last_value", None) is None and not self._ends_badly:
             self._ends.set()
             # A server that hangs must not hold up the chief.
             self._leaver.join(_FAREWELL_SECONDS)
 
     def _leave(self):
         self._ends.wait()
-        self._say(_FAREWELL)
+        self._say(_FAREWELL, self._devices.values())
 
-    def _say(self, word):
-        for device in self._devices:
+    def _say(self, word, devices):
+        for device in devices:
             try:
                 with tf.device(device):
                     tf.raw_ops.PyFunc(input=[tf.constant(word)], token=_TOKEN, Tout=[tf.bool])

@@ -4,6 +4,7 @@ import contextlib
 import threading
 import weakref
 
+import numpy as np
 import tensorflow as tf
 from keras.src import tree
 from keras.src.backend.common.stateless_scope import in_stateless_scope
@@ -15,9 +16,9 @@ from keras_psplus.keras_hooks.ownership import asynchronous, note_live
 from keras_psplus.keras_hooks.patching import replace
 from keras_psplus.keras_hooks.variables import accumulates
 from keras_psplus.parameter_server import failure
-from keras_psplus.parameter_server.steps import StepFunctions, StepRunner, joined
+from keras_psplus.parameter_server.steps import StepFunctions, StepRunner, are_same, describe
 from keras_psplus.parameter_server.worker_data import WorkerIterator
-from keras_psplus.parameter_server.worker_function import TravellingVariable, pack
+from keras_psplus.parameter_server.worker_function import TravellingVariable, current, pack, unpack
 
 _local = threading.local()
 _functions = weakref.WeakKeyDictionary()
@@ -34,6 +35,8 @@ def install():
         replace(tf_trainer, name, ["self", "x"])(_explained)
     replace(tf_trainer, "predict", ["self", "x"])(_predict)
     replace(core.Variable, "_initialize", ["self", "value"])(_initialize)
+    replace(core.Variable, "_direct_assign", ["self", "value"])(_after_earlier_steps)
+    replace(core.Variable, "numpy", ["self"])(_after_earlier_steps)
     replace(core.Variable, "assign_add", ["self", "value"])(_atomically("assign_add"))
     replace(core.Variable, "assign_sub", ["self", "value"])(_atomically("assign_sub"))
     # tf.gather asks its argument for this method: without it a lookup pulls the whole table.
@@ -49,7 +52,9 @@ def _explained(original, self, *args, **kwargs):
             return original(self, *args, **kwargs)
     except (failure.ParameterServerLostError, failure.WorkersLostError):
         raise  # no step will ever come back
-    except BaseException:
+    except BaseException as error:
+        if isinstance(error, SystemExit) and error.code not in (None, 0):
+            strategy.note_bad_end()
         # Or the next call would begin with what this one had counted.
         for function in list(_functions.get(strategy, ())):
             with contextlib.suppress(Exception):
@@ -89,8 +94,7 @@ def _sync(original, self):
     strategy = asynchronous(self._distribute_strategy)
     if strategy is None:
         return original(self)
-    for function in list(_functions.get(strategy, ())):
-        function.drain()
+    _drain(strategy)
 
 
 def _make_function(original, self, step_function):
@@ -107,7 +111,7 @@ class _StepFunction:
 
     def __init__(self, model, strategy, step_function):
         self._model = model
-        self._scheduler = strategy.scheduler
+        self._strategy, self._scheduler = strategy, strategy.scheduler
         step = model._autoconvert_optionals(step_function)
         self._runner = StepRunner(strategy, step, lambda: _weights(model))
         # One dict for a whole epoch: Keras keeps the last that it got, and gets to see in it what
@@ -119,13 +123,16 @@ class _StepFunction:
         if isinstance(iterator, WorkerIterator):
             ticket = self._scheduler.take(iterator, self._model.steps_per_execution)
             batches = ticket.batches if ticket else []
+            element_spec = iterator.element_spec
         else:
             batches = _take(iterator, self._model.steps_per_execution)
+            element_spec = getattr(iterator, "element_spec", None)
         if not batches:
             # Keras does not synchronise when it runs out of data: the totals are written here.
             self.drain()
             raise StopIteration
-        self._runner.submit(batches, ticket)
+        _drain(self._strategy, but=self)
+        self._runner.submit(batches, _tensors_spec(element_spec, batches), ticket)
         self._logs.clear()
         self._logs.update(self._runner.logs)
         logs = self._logs
@@ -143,12 +150,24 @@ class _StepFunction:
         self._runner.close()
         for metric in self._model.metrics:
             if any(v._value is used for v in metric.variables for used in variables):
-                result = metric.result()
-                results = result if isinstance(result, dict) else {metric.name: result}
-                for name, value in results.items():
+                for name, value in _flat({metric.name: metric.result()}).items():
                     if name in self._logs:
                         self._logs[name] = value.numpy()
         self._logs = {}
+
+
+def _flat(results):
+    flat = {}
+    for name, value in results.items():
+        flat.update(_flat(value) if isinstance(value, dict) else {name: value})
+    return flat
+
+
+def _drain(strategy, but=None):
+    """Waits for the steps of all functions and writes what they have counted."""
+    for function in list(_functions.get(strategy, ())):
+        if function is not but:
+            function.drain()
 
 
 def _weights(model):
@@ -179,6 +198,21 @@ def _tensors(batch):
     return tree.map_structure(convert, batch)
 
 
+def _tensors_spec(element_spec, batches):
+    """The dataset's element specification in the form of `_tensors`, if it describes batches."""
+    if element_spec is None:
+        return None
+    while isinstance(element_spec, tuple) and len(element_spec) > 1:
+        if not isinstance(element_spec[-1], tf.OptionalSpec):
+            break
+        element_spec = element_spec[:-1]
+    try:
+        tf.nest.assert_same_structure(element_spec, batches[0], expand_composites=True)
+    except (TypeError, ValueError):
+        return None
+    return element_spec
+
+
 def _make_predict_function(original, self, force=False):
     strategy = asynchronous(self._distribute_strategy)
     if strategy is None:
@@ -187,28 +221,74 @@ def _make_predict_function(original, self, force=False):
         return self.predict_function
 
     def concatenated(trace, outputs):
-        if len(outputs) == 1:
-            return outputs[0], ()
-        return tree.map_structure(lambda *parts: trainer.concat(list(parts)), *outputs), ()
+        result = outputs[0]
+        if len(outputs) > 1:
+            result = tree.map_structure(lambda *parts: trainer.concat(list(parts)), *outputs)
+        return (trace.changes(), result), ()
 
     step = self._autoconvert_optionals(self.predict_step)
-    functions = StepFunctions(strategy, step, concatenated, lambda: _weights(self))
+    function = _PredictFunction(
+        strategy, StepFunctions(strategy, step, concatenated, lambda: _weights(self))
+    )
+    _functions.setdefault(strategy, weakref.WeakSet()).add(function)
+    self.predict_function = function
+    return function
 
-    def predict_function(batches):
-        payload = joined([_tensors(batch) for batch in batches])
-        function = functions(payload)
-        result = strategy.scheduler.submit(
+
+class _PredictFunction:
+    """A predict function whose steps run on the workers; their outputs are waited for later."""
+
+    def __init__(self, strategy, functions):
+        self._strategy, self._functions = strategy, functions
+        self._sent, self._seeds = 0, None
+
+    def __call__(self, batches):
+        batches = [_tensors(batch) for batch in batches]
+        function, payload = self._functions(batches)
+        if self._seeds is None or not are_same(self._seeds.variables, function.variables):
+            self.drain()
+            self._seeds = _Seeds(function.variables)
+        result = self._strategy.scheduler.submit(
             function.concrete,
-            (tf.constant(pack(function.variables)), payload),
+            (tf.constant(self._seeds.values()), payload),
             lambda result: None,
-            "a batch of predict()",
+            f"predict(), {describe(batches, self._sent)}",
         )
-        outputs = function.concrete.structured_outputs
+        self._sent += len(batches)
+        self._seeds.count(len(batches), lambda: result.get()[0].numpy())
+        outputs = function.concrete.structured_outputs[1]
+        if any(not isinstance(output, tf.Tensor) for output in tf.nest.flatten(outputs)):
+            return result.get()[1]
         places = tf.nest.pack_sequence_as(outputs, range(len(tf.nest.flatten(outputs))))
         return tree.map_structure(lambda place: _Awaited(result, place), places)
 
-    self.predict_function = predict_function
-    return predict_function
+    def drain(self):
+        """Leaves seeds where they would be after as many steps here."""
+        if self._seeds is not None:
+            self._seeds.write()
+        self._sent, self._seeds = 0, None
+
+
+class _Seeds:
+    """Moves seeds on from step to step, by as much as the first step moves them."""
+
+    def __init__(self, variables):
+        self.variables = variables
+        self._initial = pack(variables)
+        self._move, self._steps = None, 0
+
+    def values(self):
+        return self._initial if self._move is None else self._initial + self._move * self._steps
+
+    def count(self, steps, changes):
+        if self._move is None:
+            has_seeds = any(variable.is_seed for variable in self.variables)
+            self._move = changes() / steps if has_seeds else 0.0
+        self._steps += steps
+
+    def write(self):
+        if self._move is not None and any(variable.is_seed for variable in self.variables):
+            unpack(self.variables, self.values())
 
 
 class _Awaited:
@@ -218,19 +298,23 @@ class _Awaited:
         self._result, self._place = result, place
 
     def _tensor(self):
-        return tf.nest.flatten(self._result.get())[self._place]
+        return tf.nest.flatten(self._result.get()[1])[self._place]
 
     def numpy(self):
         """Waits for the step and returns its output."""
         return self._tensor().numpy()
 
-    @property
-    def shape(self):
-        return self._tensor().shape
+    def __array__(self, dtype=None, copy=None):
+        return np.asarray(self.numpy(), dtype)
 
-    @property
-    def dtype(self):
-        return self._tensor().dtype
+    def __getitem__(self, key):
+        return self._tensor()[key]
+
+    def __len__(self):
+        return len(self._tensor())
+
+    def __getattr__(self, name):
+        return getattr(self._tensor(), name)
 
 
 tensor_conversion_registry.register_tensor_conversion_function(
@@ -246,6 +330,19 @@ def _initialize(original, self, value):
     is_seed = self._name == "seed_generator_state"
     with strategy.extended.creating(self.path, accumulates(self) or is_seed, is_seed):
         return original(self, value)
+
+
+def _after_earlier_steps(original, self, *args):
+    # From a callback, for example: steps that were sent before come before.
+    if current() is None and tf.executing_eagerly():
+        travels = isinstance(self._value, TravellingVariable)
+        if travels or _on_ps(self._value):
+            for strategy in list(_functions):
+                if travels:
+                    _drain(strategy)
+                elif strategy.scheduler.is_busy:
+                    strategy.scheduler.join()
+    return original(self, *args)
 
 
 def _atomically(method):

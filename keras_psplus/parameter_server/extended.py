@@ -127,6 +127,12 @@ class ParameterServerExtended(stock.ParameterServerStrategyV2Extended):
         value = initial_value() if callable(initial_value) else initial_value
         value = tf.convert_to_tensor(value, dtype=kwargs.get("dtype"))
         name = kwargs.pop("name", None) or "slot"
+        if value.shape[:1] != whole.shape[:1]:
+            raise ValueError(
+                f"The optimizer's variable '{name}' cannot be cut like the sharded variable that "
+                "it belongs to. Pass `variable_partitioner=None` to the strategy to keep variables "
+                f"whole, or take another optimizer. Received: shape={value.shape}, for {whole}"
+            )
         kwargs.pop("shape", None)
         parts = [
             super(ParameterServerExtended, self)._create_variable(

@@ -37,8 +37,14 @@ def explained(strategy):
             f"ps-{index} ({addresses[index]}) stopped answering; the variables that it held are "
             "lost. Look into that task's log, then start the whole job again: with the "
             "BackupAndRestore callback training resumes where the last backup was made. "
-            f"Received: {str(error).splitlines()[0][:300]}"
+            f"Received: {_telling_line(error)}"
         ) from error
+
+
+def _telling_line(error):
+    lines = [line.strip() for line in str(error).splitlines() if line.strip()]
+    telling = [line for line in lines if re.search(r"refused|reset|closed|UNAVAILABLE|abort", line)]
+    return (telling or lines)[0][:300]
 
 
 class WorkersLostError(RuntimeError):

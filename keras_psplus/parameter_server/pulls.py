@@ -89,11 +89,12 @@ class Pulls:
             is_loop = isinstance(graph, _LOOPS)
             if (
                 outer is None
-                or any((id(graph), id(handle)) in self._written for handle in handles)
+                or self._is_written(graph, handles)
                 or (is_loop and id(variable) in self._stay)
             ):
                 around = loops[-1][1] if loops else graphs[0]
-                value = self._read(variable, handles, read, graph if needs_function else around)
+                home = graph if needs_function else around
+                value = self._read(variable, handles, read, home)
                 break
             if is_loop:
                 loops.append((graph, outer))
@@ -115,6 +116,9 @@ class Pulls:
             for other, part in zip(others, parts):
                 self._keep(home, other, [other.handle], tf.reshape(part, other.shape))
         return self._values[id(home), id(variable)]
+
+    def _is_written(self, graph, handles):
+        return any((id(graph), id(handle)) in self._written for handle in handles)
 
     def _keep(self, graph, variable, handles, value):
         self._values[id(graph), id(variable)] = value
@@ -183,6 +187,14 @@ class beside:
 
 def _is_updating_beside(variable):
     return getattr(_local, "beside", None) == variable.device
+
+
+def is_in_inner_function():
+    """Whether the function that is being traced is called by another one."""
+    function = _graphs_outwards()[-1]
+    return isinstance(function, func_graph.FuncGraph) and isinstance(
+        function.outer_graph, func_graph.FuncGraph
+    )
 
 
 def _is_control_flow(graph):

@@ -30,9 +30,11 @@ class Scheduler:
         num_workers: Number of workers.
         check_workers: Called now and then while nothing comes back; raises if it has to be given
             up.
+        on_worker_back: Optional, called with the name of a worker that was lost and is back.
     """
 
-    def __init__(self, coordinator, num_workers, check_workers):
+    def __init__(self, coordinator, num_workers, check_workers, on_worker_back=None):
+        self._on_worker_back = on_worker_back
         self._coordinator = coordinator
         self._window = _STEPS_PER_WORKER * num_workers
         self._check_workers = check_workers
@@ -106,6 +108,8 @@ class Scheduler:
         if worker in self._failed_workers:
             self._failed_workers.discard(worker)
             logger.warning("worker-%d is back", worker)
+            if self._on_worker_back is not None:
+                self._on_worker_back(f"worker-{worker}")
         closure.tried_on, closure.started = worker, time.monotonic()
 
     def _give_to_others(self, lost):
@@ -132,6 +136,11 @@ class Scheduler:
         self._wait_until(condition)
         if not condition():
             self.join()
+
+    @property
+    def is_busy(self):
+        """Whether steps are under way."""
+        return bool(self._under_way)
 
     def join(self):
         """Waits for all steps; raises a worker's error."""

@@ -89,11 +89,22 @@ class ShardedVariable(resource_variable_ops.BaseResourceVariable, core.Tensor):
         shard = self._shard()
         if shard is not None:
             return shard.value()
+        self._refuse_inner_functions()
         handles = [part.handle for part in self.shards]
         pulled = pulls.current() or pulls.Pulls()
         # The tape knows the first handle only: a conditional's or a loop's gradient goes to what
         # its body captures, which has to be the value and not the shards' handles.
         return pulled.value(self, handles, self._concatenated, needs_function=True)
+
+    def _refuse_inner_functions(self):
+        # A tape around the function would see shards only, not the variable that they are of.
+        if pulls.is_in_inner_function():
+            raise ValueError(
+                "A variable that is sharded over parameter servers cannot be read inside a "
+                "tf.function that the step calls: take the decorator off (`fit` compiles the whole "
+                "step), or pass `variable_partitioner=None` to the strategy to keep variables "
+                f"whole. Received: {self._handle_name}, shape={self._whole_shape}"
+            )
 
     def _concatenated(self):
         return tf.concat([pulls.raw_read(part) for part in self.shards], 0)
@@ -116,6 +127,7 @@ class ShardedVariable(resource_variable_ops.BaseResourceVariable, core.Tensor):
         shard = self._shard()
         if shard is not None:
             return shard.sparse_read(indices)
+        self._refuse_inner_functions()
         resource_variable_ops.variable_accessed(self)
         indices = tf.convert_to_tensor(indices)
         row_shape = self._whole_shape[1:]
@@ -211,6 +223,12 @@ class ShardedVariable(resource_variable_ops.BaseResourceVariable, core.Tensor):
                 argument[first : first + part.shape[0]]
                 for part, first in zip(self.shards, self.offsets)
             ]
+        if isinstance(argument, tf.Tensor) and argument.shape.rank != 0:
+            raise ValueError(
+                "An update of a sharded variable takes scalars and tensors of its own shape; pass "
+                "`variable_partitioner=None` to the strategy to keep variables whole. "
+                f"Received: shape={argument.shape} for {self}"
+            )
         return [argument] * len(self.shards)
 
 

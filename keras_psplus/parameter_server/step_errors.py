@@ -34,6 +34,7 @@ def is_of_step(error):
     """Whether an error comes from what a step computes, not from the cluster."""
     return (
         isinstance(error, _OF_STEPS)
+        and "have been restarted" not in error.message
         and not cluster_coordinator._is_worker_failure(error)
         and not cluster_coordinator._is_ps_failure(error)
     )

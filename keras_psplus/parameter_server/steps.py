@@ -6,6 +6,7 @@ from typing import Any, NamedTuple
 import numpy as np
 import tensorflow as tf
 
+from keras_psplus.log import warn_once
 from keras_psplus.parameter_server.pulls import Pulls
 from keras_psplus.parameter_server.worker_function import Trace, pack, unpack
 
@@ -16,12 +17,14 @@ class StepFunction(NamedTuple):
     Attributes:
         concrete: The concrete function, of the travelling variables' values and the batches.
         variables: The travelling variables, in order.
+        overwritten: Those of them that are given values instead of being added to.
         notes: What `collect` noted while the function was traced.
         origin: The function that it is traced from; TensorFlow holds it weakly.
     """
 
     concrete: Any
     variables: list
+    overwritten: list
     notes: Any
     origin: Any
 
@@ -42,23 +45,35 @@ class StepFunctions:
         self._weights = weights
         self._functions = {}
 
-    def __call__(self, payload):
-        """The `StepFunction` for a payload, a list of batches or `joined` ones."""
-        spec = tf.nest.map_structure(_with_any_batch_size, payload)
-        key = repr(spec)
-        if key not in self._functions:
-            self._functions[key] = self._trace(spec)
-        return self._functions[key]
+    def __call__(self, batches, element_spec=None, join=True):
+        """The function for some batches.
 
-    def _trace(self, spec):
-        variables, stay, notes = [], set(), []
+        Args:
+            batches: List of batches.
+            element_spec: Type specification of the dataset's elements, if there is one.
+            join: Whether the batches may be put together, to be sent in fewer messages.
+
+        Returns:
+            The `StepFunction`, and its argument besides the travelling values.
+        """
+        batch_spec = element_spec or tf.nest.map_structure(_with_any_batch_size, batches[0])
+        payload, spec = batches, [batch_spec] * len(batches)
+        if join and _can_be_joined(batches):
+            payload, spec = _joined(batches, batch_spec)
+        key = repr((batch_spec, spec))
+        if key not in self._functions:
+            self._functions[key] = self._trace(spec, batch_spec)
+        return self._functions[key], payload
+
+    def _trace(self, spec, batch_spec):
+        variables, overwritten, stay, notes = [], [], set(), []
 
         def worker_function(initial, payload):
             with Trace(initial) as trace, Pulls(self._weights(), stay) as pulls:
-                batches = _separate(payload)
+                batches = _separate(payload, batch_spec)
                 results = [self._strategy.run(self._step, args=(batch,)) for batch in batches]
                 outputs, notes[:] = self._collect(trace, results)
-            variables[:] = trace.variables
+            variables[:], overwritten[:] = trace.variables, trace.overwritten()
             written_in_loops.update(pulls.written_in_loops())
             return outputs
 
@@ -68,29 +83,43 @@ class StepFunctions:
             with self._strategy.scope():
                 concrete = function.get_concrete_function(tf.TensorSpec([None], tf.float64), spec)
             if written_in_loops <= stay:
-                return StepFunction(concrete, variables, notes, function)
+                return StepFunction(concrete, variables, overwritten, notes, function)
             stay |= written_in_loops
 
 
-def joined(batches):
-    """Batches in as few tensors as one has, to be sent in as few messages."""
-    leaves = [leaf for batch in batches for leaf in tf.nest.flatten(batch)]
-    if len(batches) == 1 or not all(isinstance(t, tf.Tensor) and t.shape.rank for t in leaves):
-        return batches
-    rows = [[len(leaf) for leaf in tf.nest.flatten(batch)] for batch in batches]
+def _can_be_joined(batches):
+    if len(batches) == 1:
+        return False
+    forms = [[_row_form(leaf) for leaf in tf.nest.flatten(batch)] for batch in batches]
+    return None not in forms[0] and all(form == forms[0] for form in forms)
+
+
+def _row_form(leaf):
+    is_dense = isinstance(leaf, tf.Tensor) and leaf.shape.rank
+    return (leaf.dtype, leaf.shape[1:].as_list()) if is_dense else None
+
+
+def _joined(batches, batch_spec):
+    rows = np.transpose([[len(leaf) for leaf in tf.nest.flatten(batch)] for batch in batches])
     whole = tf.nest.map_structure(lambda *parts: tf.concat(parts, 0), *batches)
-    return {"whole": whole, "rows": tf.constant(np.transpose(rows), tf.int64)}
+    spec = {
+        "whole": tf.nest.map_structure(
+            lambda leaf: tf.TensorSpec([None, *leaf.shape[1:]], leaf.dtype), batch_spec
+        ),
+        "rows": tf.TensorSpec(rows.shape, tf.int64),
+    }
+    return {"whole": whole, "rows": tf.constant(rows, tf.int64)}, spec
 
 
-def _separate(payload):
+def _separate(payload, batch_spec):
     if not isinstance(payload, dict):
         return payload
-    rows = payload["rows"]
-    count = rows.shape[1]
-    parts = [
-        tf.split(leaf, rows[i], num=count)
-        for i, leaf in enumerate(tf.nest.flatten(payload["whole"]))
-    ]
+    parts = []
+    for i, (leaf, spec) in enumerate(
+        zip(tf.nest.flatten(payload["whole"]), tf.nest.flatten(batch_spec))
+    ):
+        pieces = tf.split(leaf, payload["rows"][i], num=payload["rows"].shape[1])
+        parts.append([tf.ensure_shape(piece, spec.shape) for piece in pieces])
     return [tf.nest.pack_sequence_as(payload["whole"], batch) for batch in zip(*parts)]
 
 
@@ -115,21 +144,23 @@ class StepRunner:
         self._steps, self._draws = 0, None
         self._logs = None
 
-    def submit(self, batches, ticket=None):
+    def submit(self, batches, element_spec=None, ticket=None):
         """Sends one closure with a step for each batch; waits if enough are under way.
 
         Args:
             batches: List of batches.
+            element_spec: Type specification of the dataset's elements, if there is one.
             ticket: `worker_data.Ticket` that they are from, if the workers read them.
         """
         # What workers have read lies with them, as it is.
-        payload = batches if ticket else joined(batches)
-        function = self._functions(payload)
+        function, payload = self._functions(batches, element_spec, join=ticket is None)
         variables = function.variables
-        if self._variables is not None and variables is not self._variables:
-            # A batch of another form; its function may meet the variables in another order.
+        if self._variables is not None and not are_same(variables, self._variables):
+            # A batch of another form, whose function meets the variables in another order.
             self.join()
             self._write_totals()
+        if function.overwritten:
+            self._wait_for_earlier_steps(function.overwritten)
         with self._lock:
             if self._totals is None:
                 self._variables, self._totals = variables, pack(variables)
@@ -140,13 +171,26 @@ class StepRunner:
             function.concrete,
             (tf.constant(initial), payload),
             lambda result: self._add(count, result.numpy(), function.notes),
-            _describe(batches, self._sent),
+            describe(batches, self._sent),
             ticket,
         )
         self._sent += count
         if self._logs is None:
             # The first step shows what the logs are called, and how often a step draws a seed.
             self._strategy.scheduler.wait_for(lambda: self._logs is not None)
+
+    def _wait_for_earlier_steps(self, overwritten):
+        """Steps of which each needs what the last one left cannot be under way together."""
+        names = ", ".join(sorted({variable.name.split(":")[0] for variable in overwritten}))
+        if self._strategy.num_workers > 1:
+            warn_once(
+                "metric state that a step replaces instead of adding to it (%s) makes every step "
+                "wait for the one before: one worker at a time. Write such metrics as sums, or "
+                "leave them out of compile().",
+                names,
+            )
+        if self._strategy.scheduler.is_busy:
+            self._strategy.scheduler.join()
 
     @property
     def logs(self):
@@ -223,7 +267,13 @@ def _scalars(logs):
     return flat
 
 
-def _describe(batches, first):
+def are_same(variables, others):
+    """Whether two lists hold the same objects in the same order."""
+    return len(variables) == len(others) and all(a is b for a, b in zip(variables, others))
+
+
+def describe(batches, first):
+    """Number and form of batches, for messages."""
     last = first + len(batches) - 1
     numbers = f"batch {first}" if first == last else f"batches {first} to {last}"
     leaves = [leaf for leaf in tf.nest.flatten(batches[0]) if isinstance(leaf, tf.Tensor)]

@@ -86,12 +86,15 @@ class ParameterServerStrategy(tf.distribute.ParameterServerStrategy):
         self._verify_args_and_config(cluster_resolver)
         self._cluster_coordinator = None
         self._connect_to_cluster(coordinator_name="chief")
+        self._chief = None
         if self._task is not None:
             failure.watch()
-            farewell.Chief(
-                f"/job:{job}/replica:0/task:{i}/device:CPU:0"
-                for job in ("ps", "worker")
-                for i in range(len(spec[job]))
+            self._chief = farewell.Chief(
+                {
+                    f"{job}-{i}": f"/job:{job}/replica:0/task:{i}/device:CPU:0"
+                    for job in ("ps", "worker")
+                    for i in range(len(spec[job]))
+                }
             )
         tf.distribute.Strategy.__init__(
             self, ParameterServerExtended(self, cluster_resolver, variable_partitioner)
@@ -104,6 +107,7 @@ class ParameterServerStrategy(tf.distribute.ParameterServerStrategy):
             Coordinator(self),
             self._num_workers,
             failure.WorkerWatch(spec["worker"], worker_timeout).check,
+            self._chief.greet_again if self._chief else None,
         )
 
     @property
@@ -130,6 +134,11 @@ class ParameterServerStrategy(tf.distribute.ParameterServerStrategy):
     def scheduler(self):
         """Sends steps to the workers."""
         return self._scheduler
+
+    def note_bad_end(self):
+        """Notes that the script is about to end with an exit code of failure."""
+        if self._chief is not None:
+            self._chief.note_bad_end()
 
 
 def _read_task():

@@ -49,7 +49,9 @@ class WorkerDataset:
         graph = serialize(self._dataset, self._seed, self._epoch)
         self._epoch += 1
         return WorkerIterator(
-            [self._share(graph, index) for index in range(self._num_workers)], self._num_workers
+            [self._share(graph, index) for index in range(self._num_workers)],
+            self._num_workers,
+            self.element_spec,
         )
 
     def _share(self, graph, index):
@@ -97,9 +99,11 @@ class WorkerIterator:
         shares: Functions `(worker, position)` that open a share of the data and return a function
             that takes a number of batches from it.
         num_workers: Number of workers.
+        element_spec: Type specification of a batch.
     """
 
-    def __init__(self, shares, num_workers):
+    def __init__(self, shares, num_workers, element_spec):
+        self.element_spec = element_spec
         self._queue = _Tickets()
         self._readers = [
             _ShareReader(self._queue, share, home, num_workers) for home, share in enumerate(shares)
@@ -266,4 +270,8 @@ class _on:
 
 
 def _is_of_worker(error):
-    return isinstance(error, tf.errors.OpError) and cluster_coordinator._is_worker_failure(error)
+    if not isinstance(error, tf.errors.OpError):
+        return False
+    # What an iterator says that was on a worker before it was started again.
+    restarted = "have been restarted" in error.message or "invalid device" in error.message
+    return restarted or cluster_coordinator._is_worker_failure(error)

@@ -16,6 +16,7 @@ from tensorflow.python.ops import resource_variable_ops
 from tensorflow.python.types import core
 
 _local = threading.local()
+_READS = ("ReadVariableOp", "VariableShape")
 
 
 def current():
@@ -62,6 +63,20 @@ class Trace:
             self.variables.append(variable)
         return self._handles[key]
 
+    def overwritten(self):
+        """Travelling variables, but for seeds, that are given values not made by adding."""
+        return [v for v in self.variables if not v.is_seed and self._is_overwritten(v)]
+
+    def _is_overwritten(self, variable):
+        handle = self._handles[id(variable)]
+        # The first assignment is that of the initial value.
+        writes = [op for op in handle.consumers() if op.type not in _READS][1:]
+        return not all(
+            op.type in ("AssignAddVariableOp", "AssignSubVariableOp")
+            or (op.type == "AssignVariableOp" and _adds_to(handle, op.inputs[1]))
+            for op in writes
+        )
+
     def changes(self):
         """What the function has added to the travelling variables, a float64 vector."""
         values = [
@@ -77,6 +92,23 @@ class Trace:
             for variable in self.variables
         ]
         return tf.concat([*values, tf.zeros([0], tf.float64)], 0) - self._initial[: self._size]
+
+
+def _adds_to(handle, value):
+    """Whether a value is a sum of a variable's value and something else."""
+    op = _source(value)
+    if op.type not in ("Add", "AddV2", "Sub"):
+        return False
+    terms = op.inputs[:1] if op.type == "Sub" else op.inputs
+    sources = [_source(term) for term in terms]
+    return any(op.type == "ReadVariableOp" and op.inputs[0] is handle for op in sources)
+
+
+def _source(tensor):
+    op = tensor.op
+    while op.type in ("Identity", "Cast", "EnsureShape", "Reshape"):
+        op = op.inputs[0].op
+    return op
 
 
 class TravellingVariable(resource_variable_ops.BaseResourceVariable, core.Tensor):

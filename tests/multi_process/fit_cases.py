@@ -24,6 +24,11 @@ def case(function):
     return function
 
 
+def asynchronous_case(function):
+    """Registers a case of what one asynchronous worker does, but several replicas do not."""
+    return case(function)
+
+
 def blobs(rows=203, features=12, classes=4, seed=0):
     rng = np.random.default_rng(seed)
     y = rng.integers(0, classes, rows).astype("int32")
@@ -654,6 +659,134 @@ def moving_average_after_skipped_steps():
         keras.layers.Dense(4),
     ]
     return trained(compiled(layers, optimizer), *blobs(), **numpy_defaults())
+
+
+class Last(keras.metrics.Metric):
+    """The last batch's mean of the labels: replaced, not added to."""
+
+    def __init__(self):
+        super().__init__(name="last")
+        self.value = self.add_variable((), initializer="zeros", name="value")
+
+    def update_state(self, y_true, y_pred, sample_weight=None):
+        self.value.assign(tf.reduce_mean(tf.cast(y_true, "float32")))
+
+    def result(self):
+        return self.value + 0.0
+
+
+class Counts(keras.metrics.Metric):
+    """A metric with several results."""
+
+    def __init__(self):
+        super().__init__(name="counts")
+        self.rows = self.add_variable((), initializer="zeros", name="rows")
+
+    def update_state(self, y_true, y_pred, sample_weight=None):
+        self.rows.assign_add(tf.cast(tf.shape(y_true)[0], "float32"))
+
+    def result(self):
+        return {"rows": self.rows + 0.0, "half": self.rows / 2}
+
+
+@asynchronous_case
+def metrics_that_replace_or_have_several_results():
+    model = mlp(metrics=["accuracy", Last(), Counts()])
+    return trained(model, *blobs(), **numpy_defaults(validation_data=blobs(77, seed=1)))
+
+
+class Meddling(keras.callbacks.Callback):
+    """Reads, writes, resets and evaluates while steps may be under way."""
+
+    def __init__(self):
+        super().__init__()
+        self.evaluated = []
+
+    def on_train_batch_begin(self, batch, logs=None):
+        self.model.optimizer.learning_rate.assign(0.1 / (1 + batch))
+
+    def on_train_batch_end(self, batch, logs=None):
+        if batch == 1:
+            self.model.set_weights([0.9 * w for w in self.model.get_weights()])
+        if batch == 2:
+            self.model.reset_metrics()
+        if batch == 3:
+            self.evaluated.append(self.model.evaluate(*blobs(77, seed=1), verbose=0))
+
+
+@asynchronous_case
+def callbacks_between_the_steps():
+    callback = Meddling()
+    model, results = trained(mlp(), *blobs(), **numpy_defaults(callbacks=[callback]))
+    return model, results | {"evaluated": np.asarray(callback.evaluated)}
+
+
+class AlwaysDropout(keras.layers.Dropout):
+    def call(self, inputs, training=None):
+        return super().call(inputs, training=True)
+
+
+@asynchronous_case
+def random_predictions():
+    model = compiled([keras.layers.Dense(16), AlwaysDropout(0.5), keras.layers.Dense(4)])
+    x, y = blobs()
+    results = fit(model, x, y, **numpy_defaults(epochs=1))
+    for i in range(2):
+        results[f"predicted/{i}"] = model.predict(x, batch_size=50, verbose=0)
+    results["evaluated"] = np.asarray(model.evaluate(x, y, batch_size=50, verbose=0))
+    return model, results
+
+
+class NeedsTheBatchSize(keras.Sequential):
+    def train_step(self, data):
+        x, _ = data
+        assert x.shape[0] == 50
+        with tf.GradientTape() as tape:
+            similarity = tf.matmul(*[self(x, training=True)] * 2, transpose_b=True)
+            loss = tf.reduce_mean((similarity - tf.eye(x.shape[0])) ** 2)
+        gradients = tape.gradient(loss, self.trainable_variables)
+        self.optimizer.apply(gradients, self.trainable_variables)
+        return {"loss": loss}
+
+
+@asynchronous_case
+def batches_of_known_size():
+    model = NeedsTheBatchSize([keras.Input((12,)), keras.layers.Dense(4)])
+    model.compile(keras.optimizers.SGD(0.01), steps_per_execution=2)
+    data = tf.data.Dataset.from_tensor_slices(blobs(200)).batch(50, drop_remainder=True)
+    return trained(model, data, epochs=2)
+
+
+class Outputs(keras.callbacks.Callback):
+    def __init__(self):
+        super().__init__()
+        self.seen = []
+
+    def on_predict_batch_end(self, batch, logs=None):
+        self.seen.append(np.asarray(logs["outputs"])[:5])
+
+
+class FirstTwo(keras.layers.Layer):
+    def call(self, inputs):
+        return tf.RaggedTensor.from_tensor(
+            inputs, lengths=tf.zeros([tf.shape(inputs)[0]], "int32") + 2
+        )
+
+
+@asynchronous_case
+def outputs_of_predict():
+    x, _ = blobs(53)
+    callback = Outputs()
+    mlp().predict(x, batch_size=20, verbose=0, callbacks=[callback])
+    inputs = keras.Input((12,))
+    ragged = keras.Model(inputs, keras.layers.Dense(4)(inputs))
+    first_two = FirstTwo()
+    ragged.predict_step = lambda data: first_two(
+        ragged(data[0] if isinstance(data, tuple) else data)
+    )
+    ragged.compile()
+    predicted = ragged.predict(x, batch_size=20, verbose=0)
+    return None, {"seen": np.stack(callback.seen), "ragged": np.asarray(predicted.to_tensor())}
 
 
 @case

@@ -14,6 +14,9 @@ from keras_psplus.cluster.testing import run_in_processes
 
 SOURCE = pathlib.Path(__file__).with_name("fit_cases.py")
 CASES = re.findall(r"^@case\ndef (\w+)\(", SOURCE.read_text(), re.MULTILINE)
+ONLY_ASYNCHRONOUS = re.findall(
+    r"^@asynchronous_case\ndef (\w+)\(", SOURCE.read_text(), re.MULTILINE
+)
 # What several processes or devices do differently from one another shows in these.
 CORE = [
     "numpy_short_last_batch",
@@ -34,6 +37,7 @@ CORE = [
 FOUR_REPLICAS = ["last_batch_of_one_row", "evaluate_and_predict", "dataset_of_unknown_length"]
 # Under parameter servers, a batch's logs are those of the step that came back last.
 ASYNCHRONOUS = [case for case in CASES if case not in ("logs_of_every_batch", "run_eagerly")]
+ASYNCHRONOUS += ONLY_ASYNCHRONOUS
 SHARDED = [
     "numpy_short_last_batch",
     "steps_per_execution",
@@ -51,7 +55,7 @@ SHARDED = [
     "evaluate_and_predict",
 ]
 # Float tolerance: sums over replicas are taken in another order than sums over a batch.
-TOLERANCE = dict.fromkeys(CASES, 2e-5) | {
+TOLERANCE = dict.fromkeys(CASES + ONLY_ASYNCHRONOUS, 2e-5) | {
     "bfloat16": 2e-2,
     "mixed_precision_skips_overflow": 2e-3,
     # Its variance is E[x^2] - E[x]^2, which magnifies the difference.
@@ -94,7 +98,7 @@ def reference(tmp_path_factory):
 @pytest.fixture(scope="session")
 def two_workers(tmp_path_factory):
     folder = tmp_path_factory.mktemp("two_workers")
-    return folder, cluster(folder, 2)
+    return folder, cluster(folder, 2, "--cases", ",".join(CASES))
 
 
 @pytest.fixture(scope="session")
