@@ -1,5 +1,6 @@
 """Every way of training equals one process on the same global batches, on all workers alike."""
 
+import concurrent.futures
 import os
 import pathlib
 import re
@@ -76,7 +77,7 @@ def one_process(folder, *args):
         stdout=subprocess.PIPE,
         stderr=subprocess.STDOUT,
         text=True,
-        timeout=300,
+        timeout=420,
     )
     assert done.returncode == 0, done.stdout[-5000:]
     return done.stdout
@@ -89,10 +90,34 @@ def cluster(folder, workers, *args):
     ).logs
 
 
+# Runs that take one process each.
+SINGLE = {
+    "reference": ["--reference"],
+    "two_devices": ["--devices", "2", "--cases", ",".join(CORE)],
+    "one_worker_two_ps": ["--ps", "2", "--cases", ",".join(ASYNCHRONOUS)],
+    "two_shards": ["--ps", "2", "--shards", "2", "--cases", ",".join(SHARDED)],
+}
+
+
 @pytest.fixture(scope="session")
-def reference(tmp_path_factory):
-    folder = tmp_path_factory.mktemp("reference")
-    return folder, one_process(folder, "--reference")
+def single(request, tmp_path_factory):
+    """The results of runs in one process, by name: two at a time, as each keeps one core busy."""
+    wanted = {name for item in request.session.items for name in item.fixturenames}
+    with concurrent.futures.ThreadPoolExecutor(2) as pool:
+        runs = {}
+        for name, args in SINGLE.items():
+            if name in wanted:
+                folder = tmp_path_factory.mktemp(name)
+                runs[name] = folder, pool.submit(one_process, folder, *args)
+        # All of them before anything else starts, so that they share the cores with nobody.
+        concurrent.futures.wait([run for _, run in runs.values()])
+    return runs
+
+
+@pytest.fixture(scope="session")
+def reference(single):
+    folder, run = single["reference"]
+    return folder, run.result()
 
 
 @pytest.fixture(scope="session")
@@ -114,23 +139,21 @@ def two_by_two(tmp_path_factory):
 
 
 @pytest.fixture(scope="session")
-def two_devices(tmp_path_factory):
-    folder = tmp_path_factory.mktemp("two_devices")
-    return folder, {"worker-0": one_process(folder, "--devices", "2", "--cases", ",".join(CORE))}
+def two_devices(single):
+    folder, run = single["two_devices"]
+    return folder, {"worker-0": run.result()}
 
 
 @pytest.fixture(scope="session")
-def one_worker_two_ps(tmp_path_factory):
-    folder = tmp_path_factory.mktemp("two_ps")
-    cases = ",".join(ASYNCHRONOUS)
-    return folder, {"worker-0": one_process(folder, "--ps", "2", "--cases", cases)}
+def one_worker_two_ps(single):
+    folder, run = single["one_worker_two_ps"]
+    return folder, {"worker-0": run.result()}
 
 
 @pytest.fixture(scope="session")
-def two_shards(tmp_path_factory):
-    folder = tmp_path_factory.mktemp("two_shards")
-    args = ["--ps", "2", "--shards", "2", "--cases", ",".join(SHARDED)]
-    return folder, {"worker-0": one_process(folder, *args)}
+def two_shards(single):
+    folder, run = single["two_shards"]
+    return folder, {"worker-0": run.result()}
 
 
 def compare(case, reference, run, workers):

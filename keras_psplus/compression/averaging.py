@@ -1,0 +1,62 @@
+"""Averages many tensors over workers in few collectives."""
+
+import tensorflow as tf
+
+
+def mean_all(compressors, tensors, states, step, all_mean):
+    """Averages many tensors over workers, each by a compressor of its own, in few collectives.
+
+    Args:
+        compressors: List of reducible `Compressor`s.
+        tensors: List of floating tensors of static shapes.
+        states: List of the compressors' states.
+        step: int64 scalar.
+        all_mean: Function from a list of tensors to the list of their means over workers. It is
+            called once for each round, and, with `start_step`s, inside a `tf.cond`.
+
+    Returns:
+        Lists of the means, of what error feedback has to subtract, and of the new states.
+    """
+    for compressor in compressors:
+        if not compressor.reducible:
+            raise ValueError(
+                "only payloads of a reducible compressor can be averaged; gather and decode those "
+                f"of others. Received: {compressor!r}"
+            )
+    results = [None] * len(tensors)
+    for start in sorted({compressor.start_step for compressor in compressors}):
+        at = [i for i, compressor in enumerate(compressors) if compressor.start_step == start]
+        group = [[sequence[i] for i in at] for sequence in (compressors, tensors, states)]
+        for i, *result in zip(at, *_mean_from(start, *group, step, all_mean)):
+            results[i] = result
+    return tuple(map(list, zip(*results))) if results else ([], [], [])
+
+
+def _mean_from(start, compressors, tensors, states, step, all_mean):
+    def whole():
+        return list(all_mean(tensors)), list(tensors), list(states)
+
+    def compressed():
+        return _side_by_side(compressors, tensors, states, step, all_mean)
+
+    return tf.cond(tf.cast(step, tf.int64) < start, whole, compressed) if start else compressed()
+
+
+def _side_by_side(compressors, tensors, states, step, all_mean):
+    """Runs generators of `rounds` in step with each other, one `all_mean` for each round."""
+    running = {
+        i: c.rounds(t, s, step) for i, (c, t, s) in enumerate(zip(compressors, tensors, states))
+    }
+    replies, results = dict.fromkeys(running), {}
+    while running:
+        asked = {}
+        for i, generator in running.items():
+            try:
+                asked[i] = generator.send(replies[i])
+            except StopIteration as stop:
+                results[i] = stop.value
+        running = {i: running[i] for i in asked}
+        flat = [tensor for i in asked for tensor in asked[i]]
+        means = iter(all_mean(flat) if flat else [])
+        replies = {i: [next(means) for _ in asked[i]] for i in asked}
+    return tuple([results[i][part] for i in sorted(results)] for part in range(3))

@@ -1,0 +1,183 @@
+"""What a compressor is."""
+
+import inspect
+
+import tensorflow as tf
+
+from keras_psplus.compression.averaging import mean_all
+
+
+class Compressor:
+    """Base class of compressors: pure functions of a tensor, a state and the step.
+
+    A compressor owns nothing but its options. The state that it keeps from step to step is made by
+    `init` and handed from call to call by a strategy, which stores it, for each variable and each
+    worker, and saves it. All methods but `init` and `wire_bytes` are called inside a `tf.function`.
+
+    A compressor of your own needs `encode`, `decode` and `wire_bytes`. Non-finite numbers must
+    come out of `decode` as non-finite ones (it need not be the same ones, or only those), so that
+    an optimizer that checks for them finds them.
+
+    Attributes:
+        error_feedback: Whether strategies wrap it in `ErrorFeedback`: it loses something that the
+            next steps have to make up for.
+        feedback_options: Further arguments of that `ErrorFeedback`.
+        reducible: Whether the mean of payloads is the payload of the mean, so that workers can
+            all-reduce payloads as they are. If so, `mean` serves.
+        splits: Whether pieces of a tensor, as rows of `encode_rows`, are encoded as well as the
+            whole, so that a sum over workers may be shared out among them.
+        communicates: Whether anything is sent at all. If not, each worker uses its own gradient.
+        start_step: Before this step tensors are sent whole.
+
+    Example:
+
+    ```python
+    class Half(keras_psplus.compression.Compressor):
+        reducible = True
+
+        def encode(self, tensor, state, step):
+            return (tf.cast(tensor, tf.float16),), state
+
+        def decode(self, payload, shape, dtype, step):
+            return tf.reshape(tf.cast(payload[0], dtype), shape)
+
+        def wire_bytes(self, shape, dtype, step=None):
+            return 2 * tf.TensorShape(shape).num_elements()
+    ```
+    """
+
+    error_feedback = False
+    feedback_options = {}
+    reducible = False
+    splits = False
+    communicates = True
+    start_step = 0
+
+    def init(self, shape, dtype):
+        """Makes the state before the first step.
+
+        Args:
+            shape: Static shape of the tensor.
+            dtype: Its dtype.
+
+        Returns:
+            Nested structure of tensors, the same on every worker; `()` for none.
+        """
+        return ()
+
+    def encode(self, tensor, state, step):
+        """Compresses a tensor.
+
+        Args:
+            tensor: Floating tensor of static shape.
+            state: What `init` or the last step returned.
+            step: int64 scalar, the same on all workers.
+
+        Returns:
+            The payload, a tuple of tensors, and the new state. The shapes of the payload are
+            static, unless the compressor changes its rate from step to step.
+        """
+        raise NotImplementedError
+
+    def decode(self, payload, shape, dtype, step):
+        """Turns a payload back into a tensor.
+
+        Args:
+            payload: What `encode` returned, perhaps on another worker.
+            shape: Static shape of the tensor.
+            dtype: Its dtype.
+            step: The step at which it was encoded.
+
+        Returns:
+            Tensor of this shape and dtype.
+        """
+        raise NotImplementedError
+
+    def wire_bytes(self, shape, dtype, step=None):
+        """Counts the bytes of a payload.
+
+        Args:
+            shape: Static shape of the tensor.
+            dtype: Its dtype.
+            step: Python int, for compressors whose rate changes; None for after the last change.
+
+        Returns:
+            Python int.
+        """
+        raise NotImplementedError
+
+    def encode_rows(self, values, step):
+        """Compresses each row by itself, as the values of `tf.IndexedSlices` need it.
+
+        Rows have no state. A compressor that can do nothing for rows sends them whole, as this
+        method does.
+
+        Args:
+            values: Tensor of shape `(rows, ...)`; the number of rows may be unknown.
+            step: int64 scalar.
+
+        Returns:
+            Tuple of tensors with the rows on axis 0.
+        """
+        return (values,)
+
+    def decode_rows(self, payload, row_shape, dtype, step):
+        """Turns the payload of `encode_rows` back into values of shape `(rows, *row_shape)`."""
+        return tf.cast(payload[0], dtype)
+
+    def row_bytes(self, row_shape, dtype, step=None):
+        """Counts the bytes that `encode_rows` makes of one row."""
+        return tf.TensorShape(row_shape).num_elements() * tf.as_dtype(dtype).size
+
+    def rounds(self, tensor, state, step):
+        """Averages over workers, as a generator that leaves the collectives to its caller.
+
+        It yields a list of tensors and is sent the list of their means over the workers, as often
+        as the method needs. Strategies run the generators of many variables side by side and put
+        what they yield into one collective (`mean_all`). It does not look at `start_step`.
+
+        Args:
+            tensor: Floating tensor of static shape.
+            state: What `init` or the last step returned.
+            step: int64 scalar.
+
+        Returns:
+            The mean, what error feedback has to subtract for this worker, and the new state.
+        """
+        payload, state = self.encode(tensor, state, step)
+        means = yield list(payload)
+        mean = self.decode(tuple(means), tensor.shape, tensor.dtype, step)
+        return mean, self.decode(payload, tensor.shape, tensor.dtype, step), state
+
+    def mean(self, tensor, state, step, all_mean):
+        """Averages one tensor over workers.
+
+        Args:
+            tensor: Floating tensor of static shape.
+            state: What `init` or the last step returned.
+            step: int64 scalar.
+            all_mean: Function from a list of tensors to the list of their means over workers.
+
+        Returns:
+            The mean, what error feedback has to subtract for this worker, and the new state.
+        """
+        means, owns, states = mean_all([self], [tensor], [state], step, all_mean)
+        return means[0], owns[0], states[0]
+
+    def for_variable(self, path, shape, dtype):
+        """Chooses the compressor of a variable's gradient.
+
+        Args:
+            path: The variable's path, such as `"sequential/dense/kernel"`.
+            shape: Its static shape.
+            dtype: Its dtype.
+
+        Returns:
+            A `Compressor`, or None to send the gradient as it is.
+        """
+        return self if tf.as_dtype(dtype).is_floating else None
+
+    def __repr__(self):
+        names = inspect.signature(type(self)).parameters
+        options = (f"{name}={getattr(self, name)!r}" for name in names if hasattr(self, name))
+        return f"{type(self).__name__}({', '.join(options)})"

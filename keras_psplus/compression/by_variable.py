@@ -1,0 +1,69 @@
+"""Different compressors for different variables."""
+
+import fnmatch
+import re
+
+import tensorflow as tf
+
+from keras_psplus.compression.base import Compressor
+
+
+class ByVariable(Compressor):
+    """Chooses a compressor for each variable by its path and shape.
+
+    Strategies call `for_variable`, and then only use what it returns.
+
+    Args:
+        patterns: Dict from patterns to compressors or None (send as it is). A pattern is a string
+            as in a shell, for the whole path (`"*/embedding/*"`), or a `re.compile`d one, searched
+            for in it. The first that fits counts.
+        default: Compressor of variables that no pattern fits, or None.
+        min_size: Variables of fewer elements are left alone, whatever their path.
+        min_rank: So are those of fewer axes: by default biases and other vectors.
+
+    Example:
+
+    >>> by_variable = keras_psplus.compression.ByVariable(
+    ...     {"*/kernel": keras_psplus.compression.PowerSGD(4), "*embed*": None},
+    ...     default=keras_psplus.compression.Int8(),
+    ... )
+    >>> by_variable.for_variable("dense/bias", [100], "float32") is None
+    True
+    """
+
+    def __init__(self, patterns, default=None, min_size=1024, min_rank=2):
+        for pattern, compressor in [*patterns.items(), ("*", default)]:
+            if not isinstance(pattern, (str, re.Pattern)):
+                raise ValueError(
+                    "a pattern must be a string or a compiled regular expression. "
+                    f"Received: pattern={pattern!r}"
+                )
+            if not (compressor is None or isinstance(compressor, Compressor)):
+                raise ValueError(
+                    "a pattern must stand for a compressor or None; "
+                    "`keras_psplus.compression.get` makes one of a name. "
+                    f"Received: {pattern!r}: {compressor!r}"
+                )
+        self.patterns = dict(patterns)
+        self.default = default
+        self.min_size = min_size
+        self.min_rank = min_rank
+
+    def for_variable(self, path, shape, dtype):
+        shape = tf.TensorShape(shape)
+        if shape.rank < self.min_rank or shape.num_elements() < self.min_size:
+            return None
+        fitting = (c for pattern, c in self.patterns.items() if _fits(pattern, path))
+        compressor = next(fitting, self.default)
+        return None if compressor is None else compressor.for_variable(path, shape, dtype)
+
+    def map(self, function):
+        """Applies a function to each compressor; returns a new `ByVariable`."""
+        patterns = {pattern: function(c) for pattern, c in self.patterns.items()}
+        return ByVariable(patterns, function(self.default), self.min_size, self.min_rank)
+
+
+def _fits(pattern, path):
+    if isinstance(pattern, re.Pattern):
+        return pattern.search(path)
+    return fnmatch.fnmatchcase(path, pattern)

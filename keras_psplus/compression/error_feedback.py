@@ -1,0 +1,142 @@
+"""What one step leaves out, added to the next."""
+
+import tensorflow as tf
+
+from keras_psplus.compression.base import Compressor
+from keras_psplus.compression.by_variable import ByVariable
+from keras_psplus.compression.cast import saturating_cast
+
+
+class ErrorFeedback(Compressor):
+    """Adds to each tensor what the steps before have left out of theirs.
+
+    The residual is float32 and as large as the tensor, on every worker. If a tensor is not finite,
+    it is passed on as such, and the state stays what it was. Rows of `tf.IndexedSlices` have no
+    residual (it would need a table as large as the variable): `inner` compresses them by itself.
+
+    Args:
+        inner: `Compressor`.
+        momentum: Momentum correction: what is compressed is not the gradient but a momentum of so
+            much of it, accumulated on the worker, and the optimizer should have none. An optimizer
+            with momentum magnifies what arrives late, and may converge badly.
+        factor_masking: Whether this momentum is forgotten where something was sent, for
+            compressors that send some elements only.
+
+    Example:
+
+    >>> sign = keras_psplus.compression.ErrorFeedback(keras_psplus.compression.Sign())
+    >>> gradient = tf.constant([1.0, -3.0])
+    >>> payload, state = sign.encode(gradient, sign.init([2], tf.float32), step=0)
+    >>> state["residual"]
+    <tf.Tensor: shape=(2,), dtype=float32, numpy=array([-1., -1.], dtype=float32)>
+
+    Reference: [Karimireddy et al., 2019](https://arxiv.org/abs/1901.09847);
+    [Lin et al., 2017](https://arxiv.org/abs/1712.01887) for momentum correction and masking.
+    """
+
+    def __init__(self, inner, momentum=0.0, factor_masking=False):
+        if not isinstance(inner, Compressor) or isinstance(inner, (ErrorFeedback, ByVariable)):
+            raise ValueError(
+                "`inner` must be a compressor that keeps no residual already, and, with several "
+                f"for different variables, one of these. Received: inner={inner!r}"
+            )
+        if not 0 <= momentum < 1:
+            raise ValueError(f"`momentum` must be in [0, 1). Received: momentum={momentum!r}")
+        self.inner = inner
+        self.momentum = momentum
+        self.factor_masking = factor_masking
+        self.reducible = inner.reducible
+        self.splits = inner.splits
+        self.communicates = inner.communicates
+        self.start_step = inner.start_step
+
+    def init(self, shape, dtype):
+        state = {"residual": tf.zeros(shape), "inner": self.inner.init(shape, dtype)}
+        if self.momentum:
+            state["momentum"] = tf.zeros(shape)
+        return state
+
+    def add(self, tensor, state):
+        """Adds the residual: what is to be compressed, in float32."""
+        return state["residual"] + self._velocity(tensor, state)
+
+    def keep(self, tensor, total, own, inner_state, state):
+        """Makes the state of the next step.
+
+        Args:
+            tensor: What `add` was given.
+            total: What `add` returned.
+            own: What of it this worker has sent, as it is decoded.
+            inner_state: New state of `inner`.
+            state: What `add` was given.
+
+        Returns:
+            The new state; `state` itself, if anything is not finite.
+        """
+        residual = total - tf.cast(own, tf.float32)
+        new = {"residual": residual, "inner": inner_state}
+        if self.momentum:
+            velocity = self._velocity(tensor, state)
+            new["momentum"] = tf.where(own != 0, 0.0, velocity) if self.factor_masking else velocity
+        # Not finite as soon as any of the two that were subtracted is not.
+        finite = tf.reduce_all(tf.math.is_finite(residual))
+        return tf.nest.map_structure(lambda n, o: tf.where(finite, n, o), new, state)
+
+    def encode(self, tensor, state, step):
+        total = self.add(tensor, state)
+        payload, inner_state = self.inner.encode(
+            saturating_cast(total, tensor.dtype), state["inner"], step
+        )
+        own = self.inner.decode(payload, tensor.shape, tensor.dtype, step)
+        return payload, self.keep(tensor, total, own, inner_state, state)
+
+    def rounds(self, tensor, state, step):
+        total = self.add(tensor, state)
+        mean, own, inner_state = yield from self.inner.rounds(
+            saturating_cast(total, tensor.dtype), state["inner"], step
+        )
+        return mean, own, self.keep(tensor, total, own, inner_state, state)
+
+    def decode(self, payload, shape, dtype, step):
+        return self.inner.decode(payload, shape, dtype, step)
+
+    def wire_bytes(self, shape, dtype, step=None):
+        return self.inner.wire_bytes(shape, dtype, step)
+
+    def encode_rows(self, values, step):
+        return self.inner.encode_rows(values, step)
+
+    def decode_rows(self, payload, row_shape, dtype, step):
+        return self.inner.decode_rows(payload, row_shape, dtype, step)
+
+    def row_bytes(self, row_shape, dtype, step=None):
+        return self.inner.row_bytes(row_shape, dtype, step)
+
+    def for_variable(self, path, shape, dtype):
+        inner = self.inner.for_variable(path, shape, dtype)
+        return None if inner is None else ErrorFeedback(inner, self.momentum, self.factor_masking)
+
+    def _velocity(self, tensor, state):
+        tensor = tf.cast(tensor, tf.float32)
+        return self.momentum * state["momentum"] + tensor if self.momentum else tensor
+
+
+def with_error_feedback(compressor):
+    """Wraps a compressor in `ErrorFeedback` if it asks for it by its `error_feedback`.
+
+    Args:
+        compressor: `Compressor` or None.
+
+    Returns:
+        A `Compressor`, or None.
+
+    Example:
+
+    >>> with_error_feedback(keras_psplus.compression.Sign()).inner
+    Sign(block_size=1024, error_feedback=True)
+    """
+    if isinstance(compressor, ByVariable):
+        return compressor.map(with_error_feedback)
+    if compressor is None or not compressor.error_feedback:
+        return compressor
+    return ErrorFeedback(compressor, **compressor.feedback_options)

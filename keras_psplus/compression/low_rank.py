@@ -1,0 +1,166 @@
+"""Matrices as the product of two thin ones."""
+
+import numbers
+
+import numpy as np
+import tensorflow as tf
+
+from keras_psplus.compression.base import Compressor
+from keras_psplus.compression.cast import saturating_cast
+
+
+class PowerSGD(Compressor):
+    """Sends matrices as the product of two of low rank, found by one step of power iteration.
+
+    Tensors of more axes are taken as matrices of their last axis by all others. What is not worth
+    it (vectors, small matrices) is sent whole. A number that is not finite, on any worker, makes
+    the whole matrix so on all.
+
+    Args:
+        rank: Columns of the two factors.
+        warm_start: Whether the iteration goes on from the last step's factor; otherwise from
+            random numbers, the same on all workers.
+        min_compression_rate: Matrices whose factors are not smaller by this are sent whole.
+        start_step: Before this step gradients are sent whole; they are far from low rank then.
+        seed: Of the random numbers.
+        error_feedback: Whether strategies send what was left out in later steps.
+
+    Example:
+
+    >>> powersgd = keras_psplus.compression.PowerSGD(rank=4)
+    >>> powersgd.wire_bytes([1600, 1600], "float32")
+    51200
+
+    Reference: [Vogels et al., 2019](https://arxiv.org/abs/1905.13727).
+    """
+
+    reducible = True
+
+    def __init__(
+        self,
+        rank,
+        warm_start=True,
+        min_compression_rate=2,
+        start_step=0,
+        seed=0,
+        error_feedback=True,
+    ):
+        if not isinstance(rank, int) or rank < 1:
+            raise ValueError(f"`rank` must be a positive int. Received: rank={rank!r}")
+        if not isinstance(min_compression_rate, numbers.Real) or min_compression_rate < 0:
+            raise ValueError(
+                "`min_compression_rate` must not be negative. "
+                f"Received: min_compression_rate={min_compression_rate!r}"
+            )
+        if not isinstance(start_step, int) or start_step < 0:
+            raise ValueError(
+                f"`start_step` must be an int from 0 up. Received: start_step={start_step!r}"
+            )
+        self.rank = rank
+        self.warm_start = warm_start
+        self.min_compression_rate = min_compression_rate
+        self.start_step = start_step
+        self.seed = seed
+        self.error_feedback = error_feedback
+
+    def init(self, shape, dtype):
+        rows, columns, rank = self._layout(shape)
+        return {"q": self._random(columns, rank, 0)} if rank and self.warm_start else ()
+
+    def encode(self, tensor, state, step):
+        rows, columns, rank = self._layout(tensor.shape)
+        if not rank:
+            return (tensor,), state
+
+        def factors():
+            matrix = _matrix(tensor, rows, columns)
+            p = _orthonormal(tf.matmul(matrix, self._q(state, columns, rank, step)))
+            q = tf.matmul(matrix, p, transpose_a=True)
+            return p, q, self._next(state, q)
+
+        if not self.start_step:
+            p, q, state = factors()
+            return (p, q), state
+        nothing = tf.zeros([0, rank])
+        whole, p, q, state = tf.cond(
+            tf.cast(step, tf.int64) < self.start_step,
+            lambda: (tf.reshape(tensor, [rows * columns]), nothing, nothing, state),
+            lambda: (tf.zeros([0], tensor.dtype), *factors()),
+        )
+        return (whole, p, q), state
+
+    def decode(self, payload, shape, dtype, step):
+        if len(payload) == 1:
+            return tf.reshape(payload[0], shape)
+        *whole, p, q = payload
+        if not whole:
+            return self._product(p, q, shape, dtype)
+        return tf.cond(
+            tf.cast(step, tf.int64) < self.start_step,
+            lambda: tf.reshape(whole[0], shape),
+            lambda: self._product(p, q, shape, dtype),
+        )
+
+    def wire_bytes(self, shape, dtype, step=None):
+        rows, columns, rank = self._layout(shape)
+        if not rank or (step is not None and step < self.start_step):
+            return tf.TensorShape(shape).num_elements() * tf.as_dtype(dtype).size
+        return 4 * (rows + columns) * rank
+
+    def rounds(self, tensor, state, step):
+        rows, columns, rank = self._layout(tensor.shape)
+        if not rank:
+            (mean,) = yield [tensor]
+            return mean, tensor, state
+        matrix = _matrix(tensor, rows, columns)
+        (p,) = yield [tf.matmul(matrix, self._q(state, columns, rank, step))]
+        p = _orthonormal(p)
+        (q,) = yield [tf.matmul(matrix, p, transpose_a=True)]
+        mean = self._product(p, q, tensor.shape, tensor.dtype)
+        # The mean is also what the paper subtracts in error feedback: over all workers that is the
+        # same as subtracting each one's part, and costs no further product.
+        return mean, mean, self._next(state, q)
+
+    def for_variable(self, path, shape, dtype):
+        return super().for_variable(path, shape, dtype) if self._layout(shape)[2] else None
+
+    def _layout(self, shape):
+        """Rows, columns and rank; rank 0 if the tensor is to be sent whole."""
+        shape = tf.TensorShape(shape)
+        size = shape.num_elements()
+        if shape.rank < 2 or not size:
+            return 0, 0, 0
+        rows, columns = size // shape[-1], shape[-1]
+        rank = min(self.rank, rows, columns)
+        worth_it = (rows + columns) * rank * self.min_compression_rate < size
+        return rows, columns, rank if worth_it else 0
+
+    def _q(self, state, columns, rank, step):
+        return state["q"] if self.warm_start else self._random(columns, rank, step)
+
+    def _random(self, columns, rank, step):
+        seed = tf.stack([tf.constant(self.seed, tf.int64), tf.cast(step, tf.int64)])
+        return tf.random.stateless_normal([columns, rank], seed, alg="philox")
+
+    def _next(self, state, q):
+        if not self.warm_start:
+            return state
+        # A column of zeros (of zero gradients, or of gradients of lower rank) would stay zero for
+        # ever, and one that is not finite would spoil all later steps.
+        length = tf.norm(q, axis=0)
+        return {"q": tf.where(tf.math.is_finite(length) & (length > 0), q, state["q"])}
+
+    def _product(self, p, q, shape, dtype):
+        return tf.reshape(saturating_cast(tf.matmul(p, q, transpose_b=True), dtype), shape)
+
+
+def _matrix(tensor, rows, columns):
+    return tf.cast(tf.reshape(tensor, [rows, columns]), tf.float32)
+
+
+def _orthonormal(p):
+    """Orthonormal columns that span those of `p` (and more, if these are dependent)."""
+    # What becomes of NaN in a QR decomposition differs between libraries.
+    finite = tf.reduce_all(tf.math.is_finite(p))
+    orthonormal = tf.linalg.qr(tf.where(finite, p, 0.0))[0]
+    return tf.where(finite, orthonormal, np.float32(np.nan))

@@ -1,0 +1,31 @@
+"""Compressors that treat a tensor as one row, and rows each by itself."""
+
+import tensorflow as tf
+
+from keras_psplus.compression.base import Compressor
+
+
+class RowCompressor(Compressor):
+    """A compressor without state that treats a tensor as one row.
+
+    Subclasses give `encode_rows`, `decode_rows` and `row_bytes`. Payloads of `encode` have a
+    leading axis of 1, so that those of several workers, joined along it, can be decoded as rows.
+    """
+
+    splits = True
+
+    def encode(self, tensor, state, step):
+        return self.encode_rows(tf.reshape(tensor, [1, tensor.shape.num_elements()]), step), state
+
+    def decode(self, payload, shape, dtype, step):
+        size = tf.TensorShape(shape).num_elements()
+        return tf.reshape(self.decode_rows(payload, (size,), dtype, step), shape)
+
+    def wire_bytes(self, shape, dtype, step=None):
+        return self.row_bytes(shape, dtype, step)
+
+
+def rows_and_size(values):
+    """The number of rows, as an int if it is known, and that of elements in a row."""
+    rows = values.shape[0] if values.shape[0] is not None else tf.shape(values)[0]
+    return rows, values.shape[1:].num_elements()

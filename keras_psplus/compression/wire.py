@@ -1,0 +1,84 @@
+"""Payloads as words that TensorFlow's collectives can carry.
+
+There are no collectives for integers of 8 and 16 bits, and no gather for bfloat16; and one message
+is cheaper than several. So what is gathered or exchanged travels as float32 words, bit by bit.
+Only what is added up on its way has to keep its type.
+"""
+
+import tensorflow as tf
+
+
+def pack(payload, rows=1):
+    """Puts the tensors of a payload side by side, as float32 words of the same bits.
+
+    Args:
+        payload: Tuple of tensors of 1, 2, 4 or 8 bytes for each element.
+        rows: For a payload of `encode_rows`: the number of rows, each of which is packed by itself.
+
+    Returns:
+        float32 tensor of shape `(rows, words)`. Each tensor's row is filled up to whole words.
+
+    Example:
+
+    >>> words = pack((tf.constant([1, 2, 3], tf.int8), tf.constant([0.5])))
+    >>> words.shape
+    TensorShape([1, 2])
+    """
+    return tf.concat([_to_words(tensor, rows) for tensor in payload] or [tf.zeros([rows, 0])], 1)
+
+
+def unpack(words, like, rows=1):
+    """The inverse of `pack`.
+
+    Args:
+        words: What `pack` returned, perhaps on another worker.
+        like: A payload of the same shapes and dtypes, such as the one of this worker.
+        rows: What `pack` was given.
+
+    Returns:
+        Tuple of tensors.
+    """
+    payload, start = [], 0
+    for tensor in like:
+        size = _size(tensor) // rows
+        count = -(-size * tensor.dtype.size // 4)
+        payload.append(_from_words(words[:, start : start + count], tensor, rows, size))
+        start += count
+    return tuple(payload)
+
+
+def _to_words(tensor, rows):
+    size = _size(tensor) // rows
+    flat = tf.reshape(tensor, [rows, size])
+    if tensor.dtype == tf.float32:
+        return flat
+    if tensor.dtype.size >= 4:
+        return tf.reshape(tf.bitcast(flat, tf.float32), [rows, size * tensor.dtype.size // 4])
+    # As bytes first: there is no kernel to pad some of the small types.
+    octets = tf.reshape(tf.bitcast(flat, tf.uint8), [rows, size * tensor.dtype.size])
+    missing = -size * tensor.dtype.size % 4
+    octets = tf.pad(octets, [[0, 0], [0, missing]])
+    words = (size * tensor.dtype.size + missing) // 4
+    return tf.bitcast(tf.reshape(octets, [rows, words, 4]), tf.float32)
+
+
+def _from_words(words, like, rows, size):
+    shape = like.shape if like.shape.is_fully_defined() else tf.shape(like)
+    width = like.dtype.size
+    if like.dtype == tf.float32:
+        return tf.reshape(words, shape)
+    if width == 8:
+        words = tf.reshape(words, [rows, size, 2])
+    if width >= 4:
+        return tf.reshape(tf.bitcast(words, like.dtype), shape)
+    octets = tf.reshape(tf.bitcast(words, tf.uint8), [rows, -(-size * width // 4) * 4])
+    octets = octets[:, : size * width]
+    if width > 1:
+        octets = tf.reshape(octets, [rows, size, width])
+    return tf.reshape(tf.bitcast(octets, like.dtype), shape)
+
+
+def _size(tensor):
+    """The number of elements, as an int if it is known."""
+    size = tensor.shape.num_elements()
+    return tf.size(tensor) if size is None else size

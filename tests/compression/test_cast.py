@@ -1,0 +1,36 @@
+import numpy as np
+import pytest
+import tensorflow as tf
+from hypothesis import given
+
+from keras_psplus import compression
+from tests.compression.common import arrays, few, round_trip
+
+
+@pytest.mark.parametrize("dtype, error", [("bfloat16", 2**-8), ("float16", 2**-11)])
+@given(arrays(bound=6e4))
+@few
+def test_relative_error(dtype, error, array):
+    decoded, _ = round_trip(compression.Cast(dtype), array)
+    # Below float16's normal range, 6e-5, numbers are rounded to multiples of 6e-8.
+    np.testing.assert_array_less(np.abs(decoded - array), np.abs(array) * error + 6.1e-8)
+
+
+def test_float16_saturates_what_is_finite():
+    decoded, _ = round_trip(compression.Cast("float16"), [1e5, -3e38, np.inf, -np.inf, np.nan])
+    np.testing.assert_array_equal(decoded, [65504, -65504, np.inf, -np.inf, np.nan])
+    from_bfloat16 = compression.Cast("float16").encode_rows(tf.constant([[1e5]], tf.bfloat16), 0)
+    assert from_bfloat16[0].dtype == tf.bfloat16
+
+
+def test_a_sum_of_float32_that_float16_gradients_cannot_hold_saturates_too():
+    arrived = compression.Cast("float16").decode(
+        (tf.constant([[1e5]], tf.float32),), [1], tf.float16, 0
+    )
+    np.testing.assert_array_equal(arrived, [65504])
+
+
+@pytest.mark.parametrize("dtype", ["float32", "int8", None])
+def test_other_dtypes_are_refused(dtype):
+    with pytest.raises(ValueError, match="must be one of .* Received: dtype="):
+        compression.Cast(dtype)

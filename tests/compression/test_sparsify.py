@@ -1,0 +1,96 @@
+import numpy as np
+import pytest
+import tensorflow as tf
+from hypothesis import given
+from hypothesis import strategies as st
+
+from keras_psplus import compression
+from keras_psplus.compression.largest import places_of_largest
+from tests.compression.common import arrays, at, bytes_of, few, round_trip
+
+
+@given(arrays(), st.floats(0.01, 1))
+@few
+def test_topk_sends_exactly_the_largest(array, density):
+    topk = compression.TopK(density)
+    decoded = round_trip(topk, array)[0].numpy()
+    count = min(array.size, max(1, int(density * array.size)))
+    assert topk.wire_bytes(array.shape, "float32") == 8 * count
+    kept = decoded != 0
+    np.testing.assert_array_equal(decoded[kept], array[kept])
+    largest = np.sort(np.abs(array).ravel())[array.size - count :]
+    np.testing.assert_array_equal(np.sort(np.abs(decoded[kept])), largest[largest > 0])
+
+
+@pytest.mark.parametrize("zeros", [0.0, 0.5, 0.995, 1.0])
+def test_the_largest_of_many_are_the_same_without_sorting(zeros):
+    rng = np.random.default_rng(0)
+    magnitudes = np.abs(rng.normal(size=[1, 300_000])).astype("f4")
+    magnitudes[rng.random(magnitudes.shape) < zeros] = 0
+    find = tf.function(lambda m: places_of_largest(m, 3000))
+    places = find(tf.constant(magnitudes)).numpy()
+    assert np.unique(places).size == 3000
+    expected = np.sort(magnitudes[0])[-3000:]
+    np.testing.assert_array_equal(np.sort(magnitudes[0, places[0]]), expected)
+
+
+def test_density_falls_exponentially_over_the_warm_up():
+    topk = compression.TopK(0.001, warmup_epochs=4, steps_per_epoch=10)
+    encode = tf.function(lambda x, step: topk.encode(x, (), step)[0])
+    tensor = tf.random.normal([10_000])
+    counts = []
+    for step in 0, 9, 10, 25, 39, 40, 1000:
+        payload = encode(tensor, at(step))
+        assert bytes_of(payload) == topk.wire_bytes([10_000], "float32", step)
+        counts.append(int(tf.size(payload[0])))
+    # 75, 93.7, 98.4 and 99.6 % of sparsity, as in the paper.
+    assert counts == [2511, 2511, 630, 158, 39, 10, 10]
+    assert topk.wire_bytes([10_000], "float32") == 80
+
+
+def test_randomk_takes_one_place_of_each_stretch_alike_on_all_workers():
+    randomk = compression.RandomK(0.1)
+    array = np.arange(1, 104, dtype="f4")
+    seen = set()
+    arrives = tf.function(lambda array, step: round_trip(randomk, array, step=step)[0])
+    for step in range(300):
+        decoded = arrives(array, at(step)).numpy()
+        other = arrives(-array, at(step)).numpy()
+        np.testing.assert_array_equal(decoded, -other)
+        places = np.flatnonzero(decoded)
+        assert len(places) == 10
+        stretches = np.searchsorted(np.arange(11) * 103 // 10, places, side="right") - 1
+        np.testing.assert_array_equal(stretches, np.arange(10))
+        seen.update(places)
+    assert len(seen) == 103
+
+
+def test_randomk_is_unbiased_when_asked():
+    randomk = compression.RandomK(0.25, unbiased=True)
+    array = np.linspace(-1, 1, 30, dtype="f4")
+    encode = tf.function(lambda step: round_trip(randomk, array, step=step)[0])
+    mean = np.mean([encode(at(step)) for step in range(1500)], 0)
+    np.testing.assert_allclose(mean, array, atol=0.2)
+    assert not randomk.error_feedback and compression.RandomK(0.25).error_feedback
+
+
+def test_unbiased_scaling_saturates_float16():
+    array = tf.constant([6e4] * 8, tf.float16)
+    decoded, _ = round_trip(compression.RandomK(0.25, unbiased=True), array)
+    assert np.isfinite(decoded).all()
+
+
+@pytest.mark.parametrize("density", [0, -0.1, 1.1, "0.1", None])
+def test_densities_are_checked(density):
+    for kind in compression.TopK, compression.RandomK:
+        with pytest.raises(ValueError, match=r"`density` must be in \(0, 1\]. Received: density="):
+            kind(density)
+
+
+def test_other_options_are_checked():
+    with pytest.raises(ValueError, match="needs a positive `steps_per_epoch`. Received: "):
+        compression.TopK(0.1, warmup_epochs=4)
+    with pytest.raises(ValueError, match="Received: momentum_correction=1.0"):
+        compression.TopK(0.1, momentum_correction=1.0)
+    with pytest.raises(ValueError, match="choose one. Received: unbiased=True"):
+        compression.RandomK(0.1, unbiased=True, error_feedback=True)
