@@ -16,6 +16,7 @@ from tensorflow.python.ops import script_ops
 _TOKEN = "keras_psplus_chief_says"
 _HELLO, _FAREWELL = "hello", "farewell"
 _FAREWELL_SECONDS = 3.0
+_TRIES = 3
 
 
 class Ear:
@@ -83,8 +84,12 @@ class Chief:
 
     def _say(self, word, devices):
         for device in devices:
-            try:
-                with tf.device(device):
-                    tf.raw_ops.PyFunc(input=[tf.constant(word)], token=_TOKEN, Tout=[tf.bool])
-            except tf.errors.OpError:
-                pass  # it has died, or TensorFlow's own server runs there without `serve`
+            for _ in range(_TRIES):
+                try:
+                    with tf.device(device):
+                        tf.raw_ops.PyFunc(input=[tf.constant(word)], token=_TOKEN, Tout=[tf.bool])
+                    break
+                except tf.errors.UnavailableError:
+                    continue  # it is busy, or has died
+                except tf.errors.OpError:
+                    break  # TensorFlow's own server runs there, without `serve`

@@ -16,6 +16,8 @@ from tensorflow.python.framework import func_graph, ops
 from tensorflow.python.ops import control_flow_v2_func_graphs as control_flow
 from tensorflow.python.ops import resource_variable_ops
 
+from keras_psplus.parameter_server.lookups import lookup
+
 # Below this a message costs more than its bytes.
 SMALL_BYTES = 32 << 10
 _LOOPS = (control_flow.WhileBodyFuncGraph, control_flow.WhileCondFuncGraph)
@@ -159,12 +161,24 @@ class PulledVariable(resource_variable_ops.ResourceVariable):
             return super()._read_variable_op(no_copy)
         return pulls.value(self, [self.handle], lambda: raw_read(self))
 
+    def sparse_read(self, indices, name=None):
+        if current() is None or _is_updating_beside(self) or is_in_inner_function():
+            return super().sparse_read(indices, name)
+        return lookup(self, self.shape, indices, lambda rows: raw_gather(self, rows))
+
 
 def raw_read(variable):
     """Reads a whole variable, unknown to the tape."""
     value = tf.raw_ops.ReadVariableOp(resource=variable.handle, dtype=variable.dtype)
     value.set_shape(variable.shape)
     return value
+
+
+def raw_gather(variable, rows):
+    """Gathers rows of a whole variable, unknown to the tape."""
+    return tf.raw_ops.ResourceGather(
+        resource=variable.handle, indices=rows, dtype=variable.dtype, validate_indices=True
+    )
 
 
 def size_in_bytes(variable):

@@ -10,12 +10,12 @@ import threading
 
 import numpy as np
 import tensorflow as tf
-from tensorflow.python.eager import record
 from tensorflow.python.framework import tensor_conversion_registry
 from tensorflow.python.ops import resource_variable_ops
 from tensorflow.python.types import core
 
 from keras_psplus.parameter_server import pulls
+from keras_psplus.parameter_server.lookups import lookup
 
 _local = threading.local()
 
@@ -128,31 +128,13 @@ class ShardedVariable(resource_variable_ops.BaseResourceVariable, core.Tensor):
         if shard is not None:
             return shard.sparse_read(indices)
         self._refuse_inner_functions()
-        resource_variable_ops.variable_accessed(self)
-        indices = tf.convert_to_tensor(indices)
-        row_shape = self._whole_shape[1:]
-        with record.stop_recording():
-            unique, positions = tf.unique(tf.reshape(indices, [-1]))
-            of_shards, owners = self._sharded._decompose_indices(unique)
-            places = tf.dynamic_partition(tf.range(tf.size(unique)), owners, len(self.shards))
-            rows = [part.sparse_read(own) for part, own in zip(self.shards, of_shards)]
-            rows = tf.gather(tf.dynamic_stitch(places, rows), positions)
-            rows = tf.reshape(rows, tf.concat([tf.shape(indices), row_shape.as_list()], 0))
-            rows.set_shape(indices.shape.concatenate(row_shape))
+        return lookup(self, self._whole_shape, indices, self._rows)
 
-        def backward(gradient):
-            values = tf.reshape(gradient, [-1, *row_shape.as_list()])
-            shape = tf.constant(self._whole_shape.as_list(), tf.int64)
-            return [tf.IndexedSlices(values, tf.reshape(indices, [-1]), shape)]
-
-        record.record_operation(
-            "ResourceGather",
-            [rows],
-            [self.handle],
-            backward_function=backward,
-            forward_function=None,
-        )
-        return rows
+    def _rows(self, unique):
+        of_shards, owners = self._sharded._decompose_indices(unique)
+        places = tf.dynamic_partition(tf.range(tf.size(unique)), owners, len(self.shards))
+        rows = [pulls.raw_gather(part, own) for part, own in zip(self.shards, of_shards)]
+        return tf.dynamic_stitch(places, rows)
 
     def _write(self, method, value):
         shard = self._shard()

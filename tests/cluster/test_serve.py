@@ -66,7 +66,7 @@ def test_a_ps_knows_whether_its_chief_ended_well(end, code):
         timeout=100,
         args=[end],
         expect_failure=bool(code),
-        failure_grace=20,
+        failure_grace=60,
     )
     assert result.exit_codes["ps-0"] == code
     assert ("has died or ended by an error" in result.logs["ps-0"]) == bool(code)
