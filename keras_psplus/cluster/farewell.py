@@ -87,7 +87,10 @@ class Chief:
             for _ in range(_TRIES):
                 try:
                     with tf.device(device):
-                        tf.raw_ops.PyFunc(input=[tf.constant(word)], token=_TOKEN, Tout=[tf.bool])
+                        heard = tf.raw_ops.PyFunc(
+                            input=[tf.constant(word)], token=_TOKEN, Tout=[tf.bool]
+                        )
+                    heard[0].numpy()  # operations on other tasks may return before they are done
                     break
                 except tf.errors.UnavailableError:
                     continue  # it is busy, or has died
