@@ -11,6 +11,8 @@ from keras_psplus.keras_hooks import (
     optimizer,
     parameter_server,
     parameter_server_optimizer,
+    parameter_server_predict,
+    parameter_server_variables,
     saving,
     trainer,
     variables,
@@ -33,6 +35,8 @@ def install():
         saving,
         parameter_server,
         parameter_server_optimizer,
+        parameter_server_predict,
+        parameter_server_variables,
     ):
         module.install()
     _installed = True

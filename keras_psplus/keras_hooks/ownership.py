@@ -24,6 +24,11 @@ def asynchronous(strategy):
     return strategy if isinstance(strategy, ParameterServerStrategy) else None
 
 
+def distributing(strategy):
+    """The strategy if it is one of this library's that distributes training, else None."""
+    return ours(strategy) or asynchronous(strategy)
+
+
 def our_scope():
     """The strategy of this library whose scope or replica context this is, else None."""
     return ours(tf.distribute.get_strategy())

@@ -14,7 +14,8 @@ from concurrent import futures
 import tensorflow as tf
 from keras.src.models import model as model_module
 
-from keras_psplus.keras_hooks.ownership import asynchronous, ours
+from keras_psplus.keras_hooks import step_registry
+from keras_psplus.keras_hooks.ownership import asynchronous, distributing
 from keras_psplus.keras_hooks.patching import replace
 
 _local = threading.local()
@@ -39,24 +40,13 @@ def install():
 
 
 def _strategy_of(model):
-    strategy = getattr(model, "_distribute_strategy", None)
-    return ours(strategy) or asynchronous(strategy)
-
-
-def _wait_for_steps(model):
-    """Waits for a model's steps that are under way on workers, if a callback saves in mid-epoch."""
-    if asynchronous(getattr(model, "_distribute_strategy", None)) is None:
-        return
-    for name in ("train_function", "test_function"):
-        drain = getattr(getattr(model, name, None), "drain", None)
-        if drain is not None:
-            drain()
+    return distributing(getattr(model, "_distribute_strategy", None))
 
 
 def _export(original, self, filepath, *args, **kwargs):
     strategy = _strategy_of(self)
     if asynchronous(strategy) is not None:
-        _wait_for_steps(self)
+        step_registry.drain(strategy)
         # A thread of its own is outside of the strategy's scope even if the caller is inside.
         with futures.ThreadPoolExecutor(1) as executor:
             return executor.submit(_export_plain, original, self, filepath, args, kwargs).result()
@@ -90,7 +80,7 @@ def _save(original, self, filepath, overwrite=True, *args, **kwargs):
         return original(self, filepath, overwrite, *args, **kwargs)
     if getattr(_local, "suppressed", False):
         return None
-    _wait_for_steps(self)
+    step_registry.drain(strategy)
     path = os.fspath(filepath) if isinstance(filepath, (str, os.PathLike)) else ""
     sharded = bool(args) or any(kwargs.get(k) is not None for k in ("max_shard_size", "zipped"))
     if sharded or not path.endswith((".keras", ".h5")) or "://" in path:

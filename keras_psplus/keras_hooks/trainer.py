@@ -7,7 +7,7 @@ from keras.src.trainers import trainer as base_trainer
 
 from keras_psplus.all_reduce import batches, failure
 from keras_psplus.keras_hooks import checks, data
-from keras_psplus.keras_hooks.ownership import another_is_live, asynchronous, our_step, ours
+from keras_psplus.keras_hooks.ownership import another_is_live, distributing, our_step, ours
 from keras_psplus.keras_hooks.patching import replace
 
 _ITERATORS = (tf.data.Iterator, tf.distribute.DistributedIterator)
@@ -26,10 +26,6 @@ def install():
         replace(tf_trainer, name, ["self", "x", "y"])(_training)
     for name in ("evaluate", "test_on_batch", "predict", "predict_on_batch"):
         replace(tf_trainer, name, ["self", "x"])(_explained)
-
-
-def _distributing(strategy):
-    return ours(strategy) or asynchronous(strategy)
 
 
 def _explained(original, self, *args, **kwargs):
@@ -51,7 +47,7 @@ def _training(original, self, *args, **kwargs):
 
 
 def _compile(original, self, *args, **kwargs):
-    strategy = _distributing(getattr(self, "_distribute_strategy", None))
+    strategy = distributing(getattr(self, "_distribute_strategy", None))
     if strategy is None:
         return original(self, *args, **kwargs)
     checks.check_compile_arguments(strategy, original, (self, *args), kwargs)
@@ -64,7 +60,7 @@ def _compile(original, self, *args, **kwargs):
 
 
 def _build(original, self, iterator=None, data_batch=None):
-    strategy = _distributing(self._distribute_strategy)
+    strategy = distributing(self._distribute_strategy)
     if strategy is None:
         return original(self, iterator=iterator, data_batch=data_batch)
     if iterator is not None:

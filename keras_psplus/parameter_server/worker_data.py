@@ -43,10 +43,13 @@ class WorkerDataset:
         self._epoch = 0
         self._options = dataset.options()
         self.element_spec = dataset.element_spec
-        serialize(dataset, seed)
+        # Now, so that a dataset which cannot be sent is found before anything is read.
+        self._first_graph = serialize(dataset, seed)
 
     def __iter__(self):
-        graph = serialize(self._dataset, self._seed, self._epoch)
+        graph, self._first_graph = self._first_graph, None
+        if graph is None:
+            graph = serialize(self._dataset, self._seed, self._epoch)
         self._epoch += 1
         return WorkerIterator(
             [self._share(graph, index) for index in range(self._num_workers)],
@@ -81,13 +84,13 @@ class Ticket:
 
     def __init__(self, home, batches, read_again):
         self.home, self.batches = home, batches
-        self._count, self._read_again = len(batches), read_again
+        self._read_again = read_again
         self._is_used = False
 
     def batches_on(self, worker):
         """The batches in a worker's memory; they are read again if they were lost."""
         if worker != self.home or self._is_used:
-            return self._read_again(worker, self._count)
+            return self._read_again(worker, len(self.batches))
         self._is_used = True
         return self.batches
 

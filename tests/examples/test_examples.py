@@ -1,6 +1,5 @@
 """The example scripts as a user runs them: in processes of their own, on their own data."""
 
-import os
 import pathlib
 import re
 import subprocess
@@ -12,17 +11,6 @@ from keras_psplus.cluster.processes import LocalCluster
 
 EXAMPLES = pathlib.Path(__file__).parents[2] / "examples"
 TIMEOUT = 150
-
-
-@pytest.fixture
-def environment(monkeypatch, tmp_path):
-    """The scripts' environment: no cluster, and not this directory."""
-    monkeypatch.delenv("TF_CONFIG", raising=False)
-    monkeypatch.setenv("TF_CPP_MIN_LOG_LEVEL", "2")
-    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
-    root = str(EXAMPLES.parent)
-    monkeypatch.setenv("PYTHONPATH", os.pathsep.join([root, os.environ.get("PYTHONPATH", "")]))
-    monkeypatch.chdir(tmp_path)
 
 
 def alone(script, *arguments):

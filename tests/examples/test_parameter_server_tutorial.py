@@ -1,12 +1,9 @@
 """The tutorial on parameter servers as a user runs it: with threads, and with processes."""
 
-import os
 import pathlib
 import re
 import subprocess
 import sys
-
-import pytest
 
 from keras_psplus.cluster.processes import LocalCluster
 
@@ -14,17 +11,6 @@ SCRIPT = pathlib.Path(__file__).parents[2] / "examples" / "parameter_server_tuto
 EPOCHS, STEPS_PER_EPOCH, BATCH_SIZE = 2, 20, 32
 COMMAND = [sys.executable, str(SCRIPT), "--epochs", str(EPOCHS)]
 TIMEOUT = 120
-
-
-@pytest.fixture
-def environment(monkeypatch, tmp_path):
-    """The script's environment: no cluster, and a directory of its own."""
-    monkeypatch.delenv("TF_CONFIG", raising=False)
-    monkeypatch.setenv("TF_CPP_MIN_LOG_LEVEL", "2")
-    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
-    root = str(SCRIPT.parents[1])
-    monkeypatch.setenv("PYTHONPATH", os.pathsep.join([root, os.environ.get("PYTHONPATH", "")]))
-    monkeypatch.chdir(tmp_path)
 
 
 def values(name, output):

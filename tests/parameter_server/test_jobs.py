@@ -6,12 +6,12 @@ import re
 import signal
 import subprocess
 import sys
-import time
 
 import pytest
 
 from keras_psplus.cluster.processes import LocalCluster
 from keras_psplus.cluster.testing import run_in_processes
+from tests.parameter_server.waiting import wait_for
 
 JOB = pathlib.Path(__file__).with_name("counting_job.py")
 ENVIRONMENT = {"TF_CPP_MIN_LOG_LEVEL": "2", "CUDA_VISIBLE_DEVICES": ""}
@@ -21,15 +21,6 @@ def counts(log):
     found = re.search(r"steps=(\d+) iterations=(\d+) evaluated=(\d+)", log)
     assert found, log[-4000:]
     return [int(n) for n in found.groups()]
-
-
-def wait_for(path, text, seconds=60):
-    deadline = time.monotonic() + seconds
-    while time.monotonic() < deadline:
-        if path.exists() and text in path.read_text():
-            return
-        time.sleep(0.1)
-    raise AssertionError(f"no {text!r} in {seconds} s:\n{path.read_text()[-4000:]}")
 
 
 def job(tmp_path, *args, workers=2, ps=1):

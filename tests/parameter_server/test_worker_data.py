@@ -5,12 +5,12 @@ import pathlib
 import re
 import signal
 import sys
-import time
 
 import pytest
 
 from keras_psplus.cluster.processes import LocalCluster
 from keras_psplus.cluster.testing import run_in_processes
+from tests.parameter_server.waiting import wait_for
 
 JOB = pathlib.Path(__file__).with_name("worker_data_job.py")
 ENVIRONMENT = {"TF_CPP_MIN_LOG_LEVEL": "2", "CUDA_VISIBLE_DEVICES": ""}
@@ -74,12 +74,3 @@ def test_a_dead_workers_share_is_read_on(numbers, tmp_path):
         os.kill(cluster.pids["worker-1"], signal.SIGKILL)
         wait_for(log, "DATA 1 calls")
     check_that_each_was_seen_once(log.read_text(), "DATA 1")
-
-
-def wait_for(path, text, seconds=60):
-    deadline = time.monotonic() + seconds
-    while time.monotonic() < deadline:
-        if path.exists() and text in path.read_text():
-            return
-        time.sleep(0.1)
-    raise AssertionError(f"no {text!r} in {seconds} s:\n{path.read_text()[-4000:]}")
