@@ -6,6 +6,7 @@ signature they rely on and names the Keras version and the symbol when one does 
 """
 
 from keras_psplus.keras_hooks import (
+    backup,
     callbacks,
     losses,
     optimizer,
@@ -32,6 +33,7 @@ def install():
         optimizer,
         trainer,
         callbacks,
+        backup,
         saving,
         parameter_server,
         parameter_server_optimizer,

@@ -1,0 +1,119 @@
+"""What training sends over the wire, counted as it goes."""
+
+import dataclasses
+
+
+@dataclasses.dataclass(frozen=True)
+class Traffic:
+    """What one variable has cost on the wire since the strategy was made.
+
+    Attributes:
+        path: The variable's path, such as `"sequential/dense/kernel"`.
+        direction: `"gradient"`, or `"pull"` for reads of a variable on a parameter server.
+        compressor: The compressor's description; None if tensors are sent as they are.
+        logical_bytes: Bytes of the tensors themselves.
+        compressed_bytes: Bytes of what was sent in their place.
+        wire_bytes: Bytes that one worker has sent (gradients) or received (pulls) for them. With
+            all-reduce these differ from `compressed_bytes` by what the algorithm sends: over N
+            workers, 2 (N - 1) / N times a payload that is added up on its way, N - 1 times one that
+            is gathered. With parameter servers, they are those of all workers together.
+    """
+
+    path: str
+    direction: str
+    compressor: str | None
+    logical_bytes: int
+    compressed_bytes: int
+    wire_bytes: int
+
+    @property
+    def ratio(self):
+        """`logical_bytes` over `compressed_bytes`; infinite if nothing is sent."""
+        return _ratio(self.logical_bytes, self.compressed_bytes)
+
+
+class Communication:
+    """What a strategy sends: bytes for each variable, before and after compression.
+
+    Counted where it is sent, so that rows of embeddings, warm-up phases and accumulated steps count
+    as what they are. Messages' headers, metrics and control messages are not in it.
+
+    Example:
+
+    ```python
+    model.fit(...)
+    for traffic in strategy.communication.traffic():
+        print(traffic.path, traffic.logical_bytes, traffic.compressed_bytes, traffic.ratio)
+    print(strategy.communication.ratio)
+    ```
+    """
+
+    def __init__(self):
+        self._sources = []
+
+    def add_source(self, traffic, seconds):
+        """Adds something that counts. For strategies.
+
+        Args:
+            traffic: Function without arguments that returns a list of `Traffic`; None once what it
+                counted for is gone.
+            seconds: Function without arguments that returns the seconds for which training has
+                waited for communication.
+        """
+        self._sources.append((traffic, seconds))
+
+    def traffic(self):
+        """List of `Traffic` of each variable and direction since the strategy was made."""
+        counted = [(source, source[0]()) for source in self._sources]
+        self._sources = [source for source, entries in counted if entries is not None]
+        return [entry for _, entries in counted for entry in entries or ()]
+
+    @property
+    def logical_bytes(self):
+        """Bytes of all tensors that were to be sent."""
+        return sum(entry.logical_bytes for entry in self.traffic())
+
+    @property
+    def compressed_bytes(self):
+        """Bytes of what was sent in their place."""
+        return sum(entry.compressed_bytes for entry in self.traffic())
+
+    @property
+    def wire_bytes(self):
+        """Bytes on the wire; see `Traffic`."""
+        return sum(entry.wire_bytes for entry in self.traffic())
+
+    @property
+    def ratio(self):
+        """`logical_bytes` over `compressed_bytes`; infinite if nothing is sent."""
+        return _ratio(self.logical_bytes, self.compressed_bytes)
+
+    @property
+    def seconds(self):
+        """Seconds for which training has waited for communication."""
+        self.traffic()
+        return float(sum(seconds() for _, seconds in self._sources))
+
+    def summary(self):
+        """A table of `traffic` as a string, one line for each variable."""
+        rows = [("variable", "direction", "compressor", "logical MB", "compressed MB", "ratio")]
+        rows += [
+            (
+                entry.path,
+                entry.direction,
+                entry.compressor or "none",
+                f"{entry.logical_bytes / 1e6:.3f}",
+                f"{entry.compressed_bytes / 1e6:.3f}",
+                f"{entry.ratio:.1f}",
+            )
+            for entry in self.traffic()
+        ]
+        widths = [max(map(len, column)) for column in zip(*rows)]
+        return "\n".join(
+            "  ".join(cell.ljust(width) for cell, width in zip(row, widths)).rstrip()
+            for row in rows
+        )
+
+
+def _ratio(logical, compressed):
+    return logical / compressed if compressed else (float("inf") if logical else 1.0)
