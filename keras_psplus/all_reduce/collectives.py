@@ -14,7 +14,7 @@ import zlib
 import tensorflow as tf
 from tensorflow.python.distribute import cross_device_ops, cross_device_utils
 from tensorflow.python.framework import ops
-from tensorflow.python.ops import resource_variable_ops
+from tensorflow.python.ops import collective_ops, resource_variable_ops
 
 # A collective of one signature may still be finishing on a slow peer while a fast one starts the
 # next of the same signature: a few keys in turn keep the two apart.
@@ -49,6 +49,31 @@ class Launcher(cross_device_utils.CollectiveReplicaLauncher):
         tensor = tf.convert_to_tensor(input_tensor)
         with self._keys_for("gather", tensor):
             return super()._all_gather(tensor, options)
+
+    def gather(self, tensor):
+        """Concatenates tensors of one static shape along axis 0, in rank order."""
+        return self._all_gather(tensor)
+
+    def all_to_all(self, tensor):
+        """Exchanges rows: replica r gets the r-th row of each replica, in rank order.
+
+        Args:
+            tensor: Tensor of static shape, with as many rows as there are replicas.
+
+        Returns:
+            Tensor of the same shape.
+        """
+        tensor = tf.convert_to_tensor(tensor)
+        with self._keys_for("exchange", tensor), ops.device(self._device):
+            return collective_ops.all_to_all_v2(
+                tensor,
+                self._group_size,
+                self._group_key,
+                self._next_instance_key(),
+                communication_hint=self._options.implementation.value,
+                timeout=self._options.timeout_seconds or 0,
+                ordering_token=self._get_ordering_token(),
+            )
 
     def gather_rows(self, tensor):
         """Gathers tensors whose number of rows differs between replicas.
@@ -160,6 +185,11 @@ class _Signature:
 
     def __exit__(self, *exc):
         self._launcher._signature = self._outer
+
+
+def padded_size(size):
+    """The number of elements that `gather_rows` sends for so many."""
+    return _size_class(size)[0]
 
 
 def _size_class(rows):

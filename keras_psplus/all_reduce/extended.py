@@ -10,7 +10,7 @@ from tensorflow.python.eager import context
 from tensorflow.python.framework import ops
 from tensorflow.python.ops import resource_variable_ops
 
-from keras_psplus.all_reduce import batches, collectives, failure, gradients, step
+from keras_psplus.all_reduce import batches, collectives, failure, gradients, reducers, step
 
 _SUM = tf.distribute.ReduceOp.SUM
 # The broadcast kernel rejects these dtypes; the wider one holds their values exactly.
@@ -27,9 +27,16 @@ _WIDER = {
 class MultiWorkerMirroredExtended(collective_all_reduce_strategy.CollectiveAllReduceExtended):
     """Additional APIs of `keras_psplus.MultiWorkerMirroredStrategy`."""
 
-    def __init__(self, strategy, cluster_resolver, communication_options, control, bucket_bytes):
+    def __init__(
+        self,
+        strategy,
+        cluster_resolver,
+        communication_options,
+        control,
+        compressor,
+        bucket_bytes,
+    ):
         self._control = control
-        self._bucket_bytes = bucket_bytes
         self._weight_variables = {}
         self._creating = threading.local()
         super().__init__(
@@ -39,6 +46,9 @@ class MultiWorkerMirroredExtended(collective_all_reduce_strategy.CollectiveAllRe
         )
         for name in ("_cross_device_ops", "_host_cross_device_ops"):
             setattr(self, name, collectives.CollectiveOps.like(getattr(self, name)))
+        self._reducers = reducers.Reducers(
+            self._cross_device_ops.launchers, self._num_replicas_in_sync, compressor, bucket_bytes
+        )
 
     @property
     def world(self):
@@ -50,6 +60,11 @@ class MultiWorkerMirroredExtended(collective_all_reduce_strategy.CollectiveAllRe
     def control(self):
         """The control plane between workers, or None if there is one worker."""
         return self._control
+
+    @property
+    def reducers(self):
+        """What sums gradients over all replicas."""
+        return self._reducers
 
     def rank_in_context(self):
         """Rank among all replicas of the one whose context this is, as a Python int."""
@@ -70,15 +85,6 @@ class MultiWorkerMirroredExtended(collective_all_reduce_strategy.CollectiveAllRe
             # Eager replicas run one after the other: only a merge_call lets all of them take part.
             return list(distribute_lib.get_replica_context().all_reduce(_SUM, tensors))
         return step.sum_packed(self.launcher(), tensors)
-
-    def reduce_gradients(self, grads):
-        """Sums gradients over all replicas, in replica context."""
-        grads = list(grads)
-        if tf.executing_eagerly():
-            return list(distribute_lib.get_replica_context().all_reduce(_SUM, grads))
-        launcher = self.launcher()
-        with ops.device(launcher._device):
-            return gradients.all_reduce_sum(launcher, grads, self._bucket_bytes)
 
     def gather_rows(self, value):
         """Concatenates the replicas' tensors along axis 0 in rank order, in graph mode."""

@@ -15,6 +15,7 @@ from keras_psplus.all_reduce.control import ControlPlane
 from keras_psplus.all_reduce.extended import MultiWorkerMirroredExtended
 from keras_psplus.all_reduce.startup import resolver_for, start
 from keras_psplus.all_reduce.step import Step
+from keras_psplus.compression import get, with_error_feedback
 
 
 class MultiWorkerMirroredStrategy(tf.distribute.MultiWorkerMirroredStrategy):
@@ -36,8 +37,13 @@ class MultiWorkerMirroredStrategy(tf.distribute.MultiWorkerMirroredStrategy):
         heartbeat_timeout: Seconds without a sign of life after which a worker counts as dead.
         bucket_bytes: Size in bytes of the buckets in which gradients are sent while backprop goes
             on.
+        compression: How gradients are sent: a name such as `"bf16"`, `"int8"`, `"topk:0.01"` or
+            `"powersgd:4"`, a `keras_psplus.compression.Compressor`, a dict from patterns of
+            variables' paths to these, or None to send them as they are. What one step leaves out
+            is sent in later ones (error feedback), where the compressor needs it.
 
     Raises:
+        ValueError: If an argument is out of range or `compression` is unknown.
         keras_psplus.cluster.ClusterConfigError: If `TF_CONFIG` is wrong.
         keras_psplus.cluster.ClusterStartupError: If a worker does not come up in time.
         RuntimeError: If TensorFlow was initialised before the strategy was made.
@@ -64,6 +70,7 @@ class MultiWorkerMirroredStrategy(tf.distribute.MultiWorkerMirroredStrategy):
         startup_timeout=300.0,
         heartbeat_timeout=20.0,
         bucket_bytes=gradients.DEFAULT_BUCKET_BYTES,
+        compression=None,
     ):
         for name, value in (
             ("startup_timeout", startup_timeout),
@@ -75,6 +82,7 @@ class MultiWorkerMirroredStrategy(tf.distribute.MultiWorkerMirroredStrategy):
                 raise ValueError(
                     f"`{name}` must be a positive, finite number. Received: {name}={value!r}"
                 )
+        compressor = with_error_feedback(get(compression))
         self._task = start(cluster_resolver, startup_timeout, heartbeat_timeout)
         multi_worker = self._task is not None and self._task.num_workers > 1
         control = ControlPlane(self._task, startup_timeout) if multi_worker else None
@@ -87,6 +95,7 @@ class MultiWorkerMirroredStrategy(tf.distribute.MultiWorkerMirroredStrategy):
                     resolver_for(self._task, cluster_resolver),
                     communication_options or tf.distribute.experimental.CommunicationOptions(),
                     control,
+                    compressor,
                     math.ceil(bucket_bytes),
                 ),
             )
@@ -97,6 +106,33 @@ class MultiWorkerMirroredStrategy(tf.distribute.MultiWorkerMirroredStrategy):
     def task(self):
         """`keras_psplus.cluster.TaskConfig` of this process; None without a cluster."""
         return self._task
+
+    @property
+    def communication(self):
+        """What gradients cost on the wire: a `keras_psplus.communication.Communication`."""
+        return self.extended.reducers.communication
+
+    def compression_state(self, optimizer):
+        """What compressors keep from step to step on this worker: residuals, factors.
+
+        It differs from worker to worker, and no `.keras` file holds it. `BackupAndRestore` saves
+        and restores it. Beside checkpoints of your own, write it on every worker to a path that is
+        the worker's own.
+
+        Args:
+            optimizer: The model's optimizer; with a `LossScaleOptimizer`, its `inner_optimizer`.
+
+        Returns:
+            A trackable object, which can be restored before the first step as well.
+
+        Example:
+
+        ```python
+        checkpoint = tf.train.Checkpoint(state=strategy.compression_state(model.optimizer))
+        checkpoint.write(f"{folder}/residuals-{strategy.task.name}")
+        ```
+        """
+        return self.extended.reducers.states(optimizer)
 
     @property
     def is_chief(self):

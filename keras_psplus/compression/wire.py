@@ -14,6 +14,7 @@ def pack(payload, rows=1):
     Args:
         payload: Tuple of tensors of 1, 2, 4 or 8 bytes for each element.
         rows: For a payload of `encode_rows`: the number of rows, each of which is packed by itself.
+            An int, or an int32 scalar if it is not known.
 
     Returns:
         float32 tensor of shape `(rows, words)`. Each tensor's row is filled up to whole words.
@@ -32,15 +33,16 @@ def unpack(words, like, rows=1):
 
     Args:
         words: What `pack` returned, perhaps on another worker.
-        like: A payload of the same shapes and dtypes, such as the one of this worker.
-        rows: What `pack` was given.
+        like: A payload of the same dtypes and shapes, such as the one of this worker. With `rows`
+            as a scalar tensor, only the shapes of single rows count.
+        rows: How many rows there are, as for `pack`.
 
     Returns:
         Tuple of tensors.
     """
     payload, start = [], 0
     for tensor in like:
-        size = _size(tensor) // rows
+        size = _row_size(tensor, rows)
         count = -(-size * tensor.dtype.size // 4)
         payload.append(_from_words(words[:, start : start + count], tensor, rows, size))
         start += count
@@ -48,7 +50,7 @@ def unpack(words, like, rows=1):
 
 
 def _to_words(tensor, rows):
-    size = _size(tensor) // rows
+    size = _row_size(tensor, rows)
     flat = tf.reshape(tensor, [rows, size])
     if tensor.dtype == tf.float32:
         return flat
@@ -63,7 +65,7 @@ def _to_words(tensor, rows):
 
 
 def _from_words(words, like, rows, size):
-    shape = like.shape if like.shape.is_fully_defined() else tf.shape(like)
+    shape = _shape(like, rows)
     width = like.dtype.size
     if like.dtype == tf.float32:
         return tf.reshape(words, shape)
@@ -78,7 +80,16 @@ def _from_words(words, like, rows, size):
     return tf.reshape(tf.bitcast(octets, like.dtype), shape)
 
 
-def _size(tensor):
-    """The number of elements, as an int if it is known."""
+def _row_size(tensor, rows):
+    """The number of elements in a row, as an int if it is known."""
+    if not isinstance(rows, int):
+        size = tensor.shape[1:].num_elements()
+        return tf.reduce_prod(tf.shape(tensor)[1:]) if size is None else size
     size = tensor.shape.num_elements()
-    return tf.size(tensor) if size is None else size
+    return (tf.size(tensor) if size is None else size) // rows
+
+
+def _shape(like, rows):
+    if not isinstance(rows, int):
+        return tf.concat([[rows], tf.shape(like)[1:]], 0)
+    return like.shape if like.shape.is_fully_defined() else tf.shape(like)

@@ -6,6 +6,7 @@ import tensorflow as tf
 from keras.src.callbacks import backup_and_restore
 from keras.src.utils import file_utils
 
+from keras_psplus.keras_hooks import compression_backup
 from keras_psplus.keras_hooks.ownership import distributing, ours
 from keras_psplus.keras_hooks.patching import replace
 
@@ -15,22 +16,28 @@ def install():
     backup = backup_and_restore.BackupAndRestore
     replace(backup, "_save_model", ["self"])(_save)
     replace(backup, "on_train_begin", ["self", "logs"])(_restore)
-    replace(backup, "on_train_end", ["self", "logs"])(_on_chief_only)
+    replace(backup, "on_train_end", ["self", "logs"])(_end)
 
 
 def _strategy_of(callback):
     return distributing(getattr(callback.model, "_distribute_strategy", None))
 
 
-def _on_chief_only(original, self, logs=None):
+def _end(original, self, logs=None):
     strategy = ours(getattr(self.model, "_distribute_strategy", None))
-    return original(self, logs) if strategy is None or strategy.is_chief else None
+    if strategy is None or strategy.is_chief:
+        return original(self, logs)
+    if self.delete_checkpoint:
+        compression_backup.delete(strategy, self.backup_dir)
+    return None
 
 
 def _save(original, self):
     strategy = _strategy_of(self)
     if strategy is None:
         return original(self)
+    # First, so that there is one for every model that the chief has written.
+    compression_backup.save(strategy, self.model, self.backup_dir)
     if not strategy.is_chief:
         return None
     original(self)
@@ -54,18 +61,25 @@ def _restore(original, self, logs=None):
                     variable.assign(state)
     # Under parameter servers there is nobody else to tell.
     control = getattr(strategy.extended, "control", None)
-    if control is None:
-        return
-    state = {"restored": restored, "epoch": self.model._initial_epoch}
+    if control is not None:
+        restored = _follow_chief(strategy, control, self.model, restored)
+    if restored:
+        compression_backup.restore(strategy, self.model, self.backup_dir)
+
+
+def _follow_chief(strategy, control, model, restored):
+    """Gives all workers what the chief has restored; returns whether it has."""
+    state = {"restored": restored, "epoch": model._initial_epoch}
     chief = json.loads(control.exchange("BackupAndRestore", json.dumps(state))[0])
-    self.model._initial_epoch = chief["epoch"]
+    model._initial_epoch = chief["epoch"]
     if chief["restored"]:
         # Others may have no file to read: the disk need not be shared.
-        if not self.model.optimizer.built:
-            self.model.optimizer.build(self.model.trainable_variables)
-        variables = self.model.variables + self.model.optimizer.variables
+        if not model.optimizer.built:
+            model.optimizer.build(model.trainable_variables)
+        variables = model.variables + model.optimizer.variables
         with tf.init_scope():
             strategy.extended.broadcast([v._value for v in variables])
+    return chief["restored"]
 
 
 def _seed_states(model):

@@ -70,7 +70,8 @@ def _clip(original, self, grads):
         return original(self, grads)
     # Keras has taken out the variables without a gradient.
     grads = [_with_shape(g, v) for g, v in zip(grads, variables)]
-    summed = strategy.extended.reduce_gradients(grads)
+    step = tf.cast(tf.convert_to_tensor(self.iterations), tf.int64)
+    summed = strategy.extended.reducers.sum(grads, variables, step, owner=self)
     _local.summed_for = self
     return original(self, summed)
 
@@ -78,7 +79,8 @@ def _clip(original, self, grads):
 def _with_shape(gradient, variable):
     """The gradient with its variable's shape: some reach us without a static one."""
     if isinstance(gradient, tf.IndexedSlices):
-        return gradient
+        values = tf.ensure_shape(gradient.values, [None, *variable.shape[1:]])
+        return tf.IndexedSlices(values, gradient.indices, gradient.dense_shape)
     return tf.ensure_shape(gradient, variable.shape)
 
 

@@ -806,12 +806,44 @@ def parameter_server(ps, shards):
     return keras_psplus.ParameterServerStrategy(cluster.cluster_resolver, partitioner)
 
 
+def lossless():
+    """Every route that a compressed gradient can take, and nothing lost on it."""
+    from keras_psplus import compression
+
+    class Same(compression.RowCompressor):
+        def __init__(self, reducible=False, splits=False, error_feedback=False):
+            self.reducible, self.splits = reducible, splits
+            self.error_feedback = error_feedback
+
+        def encode_rows(self, values, step):
+            return (values,)
+
+        def decode_rows(self, payload, row_shape, dtype, step):
+            return tf.cast(tf.reshape(payload[0], [-1, *row_shape]), dtype)
+
+        def row_bytes(self, row_shape, dtype, step=None):
+            return tf.TensorShape(row_shape).num_elements() * tf.as_dtype(dtype).size
+
+    return compression.ByVariable(
+        {
+            "*bias": compression.TopK(1.0),
+            "*recurrent_kernel": Same(reducible=True, error_feedback=True),
+            "*kernel": Same(splits=True, error_feedback=True),
+            "*gamma": None,
+        },
+        default=Same(),
+        min_size=0,
+        min_rank=0,
+    )
+
+
 def main():
     parser = argparse.ArgumentParser()
     parser.add_argument("--out", required=True)
     parser.add_argument("--cases", default="")
     parser.add_argument("--reference", action="store_true")
     parser.add_argument("--devices", type=int, default=1)
+    parser.add_argument("--lossless", action="store_true", help="compressors that lose nothing")
     parser.add_argument("--ps", type=int, default=0, help="one worker and so many ps, in process")
     parser.add_argument("--shards", type=int, default=0, help="of every variable with rows, on ps")
     options = parser.parse_args()
@@ -826,7 +858,9 @@ def main():
     elif not options.reference:
         import keras_psplus
 
-        strategy = keras_psplus.MultiWorkerMirroredStrategy(startup_timeout=60)
+        strategy = keras_psplus.MultiWorkerMirroredStrategy(
+            startup_timeout=60, compression=lossless() if options.lossless else None
+        )
         task = strategy.task.name if strategy.task else "worker-0"
     for name in options.cases.split(",") if options.cases else CASES:
         keras.backend.clear_session()

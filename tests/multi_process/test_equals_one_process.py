@@ -36,6 +36,12 @@ CORE = [
 ]
 # Two workers with two devices each: what neither two workers nor two devices show.
 FOUR_REPLICAS = ["last_batch_of_one_row", "evaluate_and_predict", "dataset_of_unknown_length"]
+# Through compressors that lose nothing.
+LOSSLESS = [
+    *("numpy_short_last_batch", "last_batch_of_one_row", "steps_per_execution"),
+    *("global_clipnorm", "gradient_accumulation_in_loop", "lstm", "embedding_with_adam"),
+    *("mixed_precision_skips_overflow", "run_eagerly", "synchronised_batch_normalisation"),
+]
 # Under parameter servers, a batch's logs are those of the step that came back last.
 ASYNCHRONOUS = [case for case in CASES if case not in ("logs_of_every_batch", "run_eagerly")]
 ASYNCHRONOUS += ONLY_ASYNCHRONOUS
@@ -127,6 +133,12 @@ def two_workers(tmp_path_factory):
 
 
 @pytest.fixture(scope="session")
+def lossless(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("lossless")
+    return folder, cluster(folder, 2, "--lossless", "--cases", ",".join(LOSSLESS))
+
+
+@pytest.fixture(scope="session")
 def three_workers(tmp_path_factory):
     folder = tmp_path_factory.mktemp("three_workers")
     return folder, cluster(folder, 3, "--cases", ",".join(CORE))
@@ -181,6 +193,11 @@ def load(path, log):
 @pytest.mark.parametrize("case", CASES)
 def test_two_workers(case, reference, two_workers):
     compare(case, reference, two_workers, workers=2)
+
+
+@pytest.mark.parametrize("case", LOSSLESS)
+def test_two_workers_that_compress_without_loss(case, reference, lossless):
+    compare(case, reference, lossless, workers=2)
 
 
 @pytest.mark.parametrize("case", CORE)

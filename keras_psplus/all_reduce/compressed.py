@@ -1,0 +1,214 @@
+"""Sums one replica's gradients over all replicas, each by the compressor that its variable has.
+
+One collective for all gradients cannot start before the last of them is ready, and one for each is
+dominated by latency. Buckets are filled from the last layer back, the order in which backprop
+makes gradients ready, so that the first bucket travels while the rest is computed (Li et al.,
+"PyTorch Distributed: Experiences on Accelerating Data Parallel Training", VLDB 2020, section 3.2).
+"""
+
+import zlib
+
+import tensorflow as tf
+
+from keras_psplus import compression
+from keras_psplus.all_reduce import gradients, routes
+from keras_psplus.all_reduce.collectives import padded_size
+from keras_psplus.all_reduce.compression_state import States
+from keras_psplus.all_reduce.ledger import Entry, Ledger
+
+
+class CompressedSum:
+    """Sums the gradients of one optimizer on one replica.
+
+    Args:
+        launcher: `collectives.Launcher` of the replica.
+        replicas: Number of replicas.
+        compressor: `Compressor`, with error feedback where it is wanted, or None.
+        bucket_bytes: Size at which a bucket is sent, in bytes of uncompressed gradients.
+    """
+
+    def __init__(self, launcher, replicas, compressor, bucket_bytes):
+        self._launcher, self._replicas = launcher, replicas
+        self._compressor, self._bucket_bytes = compressor, bucket_bytes
+        self.states = States(launcher._device)
+        self.ledger = Ledger()
+        self._numbers = {}
+
+    def __call__(self, grads, variables, step):
+        """Sums gradients.
+
+        Args:
+            grads: List of tensors of static shape, or `tf.IndexedSlices`. The same on every
+                replica but for the values and, in slices, the number of rows.
+            variables: Their variables, with a `path` and a `shape`.
+            step: int64 scalar, the same on all replicas.
+
+        Returns:
+            List of sums, bit-identical on all replicas. Slices come back with the rows of all
+            replicas, in rank order.
+        """
+        paths = [variable.path for variable in variables]
+        compressors = [self._compressor_of(v, g) for v, g in zip(variables, grads)]
+        summed, entries = list(grads), [None] * len(grads)
+        adds_up = any(c and c.reducible and c.communicates for c in compressors)
+        dense = [i for i, g in enumerate(grads) if not isinstance(g, tf.IndexedSlices)]
+        for (route, *_), places in gradients.buckets(
+            # From the last layer back, as backprop makes them ready.
+            list(reversed(dense)),
+            lambda i: _route(compressors[i], grads[i].dtype, adds_up),
+            lambda i: _bytes(grads[i]),
+            self._bucket_bytes,
+        ):
+            arguments = [[sequence[i] for i in places] for sequence in (grads, compressors, paths)]
+            totals, counted = getattr(self, f"_{route}")(*arguments, step)
+            for i, total, entry in zip(places, totals, counted, strict=True):
+                summed[i], entries[i] = total, entry
+        for i in set(range(len(grads))) - set(dense):
+            summed[i], entries[i] = self._slices(grads[i], compressors[i], paths[i], step)
+        self.ledger.add(entries)
+        self.ledger.time(_leaves(grads), _leaves(summed))
+        return summed
+
+    def _compressor_of(self, variable, gradient):
+        if self._compressor is None:
+            return None
+        return self._compressor.for_variable(variable.path, variable.shape, gradient.dtype)
+
+    # Each route is given tensors, their compressors and their variables' paths, and returns sums
+    # and what they have cost.
+
+    def _sum(self, tensors, compressors, paths, step):
+        sizes = [_bytes(t) for t in tensors]
+        entries = [Entry(path, None, n, n, self._by_ring(n)) for path, n in zip(paths, sizes)]
+        return gradients.pack_and_sum(self._launcher, tensors), entries
+
+    def _mean(self, tensors, compressors, paths, step):
+        compressors = [c or routes.WHOLE for c in compressors]
+        states = [self._state(p, c, t) for p, c, t in zip(paths, compressors, tensors)]
+        means, states = routes.mean(
+            self._launcher, self._replicas, compressors, self._scaled(tensors), states, step
+        )
+        entries = []
+        for path, compressor, tensor, state in zip(paths, compressors, tensors, states):
+            self.states.write(self._number(path), state)
+            whole, sent = _bytes(tensor), compressor.wire_bytes(tensor.shape, tensor.dtype)
+            wire = self._by_ring(sent)
+            if compressor.start_step:
+                early = step < compressor.start_step
+                sent = tf.where(early, *map(_int64, (whole, sent)))
+                wire = tf.where(early, *map(_int64, (self._by_ring(whole), wire)))
+            entries.append(Entry(path, _name(compressor), whole, sent, wire))
+        return means, entries
+
+    def _split(self, tensors, compressors, paths, step):
+        compressor = compressors[0]
+        name = f"bucket {zlib.crc32(repr(list(map(self._number, paths))).encode()):08x}"
+        state = self.states.read(
+            name, lambda: routes.split_init(self._replicas, compressor, tensors)
+        )
+        means, state = routes.split(
+            self._launcher, self._replicas, compressor, self._scaled(tensors), state, step
+        )
+        self.states.write(name, state)
+        # One row to each of the others, twice; shared out by size.
+        _, width = routes.rows_for(self._replicas, tensors)
+        sent = 2 * (self._replicas - 1) * compressor.row_bytes((width,), tf.float32)
+        elements = [tensor.shape.num_elements() for tensor in tensors]
+        entries = [
+            Entry(
+                path,
+                _name(compressor),
+                _bytes(tensor),
+                compressor.wire_bytes(tensor.shape, tensor.dtype),
+                round(sent * n / max(1, sum(elements))),
+            )
+            for path, tensor, n in zip(paths, tensors, elements)
+        ]
+        return means, entries
+
+    def _gather(self, tensors, compressors, paths, step):
+        states = [self._state(p, c, t) for p, c, t in zip(paths, compressors, tensors)]
+        means, states, payloads = routes.gather(
+            self._launcher, self._replicas, compressors, self._scaled(tensors), states, step
+        )
+        entries = []
+        for path, compressor, tensor, state, payload in zip(
+            paths, compressors, tensors, states, payloads
+        ):
+            self.states.write(self._number(path), state)
+            sent = sum(tf.size(p, tf.int64) * p.dtype.size for p in payload)
+            entries.append(
+                Entry(path, _name(compressor), _bytes(tensor), sent, sent * (self._replicas - 1))
+            )
+        return means, entries
+
+    def _own(self, tensors, compressors, paths, step):
+        own = zip(paths, compressors, tensors)
+        return self._scaled(tensors), [Entry(p, _name(c), _bytes(t), 0, 0) for p, c, t in own]
+
+    def _slices(self, slices, compressor, path, step):
+        rows = tf.shape(slices.indices, tf.int64)[0]
+        row = slices.values.shape[1:].num_elements() * slices.dtype.size
+        logical = rows * (row + slices.indices.dtype.size)
+        scale = tf.cast(self._replicas, slices.dtype)
+        if compressor is not None and not compressor.communicates:
+            own = tf.IndexedSlices(slices.values * scale, slices.indices, slices.dense_shape)
+            return own, Entry(path, _name(compressor), logical, 0, 0)
+        used = compressor or routes.WHOLE
+        gathered, words, counts = routes.gather_rows(self._launcher, used, slices, step)
+        word_bytes = 4 * tf.cast(tf.shape(words)[1], tf.int64)
+        # All replicas send as many as the one with the most rows, rounded up to a class.
+        padded = padded_size(tf.reduce_max(counts) * tf.shape(words)[1])
+        wire = 4 * (self._replicas - 1) * tf.cast(padded, tf.int64)
+        return gathered, Entry(path, _name(compressor), logical, rows * word_bytes, wire)
+
+    def _state(self, path, compressor, tensor):
+        return self.states.read(
+            self._number(path), lambda: compressor.init(tensor.shape, tensor.dtype)
+        )
+
+    def _number(self, path):
+        """A variable's name in checkpoints: Keras numbers layers on, model after model."""
+        return str(self._numbers.setdefault(path, len(self._numbers)))
+
+    def _scaled(self, tensors):
+        """Each replica's own estimate of the whole gradient: the mean of these is the sum."""
+        return [tensor * tf.cast(self._replicas, tensor.dtype) for tensor in tensors]
+
+    def _by_ring(self, payload_bytes):
+        return round(2 * (self._replicas - 1) * payload_bytes / self._replicas)
+
+
+def _route(compressor, dtype, adds_up):
+    """The method that sums such a gradient; those with the same key share buckets."""
+    if compressor is None:
+        # With others that are added up on their way it costs no message of its own.
+        return ("mean",) if adds_up and dtype.is_floating else ("sum", dtype)
+    if not compressor.communicates:
+        return ("own",)
+    if compressor.reducible:
+        return ("mean",)
+    if compressor.splits:
+        feedback = isinstance(compressor, compression.ErrorFeedback)
+        inner = compressor.inner if feedback else compressor
+        options = (compressor.momentum, compressor.factor_masking) if feedback else ()
+        return ("split", id(inner), options)
+    return ("gather",)
+
+
+def _name(compressor):
+    if compressor is None or compressor is routes.WHOLE:
+        return None
+    return repr(compressor)
+
+
+def _bytes(tensor):
+    return tensor.shape.num_elements() * tensor.dtype.size
+
+
+def _int64(number):
+    return tf.constant(number, tf.int64)
+
+
+def _leaves(tensors):
+    return [t.values if isinstance(t, tf.IndexedSlices) else t for t in tensors]

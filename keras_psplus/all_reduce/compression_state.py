@@ -1,0 +1,63 @@
+"""What compressors keep from step to step, as variables of one replica."""
+
+import tensorflow as tf
+from tensorflow.python.framework import ops
+from tensorflow.python.ops import resource_variable_ops
+from tensorflow.python.trackable import autotrackable
+from tensorflow.python.util import nest
+
+
+class States(autotrackable.AutoTrackable):
+    """Variables of one replica that no other replica shares, found by name.
+
+    They are made when they are first asked for, which may be inside a `tf.function` or a branch.
+    A checkpoint that was read before gives them their values then.
+
+    Args:
+        device: Device of the replica.
+    """
+
+    def __init__(self, device):
+        self._device = device
+        # Or checkpoints would follow these dicts as well, under names of their own.
+        self._kept = self._no_dependency({})
+        self._named = self._no_dependency({})
+
+    def read(self, name, init):
+        """Reads a state.
+
+        Args:
+            name: Its name.
+            init: Function that makes the first state, a nested structure of tensors.
+
+        Returns:
+            The structure of tensors, as of now.
+        """
+        if name not in self._kept:
+            with ops.init_scope(), ops.device(self._device):
+                first = init()
+                leaves = nest.flatten_with_joined_string_paths(first)
+                variables = [self._make(f"{name}/{path}", leaf) for path, leaf in leaves]
+            self._kept[name] = tf.nest.map_structure(lambda _: 0, first), variables
+        structure, variables = self._kept[name]
+        return tf.nest.pack_sequence_as(structure, [v.read_value() for v in variables])
+
+    def write(self, name, state):
+        """Writes a state, which has been read before."""
+        _, variables = self._kept[name]
+        for variable, value in zip(variables, tf.nest.flatten(state), strict=True):
+            variable.assign(value, read_value=False)
+
+    @property
+    def variables(self):
+        """All variables, by their names in a checkpoint."""
+        return dict(self._named)
+
+    def _make(self, name, value):
+        variable = resource_variable_ops.ResourceVariable(value, trainable=False)
+        # With the shape, so that a checkpoint of another model or bucket size is left alone.
+        name = f"{name}:{'x'.join(map(str, variable.shape.as_list()))}"
+        self._track_trackable(variable, name)
+        self._handle_deferred_dependencies(name, variable)
+        self._named[name] = variable
+        return variable

@@ -1,0 +1,93 @@
+"""One sum of gradients for each optimizer and local replica, and what they keep."""
+
+import weakref
+
+import tensorflow as tf
+from tensorflow.python.distribute import distribute_utils
+from tensorflow.python.framework import ops
+
+from keras_psplus.all_reduce.compressed import CompressedSum
+from keras_psplus.all_reduce.ledger import report_to
+from keras_psplus.communication import Communication
+
+
+class Reducers:
+    """Sums gradients in replica context; what is kept belongs to the optimizer they are for.
+
+    Args:
+        launchers: `collectives.Launcher` of each local replica.
+        replicas: Number of all replicas.
+        compressor: `Compressor`, with error feedback where it is wanted, or None.
+        bucket_bytes: Size in bytes at which a bucket of gradients is sent.
+    """
+
+    def __init__(self, launchers, replicas, compressor, bucket_bytes):
+        self._launchers = launchers
+        self._options = (replicas, compressor, bucket_bytes)
+        self._of_owner = weakref.WeakKeyDictionary()
+        self._eager = weakref.WeakKeyDictionary()
+        self.communication = Communication()
+
+    @property
+    def compresses(self):
+        """Whether there is a compressor."""
+        _, compressor, _ = self._options
+        return compressor is not None
+
+    def sum(self, grads, variables, step, owner):
+        """Sums gradients, in replica context.
+
+        Args:
+            grads: List of tensors of static shapes or `tf.IndexedSlices`.
+            variables: Their variables, with a `path` and a `shape`.
+            step: int64 scalar, the same on all replicas.
+            owner: Object that residuals live as long as: the optimizer.
+
+        Returns:
+            List of sums.
+        """
+        context = tf.distribute.get_replica_context()
+        if tf.executing_eagerly():
+            # Eager replicas run one after the other: only a merge_call lets all of them take part.
+            return context.merge_call(self._merged, (list(grads), step, variables, owner))
+        return self._sum(context._replica_id, grads, variables, step, owner)
+
+    def _merged(self, strategy, grads, step, variables, owner):
+        local = strategy.experimental_local_results
+        variables = local(variables)[0] if not isinstance(variables, list) else variables
+        by_replica = [
+            [local(gradient)[i] for gradient in grads] for i in range(len(self._launchers))
+        ]
+        functions = self._eager.setdefault(local(owner)[0], {})
+        key = tuple(variable.path for variable in variables)
+        if key not in functions:
+            own = weakref.ref(local(owner)[0])
+
+            def sum_all(by_replica, step):
+                return [
+                    self._sum(i, grads, variables, step, own())
+                    for i, grads in enumerate(by_replica)
+                ]
+
+            functions[key] = tf.function(sum_all)
+        summed = functions[key](by_replica, local(step)[0])
+        return [distribute_utils.regroup(tuple(replicas)) for replicas in zip(*summed)]
+
+    def _sum(self, replica, grads, variables, step, owner):
+        with ops.device(self._launchers[replica]._device):
+            return self._sums(owner)[replica](grads, variables, step)
+
+    def _sums(self, owner):
+        sums = self._of_owner.get(owner)
+        if sums is None:
+            sums = [CompressedSum(launcher, *self._options) for launcher in self._launchers]
+            self._of_owner[owner] = sums
+            # That of one replica stands for all: each sends the same.
+            report_to(self.communication, sums[0].ledger)
+        return sums
+
+    def states(self, owner):
+        """What compressors keep for an optimizer on this worker, as a trackable."""
+        return tf.train.Checkpoint(
+            **{f"replica_{i}": one.states for i, one in enumerate(self._sums(owner))}
+        )

@@ -1,0 +1,196 @@
+"""How each kind of compressed gradient gets from all replicas to all replicas.
+
+Payloads whose mean is the payload of the mean are added up on their way. Of those that can be cut
+in pieces each replica sums one piece, and sends its sum compressed once more. The others are
+gathered. Everything travels in TensorFlow's own collectives, and what is done with it afterwards
+is the same on all replicas, so the results are too, bit for bit.
+"""
+
+import tensorflow as tf
+
+from keras_psplus import compression
+from keras_psplus.all_reduce import gradients
+
+
+class Whole(compression.Compressor):
+    """Sends a tensor as it is, together with others that are compressed."""
+
+    reducible = True
+
+    def encode(self, tensor, state, step):
+        return (tensor,), state
+
+    def decode(self, payload, shape, dtype, step):
+        return payload[0]
+
+    def wire_bytes(self, shape, dtype, step=None):
+        return tf.TensorShape(shape).num_elements() * tf.as_dtype(dtype).size
+
+
+WHOLE = Whole()
+
+
+def mean(launcher, replicas, compressors, tensors, states, step):
+    """Averages tensors whose payloads can be added up on their way.
+
+    Args:
+        launcher: `collectives.Launcher` of this replica.
+        replicas: Number of replicas.
+        compressors: List of reducible compressors.
+        tensors: List of tensors.
+        states: List of the compressors' states.
+        step: int64 scalar.
+
+    Returns:
+        Lists of means and of new states.
+    """
+
+    def all_mean(payloads):
+        means = list(payloads)
+        for dtype in sorted({payload.dtype.name for payload in payloads}):
+            at = [i for i, payload in enumerate(payloads) if payload.dtype.name == dtype]
+            # Divided first: sums of float16 could overflow.
+            parts = [payloads[i] / tf.cast(replicas, dtype) for i in at]
+            for i, total in zip(at, gradients.pack_and_sum(launcher, parts)):
+                means[i] = total
+        return means
+
+    means, _, states = compression.mean_all(compressors, tensors, states, step, all_mean)
+    return means, states
+
+
+def rows_for(replicas, tensors):
+    """Shape of the rows that tensors are cut into, one for each replica."""
+    size = sum(tensor.shape.num_elements() for tensor in tensors)
+    return replicas, -(-size // replicas)
+
+
+def split(launcher, replicas, compressor, tensors, state, step):
+    """Averages tensors piece by piece: each replica sums the pieces of its rank.
+
+    This is a reduce-scatter by an all-to-all of compressed pieces, and an all-gather of the sums,
+    compressed again (Alistarh et al., QSGD; Tang et al., 1-bit Adam, with error feedback on both
+    sides).
+
+    Args:
+        launcher: `collectives.Launcher` of this replica.
+        replicas: Number of replicas.
+        compressor: Compressor that `splits`, perhaps in `ErrorFeedback`.
+        tensors: List of tensors.
+        state: What `split_init` or the last step returned.
+        step: int64 scalar.
+
+    Returns:
+        List of means, and the new state.
+    """
+    rows = rows_for(replicas, tensors)
+    width = rows[1]
+    feedback = compressor if isinstance(compressor, compression.ErrorFeedback) else None
+    inner = feedback.inner if feedback else compressor
+    flat = tf.concat([tf.reshape(tf.cast(t, tf.float32), [-1]) for t in tensors], 0)
+    mine = tf.reshape(tf.pad(flat, [[0, rows[0] * width - flat.shape[0]]]), rows)
+
+    def decoded(words, like, count):
+        payload = compression.unpack(words, like, count)
+        return inner.decode_rows(payload, (width,), tf.float32, step)
+
+    total = feedback.add(mine, state["worker"]) if feedback else mine
+    payload = inner.encode_rows(total, step)
+    received = launcher.all_to_all(compression.pack(payload, replicas))
+    piece = tf.reduce_mean(decoded(received, payload, replicas), 0, keepdims=True)
+    server = compression.ErrorFeedback(inner)
+    piece_total = server.add(piece, state["server"]) if feedback else piece
+    piece_payload = inner.encode_rows(piece_total, step)
+    everything = launcher.gather(compression.pack(piece_payload, 1))
+    flat = tf.reshape(decoded(everything, payload, replicas), [-1])[: flat.shape[0]]
+    if feedback:
+        own = inner.decode_rows(payload, (width,), tf.float32, step)
+        own_piece = inner.decode_rows(piece_payload, (width,), tf.float32, step)
+        state = {
+            "worker": feedback.keep(mine, total, own, state["worker"]["inner"], state["worker"]),
+            "server": server.keep(
+                piece, piece_total, own_piece, state["server"]["inner"], state["server"]
+            ),
+        }
+    pieces = tf.split(flat, [tensor.shape.num_elements() for tensor in tensors])
+    return [tf.cast(tf.reshape(p, t.shape), t.dtype) for p, t in zip(pieces, tensors)], state
+
+
+def split_init(replicas, compressor, tensors):
+    """The first state of `split`."""
+    if not isinstance(compressor, compression.ErrorFeedback):
+        return ()
+    replicas, width = rows_for(replicas, tensors)
+    return {
+        "worker": compressor.init([replicas, width], tf.float32),
+        "server": compression.ErrorFeedback(compressor.inner).init([1, width], tf.float32),
+    }
+
+
+def gather(launcher, replicas, compressors, tensors, states, step):
+    """Averages tensors by gathering all payloads and adding them up in rank order.
+
+    Args:
+        launcher: `collectives.Launcher` of this replica.
+        replicas: Number of replicas.
+        compressors: List of compressors.
+        tensors: List of tensors.
+        states: List of the compressors' states.
+        step: int64 scalar.
+
+    Returns:
+        Lists of means, of new states, and of the payloads.
+    """
+    payloads, new_states = zip(
+        *(c.encode(t, s, step) for c, t, s in zip(compressors, tensors, states))
+    )
+    words = [compression.pack(payload) for payload in payloads]
+    sizes = [tf.shape(w)[1] if w.shape[1] is None else w.shape[1] for w in words]
+    everything = _gather_words(launcher, replicas, tf.concat(words, 1))
+
+    def add(rank, totals):
+        pieces = tf.split(everything[rank], sizes, num=len(sizes))
+        added = []
+        for i, piece in enumerate(pieces):
+            payload = compression.unpack(piece[tf.newaxis], payloads[i])
+            # As it was written: kernels may need what an encoder's shapes say.
+            payload = tuple(tf.ensure_shape(p, own.shape) for p, own in zip(payload, payloads[i]))
+            value = compressors[i].decode(payload, tensors[i].shape, tensors[i].dtype, step)
+            added.append(totals[i] + tf.cast(value, tf.float32))
+        return rank + 1, added
+
+    zeros = [tf.zeros(tensor.shape) for tensor in tensors]
+    _, totals = tf.while_loop(
+        lambda rank, _: rank < replicas, add, (0, zeros), maximum_iterations=replicas
+    )
+    means = [tf.cast(total / replicas, t.dtype) for total, t in zip(totals, tensors)]
+    return means, list(new_states), list(payloads)
+
+
+def gather_rows(launcher, compressor, slices, step):
+    """Concatenates the slices of all replicas in rank order, values compressed row by row.
+
+    Args:
+        launcher: `collectives.Launcher` of this replica.
+        compressor: `Compressor`.
+        slices: `tf.IndexedSlices`.
+        step: int64 scalar.
+
+    Returns:
+        `tf.IndexedSlices`, the words of one row, and the vector of the replicas' rows.
+    """
+    values, indices = slices.values, slices.indices
+    payload = (*compressor.encode_rows(values, step), indices[:, tf.newaxis])
+    words = compression.pack(payload, tf.shape(indices)[0])
+    words, counts = launcher.gather_rows(words)
+    *payload, indices = compression.unpack(words, payload, tf.shape(words)[0])
+    values = compressor.decode_rows(tuple(payload), tuple(values.shape[1:]), values.dtype, step)
+    return tf.IndexedSlices(values, tf.reshape(indices, [-1]), slices.dense_shape), words, counts
+
+
+def _gather_words(launcher, replicas, words):
+    if words.shape.is_fully_defined():
+        return launcher.gather(words)
+    # As many on each replica, but not known to the graph: as rows of one word.
+    gathered, _ = launcher.gather_rows(tf.reshape(words, [-1, 1]))
+    return tf.reshape(gathered, [replicas, -1])

@@ -1,0 +1,232 @@
+"""What every worker does in `test_compression.py`; results go to one file for each worker."""
+
+import argparse
+import json
+import os
+import pathlib
+
+import keras
+import numpy as np
+import tensorflow as tf
+
+import keras_psplus
+from keras_psplus import cluster, compression
+from keras_psplus.all_reduce import reducers
+
+STEPS = 6
+COMPRESSORS = {
+    "bf16": "bf16",
+    "fp16": "fp16",
+    "int8": compression.Int8(block_size=16),
+    "sign": compression.Sign(block_size=32),
+    "topk": compression.TopK(0.2),
+    "topk_momentum": compression.TopK(0.2, momentum_correction=0.5),
+    "topk_warmup": compression.TopK(0.1, warmup_epochs=2, steps_per_epoch=2),
+    "randomk": "randomk:0.3",
+    "powersgd": compression.PowerSGD(2, min_compression_rate=1),
+    "powersgd_late": compression.PowerSGD(1, min_compression_rate=1, start_step=3),
+    "by_variable": {"*kernel": compression.Int8(block_size=16)},
+}
+
+
+def problem():
+    """A linear model, so that gradients can be worked out by hand, and `STEPS` batches."""
+    rng = np.random.default_rng(0)
+    return rng.normal(size=(8 * STEPS, 9)).astype("float32"), rng.normal(
+        size=(8 * STEPS, 120)
+    ).astype("float32")
+
+
+def linear(optimizer, **kwargs):
+    keras.utils.set_random_seed(1)
+    model = keras.Sequential([keras.Input((9,)), keras.layers.Dense(120, name="linear")])
+    model.compile(optimizer, "mse", **kwargs)
+    return model
+
+
+def fit(strategy, model, epochs=1, callbacks=(), **kwargs):
+    x, y = problem()
+    return model.fit(
+        x, y, 8, epochs=epochs, shuffle=False, verbose=0, callbacks=list(callbacks), **kwargs
+    )
+
+
+def every_compressor(make, out):
+    for name, compressor in COMPRESSORS.items():
+        strategy = make(compressor)
+        with strategy.scope():
+            model = linear(keras.optimizers.SGD(0.5))
+        fit(strategy, model)
+        traffic = {
+            t.path.split("/")[-1]: (t.logical_bytes, t.compressed_bytes, t.wire_bytes)
+            for t in strategy.communication.traffic()
+        }
+        out[name] = {"weights": model.get_weights(), "traffic": traffic}
+        assert strategy.communication.seconds > 0
+        assert "linear/kernel" in strategy.communication.summary()
+
+
+class Interrupted(Exception):
+    pass
+
+
+class Interrupt(keras.callbacks.Callback):
+    def on_epoch_end(self, epoch, logs=None):
+        if epoch == 1:
+            raise Interrupted
+
+
+def resumed(make, out, folder):
+    """Interrupted and started again, it ends as if nothing had happened."""
+    for name in ("int8", "topk_momentum", "powersgd"):
+
+        def train(*callbacks, name=name):
+            strategy = make(COMPRESSORS[name])
+            with strategy.scope():
+                model = linear(keras.optimizers.SGD(0.1))
+            fit(strategy, model, epochs=4, callbacks=callbacks)
+            return model.get_weights()
+
+        for lost in (False, True):
+            # Each worker has a disk of its own.
+            disk = os.path.join(folder, f"{name}-{lost}-{os.getpid()}")
+            try:
+                train(keras.callbacks.BackupAndRestore(disk), Interrupt())
+            except Interrupted:
+                pass
+            own = pathlib.Path(disk, "compression")
+            files = sorted(path.name for path in own.iterdir())
+            assert files and all("-of-2-step-" in file for file in files), files
+            if lost and cluster.read_task_config().task_index == 1:
+                for path in own.iterdir():
+                    path.unlink()
+            out[f"resumed {name} {lost}"] = {
+                "weights": train(keras.callbacks.BackupAndRestore(disk))
+            }
+            assert not own.exists() or not list(own.iterdir())
+        out[f"whole {name}"] = {"weights": train()}
+
+
+def own_checkpoint(make, out, folder):
+    def train(first, last, path=None):
+        strategy = make("sign")
+        with strategy.scope():
+            model = linear(keras.optimizers.SGD(0.1))
+        state = tf.train.Checkpoint(residuals=strategy.compression_state(model.optimizer))
+        if path:
+            state.read(path)
+            model.load_weights(path + ".weights.h5")
+        fit(strategy, model, epochs=last, initial_epoch=first)
+        return model, state
+
+    path = os.path.join(folder, f"own-{os.getpid()}")
+    model, state = train(0, 2)
+    state.write(path)
+    model.save_weights(path + ".weights.h5")
+    out["resumed by hand"] = {"weights": train(2, 4, path)[0].get_weights()}
+    out["whole by hand"] = {"weights": train(0, 4)[0].get_weights()}
+
+
+def not_finite(make, out):
+    """A row that is not a number, on one worker: a scaled loss skips the step, plain SGD has it."""
+    x, y = problem()
+    x = x.copy()
+    x[8 * 2, 3] = np.inf
+    for name in ("bf16", "int8", "sign", "topk", "randomk", "powersgd"):
+        for scaled in (True, False):
+            strategy = make(COMPRESSORS[name])
+            with strategy.scope():
+                optimizer = keras.optimizers.SGD(0.1)
+                if scaled:
+                    optimizer = keras.optimizers.LossScaleOptimizer(optimizer, initial_scale=2.0)
+                model = linear(optimizer)
+            model.fit(x, y, 8, shuffle=False, verbose=0)
+            weights = model.get_weights()
+            assert np.isfinite(weights[0]).all() == scaled, name
+            out[f"not finite {name} {scaled}"] = {"weights": weights}
+
+
+def embeddings(make, out):
+    rng = np.random.default_rng(3)
+    ids = rng.integers(0, 50, size=(48, 4))
+    y = rng.normal(size=(48, 1)).astype("float32")
+    for name, compressor in {
+        "none": None,
+        "bf16": "bf16",
+        "int8": "int8",
+        "topk whole": compression.TopK(1.0),
+        "alone": compression.NoCommunication(),
+    }.items():
+        strategy = make(compressor)
+        with strategy.scope():
+            keras.utils.set_random_seed(1)
+            model = keras.Sequential(
+                [
+                    keras.Input((4,), dtype="int32"),
+                    keras.layers.Embedding(50, 6, name="table"),
+                    keras.layers.Flatten(),
+                    keras.layers.Dense(1),
+                ]
+            )
+            model.compile(keras.optimizers.SGD(0.5), "mse")
+        # The last batch has fewer rows on one worker than on the other.
+        model.fit(ids[:43], y[:43], 8, shuffle=False, verbose=0)
+        table = next(t for t in strategy.communication.traffic() if "table" in t.path)
+        traffic = [table.logical_bytes, table.compressed_bytes, table.wire_bytes]
+        out[f"embeddings {name}"] = {"weights": model.get_weights(), "traffic": {"table": traffic}}
+
+
+def in_branches_and_loops(make, out):
+    x, y = problem()
+    for name in ("int8", "topk", "powersgd"):
+        for kind, kwargs, steps in (
+            ("loop", {}, 3),
+            ("accumulation", {"gradient_accumulation_steps": 2}, 2),
+        ):
+            strategy = make(COMPRESSORS[name])
+            with strategy.scope():
+                model = linear(keras.optimizers.SGD(0.1, **kwargs), steps_per_execution=steps)
+            fit(strategy, model, epochs=2)
+            out[f"{kind} {name}"] = {"weights": model.get_weights()}
+            sent = strategy.communication.logical_bytes
+            out[f"{kind} {name}"]["traffic"] = {"all": [sent, 0, 0]}
+
+
+def main():
+    parser = argparse.ArgumentParser()
+    parser.add_argument("--out", required=True)
+    folder = parser.parse_args().out
+    task = cluster.read_task_config()
+
+    strategy = keras_psplus.MultiWorkerMirroredStrategy(compression="int8")
+    extended = strategy.extended
+
+    def make(compressor):
+        # A process has one strategy; each case gets the part of it that compresses anew.
+        extended._reducers = reducers.Reducers(
+            extended._cross_device_ops.launchers,
+            extended._num_replicas_in_sync,
+            compression.with_error_feedback(compression.get(compressor)),
+            2000,
+        )
+        return strategy
+
+    out = {}
+    every_compressor(make, out)
+    embeddings(make, out)
+    not_finite(make, out)
+    in_branches_and_loops(make, out)
+    resumed(make, out, folder)
+    own_checkpoint(make, out, folder)
+    arrays = {
+        f"{name}/{i}": weight
+        for name, got in out.items()
+        for i, weight in enumerate(got["weights"])
+    }
+    np.savez(os.path.join(folder, f"worker-{task.task_index}.npz"), **arrays)
+    traffic = {name: got["traffic"] for name, got in out.items() if "traffic" in got}
+    pathlib.Path(folder, f"worker-{task.task_index}.json").write_text(json.dumps(traffic))
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,228 @@
+"""Compressed training on two workers, beside what the compressors' papers say it computes."""
+
+import json
+import os
+import pathlib
+
+import numpy as np
+import pytest
+import tensorflow as tf
+
+import keras_psplus
+from keras_psplus import compression
+from keras_psplus.cluster.testing import run_in_processes
+from tests.all_reduce.compression_job import COMPRESSORS, STEPS, linear, problem
+
+JOB = pathlib.Path(__file__).with_name("compression_job.py")
+WORKERS = 2
+LAYER = {"kernel": (9, 120), "bias": (120,)}
+
+
+@pytest.fixture(scope="module")
+def run(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("compression")
+    logs = run_in_processes(
+        JOB,
+        workers=WORKERS,
+        timeout=280,
+        env={"TF_CPP_MIN_LOG_LEVEL": "2", "CUDA_VISIBLE_DEVICES": ""},
+        args=["--out", folder],
+    ).logs
+    results = []
+    for i in range(WORKERS):
+        path = pathlib.Path(folder, f"worker-{i}.json")
+        assert path.exists(), logs[f"worker-{i}"][-8000:]
+        with np.load(folder / f"worker-{i}.npz") as arrays:
+            results.append((dict(arrays), json.loads(path.read_text())))
+    return results
+
+
+def simulated(name):
+    """Two workers' training in one process: gradients by hand, compressors as plain functions."""
+    compressor = compression.with_error_feedback(compression.get(COMPRESSORS[name]))
+    kernel, bias = (tf.constant(w) for w in linear("sgd").get_weights())
+    x, y = problem()
+    by_route = _routes(compressor)
+    states = [None] * WORKERS
+    for step in range(STEPS):
+        rows = slice(8 * step, 8 * step + 8)
+        halves = zip(np.split(x[rows], WORKERS), np.split(y[rows], WORKERS))
+        grads = []
+        for part, target in halves:
+            error = part @ kernel + bias - target
+            scale = 2.0 / error.shape.num_elements()
+            grads.append(
+                {
+                    "kernel": scale * tf.matmul(part, error, transpose_a=True),
+                    "bias": scale * tf.reduce_sum(error, 0),
+                }
+            )
+        means, states = by_route(grads, states, step)
+        kernel, bias = kernel - 0.5 * means["kernel"], bias - 0.5 * means["bias"]
+    return kernel.numpy(), bias.numpy()
+
+
+def _routes(compressor):
+    chosen = {k: compressor.for_variable(f"linear/{k}", s, "float32") for k, s in LAYER.items()}
+    split = [k for k in ("bias", "kernel") if chosen[k] and not chosen[k].reducible]
+    split = [k for k in split if chosen[k].splits]
+
+    def means(grads, states, step):
+        result, new = {}, [dict(s or {}) for s in states]
+        if split:
+            result, new = _split_means(chosen[split[0]], split, grads, new, step)
+        for key in set(LAYER) - set(split):
+            c, own = chosen[key], [g[key] for g in grads]
+            if c is None:
+                result[key] = (own[0] + own[1]) / 2
+                continue
+            before = [s.get(key) or c.init(LAYER[key], tf.float32) for s in new]
+            if c.reducible and step < c.start_step:
+                result[key], after = (own[0] + own[1]) / 2, before
+            elif c.reducible:
+                result[key], after = _lockstep(c, own, before, step)
+            else:
+                payloads, after = zip(*(c.encode(g, s, step) for g, s in zip(own, before)))
+                decoded = [c.decode(p, LAYER[key], tf.float32, step) for p in payloads]
+                result[key] = (decoded[0] + decoded[1]) / 2
+            for state, value in zip(new, after):
+                state[key] = value
+        return result, new
+
+    return means
+
+
+def _lockstep(compressor, tensors, states, step):
+    generators = [compressor.rounds(t, s, step) for t, s in zip(tensors, states)]
+    replies = [None] * WORKERS
+    while True:
+        asked, ended = [], []
+        for generator, reply in zip(generators, replies):
+            try:
+                asked.append(generator.send(reply))
+            except StopIteration as stop:
+                ended.append(stop.value)
+        if ended:
+            return ended[0][0], [state for _, _, state in ended]
+        means = [a / tf.cast(2, a.dtype) + b / tf.cast(2, b.dtype) for a, b in zip(*asked)]
+        replies = [means] * WORKERS
+
+
+def _split_means(compressor, keys, grads, states, step):
+    """Each worker quantises what it sends of both halves, and then the mean of its own half."""
+    inner, server = compressor.inner, compression.ErrorFeedback(compressor.inner)
+    size = sum(np.prod(LAYER[k]) for k in keys)
+    width = -(-size // WORKERS)
+
+    def coded(feedback, tensor, state):
+        total = feedback.add(tensor, state)
+        decoded = inner.decode_rows(inner.encode_rows(total, step), (width,), tf.float32, step)
+        return decoded, feedback.keep(tensor, total, decoded, (), state)
+
+    received = []
+    for worker in range(WORKERS):
+        flat = tf.concat([tf.reshape(grads[worker][k], [-1]) for k in keys], 0)
+        rows = tf.reshape(tf.pad(flat, [[0, WORKERS * width - size]]), [WORKERS, width])
+        before = states[worker].get("w") or compressor.init([WORKERS, width], tf.float32)
+        decoded, states[worker]["w"] = coded(compressor, rows, before)
+        received.append(decoded)
+    halves = []
+    for worker in range(WORKERS):
+        mean = tf.reduce_mean(tf.stack([r[worker] for r in received]), 0)[tf.newaxis]
+        before = states[worker].get("s") or server.init([1, width], tf.float32)
+        decoded, states[worker]["s"] = coded(server, mean, before)
+        halves.append(decoded)
+    flat = tf.reshape(tf.concat(halves, 0), [-1])[:size]
+    parts = tf.split(flat, [int(np.prod(LAYER[k])) for k in keys])
+    return {k: tf.reshape(p, LAYER[k]) for k, p in zip(keys, parts)}, states
+
+
+@pytest.mark.parametrize("name", COMPRESSORS)
+def test_training_computes_what_the_compressor_says(name, run):
+    expected = simulated(name)
+    arrays, _ = run[0]
+    # Sums in another order may fall on the other side of a rounding; nearly all may not.
+    for i, weight in enumerate(expected):
+        close = np.isclose(arrays[f"{name}/{i}"], weight, rtol=1e-5, atol=2e-5)
+        assert close.mean() > 0.99, np.abs(arrays[f"{name}/{i}"] - weight).max()
+
+
+def test_workers_end_with_the_same_bits(run):
+    (first, traffic), (second, other_traffic) = run
+    for name in COMPRESSORS:
+        assert traffic[name] == other_traffic[name]
+    assert set(first) == set(second)
+    for key, value in first.items():
+        if "embeddings alone" not in key:
+            np.testing.assert_array_equal(value, second[key], err_msg=key)
+    assert not np.array_equal(first["embeddings alone/0"], second["embeddings alone/0"])
+
+
+@pytest.mark.parametrize("name", COMPRESSORS)
+def test_bytes_are_those_of_the_compressor(name, run):
+    compressor = compression.with_error_feedback(compression.get(COMPRESSORS[name]))
+    for key, shape in LAYER.items():
+        chosen = compressor.for_variable(f"linear/{key}", shape, "float32")
+        whole = 4 * int(np.prod(shape))
+        sizes = [chosen.wire_bytes(shape, "float32", s) if chosen else whole for s in range(STEPS)]
+        logical, compressed, wire = run[0][1][name][key]
+        assert (logical, compressed) == (STEPS * whole, sum(sizes))
+        # Between two workers, a ring sends each payload once, and so do the other ways.
+        assert wire == pytest.approx(compressed, abs=20 * STEPS)
+
+
+def test_rows_of_embeddings_are_compressed_by_row(run):
+    results, traffic = run[0]
+    none = [results[f"embeddings none/{i}"] for i in range(3)]
+    for i, weight in enumerate(none):
+        np.testing.assert_array_equal(results[f"embeddings topk whole/{i}"], weight)
+        for name, tolerance in (("bf16", 0.02), ("int8", 0.05)):
+            np.testing.assert_allclose(
+                results[f"embeddings {name}/{i}"], weight, atol=tolerance, err_msg=name
+            )
+            assert np.any(results[f"embeddings {name}/{i}"] != weight)
+    # Six batches of 4 ids in each of 4 (1 or 2 in the last) rows: 22 rows of one worker.
+    rows = traffic["embeddings none"]["table"][0] // (6 * 4 + 4)
+    assert traffic["embeddings none"]["table"][1] == rows * 28
+    assert traffic["embeddings bf16"]["table"][1] == rows * (12 + 4)
+    # Six bytes are filled up to whole words.
+    assert traffic["embeddings int8"]["table"][1] == rows * (8 + 4 + 4)
+
+
+@pytest.mark.parametrize("name", ["int8", "topk_momentum", "powersgd"])
+def test_resumed_training_is_as_if_never_interrupted(name, run):
+    for worker, _ in run:
+        for i in range(2):
+            whole = worker[f"whole {name}/{i}"]
+            np.testing.assert_array_equal(worker[f"resumed {name} False/{i}"], whole)
+    # One worker's file was lost, and so all of them began with empty residuals.
+    lost = run[0][0][f"resumed {name} True/0"]
+    assert not np.array_equal(lost, run[0][0][f"whole {name}/0"])
+    np.testing.assert_allclose(lost, run[0][0][f"whole {name}/0"], atol=0.1)
+
+
+def test_residuals_in_checkpoints_of_the_scripts_own(run):
+    for worker, _ in run:
+        np.testing.assert_array_equal(worker["resumed by hand/0"], worker["whole by hand/0"])
+
+
+@pytest.mark.parametrize("name", ["bf16", "int8", "sign", "topk", "randomk", "powersgd"])
+def test_numbers_that_are_not_finite_reach_the_optimizer(name, run):
+    results, _ = run[0]
+    assert np.isfinite(results[f"not finite {name} True/0"]).all()
+    assert not np.isfinite(results[f"not finite {name} False/0"]).all()
+
+
+def test_accumulated_gradients_are_sent_once(run):
+    _, traffic = run[0]
+    for name in ("int8", "topk", "powersgd"):
+        whole = 4 * sum(int(np.prod(shape)) for shape in LAYER.values())
+        assert traffic[f"loop {name}"]["all"][0] == 2 * STEPS * whole
+        assert traffic[f"accumulation {name}"]["all"][0] == STEPS * whole
+
+
+@pytest.mark.parametrize("wrong", ["int7", "topk:2", "powersgd:0", "int8:0", 8, {"*": "gzip"}])
+def test_wrong_compressors_are_refused_before_anything_starts(wrong):
+    with pytest.raises(ValueError, match="Received: "):
+        keras_psplus.MultiWorkerMirroredStrategy(compression=wrong)
+    assert "TF_CONFIG" not in os.environ
