@@ -106,9 +106,7 @@ class CompressedSum:
         state = self.states.read(
             name, lambda: routes.split_init(self._replicas, compressor, tensors)
         )
-        means, state = routes.split(
-            self._launcher, self._replicas, compressor, self._scaled(tensors), state, step
-        )
+        sums, state = routes.split(self._launcher, self._replicas, compressor, tensors, state, step)
         self.states.write(name, state)
         # One row to each of the others, twice; shared out by size.
         _, width = routes.rows_for(self._replicas, tensors)
@@ -124,12 +122,12 @@ class CompressedSum:
             )
             for path, tensor, n in zip(paths, tensors, elements)
         ]
-        return means, entries
+        return sums, entries
 
     def _gather(self, tensors, compressors, paths, step):
         states = [self._state(p, c, t) for p, c, t in zip(paths, compressors, tensors)]
-        means, states, payloads = routes.gather(
-            self._launcher, self._replicas, compressors, self._scaled(tensors), states, step
+        sums, states, payloads = routes.gather(
+            self._launcher, self._replicas, compressors, tensors, states, step
         )
         entries = []
         for path, compressor, tensor, state, payload in zip(
@@ -140,7 +138,7 @@ class CompressedSum:
             entries.append(
                 Entry(path, _name(compressor), _bytes(tensor), sent, sent * (self._replicas - 1))
             )
-        return means, entries
+        return sums, entries
 
     def _own(self, tensors, compressors, paths, step):
         own = zip(paths, compressors, tensors)

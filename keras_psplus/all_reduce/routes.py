@@ -66,7 +66,7 @@ def rows_for(replicas, tensors):
 
 
 def split(launcher, replicas, compressor, tensors, state, step):
-    """Averages tensors piece by piece: each replica sums the pieces of its rank.
+    """Sums tensors piece by piece: each replica adds up the pieces of its rank.
 
     This is a reduce-scatter by an all-to-all of compressed pieces, and an all-gather of the sums,
     compressed again (Alistarh et al., QSGD; Tang et al., 1-bit Adam, with error feedback on both
@@ -81,7 +81,7 @@ def split(launcher, replicas, compressor, tensors, state, step):
         step: int64 scalar.
 
     Returns:
-        List of means, and the new state.
+        List of sums, and the new state.
     """
     rows = rows_for(replicas, tensors)
     width = rows[1]
@@ -97,7 +97,7 @@ def split(launcher, replicas, compressor, tensors, state, step):
     total = feedback.add(mine, state["worker"]) if feedback else mine
     payload = inner.encode_rows(total, step)
     received = launcher.all_to_all(compression.pack(payload, replicas))
-    piece = tf.reduce_mean(decoded(received, payload, replicas), 0, keepdims=True)
+    piece = tf.reduce_sum(decoded(received, payload, replicas), 0, keepdims=True)
     server = compression.ErrorFeedback(inner)
     piece_total = server.add(piece, state["server"]) if feedback else piece
     piece_payload = inner.encode_rows(piece_total, step)
@@ -128,7 +128,7 @@ def split_init(replicas, compressor, tensors):
 
 
 def gather(launcher, replicas, compressors, tensors, states, step):
-    """Averages tensors by gathering all payloads and adding them up in rank order.
+    """Sums tensors by gathering all payloads and adding them up in rank order.
 
     Args:
         launcher: `collectives.Launcher` of this replica.
@@ -139,7 +139,7 @@ def gather(launcher, replicas, compressors, tensors, states, step):
         step: int64 scalar.
 
     Returns:
-        Lists of means, of new states, and of the payloads.
+        Lists of sums, of new states, and of the payloads.
     """
     payloads, new_states = zip(
         *(c.encode(t, s, step) for c, t, s in zip(compressors, tensors, states))
@@ -155,16 +155,15 @@ def gather(launcher, replicas, compressors, tensors, states, step):
             payload = compression.unpack(piece[tf.newaxis], payloads[i])
             # As it was written: kernels may need what an encoder's shapes say.
             payload = tuple(tf.ensure_shape(p, own.shape) for p, own in zip(payload, payloads[i]))
-            value = compressors[i].decode(payload, tensors[i].shape, tensors[i].dtype, step)
-            added.append(totals[i] + tf.cast(value, tf.float32))
+            added.append(compressors[i].add_to(totals[i], payload, tensors[i].dtype, step))
         return rank + 1, added
 
     zeros = [tf.zeros(tensor.shape) for tensor in tensors]
     _, totals = tf.while_loop(
         lambda rank, _: rank < replicas, add, (0, zeros), maximum_iterations=replicas
     )
-    means = [tf.cast(total / replicas, t.dtype) for total, t in zip(totals, tensors)]
-    return means, list(new_states), list(payloads)
+    sums = [tf.cast(total, tensor.dtype) for total, tensor in zip(totals, tensors)]
+    return sums, list(new_states), list(payloads)
 
 
 def gather_rows(launcher, compressor, slices, step):

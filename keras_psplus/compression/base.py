@@ -28,6 +28,8 @@ class Compressor:
             whole, so that a sum over workers may be shared out among them.
         communicates: Whether anything is sent at all. If not, each worker uses its own gradient.
         start_step: Before this step tensors are sent whole.
+        serves_values: Whether what comes out of `decode` is near to the tensor in each of its
+            elements and at every step, so that values of variables can be read through it, too.
 
     Example:
 
@@ -52,6 +54,7 @@ class Compressor:
     splits = False
     communicates = True
     start_step = 0
+    serves_values = False
 
     def init(self, shape, dtype):
         """Makes the state before the first step.
@@ -92,6 +95,24 @@ class Compressor:
             Tensor of this shape and dtype.
         """
         raise NotImplementedError
+
+    def left_out(self, total, payload, dtype, step):
+        """What a payload leaves out of the tensor that it was made of.
+
+        Args:
+            total: float32 tensor.
+            payload: What `encode` made of it, cast to `dtype`.
+            dtype: The gradient's dtype.
+            step: The step at which it was encoded.
+
+        Returns:
+            float32 tensor. Not finite, if `total` is not.
+        """
+        return total - tf.cast(self.decode(payload, total.shape, dtype, step), tf.float32)
+
+    def add_to(self, total, payload, dtype, step):
+        """Adds a decoded payload to a float32 tensor."""
+        return total + tf.cast(self.decode(payload, total.shape, dtype, step), tf.float32)
 
     def wire_bytes(self, shape, dtype, step=None):
         """Counts the bytes of a payload.

@@ -31,6 +31,7 @@ class Cast(RowCompressor):
     """
 
     reducible = True
+    serves_values = True
 
     def __init__(self, dtype="bfloat16", error_feedback=False):
         if dtype not in _DTYPES:
@@ -64,8 +65,14 @@ def saturating_cast(tensor, dtype):
     Returns:
         Tensor of this dtype.
     """
-    if tensor.dtype != dtype and tf.as_dtype(dtype) == tf.float16:
-        limit = tf.constant(tf.float16.max, tensor.dtype)
-        limited = tf.raw_ops.ClipByValue(t=tensor, clip_value_min=-limit, clip_value_max=limit)
-        tensor = tf.where(tf.math.is_finite(tensor), limited, tensor)
-    return tf.cast(tensor, dtype)
+    if tensor.dtype == dtype or tf.as_dtype(dtype) != tf.float16:
+        return tf.cast(tensor, dtype)
+    limit = tf.constant(tf.float16.max, tensor.dtype)
+
+    def limited():
+        within = tf.raw_ops.ClipByValue(t=tensor, clip_value_min=-limit, clip_value_max=limit)
+        return tf.cast(tf.where(tf.math.is_finite(tensor), within, tensor), dtype)
+
+    # Two reductions cost less than what is hardly ever needed.
+    fits = (tf.reduce_max(tensor) <= limit) & (tf.reduce_min(tensor) >= -limit)
+    return tf.cond(fits, lambda: tf.cast(tensor, dtype), limited)

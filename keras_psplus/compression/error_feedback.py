@@ -1,5 +1,7 @@
 """What one step leaves out, added to the next."""
 
+import functools
+
 import tensorflow as tf
 
 from keras_psplus.compression.base import Compressor
@@ -73,22 +75,23 @@ class ErrorFeedback(Compressor):
         Returns:
             The new state; `state` itself, if anything is not finite.
         """
-        residual = total - tf.cast(own, tf.float32)
-        new = {"residual": residual, "inner": inner_state}
+        momentum = None
         if self.momentum:
-            velocity = self._velocity(tensor, state)
-            new["momentum"] = tf.where(own != 0, 0.0, velocity) if self.factor_masking else velocity
-        # Not finite as soon as any of the two that were subtracted is not.
-        finite = tf.reduce_all(tf.math.is_finite(residual))
-        return tf.nest.map_structure(lambda n, o: tf.where(finite, n, o), new, state)
+            momentum = self._velocity(tensor, state)
+            if self.factor_masking:
+                momentum = tf.where(own != 0, 0.0, momentum)
+        return _if_finite(total - tf.cast(own, tf.float32), momentum, inner_state, state)
 
     def encode(self, tensor, state, step):
         total = self.add(tensor, state)
         payload, inner_state = self.inner.encode(
             saturating_cast(total, tensor.dtype), state["inner"], step
         )
-        own = self.inner.decode(payload, tensor.shape, tensor.dtype, step)
-        return payload, self.keep(tensor, total, own, inner_state, state)
+        if self.momentum:
+            own = self.inner.decode(payload, tensor.shape, tensor.dtype, step)
+            return payload, self.keep(tensor, total, own, inner_state, state)
+        residual = self.inner.left_out(total, payload, tensor.dtype, step)
+        return payload, _if_finite(residual, None, inner_state, state)
 
     def rounds(self, tensor, state, step):
         total = self.add(tensor, state)
@@ -99,6 +102,9 @@ class ErrorFeedback(Compressor):
 
     def decode(self, payload, shape, dtype, step):
         return self.inner.decode(payload, shape, dtype, step)
+
+    def add_to(self, total, payload, dtype, step):
+        return self.inner.add_to(total, payload, dtype, step)
 
     def wire_bytes(self, shape, dtype, step=None):
         return self.inner.wire_bytes(shape, dtype, step)
@@ -119,6 +125,17 @@ class ErrorFeedback(Compressor):
     def _velocity(self, tensor, state):
         tensor = tf.cast(tensor, tf.float32)
         return self.momentum * state["momentum"] + tensor if self.momentum else tensor
+
+
+def _if_finite(residual, momentum, inner_state, state):
+    """The new state; the old one if the residual is not finite."""
+    new = {"residual": residual, "inner": inner_state}
+    if momentum is not None:
+        new["momentum"] = momentum
+    finite = tf.math.is_finite(tf.reduce_sum(residual))
+    # With a scalar condition this op hands one of the two through; tf.where's would copy it.
+    choose = functools.partial(tf.raw_ops.Select, condition=finite)
+    return tf.nest.map_structure(lambda n, o: choose(x=n, y=o), new, state)
 
 
 def with_error_feedback(compressor):

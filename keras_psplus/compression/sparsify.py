@@ -73,13 +73,35 @@ class TopK(RowCompressor):
         rows, size = rows_and_size(values)
         matrix = tf.reshape(values, [rows, size])
         magnitudes = tf.abs(tf.cast(matrix, tf.float32))
-        magnitudes = tf.where(tf.math.is_finite(magnitudes), magnitudes, np.float32(np.inf))
+        # Looked for in all of them only if there is one.
+        magnitudes = tf.cond(
+            tf.math.is_finite(tf.reduce_sum(magnitudes)),
+            lambda: tf.identity(magnitudes),
+            lambda: tf.where(tf.math.is_finite(magnitudes), magnitudes, np.float32(np.inf)),
+        )
         places = places_of_largest(magnitudes, self._count_at(size, step))
         return tf.gather(matrix, places, batch_dims=1), places
 
     def decode_rows(self, payload, row_shape, dtype, step):
         values, places = payload
         return tf.cast(_scatter(values, places, row_shape), dtype)
+
+    def left_out(self, total, payload, dtype, step):
+        values, places = payload
+        if dtype != tf.float32:
+            return super().left_out(total, payload, dtype, step)
+        # Nothing is left where something was sent; but of what is not finite, that has to show.
+        flat = tf.reshape(total, [-1])
+        nothing = tf.reshape(values, [-1]) * 0.0
+        flat = tf.tensor_scatter_nd_update(flat, tf.reshape(places, [-1, 1]), nothing)
+        return tf.reshape(flat, total.shape)
+
+    def add_to(self, total, payload, dtype, step):
+        values, places = payload
+        flat = tf.reshape(total, [-1])
+        values = tf.cast(tf.reshape(values, [-1]), tf.float32)
+        flat = tf.tensor_scatter_nd_add(flat, tf.reshape(places, [-1, 1]), values)
+        return tf.reshape(flat, total.shape)
 
     def row_bytes(self, row_shape, dtype, step=None):
         counts = self._counts(tf.TensorShape(row_shape).num_elements())

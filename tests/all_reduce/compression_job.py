@@ -87,7 +87,7 @@ def resumed(make, out, folder):
             fit(strategy, model, epochs=4, callbacks=callbacks)
             return model.get_weights()
 
-        for lost in (False, True):
+        for lost in (False, True) if name == "powersgd" else (False,):
             # Each worker has a disk of its own.
             disk = os.path.join(folder, f"{name}-{lost}-{os.getpid()}")
             try:
@@ -133,7 +133,7 @@ def not_finite(make, out):
     x = x.copy()
     x[8 * 2, 3] = np.inf
     for name in ("bf16", "int8", "sign", "topk", "randomk", "powersgd"):
-        for scaled in (True, False):
+        for scaled in (True, False) if name in ("int8", "topk", "powersgd") else (False,):
             strategy = make(COMPRESSORS[name])
             with strategy.scope():
                 optimizer = keras.optimizers.SGD(0.1)
@@ -177,19 +177,14 @@ def embeddings(make, out):
 
 
 def in_branches_and_loops(make, out):
-    x, y = problem()
     for name in ("int8", "topk", "powersgd"):
-        for kind, kwargs, steps in (
-            ("loop", {}, 3),
-            ("accumulation", {"gradient_accumulation_steps": 2}, 2),
-        ):
-            strategy = make(COMPRESSORS[name])
-            with strategy.scope():
-                model = linear(keras.optimizers.SGD(0.1, **kwargs), steps_per_execution=steps)
-            fit(strategy, model, epochs=2)
-            out[f"{kind} {name}"] = {"weights": model.get_weights()}
-            sent = strategy.communication.logical_bytes
-            out[f"{kind} {name}"]["traffic"] = {"all": [sent, 0, 0]}
+        strategy = make(COMPRESSORS[name])
+        with strategy.scope():
+            optimizer = keras.optimizers.SGD(0.1, gradient_accumulation_steps=2)
+            model = linear(optimizer, steps_per_execution=2)
+        fit(strategy, model, epochs=2)
+        sent = strategy.communication.logical_bytes
+        out[f"accumulated {name}"] = {"weights": model.get_weights(), "traffic": {"all": sent}}
 
 
 def main():

