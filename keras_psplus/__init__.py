@@ -13,7 +13,10 @@ _EXPORTS = {
     "strategy": "keras_psplus.catalogue",
 }
 
-__all__ = ["__version__", *_EXPORTS]
+# Modules that `import keras_psplus` need not import, but whose contents can be used after it.
+_MODULES = ("callbacks", "compression")
+
+__all__ = ["__version__", *_EXPORTS, *_MODULES]
 
 
 def _load():
@@ -31,9 +34,11 @@ def _load():
 
 
 def __getattr__(name):
-    if name not in _EXPORTS:
+    if name not in (*_EXPORTS, *_MODULES):
         raise AttributeError(f"module 'keras_psplus' has no attribute '{name}'")
     _load()
+    if name in _MODULES:
+        return importlib.import_module(f"keras_psplus.{name}")
     value = getattr(importlib.import_module(_EXPORTS[name]), name)
     globals()[name] = value
     return value

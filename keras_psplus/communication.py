@@ -55,8 +55,7 @@ class Communication:
         """Adds something that counts. For strategies.
 
         Args:
-            traffic: Function without arguments that returns a list of `Traffic`; None once what it
-                counted for is gone.
+            traffic: Function without arguments that returns a list of `Traffic`.
             seconds: Function without arguments that returns the seconds for which training has
                 waited for communication.
         """
@@ -64,9 +63,7 @@ class Communication:
 
     def traffic(self):
         """List of `Traffic` of each variable and direction since the strategy was made."""
-        counted = [(source, source[0]()) for source in self._sources]
-        self._sources = [source for source, entries in counted if entries is not None]
-        return [entry for _, entries in counted for entry in entries or ()]
+        return [entry for traffic, _ in self._sources for entry in traffic()]
 
     @property
     def logical_bytes(self):
@@ -91,7 +88,6 @@ class Communication:
     @property
     def seconds(self):
         """Seconds for which training has waited for communication."""
-        self.traffic()
         return float(sum(seconds() for _, seconds in self._sources))
 
     def summary(self):

@@ -1,6 +1,5 @@
 """Counts what one replica's gradients cost on the wire, in the graph."""
 
-import weakref
 from typing import Any, NamedTuple
 
 import tensorflow as tf
@@ -79,21 +78,6 @@ class Ledger:
             Traffic(path, "gradient", compressor, *numbers)
             for (path, compressor), numbers in sums.items()
         ]
-
-
-def report_to(communication, ledger):
-    """Lets a `Communication` read a ledger as long as it lives."""
-    reference = weakref.ref(ledger)
-
-    def traffic():
-        ledger = reference()
-        return None if ledger is None else ledger.traffic()
-
-    def seconds():
-        ledger = reference()
-        return 0.0 if ledger is None else ledger.seconds
-
-    communication.add_source(traffic, seconds)
 
 
 def _zeros(shape, dtype):

@@ -7,7 +7,6 @@ from tensorflow.python.distribute import distribute_utils
 from tensorflow.python.framework import ops
 
 from keras_psplus.all_reduce.compressed import CompressedSum
-from keras_psplus.all_reduce.ledger import report_to
 from keras_psplus.communication import Communication
 
 
@@ -82,8 +81,10 @@ class Reducers:
         if sums is None:
             sums = [CompressedSum(launcher, *self._options) for launcher in self._launchers]
             self._of_owner[owner] = sums
-            # That of one replica stands for all: each sends the same.
-            report_to(self.communication, sums[0].ledger)
+            # That of one replica stands for all: each sends the same. It outlives the optimizer,
+            # as totals are of all that was ever sent.
+            ledger = sums[0].ledger
+            self.communication.add_source(ledger.traffic, lambda: ledger.seconds)
         return sums
 
     def states(self, owner):

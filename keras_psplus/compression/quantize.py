@@ -35,6 +35,8 @@ class Int8(RowCompressor):
     [Dettmers, 2015](https://arxiv.org/abs/1511.04561).
     """
 
+    serves_values = True
+
     def __init__(self, block_size=256, stochastic=False, seed=0, error_feedback=None):
         if not isinstance(block_size, int) or block_size < 1:
             raise ValueError(
@@ -48,18 +50,22 @@ class Int8(RowCompressor):
     def encode_rows(self, values, step):
         rows, size = rows_and_size(values)
         blocks = _blocks(values, self._block(size))
-        largest = tf.reduce_max(tf.abs(blocks), -1, keepdims=True)
+        # Passes over memory are what this costs: magnitudes would be one more, and so would a sum
+        # of anything but what is rounded (in place) anyway.
+        largest = tf.maximum(
+            tf.reduce_max(blocks, -1, keepdims=True), -tf.reduce_min(blocks, -1, keepdims=True)
+        )
         scaled = blocks * tf.where(largest > _TINY, 127.0 / largest, 0.0)
-        # Kernels differ in whether a maximum sees NaN; a sum always does.
-        visible = tf.math.is_finite(tf.reduce_sum(scaled, -1, keepdims=True))
-        scales = tf.where(visible, largest / 127.0, np.float32(np.nan))
         if self.stochastic:
-            salt = tf.cast(tf.bitcast(tf.reduce_sum(scales), tf.int32), tf.int64)
+            salt = tf.cast(tf.bitcast(tf.reduce_sum(largest / 127.0), tf.int32), tf.int64)
             seed = tf.stack([salt + self.seed, tf.cast(step, tf.int64)])
             noise = tf.random.stateless_uniform(tf.shape(scaled), seed, alg="philox")
             rounded = tf.floor(scaled + noise)
         else:
             rounded = tf.round(scaled)
+        # Kernels differ in whether a maximum sees NaN; a sum always does.
+        visible = tf.math.is_finite(tf.reduce_sum(rounded, -1, keepdims=True))
+        scales = tf.where(visible, largest / 127.0, np.float32(np.nan))
         quantized = _unblock(tf.cast(rounded, tf.int8), rows, size)
         return quantized, tf.reshape(scales, [rows, blocks.shape[1]])
 

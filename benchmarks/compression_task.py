@@ -1,0 +1,104 @@
+"""One worker of `compression.py` with keras_psplus: trains the MLP and prints what steps cost."""
+
+import argparse
+import json
+import os
+import statistics
+import time
+
+import keras
+import netlab
+import numpy as np
+import tensorflow as tf
+
+import keras_psplus
+
+WIDTHS = (784, 1600, 1600, 700, 10)  # 4.95 million parameters
+
+
+class Measurement(keras.callbacks.Callback):
+    """Notes when steps end, and what was sent between the first and the last that count."""
+
+    def __init__(self, warmup, steps, communication, rank):
+        super().__init__()
+        self.first, self.last = warmup - 1, warmup + steps - 1
+        self.communication, self.rank = communication, rank
+        self.stamps = []
+
+    def on_train_batch_end(self, batch, logs=None):
+        if batch >= self.first:
+            self.stamps.append(time.perf_counter())
+        if batch == self.first:
+            self.before = self._now()
+        if batch == self.last:
+            self.after = self._now()
+
+    def _now(self):
+        return {
+            "sent": netlab.sent_bytes(os.environ["NETLAB_COUNTERS"], self.rank),
+            "counted": self.communication.wire_bytes,
+            "waited": self.communication.seconds * 1000,
+            "processor": time.process_time() * 1000,
+        }
+
+    def results(self):
+        """Milliseconds of each step, their median, and means per step of all else."""
+        steps = len(self.stamps) - 1
+        times = (np.diff(self.stamps) * 1000).round(3).tolist()
+        per_step = {key: (self.after[key] - self.before[key]) / steps for key in self.after}
+        return {"times": times, "median": statistics.median(times), **per_step}
+
+
+def make_model():
+    layers = [keras.layers.Dense(width, activation="relu") for width in WIDTHS[1:-1]]
+    model = keras.Sequential([keras.Input(WIDTHS[:1]), *layers, keras.layers.Dense(WIDTHS[-1])])
+    loss = keras.losses.SparseCategoricalCrossentropy(from_logits=True)
+    model.compile(keras.optimizers.SGD(0.01), loss)
+    return model
+
+
+def make_dataset(batch_size):
+    rng = np.random.default_rng(0)
+    x = rng.normal(size=(4096, WIDTHS[0])).astype("float32")
+    y = rng.integers(0, WIDTHS[-1], len(x))
+    return tf.data.Dataset.from_tensor_slices((x, y)).repeat().batch(batch_size).prefetch(2)
+
+
+def main():
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--rank", type=int, required=True)
+    parser.add_argument("--addresses", nargs="+", required=True)
+    parser.add_argument("--method", required=True)
+    parser.add_argument("--batch_size", type=int, required=True, help="of one worker")
+    parser.add_argument("--warmup", type=int, required=True)
+    parser.add_argument("--steps", type=int, required=True)
+    args = parser.parse_args()
+    os.environ["TF_CONFIG"] = json.dumps(
+        {
+            "cluster": {"worker": args.addresses},
+            "task": {"type": "worker", "index": args.rank},
+        }
+    )
+    tf.config.threading.set_intra_op_parallelism_threads(1)
+    # With a single one, an operation that waits for a peer would hold up all others.
+    tf.config.threading.set_inter_op_parallelism_threads(2)
+    compression = {"none": None, "alone": keras_psplus.compression.NoCommunication()}
+    strategy = keras_psplus.MultiWorkerMirroredStrategy(
+        compression=compression.get(args.method, args.method)
+    )
+    keras.utils.set_random_seed(1)
+    with strategy.scope():
+        model = make_model()
+    measurement = Measurement(args.warmup, args.steps, strategy.communication, args.rank)
+    history = model.fit(
+        make_dataset(args.batch_size * len(args.addresses)),
+        steps_per_epoch=args.warmup + args.steps,
+        verbose=0,
+        callbacks=[measurement],
+    )
+    loss = history.history["loss"][-1]
+    print("result: " + json.dumps({**measurement.results(), "loss": float(loss)}), flush=True)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,181 @@
+"""What training sends and waits for, in the logs of `fit`."""
+
+import dataclasses
+import math
+import numbers
+import os
+import threading
+import time
+
+import keras
+import tensorflow as tf
+
+from keras_psplus.communication import Communication
+from keras_psplus.log import warn_once
+
+
+class CommunicationMonitor(keras.callbacks.Callback):
+    """Puts what training costs on the wire into the progress bar, the History and TensorBoard.
+
+    Three numbers, of the epoch's training steps alone (what an evaluation sends is not in them):
+
+    - `comm/bytes`: bytes on the wire for each step. With all-reduce, those that one worker sends;
+      with parameter servers, those of all workers together.
+    - `comm/ratio`: bytes of the tensors themselves over bytes of what was sent in their place.
+    - `comm/seconds`: seconds for each step in which training waited for communication. These
+      differ between workers.
+
+    All workers have them in their logs, the chief writes them. A model that is trained without a
+    strategy of this library has none of them.
+
+    Args:
+        log_dir: Folder for TensorBoard, in which the three are written as scalars at each epoch's
+            end; None to write none.
+        update_interval: Seconds for which the progress bar shows the same numbers. Under parameter
+            servers they are those of the steps that have come back; what is on its way is not
+            waited for.
+
+    Raises:
+        ValueError: If an argument is of no use.
+
+    Example:
+
+    ```python
+    monitor = keras_psplus.callbacks.CommunicationMonitor(log_dir="logs")
+    history = model.fit(dataset, epochs=3, callbacks=[monitor])
+    print(history.history["comm/bytes"])
+    ```
+    """
+
+    # Keras then does not hold up the next step for it. Batches may end on several threads.
+    async_safe = True
+
+    def __init__(self, log_dir=None, update_interval=0.2):
+        super().__init__()
+        if log_dir is not None and not (isinstance(log_dir, (str, os.PathLike)) and str(log_dir)):
+            raise ValueError(
+                f"`log_dir` must be the path of a folder, or None. Received: log_dir={log_dir!r}"
+            )
+        number = isinstance(update_interval, numbers.Real) and not isinstance(update_interval, bool)
+        if not number or not math.isfinite(update_interval) or update_interval < 0:
+            raise ValueError(
+                "`update_interval` must be a finite number of seconds that is not negative. "
+                f"Received: update_interval={update_interval!r}"
+            )
+        self.log_dir = log_dir
+        self.update_interval = update_interval
+        self._lock = threading.Lock()
+        self._communication = None
+        self._is_chief = True
+        self._writer = None
+        self._begin_epoch()
+
+    def on_train_begin(self, logs=None):
+        strategy = getattr(self.model, "distribute_strategy", None)
+        communication = getattr(strategy, "communication", None)
+        self._communication = communication if isinstance(communication, Communication) else None
+        self._is_chief = getattr(strategy, "is_chief", True)
+        if self._communication is None:
+            warn_once(
+                "CommunicationMonitor logs nothing: the model is not trained by a strategy of "
+                "keras_psplus"
+            )
+
+    def on_epoch_begin(self, epoch, logs=None):
+        self._begin_epoch()
+
+    def on_train_batch_end(self, batch, logs=None):
+        if self._communication is None:
+            return
+        with self._lock:
+            self._steps = max(self._steps, batch + 1)
+            now = time.monotonic()
+            if now >= self._next_update:
+                self._shown = self._per_step()
+                self._next_update = now + self.update_interval
+            shown = self._shown
+        if logs is not None:
+            logs.update(shown)
+
+    def on_test_begin(self, logs=None):
+        self._before_test = self._totals()
+
+    def on_test_end(self, logs=None):
+        # As if the epoch had begun later by what the evaluation took.
+        with self._lock:
+            self._start += self._totals() - self._before_test
+
+    def on_epoch_end(self, epoch, logs=None):
+        # The last of several steps per execution may be beyond the end of the data.
+        steps = (self.params or {}).get("steps")
+        self._steps = min(self._steps, steps or self._steps)
+        if self._communication is None or not self._steps:
+            return
+        values = self._per_step()
+        if not any(dataclasses.astuple(self._totals() - self._start)):
+            warn_once("CommunicationMonitor: nothing was sent, as with a single replica")
+        if logs is not None:
+            logs.update(values)
+        if self.log_dir is not None and self._is_chief:
+            self._write(epoch, values)
+
+    def on_train_end(self, logs=None):
+        if self._writer is not None:
+            self._writer.close()
+            self._writer = None
+
+    def _begin_epoch(self):
+        self._start = self._before_test = self._totals()
+        self._steps = 0
+        self._shown = {}
+        self._next_update = -math.inf
+
+    def _totals(self):
+        if self._communication is None:
+            return _Totals()
+        traffic = self._communication.traffic()
+        return _Totals(
+            sum(entry.logical_bytes for entry in traffic),
+            sum(entry.compressed_bytes for entry in traffic),
+            sum(entry.wire_bytes for entry in traffic),
+            self._communication.seconds,
+        )
+
+    def _per_step(self):
+        """The numbers of the epoch up to now, for each of its steps."""
+        spent = self._totals() - self._start
+        if spent.compressed_bytes:
+            ratio = spent.logical_bytes / spent.compressed_bytes
+        else:
+            ratio = math.inf if spent.logical_bytes else 1.0
+        return {
+            "comm/bytes": spent.wire_bytes / self._steps,
+            "comm/ratio": ratio,
+            "comm/seconds": spent.seconds / self._steps,
+        }
+
+    def _write(self, epoch, values):
+        if self._writer is None:
+            self._writer = tf.summary.create_file_writer(os.fspath(self.log_dir))
+        with self._writer.as_default(), tf.summary.record_if(True):
+            for name, value in values.items():
+                tf.summary.scalar(name, value, step=epoch)
+        self._writer.flush()
+
+
+@dataclasses.dataclass
+class _Totals:
+    """What was sent and waited for since the strategy was made."""
+
+    logical_bytes: int = 0
+    compressed_bytes: int = 0
+    wire_bytes: int = 0
+    seconds: float = 0.0
+
+    def __add__(self, other):
+        pairs = zip(dataclasses.astuple(self), dataclasses.astuple(other))
+        return _Totals(*(a + b for a, b in pairs))
+
+    def __sub__(self, other):
+        pairs = zip(dataclasses.astuple(self), dataclasses.astuple(other))
+        return _Totals(*(a - b for a, b in pairs))

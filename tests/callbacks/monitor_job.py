@@ -1,0 +1,62 @@
+"""Trains with a CommunicationMonitor in real processes: monitor_job.py FOLDER STRATEGY.
+
+Each process that trains writes its History to `FOLDER/<task>.json`.
+"""
+
+import json
+import os
+import pathlib
+import sys
+
+os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "2")
+
+import keras
+import numpy as np
+
+import keras_psplus
+
+ROWS, BATCH = 44, 8  # six steps an epoch
+
+
+class LastLogs(keras.callbacks.Callback):
+    """Keeps the logs of each batch."""
+
+    def __init__(self):
+        super().__init__()
+        self.seen = []
+
+    def on_train_batch_end(self, batch, logs=None):
+        self.seen.append(sorted(name for name in logs if name.startswith("comm/")))
+
+
+def main():
+    folder, kind = pathlib.Path(sys.argv[1]), sys.argv[2]
+    make = getattr(keras_psplus, kind)
+    strategy = make(compression="int8")
+    with strategy.scope():
+        model = keras.Sequential([keras.Input((64,)), keras.layers.Dense(64)])
+        model.compile("sgd", "mse", steps_per_execution=2)
+    x = np.random.default_rng(0).normal(size=(ROWS, 64)).astype("float32")
+    task, last = strategy.task.name, LastLogs()
+    monitor = keras_psplus.callbacks.CommunicationMonitor(folder / f"tb-{task}")
+    fits = [
+        model.fit(
+            *(x, x),
+            batch_size=BATCH,
+            epochs=2,
+            validation_data=validation,
+            callbacks=[monitor, last],
+            verbose=0,
+        ).history
+        for validation in (None, (x, x))
+    ]
+    totals = {
+        "logical": strategy.communication.logical_bytes,
+        "wire": strategy.communication.wire_bytes,
+    }
+    result = {"fits": fits, "batches": last.seen, "totals": totals}
+    (folder / f"{task}.json").write_text(json.dumps(result))
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,73 @@
+"""CommunicationMonitor in real processes: all have the numbers, the chief writes them."""
+
+import json
+import pathlib
+
+import pytest
+
+from keras_psplus.cluster.testing import run_in_processes
+
+JOB = pathlib.Path(__file__).with_name("monitor_job.py")
+NAMES = ["comm/bytes", "comm/ratio", "comm/seconds"]
+STEPS = 6
+
+
+def run(folder, kind, **tasks):
+    run_in_processes(
+        JOB,
+        timeout=150,
+        env={"TF_CPP_MIN_LOG_LEVEL": "2", "CUDA_VISIBLE_DEVICES": ""},
+        args=[folder, kind],
+        **tasks,
+    )
+    return {path.stem: json.loads(path.read_text()) for path in folder.glob("*.json")}
+
+
+@pytest.fixture(scope="module")
+def all_reduce(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("all_reduce")
+    return folder, run(folder, "MultiWorkerMirroredStrategy", workers=2)
+
+
+@pytest.fixture(scope="module")
+def parameter_server(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("parameter_server")
+    return folder, run(folder, "ParameterServerStrategy", workers=2, ps=1, chief=True)
+
+
+def check(result, ratios):
+    low, high = ratios
+    wire = []
+    for fit in result["fits"]:
+        assert set(NAMES) <= set(fit)
+        wire += fit["comm/bytes"]
+        assert all(low < ratio < high for ratio in fit["comm/ratio"])
+        assert all(seconds >= 0 for seconds in fit["comm/seconds"])
+    assert wire == pytest.approx([wire[0]] * 4)
+    assert all(names == NAMES for names in result["batches"])
+    return wire
+
+
+def test_all_workers_have_the_numbers(all_reduce):
+    _, results = all_reduce
+    assert sorted(results) == ["worker-0", "worker-1"]
+    # A float in a byte, and a scale for each 256 of them.
+    bytes_ = [check(result, (3, 4)) for result in results.values()]
+    assert bytes_[0] == bytes_[1]
+    first = results["worker-0"]
+    # Nothing is sent between epochs, nor for validation.
+    assert sum(bytes_[0]) * STEPS == pytest.approx(first["totals"]["wire"])
+
+
+def test_the_chief_alone_writes(all_reduce):
+    folder, _ = all_reduce
+    assert list((folder / "tb-worker-0").glob("*tfevents*"))
+    assert not (folder / "tb-worker-1").exists()
+
+
+def test_parameter_servers(parameter_server):
+    folder, results = parameter_server
+    assert sorted(results) == ["chief-0"]
+    # Variables are read as they are.
+    check(results["chief-0"], (1.2, 2))
+    assert list((folder / "tb-chief-0").glob("*tfevents*"))
