@@ -199,6 +199,9 @@ class Compressor:
         return self if tf.as_dtype(dtype).is_floating else None
 
     def __repr__(self):
-        names = inspect.signature(type(self)).parameters
-        options = (f"{name}={getattr(self, name)!r}" for name in names if hasattr(self, name))
+        options = [
+            f"{name}={getattr(self, name)!r}"
+            for name, parameter in inspect.signature(type(self)).parameters.items()
+            if hasattr(self, name) and getattr(self, name) != parameter.default
+        ]
         return f"{type(self).__name__}({', '.join(options)})"

@@ -150,7 +150,7 @@ def with_error_feedback(compressor):
     Example:
 
     >>> with_error_feedback(keras_psplus.compression.Sign()).inner
-    Sign(block_size=1024, error_feedback=True)
+    Sign()
     """
     if isinstance(compressor, ByVariable):
         return compressor.map(with_error_feedback)

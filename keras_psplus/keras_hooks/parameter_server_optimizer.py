@@ -11,8 +11,8 @@ from keras.src.optimizers import base_optimizer
 
 from keras_psplus.keras_hooks.ownership import asynchronous
 from keras_psplus.keras_hooks.patching import replace
-from keras_psplus.parameter_server import pushes
-from keras_psplus.parameter_server.pulls import PulledVariable
+from keras_psplus.parameter_server import tally
+from keras_psplus.parameter_server.pulls import PulledVariable, exact
 
 _merge_call = tf.__internal__.distribute.interim.maybe_merge_call
 
@@ -27,6 +27,16 @@ def install():
     replace(tf_optimizer.TFOptimizer, "_all_reduce_sum_gradients", ["self", "grads_and_vars"])(
         _push_gradients
     )
+    replace(
+        tf_optimizer.TFOptimizer,
+        "_backend_increment_gradient_accumulators",
+        ["self", "grads", "acc_grads"],
+    )(_accumulate)
+    replace(
+        tf_optimizer.TFOptimizer,
+        "_backend_update_step",
+        ["self", "grads", "trainable_variables", "learning_rate"],
+    )(_update_step)
 
 
 def _strategy_of(optimizer):
@@ -37,11 +47,10 @@ def _strategy_of(optimizer):
 def _apply(original, self, grads, trainable_variables=None):
     strategy = _strategy_of(self)
     known = self._trainable_variables if trainable_variables is None else trainable_variables
-    # A constraint of a sharded variable may need all of its rows.
     constraints = [
         (variable, variable.constraint)
         for variable in (known if strategy else ())
-        if variable.constraint is not None and isinstance(variable._value, PulledVariable)
+        if variable.constraint is not None
     ]
     for variable, _ in constraints:
         variable.constraint = None
@@ -51,7 +60,12 @@ def _apply(original, self, grads, trainable_variables=None):
         for variable, constraint in constraints:
             variable.constraint = constraint
     for variable, constraint in constraints:
-        _beside(strategy, variable, lambda v, c: v.assign(c(v)), (variable, constraint))
+        if isinstance(variable._value, PulledVariable):
+            _beside(strategy, variable, lambda v, c: v.assign(c(v)), (variable, constraint))
+        else:
+            # That of a sharded variable may need all of its rows.
+            with exact():
+                variable.assign(constraint(variable))
 
 
 def _update_moving_averages(original, self, trainable_variables):
@@ -81,8 +95,38 @@ def _beside(strategy, variable, update, args):
     _merge_call(merged, strategy)
 
 
+def _update_step(original, self, grads, trainable_variables, learning_rate):
+    counted = tally.current()
+    if _strategy_of(self) is None or counted is None:
+        return original(self, grads, trainable_variables, learning_rate)
+    graph = tf.compat.v1.get_default_graph()
+    before = len(graph.get_operations())
+    original(self, grads, trainable_variables, learning_rate)
+    counted.waits.note_push(grads, graph.get_operations()[before:])
+    return None
+
+
 def _push_gradients(original, self, grads_and_vars):
     if _strategy_of(self) is None:
         return original(self, grads_and_vars)
-    gradients, variables = zip(*grads_and_vars)
-    return list(zip(pushes.pack(gradients, variables), variables))
+    return _push(self, *zip(*grads_and_vars))
+
+
+def _accumulate(original, self, grads, acc_grads):
+    if _strategy_of(self) is not None:
+        # As they are: what is left out of one of them would miss the others of its step.
+        accumulators = [variable._value for variable in acc_grads]
+        grads = [g for g, _ in _push(self, grads, accumulators, compressed=False)]
+    return original(self, grads, acc_grads)
+
+
+def _push(optimizer, gradients, variables, **kwargs):
+    if tf.executing_eagerly():
+        # On the chief, which keeps nothing.
+        return list(zip(gradients, variables))
+    pushes = optimizer._distribution_strategy.extended.pushes
+
+    def step():
+        return tf.convert_to_tensor(optimizer.iterations)
+
+    return pushes.send(gradients, variables, step, optimizer, **kwargs)

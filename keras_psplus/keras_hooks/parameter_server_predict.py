@@ -10,7 +10,8 @@ from keras_psplus.keras_hooks import step_registry
 from keras_psplus.keras_hooks.ownership import asynchronous
 from keras_psplus.keras_hooks.patching import replace
 from keras_psplus.keras_hooks.step_inputs import tensors, weights
-from keras_psplus.parameter_server.steps import StepFunctions, are_same, describe
+from keras_psplus.parameter_server.step_functions import StepFunctions
+from keras_psplus.parameter_server.steps import are_same, describe
 from keras_psplus.parameter_server.worker_function import pack, unpack
 
 
@@ -31,7 +32,7 @@ def _make_predict_function(original, self, force=False):
         result = outputs[0]
         if len(outputs) > 1:
             result = tree.map_structure(lambda *parts: trainer.concat(list(parts)), *outputs)
-        return (trace.changes(), result), ()
+        return trace.changes(), result, ()
 
     step = self._autoconvert_optionals(self.predict_step)
     function = _PredictFunction(
@@ -58,11 +59,11 @@ class _PredictFunction:
         result = self._strategy.scheduler.submit(
             function.concrete,
             (tf.constant(self._seeds.values()), payload),
-            lambda result: None,
+            lambda result: self._strategy.totals.add(function.costs, function.split(result[0])[1]),
             f"predict(), {describe(batches, self._sent)}",
         )
         self._sent += len(batches)
-        self._seeds.count(len(batches), lambda: result.get()[0].numpy())
+        self._seeds.count(len(batches), lambda: function.split(result.get()[0])[0])
         outputs = function.concrete.structured_outputs[1]
         if any(not isinstance(output, tf.Tensor) for output in tf.nest.flatten(outputs)):
             return result.get()[1]

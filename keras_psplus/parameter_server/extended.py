@@ -11,8 +11,10 @@ from tensorflow.python.framework import ops
 from tensorflow.python.ops import resource_variable_ops
 
 from keras_psplus.parameter_server.pulls import PulledVariable, beside
+from keras_psplus.parameter_server.pushes import Pushes
 from keras_psplus.parameter_server.sharded import ShardedVariable, shard_of
 from keras_psplus.parameter_server.worker_function import TravellingVariable
+from keras_psplus.parameter_server.worker_state import WorkerStates
 
 
 def gpus_per_worker(devices, num_workers):
@@ -41,10 +43,13 @@ def gpus_per_worker(devices, num_workers):
 class ParameterServerExtended(stock.ParameterServerStrategyV2Extended):
     """Additional APIs of `keras_psplus.ParameterServerStrategy`."""
 
-    def __init__(self, strategy, cluster_resolver, variable_partitioner):
+    def __init__(self, strategy, cluster_resolver, variable_partitioner, compressors):
         super().__init__(strategy, cluster_resolver, variable_partitioner)
         self._creating = threading.local()
         self._bytes_on_ps = [0] * self._num_ps
+        self._compressors = compressors
+        self._worker_states = WorkerStates(self._num_workers)
+        self._pushes = Pushes(compressors, self._worker_states)
         # Steps reach the workers through our scheduler, not through the user's coordinator.
         self._allow_run_without_coordinator = True
 
@@ -56,6 +61,21 @@ class ParameterServerExtended(stock.ParameterServerStrategyV2Extended):
     def bytes_on_ps(self):
         """Bytes of variables on each parameter server, in order."""
         return list(self._bytes_on_ps)
+
+    @property
+    def compressors(self):
+        """The compressors of gradients and values."""
+        return self._compressors
+
+    @property
+    def worker_states(self):
+        """What compressors keep on the workers."""
+        return self._worker_states
+
+    @property
+    def pushes(self):
+        """What sends gradients to the parameter servers."""
+        return self._pushes
 
     def has_made(self, variable):
         """Whether a variable is one of this strategy's."""
@@ -89,15 +109,16 @@ class ParameterServerExtended(stock.ParameterServerStrategyV2Extended):
         return value
 
     def _create_var_creator(self, next_creator, **kwargs):
-        is_keras = getattr(self._creating, "value", None) is not None
+        creating = getattr(self._creating, "value", None)
 
         def creator(**kwargs):
             kwargs.pop("aggregation", None)
             kwargs.pop("synchronization", None)
             variable = next_creator(**kwargs)
             # Keras's own variables; the script's may be lifted out of a function that is traced.
-            if is_keras and type(variable) is resource_variable_ops.ResourceVariable:
+            if creating and type(variable) is resource_variable_ops.ResourceVariable:
                 variable.__class__ = PulledVariable
+                variable.keras_path = creating[0]
             return variable
 
         return creator

@@ -3,7 +3,9 @@
 Every read of a variable on a parameter server brings its whole value over the network: one in an
 RNN's loop at each time step, one in a regulariser on top of the layer's own. While a worker
 function is traced, reads are kept here and used again until something writes to the variable;
-those in loops are taken before the loop. Small variables of one server come together.
+those in loops are taken before the loop. Small variables of one server come together. What is
+trained may come compressed; whatever changes a variable runs on its server and meets its exact
+value.
 """
 
 import contextlib
@@ -16,10 +18,10 @@ from tensorflow.python.framework import func_graph, ops
 from tensorflow.python.ops import control_flow_v2_func_graphs as control_flow
 from tensorflow.python.ops import resource_variable_ops
 
+from keras_psplus.parameter_server import reads, tally
+from keras_psplus.parameter_server.crossing import SMALL_BYTES
 from keras_psplus.parameter_server.lookups import lookup
 
-# Below this a message costs more than its bytes.
-SMALL_BYTES = 32 << 10
 _LOOPS = (control_flow.WhileBodyFuncGraph, control_flow.WhileCondFuncGraph)
 _local = threading.local()
 
@@ -29,16 +31,28 @@ def current():
     return getattr(_local, "pulls", None)
 
 
+@contextlib.contextmanager
+def exact():
+    """Context in which worker functions read exact values: those that are to be written again."""
+    outer, _local.exact = getattr(_local, "exact", False), True
+    try:
+        yield
+    finally:
+        _local.exact = outer
+
+
 class Pulls:
     """What one tracing of a worker function has read.
 
     Args:
         together: Variables that are read together, those of each server, when one of them is.
         stay: Ids of variables that a loop both reads and writes: reads stay in the loop.
+        compressors: Optional `Compressors`.
     """
 
-    def __init__(self, together=(), stay=()):
+    def __init__(self, together=(), stay=(), compressors=None):
         self._stay = stay
+        self._compressors = compressors
         self._values = {}
         self._readers = {}
         self._written = set()
@@ -57,18 +71,17 @@ class Pulls:
     def __exit__(self, *exc):
         _local.pulls = self._outer
 
-    def value(self, variable, handles, read, needs_function=False):
+    def value(self, variable, parts, needs_function=False):
         """A variable's value as of now, on the worker.
 
         Args:
             variable: The variable, as the tape knows it.
-            handles: Handles of everything that `read` reads.
-            read: Function that makes the operations which read it.
+            parts: Its shards, or itself.
             needs_function: Whether to read outside of conditionals too, for the tape's sake.
         """
         resource_variable_ops.variable_accessed(variable)
         with record.stop_recording():
-            value = self._find_or_read(variable, handles, read, needs_function)
+            value = self._find_or_read(variable, parts, needs_function)
         # Reads that are shared, or lie outside of the loop, are not the tape's own.
         record.record_operation(
             "ReadVariableOp",
@@ -79,13 +92,20 @@ class Pulls:
         )
         return value
 
-    def _find_or_read(self, variable, handles, read, needs_function):
+    def compressor_of(self, variable):
+        """The compressor that a variable is read through here, or None."""
+        if self._compressors is None or getattr(_local, "exact", False):
+            return None
+        return self._compressors.of_value(variable)
+
+    def _find_or_read(self, variable, parts, needs_function):
+        handles = [part.handle for part in parts]
         graphs = _graphs_outwards()
         for graph in graphs:
             self._look_for_writes(graph)
         loops = []
         for graph, outer in zip(graphs, [*graphs[1:], None]):
-            value = self._values.get((id(graph), id(variable)))
+            value = self._values.get(self._key(graph, variable))
             if value is not None:
                 break
             is_loop = isinstance(graph, _LOOPS)
@@ -96,36 +116,43 @@ class Pulls:
             ):
                 around = loops[-1][1] if loops else graphs[0]
                 home = graph if needs_function else around
-                value = self._read(variable, handles, read, home)
+                value = self._read(variable, parts, home)
                 break
             if is_loop:
                 loops.append((graph, outer))
         self._read_ahead += [(variable, handles, loop) for loop, _ in loops]
         return value
 
-    def _read(self, variable, handles, read, home):
+    def _read(self, variable, parts, home):
         group = self._groups.get((variable.device, variable.dtype), ())
-        others = [v for v in group if (id(home), id(v)) not in self._values]
+        others = [v for v in group if self._key(home, v) not in self._values]
         # In a branch or a loop most of a group may not be needed.
         together = any(v is variable for v in others) and not _is_control_flow(home)
+        wanted = others if together else [variable]
+        compressors = [self.compressor_of(v) for v in wanted]
+        keys = [reads.key_of(v, compressor) for v, compressor in zip(wanted, compressors)]
         with _in(home), ops.control_dependencies(None), ops.device(None):
-            if not together:
-                self._keep(home, variable, handles, read())
-                return self._values[id(home), id(variable)]
-            with ops.device(variable.device):
-                flat = tf.concat([tf.reshape(raw_read(v), [-1]) for v in others], 0)
-            parts = tf.split(flat, [v.shape.num_elements() for v in others])
-            for other, part in zip(others, parts):
-                self._keep(home, other, [other.handle], tf.reshape(part, other.shape))
-        return self._values[id(home), id(variable)]
+            if together:
+                values = reads.read_together(wanted, compressors, keys)
+            else:
+                values = [reads.read(parts, compressors[0], keys[0])]
+            for other, value in zip(wanted, values):
+                self._keep(home, other, parts if other is variable else [other], value)
+            value = self._values[self._key(home, variable)]
+            if tally.current() is not None and variable.trainable:
+                tally.current().waits.note_pull(value)
+        return value
+
+    def _key(self, graph, variable):
+        return id(graph), id(variable), self.compressor_of(variable) is None
 
     def _is_written(self, graph, handles):
         return any((id(graph), id(handle)) in self._written for handle in handles)
 
-    def _keep(self, graph, variable, handles, value):
-        self._values[id(graph), id(variable)] = value
-        for handle in handles:
-            self._readers.setdefault(id(handle), set()).add(id(variable))
+    def _keep(self, graph, variable, parts, value):
+        self._values[self._key(graph, variable)] = value
+        for part in parts:
+            self._readers.setdefault(id(part.handle), set()).add(id(variable))
 
     def _look_for_writes(self, graph):
         """Forgets what operations made since the last look have written to."""
@@ -159,26 +186,17 @@ class PulledVariable(resource_variable_ops.ResourceVariable):
         pulls = current()
         if pulls is None or _is_updating_beside(self):
             return super()._read_variable_op(no_copy)
-        return pulls.value(self, [self.handle], lambda: raw_read(self))
+        return pulls.value(self, [self])
 
     def sparse_read(self, indices, name=None):
-        if current() is None or _is_updating_beside(self) or is_in_inner_function():
+        pulls = current()
+        if pulls is None or _is_updating_beside(self) or is_in_inner_function():
             return super().sparse_read(indices, name)
-        return lookup(self, self.shape, indices, lambda rows: raw_gather(self, rows))
-
-
-def raw_read(variable):
-    """Reads a whole variable, unknown to the tape."""
-    value = tf.raw_ops.ReadVariableOp(resource=variable.handle, dtype=variable.dtype)
-    value.set_shape(variable.shape)
-    return value
-
-
-def raw_gather(variable, rows):
-    """Gathers rows of a whole variable, unknown to the tape."""
-    return tf.raw_ops.ResourceGather(
-        resource=variable.handle, indices=rows, dtype=variable.dtype, validate_indices=True
-    )
+        compressor = pulls.compressor_of(self)
+        key = reads.key_of(self, compressor)
+        return lookup(
+            self, self.shape, indices, lambda rows: reads.gather(self, rows, compressor, key)
+        )
 
 
 def size_in_bytes(variable):

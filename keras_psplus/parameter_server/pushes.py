@@ -1,32 +1,170 @@
-"""What a worker function sends to the parameter servers."""
+"""What a worker function sends to the parameter servers: gradients, compressed and packed.
+
+A gradient is encoded on the worker and decoded on its variable's server, or, shard by shard, on its
+shards' servers: nothing but the payload crosses.
+"""
+
+import collections
+from typing import Any, NamedTuple
 
 import tensorflow as tf
 
-from keras_psplus.parameter_server.pulls import SMALL_BYTES, PulledVariable, size_in_bytes
+from keras_psplus.compression import Compressor
+from keras_psplus.parameter_server import crossing, tally
+from keras_psplus.parameter_server.compressors import path_of
+from keras_psplus.parameter_server.sharded import Parts, ShardedVariable
 
 
-def pack(gradients, variables):
-    """Sends the gradients of small variables to each server in one message.
+class _Piece(NamedTuple):
+    """A gradient, or a shard's part of it, on its way.
+
+    Attributes:
+        device: Where it goes.
+        logical: Its bytes.
+        sent: What is sent in its place, a list of tensors.
+        decode: Function of the list, once it is there, that makes the gradient of it.
+    """
+
+    device: str
+    logical: Any
+    sent: list
+    decode: Any
+
+
+class Pushes:
+    """Sends the gradients of a strategy's workers.
 
     Args:
-        gradients: List of tensors, `tf.IndexedSlices` or None, on the worker.
-        variables: Their variables.
-
-    Returns:
-        The gradients, those of small variables on their variables' servers.
+        compressors: `Compressors`.
+        states: `WorkerStates` for what they keep.
     """
-    packed, groups = list(gradients), {}
-    for i, (gradient, variable) in enumerate(zip(gradients, variables)):
-        if (
-            isinstance(gradient, tf.Tensor)
-            and isinstance(variable, PulledVariable)
-            and size_in_bytes(variable) <= SMALL_BYTES
-        ):
-            groups.setdefault((variable.device, gradient.dtype), []).append(i)
-    for (device, _), places in groups.items():
-        flat = tf.concat([tf.reshape(gradients[i], [-1]) for i in places], 0)
-        with tf.device(device):
-            parts = tf.split(flat, [variables[i].shape.num_elements() for i in places])
-            for i, part in zip(places, parts):
-                packed[i] = tf.reshape(part, variables[i].shape)
-    return packed
+
+    def __init__(self, compressors, states):
+        self._compressors, self._states = compressors, states
+
+    def send(self, gradients, variables, step, owner, compressed=True):
+        """Sends gradients to their variables' servers.
+
+        Args:
+            gradients: List of tensors, `tf.IndexedSlices` or None, on the worker.
+            variables: Their variables.
+            step: Function that returns the number of the step, an int64 scalar.
+            owner: Object that residuals belong to: the optimizer.
+            compressed: Whether compressors are used.
+
+        Returns:
+            List of pairs of a gradient, ready for an update beside its variable, and the variable.
+            Those that are not sent at all are missing.
+        """
+        names = _unique(path_of(variable) for variable in variables)
+        # The worker's own reading on both sides: other workers go on meanwhile.
+        number = _Once(lambda: tf.cast(step(), tf.int64))
+        pushes = []
+        for gradient, variable, name in zip(gradients, variables, names):
+            compressor = self._compressors.of_gradient(variable) if compressed else None
+            key = (path_of(variable), "gradient", None if compressor is None else repr(compressor))
+            if gradient is None:
+                pushes.append((variable, key, None))
+            elif compressor is not None and not compressor.communicates:
+                _keep_alone(gradient, key)
+            else:
+                name = f"{self._states.owner(owner)}/{name}"
+                pieces = self._pieces(gradient, variable, compressor, name, number)
+                pushes.append((variable, key, pieces))
+        return self._send(pushes)
+
+    def _send(self, pushes):
+        pieces = [piece for _, _, parts in pushes for piece in parts or ()]
+        tensors = [tensor for piece in pieces for tensor in piece.sent]
+        devices = [piece.device for piece in pieces for _ in piece.sent]
+        arrived = iter(crossing.send(tensors, devices))
+        pairs = []
+        for variable, key, parts in pushes:
+            if parts is None:
+                pairs.append((None, variable))
+                continue
+            decoded = []
+            for piece in parts:
+                tally.count(key, piece.logical, tally.size_in_bytes(piece.sent))
+                own = [next(arrived) for _ in piece.sent]
+                with tf.device(piece.device):
+                    decoded.append(piece.decode(own))
+            is_sharded = isinstance(variable, ShardedVariable)
+            pairs.append((Parts(decoded) if is_sharded else decoded[0], variable))
+        return pairs
+
+    def _pieces(self, gradient, variable, compressor, name, step):
+        if isinstance(variable, ShardedVariable):
+            targets = zip(variable.split(gradient), variable.shards)
+        else:
+            targets = [(gradient, variable)]
+        return [
+            self._rows(part, target, compressor, step)
+            if isinstance(part, tf.IndexedSlices)
+            else self._whole(part, target, compressor, f"{name}/{i}", step)
+            for i, (part, target) in enumerate(targets)
+        ]
+
+    def _whole(self, gradient, target, compressor, name, step):
+        gradient = tf.ensure_shape(gradient, target.shape)
+        shape, dtype = gradient.shape, gradient.dtype
+        logical = shape.num_elements() * dtype.size
+        if compressor is None:
+            return _Piece(target.device, logical, [gradient], lambda sent: sent[0])
+        state, write = self._states.read(name, lambda: compressor.init(shape, dtype))
+        payload, state = compressor.encode(gradient, state, step())
+        write(state)
+        return _Piece(
+            target.device,
+            logical,
+            list(payload),
+            lambda sent: compressor.decode(tuple(sent), shape, dtype, step()),
+        )
+
+    def _rows(self, gradient, target, compressor, step):
+        compressor = compressor or _AS_THEY_ARE
+        values, dtype = gradient.values, gradient.values.dtype
+        row_shape = target.shape[1:]
+        values = tf.ensure_shape(values, tf.TensorShape([None]).concatenate(row_shape))
+        payload = list(compressor.encode_rows(values, step()))
+
+        def decode(sent):
+            *payload, indices = sent
+            decoded = compressor.decode_rows(tuple(payload), row_shape, dtype, step())
+            return tf.IndexedSlices(
+                decoded, indices, tf.constant(target.shape.as_list(), indices.dtype)
+            )
+
+        logical = tally.size_in_bytes([values, gradient.indices])
+        return _Piece(target.device, logical, [*payload, gradient.indices], decode)
+
+
+_AS_THEY_ARE = Compressor()
+
+
+class _Once:
+    """A function whose result is asked for once, and then known."""
+
+    def __init__(self, function):
+        self._function, self._result = function, None
+
+    def __call__(self):
+        if self._result is None:
+            self._result = self._function()
+        return self._result
+
+
+def _keep_alone(gradient, key):
+    """Computes a gradient that nothing is done with: what it takes is part of each step."""
+    leaves = tf.nest.flatten(gradient, expand_composites=True)
+    with tf.control_dependencies(leaves):
+        nothing = tf.zeros([], tf.float64)
+    tally.count(key, tally.size_in_bytes(leaves), nothing)
+
+
+def _unique(names):
+    """Names, of which repeated ones get a number."""
+    seen = collections.Counter()
+    for name in names:
+        yield f"{name}#{seen[name]}" if seen[name] else name
+        seen[name] += 1

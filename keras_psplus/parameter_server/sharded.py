@@ -14,7 +14,7 @@ from tensorflow.python.framework import tensor_conversion_registry
 from tensorflow.python.ops import resource_variable_ops
 from tensorflow.python.types import core
 
-from keras_psplus.parameter_server import pulls
+from keras_psplus.parameter_server import pulls, reads
 from keras_psplus.parameter_server.lookups import lookup
 
 _local = threading.local()
@@ -31,6 +31,10 @@ def shard_of(index):
         _local.index = outer
 
 
+class Parts(tuple):
+    """An update's argument that is in parts already, one for each shard."""
+
+
 class ShardedVariable(resource_variable_ops.BaseResourceVariable, core.Tensor):
     """A variable split along axis 0 over parameter servers.
 
@@ -44,6 +48,7 @@ class ShardedVariable(resource_variable_ops.BaseResourceVariable, core.Tensor):
         self.offsets = [offset[0] for offset in sharded._var_offsets]
         self._whole_shape = sharded.shape
         first = self.shards[0]
+        self.keras_path = getattr(first, "keras_path", None)
         super().__init__(
             trainable=first.trainable,
             shape=sharded.shape,
@@ -90,11 +95,10 @@ class ShardedVariable(resource_variable_ops.BaseResourceVariable, core.Tensor):
         if shard is not None:
             return shard.value()
         self._refuse_inner_functions()
-        handles = [part.handle for part in self.shards]
         pulled = pulls.current() or pulls.Pulls()
         # The tape knows the first handle only: a conditional's or a loop's gradient goes to what
         # its body captures, which has to be the value and not the shards' handles.
-        return pulled.value(self, handles, self._concatenated, needs_function=True)
+        return pulled.value(self, self.shards, needs_function=True)
 
     def _refuse_inner_functions(self):
         # A tape around the function would see shards only, not the variable that they are of.
@@ -105,9 +109,6 @@ class ShardedVariable(resource_variable_ops.BaseResourceVariable, core.Tensor):
                 "step), or pass `variable_partitioner=None` to the strategy to keep variables "
                 f"whole. Received: {self._handle_name}, shape={self._whole_shape}"
             )
-
-    def _concatenated(self):
-        return tf.concat([pulls.raw_read(part) for part in self.shards], 0)
 
     def read_value(self):
         return self.value()
@@ -133,7 +134,12 @@ class ShardedVariable(resource_variable_ops.BaseResourceVariable, core.Tensor):
     def _rows(self, unique):
         of_shards, owners = self._sharded._decompose_indices(unique)
         places = tf.dynamic_partition(tf.range(tf.size(unique)), owners, len(self.shards))
-        rows = [pulls.raw_gather(part, own) for part, own in zip(self.shards, of_shards)]
+        pulled = pulls.current()
+        compressor = None if pulled is None else pulled.compressor_of(self)
+        key = reads.key_of(self, compressor)
+        rows = [
+            reads.gather(part, own, compressor, key) for part, own in zip(self.shards, of_shards)
+        ]
         return tf.dynamic_stitch(places, rows)
 
     def _write(self, method, value):
@@ -191,6 +197,8 @@ class ShardedVariable(resource_variable_ops.BaseResourceVariable, core.Tensor):
 
     def split(self, argument):
         """An update's argument (a gradient, a scalar, ...) as a list with one for each shard."""
+        if isinstance(argument, Parts):
+            return list(argument)
         if isinstance(argument, tf.IndexedSlices):
             return [
                 tf.IndexedSlices(

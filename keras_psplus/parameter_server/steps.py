@@ -1,126 +1,13 @@
 """Runs a model's steps on the workers and keeps the chief's totals of what they return."""
 
 import threading
-from typing import Any, NamedTuple
 
 import numpy as np
 import tensorflow as tf
 
 from keras_psplus.log import warn_once
-from keras_psplus.parameter_server.pulls import Pulls
-from keras_psplus.parameter_server.worker_function import Trace, pack, unpack
-
-
-class StepFunction(NamedTuple):
-    """A worker function for batches of one form.
-
-    Attributes:
-        concrete: The concrete function, of the travelling variables' values and the batches.
-        variables: The travelling variables, in order.
-        overwritten: Those of them that are given values instead of being added to.
-        notes: What `collect` noted while the function was traced.
-        origin: The function that it is traced from; TensorFlow holds it weakly.
-    """
-
-    concrete: Any
-    variables: list
-    overwritten: list
-    notes: Any
-    origin: Any
-
-
-class StepFunctions:
-    """Worker functions of one step function, one for each form of its batches.
-
-    Args:
-        strategy: `ParameterServerStrategy`.
-        step: Function of one batch.
-        collect: Function of the `Trace` and the list of what single steps return. Returns what the
-            worker function returns, and notes about it.
-        weights: Function that returns variables which steps may be expected to read.
-    """
-
-    def __init__(self, strategy, step, collect, weights):
-        self._strategy, self._step, self._collect = strategy, step, collect
-        self._weights = weights
-        self._functions = {}
-
-    def __call__(self, batches, element_spec=None, join=True):
-        """The function for some batches.
-
-        Args:
-            batches: List of batches.
-            element_spec: Type specification of the dataset's elements, if there is one.
-            join: Whether the batches may be put together, to be sent in fewer messages.
-
-        Returns:
-            The `StepFunction`, and its argument besides the travelling values.
-        """
-        batch_spec = element_spec or tf.nest.map_structure(_with_any_batch_size, batches[0])
-        payload, spec = batches, [batch_spec] * len(batches)
-        if join and _can_be_joined(batches):
-            payload, spec = _joined(batches, batch_spec)
-        key = repr((batch_spec, spec))
-        if key not in self._functions:
-            self._functions[key] = self._trace(spec, batch_spec)
-        return self._functions[key], payload
-
-    def _trace(self, spec, batch_spec):
-        variables, overwritten, stay, notes = [], [], set(), []
-
-        def worker_function(initial, payload):
-            with Trace(initial) as trace, Pulls(self._weights(), stay) as pulls:
-                batches = _separate(payload, batch_spec)
-                results = [self._strategy.run(self._step, args=(batch,)) for batch in batches]
-                outputs, notes[:] = self._collect(trace, results)
-            variables[:], overwritten[:] = trace.variables, trace.overwritten()
-            written_in_loops.update(pulls.written_in_loops())
-            return outputs
-
-        while True:
-            written_in_loops = set()
-            function = tf.function(worker_function, autograph=False)
-            with self._strategy.scope():
-                concrete = function.get_concrete_function(tf.TensorSpec([None], tf.float64), spec)
-            if written_in_loops <= stay:
-                return StepFunction(concrete, variables, overwritten, notes, function)
-            stay |= written_in_loops
-
-
-def _can_be_joined(batches):
-    if len(batches) == 1:
-        return False
-    forms = [[_row_form(leaf) for leaf in tf.nest.flatten(batch)] for batch in batches]
-    return None not in forms[0] and all(form == forms[0] for form in forms)
-
-
-def _row_form(leaf):
-    is_dense = isinstance(leaf, tf.Tensor) and leaf.shape.rank
-    return (leaf.dtype, leaf.shape[1:].as_list()) if is_dense else None
-
-
-def _joined(batches, batch_spec):
-    rows = np.transpose([[len(leaf) for leaf in tf.nest.flatten(batch)] for batch in batches])
-    whole = tf.nest.map_structure(lambda *parts: tf.concat(parts, 0), *batches)
-    spec = {
-        "whole": tf.nest.map_structure(
-            lambda leaf: tf.TensorSpec([None, *leaf.shape[1:]], leaf.dtype), batch_spec
-        ),
-        "rows": tf.TensorSpec(rows.shape, tf.int64),
-    }
-    return {"whole": whole, "rows": tf.constant(rows, tf.int64)}, spec
-
-
-def _separate(payload, batch_spec):
-    if not isinstance(payload, dict):
-        return payload
-    parts = []
-    for i, (leaf, spec) in enumerate(
-        zip(tf.nest.flatten(payload["whole"]), tf.nest.flatten(batch_spec))
-    ):
-        pieces = tf.split(leaf, payload["rows"][i], num=payload["rows"].shape[1])
-        parts.append([tf.ensure_shape(piece, spec.shape) for piece in pieces])
-    return [tf.nest.pack_sequence_as(payload["whole"], batch) for batch in zip(*parts)]
+from keras_psplus.parameter_server.step_functions import StepFunctions
+from keras_psplus.parameter_server.worker_function import pack, unpack
 
 
 class StepRunner:
@@ -170,7 +57,7 @@ class StepRunner:
         self._strategy.scheduler.submit(
             function.concrete,
             (tf.constant(initial), payload),
-            lambda result: self._add(count, result.numpy(), function.notes),
+            lambda result: self._add(count, function, result[0].numpy()),
             describe(batches, self._sent),
             ticket,
         )
@@ -228,10 +115,13 @@ class StepRunner:
                 unpack(self._variables, self._totals + self._seeds_after(self._steps))
         self._clear()
 
-    def _add(self, count, result, names):
+    def _add(self, count, function, result):
+        result, counts = function.split(result)
+        self._strategy.totals.add(function.costs, counts)
         with self._lock:
             if self._totals is None:
                 return
+            names = function.notes
             changes, logs = np.split(result, [len(result) - len(names)])
             is_seed = self._is_seed()
             if self._draws is None:
@@ -253,7 +143,7 @@ def _changes_and_logs(trace, results):
     logs = _scalars(results[-1])
     notes = [(name, value.dtype.as_numpy_dtype) for name, value in logs.items()]
     values = [tf.cast(tf.reshape(value, [1]), tf.float64) for value in logs.values()]
-    return tf.concat([trace.changes(), *values], 0), notes
+    return tf.concat([trace.changes(), *values], 0), (), notes
 
 
 def _scalars(logs):
@@ -279,9 +169,3 @@ def describe(batches, first):
     leaves = [leaf for leaf in tf.nest.flatten(batches[0]) if isinstance(leaf, tf.Tensor)]
     tensors = ", ".join(f"{leaf.dtype.name}{leaf.shape.as_list()}" for leaf in leaves)
     return f"{numbers} (counted from 0), of {tensors}"
-
-
-def _with_any_batch_size(leaf):
-    if isinstance(leaf, tf.Tensor) and leaf.shape.rank:
-        return tf.TensorSpec([None] + leaf.shape.as_list()[1:], leaf.dtype)
-    return tf.type_spec_from_value(leaf) if leaf is not None else None

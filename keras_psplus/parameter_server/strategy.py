@@ -1,12 +1,15 @@
 """`ParameterServerStrategy` for Keras 3."""
 
+import atexit
 import os
 import sys
 
 import tensorflow as tf
 
 from keras_psplus.cluster import config, farewell, preflight, serve
-from keras_psplus.parameter_server import failure
+from keras_psplus.communication import Communication
+from keras_psplus.parameter_server import failure, state_files, tally
+from keras_psplus.parameter_server.compressors import Compressors
 from keras_psplus.parameter_server.extended import ParameterServerExtended
 from keras_psplus.parameter_server.scheduler import Coordinator, Scheduler
 
@@ -30,8 +33,17 @@ class ParameterServerStrategy(tf.distribute.ParameterServerStrategy):
             `tf.distribute.experimental.partitioners`.
         startup_timeout: Seconds to wait for the other tasks to start.
         worker_timeout: Seconds for which no worker at all may be reachable before training ends.
+        compression: How gradients are sent: a name such as `"bf16"`, `"int8"`, `"topk:0.01"` or
+            `"powersgd:4"`, a `keras_psplus.compression.Compressor`, a dict from patterns of
+            variables' paths to these, or None to send them as they are. What one step leaves out
+            its worker sends in later ones (error feedback), where the compressor needs it.
+        pull_compression: How workers read variables: `"bf16"`, `"fp16"`, `"int8"`, a compressor
+            whose `serves_values` is True, a dict from patterns to these, or None to read them
+            exactly. What was made to be trained is read so, but for vectors and variables of
+            fewer than 1,024 elements. The chief reads exactly, and updates run on the exact values.
 
     Raises:
+        ValueError: If an argument is out of range, or a compressor unknown or unfit.
         keras_psplus.cluster.ClusterConfigError: If `TF_CONFIG` is wrong or has no worker or no ps.
         keras_psplus.cluster.ClusterStartupError: If a task does not come up in time.
 
@@ -56,6 +68,8 @@ class ParameterServerStrategy(tf.distribute.ParameterServerStrategy):
         *,
         startup_timeout=300.0,
         worker_timeout=60.0,
+        compression=None,
+        pull_compression=None,
     ):
         for name, value in (
             ("startup_timeout", startup_timeout),
@@ -65,6 +79,8 @@ class ParameterServerStrategy(tf.distribute.ParameterServerStrategy):
                 raise ValueError(
                     f"`{name}` must be a positive number of seconds. Received: {name}={value!r}"
                 )
+        # Before this task waits for others, or serves them.
+        compressors = Compressors(compression, pull_compression)
         self._task = None
         if cluster_resolver is None:
             self._task = _read_task()
@@ -97,8 +113,15 @@ class ParameterServerStrategy(tf.distribute.ParameterServerStrategy):
                 }
             )
         tf.distribute.Strategy.__init__(
-            self, ParameterServerExtended(self, cluster_resolver, variable_partitioner)
+            self,
+            ParameterServerExtended(self, cluster_resolver, variable_partitioner, compressors),
         )
+        if self._task is None:
+            # Servers that are not of this job's launch may go on without their chief.
+            atexit.register(self.extended.worker_states.end)
+        self._totals = tally.Totals()
+        self._communication = Communication()
+        self._communication.add_source(self._totals.traffic, lambda: self._totals.seconds)
         self._is_parameter_server_strategy_v2 = True
         self._should_use_with_coordinator = True
         self._canonicalize_devices = False
@@ -134,6 +157,48 @@ class ParameterServerStrategy(tf.distribute.ParameterServerStrategy):
     def scheduler(self):
         """Sends steps to the workers."""
         return self._scheduler
+
+    @property
+    def communication(self):
+        """What gradients and reads cost on the wire: a `keras_psplus.communication.Communication`.
+
+        Counted is what `fit`, `evaluate` and `predict` have run on all workers, when it comes back
+        to the chief.
+        """
+        return self._communication
+
+    @property
+    def totals(self):
+        """What counts for `communication`."""
+        return self._totals
+
+    def save_compression_state(self, folder, step):
+        """Writes what compressors keep on the workers, such as what error feedback has left out.
+
+        A worker that cannot be reached is left out, with a warning. Files of earlier steps are
+        removed, but for the last. If nothing is kept, nothing is written.
+
+        Args:
+            folder: Path of the folder for the files, one for each worker.
+            step: Number of the step, for `restore_compression_state`.
+        """
+        self._scheduler.join()
+        state_files.save(self.extended.worker_states, self._num_workers, folder, step)
+
+    def restore_compression_state(self, folder, step):
+        """Gives the workers what `save_compression_state` has written.
+
+        States that do not fit the model begin anew, with a warning.
+
+        Args:
+            folder: Path of the folder.
+            step: Number of the step at which it was saved.
+
+        Returns:
+            Whether there was anything to restore.
+        """
+        self._scheduler.join()
+        return state_files.restore(self.extended.worker_states, self._num_workers, folder, step)
 
     def note_bad_end(self):
         """Notes that the script is about to end with an exit code of failure."""

@@ -13,11 +13,10 @@ import tensorflow as tf
 from tensorflow.python.data.experimental.ops import distribute
 from tensorflow.python.data.ops import dataset_ops
 from tensorflow.python.data.util import structure
-from tensorflow.python.distribute.coordinator import cluster_coordinator
-from tensorflow.python.eager import context, executor
 
 from keras_psplus.log import logger
 from keras_psplus.parameter_server import step_errors
+from keras_psplus.parameter_server.remote import is_of_worker, on_worker
 from keras_psplus.reseed import serialize
 
 _READ_AHEAD = 2
@@ -60,7 +59,7 @@ class WorkerDataset:
     def _share(self, graph, index):
         def open_at(worker, position):
             """Opens the share on a worker, that many batches from its beginning."""
-            with _on(worker):
+            with on_worker(worker):
                 variant = tf.raw_ops.DatasetFromGraph(graph_def=graph)
                 share = dataset_ops._VariantDataset(variant, self.element_spec)
                 if self._policy == tf.data.experimental.AutoShardPolicy.FILE:
@@ -189,7 +188,7 @@ class _ShareReader:
             try:
                 ticket = self._next(count)
             except Exception as error:
-                if not _is_of_worker(error):
+                if not is_of_worker(error):
                     self._give_up(self._explained(error))
                     return
                 self._move()
@@ -238,7 +237,7 @@ class _ShareReader:
 
 def _take(iterator, spec, worker, count):
     batches = []
-    with _on(worker):
+    with on_worker(worker):
         for _ in range(count):
             try:
                 # Python's `next` would leave the end of the data behind in an executor of its own.
@@ -251,30 +250,3 @@ def _take(iterator, spec, worker, count):
                 break
             batches.append(structure.from_compatible_tensor_list(spec, flat))
     return batches
-
-
-class _on:
-    """Context in which operations run on a worker, one after another."""
-
-    def __init__(self, worker):
-        self._device = tf.device(f"/job:worker/replica:0/task:{worker}/device:CPU:0")
-        self._executor = executor.new_executor(enable_async=False)
-
-    def __enter__(self):
-        self._scope = context.executor_scope(self._executor)
-        self._scope.__enter__()
-        self._device.__enter__()
-
-    def __exit__(self, *exc):
-        self._device.__exit__(*exc)
-        self._scope.__exit__(*exc)
-        # The end of the data is an error to the executor, which would raise it once more.
-        self._executor.clear_error()
-
-
-def _is_of_worker(error):
-    if not isinstance(error, tf.errors.OpError):
-        return False
-    # What an iterator says that was on a worker before it was started again.
-    restarted = "have been restarted" in error.message or "invalid device" in error.message
-    return restarted or cluster_coordinator._is_worker_failure(error)

@@ -2,7 +2,8 @@
 
 counting_job.py STEPS [BACKUP_FOLDER]
 
-COUNTING_JOB_PAUSE, in the environment, is what each step waits, in seconds.
+In the environment, COUNTING_JOB_PAUSE is what each step waits, in seconds, COUNTING_JOB_COMPRESSION
+how gradients are compressed, and COUNTING_JOB_STATE a folder for what the compressor keeps.
 """
 
 import os
@@ -18,7 +19,11 @@ import keras_psplus as psp
 
 steps = int(sys.argv[1])
 pause = float(os.environ.get("COUNTING_JOB_PAUSE", "0"))
-strategy = psp.ParameterServerStrategy(startup_timeout=60, worker_timeout=5)
+strategy = psp.ParameterServerStrategy(
+    startup_timeout=60,
+    worker_timeout=5,
+    compression=os.environ.get("COUNTING_JOB_COMPRESSION"),
+)
 
 
 class Counting(keras.Model):
@@ -60,7 +65,12 @@ if len(sys.argv) > 2:
     callbacks.append(keras.callbacks.BackupAndRestore(sys.argv[2]))
     epochs = 3
 model.fit(x, x[:, :1], batch_size=2, epochs=epochs, verbose=0, callbacks=callbacks)
+print("evaluating", flush=True)
 model.evaluate(x, x[:, :1], batch_size=2, verbose=0)
+if "COUNTING_JOB_STATE" in os.environ:
+    strategy.save_compression_state(os.environ["COUNTING_JOB_STATE"], steps)
+sent = {t.path: t for t in strategy.communication.traffic() if t.direction == "gradient"}
+print({path: (t.logical_bytes, t.wire_bytes) for path, t in sent.items()}, flush=True)
 print(
     f"steps={int(model.steps.numpy())} iterations={int(model.optimizer.iterations.numpy())}"
     f" evaluated={int(model.metrics[0].count.numpy())}",

@@ -23,14 +23,14 @@ def counts(log):
     return [int(n) for n in found.groups()]
 
 
-def job(tmp_path, *args, workers=2, ps=1):
+def job(tmp_path, *args, workers=2, ps=1, env=None):
     return LocalCluster(
         [sys.executable, str(JOB), *map(str, args)],
         workers=workers,
         ps=ps,
         chief=True,
         # Lets the test meet it half-way.
-        env={**ENVIRONMENT, "COUNTING_JOB_PAUSE": "0.02"},
+        env={**ENVIRONMENT, "COUNTING_JOB_PAUSE": "0.02", **(env or {})},
         log_dir=tmp_path,
         # Whoever has to end has to do so by itself.
         failure_grace=70,
@@ -42,13 +42,18 @@ def test_no_update_of_three_workers_is_lost():
         JOB, workers=3, ps=1, chief=True, timeout=150, env=ENVIRONMENT, args=[1000]
     )
     assert counts(result.logs["chief-0"]) == [1000, 1000, 2000]
+    # Nor is a byte that any of them has sent.
+    sent = "{'counting/dense/kernel': (16000, 16000), 'counting/dense/bias': (4000, 4000)}"
+    assert sent in result.logs["chief-0"]
     for name in ("worker-0", "worker-2", "ps-0"):
         assert result.exit_codes[name] == 0
         assert f"chief-0 has ended, {name} ends" in result.logs[name]
 
 
 def test_fit_goes_on_without_a_killed_worker_and_with_a_restarted_one(tmp_path):
-    with job(tmp_path, 400) as cluster:
+    state = tmp_path / "state"
+    compression = {"COUNTING_JOB_COMPRESSION": "int8", "COUNTING_JOB_STATE": str(state)}
+    with job(tmp_path, 400, env=compression) as cluster:
         chief = cluster.log_path("chief-0")
         wait_for(chief, "batch 50\n")
         environment = pathlib.Path(f"/proc/{cluster.pids['worker-1']}/environ").read_bytes()
@@ -74,6 +79,10 @@ def test_fit_goes_on_without_a_killed_worker_and_with_a_restarted_one(tmp_path):
     assert 400 <= steps <= 404
     assert 400 <= iterations <= 404
     assert evaluated == 800
+    # What the compressor keeps began anew on the one that came back, if it came in time to train.
+    assert "worker-0 cannot be reached: what it has left out of its gradients is not saved" in log
+    if "worker-1 is back" in log.split("evaluating")[0]:
+        assert [path.name for path in state.iterdir()] == ["compression_worker_1_step_400.npz"]
 
 
 def test_a_killed_ps_ends_the_chief_and_a_restart_resumes(tmp_path):

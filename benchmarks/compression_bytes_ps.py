@@ -1,0 +1,140 @@
+"""Bytes of a step under ParameterServerStrategy: what the kernel counts, and what we count.
+
+    python benchmarks/compression_bytes_ps.py
+
+A multilayer perceptron 784-1600-1600-700-10 (4.95 million parameters) is trained by two workers
+with one and with two parameter servers, once for each way of compressing gradients and reads. The
+bytes that the loopback has carried in a step, those of all tasks together, stand beside what
+`strategy.communication` says. The step's batch and its messages are not in the latter. They are the
+same for all: what the first row has of them is taken off in the last column.
+
+As root, everything runs in a network namespace of its own, so that nobody else's bytes are counted.
+Otherwise nothing else on the machine may use the loopback meanwhile.
+"""
+
+import argparse
+import json
+import os
+import pathlib
+import subprocess
+import sys
+import tempfile
+
+INTERFACES = pathlib.Path("/proc/net/dev")  # those of one's own namespace
+PUSHES = ("none", "bf16", "fp16", "int8", "sign", "topk:0.01", "randomk:0.01", "powersgd:4")
+PULLS = ("bf16", "int8")
+SETTINGS = [(push, "none") for push in PUSHES] + [("none", pull) for pull in PULLS]
+SETTINGS.append(("int8", "int8"))
+BATCH, STEPS = 8, 8
+
+
+def name_of(push, pull):
+    return f"{push}-{pull}".replace(":", "_")
+
+
+def loopback_bytes():
+    (line,) = [
+        line for line in INTERFACES.read_text().splitlines() if line.strip().startswith("lo:")
+    ]
+    return int(line.split()[9])
+
+
+def measure():
+    """What the chief does: trains a model for each setting and prints what its steps have sent."""
+    import keras
+    import numpy as np
+
+    import keras_psplus as psp
+    from keras_psplus import compression
+
+    def by_name(choose):
+        patterns = {
+            f"{name_of(*setting)}/*": compression.get(None if name == "none" else name)
+            for setting in SETTINGS
+            for name in [choose(setting)]
+        }
+        return compression.ByVariable(patterns)
+
+    strategy = psp.ParameterServerStrategy(
+        compression=by_name(lambda setting: setting[0]),
+        pull_compression=by_name(lambda setting: setting[1]),
+    )
+    x = np.random.default_rng(0).normal(size=(BATCH * STEPS, 784)).astype("float32")
+    y = np.arange(len(x)) % 10
+    results = []
+    for push, pull in SETTINGS:
+        with strategy.scope():
+            widths = (1600, 1600, 700)
+            hidden = [keras.layers.Dense(width, activation="relu") for width in widths]
+            model = keras.Sequential(
+                [keras.Input((784,)), *hidden, keras.layers.Dense(10)], name=name_of(push, pull)
+            )
+            loss = keras.losses.SparseCategoricalCrossentropy(from_logits=True)
+            model.compile(keras.optimizers.SGD(0.01), loss)
+
+        def train(model=model):
+            model.fit(x, y, batch_size=BATCH, verbose=0)
+            counted = strategy.communication.wire_bytes
+            return np.array([loopback_bytes(), counted])
+
+        train()
+        before = train()
+        measured, counted = (train() - before) / STEPS
+        results.append({"push": push, "pull": pull, "measured": measured, "counted": counted})
+    print("result: " + json.dumps(results), flush=True)
+
+
+def launch(ps, timeout):
+    from keras_psplus.cluster.processes import LocalCluster
+
+    environment = {"TF_CPP_MIN_LOG_LEVEL": "2", "CUDA_VISIBLE_DEVICES": ""}
+    with tempfile.TemporaryDirectory() as folder:
+        cluster = LocalCluster(
+            [sys.executable, __file__], 2, ps, chief=True, env=environment, log_dir=folder
+        )
+        with cluster:
+            end = cluster.wait(timeout)
+        if end.exit_code != 0:
+            raise RuntimeError(f"{end.tails()}\nReceived: exit code {end.exit_code}")
+        lines = end.logs["chief-0"].splitlines()
+    (line,) = [line for line in lines if line.startswith("result: ")]
+    return json.loads(line.removeprefix("result: "))
+
+
+def table(by_ps):
+    """A Markdown table."""
+    lines = [
+        "| `compression` | `pull_compression` | "
+        + " | ".join(f"{ps} ps: measured | counted | measured - constant" for ps in by_ps)
+        + " |",
+        "|---" * (2 + 3 * len(by_ps)) + "|",
+    ]
+    for i, (push, pull) in enumerate(SETTINGS):
+        cells = [push, pull]
+        for results in by_ps.values():
+            constant = results[0]["measured"] - results[0]["counted"]
+            measured, counted = results[i]["measured"], results[i]["counted"]
+            off = (measured - constant) / counted - 1
+            cells += [f"{measured / 1e6:.3f}", f"{counted / 1e6:.3f}", f"{100 * off:+.1f} %"]
+        lines.append("| " + " | ".join(cells) + " |")
+    return "\n".join(lines)
+
+
+def main():
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--ps", type=int, nargs="+", default=[1, 2])
+    parser.add_argument("--timeout", type=float, default=600, help="seconds for each cluster")
+    parser.add_argument("--inside", action="store_true", help=argparse.SUPPRESS)
+    args = parser.parse_args()
+    if os.getuid() == 0 and not args.inside:
+        command = ["unshare", "--net", sys.executable, *sys.argv, "--inside"]
+        sys.exit(subprocess.run(command).returncode)
+    if args.inside:
+        subprocess.run(["ip", "link", "set", "lo", "up"], check=True)
+    by_ps = {ps: launch(ps, args.timeout) for ps in args.ps}
+    print("Megabytes of a step\n")
+    print(table(by_ps))
+
+
+if __name__ == "__main__":
+    measure() if "TF_CONFIG" in os.environ else main()

@@ -1,0 +1,91 @@
+"""Which compressor a variable's gradients and its values travel by."""
+
+from keras_psplus import compression
+from keras_psplus.compression import ByVariable, Compressor, ErrorFeedback
+
+
+class Compressors:
+    """The compressors of one strategy.
+
+    Args:
+        push: What a user gives as `compression`.
+        pull: What a user gives as `pull_compression`.
+
+    Raises:
+        ValueError: If one of them is unknown, or cannot do what it is asked for.
+    """
+
+    def __init__(self, push, pull):
+        push = compression.get(push)
+        for compressor in _each(push):
+            _check_that_it_encodes("compression", compressor)
+        self._push = compression.with_error_feedback(push)
+        pull = compression.get(pull)
+        for compressor in _each(pull):
+            _check_that_it_encodes("pull_compression", compressor)
+            _check_that_it_serves_values(compressor)
+        if pull is not None and not isinstance(pull, ByVariable):
+            # Small variables cost their message, not their bytes, and vectors are those that
+            # suffer: biases, and the scales and shifts of normalisations.
+            pull = ByVariable({}, default=pull)
+        self._pull = pull
+
+    def of_gradient(self, variable):
+        """The compressor of a variable's gradient, with error feedback if it needs it, or None."""
+        return _chosen(self._push, variable)
+
+    def of_value(self, variable):
+        """The compressor that a worker reads a variable through, or None.
+
+        Only what was made to be trained is read so. Other variables are optimizers' own, or, as
+        the averages of BatchNormalization, read in order to be written again with a small change,
+        which rounding would swallow.
+        """
+        if self._pull is None or not variable.trainable:
+            return None
+        compressor = _chosen(self._pull, variable)
+        if compressor is not None:
+            # It may be one that `for_variable` has made just now.
+            _check_that_it_serves_values(compressor)
+        return compressor
+
+
+def path_of(variable):
+    """A variable's path as Keras has it, such as `"sequential/dense/kernel"`."""
+    return getattr(variable, "keras_path", None) or variable.name.split(":")[0]
+
+
+def _chosen(compressor, variable):
+    if compressor is None or not variable.dtype.is_floating:
+        return None
+    return compressor.for_variable(path_of(variable), variable.shape, variable.dtype)
+
+
+def _each(compressor):
+    """The compressors that a compressor chooses between."""
+    if isinstance(compressor, ByVariable):
+        choices = [*compressor.patterns.values(), compressor.default]
+        return [inner for choice in choices for inner in _each(choice)]
+    return [] if compressor is None else [compressor]
+
+
+def _check_that_it_encodes(argument, compressor):
+    inner = compressor.inner if isinstance(compressor, ErrorFeedback) else compressor
+    for method in ("encode", "decode"):
+        if getattr(type(inner), method) is getattr(Compressor, method):
+            raise ValueError(
+                f"`{argument}` must have `encode` and `decode`: on the way between a worker and a "
+                "parameter server there are no rounds in which workers average. "
+                f"Received: {argument}={compressor!r}, without `{method}`"
+            )
+
+
+def _check_that_it_serves_values(compressor):
+    if not compressor.serves_values:
+        raise ValueError(
+            "`pull_compression` must keep every element of a variable nearly as it is, at every "
+            'read: None, "bf16", "fp16", "int8", `Cast`, `Int8`, a `ByVariable` of these, or a '
+            "compressor of your own with `serves_values = True`. Signs, some of the elements and "
+            "low ranks are for gradients, whose sum over steps counts (`compression`). "
+            f"Received: pull_compression={compressor!r}"
+        )

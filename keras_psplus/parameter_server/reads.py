@@ -1,0 +1,114 @@
+"""Reads variables of parameter servers: as they are, or encoded there and decoded on the worker."""
+
+import tensorflow as tf
+from tensorflow.python.framework import ops
+
+from keras_psplus.parameter_server import crossing, tally
+from keras_psplus.parameter_server.compressors import path_of
+
+# Reads belong to no step of an optimizer; evaluation has none.
+_STEP = 0
+
+
+def raw_read(variable):
+    """Reads a whole variable, unknown to the tape."""
+    value = tf.raw_ops.ReadVariableOp(resource=variable.handle, dtype=variable.dtype)
+    value.set_shape(variable.shape)
+    return value
+
+
+def raw_gather(variable, rows):
+    """Gathers rows of a whole variable, unknown to the tape."""
+    return tf.raw_ops.ResourceGather(
+        resource=variable.handle, indices=rows, dtype=variable.dtype, validate_indices=True
+    )
+
+
+def read(parts, compressor, key):
+    """Brings a variable's value to the worker.
+
+    Args:
+        parts: The variable's shards, or itself.
+        compressor: `Compressor` or None.
+        key: What the tally counts it as.
+
+    Returns:
+        The value.
+    """
+    values = []
+    for part in parts:
+        payload = _encode(part, compressor, key)
+        values.append(_decode(payload, part, compressor))
+    return values[0] if len(parts) == 1 else tf.concat(values, 0)
+
+
+def read_together(variables, compressors, keys):
+    """Brings the values of small variables of one server to the worker in one message.
+
+    Args:
+        variables: List of whole variables.
+        compressors: List of their `Compressor`s or None.
+        keys: List of what the tally counts them as.
+
+    Returns:
+        List of the values.
+    """
+    payloads = [_encode(*one) for one in zip(variables, compressors, keys)]
+    tensors = [tensor for payload in payloads for tensor in payload]
+    with ops.device(variables[0].device):
+        arrived = iter(crossing.send(tensors, [None] * len(tensors)))
+    own = [[next(arrived) for _ in payload] for payload in payloads]
+    return [_decode(*one) for one in zip(own, variables, compressors)]
+
+
+def gather(variable, rows, compressor, key):
+    """Brings rows of a whole variable, or of a shard, to the worker.
+
+    Args:
+        variable: The variable.
+        rows: Vector of row numbers, on the worker.
+        compressor: `Compressor` or None.
+        key: What the tally counts it as.
+
+    Returns:
+        The rows.
+    """
+    row_shape, dtype = variable.shape[1:], variable.dtype
+    values = raw_gather(variable, rows)
+    row_bytes = compressed = row_shape.num_elements() * dtype.size
+    if compressor is not None:
+        with ops.device(variable.device):
+            payload = compressor.encode_rows(values, _STEP)
+        compressed = compressor.row_bytes(row_shape, dtype)
+        values = compressor.decode_rows(payload, row_shape, dtype, _STEP)
+    # With what is asked for.
+    count, asked = tf.size(rows, tf.int64), rows.dtype.size
+    tally.count(key, count * (row_bytes + asked), count * (compressed + asked))
+    return values
+
+
+def key_of(variable, compressor):
+    """What a tally counts the reads of a variable as."""
+    return path_of(variable), "pull", None if compressor is None else repr(compressor)
+
+
+def _encode(variable, compressor, key):
+    with ops.device(variable.device):
+        value = raw_read(variable)
+        payload = (value,)
+        if compressor is not None:
+            state = compressor.init(value.shape, value.dtype)
+            if tf.nest.flatten(state):
+                raise ValueError(
+                    "`pull_compression` cannot keep a state: a server serves all workers alike. "
+                    f"Received: pull_compression={compressor!r}, whose `init` returned {state!r}"
+                )
+            payload, _ = compressor.encode(value, state, _STEP)
+    tally.count(key, tally.size_in_bytes([value]), tally.size_in_bytes(payload), payload[0])
+    return payload
+
+
+def _decode(payload, variable, compressor):
+    if compressor is None:
+        return payload[0]
+    return compressor.decode(tuple(payload), variable.shape, variable.dtype, _STEP)

@@ -1,0 +1,39 @@
+"""Operations that the chief runs on a worker, outside of any step."""
+
+import tensorflow as tf
+from tensorflow.python.distribute.coordinator import cluster_coordinator
+from tensorflow.python.eager import context, executor
+
+
+class on_worker:
+    """Context in which operations run on a worker, one after another.
+
+    Args:
+        index: Number of the worker.
+        device: Its device; None leaves that to TensorFlow, as steps do.
+    """
+
+    def __init__(self, index, device="CPU:0"):
+        task = f"/job:worker/replica:0/task:{index}"
+        self._device = tf.device(f"{task}/device:{device}" if device else task)
+        self._executor = executor.new_executor(enable_async=False)
+
+    def __enter__(self):
+        self._scope = context.executor_scope(self._executor)
+        self._scope.__enter__()
+        self._device.__enter__()
+
+    def __exit__(self, *exc):
+        self._device.__exit__(*exc)
+        self._scope.__exit__(*exc)
+        # The end of data is an error to the executor, which would raise it once more.
+        self._executor.clear_error()
+
+
+def is_of_worker(error):
+    """Whether an error says that a worker is not there, or is not the one that it was."""
+    if not isinstance(error, tf.errors.OpError):
+        return False
+    # What is said of something that was on a worker before it was started again.
+    restarted = "have been restarted" in error.message or "invalid device" in error.message
+    return restarted or cluster_coordinator._is_worker_failure(error)

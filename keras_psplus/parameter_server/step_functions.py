@@ -1,0 +1,145 @@
+"""The functions that workers run, traced once for each form of the batches."""
+
+from typing import Any, NamedTuple
+
+import numpy as np
+import tensorflow as tf
+
+from keras_psplus.parameter_server.pulls import Pulls
+from keras_psplus.parameter_server.tally import Summary, Tally
+from keras_psplus.parameter_server.worker_function import Trace
+
+
+class StepFunction(NamedTuple):
+    """A worker function for batches of one form.
+
+    Attributes:
+        concrete: The concrete function, of the travelling variables' values and the batches.
+        variables: The travelling variables, in order.
+        overwritten: Those of them that are given values instead of being added to.
+        notes: What `collect` noted while the function was traced.
+        costs: What a call costs, a `tally.Summary`.
+        origin: The function that it is traced from; TensorFlow holds it weakly.
+    """
+
+    concrete: Any
+    variables: list
+    overwritten: list
+    notes: Any
+    costs: Summary
+    origin: Any
+
+    def split(self, vector):
+        """Splits the vector of a call into what `collect` made of it and what it counted."""
+        vector = np.asarray(vector)
+        return np.split(vector, [len(vector) - self.costs.size])
+
+
+class StepFunctions:
+    """Worker functions of one step function, one for each form of its batches.
+
+    Args:
+        strategy: `ParameterServerStrategy`.
+        step: Function of one batch.
+        collect: Function of the `Trace` and the list of what single steps return. Returns a float64
+            vector and a structure of tensors, which the worker function returns, and notes about
+            them.
+        weights: Function that returns variables which steps may be expected to read.
+    """
+
+    def __init__(self, strategy, step, collect, weights):
+        self._strategy, self._step, self._collect = strategy, step, collect
+        self._weights = weights
+        self._functions = {}
+
+    def __call__(self, batches, element_spec=None, join=True):
+        """The function for some batches.
+
+        Args:
+            batches: List of batches.
+            element_spec: Type specification of the dataset's elements, if there is one.
+            join: Whether the batches may be put together, to be sent in fewer messages.
+
+        Returns:
+            The `StepFunction`, and its argument besides the travelling values.
+        """
+        batch_spec = element_spec or tf.nest.map_structure(_with_any_batch_size, batches[0])
+        payload, spec = batches, [batch_spec] * len(batches)
+        if join and _can_be_joined(batches):
+            payload, spec = _joined(batches, batch_spec)
+        key = repr((batch_spec, spec))
+        if key not in self._functions:
+            self._functions[key] = self._trace(spec, batch_spec)
+        return self._functions[key], payload
+
+    def _trace(self, spec, batch_spec):
+        variables, overwritten, stay, notes = [], [], set(), []
+
+        def worker_function(initial, payload):
+            with (
+                Trace(initial) as trace,
+                Tally() as tally,
+                Pulls(self._weights(), stay, self._strategy.extended.compressors) as pulls,
+            ):
+                batches = _separate(payload, batch_spec)
+                results = [self._strategy.run(self._step, args=(batch,)) for batch in batches]
+                vector, outputs, notes[:] = self._collect(trace, results)
+                # In the same tensor: each would cost a message of its own.
+                vector = tf.concat([vector, tally.counts([vector, outputs])], 0)
+            tallies.append(tally)
+            variables[:], overwritten[:] = trace.variables, trace.overwritten()
+            written_in_loops.update(pulls.written_in_loops())
+            return vector, outputs
+
+        while True:
+            tallies = []
+            written_in_loops = set()
+            function = tf.function(worker_function, autograph=False)
+            with self._strategy.scope():
+                concrete = function.get_concrete_function(tf.TensorSpec([None], tf.float64), spec)
+            if written_in_loops <= stay:
+                costs = tallies[-1].summary(concrete.graph)
+                return StepFunction(concrete, variables, overwritten, notes, costs, function)
+            stay |= written_in_loops
+
+
+def _can_be_joined(batches):
+    if len(batches) == 1:
+        return False
+    forms = [[_row_form(leaf) for leaf in tf.nest.flatten(batch)] for batch in batches]
+    return None not in forms[0] and all(form == forms[0] for form in forms)
+
+
+def _row_form(leaf):
+    is_dense = isinstance(leaf, tf.Tensor) and leaf.shape.rank
+    return (leaf.dtype, leaf.shape[1:].as_list()) if is_dense else None
+
+
+def _joined(batches, batch_spec):
+    rows = np.transpose([[len(leaf) for leaf in tf.nest.flatten(batch)] for batch in batches])
+    whole = tf.nest.map_structure(lambda *parts: tf.concat(parts, 0), *batches)
+    spec = {
+        "whole": tf.nest.map_structure(
+            lambda leaf: tf.TensorSpec([None, *leaf.shape[1:]], leaf.dtype), batch_spec
+        ),
+        "rows": tf.TensorSpec(rows.shape, tf.int64),
+    }
+    return {"whole": whole, "rows": tf.constant(rows, tf.int64)}, spec
+
+
+def _separate(payload, batch_spec):
+    if not isinstance(payload, dict):
+        return payload
+    parts = []
+    for i, (leaf, spec) in enumerate(
+        zip(tf.nest.flatten(payload["whole"]), tf.nest.flatten(batch_spec))
+    ):
+        pieces = tf.split(leaf, payload["rows"][i], num=payload["rows"].shape[1])
+        parts.append([tf.ensure_shape(piece, spec.shape) for piece in pieces])
+    return [tf.nest.pack_sequence_as(payload["whole"], batch) for batch in zip(*parts)]
+
+
+def _with_any_batch_size(leaf):
+    if isinstance(leaf, tf.Tensor) and leaf.shape.rank:
+        return tf.TensorSpec([None] + leaf.shape.as_list()[1:], leaf.dtype)
+    return tf.type_spec_from_value(leaf) if leaf is not None else None
