@@ -152,6 +152,8 @@ class CompressedSum:
         if compressor is not None and not compressor.communicates:
             own = tf.IndexedSlices(slices.values * scale, slices.indices, slices.dense_shape)
             return own, Entry(path, _name(compressor), logical, 0, 0)
+        if compressor is not None and not compressor.compresses_rows:
+            compressor = None
         used = compressor or routes.WHOLE
         gathered, words, counts = routes.gather_rows(self._launcher, used, slices, step)
         word_bytes = 4 * tf.cast(tf.shape(words)[1], tf.int64)

@@ -28,6 +28,8 @@ class Compressor:
             whole, so that a sum over workers may be shared out among them.
         communicates: Whether anything is sent at all. If not, each worker uses its own gradient.
         start_step: Before this step tensors are sent whole.
+        compresses_rows: Whether strategies compress the rows of `tf.IndexedSlices`, which have no
+            residual, as well. If not, rows are sent whole.
         serves_values: Whether what comes out of `decode` is near to the tensor in each of its
             elements and at every step, so that values of variables can be read through it, too.
 
@@ -54,6 +56,7 @@ class Compressor:
     splits = False
     communicates = True
     start_step = 0
+    compresses_rows = True
     serves_values = False
 
     def init(self, shape, dtype):

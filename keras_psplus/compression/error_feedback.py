@@ -51,6 +51,7 @@ class ErrorFeedback(Compressor):
         self.splits = inner.splits
         self.communicates = inner.communicates
         self.start_step = inner.start_step
+        self.compresses_rows = inner.compresses_rows
 
     def init(self, shape, dtype):
         state = {"residual": tf.zeros(shape), "inner": self.inner.init(shape, dtype)}

@@ -92,7 +92,8 @@ class Sign(RowCompressor):
     Args:
         block_size: Elements that share a scale; a multiple of 32.
         error_feedback: Whether strategies make up for the loss in later steps. Without it, signs
-            do not converge in general.
+            do not converge in general. Rows of embeddings, where that is not possible, are sent
+            whole.
 
     Example:
 
@@ -113,6 +114,7 @@ class Sign(RowCompressor):
             )
         self.block_size = block_size
         self.error_feedback = error_feedback
+        self.compresses_rows = not error_feedback
 
     def encode_rows(self, values, step):
         rows, size = rows_and_size(values)

@@ -23,7 +23,8 @@ class TopK(RowCompressor):
         momentum_correction: Momentum that error feedback accumulates before compression. The
             optimizer should have none then. See `ErrorFeedback`.
         factor_masking: Whether that momentum is forgotten where elements were sent.
-        error_feedback: Whether strategies send what was left out in later steps.
+        error_feedback: Whether strategies send what was left out in later steps. Rows of
+            embeddings, where that is not possible, are then sent whole.
 
     Example:
 
@@ -62,6 +63,7 @@ class TopK(RowCompressor):
         self.momentum_correction = momentum_correction
         self.factor_masking = factor_masking
         self.error_feedback = error_feedback
+        self.compresses_rows = not error_feedback
 
     @property
     def feedback_options(self):
@@ -136,7 +138,7 @@ class RandomK(RowCompressor):
             is right. Not together with error feedback, with which this diverges.
         seed: Of the places.
         error_feedback: Whether strategies send what was left out in later steps. By default,
-            unless `unbiased`.
+            unless `unbiased`. Rows of embeddings, where that is not possible, are then sent whole.
 
     Example:
 
@@ -161,6 +163,7 @@ class RandomK(RowCompressor):
         self.unbiased = unbiased
         self.seed = seed
         self.error_feedback = not unbiased if error_feedback is None else error_feedback
+        self.compresses_rows = not self.error_feedback
 
     def encode_rows(self, values, step):
         rows, size = rows_and_size(values)

@@ -62,6 +62,8 @@ class Pushes:
         pushes = []
         for gradient, variable, name in zip(gradients, variables, names):
             compressor = self._compressors.of_gradient(variable) if compressed else None
+            if isinstance(gradient, tf.IndexedSlices) and compressor is not None:
+                compressor = compressor if compressor.compresses_rows else None
             key = (path_of(variable), "gradient", None if compressor is None else repr(compressor))
             if gradient is None:
                 pushes.append((variable, key, None))

@@ -154,7 +154,8 @@ def embeddings(make, out):
         "none": None,
         "bf16": "bf16",
         "int8": "int8",
-        "topk whole": compression.TopK(1.0),
+        "topk": compression.TopK(0.1),
+        "topk whole": compression.TopK(1.0, error_feedback=False),
         "alone": compression.NoCommunication(),
     }.items():
         strategy = make(compressor)

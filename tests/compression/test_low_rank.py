@@ -19,12 +19,12 @@ def test_matrices_of_no_higher_rank_are_exact(rows, columns, rank, lower, warm):
     powersgd = compression.PowerSGD(rank, warm_start=warm, min_compression_rate=0)
     array = matrix(rows, columns, max(1, rank - lower))
     decoded, state = round_trip(powersgd, array)
-    np.testing.assert_allclose(decoded, array, atol=2e-4)
+    np.testing.assert_allclose(decoded, array, atol=2e-3)
     # A lower rank than the compressor's must not cost it the other columns for good.
     again = matrix(rows, columns, rank, seed=1)
     for step in 1, 2:
         decoded, state = round_trip(powersgd, again, state, step)
-    np.testing.assert_allclose(decoded, again, atol=2e-4)
+    np.testing.assert_allclose(decoded, again, atol=2e-3)
 
 
 def error(powersgd, array, steps):
