@@ -13,10 +13,11 @@ class Traffic:
         compressor: The compressor's description; None if tensors are sent as they are.
         logical_bytes: Bytes of the tensors themselves.
         compressed_bytes: Bytes of what was sent in their place.
-        wire_bytes: Bytes that one worker has sent (gradients) or received (pulls) for them. With
-            all-reduce these differ from `compressed_bytes` by what the algorithm sends: over N
-            workers, 2 (N - 1) / N times a payload that is added up on its way, N - 1 times one that
-            is gathered. With parameter servers, they are those of all workers together.
+        wire_bytes: Bytes that one worker, or with several devices one of its replicas, has sent
+            (gradients) or received (pulls) for them. With all-reduce these differ from
+            `compressed_bytes` by what the algorithm sends: over N workers, 2 (N - 1) / N times a
+            payload that is added up on its way, N - 1 times one that is gathered. With parameter
+            servers, they are those of all workers together.
     """
 
     path: str

@@ -52,6 +52,9 @@ class Launcher(cross_device_utils.CollectiveReplicaLauncher):
 
     def gather(self, tensor):
         """Concatenates tensors of one static shape along axis 0, in rank order."""
+        if not tensor.shape.num_elements():
+            # The kernel would wait for ever for nothing to come.
+            return tf.repeat(tensor, self._group_size, 0)
         return self._all_gather(tensor)
 
     def all_to_all(self, tensor):
@@ -64,6 +67,8 @@ class Launcher(cross_device_utils.CollectiveReplicaLauncher):
             Tensor of the same shape.
         """
         tensor = tf.convert_to_tensor(tensor)
+        if not tensor.shape.num_elements():
+            return tensor
         with self._keys_for("exchange", tensor), ops.device(self._device):
             return collective_ops.all_to_all_v2(
                 tensor,

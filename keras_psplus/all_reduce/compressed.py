@@ -48,6 +48,7 @@ class CompressedSum:
             replicas, in rank order.
         """
         paths = [variable.path for variable in variables]
+        numbers = [self._number(variable) for variable in variables]
         compressors = [self._compressor_of(v, g) for v, g in zip(variables, grads)]
         summed, entries = list(grads), [None] * len(grads)
         adds_up = any(c and c.reducible and c.communicates for c in compressors)
@@ -55,11 +56,13 @@ class CompressedSum:
         for (route, *_), places in gradients.buckets(
             # From the last layer back, as backprop makes them ready.
             list(reversed(dense)),
-            lambda i: _route(compressors[i], grads[i].dtype, adds_up),
+            lambda i: _route(compressors[i], grads[i], adds_up),
             lambda i: _bytes(grads[i]),
             self._bucket_bytes,
         ):
-            arguments = [[sequence[i] for i in places] for sequence in (grads, compressors, paths)]
+            arguments = [
+                [sequence[i] for i in places] for sequence in (grads, compressors, paths, numbers)
+            ]
             totals, counted = getattr(self, f"_{route}")(*arguments, step)
             for i, total, entry in zip(places, totals, counted, strict=True):
                 summed[i], entries[i] = total, entry
@@ -77,20 +80,22 @@ class CompressedSum:
     # Each route is given tensors, their compressors and their variables' paths, and returns sums
     # and what they have cost.
 
-    def _sum(self, tensors, compressors, paths, step):
+    def _sum(self, tensors, compressors, paths, numbers, step):
         sizes = [_bytes(t) for t in tensors]
         entries = [Entry(path, None, n, n, self._by_ring(n)) for path, n in zip(paths, sizes)]
         return gradients.pack_and_sum(self._launcher, tensors), entries
 
-    def _mean(self, tensors, compressors, paths, step):
+    def _mean(self, tensors, compressors, paths, numbers, step):
         compressors = [c or routes.WHOLE for c in compressors]
-        states = [self._state(p, c, t) for p, c, t in zip(paths, compressors, tensors)]
+        names = self._names("mean", numbers)
+        states = [self._state(n, c, t) for n, c, t in zip(names, compressors, tensors)]
         means, states = routes.mean(
             self._launcher, self._replicas, compressors, self._scaled(tensors), states, step
         )
         entries = []
-        for path, compressor, tensor, state in zip(paths, compressors, tensors, states):
-            self.states.write(self._number(path), state)
+        for name, state in zip(names, states):
+            self.states.write(name, state)
+        for path, compressor, tensor in zip(paths, compressors, tensors):
             whole, sent = _bytes(tensor), compressor.wire_bytes(tensor.shape, tensor.dtype)
             wire = self._by_ring(sent)
             if compressor.start_step:
@@ -100,9 +105,9 @@ class CompressedSum:
             entries.append(Entry(path, _name(compressor), whole, sent, wire))
         return means, entries
 
-    def _split(self, tensors, compressors, paths, step):
+    def _split(self, tensors, compressors, paths, numbers, step):
         compressor = compressors[0]
-        name = f"bucket {zlib.crc32(repr(list(map(self._number, paths))).encode()):08x}"
+        (name,) = self._names("split", [f"{zlib.crc32(repr(numbers).encode()):08x}"])
         state = self.states.read(
             name, lambda: routes.split_init(self._replicas, compressor, tensors)
         )
@@ -124,23 +129,23 @@ class CompressedSum:
         ]
         return sums, entries
 
-    def _gather(self, tensors, compressors, paths, step):
-        states = [self._state(p, c, t) for p, c, t in zip(paths, compressors, tensors)]
+    def _gather(self, tensors, compressors, paths, numbers, step):
+        names = self._names("gather", numbers)
+        states = [self._state(n, c, t) for n, c, t in zip(names, compressors, tensors)]
         sums, states, payloads = routes.gather(
             self._launcher, self._replicas, compressors, tensors, states, step
         )
         entries = []
-        for path, compressor, tensor, state, payload in zip(
-            paths, compressors, tensors, states, payloads
-        ):
-            self.states.write(self._number(path), state)
+        for name, state in zip(names, states):
+            self.states.write(name, state)
+        for path, compressor, tensor, payload in zip(paths, compressors, tensors, payloads):
             sent = sum(tf.size(p, tf.int64) * p.dtype.size for p in payload)
             entries.append(
                 Entry(path, _name(compressor), _bytes(tensor), sent, sent * (self._replicas - 1))
             )
         return sums, entries
 
-    def _own(self, tensors, compressors, paths, step):
+    def _own(self, tensors, compressors, paths, numbers, step):
         own = zip(paths, compressors, tensors)
         return self._scaled(tensors), [Entry(p, _name(c), _bytes(t), 0, 0) for p, c, t in own]
 
@@ -162,14 +167,17 @@ class CompressedSum:
         wire = 4 * (self._replicas - 1) * tf.cast(padded, tf.int64)
         return gathered, Entry(path, _name(compressor), logical, rows * word_bytes, wire)
 
-    def _state(self, path, compressor, tensor):
-        return self.states.read(
-            self._number(path), lambda: compressor.init(tensor.shape, tensor.dtype)
-        )
+    def _state(self, name, compressor, tensor):
+        return self.states.read(name, lambda: compressor.init(tensor.shape, tensor.dtype))
 
-    def _number(self, path):
-        """A variable's name in checkpoints: Keras numbers layers on, model after model."""
-        return str(self._numbers.setdefault(path, len(self._numbers)))
+    def _number(self, variable):
+        """A variable's number in checkpoints: paths differ from model to model, or are the same."""
+        # With the variable, or another could get its id.
+        return self._numbers.setdefault(id(variable), (len(self._numbers), variable))[0]
+
+    def _names(self, route, numbers):
+        """Names of states: what one route, or number of replicas, leaves out another cannot use."""
+        return [f"{route} {number} of {self._replicas}" for number in numbers]
 
     def _scaled(self, tensors):
         """Each replica's own estimate of the whole gradient: the mean of these is the sum."""
@@ -179,8 +187,12 @@ class CompressedSum:
         return round(2 * (self._replicas - 1) * payload_bytes / self._replicas)
 
 
-def _route(compressor, dtype, adds_up):
+def _route(compressor, gradient, adds_up):
     """The method that sums such a gradient; those with the same key share buckets."""
+    dtype = gradient.dtype
+    if not gradient.shape.num_elements():
+        # There are no collectives of nothing.
+        return ("own",)
     if compressor is None:
         # With others that are added up on their way it costs no message of its own.
         return ("mean",) if adds_up and dtype.is_floating else ("sum", dtype)

@@ -146,7 +146,7 @@ def gather(launcher, replicas, compressors, tensors, states, step):
     )
     words = [compression.pack(payload) for payload in payloads]
     sizes = [tf.shape(w)[1] if w.shape[1] is None else w.shape[1] for w in words]
-    everything = _gather_words(launcher, replicas, tf.concat(words, 1))
+    everything = _gather_words(launcher, replicas, tf.concat(words, 1), compressors)
 
     def add(rank, totals):
         pieces = tf.split(everything[rank], sizes, num=len(sizes))
@@ -187,9 +187,15 @@ def gather_rows(launcher, compressor, slices, step):
     return tf.IndexedSlices(values, tf.reshape(indices, [-1]), slices.dense_shape), words, counts
 
 
-def _gather_words(launcher, replicas, words):
+def _gather_words(launcher, replicas, words, compressors):
     if words.shape.is_fully_defined():
         return launcher.gather(words)
     # As many on each replica, but not known to the graph: as rows of one word.
-    gathered, _ = launcher.gather_rows(tf.reshape(words, [-1, 1]))
-    return tf.reshape(gathered, [replicas, -1])
+    gathered, counts = launcher.gather_rows(tf.reshape(words, [-1, 1]))
+    same = tf.reduce_all(counts == counts[0])
+    message = (
+        "All workers must send payloads of the same length at a step; a length may depend on the "
+        f"step, not on the gradient. Received: words from each worker, by {compressors}:"
+    )
+    with tf.control_dependencies([tf.debugging.Assert(same, [message, counts], summarize=-1)]):
+        return tf.reshape(gathered, [replicas, -1])

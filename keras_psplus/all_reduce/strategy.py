@@ -120,10 +120,13 @@ class MultiWorkerMirroredStrategy(tf.distribute.MultiWorkerMirroredStrategy):
         the worker's own.
 
         Args:
-            optimizer: The model's optimizer; with a `LossScaleOptimizer`, its `inner_optimizer`.
+            optimizer: The model's optimizer.
 
         Returns:
             A trackable object, which can be restored before the first step as well.
+
+        Raises:
+            ValueError: If it is no optimizer.
 
         Example:
 
@@ -132,6 +135,12 @@ class MultiWorkerMirroredStrategy(tf.distribute.MultiWorkerMirroredStrategy):
         checkpoint.write(f"{folder}/residuals-{strategy.task.name}")
         ```
         """
+        # A loss scale is none of its business.
+        optimizer = getattr(optimizer, "inner_optimizer", optimizer)
+        if not hasattr(optimizer, "iterations"):
+            raise ValueError(
+                f"`optimizer` must be a Keras optimizer. Received: optimizer={optimizer!r}"
+            )
         return self.extended.reducers.states(optimizer)
 
     @property

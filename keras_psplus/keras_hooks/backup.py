@@ -74,9 +74,11 @@ def _follow_chief(strategy, control, model, restored):
     model._initial_epoch = chief["epoch"]
     if chief["restored"]:
         # Others may have no file to read: the disk need not be shared.
-        if not model.optimizer.built:
+        if model.optimizer is not None and not model.optimizer.built:
             model.optimizer.build(model.trainable_variables)
-        variables = model.variables + model.optimizer.variables
+        variables = list(model.variables)
+        if model.optimizer is not None:
+            variables += model.optimizer.variables
         with tf.init_scope():
             strategy.extended.broadcast([v._value for v in variables])
     return chief["restored"]

@@ -27,8 +27,9 @@ def save(strategy, model, folder):
     before = _files(strategy, folder)
     _states(strategy, model).write(path)
     # The last one stays: the chief may not have written its model yet.
-    newest = max(before.values(), default=0)
-    _remove([name for name, step in before.items() if step not in (newest, _step(model))], folder)
+    now = _step(model)
+    last = max((step for step in before.values() if step < now), default=now)
+    _remove([name for name, step in before.items() if step not in (last, now)], folder)
 
 
 def restore(strategy, model, folder):
@@ -61,18 +62,31 @@ def delete(strategy, folder):
         _remove(_files(strategy, folder), folder)
 
 
+def optimizers_of(model):
+    """All optimizers that are attributes of a model, or in lists or dicts that are, by names."""
+    found = {}
+    for name, value in vars(model).items():
+        if isinstance(value, dict):
+            value = list(value.values())
+        for i, one in enumerate(value if isinstance(value, (list, tuple)) else [value]):
+            if isinstance(one, keras.optimizers.Optimizer):
+                inner = getattr(one, "inner_optimizer", one)
+                if all(inner is not other for other in found.values()):
+                    found[f"{name}_{i}" if i else name] = inner
+    return found
+
+
 def _states(strategy, model):
-    optimizers = {
-        name: getattr(value, "inner_optimizer", value)
-        for name, value in vars(model).items()
-        if isinstance(value, keras.optimizers.Optimizer)
+    states = {
+        name: strategy.compression_state(optimizer)
+        for name, optimizer in optimizers_of(model).items()
     }
-    states = {name: strategy.compression_state(optimizer) for name, optimizer in optimizers.items()}
     return tf.train.Checkpoint(**states)
 
 
 def _step(model):
-    return int(model.optimizer.iterations.numpy())
+    """A number that grows with every step of any optimizer."""
+    return sum(int(optimizer.iterations.numpy()) for optimizer in optimizers_of(model).values())
 
 
 def _folder(folder):
@@ -80,8 +94,8 @@ def _folder(folder):
 
 
 def _worker(strategy):
-    index = strategy.extended._id_in_cluster
-    return f"worker-{index}-of-{strategy.num_workers}"
+    index, replicas = strategy.extended._id_in_cluster, strategy.num_replicas_in_sync
+    return f"worker-{index}-of-{strategy.num_workers}-with-{replicas}-replicas"
 
 
 def _path(strategy, model, folder):

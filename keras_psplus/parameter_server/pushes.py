@@ -4,7 +4,7 @@ A gradient is encoded on the worker and decoded on its variable's server, or, sh
 shards' servers: nothing but the payload crosses.
 """
 
-import collections
+import weakref
 from typing import Any, NamedTuple
 
 import tensorflow as tf
@@ -41,6 +41,7 @@ class Pushes:
 
     def __init__(self, compressors, states):
         self._compressors, self._states = compressors, states
+        self._known = weakref.WeakKeyDictionary()
 
     def send(self, gradients, variables, step, owner, compressed=True):
         """Sends gradients to their variables' servers.
@@ -56,7 +57,7 @@ class Pushes:
             List of pairs of a gradient, ready for an update beside its variable, and the variable.
             Those that are not sent at all are missing.
         """
-        names = _unique(path_of(variable) for variable in variables)
+        names = [self._name(owner, variable) for variable in variables]
         # The worker's own reading on both sides: other workers go on meanwhile.
         number = _Once(lambda: tf.cast(step(), tf.int64))
         pushes = []
@@ -70,10 +71,19 @@ class Pushes:
             elif compressor is not None and not compressor.communicates:
                 _keep_alone(gradient, key)
             else:
-                name = f"{self._states.owner(owner)}/{name}"
                 pieces = self._pieces(gradient, variable, compressor, name, number)
                 pushes.append((variable, key, pieces))
         return self._send(pushes)
+
+    def _name(self, owner, variable):
+        """A name for what is kept for a variable, whose path another may have as well."""
+        path = path_of(variable)
+        known = self._known.setdefault(owner, {}).setdefault(path, [])
+        if variable._unique_id not in known:
+            known.append(variable._unique_id)
+        number = known.index(variable._unique_id)
+        path = f"{self._states.owner(owner)}/{path}"
+        return f"{path}#{number}" if number else path
 
     def _send(self, pushes):
         pieces = [piece for _, _, parts in pushes for piece in parts or ()]
@@ -162,11 +172,3 @@ def _keep_alone(gradient, key):
     with tf.control_dependencies(leaves):
         nothing = tf.zeros([], tf.float64)
     tally.count(key, tally.size_in_bytes(leaves), nothing)
-
-
-def _unique(names):
-    """Names, of which repeated ones get a number."""
-    seen = collections.Counter()
-    for name in names:
-        yield f"{name}#{seen[name]}" if seen[name] else name
-        seen[name] += 1

@@ -29,7 +29,7 @@ def save(states, num_workers, folder, step):
         return
     tf.io.gfile.makedirs(folder)
     before = [(name, of_step) for name, _, of_step in _files(folder) if of_step != step]
-    last = max((of_step for _, of_step in before), default=None)
+    last = max((of_step for _, of_step in before if of_step < step), default=None)
     for worker in range(num_workers):
         fetched = states.fetch(worker)
         if fetched is None:

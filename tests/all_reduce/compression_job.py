@@ -96,7 +96,7 @@ def resumed(make, out, folder):
                 pass
             own = pathlib.Path(disk, "compression")
             files = sorted(path.name for path in own.iterdir())
-            assert files and all("-of-2-step-" in file for file in files), files
+            assert files and all("-of-2-with-2-replicas-step-" in file for file in files), files
             if lost and cluster.read_task_config().task_index == 1:
                 for path in own.iterdir():
                     path.unlink()
@@ -188,6 +188,35 @@ def in_branches_and_loops(make, out):
         out[f"accumulated {name}"] = {"weights": model.get_weights(), "traffic": {"all": sent}}
 
 
+def two_towers(make, out):
+    """Layers of the same names in two parts of a model, and a variable of no elements."""
+
+    class Nothing(keras.layers.Layer):
+        def build(self, shape):
+            self.nothing = self.add_weight(shape=(0, 3), initializer="ones", name="nothing")
+
+        def call(self, inputs):
+            return inputs + keras.ops.sum(self.nothing)
+
+    x, y = problem()
+    for kind in ("same", "unique"):
+        strategy = make(compression.TopK(0.1))
+        with strategy.scope():
+            keras.utils.set_random_seed(1)
+            towers = []
+            for i in range(2):
+                name = "hidden" if kind == "same" else f"hidden_{i}"
+                inputs = keras.Input((9,))
+                hidden = keras.layers.Dense(120, name=name)(inputs)
+                towers.append(keras.Model(inputs, hidden, name=f"tower_{kind}_{i}"))
+            inputs = keras.Input((9,))
+            outputs = keras.layers.add([tower(Nothing()(inputs)) for tower in towers])
+            model = keras.Model(inputs, outputs)
+            model.compile(keras.optimizers.SGD(0.1), "mse")
+        model.fit(x, y, 8, shuffle=False, verbose=0)
+        out[f"towers {kind}"] = {"weights": [w for w in model.get_weights() if w.size]}
+
+
 def main():
     parser = argparse.ArgumentParser()
     parser.add_argument("--out", required=True)
@@ -212,6 +241,7 @@ def main():
     embeddings(make, out)
     not_finite(make, out)
     in_branches_and_loops(make, out)
+    two_towers(make, out)
     resumed(make, out, folder)
     own_checkpoint(make, out, folder)
     arrays = {

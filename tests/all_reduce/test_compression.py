@@ -205,6 +205,12 @@ def test_resumed_training_is_as_if_never_interrupted(name, run):
         np.testing.assert_allclose(lost, whole, atol=0.1)
 
 
+def test_variables_of_the_same_path_have_residuals_of_their_own(run):
+    for i in range(4):
+        same, unique = (run[0][0][f"towers {kind}/{i}"] for kind in ("same", "unique"))
+        np.testing.assert_array_equal(same, unique)
+
+
 def test_residuals_in_checkpoints_of_the_scripts_own(run):
     for worker, _ in run:
         np.testing.assert_array_equal(worker["resumed by hand/0"], worker["whole by hand/0"])

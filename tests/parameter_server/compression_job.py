@@ -470,6 +470,7 @@ def backup_and_restore_keeps_states(strategy):
     def train(name, *callbacks):
         # Its optimizer has a name that no other one has while both live.
         gc.collect()
+        keras.utils.set_random_seed(1)
         with strategy.scope():
             model = dense(name, keras.optimizers.SGD(0.1, name="backed_up"))
         fit(model, epochs=4, callbacks=list(callbacks))
