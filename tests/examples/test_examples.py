@@ -55,3 +55,19 @@ def test_tutorial(environment, tmp_path, run):
     assert result["accuracy"] > 0.8
     kept = {path.name for path in (tmp_path / "checkpoints").iterdir()}
     assert {"latest.weights.h5", "model.keras"} <= kept
+
+
+@pytest.mark.parametrize(("run", "workers"), [(alone, 1), (together, 2)])
+def test_characters(environment, run, workers):
+    result = values("characters", run("characters.py", "--epochs", "1"))
+    assert result["workers"] == workers
+    # Who knows but how common each character is hesitates among 25.
+    assert result["perplexity"] < 11
+
+
+@pytest.mark.parametrize(("run", "workers"), [(alone, 1), (together, 2)])
+def test_ngrams(environment, run, workers):
+    result = values("ngrams", run("ngrams.py", "--epochs", "1", "--train_size", "50000"))
+    assert result["workers"] == workers
+    # The commonest class is 16 % of all.
+    assert result["accuracy"] > 0.2
