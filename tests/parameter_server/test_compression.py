@@ -22,14 +22,10 @@ BY_HAND = re.findall(r'"(\w+)"', re.search(r"^for _name in \((.*)\):", JOB.read_
 WHOLE = [f"{name}_as_by_hand" for name in BY_HAND] + NAMED
 SHARDED = [
     "topk_corrected_as_by_hand",
-    "powersgd_late_as_by_hand",
     "rows_of_embeddings_as_by_hand",
     "rounded_reads_as_by_hand",
-    "rounded_lookups_as_by_hand",
     "an_exact_compressor_changes_nothing",
-    "constraints_meet_exact_values",
     "compressed_bytes_are_counted",
-    "bytes_that_differ_from_step_to_step_are_counted",
 ]
 
 
@@ -47,7 +43,7 @@ def run(folder, *args):
         stdout=subprocess.PIPE,
         stderr=subprocess.STDOUT,
         text=True,
-        timeout=400,
+        timeout=550,
     )
     assert done.returncode == 0, done.stdout[-5000:]
 
