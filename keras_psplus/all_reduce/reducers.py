@@ -79,7 +79,10 @@ class Reducers:
     def _sums(self, owner):
         sums = self._of_owner.get(owner)
         if sums is None:
-            sums = [CompressedSum(launcher, *self._options) for launcher in self._launchers]
+            # Replicas of one graph would wait for each other's clocks, and so for ever: TensorFlow
+            # keeps stateful operations in order.
+            timed = len(self._launchers) == 1
+            sums = [CompressedSum(launcher, *self._options, timed) for launcher in self._launchers]
             self._of_owner[owner] = sums
             # That of one replica stands for all: each sends the same. It outlives the optimizer,
             # as totals are of all that was ever sent.
