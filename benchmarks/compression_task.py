@@ -1,6 +1,5 @@
 """One worker of `compression.py` with keras_psplus: trains the MLP and prints what steps cost."""
 
-import argparse
 import json
 import os
 import statistics
@@ -10,10 +9,9 @@ import keras
 import netlab
 import numpy as np
 import tensorflow as tf
+from compression_arguments import WIDTHS, parse
 
 import keras_psplus
-
-WIDTHS = (784, 1600, 1600, 700, 10)  # 4.95 million parameters
 
 
 class Measurement(keras.callbacks.Callback):
@@ -65,14 +63,7 @@ def make_dataset(batch_size):
 
 
 def main():
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--rank", type=int, required=True)
-    parser.add_argument("--addresses", nargs="+", required=True)
-    parser.add_argument("--method", required=True)
-    parser.add_argument("--batch_size", type=int, required=True, help="of one worker")
-    parser.add_argument("--warmup", type=int, required=True)
-    parser.add_argument("--steps", type=int, required=True)
-    args = parser.parse_args()
+    args = parse(__doc__.splitlines()[0])
     os.environ["TF_CONFIG"] = json.dumps(
         {
             "cluster": {"worker": args.addresses},

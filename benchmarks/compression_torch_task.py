@@ -3,7 +3,6 @@
 Runs in a Python of its own, which has PyTorch and needs nothing else.
 """
 
-import argparse
 import contextlib
 import json
 import os
@@ -13,9 +12,8 @@ import time
 import netlab
 import torch
 import torch.distributed as dist
+from compression_arguments import WIDTHS, parse
 from torch.distributed.algorithms.ddp_comm_hooks import default_hooks, powerSGD_hook
-
-WIDTHS = (784, 1600, 1600, 700, 10)  # as in compression_task.py
 
 
 def make_model():
@@ -41,14 +39,7 @@ def add_hook(model, method):
 
 
 def main():
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--rank", type=int, required=True)
-    parser.add_argument("--addresses", nargs="+", required=True)
-    parser.add_argument("--method", required=True)
-    parser.add_argument("--batch_size", type=int, required=True, help="of one worker")
-    parser.add_argument("--warmup", type=int, required=True)
-    parser.add_argument("--steps", type=int, required=True)
-    args = parser.parse_args()
+    args = parse(__doc__.splitlines()[0])
     os.environ["GLOO_SOCKET_IFNAME"] = "eth0"
     torch.set_num_threads(1)
     dist.init_process_group(

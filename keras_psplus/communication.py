@@ -30,7 +30,7 @@ class Traffic:
     @property
     def ratio(self):
         """`logical_bytes` over `compressed_bytes`; infinite if nothing is sent."""
-        return _ratio(self.logical_bytes, self.compressed_bytes)
+        return ratio(self.logical_bytes, self.compressed_bytes)
 
 
 class Communication:
@@ -84,7 +84,7 @@ class Communication:
     @property
     def ratio(self):
         """`logical_bytes` over `compressed_bytes`; infinite if nothing is sent."""
-        return _ratio(self.logical_bytes, self.compressed_bytes)
+        return ratio(self.logical_bytes, self.compressed_bytes)
 
     @property
     def seconds(self):
@@ -112,5 +112,8 @@ class Communication:
         )
 
 
-def _ratio(logical, compressed):
-    return logical / compressed if compressed else (float("inf") if logical else 1.0)
+def ratio(logical_bytes, compressed_bytes):
+    """Bytes of tensors over those of what was sent in their place; 1 if there were none."""
+    if compressed_bytes:
+        return logical_bytes / compressed_bytes
+    return float("inf") if logical_bytes else 1.0

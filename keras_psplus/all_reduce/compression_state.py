@@ -19,9 +19,8 @@ class States(autotrackable.AutoTrackable):
 
     def __init__(self, device):
         self._device = device
-        # Or checkpoints would follow these dicts as well, under names of their own.
+        # Or checkpoints would follow this dict as well, under names of its own.
         self._kept = self._no_dependency({})
-        self._named = self._no_dependency({})
 
     def read(self, name, init):
         """Reads a state.
@@ -48,16 +47,10 @@ class States(autotrackable.AutoTrackable):
         for variable, value in zip(variables, tf.nest.flatten(state), strict=True):
             variable.assign(value, read_value=False)
 
-    @property
-    def variables(self):
-        """All variables, by their names in a checkpoint."""
-        return dict(self._named)
-
     def _make(self, name, value):
         variable = resource_variable_ops.ResourceVariable(value, trainable=False)
         # With the shape, so that a checkpoint of another model or bucket size is left alone.
         name = f"{name}:{'x'.join(map(str, variable.shape.as_list()))}"
         self._track_trackable(variable, name)
         self._handle_deferred_dependencies(name, variable)
-        self._named[name] = variable
         return variable

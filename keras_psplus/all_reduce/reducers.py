@@ -1,5 +1,6 @@
 """One sum of gradients for each optimizer and local replica, and what they keep."""
 
+import functools
 import weakref
 
 import tensorflow as tf
@@ -48,19 +49,20 @@ class Reducers:
         context = tf.distribute.get_replica_context()
         if tf.executing_eagerly():
             # Eager replicas run one after the other: only a merge_call lets all of them take part.
-            return context.merge_call(self._merged, (list(grads), step, variables, owner))
+            merged = functools.partial(self._merged, variables=variables, owner=owner)
+            return context.merge_call(merged, (list(grads), step))
         return self._sum(context._replica_id, grads, variables, step, owner)
 
     def _merged(self, strategy, grads, step, variables, owner):
         local = strategy.experimental_local_results
-        variables = local(variables)[0] if not isinstance(variables, list) else variables
         by_replica = [
             [local(gradient)[i] for gradient in grads] for i in range(len(self._launchers))
         ]
-        functions = self._eager.setdefault(local(owner)[0], {})
-        key = tuple(variable.path for variable in variables)
+        functions = self._eager.setdefault(owner, {})
+        # Not by their paths, which others may have as well; the function keeps them alive.
+        key = tuple(map(id, variables))
         if key not in functions:
-            own = weakref.ref(local(owner)[0])
+            own = weakref.ref(owner)
 
             def sum_all(by_replica, step):
                 return [

@@ -10,7 +10,7 @@ import time
 import keras
 import tensorflow as tf
 
-from keras_psplus.communication import Communication
+from keras_psplus.communication import Communication, ratio
 from keras_psplus.log import warn_once
 
 
@@ -144,13 +144,9 @@ class CommunicationMonitor(keras.callbacks.Callback):
     def _per_step(self):
         """The numbers of the epoch up to now, for each of its steps."""
         spent = self._totals() - self._start
-        if spent.compressed_bytes:
-            ratio = spent.logical_bytes / spent.compressed_bytes
-        else:
-            ratio = math.inf if spent.logical_bytes else 1.0
         return {
             "comm/bytes": spent.wire_bytes / self._steps,
-            "comm/ratio": ratio,
+            "comm/ratio": ratio(spent.logical_bytes, spent.compressed_bytes),
             "comm/seconds": spent.seconds / self._steps,
         }
 

@@ -22,12 +22,11 @@ def save(strategy, model, folder):
         return
     if not strategy.extended.reducers.compresses:
         return
-    path = _path(strategy, model, folder)
+    now = _step(model)
     tf.io.gfile.makedirs(_folder(folder))
     before = _files(strategy, folder)
-    _states(strategy, model).write(path)
+    _states(strategy, model).write(_path(strategy, now, folder))
     # The last one stays: the chief may not have written its model yet.
-    now = _step(model)
     last = max((step for step in before.values() if step < now), default=now)
     _remove([name for name, step in before.items() if step not in (last, now)], folder)
 
@@ -39,7 +38,7 @@ def restore(strategy, model, folder):
         return
     if not strategy.extended.reducers.compresses:
         return
-    path = _path(strategy, model, folder)
+    path = _path(strategy, _step(model), folder)
     found = file_utils.exists(f"{path}.index")
     control = strategy.extended.control
     votes = control.exchange("compression state", str(int(found))) if control else [found]
@@ -98,8 +97,8 @@ def _worker(strategy):
     return f"worker-{index}-of-{strategy.num_workers}-with-{replicas}-replicas"
 
 
-def _path(strategy, model, folder):
-    return file_utils.join(_folder(folder), f"{_worker(strategy)}-step-{_step(model)}")
+def _path(strategy, step, folder):
+    return file_utils.join(_folder(folder), f"{_worker(strategy)}-step-{step}")
 
 
 def _files(strategy, folder):
