@@ -37,12 +37,12 @@ EXPERIMENTS = {
     "characters": (
         "Characters, causal convolutions, Adam without momentum (beta_1=0)",
         "perplexity",
-        [*_EVERY, "topk:0.01, vectors whole", "topk:0.01, warm-up", "powersgd:4, warm-up"],
+        [*_EVERY, "topk:0.01, warm-up", "powersgd:4, warm-up"],
     ),
     "characters_adam": (
         "Characters, causal convolutions, Adam",
         "perplexity",
-        ["none", "bf16", "int8", "topk:0.01", "topk:0.01, vectors whole", "powersgd:4"],
+        ["none", "bf16", "int8", "topk:0.01", "powersgd:4"],
     ),
     "ngrams": (
         "Hashed n-grams, a table of 200,000 rows, SGD",

@@ -35,8 +35,6 @@ COMPRESSIONS = {
     "none": None,
     "int8, stochastic": Int8(stochastic=True),
     "topk:0.01, warm-up": TopK(0.01, warmup_epochs=4, steps_per_epoch=100),
-    # Patterns leave vectors alone, biases that is, and small tensors.
-    "topk:0.01, vectors whole": {"*": "topk:0.01"},
     "topk:0.01, momentum correction": TopK(0.01, momentum_correction=0.9),
     "topk:0.01, rows in int8": {"*embeddings*": "int8", "*": "topk:0.01"},
     # Rows have no residual, and without one TopK compresses them, too.

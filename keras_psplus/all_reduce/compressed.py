@@ -16,6 +16,9 @@ from keras_psplus.all_reduce.collectives import padded_size
 from keras_psplus.all_reduce.compression_state import States
 from keras_psplus.all_reduce.ledger import Entry, Ledger
 
+# Of what is made so much smaller, so many times as much shares a message: it is short enough.
+_LITTLE = 8
+
 
 class CompressedSum:
     """Sums the gradients of one optimizer on one replica.
@@ -53,13 +56,13 @@ class CompressedSum:
         numbers = [self._number(variable) for variable in variables]
         compressors = [self._compressor_of(v, g) for v, g in zip(variables, grads)]
         summed, entries = list(grads), [None] * len(grads)
-        adds_up = any(c and c.reducible and c.communicates for c in compressors)
         dense = [i for i, g in enumerate(grads) if not isinstance(g, tf.IndexedSlices)]
+        averages = any(_route(compressors[i], grads[i]) == ("mean",) for i in dense)
         for (route, *_), places in gradients.buckets(
             # From the last layer back, as backprop makes them ready.
             list(reversed(dense)),
-            lambda i: _route(compressors[i], grads[i], adds_up),
-            lambda i: _bytes(grads[i]),
+            lambda i: _route(compressors[i], grads[i], averages),
+            lambda i: _weight(compressors[i], grads[i]),
             self._bucket_bytes,
         ):
             arguments = [
@@ -88,12 +91,21 @@ class CompressedSum:
         entries = [Entry(path, None, n, n, self._by_ring(n)) for path, n in zip(paths, sizes)]
         return gradients.pack_and_sum(self._launcher, tensors), entries
 
+    def _total(self, tensors, compressors, paths, numbers, step):
+        entries = []
+        for path, compressor, tensor in zip(paths, compressors, tensors):
+            sent = compressor.wire_bytes(tensor.shape, tensor.dtype)
+            wire = self._by_ring(sent)
+            entries.append(Entry(path, _name(compressor), _bytes(tensor), sent, wire))
+        return routes.total(self._launcher, compressors, tensors, step), entries
+
     def _mean(self, tensors, compressors, paths, numbers, step):
         compressors = [c or routes.WHOLE for c in compressors]
         names = self._names("mean", numbers)
         states = [self._state(n, c, t) for n, c, t in zip(names, compressors, tensors)]
         means, states = routes.mean(
-            self._launcher, self._replicas, compressors, self._scaled(tensors), states, step
+            *(self._launcher, self._replicas),
+            *(*self._estimates(compressors, tensors), states, step),
         )
         entries = []
         for name, state in zip(names, states):
@@ -117,7 +129,7 @@ class CompressedSum:
         sums, state = routes.split(self._launcher, self._replicas, compressor, tensors, state, step)
         self.states.write(name, state)
         # One row to each of the others, twice; shared out by size.
-        _, width = routes.rows_for(self._replicas, tensors)
+        _, width = routes.rows_for(self._replicas, compressor, tensors)
         sent = 2 * (self._replicas - 1) * compressor.row_bytes((width,), tf.float32)
         elements = [tensor.shape.num_elements() for tensor in tensors]
         entries = [
@@ -150,7 +162,8 @@ class CompressedSum:
 
     def _own(self, tensors, compressors, paths, numbers, step):
         own = zip(paths, compressors, tensors)
-        return self._scaled(tensors), [Entry(p, _name(c), _bytes(t), 0, 0) for p, c, t in own]
+        entries = [Entry(p, _name(c), _bytes(t), 0, 0) for p, c, t in own]
+        return [self._estimate(tensor) for tensor in tensors], entries
 
     def _slices(self, slices, compressor, path, step):
         rows = tf.shape(slices.indices, tf.int64)[0]
@@ -182,15 +195,25 @@ class CompressedSum:
         """Names of states: what one route, or number of replicas, leaves out another cannot use."""
         return [f"{route} {number} of {self._replicas}" for number in numbers]
 
-    def _scaled(self, tensors):
-        """Each replica's own estimate of the whole gradient: the mean of these is the sum."""
-        return [tensor * tf.cast(self._replicas, tensor.dtype) for tensor in tensors]
+    def _estimate(self, tensor):
+        """This replica's own estimate of the whole gradient: the mean of these is the sum."""
+        return tensor * tf.cast(self._replicas, tensor.dtype)
+
+    def _estimates(self, compressors, tensors):
+        """Compressors, and the estimates for them; or what they multiply themselves."""
+        pairs = [
+            (compressor.times(self._replicas), tensor)
+            if isinstance(compressor, compression.ErrorFeedback) and not compressor.start_step
+            else (compressor, self._estimate(tensor))
+            for compressor, tensor in zip(compressors, tensors)
+        ]
+        return map(list, zip(*pairs))
 
     def _by_ring(self, payload_bytes):
         return round(2 * (self._replicas - 1) * payload_bytes / self._replicas)
 
 
-def _route(compressor, gradient, adds_up):
+def _route(compressor, gradient, averages=False):
     """The method that sums such a gradient; those with the same key share buckets."""
     dtype = gradient.dtype
     if not gradient.shape.num_elements():
@@ -198,17 +221,26 @@ def _route(compressor, gradient, adds_up):
         return ("own",)
     if compressor is None:
         # With others that are added up on their way it costs no message of its own.
-        return ("mean",) if adds_up and dtype.is_floating else ("sum", dtype)
+        return ("mean",) if averages and dtype.is_floating else ("sum", dtype)
     if not compressor.communicates:
         return ("own",)
     if compressor.reducible:
-        return ("mean",)
+        return ("total" if compressor.homogeneous else "mean",)
     if compressor.splits:
         feedback = isinstance(compressor, compression.ErrorFeedback)
         inner = compressor.inner if feedback else compressor
         options = (compressor.momentum, compressor.factor_masking) if feedback else ()
         return ("split", id(inner), options)
     return ("gather",)
+
+
+def _weight(compressor, gradient):
+    """How far a gradient fills a bucket, in bytes."""
+    whole = _bytes(gradient)
+    if compressor is None or not whole:
+        return whole
+    sent = compressor.wire_bytes(gradient.shape, gradient.dtype)
+    return whole // _LITTLE if sent * _LITTLE < whole else whole
 
 
 def _name(compressor):

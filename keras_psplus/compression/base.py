@@ -24,12 +24,19 @@ class Compressor:
         feedback_options: Further arguments of that `ErrorFeedback`.
         reducible: Whether the mean of payloads is the payload of the mean, so that workers can
             all-reduce payloads as they are. If so, `mean` serves.
+        homogeneous: Whether, besides, it keeps no state and what it makes of `x * c` is `c` times
+            what it makes of `x`, so that sums need no mean.
         splits: Whether pieces of a tensor, as rows of `encode_rows`, are encoded as well as the
             whole, so that a sum over workers may be shared out among them.
         communicates: Whether anything is sent at all. If not, each worker uses its own gradient.
         start_step: Before this step tensors are sent whole.
         compresses_rows: Whether strategies compress the rows of `tf.IndexedSlices`, which have no
             residual, as well. If not, rows are sent whole.
+        row_multiple: Rows of `encode_rows` are best of a multiple of so many elements.
+        adds_rows: Whether there is an `add_rows`, which decodes and sums the payloads of all
+            workers at once.
+        compresses_vectors: Whether strategies compress gradients of vectors, such as biases. If
+            not, these are sent whole: they are small, and models mind what is left out of them.
         serves_values: Whether what comes out of `decode` is near to the tensor in each of its
             elements and at every step, so that values of variables can be read through it, too.
 
@@ -53,10 +60,14 @@ class Compressor:
     error_feedback = False
     feedback_options = {}
     reducible = False
+    homogeneous = False
     splits = False
     communicates = True
     start_step = 0
     compresses_rows = True
+    compresses_vectors = True
+    row_multiple = 1
+    adds_rows = False
     serves_values = False
 
     def init(self, shape, dtype):
@@ -113,9 +124,35 @@ class Compressor:
         """
         return total - tf.cast(self.decode(payload, total.shape, dtype, step), tf.float32)
 
+    def is_finite(self, residual, payload):
+        """Whether all of a tensor was finite; a payload that shows it spares a look at all of it.
+
+        Args:
+            residual: What was left out of the tensor. Not finite, if the tensor was not.
+            payload: What `encode` made of the tensor, or what `rounds` has yielded last.
+
+        Returns:
+            Scalar bool tensor.
+        """
+        return tf.math.is_finite(tf.reduce_sum(residual))
+
     def add_to(self, total, payload, dtype, step):
         """Adds a decoded payload to a float32 tensor."""
         return total + tf.cast(self.decode(payload, total.shape, dtype, step), tf.float32)
+
+    def add_rows(self, payload, row_shape, step):
+        """Sums decoded payloads; only called if `adds_rows`.
+
+        Args:
+            payload: Those of `encode` of all workers, joined in rank order along axis 0, of which
+                each has one row.
+            row_shape: Static shape of the tensor.
+            step: The step at which they were encoded.
+
+        Returns:
+            float32 tensor of this shape.
+        """
+        raise NotImplementedError
 
     def wire_bytes(self, shape, dtype, step=None):
         """Counts the bytes of a payload.
@@ -199,6 +236,8 @@ class Compressor:
         Returns:
             A `Compressor`, or None to send the gradient as it is.
         """
+        if tf.TensorShape(shape).rank < 2 and not self.compresses_vectors:
+            return None
         return self if tf.as_dtype(dtype).is_floating else None
 
     def __repr__(self):

@@ -31,6 +31,7 @@ class Cast(RowCompressor):
     """
 
     reducible = True
+    homogeneous = True
     serves_values = True
 
     def __init__(self, dtype="bfloat16", error_feedback=False):

@@ -1,5 +1,6 @@
 """What one step leaves out, added to the next."""
 
+import copy
 import functools
 
 import tensorflow as tf
@@ -7,6 +8,9 @@ import tensorflow as tf
 from keras_psplus.compression.base import Compressor
 from keras_psplus.compression.by_variable import ByVariable
 from keras_psplus.compression.cast import saturating_cast
+
+# TensorFlow adds up this many tensors, and the residual, at once.
+_MOST_ADDED = 7
 
 
 class ErrorFeedback(Compressor):
@@ -45,6 +49,7 @@ class ErrorFeedback(Compressor):
         if not 0 <= momentum < 1:
             raise ValueError(f"`momentum` must be in [0, 1). Received: momentum={momentum!r}")
         self.inner = inner
+        self._times = 1
         self.momentum = momentum
         self.factor_masking = factor_masking
         self.reducible = inner.reducible
@@ -52,6 +57,8 @@ class ErrorFeedback(Compressor):
         self.communicates = inner.communicates
         self.start_step = inner.start_step
         self.compresses_rows = inner.compresses_rows
+        self.row_multiple = inner.row_multiple
+        self.adds_rows = inner.adds_rows
 
     def init(self, shape, dtype):
         state = {"residual": tf.zeros(shape), "inner": self.inner.init(shape, dtype)}
@@ -59,16 +66,26 @@ class ErrorFeedback(Compressor):
             state["momentum"] = tf.zeros(shape)
         return state
 
+    def times(self, number):
+        """The same for tensors that are first multiplied by an int."""
+        multiplied = copy.copy(self)
+        multiplied._times = number
+        return multiplied
+
     def add(self, tensor, state):
         """Adds the residual: what is to be compressed, in float32."""
+        if not self.momentum and 1 < self._times <= _MOST_ADDED:
+            # In one pass over memory, where a product would be one more.
+            return tf.add_n([state["residual"], *[tf.cast(tensor, tf.float32)] * self._times])
         return state["residual"] + self._velocity(tensor, state)
 
-    def keep(self, tensor, total, own, inner_state, state):
+    def keep(self, tensor, total, payload, own, inner_state, state):
         """Makes the state of the next step.
 
         Args:
             tensor: What `add` was given.
             total: What `add` returned.
+            payload: What `inner` has made of it.
             own: What of it this worker has sent, as it is decoded.
             inner_state: New state of `inner`.
             state: What `add` was given.
@@ -76,12 +93,13 @@ class ErrorFeedback(Compressor):
         Returns:
             The new state; `state` itself, if anything is not finite.
         """
+        residual = total - tf.cast(own, tf.float32)
         momentum = None
         if self.momentum:
             momentum = self._velocity(tensor, state)
             if self.factor_masking:
                 momentum = tf.where(own != 0, 0.0, momentum)
-        return _if_finite(total - tf.cast(own, tf.float32), momentum, inner_state, state)
+        return self._if_finite(payload, residual, momentum, inner_state, state)
 
     def encode(self, tensor, state, step):
         total = self.add(tensor, state)
@@ -90,22 +108,34 @@ class ErrorFeedback(Compressor):
         )
         if self.momentum:
             own = self.inner.decode(payload, tensor.shape, tensor.dtype, step)
-            return payload, self.keep(tensor, total, own, inner_state, state)
+            return payload, self.keep(tensor, total, payload, own, inner_state, state)
         residual = self.inner.left_out(total, payload, tensor.dtype, step)
-        return payload, _if_finite(residual, None, inner_state, state)
+        return payload, self._if_finite(payload, residual, None, inner_state, state)
 
     def rounds(self, tensor, state, step):
         total = self.add(tensor, state)
-        mean, own, inner_state = yield from self.inner.rounds(
-            saturating_cast(total, tensor.dtype), state["inner"], step
-        )
-        return mean, own, self.keep(tensor, total, own, inner_state, state)
+        rounds = self.inner.rounds(saturating_cast(total, tensor.dtype), state["inner"], step)
+        means = None
+        while True:
+            try:
+                payload = rounds.send(means)
+            except StopIteration as stop:
+                mean, own, inner_state = stop.value
+                break
+            means = yield payload
+        return mean, own, self.keep(tensor, total, payload, own, inner_state, state)
 
     def decode(self, payload, shape, dtype, step):
         return self.inner.decode(payload, shape, dtype, step)
 
     def add_to(self, total, payload, dtype, step):
         return self.inner.add_to(total, payload, dtype, step)
+
+    def add_rows(self, payload, row_shape, step):
+        return self.inner.add_rows(payload, row_shape, step)
+
+    def is_finite(self, residual, payload):
+        return self.inner.is_finite(residual, payload)
 
     def wire_bytes(self, shape, dtype, step=None):
         return self.inner.wire_bytes(shape, dtype, step)
@@ -125,18 +155,19 @@ class ErrorFeedback(Compressor):
 
     def _velocity(self, tensor, state):
         tensor = tf.cast(tensor, tf.float32)
+        if self._times != 1:
+            tensor *= self._times
         return self.momentum * state["momentum"] + tensor if self.momentum else tensor
 
-
-def _if_finite(residual, momentum, inner_state, state):
-    """The new state; the old one if the residual is not finite."""
-    new = {"residual": residual, "inner": inner_state}
-    if momentum is not None:
-        new["momentum"] = momentum
-    finite = tf.math.is_finite(tf.reduce_sum(residual))
-    # With a scalar condition this op hands one of the two through; tf.where's would copy it.
-    choose = functools.partial(tf.raw_ops.Select, condition=finite)
-    return tf.nest.map_structure(lambda n, o: choose(x=n, y=o), new, state)
+    def _if_finite(self, payload, residual, momentum, inner_state, state):
+        """The new state; the old one if what is compressed is not finite."""
+        new = {"residual": residual, "inner": inner_state}
+        if momentum is not None:
+            new["momentum"] = momentum
+        finite = self.inner.is_finite(residual, payload)
+        # With a scalar condition this op hands one of the two through; tf.where's would copy it.
+        choose = functools.partial(tf.raw_ops.Select, condition=finite)
+        return tf.nest.map_structure(lambda n, o: choose(x=n, y=o), new, state)
 
 
 def with_error_feedback(compressor):

@@ -2,41 +2,59 @@
 
 import math
 
+import numpy as np
 import tensorflow as tf
 
 # A sample of this many magnitudes finds a threshold; smaller tensors are sorted as they are.
 _SAMPLE = 1 << 14
 
 
-def places_of_largest(magnitudes, count):
-    """Finds the places of the `count` largest of each row, in any order.
+def places_of_largest(matrix, count):
+    """Finds the places of the `count` elements of largest magnitude in each row, in any order.
 
     Sorting a large tensor is slow. A threshold that is taken from a sample leaves few more than
     `count` elements; all of the largest are among them if they are `count` at least.
 
     Args:
-        magnitudes: Tensor of shape `(rows, size)` without NaN.
+        matrix: float32 tensor of shape `(rows, size)`. What is not finite counts as the largest.
         count: Int, or a scalar tensor.
 
     Returns:
         int32 tensor of shape `(rows, count)`.
     """
-    rows, size = magnitudes.shape
+    rows, size = matrix.shape
     if rows != 1 or not isinstance(count, int) or size < 4 * _SAMPLE or count > size // 8:
-        return tf.math.top_k(magnitudes, count, sorted=False).indices
+        return _by_sorting(matrix, count)
+    row = matrix[0]
     # Odd, so as not to fall in with the columns of a matrix.
-    sample = magnitudes[0, :: size // _SAMPLE | 1]
+    sample = _magnitudes(row[:: size // _SAMPLE | 1])
     expected = count * sample.shape[0] / size
     rank = min(sample.shape[0], math.ceil(expected + 3 * math.sqrt(expected) + 1))
     threshold = tf.math.top_k(sample, rank).values[-1]
-    candidates = tf.cast(tf.where(magnitudes[0] > threshold)[:, 0], tf.int32)
+    # Comparisons of the numbers themselves write less memory than their magnitudes would; and
+    # NaN, which compares with nothing, is among the candidates.
+    candidates = tf.where(~((row <= threshold) & (row >= -threshold)))[:, 0]
 
     def of_candidates():
-        best = tf.math.top_k(tf.gather(magnitudes[0], candidates), count, sorted=False)
-        return tf.gather(candidates, best.indices)
+        found = tf.cast(candidates, tf.int32)
+        left = _magnitudes(tf.gather(row, found))
+        # Comparisons with the last one that is wanted leave places in order, which is kinder to
+        # caches than what a sort leaves; and to find that one is less work than a sort.
+        last = tf.raw_ops.NthElement(input=left, n=count - 1, reverse=True)
+        above, equal = tf.where(left > last)[:, 0], tf.where(left == last)[:, 0]
+        chosen = tf.concat([above, equal[: count - tf.size(above)]], 0)
+        return tf.gather(found, chosen)
 
-    def of_all():
-        return tf.math.top_k(magnitudes[0], count, sorted=False).indices
-
-    places = tf.cond(tf.size(candidates) >= count, of_candidates, of_all)
+    places = tf.cond(
+        tf.size(candidates) >= count, of_candidates, lambda: _by_sorting(matrix, count)[0]
+    )
     return tf.reshape(places, [1, count])
+
+
+def _by_sorting(matrix, count):
+    return tf.math.top_k(_magnitudes(matrix), count, sorted=False).indices
+
+
+def _magnitudes(values):
+    values = tf.abs(values)
+    return tf.where(tf.math.is_finite(values), values, np.float32(np.inf))

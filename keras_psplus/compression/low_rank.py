@@ -75,7 +75,7 @@ class PowerSGD(Compressor):
         def factors():
             matrix = _matrix(tensor, rows, columns)
             p = _orthonormal(tf.matmul(matrix, self._q(state, columns, rank, step)))
-            q = tf.matmul(matrix, p, transpose_a=True)
+            q = _transposed_product(matrix, p)
             return p, q, self._next(state, q)
 
         if not self.start_step:
@@ -115,11 +115,16 @@ class PowerSGD(Compressor):
         matrix = _matrix(tensor, rows, columns)
         (p,) = yield [tf.matmul(matrix, self._q(state, columns, rank, step))]
         p = _orthonormal(p)
-        (q,) = yield [tf.matmul(matrix, p, transpose_a=True)]
+        (q,) = yield [_transposed_product(matrix, p)]
         mean = self._product(p, q, tensor.shape, tensor.dtype)
         # The mean is also what the paper subtracts in error feedback: over all workers that is the
         # same as subtracting each one's part, and costs no further product.
         return mean, mean, self._next(state, q)
+
+    def is_finite(self, residual, payload):
+        # Every factor is spoilt by what is not finite.
+        sums = [tf.reduce_sum(tf.cast(part, tf.float32)) for part in payload]
+        return tf.math.is_finite(tf.add_n(sums))
 
     def for_variable(self, path, shape, dtype):
         return super().for_variable(path, shape, dtype) if self._layout(shape)[2] else None
@@ -156,6 +161,12 @@ class PowerSGD(Compressor):
 
 def _matrix(tensor, rows, columns):
     return tf.cast(tf.reshape(tensor, [rows, columns]), tf.float32)
+
+
+def _transposed_product(matrix, p):
+    """The product of the transposed matrix and a thin `p`."""
+    # A matrix product that transposes what is large takes five times as long on processors.
+    return tf.transpose(tf.matmul(p, matrix, transpose_a=True))
 
 
 def _orthonormal(p):

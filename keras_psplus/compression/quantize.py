@@ -42,7 +42,7 @@ class Int8(RowCompressor):
             raise ValueError(
                 f"`block_size` must be a positive int. Received: block_size={block_size!r}"
             )
-        self.block_size = block_size
+        self.block_size = self.row_multiple = block_size
         self.stochastic = stochastic
         self.seed = seed
         self.error_feedback = not stochastic if error_feedback is None else error_feedback
@@ -75,6 +75,9 @@ class Int8(RowCompressor):
         blocks = _blocks(quantized, self._block(size)) * scales[..., tf.newaxis]
         return tf.reshape(tf.cast(_unblock(blocks, rows, size), dtype), [rows, *row_shape])
 
+    def is_finite(self, residual, payload):
+        return tf.math.is_finite(tf.reduce_sum(payload[1]))
+
     def row_bytes(self, row_shape, dtype, step=None):
         size = tf.TensorShape(row_shape).num_elements()
         return size + 4 * -(-size // self._block(size))
@@ -87,7 +90,7 @@ class Sign(RowCompressor):
     """Sends signs, and the mean magnitude of each block.
 
     A block that holds a number that is not finite arrives as non-finite numbers. Zeros count as
-    positive.
+    positive. Strategies send vectors, such as biases, whole.
 
     Args:
         block_size: Elements that share a scale; a multiple of 32.
@@ -106,13 +109,15 @@ class Sign(RowCompressor):
     1-bit SGD, Seide et al., Interspeech 2014.
     """
 
+    compresses_vectors = False
+
     def __init__(self, block_size=1024, error_feedback=True):
         if not isinstance(block_size, int) or block_size < 1 or block_size % 32:
             raise ValueError(
                 "`block_size` must be a positive multiple of 32. "
                 f"Received: block_size={block_size!r}"
             )
-        self.block_size = block_size
+        self.block_size = self.row_multiple = block_size
         self.error_feedback = error_feedback
         self.compresses_rows = not error_feedback
 
@@ -146,6 +151,9 @@ class Sign(RowCompressor):
         blocks = tf.reshape(signs, [rows, scales.shape[1], self._block(size)])
         blocks *= scales[..., tf.newaxis]
         return tf.reshape(tf.cast(_unblock(blocks, rows, size), dtype), [rows, *row_shape])
+
+    def is_finite(self, residual, payload):
+        return tf.math.is_finite(tf.reduce_sum(payload[1]))
 
     def row_bytes(self, row_shape, dtype, step=None):
         size = tf.TensorShape(row_shape).num_elements()

@@ -13,7 +13,8 @@ from keras_psplus.compression.rows import RowCompressor, rows_and_size
 class TopK(RowCompressor):
     """Sends the largest elements and their places (Deep Gradient Compression).
 
-    Numbers that are not finite count as the largest.
+    Numbers that are not finite count as the largest. Strategies send vectors, such as biases,
+    whole.
 
     Args:
         density: Part of the elements that is sent, in (0, 1]; at least one element is.
@@ -37,6 +38,8 @@ class TopK(RowCompressor):
     """
 
     splits = False
+    adds_rows = True
+    compresses_vectors = False
 
     def __init__(
         self,
@@ -74,36 +77,27 @@ class TopK(RowCompressor):
     def encode_rows(self, values, step):
         rows, size = rows_and_size(values)
         matrix = tf.reshape(values, [rows, size])
-        magnitudes = tf.abs(tf.cast(matrix, tf.float32))
-        # Looked for in all of them only if there is one.
-        magnitudes = tf.cond(
-            tf.math.is_finite(tf.reduce_sum(magnitudes)),
-            lambda: tf.identity(magnitudes),
-            lambda: tf.where(tf.math.is_finite(magnitudes), magnitudes, np.float32(np.inf)),
-        )
-        places = places_of_largest(magnitudes, self._count_at(size, step))
+        places = places_of_largest(tf.cast(matrix, tf.float32), self._count_at(size, step))
         return tf.gather(matrix, places, batch_dims=1), places
 
     def decode_rows(self, payload, row_shape, dtype, step):
         values, places = payload
         return tf.cast(_scatter(values, places, row_shape), dtype)
 
-    def left_out(self, total, payload, dtype, step):
-        values, places = payload
-        if dtype != tf.float32:
-            return super().left_out(total, payload, dtype, step)
-        # Nothing is left where something was sent; but of what is not finite, that has to show.
-        flat = tf.reshape(total, [-1])
-        nothing = tf.reshape(values, [-1]) * 0.0
-        flat = tf.tensor_scatter_nd_update(flat, tf.reshape(places, [-1, 1]), nothing)
-        return tf.reshape(flat, total.shape)
+    def is_finite(self, residual, payload):
+        # The largest are sent, and that is what is not finite.
+        return tf.math.is_finite(tf.reduce_sum(tf.cast(payload[0], tf.float32)))
 
-    def add_to(self, total, payload, dtype, step):
+    def add_rows(self, payload, row_shape, step):
         values, places = payload
-        flat = tf.reshape(total, [-1])
-        values = tf.cast(tf.reshape(values, [-1]), tf.float32)
-        flat = tf.tensor_scatter_nd_add(flat, tf.reshape(places, [-1, 1]), values)
-        return tf.reshape(flat, total.shape)
+        size = tf.TensorShape(row_shape).num_elements()
+        if tf.config.list_logical_devices("GPU"):
+            # There the order of additions to one element is not always the same.
+            total = tf.add_n([_scatter(v, p, row_shape) for v, p in _rows_of(values, places)])
+        else:
+            values = tf.cast(tf.reshape(values, [-1]), tf.float32)
+            total = tf.math.unsorted_segment_sum(values, tf.reshape(places, [-1]), size)
+        return tf.reshape(total, row_shape)
 
     def row_bytes(self, row_shape, dtype, step=None):
         counts = self._counts(tf.TensorShape(row_shape).num_elements())
@@ -152,6 +146,8 @@ class RandomK(RowCompressor):
     """
 
     reducible = True
+    homogeneous = True
+    compresses_vectors = False
 
     def __init__(self, density, unbiased=False, seed=0, error_feedback=None):
         self.density = _checked_density(density)
@@ -169,7 +165,7 @@ class RandomK(RowCompressor):
         rows, size = rows_and_size(values)
         matrix = tf.reshape(values, [rows, size])
         places, _ = self._places(size, step)
-        finite = tf.reduce_all(tf.math.is_finite(matrix), 1, keepdims=True)
+        finite = tf.math.is_finite(tf.reduce_sum(tf.cast(matrix, tf.float32), 1, keepdims=True))
         nan = tf.constant(np.nan, values.dtype)
         return (tf.where(finite, tf.gather(matrix, places, axis=1), nan),)
 
@@ -202,10 +198,21 @@ def _scatter(values, places, row_shape):
     """Puts values at their places in rows of zeros; in float32, for which all devices have it."""
     rows, _ = rows_and_size(values)
     size = tf.TensorShape(row_shape).num_elements()
-    row_of = tf.broadcast_to(tf.range(rows)[:, tf.newaxis], tf.shape(places))
-    at = tf.stack([row_of, places], -1)
-    matrix = tf.scatter_nd(at, tf.cast(values, tf.float32), tf.stack([rows, size]))
-    return tf.reshape(matrix, [rows, *row_shape])
+    starts = tf.range(tf.cast(rows, tf.int64), dtype=tf.int64)[:, tf.newaxis] * size
+    # Where nothing is added up, this is many times as fast as tf.scatter_nd.
+    flat = tf.raw_ops.SparseToDense(
+        sparse_indices=tf.reshape(starts + tf.cast(places, tf.int64), [-1]),
+        output_shape=tf.reshape(tf.cast(rows, tf.int64) * size, [1]),
+        sparse_values=tf.cast(tf.reshape(values, [-1]), tf.float32),
+        default_value=0.0,
+        validate_indices=False,
+    )
+    return tf.reshape(flat, [rows, *row_shape])
+
+
+def _rows_of(values, places):
+    """Each worker's values and places, as one row."""
+    return [(values[i : i + 1], places[i : i + 1]) for i in range(values.shape[0])]
 
 
 def _count(density, size):

@@ -17,7 +17,8 @@ STEPS = 6
 COMPRESSORS = {
     "bf16": "bf16",
     "fp16": "fp16",
-    "int8": compression.Int8(block_size=16),
+    # The rows that each worker sums: not of whole blocks, and, by variable, of whole ones.
+    "int8": compression.Int8(block_size=32),
     "sign": compression.Sign(block_size=32),
     "topk": compression.TopK(0.2),
     "topk_momentum": compression.TopK(0.2, momentum_correction=0.5),

@@ -6,7 +6,8 @@ import tensorflow as tf
 from hypothesis import given
 from hypothesis import strategies as st
 
-from keras_psplus.all_reduce import collectives
+from keras_psplus import compression
+from keras_psplus.all_reduce import collectives, routes
 from keras_psplus.all_reduce.compressed import CompressedSum
 
 
@@ -81,3 +82,19 @@ def test_any_bucket_size_gives_the_same(bucket_bytes):
     summed, _ = total(FakeLauncher(), grads, bucket_bytes)
     for tensor, grad in zip(summed, grads):
         np.testing.assert_array_equal(tensor, grad * 2)
+
+
+def test_rows_of_long_buckets_are_of_whole_blocks():
+    int8 = compression.Int8(block_size=16)
+    assert routes.rows_for(3, int8, [tf.zeros([100]), tf.zeros([20])]) == (3, 40)
+    assert routes.rows_for(3, int8, [tf.zeros([3000])]) == (3, 1008)
+    assert routes.rows_for(2, compression.RandomK(0.1), [tf.zeros([3001])]) == (2, 1501)
+
+
+def test_little_that_is_sent_shares_messages():
+    launcher = FakeLauncher()
+    add_up = CompressedSum(launcher, 2, compression.PowerSGD(1), bucket_bytes=20_000)
+    grads = [tf.ones([100, 100])] * 4
+    add_up(grads, [Named(f"v{i}", (100, 100)) for i in range(4)], tf.constant(0, tf.int64))
+    # Both factors of all four, though each gradient would fill a bucket.
+    assert launcher.sizes == [400, 400]

@@ -113,11 +113,14 @@ def _split_means(compressor, keys, grads, states, step):
     inner, server = compressor.inner, compression.ErrorFeedback(compressor.inner)
     size = sum(np.prod(LAYER[k]) for k in keys)
     width = -(-size // WORKERS)
+    if width > 32 * inner.block_size:
+        width += -width % inner.block_size
 
     def coded(feedback, tensor, state):
         total = feedback.add(tensor, state)
-        decoded = inner.decode_rows(inner.encode_rows(total, step), (width,), tf.float32, step)
-        return decoded, feedback.keep(tensor, total, decoded, (), state)
+        payload = inner.encode_rows(total, step)
+        decoded = inner.decode_rows(payload, (width,), tf.float32, step)
+        return decoded, feedback.keep(tensor, total, payload, decoded, (), state)
 
     received = []
     for worker in range(WORKERS):

@@ -64,7 +64,7 @@ def test_float16_gradients_keep_a_float32_residual():
     for _ in range(1000):
         total = feedback.add(gradient, state)
         own = tf.constant([1.0, 0.0], tf.float16)
-        state = feedback.keep(gradient, total, own, (), state)
+        state = feedback.keep(gradient, total, (own, None), own, (), state)
     assert state["residual"].dtype == tf.float32
     # In float16 the sum would have stopped growing long before.
     np.testing.assert_allclose(state["residual"][1], 1000 * float(gradient[1]), rtol=1e-3)
@@ -150,3 +150,29 @@ def test_other_inner_ones_are_refused(inner):
 def test_momentum_is_checked():
     with pytest.raises(ValueError, match="Received: momentum=1"):
         compression.ErrorFeedback(compression.Sign(), momentum=1)
+
+
+@pytest.mark.parametrize("times", [1, 2, 3, 9])
+@pytest.mark.parametrize("momentum", [0.0, 0.5])
+def test_tensors_are_multiplied_on_their_way_in(times, momentum):
+    feedback = compression.ErrorFeedback(compression.TopK(0.5), momentum=momentum)
+    tensor = tf.constant([1.0, -2.0, 3.0])
+    state = tf.nest.map_structure(lambda s: s + 0.5, feedback.init([3], tf.float32))
+    np.testing.assert_allclose(
+        feedback.times(times).add(tensor, state), feedback.add(tensor * times, state), rtol=1e-6
+    )
+
+
+@pytest.mark.parametrize("wrong", [np.nan, np.inf])
+@pytest.mark.parametrize(
+    "inner",
+    [compression.Int8(), compression.Sign(), compression.TopK(0.1), compression.PowerSGD(1)],
+)
+def test_a_state_outlives_what_is_not_finite(inner, wrong):
+    feedback = compression.ErrorFeedback(inner)
+    tensor = np.random.default_rng(0).normal(size=(40, 30)).astype("f4")
+    _, state = feedback.encode(tf.constant(tensor), feedback.init([40, 30], tf.float32), 0)
+    tensor[3, 4] = wrong
+    payload, after = feedback.encode(tf.constant(tensor), state, 1)
+    assert not np.isfinite(feedback.decode(payload, [40, 30], tf.float32, 1)).all()
+    tf.nest.map_structure(np.testing.assert_array_equal, after, state)

@@ -22,6 +22,23 @@ def test_topk_sends_exactly_the_largest(array, density):
     np.testing.assert_array_equal(np.sort(np.abs(decoded[kept])), largest[largest > 0])
 
 
+def test_what_all_workers_send_is_added_up_at_once():
+    rng = np.random.default_rng(0)
+    topk = compression.TopK(0.25)
+    tensors = [tf.constant(rng.normal(size=(8, 5)), tf.float32) for _ in range(3)]
+    payloads = [topk.encode(tensor, (), 0)[0] for tensor in tensors]
+    joined = tuple(tf.concat(parts, 0) for parts in zip(*payloads))
+    decoded = [topk.decode(payload, [8, 5], tf.float32, 0) for payload in payloads]
+    np.testing.assert_allclose(topk.add_rows(joined, [8, 5], 0), sum(decoded), rtol=1e-6)
+
+
+@pytest.mark.parametrize("wrong", [np.nan, np.inf, -np.inf])
+def test_what_is_not_finite_is_among_the_largest_of_many(wrong):
+    values = np.random.default_rng(0).normal(size=[1, 300_000]).astype("f4")
+    values[0, 12345] = wrong
+    assert 12345 in places_of_largest(tf.constant(values), 3000).numpy()
+
+
 @pytest.mark.parametrize("zeros", [0.0, 0.5, 0.995, 1.0])
 def test_the_largest_of_many_are_the_same_without_sorting(zeros):
     rng = np.random.default_rng(0)
