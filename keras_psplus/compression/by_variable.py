@@ -5,6 +5,7 @@ import re
 
 import tensorflow as tf
 
+from keras_psplus.compression.arguments import whole_number
 from keras_psplus.compression.base import Compressor
 
 
@@ -46,8 +47,8 @@ class ByVariable(Compressor):
                 )
         self.patterns = dict(patterns)
         self.default = default
-        self.min_size = min_size
-        self.min_rank = min_rank
+        self.min_size = whole_number("min_size", min_size, 0)
+        self.min_rank = whole_number("min_rank", min_rank, 0)
 
     def for_variable(self, path, shape, dtype):
         shape = tf.TensorShape(shape)

@@ -5,6 +5,7 @@ import functools
 
 import tensorflow as tf
 
+from keras_psplus.compression.arguments import number
 from keras_psplus.compression.base import Compressor
 from keras_psplus.compression.by_variable import ByVariable
 from keras_psplus.compression.cast import saturating_cast
@@ -46,11 +47,9 @@ class ErrorFeedback(Compressor):
                 "`inner` must be a compressor that keeps no residual already, and, with several "
                 f"for different variables, one of these. Received: inner={inner!r}"
             )
-        if not 0 <= momentum < 1:
-            raise ValueError(f"`momentum` must be in [0, 1). Received: momentum={momentum!r}")
         self.inner = inner
         self._times = 1
-        self.momentum = momentum
+        self.momentum = number("momentum", momentum, "in [0, 1)", lambda m: 0 <= m < 1)
         self.factor_masking = factor_masking
         self.reducible = inner.reducible
         self.splits = inner.splits

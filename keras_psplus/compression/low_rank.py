@@ -1,10 +1,9 @@
 """Matrices as the product of two thin ones."""
 
-import numbers
-
 import numpy as np
 import tensorflow as tf
 
+from keras_psplus.compression.arguments import number, whole_number
 from keras_psplus.compression.base import Compressor
 from keras_psplus.compression.cast import saturating_cast
 
@@ -45,21 +44,12 @@ class PowerSGD(Compressor):
         seed=0,
         error_feedback=True,
     ):
-        if not isinstance(rank, int) or rank < 1:
-            raise ValueError(f"`rank` must be a positive int. Received: rank={rank!r}")
-        if not isinstance(min_compression_rate, numbers.Real) or min_compression_rate < 0:
-            raise ValueError(
-                "`min_compression_rate` must not be negative. "
-                f"Received: min_compression_rate={min_compression_rate!r}"
-            )
-        if not isinstance(start_step, int) or start_step < 0:
-            raise ValueError(
-                f"`start_step` must be an int from 0 up. Received: start_step={start_step!r}"
-            )
-        self.rank = rank
+        self.rank = whole_number("rank", rank, 1)
         self.warm_start = warm_start
-        self.min_compression_rate = min_compression_rate
-        self.start_step = start_step
+        self.min_compression_rate = number(
+            "min_compression_rate", min_compression_rate, "a number from 0 up", lambda n: n >= 0
+        )
+        self.start_step = whole_number("start_step", start_step, 0)
         self.seed = seed
         self.error_feedback = error_feedback
 

@@ -3,6 +3,7 @@
 import numpy as np
 import tensorflow as tf
 
+from keras_psplus.compression.arguments import whole_number
 from keras_psplus.compression.rows import RowCompressor, rows_and_size
 
 # Below this, a block's scale or its inverse would leave float32's normal range.
@@ -38,11 +39,7 @@ class Int8(RowCompressor):
     serves_values = True
 
     def __init__(self, block_size=256, stochastic=False, seed=0, error_feedback=None):
-        if not isinstance(block_size, int) or block_size < 1:
-            raise ValueError(
-                f"`block_size` must be a positive int. Received: block_size={block_size!r}"
-            )
-        self.block_size = self.row_multiple = block_size
+        self.block_size = self.row_multiple = whole_number("block_size", block_size, 1)
         self.stochastic = stochastic
         self.seed = seed
         self.error_feedback = not stochastic if error_feedback is None else error_feedback
@@ -112,12 +109,7 @@ class Sign(RowCompressor):
     compresses_vectors = False
 
     def __init__(self, block_size=1024, error_feedback=True):
-        if not isinstance(block_size, int) or block_size < 1 or block_size % 32:
-            raise ValueError(
-                "`block_size` must be a positive multiple of 32. "
-                f"Received: block_size={block_size!r}"
-            )
-        self.block_size = self.row_multiple = block_size
+        self.block_size = self.row_multiple = whole_number("block_size", block_size, 32, 32)
         self.error_feedback = error_feedback
         self.compresses_rows = not error_feedback
 

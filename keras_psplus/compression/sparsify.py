@@ -1,10 +1,9 @@
 """A few elements of each tensor."""
 
-import numbers
-
 import numpy as np
 import tensorflow as tf
 
+from keras_psplus.compression.arguments import number, whole_number
 from keras_psplus.compression.cast import saturating_cast
 from keras_psplus.compression.largest import places_of_largest
 from keras_psplus.compression.rows import RowCompressor, rows_and_size
@@ -51,19 +50,13 @@ class TopK(RowCompressor):
         error_feedback=True,
     ):
         self.density = _checked_density(density)
-        if warmup_epochs and not (warmup_epochs > 0 and (steps_per_epoch or 0) > 0):
-            raise ValueError(
-                "`warmup_epochs` must not be negative, and needs a positive `steps_per_epoch`. "
-                f"Received: warmup_epochs={warmup_epochs!r}, steps_per_epoch={steps_per_epoch!r}"
-            )
-        if not 0 <= momentum_correction < 1:
-            raise ValueError(
-                "`momentum_correction` must be in [0, 1). "
-                f"Received: momentum_correction={momentum_correction!r}"
-            )
-        self.warmup_epochs = warmup_epochs
+        self.warmup_epochs = whole_number("warmup_epochs", warmup_epochs, 0)
+        if self.warmup_epochs:
+            steps_per_epoch = whole_number("steps_per_epoch", steps_per_epoch, 1)
         self.steps_per_epoch = steps_per_epoch
-        self.momentum_correction = momentum_correction
+        self.momentum_correction = number(
+            "momentum_correction", momentum_correction, "in [0, 1)", lambda m: 0 <= m < 1
+        )
         self.factor_masking = factor_masking
         self.error_feedback = error_feedback
         self.compresses_rows = not error_feedback
@@ -220,6 +213,4 @@ def _count(density, size):
 
 
 def _checked_density(density):
-    if not isinstance(density, numbers.Real) or not 0 < density <= 1:
-        raise ValueError(f"`density` must be in (0, 1]. Received: density={density!r}")
-    return density
+    return number("density", density, "in (0, 1]", lambda d: 0 < d <= 1)

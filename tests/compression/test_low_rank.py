@@ -103,7 +103,7 @@ def test_convolutions_are_matrices_of_their_last_axis():
 
 def test_options_are_checked():
     for rank in 0, -1, 1.5, "4":
-        with pytest.raises(ValueError, match="`rank` must be a positive int. Received: rank="):
+        with pytest.raises(ValueError, match="`rank` must be an int from 1 up. Received: rank="):
             compression.PowerSGD(rank)
     with pytest.raises(ValueError, match="Received: min_compression_rate=-1"):
         compression.PowerSGD(1, min_compression_rate=-1)

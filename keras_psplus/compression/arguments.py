@@ -1,0 +1,36 @@
+"""Checks of the numbers that compressors are made with."""
+
+import numbers
+
+
+def whole_number(name, value, least, multiple_of=1):
+    """Returns an argument as an int.
+
+    Raises:
+        ValueError: If it is no int from `least` up, or no multiple.
+    """
+    good = isinstance(value, numbers.Integral) and not isinstance(value, bool)
+    if not good or value < least or value % multiple_of:
+        multiple = f" and a multiple of {multiple_of}" if multiple_of > 1 else ""
+        raise ValueError(
+            f"`{name}` must be an int from {least} up{multiple}. Received: {name}={value!r}"
+        )
+    return int(value)
+
+
+def number(name, value, allowed, holds):
+    """Returns an argument as it is.
+
+    Args:
+        name: Its name.
+        value: What was given.
+        allowed: What it may be, for the message.
+        holds: Function of a number that tells whether it may be this.
+
+    Raises:
+        ValueError: If it is no number, or not one of these.
+    """
+    good = isinstance(value, numbers.Real) and not isinstance(value, bool)
+    if not good or not holds(value):
+        raise ValueError(f"`{name}` must be {allowed}. Received: {name}={value!r}")
+    return value
