@@ -35,7 +35,7 @@ demo: $(VENV)/stamp-examples
 	@$(BIN)/python examples/demo.py
 
 test: $(VENV)/stamp-test
-	$(BIN)/python -m pytest -n 2 --dist loadfile
+	$(BIN)/python -m pytest -n 2 --dist loadfile --no-loadscope-reorder
 
 bench: $(VENV)/stamp-bench
 	$(BIN)/python benchmarks/step_time.py --out step_time.json

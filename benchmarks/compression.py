@@ -67,6 +67,7 @@ def launch(args, library, method, hosts, rate, delay, steps):
                 *(args.torch_python if library == "torch" else sys.executable, TASKS[library]),
                 *("--rank", rank, "--addresses", *addresses, "--method", method),
                 *("--batch_size", args.batch_size, "--warmup", args.warmup, "--steps", steps),
+                *("--bucket_bytes", args.bucket_bytes),
             ]
             with log.open("w") as file:
                 processes.append(
@@ -214,6 +215,7 @@ def main():
     parser.add_argument("--hosts", type=int, nargs="+", default=[2, 4], help="with --bytes")
     parser.add_argument("--methods", nargs="+", help="of these alone")
     parser.add_argument("--batch_size", type=int, default=64, help="of one worker")
+    parser.add_argument("--bucket_bytes", type=float, default=4 << 20, help="of keras_psplus")
     parser.add_argument("--turns", type=int, default=3)
     parser.add_argument("--warmup", type=int, default=8, help="steps left out of the figures")
     parser.add_argument("--seconds", type=float, default=6, help="about so long, for each figure")

@@ -14,4 +14,5 @@ def parse(description):
     parser.add_argument("--batch_size", type=int, required=True, help="of one worker")
     parser.add_argument("--warmup", type=int, required=True)
     parser.add_argument("--steps", type=int, required=True)
+    parser.add_argument("--bucket_bytes", type=float, required=True)
     return parser.parse_args()

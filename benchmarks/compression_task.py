@@ -75,7 +75,7 @@ def main():
     tf.config.threading.set_inter_op_parallelism_threads(2)
     compression = {"none": None, "alone": keras_psplus.compression.NoCommunication()}
     strategy = keras_psplus.MultiWorkerMirroredStrategy(
-        compression=compression.get(args.method, args.method)
+        compression=compression.get(args.method, args.method), bucket_bytes=args.bucket_bytes
     )
     keras.utils.set_random_seed(1)
     with strategy.scope():

@@ -25,14 +25,15 @@ class CompressedSum:
 
     Args:
         launcher: `collectives.Launcher` of the replica.
+        rank: The replica's rank.
         replicas: Number of replicas.
         compressor: `Compressor`, with error feedback where it is wanted, or None.
         bucket_bytes: Size at which a bucket is sent, in bytes of uncompressed gradients.
         timed: Whether to measure for how long gradients are waited for.
     """
 
-    def __init__(self, launcher, replicas, compressor, bucket_bytes, timed=True):
-        self._launcher, self._replicas = launcher, replicas
+    def __init__(self, launcher, rank, replicas, compressor, bucket_bytes, timed=True):
+        self._launcher, self._rank, self._replicas = launcher, rank, replicas
         self._compressor, self._bucket_bytes = compressor, bucket_bytes
         self._timed = timed
         self.states = States(launcher._device)
@@ -126,7 +127,9 @@ class CompressedSum:
         state = self.states.read(
             name, lambda: routes.split_init(self._replicas, compressor, tensors)
         )
-        sums, state = routes.split(self._launcher, self._replicas, compressor, tensors, state, step)
+        sums, state = routes.split(
+            self._launcher, self._rank, self._replicas, compressor, tensors, state, step
+        )
         self.states.write(name, state)
         # One row to each of the others, twice; shared out by size.
         _, width = routes.rows_for(self._replicas, compressor, tensors)

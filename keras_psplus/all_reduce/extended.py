@@ -47,7 +47,11 @@ class MultiWorkerMirroredExtended(collective_all_reduce_strategy.CollectiveAllRe
         for name in ("_cross_device_ops", "_host_cross_device_ops"):
             setattr(self, name, collectives.CollectiveOps.like(getattr(self, name)))
         self._reducers = reducers.Reducers(
-            self._cross_device_ops.launchers, self._num_replicas_in_sync, compressor, bucket_bytes
+            self._cross_device_ops.launchers,
+            self.world.rank,
+            self._num_replicas_in_sync,
+            compressor,
+            bucket_bytes,
         )
 
     @property

@@ -16,13 +16,14 @@ class Reducers:
 
     Args:
         launchers: `collectives.Launcher` of each local replica.
+        first_rank: Rank of the first local replica.
         replicas: Number of all replicas.
         compressor: `Compressor`, with error feedback where it is wanted, or None.
         bucket_bytes: Size in bytes at which a bucket of gradients is sent.
     """
 
-    def __init__(self, launchers, replicas, compressor, bucket_bytes):
-        self._launchers = launchers
+    def __init__(self, launchers, first_rank, replicas, compressor, bucket_bytes):
+        self._launchers, self._first_rank = launchers, first_rank
         self._options = (replicas, compressor, bucket_bytes)
         self._of_owner = weakref.WeakKeyDictionary()
         self._eager = weakref.WeakKeyDictionary()
@@ -84,7 +85,10 @@ class Reducers:
             # Replicas of one graph would wait for each other's clocks, and so for ever: TensorFlow
             # keeps stateful operations in order.
             timed = len(self._launchers) == 1
-            sums = [CompressedSum(launcher, *self._options, timed) for launcher in self._launchers]
+            sums = [
+                CompressedSum(launcher, rank, *self._options, timed)
+                for rank, launcher in enumerate(self._launchers, self._first_rank)
+            ]
             self._of_owner[owner] = sums
             # That of one replica stands for all: each sends the same. It outlives the optimizer,
             # as totals are of all that was ever sent.

@@ -96,7 +96,7 @@ def rows_for(replicas, compressor, tensors):
     return replicas, width
 
 
-def split(launcher, replicas, compressor, tensors, state, step):
+def split(launcher, rank, replicas, compressor, tensors, state, step):
     """Sums tensors piece by piece: each replica adds up the pieces of its rank.
 
     This is a reduce-scatter by an all-to-all of compressed pieces, and an all-gather of the sums,
@@ -105,6 +105,7 @@ def split(launcher, replicas, compressor, tensors, state, step):
 
     Args:
         launcher: `collectives.Launcher` of this replica.
+        rank: This replica's rank.
         replicas: Number of replicas.
         compressor: Compressor that `splits`, perhaps in `ErrorFeedback`.
         tensors: List of tensors.
@@ -121,7 +122,9 @@ def split(launcher, replicas, compressor, tensors, state, step):
     sizes = [tensor.shape.num_elements() for tensor in tensors]
     padding = replicas * width - sum(sizes)
     flat = [tf.reshape(tf.cast(tensor, tf.float32), [-1]) for tensor in tensors]
-    mine = tf.reshape(tf.concat([*flat, tf.zeros([padding])], 0), rows)
+    # A copy is what it costs; large tensors have buckets of their own.
+    whole = len(flat) == 1 and not padding
+    mine = tf.reshape(flat[0] if whole else tf.concat([*flat, tf.zeros([padding])], 0), rows)
 
     def decoded(words, like, count):
         payload = compression.unpack(words, like, count)
@@ -136,10 +139,10 @@ def split(launcher, replicas, compressor, tensors, state, step):
     piece_total = server.add(piece, state["server"]) if feedback else piece
     piece_payload = inner.encode_rows(piece_total, step)
     everything = launcher.gather(compression.pack(piece_payload, 1))
-    sums = tf.split(tf.reshape(decoded(everything, payload, replicas), [-1]), [*sizes, padding])
+    sums = decoded(everything, payload, replicas)
     if feedback:
         own = inner.decode_rows(payload, (width,), tf.float32, step)
-        own_piece = inner.decode_rows(piece_payload, (width,), tf.float32, step)
+        own_piece = sums[rank : rank + 1]
         state = {
             "worker": feedback.keep(
                 mine, total, payload, own, state["worker"]["inner"], state["worker"]
@@ -149,7 +152,8 @@ def split(launcher, replicas, compressor, tensors, state, step):
                 *(state["server"]["inner"], state["server"]),
             ),
         }
-    return [tf.cast(tf.reshape(s, t.shape), t.dtype) for s, t in zip(sums, tensors)], state
+    pieces = [sums] if whole else tf.split(tf.reshape(sums, [-1]), [*sizes, padding])
+    return [tf.cast(tf.reshape(p, t.shape), t.dtype) for p, t in zip(pieces, tensors)], state
 
 
 def split_init(replicas, compressor, tensors):

@@ -14,7 +14,7 @@ class Int8(RowCompressor):
     """Sends signed bytes, scaled in each block by its largest magnitude.
 
     A block that holds a number that is not finite arrives as NaN. Blocks of magnitudes below
-    1.5e-36 arrive as zeros.
+    1.5e-36 arrive as zeros. Strategies send vectors, such as biases, whole.
 
     Args:
         block_size: Elements that share a scale.
@@ -37,6 +37,7 @@ class Int8(RowCompressor):
     """
 
     serves_values = True
+    compresses_vectors = False
 
     def __init__(self, block_size=256, stochastic=False, seed=0, error_feedback=None):
         self.block_size = self.row_multiple = whole_number("block_size", block_size, 1)

@@ -231,6 +231,7 @@ def main():
         # A process has one strategy; each case gets the part of it that compresses anew.
         extended._reducers = reducers.Reducers(
             extended._cross_device_ops.launchers,
+            extended.world.rank,
             extended._num_replicas_in_sync,
             compression.with_error_feedback(compression.get(compressor)),
             2000,

@@ -40,7 +40,7 @@ class Named(NamedTuple):
 
 
 def total(launcher, grads, bucket_bytes=4 << 20):
-    add_up = CompressedSum(launcher, 2, None, bucket_bytes)
+    add_up = CompressedSum(launcher, 0, 2, None, bucket_bytes)
     variables = [
         Named(f"v{i}", (5, 3) if isinstance(g, tf.IndexedSlices) else g.shape)
         for i, g in enumerate(grads)
@@ -93,7 +93,7 @@ def test_rows_of_long_buckets_are_of_whole_blocks():
 
 def test_little_that_is_sent_shares_messages():
     launcher = FakeLauncher()
-    add_up = CompressedSum(launcher, 2, compression.PowerSGD(1), bucket_bytes=20_000)
+    add_up = CompressedSum(launcher, 0, 2, compression.PowerSGD(1), bucket_bytes=20_000)
     grads = [tf.ones([100, 100])] * 4
     add_up(grads, [Named(f"v{i}", (100, 100)) for i in range(4)], tf.constant(0, tf.int64))
     # Both factors of all four, though each gradient would fill a bucket.
