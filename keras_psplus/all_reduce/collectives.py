@@ -41,12 +41,16 @@ class Launcher(cross_device_utils.CollectiveReplicaLauncher):
 
     def all_reduce(self, input_tensor, control_input=None, options=None):
         tensor = tf.convert_to_tensor(input_tensor)
+        if self._group_size == 1:
+            return tensor
         with self._keys_for("reduce", tensor):
             return super().all_reduce(tensor, control_input, options)
 
     def _all_gather(self, input_tensor, options=None):
         """Concatenates tensors of one shape along axis 0, in rank order."""
         tensor = tf.convert_to_tensor(input_tensor)
+        if self._group_size == 1:
+            return tensor
         with self._keys_for("gather", tensor):
             return super()._all_gather(tensor, options)
 

@@ -29,6 +29,10 @@ class Step:
     Args:
         extended: `MultiWorkerMirroredExtended` whose replica this is.
         batch: `Batch` that the function gets, or None if its share is not known.
+
+    Attributes:
+        recording: Whether it notes which variables the replica changes by itself.
+        alone: Whether gradients are the replica's own, to be applied as they are.
     """
 
     def __init__(self, extended, batch=None):
@@ -37,10 +41,12 @@ class Step:
         self.rank = extended.rank_in_context()
         self.replicas = extended._num_replicas_in_sync
         self._weight = None
+        self._rows = None
         self._changed = {}
         self._baselines = {}
         self.touched = set()
         self.recording = True
+        self.alone = False
         if batch is not None:
             self.set_share(batch.local_rows, batch.global_rows)
 
@@ -58,11 +64,20 @@ class Step:
 
     def set_share(self, local_rows, global_rows):
         """Notes the replica's part of the global batch, in rows."""
-        weight = tf.cast(local_rows, tf.float32) / tf.maximum(tf.cast(global_rows, tf.float32), 1.0)
-        # A variable, not the tensor: a nested tf.function that was traced in an earlier step's
-        # graph reads this step's value.
-        self._weight = self._extended.weight_variable()
-        self._weight.assign(weight, read_value=False)
+        global_rows = tf.cast(global_rows, tf.float32)
+        # Variables, not tensors: a nested tf.function that was traced in an earlier step's graph
+        # reads this step's values.
+        self._weight = self._extended.step_variable("share")
+        self._weight.assign(
+            tf.cast(local_rows, tf.float32) / tf.maximum(global_rows, 1.0), read_value=False
+        )
+        self._rows = self._extended.step_variable("global rows")
+        self._rows.assign(global_rows, read_value=False)
+
+    def rows(self):
+        """Rows of the replica and of the global batch; as of one row if they are not known."""
+        everything = tf.constant(1.0) if self._rows is None else self._rows.read_value()
+        return self._share() * everything, everything
 
     def agree_on_share(self, data):
         """Finds the replica's part of the global batch by asking the others."""
