@@ -33,12 +33,13 @@ class Accumulation:
         """Number of batches whose gradients wait for an update."""
         return int(self._count.numpy())
 
-    def __call__(self, step, grads, apply):
+    def __call__(self, step, grads, variables, apply):
         """Takes the gradients of one batch.
 
         Args:
             step: The replica's `Step`.
             grads: Gradients of the same kinds as at first.
+            variables: Their Keras variables.
             apply: Function of a list of gradients and of variables that sums the gradients over
                 replicas and applies them.
         """

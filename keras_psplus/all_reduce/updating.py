@@ -1,5 +1,6 @@
 """When optimizers communicate, by a strategy's `updates=`: what is kept for each of them."""
 
+import functools
 import weakref
 
 import tensorflow as tf
@@ -7,6 +8,7 @@ import tensorflow as tf
 from keras_psplus.all_reduce import step as step_module
 from keras_psplus.all_reduce.accumulation import Accumulation
 from keras_psplus.all_reduce.compression_state import States
+from keras_psplus.all_reduce.local_steps import LocalSteps
 
 
 class Updating:
@@ -22,7 +24,7 @@ class Updating:
         self._strategy = weakref.ref(strategy)
         self._of_owner = weakref.WeakKeyDictionary()
 
-    def apply(self, step, optimizer, grads, variables, apply):
+    def apply(self, step, optimizer, grads, variables, apply, averaged):
         """Takes the gradients of one batch, in replica context.
 
         Args:
@@ -31,18 +33,47 @@ class Updating:
             grads: List of tensors, `tf.IndexedSlices` or None.
             variables: Their Keras variables.
             apply: Function of gradients and variables that has Keras sum and apply them.
+            averaged: Variables of the optimizer's that are averaged with the weights.
         """
         kept = self._kept(optimizer)
         kept.optimizer = weakref.ref(optimizer)
         replica = tf.distribute.get_replica_context()._replica_id
-        units = kept.units[replica]
+        units, states = kept.units[replica], kept.states[replica]
         # An optimizer may be given one part of its variables now and another then.
         key = tuple(id(v) for g, v in zip(grads, variables) if g is not None)
         if key not in units:
-            units[key] = Accumulation(
-                self.policy, kept.states[replica], str(len(units)), grads, variables
-            )
-        units[key](step, grads, apply)
+            name = str(len(units))
+            if self.policy.local:
+                parts = self._parts(optimizer, grads, variables)
+                sums = functools.partial(self._sums, weakref.ref(_owner(optimizer)))
+                units[key] = LocalSteps(self.policy, states, name, parts, averaged, sums)
+            else:
+                units[key] = Accumulation(self.policy, states, name, grads, variables)
+        units[key](step, grads, variables, apply)
+
+    def prepare(self, optimizer, variables):
+        """Deals an optimizer's variables into fragments, before the first step.
+
+        Args:
+            optimizer: The optimizer.
+            variables: All Keras variables that it will be given.
+        """
+        kept = self._kept(optimizer)
+        if not self.policy.local or kept.fragments is not None:
+            return
+        kept.fragments = [[] for _ in range(self.policy.fragments)]
+        sizes = [0] * self.policy.fragments
+        # The largest first, each to the fragment that is smallest by then.
+        for variable in sorted(variables, key=_size, reverse=True):
+            smallest = sizes.index(min(sizes))
+            kept.fragments[smallest].append(variable)
+            sizes[smallest] += _size(variable)
+        if hasattr(self.policy, "make_outer_optimizer"):
+            with self._strategy().scope():
+                for fragment in kept.fragments:
+                    outer = self.policy.make_outer_optimizer()
+                    outer.build(fragment)
+                    kept.outers.append(outer)
 
     def finish(self, optimizer):
         """Has everything applied that is still to be; on all workers.
@@ -73,12 +104,38 @@ class Updating:
 
     def states(self, optimizer):
         """What is kept for an optimizer on this worker, as a trackable."""
-        states = self._kept(optimizer).states
-        return tf.train.Checkpoint(**{f"replica_{i}": one for i, one in enumerate(states)})
+        kept = self._kept(optimizer)
+        parts = {f"replica_{i}": one for i, one in enumerate(kept.states)}
+        if self.policy.local:
+            # Each replica's momenta are its own, too.
+            variables = [v for one in (_owner(optimizer), *kept.outers) for v in one.variables]
+            for j, variable in enumerate(variables):
+                copies = self._strategy().experimental_local_results(variable.value)
+                parts |= {f"variable_{j}_of_{i}": copy for i, copy in enumerate(copies)}
+        return tf.train.Checkpoint(**parts)
+
+    def _parts(self, optimizer, grads, variables):
+        """The variables with gradients, by fragments, and each fragment's outer optimizer."""
+        kept = self._kept(optimizer)
+        if kept.fragments is None:
+            # In a loop of the script's own nobody has called `prepare`.
+            tf.distribute.get_replica_context().merge_call(
+                lambda strategy: self.prepare(optimizer, variables)
+            )
+        trained = {id(v) for g, v in zip(grads, variables) if g is not None}
+        outers = kept.outers or [None] * len(kept.fragments)
+        return [
+            ([v for v in fragment if id(v) in trained], outer)
+            for fragment, outer in zip(kept.fragments, outers)
+        ]
+
+    def _sums(self, owner, tensors, variables, turn, compress):
+        kind = "change" if compress else "copy"
+        reducers = self._strategy().extended.reducers
+        return reducers.sum(tensors, variables, turn, owner(), kind)
 
     def _kept(self, optimizer):
-        # A loss scale is none of its business.
-        owner = getattr(optimizer, "inner_optimizer", optimizer)
+        owner = _owner(optimizer)
         if owner not in self._of_owner:
             self._of_owner[owner] = _Kept(self._strategy().extended.worker_devices)
         return self._of_owner[owner]
@@ -92,3 +149,14 @@ class _Kept:
         self.units = [{} for _ in devices]
         self.optimizer = None
         self.finish = 0, None
+        self.fragments = None
+        self.outers = []
+
+
+def _owner(optimizer):
+    # A loss scale is none of its business.
+    return getattr(optimizer, "inner_optimizer", optimizer)
+
+
+def _size(variable):
+    return variable.value.shape.num_elements()

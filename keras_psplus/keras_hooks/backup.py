@@ -6,7 +6,7 @@ import tensorflow as tf
 from keras.src.callbacks import backup_and_restore
 from keras.src.utils import file_utils
 
-from keras_psplus.keras_hooks import compression_backup
+from keras_psplus.keras_hooks import compression_backup, updates
 from keras_psplus.keras_hooks.ownership import distributing, ours
 from keras_psplus.keras_hooks.patching import replace
 
@@ -36,6 +36,8 @@ def _save(original, self):
     strategy = _strategy_of(self)
     if strategy is None:
         return original(self)
+    if ours(strategy):
+        updates.settle(strategy, self.model)
     # First, so that there is one for every model that the chief has written.
     compression_backup.save(strategy, self.model, self.backup_dir)
     if not strategy.is_chief:

@@ -109,9 +109,9 @@ def _number(strategy, model, noted_step=None):
     if noted_step is not None:
         # If the chief died before it had noted the model's step, that is of another model.
         return noted_step if noted_step // of_update == _step(model) else number
-    updating = strategy.extended.updating
-    if updating is not None:
-        number += sum(updating.batches(one) for one in optimizers_of(model).values()) % of_update
+    if of_update > 1:
+        batches = strategy.extended.updating.batches
+        number += sum(batches(optimizer) for optimizer in optimizers_of(model).values()) % of_update
     return number
 
 

@@ -70,7 +70,7 @@ def _apply_gradients(original, self, grads, trainable_variables):
 def _clip(original, self, grads):
     strategy = _strategy_in_replica_context(self)
     variables = getattr(_local, "variables", None)
-    if strategy is None or not variables or len(variables) != len(grads):
+    if strategy is None or not variables or len(variables) != len(grads) or _alone():
         return original(self, grads)
     # Keras has taken out the variables without a gradient.
     grads = [_with_shape(g, v) for g, v in zip(grads, variables)]
@@ -88,7 +88,14 @@ def _with_shape(gradient, variable):
     return tf.ensure_shape(gradient, variable.shape)
 
 
+def _alone():
+    step = our_step()
+    return step is not None and step.alone
+
+
 def _all_reduce(original, self, grads_and_vars):
+    if _strategy_in_replica_context(self) and _alone():
+        return list(grads_and_vars)
     if _strategy_in_replica_context(self) and getattr(_local, "summed_for", None) is self:
         _local.summed_for = None
         return list(grads_and_vars)

@@ -37,8 +37,12 @@ def _explained(original, self, *args, **kwargs):
 
 
 def _evaluating(original, self, *args, **kwargs):
+    def settled(*args, **kwargs):
+        updates.settle(ours(self._distribute_strategy), self)
+        return original(*args, **kwargs)
+
     with updates.evaluating():
-        return _explained(original, self, *args, **kwargs)
+        return _explained(settled, self, *args, **kwargs)
 
 
 def _training(original, self, *args, **kwargs):
@@ -74,6 +78,8 @@ def _build(original, self, iterator=None, data_batch=None):
     with strategy.scope():
         self._symbolic_build(data_batch=data_batch)
     checks.check_variables(strategy, self)
+    if ours(strategy):
+        updates.prepare(strategy, self)
 
 
 def _init_iterator(original, self, distribute_strategy=None, *args, **kwargs):

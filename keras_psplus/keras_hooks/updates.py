@@ -31,7 +31,29 @@ def apply(original, optimizer, updating, step, grads, trainable_variables):
             optimizer.build(variables)
     if all(gradient is None for gradient in grads):
         return original(optimizer, grads, variables)
-    return updating.apply(step, optimizer, grads, variables, lambda g, v: original(optimizer, g, v))
+    return updating.apply(
+        step,
+        optimizer,
+        grads,
+        variables,
+        lambda g, v: original(optimizer, g, v),
+        _averaged(getattr(optimizer, "inner_optimizer", optimizer), updating.policy, variables),
+    )
+
+
+def prepare(strategy, model):
+    """Makes what the optimizers of a built model need before their first step."""
+    if strategy.updates is not None:
+        for optimizer in optimizers_of(model).values():
+            if optimizer.built:
+                strategy.extended.updating.prepare(optimizer, optimizer._trainable_variables)
+
+
+def settle(strategy, model):
+    """Gives all workers the same weights, if they step alone; on all workers."""
+    if strategy is not None and strategy.updates is not None and strategy.updates.local:
+        for optimizer in optimizers_of(model).values():
+            strategy.extended.updating.finish(optimizer)
 
 
 @contextlib.contextmanager
@@ -61,9 +83,29 @@ def optimizers_of(model):
 
 def _end_of_epoch(original, self, logs):
     strategy = ours(getattr(self, "_distribute_strategy", None))
-    updating = strategy.extended.updating if strategy is not None else None
     # Keras asks for an epoch's metrics before validation and before callbacks see its end.
-    if updating is not None and not getattr(_local, "evaluating", False) and updating.policy.flush:
-        for optimizer in optimizers_of(self).values():
-            updating.finish(optimizer)
+    if strategy is not None and not getattr(_local, "evaluating", False):
+        settle(strategy, self)
+        if getattr(strategy.updates, "flush", False):
+            for optimizer in optimizers_of(self).values():
+                strategy.extended.updating.finish(optimizer)
     return original(self, logs)
+
+
+def _averaged(optimizer, policy, variables):
+    """What of an optimizer's variables is averaged with the weights of workers that step alone."""
+    if not policy.local:
+        return []
+    averaged = list(optimizer._model_variables_moving_average) if optimizer.use_ema else []
+    if policy.average_slots:
+        shapes = {tuple(variable.shape) for variable in variables}
+        # Neither counters nor the learning rate, which are the same everywhere.
+        averaged += [
+            v
+            for v in optimizer.variables
+            if v.value.dtype.is_floating
+            and tuple(v.shape) in shapes
+            and v.name != "learning_rate"
+            and all(v is not one for one in averaged)
+        ]
+    return averaged

@@ -52,6 +52,7 @@ class DiLoCo(Updates):
     """
 
     local = True
+    start_step, average_slots = 0, False
 
     def __init__(self, every, outer_optimizer=nesterov, fragments=1, overlap_steps=0, alpha=None):
         check_whole("every", every, 1)

@@ -31,6 +31,8 @@ class LocalSGD(Updates):
     """
 
     local = True
+    # Everything at once, as soon as it is due.
+    fragments, overlap_steps, alpha = 1, 0, 0.0
 
     def __init__(self, every, start_step=0, average_slots=False):
         check_whole("every", every, 1)

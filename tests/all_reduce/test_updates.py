@@ -1,5 +1,6 @@
 """Rarer updates on two workers, beside what one process computes on the same batches."""
 
+import functools
 import json
 import pathlib
 
@@ -7,8 +8,19 @@ import keras
 import numpy as np
 import pytest
 
+from keras_psplus import updates
 from keras_psplus.cluster.testing import run_in_processes
-from tests.all_reduce.updates_job import ACCUMULATED, EPOCHS, RESUMED, data_of, slices
+from tests.all_reduce import updates_simulation as simulation
+from tests.all_reduce.updates_job import (
+    ACCUMULATED,
+    EPOCHS,
+    LOCAL,
+    RESUMED,
+    data_of,
+    dense,
+    problem,
+    slices,
+)
 
 JOB = pathlib.Path(__file__).with_name("updates_job.py")
 WORKERS = 2
@@ -76,6 +88,49 @@ def test_accumulating_equals_one_process_on_larger_batches(name, run):
         assert iterations == len(groups)
     if name != "embedding":
         assert sent == iterations * sum(weight.nbytes for weight in got)
+
+
+INNER = {
+    "sgd": lambda: simulation.SGD(0.3),
+    "momentum": lambda: simulation.SGD(0.1, 0.9),
+    "ema": lambda: simulation.SGD(0.3, ema=0.8),
+}
+
+
+def first_weights():
+    keras.utils.set_random_seed(1)
+    return dense("sgd").get_weights()
+
+
+@pytest.mark.parametrize("name", LOCAL)
+def test_workers_that_step_alone_compute_what_the_papers_say(name, run):
+    policy, optimizer = LOCAL[name]
+    outer = None
+    if name == "outer adam":
+        outer = functools.partial(simulation.Adam, 0.05)
+    elif isinstance(policy, updates.DiLoCo):
+        outer = functools.partial(simulation.SGD, 0.7, 0.9, nesterov=True)
+    # By size: the first kernel balances all others.
+    fragments = [[0], [2, 1, 3]] if policy.fragments == 2 else [[0, 1, 2, 3]]
+    simulated = simulation.Simulation(policy, first_weights(), INNER[optimizer], outer, fragments)
+    x, y = problem()
+    for _ in range(EPOCHS):
+        for rows in slices():
+            simulated.step(x[rows], y[rows])
+        simulated.finish()
+    expected = simulated.inner[0].average or simulated.weights[0]
+    for weight, one in zip(weights_of(run[0][0], f"local {name}"), expected, strict=True):
+        np.testing.assert_allclose(weight, one, rtol=1e-5, atol=5e-6)
+
+
+def test_averaging_at_every_step_is_synchronous_training(run):
+    weights, optimizer = first_weights(), simulation.SGD(0.3)
+    x, y = problem()
+    for _ in range(EPOCHS):
+        for rows in slices():
+            optimizer.step(weights, simulation.gradients(weights, x[rows], y[rows]))
+    for weight, one in zip(weights_of(run[0][0], "local every step"), weights, strict=True):
+        np.testing.assert_allclose(weight, one, rtol=1e-6, atol=1e-6)
 
 
 @pytest.mark.parametrize("name", RESUMED)

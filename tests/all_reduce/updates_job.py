@@ -95,11 +95,9 @@ def eagerly():
 ACCUMULATED = {
     "optimizers": (everything_about_optimizers, updates.Accumulate(3), False),
     "flush": (everything_about_optimizers, updates.Accumulate(3, flush=True), False),
-    "one": (everything_about_optimizers, updates.Accumulate(1), False),
     "embedding": (embedding, updates.Accumulate(2), False),
     "own_step": (own_step, updates.Accumulate(2), False),
-    "loss_scale": (loss_scale, updates.Accumulate(2), False),
-    "loss_scale_on_batch": (loss_scale, updates.Accumulate(3), True),
+    "loss_scale": (loss_scale, updates.Accumulate(3), True),
     "eagerly": (eagerly, updates.Accumulate(2), False),
     "on_batch": (everything_about_optimizers, updates.Accumulate(5), True),
 }
@@ -108,7 +106,7 @@ ACCUMULATED = {
 def data_of(name):
     """The data of a case; with a loss scale, one worker's part of a batch overflows."""
     x, y = problem()
-    if name == "loss_scale_on_batch":
+    if name == "loss_scale":
         y[12] = np.inf
     return x, y
 
@@ -142,6 +140,40 @@ def accumulated(make, out):
         out[f"accumulated {name}"] = {
             "weights": model.get_weights(),
             "numbers": [int(optimizer.iterations.numpy()), strategy.communication.logical_bytes],
+        }
+
+
+# The policy and the optimizer.
+LOCAL = {
+    "every step": (updates.LocalSGD(1), "sgd"),
+    "post-local": (updates.LocalSGD(3, start_step=6), "sgd"),
+    "slots": (updates.LocalSGD(3, average_slots=True), "momentum"),
+    "ema": (updates.LocalSGD(3), "ema"),
+    "diloco": (updates.DiLoCo(3, alpha=0.25), "momentum"),
+    "outer adam": (updates.DiLoCo(3, lambda: keras.optimizers.Adam(0.05)), "sgd"),
+    "fragments": (updates.DiLoCo(4, fragments=2, overlap_steps=1), "momentum"),
+    "overlap": (updates.DiLoCo(8, overlap_steps=5, alpha=0.0), "sgd"),
+}
+OPTIMIZERS = {
+    "sgd": lambda: keras.optimizers.SGD(0.3),
+    "momentum": lambda: keras.optimizers.SGD(0.1, momentum=0.9),
+    "ema": lambda: keras.optimizers.SGD(0.3, use_ema=True, ema_momentum=0.8),
+}
+
+
+def local(make, out):
+    for name, (policy, optimizer) in LOCAL.items():
+        strategy = make(policy)
+        keras.utils.set_random_seed(1)
+        with strategy.scope():
+            model = dense(OPTIMIZERS[optimizer]())
+        fit(model)
+        out[f"local {name}"] = {
+            "weights": model.get_weights(),
+            "numbers": [
+                int(model.optimizer.iterations.numpy()),
+                strategy.communication.logical_bytes,
+            ],
         }
 
 
@@ -219,6 +251,8 @@ def main():
     out = {}
     if "accumulated".startswith(options.only):
         accumulated(make, out)
+    if "local".startswith(options.only):
+        local(make, out)
     if "resumed".startswith(options.only):
         resumed(make, out, options.out)
     arrays = {
