@@ -99,7 +99,6 @@ ACCUMULATED = {
     "own_step": (own_step, updates.Accumulate(2), False),
     "loss_scale": (loss_scale, updates.Accumulate(3), True),
     "eagerly": (eagerly, updates.Accumulate(2), False),
-    "on_batch": (everything_about_optimizers, updates.Accumulate(5), True),
 }
 
 
@@ -122,8 +121,9 @@ def fit(model, epochs=EPOCHS, callbacks=()):
     )
 
 
-def accumulated(make, out):
-    for name, (build, policy, by_batch) in ACCUMULATED.items():
+def accumulated(make, out, names=ACCUMULATED):
+    for name in names:
+        build, policy, by_batch = ACCUMULATED[name]
         strategy = make(policy)
         keras.utils.set_random_seed(1)
         with strategy.scope():
@@ -161,20 +161,56 @@ OPTIMIZERS = {
 }
 
 
-def local(make, out):
-    for name, (policy, optimizer) in LOCAL.items():
+def local(make, out, names=LOCAL):
+    for name in names:
+        policy, optimizer = LOCAL[name]
         strategy = make(policy)
         keras.utils.set_random_seed(1)
         with strategy.scope():
             model = dense(OPTIMIZERS[optimizer]())
-        fit(model)
         out[f"local {name}"] = {
+            "losses": fit(model).history["loss"],
             "weights": model.get_weights(),
             "numbers": [
                 int(model.optimizer.iterations.numpy()),
                 strategy.communication.logical_bytes,
             ],
         }
+
+
+class Meeting(keras.callbacks.Callback):
+    """Looks at weights in the middle of an epoch."""
+
+    def __init__(self):
+        super().__init__()
+        self.seen, self.saved = [], None
+
+    def on_train_batch_end(self, batch, logs=None):
+        if batch == 1:
+            x, y = problem()
+            self.seen.append(self.model.get_weights())
+            self.seen.append([np.asarray(self.model.evaluate(x, y, verbose=0))])
+            self.seen.append([self.model.predict(x, verbose=0)])
+            self.seen.append(self.model.get_weights())
+        if batch == 2:
+            self.saved = self.model.get_weights()
+
+
+def meetings(make, out, folder):
+    """All workers that look at the weights together see the same ones."""
+    strategy = make(updates.LocalSGD(100))
+    keras.utils.set_random_seed(1)
+    with strategy.scope():
+        model = dense("sgd")
+    path = os.path.join(folder, "third-batch.weights.h5")
+    save = keras.callbacks.ModelCheckpoint(path, save_freq=3, save_weights_only=True)
+    meeting = Meeting()
+    # It sees the weights of the third batch after they are saved.
+    fit(model, 1, [save, meeting])
+    apart, evaluated, predicted, together = meeting.seen
+    out["apart"] = {"weights": apart}
+    out["together"] = {"weights": [*together, *evaluated, *predicted]}
+    out["saved"] = {"weights": meeting.saved}
 
 
 class Interrupted(Exception):
@@ -196,25 +232,29 @@ def with_dropout():
     return model
 
 
-# The policy and the compressor.
+# The policy, the compressor and the model.
 RESUMED = {
-    "accumulate": (updates.Accumulate(3), None),
-    "accumulate compressed": (updates.Accumulate(3), "int8"),
-    "accumulate rows": (updates.Accumulate(3), None),
+    "accumulate": (updates.Accumulate(3), "int8", embedding),
+    "local": (updates.LocalSGD(3), "topk:0.3", with_dropout),
+    "diloco": (updates.DiLoCo(4, fragments=2, overlap_steps=1), "int8", with_dropout),
 }
 
 
 def resumed(make, out, folder):
     """Interrupted and started again, it ends as if nothing had happened."""
-    for name, (policy, compressor) in RESUMED.items():
+    for name, (policy, compressor, build) in RESUMED.items():
 
-        def train(*callbacks, name=name, policy=policy, compressor=compressor):
+        def train(*callbacks, policy=policy, compressor=compressor, build=build):
             strategy = make(policy, compressor)
             keras.utils.set_random_seed(1)
             with strategy.scope():
-                model = embedding() if "rows" in name else with_dropout()
+                model = build()
             fit(model, 4, callbacks)
-            return model.get_weights()
+            sent = strategy.communication
+            return {
+                "weights": model.get_weights(),
+                "numbers": [sent.logical_bytes, sent.compressed_bytes],
+            }
 
         # Each worker has a disk of its own.
         disk = os.path.join(folder, f"{name}-{os.getpid()}")
@@ -222,15 +262,20 @@ def resumed(make, out, folder):
             train(keras.callbacks.BackupAndRestore(disk), Interrupt())
         except Interrupted:
             pass
-        out[f"resumed {name}"] = {"weights": train(keras.callbacks.BackupAndRestore(disk))}
-        out[f"whole {name}"] = {"weights": train()}
+        out[f"resumed {name}"] = train(keras.callbacks.BackupAndRestore(disk))
+        out[f"whole {name}"] = train()
 
 
 def main():
     parser = argparse.ArgumentParser()
     parser.add_argument("--out", required=True)
-    parser.add_argument("--only", default="")
+    parser.add_argument("--devices", type=int, default=0, help="of a process that is alone")
     options = parser.parse_args()
+    if options.devices > 1:
+        cpu = tf.config.list_physical_devices("CPU")[0]
+        tf.config.set_logical_device_configuration(
+            cpu, [tf.config.LogicalDeviceConfiguration()] * options.devices
+        )
     task = cluster.read_task_config()
     index = task.task_index if task else 0
     strategy = keras_psplus.MultiWorkerMirroredStrategy(updates=updates.Accumulate(1))
@@ -249,11 +294,13 @@ def main():
         return strategy
 
     out = {}
-    if "accumulated".startswith(options.only):
+    if options.devices:
+        accumulated(make, out, ["optimizers"])
+        local(make, out, ["diloco", "fragments"][: options.devices])
+    else:
         accumulated(make, out)
-    if "local".startswith(options.only):
         local(make, out)
-    if "resumed".startswith(options.only):
+        meetings(make, out, options.out)
         resumed(make, out, options.out)
     arrays = {
         f"{name}/{i}": weight
@@ -262,6 +309,7 @@ def main():
     }
     np.savez(os.path.join(options.out, f"worker-{index}.npz"), **arrays)
     numbers = {name: got["numbers"] for name, got in out.items() if "numbers" in got}
+    numbers |= {f"losses of {name}": got["losses"] for name, got in out.items() if "losses" in got}
     pathlib.Path(options.out, f"worker-{index}.json").write_text(json.dumps(numbers))
 
 
