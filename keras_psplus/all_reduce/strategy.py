@@ -42,8 +42,8 @@ class MultiWorkerMirroredStrategy(tf.distribute.MultiWorkerMirroredStrategy):
             `"powersgd:4"`, a `keras_psplus.compression.Compressor`, a dict from patterns of
             variables' paths to these, or None to send them as they are. What one step leaves out
             is sent in later ones (error feedback), where the compressor needs it.
-        updates: When the workers communicate: `keras_psplus.updates.Accumulate(steps)`, or None
-            for every step.
+        updates: When the workers communicate: `keras_psplus.updates.Accumulate(steps)`,
+            `LocalSGD(every)` or `DiLoCo(every)`; None for every step.
 
     Raises:
         ValueError: If an argument is out of range or `compression` or `updates` is unknown.
@@ -152,10 +152,12 @@ class MultiWorkerMirroredStrategy(tf.distribute.MultiWorkerMirroredStrategy):
         return self.extended.reducers.states(optimizer)
 
     def update_state(self, optimizer):
-        """What `updates` keeps from step to step on this worker: sums of gradients, counters.
+        """What `updates` keeps from step to step on this worker.
 
-        As `compression_state`, it differs from worker to worker; `BackupAndRestore` saves and
-        restores it.
+        These are sums of gradients, counters, and, where workers step alone, the momenta of their
+        optimizer and of the outer one. As `compression_state`, it differs from worker to worker;
+        `BackupAndRestore` saves and restores it. Beside checkpoints of your own, call
+        `finish_updates` first, or all workers' weights have to be saved with it.
 
         Args:
             optimizer: The model's optimizer.
@@ -169,9 +171,10 @@ class MultiWorkerMirroredStrategy(tf.distribute.MultiWorkerMirroredStrategy):
         return self._updating_of(optimizer).states(optimizer)
 
     def finish_updates(self, optimizer):
-        """Makes the update that is still to come, with what has been accumulated up to now.
+        """Makes the update that is still to come, or the average, with what there is up to now.
 
-        For the end of a loop with `train_on_batch` or of one's own. To be called on all workers.
+        Afterwards all workers have the same weights. For the end of a loop with `train_on_batch` or
+        of one's own; to be called on all workers.
 
         Args:
             optimizer: The model's optimizer.
