@@ -25,7 +25,7 @@ class Updating:
         self._of_owner = weakref.WeakKeyDictionary()
 
     def apply(self, step, optimizer, grads, variables, apply, averaged):
-        """Takes the gradients of one batch, in replica context.
+        """Takes the gradients of one batch, in replica context, after `prepare`.
 
         Args:
             step: The replica's `Step`.
@@ -58,9 +58,17 @@ class Updating:
             optimizer: The optimizer.
             variables: All Keras variables that it will be given.
         """
-        kept = self._kept(optimizer)
-        if not self.policy.local or kept.fragments is not None:
+        if not self.policy.local or self._kept(optimizer).fragments is not None:
             return
+        if tf.distribute.has_strategy() and not tf.distribute.in_cross_replica_context():
+            # A loop of the script's own has begun without it.
+            tf.distribute.get_replica_context().merge_call(
+                lambda strategy: self._deal(self._kept(optimizer), variables)
+            )
+        else:
+            self._deal(self._kept(optimizer), variables)
+
+    def _deal(self, kept, variables):
         kept.fragments = [[] for _ in range(self.policy.fragments)]
         sizes = [0] * self.policy.fragments
         # The largest first, each to the fragment that is smallest by then.
@@ -94,7 +102,7 @@ class Updating:
                     unit.finish(step, kept.optimizer().apply)
 
             run = self._strategy().run
-            kept.finish = number, tf.function(lambda: run(finish_replica))
+            kept.finish = number, tf.function(lambda: run(finish_replica), autograph=False)
         if number:
             kept.finish[1]()
 
@@ -117,11 +125,6 @@ class Updating:
     def _parts(self, optimizer, grads, variables):
         """The variables with gradients, by fragments, and each fragment's outer optimizer."""
         kept = self._kept(optimizer)
-        if kept.fragments is None:
-            # In a loop of the script's own nobody has called `prepare`.
-            tf.distribute.get_replica_context().merge_call(
-                lambda strategy: self.prepare(optimizer, variables)
-            )
         trained = {id(v) for g, v in zip(grads, variables) if g is not None}
         outers = kept.outers or [None] * len(kept.fragments)
         return [

@@ -31,6 +31,7 @@ def apply(original, optimizer, updating, step, grads, trainable_variables):
             optimizer.build(variables)
     if all(gradient is None for gradient in grads):
         return original(optimizer, grads, variables)
+    updating.prepare(optimizer, optimizer._trainable_variables)
     return updating.apply(
         step,
         optimizer,
