@@ -14,7 +14,7 @@ _EXPORTS = {
 }
 
 # Modules that `import keras_psplus` need not import, but whose contents can be used after it.
-_MODULES = ("callbacks", "compression")
+_MODULES = ("callbacks", "compression", "updates")
 
 __all__ = ["__version__", *_EXPORTS, *_MODULES]
 

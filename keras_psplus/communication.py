@@ -9,7 +9,8 @@ class Traffic:
 
     Attributes:
         path: The variable's path, such as `"sequential/dense/kernel"`.
-        direction: `"gradient"`, or `"pull"` for reads of a variable on a parameter server.
+        direction: `"gradient"` (or, with `updates`, what weights have changed by), or `"pull"` for
+            reads of a variable on a parameter server.
         compressor: The compressor's description; None if tensors are sent as they are.
         logical_bytes: Bytes of the tensors themselves.
         compressed_bytes: Bytes of what was sent in their place.

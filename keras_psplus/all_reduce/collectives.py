@@ -44,6 +44,8 @@ class Launcher(cross_device_utils.CollectiveReplicaLauncher):
 
     def all_reduce(self, input_tensor, control_input=None, options=None):
         tensor = tf.convert_to_tensor(input_tensor)
+        if self._group_size == 1:
+            return tensor
         if control_input is None and self._is_short(tensor):
             rows = self.gather(tensor[tf.newaxis])
             return tf.add_n(tf.unstack(rows, num=self._group_size))
@@ -53,6 +55,8 @@ class Launcher(cross_device_utils.CollectiveReplicaLauncher):
     def _all_gather(self, input_tensor, options=None):
         """Concatenates tensors of one shape along axis 0, in rank order."""
         tensor = tf.convert_to_tensor(input_tensor)
+        if self._group_size == 1:
+            return tensor
         with self._keys_for("gather", tensor):
             return super()._all_gather(tensor, options)
 

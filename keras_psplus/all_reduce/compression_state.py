@@ -1,4 +1,4 @@
-"""What compressors keep from step to step, as variables of one replica."""
+"""What is kept from step to step, as variables of one replica."""
 
 import tensorflow as tf
 from tensorflow.python.framework import ops
@@ -41,14 +41,29 @@ class States(autotrackable.AutoTrackable):
         structure, variables = self._kept[name]
         return tf.nest.pack_sequence_as(structure, [v.read_value() for v in variables])
 
+    def variable(self, name, shape, dtype):
+        """Makes a variable of zeros, to be read and written as any.
+
+        Args:
+            name: A name that is not given twice.
+            shape: Its shape; the number of rows may be None, and is 0 at first.
+            dtype: Its dtype.
+
+        Returns:
+            The variable.
+        """
+        with ops.init_scope(), ops.device(self._device):
+            zeros = tf.zeros([size or 0 for size in tf.TensorShape(shape).as_list()], dtype)
+            return self._make(name, zeros, shape)
+
     def write(self, name, state):
         """Writes a state, which has been read before."""
         _, variables = self._kept[name]
         for variable, value in zip(variables, tf.nest.flatten(state), strict=True):
             variable.assign(value, read_value=False)
 
-    def _make(self, name, value):
-        variable = resource_variable_ops.ResourceVariable(value, trainable=False)
+    def _make(self, name, value, shape=None):
+        variable = resource_variable_ops.ResourceVariable(value, trainable=False, shape=shape)
         # With the shape, so that a checkpoint of another model or bucket size is left alone.
         name = f"{name}:{'x'.join(map(str, variable.shape.as_list()))}"
         self._track_trackable(variable, name)

@@ -10,7 +10,15 @@ from tensorflow.python.eager import context
 from tensorflow.python.framework import ops
 from tensorflow.python.ops import resource_variable_ops
 
-from keras_psplus.all_reduce import batches, collectives, failure, gradients, reducers, step
+from keras_psplus.all_reduce import (
+    batches,
+    collectives,
+    failure,
+    gradients,
+    reducers,
+    step,
+    updating,
+)
 
 _SUM = tf.distribute.ReduceOp.SUM
 # The broadcast kernel rejects these dtypes; the wider one holds their values exactly.
@@ -35,9 +43,11 @@ class MultiWorkerMirroredExtended(collective_all_reduce_strategy.CollectiveAllRe
         control,
         compressor,
         bucket_bytes,
+        policy=None,
     ):
         self._control = control
-        self._weight_variables = {}
+        self._updating = None if policy is None else updating.Updating(policy, strategy)
+        self._step_variables = {}
         self._creating = threading.local()
         super().__init__(
             strategy,
@@ -50,7 +60,8 @@ class MultiWorkerMirroredExtended(collective_all_reduce_strategy.CollectiveAllRe
             self._cross_device_ops.launchers,
             self.world.rank,
             self._num_replicas_in_sync,
-            compressor,
+            # A replica that trains alone has nobody to send to.
+            compressor if self._num_replicas_in_sync > 1 else None,
             bucket_bytes,
         )
 
@@ -69,6 +80,11 @@ class MultiWorkerMirroredExtended(collective_all_reduce_strategy.CollectiveAllRe
     def reducers(self):
         """What sums gradients over all replicas."""
         return self._reducers
+
+    @property
+    def updating(self):
+        """What says when optimizers step, or None if they do at every step."""
+        return self._updating
 
     def rank_in_context(self):
         """Rank among all replicas of the one whose context this is, as a Python int."""
@@ -117,14 +133,14 @@ class MultiWorkerMirroredExtended(collective_all_reduce_strategy.CollectiveAllRe
             for variable, value in zip(by_dtype[dtype], gradients.pack_and_sum(launcher, values)):
                 variable.assign(tf.cast(value, variable.dtype))
 
-    def weight_variable(self):
-        """The variable that holds this replica's share of the step's global batch."""
+    def step_variable(self, name):
+        """A float of this replica that holds something of its step, by name."""
         device = self.worker_devices[distribute_lib.get_replica_context()._replica_id]
-        variable = self._weight_variables.get(device)
+        variable = self._step_variables.get((device, name))
         if variable is None:
             with ops.init_scope(), ops.device(device):
                 variable = resource_variable_ops.ResourceVariable(1.0, trainable=False)
-            self._weight_variables[device] = variable
+            self._step_variables[device, name] = variable
         return variable
 
     def has_made(self, variable):

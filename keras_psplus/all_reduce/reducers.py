@@ -35,7 +35,7 @@ class Reducers:
         _, compressor, _ = self._options
         return compressor is not None
 
-    def sum(self, grads, variables, step, owner):
+    def sum(self, grads, variables, step, owner, kind="gradient"):
         """Sums gradients, in replica context.
 
         Args:
@@ -43,6 +43,8 @@ class Reducers:
             variables: Their variables, with a `path` and a `shape`.
             step: int64 scalar, the same on all replicas.
             owner: Object that residuals live as long as: the optimizer.
+            kind: `"gradient"`; `"change"` for what weights have changed by, with residuals of its
+                own; or `"copy"`, which is not compressed.
 
         Returns:
             List of sums.
@@ -50,24 +52,24 @@ class Reducers:
         context = tf.distribute.get_replica_context()
         if tf.executing_eagerly():
             # Eager replicas run one after the other: only a merge_call lets all of them take part.
-            merged = functools.partial(self._merged, variables=variables, owner=owner)
+            merged = functools.partial(self._merged, variables=variables, owner=owner, kind=kind)
             return context.merge_call(merged, (list(grads), step))
-        return self._sum(context._replica_id, grads, variables, step, owner)
+        return self._sum(context._replica_id, grads, variables, step, owner, kind)
 
-    def _merged(self, strategy, grads, step, variables, owner):
+    def _merged(self, strategy, grads, step, variables, owner, kind):
         local = strategy.experimental_local_results
         by_replica = [
             [local(gradient)[i] for gradient in grads] for i in range(len(self._launchers))
         ]
         functions = self._eager.setdefault(owner, {})
         # Not by their paths, which others may have as well; the function keeps them alive.
-        key = tuple(map(id, variables))
+        key = kind, *map(id, variables)
         if key not in functions:
             own = weakref.ref(owner)
 
             def sum_all(by_replica, step):
                 return [
-                    self._sum(i, grads, variables, step, own())
+                    self._sum(i, grads, variables, step, own(), kind)
                     for i, grads in enumerate(by_replica)
                 ]
 
@@ -75,29 +77,32 @@ class Reducers:
         summed = functions[key](by_replica, local(step)[0])
         return [distribute_utils.regroup(tuple(replicas)) for replicas in zip(*summed)]
 
-    def _sum(self, replica, grads, variables, step, owner):
+    def _sum(self, replica, grads, variables, step, owner, kind):
         with ops.device(self._launchers[replica]._device):
-            return self._sums(owner)[replica](grads, variables, step)
+            return self._sums(owner, kind)[replica](grads, variables, step)
 
-    def _sums(self, owner):
-        sums = self._of_owner.get(owner)
-        if sums is None:
+    def _sums(self, owner, kind):
+        of_owner = self._of_owner.setdefault(owner, {})
+        if kind not in of_owner:
+            replicas, compressor, bucket_bytes = self._options
+            options = replicas, None if kind == "copy" else compressor, bucket_bytes
             # Replicas of one graph would wait for each other's clocks, and so for ever: TensorFlow
             # keeps stateful operations in order.
             timed = len(self._launchers) == 1
             sums = [
-                CompressedSum(launcher, rank, *self._options, timed)
+                CompressedSum(launcher, rank, *options, timed)
                 for rank, launcher in enumerate(self._launchers, self._first_rank)
             ]
-            self._of_owner[owner] = sums
+            of_owner[kind] = sums
             # That of one replica stands for all: each sends the same. It outlives the optimizer,
             # as totals are of all that was ever sent.
             ledger = sums[0].ledger
             self.communication.add_source(ledger.traffic, lambda: ledger.seconds)
-        return sums
+        return of_owner[kind]
 
     def states(self, owner):
         """What compressors keep for an optimizer on this worker, as a trackable."""
-        return tf.train.Checkpoint(
-            **{f"replica_{i}": one.states for i, one in enumerate(self._sums(owner))}
-        )
+        kept = {f"replica_{i}": one.states for i, one in enumerate(self._sums(owner, "gradient"))}
+        for i, one in enumerate(self._sums(owner, "change")):
+            kept[f"changes_of_replica_{i}"] = one.states
+        return tf.train.Checkpoint(**kept)

@@ -29,6 +29,10 @@ class Step:
     Args:
         extended: `MultiWorkerMirroredExtended` whose replica this is.
         batch: `Batch` that the function gets, or None if its share is not known.
+
+    Attributes:
+        recording: Whether it notes which variables the replica changes by itself.
+        alone: Whether gradients are the replica's own, to be applied as they are.
     """
 
     def __init__(self, extended, batch=None):
@@ -37,10 +41,12 @@ class Step:
         self.rank = extended.rank_in_context()
         self.replicas = extended._num_replicas_in_sync
         self._weight = None
+        self._rows = None
         self._changed = {}
         self._baselines = {}
         self.touched = set()
         self.recording = True
+        self.alone = False
         if batch is not None:
             self.set_share(batch.local_rows, batch.global_rows)
 
@@ -58,11 +64,30 @@ class Step:
 
     def set_share(self, local_rows, global_rows):
         """Notes the replica's part of the global batch, in rows."""
-        weight = tf.cast(local_rows, tf.float32) / tf.maximum(tf.cast(global_rows, tf.float32), 1.0)
-        # A variable, not the tensor: a nested tf.function that was traced in an earlier step's
-        # graph reads this step's value.
-        self._weight = self._extended.weight_variable()
-        self._weight.assign(weight, read_value=False)
+        global_rows = tf.cast(global_rows, tf.float32)
+        # Variables, not tensors: a nested tf.function that was traced in an earlier step's graph
+        # reads this step's values.
+        self._weight = self._extended.step_variable("share")
+        self._weight.assign(
+            tf.cast(local_rows, tf.float32) / tf.maximum(global_rows, 1.0), read_value=False
+        )
+        self._rows = self._extended.step_variable("global rows")
+        self._rows.assign(global_rows, read_value=False)
+
+    @contextlib.contextmanager
+    def applying_alone(self):
+        """Context in which optimizers apply the replica's gradients as they are given them."""
+        alone, recording = self.alone, self.recording
+        self.alone, self.recording = True, False
+        try:
+            yield
+        finally:
+            self.alone, self.recording = alone, recording
+
+    def rows(self):
+        """Rows of the replica and of the global batch; as of one row if they are not known."""
+        everything = tf.constant(1.0) if self._rows is None else self._rows.read_value()
+        return self._share() * everything, everything
 
     def agree_on_share(self, data):
         """Finds the replica's part of the global batch by asking the others."""
@@ -122,7 +147,7 @@ class Step:
                 # In the step's own graph, also when the first assignment is inside a tf.cond.
                 eager = tf.executing_eagerly()
                 with contextlib.nullcontext() if eager else self._graph.as_default():
-                    value = _component(variable).read_value()
+                    value = component(variable).read_value()
                 self._baselines[variable.ref()] = (variable, value)
 
     def record_total(self, variable):
@@ -159,17 +184,15 @@ class Step:
             return unless_empty(value * tf.cast(share, value.dtype))
 
         totals = list(self._baselines.values())
-        parts = [
-            unless_empty(_component(variable).read_value() - base) for variable, base in totals
-        ]
-        parts += [weighted(_component(variable).read_value()) for variable in means]
+        parts = [unless_empty(component(variable).read_value() - base) for variable, base in totals]
+        parts += [weighted(component(variable).read_value()) for variable in means]
         parts += [weighted(tensor) for tensor in tensors]
         sums = self._extended.sum_over_replicas(parts)
         for (variable, base), total in zip(totals, sums):
-            _component(variable).assign(base + total, read_value=False)
+            component(variable).assign(base + total, read_value=False)
         averages = sums[len(totals) :]
         for variable, average in zip(means, averages):
-            _component(variable).assign(average, read_value=False)
+            component(variable).assign(average, read_value=False)
         self._baselines.clear()
         self._changed.clear()
         return averages[len(means) :]
@@ -185,7 +208,7 @@ def sum_packed(launcher, tensors):
     return summed
 
 
-def _component(variable):
+def component(variable):
     """This replica's copy of a mirrored variable."""
     if hasattr(variable, "_get_on_device_or_primary"):
         return variable._get_on_device_or_primary()

@@ -10,6 +10,7 @@ from tensorflow.python.autograph.impl import api as autograph
 from tensorflow.python.distribute import distribute_utils
 from tensorflow.python.eager import def_function
 
+from keras_psplus import updates as updates_module
 from keras_psplus.all_reduce import batches, failure, gradients
 from keras_psplus.all_reduce.control import ControlPlane
 from keras_psplus.all_reduce.extended import MultiWorkerMirroredExtended
@@ -41,9 +42,11 @@ class MultiWorkerMirroredStrategy(tf.distribute.MultiWorkerMirroredStrategy):
             `"powersgd:4"`, a `keras_psplus.compression.Compressor`, a dict from patterns of
             variables' paths to these, or None to send them as they are. What one step leaves out
             is sent in later ones (error feedback), where the compressor needs it.
+        updates: When the workers communicate: `keras_psplus.updates.Accumulate(steps)`,
+            `LocalSGD(every)` or `DiLoCo(every)`; None for every step.
 
     Raises:
-        ValueError: If an argument is out of range or `compression` is unknown.
+        ValueError: If an argument is out of range or `compression` or `updates` is unknown.
         keras_psplus.cluster.ClusterConfigError: If `TF_CONFIG` is wrong.
         keras_psplus.cluster.ClusterStartupError: If a worker does not come up in time.
         RuntimeError: If TensorFlow was initialised before the strategy was made.
@@ -71,6 +74,7 @@ class MultiWorkerMirroredStrategy(tf.distribute.MultiWorkerMirroredStrategy):
         heartbeat_timeout=20.0,
         bucket_bytes=gradients.DEFAULT_BUCKET_BYTES,
         compression=None,
+        updates=None,
     ):
         for name, value in (
             ("startup_timeout", startup_timeout),
@@ -83,6 +87,7 @@ class MultiWorkerMirroredStrategy(tf.distribute.MultiWorkerMirroredStrategy):
                     f"`{name}` must be a positive, finite number. Received: {name}={value!r}"
                 )
         compressor = with_error_feedback(get(compression))
+        self._updates = updates_module.get(updates)
         self._task = start(cluster_resolver, startup_timeout, heartbeat_timeout)
         multi_worker = self._task is not None and self._task.num_workers > 1
         control = ControlPlane(self._task, startup_timeout) if multi_worker else None
@@ -97,6 +102,7 @@ class MultiWorkerMirroredStrategy(tf.distribute.MultiWorkerMirroredStrategy):
                     control,
                     compressor,
                     math.ceil(bucket_bytes),
+                    self._updates,
                 ),
             )
         if multi_worker:
@@ -106,6 +112,11 @@ class MultiWorkerMirroredStrategy(tf.distribute.MultiWorkerMirroredStrategy):
     def task(self):
         """`keras_psplus.cluster.TaskConfig` of this process; None without a cluster."""
         return self._task
+
+    @property
+    def updates(self):
+        """What was given as `updates`."""
+        return self._updates
 
     @property
     def communication(self):
@@ -135,13 +146,60 @@ class MultiWorkerMirroredStrategy(tf.distribute.MultiWorkerMirroredStrategy):
         checkpoint.write(f"{folder}/residuals-{strategy.task.name}")
         ```
         """
+        _check_optimizer(optimizer)
         # A loss scale is none of its business.
         optimizer = getattr(optimizer, "inner_optimizer", optimizer)
-        if not hasattr(optimizer, "iterations"):
-            raise ValueError(
-                f"`optimizer` must be a Keras optimizer. Received: optimizer={optimizer!r}"
-            )
         return self.extended.reducers.states(optimizer)
+
+    def update_state(self, optimizer):
+        """What `updates` keeps from step to step on this worker.
+
+        These are sums of gradients, counters, and, where workers step alone, the momenta of their
+        optimizer and of the outer one. As `compression_state`, it differs from worker to worker;
+        `BackupAndRestore` saves and restores it. Beside checkpoints of your own, call
+        `finish_updates` first, or all workers' weights have to be saved with it.
+
+        Args:
+            optimizer: The model's optimizer.
+
+        Returns:
+            A trackable object, which can be restored before the first step as well.
+
+        Raises:
+            ValueError: If it is no optimizer, or the strategy has no `updates`.
+        """
+        return self._updating_of(optimizer).states(optimizer)
+
+    def finish_updates(self, optimizer):
+        """Makes the update that is still to come, or the average, with what there is up to now.
+
+        Afterwards all workers have the same weights. For the end of a loop with `train_on_batch` or
+        of one's own; to be called on all workers.
+
+        Args:
+            optimizer: The model's optimizer.
+
+        Raises:
+            ValueError: If it is no optimizer, or the strategy has no `updates`.
+
+        Example:
+
+        ```python
+        for x, y in batches:
+            model.train_on_batch(x, y)
+        strategy.finish_updates(model.optimizer)
+        ```
+        """
+        self._updating_of(optimizer).finish(optimizer)
+
+    def _updating_of(self, optimizer):
+        _check_optimizer(optimizer)
+        if self.extended.updating is None:
+            raise ValueError(
+                "This needs a strategy that was made with `updates`, such as "
+                "`updates=keras_psplus.updates.Accumulate(4)`. Received: updates=None"
+            )
+        return self.extended.updating
 
     @property
     def is_chief(self):
@@ -158,7 +216,7 @@ class MultiWorkerMirroredStrategy(tf.distribute.MultiWorkerMirroredStrategy):
 
         Batches of a dataset that Keras distributed are opened, so that `fn` gets the data alone.
         """
-        if self.num_replicas_in_sync == 1:
+        if self.num_replicas_in_sync == 1 and self._updates is None:
             return super().run(fn, args, kwargs, options)
         args = tuple(_per_replica(arg) for arg in args)
         if isinstance(fn, def_function.Function):
@@ -182,6 +240,13 @@ class MultiWorkerMirroredStrategy(tf.distribute.MultiWorkerMirroredStrategy):
             return result
 
         return tf.autograph.experimental.do_not_convert(in_step)
+
+
+def _check_optimizer(optimizer):
+    if not hasattr(optimizer, "iterations"):
+        raise ValueError(
+            f"`optimizer` must be a Keras optimizer. Received: optimizer={optimizer!r}"
+        )
 
 
 def _per_replica(arg):

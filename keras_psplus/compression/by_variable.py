@@ -5,7 +5,7 @@ import re
 
 import tensorflow as tf
 
-from keras_psplus.compression.arguments import whole_number
+from keras_psplus.arguments import whole_number
 from keras_psplus.compression.base import Compressor
 
 

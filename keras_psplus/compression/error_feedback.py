@@ -5,7 +5,7 @@ import functools
 
 import tensorflow as tf
 
-from keras_psplus.compression.arguments import number
+from keras_psplus.arguments import number
 from keras_psplus.compression.base import Compressor
 from keras_psplus.compression.by_variable import ByVariable
 from keras_psplus.compression.cast import saturating_cast

@@ -3,7 +3,7 @@
 import numpy as np
 import tensorflow as tf
 
-from keras_psplus.compression.arguments import number, whole_number
+from keras_psplus.arguments import number, whole_number
 from keras_psplus.compression.base import Compressor
 from keras_psplus.compression.cast import saturating_cast
 

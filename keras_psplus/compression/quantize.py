@@ -3,7 +3,7 @@
 import numpy as np
 import tensorflow as tf
 
-from keras_psplus.compression.arguments import whole_number
+from keras_psplus.arguments import whole_number
 from keras_psplus.compression.rows import RowCompressor, rows_and_size
 
 # Below this, a block's scale or its inverse would leave float32's normal range.

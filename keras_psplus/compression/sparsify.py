@@ -3,7 +3,7 @@
 import numpy as np
 import tensorflow as tf
 
-from keras_psplus.compression.arguments import number, whole_number
+from keras_psplus.arguments import number, whole_number
 from keras_psplus.compression.cast import saturating_cast
 from keras_psplus.compression.largest import places_of_largest
 from keras_psplus.compression.rows import RowCompressor, rows_and_size

@@ -16,6 +16,7 @@ from keras_psplus.keras_hooks import (
     parameter_server_variables,
     saving,
     trainer,
+    updates,
     variables,
 )
 
@@ -32,6 +33,7 @@ def install():
         losses,
         optimizer,
         trainer,
+        updates,
         callbacks,
         backup,
         saving,

@@ -6,7 +6,7 @@ import tensorflow as tf
 from keras.src.callbacks import backup_and_restore
 from keras.src.utils import file_utils
 
-from keras_psplus.keras_hooks import compression_backup
+from keras_psplus.keras_hooks import compression_backup, updates
 from keras_psplus.keras_hooks.ownership import distributing, ours
 from keras_psplus.keras_hooks.patching import replace
 
@@ -36,6 +36,8 @@ def _save(original, self):
     strategy = _strategy_of(self)
     if strategy is None:
         return original(self)
+    if ours(strategy):
+        updates.settle(strategy, self.model)
     # First, so that there is one for every model that the chief has written.
     compression_backup.save(strategy, self.model, self.backup_dir)
     if not strategy.is_chief:
@@ -45,14 +47,16 @@ def _save(original, self):
     states = [v.numpy().tolist() for v in _seed_states(self.model)]
     with file_utils.File(_seeds_path(self), "w") as f:
         f.write(json.dumps(states))
+    compression_backup.note(strategy, self.model, self.backup_dir)
 
 
 def _restore(original, self, logs=None):
     strategy = _strategy_of(self)
     if strategy is None:
         return original(self, logs)
-    restored = False
+    restored, step = False, None
     if strategy.is_chief:
+        step = compression_backup.noted(strategy, self.backup_dir)
         restored = file_utils.exists(self._weights_path)
         original(self, logs)
         if restored and file_utils.exists(_seeds_path(self)):
@@ -62,14 +66,14 @@ def _restore(original, self, logs=None):
     # Under parameter servers there is nobody else to tell.
     control = getattr(strategy.extended, "control", None)
     if control is not None:
-        restored = _follow_chief(strategy, control, self.model, restored)
+        restored, step = _follow_chief(strategy, control, self.model, restored, step)
     if restored:
-        compression_backup.restore(strategy, self.model, self.backup_dir)
+        compression_backup.restore(strategy, self.model, self.backup_dir, step)
 
 
-def _follow_chief(strategy, control, model, restored):
-    """Gives all workers what the chief has restored; returns whether it has."""
-    state = {"restored": restored, "epoch": model._initial_epoch}
+def _follow_chief(strategy, control, model, restored, step):
+    """Gives all workers what the chief has restored; returns whether it has, and the step."""
+    state = {"restored": restored, "epoch": model._initial_epoch, "step": step}
     chief = json.loads(control.exchange("BackupAndRestore", json.dumps(state))[0])
     model._initial_epoch = chief["epoch"]
     if chief["restored"]:
@@ -81,7 +85,7 @@ def _follow_chief(strategy, control, model, restored):
             variables += model.optimizer.variables
         with tf.init_scope():
             strategy.extended.broadcast([v._value for v in variables])
-    return chief["restored"]
+    return chief["restored"], chief["step"]
 
 
 def _seed_states(model):

@@ -3,7 +3,7 @@
 from keras.src import callbacks as keras_callbacks
 from keras.src.callbacks import callback_list, model_checkpoint
 
-from keras_psplus.keras_hooks import saving
+from keras_psplus.keras_hooks import saving, updates
 from keras_psplus.keras_hooks.ownership import ours
 from keras_psplus.keras_hooks.patching import replace
 
@@ -46,6 +46,7 @@ def _on_epoch_end(original, self, epoch, logs=None):
 
 def _save_checkpoint(original, self, epoch, batch, logs):
     strategy = _strategy_of(self)
+    updates.settle(strategy, self.model)
     if strategy is None or strategy.is_chief:
         return original(self, epoch, batch, logs)
     # It still keeps track of the best value, as on the chief.

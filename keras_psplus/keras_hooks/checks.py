@@ -19,7 +19,8 @@ def check_compile_arguments(strategy, compile_method, args, kwargs):
         kwargs: Keyword arguments.
 
     Raises:
-        ValueError: If XLA is asked for, or an optimizer or a metric belongs to another scope.
+        ValueError: If XLA is asked for, an optimizer or a metric belongs to another scope, or
+            gradients would be accumulated twice.
     """
     arguments = inspect.signature(compile_method).bind(*args, **kwargs).arguments
     if arguments.get("jit_compile") is True:
@@ -34,7 +35,16 @@ def check_compile_arguments(strategy, compile_method, args, kwargs):
             "functions only. To debug a step, train in one process. Received: run_eagerly=True"
         )
     optimizer = arguments.get("optimizer")
+    accumulate = getattr(getattr(strategy, "updates", None), "steps", None)
     while isinstance(optimizer, base_optimizer.BaseOptimizer):
+        if accumulate is not None and optimizer.gradient_accumulation_steps:
+            raise ValueError(
+                f"The optimizer '{optimizer.name}' accumulates gradients, and so does its "
+                "strategy: give `gradient_accumulation_steps` or `updates=Accumulate(steps)`. "
+                "Received: "
+                f"gradient_accumulation_steps={optimizer.gradient_accumulation_steps}, "
+                f"updates={strategy.updates!r}"
+            )
         if optimizer._distribution_strategy is not strategy:
             raise ValueError(
                 f"The optimizer '{optimizer.name}' was made outside the strategy's scope: make it "

@@ -1,17 +1,19 @@
-"""What compressors keep, beside BackupAndRestore's model: a file for each worker.
+"""What compressors and `updates` keep, beside BackupAndRestore's model: a file for each worker.
 
-Residuals differ from worker to worker, and all that workers have in common (PowerSGD's factors) has
-to stay in common: either all workers resume with what they had, or none does.
+Residuals and accumulated gradients differ from worker to worker, and all that workers have in
+common (PowerSGD's factors, counters of batches) has to stay in common: either all workers resume
+with what they had, or none does.
 """
 
 import contextlib
+import json
 import re
 
-import keras
 import tensorflow as tf
 from keras.src.utils import file_utils
 
 from keras_psplus.keras_hooks.ownership import asynchronous
+from keras_psplus.keras_hooks.updates import optimizers_of
 from keras_psplus.log import logger
 
 
@@ -20,9 +22,9 @@ def save(strategy, model, folder):
     if asynchronous(strategy) is not None:
         strategy.save_compression_state(_folder(folder), _step(model))
         return
-    if not strategy.extended.reducers.compresses:
+    if not _keeps(strategy):
         return
-    now = _step(model)
+    now = _number(strategy, model)
     tf.io.gfile.makedirs(_folder(folder))
     before = _files(strategy, folder)
     _states(strategy, model).write(_path(strategy, now, folder))
@@ -31,14 +33,36 @@ def save(strategy, model, folder):
     _remove([name for name, step in before.items() if step not in (last, now)], folder)
 
 
-def restore(strategy, model, folder):
-    """Reads what `save` wrote at the step that the model is at now, on all workers or on none."""
+def note(strategy, model, folder):
+    """Writes which step the model is of, on the chief, after the model."""
+    if asynchronous(strategy) is None and strategy.updates is not None:
+        with file_utils.File(_note_path(folder), "w") as f:
+            f.write(json.dumps(_number(strategy, model)))
+
+
+def noted(strategy, folder):
+    """What `note` wrote, or None."""
+    if asynchronous(strategy) is not None or not file_utils.exists(_note_path(folder)):
+        return None
+    with file_utils.File(_note_path(folder), "r") as f:
+        return json.loads(f.read())
+
+
+def restore(strategy, model, folder, noted_step=None):
+    """Reads what `save` wrote at the step that the model is at now, on all workers or on none.
+
+    Args:
+        strategy: The strategy.
+        model: The model, as the chief has restored it.
+        folder: BackupAndRestore's folder on this worker.
+        noted_step: What the chief had `noted`.
+    """
     if asynchronous(strategy) is not None:
         strategy.restore_compression_state(_folder(folder), _step(model))
         return
-    if not strategy.extended.reducers.compresses:
+    if not _keeps(strategy):
         return
-    path = _path(strategy, _step(model), folder)
+    path = _path(strategy, _number(strategy, model, noted_step), folder)
     found = file_utils.exists(f"{path}.index")
     control = strategy.extended.control
     votes = control.exchange("compression state", str(int(found))) if control else [found]
@@ -48,8 +72,8 @@ def restore(strategy, model, folder):
     else:
         missing = ", ".join(f"worker {i}" for i, vote in enumerate(votes) if not int(vote))
         logger.warning(
-            "what compressors had left out before the last backup is lost: %s has no "
-            "file for this step. Training goes on with empty residuals. Received: %s",
+            "what compressors had left out and what was accumulated before the last backup is "
+            "lost: %s has no file for this step. Training goes on with none of it. Received: %s",
             missing,
             path,
         )
@@ -61,26 +85,34 @@ def delete(strategy, folder):
         _remove(_files(strategy, folder), folder)
 
 
-def optimizers_of(model):
-    """All optimizers that are attributes of a model, or in lists or dicts that are, by names."""
-    found = {}
-    for name, value in vars(model).items():
-        if isinstance(value, dict):
-            value = list(value.values())
-        for i, one in enumerate(value if isinstance(value, (list, tuple)) else [value]):
-            if isinstance(one, keras.optimizers.Optimizer):
-                inner = getattr(one, "inner_optimizer", one)
-                if all(inner is not other for other in found.values()):
-                    found[f"{name}_{i}" if i else name] = inner
-    return found
-
-
 def _states(strategy, model):
     states = {
         name: strategy.compression_state(optimizer)
         for name, optimizer in optimizers_of(model).items()
     }
+    if strategy.updates is not None:
+        states |= {
+            f"{name}_updates": strategy.update_state(optimizer)
+            for name, optimizer in optimizers_of(model).items()
+        }
     return tf.train.Checkpoint(**states)
+
+
+def _keeps(strategy):
+    return strategy.extended.reducers.compresses or strategy.updates is not None
+
+
+def _number(strategy, model, noted_step=None):
+    """A number that grows with every batch, of what there is or of what was noted."""
+    of_update = getattr(strategy.updates, "steps", 1)
+    number = _step(model) * of_update
+    if noted_step is not None:
+        # If the chief died before it had noted the model's step, that is of another model.
+        return noted_step if noted_step // of_update == _step(model) else number
+    if of_update > 1:
+        batches = strategy.extended.updating.batches
+        number += sum(batches(optimizer) for optimizer in optimizers_of(model).values()) % of_update
+    return number
 
 
 def _step(model):
@@ -90,6 +122,10 @@ def _step(model):
 
 def _folder(folder):
     return file_utils.join(folder, "compression")
+
+
+def _note_path(folder):
+    return file_utils.join(folder, "step.json")
 
 
 def _worker(strategy):

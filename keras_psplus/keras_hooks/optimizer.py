@@ -11,6 +11,7 @@ import tensorflow as tf
 from keras.src.backend.tensorflow import optimizer as tf_optimizer
 from keras.src.optimizers import base_optimizer, loss_scale_optimizer
 
+from keras_psplus.keras_hooks import updates
 from keras_psplus.keras_hooks.ownership import our_step, ours
 from keras_psplus.keras_hooks.patching import replace
 
@@ -37,17 +38,20 @@ def install():
 
 def _apply(original, self, grads, trainable_variables=None):
     step = our_step()
-    if step is None:
+    if step is None or not step.recording:
+        # The inner optimizer of a LossScaleOptimizer gets what that has been given.
         return original(self, grads, trainable_variables)
-    if step.recording:
-        # Once, also if this is a LossScaleOptimizer that will call its inner optimizer.
-        grads = step.zero_if_empty(list(grads))
+    grads = step.zero_if_empty(list(grads))
+    strategy = ours(self._distribution_strategy)
+    updating = strategy.extended.updating if strategy is not None else None
     # An optimizer's state changes alike on all replicas; averaging it would only cost bytes.
-    recording, step.recording = step.recording, False
+    step.recording = False
     try:
-        return original(self, grads, trainable_variables)
+        if updating is None:
+            return original(self, grads, trainable_variables)
+        return updates.apply(original, self, updating, step, grads, trainable_variables)
     finally:
-        step.recording = recording
+        step.recording = True
 
 
 def _strategy_in_replica_context(optimizer):
@@ -66,7 +70,7 @@ def _apply_gradients(original, self, grads, trainable_variables):
 def _clip(original, self, grads):
     strategy = _strategy_in_replica_context(self)
     variables = getattr(_local, "variables", None)
-    if strategy is None or not variables or len(variables) != len(grads):
+    if strategy is None or not variables or len(variables) != len(grads) or _alone():
         return original(self, grads)
     # Keras has taken out the variables without a gradient.
     grads = [_with_shape(g, v) for g, v in zip(grads, variables)]
@@ -84,7 +88,14 @@ def _with_shape(gradient, variable):
     return tf.ensure_shape(gradient, variable.shape)
 
 
+def _alone():
+    step = our_step()
+    return step is not None and step.alone
+
+
 def _all_reduce(original, self, grads_and_vars):
+    if _strategy_in_replica_context(self) and _alone():
+        return list(grads_and_vars)
     if _strategy_in_replica_context(self) and getattr(_local, "summed_for", None) is self:
         _local.summed_for = None
         return list(grads_and_vars)

@@ -12,8 +12,10 @@ _live = weakref.WeakSet()
 
 
 def ours(strategy):
-    """The strategy if it is one of this library's with several replicas, else None."""
-    if isinstance(strategy, MultiWorkerMirroredStrategy) and strategy.num_replicas_in_sync > 1:
+    """The strategy if it is one of this library's with several replicas or `updates`, else None."""
+    if isinstance(strategy, MultiWorkerMirroredStrategy) and (
+        strategy.num_replicas_in_sync > 1 or strategy.updates is not None
+    ):
         note_live(strategy)
         return strategy
     return None

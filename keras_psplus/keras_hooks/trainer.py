@@ -6,7 +6,7 @@ from keras.src.backend.tensorflow import core, trainer
 from keras.src.trainers import trainer as base_trainer
 
 from keras_psplus.all_reduce import batches, failure
-from keras_psplus.keras_hooks import checks, data
+from keras_psplus.keras_hooks import checks, data, updates
 from keras_psplus.keras_hooks.ownership import another_is_live, distributing, our_step, ours
 from keras_psplus.keras_hooks.patching import replace
 
@@ -25,7 +25,7 @@ def install():
     for name in ("fit", "train_on_batch"):
         replace(tf_trainer, name, ["self", "x", "y"])(_training)
     for name in ("evaluate", "test_on_batch", "predict", "predict_on_batch"):
-        replace(tf_trainer, name, ["self", "x"])(_explained)
+        replace(tf_trainer, name, ["self", "x"])(_evaluating)
 
 
 def _explained(original, self, *args, **kwargs):
@@ -34,6 +34,15 @@ def _explained(original, self, *args, **kwargs):
         return original(self, *args, **kwargs)
     with failure.explained(strategy.task):
         return original(self, *args, **kwargs)
+
+
+def _evaluating(original, self, *args, **kwargs):
+    def settled(*args, **kwargs):
+        updates.settle(ours(self._distribute_strategy), self)
+        return original(*args, **kwargs)
+
+    with updates.evaluating():
+        return _explained(settled, self, *args, **kwargs)
 
 
 def _training(original, self, *args, **kwargs):
@@ -69,6 +78,8 @@ def _build(original, self, iterator=None, data_batch=None):
     with strategy.scope():
         self._symbolic_build(data_batch=data_batch)
     checks.check_variables(strategy, self)
+    if ours(strategy):
+        updates.prepare(strategy, self)
 
 
 def _init_iterator(original, self, distribute_strategy=None, *args, **kwargs):

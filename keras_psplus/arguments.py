@@ -1,4 +1,4 @@
-"""Checks of the numbers that compressors are made with."""
+"""Checks of numbers that a user gives."""
 
 import numbers
 

@@ -1,0 +1,141 @@
+"""One replica's gradients, summed until there are enough of them for an update."""
+
+import tensorflow as tf
+
+
+class Accumulation:
+    """Sums the gradients of some variables on one replica, each weighted by its batch's rows.
+
+    Args:
+        policy: `updates.Accumulate`.
+        states: `States` that hold the sums.
+        name: What tells these variables from others of the same optimizer.
+        grads: Gradients of one step: tensors, `tf.IndexedSlices` or None.
+        variables: Their Keras variables.
+    """
+
+    def __init__(self, policy, states, name, grads, variables):
+        self._policy = policy
+        self._variables = variables
+        self._count = states.variable(f"{name} count", [], tf.int64)
+        self._rows = states.variable(f"{name} rows", [], tf.float64)
+        self._sums = [
+            None
+            if gradient is None
+            else (_Rows if isinstance(gradient, tf.IndexedSlices) else _Dense)(
+                states, f"{name} sum {i}", gradient, variable.shape
+            )
+            for i, (gradient, variable) in enumerate(zip(grads, variables))
+        ]
+
+    @property
+    def batches(self):
+        """Number of batches whose gradients wait for an update."""
+        return int(self._count.numpy())
+
+    def __call__(self, step, grads, variables, apply):
+        """Takes the gradients of one batch.
+
+        Args:
+            step: The replica's `Step`.
+            grads: Gradients of the same kinds as at first.
+            variables: Their Keras variables.
+            apply: Function of a list of gradients and of variables that sums the gradients over
+                replicas and applies them.
+        """
+        _, rows = step.rows()
+        parts = [
+            None if one is None else one.weighted(gradient, rows)
+            for one, gradient in zip(self._sums, grads)
+        ]
+        self._count.assign_add(1, read_value=False)
+        self._rows.assign_add(tf.cast(rows, tf.float64), read_value=False)
+
+        def update():
+            # With the last batch's as tensors, so that each is sent as soon as backprop has it.
+            self._update(apply, parts)
+
+        def keep():
+            for one, part in zip(self._sums, parts):
+                if one is not None:
+                    one.add(part)
+
+        tf.cond(self._count.read_value() >= self._policy.steps, update, keep)
+
+    def finish(self, step, apply):
+        """Applies what there is, if anything."""
+        nothing = [None] * len(self._sums)
+        tf.cond(self._count.read_value() > 0, lambda: self._update(apply, nothing), lambda: None)
+
+    def _update(self, apply, parts):
+        rows = self._rows.read_value()
+        means = [
+            None if one is None else one.mean(part, rows) for one, part in zip(self._sums, parts)
+        ]
+        apply(means, self._variables)
+        for one in self._sums:
+            if one is not None:
+                one.clear()
+        self._count.assign(0, read_value=False)
+        self._rows.assign(0.0, read_value=False)
+
+
+class _Dense:
+    """The sum of dense gradients, in float32 at least."""
+
+    def __init__(self, states, name, gradient, shape):
+        self._dtype = gradient.dtype
+        self._sum = states.variable(name, shape, _wide(gradient.dtype))
+
+    def weighted(self, gradient, rows):
+        wide = self._sum.dtype
+        return tf.ensure_shape(tf.cast(gradient, wide), self._sum.shape) * tf.cast(rows, wide)
+
+    def add(self, part):
+        self._sum.assign_add(part, read_value=False)
+
+    def mean(self, part, rows):
+        total = self._sum.read_value()
+        total = total if part is None else total + part
+        return tf.cast(tf.math.divide_no_nan(total, tf.cast(rows, total.dtype)), self._dtype)
+
+    def clear(self):
+        self._sum.assign(tf.zeros_like(self._sum), read_value=False)
+
+
+class _Rows:
+    """Rows of embeddings' gradients, one after the other, as one batch would have them."""
+
+    def __init__(self, states, name, gradient, shape):
+        self._dtype, self._shape = gradient.dtype, tuple(shape)
+        wide = _wide(gradient.dtype)
+        self._values = states.variable(f"{name} values", [None, *shape[1:]], wide)
+        self._indices = states.variable(f"{name} indices", [None], gradient.indices.dtype)
+
+    def weighted(self, slices, rows):
+        wide = self._values.dtype
+        values = tf.ensure_shape(tf.cast(slices.values, wide), self._values.shape)
+        return values * tf.cast(rows, wide), slices.indices
+
+    def _with(self, part):
+        held = self._values.read_value(), self._indices.read_value()
+        return held if part is None else [tf.concat(pair, 0) for pair in zip(held, part)]
+
+    def add(self, part):
+        values, indices = self._with(part)
+        self._values.assign(values, read_value=False)
+        self._indices.assign(indices, read_value=False)
+
+    def mean(self, part, rows):
+        values, indices = self._with(part)
+        values = tf.math.divide_no_nan(values, tf.cast(rows, values.dtype))
+        shape = tf.constant(self._shape, indices.dtype)
+        return tf.IndexedSlices(tf.cast(values, self._dtype), indices, shape)
+
+    def clear(self):
+        self._values.assign(tf.zeros([0, *self._shape[1:]], self._values.dtype), read_value=False)
+        self._indices.assign(tf.zeros([0], self._indices.dtype), read_value=False)
+
+
+def _wide(dtype):
+    return tf.float32 if dtype.size < 4 else dtype

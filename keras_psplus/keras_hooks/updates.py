@@ -1,0 +1,112 @@
+"""Optimizers of strategies with `updates=`: when they step, and what the end of an epoch does."""
+
+import contextlib
+import threading
+
+import keras
+from keras.src import backend
+from keras.src.trainers import trainer
+
+from keras_psplus.keras_hooks.ownership import ours
+from keras_psplus.keras_hooks.patching import replace
+
+_local = threading.local()
+
+
+def install():
+    """Installs this module's hooks."""
+    replace(trainer.Trainer, "_get_metrics_result_or_logs", ["self", "logs"])(_end_of_epoch)
+
+
+def apply(original, optimizer, updating, step, grads, trainable_variables):
+    """`optimizer.apply` where it is for `updating` to say when."""
+    if trainable_variables is None:
+        if not optimizer.built:
+            return original(optimizer, grads)
+        trainable_variables = optimizer._trainable_variables
+    variables = list(trainable_variables)
+    if not optimizer.built:
+        # Before any branch of the graph: variables are made outside of them.
+        with backend.name_scope(optimizer.name, caller=optimizer):
+            optimizer.build(variables)
+    if all(gradient is None for gradient in grads):
+        return original(optimizer, grads, variables)
+    updating.prepare(optimizer, optimizer._trainable_variables)
+    return updating.apply(
+        step,
+        optimizer,
+        grads,
+        variables,
+        lambda g, v: original(optimizer, g, v),
+        _averaged(getattr(optimizer, "inner_optimizer", optimizer), updating.policy, variables),
+    )
+
+
+def prepare(strategy, model):
+    """Makes what the optimizers of a built model need before their first step."""
+    if strategy.updates is not None:
+        for optimizer in optimizers_of(model).values():
+            if optimizer.built:
+                strategy.extended.updating.prepare(optimizer, optimizer._trainable_variables)
+
+
+def settle(strategy, model):
+    """Gives all workers the same weights, if they step alone; on all workers."""
+    if strategy is not None and strategy.updates is not None and strategy.updates.local:
+        for optimizer in optimizers_of(model).values():
+            strategy.extended.updating.finish(optimizer)
+
+
+@contextlib.contextmanager
+def evaluating():
+    """Context in which metrics are those of an evaluation."""
+    outer = getattr(_local, "evaluating", False)
+    _local.evaluating = True
+    try:
+        yield
+    finally:
+        _local.evaluating = outer
+
+
+def optimizers_of(model):
+    """All optimizers that are attributes of a model, or in lists or dicts that are, by names."""
+    found = {}
+    for name, value in vars(model).items():
+        if isinstance(value, dict):
+            value = list(value.values())
+        for i, one in enumerate(value if isinstance(value, (list, tuple)) else [value]):
+            if isinstance(one, keras.optimizers.Optimizer):
+                inner = getattr(one, "inner_optimizer", one)
+                if all(inner is not other for other in found.values()):
+                    found[f"{name}_{i}" if i else name] = inner
+    return found
+
+
+def _end_of_epoch(original, self, logs):
+    strategy = ours(getattr(self, "_distribute_strategy", None))
+    # Keras asks for an epoch's metrics before validation and before callbacks see its end.
+    if strategy is not None and not getattr(_local, "evaluating", False):
+        settle(strategy, self)
+        if getattr(strategy.updates, "flush", False):
+            for optimizer in optimizers_of(self).values():
+                strategy.extended.updating.finish(optimizer)
+    return original(self, logs)
+
+
+def _averaged(optimizer, policy, variables):
+    """What of an optimizer's variables is averaged with the weights of workers that step alone."""
+    if not policy.local:
+        return []
+    averaged = list(optimizer._model_variables_moving_average) if optimizer.use_ema else []
+    if policy.average_slots:
+        shapes = {tuple(variable.shape) for variable in variables}
+        # Neither counters nor the learning rate, which are the same everywhere.
+        averaged += [
+            v
+            for v in optimizer.variables
+            if v.value.dtype.is_floating
+            and tuple(v.shape) in shapes
+            and v.name != "learning_rate"
+            and all(v is not one for one in averaged)
+        ]
+    return averaged

@@ -1,0 +1,36 @@
+"""Gradients of several batches, sent and applied as one."""
+
+from keras_psplus.arguments import whole_number
+from keras_psplus.updates.base import Updates, check_flag
+
+
+class Accumulate(Updates):
+    """Sums gradients on each worker for some batches, then sends them once and updates once.
+
+    An update equals one on a batch of all their rows: the gradient is the mean over all rows, also
+    if batches are uneven. The optimizer's iterations, learning-rate schedules, clipping and moving
+    averages go by updates.
+
+    Args:
+        steps: Batches for each update.
+        flush: Whether the end of an epoch updates with what there is. Otherwise the next epoch
+            carries on.
+
+    Raises:
+        ValueError: If an argument is out of range.
+
+    Example:
+
+    ```python
+    strategy = keras_psplus.MultiWorkerMirroredStrategy(
+        updates=keras_psplus.updates.Accumulate(4)
+    )
+    ```
+
+    Reference: [Ott et al., 2018](https://arxiv.org/abs/1806.00187), section 3.2.
+    """
+
+    def __init__(self, steps, flush=False):
+        self.steps = whole_number("steps", steps, 1)
+        check_flag("flush", flush)
+        self.flush = flush

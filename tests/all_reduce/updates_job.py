@@ -1,0 +1,318 @@
+"""What every worker does in `test_updates.py`; results go to one file for each worker."""
+
+import argparse
+import json
+import os
+import pathlib
+
+import keras
+import numpy as np
+import tensorflow as tf
+
+import keras_psplus
+from keras_psplus import cluster, compression, updates
+from keras_psplus.all_reduce import reducers
+from keras_psplus.all_reduce.updating import Updating
+
+ROWS, BATCH, EPOCHS = 37, 10, 3
+
+
+def problem(rows=ROWS):
+    """Batches of 10, 10, 10 and 7 rows."""
+    rng = np.random.default_rng(0)
+    x = rng.integers(0, 20, size=(rows, 6)).astype("int32")
+    return x, rng.normal(size=(rows, 3)).astype("float32")
+
+
+class OwnStep(keras.Model):
+    def __init__(self):
+        super().__init__()
+        self.dense = keras.layers.Dense(3)
+
+    def call(self, x):
+        return self.dense(keras.ops.cast(x, "float32") / 20.0)
+
+    def train_step(self, data):
+        x, y = data[:2]
+        with tf.GradientTape() as tape:
+            loss = keras.ops.mean((self(x, training=True) - y) ** 2)
+        variables = self.trainable_variables
+        self.optimizer.apply(tape.gradient(loss, variables), variables)
+        return {"loss": loss}
+
+
+def dense(optimizer, **kwargs):
+    layers = [
+        keras.layers.Rescaling(0.05),
+        keras.layers.Dense(8, activation="tanh"),
+        keras.layers.Dense(3),
+    ]
+    model = keras.Sequential([keras.Input((6,)), *layers])
+    model.compile(optimizer, "mse", **kwargs)
+    return model
+
+
+def everything_about_optimizers():
+    schedule = keras.optimizers.schedules.ExponentialDecay(0.5, 2, 0.7)
+    return dense(
+        keras.optimizers.SGD(
+            schedule,
+            momentum=0.9,
+            global_clipnorm=0.3,
+            weight_decay=0.01,
+            use_ema=True,
+            ema_momentum=0.8,
+            ema_overwrite_frequency=2,
+        )
+    )
+
+
+def embedding():
+    layers = [keras.layers.Embedding(20, 4), keras.layers.Flatten(), keras.layers.Dense(3)]
+    model = keras.Sequential([keras.Input((6,), dtype="int32"), *layers])
+    model.compile(keras.optimizers.SGD(0.5, momentum=0.9), "mse", steps_per_execution=3)
+    return model
+
+
+def own_step():
+    model = OwnStep()
+    model(np.zeros((1, 6)))
+    model.compile(keras.optimizers.AdamW(0.02))
+    return model
+
+
+def loss_scale():
+    return dense(
+        keras.optimizers.LossScaleOptimizer(keras.optimizers.SGD(0.3), initial_scale=2.0**8)
+    )
+
+
+def eagerly():
+    return dense(keras.optimizers.Adam(0.02), run_eagerly=True)
+
+
+# The model, the policy, and whether batches are given one by one.
+ACCUMULATED = {
+    "optimizers": (everything_about_optimizers, updates.Accumulate(3), False),
+    "flush": (everything_about_optimizers, updates.Accumulate(3, flush=True), False),
+    "embedding": (embedding, updates.Accumulate(2), False),
+    "own_step": (own_step, updates.Accumulate(2), False),
+    "loss_scale": (loss_scale, updates.Accumulate(3), True),
+    "eagerly": (eagerly, updates.Accumulate(2), False),
+}
+
+
+def data_of(name):
+    """The data of a case; with a loss scale, one worker's part of a batch overflows."""
+    x, y = problem()
+    if name == "loss_scale":
+        y[12] = np.inf
+    return x, y
+
+
+def slices(rows=ROWS):
+    return [slice(first, min(first + BATCH, rows)) for first in range(0, rows, BATCH)]
+
+
+def fit(model, epochs=EPOCHS, callbacks=()):
+    x, y = problem()
+    return model.fit(
+        x, y, BATCH, epochs=epochs, shuffle=False, verbose=0, callbacks=list(callbacks)
+    )
+
+
+def accumulated(make, out, names=ACCUMULATED):
+    for name in names:
+        build, policy, by_batch = ACCUMULATED[name]
+        strategy = make(policy)
+        keras.utils.set_random_seed(1)
+        with strategy.scope():
+            model = build()
+        if by_batch:
+            x, y = data_of(name)
+            for _ in range(EPOCHS):
+                for rows in slices():
+                    model.train_on_batch(x[rows], y[rows])
+            strategy.finish_updates(model.optimizer)
+        else:
+            fit(model)
+        optimizer = getattr(model.optimizer, "inner_optimizer", model.optimizer)
+        out[f"accumulated {name}"] = {
+            "weights": model.get_weights(),
+            "numbers": [int(optimizer.iterations.numpy()), strategy.communication.logical_bytes],
+        }
+
+
+# The policy and the optimizer.
+LOCAL = {
+    "every step": (updates.LocalSGD(1), "sgd"),
+    "post-local": (updates.LocalSGD(3, start_step=6), "sgd"),
+    "slots": (updates.LocalSGD(3, average_slots=True), "momentum"),
+    "ema": (updates.LocalSGD(3), "ema"),
+    "diloco": (updates.DiLoCo(3, alpha=0.25), "momentum"),
+    "outer adam": (updates.DiLoCo(3, lambda: keras.optimizers.Adam(0.05)), "sgd"),
+    "fragments": (updates.DiLoCo(4, fragments=2, overlap_steps=1), "momentum"),
+    "overlap": (updates.DiLoCo(8, overlap_steps=5, alpha=0.0), "sgd"),
+}
+OPTIMIZERS = {
+    "sgd": lambda: keras.optimizers.SGD(0.3),
+    "momentum": lambda: keras.optimizers.SGD(0.1, momentum=0.9),
+    "ema": lambda: keras.optimizers.SGD(0.3, use_ema=True, ema_momentum=0.8),
+}
+
+
+def local(make, out, names=LOCAL):
+    for name in names:
+        policy, optimizer = LOCAL[name]
+        strategy = make(policy)
+        keras.utils.set_random_seed(1)
+        with strategy.scope():
+            model = dense(OPTIMIZERS[optimizer]())
+        out[f"local {name}"] = {
+            "losses": fit(model).history["loss"],
+            "weights": model.get_weights(),
+            "numbers": [
+                int(model.optimizer.iterations.numpy()),
+                strategy.communication.logical_bytes,
+            ],
+        }
+
+
+class Meeting(keras.callbacks.Callback):
+    """Looks at weights in the middle of an epoch."""
+
+    def __init__(self):
+        super().__init__()
+        self.seen, self.saved = [], None
+
+    def on_train_batch_end(self, batch, logs=None):
+        if batch == 1:
+            x, y = problem()
+            self.seen.append(self.model.get_weights())
+            self.seen.append([np.asarray(self.model.evaluate(x, y, verbose=0))])
+            self.seen.append([self.model.predict(x, verbose=0)])
+            self.seen.append(self.model.get_weights())
+        if batch == 2:
+            self.saved = self.model.get_weights()
+
+
+def meetings(make, out, folder):
+    """All workers that look at the weights together see the same ones."""
+    strategy = make(updates.LocalSGD(100))
+    keras.utils.set_random_seed(1)
+    with strategy.scope():
+        model = dense("sgd")
+    path = os.path.join(folder, "third-batch.weights.h5")
+    save = keras.callbacks.ModelCheckpoint(path, save_freq=3, save_weights_only=True)
+    meeting = Meeting()
+    # It sees the weights of the third batch after they are saved.
+    fit(model, 1, [save, meeting])
+    apart, evaluated, predicted, together = meeting.seen
+    out["apart"] = {"weights": apart}
+    out["together"] = {"weights": [*together, *evaluated, *predicted]}
+    out["saved"] = {"weights": meeting.saved}
+
+
+class Interrupted(Exception):
+    pass
+
+
+class Interrupt(keras.callbacks.Callback):
+    """Stops after the second epoch, which ends between two updates."""
+
+    def on_epoch_end(self, epoch, logs=None):
+        if epoch == 1:
+            raise Interrupted
+
+
+def with_dropout():
+    layers = [keras.layers.Dense(8), keras.layers.Dropout(0.3), keras.layers.Dense(3)]
+    model = keras.Sequential([keras.Input((6,)), keras.layers.Rescaling(0.05), *layers])
+    model.compile(keras.optimizers.Adam(0.05), "mse")
+    return model
+
+
+# The policy, the compressor and the model.
+RESUMED = {
+    "accumulate": (updates.Accumulate(3), "int8", embedding),
+    "local": (updates.LocalSGD(3), "topk:0.3", with_dropout),
+    "diloco": (updates.DiLoCo(4, fragments=2, overlap_steps=1), "int8", with_dropout),
+}
+
+
+def resumed(make, out, folder):
+    """Interrupted and started again, it ends as if nothing had happened."""
+    for name, (policy, compressor, build) in RESUMED.items():
+
+        def train(*callbacks, policy=policy, compressor=compressor, build=build):
+            strategy = make(policy, compressor)
+            keras.utils.set_random_seed(1)
+            with strategy.scope():
+                model = build()
+            fit(model, 4, callbacks)
+            sent = strategy.communication
+            return {
+                "weights": model.get_weights(),
+                "numbers": [sent.logical_bytes, sent.compressed_bytes],
+            }
+
+        # Each worker has a disk of its own.
+        disk = os.path.join(folder, f"{name}-{os.getpid()}")
+        try:
+            train(keras.callbacks.BackupAndRestore(disk), Interrupt())
+        except Interrupted:
+            pass
+        out[f"resumed {name}"] = train(keras.callbacks.BackupAndRestore(disk))
+        out[f"whole {name}"] = train()
+
+
+def main():
+    parser = argparse.ArgumentParser()
+    parser.add_argument("--out", required=True)
+    parser.add_argument("--devices", type=int, default=0, help="of a process that is alone")
+    options = parser.parse_args()
+    if options.devices > 1:
+        cpu = tf.config.list_physical_devices("CPU")[0]
+        tf.config.set_logical_device_configuration(
+            cpu, [tf.config.LogicalDeviceConfiguration()] * options.devices
+        )
+    task = cluster.read_task_config()
+    index = task.task_index if task else 0
+    strategy = keras_psplus.MultiWorkerMirroredStrategy(updates=updates.Accumulate(1))
+    extended = strategy.extended
+
+    def make(policy, compressor=None):
+        # A process has one strategy; each case gets the parts of it that send anew.
+        strategy._updates = policy
+        extended._updating = Updating(policy, strategy)
+        extended._reducers = reducers.Reducers(
+            extended._cross_device_ops.launchers,
+            extended.world.rank,
+            extended._num_replicas_in_sync,
+            compression.with_error_feedback(compression.get(compressor)),
+            2000,
+        )
+        return strategy
+
+    out = {}
+    if options.devices:
+        accumulated(make, out, ["optimizers"])
+        local(make, out, ["diloco", "fragments"][: options.devices])
+    else:
+        accumulated(make, out)
+        local(make, out)
+        meetings(make, out, options.out)
+        resumed(make, out, options.out)
+    arrays = {
+        f"{name}/{i}": weight
+        for name, got in out.items()
+        for i, weight in enumerate(got.get("weights", ()))
+    }
+    np.savez(os.path.join(options.out, f"worker-{index}.npz"), **arrays)
+    numbers = {name: got["numbers"] for name, got in out.items() if "numbers" in got}
+    numbers |= {f"losses of {name}": got["losses"] for name, got in out.items() if "losses" in got}
+    pathlib.Path(options.out, f"worker-{index}.json").write_text(json.dumps(numbers))
+
+
+if __name__ == "__main__":
+    main()
