@@ -13,6 +13,7 @@ from keras_psplus.keras_hooks import (
     parameter_server,
     parameter_server_optimizer,
     parameter_server_predict,
+    parameter_server_sync,
     parameter_server_variables,
     saving,
     trainer,
@@ -40,6 +41,7 @@ def install():
         parameter_server,
         parameter_server_optimizer,
         parameter_server_predict,
+        parameter_server_sync,
         parameter_server_variables,
     ):
         module.install()

@@ -17,6 +17,7 @@ from keras.src.metrics import reduction_metrics
 
 from keras_psplus.keras_hooks.ownership import our_step
 from keras_psplus.keras_hooks.patching import replace
+from keras_psplus.parameter_server import shares
 
 
 def install():
@@ -38,9 +39,14 @@ def install():
 
 
 def _sharing_step():
-    """The step of our replica, if it knows its share of the global batch."""
-    step = our_step()
+    """The step of our replica, or of a synchronous worker, if it knows its share of the batch."""
+    step = our_step() or shares.current()
     return step if step is not None and step.has_share else None
+
+
+def _can_sum(step):
+    """Whether replicas can ask each other during a step; workers of parameter servers cannot."""
+    return not isinstance(step, shares.Share)
 
 
 def _as_it_is(original, value):
@@ -78,7 +84,7 @@ def _reduce_values(original, values, sample_weight=None, reduction="sum_over_bat
     if reduction == "sum":
         # Not a mean: the tape's factor must not touch it.
         return step.over_share(loss)
-    if reduction == "mean_with_sample_weight" and sample_weight is not None:
+    if reduction == "mean_with_sample_weight" and sample_weight is not None and _can_sum(step):
         # One process would divide by the weight of the whole batch.
         own = tf.cast(tf.reduce_sum(sample_weight), tf.float32)
         everything = step.sum_over_replicas([own])[0]
@@ -90,7 +96,8 @@ def _reduce_values(original, values, sample_weight=None, reduction="sum_over_bat
 def _apply_mask(original, sample_weight, mask, dtype, reduction):
     weight = original(sample_weight, mask, dtype, reduction)
     step = _sharing_step()
-    if step is None or mask is None or reduction not in ("mean", "sum_over_batch_size"):
+    is_mean = reduction in ("mean", "sum_over_batch_size")
+    if step is None or mask is None or not is_mean or not _can_sum(step):
         return weight
     # Keras divides by the replica's own number of unmasked entries; one process would divide by
     # that of the whole batch.

@@ -8,10 +8,13 @@ from keras.src.backend.tensorflow import trainer
 
 from keras_psplus.keras_hooks import data, ps_data, step_registry
 from keras_psplus.keras_hooks.ownership import asynchronous
+from keras_psplus.keras_hooks.parameter_server_sync import split
 from keras_psplus.keras_hooks.patching import replace
 from keras_psplus.keras_hooks.step_inputs import tensors, weights
 from keras_psplus.parameter_server import failure
+from keras_psplus.parameter_server.staleness import BoundedRunner
 from keras_psplus.parameter_server.steps import StepRunner
+from keras_psplus.parameter_server.sync_steps import SyncRunner
 from keras_psplus.parameter_server.worker_data import WorkerIterator
 
 _local = threading.local()
@@ -34,7 +37,9 @@ def _explained(original, self, *args, **kwargs):
         return original(self, *args, **kwargs)
     try:
         with failure.explained(strategy):
-            return original(self, *args, **kwargs)
+            result = original(self, *args, **kwargs)
+        strategy.rounds.tell()
+        return result
     except (failure.ParameterServerLostError, failure.WorkersLostError):
         raise  # no step will ever come back
     except BaseException as error:
@@ -86,7 +91,8 @@ def _make_function(original, self, step_function):
     strategy = asynchronous(self._distribute_strategy)
     if strategy is None:
         return original(self, step_function)
-    function = _StepFunction(self, strategy, step_function)
+    is_training = step_function == self.train_step
+    function = _StepFunction(self, strategy, step_function, is_training)
     step_registry.register(strategy, function)
     return function
 
@@ -94,14 +100,22 @@ def _make_function(original, self, step_function):
 class _StepFunction:
     """A train or test function whose steps run on the workers, several at a time."""
 
-    def __init__(self, model, strategy, step_function):
+    def __init__(self, model, strategy, step_function, is_training):
         self._model = model
         self._strategy, self._scheduler = strategy, strategy.scheduler
         step = model._autoconvert_optionals(step_function)
-        self._runner = StepRunner(strategy, step, lambda: weights(model))
+        self._runner = self._runner_of(step, is_training)
         # One dict for a whole epoch: Keras keeps the last that it got, and gets to see in it what
         # steps bring back later.
         self._logs = {}
+
+    def _runner_of(self, step, is_training):
+        args = self._strategy, step, lambda: weights(self._model)
+        if is_training and self._strategy.mode == "sync":
+            return SyncRunner(*args, split, self._results)
+        if is_training and self._strategy.clocks is not None:
+            return BoundedRunner(*args)
+        return StepRunner(*args)
 
     def __call__(self, iterator):
         ticket = None
@@ -133,12 +147,20 @@ class _StepFunction:
         self._runner.join()
         self._logs.update(self._runner.logs)
         self._runner.close()
-        for metric in self._model.metrics:
-            if any(v._value is used for v in metric.variables for used in variables):
-                for name, value in _flat({metric.name: metric.result()}).items():
-                    if name in self._logs:
-                        self._logs[name] = value.numpy()
+        for name, value in self._results(variables).items():
+            if name in self._logs:
+                self._logs[name] = value.numpy()
         self._logs = {}
+
+    def _results(self, variables):
+        """The results of metrics that have one of some variables, by names as in logs."""
+        return _flat(
+            {
+                metric.name: metric.result()
+                for metric in self._model.metrics
+                if any(v._value is used for v in metric.variables for used in variables)
+            }
+        )
 
 
 def _flat(results):

@@ -13,6 +13,7 @@ from keras_psplus.keras_hooks.ownership import asynchronous
 from keras_psplus.keras_hooks.patching import replace
 from keras_psplus.parameter_server import tally
 from keras_psplus.parameter_server.pulls import PulledVariable, exact
+from keras_psplus.parameter_server.sync_functions import is_applying
 
 _merge_call = tf.__internal__.distribute.interim.maybe_merge_call
 
@@ -121,8 +122,8 @@ def _accumulate(original, self, grads, acc_grads):
 
 
 def _push(optimizer, gradients, variables, **kwargs):
-    if tf.executing_eagerly():
-        # On the chief, which keeps nothing.
+    if tf.executing_eagerly() or is_applying():
+        # On the chief, which keeps nothing; or the sums of a step, which are there already.
         return list(zip(gradients, variables))
     pushes = optimizer._distribution_strategy.extended.pushes
 

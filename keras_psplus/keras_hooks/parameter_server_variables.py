@@ -1,6 +1,10 @@
 """Keras variables under `ParameterServerStrategy`: where they are made, read and added to."""
 
+import math
+
 import tensorflow as tf
+from keras.src import layers
+from keras.src.backend.common import global_state
 from keras.src.backend.common.stateless_scope import in_stateless_scope
 from keras.src.backend.tensorflow import core
 
@@ -10,9 +14,13 @@ from keras_psplus.keras_hooks.patching import replace
 from keras_psplus.keras_hooks.variables import accumulates
 from keras_psplus.parameter_server.worker_function import TravellingVariable, current
 
+# Elements. Whatever travels crosses the chief's network with every share of a step.
+_LARGEST_STATE = 1 << 16
+
 
 def install():
     """Installs this module's hooks."""
+    replace(core.Variable, "__init__", ["self", "initializer"])(_note_owner)
     replace(core.Variable, "_initialize", ["self", "value"])(_initialize)
     replace(core.Variable, "_direct_assign", ["self", "value"])(_after_earlier_steps)
     replace(core.Variable, "numpy", ["self"])(_after_earlier_steps)
@@ -22,14 +30,40 @@ def install():
     core.Variable.sparse_read = _sparse_read
 
 
+def _note_owner(original, self, *args, **kwargs):
+    # Here, as some are initialized later, when nothing tells any more.
+    scopes = global_state.get_global_attribute("name_scope_stack")
+    self._is_of_layer = bool(scopes) and isinstance(scopes[-1].caller, layers.Layer)
+    original(self, *args, **kwargs)
+
+
 def _initialize(original, self, value):
     strategy = asynchronous(tf.distribute.get_strategy())
     if strategy is None:
         return original(self, value)
     note_live(strategy)
-    is_seed = self._name == "seed_generator_state"
-    with strategy.extended.creating(self.path, accumulates(self) or is_seed, is_seed):
+    with strategy.extended.creating(self.path, _kind(self, strategy)):
         return original(self, value)
+
+
+def _kind(variable, strategy):
+    """What kind of travelling variable a variable is to be, or None."""
+    if variable._name == "seed_generator_state":
+        return "seed"
+    if accumulates(variable):
+        return "total"
+    return "state" if strategy.mode == "sync" and _is_state(variable) else None
+
+
+def _is_state(variable):
+    """Whether a variable is a layer's own, which steps change otherwise than by gradients."""
+    dtype = tf.as_dtype(variable.dtype)
+    return (
+        variable._is_of_layer
+        and not variable.trainable
+        and (dtype.is_floating or dtype.is_integer)
+        and math.prod(variable.shape) <= _LARGEST_STATE
+    )
 
 
 def _after_earlier_steps(original, self, *args):

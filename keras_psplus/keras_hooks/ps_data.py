@@ -36,6 +36,9 @@ def on_workers(strategy, adapter, in_order):
             strategy.num_workers,
         )
         return None
+    if strategy.mode == "sync" or strategy.clocks is not None:
+        info_once("the chief reads the data, as it decides which worker takes what")
+        return None
     if in_order:
         info_once("predict: the chief reads the data, so that results keep their order")
         return None

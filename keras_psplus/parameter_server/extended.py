@@ -82,16 +82,16 @@ class ParameterServerExtended(stock.ParameterServerStrategyV2Extended):
         return isinstance(variable, TravellingVariable) or "/job:ps/" in (variable.device or "")
 
     @contextlib.contextmanager
-    def creating(self, name, travels, is_seed):
+    def creating(self, name, kind):
         """Context for creating a Keras variable.
 
         Args:
             name: Full path of the variable.
-            travels: Whether it lives on the chief and travels with the steps.
-            is_seed: Whether it is a seed generator's state.
+            kind: What it is, if it lives on the chief and travels with the steps, as for
+                `TravellingVariable`; else None.
         """
         outer = getattr(self._creating, "value", None)
-        self._creating.value = (name, travels, is_seed)
+        self._creating.value = (name, kind)
         try:
             yield
         finally:
@@ -124,15 +124,15 @@ class ParameterServerExtended(stock.ParameterServerStrategyV2Extended):
         return creator
 
     def _create_variable(self, next_creator, **kwargs):
-        _, travels, is_seed = getattr(self._creating, "value", None) or ("", False, False)
-        if travels:
+        _, kind = getattr(self._creating, "value", None) or ("", None)
+        if kind is not None:
             for name in ("aggregation", "synchronization", "colocate_with"):
                 kwargs.pop(name, None)
             with (
                 ops.colocate_with(None, ignore_existing=True),
                 ops.device("/job:chief/replica:0/task:0/device:CPU:0"),
             ):
-                return TravellingVariable(next_creator(**kwargs), is_seed)
+                return TravellingVariable(next_creator(**kwargs), kind)
         whole = kwargs.get("colocate_with")
         if isinstance(whole, ShardedVariable):
             return self._create_beside_shards(next_creator, whole, **kwargs)

@@ -70,22 +70,52 @@ class Scheduler:
             The result as a `RemoteValue`.
         """
         self._wait_until(lambda: len(self._under_way) < self._window)
-        closure = _Closure(function, self._queue._cancellation_mgr, args)
-        closure.about, closure.scheduler, closure.ticket = about, self, ticket
+        closure = Closure(function, self._queue._cancellation_mgr, args)
+        closure.ticket = ticket
+        return self.start(closure, on_done, about, None if ticket is None else ticket.home)
+
+    @property
+    def workers(self):
+        """TensorFlow's `Worker`s."""
+        return self._coordinator._cluster.workers
+
+    @property
+    def cancellation_manager(self):
+        """What closures are cancelled by."""
+        return self._queue._cancellation_mgr
+
+    def start(self, closure, on_done, about, home=None):
+        """Schedules a closure at once.
+
+        Args:
+            closure: `Closure`.
+            on_done: Called with what it returns, from another thread.
+            about: What it works on, for messages.
+            home: The worker to run it, unless it is lost; None for whichever is free.
+
+        Returns:
+            The result as a `RemoteValue`.
+        """
+        closure.about, closure.scheduler = about, self
         result = closure.build_result(self._done, on_done)
         with self._changed:
             # The queue holds results weakly.
             if not self._under_way:
                 self._last_result = time.monotonic()
             self._under_way[id(result)] = result, closure
-        self._put(closure, ticket)
+        self._queue.put(closure, tag=None if home in self._failed_workers else home)
         return result
 
-    def _put(self, closure, ticket):
-        if ticket is None or ticket.home in self._failed_workers:
-            self._queue.put(closure)
-        else:
-            self._queue.put(closure, tag=ticket.home)
+    def withdraw(self, closures):
+        """Takes back the closures that no worker has begun with."""
+        with self._queue._queue_lock, self._changed:
+            for waiting in (self._queue._queue, *self._queue._tagged_queue.values()):
+                for closure in [c for c in waiting.queue if any(c is other for other in closures)]:
+                    waiting.queue.remove(closure)
+                    self._under_way = {
+                        key: pair for key, pair in self._under_way.items() if pair[1] is not closure
+                    }
+            self._changed.notify_all()
 
     def note_start(self, closure, worker):
         """Notes that a worker begins with a closure; it may not be the first one that tries."""
@@ -98,11 +128,11 @@ class Scheduler:
         if lost is not None:
             self._failed_workers.add(lost)
             logger.warning(
-                "worker-%d was lost with %s; worker-%d takes it once more, and its update may be "
-                "applied twice",
+                "worker-%d was lost with %s; worker-%d takes it once more, and %s",
                 lost,
                 closure.about,
                 worker,
+                closure.after_loss,
             )
             self._give_to_others(lost)
         if worker in self._failed_workers:
@@ -206,10 +236,11 @@ class Coordinator(cluster_coordinator.ClusterCoordinator):
         super().__del__()
 
 
-class _Closure(cluster_coordinator.Closure):
+class Closure(cluster_coordinator.Closure):
     """A closure that says when its result has been fetched, and what it was about."""
 
     about, scheduler, ticket = "", None, None
+    after_loss = "its update may be applied twice"
     tried_on, started, told = None, None, 0
 
     def __init__(self, function, cancellation_manager, args):
@@ -225,11 +256,15 @@ class _Closure(cluster_coordinator.Closure):
         try:
             if self.ticket is not None:
                 self._args = (*self._args[:-1], self.ticket.batches_on(index))
-            super().execute_on(worker)
+            self.run_on(worker)
         except tf.errors.OpError as error:
             if not step_errors.is_of_step(error):
                 raise
             raise step_errors.explained(error, f"worker-{index}", self.about) from None
+
+    def run_on(self, worker):
+        """Runs the function and sets the result."""
+        super().execute_on(worker)
 
     def build_result(self, on_fetched, on_done):
         result = _Result(None, self._output_type_spec)

@@ -1,5 +1,6 @@
 """The functions that workers run, traced once for each form of the batches."""
 
+import contextlib
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -19,6 +20,7 @@ class StepFunction(NamedTuple):
         overwritten: Those of them that are given values instead of being added to.
         notes: What `collect` noted while the function was traced.
         costs: What a call costs, a `tally.Summary`.
+        share: What the context of tracing was, or None.
         origin: The function that it is traced from; TensorFlow holds it weakly.
     """
 
@@ -27,6 +29,7 @@ class StepFunction(NamedTuple):
     overwritten: list
     notes: Any
     costs: Summary
+    share: Any
     origin: Any
 
     def split(self, vector):
@@ -45,11 +48,13 @@ class StepFunctions:
             vector and a structure of tensors, which the worker function returns, and notes about
             them.
         weights: Function that returns variables which steps may be expected to read.
+        share: Optional function of the vector that carries the travelling variables' values; makes
+            the context, a `Share`, in which steps are traced.
     """
 
-    def __init__(self, strategy, step, collect, weights):
+    def __init__(self, strategy, step, collect, weights, share=None):
         self._strategy, self._step, self._collect = strategy, step, collect
-        self._weights = weights
+        self._weights, self._share = weights, share or _without_share
         self._functions = {}
 
     def __call__(self, batches, element_spec=None, join=True):
@@ -77,6 +82,7 @@ class StepFunctions:
 
         def worker_function(initial, payload):
             with (
+                self._share(initial) as share,
                 Trace(initial) as trace,
                 Tally() as tally,
                 Pulls(self._weights(), stay, self._strategy.extended.compressors) as pulls,
@@ -86,21 +92,26 @@ class StepFunctions:
                 vector, outputs, notes[:] = self._collect(trace, results)
                 # In the same tensor: each would cost a message of its own.
                 vector = tf.concat([vector, tally.counts([vector, outputs])], 0)
-            tallies.append(tally)
+            traced[:] = tally, share
             variables[:], overwritten[:] = trace.variables, trace.overwritten()
             written_in_loops.update(pulls.written_in_loops())
             return vector, outputs
 
         while True:
-            tallies = []
+            traced = []
             written_in_loops = set()
             function = tf.function(worker_function, autograph=False)
             with self._strategy.scope():
                 concrete = function.get_concrete_function(tf.TensorSpec([None], tf.float64), spec)
             if written_in_loops <= stay:
-                costs = tallies[-1].summary(concrete.graph)
-                return StepFunction(concrete, variables, overwritten, notes, costs, function)
+                tally, share = traced
+                costs = tally.summary(concrete.graph)
+                return StepFunction(concrete, variables, overwritten, notes, costs, share, function)
             stay |= written_in_loops
+
+
+def _without_share(initial):
+    return contextlib.nullcontext()
 
 
 def _can_be_joined(batches):

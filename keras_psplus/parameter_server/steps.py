@@ -21,7 +21,7 @@ class StepRunner:
 
     def __init__(self, strategy, step, weights):
         self._strategy = strategy
-        self._functions = StepFunctions(strategy, step, _changes_and_logs, weights)
+        self._functions = StepFunctions(strategy, step, changes_and_logs, weights)
         self._lock = threading.Lock()
         self._sent = 0
         self._clear()
@@ -54,7 +54,7 @@ class StepRunner:
             initial = self._totals + self._seeds_after(self._steps)
             self._steps += len(batches)
         count = len(batches)
-        self._strategy.scheduler.submit(
+        self._send(
             function.concrete,
             (tf.constant(initial), payload),
             lambda result: self._add(count, function, result[0].numpy()),
@@ -65,6 +65,10 @@ class StepRunner:
         if self._logs is None:
             # The first step shows what the logs are called, and how often a step draws a seed.
             self._strategy.scheduler.wait_for(lambda: self._logs is not None)
+
+    def _send(self, *args):
+        """Schedules a function; the arguments are those of `Scheduler.submit`."""
+        self._strategy.scheduler.submit(*args)
 
     def _wait_for_earlier_steps(self, overwritten):
         """Steps of which each needs what the last one left cannot be under way together."""
@@ -130,7 +134,10 @@ class StepRunner:
             self._logs = {name: value.astype(dtype) for (name, dtype), value in zip(names, logs)}
 
     def _is_seed(self):
-        flags = [np.full(v.shape.num_elements(), v.is_seed) for v in self._variables]
+        return self._flags(lambda variable: variable.is_seed)
+
+    def _flags(self, of_variable):
+        flags = [np.full(v.shape.num_elements(), of_variable(v)) for v in self._variables]
         return np.concatenate([np.zeros(0, bool), *flags])
 
     def _seeds_after(self, steps):
@@ -138,7 +145,7 @@ class StepRunner:
         return 0.0 if self._draws is None else self._draws * steps
 
 
-def _changes_and_logs(trace, results):
+def changes_and_logs(trace, results):
     """What a step brings back, in one tensor: each would cost a message of its own."""
     logs = _scalars(results[-1])
     notes = [(name, value.dtype.as_numpy_dtype) for name, value in logs.items()]

@@ -8,22 +8,24 @@ import tensorflow as tf
 
 from keras_psplus.cluster import config, farewell, preflight, serve
 from keras_psplus.communication import Communication
-from keras_psplus.parameter_server import failure, state_files, tally
+from keras_psplus.parameter_server import failure, modes, state_files, tally
+from keras_psplus.parameter_server.attempts import Rounds
 from keras_psplus.parameter_server.compressors import Compressors
 from keras_psplus.parameter_server.extended import ParameterServerExtended
 from keras_psplus.parameter_server.scheduler import Coordinator, Scheduler
+from keras_psplus.parameter_server.staleness import Clocks
 
 _partitioners = tf.distribute.experimental.partitioners
 
 
 class ParameterServerStrategy(tf.distribute.ParameterServerStrategy):
-    """Asynchronous training with variables on parameter servers, for `model.fit` of Keras 3.
+    """Training with variables on parameter servers, for `model.fit` of Keras 3.
 
     One script in every task of a cluster with a `chief`, `worker` and `ps` tasks. In `worker` and
     `ps` tasks the constructor does not return: it serves until the chief has ended, and then ends
     the process, with exit code 1 if the chief has died. The chief runs the rest of the script and
     sends steps to the workers. Each step reads the variables, computes gradients on its batch and
-    applies them, without waiting for other workers' steps.
+    applies them, by default without waiting for other workers' steps.
 
     Args:
         cluster_resolver: Optional `tf.distribute.cluster_resolver.ClusterResolver`, in the chief,
@@ -41,9 +43,16 @@ class ParameterServerStrategy(tf.distribute.ParameterServerStrategy):
             whose `serves_values` is True, a dict from patterns to these, or None to read them
             exactly. What was made to be trained is read so, but for vectors and variables of
             fewer than 1,024 elements. The chief reads exactly, and updates run on the exact values.
+        mode: `"async"`; or `"sync"`, in which each batch is split over the workers, the parameter
+            servers add up their gradients, and one update is made of the mean, as in one process.
+        backup_workers: In `"sync"` mode, how many workers' gradients each step does without: the
+            others' make the step, and what comes later is dropped. Less than the number of workers.
+        max_staleness: In `"async"` mode, how many steps a worker may be ahead of the slowest one
+            (stale-synchronous), at least 0; None for any number.
 
     Raises:
-        ValueError: If an argument is out of range, or a compressor unknown or unfit.
+        ValueError: If an argument is out of range, a combination of them has no meaning, or a
+            compressor is unknown or unfit.
         keras_psplus.cluster.ClusterConfigError: If `TF_CONFIG` is wrong or has no worker or no ps.
         keras_psplus.cluster.ClusterStartupError: If a task does not come up in time.
 
@@ -58,7 +67,9 @@ class ParameterServerStrategy(tf.distribute.ParameterServerStrategy):
     ```
 
     Reference: Li et al., "Scaling Distributed Machine Learning with the Parameter Server", OSDI
-    2014; Keras issue 20601.
+    2014; Chen et al., "Revisiting Distributed Synchronous SGD", 2016 (backup workers); Ho et al.,
+    "More Effective Distributed ML via a Stale Synchronous Parallel Parameter Server", NeurIPS 2013;
+    Keras issue 20601.
     """
 
     def __init__(
@@ -70,6 +81,9 @@ class ParameterServerStrategy(tf.distribute.ParameterServerStrategy):
         worker_timeout=60.0,
         compression=None,
         pull_compression=None,
+        mode="async",
+        backup_workers=0,
+        max_staleness=None,
     ):
         for name, value in (
             ("startup_timeout", startup_timeout),
@@ -81,9 +95,11 @@ class ParameterServerStrategy(tf.distribute.ParameterServerStrategy):
                 )
         # Before this task waits for others, or serves them.
         compressors = Compressors(compression, pull_compression)
+        self._mode = modes.check(mode, backup_workers, max_staleness)
         self._task = None
         if cluster_resolver is None:
             self._task = _read_task()
+            self._mode.check_workers(len(self._task.cluster["worker"]))
             if self._task.task_type in ("ps", "worker"):
                 _serve_and_exit(self._task, startup_timeout)
             preflight.wait_for_cluster(
@@ -93,6 +109,7 @@ class ParameterServerStrategy(tf.distribute.ParameterServerStrategy):
                 rpc_layer="grpc"
             )
         spec = cluster_resolver.cluster_spec().as_dict()
+        self._mode.check_workers(len(spec.get("worker", [])))
         if variable_partitioner == "auto":
             variable_partitioner = _partitioners.MinSizePartitioner(
                 min_shard_bytes=16 << 20, max_shards=len(spec.get("ps", [])) or 1
@@ -119,6 +136,7 @@ class ParameterServerStrategy(tf.distribute.ParameterServerStrategy):
         if self._task is None:
             # Servers that are not of this job's launch may go on without their chief.
             atexit.register(self.extended.worker_states.end)
+        self._rounds = Rounds(self._num_workers, self._mode.backup_workers)
         self._totals = tally.Totals()
         self._communication = Communication()
         self._communication.add_source(self._totals.traffic, lambda: self._totals.seconds)
@@ -132,6 +150,10 @@ class ParameterServerStrategy(tf.distribute.ParameterServerStrategy):
             failure.WorkerWatch(spec["worker"], worker_timeout).check,
             self._chief.greet_again if self._chief else None,
         )
+        self._clocks = None
+        if self._mode.max_staleness is not None:
+            self._clocks = Clocks(self._num_workers, self._mode.max_staleness)
+            self._clocks.watch(self._scheduler.workers)
 
     @property
     def task(self):
@@ -157,6 +179,40 @@ class ParameterServerStrategy(tf.distribute.ParameterServerStrategy):
     def scheduler(self):
         """Sends steps to the workers."""
         return self._scheduler
+
+    @property
+    def mode(self):
+        """`"async"` or `"sync"`."""
+        return "sync" if self._mode.is_sync else "async"
+
+    @property
+    def backup_workers(self):
+        """How many workers' gradients each step does without."""
+        return self._mode.backup_workers
+
+    @property
+    def max_staleness(self):
+        """How many steps a worker may be ahead of the slowest one; None for any number."""
+        return self._mode.max_staleness
+
+    @property
+    def rounds(self):
+        """The global steps of `mode="sync"`."""
+        return self._rounds
+
+    @property
+    def clocks(self):
+        """How far each worker is, `staleness.Clocks`, if `max_staleness` bounds it; else None."""
+        return self._clocks
+
+    @property
+    def dropped_gradients(self):
+        """How many gradients have been dropped, because others of their step had come before.
+
+        Of each step, `backup_workers` gradients: those that came late, and those that a worker did
+        not begin with, as it still worked on a step before.
+        """
+        return self._rounds.dropped
 
     @property
     def communication(self):

@@ -116,12 +116,13 @@ class TravellingVariable(resource_variable_ops.BaseResourceVariable, core.Tensor
 
     Args:
         variable: The chief's variable.
-        is_seed: Whether it is the state of a seed generator, `(seed, counter)`.
+        kind: `"total"`, a metric's state; `"seed"`, that of a seed generator, `(seed, counter)`; or
+            `"state"`, of a layer that changes it in each step, such as BatchNormalization.
     """
 
-    def __init__(self, variable, is_seed):
+    def __init__(self, variable, kind):
         self._chief_variable = variable
-        self.is_seed = is_seed
+        self.kind = kind
         super().__init__(
             trainable=False,
             shape=variable.shape,
@@ -132,6 +133,11 @@ class TravellingVariable(resource_variable_ops.BaseResourceVariable, core.Tensor
             in_graph_mode=False,
             synchronization=tf.VariableSynchronization.NONE,
         )
+
+    @property
+    def is_seed(self):
+        """Whether it is the state of a seed generator."""
+        return self.kind == "seed"
 
     @property
     def handle(self):

@@ -39,6 +39,11 @@ class WorkerStates:
         self._ownerless = []
 
     @property
+    def run(self):
+        """A name for this run of the job, which no other has."""
+        return self._run
+
+    @property
     def has_any(self):
         """Whether steps keep anything."""
         return bool(self._leaves)

@@ -789,21 +789,40 @@ def outputs_of_predict():
     return None, {"seen": np.stack(callback.seen), "ragged": np.asarray(predicted.to_tensor())}
 
 
+@asynchronous_case
+def much_at_once():
+    """An embedding, L2, Adam with a schedule and clipping, sample weights, several steps a call."""
+    schedule = keras.optimizers.schedules.ExponentialDecay(0.05, 3, 0.8)
+    layers = [
+        keras.layers.Embedding(30, 8),
+        keras.layers.GlobalAveragePooling1D(),
+        keras.layers.Dense(16, activation="relu", kernel_regularizer="l2"),
+        keras.layers.Dense(3),
+    ]
+    optimizer = keras.optimizers.Adam(schedule, global_clipnorm=0.5)
+    model = compiled(layers, optimizer, metrics=("accuracy",), steps_per_execution=2)
+    weights = np.random.default_rng(5).uniform(0, 2, 83).astype("float32")
+    options = numpy_defaults(batch_size=20, sample_weight=weights)
+    return trained(model, *tokens(), **options, validation_data=tokens(31, seed=2))
+
+
 @case
 def run_eagerly():
     return trained(mlp(run_eagerly=True), *blobs(rows=101), **numpy_defaults(epochs=1))
 
 
-def parameter_server(ps, shards):
+def parameter_server(ps, shards, is_sync):
     import keras_psplus
     from keras_psplus.cluster.in_process import InProcessCluster
 
-    cluster = InProcessCluster(workers=1, ps=ps)
+    cluster = InProcessCluster(workers=2 if is_sync else 1, ps=ps)
     cluster.start()
     partitioner = None
     if shards:
         partitioner = tf.distribute.experimental.partitioners.FixedShardsPartitioner(shards)
-    return keras_psplus.ParameterServerStrategy(cluster.cluster_resolver, partitioner)
+    return keras_psplus.ParameterServerStrategy(
+        cluster.cluster_resolver, partitioner, mode="sync" if is_sync else "async"
+    )
 
 
 def lossless():
@@ -844,7 +863,12 @@ def main():
     parser.add_argument("--reference", action="store_true")
     parser.add_argument("--devices", type=int, default=1)
     parser.add_argument("--lossless", action="store_true", help="compressors that lose nothing")
-    parser.add_argument("--ps", type=int, default=0, help="one worker and so many ps, in process")
+    parser.add_argument(
+        "--sync", action="store_true", help="synchronous parameter servers, of --ps"
+    )
+    parser.add_argument(
+        "--ps", type=int, default=0, help="a worker (two with --sync) and ps, in process"
+    )
     parser.add_argument("--shards", type=int, default=0, help="of every variable with rows, on ps")
     options = parser.parse_args()
     task, strategy = "reference", tf.distribute.get_strategy()
@@ -854,7 +878,7 @@ def main():
             cpu, [tf.config.LogicalDeviceConfiguration()] * options.devices
         )
     if options.ps:
-        strategy, task = parameter_server(options.ps, options.shards), "worker-0"
+        strategy, task = parameter_server(options.ps, options.shards, options.sync), "worker-0"
     elif not options.reference:
         import keras_psplus
 
@@ -862,7 +886,11 @@ def main():
             startup_timeout=60, compression=lossless() if options.lossless else None
         )
         task = strategy.task.name if strategy.task else "worker-0"
-    for name in options.cases.split(",") if options.cases else CASES:
+    run(options.cases.split(",") if options.cases else CASES, strategy, task, options.out)
+
+
+def run(names, strategy, task, out):
+    for name in names:
         keras.backend.clear_session()
         keras.utils.set_random_seed(1)
         print(f"begin {name}", flush=True)
@@ -870,7 +898,7 @@ def main():
             model, results = CASES[name]()
         weights = model.get_weights() if model is not None else []
         results = results | {f"weights/{i}": w for i, w in enumerate(weights)}
-        path = os.path.join(options.out, f"{name}.{task}.npz")
+        path = os.path.join(out, f"{name}.{task}.npz")
         np.savez(path + ".tmp.npz", **results)
         os.replace(path + ".tmp.npz", path)
         print(f"done {name}", flush=True)

@@ -63,6 +63,24 @@ SHARDED = [
     "mixed_precision_skips_overflow",
     "evaluate_and_predict",
 ]
+# What is particular to two synchronous workers of parameter servers.
+SYNCHRONOUS = [
+    "numpy_short_last_batch",
+    "class_weight",
+    "steps_per_execution_dataset",
+    "adamw_with_schedule",
+    "moving_average_of_weights",
+    "gradient_accumulation",
+    "regularisers_and_constraint",
+    "sum_reduction",
+    "metrics",
+    "embeddings_of_several_widths",
+    "mixed_precision_skips_overflow",
+    "own_loss_with_an_empty_replica",
+    "logs_of_every_batch",
+    "callbacks_between_the_steps",
+]
+SYNCHRONOUS_SHARDED = ["clipnorm", "gradient_accumulation_in_loop", "much_at_once"]
 # Float tolerance: sums over replicas are taken in another order than sums over a batch.
 TOLERANCE = dict.fromkeys(CASES + ONLY_ASYNCHRONOUS, 2e-5) | {
     "bfloat16": 2e-2,
@@ -103,6 +121,10 @@ SINGLE = {
     "reference": ["--reference"],
     "two_devices": ["--devices", "2", "--cases", ",".join(CORE)],
     "one_worker_two_ps": ["--ps", "2", "--cases", ",".join(ASYNCHRONOUS)],
+    "two_synchronous_workers": ["--ps", "1", "--sync", "--cases", ",".join(SYNCHRONOUS)],
+    "two_synchronous_workers_two_shards": [
+        *("--ps", "2", "--shards", "2", "--sync", "--cases", ",".join(SYNCHRONOUS_SHARDED))
+    ],
     "two_shards": ["--ps", "2", "--shards", "2", "--cases", ",".join(SHARDED)],
 }
 
@@ -170,6 +192,18 @@ def two_shards(single):
     return folder, {"worker-0": run.result()}
 
 
+@pytest.fixture(scope="session")
+def two_synchronous_workers(single):
+    folder, run = single["two_synchronous_workers"]
+    return folder, {"worker-0": run.result()}
+
+
+@pytest.fixture(scope="session")
+def two_synchronous_workers_two_shards(single):
+    folder, run = single["two_synchronous_workers_two_shards"]
+    return folder, {"worker-0": run.result()}
+
+
 def compare(case, reference, run, workers):
     folder, logs = run
     expected = load(reference[0] / f"{case}.reference.npz", reference[1])
@@ -220,6 +254,18 @@ def test_one_asynchronous_worker(case, reference, one_worker_two_ps):
 @pytest.mark.parametrize("case", SHARDED)
 def test_one_asynchronous_worker_with_sharded_variables(case, reference, two_shards):
     compare(case, reference, two_shards, workers=1)
+
+
+@pytest.mark.parametrize("case", SYNCHRONOUS)
+def test_two_synchronous_workers(case, reference, two_synchronous_workers):
+    compare(case, reference, two_synchronous_workers, workers=1)
+
+
+@pytest.mark.parametrize("case", SYNCHRONOUS_SHARDED)
+def test_two_synchronous_workers_with_sharded_variables(
+    case, reference, two_synchronous_workers_two_shards
+):
+    compare(case, reference, two_synchronous_workers_two_shards, workers=1)
 
 
 @pytest.mark.parametrize("case", FOUR_REPLICAS)

@@ -1,0 +1,71 @@
+"""What decides when workers' steps wait for one another: `mode` and what goes with it."""
+
+from typing import Any, NamedTuple
+
+
+class Mode(NamedTuple):
+    """The checked arguments.
+
+    Attributes:
+        is_sync: Whether workers take each step together.
+        backup_workers: How many workers' gradients a step does without.
+        max_staleness: How many steps a worker may be ahead of the slowest one, or None.
+    """
+
+    is_sync: bool
+    backup_workers: int
+    max_staleness: Any
+
+    def check_workers(self, num_workers):
+        """Raises ValueError if there are not more workers than backup workers."""
+        if self.backup_workers >= num_workers:
+            raise ValueError(
+                "`backup_workers` must be an integer from 0 to one less than the number of "
+                f"workers: every step needs a gradient. Received: "
+                f"backup_workers={self.backup_workers}, for {num_workers} worker(s)"
+            )
+
+
+def check(mode, backup_workers, max_staleness):
+    """Checks a strategy's arguments.
+
+    Args:
+        mode: `"async"` or `"sync"`.
+        backup_workers: Int.
+        max_staleness: Int or None.
+
+    Returns:
+        A `Mode`.
+
+    Raises:
+        ValueError: If one of them is out of its range, or has no meaning in this mode.
+    """
+    if mode not in ("async", "sync"):
+        raise ValueError(f'`mode` must be "async" or "sync". Received: mode={mode!r}')
+    if not _is_count(backup_workers):
+        raise ValueError(
+            "`backup_workers` must be an integer from 0 to one less than the number of workers. "
+            f"Received: backup_workers={backup_workers!r}"
+        )
+    if max_staleness is not None and not _is_count(max_staleness):
+        raise ValueError(
+            "`max_staleness` must be None or an integer of at least 0. "
+            f"Received: max_staleness={max_staleness!r}"
+        )
+    if backup_workers and mode != "sync":
+        raise ValueError(
+            "`backup_workers` has a meaning in synchronous training only, where a step waits for "
+            'gradients: pass `mode="sync"`, or 0. '
+            f"Received: backup_workers={backup_workers!r}, mode={mode!r}"
+        )
+    if max_staleness is not None and mode != "async":
+        raise ValueError(
+            "`max_staleness` has a meaning in asynchronous training only: synchronous steps are "
+            'never stale. Pass `mode="async"`, or None. '
+            f"Received: max_staleness={max_staleness!r}, mode={mode!r}"
+        )
+    return Mode(mode == "sync", backup_workers, max_staleness)
+
+
+def _is_count(value):
+    return isinstance(value, int) and not isinstance(value, bool) and value >= 0

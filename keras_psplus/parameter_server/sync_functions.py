@@ -1,0 +1,249 @@
+"""The functions of a synchronous step: a worker's part of it, and what the chief does after.
+
+Without backup workers, a worker's function adds each gradient to the sums on the parameter servers
+as soon as it is there. With backup workers it keeps them until the chief knows that they are among
+the first, and a second function sends them.
+"""
+
+import contextlib
+import threading
+from typing import Any, NamedTuple
+
+import tensorflow as tf
+
+from keras_psplus.parameter_server import aggregation, shares, tally
+from keras_psplus.parameter_server.sharded import Parts
+from keras_psplus.parameter_server.step_functions import StepFunctions
+
+CHIEF = "/job:chief/replica:0/task:0/device:CPU:0"
+_local = threading.local()
+
+
+def is_applying():
+    """Whether an optimizer of this thread is given the sums of a global step."""
+    return getattr(_local, "applying", False)
+
+
+class _Held(NamedTuple):
+    """Gradients, on a worker, that an optimizer is to apply."""
+
+    optimizer: Any
+    gradients: list
+    variables: list
+
+
+class _Added(NamedTuple):
+    """Sums on the parameter servers that an optimizer is to apply."""
+
+    optimizer: Any
+    sums: list
+    variables: list
+
+
+class PushFunction(NamedTuple):
+    """The function that sends what a worker's part of a step has kept, and what a call costs."""
+
+    concrete: Any
+    costs: tally.Summary
+    origin: Any
+
+
+class SyncFunction(NamedTuple):
+    """The functions of a step for batches of one form.
+
+    Attributes:
+        step: The worker's part, a `StepFunction`.
+        push: `PushFunction`, or None if the worker's part sends gradients itself.
+        apply: Function of an attempt's stamp, the number of gradients and a factor; run by the
+            chief, it lets the optimizers apply the sums.
+        discard: Function of a stamp; forgets what earlier attempts have added.
+    """
+
+    step: Any
+    push: Any
+    apply: Any
+    discard: Any
+
+
+class SyncFunctions:
+    """The functions of one step function, one `SyncFunction` for each form of its batches.
+
+    Args:
+        strategy: `ParameterServerStrategy`.
+        step: Function of one batch.
+        collect: As for `StepFunctions`.
+        weights: As for `StepFunctions`.
+    """
+
+    def __init__(self, strategy, step, collect, weights):
+        self._strategy, self._collect = strategy, collect
+        self._is_held = strategy.rounds.backup_workers > 0
+        self._functions = StepFunctions(strategy, step, self._with_gradients, weights, self._share)
+        self._made = {}
+
+    def __call__(self, batch):
+        """The functions for a share's batch, and the argument besides the travelling values."""
+        step, payload = self._functions([batch])
+        if id(step) not in self._made:
+            self._made[id(step)] = self._make(step)
+        return self._made[id(step)], payload
+
+    def _share(self, initial):
+        stamp = tf.cast(initial[-1], tf.int64)
+        push = _Held if self._is_held else lambda *args: self._add(stamp, *args)
+        return shares.Share(initial[-2], push)
+
+    def _with_gradients(self, trace, results):
+        vector, _, notes = self._collect(trace, results)
+        outputs = ()
+        if self._is_held:
+            held = shares.current().handed_over
+            outputs = [[_leaves(g) for g in of_optimizer.gradients] for of_optimizer in held]
+        return vector, outputs, notes
+
+    def _add(self, stamp, optimizer, gradients, variables):
+        inner = getattr(optimizer, "inner_optimizer", optimizer)
+        by_value = {id(variable._value): variable for variable in variables}
+        extended = self._strategy.extended
+        graph = tf.compat.v1.get_default_graph()
+        before = len(graph.get_operations())
+        pairs = extended.pushes.send(
+            gradients,
+            [variable._value for variable in variables],
+            lambda: tf.convert_to_tensor(inner.iterations),
+            inner,
+        )
+        sums = aggregation.add(pairs, stamp, f"keras_psplus/{extended.worker_states.run}")
+        _tally_waits(gradients, graph.get_operations()[before:])
+        return _Added(optimizer, sums, [by_value[id(value)] for _, value in pairs])
+
+    def _make(self, step):
+        push, added = None, step.share.handed_over
+        if self._is_held:
+            push, added = self._make_push(step)
+        return SyncFunction(step, push, self._make_apply(added), self._make_discard(added))
+
+    def _make_push(self, step):
+        held, added, tallies = step.share.handed_over, [], []
+
+        def push(stamp, parts):
+            with tally.Tally() as counted:
+                for (optimizer, gradients, variables), own in zip(held, parts):
+                    values = [_gradient(like, leaves) for like, leaves in zip(gradients, own)]
+                    added.append(self._add(stamp, optimizer, values, variables))
+                counts = counted.counts([])
+            tallies.append(counted)
+            return counts
+
+        specs = tf.nest.map_structure(
+            lambda leaf: tf.TensorSpec(leaf.shape, leaf.dtype), step.concrete.structured_outputs[1]
+        )
+        concrete, function = self._traced(push, tf.TensorSpec([], tf.int64), specs)
+        return PushFunction(concrete, tallies[-1].summary(concrete.graph), function), added
+
+    def _make_apply(self, added):
+        def apply(stamp, count, scale):
+            for optimizer, sums, variables in added:
+                gradients = aggregation.take(sums, stamp, count, scale)
+                if _needs_whole(optimizer):
+                    gradients = [_joined(g, v._value) for g, v in zip(gradients, variables)]
+                with _applying():
+                    if variables:
+                        optimizer.apply(gradients, variables)
+                    else:
+                        optimizer.iterations.assign_add(1)
+            return tf.constant(True)
+
+        return self._on_chief(
+            apply,
+            tf.TensorSpec([], tf.int64),
+            tf.TensorSpec([], tf.int32),
+            tf.TensorSpec([], tf.float32),
+        )
+
+    def _make_discard(self, added):
+        def discard(stamp):
+            for _, sums, _ in added:
+                aggregation.discard(sums, stamp)
+            return tf.constant(True)
+
+        traced = []
+
+        def call(stamp):
+            if not traced:
+                traced.append(self._on_chief(discard, tf.TensorSpec([], tf.int64)))
+            traced[0](stamp)
+
+        return call
+
+    def _on_chief(self, function, *specs):
+        def in_replica(*args):
+            with tf.device(CHIEF):
+                return self._strategy.run(function, args)
+
+        concrete, origin = self._traced(in_replica, *specs)
+
+        def call(*args):
+            with tf.device(CHIEF):
+                return concrete(*(tf.constant(a, spec.dtype) for a, spec in zip(args, specs)))
+
+        call.origin = origin
+        return call
+
+    def _traced(self, function, *specs):
+        function = tf.function(function, autograph=False)
+        with self._strategy.scope():
+            return function.get_concrete_function(*specs), function
+
+
+@contextlib.contextmanager
+def _applying():
+    _local.applying = True
+    try:
+        yield
+    finally:
+        _local.applying = False
+
+
+def _tally_waits(gradients, operations):
+    if tally.current() is not None:
+        tally.current().waits.note_push(gradients, operations)
+
+
+def _leaves(gradient):
+    if gradient is None:
+        return ()
+    if isinstance(gradient, tf.IndexedSlices):
+        return gradient.values, gradient.indices
+    return (tf.convert_to_tensor(gradient),)
+
+
+def _gradient(like, leaves):
+    if like is None:
+        return None
+    return tf.IndexedSlices(*leaves) if isinstance(like, tf.IndexedSlices) else leaves[0]
+
+
+def _needs_whole(optimizer):
+    """Whether an optimizer computes with a gradient before it updates the variable's shards."""
+    inner = getattr(optimizer, "inner_optimizer", optimizer)
+    return bool(
+        inner is not optimizer or inner.gradient_accumulation_steps or inner.loss_scale_factor
+    )
+
+
+def _joined(gradient, variable):
+    if not isinstance(gradient, Parts):
+        return gradient
+    if not isinstance(gradient[0], tf.IndexedSlices):
+        return tf.concat(gradient, 0)
+    indices = [
+        part.indices + tf.cast(first, part.indices.dtype)
+        for part, first in zip(gradient, variable.offsets)
+    ]
+    indices = tf.concat(indices, 0)
+    return tf.IndexedSlices(
+        tf.concat([part.values for part in gradient], 0),
+        indices,
+        tf.constant(variable.shape.as_list(), indices.dtype),
+    )

@@ -1,0 +1,188 @@
+"""Synchronous training: all workers take each step together, from the same weights.
+
+The chief cuts a global batch into shares, one for each worker. The parameter servers add up the
+gradients; once those of a step are there, the chief lets the optimizer apply their mean, and the
+next step begins. Nothing is applied before, so a worker that is lost costs the attempt at a step,
+never half an update.
+"""
+
+import functools
+
+import numpy as np
+import tensorflow as tf
+
+from keras_psplus.log import logger
+from keras_psplus.parameter_server.share_closures import ShareClosure
+from keras_psplus.parameter_server.steps import StepRunner, are_same, changes_and_logs, describe
+from keras_psplus.parameter_server.sync_functions import CHIEF, SyncFunctions
+from keras_psplus.parameter_server.worker_function import Trace, pack
+
+# Odd, so that no two shares of any step share a seed (mod 2 ** 31).
+_SEED_STRIDE = 0x3C6EF35F
+
+
+class SyncRunner(StepRunner):
+    """Takes global steps and keeps the totals of metrics and seeds.
+
+    Args:
+        strategy: `ParameterServerStrategy`.
+        step: Function of one batch that returns a dict of scalar logs.
+        weights: Function that returns variables which steps may be expected to read.
+        split: Function of a batch and a number of workers. Returns the list of the shares that have
+            rows, pairs of a share's part of all rows and its batch.
+        results: Function that returns a flat dict of the results of metrics.
+    """
+
+    def __init__(self, strategy, step, weights, split, results):
+        super().__init__(strategy, step, weights)
+        self._functions = SyncFunctions(strategy, step, changes_and_logs, weights)
+        self._split, self._results = split, results
+        self._result_functions = {}
+        self._failures = 0
+
+    def submit(self, batches, element_spec=None, ticket=None):
+        """Takes a global step for each batch.
+
+        Args:
+            batches: List of batches.
+            element_spec: Unused: shares have fewer rows than the dataset's elements.
+            ticket: None, as the chief reads the data.
+        """
+        for batch in batches:
+            self._take_step(batch)
+
+    def _take_step(self, batch):
+        shares = self._split(batch, self._strategy.num_workers)
+        weights = [weight for weight, _ in shares]
+        calls = [self._functions(share) for _, share in shares]
+        functions = calls[0][0]
+        variables = functions.step.variables
+        if self._variables is not None and not are_same(variables, self._variables):
+            self._write_totals()
+        with self._lock:
+            if self._totals is None:
+                self._variables, self._totals = variables, pack(variables)
+        try:
+            attempt = self._attempt(calls, weights, describe([batch], self._sent))
+            whole = sum(weights[share] for share in attempt.results)
+            functions.apply(attempt.stamp, len(attempt.results), 1.0 / whole)
+        except BaseException:
+            self._strategy.rounds.failures += 1
+            raise
+        self._merge(
+            functions.step, {i: (weights[i] / whole, r) for i, r in attempt.results.items()}
+        )
+        self._strategy.rounds.count(attempt, len(shares))
+        self._sent += 1
+        self._steps += 1
+
+    def _attempt(self, calls, weights, about):
+        """Lets workers compute and add up the gradients of a step; returns the `Attempt`."""
+        scheduler, rounds = self._strategy.scheduler, self._strategy.rounds
+        is_unclean, self._failures = rounds.failures != self._failures, rounds.failures
+        while True:
+            attempt = rounds.begin(len(calls))
+            if is_unclean:
+                calls[0][0].discard(attempt.stamp)
+            closures = [
+                self._start(attempt, share, call, weight, f"{about}, share {share}")
+                for share, (call, weight) in enumerate(zip(calls, weights))
+            ]
+            scheduler.wait_for(functools.partial(getattr, attempt, "is_over"))
+            scheduler.withdraw(closures)
+            if not attempt.is_void:
+                return attempt
+            is_unclean = True
+            logger.warning(
+                "%s begins anew, because a worker was lost with it; no weight has changed", about
+            )
+
+    def _start(self, attempt, share, call, weight, about):
+        functions, payload = call
+
+        def done(result):
+            if not result:
+                return
+            vector, costs = functions.step.split(result[0])
+            self._strategy.totals.add(functions.step.costs, costs)
+            if len(result) == 1:
+                return
+            if functions.push is not None:
+                self._strategy.totals.add(functions.push.costs, np.asarray(result[1]))
+            attempt.finish(share, vector)
+
+        scheduler = self._strategy.scheduler
+        initial = np.append(self._initial(share), [weight, attempt.stamp])
+        arguments = tf.constant(initial), payload
+        closure = ShareClosure(functions, scheduler.cancellation_manager, arguments, attempt, share)
+        scheduler.start(closure, done, about, share)
+        return closure
+
+    def _initial(self, share):
+        """The values that travel with a share: every share draws from seeds of its own."""
+        initial = self._totals + self._seeds_after(self._steps)
+        for first in self._seed_places():
+            initial[first] = (initial[first] + share * _SEED_STRIDE) % (1 << 31)
+        return initial
+
+    def _merge(self, function, shares):
+        """Adds to the totals what the shares of a step have added, and makes the step's logs.
+
+        Args:
+            function: `StepFunction`.
+            shares: Dict from numbers of shares to their parts of all rows, and their vectors.
+        """
+        names = function.notes
+        size = sum(variable.shape.num_elements() for variable in function.variables)
+        weights = np.array([weight for weight, _ in shares.values()])
+        changes, logs = np.split(np.stack([vector for _, vector in shares.values()]), [size], 1)
+        is_seed = self._is_seed()
+        if self._draws is None:
+            self._draws = np.where(is_seed, changes[0], 0.0)
+        means = weights @ changes
+        means = np.where(self._is_integer(), np.rint(means), means)
+        merged = np.where(self._is_sum(function), changes.sum(0), means)
+        with self._lock:
+            self._totals = self._totals + np.where(is_seed, 0.0, merged)
+        logs = {n: value.astype(dtype) for (n, dtype), value in zip(names, weights @ logs)}
+        of_metrics = self._metric_results(function)
+        self._logs = {name: of_metrics.get(name, value) for name, value in logs.items()}
+
+    def _metric_results(self, function):
+        """Results of the totals as they are now, by one function: each metric's would cost more."""
+        if id(function) not in self._result_functions:
+            self._result_functions[id(function)] = self._trace_results(function)
+        concrete, names, _ = self._result_functions[id(function)]
+        with tf.device(CHIEF):
+            found = concrete(tf.constant(self._totals))
+        return {name: value.numpy() for name, value in zip(names, found)}
+
+    def _trace_results(self, function):
+        names = []
+
+        def results(totals):
+            with Trace(totals) as trace:
+                for variable in function.variables:
+                    trace.handle_of(variable)
+                found = self._results(function.variables)
+                names[:] = found
+                return [tf.convert_to_tensor(value) for value in found.values()]
+
+        origin = tf.function(results, autograph=False)
+        with tf.device(CHIEF):
+            return origin.get_concrete_function(tf.TensorSpec([None], tf.float64)), names, origin
+
+    def _seed_places(self):
+        first = 0
+        for variable in self._variables:
+            if variable.is_seed:
+                yield first
+            first += variable.shape.num_elements()
+
+    def _is_sum(self, function):
+        """What is added up over shares; the rest is a mean, weighted by rows."""
+        replaced = [id(variable) for variable in function.overwritten]
+        return self._flags(lambda v: v.kind == "total" and id(v) not in replaced)
+
+    def _is_integer(self):
+        return self._flags(lambda v: v.dtype.is_integer)

@@ -1,0 +1,104 @@
+"""Two workers, of which worker-1 sleeps in every step so that it takes five times as long.
+
+straggler_job.py FOLDER MODE...
+
+Each MODE is `sync`, `backup`, `async`, or `stale:N` for `max_staleness=N`. For each, some steps are
+taken, and a line says by which worker, how far one was ahead of the other, and how long it took.
+"""
+
+import json
+import os
+import pathlib
+import sys
+import time
+
+os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "2")
+
+import keras
+import numpy as np
+import tensorflow as tf
+from tensorflow.python.data.experimental.ops import testing
+
+import keras_psplus as psp
+
+STEPS = 16
+SECONDS = {"worker-0": 0.04, "worker-1": 0.2}
+
+folder, modes = pathlib.Path(sys.argv[1]), sys.argv[2:]
+task = json.loads(os.environ["TF_CONFIG"])["task"]
+name = f"{task['type']}-{task['index']}"
+# A step reads files where its worker runs: what is in them is that worker's own.
+(folder / name).mkdir()
+os.chdir(folder / name)
+pathlib.Path("number").write_text(str(task["index"]))
+pathlib.Path("sleep").write_text(str(int(5e5 * SECONDS.get(name, 0))))
+
+
+def own(file, x):
+    # The name depends on the batch, so that nobody reads it ahead.
+    path = tf.where(tf.size(x) >= 0, file, "")
+    return tf.strings.to_number(tf.io.read_file(path), tf.int64)
+
+
+class Slow(keras.Model):
+    def __init__(self):
+        super().__init__()
+        self.dense = keras.layers.Dense(1)
+        counts = dict(shape=(2,), initializer="zeros", trainable=False)
+        self.begun = self.add_weight(name="begun", **counts)
+        self.done = self.add_weight(name="done", **counts)
+        self.ahead = self.add_weight(name="ahead", **counts)
+
+    def call(self, x):
+        return self.dense(x)
+
+    def train_step(self, data):
+        x, y = data
+        me = tf.one_hot(own("number", x), 2)
+        before = tf.reduce_sum(self.begun * me)
+        ahead = before - tf.reduce_min(self.done)
+        self.begun.assign_add(me)
+        self.ahead.assign_add(me * tf.nn.relu(ahead - tf.reduce_sum(self.ahead * me)))
+        sleeping = tf.data.Dataset.range(1).apply(testing.sleep(own("sleep", x)))
+        slept = sleeping.reduce(tf.constant(0, tf.int64), lambda total, i: total + i)
+        logs = super().train_step((x + tf.cast(slept, x.dtype), y))
+        with tf.control_dependencies([slept]):
+            self.done.assign_add(me)
+        return logs
+
+
+def arguments(mode):
+    return {
+        "sync": dict(mode="sync"),
+        "backup": dict(mode="sync", backup_workers=1),
+        "async": dict(),
+        "stale": dict(max_staleness=int(mode.partition(":")[2] or 0)),
+    }[mode.partition(":")[0]]
+
+
+resolver = None
+for mode in modes:
+    strategy = psp.ParameterServerStrategy(resolver, startup_timeout=60, **arguments(mode))
+    # The first has made itself known to the other tasks.
+    resolver = tf.distribute.cluster_resolver.TFConfigClusterResolver(rpc_layer="grpc")
+    with strategy.scope():
+        model = Slow()
+        model.compile(keras.optimizers.SGD(0.01), "mse")
+    x = np.ones((2 * STEPS, 4), "float32")
+    model.fit(x[:2], x[:2, :1], batch_size=2, verbose=0)
+    taken_before = model.begun.numpy()
+    begin = time.monotonic()
+    model.fit(x, x[:, :1], batch_size=2, verbose=0)
+    print(
+        mode,
+        json.dumps(
+            {
+                "steps": int(model.optimizer.iterations.numpy()) - 1,
+                "taken": (model.begun.numpy() - taken_before).round(3).tolist(),
+                "ahead": model.ahead.numpy().tolist(),
+                "dropped": strategy.dropped_gradients,
+                "seconds": round(time.monotonic() - begin, 2),
+            }
+        ),
+        flush=True,
+    )

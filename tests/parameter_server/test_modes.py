@@ -1,0 +1,123 @@
+"""The arguments that decide when workers wait for one another."""
+
+import threading
+
+import pytest
+
+import keras_psplus as psp
+from keras_psplus.parameter_server import modes
+from keras_psplus.parameter_server.attempts import Attempt, Rounds
+from keras_psplus.parameter_server.staleness import Clocks
+
+CLUSTER = """{"cluster": {"chief": ["127.0.0.1:1"], "worker": ["127.0.0.1:2", "127.0.0.1:3"],
+"ps": ["127.0.0.1:4"]}, "task": {"type": "ps", "index": 0}}"""
+
+
+@pytest.mark.parametrize(
+    "arguments",
+    [
+        {"mode": "synchronous"},
+        {"mode": None},
+        {"mode": "sync", "backup_workers": -1},
+        {"mode": "sync", "backup_workers": 0.5},
+        {"mode": "sync", "backup_workers": True},
+        {"backup_workers": 1},
+        {"max_staleness": -1},
+        {"max_staleness": 1.0},
+        {"max_staleness": False},
+        {"mode": "sync", "max_staleness": 0},
+        # There are two workers.
+        {"mode": "sync", "backup_workers": 2},
+    ],
+    ids=str,
+)
+def test_bad_arguments_are_refused_before_anything_starts(arguments, monkeypatch):
+    # In a server, where the constructor would not return.
+    monkeypatch.setenv("TF_CONFIG", CLUSTER)
+    name = list(arguments)[-1]
+    with pytest.raises(ValueError, match=rf"Received: .*{name}={arguments[name]!r}"):
+        psp.ParameterServerStrategy(**arguments)
+
+
+def test_good_arguments():
+    assert modes.check("async", 0, None) == modes.Mode(False, 0, None)
+    assert modes.check("async", 0, 0).max_staleness == 0
+    mode = modes.check("sync", 2, None)
+    assert mode.is_sync
+    mode.check_workers(3)
+
+
+def test_the_first_gradients_of_an_attempt_count():
+    rounds = Rounds(num_workers=3, backup_workers=1)
+    attempt = rounds.begin(shares=3)
+    assert attempt.admit(2)
+    assert attempt.admit(0)
+    assert not attempt.admit(1)
+    attempt.finish(2, "two")
+    assert not attempt.is_over
+    attempt.finish(0, "zero")
+    assert attempt.is_over
+    assert not attempt.is_void
+    rounds.count(attempt, shares=3)
+    assert rounds.dropped == 1
+    assert rounds.begin(shares=3).stamp > attempt.stamp
+    # A last batch may have fewer rows than there are workers.
+    assert rounds.begin(shares=1).wanted == 1
+
+
+def test_an_attempt_is_void_once_an_admitted_share_is_computed_again():
+    attempt = Attempt(stamp=1, wanted=2)
+    assert attempt.admit(0)
+    assert not attempt.admit(0)
+    assert attempt.is_void
+    assert attempt.is_over
+    assert not attempt.admit(1)
+
+
+def test_many_threads_ask_and_few_are_admitted():
+    attempt = Attempt(stamp=1, wanted=3)
+    admitted = []
+    threads = [
+        threading.Thread(target=lambda share=share: admitted.append(attempt.admit(share)))
+        for share in range(20)
+    ]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(10)
+    assert sum(admitted) == 3
+
+
+@pytest.mark.parametrize("bound", [0, 1, 4])
+def test_clocks_hold_a_worker_that_is_ahead(bound):
+    clocks = Clocks(num_workers=2, bound=bound)
+    given = [clocks.give(), clocks.give()]
+    assert sorted(given) == [0, 1]
+    begun = 1
+    for _ in range(10):
+        # Worker 0 is fast, and worker 1 does not come to an end.
+        clocks.finish(0)
+        while clocks.is_free:
+            begun += clocks.give() == 0
+    assert begun == bound + 1
+    clocks.finish(1)
+    assert clocks.is_free
+
+
+def test_a_lost_worker_holds_up_nobody_and_comes_back_where_the_slowest_is():
+    clocks = Clocks(num_workers=2, bound=1)
+    assert {clocks.give(), clocks.give()} == {0, 1}
+    clocks.lose(1)
+    clocks.move(1, 0)
+    clocks.finish(0)
+    clocks.finish(0)
+    for _ in range(8):
+        assert clocks.give() == 0
+        clocks.finish(0)
+    clocks.welcome(1)
+    assert {clocks.give(), clocks.give()} == {0, 1}
+    clocks.lose(0)
+    clocks.lose(1)
+    assert not clocks.is_free
+    clocks.welcome(0)
+    assert clocks.is_free

@@ -1,0 +1,163 @@
+"""Synchronous and bounded steps in real processes: equal to one process, and to themselves."""
+
+import json
+import os
+import pathlib
+import re
+import signal
+import subprocess
+import sys
+
+import numpy as np
+import pytest
+
+from keras_psplus.cluster.environment import python_path
+from keras_psplus.cluster.processes import LocalCluster
+from keras_psplus.cluster.testing import run_in_processes
+from tests.parameter_server.sync_job import by_hand
+from tests.parameter_server.waiting import wait_for
+
+HERE = pathlib.Path(__file__).parent
+JOB = HERE / "sync_job.py"
+CASES_JOB = HERE.parent / "multi_process" / "fit_cases.py"
+# Many more are compared in one process, in tests/multi_process.
+CASES = ["last_batch_of_one_row", "much_at_once", "mixed_precision_skips_overflow"]
+TOLERANCE = {"mixed_precision_skips_overflow": 2e-3}
+STEPS = 160
+ENVIRONMENT = {"TF_CPP_MIN_LOG_LEVEL": "2", "CUDA_VISIBLE_DEVICES": ""}
+
+
+@pytest.fixture(scope="module")
+def reference(tmp_path_factory):
+    """Where one process is about to leave what the cases come to, and that process."""
+    folder = tmp_path_factory.mktemp("reference")
+    process = subprocess.Popen(
+        [sys.executable, CASES_JOB, "--reference", "--out", folder, "--cases", ",".join(CASES)],
+        env={**os.environ, **ENVIRONMENT, "PYTHONPATH": python_path(os.environ)},
+        stdout=subprocess.DEVNULL,
+    )
+    yield folder, process
+    process.kill()
+
+
+@pytest.fixture(scope="module")
+def job(tmp_path_factory, reference):
+    """The folder of a job whose two workers are killed, one after the other has come back."""
+    folder = tmp_path_factory.mktemp("sync")
+    file = folder / "file"
+    command = [sys.executable, JOB, STEPS, file, folder, ",".join(CASES)]
+    command = [str(word) for word in command]
+    cluster = LocalCluster(
+        command,
+        workers=2,
+        ps=1,
+        chief=True,
+        env={**ENVIRONMENT, "PYTHONPATH": python_path(os.environ)},
+        log_dir=folder,
+        failure_grace=70,
+    )
+    with cluster:
+        chief = cluster.log_path("chief-0")
+        wait_for(chief, "batch 20.", seconds=150)
+        environment = pathlib.Path(f"/proc/{cluster.pids['worker-1']}/environ").read_bytes()
+        environment = dict(item.split(b"=", 1) for item in environment.split(b"\0") if b"=" in item)
+        os.kill(cluster.pids["worker-1"], signal.SIGKILL)
+        log = folder / "again"
+        with log.open("w") as out:
+            again = subprocess.Popen(command, env=environment, stdout=out, stderr=out)
+        try:
+            wait_for(log, "worker-1 serves")
+            file.touch()
+            wait_for(chief, "worker-1 is back")
+            os.kill(cluster.pids["worker-0"], signal.SIGKILL)
+            wait_for(chief, "\nresult {")
+            assert again.wait(30) == 0, log.read_text()
+        finally:
+            again.kill()
+    return folder, chief.read_text()
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_two_workers_equal_one_process(case, job, reference):
+    (folder, log), (expected, process) = job, reference
+    assert process.wait(60) == 0
+    path = folder / f"{case}.cluster.npz"
+    assert path.exists(), log[-4000:]
+    tolerance = TOLERANCE.get(case, 2e-5)
+    with np.load(path) as found, np.load(expected / f"{case}.reference.npz") as expected:
+        assert set(found) == set(expected)
+        for key in expected:
+            np.testing.assert_allclose(
+                found[key], expected[key], rtol=tolerance, atol=tolerance, err_msg=key
+            )
+
+
+def test_workers_are_killed_and_no_update_is_wrong(job):
+    _, log = job
+    for lost, other in ((1, 0), (0, 1)):
+        assert re.search(
+            rf"worker-{lost} was lost with batch \d+ .*; worker-{other} takes it once more, and no "
+            "gradient counts twice",
+            log,
+        ), log
+    assert re.search(r"batch \d+ .* begins anew, because a worker was lost with it", log), log
+    found = re.search(r"^result (.*)$", log, re.MULTILINE)
+    assert found, log[-4000:]
+    result = json.loads(found[1])
+    assert result["iterations"] == result["steps"] == STEPS
+    for name, expected in by_hand(STEPS).items():
+        np.testing.assert_allclose(result[name], expected, atol=1e-5, err_msg=name)
+
+
+@pytest.fixture(scope="module")
+def stragglers(tmp_path_factory):
+    """What two workers have done in each mode, of which one takes five times as long."""
+    modes = ["sync", "backup", "async", "stale:2", "stale:0"]
+    log = run_in_processes(
+        HERE / "straggler_job.py",
+        workers=2,
+        ps=1,
+        chief=True,
+        timeout=150,
+        env=ENVIRONMENT,
+        args=[tmp_path_factory.mktemp("stragglers"), *modes],
+    ).logs["chief-0"]
+    found = {mode: re.search(rf"^{mode} (.*)$", log, re.MULTILINE) for mode in modes}
+    assert all(found.values()), log[-4000:]
+    return {mode: json.loads(line[1]) for mode, line in found.items()}, log
+
+
+def test_synchronous_steps_wait_for_a_slow_worker(stragglers):
+    found = stragglers[0]["sync"]
+    # Half of each batch was each worker's.
+    assert found["taken"] == [8, 8]
+    assert found["steps"] == 16
+    assert found["dropped"] == 0
+
+
+def test_backup_workers_do_not_wait_for_a_slow_worker(stragglers):
+    (found, log), fast, slow = stragglers, 0, 1
+    taken = found["backup"]["taken"]
+    # Every step counts one gradient, nearly always the fast worker's.
+    assert sum(taken) == found["backup"]["steps"] == 16
+    assert taken[fast] > 4 * taken[slow]
+    # Those of the step before the measured ones as well.
+    assert found["backup"]["dropped"] == 17
+    assert re.search(r"17 gradients of 17 steps came late and were dropped \(.*worker-1: ", log), (
+        log
+    )
+
+
+def test_asynchronous_steps_do_not_wait_for_a_slow_worker(stragglers):
+    found = stragglers[0]["async"]
+    assert sum(found["taken"]) == found["steps"] == 16
+    assert found["taken"][0] > 1.5 * found["taken"][1]
+    assert found["ahead"][0] > 2
+
+
+@pytest.mark.parametrize("bound", [2, 0])
+def test_staleness_is_bounded(bound, stragglers):
+    found = stragglers[0][f"stale:{bound}"]
+    assert sum(found["taken"]) == found["steps"] == 16
+    # Without the bound, the fast worker gets further ahead; with it, just as far.
+    assert max(found["ahead"]) == bound
