@@ -1,4 +1,4 @@
-"""One worker of `compression.py` with keras_psplus: trains the MLP and prints what steps cost."""
+"""One worker of `compression.py` or `updates.py`: trains the MLP and prints what steps cost."""
 
 import json
 import os
@@ -47,6 +47,21 @@ class Measurement(keras.callbacks.Callback):
         return {"times": times, "median": statistics.median(times), **per_step}
 
 
+def options(method):
+    """What a method's name stands for, as arguments of the strategy."""
+    updates = {
+        "accumulate": keras_psplus.updates.Accumulate,
+        "local_sgd": keras_psplus.updates.LocalSGD,
+        "diloco": keras_psplus.updates.DiLoCo,
+    }
+    name, _, rest = method.partition(":")
+    if name in updates:
+        every, _, compressor = rest.partition(",")
+        return {"updates": updates[name](int(every)), "compression": compressor or None}
+    special = {"none": None, "alone": keras_psplus.compression.NoCommunication()}
+    return {"compression": special.get(method, method)}
+
+
 def make_model():
     layers = [keras.layers.Dense(width, activation="relu") for width in WIDTHS[1:-1]]
     model = keras.Sequential([keras.Input(WIDTHS[:1]), *layers, keras.layers.Dense(WIDTHS[-1])])
@@ -73,9 +88,8 @@ def main():
     tf.config.threading.set_intra_op_parallelism_threads(1)
     # With a single one, an operation that waits for a peer would hold up all others.
     tf.config.threading.set_inter_op_parallelism_threads(2)
-    compression = {"none": None, "alone": keras_psplus.compression.NoCommunication()}
     strategy = keras_psplus.MultiWorkerMirroredStrategy(
-        compression=compression.get(args.method, args.method), bucket_bytes=args.bucket_bytes
+        **options(args.method), bucket_bytes=args.bucket_bytes
     )
     keras.utils.set_random_seed(1)
     with strategy.scope():

@@ -1,4 +1,4 @@
-"""One worker of `compression.py` with PyTorch's DDP: trains the MLP and prints what steps cost.
+"""One worker of `compression.py` or `updates.py` with PyTorch: trains and prints what steps cost.
 
 Runs in a Python of its own, which has PyTorch and needs nothing else.
 """
@@ -14,6 +14,7 @@ import torch
 import torch.distributed as dist
 from compression_arguments import WIDTHS, parse
 from torch.distributed.algorithms.ddp_comm_hooks import default_hooks, powerSGD_hook
+from torch.distributed.algorithms.model_averaging import averagers
 
 
 def make_model():
@@ -54,6 +55,11 @@ def main():
     model = torch.nn.parallel.DistributedDataParallel(make_model(), bucket_cap_mb=bucket)
     add_hook(model, args.method)
     optimizer = torch.optim.SGD(model.parameters(), 0.01)
+    method, _, every = args.method.partition(":")
+    accumulated = int(every) if method == "accumulate" else 1
+    averager = None
+    if method == "local_sgd":
+        averager = averagers.PeriodicModelAverager(period=int(every))
     loss_of = torch.nn.CrossEntropyLoss()
     rows = 4096
     x, y = torch.randn(rows, WIDTHS[0]), torch.randint(0, WIDTHS[-1], (rows,))
@@ -63,11 +69,17 @@ def main():
             (step * len(args.addresses) + args.rank) * args.batch_size % (rows - args.batch_size)
         )
         batch = slice(first, first + args.batch_size)
-        with model.no_sync() if args.method == "alone" else contextlib.nullcontext():
-            optimizer.zero_grad()
+        last = (step + 1) % accumulated == 0
+        silent = method in ("alone", "local_sgd") or not last
+        with model.no_sync() if silent else contextlib.nullcontext():
             loss = loss_of(model(x[batch]), y[batch])
-            loss.backward()
-        optimizer.step()
+            (loss / accumulated).backward()
+        if last:
+            optimizer.step()
+        if averager is not None:
+            averager.average_parameters(model.parameters())
+        if last:
+            optimizer.zero_grad()
         value = loss.item()
         if step >= args.warmup - 1:
             stamps.append(time.perf_counter())

@@ -1,4 +1,4 @@
-"""What compression of gradients costs in what is learnt, on real data.
+"""What compression of gradients and rarer updates cost in what is learnt, on real data.
 
     python benchmarks/fidelity.py --out fidelity.jsonl
 
@@ -25,10 +25,11 @@ _EVERY = [
     *("none", "bf16", "fp16", "int8", "int8, stochastic", "sign"),
     *("topk:0.01", "randomk:0.1", "powersgd:4", "powersgd:1"),
 ]
+_RARER = ["accumulate:4", "local_sgd:8", "diloco:32", "diloco:32, int8"]
 
-# Each task's title, metric and compressors.
+# Each task's title, metric, and compressors or updates.
 EXPERIMENTS = {
-    "digits": ("Digits, convolutional network, SGD", "accuracy", _EVERY),
+    "digits": ("Digits, convolutional network, SGD", "accuracy", [*_EVERY, *_RARER]),
     "digits_momentum": (
         "Digits, convolutional network, SGD with momentum 0.9",
         "accuracy",
@@ -37,7 +38,7 @@ EXPERIMENTS = {
     "characters": (
         "Characters, causal convolutions, Adam without momentum (beta_1=0)",
         "perplexity",
-        [*_EVERY, "topk:0.01, warm-up", "powersgd:4, warm-up"],
+        [*_EVERY, "topk:0.01, warm-up", "powersgd:4, warm-up", *_RARER],
     ),
     "characters_adam": (
         "Characters, causal convolutions, Adam",
@@ -47,7 +48,7 @@ EXPERIMENTS = {
     "ngrams": (
         "Hashed n-grams, a table of 200,000 rows, SGD",
         "accuracy",
-        [*_EVERY, "topk:0.01, rows in int8", "topk:0.01, rows as well"],
+        [*_EVERY, "topk:0.01, rows in int8", "topk:0.01, rows as well", *_RARER],
     ),
 }
 # How much worse than exact training may be: in points of accuracy, in per cent of perplexity.
@@ -148,7 +149,7 @@ def table(results, metric, compressions):
         values = [_shown(result[metric], metric) for result in of_seeds.values()]
         cells = [
             f"`{compression}`" if ":" in compression else compression,
-            "" if compression == "none" else f"{next(iter(of_seeds.values()))['ratio']:.3g} x",
+            "" if compression == "none" else f"{_fewer(of_seeds, reached.get('none', {})):.3g} x",
             f"{statistics.mean(values):.2f}",
             f"{min(values):.2f} to {max(values):.2f}",
             str(len(values)),
@@ -166,6 +167,14 @@ def table(results, metric, compressions):
             cells += ["", "", ""]
         lines.append("| " + " | ".join(cells) + " |")
     return "\n".join(lines)
+
+
+def _fewer(of_seeds, exact):
+    """How many times fewer bytes than exact training were sent."""
+    for seed, result in of_seeds.items():
+        if "sent" in result and "sent" in exact.get(seed, {}):
+            return exact[seed]["sent"] / result["sent"]
+    return next(iter(of_seeds.values()))["ratio"]
 
 
 def loss_of(value, exact, metric):

@@ -1,4 +1,4 @@
-"""One process of `fidelity.py`: trains one task with one compressor and one seed.
+"""One process of `fidelity.py`: trains one task with one compressor or rarer updates, and one seed.
 
 Two logical CPU devices are two replicas of the strategy: each computes the gradient of its half of
 the batch and compresses it, and the same collectives carry it that carry it between workers.
@@ -22,6 +22,7 @@ import tensorflow as tf
 import keras_psplus
 from keras_psplus.cluster.in_process import logical_devices
 from keras_psplus.compression import Int8, PowerSGD, TopK
+from keras_psplus.updates import Accumulate, DiLoCo, LocalSGD
 
 sys.path.insert(0, str(pathlib.Path(__file__).parent.parent / "examples"))
 
@@ -43,7 +44,15 @@ COMPRESSIONS = {
         "*": "topk:0.01",
     },
     "powersgd:4, warm-up": PowerSGD(4, start_step=400),
+    "diloco:32, int8": "int8",
 }
+UPDATES = {
+    "accumulate:4": Accumulate(4),
+    "local_sgd:8": LocalSGD(8),
+    "diloco:32": DiLoCo(32),
+    "diloco:32, int8": DiLoCo(32),
+}
+COMPRESSIONS |= {name: None for name in UPDATES if name not in COMPRESSIONS}
 
 
 @dataclasses.dataclass(frozen=True)
@@ -123,7 +132,8 @@ def train(task, name, compression, seed):
     if "momentum correction" in name:
         # The compressor has the momentum, then, and the optimizer none.
         optimizer = keras.optimizers.SGD
-    strategy = keras_psplus.MultiWorkerMirroredStrategy(compression=compression)
+    updates = UPDATES.get(name)
+    strategy = keras_psplus.MultiWorkerMirroredStrategy(compression=compression, updates=updates)
     if strategy.num_replicas_in_sync != REPLICAS:
         raise RuntimeError(
             f"{REPLICAS} replicas are needed. Received: {strategy.num_replicas_in_sync}"
@@ -137,7 +147,13 @@ def train(task, name, compression, seed):
             steps_per_execution=max(1, steps // 4),
         )
     begin = time.perf_counter()
-    history = model.fit(x, y, batch_size=task.batch_size, epochs=task.epochs, verbose=0)
+    if updates is None:
+        history = model.fit(x, y, batch_size=task.batch_size, epochs=task.epochs, verbose=0)
+    else:
+        # The end of an epoch would be one of a round, too.
+        data = tf.data.Dataset.from_tensor_slices((x, y)).shuffle(len(x), seed)
+        data = data.repeat().batch(task.batch_size, drop_remainder=True)
+        history = model.fit(data, steps_per_epoch=steps * task.epochs, verbose=0)
     seconds = time.perf_counter() - begin
     reached = model.evaluate(*test, batch_size=200, verbose=0, return_dict=True)
     return {
@@ -145,6 +161,7 @@ def train(task, name, compression, seed):
         "perplexity": math.exp(reached["loss"]),
         "losses": [round(loss, 4) for loss in history.history["loss"]],
         "ratio": strategy.communication.ratio,
+        "sent": strategy.communication.compressed_bytes,
         "steps": steps * task.epochs,
         "seconds": round(seconds, 1),
     }
