@@ -35,6 +35,7 @@ def _note_owner(original, self, *args, **kwargs):
     scopes = global_state.get_global_attribute("name_scope_stack")
     self._is_of_layer = bool(scopes) and isinstance(scopes[-1].caller, layers.Layer)
     original(self, *args, **kwargs)
+    self._is_made_to_train = self._trainable
 
 
 def _initialize(original, self, value):
@@ -42,8 +43,14 @@ def _initialize(original, self, value):
     if strategy is None:
         return original(self, value)
     note_live(strategy)
-    with strategy.extended.creating(self.path, _kind(self, strategy)):
-        return original(self, value)
+    # A frozen layer's weights are initialized after they were frozen. They may come to be trained.
+    trainable = self._trainable
+    self._trainable = getattr(self, "_is_made_to_train", trainable)
+    try:
+        with strategy.extended.creating(self.path, _kind(self, strategy)):
+            return original(self, value)
+    finally:
+        self._trainable = trainable
 
 
 def _kind(variable, strategy):

@@ -177,7 +177,10 @@ def add(pairs, stamp, prefix):
         own = []
         for i, (part, target) in enumerate(zip(parts, targets, strict=True)):
             has_rows = isinstance(part, tf.IndexedSlices)
-            kind = "rows" if has_rows else "sum"
+            kind = "sum"
+            if has_rows:
+                # A queue's types are fixed; the next batches may be looked up by other integers.
+                kind = f"rows/{part.dtype.name}/{part.indices.dtype.name}"
             one = Sum(
                 f"{prefix}/{variable._unique_id}/{i}/{kind}",
                 target,

@@ -107,15 +107,23 @@ class Scheduler:
         return result
 
     def withdraw(self, closures):
-        """Takes back the closures that no worker has begun with."""
+        """Takes back the closures that no worker has begun with, or that a lost one had begun with."""
+        lost = set()
         with self._queue._queue_lock, self._changed:
             for waiting in (self._queue._queue, *self._queue._tagged_queue.values()):
                 for closure in [c for c in waiting.queue if any(c is other for other in closures)]:
                     waiting.queue.remove(closure)
+                    if closure.tried_on is not None:
+                        lost.add(closure.tried_on)
                     self._under_way = {
                         key: pair for key, pair in self._under_way.items() if pair[1] is not closure
                     }
             self._changed.notify_all()
+        for worker in sorted(lost - self._failed_workers):
+            # No other worker will take the closure, and say so.
+            self._failed_workers.add(worker)
+            logger.warning("worker-%d was lost; other workers take its steps", worker)
+            self._give_to_others(worker)
 
     def note_start(self, closure, worker):
         """Notes that a worker begins with a closure; it may not be the first one that tries."""

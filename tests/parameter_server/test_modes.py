@@ -1,12 +1,15 @@
 """The arguments that decide when workers wait for one another."""
 
 import threading
+import types
 
 import pytest
+from tensorflow.python.distribute.coordinator import cluster_coordinator
 
 import keras_psplus as psp
 from keras_psplus.parameter_server import modes
 from keras_psplus.parameter_server.attempts import Attempt, Rounds
+from keras_psplus.parameter_server.scheduler import Closure, Scheduler
 from keras_psplus.parameter_server.staleness import Clocks
 
 CLUSTER = """{"cluster": {"chief": ["127.0.0.1:1"], "worker": ["127.0.0.1:2", "127.0.0.1:3"],
@@ -121,3 +124,25 @@ def test_a_lost_worker_holds_up_nobody_and_comes_back_where_the_slowest_is():
     assert not clocks.is_free
     clocks.welcome(0)
     assert clocks.is_free
+
+
+def test_a_worker_whose_step_is_taken_back_after_its_loss_gets_no_other():
+    queue = cluster_coordinator._CoordinatedClosureQueue()
+    cluster = types.SimpleNamespace(closure_queue=queue, workers=[])
+    scheduler = Scheduler(types.SimpleNamespace(_cluster=cluster), 3, lambda: None)
+
+    def start():
+        closure = Closure.__new__(Closure)
+        closure._output_type_spec = None
+        scheduler.start(closure, lambda result: None, "batch 0", home=2)
+        return closure
+
+    first = start()
+    assert queue.get(tag=2) is first
+    scheduler.note_start(first, 2)
+    # Worker 2 is lost with it. Before anyone takes it, the step begins anew for another worker's
+    # sake.
+    queue.put_back(first)
+    scheduler.withdraw([first])
+    second = start()
+    assert queue.get(timeout=1, tag=0) is second
