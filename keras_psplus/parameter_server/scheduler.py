@@ -107,7 +107,7 @@ class Scheduler:
         return result
 
     def withdraw(self, closures):
-        """Takes back the closures that no worker has begun with, or that a lost one had begun with."""
+        """Takes back the closures that no worker is at work on."""
         lost = set()
         with self._queue._queue_lock, self._changed:
             for waiting in (self._queue._queue, *self._queue._tagged_queue.values()):

@@ -88,6 +88,11 @@ class SyncFunctions:
             self._made[id(step)] = self._make(step)
         return self._made[id(step)], payload
 
+    def discard(self, stamp):
+        """Forgets what attempts before a stamp have added, with batches of any form."""
+        for function in self._made.values():
+            function.discard(stamp)
+
     def _share(self, initial):
         stamp = tf.cast(initial[-1], tf.int64)
         push = _Held if self._is_held else lambda *args: self._add(stamp, *args)
@@ -170,9 +175,11 @@ class SyncFunctions:
         traced = []
 
         def call(stamp):
-            if not traced:
+            # A step that has failed before it was traced has added nothing.
+            if added and not traced:
                 traced.append(self._on_chief(discard, tf.TensorSpec([], tf.int64)))
-            traced[0](stamp)
+            if traced:
+                traced[0](stamp)
 
         return call
 

@@ -83,7 +83,7 @@ class SyncRunner(StepRunner):
         while True:
             attempt = rounds.begin(len(calls))
             if is_unclean:
-                calls[0][0].discard(attempt.stamp)
+                self._functions.discard(attempt.stamp)
             closures = [
                 self._start(attempt, share, call, weight, f"{about}, share {share}")
                 for share, (call, weight) in enumerate(zip(calls, weights))
