@@ -106,6 +106,15 @@ class Updating:
         if number:
             kept.finish[1]()
 
+    def training(self, variables):
+        """The optimizers that have been given gradients of some of these Keras variables."""
+        wanted = {id(variable) for variable in variables}
+        return [
+            owner
+            for owner, kept in self._of_owner.items()
+            if any(not wanted.isdisjoint(key) for key in kept.units[0])
+        ]
+
     def batches(self, optimizer):
         """Number of batches whose gradients wait for an update."""
         return sum(unit.batches for unit in self._kept(optimizer).units[0].values())

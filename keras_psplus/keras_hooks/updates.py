@@ -53,8 +53,11 @@ def prepare(strategy, model):
 def settle(strategy, model):
     """Gives all workers the same weights, if they step alone; on all workers."""
     if strategy is not None and strategy.updates is not None and strategy.updates.local:
-        for optimizer in optimizers_of(model).values():
-            strategy.extended.updating.finish(optimizer)
+        updating = strategy.extended.updating
+        # Also those that are no attributes, or of the model that this one is a part of.
+        others = updating.training(model.trainable_variables)
+        for optimizer in [*optimizers_of(model).values(), *others]:
+            updating.finish(optimizer)
 
 
 @contextlib.contextmanager
@@ -69,16 +72,21 @@ def evaluating():
 
 
 def optimizers_of(model):
-    """All optimizers that are attributes of a model, or in lists or dicts that are, by names."""
+    """All optimizers that are attributes of a model, or in lists or dicts that are, by names.
+
+    Those of models that it is made of are found, too.
+    """
     found = {}
-    for name, value in vars(model).items():
-        if isinstance(value, dict):
-            value = list(value.values())
-        for i, one in enumerate(value if isinstance(value, (list, tuple)) else [value]):
-            if isinstance(one, keras.optimizers.Optimizer):
-                inner = getattr(one, "inner_optimizer", one)
-                if all(inner is not other for other in found.values()):
-                    found[f"{name}_{i}" if i else name] = inner
+    for number, layer in enumerate(model._flatten_layers()):
+        for name, value in vars(layer).items():
+            name = f"{name}_of_layer_{number}" if number else name
+            if isinstance(value, dict):
+                value = list(value.values())
+            for i, one in enumerate(value if isinstance(value, (list, tuple)) else [value]):
+                if isinstance(one, keras.optimizers.Optimizer):
+                    inner = getattr(one, "inner_optimizer", one)
+                    if all(inner is not other for other in found.values()):
+                        found[f"{name}_{i}" if i else name] = inner
     return found
 
 
