@@ -266,8 +266,33 @@ def with_dropout():
     return model
 
 
+class TwoOptimizers(OwnStep):
+    """Trains with an optimizer that `compile` was not given."""
+
+    def compile(self, second):
+        super().compile()
+        self.second = second
+
+    def train_step(self, data):
+        x, y = data[:2]
+        with tf.GradientTape() as tape:
+            loss = keras.ops.mean((self(x, training=True) - y) ** 2)
+        variables = self.trainable_variables
+        self.second.apply(tape.gradient(loss, variables), variables)
+        return {"loss": loss}
+
+
+def two_optimizers():
+    model = TwoOptimizers()
+    model(np.zeros((1, 6)))
+    model.compile(keras.optimizers.Adam(0.02))
+    model.second.build(model.trainable_variables)
+    return model
+
+
 # The policy, the compressor and the model.
 RESUMED = {
+    "two optimizers": (updates.Accumulate(1), None, two_optimizers),
     "accumulate": (updates.Accumulate(3), "int8", embedding),
     "local": (updates.LocalSGD(3), "topk:0.3", with_dropout),
     "diloco": (updates.DiLoCo(4, fragments=2, overlap_steps=1), "int8", with_dropout),
