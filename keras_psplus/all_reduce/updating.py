@@ -90,8 +90,11 @@ class Updating:
             optimizer: The optimizer.
         """
         kept = self._kept(optimizer)
+        if optimizer is not _owner(optimizer):
+            # The model may have been compiled anew, with another loss scale.
+            kept.optimizer = weakref.ref(optimizer)
         number = len(kept.units[0])
-        if number and kept.finish[0] != number:
+        if number and kept.finish[0] != (number, kept.optimizer):
 
             def finish_replica():
                 step = step_module.current()
@@ -102,7 +105,10 @@ class Updating:
                     unit.finish(step, kept.optimizer().apply)
 
             run = self._strategy().run
-            kept.finish = number, tf.function(lambda: run(finish_replica), autograph=False)
+            kept.finish = (
+                (number, kept.optimizer),
+                tf.function(lambda: run(finish_replica), autograph=False),
+            )
         if number:
             kept.finish[1]()
 
@@ -160,7 +166,7 @@ class _Kept:
         self.states = [States(device) for device in devices]
         self.units = [{} for _ in devices]
         self.optimizer = None
-        self.finish = 0, None
+        self.finish = None, None
         self.fragments = None
         self.outers = []
 
