@@ -24,6 +24,7 @@ _SUM = tf.distribute.ReduceOp.SUM
 # The broadcast kernel rejects these dtypes; the wider one holds their values exactly.
 _WIDER = {
     tf.bool: tf.int32,
+    tf.bfloat16: tf.float32,
     tf.int8: tf.int32,
     tf.uint8: tf.int32,
     tf.int16: tf.int32,

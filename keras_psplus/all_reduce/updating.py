@@ -90,8 +90,11 @@ class Updating:
             optimizer: The optimizer.
         """
         kept = self._kept(optimizer)
+        if optimizer is not _owner(optimizer):
+            # The model may have been compiled anew, with another loss scale.
+            kept.optimizer = weakref.ref(optimizer)
         number = len(kept.units[0])
-        if number and kept.finish[0] != number:
+        if number and kept.finish[0] != (number, kept.optimizer):
 
             def finish_replica():
                 step = step_module.current()
@@ -102,9 +105,21 @@ class Updating:
                     unit.finish(step, kept.optimizer().apply)
 
             run = self._strategy().run
-            kept.finish = number, tf.function(lambda: run(finish_replica), autograph=False)
+            kept.finish = (
+                (number, kept.optimizer),
+                tf.function(lambda: run(finish_replica), autograph=False),
+            )
         if number:
             kept.finish[1]()
+
+    def training(self, variables):
+        """The optimizers that have been given gradients of some of these Keras variables."""
+        wanted = {id(variable) for variable in variables}
+        return [
+            owner
+            for owner, kept in self._of_owner.items()
+            if any(not wanted.isdisjoint(key) for key in kept.units[0])
+        ]
 
     def batches(self, optimizer):
         """Number of batches whose gradients wait for an update."""
@@ -151,7 +166,7 @@ class _Kept:
         self.states = [States(device) for device in devices]
         self.units = [{} for _ in devices]
         self.optimizer = None
-        self.finish = 0, None
+        self.finish = None, None
         self.fragments = None
         self.outers = []
 

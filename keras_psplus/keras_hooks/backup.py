@@ -80,9 +80,7 @@ def _follow_chief(strategy, control, model, restored, step):
         # Others may have no file to read: the disk need not be shared.
         if model.optimizer is not None and not model.optimizer.built:
             model.optimizer.build(model.trainable_variables)
-        variables = list(model.variables)
-        if model.optimizer is not None:
-            variables += model.optimizer.variables
+        variables = [*model.variables, *updates.variables_of_optimizers(model)]
         with tf.init_scope():
             strategy.extended.broadcast([v._value for v in variables])
     return chief["restored"], chief["step"]

@@ -35,16 +35,8 @@ def check_compile_arguments(strategy, compile_method, args, kwargs):
             "functions only. To debug a step, train in one process. Received: run_eagerly=True"
         )
     optimizer = arguments.get("optimizer")
-    accumulate = getattr(getattr(strategy, "updates", None), "steps", None)
     while isinstance(optimizer, base_optimizer.BaseOptimizer):
-        if accumulate is not None and optimizer.gradient_accumulation_steps:
-            raise ValueError(
-                f"The optimizer '{optimizer.name}' accumulates gradients, and so does its "
-                "strategy: give `gradient_accumulation_steps` or `updates=Accumulate(steps)`. "
-                "Received: "
-                f"gradient_accumulation_steps={optimizer.gradient_accumulation_steps}, "
-                f"updates={strategy.updates!r}"
-            )
+        check_accumulation(getattr(strategy, "updates", None), optimizer)
         if optimizer._distribution_strategy is not strategy:
             raise ValueError(
                 f"The optimizer '{optimizer.name}' was made outside the strategy's scope: make it "
@@ -56,6 +48,17 @@ def check_compile_arguments(strategy, compile_method, args, kwargs):
         for metric in tree.flatten(arguments.get(name)):
             if isinstance(metric, metrics_module.Metric):
                 _check_in_scope(strategy, metric.variables, f"metric '{metric.name}'")
+
+
+def check_accumulation(updates, optimizer):
+    """Raises ValueError if an optimizer would accumulate what `updates` accumulates."""
+    if getattr(updates, "steps", None) is not None and optimizer.gradient_accumulation_steps:
+        raise ValueError(
+            f"The optimizer '{optimizer.name}' accumulates gradients, and so does its "
+            "strategy: give `gradient_accumulation_steps` or `updates=Accumulate(steps)`. "
+            f"Received: gradient_accumulation_steps={optimizer.gradient_accumulation_steps}, "
+            f"updates={updates!r}"
+        )
 
 
 def check_variables(strategy, model):

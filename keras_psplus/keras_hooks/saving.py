@@ -13,12 +13,14 @@ from concurrent import futures
 
 import tensorflow as tf
 from keras.src.models import model as model_module
+from keras.src.saving import saving_lib
 
 from keras_psplus.keras_hooks import step_registry
 from keras_psplus.keras_hooks.ownership import asynchronous, distributing
 from keras_psplus.keras_hooks.patching import replace
 
 _local = threading.local()
+_skipped = {}
 
 
 @contextlib.contextmanager
@@ -37,10 +39,23 @@ def install():
     for name in ("save", "save_weights"):
         replace(model_module.Model, name, ["self", "filepath", "overwrite"])(_save)
     replace(model_module.Model, "export", ["self", "filepath"])(_export)
+    replace(saving_lib, "get_attr_skipset", ["obj_type"])(_attributes_to_skip)
 
 
 def _strategy_of(model):
     return distributing(getattr(model, "_distribute_strategy", None))
+
+
+def _attributes_to_skip(original, obj_type):
+    if not tf.distribute.has_strategy():
+        return original(obj_type)
+    # Keras makes an optimizer to see what attributes each of them has. In a strategy's scope its
+    # variables would be all workers', and a chief that saves by itself would wait for the others.
+    if obj_type not in _skipped:
+        # A thread of its own is outside of the scope.
+        with futures.ThreadPoolExecutor(1) as executor:
+            _skipped[obj_type] = executor.submit(original, obj_type).result()
+    return _skipped[obj_type]
 
 
 def _export(original, self, filepath, *args, **kwargs):

@@ -7,6 +7,7 @@ import keras
 from keras.src import backend
 from keras.src.trainers import trainer
 
+from keras_psplus.keras_hooks import checks
 from keras_psplus.keras_hooks.ownership import ours
 from keras_psplus.keras_hooks.patching import replace
 
@@ -31,6 +32,9 @@ def apply(original, optimizer, updating, step, grads, trainable_variables):
             optimizer.build(variables)
     if all(gradient is None for gradient in grads):
         return original(optimizer, grads, variables)
+    # Of optimizers that compile() was not given.
+    checks.check_accumulation(updating.policy, optimizer)
+    checks.check_accumulation(updating.policy, getattr(optimizer, "inner_optimizer", optimizer))
     updating.prepare(optimizer, optimizer._trainable_variables)
     return updating.apply(
         step,
@@ -53,8 +57,11 @@ def prepare(strategy, model):
 def settle(strategy, model):
     """Gives all workers the same weights, if they step alone; on all workers."""
     if strategy is not None and strategy.updates is not None and strategy.updates.local:
-        for optimizer in optimizers_of(model).values():
-            strategy.extended.updating.finish(optimizer)
+        updating = strategy.extended.updating
+        # Also those that are no attributes, or of the model that this one is a part of.
+        others = updating.training(model.trainable_variables)
+        for optimizer in [*optimizers_of(model).values(), *others]:
+            updating.finish(optimizer)
 
 
 @contextlib.contextmanager
@@ -69,17 +76,32 @@ def evaluating():
 
 
 def optimizers_of(model):
-    """All optimizers that are attributes of a model, or in lists or dicts that are, by names."""
+    """All optimizers that are attributes of a model, or in lists or dicts that are, by names.
+
+    Those of models that it is made of are found, too.
+    """
     found = {}
-    for name, value in vars(model).items():
-        if isinstance(value, dict):
-            value = list(value.values())
-        for i, one in enumerate(value if isinstance(value, (list, tuple)) else [value]):
-            if isinstance(one, keras.optimizers.Optimizer):
-                inner = getattr(one, "inner_optimizer", one)
-                if all(inner is not other for other in found.values()):
-                    found[f"{name}_{i}" if i else name] = inner
+    for name, one in _found(model):
+        inner = getattr(one, "inner_optimizer", one)
+        if all(inner is not other for other in found.values()):
+            found[name] = inner
     return found
+
+
+def variables_of_optimizers(model):
+    """All variables of a model's optimizers and of what wraps them, each of them once."""
+    return list({id(v): v for _, one in _found(model) for v in one.variables}.values())
+
+
+def _found(model):
+    for number, layer in enumerate(model._flatten_layers()):
+        for name, value in vars(layer).items():
+            name = f"{name}_of_layer_{number}" if number else name
+            if isinstance(value, dict):
+                value = list(value.values())
+            for i, one in enumerate(value if isinstance(value, (list, tuple)) else [value]):
+                if isinstance(one, keras.optimizers.Optimizer):
+                    yield f"{name}_{i}" if i else name, one
 
 
 def _end_of_epoch(original, self, logs):

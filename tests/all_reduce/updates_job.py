@@ -206,11 +206,45 @@ def meetings(make, out, folder):
     save = keras.callbacks.ModelCheckpoint(path, save_freq=3, save_weights_only=True)
     meeting = Meeting()
     # It sees the weights of the third batch after they are saved.
-    fit(model, 1, [save, meeting])
+    # In a scope, where Keras makes an optimizer to save one, and only the chief saves.
+    with strategy.scope():
+        fit(model, 1, [save, meeting])
     apart, evaluated, predicted, together = meeting.seen
     out["apart"] = {"weights": apart}
     out["together"] = {"weights": [*together, *evaluated, *predicted]}
     out["saved"] = {"weights": meeting.saved}
+
+
+class OfParts(keras.Model):
+    """Trains one part with that part's optimizer, and one with an optimizer kept elsewhere."""
+
+    def __init__(self, elsewhere):
+        super().__init__()
+        self.inner = dense("sgd")
+        self.outer = keras.layers.Dense(3, dtype="bfloat16")
+        self.take_step = elsewhere.apply
+
+    def call(self, x):
+        return keras.ops.cast(self.outer(self.inner(x)), "float32")
+
+    def train_step(self, data):
+        x, y = data[:2]
+        with tf.GradientTape(persistent=True) as tape:
+            loss = keras.ops.mean((self(x, training=True) - y) ** 2)
+        for apply, part in ((self.inner.optimizer.apply, self.inner), (self.take_step, self.outer)):
+            apply(tape.gradient(loss, part.trainable_variables), part.trainable_variables)
+        return {"loss": loss}
+
+
+def parts(make, out):
+    """Optimizers that are no attributes of the model."""
+    strategy = make(updates.LocalSGD(3))
+    keras.utils.set_random_seed(1)
+    with strategy.scope():
+        model = OfParts(keras.optimizers.SGD(0.1))
+        model.compile()
+    fit(model)
+    out["parts"] = {"weights": [weight.astype("float32") for weight in model.get_weights()]}
 
 
 class Interrupted(Exception):
@@ -232,8 +266,33 @@ def with_dropout():
     return model
 
 
+class TwoOptimizers(OwnStep):
+    """Trains with an optimizer that `compile` was not given."""
+
+    def compile(self, second):
+        super().compile()
+        self.second = second
+
+    def train_step(self, data):
+        x, y = data[:2]
+        with tf.GradientTape() as tape:
+            loss = keras.ops.mean((self(x, training=True) - y) ** 2)
+        variables = self.trainable_variables
+        self.second.apply(tape.gradient(loss, variables), variables)
+        return {"loss": loss}
+
+
+def two_optimizers():
+    model = TwoOptimizers()
+    model(np.zeros((1, 6)))
+    model.compile(keras.optimizers.Adam(0.02))
+    model.second.build(model.trainable_variables)
+    return model
+
+
 # The policy, the compressor and the model.
 RESUMED = {
+    "two optimizers": (updates.Accumulate(1), None, two_optimizers),
     "accumulate": (updates.Accumulate(3), "int8", embedding),
     "local": (updates.LocalSGD(3), "topk:0.3", with_dropout),
     "diloco": (updates.DiLoCo(4, fragments=2, overlap_steps=1), "int8", with_dropout),
@@ -302,6 +361,7 @@ def main():
         accumulated(make, out)
         local(make, out)
         meetings(make, out, options.out)
+        parts(make, out)
         resumed(make, out, options.out)
     arrays = {
         f"{name}/{i}": weight
