@@ -43,11 +43,10 @@ THREE = [
     *("masked_sequence_loss", "evaluate_and_predict"),
 ]
 # Two workers with two devices each: what neither two workers nor two devices show.
-FOUR_REPLICAS = ["last_batch_of_one_row", "evaluate_and_predict", "dataset_of_unknown_length"]
+FOUR_REPLICAS = ["last_batch_of_one_row", "evaluate_and_predict"]
 # Through compressors that lose nothing.
 LOSSLESS = [
-    *("last_batch_of_one_row", "steps_per_execution", "lstm", "embedding_with_adam"),
-    *("mixed_precision_skips_overflow", "run_eagerly"),
+    *("last_batch_of_one_row", "steps_per_execution", "embedding_with_adam", "run_eagerly"),
 ]
 # Under parameter servers, a batch's logs are those of the step that came back last.
 NOT_ASYNCHRONOUS = ("logs_of_every_batch", "run_eagerly")
@@ -55,6 +54,8 @@ NOT_ASYNCHRONOUS = ("logs_of_every_batch", "run_eagerly")
 MUCH_THE_SAME = [
     *("numpy_defaults", "even_batches", "dataset", "dataset_drop_remainder", "clipvalue"),
     *("py_dataset_with_threads", "own_loss_as_mean", "convolution", "attention"),
+    *("validation_data_and_freq", "dataset_repeated", "sample_weight", "bfloat16"),
+    *("own_loss_as_vector", "dataset_of_named_tuples", "predict_with_steps_per_execution"),
 ]
 ASYNCHRONOUS = [case for case in CASES if case not in (*NOT_ASYNCHRONOUS, *MUCH_THE_SAME)]
 ASYNCHRONOUS += ONLY_ASYNCHRONOUS
@@ -73,10 +74,8 @@ SHARDED = [
 SYNCHRONOUS = [
     "numpy_short_last_batch",
     "steps_per_execution_dataset",
-    "adamw_with_schedule",
     "gradient_accumulation",
     "regularisers_and_constraint",
-    "metrics",
     "embeddings_of_several_widths",
     "mixed_precision_skips_overflow",
     "own_loss_with_an_empty_replica",
