@@ -56,13 +56,7 @@ class ByVariable(Compressor):
             return None
         fitting = (c for pattern, c in self.patterns.items() if _fits(pattern, path))
         compressor = next(fitting, self.default)
-        if compressor is None:
-            return None
-        # With a `min_rank` that lets vectors in, they are meant to be compressed.
-        asked = tf.as_dtype(dtype).is_floating and not compressor.compresses_vectors
-        if shape.rank < 2 and asked:
-            return compressor
-        return compressor.for_variable(path, shape, dtype)
+        return None if compressor is None else compressor.for_variable(path, shape, dtype)
 
     def map(self, function):
         """Applies a function to each compressor; returns a new `ByVariable`."""

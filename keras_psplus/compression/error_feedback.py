@@ -56,7 +56,6 @@ class ErrorFeedback(Compressor):
         self.communicates = inner.communicates
         self.start_step = inner.start_step
         self.compresses_rows = inner.compresses_rows
-        self.compresses_vectors = inner.compresses_vectors
         self.row_multiple = inner.row_multiple
         self.adds_rows = inner.adds_rows
 

@@ -30,8 +30,9 @@ def test_small_variables_vectors_and_integers_are_left_alone():
     assert BY_VARIABLE.for_variable("model/dense/kernel", [32, 32], "float32") is SIGN
     assert BY_VARIABLE.for_variable("model/dense/bias", [5000], "float32") is None
     assert BY_VARIABLE.for_variable("model/dense/kernel", [100, 100], "int64") is None
-    every = compression.ByVariable({}, INT8, min_size=0, min_rank=0)
-    assert every.for_variable("scale", [], "float32") is INT8
+    cast = compression.Cast()
+    every = compression.ByVariable({}, cast, min_size=0, min_rank=0)
+    assert every.for_variable("scale", [], "float32") is cast
 
 
 def test_it_asks_the_one_it_has_chosen():
