@@ -7,6 +7,7 @@ import sys
 from keras_psplus.versions import __version__
 
 _EXPORTS = {
+    "HybridStrategy": "keras_psplus.hybrid",
     "MultiWorkerMirroredStrategy": "keras_psplus.all_reduce",
     "ParameterServerStrategy": "keras_psplus.parameter_server",
     "PeerLostError": "keras_psplus.all_reduce",

@@ -78,6 +78,11 @@ class MultiWorkerMirroredExtended(collective_all_reduce_strategy.CollectiveAllRe
         return self._control
 
     @property
+    def fence(self):
+        """What every step has to wait for before all workers go on, or None."""
+        return None
+
+    @property
     def reducers(self):
         """What sums gradients over all replicas."""
         return self._reducers

@@ -32,6 +32,9 @@ _SYMPTOMS = (
 _CAUSE = re.compile(
     r"unavailable|reset by peer|refused|heartbeat|socket closed|aborted|deadline", re.IGNORECASE
 )
+# What an operation of ours says begins so, wherever TensorFlow puts it.
+LOST, REFUSED = "keras_psplus lost: ", "keras_psplus refused: "
+_SAID = re.compile(f"({LOST}|{REFUSED})(.*)")
 _PROBE_SECONDS = 3.0
 # How long a failed process stays, so that the others can tell it from the dead one.
 _LINGER_SECONDS = 2 * _PROBE_SECONDS
@@ -58,6 +61,11 @@ def explained(task):
     try:
         yield
     except _SYMPTOMS as error:
+        said = _SAID.search(str(error))
+        if said:
+            _mark_failed()
+            kind = PeerLostError if said.group(1) == LOST else ValueError
+            raise kind(said.group(2).rstrip("]")) from None
         if task is None or task.num_workers == 1:
             raise
         reason = re.search(r"Workers have fallen out of step.*", str(error))

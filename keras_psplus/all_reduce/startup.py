@@ -10,13 +10,14 @@ from keras_psplus.cluster import config, early_init, preflight
 _JOBS = ("chief", "worker")
 
 
-def start(cluster_resolver, startup_timeout, heartbeat_timeout):
+def start(cluster_resolver, startup_timeout, heartbeat_timeout, allow_ps=False):
     """Checks the cluster, waits for its workers, and configures TensorFlow for it.
 
     Args:
         cluster_resolver: `ClusterResolver`, or None to read `TF_CONFIG`.
         startup_timeout: Seconds to wait for the other workers.
         heartbeat_timeout: Seconds without a sign of life after which a worker counts as dead.
+        allow_ps: Whether the cluster may have `ps` tasks, which are not part of it.
 
     Returns:
         `TaskConfig` of this process, or None if it trains alone.
@@ -24,7 +25,7 @@ def start(cluster_resolver, startup_timeout, heartbeat_timeout):
     task = _task_of(cluster_resolver) if cluster_resolver else config.read_task_config()
     if task is None or task.task_type == "evaluator":
         return None
-    if task.num_ps:
+    if task.num_ps and not allow_ps:
         raise config.ClusterConfigError(
             "MultiWorkerMirroredStrategy keeps variables on the workers and has no use for `ps` "
             "tasks. Take them out of the cluster. "
@@ -35,9 +36,7 @@ def start(cluster_resolver, startup_timeout, heartbeat_timeout):
     early_init.check_not_initialized("keras_psplus.MultiWorkerMirroredStrategy")
     preflight.wait_for_cluster(task, job_types=_JOBS, timeout=startup_timeout)
     early_init.disarm()
-    spec = tf.train.ClusterSpec(
-        {job: list(task.cluster[job]) for job in _JOBS if job in task.cluster}
-    )
+    spec = _spec_of(task)
     context.context().configure_coordination_service(
         service_type="standalone",
         service_leader=multi_worker_util.coordination_leader(spec),
@@ -55,7 +54,20 @@ def resolver_for(task, cluster_resolver=None):
     """The resolver to hand to TensorFlow; an empty one if the process trains alone."""
     if task is None or task.num_workers == 1:
         return tf.distribute.cluster_resolver.SimpleClusterResolver(tf.train.ClusterSpec({}))
+    if task.num_ps:
+        return tf.distribute.cluster_resolver.SimpleClusterResolver(
+            _spec_of(task),
+            task_type=task.task_type,
+            task_id=task.task_index,
+            rpc_layer="grpc",
+        )
     return cluster_resolver or tf.distribute.cluster_resolver.TFConfigClusterResolver()
+
+
+def _spec_of(task):
+    return tf.train.ClusterSpec(
+        {job: list(task.cluster[job]) for job in _JOBS if job in task.cluster}
+    )
 
 
 def _task_of(resolver):

@@ -33,6 +33,7 @@ class Step:
     Attributes:
         recording: Whether it notes which variables the replica changes by itself.
         alone: Whether gradients are the replica's own, to be applied as they are.
+        has_pushed: Whether it has sent gradients to parameter servers since all replicas met.
     """
 
     def __init__(self, extended, batch=None):
@@ -46,7 +47,7 @@ class Step:
         self._baselines = {}
         self.touched = set()
         self.recording = True
-        self.alone = False
+        self.alone = self.has_pushed = False
         if batch is not None:
             self.set_share(batch.local_rows, batch.global_rows)
 
@@ -187,7 +188,12 @@ class Step:
         parts = [unless_empty(component(variable).read_value() - base) for variable, base in totals]
         parts += [weighted(component(variable).read_value()) for variable in means]
         parts += [weighted(tensor) for tensor in tensors]
+        fence = self._extended.fence
+        if fence is not None:
+            parts.append(fence.arrive())
         sums = self._extended.sum_over_replicas(parts)
+        if fence is not None:
+            fence.leave(sums.pop())
         for (variable, base), total in zip(totals, sums):
             component(variable).assign(base + total, read_value=False)
         averages = sums[len(totals) :]

@@ -88,14 +88,14 @@ class MultiWorkerMirroredStrategy(tf.distribute.MultiWorkerMirroredStrategy):
                 )
         compressor = with_error_feedback(get(compression))
         self._updates = updates_module.get(updates)
-        self._task = start(cluster_resolver, startup_timeout, heartbeat_timeout)
+        self._task = self._start(cluster_resolver, startup_timeout, heartbeat_timeout)
         multi_worker = self._task is not None and self._task.num_workers > 1
         control = ControlPlane(self._task, startup_timeout) if multi_worker else None
         self._wrapped_functions = weakref.WeakKeyDictionary()
         with failure.explained(self._task):
             tf.distribute.Strategy.__init__(
                 self,
-                MultiWorkerMirroredExtended(
+                self._extended_class(
                     self,
                     resolver_for(self._task, cluster_resolver),
                     communication_options or tf.distribute.experimental.CommunicationOptions(),
@@ -107,6 +107,14 @@ class MultiWorkerMirroredStrategy(tf.distribute.MultiWorkerMirroredStrategy):
             )
         if multi_worker:
             failure.watch(self._task)
+
+    _extended_class = MultiWorkerMirroredExtended
+    _start = staticmethod(start)
+
+    @property
+    def is_active(self):
+        """Whether training differs from that of one process by itself."""
+        return self.num_replicas_in_sync > 1 or self._updates is not None
 
     @property
     def task(self):
@@ -216,7 +224,7 @@ class MultiWorkerMirroredStrategy(tf.distribute.MultiWorkerMirroredStrategy):
 
         Batches of a dataset that Keras distributed are opened, so that `fn` gets the data alone.
         """
-        if self.num_replicas_in_sync == 1 and self._updates is None:
+        if not self.is_active:
             return super().run(fn, args, kwargs, options)
         args = tuple(_per_replica(arg) for arg in args)
         if isinstance(fn, def_function.Function):

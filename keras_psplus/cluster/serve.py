@@ -55,7 +55,7 @@ def serve(config, startup_timeout=300.0, chief_gone=5.0, log=None):
         ChiefLostError: If the chief has ended without having said so.
     """
     log = log or _log
-    leader, address = _leader(config)
+    _leader(config)
     check_own_address(config)
     ear = farewell.Ear()
     try:
@@ -71,7 +71,35 @@ def serve(config, startup_timeout=300.0, chief_gone=5.0, log=None):
             f"{error.message}. Received: TF_CONFIG={config.to_tf_config()}"
         ) from None
     log(f"{config.name} serves on {config.address}")
-    if not _within(startup_timeout, lambda a: ear.has_heard or _is_tensorflow(a), address):
+    outlive(
+        config,
+        lambda: ear.has_heard,
+        lambda: ear.lost_its_chief,
+        startup_timeout,
+        chief_gone,
+        log,
+    )
+    return server
+
+
+def outlive(config, has_come, is_lost, startup_timeout, chief_gone, log=None):
+    """Waits until the chief has come and has ended.
+
+    Args:
+        config: The `TaskConfig` of a task that serves.
+        has_come: Function that tells whether the chief has been heard of.
+        is_lost: Function that tells whether a chief that has ended has not ended well.
+        startup_timeout: Seconds to wait for the chief.
+        chief_gone: Seconds for which the chief cannot be reached before it counts as ended.
+        log: Function that takes a line of progress; writes to stderr by default.
+
+    Raises:
+        ClusterStartupError: If the chief does not come.
+        ChiefLostError: If the chief has ended without having said so.
+    """
+    log = log or _log
+    leader, address = _leader(config)
+    if not _within(startup_timeout, lambda a: has_come() or _is_tensorflow(a), address):
         raise ClusterStartupError(
             f"{leader} did not come to {address} within {startup_timeout:g} s. Start it, or read "
             f"its log if it has ended. Received: TF_CONFIG={config.to_tf_config()}"
@@ -80,14 +108,13 @@ def serve(config, startup_timeout=300.0, chief_gone=5.0, log=None):
     while _within(chief_gone, _accepts, address):
         _wait_for_close(address)
         time.sleep(_POLL)
-    if ear.lost_its_chief:
+    if is_lost():
         raise ChiefLostError(
             f"{leader} ({address}) has died or ended by an error. Look into its log, then start "
             f"the whole job again. {config.name} ends with it. "
             f"Received: no answer from {address} for {chief_gone:g} s"
         )
     log(f"{leader} has ended, {config.name} ends")
-    return server
 
 
 def _leader(config):

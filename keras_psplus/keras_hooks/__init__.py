@@ -8,6 +8,7 @@ signature they rely on and names the Keras version and the symbol when one does 
 from keras_psplus.keras_hooks import (
     backup,
     callbacks,
+    hybrid,
     losses,
     optimizer,
     parameter_server,
@@ -43,6 +44,7 @@ def install():
         parameter_server_predict,
         parameter_server_sync,
         parameter_server_variables,
+        hybrid,
     ):
         module.install()
     _installed = True

@@ -5,6 +5,7 @@ would do. Reducing where Keras clips also puts the collective inside the branch 
 accumulation that updates, so that nothing is sent in between.
 """
 
+import contextlib
 import threading
 
 import tensorflow as tf
@@ -60,16 +61,28 @@ def _strategy_in_replica_context(optimizer):
 
 
 def _apply_gradients(original, self, grads, trainable_variables):
-    _local.variables = list(trainable_variables)
-    try:
+    with updating(trainable_variables):
         return original(self, grads, trainable_variables)
+
+
+@contextlib.contextmanager
+def updating(variables):
+    """Context in which gradients that are clipped are those of these variables."""
+    outer, _local.variables = getattr(_local, "variables", None), list(variables)
+    try:
+        yield
     finally:
-        _local.variables = None
+        _local.variables = outer
+
+
+def variables_of_update():
+    """The variables whose gradients are being clipped, or an empty list."""
+    return getattr(_local, "variables", None) or []
 
 
 def _clip(original, self, grads):
     strategy = _strategy_in_replica_context(self)
-    variables = getattr(_local, "variables", None)
+    variables = variables_of_update()
     if strategy is None or not variables or len(variables) != len(grads) or _alone():
         return original(self, grads)
     # Keras has taken out the variables without a gradient.

@@ -12,10 +12,8 @@ _live = weakref.WeakSet()
 
 
 def ours(strategy):
-    """The strategy if it is one of this library's with several replicas or `updates`, else None."""
-    if isinstance(strategy, MultiWorkerMirroredStrategy) and (
-        strategy.num_replicas_in_sync > 1 or strategy.updates is not None
-    ):
+    """The strategy if it is one of this library's that train in step and `is_active`, else None."""
+    if isinstance(strategy, MultiWorkerMirroredStrategy) and strategy.is_active:
         note_live(strategy)
         return strategy
     return None

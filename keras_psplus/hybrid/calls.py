@@ -1,0 +1,241 @@
+"""Calls of a parameter server's methods, from eager code and from inside a step's graph.
+
+They are TensorFlow's own RPC operations (`tf.distribute.experimental.rpc`). What fails names the
+server; what cannot have reached it is tried again for a while, so servers' methods take a call
+that comes twice for one.
+"""
+
+import itertools
+import json
+import time
+import uuid
+
+import numpy as np
+import tensorflow as tf
+from tensorflow.distribute.experimental.rpc.kernels import gen_rpc_ops
+
+from keras_psplus.all_reduce import failure
+from keras_psplus.cluster import hello
+from keras_psplus.hybrid import names
+
+_OK, _CANCELLED, _DEADLINE, _UNAVAILABLE = 0, 1, 4, 14
+_PAUSE_SECONDS = 0.2
+_ATTEMPT_SECONDS = 10.0
+_CONNECT_SECONDS = 2.0
+_POLL_SECONDS = 0.02
+_AWAY_SECONDS = 5.0
+_unique = itertools.count()
+
+
+class TableServerError(RuntimeError):
+    """A parameter server does not answer, or refuses what it is asked for."""
+
+
+class Link:
+    """A client of one parameter server.
+
+    Operations of a graph that share a client are run in the order in which they were traced, so
+    what may overlap needs a link of its own.
+
+    Args:
+        name: The server's task name, such as `"ps-0"`.
+        address: Its `host:port`.
+        timeout: Seconds that one call may take.
+        patience: Seconds for which a server that cannot be reached is called again.
+    """
+
+    def __init__(self, name, address, timeout, patience):
+        self.name, self.address = name, address
+        self._timeout, self._patience = timeout, patience
+        with tf.init_scope(), tf.device("/CPU:0"):
+            self._client, _ = gen_rpc_ops.rpc_client(
+                server_address=address,
+                # A call to a server that has died is answered no earlier.
+                timeout_in_ms=int(1000 * min(timeout, _ATTEMPT_SECONDS)),
+                shared_name=f"keras_psplus_{next(_unique)}",
+                list_registered_methods=False,
+            )
+
+    def start(self, method, args, dtype, shape):
+        """Begins a call.
+
+        Args:
+            method: The method's name.
+            args: List of tensors.
+            dtype: Of the one tensor that it returns.
+            shape: Its shape, as far as it is known.
+
+        Returns:
+            Function without arguments that waits for the answer and returns it.
+        """
+        future = self._call(method, args)
+
+        def wait():
+            code, message = self._status(future)
+            answer = tf.cond(
+                tf.equal(code, _OK),
+                lambda: _value(future, dtype, shape),
+                lambda: self._again(method, args, dtype, shape, code, message),
+            )
+            with tf.control_dependencies([answer]):
+                _delete(future)
+            return tf.ensure_shape(answer, shape)
+
+        return wait
+
+    def call(self, method, args, dtype, shape):
+        """Calls a method and waits for its answer."""
+        return self.start(method, args, dtype, shape)()
+
+    def _call(self, method, args):
+        with tf.device("/CPU:0"):
+            return gen_rpc_ops.rpc_call(
+                self._client, method_name=method, args=args, timeout_in_ms=0
+            )
+
+    def _status(self, future):
+        with tf.device("/CPU:0"):
+            code, message = gen_rpc_ops.rpc_check_status(future[0])
+        return tf.ensure_shape(code, []), tf.ensure_shape(message, [])
+
+    def _again(self, method, args, dtype, shape, code, message):
+        """Calls until it is answered or there is no more patience."""
+        began = tf.timestamp()
+        empty = tf.zeros([0 if size is None else size for size in shape], dtype)
+
+        def may_come(code, message, answer, alive_at):
+            away = tf.reduce_any(tf.equal(code, [_CANCELLED, _DEADLINE, _UNAVAILABLE]))
+            now = tf.timestamp()
+            in_time = tf.logical_and(
+                now < began + self._timeout - _ATTEMPT_SECONDS, now < alive_at + self._patience
+            )
+            return tf.logical_and(away, in_time)
+
+        def try_again(code, message, answer, alive_at):
+            # There is no operation that sleeps. This path is taken when a server is away only.
+            listens = tf.ensure_shape(tf.numpy_function(self._pause, [], tf.bool), [])
+            with tf.control_dependencies([listens]):
+                alive_at = tf.where(listens, tf.timestamp(), alive_at)
+                future = self._call(method, args)
+            code, message = self._status(future)
+            answer = tf.cond(
+                tf.equal(code, _OK), lambda: _value(future, dtype, shape), lambda: empty
+            )
+            with tf.control_dependencies([answer]):
+                _delete(future)
+            return code, message, tf.ensure_shape(answer, shape), alive_at
+
+        scalar = tf.TensorShape([])
+        code, message, answer, _ = tf.while_loop(
+            may_come,
+            try_again,
+            (code, message, tf.ensure_shape(empty, shape), began),
+            shape_invariants=(scalar, scalar, tf.TensorShape(shape), scalar),
+            parallel_iterations=1,
+        )
+        reason = tf.strings.regex_replace(message, r"(?s)\nAdditional GRPC.*", "")
+        listens = tf.ensure_shape(tf.numpy_function(self._listens, [], tf.bool), [])
+        silent = tf.where(
+            listens,
+            "no answer in time; it hangs, or the link is too slow",
+            "it cannot be reached any more",
+        )
+        away = tf.reduce_any(tf.equal(code, [_DEADLINE, _UNAVAILABLE]))
+        text = tf.strings.join(
+            [
+                f"{failure.LOST}{self.name} ({self.address}) failed at {names.readable(method)}: ",
+                tf.where(away, silent, reason),
+            ]
+        )
+        with tf.control_dependencies([tf.debugging.Assert(tf.equal(code, _OK), [text])]):
+            return tf.identity(answer)
+
+    def _pause(self):
+        time.sleep(_PAUSE_SECONDS)
+        return self._listens()
+
+    def _listens(self):
+        return np.bool_(listens(self.address))
+
+
+class ControlLink(Link):
+    """Requests that are not part of training steps, as JSON, from eager code."""
+
+    def __init__(self, name, address, token, timeout):
+        super().__init__(name, address, timeout, patience=0)
+        self.token = token
+
+    def request(self, what, **arguments):
+        """Sends a request and returns the answer, a dict.
+
+        Raises:
+            TableServerError: If it is refused, or there is no answer in time.
+        """
+        return self.begin(what, **arguments)()
+
+    def begin(self, what, **arguments):
+        """Sends a request; returns a function that waits for the answer and returns it."""
+        ticket = uuid.uuid4().hex
+        began = time.monotonic()
+        deadline, last_heard = began + self._timeout, [began]
+
+        def ask():
+            code, message, answer = self._ask(what, ticket, arguments)
+            # A server that starts anew with more methods breaks calls off.
+            if code in (_CANCELLED, _UNAVAILABLE):
+                if time.monotonic() < last_heard[0] + _AWAY_SECONDS:
+                    return {"pending": True}
+            if answer is None:
+                raise TableServerError(
+                    f"{self.name} ({self.address}) does not answer as a table server of this job. "
+                    "Look into its log. "
+                    f"Received: {message.splitlines()[0] if message else code} at '{what}'"
+                )
+            last_heard[0] = time.monotonic()
+            return json.loads(answer)
+
+        answers = [ask()]
+
+        def wait():
+            while answers[-1].get("pending"):
+                if time.monotonic() >= deadline:
+                    raise TableServerError(
+                        f"{self.name} ({self.address}) has not done what it was asked for in "
+                        f"{self._timeout:g} s. Look into its log. Received: '{what}'"
+                    )
+                time.sleep(_POLL_SECONDS)
+                answers.append(ask())
+            if "error" in answers[-1]:
+                raise TableServerError(f"{self.name} ({self.address}): {answers[-1]['error']}")
+            return answers[-1]
+
+        return wait
+
+    def _ask(self, what, ticket, arguments):
+        text = json.dumps({"what": what, "ticket": ticket, "token": self.token, **arguments})
+        with tf.init_scope():
+            future = self._call(names.CONTROL, [tf.constant(text)])
+            code, message = self._status(future)
+            code, message = int(code), message.numpy().decode(errors="replace")
+            answer = _value(future, tf.string, []).numpy() if code == _OK else None
+            _delete(future)
+        return code, message, answer
+
+
+def _value(future, dtype, shape):
+    with tf.device("/CPU:0"):
+        return tf.ensure_shape(gen_rpc_ops.rpc_get_value(future[0], Tout=[dtype])[0], shape)
+
+
+def _delete(future):
+    with tf.device("/CPU:0"):
+        gen_rpc_ops.delete_rpc_future_resource(handle=future[0], deleter=future[1])
+
+
+def listens(address):
+    """Whether a TCP connection to an address is accepted."""
+    try:
+        hello.connect(address, _CONNECT_SECONDS).close()
+    except OSError:
+        return False
+    return True

@@ -1,0 +1,167 @@
+"""`HybridStrategy`'s implementation half: lookups and updates of tables, beside all-reduce."""
+
+import tensorflow as tf
+from tensorflow.python.distribute import distribute_lib
+from tensorflow.python.framework import ops
+from tensorflow.python.ops import resource_variable_ops
+
+from keras_psplus.all_reduce import failure
+from keras_psplus.all_reduce import step as step_module
+from keras_psplus.all_reduce.extended import MultiWorkerMirroredExtended
+from keras_psplus.hybrid import table as table_module
+from keras_psplus.hybrid.fence import Fence
+from keras_psplus.hybrid.row_optimizer import scalars_of
+from keras_psplus.hybrid.variable import TableVariable
+
+_LONG = tf.int64
+
+
+class HybridExtended(MultiWorkerMirroredExtended):
+    """Additional APIs of `keras_psplus.HybridStrategy`."""
+
+    def __init__(self, strategy, *args):
+        self._fence = Fence(self) if strategy.sync and strategy.has_servers else None
+        self._counters = {}
+        super().__init__(strategy, *args)
+
+    @property
+    def fence(self):
+        return self._fence
+
+    def has_made(self, variable):
+        return isinstance(variable, TableVariable) or super().has_made(variable)
+
+    def broadcast(self, variables):
+        # Of a table there is one value only.
+        super().broadcast([v for v in variables if not isinstance(v, TableVariable)])
+
+    def counter(self, table, what, replica=None):
+        """An int64 of a local replica that counts something of a table."""
+        replica = _replica() if replica is None else replica
+        if (table.key, what, replica) not in self._counters:
+            with ops.init_scope(), ops.device("/CPU:0"):
+                variable = resource_variable_ops.ResourceVariable(
+                    tf.constant(0, _LONG), trainable=False
+                )
+            self._counters[table.key, what, replica] = variable
+        return self._counters[table.key, what, replica]
+
+    def counted(self, table, what):
+        """The sum of a counter over the local replicas, as an int."""
+        return sum(
+            int(variable.numpy())
+            for (key, kind, _), variable in self._counters.items()
+            if (key, kind) == (table.key, what)
+        )
+
+    def lookup(self, variable, indices):
+        """Rows of a table.
+
+        Args:
+            variable: `TableVariable`.
+            indices: Integer tensor; negative ones count from the end.
+
+        Returns:
+            float32 tensor of shape `indices.shape + (dim,)`.
+        """
+        table = variable.table
+        indices = tf.convert_to_tensor(indices)
+        ids = tf.reshape(tf.cast(indices, _LONG), [-1])
+        most = ids.shape[0]
+        unique, positions = tf.unique(tf.where(ids < 0, ids + table.rows, ids))
+        before = [_check_range(table, unique)]
+        if self._fence is not None and distribute_lib.get_replica_context() is not None:
+            before.append(self._opened())
+        with tf.control_dependencies(before):
+            unique = tf.identity(unique)
+        self.counter(table, "pulled").assign_add(tf.size(unique, _LONG), read_value=False)
+        rows = table_module.pull(table, unique, _replica(), most)
+        rows = variable.with_gradient(rows, unique, positions)
+        rows = tf.reshape(rows, tf.concat([tf.shape(indices), [table.dim]], 0))
+        return tf.ensure_shape(rows, [*indices.shape, table.dim])
+
+    def send(self, table, slices, optimizer, learning_rate, waits=False):
+        """Sends a replica's gradient of a table.
+
+        Args:
+            table: `Table`.
+            slices: `tf.IndexedSlices`.
+            optimizer: The Keras optimizer.
+            learning_rate: Scalar.
+            waits: Whether the servers wait for `commit`.
+        """
+        ids, positions = tf.unique(tf.cast(slices.indices, _LONG))
+        values = tf.ensure_shape(tf.cast(slices.values, tf.float32), [None, table.dim])
+        rows = tf.math.unsorted_segment_sum(values, positions, tf.size(ids))
+        self.counter(table, "pushed").assign_add(tf.size(ids, _LONG), read_value=False)
+        clock = self.counter(table, "pushes")
+        rank = tf.constant(self.rank_in_context(), _LONG)
+        header = rank, clock.read_value(), _iterations(optimizer)
+        send = table_module.push_to_wait if waits else table_module.push
+        numbers = _numbers(optimizer, learning_rate)
+        answers = send(table, (ids, rows), _replica(), header, numbers, slices.values.shape[0])
+        if not waits:
+            clock.assign_add(1, read_value=False)
+        self._note(answers)
+
+    def square_of(self, tables):
+        """Waits for all replicas' gradients, and returns their sum's squared norm by table."""
+        before = self._fence.wait()
+        with tf.control_dependencies([before]):
+            return [tf.add_n(table_module.norms(table, _replica())) for table in tables]
+
+    def commit(self, table, optimizer, learning_rate, scale):
+        """Has the servers apply what they were sent, times `scale`."""
+        clock = self.counter(table, "pushes")
+        header = clock.read_value(), _iterations(optimizer)
+        numbers = tf.concat([[tf.cast(scale, tf.float32)], _numbers(optimizer, learning_rate)], 0)
+        self._note(table_module.commit(table, _replica(), header, numbers))
+        clock.assign_add(1, read_value=False)
+
+    def _note(self, answers):
+        if self._fence is not None:
+            self._fence.pushed(answers)
+            step = step_module.current()
+            if step is not None:
+                step.has_pushed = True
+
+    def _opened(self):
+        step = step_module.current()
+        if step is None or not step.has_pushed:
+            return self._fence.opened()
+        # A step of the user's own that looks up what it has updated.
+        step.has_pushed = False
+        return self._fence.wait()
+
+
+def _replica():
+    context = distribute_lib.get_replica_context()
+    return 0 if context is None else context._replica_id
+
+
+def _iterations(optimizer):
+    return tf.cast(tf.convert_to_tensor(optimizer._iterations), _LONG)
+
+
+def _numbers(optimizer, learning_rate):
+    scalars = [tf.cast(tf.convert_to_tensor(v), tf.float32) for v in scalars_of(optimizer)]
+    return tf.stack([tf.cast(tf.convert_to_tensor(learning_rate), tf.float32), *scalars])
+
+
+def _check_range(table, unique):
+    """An assertion that ids are rows of the table."""
+    wrong = tf.logical_or(unique < 0, unique >= table.rows)
+    good = tf.logical_not(tf.reduce_any(wrong))
+
+    def text():
+        first = tf.boolean_mask(unique, wrong)[0]
+        return tf.strings.join(
+            [
+                f"{failure.REFUSED}The layer {table.layer_name} was asked for a row that its "
+                f"table does not have: ids go from 0 to {table.rows - 1}. Received: id ",
+                # Negative ones count from the end, and have been moved there.
+                tf.strings.as_string(tf.where(first < 0, first - table.rows, first)),
+            ]
+        )
+
+    return tf.debugging.Assert(good, [tf.cond(good, lambda: tf.constant(""), text)])

@@ -1,0 +1,45 @@
+"""What keeps steps apart: no worker reads a table before all have written what they have to.
+
+A variable of each replica stands between its pushes, the step's last collective and its next
+lookups: TensorFlow keeps operations on one variable in their order, also over branches and loops.
+"""
+
+import tensorflow as tf
+
+
+class Fence:
+    """A barrier after each step's pushes, that costs a number in a collective which is there.
+
+    Args:
+        extended: `HybridExtended`.
+    """
+
+    _NAME = "tables"
+
+    def __init__(self, extended):
+        self._extended = extended
+
+    def _variable(self):
+        return self._extended.step_variable(self._NAME)
+
+    def pushed(self, answers):
+        """Notes that servers have answered to what this replica has pushed."""
+        with tf.control_dependencies(answers):
+            self._variable().assign(0.0, read_value=False)
+
+    def arrive(self):
+        """A number to sum over replicas, which is there once this one has nothing to wait for."""
+        return self._variable().read_value()
+
+    def leave(self, total):
+        """Notes that all replicas have arrived: `total` is the sum."""
+        self._variable().assign(total * 0.0, read_value=False)
+
+    def opened(self):
+        """A tensor that is there once what was before the last `leave` is done."""
+        return self._variable().read_value()
+
+    def wait(self):
+        """Waits here, in the middle of a step, for all replicas; returns a tensor to wait for."""
+        self.leave(self._extended.sum_over_replicas([self.arrive()])[0])
+        return self.opened()

@@ -1,0 +1,245 @@
+"""A user's Keras optimizer, applied to some rows of a table.
+
+The optimizer sees variables that have the table's shape, but whose value is that of the rows that
+a step has touched: what it computes element by element is then right for these rows, and the
+others stay as they are, momenta and all ("lazily", as TensorFlow's sparse kernels do).
+"""
+
+import keras
+import numpy as np
+import tensorflow as tf
+
+_CHECK_ROWS, _CHECK_DIM = 3, 4
+
+
+class RowVariable:
+    """A variable whose value is that of some of its rows, between `begin` and `commit`.
+
+    Args:
+        variable: `tf.Variable` of shape `(rows, dim)`.
+    """
+
+    def __init__(self, variable):
+        self._variable = variable
+        self._ids = None
+        self.value = None
+
+    @property
+    def dtype(self):
+        return self._variable.dtype
+
+    @property
+    def shape(self):
+        return self._variable.shape
+
+    @property
+    def name(self):
+        return self._variable.name
+
+    @property
+    def _unique_id(self):
+        return self._variable._unique_id
+
+    def begin(self, ids):
+        """Reads the rows of a vector of distinct ids."""
+        self._ids, self.value = ids, self._variable.sparse_read(ids)
+
+    def commit(self):
+        """Writes the rows; returns the operation."""
+        return tf.raw_ops.ResourceScatterUpdate(
+            resource=self._variable.handle, indices=self._ids, updates=self.value
+        )
+
+    def assign(self, value):
+        self.value = tf.cast(value, self.dtype)
+
+    def assign_add(self, value):
+        self.assign(self.value + tf.cast(value, self.dtype))
+
+    def assign_sub(self, value):
+        self.assign(self.value - tf.cast(value, self.dtype))
+
+    def __tf_tensor__(self, dtype=None, name=None):
+        return self.value if dtype is None else tf.cast(self.value, dtype)
+
+    def __array__(self, dtype=None, copy=None):
+        return np.asarray(self.value, dtype)
+
+
+for _operator in tf.Tensor.OVERLOADABLE_OPERATORS - {"__eq__", "__ne__"}:
+
+    def _overload(name=_operator):
+        of_tensor = getattr(tf.Tensor, name)
+
+        def of_rows(self, *args, **kwargs):
+            return of_tensor(self.value, *args, **kwargs)
+
+        setattr(RowVariable, name, of_rows)
+
+    _overload()
+
+
+class RowOptimizer:
+    """Applies gradients of rows to one table.
+
+    Args:
+        config: What `config_of` has made of the user's optimizer.
+        weights: `tf.Variable` of the table, of shape `(rows, dim)`.
+    """
+
+    def __init__(self, config, weights):
+        self._optimizer = keras.optimizers.deserialize(config["optimizer"])
+        self._weight_decay = config["weight_decay"]
+        self._clipvalue = config["clipvalue"]
+        self._constraint = keras.constraints.get(config["constraint"])
+        self._regularizer = keras.regularizers.get(config["regularizer"])
+        self._weights = RowVariable(weights)
+        self._slots = []
+        optimizer = self._optimizer
+
+        def add_slot(reference_variable, name=None, initializer="zeros"):
+            initializer = keras.initializers.get(initializer)
+            value = initializer(reference_variable.shape, dtype="float32")
+            slot = RowVariable(tf.Variable(value, trainable=False, name=name))
+            self._slots.append(slot)
+            return slot
+
+        # Keras would make a variable of its own kind.
+        object.__setattr__(optimizer, "add_variable_from_reference", add_slot)
+        optimizer.build([self._weights])
+        self._scalars = scalars_of(optimizer)
+
+    @property
+    def slots(self):
+        """The optimizer's variables of the table's shape, `tf.Variable`s in their order."""
+        return [slot._variable for slot in self._slots]
+
+    @property
+    def scalars(self):
+        """How many numbers `apply` needs beside the learning rate."""
+        return len(self._scalars)
+
+    def regularized(self, ids, gradient):
+        """The gradient of rows with that of the table's regularizer on them."""
+        if self._regularizer is None:
+            return gradient
+        rows = self._weights._variable.sparse_read(ids)
+        with tf.GradientTape() as tape:
+            tape.watch(rows)
+            penalty = self._regularizer(rows)
+        return gradient + tape.gradient(penalty, rows)
+
+    def apply(self, ids, gradient, learning_rate, scalars, iterations):
+        """Updates rows.
+
+        Args:
+            ids: int32 vector of distinct row numbers.
+            gradient: float32 tensor of shape `(len(ids), dim)`.
+            learning_rate: float32 scalar.
+            scalars: float32 vector, the values of `scalars_of` the worker's optimizer.
+            iterations: int64 scalar: updates before this one.
+
+        Returns:
+            The operation that has written all rows.
+        """
+        views = [self._weights, *self._slots]
+        self._optimizer._iterations.assign(tf.cast(iterations, self._optimizer._iterations.dtype))
+        for i, scalar in enumerate(self._scalars):
+            scalar.assign(tf.cast(scalars[i], scalar.dtype))
+        for view in views:
+            view.begin(ids)
+        if self._clipvalue:
+            gradient = tf.clip_by_value(gradient, -self._clipvalue, self._clipvalue)
+        if self._weight_decay:
+            decay = tf.cast(self._weight_decay, tf.float32) * learning_rate
+            self._weights.assign_sub(self._weights.value * decay)
+        self._optimizer.update_step(gradient, self._weights, learning_rate)
+        if self._constraint is not None:
+            self._weights.assign(self._constraint(self._weights.value))
+        return tf.group(*(view.commit() for view in views))
+
+
+def scalars_of(optimizer):
+    """Numbers of its own that an optimizer changes from step to step, such as Nadam's product."""
+    own = {id(optimizer._iterations), id(getattr(optimizer, "_learning_rate", None))}
+    return [v for v in optimizer.variables if tuple(v.shape) == () and id(v) not in own]
+
+
+def config_of(optimizer, weight_decay, constraint, regularizer):
+    """What a parameter server needs to know of a user's optimizer, ready for JSON.
+
+    Args:
+        optimizer: Keras optimizer.
+        weight_decay: The rate at which the table's rows decay, or None.
+        constraint: The table's constraint, or None.
+        regularizer: The table's regularizer, or None.
+
+    Raises:
+        ValueError: If the optimizer cannot be applied to rows.
+    """
+    for option in ("use_ema", "gradient_accumulation_steps"):
+        if getattr(optimizer, option):
+            raise ValueError(
+                f"`{option}` is not supported for tables on parameter servers: leave it out, or "
+                f'keep the table on the workers (`placement="mirrored"`). '
+                f"Received: {option}={getattr(optimizer, option)} of the optimizer "
+                f"'{optimizer.name}'"
+            )
+    config = keras.optimizers.serialize(optimizer)
+    # The worker sends the rate with each update, and sees to clipping by norms.
+    config["config"].update(
+        learning_rate=0.0,
+        clipnorm=None,
+        clipvalue=None,
+        global_clipnorm=None,
+        loss_scale_factor=None,
+    )
+    by_norm = optimizer.clipnorm or optimizer.global_clipnorm
+    return {
+        "optimizer": config,
+        "weight_decay": weight_decay,
+        "clipvalue": None if by_norm else optimizer.clipvalue,
+        "constraint": keras.constraints.serialize(constraint) if constraint else None,
+        "regularizer": keras.regularizers.serialize(regularizer) if regularizer else None,
+    }
+
+
+def check_elementwise(config):
+    """Checks that an optimizer computes each row by itself.
+
+    Raises:
+        ValueError: If it does not, as those whose step depends on a norm or on factors.
+    """
+    random = np.random.RandomState(0)
+    start = random.standard_normal((_CHECK_ROWS, _CHECK_DIM)).astype(np.float32)
+    gradient = random.standard_normal((_CHECK_ROWS, _CHECK_DIM)).astype(np.float32)
+    results = []
+    try:
+        for groups in ([[0, 1, 2]], [[0], [1], [2]]):
+            weights = tf.Variable(start)
+            rows = RowOptimizer(config, weights)
+            for step in range(2):
+                for ids in groups:
+                    rows.apply(
+                        tf.constant(ids),
+                        tf.constant(gradient[ids]),
+                        tf.constant(0.1),
+                        tf.ones([rows.scalars]) / 2,
+                        tf.constant(step, tf.int64),
+                    )
+            results.append(weights.numpy())
+    except Exception as error:
+        why = f"{type(error).__name__}: {str(error).splitlines()[0][:200]}"
+        raise ValueError(_refusal(config, why)) from error
+    if not np.allclose(*results, rtol=1e-4, atol=1e-6):
+        raise ValueError(_refusal(config, "a step on all rows at once differs from one by one"))
+
+
+def _refusal(config, why):
+    name = config["optimizer"]["class_name"]
+    return (
+        f"{name} cannot be applied to the rows of a table by themselves ({why}). Use an optimizer "
+        "that computes element by element, such as SGD, Adagrad, Adam, AdamW, RMSprop, Ftrl or "
+        "Lion (an own class needs `@keras.saving.register_keras_serializable()`), or keep the "
+        f'table on the workers (`placement="mirrored"`). Received: optimizer={name}'
+    )

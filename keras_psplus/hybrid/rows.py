@@ -1,0 +1,69 @@
+"""Rows of tables on the wire: words of float32, whatever they are compressed to."""
+
+import tensorflow as tf
+
+from keras_psplus import compression
+from keras_psplus.compression import wire
+
+# gRPC refuses messages of more than 4 MiB, and TensorFlow's RPC operations cannot be told
+# otherwise. What is not rows takes little.
+MESSAGE_BYTES = (4 << 20) - (64 << 10)
+
+
+class RowCodec:
+    """Turns rows into words and back, each row by itself.
+
+    Args:
+        compressor: `Compressor` whose `encode_rows` serves, or None for rows as they are.
+        dim: Numbers in a row.
+    """
+
+    def __init__(self, compressor, dim):
+        self._compressor = compressor
+        self._dim = dim
+        self._like = None
+        self.width = dim
+        if compressor is not None:
+            with tf.init_scope():
+                self._like = compressor.encode_rows(tf.zeros([1, dim]), tf.constant(0, tf.int64))
+                self.width = int(wire.pack(self._like, 1).shape[1])
+
+    @property
+    def rows_per_message(self):
+        """Rows that one message can carry, with an int32 for each."""
+        return MESSAGE_BYTES // (4 * self.width + 4)
+
+    def encode(self, rows, step):
+        """float32 rows of shape `(n, dim)` as words of shape `(n, width)`."""
+        if self._compressor is None:
+            return rows
+        payload = self._compressor.encode_rows(rows, step)
+        return tf.ensure_shape(wire.pack(payload, tf.shape(rows)[0]), [None, self.width])
+
+    def decode(self, words, step):
+        """The inverse of `encode`, but for what is lost."""
+        if self._compressor is None:
+            return words
+        payload = wire.unpack(words, self._like, tf.shape(words)[0])
+        rows = self._compressor.decode_rows(payload, (self._dim,), tf.float32, step)
+        return tf.reshape(rows, [-1, self._dim])
+
+
+def compressor_for_rows(argument, value):
+    """What a user gives for rows, as a `Compressor` or None.
+
+    Raises:
+        ValueError: If it does nothing for rows, or leaves out what nobody sends later.
+    """
+    compressor = compression.get(value)
+    if compressor is None:
+        return None
+    inner = getattr(compressor, "inner", compressor)
+    by_rows = type(inner).encode_rows is not compression.Compressor.encode_rows
+    if not by_rows or not inner.serves_values:
+        raise ValueError(
+            f"`{argument}` must keep every number of a row nearly as it is, as rows have no "
+            'residual: None, "bf16", "fp16", "int8", `Cast`, `Int8`, or a compressor of your own '
+            f"with `encode_rows` and `serves_values = True`. Received: {argument}={value!r}"
+        )
+    return inner

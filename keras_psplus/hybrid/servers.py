@@ -1,0 +1,87 @@
+"""All parameter servers of a job, as a worker knows them."""
+
+import atexit
+import sys
+import time
+
+from keras_psplus.cluster.config import ClusterStartupError, task_name
+from keras_psplus.hybrid.calls import ControlLink, Link, TableServerError, listens
+
+_FAREWELL_SECONDS = 3.0
+_POLL_SECONDS = 0.2
+
+
+class Servers:
+    """The parameter servers of a job.
+
+    Args:
+        task: `TaskConfig` of this process.
+        digest: `names.digest_of` the job's token.
+        timeout: Seconds that a call may take.
+        patience: Seconds for which a server that cannot be reached is called again.
+    """
+
+    def __init__(self, task, digest, timeout, patience):
+        self._task = task
+        self._peers = [
+            (task_name(job, index), address) for job, index, address in task.tasks() if job == "ps"
+        ]
+        self._timeout, self._patience = timeout, patience
+        self._control = [ControlLink(*peer, digest, timeout) for peer in self._peers]
+        self._ends_badly = False
+
+    def __len__(self):
+        return len(self._peers)
+
+    def new_links(self):
+        """A new link to each server."""
+        return [Link(*peer, self._timeout, self._patience) for peer in self._peers]
+
+    def greet(self, agreed, replicas, timeout):
+        """Says hello to all servers, and farewell when this process ends well.
+
+        Args:
+            agreed: Text that has to be equal in all processes of the job.
+            replicas: Number of replicas, as well.
+            timeout: Seconds to wait for a server.
+
+        Raises:
+            ClusterStartupError: If one does not come, or is another job's.
+        """
+        deadline = time.monotonic() + timeout
+        for (name, address), link in zip(self._peers, self._control):
+            # Before it is called: a client whose call has failed waits longer each time.
+            while not listens(address):
+                if time.monotonic() >= deadline:
+                    raise ClusterStartupError(
+                        f"{name} did not come to {address} within {timeout:g} s. Start it, or read "
+                        f"its log if it has ended. Received: TF_CONFIG={self._task.to_tf_config()}"
+                    )
+                time.sleep(_POLL_SECONDS)
+            try:
+                link.request("hello", agreed=agreed, replicas=replicas)
+            except TableServerError as error:
+                raise ClusterStartupError(f"{error}") from None
+        if self._task.is_chief:
+            atexit.register(self._at_exit)
+
+    def note_bad_end(self):
+        """Notes that this process is about to end, but not well."""
+        self._ends_badly = True
+
+    def make(self, what, **arguments):
+        """Has all servers make something, and waits until it can be called."""
+        waits = [link.begin(what, **arguments) for link in self._control]
+        for wait in waits:
+            wait()
+
+    def _at_exit(self):
+        if getattr(sys, "last_value", None) is not None or self._ends_badly:
+            return
+        for name, address in self._peers:
+            try:
+                ControlLink(name, address, self._control[0].token, _FAREWELL_SECONDS).request(
+                    "farewell"
+                )
+            except TableServerError:
+                pass  # It has ended, or hangs.

@@ -1,0 +1,265 @@
+"""One parameter server's rows of one table, and the methods by which workers reach them.
+
+Row `r` of the table is row `r // servers` on server `r % servers`, so that a range of frequent ids
+is shared out between them.
+"""
+
+import functools
+
+import keras
+import tensorflow as tf
+
+from keras_psplus.hybrid.row_optimizer import RowOptimizer
+from keras_psplus.hybrid.rows import RowCodec
+
+_INT, _LONG, _FLOAT = tf.int32, tf.int64, tf.float32
+# Larger tables are not made whole on every server, so their rows differ from one process's.
+_WHOLE_BYTES = 1 << 30
+_BLOCK_ROWS = 1 << 16
+# More parts than one step's rows could ever need.
+PARTS = 1 << 20
+
+
+def rows_of(rows, server, servers):
+    """How many rows of a table lie on one server."""
+    return (rows - server + servers - 1) // servers
+
+
+class Shard:
+    """Rows of one table, with the optimizer that updates them.
+
+    Args:
+        spec: Dict with the table's `key` (a number), `name`, `rows`, `dim` and `initializer` (a
+            serialized initializer, or None for zeros).
+        server: Index of this server.
+        servers: Number of servers.
+        pull_compressor: Compressor of rows that workers read, or None.
+        push_compressor: Compressor of gradients that they send, or None.
+        replicas: Replicas that push at each step.
+        sync: Whether a step's pushes are summed and applied once.
+    """
+
+    def __init__(self, spec, server, servers, pull_compressor, push_compressor, replicas, sync):
+        self.spec = spec
+        self.name, self.dim = spec["name"], spec["dim"]
+        self.rows = rows_of(spec["rows"], server, servers)
+        self._pull = RowCodec(pull_compressor, self.dim)
+        self._push = RowCodec(push_compressor, self.dim)
+        self._replicas, self._sync = replicas, sync
+        self.weights = tf.Variable(_initial(spec, server, servers), trainable=False)
+        self.optimizer = self.optimizer_config = None
+        self._methods = {}
+        # Ends with the number of steps that were applied.
+        self.version = tf.Variable(0, dtype=_LONG, trainable=False)
+        self._seen = tf.Variable(tf.fill([replicas], tf.constant(-1, _LONG)), trainable=False)
+        self._arrived = tf.Variable(0, dtype=_INT, trainable=False)
+        self._lock = tf.CriticalSection(name=f"table_{spec['key']}")
+        self._inbox = tf.queue.FIFOQueue(1 << 20, [_LONG, _INT, _FLOAT])
+        self._sum_ids = tf.Variable(tf.zeros([0], _INT), shape=[None], trainable=False)
+        self._sum_rows = tf.Variable(
+            tf.zeros([0, self.dim]), shape=[None, self.dim], trainable=False
+        )
+
+    @property
+    def variables(self):
+        """The rows and the optimizer's slots of them, in the order that workers number them."""
+        return [self.weights, *(self.optimizer.slots if self.optimizer else [])]
+
+    def set_optimizer(self, config):
+        """Makes the optimizer and its slots."""
+        self.optimizer = RowOptimizer(config, self.weights)
+        self.optimizer_config = config
+
+    def methods(self):
+        """Functions with signatures, by what they do; each of them is traced once."""
+        makers = {"lookup": self._lookup}
+        for i, variable in enumerate(self.variables):
+            makers[f"read{i}"] = functools.partial(self._read, variable)
+            makers[f"write{i}"] = functools.partial(self._write, variable)
+        if self.optimizer is not None:
+            makers["push"] = self._push_function
+            if self._sync:
+                makers["norm"], makers["commit"] = self._norm, self._commit
+        for what, make in makers.items():
+            if what not in self._methods:
+                self._methods[what] = make()
+        return self._methods
+
+    def _lookup(self):
+        @tf.function(input_signature=[tf.TensorSpec([None], _INT)])
+        def lookup(ids):
+            return self._pull.encode(self.weights.sparse_read(ids), self.version.read_value())
+
+        return lookup
+
+    def _read(self, variable):
+        @tf.function(input_signature=[tf.TensorSpec([], _INT), tf.TensorSpec([], _INT)])
+        def read(first, count):
+            return variable.sparse_read(tf.range(first, first + count))
+
+        return read
+
+    def _write(self, variable):
+        @tf.function(
+            input_signature=[tf.TensorSpec([], _INT), tf.TensorSpec([None, self.dim], _FLOAT)]
+        )
+        def write(first, rows):
+            ids = tf.range(first, first + tf.shape(rows)[0])
+            with tf.control_dependencies(
+                [
+                    tf.raw_ops.ResourceScatterUpdate(
+                        resource=variable.handle, indices=ids, updates=rows
+                    )
+                ]
+            ):
+                return tf.shape(rows)[0]
+
+        return write
+
+    def _push_function(self):
+        # Replica, its number of pushes before this one, part of it, whether that is the last,
+        # whether to wait for `commit`, and the optimizer's iterations.
+        header = tf.TensorSpec([6], _LONG)
+        numbers = tf.TensorSpec([1 + self.optimizer.scalars], _FLOAT)
+        ids = tf.TensorSpec([None], _INT)
+        words = tf.TensorSpec([None, self._push.width], _FLOAT)
+
+        @tf.function(input_signature=[header, numbers, ids, words])
+        def push(header, numbers, ids, words):
+            replica, step, part, last, waits, iterations = tf.unstack(header)
+            gradient = self._push.decode(words, step)
+            key = step * PARTS + part
+            is_new = key > self._seen.read_value()[replica]
+
+            def take():
+                seen = tf.raw_ops.ResourceScatterUpdate(
+                    resource=self._seen.handle, indices=replica, updates=key
+                )
+                with tf.control_dependencies([seen]):
+                    if not self._sync:
+                        return self._take_at_once(ids, gradient, numbers, iterations)
+                    return self._take_in(
+                        replica * PARTS + part, ids, gradient, numbers, iterations, last, waits
+                    )
+
+            def locked():
+                # One that comes again, as its answer was lost, has been taken.
+                return tf.cond(is_new, take, self.version.read_value)
+
+            return self._lock.execute(locked)
+
+        return push
+
+    def _take_at_once(self, ids, gradient, numbers, iterations):
+        gradient = self.optimizer.regularized(ids, gradient)
+        done = self.optimizer.apply(ids, gradient, numbers[0], numbers[1:], iterations)
+        with tf.control_dependencies([done]):
+            return self.version.assign_add(1, read_value=True)
+
+    def _take_in(self, place, ids, gradient, numbers, iterations, last, waits):
+        with tf.control_dependencies([self._inbox.enqueue((place, ids, gradient))]):
+            arrived = self._arrived.assign_add(tf.cast(last, _INT), read_value=True)
+
+        def complete():
+            ids, gradient = self._sum()
+            gradient = self.optimizer.regularized(ids, gradient)
+
+            def keep():
+                self._sum_ids.assign(ids)
+                self._sum_rows.assign(gradient)
+                return self.version.read_value()
+
+            def apply():
+                done = self.optimizer.apply(ids, gradient, numbers[0], numbers[1:], iterations)
+                with tf.control_dependencies([done]):
+                    return self.version.assign_add(1, read_value=True)
+
+            with tf.control_dependencies([self._arrived.assign(0, read_value=False)]):
+                return tf.cond(waits > 0, keep, apply)
+
+        return tf.cond(tf.equal(arrived, self._replicas), complete, self.version.read_value)
+
+    def _sum(self):
+        """The sum over replicas of what has come in, in their order: arrival must not matter."""
+        count = self._inbox.size()
+
+        def array(dtype, shape):
+            return tf.TensorArray(dtype, count, infer_shape=False, element_shape=shape)
+
+        def take(i, places, ids, rows):
+            place, own_ids, own_rows = self._inbox.dequeue()
+            own_rows = tf.ensure_shape(own_rows, [None, self.dim])
+            return (
+                i + 1,
+                places.write(i, tf.ensure_shape(place, [])),
+                ids.write(i, tf.ensure_shape(own_ids, [None])),
+                rows.write(i, own_rows),
+            )
+
+        start = (0, array(_LONG, []), array(_INT, [None]), array(_FLOAT, [None, self.dim]))
+        _, places, ids, rows = tf.while_loop(
+            lambda i, *_: i < count, take, start, parallel_iterations=1
+        )
+        order = tf.argsort(places.stack())
+
+        def in_order(i, sorted_ids, sorted_rows):
+            at = order[i]
+            return i + 1, sorted_ids.write(i, ids.read(at)), sorted_rows.write(i, rows.read(at))
+
+        start = (0, array(_INT, [None]), array(_FLOAT, [None, self.dim]))
+        _, ids, rows = tf.while_loop(
+            lambda i, *_: i < count, in_order, start, parallel_iterations=1
+        )
+        unique, positions = tf.unique(ids.concat())
+        return unique, tf.math.unsorted_segment_sum(rows.concat(), positions, tf.size(unique))
+
+    def _norm(self):
+        @tf.function(input_signature=[tf.TensorSpec([], _INT)])
+        def norm(unused):
+            return tf.reduce_sum(tf.square(self._sum_rows.read_value()))
+
+        return norm
+
+    def _commit(self):
+        numbers = tf.TensorSpec([2 + self.optimizer.scalars], _FLOAT)
+
+        @tf.function(input_signature=[tf.TensorSpec([2], _LONG), numbers])
+        def commit(header, numbers):
+            step, iterations = tf.unstack(header)
+
+            def apply():
+                gradient = self._sum_rows.read_value() * numbers[0]
+                done = self.optimizer.apply(
+                    self._sum_ids.read_value(), gradient, numbers[1], numbers[2:], iterations
+                )
+                with tf.control_dependencies([done]):
+                    return self.version.assign_add(1, read_value=True)
+
+            def locked():
+                # All replicas say it; the first one counts.
+                version = self.version.read_value()
+                return tf.cond(tf.equal(version, step), apply, lambda: version)
+
+            return self._lock.execute(locked)
+
+        return commit
+
+
+def _initial(spec, server, servers):
+    """This server's part of the table's first value."""
+    rows, dim = spec["rows"], spec["dim"]
+    own = rows_of(rows, server, servers)
+    if spec["initializer"] is None:
+        return tf.zeros([own, dim])
+    if 4 * rows * dim <= _WHOLE_BYTES:
+        initializer = keras.initializers.deserialize(spec["initializer"])
+        return initializer((rows, dim), dtype="float32")[server::servers]
+    blocks = []
+    for first in range(0, own, _BLOCK_ROWS):
+        config = dict(spec["initializer"], config=dict(spec["initializer"]["config"]))
+        seed = config["config"].get("seed")
+        if isinstance(seed, int):
+            config["config"]["seed"] = hash((seed, server, first)) % (1 << 31)
+        initializer = keras.initializers.deserialize(config)
+        blocks.append(initializer((min(_BLOCK_ROWS, own - first), dim), dtype="float32"))
+    return tf.concat(blocks, 0)

@@ -1,0 +1,214 @@
+"""`HybridStrategy` for Keras 3."""
+
+import json
+import os
+import sys
+
+from keras_psplus.all_reduce import gradients
+from keras_psplus.all_reduce.startup import start
+from keras_psplus.all_reduce.strategy import MultiWorkerMirroredStrategy
+from keras_psplus.arguments import number, whole_number
+from keras_psplus.cluster import config, hello
+from keras_psplus.cluster import serve as cluster_serve
+from keras_psplus.cluster.own_address import bind_own
+from keras_psplus.hybrid import names, table_server
+from keras_psplus.hybrid import placement as placement_module
+from keras_psplus.hybrid.extended import HybridExtended
+from keras_psplus.hybrid.rows import RowCodec, compressor_for_rows
+from keras_psplus.hybrid.servers import Servers
+from keras_psplus.hybrid.tables import Tables
+from keras_psplus.log import logger
+
+# For which a server that cannot be reached is called again before the job counts as lost.
+_PATIENCE = 5.0
+
+
+class HybridStrategy(MultiWorkerMirroredStrategy):
+    """Large embeddings on parameter servers, everything else all-reduced, for `model.fit`.
+
+    One script in every task of a cluster with `worker` tasks (and perhaps a `chief`) and `ps`
+    tasks. In `ps` tasks the constructor does not return: it serves tables until the chief (or
+    worker 0) has ended, and then ends the process. The workers train as under
+    `MultiWorkerMirroredStrategy`. The table of a `keras.layers.Embedding` that is large enough lies
+    on the servers, row `r` on server `r % servers`: a worker asks for the rows that its part of a
+    batch needs, and sends their gradients; the servers sum these over the workers and apply the
+    model's own optimizer to the rows that were touched. Without `TF_CONFIG` the process trains
+    alone, tables and all.
+
+    Args:
+        communication_options: As for `MultiWorkerMirroredStrategy`.
+        placement: Which tables lie on parameter servers: `"auto"`, those of at least
+            `min_table_bytes` for which that sends fewer bytes; `"parameter_server"`, all;
+            `"mirrored"`, none; a dict from patterns of variables' paths, such as
+            `"*user*/embeddings"`, to one of these; or a function of a path, the number of rows and
+            that of numbers in a row, which returns one of these.
+        min_table_bytes: Size in bytes below which `"auto"` keeps a table on the workers.
+        sync: Whether the gradients of all workers for one step are summed and applied once, before
+            the next step reads the table. Otherwise each is applied when it arrives.
+        row_compression: How gradients of rows are sent: `"bf16"`, `"fp16"`, `"int8"`, a compressor
+            with `encode_rows`, or None to send them as they are.
+        pull_compression: The same for rows that workers read.
+        table_timeout: Seconds that a parameter server may take to answer.
+        job_token: Text that all tasks of the job have in common, and those of others do not. By
+            default the environment's `KERAS_PSPLUS_JOB_TOKEN`, or the cluster's description.
+        startup_timeout, heartbeat_timeout, bucket_bytes, compression, updates: As for
+            `MultiWorkerMirroredStrategy`; `compression` is that of the gradients of what is
+            all-reduced, and of `updates` only `Accumulate` can be combined with tables.
+
+    Raises:
+        ValueError: If an argument is out of range, or a combination of them has no meaning.
+        keras_psplus.cluster.ClusterConfigError: If `TF_CONFIG` is wrong or has no ps.
+        keras_psplus.cluster.ClusterStartupError: If a task does not come up in time.
+
+    Example:
+
+    ```python
+    strategy = keras_psplus.HybridStrategy()
+    with strategy.scope():
+        model = keras.Sequential(
+            [keras.layers.Embedding(1_000_000, 32), keras.layers.Flatten(), keras.layers.Dense(10)]
+        )
+        model.compile(optimizer="adagrad", loss="mse")
+    model.fit(dataset, epochs=3)
+    ```
+
+    Reference: Kim et al., "Parallax: Sparsity-aware Data Parallel Training of Deep Neural
+    Networks", EuroSys 2019.
+    """
+
+    _extended_class = HybridExtended
+
+    def __init__(
+        self,
+        communication_options=None,
+        *,
+        placement="auto",
+        min_table_bytes=1 << 20,
+        sync=True,
+        row_compression=None,
+        pull_compression=None,
+        table_timeout=60.0,
+        job_token=None,
+        startup_timeout=300.0,
+        heartbeat_timeout=20.0,
+        bucket_bytes=gradients.DEFAULT_BUCKET_BYTES,
+        compression=None,
+        updates=None,
+    ):
+        placement_module.check(placement)
+        whole_number("min_table_bytes", min_table_bytes, 0)
+        number("table_timeout", table_timeout, "a positive number of seconds", lambda v: v > 0)
+        if not isinstance(sync, bool):
+            raise ValueError(f"`sync` must be True or False. Received: sync={sync!r}")
+        push = compressor_for_rows("row_compression", row_compression)
+        pull = compressor_for_rows("pull_compression", pull_compression)
+        if updates is not None and not hasattr(updates, "steps"):
+            raise ValueError(
+                "Of `updates`, `Accumulate` alone can be combined with tables on parameter "
+                "servers: workers that step alone would share them all the same. "
+                f"Received: updates={updates!r}"
+            )
+        task = config.read_task_config()
+        if task is not None and not task.num_ps:
+            raise config.ClusterConfigError(
+                "HybridStrategy needs at least one `ps` task for its tables: add it to TF_CONFIG's "
+                "cluster, start the script by `keras-psplus run --workers 2 --ps 1`, or use "
+                f"MultiWorkerMirroredStrategy. Received: {task.describe()}"
+            )
+        self._sync, self._has_servers = sync, task is not None
+        self._servers = self._tables = None
+        digest = None
+        if task is not None:
+            digest = names.digest_of(names.token_of(task, job_token))
+            agreed = json.dumps([sync, repr(pull), repr(push), task.cluster])
+            if task.task_type == "ps":
+                _serve_and_exit(task, digest, agreed, startup_timeout, pull, push, sync)
+        super().__init__(
+            None,
+            communication_options,
+            startup_timeout=startup_timeout,
+            heartbeat_timeout=heartbeat_timeout,
+            bucket_bytes=bucket_bytes,
+            compression=compression,
+            updates=updates,
+        )
+        if task is None:
+            return
+        if task.num_workers == 1:
+            # Nothing else is at this address, by which the servers see that the job goes on.
+            mine = hello.Hello.of(task)
+            self._listener = hello.Listener(bind_own(task, mine, startup_timeout, print), mine)
+        patience = _PATIENCE if sync else table_timeout
+        self._servers = Servers(task, digest, table_timeout, patience)
+        self._servers.greet(agreed, self.num_replicas_in_sync, startup_timeout)
+        self._placement = placement_module.Placement(
+            placement,
+            min_table_bytes,
+            self.num_replicas_in_sync,
+            lambda dim: RowCodec(pull, dim).width,
+            lambda dim: RowCodec(push, dim).width,
+        )
+        self._tables = Tables(
+            self._servers, self.extended.control, self.is_chief, digest, pull, push
+        )
+        self.communication.add_source(
+            lambda: self._tables.traffic(self.extended.counted), lambda: 0.0
+        )
+
+    @staticmethod
+    def _start(cluster_resolver, startup_timeout, heartbeat_timeout):
+        return start(cluster_resolver, startup_timeout, heartbeat_timeout, allow_ps=True)
+
+    @property
+    def has_servers(self):
+        """Whether there are parameter servers."""
+        return self._has_servers
+
+    @property
+    def is_active(self):
+        return self.has_servers or super().is_active
+
+    @property
+    def sync(self):
+        """Whether a step's gradients of rows are summed over the workers and applied once."""
+        return self._sync
+
+    @property
+    def tables(self):
+        """The tables on parameter servers; None without a cluster."""
+        return self._tables
+
+    @property
+    def placement(self):
+        """What decides which tables lie on parameter servers."""
+        return self._placement
+
+    def announce(self):
+        """Says which tables lie where, if there are new ones."""
+        if self.is_chief and self._placement.has_news:
+            logger.info("HybridStrategy keeps\n%s", self._placement.report())
+
+    def note_bad_end(self):
+        """Notes that the script is about to end with an exit code of failure."""
+        if self._servers is not None:
+            self._servers.note_bad_end()
+
+
+def _serve_and_exit(task, digest, agreed, startup_timeout, pull, push, sync):
+    options = {
+        "server": task.task_index,
+        "servers": task.num_ps,
+        "pull_compressor": pull,
+        "push_compressor": push,
+        "sync": sync,
+    }
+    code = 0
+    try:
+        table_server.serve(task, digest, options, agreed, startup_timeout)
+    except cluster_serve.ChiefLostError as error:
+        print(f"keras_psplus: {error}", file=sys.stderr)
+        code = 1
+    sys.stdout.flush()
+    sys.stderr.flush()
+    # Its RPC server may wait for a call that nobody ends.
+    os._exit(code)

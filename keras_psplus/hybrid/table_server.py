@@ -1,0 +1,231 @@
+"""A parameter server of `HybridStrategy`: it holds shards of tables until the chief has ended.
+
+TensorFlow's RPC server takes methods only before it starts. When a table is added, a second server
+is started on the same port (they may share it) and the first is ended; clients notice nothing but
+a call that has to be repeated.
+"""
+
+import json
+import queue
+import sys
+import threading
+import uuid
+
+import tensorflow as tf
+
+from keras_psplus.cluster import serve as cluster_serve
+from keras_psplus.cluster.config import ClusterStartupError
+from keras_psplus.cluster.preflight import check_own_address
+from keras_psplus.hybrid import names
+from keras_psplus.hybrid.calls import ControlLink, TableServerError
+from keras_psplus.hybrid.row_optimizer import check_elementwise
+from keras_psplus.hybrid.shard import Shard
+
+_POLL_SECONDS = 0.1
+_ANSWER_SECONDS = 20.0
+
+
+class TableServer:
+    """Serves this task's shards.
+
+    Args:
+        task: `TaskConfig` of this process.
+        digest: What every client has to know, `names.digest_of` the job's token.
+        options: Dict of what `Shard` takes beside its table.
+        agreed: Text that has to be equal in all processes of the job.
+        log: Function that takes a line of progress.
+    """
+
+    def __init__(self, task, digest, options, agreed, log):
+        self._task, self._digest, self._options, self._agreed = task, digest, options, agreed
+        self._log = log
+        self._shards = {}
+        self._requests = queue.SimpleQueue()
+        self._tickets, self._answers = set(), {}
+        self._server = None
+        self._generation = self._served = 0
+        self.nonce = uuid.uuid4().hex
+        self.was_greeted = self.was_left = False
+        self.listens = threading.Event()
+        self._control = self._make_control()
+
+    def serve(self, ended):
+        """Answers until the event `ended` is set."""
+        self._restart()
+        self.listens.set()
+        self._log(f"{self._task.name} serves tables on {self._task.address}")
+        while not ended.is_set():
+            try:
+                ticket, request = self._requests.get(timeout=_POLL_SECONDS)
+            except queue.Empty:
+                continue
+            try:
+                answer = self._handle(**request)
+            except Exception as error:  # Told to whoever has asked.
+                answer = {"error": f"{error}"}
+            if self._served < self._generation:
+                # Before the answer, by which the new methods can be called.
+                self._restart()
+            self._answers[ticket] = answer
+
+    def _make_control(self):
+        def answer(text):
+            try:
+                return json.dumps(self._ask(json.loads(text))).encode()
+            except (ValueError, KeyError) as error:
+                return json.dumps({"error": f"This is no request. Received: {error}"}).encode()
+
+        @tf.function(input_signature=[tf.TensorSpec([], tf.string)])
+        def control(text):
+            return tf.ensure_shape(tf.numpy_function(answer, [text], tf.string), [])
+
+        return control
+
+    def _ask(self, request):
+        """Notes a request, for the main thread to answer them one by one.
+
+        TensorFlow's threads call this, of which there may be few: none of them may wait here.
+        """
+        if not isinstance(request, dict) or request.pop("token", None) != self._digest:
+            return {
+                "error": f"{self._task.name} belongs to another job: its token differs. Start all "
+                "tasks with the same TF_CONFIG cluster, and the same "
+                f"{names.TOKEN_VARIABLE} or `job_token`. Received: another token"
+            }
+        ticket = request.pop("ticket")
+        if ticket not in self._tickets:
+            self._tickets.add(ticket)
+            self._requests.put((ticket, request))
+        return self._answers.get(ticket, {"pending": True})
+
+    def _handle(self, what, **arguments):
+        handler = getattr(self, f"_on_{what}", None)
+        if handler is None:
+            raise ValueError(f"There is no such request. Received: {what!r}")
+        return handler(**arguments)
+
+    def _on_hello(self, agreed, replicas):
+        known = self._options.setdefault("replicas", replicas)
+        if agreed != self._agreed or replicas != known:
+            raise ValueError(
+                f"{self._task.name} was started with another strategy: all must run the same "
+                f"script. Received: {agreed} with {replicas} replicas, for {self._agreed} with "
+                f"{known} on {self._task.name}"
+            )
+        self.was_greeted = True
+        return {}
+
+    def _on_who(self):
+        return {"nonce": self.nonce}
+
+    def _on_farewell(self):
+        self.was_left = True
+        return {}
+
+    def _on_table(self, spec):
+        key = spec["key"]
+        shard = self._shards.get(key)
+        if shard is None:
+            self._shards[key] = Shard(spec, **self._options)
+            self._generation += 1
+        elif shard.spec != spec:
+            raise ValueError(
+                f"Table {key} of {self._task.name} is another one. "
+                f"Received: {_described(spec)} for {_described(shard.spec)}"
+            )
+        return {}
+
+    def _on_optimizer(self, key, config):
+        shard = self._shards[key]
+        if shard.optimizer is None:
+            check_elementwise(config)
+            shard.set_optimizer(config)
+            self._generation += 1
+        elif shard.optimizer_config != config:
+            raise ValueError(
+                f"The table of {shard.name} is trained by another optimizer already; one optimizer "
+                "updates a table. "
+                f"Received: {config['optimizer']['config'].get('name')} beside "
+                f"{shard.optimizer_config['optimizer']['config'].get('name')}"
+            )
+        return {}
+
+    def _restart(self):
+        generation = self._generation
+        methods = {names.CONTROL: self._control}
+        for key, shard in self._shards.items():
+            for what, function in shard.methods().items():
+                methods[names.method(self._digest, key, what)] = function
+        # TensorFlow takes a second server of the same text for the first.
+        address = ("" if generation % 2 else "dns:///") + self._task.address
+        server = tf.distribute.experimental.rpc.Server.create("grpc", address)
+        for name, function in methods.items():
+            server.register(name, function)
+        server.start()
+        old, self._server, self._served = self._server, server, generation
+        # A server ends with its last reference, and waits for calls that may be waiting for us.
+        threading.Thread(target=lambda last: None, args=(old,), daemon=True).start()
+
+
+def serve(task, digest, options, agreed, startup_timeout, chief_gone=5.0):
+    """Serves tables until the chief has ended.
+
+    Args:
+        task: `TaskConfig` of this ps task.
+        digest: `names.digest_of` the job's token.
+        options: Dict of what `Shard` takes beside its table.
+        agreed: Text that has to be equal in all processes of the job.
+        startup_timeout: Seconds to wait for the chief.
+        chief_gone: Seconds for which the chief cannot be reached before it counts as ended.
+
+    Raises:
+        keras_psplus.cluster.ClusterStartupError: If this task's address cannot be used or the
+            chief does not come.
+        keras_psplus.cluster.serve.ChiefLostError: If the chief has ended without having said so.
+    """
+    check_own_address(task)
+    ended, problem = threading.Event(), []
+    server = TableServer(task, digest, options, agreed, _log)
+
+    def watch():
+        try:
+            _check_that_it_answers(server, task, digest)
+            cluster_serve.outlive(
+                task,
+                lambda: server.was_greeted,
+                lambda: server.was_greeted and not server.was_left,
+                startup_timeout,
+                chief_gone,
+            )
+        except Exception as error:  # Raised again by the main thread.
+            problem.append(error)
+        ended.set()
+
+    threading.Thread(target=watch, daemon=True).start()
+    server.serve(ended)
+    if problem:
+        raise problem[0]
+
+
+def _check_that_it_answers(server, task, digest):
+    """TensorFlow's server says nothing if it cannot listen, or if somebody else does there."""
+    server.listens.wait()
+    link = ControlLink(task.name, task.address, digest, timeout=_ANSWER_SECONDS)
+    try:
+        nonce, said = link.request("who")["nonce"], ""
+    except TableServerError as error:
+        nonce, said = None, f" ({error})"
+    if nonce != server.nonce:
+        raise ClusterStartupError(
+            f"{task.name} cannot be reached at {task.address}, its own address: another process "
+            "uses the port, or the host's name leads elsewhere. "
+            f"Received: TF_CONFIG={task.to_tf_config()}{said}"
+        )
+
+
+def _log(line):
+    print(f"keras_psplus: {line}", file=sys.stderr, flush=True)
+
+
+def _described(spec):
+    return f"'{spec['name']}' of shape ({spec['rows']}, {spec['dim']})"

@@ -1,0 +1,87 @@
+"""The tables of one strategy: made on the servers by the chief, known to all workers."""
+
+from keras_psplus.communication import Traffic
+from keras_psplus.hybrid.row_optimizer import config_of
+from keras_psplus.hybrid.table import Table
+
+
+class Tables:
+    """Makes tables and their optimizers, in the same order on all workers.
+
+    Args:
+        servers: `servers.Servers`.
+        control: `all_reduce.control.ControlPlane`, or None if there is one worker.
+        is_chief: Whether this worker speaks for all.
+        digest: `names.digest_of` the job's token.
+        pull_compressor: Compressor of rows that are read, or None.
+        push_compressor: Compressor of gradients, or None.
+    """
+
+    def __init__(self, servers, control, is_chief, digest, pull_compressor, push_compressor):
+        self._servers, self._control, self._is_chief = servers, control, is_chief
+        self._digest = digest
+        self.compressors = pull_compressor, push_compressor
+        self.all = []
+
+    def make(self, name, shape, initializer):
+        """Makes a table.
+
+        Args:
+            name: Path of its variable.
+            shape: Rows and numbers in a row.
+            initializer: Serialized initializer.
+
+        Returns:
+            `Table`.
+        """
+        key = len(self.all)
+        spec = {"key": key, "name": name, "rows": shape[0], "dim": shape[1]}
+        if self._is_chief:
+            self._servers.make("table", spec={**spec, "initializer": initializer})
+        self._agree("table", f"{spec}", f"{name} {shape}")
+        table = Table(self._servers, key, name, shape, self._digest, *self.compressors)
+        self.all.append(table)
+        return table
+
+    def set_optimizer(self, table, optimizer, weight_decay):
+        """Gives a table the optimizer that updates it.
+
+        Raises:
+            ValueError: If it cannot, or another one does already.
+        """
+        if table.optimizer is optimizer:
+            return
+        config = config_of(optimizer, weight_decay, table.constraint, table.regularizer)
+        if self._is_chief:
+            self._servers.make("optimizer", key=table.key, config=config)
+        self._agree("optimizer of a table", table.name, f"{table.name}, {optimizer.name}")
+        table.optimizer = optimizer
+
+    def traffic(self, counted):
+        """List of `Traffic` of the tables.
+
+        Args:
+            counted: Function of a table and `"pulled"` or `"pushed"` that counts rows.
+        """
+        entries = []
+        for table in self.all:
+            for direction, what, codec, compressor in (
+                ("pull", "pulled", table.pull_codec, self.compressors[0]),
+                ("gradient", "pushed", table.push_codec, self.compressors[1]),
+            ):
+                rows = counted(table, what)
+                entries.append(
+                    Traffic(
+                        table.name,
+                        direction,
+                        None if compressor is None else repr(compressor),
+                        4 * rows * table.dim,
+                        4 * rows * codec.width,
+                        4 * rows * (codec.width + 1),
+                    )
+                )
+        return entries
+
+    def _agree(self, kind, fingerprint, description):
+        if self._control is not None:
+            self._control.check_same(kind, fingerprint, description)

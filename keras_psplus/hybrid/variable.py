@@ -1,0 +1,140 @@
+"""A table as Keras and the tape see it: a variable that is read by rows."""
+
+import numpy as np
+import tensorflow as tf
+from tensorflow.python.framework import tensor_conversion_registry
+from tensorflow.python.ops import resource_variable_ops
+from tensorflow.python.types import core
+
+
+class TableVariable(resource_variable_ops.BaseResourceVariable, core.Tensor):
+    """A table on parameter servers, or a slot of its optimizer, in the place of a `tf.Variable`.
+
+    Args:
+        table: `table.Table`.
+        name: The variable's name.
+        trainable: Whether it is trained.
+        strategy: The strategy, for whom a lookup is part of a step.
+        slot: 0 for the table itself, else the number of the slot.
+    """
+
+    def __init__(self, table, name, trainable, strategy, slot=0):
+        self.table, self.slot, self._strategy = table, slot, strategy
+        with tf.init_scope(), tf.device("/CPU:0"):
+            # What the tape knows the table by.
+            self._proxy = resource_variable_ops.ResourceVariable(
+                tf.zeros([0, table.dim]), trainable=trainable, name=name
+            )
+        super().__init__(
+            trainable=trainable,
+            shape=tf.TensorShape([table.rows, table.dim]),
+            dtype=tf.float32,
+            handle=None,
+            unique_id=f"keras_psplus_table_{table.key}_{slot}",
+            in_graph_mode=False,
+            handle_name=name,
+            synchronization=tf.VariableSynchronization.NONE,
+        )
+
+    @classmethod
+    def _variable_call(cls, *args, **kwargs):
+        # The metaclass of tf.Variable would hand the call to the strategy's creator.
+        return None
+
+    @property
+    def handle(self):
+        return self._proxy.handle
+
+    @property
+    def device(self):
+        return "/job:ps"
+
+    @property
+    def shape(self):
+        return tf.TensorShape([self.table.rows, self.table.dim])
+
+    def get_shape(self):
+        return self.shape
+
+    def numpy(self):
+        """The whole of it; the servers send it in parts."""
+        return self.table.read(self.slot)
+
+    def value(self):
+        if not tf.executing_eagerly():
+            raise ValueError(
+                f"The table '{self.table.name}' on parameter servers cannot be read whole inside a "
+                "step, which reads tables by rows. Use `keras.ops.take`, or keep this variable on "
+                f'the workers: `placement={{"{self.table.name}": "mirrored"}}`. '
+                f"Received: a read of shape={tuple(self.shape)}"
+            )
+        return tf.constant(self.numpy())
+
+    def read_value(self):
+        return self.value()
+
+    def _dense_var_to_tensor(self, dtype=None, name=None, as_ref=False):
+        value = self.value()
+        return value if dtype is None else tf.cast(value, dtype)
+
+    def __array__(self, dtype=None, copy=None):
+        return np.asarray(self.numpy(), dtype)
+
+    def sparse_read(self, indices, name=None):
+        """Looks rows up: each of them comes once, and no others do."""
+        return self._strategy.extended.lookup(self, indices)
+
+    def assign(self, value, use_locking=None, name=None, read_value=True):
+        """Sets the whole of it; of all workers, the chief does."""
+        if not tf.executing_eagerly():
+            raise ValueError(
+                f"The table '{self.table.name}' on parameter servers cannot be assigned inside a "
+                f"step. Assign it outside of tf.function. Received: shape={tuple(self.shape)}"
+            )
+        if self._strategy.is_chief:
+            self.table.write(self.slot, value)
+        return self
+
+    def is_initialized(self, name=None):
+        return tf.constant(True)
+
+    def _should_act_as_resource_variable(self):
+        pass
+
+    def _serialize_to_tensors(self):
+        return {"VARIABLE_VALUE": self.value()}
+
+    def _restore_from_tensors(self, restored_tensors):
+        return self.assign(tf.ensure_shape(restored_tensors["VARIABLE_VALUE"], self.shape))
+
+    def __getitem__(self, key):
+        return self.value()[key]
+
+    def __repr__(self):
+        return f"<TableVariable '{self.table.name}' shape={tuple(self.shape)} slot={self.slot}>"
+
+    def with_gradient(self, rows, unique, positions):
+        """Rows at the places of a lookup, whose gradient goes to the rows of the table.
+
+        Args:
+            rows: The values of the distinct rows.
+            unique: int64 vector of their ids.
+            positions: For each place, the index of its row in `rows`.
+        """
+        whole = tf.constant(self.shape.as_list(), tf.int64)
+
+        @tf.custom_gradient
+        def take(proxy, rows, unique, positions):
+            def gradient(upstream):
+                summed = tf.math.unsorted_segment_sum(upstream, positions, tf.size(unique))
+                return tf.IndexedSlices(summed, unique, whole), None, None, None
+
+            return tf.gather(rows, positions), gradient
+
+        return take(self._proxy.read_value(), rows, unique, positions)
+
+
+tensor_conversion_registry.register_tensor_conversion_function(
+    TableVariable,
+    lambda value, dtype=None, name=None, as_ref=False: value._dense_var_to_tensor(dtype, name),
+)

@@ -1,0 +1,128 @@
+"""A table server and its clients in one process: what it refuses, and that it survives it."""
+
+import socket
+import threading
+
+import numpy as np
+import pytest
+import tensorflow as tf
+
+from keras_psplus.cluster.config import TaskConfig
+from keras_psplus.cluster.ports import free_ports
+from keras_psplus.hybrid.calls import ControlLink, TableServerError
+from keras_psplus.hybrid.row_optimizer import config_of
+from keras_psplus.hybrid.servers import Servers
+from keras_psplus.hybrid.table import Table, pull, push
+from keras_psplus.hybrid.table_server import TableServer
+
+DIGEST, AGREED = "digest", "agreed"
+SPEC = {"key": 0, "name": "users/embeddings", "rows": 9, "dim": 3, "initializer": None}
+LONG = tf.int64
+
+
+@pytest.fixture(scope="module")
+def task():
+    """A cluster with a server in a thread of this process, greeted by its one worker."""
+    worker, ps = (f"127.0.0.1:{port}" for port in free_ports(2))
+    cluster = {"worker": (worker,), "ps": (ps,)}
+    options = {
+        "server": 0,
+        "servers": 1,
+        "pull_compressor": None,
+        "push_compressor": None,
+        "sync": True,
+    }
+    server = TableServer(TaskConfig(cluster, "ps", 0), DIGEST, options, AGREED, lambda line: None)
+    ended = threading.Event()
+    thread = threading.Thread(target=server.serve, args=(ended,))
+    thread.start()
+    assert server.listens.wait(30)
+    yield TaskConfig(cluster, "worker", 0)
+    ended.set()
+    thread.join(10)
+
+
+@pytest.fixture(scope="module")
+def table(task):
+    servers = Servers(task, DIGEST, timeout=20, patience=2)
+    servers.greet(AGREED, 2, 20)
+    servers.make("table", spec=SPEC)
+    return Table(servers, 0, SPEC["name"], (9, 3), DIGEST, None, None)
+
+
+def control(task, digest=DIGEST):
+    return ControlLink("ps-0", task.cluster["ps"][0], digest, timeout=20)
+
+
+def test_rows_are_written_read_and_looked_up(table):
+    value = np.arange(27, dtype="float32").reshape(9, 3)
+    table.write(0, value)
+    np.testing.assert_array_equal(table.read(0), value)
+    rows = pull(table, tf.constant([8, 2], LONG), replica=0)
+    np.testing.assert_array_equal(rows, value[[8, 2]])
+
+
+@pytest.mark.parametrize(
+    "request_, message",
+    [
+        (("table", {"spec": {**SPEC, "rows": 10}}), "is another one.*\\(10, 3\\).*\\(9, 3\\)"),
+        (("hello", {"agreed": "other", "replicas": 2}), "started with another strategy"),
+        (("hello", {"agreed": AGREED, "replicas": 3}), "3 replicas"),
+        (("format_disk", {}), "no such request.*format_disk"),
+        (("optimizer", {"key": 7, "config": {}}), "7"),
+    ],
+)
+def test_wrong_requests_are_refused(task, table, request_, message):
+    what, arguments = request_
+    with pytest.raises(TableServerError, match=message):
+        control(task).request(what, **arguments)
+
+
+def test_another_job_is_refused(task, table):
+    with pytest.raises(TableServerError, match="another job.*Received: another token"):
+        control(task, "other").request("hello", agreed=AGREED, replicas=2)
+    stranger = Table(table.servers, 0, SPEC["name"], (9, 3), "other", None, None)
+    with pytest.raises(tf.errors.InvalidArgumentError, match="lost: ps-0 .*not registered"):
+        pull(stranger, tf.constant([1], LONG), replica=0)
+
+
+def test_garbage_does_no_harm(task, table):
+    before = table.read(0)
+    host, port = task.cluster["ps"][0].split(":")
+    for garbage in (b"GET / HTTP/1.1\r\n\r\n", bytes(range(256)) * 100, b""):
+        with socket.create_connection((host, int(port)), timeout=5) as connection:
+            connection.sendall(garbage)
+    link = table.servers.new_links()[0]
+    for arguments in ([tf.constant([1.5])], [], [tf.constant([99])], [tf.constant([-1])]):
+        with pytest.raises(tf.errors.InvalidArgumentError, match="lost: ps-0"):
+            link.call(table.method("lookup"), arguments, tf.float32, [None, 3])
+    np.testing.assert_array_equal(table.read(0), before)
+
+
+def test_gradients_of_a_step_are_applied_once_all_are_there(task, table):
+    optimizer = tf.keras.optimizers.SGD(1.0)
+    table.servers.make("optimizer", key=0, config=config_of(optimizer, None, None, None))
+    table.write(0, np.zeros((9, 3), "float32"))
+
+    def send(rank, step, ids):
+        slices = tf.constant(ids, LONG), tf.ones([len(ids), 3])
+        header = tf.constant(rank, LONG), tf.constant(step, LONG), tf.constant(step, LONG)
+        return int(push(table, slices, 0, header, tf.constant([1.0]))[0])
+
+    assert send(1, 0, [2, 4]) == 0
+    # One that comes twice, as the answer to the first was lost, counts once.
+    assert send(1, 0, [2, 4]) == 0
+    assert not table.read(0).any()
+    assert send(0, 0, [4]) == 1
+    np.testing.assert_array_equal(table.read(0)[:, 0], [0, 0, -1, 0, -2, 0, 0, 0, 0])
+    # A worker without rows takes part as well.
+    assert send(0, 1, []) == 1
+    assert send(1, 1, [8]) == 2
+    assert table.read(0)[8, 0] == -1
+
+
+def test_an_optimizer_that_is_not_by_rows_is_refused(task, table):
+    table.servers.make("table", spec={**SPEC, "key": 1})
+    config = config_of(tf.keras.optimizers.Lamb(), None, None, None)
+    with pytest.raises(TableServerError, match="cannot be applied to the rows"):
+        control(task).request("optimizer", key=1, config=config)

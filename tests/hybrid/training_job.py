@@ -1,0 +1,194 @@
+"""Ways of training with a table, for a cluster and for one process that is the reference.
+
+training_job.py FOLDER CASES [--reference]
+
+The reference has a dense table in the place of the embedding: its gradient is whole, so that it is
+what any optimizer makes of it. In the cases whose optimizer has momenta, every batch touches all
+rows: the tables' optimizers are lazy, and differ otherwise by design.
+"""
+
+import os
+import pathlib
+import sys
+
+os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "2")
+
+import keras
+import numpy as np
+import tensorflow as tf
+
+import keras_psplus as psp
+
+ROWS, DIM, BATCH = 24, 8, 16
+optimizers, schedules = keras.optimizers, keras.optimizers.schedules
+
+
+class OneHot(keras.layers.Layer):
+    """An embedding whose gradient is dense."""
+
+    def __init__(self, rows, dim, embeddings_initializer, **kwargs):
+        self.options = {
+            key: kwargs.pop(f"embeddings_{key}", None) for key in ("regularizer", "constraint")
+        }
+        super().__init__(**kwargs)
+        self.rows, self.dim, self.initializer = rows, dim, embeddings_initializer
+
+    def build(self, shape):
+        self.embeddings = self.add_weight(
+            shape=(self.rows, self.dim), initializer=self.initializer, name="e", **self.options
+        )
+
+    def call(self, ids):
+        return keras.ops.one_hot(ids, self.rows, dtype="float32") @ self.embeddings
+
+
+class Case:
+    """One way of training."""
+
+    batch, epochs, steps_per_execution, policy = BATCH, 2, 1, "float32"
+    tolerance, is_whole = 2e-6, False
+    options = {}
+
+    def optimizer(self):
+        return optimizers.SGD(0.5)
+
+    def model(self, embedding):
+        ids = keras.Input((5,), dtype="int32")
+        rows = embedding(ROWS, DIM, embeddings_initializer=initializer(7), **self.options)(ids)
+        return keras.Model(ids, head(keras.layers.Flatten()(rows)))
+
+    def fit(self, embedding, reference, x, y):
+        keras.utils.set_random_seed(1)
+        keras.mixed_precision.set_global_policy(self.policy)
+        model = self.model(embedding)
+        model.compile(
+            optimizer=self.optimizer(),
+            loss=keras.losses.SparseCategoricalCrossentropy(from_logits=True),
+            metrics=["accuracy"],
+            steps_per_execution=self.steps_per_execution,
+        )
+        history = model.fit(
+            x, y, batch_size=self.batch, epochs=self.epochs, shuffle=False, verbose=0
+        ).history
+        keras.mixed_precision.set_global_policy("float32")
+        results = {f"weight_{i}": w for i, w in enumerate(model.get_weights())}
+        if self.is_whole:
+            results["evaluated"] = model.evaluate(x, y, batch_size=40, verbose=0)
+            results["predicted"] = model.predict(x[:21], batch_size=8, verbose=0)
+            results.update(history)
+        return results
+
+
+def initializer(seed):
+    return keras.initializers.RandomUniform(-0.05, 0.05, seed=seed)
+
+
+def head(features):
+    features = keras.layers.Dense(
+        10, activation="relu", kernel_initializer=keras.initializers.GlorotUniform(3)
+    )(features)
+    return keras.layers.Dense(
+        3, dtype="float32", kernel_initializer=keras.initializers.GlorotUniform(4)
+    )(features)
+
+
+def by(make, **attributes):
+    """A case with another optimizer."""
+    attributes["optimizer"] = lambda self: make()
+    return type("Case", (Case,), attributes)()
+
+
+class TwoTables(Case):
+    """Two tables, one of them shared by two layers' calls, one with a sum over several ids."""
+
+    def model(self, embedding):
+        ids = keras.Input((5,), dtype="int32")
+        shared = embedding(ROWS, DIM, embeddings_initializer=initializer(7))
+        other = embedding(ROWS, 4, embeddings_initializer=initializer(8))
+        several = keras.ops.sum(other(ids), axis=1)
+        parts = [shared(ids[:, :2]), shared(ids[:, 3:])]
+        parts = [keras.layers.Flatten()(part) for part in parts]
+        return keras.Model(ids, head(keras.layers.Concatenate()([*parts, several])))
+
+
+class Accumulated(Case):
+    """Under `updates=Accumulate(2)`; the reference has batches twice as large."""
+
+    def fit(self, embedding, reference, x, y):
+        self.batch = 2 * BATCH if reference else BATCH
+        return super().fit(embedding, reference, x, y)
+
+
+class OwnStep(Case):
+    """A `train_step` of the user's own, that updates twice and looks up again in between."""
+
+    def model(self, embedding):
+        class Twice(keras.Model):
+            def train_step(self, data):
+                x, y = data
+                for _ in range(2):
+                    with tf.GradientTape() as tape:
+                        loss = self.compute_loss(x, y, self(x, training=True))
+                    variables = self.trainable_variables
+                    self.optimizer.apply(tape.gradient(loss, variables), variables)
+                return self.compute_metrics(x, y, self(x), None)
+
+        ids = keras.Input((5,), dtype="int32")
+        rows = embedding(ROWS, DIM, embeddings_initializer=initializer(7))(ids)
+        return Twice(ids, head(keras.layers.Flatten()(rows)))
+
+
+CASES = {
+    "sgd": by(lambda: optimizers.SGD(0.5), is_whole=True),
+    "adagrad": by(lambda: optimizers.Adagrad(0.5), batch=19, steps_per_execution=3),
+    "adam_w": by(
+        lambda: optimizers.AdamW(
+            schedules.ExponentialDecay(0.05, 3, 0.5), weight_decay=0.1, clipvalue=0.001
+        ),
+        tolerance=2e-5,
+    ),
+    "nadam": by(lambda: optimizers.Nadam(0.05), tolerance=2e-5),
+    "global_clipnorm": by(lambda: optimizers.SGD(0.5, momentum=0.9, global_clipnorm=0.05)),
+    "clipnorm": by(lambda: optimizers.SGD(0.5, clipnorm=0.02)),
+    "mixed_precision": by(lambda: optimizers.SGD(0.5), policy="mixed_float16", tolerance=2e-3),
+    "of_rows": by(
+        lambda: optimizers.SGD(0.5),
+        options={
+            "embeddings_regularizer": keras.regularizers.L2(0.05),
+            "embeddings_constraint": keras.constraints.UnitNorm(1),
+        },
+    ),
+    "two_tables": TwoTables(),
+    "own_step": OwnStep(),
+    "accumulated": Accumulated(),
+}
+
+
+def data():
+    random = np.random.default_rng(0)
+    x, y = random.integers(0, ROWS, (96, 5)), random.integers(0, 3, (96,))
+    # All rows are in each batch, and one more than once.
+    for i in range(5):
+        x[i::BATCH] = np.arange(5 * i, 5 * i + 5) % ROWS
+    return x.astype("int32"), y
+
+
+def main():
+    folder, names = pathlib.Path(sys.argv[1]), sys.argv[2].split(",")
+    reference = "--reference" in sys.argv
+    updates = psp.updates.Accumulate(2) if names == ["accumulated"] and not reference else None
+    strategy = psp.HybridStrategy(placement="parameter_server", updates=updates)
+    x, y = data()
+    for name in names:
+        with strategy.scope():
+            embedding = OneHot if reference else keras.layers.Embedding
+            results = CASES[name].fit(embedding, reference, x, y)
+        who = "reference" if reference else strategy.task.name
+        np.savez(folder / f"{name}-{who}.npz", **results)
+        print(f"done {name}", flush=True)
+    if not reference and strategy.is_chief:
+        print(f"tables {len(strategy.tables.all)}")
+
+
+if __name__ == "__main__":
+    main()
