@@ -5,6 +5,9 @@ import json
 import os
 import pathlib
 
+from tests import quick_start  # noqa: F401
+
+# isort: split
 import keras
 import numpy as np
 import tensorflow as tf

@@ -9,13 +9,13 @@ strategy serves all; one worker's results are those of the same steps taken by h
 
 import gc
 import json
-import os
 import pathlib
 import sys
 import traceback
 
-os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "2")
+from tests import quick_start  # noqa: F401
 
+# isort: split
 import keras
 import numpy as np
 import tensorflow as tf
