@@ -73,7 +73,8 @@ class Reducers:
                     for i, grads in enumerate(by_replica)
                 ]
 
-            functions[key] = tf.function(sum_all)
+            # AutoGraph would take seconds to find that nothing here branches on tensors.
+            functions[key] = tf.function(sum_all, autograph=False)
         summed = functions[key](by_replica, local(step)[0])
         return [distribute_utils.regroup(tuple(replicas)) for replicas in zip(*summed)]
 

@@ -206,5 +206,5 @@ def _reduce(original, values, strategy, reduction):
         return tree.map_structure(lambda v: strategy.experimental_local_results(v)[0], values)
     gather = strategy.extended.gather_rows
     if tf.executing_eagerly():
-        gather = tf.function(gather)
+        gather = tf.function(gather, autograph=False)
     return tree.map_structure(gather, values)
