@@ -1,8 +1,8 @@
 """Imports TensorFlow and Keras for a job, and keeps Python's garbage collector out of them.
 
 To be imported first. The collector otherwise walks through the millions of objects that these two
-consist of, again and again while they are imported, and at each `clear_session()`: a sixth of what
-the jobs that train many small models take.
+consist of, again and again while they are imported, and at each `clear_session()`: a quarter of
+what the jobs that train many small models take.
 """
 
 import gc

@@ -262,7 +262,8 @@ def rounded_lookups_as_by_hand(strategy):
 
 @behaviour
 def training_learns(strategy):
-    for name in ("bf16", "fp16", "int8", "qsgd", "sign", "topk", "randomk", "powersgd"):
+    # Of the others, every step is compared with the same taken by hand.
+    for name in ("fp16", "qsgd", "topk"):
         with strategy.scope():
             model = dense(name, keras.optimizers.SGD(0.2), metrics=["accuracy"])
         accuracy = fit(model, epochs=4)["accuracy"][-1]
