@@ -41,7 +41,7 @@ def _evaluating(original, self, *args, **kwargs):
         updates.settle(ours(self._distribute_strategy), self)
         return original(*args, **kwargs)
 
-    with updates.evaluating():
+    with updates.evaluating.raised():
         return _explained(settled, self, *args, **kwargs)
 
 
