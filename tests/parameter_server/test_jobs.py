@@ -55,8 +55,9 @@ def test_no_update_of_three_workers_is_lost():
 
 def test_fit_goes_on_without_a_killed_worker_and_with_a_restarted_one(tmp_path):
     state = tmp_path / "state"
-    compression = {"COUNTING_JOB_COMPRESSION": "int8", "COUNTING_JOB_STATE": str(state)}
-    with job(tmp_path, 400, env=compression) as cluster:
+    gate = tmp_path / "gate"
+    env = {"COUNTING_JOB_COMPRESSION": "int8", "COUNTING_JOB_STATE": str(state)}
+    with job(tmp_path, 400, env={**env, "COUNTING_JOB_GATE": str(gate)}) as cluster:
         chief = cluster.log_path("chief-0")
         wait_for(chief, "batch 50\n")
         environment = pathlib.Path(f"/proc/{cluster.pids['worker-1']}/environ").read_bytes()
@@ -68,6 +69,9 @@ def test_fit_goes_on_without_a_killed_worker_and_with_a_restarted_one(tmp_path):
                 [sys.executable, str(JOB), "400"], env=environment, stdout=out, stderr=out
             )
         try:
+            # On a busy machine the job would be over before it has started.
+            wait_for(log, "worker-1 serves")
+            gate.touch()
             wait_for(chief, "worker-1 is back")
             # Whatever comes from now on can only come from the one that was started again.
             os.kill(cluster.pids["worker-0"], signal.SIGKILL)
