@@ -115,15 +115,21 @@ def measure(args, library, method, hosts, rate, delay, steps):
     return result
 
 
+def launches(args, methods):
+    """Yields each turn, rate, method and library that is asked for; libraries take turns."""
+    libraries = ["psp", "torch"] if args.torch_python else ["psp"]
+    asked = [m for m in methods["psp"] if not args.methods or m in args.methods]
+    for turn, rate, method, library in itertools.product(
+        range(args.turns), args.rates, asked, libraries
+    ):
+        if method in methods[library]:
+            yield turn, rate, method, library
+
+
 def run_times(args):
     """Step times with all methods and rates, libraries in turns."""
     results = []
-    libraries = ["psp", "torch"] if args.torch_python else ["psp"]
-    for turn, rate, method, library in itertools.product(
-        range(args.turns), args.rates, METHODS["psp"], libraries
-    ):
-        if method not in METHODS[library] or (args.methods and method not in args.methods):
-            continue
+    for turn, rate, method, library in launches(args, METHODS):
         bits = netlab.parse_rate(rate) or 1e10
         step = 0.03 + MEGABYTES.get(method, 0.5) * 8e6 / bits
         steps = max(15, min(200, round(args.seconds / step)))

@@ -25,12 +25,7 @@ METHODS = {
 def run(args):
     """One result for each library, method and rate."""
     results = []
-    libraries = ["psp", "torch"] if args.torch_python else ["psp"]
-    for turn, rate, method, library in itertools.product(
-        range(args.turns), args.rates, METHODS["psp"], libraries
-    ):
-        if method not in METHODS[library] or (args.methods and method not in args.methods):
-            continue
+    for turn, rate, method, library in compression.launches(args, METHODS):
         steps = args.steps if method != "none" else 16
         bits = netlab.parse_rate(rate)
         result = compression.launch(args, library, method, 2, bits, args.delay / 1e3, steps)[0]

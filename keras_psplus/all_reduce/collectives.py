@@ -149,7 +149,7 @@ class Launcher(cross_device_utils.CollectiveReplicaLauncher):
         if not size or tensor.dtype not in _SHORT_DTYPES or "CPU" not in self._device:
             return False
         # Two replicas send no more than in a ring; several send at most so much more.
-        limit = _SHORT_OF_TWO if self._group_size == 2 else _SHORT // (self._group_size - 1 or 1)
+        limit = _SHORT_OF_TWO if self._group_size == 2 else _SHORT // (self._group_size - 1)
         return size * tensor.dtype.size <= limit
 
     def _keys_for(self, kind, tensor):

@@ -16,7 +16,6 @@ from keras_psplus.all_reduce import (
     failure,
     gradients,
     reducers,
-    step,
     updating,
 )
 
@@ -44,7 +43,7 @@ class MultiWorkerMirroredExtended(collective_all_reduce_strategy.CollectiveAllRe
         control,
         compressor,
         bucket_bytes,
-        policy=None,
+        policy,
     ):
         self._control = control
         self._updating = None if policy is None else updating.Updating(policy, strategy)
@@ -110,7 +109,7 @@ class MultiWorkerMirroredExtended(collective_all_reduce_strategy.CollectiveAllRe
         if tf.executing_eagerly():
             # Eager replicas run one after the other: only a merge_call lets all of them take part.
             return list(distribute_lib.get_replica_context().all_reduce(_SUM, tensors))
-        return step.sum_packed(self.launcher(), tensors)
+        return gradients.sum_packed(self.launcher(), tensors)
 
     def gather_rows(self, value):
         """Concatenates the replicas' tensors along axis 0 in rank order, in graph mode."""

@@ -16,6 +16,16 @@ def pack_and_sum(launcher, tensors):
     return [tf.reshape(piece, t.shape) for piece, t in zip(pieces, tensors)]
 
 
+def sum_packed(launcher, tensors):
+    """Sums tensors of static shapes over all replicas, by one collective for each dtype."""
+    summed = list(tensors)
+    for dtype in sorted({t.dtype.name for t in tensors}):
+        group = [i for i, t in enumerate(tensors) if t.dtype.name == dtype]
+        for i, tensor in zip(group, pack_and_sum(launcher, [tensors[i] for i in group])):
+            summed[i] = tensor
+    return summed
+
+
 def buckets(items, key, size, bucket_bytes):
     """Groups items of one key, in order, closing a bucket once it is full.
 

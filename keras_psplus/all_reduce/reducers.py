@@ -73,7 +73,8 @@ class Reducers:
                     for i, grads in enumerate(by_replica)
                 ]
 
-            functions[key] = tf.function(sum_all)
+            # AutoGraph would take seconds to find that nothing here branches on tensors.
+            functions[key] = tf.function(sum_all, autograph=False)
         summed = functions[key](by_replica, local(step)[0])
         return [distribute_utils.regroup(tuple(replicas)) for replicas in zip(*summed)]
 
@@ -100,9 +101,14 @@ class Reducers:
             self.communication.add_source(ledger.traffic, lambda: ledger.seconds)
         return of_owner[kind]
 
-    def states(self, owner):
-        """What compressors keep for an optimizer on this worker, as a trackable."""
+    def states(self, owner, changes):
+        """What compressors keep for an optimizer on this worker, as a trackable.
+
+        Args:
+            owner: The optimizer.
+            changes: Whether there is a `"change"` beside gradients.
+        """
         kept = {f"replica_{i}": one.states for i, one in enumerate(self._sums(owner, "gradient"))}
-        for i, one in enumerate(self._sums(owner, "change")):
+        for i, one in enumerate(self._sums(owner, "change") if changes else ()):
             kept[f"changes_of_replica_{i}"] = one.states
         return tf.train.Checkpoint(**kept)

@@ -48,12 +48,8 @@ def total(launcher, compressors, tensors, step):
         List of sums.
     """
     payloads = [c.encode(tensor, (), step)[0] for c, tensor in zip(compressors, tensors)]
-    flat = tf.nest.flatten(payloads)
-    for dtype in sorted({part.dtype.name for part in flat}):
-        at = [i for i, part in enumerate(flat) if part.dtype.name == dtype]
-        for i, part in zip(at, gradients.pack_and_sum(launcher, [flat[i] for i in at])):
-            flat[i] = part
-    sums = tf.nest.pack_sequence_as(payloads, flat)
+    summed = gradients.sum_packed(launcher, tf.nest.flatten(payloads))
+    sums = tf.nest.pack_sequence_as(payloads, summed)
     return [c.decode(s, t.shape, t.dtype, step) for c, s, t in zip(compressors, sums, tensors)]
 
 
@@ -73,14 +69,9 @@ def mean(launcher, replicas, compressors, tensors, states, step):
     """
 
     def all_mean(payloads):
-        means = list(payloads)
-        for dtype in sorted({payload.dtype.name for payload in payloads}):
-            at = [i for i, payload in enumerate(payloads) if payload.dtype.name == dtype]
-            # Divided first: sums of float16 could overflow.
-            parts = [payloads[i] / tf.cast(replicas, dtype) for i in at]
-            for i, total in zip(at, gradients.pack_and_sum(launcher, parts)):
-                means[i] = total
-        return means
+        # Divided first: sums of float16 could overflow.
+        parts = [payload / tf.cast(replicas, payload.dtype) for payload in payloads]
+        return gradients.sum_packed(launcher, parts)
 
     means, _, states = compression.mean_all(compressors, tensors, states, step, all_mean)
     return means, states

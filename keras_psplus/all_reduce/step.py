@@ -13,7 +13,7 @@ import threading
 import tensorflow as tf
 from tensorflow.python.framework import ops
 
-from keras_psplus.all_reduce import batches, gradients
+from keras_psplus.all_reduce import batches
 
 _local = threading.local()
 
@@ -202,16 +202,6 @@ class Step:
         self._baselines.clear()
         self._changed.clear()
         return averages[len(means) :]
-
-
-def sum_packed(launcher, tensors):
-    """Sums small tensors over all replicas, one collective for each dtype."""
-    summed = list(tensors)
-    for dtype in sorted({t.dtype.name for t in tensors}):
-        group = [i for i, t in enumerate(tensors) if t.dtype.name == dtype]
-        for i, tensor in zip(group, gradients.pack_and_sum(launcher, [tensors[i] for i in group])):
-            summed[i] = tensor
-    return summed
 
 
 def component(variable):

@@ -157,7 +157,7 @@ class MultiWorkerMirroredStrategy(tf.distribute.MultiWorkerMirroredStrategy):
         _check_optimizer(optimizer)
         # A loss scale is none of its business.
         optimizer = getattr(optimizer, "inner_optimizer", optimizer)
-        return self.extended.reducers.states(optimizer)
+        return self.extended.reducers.states(optimizer, changes=self.updates is not None)
 
     def update_state(self, optimizer):
         """What `updates` keeps from step to step on this worker.

@@ -110,20 +110,6 @@ class Compressor:
         """
         raise NotImplementedError
 
-    def left_out(self, total, payload, dtype, step):
-        """What a payload leaves out of the tensor that it was made of.
-
-        Args:
-            total: float32 tensor.
-            payload: What `encode` made of it, cast to `dtype`.
-            dtype: The gradient's dtype.
-            step: The step at which it was encoded.
-
-        Returns:
-            float32 tensor. Not finite, if `total` is not.
-        """
-        return total - tf.cast(self.decode(payload, total.shape, dtype, step), tf.float32)
-
     def is_finite(self, residual, payload):
         """Whether all of a tensor was finite; a payload that shows it spares a look at all of it.
 

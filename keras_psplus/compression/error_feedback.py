@@ -105,11 +105,8 @@ class ErrorFeedback(Compressor):
         payload, inner_state = self.inner.encode(
             saturating_cast(total, tensor.dtype), state["inner"], step
         )
-        if self.momentum:
-            own = self.inner.decode(payload, tensor.shape, tensor.dtype, step)
-            return payload, self.keep(tensor, total, payload, own, inner_state, state)
-        residual = self.inner.left_out(total, payload, tensor.dtype, step)
-        return payload, self._if_finite(payload, residual, None, inner_state, state)
+        own = self.inner.decode(payload, tensor.shape, tensor.dtype, step)
+        return payload, self.keep(tensor, total, payload, own, inner_state, state)
 
     def rounds(self, tensor, state, step):
         total = self.add(tensor, state)

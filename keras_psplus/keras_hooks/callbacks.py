@@ -50,5 +50,5 @@ def _save_checkpoint(original, self, epoch, batch, logs):
     if strategy is None or strategy.is_chief:
         return original(self, epoch, batch, logs)
     # It still keeps track of the best value, as on the chief.
-    with saving.suppressed():
+    with saving.suppressed.raised():
         return original(self, epoch, batch, logs)

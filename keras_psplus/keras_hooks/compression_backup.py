@@ -86,15 +86,11 @@ def delete(strategy, folder):
 
 
 def _states(strategy, model):
-    states = {
-        name: strategy.compression_state(optimizer)
-        for name, optimizer in optimizers_of(model).items()
-    }
-    if strategy.updates is not None:
-        states |= {
-            f"{name}_updates": strategy.update_state(optimizer)
-            for name, optimizer in optimizers_of(model).items()
-        }
+    states = {}
+    for name, optimizer in optimizers_of(model).items():
+        states[name] = strategy.compression_state(optimizer)
+        if strategy.updates is not None:
+            states[f"{name}_updates"] = strategy.update_state(optimizer)
     return tf.train.Checkpoint(**states)
 
 

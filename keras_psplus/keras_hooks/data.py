@@ -14,7 +14,7 @@ from keras.src.trainers.data_adapters import (
 )
 
 from keras_psplus.all_reduce import batches
-from keras_psplus.keras_hooks.arrays import array_dataset
+from keras_psplus.keras_hooks.arrays import array_dataset, as_it_is
 from keras_psplus.keras_hooks.py_dataset import share_order
 from keras_psplus.log import info_once, logger
 from keras_psplus.reseed import reseed
@@ -115,7 +115,7 @@ def _lockstep(strategy, adapter, dataset, facts):
     world = strategy.extended.world
     spec = dataset.element_spec
     sharded = _in_order(dataset).map(
-        lambda *batch: batches.split(_element(batch, spec), world),
+        as_it_is(lambda *batch: batches.split(_element(batch, spec), world)),
         num_parallel_calls=tf.data.AUTOTUNE,
     )
     count = facts["batches"]
@@ -133,6 +133,7 @@ def _until_all_end(strategy, adapter, dataset):
     world = strategy.extended.world
     spec = dataset.element_spec
 
+    @as_it_is
     def parts(*batch):
         shards = batches.split(_element(batch, spec), world)
         pieces = [tf.data.Dataset.from_tensors(part.data) for part in shards.replicas]
@@ -227,7 +228,9 @@ def _without_missing(dataset):
     kept = len(spec) if type(spec) is tuple else 0
     while kept > 1 and isinstance(spec[kept - 1], tf.OptionalSpec):
         kept -= 1
-    return dataset.map(lambda *batch: batch[:kept]) if kept and kept < len(spec) else dataset
+    if not kept or kept == len(spec):
+        return dataset
+    return dataset.map(as_it_is(lambda *batch: batch[:kept]))
 
 
 def _copied(dataset):
@@ -239,7 +242,7 @@ def _copied(dataset):
         return leaf
 
     spec = dataset.element_spec
-    return dataset.map(lambda *batch: tf.nest.map_structure(copy, _element(batch, spec)))
+    return dataset.map(as_it_is(lambda *batch: tf.nest.map_structure(copy, _element(batch, spec))))
 
 
 def _with_any_batch_size(dataset):
@@ -252,7 +255,7 @@ def _with_any_batch_size(dataset):
         return leaf
 
     spec = dataset.element_spec
-    return dataset.map(lambda *batch: tf.nest.map_structure(relax, _element(batch, spec)))
+    return dataset.map(as_it_is(lambda *batch: tf.nest.map_structure(relax, _element(batch, spec))))
 
 
 def _batch_spec_of_shards(dataset):

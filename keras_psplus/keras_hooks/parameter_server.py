@@ -1,7 +1,6 @@
 """`fit` and `evaluate` under `ParameterServerStrategy`: steps go to the workers."""
 
 import contextlib
-import threading
 
 import tensorflow as tf
 from keras.src.backend.tensorflow import trainer
@@ -16,8 +15,10 @@ from keras_psplus.parameter_server.staleness import BoundedRunner
 from keras_psplus.parameter_server.steps import StepRunner
 from keras_psplus.parameter_server.sync_steps import SyncRunner
 from keras_psplus.parameter_server.worker_data import WorkerIterator
+from keras_psplus.thread_flag import ThreadFlag
 
-_local = threading.local()
+# Raised while results are wanted in the order of the data.
+_in_order = ThreadFlag()
 
 
 def install():
@@ -53,11 +54,8 @@ def _explained(original, self, *args, **kwargs):
 
 
 def _predict(original, self, *args, **kwargs):
-    outer, _local.in_order = getattr(_local, "in_order", False), True
-    try:
+    with _in_order.raised():
         return _explained(original, self, *args, **kwargs)
-    finally:
-        _local.in_order = outer
 
 
 def _init_iterator(original, self, distribute_strategy=None, *args, **kwargs):
@@ -66,9 +64,8 @@ def _init_iterator(original, self, distribute_strategy=None, *args, **kwargs):
         return original(self, distribute_strategy, *args, **kwargs)
     super(trainer.TFEpochIterator, self).__init__(*args, **kwargs)
     self._distribute_strategy = strategy
-    in_order = getattr(_local, "in_order", False)
     self._distributed_dataset = worker_data = ps_data.on_workers(
-        strategy, self.data_adapter, in_order
+        strategy, self.data_adapter, bool(_in_order)
     )
     if worker_data is None:
         # A step that is given to another worker has its batch with it, and every element counts

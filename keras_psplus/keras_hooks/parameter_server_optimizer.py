@@ -65,7 +65,7 @@ def _apply(original, self, grads, trainable_variables=None):
             _beside(strategy, variable, lambda v, c: v.assign(c(v)), (variable, constraint))
         else:
             # That of a sharded variable may need all of its rows.
-            with exact():
+            with exact.raised():
                 variable.assign(constraint(variable))
 
 

@@ -8,7 +8,6 @@ the restart of a job whose parameter server died while its variables were being 
 
 import contextlib
 import os
-import threading
 from concurrent import futures
 
 import tensorflow as tf
@@ -18,20 +17,11 @@ from keras.src.saving import saving_lib
 from keras_psplus.keras_hooks import step_registry
 from keras_psplus.keras_hooks.ownership import asynchronous, distributing
 from keras_psplus.keras_hooks.patching import replace
+from keras_psplus.thread_flag import ThreadFlag
 
-_local = threading.local()
+# Raised while models are not written: for callbacks of workers that are not the chief.
+suppressed = ThreadFlag()
 _skipped = {}
-
-
-@contextlib.contextmanager
-def suppressed():
-    """Context in which models are not written, for callbacks of workers that are not the chief."""
-    outer = getattr(_local, "suppressed", False)
-    _local.suppressed = True
-    try:
-        yield
-    finally:
-        _local.suppressed = outer
 
 
 def install():
@@ -93,7 +83,7 @@ def _save(original, self, filepath, overwrite=True, *args, **kwargs):
     strategy = _strategy_of(self)
     if strategy is None:
         return original(self, filepath, overwrite, *args, **kwargs)
-    if getattr(_local, "suppressed", False):
+    if suppressed:
         return None
     step_registry.drain(strategy)
     path = os.fspath(filepath) if isinstance(filepath, (str, os.PathLike)) else ""

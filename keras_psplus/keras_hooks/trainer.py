@@ -41,7 +41,7 @@ def _evaluating(original, self, *args, **kwargs):
         updates.settle(ours(self._distribute_strategy), self)
         return original(*args, **kwargs)
 
-    with updates.evaluating():
+    with updates.evaluating.raised():
         return _explained(settled, self, *args, **kwargs)
 
 
@@ -206,5 +206,5 @@ def _reduce(original, values, strategy, reduction):
         return tree.map_structure(lambda v: strategy.experimental_local_results(v)[0], values)
     gather = strategy.extended.gather_rows
     if tf.executing_eagerly():
-        gather = tf.function(gather)
+        gather = tf.function(gather, autograph=False)
     return tree.map_structure(gather, values)

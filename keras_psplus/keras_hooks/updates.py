@@ -1,8 +1,5 @@
 """Optimizers of strategies with `updates=`: when they step, and what the end of an epoch does."""
 
-import contextlib
-import threading
-
 import keras
 from keras.src import backend
 from keras.src.trainers import trainer
@@ -10,8 +7,10 @@ from keras.src.trainers import trainer
 from keras_psplus.keras_hooks import checks
 from keras_psplus.keras_hooks.ownership import ours
 from keras_psplus.keras_hooks.patching import replace
+from keras_psplus.thread_flag import ThreadFlag
 
-_local = threading.local()
+# Raised while metrics are those of an evaluation.
+evaluating = ThreadFlag()
 
 
 def install():
@@ -64,17 +63,6 @@ def settle(strategy, model):
             updating.finish(optimizer)
 
 
-@contextlib.contextmanager
-def evaluating():
-    """Context in which metrics are those of an evaluation."""
-    outer = getattr(_local, "evaluating", False)
-    _local.evaluating = True
-    try:
-        yield
-    finally:
-        _local.evaluating = outer
-
-
 def optimizers_of(model):
     """All optimizers that are attributes of a model, or in lists or dicts that are, by names.
 
@@ -107,7 +95,7 @@ def _found(model):
 def _end_of_epoch(original, self, logs):
     strategy = ours(getattr(self, "_distribute_strategy", None))
     # Keras asks for an epoch's metrics before validation and before callbacks see its end.
-    if strategy is not None and not getattr(_local, "evaluating", False):
+    if strategy is not None and not evaluating:
         settle(strategy, self)
         if getattr(strategy.updates, "flush", False):
             for optimizer in optimizers_of(self).values():

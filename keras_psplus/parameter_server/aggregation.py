@@ -11,8 +11,6 @@ import tensorflow as tf
 
 from keras_psplus.parameter_server.sharded import Parts, ShardedVariable
 
-_WIDE = {tf.float64: tf.float64}
-
 
 class Sum(NamedTuple):
     """A gradient, or a shard's part of one, that is being added up.
@@ -34,7 +32,7 @@ class Sum(NamedTuple):
     @property
     def wide(self):
         """The type in which it is added up."""
-        return _WIDE.get(self.dtype, tf.float32)
+        return tf.float64 if self.dtype == tf.float64 else tf.float32
 
     @property
     def _row_shape(self):

@@ -21,24 +21,17 @@ from tensorflow.python.ops import resource_variable_ops
 from keras_psplus.parameter_server import reads, tally
 from keras_psplus.parameter_server.crossing import SMALL_BYTES
 from keras_psplus.parameter_server.lookups import lookup
+from keras_psplus.thread_flag import ThreadFlag
 
 _LOOPS = (control_flow.WhileBodyFuncGraph, control_flow.WhileCondFuncGraph)
 _local = threading.local()
+# Raised while worker functions read exact values: those that are to be written again.
+exact = ThreadFlag()
 
 
 def current():
     """The pulls of the worker function that this thread is tracing, or None."""
     return getattr(_local, "pulls", None)
-
-
-@contextlib.contextmanager
-def exact():
-    """Context in which worker functions read exact values: those that are to be written again."""
-    outer, _local.exact = getattr(_local, "exact", False), True
-    try:
-        yield
-    finally:
-        _local.exact = outer
 
 
 class Pulls:
@@ -94,7 +87,7 @@ class Pulls:
 
     def compressor_of(self, variable):
         """The compressor that a variable is read through here, or None."""
-        if self._compressors is None or getattr(_local, "exact", False):
+        if self._compressors is None or exact:
             return None
         return self._compressors.of_value(variable)
 

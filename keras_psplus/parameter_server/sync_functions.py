@@ -5,8 +5,6 @@ as soon as it is there. With backup workers it keeps them until the chief knows 
 the first, and a second function sends them.
 """
 
-import contextlib
-import threading
 from typing import Any, NamedTuple
 
 import tensorflow as tf
@@ -14,14 +12,15 @@ import tensorflow as tf
 from keras_psplus.parameter_server import aggregation, shares, tally
 from keras_psplus.parameter_server.sharded import Parts
 from keras_psplus.parameter_server.step_functions import StepFunctions
+from keras_psplus.thread_flag import ThreadFlag
 
 CHIEF = "/job:chief/replica:0/task:0/device:CPU:0"
-_local = threading.local()
+_applying = ThreadFlag()
 
 
 def is_applying():
     """Whether an optimizer of this thread is given the sums of a global step."""
-    return getattr(_local, "applying", False)
+    return bool(_applying)
 
 
 class _Held(NamedTuple):
@@ -152,7 +151,7 @@ class SyncFunctions:
                 gradients = aggregation.take(sums, stamp, count, scale)
                 if _needs_whole(optimizer):
                     gradients = [_joined(g, v._value) for g, v in zip(gradients, variables)]
-                with _applying():
+                with _applying.raised():
                     if variables:
                         optimizer.apply(gradients, variables)
                     else:
@@ -201,15 +200,6 @@ class SyncFunctions:
         function = tf.function(function, autograph=False)
         with self._strategy.scope():
             return function.get_concrete_function(*specs), function
-
-
-@contextlib.contextmanager
-def _applying():
-    _local.applying = True
-    try:
-        yield
-    finally:
-        _local.applying = False
 
 
 def _tally_waits(gradients, operations):

@@ -5,13 +5,16 @@ import json
 import os
 import pathlib
 
+from tests import quick_start  # noqa: F401
+
+# isort: split
 import keras
 import numpy as np
 import tensorflow as tf
 
 import keras_psplus
 from keras_psplus import cluster, compression
-from keras_psplus.all_reduce import reducers
+from tests.all_reduce.job_parts import Interrupt, Interrupted, compress
 
 STEPS = 6
 COMPRESSORS = {
@@ -65,16 +68,6 @@ def every_compressor(make, out):
         out[name] = {"weights": model.get_weights(), "traffic": traffic}
         assert strategy.communication.seconds > 0
         assert "linear/kernel" in strategy.communication.summary()
-
-
-class Interrupted(Exception):
-    pass
-
-
-class Interrupt(keras.callbacks.Callback):
-    def on_epoch_end(self, epoch, logs=None):
-        if epoch == 1:
-            raise Interrupted
 
 
 def resumed(make, out, folder):
@@ -133,8 +126,9 @@ def not_finite(make, out):
     x, y = problem()
     x = x.copy()
     x[8 * 2, 3] = np.inf
-    for name in ("bf16", "int8", "sign", "topk", "randomk", "powersgd"):
-        for scaled in (True, False) if name in ("int8", "topk", "powersgd") else (False,):
+    # Of each route one.
+    for name in ("bf16", "int8", "topk", "powersgd"):
+        for scaled in (True, False) if name != "bf16" else (False,):
             strategy = make(COMPRESSORS[name])
             with strategy.scope():
                 optimizer = keras.optimizers.SGD(0.1)
@@ -225,17 +219,10 @@ def main():
     task = cluster.read_task_config()
 
     strategy = keras_psplus.MultiWorkerMirroredStrategy(compression="int8")
-    extended = strategy.extended
 
     def make(compressor):
         # A process has one strategy; each case gets the part of it that compresses anew.
-        extended._reducers = reducers.Reducers(
-            extended._cross_device_ops.launchers,
-            extended.world.rank,
-            extended._num_replicas_in_sync,
-            compression.with_error_feedback(compression.get(compressor)),
-            2000,
-        )
+        compress(strategy, compressor)
         return strategy
 
     out = {}

@@ -219,10 +219,10 @@ def test_residuals_in_checkpoints_of_the_scripts_own(run):
         np.testing.assert_array_equal(worker["resumed by hand/0"], worker["whole by hand/0"])
 
 
-@pytest.mark.parametrize("name", ["bf16", "int8", "sign", "topk", "randomk", "powersgd"])
+@pytest.mark.parametrize("name", ["bf16", "int8", "topk", "powersgd"])
 def test_numbers_that_are_not_finite_reach_the_optimizer(name, run):
     results, _ = run[0]
-    if name in ("int8", "topk", "powersgd"):
+    if name != "bf16":
         assert np.isfinite(results[f"not finite {name} True/0"]).all()
     assert not np.isfinite(results[f"not finite {name} False/0"]).all()
 

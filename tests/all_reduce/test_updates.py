@@ -17,6 +17,7 @@ from keras_psplus.cluster.testing import run_in_processes
 from tests.all_reduce import updates_simulation as simulation
 from tests.all_reduce.updates_job import (
     ACCUMULATED,
+    ALONE,
     EPOCHS,
     LOCAL,
     RESUMED,
@@ -168,11 +169,10 @@ def test_a_process_without_a_cluster_does_the_same(devices, alone, run):
     expected = weights_of(run[0][0], "accumulated optimizers")
     for weight, one in zip(weights_of(results, "accumulated optimizers"), expected, strict=True):
         np.testing.assert_allclose(weight, one, rtol=1e-6, atol=1e-6)
-    names = ["diloco", "fragments"][:devices]
-    for name in names:
-        expected = simulated(name, devices)
-        for weight, one in zip(weights_of(results, f"local {name}"), expected, strict=True):
-            np.testing.assert_allclose(weight, one, rtol=1e-5, atol=5e-6)
+    name = ALONE[devices]
+    expected = simulated(name, devices)
+    for weight, one in zip(weights_of(results, f"local {name}"), expected, strict=True):
+        np.testing.assert_allclose(weight, one, rtol=1e-5, atol=5e-6)
 
 
 @pytest.mark.parametrize("name", GOLDEN)

@@ -5,14 +5,17 @@ import json
 import os
 import pathlib
 
+from tests import quick_start  # noqa: F401
+
+# isort: split
 import keras
 import numpy as np
 import tensorflow as tf
 
 import keras_psplus
-from keras_psplus import cluster, compression, updates
-from keras_psplus.all_reduce import reducers
+from keras_psplus import cluster, updates
 from keras_psplus.all_reduce.updating import Updating
+from tests.all_reduce.job_parts import Interrupt, Interrupted, compress
 
 ROWS, BATCH, EPOCHS = 37, 10, 3
 
@@ -37,8 +40,11 @@ class OwnStep(keras.Model):
         with tf.GradientTape() as tape:
             loss = keras.ops.mean((self(x, training=True) - y) ** 2)
         variables = self.trainable_variables
-        self.optimizer.apply(tape.gradient(loss, variables), variables)
+        self.stepping().apply(tape.gradient(loss, variables), variables)
         return {"loss": loss}
+
+    def stepping(self):
+        return self.optimizer
 
 
 def dense(optimizer, **kwargs):
@@ -154,6 +160,8 @@ LOCAL = {
     "fragments": (updates.DiLoCo(4, fragments=2, overlap_steps=1), "momentum"),
     "overlap": (updates.DiLoCo(8, overlap_steps=5, alpha=0.0), "sgd"),
 }
+# Of which one is also trained by a process that is alone, by its number of devices.
+ALONE = {1: "diloco", 2: "fragments"}
 OPTIMIZERS = {
     "sgd": lambda: keras.optimizers.SGD(0.3),
     "momentum": lambda: keras.optimizers.SGD(0.1, momentum=0.9),
@@ -247,18 +255,6 @@ def parts(make, out):
     out["parts"] = {"weights": [weight.astype("float32") for weight in model.get_weights()]}
 
 
-class Interrupted(Exception):
-    pass
-
-
-class Interrupt(keras.callbacks.Callback):
-    """Stops after the second epoch, which ends between two updates."""
-
-    def on_epoch_end(self, epoch, logs=None):
-        if epoch == 1:
-            raise Interrupted
-
-
 def with_dropout():
     layers = [keras.layers.Dense(8), keras.layers.Dropout(0.3), keras.layers.Dense(3)]
     model = keras.Sequential([keras.Input((6,)), keras.layers.Rescaling(0.05), *layers])
@@ -273,13 +269,8 @@ class TwoOptimizers(OwnStep):
         super().compile()
         self.second = second
 
-    def train_step(self, data):
-        x, y = data[:2]
-        with tf.GradientTape() as tape:
-            loss = keras.ops.mean((self(x, training=True) - y) ** 2)
-        variables = self.trainable_variables
-        self.second.apply(tape.gradient(loss, variables), variables)
-        return {"loss": loss}
+    def stepping(self):
+        return self.second
 
 
 def two_optimizers():
@@ -294,7 +285,6 @@ def two_optimizers():
 RESUMED = {
     "two optimizers": (updates.Accumulate(1), None, two_optimizers),
     "accumulate": (updates.Accumulate(3), "int8", embedding),
-    "local": (updates.LocalSGD(3), "topk:0.3", with_dropout),
     "diloco": (updates.DiLoCo(4, fragments=2, overlap_steps=1), "int8", with_dropout),
 }
 
@@ -338,25 +328,18 @@ def main():
     task = cluster.read_task_config()
     index = task.task_index if task else 0
     strategy = keras_psplus.MultiWorkerMirroredStrategy(updates=updates.Accumulate(1))
-    extended = strategy.extended
 
     def make(policy, compressor=None):
         # A process has one strategy; each case gets the parts of it that send anew.
         strategy._updates = policy
-        extended._updating = Updating(policy, strategy)
-        extended._reducers = reducers.Reducers(
-            extended._cross_device_ops.launchers,
-            extended.world.rank,
-            extended._num_replicas_in_sync,
-            compression.with_error_feedback(compression.get(compressor)),
-            2000,
-        )
+        strategy.extended._updating = Updating(policy, strategy)
+        compress(strategy, compressor)
         return strategy
 
     out = {}
     if options.devices:
         accumulated(make, out, ["optimizers"])
-        local(make, out, ["diloco", "fragments"][: options.devices])
+        local(make, out, [ALONE[options.devices]])
     else:
         accumulated(make, out)
         local(make, out)

@@ -4,12 +4,12 @@ Each process that trains writes its History to `FOLDER/<task>.json`.
 """
 
 import json
-import os
 import pathlib
 import sys
 
-os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "2")
+from tests import quick_start  # noqa: F401
 
+# isort: split
 import keras
 import numpy as np
 

@@ -7,8 +7,9 @@ import os
 import signal
 import sys
 
-os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "2")
+from tests import quick_start  # noqa: F401
 
+# isort: split
 import keras
 import numpy as np
 

@@ -1,16 +1,20 @@
 """Ways of training that must equal one process on the same global batches.
 
-Run as a script, in one process (the reference: plain Keras, no strategy of ours) or in every
-worker of a cluster. Writes what each case returns, and the final weights, to
-`<out>/<case>.<task>.npz`.
+fit_cases.py FOLDER KIND=CASE,CASE... [KIND=CASE,CASE...]
+
+Each KIND is a way of running cases, one after the other in this process: see `strategies`. `CASE`s
+that are left out are all. What each case returns, and the final weights, is written to
+`<folder>/<kind>/<case>.<task>.npz`.
 """
 
-import argparse
 import os
+import pathlib
+import sys
 import typing
 
-os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "2")
+from tests import quick_start  # noqa: F401
 
+# isort: split
 import keras
 import numpy as np
 import tensorflow as tf
@@ -63,59 +67,32 @@ def numpy_defaults(**kwargs):
 
 
 @case
-def numpy_short_last_batch():
-    return trained(mlp(), *blobs(), **numpy_defaults())
-
-
-@case
 def last_batch_of_one_row():
     return trained(mlp(), *blobs(rows=101), **numpy_defaults())
 
 
 @case
-def even_batches():
-    return trained(mlp(), *blobs(rows=200), **numpy_defaults())
-
-
-@case
 def validation_split():
-    return trained(mlp(), *blobs(), **numpy_defaults(validation_split=0.3))
-
-
-@case
-def validation_data_and_freq():
-    data = blobs(rows=77, seed=1)
-    return trained(mlp(), *blobs(), **numpy_defaults(validation_data=data, validation_freq=2))
-
-
-@case
-def sample_weight():
-    x, y = blobs()
-    weights = np.random.default_rng(5).uniform(0, 2, len(x)).astype("float32")
-    model = mlp(weighted_metrics=["sparse_categorical_crossentropy"])
-    return trained(model, x, y, **numpy_defaults(sample_weight=weights))
+    return trained(mlp(), *blobs(), **numpy_defaults(validation_split=0.3, validation_freq=2))
 
 
 @case
 def class_weight():
-    return trained(mlp(), *blobs(), **numpy_defaults(class_weight={0: 1.0, 1: 2.0, 2: 0.5, 3: 1.5}))
+    model = mlp(weighted_metrics=["sparse_categorical_crossentropy"])
+    weights = {0: 1.0, 1: 2.0, 2: 0.5, 3: 1.5}
+    return trained(model, *blobs(), **numpy_defaults(class_weight=weights))
 
 
 @case
 def steps_per_execution():
-    return trained(mlp(steps_per_execution=3), *blobs(), **numpy_defaults())
+    model, results = trained(mlp(steps_per_execution=3), *blobs(), **numpy_defaults())
+    return model, results | {"predict": model.predict(blobs()[0], batch_size=40, verbose=0)}
 
 
 @case
 def steps_per_execution_dataset():
     data = tf.data.Dataset.from_tensor_slices(blobs()).batch(50)
     return trained(mlp(steps_per_execution=4), data, epochs=3)
-
-
-@case
-def dataset():
-    data = tf.data.Dataset.from_tensor_slices(blobs()).batch(50)
-    return trained(mlp(), data, epochs=3, validation_data=data)
 
 
 @case
@@ -126,14 +103,8 @@ def dataset_of_unknown_length():
 
 @case
 def dataset_repeated():
-    data = tf.data.Dataset.from_tensor_slices(blobs()).batch(50).repeat()
+    data = tf.data.Dataset.from_tensor_slices(blobs()).batch(50, drop_remainder=True).repeat()
     return trained(mlp(), data, epochs=3, steps_per_epoch=4)
-
-
-@case
-def dataset_drop_remainder():
-    data = tf.data.Dataset.from_tensor_slices(blobs()).batch(50, drop_remainder=True)
-    return trained(mlp(), data, epochs=2)
 
 
 class Batches(keras.utils.PyDataset):
@@ -152,12 +123,8 @@ class Batches(keras.utils.PyDataset):
 
 @case
 def py_dataset():
-    return trained(mlp(), Batches(), epochs=3, shuffle=False)
-
-
-@case
-def py_dataset_with_threads():
-    return trained(mlp(), Batches(workers=2), epochs=2, shuffle=False)
+    data, validation = Batches(workers=2), Batches(rows=77)
+    return trained(mlp(), data, epochs=3, shuffle=False, validation_data=validation)
 
 
 @case
@@ -172,33 +139,27 @@ def generator():
 
 
 @case
-def clipnorm():
-    return trained(mlp(keras.optimizers.SGD(0.5, clipnorm=0.1)), *blobs(), **numpy_defaults())
-
-
-@case
 def global_clipnorm():
     optimizer = keras.optimizers.Adam(0.01, global_clipnorm=0.1)
     return trained(mlp(optimizer), *blobs(), **numpy_defaults())
 
 
 @case
-def clipvalue():
-    return trained(mlp(keras.optimizers.SGD(0.5, clipvalue=0.01)), *blobs(), **numpy_defaults())
-
-
-@case
 def adamw_with_schedule():
     schedule = keras.optimizers.schedules.ExponentialDecay(0.05, 3, 0.8)
-    return trained(
-        mlp(keras.optimizers.AdamW(schedule, weight_decay=0.01)), *blobs(), **numpy_defaults()
-    )
+    optimizer = keras.optimizers.AdamW(schedule, weight_decay=0.01, clipvalue=0.01)
+    return trained(mlp(optimizer), *blobs(), **numpy_defaults())
 
 
 @case
 def moving_average_of_weights():
     optimizer = keras.optimizers.SGD(
-        0.1, momentum=0.9, use_ema=True, ema_momentum=0.8, ema_overwrite_frequency=4
+        0.5,
+        momentum=0.5,
+        clipnorm=0.1,
+        use_ema=True,
+        ema_momentum=0.8,
+        ema_overwrite_frequency=4,
     )
     return trained(mlp(optimizer), *blobs(), **numpy_defaults())
 
@@ -218,7 +179,9 @@ def gradient_accumulation_in_loop():
 @case
 def regularisers_and_constraint():
     layers = [
-        keras.layers.Dense(16, kernel_regularizer="l2", activity_regularizer="l1"),
+        keras.layers.Reshape((3, 4, 1)),
+        keras.layers.Conv2D(4, 2, kernel_regularizer="l2", activity_regularizer="l1"),
+        keras.layers.Flatten(),
         keras.layers.Dense(4, kernel_constraint=keras.constraints.MaxNorm(0.5)),
     ]
     return trained(compiled(layers, keras.optimizers.SGD(0.05)), *blobs(), **numpy_defaults())
@@ -226,10 +189,11 @@ def regularisers_and_constraint():
 
 @case
 def metrics():
+    """Of several kinds, and a loss that is a sum."""
     model = compiled(
         [keras.layers.Dense(8, activation="tanh"), keras.layers.Dense(1, activation="sigmoid")],
-        keras.optimizers.SGD(0.1),
-        "binary_crossentropy",
+        keras.optimizers.SGD(0.002),
+        keras.losses.BinaryCrossentropy(reduction="sum"),
         [
             "accuracy",
             keras.metrics.AUC(num_thresholds=20),
@@ -240,27 +204,6 @@ def metrics():
     )
     x, y = blobs()
     return trained(model, x, (y > 1).astype("float32")[:, None], **numpy_defaults())
-
-
-@case
-def sum_reduction():
-    loss = keras.losses.SparseCategoricalCrossentropy(from_logits=True, reduction="sum")
-    return trained(mlp(keras.optimizers.SGD(0.002), loss=loss), *blobs(), **numpy_defaults())
-
-
-@case
-def convolution():
-    x, y = blobs(rows=83, features=64)
-    layers = [
-        keras.layers.Reshape((8, 8, 1)),
-        keras.layers.Conv2D(4, 3, activation="relu"),
-        keras.layers.MaxPooling2D(),
-        keras.layers.Flatten(),
-        keras.layers.Dense(4),
-    ]
-    return trained(
-        compiled(layers, keras.optimizers.SGD(0.1)), x, y, **numpy_defaults(batch_size=20)
-    )
 
 
 @case
@@ -280,14 +223,6 @@ def synchronised_batch_normalisation():
 def tokens(rows=83, length=7, seed=0):
     rng = np.random.default_rng(seed)
     return rng.integers(0, 30, (rows, length)).astype("int32"), rng.integers(0, 3, rows)
-
-
-@case
-def lstm():
-    layers = [keras.layers.Embedding(30, 8), keras.layers.LSTM(8), keras.layers.Dense(3)]
-    return trained(
-        compiled(layers, keras.optimizers.SGD(0.1)), *tokens(), **numpy_defaults(batch_size=20)
-    )
 
 
 @case
@@ -315,21 +250,6 @@ def embeddings_of_several_widths():
     model, results = trained(model, x, {"a": y, "b": y}, **numpy_defaults(batch_size=20))
     predicted = model.predict(x, batch_size=20, verbose=0)
     return model, results | {f"predict/{name}": value for name, value in predicted.items()}
-
-
-@case
-def attention():
-    inputs = keras.Input((7,), dtype="int32")
-    h = keras.layers.Embedding(30, 8)(inputs)
-    h = h + keras.layers.MultiHeadAttention(2, 4)(h, h)
-    h = keras.layers.LayerNormalization()(h)
-    model = keras.Model(inputs, keras.layers.Dense(3)(keras.layers.Flatten()(h)))
-    model.compile(
-        keras.optimizers.Adam(0.01),
-        keras.losses.SparseCategoricalCrossentropy(from_logits=True),
-        metrics=["accuracy"],
-    )
-    return trained(model, *tokens(), **numpy_defaults(batch_size=20))
 
 
 @case
@@ -388,15 +308,6 @@ class OwnModel(keras.Model):
         return self.out(self.hidden(x))
 
 
-@case
-def subclassed():
-    model = OwnModel()
-    model.compile(
-        "sgd", keras.losses.SparseCategoricalCrossentropy(from_logits=True), metrics=["accuracy"]
-    )
-    return trained(model, *blobs(), **numpy_defaults())
-
-
 class OwnStep(OwnModel):
     def train_step(self, data):
         x, y = data
@@ -443,13 +354,6 @@ class OwnLoss(OwnModel):
         self.optimizer.apply(gradients, self.trainable_variables)
         self.tracker.update_state(loss)
         return {"own_loss": self.tracker.result(), "last": keras.ops.mean(loss)}
-
-
-@case
-def own_loss_as_mean():
-    model = OwnLoss(mean=True)
-    model.compile("sgd")
-    return trained(model, *blobs(), **numpy_defaults())
 
 
 @case
@@ -512,7 +416,8 @@ class Pair(typing.NamedTuple):
 @case
 def dataset_of_named_tuples():
     data = tf.data.Dataset.from_tensor_slices(Pair(*blobs())).batch(50)
-    return trained(mlp(), data, epochs=2)
+    plain = tf.data.Dataset.from_tensor_slices(blobs(77, seed=1)).batch(50)
+    return trained(mlp(), data, epochs=2, validation_data=plain)
 
 
 class FunctionStep(OwnModel):
@@ -568,14 +473,6 @@ def evaluate_and_predict():
         "predict_dataset": model.predict(data.map(lambda x, y: x), verbose=0),
         "predict_steps": model.predict(x, batch_size=40, steps=3, verbose=0),
     }
-
-
-@case
-def predict_with_steps_per_execution():
-    model = mlp(steps_per_execution=3)
-    x, y = blobs()
-    model.fit(x, y, **numpy_defaults(verbose=0, epochs=1))
-    return model, {"predict": model.predict(x, batch_size=40, verbose=0)}
 
 
 @case
@@ -811,18 +708,35 @@ def run_eagerly():
     return trained(mlp(run_eagerly=True), *blobs(rows=101), **numpy_defaults(epochs=1))
 
 
-def parameter_server(ps, shards, is_sync):
+def strategies(kinds):
+    """Yields a strategy, or none for plain Keras, for each kind of a process."""
     import keras_psplus
-    from keras_psplus.cluster.in_process import InProcessCluster
+    from keras_psplus.all_reduce import gradients
+    from keras_psplus.cluster.in_process import InProcessCluster, logical_devices
+    from tests.all_reduce.job_parts import compress
 
-    cluster = InProcessCluster(workers=2 if is_sync else 1, ps=ps)
-    cluster.start()
-    partitioner = None
-    if shards:
-        partitioner = tf.distribute.experimental.partitioners.FixedShardsPartitioner(shards)
-    return keras_psplus.ParameterServerStrategy(
-        cluster.cluster_resolver, partitioner, mode="sync" if is_sync else "async"
-    )
+    cluster = all_reduce = None
+    if "devices" in kinds:
+        logical_devices(2)
+    for kind in kinds:
+        if kind == "reference":
+            yield None
+        elif kind in ("workers", "devices", "lossless"):
+            if all_reduce is None:
+                all_reduce = keras_psplus.MultiWorkerMirroredStrategy(startup_timeout=60)
+            if kind == "lossless":
+                compress(all_reduce, lossless(), gradients.DEFAULT_BUCKET_BYTES)
+            yield all_reduce
+        else:
+            mode, _, sharded = kind.partition("_")
+            if cluster is None:
+                # Whose threads are in this process. One worker does not change what it reads.
+                cluster = InProcessCluster(workers=2 if mode == "sync" else 1, ps=2)
+                cluster.start()
+            two = tf.distribute.experimental.partitioners.FixedShardsPartitioner(2)
+            yield keras_psplus.ParameterServerStrategy(
+                cluster.cluster_resolver, two if sharded else None, mode=mode
+            )
 
 
 def lossless():
@@ -846,7 +760,7 @@ def lossless():
     return compression.ByVariable(
         {
             "*bias": compression.TopK(1.0),
-            "*recurrent_kernel": Same(reducible=True, error_feedback=True),
+            "*dense_1/kernel": Same(reducible=True, error_feedback=True),
             "*kernel": Same(splits=True, error_feedback=True),
             "*gamma": None,
         },
@@ -856,40 +770,8 @@ def lossless():
     )
 
 
-def main():
-    parser = argparse.ArgumentParser()
-    parser.add_argument("--out", required=True)
-    parser.add_argument("--cases", default="")
-    parser.add_argument("--reference", action="store_true")
-    parser.add_argument("--devices", type=int, default=1)
-    parser.add_argument("--lossless", action="store_true", help="compressors that lose nothing")
-    parser.add_argument(
-        "--sync", action="store_true", help="synchronous parameter servers, of --ps"
-    )
-    parser.add_argument(
-        "--ps", type=int, default=0, help="a worker (two with --sync) and ps, in process"
-    )
-    parser.add_argument("--shards", type=int, default=0, help="of every variable with rows, on ps")
-    options = parser.parse_args()
-    task, strategy = "reference", tf.distribute.get_strategy()
-    if options.devices > 1:
-        cpu = tf.config.list_physical_devices("CPU")[0]
-        tf.config.set_logical_device_configuration(
-            cpu, [tf.config.LogicalDeviceConfiguration()] * options.devices
-        )
-    if options.ps:
-        strategy, task = parameter_server(options.ps, options.shards, options.sync), "worker-0"
-    elif not options.reference:
-        import keras_psplus
-
-        strategy = keras_psplus.MultiWorkerMirroredStrategy(
-            startup_timeout=60, compression=lossless() if options.lossless else None
-        )
-        task = strategy.task.name if strategy.task else "worker-0"
-    run(options.cases.split(",") if options.cases else CASES, strategy, task, options.out)
-
-
 def run(names, strategy, task, out):
+    strategy = strategy or tf.distribute.get_strategy()
     for name in names:
         keras.backend.clear_session()
         keras.utils.set_random_seed(1)
@@ -902,6 +784,18 @@ def run(names, strategy, task, out):
         np.savez(path + ".tmp.npz", **results)
         os.replace(path + ".tmp.npz", path)
         print(f"done {name}", flush=True)
+
+
+def main():
+    asked = dict(argument.split("=") for argument in sys.argv[2:])
+    for (kind, names), strategy in zip(asked.items(), strategies(list(asked))):
+        folder = pathlib.Path(sys.argv[1], kind)
+        folder.mkdir(exist_ok=True)
+        task = getattr(strategy, "task", None)
+        name = "worker-0" if strategy else "reference"
+        if task and task.task_type == "worker":
+            name = task.name
+        run(names.split(",") if names else CASES, strategy, name, folder)
 
 
 if __name__ == "__main__":

@@ -23,12 +23,10 @@ ONLY_ASYNCHRONOUS = re.findall(
 )
 # What several processes or devices do differently from one another shows in these.
 CORE = [
-    "numpy_short_last_batch",
     "last_batch_of_one_row",
     "dataset_of_unknown_length",
     "global_clipnorm",
     "gradient_accumulation_in_loop",
-    "lstm",
     "masked_sequence_loss",
     "synchronised_batch_normalisation",
     "mixed_precision_skips_overflow",
@@ -38,10 +36,7 @@ CORE = [
     "run_eagerly",
 ]
 # What three workers show and two do not.
-THREE = [
-    *("last_batch_of_one_row", "dataset_of_unknown_length", "synchronised_batch_normalisation"),
-    *("masked_sequence_loss", "evaluate_and_predict"),
-]
+THREE = ["last_batch_of_one_row", "dataset_of_unknown_length", "evaluate_and_predict"]
 # Two workers with two devices each: what neither two workers nor two devices show.
 FOUR_REPLICAS = ["last_batch_of_one_row", "evaluate_and_predict"]
 # Through compressors that lose nothing.
@@ -50,17 +45,27 @@ LOSSLESS = [
 ]
 # Under parameter servers, a batch's logs are those of the step that came back last.
 NOT_ASYNCHRONOUS = ("logs_of_every_batch", "run_eagerly")
-# For one worker, the same as others that are run.
+# For one worker, which has whole batches, the same as others that are run: a loss is what it is.
 MUCH_THE_SAME = [
-    *("numpy_defaults", "even_batches", "dataset", "dataset_drop_remainder", "clipvalue"),
-    *("py_dataset_with_threads", "own_loss_as_mean", "convolution", "attention"),
-    *("validation_data_and_freq", "dataset_repeated", "sample_weight", "bfloat16"),
-    *("own_loss_as_vector", "dataset_of_named_tuples", "predict_with_steps_per_execution"),
+    *("dataset_repeated", "dataset_of_named_tuples", "bfloat16", "validation_split"),
+    *("class_weight", "mean_with_sample_weight", "own_loss_as_vector"),
+    *("own_loss_with_an_empty_replica", "metric_and_loss_functions_of_whole_batches"),
+    # Among what `callbacks_job.py` does with two.
+    "early_stopping_and_plateau",
 ]
-ASYNCHRONOUS = [case for case in CASES if case not in (*NOT_ASYNCHRONOUS, *MUCH_THE_SAME)]
+# Of these, variables in shards or the steps of two workers have all that whole ones have.
+SHARDED_OR_SYNCHRONOUS = [
+    *("global_clipnorm", "adamw_with_schedule", "embedding_with_adam", "gradient_accumulation"),
+    *("moving_average_after_skipped_steps", "masked_sequence_loss"),
+    "mixed_precision_skips_overflow",
+]
+ASYNCHRONOUS = [
+    case
+    for case in CASES
+    if case not in (*NOT_ASYNCHRONOUS, *MUCH_THE_SAME, *SHARDED_OR_SYNCHRONOUS)
+]
 ASYNCHRONOUS += ONLY_ASYNCHRONOUS
 SHARDED = [
-    "numpy_short_last_batch",
     "global_clipnorm",
     "adamw_with_schedule",
     "moving_average_after_skipped_steps",
@@ -68,11 +73,9 @@ SHARDED = [
     "embedding_with_adam",
     "masked_sequence_loss",
     "mixed_precision_skips_overflow",
-    "evaluate_and_predict",
 ]
 # What is particular to two synchronous workers of parameter servers.
 SYNCHRONOUS = [
-    "numpy_short_last_batch",
     "steps_per_execution_dataset",
     "gradient_accumulation",
     "regularisers_and_constraint",
@@ -80,7 +83,7 @@ SYNCHRONOUS = [
     "mixed_precision_skips_overflow",
     "own_loss_with_an_empty_replica",
 ]
-SYNCHRONOUS_SHARDED = ["clipnorm", "gradient_accumulation_in_loop", "much_at_once"]
+SYNCHRONOUS_SHARDED = ["moving_average_of_weights", "gradient_accumulation_in_loop", "much_at_once"]
 # Float tolerance: sums over replicas are taken in another order than sums over a batch.
 TOLERANCE = dict.fromkeys(CASES + ONLY_ASYNCHRONOUS, 2e-5) | {
     "bfloat16": 2e-2,
@@ -92,13 +95,26 @@ ENVIRONMENT = {"TF_CPP_MIN_LOG_LEVEL": "2", "CUDA_VISIBLE_DEVICES": ""}
 
 
 def test_the_core_is_part_of_the_cases():
-    assert len(CASES) > 40
+    assert len(CASES) > 30
     assert set(CORE) <= set(CASES)
 
 
-def one_process(folder, *args):
+# What each process runs, one kind of strategy after the other: starting one takes as long as three
+# cases do.
+PROCESSES = [
+    {"reference": [], "devices": CORE},
+    {"async": ASYNCHRONOUS, "async_sharded": SHARDED},
+    {"sync": SYNCHRONOUS, "sync_sharded": SYNCHRONOUS_SHARDED},
+]
+
+
+def words(kinds):
+    return [f"{kind}={','.join(cases)}" for kind, cases in kinds.items()]
+
+
+def one_process(folder, kinds):
     done = subprocess.run(
-        [sys.executable, str(SOURCE), "--out", str(folder), *args],
+        [sys.executable, str(SOURCE), str(folder), *words(kinds)],
         env={**os.environ, **ENVIRONMENT, "PYTHONPATH": python_path(os.environ)},
         stdout=subprocess.PIPE,
         stderr=subprocess.STDOUT,
@@ -106,108 +122,60 @@ def one_process(folder, *args):
         timeout=900,
     )
     assert done.returncode == 0, done.stdout[-5000:]
-    return done.stdout
+    return {"worker-0": done.stdout, "reference": done.stdout}
 
 
-def cluster(folder, workers, *args):
-    script_args = ["--out", folder, *args]
-    return run_in_processes(
-        SOURCE, workers=workers, timeout=600, env=ENVIRONMENT, args=script_args
-    ).logs
-
-
-# Runs that take one process each.
-SINGLE = {
-    "reference": ["--reference"],
-    "two_devices": ["--devices", "2", "--cases", ",".join(CORE)],
-    "one_worker_two_ps": ["--ps", "2", "--cases", ",".join(ASYNCHRONOUS)],
-    "two_synchronous_workers": ["--ps", "1", "--sync", "--cases", ",".join(SYNCHRONOUS)],
-    "two_synchronous_workers_two_shards": [
-        *("--ps", "2", "--shards", "2", "--sync", "--cases", ",".join(SYNCHRONOUS_SHARDED))
-    ],
-    "two_shards": ["--ps", "2", "--shards", "2", "--cases", ",".join(SHARDED)],
-}
+def cluster(folder, workers, kinds):
+    args = [folder, *words(kinds)]
+    return run_in_processes(SOURCE, workers=workers, timeout=600, env=ENVIRONMENT, args=args).logs
 
 
 @pytest.fixture(scope="session")
-def single(request, tmp_path_factory):
-    """The results of runs in one process, by name: two at a time, as each keeps one core busy."""
-    wanted = {name for item in request.session.items for name in item.fixturenames}
+def alone(request, tmp_path_factory):
+    """By kind, the folder and the logs of runs in one process, two of them at a time."""
+    wanted = {
+        item.callspec.params.get("kind")
+        for item in request.session.items
+        if hasattr(item, "callspec")
+    }
+    folder = tmp_path_factory.mktemp("alone")
     with concurrent.futures.ThreadPoolExecutor(2) as pool:
         runs = {}
-        for name, args in SINGLE.items():
-            if name in wanted:
-                folder = tmp_path_factory.mktemp(name)
-                runs[name] = folder, pool.submit(one_process, folder, *args)
+        for kinds in PROCESSES:
+            if "reference" in kinds or wanted & set(kinds):
+                run = pool.submit(one_process, folder, kinds)
+                runs |= {kind: (folder / kind, run) for kind in kinds}
         # All of them before anything else starts, so that they share the cores with nobody.
         concurrent.futures.wait([run for _, run in runs.values()])
-    return runs
-
-
-@pytest.fixture(scope="session")
-def reference(single):
-    folder, run = single["reference"]
-    return folder, run.result()
+    return {kind: (own, run.result) for kind, (own, run) in runs.items()}
 
 
 @pytest.fixture(scope="session")
 def two_workers(tmp_path_factory):
     folder = tmp_path_factory.mktemp("two_workers")
-    return folder, cluster(folder, 2, "--cases", ",".join(CASES))
-
-
-@pytest.fixture(scope="session")
-def lossless(tmp_path_factory):
-    folder = tmp_path_factory.mktemp("lossless")
-    return folder, cluster(folder, 2, "--lossless", "--cases", ",".join(LOSSLESS))
+    return folder, cluster(folder, 2, {"workers": CASES, "lossless": LOSSLESS})
 
 
 @pytest.fixture(scope="session")
 def three_workers(tmp_path_factory):
     folder = tmp_path_factory.mktemp("three_workers")
-    return folder, cluster(folder, 3, "--cases", ",".join(THREE))
+    return folder / "workers", cluster(folder, 3, {"workers": THREE})
 
 
 @pytest.fixture(scope="session")
 def two_by_two(tmp_path_factory):
     folder = tmp_path_factory.mktemp("two_by_two")
-    return folder, cluster(folder, 2, "--devices", "2", "--cases", ",".join(FOUR_REPLICAS))
+    return folder / "devices", cluster(folder, 2, {"devices": FOUR_REPLICAS})
 
 
-@pytest.fixture(scope="session")
-def two_devices(single):
-    folder, run = single["two_devices"]
-    return folder, {"worker-0": run.result()}
-
-
-@pytest.fixture(scope="session")
-def one_worker_two_ps(single):
-    folder, run = single["one_worker_two_ps"]
-    return folder, {"worker-0": run.result()}
-
-
-@pytest.fixture(scope="session")
-def two_shards(single):
-    folder, run = single["two_shards"]
-    return folder, {"worker-0": run.result()}
-
-
-@pytest.fixture(scope="session")
-def two_synchronous_workers(single):
-    folder, run = single["two_synchronous_workers"]
-    return folder, {"worker-0": run.result()}
-
-
-@pytest.fixture(scope="session")
-def two_synchronous_workers_two_shards(single):
-    folder, run = single["two_synchronous_workers_two_shards"]
-    return folder, {"worker-0": run.result()}
-
-
-def compare(case, reference, run, workers):
-    folder, logs = run
-    expected = load(reference[0] / f"{case}.reference.npz", reference[1])
-    results = [load(folder / f"{case}.worker-{i}.npz", logs[f"worker-{i}"]) for i in range(workers)]
+def compare(case, alone, folder, logs):
+    own, run = alone["reference"]
+    expected = load(own / f"{case}.reference.npz", run()["reference"])
+    results = [
+        load(folder / f"{case}.{name}.npz", log)
+        for name, log in logs.items()
+        if name.startswith("worker")
+    ]
     for other in results[1:]:
         assert set(other) == set(results[0])
         for key, value in results[0].items():
@@ -227,54 +195,49 @@ def load(path, log):
 
 
 @pytest.mark.parametrize("case", CASES)
-def test_two_workers(case, reference, two_workers):
-    compare(case, reference, two_workers, workers=2)
+def test_two_workers(case, alone, two_workers):
+    folder, logs = two_workers
+    assert len(logs) == 2
+    compare(case, alone, folder / "workers", logs)
 
 
 @pytest.mark.parametrize("case", LOSSLESS)
-def test_two_workers_that_compress_without_loss(case, reference, lossless):
-    compare(case, reference, lossless, workers=2)
+def test_two_workers_that_compress_without_loss(case, alone, two_workers):
+    folder, logs = two_workers
+    compare(case, alone, folder / "lossless", logs)
 
 
 @pytest.mark.parametrize("case", THREE)
-def test_three_workers(case, reference, three_workers):
-    compare(case, reference, three_workers, workers=3)
-
-
-@pytest.mark.parametrize("case", CORE)
-def test_one_process_with_two_devices(case, reference, two_devices):
-    compare(case, reference, two_devices, workers=1)
-
-
-@pytest.mark.parametrize("case", ASYNCHRONOUS)
-def test_one_asynchronous_worker(case, reference, one_worker_two_ps):
-    compare(case, reference, one_worker_two_ps, workers=1)
-
-
-@pytest.mark.parametrize("case", SHARDED)
-def test_one_asynchronous_worker_with_sharded_variables(case, reference, two_shards):
-    compare(case, reference, two_shards, workers=1)
-
-
-@pytest.mark.parametrize("case", SYNCHRONOUS)
-def test_two_synchronous_workers(case, reference, two_synchronous_workers):
-    compare(case, reference, two_synchronous_workers, workers=1)
-
-
-@pytest.mark.parametrize("case", SYNCHRONOUS_SHARDED)
-def test_two_synchronous_workers_with_sharded_variables(
-    case, reference, two_synchronous_workers_two_shards
-):
-    compare(case, reference, two_synchronous_workers_two_shards, workers=1)
+def test_three_workers(case, alone, three_workers):
+    folder, logs = three_workers
+    assert len(logs) == 3
+    compare(case, alone, folder, logs)
 
 
 @pytest.mark.parametrize("case", FOUR_REPLICAS)
-def test_two_workers_with_two_devices_each(case, reference, two_by_two):
-    compare(case, reference, two_by_two, workers=2)
+def test_two_workers_with_two_devices_each(case, alone, two_by_two):
+    compare(case, alone, *two_by_two)
+
+
+# Two devices; one asynchronous worker and two parameter servers; two synchronous workers.
+@pytest.mark.parametrize(
+    "kind, case",
+    [
+        (kind, case)
+        for kinds in PROCESSES
+        for kind, cases in kinds.items()
+        for case in cases
+        if kind != "reference"
+    ],
+)
+def test_one_process(kind, case, alone):
+    folder, run = alone[kind]
+    compare(case, alone, folder, {"worker-0": run()["worker-0"]})
 
 
 def test_accumulated_overflow_halves_the_scale_once(two_workers):
     folder, logs = two_workers
-    results = load(folder / "mixed_precision_skips_overflow.worker-0.npz", logs["worker-0"])
+    path = folder / "workers" / "mixed_precision_skips_overflow.worker-0.npz"
+    results = load(path, logs["worker-0"])
     assert results["scale"] == 2.0**7
     assert results["iterations"] == 3

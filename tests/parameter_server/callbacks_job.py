@@ -10,13 +10,13 @@ and looked at by `test_callbacks.py`. Where numbers are compared exactly, either
 import csv
 import functools
 import json
-import os
 import pathlib
 import sys
 import traceback
 
-os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "2")
+from tests import quick_start  # noqa: F401
 
+# isort: split
 import keras
 import numpy as np
 import tensorflow as tf

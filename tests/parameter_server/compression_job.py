@@ -9,13 +9,13 @@ strategy serves all; one worker's results are those of the same steps taken by h
 
 import gc
 import json
-import os
 import pathlib
 import sys
 import traceback
 
-os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "2")
+from tests import quick_start  # noqa: F401
 
+# isort: split
 import keras
 import numpy as np
 import tensorflow as tf
@@ -262,7 +262,8 @@ def rounded_lookups_as_by_hand(strategy):
 
 @behaviour
 def training_learns(strategy):
-    for name in ("bf16", "fp16", "int8", "qsgd", "sign", "topk", "randomk", "powersgd"):
+    # Of the others, every step is compared with the same taken by hand.
+    for name in ("fp16", "qsgd", "topk"):
         with strategy.scope():
             model = dense(name, keras.optimizers.SGD(0.2), metrics=["accuracy"])
         accuracy = fit(model, epochs=4)["accuracy"][-1]

@@ -3,21 +3,25 @@
 counting_job.py STEPS [BACKUP_FOLDER]
 
 In the environment, COUNTING_JOB_PAUSE is what each step waits, in seconds, COUNTING_JOB_COMPRESSION
-how gradients are compressed, and COUNTING_JOB_STATE a folder for what the compressor keeps.
+how gradients are compressed, COUNTING_JOB_STATE a folder for what the compressor keeps, and
+COUNTING_JOB_GATE a file that half of the steps wait for.
 """
 
 import os
+import pathlib
 import sys
 import time
 
-os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "2")
+from tests import quick_start  # noqa: F401
 
+# isort: split
 import keras
 import numpy as np
 
 import keras_psplus as psp
 
 steps = int(sys.argv[1])
+gate = pathlib.Path(os.environ.get("COUNTING_JOB_GATE", "/"))
 pause = float(os.environ.get("COUNTING_JOB_PAUSE", "0"))
 strategy = psp.ParameterServerStrategy(
     startup_timeout=60,
@@ -49,6 +53,9 @@ class Progress(keras.callbacks.Callback):
         time.sleep(pause)
         if batch % 50 == 0:
             print(f"batch {batch}", flush=True)
+        deadline = time.monotonic() + 60
+        while batch == steps // 2 and not gate.exists() and time.monotonic() < deadline:
+            time.sleep(0.1)
 
     def on_epoch_begin(self, epoch, logs=None):
         print(f"epoch {epoch}", flush=True)

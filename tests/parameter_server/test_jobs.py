@@ -1,5 +1,6 @@
 """Asynchronous jobs in real processes: no update is lost, failures end or go on as documented."""
 
+import json
 import os
 import pathlib
 import re
@@ -9,6 +10,8 @@ import sys
 
 import pytest
 
+import keras_psplus
+from keras_psplus.cluster.config import ClusterConfigError
 from keras_psplus.cluster.processes import LocalCluster
 from keras_psplus.cluster.testing import run_in_processes
 from tests.parameter_server.waiting import wait_for
@@ -39,11 +42,11 @@ def job(tmp_path, *args, workers=2, ps=1, env=None):
 
 def test_no_update_of_three_workers_is_lost():
     result = run_in_processes(
-        JOB, workers=3, ps=1, chief=True, timeout=150, env=ENVIRONMENT, args=[1000]
+        JOB, workers=3, ps=1, chief=True, timeout=150, env=ENVIRONMENT, args=[600]
     )
-    assert counts(result.logs["chief-0"]) == [1000, 1000, 2000]
+    assert counts(result.logs["chief-0"]) == [600, 600, 1200]
     # Nor is a byte that any of them has sent.
-    sent = "{'counting/dense/kernel': (16000, 16000), 'counting/dense/bias': (4000, 4000)}"
+    sent = "{'counting/dense/kernel': (9600, 9600), 'counting/dense/bias': (2400, 2400)}"
     assert sent in result.logs["chief-0"]
     for name in ("worker-0", "worker-2", "ps-0"):
         assert result.exit_codes[name] == 0
@@ -52,8 +55,9 @@ def test_no_update_of_three_workers_is_lost():
 
 def test_fit_goes_on_without_a_killed_worker_and_with_a_restarted_one(tmp_path):
     state = tmp_path / "state"
-    compression = {"COUNTING_JOB_COMPRESSION": "int8", "COUNTING_JOB_STATE": str(state)}
-    with job(tmp_path, 400, env=compression) as cluster:
+    gate = tmp_path / "gate"
+    env = {"COUNTING_JOB_COMPRESSION": "int8", "COUNTING_JOB_STATE": str(state)}
+    with job(tmp_path, 400, env={**env, "COUNTING_JOB_GATE": str(gate)}) as cluster:
         chief = cluster.log_path("chief-0")
         wait_for(chief, "batch 50\n")
         environment = pathlib.Path(f"/proc/{cluster.pids['worker-1']}/environ").read_bytes()
@@ -65,6 +69,9 @@ def test_fit_goes_on_without_a_killed_worker_and_with_a_restarted_one(tmp_path):
                 [sys.executable, str(JOB), "400"], env=environment, stdout=out, stderr=out
             )
         try:
+            # On a busy machine the job would be over before it has started.
+            wait_for(log, "worker-1 serves")
+            gate.touch()
             wait_for(chief, "worker-1 is back")
             # Whatever comes from now on can only come from the one that was started again.
             os.kill(cluster.pids["worker-0"], signal.SIGKILL)
@@ -87,7 +94,7 @@ def test_fit_goes_on_without_a_killed_worker_and_with_a_restarted_one(tmp_path):
 
 def test_a_killed_ps_ends_the_chief_and_a_restart_resumes(tmp_path):
     backup = tmp_path / "backup"
-    with job(tmp_path / "first", 150, backup, ps=2) as cluster:
+    with job(tmp_path / "first", 150, backup, workers=1, ps=2) as cluster:
         chief = cluster.log_path("chief-0")
         wait_for(chief, "epoch 1")
         os.kill(cluster.pids["ps-1"], signal.SIGKILL)
@@ -99,7 +106,7 @@ def test_a_killed_ps_ends_the_chief_and_a_restart_resumes(tmp_path):
     assert re.search(r"ps-1 \(127\.0\.0\.1:\d+\) stopped answering", log), log[-4000:]
     assert "Received: " in log
     result = run_in_processes(
-        JOB, workers=2, ps=2, chief=True, timeout=150, env=ENVIRONMENT, args=[150, backup]
+        JOB, workers=1, ps=2, chief=True, timeout=150, env=ENVIRONMENT, args=[150, backup]
     )
     log = result.logs["chief-0"]
     assert "epoch 0" not in log
@@ -119,21 +126,13 @@ def test_chief_gives_up_when_all_workers_are_gone(tmp_path):
 
 
 @pytest.mark.parametrize("missing", ["ps", "worker"])
-def test_clusters_without_ps_or_workers_are_refused(missing):
-    script = f"""
-    import json, os
-    config = json.loads(os.environ["TF_CONFIG"])
-    config["cluster"] = {{"chief": config["cluster"]["chief"], "{missing}": []}}
-    other = "worker" if "{missing}" == "ps" else "ps"
-    config["cluster"] = {{"chief": config["cluster"]["chief"], other: ["127.0.0.1:1"]}}
-    os.environ["TF_CONFIG"] = json.dumps(config)
-    import keras_psplus
-    keras_psplus.ParameterServerStrategy()
-    """
-    result = run_in_processes(
-        script, workers=0, chief=True, timeout=60, env=ENVIRONMENT, expect_failure=True
-    )
-    assert f"at least one `{missing}` task" in result.logs["chief-0"]
+def test_clusters_without_ps_or_workers_are_refused(missing, monkeypatch):
+    addresses = {"chief": ["127.0.0.1:1"], "worker": ["127.0.0.1:2"], "ps": ["127.0.0.1:3"]}
+    del addresses[missing]
+    config = {"cluster": addresses, "task": {"type": "chief", "index": 0}}
+    monkeypatch.setenv("TF_CONFIG", json.dumps(config))
+    with pytest.raises(ClusterConfigError, match=f"at least one `{missing}` task"):
+        keras_psplus.ParameterServerStrategy()
 
 
 def test_a_workers_error_is_the_users_own_and_told_once():

@@ -14,12 +14,12 @@ import pytest
 from keras_psplus.cluster.environment import python_path
 from keras_psplus.cluster.processes import LocalCluster
 from keras_psplus.cluster.testing import run_in_processes
+from tests.multi_process import fit_cases
 from tests.parameter_server.sync_job import by_hand
 from tests.parameter_server.waiting import wait_for
 
 HERE = pathlib.Path(__file__).parent
 JOB = HERE / "sync_job.py"
-CASES_JOB = HERE.parent / "multi_process" / "fit_cases.py"
 # Many more are compared in one process, in tests/multi_process.
 CASES = ["last_batch_of_one_row", "much_at_once", "mixed_precision_skips_overflow"]
 TOLERANCE = {"mixed_precision_skips_overflow": 2e-3}
@@ -29,19 +29,14 @@ ENVIRONMENT = {"TF_CPP_MIN_LOG_LEVEL": "2", "CUDA_VISIBLE_DEVICES": ""}
 
 @pytest.fixture(scope="module")
 def reference(tmp_path_factory):
-    """Where one process is about to leave what the cases come to, and that process."""
+    """What the cases come to in plain Keras."""
     folder = tmp_path_factory.mktemp("reference")
-    process = subprocess.Popen(
-        [sys.executable, CASES_JOB, "--reference", "--out", folder, "--cases", ",".join(CASES)],
-        env={**os.environ, **ENVIRONMENT, "PYTHONPATH": python_path(os.environ)},
-        stdout=subprocess.DEVNULL,
-    )
-    yield folder, process
-    process.kill()
+    fit_cases.run(CASES, None, "reference", folder)
+    return folder
 
 
 @pytest.fixture(scope="module")
-def job(tmp_path_factory, reference):
+def job(tmp_path_factory):
     """The folder of a job whose two workers are killed, one after the other has come back."""
     folder = tmp_path_factory.mktemp("sync")
     file = folder / "file"
@@ -79,12 +74,11 @@ def job(tmp_path_factory, reference):
 
 @pytest.mark.parametrize("case", CASES)
 def test_two_workers_equal_one_process(case, job, reference):
-    (folder, log), (expected, process) = job, reference
-    assert process.wait(60) == 0
+    folder, log = job
     path = folder / f"{case}.cluster.npz"
     assert path.exists(), log[-4000:]
     tolerance = TOLERANCE.get(case, 2e-5)
-    with np.load(path) as found, np.load(expected / f"{case}.reference.npz") as expected:
+    with np.load(path) as found, np.load(reference / f"{case}.reference.npz") as expected:
         assert set(found) == set(expected)
         for key in expected:
             np.testing.assert_allclose(

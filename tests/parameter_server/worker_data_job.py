@@ -6,13 +6,13 @@ FOLDER has text files with a number in each line. Metrics that add up the number
 tell which ones were seen.
 """
 
-import os
 import pathlib
 import sys
 import time
 
-os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "2")
+from tests import quick_start  # noqa: F401
 
+# isort: split
 import keras
 import tensorflow as tf
 
