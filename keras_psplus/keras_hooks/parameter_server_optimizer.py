@@ -30,11 +30,6 @@ def install():
     )
     replace(
         tf_optimizer.TFOptimizer,
-        "_backend_increment_gradient_accumulators",
-        ["self", "grads", "acc_grads"],
-    )(_accumulate)
-    replace(
-        tf_optimizer.TFOptimizer,
         "_backend_update_step",
         ["self", "grads", "trainable_variables", "learning_rate"],
     )(_update_step)
@@ -113,15 +108,7 @@ def _push_gradients(original, self, grads_and_vars):
     return _push(self, *zip(*grads_and_vars))
 
 
-def _accumulate(original, self, grads, acc_grads):
-    if _strategy_of(self) is not None:
-        # As they are: what is left out of one of them would miss the others of its step.
-        accumulators = [variable._value for variable in acc_grads]
-        grads = [g for g, _ in _push(self, grads, accumulators, compressed=False)]
-    return original(self, grads, acc_grads)
-
-
-def _push(optimizer, gradients, variables, **kwargs):
+def _push(optimizer, gradients, variables):
     if tf.executing_eagerly() or is_applying():
         # On the chief, which keeps nothing; or the sums of a step, which are there already.
         return list(zip(gradients, variables))
@@ -130,4 +117,4 @@ def _push(optimizer, gradients, variables, **kwargs):
     def step():
         return tf.convert_to_tensor(optimizer.iterations)
 
-    return pushes.send(gradients, variables, step, optimizer, **kwargs)
+    return pushes.send(gradients, variables, step, optimizer)

@@ -67,12 +67,16 @@ def settle(strategy, model):
 @contextlib.contextmanager
 def evaluating():
     """Context in which metrics are those of an evaluation."""
-    outer = getattr(_local, "evaluating", False)
-    _local.evaluating = True
+    outer, _local.evaluating = is_evaluating(), True
     try:
         yield
     finally:
         _local.evaluating = outer
+
+
+def is_evaluating():
+    """Whether metrics are those of an evaluation."""
+    return getattr(_local, "evaluating", False)
 
 
 def optimizers_of(model):
@@ -107,7 +111,7 @@ def _found(model):
 def _end_of_epoch(original, self, logs):
     strategy = ours(getattr(self, "_distribute_strategy", None))
     # Keras asks for an epoch's metrics before validation and before callbacks see its end.
-    if strategy is not None and not getattr(_local, "evaluating", False):
+    if strategy is not None and not is_evaluating():
         settle(strategy, self)
         if getattr(strategy.updates, "flush", False):
             for optimizer in optimizers_of(self).values():
