@@ -7,7 +7,7 @@ import tensorflow as tf
 from keras.src.backend.tensorflow import trainer
 
 from keras_psplus.all_reduce import batches
-from keras_psplus.keras_hooks import data, ps_data, step_registry
+from keras_psplus.keras_hooks import data, parameter_server_updates, ps_data, step_registry
 from keras_psplus.keras_hooks.ownership import asynchronous
 from keras_psplus.keras_hooks.parameter_server_sync import split
 from keras_psplus.keras_hooks.patching import replace
@@ -105,6 +105,8 @@ class _StepFunction:
         self._model = model
         self._strategy, self._scheduler = strategy, strategy.scheduler
         step = _knowing_rows(model._autoconvert_optionals(step_function))
+        if is_training:
+            step = parameter_server_updates.alone(strategy, model, step)
         self._runner = self._runner_of(step, is_training)
         # One dict for a whole epoch: Keras keeps the last that it got, and gets to see in it what
         # steps bring back later.

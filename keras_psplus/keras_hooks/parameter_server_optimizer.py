@@ -11,7 +11,7 @@ from keras.src.optimizers import base_optimizer
 
 from keras_psplus.keras_hooks.ownership import asynchronous
 from keras_psplus.keras_hooks.patching import replace
-from keras_psplus.parameter_server import tally
+from keras_psplus.parameter_server import local_copies, tally
 from keras_psplus.parameter_server.pulls import PulledVariable, exact
 from keras_psplus.parameter_server.sync_functions import is_applying
 
@@ -55,6 +55,16 @@ def _apply(original, self, grads, trainable_variables=None):
     finally:
         for variable, constraint in constraints:
             variable.constraint = constraint
+    constrain(strategy, constraints)
+
+
+def constrain(strategy, constraints):
+    """Has variables satisfy their constraints, beside them.
+
+    Args:
+        strategy: `ParameterServerStrategy`.
+        constraints: List of pairs of a Keras variable and its constraint.
+    """
     for variable, constraint in constraints:
         if isinstance(variable._value, PulledVariable):
             _beside(strategy, variable, lambda v, c: v.assign(c(v)), (variable, constraint))
@@ -109,8 +119,9 @@ def _push_gradients(original, self, grads_and_vars):
 
 
 def _push(optimizer, gradients, variables):
-    if tf.executing_eagerly() or is_applying():
-        # On the chief, which keeps nothing; or the sums of a step, which are there already.
+    if tf.executing_eagerly() or is_applying() or local_copies.are_in_use():
+        # On the chief, which keeps nothing; the sums of a step, which are there already; or to a
+        # worker's own copies.
         return list(zip(gradients, variables))
     pushes = optimizer._distribution_strategy.extended.pushes
 

@@ -8,12 +8,12 @@ the worker as well.
 import tensorflow as tf
 from keras.src import backend, ops
 from keras.src.optimizers import base_optimizer, loss_scale_optimizer
-from keras.src.trainers import trainer
 
-from keras_psplus.keras_hooks import checks, step_registry, updates
+from keras_psplus.keras_hooks import checks, parameter_server_optimizer, updates
 from keras_psplus.keras_hooks.ownership import asynchronous
 from keras_psplus.keras_hooks.patching import replace
-from keras_psplus.parameter_server import updating
+from keras_psplus.parameter_server import local_copies, updating
+from keras_psplus.parameter_server.local_rounds import Members
 
 
 def install():
@@ -25,7 +25,6 @@ def install():
         "_backend_apply_gradients",
         ["self", "grads", "trainable_variables"],
     )(_apply_gradients)
-    replace(trainer.Trainer, "_get_metrics_result_or_logs", ["self", "logs"])(_end_of_epoch)
 
 
 def _strategy_of(optimizer):
@@ -38,6 +37,66 @@ def _strategy_of(optimizer):
         and not tf.executing_eagerly()
     )
     return strategy if is_on_worker else None
+
+
+def alone(strategy, model, step):
+    """A model's step as a worker takes it alone, if `updates` says so; else as it is."""
+    if strategy.updates is None or not strategy.updates.local:
+        return step
+
+    def step_alone(batch):
+        optimizers = [one for one in updates.optimizers_of(model).values() if one.built]
+        members = {one: _members(one, strategy.updates) for one in optimizers}
+        constraints = [
+            (variable, variable.constraint)
+            for one in optimizers
+            for variable in one._trainable_variables
+            if variable.constraint is not None
+        ]
+
+        def satisfied(weights):
+            known = {id(weight) for weight in weights}
+            own = [(v, c) for v, c in constraints if id(v._value) in known]
+            # A mean of weights that satisfy a constraint need not.
+            parameter_server_optimizer.constrain(strategy, own)
+
+        with strategy.updating.alone(members, satisfied):
+            return step(batch)
+
+    return step_alone
+
+
+def _members(optimizer, policy):
+    weights = optimizer._trainable_variables
+    averages = list(optimizer._model_variables_moving_average) if optimizer.use_ema else []
+    averages = [variable for variable in averages if variable is not None]
+    sums = optimizer._accumulated_gradients if optimizer.gradient_accumulation_steps else []
+    others = [*averages, *sums, optimizer._iterations]
+    slots = [
+        variable
+        for variable in optimizer.variables
+        if variable.value.dtype.is_floating
+        and variable.name != "learning_rate"
+        and all(variable is not other for other in others)
+    ]
+    if policy.average_slots:
+        shapes = {tuple(variable.shape) for variable in weights}
+        averages += [slot for slot in slots if tuple(slot.shape) in shapes]
+        slots = [slot for slot in slots if tuple(slot.shape) not in shapes]
+    kinds = weights, averages, slots, [optimizer._iterations]
+    return Members(*([variable._value for variable in kind] for kind in kinds))
+
+
+def _check_that_it_is_alone(optimizer, variables):
+    for variable in variables:
+        value = variable._value
+        if local_copies.handle_of(getattr(value, "shards", [value])[0]) is None:
+            raise ValueError(
+                "With `updates=LocalSGD(...)` under parameter servers, an optimizer has to be an "
+                "attribute of the model, built before the first step, and applied by the "
+                "`train_step` of `fit`: its variables are copied to the workers. "
+                f"Received: {optimizer.name} and the variable '{variable.path}'"
+            )
 
 
 def _apply(original, self, grads, trainable_variables=None):
@@ -54,6 +113,9 @@ def _apply(original, self, grads, trainable_variables=None):
         with backend.name_scope(self.name, caller=self):
             self.build(variables)
     if all(gradient is None for gradient in grads):
+        return original(self, grads, variables)
+    if strategy.updates.local:
+        _check_that_it_is_alone(self, variables)
         return original(self, grads, variables)
     # Of optimizers that compile() was not given.
     checks.check_accumulation(strategy.updates, self)
@@ -86,13 +148,3 @@ def _apply_gradients(original, self, grads, trainable_variables):
             lambda: None,
         )
     return None
-
-
-def _end_of_epoch(original, self, logs):
-    strategy = asynchronous(getattr(self, "_distribute_strategy", None))
-    # Keras asks for an epoch's metrics before validation and before callbacks see its end.
-    if getattr(strategy and strategy.updates, "flush", False) and not updates.is_evaluating():
-        step_registry.drain(strategy)
-        for optimizer in updates.optimizers_of(self).values():
-            strategy.updating.finish(optimizer)
-    return original(self, logs)

@@ -2,7 +2,7 @@
 
 from typing import Any, NamedTuple
 
-from keras_psplus.updates import Accumulate
+from keras_psplus.updates import Accumulate, LocalSGD
 
 
 class Mode(NamedTuple):
@@ -84,10 +84,11 @@ def check_updates(updates, mode):
     """
     if updates is None:
         return None
-    if not isinstance(updates, Accumulate):
+    if not isinstance(updates, (Accumulate, LocalSGD)):
         raise ValueError(
             "Under parameter servers, `updates` must be `keras_psplus.updates.Accumulate(steps)`, "
-            f"or None. Received: updates={updates!r}"
+            "`LocalSGD(every)`, or None: workers come one by one, so there is no mean of theirs "
+            f"for an outer optimizer to step along. Received: updates={updates!r}"
         )
     if mode.is_sync:
         raise ValueError(

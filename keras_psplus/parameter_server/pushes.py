@@ -43,7 +43,7 @@ class Pushes:
         self._compressors, self._states = compressors, states
         self._known = weakref.WeakKeyDictionary()
 
-    def send(self, gradients, variables, step, owner):
+    def send(self, gradients, variables, step, owner, compressed=True):
         """Sends gradients to their variables' servers.
 
         Args:
@@ -51,6 +51,7 @@ class Pushes:
             variables: Their variables.
             step: Function that returns the number of the step, an int64 scalar.
             owner: Object that residuals belong to: the optimizer.
+            compressed: Whether compressors are used.
 
         Returns:
             List of pairs of a gradient, ready for an update beside its variable, and the variable.
@@ -61,7 +62,7 @@ class Pushes:
         number = _Once(lambda: tf.cast(step(), tf.int64))
         pushes = []
         for gradient, variable, name in zip(gradients, variables, names):
-            compressor = self._compressors.of_gradient(variable)
+            compressor = self._compressors.of_gradient(variable) if compressed else None
             if isinstance(gradient, tf.IndexedSlices) and compressor is not None:
                 compressor = compressor if compressor.compresses_rows else None
             key = (path_of(variable), "gradient", None if compressor is None else repr(compressor))

@@ -11,6 +11,7 @@ from keras_psplus.parameter_server import failure, modes, startup, state_files, 
 from keras_psplus.parameter_server.attempts import Rounds
 from keras_psplus.parameter_server.compressors import Compressors
 from keras_psplus.parameter_server.extended import ParameterServerExtended
+from keras_psplus.parameter_server.local_updating import LocalUpdating
 from keras_psplus.parameter_server.scheduler import Coordinator, Scheduler
 from keras_psplus.parameter_server.staleness import Clocks
 from keras_psplus.parameter_server.updating import Updating
@@ -50,7 +51,9 @@ class ParameterServerStrategy(tf.distribute.ParameterServerStrategy):
         max_staleness: In `"async"` mode, how many steps a worker may be ahead of the slowest one
             (stale-synchronous), at least 0; None for any number.
         updates: In `"async"` mode, `keras_psplus.updates.Accumulate(steps)`, by which each worker
-            sums its gradients for some batches before it sends them; None to send each.
+            sums its gradients for some batches before it sends them, or `LocalSGD(every)`, by which
+            it reads the variables, takes some steps alone and sends what they have changed; None to
+            read and send at each step.
 
     Raises:
         ValueError: If an argument is out of range, a combination of them has no meaning, or a
@@ -154,7 +157,8 @@ class ParameterServerStrategy(tf.distribute.ParameterServerStrategy):
             failure.WorkerWatch(spec["worker"], worker_timeout).check,
             self._chief.greet_again if self._chief else None,
         )
-        self._updating = Updating(self, updates)
+        kind = LocalUpdating if updates is not None and updates.local else Updating
+        self._updating = kind(self, updates)
         self._clocks = None
         if self._mode.max_staleness is not None:
             self._clocks = Clocks(self._num_workers, self._mode.max_staleness)
@@ -207,7 +211,7 @@ class ParameterServerStrategy(tf.distribute.ParameterServerStrategy):
 
     @property
     def updating(self):
-        """What workers sum before they send it."""
+        """What workers keep back, and when they send it."""
         return self._updating
 
     @property
@@ -244,7 +248,7 @@ class ParameterServerStrategy(tf.distribute.ParameterServerStrategy):
         return self._totals
 
     def finish_updates(self, optimizer):
-        """Has every worker send the gradients that it still has, one update for each worker.
+        """Has every worker send what it still has: sums of gradients, or changes.
 
         Args:
             optimizer: The model's optimizer.

@@ -65,16 +65,22 @@ class Updating:
 
     Args:
         strategy: `ParameterServerStrategy`.
-        policy: `keras_psplus.updates.Accumulate` or None.
+        policy: `keras_psplus.updates.Updates` or None.
     """
+
+    _LOST = (
+        "worker-%d was lost with the gradients of %d batch(es) that it had summed and not sent "
+        "yet; they are missing from training"
+    )
 
     def __init__(self, strategy, policy):
         self.policy = policy
         self._strategy = weakref.ref(strategy)
         self._units = weakref.WeakKeyDictionary()
         self._in_trace = weakref.WeakKeyDictionary()
-        self._flushes = weakref.WeakKeyDictionary()
-        self._held = {}
+        self._everywhere = weakref.WeakKeyDictionary()
+        self._finished = weakref.WeakKeyDictionary()
+        self._held, self._steps = {}, 0
         strategy.scheduler.on_worker_lost = self._note_loss
 
     def take(self, optimizer, gradients, variables):
@@ -127,36 +133,57 @@ class Updating:
         kept = WorkerVariables(states, f"{states.owner(_owner(optimizer))}/updates")
         accumulation = Accumulation(unit.steps, kept, unit.name, unit.forms, unit.variables)
         kept.begin()
-        trace = worker_function.current()
-        if trace is not None:
-            self._in_trace.setdefault(trace, []).append(accumulation)
+        self._note(accumulation)
         return accumulation
 
+    def _note(self, part):
+        """Notes a part of the function that is being traced which has a `count`."""
+        trace = worker_function.current()
+        if trace is not None:
+            self._in_trace.setdefault(trace, []).append(part)
+
+    def _finisher(self, owner):
+        """How many parts there are to finish, and a function of a worker that finishes them."""
+        units = [unit for unit in self._units.get(owner, {}).values() if unit.is_by_rows]
+        kept = weakref.ref(owner)
+
+        def finish():
+            for unit in units:
+                by = unit.optimizer() or kept()
+                accumulation = self._begin(by, unit)
+                accumulation.finish(None, lambda means, of, by=by: _apply(by, means, of))
+
+        return len(units), finish
+
     def finish(self, optimizer):
-        """Has every worker update with what it has.
+        """Has every worker send what it has, if there may be anything.
 
         Args:
             optimizer: The Keras optimizer.
         """
-        units = [u for u in self._units.get(_owner(optimizer), {}).values() if u.is_by_rows]
-        if not units:
+        owner, strategy = _owner(optimizer), self._strategy()
+        strategy.scheduler.join()
+        count, finish = self._finisher(owner)
+        if not count or self._finished.get(owner) == self._steps:
             return
-        known, flush = self._flushes.get(_owner(optimizer), (0, None))
-        if known != len(units):
-            owner = weakref.ref(_owner(optimizer))
+        known, everywhere = self._everywhere.get(owner, (0, None))
+        if known != count:
+            everywhere = Everywhere(strategy, finish, self._held_in)
+            self._everywhere[owner] = count, everywhere
+        everywhere(self._note_held)
+        self._finished[owner] = self._steps
 
-            def finish_all():
-                for unit in units:
-                    by = unit.optimizer() or owner()
-                    accumulation = self._begin(by, unit)
-                    accumulation.finish(None, lambda means, of, by=by: _apply(by, means, of))
-
-            flush = Everywhere(self._strategy(), finish_all, self._held_in)
-            self._flushes[_owner(optimizer)] = len(units), flush
-        flush(self.note_held)
+    def training(self, variables):
+        """The optimizers that train some of these Keras variables, so far as they are known."""
+        wanted = {id(variable) for variable in variables}
+        return [
+            owner
+            for owner, units in self._units.items()
+            if any(not wanted.isdisjoint(key) for key in units)
+        ]
 
     def _held_in(self, trace):
-        """Of how many batches the worker that runs a function has gradients left, a vector."""
+        """Of how many batches the worker that runs a function has something left, a vector."""
         counts = [one.count for one in self._in_trace.get(trace, ())]
         held = tf.reduce_max(tf.stack(counts)) if counts else _NOTHING
         return tf.cast(tf.reshape(held, [1]), tf.float64)
@@ -171,29 +198,25 @@ class Updating:
         return collect_with_held
 
     def take_held(self, vector, worker):
-        """Notes what a worker has left, and returns the rest of the vector."""
-        self.note_held(vector[-1:], worker)
+        """Notes what a step has left on a worker, and returns the rest of the vector."""
+        if vector[-1] != _NOTHING:
+            self._steps += 1
+        self._note_held(vector[-1:], worker)
         return vector[:-1]
 
-    def note_held(self, vector, worker):
-        """Notes what a worker has left."""
+    def _note_held(self, vector, worker):
         if vector[0] != _NOTHING:
             self._held[worker] = int(vector[0])
 
     @property
     def held(self):
-        """Of how many batches each worker has gradients that are not sent: a dict."""
+        """Of how many batches each worker has what it has not sent: a dict."""
         return {worker: count for worker, count in sorted(self._held.items()) if count}
 
     def _note_loss(self, worker):
         count = self._held.pop(worker, 0)
         if count:
-            logger.warning(
-                "worker-%d was lost with the gradients of %d batch(es) that it had summed and not "
-                "sent yet; they are missing from training",
-                worker,
-                count,
-            )
+            logger.warning(self._LOST, worker, count)
 
 
 class _Batch:

@@ -35,6 +35,7 @@ class WorkerStates:
         self._run = uuid.uuid4().hex
         self._owners = weakref.WeakKeyDictionary()
         self._leaves = {}  # by name: the shape and dtype
+        self._unsaved = set()
         self._to_restore = {}  # by worker and name: values that no step has asked for yet
         self._ownerless = []
 
@@ -45,8 +46,8 @@ class WorkerStates:
 
     @property
     def has_any(self):
-        """Whether steps keep anything."""
-        return bool(self._leaves)
+        """Whether steps keep anything that is to be saved."""
+        return not self._unsaved.issuperset(self._leaves)
 
     def owner(self, owner):
         """A name for an object, an optimizer, whose states are its own and end with it."""
@@ -118,18 +119,27 @@ class WorkerStates:
     def _shared_name(self, name):
         return f"keras_psplus/{self._run}/{name}"
 
-    def register(self, forms):
-        """Notes the shapes and dtypes of leaves, and gives them values that wait to be restored."""
+    def register(self, forms, are_saved=True):
+        """Notes leaves, and gives them the values that wait to be restored.
+
+        Args:
+            forms: Dict from names to shapes and dtypes.
+            are_saved: Whether `fetch` brings them.
+        """
         self._leaves.update(forms)
+        if not are_saved:
+            self._unsaved.update(forms)
         for worker, values in self._to_restore.items():
             self._assign(worker, {name: values.pop(name) for name in forms if name in values})
 
     def fetch(self, worker):
-        """Dict of all states that a worker has, as arrays; None if it cannot be reached."""
+        """Dict of what is saved of a worker's states, as arrays; None if it cannot be reached."""
         fetched = {}
         try:
             with on_worker(worker, device=None):
                 for name, (shape, dtype) in self._leaves.items():
+                    if name in self._unsaved:
+                        continue
                     handle = self._eager_handle(name, shape, dtype)
                     if tf.raw_ops.VarIsInitializedOp(resource=handle).numpy():
                         value = tf.raw_ops.ReadVariableOp(resource=handle, dtype=dtype)

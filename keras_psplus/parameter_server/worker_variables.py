@@ -38,7 +38,12 @@ class WorkerVariables:
     Args:
         states: `WorkerStates` that keep them.
         prefix: Of their names.
+
+    Attributes:
+        is_saved: Whether they are saved with the states of their worker.
     """
+
+    is_saved = True
 
     def __init__(self, states, prefix):
         self._states, self._prefix = states, prefix
@@ -60,14 +65,20 @@ class WorkerVariables:
         self._made[name] = WorkerVariable(handle, *form)
         return self._made[name]
 
-    def begin(self):
-        """Makes the variables, all of them, where the worker does not have them yet."""
-        self._states.register({name: (v.shape, v.dtype) for name, v in self._made.items()})
+    def begin(self, initialize=lambda: None):
+        """Makes the variables, all of them, where the worker does not have them yet.
+
+        Args:
+            initialize: Function that gives new ones their values, if these are not zeros.
+        """
+        forms = {name: (v.shape, v.dtype) for name, v in self._made.items()}
+        self._states.register(forms, self.is_saved)
 
         def make():
             for variable in self._made.values():
                 sizes = [size or 0 for size in variable.shape.as_list()]
                 variable.assign(tf.zeros(sizes, variable.dtype))
+            initialize()
             return tf.constant(True)
 
         handles = [variable.handle for variable in self._made.values()]
