@@ -189,18 +189,15 @@ class PulledVariable(resource_variable_ops.ResourceVariable):
         copy = local_copies.handle_of(self)
         return self._handle if copy is None else copy
 
-    def _is_here(self):
-        return _is_updating_beside(self) or local_copies.handle_of(self) is not None
-
     def _read_variable_op(self, no_copy=False):
         pulls = current()
-        if pulls is None or self._is_here():
+        if pulls is None or _is_updating_beside(self):
             return super()._read_variable_op(no_copy)
         return pulls.value(self, [self])
 
     def sparse_read(self, indices, name=None):
         pulls = current()
-        if pulls is None or self._is_here() or is_in_inner_function():
+        if pulls is None or _is_updating_beside(self) or is_in_inner_function():
             return super().sparse_read(indices, name)
         compressor = pulls.compressor_of(self)
         key = reads.key_of(self, compressor)
