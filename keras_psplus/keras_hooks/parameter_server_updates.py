@@ -46,7 +46,9 @@ def alone(strategy, model, step):
 
     def step_alone(batch):
         optimizers = [one for one in updates.optimizers_of(model).values() if one.built]
-        members = {one: _members(one, strategy.updates) for one in optimizers}
+        members, seen = {}, set()
+        for one in optimizers:
+            members[one] = _members(one, strategy.updates, seen)
         constraints = [
             (variable, variable.constraint)
             for one in optimizers
@@ -66,8 +68,10 @@ def alone(strategy, model, step):
     return step_alone
 
 
-def _members(optimizer, policy):
-    weights = optimizer._trainable_variables
+def _members(optimizer, policy, seen):
+    # A weight that two optimizers change has one copy.
+    weights = [v for v in optimizer._trainable_variables if id(v) not in seen]
+    seen.update(id(variable) for variable in weights)
     averages = list(optimizer._model_variables_moving_average) if optimizer.use_ema else []
     averages = [variable for variable in averages if variable is not None]
     sums = optimizer._accumulated_gradients if optimizer.gradient_accumulation_steps else []
@@ -80,7 +84,7 @@ def _members(optimizer, policy):
         and all(variable is not other for other in others)
     ]
     if policy.average_slots:
-        shapes = {tuple(variable.shape) for variable in weights}
+        shapes = {tuple(variable.shape) for variable in optimizer._trainable_variables}
         averages += [slot for slot in slots if tuple(slot.shape) in shapes]
         slots = [slot for slot in slots if tuple(slot.shape) not in shapes]
     kinds = weights, averages, slots, [optimizer._iterations]
@@ -88,7 +92,8 @@ def _members(optimizer, policy):
 
 
 def _check_that_it_is_alone(optimizer, variables):
-    for variable in variables:
+    inner = getattr(optimizer, "inner_optimizer", optimizer)
+    for variable in [*variables, inner._iterations]:
         value = variable._value
         if local_copies.handle_of(getattr(value, "shards", [value])[0]) is None:
             raise ValueError(

@@ -21,11 +21,36 @@ import keras_psplus
 from keras_psplus import updates
 from keras_psplus.cluster.in_process import InProcessCluster
 from keras_psplus.parameter_server.compressors import Compressors
-from tests.all_reduce.updates_job import ACCUMULATED, accumulated, dense, fit, resumed
+from keras_psplus.parameter_server.local_updating import LocalUpdating
+from keras_psplus.parameter_server.updating import Updating
+from tests.all_reduce.updates_job import (
+    ACCUMULATED,
+    OfParts,
+    accumulated,
+    dense,
+    embedding,
+    fit,
+    loss_scale,
+    problem,
+    resumed,
+)
 
 # Under parameter servers nothing runs eagerly.
 CASES = [name for name in ACCUMULATED if name != "eagerly"]
-RESUMED = ["two optimizers", "accumulate"]
+RESUMED = ["two optimizers", "accumulate", "local"]
+# Of one worker alone, they come to the same as without the policy.
+LOCAL = {
+    "adam": (
+        updates.LocalSGD(3),
+        lambda: dense(keras.optimizers.Adam(0.02), steps_per_execution=3),
+    ),
+    "post-local": (
+        updates.LocalSGD(3, start_step=6),
+        lambda: dense(keras.optimizers.SGD(0.3, use_ema=True, ema_momentum=0.8)),
+    ),
+    "embedding": (updates.LocalSGD(2, average_slots=True), embedding),
+    "loss_scale": (updates.LocalSGD(3), loss_scale),
+}
 
 
 def partitioner(shape, dtype):
@@ -40,7 +65,8 @@ def making(strategy):
         # What is resumed is found by an optimizer's name, that of no other one that lives.
         gc.collect()
         keras.backend.clear_session()
-        strategy.updating.policy = policy
+        kind = LocalUpdating if policy is not None and policy.local else Updating
+        strategy._updating = kind(strategy, policy)
         strategy.extended.pushes._compressors = Compressors(compressor, None)
         strategy.totals._bytes.clear()
         return strategy
@@ -78,6 +104,54 @@ def finished_by_hand(strategy, make, out):
     out["finished"] = {"weights": model.get_weights(), "numbers": numbers}
 
 
+def everything(model):
+    """The values of a model's weights, and of its optimizer's variables."""
+    inner = getattr(model.optimizer, "inner_optimizer", model.optimizer)
+    return [*model.get_weights(), *(variable.numpy() for variable in inner.variables)]
+
+
+def local(strategy, make, out):
+    for name, (policy, build) in LOCAL.items():
+        make(policy)
+        keras.utils.set_random_seed(1)
+        with strategy.scope():
+            model = build()
+        fit(model)
+        out[f"local {name}"] = {"weights": everything(model), "numbers": sent(strategy)}
+
+
+class Look(keras.callbacks.Callback):
+    """Evaluates in the middle of a round."""
+
+    def on_train_batch_end(self, batch, logs=None):
+        if batch == 1:
+            self.model.evaluate(*problem(), verbose=0)
+            self.weights = self.model.get_weights()
+
+
+def looked_at(strategy, make, out):
+    make(updates.LocalSGD(100))
+    keras.utils.set_random_seed(1)
+    with strategy.scope():
+        model = dense("sgd")
+    look = Look()
+    fit(model, 1, [look])
+    out["looked at"] = {"weights": look.weights, "numbers": None}
+
+
+def refused(strategy, make, out):
+    make(updates.LocalSGD(3))
+    with strategy.scope():
+        model = OfParts(keras.optimizers.SGD(0.1))
+        model.compile()
+    try:
+        fit(model)
+        message = "nothing"
+    except ValueError as error:
+        message = str(error)
+    out["refused"] = {"weights": [], "numbers": message}
+
+
 def main():
     folder = sys.argv[1]
     cluster = InProcessCluster(workers=1, ps=2)
@@ -89,6 +163,9 @@ def main():
         out[f"accumulated {name}"]["numbers"][1] = sent(strategy)
     by_keras(strategy, make, out)
     finished_by_hand(strategy, make, out)
+    local(strategy, make, out)
+    looked_at(strategy, make, out)
+    refused(strategy, make, out)
     resumed(make, out, folder, RESUMED)
     arrays = {
         f"{name}/{i}": weight for name, of in out.items() for i, weight in enumerate(of["weights"])
