@@ -80,7 +80,7 @@ class Updating:
         self._in_trace = weakref.WeakKeyDictionary()
         self._everywhere = weakref.WeakKeyDictionary()
         self._finished = weakref.WeakKeyDictionary()
-        self._held, self._steps = {}, 0
+        self._held, self._steps, self._are_steps_counted = {}, 0, True
         strategy.scheduler.on_worker_lost = self._note_loss
 
     def take(self, optimizer, gradients, variables):
@@ -141,6 +141,9 @@ class Updating:
         trace = worker_function.current()
         if trace is not None:
             self._in_trace.setdefault(trace, []).append(part)
+        else:
+            # The steps of a script's own loop are not seen here.
+            self._are_steps_counted = False
 
     def _finisher(self, owner):
         """How many parts there are to finish, and a function of a worker that finishes them."""
@@ -164,7 +167,8 @@ class Updating:
         owner, strategy = _owner(optimizer), self._strategy()
         strategy.scheduler.join()
         count, finish = self._finisher(owner)
-        if not count or self._finished.get(owner) == self._steps:
+        is_finished = self._are_steps_counted and self._finished.get(owner) == self._steps
+        if not count or is_finished:
             return
         known, everywhere = self._everywhere.get(owner, (0, None))
         if known != count:
