@@ -4,5 +4,5 @@ import keras_psplus
 
 
 def strategy():
-    """Each worker sums the gradients of its batches: a quarter of the updates and of their bytes."""
+    """Each worker sums the gradients of its batches: a quarter of the updates and their bytes."""
     return keras_psplus.ParameterServerStrategy(updates=keras_psplus.updates.Accumulate(4))
