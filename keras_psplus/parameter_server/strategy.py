@@ -271,7 +271,7 @@ class ParameterServerStrategy(tf.distribute.ParameterServerStrategy):
         self._updating.finish(optimizer)
 
     def save_compression_state(self, folder, step):
-        """Writes what compressors keep on the workers, such as what error feedback has left out.
+        """Writes what workers keep for compressors and `updates`: residuals, sums, own momenta.
 
         A worker that cannot be reached is left out, with a warning. Files of earlier steps are
         removed, but for the last. If nothing is kept, nothing is written.
