@@ -128,13 +128,22 @@ def _apply(original, self, grads, trainable_variables=None):
     return strategy.updating.take(self, list(grads), variables)
 
 
+def _with_distinct_rows(gradient):
+    if not isinstance(gradient, tf.IndexedSlices):
+        return gradient
+    rows, places = tf.unique(gradient.indices)
+    values = tf.math.unsorted_segment_sum(gradient.values, places, tf.size(rows))
+    return tf.IndexedSlices(values, rows, gradient.dense_shape)
+
+
 def _apply_gradients(original, self, grads, trainable_variables):
     strategy = _strategy_of(self)
     if strategy is None or not self.gradient_accumulation_steps:
         return original(self, grads, trainable_variables)
 
     def update(means, variables):
-        means = self._clip_gradients(means)
+        # Keras's sums are whole tensors: a row that came twice is one there.
+        means = self._clip_gradients([_with_distinct_rows(mean) for mean in means])
         self._apply_weight_decay(variables)
         self._backend_update_step(means, variables, self.learning_rate)
 

@@ -21,7 +21,13 @@ from tests.all_reduce.test_updates import weights_of, whole_batches
 from tests.all_reduce.updates_job import ACCUMULATED, data_of, dense, fit, problem, slices
 from tests.parameter_server.rare_updates_job import RATE
 from tests.parameter_server.test_modes import CLUSTER
-from tests.parameter_server.updates_job import CASES, LOCAL, RESUMED, everything
+from tests.parameter_server.updates_job import (
+    CASES,
+    LOCAL,
+    RESUMED,
+    embedding_accumulated_by_keras,
+    everything,
+)
 from tests.parameter_server.waiting import wait_for
 
 JOB = pathlib.Path(__file__).with_name("updates_job.py")
@@ -84,6 +90,12 @@ def test_keras_own_accumulation_sends_once_for_each_update(job):
     assert_close(weights_of(results, "by keras"), model)
     # Eight batches.
     assert numbers["by keras"] == [2 * sum(weight.nbytes for weight in model.get_weights())]
+
+
+def test_rows_that_keras_accumulates_are_summed(job):
+    model = embedding_accumulated_by_keras()
+    fit(model, epochs=2)
+    assert_close(weights_of(job[0], "rows by keras"), model)
 
 
 def test_what_waits_is_known_and_can_be_sent(job):

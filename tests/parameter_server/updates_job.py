@@ -88,6 +88,18 @@ def by_keras(strategy, make, out):
         model = dense(keras.optimizers.SGD(0.3, gradient_accumulation_steps=3))
     fit(model, epochs=2)
     out["by keras"] = {"weights": model.get_weights(), "numbers": [sent(strategy)]}
+    with strategy.scope():
+        model = embedding_accumulated_by_keras()
+    fit(model, epochs=2)
+    out["rows by keras"] = {"weights": model.get_weights(), "numbers": None}
+
+
+def embedding_accumulated_by_keras():
+    keras.utils.set_random_seed(1)
+    model = embedding()
+    # Squares of sums are not sums of squares.
+    model.compile(keras.optimizers.Adam(0.02, gradient_accumulation_steps=3), "mse")
+    return model
 
 
 def finished_by_hand(strategy, make, out):
