@@ -6,9 +6,9 @@ import weakref
 import tensorflow as tf
 
 from keras_psplus.all_reduce import step as step_module
-from keras_psplus.all_reduce.accumulation import Accumulation
 from keras_psplus.all_reduce.compression_state import States
 from keras_psplus.all_reduce.local_steps import LocalSteps
+from keras_psplus.updates.accumulation import Accumulation, forms_of
 
 
 class Updating:
@@ -48,7 +48,8 @@ class Updating:
                 sums = functools.partial(self._sums, weakref.ref(_owner(optimizer)))
                 units[key] = LocalSteps(self.policy, states, name, parts, averaged, sums)
             else:
-                units[key] = Accumulation(self.policy, states, name, grads, variables)
+                steps, forms = self.policy.steps, forms_of(grads)
+                units[key] = Accumulation(steps, states, name, forms, variables)
         units[key](step, grads, variables, apply)
 
     def prepare(self, optimizer, variables):

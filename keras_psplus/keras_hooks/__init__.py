@@ -15,6 +15,7 @@ from keras_psplus.keras_hooks import (
     parameter_server_optimizer,
     parameter_server_predict,
     parameter_server_sync,
+    parameter_server_updates,
     parameter_server_variables,
     saving,
     trainer,
@@ -43,6 +44,7 @@ def install():
         parameter_server_optimizer,
         parameter_server_predict,
         parameter_server_sync,
+        parameter_server_updates,
         parameter_server_variables,
         hybrid,
     ):

@@ -36,8 +36,7 @@ def _save(original, self):
     strategy = _strategy_of(self)
     if strategy is None:
         return original(self)
-    if ours(strategy):
-        updates.settle(strategy, self.model)
+    updates.settle(strategy, self.model)
     # First, so that there is one for every model that the chief has written.
     compression_backup.save(strategy, self.model, self.backup_dir)
     if not strategy.is_chief:

@@ -4,7 +4,7 @@ from keras.src import callbacks as keras_callbacks
 from keras.src.callbacks import callback_list, model_checkpoint
 
 from keras_psplus.keras_hooks import saving, updates
-from keras_psplus.keras_hooks.ownership import ours
+from keras_psplus.keras_hooks.ownership import distributing, ours
 from keras_psplus.keras_hooks.patching import replace
 
 _WRITE_ONLY = (
@@ -46,7 +46,7 @@ def _on_epoch_end(original, self, epoch, logs=None):
 
 def _save_checkpoint(original, self, epoch, batch, logs):
     strategy = _strategy_of(self)
-    updates.settle(strategy, self.model)
+    updates.settle(distributing(getattr(self.model, "_distribute_strategy", None)), self.model)
     if strategy is None or strategy.is_chief:
         return original(self, epoch, batch, logs)
     # It still keeps track of the best value, as on the chief.

@@ -16,11 +16,15 @@ from keras_psplus.keras_hooks.ownership import asynchronous
 from keras_psplus.keras_hooks.updates import optimizers_of
 from keras_psplus.log import logger
 
+# More than all workers together can have accumulated.
+_MANY = 1 << 20
+
 
 def save(strategy, model, folder):
     """Writes this worker's state, for the step that the model is at now."""
     if asynchronous(strategy) is not None:
-        strategy.save_compression_state(_folder(folder), _step(model))
+        strategy.scheduler.join()
+        strategy.save_compression_state(_folder(folder), _number_of_batches(strategy, model))
         return
     if not _keeps(strategy):
         return
@@ -35,14 +39,16 @@ def save(strategy, model, folder):
 
 def note(strategy, model, folder):
     """Writes which step the model is of, on the chief, after the model."""
-    if asynchronous(strategy) is None and strategy.updates is not None:
+    if strategy.updates is not None:
+        is_alone = asynchronous(strategy) is not None
+        number = (_number_of_batches if is_alone else _number)(strategy, model)
         with file_utils.File(_note_path(folder), "w") as f:
-            f.write(json.dumps(_number(strategy, model)))
+            f.write(json.dumps(number))
 
 
 def noted(strategy, folder):
     """What `note` wrote, or None."""
-    if asynchronous(strategy) is not None or not file_utils.exists(_note_path(folder)):
+    if strategy.updates is None or not file_utils.exists(_note_path(folder)):
         return None
     with file_utils.File(_note_path(folder), "r") as f:
         return json.loads(f.read())
@@ -58,7 +64,10 @@ def restore(strategy, model, folder, noted_step=None):
         noted_step: What the chief had `noted`.
     """
     if asynchronous(strategy) is not None:
-        strategy.restore_compression_state(_folder(folder), _step(model))
+        number = _number_of_batches(strategy, model)
+        if noted_step is not None and noted_step // _MANY == number // _MANY:
+            number = noted_step
+        strategy.restore_compression_state(_folder(folder), number)
         return
     if not _keeps(strategy):
         return
@@ -114,6 +123,13 @@ def _number(strategy, model, noted_step=None):
 def _step(model):
     """A number that grows with every step of any optimizer."""
     return sum(int(optimizer.iterations.numpy()) for optimizer in optimizers_of(model).values())
+
+
+def _number_of_batches(strategy, model):
+    """A number that grows with every batch of workers that update each by themselves."""
+    if strategy.updates is None:
+        return sum(int(one._iterations.numpy()) for one in optimizers_of(model).values())
+    return _step(model) * _MANY + sum(strategy.updating.held.values())
 
 
 def _folder(folder):

@@ -5,12 +5,13 @@ import contextlib
 import tensorflow as tf
 from keras.src.backend.tensorflow import trainer
 
-from keras_psplus.keras_hooks import data, ps_data, step_registry
+from keras_psplus.all_reduce import batches
+from keras_psplus.keras_hooks import data, parameter_server_updates, ps_data, step_registry
 from keras_psplus.keras_hooks.ownership import asynchronous
 from keras_psplus.keras_hooks.parameter_server_sync import split
 from keras_psplus.keras_hooks.patching import replace
 from keras_psplus.keras_hooks.step_inputs import tensors, weights
-from keras_psplus.parameter_server import failure
+from keras_psplus.parameter_server import failure, updating
 from keras_psplus.parameter_server.staleness import BoundedRunner
 from keras_psplus.parameter_server.steps import StepRunner
 from keras_psplus.parameter_server.sync_steps import SyncRunner
@@ -100,7 +101,9 @@ class _StepFunction:
     def __init__(self, model, strategy, step_function, is_training):
         self._model = model
         self._strategy, self._scheduler = strategy, strategy.scheduler
-        step = model._autoconvert_optionals(step_function)
+        step = _knowing_rows(model._autoconvert_optionals(step_function))
+        if is_training:
+            step = parameter_server_updates.alone(strategy, model, step)
         self._runner = self._runner_of(step, is_training)
         # One dict for a whole epoch: Keras keeps the last that it got, and gets to see in it what
         # steps bring back later.
@@ -158,6 +161,14 @@ class _StepFunction:
                 if any(v._value is used for v in metric.variables for used in variables)
             }
         )
+
+
+def _knowing_rows(step):
+    def step_on(batch):
+        with updating.batch_of(batches.rows_of(batch)):
+            return step(batch)
+
+    return step_on
 
 
 def _flat(results):

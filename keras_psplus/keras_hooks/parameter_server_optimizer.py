@@ -11,7 +11,7 @@ from keras.src.optimizers import base_optimizer
 
 from keras_psplus.keras_hooks.ownership import asynchronous
 from keras_psplus.keras_hooks.patching import replace
-from keras_psplus.parameter_server import tally
+from keras_psplus.parameter_server import local_copies, tally
 from keras_psplus.parameter_server.pulls import PulledVariable, exact
 from keras_psplus.parameter_server.sync_functions import is_applying
 
@@ -28,11 +28,6 @@ def install():
     replace(tf_optimizer.TFOptimizer, "_all_reduce_sum_gradients", ["self", "grads_and_vars"])(
         _push_gradients
     )
-    replace(
-        tf_optimizer.TFOptimizer,
-        "_backend_increment_gradient_accumulators",
-        ["self", "grads", "acc_grads"],
-    )(_accumulate)
     replace(
         tf_optimizer.TFOptimizer,
         "_backend_update_step",
@@ -60,6 +55,16 @@ def _apply(original, self, grads, trainable_variables=None):
     finally:
         for variable, constraint in constraints:
             variable.constraint = constraint
+    constrain(strategy, constraints)
+
+
+def constrain(strategy, constraints):
+    """Has variables satisfy their constraints, beside them.
+
+    Args:
+        strategy: `ParameterServerStrategy`.
+        constraints: List of pairs of a Keras variable and its constraint.
+    """
     for variable, constraint in constraints:
         if isinstance(variable._value, PulledVariable):
             _beside(strategy, variable, lambda v, c: v.assign(c(v)), (variable, constraint))
@@ -113,21 +118,14 @@ def _push_gradients(original, self, grads_and_vars):
     return _push(self, *zip(*grads_and_vars))
 
 
-def _accumulate(original, self, grads, acc_grads):
-    if _strategy_of(self) is not None:
-        # As they are: what is left out of one of them would miss the others of its step.
-        accumulators = [variable._value for variable in acc_grads]
-        grads = [g for g, _ in _push(self, grads, accumulators, compressed=False)]
-    return original(self, grads, acc_grads)
-
-
-def _push(optimizer, gradients, variables, **kwargs):
-    if tf.executing_eagerly() or is_applying():
-        # On the chief, which keeps nothing; or the sums of a step, which are there already.
+def _push(optimizer, gradients, variables):
+    if tf.executing_eagerly() or is_applying() or local_copies.are_in_use():
+        # On the chief, which keeps nothing; the sums of a step, which are there already; or to a
+        # worker's own copies.
         return list(zip(gradients, variables))
     pushes = optimizer._distribution_strategy.extended.pushes
 
     def step():
         return tf.convert_to_tensor(optimizer.iterations)
 
-    return pushes.send(gradients, variables, step, optimizer, **kwargs)
+    return pushes.send(gradients, variables, step, optimizer)

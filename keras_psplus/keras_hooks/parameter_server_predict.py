@@ -59,7 +59,9 @@ class _PredictFunction:
         result = self._strategy.scheduler.submit(
             function.concrete,
             (tf.constant(self._seeds.values()), payload),
-            lambda result: self._strategy.totals.add(function.costs, function.split(result[0])[1]),
+            lambda result, _: self._strategy.totals.add(
+                function.costs, function.split(result[0])[1]
+            ),
             f"predict(), {describe(batches, self._sent)}",
         )
         self._sent += len(batches)

@@ -38,7 +38,7 @@ def _explained(original, self, *args, **kwargs):
 
 def _evaluating(original, self, *args, **kwargs):
     def settled(*args, **kwargs):
-        updates.settle(ours(self._distribute_strategy), self)
+        updates.settle(distributing(self._distribute_strategy), self)
         return original(*args, **kwargs)
 
     with updates.evaluating.raised():

@@ -5,7 +5,7 @@ from keras.src import backend
 from keras.src.trainers import trainer
 
 from keras_psplus.keras_hooks import checks
-from keras_psplus.keras_hooks.ownership import ours
+from keras_psplus.keras_hooks.ownership import asynchronous, distributing
 from keras_psplus.keras_hooks.patching import replace
 from keras_psplus.thread_flag import ThreadFlag
 
@@ -54,9 +54,9 @@ def prepare(strategy, model):
 
 
 def settle(strategy, model):
-    """Gives all workers the same weights, if they step alone; on all workers."""
+    """Gives all workers the same weights, or servers theirs, if they step alone; on all workers."""
     if strategy is not None and strategy.updates is not None and strategy.updates.local:
-        updating = strategy.extended.updating
+        updating = _updating_of(strategy)
         # Also those that are no attributes, or of the model that this one is a part of.
         others = updating.training(model.trainable_variables)
         for optimizer in [*optimizers_of(model).values(), *others]:
@@ -93,14 +93,19 @@ def _found(model):
 
 
 def _end_of_epoch(original, self, logs):
-    strategy = ours(getattr(self, "_distribute_strategy", None))
+    strategy = distributing(getattr(self, "_distribute_strategy", None))
     # Keras asks for an epoch's metrics before validation and before callbacks see its end.
     if strategy is not None and not evaluating:
         settle(strategy, self)
         if getattr(strategy.updates, "flush", False):
+            updating = _updating_of(strategy)
             for optimizer in optimizers_of(self).values():
-                strategy.extended.updating.finish(optimizer)
+                updating.finish(optimizer)
     return original(self, logs)
+
+
+def _updating_of(strategy):
+    return strategy.updating if asynchronous(strategy) else strategy.extended.updating
 
 
 def _averaged(optimizer, policy, variables):

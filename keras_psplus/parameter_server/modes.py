@@ -2,6 +2,8 @@
 
 from typing import Any, NamedTuple
 
+from keras_psplus.updates import Accumulate, LocalSGD
+
 
 class Mode(NamedTuple):
     """The checked arguments.
@@ -65,6 +67,42 @@ def check(mode, backup_workers, max_staleness):
             f"Received: max_staleness={max_staleness!r}, mode={mode!r}"
         )
     return Mode(mode == "sync", backup_workers, max_staleness)
+
+
+def check_updates(updates, mode):
+    """Checks that a way of updating has a meaning.
+
+    Args:
+        updates: `keras_psplus.updates.Updates` or None.
+        mode: `Mode`.
+
+    Returns:
+        `updates`.
+
+    Raises:
+        ValueError: If it has none under parameter servers, or in this mode.
+    """
+    if updates is None:
+        return None
+    if not isinstance(updates, (Accumulate, LocalSGD)):
+        raise ValueError(
+            "Under parameter servers, `updates` must be `keras_psplus.updates.Accumulate(steps)`, "
+            "`LocalSGD(every)`, or None: workers come one by one, so there is no mean of theirs "
+            f"for an outer optimizer to step along. Received: updates={updates!r}"
+        )
+    if mode.is_sync:
+        raise ValueError(
+            "`updates` has a meaning in asynchronous training only, where each worker updates by "
+            'itself: pass `mode="async"`, give the optimizer `gradient_accumulation_steps`, or '
+            f'take `MultiWorkerMirroredStrategy`. Received: updates={updates!r}, mode="sync"'
+        )
+    if mode.max_staleness is not None:
+        raise ValueError(
+            "`updates` has a meaning without `max_staleness` only: what workers keep back has no "
+            "bound on its age. Pass `max_staleness=None`. "
+            f"Received: updates={updates!r}, max_staleness={mode.max_staleness!r}"
+        )
+    return updates
 
 
 def _is_count(value):

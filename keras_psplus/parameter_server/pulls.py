@@ -18,7 +18,7 @@ from tensorflow.python.framework import func_graph, ops
 from tensorflow.python.ops import control_flow_v2_func_graphs as control_flow
 from tensorflow.python.ops import resource_variable_ops
 
-from keras_psplus.parameter_server import reads, tally
+from keras_psplus.parameter_server import local_copies, reads, tally
 from keras_psplus.parameter_server.crossing import SMALL_BYTES
 from keras_psplus.parameter_server.lookups import lookup
 from keras_psplus.thread_flag import ThreadFlag
@@ -88,6 +88,8 @@ class Pulls:
     def compressor_of(self, variable):
         """The compressor that a variable is read through here, or None."""
         if self._compressors is None or exact:
+            return None
+        if local_copies.handle_of(getattr(variable, "shards", [variable])[0]) is not None:
             return None
         return self._compressors.of_value(variable)
 
@@ -174,6 +176,11 @@ class Pulls:
 
 class PulledVariable(resource_variable_ops.ResourceVariable):
     """A whole variable on a parameter server, whose reads in a worker function are shared."""
+
+    @property
+    def handle(self):
+        copy = local_copies.handle_of(self)
+        return self._handle if copy is None else copy
 
     def _read_variable_op(self, no_copy=False):
         pulls = current()

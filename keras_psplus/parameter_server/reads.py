@@ -3,7 +3,7 @@
 import tensorflow as tf
 from tensorflow.python.framework import ops
 
-from keras_psplus.parameter_server import crossing, tally
+from keras_psplus.parameter_server import crossing, local_copies, tally
 from keras_psplus.parameter_server.compressors import path_of
 
 # Reads belong to no step of an optimizer; evaluation has none.
@@ -83,7 +83,8 @@ def gather(variable, rows, compressor, key):
         values = compressor.decode_rows(payload, row_shape, dtype, _STEP)
     # With what is asked for.
     count, asked = tf.size(rows, tf.int64), rows.dtype.size
-    tally.count(key, count * (row_bytes + asked), count * (compressed + asked))
+    if local_copies.handle_of(variable) is None:
+        tally.count(key, count * (row_bytes + asked), count * (compressed + asked))
     return values
 
 
@@ -104,7 +105,8 @@ def _encode(variable, compressor, key):
                     f"Received: pull_compression={compressor!r}, whose `init` returned {state!r}"
                 )
             payload, _ = compressor.encode(value, state, _STEP)
-    tally.count(key, tally.size_in_bytes([value]), tally.size_in_bytes(payload), payload[0])
+    if local_copies.handle_of(variable) is None:
+        tally.count(key, tally.size_in_bytes([value]), tally.size_in_bytes(payload), payload[0])
     return payload
 
 

@@ -31,10 +31,13 @@ class Scheduler:
         check_workers: Called now and then while nothing comes back; raises if it has to be given
             up.
         on_worker_back: Optional, called with the name of a worker that was lost and is back.
+
+    Attributes:
+        on_worker_lost: None, or a function that is called with the number of a worker that is lost.
     """
 
     def __init__(self, coordinator, num_workers, check_workers, on_worker_back=None):
-        self._on_worker_back = on_worker_back
+        self._on_worker_back, self.on_worker_lost = on_worker_back, None
         self._coordinator = coordinator
         self._window = _STEPS_PER_WORKER * num_workers
         self._check_workers = check_workers
@@ -62,7 +65,8 @@ class Scheduler:
         Args:
             function: Concrete function.
             args: Its arguments.
-            on_done: Called with the function's result, from another thread.
+            on_done: Called with the function's result and the number of the worker that has run it,
+                from another thread.
             about: What it works on, for messages.
             ticket: What the last of the arguments is read by, if workers read the data.
 
@@ -89,7 +93,8 @@ class Scheduler:
 
         Args:
             closure: `Closure`.
-            on_done: Called with what it returns, from another thread.
+            on_done: Called with what it returns and the number of the worker that has run it, from
+                another thread.
             about: What it works on, for messages.
             home: The worker to run it, unless it is lost; None for whichever is free.
 
@@ -121,9 +126,8 @@ class Scheduler:
             self._changed.notify_all()
         for worker in sorted(lost - self._failed_workers):
             # No other worker will take the closure, and say so.
-            self._failed_workers.add(worker)
             logger.warning("worker-%d was lost; other workers take its steps", worker)
-            self._give_to_others(worker)
+            self._note_loss(worker)
 
     def note_start(self, closure, worker):
         """Notes that a worker begins with a closure; it may not be the first one that tries."""
@@ -134,7 +138,6 @@ class Scheduler:
                 self._queue.inflight_closure_count += 1
         lost = closure.tried_on
         if lost is not None:
-            self._failed_workers.add(lost)
             logger.warning(
                 "worker-%d was lost with %s; worker-%d takes it once more, and %s",
                 lost,
@@ -142,13 +145,19 @@ class Scheduler:
                 worker,
                 closure.after_loss,
             )
-            self._give_to_others(lost)
+            self._note_loss(lost)
         if worker in self._failed_workers:
             self._failed_workers.discard(worker)
             logger.warning("worker-%d is back", worker)
             if self._on_worker_back is not None:
                 self._on_worker_back(f"worker-{worker}")
         closure.tried_on, closure.started = worker, time.monotonic()
+
+    def _note_loss(self, worker):
+        self._failed_workers.add(worker)
+        if self.on_worker_lost is not None:
+            self.on_worker_lost(worker)
+        self._give_to_others(worker)
 
     def _give_to_others(self, lost):
         with self._queue._queue_lock:
@@ -159,10 +168,10 @@ class Scheduler:
                 self._queue._queue.put(closure, block=False)
             self._queue._closures_queued_condition.notify_all()
 
-    def _done(self, result, on_done):
+    def _done(self, result, on_done, worker):
         try:
             if result._error is None:
-                on_done(result._fetched_tensors)
+                on_done(result._fetched_tensors, worker)
         finally:
             with self._changed:
                 self._under_way.pop(id(result), None)
@@ -174,6 +183,11 @@ class Scheduler:
         self._wait_until(condition)
         if not condition():
             self.join()
+
+    @property
+    def lost_workers(self):
+        """Numbers of the workers that were lost and have not taken a step since."""
+        return set(self._failed_workers)
 
     @property
     def is_busy(self):
@@ -276,7 +290,7 @@ class Closure(cluster_coordinator.Closure):
 
     def build_result(self, on_fetched, on_done):
         result = _Result(None, self._output_type_spec)
-        result.on_fetched = lambda: on_fetched(result, on_done)
+        result.on_fetched = lambda: on_fetched(result, on_done, self.tried_on)
         self._output_remote_value_ref = weakref.ref(result)
         return result
 

@@ -113,9 +113,9 @@ class BoundedRunner(StepRunner):
         closure = _BoundedClosure(function, scheduler.cancellation_manager, args)
         closure.clocks, closure.home = clocks, clocks.give()
 
-        def done(result):
+        def done(result, worker):
             clocks.finish(closure.home)
-            on_done(result)
+            on_done(result, worker)
 
         scheduler.start(closure, done, about, closure.home)
 

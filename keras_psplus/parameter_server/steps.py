@@ -21,7 +21,9 @@ class StepRunner:
 
     def __init__(self, strategy, step, weights):
         self._strategy = strategy
-        self._functions = StepFunctions(strategy, step, changes_and_logs, weights)
+        self._functions = StepFunctions(
+            strategy, step, strategy.updating.with_held(changes_and_logs), weights
+        )
         self._lock = threading.Lock()
         self._sent = 0
         self._clear()
@@ -57,7 +59,7 @@ class StepRunner:
         self._send(
             function.concrete,
             (tf.constant(initial), payload),
-            lambda result: self._add(count, function, result[0].numpy()),
+            lambda result, worker: self._add(count, function, result[0].numpy(), worker),
             describe(batches, self._sent),
             ticket,
         )
@@ -119,9 +121,10 @@ class StepRunner:
                 unpack(self._variables, self._totals + self._seeds_after(self._steps))
         self._clear()
 
-    def _add(self, count, function, result):
+    def _add(self, count, function, result, worker):
         result, counts = function.split(result)
         self._strategy.totals.add(function.costs, counts)
+        result = self._strategy.updating.take_held(result, worker)
         with self._lock:
             if self._totals is None:
                 return

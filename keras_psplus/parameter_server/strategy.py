@@ -1,19 +1,20 @@
 """`ParameterServerStrategy` for Keras 3."""
 
 import atexit
-import os
-import sys
 
 import tensorflow as tf
 
-from keras_psplus.cluster import config, farewell, preflight, serve
+from keras_psplus import updates as updates_module
+from keras_psplus.cluster import farewell, preflight
 from keras_psplus.communication import Communication
-from keras_psplus.parameter_server import failure, modes, state_files, tally
+from keras_psplus.parameter_server import failure, modes, startup, state_files, tally
 from keras_psplus.parameter_server.attempts import Rounds
 from keras_psplus.parameter_server.compressors import Compressors
 from keras_psplus.parameter_server.extended import ParameterServerExtended
+from keras_psplus.parameter_server.local_updating import LocalUpdating
 from keras_psplus.parameter_server.scheduler import Coordinator, Scheduler
 from keras_psplus.parameter_server.staleness import Clocks
+from keras_psplus.parameter_server.updating import Updating
 
 _partitioners = tf.distribute.experimental.partitioners
 
@@ -49,6 +50,10 @@ class ParameterServerStrategy(tf.distribute.ParameterServerStrategy):
             others' make the step, and what comes later is dropped. Less than the number of workers.
         max_staleness: In `"async"` mode, how many steps a worker may be ahead of the slowest one
             (stale-synchronous), at least 0; None for any number.
+        updates: In `"async"` mode, `keras_psplus.updates.Accumulate(steps)`, by which each worker
+            sums its gradients for some batches before it sends them, or `LocalSGD(every)`, by which
+            it reads the variables, takes some steps alone and sends what they have changed; None to
+            read and send at each step.
 
     Raises:
         ValueError: If an argument is out of range, a combination of them has no meaning, or a
@@ -84,6 +89,7 @@ class ParameterServerStrategy(tf.distribute.ParameterServerStrategy):
         mode="async",
         backup_workers=0,
         max_staleness=None,
+        updates=None,
     ):
         for name, value in (
             ("startup_timeout", startup_timeout),
@@ -96,12 +102,13 @@ class ParameterServerStrategy(tf.distribute.ParameterServerStrategy):
         # Before this task waits for others, or serves them.
         compressors = Compressors(compression, pull_compression)
         self._mode = modes.check(mode, backup_workers, max_staleness)
+        updates = modes.check_updates(updates_module.get(updates), self._mode)
         self._task = None
         if cluster_resolver is None:
-            self._task = _read_task()
+            self._task = startup.read_task()
             self._mode.check_workers(len(self._task.cluster["worker"]))
             if self._task.task_type in ("ps", "worker"):
-                _serve_and_exit(self._task, startup_timeout)
+                startup.serve_and_exit(self._task, startup_timeout)
             preflight.wait_for_cluster(
                 self._task, job_types=("chief", "worker", "ps"), timeout=startup_timeout
             )
@@ -150,6 +157,8 @@ class ParameterServerStrategy(tf.distribute.ParameterServerStrategy):
             failure.WorkerWatch(spec["worker"], worker_timeout).check,
             self._chief.greet_again if self._chief else None,
         )
+        kind = LocalUpdating if updates is not None and updates.local else Updating
+        self._updating = kind(self, updates)
         self._clocks = None
         if self._mode.max_staleness is not None:
             self._clocks = Clocks(self._num_workers, self._mode.max_staleness)
@@ -196,6 +205,16 @@ class ParameterServerStrategy(tf.distribute.ParameterServerStrategy):
         return self._mode.max_staleness
 
     @property
+    def updates(self):
+        """What was given as `updates`."""
+        return self._updating.policy
+
+    @property
+    def updating(self):
+        """What workers keep back, and when they send it."""
+        return self._updating
+
+    @property
     def rounds(self):
         """The global steps of `mode="sync"`."""
         return self._rounds
@@ -228,8 +247,31 @@ class ParameterServerStrategy(tf.distribute.ParameterServerStrategy):
         """What counts for `communication`."""
         return self._totals
 
+    def finish_updates(self, optimizer):
+        """Has every worker send what it still has: sums of gradients, or changes.
+
+        Args:
+            optimizer: The model's optimizer.
+
+        Raises:
+            ValueError: If the strategy has no `updates`.
+
+        Example:
+
+        ```python
+        model.fit(dataset, epochs=3)
+        strategy.finish_updates(model.optimizer)
+        ```
+        """
+        if self.updates is None:
+            raise ValueError(
+                "This needs a strategy that was made with `updates`, such as "
+                "`updates=keras_psplus.updates.Accumulate(4)`. Received: updates=None"
+            )
+        self._updating.finish(optimizer)
+
     def save_compression_state(self, folder, step):
-        """Writes what compressors keep on the workers, such as what error feedback has left out.
+        """Writes what workers keep for compressors and `updates`: residuals, sums, own momenta.
 
         A worker that cannot be reached is left out, with a warning. Files of earlier steps are
         removed, but for the last. If nothing is kept, nothing is written.
@@ -260,33 +302,3 @@ class ParameterServerStrategy(tf.distribute.ParameterServerStrategy):
         """Notes that the script is about to end with an exit code of failure."""
         if self._chief is not None:
             self._chief.note_bad_end()
-
-
-def _read_task():
-    task = config.read_task_config()
-    if task is None:
-        raise config.ClusterConfigError(
-            "ParameterServerStrategy needs a cluster with a chief, workers and ps tasks: set "
-            "TF_CONFIG, or start the script by `keras-psplus run --workers 2 --ps 1`. "
-            f"Received: TF_CONFIG={os.environ.get('TF_CONFIG', '')!r}"
-        )
-    for job in ("chief", "worker", "ps"):
-        if job not in task.cluster:
-            raise config.ClusterConfigError(
-                f"ParameterServerStrategy needs at least one `{job}` task. "
-                f"Received: {task.describe()}"
-            )
-    return task
-
-
-def _serve_and_exit(task, startup_timeout):
-    code = 0
-    try:
-        serve.serve(task, startup_timeout=startup_timeout)
-    except serve.ChiefLostError as error:
-        print(f"keras_psplus: {error}", file=sys.stderr)
-        code = 1
-    sys.stdout.flush()
-    sys.stderr.flush()
-    # TensorFlow's server cannot be stopped in any other way.
-    os._exit(code)

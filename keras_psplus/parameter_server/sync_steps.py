@@ -100,7 +100,7 @@ class SyncRunner(StepRunner):
     def _start(self, attempt, share, call, weight, about):
         functions, payload = call
 
-        def done(result):
+        def done(result, worker):
             if not result:
                 return
             vector, costs = functions.step.split(result[0])

@@ -1,4 +1,4 @@
-"""What compressors keep from step to step, on each worker for itself.
+"""What workers keep from step to step, each for itself: for compressors, and for `updates`.
 
 A state is a resource of the worker that is found by its name, not by a handle: a step's function is
 the same for all workers, and each has a state of its own. It is made when a step first needs it, so
@@ -35,6 +35,7 @@ class WorkerStates:
         self._run = uuid.uuid4().hex
         self._owners = weakref.WeakKeyDictionary()
         self._leaves = {}  # by name: the shape and dtype
+        self._unsaved = set()
         self._to_restore = {}  # by worker and name: values that no step has asked for yet
         self._ownerless = []
 
@@ -45,8 +46,8 @@ class WorkerStates:
 
     @property
     def has_any(self):
-        """Whether steps keep anything."""
-        return bool(self._leaves)
+        """Whether steps keep anything that is to be saved."""
+        return not self._unsaved.issuperset(self._leaves)
 
     def owner(self, owner):
         """A name for an object, an optimizer, whose states are its own and end with it."""
@@ -77,8 +78,8 @@ class WorkerStates:
         structure = tf.nest.map_structure(lambda _: 0, first)
         if not forms:
             return structure, lambda state: None
-        self._register(forms)
-        handles = [self._handle(leaf, *form) for leaf, form in forms.items()]
+        self.register(forms)
+        handles = [self.handle(leaf, *form) for leaf, form in forms.items()]
 
         def begin():
             for handle, value in zip(handles, tf.nest.flatten(init())):
@@ -100,7 +101,7 @@ class WorkerStates:
 
         return tf.nest.pack_sequence_as(structure, values), write
 
-    def _handle(self, name, shape, dtype):
+    def handle(self, name, shape, dtype):
         """The handle in the function that is being traced: one, so that its uses keep in order."""
         graph = ops.get_default_graph()
         while isinstance(graph, control_flow.ControlFlowFuncGraph):
@@ -118,17 +119,27 @@ class WorkerStates:
     def _shared_name(self, name):
         return f"keras_psplus/{self._run}/{name}"
 
-    def _register(self, forms):
+    def register(self, forms, are_saved=True):
+        """Notes leaves, and gives them the values that wait to be restored.
+
+        Args:
+            forms: Dict from names to shapes and dtypes.
+            are_saved: Whether `fetch` brings them.
+        """
         self._leaves.update(forms)
+        if not are_saved:
+            self._unsaved.update(forms)
         for worker, values in self._to_restore.items():
             self._assign(worker, {name: values.pop(name) for name in forms if name in values})
 
     def fetch(self, worker):
-        """Dict of all states that a worker has, as arrays; None if it cannot be reached."""
+        """Dict of what is saved of a worker's states, as arrays; None if it cannot be reached."""
         fetched = {}
         try:
             with on_worker(worker, device=None):
                 for name, (shape, dtype) in self._leaves.items():
+                    if name in self._unsaved:
+                        continue
                     handle = self._eager_handle(name, shape, dtype)
                     if tf.raw_ops.VarIsInitializedOp(resource=handle).numpy():
                         value = tf.raw_ops.ReadVariableOp(resource=handle, dtype=dtype)
@@ -150,22 +161,22 @@ class WorkerStates:
         self._destroy_ownerless()
         self.destroy()
         self._to_restore = {worker: dict(of_worker) for worker, of_worker in values.items()}
-        self._register(dict(self._leaves))
+        self.register(dict(self._leaves))
 
     def _assign(self, worker, values):
         fitting = {}
         for name, value in values.items():
             shape, dtype = self._leaves[name]
-            if value.shape == tuple(shape) and value.dtype == dtype.as_numpy_dtype:
+            if shape.is_compatible_with(value.shape) and value.dtype == dtype.as_numpy_dtype:
                 fitting[name] = value
             else:
                 logger.warning(
-                    "what worker-%d has left out of its gradients is not restored for %s: it has "
-                    "the shape %s, not %s",
+                    "what worker-%d has kept of its gradients is not restored for %s: it has the "
+                    "shape %s, not %s",
                     worker,
                     name,
                     value.shape,
-                    tuple(shape),
+                    shape,
                 )
         try:
             with ops.init_scope(), on_worker(worker, device=None):

@@ -289,9 +289,10 @@ RESUMED = {
 }
 
 
-def resumed(make, out, folder):
+def resumed(make, out, folder, names=RESUMED):
     """Interrupted and started again, it ends as if nothing had happened."""
-    for name, (policy, compressor, build) in RESUMED.items():
+    for name in names:
+        policy, compressor, build = RESUMED[name]
 
         def train(*callbacks, policy=policy, compressor=compressor, build=build):
             strategy = make(policy, compressor)

@@ -134,7 +134,7 @@ def test_a_worker_whose_step_is_taken_back_after_its_loss_gets_no_other():
     def start():
         closure = Closure.__new__(Closure)
         closure._output_type_spec = None
-        scheduler.start(closure, lambda result: None, "batch 0", home=2)
+        scheduler.start(closure, lambda result, worker: None, "batch 0", home=2)
         return closure
 
     first = start()

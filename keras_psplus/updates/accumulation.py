@@ -1,47 +1,81 @@
 """One replica's gradients, summed until there are enough of them for an update."""
 
+from typing import Any, NamedTuple
+
 import tensorflow as tf
+
+
+class Form(NamedTuple):
+    """What has to be known of a gradient to sum such ones.
+
+    Attributes:
+        dtype: Its dtype.
+        index_dtype: That of the rows' numbers, if it is `tf.IndexedSlices`; else None.
+    """
+
+    dtype: Any
+    index_dtype: Any
+
+
+def forms_of(grads):
+    """The `Form` of each gradient, None for None."""
+    return [
+        None
+        if gradient is None
+        else Form(
+            gradient.dtype,
+            gradient.indices.dtype if isinstance(gradient, tf.IndexedSlices) else None,
+        )
+        for gradient in grads
+    ]
 
 
 class Accumulation:
     """Sums the gradients of some variables on one replica, each weighted by its batch's rows.
 
     Args:
-        policy: `updates.Accumulate`.
-        states: `States` that hold the sums.
+        steps: Batches for each update.
+        states: Has a method `variable(name, shape, dtype)` that makes a variable of zeros, of the
+            replica's own, or finds it.
         name: What tells these variables from others of the same optimizer.
-        grads: Gradients of one step: tensors, `tf.IndexedSlices` or None.
+        forms: List of `Form` or None, of the gradients to come.
         variables: Their Keras variables.
     """
 
-    def __init__(self, policy, states, name, grads, variables):
-        self._policy = policy
+    def __init__(self, steps, states, name, forms, variables):
+        self._steps = steps
         self._variables = variables
         self._count = states.variable(f"{name} count", [], tf.int64)
         self._rows = states.variable(f"{name} rows", [], tf.float64)
         self._sums = [
             None
-            if gradient is None
-            else (_Rows if isinstance(gradient, tf.IndexedSlices) else _Dense)(
-                states, f"{name} sum {i}", gradient, variable.shape
+            if form is None
+            else (_Dense if form.index_dtype is None else _Rows)(
+                states, f"{name} sum {i}", form, variable.shape
             )
-            for i, (gradient, variable) in enumerate(zip(grads, variables))
+            for i, (form, variable) in enumerate(zip(forms, variables))
         ]
+
+    @property
+    def count(self):
+        """Number of batches whose gradients wait for an update, a tensor."""
+        return self._count.read_value()
 
     @property
     def batches(self):
         """Number of batches whose gradients wait for an update."""
-        return int(self._count.numpy())
+        return int(self.count.numpy())
 
     def __call__(self, step, grads, variables, apply):
         """Takes the gradients of one batch.
 
         Args:
-            step: The replica's `Step`.
-            grads: Gradients of the same kinds as at first.
+            step: Has a method `rows()` that returns the replica's rows and those of all, which
+                weigh the batch.
+            grads: Gradients of the forms that were given.
             variables: Their Keras variables.
-            apply: Function of a list of gradients and of variables that sums the gradients over
-                replicas and applies them.
+            apply: Function of a list of gradients and of variables that applies them, summed over
+                replicas where these step together.
         """
         _, rows = step.rows()
         parts = [
@@ -60,12 +94,12 @@ class Accumulation:
                 if one is not None:
                     one.add(part)
 
-        tf.cond(self._count.read_value() >= self._policy.steps, update, keep)
+        tf.cond(self.count >= self._steps, update, keep)
 
     def finish(self, step, apply):
         """Applies what there is, if anything."""
         nothing = [None] * len(self._sums)
-        tf.cond(self._count.read_value() > 0, lambda: self._update(apply, nothing), lambda: None)
+        tf.cond(self.count > 0, lambda: self._update(apply, nothing), lambda: None)
 
     def _update(self, apply, parts):
         rows = self._rows.read_value()
@@ -83,13 +117,13 @@ class Accumulation:
 class _Dense:
     """The sum of dense gradients, in float32 at least."""
 
-    def __init__(self, states, name, gradient, shape):
-        self._dtype = gradient.dtype
-        self._sum = states.variable(name, shape, _wide(gradient.dtype))
+    def __init__(self, states, name, form, shape):
+        self._dtype, self._shape = form.dtype, tuple(shape)
+        self._sum = states.variable(name, shape, _wide(form.dtype))
 
     def weighted(self, gradient, rows):
         wide = self._sum.dtype
-        return tf.ensure_shape(tf.cast(gradient, wide), self._sum.shape) * tf.cast(rows, wide)
+        return tf.ensure_shape(tf.cast(gradient, wide), self._shape) * tf.cast(rows, wide)
 
     def add(self, part):
         self._sum.assign_add(part, read_value=False)
@@ -100,22 +134,23 @@ class _Dense:
         return tf.cast(tf.math.divide_no_nan(total, tf.cast(rows, total.dtype)), self._dtype)
 
     def clear(self):
-        self._sum.assign(tf.zeros_like(self._sum), read_value=False)
+        self._sum.assign(tf.zeros(self._shape, self._sum.dtype), read_value=False)
 
 
 class _Rows:
     """Rows of embeddings' gradients, one after the other, as one batch would have them."""
 
-    def __init__(self, states, name, gradient, shape):
-        self._dtype, self._shape = gradient.dtype, tuple(shape)
-        wide = _wide(gradient.dtype)
+    def __init__(self, states, name, form, shape):
+        self._dtype, self._shape = form.dtype, tuple(shape)
+        wide = _wide(form.dtype)
         self._values = states.variable(f"{name} values", [None, *shape[1:]], wide)
-        self._indices = states.variable(f"{name} indices", [None], gradient.indices.dtype)
+        self._indices = states.variable(f"{name} indices", [None], form.index_dtype)
 
     def weighted(self, slices, rows):
         wide = self._values.dtype
-        values = tf.ensure_shape(tf.cast(slices.values, wide), self._values.shape)
-        return values * tf.cast(rows, wide), slices.indices
+        values = tf.ensure_shape(tf.cast(slices.values, wide), [None, *self._shape[1:]])
+        # The next batch may be looked up by other integers.
+        return values * tf.cast(rows, wide), tf.cast(slices.indices, self._indices.dtype)
 
     def _with(self, part):
         held = self._values.read_value(), self._indices.read_value()

@@ -1,0 +1,8 @@
+"""Asynchronous parameter servers, gradients of four batches sent and applied as one."""
+
+import keras_psplus
+
+
+def strategy():
+    """Each worker sums the gradients of its batches: a quarter of the updates and their bytes."""
+    return keras_psplus.ParameterServerStrategy(updates=keras_psplus.updates.Accumulate(4))
