@@ -157,7 +157,7 @@ def test_resumed_training_is_as_if_never_interrupted(name, job):
         {"max_staleness": 2, "updates": updates.Accumulate(2)},
         {"mode": "sync", "backup_workers": 1, "updates": updates.LocalSGD(2)},
     ],
-    ids=str,
+    ids=["diloco", "no_updates", "sync", "staleness", "backup_workers"],
 )
 def test_what_has_no_meaning_is_refused_before_anything_starts(arguments, monkeypatch):
     # In a server, where the constructor would not return.
