@@ -25,7 +25,10 @@ _EVERY = [
     *("none", "bf16", "fp16", "int8", "int8, stochastic", "sign"),
     *("topk:0.01", "randomk:0.1", "powersgd:4", "powersgd:1"),
 ]
-_RARER = ["accumulate:4", "local_sgd:8", "diloco:32", "diloco:32, int8"]
+_RARER = [
+    *("accumulate:4", "local_sgd:8", "diloco:32", "diloco:32, int8"),
+    "diloco:32, outer momentum 0.5, int8",
+]
 
 # Each task's title, metric, and compressors or updates.
 EXPERIMENTS = {

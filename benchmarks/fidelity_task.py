@@ -45,12 +45,17 @@ COMPRESSIONS = {
     },
     "powersgd:4, warm-up": PowerSGD(4, start_step=400),
     "diloco:32, int8": "int8",
+    "diloco:32, outer momentum 0.5, int8": "int8",
 }
 UPDATES = {
     "accumulate:4": Accumulate(4),
     "local_sgd:8": LocalSGD(8),
     "diloco:32": DiLoCo(32),
     "diloco:32, int8": DiLoCo(32),
+    # About a hundred rounds are too few for the paper's momentum of 0.9.
+    "diloco:32, outer momentum 0.5, int8": DiLoCo(
+        32, outer_optimizer=lambda: keras.optimizers.SGD(0.7, momentum=0.5, nesterov=True)
+    ),
 }
 COMPRESSIONS |= {name: None for name in UPDATES if name not in COMPRESSIONS}
 

@@ -9,6 +9,8 @@ import sysconfig
 from keras_psplus.cluster.config import TaskConfig
 from keras_psplus.cluster.ports import free_ports
 
+# What tasks of one job have in common, and those of others do not.
+TOKEN_VARIABLE = "KERAS_PSPLUS_JOB_TOKEN"
 _DEFAULT_PORT = 2222
 _MIN_INTER_OP_THREADS = 2  # with one, an operation that waits for a peer blocks all others
 

@@ -3,6 +3,7 @@
 import contextlib
 import os
 import pathlib
+import secrets
 import signal
 import subprocess
 import sys
@@ -12,7 +13,7 @@ import time
 
 from keras_psplus.cluster.config import JOB_TYPES
 from keras_psplus.cluster.console import OutputPump
-from keras_psplus.cluster.environment import plan_tasks
+from keras_psplus.cluster.environment import TOKEN_VARIABLE, plan_tasks
 from keras_psplus.cluster.results import ClusterResult
 
 _POLL = 0.05
@@ -70,6 +71,8 @@ class LocalCluster:
     ):
         self._argv = [os.fspath(arg) for arg in argv]
         self._environ = {**os.environ, **(env or {})}
+        # Tasks of other jobs on this machine are none of this one's.
+        self._environ.setdefault(TOKEN_VARIABLE, secrets.token_hex(16))
         self.tasks = plan_tasks(workers, ps, chief, environ=self._environ)
         self._serving_workers = bool(chief and ps)
         self.log_dir = pathlib.Path(log_dir or tempfile.mkdtemp(prefix="keras_psplus_"))

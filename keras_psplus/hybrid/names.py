@@ -8,8 +8,9 @@ import hashlib
 import json
 import os
 
+from keras_psplus.cluster.environment import TOKEN_VARIABLE
+
 CONTROL = "control"
-TOKEN_VARIABLE = "KERAS_PSPLUS_JOB_TOKEN"
 
 
 def token_of(task, given):

@@ -15,6 +15,7 @@ import tensorflow as tf
 
 from keras_psplus.cluster import serve as cluster_serve
 from keras_psplus.cluster.config import ClusterStartupError
+from keras_psplus.cluster.environment import TOKEN_VARIABLE
 from keras_psplus.cluster.preflight import check_own_address
 from keras_psplus.hybrid import names
 from keras_psplus.hybrid.calls import ControlLink, TableServerError
@@ -90,7 +91,7 @@ class TableServer:
             return {
                 "error": f"{self._task.name} belongs to another job: its token differs. Start all "
                 "tasks with the same TF_CONFIG cluster, and the same "
-                f"{names.TOKEN_VARIABLE} or `job_token`. Received: another token"
+                f"{TOKEN_VARIABLE} or `job_token`. Received: another token"
             }
         ticket = request.pop("ticket")
         if ticket not in self._tickets:
