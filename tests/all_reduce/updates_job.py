@@ -289,10 +289,9 @@ RESUMED = {
 }
 
 
-def resumed(make, out, folder, names=RESUMED):
+def resumed(make, out, folder, cases):
     """Interrupted and started again, it ends as if nothing had happened."""
-    for name in names:
-        policy, compressor, build = RESUMED[name]
+    for name, (policy, compressor, build) in cases.items():
 
         def train(*callbacks, policy=policy, compressor=compressor, build=build):
             strategy = make(policy, compressor)
@@ -346,7 +345,7 @@ def main():
         local(make, out)
         meetings(make, out, options.out)
         parts(make, out)
-        resumed(make, out, options.out)
+        resumed(make, out, options.out, RESUMED)
     arrays = {
         f"{name}/{i}": weight
         for name, got in out.items()

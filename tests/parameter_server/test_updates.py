@@ -211,5 +211,6 @@ def test_two_workers_add_up_what_they_have_changed(tmp_path):
     # Of 42 steps, each worker begins a round with every five.
     rounds = found["traffic"]["gradient"] / 4000
     assert 2 * 9 <= rounds <= 2 * 10
-    # What a worker has when its copies are made it reads as well.
-    assert found["traffic"]["pull"] == found["traffic"]["gradient"]
+    # Each round reads once, and so may a worker that comes late to its first copies.
+    extra = found["traffic"]["pull"] - found["traffic"]["gradient"]
+    assert 0 <= extra <= 2 * 4000

@@ -33,11 +33,15 @@ from tests.all_reduce.updates_job import (
     loss_scale,
     problem,
     resumed,
+    with_dropout,
 )
 
 # Under parameter servers nothing runs eagerly; "optimizers" is "flush" without the flush.
 CASES = [name for name in ACCUMULATED if name not in ("eagerly", "optimizers")]
-RESUMED = ["accumulate", "local"]
+RESUMED = {
+    "accumulate": (updates.Accumulate(3), "int8", embedding),
+    "local": (updates.LocalSGD(3), "topk:0.3", with_dropout),
+}
 # Of one worker alone, they come to the same as without the policy.
 LOCAL = {
     "adam": (
