@@ -113,7 +113,7 @@ def run(args):
             continue
         method = METHODS[library][place]
         once = method == "alone" and workers != args.workers[0]
-        if once or (args.methods and method not in ["alone", *args.methods]):
+        if once or (args.methods and method not in args.methods):
             continue
         load = os.getloadavg()[0]  # Other work on the machine would show here.
         for result in launch(args, library, method, workers, table_size):
@@ -175,7 +175,7 @@ def table(results, rates):
             ms for key, ms in medians.items() if (key[0], *key[2:4]) == (size, library, "alone")
         ]
         for rate in ["none"] if method == "alone" else rates:
-            ratio = medians[*row, rate] / alone[0]
+            ratio = medians[*row, rate] / alone[0] if alone else float("nan")
             each = ", ".join(f"{turn['median']:.1f}" for turn in pooled[*row, rate])
             cells += [f"{medians[*row, rate]:.1f}", f"{ratio:.2f}", each]
         lines.append("| " + " | ".join(map(str, cells)) + " |")
