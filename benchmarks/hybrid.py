@@ -5,9 +5,9 @@
 
 The rows of 26 ids of each example are summed, and a small MLP follows; plain SGD. Each worker and
 each parameter server is an emulated host (`netlab.py`; needs root) on one processor core; with more
-hosts than cores they share them. Libraries take turns. Each launch trains at all rates, one after
-the other. A step of one worker alone is measured as well, and all times are compared with their own
-library's. `tf_keras ps` is asynchronous: its time is that in which each worker has done a step.
+hosts than cores they share them. Libraries take turns. A step of one worker alone is measured as
+well, and all times are compared with their own library's. `tf_keras ps` is asynchronous: its time
+is that in which each worker has done a step.
 """
 
 import argparse
@@ -18,9 +18,7 @@ import pathlib
 import platform
 import statistics
 import sys
-import tempfile
 
-import hybrid_meter
 import netlab
 import netlab_job
 
@@ -44,28 +42,12 @@ def jobs_of(library, method, workers, ps):
     return ["worker"] * workers + ["ps"] * servers, list(range(workers))
 
 
-def launch(args, library, method, workers, table_size):
-    """Trains at all rates and returns a result for each."""
+def launch(args, library, method, workers, table_size, rate):
+    """Trains in one way, and returns its figures."""
     jobs, trainers = jobs_of(library, method, workers, args.ps)
-    rates = ["none"] if method == "alone" else args.rates
-    bits = [netlab.parse_rate(rate) for rate in rates]
-    with (
-        tempfile.TemporaryDirectory() as folder,
-        netlab.Lab(len(jobs), bits[0], args.delay / 1e3 if len(jobs) > 1 else 0) as lab,
-    ):
-
-        def poll(pids):
-            file = pathlib.Path(folder, "pids")
-            if not file.exists():
-                file.write_text(json.dumps(pids))
-            for phase, rate in enumerate(bits):
-                done = hybrid_meter.answered(folder, phase)
-                if hybrid_meter.asked(folder, phase).exists() and not done.exists():
-                    lab.set_rate(rate)
-                    done.touch()
-
-        torch = library == "torch"
-        task = "hybrid_torch_task.py" if torch else "hybrid_task.py"
+    torch = library == "torch"
+    task = "hybrid_torch_task.py" if torch else "hybrid_task.py"
+    with netlab.Lab(len(jobs), netlab.parse_rate(rate), args.delay / 1e3) as lab:
         commands = [
             [
                 *(args.torch_python if torch else sys.executable, HERE / task),
@@ -73,30 +55,22 @@ def launch(args, library, method, workers, table_size):
                 *("--tasks", *(f"{job}={lab.ip(i)}:2222" for i, job in enumerate(jobs))),
                 *("--table_size", table_size, "--ids", args.ids or min(args.table_size)),
                 *("--batch_size", args.batch_size, "--warmup", args.warmup),
-                *("--steps", args.steps, "--window", args.window, "--phases", len(rates)),
+                *("--steps", args.steps, "--window", args.window),
             ]
             for rank in range(len(jobs))
         ]
         # TensorFlow's servers look nowhere else. With a single thread between operations, one
         # that waits for a peer would hold up all others.
-        env = {
-            "HYBRID_FOLDER": folder,
-            "TF_NUM_INTRAOP_THREADS": "1",
-            "TF_NUM_INTEROP_THREADS": "2",
-        }
-        answers = netlab_job.run(lab, commands, args.timeout, trainers, env, poll)
-    phases = next(answer["phases"] for answer in answers if answer["phases"])
-    return [
-        {**_by_job(phase, jobs), "library": library, "method": method, "rate": rate}
-        for rate, phase in zip(rates, phases)
-    ]
+        env = {"TF_NUM_INTRAOP_THREADS": "1", "TF_NUM_INTEROP_THREADS": "2"}
+        answers = netlab_job.run(lab, commands, args.timeout, trainers, env)
+    return _by_job(next(answer for answer in answers if answer), jobs)
 
 
-def _by_job(phase, jobs):
-    """A phase's figures, with means over the hosts of each job."""
-    result = {"times": phase["times"], "median": phase["median"]}
+def _by_job(figures, jobs):
+    """The figures of a launch, with means over the hosts of each job."""
+    result = {"times": figures["times"], "median": figures["median"]}
     for what, job in itertools.product(("sent", "received", "processor"), dict.fromkeys(jobs)):
-        values = [value for value, host in zip(phase[what], jobs) if host == job]
+        values = [value for value, host in zip(figures[what], jobs) if host == job]
         result.setdefault(what, {})[job] = statistics.fmean(values)
     return result
 
@@ -106,27 +80,29 @@ def run(args):
     results = []
     libraries = [name for name in METHODS if name != "torch" or args.torch_python]
     longest = max(map(len, METHODS.values()))
-    for turn, table_size, workers, place, library in itertools.product(
-        range(args.turns), args.table_size, args.workers, range(longest), libraries
+    for turn, table_size, workers, rate, place, library in itertools.product(
+        range(args.turns), args.table_size, args.workers, args.rates, range(longest), libraries
     ):
         if place >= len(METHODS[library]):
             continue
         method = METHODS[library][place]
-        once = method == "alone" and workers != args.workers[0]
-        if once or (args.methods and method not in args.methods):
+        if method == "alone" and (workers, rate) != (args.workers[0], args.rates[0]):
+            continue
+        if args.methods and method not in args.methods:
             continue
         load = os.getloadavg()[0]  # Other work on the machine would show here.
-        for result in launch(args, library, method, workers, table_size):
-            setting = {"workers": workers, "table_size": table_size, "turn": turn, "load": load}
-            results.append({**result, **setting})
-            print(
-                f"{library} {method}, {workers} workers, {table_size} rows, {result['rate']}: "
-                f"median {result['median']:.1f} ms of {len(result['times'])}, "
-                f"sent {megabytes(result['sent'])}, received {megabytes(result['received'])} MB, "
-                f"processor {milliseconds(result['processor'])} ms, load {load:.1f}",
-                file=sys.stderr,
-                flush=True,
-            )
+        result = launch(args, library, method, workers, table_size, rate)
+        setting = {"workers": workers, "table_size": table_size, "turn": turn, "load": load}
+        setting.update(library=library, method=method, rate="none" if method == "alone" else rate)
+        results.append({**result, **setting})
+        print(
+            f"{library} {method}, {workers} workers, {table_size} rows, {rate}: "
+            f"median {result['median']:.1f} ms of {len(result['times'])}, "
+            f"sent {megabytes(result['sent'])}, received {megabytes(result['received'])} MB, "
+            f"processor {milliseconds(result['processor'])} ms, load {load:.1f}",
+            file=sys.stderr,
+            flush=True,
+        )
         if args.out:  # What there is, should a later launch fail.
             machine = {"cores": len(os.sched_getaffinity(0)), "python": platform.python_version()}
             settings = {key: str(value) for key, value in vars(args).items()}
@@ -187,15 +163,15 @@ def main():
     parser.add_argument("--torch_python", help="Python that has PyTorch; without it, none")
     parser.add_argument("--workers", type=int, nargs="+", default=[2, 4])
     parser.add_argument("--ps", type=int, default=2)
-    parser.add_argument("--rates", nargs="+", default=["1gbit", "100mbit"], help="falling")
+    parser.add_argument("--rates", nargs="+", default=["1gbit", "100mbit"])
     parser.add_argument("--delay", type=float, default=0.1, help="ms from host to host")
     parser.add_argument("--methods", nargs="+", help="of these alone")
     parser.add_argument("--table_size", type=int, nargs="+", default=[200_000], help="rows")
     parser.add_argument("--ids", type=int, help="rows that are used; those of the smallest table")
     parser.add_argument("--batch_size", type=int, default=256, help="of one worker")
     parser.add_argument("--turns", type=int, default=1)
-    parser.add_argument("--warmup", type=int, default=10, help="steps left out, at each rate")
-    parser.add_argument("--steps", type=int, default=40, help="steps of each worker at each rate")
+    parser.add_argument("--warmup", type=int, default=10, help="steps left out of the figures")
+    parser.add_argument("--steps", type=int, default=40, help="steps of each worker")
     parser.add_argument("--window", type=int, default=5, help="steps that `ps` times together")
     parser.add_argument("--timeout", type=float, default=300, help="seconds for each launch")
     parser.add_argument("--out", type=pathlib.Path, help="where to write everything as JSON")

@@ -21,9 +21,8 @@ def parse(description):
     parser.add_argument("--ids", type=int, required=True, help="rows of the table that are used")
     parser.add_argument("--batch_size", type=int, required=True, help="of one worker")
     parser.add_argument("--warmup", type=int, required=True)
-    parser.add_argument("--steps", type=int, required=True, help="at each rate")
+    parser.add_argument("--steps", type=int, required=True, help="that are measured")
     parser.add_argument("--window", type=int, required=True, help="steps that are timed together")
-    parser.add_argument("--phases", type=int, required=True, help="number of rates")
     return parser.parse_args()
 
 

@@ -8,28 +8,23 @@ import time
 
 import netlab
 
-_PAUSE_SECONDS = 0.02
-
 
 class Meter:
     """Notes when steps end, and what all hosts have sent, received and computed meanwhile.
 
-    A phase is `warmup` steps and then `steps` that count. Between phases the launcher changes the
-    links: see `asked` and `answered`.
+    The first `warmup` steps do not count, the `steps` after them do.
 
     Args:
-        args: With `warmup`, `steps`, `phases` and `tasks`.
+        args: With `warmup`, `steps` and `tasks`.
     """
 
     def __init__(self, args):
         self._args = args
-        self._phase = self._steps = 0
-        self.results = []
+        self._steps = 0
+        self.results = None
 
     def ended(self, steps=1):
         """Notes that so many steps have ended since the last time."""
-        if self._phase == self._args.phases:
-            return
         self._steps += steps
         counted = self._steps - self._args.warmup
         if counted == 0:
@@ -48,34 +43,17 @@ class Meter:
             what: [(b - a) / self._args.steps for a, b in zip(self._before[what], after[what])]
             for what in after
         }
-        median = statistics.median(self._times)
-        self.results.append({"times": self._times, "median": median, **per_step})
-        self._phase, self._steps = self._phase + 1, 0
-        if self._phase < self._args.phases:
-            folder = os.environ["HYBRID_FOLDER"]
-            asked(folder, self._phase).touch()
-            while not answered(folder, self._phase).exists():
-                time.sleep(_PAUSE_SECONDS)
+        self.results = {"times": self._times, "median": statistics.median(self._times), **per_step}
 
     def _now(self):
         """By rank: bytes sent and received, and milliseconds of processor time."""
         counters, ranks = os.environ["NETLAB_COUNTERS"], range(len(self._args.tasks))
-        pids = json.loads(pathlib.Path(os.environ["HYBRID_FOLDER"], "pids").read_text())
+        pids = json.loads(pathlib.Path(os.environ["NETLAB_PIDS"]).read_text())
         return {
             "sent": [netlab.sent_bytes(counters, rank) for rank in ranks],
             "received": [netlab.received_bytes(counters, rank) for rank in ranks],
             "processor": [_processor_ms(pid) for pid in pids],
         }
-
-
-def asked(folder, phase):
-    """The file by which a job asks for the links of a phase."""
-    return pathlib.Path(folder, f"asked{phase}")
-
-
-def answered(folder, phase):
-    """The file that says that they are there."""
-    return pathlib.Path(folder, f"answered{phase}")
 
 
 def _processor_ms(pid):

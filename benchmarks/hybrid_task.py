@@ -104,7 +104,7 @@ def fit(keras, model, args, workers):
             def on_train_batch_end(self, batch, logs=None):
                 meter.ended()
 
-    steps = (args.warmup + args.steps) * args.phases
+    steps = args.warmup + args.steps
     if by_windows:
         # As many steps of each worker, each with a batch of its own.
         data = keras.utils.experimental.DatasetCreator(
@@ -135,7 +135,7 @@ def main():
     with strategy.scope():
         model = make_model(keras, args.table_size)
     results = fit(keras, model, args, len(addresses(args, "worker")))
-    print("result: " + json.dumps({"phases": results}), flush=True)
+    print("result: " + json.dumps(results), flush=True)
 
 
 if __name__ == "__main__":

@@ -75,17 +75,6 @@ class Lab:
         """Bytes that a host has sent, with all headers."""
         return sent_bytes(self.counters, rank)
 
-    def set_rate(self, rate):
-        """Changes the links' rate, also under connections that are there: from fast to slow.
-
-        Connections remember how much they may hand to a link at once. A faster link would get too
-        little at once; a slower one cuts up what is too much.
-        """
-        self.rate = rate
-        for rank, host in enumerate(self._namespaces):
-            self._limit(host, "eth0")
-            self._limit(self._switch, f"h{rank}")
-
     def start(self, rank, argv, core=None, env=None, **kwargs):
         """Starts a command on a host.
 
@@ -149,9 +138,7 @@ class Lab:
         # Or the filter would have to cut packets up, which costs much processor time.
         largest = min(65536, int(burst * 0.94) - 400)
         self._ip(pid, f"link set dev {device} gso_max_size {largest}")
-        shape = (
-            f"qdisc replace dev {device} root tbf rate {int(self.rate)} burst {burst} limit {limit}"
-        )
+        shape = f"qdisc add dev {device} root tbf rate {int(self.rate)} burst {burst} limit {limit}"
         subprocess.run([*_inside(pid), "tc", *shape.split()], check=True)
 
     def _ip(self, pid, command):

@@ -10,7 +10,7 @@ import time
 _POLL_SECONDS = 0.1
 
 
-def run(lab, commands, timeout, trainers=None, env=None, poll=lambda pids: None):
+def run(lab, commands, timeout, trainers=None, env=None):
     """Runs a command on each host, and returns what those that train have printed as their result.
 
     Args:
@@ -20,7 +20,6 @@ def run(lab, commands, timeout, trainers=None, env=None, poll=lambda pids: None)
         trainers: Ranks of those that end by themselves and print `result: ` and JSON; None for
             all. The others are ended with the lab.
         env: Dict of further environment variables.
-        poll: Called now and then, with the list of process ids.
 
     Raises:
         RuntimeError: If one fails, or not all trainers are done after `timeout` seconds.
@@ -36,6 +35,8 @@ def run(lab, commands, timeout, trainers=None, env=None, poll=lambda pids: None)
     }
     with tempfile.TemporaryDirectory() as folder:
         logs = [pathlib.Path(folder, str(rank)) for rank in range(len(commands))]
+        pids = pathlib.Path(folder, "pids")
+        environment["NETLAB_PIDS"] = str(pids)  # Whose processor time a task may read.
         processes = []
         for rank, (command, log) in enumerate(zip(commands, logs)):
             with log.open("w") as file:
@@ -49,11 +50,11 @@ def run(lab, commands, timeout, trainers=None, env=None, poll=lambda pids: None)
                         stderr=subprocess.STDOUT,
                     )
                 )
+        pids.write_text(json.dumps([process.pid for process in processes]))
         end = time.monotonic() + timeout
         while any(processes[rank].poll() is None for rank in trainers):
             if any(process.poll() for process in processes) or time.monotonic() > end:
                 break
-            poll([process.pid for process in processes])
             time.sleep(_POLL_SECONDS)
         codes = [process.poll() for process in processes]
         if any(codes) or None in [codes[rank] for rank in trainers]:
