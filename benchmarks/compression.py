@@ -17,12 +17,10 @@ import os
 import pathlib
 import platform
 import statistics
-import subprocess
 import sys
-import tempfile
-import time
 
 import netlab
+import netlab_job
 
 HERE = pathlib.Path(__file__).parent
 TASKS = {"psp": HERE / "compression_task.py", "torch": HERE / "compression_torch_task.py"}
@@ -55,45 +53,18 @@ def launch(args, library, method, hosts, rate, delay, steps):
     Raises:
         RuntimeError: If a worker fails, or is not done after `--timeout` seconds.
     """
-    cores = sorted(os.sched_getaffinity(0))
-    environment = {"CUDA_VISIBLE_DEVICES": "", "TF_CPP_MIN_LOG_LEVEL": "2", "OMP_NUM_THREADS": "1"}
-    with tempfile.TemporaryDirectory() as folder, netlab.Lab(hosts, rate, delay) as lab:
-        logs = [pathlib.Path(folder, str(rank)) for rank in range(hosts)]
+    with netlab.Lab(hosts, rate, delay) as lab:
         addresses = [f"{lab.ip(rank)}:2222" for rank in range(hosts)]
-        environment["NETLAB_COUNTERS"] = lab.counters
-        processes = []
-        for rank, log in enumerate(logs):
-            command = [
+        commands = [
+            [
                 *(args.torch_python if library == "torch" else sys.executable, TASKS[library]),
                 *("--rank", rank, "--addresses", *addresses, "--method", method),
                 *("--batch_size", args.batch_size, "--warmup", args.warmup, "--steps", steps),
                 *("--bucket_bytes", args.bucket_bytes),
             ]
-            with log.open("w") as file:
-                processes.append(
-                    lab.start(
-                        rank,
-                        list(map(str, command)),
-                        core=cores[rank % len(cores)],
-                        env=environment,
-                        stdout=file,
-                        stderr=subprocess.STDOUT,
-                    )
-                )
-        end = time.monotonic() + args.timeout
-        while any(process.poll() is None for process in processes):
-            if any(process.poll() for process in processes) or time.monotonic() > end:
-                break
-            time.sleep(0.1)
-        codes = [process.poll() for process in processes]
-        if any(codes) or None in codes:
-            tails = "\n".join(log.read_text(errors="replace")[-4000:] for log in logs)
-            raise RuntimeError(f"{tails}\n{library}, {method}\nReceived: exit codes {codes}")
-        results = []
-        for log in logs:
-            line = [line for line in log.read_text().splitlines() if line.startswith("result: ")][0]
-            results.append(json.loads(line.removeprefix("result: ")))
-    return results
+            for rank in range(hosts)
+        ]
+        return netlab_job.run(lab, commands, args.timeout)
 
 
 def measure(args, library, method, hosts, rate, delay, steps):

@@ -158,8 +158,18 @@ def sent_bytes(counters, rank):
         counters: `Lab.counters`.
         rank: The host's.
     """
-    line = re.search(rf"^\s*h{rank}:\s*(\d+)", pathlib.Path(counters).read_text(), re.MULTILINE)
-    return int(line[1])
+    return _port(counters, rank)[0]
+
+
+def received_bytes(counters, rank):
+    """Bytes that a host has received; see `sent_bytes`."""
+    return _port(counters, rank)[8]
+
+
+def _port(counters, rank):
+    """What the kernel counts at a port of the switch: 8 numbers of what came, 8 of what went."""
+    line = re.search(rf"^\s*h{rank}:(.*)", pathlib.Path(counters).read_text(), re.MULTILINE)
+    return [int(number) for number in line[1].split()]
 
 
 def parse_rate(text):
