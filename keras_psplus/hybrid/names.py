@@ -9,6 +9,8 @@ import json
 import os
 
 CONTROL = "control"
+# How TensorFlow says that there is no such method, of those that go with an optimizer.
+OF_OPTIMIZER = r"/(push|norm|commit)\d+ is not registered"
 TOKEN_VARIABLE = "KERAS_PSPLUS_JOB_TOKEN"
 
 

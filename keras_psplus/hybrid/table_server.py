@@ -135,19 +135,11 @@ class TableServer:
             )
         return {}
 
-    def _on_optimizer(self, key, config):
+    def _on_optimizer(self, key, config, number, first_slot):
         shard = self._shards[key]
-        if shard.optimizer is None:
-            check_elementwise(config)
-            shard.set_optimizer(config)
-            self._generation += 1
-        elif shard.optimizer_config != config:
-            raise ValueError(
-                f"The table of {shard.name} is trained by another optimizer already; one optimizer "
-                "updates a table. "
-                f"Received: {config['optimizer']['config'].get('name')} beside "
-                f"{shard.optimizer_config['optimizer']['config'].get('name')}"
-            )
+        check_elementwise(config)
+        shard.set_optimizer(config, number, first_slot)
+        self._generation += 1
         return {}
 
     def _restart(self):

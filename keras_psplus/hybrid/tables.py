@@ -44,18 +44,25 @@ class Tables:
         return table
 
     def set_optimizer(self, table, optimizer, weight_decay):
-        """Gives a table the optimizer that updates it.
+        """Gives a table the optimizer that updates it from now on.
 
         Raises:
-            ValueError: If it cannot, or another one does already.
+            ValueError: If it cannot.
         """
         if table.optimizer is optimizer:
             return
         config = config_of(optimizer, weight_decay, table.constraint, table.regularizer)
         if self._is_chief:
-            self._servers.make("optimizer", key=table.key, config=config)
+            self._servers.make(
+                "optimizer",
+                key=table.key,
+                config=config,
+                number=table.optimizers + 1,
+                first_slot=table.first_slot_of(optimizer),
+            )
         self._agree("optimizer of a table", table.name, f"{table.name}, {optimizer.name}")
         table.optimizer = optimizer
+        table.optimizers += 1
 
     def traffic(self, counted):
         """List of `Traffic` of the tables.
