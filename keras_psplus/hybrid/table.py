@@ -34,6 +34,8 @@ class Table:
         self.optimizer = None
         self.optimizers = self.slots = 0
         self._first_slot, self._slots_of = 1, None
+        # By slot, how often all of it was set.
+        self.assignments = {}
         self._digest = digest
         self._links = {}
 

@@ -64,6 +64,26 @@ class Tables:
         table.optimizer = optimizer
         table.optimizers += 1
 
+    def note_assigned(self, table, slot):
+        """Waits until the chief has set all of a table, or of a slot of it, as this worker has.
+
+        Raises:
+            TableServerError: If the chief does not.
+        """
+        if self._control is None:
+            return
+        if self._is_chief:
+            self._servers.count_assignment(table.key, slot)
+            return
+        count = table.assignments.get(slot, 0) + 1
+        self._servers.wait_for_assignment(table.key, slot, count, table.name)
+        table.assignments[slot] = count
+
+    def note_followed(self, table, slot):
+        """Notes that the chief, and nobody else, has set all of a table, or of a slot of it."""
+        if self._control is not None and not self._is_chief:
+            table.assignments[slot] = self._servers.assignments(table.key, slot)
+
     def traffic(self, counted):
         """List of `Traffic` of the tables.
 

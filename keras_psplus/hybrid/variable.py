@@ -93,6 +93,7 @@ class TableVariable(resource_variable_ops.BaseResourceVariable, core.Tensor):
             )
         if self._strategy.is_chief:
             self.table.write(self.slot, value)
+        self._strategy.tables.note_assigned(self.table, self.slot)
         return self
 
     def is_initialized(self, name=None):
