@@ -135,7 +135,7 @@ def _serialized(initializer):
     if not isinstance(initializer, keras.initializers.Initializer):
         return None
     config = keras.initializers.serialize(initializer)
-    if not isinstance(config, dict) or not config.get("module", "").startswith("keras."):
+    if not isinstance(config, dict) or not (config.get("module") or "").startswith("keras."):
         return None
     seed = getattr(initializer, "seed", None)
     if isinstance(seed, int):

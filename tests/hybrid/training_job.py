@@ -105,13 +105,21 @@ def by(make, **attributes):
     return type("Case", (Case,), attributes)()
 
 
+@keras.saving.register_keras_serializable()
+class Own(keras.initializers.Initializer):
+    """An initializer that the servers do not know."""
+
+    def __call__(self, shape, dtype=None):
+        return initializer(8)(shape, dtype)
+
+
 class TwoTables(Case):
     """Two tables, one of them shared by two layers' calls, one with a sum over several ids."""
 
     def model(self, embedding):
         ids = keras.Input((5,), dtype="int32")
         shared = embedding(ROWS, DIM, embeddings_initializer=initializer(7))
-        other = embedding(ROWS, 4, embeddings_initializer=initializer(8))
+        other = embedding(ROWS, 4, embeddings_initializer=Own())
         several = keras.ops.sum(other(ids), axis=1)
         parts = [shared(ids[:, :2]), shared(ids[:, 3:])]
         parts = [keras.layers.Flatten()(part) for part in parts]
