@@ -141,9 +141,18 @@ class Link:
             "it cannot be reached any more",
         )
         away = tf.reduce_any(tf.equal(code, [_DEADLINE, _UNAVAILABLE]))
+        # What was traced for an optimizer calls methods that go with it.
+        replaced = tf.strings.regex_full_match(message, f"(?s).*{names.OF_OPTIMIZER}.*")
+        reason = tf.where(
+            replaced,
+            "the table's optimizer has been replaced since by another one, and a table has one at "
+            "a time. Compile the model again before it trains on",
+            reason,
+        )
         text = tf.strings.join(
             [
-                f"{failure.LOST}{self.name} ({self.address}) failed at {names.readable(method)}: ",
+                tf.where(replaced, failure.REFUSED, failure.LOST),
+                f"{self.name} ({self.address}) failed at {names.readable(method)}: ",
                 tf.where(away, silent, reason),
             ]
         )

@@ -33,7 +33,10 @@ class HybridExtended(MultiWorkerMirroredExtended):
 
     def broadcast(self, variables):
         # Of a table there is one value only.
+        tables = [v for v in variables if isinstance(v, TableVariable)]
         super().broadcast([v for v in variables if not isinstance(v, TableVariable)])
+        for variable in tables:
+            self._container_strategy().tables.note_followed(variable.table, variable.slot)
 
     def counter(self, table, what, replica=None):
         """An int64 of a local replica that counts something of a table."""

@@ -11,6 +11,8 @@ import os
 from keras_psplus.cluster.environment import TOKEN_VARIABLE
 
 CONTROL = "control"
+# How TensorFlow says that there is no such method, of those that go with an optimizer.
+OF_OPTIMIZER = r"/(push|norm|commit)\d+ is not registered"
 
 
 def token_of(task, given):

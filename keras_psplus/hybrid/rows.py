@@ -30,8 +30,8 @@ class RowCodec:
 
     @property
     def rows_per_message(self):
-        """Rows that one message can carry, with an int32 for each."""
-        return MESSAGE_BYTES // (4 * self.width + 4)
+        """Rows that one message can carry, with an int32 for each, which takes up to 5 bytes."""
+        return MESSAGE_BYTES // (4 * self.width + 5)
 
     def encode(self, rows, step):
         """float32 rows of shape `(n, dim)` as words of shape `(n, width)`."""

@@ -29,6 +29,7 @@ class Servers:
         self._timeout, self._patience = timeout, patience
         self._control = [ControlLink(*peer, digest, timeout) for peer in self._peers]
         self._ends_badly = False
+        self._startup_timeout = timeout
 
     def __len__(self):
         return len(self._peers)
@@ -48,6 +49,7 @@ class Servers:
         Raises:
             ClusterStartupError: If one does not come, or is another job's.
         """
+        self._startup_timeout = timeout
         deadline = time.monotonic() + timeout
         for (name, address), link in zip(self._peers, self._control):
             # Before it is called: a client whose call has failed waits longer each time.
@@ -74,6 +76,30 @@ class Servers:
         waits = [link.begin(what, **arguments) for link in self._control]
         for wait in waits:
             wait()
+
+    def count_assignment(self, key, slot):
+        """Says that all of a table, or of a slot of it, has been set."""
+        self._control[0].request("assigned", key=key, slot=slot)
+
+    def assignments(self, key, slot):
+        """How often that was said."""
+        return self._control[0].request("assignments", key=key, slot=slot)["count"]
+
+    def wait_for_assignment(self, key, slot, count, name):
+        """Waits until that has been said a number of times.
+
+        Raises:
+            TableServerError: If it is not, for longer than the chief may take to start.
+        """
+        deadline = time.monotonic() + self._startup_timeout
+        while self.assignments(key, slot) < count:
+            if time.monotonic() >= deadline:
+                raise TableServerError(
+                    f"{self._task.name} has assigned the table '{name}', and the chief, whose "
+                    f"value counts, has not in {self._startup_timeout:g} s. All workers must load "
+                    f"or set weights at the same point of the script. Received: slot {slot}"
+                )
+            time.sleep(_POLL_SECONDS)
 
     def _at_exit(self):
         if getattr(sys, "last_value", None) is not None or self._ends_badly:

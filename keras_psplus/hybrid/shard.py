@@ -47,7 +47,8 @@ class Shard:
         self._push = RowCodec(push_compressor, self.dim)
         self._replicas, self._sync = replicas, sync
         self.weights = tf.Variable(_initial(spec, server, servers), trainable=False)
-        self.optimizer = self.optimizer_config = None
+        self.optimizer = None
+        self._optimizer_number = self._first_slot = 0
         self._methods = {}
         # Ends with the number of steps that were applied.
         self.version = tf.Variable(0, dtype=_LONG, trainable=False)
@@ -62,27 +63,37 @@ class Shard:
 
     @property
     def variables(self):
-        """The rows and the optimizer's slots of them, in the order that workers number them."""
-        return [self.weights, *(self.optimizer.slots if self.optimizer else [])]
+        """The rows and the optimizer's slots of them, by the numbers that workers give them."""
+        slots = self.optimizer.slots if self.optimizer else []
+        return {0: self.weights, **dict(enumerate(slots, self._first_slot))}
 
-    def set_optimizer(self, config):
-        """Makes the optimizer and its slots."""
+    def set_optimizer(self, config, number, first_slot):
+        """Makes an optimizer and its slots, in the place of the last one.
+
+        Args:
+            config: What `config_of` has made of it.
+            number: Its number among those that this table has had.
+            first_slot: The number of its first slot; those of earlier optimizers come before.
+        """
         self.optimizer = RowOptimizer(config, self.weights)
-        self.optimizer_config = config
+        self._optimizer_number, self._first_slot = number, first_slot
 
     def methods(self):
         """Functions with signatures, by what they do; each of them is traced once."""
         makers = {"lookup": self._lookup}
-        for i, variable in enumerate(self.variables):
+        for i, variable in self.variables.items():
             makers[f"read{i}"] = functools.partial(self._read, variable)
             makers[f"write{i}"] = functools.partial(self._write, variable)
         if self.optimizer is not None:
-            makers["push"] = self._push_function
+            # What was traced for an earlier optimizer must not reach this one.
+            number = self._optimizer_number
+            makers[f"push{number}"] = self._push_function
             if self._sync:
-                makers["norm"], makers["commit"] = self._norm, self._commit
-        for what, make in makers.items():
-            if what not in self._methods:
-                self._methods[what] = make()
+                makers[f"norm{number}"], makers[f"commit{number}"] = self._norm, self._commit
+        known = self._methods
+        self._methods = {
+            what: known[what] if what in known else make() for what, make in makers.items()
+        }
         return self._methods
 
     def _lookup(self):

@@ -30,14 +30,34 @@ class Table:
         self.push_codec = RowCodec(push_compressor, self.dim)
         self.layer_name = name.rpartition("/")[0] or name
         self.regularizer = self.constraint = None
+        # The last one that it was given, how many there were, and the slots of all of them.
         self.optimizer = None
-        self.slots = 0
+        self.optimizers = self.slots = 0
+        self._first_slot, self._slots_of = 1, None
+        # By slot, how often all of it was set.
+        self.assignments = {}
         self._digest = digest
         self._links = {}
 
     def method(self, what):
         """The name of a method of this table."""
         return names.method(self._digest, self.key, what)
+
+    def new_slot(self, optimizer):
+        """The number of one more slot of an optimizer."""
+        self.first_slot_of(optimizer)
+        self.slots += 1
+        return self.slots
+
+    def first_slot_of(self, optimizer):
+        """The number of the first slot of the optimizer that is being built."""
+        if self._slots_of is not optimizer:
+            self._first_slot, self._slots_of = self.slots + 1, optimizer
+        return self._first_slot
+
+    def method_of_optimizer(self, what):
+        """The name of a method that belongs to the table's present optimizer."""
+        return self.method(f"{what}{self.optimizers}")
 
     def links(self, purpose, replica=0):
         """A link to each server for one purpose of one local replica."""
@@ -158,7 +178,7 @@ def push_to_wait(table, slices, replica, header, numbers, most=None):
 
 
 def _push(table, slices, replica, header, numbers, most, waits):
-    codec, method = table.push_codec, table.method("push")
+    codec, method = table.push_codec, table.method_of_optimizer("push")
     ids, rows = slices
     rank, step, iterations = header
 
@@ -205,7 +225,7 @@ def _push_to(link, method, arguments, ids, words, codec, most, one, none):
 
 def norms(table, replica):
     """Sums of squares of what waits on each server, as a list of float32 scalars."""
-    method = table.method("norm")
+    method = table.method_of_optimizer("norm")
     waits = [
         link.start(method, [tf.constant(0)], _FLOAT, []) for link in table.links("push", replica)
     ]
@@ -225,7 +245,7 @@ def commit(table, replica, header, numbers):
     Returns:
         List of tensors that are there once every server has applied it.
     """
-    method = table.method("commit")
+    method = table.method_of_optimizer("commit")
     waits = [
         link.start(method, [tf.stack(header), numbers], _LONG, [])
         for link in table.links("push", replica)

@@ -5,6 +5,7 @@ is started on the same port (they may share it) and the first is ended; clients 
 a call that has to be repeated.
 """
 
+import collections
 import json
 import queue
 import sys
@@ -41,6 +42,7 @@ class TableServer:
         self._task, self._digest, self._options, self._agreed = task, digest, options, agreed
         self._log = log
         self._shards = {}
+        self._assignments = collections.Counter()
         self._requests = queue.SimpleQueue()
         self._tickets, self._answers = set(), {}
         self._server = None
@@ -136,20 +138,19 @@ class TableServer:
             )
         return {}
 
-    def _on_optimizer(self, key, config):
+    def _on_optimizer(self, key, config, number, first_slot):
         shard = self._shards[key]
-        if shard.optimizer is None:
-            check_elementwise(config)
-            shard.set_optimizer(config)
-            self._generation += 1
-        elif shard.optimizer_config != config:
-            raise ValueError(
-                f"The table of {shard.name} is trained by another optimizer already; one optimizer "
-                "updates a table. "
-                f"Received: {config['optimizer']['config'].get('name')} beside "
-                f"{shard.optimizer_config['optimizer']['config'].get('name')}"
-            )
+        check_elementwise(config)
+        shard.set_optimizer(config, number, first_slot)
+        self._generation += 1
         return {}
+
+    def _on_assigned(self, key, slot):
+        self._assignments[key, slot] += 1
+        return {}
+
+    def _on_assignments(self, key, slot):
+        return {"count": self._assignments[key, slot]}
 
     def _restart(self):
         generation = self._generation

@@ -44,18 +44,45 @@ class Tables:
         return table
 
     def set_optimizer(self, table, optimizer, weight_decay):
-        """Gives a table the optimizer that updates it.
+        """Gives a table the optimizer that updates it from now on.
 
         Raises:
-            ValueError: If it cannot, or another one does already.
+            ValueError: If it cannot.
         """
         if table.optimizer is optimizer:
             return
         config = config_of(optimizer, weight_decay, table.constraint, table.regularizer)
         if self._is_chief:
-            self._servers.make("optimizer", key=table.key, config=config)
+            self._servers.make(
+                "optimizer",
+                key=table.key,
+                config=config,
+                number=table.optimizers + 1,
+                first_slot=table.first_slot_of(optimizer),
+            )
         self._agree("optimizer of a table", table.name, f"{table.name}, {optimizer.name}")
         table.optimizer = optimizer
+        table.optimizers += 1
+
+    def note_assigned(self, table, slot):
+        """Waits until the chief has set all of a table, or of a slot of it, as this worker has.
+
+        Raises:
+            TableServerError: If the chief does not.
+        """
+        if self._control is None:
+            return
+        if self._is_chief:
+            self._servers.count_assignment(table.key, slot)
+            return
+        count = table.assignments.get(slot, 0) + 1
+        self._servers.wait_for_assignment(table.key, slot, count, table.name)
+        table.assignments[slot] = count
+
+    def note_followed(self, table, slot):
+        """Notes that the chief, and nobody else, has set all of a table, or of a slot of it."""
+        if self._control is not None and not self._is_chief:
+            table.assignments[slot] = self._servers.assignments(table.key, slot)
 
     def traffic(self, counted):
         """List of `Traffic` of the tables.

@@ -2,7 +2,7 @@
 
 import numpy as np
 import tensorflow as tf
-from tensorflow.python.framework import tensor_conversion_registry
+from tensorflow.python.framework import ops, tensor_conversion_registry
 from tensorflow.python.ops import resource_variable_ops
 from tensorflow.python.types import core
 
@@ -93,6 +93,7 @@ class TableVariable(resource_variable_ops.BaseResourceVariable, core.Tensor):
             )
         if self._strategy.is_chief:
             self.table.write(self.slot, value)
+        self._strategy.tables.note_assigned(self.table, self.slot)
         return self
 
     def is_initialized(self, name=None):
@@ -121,17 +122,35 @@ class TableVariable(resource_variable_ops.BaseResourceVariable, core.Tensor):
             unique: int64 vector of their ids.
             positions: For each place, the index of its row in `rows`.
         """
-        whole = tf.constant(self.shape.as_list(), tf.int64)
+        rows_of_table = min(self.table.rows, tf.int32.max)
 
         @tf.custom_gradient
         def take(proxy, rows, unique, positions):
             def gradient(upstream):
+                _check_not_of_a_loop(self.table)
+                # An int32, as TensorFlow gives to a branch of tf.cond without a lookup: both must
+                # have one. Nobody reads it.
+                whole = tf.constant([rows_of_table, self.table.dim])
                 summed = tf.math.unsorted_segment_sum(upstream, positions, tf.size(unique))
                 return tf.IndexedSlices(summed, unique, whole), None, None, None
 
             return tf.gather(rows, positions), gradient
 
         return take(self._proxy.read_value(), rows, unique, positions)
+
+
+def _check_not_of_a_loop(table):
+    """Sees that no gradient crosses a loop: TensorFlow would sum it up as a whole table."""
+    graph = ops.get_default_graph()
+    while graph is not None:
+        if type(graph).__name__ == "_WhileBodyGradFuncGraph":
+            raise ValueError(
+                f"The table '{table.name}' on parameter servers is looked up inside a loop of the "
+                "graph, through which its gradient cannot be sent by rows. Look all rows up before "
+                "the loop, use a Python loop, or keep the table on the workers: "
+                f'`placement={{"{table.name}": "mirrored"}}`. Received: a lookup in tf.while_loop'
+            )
+        graph = getattr(graph, "outer_graph", None)
 
 
 tensor_conversion_registry.register_tensor_conversion_function(

@@ -108,10 +108,8 @@ def _add_weight(original, self, *args, **kwargs):
 
 def _initialize(original, self, initializer):
     if getattr(_local, "slot", None) is not None:
-        value = _local.slot._value
-        self._value = TableVariable(
-            value.table, self.name, False, value._strategy, value.table.slots
-        )
+        value, number = _local.slot
+        self._value = TableVariable(value.table, self.name, False, value._strategy, number)
         return None
     decision = getattr(self, "_decision", None)
     strategy = _scope()
@@ -137,7 +135,7 @@ def _serialized(initializer):
     if not isinstance(initializer, keras.initializers.Initializer):
         return None
     config = keras.initializers.serialize(initializer)
-    if not isinstance(config, dict) or not config.get("module", "").startswith("keras."):
+    if not isinstance(config, dict) or not (config.get("module") or "").startswith("keras."):
         return None
     seed = getattr(initializer, "seed", None)
     if isinstance(seed, int):
@@ -182,8 +180,8 @@ def _add_slot(original, self, reference_variable, name=None, initializer="zeros"
     if table is None:
         return original(self, reference_variable, name, initializer)
     # Made on the servers already, with all others, in this order.
-    table.slots += 1
-    outer, _local.slot = getattr(_local, "slot", None), reference_variable
+    slot = getattr(reference_variable, "_value", reference_variable), table.new_slot(self)
+    outer, _local.slot = getattr(_local, "slot", None), slot
     try:
         return base_optimizer.BaseOptimizer.add_variable_from_reference(
             self, reference_variable, name=name, initializer=initializer

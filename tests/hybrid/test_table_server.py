@@ -69,7 +69,7 @@ def test_rows_are_written_read_and_looked_up(table):
         (("hello", {"agreed": "other", "replicas": 2}), "started with another strategy"),
         (("hello", {"agreed": AGREED, "replicas": 3}), "3 replicas"),
         (("format_disk", {}), "no such request.*format_disk"),
-        (("optimizer", {"key": 7, "config": {}}), "7"),
+        (("optimizer", {"key": 7, "config": {}, "number": 1, "first_slot": 1}), "7"),
     ],
 )
 def test_wrong_requests_are_refused(task, table, request_, message):
@@ -101,7 +101,9 @@ def test_garbage_does_no_harm(task, table):
 
 def test_gradients_of_a_step_are_applied_once_all_are_there(task, table):
     optimizer = tf.keras.optimizers.SGD(1.0)
-    table.servers.make("optimizer", key=0, config=config_of(optimizer, None, None, None))
+    config = config_of(optimizer, None, None, None)
+    table.servers.make("optimizer", key=0, config=config, number=1, first_slot=1)
+    table.optimizers = 1
     table.write(0, np.zeros((9, 3), "float32"))
 
     def send(rank, step, ids):
@@ -125,4 +127,4 @@ def test_an_optimizer_that_is_not_by_rows_is_refused(task, table):
     table.servers.make("table", spec={**SPEC, "key": 1})
     config = config_of(tf.keras.optimizers.Lamb(), None, None, None)
     with pytest.raises(TableServerError, match="cannot be applied to the rows"):
-        control(task).request("optimizer", key=1, config=config)
+        control(task).request("optimizer", key=1, config=config, number=1, first_slot=1)

@@ -10,6 +10,7 @@ rows: the tables' optimizers are lazy, and differ otherwise by design.
 import os
 import pathlib
 import sys
+import time
 
 os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "2")
 
@@ -71,12 +72,18 @@ class Case:
             x, y, batch_size=self.batch, epochs=self.epochs, shuffle=False, verbose=0
         ).history
         keras.mixed_precision.set_global_policy("float32")
-        results = {f"weight_{i}": w for i, w in enumerate(model.get_weights())}
+        results = {}
         if self.is_whole:
             results["evaluated"] = model.evaluate(x, y, batch_size=40, verbose=0)
             results["predicted"] = model.predict(x[:21], batch_size=8, verbose=0)
             results.update(history)
+        results.update(self.trained(model, x, y))
+        results.update({f"weight_{i}": w for i, w in enumerate(model.get_weights())})
         return results
+
+    def trained(self, model, x, y):
+        """What else to do with the model; returns results."""
+        return {}
 
 
 def initializer(seed):
@@ -98,13 +105,21 @@ def by(make, **attributes):
     return type("Case", (Case,), attributes)()
 
 
+@keras.saving.register_keras_serializable()
+class Own(keras.initializers.Initializer):
+    """An initializer that the servers do not know."""
+
+    def __call__(self, shape, dtype=None):
+        return initializer(8)(shape, dtype)
+
+
 class TwoTables(Case):
     """Two tables, one of them shared by two layers' calls, one with a sum over several ids."""
 
     def model(self, embedding):
         ids = keras.Input((5,), dtype="int32")
         shared = embedding(ROWS, DIM, embeddings_initializer=initializer(7))
-        other = embedding(ROWS, 4, embeddings_initializer=initializer(8))
+        other = embedding(ROWS, 4, embeddings_initializer=Own())
         several = keras.ops.sum(other(ids), axis=1)
         parts = [shared(ids[:, :2]), shared(ids[:, 3:])]
         parts = [keras.layers.Flatten()(part) for part in parts]
@@ -117,6 +132,42 @@ class Accumulated(Case):
     def fit(self, embedding, reference, x, y):
         self.batch = 2 * BATCH if reference else BATCH
         return super().fit(embedding, reference, x, y)
+
+
+class Again(Case):
+    """A model that is compiled again; then the chief is late to set weights, and a branch looks up.
+
+    The new optimizer has slots of its own, and no worker trains with weights that are not set yet.
+    """
+
+    tolerance = 2e-5
+
+    def optimizer(self):
+        return optimizers.Nadam(0.05)
+
+    def model(self, embedding):
+        ids = keras.Input((5,), dtype="int32")
+        rows = embedding(ROWS, DIM, embeddings_initializer=initializer(7))
+        branch = keras.layers.Lambda(
+            lambda ids: tf.cond(
+                tf.reduce_sum(ids) > 0,
+                lambda: rows(ids),
+                lambda: tf.zeros([tf.shape(ids)[0], 5, DIM]),
+            ),
+            output_shape=(5, DIM),
+        )
+        outer = keras.layers.Flatten()(keras.layers.Add()([rows(ids), branch(ids)]))
+        return keras.Model(ids, head(outer))
+
+    def trained(self, model, x, y):
+        weights = model.get_weights()
+        model.compile(optimizer=self.optimizer(), loss=model.loss)
+        for delay in (0, 1):
+            if tf.distribute.get_strategy().extended.should_checkpoint:
+                time.sleep(delay)
+            model.set_weights(weights)
+            model.train_on_batch(x[:BATCH], y[:BATCH])
+        return {f"slot_{i}": np.asarray(v) for i, v in enumerate(model.optimizer.variables)}
 
 
 class OwnStep(Case):
@@ -160,6 +211,7 @@ CASES = {
     ),
     "two_tables": TwoTables(),
     "own_step": OwnStep(),
+    "again": Again(),
     "accumulated": Accumulated(),
 }
 
