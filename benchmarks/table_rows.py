@@ -85,8 +85,9 @@ class Remote:
         spec = {"key": 0, "name": "rows", "rows": shape[0], "dim": shape[1], "initializer": None}
         servers.make("table", spec=spec)
         config = config_of(keras.optimizers.Adam(), None, None, None)
-        servers.make("optimizer", key=0, config=config)
+        servers.make("optimizer", key=0, config=config, number=1, first_slot=1)
         table = table_module.Table(servers, 0, "rows", shape, DIGEST, None, None)
+        table.optimizers = 1
         most, zero = self._args.ids, tf.constant(0, tf.int64)
 
         @tf.function
