@@ -1,5 +1,6 @@
 """Serves TensorFlow's runtime to the chief until the chief has ended."""
 
+import os
 import socket
 import sys
 import time
@@ -54,7 +55,7 @@ def serve(config, startup_timeout=300.0, chief_gone=5.0, log=None):
             chief does not come.
         ChiefLostError: If the chief has ended without having said so.
     """
-    log = log or _log
+    log = log or log_line
     _leader(config)
     check_own_address(config)
     ear = farewell.Ear()
@@ -97,7 +98,7 @@ def outlive(config, has_come, is_lost, startup_timeout, chief_gone, log=None):
         ClusterStartupError: If the chief does not come.
         ChiefLostError: If the chief has ended without having said so.
     """
-    log = log or _log
+    log = log or log_line
     leader, address = _leader(config)
     if not _within(startup_timeout, lambda a: has_come() or _is_tensorflow(a), address):
         raise ClusterStartupError(
@@ -115,6 +116,24 @@ def outlive(config, has_come, is_lost, startup_timeout, chief_gone, log=None):
             f"Received: no answer from {address} for {chief_gone:g} s"
         )
     log(f"{leader} has ended, {config.name} ends")
+
+
+def end_process_after(serving):
+    """Runs a function that serves until the chief has ended, and ends the process.
+
+    Args:
+        serving: Function without arguments. If it raises `ChiefLostError`, the exit code is 1.
+    """
+    code = 0
+    try:
+        serving()
+    except ChiefLostError as error:
+        log_line(error)
+        code = 1
+    sys.stdout.flush()
+    sys.stderr.flush()
+    # TensorFlow's servers cannot be stopped in any other way.
+    os._exit(code)
 
 
 def _leader(config):
@@ -168,5 +187,6 @@ def _wait_for_close(address):
         pass
 
 
-def _log(line):
+def log_line(line):
+    """Tells a line of progress."""
     print(f"keras_psplus: {line}", file=sys.stderr, flush=True)

@@ -1,8 +1,6 @@
 """`HybridStrategy` for Keras 3."""
 
 import json
-import os
-import sys
 
 from keras_psplus.all_reduce import gradients
 from keras_psplus.all_reduce.startup import start
@@ -202,13 +200,6 @@ def _serve_and_exit(task, digest, agreed, startup_timeout, pull, push, sync):
         "push_compressor": push,
         "sync": sync,
     }
-    code = 0
-    try:
-        table_server.serve(task, digest, options, agreed, startup_timeout)
-    except cluster_serve.ChiefLostError as error:
-        print(f"keras_psplus: {error}", file=sys.stderr)
-        code = 1
-    sys.stdout.flush()
-    sys.stderr.flush()
-    # Its RPC server may wait for a call that nobody ends.
-    os._exit(code)
+    cluster_serve.end_process_after(
+        lambda: table_server.serve(task, digest, options, agreed, startup_timeout)
+    )

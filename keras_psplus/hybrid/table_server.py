@@ -8,7 +8,6 @@ a call that has to be repeated.
 import collections
 import json
 import queue
-import sys
 import threading
 import uuid
 
@@ -187,7 +186,7 @@ def serve(task, digest, options, agreed, startup_timeout, chief_gone=5.0):
     """
     check_own_address(task)
     ended, problem = threading.Event(), []
-    server = TableServer(task, digest, options, agreed, _log)
+    server = TableServer(task, digest, options, agreed, cluster_serve.log_line)
 
     def watch():
         try:
@@ -223,10 +222,6 @@ def _check_that_it_answers(server, task, digest):
             "uses the port, or the host's name leads elsewhere. "
             f"Received: TF_CONFIG={task.to_tf_config()}{said}"
         )
-
-
-def _log(line):
-    print(f"keras_psplus: {line}", file=sys.stderr, flush=True)
 
 
 def _described(spec):

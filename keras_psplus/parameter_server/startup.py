@@ -1,7 +1,6 @@
 """What a task of the cluster is to do: serve, or run the rest of the script."""
 
 import os
-import sys
 
 from keras_psplus.cluster import config, serve
 
@@ -26,13 +25,4 @@ def read_task():
 
 def serve_and_exit(task, startup_timeout):
     """Serves until the chief has ended, and ends the process."""
-    code = 0
-    try:
-        serve.serve(task, startup_timeout=startup_timeout)
-    except serve.ChiefLostError as error:
-        print(f"keras_psplus: {error}", file=sys.stderr)
-        code = 1
-    sys.stdout.flush()
-    sys.stderr.flush()
-    # TensorFlow's server cannot be stopped in any other way.
-    os._exit(code)
+    serve.end_process_after(lambda: serve.serve(task, startup_timeout=startup_timeout))
