@@ -237,7 +237,7 @@ def test_doctor_refuses_other_backends(capsys, monkeypatch):
 
 def test_bench_runs_the_checkouts_script(tmp_path, capfd):
     (tmp_path / "benchmarks").mkdir()
-    (tmp_path / "benchmarks" / "step_time.py").write_text(
+    (tmp_path / "benchmarks" / "bench.py").write_text(
         "import sys\nprint(sys.argv[1:])\nsys.exit(5)\n"
     )
     assert bench.main(["--steps", "3"], checkout=tmp_path) == 5
@@ -247,3 +247,5 @@ def test_bench_runs_the_checkouts_script(tmp_path, capfd):
 def test_bench_says_where_the_benchmarks_are(tmp_path, capsys):
     assert bench.main([], checkout=tmp_path) == 2
     assert "Get a checkout" in capsys.readouterr().err
+    assert bench.main(["--help"], checkout=tmp_path) == 0
+    assert "get a checkout" in capsys.readouterr().out
