@@ -43,7 +43,7 @@ FULL = {
     "works": ["dense", "sparse"],
     "workers": [2, 4],
     "rates": ["loopback", "1gbit", "100mbit"],
-    "seconds": 1.5,
+    "seconds": 1.0,
     "only": [],
 }
 SMALL_FIDELITY = ("digits", ["none", "bf16", "int8", "sign", "topk:0.01", "powersgd:4"], [1])
@@ -148,45 +148,50 @@ def report(args):
     text = args.out.with_suffix(".md")
     text.write_text("\n\n".join(f"## {name}\n\n{piece}" for name, piece in pieces.items()) + "\n")
     say(f"table: {text}")
+    if importlib.util.find_spec("matplotlib"):
+        drawn = draw(args, rows)
+        say(f"drawings: {', '.join(map(str, drawn))}")
+        pieces["drawings"] = tables.drawings(drawn)
+    else:
+        drawn = []
+        say(
+            "No drawings without matplotlib: pip install matplotlib, or run this again with "
+            "--report and a Python that has it"
+        )
     if args.docs:
         page = DOCS / "benchmarks.md"
         page.write_text(tables.put_in_place(page.read_text(), pieces))
-        say(f"table: {page}")
-    if importlib.util.find_spec("matplotlib") is None:
-        say(
-            "No drawings without matplotlib: pip install matplotlib, or run this with --report and "
-            "a Python that has it"
-        )
-        return
-    for path in draw(args, rows):
-        say(f"drawing: {path}")
-        if args.docs:
+        for path in drawn:
             shutil.copy(path, DOCS / path.name)
+        say(f"put into {DOCS}: {', '.join(pieces)}")
 
 
 def draw(args, rows):
-    """Draws everything that there are figures for; returns the files."""
+    """Draws everything that there are figures for; returns dict from files to what they show."""
     from lab import plots
 
     def file(name):
         return args.out.with_name(f"bench_{name}.svg")
 
-    drawn = []
+    drawn = {}
     for name in dict.fromkeys(row.work for row in rows):
-        drawn += [file(f"scaling_{name}")] * plots.scaling(rows, name, file(f"scaling_{name}"))
         for count in sorted({row.workers for row in rows}):
             path = file(f"{name}_{count}_workers")
-            drawn += [path] * plots.step_time(rows, name, count, path)
+            if plots.step_time(rows, name, count, path):
+                drawn[path] = f"Step time by bandwidth, {name} model, {count} workers"
+        if plots.scaling(rows, name, file(f"scaling_{name}")):
+            drawn[file(f"scaling_{name}")] = f"Scaling by workers, {name} model"
     if args.fidelity is not None:
         results = fidelity.read(args.fidelity)
         points = {}
         for task, (title, metric, _) in fidelity.EXPERIMENTS.items():
             unit = (
-                "points of accuracy" if metric == "accuracy" else "% of perplexity (less is better)"
+                "points of accuracy" if metric == "accuracy" else "% of perplexity (less: better)"
             )
             of_task = [result for result in results if result["task"] == task]
             points[title, unit] = figures.learnt(of_task, metric, fidelity.loss_of)
-        drawn += [file("quality")] * plots.quality(points, file("quality"))
+        if plots.quality(points, file("quality")):
+            drawn[file("quality")] = "Difference from exact training, by bytes"
     return drawn
 
 

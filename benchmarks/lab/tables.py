@@ -28,14 +28,16 @@ def conditions(content):
 def times(rows, work, workers):
     """Milliseconds of a step, a row for each method and three columns for each rate."""
     chosen = [row for row in rows if (row.work, row.workers) == (work, workers)]
-    rates = sorted(dict.fromkeys(row.rate for row in chosen), key=speed)
+    rates = {row.rate for row in chosen if row.path != "alone"} or {row.rate for row in chosen}
+    rates = sorted(rates, key=speed)
     heads = " | ".join(f"{rate}: ms | 10 to 90 % | of alone | of floor" for rate in rates)
     lines = [f"| | method | {heads} |", "|---|---" + "|---:" * (4 * len(rates)) + "|"]
     for group in _by_method(chosen).values():
         cells = [TITLES[group[0].library], f"`{group[0].method}`"]
         at = {row.rate: row for row in group}
         for rate in rates:
-            cells += _timed(at.get(rate))
+            # What sends nothing takes as long at any rate.
+            cells += _timed(group[0] if group[0].path == "alone" else at.get(rate))
         lines.append("| " + " | ".join(cells) + " |")
     return "\n".join(lines)
 
@@ -98,6 +100,11 @@ def report(rows, content):
         pieces[work] = "\n\n".join(parts)
     pieces["failures"] = failures(rows) or "None failed."
     return pieces
+
+
+def drawings(files):
+    """Pictures, from a dict from their files to what they show."""
+    return "\n\n".join(f"![{title}]({path.name})" for path, title in files.items())
 
 
 def put_in_place(text, pieces):

@@ -10,8 +10,8 @@ from keras_psplus.cluster.environment import python_path
 _CHECKOUT = pathlib.Path(__file__).resolve().parents[2]
 _USAGE = """usage: keras-psplus bench [flags of benchmarks/bench.py]
 
-Runs the benchmark lab, benchmarks/bench.py of the checkout that keras_psplus is imported from. There
-is none here: get a checkout of keras_psplus's repository, install it with
+Runs the benchmark lab, benchmarks/bench.py of the checkout that keras_psplus is imported from.
+There is none here: get a checkout of keras_psplus's repository, install it with
 `pip install -e ".[bench]"`, and ask again for the flags.
 """
 
