@@ -12,7 +12,6 @@ from lab import handshake, meter, netlab
 
 _BENCHMARKS = str(pathlib.Path(__file__).parents[1])
 _POLL_SECONDS = 0.02
-_GRACE_SECONDS = 1.0
 _TAIL_LINES = 25
 
 
@@ -65,32 +64,27 @@ def run(lab, commands, timeout, leader, env=None):
             "pids": [process.pid for process in processes],  # whose processor time is read
         }
         pathlib.Path(folder, "hosts").write_text(json.dumps(hosts))
-        timed_out = _watch(lab, folder, processes, leader, time.monotonic() + timeout)
+        failed, what = _watch(lab, folder, processes, leader, timeout)
         results = _results(logs[leader])
-        if handshake.is_done(folder):
+        if failed is None:
             return results, None
-        codes = [process.poll() for process in processes]
-        shown = next((rank for rank, code in enumerate(codes) if code), leader)
-        what = f"task {shown}: exit code {codes[shown]}"
-        if timed_out:
-            what = f"task {shown}: not done in {timeout:g} s"
-        lines = logs[shown].read_text(errors="replace").splitlines()[-_TAIL_LINES:]
-        return results, "\n".join([*lines, what])
+        lines = logs[failed].read_text(errors="replace").splitlines()[-_TAIL_LINES:]
+        return results, "\n".join([*lines, f"task {failed}: {what}"])
 
 
-def _watch(lab, folder, processes, leader, end):
-    """Waits until all is done or a task has ended too soon; whether time was up before."""
-    asked = 0
+def _watch(lab, folder, processes, leader, timeout):
+    """Answers the leader until all is done; else, the rank of a task and what is wrong with it."""
+    asked, end = 0, time.monotonic() + timeout
     while not handshake.is_done(folder):
-        if any(process.poll() for process in processes) or processes[leader].poll() is not None:
-            # What a task leaves behind when it fails may take the others with it.
-            time.sleep(_GRACE_SECONDS)
-            return False
+        for rank, process in enumerate(processes):
+            code = process.poll()
+            if code or code is not None and rank == leader and not handshake.is_done(folder):
+                return rank, f"exit code {code}"
         if time.monotonic() > end:
-            return True
+            return leader, f"not done in {timeout:g} s"
         asked += handshake.answer(folder, asked, lambda rate: lab.set_rate(netlab.parse_rate(rate)))
         time.sleep(_POLL_SECONDS)
-    return False
+    return None, None
 
 
 def _results(log):

@@ -110,7 +110,11 @@ def catalogue():
     from keras_psplus import catalogue
 
     entries = [of_entry(catalogue.find(name), name) for name in catalogue.names()]
-    entries += [of_entry(path) for path in sorted(EXTRAS.glob("[!_]*.py"))]
+    for path in sorted(EXTRAS.glob("*.py")):
+        entry = of_entry(path)
+        # These are there for what dense gradients, or rows, are sent in.
+        work = "sparse" if entry.traits.path == "hybrid" else "dense"
+        entries.append(dataclasses.replace(entry, works=(work,)))
     paths = ("alone", "all_reduce", "parameter_server", "hybrid")
     return sorted(entries, key=lambda entry: paths.index(entry.traits.path))
 

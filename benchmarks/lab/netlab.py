@@ -183,12 +183,15 @@ class Lab(Loopback):
 
     def _namespace(self):
         """Starts a process that holds a new network namespace; its process id."""
-        process = self._run(["unshare", "--net", "sleep", "infinity"])
+        process = self._run(["unshare", "--net", "sleep", "infinity"], stderr=subprocess.DEVNULL)
         end = time.monotonic() + 10
         mine = os.stat("/proc/self/ns/net")
-        while os.path.samestat(os.stat(f"/proc/{process.pid}/ns/net"), mine):
+        while _is_in(process.pid, mine):
             if process.poll() is not None or time.monotonic() > end:
-                raise RuntimeError(f"No network namespace; are you root? Received: {os.geteuid()=}")
+                raise RuntimeError(
+                    "No network namespace can be made; are you root? "
+                    f"Received: user id {os.geteuid()}"
+                )
             time.sleep(0.01)
         return process.pid
 
@@ -243,6 +246,14 @@ def parse_rate(text):
 
 def _ip(rank):
     return f"{_NETWORK}{rank + 1}"
+
+
+def _is_in(pid, namespace):
+    """Whether a process is in a namespace still, or has ended."""
+    try:
+        return os.path.samestat(os.stat(f"/proc/{pid}/ns/net"), namespace)
+    except OSError:
+        return True
 
 
 def _inside(pid):

@@ -6,7 +6,7 @@ import sys
 
 import bench
 import pytest
-from lab import netlab
+from lab import job, meter, netlab
 
 
 @pytest.mark.timeout(300)
@@ -44,6 +44,27 @@ def test_mistakes_are_said(tmp_path, capsys):
         with pytest.raises(SystemExit):
             bench.main(argv)
         assert message in capsys.readouterr().err
+
+
+def run_job(*codes, timeout=30):
+    with netlab.Loopback(len(codes)) as lab:
+        return job.run(lab, [[sys.executable, "-c", code] for code in codes], timeout, leader=0)
+
+
+def test_the_task_that_failed_first_is_shown():
+    waits = "import time; print('waiting', flush=True); time.sleep(60)"
+    fails = "print('many words'); raise ValueError('the reason')"
+    results, error = run_job(waits, fails)
+    assert results == [] and "waiting" not in error
+    assert "ValueError: the reason\ntask 1: exit code 1" in error
+    # Even without an error, a leader that ends has not led to the end.
+    assert run_job("print('bye')", waits)[1] == "bye\ntask 0: exit code 0"
+    assert run_job(waits, "", timeout=1)[1].endswith("task 0: not done in 1 s")
+
+
+def test_figures_before_a_failure_are_kept():
+    results, error = run_job(f"print({meter.RESULT!r} + '[1, 2]'); raise SystemExit(7)")
+    assert results == [[1, 2]] and error.endswith("exit code 7")
 
 
 def test_emulated_hosts_count_what_is_sent():
