@@ -12,6 +12,7 @@ from lab import ideal, job, netlab, work
 _STEP_SECONDS = {"dense": 0.05, "sparse": 0.015}
 # Steps of each worker that are timed together if workers wait for nobody.
 _WAITING_FOR_NOBODY = {"dense": 3, "sparse": 10}
+_ROUNDS = 2
 _LONG_WINDOW = 5.0  # seconds; of such, one has to do
 _MOST_WINDOWS = 60
 
@@ -33,7 +34,10 @@ def plan(method, name, size, workers, ps, rates, seconds):
     compute = _STEP_SECONDS[name] * max(1, workers / len(os.sched_getaffinity(0)))
     window = traits.every
     if not traits.waits:
-        window = traits.every * -(-_WAITING_FOR_NOBODY[name] // traits.every)
+        window = _WAITING_FOR_NOBODY[name]
+        if traits.every > 1:
+            # The end of an epoch, which ends a window, ends a round as well.
+            window = traits.every * max(_ROUNDS, -(-window // traits.every))
     phases = []
     for rate in rates:
         bits = netlab.parse_rate(rate)

@@ -3,7 +3,7 @@
 import pathlib
 
 import matplotlib
-from matplotlib import pyplot
+from matplotlib import pyplot, ticker
 from matplotlib.lines import Line2D
 
 from lab.figures import speed
@@ -37,31 +37,23 @@ def step_time(rows, work, workers, path):
     if not rows:
         return False
     rates = sorted({row.rate for row in rows}, key=speed)
-    slowest = {}
-    for row in rows:
-        name = f"{TITLES[row.library]}  {row.method}"
-        slowest[name] = max(slowest.get(name, 0.0), row.median)
-    places = {name: place for place, name in enumerate(sorted(slowest, key=slowest.get))}
+    places = _places(rows, "median")
     figure, axes = pyplot.subplots(figsize=(8, 1.3 + 0.21 * len(places)), layout="constrained")
     for row in rows:
-        place = places[f"{TITLES[row.library]}  {row.method}"]
-        colour = _SHADES[rates.index(row.rate) % len(_SHADES)]
+        place = places[row.library, row.method]
+        mark = _mark(rates.index(row.rate))
+        colour = mark["color"]
         axes.plot([row.low, row.high], [place, place], color=colour, alpha=0.4, linewidth=3)
-        marker = _MARKERS[rates.index(row.rate) % len(_MARKERS)]
-        axes.plot(row.median, place, marker, color=colour, markersize=5)
+        axes.plot(row.median, place, **mark)
         if row.floor:
             axes.plot(row.floor, place, "|", color=colour, markersize=9)
-    axes.set_yticks(list(places.values()), list(places), fontsize=8)
-    for label in axes.get_yticklabels():
-        library = next(k for k, title in TITLES.items() if label.get_text().startswith(title + " "))
-        label.set_color(_COLOURS[library])
-    axes.set_xscale("log")
+    _name_methods(axes, places)
+    _logarithmic(axes.xaxis)
     axes.set_xlabel("ms for a step, median and 10 to 90 %")
     axes.grid(axis="x", alpha=0.3)
     axes.set_title(f"{work.capitalize()} model, {workers} workers", loc="left")
     handles = [
-        Line2D([], [], color=_SHADES[i % len(_SHADES)], marker=_MARKERS[i % 5], ls="", label=rate)
-        for i, rate in enumerate(rates)
+        Line2D([], [], ls="", label=rate, **_mark(number)) for number, rate in enumerate(rates)
     ]
     handles.append(Line2D([], [], color="black", marker="|", ls="", label="floor"))
     axes.legend(handles=handles, loc="lower right", frameon=False)
@@ -75,31 +67,32 @@ def scaling(rows, work, path):
     if len({row.workers for row in rows}) < 2:
         return False
     rates = sorted({row.rate for row in rows}, key=speed)
+    counts = sorted({row.workers for row in rows})
+    places = _places(rows, "of_alone")
+    size = (2 + 2.5 * len(rates), 1.3 + 0.21 * len(places))
     figure, all_axes = pyplot.subplots(
-        1, len(rates), figsize=(2 + 3 * len(rates), 5), sharey=True, layout="constrained"
+        1, len(rates), figsize=size, sharey=True, squeeze=False, layout="constrained"
     )
-    methods = list(dict.fromkeys((row.library, row.method) for row in rows))
-    colours = pyplot.get_cmap("tab20").colors
-    for axes, rate in zip([all_axes] if len(rates) == 1 else all_axes, rates):
-        for number, key in enumerate(methods):
-            points = sorted(
-                (row.workers, 100 / row.of_alone)
+    for axes, rate in zip(all_axes[0], rates):
+        for key, place in places.items():
+            points = {
+                row.workers: 100 / row.of_alone
                 for row in rows
                 if (row.library, row.method) == key and row.rate == rate
-            )
-            style = {"keras_psplus": "-", "tf_keras": ":", "torch": "--"}[key[0]]
-            label = f"{TITLES[key[0]]}  {key[1]}"
-            colour = colours[number % len(colours)]
-            axes.plot(*zip(*points) if points else ([], []), style, color=colour, marker="o",
-                      markersize=3, label=label)  # fmt: skip
+            }
+            axes.plot(points.values(), [place] * len(points), color="#bbbbbb", zorder=1)
+            for workers, percent in points.items():
+                axes.plot(percent, place, **_mark(counts.index(workers)))
         axes.set_title(rate, loc="left")
-        axes.set_xticks(sorted({row.workers for row in rows}))
-        axes.set_xlabel("workers")
-        axes.set_yscale("log")
-        axes.grid(alpha=0.3)
-    figure.get_axes()[0].set_ylabel("% of the speed without communication")
-    handles, labels = figure.get_axes()[0].get_legend_handles_labels()
-    figure.legend(handles, labels, loc="outside right upper", frameon=False, fontsize=7)
+        axes.set_xlabel("% of the speed alone")
+        _logarithmic(axes.xaxis)
+        axes.grid(axis="x", alpha=0.3)
+    _name_methods(all_axes[0, 0], places)
+    handles = [
+        Line2D([], [], ls="", label=f"{workers} workers", **_mark(number))
+        for number, workers in enumerate(counts)
+    ]
+    all_axes[0, 0].legend(handles=handles, loc="lower right", frameon=False)
     figure.suptitle(f"{work.capitalize()} model", x=0.01, ha="left")
     _save(figure, path)
     return True
@@ -118,20 +111,52 @@ def quality(points_of_tasks, path):
         return False
     count = len(points_of_tasks)
     figure, all_axes = pyplot.subplots(
-        count, 1, figsize=(8, 3.2 * count), squeeze=False, layout="constrained"
+        count, 1, figsize=(8, 3.2 * count), squeeze=False, sharex=True, layout="constrained"
     )
     for axes, ((title, unit), points) in zip(all_axes[:, 0], points_of_tasks.items()):
         axes.axhline(0, color="black", linewidth=0.7)
         for name, (fewer, difference) in points.items():
             axes.plot(fewer, difference, "o", color=_COLOURS["keras_psplus"], markersize=4)
             axes.annotate(name, (fewer, difference), (3, 3), textcoords="offset points", fontsize=7)
-        axes.set_xscale("log")
+        _logarithmic(axes.xaxis)
         axes.set_title(title, loc="left", fontsize=9)
         axes.set_ylabel(unit)
         axes.grid(alpha=0.3)
     all_axes[-1, 0].set_xlabel("times fewer bytes than float32 at every step")
     _save(figure, path)
     return True
+
+
+def _places(rows, figure):
+    """Dict from library and method to their line: that with the largest figure on top."""
+    largest = {}
+    for row in rows:
+        key = (row.library, row.method)
+        largest[key] = max(largest.get(key, 0.0), getattr(row, figure))
+    return {key: place for place, key in enumerate(sorted(largest, key=largest.get))}
+
+
+def _name_methods(axes, places):
+    names = [f"{TITLES[library]}  {method}" for library, method in places]
+    axes.set_yticks(list(places.values()), names, fontsize=8)
+    for label, (library, _) in zip(axes.get_yticklabels(), places):
+        label.set_color(_COLOURS[library])
+
+
+def _mark(number):
+    return {
+        "color": _SHADES[number % len(_SHADES)],
+        "marker": _MARKERS[number % len(_MARKERS)],
+        "markersize": 5,
+    }
+
+
+def _logarithmic(axis):
+    """Gives an axis a logarithmic scale with plain numbers."""
+    {"x": axis.axes.set_xscale, "y": axis.axes.set_yscale}[axis.axis_name]("log")
+    axis.set_major_locator(ticker.LogLocator(subs=(1, 2, 5)))
+    axis.set_major_formatter(ticker.StrMethodFormatter("{x:g}"))
+    axis.set_minor_formatter(ticker.NullFormatter())
 
 
 def _save(figure, path):

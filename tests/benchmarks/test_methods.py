@@ -109,7 +109,7 @@ def test_plans_are_of_whole_rounds():
     assert plan(methods.Traits(), "loopback")["phases"][0]["windows"] > 3
     assert plan(methods.Traits(updates="local", every=32), "1gbit")["window"] == 32
     server = methods.Traits("parameter_server", updates="accumulate", every=4, waits=False)
-    assert plan(server, "1gbit")["window"] == 4
+    assert plan(server, "1gbit")["window"] == 8
 
 
 @pytest.fixture
