@@ -31,12 +31,12 @@ QUICK = {
     "seconds": 0.5,
     "only": [
         "keras_psplus/all_reduce",
-        "all_reduce_int8",
-        "all_reduce_powersgd",
-        "diloco",
+        "keras_psplus/all_reduce_int8",
+        "keras_psplus/all_reduce_powersgd",
+        "keras_psplus/diloco",
         "tf_keras/all_reduce",
-        "ddp",
-        "ddp_powersgd_4",
+        "torch/ddp",
+        "torch/ddp_powersgd_4",
     ],
 }
 FULL = {
@@ -103,10 +103,9 @@ def choose(args):
     else:
         say("PyTorch is not installed and is left out: give --torch a Python that has it")
     patterns = args.only
-    if args.quick and patterns is QUICK["only"]:
-        there = {method.library for method in everything}
-        patterns = [p for p in patterns if ("tf_keras" in p, "tf_keras" in there) != (True, False)]
-        patterns = [p for p in patterns if not p.startswith("ddp") or "torch" in there]
+    if patterns is QUICK["only"]:
+        installed = {method.library for method in everything}
+        patterns = [pattern for pattern in patterns if pattern.partition("/")[0] in installed]
     return methods.select(everything, patterns)
 
 

@@ -92,7 +92,7 @@ def scaling(rows, work, path):
         Line2D([], [], ls="", label=f"{workers} workers", **_mark(number))
         for number, workers in enumerate(counts)
     ]
-    all_axes[0, 0].legend(handles=handles, loc="lower right", frameon=False)
+    figure.legend(handles=handles, loc="outside upper right", ncols=len(counts), frameon=False)
     figure.suptitle(f"{work.capitalize()} model", x=0.01, ha="left")
     _save(figure, path)
     return True
