@@ -3,6 +3,7 @@
 from lab.figures import speed
 from lab.methods import TITLES
 
+_BUSY = 3  # times the number of cores; the launches before leave a load, too
 _LAST_LINES = 12  # of the log of what failed
 
 
@@ -17,7 +18,10 @@ def conditions(content):
         "by the number of workers",
     }[settings["links"]]
     loads = sorted(r["load"] for r in content["results"])
-    load = f"; load before a launch: {loads[len(loads) // 2]:.1f} (median)" if loads else ""
+    middle = loads[len(loads) // 2] if loads else 0.0
+    load = f"; load before a launch: {middle:.1f} (median)"
+    if middle > _BUSY * machine["cores"]:
+        load += ". **The machine was busy with other work**: times are worth little, bytes hold"
     return (
         f"{machine['processor']}, {machine['cores']} cores, {machine['memory_gib']} GiB, Linux "
         f"{machine['kernel']}; {versions}; {links}; {settings['ps']} parameter servers where there "

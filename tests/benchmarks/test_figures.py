@@ -56,6 +56,9 @@ def test_turns_are_pooled_and_compared():
 def test_tables():
     pieces = tables.report(figures.rows(RESULTS), {**CONTENT, "results": RESULTS})
     assert "Z80" in pieces["conditions"] and "keras 3.15.1" in pieces["conditions"]
+    assert "busy" not in pieces["conditions"]
+    busy = [{**result, "load": 9.0} for result in RESULTS]
+    assert "busy" in tables.conditions({**CONTENT, "results": busy})
     lines = [line for line in pieces["dense"].splitlines() if line.startswith("| ")]
     times, sizes = lines[:4], lines[4:]
     assert len({line.count("|") for line in times}) == len({line.count("|") for line in sizes}) == 1
