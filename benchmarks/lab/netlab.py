@@ -25,27 +25,12 @@ _LARGEST = 65536  # bytes that the kernel passes on in one piece
 _PROXIES = ("http_proxy", "https_proxy", "grpc_proxy", "all_proxy")
 
 
-class Loopback:
-    """Hosts in name only: all tasks share this machine's loopback, which has no limit.
-
-    For those who may make no network namespaces. Its counters are those of all tasks together, and
-    of whatever else uses the loopback.
-
-    Args:
-        hosts: Number of hosts.
-    """
-
-    interface = "lo"
-    counters = "/proc/net/dev"
-    can_limit = False
+class _Hosts:
+    """What starts tasks, and ends them with itself."""
 
     def __init__(self, hosts):
-        # Not above: the Python that has PyTorch imports this module, too, and lacks Keras.
-        from keras_psplus.cluster.ports import free_ports
-
         self.hosts = hosts
         self._processes = []
-        self._addresses = [f"127.0.0.1:{port}" for port in free_ports(hosts)]
 
     def __enter__(self):
         return self
@@ -58,17 +43,6 @@ class Loopback:
             if process.stdout:
                 process.stdout.close()
         self._processes = []
-
-    def address(self, rank):
-        """Where a host's task listens."""
-        return self._addresses[rank]
-
-    def device(self, rank):
-        """What counts a host's bytes among `counters`."""
-        return "lo"
-
-    def set_rate(self, rate):
-        """Changes nothing: there are no links."""
 
     def start(self, rank, argv, core=None, env=None, **kwargs):
         """Starts a command on a host.
@@ -89,6 +63,7 @@ class Loopback:
         return self._run(argv, env={**variables, **(env or {})}, **kwargs)
 
     def _enter(self, rank):
+        """The command that runs another on a host."""
         return []
 
     def _run(self, argv, **kwargs):
@@ -98,7 +73,39 @@ class Loopback:
         return process
 
 
-class Lab(Loopback):
+class Loopback(_Hosts):
+    """Hosts in name only: all tasks share this machine's loopback, which has no limit.
+
+    For those who may make no network namespaces. Its counters are those of all tasks together, and
+    of whatever else uses the loopback.
+
+    Args:
+        hosts: Number of hosts.
+    """
+
+    interface = "lo"
+    counters = "/proc/net/dev"
+
+    def __init__(self, hosts):
+        # Not above: the Python that has PyTorch imports this module, too, and lacks Keras.
+        from keras_psplus.cluster.ports import free_ports
+
+        super().__init__(hosts)
+        self._addresses = [f"127.0.0.1:{port}" for port in free_ports(hosts)]
+
+    def address(self, rank):
+        """Where a host's task listens."""
+        return self._addresses[rank]
+
+    def device(self, rank):
+        """What counts a host's bytes among `counters`."""
+        return "lo"
+
+    def set_rate(self, rate):
+        """Changes nothing: there are no links."""
+
+
+class Lab(_Hosts):
     """Hosts on one machine, each with a link of its own to a switch.
 
     Example:
@@ -117,11 +124,11 @@ class Lab(Loopback):
     """
 
     interface = "eth0"
-    can_limit = True
 
     def __init__(self, hosts, delay=0.0):
-        self.hosts, self.delay = hosts, delay
-        self._processes, self._namespaces, self._switch, self._rate = [], [], None, None
+        super().__init__(hosts)
+        self.delay = delay
+        self._namespaces, self._switch, self._rate = [], None, None
 
     def __enter__(self):
         try:
@@ -132,6 +139,7 @@ class Lab(Loopback):
         return self
 
     def address(self, rank):
+        """Where a host's task listens."""
         return f"{_ip(rank)}:{_PORT}"
 
     @property
@@ -140,6 +148,7 @@ class Lab(Loopback):
         return f"/proc/{self._switch}/net/dev"
 
     def device(self, rank):
+        """What counts a host's bytes among `counters`."""
         return f"h{rank}"
 
     def set_rate(self, rate):
