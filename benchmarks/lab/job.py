@@ -22,7 +22,7 @@ def run(lab, commands, timeout, leader, env=None):
         lab: `netlab.Lab` or `netlab.Loopback`.
         commands: A list of arguments for each host.
         timeout: Seconds for all of it.
-        leader: Rank of the task that leads. The processes end with the lab.
+        leader: Rank of the task that leads. The others are ended with it.
         env: Dict of further environment variables.
 
     Returns:
@@ -64,7 +64,13 @@ def run(lab, commands, timeout, leader, env=None):
             "pids": [process.pid for process in processes],  # whose processor time is read
         }
         pathlib.Path(folder, "hosts").write_text(json.dumps(hosts))
-        failed, what = _watch(lab, folder, processes, leader, timeout)
+        try:
+            failed, what = _watch(lab, folder, processes, leader, timeout)
+        finally:  # Whatever still runs writes into the folder.
+            for process in processes:
+                process.kill()
+            for process in processes:
+                process.wait()
         results = _results(logs[leader])
         if failed is None:
             return results, None

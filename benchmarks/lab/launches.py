@@ -3,6 +3,7 @@
 import itertools
 import json
 import os
+import subprocess
 import sys
 
 from keras_psplus.catalogue import STRATEGY_VARIABLE
@@ -77,7 +78,11 @@ def measure(args, make_lab, method, workers, rates_by_work):
     """
     left, results = dict(rates_by_work), []
     while left:
-        found, error = _launch(args, make_lab, method, workers, left)
+        try:
+            found, error = _launch(args, make_lab, method, workers, left)
+        except (OSError, RuntimeError, subprocess.SubprocessError) as problem:
+            # Of the lab itself; the next launch may fare better.
+            found, error = [], f"{type(problem).__name__}: {problem}"
         for result in found:
             rates = left[result["work"]]
             rates.remove(result["rate"])

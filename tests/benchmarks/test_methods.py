@@ -164,6 +164,8 @@ def test_a_failure_costs_its_own_work_only(monkeypatch):
 
     def launch(args, make_lab, method, workers, rates_by_work):
         launched.append({name: list(rates) for name, rates in rates_by_work.items()})
+        if "broken" in rates_by_work:
+            raise OSError("no more network namespaces")
         if "dense" in rates_by_work:
             return [{"work": "dense", "rate": "1gbit", "times": [1.0]}], "Traceback: out of luck"
         return [{"work": "sparse", "rate": r, "times": [2.0]} for r in ("1gbit", "100mbit")], None
@@ -179,3 +181,6 @@ def test_a_failure_costs_its_own_work_only(monkeypatch):
         ("sparse", "1gbit", False),
         ("sparse", "100mbit", False),
     ]
+    # Nor is a run lost to what befalls the lab itself.
+    (failed,) = launches.measure(types.SimpleNamespace(), None, None, 2, {"broken": ["1gbit"]})
+    assert failed["error"] == "OSError: no more network namespaces"
