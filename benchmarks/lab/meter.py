@@ -77,18 +77,17 @@ class Meter:
     def __init__(self, leader, rank, plan, counted=None):
         self._leader, self._rank, self._plan, self._counted = leader, rank, plan, counted
         self._phases = iter(plan["phases"])
-        self._phase = None
-        self._left = plan["start"]
+        self._phase, self._left, self._begun = None, plan["start"], False
 
     def window_ended(self):
         """Notes that a window has ended."""
-        if self._leader is None:
-            handshake.ready(os.environ["LAB_FOLDER"], self._rank)
-            return
         now = time.perf_counter()
-        if self._phase is None:
+        if not self._begun:
             handshake.ready(os.environ["LAB_FOLDER"], self._rank)
-        elif self._left <= self._phase["windows"]:
+            self._begun = True
+        if self._leader is None:
+            return
+        if self._phase is not None and self._left <= self._phase["windows"]:
             self._times.append(1000 * (now - self._last) / self._plan["window"])
         self._left -= 1
         if self._left == 0:
