@@ -65,7 +65,7 @@ def parse(argv=None):
     add("--seconds", type=float, help="about so long for each figure")
     add("--turns", type=int, default=1, help="how often to measure everything")
     add("--size", choices=work.SIZES, default="full", help="of the models")
-    add("--timeout", type=float, default=300, help="seconds for each launch")
+    add("--timeout", type=float, default=400, help="seconds for each launch")
     add("--torch", metavar="PYTHON", help="a Python with PyTorch, if this one has none")
     add("--loopback", action="store_true", help="no emulated hosts, even if they can be made")
     add("--out", type=pathlib.Path, default=pathlib.Path("bench.json"), help="the JSON file")

@@ -10,7 +10,6 @@ import math
 _WORD = 4
 _ID = 8
 _BLOCK = 256  # elements of int8 that share a scale
-_SMALLEST = 1024  # elements below which a variable is sent as it is
 _BYTES = {None: 4.0, "bf16": 2.0, "fp16": 2.0, "int8": 1 + _WORD / _BLOCK, "sign": 1 / 8}
 
 
@@ -81,8 +80,8 @@ def _payload(shapes, compression):
 def _size(shape, compression):
     elements = math.prod(shape)
     name, _, argument = (compression or "").partition(":")
-    if len(shape) < 2 or elements < _SMALLEST and name not in ("bf16", "fp16"):
-        return elements * (_BYTES[name] if name in ("bf16", "fp16") else _WORD)
+    if len(shape) < 2 and name not in ("bf16", "fp16"):
+        return _WORD * elements  # Vectors go whole.
     if name == "powersgd":
         return _WORD * int(argument) * sum(shape)
     if name == "topk":
