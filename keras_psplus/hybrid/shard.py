@@ -9,6 +9,7 @@ import functools
 import keras
 import tensorflow as tf
 
+from keras_psplus.hybrid.last_step import LastStep
 from keras_psplus.hybrid.row_optimizer import RowOptimizer
 from keras_psplus.hybrid.rows import RowCodec
 
@@ -37,9 +38,20 @@ class Shard:
         push_compressor: Compressor of gradients that they send, or None.
         replicas: Replicas that push at each step.
         sync: Whether a step's pushes are summed and applied once.
+        keeps_last_step: Whether the rows of the step before can be read.
     """
 
-    def __init__(self, spec, server, servers, pull_compressor, push_compressor, replicas, sync):
+    def __init__(
+        self,
+        spec,
+        server,
+        servers,
+        pull_compressor,
+        push_compressor,
+        replicas,
+        sync,
+        keeps_last_step=False,
+    ):
         self.spec = spec
         self.name, self.dim = spec["name"], spec["dim"]
         self.rows = rows_of(spec["rows"], server, servers)
@@ -49,6 +61,7 @@ class Shard:
         self.weights = tf.Variable(_initial(spec, server, servers), trainable=False)
         self.optimizer = None
         self._optimizer_number = self._first_slot = 0
+        self._last_step = LastStep(self.weights) if keeps_last_step else None
         self._methods = {}
         # Ends with the number of steps that were applied.
         self.version = tf.Variable(0, dtype=_LONG, trainable=False)
@@ -81,6 +94,8 @@ class Shard:
     def methods(self):
         """Functions with signatures, by what they do; each of them is traced once."""
         makers = {"lookup": self._lookup}
+        if self._last_step is not None:
+            makers["lookup_at"] = self._lookup_at
         for i, variable in self.variables.items():
             makers[f"read{i}"] = functools.partial(self._read, variable)
             makers[f"write{i}"] = functools.partial(self._write, variable)
@@ -102,6 +117,21 @@ class Shard:
             return self._pull.encode(self.weights.sparse_read(ids), self.version.read_value())
 
         return lookup
+
+    def _lookup_at(self):
+        @tf.function(input_signature=[tf.TensorSpec([], _LONG), tf.TensorSpec([None], _INT)])
+        def lookup_at(step, ids):
+            def locked():
+                return tf.cond(
+                    step < self.version.read_value(),
+                    lambda: self._last_step.rows_before(ids),
+                    lambda: self.weights.sparse_read(ids),
+                )
+
+            rows = tf.ensure_shape(self._lock.execute(locked), [None, self.dim])
+            return self._pull.encode(rows, step)
+
+        return lookup_at
 
     def _read(self, variable):
         @tf.function(input_signature=[tf.TensorSpec([], _INT), tf.TensorSpec([], _INT)])
@@ -163,6 +193,11 @@ class Shard:
 
     def _take_at_once(self, ids, gradient, numbers, iterations):
         gradient = self.optimizer.regularized(ids, gradient)
+        return self._apply(ids, gradient, numbers, iterations)
+
+    def _apply(self, ids, gradient, numbers, iterations):
+        if self._last_step is not None:
+            self._last_step.keep(ids)
         done = self.optimizer.apply(ids, gradient, numbers[0], numbers[1:], iterations)
         with tf.control_dependencies([done]):
             return self.version.assign_add(1, read_value=True)
@@ -181,9 +216,7 @@ class Shard:
                 return self.version.read_value()
 
             def apply():
-                done = self.optimizer.apply(ids, gradient, numbers[0], numbers[1:], iterations)
-                with tf.control_dependencies([done]):
-                    return self.version.assign_add(1, read_value=True)
+                return self._apply(ids, gradient, numbers, iterations)
 
             with tf.control_dependencies([self._arrived.assign(0, read_value=False)]):
                 return tf.cond(waits > 0, keep, apply)
@@ -240,11 +273,7 @@ class Shard:
 
             def apply():
                 gradient = self._sum_rows.read_value() * numbers[0]
-                done = self.optimizer.apply(
-                    self._sum_ids.read_value(), gradient, numbers[1], numbers[2:], iterations
-                )
-                with tf.control_dependencies([done]):
-                    return self.version.assign_add(1, read_value=True)
+                return self._apply(self._sum_ids.read_value(), gradient, numbers[1:], iterations)
 
             def locked():
                 # All replicas say it; the first one counts.

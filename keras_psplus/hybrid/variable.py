@@ -94,6 +94,7 @@ class TableVariable(resource_variable_ops.BaseResourceVariable, core.Tensor):
         if self._strategy.is_chief:
             self.table.write(self.slot, value)
         self._strategy.tables.note_assigned(self.table, self.slot)
+        self._strategy.extended.forget_ahead()
         return self
 
     def is_initialized(self, name=None):

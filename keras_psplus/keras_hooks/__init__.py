@@ -9,6 +9,7 @@ from keras_psplus.keras_hooks import (
     backup,
     callbacks,
     hybrid,
+    hybrid_prefetch,
     losses,
     optimizer,
     parameter_server,
@@ -47,6 +48,7 @@ def install():
         parameter_server_updates,
         parameter_server_variables,
         hybrid,
+        hybrid_prefetch,
     ):
         module.install()
     _installed = True

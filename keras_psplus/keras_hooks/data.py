@@ -14,6 +14,7 @@ from keras.src.trainers.data_adapters import (
 )
 
 from keras_psplus.all_reduce import batches
+from keras_psplus.hybrid import next_batch
 from keras_psplus.keras_hooks.arrays import array_dataset, as_it_is
 from keras_psplus.keras_hooks.py_dataset import share_order
 from keras_psplus.log import info_once, logger
@@ -37,8 +38,17 @@ class Distributed(NamedTuple):
     batch_spec: Any
 
 
-def distribute(strategy, adapter):
-    """Shares a data adapter's data out over the replicas of all workers."""
+def distribute(strategy, adapter, reads_ahead=False):
+    """Shares a data adapter's data out over the replicas of all workers.
+
+    Args:
+        strategy: The strategy.
+        adapter: Keras's data adapter.
+        reads_ahead: Whether each batch comes as a `BatchAndNext`, where it can.
+
+    Returns:
+        `Distributed`.
+    """
     kind, facts = _describe(adapter)
     control = strategy.extended.control
     # Drawn as Keras draws its seeds, so that `keras.utils.set_random_seed` settles it.
@@ -49,16 +59,18 @@ def distribute(strategy, adapter):
     seed = told[0]["seed"]
     alike = all({**other, "seed": 0} == {**told[0], "seed": 0} for other in told)
     if kind == "array" and alike:
-        return _array(strategy, adapter, seed)
+        return _with_next(_array(strategy, adapter, seed), reads_ahead)
     if kind == "own" or not alike:
+        if reads_ahead:
+            info_once("no rows are read ahead: each worker trains on its own share of the data")
         return _own_share(strategy, adapter, told, alike)
     share_order(adapter, seed)
     dataset = _without_missing(reseed(adapter.get_tf_dataset(), seed))
     if kind in ("python", "generator"):
         dataset = _copied(dataset)
     if facts["batches"] != _UNKNOWN:
-        return _lockstep(strategy, adapter, dataset, facts)
-    return _until_all_end(strategy, adapter, dataset)
+        return _with_next(_lockstep(strategy, adapter, dataset, facts), reads_ahead)
+    return _until_all_end(strategy, adapter, dataset, reads_ahead)
 
 
 def symbolic_batch(spec):
@@ -128,7 +140,14 @@ def _lockstep(strategy, adapter, dataset, facts):
     return Distributed(sharded.prefetch(tf.data.AUTOTUNE), adapter, spec)
 
 
-def _until_all_end(strategy, adapter, dataset):
+def _with_next(distributed, reads_ahead):
+    if not reads_ahead:
+        return distributed
+    dataset = next_batch.with_next(distributed.dataset).prefetch(tf.data.AUTOTUNE)
+    return distributed._replace(dataset=dataset)
+
+
+def _until_all_end(strategy, adapter, dataset, reads_ahead):
     """Unknown length: TensorFlow asks at every step whether somebody still has data."""
     world = strategy.extended.world
     spec = dataset.element_spec
@@ -142,7 +161,10 @@ def _until_all_end(strategy, adapter, dataset):
             whole = whole.concatenate(piece)
         return whole
 
-    dataset = _in_order(_with_any_batch_size(dataset)).flat_map(parts).prefetch(tf.data.AUTOTUNE)
+    dataset = _in_order(_with_any_batch_size(dataset)).flat_map(parts)
+    if reads_ahead:
+        dataset = next_batch.with_next(dataset, apart=world.local_replicas)
+    dataset = dataset.prefetch(tf.data.AUTOTUNE)
     distributed = strategy.distribute_datasets_from_function(lambda _: dataset)
     _say(
         strategy,
