@@ -2,7 +2,7 @@
 
 import tensorflow as tf
 
-_INT, _FLOAT = tf.int32, tf.float32
+_INT, _LONG = tf.int32, tf.int64
 
 
 class LastStep:
@@ -13,11 +13,12 @@ class LastStep:
 
     Args:
         weights: `tf.Variable` of shape `(rows, dim)`.
+        version: `tf.Variable`, the number of steps that were applied.
     """
 
-    def __init__(self, weights):
+    def __init__(self, weights, version):
         dim = weights.shape[1]
-        self._weights = weights
+        self._weights, self._version = weights, version
         self._ids = tf.Variable(tf.zeros([0], _INT), shape=[None], trainable=False)
         self._rows = tf.Variable(tf.zeros([0, dim]), shape=[None, dim], trainable=False)
 
@@ -26,21 +27,35 @@ class LastStep:
         self._rows.assign(self._weights.sparse_read(ids), read_value=False)
         self._ids.assign(ids, read_value=False)
 
-    def rows_before(self, ids):
-        """Rows as they were before that step.
+    def lookup(self, lock, encode):
+        """A method that looks rows up as they were after a number of steps, all or all but one.
 
         Args:
-            ids: int32 vector.
+            lock: `tf.CriticalSection` of whatever changes the table.
+            encode: Function of rows and a step that compresses rows.
         """
+
+        @tf.function(input_signature=[tf.TensorSpec([], _LONG), tf.TensorSpec([None], _INT)])
+        def lookup_at(step, ids):
+            def locked():
+                return tf.cond(
+                    step < self._version.read_value(),
+                    lambda: self._before(ids),
+                    lambda: self._weights.sparse_read(ids),
+                )
+
+            rows = tf.ensure_shape(lock.execute(locked), [None, self._weights.shape[1]])
+            return encode(rows, step)
+
+        return lookup_at
+
+    def _before(self, ids):
         changed = self._ids.read_value()
         order = tf.argsort(changed)
         in_order = tf.gather(changed, order)
         at = tf.searchsorted(in_order, ids)
-        # One more, so that ids beyond the last one find something that is not theirs.
+        # One more of each, so that ids beyond the last one find something that is not theirs.
         was_changed = tf.equal(tf.gather(tf.concat([in_order, [-1]], 0), at), ids)
-        old = tf.gather(tf.pad(self._rows.read_value(), [[0, 1], [0, 0]]), _padded(order, at))
+        rows = tf.pad(self._rows.read_value(), [[0, 1], [0, 0]])
+        old = tf.gather(rows, tf.gather(tf.pad(order, [[0, 1]]), at))
         return tf.where(was_changed[:, tf.newaxis], old, self._weights.sparse_read(ids))
-
-
-def _padded(order, at):
-    return tf.gather(tf.concat([order, [tf.size(order)]], 0), at)

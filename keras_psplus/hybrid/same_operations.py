@@ -63,10 +63,8 @@ def _check(operation):
     kind = operation.type
     if kind in _INPUTS or kind.startswith("LookupTable") or not operation.op_def.is_stateful:
         return
-    if kind in _OF_VARIABLES:
-        raise NotRepeatable("its ids depend on a variable")
-    if kind.startswith("Rpc"):
-        raise NotRepeatable("its ids depend on rows of a table")
+    if kind in _OF_VARIABLES or kind.startswith("Rpc"):
+        raise NotRepeatable("its ids depend on variables, or on rows of a table")
     raise NotRepeatable(f"its ids depend on an operation that is not to be run twice ({kind})")
 
 

@@ -61,10 +61,10 @@ class Shard:
         self.weights = tf.Variable(_initial(spec, server, servers), trainable=False)
         self.optimizer = None
         self._optimizer_number = self._first_slot = 0
-        self._last_step = LastStep(self.weights) if keeps_last_step else None
         self._methods = {}
         # Ends with the number of steps that were applied.
         self.version = tf.Variable(0, dtype=_LONG, trainable=False)
+        self._last_step = LastStep(self.weights, self.version) if keeps_last_step else None
         self._seen = tf.Variable(tf.fill([replicas], tf.constant(-1, _LONG)), trainable=False)
         self._arrived = tf.Variable(0, dtype=_INT, trainable=False)
         self._lock = tf.CriticalSection(name=f"table_{spec['key']}")
@@ -95,7 +95,7 @@ class Shard:
         """Functions with signatures, by what they do; each of them is traced once."""
         makers = {"lookup": self._lookup}
         if self._last_step is not None:
-            makers["lookup_at"] = self._lookup_at
+            makers["lookup_at"] = lambda: self._last_step.lookup(self._lock, self._pull.encode)
         for i, variable in self.variables.items():
             makers[f"read{i}"] = functools.partial(self._read, variable)
             makers[f"write{i}"] = functools.partial(self._write, variable)
@@ -117,21 +117,6 @@ class Shard:
             return self._pull.encode(self.weights.sparse_read(ids), self.version.read_value())
 
         return lookup
-
-    def _lookup_at(self):
-        @tf.function(input_signature=[tf.TensorSpec([], _LONG), tf.TensorSpec([None], _INT)])
-        def lookup_at(step, ids):
-            def locked():
-                return tf.cond(
-                    step < self.version.read_value(),
-                    lambda: self._last_step.rows_before(ids),
-                    lambda: self.weights.sparse_read(ids),
-                )
-
-            rows = tf.ensure_shape(self._lock.execute(locked), [None, self.dim])
-            return self._pull.encode(rows, step)
-
-        return lookup_at
 
     def _read(self, variable):
         @tf.function(input_signature=[tf.TensorSpec([], _INT), tf.TensorSpec([], _INT)])

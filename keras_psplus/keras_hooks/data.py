@@ -8,7 +8,6 @@ import tensorflow as tf
 from keras.src import tree
 from keras.src.trainers.data_adapters import (
     array_data_adapter,
-    data_adapter,
     py_dataset_adapter,
     tf_dataset_adapter,
 )
@@ -17,6 +16,7 @@ from keras_psplus.all_reduce import batches
 from keras_psplus.hybrid import next_batch
 from keras_psplus.keras_hooks.arrays import array_dataset, as_it_is
 from keras_psplus.keras_hooks.py_dataset import share_order
+from keras_psplus.keras_hooks.unknown_length import UnknownLength
 from keras_psplus.log import info_once, logger
 from keras_psplus.reseed import reseed
 
@@ -61,9 +61,7 @@ def distribute(strategy, adapter, reads_ahead=False):
     if kind == "array" and alike:
         return _with_next(_array(strategy, adapter, seed), reads_ahead)
     if kind == "own" or not alike:
-        if reads_ahead:
-            info_once("no rows are read ahead: each worker trains on its own share of the data")
-        return _own_share(strategy, adapter, told, alike)
+        return _own_share(strategy, adapter, told, alike, reads_ahead)
     share_order(adapter, seed)
     dataset = _without_missing(reseed(adapter.get_tf_dataset(), seed))
     if kind in ("python", "generator"):
@@ -162,10 +160,7 @@ def _until_all_end(strategy, adapter, dataset, reads_ahead):
         return whole
 
     dataset = _in_order(_with_any_batch_size(dataset)).flat_map(parts)
-    if reads_ahead:
-        dataset = next_batch.with_next(dataset, apart=world.local_replicas)
-    dataset = dataset.prefetch(tf.data.AUTOTUNE)
-    distributed = strategy.distribute_datasets_from_function(lambda _: dataset)
+    distributed = _of_replicas(strategy, dataset, reads_ahead)
     _say(
         strategy,
         "batches of unknown number, each split by rows; one small message a step finds "
@@ -174,11 +169,21 @@ def _until_all_end(strategy, adapter, dataset, reads_ahead):
     return Distributed(distributed, adapter, spec)
 
 
-def _own_share(strategy, adapter, told, alike):
+def _of_replicas(strategy, dataset, reads_ahead):
+    """A distributed dataset of one that has the batches of the local replicas in turn."""
+    if reads_ahead:
+        dataset = next_batch.with_next(dataset, apart=strategy.extended.world.local_replicas)
+    dataset = dataset.prefetch(tf.data.AUTOTUNE)
+    return strategy.distribute_datasets_from_function(lambda _: dataset)
+
+
+def _own_share(strategy, adapter, told, alike, reads_ahead):
     """Every worker trains on data of its own: files by TensorFlow, or as the script read them."""
     dataset = adapter.get_tf_dataset()
     if isinstance(dataset, tf.distribute.DistributedDataset):
         _say(strategy, "distributed by the script")
+        if reads_ahead:
+            info_once("no rows are read ahead: the data were distributed by the script")
         return Distributed(dataset, adapter, _local_spec(dataset.element_spec))
     policy = dataset.options().experimental_distribute.auto_shard_policy
     if not alike:
@@ -203,33 +208,12 @@ def _own_share(strategy, adapter, told, alike):
         f"each worker's own share (AutoShardPolicy.{policy.name}); one that has run "
         "out joins with zero weight until all have",
     )
-    return Distributed(
-        strategy.experimental_distribute_dataset(dataset), UnknownLength(adapter), spec
-    )
-
-
-class UnknownLength(data_adapter.DataAdapter):
-    """A data adapter whose number of steps shows only when all workers have run out."""
-
-    def __init__(self, adapter):
-        self._adapter = adapter
-
-    def get_tf_dataset(self):
-        return self._adapter.get_tf_dataset()
-
-    def on_epoch_begin(self):
-        self._adapter.on_epoch_begin()
-
-    def on_epoch_end(self):
-        self._adapter.on_epoch_end()
-
-    @property
-    def num_batches(self):
-        return None
-
-    @property
-    def batch_size(self):
-        return self._adapter.batch_size
+    distributed = strategy.experimental_distribute_dataset(dataset)
+    if reads_ahead:
+        # This worker's share, in batches of one replica.
+        (share,) = distributed._cloned_datasets
+        distributed = _of_replicas(strategy, share, reads_ahead)
+    return Distributed(distributed, UnknownLength(adapter), spec)
 
 
 def _element(batch, spec):
