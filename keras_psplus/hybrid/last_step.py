@@ -28,7 +28,7 @@ class LastStep:
         self._ids.assign(ids, read_value=False)
 
     def lookup(self, lock, encode):
-        """A method that looks rows up as they were after a number of steps, all or all but one.
+        """A method that looks rows up as they were after a number of steps, if it was one less.
 
         Args:
             lock: `tf.CriticalSection` of whatever changes the table.
@@ -39,7 +39,7 @@ class LastStep:
         def lookup_at(step, ids):
             def locked():
                 return tf.cond(
-                    step < self._version.read_value(),
+                    tf.equal(step + 1, self._version.read_value()),
                     lambda: self._before(ids),
                     lambda: self._weights.sparse_read(ids),
                 )

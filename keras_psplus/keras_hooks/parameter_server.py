@@ -6,7 +6,7 @@ import tensorflow as tf
 from keras.src.backend.tensorflow import trainer
 
 from keras_psplus.all_reduce import batches
-from keras_psplus.keras_hooks import data, parameter_server_updates, ps_data, step_registry
+from keras_psplus.keras_hooks import parameter_server_updates, ps_data, step_registry
 from keras_psplus.keras_hooks.ownership import asynchronous
 from keras_psplus.keras_hooks.parameter_server_sync import split
 from keras_psplus.keras_hooks.patching import replace

@@ -138,18 +138,14 @@ def compiled(model, optimizer, **options):
 
 
 def arrays(embedding, x, y):
-    """Uneven batches of arrays, several steps an execution, validation between epochs."""
+    """Uneven batches of arrays, several steps an execution, two tables."""
     model = compiled(
         two_tables(embedding),
         keras.optimizers.Adagrad(0.5),
         steps_per_execution=1 if embedding is Late else 3,
     )
-    history = model.fit(
-        *(x, y, 19, 2, 0, [Follow()] if embedding is Late else []),
-        validation_data=(x[:30], y[:30]),
-        shuffle=False,
-    )
-    return model, history.history
+    callbacks = [Follow()] if embedding is Late else []
+    return model, model.fit(x, y, 19, 2, 0, callbacks, shuffle=False).history
 
 
 def stream(embedding, x, y):
@@ -175,9 +171,10 @@ def own_share(x, y):
 
 
 def unending(embedding, x, y):
-    """Epochs that go on in the data, weights that are set between, and another compilation.
+    """Epochs that go on in the data; weights that are set, and validation, between them.
 
-    In the second `fit` of the cluster, each worker has a share of its own.
+    Then the model is compiled again; in that `fit`, each worker of the cluster has a share of its
+    own.
     """
     model, results = one_table(embedding), {}
     for i, clip in enumerate((None, 0.05)):
@@ -195,12 +192,10 @@ def unending(embedding, x, y):
             steps_per_epoch=4,
             epochs=3,
             verbose=0,
+            validation_data=None if clip else (x[:30], y[:30]),
             callbacks=[*([follow] if follow else []), SetWeights(follow)],
         )
         results.update({f"{i} {name}": value for name, value in history.history.items()})
-    if follow:
-        follow.refresh()
-    results["evaluated"] = model.evaluate(x, y, verbose=0)
     return model, results
 
 
