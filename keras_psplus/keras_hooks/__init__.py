@@ -10,6 +10,7 @@ from keras_psplus.keras_hooks import (
     callbacks,
     hybrid,
     hybrid_prefetch,
+    keras_rs,
     losses,
     optimizer,
     parameter_server,
@@ -49,6 +50,7 @@ def install():
         parameter_server_variables,
         hybrid,
         hybrid_prefetch,
+        keras_rs,
     ):
         module.install()
     _installed = True
