@@ -72,18 +72,30 @@ class Follow(keras.callbacks.Callback):
             table.show(value)
 
 
-class SetWeights(keras.callbacks.Callback):
-    """Changes all weights when an epoch ends: what was read before that is of no use."""
+class Change(keras.callbacks.Callback):
+    """Changes weights when an epoch ends: what was read before that is of no use.
 
-    def __init__(self, follow):
+    Args:
+        follow: `Follow`, or None.
+        batch: What to train on when the first one ends, or None.
+    """
+
+    def __init__(self, follow, batch):
         super().__init__()
-        self.follow = follow
+        self.follow, self.batch = follow, batch
 
     def on_epoch_end(self, epoch, logs=None):
+        if epoch == 0 and self.batch:
+            self.refresh()
+            self.model.train_on_batch(*self.batch)
+            self.refresh()
         if epoch == 1:
             self.model.set_weights([w / 2 for w in self.model.get_weights()])
-            if self.follow:
-                self.follow.refresh()
+            self.refresh()
+
+    def refresh(self):
+        if self.follow:
+            self.follow.refresh()
 
 
 def two_tables(embedding):
@@ -171,7 +183,7 @@ def own_share(x, y):
 
 
 def unending(embedding, x, y):
-    """Epochs that go on in the data; weights that are set, and validation, between them.
+    """Epochs that go on in the data; other training, weights that are set, validation in between.
 
     Then the model is compiled again; in that `fit`, each worker of the cluster has a share of its
     own.
@@ -187,13 +199,14 @@ def unending(embedding, x, y):
             dataset = dataset.with_options(options)
         compiled(model, keras.optimizers.SGD(0.5, global_clipnorm=clip))
         follow = Follow(begins_anew=False) if embedding is Late else None
+        batch = None if clip else (x[:BATCH], y[:BATCH])
         history = model.fit(
             dataset,
             steps_per_epoch=4,
             epochs=3,
             verbose=0,
             validation_data=None if clip else (x[:30], y[:30]),
-            callbacks=[*([follow] if follow else []), SetWeights(follow)],
+            callbacks=[*([follow] if follow else []), Change(follow, batch)],
         )
         results.update({f"{i} {name}": value for name, value in history.history.items()})
     return model, results
