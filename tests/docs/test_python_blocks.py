@@ -1,0 +1,58 @@
+"""The Python blocks of README.md and docs/*.md do what they say, as far as they end with 0."""
+
+import ast
+import json
+import os
+import pathlib
+import subprocess
+import sys
+
+import pytest
+
+from tests.docs import pages
+
+SCRIPT = pathlib.Path(__file__).with_name("run_programs.py")
+PROGRAMS = [program.name for program in pages.programs()]
+TIMEOUT = 500
+
+
+@pytest.fixture(scope="module")
+def results(tmp_path_factory):
+    """What became of each program, all of which one process has run."""
+    folder = tmp_path_factory.mktemp("programs")
+    env = {name: value for name, value in os.environ.items() if name != "TF_CONFIG"}
+    process = subprocess.run(
+        [sys.executable, str(SCRIPT), str(folder)],
+        env={**env, "CUDA_VISIBLE_DEVICES": ""},
+        capture_output=True,
+        text=True,
+        errors="replace",
+        timeout=TIMEOUT,
+    )
+    assert process.returncode == 0, process.stdout[-2000:] + process.stderr[-4000:]
+    return json.loads((folder / "results.json").read_text())
+
+
+@pytest.mark.parametrize("name", PROGRAMS)
+def test_runs(results, name):
+    program = results[name]
+    logs = [
+        f"=== {task} ended with {code}:\n"
+        + (pathlib.Path(program["directory"]) / f"{task}.log").read_text(errors="replace")[-6000:]
+        for task, code in program["exit_codes"].items()
+    ]
+    assert not any(program["exit_codes"].values()), "\n".join(logs)
+
+
+@pytest.mark.parametrize(
+    "block",
+    [block for block in pages.all_blocks() if block.language == "python"],
+    ids=lambda block: block.name,
+)
+def test_leaves_nothing_out(block):
+    holes = [
+        block.line + node.lineno
+        for node in ast.walk(ast.parse(block.text))
+        if isinstance(node, ast.Constant) and node.value is ...
+    ]
+    assert not holes, f"`...` instead of code in lines {holes}"
