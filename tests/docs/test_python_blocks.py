@@ -1,9 +1,11 @@
 """The Python blocks of README.md and docs/*.md do what they say, as far as they end with 0."""
 
 import ast
+import contextlib
 import json
 import os
 import pathlib
+import signal
 import subprocess
 import sys
 
@@ -21,15 +23,23 @@ def results(tmp_path_factory):
     """What became of each program, all of which one process has run."""
     folder = tmp_path_factory.mktemp("programs")
     env = {name: value for name, value in os.environ.items() if name != "TF_CONFIG"}
-    process = subprocess.run(
-        [sys.executable, str(SCRIPT), str(folder)],
-        env={**env, "CUDA_VISIBLE_DEVICES": ""},
-        capture_output=True,
-        text=True,
-        errors="replace",
-        timeout=TIMEOUT,
-    )
-    assert process.returncode == 0, process.stdout[-2000:] + process.stderr[-4000:]
+    log = folder / "log"
+    with log.open("wb") as output:
+        process = subprocess.Popen(
+            [sys.executable, str(SCRIPT), str(folder)],
+            env={**env, "CUDA_VISIBLE_DEVICES": ""},
+            stdout=output,
+            stderr=subprocess.STDOUT,
+            start_new_session=True,
+        )
+        try:
+            process.wait(TIMEOUT)
+        finally:
+            # With the tasks that it has forked, if it did not come to its end.
+            with contextlib.suppress(ProcessLookupError):
+                os.killpg(process.pid, signal.SIGKILL)
+            process.wait()
+    assert process.returncode == 0, log.read_text(errors="replace")[-6000:]
     return json.loads((folder / "results.json").read_text())
 
 
