@@ -149,7 +149,7 @@ def test_commands_and_paths_in_text(page, monkeypatch):
         if token.content.startswith(COMMANDS) and "..." not in token.content:
             for words in commands(without_synopsis(token.content)):
                 if words[:2] == ["keras-psplus", words[-1]]:
-                    assert main.main([words[-1], "--help"]) == 0
+                    importlib.import_module(f"keras_psplus.cli.{words[-1]}")  # a command's name
                 elif words != ["python", "-m", "keras_psplus"]:
                     check(words, monkeypatch)
         if re.fullmatch(rf"(?:{PATHS})/(?!\.\.\.)[\w/.]*", token.content):
