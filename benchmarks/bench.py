@@ -53,28 +53,53 @@ def parse(argv=None):
     parser = argparse.ArgumentParser(
         prog="bench", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    add = parser.add_argument
-    add("--quick", action="store_true", help="a few methods, 2 workers; under three minutes")
-    add("--only", nargs="+", metavar="PATTERN", help="methods, as 'diloco' or 'torch/*'")
-    add("--entry", nargs="+", default=[], metavar="FILE", help="further files with `strategy()`")
-    add("--works", nargs="+", choices=work.SIZES["full"], help="what is trained")
-    add("--workers", nargs="+", type=int, metavar="N")
-    add("--rates", nargs="+", metavar="RATE", help="as 100mbit, 1gbit, loopback (no limit)")
-    add("--delay", type=float, default=0.0, help="ms from host to host, beside the machine's")
-    add("--ps", type=int, default=2, help="parameter servers, for what needs them")
-    add("--seconds", type=float, help="about so long for each figure")
-    add("--turns", type=int, default=1, help="how often to measure everything")
-    add("--size", choices=work.SIZES, default="full", help="of the models")
-    add("--timeout", type=float, default=400, help="seconds for each launch")
-    add("--torch", metavar="PYTHON", help="a Python with PyTorch, if this one has none")
-    add("--loopback", action="store_true", help="no emulated hosts, even if they can be made")
-    add("--out", type=pathlib.Path, default=pathlib.Path("bench.json"), help="the JSON file")
-    add("--fresh", action="store_true", help="leave out what the file holds")
-    add("--list", action="store_true", help="show the methods that are chosen, and end")
-    add("--report", action="store_true", help="measure nothing, only report on the file")
-    add("--docs", action="store_true", help="put tables and drawings into docs/ as well")
-    add("--fidelity", type=pathlib.Path, metavar="JSONL", help="results of fidelity.py, to draw")
-    add("--run_fidelity", action="store_true", help="train a small set for that file first")
+    parser.add_argument(
+        "--quick", action="store_true", help="a few methods, 2 workers; under three minutes"
+    )
+    parser.add_argument(
+        "--only", nargs="+", metavar="PATTERN", help="methods, as 'diloco' or 'torch/*'"
+    )
+    parser.add_argument(
+        "--entry", nargs="+", default=[], metavar="FILE", help="further files with `strategy()`"
+    )
+    parser.add_argument("--works", nargs="+", choices=work.SIZES["full"], help="what is trained")
+    parser.add_argument("--workers", nargs="+", type=int, metavar="N")
+    parser.add_argument(
+        "--rates", nargs="+", metavar="RATE", help="as 100mbit, 1gbit, loopback (no limit)"
+    )
+    parser.add_argument(
+        "--delay", type=float, default=0.0, help="ms from host to host, beside the machine's"
+    )
+    parser.add_argument("--ps", type=int, default=2, help="parameter servers, for what needs them")
+    parser.add_argument("--seconds", type=float, help="about so long for each figure")
+    parser.add_argument("--turns", type=int, default=1, help="how often to measure everything")
+    parser.add_argument("--size", choices=work.SIZES, default="full", help="of the models")
+    parser.add_argument("--timeout", type=float, default=400, help="seconds for each launch")
+    parser.add_argument(
+        "--torch", metavar="PYTHON", help="a Python with PyTorch, if this one has none"
+    )
+    parser.add_argument(
+        "--loopback", action="store_true", help="no emulated hosts, even if they can be made"
+    )
+    parser.add_argument(
+        "--out", type=pathlib.Path, default=pathlib.Path("bench.json"), help="the JSON file"
+    )
+    parser.add_argument("--fresh", action="store_true", help="leave out what the file holds")
+    parser.add_argument(
+        "--list", action="store_true", help="show the methods that are chosen, and end"
+    )
+    parser.add_argument(
+        "--report", action="store_true", help="measure nothing, only report on the file"
+    )
+    parser.add_argument(
+        "--docs", action="store_true", help="put tables and drawings into docs/ as well"
+    )
+    parser.add_argument(
+        "--fidelity", type=pathlib.Path, metavar="JSONL", help="results of fidelity.py, to draw"
+    )
+    parser.add_argument(
+        "--run_fidelity", action="store_true", help="train a small set for that file first"
+    )
     args = parser.parse_args(argv)
     for name, value in (QUICK if args.quick else FULL).items():
         if getattr(args, name) is None:
