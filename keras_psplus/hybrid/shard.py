@@ -9,6 +9,7 @@ import functools
 import keras
 import tensorflow as tf
 
+from keras_psplus.hybrid.lost_updates import LostUpdates
 from keras_psplus.hybrid.row_optimizer import RowOptimizer
 from keras_psplus.hybrid.rows import RowCodec
 
@@ -53,6 +54,7 @@ class Shard:
         # Ends with the number of steps that were applied.
         self.version = tf.Variable(0, dtype=_LONG, trainable=False)
         self._seen = tf.Variable(tf.fill([replicas], tf.constant(-1, _LONG)), trainable=False)
+        self.lost_updates = LostUpdates(replicas, PARTS)
         self._arrived = tf.Variable(0, dtype=_INT, trainable=False)
         self._lock = tf.CriticalSection(name=f"table_{spec['key']}")
         self._inbox = tf.queue.FIFOQueue(1 << 20, [_LONG, _INT, _FLOAT])
@@ -64,8 +66,22 @@ class Shard:
     @property
     def variables(self):
         """The rows and the optimizer's slots of them, by the numbers that workers give them."""
-        slots = self.optimizer.slots if self.optimizer else []
-        return {0: self.weights, **dict(enumerate(slots, self._first_slot))}
+        return {0: self.weights, **dict(enumerate(self.slots, self._first_slot))}
+
+    @property
+    def slots(self):
+        """The optimizer's variables of the rows."""
+        return self.optimizer.slots if self.optimizer else []
+
+    def counts(self):
+        """How many updates there were, and the last one of each replica, for `take_up`."""
+        return tf.concat([[self.version.read_value()], self._seen.read_value()], 0)
+
+    def take_up(self, counts):
+        """Goes on where another process was, while workers go on where they are."""
+        self.version.assign(counts[0])
+        self._seen.assign(counts[1:])
+        self.lost_updates.begin()
 
     def set_optimizer(self, config, number, first_slot):
         """Makes an optimizer and its slots, in the place of the last one.
@@ -140,12 +156,15 @@ class Shard:
             replica, step, part, last, waits, iterations = tf.unstack(header)
             gradient = self._push.decode(words, step)
             key = step * PARTS + part
-            is_new = key > self._seen.read_value()[replica]
+            last_seen = self._seen.read_value()[replica]
+            is_new = key > last_seen
 
             def take():
-                seen = tf.raw_ops.ResourceScatterUpdate(
-                    resource=self._seen.handle, indices=replica, updates=key
-                )
+                noted = [] if self._sync else [self.lost_updates.note(replica, key, last_seen)]
+                with tf.control_dependencies(noted):
+                    seen = tf.raw_ops.ResourceScatterUpdate(
+                        resource=self._seen.handle, indices=replica, updates=key
+                    )
                 with tf.control_dependencies([seen]):
                     if not self._sync:
                         return self._take_at_once(ids, gradient, numbers, iterations)

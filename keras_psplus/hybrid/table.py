@@ -55,6 +55,12 @@ class Table:
             self._first_slot, self._slots_of = self.slots + 1, optimizer
         return self._first_slot
 
+    @property
+    def slots_in_use(self):
+        """How many slots the optimizer has that updates the table now."""
+        of_last = self._slots_of is not None and self._slots_of is self.optimizer
+        return self.slots + 1 - self._first_slot if of_last else 0
+
     def method_of_optimizer(self, what):
         """The name of a method that belongs to the table's present optimizer."""
         return self.method(f"{what}{self.optimizers}")
