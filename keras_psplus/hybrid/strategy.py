@@ -9,9 +9,12 @@ from keras_psplus.arguments import number, whole_number
 from keras_psplus.cluster import config, hello
 from keras_psplus.cluster import serve as cluster_serve
 from keras_psplus.cluster.own_address import bind_own
-from keras_psplus.hybrid import names, table_server
+from keras_psplus.hybrid import names, saving, shard_files, table_server
 from keras_psplus.hybrid import placement as placement_module
+from keras_psplus.hybrid import snapshots as snapshots_module
 from keras_psplus.hybrid.extended import HybridExtended
+from keras_psplus.hybrid.on_chief import on_chief
+from keras_psplus.hybrid.recovery import Recovery
 from keras_psplus.hybrid.rows import RowCodec, compressor_for_rows
 from keras_psplus.hybrid.servers import Servers
 from keras_psplus.hybrid.tables import Tables
@@ -47,6 +50,11 @@ class HybridStrategy(MultiWorkerMirroredStrategy):
             with `encode_rows`, or None to send them as they are.
         pull_compression: The same for rows that workers read.
         table_timeout: Seconds that a parameter server may take to answer.
+        snapshot_every: Number of steps of `fit` after which all that the job needs to go on is
+            written to `snapshot_dir`: by the servers their tables, by the chief everything else.
+            The same script started again resumes there. None for no snapshots.
+        snapshot_dir: Folder for them, of this job alone. All tasks have to reach it, or each has
+            to be started again on the same host.
         job_token: Text that all tasks of the job have in common, and those of others do not. By
             default the environment's `KERAS_PSPLUS_JOB_TOKEN`, or the cluster's description.
         startup_timeout, heartbeat_timeout, bucket_bytes, compression, updates: As for
@@ -86,6 +94,8 @@ class HybridStrategy(MultiWorkerMirroredStrategy):
         row_compression=None,
         pull_compression=None,
         table_timeout=60.0,
+        snapshot_every=None,
+        snapshot_dir=None,
         job_token=None,
         startup_timeout=300.0,
         heartbeat_timeout=20.0,
@@ -98,6 +108,7 @@ class HybridStrategy(MultiWorkerMirroredStrategy):
         number("table_timeout", table_timeout, "a positive number of seconds", lambda v: v > 0)
         if not isinstance(sync, bool):
             raise ValueError(f"`sync` must be True or False. Received: sync={sync!r}")
+        snapshots_module.check_arguments(snapshot_every, snapshot_dir)
         push = compressor_for_rows("row_compression", row_compression)
         pull = compressor_for_rows("pull_compression", pull_compression)
         if updates is not None and not hasattr(updates, "steps"):
@@ -114,7 +125,7 @@ class HybridStrategy(MultiWorkerMirroredStrategy):
                 f"MultiWorkerMirroredStrategy. Received: {task.describe()}"
             )
         self._sync, self._has_servers = sync, task is not None
-        self._servers = self._tables = None
+        self._servers = self._tables = self._snapshots = None
         digest = None
         if task is not None:
             digest = names.digest_of(names.token_of(task, job_token))
@@ -131,13 +142,20 @@ class HybridStrategy(MultiWorkerMirroredStrategy):
             updates=updates,
         )
         if task is None:
+            if snapshot_every is not None:
+                logger.warning(
+                    "without a cluster there are no snapshots: use the BackupAndRestore callback. "
+                    "Received: snapshot_every=%s",
+                    snapshot_every,
+                )
             return
         if task.num_workers == 1:
             # Nothing else is at this address, by which the servers see that the job goes on.
             mine = hello.Hello.of(task)
             self._listener = hello.Listener(bind_own(task, mine, startup_timeout, print), mine)
         patience = _PATIENCE if sync else table_timeout
-        self._servers = Servers(task, digest, table_timeout, patience)
+        recovers = snapshot_every is not None and not sync
+        self._servers = Servers(task, digest, table_timeout, patience, recovers)
         self._servers.greet(agreed, self.num_replicas_in_sync, startup_timeout)
         self._placement = placement_module.Placement(
             placement,
@@ -152,6 +170,16 @@ class HybridStrategy(MultiWorkerMirroredStrategy):
         self.communication.add_source(
             lambda: self._tables.traffic(self.extended.counted), lambda: 0.0
         )
+
+        if snapshot_every is None:
+            return
+        self._snapshots = snapshots_module.Snapshots(
+            self._servers, self._tables, self.task.name, snapshot_dir, snapshot_every
+        )
+        if self.is_chief:
+            self._servers.at_good_end(self._snapshots.delete)
+            if recovers:
+                Recovery(self._servers, self._snapshots, table_timeout).start()
 
     @staticmethod
     def _start(cluster_resolver, startup_timeout, heartbeat_timeout):
@@ -175,6 +203,62 @@ class HybridStrategy(MultiWorkerMirroredStrategy):
     def tables(self):
         """The tables on parameter servers; None without a cluster."""
         return self._tables
+
+    @property
+    def snapshots(self):
+        """The job's snapshots; None without `snapshot_every`."""
+        return self._snapshots
+
+    def save_tables(self, directory):
+        """Has the parameter servers write the tables, each its own rows, past the workers' memory.
+
+        The optimizer's variables of the tables are written as well; dense weights are not. Call it
+        between calls of `fit`, on the chief or on all workers, of whom the chief has it done.
+        `load_tables` reads it, also on another number of servers, and `TableFiles` in any process.
+
+        Args:
+            directory: Folder that all parameter servers reach. On disks of their own, each of them
+                has to run on the same host when the tables are loaded.
+
+        Raises:
+            TableServerError: If a server cannot write there, or is lost. What was saved there
+                before is as it was.
+            OSError: If the chief cannot write there.
+
+        Example:
+
+        ```python
+        model.fit(dataset)
+        strategy.save_tables("/shared/tables")
+        ```
+        """
+        if self.is_chief and self._servers is not None:
+            path = shard_files.full_path(directory)
+            saving.save(self._servers, self._tables.all, path)
+
+    def load_tables(self, directory):
+        """Has the parameter servers read what `save_tables` has written; on all workers.
+
+        Tables are found by their names. The optimizer's variables are read where the model is
+        compiled with the same one, and `model.optimizer.build(model.trainable_variables)` or `fit`
+        has been called.
+
+        Args:
+            directory: The folder.
+
+        Raises:
+            ValueError: If it does not have all tables, in these shapes.
+            TableServerError: If a server cannot read there, or is lost.
+        """
+        if self._servers is None:
+            return
+        path = shard_files.full_path(directory)
+        on_chief(
+            self.extended.control,
+            self.is_chief,
+            "load_tables",
+            lambda: saving.load(self._servers, self._tables.all, path),
+        )
 
     @property
     def placement(self):

@@ -18,6 +18,7 @@ from keras_psplus.keras_hooks import (
     parameter_server_updates,
     parameter_server_variables,
     saving,
+    snapshots,
     trainer,
     updates,
     variables,
@@ -47,6 +48,7 @@ def install():
         parameter_server_updates,
         parameter_server_variables,
         hybrid,
+        snapshots,
     ):
         module.install()
     _installed = True
