@@ -9,6 +9,7 @@ from keras_psplus.keras_hooks import (
     backup,
     callbacks,
     hybrid,
+    keras_rs,
     losses,
     optimizer,
     parameter_server,
@@ -48,6 +49,7 @@ def install():
         parameter_server_updates,
         parameter_server_variables,
         hybrid,
+        keras_rs,
         snapshots,
     ):
         module.install()
