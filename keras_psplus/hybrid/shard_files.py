@@ -8,6 +8,7 @@ import contextlib
 import fnmatch
 import math
 import os
+import re
 import shutil
 
 import numpy as np
@@ -18,6 +19,8 @@ from keras_psplus.hybrid.shard import rows_of
 # What is read at once, and what is written at once and makes one file.
 _SLICE_BYTES = 4 << 20
 _FILE_BYTES = 128 << 20
+# Where TensorFlow's operation was, which says nothing to people.
+_NODE = re.compile(r"\{\{.*?\}\}\s*")
 
 
 def full_path(directory):
@@ -40,7 +43,7 @@ def explained(what, directory):
     try:
         yield
     except (OSError, tf.errors.OpError) as error:
-        reason = getattr(error, "message", None) or str(error)
+        reason = _NODE.sub("", getattr(error, "message", None) or str(error))
         fix = {
             "write": "Free space there, or give a directory in which this task can write. What was "
             "whole there before is as it was.",

@@ -124,7 +124,8 @@ def _iterate(original, self):
 
     @tf.function(autograph=False)
     def draw(iterator):
-        next(iterator)
+        # Not an error if it has ended: of `steps_per_execution`, the last may be fewer.
+        iterator.get_next_as_optional()
 
     if self.num_batches and not self.steps_per_epoch:
         # Shuffled data have another order in each epoch.
