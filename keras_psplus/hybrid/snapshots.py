@@ -53,6 +53,8 @@ class Snapshots:
         self.directory, self.every = shard_files.full_path(directory), every
         # Held while one is written, or a server reads one.
         self.lock = threading.Lock()
+        # While training that would go on from the last one has not come to its end.
+        self.is_needed = False
 
     def check(self):
         """Sees that all tasks can write.
@@ -129,7 +131,9 @@ class Snapshots:
             }
 
     def delete(self):
-        """Deletes all of them, and what workers keep beside them: the job has ended well."""
+        """Deletes all of them, and what workers keep beside them, if nothing will go on there."""
+        if self.is_needed:
+            return
         with contextlib.suppress(TableServerError):
             self._keep([])
         shard_files.remove_tree(os.path.join(self.directory, "compression"))

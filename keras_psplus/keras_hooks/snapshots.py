@@ -75,6 +75,8 @@ def _begin(original, self, logs=None):
             f"Received: snapshot_every={strategy.snapshots.every} and BackupAndRestore"
         )
     run.fits += 1
+    # A script may catch what breaks off `fit`, and end with an exit code of its own.
+    strategy.snapshots.is_needed = True
     run.initial_epoch = self.model._initial_epoch
     _restore(strategy, run, self.model)
     original(self, logs)
@@ -113,6 +115,7 @@ def _end(original, self, logs=None):
     strategy, run = _run_of(getattr(self.model, "_distribute_strategy", None))
     if strategy is not None:
         self.model._initial_epoch = run.initial_epoch
+        strategy.snapshots.is_needed = run.epoch is None
 
 
 def _iterate(original, self):

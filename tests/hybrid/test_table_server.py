@@ -165,6 +165,10 @@ def test_the_last_whole_snapshot_counts(table, tmp_path, monkeypatch):
     # The next one tidies up.
     snapshots.save(50, {}, {"bias": np.array([50.0], "float32")})
     assert sorted(os.listdir(tmp_path)) == ["step-0000000030", "step-0000000050"]
+    snapshots.is_needed = True
+    snapshots.delete()
+    assert len(os.listdir(tmp_path)) == 2
+    snapshots.is_needed = False
     snapshots.delete()
     assert not os.listdir(tmp_path)
 
