@@ -6,24 +6,17 @@ is shared out between them.
 
 import functools
 
-import keras
 import tensorflow as tf
 
+from keras_psplus.hybrid.initial_rows import initial, rows_of
+from keras_psplus.hybrid.last_step import LastStep
 from keras_psplus.hybrid.lost_updates import LostUpdates
 from keras_psplus.hybrid.row_optimizer import RowOptimizer
 from keras_psplus.hybrid.rows import RowCodec
 
 _INT, _LONG, _FLOAT = tf.int32, tf.int64, tf.float32
-# Larger tables are not made whole on every server, so their rows differ from one process's.
-_WHOLE_BYTES = 1 << 30
-_BLOCK_ROWS = 1 << 16
 # More parts than one step's rows could ever need.
 PARTS = 1 << 20
-
-
-def rows_of(rows, server, servers):
-    """How many rows of a table lie on one server."""
-    return (rows - server + servers - 1) // servers
 
 
 class Shard:
@@ -38,21 +31,33 @@ class Shard:
         push_compressor: Compressor of gradients that they send, or None.
         replicas: Replicas that push at each step.
         sync: Whether a step's pushes are summed and applied once.
+        keeps_last_step: Whether the rows of the step before can be read.
     """
 
-    def __init__(self, spec, server, servers, pull_compressor, push_compressor, replicas, sync):
+    def __init__(
+        self,
+        spec,
+        server,
+        servers,
+        pull_compressor,
+        push_compressor,
+        replicas,
+        sync,
+        keeps_last_step=False,
+    ):
         self.spec = spec
         self.name, self.dim = spec["name"], spec["dim"]
         self.rows = rows_of(spec["rows"], server, servers)
         self._pull = RowCodec(pull_compressor, self.dim)
         self._push = RowCodec(push_compressor, self.dim)
         self._replicas, self._sync = replicas, sync
-        self.weights = tf.Variable(_initial(spec, server, servers), trainable=False)
+        self.weights = tf.Variable(initial(spec, server, servers), trainable=False)
         self.optimizer = None
         self._optimizer_number = self._first_slot = 0
         self._methods = {}
         # Ends with the number of steps that were applied.
         self.version = tf.Variable(0, dtype=_LONG, trainable=False)
+        self._last_step = LastStep(self.weights, self.version) if keeps_last_step else None
         self._seen = tf.Variable(tf.fill([replicas], tf.constant(-1, _LONG)), trainable=False)
         self.lost_updates = LostUpdates(replicas, PARTS)
         self._arrived = tf.Variable(0, dtype=_INT, trainable=False)
@@ -97,6 +102,8 @@ class Shard:
     def methods(self):
         """Functions with signatures, by what they do; each of them is traced once."""
         makers = {"lookup": self._lookup}
+        if self._last_step is not None:
+            makers["lookup_at"] = lambda: self._last_step.lookup(self._lock, self._pull.encode)
         for i, variable in self.variables.items():
             makers[f"read{i}"] = functools.partial(self._read, variable)
             makers[f"write{i}"] = functools.partial(self._write, variable)
@@ -182,6 +189,11 @@ class Shard:
 
     def _take_at_once(self, ids, gradient, numbers, iterations):
         gradient = self.optimizer.regularized(ids, gradient)
+        return self._apply(ids, gradient, numbers, iterations)
+
+    def _apply(self, ids, gradient, numbers, iterations):
+        if self._last_step is not None:
+            self._last_step.keep(ids)
         done = self.optimizer.apply(ids, gradient, numbers[0], numbers[1:], iterations)
         with tf.control_dependencies([done]):
             return self.version.assign_add(1, read_value=True)
@@ -200,9 +212,7 @@ class Shard:
                 return self.version.read_value()
 
             def apply():
-                done = self.optimizer.apply(ids, gradient, numbers[0], numbers[1:], iterations)
-                with tf.control_dependencies([done]):
-                    return self.version.assign_add(1, read_value=True)
+                return self._apply(ids, gradient, numbers, iterations)
 
             with tf.control_dependencies([self._arrived.assign(0, read_value=False)]):
                 return tf.cond(waits > 0, keep, apply)
@@ -259,11 +269,7 @@ class Shard:
 
             def apply():
                 gradient = self._sum_rows.read_value() * numbers[0]
-                done = self.optimizer.apply(
-                    self._sum_ids.read_value(), gradient, numbers[1], numbers[2:], iterations
-                )
-                with tf.control_dependencies([done]):
-                    return self.version.assign_add(1, read_value=True)
+                return self._apply(self._sum_ids.read_value(), gradient, numbers[1:], iterations)
 
             def locked():
                 # All replicas say it; the first one counts.
@@ -273,23 +279,3 @@ class Shard:
             return self._lock.execute(locked)
 
         return commit
-
-
-def _initial(spec, server, servers):
-    """This server's part of the table's first value."""
-    rows, dim = spec["rows"], spec["dim"]
-    own = rows_of(rows, server, servers)
-    if spec["initializer"] is None:
-        return tf.zeros([own, dim])
-    if 4 * rows * dim <= _WHOLE_BYTES:
-        initializer = keras.initializers.deserialize(spec["initializer"])
-        return initializer((rows, dim), dtype="float32")[server::servers]
-    blocks = []
-    for first in range(0, own, _BLOCK_ROWS):
-        config = dict(spec["initializer"], config=dict(spec["initializer"]["config"]))
-        seed = config["config"].get("seed")
-        if isinstance(seed, int):
-            config["config"]["seed"] = hash((seed, server, first)) % (1 << 31)
-        initializer = keras.initializers.deserialize(config)
-        blocks.append(initializer((min(_BLOCK_ROWS, own - first), dim), dtype="float32"))
-    return tf.concat(blocks, 0)

@@ -14,7 +14,7 @@ import shutil
 import numpy as np
 import tensorflow as tf
 
-from keras_psplus.hybrid.shard import rows_of
+from keras_psplus.hybrid.initial_rows import rows_of
 
 # What is read at once, and what is written at once and makes one file.
 _SLICE_BYTES = 4 << 20

@@ -11,7 +11,7 @@ import numpy as np
 import tensorflow as tf
 
 from keras_psplus.hybrid import shard_files
-from keras_psplus.hybrid.shard import rows_of
+from keras_psplus.hybrid.initial_rows import rows_of
 
 LIST, STEM = "tables.json", "tables"
 _FORMAT = 1

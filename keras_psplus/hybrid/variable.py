@@ -64,6 +64,7 @@ class TableVariable(CompositeVariable):
         if self._strategy.is_chief:
             self.table.write(self.slot, value)
         self._strategy.tables.note_assigned(self.table, self.slot)
+        self._strategy.extended.forget_ahead()
         return self
 
     def __repr__(self):

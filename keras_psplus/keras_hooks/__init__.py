@@ -9,6 +9,7 @@ from keras_psplus.keras_hooks import (
     backup,
     callbacks,
     hybrid,
+    hybrid_prefetch,
     keras_rs,
     losses,
     optimizer,
@@ -49,6 +50,7 @@ def install():
         parameter_server_updates,
         parameter_server_variables,
         hybrid,
+        hybrid_prefetch,
         keras_rs,
         snapshots,
     ):

@@ -13,9 +13,10 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from keras_psplus.hybrid import TableFiles, shard_files
+from keras_psplus.hybrid.initial_rows import rows_of
 from keras_psplus.hybrid.row_optimizer import config_of
 from keras_psplus.hybrid.server_files import ServerFiles
-from keras_psplus.hybrid.shard import Shard, rows_of
+from keras_psplus.hybrid.shard import Shard
 from keras_psplus.hybrid.table_files import LIST, write_list
 
 ROWS, DIM, STEM = 37, 3, "tables-1"
