@@ -135,7 +135,7 @@ class HybridStrategy(SavesTables, MultiWorkerMirroredStrategy):
             )
         self._sync, self._has_servers = sync, task is not None
         self._prefetch = prefetch and task is not None
-        self._servers = self._tables = self._snapshots = None
+        self._servers = self._tables = self._placement = self._snapshots = None
         digest = None
         if task is not None:
             digest = names.digest_of(names.token_of(task, job_token))
@@ -226,7 +226,7 @@ class HybridStrategy(SavesTables, MultiWorkerMirroredStrategy):
 
     @property
     def placement(self):
-        """What decides which tables lie on parameter servers."""
+        """What decides which tables lie on parameter servers; None without a cluster."""
         return self._placement
 
     def _in_step(self, fn):
@@ -242,7 +242,7 @@ class HybridStrategy(SavesTables, MultiWorkerMirroredStrategy):
 
     def announce(self):
         """Says which tables lie where, if there are new ones."""
-        if self.is_chief and self._placement.has_news:
+        if self._placement is not None and self.is_chief and self._placement.has_news:
             logger.info("HybridStrategy keeps\n%s", self._placement.report())
 
     def note_bad_end(self):
