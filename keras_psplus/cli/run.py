@@ -2,12 +2,16 @@
 
 import pathlib
 import shlex
+import signal
 import sys
+import tempfile
 
 from absl import flags
 
 from keras_psplus import catalogue
+from keras_psplus.arguments import whole_number
 from keras_psplus.cli import parsing
+from keras_psplus.cluster import restarts
 from keras_psplus.cluster.console import Console
 from keras_psplus.cluster.environment import plan_tasks, python_path
 from keras_psplus.cluster.processes import LocalCluster
@@ -44,6 +48,12 @@ def main(argv):
     try:
         command = parsing.parse(options, argv)
         _check_script(command)
+        whole_number("max_restarts", options.max_restarts, 0)
+        if options.hosts and options.max_restarts:
+            raise parsing.UsageError(
+                "--hosts starts nothing, so that there is nothing to start again. "
+                f"Received: --max_restarts={options.max_restarts}"
+            )
         layout, env = _layout(options), _strategy_variables(options)
         argv = [sys.executable, *command]
         if options.dry_run or options.hosts:
@@ -51,18 +61,31 @@ def main(argv):
             shown = ["python", *command] if options.hosts else argv
             print(_recipe(shown, env, layout, options.hosts))
             return 0
-        cluster = LocalCluster(
+    except (parsing.UsageError, ValueError) as error:
+        return parsing.complain("run", error)
+    log_dir = pathlib.Path(options.log_dir or tempfile.mkdtemp(prefix="keras_psplus_"))
+    console = Console(live="chief-0" if layout["chief"] else "worker-0")
+
+    def make_cluster(restart):
+        return LocalCluster(
             argv,
             **layout,
             env={**env, "PYTHONPATH": python_path()},
-            log_dir=options.log_dir,
-            console=Console(live="chief-0" if layout["chief"] else "worker-0"),
+            log_dir=log_dir,
+            console=console,
+            restart=restart,
         )
-    except (parsing.UsageError, ValueError) as error:
-        return parsing.complain("run", error)
-    with cluster:
-        result = cluster.wait(options.timeout or None)
-    _report(result, cluster.log_dir, options.timeout)
+
+    try:
+        result = restarts.run(
+            make_cluster,
+            options.max_restarts,
+            options.timeout or None,
+            lambda line: console.note(f"keras-psplus: {line}"),
+        )
+    except KeyboardInterrupt:  # between two attempts; while tasks run, the cluster sees to it
+        return 128 + signal.SIGINT
+    _report(result, log_dir, options.timeout)
     return result.exit_code
 
 
@@ -92,6 +115,13 @@ def _flags():
     )
     flags.DEFINE_float(
         "timeout", 0.0, "Seconds after which the cluster is ended; 0: never.", **whole
+    )
+    flags.DEFINE_integer(
+        "max_restarts",
+        0,
+        "How often the job is started again after a task has failed. With the BackupAndRestore "
+        "callback it resumes at its last backup; KERAS_PSPLUS_RESTART counts the restarts.",
+        flag_values=values,
     )
     flags.DEFINE_boolean(
         "dry_run",
