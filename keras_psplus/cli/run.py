@@ -10,6 +10,8 @@ from absl import flags
 
 from keras_psplus import catalogue
 from keras_psplus.arguments import whole_number
+from keras_psplus.chaos import spec as chaos_spec
+from keras_psplus.chaos.injector import Injector
 from keras_psplus.cli import parsing
 from keras_psplus.cluster import restarts
 from keras_psplus.cluster.console import Console
@@ -25,6 +27,7 @@ traceback is shown last, and its exit code is passed on. Ctrl-C ends all tasks.
 
   keras-psplus run --workers 2 train.py --epochs 3
   keras-psplus run --workers 2 --ps 1 --strategy async_ps train.py
+  keras-psplus run --max_restarts 3 --chaos kill:worker1@step=20 train.py
   keras-psplus run --hosts 10.0.0.1,10.0.0.2 --dry_run train.py     how to start it on two hosts
 """
 _TRACEBACK = "Traceback (most recent call last)"
@@ -49,12 +52,15 @@ def main(argv):
         command = parsing.parse(options, argv)
         _check_script(command)
         whole_number("max_restarts", options.max_restarts, 0)
-        if options.hosts and options.max_restarts:
+        if options.hosts and (options.max_restarts or options.chaos):
             raise parsing.UsageError(
-                "--hosts starts nothing, so that there is nothing to start again. "
-                f"Received: --max_restarts={options.max_restarts}"
+                "--hosts starts nothing, so that nothing can be started again or disturbed. "
+                f"Received: --max_restarts={options.max_restarts}, --chaos={options.chaos!r}"
             )
         layout, env = _layout(options), _strategy_variables(options)
+        events = []
+        if options.chaos is not None:
+            events = chaos_spec.parse(options.chaos, [task.name for task in plan_tasks(**layout)])
         argv = [sys.executable, *command]
         if options.dry_run or options.hosts:
             # Another host has its own Python, found on its own path.
@@ -66,23 +72,24 @@ def main(argv):
     log_dir = pathlib.Path(options.log_dir or tempfile.mkdtemp(prefix="keras_psplus_"))
     console = Console(live="chief-0" if layout["chief"] else "worker-0")
 
+    def tell(line):
+        console.note(f"keras-psplus: {line}")
+
     def make_cluster(restart):
-        return LocalCluster(
+        cluster = LocalCluster(
             argv,
             **layout,
-            env={**env, "PYTHONPATH": python_path()},
+            env={**env, **chaos.environment, "PYTHONPATH": python_path()},
             log_dir=log_dir,
             console=console,
             restart=restart,
         )
+        chaos.watch(cluster)
+        return cluster
 
     try:
-        result = restarts.run(
-            make_cluster,
-            options.max_restarts,
-            options.timeout or None,
-            lambda line: console.note(f"keras-psplus: {line}"),
-        )
+        with Injector(events, tell) as chaos:
+            result = restarts.run(make_cluster, options.max_restarts, options.timeout or None, tell)
     except KeyboardInterrupt:  # between two attempts; while tasks run, the cluster sees to it
         return 128 + signal.SIGINT
     _report(result, log_dir, options.timeout)
@@ -121,6 +128,13 @@ def _flags():
         0,
         "How often the job is started again after a task has failed. With the BackupAndRestore "
         "callback it resumes at its last backup; KERAS_PSPLUS_RESTART counts the restarts.",
+        flag_values=values,
+    )
+    flags.DEFINE_string(
+        "chaos",
+        None,
+        "Faults to put into the job, as in `kill:worker1@step=20; stop:ps0@step=10,for=5`; a wrong "
+        "one shows the grammar.",
         flag_values=values,
     )
     flags.DEFINE_boolean(

@@ -92,6 +92,7 @@ class LocalCluster:
         self._signals = []
         self._old_handlers = {}
         self._released = False
+        self._release_lock = threading.Lock()
 
     def __enter__(self):
         self.start()
@@ -151,6 +152,12 @@ class LocalCluster:
             timed_out=timed_out,
             signal=self._signals[0] if self._signals else None,
         )
+
+    def send_signal(self, name, number):
+        """Sends a signal to a task and to what it has started, unless the cluster has ended."""
+        with self._release_lock:
+            if not self._released:
+                self._signal_groups([name], number)
 
     def stop(self):
         """Ends every process that still runs: SIGTERM, then SIGKILL."""
@@ -239,7 +246,8 @@ class LocalCluster:
                 os.killpg(self._processes[name].pid, number)
 
     def _release(self):
-        self._released = True  # from here on, a process id may be another process's
+        with self._release_lock:
+            self._released = True  # from here on, a process id may be another process's
         for process in self._processes.values():
             process.wait()
         for pump in self._pumps:

@@ -9,7 +9,7 @@ from keras_psplus.arguments import number, whole_number
 from keras_psplus.cluster import config, hello
 from keras_psplus.cluster import serve as cluster_serve
 from keras_psplus.cluster.own_address import bind_own
-from keras_psplus.hybrid import names, table_server
+from keras_psplus.hybrid import names, stalls, table_server
 from keras_psplus.hybrid import placement as placement_module
 from keras_psplus.hybrid.extended import HybridExtended
 from keras_psplus.hybrid.rows import RowCodec, compressor_for_rows
@@ -49,8 +49,8 @@ class HybridStrategy(MultiWorkerMirroredStrategy):
         table_timeout: Seconds that a parameter server may take to answer.
         job_token: Text that all tasks of the job have in common, and those of others do not. By
             default the environment's `KERAS_PSPLUS_JOB_TOKEN`, or the cluster's description.
-        startup_timeout, heartbeat_timeout, bucket_bytes, compression, updates: As for
-            `MultiWorkerMirroredStrategy`; `compression` is that of the gradients of what is
+        startup_timeout, heartbeat_timeout, stall_warning, bucket_bytes, compression, updates: As
+            for `MultiWorkerMirroredStrategy`; `compression` is that of the gradients of what is
             all-reduced, and of `updates` only `Accumulate` can be combined with tables.
 
     Raises:
@@ -89,6 +89,7 @@ class HybridStrategy(MultiWorkerMirroredStrategy):
         job_token=None,
         startup_timeout=300.0,
         heartbeat_timeout=20.0,
+        stall_warning=60.0,
         bucket_bytes=gradients.DEFAULT_BUCKET_BYTES,
         compression=None,
         updates=None,
@@ -126,6 +127,7 @@ class HybridStrategy(MultiWorkerMirroredStrategy):
             communication_options,
             startup_timeout=startup_timeout,
             heartbeat_timeout=heartbeat_timeout,
+            stall_warning=stall_warning,
             bucket_bytes=bucket_bytes,
             compression=compression,
             updates=updates,
@@ -153,6 +155,9 @@ class HybridStrategy(MultiWorkerMirroredStrategy):
             lambda: self._tables.traffic(self.extended.counted), lambda: 0.0
         )
 
+    def _waits(self):
+        return stalls.Waits(self, self.progress)
+
     @staticmethod
     def _start(cluster_resolver, startup_timeout, heartbeat_timeout):
         return start(cluster_resolver, startup_timeout, heartbeat_timeout, allow_ps=True)
@@ -165,6 +170,11 @@ class HybridStrategy(MultiWorkerMirroredStrategy):
     @property
     def is_active(self):
         return self.has_servers or super().is_active
+
+    @property
+    def servers(self):
+        """The parameter servers; None without a cluster."""
+        return self._servers
 
     @property
     def sync(self):

@@ -151,6 +151,9 @@ class TableServer:
     def _on_assignments(self, key, slot):
         return {"count": self._assignments[key, slot]}
 
+    def _on_pushes(self):
+        return {"pushes": [shard.pushes() for shard in self._shards.values()]}
+
     def _restart(self):
         generation = self._generation
         methods = {names.CONTROL: self._control}

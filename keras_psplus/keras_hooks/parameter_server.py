@@ -99,7 +99,7 @@ class _StepFunction:
     """A train or test function whose steps run on the workers, several at a time."""
 
     def __init__(self, model, strategy, step_function, is_training):
-        self._model = model
+        self._model, self._is_training = model, is_training
         self._strategy, self._scheduler = strategy, strategy.scheduler
         step = _knowing_rows(model._autoconvert_optionals(step_function))
         if is_training:
@@ -132,6 +132,8 @@ class _StepFunction:
             raise StopIteration
         step_registry.drain(self._strategy, but=self)
         self._runner.submit(batches, _tensors_spec(element_spec, batches), ticket)
+        if self._is_training:
+            self._strategy.progress.count(len(batches))
         self._logs.clear()
         self._logs.update(self._runner.logs)
         logs = self._logs

@@ -69,6 +69,8 @@ def test_run_help_explains_every_flag(capsys):
         (["run", "--hosts", "a,b", "--workers", "3", "SCRIPT"], "3 tasks"),
         (["run", "--max_restarts", "-1", "SCRIPT"], "Received: max_restarts=-1"),
         (["run", "--hosts", "a,b", "--max_restarts=2", "SCRIPT"], "Received: --max_restarts=2"),
+        (["run", "--chaos", "kill:ps0@step=3", "SCRIPT"], "Received: --chaos='kill:ps0@step=3'"),
+        (["run", "--hosts", "a,b", "--chaos=kill:worker0@step=3", "SCRIPT"], "starts nothing"),
         (["serve"], "serve needs a TF_CONFIG"),
         (["serve", "more"], "no arguments"),
         (["doctor", "more"], "no arguments"),
