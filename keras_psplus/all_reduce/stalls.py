@@ -34,20 +34,17 @@ class Waits:
 
     def look(self):
         """What is waited for just now."""
-        doing, entered = self._progress.doing, self._progress.entered
+        at, entered = self._progress.at, self._progress.entered
         if self._posted not in (None, entered):
             self._tell(context.Context.delete_config_key_value, self._posted)
             self._posted = None
-        if doing is None:
+        if at is None:
             return {}
         if entered == self._last and self._posted is None:
-            self._tell(context.Context.set_config_key_value, entered, doing)
+            self._tell(context.Context.set_config_key_value, entered, at)
             self._posted = entered
         self._last = entered
-        number = f" {self._progress.steps + 1}" if doing == "training step" else ""
-        return {
-            entered: Wait(f"{self._task.name} at {doing}{number}", lambda: self.describe(entered))
-        }
+        return {entered: Wait(f"{self._task.name} at {at}", lambda: self.describe(entered))}
 
     def describe(self, entered):
         """Says what is waited for, and who is missing."""

@@ -146,6 +146,7 @@ class LocalCluster:
         return ClusterResult(
             exit_codes={name: code for name, (code, _) in self._ends.items()},
             log_paths={task.name: self.log_path(task.name) for task in self.tasks},
+            chief_has_ended_well=self._serving_workers and self._ends.get("chief-0", [1])[0] == 0,
             log_starts=dict(self._log_starts),
             first_failure=self._first_failure,
             terminated=tuple(self._terminated),

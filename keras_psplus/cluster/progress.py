@@ -31,6 +31,12 @@ class Progress:
             self._planned = [int(step) for step in steps.split(",")]
             self.count = self._count_and_call
 
+    @property
+    def at(self):
+        """What it does at present, with the step's number; None between two steps."""
+        doing = self.doing
+        return f"{doing} {self.steps + 1}" if doing == "training step" else doing
+
     def begin(self, what):
         """Notes that a step begins."""
         self.entered += 1

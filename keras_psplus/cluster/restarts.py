@@ -12,7 +12,8 @@ def run(make_cluster, max_restarts, timeout=None, tell=print, sleep=time.sleep):
 
     Every attempt is a new cluster. A job that fails soon after its start is started again after a
     pause, which doubles with each such failure in a row. One that was ended by a signal or its
-    time-out, or whose command line was wrong, is not started again.
+    time-out, whose command line was wrong, or whose chief has ended well without the worker that
+    failed, is not started again.
 
     Example:
 
@@ -40,6 +41,9 @@ def run(make_cluster, max_restarts, timeout=None, tell=print, sleep=time.sleep):
         with make_cluster(restart) as cluster:
             result = cluster.wait(None if deadline is None else max(0.0, deadline - began))
         if not _can_be_restarted(result):
+            return result
+        if result.chief_has_ended_well:
+            tell(f"{result.first_failure} has failed, but the chief has ended well: no restart")
             return result
         failed = f"{result.first_failure} has failed ({result.how_it_failed})"
         if restart == max_restarts:

@@ -18,6 +18,8 @@ class ClusterResult:
         terminated: Names of the tasks that did not end by themselves.
         timed_out: Whether the time-out ended the cluster.
         signal: Number of the signal that ended the cluster, or `None`.
+        chief_has_ended_well: Whether the chief of workers that serve it has,
+            which is the end of the training.
         log_starts: Dict from task name to the bytes that its log had before, of
             earlier attempts at the job.
     """
@@ -28,6 +30,7 @@ class ClusterResult:
     terminated: tuple[str, ...] = ()
     timed_out: bool = False
     signal: int | None = None
+    chief_has_ended_well: bool = False
     log_starts: dict[str, int] = dataclasses.field(default_factory=dict)
 
     @property

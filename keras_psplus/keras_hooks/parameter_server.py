@@ -118,6 +118,17 @@ class _StepFunction:
         return StepRunner(*args)
 
     def __call__(self, iterator):
+        progress = self._strategy.progress
+        progress.begin("training step" if self._is_training else "evaluation step")
+        try:
+            logs, steps = self._take_steps(iterator)
+        finally:
+            progress.end()
+        if self._is_training:
+            progress.count(steps)
+        return logs
+
+    def _take_steps(self, iterator):
         ticket = None
         if isinstance(iterator, WorkerIterator):
             ticket = self._scheduler.take(iterator, self._model.steps_per_execution)
@@ -132,14 +143,12 @@ class _StepFunction:
             raise StopIteration
         step_registry.drain(self._strategy, but=self)
         self._runner.submit(batches, _tensors_spec(element_spec, batches), ticket)
-        if self._is_training:
-            self._strategy.progress.count(len(batches))
         self._logs.clear()
         self._logs.update(self._runner.logs)
         logs = self._logs
         if not isinstance(iterator, (tf.data.Iterator, WorkerIterator)):
             self.drain()
-        return logs
+        return logs, len(batches)
 
     def drain(self):
         """Waits for all steps; metrics and logs are those of all of them then."""

@@ -1,4 +1,4 @@
-"""What the chief waits for: closures that workers do not bring back, and updates on servers."""
+"""What the chief waits for: closures that workers do not bring back, and other answers."""
 
 import functools
 
@@ -33,9 +33,10 @@ class Waits:
             for closure in self._scheduler.closures
             if closure.started
         }
-        doing, entered = self._progress.doing, self._progress.entered
-        if doing is not None:
-            waits[entered] = Wait(f"chief-0 at {doing}", self._of_update)
+        at = self._progress.at
+        if at is not None and not waits:
+            # Its own calls wait for answers, too, also for those to what it has sent before.
+            waits[self._progress.entered] = Wait(f"chief-0 at {at}", self._of_call)
         return waits
 
     def _of_closure(self, worker):
@@ -48,7 +49,7 @@ class Waits:
             missing = f"{worker}, which answers: it is slow, or has no data"
         return f"the closure; not arrived: {missing}"
 
-    def _of_update(self):
-        silent = stalls.silent(self._servers)
+    def _of_call(self):
+        silent = stalls.silent({**self._workers, **self._servers})
         missing = ", ".join(f"{name} (no answer)" for name in silent)
-        return f"the update; not arrived: {missing or 'none, all parameter servers answer'}"
+        return f"an answer; not arrived: {missing or 'none; it may still trace, or wait for data'}"

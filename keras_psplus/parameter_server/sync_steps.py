@@ -65,11 +65,8 @@ class SyncRunner(StepRunner):
         try:
             attempt = self._attempt(calls, weights, describe([batch], self._sent))
             whole = sum(weights[share] for share in attempt.results)
-            self._strategy.progress.begin(f"batch {self._sent}")
             functions.apply(attempt.stamp, len(attempt.results), 1.0 / whole)
-            self._strategy.progress.end()
         except BaseException:
-            self._strategy.progress.end()
             self._strategy.rounds.failures += 1
             raise
         self._merge(

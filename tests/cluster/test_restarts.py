@@ -77,6 +77,23 @@ def test_other_ends_are_final(result):
     assert made == [0] and told == [] and last is result
 
 
+def test_training_that_went_on_without_a_worker_is_not_done_again(tmp_path):
+    script = (
+        "import json, os, sys\n"
+        "sys.exit(json.loads(os.environ['TF_CONFIG'])['task']['type'] == 'worker')"
+    )
+    told = []
+    result = restarts.run(
+        lambda restart: LocalCluster(
+            [sys.executable, "-c", script], workers=1, ps=1, chief=True, log_dir=tmp_path
+        ),
+        2,
+        tell=told.append,
+    )
+    assert result.exit_code == 1
+    assert told == ["worker-0 has failed, but the chief has ended well: no restart"]
+
+
 def test_every_attempt_has_new_ports_and_the_same_logs(tmp_path):
     script = (
         "import json, os, sys\n"
