@@ -28,7 +28,7 @@ sys.path.insert(0, str(pathlib.Path(__file__).parent.parent / "examples"))
 
 import characters  # noqa: E402
 import digits  # noqa: E402
-import ngrams  # noqa: E402
+import ngram_embedding  # noqa: E402
 
 REPLICAS = 2
 # Those that are not named by what `compression=` takes.
@@ -115,8 +115,8 @@ TASKS = {
     "characters": _CHARACTERS,
     "characters_adam": dataclasses.replace(_CHARACTERS, optimizer=keras.optimizers.Adam),
     "ngrams": Task(
-        load=lambda seed: ngrams.load_data(seed=seed),
-        build=lambda: ngrams.build_model(),
+        load=lambda seed: ngram_embedding.load_data(seed=seed),
+        build=lambda: ngram_embedding.build_model(),
         optimizer=keras.optimizers.SGD,
         learning_rate=2.0,
         batch_size=512,

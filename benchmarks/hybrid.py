@@ -28,7 +28,10 @@ TITLES = {"tf_keras": "tf_keras", "torch": "PyTorch DDP", "psp": "keras_psplus"}
 METHODS = {
     "tf_keras": ["alone", "all-gather", "ps"],
     "torch": ["alone", "sparse"],
-    "psp": ["alone", "all-reduce", "hybrid", "hybrid bf16", "hybrid int8"],
+    "psp": [
+        *("alone", "all-reduce", "hybrid", "hybrid bf16", "hybrid int8"),
+        *("hybrid prefetch", "hybrid int8 prefetch"),
+    ],
 }
 
 

@@ -10,10 +10,13 @@ import tensorflow as tf
 from hybrid_arguments import CLASSES, DIM, HIDDEN, IDS, RATE, addresses, batches, parse
 from hybrid_meter import Meter
 
+INT8 = {"row_compression": "int8", "pull_compression": "int8"}
 HYBRID = {
     "hybrid": {},
+    "hybrid prefetch": {"prefetch": True},
     "hybrid bf16": {"row_compression": "bf16", "pull_compression": "bf16"},
-    "hybrid int8": {"row_compression": "int8", "pull_compression": "int8"},
+    "hybrid int8": INT8,
+    "hybrid int8 prefetch": {**INT8, "prefetch": True},
 }
 
 

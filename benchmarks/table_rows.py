@@ -90,9 +90,12 @@ class Remote:
         table.optimizers = 1
         most, zero = self._args.ids, tf.constant(0, tf.int64)
 
+        replicas = range(self._args.in_flight)
+
         @tf.function
         def lookup(ids):
-            return table_module.pull(table, ids, 0, most)
+            # Replicas of a worker have links of their own.
+            return [table_module.pull(table, ids, replica, most) for replica in replicas]
 
         @tf.function
         def update(ids, gradient, step):
@@ -129,7 +132,7 @@ class Local:
 
         @tf.function
         def lookup(ids):
-            return tf.gather(table, ids)
+            return [tf.gather(table, ids)]
 
         @tf.function
         def update(ids, g):
@@ -149,10 +152,12 @@ def rates(table, call, args, inputs):
     processor, began, calls = table.seconds(), time.perf_counter(), 0
     while time.perf_counter() < began + args.seconds:
         for ids, gradient in inputs:
-            result = call(ids, gradient)
-            if result is not None:
-                result[0].numpy()  # It is there.
-            calls += 1
+            # Without an answer, a call has ended when it returns.
+            answers = call(ids, gradient) or [None]
+            for answer in answers:
+                if answer is not None:
+                    answer.numpy()
+            calls += len(answers)
     took, processor = time.perf_counter() - began, table.seconds() - processor
     return calls * args.ids / took, calls * args.ids / processor
 
@@ -205,6 +210,9 @@ def main():
     parser.add_argument("--table_size", type=int, default=200_000, help="rows")
     parser.add_argument("--dim", type=int, default=32)
     parser.add_argument("--ids", type=int, default=10_000, help="distinct ones in each call")
+    parser.add_argument(
+        "--in_flight", type=int, default=1, help="lookups that are under way at once"
+    )
     parser.add_argument("--turns", type=int, default=3)
     parser.add_argument("--seconds", type=float, default=3, help="for each figure of a turn")
     parser.add_argument("--out", type=pathlib.Path, help="where to write everything as JSON")

@@ -1,5 +1,7 @@
 """`HybridStrategy`'s implementation half: lookups and updates of tables, beside all-reduce."""
 
+import functools
+
 import tensorflow as tf
 from tensorflow.python.distribute import distribute_lib
 from tensorflow.python.framework import ops
@@ -8,6 +10,7 @@ from tensorflow.python.ops import resource_variable_ops
 from keras_psplus.all_reduce import failure
 from keras_psplus.all_reduce import step as step_module
 from keras_psplus.all_reduce.extended import MultiWorkerMirroredExtended
+from keras_psplus.hybrid import prefetch
 from keras_psplus.hybrid import table as table_module
 from keras_psplus.hybrid.fence import Fence
 from keras_psplus.hybrid.row_optimizer import scalars_of
@@ -21,7 +24,7 @@ class HybridExtended(MultiWorkerMirroredExtended):
 
     def __init__(self, strategy, *args):
         self._fence = Fence(self) if strategy.sync and strategy.has_servers else None
-        self._counters = {}
+        self._counters, self._buffers = {}, {}
         super().__init__(strategy, *args)
 
     @property
@@ -37,6 +40,7 @@ class HybridExtended(MultiWorkerMirroredExtended):
         super().broadcast([v for v in variables if not isinstance(v, TableVariable)])
         for variable in tables:
             self._container_strategy().tables.note_followed(variable.table, variable.slot)
+            self.forget_ahead()
 
     def counter(self, table, what, replica=None):
         """An int64 of a local replica that counts something of a table."""
@@ -57,6 +61,17 @@ class HybridExtended(MultiWorkerMirroredExtended):
             if (key, kind) == (table.key, what)
         )
 
+    def buffer(self, table, number):
+        """Rows that are read ahead for one of a local replica's lookups of a table, by number."""
+        key = table.key, number, _replica()
+        if key not in self._buffers:
+            self._buffers[key] = prefetch.Buffer(table.dim)
+        return self._buffers[key]
+
+    def forget_ahead(self):
+        """Has rows that were read ahead be read anew."""
+        prefetch.forget(self._counters)
+
     def lookup(self, variable, indices):
         """Rows of a table.
 
@@ -69,19 +84,26 @@ class HybridExtended(MultiWorkerMirroredExtended):
         """
         table = variable.table
         indices = tf.convert_to_tensor(indices)
-        ids = tf.reshape(tf.cast(indices, _LONG), [-1])
-        most = ids.shape[0]
-        unique, positions = tf.unique(tf.where(ids < 0, ids + table.rows, ids))
-        before = [_check_range(table, unique)]
+        most = indices.shape.num_elements()
+        unique, positions = prefetch.distinct(table, indices)
+        opened = []
         if self._fence is not None and distribute_lib.get_replica_context() is not None:
-            before.append(self._opened())
-        with tf.control_dependencies(before):
+            opened.append(self._opened())
+        with tf.control_dependencies([*opened, _check_range(table, unique)]):
             unique = tf.identity(unique)
-        self.counter(table, "pulled").assign_add(tf.size(unique, _LONG), read_value=False)
-        rows = table_module.pull(table, unique, _replica(), most)
+        pull = functools.partial(self._pull, table, most)
+        ahead, rows = prefetch.current(), None
+        if ahead is not None:
+            rows = ahead.lookup(table, indices, unique, opened, pull)
+        if rows is None:
+            rows = pull(unique)
         rows = variable.with_gradient(rows, unique, positions)
         rows = tf.reshape(rows, tf.concat([tf.shape(indices), [table.dim]], 0))
         return tf.ensure_shape(rows, [*indices.shape, table.dim])
+
+    def _pull(self, table, most, ids, **options):
+        self.counter(table, "pulled").assign_add(tf.size(ids, _LONG), read_value=False)
+        return table_module.pull(table, ids, _replica(), most, **options)
 
     def send(self, table, slices, optimizer, learning_rate, waits=False):
         """Sends a replica's gradient of a table.
@@ -93,7 +115,8 @@ class HybridExtended(MultiWorkerMirroredExtended):
             learning_rate: Scalar.
             waits: Whether the servers wait for `commit`.
         """
-        ids, positions = tf.unique(tf.cast(slices.indices, _LONG))
+        with tf.control_dependencies([] if waits else _before_update(table)):
+            ids, positions = tf.unique(tf.cast(slices.indices, _LONG))
         values = tf.ensure_shape(tf.cast(slices.values, tf.float32), [None, table.dim])
         rows = tf.math.unsorted_segment_sum(values, positions, tf.size(ids))
         self.counter(table, "pushed").assign_add(tf.size(ids, _LONG), read_value=False)
@@ -116,7 +139,8 @@ class HybridExtended(MultiWorkerMirroredExtended):
     def commit(self, table, optimizer, learning_rate, scale):
         """Has the servers apply what they were sent, times `scale`."""
         clock = self.counter(table, "pushes")
-        header = clock.read_value(), _iterations(optimizer)
+        with tf.control_dependencies(_before_update(table)):
+            header = clock.read_value(), _iterations(optimizer)
         numbers = tf.concat([[tf.cast(scale, tf.float32)], _numbers(optimizer, learning_rate)], 0)
         self._note(table_module.commit(table, _replica(), header, numbers))
         clock.assign_add(1, read_value=False)
@@ -142,6 +166,11 @@ def _replica():
     return 0 if context is None else context._replica_id
 
 
+def _before_update(table):
+    ahead = prefetch.current()
+    return [] if ahead is None else ahead.before_update(table)
+
+
 def _iterations(optimizer):
     return tf.cast(tf.convert_to_tensor(optimizer._iterations), _LONG)
 
@@ -153,7 +182,7 @@ def _numbers(optimizer, learning_rate):
 
 def _check_range(table, unique):
     """An assertion that ids are rows of the table."""
-    wrong = tf.logical_or(unique < 0, unique >= table.rows)
+    wrong = prefetch.wrong(table, unique)
     good = tf.logical_not(tf.reduce_any(wrong))
 
     def text():

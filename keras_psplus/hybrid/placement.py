@@ -47,9 +47,16 @@ class Placement:
         self.decisions = []
         self._reported = 0
 
-    def decide(self, path, rows, dim):
-        """The `Decision` on a table; it is noted for `report`."""
-        choice, why = self._choose(path, rows, dim)
+    def decide(self, path, rows, dim, wish=None):
+        """The `Decision` on a table; it is noted for `report`.
+
+        Args:
+            path: Path of the variable.
+            rows: Number of rows.
+            dim: Numbers in a row.
+            wish: What the layer itself says, before any rule, or None.
+        """
+        choice, why = (wish, "as the layer says") if wish else self._choose(path, rows, dim)
         if choice == AUTO:
             choice, why = self._by_bytes(rows, dim)
         decision = Decision(path, rows, dim, choice, why)

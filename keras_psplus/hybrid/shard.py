@@ -9,6 +9,7 @@ import functools
 import keras
 import tensorflow as tf
 
+from keras_psplus.hybrid.last_step import LastStep
 from keras_psplus.hybrid.row_optimizer import RowOptimizer
 from keras_psplus.hybrid.rows import RowCodec
 
@@ -37,9 +38,20 @@ class Shard:
         push_compressor: Compressor of gradients that they send, or None.
         replicas: Replicas that push at each step.
         sync: Whether a step's pushes are summed and applied once.
+        keeps_last_step: Whether the rows of the step before can be read.
     """
 
-    def __init__(self, spec, server, servers, pull_compressor, push_compressor, replicas, sync):
+    def __init__(
+        self,
+        spec,
+        server,
+        servers,
+        pull_compressor,
+        push_compressor,
+        replicas,
+        sync,
+        keeps_last_step=False,
+    ):
         self.spec = spec
         self.name, self.dim = spec["name"], spec["dim"]
         self.rows = rows_of(spec["rows"], server, servers)
@@ -52,6 +64,7 @@ class Shard:
         self._methods = {}
         # Ends with the number of steps that were applied.
         self.version = tf.Variable(0, dtype=_LONG, trainable=False)
+        self._last_step = LastStep(self.weights, self.version) if keeps_last_step else None
         self._seen = tf.Variable(tf.fill([replicas], tf.constant(-1, _LONG)), trainable=False)
         self._arrived = tf.Variable(0, dtype=_INT, trainable=False)
         self._lock = tf.CriticalSection(name=f"table_{spec['key']}")
@@ -81,6 +94,8 @@ class Shard:
     def methods(self):
         """Functions with signatures, by what they do; each of them is traced once."""
         makers = {"lookup": self._lookup}
+        if self._last_step is not None:
+            makers["lookup_at"] = lambda: self._last_step.lookup(self._lock, self._pull.encode)
         for i, variable in self.variables.items():
             makers[f"read{i}"] = functools.partial(self._read, variable)
             makers[f"write{i}"] = functools.partial(self._write, variable)
@@ -167,6 +182,11 @@ class Shard:
 
     def _take_at_once(self, ids, gradient, numbers, iterations):
         gradient = self.optimizer.regularized(ids, gradient)
+        return self._apply(ids, gradient, numbers, iterations)
+
+    def _apply(self, ids, gradient, numbers, iterations):
+        if self._last_step is not None:
+            self._last_step.keep(ids)
         done = self.optimizer.apply(ids, gradient, numbers[0], numbers[1:], iterations)
         with tf.control_dependencies([done]):
             return self.version.assign_add(1, read_value=True)
@@ -185,9 +205,7 @@ class Shard:
                 return self.version.read_value()
 
             def apply():
-                done = self.optimizer.apply(ids, gradient, numbers[0], numbers[1:], iterations)
-                with tf.control_dependencies([done]):
-                    return self.version.assign_add(1, read_value=True)
+                return self._apply(ids, gradient, numbers, iterations)
 
             with tf.control_dependencies([self._arrived.assign(0, read_value=False)]):
                 return tf.cond(waits > 0, keep, apply)
@@ -244,11 +262,7 @@ class Shard:
 
             def apply():
                 gradient = self._sum_rows.read_value() * numbers[0]
-                done = self.optimizer.apply(
-                    self._sum_ids.read_value(), gradient, numbers[1], numbers[2:], iterations
-                )
-                with tf.control_dependencies([done]):
-                    return self.version.assign_add(1, read_value=True)
+                return self._apply(self._sum_ids.read_value(), gradient, numbers[1:], iterations)
 
             def locked():
                 # All replicas say it; the first one counts.

@@ -1,6 +1,9 @@
 """`HybridStrategy` for Keras 3."""
 
+import functools
 import json
+
+import tensorflow as tf
 
 from keras_psplus.all_reduce import gradients
 from keras_psplus.all_reduce.startup import start
@@ -11,7 +14,9 @@ from keras_psplus.cluster import serve as cluster_serve
 from keras_psplus.cluster.own_address import bind_own
 from keras_psplus.hybrid import names, stalls, table_server
 from keras_psplus.hybrid import placement as placement_module
+from keras_psplus.hybrid import prefetch as prefetch_module
 from keras_psplus.hybrid.extended import HybridExtended
+from keras_psplus.hybrid.next_batch import BatchAndNext
 from keras_psplus.hybrid.rows import RowCodec, compressor_for_rows
 from keras_psplus.hybrid.servers import Servers
 from keras_psplus.hybrid.tables import Tables
@@ -43,6 +48,8 @@ class HybridStrategy(MultiWorkerMirroredStrategy):
         min_table_bytes: Size in bytes below which `"auto"` keeps a table on the workers.
         sync: Whether the gradients of all workers for one step are summed and applied once, before
             the next step reads the table. Otherwise each is applied when it arrives.
+        prefetch: Whether `model.fit` reads the next batch's rows while a step computes: as they are
+            before that step's update, so that gradients are of rows one update old.
         row_compression: How gradients of rows are sent: `"bf16"`, `"fp16"`, `"int8"`, a compressor
             with `encode_rows`, or None to send them as they are.
         pull_compression: The same for rows that workers read.
@@ -83,6 +90,7 @@ class HybridStrategy(MultiWorkerMirroredStrategy):
         placement="auto",
         min_table_bytes=1 << 20,
         sync=True,
+        prefetch=False,
         row_compression=None,
         pull_compression=None,
         table_timeout=60.0,
@@ -97,8 +105,9 @@ class HybridStrategy(MultiWorkerMirroredStrategy):
         placement_module.check(placement)
         whole_number("min_table_bytes", min_table_bytes, 0)
         number("table_timeout", table_timeout, "a positive number of seconds", lambda v: v > 0)
-        if not isinstance(sync, bool):
-            raise ValueError(f"`sync` must be True or False. Received: sync={sync!r}")
+        for name, value in (("sync", sync), ("prefetch", prefetch)):
+            if not isinstance(value, bool):
+                raise ValueError(f"`{name}` must be True or False. Received: {name}={value!r}")
         push = compressor_for_rows("row_compression", row_compression)
         pull = compressor_for_rows("pull_compression", pull_compression)
         if updates is not None and not hasattr(updates, "steps"):
@@ -115,13 +124,14 @@ class HybridStrategy(MultiWorkerMirroredStrategy):
                 f"MultiWorkerMirroredStrategy. Received: {task.describe()}"
             )
         self._sync, self._has_servers = sync, task is not None
+        self._prefetch = prefetch and task is not None
         self._servers = self._tables = None
         digest = None
         if task is not None:
             digest = names.digest_of(names.token_of(task, job_token))
-            agreed = json.dumps([sync, repr(pull), repr(push), task.cluster])
+            agreed = json.dumps([sync, prefetch, repr(pull), repr(push), task.cluster])
             if task.task_type == "ps":
-                _serve_and_exit(task, digest, agreed, startup_timeout, pull, push, sync)
+                _serve_and_exit(task, digest, agreed, startup_timeout, pull, push, sync, prefetch)
         super().__init__(
             None,
             communication_options,
@@ -182,6 +192,11 @@ class HybridStrategy(MultiWorkerMirroredStrategy):
         return self._sync
 
     @property
+    def prefetch(self):
+        """Whether `model.fit` reads the next batch's rows of tables while a step computes."""
+        return self._prefetch
+
+    @property
     def tables(self):
         """The tables on parameter servers; None without a cluster."""
         return self._tables
@@ -190,6 +205,17 @@ class HybridStrategy(MultiWorkerMirroredStrategy):
     def placement(self):
         """What decides which tables lie on parameter servers."""
         return self._placement
+
+    def _in_step(self, fn):
+        in_step = super()._in_step(fn)
+        told = prefetch_module.told(self.extended, in_step)
+
+        @functools.wraps(fn)
+        def in_either(*args, **kwargs):
+            has_next = bool(args) and isinstance(args[0], BatchAndNext)
+            return (told if has_next else in_step)(*args, **kwargs)
+
+        return tf.autograph.experimental.do_not_convert(in_either)
 
     def announce(self):
         """Says which tables lie where, if there are new ones."""
@@ -202,13 +228,14 @@ class HybridStrategy(MultiWorkerMirroredStrategy):
             self._servers.note_bad_end()
 
 
-def _serve_and_exit(task, digest, agreed, startup_timeout, pull, push, sync):
+def _serve_and_exit(task, digest, agreed, startup_timeout, pull, push, sync, prefetch):
     options = {
         "server": task.task_index,
         "servers": task.num_ps,
         "pull_compressor": pull,
         "push_compressor": push,
         "sync": sync,
+        "keeps_last_step": sync and prefetch,
     }
     cluster_serve.end_process_after(
         lambda: table_server.serve(task, digest, options, agreed, startup_timeout)

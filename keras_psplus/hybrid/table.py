@@ -109,7 +109,7 @@ class Table:
                     link.call(self.method(f"write{slot}"), args, _INT, []).numpy()
 
 
-def pull(table, ids, replica, most=None):
+def pull(table, ids, replica, most=None, purpose="pull", step=None):
     """Brings rows.
 
     Args:
@@ -117,16 +117,20 @@ def pull(table, ids, replica, most=None):
         ids: int64 vector of distinct row numbers in range.
         replica: Index of the local replica that asks.
         most: How many ids there are at most, if the graph can tell.
+        purpose: Of the links; what may overlap needs links of its own.
+        step: int64 scalar, the number of updates after which to read, which may be one less than
+            there are; None for rows as they are.
 
     Returns:
         float32 tensor of shape `(len(ids), dim)`.
     """
-    codec, method = table.pull_codec, table.method("lookup")
+    codec, first = table.pull_codec, [] if step is None else [step]
+    method = table.method("lookup" if step is None else "lookup_at")
     shape = [None, codec.width]
     parts = table.split(ids)
     waits = [
-        _pull_from(link, method, own, shape, codec.rows_per_message, most)
-        for link, (own, _) in zip(table.links("pull", replica), parts)
+        _pull_from(link, method, first, own, shape, codec.rows_per_message, most)
+        for link, (own, _) in zip(table.links(purpose, replica), parts)
     ]
     rows = [codec.decode(wait(), tf.constant(0, _LONG)) for wait in waits]
     if len(rows) == 1:
@@ -134,22 +138,23 @@ def pull(table, ids, replica, most=None):
     return tf.ensure_shape(tf.dynamic_stitch([p for _, p in parts], rows), [None, table.dim])
 
 
-def _pull_from(link, method, ids, shape, limit, most):
+def _pull_from(link, method, first, ids, shape, limit, most):
     if most is not None and most <= limit:
-        return link.start(method, [ids], _FLOAT, shape)
+        return link.start(method, [*first, ids], _FLOAT, shape)
 
     def in_parts():
         count = (tf.size(ids) + limit - 1) // limit
         rows = tf.TensorArray(_FLOAT, count, infer_shape=False, element_shape=shape)
 
         def one(i, rows):
-            part = link.call(method, [ids[i * limit : (i + 1) * limit]], _FLOAT, shape)
+            own = ids[i * limit : (i + 1) * limit]
+            part = link.call(method, [*first, own], _FLOAT, shape)
             return i + 1, rows.write(i, part)
 
         return tf.while_loop(lambda i, _: i < count, one, (0, rows))[1].concat()
 
     answer = tf.cond(
-        tf.size(ids) <= limit, lambda: link.call(method, [ids], _FLOAT, shape), in_parts
+        tf.size(ids) <= limit, lambda: link.call(method, [*first, ids], _FLOAT, shape), in_parts
     )
     return lambda: answer
 

@@ -1,13 +1,13 @@
 """A table as Keras and the tape see it: a variable that is read by rows."""
 
-import numpy as np
 import tensorflow as tf
-from tensorflow.python.framework import ops, tensor_conversion_registry
+from tensorflow.python.framework import ops
 from tensorflow.python.ops import resource_variable_ops
-from tensorflow.python.types import core
+
+from keras_psplus.composite_variable import CompositeVariable
 
 
-class TableVariable(resource_variable_ops.BaseResourceVariable, core.Tensor):
+class TableVariable(CompositeVariable):
     """A table on parameter servers, or a slot of its optimizer, in the place of a `tf.Variable`.
 
     Args:
@@ -25,21 +25,8 @@ class TableVariable(resource_variable_ops.BaseResourceVariable, core.Tensor):
             self._proxy = resource_variable_ops.ResourceVariable(
                 tf.zeros([0, table.dim]), trainable=trainable, name=name
             )
-        super().__init__(
-            trainable=trainable,
-            shape=tf.TensorShape([table.rows, table.dim]),
-            dtype=tf.float32,
-            handle=None,
-            unique_id=f"keras_psplus_table_{table.key}_{slot}",
-            in_graph_mode=False,
-            handle_name=name,
-            synchronization=tf.VariableSynchronization.NONE,
-        )
-
-    @classmethod
-    def _variable_call(cls, *args, **kwargs):
-        # The metaclass of tf.Variable would hand the call to the strategy's creator.
-        return None
+        unique_id = f"keras_psplus_table_{table.key}_{slot}"
+        super().__init__(trainable, [table.rows, table.dim], tf.float32, unique_id, name)
 
     @property
     def handle(self):
@@ -48,13 +35,6 @@ class TableVariable(resource_variable_ops.BaseResourceVariable, core.Tensor):
     @property
     def device(self):
         return "/job:ps"
-
-    @property
-    def shape(self):
-        return tf.TensorShape([self.table.rows, self.table.dim])
-
-    def get_shape(self):
-        return self.shape
 
     def numpy(self):
         """The whole of it; the servers send it in parts."""
@@ -70,16 +50,6 @@ class TableVariable(resource_variable_ops.BaseResourceVariable, core.Tensor):
             )
         return tf.constant(self.numpy())
 
-    def read_value(self):
-        return self.value()
-
-    def _dense_var_to_tensor(self, dtype=None, name=None, as_ref=False):
-        value = self.value()
-        return value if dtype is None else tf.cast(value, dtype)
-
-    def __array__(self, dtype=None, copy=None):
-        return np.asarray(self.numpy(), dtype)
-
     def sparse_read(self, indices, name=None):
         """Looks rows up: each of them comes once, and no others do."""
         return self._strategy.extended.lookup(self, indices)
@@ -94,22 +64,8 @@ class TableVariable(resource_variable_ops.BaseResourceVariable, core.Tensor):
         if self._strategy.is_chief:
             self.table.write(self.slot, value)
         self._strategy.tables.note_assigned(self.table, self.slot)
+        self._strategy.extended.forget_ahead()
         return self
-
-    def is_initialized(self, name=None):
-        return tf.constant(True)
-
-    def _should_act_as_resource_variable(self):
-        pass
-
-    def _serialize_to_tensors(self):
-        return {"VARIABLE_VALUE": self.value()}
-
-    def _restore_from_tensors(self, restored_tensors):
-        return self.assign(tf.ensure_shape(restored_tensors["VARIABLE_VALUE"], self.shape))
-
-    def __getitem__(self, key):
-        return self.value()[key]
 
     def __repr__(self):
         return f"<TableVariable '{self.table.name}' shape={tuple(self.shape)} slot={self.slot}>"
@@ -151,9 +107,3 @@ def _check_not_of_a_loop(table):
                 f'`placement={{"{table.name}": "mirrored"}}`. Received: a lookup in tf.while_loop'
             )
         graph = getattr(graph, "outer_graph", None)
-
-
-tensor_conversion_registry.register_tensor_conversion_function(
-    TableVariable,
-    lambda value, dtype=None, name=None, as_ref=False: value._dense_var_to_tensor(dtype, name),
-)

@@ -9,6 +9,8 @@ from keras_psplus.keras_hooks import (
     backup,
     callbacks,
     hybrid,
+    hybrid_prefetch,
+    keras_rs,
     losses,
     optimizer,
     parameter_server,
@@ -47,6 +49,8 @@ def install():
         parameter_server_updates,
         parameter_server_variables,
         hybrid,
+        hybrid_prefetch,
+        keras_rs,
     ):
         module.install()
     _installed = True

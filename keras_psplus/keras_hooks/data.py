@@ -8,14 +8,15 @@ import tensorflow as tf
 from keras.src import tree
 from keras.src.trainers.data_adapters import (
     array_data_adapter,
-    data_adapter,
     py_dataset_adapter,
     tf_dataset_adapter,
 )
 
 from keras_psplus.all_reduce import batches
+from keras_psplus.hybrid import next_batch
 from keras_psplus.keras_hooks.arrays import array_dataset, as_it_is
 from keras_psplus.keras_hooks.py_dataset import share_order
+from keras_psplus.keras_hooks.unknown_length import UnknownLength
 from keras_psplus.log import info_once, logger
 from keras_psplus.reseed import reseed
 
@@ -37,8 +38,17 @@ class Distributed(NamedTuple):
     batch_spec: Any
 
 
-def distribute(strategy, adapter):
-    """Shares a data adapter's data out over the replicas of all workers."""
+def distribute(strategy, adapter, reads_ahead=False):
+    """Shares a data adapter's data out over the replicas of all workers.
+
+    Args:
+        strategy: The strategy.
+        adapter: Keras's data adapter.
+        reads_ahead: Whether each batch comes as a `BatchAndNext`, where it can.
+
+    Returns:
+        `Distributed`.
+    """
     kind, facts = _describe(adapter)
     control = strategy.extended.control
     # Drawn as Keras draws its seeds, so that `keras.utils.set_random_seed` settles it.
@@ -49,16 +59,16 @@ def distribute(strategy, adapter):
     seed = told[0]["seed"]
     alike = all({**other, "seed": 0} == {**told[0], "seed": 0} for other in told)
     if kind == "array" and alike:
-        return _array(strategy, adapter, seed)
+        return _with_next(_array(strategy, adapter, seed), reads_ahead)
     if kind == "own" or not alike:
-        return _own_share(strategy, adapter, told, alike)
+        return _own_share(strategy, adapter, told, alike, reads_ahead)
     share_order(adapter, seed)
     dataset = _without_missing(reseed(adapter.get_tf_dataset(), seed))
     if kind in ("python", "generator"):
         dataset = _copied(dataset)
     if facts["batches"] != _UNKNOWN:
-        return _lockstep(strategy, adapter, dataset, facts)
-    return _until_all_end(strategy, adapter, dataset)
+        return _with_next(_lockstep(strategy, adapter, dataset, facts), reads_ahead)
+    return _until_all_end(strategy, adapter, dataset, reads_ahead)
 
 
 def symbolic_batch(spec):
@@ -128,7 +138,14 @@ def _lockstep(strategy, adapter, dataset, facts):
     return Distributed(sharded.prefetch(tf.data.AUTOTUNE), adapter, spec)
 
 
-def _until_all_end(strategy, adapter, dataset):
+def _with_next(distributed, reads_ahead):
+    if not reads_ahead:
+        return distributed
+    dataset = next_batch.with_next(distributed.dataset).prefetch(tf.data.AUTOTUNE)
+    return distributed._replace(dataset=dataset)
+
+
+def _until_all_end(strategy, adapter, dataset, reads_ahead):
     """Unknown length: TensorFlow asks at every step whether somebody still has data."""
     world = strategy.extended.world
     spec = dataset.element_spec
@@ -142,8 +159,8 @@ def _until_all_end(strategy, adapter, dataset):
             whole = whole.concatenate(piece)
         return whole
 
-    dataset = _in_order(_with_any_batch_size(dataset)).flat_map(parts).prefetch(tf.data.AUTOTUNE)
-    distributed = strategy.distribute_datasets_from_function(lambda _: dataset)
+    dataset = _in_order(_with_any_batch_size(dataset)).flat_map(parts)
+    distributed = _of_replicas(strategy, dataset, reads_ahead)
     _say(
         strategy,
         "batches of unknown number, each split by rows; one small message a step finds "
@@ -152,11 +169,21 @@ def _until_all_end(strategy, adapter, dataset):
     return Distributed(distributed, adapter, spec)
 
 
-def _own_share(strategy, adapter, told, alike):
+def _of_replicas(strategy, dataset, reads_ahead):
+    """A distributed dataset of one that has the batches of the local replicas in turn."""
+    if reads_ahead:
+        dataset = next_batch.with_next(dataset, apart=strategy.extended.world.local_replicas)
+    dataset = dataset.prefetch(tf.data.AUTOTUNE)
+    return strategy.distribute_datasets_from_function(lambda _: dataset)
+
+
+def _own_share(strategy, adapter, told, alike, reads_ahead):
     """Every worker trains on data of its own: files by TensorFlow, or as the script read them."""
     dataset = adapter.get_tf_dataset()
     if isinstance(dataset, tf.distribute.DistributedDataset):
         _say(strategy, "distributed by the script")
+        if reads_ahead:
+            info_once("no rows are read ahead: the data were distributed by the script")
         return Distributed(dataset, adapter, _local_spec(dataset.element_spec))
     policy = dataset.options().experimental_distribute.auto_shard_policy
     if not alike:
@@ -181,33 +208,12 @@ def _own_share(strategy, adapter, told, alike):
         f"each worker's own share (AutoShardPolicy.{policy.name}); one that has run "
         "out joins with zero weight until all have",
     )
-    return Distributed(
-        strategy.experimental_distribute_dataset(dataset), UnknownLength(adapter), spec
-    )
-
-
-class UnknownLength(data_adapter.DataAdapter):
-    """A data adapter whose number of steps shows only when all workers have run out."""
-
-    def __init__(self, adapter):
-        self._adapter = adapter
-
-    def get_tf_dataset(self):
-        return self._adapter.get_tf_dataset()
-
-    def on_epoch_begin(self):
-        self._adapter.on_epoch_begin()
-
-    def on_epoch_end(self):
-        self._adapter.on_epoch_end()
-
-    @property
-    def num_batches(self):
-        return None
-
-    @property
-    def batch_size(self):
-        return self._adapter.batch_size
+    distributed = strategy.experimental_distribute_dataset(dataset)
+    if reads_ahead:
+        # This worker's share, in batches of one replica.
+        (share,) = distributed._cloned_datasets
+        distributed = _of_replicas(strategy, share, reads_ahead)
+    return Distributed(distributed, UnknownLength(adapter), spec)
 
 
 def _element(batch, spec):

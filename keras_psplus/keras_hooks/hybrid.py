@@ -20,6 +20,9 @@ from keras_psplus.keras_hooks.patching import replace
 
 _local = threading.local()
 
+# KerasRS's embedding, which sums what Keras's own has looked up.
+_EMBED_REDUCE = "keras_rs.src.layers.embedding.embed_reduce.EmbedReduce.call"
+
 
 def install():
     """Installs this module's hooks."""
@@ -77,17 +80,24 @@ def _note_layer(original, self, initializer, shape=None, *args, **kwargs):
         of_layer = bool(scopes) and scopes[-1].caller is _local.layer
         if of_layer and _is_table(_local.layer, kwargs.get("name"), shape, kwargs.get("dtype")):
             path = f"{backend.common.name_scope.current_path()}/{kwargs['name']}"
-            self._decision = strategy.placement.decide(path, *shape)
+            wish = getattr(_local.layer, "_placement_wish", None)
+            self._decision = strategy.placement.decide(path, *shape, wish)
     original(self, initializer, shape, *args, **kwargs)
 
 
 def _is_table(layer, name, shape, dtype):
     return (
         isinstance(layer, layers.Embedding)
-        and type(layer).call is layers.Embedding.call
+        and _reads_by_rows(type(layer).call)
         and name == "embeddings"
         and len(shape) == 2
         and backend.standardize_dtype(dtype) == "float32"
+    )
+
+
+def _reads_by_rows(call):
+    return (
+        call is layers.Embedding.call or f"{call.__module__}.{call.__qualname__}" == _EMBED_REDUCE
     )
 
 

@@ -6,11 +6,12 @@ import tensorflow as tf
 from keras.src.backend.tensorflow import trainer
 
 from keras_psplus.all_reduce import batches
-from keras_psplus.keras_hooks import data, parameter_server_updates, ps_data, step_registry
+from keras_psplus.keras_hooks import parameter_server_updates, ps_data, step_registry
 from keras_psplus.keras_hooks.ownership import asynchronous
 from keras_psplus.keras_hooks.parameter_server_sync import split
 from keras_psplus.keras_hooks.patching import replace
 from keras_psplus.keras_hooks.step_inputs import tensors, weights
+from keras_psplus.keras_hooks.unknown_length import UnknownLength
 from keras_psplus.parameter_server import failure, updating
 from keras_psplus.parameter_server.staleness import BoundedRunner
 from keras_psplus.parameter_server.steps import StepRunner
@@ -73,7 +74,7 @@ def _init_iterator(original, self, distribute_strategy=None, *args, **kwargs):
         # once.
         self._distributed_dataset = self.data_adapter.get_tf_dataset()
     else:
-        self.data_adapter = data.UnknownLength(self.data_adapter)
+        self.data_adapter = UnknownLength(self.data_adapter)
         self._num_batches = None
     self.batch_spec = self._distributed_dataset.element_spec
 

@@ -6,10 +6,10 @@ the worker as well.
 """
 
 import tensorflow as tf
-from keras.src import backend, ops
+from keras.src import ops
 from keras.src.optimizers import base_optimizer, loss_scale_optimizer
 
-from keras_psplus.keras_hooks import checks, parameter_server_optimizer, updates
+from keras_psplus.keras_hooks import parameter_server_optimizer, updates
 from keras_psplus.keras_hooks.ownership import asynchronous
 from keras_psplus.keras_hooks.patching import replace
 from keras_psplus.parameter_server import local_copies, updating
@@ -108,23 +108,12 @@ def _apply(original, self, grads, trainable_variables=None):
     strategy = _strategy_of(self)
     if strategy is None or strategy.updates is None or updating.is_applying():
         return original(self, grads, trainable_variables)
-    if trainable_variables is None:
-        if not self.built:
-            return original(self, grads)
-        trainable_variables = self._trainable_variables
-    variables = list(trainable_variables)
-    if not self.built:
-        # Before any branch of the graph: variables are made outside of them.
-        with backend.name_scope(self.name, caller=self):
-            self.build(variables)
-    if all(gradient is None for gradient in grads):
-        return original(self, grads, variables)
+    variables = updates.variables_of_apply(self, strategy.updates, grads, trainable_variables)
+    if variables is None:
+        return original(self, grads, trainable_variables)
     if strategy.updates.local:
         _check_that_it_is_alone(self, variables)
         return original(self, grads, variables)
-    # Of optimizers that compile() was not given.
-    checks.check_accumulation(strategy.updates, self)
-    checks.check_accumulation(strategy.updates, getattr(self, "inner_optimizer", self))
     return strategy.updating.take(self, list(grads), variables)
 
 

@@ -6,7 +6,7 @@ from keras.src.backend.tensorflow import core, trainer
 from keras.src.trainers import trainer as base_trainer
 
 from keras_psplus.all_reduce import batches, failure
-from keras_psplus.keras_hooks import checks, data, updates
+from keras_psplus.keras_hooks import checks, data, hybrid_prefetch, updates
 from keras_psplus.keras_hooks.ownership import another_is_live, distributing, our_step, ours
 from keras_psplus.keras_hooks.patching import replace
 
@@ -88,7 +88,7 @@ def _init_iterator(original, self, distribute_strategy=None, *args, **kwargs):
         return original(self, distribute_strategy, *args, **kwargs)
     super(trainer.TFEpochIterator, self).__init__(*args, **kwargs)
     self._distribute_strategy = strategy
-    distributed = data.distribute(strategy, self.data_adapter)
+    distributed = data.distribute(strategy, self.data_adapter, hybrid_prefetch.is_wanted())
     self.data_adapter = distributed.adapter
     self._num_batches = self.data_adapter.num_batches
     self._distributed_dataset = distributed.dataset

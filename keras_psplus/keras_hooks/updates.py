@@ -18,11 +18,15 @@ def install():
     replace(trainer.Trainer, "_get_metrics_result_or_logs", ["self", "logs"])(_end_of_epoch)
 
 
-def apply(original, optimizer, updating, step, grads, trainable_variables):
-    """`optimizer.apply` where it is for `updating` to say when."""
+def variables_of_apply(optimizer, updates, grads, trainable_variables):
+    """The variables of a call of `optimizer.apply`, which is built and fit for `updates`.
+
+    Returns:
+        List of variables, or None if the call has no gradients, or too little to build by.
+    """
     if trainable_variables is None:
         if not optimizer.built:
-            return original(optimizer, grads)
+            return None
         trainable_variables = optimizer._trainable_variables
     variables = list(trainable_variables)
     if not optimizer.built:
@@ -30,10 +34,18 @@ def apply(original, optimizer, updating, step, grads, trainable_variables):
         with backend.name_scope(optimizer.name, caller=optimizer):
             optimizer.build(variables)
     if all(gradient is None for gradient in grads):
-        return original(optimizer, grads, variables)
+        return None
     # Of optimizers that compile() was not given.
-    checks.check_accumulation(updating.policy, optimizer)
-    checks.check_accumulation(updating.policy, getattr(optimizer, "inner_optimizer", optimizer))
+    checks.check_accumulation(updates, optimizer)
+    checks.check_accumulation(updates, getattr(optimizer, "inner_optimizer", optimizer))
+    return variables
+
+
+def apply(original, optimizer, updating, step, grads, trainable_variables):
+    """`optimizer.apply` where it is for `updating` to say when."""
+    variables = variables_of_apply(optimizer, updating.policy, grads, trainable_variables)
+    if variables is None:
+        return original(optimizer, grads, trainable_variables)
     updating.prepare(optimizer, optimizer._trainable_variables)
     return updating.apply(
         step,

@@ -8,12 +8,9 @@ lookup needs are gathered on their servers, and an update runs on each shard bes
 import contextlib
 import threading
 
-import numpy as np
 import tensorflow as tf
-from tensorflow.python.framework import tensor_conversion_registry
-from tensorflow.python.ops import resource_variable_ops
-from tensorflow.python.types import core
 
+from keras_psplus.composite_variable import CompositeVariable
 from keras_psplus.parameter_server import pulls, reads
 from keras_psplus.parameter_server.lookups import lookup
 
@@ -35,7 +32,7 @@ class Parts(tuple):
     """An update's argument that is in parts already, one for each shard."""
 
 
-class ShardedVariable(resource_variable_ops.BaseResourceVariable, core.Tensor):
+class ShardedVariable(CompositeVariable):
     """A variable split along axis 0 over parameter servers.
 
     Args:
@@ -46,24 +43,15 @@ class ShardedVariable(resource_variable_ops.BaseResourceVariable, core.Tensor):
         self._sharded = sharded
         self.shards = sharded.variables
         self.offsets = [offset[0] for offset in sharded._var_offsets]
-        self._whole_shape = sharded.shape
         first = self.shards[0]
         self.keras_path = getattr(first, "keras_path", None)
         super().__init__(
-            trainable=first.trainable,
-            shape=sharded.shape,
-            dtype=sharded.dtype,
-            handle=None,
-            unique_id=sharded._unique_id,
-            in_graph_mode=False,
-            handle_name=first.name.split("/part_")[0],
-            synchronization=tf.VariableSynchronization.NONE,
+            first.trainable,
+            sharded.shape,
+            sharded.dtype,
+            sharded._unique_id,
+            first.name.split("/part_")[0],
         )
-
-    @classmethod
-    def _variable_call(cls, *args, **kwargs):
-        # The metaclass of tf.Variable would hand the call to the strategy's creator.
-        return None
 
     def _shard(self):
         index = getattr(_local, "index", None)
@@ -86,9 +74,6 @@ class ShardedVariable(resource_variable_ops.BaseResourceVariable, core.Tensor):
         shard = self._shard()
         return self._whole_shape if shard is None else shard.shape
 
-    def get_shape(self):
-        return self.shape
-
     def value(self):
         """The whole value, or the shard's inside `shard_of`."""
         shard = self._shard()
@@ -109,19 +94,6 @@ class ShardedVariable(resource_variable_ops.BaseResourceVariable, core.Tensor):
                 "step), or pass `variable_partitioner=None` to the strategy to keep variables "
                 f"whole. Received: {self._handle_name}, shape={self._whole_shape}"
             )
-
-    def read_value(self):
-        return self.value()
-
-    def _dense_var_to_tensor(self, dtype=None, name=None, as_ref=False):
-        value = self.value()
-        return value if dtype is None else tf.cast(value, dtype)
-
-    def numpy(self):
-        return self.value().numpy()
-
-    def __array__(self, dtype=None, copy=None):
-        return np.asarray(self.numpy(), dtype)
 
     def sparse_read(self, indices, name=None):
         """Gathers rows on the servers that have them; repeated rows are sent once."""
@@ -177,21 +149,6 @@ class ShardedVariable(resource_variable_ops.BaseResourceVariable, core.Tensor):
     def scatter_update(self, sparse_delta, use_locking=False, name=None):
         return self._scatter("scatter_update", sparse_delta)
 
-    def is_initialized(self, name=None):
-        return tf.constant(True)
-
-    def _should_act_as_resource_variable(self):
-        pass
-
-    def _serialize_to_tensors(self):
-        return {"VARIABLE_VALUE": self.value()}
-
-    def _restore_from_tensors(self, restored_tensors):
-        return self.assign(tf.ensure_shape(restored_tensors["VARIABLE_VALUE"], self._whole_shape))
-
-    def __getitem__(self, key):
-        return self.value()[key]
-
     def __repr__(self):
         return f"<ShardedVariable shape={self._whole_shape} shards={len(self.shards)}>"
 
@@ -220,22 +177,3 @@ class ShardedVariable(resource_variable_ops.BaseResourceVariable, core.Tensor):
                 f"Received: shape={argument.shape} for {self}"
             )
         return [argument] * len(self.shards)
-
-
-tensor_conversion_registry.register_tensor_conversion_function(
-    ShardedVariable,
-    lambda value, dtype=None, name=None, as_ref=False: value._dense_var_to_tensor(dtype, name),
-)
-
-
-def _overload(operator):
-    of_tensor = getattr(tf.Tensor, operator)
-
-    def of_variable(self, *args, **kwargs):
-        return of_tensor(self.value(), *args, **kwargs)
-
-    setattr(ShardedVariable, operator, of_variable)
-
-
-for _operator in tf.Tensor.OVERLOADABLE_OPERATORS - {"__eq__", "__ne__", "__getitem__"}:
-    _overload(_operator)

@@ -7,6 +7,7 @@ import sys
 
 import pytest
 
+from keras_psplus import catalogue
 from keras_psplus.cluster.processes import LocalCluster
 
 EXAMPLES = pathlib.Path(__file__).parents[2] / "examples"
@@ -26,10 +27,10 @@ def alone(script, *arguments):
     return process.stdout
 
 
-def together(script, *arguments):
-    """Runs a script on two workers and returns what both printed."""
+def together(script, *arguments, **cluster):
+    """Runs a script on two workers, and returns what all tasks printed."""
     command = [sys.executable, str(EXAMPLES / script), *arguments]
-    with LocalCluster(command, workers=2, log_dir=pathlib.Path("logs")) as cluster:
+    with LocalCluster(command, workers=2, log_dir=pathlib.Path("logs"), **cluster) as cluster:
         result = cluster.wait(timeout=TIMEOUT)
     assert result.exit_code == 0, result.tails()
     return "\n".join(result.logs.values())
@@ -64,8 +65,15 @@ def test_characters(environment):
     assert result["perplexity"] < 11
 
 
-def test_ngrams(environment):
-    result = values("ngrams", together("ngrams.py", "--epochs", "1", "--train_size", "50000"))
+def test_ngram_embedding(environment):
+    output = together(
+        "ngram_embedding.py",
+        *("--epochs", "1", "--train_size", "50000"),
+        ps=1,
+        env={catalogue.STRATEGY_VARIABLE: "hybrid"},
+    )
+    assert "embeddings  (200000, 16)  12.8  parameter servers" in output
+    result = values("ngram_embedding", output)
     assert result["workers"] == 2
     # The commonest class is 16 % of all.
     assert result["accuracy"] > 0.2

@@ -30,6 +30,7 @@ def main():
     strategy = psp.HybridStrategy(
         placement={"*/embeddings": "parameter_server"},
         sync=options.get("sync", "1") == "1",
+        prefetch=options.get("prefetch") == "1",
         table_timeout=float(options.get("timeout", 60)),
         job_token=options.get("token"),
         row_compression=options.get("push"),

@@ -37,18 +37,21 @@ def test_an_id_out_of_range_is_named():
         ps=1,
         timeout=120,
         env=ENVIRONMENT,
-        args=[20, "-", "bad_id=1"],
+        # By the step that asks for it, not by the one before, which looks ahead.
+        args=[20, "-", "bad_id=1", "prefetch=1"],
         expect_failure=True,
         failure_grace=60,
     )
     message = "ValueError: The layer sequential/embedding was asked for a row that its table does "
     assert message + "not have: ids go from 0 to 39. Received: id 43" in result.logs["worker-1"]
+    assert "batch 7." in result.logs["worker-1"]
     assert result.exit_codes["ps-0"] == 1
 
 
 @pytest.mark.parametrize("lost", ["ps-1", "worker-1"])
 def test_a_job_that_lost_a_task_resumes_where_it_was(tmp_path, lost):
-    args = (30, tmp_path, "backup=1", "pause=0.1", "momentum=0")
+    prefetch = int(lost == "ps-1")
+    args = (30, tmp_path, "backup=1", "pause=0.1", "momentum=0", f"prefetch={prefetch}")
     with cluster(tmp_path / "first", *args) as job:
         wait_for(job.log_path("worker-0"), "batch 15.", seconds=120)
         os.kill(job.pids[lost], signal.SIGKILL)
@@ -80,9 +83,8 @@ def test_a_server_that_hangs_is_named(tmp_path):
 
 
 def test_an_asynchronous_job_counts_every_gradient():
-    result = run_in_processes(
-        JOB, workers=2, ps=2, timeout=120, env=ENVIRONMENT, args=[30, "-", "sync=0"]
-    )
+    args = [30, "-", "sync=0", "prefetch=1"]
+    result = run_in_processes(JOB, workers=2, ps=2, timeout=120, env=ENVIRONMENT, args=args)
     assert "end iterations=30 off=0.0e+00" in result.logs["worker-0"]
     for name in ("ps-0", "ps-1"):
         assert f"worker-0 has ended, {name} ends" in result.logs[name]

@@ -27,6 +27,7 @@ def test_rules_by_name_and_functions():
     assert not rules.decide("the_user/embeddings", 100_000, 32).on_servers
     assert rules.decide("item/embeddings", 10, 2).on_servers
     assert rules.decide("other/embeddings", 100_000, 32).on_servers
+    assert not rules.decide("item/embeddings", 10, 2, "mirrored").on_servers
     calls = placement(lambda path, rows, dim: "parameter_server" if rows > 5 else "mirrored")
     assert calls.decide("a", 6, 1).on_servers and not calls.decide("a", 5, 1).on_servers
 

@@ -7,6 +7,7 @@ what any optimizer makes of it. In the cases whose optimizer has momenta, every 
 rows: the tables' optimizers are lazy, and differ otherwise by design.
 """
 
+import importlib.util
 import os
 import pathlib
 import sys
@@ -189,6 +190,38 @@ class OwnStep(Case):
         return Twice(ids, head(keras.layers.Flatten()(rows)))
 
 
+class OfKerasRS(Case):
+    """KerasRS's layer: one table for two features, summed and averaged, and one on the workers.
+
+    The reference is the same layer in one process; its gradients are sparse.
+    """
+
+    def model(self, embedding):
+        import keras_rs
+
+        def table(name, placement, combiner="mean"):
+            return keras_rs.layers.TableConfig(
+                name, ROWS, DIM, initializer(9), "sgd", combiner, placement
+            )
+
+        def feature(name, table, length):
+            return keras_rs.layers.FeatureConfig(name, table, (None, length), (None, DIM))
+
+        shared = table("shared", "parameter_server", "sqrtn")
+        configs = {
+            "two": feature("two", shared, 2),
+            "three": feature("three", shared, 3),
+            "automatic": feature("automatic", table("automatic", "auto", "sum"), 5),
+            "here": feature("here", table("here", "default_device"), 2),
+        }
+        ids = keras.Input((5,), dtype="int32")
+        features = {"two": ids[:, :2], "three": ids[:, 2:], "automatic": ids, "here": ids[:, 1:3]}
+        layer = keras_rs.layers.DistributedEmbedding(configs)
+        again = keras_rs.layers.DistributedEmbedding.from_config(layer.get_config())
+        embedded = again(features)
+        return keras.Model(ids, head(keras.layers.Concatenate()(list(embedded.values()))))
+
+
 CASES = {
     "sgd": by(lambda: optimizers.SGD(0.5), is_whole=True),
     "adagrad": by(lambda: optimizers.Adagrad(0.5), batch=19, steps_per_execution=3),
@@ -214,6 +247,8 @@ CASES = {
     "again": Again(),
     "accumulated": Accumulated(),
 }
+if importlib.util.find_spec("keras_rs"):
+    CASES["keras_rs"] = OfKerasRS()
 
 
 def data():

@@ -1,7 +1,11 @@
 """Learns to guess the next token of a Python program: a large table, of which a step needs little.
 
-    python examples/ngrams.py
-    keras-psplus run --workers 2 examples/ngrams.py
+    python examples/ngram_embedding.py
+    keras-psplus run --workers 2 examples/ngram_embedding.py
+    keras-psplus run --workers 2 --chief=false --ps 2 --strategy hybrid examples/ngram_embedding.py
+
+After two epochs 33 to 37 % of the tokens are guessed, by the seed and the same with all three; the
+commonest is 16 % of them. With the third the table lies on two parameter servers.
 
 The data are the modules of Python's own standard library, which lie on every machine that runs this
 (and differ a little from one version to the next). An example is the eight tokens before a place,
@@ -116,7 +120,7 @@ def main():
     if is_chief:
         # For programs that read this output, such as the tests.
         accuracy, workers = logs["accuracy"], getattr(strategy, "num_workers", 1)
-        print(f"ngrams: accuracy={accuracy:.4f} workers={workers}", flush=True)
+        print(f"ngram_embedding: accuracy={accuracy:.4f} workers={workers}", flush=True)
 
 
 if __name__ == "__main__":

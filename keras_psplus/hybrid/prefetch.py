@@ -1,0 +1,186 @@
+"""Rows of the next batch, asked for while a step computes.
+
+A step knows the batch after its own, computes the ids that this will look up by the operations that
+made its own ids, and has the rows brought as they are before its update. They wait in variables
+with their ids: the next step takes them if these are what it looks up, and nothing has changed the
+table since but the step that has asked. Otherwise it asks for itself, so that what is told of the
+future can be wrong, and costs no more than time.
+"""
+
+import collections
+import functools
+import threading
+
+import tensorflow as tf
+from tensorflow.python.framework import ops
+from tensorflow.python.ops import resource_variable_ops
+
+from keras_psplus.hybrid import same_operations
+from keras_psplus.log import info_once
+
+_LONG = tf.int64
+_STAMP = "read ahead"
+_local = threading.local()
+
+
+def current():
+    """What this replica's step knows of the next batch, or None."""
+    return getattr(_local, "next_batch", None)
+
+
+def told(extended, fn):
+    """A replica's function of a batch, as one of `BatchAndNext`."""
+
+    @functools.wraps(fn)
+    def of_pair(pair, *args, **kwargs):
+        with NextBatch(extended, pair):
+            return fn(pair.batch, *args, **kwargs)
+
+    return of_pair
+
+
+class Buffer:
+    """Rows that one lookup of one replica will ask for, if all goes as expected.
+
+    Args:
+        dim: Numbers in a row.
+    """
+
+    def __init__(self, dim):
+        with ops.init_scope(), ops.device("/CPU:0"):
+            self._ids = resource_variable_ops.ResourceVariable(
+                tf.zeros([0], _LONG), shape=[None], trainable=False
+            )
+            self._rows = resource_variable_ops.ResourceVariable(
+                tf.zeros([0, dim]), shape=[None, dim], trainable=False
+            )
+
+    def read(self):
+        """The ids of the rows, and the rows."""
+        return self._ids.read_value(), self._rows.read_value()
+
+    def write(self, ids, rows):
+        """Puts others in their place."""
+        self._ids.assign(ids, read_value=False)
+        self._rows.assign(rows, read_value=False)
+
+
+class NextBatch:
+    """Context of one replica's step that knows the batch after its own.
+
+    Args:
+        extended: `HybridExtended` whose replica this is.
+        pair: `BatchAndNext`.
+    """
+
+    def __init__(self, extended, pair):
+        self._extended, self._is_there = extended, pair.is_there
+        self._graph = ops.get_default_graph()
+        own, following = (
+            tf.nest.flatten(data, expand_composites=True) for data in (pair.data, pair.following)
+        )
+        self._following = {t.ref(): f for t, f in zip(own, following) if tf.is_tensor(t)}
+        self._lookups = collections.Counter()
+        self._coming = collections.defaultdict(list)
+        self._updated = set()
+
+    def __enter__(self):
+        self._outer, _local.next_batch = current(), self
+        return self
+
+    def __exit__(self, kind, *exc):
+        _local.next_batch = self._outer
+        if kind is None:
+            for table in self._coming:
+                pushes = self._extended.counter(table, "pushes").read_value()
+                self._extended.counter(table, _STAMP).assign(pushes, read_value=False)
+
+    def lookup(self, table, indices, ids, opened, pull):
+        """Takes rows that have been read ahead, and reads ahead.
+
+        Args:
+            table: `Table`.
+            indices: What the step looks up.
+            ids: The same as distinct row numbers in range.
+            opened: List of tensors that are there when the table can be read.
+            pull: Function of ids and options of `table.pull` that brings rows.
+
+        Returns:
+            The rows, or None if nothing is known of what the next batch looks up.
+        """
+        indices = self._of_next(table, indices)
+        if indices is None:
+            return None
+        buffer = self._extended.buffer(table, self._lookups[table])
+        self._lookups[table] += 1
+        pushes = self._extended.counter(table, "pushes").read_value()
+        asked, rows = buffer.read()
+        is_same = _equal(asked, ids)
+        is_new = tf.equal(self._extended.counter(table, _STAMP).read_value(), pushes)
+        rows = tf.cond(
+            tf.logical_and(is_same, is_new), lambda: tf.identity(rows), lambda: pull(ids)
+        )
+        coming = distinct(table, indices)[0]
+        # An id that is out of range is named by the step that looks it up.
+        is_good = tf.logical_not(tf.reduce_any(wrong(table, coming)))
+        is_asked = tf.logical_and(self._is_there, is_good)
+        with tf.control_dependencies(opened):
+            coming = coming[: tf.where(is_asked, tf.size(coming), 0)]
+        step = pushes if self._extended.fence is not None else None
+        brought = pull(coming, purpose="ahead", step=step)
+        buffer.write(coming, brought)
+        self._coming[table].append(brought)
+        return rows
+
+    def before_update(self, table):
+        """Tensors that have to be there before a table's gradients are sent.
+
+        Servers know the rows as they were before the last update, but not before two of them.
+        """
+        is_first = table not in self._updated
+        self._updated.add(table)
+        return [] if is_first else self._coming[table]
+
+    def _of_next(self, table, indices):
+        """What the next batch looks up in the place of `indices`, or None."""
+        try:
+            if tf.executing_eagerly() or indices.graph is not self._graph:
+                raise same_operations.NotRepeatable("it is looked up in a function of its own")
+            if ops.get_default_graph() is not self._graph:
+                raise same_operations.NotRepeatable("it is looked up in a branch")
+            if self._updated:
+                raise same_operations.NotRepeatable("it is looked up after an update")
+            return same_operations.repeat(indices, self._following)
+        except same_operations.NotRepeatable as reason:
+            info_once(
+                "rows of '%s' are not read ahead in one of its lookups: %s", table.name, reason
+            )
+            return None
+
+
+def forget(counters):
+    """Has all that was read ahead be read anew.
+
+    Args:
+        counters: Dict of `HybridExtended`'s counters.
+    """
+    for (_, what, _), variable in counters.items():
+        if what == _STAMP:
+            variable.assign(-1)
+
+
+def distinct(table, indices):
+    """The distinct row numbers that a lookup asks for, and for each place the index of its own."""
+    ids = tf.reshape(tf.cast(indices, _LONG), [-1])
+    return tf.unique(tf.where(ids < 0, ids + table.rows, ids))
+
+
+def wrong(table, ids):
+    """For each id, whether it is none of the table."""
+    return tf.logical_or(ids < 0, ids >= table.rows)
+
+
+def _equal(one, other):
+    least = tf.minimum(tf.size(one), tf.size(other))
+    as_many = tf.equal(tf.size(one), tf.size(other))
+    return tf.logical_and(as_many, tf.reduce_all(tf.equal(one[:least], other[:least])))
