@@ -109,7 +109,7 @@ def outlive(config, has_come, is_lost, startup_timeout, chief_gone, log=None):
         )
     # Now an accepted connection is enough: a chief that is merely slow has not ended.
     while _within(chief_gone, _accepts, address):
-        _wait_for_close(address)
+        wait_for_close(address)
         time.sleep(_POLL)
     if is_lost():
         raise ChiefLostError(
@@ -167,7 +167,7 @@ def _accepts(address):
     return True
 
 
-def _wait_for_close(address):
+def wait_for_close(address):
     """Returns when a connection to the address breaks, or after a while."""
     try:
         with hello.connect(address, _GREETING_TIMEOUT) as connection:

@@ -1,5 +1,7 @@
 """Tables on parameter servers, and everything else all-reduced: `HybridStrategy`."""
 
+from keras_psplus.hybrid.calls import TableServerError
 from keras_psplus.hybrid.strategy import HybridStrategy
+from keras_psplus.hybrid.table_files import TableFiles
 
-__all__ = ["HybridStrategy"]
+__all__ = ["HybridStrategy", "TableFiles", "TableServerError"]

@@ -19,6 +19,7 @@ from keras_psplus.cluster import hello
 from keras_psplus.hybrid import names
 
 _OK, _CANCELLED, _DEADLINE, _UNAVAILABLE = 0, 1, 4, 14
+_AWAY = _CANCELLED, _DEADLINE, _UNAVAILABLE
 _PAUSE_SECONDS = 0.2
 _ATTEMPT_SECONDS = 10.0
 _CONNECT_SECONDS = 2.0
@@ -29,6 +30,10 @@ _unique = itertools.count()
 
 class TableServerError(RuntimeError):
     """A parameter server does not answer, or refuses what it is asked for."""
+
+
+class TableServerLostError(TableServerError):
+    """A parameter server does not answer, or is another process than before."""
 
 
 class Link:
@@ -42,11 +47,12 @@ class Link:
         address: Its `host:port`.
         timeout: Seconds that one call may take.
         patience: Seconds for which a server that cannot be reached is called again.
+        recovers: Whether a server that is started anew is given what the one before had.
     """
 
-    def __init__(self, name, address, timeout, patience):
+    def __init__(self, name, address, timeout, patience, recovers=False):
         self.name, self.address = name, address
-        self._timeout, self._patience = timeout, patience
+        self._timeout, self._patience, self._recovers = timeout, patience, recovers
         with tf.init_scope(), tf.device("/CPU:0"):
             self._client, _ = gen_rpc_ops.rpc_client(
                 server_address=address,
@@ -104,7 +110,10 @@ class Link:
         empty = tf.zeros([0 if size is None else size for size in shape], dtype)
 
         def may_come(code, message, answer, alive_at):
-            away = tf.reduce_any(tf.equal(code, [_CANCELLED, _DEADLINE, _UNAVAILABLE]))
+            away = tf.reduce_any(tf.equal(code, _AWAY))
+            if self._recovers:
+                # It is there, and will have its tables soon.
+                away |= tf.strings.regex_full_match(message, names.NOT_REGISTERED)
             now = tf.timestamp()
             in_time = tf.logical_and(
                 now < began + self._timeout - _ATTEMPT_SECONDS, now < alive_at + self._patience
@@ -173,6 +182,8 @@ class ControlLink(Link):
     def __init__(self, name, address, token, timeout):
         super().__init__(name, address, timeout, patience=0)
         self.token = token
+        # That of the process which is meant, once it is known.
+        self.nonce = None
 
     def request(self, what, **arguments):
         """Sends a request and returns the answer, a dict.
@@ -186,7 +197,7 @@ class ControlLink(Link):
         """Sends a request; returns a function that waits for the answer and returns it."""
         ticket = uuid.uuid4().hex
         began = time.monotonic()
-        deadline, last_heard = began + self._timeout, [began]
+        last_heard = [began]
 
         def ask():
             code, message, answer = self._ask(what, ticket, arguments)
@@ -195,7 +206,8 @@ class ControlLink(Link):
                 if time.monotonic() < last_heard[0] + _AWAY_SECONDS:
                     return {"pending": True}
             if answer is None:
-                raise TableServerError(
+                kind = TableServerLostError if code in _AWAY else TableServerError
+                raise kind(
                     f"{self.name} ({self.address}) does not answer as a table server of this job. "
                     "Look into its log. "
                     f"Received: {message.splitlines()[0] if message else code} at '{what}'"
@@ -206,22 +218,31 @@ class ControlLink(Link):
         answers = [ask()]
 
         def wait():
+            progress, deadline = 0, began + self._timeout
             while answers[-1].get("pending"):
+                # What takes long may do so as long as it goes on.
+                if answers[-1].get("progress", progress) != progress:
+                    progress = answers[-1]["progress"]
+                    deadline = time.monotonic() + self._timeout
                 if time.monotonic() >= deadline:
-                    raise TableServerError(
+                    raise TableServerLostError(
                         f"{self.name} ({self.address}) has not done what it was asked for in "
                         f"{self._timeout:g} s. Look into its log. Received: '{what}'"
                     )
                 time.sleep(_POLL_SECONDS)
                 answers.append(ask())
             if "error" in answers[-1]:
-                raise TableServerError(f"{self.name} ({self.address}): {answers[-1]['error']}")
+                kind = TableServerLostError if answers[-1].get("lost") else TableServerError
+                raise kind(f"{self.name} ({self.address}): {answers[-1]['error']}")
             return answers[-1]
 
         return wait
 
     def _ask(self, what, ticket, arguments):
-        text = json.dumps({"what": what, "ticket": ticket, "token": self.token, **arguments})
+        request = {"what": what, "ticket": ticket, "token": self.token, **arguments}
+        if self.nonce is not None:
+            request["nonce"] = self.nonce
+        text = json.dumps(request)
         with tf.init_scope():
             future = self._call(names.CONTROL, [tf.constant(text)])
             code, message = self._status(future)

@@ -11,7 +11,9 @@ import os
 from keras_psplus.cluster.environment import TOKEN_VARIABLE
 
 CONTROL = "control"
-# How TensorFlow says that there is no such method, of those that go with an optimizer.
+# How TensorFlow says that there is no such method.
+NOT_REGISTERED = "(?s).* is not registered.*"
+# The same of those that go with an optimizer.
 OF_OPTIMIZER = r"/(push|norm|commit)\d+ is not registered"
 
 

@@ -1,6 +1,7 @@
 """All parameter servers of a job, as a worker knows them."""
 
 import atexit
+import collections
 import sys
 import time
 
@@ -19,14 +20,20 @@ class Servers:
         digest: `names.digest_of` the job's token.
         timeout: Seconds that a call may take.
         patience: Seconds for which a server that cannot be reached is called again.
+        recovers: Whether a server that is started anew is given what the one before had.
     """
 
-    def __init__(self, task, digest, timeout, patience):
+    def __init__(self, task, digest, timeout, patience, recovers=False):
         self._task = task
         self._peers = [
             (task_name(job, index), address) for job, index, address in task.tasks() if job == "ps"
         ]
-        self._timeout, self._patience = timeout, patience
+        self._timeout, self._patience, self._recovers = timeout, patience, recovers
+        # What a server would have to hear to take the place of another one.
+        self._greeting, self._made, self._assigned = {}, [], collections.Counter()
+        # Links that reach whatever process is there.
+        self._unnamed = {}
+        self._at_good_end = []
         self._control = [ControlLink(*peer, digest, timeout) for peer in self._peers]
         self._ends_badly = False
         self._startup_timeout = timeout
@@ -36,7 +43,7 @@ class Servers:
 
     def new_links(self):
         """A new link to each server."""
-        return [Link(*peer, self._timeout, self._patience) for peer in self._peers]
+        return [Link(*peer, self._timeout, self._patience, self._recovers) for peer in self._peers]
 
     def greet(self, agreed, replicas, timeout):
         """Says hello to all servers, and farewell when this process ends well.
@@ -50,6 +57,7 @@ class Servers:
             ClusterStartupError: If one does not come, or is another job's.
         """
         self._startup_timeout = timeout
+        self._greeting = {"agreed": agreed, "replicas": replicas}
         deadline = time.monotonic() + timeout
         for (name, address), link in zip(self._peers, self._control):
             # Before it is called: a client whose call has failed waits longer each time.
@@ -61,7 +69,7 @@ class Servers:
                     )
                 time.sleep(_POLL_SECONDS)
             try:
-                link.request("hello", agreed=agreed, replicas=replicas)
+                link.nonce = link.request("hello", **self._greeting)["nonce"]
             except TableServerError as error:
                 raise ClusterStartupError(f"{error}") from None
         if self._task.is_chief:
@@ -71,11 +79,72 @@ class Servers:
         """Notes that this process is about to end, but not well."""
         self._ends_badly = True
 
+    def at_good_end(self, function):
+        """Has a function called before this process, the chief's, ends well."""
+        self._at_good_end.append(function)
+
     def make(self, what, **arguments):
         """Has all servers make something, and waits until it can be called."""
-        waits = [link.begin(what, **arguments) for link in self._control]
+        self.ask_all(what, **arguments)
+        self._made.append((what, arguments))
+
+    def ask_all(self, what, **arguments):
+        """Asks all servers for something, and waits until all of them have done it.
+
+        Raises:
+            TableServerError: The first one's, if some have not.
+        """
+        errors, waits = [], []
+        for link in self._control:
+            try:
+                waits.append(link.begin(what, **arguments))
+            except TableServerError as error:
+                errors.append(error)
         for wait in waits:
-            wait()
+            try:
+                wait()
+            except TableServerError as error:
+                errors.append(error)
+        if errors:
+            raise errors[0]
+
+    @property
+    def peers(self):
+        """Pairs of names and addresses of all servers."""
+        return list(self._peers)
+
+    def find_anew(self, index):
+        """A link to a server that is another process than before, or None if it is not.
+
+        Raises:
+            TableServerError: If it does not answer.
+        """
+        if index not in self._unnamed:
+            token = self._control[index].token
+            self._unnamed[index] = ControlLink(*self._peers[index], token, self._timeout)
+        nonce = self._unnamed[index].request("who")["nonce"]
+        if nonce == self._control[index].nonce:
+            return None
+        link = self._unnamed.pop(index)
+        link.nonce = nonce
+        return link
+
+    def recover(self, index, link, load):
+        """Gives a server that was started anew what the one before had.
+
+        Args:
+            index: The server's index.
+            link: What `find_anew` has returned.
+            load: From where it loads its rows: arguments of the request `"load"`.
+
+        Raises:
+            TableServerError: If it cannot.
+        """
+        assigned = [(*where, count) for where, count in self._assigned.items()] if not index else []
+        link.request(
+            "recover", greeting=self._greeting, made=self._made, assigned=assigned, load=load
+        )
+        self._control[index] = link
 
     @property
     def addresses(self):
@@ -93,6 +162,7 @@ class Servers:
 
     def count_assignment(self, key, slot):
         """Says that all of a table, or of a slot of it, has been set."""
+        self._assigned[key, slot] += 1
         self._control[0].request("assigned", key=key, slot=slot)
 
     def assignments(self, key, slot):
@@ -118,6 +188,8 @@ class Servers:
     def _at_exit(self):
         if getattr(sys, "last_value", None) is not None or self._ends_badly:
             return
+        for function in self._at_good_end:
+            function()
         for name, address in self._peers:
             try:
                 ControlLink(name, address, self._control[0].token, _FAREWELL_SECONDS).request(

@@ -6,24 +6,17 @@ is shared out between them.
 
 import functools
 
-import keras
 import tensorflow as tf
 
+from keras_psplus.hybrid.initial_rows import initial, rows_of
 from keras_psplus.hybrid.last_step import LastStep
+from keras_psplus.hybrid.lost_updates import LostUpdates
 from keras_psplus.hybrid.row_optimizer import RowOptimizer
 from keras_psplus.hybrid.rows import RowCodec
 
 _INT, _LONG, _FLOAT = tf.int32, tf.int64, tf.float32
-# Larger tables are not made whole on every server, so their rows differ from one process's.
-_WHOLE_BYTES = 1 << 30
-_BLOCK_ROWS = 1 << 16
 # More parts than one step's rows could ever need.
 PARTS = 1 << 20
-
-
-def rows_of(rows, server, servers):
-    """How many rows of a table lie on one server."""
-    return (rows - server + servers - 1) // servers
 
 
 class Shard:
@@ -58,7 +51,7 @@ class Shard:
         self._pull = RowCodec(pull_compressor, self.dim)
         self._push = RowCodec(push_compressor, self.dim)
         self._replicas, self._sync = replicas, sync
-        self.weights = tf.Variable(_initial(spec, server, servers), trainable=False)
+        self.weights = tf.Variable(initial(spec, server, servers), trainable=False)
         self.optimizer = None
         self._optimizer_number = self._first_slot = 0
         self._methods = {}
@@ -66,6 +59,7 @@ class Shard:
         self.version = tf.Variable(0, dtype=_LONG, trainable=False)
         self._last_step = LastStep(self.weights, self.version) if keeps_last_step else None
         self._seen = tf.Variable(tf.fill([replicas], tf.constant(-1, _LONG)), trainable=False)
+        self.lost_updates = LostUpdates(replicas, PARTS)
         self._arrived = tf.Variable(0, dtype=_INT, trainable=False)
         self._lock = tf.CriticalSection(name=f"table_{spec['key']}")
         self._inbox = tf.queue.FIFOQueue(1 << 20, [_LONG, _INT, _FLOAT])
@@ -77,8 +71,22 @@ class Shard:
     @property
     def variables(self):
         """The rows and the optimizer's slots of them, by the numbers that workers give them."""
-        slots = self.optimizer.slots if self.optimizer else []
-        return {0: self.weights, **dict(enumerate(slots, self._first_slot))}
+        return {0: self.weights, **dict(enumerate(self.slots, self._first_slot))}
+
+    @property
+    def slots(self):
+        """The optimizer's variables of the rows."""
+        return self.optimizer.slots if self.optimizer else []
+
+    def counts(self):
+        """How many updates there were, and the last one of each replica, for `take_up`."""
+        return tf.concat([[self.version.read_value()], self._seen.read_value()], 0)
+
+    def take_up(self, counts):
+        """Goes on where another process was, while workers go on where they are."""
+        self.version.assign(counts[0])
+        self._seen.assign(counts[1:])
+        self.lost_updates.begin()
 
     def set_optimizer(self, config, number, first_slot):
         """Makes an optimizer and its slots, in the place of the last one.
@@ -159,12 +167,15 @@ class Shard:
             replica, step, part, last, waits, iterations = tf.unstack(header)
             gradient = self._push.decode(words, step)
             key = step * PARTS + part
-            is_new = key > self._seen.read_value()[replica]
+            last_seen = self._seen.read_value()[replica]
+            is_new = key > last_seen
 
             def take():
-                seen = tf.raw_ops.ResourceScatterUpdate(
-                    resource=self._seen.handle, indices=replica, updates=key
-                )
+                noted = [] if self._sync else [self.lost_updates.note(replica, key, last_seen)]
+                with tf.control_dependencies(noted):
+                    seen = tf.raw_ops.ResourceScatterUpdate(
+                        resource=self._seen.handle, indices=replica, updates=key
+                    )
                 with tf.control_dependencies([seen]):
                     if not self._sync:
                         return self._take_at_once(ids, gradient, numbers, iterations)
@@ -272,23 +283,3 @@ class Shard:
             return self._lock.execute(locked)
 
         return commit
-
-
-def _initial(spec, server, servers):
-    """This server's part of the table's first value."""
-    rows, dim = spec["rows"], spec["dim"]
-    own = rows_of(rows, server, servers)
-    if spec["initializer"] is None:
-        return tf.zeros([own, dim])
-    if 4 * rows * dim <= _WHOLE_BYTES:
-        initializer = keras.initializers.deserialize(spec["initializer"])
-        return initializer((rows, dim), dtype="float32")[server::servers]
-    blocks = []
-    for first in range(0, own, _BLOCK_ROWS):
-        config = dict(spec["initializer"], config=dict(spec["initializer"]["config"]))
-        seed = config["config"].get("seed")
-        if isinstance(seed, int):
-            config["config"]["seed"] = hash((seed, server, first)) % (1 << 31)
-        initializer = keras.initializers.deserialize(config)
-        blocks.append(initializer((min(_BLOCK_ROWS, own - first), dim), dtype="float32"))
-    return tf.concat(blocks, 0)

@@ -15,9 +15,12 @@ from keras_psplus.cluster.own_address import bind_own
 from keras_psplus.hybrid import names, stalls, table_server
 from keras_psplus.hybrid import placement as placement_module
 from keras_psplus.hybrid import prefetch as prefetch_module
+from keras_psplus.hybrid import snapshots as snapshots_module
 from keras_psplus.hybrid.extended import HybridExtended
 from keras_psplus.hybrid.next_batch import BatchAndNext
+from keras_psplus.hybrid.recovery import Recovery
 from keras_psplus.hybrid.rows import RowCodec, compressor_for_rows
+from keras_psplus.hybrid.saves_tables import SavesTables
 from keras_psplus.hybrid.servers import Servers
 from keras_psplus.hybrid.tables import Tables
 from keras_psplus.log import logger
@@ -26,7 +29,7 @@ from keras_psplus.log import logger
 _PATIENCE = 5.0
 
 
-class HybridStrategy(MultiWorkerMirroredStrategy):
+class HybridStrategy(SavesTables, MultiWorkerMirroredStrategy):
     """Large embeddings on parameter servers, everything else all-reduced, for `model.fit`.
 
     One script in every task of a cluster with `worker` tasks (and perhaps a `chief`) and `ps`
@@ -54,6 +57,11 @@ class HybridStrategy(MultiWorkerMirroredStrategy):
             with `encode_rows`, or None to send them as they are.
         pull_compression: The same for rows that workers read.
         table_timeout: Seconds that a parameter server may take to answer.
+        snapshot_every: Number of steps of `fit` after which all that the job needs to go on is
+            written to `snapshot_dir`: by the servers their tables, by the chief everything else.
+            The same script started again resumes there. None for no snapshots.
+        snapshot_dir: Folder for them, of this job alone. All tasks have to reach it, or each has
+            to be started again on the same host.
         job_token: Text that all tasks of the job have in common, and those of others do not. By
             default the environment's `KERAS_PSPLUS_JOB_TOKEN`, or the cluster's description.
         startup_timeout, heartbeat_timeout, stall_warning, bucket_bytes, compression, updates: As
@@ -94,6 +102,8 @@ class HybridStrategy(MultiWorkerMirroredStrategy):
         row_compression=None,
         pull_compression=None,
         table_timeout=60.0,
+        snapshot_every=None,
+        snapshot_dir=None,
         job_token=None,
         startup_timeout=300.0,
         heartbeat_timeout=20.0,
@@ -108,6 +118,7 @@ class HybridStrategy(MultiWorkerMirroredStrategy):
         for name, value in (("sync", sync), ("prefetch", prefetch)):
             if not isinstance(value, bool):
                 raise ValueError(f"`{name}` must be True or False. Received: {name}={value!r}")
+        snapshots_module.check_arguments(snapshot_every, snapshot_dir)
         push = compressor_for_rows("row_compression", row_compression)
         pull = compressor_for_rows("pull_compression", pull_compression)
         if updates is not None and not hasattr(updates, "steps"):
@@ -125,7 +136,7 @@ class HybridStrategy(MultiWorkerMirroredStrategy):
             )
         self._sync, self._has_servers = sync, task is not None
         self._prefetch = prefetch and task is not None
-        self._servers = self._tables = None
+        self._servers = self._tables = self._placement = self._snapshots = None
         digest = None
         if task is not None:
             digest = names.digest_of(names.token_of(task, job_token))
@@ -143,13 +154,20 @@ class HybridStrategy(MultiWorkerMirroredStrategy):
             updates=updates,
         )
         if task is None:
+            if snapshot_every is not None:
+                logger.warning(
+                    "without a cluster there are no snapshots: use the BackupAndRestore callback. "
+                    "Received: snapshot_every=%s",
+                    snapshot_every,
+                )
             return
         if task.num_workers == 1:
             # Nothing else is at this address, by which the servers see that the job goes on.
             mine = hello.Hello.of(task)
             self._listener = hello.Listener(bind_own(task, mine, startup_timeout, print), mine)
         patience = _PATIENCE if sync else table_timeout
-        self._servers = Servers(task, digest, table_timeout, patience)
+        recovers = snapshot_every is not None and not sync
+        self._servers = Servers(task, digest, table_timeout, patience, recovers)
         self._servers.greet(agreed, self.num_replicas_in_sync, startup_timeout)
         self._placement = placement_module.Placement(
             placement,
@@ -164,6 +182,15 @@ class HybridStrategy(MultiWorkerMirroredStrategy):
         self.communication.add_source(
             lambda: self._tables.traffic(self.extended.counted), lambda: 0.0
         )
+        if snapshot_every is None:
+            return
+        self._snapshots = snapshots_module.Snapshots(
+            self._servers, self._tables, self.task.name, snapshot_dir, snapshot_every
+        )
+        if self.is_chief:
+            self._servers.at_good_end(self._snapshots.delete)
+            if recovers:
+                Recovery(self._servers, self._snapshots, table_timeout).start()
 
     def _waits(self):
         return stalls.Waits(self, self.progress)
@@ -202,8 +229,13 @@ class HybridStrategy(MultiWorkerMirroredStrategy):
         return self._tables
 
     @property
+    def snapshots(self):
+        """The job's snapshots; None without `snapshot_every`."""
+        return self._snapshots
+
+    @property
     def placement(self):
-        """What decides which tables lie on parameter servers."""
+        """What decides which tables lie on parameter servers; None without a cluster."""
         return self._placement
 
     def _in_step(self, fn):
@@ -219,7 +251,7 @@ class HybridStrategy(MultiWorkerMirroredStrategy):
 
     def announce(self):
         """Says which tables lie where, if there are new ones."""
-        if self.is_chief and self._placement.has_news:
+        if self._placement is not None and self.is_chief and self._placement.has_news:
             logger.info("HybridStrategy keeps\n%s", self._placement.report())
 
     def note_bad_end(self):

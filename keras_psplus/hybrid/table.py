@@ -4,8 +4,8 @@ import numpy as np
 import tensorflow as tf
 
 from keras_psplus.hybrid import names
+from keras_psplus.hybrid.initial_rows import rows_of
 from keras_psplus.hybrid.rows import MESSAGE_BYTES, RowCodec
-from keras_psplus.hybrid.shard import rows_of
 
 _INT, _LONG, _FLOAT = tf.int32, tf.int64, tf.float32
 
@@ -54,6 +54,12 @@ class Table:
         if self._slots_of is not optimizer:
             self._first_slot, self._slots_of = self.slots + 1, optimizer
         return self._first_slot
+
+    @property
+    def slots_in_use(self):
+        """How many slots the optimizer has that updates the table now."""
+        of_last = self._slots_of is not None and self._slots_of is self.optimizer
+        return self.slots + 1 - self._first_slot if of_last else 0
 
     def method_of_optimizer(self, what):
         """The name of a method that belongs to the table's present optimizer."""

@@ -17,9 +17,10 @@ from keras_psplus.cluster import serve as cluster_serve
 from keras_psplus.cluster.config import ClusterStartupError
 from keras_psplus.cluster.environment import TOKEN_VARIABLE
 from keras_psplus.cluster.preflight import check_own_address
-from keras_psplus.hybrid import names
+from keras_psplus.hybrid import names, shard_files
 from keras_psplus.hybrid.calls import ControlLink, TableServerError
 from keras_psplus.hybrid.row_optimizer import check_elementwise
+from keras_psplus.hybrid.server_files import ServerFiles
 from keras_psplus.hybrid.shard import Shard
 
 _POLL_SECONDS = 0.1
@@ -41,11 +42,12 @@ class TableServer:
         self._task, self._digest, self._options, self._agreed = task, digest, options, agreed
         self._log = log
         self._shards = {}
+        self._files = ServerFiles(self._shards, options)
         self._assignments = collections.Counter()
         self._requests = queue.SimpleQueue()
         self._tickets, self._answers = set(), {}
         self._server = None
-        self._generation = self._served = 0
+        self._generation = self._served = self._starts = 0
         self.nonce = uuid.uuid4().hex
         self.was_greeted = self.was_left = False
         self.listens = threading.Event()
@@ -94,11 +96,17 @@ class TableServer:
                 "tasks with the same TF_CONFIG cluster, and the same "
                 f"{TOKEN_VARIABLE} or `job_token`. Received: another token"
             }
+        if request.pop("nonce", self.nonce) != self.nonce:
+            return {
+                "lost": True,
+                "error": "it has been started anew, and holds nothing of this job any more. Start "
+                "the whole job again. Received: a request to the process before it",
+            }
         ticket = request.pop("ticket")
         if ticket not in self._tickets:
             self._tickets.add(ticket)
             self._requests.put((ticket, request))
-        return self._answers.get(ticket, {"pending": True})
+        return self._answers.get(ticket, {"pending": True, "progress": self._files.progress})
 
     def _handle(self, what, **arguments):
         handler = getattr(self, f"_on_{what}", None)
@@ -115,7 +123,7 @@ class TableServer:
                 f"{known} on {self._task.name}"
             )
         self.was_greeted = True
-        return {}
+        return {"nonce": self.nonce}
 
     def _on_who(self):
         return {"nonce": self.nonce}
@@ -154,6 +162,49 @@ class TableServer:
     def _on_pushes(self):
         return {"pushes": [shard.pushes() for shard in self._shards.values()]}
 
+    def _on_check_directory(self, directory):
+        shard_files.check(directory, self._task.name)
+        return {}
+
+    def _on_save(self, directory, stem):
+        self._files.save(directory, stem)
+        return {}
+
+    def _on_load(self, **where):
+        self._files.load(**where)
+        return {}
+
+    def _on_keep(self, directory, stem):
+        self._files.keep(directory, stem)
+        return {}
+
+    def _on_keep_folders(self, directory, pattern, names):
+        shard_files.keep(directory, pattern, names)
+        return {}
+
+    def _on_recover(self, greeting, made, assigned, load):
+        if self._shards:
+            raise ValueError(f"It has tables already. Received: a request to recover {load}")
+        try:
+            self._on_hello(**greeting)
+            for what, arguments in made:
+                self._handle(what, **arguments)
+            self._files.load(**load)
+            tables = [(key, stored) for key, stored, _ in load["tables"]]
+            self._files.take_up(load["directory"], load["stem"], tables)
+        except Exception:
+            # Nobody must reach half of it.
+            self._shards.clear()
+            self._generation = self._served
+            raise
+        self._assignments.update({(key, slot): count for key, slot, count in assigned})
+        self._log(f"{self._task.name} has read its rows of the tables in {load['directory']}")
+        return {}
+
+    def _on_lost(self):
+        counts = {shard.name: shard.lost_updates.counted() for shard in self._shards.values()}
+        return {"lost": counts}
+
     def _restart(self):
         generation = self._generation
         methods = {names.CONTROL: self._control}
@@ -161,7 +212,8 @@ class TableServer:
             for what, function in shard.methods().items():
                 methods[names.method(self._digest, key, what)] = function
         # TensorFlow takes a second server of the same text for the first.
-        address = ("" if generation % 2 else "dns:///") + self._task.address
+        self._starts += 1
+        address = ("dns:///" if self._starts % 2 else "") + self._task.address
         server = tf.distribute.experimental.rpc.Server.create("grpc", address)
         for name, function in methods.items():
             server.register(name, function)

@@ -20,6 +20,7 @@ from keras_psplus.keras_hooks import (
     parameter_server_updates,
     parameter_server_variables,
     saving,
+    snapshots,
     trainer,
     updates,
     variables,
@@ -51,6 +52,7 @@ def install():
         hybrid,
         hybrid_prefetch,
         keras_rs,
+        snapshots,
     ):
         module.install()
     _installed = True

@@ -39,11 +39,18 @@ def save(strategy, model, folder):
 
 def note(strategy, model, folder):
     """Writes which step the model is of, on the chief, after the model."""
-    if strategy.updates is not None:
-        is_alone = asynchronous(strategy) is not None
-        number = (_number_of_batches if is_alone else _number)(strategy, model)
+    number = position(strategy, model)
+    if number is not None:
         with file_utils.File(_note_path(folder), "w") as f:
             f.write(json.dumps(number))
+
+
+def position(strategy, model):
+    """Which step the model is of, for `restore`; None if its variables tell."""
+    if strategy.updates is None:
+        return None
+    is_alone = asynchronous(strategy) is not None
+    return (_number_of_batches if is_alone else _number)(strategy, model)
 
 
 def noted(strategy, folder):

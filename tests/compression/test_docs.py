@@ -1,19 +1,15 @@
-import pathlib
-import re
-
 import numpy as np
 import pytest
 import tensorflow as tf
 
 from keras_psplus import compression
 from tests.compression.common import at, bytes_of, round_trip
-
-MANUAL = pathlib.Path(__file__).parents[2] / "docs" / "compression.md"
+from tests.docs import pages
 
 
 @pytest.fixture(scope="module")
 def blocks():
-    return re.findall(r"```python\n(.*?)```", MANUAL.read_text(), re.DOTALL)
+    return [block.text for block in pages.blocks(pages.ROOT / "docs" / "compression.md")]
 
 
 def test_the_manuals_lines_for_a_loop_of_ones_own_run(blocks):

@@ -5,10 +5,15 @@ fault_job.py STEPS FOLDER [name=value ...]
 Each step adds to the rows of its ids what plain gradient descent adds; the chief prints steps, and
 at the end whether the table is what it has to be. With `backup=1` it resumes from the folder;
 `bad_id=1` has worker 1 ask for a row that is not there; `pause=SECONDS` makes steps slow.
+`snapshot=STEPS` has snapshots written to the folder, in two calls of `fit`; `die=TASK:NUMBER` kills
+a server while it writes that one; `tables=1` has the tables written to the folder at the end, and
+read again.
 """
 
+import json
 import os
 import pathlib
+import signal
 import sys
 import time
 
@@ -19,14 +24,56 @@ import numpy as np
 import tensorflow as tf
 
 import keras_psplus as psp
+from keras_psplus.hybrid import shard_files
 
-ROWS, DIM, BATCH = 40, 4, 8
+ROWS, DIM, BATCH, PER_EPOCH = 40, 4, 8, 10
+
+
+class AddBias(keras.layers.Layer):
+    """A dense weight."""
+
+    def build(self, shape):
+        self.bias = self.add_weight(shape=(DIM,), initializer="zeros")
+
+    def call(self, rows):
+        return rows[:, 0] + self.bias
+
+
+def expected(ids, momentum):
+    """What plain descent makes of the table, lazily, and of the bias."""
+    rows, bias = np.zeros((2, ROWS, DIM), "float32"), np.zeros((2, DIM), "float32")
+    for batch in ids.reshape(-1, BATCH):
+        # The gradient of the mean over a batch of rows that are all different.
+        rows[1, batch] = momentum * rows[1, batch] - 1 / BATCH / DIM
+        rows[0, batch] += rows[1, batch]
+        bias[1] = momentum * bias[1] - 1 / DIM
+        bias[0] += bias[1]
+    return [bias[0], rows[0]]
+
+
+def die_in_snapshot(task, number):
+    """Kills the server of that name when it has written parts of that snapshot, but not all."""
+    own = json.loads(os.environ["TF_CONFIG"])["task"]
+    if task != f"{own['type']}-{own['index']}":
+        return
+    merge, times = shard_files.tf.raw_ops.MergeV2Checkpoints, []
+
+    def write(*args, **kwargs):
+        times.append(None)
+        if len(times) == int(number):
+            os.kill(os.getpid(), signal.SIGKILL)
+        return merge(*args, **kwargs)
+
+    shard_files.tf.raw_ops.MergeV2Checkpoints = write
 
 
 def main():
     steps, folder = int(sys.argv[1]), pathlib.Path(sys.argv[2])
     options = dict(word.split("=") for word in sys.argv[3:])
     pause = float(options.get("pause", 0))
+    if options.get("die"):
+        die_in_snapshot(*options["die"].split(":"))
+    snapshot_every = int(options["snapshot"]) if options.get("snapshot") else None
     strategy = psp.HybridStrategy(
         placement={"*/embeddings": "parameter_server"},
         sync=options.get("sync", "1") == "1",
@@ -35,6 +82,8 @@ def main():
         job_token=options.get("token"),
         row_compression=options.get("push"),
         pull_compression=options.get("pull"),
+        snapshot_every=snapshot_every,
+        snapshot_dir=folder / "snapshots" if snapshot_every else None,
     )
     ids = np.arange(BATCH * steps).astype("int32").reshape(-1, 1) % ROWS
     if options.get("bad_id"):
@@ -45,13 +94,12 @@ def main():
             [
                 keras.Input((1,), dtype="int32"),
                 keras.layers.Embedding(ROWS, DIM, embeddings_initializer="zeros"),
-                keras.layers.Lambda(lambda rows: rows[:, 0]),
+                AddBias(),
             ],
         )
-        # The gradient of the mean over a batch of rows that are all different, by plain descent:
-        # each row goes down by 1 / BATCH / DIM at each step that has it.
+        momentum = float(options.get("momentum", 0))
         model.compile(
-            optimizer=keras.optimizers.SGD(1.0, momentum=float(options.get("momentum", 0))),
+            optimizer=keras.optimizers.SGD(1.0, momentum=momentum),
             loss=lambda y, rows: tf.reduce_mean(rows, axis=-1),
         )
 
@@ -60,20 +108,29 @@ def main():
             time.sleep(pause)
             print(f"batch {int(self.model.optimizer.iterations.numpy())}.", flush=True)
 
-    callbacks = [Tell()]
-    epochs, per_epoch = 1, steps
+    callbacks, repeats = [Tell()], 1
+    if options.get("backup") or snapshot_every:
+        repeats, ids = steps // PER_EPOCH, ids[: BATCH * PER_EPOCH]
     if options.get("backup"):
-        per_epoch = 10
-        epochs = steps // per_epoch
         callbacks.append(keras.callbacks.BackupAndRestore(folder / "backup"))
     data = tf.data.Dataset.from_tensor_slices((ids, np.zeros((len(ids), 1), "float32")))
-    data = data.batch(BATCH, drop_remainder=True).repeat()
-    model.fit(data, epochs=epochs, steps_per_epoch=per_epoch, verbose=0, callbacks=callbacks)
-    times = np.bincount(ids[:, 0], minlength=ROWS)[:, np.newaxis]
-    expected = -times / BATCH / DIM * np.ones((1, DIM))
-    found = model.get_weights()[0]
-    difference = float(np.abs(found - expected).max())
-    print(f"end iterations={int(model.optimizer.iterations.numpy())} off={difference:.1e}")
+    for epochs in (1, repeats - 1) if snapshot_every else (repeats,):
+        model.fit(data.batch(BATCH), epochs=epochs, verbose=0, callbacks=callbacks)
+    found, right = model.get_weights(), expected(np.tile(ids, (repeats, 1)), momentum)
+    # In Keras's order of weights.
+    right = [next(w for w in right if w.shape == f.shape) for f in found]
+    difference = max(float(np.abs(f - w).max()) for f, w in zip(found, right))
+    missing = next(float((f - w)[:, 0].sum()) for f, w in zip(found, right) if f.ndim == 2)
+    print(
+        f"end iterations={int(model.optimizer.iterations.numpy())} off={difference:.1e} "
+        f"missing={missing * BATCH * DIM:g}"
+    )
+    if options.get("tables"):
+        strategy.save_tables(folder / "tables")
+        model.set_weights([np.zeros_like(w) for w in found])
+        strategy.load_tables(folder / "tables")
+        table = model.layers[0].get_weights()[0]
+        print(f"loaded off={np.abs(table - right[0]).max():.1e}")
 
 
 if __name__ == "__main__":

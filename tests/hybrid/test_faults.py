@@ -4,25 +4,28 @@ import os
 import pathlib
 import re
 import signal
+import subprocess
 import sys
 import time
 
+import numpy as np
 import pytest
 
 from keras_psplus.cluster.environment import python_path
 from keras_psplus.cluster.processes import LocalCluster
 from keras_psplus.cluster.testing import run_in_processes
+from keras_psplus.hybrid import TableFiles
 from tests.parameter_server.waiting import wait_for
 
 JOB = pathlib.Path(__file__).with_name("fault_job.py")
 ENVIRONMENT = {"TF_CPP_MIN_LOG_LEVEL": "2", "CUDA_VISIBLE_DEVICES": ""}
 
 
-def cluster(folder, *args):
+def cluster(folder, *args, ps=2):
     return LocalCluster(
         [sys.executable, str(JOB), *map(str, args)],
         workers=2,
-        ps=2,
+        ps=ps,
         env={**ENVIRONMENT, "PYTHONPATH": python_path(os.environ)},
         log_dir=folder,
         # Whoever has to end has to do so by itself.
@@ -88,3 +91,76 @@ def test_an_asynchronous_job_counts_every_gradient():
     assert "end iterations=30 off=0.0e+00" in result.logs["worker-0"]
     for name in ("ps-0", "ps-1"):
         assert f"worker-0 has ended, {name} ends" in result.logs[name]
+
+
+def test_a_job_with_snapshots_resumes_at_the_step_of_the_last_whole_one(tmp_path):
+    args = (30, tmp_path, "snapshot=4", "momentum=0.5")
+    snapshots = tmp_path / "snapshots"
+
+    def run(name, *more, ps=2):
+        with cluster(tmp_path / name, *args, *more, ps=ps) as job:
+            result = job.wait(120)
+        assert not result.timed_out, result.tails(40)
+        return result
+
+    # A server dies in the second `fit`, when it has written a part of the fourth one.
+    result = run("first", "die=ps-1:4")
+    for name in ("worker-0", "worker-1"):
+        assert result.exit_codes[name] == 1
+        assert re.search(r"PeerLostError: ps-1 \(127.0.0.1:\d+\)", result.logs[name])
+    assert sorted(p.parent.name for p in snapshots.glob("*/tables.json")) == [
+        "step-0000000008",
+        "step-0000000012",
+    ]
+    # With one server in the place of two.
+    result = run("second", "tables=1", ps=1)
+    assert result.exit_code == 0, result.tails(40)
+    assert "training goes on after step 12: batch 2 of epoch 1" in result.logs["worker-0"]
+    for name in ("worker-0", "worker-1"):
+        assert "batch 12." not in result.logs[name]
+        ending = re.search(r"end iterations=30 off=(\S+)", result.logs[name])
+        assert ending and float(ending[1]) < 1e-6, result.tails(40)
+        assert "loaded off=0.0e+00" in result.logs[name]
+    # It has ended well, and nobody needs them.
+    assert not list(snapshots.glob("step-*"))
+    files = TableFiles(tmp_path / "tables")
+    assert files.names == ["sequential/embedding/embeddings"]
+    assert files.shape(files.names[0]) == (40, 4) and files.slots(files.names[0]) == 1
+    assert np.all(files.read(files.names[0]) < 0)
+
+
+def test_an_asynchronous_job_goes_on_with_a_server_that_was_started_again(tmp_path):
+    args = (40, tmp_path, "sync=0", "snapshot=10", "pause=0.1", "timeout=120")
+    with cluster(tmp_path / "logs", *args) as job:
+        log = job.log_path("worker-0")
+        wait_for(log, "batch 13.", seconds=120)
+        pid = job.pids["ps-1"]
+        command, environment = (
+            pathlib.Path(f"/proc/{pid}/{name}").read_bytes().decode().split("\0")[:-1]
+            for name in ("cmdline", "environ")
+        )
+        os.kill(pid, signal.SIGKILL)
+        with (
+            open(tmp_path / "again.log", "wb") as output,
+            subprocess.Popen(
+                command,
+                env=dict(word.split("=", 1) for word in environment),
+                stdout=output,
+                stderr=output,
+            ) as again,
+        ):
+            try:
+                wait_for(log, "missing=", seconds=120)
+                assert again.wait(60) == 0, (tmp_path / "again.log").read_text()
+            finally:
+                again.kill()
+        text = log.read_text()
+    told = re.search(
+        r"ps-1 \(127.0.0.1:\d+\) was started anew, and goes on with its rows of the tables as they "
+        r"were at step 10. .*: (\d+) updates of sequential/embedding/embeddings",
+        text,
+    )
+    assert told, text
+    # At each step, each worker sends this server two rows.
+    ending = re.search(r"end iterations=40 off=\S+ missing=(\d+)", text)
+    assert ending and int(ending[1]) == 2 * int(told[1]) > 0, text

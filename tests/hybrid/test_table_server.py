@@ -1,7 +1,9 @@
 """A table server and its clients in one process: what it refuses, and that it survives it."""
 
+import os
 import socket
 import threading
+import types
 
 import numpy as np
 import pytest
@@ -9,9 +11,11 @@ import tensorflow as tf
 
 from keras_psplus.cluster.config import TaskConfig
 from keras_psplus.cluster.ports import free_ports
-from keras_psplus.hybrid.calls import ControlLink, TableServerError
+from keras_psplus.hybrid import saving
+from keras_psplus.hybrid.calls import ControlLink, TableServerError, TableServerLostError
 from keras_psplus.hybrid.row_optimizer import config_of
 from keras_psplus.hybrid.servers import Servers
+from keras_psplus.hybrid.snapshots import Snapshots
 from keras_psplus.hybrid.table import Table, pull, push
 from keras_psplus.hybrid.table_server import TableServer
 
@@ -128,3 +132,65 @@ def test_an_optimizer_that_is_not_by_rows_is_refused(task, table):
     config = config_of(tf.keras.optimizers.Lamb(), None, None, None)
     with pytest.raises(TableServerError, match="cannot be applied to the rows"):
         control(task).request("optimizer", key=1, config=config, number=1, first_slot=1)
+
+
+def test_a_process_in_the_place_of_the_one_that_is_meant_is_refused(task, table):
+    link = control(task)
+    link.nonce = "that of another process"
+    with pytest.raises(TableServerLostError, match="has been started anew.*Start the whole job"):
+        link.request("save", directory="/", stem="tables")
+
+
+def test_the_last_whole_snapshot_counts(table, tmp_path, monkeypatch):
+    tables = types.SimpleNamespace(all=[table])
+    snapshots = Snapshots(table.servers, tables, "worker-0", str(tmp_path), 10)
+    snapshots.check()
+    assert snapshots.latest() is None
+    for step in (10, 20, 30):
+        table.write(0, np.full((9, 3), step, "float32"))
+        snapshots.save(step, {"epoch": step}, {"bias": np.array([step], "float32")})
+    assert sorted(os.listdir(tmp_path)) == ["step-0000000020", "step-0000000030"]
+    # A chief that ends before the list is there, and then one without the power to tidy up.
+    table.write(0, np.full((9, 3), 40, "float32"))
+    with monkeypatch.context() as patch:
+        patch.setattr(saving, "write_list", lambda *args: 1 / 0)
+        patch.setattr(table.servers, "ask_all", lambda what, **arguments: None)
+        with pytest.raises(ZeroDivisionError):
+            snapshots.save(40, {}, {"bias": np.array([40.0], "float32")})
+    assert "step-0000000040" in os.listdir(tmp_path)
+    folder, listed = snapshots.latest()
+    assert (listed["step"], listed["epoch"]) == (30, 30)
+    assert snapshots.load(folder, listed, {"bias": "float32"}) == {"bias": [30.0]}
+    assert (table.read(0) == 30).all()
+    # The next one tidies up.
+    snapshots.save(50, {}, {"bias": np.array([50.0], "float32")})
+    assert sorted(os.listdir(tmp_path)) == ["step-0000000030", "step-0000000050"]
+    snapshots.is_needed = True
+    snapshots.delete()
+    assert len(os.listdir(tmp_path)) == 2
+    snapshots.is_needed = False
+    snapshots.delete()
+    assert not os.listdir(tmp_path)
+
+
+def test_tables_that_are_not_those_that_were_saved_are_refused(task, table, tmp_path):
+    folder = str(tmp_path / "tables")
+    (tmp_path / "file").write_text("")
+    with pytest.raises(TableServerError, match=r"ps-0 \(.*\): cannot write .*file/tables"):
+        saving.save(table.servers, [table], str(tmp_path / "file" / "tables"))
+    with pytest.raises(ValueError, match="There are no tables there"):
+        saving.load(table.servers, [table], folder)
+    saving.save(table.servers, [table], folder)
+    saving.save(table.servers, [table], folder)
+    assert len([name for name in os.listdir(folder) if name.endswith(".index")]) == 1
+    other = Table(table.servers, 0, SPEC["name"], (8, 3), DIGEST, None, None)
+    message = r"shape \(8, 3\) is not in .* which has users/embeddings \(9, 3\).*the same model"
+    with pytest.raises(ValueError, match=message):
+        saving.load(table.servers, [other], folder)
+    table.optimizer = tf.keras.optimizers.Adam()
+    try:
+        saving.load(table.servers, [table], folder)
+        with pytest.raises(ValueError, match="another optimizer.*Received: None for Adam"):
+            saving.load(table.servers, [table], folder, strict=True)
+    finally:
+        table.optimizer = None

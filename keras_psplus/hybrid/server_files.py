@@ -1,0 +1,97 @@
+"""What a parameter server does about files: it writes its rows of the tables, and reads them."""
+
+import os
+
+import tensorflow as tf
+
+from keras_psplus.hybrid import shard_files
+from keras_psplus.hybrid.table_files import STEM, name_of
+
+
+class ServerFiles:
+    """The files of one parameter server.
+
+    Args:
+        shards: Dict from tables' numbers to `Shard`s, as the server fills it.
+        options: Dict with `server`, its index, and `servers`, their number.
+    """
+
+    def __init__(self, shards, options):
+        self._shards = shards
+        self._server, self._servers = options["server"], options["servers"]
+        # Grows while there is something to wait for.
+        self.progress = 0
+
+    def save(self, directory, stem):
+        """Writes this server's rows of all tables, and their optimizers' variables.
+
+        Raises:
+            OSError: If it cannot.
+        """
+        variables, tensors = {}, {"server": tf.constant(self._server)}
+        for key, shard in self._shards.items():
+            variables.update(_variables(shard, key, len(shard.slots)))
+            tensors[_counts(key)] = shard.counts()
+        with shard_files.explained("write", directory):
+            tf.io.gfile.makedirs(directory)
+            shard_files.write(self._path(directory, stem), variables, tensors, self._go_on)
+
+    def load(self, directory, stem, servers, tables):
+        """Reads this server's rows of tables.
+
+        Args:
+            directory: The folder.
+            stem: How the files' names begin.
+            servers: How many servers have written them.
+            tables: List of triples: a table's number, its number in the files, and how many
+                variables of its optimizer to read.
+
+        Raises:
+            OSError: If it cannot.
+        """
+        paths = [shard_files.path_of(directory, stem, i, servers) for i in range(servers)]
+        with shard_files.explained("read", directory):
+            for key, stored, slots in tables:
+                shard = self._shards[key]
+                shape = shard.spec["rows"], shard.dim
+                for name, variable in _variables(shard, stored, slots).items():
+                    shard_files.read_share(
+                        variable, paths, name, shape, self._server, self._servers, self._go_on
+                    )
+
+    def take_up(self, directory, stem, tables):
+        """Reads how many updates this server's rows have seen; what came later is lost.
+
+        Args:
+            directory: The folder.
+            stem: How the files' names begin.
+            tables: List of pairs: a table's number, and its number in the files.
+        """
+        path = self._path(directory, stem)
+        with shard_files.explained("read", directory):
+            for key, stored in tables:
+                counts = shard_files.read_tensor(path, _counts(stored), tf.int64)
+                self._shards[key].take_up(counts)
+
+    def keep(self, directory, stem):
+        """Deletes the files of tables in a folder, but for those whose names begin so."""
+        for path in shard_files.find(directory, f"{STEM}-*-of-*"):
+            if not os.path.basename(path).startswith(f"{stem}-"):
+                shard_files.remove_tree(path)
+
+    def _path(self, directory, stem):
+        return shard_files.path_of(directory, stem, self._server, self._servers)
+
+    def _go_on(self):
+        self.progress += 1
+
+
+def _variables(shard, key, slots):
+    """The variables of a shard by their names in files, where the table has the number `key`."""
+    variables = {name_of(key): shard.weights}
+    variables.update({name_of(key, i): shard.slots[i] for i in range(slots)})
+    return variables
+
+
+def _counts(key):
+    return f"{key}/counts"

@@ -1,0 +1,162 @@
+"""Snapshots: from time to time, all that a job needs to go on from one step, in a folder.
+
+The servers write their tables, the chief everything else of the same step, and then the list of
+what is there, without which a snapshot counts for nothing.
+"""
+
+import contextlib
+import os
+import re
+import threading
+import uuid
+
+import tensorflow as tf
+
+from keras_psplus.arguments import whole_number
+from keras_psplus.hybrid import saving, shard_files
+from keras_psplus.hybrid.calls import TableServerError
+from keras_psplus.hybrid.table_files import read_list
+
+_KEPT = 2
+_PATTERN = "step-*"
+_FOLDER = re.compile(r"step-(\d+)$")
+
+
+def check_arguments(every, directory):
+    """Checks what a user gives.
+
+    Raises:
+        ValueError: If there is but one of them, or it cannot be.
+    """
+    if (every is None) != (directory is None):
+        raise ValueError(
+            "`snapshot_every` and `snapshot_dir` go together: give both, or none. Received: "
+            f"snapshot_every={every!r}, snapshot_dir={directory!r}"
+        )
+    if every is not None:
+        whole_number("snapshot_every", every, 1)
+
+
+class Snapshots:
+    """The snapshots of one job. Those that write and read are for the chief.
+
+    Args:
+        servers: `servers.Servers`.
+        tables: `tables.Tables`.
+        name: Task name of this process.
+        directory: Folder for the snapshots' folders.
+        every: Steps from one to the next.
+    """
+
+    def __init__(self, servers, tables, name, directory, every):
+        self._servers, self._tables, self._name = servers, tables, name
+        self.directory, self.every = shard_files.full_path(directory), every
+        # Held while one is written, or a server reads one.
+        self.lock = threading.Lock()
+        # While training that would go on from the last one has not come to its end.
+        self.is_needed = False
+
+    def check(self):
+        """Sees that all tasks can write.
+
+        Raises:
+            OSError: If the chief cannot.
+            TableServerError: If a server cannot.
+        """
+        with self._named():
+            shard_files.check(self.directory, self._name)
+        self._servers.ask_all("check_directory", directory=self.directory)
+
+    def save(self, step, facts, tensors):
+        """Writes one, and then deletes old ones.
+
+        Args:
+            step: Number of the step.
+            facts: Dict of what else is to be known of it.
+            tensors: Dict from names to arrays, everything but the tables.
+
+        Raises:
+            OSError: If the chief cannot write.
+            TableServerError: If a server cannot, or is lost.
+        """
+        folder = os.path.join(self.directory, f"step-{step:010d}")
+        stem = f"dense-{uuid.uuid4().hex[:12]}"
+
+        def dense():
+            with self._named(), shard_files.explained("write", folder):
+                shard_files.write(os.path.join(folder, stem), {}, _as_tensors(tensors))
+            return {**facts, "step": step, "dense": stem}
+
+        with self.lock:
+            with self._named(), shard_files.explained("write", folder):
+                tf.io.gfile.makedirs(folder)
+            saving.save(self._servers, self._tables.all, folder, dense)
+            self._keep([os.path.basename(path) for path, _ in self.whole()[-_KEPT:]])
+
+    def latest(self):
+        """The folder of the last whole one and what is in it, or None."""
+        whole = self.whole()
+        return whole[-1] if whole else None
+
+    def whole(self):
+        """Folders of all whole ones with what is in them, in the order of their steps."""
+        found = []
+        for path in shard_files.find(self.directory, _PATTERN):
+            listed = read_list(path) if _FOLDER.search(path) else None
+            if listed is not None:
+                found.append((path, listed))
+        return sorted(found, key=lambda one: one[1]["step"])
+
+    def load(self, folder, listed, forms):
+        """Has the servers read one, and reads what is the chief's.
+
+        Args:
+            folder: The snapshot's folder.
+            listed: What is in it.
+            forms: Dict from names of tensors to their dtypes.
+
+        Returns:
+            Dict from names to arrays.
+
+        Raises:
+            OSError: If the chief cannot read.
+            TableServerError: If a server cannot.
+            ValueError: If the snapshot has other tables.
+        """
+        saving.load(self._servers, self._tables.all, folder, strict=True)
+        path = os.path.join(folder, listed["dense"])
+        with self._named(), shard_files.explained("read", folder):
+            return {
+                name: shard_files.read_tensor(path, name, dtype) for name, dtype in forms.items()
+            }
+
+    def delete(self):
+        """Deletes all of them, and what workers keep beside them, if nothing will go on there."""
+        if self.is_needed:
+            return
+        with contextlib.suppress(TableServerError):
+            self._keep([])
+        shard_files.remove_tree(os.path.join(self.directory, "compression"))
+
+    def request_of(self, folder):
+        """What a server needs to know to read its rows of one."""
+        return saving.request_of(self._tables.all, folder, strict=True)
+
+    def _keep(self, names):
+        shard_files.keep(self.directory, _PATTERN, names)
+        # A disk of its own may be full of what only the server sees.
+        self._servers.ask_all(
+            "keep_folders", directory=self.directory, pattern=_PATTERN, names=names
+        )
+
+    @contextlib.contextmanager
+    def _named(self):
+        try:
+            yield
+        except OSError as error:
+            raise OSError(f"{self._name} {error}") from None
+
+
+def _as_tensors(arrays):
+    with tf.device("/CPU:0"):
+        return {name: tf.convert_to_tensor(array) for name, array in arrays.items()}

@@ -1,0 +1,276 @@
+"""`fit` under `HybridStrategy(snapshot_every=)`: snapshots of steps, and going on from the last.
+
+BackupAndRestore knows epochs only, and has the tables pass through the chief's memory. Here `fit`
+goes on after the very batch: those that come before it in the epoch are drawn, and not trained.
+"""
+
+import contextlib
+import sys
+import weakref
+
+import tensorflow as tf
+from keras.src import callbacks as keras_callbacks
+from keras.src.callbacks import callback_list
+from keras.src.trainers import epoch_iterator, trainer
+
+from keras_psplus.all_reduce import failure
+from keras_psplus.hybrid.calls import TableServerLostError
+from keras_psplus.hybrid.on_chief import on_chief
+from keras_psplus.hybrid.strategy import HybridStrategy
+from keras_psplus.hybrid.variable import TableVariable
+from keras_psplus.keras_hooks import compression_backup, updates
+from keras_psplus.keras_hooks.ownership import ours
+from keras_psplus.keras_hooks.patching import replace
+from keras_psplus.log import logger
+
+_WHAT = "snapshot"
+_runs = weakref.WeakKeyDictionary()
+
+
+class _Run:
+    """How far this process has come.
+
+    Attributes:
+        fits: How many calls of `fit` have begun.
+        step, epoch, batch: Steps of all epochs, the present epoch, and batches of it up to now.
+        found: On the chief, the folder and the list of the snapshot that was there at the start.
+        metrics: Values that metrics get once Keras has reset them.
+        skips: Epochs, and batches of the next one, whose data are drawn and not trained.
+        can_skip: Whether the next iteration over data is that of `fit`.
+        initial_epoch: What the model had before.
+    """
+
+    def __init__(self):
+        self.fits = self.step = self.epoch = self.batch = 0
+        self.found = self.metrics = self.skips = self.initial_epoch = None
+        self.can_skip = False
+
+
+def install():
+    """Installs this module's hooks."""
+    callbacks = callback_list.CallbackList
+    replace(callbacks, "on_train_begin", ["self", "logs"])(_begin)
+    replace(callbacks, "on_epoch_begin", ["self", "epoch", "logs"])(_begin_epoch)
+    replace(callbacks, "on_train_batch_end", ["self", "batch", "logs"])(_end_batch)
+    replace(callbacks, "on_train_end", ["self", "logs"])(_end)
+    replace(epoch_iterator.EpochIterator, "__iter__", ["self"])(_iterate)
+    replace(trainer.Trainer, "_get_metrics_result_or_logs", ["self", "logs"])(_end_of_epoch)
+
+
+def _run_of(strategy):
+    strategy = ours(strategy)
+    if not isinstance(strategy, HybridStrategy) or strategy.snapshots is None:
+        return None, None
+    return strategy, _runs.setdefault(strategy, _Run())
+
+
+def _begin(original, self, logs=None):
+    strategy, run = _run_of(getattr(self.model, "_distribute_strategy", None))
+    if strategy is None:
+        return original(self, logs)
+    if any(isinstance(c, keras_callbacks.BackupAndRestore) for c in self.callbacks):
+        raise ValueError(
+            "`snapshot_every` resumes a job, and so does the BackupAndRestore callback, from "
+            "another step: leave one of them out. "
+            f"Received: snapshot_every={strategy.snapshots.every} and BackupAndRestore"
+        )
+    run.fits += 1
+    # A script may catch what breaks off `fit`, and end with an exit code of its own.
+    strategy.snapshots.is_needed = True
+    run.initial_epoch = self.model._initial_epoch
+    _restore(strategy, run, self.model)
+    original(self, logs)
+    if not strategy.sync and run.epoch is not None:
+        # For a server that is started anew before the first one is due.
+        _save(strategy, run, self.model)
+
+
+def _begin_epoch(original, self, epoch, logs=None):
+    original(self, epoch, logs)
+    strategy, run = _run_of(getattr(self.model, "_distribute_strategy", None))
+    if strategy is None:
+        return
+    run.epoch, run.batch = epoch, 0
+    if run.skips is not None:
+        run.batch, run.can_skip = run.skips[1], True
+        for variable, value in zip(self.model.metrics_variables, run.metrics):
+            variable.assign(value)
+
+
+def _end_batch(original, self, batch, logs=None):
+    original(self, batch, logs)
+    strategy, run = _run_of(getattr(self.model, "_distribute_strategy", None))
+    if strategy is None:
+        return
+    before = run.step
+    run.step += batch + 1 - run.batch
+    run.batch = batch + 1
+    every = strategy.snapshots.every
+    if run.step // every > before // every:
+        _save(strategy, run, self.model)
+
+
+def _end(original, self, logs=None):
+    original(self, logs)
+    strategy, run = _run_of(getattr(self.model, "_distribute_strategy", None))
+    if strategy is not None:
+        self.model._initial_epoch = run.initial_epoch
+        strategy.snapshots.is_needed = run.epoch is None
+
+
+def _iterate(original, self):
+    result = original(self)
+    strategy, run = _run_of(getattr(self, "_distribute_strategy", None))
+    if strategy is None or not run.can_skip:
+        return result
+    (epochs, batches), run.skips, run.can_skip = run.skips, None, False
+
+    @tf.function(autograph=False)
+    def draw(iterator):
+        # Not an error if it has ended: of `steps_per_execution`, the last may be fewer.
+        iterator.get_next_as_optional()
+
+    if self.num_batches and not self.steps_per_epoch:
+        # Shuffled data have another order in each epoch.
+        for _ in range(epochs):
+            for _ in self._enumerate_iterator():
+                pass
+        self._epoch_iterator = self._enumerate_iterator()
+    for _ in range(0, batches, self.steps_per_execution):
+        _, _, iterator = next(self._epoch_iterator)
+        for _ in range(self.steps_per_execution):
+            draw(iterator)
+    return result
+
+
+def _end_of_epoch(original, self, logs):
+    strategy, _ = _run_of(getattr(self, "_distribute_strategy", None))
+    if strategy is not None and not logs:
+        # An epoch of which nothing was left to train.
+        logs = self.get_metrics_result()
+    return original(self, logs)
+
+
+def _save(strategy, run, model):
+    """Writes a snapshot; on all workers, at the same step."""
+    snapshots, control = strategy.snapshots, strategy.extended.control
+    problem = ""
+    try:
+        compression_backup.save(strategy, model, snapshots.directory)
+    except (OSError, tf.errors.OpError) as error:
+        problem = f"{strategy.task.name} cannot write to {snapshots.directory}: {error}"
+    # Whoever is here has sent all that belongs to this step.
+    problems = control.exchange(_WHAT, problem) if control else [problem]
+    if any(problems):
+        raise OSError(next(filter(None, problems)))
+    variables = _variables(model)
+    facts = {
+        "fit": run.fits,
+        "epoch": run.epoch,
+        "batch": run.batch,
+        "position": compression_backup.position(strategy, model),
+        "variables": _forms(variables),
+    }
+    values = {}
+    if strategy.is_chief:
+        values = {name: variable.numpy() for name, variable in variables.items()}
+
+    def work():
+        try:
+            with _lost_for_all(strategy):
+                snapshots.save(run.step, facts, values)
+        except TableServerLostError as error:
+            logger.warning("there is no snapshot of step %d: %s", run.step, error)
+
+    on_chief(control, strategy.is_chief, _WHAT, work)
+
+
+def _restore(strategy, run, model):
+    """Brings a model to where the last snapshot was taken, if it was in this `fit`."""
+    snapshots, control = strategy.snapshots, strategy.extended.control
+    variables, values = _variables(model), {}
+
+    def work():
+        with _lost_for_all(strategy):
+            if run.fits == 1:
+                snapshots.check()
+                run.found = snapshots.latest()
+            if run.found is None:
+                return {"is_passed": False, "is_restored": False}
+            folder, listed = run.found
+            if listed["fit"] == run.fits:
+                _check(folder, listed, variables)
+                dtypes = {name: variable.dtype for name, variable in variables.items()}
+                values.update(snapshots.load(folder, listed, dtypes))
+            return {
+                "is_passed": listed["fit"] > run.fits,
+                "is_restored": listed["fit"] == run.fits,
+                **{name: listed[name] for name in ("step", "epoch", "batch", "position")},
+            }
+
+    told = on_chief(control, strategy.is_chief, _WHAT, work)
+    if told["is_passed"]:
+        # Done before the job was broken off.
+        model._initial_epoch, run.epoch = sys.maxsize, None
+        return
+    run.epoch, run.batch = 0, 0
+    if not told["is_restored"]:
+        return
+    for name, value in values.items():
+        variables[name].assign(value)
+    if control is not None:
+        with tf.init_scope():
+            strategy.extended.broadcast([v._value for v in variables.values()])
+    compression_backup.restore(strategy, model, snapshots.directory, told["position"])
+    model._initial_epoch = told["epoch"]
+    run.step, run.epoch, run.batch = told["step"], told["epoch"], told["batch"]
+    run.skips = told["epoch"], told["batch"]
+    run.metrics = [variable.numpy() for variable in model.metrics_variables]
+    if strategy.is_chief:
+        logger.info(
+            "training goes on after step %d: batch %d of epoch %d",
+            run.step,
+            run.batch,
+            run.epoch + 1,
+        )
+
+
+@contextlib.contextmanager
+def _lost_for_all(strategy):
+    """Where all take a step together, a lost server ends the job."""
+    try:
+        yield
+    except TableServerLostError as error:
+        if not strategy.sync:
+            raise
+        raise failure.PeerLostError(f"{error}") from None
+
+
+def _variables(model):
+    """All that a job keeps beside the tables, by names in files."""
+    every = [
+        *model.variables,
+        *model.metrics_variables,
+        *updates.variables_of_optimizers(model),
+    ]
+    every = {id(v): v for v in every if not isinstance(v._value, TableVariable)}
+    return {f"{i}/{variable.path}": variable for i, variable in enumerate(every.values())}
+
+
+def _forms(variables):
+    return [[name, list(v.shape), v.dtype] for name, v in variables.items()]
+
+
+def _check(folder, listed, variables):
+    forms = _forms(variables)
+    if forms == listed["variables"]:
+        return
+    other = next(
+        (pair for pair in zip(listed["variables"], forms) if pair[0] != pair[1]),
+        (len(listed["variables"]), len(forms)),
+    )
+    raise ValueError(
+        "The last snapshot is one of another model, or of one that was compiled otherwise. Give "
+        "this job a `snapshot_dir` of its own, or delete what is in it. "
+        f"Received: {other[1]} for {other[0]} in {folder}"
+    )

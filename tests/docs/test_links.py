@@ -1,0 +1,63 @@
+"""Every link within README.md and docs/*.md leads somewhere, in the repository and on the site."""
+
+import functools
+import re
+
+import markdown
+import pytest
+
+from tests.docs import pages
+
+DOCS = pages.ROOT / "docs"
+
+
+@functools.cache
+def anchors(page):
+    """Ids of a page's headings, as the site (`toc`) and as GitHub makes them."""
+    converter = markdown.Markdown(extensions=["toc", "tables", "fenced_code"])
+    converter.convert(page.read_text())
+    levels, site = list(converter.toc_tokens), set()
+    while levels:
+        heading = levels.pop()
+        site.add(heading["id"])
+        levels += heading["children"]
+    tokens = pages.tokens(page)
+    texts = [
+        "".join(child.content for child in tokens[number + 1].children)
+        for number, token in enumerate(tokens)
+        if token.type == "heading_open"
+    ]
+    github = {re.sub(r"[^\w\- ]", "", text.lower()).replace(" ", "-") for text in texts}
+    return site, github
+
+
+def links(page):
+    """Targets of a page's links and images, without those of other sites."""
+    targets = [token.attrGet("href") for token in pages.inline(page, "link_open")]
+    targets += [token.attrGet("src") for token in pages.inline(page, "image")]
+    return [target for target in targets if not re.match(r"[a-z]+:", target)]
+
+
+@pytest.mark.parametrize("page", pages.PAGES, ids=lambda page: page.name)
+def test_links_lead_somewhere(page):
+    for link in links(page):
+        path, _, anchor = link.partition("#")
+        target = (page.parent / path).resolve() if path else page
+        assert target.exists(), link
+        # The site knows nothing of the repository's other files, and no absolute paths.
+        inside = DOCS if page.parent == DOCS else pages.ROOT
+        assert target.is_relative_to(inside) and not path.startswith("/"), link
+        if anchor:
+            site, github = anchors(target)
+            assert anchor in site, (link, sorted(site))
+            assert anchor in github, (link, sorted(github))
+
+
+def test_there_are_links_with_and_without_anchors():
+    found = [link for page in pages.PAGES for link in links(page)]
+    assert any("#" in link for link in found) and any("#" not in link for link in found)
+
+
+def test_the_site_has_all_pages():
+    listed = set(re.findall(r"(\w+\.md)$", (pages.ROOT / "mkdocs.yml").read_text(), re.MULTILINE))
+    assert listed == {page.name for page in pages.PAGES if page.parent == DOCS}

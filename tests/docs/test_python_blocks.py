@@ -1,0 +1,68 @@
+"""The Python blocks of README.md and docs/*.md do what they say, as far as they end with 0."""
+
+import ast
+import contextlib
+import json
+import os
+import pathlib
+import signal
+import subprocess
+import sys
+
+import pytest
+
+from tests.docs import pages
+
+SCRIPT = pathlib.Path(__file__).with_name("run_programs.py")
+PROGRAMS = [program.name for program in pages.programs()]
+TIMEOUT = 500
+
+
+@pytest.fixture(scope="module")
+def results(tmp_path_factory):
+    """What became of each program, all of which one process has run."""
+    folder = tmp_path_factory.mktemp("programs")
+    env = {name: value for name, value in os.environ.items() if name != "TF_CONFIG"}
+    log = folder / "log"
+    with log.open("wb") as output:
+        process = subprocess.Popen(
+            [sys.executable, str(SCRIPT), str(folder)],
+            env={**env, "CUDA_VISIBLE_DEVICES": ""},
+            stdout=output,
+            stderr=subprocess.STDOUT,
+            start_new_session=True,
+        )
+        try:
+            process.wait(TIMEOUT)
+        finally:
+            # With the tasks that it has forked, if it did not come to its end.
+            with contextlib.suppress(ProcessLookupError):
+                os.killpg(process.pid, signal.SIGKILL)
+            process.wait()
+    assert process.returncode == 0, log.read_text(errors="replace")[-6000:]
+    return json.loads((folder / "results.json").read_text())
+
+
+@pytest.mark.parametrize("name", PROGRAMS)
+def test_runs(results, name):
+    program = results[name]
+    logs = [
+        f"=== {task} ended with {code}:\n"
+        + (pathlib.Path(program["directory"]) / f"{task}.log").read_text(errors="replace")[-6000:]
+        for task, code in program["exit_codes"].items()
+    ]
+    assert not any(program["exit_codes"].values()), "\n".join(logs)
+
+
+@pytest.mark.parametrize(
+    "block",
+    [block for block in pages.all_blocks() if block.language == "python"],
+    ids=lambda block: block.name,
+)
+def test_leaves_nothing_out(block):
+    holes = [
+        block.line + node.lineno
+        for node in ast.walk(ast.parse(block.text))
+        if isinstance(node, ast.Constant) and node.value is ...
+    ]
+    assert not holes, f"`...` instead of code in lines {holes}"

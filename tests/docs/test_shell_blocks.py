@@ -1,0 +1,180 @@
+"""The commands that README.md and docs/*.md show exist, and take the arguments shown."""
+
+import ast
+import doctest
+import importlib
+import json
+import pathlib
+import re
+import shlex
+import subprocess
+import sys
+import tomllib
+
+import pytest
+
+from keras_psplus.cli import main, parsing
+from keras_psplus.cluster.config import read_task_config
+from tests.docs import pages
+
+# What is behind a fence says how the block is checked; see docs/testing.md.
+LANGUAGES = {"python", "program", "shell", "console", "bash", "yaml", "json", "text"}
+BLOCKS = pages.all_blocks()
+PATHS = "benchmarks|docs|examples|keras_psplus|strategies|tests"
+COMMANDS = ("keras-psplus ", "make ", "pip install ", "python ")
+
+
+def of(language):
+    """Parametrizes a test with the blocks of a language."""
+    chosen = [block for block in BLOCKS if block.language == language]
+    return pytest.mark.parametrize("block", chosen, ids=lambda block: block.name)
+
+
+@pytest.fixture(autouse=True)
+def checkout(tmp_path, monkeypatch):
+    """A folder as the reader has it: the checkout's, with a `train.py` of the reader's own."""
+    for name in ("examples", "benchmarks", "strategies", "tests", "pyproject.toml", "Makefile"):
+        (tmp_path / name).symlink_to(pages.ROOT / name)
+    (tmp_path / "train.py").write_text("import sys\nprint(sys.argv)\n")
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.delenv("TF_CONFIG", raising=False)
+
+
+def commands(text):
+    """Yields each command of a shell's text as a list of words."""
+    pending = ""
+    for line in text.replace("\\\n", " ").splitlines():
+        pending += line + "\n"
+        try:
+            words = shlex.split(pending, comments=True)
+        except ValueError:
+            continue  # within quotes
+        pending = ""
+        if words:
+            yield words
+    assert not pending, f"a quote is not closed in {pending!r}"
+
+
+def check(words, monkeypatch):
+    """Checks one command."""
+    variables = []
+    while re.match(r"\w+=", words[0]):
+        variables.append(words.pop(0).split("=", 1))
+    with monkeypatch.context() as environment:
+        for name, value in variables:
+            environment.setenv(name, value)
+        if "TF_CONFIG" in dict(variables):
+            assert read_task_config() is not None
+        kinds = {
+            "keras-psplus": check_launcher,
+            "python": check_script,
+            "make": check_target,
+            "pip": check_extra,
+        }
+        while words[0] in ("sudo", "taskset"):
+            words = words[3:] if words[0] == "taskset" else words[1:]
+        assert words[0] in kinds, (
+            f"An indented block, and one of the language shell, holds commands that begin with "
+            f"{', '.join(kinds)}. Fence others as python, text, ... Received: {words}"
+        )
+        kinds[words[0]](words[1:])
+
+
+def check_launcher(words):
+    """Parses a line of the launcher's by its own parser; has `run` print what it would start."""
+    command, *arguments = words
+    module = importlib.import_module(f"keras_psplus.cli.{command}")
+    if command == "bench":
+        return check_options(re.search(r"benchmarks/\w+\.py", module._USAGE)[0], arguments)
+    rest = parsing.parse(module._flags(), arguments)
+    if command != "run":
+        assert not rest
+        return
+    assert main.main(["run", "--dry_run", *arguments]) == 0, words
+    check_options(rest[0], rest[1:])
+    # Faults need steps to happen at, which this `train.py` does not take.
+    if rest[0] == "train.py" and "--chaos" not in words:
+        subprocess.run([sys.executable, "-m", "keras_psplus", *words], check=True, timeout=60)
+
+
+def check_script(words):
+    """A script of the checkout takes the options shown."""
+    check_options(words[0], words[1:])
+
+
+def check_options(script, words):
+    assert pathlib.Path(script).is_file(), f"no script {script}"
+    if script == "train.py":
+        return  # the reader's own
+    unknown = {word for word in words if word.startswith("--")} - {"--help", *options(script)}
+    assert not unknown, f"{script} does not take {unknown}"
+
+
+def options(script):
+    """Options that a script gives to argparse, as its source has them."""
+    calls = [
+        node
+        for node in ast.walk(ast.parse(pathlib.Path(script).read_text()))
+        if isinstance(node, ast.Call) and getattr(node.func, "attr", "") == "add_argument"
+    ]
+    return {argument.value for call in calls for argument in call.args}
+
+
+def check_target(words):
+    targets = re.findall(r"^(\w+):", pathlib.Path("Makefile").read_text(), re.MULTILINE)
+    assert {word for word in words if "=" not in word} <= set(targets), words
+
+
+def check_extra(words):
+    assert words[0] == "install", words
+    extras = tomllib.loads(pathlib.Path("pyproject.toml").read_text())["project"]
+    for word in words[1:]:
+        if found := re.fullmatch(r"(?:\.|keras-psplus)\[(\w+)\]", word):
+            assert found[1] in extras["optional-dependencies"], word
+
+
+@pytest.mark.parametrize("block", BLOCKS, ids=lambda block: block.name)
+def test_language_is_one_that_is_checked(block):
+    assert block.language in LANGUAGES, f"give one of {sorted(LANGUAGES)} behind the fence"
+
+
+@of("shell")
+def test_commands(block, monkeypatch):
+    for words in commands(without_synopsis(block.text)):
+        check(words, monkeypatch)
+
+
+@pytest.mark.parametrize("page", pages.PAGES, ids=lambda page: page.name)
+def test_commands_and_paths_in_text(page, monkeypatch):
+    for token in pages.inline(page, "code_inline"):
+        if token.content.startswith(COMMANDS) and "..." not in token.content:
+            for words in commands(without_synopsis(token.content)):
+                if words[:2] == ["keras-psplus", words[-1]]:
+                    importlib.import_module(f"keras_psplus.cli.{words[-1]}")  # a command's name
+                elif words != ["python", "-m", "keras_psplus"]:
+                    check(words, monkeypatch)
+        if re.fullmatch(rf"(?:{PATHS})/(?!\.\.\.)[\w/.]*", token.content):
+            assert (pages.ROOT / token.content).exists(), token.content
+
+
+def without_synopsis(text):
+    """What stands in brackets with a space is not meant to be typed."""
+    return re.sub(r"\[[^\]]* [^\]]*\]", "", text) if "TF_CONFIG" not in text else text
+
+
+def test_doctor_finds_nothing_wrong(capsys):
+    assert main.main(["doctor", "--nodevices"]) == 0, capsys.readouterr().out
+
+
+@of("console")
+def test_sessions_print_what_they_show(block, capsys):
+    for session in re.split(r"^\$ keras-psplus ", block.text, flags=re.MULTILINE)[1:]:
+        line, _, shown = session.partition("\n")
+        assert main.main(shlex.split(line)) == 0
+        printed = capsys.readouterr().out
+        assert doctest.OutputChecker().check_output(shown, printed, doctest.ELLIPSIS), printed
+
+
+@of("json")
+def test_json_is_a_configuration_of_a_task(block):
+    assert read_task_config({"TF_CONFIG": json.dumps(json.loads(block.text))}) is not None
