@@ -21,7 +21,9 @@ import sys
 import time
 
 import fidelity
-from lab import document, figures, methods, netlab, tables, work
+from lab import document, figures, loopback, methods, tables, wire, work
+
+from keras_psplus.chaos import netlab
 
 DOCS = pathlib.Path(__file__).parents[1] / "docs"
 QUICK = {
@@ -108,7 +110,7 @@ def parse(argv=None):
         args.fidelity = args.out.with_name(args.out.stem + "_fidelity.jsonl")
     try:
         for rate in args.rates:
-            netlab.parse_rate(rate)
+            wire.parse_rate(rate)
     except ValueError as error:
         parser.error(str(error))
     if min([args.ps, args.turns, *args.workers]) < 1:
@@ -136,7 +138,7 @@ def choose(args):
 
 def links(args):
     """How hosts are made: `"namespaces"` or `"loopback"`, and a function from their number."""
-    problem = "--loopback" if args.loopback else netlab.why_not()
+    problem = "--loopback" if args.loopback else netlab.why_not(rate=1e9, delay=args.delay / 1e3)
     if problem is None:
         return "namespaces", functools.partial(netlab.Lab, delay=args.delay / 1e3)
     say(
@@ -144,7 +146,7 @@ def links(args):
         f"links, run as root, with iproute2 and util-linux. Received: {problem}"
     )
     args.rates, args.delay = ["loopback"], 0.0
-    return "loopback", netlab.Loopback
+    return "loopback", loopback.Loopback
 
 
 def measure(args):

@@ -4,7 +4,7 @@ import dataclasses
 import itertools
 import statistics
 
-from lab import ideal, netlab
+from lab import ideal, wire
 
 
 @dataclasses.dataclass(frozen=True)
@@ -104,13 +104,13 @@ def _compared(row, alone):
     if row.median is None or alone is None:
         return row
     busiest = max(itertools.chain(*row.ideal.values()))
-    floor = ideal.floor(alone, busiest, netlab.parse_rate(row.rate))
+    floor = ideal.floor(alone, busiest, wire.parse_rate(row.rate))
     return dataclasses.replace(row, alone=alone, floor=floor)
 
 
 def speed(rate):
     """Bits per second of a rate, by which rates are put in order."""
-    return netlab.parse_rate(rate) or float("inf")
+    return wire.parse_rate(rate) or float("inf")
 
 
 def learnt(results, metric, loss_of):

@@ -30,7 +30,7 @@ def ask(folder, number, rate, timeout):
     Args:
         folder: The lab's.
         number: How many times this task has asked before.
-        rate: As of `netlab.parse_rate`.
+        rate: As of `wire.parse_rate`.
         timeout: Seconds.
 
     Raises:

@@ -8,7 +8,7 @@ import tempfile
 import time
 
 from keras_psplus.cluster.environment import python_path
-from lab import handshake, meter, netlab
+from lab import handshake, meter, wire
 
 _BENCHMARKS = str(pathlib.Path(__file__).parents[1])
 _POLL_SECONDS = 0.02
@@ -19,7 +19,7 @@ def run(lab, commands, timeout, leader, env=None):
     """Runs a command on each host until the task that leads says that all is done.
 
     Args:
-        lab: `netlab.Lab` or `netlab.Loopback`.
+        lab: `netlab.Lab` or `loopback.Loopback`.
         commands: A list of arguments for each host.
         timeout: Seconds for all of it.
         leader: Rank of the task that leads. The others are ended with it.
@@ -88,7 +88,7 @@ def _watch(lab, folder, processes, leader, timeout):
                 return rank, f"exit code {code}"
         if time.monotonic() > end:
             return leader, f"not done in {timeout:g} s"
-        asked += handshake.answer(folder, asked, lambda rate: lab.set_rate(netlab.parse_rate(rate)))
+        asked += handshake.answer(folder, asked, lambda rate: lab.set_rate(wire.parse_rate(rate)))
         time.sleep(_POLL_SECONDS)
     return None, None
 

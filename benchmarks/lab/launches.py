@@ -7,7 +7,7 @@ import subprocess
 import sys
 
 from keras_psplus.catalogue import STRATEGY_VARIABLE
-from lab import ideal, job, netlab, work
+from lab import ideal, job, wire, work
 
 # Roughly, seconds of a step's computing on a core. Only to choose how many steps to take.
 _STEP_SECONDS = {"dense": 0.05, "sparse": 0.015}
@@ -27,7 +27,7 @@ def plan(method, name, size, workers, ps, rates, seconds):
         size: A key of `work.SIZES`.
         workers: Number of workers.
         ps: Number of parameter servers.
-        rates: As of `netlab.parse_rate`.
+        rates: As of `wire.parse_rate`.
         seconds: About as many for each phase.
     """
     traits = method.traits
@@ -41,7 +41,7 @@ def plan(method, name, size, workers, ps, rates, seconds):
             window = traits.every * max(_ROUNDS, -(-window // traits.every))
     phases = []
     for rate in rates:
-        bits = netlab.parse_rate(rate)
+        bits = wire.parse_rate(rate)
         step = ideal.floor(1000 * compute, link_bytes, bits) / 1000
         least = 3 if window == 1 else 2 - (step * window > _LONG_WINDOW)
         count = max(least, min(_MOST_WINDOWS, round(seconds / (step * window))))

@@ -6,7 +6,7 @@ import pathlib
 import statistics
 import time
 
-from lab import handshake, netlab
+from lab import handshake, wire
 
 RESULT = "result: "  # what a line with figures begins with
 _SECONDS_TO_BEGIN = 240
@@ -41,7 +41,7 @@ class Leader:
     def now(self):
         """Dict of what each host has sent and received, and milliseconds of processor time."""
         hosts = json.loads(pathlib.Path(self._folder, "hosts").read_text())
-        counted = [netlab.traffic(hosts["counters"], device) for device in hosts["devices"]]
+        counted = [wire.traffic(hosts["counters"], device) for device in hosts["devices"]]
         if len(set(hosts["devices"])) < len(counted):  # One counter for all tasks together.
             share = [sum(counted[0]) / 2 / self.jobs.count("worker")] * 2
             counted = [share if job == "worker" else [0.0, 0.0] for job in self.jobs]

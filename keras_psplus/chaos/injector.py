@@ -9,6 +9,7 @@ import tempfile
 import threading
 import time
 
+from keras_psplus.chaos import links
 from keras_psplus.cluster.progress import CHAOS_VARIABLE
 
 _SLICE_SECONDS = 0.02
@@ -38,7 +39,7 @@ class Injector:
 
     def __init__(self, events, tell):
         self._left, self._tell = list(events), tell
-        self._cluster, self._ended = None, threading.Event()
+        self._cluster, self._links, self._ended = None, None, threading.Event()
         self._folder = pathlib.Path(tempfile.mkdtemp(prefix="keras_psplus_chaos_"))
         self._socket = socket.socket(socket.AF_UNIX)
         self._socket.bind(self._address)
@@ -72,6 +73,7 @@ class Injector:
         """Turns to another `LocalCluster`; what was begun with the last one is over."""
         self._ended.set()
         self._cluster, self._ended = cluster, threading.Event()
+        self._links = links.Links(cluster.network, [task.name for task in cluster.tasks])
 
     @property
     def _address(self):
@@ -93,6 +95,9 @@ class Injector:
 
     def _begin(self, event, step):
         self._tell(f"chaos: {event} comes after step {step}")
+        if event.kind in links.KINDS:
+            self._disturb(event, self._links, self._ended)
+            return
         begin = {"kill": self._kill, "stop": self._stop, "slow": self._slow}[event.kind]
         begin(event, self._cluster, self._ended)
 
@@ -123,3 +128,20 @@ class Injector:
             self._tell(f"chaos: {event} is over")
 
         threading.Thread(target=slow_down, daemon=True).start()
+
+    def _disturb(self, event, of_links, ended):
+        try:
+            of_links.begin(event)
+        except (OSError, RuntimeError) as error:
+            self._tell(f"chaos: {event} is not possible: {error}")
+            return
+        if event.seconds is None:
+            return
+
+        def mend():
+            ended.wait(event.seconds)
+            with contextlib.suppress(OSError, RuntimeError):  # the network has ended
+                of_links.end(event)
+            self._tell(f"chaos: {event} is over")
+
+        threading.Thread(target=mend, daemon=True).start()

@@ -8,13 +8,18 @@ KINDS = {
     "kill": (),
     "stop": ("for",),
     "slow": ("factor", "for"),
+    "cut": ("for",),
+    "delay": ("ms", "for"),
 }
 GRAMMAR = """faults are KIND:TASK@step=N, separated by ';'
   kill:worker1@step=20                      killed by SIGKILL
   stop:ps0@step=10,for=5                    stopped for 5 s; without `for`, for good
   slow:worker1@step=5,factor=5,for=20       5 times as slow for 20 s
+  cut:worker1@step=20,for=5                 cut off from all others for 5 s (*)
+  delay:ps0@step=20,ms=50,for=10            all that it sends takes 50 ms more for 10 s (*)
   kill:random@seed=3,within=100             a task and a step, at most 100, drawn by the seed
-TASK is chief, worker0, worker1, ps0, ...; N counts the chief's (or worker 0's) training steps."""
+TASK is chief, worker0, worker1, ps0, ...; N counts the chief's (or worker 0's) training steps.
+(*) needs Linux, root, iproute2 and util-linux: each task gets a network namespace of its own."""
 _EVENT = re.compile(r"(\w+):([\w-]+)@(.*)", re.DOTALL)
 _DEFAULT_WITHIN = 100
 
@@ -29,6 +34,7 @@ class Event:
         step: Number of the training step after which it comes.
         seconds: How long it lasts; None for good.
         factor: Of `slow`, how many times as slow.
+        ms: Of `delay`, milliseconds.
         seed: What task and step were drawn by, or None.
     """
 
@@ -37,11 +43,12 @@ class Event:
     step: int
     seconds: float | None = None
     factor: float | None = None
+    ms: float | None = None
     seed: int | None = None
 
     def __str__(self):
         words = [f"step={self.step}"]
-        for name, value in (("factor", self.factor), ("for", self.seconds)):
+        for name, value in (("factor", self.factor), ("ms", self.ms), ("for", self.seconds)):
             words += [] if value is None else [f"{name}={value:g}"]
         return f"{self.kind}:{self.task.replace('-', '')}@{','.join(words)}"
 
@@ -106,6 +113,7 @@ def _event(text, tasks):
         _number(words, "step", int, 1),
         _number(words, "for", float, 0, above=True) if "for" in words else None,
         _number(words, "factor", float, 1, above=True) if kind == "slow" else None,
+        _number(words, "ms", float, 0, above=True) if kind == "delay" else None,
         seed,
     )
 

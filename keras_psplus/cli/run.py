@@ -1,5 +1,6 @@
 """`keras-psplus run`: one script in every task of a cluster."""
 
+import functools
 import pathlib
 import shlex
 import signal
@@ -10,6 +11,7 @@ from absl import flags
 
 from keras_psplus import catalogue
 from keras_psplus.arguments import whole_number
+from keras_psplus.chaos import links, netlab
 from keras_psplus.chaos import spec as chaos_spec
 from keras_psplus.chaos.injector import Injector
 from keras_psplus.cli import parsing
@@ -67,6 +69,7 @@ def main(argv):
             shown = ["python", *command] if options.hosts else argv
             print(_recipe(shown, env, layout, options.hosts))
             return 0
+        make_network = _network(events, options.chaos, sum(layout.values()))
     except (parsing.UsageError, ValueError) as error:
         return parsing.complain("run", error)
     log_dir = pathlib.Path(options.log_dir or tempfile.mkdtemp(prefix="keras_psplus_"))
@@ -83,6 +86,7 @@ def main(argv):
             log_dir=log_dir,
             console=console,
             restart=restart,
+            network=make_network(),
         )
         chaos.watch(cluster)
         return cluster
@@ -176,6 +180,21 @@ def _strategy_variables(options):
     path = catalogue.find(options.strategy)
     is_entry = options.strategy in catalogue.names()
     return {catalogue.STRATEGY_VARIABLE: options.strategy if is_entry else str(path)}
+
+
+def _network(events, chaos, tasks):
+    """Returns a function that makes the network for an attempt, None for this machine's own."""
+    if not any(event.kind in links.KINDS for event in events):
+        return lambda: None
+    delays = any(event.kind == "delay" for event in events)
+    problem = netlab.why_not(delay=1e-3 if delays else 0.0)
+    if problem is not None:
+        raise ValueError(
+            "Faults of links (cut, delay) need a network namespace for each task, which cannot be "
+            "made here. It takes Linux, root, and the programs of iproute2 (ip) and util-linux "
+            f"(unshare, nsenter, setpriv). The reason: {problem}\nReceived: --chaos={chaos!r}"
+        )
+    return functools.partial(netlab.Lab, tasks)
 
 
 def _recipe(argv, env, layout, hosts):

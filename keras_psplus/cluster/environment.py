@@ -30,7 +30,7 @@ class Task:
         return self.config.name
 
 
-def plan_tasks(workers=2, ps=0, chief=False, hosts=None, environ=None):
+def plan_tasks(workers=2, ps=0, chief=False, hosts=None, environ=None, share_cores=None):
     """Gives each task of a cluster its address and its environment variables.
 
     Example:
@@ -49,6 +49,8 @@ def plan_tasks(workers=2, ps=0, chief=False, hosts=None, environ=None):
             and share its cores.
         environ: The environment that the tasks inherit; `os.environ` by
             default. Variables that the user has set there are kept.
+        share_cores: Whether all tasks run on this machine and share its
+            cores; by default, without `hosts`.
 
     Returns:
         A list of `Task`, chief first, then workers, then ps.
@@ -64,7 +66,9 @@ def plan_tasks(workers=2, ps=0, chief=False, hosts=None, environ=None):
         )
     total = sum(counts.values())
     addresses = _addresses(hosts, total)
-    variables = {} if hosts else _thread_split(counts["chief"] + workers, environ)
+    if share_cores is None:
+        share_cores = not hosts
+    variables = _thread_split(counts["chief"] + workers, environ) if share_cores else {}
     cluster, start = {}, 0
     for job, count in counts.items():
         if count:

@@ -55,6 +55,8 @@ class LocalCluster:
         kill_grace: Seconds from SIGTERM to SIGKILL.
         restart: How often the job was started before. Logs go on then, and the
             tasks find the number in `KERAS_PSPLUS_RESTART`.
+        network: A `chaos.netlab.Lab` with a host for each task, which begins
+            and ends with the cluster; None for this machine's own network.
     """
 
     def __init__(
@@ -71,13 +73,16 @@ class LocalCluster:
         worker_grace=60.0,
         kill_grace=3.0,
         restart=0,
+        network=None,
     ):
         self._argv = [os.fspath(arg) for arg in argv]
         self._environ = {**os.environ, **(env or {})}
         # Tasks of other jobs on this machine are none of this one's.
         self._environ.setdefault(TOKEN_VARIABLE, secrets.token_hex(16))
         self._environ[RESTART_VARIABLE] = str(restart)
-        self.tasks = plan_tasks(workers, ps, chief, environ=self._environ)
+        self.network = network
+        hosts = None if network is None else network.addresses
+        self.tasks = plan_tasks(workers, ps, chief, hosts, self._environ, share_cores=True)
         self._serving_workers = bool(chief and ps)
         self.log_dir = pathlib.Path(log_dir or tempfile.mkdtemp(prefix="keras_psplus_"))
         self._console = console
@@ -118,8 +123,10 @@ class LocalCluster:
                 if signal.getsignal(number) is not signal.SIG_IGN:  # as under nohup
                     self._old_handlers[number] = signal.signal(number, self._on_signal)
         try:
-            for task in self.tasks:
-                self._start_task(task)
+            if self.network is not None:
+                self.network.__enter__()
+            for rank, task in enumerate(self.tasks):
+                self._start_task(rank, task)
         except BaseException:
             self.stop()
             raise
@@ -178,8 +185,11 @@ class LocalCluster:
         finally:
             self._release()
 
-    def _start_task(self, task):
-        command = self._argv
+    def _start_task(self, rank, task):
+        command, environ = self._argv, self._environ
+        if self.network is not None:
+            command = [*self.network.inside(rank), *command]
+            environ = self.network.environment(environ)
         if sys.platform == "linux":
             command = [sys.executable, "-I", "-S", _WRAPPER, str(os.getpid()), *command]
         self._logs.append(log := self._open_log(task.name))
@@ -188,7 +198,7 @@ class LocalCluster:
             stdin=subprocess.DEVNULL,
             stdout=subprocess.PIPE,
             stderr=subprocess.STDOUT,
-            env={**self._environ, "PYTHONUNBUFFERED": "1", **task.variables},
+            env={**environ, "PYTHONUNBUFFERED": "1", **task.variables},
             start_new_session=True,  # its own group: signals reach what it starts as well
         )
         self._processes[task.name] = process
@@ -258,6 +268,8 @@ class LocalCluster:
         for log in self._logs:
             log.close()
         self._pumps, self._logs = [], []
+        if self.network is not None:
+            self.network.__exit__(None, None, None)
         for number, handler in self._old_handlers.items():
             signal.signal(number, handler)
         self._old_handlers = {}

@@ -6,7 +6,9 @@ import sys
 
 import bench
 import pytest
-from lab import job, meter, netlab
+from lab import job, loopback, meter, wire
+
+from keras_psplus.chaos import netlab
 
 
 @pytest.mark.timeout(300)
@@ -47,7 +49,7 @@ def test_mistakes_are_said(tmp_path, capsys):
 
 
 def run_job(*codes, timeout=30):
-    with netlab.Loopback(len(codes)) as lab:
+    with loopback.Loopback(len(codes)) as lab:
         return job.run(lab, [[sys.executable, "-c", code] for code in codes], timeout, leader=0)
 
 
@@ -68,7 +70,7 @@ def test_figures_before_a_failure_are_kept():
 
 
 def test_emulated_hosts_count_what_is_sent():
-    problem = netlab.why_not()
+    problem = netlab.why_not(rate=1e9)
     if problem is not None:
         pytest.skip(f"no emulated hosts here: {problem}")
     code = (
@@ -90,14 +92,14 @@ def test_emulated_hosts_count_what_is_sent():
         assert server.stdout.readline() == b"up\n"
         client = lab.start(1, [sys.executable, "-c", send, lab.address(0)])
         assert client.wait(30) == server.wait(30) == 0
-        sent, _ = netlab.traffic(lab.counters, lab.device(1))
-        back, received = netlab.traffic(lab.counters, lab.device(0))
+        sent, _ = wire.traffic(lab.counters, lab.device(1))
+        back, received = wire.traffic(lab.counters, lab.device(0))
         assert 1_000_000 < sent < 1_100_000 and back < 100_000
         assert 1_000_000 < received < 1_100_000
 
 
 def test_rates():
-    assert netlab.parse_rate("100mbit") == 1e8 and netlab.parse_rate("2.5gbit") == 2.5e9
-    assert netlab.parse_rate("loopback") is None
+    assert wire.parse_rate("100mbit") == 1e8 and wire.parse_rate("2.5gbit") == 2.5e9
+    assert wire.parse_rate("loopback") is None
     with pytest.raises(ValueError, match="Received: '1gbps'"):
-        netlab.parse_rate("1gbps")
+        wire.parse_rate("1gbps")

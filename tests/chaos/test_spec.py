@@ -9,16 +9,25 @@ TASKS = ["chief-0", "worker-0", "worker-1", "ps-0"]
 
 def test_events_are_read_in_the_order_of_their_steps():
     text = " slow:worker-1@step=50,factor=5,for=20; kill:worker1@step=20;stop:ps0@for=5,step=10;"
+    text += "delay:ps0@step=60,ms=2.5;cut:worker0@step=70,for=2;"
     assert parse(text + "stop:chief@step=30", TASKS) == [
         Event("stop", "ps-0", 10, seconds=5.0),
         Event("kill", "worker-1", 20),
         Event("stop", "chief-0", 30),
         Event("slow", "worker-1", 50, seconds=20.0, factor=5.0),
+        Event("delay", "ps-0", 60, ms=2.5),
+        Event("cut", "worker-0", 70, seconds=2.0),
     ]
 
 
 def test_what_is_shown_can_be_read_again():
-    for text in ("kill:worker1@step=20", "slow:ps0@step=5,factor=2.5,for=7", "stop:chief0@step=1"):
+    for text in (
+        "kill:worker1@step=20",
+        "slow:ps0@step=5,factor=2.5,for=7",
+        "stop:chief0@step=1",
+        "cut:worker1@step=20,for=5",
+        "delay:ps0@step=20,ms=50,for=10",
+    ):
         (event,) = parse(text, TASKS)
         assert str(event) == text
 
@@ -44,7 +53,7 @@ def test_a_seed_draws_the_same_again_and_another_seed_something_else():
         ("kill:worker1", "'kill:worker1' cannot be read"),
         ("kill:worker1@20", "'20' in 'kill:worker1@20' cannot be read"),
         ("kill:worker1@step=2,step=3", "'step=3' in"),
-        ("end:worker1@step=2", "no fault 'end', only kill, stop, slow"),
+        ("end:worker1@step=2", "no fault 'end', only kill, stop, slow, cut, delay"),
         ("kill:worker7@step=2", "no task 'worker7', but chief0, worker0, worker1, ps0"),
         ("kill:worker1@for=2", "kill does not take 'for'"),
         ("stop:worker1@for=2", "`step` is missing"),
@@ -54,6 +63,9 @@ def test_a_seed_draws_the_same_again_and_another_seed_something_else():
         ("stop:worker1@step=1,for=nan", "`for` must be a number above 0, not 'nan'"),
         ("slow:worker1@step=1", "`factor` is missing"),
         ("slow:worker1@step=1,factor=1", "`factor` must be a number above 1, not '1'"),
+        ("cut:worker1@step=1,ms=5", "cut does not take 'ms'"),
+        ("delay:worker1@step=1", "`ms` is missing"),
+        ("delay:worker1@step=1,ms=0", "`ms` must be a number above 0, not '0'"),
         ("kill:random@step=1", "`seed` is missing"),
         ("kill:random@seed=x", "`seed` must be a whole number from 0 up, not 'x'"),
         ("kill:worker1@step=1,seed=3", "kill does not take 'seed'"),

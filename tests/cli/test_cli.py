@@ -85,6 +85,17 @@ def test_usage_errors_exit_with_2(argv, message, capsys, script):
     assert message in captured.err + captured.out
 
 
+def test_faults_of_links_say_what_they_lack(capsys, script, tmp_path, monkeypatch):
+    monkeypatch.setenv("PATH", "")
+    logs, faults = tmp_path / "logs", "kill:worker0@step=1; cut:worker1@step=3"
+    assert main.main(["run", f"--log_dir={logs}", "--chaos", faults, script]) == 2
+    error = capsys.readouterr().err
+    assert "need a network namespace for each task" in error
+    assert "No such file or directory: 'setpriv'" in error
+    assert f"Received: --chaos={faults!r}\n" in error
+    assert not logs.exists()  # nothing was started
+
+
 def test_dry_run_prints_every_task(capsys, script, tmp_path):
     mine = tmp_path / "mine.py"
     mine.write_text("")

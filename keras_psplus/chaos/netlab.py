@@ -2,7 +2,8 @@
 
 Every host is a network namespace with one interface, 10.77.0.<rank + 1>, that is plugged into a
 bridge. The bridge has a namespace of its own, so nothing is seen outside, and several labs can run
-at once. The kernel drops the namespaces when the processes that hold them end, in whatever way.
+at once. Files and Unix sockets are those of the machine. The kernel drops the namespaces when the
+processes that hold them end, in whatever way.
 
 The rate is that of a full-duplex link: it holds for what a host sends and for what it receives, and
 can be changed while the hosts are at work. The
@@ -12,9 +13,9 @@ free. Needs root, and the programs of iproute2 and util-linux.
 
 import os
 import pathlib
-import re
 import subprocess
 import sys
+import threading
 import time
 
 _DELAY = pathlib.Path(__file__).with_name("netlab_delay.py")
@@ -25,7 +26,7 @@ _LARGEST = 65536  # bytes that the kernel passes on in one piece
 _PROXIES = ("http_proxy", "https_proxy", "grpc_proxy", "all_proxy")
 
 
-class _Hosts:
+class Hosts:
     """What starts tasks, and ends them with itself."""
 
     def __init__(self, hosts):
@@ -40,8 +41,9 @@ class _Hosts:
             process.kill()
         for process in self._processes:
             process.wait()
-            if process.stdout:
-                process.stdout.close()
+            for pipe in (process.stdin, process.stdout, process.stderr):
+                if pipe:
+                    pipe.close()
         self._processes = []
 
     def start(self, rank, argv, core=None, env=None, **kwargs):
@@ -57,55 +59,26 @@ class _Hosts:
         Returns:
             A `subprocess.Popen`. It ends with the lab.
         """
-        variables = {k: v for k, v in os.environ.items() if k.lower() not in _PROXIES}
         pin = [] if core is None else ["taskset", "-c", str(core)]
-        argv = [*self._enter(rank), *pin, *argv]
-        return self._run(argv, env={**variables, **(env or {})}, **kwargs)
+        argv = [*self.inside(rank), *pin, *argv]
+        return self._run(argv, env={**self.environment(os.environ), **(env or {})}, **kwargs)
 
-    def _enter(self, rank):
-        """The command that runs another on a host."""
+    def inside(self, rank):
+        """The command, a list of strings, that becomes the one that follows, on a host."""
         return []
 
+    def environment(self, environ):
+        """A copy of an environment, without the proxies, which no host reaches."""
+        return {name: value for name, value in environ.items() if name.lower() not in _PROXIES}
+
     def _run(self, argv, **kwargs):
-        until_our_end = ["setpriv", "--pdeathsig", "KILL"]
-        process = subprocess.Popen([*until_our_end, *argv], stdin=subprocess.DEVNULL, **kwargs)
+        kwargs = {"stdin": subprocess.DEVNULL, **kwargs}
+        process = subprocess.Popen(["setpriv", "--pdeathsig", "KILL", *argv], **kwargs)
         self._processes.append(process)
         return process
 
 
-class Loopback(_Hosts):
-    """Hosts in name only: all tasks share this machine's loopback, which has no limit.
-
-    For those who may make no network namespaces. Its counters are those of all tasks together, and
-    of whatever else uses the loopback.
-
-    Args:
-        hosts: Number of hosts.
-    """
-
-    interface = "lo"
-    counters = "/proc/net/dev"
-
-    def __init__(self, hosts):
-        # Not above: the Python that has PyTorch imports this module, too, and lacks Keras.
-        from keras_psplus.cluster.ports import free_ports
-
-        super().__init__(hosts)
-        self._addresses = [f"127.0.0.1:{port}" for port in free_ports(hosts)]
-
-    def address(self, rank):
-        """Where a host's task listens."""
-        return self._addresses[rank]
-
-    def device(self, rank):
-        """What counts a host's bytes among `counters`."""
-        return "lo"
-
-    def set_rate(self, rate):
-        """Changes nothing: there are no links."""
-
-
-class Lab(_Hosts):
+class Lab(Hosts):
     """Hosts on one machine, each with a link of its own to a switch.
 
     Example:
@@ -129,6 +102,8 @@ class Lab(_Hosts):
         super().__init__(hosts)
         self.delay = delay
         self._namespaces, self._switch, self._rate = [], None, None
+        self._delayer = None
+        self._lock = threading.Lock()
 
     def __enter__(self):
         try:
@@ -138,13 +113,23 @@ class Lab(_Hosts):
             raise
         return self
 
+    def __exit__(self, *_):
+        with self._lock:  # from here on, a process id may be another process's
+            self._namespaces, self._switch, self._delayer, self._rate = [], None, None, None
+        super().__exit__()
+
     def address(self, rank):
         """Where a host's task listens."""
         return f"{_ip(rank)}:{_PORT}"
 
     @property
+    def addresses(self):
+        """Those of all hosts."""
+        return [self.address(rank) for rank in range(self.hosts)]
+
+    @property
     def counters(self):
-        """Path of the file, readable in all hosts, with what each has sent; see `traffic`."""
+        """Path of the file, readable in all hosts, with what each has sent."""
         return f"/proc/{self._switch}/net/dev"
 
     def device(self, rank):
@@ -166,7 +151,48 @@ class Lab(_Hosts):
             # Or open connections would go on with pieces as large as before.
             _set(host, "ip route flush cache")
 
-    def _enter(self, rank):
+    def set_link(self, rank, up):
+        """Cuts a host off from all others, or ends that.
+
+        Args:
+            rank: The host's.
+            up: Whether its link is there. Does nothing once the lab has ended.
+        """
+        with self._lock:
+            if self._switch is not None:
+                _set(self._switch, f"ip link set h{rank} {'up' if up else 'down'}")
+
+    def set_delay(self, rank, seconds):
+        """Sets how much longer all that a host sends to the others is to take.
+
+        Args:
+            rank: The host's.
+            seconds: The delay. Does nothing once the lab has ended.
+
+        Raises:
+            RuntimeError: If this kernel cannot do it.
+        """
+        with self._lock:
+            if self._switch is None:
+                return
+            others = [str(pid) for pid in self._namespaces if pid != self._namespaces[rank]]
+            if self._delayer is None:
+                pipe = subprocess.PIPE
+                self._delayer = self._hold(
+                    [sys.executable, "-I", "-S", str(_DELAY)], stdin=pipe, stdout=pipe, stderr=pipe
+                )
+            problem = ""
+            try:
+                self._delayer.stdin.write(f"{seconds} {_ip(rank)} {' '.join(others)}\n".encode())
+                self._delayer.stdin.flush()
+                if self._delayer.stdout.readline() == b"done\n":
+                    return
+                problem = self._delayer.stderr.read().decode().strip().rpartition("\n")[2]
+            except OSError as error:
+                problem = str(error)
+            raise RuntimeError(f"Packets cannot be delayed: {problem}. Received: {seconds} s")
+
+    def inside(self, rank):
         return _inside(self._namespaces[rank])
 
     def _build(self):
@@ -183,16 +209,16 @@ class Lab(_Hosts):
             _set(host, f"ip address add {_ip(rank)}/24 dev eth0")
             _set(host, "ip link set eth0 addrgenmode none up")
         if self.delay:
-            pids = map(str, self._namespaces)
-            delayer = self._run(
-                [sys.executable, str(_DELAY), str(self.delay), *pids], stdout=subprocess.PIPE
-            )
-            if delayer.stdout.readline() != b"ready\n":
-                raise RuntimeError(f"Packets cannot be delayed here. Received: delay={self.delay}")
+            for rank in range(self.hosts):
+                self.set_delay(rank, self.delay)
+
+    def _hold(self, argv, **kwargs):
+        # Ctrl-C is for the tasks, which may need the network to end well.
+        return self._run(argv, start_new_session=True, **kwargs)
 
     def _namespace(self):
         """Starts a process that holds a new network namespace; its process id."""
-        process = self._run(["unshare", "--net", "sleep", "infinity"], stderr=subprocess.DEVNULL)
+        process = self._hold(["unshare", "--net", "sleep", "infinity"], stderr=subprocess.DEVNULL)
         end = time.monotonic() + 10
         mine = os.stat("/proc/self/ns/net")
         while _is_in(process.pid, mine):
@@ -218,39 +244,21 @@ class Lab(_Hosts):
         _set(pid, f"ip link set dev {device} gso_max_size {_LARGEST}")
 
 
-def why_not():
-    """Why no `Lab` can be made here; None if one can."""
-    try:
-        with Lab(2) as lab:
-            lab.set_rate(1e9)
-    except (OSError, RuntimeError, subprocess.CalledProcessError) as error:
-        return str(error)
-    return None
-
-
-def traffic(counters, device):
-    """Bytes that a host has sent and received.
+def why_not(rate=None, delay=0.0):
+    """Why no `Lab` can be made here; None if one can.
 
     Args:
-        counters: `Lab.counters`.
-        device: `Lab.device` of the host.
+        rate: As of `Lab.set_rate`, to find out about rates as well.
+        delay: As of `Lab`, to find out about delays as well.
     """
-    line = re.search(rf"^\s*{device}:(.*)", pathlib.Path(counters).read_text(), re.MULTILINE)
-    # 8 numbers of what came to the switch's port, 8 of what went.
-    numbers = [int(number) for number in line[1].split()]
-    return numbers[0], numbers[8]
-
-
-def parse_rate(text):
-    """Bits per second of `"100mbit"`, `"1gbit"` and the like; None of `"loopback"`.
-
-    Raises:
-        ValueError: If it is something else.
-    """
-    match = re.fullmatch(r"([\d.]+)([kmg]?)bit", text)
-    if text != "loopback" and not match:
-        raise ValueError(f"A rate is '100mbit', '1gbit' or 'loopback'. Received: {text!r}")
-    return float(match[1]) * {"": 1, "k": 1e3, "m": 1e6, "g": 1e9}[match[2]] if match else None
+    try:
+        with Lab(2, delay) as lab:
+            lab.set_rate(rate)
+            lab.set_link(0, up=False)
+            lab.set_link(0, up=True)
+    except (OSError, RuntimeError) as error:
+        return str(error)
+    return None
 
 
 def _ip(rank):
@@ -270,4 +278,6 @@ def _inside(pid):
 
 
 def _set(pid, command):
-    subprocess.run([*_inside(pid), *command.split()], check=True, capture_output=True, text=True)
+    done = subprocess.run([*_inside(pid), *command.split()], capture_output=True, text=True)
+    if done.returncode:
+        raise RuntimeError(f"{done.stderr.strip() or 'failed'}. Received: {command}")

@@ -1,9 +1,12 @@
-"""Delays what network namespaces receive: `netlab_delay.py SECONDS PID...`.
+"""Delays what hosts send to others, by the lines `SECONDS ADDRESS PID...` that it reads.
 
-For kernels without netem, which would be simpler: each namespace gets an iptables rule that hands
-all packets which arrive on eth0 to a queue, and this process lets them go when their time has come.
-The rule is made by setsockopt, so that no iptables program is needed. Prints `ready`, and runs
-until it is killed.
+ADDRESS is the sender's, and each PID is of a process in a network namespace that receives. Such a
+line can come again, with another time. Prints `done` after each, and runs until it is killed.
+
+For kernels without netem, which would be simpler: a namespace that receives gets an iptables rule
+for each sender, which hands packets that arrive on eth0 to a queue, and this process lets them go
+when their time has come. (Where they leave, the sender's TCP would count them as still to be sent,
+and send less.) The rules are made by setsockopt, so that no iptables program is needed.
 """
 
 import collections
@@ -38,11 +41,12 @@ def _enter(pid):
         _checked(_libc.setns(file.fileno(), _CLONE_NEWNET), "setns")
 
 
-def _entry(target, interface=b""):
-    """One rule of a table, for packets that come in by an interface, or all."""
+def _entry(target, sender=None):
+    """One rule of a table, for packets from a sender that come in by eth0, or for all."""
     address = bytearray(84)
-    if interface:
-        name = interface + b"\0"
+    if sender:
+        name = b"eth0\0"
+        address[:4], address[8:12] = socket.inet_aton(sender), b"\xff" * 4
         address[16 : 16 + len(name)] = name
         address[48 : 48 + len(name)] = b"\xff" * len(name)
     sizes = struct.pack("=IHHI", 0, 112, 112 + len(target), 0)
@@ -54,39 +58,49 @@ def _target(name, data):
     return struct.pack("=H29sB", size, name, 0) + data.ljust(size - 32, b"\0")
 
 
-def _queue_all_that_arrives():
-    """As `iptables -t filter -A INPUT -i eth0 -j NFQUEUE` in this process's namespace."""
+def _set_rules(senders):
+    """Hands what each sender sends to this process's namespace to the queue of its number.
+
+    As `iptables -t filter -A INPUT -s SENDER -i eth0 -j NFQUEUE --queue-num NUMBER`.
+    """
     with socket.socket(socket.AF_INET, socket.SOCK_RAW, socket.IPPROTO_RAW) as raw:
         info = ctypes.create_string_buffer(b"filter".ljust(84, b"\0"), 84)
         length = ctypes.c_uint32(84)
         got = _libc.getsockopt(raw.fileno(), 0, _SO_GET_INFO, info, ctypes.byref(length))
         _checked(got, "the kernel has no iptables")
         (old_entries,) = struct.unpack_from("=I", info.raw, 76)
-        rule = _entry(_target(b"NFQUEUE", struct.pack("=H", 0)), b"eth0")
+        targets = [_target(b"NFQUEUE", struct.pack("=H", number)) for number in range(len(senders))]
+        rules = b"".join(map(_entry, targets, senders))
         accept = _entry(_target(b"", struct.pack("=i", _DELIVER_AT_ONCE)))
         error = _entry(_target(b"ERROR", b"ERROR".ljust(30, b"\0")))
-        entries = rule + 3 * accept + error
-        a, b = len(rule), len(accept)
+        entries = rules + 3 * accept + error
+        a, b = len(rules), len(accept)
         hooks, underflows = [0, 0, a + b, a + 2 * b, 0], [0, a, a + b, a + 2 * b, 0]
         counters = ctypes.create_string_buffer(16 * old_entries)
+        sizes = (len(senders) + 4, len(entries))
         table = struct.pack(
-            *("=32sIII5I5II", b"filter", 0xE, 5, len(entries), *hooks, *underflows, old_entries)
+            *("=32sIII5I5II", b"filter", 0xE, *sizes, *hooks, *underflows, old_entries)
         )
         table += struct.pack("=Q", ctypes.addressof(counters)) + entries
         raw.setsockopt(0, _SO_SET_REPLACE, table)
 
 
-def _message(kind, flags, *attributes):
-    body = struct.pack(">BBH", 0, 0, 0)
+def _message(kind, flags, queue, *attributes):
+    body = struct.pack(">BBH", 0, 0, queue)
     for number, data in attributes:
         body += struct.pack("=HH", len(data) + 4, number) + data + bytes(-len(data) % 4)
     return struct.pack("=IHHII", 16 + len(body), kind, flags, 0, 0) + body
 
 
 class _Queue:
-    """The packets that wait in the queue of the namespace this process is in."""
+    """The packets that wait in a queue of the namespace this process is in.
 
-    def __init__(self):
+    Args:
+        number: The queue's.
+    """
+
+    def __init__(self, number):
+        self.delay, self._number = 0.0, number
         self.waiting = collections.deque()
         self.socket = socket.socket(socket.AF_NETLINK, socket.SOCK_RAW, _NETLINK_NETFILTER)
         self.socket.setsockopt(socket.SOL_SOCKET, _SO_RCVBUFFORCE, 16 << 20)
@@ -98,14 +112,15 @@ class _Queue:
             [(3, struct.pack(">I", 1 << 20))],  # its length
             [(4, struct.pack(">I", 5)), (5, struct.pack(">I", 5))],  # no drops, large packets
         ):
-            self.socket.send(_message(_CONFIG, 5, *attributes))
+            self.socket.send(_message(_CONFIG, 5, number, *attributes))
             (error,) = struct.unpack_from("=i", self.socket.recv(4096), 16)
             if error:
                 raise OSError(-error, "the kernel has no queue for packets")
         self.socket.setblocking(False)
 
-    def take(self, due):
-        """Notes the packets that have come, which are to go at `due`."""
+    def take(self, now):
+        """Notes the packets that have come."""
+        due = now + self.delay
         while True:
             try:
                 data = self.socket.recv(1 << 16)
@@ -125,26 +140,48 @@ class _Queue:
             last = self.waiting.popleft()[1]
         if last is not None:
             verdict = (2, struct.pack(">II", _ACCEPT, last))
-            self.socket.send(_message(_VERDICT_BATCH, 1, verdict))
+            self.socket.send(_message(_VERDICT_BATCH, 1, self._number, verdict))
+
+
+class _Delays:
+    """All queues, by what reads them and by who sends to whom."""
+
+    def __init__(self):
+        self.by_file = {}
+        self._by_way = {}  # process id of the receiver -> address of the sender -> queue
+
+    def set(self, seconds, sender, receivers):
+        """Sets the delay on the way from a sender to some receivers."""
+        for pid in receivers:
+            queues = self._by_way.setdefault(pid, {})
+            if sender not in queues:
+                _enter(pid)
+                queue = queues[sender] = _Queue(len(queues))
+                self.by_file[queue.socket.fileno()] = queue
+                _set_rules(list(queues))
+            queues[sender].delay = seconds
 
 
 def main():
-    delay, pids = float(sys.argv[1]), sys.argv[2:]
-    queues = {}
-    for pid in pids:
-        _enter(pid)
-        queue = _Queue()
-        queues[queue.socket.fileno()] = queue
-        _queue_all_that_arrives()
+    delays, lines = _Delays(), sys.stdin.fileno()
     # A packet's time must not depend on what else the machine does.
     os.sched_setscheduler(0, os.SCHED_FIFO, os.sched_param(10))
     gc.disable()
-    print("ready", flush=True)
     while True:
+        queues = delays.by_file
         due = [queue.waiting[0][0] for queue in queues.values() if queue.waiting]
         wait = max(0.0, min(due) - time.monotonic()) if due else None
-        for number in select.select(list(queues), [], [], wait)[0]:
-            queues[number].take(time.monotonic() + delay)
+        for number in select.select([lines, *queues], [], [], wait)[0]:
+            if number != lines:
+                queues[number].take(time.monotonic())
+                continue
+            line = sys.stdin.buffer.raw.readline().decode()
+            if not line:
+                return
+            seconds, sender, *receivers = line.split()
+            delays.set(float(seconds), sender, receivers)
+            print("done", flush=True)
+            break
         now = time.monotonic() + 2e-5  # what a further call of select would take
         for queue in queues.values():
             queue.release(now)

@@ -1,0 +1,33 @@
+"""Hosts in name only, where no network namespaces can be made."""
+
+from keras_psplus.chaos import netlab
+from keras_psplus.cluster.ports import free_ports
+
+
+class Loopback(netlab.Hosts):
+    """Hosts in name only: all tasks share this machine's loopback, which has no limit.
+
+    For those who may make no network namespaces. Its counters are those of all tasks together, and
+    of whatever else uses the loopback.
+
+    Args:
+        hosts: Number of hosts.
+    """
+
+    interface = "lo"
+    counters = "/proc/net/dev"
+
+    def __init__(self, hosts):
+        super().__init__(hosts)
+        self._addresses = [f"127.0.0.1:{port}" for port in free_ports(hosts)]
+
+    def address(self, rank):
+        """Where a host's task listens."""
+        return self._addresses[rank]
+
+    def device(self, rank):
+        """What counts a host's bytes among `counters`."""
+        return "lo"
+
+    def set_rate(self, rate):
+        """Changes nothing: there are no links."""

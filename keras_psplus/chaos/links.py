@@ -1,0 +1,38 @@
+"""What is done to the links of a cluster's tasks at present."""
+
+import threading
+
+KINDS = ("cut", "delay")
+
+
+class Links:
+    """Faults of links, which may overlap: delays add up, and a link is there when no cut is left.
+
+    Args:
+        network: A `netlab.Lab`.
+        tasks: Names of the tasks, in the order of the network's hosts.
+    """
+
+    def __init__(self, network, tasks):
+        self._network, self._ranks = network, {name: rank for rank, name in enumerate(tasks)}
+        self._present, self._lock = [], threading.Lock()
+
+    def begin(self, event):
+        """Does an event of one of `KINDS` to its task's link."""
+        with self._lock:
+            self._present.append(event)
+            self._apply(event)
+
+    def end(self, event):
+        """Takes it back."""
+        with self._lock:
+            self._present.remove(event)
+            self._apply(event)
+
+    def _apply(self, changed):
+        rank = self._ranks[changed.task]
+        same = [e for e in self._present if (e.task, e.kind) == (changed.task, changed.kind)]
+        if changed.kind == "cut":
+            self._network.set_link(rank, up=not same)
+        else:
+            self._network.set_delay(rank, sum(event.ms for event in same) / 1e3)
