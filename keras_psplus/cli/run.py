@@ -137,8 +137,8 @@ def _flags():
     flags.DEFINE_string(
         "chaos",
         None,
-        "Faults to put into the job, as in `kill:worker1@step=20; stop:ps0@step=10,for=5`; a wrong "
-        "one shows the grammar.",
+        "Faults to put into the job, as in `kill:worker1@step=20; cut:ps0@step=10,for=5`; a wrong "
+        "one shows the grammar. `cut` and `delay` need Linux and root.",
         flag_values=values,
     )
     flags.DEFINE_boolean(
