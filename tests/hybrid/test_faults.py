@@ -64,7 +64,7 @@ def test_a_job_that_lost_a_task_resumes_where_it_was(tmp_path, lost):
         assert time.monotonic() - began < 60
     for name in {"worker-0", "worker-1"} - {lost}:
         assert result.exit_codes[name] == 1
-        assert re.search(rf"PeerLostError: {lost} \(127.0.0.1:\d+\)", result.logs[name])
+        assert re.search(rf"PeerLostError: .*{lost} \(127.0.0.1:\d+\)", result.logs[name])
     with cluster(tmp_path / "second", *args) as job:
         result = job.wait(120)
     assert result.exit_code == 0, result.tails(40)
@@ -74,7 +74,7 @@ def test_a_job_that_lost_a_task_resumes_where_it_was(tmp_path, lost):
 
 
 def test_a_server_that_hangs_is_named(tmp_path):
-    with cluster(tmp_path, 40, tmp_path, "pause=0.1", "timeout=5") as job:
+    with cluster(tmp_path, 40, tmp_path, "pause=0.1", "timeout=8") as job:
         wait_for(job.log_path("worker-0"), "batch 5.", seconds=120)
         os.kill(job.pids["ps-0"], signal.SIGSTOP)
         try:
