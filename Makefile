@@ -2,7 +2,7 @@
 #
 #   make demo    train the digits in one process, then on two local clusters, and compare
 #   make test    the whole test suite
-#   make bench   step times beside stock tf_keras, as a Markdown table
+#   make bench   the benchmark lab; as root over emulated links; flags: make bench BENCH="--quick"
 #   make docs    the manual as a web site in site/
 #   make lint    ruff
 #   make clean   remove everything that the other targets made
@@ -10,6 +10,7 @@
 PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
+BENCH ?=
 PIP := $(BIN)/python -m pip --disable-pip-version-check
 PACKAGING := pyproject.toml setup.cfg setup.py
 
@@ -38,7 +39,7 @@ test: $(VENV)/stamp-test
 	$(BIN)/python -m pytest -n 2 --dist loadfile --no-loadscope-reorder
 
 bench: $(VENV)/stamp-bench
-	$(BIN)/python benchmarks/step_time.py --out step_time.json
+	$(BIN)/python benchmarks/bench.py $(BENCH)
 
 docs: $(VENV)/stamp-docs
 	$(BIN)/mkdocs build --strict
@@ -48,5 +49,5 @@ lint: $(VENV)/stamp-test
 	$(BIN)/ruff format --check .
 
 clean:
-	rm -rf $(VENV) build dist site *.egg-info .pytest_cache .ruff_cache .hypothesis step_time.json
+	rm -rf $(VENV) build dist site *.egg-info .pytest_cache .ruff_cache .hypothesis bench.* bench_*
 	find . -name __pycache__ -type d -prune -exec rm -rf {} +

@@ -14,6 +14,7 @@ import tensorflow as tf
 from tensorflow.python.eager import context
 
 from keras_psplus.all_reduce import failure
+from keras_psplus.cluster import stalls
 from keras_psplus.cluster.config import task_name
 from keras_psplus.log import logger
 
@@ -26,12 +27,13 @@ class ControlPlane:
     Args:
         task: `keras_psplus.cluster.TaskConfig` of this process.
         timeout: Seconds to wait for a peer at the same point of the script before giving up.
+        stall_warning: Seconds after which it is said for whom it waits; None for never.
     """
 
-    def __init__(self, task, timeout):
+    def __init__(self, task, timeout, stall_warning):
         self._task = task
         self._names = [task_name(job, index) for job, index, _ in task.tasks() if job != "ps"]
-        self._timeout = timeout
+        self._timeout, self._stall_warning = timeout, stall_warning
         self._sequence = 0
 
     @property
@@ -104,12 +106,16 @@ class ControlPlane:
 
     def _get(self, name, kind):
         key = f"keras_psplus/{self._sequence}/{name}"
-        start = time.monotonic()
+        start, doubling = time.monotonic(), stalls.Doubling(self._stall_warning)
         while True:
             try:
-                return self._call(
+                text = self._call(
                     context.context().get_config_key_value, key, int(_POLL_SECONDS * 1000)
                 )
+                if doubling.has_told:
+                    waited = time.monotonic() - start
+                    logger.warning("%s at %s goes on after %.0f s", self._task.name, kind, waited)
+                return text
             except tf.errors.DeadlineExceededError as error:
                 failure.raise_if_peer_lost(self._task, error)
                 waited = time.monotonic() - start
@@ -119,14 +125,15 @@ class ControlPlane:
                         "alive but did not come to the same point. Every worker must run the same "
                         f"script. Received: timeout={self._timeout:.0f} s"
                     ) from None
-                if waited > 10 * _POLL_SECONDS:
+                if doubling.is_due(waited):
+                    doubling.note(waited)
                     logger.warning(
-                        "%s waits at %s for %s; %.0f s of %.0f s",
+                        "%s at %s has waited %.0f s of %.0f s for the others; not arrived: %s",
                         self._task.name,
                         kind,
-                        name,
                         waited,
                         self._timeout,
+                        name,
                     )
 
     def _call(self, function, *args):

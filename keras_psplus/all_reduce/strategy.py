@@ -14,8 +14,11 @@ from keras_psplus import updates as updates_module
 from keras_psplus.all_reduce import batches, failure, gradients
 from keras_psplus.all_reduce.control import ControlPlane
 from keras_psplus.all_reduce.extended import MultiWorkerMirroredExtended
+from keras_psplus.all_reduce.stalls import Waits
 from keras_psplus.all_reduce.startup import resolver_for, start
 from keras_psplus.all_reduce.step import Step
+from keras_psplus.cluster import stalls
+from keras_psplus.cluster.progress import Progress
 from keras_psplus.compression import get, with_error_feedback
 
 
@@ -36,6 +39,8 @@ class MultiWorkerMirroredStrategy(tf.distribute.MultiWorkerMirroredStrategy):
         startup_timeout: Seconds to wait for the other workers to start. The process ends with the
             list of who is missing after that.
         heartbeat_timeout: Seconds without a sign of life after which a worker counts as dead.
+        stall_warning: Seconds for which a step may wait until one line says for what, and which
+            workers have not arrived; None for no such line.
         bucket_bytes: Size in bytes of the buckets in which gradients are sent while backprop goes
             on.
         compression: How gradients are sent: a name such as `"bf16"`, `"int8"`, `"topk:0.01"` or
@@ -72,6 +77,7 @@ class MultiWorkerMirroredStrategy(tf.distribute.MultiWorkerMirroredStrategy):
         *,
         startup_timeout=300.0,
         heartbeat_timeout=20.0,
+        stall_warning=60.0,
         bucket_bytes=gradients.DEFAULT_BUCKET_BYTES,
         compression=None,
         updates=None,
@@ -86,11 +92,14 @@ class MultiWorkerMirroredStrategy(tf.distribute.MultiWorkerMirroredStrategy):
                 raise ValueError(
                     f"`{name}` must be a positive, finite number. Received: {name}={value!r}"
                 )
+        stalls.check(stall_warning)
         compressor = with_error_feedback(get(compression))
         self._updates = updates_module.get(updates)
         self._task = self._start(cluster_resolver, startup_timeout, heartbeat_timeout)
         multi_worker = self._task is not None and self._task.num_workers > 1
-        control = ControlPlane(self._task, startup_timeout) if multi_worker else None
+        control = None
+        if multi_worker:
+            control = ControlPlane(self._task, startup_timeout, stall_warning)
         self._wrapped_functions = weakref.WeakKeyDictionary()
         with failure.explained(self._task):
             tf.distribute.Strategy.__init__(
@@ -105,8 +114,14 @@ class MultiWorkerMirroredStrategy(tf.distribute.MultiWorkerMirroredStrategy):
                     self._updates,
                 ),
             )
+        self._progress = Progress(leads=self._task is not None and self._task.is_chief)
         if multi_worker:
             failure.watch(self._task)
+        if self._task is not None and len(self._task.tasks()) > 1:
+            stalls.Inspector(stall_warning, self._waits().look)
+
+    def _waits(self):
+        return Waits(self._task, self._progress)
 
     _extended_class = MultiWorkerMirroredExtended
     _start = staticmethod(start)
@@ -120,6 +135,11 @@ class MultiWorkerMirroredStrategy(tf.distribute.MultiWorkerMirroredStrategy):
     def task(self):
         """`keras_psplus.cluster.TaskConfig` of this process; None without a cluster."""
         return self._task
+
+    @property
+    def progress(self):
+        """How far this process is: a `keras_psplus.cluster.progress.Progress`."""
+        return self._progress
 
     @property
     def updates(self):

@@ -1,4 +1,4 @@
-"""`keras-psplus bench`: the benchmarks of a checkout."""
+"""`keras-psplus bench`: the benchmark lab of a checkout."""
 
 import os
 import pathlib
@@ -8,9 +8,11 @@ import sys
 from keras_psplus.cluster.environment import python_path
 
 _CHECKOUT = pathlib.Path(__file__).resolve().parents[2]
-_USAGE = """usage: keras-psplus bench [flags of benchmarks/step_time.py]
+_USAGE = """usage: keras-psplus bench [flags of benchmarks/bench.py]
 
-Runs benchmarks/step_time.py of the checkout that keras_psplus is imported from.
+Runs the benchmark lab, benchmarks/bench.py of the checkout that keras_psplus is imported from.
+There is none here: get a checkout of keras_psplus's repository, install it with
+`pip install -e ".[bench]"`, and ask again for the flags.
 """
 
 
@@ -22,17 +24,17 @@ def main(argv, checkout=_CHECKOUT):
         checkout: The checkout's folder.
 
     Returns:
-        The benchmark's exit code; 2 if it is not there.
+        The lab's exit code; 2 if it is not there.
     """
-    script = pathlib.Path(checkout) / "benchmarks" / "step_time.py"
+    script = pathlib.Path(checkout) / "benchmarks" / "bench.py"
     if not script.is_file():
         if argv[:1] in (["--help"], ["-h"]):
             print(_USAGE)
             return 0
         print(
-            "keras-psplus bench: the benchmarks are not in the installed package. Get a checkout "
-            "of keras_psplus's repository, install it with `pip install -e .`, and run this again. "
-            f"Received: no {script}",
+            "keras-psplus bench: the benchmark lab is not in the installed package. Get a checkout "
+            "of keras_psplus's repository, install it with `pip install -e '.[bench]'`, and run "
+            f"this again. Received: no {script}",
             file=sys.stderr,
         )
         return 2

@@ -7,7 +7,7 @@ _COMMANDS = {
     "run": "starts a script in every task of a local cluster, or prints how to on other hosts",
     "serve": "serves as the ps or worker task that TF_CONFIG names until the chief has ended",
     "doctor": "checks versions, devices, TF_CONFIG and the way to every task",
-    "bench": "measures step time with the benchmarks of a checkout",
+    "bench": "measures every strategy on emulated links, with the lab of a checkout",
 }
 
 

@@ -2,12 +2,18 @@
 
 import pathlib
 import shlex
+import signal
 import sys
+import tempfile
 
 from absl import flags
 
 from keras_psplus import catalogue
+from keras_psplus.arguments import whole_number
+from keras_psplus.chaos import spec as chaos_spec
+from keras_psplus.chaos.injector import Injector
 from keras_psplus.cli import parsing
+from keras_psplus.cluster import restarts
 from keras_psplus.cluster.console import Console
 from keras_psplus.cluster.environment import plan_tasks, python_path
 from keras_psplus.cluster.processes import LocalCluster
@@ -21,6 +27,7 @@ traceback is shown last, and its exit code is passed on. Ctrl-C ends all tasks.
 
   keras-psplus run --workers 2 train.py --epochs 3
   keras-psplus run --workers 2 --ps 1 --strategy async_ps train.py
+  keras-psplus run --max_restarts 3 --chaos kill:worker1@step=20 train.py
   keras-psplus run --hosts 10.0.0.1,10.0.0.2 --dry_run train.py     how to start it on two hosts
 """
 _TRACEBACK = "Traceback (most recent call last)"
@@ -44,25 +51,48 @@ def main(argv):
     try:
         command = parsing.parse(options, argv)
         _check_script(command)
+        whole_number("max_restarts", options.max_restarts, 0)
+        if options.hosts and (options.max_restarts or options.chaos):
+            raise parsing.UsageError(
+                "--hosts starts nothing, so that nothing can be started again or disturbed. "
+                f"Received: --max_restarts={options.max_restarts}, --chaos={options.chaos!r}"
+            )
         layout, env = _layout(options), _strategy_variables(options)
+        events = []
+        if options.chaos is not None:
+            events = chaos_spec.parse(options.chaos, [task.name for task in plan_tasks(**layout)])
         argv = [sys.executable, *command]
         if options.dry_run or options.hosts:
             # Another host has its own Python, found on its own path.
             shown = ["python", *command] if options.hosts else argv
             print(_recipe(shown, env, layout, options.hosts))
             return 0
+    except (parsing.UsageError, ValueError) as error:
+        return parsing.complain("run", error)
+    log_dir = pathlib.Path(options.log_dir or tempfile.mkdtemp(prefix="keras_psplus_"))
+    console = Console(live="chief-0" if layout["chief"] else "worker-0")
+
+    def tell(line):
+        console.note(f"keras-psplus: {line}")
+
+    def make_cluster(restart):
         cluster = LocalCluster(
             argv,
             **layout,
-            env={**env, "PYTHONPATH": python_path()},
-            log_dir=options.log_dir,
-            console=Console(live="chief-0" if layout["chief"] else "worker-0"),
+            env={**env, **chaos.environment, "PYTHONPATH": python_path()},
+            log_dir=log_dir,
+            console=console,
+            restart=restart,
         )
-    except (parsing.UsageError, ValueError) as error:
-        return parsing.complain("run", error)
-    with cluster:
-        result = cluster.wait(options.timeout or None)
-    _report(result, cluster.log_dir, options.timeout)
+        chaos.watch(cluster)
+        return cluster
+
+    try:
+        with Injector(events, tell) as chaos:
+            result = restarts.run(make_cluster, options.max_restarts, options.timeout or None, tell)
+    except KeyboardInterrupt:  # between two attempts; while tasks run, the cluster sees to it
+        return 128 + signal.SIGINT
+    _report(result, log_dir, options.timeout)
     return result.exit_code
 
 
@@ -92,6 +122,20 @@ def _flags():
     )
     flags.DEFINE_float(
         "timeout", 0.0, "Seconds after which the cluster is ended; 0: never.", **whole
+    )
+    flags.DEFINE_integer(
+        "max_restarts",
+        0,
+        "How often the job is started again after a task has failed. With the BackupAndRestore "
+        "callback it resumes at its last backup; KERAS_PSPLUS_RESTART counts the restarts.",
+        flag_values=values,
+    )
+    flags.DEFINE_string(
+        "chaos",
+        None,
+        "Faults to put into the job, as in `kill:worker1@step=20; stop:ps0@step=10,for=5`; a wrong "
+        "one shows the grammar.",
+        flag_values=values,
     )
     flags.DEFINE_boolean(
         "dry_run",

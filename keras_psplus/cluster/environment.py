@@ -11,6 +11,8 @@ from keras_psplus.cluster.ports import free_ports
 
 # What tasks of one job have in common, and those of others do not.
 TOKEN_VARIABLE = "KERAS_PSPLUS_JOB_TOKEN"
+# How often the launcher has started the job before.
+RESTART_VARIABLE = "KERAS_PSPLUS_RESTART"
 _DEFAULT_PORT = 2222
 _MIN_INTER_OP_THREADS = 2  # with one, an operation that waits for a peer blocks all others
 

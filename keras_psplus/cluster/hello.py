@@ -194,6 +194,16 @@ def connect(address, timeout):
     return connection
 
 
+def speaks(address, timeout):
+    """Whether a gRPC server answers: it speaks first, a waiting `Listener` does not."""
+    try:
+        with connect(address, timeout) as connection:
+            connection.settimeout(timeout)
+            return bool(connection.recv(1))
+    except OSError:
+        return False
+
+
 def _read_line(connection):
     line = b""
     while not line.endswith(b"\n") and len(line) < _MAX_LINE:

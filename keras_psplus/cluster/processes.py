@@ -13,7 +13,7 @@ import time
 
 from keras_psplus.cluster.config import JOB_TYPES
 from keras_psplus.cluster.console import OutputPump
-from keras_psplus.cluster.environment import TOKEN_VARIABLE, plan_tasks
+from keras_psplus.cluster.environment import RESTART_VARIABLE, TOKEN_VARIABLE, plan_tasks
 from keras_psplus.cluster.results import ClusterResult
 
 _POLL = 0.05
@@ -53,6 +53,8 @@ class LocalCluster:
         worker_grace: The same for workers that serve a chief (clusters with a
             chief and parameter servers), which may have work left.
         kill_grace: Seconds from SIGTERM to SIGKILL.
+        restart: How often the job was started before. Logs go on then, and the
+            tasks find the number in `KERAS_PSPLUS_RESTART`.
     """
 
     def __init__(
@@ -68,24 +70,29 @@ class LocalCluster:
         server_grace=10.0,
         worker_grace=60.0,
         kill_grace=3.0,
+        restart=0,
     ):
         self._argv = [os.fspath(arg) for arg in argv]
         self._environ = {**os.environ, **(env or {})}
         # Tasks of other jobs on this machine are none of this one's.
         self._environ.setdefault(TOKEN_VARIABLE, secrets.token_hex(16))
+        self._environ[RESTART_VARIABLE] = str(restart)
         self.tasks = plan_tasks(workers, ps, chief, environ=self._environ)
         self._serving_workers = bool(chief and ps)
         self.log_dir = pathlib.Path(log_dir or tempfile.mkdtemp(prefix="keras_psplus_"))
         self._console = console
         self._failure_grace, self._kill_grace = failure_grace, kill_grace
         self._server_grace, self._worker_grace = server_grace, worker_grace
+        self._restart = restart
         self._processes, self._pumps, self._logs = {}, [], []
+        self._log_starts = {}
         self._ends = {}  # task name -> (exit code, time)
         self._terminated = []
         self._first_failure = None
         self._signals = []
         self._old_handlers = {}
         self._released = False
+        self._release_lock = threading.Lock()
 
     def __enter__(self):
         self.start()
@@ -139,11 +146,19 @@ class LocalCluster:
         return ClusterResult(
             exit_codes={name: code for name, (code, _) in self._ends.items()},
             log_paths={task.name: self.log_path(task.name) for task in self.tasks},
+            chief_has_ended_well=self._serving_workers and self._ends.get("chief-0", [1])[0] == 0,
+            log_starts=dict(self._log_starts),
             first_failure=self._first_failure,
             terminated=tuple(self._terminated),
             timed_out=timed_out,
             signal=self._signals[0] if self._signals else None,
         )
+
+    def send_signal(self, name, number):
+        """Sends a signal to a task and to what it has started, unless the cluster has ended."""
+        with self._release_lock:
+            if not self._released:
+                self._signal_groups([name], number)
 
     def stop(self):
         """Ends every process that still runs: SIGTERM, then SIGKILL."""
@@ -167,8 +182,7 @@ class LocalCluster:
         command = self._argv
         if sys.platform == "linux":
             command = [sys.executable, "-I", "-S", _WRAPPER, str(os.getpid()), *command]
-        log = open(self.log_path(task.name), "w", encoding="utf-8")  # noqa: SIM115 (till _release)
-        self._logs.append(log)
+        self._logs.append(log := self._open_log(task.name))
         process = subprocess.Popen(
             command,
             stdin=subprocess.DEVNULL,
@@ -181,6 +195,14 @@ class LocalCluster:
         pump = OutputPump(task.name, process.stdout, log, self._console)
         self._pumps.append(pump)
         pump.start()
+
+    def _open_log(self, name):
+        log = open(self.log_path(name), "a" if self._restart else "w", encoding="utf-8")
+        if self._restart:
+            log.write(f"keras-psplus: restart {self._restart}\n")
+            log.flush()
+        self._log_starts[name] = os.fstat(log.fileno()).st_size
+        return log
 
     def _running(self):
         """Names of the tasks that have not ended; notes the ends of the others."""
@@ -225,7 +247,8 @@ class LocalCluster:
                 os.killpg(self._processes[name].pid, number)
 
     def _release(self):
-        self._released = True  # from here on, a process id may be another process's
+        with self._release_lock:
+            self._released = True  # from here on, a process id may be another process's
         for process in self._processes.values():
             process.wait()
         for pump in self._pumps:

@@ -18,6 +18,10 @@ class ClusterResult:
         terminated: Names of the tasks that did not end by themselves.
         timed_out: Whether the time-out ended the cluster.
         signal: Number of the signal that ended the cluster, or `None`.
+        chief_has_ended_well: Whether the chief of workers that serve it has,
+            which is the end of the training.
+        log_starts: Dict from task name to the bytes that its log had before, of
+            earlier attempts at the job.
     """
 
     exit_codes: dict[str, int]
@@ -26,6 +30,8 @@ class ClusterResult:
     terminated: tuple[str, ...] = ()
     timed_out: bool = False
     signal: int | None = None
+    chief_has_ended_well: bool = False
+    log_starts: dict[str, int] = dataclasses.field(default_factory=dict)
 
     @property
     def exit_code(self):
@@ -41,7 +47,7 @@ class ClusterResult:
     def logs(self):
         """Dict from task name to everything it wrote."""
         return {
-            name: path.read_text(encoding="utf-8", errors="replace")
+            name: path.read_bytes()[self.log_starts.get(name, 0) :].decode(errors="replace")
             for name, path in self.log_paths.items()
         }
 
@@ -57,15 +63,19 @@ class ClusterResult:
         body = "\n".join(head + text[-lines:]) or "(no output)"
         return f"--- {name}: {self.how_ended(name)} ---\n{body}"
 
+    @property
+    def how_it_failed(self):
+        """Says how the first task to fail has ended, e.g. `"exit code 1"`."""
+        return _described(self.exit_codes[self.first_failure])
+
     def how_ended(self, name):
         """Says how a task ended, e.g. `"exit code 1, first to fail"`."""
         code = self.exit_codes.get(name)
-        if code is None:
-            text = "not started"
-        elif code < 0:
-            text = f"ended by signal {-code}"
-        else:
-            text = f"exit code {code}"
+        text = "not started" if code is None else _described(code)
         if name in self.terminated:
             text += " (still running, terminated by the launcher)"
         return text + (", first to fail" if name == self.first_failure else "")
+
+
+def _described(code):
+    return f"ended by signal {-code}" if code < 0 else f"exit code {code}"

@@ -100,7 +100,9 @@ def outlive(config, has_come, is_lost, startup_timeout, chief_gone, log=None):
     """
     log = log or log_line
     leader, address = _leader(config)
-    if not _within(startup_timeout, lambda a: has_come() or _is_tensorflow(a), address):
+    if not _within(
+        startup_timeout, lambda a: has_come() or hello.speaks(a, _GREETING_TIMEOUT), address
+    ):
         raise ClusterStartupError(
             f"{leader} did not come to {address} within {startup_timeout:g} s. Start it, or read "
             f"its log if it has ended. Received: TF_CONFIG={config.to_tf_config()}"
@@ -163,16 +165,6 @@ def _accepts(address):
     except OSError:
         return False
     return True
-
-
-def _is_tensorflow(address):
-    """Whether a gRPC server answers: it speaks first, a waiting `Listener` does not."""
-    try:
-        with hello.connect(address, _GREETING_TIMEOUT) as connection:
-            connection.settimeout(_GREETING_TIMEOUT)
-            return bool(connection.recv(1))
-    except OSError:
-        return False
 
 
 def wait_for_close(address):

@@ -142,6 +142,20 @@ class Servers:
         )
         self._control[index] = link
 
+    @property
+    def addresses(self):
+        """Dict from the servers' names to their addresses."""
+        return dict(self._peers)
+
+    def pushes(self):
+        """How often each replica has pushed to each shard: a list of lists."""
+        found = []
+        for name, address in self._peers:
+            # From another thread than the one that trains.
+            link = ControlLink(name, address, self._control[0].token, _FAREWELL_SECONDS)
+            found += link.request("pushes")["pushes"]
+        return found
+
     def count_assignment(self, key, slot):
         """Says that all of a table, or of a slot of it, has been set."""
         self._assigned[key, slot] += 1

@@ -119,6 +119,10 @@ class Shard:
         }
         return self._methods
 
+    def pushes(self):
+        """How often each replica has pushed."""
+        return [1 + int(key) // PARTS for key in self._seen.numpy()]
+
     def _lookup(self):
         @tf.function(input_signature=[tf.TensorSpec([None], _INT)])
         def lookup(ids):

@@ -12,7 +12,7 @@ from keras_psplus.arguments import number, whole_number
 from keras_psplus.cluster import config, hello
 from keras_psplus.cluster import serve as cluster_serve
 from keras_psplus.cluster.own_address import bind_own
-from keras_psplus.hybrid import names, table_server
+from keras_psplus.hybrid import names, stalls, table_server
 from keras_psplus.hybrid import placement as placement_module
 from keras_psplus.hybrid import prefetch as prefetch_module
 from keras_psplus.hybrid import snapshots as snapshots_module
@@ -64,8 +64,8 @@ class HybridStrategy(SavesTables, MultiWorkerMirroredStrategy):
             to be started again on the same host.
         job_token: Text that all tasks of the job have in common, and those of others do not. By
             default the environment's `KERAS_PSPLUS_JOB_TOKEN`, or the cluster's description.
-        startup_timeout, heartbeat_timeout, bucket_bytes, compression, updates: As for
-            `MultiWorkerMirroredStrategy`; `compression` is that of the gradients of what is
+        startup_timeout, heartbeat_timeout, stall_warning, bucket_bytes, compression, updates: As
+            for `MultiWorkerMirroredStrategy`; `compression` is that of the gradients of what is
             all-reduced, and of `updates` only `Accumulate` can be combined with tables.
 
     Raises:
@@ -107,6 +107,7 @@ class HybridStrategy(SavesTables, MultiWorkerMirroredStrategy):
         job_token=None,
         startup_timeout=300.0,
         heartbeat_timeout=20.0,
+        stall_warning=60.0,
         bucket_bytes=gradients.DEFAULT_BUCKET_BYTES,
         compression=None,
         updates=None,
@@ -149,6 +150,7 @@ class HybridStrategy(SavesTables, MultiWorkerMirroredStrategy):
             communication_options,
             startup_timeout=startup_timeout,
             heartbeat_timeout=heartbeat_timeout,
+            stall_warning=stall_warning,
             bucket_bytes=bucket_bytes,
             compression=compression,
             updates=updates,
@@ -182,7 +184,6 @@ class HybridStrategy(SavesTables, MultiWorkerMirroredStrategy):
         self.communication.add_source(
             lambda: self._tables.traffic(self.extended.counted), lambda: 0.0
         )
-
         if snapshot_every is None:
             return
         self._snapshots = snapshots_module.Snapshots(
@@ -192,6 +193,9 @@ class HybridStrategy(SavesTables, MultiWorkerMirroredStrategy):
             self._servers.at_good_end(self._snapshots.delete)
             if recovers:
                 Recovery(self._servers, self._snapshots, table_timeout).start()
+
+    def _waits(self):
+        return stalls.Waits(self, self.progress)
 
     @staticmethod
     def _start(cluster_resolver, startup_timeout, heartbeat_timeout):
@@ -205,6 +209,11 @@ class HybridStrategy(SavesTables, MultiWorkerMirroredStrategy):
     @property
     def is_active(self):
         return self.has_servers or super().is_active
+
+    @property
+    def servers(self):
+        """The parameter servers; None without a cluster."""
+        return self._servers
 
     @property
     def sync(self):

@@ -159,6 +159,9 @@ class TableServer:
     def _on_assignments(self, key, slot):
         return {"count": self._assignments[key, slot]}
 
+    def _on_pushes(self):
+        return {"pushes": [shard.pushes() for shard in self._shards.values()]}
+
     def _on_check_directory(self, directory):
         shard_files.check(directory, self._task.name)
         return {}

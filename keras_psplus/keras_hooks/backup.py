@@ -6,8 +6,8 @@ import tensorflow as tf
 from keras.src.callbacks import backup_and_restore
 from keras.src.utils import file_utils
 
-from keras_psplus.keras_hooks import compression_backup, updates
-from keras_psplus.keras_hooks.ownership import distributing, ours
+from keras_psplus.keras_hooks import backup_files, compression_backup, updates
+from keras_psplus.keras_hooks.ownership import distributing
 from keras_psplus.keras_hooks.patching import replace
 
 
@@ -24,8 +24,10 @@ def _strategy_of(callback):
 
 
 def _end(original, self, logs=None):
-    strategy = ours(getattr(self.model, "_distribute_strategy", None))
+    strategy = _strategy_of(self)
     if strategy is None or strategy.is_chief:
+        if strategy is not None and self.delete_checkpoint:
+            backup_files.delete(self)
         return original(self, logs)
     if self.delete_checkpoint:
         compression_backup.delete(strategy, self.backup_dir)
@@ -41,12 +43,14 @@ def _save(original, self):
     compression_backup.save(strategy, self.model, self.backup_dir)
     if not strategy.is_chief:
         return None
-    original(self)
-    # Keras leaves the states of seed generators out, and Dropout would not resume where it was.
-    states = [v.numpy().tolist() for v in _seed_states(self.model)]
-    with file_utils.File(_seeds_path(self), "w") as f:
-        f.write(json.dumps(states))
-    compression_backup.note(strategy, self.model, self.backup_dir)
+    with backup_files.written(self) as folder:
+        original(self)
+        # Keras leaves the states of seed generators out, and Dropout would not resume where it was.
+        states = [v.numpy().tolist() for v in _seed_states(self.model)]
+        with file_utils.File(_seeds_path(folder), "w") as f:
+            f.write(json.dumps(states))
+        compression_backup.note(strategy, self.model, folder)
+    return None
 
 
 def _restore(original, self, logs=None):
@@ -55,11 +59,13 @@ def _restore(original, self, logs=None):
         return original(self, logs)
     restored, step = False, None
     if strategy.is_chief:
+        backup_files.recover(self)
         step = compression_backup.noted(strategy, self.backup_dir)
         restored = file_utils.exists(self._weights_path)
         original(self, logs)
-        if restored and file_utils.exists(_seeds_path(self)):
-            with file_utils.File(_seeds_path(self), "r") as f:
+        seeds = _seeds_path(self.backup_dir)
+        if restored and file_utils.exists(seeds):
+            with file_utils.File(seeds, "r") as f:
                 for variable, state in zip(_seed_states(self.model), json.loads(f.read())):
                     variable.assign(state)
     # Under parameter servers there is nobody else to tell.
@@ -89,5 +95,5 @@ def _seed_states(model):
     return [v for v in model.variables if v.name == "seed_generator_state"]
 
 
-def _seeds_path(callback):
-    return file_utils.join(callback.backup_dir, "seed_generators.json")
+def _seeds_path(folder):
+    return file_utils.join(folder, "seed_generators.json")

@@ -100,7 +100,7 @@ class _StepFunction:
     """A train or test function whose steps run on the workers, several at a time."""
 
     def __init__(self, model, strategy, step_function, is_training):
-        self._model = model
+        self._model, self._is_training = model, is_training
         self._strategy, self._scheduler = strategy, strategy.scheduler
         step = _knowing_rows(model._autoconvert_optionals(step_function))
         if is_training:
@@ -119,6 +119,17 @@ class _StepFunction:
         return StepRunner(*args)
 
     def __call__(self, iterator):
+        progress = self._strategy.progress
+        progress.begin("training step" if self._is_training else "evaluation step")
+        try:
+            logs, steps = self._take_steps(iterator)
+        finally:
+            progress.end()
+        if self._is_training:
+            progress.count(steps)
+        return logs
+
+    def _take_steps(self, iterator):
         ticket = None
         if isinstance(iterator, WorkerIterator):
             ticket = self._scheduler.take(iterator, self._model.steps_per_execution)
@@ -138,7 +149,7 @@ class _StepFunction:
         logs = self._logs
         if not isinstance(iterator, (tf.data.Iterator, WorkerIterator)):
             self.drain()
-        return logs
+        return logs, len(batches)
 
     def drain(self):
         """Waits for all steps; metrics and logs are those of all of them then."""

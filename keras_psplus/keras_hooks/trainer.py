@@ -100,11 +100,20 @@ def _make_function(original, self, step_function):
     if strategy is None:
         return original(self, step_function)
     function = original(self, _replica_step(self, step_function))
+    progress, is_training = strategy.progress, step_function == self.train_step
+    doing = "training step" if is_training else "evaluation step"
 
     def function_of_iterator(iterator):
-        if isinstance(iterator, _ITERATORS):
-            return function(iterator)
-        return function(data.split_eagerly(strategy, batch) for batch in iterator)
+        if not isinstance(iterator, _ITERATORS):
+            iterator = (data.split_eagerly(strategy, batch) for batch in iterator)
+        progress.begin(doing)
+        try:
+            result = function(iterator)
+        finally:
+            progress.end()
+        if is_training:
+            progress.count(self.steps_per_execution)
+        return result
 
     return function_of_iterator
 
@@ -118,9 +127,12 @@ def _make_predict_function(original, self, force=False):
     function = self.predict_function
 
     def function_of_batches(all_data):
-        return function(
-            [b if _is_distributed(b) else data.split_eagerly(strategy, b) for b in all_data]
-        )
+        all_data = [b if _is_distributed(b) else data.split_eagerly(strategy, b) for b in all_data]
+        strategy.progress.begin("prediction step")
+        try:
+            return function(all_data)
+        finally:
+            strategy.progress.end()
 
     self.predict_function = function_of_batches
 

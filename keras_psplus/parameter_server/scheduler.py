@@ -19,7 +19,6 @@ from keras_psplus.parameter_server import step_errors
 _STEPS_PER_WORKER = 2
 _LOOK_FOR_ERRORS_SECONDS = 0.5
 _LOOK_FOR_WORKERS_SECONDS = 5.0
-_STALL_SECONDS = 60.0
 
 
 class Scheduler:
@@ -55,8 +54,7 @@ class Scheduler:
         return iterator.take(count, self._loads, self._check)
 
     def _loads(self):
-        with self._changed:
-            tickets = [closure.ticket for _, closure in self._under_way.values()]
+        tickets = [closure.ticket for closure in self.closures]
         return collections.Counter(ticket.home for ticket in tickets if ticket)
 
     def submit(self, function, args, on_done, about, ticket=None):
@@ -190,6 +188,12 @@ class Scheduler:
         return set(self._failed_workers)
 
     @property
+    def closures(self):
+        """The closures under way."""
+        with self._changed:
+            return [closure for _, closure in self._under_way.values()]
+
+    @property
     def is_busy(self):
         """Whether steps are under way."""
         return bool(self._under_way)
@@ -221,24 +225,9 @@ class Scheduler:
                     return
                 self._changed.wait(_LOOK_FOR_ERRORS_SECONDS)
             now = time.monotonic()
-            self._tell_stalls(now)
             if now - max(looked, self._last_result) > _LOOK_FOR_WORKERS_SECONDS:
                 looked = now
                 self._check_workers()
-
-    def _tell_stalls(self, now):
-        with self._changed:
-            closures = [closure for _, closure in self._under_way.values()]
-        for closure in closures:
-            if closure.started and now - closure.started > _STALL_SECONDS * (closure.told + 1):
-                closure.told += 1
-                logger.warning(
-                    "worker-%d has been at %s for %.0f s; if it hangs, end its process: another "
-                    "worker takes the step then",
-                    closure.tried_on,
-                    closure.about,
-                    now - closure.started,
-                )
 
 
 class Coordinator(cluster_coordinator.ClusterCoordinator):
@@ -263,7 +252,7 @@ class Closure(cluster_coordinator.Closure):
 
     about, scheduler, ticket = "", None, None
     after_loss = "its update may be applied twice"
-    tried_on, started, told = None, None, 0
+    tried_on, started = None, None
 
     def __init__(self, function, cancellation_manager, args):
         # TensorFlow would work out the outputs' types anew for each closure.

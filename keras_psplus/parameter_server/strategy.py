@@ -5,7 +5,9 @@ import atexit
 import tensorflow as tf
 
 from keras_psplus import updates as updates_module
-from keras_psplus.cluster import farewell, preflight
+from keras_psplus.arguments import number
+from keras_psplus.cluster import farewell, preflight, stalls
+from keras_psplus.cluster.progress import Progress
 from keras_psplus.communication import Communication
 from keras_psplus.parameter_server import failure, modes, startup, state_files, tally
 from keras_psplus.parameter_server.attempts import Rounds
@@ -14,6 +16,7 @@ from keras_psplus.parameter_server.extended import ParameterServerExtended
 from keras_psplus.parameter_server.local_updating import LocalUpdating
 from keras_psplus.parameter_server.scheduler import Coordinator, Scheduler
 from keras_psplus.parameter_server.staleness import Clocks
+from keras_psplus.parameter_server.stalls import Waits
 from keras_psplus.parameter_server.updating import Updating
 
 _partitioners = tf.distribute.experimental.partitioners
@@ -54,6 +57,8 @@ class ParameterServerStrategy(tf.distribute.ParameterServerStrategy):
             sums its gradients for some batches before it sends them, or `LocalSGD(every)`, by which
             it reads the variables, takes some steps alone and sends what they have changed; None to
             read and send at each step.
+        stall_warning: Seconds that a closure may take until one line says which one, and what it
+            waits for; None for no such line.
 
     Raises:
         ValueError: If an argument is out of range, a combination of them has no meaning, or a
@@ -90,15 +95,12 @@ class ParameterServerStrategy(tf.distribute.ParameterServerStrategy):
         backup_workers=0,
         max_staleness=None,
         updates=None,
+        stall_warning=60.0,
     ):
-        for name, value in (
-            ("startup_timeout", startup_timeout),
-            ("worker_timeout", worker_timeout),
-        ):
-            if isinstance(value, bool) or not isinstance(value, (int, float)) or value <= 0:
-                raise ValueError(
-                    f"`{name}` must be a positive number of seconds. Received: {name}={value!r}"
-                )
+        timeouts = {"startup_timeout": startup_timeout, "worker_timeout": worker_timeout}
+        for name, value in timeouts.items():
+            number(name, value, "a positive number of seconds", lambda v: v > 0)
+        stalls.check(stall_warning)
         # Before this task waits for others, or serves them.
         compressors = Compressors(compression, pull_compression)
         self._mode = modes.check(mode, backup_workers, max_staleness)
@@ -157,6 +159,8 @@ class ParameterServerStrategy(tf.distribute.ParameterServerStrategy):
             failure.WorkerWatch(spec["worker"], worker_timeout).check,
             self._chief.greet_again if self._chief else None,
         )
+        self._progress = Progress(leads=True)
+        stalls.Inspector(stall_warning, Waits(self._scheduler, self._progress, spec).look)
         kind = LocalUpdating if updates is not None and updates.local else Updating
         self._updating = kind(self, updates)
         self._clocks = None
@@ -183,6 +187,11 @@ class ParameterServerStrategy(tf.distribute.ParameterServerStrategy):
     def num_workers(self):
         """Number of workers that take steps."""
         return self._num_workers
+
+    @property
+    def progress(self):
+        """How far the chief is: a `keras_psplus.cluster.progress.Progress`."""
+        return self._progress
 
     @property
     def scheduler(self):

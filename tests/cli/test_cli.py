@@ -8,6 +8,7 @@ import sys
 import pytest
 
 from keras_psplus.cli import bench, doctor, main, run
+from keras_psplus.cluster import progress
 from keras_psplus.cluster.ports import free_ports
 
 
@@ -67,6 +68,10 @@ def test_run_help_explains_every_flag(capsys):
         (["run", "--workers", "0", "SCRIPT"], "at least one worker"),
         (["run", "--strategy", "no_such", "SCRIPT"], "no entry 'no_such'"),
         (["run", "--hosts", "a,b", "--workers", "3", "SCRIPT"], "3 tasks"),
+        (["run", "--max_restarts", "-1", "SCRIPT"], "Received: max_restarts=-1"),
+        (["run", "--hosts", "a,b", "--max_restarts=2", "SCRIPT"], "Received: --max_restarts=2"),
+        (["run", "--chaos", "kill:ps0@step=3", "SCRIPT"], "Received: --chaos='kill:ps0@step=3'"),
+        (["run", "--hosts", "a,b", "--chaos=kill:worker0@step=3", "SCRIPT"], "starts nothing"),
         (["serve"], "serve needs a TF_CONFIG"),
         (["serve", "more"], "no arguments"),
         (["doctor", "more"], "no arguments"),
@@ -152,6 +157,48 @@ def test_run_times_out(tmp_path, capfd):
     assert "time-out of 0.7 s" in capfd.readouterr().err
 
 
+def test_run_starts_a_failed_job_again(tmp_path, capfd):
+    script = tmp_path / "twice.py"
+    script.write_text(
+        "import os, sys\n"
+        "attempt = os.environ['KERAS_PSPLUS_RESTART']\n"
+        "if attempt == '1':\n    raise ValueError(f'in attempt {attempt}')\n"
+        "sys.exit(5)\n"
+    )
+    argv = ["run", "--workers=1", "--max_restarts=1", f"--log_dir={tmp_path}", str(script)]
+    assert main.main(argv) == 1
+    captured = capfd.readouterr()
+    assert (
+        "keras-psplus: worker-0 has failed (exit code 5); restart 1 of 1 begins in 1 s\n"
+        in captured.out
+    )
+    assert "worker-0 has failed (exit code 1); no restart of 1 is left" in captured.out
+    assert captured.err.rstrip().endswith("ValueError: in attempt 1")
+
+
+def test_run_puts_faults_into_a_job(tmp_path, capfd):
+    script = tmp_path / "count.py"
+    script.write_text(
+        "import importlib.util, os\n"
+        # Without the package's own imports, which take seconds.
+        f"spec = importlib.util.spec_from_file_location('progress', {progress.__file__!r})\n"
+        "module = importlib.util.module_from_spec(spec)\n"
+        "spec.loader.exec_module(module)\n"
+        "counter = module.Progress(leads=True)\n"
+        "for step in range(20):\n    counter.count(1)\n"
+        "print('attempt', os.environ['KERAS_PSPLUS_RESTART'], 'took', counter.steps)\n"
+    )
+    faults = "--chaos=kill:worker0@step=7; kill:worker0@step=99"
+    argv = ["run", "--workers=1", "--max_restarts=1", faults, f"--log_dir={tmp_path}", str(script)]
+    assert main.main(argv) == 0
+    assert [line for line in capfd.readouterr().out.splitlines() if "failed," not in line] == [
+        "keras-psplus: chaos: kill:worker0@step=7 comes after step 7",
+        "keras-psplus: worker-0 has failed (ended by signal 9); restart 1 of 1 begins in 1 s",
+        "[worker-0] attempt 1 took 20",
+        "keras-psplus: chaos: kill:worker0@step=99 did not come: the job ended before that step",
+    ]
+
+
 def test_ctrl_c_ends_the_command(tmp_path):
     script = tmp_path / "sleep.py"
     script.write_text("import time\nprint('started', flush=True)\ntime.sleep(100)\n")
@@ -162,6 +209,7 @@ def test_ctrl_c_ends_the_command(tmp_path):
             "keras_psplus",
             "run",
             "--workers=2",
+            "--max_restarts=3",
             f"--log_dir={tmp_path}",
             script,
         ],
@@ -174,6 +222,7 @@ def test_ctrl_c_ends_the_command(tmp_path):
             command.send_signal(signal.SIGINT)
             assert command.wait(30) == 130
             assert "ended by signal 2" in command.stderr.read()
+            assert "restart" not in command.stdout.read()
         finally:
             command.kill()
 
@@ -237,7 +286,7 @@ def test_doctor_refuses_other_backends(capsys, monkeypatch):
 
 def test_bench_runs_the_checkouts_script(tmp_path, capfd):
     (tmp_path / "benchmarks").mkdir()
-    (tmp_path / "benchmarks" / "step_time.py").write_text(
+    (tmp_path / "benchmarks" / "bench.py").write_text(
         "import sys\nprint(sys.argv[1:])\nsys.exit(5)\n"
     )
     assert bench.main(["--steps", "3"], checkout=tmp_path) == 5
@@ -247,3 +296,5 @@ def test_bench_runs_the_checkouts_script(tmp_path, capfd):
 def test_bench_says_where_the_benchmarks_are(tmp_path, capsys):
     assert bench.main([], checkout=tmp_path) == 2
     assert "Get a checkout" in capsys.readouterr().err
+    assert bench.main(["--help"], checkout=tmp_path) == 0
+    assert "get a checkout" in capsys.readouterr().out

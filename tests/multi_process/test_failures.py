@@ -39,13 +39,10 @@ def assert_survivors_name(result, victim, survivors):
         assert "trained to the end" not in log
 
 
-@pytest.mark.parametrize(
-    "victim, step", [(0, 25), (1, 30)], ids=["chief in an epoch", "at the end of an epoch"]
-)
-def test_killed_worker(victim, step):
-    result = run_job("kill", victim, step)
-    assert result.exit_codes[f"worker-{victim}"] == -signal.SIGKILL
-    assert_survivors_name(result, f"worker-{victim}", [f"worker-{1 - victim}"])
+def test_worker_killed_at_the_end_of_an_epoch():
+    result = run_job("kill", victim=1, step=30)
+    assert result.exit_codes["worker-1"] == -signal.SIGKILL
+    assert_survivors_name(result, "worker-1", ["worker-0"])
 
 
 def test_two_survivors_name_the_same_worker():
@@ -93,23 +90,6 @@ def test_unequal_models_name_the_first_differing_variable(how, variable):
         assert "ValueError: Workers have fallen out of step" in log, log[-3000:]
         assert variable in log
         assert "Received: " in log
-
-
-def test_missing_peer_ends_the_start_with_a_list():
-    script = """
-    import json, os
-    config = json.loads(os.environ["TF_CONFIG"])
-    if config["task"]["index"] == 1:
-        raise SystemExit(0)  # never comes up
-    import keras_psplus
-    keras_psplus.MultiWorkerMirroredStrategy(startup_timeout=3)
-    """
-    result = run_in_processes(script, workers=2, env=ENVIRONMENT, timeout=60, expect_failure=True)
-    log = result.logs["worker-0"]
-    assert "ClusterStartupError" in log
-    assert "Here: worker-0" in log
-    assert "worker-1 at 127.0.0.1:" in log
-    assert "Received: " in log
 
 
 def test_early_initialisation_is_named():

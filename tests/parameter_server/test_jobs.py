@@ -92,28 +92,6 @@ def test_fit_goes_on_without_a_killed_worker_and_with_a_restarted_one(tmp_path):
         assert [path.name for path in state.iterdir()] == ["compression_worker_1_step_400.npz"]
 
 
-def test_a_killed_ps_ends_the_chief_and_a_restart_resumes(tmp_path):
-    backup = tmp_path / "backup"
-    with job(tmp_path / "first", 150, backup, workers=1, ps=2) as cluster:
-        chief = cluster.log_path("chief-0")
-        wait_for(chief, "epoch 1")
-        os.kill(cluster.pids["ps-1"], signal.SIGKILL)
-        wait_for(chief, "ParameterServerLostError", seconds=60)
-        exit_codes = cluster.wait(60).exit_codes
-    assert exit_codes["chief-0"] == exit_codes["worker-0"] == exit_codes["ps-0"] == 1
-    assert "has died or ended by an error" in cluster.log_path("worker-0").read_text()
-    log = chief.read_text()
-    assert re.search(r"ps-1 \(127\.0\.0\.1:\d+\) stopped answering", log), log[-4000:]
-    assert "Received: " in log
-    result = run_in_processes(
-        JOB, workers=1, ps=2, chief=True, timeout=150, env=ENVIRONMENT, args=[150, backup]
-    )
-    log = result.logs["chief-0"]
-    assert "epoch 0" not in log
-    assert "epoch 1" in log
-    assert counts(log)[0] == 450
-
-
 def test_chief_gives_up_when_all_workers_are_gone(tmp_path):
     with job(tmp_path, 400) as cluster:
         chief = cluster.log_path("chief-0")

@@ -1,0 +1,246 @@
+"""The benchmark lab: every way of training on the same work, over links of the same speed.
+
+    python benchmarks/bench.py --quick
+    sudo python benchmarks/bench.py --torch PYTHON_WITH_TORCH --docs
+
+Runs every entry of the catalogue, and what is installed of tf_keras (under TensorFlow's own
+strategies) and PyTorch (DDP), as tasks on emulated hosts of this machine, each on one processor
+core. Figures go to a JSON file at once; what the file holds is not measured again, so that a run
+that was interrupted goes on. A table and, with matplotlib, drawings are made from the file.
+
+Emulated hosts need root. Without it, tasks share the loopback, which has no limit.
+"""
+
+import argparse
+import functools
+import importlib.util
+import os
+import pathlib
+import shutil
+import sys
+import time
+
+import fidelity
+from lab import document, figures, methods, netlab, tables, work
+
+DOCS = pathlib.Path(__file__).parents[1] / "docs"
+QUICK = {
+    "works": ["dense"],
+    "workers": [2],
+    "rates": ["1gbit", "100mbit"],
+    "seconds": 0.5,
+    "only": [
+        "keras_psplus/all_reduce",
+        "keras_psplus/all_reduce_int8",
+        "keras_psplus/all_reduce_powersgd",
+        "keras_psplus/diloco",
+        "tf_keras/all_reduce",
+        "torch/ddp",
+        "torch/ddp_powersgd_4",
+    ],
+}
+FULL = {
+    "works": ["dense", "sparse"],
+    "workers": [2, 4],
+    "rates": ["loopback", "1gbit", "100mbit"],
+    "seconds": 1.0,
+    "only": [],
+}
+SMALL_FIDELITY = ("digits", ["none", "bf16", "int8", "sign", "topk:0.01", "powersgd:4"], [1])
+
+
+def parse(argv=None):
+    parser = argparse.ArgumentParser(
+        prog="bench", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument(
+        "--quick", action="store_true", help="a few methods, 2 workers; under three minutes"
+    )
+    parser.add_argument(
+        "--only", nargs="+", metavar="PATTERN", help="methods, as 'diloco' or 'torch/*'"
+    )
+    parser.add_argument(
+        "--entry", nargs="+", default=[], metavar="FILE", help="further files with `strategy()`"
+    )
+    parser.add_argument("--works", nargs="+", choices=work.SIZES["full"], help="what is trained")
+    parser.add_argument("--workers", nargs="+", type=int, metavar="N")
+    parser.add_argument(
+        "--rates", nargs="+", metavar="RATE", help="as 100mbit, 1gbit, loopback (no limit)"
+    )
+    parser.add_argument(
+        "--delay", type=float, default=0.0, help="ms from host to host, beside the machine's"
+    )
+    parser.add_argument("--ps", type=int, default=2, help="parameter servers, for what needs them")
+    parser.add_argument("--seconds", type=float, help="about so long for each figure")
+    parser.add_argument("--turns", type=int, default=1, help="how often to measure everything")
+    parser.add_argument("--size", choices=work.SIZES, default="full", help="of the models")
+    parser.add_argument("--timeout", type=float, default=400, help="seconds for each launch")
+    parser.add_argument(
+        "--torch", metavar="PYTHON", help="a Python with PyTorch, if this one has none"
+    )
+    parser.add_argument(
+        "--loopback", action="store_true", help="no emulated hosts, even if they can be made"
+    )
+    parser.add_argument(
+        "--out", type=pathlib.Path, default=pathlib.Path("bench.json"), help="the JSON file"
+    )
+    parser.add_argument("--fresh", action="store_true", help="leave out what the file holds")
+    parser.add_argument(
+        "--list", action="store_true", help="show the methods that are chosen, and end"
+    )
+    parser.add_argument(
+        "--report", action="store_true", help="measure nothing, only report on the file"
+    )
+    parser.add_argument(
+        "--docs", action="store_true", help="put tables and drawings into docs/ as well"
+    )
+    parser.add_argument(
+        "--fidelity", type=pathlib.Path, metavar="JSONL", help="results of fidelity.py, to draw"
+    )
+    parser.add_argument(
+        "--run_fidelity", action="store_true", help="train a small set for that file first"
+    )
+    args = parser.parse_args(argv)
+    for name, value in (QUICK if args.quick else FULL).items():
+        if getattr(args, name) is None:
+            setattr(args, name, value)
+    if args.run_fidelity and args.fidelity is None:
+        args.fidelity = args.out.with_name(args.out.stem + "_fidelity.jsonl")
+    try:
+        for rate in args.rates:
+            netlab.parse_rate(rate)
+    except ValueError as error:
+        parser.error(str(error))
+    if min([args.ps, args.turns, *args.workers]) < 1:
+        parser.error("--workers, --ps and --turns must be at least 1")
+    return args, parser
+
+
+def choose(args):
+    """The methods that are asked for and can be run here."""
+    everything = methods.catalogue() + [methods.of_entry(path) for path in args.entry]
+    if importlib.util.find_spec("tf_keras"):
+        everything += methods.tf_keras()
+    else:
+        say("tf_keras is not installed and is left out: pip install tf_keras")
+    if args.torch:
+        everything += methods.torch()
+    else:
+        say("PyTorch is not installed and is left out: give --torch a Python that has it")
+    patterns = args.only
+    if patterns is QUICK["only"]:
+        installed = {method.library for method in everything}
+        patterns = [pattern for pattern in patterns if pattern.partition("/")[0] in installed]
+    return methods.select(everything, patterns)
+
+
+def links(args):
+    """How hosts are made: `"namespaces"` or `"loopback"`, and a function from their number."""
+    problem = "--loopback" if args.loopback else netlab.why_not()
+    if problem is None:
+        return "namespaces", functools.partial(netlab.Lab, delay=args.delay / 1e3)
+    say(
+        "No emulated hosts: all tasks share this machine's loopback, without any limit. To emulate "
+        f"links, run as root, with iproute2 and util-linux. Received: {problem}"
+    )
+    args.rates, args.delay = ["loopback"], 0.0
+    return "loopback", netlab.Loopback
+
+
+def measure(args):
+    """Measures what the file lacks."""
+    os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "3")
+    # Not above: a Python that has no TensorFlow can report, too.
+    from lab import launches
+
+    chosen = choose(args)
+    if args.list:
+        print("\n".join(f"{method.full_name:<44}{method.traits.path}" for method in chosen))
+        return
+    kind, make_lab = links(args)
+    settings = {"size": args.size, "ps": args.ps, "delay": args.delay, "links": kind}
+    torch = args.torch if any(method.library == "torch" for method in chosen) else None
+    file = document.Document(args.out, settings, torch, args.fresh)
+    launches.run(args, file, make_lab, chosen, args.works, say)
+
+
+def report(args):
+    """Writes the table and the drawings that the file's figures give."""
+    content = document.read(args.out)
+    rows = figures.rows(content["results"])
+    pieces = tables.report(rows, content)
+    text = args.out.with_suffix(".md")
+    text.write_text("\n\n".join(f"## {name}\n\n{piece}" for name, piece in pieces.items()) + "\n")
+    say(f"table: {text}")
+    if importlib.util.find_spec("matplotlib"):
+        drawn = draw(args, rows)
+        say(f"drawings: {', '.join(map(str, drawn))}")
+        pieces["drawings"] = tables.drawings(drawn)
+    else:
+        drawn = []
+        say(
+            "No drawings without matplotlib: pip install matplotlib, or run this again with "
+            "--report and a Python that has it"
+        )
+    if args.docs:
+        page = DOCS / "benchmarks.md"
+        page.write_text(tables.put_in_place(page.read_text(), pieces))
+        for path in drawn:
+            shutil.copy(path, DOCS / path.name)
+        say(f"put into {DOCS}: {', '.join(pieces)}")
+
+
+def draw(args, rows):
+    """Draws everything that there are figures for; returns dict from files to what they show."""
+    from lab import plots
+
+    def file(name):
+        return args.out.with_name(f"bench_{name}.svg")
+
+    drawn = {}
+    for name in dict.fromkeys(row.work for row in rows):
+        for count in sorted({row.workers for row in rows}):
+            path = file(f"{name}_{count}_workers")
+            if plots.step_time(rows, name, count, path):
+                drawn[path] = f"Step time by bandwidth, {name} model, {count} workers"
+        if plots.scaling(rows, name, file(f"scaling_{name}")):
+            drawn[file(f"scaling_{name}")] = f"Scaling by workers, {name} model"
+    if args.fidelity is not None:
+        results = fidelity.read(args.fidelity)
+        points = {}
+        for task, (title, metric, _) in fidelity.EXPERIMENTS.items():
+            unit = (
+                "points of accuracy" if metric == "accuracy" else "% of perplexity (less: better)"
+            )
+            of_task = [result for result in results if result["task"] == task]
+            points[title, unit] = figures.learnt(of_task, metric, fidelity.loss_of)
+        if plots.quality(points, file("quality")):
+            drawn[file("quality")] = "Difference from exact training, by bytes"
+    return drawn
+
+
+def say(line):
+    print(line, file=sys.stderr, flush=True)
+
+
+def main(argv=None):
+    args, parser = parse(argv)
+    if args.torch is None and importlib.util.find_spec("torch"):
+        args.torch = sys.executable
+    begin = time.monotonic()
+    try:
+        if not args.report:
+            measure(args)
+        if args.list:
+            return
+        if args.run_fidelity:
+            task, compressions, seeds = SMALL_FIDELITY
+            fidelity.run([task], compressions, seeds, args.fidelity, args.timeout)
+        report(args)
+    except ValueError as error:
+        parser.error(str(error))
+    say(f"{time.monotonic() - begin:.0f} s")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,169 @@
+"""What can be measured: every entry of the catalogue, those beside it, and other libraries."""
+
+import ast
+import dataclasses
+import fnmatch
+import pathlib
+
+EXTRAS = pathlib.Path(__file__).parents[1] / "strategies"
+TITLES = {"keras_psplus": "keras_psplus", "tf_keras": "tf_keras", "torch": "PyTorch"}
+
+_PATHS = {
+    "MultiWorkerMirroredStrategy": "all_reduce",
+    "ParameterServerStrategy": "parameter_server",
+    "HybridStrategy": "hybrid",
+    "get_strategy": "alone",
+}
+_UPDATES = {"Accumulate": "accumulate", "LocalSGD": "local", "DiLoCo": "local"}
+
+
+@dataclasses.dataclass(frozen=True)
+class Traits:
+    """What a method sends, and to whom: what its cluster and its fewest bytes follow from.
+
+    Attributes:
+        path: `"alone"`, `"all_reduce"`, `"parameter_server"` or `"hybrid"`.
+        compression: Of dense gradients, as `keras_psplus.compression.get` names them; None for
+            float32.
+        rows: Of rows' gradients.
+        pull: Of what is read of servers.
+        updates: None for every step, `"accumulate"`, or `"local"` for steps without the others.
+        every: Steps from one exchange to the next.
+        waits: Whether the workers take each step together.
+    """
+
+    path: str = "all_reduce"
+    compression: str | None = None
+    rows: str | None = None
+    pull: str | None = None
+    updates: str | None = None
+    every: int = 1
+    waits: bool = True
+
+
+@dataclasses.dataclass(frozen=True)
+class Method:
+    """A library and one of its ways of training.
+
+    Attributes:
+        library: A key of `TITLES`.
+        name: Of the way.
+        traits: `Traits`.
+        works: Names of the works that it can do.
+        entry: For keras_psplus, what `--strategy` takes.
+    """
+
+    library: str
+    name: str
+    traits: Traits
+    works: tuple = ("dense", "sparse")
+    entry: str = ""
+
+    @property
+    def full_name(self):
+        return f"{self.library}/{self.name}"
+
+    def jobs(self, workers, ps):
+        """The job of each host's task."""
+        path = self.traits.path
+        servers = ps if path in ("parameter_server", "hybrid") else 0
+        chief = ["chief"] if path == "parameter_server" else []
+        return ["worker"] * workers + ["ps"] * servers + chief
+
+
+def traits_of(source):
+    """Reads off an entry's Python source how it trains, without running it.
+
+    Args:
+        source: Text of a file that defines `strategy()`.
+
+    Returns:
+        `Traits`. A strategy that is not known counts as one of workers alone.
+    """
+    found = {}
+    for call in (node for node in ast.walk(ast.parse(source)) if isinstance(node, ast.Call)):
+        name = getattr(call.func, "attr", getattr(call.func, "id", None))
+        if name in _PATHS:
+            words = {
+                k.arg: k.value.value for k in call.keywords if isinstance(k.value, ast.Constant)
+            }
+            found["path"] = path = _PATHS[name]
+            found["compression"] = words.get("compression")
+            found["rows"] = words.get("row_compression" if path == "hybrid" else "compression")
+            found["pull"] = words.get("pull_compression")
+            found["waits"] = path != "parameter_server" or words.get("mode") == "sync"
+        elif name in _UPDATES:
+            found["updates"] = _UPDATES[name]
+            found["every"] = call.args[0].value
+    return Traits(**found)
+
+
+def of_entry(path, entry=None):
+    """The `Method` of a file of the catalogue's form."""
+    path = pathlib.Path(path)
+    traits = traits_of(path.read_text())
+    return Method("keras_psplus", path.stem, traits, entry=entry or str(path.resolve()))
+
+
+def catalogue():
+    """Methods of all of keras_psplus's entries, those without communication first."""
+    from keras_psplus import catalogue
+
+    entries = [of_entry(catalogue.find(name), name) for name in catalogue.names()]
+    for path in sorted(EXTRAS.glob("*.py")):
+        entry = of_entry(path)
+        # These are there for what dense gradients, or rows, are sent in.
+        work = "sparse" if entry.traits.path == "hybrid" else "dense"
+        entries.append(dataclasses.replace(entry, works=(work,)))
+    paths = ("alone", "all_reduce", "parameter_server", "hybrid")
+    return sorted(entries, key=lambda entry: paths.index(entry.traits.path))
+
+
+def tf_keras():
+    """Methods of stock Keras 2 under TensorFlow's strategies."""
+    server = Traits("parameter_server", waits=False)
+    return [
+        Method("tf_keras", "alone", Traits("alone")),
+        Method("tf_keras", "all_reduce", Traits()),
+        Method("tf_keras", "parameter_server", server),
+    ]
+
+
+def torch():
+    """Methods of PyTorch: DDP with its hooks, accumulation, and averaged weights."""
+    methods = [Method("torch", "alone", Traits("alone")), Method("torch", "ddp", Traits())]
+    dense = {
+        "ddp_bf16": Traits(compression="bf16"),
+        "ddp_fp16": Traits(compression="fp16"),
+        "ddp_powersgd_4": Traits(compression="powersgd:4"),
+        "ddp_powersgd_1": Traits(compression="powersgd:1"),
+        "ddp_accumulate_4": Traits(updates="accumulate", every=4),
+        "post_local_sgd_8": Traits(updates="local", every=8),
+    }
+    # Its hooks and its averaging know no sparse gradients.
+    return methods + [Method("torch", name, traits, ("dense",)) for name, traits in dense.items()]
+
+
+def select(methods, patterns):
+    """Those whose name, or library and name, one of the patterns fits; all without patterns.
+
+    A library's run without communication comes with its others, which are compared with it.
+
+    Raises:
+        ValueError: If a pattern fits none.
+    """
+    if not patterns:
+        return list(methods)
+
+    def fits(method, pattern):
+        names = (method.name, method.full_name)
+        return any(fnmatch.fnmatchcase(name, pattern) for name in names)
+
+    for pattern in patterns:
+        if not any(fits(method, pattern) for method in methods):
+            names = ", ".join(method.full_name for method in methods)
+            raise ValueError(f"No method fits. There are: {names}. Received: {pattern!r}")
+    chosen = [m for m in methods if any(fits(m, pattern) for pattern in patterns)]
+    libraries = {method.library for method in chosen}
+    alone = [m for m in methods if m.traits.path == "alone" and m.library in libraries]
+    return [method for method in methods if method in alone or method in chosen]

@@ -1,0 +1,164 @@
+"""Figures as drawings, SVG: step time by bandwidth, scaling by workers, quality by bytes."""
+
+import pathlib
+
+import matplotlib
+from matplotlib import pyplot, ticker
+from matplotlib.lines import Line2D
+
+from lab.figures import speed
+from lab.methods import TITLES
+
+matplotlib.use("Agg")
+matplotlib.rcParams.update(
+    {
+        "svg.fonttype": "none",  # text as text keeps the files small
+        "svg.hashsalt": "keras_psplus",  # the same figures give the same file
+        "font.size": 9,
+        "axes.spines.top": False,
+        "axes.spines.right": False,
+    }
+)
+_COLOURS = {"keras_psplus": "#1b6ca8", "tf_keras": "#e08214", "torch": "#b2182b"}
+_SHADES = ("#08519c", "#e6850e", "#969696", "#31a354", "#756bb1")
+_MARKERS = "osD^v"
+
+
+def step_time(rows, work, workers, path):
+    """Draws every method's step time at every rate, with the floor of each.
+
+    Args:
+        rows: Of `figures.rows`.
+        work: Name of the work.
+        workers: Number of workers.
+        path: The file.
+    """
+    rows = [r for r in rows if (r.work, r.workers) == (work, workers) and r.median is not None]
+    if not rows:
+        return False
+    rates = sorted({row.rate for row in rows}, key=speed)
+    places = _places(rows, "median")
+    figure, axes = pyplot.subplots(figsize=(8, 1.3 + 0.21 * len(places)), layout="constrained")
+    for row in rows:
+        place = places[row.library, row.method]
+        mark = _mark(rates.index(row.rate))
+        colour = mark["color"]
+        axes.plot([row.low, row.high], [place, place], color=colour, alpha=0.4, linewidth=3)
+        axes.plot(row.median, place, **mark)
+        if row.floor:
+            axes.plot(row.floor, place, "|", color=colour, markersize=9)
+    _name_methods(axes, places)
+    _logarithmic(axes.xaxis)
+    axes.set_xlabel("ms for a step, median and 10 to 90 %")
+    axes.grid(axis="x", alpha=0.3)
+    axes.set_title(f"{work.capitalize()} model, {workers} workers", loc="left")
+    handles = [
+        Line2D([], [], ls="", label=rate, **_mark(number)) for number, rate in enumerate(rates)
+    ]
+    handles.append(Line2D([], [], color="black", marker="|", ls="", label="floor"))
+    axes.legend(handles=handles, loc="lower right", frameon=False)
+    _save(figure, path)
+    return True
+
+
+def scaling(rows, work, path):
+    """Draws how much of the speed without communication is left, by the number of workers."""
+    rows = [r for r in rows if r.work == work and r.of_alone and r.path != "alone"]
+    if len({row.workers for row in rows}) < 2:
+        return False
+    rates = sorted({row.rate for row in rows}, key=speed)
+    counts = sorted({row.workers for row in rows})
+    places = _places(rows, "of_alone")
+    size = (2 + 2.5 * len(rates), 1.3 + 0.21 * len(places))
+    figure, all_axes = pyplot.subplots(
+        1, len(rates), figsize=size, sharey=True, squeeze=False, layout="constrained"
+    )
+    for axes, rate in zip(all_axes[0], rates):
+        for key, place in places.items():
+            points = {
+                row.workers: 100 / row.of_alone
+                for row in rows
+                if (row.library, row.method) == key and row.rate == rate
+            }
+            axes.plot(points.values(), [place] * len(points), color="#bbbbbb", zorder=1)
+            for workers, percent in points.items():
+                axes.plot(percent, place, **_mark(counts.index(workers)))
+        axes.set_title(rate, loc="left")
+        axes.set_xlabel("% of the speed alone")
+        _logarithmic(axes.xaxis)
+        axes.grid(axis="x", alpha=0.3)
+    _name_methods(all_axes[0, 0], places)
+    handles = [
+        Line2D([], [], ls="", label=f"{workers} workers", **_mark(number))
+        for number, workers in enumerate(counts)
+    ]
+    figure.legend(handles=handles, loc="outside upper right", ncols=len(counts), frameon=False)
+    figure.suptitle(f"{work.capitalize()} model", x=0.01, ha="left")
+    _save(figure, path)
+    return True
+
+
+def quality(points_of_tasks, path):
+    """Draws what is learnt beside how many bytes are sent.
+
+    Args:
+        points_of_tasks: Dict from a task's title and the unit of its differences to what
+            `figures.learnt` returns.
+        path: The file.
+    """
+    points_of_tasks = {title: points for title, points in points_of_tasks.items() if points}
+    if not points_of_tasks:
+        return False
+    count = len(points_of_tasks)
+    figure, all_axes = pyplot.subplots(
+        count, 1, figsize=(8, 3.2 * count), squeeze=False, sharex=True, layout="constrained"
+    )
+    for axes, ((title, unit), points) in zip(all_axes[:, 0], points_of_tasks.items()):
+        axes.axhline(0, color="black", linewidth=0.7)
+        for name, (fewer, difference) in points.items():
+            axes.plot(fewer, difference, "o", color=_COLOURS["keras_psplus"], markersize=4)
+            axes.annotate(name, (fewer, difference), (3, 3), textcoords="offset points", fontsize=7)
+        _logarithmic(axes.xaxis)
+        axes.set_title(title, loc="left", fontsize=9)
+        axes.set_ylabel(unit)
+        axes.grid(alpha=0.3)
+    all_axes[-1, 0].set_xlabel("times fewer bytes than float32 at every step")
+    _save(figure, path)
+    return True
+
+
+def _places(rows, figure):
+    """Dict from library and method to their line: that with the largest figure on top."""
+    largest = {}
+    for row in rows:
+        key = (row.library, row.method)
+        largest[key] = max(largest.get(key, 0.0), getattr(row, figure))
+    return {key: place for place, key in enumerate(sorted(largest, key=largest.get))}
+
+
+def _name_methods(axes, places):
+    names = [f"{TITLES[library]}  {method}" for library, method in places]
+    axes.set_yticks(list(places.values()), names, fontsize=8)
+    for label, (library, _) in zip(axes.get_yticklabels(), places):
+        label.set_color(_COLOURS[library])
+
+
+def _mark(number):
+    return {
+        "color": _SHADES[number % len(_SHADES)],
+        "marker": _MARKERS[number % len(_MARKERS)],
+        "markersize": 5,
+    }
+
+
+def _logarithmic(axis):
+    """Gives an axis a logarithmic scale with plain numbers."""
+    {"x": axis.axes.set_xscale, "y": axis.axes.set_yscale}[axis.axis_name]("log")
+    axis.set_major_locator(ticker.LogLocator(subs=(1, 2, 5)))
+    axis.set_major_formatter(ticker.StrMethodFormatter("{x:g}"))
+    axis.set_minor_formatter(ticker.NullFormatter())
+
+
+def _save(figure, path):
+    figure.savefig(pathlib.Path(path), metadata={"Date": None})
+    pyplot.close(figure)

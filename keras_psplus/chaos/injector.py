@@ -1,0 +1,125 @@
+"""Does to a local cluster what was planned, at the steps for which it was."""
+
+import contextlib
+import pathlib
+import shutil
+import signal
+import socket
+import tempfile
+import threading
+import time
+
+from keras_psplus.cluster.progress import CHAOS_VARIABLE
+
+_SLICE_SECONDS = 0.02
+_CALL_SECONDS = 5.0
+
+
+class Injector:
+    """The faults of one job; each comes once, however often the job is started.
+
+    The chief (or worker 0) calls after the steps for which something is planned and waits until it
+    is done, so that it comes at the same step every time.
+
+    Example:
+
+    ```python
+    events = spec.parse("kill:worker1@step=20", ["worker-0", "worker-1"])
+    with Injector(events, print) as chaos:
+        with LocalCluster(command, workers=2, env=chaos.environment) as cluster:
+            chaos.watch(cluster)
+            cluster.wait()
+    ```
+
+    Args:
+        events: List of `spec.Event`.
+        tell: Function that takes a line of progress.
+    """
+
+    def __init__(self, events, tell):
+        self._left, self._tell = list(events), tell
+        self._cluster, self._ended = None, threading.Event()
+        self._folder = pathlib.Path(tempfile.mkdtemp(prefix="keras_psplus_chaos_"))
+        self._socket = socket.socket(socket.AF_UNIX)
+        self._socket.bind(self._address)
+        self._socket.listen()
+        threading.Thread(target=self._serve, name="chaos", daemon=True).start()
+        for event in events:
+            if event.seed is not None:
+                tell(f"chaos: seed {event.seed} draws {event}")
+
+    def __enter__(self):
+        return self
+
+    def __exit__(self, *_):
+        self._ended.set()
+        with contextlib.suppress(OSError):
+            self._socket.shutdown(socket.SHUT_RDWR)  # or `accept` would go on
+        self._socket.close()
+        shutil.rmtree(self._folder, ignore_errors=True)
+        for event in self._left:
+            self._tell(f"chaos: {event} did not come: the job ended before that step")
+
+    @property
+    def environment(self):
+        """Dict of the variable by which tasks know when to call."""
+        steps = sorted({event.step for event in self._left})
+        if not steps:
+            return {}
+        return {CHAOS_VARIABLE: f"{','.join(map(str, steps))}@{self._address}"}
+
+    def watch(self, cluster):
+        """Turns to another `LocalCluster`; what was begun with the last one is over."""
+        self._ended.set()
+        self._cluster, self._ended = cluster, threading.Event()
+
+    @property
+    def _address(self):
+        return str(self._folder / "socket")
+
+    def _serve(self):
+        while True:
+            try:
+                connection, _ = self._socket.accept()
+            except OSError:
+                return
+            with connection, contextlib.suppress(OSError, ValueError):
+                connection.settimeout(_CALL_SECONDS)
+                step = int(connection.recv(32))
+                for event in [event for event in self._left if event.step <= step]:
+                    self._left.remove(event)
+                    self._begin(event, step)
+                connection.sendall(b".")
+
+    def _begin(self, event, step):
+        self._tell(f"chaos: {event} comes after step {step}")
+        begin = {"kill": self._kill, "stop": self._stop, "slow": self._slow}[event.kind]
+        begin(event, self._cluster, self._ended)
+
+    def _kill(self, event, cluster, ended):
+        cluster.send_signal(event.task, signal.SIGKILL)
+
+    def _stop(self, event, cluster, ended):
+        cluster.send_signal(event.task, signal.SIGSTOP)
+        if event.seconds is None:
+            return
+
+        def resume():
+            ended.wait(event.seconds)
+            cluster.send_signal(event.task, signal.SIGCONT)
+            self._tell(f"chaos: {event} is over")
+
+        threading.Thread(target=resume, daemon=True).start()
+
+    def _slow(self, event, cluster, ended):
+        until = time.monotonic() + (float("inf") if event.seconds is None else event.seconds)
+
+        def slow_down():
+            while not ended.is_set() and time.monotonic() < until:
+                cluster.send_signal(event.task, signal.SIGSTOP)
+                ended.wait(_SLICE_SECONDS * (event.factor - 1))
+                cluster.send_signal(event.task, signal.SIGCONT)
+                ended.wait(_SLICE_SECONDS)
+            self._tell(f"chaos: {event} is over")
+
+        threading.Thread(target=slow_down, daemon=True).start()

@@ -1,0 +1,68 @@
+"""Starts a job again when a task of it has failed, a number of times."""
+
+import time
+
+# Of a script that is called with arguments it does not know, by argparse and by Python itself.
+_WRONG_COMMAND_LINE = 2
+_SHORT_SECONDS, _LONGEST_PAUSE_SECONDS = 30.0, 30.0
+
+
+def run(make_cluster, max_restarts, timeout=None, tell=print, sleep=time.sleep):
+    """Runs a job until it ends well or its restarts are used up.
+
+    Every attempt is a new cluster. A job that fails soon after its start is started again after a
+    pause, which doubles with each such failure in a row. One that was ended by a signal or its
+    time-out, whose command line was wrong, or whose chief has ended well without the worker that
+    failed, is not started again.
+
+    Example:
+
+    ```python
+    result = restarts.run(
+        lambda restart: LocalCluster(command, workers=2, log_dir=folder, restart=restart),
+        max_restarts=3,
+    )
+    ```
+
+    Args:
+        make_cluster: Function of the number of restarts up to now that returns a `LocalCluster`.
+        max_restarts: How often the job may be started again, at least 0.
+        timeout: Seconds for all attempts together; None for no limit.
+        tell: Function that takes a line of progress.
+        sleep: Function that waits for some seconds.
+
+    Returns:
+        The last attempt's `ClusterResult`.
+    """
+    deadline = None if timeout is None else time.monotonic() + timeout
+    restart = quick = 0
+    while True:
+        began = time.monotonic()
+        with make_cluster(restart) as cluster:
+            result = cluster.wait(None if deadline is None else max(0.0, deadline - began))
+        if not _can_be_restarted(result):
+            return result
+        if result.chief_has_ended_well:
+            tell(f"{result.first_failure} has failed, but the chief has ended well: no restart")
+            return result
+        failed = f"{result.first_failure} has failed ({result.how_it_failed})"
+        if restart == max_restarts:
+            if max_restarts:
+                tell(f"{failed}; no restart of {max_restarts} is left")
+            return result
+        restart += 1
+        quick = quick + 1 if time.monotonic() - began < _SHORT_SECONDS else 0
+        pause = min(2.0 ** (quick - 1), _LONGEST_PAUSE_SECONDS) if quick else 0.0
+        if deadline is not None:
+            pause = min(pause, max(0.0, deadline - time.monotonic()))
+        tell(f"{failed}; restart {restart} of {max_restarts} begins in {pause:g} s")
+        sleep(pause)
+
+
+def _can_be_restarted(result):
+    return (
+        result.first_failure is not None
+        and result.signal is None
+        and not result.timed_out
+        and result.exit_code != _WRONG_COMMAND_LINE
+    )

@@ -1,0 +1,55 @@
+"""What the chief waits for: closures that workers do not bring back, and other answers."""
+
+import functools
+
+from keras_psplus.cluster import stalls
+from keras_psplus.cluster.stalls import Wait
+
+
+class Waits:
+    """What `stalls.Inspector` looks at, on the chief.
+
+    Args:
+        scheduler: `Scheduler`.
+        progress: `Progress` of what the chief itself does.
+        spec: Dict from jobs to lists of addresses.
+    """
+
+    def __init__(self, scheduler, progress, spec):
+        self._scheduler, self._progress = scheduler, progress
+        self._workers, self._servers = (
+            {f"{job}-{i}": address for i, address in enumerate(spec[job])}
+            for job in ("worker", "ps")
+        )
+
+    def look(self):
+        """What is waited for just now."""
+        waits = {
+            (id(closure), closure.started): Wait(
+                f"chief-0 at {closure.about}",
+                functools.partial(self._of_closure, f"worker-{closure.tried_on}"),
+                closure.started,
+            )
+            for closure in self._scheduler.closures
+            if closure.started
+        }
+        at = self._progress.at
+        if at is not None and not waits:
+            # Its own calls wait for answers, too, also for those to what it has sent before.
+            waits[self._progress.entered] = Wait(f"chief-0 at {at}", self._of_call)
+        return waits
+
+    def _of_closure(self, worker):
+        silent = stalls.silent({worker: self._workers[worker], **self._servers})
+        if worker in silent:
+            missing = f"{worker} (no answer; end its process, and another takes the closure)"
+        elif silent:
+            missing = f"{worker}, which is held up by {', '.join(silent)} (no answer)"
+        else:
+            missing = f"{worker}, which answers: it is slow, or has no data"
+        return f"the closure; not arrived: {missing}"
+
+    def _of_call(self):
+        silent = stalls.silent({**self._workers, **self._servers})
+        missing = ", ".join(f"{name} (no answer)" for name in silent)
+        return f"an answer; not arrived: {missing or 'none; it may still trace, or wait for data'}"

@@ -1,0 +1,103 @@
+"""The lab as a whole: a few tiny launches, and emulated hosts where they can be made."""
+
+import json
+import subprocess
+import sys
+
+import bench
+import pytest
+from lab import job, meter, netlab
+
+
+@pytest.mark.timeout(300)
+def test_smallest_run(tmp_path, monkeypatch, capsys):
+    monkeypatch.delenv("TF_CONFIG", raising=False)
+    broken = tmp_path / "broken.py"
+    broken.write_text("def strategy():\n    raise RuntimeError('this entry is broken')\n")
+    out = tmp_path / "out.json"
+    argv = ["--loopback", "--size=tiny", "--works", "dense", "--workers", "2", "--seconds=0.1"]
+    argv += [f"--out={out}", "--entry", str(broken)]
+    argv += ["--only", "keras_psplus/all_reduce", "broken"]
+    bench.main(argv)
+    first = capsys.readouterr().err
+    assert "without any limit" in first and first.count("FAILED") == 1, first
+    results = {r["method"]: r for r in json.loads(out.read_text())["results"]}
+    assert set(results) == {"single", "all_reduce", "broken"}
+    assert "this entry is broken" in results["broken"]["error"]
+    assert min(results["all_reduce"]["times"]) > 0
+    # 11 kB of gradients; others may use the loopback meanwhile.
+    assert results["all_reduce"]["sent"]["worker"] > results["all_reduce"]["counted"] > 10_000
+    table = out.with_suffix(".md").read_text()
+    assert "`all_reduce`" in table and "this entry is broken" in table
+    # What is there is not measured again.
+    bench.main([*argv[:-1]])
+    assert "] keras_psplus" not in capsys.readouterr().err
+
+
+def test_mistakes_are_said(tmp_path, capsys):
+    for argv, message in [
+        (["--rates", "fast"], "A rate is '100mbit'"),
+        (["--workers", "0"], "at least 1"),
+        (["--list", "--only", "nothing_of_the_kind"], "No method fits"),
+        (["--report", "--out", str(tmp_path / "none.json")], "no file of results"),
+    ]:
+        with pytest.raises(SystemExit):
+            bench.main(argv)
+        assert message in capsys.readouterr().err
+
+
+def run_job(*codes, timeout=30):
+    with netlab.Loopback(len(codes)) as lab:
+        return job.run(lab, [[sys.executable, "-c", code] for code in codes], timeout, leader=0)
+
+
+def test_the_task_that_failed_first_is_shown():
+    waits = "import time; print('waiting', flush=True); time.sleep(60)"
+    fails = "print('many words'); raise ValueError('the reason')"
+    results, error = run_job(waits, fails)
+    assert results == [] and "waiting" not in error
+    assert "ValueError: the reason\ntask 1: exit code 1" in error
+    # Even without an error, a leader that ends has not led to the end.
+    assert run_job("print('bye')", waits)[1] == "bye\ntask 0: exit code 0"
+    assert run_job(waits, "", timeout=1)[1].endswith("task 0: not done in 1 s")
+
+
+def test_figures_before_a_failure_are_kept():
+    results, error = run_job(f"print({meter.RESULT!r} + '[1, 2]'); raise SystemExit(7)")
+    assert results == [[1, 2]] and error.endswith("exit code 7")
+
+
+def test_emulated_hosts_count_what_is_sent():
+    problem = netlab.why_not()
+    if problem is not None:
+        pytest.skip(f"no emulated hosts here: {problem}")
+    code = (
+        "import socket, sys\n"
+        "server = socket.create_server(('', 2222))\n"
+        "print('up', flush=True)\n"
+        "connection, _ = server.accept()\n"
+        "while connection.recv(1 << 16): pass\n"
+    )
+    send = (
+        "import socket, sys\n"
+        "host, port = sys.argv[1].split(':')\n"
+        "socket.create_connection((host, int(port))).sendall(bytes(1_000_000))\n"
+    )
+    with netlab.Lab(2) as lab:
+        for rate in (1e9, 1e8, None, 1e9):  # also changed, taken off and set anew
+            lab.set_rate(rate)
+        server = lab.start(0, [sys.executable, "-c", code], stdout=subprocess.PIPE)
+        assert server.stdout.readline() == b"up\n"
+        client = lab.start(1, [sys.executable, "-c", send, lab.address(0)])
+        assert client.wait(30) == server.wait(30) == 0
+        sent, _ = netlab.traffic(lab.counters, lab.device(1))
+        back, received = netlab.traffic(lab.counters, lab.device(0))
+        assert 1_000_000 < sent < 1_100_000 and back < 100_000
+        assert 1_000_000 < received < 1_100_000
+
+
+def test_rates():
+    assert netlab.parse_rate("100mbit") == 1e8 and netlab.parse_rate("2.5gbit") == 2.5e9
+    assert netlab.parse_rate("loopback") is None
+    with pytest.raises(ValueError, match="Received: '1gbps'"):
+        netlab.parse_rate("1gbps")

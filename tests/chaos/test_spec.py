@@ -1,0 +1,68 @@
+"""The grammar of `--chaos`."""
+
+import pytest
+
+from keras_psplus.chaos.spec import Event, parse
+
+TASKS = ["chief-0", "worker-0", "worker-1", "ps-0"]
+
+
+def test_events_are_read_in_the_order_of_their_steps():
+    text = " slow:worker-1@step=50,factor=5,for=20; kill:worker1@step=20;stop:ps0@for=5,step=10;"
+    assert parse(text + "stop:chief@step=30", TASKS) == [
+        Event("stop", "ps-0", 10, seconds=5.0),
+        Event("kill", "worker-1", 20),
+        Event("stop", "chief-0", 30),
+        Event("slow", "worker-1", 50, seconds=20.0, factor=5.0),
+    ]
+
+
+def test_what_is_shown_can_be_read_again():
+    for text in ("kill:worker1@step=20", "slow:ps0@step=5,factor=2.5,for=7", "stop:chief0@step=1"):
+        (event,) = parse(text, TASKS)
+        assert str(event) == text
+
+
+def test_a_seed_draws_the_same_again_and_another_seed_something_else():
+    texts = [f"kill:random@seed={seed}" for seed in range(40)]
+    drawn = [parse(text, TASKS)[0] for text in texts]
+    assert drawn == [parse(text, TASKS)[0] for text in texts]
+    assert {event.task for event in drawn} == set(TASKS)
+    assert len({event.step for event in drawn}) > 10
+    assert all(1 <= event.step <= 100 and event.seed == i for i, event in enumerate(drawn))
+    for event in (parse(f"{text},within=5", TASKS)[0] for text in texts):
+        assert 1 <= event.step <= 5
+    (event,) = parse("stop:random@seed=3,step=7,for=2", TASKS)
+    assert (event.task, event.step, event.seconds) == (drawn[3].task, 7, 2.0)
+
+
+@pytest.mark.parametrize(
+    ("text", "problem"),
+    [
+        ("", "There is no fault in it"),
+        ("kill", "'kill' cannot be read"),
+        ("kill:worker1", "'kill:worker1' cannot be read"),
+        ("kill:worker1@20", "'20' in 'kill:worker1@20' cannot be read"),
+        ("kill:worker1@step=2,step=3", "'step=3' in"),
+        ("end:worker1@step=2", "no fault 'end', only kill, stop, slow"),
+        ("kill:worker7@step=2", "no task 'worker7', but chief0, worker0, worker1, ps0"),
+        ("kill:worker1@for=2", "kill does not take 'for'"),
+        ("stop:worker1@for=2", "`step` is missing"),
+        ("kill:worker1@step=0", "`step` must be a whole number from 1 up, not '0'"),
+        ("kill:worker1@step=1.5", "`step` must be a whole number from 1 up, not '1.5'"),
+        ("stop:worker1@step=1,for=0", "`for` must be a number above 0, not '0'"),
+        ("stop:worker1@step=1,for=nan", "`for` must be a number above 0, not 'nan'"),
+        ("slow:worker1@step=1", "`factor` is missing"),
+        ("slow:worker1@step=1,factor=1", "`factor` must be a number above 1, not '1'"),
+        ("kill:random@step=1", "`seed` is missing"),
+        ("kill:random@seed=x", "`seed` must be a whole number from 0 up, not 'x'"),
+        ("kill:worker1@step=1,seed=3", "kill does not take 'seed'"),
+    ],
+)
+def test_errors_show_the_grammar(text, problem):
+    with pytest.raises(ValueError) as caught:
+        parse(text, TASKS)
+    message = str(caught.value)
+    assert problem in message
+    assert "stop:ps0@step=10,for=5" in message
+    assert message.endswith(f"Received: --chaos={text!r}")
