@@ -16,6 +16,7 @@ import time
 import tensorflow as tf
 from tensorflow.python.eager import context
 
+from keras_psplus.cluster import hello
 from keras_psplus.cluster.config import task_name
 from keras_psplus.log import logger
 
@@ -79,7 +80,7 @@ def explained(task):
 
 
 def raise_if_peer_lost(task, error):
-    """Raises PeerLostError, with their names, if other workers do not answer.
+    """Raises PeerLostError, with their names, if other tasks do not answer.
 
     Args:
         task: `TaskConfig` of this process.
@@ -123,18 +124,17 @@ def _leave(task):
 
 
 def _lost_peers(task):
-    """Workers that do not answer, as `(name, address)`."""
-    peers = [
-        (job, index, address)
-        for job, index, address in task.tasks()
-        if job != "ps" and (job, index) != (task.task_type, task.task_index)
-    ]
+    """Tasks that do not answer, workers first, as `(name, address)`."""
+    peers = task.peers()
 
     def is_lost(peer):
-        device = f"/job:{peer[0]}/replica:0/task:{peer[1]}"
+        job, index, address = peer
+        if job == "ps":
+            # Who has lost a server ends soon, and would be all that the others see.
+            return not hello.speaks(address, _PROBE_SECONDS)
         try:
             context.context().check_collective_ops_peer_health(
-                device, timeout_in_ms=int(_PROBE_SECONDS * 1000)
+                f"/job:{job}/replica:0/task:{index}", timeout_in_ms=int(_PROBE_SECONDS * 1000)
             )
             return False
         except tf.errors.OpError:

@@ -48,7 +48,7 @@ class Recovery:
 
     def _recover(self, index, link, name, address):
         with self._snapshots.lock:
-            latest = self._snapshots.latest()
+            latest = self._snapshots.latest_of_this_job()
             if latest is None:
                 raise ValueError(f"There is no snapshot yet. Received: {self._snapshots.directory}")
             folder, listed = latest

@@ -2,9 +2,9 @@
 
 import atexit
 import collections
-import sys
 import time
 
+from keras_psplus.cluster import exit_code
 from keras_psplus.cluster.config import ClusterStartupError, task_name
 from keras_psplus.hybrid.calls import ControlLink, Link, TableServerError, listens
 
@@ -35,7 +35,6 @@ class Servers:
         self._unnamed = {}
         self._at_good_end = []
         self._control = [ControlLink(*peer, digest, timeout) for peer in self._peers]
-        self._ends_badly = False
         self._startup_timeout = timeout
 
     def __len__(self):
@@ -73,11 +72,8 @@ class Servers:
             except TableServerError as error:
                 raise ClusterStartupError(f"{error}") from None
         if self._task.is_chief:
+            exit_code.watch()
             atexit.register(self._at_exit)
-
-    def note_bad_end(self):
-        """Notes that this process is about to end, but not well."""
-        self._ends_badly = True
 
     def at_good_end(self, function):
         """Has a function called before this process, the chief's, ends well."""
@@ -186,7 +182,7 @@ class Servers:
             time.sleep(_POLL_SECONDS)
 
     def _at_exit(self):
-        if getattr(sys, "last_value", None) is not None or self._ends_badly:
+        if exit_code.is_bad():
             return
         for function in self._at_good_end:
             function()

@@ -53,8 +53,9 @@ class Snapshots:
         self.directory, self.every = shard_files.full_path(directory), every
         # Held while one is written, or a server reads one.
         self.lock = threading.Lock()
-        # While training that would go on from the last one has not come to its end.
-        self.is_needed = False
+        # Until training that would go on from the last one has come to its end.
+        self.is_needed = True
+        self._has_saved = False
 
     def check(self):
         """Sees that all tasks can write.
@@ -91,12 +92,17 @@ class Snapshots:
             with self._named(), shard_files.explained("write", folder):
                 tf.io.gfile.makedirs(folder)
             saving.save(self._servers, self._tables.all, folder, dense)
+            self._has_saved = True
             self._keep([os.path.basename(path) for path, _ in self.whole()[-_KEPT:]])
 
     def latest(self):
         """The folder of the last whole one and what is in it, or None."""
         whole = self.whole()
         return whole[-1] if whole else None
+
+    def latest_of_this_job(self):
+        """As `latest`, but None if another process has written it, whose updates were others."""
+        return self.latest() if self._has_saved else None
 
     def whole(self):
         """Folders of all whole ones with what is in them, in the order of their steps."""
@@ -107,13 +113,14 @@ class Snapshots:
                 found.append((path, listed))
         return sorted(found, key=lambda one: one[1]["step"])
 
-    def load(self, folder, listed, forms):
+    def load(self, folder, listed, forms, strict=True):
         """Has the servers read one, and reads what is the chief's.
 
         Args:
             folder: The snapshot's folder.
             listed: What is in it.
             forms: Dict from names of tensors to their dtypes.
+            strict: Whether the tables' optimizers must be those that they had.
 
         Returns:
             Dict from names to arrays.
@@ -123,7 +130,7 @@ class Snapshots:
             TableServerError: If a server cannot.
             ValueError: If the snapshot has other tables.
         """
-        saving.load(self._servers, self._tables.all, folder, strict=True)
+        saving.load(self._servers, self._tables.all, folder, strict)
         path = os.path.join(folder, listed["dense"])
         with self._named(), shard_files.explained("read", folder):
             return {

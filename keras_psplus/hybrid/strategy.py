@@ -140,7 +140,9 @@ class HybridStrategy(SavesTables, MultiWorkerMirroredStrategy):
         digest = None
         if task is not None:
             digest = names.digest_of(names.token_of(task, job_token))
-            agreed = json.dumps([sync, prefetch, repr(pull), repr(push), task.cluster])
+            agreed = json.dumps(
+                [sync, prefetch, repr(pull), repr(push), snapshot_every, task.cluster]
+            )
             if task.task_type == "ps":
                 _serve_and_exit(task, digest, agreed, startup_timeout, pull, push, sync, prefetch)
         super().__init__(
@@ -253,11 +255,6 @@ class HybridStrategy(SavesTables, MultiWorkerMirroredStrategy):
         """Says which tables lie where, if there are new ones."""
         if self._placement is not None and self.is_chief and self._placement.has_news:
             logger.info("HybridStrategy keeps\n%s", self._placement.report())
-
-    def note_bad_end(self):
-        """Notes that the script is about to end with an exit code of failure."""
-        if self._servers is not None:
-            self._servers.note_bad_end()
 
 
 def _serve_and_exit(task, digest, agreed, startup_timeout, pull, push, sync, prefetch):

@@ -5,6 +5,7 @@ goes on after the very batch: those that come before it in the epoch are drawn, 
 """
 
 import contextlib
+import random
 import sys
 import weakref
 
@@ -17,13 +18,13 @@ from keras_psplus.all_reduce import failure
 from keras_psplus.hybrid.calls import TableServerLostError
 from keras_psplus.hybrid.on_chief import on_chief
 from keras_psplus.hybrid.strategy import HybridStrategy
-from keras_psplus.hybrid.variable import TableVariable
-from keras_psplus.keras_hooks import compression_backup, updates
+from keras_psplus.keras_hooks import compression_backup, snapshot_variables
 from keras_psplus.keras_hooks.ownership import ours
 from keras_psplus.keras_hooks.patching import replace
 from keras_psplus.log import logger
 
 _WHAT = "snapshot"
+_TOLD = "step", "epoch", "batch", "first_epoch", "random", "position"
 _runs = weakref.WeakKeyDictionary()
 
 
@@ -32,10 +33,14 @@ class _Run:
 
     Attributes:
         fits: How many calls of `fit` have begun.
+        first_epoch: The first one of the present `fit`, whether it was in this process or not.
+        random: Python's state of random numbers when the last `fit` ended, of which Keras draws
+            the seeds of the next one's data.
         step, epoch, batch: Steps of all epochs, the present epoch, and batches of it up to now.
         found: On the chief, the folder and the list of the snapshot that was there at the start.
         metrics: Values that metrics get once Keras has reset them.
-        skips: Epochs, and batches of the next one, whose data are drawn and not trained.
+        skips: Epochs of this `fit`, and batches of the next one, whose data are drawn and not
+            trained.
         can_skip: Whether the next iteration over data is that of `fit`.
         initial_epoch: What the model had before.
     """
@@ -43,6 +48,7 @@ class _Run:
     def __init__(self):
         self.fits = self.step = self.epoch = self.batch = 0
         self.found = self.metrics = self.skips = self.initial_epoch = None
+        self.first_epoch = self.random = None
         self.can_skip = False
 
 
@@ -75,6 +81,7 @@ def _begin(original, self, logs=None):
             f"Received: snapshot_every={strategy.snapshots.every} and BackupAndRestore"
         )
     run.fits += 1
+    run.skips = run.first_epoch = None
     # A script may catch what breaks off `fit`, and end with an exit code of its own.
     strategy.snapshots.is_needed = True
     run.initial_epoch = self.model._initial_epoch
@@ -90,7 +97,11 @@ def _begin_epoch(original, self, epoch, logs=None):
     strategy, run = _run_of(getattr(self.model, "_distribute_strategy", None))
     if strategy is None:
         return
+    # Also for a `fit` that is broken off, and called again.
+    self.model._initial_epoch = run.initial_epoch
     run.epoch, run.batch = epoch, 0
+    if run.first_epoch is None:
+        run.first_epoch = epoch
     if run.skips is not None:
         run.batch, run.can_skip = run.skips[1], True
         for variable, value in zip(self.model.metrics_variables, run.metrics):
@@ -116,6 +127,11 @@ def _end(original, self, logs=None):
     if strategy is not None:
         self.model._initial_epoch = run.initial_epoch
         strategy.snapshots.is_needed = run.epoch is None
+        if run.epoch is None and run.random is not None:
+            version, numbers, gauss = run.random
+            random.setstate((version, tuple(numbers), gauss))
+        elif run.epoch is not None:
+            run.random = random.getstate()
 
 
 def _iterate(original, self):
@@ -163,13 +179,15 @@ def _save(strategy, run, model):
     problems = control.exchange(_WHAT, problem) if control else [problem]
     if any(problems):
         raise OSError(next(filter(None, problems)))
-    variables = _variables(model)
+    variables = snapshot_variables.variables_of(model)
     facts = {
         "fit": run.fits,
         "epoch": run.epoch,
         "batch": run.batch,
+        "first_epoch": run.first_epoch,
+        "random": run.random,
         "position": compression_backup.position(strategy, model),
-        "variables": _forms(variables),
+        "variables": snapshot_variables.forms(variables),
     }
     values = {}
     if strategy.is_chief:
@@ -186,9 +204,9 @@ def _save(strategy, run, model):
 
 
 def _restore(strategy, run, model):
-    """Brings a model to where the last snapshot was taken, if it was in this `fit`."""
+    """Brings a model to where the last snapshot was taken, if it was in this `fit` or later."""
     snapshots, control = strategy.snapshots, strategy.extended.control
-    variables, values = _variables(model), {}
+    variables, values = snapshot_variables.variables_of(model), {}
 
     def work():
         with _lost_for_all(strategy):
@@ -196,35 +214,44 @@ def _restore(strategy, run, model):
                 snapshots.check()
                 run.found = snapshots.latest()
             if run.found is None:
-                return {"is_passed": False, "is_restored": False}
+                return None
             folder, listed = run.found
-            if listed["fit"] == run.fits:
-                _check(folder, listed, variables)
-                dtypes = {name: variable.dtype for name, variable in variables.items()}
-                values.update(snapshots.load(folder, listed, dtypes))
-            return {
-                "is_passed": listed["fit"] > run.fits,
-                "is_restored": listed["fit"] == run.fits,
-                **{name: listed[name] for name in ("step", "epoch", "batch", "position")},
+            if listed["fit"] < run.fits:
+                return None
+            is_passed = listed["fit"] > run.fits
+            if not is_passed:
+                snapshot_variables.check(folder, listed, variables)
+            dtypes = {
+                n: v.dtype
+                for n, v in variables.items()
+                if snapshot_variables.form(n, v) in listed["variables"]
             }
+            values.update(snapshots.load(folder, listed, dtypes, strict=not is_passed))
+            return {"is_passed": is_passed, **{name: listed[name] for name in _TOLD}}
 
     told = on_chief(control, strategy.is_chief, _WHAT, work)
-    if told["is_passed"]:
-        # Done before the job was broken off.
-        model._initial_epoch, run.epoch = sys.maxsize, None
-        return
     run.epoch, run.batch = 0, 0
-    if not told["is_restored"]:
+    if told is None:
         return
     for name, value in values.items():
         variables[name].assign(value)
     if control is not None:
         with tf.init_scope():
             strategy.extended.broadcast([v._value for v in variables.values()])
+    run.random = told["random"]
+    if told["is_passed"]:
+        # Done before the job was broken off. What the script does next, saving for example, must
+        # not find a model that nobody has trained.
+        model._initial_epoch, run.epoch = sys.maxsize, None
+        if strategy.is_chief:
+            snapshot_variables.say_passed(run.fits, model, told["step"], values)
+        return
     compression_backup.restore(strategy, model, snapshots.directory, told["position"])
     model._initial_epoch = told["epoch"]
     run.step, run.epoch, run.batch = told["step"], told["epoch"], told["batch"]
-    run.skips = told["epoch"], told["batch"]
+    run.first_epoch = told["first_epoch"]
+    passes = 0 if run.first_epoch is None else run.epoch - run.first_epoch
+    run.skips = passes, run.batch
     run.metrics = [variable.numpy() for variable in model.metrics_variables]
     if strategy.is_chief:
         logger.info(
@@ -244,33 +271,3 @@ def _lost_for_all(strategy):
         if not strategy.sync:
             raise
         raise failure.PeerLostError(f"{error}") from None
-
-
-def _variables(model):
-    """All that a job keeps beside the tables, by names in files."""
-    every = [
-        *model.variables,
-        *model.metrics_variables,
-        *updates.variables_of_optimizers(model),
-    ]
-    every = {id(v): v for v in every if not isinstance(v._value, TableVariable)}
-    return {f"{i}/{variable.path}": variable for i, variable in enumerate(every.values())}
-
-
-def _forms(variables):
-    return [[name, list(v.shape), v.dtype] for name, v in variables.items()]
-
-
-def _check(folder, listed, variables):
-    forms = _forms(variables)
-    if forms == listed["variables"]:
-        return
-    other = next(
-        (pair for pair in zip(listed["variables"], forms) if pair[0] != pair[1]),
-        (len(listed["variables"]), len(forms)),
-    )
-    raise ValueError(
-        "The last snapshot is one of another model, or of one that was compiled otherwise. Give "
-        "this job a `snapshot_dir` of its own, or delete what is in it. "
-        f"Received: {other[1]} for {other[0]} in {folder}"
-    )

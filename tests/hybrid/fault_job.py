@@ -5,9 +5,9 @@ fault_job.py STEPS FOLDER [name=value ...]
 Each step adds to the rows of its ids what plain gradient descent adds; the chief prints steps, and
 at the end whether the table is what it has to be. With `backup=1` it resumes from the folder;
 `bad_id=1` has worker 1 ask for a row that is not there; `pause=SECONDS` makes steps slow.
-`snapshot=STEPS` has snapshots written to the folder, in two calls of `fit`; `die=TASK:NUMBER` kills
-a server while it writes that one; `tables=1` has the tables written to the folder at the end, and
-read again.
+`snapshot=STEPS` has snapshots written to the folder, in two calls of `fit`, of arrays that are
+shuffled if `shuffled=1`; `die=TASK:NUMBER` kills a server while it writes that one; `tables=1` has
+the tables written to the folder at the end, and read again; `exit=CODE` ends with that code.
 """
 
 import json
@@ -68,6 +68,7 @@ def die_in_snapshot(task, number):
 
 
 def main():
+    keras.utils.set_random_seed(1)
     steps, folder = int(sys.argv[1]), pathlib.Path(sys.argv[2])
     options = dict(word.split("=") for word in sys.argv[3:])
     pause = float(options.get("pause", 0))
@@ -108,14 +109,24 @@ def main():
             time.sleep(pause)
             print(f"batch {int(self.model.optimizer.iterations.numpy())}.", flush=True)
 
-    callbacks, repeats = [Tell()], 1
+    callbacks, repeats, shuffled = [Tell()], 1, bool(options.get("shuffled"))
     if options.get("backup") or snapshot_every:
-        repeats, ids = steps // PER_EPOCH, ids[: BATCH * PER_EPOCH]
+        # Of shuffled ones, none may come twice in a batch.
+        per_epoch = ROWS // BATCH if shuffled else PER_EPOCH
+        repeats, ids = steps // per_epoch, ids[: BATCH * per_epoch]
     if options.get("backup"):
         callbacks.append(keras.callbacks.BackupAndRestore(folder / "backup"))
-    data = tf.data.Dataset.from_tensor_slices((ids, np.zeros((len(ids), 1), "float32")))
-    for epochs in (1, repeats - 1) if snapshot_every else (repeats,):
-        model.fit(data.batch(BATCH), epochs=epochs, verbose=0, callbacks=callbacks)
+    zeros = np.zeros((len(ids), 1), "float32")
+    arguments = {"verbose": 0, "callbacks": callbacks}
+    if shuffled:
+        arguments.update(x=ids, y=zeros, batch_size=BATCH)
+        model.fit(**arguments, validation_data=(ids[:BATCH], zeros[:BATCH]))
+        print(f"between: {np.count_nonzero(model.layers[0].get_weights()[0])}", flush=True)
+        model.fit(**arguments, initial_epoch=1, epochs=repeats)
+    else:
+        data = tf.data.Dataset.from_tensor_slices((ids, zeros)).batch(BATCH)
+        for epochs in (1, repeats - 1) if snapshot_every else (repeats,):
+            model.fit(data, epochs=epochs, **arguments)
     found, right = model.get_weights(), expected(np.tile(ids, (repeats, 1)), momentum)
     # In Keras's order of weights.
     right = [next(w for w in right if w.shape == f.shape) for f in found]
@@ -131,6 +142,7 @@ def main():
         strategy.load_tables(folder / "tables")
         table = model.layers[0].get_weights()[0]
         print(f"loaded off={np.abs(table - right[0]).max():.1e}")
+    sys.exit(int(options.get("exit", 0)))
 
 
 if __name__ == "__main__":

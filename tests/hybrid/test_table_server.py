@@ -145,7 +145,7 @@ def test_the_last_whole_snapshot_counts(table, tmp_path, monkeypatch):
     tables = types.SimpleNamespace(all=[table])
     snapshots = Snapshots(table.servers, tables, "worker-0", str(tmp_path), 10)
     snapshots.check()
-    assert snapshots.latest() is None
+    assert snapshots.latest() is None and snapshots.latest_of_this_job() is None
     for step in (10, 20, 30):
         table.write(0, np.full((9, 3), step, "float32"))
         snapshots.save(step, {"epoch": step}, {"bias": np.array([step], "float32")})
@@ -165,8 +165,11 @@ def test_the_last_whole_snapshot_counts(table, tmp_path, monkeypatch):
     # The next one tidies up.
     snapshots.save(50, {}, {"bias": np.array([50.0], "float32")})
     assert sorted(os.listdir(tmp_path)) == ["step-0000000030", "step-0000000050"]
-    snapshots.is_needed = True
-    snapshots.delete()
+    assert snapshots.latest_of_this_job() == snapshots.latest()
+    # A process that trains nothing, to look at the model for example.
+    other = Snapshots(table.servers, tables, "worker-0", str(tmp_path), 10)
+    assert other.latest() and other.latest_of_this_job() is None
+    other.delete()
     assert len(os.listdir(tmp_path)) == 2
     snapshots.is_needed = False
     snapshots.delete()
