@@ -15,7 +15,15 @@ if _ROOT not in os.environ.get("PYTHONPATH", "").split(os.pathsep):
     os.environ["PYTHONPATH"] = os.pathsep.join([_ROOT, *inherited])
 
 # Where files take minutes, of which one at the end would leave all but one processor idle.
-LONG = ("multi_process", "parameter_server", "hybrid", "all_reduce", "examples", "fidelity")
+LONG = (
+    "multi_process",
+    "parameter_server",
+    "hybrid",
+    "all_reduce",
+    "examples",
+    "fidelity",
+    "faults",
+)
 
 
 def pytest_collection_modifyitems(items):
