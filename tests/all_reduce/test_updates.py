@@ -99,8 +99,8 @@ def weights_of(results, name):
     return [results[key] for key in sorted(keys, key=lambda key: int(key.rpartition("/")[2]))]
 
 
-@pytest.mark.parametrize("name", ACCUMULATED)
-def test_accumulating_equals_one_process_on_larger_batches(name, run):
+def trained_on_larger_batches(name):
+    """The model of a case, trained in one process, and the number of its updates."""
     build, policy, by_batch = ACCUMULATED[name]
     keras.utils.set_random_seed(1)
     model = build()
@@ -110,6 +110,12 @@ def test_accumulating_equals_one_process_on_larger_batches(name, run):
         model.train_on_batch(x[rows], y[rows])
     if not by_batch:
         model.optimizer.finalize_variable_values(model.trainable_weights)
+    return model, len(groups)
+
+
+@pytest.mark.parametrize("name", ACCUMULATED)
+def test_accumulating_equals_one_process_on_larger_batches(name, run):
+    model, number = trained_on_larger_batches(name)
     results, numbers = run[0]
     got = weights_of(results, f"accumulated {name}")
     assert len(got) == len(model.get_weights()) > 0
@@ -119,7 +125,7 @@ def test_accumulating_equals_one_process_on_larger_batches(name, run):
     optimizer = getattr(model.optimizer, "inner_optimizer", model.optimizer)
     assert iterations == int(optimizer.iterations) > 0
     if "loss_scale" not in name:
-        assert iterations == len(groups)
+        assert iterations == number
     if name != "embedding":
         assert sent == iterations * sum(weight.nbytes for weight in got)
 

@@ -1,10 +1,7 @@
 """Rows that are read ahead: one update old, at every worker, whatever comes first."""
 
 import functools
-import os
 import pathlib
-import subprocess
-import sys
 
 import numpy as np
 import pytest
@@ -12,16 +9,15 @@ import tensorflow as tf
 
 from keras_psplus import HybridStrategy
 from keras_psplus.all_reduce.batches import World, split
-from keras_psplus.cluster.environment import python_path
 from keras_psplus.cluster.testing import run_in_processes
 from keras_psplus.hybrid import same_operations
 from keras_psplus.hybrid.next_batch import with_next
 from keras_psplus.hybrid.row_optimizer import config_of
 from keras_psplus.hybrid.shard import Shard
 from tests.hybrid.prefetch_job import CASES
+from tests.hybrid.reference import ENVIRONMENT, beside
 
 JOB = pathlib.Path(__file__).with_name("prefetch_job.py")
-ENVIRONMENT = {"TF_CPP_MIN_LOG_LEVEL": "2", "CUDA_VISIBLE_DEVICES": ""}
 INT, LONG = tf.int32, tf.int64
 
 
@@ -29,18 +25,8 @@ INT, LONG = tf.int32, tf.int64
 def job(tmp_path_factory):
     """Where all have left what the cases come to, and the logs of the workers."""
     folder = tmp_path_factory.mktemp("prefetch")
-    environment = {**os.environ, **ENVIRONMENT, "PYTHONPATH": python_path(os.environ)}
-    environment.pop("TF_CONFIG", None)
-    with subprocess.Popen(
-        [sys.executable, JOB, folder, "--reference"], env=environment, stdout=subprocess.DEVNULL
-    ) as reference:
-        try:
-            result = run_in_processes(
-                JOB, workers=2, ps=2, timeout=300, env=ENVIRONMENT, args=[folder]
-            )
-            assert reference.wait(100) == 0
-        finally:
-            reference.kill()
+    with beside(JOB, folder, seconds=100):
+        result = run_in_processes(JOB, workers=2, ps=2, timeout=300, env=ENVIRONMENT, args=[folder])
     return folder, result.logs
 
 

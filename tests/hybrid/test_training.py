@@ -1,19 +1,15 @@
 """Training with tables on two parameter servers equals training in one process."""
 
-import os
 import pathlib
-import subprocess
-import sys
 
 import numpy as np
 import pytest
 
-from keras_psplus.cluster.environment import python_path
 from keras_psplus.cluster.testing import run_in_processes
+from tests.hybrid.reference import ENVIRONMENT, beside
 from tests.hybrid.training_job import CASES
 
 JOB = pathlib.Path(__file__).with_name("training_job.py")
-ENVIRONMENT = {"TF_CPP_MIN_LOG_LEVEL": "2", "CUDA_VISIBLE_DEVICES": ""}
 TOGETHER = [name for name in CASES if name != "accumulated"]
 
 
@@ -21,26 +17,10 @@ TOGETHER = [name for name in CASES if name != "accumulated"]
 def folder(tmp_path_factory):
     """Where all have left what the cases come to."""
     folder = tmp_path_factory.mktemp("hybrid")
-    environment = {**os.environ, **ENVIRONMENT, "PYTHONPATH": python_path(os.environ)}
-    environment.pop("TF_CONFIG", None)
-    with subprocess.Popen(
-        [sys.executable, JOB, folder, ",".join(CASES), "--reference"],
-        env=environment,
-        stdout=subprocess.DEVNULL,
-    ) as reference:
-        try:
-            for names in (TOGETHER, ["accumulated"]):
-                run_in_processes(
-                    JOB,
-                    workers=2,
-                    ps=2,
-                    timeout=300,
-                    env=ENVIRONMENT,
-                    args=[folder, ",".join(names)],
-                )
-            assert reference.wait(60) == 0
-        finally:
-            reference.kill()
+    with beside(JOB, folder, ",".join(CASES), seconds=60):
+        for names in (TOGETHER, ["accumulated"]):
+            args = [folder, ",".join(names)]
+            run_in_processes(JOB, workers=2, ps=2, timeout=300, env=ENVIRONMENT, args=args)
     return folder
 
 

@@ -11,12 +11,10 @@ import sys
 import numpy as np
 import pytest
 
-from keras_psplus.cluster.environment import python_path
-from keras_psplus.cluster.processes import LocalCluster
 from keras_psplus.cluster.testing import run_in_processes
 from tests.multi_process import fit_cases
 from tests.parameter_server.sync_job import by_hand
-from tests.parameter_server.waiting import wait_for
+from tests.parameter_server.waiting import cluster_that_goes_on, wait_for
 
 HERE = pathlib.Path(__file__).parent
 JOB = HERE / "sync_job.py"
@@ -42,16 +40,7 @@ def job(tmp_path_factory):
     file = folder / "file"
     command = [sys.executable, JOB, STEPS, file, folder, ",".join(CASES)]
     command = [str(word) for word in command]
-    cluster = LocalCluster(
-        command,
-        workers=2,
-        ps=1,
-        chief=True,
-        env={**ENVIRONMENT, "PYTHONPATH": python_path(os.environ)},
-        log_dir=folder,
-        failure_grace=70,
-    )
-    with cluster:
+    with cluster_that_goes_on(command, ENVIRONMENT, folder) as cluster:
         chief = cluster.log_path("chief-0")
         wait_for(chief, "batch 20.", seconds=150)
         environment = pathlib.Path(f"/proc/{cluster.pids['worker-1']}/environ").read_bytes()

@@ -15,10 +15,9 @@ import pytest
 import keras_psplus as psp
 from keras_psplus import updates
 from keras_psplus.cluster.environment import python_path
-from keras_psplus.cluster.processes import LocalCluster
 from keras_psplus.cluster.testing import run_in_processes
-from tests.all_reduce.test_updates import weights_of, whole_batches
-from tests.all_reduce.updates_job import ACCUMULATED, data_of, dense, fit, problem, slices
+from tests.all_reduce.test_updates import trained_on_larger_batches, weights_of
+from tests.all_reduce.updates_job import dense, fit, problem, slices
 from tests.parameter_server.rare_updates_job import RATE
 from tests.parameter_server.test_modes import CLUSTER
 from tests.parameter_server.updates_job import (
@@ -28,7 +27,7 @@ from tests.parameter_server.updates_job import (
     embedding_accumulated_by_keras,
     everything,
 )
-from tests.parameter_server.waiting import wait_for
+from tests.parameter_server.waiting import cluster_that_goes_on, wait_for
 
 JOB = pathlib.Path(__file__).with_name("updates_job.py")
 REAL_JOB = pathlib.Path(__file__).with_name("rare_updates_job.py")
@@ -61,15 +60,7 @@ def assert_close(got, model, tolerance=2e-6):
 
 @pytest.mark.parametrize("name", CASES)
 def test_accumulating_equals_one_process_on_larger_batches(name, job):
-    build, policy, by_batch = ACCUMULATED[name]
-    keras.utils.set_random_seed(1)
-    model = build()
-    x, y = data_of(name)
-    groups = whole_batches(policy, by_batch)
-    for rows in groups:
-        model.train_on_batch(x[rows], y[rows])
-    if not by_batch:
-        model.optimizer.finalize_variable_values(model.trainable_weights)
+    model, _ = trained_on_larger_batches(name)
     results, numbers = job
     got = weights_of(results, f"accumulated {name}")
     assert_close(got, model)
@@ -173,16 +164,7 @@ def result_of(log):
 
 def test_a_killed_worker_loses_what_it_has_summed_and_no_more(tmp_path):
     command = [sys.executable, str(REAL_JOB), "accumulate"]
-    cluster = LocalCluster(
-        command,
-        workers=2,
-        ps=1,
-        chief=True,
-        env={**ENVIRONMENT, "PYTHONPATH": python_path(os.environ)},
-        log_dir=tmp_path,
-        failure_grace=70,
-    )
-    with cluster:
+    with cluster_that_goes_on(command, ENVIRONMENT, tmp_path) as cluster:
         chief = cluster.log_path("chief-0")
         wait_for(chief, "batch 40.", seconds=120)
         os.kill(cluster.pids["worker-1"], signal.SIGKILL)

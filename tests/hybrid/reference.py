@@ -1,0 +1,31 @@
+"""The one process whose results those of a cluster are held against."""
+
+import contextlib
+import os
+import subprocess
+import sys
+
+from keras_psplus.cluster.environment import python_path
+
+ENVIRONMENT = {"TF_CPP_MIN_LOG_LEVEL": "2", "CUDA_VISIBLE_DEVICES": ""}
+
+
+@contextlib.contextmanager
+def beside(job, *args, seconds):
+    """Runs a job with `--reference` and without a cluster, beside what the block does.
+
+    Args:
+        job: Path of the script.
+        *args: Its other arguments.
+        seconds: How long it may go on after the block.
+    """
+    environment = {**os.environ, **ENVIRONMENT, "PYTHONPATH": python_path(os.environ)}
+    environment.pop("TF_CONFIG", None)
+    with subprocess.Popen(
+        [sys.executable, job, *args, "--reference"], env=environment, stdout=subprocess.DEVNULL
+    ) as reference:
+        try:
+            yield
+            assert reference.wait(seconds) == 0
+        finally:
+            reference.kill()
