@@ -3,6 +3,9 @@
 import gc
 import os
 import pathlib
+import subprocess
+
+import pytest
 
 # Python's garbage collector would walk through TensorFlow and Keras again and again, also while the
 # tests import them. What children of this process do is not changed; see quick_start.py for that.
@@ -24,6 +27,18 @@ LONG = (
     "fidelity",
     "faults",
 )
+# Whose scripts are started by `warm.py`. The others start them as a user does.
+WARM = ("multi_process", "parameter_server", "hybrid", "all_reduce", "callbacks", "faults")
+
+
+@pytest.fixture(scope="module", autouse=True)
+def warm_start(request):
+    from tests import warm
+
+    with pytest.MonkeyPatch.context() as patch:
+        if request.path.parent.name in WARM:
+            patch.setattr(subprocess, "Popen", warm.Popen)
+        yield
 
 
 def pytest_collection_modifyitems(items):

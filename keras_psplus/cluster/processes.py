@@ -115,6 +115,12 @@ class LocalCluster:
         """Returns the path of a task's log file."""
         return self.log_dir / f"{name}.log"
 
+    def environment(self, name):
+        """Returns the dict of environment variables with which a task is started."""
+        (task,) = (task for task in self.tasks if task.name == name)
+        shared = self._environ if self.network is None else self.network.environment(self._environ)
+        return {**shared, "PYTHONUNBUFFERED": "1", **task.variables}
+
     def start(self):
         """Starts all processes."""
         self.log_dir.mkdir(parents=True, exist_ok=True)
@@ -186,10 +192,9 @@ class LocalCluster:
             self._release()
 
     def _start_task(self, rank, task):
-        command, environ = self._argv, self._environ
+        command = self._argv
         if self.network is not None:
             command = [*self.network.inside(rank), *command]
-            environ = self.network.environment(environ)
         if sys.platform == "linux":
             command = [sys.executable, "-I", "-S", _WRAPPER, str(os.getpid()), *command]
         self._logs.append(log := self._open_log(task.name))
@@ -198,7 +203,7 @@ class LocalCluster:
             stdin=subprocess.DEVNULL,
             stdout=subprocess.PIPE,
             stderr=subprocess.STDOUT,
-            env={**environ, "PYTHONUNBUFFERED": "1", **task.variables},
+            env=self.environment(task.name),
             start_new_session=True,  # its own group: signals reach what it starts as well
         )
         self._processes[task.name] = process

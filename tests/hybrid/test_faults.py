@@ -137,17 +137,12 @@ def test_an_asynchronous_job_goes_on_with_a_server_that_was_started_again(tmp_pa
     with cluster(tmp_path / "logs", *args) as job:
         log = job.log_path("worker-0")
         wait_for(log, "batch 13.", seconds=120)
-        pid = job.pids["ps-1"]
-        command, environment = (
-            pathlib.Path(f"/proc/{pid}/{name}").read_bytes().decode().split("\0")[:-1]
-            for name in ("cmdline", "environ")
-        )
-        os.kill(pid, signal.SIGKILL)
+        os.kill(job.pids["ps-1"], signal.SIGKILL)
         with (
             open(tmp_path / "again.log", "wb") as output,
             subprocess.Popen(
-                command,
-                env=dict(word.split("=", 1) for word in environment),
+                [sys.executable, JOB, *map(str, args)],
+                env=job.environment("ps-1"),
                 stdout=output,
                 stderr=output,
             ) as again,

@@ -60,8 +60,7 @@ def test_fit_goes_on_without_a_killed_worker_and_with_a_restarted_one(tmp_path):
     with job(tmp_path, 400, env={**env, "COUNTING_JOB_GATE": str(gate)}) as cluster:
         chief = cluster.log_path("chief-0")
         wait_for(chief, "batch 50\n")
-        environment = pathlib.Path(f"/proc/{cluster.pids['worker-1']}/environ").read_bytes()
-        environment = dict(item.split(b"=", 1) for item in environment.split(b"\0") if b"=" in item)
+        environment = cluster.environment("worker-1")
         os.kill(cluster.pids["worker-1"], signal.SIGKILL)
         log = tmp_path / "again"
         with log.open("w") as out:

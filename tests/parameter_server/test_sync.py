@@ -43,8 +43,7 @@ def job(tmp_path_factory):
     with cluster_that_goes_on(command, ENVIRONMENT, folder) as cluster:
         chief = cluster.log_path("chief-0")
         wait_for(chief, "batch 20.", seconds=150)
-        environment = pathlib.Path(f"/proc/{cluster.pids['worker-1']}/environ").read_bytes()
-        environment = dict(item.split(b"=", 1) for item in environment.split(b"\0") if b"=" in item)
+        environment = cluster.environment("worker-1")
         os.kill(cluster.pids["worker-1"], signal.SIGKILL)
         log = folder / "again"
         with log.open("w") as out:
