@@ -36,7 +36,7 @@ demo: $(VENV)/stamp-examples
 	@$(BIN)/python examples/demo.py
 
 test: $(VENV)/stamp-test
-	$(BIN)/python -m pytest -n 2 --dist loadfile --no-loadscope-reorder
+	$(BIN)/python -m pytest -n 3 --dist loadfile --no-loadscope-reorder
 
 bench: $(VENV)/stamp-bench
 	$(BIN)/python benchmarks/bench.py $(BENCH)

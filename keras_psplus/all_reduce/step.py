@@ -34,6 +34,7 @@ class Step:
         recording: Whether it notes which variables the replica changes by itself.
         alone: Whether gradients are the replica's own, to be applied as they are.
         has_pushed: Whether it has sent gradients to parameter servers since all replicas met.
+        has_met: Whether all replicas have met in it.
     """
 
     def __init__(self, extended, batch=None):
@@ -47,7 +48,7 @@ class Step:
         self._baselines = {}
         self.touched = set()
         self.recording = True
-        self.alone = self.has_pushed = False
+        self.alone = self.has_pushed = self.has_met = False
         if batch is not None:
             self.set_share(batch.local_rows, batch.global_rows)
 
@@ -189,11 +190,13 @@ class Step:
         parts += [weighted(component(variable).read_value()) for variable in means]
         parts += [weighted(tensor) for tensor in tensors]
         fence = self._extended.fence
-        if fence is not None:
+        meets = fence is not None and bool(parts or self.has_pushed or not self.has_met)
+        if meets:
             parts.append(fence.arrive())
         sums = self._extended.sum_over_replicas(parts)
-        if fence is not None:
+        if meets:
             fence.leave(sums.pop())
+            self.has_met, self.has_pushed = True, False
         for (variable, base), total in zip(totals, sums):
             component(variable).assign(base + total, read_value=False)
         averages = sums[len(totals) :]

@@ -35,7 +35,9 @@ class LastStep:
             encode: Function of rows and a step that compresses rows.
         """
 
-        @tf.function(input_signature=[tf.TensorSpec([], _LONG), tf.TensorSpec([None], _INT)])
+        signature = [tf.TensorSpec([], _LONG), tf.TensorSpec([None], _INT)]
+
+        @tf.function(input_signature=signature, autograph=False)
         def lookup_at(step, ids):
             def locked():
                 return tf.cond(

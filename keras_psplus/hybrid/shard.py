@@ -124,23 +124,21 @@ class Shard:
         return [1 + int(key) // PARTS for key in self._seen.numpy()]
 
     def _lookup(self):
-        @tf.function(input_signature=[tf.TensorSpec([None], _INT)])
+        @_traced(tf.TensorSpec([None], _INT))
         def lookup(ids):
             return self._pull.encode(self.weights.sparse_read(ids), self.version.read_value())
 
         return lookup
 
     def _read(self, variable):
-        @tf.function(input_signature=[tf.TensorSpec([], _INT), tf.TensorSpec([], _INT)])
+        @_traced(tf.TensorSpec([], _INT), tf.TensorSpec([], _INT))
         def read(first, count):
             return variable.sparse_read(tf.range(first, first + count))
 
         return read
 
     def _write(self, variable):
-        @tf.function(
-            input_signature=[tf.TensorSpec([], _INT), tf.TensorSpec([None, self.dim], _FLOAT)]
-        )
+        @_traced(tf.TensorSpec([], _INT), tf.TensorSpec([None, self.dim], _FLOAT))
         def write(first, rows):
             ids = tf.range(first, first + tf.shape(rows)[0])
             with tf.control_dependencies(
@@ -162,7 +160,7 @@ class Shard:
         ids = tf.TensorSpec([None], _INT)
         words = tf.TensorSpec([None, self._push.width], _FLOAT)
 
-        @tf.function(input_signature=[header, numbers, ids, words])
+        @_traced(header, numbers, ids, words)
         def push(header, numbers, ids, words):
             replica, step, part, last, waits, iterations = tf.unstack(header)
             gradient = self._push.decode(words, step)
@@ -258,7 +256,7 @@ class Shard:
         return unique, tf.math.unsorted_segment_sum(rows.concat(), positions, tf.size(unique))
 
     def _norm(self):
-        @tf.function(input_signature=[tf.TensorSpec([], _INT)])
+        @_traced(tf.TensorSpec([], _INT))
         def norm(unused):
             return tf.reduce_sum(tf.square(self._sum_rows.read_value()))
 
@@ -267,7 +265,7 @@ class Shard:
     def _commit(self):
         numbers = tf.TensorSpec([2 + self.optimizer.scalars], _FLOAT)
 
-        @tf.function(input_signature=[tf.TensorSpec([2], _LONG), numbers])
+        @_traced(tf.TensorSpec([2], _LONG), numbers)
         def commit(header, numbers):
             step, iterations = tf.unstack(header)
 
@@ -283,3 +281,7 @@ class Shard:
             return self._lock.execute(locked)
 
         return commit
+
+
+def _traced(*signature):
+    return tf.function(input_signature=signature, autograph=False)

@@ -79,7 +79,7 @@ class TableServer:
             except (ValueError, KeyError) as error:
                 return json.dumps({"error": f"This is no request. Received: {error}"}).encode()
 
-        @tf.function(input_signature=[tf.TensorSpec([], tf.string)])
+        @tf.function(input_signature=[tf.TensorSpec([], tf.string)], autograph=False)
         def control(text):
             return tf.ensure_shape(tf.numpy_function(answer, [text], tf.string), [])
 
