@@ -22,6 +22,7 @@ import signal
 import socket
 import subprocess
 import sys
+import tempfile
 import threading
 import time
 import types
@@ -92,7 +93,7 @@ def _fork(request, files):
     with _lock:
         if not _zygotes:
             _zygotes.extend(_start_zygote() for _ in range(_ZYGOTES))
-        zygote, _ = _zygotes[next(_turns)]
+        zygote, _, said = _zygotes[next(_turns)]
         # An orphan goes to the next of its ancestors that asks for it.
         prctl(_PR_SET_CHILD_SUBREAPER, 1)
         try:
@@ -102,7 +103,8 @@ def _fork(request, files):
         finally:
             prctl(_PR_SET_CHILD_SUBREAPER, 0)
     if len(answer) < 8:
-        raise RuntimeError("A zygote of the tests has ended. See its message above.")
+        said.seek(0)
+        raise RuntimeError(f"A zygote of the tests has ended:\n{said.read().decode()}")
     return int.from_bytes(answer, "big")
 
 
@@ -110,13 +112,20 @@ def _start_zygote():
     ours, theirs = socket.socketpair()
     environ = {k: v for k, v in os.environ.items() if k != "TF_CONFIG"}
     environ |= dict([_LOG_LEVEL]) | {"CUDA_VISIBLE_DEVICES": "", "PYTHONPATH": _ROOT}
+    # TensorFlow says something at its import, and perhaps after pytest's last line.
+    said = tempfile.TemporaryFile()
     with theirs:
         command = [sys.executable, __file__, str(theirs.fileno())]
         process = _ordinary_popen(
-            command, env=environ, pass_fds=[theirs.fileno()], stdin=subprocess.DEVNULL
+            command,
+            env=environ,
+            pass_fds=[theirs.fileno()],
+            stdin=subprocess.DEVNULL,
+            stdout=said,
+            stderr=said,
         )
     # It ends when this end is closed.
-    return ours, process
+    return ours, process, said
 
 
 def _serve(connection):
