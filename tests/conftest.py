@@ -3,6 +3,7 @@
 import gc
 import os
 import pathlib
+import signal
 import subprocess
 
 import pytest
@@ -10,6 +11,10 @@ import pytest
 # Python's garbage collector would walk through TensorFlow and Keras again and again, also while the
 # tests import them. What children of this process do is not changed; see quick_start.py for that.
 gc.set_threshold(50_000, 20, 20)
+
+# What a shell starts with `&` ignores SIGINT, and so would all that tests start and interrupt.
+if signal.getsignal(signal.SIGINT) == signal.SIG_IGN:
+    signal.signal(signal.SIGINT, signal.default_int_handler)
 
 # Scripts that tests start import what they have in common from this folder.
 _ROOT = str(pathlib.Path(__file__).resolve().parents[1])

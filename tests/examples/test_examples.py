@@ -68,12 +68,13 @@ def test_characters(environment):
 def test_ngram_embedding(environment):
     output = together(
         "ngram_embedding.py",
-        *("--epochs", "1", "--train_size", "50000"),
+        *("--epochs", "1", "--train_size", "100000"),
         ps=1,
         env={catalogue.STRATEGY_VARIABLE: "hybrid"},
     )
     assert "embeddings  (200000, 16)  12.8  parameter servers" in output
     result = values("ngram_embedding", output)
     assert result["workers"] == 2
-    # The commonest class is 16 % of all.
+    # The commonest class is 16 % of all. After half as many examples it is 18 to 29 %, by the seed
+    # and the kind of processor.
     assert result["accuracy"] > 0.2
