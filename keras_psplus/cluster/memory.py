@@ -1,0 +1,46 @@
+"""Keeps freed memory in the process, where the C library would hand it back and ask for it again.
+
+The C library's `malloc` takes large blocks from the kernel and returns them as soon as they are
+freed; pages that come back are cleared by the kernel one by one, at their first use. A step of
+training frees and takes the same large blocks again: gradients, residuals, messages. In a
+perceptron of 29 million weights under `compression="int8"`, that was half of a step's time.
+"""
+
+import ctypes
+import os
+
+# Parameters as <malloc.h> has them.
+_TRIM_THRESHOLD, _TOP_PAD, _MMAP_THRESHOLD, _ARENA_MAX = -1, -2, -3, -8
+_VARIABLES = (
+    "MALLOC_TRIM_THRESHOLD_",
+    "MALLOC_TOP_PAD_",
+    "MALLOC_MMAP_THRESHOLD_",
+    "MALLOC_ARENA_MAX",
+)
+
+
+def keep_freed_memory():
+    """Tells glibc's `malloc` to keep what is freed, unless the user has chosen its settings.
+
+    The process then holds what each of its heaps ever needed at once, so it is given no more heaps
+    than it has processors. A user chooses by the environment variables that glibc reads,
+    `MALLOC_TRIM_THRESHOLD_`, `MALLOC_TOP_PAD_`, `MALLOC_MMAP_THRESHOLD_`, `MALLOC_ARENA_MAX` and
+    `GLIBC_TUNABLES`. With another C library, or another `malloc`, this does nothing.
+
+    Returns:
+        Whether it was told.
+    """
+    chosen = any(name in os.environ for name in _VARIABLES)
+    if chosen or "glibc.malloc." in os.environ.get("GLIBC_TUNABLES", ""):
+        return False
+    mallopt = getattr(ctypes.CDLL(None), "mallopt", None)
+    if mallopt is None:
+        return False
+    settings = {
+        _MMAP_THRESHOLD: 1 << 30,
+        _TRIM_THRESHOLD: (1 << 31) - 1,  # the most that it can be told
+        # Without this, whole heaps of threads, of 64 MiB each, would still be returned.
+        _TOP_PAD: 64 << 20,
+        _ARENA_MAX: max(2, len(os.sched_getaffinity(0))),
+    }
+    return all([mallopt(*setting) for setting in settings.items()])

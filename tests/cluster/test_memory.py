@@ -1,0 +1,55 @@
+"""Large blocks that are freed and taken again come without a page fault for each of their pages."""
+
+import os
+import resource
+import subprocess
+import sys
+
+import pytest
+
+PAGES = (40 << 20) // resource.getpagesize()
+
+
+def faults_of_a_block():
+    """Page faults of the last of some blocks of 40 MiB, of which each is freed before the next."""
+    for _ in range(4):
+        before = resource.getrusage(resource.RUSAGE_SELF).ru_minflt
+        bytes(range(1, 256)) * ((40 << 20) // 255)  # written to the end
+        faults = resource.getrusage(resource.RUSAGE_SELF).ru_minflt - before
+    return faults
+
+
+def measure(**environment):
+    """What was told, and the faults, in a process of its own."""
+    code = (
+        "from keras_psplus.cluster import memory\n"
+        "from tests.cluster.test_memory import faults_of_a_block\n"
+        "print(memory.keep_freed_memory(), faults_of_a_block())\n"
+    )
+    kept = {k: v for k, v in os.environ.items() if "MALLOC_" not in k and k != "GLIBC_TUNABLES"}
+    output = subprocess.run(
+        [sys.executable, "-c", code],
+        env={**kept, **environment},
+        capture_output=True,
+        text=True,
+        timeout=60,
+        check=True,
+    ).stdout
+    told, faults = output.split()[-2:]
+    return told == "True", int(faults)
+
+
+def test_freed_blocks_are_kept():
+    told, faults = measure()
+    assert told
+    assert faults < PAGES // 100
+
+
+@pytest.mark.parametrize(
+    "setting",
+    [{"MALLOC_MMAP_THRESHOLD_": "1000000"}, {"GLIBC_TUNABLES": "glibc.malloc.arena_max=3"}],
+)
+def test_choice_of_the_user_stays(setting):
+    told, faults = measure(**setting)
+    assert not told
+    assert faults > PAGES // 2
