@@ -80,6 +80,8 @@ def _payload(shapes, compression):
 def _size(shape, compression):
     elements = math.prod(shape)
     name, _, argument = (compression or "").partition(":")
+    if name == "nothing":
+        return 0.0
     if len(shape) < 2 and name not in ("bf16", "fp16"):
         return _WORD * elements  # Vectors go whole.
     if name == "powersgd":

@@ -24,7 +24,7 @@ class Traits:
     Attributes:
         path: `"alone"`, `"all_reduce"`, `"parameter_server"` or `"hybrid"`.
         compression: Of dense gradients, as `keras_psplus.compression.get` names them; None for
-            float32.
+            float32, `"nothing"` if they are not sent.
         rows: Of rows' gradients.
         pull: Of what is read of servers.
         updates: None for every step, `"accumulate"`, or `"local"` for steps without the others.
@@ -82,13 +82,15 @@ def traits_of(source):
     """
     found = {}
     for call in (node for node in ast.walk(ast.parse(source)) if isinstance(node, ast.Call)):
-        name = getattr(call.func, "attr", getattr(call.func, "id", None))
+        name = _name(call)
         if name in _PATHS:
             words = {
                 k.arg: k.value.value for k in call.keywords if isinstance(k.value, ast.Constant)
             }
             found["path"] = path = _PATHS[name]
             found["compression"] = words.get("compression")
+            if any(_name(k.value) == "NoCommunication" for k in call.keywords):
+                found["compression"] = "nothing"
             found["rows"] = words.get("row_compression" if path == "hybrid" else "compression")
             found["pull"] = words.get("pull_compression")
             found["waits"] = path != "parameter_server" or words.get("mode") == "sync"
@@ -96,6 +98,12 @@ def traits_of(source):
             found["updates"] = _UPDATES[name]
             found["every"] = call.args[0].value
     return Traits(**found)
+
+
+def _name(node):
+    """What a call calls, without its module; None for anything else."""
+    function = getattr(node, "func", None)
+    return getattr(function, "attr", getattr(function, "id", None))
 
 
 def of_entry(path, entry=None):

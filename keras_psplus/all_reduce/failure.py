@@ -74,7 +74,7 @@ def explained(task):
             _mark_failed()
             raise ValueError(reason.group(0)) from None
         raise_if_peer_lost(task, error)
-        if not _blames_a_peer(error):
+        if not _blames_a_peer(task, error):
             raise
         _raise_peer_lost(task, "Another worker", error)
 
@@ -147,10 +147,11 @@ def _lost_peers(task):
     ]
 
 
-def _blames_a_peer(error):
-    return bool(
-        re.search(r"/job:\w+/(replica:\d+/)?task:\d+|heartbeat|coordination service", str(error))
-    )
+def _blames_a_peer(task, error):
+    """Whether an error speaks of other tasks; many that have nothing to do with them name this one."""
+    named = re.findall(r"/job:(\w+)/(?:replica:\d+/)?task:(\d+)", str(error))
+    own = {(task.task_type, str(task.task_index)), ("localhost", "0")}
+    return bool(set(named) - own or re.search("heartbeat|coordination service", str(error)))
 
 
 def _first_line(error):

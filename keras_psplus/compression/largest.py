@@ -31,9 +31,10 @@ def places_of_largest(matrix, count):
     expected = count * sample.shape[0] / size
     rank = min(sample.shape[0], math.ceil(expected + 3 * math.sqrt(expected) + 1))
     threshold = tf.math.top_k(sample, rank).values[-1]
-    # Comparisons of the numbers themselves write less memory than their magnitudes would; and
-    # NaN, which compares with nothing, is among the candidates.
-    candidates = tf.where(~((row <= threshold) & (row >= -threshold)))[:, 0]
+    # One comparison of squares is less work than two of the numbers, or than their magnitudes; and
+    # NaN, which compares with nothing, is among the candidates. Where squares leave float32's range
+    # there are too few of these.
+    candidates = tf.where(~(row * row <= threshold * threshold))[:, 0]
 
     def of_candidates():
         found = tf.cast(candidates, tf.int32)

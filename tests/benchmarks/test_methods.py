@@ -27,6 +27,7 @@ def test_every_entry_of_the_catalogue_is_a_method():
         "parameter_server", "int8", "int8", "bf16", waits=False
     )
     assert entries["sync_parameter_server"].traits.waits
+    assert entries["no_communication"].traits == methods.Traits(compression="nothing")
     assert entries["hybrid_int8"].traits == methods.Traits("hybrid", None, "int8", "int8")
 
 
@@ -69,6 +70,7 @@ def test_selection_brings_what_is_compared_with():
         (methods.Traits(compression="powersgd:4"), 2, 0.153),
         (methods.Traits(updates="accumulate", every=4), 2, WHOLE / 4e6),
         (methods.Traits(compression="int8", updates="local", every=32), 2, 5.035 / 32),
+        (methods.Traits(compression="nothing"), 4, 0.0),
         (methods.Traits("alone"), 4, 0.0),
         # Of two servers' links, each carries the half for four workers.
         (methods.Traits("parameter_server"), 4, 2 * WHOLE / 1e6),
