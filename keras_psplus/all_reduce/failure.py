@@ -148,7 +148,7 @@ def _lost_peers(task):
 
 
 def _blames_a_peer(task, error):
-    """Whether an error speaks of other tasks; many that have nothing to do with them name this one."""
+    """Whether an error speaks of other tasks: any error may name this one."""
     named = re.findall(r"/job:(\w+)/(?:replica:\d+/)?task:(\d+)", str(error))
     own = {(task.task_type, str(task.task_index)), ("localhost", "0")}
     return bool(set(named) - own or re.search("heartbeat|coordination service", str(error)))

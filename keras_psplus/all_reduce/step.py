@@ -114,23 +114,23 @@ class Step:
         """
         if self._weight is None:
             return tensors
-        # The shape of slices is no value.
-        values = [(t.values, t.indices) if isinstance(t, tf.IndexedSlices) else t for t in tensors]
-        leaves = tf.nest.flatten(values)
-        present = [i for i, leaf in enumerate(leaves) if leaf is not None]
-        kept = [leaves[i] for i in present]
+        # Slices of no rows have no indices, and those of others stay what they are.
+        values = [t.values if isinstance(t, tf.IndexedSlices) else t for t in tensors]
+        kept = [value for value in values if value is not None]
         # A cond passes tensors through without a copy, and each as soon as it is there.
-        safe = tf.cond(
-            self._weight.read_value() > 0,
-            lambda: [tf.identity(leaf) for leaf in kept],
-            lambda: [tf.zeros_like(leaf) for leaf in kept],
+        safe = iter(
+            tf.cond(
+                self._weight.read_value() > 0,
+                lambda: [tf.identity(value) for value in kept],
+                lambda: [tf.zeros_like(value) for value in kept],
+            )
         )
-        for i, leaf in zip(present, tf.nest.flatten(safe), strict=True):
-            leaves[i] = leaf
-        safe = tf.nest.pack_sequence_as(values, leaves)
+        values = [None if value is None else next(safe) for value in values]
         return [
-            tf.IndexedSlices(*new, old.dense_shape) if isinstance(old, tf.IndexedSlices) else new
-            for old, new in zip(tensors, safe)
+            tf.IndexedSlices(new, old.indices, old.dense_shape)
+            if isinstance(old, tf.IndexedSlices)
+            else new
+            for old, new in zip(tensors, values)
         ]
 
     def sum_over_replicas(self, tensors):

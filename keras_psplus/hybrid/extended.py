@@ -11,6 +11,7 @@ from keras_psplus.all_reduce import failure
 from keras_psplus.all_reduce import step as step_module
 from keras_psplus.all_reduce.extended import MultiWorkerMirroredExtended
 from keras_psplus.hybrid import prefetch
+from keras_psplus.hybrid import rows as rows_module
 from keras_psplus.hybrid import table as table_module
 from keras_psplus.hybrid.fence import Fence
 from keras_psplus.hybrid.row_optimizer import scalars_of
@@ -115,17 +116,23 @@ class HybridExtended(MultiWorkerMirroredExtended):
             learning_rate: Scalar.
             waits: Whether the servers wait for `commit`.
         """
+        ids = tf.cast(slices.indices, _LONG)
+        rows = tf.ensure_shape(tf.cast(slices.values, tf.float32), [None, table.dim])
         with tf.control_dependencies([] if waits else _before_update(table)):
-            ids, positions = tf.unique(tf.cast(slices.indices, _LONG))
-        values = tf.ensure_shape(tf.cast(slices.values, tf.float32), [None, table.dim])
-        rows = tf.math.unsorted_segment_sum(values, positions, tf.size(ids))
+            of = rows_module.looked_up(ids)
+            if of is not None:
+                ids, most = tf.identity(ids), of.shape.num_elements()
+            else:
+                most = rows.shape[0]
+                ids, positions = tf.unique(ids)
+                rows = tf.math.unsorted_segment_sum(rows, positions, tf.size(ids))
         self.counter(table, "pushed").assign_add(tf.size(ids, _LONG), read_value=False)
         clock = self.counter(table, "pushes")
         rank = tf.constant(self.rank_in_context(), _LONG)
         header = rank, clock.read_value(), _iterations(optimizer)
         send = table_module.push_to_wait if waits else table_module.push
         numbers = _numbers(optimizer, learning_rate)
-        answers = send(table, (ids, rows), _replica(), header, numbers, slices.values.shape[0])
+        answers = send(table, (ids, rows), _replica(), header, numbers, most)
         if not waits:
             clock.assign_add(1, read_value=False)
         self._note(answers)

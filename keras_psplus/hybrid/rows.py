@@ -49,6 +49,22 @@ class RowCodec:
         return tf.reshape(rows, [-1, self._dim])
 
 
+def looked_up(ids):
+    """What ids are the distinct ones of, if the graph tells, as it does for a single lookup.
+
+    Args:
+        ids: Integer vector.
+
+    Returns:
+        The vector that they were made of, or None if some might come twice.
+    """
+    if not tf.is_symbolic_tensor(ids):
+        return None
+    while ids.op.type == "Identity":
+        ids = ids.op.inputs[0]
+    return ids.op.inputs[0] if ids.op.type == "Unique" and ids.value_index == 0 else None
+
+
 def compressor_for_rows(argument, value):
     """What a user gives for rows, as a `Compressor` or None.
 

@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 import tensorflow as tf
 
-from keras_psplus.hybrid.rows import MESSAGE_BYTES, RowCodec, compressor_for_rows
+from keras_psplus.hybrid.rows import MESSAGE_BYTES, RowCodec, compressor_for_rows, looked_up
 
 STEP = tf.constant(0, tf.int64)
 
@@ -38,3 +38,27 @@ def test_a_message_of_as_many_rows_is_small_enough():
 def test_what_leaves_out_parts_of_rows_is_refused(value):
     with pytest.raises(ValueError, match="`pull_compression` must keep .*Received: "):
         compressor_for_rows("pull_compression", value)
+
+
+@pytest.mark.parametrize("eager", [False, True])
+def test_distinct_ids_are_known_by_how_they_were_made(eager):
+    found = {}
+
+    def look(indices):
+        unique, positions = tf.unique(indices)
+        for name, ids in {
+            "unique": unique,
+            "same": tf.identity(tf.identity(unique)),
+            "positions": positions,
+            "two": tf.concat([unique, unique], 0),
+            "any": indices,
+        }.items():
+            of = looked_up(ids)
+            found[name] = of if of is None else of is indices
+
+    if eager:
+        look(tf.constant([3, 3, 1]))
+        assert set(found.values()) == {None}
+        return
+    tf.function(look).get_concrete_function(tf.TensorSpec([3], tf.int64))
+    assert found == {"unique": True, "same": True, "positions": None, "two": None, "any": None}
