@@ -5,7 +5,7 @@ from tensorflow.compiler.xla.tsl.protobuf import coordination_config_pb2
 from tensorflow.python.distribute import multi_worker_util
 from tensorflow.python.eager import context
 
-from keras_psplus.cluster import config, early_init, memory, preflight
+from keras_psplus.cluster import config, early_init, preflight, tuning
 
 _JOBS = ("chief", "worker")
 
@@ -34,7 +34,7 @@ def start(cluster_resolver, startup_timeout, heartbeat_timeout, allow_ps=False):
     if task.num_workers == 1:
         return task
     early_init.check_not_initialized("keras_psplus.MultiWorkerMirroredStrategy")
-    memory.keep_freed_memory()
+    tuning.tune()
     preflight.wait_for_cluster(task, job_types=_JOBS, timeout=startup_timeout)
     early_init.disarm()
     spec = _spec_of(task)

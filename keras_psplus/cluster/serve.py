@@ -7,7 +7,7 @@ import time
 
 import tensorflow as tf
 
-from keras_psplus.cluster import farewell, hello, memory
+from keras_psplus.cluster import farewell, hello, tuning
 from keras_psplus.cluster.config import ClusterConfigError, ClusterStartupError
 from keras_psplus.cluster.preflight import check_own_address
 
@@ -58,7 +58,7 @@ def serve(config, startup_timeout=300.0, chief_gone=5.0, log=None):
     log = log or log_line
     _leader(config)
     check_own_address(config)
-    memory.keep_freed_memory()
+    tuning.tune()
     ear = farewell.Ear()
     try:
         server = tf.distribute.Server(

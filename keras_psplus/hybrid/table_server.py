@@ -13,8 +13,8 @@ import uuid
 
 import tensorflow as tf
 
-from keras_psplus.cluster import memory
 from keras_psplus.cluster import serve as cluster_serve
+from keras_psplus.cluster import tuning
 from keras_psplus.cluster.config import ClusterStartupError
 from keras_psplus.cluster.environment import TOKEN_VARIABLE
 from keras_psplus.cluster.preflight import check_own_address
@@ -241,7 +241,7 @@ def serve(task, digest, options, agreed, startup_timeout, chief_gone=5.0):
         keras_psplus.cluster.serve.ChiefLostError: If the chief has ended without having said so.
     """
     check_own_address(task)
-    memory.keep_freed_memory()
+    tuning.tune()
     ended, problem = threading.Event(), []
     server = TableServer(task, digest, options, agreed, cluster_serve.log_line)
 

@@ -6,7 +6,7 @@ import tensorflow as tf
 
 from keras_psplus import updates as updates_module
 from keras_psplus.arguments import number
-from keras_psplus.cluster import farewell, memory, preflight, stalls
+from keras_psplus.cluster import farewell, preflight, stalls, tuning
 from keras_psplus.cluster.progress import Progress
 from keras_psplus.communication import Communication
 from keras_psplus.parameter_server import failure, modes, startup, state_files, tally
@@ -111,7 +111,7 @@ class ParameterServerStrategy(tf.distribute.ParameterServerStrategy):
             self._mode.check_workers(len(self._task.cluster["worker"]))
             if self._task.task_type in ("ps", "worker"):
                 startup.serve_and_exit(self._task, startup_timeout)
-            memory.keep_freed_memory()
+            tuning.tune()
             preflight.wait_for_cluster(
                 self._task, job_types=("chief", "worker", "ps"), timeout=startup_timeout
             )
