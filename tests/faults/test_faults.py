@@ -153,6 +153,8 @@ def test_a_task_that_does_not_come_is_named(kind, missing, message, tmp_path):
         env=ENVIRONMENT,
         timeout=90,
         expect_failure=True,
+        # Tasks are not equally fast to start, and each has to say it.
+        failure_grace=30,
     )
     log = result.logs[leader_of(kind)]
     assert re.search(rf"ClusterStartupError: [^\0]*{message}", log), log[-3000:]
