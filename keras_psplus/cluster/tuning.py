@@ -14,7 +14,7 @@ def tune():
 
     Every packet of a large message wakes a thread otherwise, which on a slow link, where they come
     one by one, costs more than training: 264 ms of a processor for each step of a perceptron of 5
-    million weights under `compression="int8"` at 100 Mbit/s, of which 132 are left.
+    million weights under `compression="int8"` at 100 Mbit/s, of which 121 are left.
 
     To be called before gRPC is used first. What the user has chosen stays, by `GRPC_EXPERIMENTS` or
     by the variables of `memory.keep_freed_memory`.

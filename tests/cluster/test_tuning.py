@@ -11,9 +11,10 @@ from keras_psplus.cluster import memory, tuning
 def test_choice_of_the_user_stays(monkeypatch, chosen):
     told = []
     monkeypatch.setattr(memory, "keep_freed_memory", lambda: told.append(True))
-    monkeypatch.delenv("GRPC_EXPERIMENTS", raising=False)
-    if chosen is not None:
-        monkeypatch.setenv("GRPC_EXPERIMENTS", chosen)
+    # Set first in any case: a variable that was not there would stay as `tune` leaves it.
+    monkeypatch.setenv("GRPC_EXPERIMENTS", chosen or "")
+    if chosen is None:
+        monkeypatch.delenv("GRPC_EXPERIMENTS")
     tuning.tune()
     expected = "tcp_frame_size_tuning,tcp_rcv_lowat" if chosen is None else chosen
     assert os.environ["GRPC_EXPERIMENTS"] == expected
