@@ -16,6 +16,7 @@ from keras_psplus.all_reduce import (
     failure,
     gradients,
     reducers,
+    row_reads,
     updating,
 )
 
@@ -198,7 +199,9 @@ class MultiWorkerMirroredExtended(collective_all_reduce_strategy.CollectiveAllRe
         elif kwargs.get("aggregation") == tf.VariableAggregation.ONLY_FIRST_REPLICA:
             # Its assign needs merge_call; every replica assigns the same value anyway.
             kwargs["aggregation"] = tf.VariableAggregation.NONE
-        return super()._create_variable(next_creator, **kwargs)
+        variable = super()._create_variable(next_creator, **kwargs)
+        row_reads.enable(variable)
+        return variable
 
     def _get_variable_creator_initial_value(self, replica_id, device, primary_var, **kwargs):
         stock = super()._get_variable_creator_initial_value

@@ -19,6 +19,7 @@ from keras_psplus.keras_hooks import (
     parameter_server_sync,
     parameter_server_updates,
     parameter_server_variables,
+    row_reads,
     saving,
     snapshots,
     trainer,
@@ -52,6 +53,7 @@ def install():
         hybrid,
         hybrid_prefetch,
         keras_rs,
+        row_reads,
         snapshots,
     ):
         module.install()

@@ -6,9 +6,7 @@ import keras
 import tensorflow as tf
 from keras.src import backend, layers
 from keras.src.backend.common import global_state
-from keras.src.backend.common.stateless_scope import get_stateless_scope, in_stateless_scope
 from keras.src.backend.tensorflow import core, trainer
-from keras.src.backend.tensorflow import numpy as tf_numpy
 from keras.src.backend.tensorflow import optimizer as tf_optimizer
 from keras.src.optimizers import base_optimizer
 
@@ -29,7 +27,6 @@ def install():
     replace(core.Variable, "__init__", ["self", "initializer"])(_note_layer)
     replace(core.Variable, "_initialize_with_initializer", ["self", "initializer"])(_initialize)
     replace(layers.Layer, "add_weight", ["self"])(_add_weight)
-    replace(tf_numpy, "take", ["x", "indices", "axis"])(_take)
     replace(trainer.TensorFlowTrainer, "_maybe_symbolic_build", ["self"])(_build)
     base = base_optimizer.BaseOptimizer
     replace(base, "build", ["self", "variables"])(_build_optimizer)
@@ -45,20 +42,6 @@ def install():
         "_backend_update_step",
         ["self", "grads", "trainable_variables", "learning_rate"],
     )(_update_step)
-    # Whoever gathers from the variable itself reads rows, too.
-    of_servers = core.Variable.sparse_read
-
-    def sparse_read(self, indices, name=None):
-        if not isinstance(self._value, TableVariable) or _has_other_value(self):
-            return of_servers(self, indices, name)
-        return self._maybe_autocast(self._value.sparse_read(indices))
-
-    core.Variable.sparse_read = sparse_read
-
-
-def _has_other_value(variable):
-    """Whether a scope of Keras's gives a variable another value than its own."""
-    return in_stateless_scope() and get_stateless_scope().get_current_value(variable) is not None
 
 
 def table_of(variable):
@@ -154,17 +137,6 @@ def _serialized(initializer):
     elif seed is not None:
         return None
     return config
-
-
-def _take(original, x, indices, axis=None):
-    if axis != 0 or table_of(x) is None or _has_other_value(x):
-        return original(x, indices, axis)
-    if isinstance(indices, tf.RaggedTensor):
-        return indices.with_flat_values(x.sparse_read(indices.flat_values))
-    if isinstance(indices, tf.SparseTensor):
-        # As Keras has it: what is missing is row 0.
-        indices = tf.sparse.to_dense(indices)
-    return x.sparse_read(indices)
 
 
 def _build(original, self, *args, **kwargs):

@@ -26,8 +26,6 @@ def install():
     replace(core.Variable, "numpy", ["self"])(_after_earlier_steps)
     replace(core.Variable, "assign_add", ["self", "value"])(_atomically("assign_add"))
     replace(core.Variable, "assign_sub", ["self", "value"])(_atomically("assign_sub"))
-    # tf.gather asks its argument for this method: without it a lookup pulls the whole table.
-    core.Variable.sparse_read = _sparse_read
 
 
 def _note_owner(original, self, *args, **kwargs):
@@ -77,7 +75,7 @@ def _after_earlier_steps(original, self, *args):
     # From a callback, for example: steps that were sent before come before.
     if current() is None and tf.executing_eagerly():
         travels = isinstance(self._value, TravellingVariable)
-        if travels or _on_ps(self._value):
+        if travels or on_ps(self._value):
             for strategy in step_registry.strategies():
                 if travels:
                     step_registry.drain(strategy)
@@ -89,7 +87,7 @@ def _after_earlier_steps(original, self, *args):
 def _atomically(method):
     def assign(original, self, value):
         variable = self._value
-        is_shared = _on_ps(variable) or isinstance(variable, TravellingVariable)
+        is_shared = on_ps(variable) or isinstance(variable, TravellingVariable)
         if in_stateless_scope() or not is_shared or tf.executing_eagerly():
             return original(self, value)
         # Keras reads, adds and writes: another worker's step in between would be lost.
@@ -98,12 +96,5 @@ def _atomically(method):
     return assign
 
 
-def _on_ps(variable):
+def on_ps(variable):
     return "/job:ps/" in (getattr(variable, "device", None) or "")
-
-
-def _sparse_read(self, indices, name=None):
-    if in_stateless_scope() or not _on_ps(self._value):
-        # As if Keras's variables had no such method: tf.gather reads the whole value then.
-        raise AttributeError("sparse_read")
-    return self._maybe_autocast(self._value.sparse_read(indices, name=name))

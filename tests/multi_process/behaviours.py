@@ -14,6 +14,7 @@ from tests import quick_start  # noqa: F401
 import keras
 import numpy as np
 import tensorflow as tf
+from tensorflow.python.eager import context as tf_context
 
 import keras_psplus as psp
 
@@ -76,6 +77,60 @@ def watch(context, *args, epochs=2, **kwargs):
         f"epoch{i}": np.concatenate(model.seen[a:b]) if b > a else np.zeros(0, "int64")
         for i, (a, b) in enumerate(zip(epoch_starts, ends, strict=True))
     }
+
+
+def operations(function, *args):
+    """Kinds of the operations that TensorFlow runs for a function of the graph, and its result."""
+    runtime = tf_context.context()
+    runtime.enable_graph_collection()
+    try:
+        result = function(*args)
+        graphs = runtime.export_run_metadata().function_graphs
+    finally:
+        runtime.disable_graph_collection()
+    return {node.op for g in graphs for part in g.partition_graphs for node in part.node}, result
+
+
+@behaviour
+def lookups_read_rows(context):
+    """Of an embedding's whole table, TensorFlow would make a copy in each step."""
+    with context.strategy.scope():
+        layer = keras.layers.Embedding(30, 4)
+        layer.build()
+        half = keras.layers.Embedding(30, 4, dtype="mixed_float16")
+        half.build()
+    table, ids = layer.embeddings, tf.constant([[3, -1], [3, 7]])
+
+    @tf.function
+    def looked_up(ids):
+        def replica(ids):
+            with tf.GradientTape() as tape:
+                rows = layer(ids)
+                loss = tf.reduce_sum(rows * rows)
+            (gradient,) = tape.gradient(loss, [table.value])
+            assert isinstance(gradient, tf.IndexedSlices), gradient
+            direct = tf.gather(table.value, [2]), tf.gather_nd(table.value, [[5]])
+            return rows, tf.convert_to_tensor(gradient), half(ids), *direct
+
+        return context.strategy.run(replica, (ids,))
+
+    whole = table.numpy()
+    kinds, results = operations(looked_up, ids)
+    assert "ResourceGather" in kinds and "ReadVariableOp" not in kinds, kinds
+    rows, gradient, halves, row, element = results
+    np.testing.assert_array_equal(rows, whole[ids.numpy()])
+    np.testing.assert_array_equal(row, whole[[2]])
+    np.testing.assert_array_equal(element, whole[[5]])
+    assert halves.dtype == tf.float16
+    np.testing.assert_array_equal(halves, half.embeddings.numpy()[ids.numpy()].astype("float16"))
+    expected = np.zeros_like(whole)
+    np.add.at(expected, ids.numpy(), 2 * whole[ids.numpy()])
+    np.testing.assert_allclose(gradient, expected, rtol=1e-6)
+    # Outside of steps, too, and where a scope of Keras's gives another value.
+    np.testing.assert_array_equal(layer(ids), whole[ids.numpy()])
+    with keras.StatelessScope([(table, tf.ones((30, 4)))]):
+        np.testing.assert_array_equal(layer(ids), np.ones((2, 2, 4)))
+    return {"weights/table": whole}
 
 
 @behaviour
