@@ -76,12 +76,18 @@ class Link:
         """
         future = self._call(method, args)
 
+        # Inlined, the operations of this rare path would take longer to be passed over, at each
+        # call, than all others.
+        @tf.function(autograph=False, experimental_attributes={"_noinline": True})
+        def again(code, message, *args):
+            return self._again(method, list(args), dtype, shape, code, message)
+
         def wait():
             code, message = self._status(future)
             answer = tf.cond(
                 tf.equal(code, _OK),
                 lambda: _value(future, dtype, shape),
-                lambda: self._again(method, args, dtype, shape, code, message),
+                lambda: again(code, message, *args),
             )
             with tf.control_dependencies([answer]):
                 _delete(future)
