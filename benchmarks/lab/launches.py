@@ -2,6 +2,7 @@
 
 import itertools
 import json
+import math
 import os
 import subprocess
 import sys
@@ -33,7 +34,7 @@ def plan(method, name, size, workers, ps, rates, seconds):
     traits = method.traits
     link_bytes = ideal.busiest(traits, work.SIZES[size][name], workers, ps)
     compute = _STEP_SECONDS[name] * max(1, workers / len(os.sched_getaffinity(0)))
-    window = traits.every
+    window = math.lcm(traits.every, traits.together)
     if not traits.waits:
         window = _WAITING_FOR_NOBODY[name]
         if traits.every > 1:
@@ -48,7 +49,11 @@ def plan(method, name, size, workers, ps, rates, seconds):
         # A connection takes a while to find a new rate.
         warmup = 3 if step * window < 0.3 else 1
         phases.append({"rate": rate, "warmup": warmup, "windows": count})
-    return {"name": name, "window": window, "start": 3 if window == 1 else 1, "phases": phases}
+    start = 3 if window == 1 else 1
+    return {
+        **{"name": name, "window": window, "together": traits.together},
+        **{"start": start, "phases": phases},
+    }
 
 
 def missing(document, methods, works, workers, rates, turns):

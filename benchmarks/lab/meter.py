@@ -68,7 +68,8 @@ class Meter:
     Args:
         leader: `Leader`; None in the other tasks, which only say that they have begun.
         rank: This task's.
-        plan: Dict with `name`, `window` (steps of each worker that are timed together), `start`
+        plan: Dict with `name`, `window` (steps of each worker that are timed together),
+            `together` (of these, steps that the library is told to take in one go), `start`
             (windows before all phases) and `phases`: dicts with `rate`, `warmup` and `windows`.
         counted: Function that returns the bytes that the library itself has counted; None if it
             counts none.

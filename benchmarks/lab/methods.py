@@ -14,6 +14,8 @@ _PATHS = {
     "HybridStrategy": "hybrid",
     "get_strategy": "alone",
 }
+# What an entry may say of the model's compilation.
+_TOGETHER = "STEPS_PER_EXECUTION"
 _UPDATES = {"Accumulate": "accumulate", "LocalSGD": "local", "DiLoCo": "local"}
 
 
@@ -30,6 +32,7 @@ class Traits:
         updates: None for every step, `"accumulate"`, or `"local"` for steps without the others.
         every: Steps from one exchange to the next.
         waits: Whether the workers take each step together.
+        together: Keras's `steps_per_execution`, for strategies whose workers wait for each other.
     """
 
     path: str = "all_reduce"
@@ -39,6 +42,7 @@ class Traits:
     updates: str | None = None
     every: int = 1
     waits: bool = True
+    together: int = 1
 
 
 @dataclasses.dataclass(frozen=True)
@@ -80,8 +84,11 @@ def traits_of(source):
     Returns:
         `Traits`. A strategy that is not known counts as one of workers alone.
     """
-    found = {}
-    for call in (node for node in ast.walk(ast.parse(source)) if isinstance(node, ast.Call)):
+    tree, found = ast.parse(source), {}
+    for node in tree.body:
+        if isinstance(node, ast.Assign) and _TOGETHER in [name.id for name in node.targets]:
+            found["together"] = node.value.value
+    for call in (node for node in ast.walk(tree) if isinstance(node, ast.Call)):
         name = _name(call)
         if name in _PATHS:
             words = {

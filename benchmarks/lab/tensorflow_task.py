@@ -60,7 +60,7 @@ def _wait_for(address):
             time.sleep(0.1)
 
 
-def make_model(keras, work):
+def make_model(keras, work, together):
     if hasattr(work, "rows"):
         inputs = keras.Input((work.ids,), dtype="int64")
         rows = keras.layers.Embedding(work.rows, work.dim)(inputs)
@@ -73,7 +73,8 @@ def make_model(keras, work):
         outputs = keras.layers.Dense(width, activation="relu")(outputs)
     model = keras.Model(inputs, keras.layers.Dense(widths[-1])(outputs))
     loss = keras.losses.SparseCategoricalCrossentropy(from_logits=True)
-    model.compile(keras.optimizers.SGD(work.learning_rate), loss)
+    optimizer = keras.optimizers.SGD(work.learning_rate)
+    model.compile(optimizer, loss, steps_per_execution=together)
     return model
 
 
@@ -89,7 +90,7 @@ def train(task, keras, strategy, work, plan, windows):
     """Trains for so many windows."""
     keras.utils.set_random_seed(1)
     with strategy.scope():
-        model = make_model(keras, work)
+        model = make_model(keras, work, plan["together"])
     communication = getattr(strategy, "communication", None)
     counted = (lambda: communication.wire_bytes) if communication else None
     meter = Meter(task.leader, task.rank, plan, counted)

@@ -29,6 +29,7 @@ def test_every_entry_of_the_catalogue_is_a_method():
     assert entries["sync_parameter_server"].traits.waits
     assert entries["no_communication"].traits == methods.Traits(compression="nothing")
     assert entries["hybrid_int8"].traits == methods.Traits("hybrid", None, "int8", "int8")
+    assert entries["hybrid_8_steps"].traits == methods.Traits("hybrid", together=8)
 
 
 def test_tasks_of_a_method():
@@ -110,6 +111,8 @@ def test_plans_are_of_whole_rounds():
     assert plan(methods.Traits(), "100mbit")["phases"][0]["windows"] == 3
     assert plan(methods.Traits(), "loopback")["phases"][0]["windows"] > 3
     assert plan(methods.Traits(updates="local", every=32), "1gbit")["window"] == 32
+    together = plan(methods.Traits(updates="local", every=12, together=8), "1gbit")
+    assert (together["window"], together["together"]) == (24, 8)
     server = methods.Traits("parameter_server", updates="accumulate", every=4, waits=False)
     assert plan(server, "1gbit")["window"] == 8
 
