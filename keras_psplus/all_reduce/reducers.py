@@ -7,6 +7,7 @@ import tensorflow as tf
 from tensorflow.python.distribute import distribute_utils
 from tensorflow.python.framework import ops
 
+from keras_psplus import repeated_rows
 from keras_psplus.all_reduce.compressed import CompressedSum
 from keras_psplus.communication import Communication
 
@@ -80,6 +81,7 @@ class Reducers:
 
     def _sum(self, replica, grads, variables, step, owner, kind):
         with ops.device(self._launchers[replica]._device):
+            grads = [repeated_rows.summed_for(owner, gradient) for gradient in grads]
             return self._sums(owner, kind)[replica](grads, variables, step)
 
     def _sums(self, owner, kind):

@@ -7,6 +7,7 @@ from tensorflow.python.distribute import distribute_lib
 from tensorflow.python.framework import ops
 from tensorflow.python.ops import resource_variable_ops
 
+from keras_psplus import repeated_rows
 from keras_psplus.all_reduce import failure
 from keras_psplus.all_reduce import step as step_module
 from keras_psplus.all_reduce.extended import MultiWorkerMirroredExtended
@@ -124,8 +125,8 @@ class HybridExtended(MultiWorkerMirroredExtended):
                 ids, most = tf.identity(ids), of.shape.num_elements()
             else:
                 most = rows.shape[0]
-                ids, positions = tf.unique(ids)
-                rows = tf.math.unsorted_segment_sum(rows, positions, tf.size(ids))
+                distinct = repeated_rows.summed(tf.IndexedSlices(rows, ids))
+                ids, rows = distinct.indices, distinct.values
         self.counter(table, "pushed").assign_add(tf.size(ids, _LONG), read_value=False)
         clock = self.counter(table, "pushes")
         rank = tf.constant(self.rank_in_context(), _LONG)

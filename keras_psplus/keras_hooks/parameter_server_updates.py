@@ -9,6 +9,7 @@ import tensorflow as tf
 from keras.src import ops
 from keras.src.optimizers import base_optimizer, loss_scale_optimizer
 
+from keras_psplus import repeated_rows
 from keras_psplus.keras_hooks import parameter_server_optimizer, updates
 from keras_psplus.keras_hooks.ownership import asynchronous
 from keras_psplus.keras_hooks.patching import replace
@@ -118,11 +119,7 @@ def _apply(original, self, grads, trainable_variables=None):
 
 
 def _with_distinct_rows(gradient):
-    if not isinstance(gradient, tf.IndexedSlices):
-        return gradient
-    rows, places = tf.unique(gradient.indices)
-    values = tf.math.unsorted_segment_sum(gradient.values, places, tf.size(rows))
-    return tf.IndexedSlices(values, rows, gradient.dense_shape)
+    return repeated_rows.summed(gradient) if isinstance(gradient, tf.IndexedSlices) else gradient
 
 
 def _apply_gradients(original, self, grads, trainable_variables):

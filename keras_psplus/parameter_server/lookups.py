@@ -27,7 +27,8 @@ def lookup(variable, shape, indices, read_rows):
         rows.set_shape(indices.shape.concatenate(row_shape))
 
     def backward(gradient):
-        # Repeated rows stay apart, as Keras's optimizers get them in one process.
+        # Repeated rows stay apart, as Keras's optimizers get them in one process; see
+        # `repeated_rows`, which may sum them before they are sent.
         values = tf.reshape(gradient, [-1, *row_shape.as_list()])
         whole = tf.constant(shape.as_list(), tf.int64)
         return [tf.IndexedSlices(values, tf.reshape(indices, [-1]), whole)]

@@ -9,6 +9,7 @@ from typing import Any, NamedTuple
 
 import tensorflow as tf
 
+from keras_psplus import repeated_rows
 from keras_psplus.compression import Compressor
 from keras_psplus.parameter_server import crossing, tally
 from keras_psplus.parameter_server.compressors import path_of
@@ -60,6 +61,7 @@ class Pushes:
         names = [self._name(owner, variable) for variable in variables]
         # The worker's own reading on both sides: other workers go on meanwhile.
         number = _Once(lambda: tf.cast(step(), tf.int64))
+        gradients = [repeated_rows.summed_for(owner, gradient) for gradient in gradients]
         pushes = []
         for gradient, variable, name in zip(gradients, variables, names):
             compressor = self._compressors.of_gradient(variable) if compressed else None

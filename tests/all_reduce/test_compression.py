@@ -185,8 +185,17 @@ def test_rows_of_embeddings_are_compressed_by_row(run):
             )
             assert np.any(results[f"embeddings {name}/{i}"] != weight)
     # Six batches of 4 ids in each of 4 (1 or 2 in the last) rows: 22 rows of one worker.
+    ids = np.random.default_rng(3).integers(0, 50, size=(48, 4))
+    own = [ids[i : i + 4] for i in range(0, 40, 8)]
     rows = traffic["embeddings none"]["table"][0] // (6 * 4 + 4)
+    assert rows in [sum(len(np.unique(part)) for part in [*own, ids[40:end]]) for end in (41, 42)]
     assert traffic["embeddings none"]["table"][1] == rows * 28
+    # An optimizer that does not just add them up gets rows as often as they were looked up.
+    for i, weight in enumerate(none):
+        repeated = results[f"embeddings repeated/{i}"]
+        np.testing.assert_allclose(repeated, weight, rtol=0, atol=1e-6)
+    repeated = traffic["embeddings repeated"]["table"][1] // 28
+    assert repeated in (4 * 21, 4 * 22) and repeated > rows
     assert traffic["embeddings bf16"]["table"][1] == rows * (12 + 4)
     # What rows would lose of theirs, no later step makes up for.
     assert traffic["embeddings topk"]["table"][1] == rows * 28
