@@ -16,6 +16,7 @@ import time
 import tensorflow as tf
 
 from keras_psplus import compression
+from keras_psplus.cluster import memory
 
 NAMES = ["bf16", "fp16", "int8", "sign", "topk:0.01", "randomk:0.01", "powersgd:4", "powersgd:1"]
 # Milliseconds for a million elements, for encoding and for decoding.
@@ -69,6 +70,8 @@ def main():
     tf.config.threading.set_intra_op_parallelism_threads(1)
     tf.config.threading.set_inter_op_parallelism_threads(1)
     os.sched_setaffinity(0, {min(os.sched_getaffinity(0))})
+    # As tasks of a cluster do.
+    memory.keep_freed_memory()
     print("| compressor | encode | decode | with feedback | target |")
     print("|---|---|---|---|---|")
     for name in args.names:

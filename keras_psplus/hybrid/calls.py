@@ -53,6 +53,7 @@ class Link:
     def __init__(self, name, address, timeout, patience, recovers=False):
         self.name, self.address = name, address
         self._timeout, self._patience, self._recovers = timeout, patience, recovers
+        self._rarely = {}
         with tf.init_scope(), tf.device("/CPU:0"):
             self._client, _ = gen_rpc_ops.rpc_client(
                 server_address=address,
@@ -75,12 +76,7 @@ class Link:
             Function without arguments that waits for the answer and returns it.
         """
         future = self._call(method, args)
-
-        # Inlined, the operations of this rare path would take longer to be passed over, at each
-        # call, than all others.
-        @tf.function(autograph=False, experimental_attributes={"_noinline": True})
-        def again(code, message, *args):
-            return self._again(method, list(args), dtype, shape, code, message)
+        again = self._rarely_again(method, dtype, shape)
 
         def wait():
             code, message = self._status(future)
@@ -109,6 +105,22 @@ class Link:
         with tf.device("/CPU:0"):
             code, message = gen_rpc_ops.rpc_check_status(future[0])
         return tf.ensure_shape(code, []), tf.ensure_shape(message, [])
+
+    def _rarely_again(self, method, dtype, shape):
+        """`_again` as a function of its own.
+
+        Inlined, its operations would be most of those that a step's graph has, each of them to be
+        passed over at each call.
+        """
+        key = method, dtype, tuple(shape)
+        if key not in self._rarely:
+
+            @tf.function(autograph=False, experimental_attributes={"_noinline": True})
+            def again(code, message, *args):
+                return self._again(method, list(args), dtype, shape, code, message)
+
+            self._rarely[key] = again
+        return self._rarely[key]
 
     def _again(self, method, args, dtype, shape, code, message):
         """Calls until it is answered or there is no more patience."""

@@ -169,11 +169,13 @@ class ByHand:
         if isinstance(tensor, tf.IndexedSlices):
             if not self._push.compresses_rows:
                 return tensor
-            payload = self._push.encode_rows(tensor.values, self._number)
-            values = self._push.decode_rows(
-                payload, tensor.values.shape[1:], tensor.dtype, self._number
-            )
-            return tf.IndexedSlices(values, tensor.indices, tensor.dense_shape)
+            # Under SGD, an id's rows are summed first.
+            ids, places = np.unique(tensor.indices, return_inverse=True)
+            summed = np.zeros((len(ids), *tensor.values.shape[1:]), "float32")
+            np.add.at(summed, places, tensor.values.numpy())
+            payload = self._push.encode_rows(tf.constant(summed), self._number)
+            values = self._push.decode_rows(payload, summed.shape[1:], tensor.dtype, self._number)
+            return tf.IndexedSlices(values, tf.constant(ids), tensor.dense_shape)
         parts = tf.split(tensor, self._cuts[i]) if self._cuts[i] else [tensor]
         parts = [function(part, (i, k)) for k, part in enumerate(parts)]
         return tf.concat(parts, 0) if len(parts) > 1 else parts[0]
