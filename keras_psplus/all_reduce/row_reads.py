@@ -7,6 +7,7 @@ rows has been made to it.
 
 import weakref
 
+import tensorflow as tf
 from tensorflow.python.distribute import values as distributed_values
 from tensorflow.python.distribute import values_util
 
@@ -29,6 +30,10 @@ def enable(variable):
         return own()._get_on_device_or_primary()
 
     def sparse_read(indices, name=None):
+        indices = tf.convert_to_tensor(indices)
+        if indices.dtype not in (tf.int32, tf.int64):
+            # The kernel that reads whole values takes smaller integers, too.
+            indices = tf.cast(indices, tf.int32)
         return component().sparse_read(indices, name=name)
 
     def gather_nd(indices, name=None):

@@ -109,7 +109,8 @@ def lookups_read_rows(context):
                 loss = tf.reduce_sum(rows * rows)
             (gradient,) = tape.gradient(loss, [table.value])
             assert isinstance(gradient, tf.IndexedSlices), gradient
-            direct = tf.gather(table.value, [2]), tf.gather_nd(table.value, [[5]])
+            short = tf.constant([2], tf.int16)
+            direct = tf.gather(table.value, short), tf.gather_nd(table.value, [[5]])
             return rows, tf.convert_to_tensor(gradient), half(ids), *direct
 
         return context.strategy.run(replica, (ids,))
