@@ -49,10 +49,12 @@ def plan(method, name, size, workers, ps, rates, seconds):
         # A connection takes a while to find a new rate.
         warmup = 3 if step * window < 0.3 else 1
         phases.append({"rate": rate, "warmup": warmup, "windows": count})
-    start = 3 if window == 1 else 1
     return {
-        **{"name": name, "window": window, "together": traits.together},
-        **{"start": start, "phases": phases},
+        "name": name,
+        "window": window,
+        "together": traits.together,
+        "start": 3 if window == 1 else 1,
+        "phases": phases,
     }
 
 

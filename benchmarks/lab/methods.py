@@ -86,8 +86,10 @@ def traits_of(source):
     """
     tree, found = ast.parse(source), {}
     for node in tree.body:
-        if isinstance(node, ast.Assign) and _TOGETHER in [name.id for name in node.targets]:
-            found["together"] = node.value.value
+        # Others may set what has no name, such as a variable of the environment.
+        names = [getattr(target, "id", None) for target in getattr(node, "targets", [])]
+        if _TOGETHER in names:
+            found["together"] = ast.literal_eval(node.value)
     for call in (node for node in ast.walk(tree) if isinstance(node, ast.Call)):
         name = _name(call)
         if name in _PATHS:

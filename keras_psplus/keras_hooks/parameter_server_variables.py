@@ -97,4 +97,5 @@ def _atomically(method):
 
 
 def on_ps(variable):
+    """Whether a variable of TensorFlow's lies on a parameter server."""
     return "/job:ps/" in (getattr(variable, "device", None) or "")

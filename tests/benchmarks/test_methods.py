@@ -32,6 +32,12 @@ def test_every_entry_of_the_catalogue_is_a_method():
     assert entries["hybrid_8_steps"].traits == methods.Traits("hybrid", together=8)
 
 
+def test_what_else_an_entry_sets_is_passed_over():
+    source = 'import os\nos.environ["A"] = "1"\na, b = 1, 2\nos.c = 3\ndel a\n'
+    assert methods.traits_of(source).together == 1
+    assert methods.traits_of(source + "STEPS_PER_EXECUTION = 4\n").together == 4
+
+
 def test_tasks_of_a_method():
     server = methods.Method("tf_keras", "ps", methods.Traits("parameter_server"))
     assert server.jobs(2, 1) == ["worker", "worker", "ps", "chief"]
