@@ -7,8 +7,14 @@ never frees what it keeps for a key (about 5 kB for each executed collective).
 
 Here keys are counted in the graph, by an int32 variable per device and kind of collective, and
 cycle through a small window that is private to (kind, dtype, shape, group).
+
+TensorFlow also has each collective wait for the one before it to end, which NCCL needs: the next
+bucket of gradients is not sent before the last one is summed, and the link is idle while one of
+them is encoded or decoded. On CPUs, collectives of one signature take turns in a few lanes here,
+and only those of one lane wait for each other.
 """
 
+import weakref
 import zlib
 
 import tensorflow as tf
@@ -16,9 +22,9 @@ from tensorflow.python.distribute import cross_device_ops, cross_device_utils
 from tensorflow.python.framework import ops
 from tensorflow.python.ops import collective_ops, resource_variable_ops
 
-# A collective of one signature may still be finishing on a slow peer while a fast one starts the
-# next of the same signature: a few keys in turn keep the two apart.
-_WINDOW = 8
+# A collective of one lane may still be finishing on a slow peer while a fast one starts the next of
+# the same lane: keys in turn keep the two apart.
+_WINDOW, _LANES = 8, 4
 # Rows are padded to one of these counts (eight in each octave, at most 12.5 % of waste), so that
 # gathers of ever-changing sizes need a fixed number of keys.
 _SIZE_CLASSES = 256
@@ -38,8 +44,11 @@ class Launcher(cross_device_utils.CollectiveReplicaLauncher):
     def __init__(self, group_key, group_size, collective_keys, device, options):
         super().__init__(group_key, group_size, collective_keys, device, options)
         self._counters = {}
+        self._tokens = {}
         self._slots = {}
+        self._launched = weakref.WeakKeyDictionary()
         self._signature = None
+        self._lane = None
         self._size_class = None
 
     def all_reduce(self, input_tensor, control_input=None, options=None):
@@ -115,7 +124,7 @@ class Launcher(cross_device_utils.CollectiveReplicaLauncher):
             padded, size_class = _size_class(tf.reduce_max(sizes))
             self._size_class = size_class
             try:
-                with _Signature(self, ("rows", tensor.dtype.name)):
+                with _Signature(self, ("rows", tensor.dtype.name), lanes=1):
                     everything = super()._all_gather(
                         tf.pad(elements, [[0, padded - tf.size(elements)]]), None
                     )
@@ -167,15 +176,35 @@ class Launcher(cross_device_utils.CollectiveReplicaLauncher):
                 counter.assign_add(1, read_value=False)
                 return counter.read_value() + _UNKNOWN_SHAPE_KEYS
             if self._size_class is None:
-                counter = self._counter(self._signature, [])
+                counter = self._counter((self._signature, self._lane), [])
                 counter.assign_add(1, read_value=False)
-                turn = tf.math.floormod(counter.read_value(), _WINDOW)
-                return _STATIC_KEYS + self._slot(_STATIC_SLOTS) * _WINDOW + turn
+                keys = _WINDOW // _LANES
+                turn = tf.math.floormod(counter.read_value(), keys)
+                first = _STATIC_KEYS + self._slot(_STATIC_SLOTS) * _WINDOW
+                return first + self._lane * keys + turn
             counter = self._counter(self._signature, [_SIZE_CLASSES])
             counter.scatter_add(tf.IndexedSlices(tf.constant([1]), [self._size_class]))
             turn = tf.math.floormod(counter.sparse_read([self._size_class])[0], _WINDOW)
             first = _ROWS_KEYS + self._slot(_ROWS_SLOTS) * _SIZE_CLASSES * _WINDOW
             return first + self._size_class * _WINDOW + turn
+
+    def _get_ordering_token(self):
+        if self._lane is None or "CPU" not in self._device:
+            return super()._get_ordering_token()
+        name = self._signature, self._lane
+        if name not in self._tokens:
+            with ops.init_scope(), ops.device(self._device):
+                token = resource_variable_ops.ResourceVariable(0.0, trainable=False)
+            self._tokens[name] = token
+        return self._tokens[name].handle
+
+    def _next_lane(self, signature, lanes):
+        """Lanes take turns in each graph, so that all workers count alike, however they retrace."""
+        if tf.executing_eagerly():
+            return 0
+        launched = self._launched.setdefault(ops.get_default_graph(), {})
+        launched[signature] = launched.get(signature, -1) + 1
+        return launched[signature] % lanes
 
     def _slot(self, slots):
         """The signature's place in the key space: hashed, so that workers need not agree on it."""
@@ -197,18 +226,21 @@ class Launcher(cross_device_utils.CollectiveReplicaLauncher):
 
 
 class _Signature:
-    """Says which window of instance keys the collectives made inside take."""
+    """Says which window of instance keys the collectives made inside take, and which lane of it."""
 
-    def __init__(self, launcher, signature):
+    def __init__(self, launcher, signature, lanes=_LANES):
         self._launcher = launcher
         self._signature = signature
+        self._lanes = lanes
 
     def __enter__(self):
-        self._outer = self._launcher._signature
-        self._launcher._signature = self._signature
+        launcher, signature = self._launcher, self._signature
+        self._outer = launcher._signature, launcher._lane
+        launcher._signature = signature
+        launcher._lane = None if signature is None else launcher._next_lane(signature, self._lanes)
 
     def __exit__(self, *exc):
-        self._launcher._signature = self._outer
+        self._launcher._signature, self._launcher._lane = self._outer
 
 
 def padded_size(size):

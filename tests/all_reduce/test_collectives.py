@@ -5,6 +5,7 @@ import pytest
 import tensorflow as tf
 from hypothesis import given
 from hypothesis import strategies as st
+from tensorflow.python.distribute import cross_device_utils
 
 from keras_psplus import compression
 from keras_psplus.all_reduce import collectives, routes
@@ -98,3 +99,78 @@ def test_little_that_is_sent_shares_messages():
     add_up(grads, [Named(f"v{i}", (100, 100)) for i in range(4)], tf.constant(0, tf.int64))
     # Both factors of all four, though each gradient would fill a bucket.
     assert launcher.sizes == [400, 400]
+
+
+def waited_for(function):
+    """By number, the collectives of a graph that each of them waits for."""
+    collective = [op for op in function.graph.get_operations() if op.type.startswith("Collective")]
+    numbers = {op.name: number for number, op in enumerate(collective)}
+
+    def before(op, seen):
+        for other in [*op.control_inputs, *(tensor.op for tensor in op.inputs)]:
+            if other.name not in seen:
+                seen.add(other.name)
+                before(other, seen)
+        return seen
+
+    return [
+        sorted(numbers[name] for name in before(op, set()) if name in numbers) for op in collective
+    ]
+
+
+def launcher_of_two(device):
+    return collectives.Launcher(
+        *(1, 2, cross_device_utils.CollectiveKeys(), device),
+        tf.distribute.experimental.CommunicationOptions(),
+    )
+
+
+LONG = tf.TensorSpec([1 << 20])
+
+
+def test_collectives_wait_for_those_of_their_lane_only():
+    launcher = launcher_of_two("/device:CPU:0")
+
+    @tf.function(input_signature=[LONG])
+    def step(tensor):
+        sums = [launcher.all_reduce(tensor) for _ in range(6)]
+        # Of other shapes and kinds, they wait for none of these.
+        return sums, launcher.all_reduce(tensor[1:]), launcher.gather(tensor)
+
+    expected = [[], [], [], [], [0], [1], [], []]
+    assert waited_for(step.get_concrete_function()) == expected
+
+
+def test_keys_stay_the_same_if_one_worker_traces_once_more():
+    def executed(retraced):
+        launcher = launcher_of_two("/device:CPU:0")
+
+        def step(tensor):
+            keys = []
+            for _ in range(6):
+                with launcher._keys_for("reduce", tensor):
+                    keys.append(launcher._next_instance_key())
+            return keys
+
+        function, tensor = tf.function(step), tf.zeros([3])
+        if retraced:
+            tf.function(step).get_concrete_function(tensor)
+        return [[int(key) for key in function(tensor)] for _ in range(3)]
+
+    keys = executed(retraced=False)
+    assert keys == executed(retraced=True)
+    assert all(len(set(of_step[:4])) == 4 for of_step in keys)
+    # The next of a lane has another key, in this step and in the next.
+    assert all(of_step[lane] != of_step[lane + 4] for of_step in keys for lane in range(2))
+    assert not set(keys[0][2:4]) & set(keys[1][2:4])
+
+
+def test_collectives_of_gpus_are_launched_in_order():
+    # Placed on a CPU in the end, where there is no GPU.
+    launcher = launcher_of_two("/device:GPU:0")
+
+    @tf.function(input_signature=[LONG])
+    def step(tensor):
+        return [launcher.all_reduce(tensor) for _ in range(3)]
+
+    assert waited_for(step.get_concrete_function()) == [[], [0], [0, 1]]
