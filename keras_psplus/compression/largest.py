@@ -34,7 +34,7 @@ def places_of_largest(matrix, count):
     # One comparison of squares is less work than two of the numbers, or than their magnitudes; and
     # NaN, which compares with nothing, is among the candidates. Where squares leave float32's range
     # there are too few of these.
-    candidates = tf.where(~(row * row <= threshold * threshold))[:, 0]
+    candidates = _places(~(row * row <= threshold * threshold))
 
     def of_candidates():
         found = tf.cast(candidates, tf.int32)
@@ -50,6 +50,20 @@ def places_of_largest(matrix, count):
         tf.size(candidates) >= count, of_candidates, lambda: _by_sorting(matrix, count)[0]
     )
     return tf.reshape(places, [1, count])
+
+
+def _places(mask):
+    """Places of the few that are true: `tf.where` is slow for each element, true or not."""
+    size = mask.shape[0]
+    whole = size - size % 8
+    eights = tf.reshape(tf.cast(mask[:whole], tf.uint8), [whole // 8, 8])
+    words = tf.bitcast(eights, tf.int64)
+    some = tf.where(words != 0)[:, 0]
+    found = tf.where(tf.bitcast(tf.gather(words, some), tf.uint8))
+    places = tf.gather(some, found[:, 0]) * 8 + found[:, 1]
+    if whole == size:
+        return places
+    return tf.concat([places, whole + tf.where(mask[whole:])[:, 0]], 0)
 
 
 def _by_sorting(matrix, count):

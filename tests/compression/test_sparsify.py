@@ -32,17 +32,19 @@ def test_what_all_workers_send_is_added_up_at_once():
     np.testing.assert_allclose(topk.add_rows(joined, [8, 5], 0), sum(decoded), rtol=1e-6)
 
 
+@pytest.mark.parametrize("place", [12345, 300_002])
 @pytest.mark.parametrize("wrong", [np.nan, np.inf, -np.inf])
-def test_what_is_not_finite_is_among_the_largest_of_many(wrong):
-    values = np.random.default_rng(0).normal(size=[1, 300_000]).astype("f4")
-    values[0, 12345] = wrong
-    assert 12345 in places_of_largest(tf.constant(values), 3000).numpy()
+def test_what_is_not_finite_is_among_the_largest_of_many(wrong, place):
+    values = np.random.default_rng(0).normal(size=[1, 300_003]).astype("f4")
+    values[0, place] = wrong
+    assert place in places_of_largest(tf.constant(values), 3000).numpy()
 
 
+@pytest.mark.parametrize("size", [300_000, 300_007])
 @pytest.mark.parametrize("zeros", [0.0, 0.5, 0.995, 1.0])
-def test_the_largest_of_many_are_the_same_without_sorting(zeros):
+def test_the_largest_of_many_are_the_same_without_sorting(zeros, size):
     rng = np.random.default_rng(0)
-    magnitudes = np.abs(rng.normal(size=[1, 300_000])).astype("f4")
+    magnitudes = np.abs(rng.normal(size=[1, size])).astype("f4")
     magnitudes[rng.random(magnitudes.shape) < zeros] = 0
     find = tf.function(lambda m: places_of_largest(m, 3000))
     places = find(tf.constant(magnitudes)).numpy()
