@@ -43,8 +43,7 @@ class Launcher(cross_device_utils.CollectiveReplicaLauncher):
 
     def __init__(self, group_key, group_size, collective_keys, device, options):
         super().__init__(group_key, group_size, collective_keys, device, options)
-        self._counters = {}
-        self._tokens = {}
+        self._variables = {}
         self._slots = {}
         self._launched = weakref.WeakKeyDictionary()
         self._signature = None
@@ -152,10 +151,14 @@ class Launcher(cross_device_utils.CollectiveReplicaLauncher):
         indices, _ = self.gather_rows(input_slices.indices)
         return tf.IndexedSlices(values, indices, input_slices.dense_shape)
 
+    @property
+    def _on_cpu(self):
+        return "CPU" in self._device
+
     def _is_short(self, tensor):
         """Whether to sum by a gather: half as many messages one after the other as in a ring."""
         size = tensor.shape.num_elements()
-        if not size or tensor.dtype not in _SHORT_DTYPES or "CPU" not in self._device:
+        if not size or tensor.dtype not in _SHORT_DTYPES or not self._on_cpu:
             return False
         # Two replicas send no more than in a ring; several send at most so much more.
         limit = _SHORT_OF_TWO if self._group_size == 2 else _SHORT // (self._group_size - 1)
@@ -172,31 +175,27 @@ class Launcher(cross_device_utils.CollectiveReplicaLauncher):
         with ops.device("CPU:0"):
             if self._signature is None:
                 # A key of its own for each execution: keys are tied to one shape.
-                counter = self._counter("unknown shape", [])
+                counter = self._variable("unknown shape", [])
                 counter.assign_add(1, read_value=False)
                 return counter.read_value() + _UNKNOWN_SHAPE_KEYS
             if self._size_class is None:
-                counter = self._counter((self._signature, self._lane), [])
+                counter = self._variable((self._signature, self._lane), [])
                 counter.assign_add(1, read_value=False)
                 keys = _WINDOW // _LANES
                 turn = tf.math.floormod(counter.read_value(), keys)
                 first = _STATIC_KEYS + self._slot(_STATIC_SLOTS) * _WINDOW
                 return first + self._lane * keys + turn
-            counter = self._counter(self._signature, [_SIZE_CLASSES])
+            counter = self._variable(self._signature, [_SIZE_CLASSES])
             counter.scatter_add(tf.IndexedSlices(tf.constant([1]), [self._size_class]))
             turn = tf.math.floormod(counter.sparse_read([self._size_class])[0], _WINDOW)
             first = _ROWS_KEYS + self._slot(_ROWS_SLOTS) * _SIZE_CLASSES * _WINDOW
             return first + self._size_class * _WINDOW + turn
 
     def _get_ordering_token(self):
-        if self._lane is None or "CPU" not in self._device:
+        if self._lane is None or not self._on_cpu:
             return super()._get_ordering_token()
-        name = self._signature, self._lane
-        if name not in self._tokens:
-            with ops.init_scope(), ops.device(self._device):
-                token = resource_variable_ops.ResourceVariable(0.0, trainable=False)
-            self._tokens[name] = token
-        return self._tokens[name].handle
+        name = "order", self._signature, self._lane
+        return self._variable(name, [], self._device).handle
 
     def _next_lane(self, signature, lanes):
         """Lanes take turns in each graph, so that all workers count alike, however they retrace."""
@@ -214,15 +213,14 @@ class Launcher(cross_device_utils.CollectiveReplicaLauncher):
             slot = (slot + 1) % slots
         return slot
 
-    def _counter(self, signature, shape):
-        counter = self._counters.get(signature)
-        if counter is None:
-            with ops.init_scope(), ops.device("CPU:0"):
-                counter = resource_variable_ops.ResourceVariable(
+    def _variable(self, name, shape, device="CPU:0"):
+        """An int32 variable that is kept by its name; zeros at first."""
+        if name not in self._variables:
+            with ops.init_scope(), ops.device(device):
+                self._variables[name] = resource_variable_ops.ResourceVariable(
                     tf.zeros(shape, tf.int32), trainable=False
                 )
-            self._counters[signature] = counter
-        return counter
+        return self._variables[name]
 
 
 class _Signature:
