@@ -223,37 +223,43 @@ class Shard:
 
     def _sum(self):
         """The sum over replicas of what has come in, in their order: arrival must not matter."""
+        # A loop costs more than what is summed, and there is seldom more than a part of each.
+        places, sizes, ids, rows = tf.cond(
+            tf.equal(self._inbox.size(), self._replicas), self._part_of_each, self._all_parts
+        )
+        order, starts = tf.argsort(places), tf.cumsum(sizes, exclusive=True)
+        in_order = tf.ragged.range(
+            tf.gather(starts, order), tf.gather(starts + sizes, order)
+        ).flat_values
+        unique, positions = tf.unique(tf.gather(ids, in_order))
+        rows = tf.gather(rows, in_order)
+        return unique, tf.math.unsorted_segment_sum(rows, positions, tf.size(unique))
+
+    def _next_part(self):
+        place, ids, rows = self._inbox.dequeue()
+        ids = tf.ensure_shape(ids, [None])
+        rows = tf.ensure_shape(rows, [None, self.dim])
+        return tf.ensure_shape(place, []), tf.size(ids), ids, rows
+
+    def _part_of_each(self):
+        places, sizes, ids, rows = zip(*[self._next_part() for _ in range(self._replicas)])
+        return tf.stack(places), tf.stack(sizes), tf.concat(ids, 0), tf.concat(rows, 0)
+
+    def _all_parts(self):
         count = self._inbox.size()
+        shapes = [], [], [None], [None, self.dim]
+        start = [
+            tf.TensorArray(dtype, count, infer_shape=False, element_shape=shape)
+            for dtype, shape in zip((_LONG, _INT, _INT, _FLOAT), shapes)
+        ]
 
-        def array(dtype, shape):
-            return tf.TensorArray(dtype, count, infer_shape=False, element_shape=shape)
+        def take(i, *arrays):
+            return i + 1, *(a.write(i, part) for a, part in zip(arrays, self._next_part()))
 
-        def take(i, places, ids, rows):
-            place, own_ids, own_rows = self._inbox.dequeue()
-            own_rows = tf.ensure_shape(own_rows, [None, self.dim])
-            return (
-                i + 1,
-                places.write(i, tf.ensure_shape(place, [])),
-                ids.write(i, tf.ensure_shape(own_ids, [None])),
-                rows.write(i, own_rows),
-            )
-
-        start = (0, array(_LONG, []), array(_INT, [None]), array(_FLOAT, [None, self.dim]))
-        _, places, ids, rows = tf.while_loop(
-            lambda i, *_: i < count, take, start, parallel_iterations=1
+        _, places, sizes, ids, rows = tf.while_loop(
+            lambda i, *_: i < count, take, (0, *start), parallel_iterations=1
         )
-        order = tf.argsort(places.stack())
-
-        def in_order(i, sorted_ids, sorted_rows):
-            at = order[i]
-            return i + 1, sorted_ids.write(i, ids.read(at)), sorted_rows.write(i, rows.read(at))
-
-        start = (0, array(_INT, [None]), array(_FLOAT, [None, self.dim]))
-        _, ids, rows = tf.while_loop(
-            lambda i, *_: i < count, in_order, start, parallel_iterations=1
-        )
-        unique, positions = tf.unique(ids.concat())
-        return unique, tf.math.unsorted_segment_sum(rows.concat(), positions, tf.size(unique))
+        return places.stack(), sizes.stack(), ids.concat(), rows.concat()
 
     def _norm(self):
         @_traced(tf.TensorSpec([], _INT))

@@ -1,0 +1,68 @@
+"""What a parameter server makes of one step's gradients of one table."""
+
+import itertools
+
+import keras
+import numpy as np
+import pytest
+import tensorflow as tf
+
+from keras_psplus.hybrid.row_optimizer import config_of
+from keras_psplus.hybrid.shard import Shard
+
+ROWS, DIM = 12, 3
+# Sums of numbers of so many sizes have other bits in another order.
+_RNG = np.random.default_rng(0)
+
+
+def part(replica, number, last, ids):
+    gradient = _RNG.normal(size=(len(ids), DIM)) * 10.0 ** _RNG.integers(-3, 4, (len(ids), 1))
+    return replica, number, last, np.array(ids, "int32"), gradient.astype("float32")
+
+
+ALL = range(ROWS)
+ONE_EACH = [part(0, 0, True, ALL), part(1, 0, True, ALL[::-1]), part(2, 0, True, ALL[3:])]
+SEVERAL = [
+    part(0, 0, False, ALL[::2]),
+    part(0, 1, True, ALL),
+    part(1, 0, True, ALL[::-1]),
+    part(2, 0, True, []),
+]
+
+
+def table_after(parts):
+    spec = {"key": 0, "name": "table", "rows": ROWS, "dim": DIM, "initializer": None}
+    shard = Shard(spec, 0, 1, None, None, replicas=3, sync=True)
+    shard.set_optimizer(config_of(keras.optimizers.SGD(1.0), None, None, None), 1, 1)
+    push, numbers = shard.methods()["push1"], tf.constant([1.0])
+    for step in range(2):
+        for replica, number, last, ids, gradient in parts:
+            assert int(shard.version) == step
+            header = tf.constant([replica, step, number, last, 0, step], tf.int64)
+            push(header, numbers, ids, gradient)
+    assert int(shard.version) == 2
+    return shard.weights.numpy()
+
+
+def expected(parts):
+    """What one process makes of them, replica by replica."""
+    total = np.zeros((ROWS, DIM), "float32")
+    for _, _, _, ids, gradient in sorted(parts, key=lambda p: p[:2]):
+        for i, row in zip(ids, gradient):
+            total[i] += row
+    return -total - total
+
+
+def arrivals(parts):
+    """All orders in which they may come: those of one replica in theirs."""
+    for order in itertools.permutations(parts):
+        if all(a[:2] < b[:2] for a, b in itertools.combinations(order, 2) if a[0] == b[0]):
+            yield order
+
+
+@pytest.mark.parametrize("parts", [ONE_EACH, SEVERAL], ids=["one_each", "several"])
+def test_the_order_of_arrival_does_not_change_a_bit(parts):
+    orders = list(arrivals(parts))
+    assert len(orders) == {3: 6, 4: 12}[len(parts)]
+    for order in orders:
+        np.testing.assert_array_equal(table_after(order), expected(parts))
