@@ -67,6 +67,16 @@ def die_in_snapshot(task, number):
     shard_files.tf.raw_ops.MergeV2Checkpoints = write
 
 
+def read_by_all(folder, seconds=60):
+    """Waits until each worker has come here."""
+    config = json.loads(os.environ["TF_CONFIG"])
+    (folder / f"read-by-{config['task']['index']}").touch()
+    deadline = time.monotonic() + seconds
+    while len(list(folder.glob("read-by-*"))) < len(config["cluster"]["worker"]):
+        assert time.monotonic() < deadline, "another worker has not read its weights"
+        time.sleep(0.05)
+
+
 def main():
     keras.utils.set_random_seed(1)
     steps, folder = int(sys.argv[1]), pathlib.Path(sys.argv[2])
@@ -138,6 +148,8 @@ def main():
     )
     if options.get("tables"):
         strategy.save_tables(folder / "tables")
+        # Tables are shared: whoever has not read them yet would find what the chief sets next.
+        read_by_all(folder)
         model.set_weights([np.zeros_like(w) for w in found])
         strategy.load_tables(folder / "tables")
         table = model.layers[0].get_weights()[0]
