@@ -9,8 +9,8 @@ import tensorflow as tf
 _SAMPLE = 1 << 14
 
 
-def places_of_largest(matrix, count):
-    """Finds the places of the `count` elements of largest magnitude in each row, in any order.
+def largest(matrix, count):
+    """Finds the `count` elements of largest magnitude in each row, in any order.
 
     Sorting a large tensor is slow. A threshold that is taken from a sample leaves few more than
     `count` elements; all of the largest are among them if they are `count` at least.
@@ -20,7 +20,7 @@ def places_of_largest(matrix, count):
         count: Int, or a scalar tensor.
 
     Returns:
-        int32 tensor of shape `(rows, count)`.
+        float32 tensor of the elements and int32 tensor of their places, of shape `(rows, count)`.
     """
     rows, size = matrix.shape
     if rows != 1 or not isinstance(count, int) or size < 4 * _SAMPLE or count > size // 8:
@@ -38,18 +38,17 @@ def places_of_largest(matrix, count):
 
     def of_candidates():
         found = tf.cast(candidates, tf.int32)
-        left = _magnitudes(tf.gather(row, found))
+        values = tf.gather(row, found)
+        left = _magnitudes(values)
         # Comparisons with the last one that is wanted leave places in order, which is kinder to
         # caches than what a sort leaves; and to find that one is less work than a sort.
         last = tf.raw_ops.NthElement(input=left, n=count - 1, reverse=True)
         above, equal = tf.where(left > last)[:, 0], tf.where(left == last)[:, 0]
         chosen = tf.concat([above, equal[: count - tf.size(above)]], 0)
-        return tf.gather(found, chosen)
+        return tf.gather(values, chosen)[tf.newaxis], tf.gather(found, chosen)[tf.newaxis]
 
-    places = tf.cond(
-        tf.size(candidates) >= count, of_candidates, lambda: _by_sorting(matrix, count)[0]
-    )
-    return tf.reshape(places, [1, count])
+    found = tf.cond(tf.size(candidates) >= count, of_candidates, lambda: _by_sorting(matrix, count))
+    return tuple(tf.reshape(part, [1, count]) for part in found)
 
 
 def _places(mask):
@@ -67,7 +66,8 @@ def _places(mask):
 
 
 def _by_sorting(matrix, count):
-    return tf.math.top_k(_magnitudes(matrix), count, sorted=False).indices
+    places = tf.math.top_k(_magnitudes(matrix), count, sorted=False).indices
+    return tf.gather(matrix, places, batch_dims=1), places
 
 
 def _magnitudes(values):

@@ -5,7 +5,7 @@ import tensorflow as tf
 
 from keras_psplus.arguments import number, whole_number
 from keras_psplus.compression.cast import saturating_cast
-from keras_psplus.compression.largest import places_of_largest
+from keras_psplus.compression.largest import largest
 from keras_psplus.compression.rows import RowCompressor, rows_and_size
 
 
@@ -70,8 +70,8 @@ class TopK(RowCompressor):
     def encode_rows(self, values, step):
         rows, size = rows_and_size(values)
         matrix = tf.reshape(values, [rows, size])
-        places = places_of_largest(tf.cast(matrix, tf.float32), self._count_at(size, step))
-        return tf.gather(matrix, places, batch_dims=1), places
+        found, places = largest(tf.cast(matrix, tf.float32), self._count_at(size, step))
+        return tf.cast(found, values.dtype), places
 
     def decode_rows(self, payload, row_shape, dtype, step):
         values, places = payload
