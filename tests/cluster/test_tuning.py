@@ -3,6 +3,8 @@
 import os
 
 import pytest
+from tensorflow.core.protobuf import config_pb2
+from tensorflow.python.eager import context
 
 from keras_psplus.cluster import memory, tuning
 
@@ -19,3 +21,16 @@ def test_choice_of_the_user_stays(monkeypatch, chosen):
     expected = "tcp_frame_size_tuning,tcp_rcv_lowat" if chosen is None else chosen
     assert os.environ["GRPC_EXPERIMENTS"] == expected
     assert told
+
+
+@pytest.mark.parametrize("processors, sleeps", [({3}, True), ({0, 1}, False)])
+@pytest.mark.parametrize("chosen", [None, config_pb2.ConfigProto(inter_op_parallelism_threads=7)])
+def test_threads_do_not_spin_on_the_only_processor(monkeypatch, processors, sleeps, chosen):
+    monkeypatch.setattr(memory, "keep_freed_memory", lambda: True)
+    monkeypatch.setenv("GRPC_EXPERIMENTS", "")
+    monkeypatch.setattr(os, "sched_getaffinity", lambda pid: processors)
+    monkeypatch.setattr(context.context(), "_config", chosen)
+    tuning.tune()
+    config = context.context().config
+    assert config.experimental.disable_thread_spinning == sleeps
+    assert config.inter_op_parallelism_threads in ((7,) if chosen else (0, 1, 2))
