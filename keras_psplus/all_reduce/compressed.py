@@ -58,6 +58,7 @@ class CompressedSum:
         compressors = [self._compressor_of(v, g) for v, g in zip(variables, grads)]
         summed, entries = list(grads), [None] * len(grads)
         dense = [i for i, g in enumerate(grads) if not isinstance(g, tf.IndexedSlices)]
+        sent = []
         averages = any(_route(compressors[i], grads[i]) == ("mean",) for i in dense)
         for (route, *_), places in gradients.buckets(
             # From the last layer back, as backprop makes them ready.
@@ -69,7 +70,10 @@ class CompressedSum:
             arguments = [
                 [sequence[i] for i in places] for sequence in (grads, compressors, paths, numbers)
             ]
-            totals, counted = getattr(self, f"_{route}")(*arguments, step)
+            # Processors that encode this one before the last is on its way leave the link idle.
+            arguments[0] = [gradients.after(sent, tensor) for tensor in arguments[0]]
+            totals, counted, *own = getattr(self, f"_{route}")(*arguments, step)
+            sent = own or sent
             for i, total, entry in zip(places, totals, counted, strict=True):
                 summed[i], entries[i] = total, entry
         for i in set(range(len(grads))) - set(dense):
@@ -84,8 +88,8 @@ class CompressedSum:
             return None
         return self._compressor.for_variable(variable.path, variable.shape, gradient.dtype)
 
-    # Each route is given tensors, their compressors and their variables' paths, and returns sums
-    # and what they have cost.
+    # Each route is given tensors, their compressors and their variables' paths and numbers, and
+    # returns sums, what they have cost, and what has been sent if it took long to make.
 
     def _sum(self, tensors, compressors, paths, numbers, step):
         sizes = [_bytes(t) for t in tensors]
@@ -108,9 +112,11 @@ class CompressedSum:
             *(self._launcher, self._replicas),
             *(*self._estimates(compressors, tensors), states, step),
         )
+        written = [self.states.write(name, state) for name, state in zip(names, states)]
+        # What made the state has read the mean by then, and the optimizer, now the last to do so,
+        # can work in the mean's memory: with PowerSGD that is 4 % of a perceptron's step.
+        means = [gradients.after(done, mean) for done, mean in zip(written, means)]
         entries = []
-        for name, state in zip(names, states):
-            self.states.write(name, state)
         for path, compressor, tensor in zip(paths, compressors, tensors):
             whole, sent = _bytes(tensor), compressor.wire_bytes(tensor.shape, tensor.dtype)
             wire = self._by_ring(sent)
@@ -122,18 +128,31 @@ class CompressedSum:
         return means, entries
 
     def _split(self, tensors, compressors, paths, numbers, step):
-        compressor = compressors[0]
-        (name,) = self._names("split", [f"{zlib.crc32(repr(numbers).encode()):08x}"])
-        state = self.states.read(
-            name, lambda: routes.split_init(self._replicas, compressor, tensors)
-        )
-        sums, state = routes.split(
-            self._launcher, self._rank, self._replicas, compressor, tensors, state, step
-        )
-        self.states.write(name, state)
-        # One row to each of the others, twice; shared out by size.
-        _, width = routes.rows_for(self._replicas, compressor, tensors)
-        sent = 2 * (self._replicas - 1) * compressor.row_bytes((width,), tf.float32)
+        compressor, key = compressors[0], f"{zlib.crc32(repr(numbers).encode()):08x}"
+        pieces = [tensors]
+        if len(tensors) == 1:
+            # While one piece is summed, another is on its way (Peng et al., ByteScheduler, 2019).
+            multiple = self._replicas * compressor.row_multiple
+            cut = gradients.pieces(tensors[0], self._bucket_bytes, multiple)
+            pieces = [[piece] for piece in cut] if len(cut) > 1 else pieces
+        keys = [key, *(f"{key}-{i}" for i in range(1, len(pieces)))]
+        totals, wire, sent = [], 0, []
+        for name, piece in zip(self._names("split", keys), pieces):
+            piece = [gradients.after(sent, tensor) for tensor in piece]
+            state = self.states.read(
+                name, lambda piece=piece: routes.split_init(self._replicas, compressor, piece)
+            )
+            total, state, words = routes.split(
+                self._launcher, self._rank, self._replicas, compressor, piece, state, step
+            )
+            self.states.write(name, state)
+            totals, sent = [*totals, total], [words]
+            # One row to each of the others, twice.
+            _, width = routes.rows_for(self._replicas, compressor, piece)
+            wire += 2 * (self._replicas - 1) * compressor.row_bytes((width,), tf.float32)
+        sums = totals[0]
+        if len(pieces) > 1:
+            sums = [tf.reshape(tf.concat(sum(totals, []), 0), tensors[0].shape)]
         elements = [tensor.shape.num_elements() for tensor in tensors]
         entries = [
             Entry(
@@ -141,11 +160,12 @@ class CompressedSum:
                 _name(compressor),
                 _bytes(tensor),
                 compressor.wire_bytes(tensor.shape, tensor.dtype),
-                round(sent * n / max(1, sum(elements))),
+                # Shared out by size.
+                round(wire * n / max(1, sum(elements))),
             )
             for path, tensor, n in zip(paths, tensors, elements)
         ]
-        return sums, entries
+        return sums, entries, *sent
 
     def _gather(self, tensors, compressors, paths, numbers, step):
         names = self._names("gather", numbers)
@@ -161,7 +181,7 @@ class CompressedSum:
             entries.append(
                 Entry(path, _name(compressor), _bytes(tensor), sent, sent * (self._replicas - 1))
             )
-        return sums, entries
+        return sums, entries, *payloads[-1]
 
     def _own(self, tensors, compressors, paths, numbers, step):
         own = zip(paths, compressors, tensors)

@@ -57,10 +57,12 @@ class States(autotrackable.AutoTrackable):
             return self._make(name, zeros, shape)
 
     def write(self, name, state):
-        """Writes a state, which has been read before."""
+        """Writes a state, which has been read before; returns the operations that do so."""
         _, variables = self._kept[name]
-        for variable, value in zip(variables, tf.nest.flatten(state), strict=True):
+        return [
             variable.assign(value, read_value=False)
+            for variable, value in zip(variables, tf.nest.flatten(state), strict=True)
+        ]
 
     def _make(self, name, value, shape=None):
         variable = resource_variable_ops.ResourceVariable(value, trainable=False, shape=shape)

@@ -4,6 +4,7 @@ import numpy as np
 import tensorflow as tf
 
 DEFAULT_BUCKET_BYTES = 4 << 20
+_MOST_PIECES = 8
 
 
 def pack_and_sum(launcher, tensors):
@@ -24,6 +25,31 @@ def sum_packed(launcher, tensors):
         for i, tensor in zip(group, pack_and_sum(launcher, [tensors[i] for i in group])):
             summed[i] = tensor
     return summed
+
+
+def after(operations, tensor):
+    """The tensor, for whoever is to wait for these operations (or tensors) too."""
+    if not operations:
+        return tensor
+    with tf.control_dependencies(operations):
+        return tf.identity(tensor)
+
+
+def pieces(tensor, size, multiple):
+    """Cuts a tensor into a few flat pieces of one length, but for the last.
+
+    Args:
+        tensor: Tensor of static shape.
+        size: Bytes that each piece is to have at least.
+        multiple: Number that their length is a multiple of.
+
+    Returns:
+        List of vectors.
+    """
+    elements = tensor.shape.num_elements()
+    count = min(max(1, int(elements * tensor.dtype.size // size)), _MOST_PIECES)
+    flat, length = tf.reshape(tensor, [-1]), -(-elements // count // multiple) * multiple
+    return [flat[start : start + length] for start in range(0, elements, length)]
 
 
 def buckets(items, key, size, bucket_bytes):

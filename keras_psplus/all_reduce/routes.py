@@ -104,7 +104,7 @@ def split(launcher, rank, replicas, compressor, tensors, state, step):
         step: int64 scalar.
 
     Returns:
-        List of sums, and the new state.
+        List of sums, the new state, and what was sent first.
     """
     rows = rows_for(replicas, compressor, tensors)
     width = rows[1]
@@ -123,16 +123,20 @@ def split(launcher, rank, replicas, compressor, tensors, state, step):
 
     total = feedback.add(mine, state["worker"]) if feedback else mine
     payload = inner.encode_rows(total, step)
-    received = launcher.all_to_all(compression.pack(payload, replicas))
+    words = compression.pack(payload, replicas)
+    received = launcher.all_to_all(words)
     # For few long rows this is ten times as fast as a reduction over them.
     piece = tf.add_n(tf.split(decoded(received, payload, replicas), replicas))
     server = compression.ErrorFeedback(inner)
     piece_total = server.add(piece, state["server"]) if feedback else piece
     piece_payload = inner.encode_rows(piece_total, step)
-    everything = launcher.gather(compression.pack(piece_payload, 1))
+    piece_words = compression.pack(piece_payload, 1)
+    everything = launcher.gather(piece_words)
     sums = decoded(everything, payload, replicas)
     if feedback:
-        own = inner.decode_rows(payload, (width,), tf.float32, step)
+        # There is time for what nobody waits for while the sum is on its way.
+        own_payload = tuple(gradients.after([piece_words], part) for part in payload)
+        own = inner.decode_rows(own_payload, (width,), tf.float32, step)
         own_piece = sums[rank : rank + 1]
         state = {
             "worker": feedback.keep(
@@ -143,8 +147,9 @@ def split(launcher, rank, replicas, compressor, tensors, state, step):
                 *(state["server"]["inner"], state["server"]),
             ),
         }
-    pieces = [sums] if whole else tf.split(tf.reshape(sums, [-1]), [*sizes, padding])
-    return [tf.cast(tf.reshape(p, t.shape), t.dtype) for p, t in zip(pieces, tensors)], state
+    parts = [sums] if whole else tf.split(tf.reshape(sums, [-1]), [*sizes, padding])
+    sums = [tf.cast(tf.reshape(p, t.shape), t.dtype) for p, t in zip(parts, tensors)]
+    return sums, state, words
 
 
 def split_init(replicas, compressor, tensors):

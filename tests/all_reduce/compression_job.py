@@ -186,6 +186,20 @@ def in_branches_and_loops(make, out):
         out[f"accumulated {name}"] = {"weights": model.get_weights(), "traffic": {"all": sent}}
 
 
+def in_pieces(make, out):
+    """A gradient that is cut, between blocks that the whole one has as well."""
+    x, y = problem()
+    for kind, bucket_bytes in (("pieces", 1000), ("whole", 1 << 30)):
+        strategy = make(compression.Int8(block_size=16), bucket_bytes=bucket_bytes)
+        with strategy.scope():
+            keras.utils.set_random_seed(1)
+            model = keras.Sequential([keras.Input((8,)), keras.layers.Dense(128, use_bias=False)])
+            model.compile(keras.optimizers.SGD(0.5), "mse")
+        model.fit(x[:, :8], np.pad(y, [[0, 0], [0, 8]]), 8, shuffle=False, verbose=0)
+        sent = strategy.communication.wire_bytes
+        out[f"sent {kind}"] = {"weights": model.get_weights(), "traffic": {"all": sent}}
+
+
 def two_towers(make, out):
     """Layers of the same names in two parts of a model, and a variable of no elements."""
 
@@ -223,9 +237,9 @@ def main():
 
     strategy = keras_psplus.MultiWorkerMirroredStrategy(compression="int8")
 
-    def make(compressor):
+    def make(compressor, **options):
         # A process has one strategy; each case gets the part of it that compresses anew.
-        compress(strategy, compressor)
+        compress(strategy, compressor, **options)
         return strategy
 
     out = {}
@@ -233,6 +247,7 @@ def main():
     embeddings(make, out)
     not_finite(make, out)
     in_branches_and_loops(make, out)
+    in_pieces(make, out)
     two_towers(make, out)
     resumed(make, out, folder)
     own_checkpoint(make, out, folder)

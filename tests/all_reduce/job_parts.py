@@ -6,7 +6,7 @@ from keras_psplus import compression
 from keras_psplus.all_reduce import reducers
 
 
-def compress(strategy, compressor, bucket_bytes=2000):
+def compress(strategy, compressor, bucket_bytes=3000):
     """Gives a strategy other compressors, as a process has one strategy, and counts anew."""
     extended = strategy.extended
     extended._reducers = reducers.Reducers(

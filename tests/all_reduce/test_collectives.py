@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 from tensorflow.python.distribute import cross_device_utils
 
 from keras_psplus import compression
-from keras_psplus.all_reduce import collectives, routes
+from keras_psplus.all_reduce import collectives, gradients, routes
 from keras_psplus.all_reduce.compressed import CompressedSum
 
 
@@ -92,6 +92,15 @@ def test_rows_of_long_buckets_are_of_whole_blocks():
     assert routes.rows_for(2, compression.RandomK(0.1), [tf.zeros([3001])]) == (2, 1501)
 
 
+@given(st.integers(1, 5000), st.integers(1, 30_000), st.integers(1, 600))
+def test_pieces_are_the_whole(elements, size, multiple):
+    tensor = tf.range(elements, dtype=tf.float32)
+    pieces = gradients.pieces(tensor, size, multiple)
+    np.testing.assert_array_equal(tf.concat(pieces, 0), tensor)
+    assert len(pieces) <= min(8, max(1, 4 * elements // size))
+    assert all(len(piece) % multiple == 0 and len(piece) for piece in pieces[:-1])
+
+
 def test_little_that_is_sent_shares_messages():
     launcher = FakeLauncher()
     add_up = CompressedSum(launcher, 0, 2, compression.PowerSGD(1), bucket_bytes=20_000)
@@ -116,6 +125,18 @@ def waited_for(function):
     return [
         sorted(numbers[name] for name in before(op, set()) if name in numbers) for op in collective
     ]
+
+
+def needed(op):
+    """Names of the operations that have to be done before that one."""
+    found, left = set(), [op]
+    while left:
+        op = left.pop()
+        for other in [*op.control_inputs, *(tensor.op for tensor in op.inputs)]:
+            if other.name not in found:
+                found.add(other.name)
+                left.append(other)
+    return found
 
 
 def launcher_of_two(device):
@@ -174,3 +195,38 @@ def test_collectives_of_gpus_are_launched_in_order():
         return [launcher.all_reduce(tensor) for _ in range(3)]
 
     assert waited_for(step.get_concrete_function()) == [[], [0], [0, 1]]
+
+
+def test_what_is_encoded_later_waits_until_the_last_is_on_its_way():
+    launcher = launcher_of_two("/device:CPU:0")
+    compressor = compression.ErrorFeedback(compression.Int8(block_size=16))
+    add_up = CompressedSum(launcher, 0, 2, compressor, bucket_bytes=4000)
+    shapes = [(50, 20), (40, 60), (3000,), (64, 16)]
+
+    @tf.function(input_signature=[tf.TensorSpec(shape) for shape in shapes])
+    def step(*grads):
+        variables = [Named(f"v{i}", shape) for i, shape in enumerate(shapes)]
+        return add_up(list(grads), variables, tf.constant(0, tf.int64))
+
+    graph = step.get_concrete_function().graph
+    by_type = {}
+    for op in graph.get_operations():
+        by_type.setdefault(op.type, []).append(op)
+    exchanges = by_type["CollectiveAllToAllV2"]
+    # From the last back: one of the matrix of 4096 bytes, two of that of 9600, one of the first.
+    assert len(exchanges) == 4
+    sent = [op.inputs[0].op for op in exchanges]
+    for last, following in zip(sent, sent[1:]):
+        assert last.name in needed(following)
+    # Residuals are not worked out before sums have been sent.
+    # The vector is sent whole.
+    gathers = [op for op in by_type["CollectiveGatherV2"] if op.inputs[0].shape != (1, 3000)]
+    assert len(gathers) == 4
+    residuals = [
+        op
+        for op in by_type["AssignVariableOp"]
+        if op.inputs[1].shape.rank == 2 and op.inputs[1].shape[0] == 2
+    ]
+    assert len(residuals) == 4
+    for residual, gather in zip(residuals, gathers):
+        assert gather.inputs[0].op.name in needed(residual)

@@ -217,6 +217,12 @@ def test_resumed_training_is_as_if_never_interrupted(name, run):
         np.testing.assert_allclose(lost, whole, atol=0.1)
 
 
+def test_sums_in_pieces_are_those_of_the_whole(run):
+    results, traffic = run[0]
+    np.testing.assert_array_equal(results["sent pieces/0"], results["sent whole/0"])
+    assert traffic["sent pieces"] == traffic["sent whole"]
+
+
 def test_variables_of_the_same_path_have_residuals_of_their_own(run):
     for i in range(4):
         same, unique = (run[0][0][f"towers {kind}/{i}"] for kind in ("same", "unique"))
