@@ -27,8 +27,10 @@ def test_smallest_run(tmp_path, monkeypatch, capsys):
     assert set(results) == {"single", "all_reduce", "broken"}
     assert "this entry is broken" in results["broken"]["error"]
     assert min(results["all_reduce"]["times"]) > 0
-    # 11 kB of gradients; others may use the loopback meanwhile.
-    assert results["all_reduce"]["sent"]["worker"] > results["all_reduce"]["counted"] > 10_000
+    # 11 kB of gradients. Others may use the loopback meanwhile; and of these few steps, one may be
+    # half sent when the counters are read.
+    counted = results["all_reduce"]["counted"]
+    assert counted > 10_000 and results["all_reduce"]["sent"]["worker"] > 0.8 * counted
     table = out.with_suffix(".md").read_text()
     assert "`all_reduce`" in table and "this entry is broken" in table
     # What is there is not measured again.
