@@ -17,7 +17,7 @@ def test_smallest_run(tmp_path, monkeypatch, capsys):
     broken = tmp_path / "broken.py"
     broken.write_text("def strategy():\n    raise RuntimeError('this entry is broken')\n")
     out = tmp_path / "out.json"
-    argv = ["--loopback", "--size=tiny", "--works", "dense", "--workers", "2", "--seconds=0.1"]
+    argv = ["--loopback", "--size=tiny", "--works", "dense", "--workers", "2", "--seconds=1"]
     argv += [f"--out={out}", "--entry", str(broken)]
     argv += ["--only", "keras_psplus/all_reduce", "broken"]
     bench.main(argv)
@@ -27,10 +27,10 @@ def test_smallest_run(tmp_path, monkeypatch, capsys):
     assert set(results) == {"single", "all_reduce", "broken"}
     assert "this entry is broken" in results["broken"]["error"]
     assert min(results["all_reduce"]["times"]) > 0
-    # 11 kB of gradients. Others may use the loopback meanwhile; and of these few steps, one may be
-    # half sent when the counters are read.
-    counted = results["all_reduce"]["counted"]
-    assert counted > 10_000 and results["all_reduce"]["sent"]["worker"] > 0.8 * counted
+    # 11 kB of gradients. Others may use the loopback meanwhile. A step that is half sent when
+    # counters are read is less, of twenty, than what messages have around them.
+    assert results["all_reduce"]["sent"]["worker"] > results["all_reduce"]["counted"] > 10_000
+    assert len(results["all_reduce"]["times"]) >= 20
     table = out.with_suffix(".md").read_text()
     assert "`all_reduce`" in table and "this entry is broken" in table
     # What is there is not measured again.
