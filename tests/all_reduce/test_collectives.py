@@ -110,23 +110,6 @@ def test_little_that_is_sent_shares_messages():
     assert launcher.sizes == [400, 400]
 
 
-def waited_for(function):
-    """By number, the collectives of a graph that each of them waits for."""
-    collective = [op for op in function.graph.get_operations() if op.type.startswith("Collective")]
-    numbers = {op.name: number for number, op in enumerate(collective)}
-
-    def before(op, seen):
-        for other in [*op.control_inputs, *(tensor.op for tensor in op.inputs)]:
-            if other.name not in seen:
-                seen.add(other.name)
-                before(other, seen)
-        return seen
-
-    return [
-        sorted(numbers[name] for name in before(op, set()) if name in numbers) for op in collective
-    ]
-
-
 def needed(op):
     """Names of the operations that have to be done before that one."""
     found, left = set(), [op]
@@ -137,6 +120,13 @@ def needed(op):
                 found.add(other.name)
                 left.append(other)
     return found
+
+
+def waited_for(function):
+    """By number, the collectives of a graph that each of them waits for."""
+    collective = [op for op in function.graph.get_operations() if op.type.startswith("Collective")]
+    numbers = {op.name: number for number, op in enumerate(collective)}
+    return [sorted(numbers[name] for name in needed(op) if name in numbers) for op in collective]
 
 
 def launcher_of_two(device):
@@ -218,8 +208,7 @@ def test_what_is_encoded_later_waits_until_the_last_is_on_its_way():
     sent = [op.inputs[0].op for op in exchanges]
     for last, following in zip(sent, sent[1:]):
         assert last.name in needed(following)
-    # Residuals are not worked out before sums have been sent.
-    # The vector is sent whole.
+    # Residuals are not worked out before sums have been sent. The vector goes without any.
     gathers = [op for op in by_type["CollectiveGatherV2"] if op.inputs[0].shape != (1, 3000)]
     assert len(gathers) == 4
     residuals = [
