@@ -8,6 +8,7 @@ worker gets `n - 1` of them.
 import math
 
 _WORD = 4
+_PLACE = 2
 _ID = 8
 _BLOCK = 256  # elements of int8 that share a scale
 _BYTES = {None: 4.0, "bf16": 2.0, "fp16": 2.0, "int8": 1 + _WORD / _BLOCK, "sign": 1 / 8}
@@ -87,7 +88,7 @@ def _size(shape, compression):
     if name == "powersgd":
         return _WORD * int(argument) * sum(shape)
     if name == "topk":
-        return (_WORD + _WORD) * elements * float(argument)
+        return (_WORD + _PLACE) * elements * float(argument)
     if name == "randomk":
         return _WORD * elements * float(argument)
     return elements * _BYTES[name or None]

@@ -1,5 +1,6 @@
 """Finds the largest elements without sorting all."""
 
+import functools
 import math
 
 import numpy as np
@@ -10,7 +11,7 @@ _SAMPLE = 1 << 14
 
 
 def largest(matrix, count):
-    """Finds the `count` elements of largest magnitude in each row, in any order.
+    """Finds the `count` elements of largest magnitude in each row, in the order of their places.
 
     Sorting a large tensor is slow. A threshold that is taken from a sample leaves few more than
     `count` elements; all of the largest are among them if they are `count` at least.
@@ -20,7 +21,8 @@ def largest(matrix, count):
         count: Int, or a scalar tensor.
 
     Returns:
-        float32 tensor of the elements and int32 tensor of their places, of shape `(rows, count)`.
+        float32 tensor of the elements and int32 tensor of their places, ascending in each row, of
+        shape `(rows, count)`.
     """
     rows, size = matrix.shape
     if rows != 1 or not isinstance(count, int) or size < 4 * _SAMPLE or count > size // 8:
@@ -40,15 +42,23 @@ def largest(matrix, count):
         found = tf.cast(candidates, tf.int32)
         values = tf.gather(row, found)
         left = _magnitudes(values)
-        # Comparisons with the last one that is wanted leave places in order, which is kinder to
-        # caches than what a sort leaves; and to find that one is less work than a sort.
+        # Comparisons with the last one that is wanted leave places in order; and to find that one
+        # is less work than a sort.
         last = tf.raw_ops.NthElement(input=left, n=count - 1, reverse=True)
-        above, equal = tf.where(left > last)[:, 0], tf.where(left == last)[:, 0]
-        chosen = tf.concat([above, equal[: count - tf.size(above)]], 0)
+        chosen = tf.where(left >= last)[:, 0]
+        if_equal = functools.partial(_first_of_equal, left, last, count)
+        chosen = tf.cond(tf.size(chosen) == count, lambda: chosen, if_equal)
         return tf.gather(values, chosen)[tf.newaxis], tf.gather(found, chosen)[tf.newaxis]
 
     found = tf.cond(tf.size(candidates) >= count, of_candidates, lambda: _by_sorting(matrix, count))
     return tuple(tf.reshape(part, [1, count]) for part in found)
+
+
+def _first_of_equal(values, last, count):
+    """Places of `count` values that are greater than the last, or the first of those like it."""
+    above, equal = values > last, values == last
+    wanted = count - tf.math.count_nonzero(above, dtype=tf.int32)
+    return tf.where(above | (equal & (tf.cumsum(tf.cast(equal, tf.int32)) <= wanted)))[:, 0]
 
 
 def _places(mask):
@@ -67,6 +77,18 @@ def _places(mask):
 
 def _by_sorting(matrix, count):
     places = tf.math.top_k(_magnitudes(matrix), count, sorted=False).indices
+    # What a sort leaves is in no order of places; to mark them is less work than another sort.
+    rows, size = tf.shape(matrix, tf.int64)[0], matrix.shape[1]
+    starts = size * tf.range(rows)[:, tf.newaxis]
+    marks = tf.raw_ops.SparseToDense(
+        sparse_indices=tf.reshape(starts + tf.cast(places, tf.int64), [-1]),
+        output_shape=tf.reshape(rows * size, [1]),
+        sparse_values=True,
+        default_value=False,
+        validate_indices=False,
+    )
+    found = tf.where(tf.reshape(marks, [rows, size]))[:, 1]
+    places = tf.reshape(tf.cast(found, tf.int32), tf.shape(places))
     return tf.gather(matrix, places, batch_dims=1), places
 
 

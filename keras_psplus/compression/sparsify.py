@@ -6,14 +6,15 @@ import tensorflow as tf
 from keras_psplus.arguments import number, whole_number
 from keras_psplus.compression.cast import saturating_cast
 from keras_psplus.compression.largest import largest
+from keras_psplus.compression.places import bytes_of, lengthen, shorten
 from keras_psplus.compression.rows import RowCompressor, rows_and_size
 
 
 class TopK(RowCompressor):
     """Sends the largest elements and their places (Deep Gradient Compression).
 
-    Numbers that are not finite count as the largest. Strategies send vectors, such as biases,
-    whole.
+    A float32 number and its place take six bytes, as in the paper. Numbers that are not finite
+    count as the largest. Strategies send vectors, such as biases, whole.
 
     Args:
         density: Part of the elements that is sent, in (0, 1]; at least one element is.
@@ -71,18 +72,18 @@ class TopK(RowCompressor):
         rows, size = rows_and_size(values)
         matrix = tf.reshape(values, [rows, size])
         found, places = largest(tf.cast(matrix, tf.float32), self._count_at(size, step))
-        return tf.cast(found, values.dtype), places
+        return tf.cast(found, values.dtype), *shorten(places, size)
 
     def decode_rows(self, payload, row_shape, dtype, step):
-        values, places = payload
-        return tf.cast(_scatter(values, places, row_shape), dtype)
+        values, *places = payload
+        return tf.cast(_scatter(values, lengthen(*places), row_shape), dtype)
 
     def is_finite(self, residual, payload):
         # The largest are sent, and that is what is not finite.
         return tf.math.is_finite(tf.reduce_sum(tf.cast(payload[0], tf.float32)))
 
     def add_rows(self, payload, row_shape, step):
-        values, places = payload
+        values, places = payload[0], lengthen(*payload[1:])
         size = tf.TensorShape(row_shape).num_elements()
         if tf.config.list_logical_devices("GPU"):
             # There the order of additions to one element is not always the same.
@@ -93,11 +94,12 @@ class TopK(RowCompressor):
         return tf.reshape(total, row_shape)
 
     def row_bytes(self, row_shape, dtype, step=None):
-        counts = self._counts(tf.TensorShape(row_shape).num_elements())
+        size = tf.TensorShape(row_shape).num_elements()
         stage = self.warmup_epochs
         if step is not None and stage:
             stage = min(stage, step // self.steps_per_epoch)
-        return counts[stage] * (tf.as_dtype(dtype).size + 4)
+        count = self._counts(size)[stage]
+        return count * tf.as_dtype(dtype).size + bytes_of(count, size)
 
     def _counts(self, size):
         """How many elements are sent in each epoch of the warm-up, and after it."""

@@ -199,7 +199,7 @@ def test_rows_of_embeddings_are_compressed_by_row(run):
     assert traffic["embeddings bf16"]["table"][1] == rows * (12 + 4)
     # What rows would lose of theirs, no later step makes up for.
     assert traffic["embeddings topk"]["table"][1] == rows * 28
-    assert traffic["embeddings topk whole"]["table"][1] == rows * (48 + 4)
+    assert traffic["embeddings topk whole"]["table"][1] == rows * (36 + 4)
     # Six bytes are filled up to whole words.
     assert traffic["embeddings int8"]["table"][1] == rows * (8 + 4 + 4)
 

@@ -72,7 +72,7 @@ def test_selection_brings_what_is_compared_with():
         (methods.Traits(compression="bf16"), 2, WHOLE / 2e6),
         # Measured, see docs/benchmarks.md.
         (methods.Traits(compression="int8"), 2, 5.035),
-        (methods.Traits(compression="topk:0.01"), 2, 0.411),
+        (methods.Traits(compression="topk:0.01"), 2, 0.312),
         (methods.Traits(compression="randomk:0.01"), 4, 0.320),
         (methods.Traits(compression="powersgd:4"), 2, 0.153),
         (methods.Traits(updates="accumulate", every=4), 2, WHOLE / 4e6),

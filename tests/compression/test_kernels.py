@@ -3,6 +3,7 @@ import tensorflow as tf
 from tensorflow.python.framework import kernels
 
 from keras_psplus import compression
+from keras_psplus.compression import places
 from tests.compression.common import ALL
 
 pytestmark = pytest.mark.skipif(
@@ -29,6 +30,13 @@ def functions_of(graph):
         yield graph._get_function(name).graph
 
 
+def for_processors_only(function, *specs):
+    """Types of a function's ops that have no such kernel."""
+    graph = function.get_concrete_function(*specs).graph
+    ops = [op for each in functions_of(graph) for op in each.get_operations()]
+    return {op.type for op in ops if not runs_on_gpu(op)}
+
+
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 @pytest.mark.parametrize("compressor", ALL, ids=repr)
 def test_every_op_has_a_kernel_for_gpus(compressor, dtype):
@@ -41,9 +49,18 @@ def test_every_op_has_a_kernel_for_gpus(compressor, dtype):
         return compressor.decode(payload, [40, 30], dtype, step), state
 
     specs = tf.TensorSpec([40, 30], dtype), tf.TensorSpec([], tf.int64)
-    graph = there_and_back.get_concrete_function(*specs).graph
-    ops = [op for each in functions_of(graph) for op in each.get_operations()]
-    assert {op.type for op in ops if not runs_on_gpu(op)} == set()
+    assert for_processors_only(there_and_back, *specs) == set()
+
+
+def test_places_in_long_rows_have_kernels_for_gpus(monkeypatch):
+    gpu = tf.config.LogicalDevice("/device:GPU:0", "GPU")
+    monkeypatch.setattr(tf.config, "list_logical_devices", lambda kind: [gpu])
+
+    @tf.function(autograph=False)
+    def there_and_back(found):
+        return places.lengthen(*places.shorten(found, 300_000))
+
+    assert for_processors_only(there_and_back, tf.TensorSpec([1, 1000], tf.int32)) == set()
 
 
 def test_an_op_for_cpus_only_would_be_found():

@@ -1,0 +1,69 @@
+"""Places of elements in two bytes each."""
+
+import tensorflow as tf
+
+_STRETCH = 1 << 16
+
+
+def shorten(places, size):
+    """Leaves of each place what two bytes can hold.
+
+    Of rows that are longer, it is the place in a stretch of 65,536 elements; how many places come
+    before each stretch tells which one (Lin et al., 2017, send two bytes for each gap instead, but
+    a gap may be longer than they can say).
+
+    Args:
+        places: int32 tensor of shape `(rows, count)`, ascending in each row.
+        size: Int: how long a row is.
+
+    Returns:
+        Tuple of an uint16 tensor of shape `(rows, count)` and, if a row is longer than a stretch,
+        an int32 tensor of shape `(rows, stretches - 1)`.
+    """
+    if size <= _STRETCH:
+        return (tf.cast(places, tf.uint16),)
+    low = tf.cast(tf.bitwise.bitwise_and(places, _STRETCH - 1), tf.uint16)
+    firsts = tf.range(_STRETCH, size, _STRETCH)
+    firsts = tf.broadcast_to(firsts, [tf.shape(places)[0], tf.size(firsts)])
+    # With int32 as the type of what comes out, there is no such kernel for GPUs.
+    starts = tf.searchsorted(places, firsts, out_type=tf.int64)
+    return low, tf.ensure_shape(tf.cast(starts, tf.int32), [places.shape[0], _further(size)])
+
+
+def lengthen(low, *starts):
+    """The inverse of `shorten`."""
+    low = tf.cast(low, tf.int32)
+    if not starts:
+        return low
+    rows, count = tf.unstack(tf.shape(low))
+    of_rows = _by_sums if tf.config.list_logical_devices("GPU") else _by_ranges
+    return low + tf.reshape(of_rows(starts[0], rows, count), [rows, count])
+
+
+def _by_ranges(starts, rows, count):
+    """Where the stretch of each place begins; there is a kernel for processors only."""
+    last = tf.fill([rows, 1], count)
+    starts, ends = tf.concat([0 * last, starts], 1), tf.concat([starts, last], 1)
+    # Ranges that rise by one from place to place, which has to be taken off them.
+    first = starts + _STRETCH * tf.range(tf.shape(starts)[1])
+    begin, end = (tf.reshape(each, [-1]) for each in (first, first + ends - starts))
+    rising = tf.raw_ops.RaggedRange(starts=begin, limits=end, deltas=1).rt_dense_values
+    return tf.reshape(rising, [rows, count]) - tf.range(count)
+
+
+def _by_sums(starts, rows, count):
+    """The same by a sum, five times as slow on processors."""
+    # One column more, for stretches that begin after the last place.
+    at = starts + (count + 1) * tf.range(rows)[:, tf.newaxis]
+    begun = tf.math.unsorted_segment_sum(tf.ones_like(at), at, rows * (count + 1))
+    return _STRETCH * tf.cumsum(tf.reshape(begun, [rows, count + 1])[:, :count], axis=1)
+
+
+def bytes_of(count, size):
+    """The bytes of a row with so many places."""
+    return 2 * count + 4 * _further(size)
+
+
+def _further(size):
+    """How many stretches come after the first."""
+    return max(0, -(-size // _STRETCH) - 1)
