@@ -2,8 +2,8 @@
 
     python benchmarks/compression_bytes_ps.py
 
-A multilayer perceptron 784-1600-1600-700-10 (4.95 million parameters) is trained by two workers
-with one and with two parameter servers, once for each way of compressing gradients and reads. The
+A multilayer perceptron 784-1600-1600-700-10 (4.95 million parameters) is trained by two and by four
+workers with one and with two parameter servers, once for each way of compressing gradients and reads. The
 bytes that the loopback has carried in a step, those of all tasks together, stand beside what
 `strategy.communication` says. The step's batch and its messages are not in the latter. They are the
 same for all: what the first row has of them is taken off in the last column.
@@ -84,13 +84,13 @@ def measure():
     print("result: " + json.dumps(results), flush=True)
 
 
-def launch(ps, timeout):
+def launch(workers, ps, timeout):
     from keras_psplus.cluster.processes import LocalCluster
 
     environment = {"TF_CPP_MIN_LOG_LEVEL": "2", "CUDA_VISIBLE_DEVICES": ""}
     with tempfile.TemporaryDirectory() as folder:
         cluster = LocalCluster(
-            [sys.executable, __file__], 2, ps, chief=True, env=environment, log_dir=folder
+            [sys.executable, __file__], workers, ps, chief=True, env=environment, log_dir=folder
         )
         with cluster:
             end = cluster.wait(timeout)
@@ -123,6 +123,7 @@ def table(by_ps):
 def main():
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--ps", type=int, nargs="+", default=[1, 2])
+    parser.add_argument("--workers", type=int, nargs="+", default=[2, 4])
     parser.add_argument("--timeout", type=float, default=600, help="seconds for each cluster")
     parser.add_argument("--inside", action="store_true", help=argparse.SUPPRESS)
     args = parser.parse_args()
@@ -131,9 +132,9 @@ def main():
         sys.exit(subprocess.run(command).returncode)
     if args.inside:
         subprocess.run(["ip", "link", "set", "lo", "up"], check=True)
-    by_ps = {ps: launch(ps, args.timeout) for ps in args.ps}
-    print("Megabytes of a step\n")
-    print(table(by_ps))
+    for workers in args.workers:
+        by_ps = {ps: launch(workers, ps, args.timeout) for ps in args.ps}
+        print(f"Megabytes of a step, {workers} workers\n\n{table(by_ps)}\n")
 
 
 if __name__ == "__main__":

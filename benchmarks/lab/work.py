@@ -80,6 +80,11 @@ SIZES = {
         "dense": Dense((784, 1600, 1600, 700, 10), 64),
         "sparse": Sparse(200_000, 32, 26, (64, 1000), 256),
     },
+    # 291,000 parameters, enough to tell bytes of gradients from those of messages.
+    "small": {
+        "dense": Dense((256, 512, 300, 10), 32),
+        "sparse": Sparse(20_000, 16, 8, (32, 10), 64),
+    },
     "tiny": {
         "dense": Dense((32, 64, 10), 16),
         "sparse": Sparse(2_000, 8, 4, (16, 10), 16),

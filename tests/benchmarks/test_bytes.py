@@ -1,0 +1,32 @@
+"""What the counters of links say, beside what strategies count themselves."""
+
+import json
+
+import bench
+import pytest
+
+from keras_psplus.chaos import netlab
+
+# Of messages, for each of the others: what is around them, and metrics.
+CONSTANT = 4096
+
+
+@pytest.mark.timeout(300)
+@pytest.mark.parametrize(("workers", "names"), [(2, ["powersgd"]), (4, ["int8"])])
+def test_links_carry_what_was_counted(workers, names, tmp_path, monkeypatch):
+    problem = netlab.why_not()
+    if problem is not None:
+        pytest.skip(f"no emulated hosts here: {problem}")
+    monkeypatch.delenv("TF_CONFIG", raising=False)
+    out = tmp_path / "out.json"
+    argv = ["--size=small", "--works", "dense", f"--workers={workers}", "--rates", "loopback"]
+    argv += ["--seconds=0.5", f"--out={out}"]
+    bench.main([*argv, "--only", *(f"keras_psplus/all_reduce_{name}" for name in names)])
+    results = {r["method"].rpartition("_")[2]: r for r in json.loads(out.read_text())["results"]}
+    for name in names:
+        assert "error" not in results[name], results[name]["error"]
+        counted = results[name]["counted"]
+        assert counted > 10_000
+        for direction in ("sent", "received"):
+            carried = results[name][direction]["worker"]
+            assert counted <= carried <= 1.05 * counted + CONSTANT * (workers - 1), direction
