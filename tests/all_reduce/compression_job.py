@@ -232,7 +232,9 @@ def two_towers(make, out):
 def main():
     parser = argparse.ArgumentParser()
     parser.add_argument("--out", required=True)
-    folder = parser.parse_args().out
+    parser.add_argument("--every_compressor_only", action="store_true")
+    args = parser.parse_args()
+    folder = args.out
     task = cluster.read_task_config()
 
     strategy = keras_psplus.MultiWorkerMirroredStrategy(compression="int8")
@@ -244,13 +246,14 @@ def main():
 
     out = {}
     every_compressor(make, out)
-    embeddings(make, out)
-    not_finite(make, out)
-    in_branches_and_loops(make, out)
-    in_pieces(make, out)
-    two_towers(make, out)
-    resumed(make, out, folder)
-    own_checkpoint(make, out, folder)
+    if not args.every_compressor_only:
+        embeddings(make, out)
+        not_finite(make, out)
+        in_branches_and_loops(make, out)
+        in_pieces(make, out)
+        two_towers(make, out)
+        resumed(make, out, folder)
+        own_checkpoint(make, out, folder)
     arrays = {
         f"{name}/{i}": weight
         for name, got in out.items()
