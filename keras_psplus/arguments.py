@@ -1,6 +1,8 @@
-"""Checks of numbers that a user gives."""
+"""Checks of numbers and flags that a user gives."""
 
 import numbers
+
+import numpy as np
 
 
 def whole_number(name, value, least, multiple_of=1):
@@ -34,3 +36,22 @@ def number(name, value, allowed, holds):
     if not good or not holds(value):
         raise ValueError(f"`{name}` must be {allowed}. Received: {name}={value!r}")
     return value
+
+
+def flag(name, value, default=None):
+    """Returns an option as a bool.
+
+    Args:
+        name: Its name.
+        value: What was given.
+        default: What None stands for; without it, None is refused.
+
+    Raises:
+        ValueError: If it is something else.
+    """
+    if value is None and default is not None:
+        return default
+    if not isinstance(value, (bool, np.bool_)):
+        allowed = "True or False" if default is None else "True, False or None"
+        raise ValueError(f"`{name}` must be {allowed}. Received: {name}={value!r}")
+    return bool(value)

@@ -11,6 +11,7 @@ import zlib
 import tensorflow as tf
 
 from keras_psplus import compression
+from keras_psplus.all_reduce import compressors as choice
 from keras_psplus.all_reduce import gradients, routes
 from keras_psplus.all_reduce.collectives import padded_size
 from keras_psplus.all_reduce.compression_state import States
@@ -86,7 +87,11 @@ class CompressedSum:
     def _compressor_of(self, variable, gradient):
         if self._compressor is None:
             return None
-        return self._compressor.for_variable(variable.path, variable.shape, gradient.dtype)
+        chosen = self._compressor.for_variable(variable.path, variable.shape, gradient.dtype)
+        if chosen is not None:
+            # It may be one that `for_variable` has made just now.
+            choice.check(chosen)
+        return chosen
 
     # Each route is given tensors, their compressors and their variables' paths and numbers, and
     # returns sums, what they have cost, and what has been sent if it took long to make.

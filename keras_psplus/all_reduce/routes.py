@@ -127,7 +127,7 @@ def split(launcher, rank, replicas, compressor, tensors, state, step):
     received = launcher.all_to_all(words)
     # For few long rows this is ten times as fast as a reduction over them.
     piece = tf.add_n(tf.split(decoded(received, payload, replicas), replicas))
-    server = compression.ErrorFeedback(inner)
+    server = compression.ErrorFeedback(inner) if feedback else None
     piece_total = server.add(piece, state["server"]) if feedback else piece
     piece_payload = inner.encode_rows(piece_total, step)
     piece_words = compression.pack(piece_payload, 1)

@@ -12,6 +12,7 @@ from tensorflow.python.eager import def_function
 
 from keras_psplus import updates as updates_module
 from keras_psplus.all_reduce import batches, failure, gradients
+from keras_psplus.all_reduce.compressors import compressor_of
 from keras_psplus.all_reduce.control import ControlPlane
 from keras_psplus.all_reduce.extended import MultiWorkerMirroredExtended
 from keras_psplus.all_reduce.stalls import Waits
@@ -19,7 +20,6 @@ from keras_psplus.all_reduce.startup import resolver_for, start
 from keras_psplus.all_reduce.step import Step
 from keras_psplus.cluster import stalls
 from keras_psplus.cluster.progress import Progress
-from keras_psplus.compression import get, with_error_feedback
 
 
 class MultiWorkerMirroredStrategy(tf.distribute.MultiWorkerMirroredStrategy):
@@ -93,7 +93,7 @@ class MultiWorkerMirroredStrategy(tf.distribute.MultiWorkerMirroredStrategy):
                     f"`{name}` must be a positive, finite number. Received: {name}={value!r}"
                 )
         stalls.check(stall_warning)
-        compressor = with_error_feedback(get(compression))
+        compressor = compressor_of(compression)
         self._updates = updates_module.get(updates)
         self._task = self._start(cluster_resolver, startup_timeout, heartbeat_timeout)
         multi_worker = self._task is not None and self._task.num_workers > 1

@@ -42,18 +42,28 @@ _NAMES = {
     "powersgd": (PowerSGD, int),
 }
 _NEED_A_NUMBER = ("topk", "randomk", "powersgd")
+_ALLOWED = (
+    '"bf16", "fp16", "int8", "sign", "topk:0.01" (or another density), "randomk:0.1", '
+    '"powersgd:4" (or another rank), a `keras_psplus.compression.Compressor`, a dict from patterns '
+    "of variable paths to one of these, or None"
+)
 
 
-def get(identifier):
+def get(identifier, argument="compression", allowed=_ALLOWED):
     """Makes a compressor of what a user writes for one.
 
     Args:
         identifier: A `Compressor`; None; a dict for `ByVariable`, of these; or a name: `"bf16"`,
             `"fp16"`, `"int8"`, `"sign"` (both also with a block size, `"int8:128"`),
             `"topk:0.01"`, `"randomk:0.1"` (with a density) or `"powersgd:4"` (with a rank).
+        argument: Name of the argument that it was given as, for the message of an error.
+        allowed: What this argument may be, for the same.
 
     Returns:
         A `Compressor` without error feedback (see `with_error_feedback`), or None.
+
+    Raises:
+        ValueError: If it is something else.
 
     Example:
 
@@ -63,21 +73,21 @@ def get(identifier):
     if identifier is None or isinstance(identifier, Compressor):
         return identifier
     if isinstance(identifier, dict):
-        return ByVariable({pattern: get(inner) for pattern, inner in identifier.items()})
+        return ByVariable(
+            {
+                pattern: get(inner, f"{argument}[{pattern!r}]", allowed)
+                for pattern, inner in identifier.items()
+            }
+        )
     if isinstance(identifier, str):
         name, *numbers = identifier.split(":")
         make, number_type = _NAMES.get(name, (None, None))
-        allowed = (1,) if name in _NEED_A_NUMBER else (0, 1) if number_type else (0,)
-        if make is not None and len(numbers) in allowed:
+        counts = (1,) if name in _NEED_A_NUMBER else (0, 1) if number_type else (0,)
+        if make is not None and len(numbers) in counts:
             try:
                 arguments = [number_type(number) for number in numbers]
             except ValueError:
                 pass
             else:
                 return make(*arguments)
-    raise ValueError(
-        'compression must be "bf16", "fp16", "int8", "sign", "topk:0.01" (or another density), '
-        '"randomk:0.1", "powersgd:4" (or another rank), a `keras_psplus.compression.Compressor`, '
-        "a dict from patterns of variable paths to one of these, or None. "
-        f"Received: {identifier!r}"
-    )
+    raise ValueError(f"`{argument}` must be {allowed}. Received: {argument}={identifier!r}")

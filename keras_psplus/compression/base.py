@@ -22,6 +22,8 @@ class Compressor:
         error_feedback: Whether strategies wrap it in `ErrorFeedback`: it loses something that the
             next steps have to make up for.
         feedback_options: Further arguments of that `ErrorFeedback`.
+        takes_feedback: Whether it can be wrapped so: not if what comes out of `decode` may be
+            further from the tensor than zeros are, with which residuals would grow for ever.
         reducible: Whether the mean of payloads is the payload of the mean, so that workers can
             all-reduce payloads as they are. If so, `mean` serves.
         homogeneous: Whether, besides, it keeps no state and what it makes of `x * c` is `c` times
@@ -59,6 +61,7 @@ class Compressor:
 
     error_feedback = False
     feedback_options = {}
+    takes_feedback = True
     reducible = False
     homogeneous = False
     splits = False

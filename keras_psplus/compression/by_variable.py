@@ -1,5 +1,6 @@
 """Different compressors for different variables."""
 
+import collections.abc
 import fnmatch
 import re
 
@@ -32,7 +33,15 @@ class ByVariable(Compressor):
     True
     """
 
+    # Those that it chooses have residuals of their own.
+    takes_feedback = False
+
     def __init__(self, patterns, default=None, min_size=1024, min_rank=2):
+        if not isinstance(patterns, collections.abc.Mapping):
+            raise ValueError(
+                "`patterns` must be a dict from patterns of variable paths to compressors or None. "
+                f"Received: patterns={patterns!r}"
+            )
         for pattern, compressor in [*patterns.items(), ("*", default)]:
             if not isinstance(pattern, (str, re.Pattern)):
                 raise ValueError(

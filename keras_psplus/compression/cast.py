@@ -2,6 +2,7 @@
 
 import tensorflow as tf
 
+from keras_psplus.arguments import flag
 from keras_psplus.compression.rows import RowCompressor, rows_and_size
 
 _DTYPES = ("bfloat16", "float16")
@@ -38,7 +39,7 @@ class Cast(RowCompressor):
         if dtype not in _DTYPES:
             raise ValueError(f"`dtype` must be one of {_DTYPES}. Received: dtype={dtype!r}")
         self.dtype = dtype
-        self.error_feedback = error_feedback
+        self.error_feedback = flag("error_feedback", error_feedback)
 
     def encode_rows(self, values, step):
         return (saturating_cast(values, self._wire_dtype(values.dtype)),)

@@ -5,7 +5,7 @@ import functools
 
 import tensorflow as tf
 
-from keras_psplus.arguments import number
+from keras_psplus.arguments import flag, number
 from keras_psplus.compression.base import Compressor
 from keras_psplus.compression.by_variable import ByVariable
 from keras_psplus.compression.cast import saturating_cast
@@ -41,16 +41,20 @@ class ErrorFeedback(Compressor):
     [Lin et al., 2017](https://arxiv.org/abs/1712.01887) for momentum correction and masking.
     """
 
+    takes_feedback = False
+
     def __init__(self, inner, momentum=0.0, factor_masking=False):
-        if not isinstance(inner, Compressor) or isinstance(inner, (ErrorFeedback, ByVariable)):
+        if not isinstance(inner, Compressor) or not inner.takes_feedback:
             raise ValueError(
-                "`inner` must be a compressor that keeps no residual already, and, with several "
-                f"for different variables, one of these. Received: inner={inner!r}"
+                "`inner` must be a compressor that keeps no residual already, that does not "
+                "diverge with one (as `unbiased` scaling does: `takes_feedback` is False then), "
+                "and, with several for different variables, one of these. "
+                f"Received: inner={inner!r}"
             )
         self.inner = inner
         self._times = 1
         self.momentum = number("momentum", momentum, "in [0, 1)", lambda m: 0 <= m < 1)
-        self.factor_masking = factor_masking
+        self.factor_masking = flag("factor_masking", factor_masking)
         self.reducible = inner.reducible
         self.splits = inner.splits
         self.communicates = inner.communicates

@@ -3,9 +3,10 @@
 import numpy as np
 import tensorflow as tf
 
-from keras_psplus.arguments import number, whole_number
+from keras_psplus.arguments import flag, number, whole_number
 from keras_psplus.compression.base import Compressor
 from keras_psplus.compression.cast import saturating_cast
+from keras_psplus.compression.options import check_floating, seed_number, size_of
 
 
 class PowerSGD(Compressor):
@@ -45,13 +46,13 @@ class PowerSGD(Compressor):
         error_feedback=True,
     ):
         self.rank = whole_number("rank", rank, 1)
-        self.warm_start = warm_start
+        self.warm_start = flag("warm_start", warm_start)
         self.min_compression_rate = number(
             "min_compression_rate", min_compression_rate, "a number from 0 up", lambda n: n >= 0
         )
         self.start_step = whole_number("start_step", start_step, 0)
-        self.seed = seed
-        self.error_feedback = error_feedback
+        self.seed = seed_number(seed)
+        self.error_feedback = flag("error_feedback", error_feedback)
 
     def init(self, shape, dtype):
         rows, columns, rank = self._layout(shape)
@@ -94,7 +95,7 @@ class PowerSGD(Compressor):
     def wire_bytes(self, shape, dtype, step=None):
         rows, columns, rank = self._layout(shape)
         if not rank or (step is not None and step < self.start_step):
-            return tf.TensorShape(shape).num_elements() * tf.as_dtype(dtype).size
+            return size_of(shape) * tf.as_dtype(dtype).size
         return 4 * (rows + columns) * rank
 
     def rounds(self, tensor, state, step):
@@ -150,6 +151,7 @@ class PowerSGD(Compressor):
 
 
 def _matrix(tensor, rows, columns):
+    check_floating(tensor)
     return tf.cast(tf.reshape(tensor, [rows, columns]), tf.float32)
 
 

@@ -3,7 +3,8 @@
 import numpy as np
 import tensorflow as tf
 
-from keras_psplus.arguments import whole_number
+from keras_psplus.arguments import flag, whole_number
+from keras_psplus.compression.options import seed_number
 from keras_psplus.compression.rows import RowCompressor, rows_and_size
 
 # Below this, a block's scale or its inverse would leave float32's normal range.
@@ -41,9 +42,9 @@ class Int8(RowCompressor):
 
     def __init__(self, block_size=256, stochastic=False, seed=0, error_feedback=None):
         self.block_size = self.row_multiple = whole_number("block_size", block_size, 1)
-        self.stochastic = stochastic
-        self.seed = seed
-        self.error_feedback = not stochastic if error_feedback is None else error_feedback
+        self.stochastic = flag("stochastic", stochastic)
+        self.seed = seed_number(seed)
+        self.error_feedback = flag("error_feedback", error_feedback, default=not self.stochastic)
 
     def encode_rows(self, values, step):
         rows, size = rows_and_size(values)
@@ -111,8 +112,8 @@ class Sign(RowCompressor):
 
     def __init__(self, block_size=1024, error_feedback=True):
         self.block_size = self.row_multiple = whole_number("block_size", block_size, 32, 32)
-        self.error_feedback = error_feedback
-        self.compresses_rows = not error_feedback
+        self.error_feedback = flag("error_feedback", error_feedback)
+        self.compresses_rows = not self.error_feedback
 
     def encode_rows(self, values, step):
         rows, size = rows_and_size(values)

@@ -3,6 +3,7 @@
 import tensorflow as tf
 
 from keras_psplus.compression.base import Compressor
+from keras_psplus.compression.options import check_floating, size_of
 
 
 class RowCompressor(Compressor):
@@ -15,13 +16,15 @@ class RowCompressor(Compressor):
     splits = True
 
     def encode(self, tensor, state, step):
-        return self.encode_rows(tf.reshape(tensor, [1, tensor.shape.num_elements()]), step), state
+        check_floating(tensor)
+        return self.encode_rows(tf.reshape(tensor, [1, size_of(tensor.shape)]), step), state
 
     def decode(self, payload, shape, dtype, step):
-        size = tf.TensorShape(shape).num_elements()
-        return tf.reshape(self.decode_rows(payload, (size,), dtype, step), shape)
+        return tf.reshape(self.decode_rows(payload, (size_of(shape),), dtype, step), shape)
 
     def wire_bytes(self, shape, dtype, step=None):
+        # Refuses what `row_bytes` cannot count.
+        size_of(shape)
         return self.row_bytes(shape, dtype, step)
 
 

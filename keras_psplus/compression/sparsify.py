@@ -3,9 +3,10 @@
 import numpy as np
 import tensorflow as tf
 
-from keras_psplus.arguments import number, whole_number
+from keras_psplus.arguments import flag, number, whole_number
 from keras_psplus.compression.cast import saturating_cast
 from keras_psplus.compression.largest import largest
+from keras_psplus.compression.options import seed_number
 from keras_psplus.compression.places import bytes_of, lengthen, shorten
 from keras_psplus.compression.rows import RowCompressor, rows_and_size
 
@@ -58,9 +59,9 @@ class TopK(RowCompressor):
         self.momentum_correction = number(
             "momentum_correction", momentum_correction, "in [0, 1)", lambda m: 0 <= m < 1
         )
-        self.factor_masking = factor_masking
-        self.error_feedback = error_feedback
-        self.compresses_rows = not error_feedback
+        self.factor_masking = flag("factor_masking", factor_masking)
+        self.error_feedback = flag("error_feedback", error_feedback)
+        self.compresses_rows = not self.error_feedback
 
     @property
     def feedback_options(self):
@@ -146,14 +147,15 @@ class RandomK(RowCompressor):
 
     def __init__(self, density, unbiased=False, seed=0, error_feedback=None):
         self.density = _checked_density(density)
-        if unbiased and error_feedback:
+        self.unbiased = flag("unbiased", unbiased)
+        self.takes_feedback = not self.unbiased
+        self.seed = seed_number(seed)
+        self.error_feedback = flag("error_feedback", error_feedback, default=self.takes_feedback)
+        if self.error_feedback and not self.takes_feedback:
             raise ValueError(
                 "`unbiased` scaling diverges with error feedback; choose one. "
                 f"Received: unbiased={unbiased!r}, error_feedback={error_feedback!r}"
             )
-        self.unbiased = unbiased
-        self.seed = seed
-        self.error_feedback = not unbiased if error_feedback is None else error_feedback
         self.compresses_rows = not self.error_feedback
 
     def encode_rows(self, values, step):

@@ -9,6 +9,11 @@ from keras_psplus.compression import wire
 # otherwise. What is not rows takes little.
 MESSAGE_BYTES = (4 << 20) - (64 << 10)
 
+_ALLOWED = (
+    'None, "bf16", "fp16", "int8", `Cast`, `Int8`, or a compressor of your own with `encode_rows` '
+    "and `serves_values = True`"
+)
+
 
 class RowCodec:
     """Turns rows into words and back, each row by itself.
@@ -71,7 +76,7 @@ def compressor_for_rows(argument, value):
     Raises:
         ValueError: If it does nothing for rows, or leaves out what nobody sends later.
     """
-    compressor = compression.get(value)
+    compressor = compression.get(value, argument, _ALLOWED)
     if compressor is None:
         return None
     inner = getattr(compressor, "inner", compressor)
@@ -79,7 +84,6 @@ def compressor_for_rows(argument, value):
     if not by_rows or not inner.serves_values:
         raise ValueError(
             f"`{argument}` must keep every number of a row nearly as it is, as rows have no "
-            'residual: None, "bf16", "fp16", "int8", `Cast`, `Int8`, or a compressor of your own '
-            f"with `encode_rows` and `serves_values = True`. Received: {argument}={value!r}"
+            f"residual: {_ALLOWED}. Received: {argument}={value!r}"
         )
     return inner

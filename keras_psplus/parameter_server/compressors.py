@@ -1,7 +1,12 @@
 """Which compressor a variable's gradients and its values travel by."""
 
 from keras_psplus import compression
-from keras_psplus.compression import ByVariable, Compressor, ErrorFeedback
+from keras_psplus.compression import ByVariable, methods
+
+_FOR_VALUES = (
+    'None, "bf16", "fp16", "int8", `Cast`, `Int8`, a `ByVariable` or dict of these, or a '
+    "compressor of your own with `serves_values = True`"
+)
 
 
 class Compressors:
@@ -17,11 +22,11 @@ class Compressors:
 
     def __init__(self, push, pull):
         push = compression.get(push)
-        for compressor in _each(push):
+        for compressor in methods.each(push):
             _check_that_it_encodes("compression", compressor)
         self._push = compression.with_error_feedback(push)
-        pull = compression.get(pull)
-        for compressor in _each(pull):
+        pull = compression.get(pull, "pull_compression", _FOR_VALUES)
+        for compressor in methods.each(pull):
             _check_that_it_encodes("pull_compression", compressor)
             _check_that_it_serves_values(compressor)
         if pull is not None and not isinstance(pull, ByVariable):
@@ -61,31 +66,21 @@ def _chosen(compressor, variable):
     return compressor.for_variable(path_of(variable), variable.shape, variable.dtype)
 
 
-def _each(compressor):
-    """The compressors that a compressor chooses between."""
-    if isinstance(compressor, ByVariable):
-        choices = [*compressor.patterns.values(), compressor.default]
-        return [inner for choice in choices for inner in _each(choice)]
-    return [] if compressor is None else [compressor]
-
-
 def _check_that_it_encodes(argument, compressor):
-    inner = compressor.inner if isinstance(compressor, ErrorFeedback) else compressor
-    for method in ("encode", "decode"):
-        if getattr(type(inner), method) is getattr(Compressor, method):
-            raise ValueError(
-                f"`{argument}` must have `encode` and `decode`: on the way between a worker and a "
-                "parameter server there are no rounds in which workers average. "
-                f"Received: {argument}={compressor!r}, without `{method}`"
-            )
+    method = methods.missing(compressor, "encode", "decode")
+    if method:
+        raise ValueError(
+            f"`{argument}` must have `encode` and `decode`: on the way between a worker and a "
+            "parameter server there are no rounds in which workers average. "
+            f"Received: {argument}={compressor!r}, without `{method}`"
+        )
 
 
 def _check_that_it_serves_values(compressor):
     if not compressor.serves_values:
         raise ValueError(
             "`pull_compression` must keep every element of a variable nearly as it is, at every "
-            'read: None, "bf16", "fp16", "int8", `Cast`, `Int8`, a `ByVariable` of these, or a '
-            "compressor of your own with `serves_values = True`. Signs, some of the elements and "
-            "low ranks are for gradients, whose sum over steps counts (`compression`). "
+            f"read: {_FOR_VALUES}. Signs, some of the elements and low ranks are for gradients, "
+            "whose sum over steps counts (`compression`). "
             f"Received: pull_compression={compressor!r}"
         )

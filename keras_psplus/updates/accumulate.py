@@ -1,7 +1,7 @@
 """Gradients of several batches, sent and applied as one."""
 
-from keras_psplus.arguments import whole_number
-from keras_psplus.updates.base import Updates, check_flag
+from keras_psplus.arguments import flag, whole_number
+from keras_psplus.updates.base import Updates
 
 
 class Accumulate(Updates):
@@ -32,5 +32,4 @@ class Accumulate(Updates):
 
     def __init__(self, steps, flush=False):
         self.steps = whole_number("steps", steps, 1)
-        check_flag("flush", flush)
-        self.flush = flush
+        self.flush = flag("flush", flush)

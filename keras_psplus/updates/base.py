@@ -41,9 +41,3 @@ def get(updates):
         "`updates` must be `keras_psplus.updates.Accumulate(steps)`, `LocalSGD(every)`, "
         f"`DiLoCo(every)`, or None. Received: updates={updates!r}"
     )
-
-
-def check_flag(name, value):
-    """Raises ValueError if an argument is not True or False."""
-    if not isinstance(value, bool):
-        raise ValueError(f"`{name}` must be True or False. Received: {name}={value!r}")

@@ -1,7 +1,7 @@
 """Steps of each worker alone, and averages of their weights from time to time."""
 
-from keras_psplus.arguments import whole_number
-from keras_psplus.updates.base import Updates, check_flag
+from keras_psplus.arguments import flag, whole_number
+from keras_psplus.updates.base import Updates
 
 
 class LocalSGD(Updates):
@@ -38,5 +38,4 @@ class LocalSGD(Updates):
     def __init__(self, every, start_step=0, average_slots=False):
         self.every = whole_number("every", every, 1)
         self.start_step = whole_number("start_step", start_step, 0)
-        check_flag("average_slots", average_slots)
-        self.average_slots = average_slots
+        self.average_slots = flag("average_slots", average_slots)

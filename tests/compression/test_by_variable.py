@@ -33,6 +33,9 @@ def test_small_variables_vectors_and_integers_are_left_alone():
     cast = compression.Cast()
     every = compression.ByVariable({}, cast, min_size=0, min_rank=0)
     assert every.for_variable("scale", [], "float32") is cast
+    # What is said there of vectors comes first.
+    every = compression.ByVariable({}, INT8, min_size=0, min_rank=0)
+    assert every.for_variable("bias", [5000], "float32") is None
 
 
 def test_it_asks_the_one_it_has_chosen():
@@ -43,4 +46,10 @@ def test_it_asks_the_one_it_has_chosen():
 @pytest.mark.parametrize("patterns", [{"*": "int8"}, {1: INT8}])
 def test_other_patterns_and_compressors_are_refused(patterns):
     with pytest.raises(ValueError, match="a pattern must .* Received: "):
+        compression.ByVariable(patterns)
+
+
+@pytest.mark.parametrize("patterns", [["int8"], "int8", None])
+def test_patterns_are_a_dict(patterns):
+    with pytest.raises(ValueError, match="`patterns` must be a dict .* Received: patterns="):
         compression.ByVariable(patterns)

@@ -140,11 +140,28 @@ def test_it_leaves_alone_what_the_inner_one_does():
 
 @pytest.mark.parametrize(
     "inner",
-    [None, "int8", compression.ErrorFeedback(compression.Cast()), compression.ByVariable({})],
+    [
+        None,
+        "int8",
+        compression.ErrorFeedback(compression.Cast()),
+        compression.ByVariable({}),
+        compression.RandomK(0.05, unbiased=True),
+    ],
 )
 def test_other_inner_ones_are_refused(inner):
     with pytest.raises(ValueError, match="`inner` must be .* Received: inner="):
         compression.ErrorFeedback(inner)
+
+
+def test_one_that_asks_for_it_but_diverges_is_refused():
+    class Scaled(compression.Cast):
+        error_feedback, takes_feedback = True, False
+
+        def __init__(self):
+            self.dtype = "float16"
+
+    with pytest.raises(ValueError, match="diverge.* Received: inner=Scaled"):
+        compression.with_error_feedback(Scaled())
 
 
 def test_momentum_is_checked():

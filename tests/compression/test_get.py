@@ -39,8 +39,17 @@ def test_compressors_none_and_dicts():
     + [compression.Int8, {"*": "int7"}, ["int8"]],
 )
 def test_anything_else_is_refused_with_what_is_allowed(identifier):
-    with pytest.raises(ValueError, match='compression must be "bf16".* Received: '):
+    with pytest.raises(ValueError, match='`compression.*` must be "bf16".* Received: compression'):
         compression.get(identifier)
+
+
+def test_the_message_names_the_argument_that_was_given():
+    message = r"^`pull` must be this or that. Received: pull='gzip'$"
+    with pytest.raises(ValueError, match=message):
+        compression.get("gzip", "pull", "this or that")
+    message = r"^`pull\['a\*'\]` must be this or that. Received: pull\['a\*'\]='gzip'$"
+    with pytest.raises(ValueError, match=message):
+        compression.get({"a*": "gzip"}, "pull", "this or that")
 
 
 @pytest.mark.parametrize("identifier", ["topk:0", "topk:nan", "randomk:2", "powersgd:0", "int8:0"])

@@ -40,6 +40,14 @@ def test_what_leaves_out_parts_of_rows_is_refused(value):
         compressor_for_rows("pull_compression", value)
 
 
+@pytest.mark.parametrize("argument", ["row_compression", "pull_compression"])
+def test_what_is_unknown_is_told_what_serves_rows(argument):
+    message = f"^`{argument}` must be None, \"bf16\", .* Received: {argument}='gzip'$"
+    with pytest.raises(ValueError, match=message) as error:
+        compressor_for_rows(argument, "gzip")
+    assert "topk" not in str(error.value) and "powersgd" not in str(error.value)
+
+
 @pytest.mark.parametrize("eager", [False, True])
 def test_distinct_ids_are_known_by_how_they_were_made(eager):
     found = {}

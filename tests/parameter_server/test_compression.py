@@ -105,6 +105,15 @@ def test_unfit_compressors_are_refused_before_anything_starts(argument, bad, mon
         psp.ParameterServerStrategy(**{argument: bad})
 
 
+@pytest.mark.parametrize("bad", ["gzip", "topk", {"*": "gzip"}])
+def test_what_is_unknown_for_values_is_told_what_serves_them(bad):
+    with pytest.raises(ValueError) as error:
+        Compressors(None, bad)
+    assert re.match(r"`pull_compression.*` must be None, \"bf16\",", str(error.value))
+    assert "topk:" not in str(error.value) and "powersgd" not in str(error.value)
+    assert re.search(r" Received: pull_compression.*=['\"]", str(error.value))
+
+
 @pytest.mark.parametrize("bad", NOT_FOR_VALUES, ids=repr)
 def test_values_are_not_read_through_what_loses_elements(bad):
     with pytest.raises(ValueError, match=r"`Int8`(.|\n)*Received: pull_compression="):

@@ -1,0 +1,34 @@
+"""Which methods compressors have, for strategies that cannot do without some of them."""
+
+from keras_psplus.compression.base import Compressor
+from keras_psplus.compression.by_variable import ByVariable
+from keras_psplus.compression.error_feedback import ErrorFeedback
+
+
+def each(compressor):
+    """The compressors that a compressor chooses between.
+
+    Args:
+        compressor: `Compressor` or None.
+
+    Returns:
+        List of `Compressor`s: those of a `ByVariable`, otherwise itself.
+    """
+    if isinstance(compressor, ByVariable):
+        choices = [*compressor.patterns.values(), compressor.default]
+        return [inner for choice in choices for inner in each(choice)]
+    return [] if compressor is None else [compressor]
+
+
+def missing(compressor, *names):
+    """Finds a method that a compressor leaves to the base class.
+
+    Args:
+        compressor: `Compressor`; of an `ErrorFeedback`, the methods of its inner one count.
+        *names: Names of methods.
+
+    Returns:
+        The first of the names whose method is the base class's own, or None.
+    """
+    inner = compressor.inner if isinstance(compressor, ErrorFeedback) else compressor
+    return next((n for n in names if getattr(type(inner), n) is getattr(Compressor, n)), None)
