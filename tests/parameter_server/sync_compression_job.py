@@ -1,0 +1,68 @@
+"""What workers of synchronous parameter servers train with lossy compressors, for a test.
+
+sync_compression_job.py FOLDER
+"""
+
+import gc
+import pathlib
+import sys
+
+from tests import quick_start  # noqa: F401
+
+# isort: split
+import keras
+import numpy as np
+
+import keras_psplus as psp
+from keras_psplus import compression
+from tests.all_reduce.job_parts import Interrupt, Interrupted
+from tests.parameter_server.compression_job import BATCH, LOSSY, dense, labels, rows
+
+NAMES = ["bf16", "int8", "sign", "topk_corrected", "powersgd", "own"]
+STEPS, EPOCHS = 5, 4
+
+
+def train(model, *callbacks, epochs=1):
+    first = slice(STEPS * BATCH)
+    options = dict(batch_size=BATCH, shuffle=False, verbose=0, callbacks=list(callbacks))
+    model.fit(rows[first], labels[first], epochs=epochs, **options)
+    return model.get_weights()
+
+
+def resumed(strategy, name, folder):
+    """Weights without an interruption, and with one, after which each worker has its residuals."""
+
+    def whole(*callbacks):
+        # Its optimizer has a name that no other one has while both live.
+        gc.collect()
+        keras.utils.set_random_seed(1)
+        with strategy.scope():
+            model = dense(name, keras.optimizers.SGD(0.1, name=f"backed_up_{name}"))
+        return train(model, *callbacks, epochs=EPOCHS)
+
+    disk = folder / f"disk-{name}"
+    try:
+        whole(keras.callbacks.BackupAndRestore(disk), Interrupt())
+    except Interrupted:
+        pass
+    states = sorted(path.name for path in (disk / "compression").iterdir())
+    assert {f"worker_{i}" in state for i in range(2) for state in states} == {True, False}, states
+    return {"resumed": whole(keras.callbacks.BackupAndRestore(disk)), "whole": whole()}
+
+
+if __name__ == "__main__":
+    folder, results = pathlib.Path(sys.argv[1]), {}
+    push = {f"{name}/*": LOSSY[name] for name in NAMES}
+    strategy = psp.ParameterServerStrategy(
+        mode="sync", compression=compression.ByVariable(push, min_size=1, min_rank=0)
+    )
+    for name in NAMES:
+        with strategy.scope():
+            model = dense(name)
+        results[f"{name} before"] = model.get_weights()
+        results[name] = train(model)
+    for name in ("int8", "powersgd"):
+        for how, weights in resumed(strategy, name, folder).items():
+            results[f"{name} {how}"] = weights
+    arrays = {f"{name}/{i}": w for name, ws in results.items() for i, w in enumerate(ws)}
+    np.savez(folder / "weights.npz", **arrays)
