@@ -181,6 +181,7 @@ class HybridStrategy(SavesTables, MultiWorkerMirroredStrategy):
         self._tables = Tables(
             self._servers, self.extended.control, self.is_chief, digest, pull, push
         )
+        # Steps overlap what they wait for from servers: seconds of that are not counted.
         self.communication.add_source(
             lambda: self._tables.traffic(self.extended.counted), lambda: 0.0
         )

@@ -4,7 +4,8 @@ fault_job.py STEPS FOLDER [name=value ...]
 
 Each step adds to the rows of its ids what plain gradient descent adds; the chief prints steps, and
 at the end whether the table is what it has to be. With `backup=1` it resumes from the folder;
-`bad_id=1` has worker 1 ask for a row that is not there; `pause=SECONDS` makes steps slow.
+`bad_id=1` has worker 1 ask for a row that is not there; `pause=SECONDS` makes steps slow;
+`stranger=1` gives worker 1 another job's token.
 `snapshot=STEPS` has snapshots written to the folder, in two calls of `fit`, of arrays that are
 shuffled if `shuffled=1`; `die=TASK:NUMBER` kills a server while it writes that one; `tables=1` has
 the tables written to the folder at the end, and read again; `exit=CODE` ends with that code.
@@ -51,10 +52,15 @@ def expected(ids, momentum):
     return [bias[0], rows[0]]
 
 
+def own_task():
+    """This process's name in the cluster."""
+    own = json.loads(os.environ["TF_CONFIG"])["task"]
+    return f"{own['type']}-{own['index']}"
+
+
 def die_in_snapshot(task, number):
     """Kills the server of that name when it has written parts of that snapshot, but not all."""
-    own = json.loads(os.environ["TF_CONFIG"])["task"]
-    if task != f"{own['type']}-{own['index']}":
+    if task != own_task():
         return
     merge, times = shard_files.tf.raw_ops.MergeV2Checkpoints, []
 
@@ -84,15 +90,14 @@ def main():
     pause = float(options.get("pause", 0))
     if options.get("die"):
         die_in_snapshot(*options["die"].split(":"))
+    is_stranger = options.get("stranger") and own_task() == "worker-1"
     snapshot_every = int(options["snapshot"]) if options.get("snapshot") else None
     strategy = psp.HybridStrategy(
         placement={"*/embeddings": "parameter_server"},
         sync=options.get("sync", "1") == "1",
         prefetch=options.get("prefetch") == "1",
         table_timeout=float(options.get("timeout", 60)),
-        job_token=options.get("token"),
-        row_compression=options.get("push"),
-        pull_compression=options.get("pull"),
+        job_token="another job" if is_stranger else "this job",
         snapshot_every=snapshot_every,
         snapshot_dir=folder / "snapshots" if snapshot_every else None,
     )

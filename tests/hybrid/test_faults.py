@@ -50,6 +50,27 @@ def test_an_id_out_of_range_is_named():
     assert result.exit_codes["ps-0"] == 1
 
 
+def test_a_worker_with_another_token_is_refused():
+    result = run_in_processes(
+        JOB,
+        workers=2,
+        ps=1,
+        timeout=120,
+        env=ENVIRONMENT,
+        args=[20, "-", "stranger=1"],
+        expect_failure=True,
+        # What becomes of those that a worker has left is no matter of this test.
+        failure_grace=0.5,
+    )
+    assert result.first_failure == "worker-1"
+    message = (
+        r"ClusterStartupError: ps-0 \(127.0.0.1:\d+\): ps-0 belongs to another job: its token "
+    )
+    assert re.search(message + "differs. .* `job_token`", result.logs["worker-1"])
+    assert result.exit_codes["worker-1"] == 1
+    assert "batch" not in result.logs["worker-0"]
+
+
 def test_a_job_that_lost_a_server_resumes_where_it_was(tmp_path):
     args = (30, tmp_path, "backup=1", "pause=0.1", "momentum=0", "prefetch=1")
     with cluster(tmp_path / "first", *args) as job:

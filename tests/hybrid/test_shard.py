@@ -66,3 +66,18 @@ def test_the_order_of_arrival_does_not_change_a_bit(parts):
     assert len(orders) == {3: 6, 4: 12}[len(parts)]
     for order in orders:
         np.testing.assert_array_equal(table_after(order), expected(parts))
+
+
+@pytest.mark.parametrize("sync, expected", [(True, 0), (False, -3)])
+def test_a_sum_or_each_push_is_regularized_clipped_and_decays(sync, expected):
+    spec = {"key": 0, "name": "table", "rows": 1, "dim": 1, "initializer": None}
+    shard = Shard(spec, 0, 1, None, None, replicas=2, sync=sync)
+    shard.weights.assign([[8.0]])
+    optimizer, regularizer = keras.optimizers.SGD(1.0, clipvalue=4.0), keras.regularizers.L2(0.125)
+    shard.set_optimizer(config_of(optimizer, 0.5, None, regularizer), 1, 1)
+    push = shard.methods()["push1"]
+    for replica in range(2):
+        header = tf.constant([replica, 0, 0, 1, 0, 0], tf.int64)
+        push(header, tf.constant([1.0]), tf.constant([0]), tf.constant([[3.0]]))
+    # 8 / 2 - min(4, 6 + 8 / 4) = 0; or 8 / 2 - min(4, 3 + 8 / 4) = 0, and 0 / 2 - min(4, 3) = -3.
+    assert shard.weights.numpy() == [[expected]]

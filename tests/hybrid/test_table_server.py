@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 import tensorflow as tf
 
-from keras_psplus.cluster.config import TaskConfig
+from keras_psplus.cluster.config import ClusterStartupError, TaskConfig
 from keras_psplus.cluster.ports import free_ports
 from keras_psplus.hybrid import saving
 from keras_psplus.hybrid.calls import ControlLink, TableServerError, TableServerLostError
@@ -20,6 +20,8 @@ from keras_psplus.hybrid.table import Table, pull, push
 from keras_psplus.hybrid.table_server import TableServer
 
 DIGEST, AGREED = "digest", "agreed"
+# One of this machine's addresses, but not the one that most programs take.
+HOST = "127.0.0.2"
 SPEC = {"key": 0, "name": "users/embeddings", "rows": 9, "dim": 3, "initializer": None}
 LONG = tf.int64
 
@@ -27,8 +29,8 @@ LONG = tf.int64
 @pytest.fixture(scope="module")
 def task():
     """A cluster with a server in a thread of this process, greeted by its one worker."""
-    worker, ps = (f"127.0.0.1:{port}" for port in free_ports(2))
-    cluster = {"worker": (worker,), "ps": (ps,)}
+    worker, ps = free_ports(2)
+    cluster = {"worker": (f"127.0.0.1:{worker}",), "ps": (f"{HOST}:{ps}",)}
     options = {
         "server": 0,
         "servers": 1,
@@ -66,6 +68,14 @@ def test_rows_are_written_read_and_looked_up(table):
     np.testing.assert_array_equal(rows, value[[8, 2]])
 
 
+def test_it_listens_on_its_own_host_only(task, table):
+    host, port = task.cluster["ps"][0].split(":")
+    assert host == HOST
+    socket.create_connection((HOST, int(port)), timeout=5).close()
+    with pytest.raises(ConnectionRefusedError):
+        socket.create_connection(("127.0.0.1", int(port)), timeout=5)
+
+
 @pytest.mark.parametrize(
     "request_, message",
     [
@@ -83,8 +93,9 @@ def test_wrong_requests_are_refused(task, table, request_, message):
 
 
 def test_another_job_is_refused(task, table):
-    with pytest.raises(TableServerError, match="another job.*Received: another token"):
-        control(task, "other").request("hello", agreed=AGREED, replicas=2)
+    # As soon as it says hello, and not when it has waited for as long as others may take.
+    with pytest.raises(ClusterStartupError, match="another job.*`job_token`.*another token"):
+        Servers(task, "other", timeout=20, patience=2).greet(AGREED, 2, 20)
     stranger = Table(table.servers, 0, SPEC["name"], (9, 3), "other", None, None)
     with pytest.raises(tf.errors.InvalidArgumentError, match="lost: ps-0 .*not registered"):
         pull(stranger, tf.constant([1], LONG), replica=0)
