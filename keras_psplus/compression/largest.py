@@ -6,6 +6,8 @@ import math
 import numpy as np
 import tensorflow as tf
 
+from keras_psplus.compression.places import put
+
 # A sample of this many magnitudes finds a threshold; smaller tensors are sorted as they are.
 _SAMPLE = 1 << 14
 
@@ -78,16 +80,8 @@ def _places(mask):
 def _by_sorting(matrix, count):
     places = tf.math.top_k(_magnitudes(matrix), count, sorted=False).indices
     # What a sort leaves is in no order of places; to mark them is less work than another sort.
-    rows, size = tf.shape(matrix, tf.int64)[0], matrix.shape[1]
-    starts = size * tf.range(rows)[:, tf.newaxis]
-    marks = tf.raw_ops.SparseToDense(
-        sparse_indices=tf.reshape(starts + tf.cast(places, tf.int64), [-1]),
-        output_shape=tf.reshape(rows * size, [1]),
-        sparse_values=True,
-        default_value=False,
-        validate_indices=False,
-    )
-    found = tf.where(tf.reshape(marks, [rows, size]))[:, 1]
+    marks = put(tf.constant(True), places, matrix.shape[1])
+    found = tf.where(tf.reshape(marks, tf.shape(matrix)))[:, 1]
     places = tf.reshape(tf.cast(found, tf.int32), tf.shape(places))
     return tf.gather(matrix, places, batch_dims=1), places
 
