@@ -138,6 +138,7 @@ def _serve(connection):
         reading, writing = os.pipe()
         mediator = os.fork()
         if not mediator:
+            request["mediator"] = os.getpid()
             pid = os.fork()
             if not pid:
                 os.close(reading)
@@ -156,10 +157,13 @@ def _serve(connection):
 
 def _become(request, files):
     """Makes this process what `Popen` was asked for, but for the script."""
-    while os.getppid() != request["parent"]:
+    while os.getppid() == request["mediator"]:
         time.sleep(0.001)
     if request["ends_with_parent"]:
         ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, int(signal.SIGKILL))
+        # It may have ended before, and nothing says so then.
+        if os.getppid() != request["parent"]:
+            os._exit(1)
     if request["is_leader"]:
         os.setsid()
     for number, file in enumerate(files):

@@ -92,8 +92,7 @@ def main():
             # Those who look whether a step goes on do so a few times a second.
             time.sleep(0.1)
 
-    callbacks = [Pause()] if kind in ("all_reduce", "hybrid") else []
-    callbacks += [Tell(), keras.callbacks.BackupAndRestore(folder / "backup")]
+    callbacks = [Pause(), Tell(), keras.callbacks.BackupAndRestore(folder / "backup")]
     x, ids, y = data()
     model.fit(
         [x, ids], y, batch_size=ROWS, epochs=EPOCHS, shuffle=False, verbose=0, callbacks=callbacks
