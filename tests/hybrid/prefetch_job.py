@@ -17,7 +17,7 @@ import numpy as np
 import tensorflow as tf
 
 import keras_psplus as psp
-from tests.hybrid.training_job import BATCH, DIM, ROWS, OneHot, data, head, initializer
+from tests.hybrid.training_job import BATCH, DIM, ROWS, OneHot, head, initializer, run_cases
 
 AutoShardPolicy = tf.data.experimental.AutoShardPolicy
 
@@ -218,14 +218,7 @@ CASES = {case.__name__: case for case in (arrays, stream, unending)}
 def main():
     folder, alone = pathlib.Path(sys.argv[1]), "--reference" in sys.argv
     strategy = psp.HybridStrategy(placement="parameter_server", prefetch=True)
-    for name, case in CASES.items():
-        keras.utils.set_random_seed(1)
-        with strategy.scope():
-            model, results = case(Late if alone else keras.layers.Embedding, *data())
-        results.update({f"weight_{i}": w for i, w in enumerate(model.get_weights())})
-        who = "reference" if alone else strategy.task.name
-        np.savez(folder / f"{name}-{who}.npz", **results)
-        print(f"done {name}", flush=True)
+    run_cases(CASES, strategy, Late if alone else keras.layers.Embedding, folder, alone)
 
 
 if __name__ == "__main__":

@@ -32,18 +32,23 @@ def cluster(folder, *args, ps=2):
     )
 
 
-def test_an_id_out_of_range_is_named():
-    result = run_in_processes(
+def that_fails(*options, failure_grace):
+    """How a job ends that does not get to its last step."""
+    return run_in_processes(
         JOB,
         workers=2,
         ps=1,
         timeout=120,
         env=ENVIRONMENT,
-        # By the step that asks for it, not by the one before, which looks ahead.
-        args=[20, "-", "bad_id=1", "prefetch=1"],
+        args=[20, "-", *options],
         expect_failure=True,
-        failure_grace=60,
+        failure_grace=failure_grace,
     )
+
+
+def test_an_id_out_of_range_is_named():
+    # By the step that asks for it, not by the one before, which looks ahead.
+    result = that_fails("bad_id=1", "prefetch=1", failure_grace=60)
     message = "ValueError: The layer sequential/embedding was asked for a row that its table does "
     assert message + "not have: ids go from 0 to 39. Received: id 43" in result.logs["worker-1"]
     assert "batch 7." in result.logs["worker-1"]
@@ -51,17 +56,8 @@ def test_an_id_out_of_range_is_named():
 
 
 def test_a_worker_with_another_token_is_refused():
-    result = run_in_processes(
-        JOB,
-        workers=2,
-        ps=1,
-        timeout=120,
-        env=ENVIRONMENT,
-        args=[20, "-", "stranger=1"],
-        expect_failure=True,
-        # What becomes of those that a worker has left is no matter of this test.
-        failure_grace=0.5,
-    )
+    # What becomes of those that a worker has left is no matter of this test.
+    result = that_fails("stranger=1", failure_grace=0.5)
     assert result.first_failure == "worker-1"
     message = (
         r"ClusterStartupError: ps-0 \(127.0.0.1:\d+\): ps-0 belongs to another job: its token "

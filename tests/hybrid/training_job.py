@@ -260,6 +260,32 @@ def data():
     return x.astype("int32"), y
 
 
+def run_cases(cases, strategy, embedding, folder, alone):
+    """Leaves what each case comes to, from the same seed, with the model's weights.
+
+    Args:
+        cases: Dict from names to functions of a kind of layer and `data`, which return a model and
+            a dict of results.
+        strategy: `HybridStrategy`.
+        embedding: The kind of layer.
+        folder: For the files.
+        alone: Whether this is the one process that others are held against.
+    """
+    for name, case in cases.items():
+        keras.utils.set_random_seed(1)
+        with strategy.scope():
+            model, results = case(embedding, *data())
+        results.update({f"weight_{i}": w for i, w in enumerate(model.get_weights())})
+        leave(results, name, strategy, folder, alone)
+
+
+def leave(results, name, strategy, folder, alone):
+    """Writes a case's results to a file of this task's."""
+    who = "reference" if alone else strategy.task.name
+    np.savez(folder / f"{name}-{who}.npz", **results)
+    print(f"done {name}", flush=True)
+
+
 def main():
     folder, names = pathlib.Path(sys.argv[1]), sys.argv[2].split(",")
     reference = "--reference" in sys.argv
@@ -270,9 +296,7 @@ def main():
         with strategy.scope():
             embedding = OneHot if reference else keras.layers.Embedding
             results = CASES[name].fit(embedding, reference, x, y)
-        who = "reference" if reference else strategy.task.name
-        np.savez(folder / f"{name}-{who}.npz", **results)
-        print(f"done {name}", flush=True)
+        leave(results, name, strategy, folder, reference)
     if not reference and strategy.is_chief:
         print(f"tables {len(strategy.tables.all)}")
 

@@ -6,6 +6,7 @@ usage_job.py FOLDER CASES [--reference] [push=COMPRESSION] [pull=COMPRESSION]
 `files` needs those that `write_files` has left in the folder, and leaves some itself.
 """
 
+import functools
 import os
 import pathlib
 import sys
@@ -17,7 +18,7 @@ import numpy as np
 import tensorflow as tf
 
 import keras_psplus as psp
-from tests.hybrid.training_job import BATCH, DIM, ROWS, OneHot, data, head, initializer
+from tests.hybrid.training_job import BATCH, DIM, ROWS, OneHot, data, head, initializer, run_cases
 
 EPOCHS = 2
 FACTORS = np.linspace(-1, 1, 5 * DIM, dtype="float32")
@@ -38,7 +39,7 @@ def linear(y, rows):
     return tf.reduce_mean(rows * FACTORS * (1 + tf.cast(tf.reshape(y, [-1, 1]), tf.float32)))
 
 
-def plain(embedding, folder, x, y):
+def plain(embedding, x, y):
     """Training alone, what `communication` and its monitor say of it, and rows as they are read."""
     ids = keras.Input((5,), dtype="int32")
     table = embedding(ROWS, DIM, embeddings_initializer=initializer(7), name="table")
@@ -90,7 +91,7 @@ def words(x):
     return tf.ragged.constant(rows, tf.int32, ragged_rank=1)
 
 
-def several(embedding, folder, x, y):
+def several(embedding, x, y):
     """One table for ragged ids and for many-hot ones, and one for the latter alone."""
     embedding = OneHotOfRagged if embedding is OneHot else embedding
     ragged = keras.Input((None,), dtype="int32", ragged=True)
@@ -134,7 +135,7 @@ def train_on(model, x, y):
     model.fit(x, y, BATCH, shuffle=False, verbose=0)
 
 
-def files(embedding, folder, x, y):
+def files(folder, embedding, x, y):
     """Loads what one process has written, in all ways; then the chief writes."""
     model = from_files(embedding)
     model.load_weights(folder / "alone.weights.h5")
@@ -172,9 +173,6 @@ def write_files(folder):
     return before, state_of(model, x)
 
 
-CASES = {case.__name__: case for case in (plain, several, files)}
-
-
 def main():
     folder, names, alone = pathlib.Path(sys.argv[1]), sys.argv[2], "--reference" in sys.argv
     options = dict(word.split("=") for word in sys.argv[3:] if "=" in word)
@@ -184,16 +182,9 @@ def main():
         pull_compression=options.get("pull"),
         job_token="of all tasks of this test",
     )
-    for name in names.split(","):
-        keras.utils.set_random_seed(1)
-        with strategy.scope():
-            model, results = CASES[name](
-                OneHot if alone else keras.layers.Embedding, folder, *data()
-            )
-        results.update({f"weight_{i}": w for i, w in enumerate(model.get_weights())})
-        who = "reference" if alone else strategy.task.name
-        np.savez(folder / f"{name}-{who}.npz", **results)
-        print(f"done {name}", flush=True)
+    cases = {"plain": plain, "several": several, "files": functools.partial(files, folder)}
+    cases = {name: cases[name] for name in names.split(",")}
+    run_cases(cases, strategy, OneHot if alone else keras.layers.Embedding, folder, alone)
 
 
 if __name__ == "__main__":
