@@ -3,10 +3,10 @@
     python benchmarks/compression_bytes_ps.py
 
 A multilayer perceptron 784-1600-1600-700-10 (4.95 million parameters) is trained by two and by four
-workers with one and with two parameter servers, once for each way of compressing gradients and reads. The
-bytes that the loopback has carried in a step, those of all tasks together, stand beside what
-`strategy.communication` says. The step's batch and its messages are not in the latter. They are the
-same for all: what the first row has of them is taken off in the last column.
+workers with one and with two parameter servers, once for each way of compressing gradients and
+reads. The bytes that the loopback has carried in a step, those of all tasks together, stand beside
+what `strategy.communication` says. The step's batch and its messages are not in the latter. They
+are the same for all: what the first row has of them is taken off in the last column.
 
 As root, everything runs in a network namespace of its own, so that nobody else's bytes are counted.
 Otherwise nothing else on the machine may use the loopback meanwhile.
