@@ -81,7 +81,8 @@ class CompressedSum:
             summed[i], entries[i] = self._slices(grads[i], compressors[i], paths[i], step)
         self.ledger.add(entries)
         if self._timed:
-            self.ledger.time(_leaves(grads), _leaves(summed))
+            begin = map(_first_needed, compressors, _leaves(grads))
+            self.ledger.time(list(begin), _leaves(summed))
         return summed
 
     def _compressor_of(self, variable, gradient):
@@ -283,6 +284,12 @@ def _bytes(tensor):
 
 def _int64(number):
     return tf.constant(number, tf.int64)
+
+
+def _first_needed(compressor, gradient):
+    """The gradient, or a factor of it if it is not made whole: to wait for it would make it so."""
+    product = compressor and compressor.factors(gradient)
+    return product.right if product else gradient
 
 
 def _leaves(tensors):

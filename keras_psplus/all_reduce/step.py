@@ -14,6 +14,7 @@ import tensorflow as tf
 from tensorflow.python.framework import ops
 
 from keras_psplus.all_reduce import batches
+from keras_psplus.compression import products
 
 _local = threading.local()
 
@@ -116,15 +117,14 @@ class Step:
             return tensors
         # Slices of no rows have no indices, and those of others stay what they are.
         values = [t.values if isinstance(t, tf.IndexedSlices) else t for t in tensors]
-        kept = [value for value in values if value is not None]
+        parts = [products.factors(value) or value for value in values if value is not None]
         # A cond passes tensors through without a copy, and each as soon as it is there.
-        safe = iter(
-            tf.cond(
-                self._weight.read_value() > 0,
-                lambda: [tf.identity(value) for value in kept],
-                lambda: [tf.zeros_like(value) for value in kept],
-            )
+        parts = tf.cond(
+            self._weight.read_value() > 0,
+            lambda: tf.nest.map_structure(tf.identity, parts),
+            lambda: tf.nest.map_structure(tf.zeros_like, parts),
         )
+        safe = iter(p.whole() if isinstance(p, products.Product) else p for p in parts)
         values = [None if value is None else next(safe) for value in values]
         return [
             tf.IndexedSlices(new, old.indices, old.dense_shape)

@@ -179,6 +179,18 @@ class Compressor:
         """Counts the bytes that `encode_rows` makes of one row."""
         return tf.TensorShape(row_shape).num_elements() * tf.as_dtype(dtype).size
 
+    def factors(self, tensor):
+        """Finds the factors of a tensor that need not be made whole.
+
+        Args:
+            tensor: Tensor of static shape.
+
+        Returns:
+            `products.Product` if it is one and `rounds` takes a `products.Sum` with it instead of a
+            tensor; what that returns for error feedback to subtract is a `Product` then. Or None.
+        """
+        return None
+
     def rounds(self, tensor, state, step):
         """Averages over workers, as a generator that leaves the collectives to its caller.
 

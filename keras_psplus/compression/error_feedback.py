@@ -6,6 +6,7 @@ import functools
 import tensorflow as tf
 
 from keras_psplus.arguments import flag, number
+from keras_psplus.compression import products
 from keras_psplus.compression.base import Compressor
 from keras_psplus.compression.by_variable import ByVariable
 from keras_psplus.compression.cast import saturating_cast
@@ -112,9 +113,18 @@ class ErrorFeedback(Compressor):
         own = self.inner.decode(payload, tensor.shape, tensor.dtype, step)
         return payload, self.keep(tensor, total, payload, own, inner_state, state)
 
+    def factors(self, tensor):
+        # A momentum is no product.
+        return None if self.momentum else self.inner.factors(tensor)
+
     def rounds(self, tensor, state, step):
-        total = self.add(tensor, state)
-        rounds = self.inner.rounds(saturating_cast(total, tensor.dtype), state["inner"], step)
+        product = self.factors(tensor)
+        if product is None:
+            total = self.add(tensor, state)
+            summed = saturating_cast(total, tensor.dtype)
+        else:
+            total = summed = products.Sum(state["residual"], product, self._times)
+        rounds = self.inner.rounds(summed, state["inner"], step)
         means = None
         while True:
             try:
@@ -123,6 +133,9 @@ class ErrorFeedback(Compressor):
                 mean, own, inner_state = stop.value
                 break
             means = yield payload
+        if product is not None:
+            state = self._if_finite(payload, total.minus(own, mean), None, inner_state, state)
+            return mean, mean, state
         return mean, own, self.keep(tensor, total, payload, own, inner_state, state)
 
     def decode(self, payload, shape, dtype, step):

@@ -4,6 +4,7 @@ import numpy as np
 import tensorflow as tf
 
 from keras_psplus.arguments import flag, number, whole_number
+from keras_psplus.compression import products
 from keras_psplus.compression.base import Compressor
 from keras_psplus.compression.cast import saturating_cast
 from keras_psplus.compression.options import check_floating, seed_number, size_of
@@ -66,7 +67,7 @@ class PowerSGD(Compressor):
         def factors():
             matrix = _matrix(tensor, rows, columns)
             p = _orthonormal(tf.matmul(matrix, self._q(state, columns, rank, step)))
-            q = _transposed_product(matrix, p)
+            q = products.transposed_times(matrix, p)
             return p, q, self._next(state, q)
 
         if not self.start_step:
@@ -98,19 +99,26 @@ class PowerSGD(Compressor):
             return size_of(shape) * tf.as_dtype(dtype).size
         return 4 * (rows + columns) * rank
 
+    def factors(self, tensor):
+        return products.factors(tensor) if self._layout(tensor.shape)[2] else None
+
     def rounds(self, tensor, state, step):
         rows, columns, rank = self._layout(tensor.shape)
         if not rank:
             (mean,) = yield [tensor]
             return mean, tensor, state
-        matrix = _matrix(tensor, rows, columns)
-        (p,) = yield [tf.matmul(matrix, self._q(state, columns, rank, step))]
+        is_sum = isinstance(tensor, products.Sum)
+        matrix = tensor if is_sum else _matrix(tensor, rows, columns)
+        q = self._q(state, columns, rank, step)
+        (p,) = yield [matrix.times(q) if is_sum else tf.matmul(matrix, q)]
         p = _orthonormal(p)
-        (q,) = yield [_transposed_product(matrix, p)]
+        q = matrix.transposed_times(p) if is_sum else products.transposed_times(matrix, p)
+        (q,) = yield [q]
         mean = self._product(p, q, tensor.shape, tensor.dtype)
         # The mean is also what the paper subtracts in error feedback: over all workers that is the
         # same as subtracting each one's part, and costs no further product.
-        return mean, mean, self._next(state, q)
+        own = products.Product(tf.transpose(p), tf.transpose(q)) if is_sum else mean
+        return mean, own, self._next(state, q)
 
     def is_finite(self, residual, payload):
         # Every factor is spoilt by what is not finite.
@@ -153,12 +161,6 @@ class PowerSGD(Compressor):
 def _matrix(tensor, rows, columns):
     check_floating(tensor)
     return tf.cast(tf.reshape(tensor, [rows, columns]), tf.float32)
-
-
-def _transposed_product(matrix, p):
-    """The product of the transposed matrix and a thin `p`."""
-    # A matrix product that transposes what is large takes five times as long on processors.
-    return tf.transpose(tf.matmul(p, matrix, transpose_a=True))
 
 
 def _orthonormal(p):

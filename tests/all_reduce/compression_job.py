@@ -229,6 +229,29 @@ def two_towers(make, out):
         out[f"towers {kind}"] = {"weights": [w for w in model.get_weights() if w.size]}
 
 
+class MadeWhole(keras.layers.Dense):
+    """A layer with a kernel whose gradient is no product, for the graph."""
+
+    def call(self, inputs):
+        return keras.ops.relu(keras.ops.matmul(inputs, 1.0 * self.kernel) + self.bias)
+
+
+def wide_layers(make, out):
+    """Gradients that are thin products, of few rows, and in the last batch of one worker none."""
+    rng = np.random.default_rng(4)
+    x, y = rng.normal(size=(49, 64)), rng.normal(size=(49, 1))
+    for kind, layer in (("of factors", keras.layers.Dense), ("made whole", MadeWhole)):
+        strategy = make(compression.PowerSGD(2))
+        with strategy.scope():
+            keras.utils.set_random_seed(1)
+            layers = [layer(96, activation="relu"), layer(80, activation="relu")]
+            model = keras.Sequential([keras.Input((64,)), *layers, keras.layers.Dense(1)])
+            model.compile(keras.optimizers.SGD(0.1), "mse")
+        model.fit(x, y, 8, epochs=2, shuffle=False, verbose=0)
+        sent = strategy.communication.compressed_bytes
+        out[f"wide {kind}"] = {"weights": model.get_weights(), "traffic": {"all": sent}}
+
+
 def main():
     parser = argparse.ArgumentParser()
     parser.add_argument("--out", required=True)
@@ -252,6 +275,7 @@ def main():
         in_branches_and_loops(make, out)
         in_pieces(make, out)
         two_towers(make, out)
+        wide_layers(make, out)
         resumed(make, out, folder)
         own_checkpoint(make, out, folder)
     arrays = {

@@ -244,6 +244,14 @@ def test_sums_in_pieces_are_those_of_the_whole(run):
     assert traffic["sent pieces"] == traffic["sent whole"]
 
 
+def test_powersgd_computes_the_same_of_gradients_that_it_does_not_make_whole(run):
+    results, traffic = run[0]
+    for i in range(6):
+        of_factors, whole = (results[f"wide {kind}/{i}"] for kind in ("of factors", "made whole"))
+        np.testing.assert_allclose(of_factors, whole, rtol=1e-3, atol=1e-4)
+    assert traffic["wide of factors"] == traffic["wide made whole"]
+
+
 def test_variables_of_the_same_path_have_residuals_of_their_own(run):
     for i in range(4):
         same, unique = (run[0][0][f"towers {kind}/{i}"] for kind in ("same", "unique"))
