@@ -114,14 +114,15 @@ class CompressedSum:
         compressors = [c or routes.WHOLE for c in compressors]
         names = self._names("mean", numbers)
         states = [self._state(n, c, t) for n, c, t in zip(names, compressors, tensors)]
-        means, states = routes.mean(
-            *(self._launcher, self._replicas),
-            *(*self._estimates(compressors, tensors), states, step),
-        )
-        written = [self.states.write(name, state) for name, state in zip(names, states)]
-        # What made the state has read the mean by then, and the optimizer, now the last to do so,
-        # can work in the mean's memory: with PowerSGD that is 4 % of a perceptron's step.
-        means = [gradients.after(done, mean) for done, mean in zip(written, means)]
+        users, estimates = self._estimates(compressors, tensors)
+        launcher, replicas = self._launcher, self._replicas
+        means, states = routes.mean(launcher, replicas, users, estimates, states, step)
+        for i, (name, state) in enumerate(zip(names, states)):
+            written = self.states.write(name, state)
+            if users[i].factors(estimates[i]) is None:
+                # What made the state has read the mean by then, and the optimizer, now the last to
+                # do so, can work in the mean's memory: with PowerSGD, 4 % of a perceptron's step.
+                means[i] = gradients.after(written, means[i])
         entries = []
         for path, compressor, tensor in zip(paths, compressors, tensors):
             whole, sent = _bytes(tensor), compressor.wire_bytes(tensor.shape, tensor.dtype)

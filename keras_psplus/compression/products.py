@@ -2,8 +2,8 @@
 
 The gradient of a dense layer's kernel is the product of what went into the layer, transposed, and
 of the gradient of what came out of it (Xie et al., "Distributed Machine Learning via Sufficient
-Factor Broadcasting", arXiv:1511.08486). If the batch has few rows, it is less work, and above all fewer passes
-over memory, to multiply each of the two by a thin matrix than their product.
+Factor Broadcasting", arXiv:1511.08486). If the batch has few rows, it is less work, and above all
+fewer passes over memory, to multiply each of the two by a thin matrix than their product.
 """
 
 from typing import NamedTuple
