@@ -81,8 +81,8 @@ class CompressedSum:
             summed[i], entries[i] = self._slices(grads[i], compressors[i], paths[i], step)
         self.ledger.add(entries)
         if self._timed:
-            begin = map(_first_needed, compressors, _leaves(grads))
-            self.ledger.time(list(begin), _leaves(summed))
+            begin = [_product(c, g) or g for c, g in zip(compressors, _leaves(grads))]
+            self.ledger.time(tf.nest.flatten(begin), _leaves(summed))
         return summed
 
     def _compressor_of(self, variable, gradient):
@@ -119,7 +119,7 @@ class CompressedSum:
         means, states = routes.mean(launcher, replicas, users, estimates, states, step)
         for i, (name, state) in enumerate(zip(names, states)):
             written = self.states.write(name, state)
-            if users[i].factors(estimates[i]) is None:
+            if _product(users[i], estimates[i]) is None:
                 # What made the state has read the mean by then, and the optimizer, now the last to
                 # do so, can work in the mean's memory: with PowerSGD, 4 % of a perceptron's step.
                 means[i] = gradients.after(written, means[i])
@@ -287,10 +287,10 @@ def _int64(number):
     return tf.constant(number, tf.int64)
 
 
-def _first_needed(compressor, gradient):
-    """The gradient, or a factor of it if it is not made whole: to wait for it would make it so."""
-    product = compressor and compressor.factors(gradient)
-    return product.right if product else gradient
+def _product(compressor, gradient):
+    """The `Product` that a gradient is if it is not made, and must not be waited for; or None."""
+    feedback = isinstance(compressor, compression.ErrorFeedback)
+    return compressor.product_of(gradient) if feedback and not compressor.start_step else None
 
 
 def _leaves(tensors):

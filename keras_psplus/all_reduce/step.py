@@ -117,7 +117,7 @@ class Step:
             return tensors
         # Slices of no rows have no indices, and those of others stay what they are.
         values = [t.values if isinstance(t, tf.IndexedSlices) else t for t in tensors]
-        parts = [products.factors(value) or value for value in values if value is not None]
+        parts = [self._unmade(value) or value for value in values if value is not None]
         # A cond passes tensors through without a copy, and each as soon as it is there.
         parts = tf.cond(
             self._weight.read_value() > 0,
@@ -132,6 +132,13 @@ class Step:
             else new
             for old, new in zip(tensors, values)
         ]
+
+    def _unmade(self, gradient):
+        """The `Product` that a gradient is, if perhaps nobody needs it whole; or None."""
+        if not self._extended.reducers.compresses:
+            return None
+        product = products.factors(gradient)
+        return None if product is None or gradient.consumers() else product
 
     def sum_over_replicas(self, tensors):
         """Sums small tensors over all replicas."""

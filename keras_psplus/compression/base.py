@@ -179,15 +179,15 @@ class Compressor:
         """Counts the bytes that `encode_rows` makes of one row."""
         return tf.TensorShape(row_shape).num_elements() * tf.as_dtype(dtype).size
 
-    def factors(self, tensor):
-        """Finds the factors of a tensor that need not be made whole.
+    def product_of(self, tensor):
+        """Finds of which product a tensor need not be made.
 
         Args:
             tensor: Tensor of static shape.
 
         Returns:
-            `products.Product` if it is one and `rounds` takes a `products.Sum` with it instead of a
-            tensor; what that returns for error feedback to subtract is a `Product` then. Or None.
+            `products.Product`, or None. If it is not None, `ErrorFeedback` calls `rounds` with a
+            `products.Sum` instead of a tensor, and is to subtract a `Product`.
         """
         return None
 

@@ -113,17 +113,18 @@ class ErrorFeedback(Compressor):
         own = self.inner.decode(payload, tensor.shape, tensor.dtype, step)
         return payload, self.keep(tensor, total, payload, own, inner_state, state)
 
-    def factors(self, tensor):
-        # A momentum is no product.
-        return None if self.momentum else self.inner.factors(tensor)
+    def product_of(self, tensor):
+        # A momentum is none, and others may add and keep something else.
+        takes = type(self) is ErrorFeedback and not self.momentum
+        return self.inner.product_of(tensor) if takes else None
 
     def rounds(self, tensor, state, step):
-        product = self.factors(tensor)
+        product = self.product_of(tensor)
         if product is None:
             total = self.add(tensor, state)
             summed = saturating_cast(total, tensor.dtype)
         else:
-            total = summed = products.Sum(state["residual"], product, self._times)
+            total = summed = products.Sum(state["residual"], product, self._times, tensor.shape)
         rounds = self.inner.rounds(summed, state["inner"], step)
         means = None
         while True:

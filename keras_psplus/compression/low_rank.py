@@ -99,8 +99,10 @@ class PowerSGD(Compressor):
             return size_of(shape) * tf.as_dtype(dtype).size
         return 4 * (rows + columns) * rank
 
-    def factors(self, tensor):
-        return products.factors(tensor) if self._layout(tensor.shape)[2] else None
+    def product_of(self, tensor):
+        # Those of others that are derived from this one take tensors.
+        takes = type(self).rounds is PowerSGD.rounds and self._layout(tensor.shape)[2]
+        return products.factors(tensor) if takes else None
 
     def rounds(self, tensor, state, step):
         rows, columns, rank = self._layout(tensor.shape)
@@ -116,7 +118,8 @@ class PowerSGD(Compressor):
         (q,) = yield [q]
         mean = self._product(p, q, tensor.shape, tensor.dtype)
         # The mean is also what the paper subtracts in error feedback: over all workers that is the
-        # same as subtracting each one's part, and costs no further product.
+        # same as subtracting each one's part, and costs no further product (of a sum, one more in
+        # the same pass over memory).
         own = products.Product(tf.transpose(p), tf.transpose(q)) if is_sum else mean
         return mean, own, self._next(state, q)
 

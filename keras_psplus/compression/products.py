@@ -10,7 +10,7 @@ from typing import NamedTuple
 
 import tensorflow as tf
 
-# The factors are worth it if they have at most one in so many of the product's elements.
+# The factors are worth it if the product has at least so many times their elements.
 _THIN = 2
 
 
@@ -37,25 +37,28 @@ def factors(tensor):
         tensor: Tensor.
 
     Returns:
-        `Product`; None if the tensor is none, or if there is no graph.
+        `Product`, or None if the tensor is no such product, or not of a graph.
     """
     if not tf.is_symbolic_tensor(tensor) or tensor.dtype != tf.float32:
         return None
-    op = tensor.op
+    op, waits_for = tensor.op, []
     while op.type in ("EnsureShape", "Identity"):
+        waits_for += op.control_inputs
         op = op.inputs[0].op
     if op.type != "MatMul" or not op.get_attr("transpose_a") or op.get_attr("transpose_b"):
         return None
-    return Product(*op.inputs)
+    with tf.control_dependencies([*waits_for, *op.control_inputs]):
+        return Product(*map(tf.identity, op.inputs))
 
 
 class Sum:
     """A matrix and some times a product, which are added up only if this is less work.
 
     Args:
-        matrix: float32 tensor of static shape `(rows, columns)`.
-        product: `Product` of the same shape.
+        matrix: float32 tensor.
+        product: `Product`.
         times: Int: how many times it is added.
+        shape: Static shape `(rows, columns)` of both.
 
     Attributes:
         shape: Static shape.
@@ -64,22 +67,26 @@ class Sum:
 
     dtype = tf.float32
 
-    def __init__(self, matrix, product, times):
-        self.shape = rows, columns = matrix.shape
+    def __init__(self, matrix, product, times, shape):
+        self.shape = rows, columns = tf.TensorShape(shape)
         # The graph may not know the shapes of what comes out of branches.
-        left = tf.ensure_shape(times * product.left, [None, rows])
+        left = tf.ensure_shape(product.left, [None, rows])
         right = tf.ensure_shape(product.right, [None, columns])
+        left = left if times == 1 else times * left
+        most = rows * columns // ((rows + columns) * _THIN)
         if left.shape[0] is None:
-            inner = tf.shape(left)[0]
-            is_thin = _is_thin(tf.cast(inner, tf.int64), rows, columns)
+            # Shapes are known to the processor, and it is there that branches are chosen.
+            with tf.device("CPU:0"):
+                inner = tf.shape(left)[0]
+                is_thin = inner <= most
+                # What is added up leaves no rows of the factors, and needs no more branches.
+                inner = tf.where(is_thin, inner, 0)
             matrix = tf.cond(
                 is_thin,
                 lambda: tf.identity(matrix),
                 lambda: matrix + Product(left, right).whole(),
             )
-            # Without another branch: what has been added up leaves no rows of the factors.
-            inner = tf.where(is_thin, inner, 0)
-        elif _is_thin(left.shape[0], rows, columns):
+        elif left.shape[0] <= most:
             inner = left.shape[0]
         else:
             inner, matrix = 0, matrix + Product(left, right).whole()
@@ -112,7 +119,3 @@ def transposed_times(matrix, thin):
     """Multiplies a matrix, transposed, by one of few columns."""
     # A matrix product that transposes what is large takes five times as long on processors.
     return tf.transpose(tf.matmul(thin, matrix, transpose_a=True))
-
-
-def _is_thin(inner, rows, columns):
-    return inner * (rows + columns) * _THIN <= rows * columns

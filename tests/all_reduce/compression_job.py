@@ -14,6 +14,7 @@ import tensorflow as tf
 
 import keras_psplus
 from keras_psplus import cluster, compression
+from keras_psplus.compression import products
 from tests.all_reduce.job_parts import Interrupt, Interrupted, compress
 
 STEPS = 6
@@ -238,9 +239,12 @@ class MadeWhole(keras.layers.Dense):
 
 def wide_layers(make, out):
     """Gradients that are thin products, of few rows, and in the last batch of one worker none."""
+    sums, make_sum = [], products.Sum.__init__
+    products.Sum.__init__ = lambda self, *args: make_sum(self, *args) or sums.append(self)
     rng = np.random.default_rng(4)
     x, y = rng.normal(size=(49, 64)), rng.normal(size=(49, 1))
     for kind, layer in (("of factors", keras.layers.Dense), ("made whole", MadeWhole)):
+        sums.clear()
         strategy = make(compression.PowerSGD(2))
         with strategy.scope():
             keras.utils.set_random_seed(1)
@@ -249,7 +253,8 @@ def wide_layers(make, out):
             model.compile(keras.optimizers.SGD(0.1), "mse")
         model.fit(x, y, 8, epochs=2, shuffle=False, verbose=0)
         sent = strategy.communication.compressed_bytes
-        out[f"wide {kind}"] = {"weights": model.get_weights(), "traffic": {"all": sent}}
+        traffic = {"all": sent, "sums": len(sums)}
+        out[f"wide {kind}"] = {"weights": model.get_weights(), "traffic": traffic}
 
 
 def main():

@@ -1,3 +1,4 @@
+import keras
 import numpy as np
 import pytest
 import tensorflow as tf
@@ -31,7 +32,7 @@ def test_a_sum_is_what_its_parts_add_up_to(inner, known):
     low_rank = numbers(3, ROWS, seed=1), numbers(3, COLUMNS, seed=2)
 
     def parts(left, right):
-        total = products.Sum(tf.constant(matrix), products.Product(left, right), 2)
+        total = products.Sum(tf.constant(matrix), products.Product(left, right), 2, matrix.shape)
         assert total.shape == matrix.shape
         taken = products.Product(*map(tf.constant, low_rank))
         parts = total.times(q), total.transposed_times(p), total.minus(taken, taken.whole())
@@ -51,7 +52,7 @@ def test_a_sum_is_what_its_parts_add_up_to(inner, known):
 
 def test_a_batch_without_rows_adds_nothing():
     def times(left, right):
-        return products.Sum(tf.ones([6, 5]), products.Product(left, right), 2).times(
+        return products.Sum(tf.ones([6, 5]), products.Product(left, right), 2, [6, 5]).times(
             tf.ones([5, 1])
         )
 
@@ -60,16 +61,31 @@ def test_a_batch_without_rows_adds_nothing():
 
 
 def test_gradients_of_dense_layers_are_products():
-    kernel = tf.Variable(numbers(9, 5))
+    layer = keras.layers.Dense(5, activation="relu")
+    layer.build([None, 9])
 
     def found(x):
         with tf.GradientTape() as tape:
-            loss = tf.reduce_sum(tf.matmul(x, kernel) ** 2)
-        gradient = tf.ensure_shape(tf.identity(tape.gradient(loss, kernel)), [9, 5])
+            loss = tf.reduce_sum(layer(x) ** 2)
+        gradient = tape.gradient(loss, layer.kernel.value)
+        gradient = tf.ensure_shape(tf.identity(gradient), [9, 5])
         return gradient, products.factors(gradient).whole()
 
     gradient, whole = traced(found, tf.TensorSpec([None, 9]))(tf.constant(numbers(4, 9)))
     np.testing.assert_array_equal(gradient, whole)
+
+
+def test_factors_wait_for_what_their_product_waits_for():
+    def check(a, b):
+        first = tf.negative(a)
+        product = tf.matmul(a, b, transpose_a=True)
+        with tf.control_dependencies([first]):
+            made_later = tf.matmul(a, b, transpose_a=True)
+            waiting = tf.identity(product)
+        for found in products.factors(made_later), products.factors(waiting):
+            assert [factor.op.control_inputs for factor in found] == [[first.op]] * 2
+
+    traced(check, *matrices([2, 3], [2, 3]))
 
 
 @pytest.mark.parametrize(
@@ -162,6 +178,42 @@ def _needed(graph):
             found.add(op)
             left += [tensor.op for tensor in op.inputs] + list(op.control_inputs)
     return found
+
+
+class Clipped(compression.PowerSGD):
+    def rounds(self, tensor, state, step):
+        return super().rounds(tf.clip_by_value(tensor, -1, 1), state, step)
+
+
+class Added(compression.ErrorFeedback):
+    def add(self, tensor, state):
+        return 2 * super().add(tensor, state)
+
+
+@pytest.mark.parametrize(
+    "feedback",
+    [
+        compression.ErrorFeedback(Clipped(2)),
+        Added(compression.PowerSGD(2)),
+        compression.ErrorFeedback(compression.PowerSGD(2), momentum=0.5),
+    ],
+)
+def test_what_needs_a_tensor_gets_one(feedback):
+    left, right = numbers(2, ROWS), numbers(2, COLUMNS)
+    state = feedback.init([ROWS, COLUMNS], "float32")
+
+    def step(left, right):
+        assert products.factors(products.Product(left, right).whole()) is not None
+        (first, _), (second, _) = averaged(feedback, [left] * 2, [right] * 2, [state] * 2, at(0))
+        return first
+
+    mean = traced(step, *matrices(left.shape, right.shape))(tf.constant(left), tf.constant(right))
+    whole = tf.constant(left.T @ right)
+    rounds = feedback.rounds(whole, state, at(0))
+    payload = rounds.send(next(rounds))
+    with pytest.raises(StopIteration) as stop:
+        rounds.send(payload)
+    np.testing.assert_allclose(mean, stop.value.value[0], rtol=1e-4, atol=1e-4)
 
 
 def test_small_matrices_are_sent_whole():
