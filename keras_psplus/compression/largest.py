@@ -10,6 +10,8 @@ from keras_psplus.compression.places import put
 
 # A sample of this many magnitudes finds a threshold; smaller tensors are sorted as they are.
 _SAMPLE = 1 << 14
+# Eight of them, in a byte each.
+_ALL_TRUE = 0x0101010101010101
 
 
 def largest(matrix, count):
@@ -35,10 +37,8 @@ def largest(matrix, count):
     expected = count * sample.shape[0] / size
     rank = min(sample.shape[0], math.ceil(expected + 3 * math.sqrt(expected) + 1))
     threshold = tf.math.top_k(sample, rank).values[-1]
-    # One comparison of squares is less work than two of the numbers, or than their magnitudes; and
-    # NaN, which compares with nothing, is among the candidates. Where squares leave float32's range
-    # there are too few of these.
-    candidates = _places(~(row * row <= threshold * threshold))
+    # NaN, which compares with nothing, is not among the small.
+    candidates = _places_but(tf.abs(row) <= threshold)
 
     def of_candidates():
         found = tf.cast(candidates, tf.int32)
@@ -63,18 +63,20 @@ def _first_of_equal(values, last, count):
     return tf.where(above | (equal & (tf.cumsum(tf.cast(equal, tf.int32)) <= wanted)))[:, 0]
 
 
-def _places(mask):
-    """Places of the few that are true: `tf.where` is slow for each element, true or not."""
+def _places_but(mask):
+    """Places of the few that are false: `tf.where` is slow for each element, true or not."""
+    # Not as `tf.where(~mask)`: TensorFlow makes `x > y` of `~(x <= y)`, which NaN is not either.
     size = mask.shape[0]
     whole = size - size % 8
-    eights = tf.reshape(tf.cast(mask[:whole], tf.uint8), [whole // 8, 8])
-    words = tf.bitcast(eights, tf.int64)
-    some = tf.where(words != 0)[:, 0]
-    found = tf.where(tf.bitcast(tf.gather(words, some), tf.uint8))
+    same = tf.cast(mask, tf.uint8)
+    words = tf.bitcast(tf.reshape(same[:whole], [whole // 8, 8]), tf.int64)
+    some = tf.where(words != _ALL_TRUE)[:, 0]
+    eights = tf.bitcast(tf.bitwise.bitwise_xor(tf.gather(words, some), _ALL_TRUE), tf.uint8)
+    found = tf.where(eights)
     places = tf.gather(some, found[:, 0]) * 8 + found[:, 1]
     if whole == size:
         return places
-    return tf.concat([places, whole + tf.where(mask[whole:])[:, 0]], 0)
+    return tf.concat([places, whole + tf.where(same[whole:] == 0)[:, 0]], 0)
 
 
 def _by_sorting(matrix, count):

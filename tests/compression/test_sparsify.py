@@ -34,10 +34,12 @@ def test_what_all_workers_send_is_added_up_at_once():
 
 @pytest.mark.parametrize("place", [12345, 300_002])
 @pytest.mark.parametrize("wrong", [np.nan, np.inf, -np.inf])
-def test_what_is_not_finite_is_among_the_largest_of_many(wrong, place):
+@pytest.mark.parametrize("in_graph", [False, True])
+def test_what_is_not_finite_is_among_the_largest_of_many(wrong, place, in_graph):
     values = np.random.default_rng(0).normal(size=[1, 300_003]).astype("f4")
     values[0, place] = wrong
-    found, places = largest(tf.constant(values), 3000)
+    find = tf.function(largest) if in_graph else largest
+    found, places = find(tf.constant(values), 3000)
     assert (np.diff(places) > 0).all()
     assert place in places.numpy()
     np.testing.assert_array_equal(found[0], values[0, places[0].numpy()])
