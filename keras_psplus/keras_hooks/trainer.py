@@ -6,7 +6,7 @@ from keras.src.backend.tensorflow import core, trainer
 from keras.src.trainers import trainer as base_trainer
 
 from keras_psplus.all_reduce import batches, failure
-from keras_psplus.keras_hooks import checks, data, hybrid_prefetch, updates
+from keras_psplus.keras_hooks import checks, data, hybrid_prefetch, single_steps, updates
 from keras_psplus.keras_hooks.ownership import another_is_live, distributing, our_step, ours
 from keras_psplus.keras_hooks.patching import replace
 
@@ -100,15 +100,19 @@ def _make_function(original, self, step_function):
     if strategy is None:
         return original(self, step_function)
     function = original(self, _replica_step(self, step_function))
+    of_iterator = function
+    if not self.run_eagerly:
+        of_iterator = single_steps.of_iterator(function, self.steps_per_execution)
     progress, is_training = strategy.progress, step_function == self.train_step
     doing = "training step" if is_training else "evaluation step"
 
     def function_of_iterator(iterator):
+        run = of_iterator
         if not isinstance(iterator, _ITERATORS):
-            iterator = (data.split_eagerly(strategy, batch) for batch in iterator)
+            iterator, run = (data.split_eagerly(strategy, batch) for batch in iterator), function
         progress.begin(doing)
         try:
-            result = function(iterator)
+            result = run(iterator)
         finally:
             progress.end()
         if is_training:
