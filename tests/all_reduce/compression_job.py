@@ -142,6 +142,19 @@ def not_finite(make, out):
             out[f"not finite {name} {scaled}"] = {"weights": weights}
 
 
+def few_not_finite(make, out):
+    """What is no number on one worker, in fewer gradients than top-k sends of a large kernel."""
+    strategy = make("topk:0.01")
+    rng = np.random.default_rng(0)
+    x, y = (rng.normal(size=(8, size)).astype("float32") for size in (400, 200))
+    y[6, 17] = np.nan
+    with strategy.scope():
+        model = keras.Sequential([keras.Input((400,)), keras.layers.Dense(200, use_bias=False)])
+        model.compile(keras.optimizers.SGD(0.1), lambda y, pred: tf.reduce_mean(y * pred, -1))
+    model.fit(x, y, 8, shuffle=False, verbose=0)
+    out["few not finite"] = {"weights": model.get_weights()}
+
+
 def embeddings(make, out):
     rng = np.random.default_rng(3)
     ids = rng.integers(0, 50, size=(48, 4))
@@ -277,6 +290,7 @@ def main():
     if not args.every_compressor_only:
         embeddings(make, out)
         not_finite(make, out)
+        few_not_finite(make, out)
         in_branches_and_loops(make, out)
         in_pieces(make, out)
         two_towers(make, out)

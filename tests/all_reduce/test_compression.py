@@ -274,6 +274,12 @@ def test_numbers_that_are_not_finite_reach_the_optimizer(name, run):
     assert not np.isfinite(results[f"not finite {name} False/0"]).all()
 
 
+def test_few_numbers_that_are_not_finite_reach_the_optimizer(run):
+    for results, _ in run:
+        wrong = np.isnan(results["few not finite/0"])
+        assert wrong[:, 17].all() and wrong.sum() == 400
+
+
 def test_accumulated_gradients_are_sent_once(run):
     _, traffic = run[0]
     for name in ("int8", "topk", "powersgd"):
