@@ -2,8 +2,8 @@
 
 Keras puts the results of a step into an optional, to be asked whether there are any and to be taken
 out of it, which are two calls of TensorFlow more; and a `tf.function` looks at what it is called
-with, to find out which of its graphs is meant. Both take 1 of 15 ms, when steps are so short, in
-which nothing else of the step goes on.
+with, to find out which of its graphs is meant. Both together took 1 ms of a step of 15, in which no
+worker computed.
 """
 
 import weakref
@@ -44,6 +44,6 @@ class _SingleSteps:
             self._iterator = weakref.ref(iterator)
             self._graph = self._step.get_concrete_function(iterator)
             return results
-        # There is no public way to call a graph without what its arguments are being looked at.
+        # There is no public way to call a graph without its arguments being looked at.
         inputs = tf.nest.flatten(iterator, expand_composites=True)
         return self._graph._call_flat(inputs, self._graph.captured_inputs)

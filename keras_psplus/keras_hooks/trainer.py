@@ -107,12 +107,12 @@ def _make_function(original, self, step_function):
     doing = "training step" if is_training else "evaluation step"
 
     def function_of_iterator(iterator):
-        run = of_iterator
-        if not isinstance(iterator, _ITERATORS):
-            iterator, run = (data.split_eagerly(strategy, batch) for batch in iterator), function
+        is_iterator = isinstance(iterator, _ITERATORS)
+        if not is_iterator:
+            iterator = (data.split_eagerly(strategy, batch) for batch in iterator)
         progress.begin(doing)
         try:
-            result = run(iterator)
+            result = of_iterator(iterator) if is_iterator else function(iterator)
         finally:
             progress.end()
         if is_training:
