@@ -14,6 +14,7 @@ them is encoded or decoded. On CPUs, collectives of one signature take turns in 
 and only those of one lane wait for each other.
 """
 
+import contextlib
 import weakref
 import zlib
 
@@ -49,6 +50,22 @@ class Launcher(cross_device_utils.CollectiveReplicaLauncher):
         self._signature = None
         self._lane = None
         self._size_class = None
+        self._name = None
+
+    @contextlib.contextmanager
+    def apart(self, name):
+        """Has the collectives made inside wait for no others, unless for those of the same name.
+
+        Branches need it: each begins with the first lane, and would wait for branches before it.
+
+        Args:
+            name: String, the same on all replicas.
+        """
+        outer, self._name = self._name, name
+        try:
+            yield
+        finally:
+            self._name = outer
 
     def all_reduce(self, input_tensor, control_input=None, options=None):
         tensor = tf.convert_to_tensor(input_tensor)
@@ -120,22 +137,44 @@ class Launcher(cross_device_utils.CollectiveReplicaLauncher):
             mine = tf.stack([tf.shape(tensor)[0], tf.size(tensor)])
             gathered = tf.reshape(self._all_gather(mine), [self._group_size, 2])
             counts, sizes = gathered[:, 0], gathered[:, 1]
-            padded, size_class = _size_class(tf.reduce_max(sizes))
-            self._size_class = size_class
-            try:
-                with _Signature(self, ("rows", tensor.dtype.name), lanes=1):
-                    everything = super()._all_gather(
-                        tf.pad(elements, [[0, padded - tf.size(elements)]]), None
-                    )
-            finally:
-                self._size_class = None
-            everything = tf.reshape(everything, [self._group_size, padded])
+            everything = self._gather_elements(elements, tf.reduce_max(sizes))
             parts = [everything[rank, : sizes[rank]] for rank in range(self._group_size)]
             elements = tf.concat(parts, 0)
             rows = tf.reshape(elements, tf.concat([[tf.reduce_sum(counts)], row_shape], 0))
             return tf.ensure_shape(
                 rows, tf.TensorShape([None]).concatenate(tensor.shape[1:])
             ), counts
+
+    def gather_padded(self, tensor, rows):
+        """Gathers matrices whose number of rows differs, zeros after those of the shorter ones.
+
+        Args:
+            tensor: Matrix of 4 bytes for each element, of as many columns on every replica.
+            rows: int32 scalar, the number of rows on the replica that has the most.
+
+        Returns:
+            Matrix of `rows` rows for each replica, in rank order.
+        """
+        columns = tensor.shape[1]
+        with ops.device(self._device):
+            everything = self._gather_elements(tf.reshape(tensor, [-1]), rows * columns)
+            return tf.reshape(everything[:, : rows * columns], [-1, columns])
+
+    def _gather_elements(self, elements, most):
+        """Gathers vectors of different lengths, of which `most` is the greatest.
+
+        Returns:
+            Matrix with a row for each replica, which has `most` elements or more.
+        """
+        padded, self._size_class = _size_class(most)
+        try:
+            with _Signature(self, ("rows", elements.dtype.name), lanes=1):
+                everything = super()._all_gather(
+                    tf.pad(elements, [[0, padded - tf.size(elements)]]), None
+                )
+        finally:
+            self._size_class = None
+        return tf.reshape(everything, [self._group_size, padded])
 
     def all_gather(self, input_tensor, axis, options=None):
         if isinstance(axis, int) and axis == 0 and not tf.executing_eagerly():
@@ -228,7 +267,8 @@ class _Signature:
 
     def __init__(self, launcher, signature, lanes=_LANES):
         self._launcher = launcher
-        self._signature = signature
+        named = signature is not None and launcher._name is not None
+        self._signature = (*signature, launcher._name) if named else signature
         self._lanes = lanes
 
     def __enter__(self):

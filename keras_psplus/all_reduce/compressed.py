@@ -15,6 +15,7 @@ from keras_psplus.all_reduce import compressors as choice
 from keras_psplus.all_reduce import gradients, routes
 from keras_psplus.all_reduce.collectives import padded_size
 from keras_psplus.all_reduce.compression_state import States
+from keras_psplus.all_reduce.factor_sums import sum_of_products
 from keras_psplus.all_reduce.ledger import Entry, Ledger
 
 # Of what is made so much smaller, so many times as much shares a message: it is short enough.
@@ -92,6 +93,8 @@ class CompressedSum:
         if chosen is not None:
             # It may be one that `for_variable` has made just now.
             choice.check(chosen)
+        if isinstance(chosen, compression.SufficientFactors) and not _product(chosen, gradient):
+            return chosen.inner
         return chosen
 
     # Each route is given tensors, their compressors and their variables' paths and numbers, and
@@ -190,6 +193,20 @@ class CompressedSum:
             )
         return sums, entries, *payloads[-1]
 
+    def _factors(self, tensors, compressors, paths, numbers, step):
+        (tensor,), (compressor,), (path,) = tensors, compressors, paths
+
+        def whole_sum(matrix):
+            if compressor.inner is None:
+                return self._launcher.all_reduce(matrix)
+            return routes.total(self._launcher, [compressor.inner], [matrix], step)[0]
+
+        total, sent, wire = sum_of_products(
+            *(self._launcher, self._replicas, compressor, _product(compressor, tensor)),
+            *(tensor.shape, whole_sum, f"factors {numbers[0]}"),
+        )
+        return [total], [Entry(path, _name(compressor), _bytes(tensor), sent, wire)]
+
     def _own(self, tensors, compressors, paths, numbers, step):
         own = zip(paths, compressors, tensors)
         entries = [Entry(p, _name(c), _bytes(t), 0, 0) for p, c, t in own]
@@ -254,6 +271,9 @@ def _route(compressor, gradient, averages=False):
         return ("mean",) if averages and dtype.is_floating else ("sum", dtype)
     if not compressor.communicates:
         return ("own",)
+    if isinstance(compressor, compression.SufficientFactors):
+        # Factors are short, and those of one layer long before those of the next.
+        return "factors", id(gradient)
     if compressor.reducible:
         return ("total" if compressor.homogeneous else "mean",)
     if compressor.splits:
@@ -289,8 +309,10 @@ def _int64(number):
 
 def _product(compressor, gradient):
     """The `Product` that a gradient is if it is not made, and must not be waited for; or None."""
-    feedback = isinstance(compressor, compression.ErrorFeedback)
-    return compressor.product_of(gradient) if feedback and not compressor.start_step else None
+    multiplies = isinstance(compressor, compression.ErrorFeedback | compression.SufficientFactors)
+    if not multiplies or compressor.start_step or isinstance(gradient, tf.IndexedSlices):
+        return None
+    return compressor.product_of(gradient)
 
 
 def _leaves(tensors):

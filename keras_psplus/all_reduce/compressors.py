@@ -33,6 +33,8 @@ def check(compressor):
     Args:
         compressor: `Compressor` that has been chosen for a variable.
     """
+    if isinstance(compressor, compression.SufficientFactors):
+        return
     needed = ["wire_bytes"]
     # Payloads of homogeneous ones are added up without `rounds`.
     by_rounds = compressor.reducible and not compressor.homogeneous

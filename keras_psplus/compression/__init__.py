@@ -10,6 +10,7 @@ from keras_psplus.compression.no_communication import NoCommunication
 from keras_psplus.compression.quantize import Int8, Sign
 from keras_psplus.compression.rows import RowCompressor
 from keras_psplus.compression.sparsify import RandomK, TopK
+from keras_psplus.compression.sufficient_factors import SufficientFactors
 from keras_psplus.compression.wire import pack, unpack
 
 __all__ = [
@@ -23,6 +24,7 @@ __all__ = [
     "RandomK",
     "RowCompressor",
     "Sign",
+    "SufficientFactors",
     "TopK",
     "get",
     "mean_all",
@@ -31,7 +33,16 @@ __all__ = [
     "with_error_feedback",
 ]
 
-# What a short name makes, and the type of the number after its colon.
+_HALVES = {"bf16": "bfloat16", "fp16": "float16"}
+
+
+def _half(name):
+    if name not in _HALVES:
+        raise ValueError(name)
+    return _HALVES[name]
+
+
+# What a short name makes, and the type of what is after its colon.
 _NAMES = {
     "bf16": (lambda: Cast("bfloat16"), None),
     "fp16": (lambda: Cast("float16"), None),
@@ -40,12 +51,14 @@ _NAMES = {
     "topk": (TopK, float),
     "randomk": (RandomK, float),
     "powersgd": (PowerSGD, int),
+    "factors": (SufficientFactors, _half),
 }
 _NEED_A_NUMBER = ("topk", "randomk", "powersgd")
 _ALLOWED = (
     '"bf16", "fp16", "int8", "sign", "topk:0.01" (or another density), "randomk:0.1", '
-    '"powersgd:4" (or another rank), a `keras_psplus.compression.Compressor`, a dict from patterns '
-    "of variable paths to one of these, or None"
+    '"powersgd:4" (or another rank), "factors", "factors:bf16", "factors:fp16", a '
+    "`keras_psplus.compression.Compressor`, a dict from patterns of variable paths to one of "
+    "these, or None"
 )
 
 
@@ -55,7 +68,8 @@ def get(identifier, argument="compression", allowed=_ALLOWED):
     Args:
         identifier: A `Compressor`; None; a dict for `ByVariable`, of these; or a name: `"bf16"`,
             `"fp16"`, `"int8"`, `"sign"` (both also with a block size, `"int8:128"`),
-            `"topk:0.01"`, `"randomk:0.1"` (with a density) or `"powersgd:4"` (with a rank).
+            `"topk:0.01"`, `"randomk:0.1"` (with a density), `"powersgd:4"` (with a rank), or
+            `"factors"` (also with a type, `"factors:bf16"`).
         argument: Name of the argument that it was given as, for the message of an error.
         allowed: What this argument may be, for the same.
 

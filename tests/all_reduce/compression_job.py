@@ -128,9 +128,9 @@ def not_finite(make, out):
     x = x.copy()
     x[8 * 2, 3] = np.inf
     # Of each route one.
-    for name in ("bf16", "int8", "topk", "powersgd"):
+    for name in ("bf16", "int8", "topk", "powersgd", "factors"):
         for scaled in (True, False) if name != "bf16" else (False,):
-            strategy = make(COMPRESSORS[name])
+            strategy = make(COMPRESSORS.get(name, name))
             with strategy.scope():
                 optimizer = keras.optimizers.SGD(0.1)
                 if scaled:
@@ -270,6 +270,43 @@ def wide_layers(make, out):
         out[f"wide {kind}"] = {"weights": model.get_weights(), "traffic": traffic}
 
 
+def as_factors(make, out):
+    """Steps of few rows, in the last batch of one worker none, and of too many rows."""
+    rng = np.random.default_rng(4)
+    x, y = rng.normal(size=(49, 64)), rng.normal(size=(49, 1))
+    many = rng.normal(size=(400, 64)), rng.normal(size=(400, 1))
+    for kind, compressor, layer, options in (
+        ("none", None, keras.layers.Dense, {}),
+        ("all", "factors", keras.layers.Dense, {}),
+        ("of loops", "factors", keras.layers.Dense, {"steps_per_execution": 2}),
+        ("of halves", "factors:bf16", keras.layers.Dense, {}),
+        ("of no products", "factors", MadeWhole, {}),
+        ("of half no products", "factors:fp16", MadeWhole, {}),
+    ):
+        strategy = make(compressor)
+        with strategy.scope():
+            keras.utils.set_random_seed(1)
+            model = keras.Sequential(
+                [
+                    keras.Input((64,)),
+                    layer(96, activation="relu", name="first"),
+                    layer(95, activation="relu", name="second"),
+                    keras.layers.Dense(1, name="last"),
+                ]
+            )
+            model.compile(keras.optimizers.SGD(0.05), "mse", **options)
+        model.fit(x, y, 8, epochs=2, shuffle=False, verbose=0)
+        sent = {
+            t.path: (t.compressed_bytes, t.wire_bytes) for t in strategy.communication.traffic()
+        }
+        model.fit(*many, 200, shuffle=False, verbose=0)
+        traffic = {
+            t.path.split("/", 1)[1]: (t.compressor, sent[t.path], t.compressed_bytes)
+            for t in strategy.communication.traffic()
+        }
+        out[f"factors {kind}"] = {"weights": model.get_weights(), "traffic": traffic}
+
+
 def main():
     parser = argparse.ArgumentParser()
     parser.add_argument("--out", required=True)
@@ -287,6 +324,7 @@ def main():
 
     out = {}
     every_compressor(make, out)
+    as_factors(make, out)
     if not args.every_compressor_only:
         embeddings(make, out)
         not_finite(make, out)

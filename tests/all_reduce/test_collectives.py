@@ -152,6 +152,39 @@ def test_collectives_wait_for_those_of_their_lane_only():
     assert waited_for(step.get_concrete_function()) == expected
 
 
+@pytest.mark.parametrize("apart", [True, False])
+def test_branches_apart_wait_for_each_other_only_if_they_share_a_name(apart):
+    launcher = launcher_of_two("/device:CPU:0")
+
+    @tf.function(input_signature=[tf.TensorSpec([None, 5]), tf.TensorSpec([])])
+    def step(tensor, number):
+        def in_branch(name):
+            with launcher.apart(name):
+                return tf.cond(
+                    number > 0,
+                    lambda: launcher.gather_padded(tensor, tf.shape(tensor)[0]),
+                    lambda: tensor,
+                )
+
+        return [in_branch(f"kernel {i}" if apart else "kernel") for i in range(3)]
+
+    branches = [op for op in step.get_concrete_function().graph.get_operations() if op.type == "If"]
+    assert len(branches) == 3
+    waits = [[other.name in needed(op) for other in branches] for op in branches]
+    expected = [[False] * 3] * 3 if apart else [[j < i for j in range(3)] for i in range(3)]
+    assert waits == expected
+
+
+def test_names_take_keys_of_their_own():
+    launcher, tensor = launcher_of_two("/device:CPU:0"), tf.zeros([3])
+
+    def key(name):
+        with launcher.apart(name), launcher._keys_for("reduce", tensor):
+            return int(launcher._next_instance_key())
+
+    assert len({key(name) for name in ("a", "b", None)}) == 3
+
+
 def test_keys_stay_the_same_if_one_worker_traces_once_more():
     def executed(retraced):
         launcher = launcher_of_two("/device:CPU:0")

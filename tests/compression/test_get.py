@@ -17,6 +17,9 @@ from tests.compression.common import at, bytes_of, on_workers, round_trip
         ("topk:0.01", compression.TopK, ("density", 0.01)),
         ("randomk:0.1", compression.RandomK, ("density", 0.1)),
         ("powersgd:4", compression.PowerSGD, ("rank", 4)),
+        ("factors", compression.SufficientFactors, ("dtype", None)),
+        ("factors:bf16", compression.SufficientFactors, ("dtype", "bfloat16")),
+        ("factors:fp16", compression.SufficientFactors, ("dtype", "float16")),
     ],
 )
 def test_short_names(name, kind, option):
@@ -36,6 +39,7 @@ def test_compressors_none_and_dicts():
 @pytest.mark.parametrize(
     "identifier",
     ["", "int7", "topk", "topk:", "topk:few", "topk:0.1:2", "powersgd", "powersgd:1.5", "bf16:2", 8]
+    + ["factors:", "factors:int8", "factors:4", "factors:bf16:2"]
     + [compression.Int8, {"*": "int7"}, ["int8"]],
 )
 def test_anything_else_is_refused_with_what_is_allowed(identifier):

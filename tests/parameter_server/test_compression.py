@@ -97,7 +97,7 @@ NOT_FOR_VALUES = [
 
 
 @pytest.mark.parametrize("argument", ["compression", "pull_compression"])
-@pytest.mark.parametrize("bad", ["int9", "topk", 3, OnlyRounds(), {"*": OnlyRounds()}])
+@pytest.mark.parametrize("bad", ["int9", "topk", 3, OnlyRounds(), {"*": OnlyRounds()}, "factors"])
 def test_unfit_compressors_are_refused_before_anything_starts(argument, bad, monkeypatch):
     # In a server, where the constructor would not return.
     monkeypatch.setenv("TF_CONFIG", '{"cluster": {}, "task": {"type": "ps", "index": 0}}')

@@ -1,0 +1,59 @@
+"""Sums of products: the factors of all replicas, gathered and multiplied on each.
+
+The number of rows may differ between replicas and from step to step, and all must choose the same
+way, so they tell each other first.
+"""
+
+import tensorflow as tf
+
+from keras_psplus import compression
+from keras_psplus.all_reduce.collectives import padded_size
+
+
+def sum_of_products(launcher, replicas, compressor, product, shape, whole_sum, name):
+    """Sums a matrix that each replica has as a product.
+
+    Args:
+        launcher: `collectives.Launcher` of this replica.
+        replicas: Number of replicas.
+        compressor: `compression.SufficientFactors`.
+        product: `compression.products.Product` of this replica.
+        shape: Static shape of the matrix.
+        whole_sum: Function that sums a matrix over replicas, for those with too many rows, and
+            returns the sum.
+        name: Of the matrix, the same on all replicas.
+
+    Returns:
+        The sum; how many bytes this replica has for each of the others; and how many it sends.
+    """
+    with launcher.apart(f"{name} rows"), tf.device("CPU:0"):
+        counts = launcher.gather(tf.shape(product.left)[:1])
+        most = tf.reduce_max(counts)
+    sent = compressor.factor_bytes(shape, tf.cast(tf.shape(product.left)[0], tf.int64))
+
+    def gathered(factor, columns, side):
+        payload = (tf.ensure_shape(factor, [None, columns]),)
+        if compressor.inner is not None:
+            payload = compressor.inner.encode_rows(*payload, step=None)
+        words = compression.pack(payload, tf.shape(factor)[0])
+        with launcher.apart(f"{name} {side}"):
+            words = launcher.gather_padded(words, most)
+        factors = compression.unpack(words, payload, tf.shape(words)[0])
+        return tf.reshape(tf.cast(factors[0], tf.float32), [-1, columns]), words.shape[1]
+
+    def of_factors():
+        left, left_words = gathered(product.left, shape[0], "left")
+        right, right_words = gathered(product.right, shape[1], "right")
+        padded = sum(padded_size(most * words) for words in (left_words, right_words))
+        wire = 4 * (replicas - 1) * tf.cast(padded, tf.int64)
+        return tf.matmul(left, right, transpose_a=True), sent, wire
+
+    def of_wholes():
+        whole = compressor.wire_bytes(shape, tf.float32)
+        wire = round(2 * (replicas - 1) * whole / replicas)
+        with launcher.apart(f"{name} whole"):
+            total = whole_sum(product.whole())
+        return total, tf.constant(whole, tf.int64), tf.constant(wire, tf.int64)
+
+    total, *counted = tf.cond(most <= compressor.most_rows(shape, replicas), of_factors, of_wholes)
+    return tf.ensure_shape(total, shape), *counted
