@@ -12,6 +12,7 @@ import tensorflow as tf
 
 from keras_psplus import compression
 from keras_psplus.all_reduce import gradients
+from keras_psplus.compression import fused
 
 # Rows of more than so many blocks are lengthened to whole ones.
 _LONG_ROW = 32
@@ -178,7 +179,7 @@ def gather(launcher, replicas, compressors, tensors, states, step):
         Lists of sums, of new states, and of the payloads.
     """
     payloads, new_states = zip(
-        *(c.encode(t, s, step) for c, t, s in zip(compressors, tensors, states))
+        *(fused.encode(c, t, s, step) for c, t, s in zip(compressors, tensors, states))
     )
     words = [compression.pack(payload) for payload in payloads]
     sizes = [tf.shape(w)[1] if w.shape[1] is None else w.shape[1] for w in words]
@@ -190,7 +191,7 @@ def gather(launcher, replicas, compressors, tensors, states, step):
     for i in at_once:
         rows = everything[:, starts[i] : starts[i + 1]]
         rows = compression.unpack(rows, payloads[i], tf.constant(replicas))
-        sums[i] = compressors[i].add_rows(rows, tensors[i].shape, step)
+        sums[i] = fused.add_rows(compressors[i], rows, tensors[i].shape, step)
     one_by_one = [i for i in range(len(tensors)) if i not in at_once]
 
     def add(rank, totals):

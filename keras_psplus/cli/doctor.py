@@ -22,7 +22,8 @@ usage: keras-psplus doctor [flags]
 
 Shows versions, devices, cores and memory, the cluster as TF_CONFIG describes it, whether this
 task's port is free and every other task can be reached, and what Slurm's and Kubernetes's variables
-say. Exits with 1 if something is wrong.
+say. Compiles the library's C++ kernels if this machine has not done so. Exits with 1
+if something is wrong.
 """
 _PACKAGES = ("tensorflow", "keras", "numpy", "keras-psplus")
 _SLURM = (
@@ -123,6 +124,9 @@ def _machine(problems, with_devices):
         problems.append(f"TensorFlow cannot be used: {error}")
         return
     _row("devices", ", ".join(device.name.removeprefix("/physical_device:") for device in devices))
+    from keras_psplus import native
+
+    _row("C++ kernels", native.state())
     try:
         import keras
 

@@ -76,6 +76,11 @@ class ErrorFeedback(Compressor):
         multiplied._times = number
         return multiplied
 
+    @property
+    def is_plain(self):
+        """Whether what is compressed is the sum of tensor and residual, and nothing else."""
+        return type(self) is ErrorFeedback and not self.momentum and self._times == 1
+
     def add(self, tensor, state):
         """Adds the residual: what is to be compressed, in float32."""
         if not self.momentum and 1 < self._times <= _MOST_ADDED:
@@ -104,6 +109,19 @@ class ErrorFeedback(Compressor):
             if self.factor_masking:
                 momentum = tf.where(own != 0, 0.0, momentum)
         return self._if_finite(payload, residual, momentum, inner_state, state)
+
+    def state_after(self, payload, residual, state):
+        """Makes the state of the next step, without momentum, of a residual.
+
+        Args:
+            payload: What `inner`, which keeps no state, has made of the total.
+            residual: What it has left of it.
+            state: What `add` was given.
+
+        Returns:
+            The new state; `state` itself, if anything is not finite.
+        """
+        return self._if_finite(payload, residual, None, state["inner"], state)
 
     def encode(self, tensor, state, step):
         total = self.add(tensor, state)

@@ -102,6 +102,10 @@ class TopK(RowCompressor):
         count = self._counts(size)[stage]
         return count * tf.as_dtype(dtype).size + bytes_of(count, size)
 
+    def count(self, size):
+        """How many elements of so many are sent after the warm-up."""
+        return self._counts(size)[-1]
+
     def _counts(self, size):
         """How many elements are sent in each epoch of the warm-up, and after it."""
         epochs = range(1, self.warmup_epochs + 2)

@@ -261,7 +261,16 @@ def test_the_launcher_does_not_import_tensorflow():
 def test_doctor_without_a_cluster(capsys):
     assert main.main(["doctor"]) == 0
     out = capsys.readouterr().out
-    for text in ("python", "tensorflow", "keras", "numpy", "cores", "GiB free", "CPU:0"):
+    for text in (
+        "python",
+        "tensorflow",
+        "keras",
+        "numpy",
+        "cores",
+        "GiB free",
+        "CPU:0",
+        "C++ kernels",
+    ):
         assert text in out
     assert "this process trains alone" in out and "No problem found." in out
 
