@@ -43,7 +43,10 @@ def build():
         raise BuildError(f"they are built on Linux only. Received: {sys.platform}")
     compiler = _compiler()
     flags = [*_OPTIONS, *tf.sysconfig.get_compile_flags(), *tf.sysconfig.get_link_flags()]
-    folder = cache_folder() / _key(compiler, flags)
+    try:
+        folder = cache_folder() / _key(compiler, flags)
+    except RuntimeError as error:
+        raise BuildError(f"there is no folder for them: {error}; set XDG_CACHE_HOME") from error
     library, failed = folder / "kernels.so", folder / "failed.log"
     try:
         folder.mkdir(parents=True, exist_ok=True)

@@ -17,6 +17,7 @@
 #include "tensorflow/core/framework/shape_inference.h"
 
 namespace keras_psplus {
+namespace {
 
 using tensorflow::OpKernel;
 using tensorflow::OpKernelConstruction;
@@ -334,4 +335,5 @@ class AddUp : public OpKernel {
 
 REGISTER_KERNEL_BUILDER(Name("KerasPsplusAddUp").Device(tensorflow::DEVICE_CPU), AddUp);
 
+}  // namespace
 }  // namespace keras_psplus

@@ -90,7 +90,11 @@ def _made(folder):
     return folder
 
 
-@pytest.mark.parametrize("broken", ["no compiler", "no folder", "no library"])
+def _no_home():
+    raise RuntimeError("Could not determine home directory.")
+
+
+@pytest.mark.parametrize("broken", ["no compiler", "no folder", "no home", "no library"])
 def test_without_kernels_there_are_none_and_the_reason_is_said(broken, compiler, monkeypatch):
     compiler('echo library > "$made"')
     if broken == "no compiler":
@@ -99,6 +103,10 @@ def test_without_kernels_there_are_none_and_the_reason_is_said(broken, compiler,
     elif broken == "no folder":
         monkeypatch.setenv("XDG_CACHE_HOME", "/dev/null")
         reason = "cannot be used"
+    elif broken == "no home":
+        monkeypatch.delenv("XDG_CACHE_HOME")
+        monkeypatch.setattr(builder.pathlib.Path, "home", _no_home)
+        reason = "no folder for them: .*set XDG_CACHE_HOME"
     else:
         reason = "file too short|invalid ELF"
     monkeypatch.setattr(native, "_loaded", native._loaded.__wrapped__)
