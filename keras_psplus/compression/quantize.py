@@ -55,8 +55,10 @@ class Int8(RowCompressor):
             tf.reduce_max(blocks, -1, keepdims=True), -tf.reduce_min(blocks, -1, keepdims=True)
         )
         scaled = blocks * tf.where(largest > _TINY, 127.0 / largest, 0.0)
+        # Graphs make a product of a division, which may differ in the last bit.
+        scales = largest * np.float32(1 / 127)
         if self.stochastic:
-            salt = tf.cast(tf.bitcast(tf.reduce_sum(largest / 127.0), tf.int32), tf.int64)
+            salt = tf.cast(tf.bitcast(tf.reduce_sum(scales), tf.int32), tf.int64)
             seed = tf.stack([salt + self.seed, tf.cast(step, tf.int64)])
             noise = tf.random.stateless_uniform(tf.shape(scaled), seed, alg="philox")
             rounded = tf.floor(scaled + noise)
@@ -64,7 +66,7 @@ class Int8(RowCompressor):
             rounded = tf.round(scaled)
         # Kernels differ in whether a maximum sees NaN; a sum always does.
         visible = tf.math.is_finite(tf.reduce_sum(rounded, -1, keepdims=True))
-        scales = tf.where(visible, largest / 127.0, np.float32(np.nan))
+        scales = tf.where(visible, scales, np.float32(np.nan))
         quantized = _unblock(tf.cast(rounded, tf.int8), rows, size)
         return quantized, tf.reshape(scales, [rows, blocks.shape[1]])
 
