@@ -118,36 +118,24 @@ def split(launcher, rank, replicas, compressor, tensors, state, step):
     whole = len(flat) == 1 and not padding
     mine = tf.reshape(flat[0] if whole else tf.concat([*flat, tf.zeros([padding])], 0), rows)
 
-    def decoded(words, like, count):
-        payload = compression.unpack(words, like, count)
-        return inner.decode_rows(payload, (width,), tf.float32, step)
-
-    total = feedback.add(mine, state["worker"]) if feedback else mine
-    payload = inner.encode_rows(total, step)
+    server = compression.ErrorFeedback(inner) if feedback else inner
+    own_state, piece_state = (state["worker"], state["server"]) if feedback else ((), ())
+    payload, keep = fused.encode_rows(compressor, mine, own_state, step)
     words = compression.pack(payload, replicas)
-    received = launcher.all_to_all(words)
-    # For few long rows this is ten times as fast as a reduction over them.
-    piece = tf.add_n(tf.split(decoded(received, payload, replicas), replicas))
-    server = compression.ErrorFeedback(inner) if feedback else None
-    piece_total = server.add(piece, state["server"]) if feedback else piece
-    piece_payload = inner.encode_rows(piece_total, step)
+    received = compression.unpack(launcher.all_to_all(words), payload, replicas)
+    piece = fused.decode_sum(inner, received, width, replicas, step)
+    piece_payload, keep_piece = fused.encode_rows(server, piece, piece_state, step)
     piece_words = compression.pack(piece_payload, 1)
-    everything = launcher.gather(piece_words)
-    sums = decoded(everything, payload, replicas)
-    if feedback:
-        # There is time for what nobody waits for while the sum is on its way.
+    everything = compression.unpack(launcher.gather(piece_words), payload, replicas)
+    sums = fused.decode_rows(inner, everything, width, step)
+
+    def own():
+        # There is time for what nobody waits for, if it is not done, while the sum is on its way.
         own_payload = tuple(gradients.after([piece_words], part) for part in payload)
-        own = inner.decode_rows(own_payload, (width,), tf.float32, step)
-        own_piece = sums[rank : rank + 1]
-        state = {
-            "worker": feedback.keep(
-                mine, total, payload, own, state["worker"]["inner"], state["worker"]
-            ),
-            "server": server.keep(
-                *(piece, piece_total, piece_payload, own_piece),
-                *(state["server"]["inner"], state["server"]),
-            ),
-        }
+        return inner.decode_rows(own_payload, (width,), tf.float32, step)
+
+    if feedback:
+        state = {"worker": keep(own), "server": keep_piece(lambda: sums[rank : rank + 1])}
     parts = [sums] if whole else tf.split(tf.reshape(sums, [-1]), [*sizes, padding])
     sums = [tf.cast(tf.reshape(p, t.shape), t.dtype) for p, t in zip(parts, tensors)]
     return sums, state, words

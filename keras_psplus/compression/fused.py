@@ -7,7 +7,11 @@ import tensorflow as tf
 
 from keras_psplus import native
 from keras_psplus.compression.error_feedback import ErrorFeedback
+from keras_psplus.compression.quantize import Int8, Sign
 from keras_psplus.compression.sparsify import TopK
+
+# What kernels know a format by.
+_CODES = {Int8: tf.int8, Sign: tf.int32}
 
 
 def encode(compressor, tensor, state, step):
@@ -43,6 +47,67 @@ def add_rows(compressor, payload, row_shape, step):
     size = tf.TensorShape(row_shape).num_elements()
     total = kernels.keras_psplus_add_up(values=values, low=low, starts=starts, size=size)
     return tf.reshape(total, row_shape)
+
+
+def encode_rows(compressor, rows, state, step):
+    """What `encode_rows` returns for the sum of rows and residual, by one kernel if there is one.
+
+    Args:
+        compressor: `Compressor`, perhaps in `ErrorFeedback`.
+        rows: Matrix.
+        state: What `init` or the last step returned.
+        step: int64 scalar.
+
+    Returns:
+        The payload, and a function that returns the new state. It is given a function that returns
+        what the payload is decoded to, which may not be needed.
+    """
+    if not isinstance(compressor, ErrorFeedback):
+        return compressor.encode_rows(rows, step), lambda decode: state
+    inner = compressor.inner
+    fits = compressor.is_plain and rows.dtype == tf.float32
+    kernels = _kernels_for_blocks(inner) if fits else None
+    if kernels is None:
+        total = compressor.add(rows, state)
+        payload = inner.encode_rows(total, step)
+        return payload, lambda decode: compressor.keep(
+            rows, total, payload, decode(), state["inner"], state
+        )
+    codes, scales, left = kernels.keras_psplus_encode_blocks(
+        residual=state["residual"], tensor=rows, block=inner.block_size, code=_CODES[type(inner)]
+    )
+    new_state = compressor.state_after((codes, scales), left, state)
+    return (codes, scales), lambda decode: new_state
+
+
+def decode_rows(compressor, payload, width, step):
+    """What `compressor.decode_rows` returns for rows of float32, by one kernel if there is one."""
+    kernels = _kernels_for_blocks(compressor)
+    if kernels is None:
+        return compressor.decode_rows(payload, (width,), tf.float32, step)
+    return _decoded(kernels, compressor, payload, width, add_up=False)
+
+
+def decode_sum(compressor, payload, width, rows, step):
+    """The sum of so many rows that `decode_rows` returns, as a matrix of one row."""
+    kernels = _kernels_for_blocks(compressor)
+    if kernels is None:
+        # For few long rows this is ten times as fast as a reduction over them.
+        return tf.add_n(tf.split(decode_rows(compressor, payload, width, step), rows))
+    return _decoded(kernels, compressor, payload, width, add_up=True)
+
+
+def _decoded(kernels, compressor, payload, width, add_up):
+    codes, scales = payload
+    return kernels.keras_psplus_decode_blocks(
+        codes=codes, scales=scales, block=compressor.block_size, width=width, sum=add_up
+    )
+
+
+def _kernels_for_blocks(compressor):
+    # Of exactly these types: those that are derived from them may do something else.
+    fits = type(compressor) in _CODES and not getattr(compressor, "stochastic", False)
+    return native.kernels() if fits else None
 
 
 def _kernels_for(compressor):
