@@ -220,7 +220,9 @@ def test_collectives_of_gpus_are_launched_in_order():
     assert waited_for(step.get_concrete_function()) == [[], [0], [0, 1]]
 
 
-def test_what_is_encoded_later_waits_until_the_last_is_on_its_way():
+@pytest.mark.parametrize("own_kernels", ["0", "1"])
+def test_what_is_encoded_later_waits_until_the_last_is_on_its_way(own_kernels, monkeypatch):
+    monkeypatch.setenv("KERAS_PSPLUS_NATIVE", own_kernels)
     launcher = launcher_of_two("/device:CPU:0")
     compressor = compression.ErrorFeedback(compression.Int8(block_size=16))
     add_up = CompressedSum(launcher, 0, 2, compressor, bucket_bytes=4000)
@@ -241,6 +243,9 @@ def test_what_is_encoded_later_waits_until_the_last_is_on_its_way():
     sent = [op.inputs[0].op for op in exchanges]
     for last, following in zip(sent, sent[1:]):
         assert last.name in needed(following)
+    if "KerasPsplusEncodeBlocks" in by_type:
+        # Encoding leaves the residuals: there is nothing to put off.
+        return
     # Residuals are not worked out before sums have been sent. The vector goes without any.
     gathers = [op for op in by_type["CollectiveGatherV2"] if op.inputs[0].shape != (1, 3000)]
     assert len(gathers) == 4
