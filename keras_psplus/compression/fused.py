@@ -26,7 +26,7 @@ def encode(compressor, tensor, state, step):
     Returns:
         The payload and the new state.
     """
-    kernels = _kernels_for(compressor)
+    kernels = _kernels_for_elements(compressor)
     if kernels is None or tensor.dtype != tf.float32:
         return compressor.encode(tensor, state, step)
     count = compressor.inner.count(tensor.shape.num_elements())
@@ -39,7 +39,7 @@ def encode(compressor, tensor, state, step):
 
 def add_rows(compressor, payload, row_shape, step):
     """What `compressor.add_rows` returns, by one kernel if there is one."""
-    kernels = _kernels_for(compressor)
+    kernels = _kernels_for_elements(compressor)
     values, low, *starts = payload
     if kernels is None or values.dtype != tf.float32:
         return compressor.add_rows(payload, row_shape, step)
@@ -110,7 +110,7 @@ def _kernels_for_blocks(compressor):
     return native.kernels() if fits else None
 
 
-def _kernels_for(compressor):
+def _kernels_for_elements(compressor):
     fits = isinstance(compressor, ErrorFeedback) and compressor.is_plain
     # Those that are derived from it may do something else.
     fits = fits and type(compressor.inner) is TopK and not compressor.inner.warmup_epochs
