@@ -22,7 +22,7 @@ import time
 TASK = pathlib.Path(__file__).with_name("fidelity_task.py")
 
 _EVERY = [
-    *("none", "factors", "factors:bf16", "bf16", "fp16", "int8", "int8, stochastic", "sign"),
+    *("none", "bf16", "fp16", "int8", "int8, stochastic", "sign"),
     *("topk:0.01", "randomk:0.1", "powersgd:4", "powersgd:1"),
 ]
 _RARER = [

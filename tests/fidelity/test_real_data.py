@@ -10,7 +10,7 @@ import pytest
 
 HERE = pathlib.Path(__file__).parent
 # Scales of blocks, a single place of a short bias and the like are in these.
-RATIOS = {"bf16": 2.0, "int8": 3.77, "topk:0.01": 34.2, "powersgd:4": 6.16}
+RATIOS = {"bf16": 2.0, "int8": 3.77, "topk:0.01": 34.2, "powersgd:4": 6.16, "factors:bf16": 2.88}
 
 
 @pytest.fixture(scope="module")
