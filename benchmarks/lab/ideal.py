@@ -29,8 +29,8 @@ def links(traits, work, workers, ps):
     """
     if traits.path == "alone":
         return {"worker": (0.0, 0.0)}
-    dense = _payload(work, traits.compression)
-    whole = _payload(work, None)
+    dense = _payload(work, traits.compression, workers)
+    whole = _payload(work, None, workers)
     table = _WORD * getattr(work, "rows", 0) * getattr(work, "dim", 0)
     if traits.path == "all_reduce":
         if traits.updates == "local":
@@ -48,7 +48,7 @@ def links(traits, work, workers, ps):
     else:
         ring = 0.0
         up += dense / traits.every
-        values = whole if traits.pull is None else _payload(work, traits.pull)
+        values = whole if traits.pull is None else _payload(work, traits.pull, workers)
         down += values
         if traits.updates == "local":
             # One read of everything for each exchange.
@@ -73,20 +73,30 @@ def floor(compute_ms, link_bytes, rate):
     return max(compute_ms, 8e3 * link_bytes / rate if rate else 0.0)
 
 
-def _payload(work, compression):
+def _payload(work, compression, workers):
     """Bytes of what one worker has to say about dense variables."""
-    return sum(_size(shape, compression, work.batch_size) for shape in work.dense_shapes())
+    if (compression or "").startswith("factors"):
+        return sum(
+            _factors(shape, compression, work.batch_size, workers) for shape in work.dense_shapes()
+        )
+    return sum(_size(shape, compression) for shape in work.dense_shapes())
 
 
-def _size(shape, compression, batch):
+def _factors(shape, compression, batch, workers):
+    """The fewer bytes of factors, and of what a ring sends to each of the others."""
+    number = _BYTES[compression.partition(":")[2] or None]
+    if len(shape) < 2:
+        return 2 / workers * _size(shape, None)
+    return number * min(batch * sum(shape), 2 / workers * math.prod(shape))
+
+
+def _size(shape, compression):
     elements = math.prod(shape)
     name, _, argument = (compression or "").partition(":")
     if name == "nothing":
         return 0.0
     if len(shape) < 2 and name not in ("bf16", "fp16"):
         return _WORD * elements  # Vectors go whole.
-    if name == "factors":
-        return batch * sum(shape) * _BYTES[argument or None]
     if name == "powersgd":
         return _WORD * int(argument) * sum(shape)
     if name == "topk":
