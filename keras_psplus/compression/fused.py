@@ -92,8 +92,10 @@ def decode_sum(compressor, payload, width, rows, step):
     """The sum of so many rows that `decode_rows` returns, as a matrix of one row."""
     kernels = _kernels_for_blocks(compressor)
     if kernels is None:
-        # For few long rows this is ten times as fast as a reduction over them.
-        return tf.add_n(tf.split(decode_rows(compressor, payload, width, step), rows))
+        # For few long rows this is ten times as fast as a reduction over them. As a vector, which
+        # graphs cannot make one sum with the residual of, and so round otherwise than kernels.
+        decoded = tf.unstack(decode_rows(compressor, payload, width, step), rows)
+        return tf.expand_dims(tf.add_n(decoded), 0)
     return _decoded(kernels, compressor, payload, width, add_up=True)
 
 
