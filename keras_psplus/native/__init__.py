@@ -17,10 +17,10 @@ def kernels():
     They are for processors. `KERAS_PSPLUS_NATIVE=0` in the environment does without them.
 
     Returns:
-        Module with a function for each kernel's operation; None if there are none, which is logged
-        with the reason. Then, and on GPUs, TensorFlow's own kernels serve.
+        Module with a function for each kernel's operation; None if there are none, and TensorFlow's
+        own kernels serve. It is logged if they could not be made.
     """
-    if os.environ.get(_VARIABLE) == "0" or tf.config.list_logical_devices("GPU"):
+    if _unwanted():
         return None
     loaded, state = _loaded()
     if loaded is None:
@@ -30,9 +30,15 @@ def kernels():
 
 def state():
     """Says in a line whether there are kernels, and compiles them if that has not been done."""
+    reason = _unwanted()
+    return f"not used: {reason}" if reason else _loaded()[1]
+
+
+def _unwanted():
+    """Why kernels are not even looked for, if so."""
     if os.environ.get(_VARIABLE) == "0":
-        return f"not used: {_VARIABLE}=0"
-    return _loaded()[1]
+        return f"{_VARIABLE}=0"
+    return "there are GPUs" if tf.config.list_logical_devices("GPU") else None
 
 
 @functools.cache

@@ -6,7 +6,9 @@ import hashlib
 import os
 import pathlib
 import platform
+import shlex
 import shutil
+import signal
 import subprocess
 import sys
 import tempfile
@@ -22,6 +24,8 @@ _COMPILERS = ("g++", "clang++", "c++")
 _OPTIONS = ("-O3", "-ffp-contract=off", "-shared", "-fPIC", "-w")
 # Seconds: a compiler takes 10 to 30.
 _TIMEOUT = 240
+# Seconds after which a compiler that has failed is tried again: a disk may have been full.
+_FAILED_FOR = 24 * 3600
 
 
 class BuildError(Exception):
@@ -31,34 +35,41 @@ class BuildError(Exception):
 def build():
     """Compiles the kernels, unless that has been done before.
 
-    What is compiled is kept in the user's cache, under a name that depends on the kernels, the
-    compiler and TensorFlow. Of several processes one compiles, and the others wait for it.
+    What is compiled is kept in the user's cache, under a name that depends on the kernels and on
+    TensorFlow. Of several processes one compiles, and the others wait for it. Who finds it there
+    needs no compiler, and need not be allowed to write.
 
     Returns:
         Path of the shared library.
 
     Raises:
-        BuildError: If there is no compiler, or it fails, in which case it is not tried again.
+        BuildError: If there is no compiler, or it fails, in which case it is not tried again for a
+            day.
     """
     if sys.platform != "linux":
         raise BuildError(f"they are built on Linux only. Received: {sys.platform}")
-    compiler = _compiler()
+    if not _SOURCES:
+        raise BuildError("their sources were not installed")
     flags = [*_OPTIONS, *tf.sysconfig.get_compile_flags(), *tf.sysconfig.get_link_flags()]
     try:
-        folder = cache_folder() / _key(compiler, flags)
+        folder = cache_folder() / _key(flags)
     except RuntimeError as error:
         raise BuildError(f"there is no folder for them: {error}; set XDG_CACHE_HOME") from error
-    library, failed = folder / "kernels.so", folder / "failed.log"
+    library = folder / "kernels.so"
     try:
+        if library.exists():
+            return library
+        command = _compiler()
+        failed = folder / f"failed-{_digest([*command, *_version(command)])}.log"
         folder.mkdir(parents=True, exist_ok=True)
         with _alone(folder):
-            if not library.exists() and not failed.exists():
+            if not library.exists() and not _is_recent(failed):
                 info_once("compiling C++ kernels into %s, once on this machine", folder)
-                _compile(compiler, flags, library, failed)
+                _compile(command, flags, library, failed)
+        if not library.exists():
+            raise BuildError(f"{command[0]} has failed: see {failed}; remove it to try again")
     except OSError as error:
         raise BuildError(f"{folder} cannot be used: {error}") from error
-    if not library.exists():
-        raise BuildError(f"{compiler} has failed: see {failed}; remove it to try again")
     return library
 
 
@@ -70,18 +81,35 @@ def cache_folder():
 
 
 def _compiler():
-    wanted = os.environ.get("CXX", "").split()
+    """The command of the compiler, as a list."""
+    try:
+        wanted = shlex.split(os.environ.get("CXX", ""))
+    except ValueError as error:
+        raise BuildError(f"CXX cannot be read: {error}. Received: {os.environ['CXX']}") from error
     names = wanted[:1] or _COMPILERS
     found = next(filter(None, map(shutil.which, names)), None)
     if found is None:
         raise BuildError(f"there is no C++ compiler ({', '.join(names)}): install g++, or set CXX")
-    return found
+    return [found, *wanted[1:]]
 
 
-def _key(compiler, flags):
-    parts = [compiler, *flags, tf.__version__, platform.machine()]
-    parts += [source.read_text() for source in _SOURCES]
+def _version(command):
+    """Strings that change when the compiler is replaced."""
+    file = os.stat(command[0])
+    return str(file.st_size), str(file.st_mtime_ns)
+
+
+def _key(flags):
+    versions = tf.version.VERSION, tf.version.GIT_VERSION, tf.version.COMPILER_VERSION
+    return _digest([*flags, *versions, platform.machine(), *(s.read_text() for s in _SOURCES)])
+
+
+def _digest(parts):
     return hashlib.sha256("\0".join(parts).encode()).hexdigest()[:16]
+
+
+def _is_recent(log):
+    return log.exists() and time.time() - log.stat().st_mtime < _FAILED_FOR
 
 
 @contextlib.contextmanager
@@ -96,7 +124,7 @@ def _alone(folder):
             except BlockingIOError:
                 if time.monotonic() > end:
                     raise BuildError(
-                        f"another process has been compiling in {folder} for {_TIMEOUT} s"
+                        f"another process has been compiling in {folder} for {_TIMEOUT + 10} s"
                     ) from None
                 time.sleep(0.1)
         yield
@@ -106,19 +134,25 @@ def _compile(compiler, flags, library, failed):
     # Under a name of its own until it is whole.
     with tempfile.TemporaryDirectory(dir=library.parent) as folder:
         made = os.path.join(folder, library.name)
-        command = [compiler, *map(str, _SOURCES), "-o", made, *flags]
-        try:
-            done = subprocess.run(
-                command,
-                stdin=subprocess.DEVNULL,
-                stdout=subprocess.PIPE,
-                stderr=subprocess.STDOUT,
-                timeout=_TIMEOUT,
-            )
-            said, good = done.stdout, done.returncode == 0
-        except subprocess.TimeoutExpired as error:
-            said, good = (error.stdout or b"") + f"\nnot done after {_TIMEOUT} s".encode(), False
+        command = [*compiler, *map(str, _SOURCES), "-o", made, *flags]
+        # In a session of its own: compilers are several processes, which end together.
+        with subprocess.Popen(
+            command,
+            stdin=subprocess.DEVNULL,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            start_new_session=True,
+        ) as process:
+            try:
+                said, _ = process.communicate(timeout=_TIMEOUT)
+                good = process.returncode == 0
+            except BaseException as error:
+                os.killpg(process.pid, signal.SIGKILL)
+                if not isinstance(error, subprocess.TimeoutExpired):
+                    raise
+                said, good = process.communicate()[0], False
+                said += f"\nnot done after {_TIMEOUT} s".encode()
         if good:
             os.replace(made, library)
         else:
-            failed.write_bytes(" ".join(command).encode() + b"\n" + said)
+            failed.write_bytes(shlex.join(command).encode() + b"\n" + said)

@@ -37,6 +37,9 @@ constexpr int64_t kSample = 1 << 14, kSideBySide = 4;
 // Deviations of how many of them are large: such neighbours are alike, so more than of any others.
 constexpr double kDeviations = 5;
 
+// The largest magnitude.
+constexpr uint32_t kInfinity = 0x7f800000;
+
 // What is large, and where it is.
 struct Element {
   int32_t place;
@@ -49,7 +52,7 @@ int64_t Stretches(int64_t size) { return std::max<int64_t>(1, (size + kStretch -
 uint32_t Magnitude(float x) {
   uint32_t bits;
   std::memcpy(&bits, &x, sizeof(bits));
-  return std::min(bits & 0x7fffffffu, 0x7f800000u);
+  return std::min(bits & 0x7fffffffu, kInfinity);
 }
 
 void AddFrom(int64_t i, int64_t end, const float* a, const float* b, uint32_t threshold,
@@ -184,14 +187,16 @@ class TakeLargest : public OpKernel {
     OP_REQUIRES_OK(context,
                    context->forward_input_or_allocate_output({1}, 3, tensor.shape(), &left));
     float* sum = left->flat<float>().data();
-    std::vector<Element> found = Find(context, a, b, size, threshold, sum);
-    while (static_cast<int64_t>(found.size()) < count_) {
+    std::vector<Element> found = Find(context, a, b, size, Above(threshold), sum);
+    while (!Fill(sum, size, threshold, &found)) {
       // A sample can mislead, as with units that are mostly silent.
       rank *= 4;
       threshold = rank < static_cast<int64_t>(sample.size()) ? Largest(sample, rank) : 0;
       found.clear();
       for (int64_t i = 0; i < size; ++i) {
-        if (Magnitude(sum[i]) >= threshold) found.push_back({static_cast<int32_t>(i), sum[i]});
+        if (Magnitude(sum[i]) >= Above(threshold)) {
+          found.push_back({static_cast<int32_t>(i), sum[i]});
+        }
       }
     }
     Write(found, sum, values->flat<float>().data(), low->flat<tensorflow::uint16>().data(),
@@ -218,6 +223,26 @@ class TakeLargest : public OpKernel {
     if (!sampled) return 0;
     const double expected = static_cast<double>(count_) * sampled / size;
     return std::min<int64_t>(sampled, std::ceil(expected + kDeviations * std::sqrt(expected)));
+  }
+
+  // Of what is as large as the threshold there may be very much, as with zeros. So what is larger
+  // is looked for first. Nothing is larger than what is not finite.
+  static uint32_t Above(uint32_t threshold) { return std::min(threshold + 1, kInfinity); }
+
+  // Adds the first elements that are as large as the threshold, until there are `count_`. Returns
+  // whether there are.
+  bool Fill(const float* sum, int64_t size, uint32_t threshold, std::vector<Element>* found) const {
+    const size_t larger = found->size(), wanted = count_;
+    if (larger >= wanted) return true;
+    if (threshold == kInfinity) return false;
+    found->reserve(wanted);
+    for (int64_t i = 0; i < size && found->size() < wanted; ++i) {
+      if (Magnitude(sum[i]) == threshold) found->push_back({static_cast<int32_t>(i), sum[i]});
+    }
+    if (found->size() < wanted) return false;
+    std::inplace_merge(found->begin(), found->begin() + larger, found->end(),
+                       [](const Element& a, const Element& b) { return a.place < b.place; });
+    return true;
   }
 
   static std::vector<Element> Find(OpKernelContext* context, const float* a, const float* b,

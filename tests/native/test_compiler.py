@@ -1,10 +1,14 @@
 """How kernels come to a machine, and what becomes of one that has no compiler."""
 
+import os
 import re
+import shutil
 import subprocess
 import sys
+import time
 
 import pytest
+import tensorflow as tf
 
 from keras_psplus import native
 from keras_psplus.native import compiler as builder
@@ -12,7 +16,7 @@ from keras_psplus.native import compiler as builder
 FAKE = """#!/bin/sh
 echo one >> {calls}
 while [ $# -gt 1 ]; do [ "$1" = -o ] && made=$2; shift; done
-sleep 0.5
+sleep {seconds}
 echo it says so >&2
 {end}
 """
@@ -23,14 +27,22 @@ def compiler(tmp_path, monkeypatch):
     """Makes a compiler that writes down its calls, and an empty cache."""
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
 
-    def make(end):
+    def make(end, seconds=0.1):
         path, calls = tmp_path / "compiler", tmp_path / "calls"
-        path.write_text(FAKE.format(calls=calls, end=end))
+        path.write_text(FAKE.format(calls=calls, end=end, seconds=seconds))
         path.chmod(0o700)
         monkeypatch.setenv("CXX", str(path))
         return lambda: calls.read_text().count("one") if calls.exists() else 0
 
     return make
+
+
+@pytest.mark.skipif(bool(tf.config.list_physical_devices("GPU")), reason="they are not for GPUs")
+@pytest.mark.skipif(not any(map(shutil.which, builder._COMPILERS)), reason="no C++ compiler")
+def test_where_there_is_a_compiler_there_are_kernels(monkeypatch):
+    for variable in ("CXX", "KERAS_PSPLUS_NATIVE"):
+        monkeypatch.delenv(variable, raising=False)
+    assert native.kernels() is not None, native.state()
 
 
 def test_it_is_compiled_once(compiler):
@@ -43,7 +55,8 @@ def test_it_is_compiled_once(compiler):
 
 
 def test_of_several_processes_one_compiles(compiler):
-    calls = compiler('echo library > "$made"')
+    # Long enough for all to have come.
+    calls = compiler('echo library > "$made"', seconds=10)
     script = "from keras_psplus.native.compiler import build; print(build())"
     jobs = [
         subprocess.Popen([sys.executable, "-c", script], stdout=subprocess.PIPE, text=True)
@@ -53,27 +66,84 @@ def test_of_several_processes_one_compiles(compiler):
     assert len(paths) == 1 and calls() == 1
 
 
-def test_a_compiler_that_fails_is_not_tried_again(compiler):
+def test_who_finds_it_needs_neither_a_compiler_nor_to_write(compiler, monkeypatch):
+    compiler('echo library > "$made"')
+    library = builder.build()
+    (library.parent / "lock").unlink()
+    monkeypatch.setenv("CXX", "no-such-compiler")
+    monkeypatch.setattr(builder, "_alone", lambda folder: pytest.fail("nothing is to be written"))
+    assert builder.build() == library
+
+
+def test_a_compiler_may_have_arguments(compiler, monkeypatch, tmp_path):
+    calls = compiler("for word; do :; done; exit 1")
+    command = f"env 'LANG=of others' {os.environ['CXX']} -first"
+    monkeypatch.setenv("CXX", command)
+    with pytest.raises(builder.BuildError, match=f"^{shutil.which('env')} has failed"):
+        builder.build()
+    (log,) = _logs()
+    assert f"env 'LANG=of others' {tmp_path}/compiler -first /" in log.read_text() and calls() == 1
+    monkeypatch.setenv("CXX", "'g++")
+    with pytest.raises(builder.BuildError, match="CXX cannot be read: .* Received: 'g"):
+        builder.build()
+
+
+def test_a_compiler_that_fails_is_not_tried_again_for_a_day(compiler):
     calls = compiler("exit 3")
     for _ in range(2):
-        with pytest.raises(builder.BuildError, match="failed: see .*failed.log; remove it"):
+        with pytest.raises(builder.BuildError, match="failed: see .*failed-.*.log; remove it"):
             builder.build()
     assert calls() == 1
-    (log,) = builder.cache_folder().glob("*/failed.log")
+    (log,) = _logs()
     assert "it says so" in log.read_text() and "largest.cc" in log.read_text()
-    log.unlink()
+    yesterday = time.time() - 24 * 3600 - 1
+    for again, wait in enumerate((log.unlink, lambda: os.utime(log, (yesterday, yesterday))), 2):
+        wait()
+        with pytest.raises(builder.BuildError):
+            builder.build()
+        assert calls() == again
+
+
+def test_a_compiler_that_was_replaced_is_tried(compiler):
+    compiler("exit 3")
     with pytest.raises(builder.BuildError):
         builder.build()
-    assert calls() == 2
+    compiler('echo library > "$made"')
+    assert builder.build().exists()
 
 
-def test_a_compiler_that_hangs_is_ended(compiler, monkeypatch):
-    monkeypatch.setattr(builder, "_TIMEOUT", 1)
-    compiler("exec sleep 100")
+def test_a_compiler_that_hangs_is_ended_with_its_children(compiler, monkeypatch, tmp_path):
+    monkeypatch.setattr(builder, "_TIMEOUT", 2)
+    compiler(f"sleep 100 & echo $! > {tmp_path}/child; wait")
     with pytest.raises(builder.BuildError, match="failed"):
         builder.build()
-    (log,) = builder.cache_folder().glob("*/failed.log")
-    assert "not done after 1 s" in log.read_text()
+    (log,) = _logs()
+    assert "not done after 2 s" in log.read_text() and "it says so" in log.read_text()
+    child = int((tmp_path / "child").read_text())
+    end = time.monotonic() + 30
+    while _is_running(child):
+        assert time.monotonic() < end
+        time.sleep(0.1)
+
+
+def test_without_sources_nothing_is_made(compiler, monkeypatch):
+    compiler('echo library > "$made"')
+    monkeypatch.setattr(builder, "_SOURCES", ())
+    with pytest.raises(builder.BuildError, match="sources were not installed"):
+        builder.build()
+
+
+def _logs():
+    return list(builder.cache_folder().glob("*/failed-*.log"))
+
+
+def _is_running(number):
+    try:
+        with open(f"/proc/{number}/stat") as file:
+            # A zombie waits for whoever is to collect it.
+            return file.read().rsplit(")", 1)[1].split()[0] != "Z"
+    except OSError:
+        return False
 
 
 def test_another_process_that_never_ends_is_not_waited_for(compiler, monkeypatch):
@@ -123,3 +193,11 @@ def test_the_environment_can_do_without(monkeypatch):
     monkeypatch.setattr(native, "_loaded", lambda: pytest.fail("not to be compiled"))
     assert native.kernels() is None
     assert native.state() == "not used: KERAS_PSPLUS_NATIVE=0"
+
+
+def test_there_are_none_for_gpus(monkeypatch):
+    monkeypatch.delenv("KERAS_PSPLUS_NATIVE", raising=False)
+    monkeypatch.setattr(native, "_loaded", lambda: pytest.fail("not to be compiled"))
+    monkeypatch.setattr(native.tf.config, "list_logical_devices", lambda kind: [f"{kind}:0"])
+    assert native.kernels() is None
+    assert native.state() == "not used: there are GPUs"

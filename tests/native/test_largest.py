@@ -21,6 +21,8 @@ def filled(kind, size, seed=0):
     values = rng.normal(size=size).astype("f4")
     if kind == "equal":
         values = np.sign(values)
+    elif kind == "few values":
+        values = np.round(values)
     elif kind == "mostly zeros":
         values[rng.random(size) < 0.999] = 0
     elif kind == "zeros":
@@ -48,7 +50,7 @@ def both_ways(feedback, tensor, residual):
 
 @pytest.mark.parametrize(
     "kind",
-    ["normal", "equal", "mostly zeros", "zeros", "few not finite", "nothing finite"]
+    ["normal", "equal", "few values", "mostly zeros", "zeros", "few not finite", "nothing finite"]
     + ["silent columns", "tiny"],
 )
 @pytest.mark.parametrize("size", SIZES)
