@@ -4,5 +4,5 @@ import keras_psplus
 
 
 def strategy():
-    """What is no product goes in bfloat16 as well."""
+    """Kernels whose gradients are no such products go in bfloat16 as well."""
     return keras_psplus.MultiWorkerMirroredStrategy(compression="factors:bf16")

@@ -20,8 +20,9 @@ class SufficientFactors(Compressor):
     all. What is no such product, or has too many rows, is summed as it is.
 
     Args:
-        dtype: `"bfloat16"` or `"float16"` to send all in, or None for what it is in. Of a product
-            it is the factors that are rounded, and the sum over rows and workers is float32.
+        dtype: `"bfloat16"` or `"float16"` to send all but vectors in, or None for what it is in.
+            Of a product it is the factors that are rounded, and the sum over rows and workers is
+            float32.
         min_compression_rate: Gradients whose factors do not save so many times their bytes are
             summed as they are.
 
@@ -49,7 +50,7 @@ class SufficientFactors(Compressor):
         return products.factors(tensor)
 
     def wire_bytes(self, shape, dtype, step=None):
-        """Counts the bytes of a gradient that is summed as it is."""
+        """Counts the bytes of a gradient that is summed as it is, as `Compressor` says."""
         if self.inner is not None:
             return self.inner.wire_bytes(shape, dtype, step)
         return tf.TensorShape(shape).num_elements() * tf.as_dtype(dtype).size
