@@ -9,26 +9,10 @@
 #include <cstring>
 #include <limits>
 
-#include "tensorflow/core/framework/op.h"
-#include "tensorflow/core/framework/op_kernel.h"
-#include "tensorflow/core/framework/shape_inference.h"
-
-#define KERAS_PSPLUS_INLINE inline __attribute__((always_inline))
+#include "kernels.h"
 
 namespace keras_psplus {
 namespace {
-
-using tensorflow::OpKernel;
-using tensorflow::OpKernelConstruction;
-using tensorflow::OpKernelContext;
-using tensorflow::Tensor;
-using tensorflow::errors::InvalidArgument;
-using tensorflow::shape_inference::DimensionHandle;
-using tensorflow::shape_inference::InferenceContext;
-using tensorflow::shape_inference::ShapeHandle;
-
-// How many blocks, or words, hold `size` elements. A sum could overflow.
-int64_t Parts(int64_t size, int64_t of) { return size / of + (size % of != 0); }
 
 KERAS_PSPLUS_INLINE uint32_t Bits(float x) {
   uint32_t bits;
@@ -63,10 +47,8 @@ struct Bytes {
     // Added to a small number it leaves no bits for fractions: sums are rounded to the nearest
     // whole number, half to even, and their last bits are that number.
     constexpr float kWhole = 3 << 22;
-    // Magnitudes compare as their bits do, and what is not finite is the largest.
-    constexpr uint32_t kInfinity = 0x7f800000;
     uint32_t bits = 0;
-    for (int64_t i = 0; i < size; ++i) bits = std::max(bits, Bits(total[i]) & 0x7fffffffu);
+    for (int64_t i = 0; i < size; ++i) bits = std::max(bits, MagnitudeBits(total[i]));
     if (bits >= kInfinity) {
       std::memset(codes, 0, size);
       return std::numeric_limits<float>::quiet_NaN();
@@ -122,7 +104,7 @@ struct Signs {
   static KERAS_PSPLUS_INLINE uint32_t Word(const float* x, int64_t size, float* sums) {
     uint32_t word = ~0u;
     for (int64_t i = 0; i < size; ++i) {
-      sums[i] += Number(Bits(x[i]) & 0x7fffffffu);
+      sums[i] += Number(MagnitudeBits(x[i]));
       word ^= static_cast<uint32_t>(!(x[i] >= 0)) << i;
     }
     return word;
@@ -159,10 +141,8 @@ void RunAll(OpKernelContext* context, const Task& task, int64_t blocks, int64_t 
   auto* workers = context->device()->tensorflow_cpu_worker_threads()->workers;
   workers->ParallelFor(blocks, cost, [&](int64_t first, int64_t last) {
 #if defined(__x86_64__)
-    static const bool by16 = __builtin_cpu_supports("avx512f");
-    static const bool by8 = __builtin_cpu_supports("avx2");
-    if (by16) return RunBy16(task, first, last);
-    if (by8) return RunBy8(task, first, last);
+    if (Has16()) return RunBy16(task, first, last);
+    if (Has8()) return RunBy8(task, first, last);
 #endif
     Run(task, first, last);
   });

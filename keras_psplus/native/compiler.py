@@ -18,7 +18,9 @@ import tensorflow as tf
 
 from keras_psplus.log import info_once
 
-_SOURCES = tuple(sorted(pathlib.Path(__file__).parent.glob("*.cc")))
+_SOURCES, _HEADERS = (
+    tuple(sorted(pathlib.Path(__file__).parent.glob(pattern))) for pattern in ("*.cc", "*.h")
+)
 _COMPILERS = ("g++", "clang++", "c++")
 # A product that is rounded together with a sum would not give TensorFlow's bits.
 _OPTIONS = ("-O3", "-ffp-contract=off", "-shared", "-fPIC", "-w")
@@ -101,7 +103,8 @@ def _version(command):
 
 def _key(flags):
     versions = tf.version.VERSION, tf.version.GIT_VERSION, tf.version.COMPILER_VERSION
-    return _digest([*flags, *versions, platform.machine(), *(s.read_text() for s in _SOURCES)])
+    texts = [file.read_text() for file in (*_SOURCES, *_HEADERS)]
+    return _digest([*flags, *versions, platform.machine(), *texts])
 
 
 def _digest(parts):

@@ -4,7 +4,6 @@
 #include <algorithm>
 #include <cmath>
 #include <cstdint>
-#include <cstring>
 #include <functional>
 #include <vector>
 
@@ -12,20 +11,10 @@
 #include <immintrin.h>
 #endif
 
-#include "tensorflow/core/framework/op.h"
-#include "tensorflow/core/framework/op_kernel.h"
-#include "tensorflow/core/framework/shape_inference.h"
+#include "kernels.h"
 
 namespace keras_psplus {
 namespace {
-
-using tensorflow::OpKernel;
-using tensorflow::OpKernelConstruction;
-using tensorflow::OpKernelContext;
-using tensorflow::Tensor;
-using tensorflow::TensorShape;
-using tensorflow::errors::InvalidArgument;
-using tensorflow::shape_inference::InferenceContext;
 
 // Of as many elements the place in two bytes is told; how many places come before, in four.
 constexpr int64_t kStretch = 1 << 16;
@@ -37,23 +26,16 @@ constexpr int64_t kSample = 1 << 14, kSideBySide = 4;
 // Deviations of how many of them are large: such neighbours are alike, so more than of any others.
 constexpr double kDeviations = 5;
 
-// The largest magnitude.
-constexpr uint32_t kInfinity = 0x7f800000;
-
 // What is large, and where it is.
 struct Element {
   int32_t place;
   float value;
 };
 
-int64_t Stretches(int64_t size) { return std::max<int64_t>(1, (size + kStretch - 1) / kStretch); }
+int64_t Stretches(int64_t size) { return std::max<int64_t>(1, Parts(size, kStretch)); }
 
-// Magnitudes compare as their bits do. All that is not finite is the largest, and alike.
-uint32_t Magnitude(float x) {
-  uint32_t bits;
-  std::memcpy(&bits, &x, sizeof(bits));
-  return std::min(bits & 0x7fffffffu, kInfinity);
-}
+// All that is not finite is the largest, and alike.
+uint32_t Magnitude(float x) { return std::min(MagnitudeBits(x), kInfinity); }
 
 void AddFrom(int64_t i, int64_t end, const float* a, const float* b, uint32_t threshold,
              float* sum, std::vector<Element>* found) {
@@ -105,10 +87,9 @@ __attribute__((target("avx2"))) int64_t AddBy8(int64_t i, int64_t end, const flo
 void AddAndFind(int64_t i, int64_t end, const float* a, const float* b, uint32_t threshold,
                 float* sum, std::vector<Element>* found) {
 #if defined(__x86_64__)
-  static const bool by16 = __builtin_cpu_supports("avx512f"), by8 = __builtin_cpu_supports("avx2");
-  if (by16) {
+  if (Has16()) {
     i = AddBy16(i, end, a, b, threshold, sum, found);
-  } else if (by8) {
+  } else if (Has8()) {
     i = AddBy8(i, end, a, b, threshold, sum, found);
   }
 #endif
@@ -247,7 +228,7 @@ class TakeLargest : public OpKernel {
 
   static std::vector<Element> Find(OpKernelContext* context, const float* a, const float* b,
                                    int64_t size, uint32_t threshold, float* sum) {
-    const int64_t parts = (size + kPart - 1) / kPart;
+    const int64_t parts = Parts(size, kPart);
     std::vector<std::vector<Element>> of_parts(parts);
     auto* workers = context->device()->tensorflow_cpu_worker_threads()->workers;
     workers->ParallelFor(parts, kPart, [&](int64_t first, int64_t last) {
