@@ -103,7 +103,14 @@ class TopK(RowCompressor):
         return count * tf.as_dtype(dtype).size + bytes_of(count, size)
 
     def count(self, size):
-        """How many elements of so many are sent after the warm-up."""
+        """Counts the elements that are sent after the warm-up.
+
+        Args:
+            size: Int: how many elements there are.
+
+        Returns:
+            An int; at least 1, if there are any.
+        """
         return self._counts(size)[-1]
 
     def _counts(self, size):
