@@ -56,7 +56,7 @@ def test_it_is_compiled_once(compiler):
 
 def test_of_several_processes_one_compiles(compiler):
     # Long enough for all to have come.
-    calls = compiler('echo library > "$made"', seconds=10)
+    calls = compiler('echo library > "$made"', seconds=5)
     script = "from keras_psplus.native.compiler import build; print(build())"
     jobs = [
         subprocess.Popen([sys.executable, "-c", script], stdout=subprocess.PIPE, text=True)
