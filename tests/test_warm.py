@@ -3,11 +3,11 @@ import os
 import signal
 import subprocess
 import sys
-import time
 
 import pytest
 
 from tests import warm
+from tests.endings import wait_for_end
 
 TELLS = """
 import json, os, random, sys
@@ -98,6 +98,7 @@ def test_forks_and_zygotes_end_with_the_process(script):
 import os, sys
 from keras_psplus.cluster import processes
 from tests import warm
+from tests.endings import wait_for_end
 process = warm.Popen([sys.executable, "-I", "-S", processes._WRAPPER, str(os.getpid()),
                       sys.executable, {str(script)!r}])
 print(process.pid, flush=True)
@@ -106,16 +107,4 @@ os._exit(0)
     done = subprocess.run(
         [sys.executable, "-c", code], stdout=subprocess.PIPE, text=True, check=True, timeout=60
     )
-    pid = int(done.stdout)
-    deadline = time.monotonic() + 20
-    while _runs(pid) and time.monotonic() < deadline:
-        time.sleep(0.05)
-    assert not _runs(pid)
-
-
-def _runs(pid):
-    try:
-        os.kill(pid, 0)
-    except ProcessLookupError:
-        return False
-    return True
+    wait_for_end(int(done.stdout))

@@ -94,8 +94,8 @@ def decode_sum(compressor, payload, width, rows, step):
     if kernels is None:
         # For few long rows this is ten times as fast as a reduction over them. As a vector, which
         # graphs cannot make one sum with the residual of, and so round otherwise than kernels.
-        decoded = tf.unstack(decode_rows(compressor, payload, width, step), rows)
-        return tf.expand_dims(tf.add_n(decoded), 0)
+        decoded = compressor.decode_rows(payload, (width,), tf.float32, step)
+        return tf.expand_dims(tf.add_n(tf.unstack(decoded, rows)), 0)
     return _decoded(kernels, compressor, payload, width, add_up=True)
 
 

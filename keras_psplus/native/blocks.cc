@@ -14,12 +14,6 @@
 namespace keras_psplus {
 namespace {
 
-KERAS_PSPLUS_INLINE uint32_t Bits(float x) {
-  uint32_t bits;
-  std::memcpy(&bits, &x, sizeof(bits));
-  return bits;
-}
-
 KERAS_PSPLUS_INLINE float Number(uint32_t bits) {
   float x;
   std::memcpy(&x, &bits, sizeof(x));

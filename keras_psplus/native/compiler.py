@@ -18,9 +18,8 @@ import tensorflow as tf
 
 from keras_psplus.log import info_once
 
-_SOURCES, _HEADERS = (
-    tuple(sorted(pathlib.Path(__file__).parent.glob(pattern))) for pattern in ("*.cc", "*.h")
-)
+_FOLDER = pathlib.Path(__file__).parent
+_SOURCES, _HEADERS = sorted(_FOLDER.glob("*.cc")), sorted(_FOLDER.glob("*.h"))
 _COMPILERS = ("g++", "clang++", "c++")
 # A product that is rounded together with a sum would not give TensorFlow's bits.
 _OPTIONS = ("-O3", "-ffp-contract=off", "-shared", "-fPIC", "-w")

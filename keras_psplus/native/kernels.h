@@ -29,12 +29,14 @@ using tensorflow::shape_inference::ShapeHandle;
 // The largest magnitude. Magnitudes compare as their bits do.
 constexpr uint32_t kInfinity = 0x7f800000;
 
-// The bits of the magnitude of a number, above `kInfinity` if it is none.
-KERAS_PSPLUS_INLINE uint32_t MagnitudeBits(float x) {
+KERAS_PSPLUS_INLINE uint32_t Bits(float x) {
   uint32_t bits;
   std::memcpy(&bits, &x, sizeof(bits));
-  return bits & 0x7fffffff;
+  return bits;
 }
+
+// The bits of the magnitude of a number, above `kInfinity` if it is none.
+KERAS_PSPLUS_INLINE uint32_t MagnitudeBits(float x) { return Bits(x) & 0x7fffffff; }
 
 // How many blocks, words or whatever hold `size` elements. A sum could overflow.
 inline int64_t Parts(int64_t size, int64_t of) { return size / of + (size % of != 0); }
