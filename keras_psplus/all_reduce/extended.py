@@ -96,6 +96,10 @@ class MultiWorkerMirroredExtended(collective_all_reduce_strategy.CollectiveAllRe
         """Rank among all replicas of the one whose context this is, as a Python int."""
         return self.world.rank + distribute_lib.get_replica_context()._replica_id
 
+    def device_in_context(self):
+        """Device of the replica whose context this is."""
+        return self.worker_devices[distribute_lib.get_replica_context()._replica_id]
+
     def launcher(self, local_replica=None):
         """Collectives of a local replica; by default the one whose context this is."""
         if local_replica is None:
@@ -141,7 +145,7 @@ class MultiWorkerMirroredExtended(collective_all_reduce_strategy.CollectiveAllRe
 
     def step_variable(self, name):
         """A float of this replica that holds something of its step, by name."""
-        device = self.worker_devices[distribute_lib.get_replica_context()._replica_id]
+        device = self.device_in_context()
         variable = self._step_variables.get((device, name))
         if variable is None:
             with ops.init_scope(), ops.device(device):

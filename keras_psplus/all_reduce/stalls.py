@@ -9,6 +9,7 @@ import threading
 import tensorflow as tf
 from tensorflow.python.eager import context
 
+from keras_psplus.all_reduce.step_marks import RUNNING
 from keras_psplus.cluster import stalls
 from keras_psplus.cluster.config import task_name
 from keras_psplus.cluster.stalls import Wait
@@ -22,27 +23,26 @@ class Waits:
     Args:
         task: `TaskConfig` of this process.
         progress: `Progress` of this process.
+        marks: `StepMarks` of this process.
     """
 
-    def __init__(self, task, progress):
-        self._task, self._progress = task, progress
+    def __init__(self, task, progress, marks):
+        self._task, self._progress, self._marks = task, progress, marks
         self._others = {
             task_name(job, index): address
             for job, index, address in task.peers(("chief", "worker"))
         }
-        self._last = self._posted = None
+        self._last = self._posted = self._calling = None
 
     def look(self):
         """What is waited for just now."""
         at, entered = self._progress.at, self._progress.entered
-        if self._posted not in (None, entered):
-            self._tell(context.Context.delete_config_key_value, self._posted)
-            self._posted = None
+        if self._posted is not None and self._posted[0] != entered:
+            self._withdraw()
         if at is None:
             return {}
-        if entered == self._last and self._posted is None:
-            self._tell(context.Context.set_config_key_value, entered, at)
-            self._posted = entered
+        if entered == self._last:
+            self._post(entered)
         self._last = entered
         return {entered: Wait(f"{self._task.name} at {at}", lambda: self.describe(entered))}
 
@@ -51,7 +51,7 @@ class Waits:
         return f"a collective; not arrived: {self.missing(entered)}"
 
     def missing(self, entered):
-        """Names the workers that have not come to a step.
+        """Names the workers that have not come to a step, or says where in it they all are.
 
         Args:
             entered: The step's number, `Progress.entered`.
@@ -59,20 +59,34 @@ class Waits:
         silent = stalls.silent(self._others)
         # The first of all workers has the store.
         can_ask = next(iter(self._others), None) not in silent or self._task.is_chief
+        states = {self._task.name: self._marks.state}
+        if can_ask:
+            states |= {n: self._state_of(n, entered) for n in self._others if n not in silent}
         missing = [f"{name} (no answer)" for name in silent]
-        missing += [
-            name
-            for name in self._others
-            if name not in silent and can_ask and not self._has_come(name, entered)
-        ]
-        return ", ".join(missing) or "none; one may still trace, or wait for its data"
+        missing += [name for name, state in states.items() if state is None]
+        return ", ".join(missing) or _all_arrived(states)
 
-    def _has_come(self, name, entered):
+    def _state_of(self, name, entered):
+        """Where in a step another worker is, or None if it has not come to it."""
         try:
-            context.context().get_config_key_value(_key(name, entered), int(_ASK_SECONDS * 1000))
+            return context.context().get_config_key_value(
+                _key(name, entered), int(_ASK_SECONDS * 1000)
+            )
         except tf.errors.OpError:
-            return False
-        return True
+            return None
+
+    def _post(self, entered):
+        """Lets the others know where in a step this worker is."""
+        posted = entered, self._marks.state
+        if posted != self._posted:
+            if self._posted is not None:
+                self._withdraw()
+            self._tell(context.Context.set_config_key_value, *posted)
+            self._posted = posted
+
+    def _withdraw(self):
+        self._tell(context.Context.delete_config_key_value, self._posted[0])
+        self._posted = None
 
     def _tell(self, method, entered, *text):
         """Calls the store from a thread of its own: one that hangs would never answer."""
@@ -83,7 +97,21 @@ class Waits:
             except (tf.errors.OpError, ValueError):
                 pass  # The job is about to end.
 
-        threading.Thread(target=call, daemon=True).start()
+        before, self._calling = self._calling, threading.Thread(target=call, daemon=True)
+        if before is not None:
+            # A note that changes is deleted, and then written.
+            before.join(_ASK_SECONDS)
+        self._calling.start()
+
+
+def _all_arrived(states):
+    """What workers that are all in a step wait for."""
+    if set(states.values()) == {RUNNING}:
+        return (
+            "none; all workers have their batches and have not finished the step: a computation "
+            "takes long, or a connection between them is stuck"
+        )
+    return "none; " + ", ".join(f"{name} {state}" for name, state in states.items())
 
 
 def _key(name, entered):

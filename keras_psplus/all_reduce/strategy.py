@@ -1,5 +1,6 @@
 """`MultiWorkerMirroredStrategy` for Keras 3."""
 
+import contextlib
 import functools
 import math
 import weakref
@@ -18,6 +19,7 @@ from keras_psplus.all_reduce.extended import MultiWorkerMirroredExtended
 from keras_psplus.all_reduce.stalls import Waits
 from keras_psplus.all_reduce.startup import resolver_for, start
 from keras_psplus.all_reduce.step import Step
+from keras_psplus.all_reduce.step_marks import StepMarks
 from keras_psplus.cluster import stalls
 from keras_psplus.cluster.progress import Progress
 
@@ -101,6 +103,7 @@ class MultiWorkerMirroredStrategy(tf.distribute.MultiWorkerMirroredStrategy):
         if multi_worker:
             control = ControlPlane(self._task, startup_timeout, stall_warning)
         self._wrapped_functions = weakref.WeakKeyDictionary()
+        self._step_marks = StepMarks()
         with failure.explained(self._task):
             tf.distribute.Strategy.__init__(
                 self,
@@ -121,7 +124,7 @@ class MultiWorkerMirroredStrategy(tf.distribute.MultiWorkerMirroredStrategy):
             stalls.Inspector(stall_warning, self._waits().look)
 
     def _waits(self):
-        return Waits(self._task, self._progress)
+        return Waits(self._task, self._progress, self._step_marks)
 
     _extended_class = MultiWorkerMirroredExtended
     _start = staticmethod(start)
@@ -261,10 +264,14 @@ class MultiWorkerMirroredStrategy(tf.distribute.MultiWorkerMirroredStrategy):
         def in_step(*args, **kwargs):
             batch = next((a for a in args if isinstance(a, batches.Batch)), None)
             args = [a.data if isinstance(a, batches.Batch) else a for a in args]
-            with Step(self.extended, batch) as step:
+            device, marks = self.extended.device_in_context(), self._step_marks
+            marks.received(device, (args, kwargs))
+            tracing = contextlib.nullcontext() if tf.executing_eagerly() else marks.tracing()
+            with tracing, Step(self.extended, batch) as step:
                 result = fn(*args, **kwargs)
                 # What a custom loop changed through Keras; a Keras step has none left here.
                 step.synchronise(means=step.changed)
+            marks.finished(device, result)
             return result
 
         return tf.autograph.experimental.do_not_convert(in_step)

@@ -10,10 +10,11 @@ class Waits(all_reduce_stalls.Waits):
     Args:
         strategy: `HybridStrategy`.
         progress: `Progress` of this process.
+        marks: `StepMarks` of this process.
     """
 
-    def __init__(self, strategy, progress):
-        super().__init__(strategy.task, progress)
+    def __init__(self, strategy, progress, marks):
+        super().__init__(strategy.task, progress, marks)
         self._strategy = strategy
 
     def describe(self, entered):

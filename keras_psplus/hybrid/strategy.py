@@ -196,7 +196,7 @@ class HybridStrategy(SavesTables, MultiWorkerMirroredStrategy):
                 Recovery(self._servers, self._snapshots, table_timeout).start()
 
     def _waits(self):
-        return stalls.Waits(self, self.progress)
+        return stalls.Waits(self, self.progress, self._step_marks)
 
     @staticmethod
     def _start(cluster_resolver, startup_timeout, heartbeat_timeout):

@@ -6,7 +6,12 @@ import tensorflow as tf
 from keras.src.backend.tensorflow import trainer
 
 from keras_psplus.all_reduce import batches
-from keras_psplus.keras_hooks import parameter_server_updates, ps_data, step_registry
+from keras_psplus.keras_hooks import (
+    iterator_release,
+    parameter_server_updates,
+    ps_data,
+    step_registry,
+)
 from keras_psplus.keras_hooks.ownership import asynchronous
 from keras_psplus.keras_hooks.parameter_server_sync import split
 from keras_psplus.keras_hooks.patching import replace
@@ -72,7 +77,8 @@ def _init_iterator(original, self, distribute_strategy=None, *args, **kwargs):
     if worker_data is None:
         # A step that is given to another worker has its batch with it, and every element counts
         # once.
-        self._distributed_dataset = self.data_adapter.get_tf_dataset()
+        dataset = self.data_adapter.get_tf_dataset()
+        self._distributed_dataset = iterator_release.Dataset(dataset)
     else:
         self.data_adapter = UnknownLength(self.data_adapter)
         self._num_batches = None

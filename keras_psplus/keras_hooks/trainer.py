@@ -6,7 +6,14 @@ from keras.src.backend.tensorflow import core, trainer
 from keras.src.trainers import trainer as base_trainer
 
 from keras_psplus.all_reduce import batches, failure
-from keras_psplus.keras_hooks import checks, data, hybrid_prefetch, single_steps, updates
+from keras_psplus.keras_hooks import (
+    checks,
+    data,
+    hybrid_prefetch,
+    iterator_release,
+    single_steps,
+    updates,
+)
 from keras_psplus.keras_hooks.ownership import another_is_live, distributing, our_step, ours
 from keras_psplus.keras_hooks.patching import replace
 
@@ -91,7 +98,7 @@ def _init_iterator(original, self, distribute_strategy=None, *args, **kwargs):
     distributed = data.distribute(strategy, self.data_adapter, hybrid_prefetch.is_wanted())
     self.data_adapter = distributed.adapter
     self._num_batches = self.data_adapter.num_batches
-    self._distributed_dataset = distributed.dataset
+    self._distributed_dataset = iterator_release.Dataset(distributed.dataset)
     self.batch_spec = distributed.batch_spec
 
 

@@ -1,9 +1,13 @@
 """What is said to be waited for, by what is known of the others."""
 
+import re
 import types
 
 import pytest
+import tensorflow as tf
 
+from keras_psplus.all_reduce.stalls import Waits
+from keras_psplus.all_reduce.step_marks import NO_DATA, RUNNING, TRACING, StepMarks
 from keras_psplus.cluster import stalls
 from keras_psplus.cluster.config import TaskConfig
 from keras_psplus.cluster.progress import Progress
@@ -28,9 +32,11 @@ def hybrid(pushes, sync=True):
     servers = types.SimpleNamespace(addresses={"ps-0": "a:3", "ps-1": "a:4"}, pushes=lambda: pushes)
     extended = types.SimpleNamespace(world=world)
     waits = HybridWaits(
-        types.SimpleNamespace(task=TASK, servers=servers, sync=sync, extended=extended), Progress()
+        types.SimpleNamespace(task=TASK, servers=servers, sync=sync, extended=extended),
+        Progress(),
+        types.SimpleNamespace(state="has its batch"),
     )
-    waits._has_come = lambda name, entered: False
+    waits._state_of = lambda name, entered: None
     return waits.describe(7)
 
 
@@ -45,6 +51,56 @@ def test_a_worker_names_those_that_have_not_pushed(silent):
     assert hybrid([[3, 2]], sync=False) == "a collective; not arrived: worker-1"
     silent.add("worker-1")
     assert hybrid([[3, 2]]).endswith("not arrived: worker-1 (no answer)")
+
+
+@pytest.mark.parametrize(
+    "other, line",
+    [
+        (None, "worker-1"),
+        (NO_DATA, "none; worker-0 has its batch, worker-1 waits for its data"),
+        (TRACING, "none; worker-0 has its batch, worker-1 traces its step"),
+        (RUNNING, "none; all workers have their batches and have not finished the step: .*"),
+    ],
+)
+def test_where_workers_are_that_have_all_come(silent, other, line):
+    waits = Waits(TASK, Progress(), types.SimpleNamespace(state=RUNNING))
+    waits._state_of = lambda name, entered: other
+    assert re.fullmatch(f"a collective; not arrived: {line}", waits.describe(7))
+
+
+def test_a_worker_posts_where_it_is_once_and_when_that_changes(silent):
+    progress, marks, posts = Progress(), types.SimpleNamespace(state=NO_DATA), []
+    waits = Waits(TASK, progress, marks)
+    waits._tell = lambda method, entered, *text: posts.append((entered, *text))
+    progress.begin("training step")
+    for state in (NO_DATA, NO_DATA, NO_DATA, RUNNING, RUNNING):
+        marks.state = state
+        waits.look()
+    progress.end()
+    progress.begin("training step")
+    waits.look()
+    assert posts == [(1, NO_DATA), (1,), (1, RUNNING), (1,)]
+
+
+def test_a_step_counts_its_batch_when_it_has_come_and_when_it_is_done():
+    marks = StepMarks()
+    assert marks.state == TRACING
+
+    @tf.function
+    def step(batch, fails):
+        with marks.tracing():
+            states.append(marks.state)
+            marks.received("/cpu:0", batch)
+            with tf.control_dependencies([tf.debugging.Assert(~fails, ["stops here"])]):
+                marks.finished("/cpu:0", tf.identity(batch))
+
+    states = []
+    step(tf.constant(1.0), tf.constant(False))
+    assert states == [TRACING]
+    assert marks.state == NO_DATA
+    with pytest.raises(tf.errors.InvalidArgumentError):
+        step(tf.constant(1.0), tf.constant(True))
+    assert marks.state == RUNNING
 
 
 def chief(*closures):

@@ -1,0 +1,61 @@
+"""Where a step stands, for the line that says what a worker waits for.
+
+A step's graph counts its batch when the data have come, and counts again when it is done. Another
+thread reads both counts of a step that takes long.
+"""
+
+import contextlib
+
+import tensorflow as tf
+from tensorflow.python.framework import ops
+from tensorflow.python.ops import resource_variable_ops
+
+TRACING, NO_DATA, RUNNING = "traces its step", "waits for its data", "has its batch"
+
+
+class StepMarks:
+    """Counts the batches of each local replica at two points of its steps."""
+
+    def __init__(self):
+        self._counts = {}
+        self._tracing = 0
+
+    @contextlib.contextmanager
+    def tracing(self):
+        """Context in which a step is traced."""
+        self._tracing += 1
+        try:
+            yield
+        finally:
+            self._tracing -= 1
+
+    def received(self, device, batch):
+        """Counts a batch once it is there, in the step's graph."""
+        self._count(device, 0, batch)
+
+    def finished(self, device, results):
+        """Counts a batch once the step is done with it, in the step's graph."""
+        self._count(device, 1, results)
+
+    @property
+    def state(self):
+        """What this worker's step does at present: `TRACING`, `NO_DATA` or `RUNNING`."""
+        counts = [variable.numpy() for variable in list(self._counts.values())]
+        if self._tracing or not counts:
+            return TRACING
+        # A replica whose counts are equal has not got its batch.
+        return NO_DATA if any(received == done for received, done in counts) else RUNNING
+
+    def _count(self, device, at, structure):
+        tensors = [t for t in tf.nest.flatten(structure, expand_composites=True) if tf.is_tensor(t)]
+        with tf.control_dependencies(tensors[:1] if at == 0 else tensors):
+            one = [1 - at, at]
+            self._of(device).assign_add(tf.constant(one, tf.int64), read_value=False)
+
+    def _of(self, device):
+        if device not in self._counts:
+            with ops.init_scope(), ops.device(device):
+                self._counts[device] = resource_variable_ops.ResourceVariable(
+                    tf.zeros([2], tf.int64), trainable=False
+                )
+        return self._counts[device]
