@@ -124,8 +124,10 @@ def main():
 
     path = write_path(args.directory / "model.keras", *task)
     model.save(path)
-    loaded = keras.models.load_model(path)
-    loss, accuracy = loaded.evaluate(test, verbose=0)
+    # Loaded outside of the scope: every process evaluates its own copy, on all of the test data.
+    with psp.single_process():
+        loaded = keras.models.load_model(path)
+        loss, accuracy = loaded.evaluate(test, verbose=0)
     if is_chief(*task):
         print(f"tutorial: accuracy={accuracy:.4f} loss={loss:.4f}", flush=True)
 

@@ -11,6 +11,7 @@ _EXPORTS = {
     "MultiWorkerMirroredStrategy": "keras_psplus.all_reduce",
     "ParameterServerStrategy": "keras_psplus.parameter_server",
     "PeerLostError": "keras_psplus.all_reduce",
+    "single_process": "keras_psplus.live_strategies",
     "strategy": "keras_psplus.catalogue",
 }
 

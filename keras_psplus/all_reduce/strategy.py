@@ -11,6 +11,7 @@ from tensorflow.python.autograph.impl import api as autograph
 from tensorflow.python.distribute import distribute_utils
 from tensorflow.python.eager import def_function
 
+from keras_psplus import live_strategies
 from keras_psplus import updates as updates_module
 from keras_psplus.all_reduce import batches, failure, gradients
 from keras_psplus.all_reduce.compressors import compressor_of
@@ -122,12 +123,19 @@ class MultiWorkerMirroredStrategy(tf.distribute.MultiWorkerMirroredStrategy):
             failure.watch(self._task)
         if self._task is not None and len(self._task.tasks()) > 1:
             stalls.Inspector(stall_warning, self._waits().look)
+        if self._distributes:
+            live_strategies.note(self, in_cluster=self._task is not None)
 
     def _waits(self):
         return Waits(self._task, self._progress, self._step_marks)
 
     _extended_class = MultiWorkerMirroredExtended
     _start = staticmethod(start)
+
+    @property
+    def _distributes(self):
+        """Whether a model that is not this strategy's would be left out of something."""
+        return self.num_replicas_in_sync > 1
 
     @property
     def is_active(self):

@@ -208,6 +208,10 @@ class HybridStrategy(SavesTables, MultiWorkerMirroredStrategy):
         return self._has_servers
 
     @property
+    def _distributes(self):
+        return self.has_servers or super()._distributes
+
+    @property
     def is_active(self):
         return self.has_servers or super().is_active
 

@@ -9,7 +9,7 @@ from keras.src.backend.common.stateless_scope import in_stateless_scope
 from keras.src.backend.tensorflow import core
 
 from keras_psplus.keras_hooks import step_registry
-from keras_psplus.keras_hooks.ownership import asynchronous, note_live
+from keras_psplus.keras_hooks.ownership import asynchronous
 from keras_psplus.keras_hooks.patching import replace
 from keras_psplus.keras_hooks.variables import accumulates
 from keras_psplus.parameter_server.worker_function import TravellingVariable, current
@@ -40,7 +40,6 @@ def _initialize(original, self, value):
     strategy = asynchronous(tf.distribute.get_strategy())
     if strategy is None:
         return original(self, value)
-    note_live(strategy)
     # A frozen layer's weights are initialized after they were frozen. They may come to be trained.
     trainable = self._trainable
     self._trainable = getattr(self, "_is_made_to_train", trainable)

@@ -11,10 +11,11 @@ from keras_psplus.keras_hooks import (
     data,
     hybrid_prefetch,
     iterator_release,
+    outside_models,
     single_steps,
     updates,
 )
-from keras_psplus.keras_hooks.ownership import another_is_live, distributing, our_step, ours
+from keras_psplus.keras_hooks.ownership import distributing, our_step, ours
 from keras_psplus.keras_hooks.patching import replace
 
 _ITERATORS = (tf.data.Iterator, tf.distribute.DistributedIterator)
@@ -30,9 +31,11 @@ def install():
     replace(trainer.TFEpochIterator, "__init__", ["self", "distribute_strategy"])(_init_iterator)
     replace(trainer, "reduce_per_replica", ["values", "strategy", "reduction"])(_reduce)
     for name in ("fit", "train_on_batch"):
-        replace(tf_trainer, name, ["self", "x", "y"])(_training)
-    for name in ("evaluate", "test_on_batch", "predict", "predict_on_batch"):
-        replace(tf_trainer, name, ["self", "x"])(_evaluating)
+        replace(tf_trainer, name, ["self", "x", "y"])(_training(name))
+    for name in ("evaluate", "test_on_batch"):
+        replace(tf_trainer, name, ["self", "x"])(_evaluating(outside_models.check, name))
+    for name in ("predict", "predict_on_batch"):
+        replace(tf_trainer, name, ["self", "x"])(_evaluating(outside_models.note_prediction, name))
 
 
 def _explained(original, self, *args, **kwargs):
@@ -43,28 +46,32 @@ def _explained(original, self, *args, **kwargs):
         return original(self, *args, **kwargs)
 
 
-def _evaluating(original, self, *args, **kwargs):
-    def settled(*args, **kwargs):
-        updates.settle(distributing(self._distribute_strategy), self)
-        return original(*args, **kwargs)
+def _evaluating(check, name):
+    def evaluate(original, self, *args, **kwargs):
+        check(self, name)
 
-    with updates.evaluating.raised():
-        return _explained(settled, self, *args, **kwargs)
+        def settled(*args, **kwargs):
+            updates.settle(distributing(self._distribute_strategy), self)
+            return original(*args, **kwargs)
+
+        with updates.evaluating.raised():
+            return _explained(settled, self, *args, **kwargs)
+
+    return evaluate
 
 
-def _training(original, self, *args, **kwargs):
-    if self._distribute_strategy is None and another_is_live():
-        raise ValueError(
-            f"The model '{self.name}' was built outside the strategy's scope, so this process "
-            "would train it alone. Build and compile it under `with strategy.scope():`. "
-            f"Received: model={self}"
-        )
-    return _explained(original, self, *args, **kwargs)
+def _training(name):
+    def train(original, self, *args, **kwargs):
+        outside_models.check(self, name)
+        return _explained(original, self, *args, **kwargs)
+
+    return train
 
 
 def _compile(original, self, *args, **kwargs):
     strategy = distributing(getattr(self, "_distribute_strategy", None))
     if strategy is None:
+        outside_models.check(self, "compile")
         return original(self, *args, **kwargs)
     checks.check_compile_arguments(strategy, original, (self, *args), kwargs)
     # An optimizer given by name makes its variables here: also when compile() is called outside.

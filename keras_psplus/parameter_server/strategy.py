@@ -4,6 +4,7 @@ import atexit
 
 import tensorflow as tf
 
+from keras_psplus import live_strategies
 from keras_psplus import updates as updates_module
 from keras_psplus.arguments import number
 from keras_psplus.cluster import farewell, preflight, stalls, tuning
@@ -168,6 +169,7 @@ class ParameterServerStrategy(tf.distribute.ParameterServerStrategy):
         if self._mode.max_staleness is not None:
             self._clocks = Clocks(self._num_workers, self._mode.max_staleness)
             self._clocks.watch(self._scheduler.workers)
+        live_strategies.note(self, in_cluster=self._task is not None)
 
     @property
     def task(self):

@@ -92,6 +92,40 @@ def operations(function, *args):
 
 
 @behaviour
+def models_outside_the_scope(context):
+    """Before any other model: the strategy counts from when it is made, not from its first one."""
+    x, y = digits_like()
+    model = keras.Sequential([keras.Input((8,)), keras.layers.Dense(4)], name="forgotten")
+    part = "The model 'forgotten' was built outside the strategy's scope"
+    refusal(ValueError, part, lambda: model.compile("sgd", "mse"))
+    with psp.single_process():
+        model.compile("sgd", keras.losses.SparseCategoricalCrossentropy(from_logits=True))
+    refusal(ValueError, part, lambda: model.fit(x, y, verbose=0))
+    refusal(ValueError, part, lambda: model.train_on_batch(x, y))
+    refusal(ValueError, part, lambda: model.evaluate(x, y, verbose=0))
+    refusal(ValueError, part, lambda: model.test_on_batch(x, y))
+    with psp.single_process():
+        # Each worker by itself, at times of its own, and also while the strategy's model trains.
+        if context.index == 0:
+            model.fit(x, y, epochs=3, verbose=0)
+        before = model.evaluate(x, y, verbose=0)
+    student = classifier(context, dense(4))
+
+    class Baseline(keras.callbacks.Callback):
+        def on_epoch_end(self, epoch, logs=None):
+            with psp.single_process():
+                model.fit(x, y, verbose=0)
+
+    student.fit(x, y, batch_size=20, verbose=0, callbacks=[Baseline()])
+    with psp.single_process():
+        after = model.evaluate(x, y, verbose=0)
+    # Whether the context is there or not, a model of the scope is trained by the strategy.
+    with psp.single_process():
+        student.fit(x, y, batch_size=20, verbose=0)
+    return weights_of(student) | {"losses": np.asarray([before, after])}
+
+
+@behaviour
 def lookups_read_rows(context):
     """Of an embedding's whole table, TensorFlow would make a copy in each step."""
     with context.strategy.scope():
@@ -501,7 +535,8 @@ def refusals(context):
     refusal(ValueError, "stray", lambda: model.compile("sgd", "mse", metrics=[metric]))
     x, y = digits_like()
     local = keras.Sequential([keras.Input((8,)), keras.layers.Dense(4)])
-    local.compile("sgd", "mse")
+    with psp.single_process():
+        local.compile("sgd", "mse")
     refusal(ValueError, "built outside the strategy's scope", lambda: local.fit(x, y))
     layer = keras.layers.Dense(4)
     layer.build((None, 8))

@@ -113,6 +113,13 @@ def test_one_log_line_says_how_data_are_shared_out(run):
         assert "AutoShardPolicy.FILE" in log
 
 
+def test_a_model_of_one_process_is_its_own(run):
+    first, second = (worker["losses"] for worker in run["models_outside_the_scope"])
+    assert first[0] != second[0]
+    for before, after in (first, second):
+        assert after < before
+
+
 def test_dropout_masks_differ(run):
     a, b = (worker["mask"] for worker in run["dropout_draws_a_mask_for_each_replica"])
     assert a.shape == b.shape == (4, 64)

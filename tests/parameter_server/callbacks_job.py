@@ -94,6 +94,31 @@ def worse_after(epochs):
 
 
 @behaviour
+def models_outside_the_scope(strategy, folder):
+    """Before any other model: the strategy counts from when it is made, not from its first one."""
+    model = keras.Sequential([keras.Input((4,)), keras.layers.Dense(1)], name="forgotten")
+    with psp.single_process():
+        model.compile("sgd", "mse")
+    for method in (
+        lambda: model.compile("sgd", "mse"),
+        lambda: model.fit(x, y, verbose=0),
+        lambda: model.train_on_batch(x, y),
+        lambda: model.evaluate(x, y, verbose=0),
+        lambda: model.test_on_batch(x, y),
+    ):
+        try:
+            method()
+        except ValueError as error:
+            assert "The model 'forgotten' was built outside the strategy's scope" in str(error)
+        else:
+            raise AssertionError("not refused")
+    with psp.single_process():
+        before = model.evaluate(x, y, verbose=0)
+        model.fit(x, y, verbose=0)
+        assert model.evaluate(x, y, verbose=0) < before
+
+
+@behaviour
 def checkpoints(strategy, folder):
     model, recorder = linear(strategy), Recorder()
     best = folder / "best.weights.h5"

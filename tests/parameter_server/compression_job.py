@@ -201,7 +201,8 @@ class ByHand:
 def compare_with_hand(strategy, name, make, data=None, steps=5, pull=None):
     with strategy.scope():
         model = make(name)
-    by_hand = ByHand(make("by_hand"), model, LOSSY.get(name), pull)
+    with psp.single_process():
+        by_hand = ByHand(make("by_hand"), model, LOSSY.get(name), pull)
     for i in range(steps):
         model.train_on_batch(*batch(i, data))
         assert_same(model.get_weights(), by_hand.train(*batch(i, data)), 2e-6)
@@ -225,7 +226,8 @@ for _name in ("int8", "topk_corrected", "topk_warmup", "randomk", "powersgd_late
 def several_steps_of_one_call_as_by_hand(strategy):
     with strategy.scope():
         model = dense("sign", steps_per_execution=5)
-    by_hand = ByHand(dense("by_hand"), model, LOSSY["sign"])
+    with psp.single_process():
+        by_hand = ByHand(dense("by_hand"), model, LOSSY["sign"])
     fit(model, epochs=1)
     for i in range(10):
         weights = by_hand.train(*batch(i))
@@ -244,7 +246,8 @@ def rounded_reads_as_by_hand(strategy):
         model = compare_with_hand(strategy, name, dense, steps=3, pull=READ[name])
         if name == "read_bf16":
             # Evaluated and predicted by the rounded weights; the chief reads the exact ones.
-            plain = dense("plain")
+            with psp.single_process():
+                plain = dense("plain")
             plain.set_weights(
                 [
                     tf.cast(tf.cast(w, tf.bfloat16), tf.float32) if w.ndim > 1 else w
@@ -252,7 +255,9 @@ def rounded_reads_as_by_hand(strategy):
                 ]
             )
             loss = model.evaluate(rows, labels, batch_size=BATCH, verbose=0)
-            np.testing.assert_allclose(loss, plain.evaluate(rows, labels, verbose=0), atol=1e-5)
+            with psp.single_process():
+                expected = plain.evaluate(rows, labels, verbose=0)
+            np.testing.assert_allclose(loss, expected, atol=1e-5)
             predicted = [m.predict(rows, batch_size=50, verbose=0) for m in (model, plain)]
             np.testing.assert_allclose(*predicted, atol=1e-5)
 

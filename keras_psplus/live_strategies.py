@@ -1,0 +1,71 @@
+"""Which strategies distribute training in this process, and what does not take part in it.
+
+A strategy is noted by its constructor. From then on a model that was built outside of every scope
+would train on each worker by itself, from other initial weights, so the hooks refuse it unless the
+script asks for that with `single_process`.
+"""
+
+import contextlib
+import gc
+import weakref
+
+from keras_psplus.thread_flag import ThreadFlag
+
+_live = weakref.WeakSet()
+# A process cannot leave its cluster: these count until it ends.
+_of_clusters = []
+
+_single = ThreadFlag()
+
+
+def note(strategy, in_cluster):
+    """Notes that a strategy distributes training in this process.
+
+    Args:
+        strategy: The strategy.
+        in_cluster: Whether it connects this process to others.
+    """
+    _live.add(strategy)
+    if in_cluster:
+        _of_clusters.append(strategy)
+
+
+def exist():
+    """Whether there is a strategy that distributes training in this process."""
+    return bool(_live)
+
+
+def forget_unused():
+    """Lets go of strategies that nobody can use any more, which may not have been collected yet."""
+    if not _of_clusters:
+        gc.collect()
+
+
+def in_single_process():
+    """Whether this thread is in a context of `single_process`."""
+    return bool(_single)
+
+
+@contextlib.contextmanager
+def single_process():
+    """Context in which models that were built outside of a strategy's scope train in this process.
+
+    Beside a strategy that distributes training, `compile`, `fit`, `train_on_batch`, `evaluate` and
+    `test_on_batch` refuse such models: each worker would train its own, by mistake. In this context
+    they do as without the strategy: every process that comes here trains or evaluates its own copy,
+    on all of the data that it is given, and talks to no other. `predict` does so outside of it as
+    well, and logs a line. Models that were built in the strategy's scope are trained by the
+    strategy here, too. It holds for the thread that has entered it.
+
+    Example:
+
+    ```python
+    strategy = keras_psplus.MultiWorkerMirroredStrategy()
+    with keras_psplus.single_process():
+        baseline = keras.Sequential([keras.layers.Dense(10)])
+        baseline.compile(optimizer="sgd", loss="mse")
+        baseline.fit(x, y)
+    ```
+    """
+    with _single.raised():
+        yield
