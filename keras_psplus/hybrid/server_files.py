@@ -1,11 +1,17 @@
 """What a parameter server does about files: it writes its rows of the tables, and reads them."""
 
 import os
+import re
 
 import tensorflow as tf
 
 from keras_psplus.hybrid import shard_files
 from keras_psplus.hybrid.table_files import STEM, name_of
+
+# What this module and TensorFlow's operations for it write.
+_OWN = re.compile(
+    rf"{STEM}-[0-9a-f]+-\d+-of-\d+\.(parts|index(\.tempstate\d+)?|data-\d+-of-\d+(\.tempstate\d+)?)"
+)
 
 
 class ServerFiles:
@@ -76,7 +82,8 @@ class ServerFiles:
     def keep(self, directory, stem):
         """Deletes the files of tables in a folder, but for those whose names begin so."""
         for path in shard_files.find(directory, f"{STEM}-*-of-*"):
-            if not os.path.basename(path).startswith(f"{stem}-"):
+            name = os.path.basename(path)
+            if _OWN.fullmatch(name) and not name.startswith(f"{stem}-"):
                 shard_files.remove_tree(path)
 
     def _path(self, directory, stem):

@@ -10,6 +10,7 @@ import math
 import os
 import re
 import shutil
+import uuid
 
 import numpy as np
 import tensorflow as tf
@@ -62,7 +63,7 @@ def check(directory, name):
     Raises:
         OSError: If it cannot.
     """
-    path = os.path.join(directory, f".{name}")
+    path = os.path.join(directory, f".{name}-{uuid.uuid4().hex[:12]}")
     with explained("write", directory):
         tf.io.gfile.makedirs(directory)
         write_text(path, name)
@@ -186,13 +187,6 @@ def remove(path):
     """Deletes a checkpoint, or what there is of it."""
     for name in _files_of(path):
         remove_tree(name)
-
-
-def keep(directory, pattern, names):
-    """Deletes the folders that match a pattern, but for those of some names."""
-    for path in find(directory, pattern):
-        if os.path.basename(path) not in names:
-            remove_tree(path)
 
 
 def find(directory, pattern):

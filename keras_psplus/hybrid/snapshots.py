@@ -13,9 +13,10 @@ import uuid
 import tensorflow as tf
 
 from keras_psplus.arguments import whole_number
-from keras_psplus.hybrid import saving, shard_files
+from keras_psplus.hybrid import own_folders, saving, shard_files
 from keras_psplus.hybrid.calls import TableServerError
 from keras_psplus.hybrid.table_files import read_list
+from keras_psplus.log import logger
 
 _KEPT = 2
 _PATTERN = "step-*"
@@ -58,7 +59,7 @@ class Snapshots:
         self._has_saved = False
 
     def check(self):
-        """Sees that all tasks can write.
+        """Sees that all tasks can write, and says what else is in the folder.
 
         Raises:
             OSError: If the chief cannot.
@@ -66,6 +67,9 @@ class Snapshots:
         """
         with self._named():
             shard_files.check(self.directory, self._name)
+            others = own_folders.others(self.directory)
+        if others:
+            logger.warning("%s", others)
         self._servers.ask_all("check_directory", directory=self.directory)
 
     def save(self, step, facts, tensors):
@@ -80,7 +84,7 @@ class Snapshots:
             OSError: If the chief cannot write.
             TableServerError: If a server cannot, or is lost.
         """
-        folder = os.path.join(self.directory, f"step-{step:010d}")
+        folder = own_folders.unused(self.directory, step)
         stem = f"dense-{uuid.uuid4().hex[:12]}"
 
         def dense():
@@ -89,8 +93,10 @@ class Snapshots:
             return {**facts, "step": step, "dense": stem}
 
         with self.lock:
-            with self._named(), shard_files.explained("write", folder):
-                tf.io.gfile.makedirs(folder)
+            with self._named():
+                own_folders.claim(folder)
+            # On disks of their own, servers make theirs.
+            self._servers.ask_all("claim_folder", directory=folder)
             saving.save(self._servers, self._tables.all, folder, dense)
             self._has_saved = True
             self._keep([os.path.basename(path) for path, _ in self.whole()[-_KEPT:]])
@@ -138,23 +144,37 @@ class Snapshots:
             }
 
     def delete(self):
-        """Deletes all of them, and what workers keep beside them, if nothing will go on there."""
+        """Deletes all of them, and what workers keep beside them, if nothing will go on there.
+
+        Only folders that this strategy has made.
+        """
         if self.is_needed:
             return
         with contextlib.suppress(TableServerError):
             self._keep([])
-        shard_files.remove_tree(os.path.join(self.directory, "compression"))
+        own_folders.remove(os.path.join(self.directory, own_folders.STATES))
+        left = [folder for folder, _ in self.whole()]
+        if left:
+            logger.warning(
+                "a start of the same script will resume from what is in %s, which has no file %s "
+                "and so is not deleted: delete or move it. Received: %s",
+                self.directory,
+                own_folders.MARKER,
+                ", ".join(left),
+            )
+
+    def claim_states(self):
+        """Makes the folder in which workers keep what differs between them."""
+        own_folders.claim(os.path.join(self.directory, own_folders.STATES))
 
     def request_of(self, folder):
         """What a server needs to know to read its rows of one."""
         return saving.request_of(self._tables.all, folder, strict=True)
 
     def _keep(self, names):
-        shard_files.keep(self.directory, _PATTERN, names)
+        own_folders.keep(self.directory, names)
         # A disk of its own may be full of what only the server sees.
-        self._servers.ask_all(
-            "keep_folders", directory=self.directory, pattern=_PATTERN, names=names
-        )
+        self._servers.ask_all("keep_folders", directory=self.directory, names=names)
 
     @contextlib.contextmanager
     def _named(self):

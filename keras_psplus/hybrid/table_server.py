@@ -18,7 +18,7 @@ from keras_psplus.cluster import tuning
 from keras_psplus.cluster.config import ClusterStartupError
 from keras_psplus.cluster.environment import TOKEN_VARIABLE
 from keras_psplus.cluster.preflight import check_own_address
-from keras_psplus.hybrid import names, shard_files
+from keras_psplus.hybrid import names, own_folders, shard_files
 from keras_psplus.hybrid.calls import ControlLink, TableServerError
 from keras_psplus.hybrid.row_optimizer import check_elementwise
 from keras_psplus.hybrid.server_files import ServerFiles
@@ -165,6 +165,13 @@ class TableServer:
 
     def _on_check_directory(self, directory):
         shard_files.check(directory, self._task.name)
+        others = own_folders.others(directory)
+        if others:
+            self._log(f"{self._task.name}: {others}")
+        return {}
+
+    def _on_claim_folder(self, directory):
+        own_folders.claim(directory)
         return {}
 
     def _on_save(self, directory, stem):
@@ -179,8 +186,8 @@ class TableServer:
         self._files.keep(directory, stem)
         return {}
 
-    def _on_keep_folders(self, directory, pattern, names):
-        shard_files.keep(directory, pattern, names)
+    def _on_keep_folders(self, directory, names):
+        own_folders.keep(directory, names)
         return {}
 
     def _on_recover(self, greeting, made, assigned, load):

@@ -172,6 +172,8 @@ def _save(strategy, run, model):
     snapshots, control = strategy.snapshots, strategy.extended.control
     problem = ""
     try:
+        if compression_backup._keeps(strategy):
+            snapshots.claim_states()
         compression_backup.save(strategy, model, snapshots.directory)
     except (OSError, tf.errors.OpError) as error:
         problem = f"{strategy.task.name} cannot write to {snapshots.directory}: {error}"

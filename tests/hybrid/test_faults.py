@@ -148,6 +148,9 @@ def test_a_job_with_snapshots_resumes_at_the_step_of_the_last_whole_one(tmp_path
 
 def test_an_asynchronous_job_goes_on_with_a_server_that_was_started_again(tmp_path):
     args = (40, tmp_path, "sync=0", "snapshot=10", "pause=0.1", "timeout=120")
+    foreign = tmp_path / "snapshots" / "compression" / "mine.txt"
+    foreign.parent.mkdir(parents=True)
+    foreign.write_text("mine")
     with cluster(tmp_path / "logs", *args) as job:
         log = job.log_path("worker-0")
         wait_for(log, "batch 13.", seconds=120)
@@ -175,6 +178,8 @@ def test_an_asynchronous_job_goes_on_with_a_server_that_was_started_again(tmp_pa
     assert told, text
     # It has ended well, and nobody needs them.
     assert not list((tmp_path / "snapshots").glob("step-*"))
+    assert foreign.read_text() == "mine"
+    assert "holds what this strategy has not made" in text
     # At each step, each worker sends this server two rows.
     ending = re.search(r"end iterations=40 off=\S+ missing=(\d+)", text)
     assert ending and int(ending[1]) == 2 * int(told[1]) > 0, text

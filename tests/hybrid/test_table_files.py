@@ -196,12 +196,16 @@ def test_old_files_are_deleted_and_others_kept(tmp_path):
     write(tmp_path, 2, "tables-1")
     write(tmp_path, 2, "tables-2")
     (tmp_path / "mine.txt").write_text("")
+    (tmp_path / "tables-1-of-mine").write_text("")
+    (tmp_path / "tables-best-0-of-2.index").write_text("")
     server_of(0, 2)[0].keep(str(tmp_path), "tables-2")
     kept = os.listdir(tmp_path)
-    assert {name.split("-0")[0] for name in kept if name.startswith("tables-")} <= {
+    foreign = {"mine.txt", "tables-1-of-mine", "tables-best-0-of-2.index"}
+    own = {name for name in kept if name.startswith("tables-")} - foreign
+    assert {name.split("-0")[0] for name in own} <= {
         "tables-2",
         "tables-2-1-of-2.data",
         "tables-2-1-of-2.index",
     }
-    assert {LIST, "mine.txt"} < set(kept)
+    assert {LIST, *foreign} < set(kept)
     assert TableFiles(tmp_path).read(NAMES[0]).shape == (ROWS, DIM)

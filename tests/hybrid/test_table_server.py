@@ -1,6 +1,8 @@
 """A table server and its clients in one process: what it refuses, and that it survives it."""
 
 import os
+import re
+import shutil
 import socket
 import threading
 import types
@@ -11,7 +13,7 @@ import tensorflow as tf
 
 from keras_psplus.cluster.config import ClusterStartupError, TaskConfig
 from keras_psplus.cluster.ports import free_ports
-from keras_psplus.hybrid import saving
+from keras_psplus.hybrid import own_folders, saving
 from keras_psplus.hybrid.calls import ControlLink, TableServerError, TableServerLostError
 from keras_psplus.hybrid.row_optimizer import config_of
 from keras_psplus.hybrid.servers import Servers
@@ -182,6 +184,63 @@ def test_the_last_whole_snapshot_counts(table, tmp_path, monkeypatch):
     assert other.latest() and other.latest_of_this_job() is None
     other.delete()
     assert len(os.listdir(tmp_path)) == 2
+    snapshots.is_needed = False
+    snapshots.delete()
+    assert not os.listdir(tmp_path)
+
+
+def test_snapshots_delete_their_own_folders_only(task, table, tmp_path, caplog):
+    tables = types.SimpleNamespace(all=[table])
+    snapshots = Snapshots(table.servers, tables, "worker-0", str(tmp_path), 10)
+    foreign = {
+        "step-notes/mine.txt",
+        "step-0000000007/mine.txt",
+        "step-0000000030/mine.txt",
+        "compression/mine.txt",
+        ".worker-0",
+        ".ps-0",
+        "step-9",
+    }
+    for name in foreign:
+        (tmp_path / name).parent.mkdir(exist_ok=True)
+        (tmp_path / name).write_text("mine")
+    with caplog.at_level("WARNING", "keras_psplus"):
+        snapshots.check()
+    (said,) = [r.message for r in caplog.records if "has not made" in r.message]
+    assert said.endswith(
+        "Received: compression, step-0000000007, step-0000000030, step-9, step-notes"
+    )
+    for step in (10, 20, 30, 40, 50):
+        snapshots.claim_states()
+        snapshots.save(step, {}, {"bias": np.array([step], "float32")})
+        if step == 30:
+            assert snapshots.latest()[0].endswith("/step-00000000030")
+    # Copies that somebody keeps, of which one was made before there was a marker.
+    shutil.copytree(tmp_path / "step-0000000050", tmp_path / "step-0000000050-best")
+    shutil.copytree(tmp_path / "step-0000000040", tmp_path / "step-0000000060")
+    (tmp_path / "step-0000000060" / own_folders.MARKER).unlink()
+    snapshots.is_needed = False
+    with caplog.at_level("WARNING", "keras_psplus"):
+        snapshots.delete()
+    assert re.search("will resume from .*/step-0000000060$", caplog.records[-1].message)
+    left = {str(p.relative_to(tmp_path)) for p in tmp_path.rglob("*") if p.is_file()}
+    copies = {name for name in left if name.startswith(("step-0000000050-best", "step-0000000060"))}
+    assert left - copies == foreign
+    assert {path.split("/")[0] for path in copies if path.endswith("/tables.json")} == {
+        "step-0000000050-best",
+        "step-0000000060",
+    }
+    assert all((tmp_path / name).read_text() == "mine" for name in foreign)
+
+
+def test_a_folder_for_states_is_deleted_with_what_is_in_it(task, table, tmp_path, caplog):
+    tables = types.SimpleNamespace(all=[table])
+    snapshots = Snapshots(table.servers, tables, "worker-0", str(tmp_path), 10)
+    snapshots.claim_states()
+    snapshots.claim_states()
+    (tmp_path / "compression" / "worker-0-of-1-step-3.index").write_text("")
+    snapshots.check()
+    assert not caplog.records
     snapshots.is_needed = False
     snapshots.delete()
     assert not os.listdir(tmp_path)
