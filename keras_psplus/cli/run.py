@@ -1,5 +1,6 @@
 """`keras-psplus run`: one script in every task of a cluster."""
 
+import contextlib
 import functools
 import pathlib
 import shlex
@@ -16,7 +17,7 @@ from keras_psplus.chaos import spec as chaos_spec
 from keras_psplus.chaos.injector import Injector
 from keras_psplus.cli import parsing
 from keras_psplus.cluster import restarts
-from keras_psplus.cluster.console import Console
+from keras_psplus.cluster.console import Console, drop_unwritten
 from keras_psplus.cluster.environment import plan_tasks, python_path
 from keras_psplus.cluster.processes import LocalCluster
 
@@ -70,9 +71,9 @@ def main(argv):
             print(_recipe(shown, env, layout, options.hosts))
             return 0
         make_network = _network(events, options.chaos, sum(layout.values()))
+        log_dir = _log_dir(options.log_dir)
     except (parsing.UsageError, ValueError) as error:
         return parsing.complain("run", error)
-    log_dir = pathlib.Path(options.log_dir or tempfile.mkdtemp(prefix="keras_psplus_"))
     console = Console(live="chief-0" if layout["chief"] else "worker-0")
 
     def tell(line):
@@ -97,6 +98,7 @@ def main(argv):
     except KeyboardInterrupt:  # between two attempts; while tasks run, the cluster sees to it
         return 128 + signal.SIGINT
     _report(result, log_dir, options.timeout)
+    drop_unwritten(sys.stdout, sys.stderr)
     return result.exit_code
 
 
@@ -164,6 +166,22 @@ def _check_script(command):
         raise parsing.UsageError(f"there is no script {command[0]!r}")
 
 
+def _log_dir(folder):
+    """The folder for the tasks' logs; made, so that one that cannot be is known at once."""
+    try:
+        if not folder:
+            return pathlib.Path(tempfile.mkdtemp(prefix="keras_psplus_"))
+        path = pathlib.Path(folder)
+        path.mkdir(parents=True, exist_ok=True)
+        with tempfile.TemporaryFile(dir=path):
+            return path
+    except OSError as error:
+        raise parsing.UsageError(
+            f"the tasks' logs cannot be written: {error}. Name another folder with --log_dir. "
+            f"Received: --log_dir={folder or ''}"
+        ) from None
+
+
 def _layout(options):
     chief = options.ps > 0 if options.chief is None else options.chief
     workers = options.workers
@@ -223,7 +241,8 @@ def _report(result, log_dir, timeout):
     say.append(f"logs: {log_dir}")
     if result.first_failure is not None:
         say += ["", f"{result.first_failure} failed first:", *_last_words(result)]
-    print("\n".join(["", *say]), file=sys.stderr, flush=True)
+    with contextlib.suppress(OSError):  # nobody reads it, and the exit code is the job's
+        print("\n".join(["", *say]), file=sys.stderr, flush=True)
 
 
 def _last_words(result):

@@ -1,6 +1,7 @@
 """Many processes' output on one console: whole lines with a prefix, one live progress bar."""
 
 import codecs
+import contextlib
 import os
 import re
 import shutil
@@ -10,7 +11,11 @@ import time
 
 _ESCAPE = re.compile(r"\x1b\[[0-9;?]*[A-Za-z]")
 _TOKEN = re.compile(r"\x1b\[[0-9;?]*[A-Za-z]|.", re.DOTALL)
+_CONTROL = re.compile("[\r\b\x1b]")
 _REDRAW_EVERY = 0.1
+# A line that goes on beyond this is taken in parts of about this length.
+_LONGEST_LINE = 1 << 20
+_LONGEST_BAR = 4096
 
 
 def render(text):
@@ -70,6 +75,7 @@ class Console:
         self._shown = False  # whether an unfinished line is on the screen
         self._partial = ""
         self._drawn_at = 0.0
+        self._has_failed = self._is_gone = False
 
     def line(self, task, text):
         """Writes a complete line of a task."""
@@ -97,6 +103,13 @@ class Console:
             self._write(f"{text}\n")
             self._draw()
 
+    def warn(self, text):
+        """Writes a line of the launcher's own to stderr."""
+        with self._lock:
+            self._erase()
+            warn(text)
+            self._draw()
+
     def _erase(self):
         if self._shown:
             self._write("\r\x1b[K")
@@ -111,14 +124,45 @@ class Console:
             self._drawn_at = time.monotonic()
 
     def _write(self, text):
+        if self._is_gone:
+            return
         try:
-            self._stream.write(text)
+            try:
+                self._stream.write(text)
+            except UnicodeEncodeError:  # a console without the progress bar's characters
+                encoding = self._stream.encoding or "ascii"
+                self._stream.write(text.encode(encoding, "replace").decode(encoding))
             self._stream.flush()
-        except UnicodeEncodeError:  # a console without the progress bar's characters
-            encoding = self._stream.encoding or "ascii"
-            self._stream.write(text.encode(encoding, "replace").decode(encoding))
-        except (BrokenPipeError, ValueError):
-            pass  # nobody reads any more: the cluster and its log files go on
+        except (OSError, ValueError) as error:  # nobody reads any more, or the disk is full
+            self._is_gone = isinstance(error, (BrokenPipeError, ValueError))
+            if not self._has_failed:
+                self._has_failed, self._shown = True, False
+                warn(
+                    f"cannot write to the standard output ({error}); the job goes on, and its "
+                    "output is in the log files"
+                )
+
+
+def warn(text):
+    """Writes a line of the launcher's own to stderr, if that can be written to."""
+    with contextlib.suppress(OSError, ValueError):
+        print(f"keras-psplus: {text}", file=sys.stderr, flush=True)
+
+
+def drop_unwritten(*streams):
+    """Drops what streams cannot write: Python's own end would fail by it, with exit code 120.
+
+    Args:
+        *streams: Text streams that are not written to any more.
+    """
+    for stream in streams:
+        try:
+            stream.flush()
+        except (OSError, ValueError):
+            with contextlib.suppress(OSError, ValueError):
+                null = os.open(os.devnull, os.O_WRONLY)
+                os.dup2(null, stream.fileno())
+                os.close(null)
 
 
 class OutputPump(threading.Thread):
@@ -127,43 +171,66 @@ class OutputPump(threading.Thread):
     Args:
         task: The task's name.
         pipe: File descriptor or binary file to read from.
-        log: Text file to write to.
+        log: Something with a method `write` for text.
         console: A `Console`, or `None`.
     """
 
     def __init__(self, task, pipe, log, console=None):
         super().__init__(name=f"output of {task}", daemon=True)
         self._task, self._pipe, self._log, self._console = task, pipe, log, console
-        self._pending = ""
+        self._has_failed = False
+        self._start_line()
 
     def run(self):
         """Reads until the last writer has closed the pipe."""
         decoder = codecs.getincrementaldecoder("utf-8")(errors="replace")
-        while True:
+        data = True
+        while data:
             try:
                 data = os.read(self._pipe.fileno(), 65536)
             except (OSError, ValueError):
                 data = b""
-            self._feed(decoder.decode(data, final=not data))
-            if not data:
-                break
-        if self._pending:
-            self._line(self._pending)
-        self._pending = ""
+            try:
+                self._feed(decoder.decode(data, final=not data))
+                if not data and self._length:
+                    self._end_line("\n")
+            except Exception as error:  # A task whose output nobody reads would stand still.
+                self._start_line()
+                if not self._has_failed:
+                    self._has_failed = True
+                    warn(f"lost some of the output of {self._task}: {error!r}; the job goes on")
 
     def _feed(self, text):
-        *lines, rest = (self._pending + text).split("\n")
+        *lines, rest = text.split("\n")
         for line in lines:
-            self._line(line)
-        # A progress bar writes one endless line: keep what a terminal would still show.
-        self._pending = render(rest) if len(rest) > 4096 and "\r" in rest else rest
-        if self._pending and self._console is not None:
-            self._console.partial(self._task, self._pending)
+            self._add(line)
+            self._end_line("\n")
+        self._add(rest)
+        if self._length > _LONGEST_BAR and self._has_return:
+            # A progress bar writes one endless line: keep what a terminal would still show.
+            shown = render("".join(self._parts))
+            self._start_line()
+            self._add(shown)
+        if self._length > _LONGEST_LINE:
+            self._end_line("")
+        if 0 < self._length <= _LONGEST_BAR and self._console is not None:
+            self._parts = ["".join(self._parts)]
+            self._console.partial(self._task, self._parts[0])
 
-    def _line(self, line):
-        line = line.removesuffix("\r")
-        self._log.write(plain(line) + "\n")
-        self._log.flush()
+    def _start_line(self):
+        self._parts, self._length, self._has_return = [], 0, False
+
+    def _add(self, text):
+        if text:
+            self._parts.append(text)
+            self._length += len(text)
+            self._has_return = self._has_return or "\r" in text
+
+    def _end_line(self, end):
+        line = "".join(self._parts).removesuffix("\r")
+        self._start_line()
+        # The end of a part may be a space that belongs to the line.
+        self._log.write(plain(line) + end if end or _CONTROL.search(line) else line)
         if self._console is not None:
             self._console.line(self._task, line)
 

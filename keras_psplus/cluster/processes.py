@@ -12,8 +12,9 @@ import threading
 import time
 
 from keras_psplus.cluster.config import JOB_TYPES
-from keras_psplus.cluster.console import OutputPump
+from keras_psplus.cluster.console import OutputPump, warn
 from keras_psplus.cluster.environment import RESTART_VARIABLE, TOKEN_VARIABLE, plan_tasks
+from keras_psplus.cluster.log_file import LogFile
 from keras_psplus.cluster.results import ClusterResult
 
 _POLL = 0.05
@@ -89,8 +90,7 @@ class LocalCluster:
         self._failure_grace, self._kill_grace = failure_grace, kill_grace
         self._server_grace, self._worker_grace = server_grace, worker_grace
         self._restart = restart
-        self._processes, self._pumps, self._logs = {}, [], []
-        self._log_starts = {}
+        self._processes, self._pumps, self._logs = {}, [], {}
         self._ends = {}  # task name -> (exit code, time)
         self._terminated = []
         self._first_failure = None
@@ -160,7 +160,8 @@ class LocalCluster:
             exit_codes={name: code for name, (code, _) in self._ends.items()},
             log_paths={task.name: self.log_path(task.name) for task in self.tasks},
             chief_has_ended_well=self._serving_workers and self._ends.get("chief-0", [1])[0] == 0,
-            log_starts=dict(self._log_starts),
+            log_starts={name: log.size for name, log in self._logs.items()},
+            unwritten={name: log.lost for name, log in self._logs.items() if log.lost},
             first_failure=self._first_failure,
             terminated=tuple(self._terminated),
             timed_out=timed_out,
@@ -197,7 +198,7 @@ class LocalCluster:
             command = [*self.network.inside(rank), *command]
         if sys.platform == "linux":
             command = [sys.executable, "-I", "-S", _WRAPPER, str(os.getpid()), *command]
-        self._logs.append(log := self._open_log(task.name))
+        self._logs[task.name] = log = self._open_log(task.name)
         process = subprocess.Popen(
             command,
             stdin=subprocess.DEVNULL,
@@ -212,12 +213,9 @@ class LocalCluster:
         pump.start()
 
     def _open_log(self, name):
-        log = open(self.log_path(name), "a" if self._restart else "w", encoding="utf-8")
-        if self._restart:
-            log.write(f"keras-psplus: restart {self._restart}\n")
-            log.flush()
-        self._log_starts[name] = os.fstat(log.fileno()).st_size
-        return log
+        tell = warn if self._console is None else self._console.warn
+        heading = f"keras-psplus: restart {self._restart}\n" if self._restart else ""
+        return LogFile(self.log_path(name), bool(self._restart), tell, heading)
 
     def _running(self):
         """Names of the tasks that have not ended; notes the ends of the others."""
@@ -270,9 +268,9 @@ class LocalCluster:
             pump.join(5.0)
         for process in self._processes.values():
             process.stdout.close()
-        for log in self._logs:
+        for log in self._logs.values():
             log.close()
-        self._pumps, self._logs = [], []
+        self._pumps = []
         if self.network is not None:
             self.network.__exit__(None, None, None)
         for number, handler in self._old_handlers.items():

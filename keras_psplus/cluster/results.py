@@ -22,6 +22,8 @@ class ClusterResult:
             which is the end of the training.
         log_starts: Dict from task name to the bytes that its log had before, of
             earlier attempts at the job.
+        unwritten: Dict from task name to the end of its output, for logs that
+            could not be written, as on a full disk.
     """
 
     exit_codes: dict[str, int]
@@ -32,6 +34,7 @@ class ClusterResult:
     signal: int | None = None
     chief_has_ended_well: bool = False
     log_starts: dict[str, int] = dataclasses.field(default_factory=dict)
+    unwritten: dict[str, str] = dataclasses.field(default_factory=dict)
 
     @property
     def exit_code(self):
@@ -48,6 +51,7 @@ class ClusterResult:
         """Dict from task name to everything it wrote."""
         return {
             name: path.read_bytes()[self.log_starts.get(name, 0) :].decode(errors="replace")
+            + self.unwritten.get(name, "")
             for name, path in self.log_paths.items()
         }
 

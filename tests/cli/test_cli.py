@@ -160,6 +160,27 @@ def test_run_shows_the_first_failures_traceback_last(tmp_path, capfd):
     assert "worker-1: exit code 1, first to fail" in err and f"logs: {tmp_path}" in err
 
 
+@pytest.mark.parametrize("full", ["stdout", "stderr"])
+def test_run_ends_as_the_job_does_if_nobody_takes_its_output(full, tmp_path):
+    script = tmp_path / "much.py"
+    script.write_text("print('x' * 99_999)\nprint('y' * 99_999)\nraise ValueError('the cause')\n")
+    command = [sys.executable, "-m", "keras_psplus", "run", "--workers=1", f"--log_dir={tmp_path}"]
+    with open("/dev/full", "w") as device:
+        files = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, full: device}
+        ended = subprocess.run([*command, script], text=True, timeout=60, **files)
+    assert ended.returncode == 1
+    assert (tmp_path / "worker-0.log").read_text().endswith("ValueError: the cause\n")
+    if full == "stdout":
+        assert ended.stderr.count("cannot write to the standard output ([Errno 28]") == 1
+        assert ended.stderr.endswith("ValueError: the cause\n")
+
+
+def test_logs_that_cannot_be_written(script, capsys, tmp_path):
+    assert main.main(["run", f"--log_dir={script}/logs", script]) == 2
+    error = capsys.readouterr().err
+    assert "logs cannot be written: [Errno 20]" in error and "with --log_dir" in error
+
+
 def test_run_times_out(tmp_path, capfd):
     script = tmp_path / "sleep.py"
     script.write_text("import time\ntime.sleep(100)\n")

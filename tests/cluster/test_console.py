@@ -1,10 +1,13 @@
+import errno
 import io
 import os
 import sys
+import time
 
 import pytest
 
-from keras_psplus.cluster.console import Console, OutputPump, plain, render
+from keras_psplus.cluster.console import Console, OutputPump, plain, render, warn
+from keras_psplus.cluster.log_file import LogFile
 
 
 class Terminal(io.StringIO):
@@ -44,9 +47,9 @@ def test_keras_progress_bar_becomes_one_line(monkeypatch):
     assert plain(line).startswith("3/3 ") and plain(line).count("loss") == 1
 
 
-def pump(data, console):
+def pump(data, console, log=None):
     reader, writer = os.pipe()
-    log = io.StringIO()
+    log = log or io.StringIO()
     with os.fdopen(reader, "rb") as source:
         thread = OutputPump("worker-0", source, log, console)
         thread.start()
@@ -55,7 +58,7 @@ def pump(data, console):
         os.close(writer)
         thread.join(10)
         assert not thread.is_alive()
-    return log.getvalue()
+    return log.getvalue() if isinstance(log, io.StringIO) else None
 
 
 def test_lines_are_prefixed_and_logged_and_partial_ones_kept():
@@ -105,3 +108,56 @@ def test_closed_console_does_not_stop_the_log():
             raise BrokenPipeError
 
     assert pump([b"one\ntwo\n"], Console(Closed())) == "one\ntwo\n"
+
+
+@pytest.mark.parametrize("error", [OSError(errno.ENOSPC, "full"), BrokenPipeError(errno.EPIPE, "")])
+def test_stream_that_fails_does_not_stop_the_log(error, capsys):
+    class Failing(io.StringIO):
+        def write(self, _):
+            raise error
+
+    assert pump([b"one\ntwo\n", b"three\n"], Console(Failing())) == "one\ntwo\nthree\n"
+    (line,) = capsys.readouterr().err.splitlines()
+    assert line == (
+        f"keras-psplus: cannot write to the standard output ({error}); the job goes on, and its "
+        "output is in the log files"
+    )
+
+
+def test_log_that_fails_does_not_stop_the_console(capsys):
+    stream = io.StringIO()
+    log = LogFile("/dev/full", False, warn)
+    pump([b"one\n" * 1000, b"the cause\n"], Console(stream), log)
+    log.close()
+    assert stream.getvalue().count("[worker-0] one\n") == 1000
+    assert log.lost == "one\n" * 199 + "the cause\n"
+    (line,) = capsys.readouterr().err.splitlines()
+    assert "cannot write /dev/full ([Errno 28] No space left on device); the job goes on" in line
+
+
+def test_output_is_read_on_whatever_fails(capsys):
+    class Broken:
+        def write(self, _):
+            raise MemoryError
+
+    # More than a pipe holds: who writes it would wait for ever.
+    pump([b"x" * 65536 + b"\n"] * 10, None, Broken())
+    assert len(capsys.readouterr().err.splitlines()) == 1
+
+
+@pytest.mark.parametrize("live", [None, "worker-0"])
+def test_very_long_lines_take_no_longer_than_many_short_ones(live, monkeypatch):
+    data = b"0123456789abcde " * 4096
+    stream = Terminal()
+    started = time.process_time()
+    log = pump([data] * 800 + [b"\r\n", b"end\n"], Console(stream, live=live))
+    # 0.5 s here; it was a minute.
+    assert time.process_time() - started < 20
+    is_whole = log == (data.decode() * 800).rstrip() + "\nend\n"
+    assert is_whole  # pytest would compare them for minutes
+    assert stream.getvalue().count("[worker-0] ") < 60
+
+
+def test_a_line_that_comes_byte_by_byte():
+    log = pump([b"."] * 20_000 + [b"\n"], Console(Terminal(), live="worker-0"))
+    assert log == "." * 20_000 + "\n"

@@ -1,4 +1,5 @@
 import os
+import resource
 import signal
 import subprocess
 import sys
@@ -47,6 +48,24 @@ def test_output_is_prefixed(run, capsys):
     assert sorted(lines) == sorted(
         f"[worker-{index}] {text}" for index in range(2) for text in ("hello", "oops")
     )
+
+
+def test_a_full_disk_under_the_logs_stops_nobody(run, capsys):
+    limits = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (1000, limits[1]))  # as full as a quota makes it
+    try:
+        # More than a pipe holds, on one of the workers.
+        result = run(
+            "print(('x' * 99 + '\\n') * (2000 if name == 'worker-0' else 1)); sys.exit('the cause')"
+        )
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, limits)
+    assert result.exit_codes == {"worker-0": 1, "worker-1": 1}
+    assert result.log_paths["worker-0"].stat().st_size == 1000
+    assert result.logs["worker-0"].endswith("the cause\n")
+    assert result.logs["worker-1"] == "x" * 99 + "\n\nthe cause\n"
+    (line,) = capsys.readouterr().err.splitlines()
+    assert "worker-0.log ([Errno 27] File too large); the job goes on" in line
 
 
 def test_threads_are_split_unless_the_user_says_otherwise(monkeypatch):
