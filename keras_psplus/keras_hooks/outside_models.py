@@ -31,7 +31,7 @@ def check(model, method):
         ValueError: If the model was built outside of every strategy's scope while a strategy
             distributes training, and not in `single_process`.
     """
-    if not _is_outside(model) or (method == "compile" and (_loading or _is_tuners_trial_build())):
+    if not _is_outside(model) or _is_left_to_fit(method):
         return
     live_strategies.forget_unused()
     if not live_strategies.exist():
@@ -72,19 +72,13 @@ def _load(original, *args, **kwargs):
         return original(*args, **kwargs)
 
 
-def _is_tuners_trial_build():
-    """Whether KerasTuner builds a model to see its hyperparameters, and throws it away.
+def _is_left_to_fit(method):
+    """Whether `compile` may be of a model that is never trained.
 
-    A tuner's constructor does so before it has looked at its `distribution_strategy`.
+    One that is loaded from a file may be for `predict` alone. A tuner's constructor builds a model
+    to see its hyperparameters, before it has looked at its `distribution_strategy`.
     """
-    if "keras_tuner" not in sys.modules:
-        return False
-    frame = sys._getframe()
-    while frame is not None:
-        if frame.f_code.co_name == "_populate_initial_space":
-            return True
-        frame = frame.f_back
-    return False
+    return method == "compile" and (bool(_loading) or "keras_tuner" in sys.modules)
 
 
 def _kind_of_error():

@@ -139,20 +139,6 @@ def test_a_member_of_a_cluster_stays_one(monkeypatch):
     assert "outside the strategy's scope" in refusal("fit", compiled())
 
 
-class Tuner:
-    """As KerasTuner's: its constructor builds the model before it knows its strategy."""
-
-    def __init__(self, build):
-        self._build = build
-        self._populate_initial_space()
-
-    def _populate_initial_space(self):
-        self._build()
-
-    def search(self):
-        return self._build()
-
-
 def test_a_tuner_without_the_strategy_is_helped(live, monkeypatch):
     class FatalValueError(ValueError):
         """What KerasTuner does not take for a failed trial."""
@@ -165,12 +151,13 @@ def test_a_tuner_without_the_strategy_is_helped(live, monkeypatch):
         model.compile("sgd", keras.losses.MeanSquaredError())
         return model
 
-    tuner = Tuner(build)
+    # A tuner's constructor builds a model before the tuner knows its strategy.
+    model = build()
     with pytest.raises(FatalValueError, match="`distribution_strategy=strategy`"):
-        tuner.search()
+        model.fit(X, Y, verbose=0)
     with keras_psplus.single_process():
-        tuner.search().fit(X, Y, verbose=0)
+        model.fit(X, Y, verbose=0)
     monkeypatch.delitem(sys.modules, "keras_tuner")
     assert "KerasTuner" not in refusal("compile", compiled())
     with pytest.raises(ValueError, match="outside the strategy's scope"):
-        Tuner(build)
+        build()
