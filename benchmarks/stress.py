@@ -19,7 +19,7 @@ import tensorflow as tf
 import keras_psplus as psp
 from keras_psplus.cluster.in_process import logical_devices
 
-ROWS, BATCHES = (1, 3, 8, 17), (2, 8)
+ROWS, BATCHES = (1, 3, 17, 129), (2, 8)
 
 
 def parse():
