@@ -4,12 +4,10 @@ A task listens on its own address and dials its peers'. Whatever else answers
 there (TensorFlow's gRPC server, a port scanner) is told apart by its bytes.
 """
 
-import contextlib
 import dataclasses
 import json
 import os
 import socket
-import threading
 import uuid
 
 from keras_psplus.cluster.config import split_address
@@ -89,64 +87,6 @@ def conflict(mine, theirs, expected=None):
     return None
 
 
-class Listener:
-    """Answers hellos on a bound socket until closed.
-
-    Args:
-        bound: The bound, listening socket.
-        mine: This process's `Hello`.
-    """
-
-    def __init__(self, bound, mine):
-        self.problem = None  # the first conflict that a caller brought
-        self.callers = set()  # names of the tasks that have called and got an answer
-        self.changed = threading.Event()
-        self._socket, self._mine = bound, mine
-        self._closing = False
-        self._places = threading.BoundedSemaphore(64)  # a flood must not become 1,000 threads
-        self._threads = [threading.Thread(target=self._accept, daemon=True)]
-        self._threads[0].start()
-
-    def close(self):
-        """Stops listening; the port is free when this returns."""
-        self._closing = True
-        for thread in list(self._threads):
-            thread.join(2 * ANSWER_TIMEOUT)
-        self._socket.close()
-
-    def _accept(self):
-        self._socket.settimeout(0.05)
-        while not self._closing:
-            try:
-                connection, _ = self._socket.accept()
-            except TimeoutError:
-                continue
-            except OSError:
-                return
-            if not self._places.acquire(blocking=False):
-                connection.close()
-                continue
-            thread = threading.Thread(target=self._answer, args=(connection,), daemon=True)
-            self._threads = [t for t in self._threads if t.is_alive()] + [thread]
-            thread.start()
-
-    def _answer(self, connection):
-        try:
-            with connection, contextlib.suppress(OSError):
-                theirs = Hello.decode(_read_line(connection))
-                if theirs is None:
-                    return
-                connection.sendall(self._mine.encode())
-                self.problem = self.problem or conflict(self._mine, theirs)
-                self.callers.add(theirs.task)
-                self.changed.set()
-                # The caller closes first, so that TIME_WAIT stays on its side and not on the
-                # port that TensorFlow binds next.
-                connection.recv(1)
-        finally:
-            self._places.release()
-
-
 def dial(address, mine, timeout=2.0):
     """Calls a task and says hello.
 
@@ -195,7 +135,7 @@ def connect(address, timeout):
 
 
 def speaks(address, timeout):
-    """Whether a gRPC server answers: it speaks first, a waiting `Listener` does not."""
+    """Whether a gRPC server answers: it speaks first, a waiting `listener.Listener` does not."""
     try:
         with connect(address, timeout) as connection:
             connection.settimeout(timeout)
@@ -204,13 +144,17 @@ def speaks(address, timeout):
         return False
 
 
+def is_whole(line):
+    """Whether no more of a line is to be read: it has its end, or is no hello."""
+    is_hello = line.startswith(_MAGIC[: len(line)])
+    return line.endswith(b"\n") or len(line) >= _MAX_LINE or not is_hello
+
+
 def _read_line(connection):
     line = b""
-    while not line.endswith(b"\n") and len(line) < _MAX_LINE:
+    while not is_whole(line):
         chunk = connection.recv(4096)
         if not chunk:
             break
         line += chunk
-        if not line.startswith(_MAGIC[: len(line)]):
-            break  # not ours: no need to wait for its end
     return line

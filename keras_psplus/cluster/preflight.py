@@ -6,6 +6,7 @@ import time
 
 from keras_psplus.cluster import hello
 from keras_psplus.cluster.config import ClusterStartupError, split_address, task_name
+from keras_psplus.cluster.listener import Listener
 from keras_psplus.cluster.own_address import DNS_PATIENCE, bind_own, is_local
 
 _LOG_EVERY = 10.0
@@ -48,7 +49,7 @@ def wait_for_cluster(config, job_types=("chief", "worker"), timeout=300.0, log=N
     started = time.monotonic()
     mine = hello.Hello.of(config)
     bound = bind_own(config, mine, min(timeout, DNS_PATIENCE), log)
-    listener = hello.Listener(bound, mine)
+    listener = Listener(bound, mine)
     try:
         _Roll(config, mine, listener, job_types).call(started, timeout, log)
     finally:

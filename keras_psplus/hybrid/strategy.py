@@ -11,6 +11,7 @@ from keras_psplus.all_reduce.strategy import MultiWorkerMirroredStrategy
 from keras_psplus.arguments import number, whole_number
 from keras_psplus.cluster import config, hello
 from keras_psplus.cluster import serve as cluster_serve
+from keras_psplus.cluster.listener import Listener
 from keras_psplus.cluster.own_address import bind_own
 from keras_psplus.hybrid import names, stalls, table_server
 from keras_psplus.hybrid import placement as placement_module
@@ -166,7 +167,7 @@ class HybridStrategy(SavesTables, MultiWorkerMirroredStrategy):
         if task.num_workers == 1:
             # Nothing else is at this address, by which the servers see that the job goes on.
             mine = hello.Hello.of(task)
-            self._listener = hello.Listener(bind_own(task, mine, startup_timeout, print), mine)
+            self._listener = Listener(bind_own(task, mine, startup_timeout, print), mine)
         patience = _PATIENCE if sync else table_timeout
         recovers = snapshot_every is not None and not sync
         self._servers = Servers(task, digest, table_timeout, patience, recovers)

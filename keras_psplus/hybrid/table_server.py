@@ -26,6 +26,8 @@ from keras_psplus.hybrid.shard import Shard
 
 _POLL_SECONDS = 0.1
 _ANSWER_SECONDS = 20.0
+# Of one address, as gRPC reads it.
+_SPELLINGS = "", "dns:///", "dns:"
 
 
 class TableServer:
@@ -219,16 +221,17 @@ class TableServer:
         for key, shard in self._shards.items():
             for what, function in shard.methods().items():
                 methods[names.method(self._digest, key, what)] = function
-        # TensorFlow takes a second server of the same text for the first.
+        # TensorFlow takes a second server of the same text for the first, which may still be ending.
         self._starts += 1
-        address = ("dns:///" if self._starts % 2 else "") + self._task.address
+        address = _SPELLINGS[self._starts % len(_SPELLINGS)] + self._task.address
         server = tf.distribute.experimental.rpc.Server.create("grpc", address)
         for name, function in methods.items():
             server.register(name, function)
         server.start()
-        old, self._server, self._served = self._server, server, generation
-        # A server ends with its last reference, and waits for calls that may be waiting for us.
-        threading.Thread(target=lambda last: None, args=(old,), daemon=True).start()
+        # A server ends with its last reference, which must be that thread's: it waits for calls that
+        # may be waiting for this one, and 20 s for every connection that does not answer.
+        old, self._server, self._served = [self._server], server, generation
+        threading.Thread(target=old.clear, daemon=True).start()
 
 
 def serve(task, digest, options, agreed, startup_timeout, chief_gone=5.0):

@@ -1,3 +1,4 @@
+import contextlib
 import os
 import socket
 import subprocess
@@ -187,6 +188,24 @@ def test_garbage_on_the_port_is_ignored(garbage):
             pass
         second = Waiting(TaskConfig(cluster, "worker", 1))
         assert (first.result(), second.result()) == (None, None)
+
+
+def test_silent_connections_delay_nobody():
+    cluster = make_cluster(2)
+    first = Waiting(TaskConfig(cluster, "worker", 0))
+    host, port = cluster["worker"][0].split(":")
+    _dial_until_up(cluster["worker"][0], hello.Hello.of(TaskConfig(cluster, "worker", 1)))
+    with contextlib.ExitStack() as silent:
+        # More than it holds, some of which begin like a hello.
+        for number in range(200):
+            stranger = silent.enter_context(socket.create_connection((host, int(port)), 2))
+            stranger.sendall(b"keras-psplus"[: number % 13])
+        began = time.monotonic()
+        second = Waiting(TaskConfig(cluster, "worker", 1))
+        assert (first.result(), second.result()) == (None, None)
+        # Of which a second is the call of one whose turn is over (`ANSWER_TIMEOUT`).
+        assert time.monotonic() - began < 4
+        check_own_address(TaskConfig(cluster, "worker", 0))
 
 
 def test_silent_server_counts_as_up():

@@ -1,10 +1,12 @@
 """A table server and its clients in one process: what it refuses, and that it survives it."""
 
+import contextlib
 import os
 import re
 import shutil
 import socket
 import threading
+import time
 import types
 
 import numpy as np
@@ -114,6 +116,19 @@ def test_garbage_does_no_harm(task, table):
         with pytest.raises(tf.errors.InvalidArgumentError, match="lost: ps-0"):
             link.call(table.method("lookup"), arguments, tf.float32, [None, 3])
     np.testing.assert_array_equal(table.read(0), before)
+
+
+def test_silent_connections_delay_no_table(task, table):
+    host, port = task.cluster["ps"][0].split(":")
+    with contextlib.ExitStack() as silent:
+        for _ in range(64):
+            silent.enter_context(socket.create_connection((host, int(port)), timeout=5))
+        began = time.monotonic()
+        for key in (50, 51, 52):
+            table.servers.make("table", spec={**SPEC, "key": key})
+        # Not 20 s for each, in which gRPC's server that ends waits for the answer to a ping.
+        assert time.monotonic() - began < 10
+        assert table.read(0).shape == (9, 3)
 
 
 def test_gradients_of_a_step_are_applied_once_all_are_there(task, table):
