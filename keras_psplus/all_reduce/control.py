@@ -13,7 +13,7 @@ import time
 import tensorflow as tf
 from tensorflow.python.eager import context
 
-from keras_psplus.all_reduce import failure
+from keras_psplus.all_reduce import error_report, failure
 from keras_psplus.cluster import stalls
 from keras_psplus.cluster.config import task_name
 from keras_psplus.log import logger
@@ -94,10 +94,7 @@ class ControlPlane:
 
     def _fall_out(self, message):
         """Tells the other workers to stop, with the reason, and raises it here."""
-        try:
-            context.context().report_error_to_cluster(tf.errors.INVALID_ARGUMENT, message)
-        except (tf.errors.OpError, ValueError) as error:
-            logger.warning("could not tell the other workers: %s", error)
+        error_report.report(message)
         raise ValueError(message)
 
     def _put(self, message):

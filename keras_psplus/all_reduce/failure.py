@@ -2,7 +2,8 @@
 
 TensorFlow notices a killed peer at once and a hanging one by missed heartbeats, and then fails the
 pending collectives with an error of its own. Here that error is given the dead task's name, and
-the process is ended past TensorFlow's shutdown barrier, which would wait for the dead task.
+the process is ended past TensorFlow's shutdown barrier, which would wait for the dead task. A peer
+that ends by an error has said so before, see `error_report.py`.
 """
 
 import atexit
@@ -16,6 +17,8 @@ import time
 import tensorflow as tf
 from tensorflow.python.eager import context
 
+from keras_psplus import tracebacks
+from keras_psplus.all_reduce import error_report
 from keras_psplus.cluster import hello
 from keras_psplus.cluster.config import task_name
 from keras_psplus.log import logger
@@ -36,11 +39,14 @@ _CAUSE = re.compile(
 # What an operation of ours says begins so, wherever TensorFlow puts it.
 LOST, REFUSED = "keras_psplus lost: ", "keras_psplus refused: "
 _SAID = re.compile(f"({LOST}|{REFUSED})(.*)")
+_ENDED = re.compile(rf"{error_report.ENDED}(\S+ \((\S+)\) has ended [^.]*)\. Received: (.*)")
 _PROBE_SECONDS = 3.0
 # How long a failed process stays, so that the others can tell it from the dead one.
 _LINGER_SECONDS = 2 * _PROBE_SECONDS
+_POLL_SECONDS = 0.1
 
 _failed_at = None
+_ended_address = None
 
 
 class PeerLostError(RuntimeError):
@@ -69,6 +75,9 @@ def explained(task):
             raise kind(said.group(2).rstrip("]")) from None
         if task is None or task.num_workers == 1:
             raise
+        ended = _ENDED.search(str(error))
+        if ended:
+            _raise_ended(task, *ended.groups())
         reason = re.search(r"Workers have fallen out of step.*", str(error))
         if reason:
             _mark_failed()
@@ -95,15 +104,34 @@ def raise_if_peer_lost(task, error):
 def _raise_peer_lost(task, who, error):
     _mark_failed()
     raise PeerLostError(
-        f"{who} stopped answering, and {task.name} cannot go on without it. Weights can still be "
-        "read and saved in this process, but it cannot train any more. Look into that task's log, "
-        "then restart every worker; with the BackupAndRestore callback training resumes where it "
-        f"was. Received: {_first_line(error)}"
+        _without_it(f"{who} stopped answering", task, _first_line(error))
     ) from error
 
 
+def _raise_ended(task, who_has_ended, address, cause):
+    global _ended_address
+    _mark_failed()
+    _ended_address = address
+    cause = cause.split(" [type.googleapis.com")[0]
+    raise PeerLostError(_without_it(who_has_ended, task, cause)) from None
+
+
+def _without_it(what, task, received):
+    return (
+        f"{what}, and {task.name} cannot go on without it. Weights can still be "
+        "read and saved in this process, but it cannot train any more. Look into that task's log, "
+        "then restart every worker; with the BackupAndRestore callback training resumes where it "
+        f"was. Received: {received}"
+    )
+
+
 def watch(task):
-    """Ends this process past TensorFlow's shutdown barrier if a peer was lost."""
+    """Tells the other workers if this one fails, and ends it in time if another one has failed.
+
+    It ends past TensorFlow's shutdown barrier if a peer was lost.
+    """
+    tracebacks.install()
+    error_report.watch(task, lambda: _failed_at is None)
     atexit.register(_leave, task)
 
 
@@ -116,11 +144,26 @@ def _mark_failed():
 def _leave(task):
     if _failed_at is None:
         return
-    time.sleep(max(0.0, _LINGER_SECONDS - (time.monotonic() - _failed_at)))
+    if _ended_address is None:
+        time.sleep(max(0.0, _LINGER_SECONDS - (time.monotonic() - _failed_at)))
+    else:
+        _wait_for_end(_ended_address)
     logger.error("%s ends with exit code 1, because the job has failed", task.name)
     sys.stdout.flush()
     sys.stderr.flush()
     os._exit(1)
+
+
+def _wait_for_end(address):
+    """Waits until a task that has failed has ended, so that a launcher sees it end first."""
+    deadline = _failed_at + _LINGER_SECONDS
+    while time.monotonic() < deadline:
+        try:
+            hello.connect(address, _POLL_SECONDS).close()
+        except OSError:
+            time.sleep(3 * _POLL_SECONDS)  # the end of its server is not quite that of the process
+            return
+        time.sleep(_POLL_SECONDS)
 
 
 def _lost_peers(task):

@@ -20,6 +20,11 @@ def watch():
     sys.exit = leave
 
 
+def last():
+    """What `sys.exit` was called with last; 1, Python's own code, if it was not called."""
+    return _codes[-1] if _codes else 1
+
+
 def is_bad():
     """Whether the script ends by an exception, or with an exit code of failure."""
     has_failed = bool(_codes) and _codes[-1] not in (None, 0)

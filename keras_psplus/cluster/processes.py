@@ -54,6 +54,9 @@ class LocalCluster:
         worker_grace: The same for workers that serve a chief (clusters with a
             chief and parameter servers), which may have work left.
         kill_grace: Seconds from SIGTERM to SIGKILL.
+        idle_grace: Seconds that tasks which only serve others have once a
+            task has failed and all those others have ended; they have nothing
+            to report. By default `failure_grace`.
         restart: How often the job was started before. Logs go on then, and the
             tasks find the number in `KERAS_PSPLUS_RESTART`.
         network: A `chaos.netlab.Lab` with a host for each task, which begins
@@ -73,6 +76,7 @@ class LocalCluster:
         server_grace=10.0,
         worker_grace=60.0,
         kill_grace=3.0,
+        idle_grace=None,
         restart=0,
         network=None,
     ):
@@ -89,6 +93,7 @@ class LocalCluster:
         self._console = console
         self._failure_grace, self._kill_grace = failure_grace, kill_grace
         self._server_grace, self._worker_grace = server_grace, worker_grace
+        self._idle_grace = failure_grace if idle_grace is None else idle_grace
         self._restart = restart
         self._processes, self._pumps, self._logs = {}, [], {}
         self._ends = {}  # task name -> (exit code, time)
@@ -235,16 +240,19 @@ class LocalCluster:
 
     def _end_of_grace(self):
         """The time at which those still running are terminated."""
+        chief, workers = (
+            [t.name for t in self.tasks if t.config.task_type == job] for job in JOB_TYPES[:2]
+        )
+        served = chief if self._serving_workers else chief + workers
         if self._first_failure is not None:
-            return self._ends[self._first_failure][1] + self._failure_grace
-        by_job = {
-            job: [t.name for t in self.tasks if t.config.task_type == job] for job in JOB_TYPES
-        }
-        compute = by_job["chief"] + by_job["worker"]
-        if self._all_ended(compute):
-            return self._last_end(compute) + self._server_grace
-        if self._serving_workers and self._all_ended(by_job["chief"]):
-            return self._last_end(by_job["chief"]) + self._worker_grace
+            end = self._ends[self._first_failure][1] + self._failure_grace
+            if self._all_ended(served):
+                end = min(end, self._last_end(served) + self._idle_grace)
+            return end
+        if self._all_ended(chief + workers):
+            return self._last_end(chief + workers) + self._server_grace
+        if self._all_ended(served):
+            return self._last_end(served) + self._worker_grace
         return float("inf")
 
     def _all_ended(self, names):

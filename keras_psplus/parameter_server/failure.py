@@ -10,6 +10,7 @@ import time
 
 import tensorflow as tf
 
+from keras_psplus import tracebacks
 from keras_psplus.cluster.config import split_address
 from keras_psplus.log import logger
 
@@ -87,6 +88,7 @@ class WorkerWatch:
 
 def watch():
     """Ends this process without TensorFlow's own end if a part of the cluster was lost."""
+    tracebacks.install()
     atexit.register(_leave)
 
 

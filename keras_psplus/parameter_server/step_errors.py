@@ -5,12 +5,12 @@ the whole stack of Keras: hundreds of lines, without the batch, and all of that 
 its log.
 """
 
-import pathlib
 import re
 
-import keras
 import tensorflow as tf
 from tensorflow.python.distribute.coordinator import cluster_coordinator
+
+from keras_psplus.tracebacks import is_library
 
 _OF_STEPS = (
     tf.errors.InvalidArgumentError,
@@ -19,10 +19,6 @@ _OF_STEPS = (
     tf.errors.ResourceExhaustedError,
     tf.errors.UnimplementedError,
 )
-_LIBRARIES = [
-    str(pathlib.Path(path).resolve().parent)
-    for path in (tf.__file__, keras.__file__, pathlib.Path(__file__).parent)
-]
 _FRAME = re.compile(r'^ *(File "(.*)", line \d+, in .*)$', re.MULTILINE)
 
 
@@ -54,7 +50,7 @@ def explained(error, task, about):
     text = error.message
     first_stack = text.split("Detected at node", 2)[1:2]
     frames = _FRAME.findall("".join(first_stack))
-    frames = [frame for frame, path in frames if not _is_library(path)]
+    frames = [frame for frame, path in frames if not is_library(path)]
     rest = text[max((m.end() for m in _FRAME.finditer(text)), default=0) :]
     cause = re.split(r"\[\[|Additional GRPC|\n\s*\(1\)", _without_counts(rest))[0].strip()
     node = re.search(r"\{\{node ([^}]+)\}\}", rest)
@@ -67,11 +63,6 @@ def explained(error, task, about):
     kind = type(error)
     marked = type(kind.__name__, (kind, _Explained), {"__module__": kind.__module__})
     return marked(None, None, "\n".join(lines))
-
-
-def _is_library(path):
-    path = str(pathlib.Path(path).resolve())
-    return any(path.startswith(folder + "/") for folder in _LIBRARIES)
 
 
 def _without_counts(text):

@@ -1,9 +1,11 @@
 """Which of TensorFlow's errors are laid at another worker's door."""
 
+import sys
+
 import pytest
 import tensorflow as tf
 
-from keras_psplus.all_reduce import failure
+from keras_psplus.all_reduce import error_report, failure
 from keras_psplus.cluster.config import TaskConfig
 
 TASK = TaskConfig({"worker": ("127.0.0.1:1", "127.0.0.1:2")}, "worker", 1)
@@ -12,6 +14,7 @@ TASK = TaskConfig({"worker": ("127.0.0.1:1", "127.0.0.1:2")}, "worker", 1)
 def raise_as(monkeypatch, message):
     monkeypatch.setattr(failure, "_lost_peers", lambda task: [])
     monkeypatch.setattr(failure, "_failed_at", None)
+    monkeypatch.setattr(failure, "_ended_address", None)
     with failure.explained(TASK):
         raise tf.errors.InvalidArgumentError(None, None, message)
 
@@ -41,3 +44,44 @@ def test_errors_of_this_task_stay_what_they_are(monkeypatch, message):
 def test_errors_that_speak_of_another_task_are_explained(monkeypatch, message):
     with pytest.raises(failure.PeerLostError, match=r"Another worker.*Received: "):
         raise_as(monkeypatch, message)
+
+
+def test_an_error_that_another_task_reported_is_named(monkeypatch):
+    reported = error_report._message(TASK, "by an error", "ArithmeticError: 1 / 0. Really")
+    with pytest.raises(failure.PeerLostError) as raised:
+        raise_as(
+            monkeypatch,
+            f"Collective ops is aborted by: Error reported from /job:worker/task:1: {reported}"
+            " [type.googleapis.com/tensorflow.CoordinationServiceError='\\x18']\nThe error could",
+        )
+    text = str(raised.value)
+    assert text.startswith("worker-1 (127.0.0.1:2) has ended by an error, and worker-1 cannot go")
+    assert text.endswith("Received: ArithmeticError: 1 / 0. Really")
+
+
+@pytest.mark.parametrize(
+    "error, cause",
+    [
+        (ArithmeticError("first\nsecond"), "ArithmeticError: first"),
+        (
+            ValueError('Graph execution error:\n\nDetected at node A\n  File "a"\n\nlabel 7\n'),
+            "ValueError: label 7",
+        ),
+        (KeyboardInterrupt(), "KeyboardInterrupt"),
+        (ValueError("x" * 999), "ValueError: " + "x" * 288),
+    ],
+)
+def test_what_is_reported_of_an_exception(monkeypatch, error, cause):
+    sent, shown = [], []
+    monkeypatch.setattr(error_report, "report", sent.append)
+    monkeypatch.setattr(error_report.atexit, "register", lambda *_: None)
+    monkeypatch.setattr(sys, "excepthook", lambda *args: shown.append(args))
+    monkeypatch.setattr(sys, "exit", sys.exit)
+    causes = [True, False]  # the second time, it is another one's failure
+    error_report.watch(TASK, lambda: causes.pop(0))
+    for _ in range(2):
+        sys.excepthook(type(error), error, None)
+    assert sent == [
+        f"keras_psplus ended: worker-1 (127.0.0.1:2) has ended by an error. Received: {cause}"
+    ]
+    assert shown == [(type(error), error, None)] * 2

@@ -25,6 +25,7 @@ def test_what_a_script_leaves_with_is_known(status, is_bad):
         sys.exit(*status)
     assert raised.value.code == (status[0] if status else None)
     assert exit_code.is_bad() is is_bad
+    assert exit_code.last() == (status[0] if status else None)
 
 
 def test_the_last_one_counts(monkeypatch):

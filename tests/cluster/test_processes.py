@@ -135,6 +135,21 @@ def test_others_have_time_to_report_the_failure(run):
     assert "... (" in result.tails(1)
 
 
+def test_tasks_that_serve_those_that_have_ended_end_soon(run):
+    body = """
+        if name == "worker-0":
+            sys.exit(1)
+        time.sleep(100 if name == "ps-0" else 1)
+        """
+    started = time.monotonic()
+    result = run(body, workers=2, ps=1, failure_grace=50, idle_grace=0.2)
+    assert time.monotonic() - started < 40
+    # What computes has the whole grace, and what serves it as well until then.
+    assert (result.exit_codes["worker-1"], result.terminated) == (0, ("ps-0",))
+    result = run(body.replace("worker-0", "chief-0"), chief=True, ps=1, idle_grace=0.2)
+    assert result.terminated == ("worker-0", "worker-1", "ps-0")
+
+
 def test_task_killed_by_a_signal(run):
     result = run("os.kill(os.getpid(), 9)", workers=1)
     assert (result.exit_codes, result.exit_code) == ({"worker-0": -9}, 137)

@@ -6,6 +6,7 @@ failing_job.py HOW VICTIM STEP
 import os
 import signal
 import sys
+import time
 
 from tests import quick_start  # noqa: F401
 
@@ -27,7 +28,7 @@ class Fail(keras.callbacks.Callback):
         self.steps += 1
         if self.steps != step or not is_victim:
             return
-        print("failing now", flush=True)
+        print(f"failing now, at {time.time()}", flush=True)
         if how == "kill":
             os.kill(os.getpid(), signal.SIGKILL)
         if how == "hang":

@@ -1,6 +1,7 @@
 """A worker that fails ends the job in a bounded time, and the others say which one it was."""
 
 import pathlib
+import re
 import signal
 import sys
 import time
@@ -52,8 +53,17 @@ def test_two_survivors_name_the_same_worker():
 
 def test_worker_that_raises_shows_its_own_error():
     result = run_job("raise")
+    seconds = time.time() - float(re.search("failing now, at (.*)", result.logs["worker-1"])[1])
     assert "ArithmeticError: the victim's own error" in result.logs["worker-1"]
     assert_survivors_name(result, "worker-1", ["worker-0"])
+    assert "Received: ArithmeticError: the victim's own error" in result.logs["worker-0"]
+    assert "has ended by an error" in result.logs["worker-0"]
+    for log in result.logs.values():
+        _, _, trace = log.rpartition("Traceback")
+        files = {pathlib.Path(path).name for path in re.findall('File "(.*?)"', trace)}
+        assert files - {"warm.py"} == {SOURCE.name}, trace
+    # The documented bound is 5 s; this machine may be busy.
+    assert seconds < 9
 
 
 def test_worker_that_leaves_in_the_middle():
