@@ -6,7 +6,7 @@ import os
 import tensorflow as tf
 
 from keras_psplus.log import info_once
-from keras_psplus.native.compiler import BuildError, build
+from keras_psplus.native.compiler import BuildError, build, opened
 
 _VARIABLE = "KERAS_PSPLUS_NATIVE"
 
@@ -45,6 +45,7 @@ def _unwanted():
 def _loaded():
     try:
         path = build()
-        return tf.load_op_library(str(path)), f"compiled: {path}"
+        # It stays open: TensorFlow would take another file under the same name for this one.
+        return tf.load_op_library(f"/proc/self/fd/{opened(path)}"), f"compiled: {path}"
     except (BuildError, tf.errors.OpError, OSError) as reason:
         return None, f"none: {reason}"

@@ -1,7 +1,7 @@
 """Compiles the library's C++ kernels for the TensorFlow that is installed, once on a machine."""
 
 import contextlib
-import fcntl
+import functools
 import hashlib
 import os
 import pathlib
@@ -17,14 +17,16 @@ import time
 import tensorflow as tf
 
 from keras_psplus.log import info_once
+from keras_psplus.native import cache
 
 _FOLDER = pathlib.Path(__file__).parent
 _SOURCES, _HEADERS = sorted(_FOLDER.glob("*.cc")), sorted(_FOLDER.glob("*.h"))
 _COMPILERS = ("g++", "clang++", "c++")
 # A product that is rounded together with a sum would not give TensorFlow's bits.
 _OPTIONS = ("-O3", "-ffp-contract=off", "-shared", "-fPIC", "-w")
+_LIBRARY = "kernels.so"
 # Seconds: a compiler takes 10 to 30.
-_TIMEOUT = 240
+_TIMEOUT, _VERSION_TIMEOUT = 240, 10
 # Seconds after which a compiler that has failed is tried again: a disk may have been full.
 _FAILED_FOR = 24 * 3600
 
@@ -36,16 +38,17 @@ class BuildError(Exception):
 def build():
     """Compiles the kernels, unless that has been done before.
 
-    What is compiled is kept in the user's cache, under a name that depends on the kernels and on
-    TensorFlow. Of several processes one compiles, and the others wait for it. Who finds it there
-    needs no compiler, and need not be allowed to write.
+    What is compiled is kept in the user's cache, under a name that depends on the kernels, on
+    TensorFlow, on the C library and on the compiler. Of several processes one compiles, and the
+    others wait for it. Who finds it there needs no compiler, and need not be allowed to write. A
+    library that is damaged is compiled again; one that others could have written is not used.
 
     Returns:
-        Path of the shared library.
+        Path of the shared library; see `opened`.
 
     Raises:
         BuildError: If there is no compiler, or it fails, in which case it is not tried again for a
-            day.
+            day; or if the cache cannot be used.
     """
     if sys.platform != "linux":
         raise BuildError(f"they are built on Linux only. Received: {sys.platform}")
@@ -53,32 +56,79 @@ def build():
         raise BuildError("their sources were not installed")
     flags = [*_OPTIONS, *tf.sysconfig.get_compile_flags(), *tf.sysconfig.get_link_flags()]
     try:
-        folder = cache_folder() / _key(flags)
+        root, key = cache.cache_folder(), _key(flags)
     except RuntimeError as error:
         raise BuildError(f"there is no folder for them: {error}; set XDG_CACHE_HOME") from error
-    library = folder / "kernels.so"
     try:
-        if library.exists():
-            return library
         command = _compiler()
-        failed = folder / f"failed-{_digest([*command, *_version(command)])}.log"
-        folder.mkdir(parents=True, exist_ok=True)
-        with _alone(folder):
-            if not library.exists() and not _is_recent(failed):
-                info_once("compiling C++ kernels into %s, once on this machine", folder)
-                _compile(command, flags, library, failed)
-        if not library.exists():
-            raise BuildError(f"{command[0]} has failed: see {failed}; remove it to try again")
-    except OSError as error:
-        raise BuildError(f"{folder} cannot be used: {error}") from error
-    return library
+        folder = root / f"{key}-{_digest([_version(*command)])}"
+        try:
+            if not _is_whole(folder):
+                _make(folder, command, flags)
+        except OSError as error:
+            raise BuildError(f"{folder} cannot be used: {error}") from error
+    except BuildError as error:
+        found = filter(_is_safe_and_whole, sorted(root.glob(f"{key}-*")))
+        folder = next(found, None)
+        if folder is None:
+            raise
+        info_once("using C++ kernels of another compiler, in %s: %s", folder, error)
+    return folder / _LIBRARY
 
 
-def cache_folder():
-    """The folder of what is compiled: `keras_psplus` in `$XDG_CACHE_HOME` or `~/.cache`."""
-    return pathlib.Path(
-        os.environ.get("XDG_CACHE_HOME") or pathlib.Path.home() / ".cache", "keras_psplus"
-    )
+def opened(library):
+    """Opens a library that `build` has found, and checks again what was opened.
+
+    Args:
+        library: Its path.
+
+    Returns:
+        Descriptor of the open file.
+
+    Raises:
+        OSError: If it is not there, damaged, or others could have written it.
+    """
+    with cache.Folder(library.parent) as folder, folder.open_whole(library.name) as file:
+        return os.dup(file.fileno())
+
+
+def _is_whole(folder):
+    """Whether a folder has a library; it is said if it is damaged."""
+    try:
+        os.close(opened(folder / _LIBRARY))
+        return True
+    except FileNotFoundError:
+        return False
+    except cache.DamagedError as error:
+        info_once("%s", error)
+        return False
+
+
+def _is_safe_and_whole(folder):
+    try:
+        return _is_whole(folder)
+    except OSError:
+        return False
+
+
+def _make(path, command, flags):
+    log = f"failed-{_digest([*command, *_identity(command)])}.log"
+    with cache.Folder(path, make=True) as folder, _alone(folder, path):
+        if not _is_whole(path) and not _is_recent(path / log):
+            info_once(
+                "compiling C++ kernels into %s, once on this machine: the step that needs them "
+                "waits, for some ten seconds",
+                path,
+            )
+            start = time.monotonic()
+            made, said = _compile(command, flags)
+            if made is None:
+                folder.write(log, said)
+            else:
+                folder.write_whole(_LIBRARY, made)
+                info_once("compiled them in %.0f s", time.monotonic() - start)
+        if not _is_whole(path):
+            raise BuildError(f"{command[0]} has failed: see {path / log}; remove it to try again")
 
 
 def _compiler():
@@ -94,16 +144,33 @@ def _compiler():
     return [found, *wanted[1:]]
 
 
-def _version(command):
+def _identity(command):
     """Strings that change when the compiler is replaced."""
     file = os.stat(command[0])
     return str(file.st_size), str(file.st_mtime_ns)
 
 
+@functools.cache
+def _version(*command):
+    """What a compiler says of its version."""
+    try:
+        return _run([*command, "--version"], _VERSION_TIMEOUT)[1].decode(errors="replace")
+    except OSError:
+        return ""
+
+
 def _key(flags):
     versions = tf.version.VERSION, tf.version.GIT_VERSION, tf.version.COMPILER_VERSION
     texts = [file.read_text() for file in (*_SOURCES, *_HEADERS)]
-    return _digest([*flags, *versions, platform.machine(), *texts])
+    return _digest([*flags, *versions, _libc(), platform.machine(), *texts])
+
+
+def _libc():
+    """Name and version of the C library."""
+    try:
+        return os.confstr("CS_GNU_LIBC_VERSION") or ""
+    except (OSError, ValueError):
+        return ""
 
 
 def _digest(parts):
@@ -115,46 +182,49 @@ def _is_recent(log):
 
 
 @contextlib.contextmanager
-def _alone(folder):
+def _alone(folder, path):
     """Waits until no other process compiles there."""
-    with open(folder / "lock", "w") as file:
+    with folder.lock() as locked:
         end = time.monotonic() + _TIMEOUT + 10
-        while True:
-            try:
-                fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-                break
-            except BlockingIOError:
-                if time.monotonic() > end:
-                    raise BuildError(
-                        f"another process has been compiling in {folder} for {_TIMEOUT + 10} s"
-                    ) from None
-                time.sleep(0.1)
+        while not locked():
+            info_once("waiting for another process, which compiles C++ kernels into %s", path)
+            if time.monotonic() > end:
+                raise BuildError(
+                    f"another process has been compiling in {path} for {_TIMEOUT + 10} s"
+                )
+            time.sleep(0.1)
         yield
 
 
-def _compile(compiler, flags, library, failed):
-    # Under a name of its own until it is whole.
-    with tempfile.TemporaryDirectory(dir=library.parent) as folder:
-        made = os.path.join(folder, library.name)
-        command = [*compiler, *map(str, _SOURCES), "-o", made, *flags]
-        # In a session of its own: compilers are several processes, which end together.
-        with subprocess.Popen(
-            command,
-            stdin=subprocess.DEVNULL,
-            stdout=subprocess.PIPE,
-            stderr=subprocess.STDOUT,
-            start_new_session=True,
-        ) as process:
-            try:
-                said, _ = process.communicate(timeout=_TIMEOUT)
-                good = process.returncode == 0
-            except BaseException as error:
-                os.killpg(process.pid, signal.SIGKILL)
-                if not isinstance(error, subprocess.TimeoutExpired):
-                    raise
-                said, good = process.communicate()[0], False
-                said += f"\nnot done after {_TIMEOUT} s".encode()
+def _compile(compiler, flags):
+    """Returns the library's bytes, or None, and what is to be known if there are none."""
+    with tempfile.TemporaryDirectory(prefix="keras_psplus_") as folder:
+        os.chmod(folder, 0o700)  # The umask may have taken some away.
+        made = pathlib.Path(folder, _LIBRARY)
+        command = [*compiler, *map(str, _SOURCES), "-o", str(made), *flags]
+        good, said = _run(command, _TIMEOUT)
         if good:
-            os.replace(made, library)
-        else:
-            failed.write_bytes(shlex.join(command).encode() + b"\n" + said)
+            return made.read_bytes(), said
+        return None, shlex.join(command).encode() + b"\n" + said
+
+
+def _run(command, timeout):
+    """Returns whether a program ends well, and what it says."""
+    # In a session of its own: compilers are several processes, which end together.
+    with subprocess.Popen(
+        command,
+        stdin=subprocess.DEVNULL,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        start_new_session=True,
+        umask=0o077,
+    ) as process:
+        try:
+            said, _ = process.communicate(timeout=timeout)
+            return process.returncode == 0, said
+        except BaseException as error:
+            os.killpg(process.pid, signal.SIGKILL)
+            if not isinstance(error, subprocess.TimeoutExpired):
+                raise
+            said, _ = process.communicate()
+            return False, said + f"\nnot done after {timeout} s".encode()

@@ -1,6 +1,7 @@
 """How kernels come to a machine, and what becomes of one that has no compiler."""
 
 import os
+import pathlib
 import re
 import shutil
 import subprocess
@@ -11,10 +12,13 @@ import pytest
 import tensorflow as tf
 
 from keras_psplus import native
+from keras_psplus.native import cache
 from keras_psplus.native import compiler as builder
 from tests.endings import wait_for_end
 
 FAKE = """#!/bin/sh
+for word; do :; done
+[ "$word" = --version ] && echo version {version} && exit
 echo one >> {calls}
 while [ $# -gt 1 ]; do [ "$1" = -o ] && made=$2; shift; done
 sleep {seconds}
@@ -28,9 +32,10 @@ def compiler(tmp_path, monkeypatch):
     """Makes a compiler that writes down its calls, and an empty cache."""
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
 
-    def make(end, seconds=0.1):
+    def make(end, seconds=0.1, version=1):
         path, calls = tmp_path / "compiler", tmp_path / "calls"
-        path.write_text(FAKE.format(calls=calls, end=end, seconds=seconds))
+        path.write_text(FAKE.format(calls=calls, end=end, seconds=seconds, version=version))
+        builder._version.cache_clear()
         path.chmod(0o700)
         monkeypatch.setenv("CXX", str(path))
         return lambda: calls.read_text().count("one") if calls.exists() else 0
@@ -52,7 +57,8 @@ def test_it_is_compiled_once(compiler):
     assert library.read_text() == "library\n" and calls() == 1
     assert builder.build() == library and calls() == 1
     # Nothing else is left there.
-    assert sorted(path.name for path in library.parent.iterdir()) == ["kernels.so", "lock"]
+    names = ["kernels.so", "kernels.so.sha256", "lock"]
+    assert sorted(path.name for path in library.parent.iterdir()) == names
 
 
 def test_of_several_processes_one_compiles(compiler):
@@ -60,11 +66,18 @@ def test_of_several_processes_one_compiles(compiler):
     calls = compiler('echo library > "$made"', seconds=5)
     script = "from keras_psplus.native.compiler import build; print(build())"
     jobs = [
-        subprocess.Popen([sys.executable, "-c", script], stdout=subprocess.PIPE, text=True)
+        subprocess.Popen(
+            [sys.executable, "-c", script],
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            text=True,
+        )
         for _ in range(3)
     ]
-    paths = {job.communicate(timeout=120)[0].splitlines()[-1] for job in jobs}
-    assert len(paths) == 1 and calls() == 1
+    ends = [job.communicate(timeout=120) for job in jobs]
+    assert len({out.splitlines()[-1] for out, _ in ends}) == 1 and calls() == 1
+    said = [err.count("keras_psplus: compiling C++ kernels into") for _, err in ends]
+    assert sorted(said) == [0, 0, 1]
 
 
 def test_who_finds_it_needs_neither_a_compiler_nor_to_write(compiler, monkeypatch):
@@ -72,7 +85,7 @@ def test_who_finds_it_needs_neither_a_compiler_nor_to_write(compiler, monkeypatc
     library = builder.build()
     (library.parent / "lock").unlink()
     monkeypatch.setenv("CXX", "no-such-compiler")
-    monkeypatch.setattr(builder, "_alone", lambda folder: pytest.fail("nothing is to be written"))
+    monkeypatch.setattr(builder, "_alone", lambda *_: pytest.fail("nothing is to be written"))
     assert builder.build() == library
 
 
@@ -124,6 +137,144 @@ def test_a_compiler_that_hangs_is_ended_with_its_children(compiler, monkeypatch,
     wait_for_end(int((tmp_path / "child").read_text()))
 
 
+@pytest.mark.parametrize("damage", ["truncated", "flipped", "no digest"])
+def test_a_damaged_library_is_compiled_again(damage, compiler):
+    calls = compiler('echo library > "$made"')
+    library = builder.build()
+    if damage == "no digest":
+        (library.parent / "kernels.so.sha256").unlink()
+    else:
+        library.write_bytes(b"" if damage == "truncated" else b"l\xffbrary\n")
+    with pytest.raises(OSError, match="is damaged"):
+        builder.opened(library)
+    assert builder.build() == library and calls() == 2
+    assert _text_of(builder.opened(library)) == "library\n"
+
+
+def test_what_was_checked_is_what_is_loaded(compiler):
+    compiler('echo library > "$made"')
+    library = builder.build()
+    file = builder.opened(library)
+    shutil.move(library.parent, library.parent.with_name("away"))
+    library.parent.mkdir()
+    library.write_text("another")
+    assert _text_of(file) == "library\n"
+
+
+def _text_of(descriptor):
+    with os.fdopen(descriptor) as file:
+        return file.read()
+
+
+def _linked(path):
+    path.rename(path.with_name("elsewhere"))
+    path.symlink_to(path.with_name("elsewhere"))
+
+
+def _writable(path):
+    path.chmod(path.stat().st_mode | 0o002)
+
+
+def _replaced_by_a_pipe(path):
+    path.unlink()
+    os.mkfifo(path)
+
+
+@pytest.mark.parametrize(
+    ("place", "change", "reason"),
+    [
+        ("kernels.so", _linked, "kernels.so is a symbolic link"),
+        ("kernels.so", _writable, "others can write to .*kernels.so; .*Received: mode 0o602"),
+        ("kernels.so", _replaced_by_a_pipe, "kernels.so is of another kind"),
+        ("kernels.so.sha256", _linked, "kernels.so.sha256 is a symbolic link"),
+        (".", _linked, r"\w{16} is a symbolic link"),
+        (".", _writable, r"others can write to .*\w{16}; .*Received: mode 0o702"),
+        ("..", _linked, "keras_psplus is a symbolic link"),
+        ("..", _writable, "others can write to .*keras_psplus; .*Received: mode 0o702"),
+        ("../..", _writable, "others can write to .*cache; .*Received: mode 0o702"),
+    ],
+)
+def test_what_others_could_have_written_is_not_used(place, change, reason, compiler):
+    calls = compiler('echo library > "$made"')
+    library = builder.build()
+    change(pathlib.Path(os.path.normpath(library.parent / place)))
+    with pytest.raises(builder.BuildError, match=f"cannot be used: .*{reason}"):
+        builder.build()
+    with pytest.raises(OSError, match=reason):
+        builder.opened(library)
+    # Nor is it replaced.
+    assert calls() == 1
+
+
+def test_what_belongs_to_others_is_not_used(compiler, monkeypatch):
+    compiler('echo library > "$made"')
+    library = builder.build()
+    monkeypatch.setattr(cache, "owners", lambda: {os.geteuid() + 1})
+    reason = f"belongs to another user; .*Received: owner {os.geteuid()}"
+    with pytest.raises(builder.BuildError, match=reason):
+        builder.build()
+    with pytest.raises(OSError, match=reason):
+        builder.opened(library)
+
+
+@pytest.mark.skipif(os.geteuid() != 0, reason="only root can give files away")
+def test_a_library_of_another_user_is_not_used(compiler):
+    compiler('echo library > "$made"')
+    library = builder.build()
+    os.chown(library, 4242, -1)
+    with pytest.raises(builder.BuildError, match="kernels.so belongs to another user; .* 4242"):
+        builder.build()
+
+
+@pytest.mark.parametrize("umask", [0o000, 0o777])
+def test_the_umask_has_no_say(umask, compiler, monkeypatch, tmp_path):
+    compiler('echo library > "$made"')
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "new" / "cache"))
+    before = os.umask(umask)
+    try:
+        library = builder.build()
+    finally:
+        os.umask(before)
+    for path in (library.parent, *list(library.parents)[1:4]):
+        assert path.stat().st_mode & 0o777 == 0o700, path
+    for path in library.parent.iterdir():
+        assert path.stat().st_mode & 0o777 == 0o600, path
+    assert builder.build() == library
+
+
+def test_a_relative_cache_folder_is_ignored(compiler, monkeypatch, tmp_path):
+    compiler('echo library > "$made"')
+    monkeypatch.setenv("XDG_CACHE_HOME", "cache")
+    monkeypatch.setenv("HOME", str(tmp_path / "home"))
+    monkeypatch.chdir(tmp_path)
+    assert builder.build().is_relative_to(tmp_path / "home" / ".cache" / "keras_psplus")
+    monkeypatch.setenv("HOME", "home")
+    with pytest.raises(builder.BuildError, match="set XDG_CACHE_HOME"):
+        builder.build()
+    assert not (tmp_path / "cache").exists()
+
+
+def test_another_compiler_or_c_library_has_kernels_of_its_own(compiler, monkeypatch):
+    compiler('echo first > "$made"')
+    libraries = [builder.build()]
+    compiler('echo second > "$made"', version=2)
+    libraries.append(builder.build())
+    monkeypatch.setattr(os, "confstr", lambda name: f"{name} of another version")
+    libraries.append(builder.build())
+    texts = ["first\n", "second\n", "second\n"]
+    assert len(set(libraries)) == 3 and [path.read_text() for path in libraries] == texts
+
+
+def test_those_of_another_compiler_are_better_than_none(compiler):
+    compiler('echo library > "$made"')
+    library = builder.build()
+    compiler("exit 1", version=2)
+    assert builder.build() == library
+    library.write_text("")
+    with pytest.raises(builder.BuildError, match="failed"):
+        builder.build()
+
+
 def test_without_sources_nothing_is_made(compiler, monkeypatch):
     compiler('echo library > "$made"')
     monkeypatch.setattr(builder, "_SOURCES", ())
@@ -132,21 +283,21 @@ def test_without_sources_nothing_is_made(compiler, monkeypatch):
 
 
 def _logs():
-    return list(builder.cache_folder().glob("*/failed-*.log"))
+    return list(cache.cache_folder().glob("*/failed-*.log"))
 
 
 def test_another_process_that_never_ends_is_not_waited_for(compiler, monkeypatch):
     compiler("exit 1")
+    said = set()
+    monkeypatch.setattr(builder, "info_once", lambda line, *args: said.add(line % args))
     monkeypatch.setattr(builder, "_TIMEOUT", -9)
-    with builder._alone(_made(builder.cache_folder())):
+    path = cache.cache_folder() / "key"
+    with cache.Folder(path, make=True) as folder, builder._alone(folder, path):
         with pytest.raises(builder.BuildError, match="another process has been compiling"):
-            with builder._alone(builder.cache_folder()):
+            with builder._alone(folder, path):
                 pass
-
-
-def _made(folder):
-    folder.mkdir(parents=True)
-    return folder
+    # It does not stand still without a line.
+    assert said == {f"waiting for another process, which compiles C++ kernels into {path}"}
 
 
 def _no_home():
