@@ -21,18 +21,33 @@ _MODULES = ("callbacks", "compression", "updates")
 __all__ = ["__version__", *_EXPORTS, *_MODULES]
 
 
+_is_loading = False
+
+
 def _load():
     """Checks versions and installs the hooks into Keras."""
+    global _is_loading
+    if _is_loading:
+        return  # What is imported below asks for parts of this package.
     from keras_psplus import versions
 
     versions.check()
-    from keras_psplus.cluster import early_init
+    _is_loading = True
+    try:
+        _install(versions)
+    finally:
+        _is_loading = False
 
-    # Before anything else of TensorFlow's runs, so that an early initialisation can be named.
-    early_init.install()
-    from keras_psplus import keras_hooks
 
-    keras_hooks.install()
+def _install(versions):
+    with versions.naming_misfits():
+        from keras_psplus.cluster import early_init
+
+        # Before anything else of TensorFlow's runs, so that an early initialisation can be named.
+        early_init.install()
+        from keras_psplus import keras_hooks
+
+        keras_hooks.install()
 
 
 def __getattr__(name):

@@ -6,12 +6,14 @@ unsuitable installation is named in one sentence instead of failing somewhere in
 
 from __future__ import annotations
 
+import contextlib
 import importlib
 import importlib.metadata
 import os
 import re
 import sys
 import warnings
+from collections.abc import Iterator
 from dataclasses import dataclass
 
 __version__ = "0.1.0"
@@ -80,23 +82,120 @@ def check() -> None:
     _check_keras()
     _check_range(TENSORFLOW, installed_version(TENSORFLOW))
     _check_backend()
+    for package in (KERAS, TENSORFLOW):
+        check_module(package)
+
+
+@contextlib.contextmanager
+def naming_misfits() -> Iterator[None]:
+    """Context for importing what reaches into Keras and TensorFlow, in versions that were checked.
+
+    Raises:
+        ImportError: If something is missing there, in a version that is not supported: which
+            package, which version and what to do.
+    """
+    try:
+        yield
+    except (ImportError, AttributeError) as error:
+        found = {package: _found(package) for package in (KERAS, TENSORFLOW)}
+        untested = [
+            package
+            for package, version in found.items()
+            if version is not None and not _is_supported(package, version)
+        ]
+        if not untested:
+            raise
+        received = ", ".join(f"{p.module} {_named(p, found[p])}" for p in untested)
+        needs = " and ".join(f"{package.name} {package.specifier}" for package in untested)
+        names = " and ".join(package.name for package in untested)
+        raise ImportError(
+            f"keras_psplus {__version__} does not fit this {names}: {error}. It needs "
+            f"{needs}. {' '.join(_install(package) for package in untested)} "
+            f"Received: {received}, {SKIP_VARIABLE}={os.environ.get(SKIP_VARIABLE, '')}"
+        ) from error
 
 
 def installed_version(package: Supported) -> str | None:
     """The installed version of `package` as a string, or None if it is not installed."""
-    for distribution in package.distributions:
-        try:
-            version = importlib.metadata.version(distribution)
-        except importlib.metadata.PackageNotFoundError:
-            continue
-        if version:  # Half-removed installations leave metadata without a version.
-            return version
+    for version in _installed(package).values():
+        return version
     # Builds from source and vendors' wheels have names of their own: ask the module.
     try:
         module = importlib.import_module(package.module)
     except ImportError:
         return None
     return getattr(module, "__version__", None)
+
+
+def describe(package: Supported) -> str | None:
+    """The installed version, or several of them; nightly builds with their distribution's name."""
+    found = list(_installed(package).values()) or [installed_version(package)]
+    return ", ".join(_named(package, version) for version in found if version) or None
+
+
+def problem(package: Supported) -> str | None:
+    """What is wrong with the installed version, or None: for the commands, which go on."""
+    try:
+        _check_range(package, installed_version(package))
+        check_module(package)
+    except ImportError as error:
+        return str(error)
+    return None
+
+
+def check_module(package: Supported) -> None:
+    """Checks the module itself, if it has been imported.
+
+    `keras` and `keras-nightly` write to one folder: with both installed, metadata tell of one of
+    them, and the module may be the other's.
+
+    Raises:
+        ImportError: As `check`.
+    """
+    version = getattr(sys.modules.get(package.module), "__version__", None)
+    known = installed_version(package)
+    if version is not None and known is not None and _major_minor(version) != _major_minor(known):
+        _check_range(package, version)
+
+
+def _installed(package: Supported) -> dict[str, str]:
+    """The installed distributions of a package, the usual one first, and their versions."""
+    found = {}
+    for distribution in package.distributions:
+        try:
+            version = importlib.metadata.version(distribution)
+        except importlib.metadata.PackageNotFoundError:
+            continue
+        if version:  # Half-removed installations leave metadata without a version.
+            found[distribution] = version
+    return found
+
+
+def _found(package: Supported) -> str | None:
+    """The version of the module, if it has been imported, else that of its metadata."""
+    module = sys.modules.get(package.module)
+    return getattr(module, "__version__", None) or installed_version(package)
+
+
+def _named(package: Supported, version: str) -> str:
+    """A version, with the name of a nightly build's distribution."""
+    for distribution, installed in _installed(package).items():
+        if "nightly" in distribution and _major_minor(installed) == _major_minor(version):
+            return f"{version} ({distribution})"
+    return version
+
+
+def _install(package: Supported) -> str:
+    """What to do about a version that is not supported."""
+    command = f'pip install "{package.module}{package.specifier}"'
+    installed = list(_installed(package))
+    if any("nightly" in distribution for distribution in installed):
+        # pip would leave the nightly build's files beside or above the release's.
+        return (
+            f"Install a supported one in the place of the nightly build: `pip uninstall -y "
+            f"{' '.join(installed)}`, then `{command}`."
+        )
+    return f"Install a supported one: `{command}`."
 
 
 def _check_keras() -> None:
@@ -129,30 +228,33 @@ def _keras_found(version: str | None) -> str:
 
 
 def _check_range(package: Supported, version: str | None) -> None:
-    install = f'Install a supported one: `pip install "{package.module}{package.specifier}"`.'
+    install = _install(package)
     if version is None:
         raise ImportError(
             f"keras_psplus needs {package.name} {package.specifier}, which is not installed. "
             f"{install} Received: no {package.module}"
         )
-    found = _major_minor(version)
-    if found < package.first:
+    received = f"Received: {package.module} {_named(package, version)}"
+    if _major_minor(version) < package.first:
         raise ImportError(
             f"This {package.name} is too old for keras_psplus {__version__}, which needs "
-            f"{package.specifier}. {install} Received: {package.module} {version}"
+            f"{package.specifier}. {install} {received}"
         )
-    if found >= package.after:
+    if not _is_supported(package, version):
         message = (
             f"This {package.name} is newer than keras_psplus {__version__} was tested with "
             f"({package.specifier})."
         )
-        received = f"Received: {package.module} {version}"
         if os.environ.get(SKIP_VARIABLE, "") not in ("", "0"):
             warnings.warn(f"{message} {received}", stacklevel=2)
             return
         raise ImportError(
             f"{message} {install} Or set {SKIP_VARIABLE}=1 to try it untested. {received}"
         )
+
+
+def _is_supported(package: Supported, version: str) -> bool:
+    return package.first <= _major_minor(version) < package.after
 
 
 def _check_backend() -> None:

@@ -125,6 +125,57 @@ def test_other_distribution_names_are_found(installed):
     assert refusal().endswith("Received: tensorflow 2.16.1")
 
 
+def test_nightly_builds_are_named_with_what_to_do(installed):
+    del installed["keras"], installed["tensorflow"]
+    installed.update({"keras-nightly": "3.16.0.dev2026", "tf-nightly": "2.22.0.dev2026"})
+    message = refusal()
+    assert "newer than" in message
+    assert "`pip uninstall -y keras-nightly`" in message
+    assert f'`pip install "keras{versions.KERAS.specifier}"`' in message
+    assert message.endswith("Received: keras 3.16.0.dev2026 (keras-nightly)")
+    problem = versions.problem(versions.TENSORFLOW)
+    assert "`pip uninstall -y tf-nightly`" in problem
+    assert problem.endswith("Received: tensorflow 2.22.0.dev2026 (tf-nightly)")
+
+
+def test_a_nightly_build_above_a_release_is_found(installed, monkeypatch):
+    """Both are installed, one in the other's folder, and the metadata name the release first."""
+    import keras
+
+    installed["keras-nightly"] = "3.16.0.dev2026"
+    assert versions.describe(versions.KERAS) == "3.15.1, 3.16.0.dev2026 (keras-nightly)"
+    monkeypatch.setattr(keras, "__version__", "3.16.0.dev2026")
+    message = refusal()
+    assert "newer than" in message
+    assert "`pip uninstall -y keras keras-nightly`" in message
+    assert message.endswith("Received: keras 3.16.0.dev2026 (keras-nightly)")
+
+
+@pytest.mark.parametrize(
+    "error", [ImportError("no 'core' in keras.src"), AttributeError("no attribute 'core'")]
+)
+def test_what_does_not_fit_an_admitted_version_is_named(installed, monkeypatch, error):
+    monkeypatch.setenv(versions.SKIP_VARIABLE, "1")
+    monkeypatch.delitem(sys.modules, "keras")
+    del installed["keras"]
+    installed["keras-nightly"] = "3.16.0.dev2026"
+    with pytest.raises(ImportError) as raised:
+        with versions.naming_misfits():
+            raise error
+    message = str(raised.value)
+    assert f"keras_psplus {versions.__version__} does not fit this Keras: {error}." in message
+    assert f"It needs Keras {versions.KERAS.specifier}." in message
+    assert f'`pip install "keras{versions.KERAS.specifier}"`' in message
+    received = f"Received: keras 3.16.0.dev2026 (keras-nightly), {versions.SKIP_VARIABLE}=1"
+    assert message.endswith(received)
+
+
+def test_errors_of_supported_versions_are_left_as_they_are(installed):
+    with pytest.raises(AttributeError, match="^our own$"):
+        with versions.naming_misfits():
+            raise AttributeError("our own")
+
+
 def test_the_module_tells_where_no_distribution_does(installed, monkeypatch):
     installed.clear()
     modules = {

@@ -1,6 +1,5 @@
 """`keras-psplus doctor`: what this machine has, how TF_CONFIG is understood, and what is wrong."""
 
-import importlib
 import importlib.metadata
 import os
 import platform
@@ -8,6 +7,8 @@ import sys
 
 from absl import flags
 
+import keras_psplus
+from keras_psplus import versions
 from keras_psplus.cli import parsing
 from keras_psplus.cluster.config import (
     ClusterConfigError,
@@ -25,7 +26,6 @@ task's port is free and every other task can be reached, and what Slurm's and Ku
 say. Compiles the library's C++ kernels if this machine has not done so. Exits with 1
 if something is wrong.
 """
-_PACKAGES = ("tensorflow", "keras", "numpy", "keras-psplus")
 _SLURM = (
     "SLURM_JOB_ID",
     "SLURM_JOB_NODELIST",
@@ -82,7 +82,12 @@ def _flags():
 def _software(problems):
     print("software")
     _row("python", f"{platform.python_version()} ({sys.executable})")
-    for package in _PACKAGES:
+    for package in (versions.TENSORFLOW, versions.KERAS):
+        _row(package.module, versions.describe(package) or "not installed")
+        problem = versions.problem(package)
+        if problem is not None:
+            problems.append(problem)
+    for package in ("numpy", "keras-psplus"):
         version = _version(package)
         _row(package, version or "not installed")
         if version is None and package != "keras-psplus":
@@ -103,10 +108,7 @@ def _version(package):
         pass
     if package != "keras-psplus":
         return None
-    try:  # a checkout that is not installed
-        return importlib.import_module("keras_psplus.versions").__version__ + " (checkout)"
-    except (ImportError, AttributeError):
-        return None
+    return versions.__version__ + " (checkout)"  # which is not installed
 
 
 def _machine(problems, with_devices):
@@ -139,6 +141,11 @@ def _machine(problems, with_devices):
             f"Keras runs on {keras.config.backend()!r}: set KERAS_BACKEND=tensorflow, or correct "
             "~/.keras/keras.json"
         )
+    if not problems:
+        try:
+            keras_psplus._load()
+        except ImportError as error:
+            problems.append(str(error))
 
 
 def _memory():

@@ -1,3 +1,4 @@
+import importlib.metadata
 import json
 import os
 import shlex
@@ -7,6 +8,7 @@ import sys
 
 import pytest
 
+from keras_psplus import versions
 from keras_psplus.cli import bench, doctor, main, run
 from keras_psplus.cluster import progress
 from keras_psplus.cluster.ports import free_ports
@@ -323,6 +325,41 @@ def test_doctor_refuses_other_backends(capsys, monkeypatch):
     monkeypatch.setenv("KERAS_BACKEND", "jax")
     assert doctor.main(["--nodevices"]) == 1
     assert "KERAS_BACKEND=jax" in capsys.readouterr().out
+
+
+def test_doctor_knows_nightly_builds(capsys, monkeypatch):
+    found = {"keras-nightly": "3.16.0.dev2026", "tf-nightly": "2.21.0.dev2025", "numpy": "2.4"}
+
+    def version(name):
+        if name not in found:
+            raise importlib.metadata.PackageNotFoundError(name)
+        return found[name]
+
+    monkeypatch.setattr(importlib.metadata, "version", version)
+    assert doctor.main(["--nodevices"]) == 1
+    out = capsys.readouterr().out
+    assert "3.16.0.dev2026 (keras-nightly)" in out and "2.21.0.dev2025 (tf-nightly)" in out
+    assert "not installed" not in out
+    assert "1 problem(s)" in out and "This Keras is newer than keras_psplus" in out
+    assert "`pip uninstall -y keras-nightly`" in out
+    found.clear()
+    monkeypatch.setattr(versions.importlib, "import_module", no_module)
+    assert doctor.main(["--nodevices"]) == 1
+    out = capsys.readouterr().out
+    assert "keras_psplus needs TensorFlow" in out and "keras_psplus needs Keras" in out
+
+
+def no_module(name):
+    raise ModuleNotFoundError(name)
+
+
+def test_doctor_says_what_does_not_fit(capsys, monkeypatch):
+    def load():
+        raise ImportError("keras_psplus does not fit this Keras")
+
+    monkeypatch.setattr(doctor.keras_psplus, "_load", load)
+    assert doctor.main([]) == 1
+    assert "1. keras_psplus does not fit this Keras" in capsys.readouterr().out
 
 
 def test_bench_runs_the_checkouts_script(tmp_path, capfd):
