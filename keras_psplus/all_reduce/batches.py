@@ -3,7 +3,7 @@
 The user's batch size is the global one, as in a single process. Replica `r` of `R` takes the rows
 from `ceil(r * n / R)` to `ceil((r + 1) * n / R)` of a batch of `n` rows, so that the replicas
 together see exactly what one process would see at that step, and no step waits for a message about
-data. What a replica takes can be empty.
+data. A replica whose part is empty computes with one row of the batch, which does not count.
 """
 
 import functools
@@ -11,13 +11,16 @@ from typing import Any, NamedTuple
 
 import tensorflow as tf
 
+from keras_psplus.all_reduce import padding
+
 
 class Batch(NamedTuple):
     """What one replica takes of a global batch.
 
     Attributes:
-        data: Structure of tensors with `local_rows` rows each.
-        local_rows: Scalar int32, rows in `data`.
+        data: Structure of tensors with `local_rows` rows each, or with one that does not count if
+            that is 0.
+        local_rows: Scalar int32, the replica's rows.
         global_rows: Scalar int32, rows in the global batch.
     """
 
@@ -50,6 +53,15 @@ class World(NamedTuple):
         rank = self.rank + local_replica
         return tuple((r * rows + self.replicas - 1) // self.replicas for r in (rank, rank + 1))
 
+    def padded_bounds(self, rows, local_replica):
+        """As `bounds`, but those of one row of the batch if the replica has none."""
+        first, end = self.bounds(rows, local_replica)
+        if isinstance(rows, int):
+            first = min(first, rows - 1)
+            return first, max(end, first + 1)
+        first = tf.maximum(tf.minimum(first, rows - 1), 0)
+        return first, tf.maximum(end, first + 1)
+
 
 def rows_of(data):
     """Number of rows of a structure of tensors: an int if it is static, else a tensor."""
@@ -63,8 +75,14 @@ def rows_of(data):
     return None
 
 
-def split(data, world):
-    """Cuts a global batch into the `Shards` of this worker."""
+def split(data, world, pads=True):
+    """Cuts a global batch into the `Shards` of this worker.
+
+    Args:
+        data: Structure of tensors.
+        world: `World`.
+        pads: Whether a replica without rows gets one that does not count.
+    """
     rows = rows_of(data)
     if rows is None:
         raise ValueError(
@@ -76,14 +94,19 @@ def split(data, world):
         if of_leaf is not None and of_leaf is not rows:
             message = "All parts of a batch must have as many rows, so that it can be split. "
             tf.debugging.assert_equal(of_leaf, rows, f"{message}Received: {data}")
+    if pads and not isinstance(rows, int):
+        data = padding.padded(data, rows)
     shards = []
     for local_replica in range(world.local_replicas):
         first, end = world.bounds(rows, local_replica)
+        local_rows = end - first
+        if pads:
+            first, end = world.padded_bounds(rows, local_replica)
         take = functools.partial(_take, first=first, end=end)
         shards.append(
             Batch(
                 tf.nest.map_structure(take, data),
-                tf.cast(end - first, tf.int32),
+                tf.cast(local_rows, tf.int32),
                 tf.cast(rows, tf.int32),
             )
         )

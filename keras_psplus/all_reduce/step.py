@@ -45,6 +45,9 @@ class Step:
         self.replicas = extended._num_replicas_in_sync
         self._weight = None
         self._rows = None
+        # Positive if the replica has rows; None if nobody has said how many.
+        self._has_rows = None
+        self._surely_has_rows = False
         self._changed = {}
         self._baselines = {}
         self.touched = set()
@@ -52,6 +55,9 @@ class Step:
         self.alone = self.has_pushed = self.has_met = False
         if batch is not None:
             self.set_share(batch.local_rows, batch.global_rows)
+            # A padded batch has one row.
+            rows = batches.rows_of(batch.data)
+            self._surely_has_rows = isinstance(rows, int) and rows > 1
 
     def __enter__(self):
         self._outer, _local.step = current(), self
@@ -76,6 +82,23 @@ class Step:
         )
         self._rows = self._extended.step_variable("global rows")
         self._rows.assign(global_rows, read_value=False)
+        self._has_rows = self._weight
+
+    def set_rows(self, local_rows):
+        """Notes the replica's rows, where nothing depends on those of the others."""
+        self._has_rows = self._extended.step_variable("local rows")
+        self._has_rows.assign(tf.cast(local_rows, tf.float32), read_value=False)
+
+    @property
+    def may_be_empty(self):
+        """Whether the replica may have no rows, as far as the graph knows."""
+        # A tf.function inside may be called again where that is not so.
+        knows = self._surely_has_rows and ops.get_default_graph() is self._graph
+        return self._has_rows is not None and not knows
+
+    def has_rows(self):
+        """Scalar bool, whether the replica has rows of its own."""
+        return tf.constant(True) if self._has_rows is None else self._has_rows.read_value() > 0
 
     @contextlib.contextmanager
     def applying_alone(self):
@@ -92,12 +115,10 @@ class Step:
         everything = tf.constant(1.0) if self._rows is None else self._rows.read_value()
         return self._share() * everything, everything
 
-    def agree_on_share(self, data):
-        """Finds the replica's part of the global batch by asking the others."""
-        rows = batches.rows_of(data)
-        if rows is not None:
-            rows = tf.cast(rows, tf.float32)
-            self.set_share(rows, self._extended.sum_over_replicas([rows])[0])
+    def agree_on_share(self, rows):
+        """Finds the replica's part of the global batch, of which it has `rows`, with the others."""
+        rows = tf.cast(rows, tf.float32)
+        self.set_share(rows, self._extended.sum_over_replicas([rows])[0])
 
     def by_share(self, value):
         """Multiplies by the replica's share of the global batch, `local_rows / global_rows`."""
@@ -111,38 +132,47 @@ class Step:
         """Puts zeros in the place of what a replica without rows has computed, which may be NaN.
 
         Args:
-            tensors: List of tensors, `tf.IndexedSlices` or None.
+            tensors: List of tensors, `tf.IndexedSlices` or None. Of slices, none are left.
         """
-        if self._weight is None:
+        if not self.may_be_empty:
             return tensors
-        # Slices of no rows have no indices, and those of others stay what they are.
-        values = [t.values if isinstance(t, tf.IndexedSlices) else t for t in tensors]
-        parts = [self._unmade(value) or value for value in values if value is not None]
+        kept = [i for i, tensor in enumerate(tensors) if tensor is not None]
+        parts = [self._parts_of(tensors[i]) for i in kept]
         # A cond passes tensors through without a copy, and each as soon as it is there.
         parts = tf.cond(
-            self._weight.read_value() > 0,
+            self.has_rows(),
             lambda: tf.nest.map_structure(tf.identity, parts),
-            lambda: tf.nest.map_structure(tf.zeros_like, parts),
+            lambda: [_of_no_rows(part) for part in parts],
         )
-        safe = iter(p.whole() if isinstance(p, products.Product) else p for p in parts)
-        values = [None if value is None else next(safe) for value in values]
-        return [
-            tf.IndexedSlices(new, old.indices, old.dense_shape)
-            if isinstance(old, tf.IndexedSlices)
-            else new
-            for old, new in zip(tensors, values)
-        ]
+        tensors = list(tensors)
+        for i, part in zip(kept, parts):
+            if isinstance(part, products.Product):
+                part = part.whole()
+            elif isinstance(tensors[i], tf.IndexedSlices):
+                (values,), old = part, tensors[i]
+                part = tf.IndexedSlices(values, old.indices[: tf.shape(values)[0]], old.dense_shape)
+            tensors[i] = part
+        return tensors
 
-    def _unmade(self, gradient):
-        """The `Product` that a gradient is, if perhaps nobody needs it whole; or None."""
-        if not self._extended.reducers.compresses:
-            return None
-        product = products.factors(gradient)
-        return None if product is None or gradient.consumers() else product
+    def rows_if_any(self, tensor):
+        """The rows of a tensor that a replica has computed; none of a replica that has none."""
+        if not self.may_be_empty:
+            return tensor
+        return tensor[: tf.where(self.has_rows(), tf.shape(tensor)[0], 0)]
+
+    def _parts_of(self, gradient):
+        """What a gradient is made of: the values of slices, the factors of a product."""
+        if isinstance(gradient, tf.IndexedSlices):
+            return [gradient.values]
+        product = None
+        if self._extended.reducers.compresses:
+            # Perhaps nobody needs it whole.
+            product = products.factors(gradient)
+        return gradient if product is None or gradient.consumers() else product
 
     def sum_over_replicas(self, tensors):
-        """Sums small tensors over all replicas."""
-        return self._extended.sum_over_replicas(tensors)
+        """Sums small tensors over all replicas; what those without rows have computed is 0."""
+        return self._extended.sum_over_replicas(self.zero_if_empty(list(tensors)))
 
     def _share(self):
         if self._weight is None:
@@ -219,3 +249,10 @@ def component(variable):
     if hasattr(variable, "_get_on_device_or_primary"):
         return variable._get_on_device_or_primary()
     return variable
+
+
+def _of_no_rows(part):
+    """What a part of a gradient is for a replica without rows."""
+    if isinstance(part, (list, products.Product)):
+        return tf.nest.map_structure(lambda tensor: tensor[:0], part)
+    return tf.zeros_like(part)

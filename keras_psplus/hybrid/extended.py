@@ -94,11 +94,21 @@ class HybridExtended(MultiWorkerMirroredExtended):
         with tf.control_dependencies([*opened, _check_range(table, unique)]):
             unique = tf.identity(unique)
         pull = functools.partial(self._pull, table, most)
+        # Of a row that does not count, nothing is read.
+        step, wanted = step_module.current(), unique
+        if step is not None:
+            wanted = step.rows_if_any(unique)
         ahead, rows = prefetch.current(), None
         if ahead is not None:
-            rows = ahead.lookup(table, indices, unique, opened, pull)
+            rows = ahead.lookup(table, indices, wanted, opened, pull)
         if rows is None:
-            rows = pull(unique)
+            rows = pull(wanted)
+        if step is not None and step.may_be_empty:
+            rows = tf.cond(
+                step.has_rows(),
+                lambda: tf.identity(rows),
+                lambda: tf.zeros([tf.size(unique), table.dim]),
+            )
         rows = variable.with_gradient(rows, unique, positions)
         rows = tf.reshape(rows, tf.concat([tf.shape(indices), [table.dim]], 0))
         return tf.ensure_shape(rows, [*indices.shape, table.dim])

@@ -15,7 +15,7 @@ class BatchAndNext(NamedTuple):
     Attributes:
         batch: `Batch`, or a structure of tensors.
         following: The data of the batch after it; if there is none, its own once more.
-        is_there: Scalar bool, whether there is one.
+        is_there: Scalar bool, whether there is one that has rows.
     """
 
     batch: Any
@@ -77,5 +77,10 @@ def _joined(this, after):
     this = this.get_value()
     if not isinstance(this, batches.Shards):
         return BatchAndNext(this, following, is_there)
-    pairs = zip(this.replicas, following.replicas)
-    return batches.Shards(tuple(BatchAndNext(b, data_of(f), is_there) for b, f in pairs))
+    return batches.Shards(
+        tuple(
+            # A row that does not count is not read.
+            BatchAndNext(batch, after.data, tf.logical_and(is_there, after.local_rows > 0))
+            for batch, after in zip(this.replicas, following.replicas)
+        )
+    )

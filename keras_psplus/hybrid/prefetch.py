@@ -95,6 +95,18 @@ class NextBatch:
                 pushes = self._extended.counter(table, "pushes").read_value()
                 self._extended.counter(table, _STAMP).assign(pushes, read_value=False)
 
+    def note_padded(self, batch, padded):
+        """Notes what the step computes with in the place of its batch.
+
+        Args:
+            batch: Structure of tensors, the step's batch.
+            padded: As `batch`.
+        """
+        pairs = zip(*(tf.nest.flatten(data, expand_composites=True) for data in (batch, padded)))
+        for own, other in pairs:
+            if tf.is_tensor(own) and own.ref() in self._following:
+                self._following[other.ref()] = self._following[own.ref()]
+
     def lookup(self, table, indices, ids, opened, pull):
         """Takes rows that have been read ahead, and reads ahead.
 

@@ -65,7 +65,8 @@ def looked_up(ids):
     """
     if not tf.is_symbolic_tensor(ids):
         return None
-    while ids.op.type == "Identity":
+    # Some of distinct ones are distinct, too.
+    while ids.op.type in ("Identity", "StridedSlice"):
         ids = ids.op.inputs[0]
     return ids.op.inputs[0] if ids.op.type == "Unique" and ids.value_index == 0 else None
 

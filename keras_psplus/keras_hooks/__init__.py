@@ -20,6 +20,7 @@ from keras_psplus.keras_hooks import (
     parameter_server_sync,
     parameter_server_updates,
     parameter_server_variables,
+    replica_context,
     row_reads,
     saving,
     snapshots,
@@ -39,6 +40,7 @@ def install():
     for module in (
         variables,
         losses,
+        replica_context,
         optimizer,
         trainer,
         outside_models,

@@ -60,13 +60,13 @@ def array_dataset(adapter, world, seed):
         parts = []
         for local_replica in range(world.local_replicas):
             first, end = world.bounds(batch_size if even else count, local_replica)
+            local_rows = tf.constant(end - first) if even else end - first
+            if not even:
+                first, end = world.padded_bounds(count, local_replica)
             mine = batch[first:end]
             if even:
                 mine.set_shape([end - first])
-            part = batches.Batch(
-                take(mine, inputs), tf.constant(end - first) if even else end - first, count
-            )
-            parts.append(part)
+            parts.append(batches.Batch(take(mine, inputs), local_rows, count))
         return batches.Shards(tuple(parts))
 
     epochs = tf.data.Dataset.random(seed=seed, rerandomize_each_iteration=True).take(1)

@@ -152,7 +152,8 @@ def _until_all_end(strategy, adapter, dataset, reads_ahead):
 
     @as_it_is
     def parts(*batch):
-        shards = batches.split(_element(batch, spec), world)
+        # Their rows are counted later, when all replicas have them.
+        shards = batches.split(_element(batch, spec), world, pads=False)
         pieces = [tf.data.Dataset.from_tensors(part.data) for part in shards.replicas]
         whole = pieces[0]
         for piece in pieces[1:]:

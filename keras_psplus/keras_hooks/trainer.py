@@ -6,6 +6,8 @@ from keras.src.backend.tensorflow import core, trainer
 from keras.src.trainers import trainer as base_trainer
 
 from keras_psplus.all_reduce import batches, failure
+from keras_psplus.all_reduce.padding import LastRow
+from keras_psplus.hybrid import prefetch
 from keras_psplus.keras_hooks import (
     checks,
     data,
@@ -138,11 +140,14 @@ def _make_function(original, self, step_function):
 
 def _make_predict_function(original, self, force=False):
     strategy = ours(self._distribute_strategy)
-    before = self.predict_function
-    original(self, force)
-    if strategy is None or self.predict_function is before:
+    if strategy is None:
+        original(self, force)
         return
-    function = self.predict_function
+    view = _WithPredictStep(self, _predict_step(self))
+    original(view, force)
+    function = view.predict_function
+    if function is self.predict_function:
+        return
 
     def function_of_batches(all_data):
         all_data = [b if _is_distributed(b) else data.split_eagerly(strategy, b) for b in all_data]
@@ -155,6 +160,47 @@ def _make_predict_function(original, self, force=False):
     self.predict_function = function_of_batches
 
 
+class _WithPredictStep:
+    """A model with another `predict_step`, as `make_predict_function` sees it."""
+
+    def __init__(self, model, predict_step):
+        self._model, self.predict_step = model, predict_step
+        self.predict_function = model.predict_function
+
+    def __getattr__(self, name):
+        return getattr(self._model, name)
+
+
+def _predict_step(model):
+    """A predict step whose outputs are those of the replica's own rows."""
+    last_row = LastRow()
+
+    def predict_step(batch):
+        step = our_step()
+        if not step.has_share:
+            batch = _padded(step, last_row, batch, step.set_rows)
+        outputs = model.predict_step(batch)
+        return tree.map_structure(
+            lambda t: step.rows_if_any(t) if isinstance(t, tf.Tensor) and t.shape.rank else t,
+            outputs,
+        )
+
+    return predict_step
+
+
+def _padded(step, last_row, batch, note):
+    """A replica's batch with at least one row, once it is noted how many it has."""
+    rows = batches.rows_of(batch)
+    if rows is None:
+        return batch
+    note(rows)
+    padded = last_row.padded(batch, rows, step.rank)
+    ahead = prefetch.current()
+    if ahead is not None:
+        ahead.note_padded(batch, padded)
+    return padded
+
+
 def _is_distributed(batch):
     return isinstance(batch, (batches.Shards, batches.Batch)) or any(
         isinstance(leaf, tf.distribute.DistributedValues) for leaf in tree.flatten(batch)
@@ -164,12 +210,12 @@ def _is_distributed(batch):
 def _replica_step(model, step_function):
     """A train or test step that leaves metrics, moving averages and logs equal everywhere."""
     # Kept over traces: a step that is itself a tf.function is traced once only.
-    changed, touched = {}, set()
+    changed, touched, last_row = {}, set(), LastRow()
 
     def replica_step(batch):
         step = our_step()
         if not step.has_share:
-            step.agree_on_share(batch)
+            batch = _padded(step, last_row, batch, step.agree_on_share)
         states = [v._value for v in model.metrics_variables]
         step.note_baselines(states)
         logs = step_function(batch)

@@ -1,3 +1,5 @@
+import functools
+
 import numpy as np
 import pytest
 import tensorflow as tf
@@ -42,10 +44,37 @@ def test_split_cuts_all_leaves_alike():
     assert all(int(p.data["scalar"]) == 3 for p in parts)
 
 
+def rows_in(part):
+    return [int(row) for row in part.data["dense"]], int(part.local_rows), int(part.global_rows)
+
+
+@pytest.mark.parametrize("is_known", [True, False])
+def test_a_replica_without_rows_gets_one_that_does_not_count(is_known):
+    def parts(rows, **options):
+        data = {"dense": tf.range(rows), "text": tf.fill([rows], "a")}
+        dataset = tf.data.Dataset.from_tensors(data)
+        if rows and not is_known:
+            dataset = tf.data.Dataset.from_tensor_slices(data).batch(5)
+        found = []
+        for world in worlds(4, 2):
+            split = functools.partial(batches.split, world=world, **options)
+            found += next(iter(dataset.map(split))).replicas
+        assert [len(part.data["text"]) for part in found] == [len(p.data["dense"]) for p in found]
+        return list(map(rows_in, found))
+
+    assert parts(2) == [([0], 1, 2), ([1], 0, 2), ([1], 1, 2), ([1], 0, 2)]
+    assert parts(2, pads=False) == [([0], 1, 2), ([], 0, 2), ([1], 1, 2), ([], 0, 2)]
+    assert parts(5) == [([0, 1], 2, 5), ([2], 1, 5), ([3], 1, 5), ([4], 1, 5)]
+    assert parts(0) == [([0], 0, 0)] * 4
+
+
 def test_even_batches_keep_their_static_shape():
     dataset = tf.data.Dataset.from_tensors(tf.zeros([8, 3]))
     dataset = dataset.map(lambda x: batches.split(x, batches.World(0, 2, 4)))
     assert [part.data.shape for part in dataset.element_spec.replicas] == [(2, 3), (2, 3)]
+    dataset = tf.data.Dataset.from_tensors(tf.zeros([1, 3]))
+    dataset = dataset.map(lambda x: batches.split(x, batches.World(0, 2, 2)))
+    assert [part.data.shape for part in dataset.element_spec.replicas] == [(1, 3), (1, 3)]
 
 
 def test_a_batch_without_rows_is_refused():

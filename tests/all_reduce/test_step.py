@@ -1,6 +1,10 @@
+import types
+
+import numpy as np
 import pytest
 import tensorflow as tf
 
+from keras_psplus.all_reduce.batches import Batch
 from keras_psplus.all_reduce.step import Step
 
 
@@ -52,3 +56,51 @@ def test_without_tables_nothing_is_added():
     with Step(extended) as step:
         step.synchronise()
     assert extended.sums == [0]
+
+
+class OfRows(Extended):
+    """One that knows how many rows its replica has, and compresses products by their factors."""
+
+    reducers = types.SimpleNamespace(compresses=True)
+
+    def __init__(self):
+        super().__init__(None)
+        self.variables = {name: tf.Variable(1.0) for name in ("share", "global rows", "local rows")}
+
+    def step_variable(self, name):
+        return self.variables[name]
+
+
+@pytest.mark.parametrize("local_rows", [0, 1, 3])
+def test_what_a_replica_without_rows_has_computed_is_left_out(local_rows):
+    extended = OfRows()
+
+    @tf.function(input_signature=[tf.TensorSpec([None, 2]), tf.TensorSpec([], tf.int32)])
+    def run(x, rows):
+        with Step(extended, Batch(x, rows, tf.constant(4))) as step:
+            slices = tf.IndexedSlices(x, tf.range(tf.shape(x)[0]))
+            product = tf.matmul(x, x, transpose_a=True)
+            dense, none, slices, product = step.zero_if_empty(
+                [tf.reduce_sum(x), None, slices, product]
+            )
+            assert none is None
+            (total,) = step.sum_over_replicas([tf.reduce_sum(x)])
+            return dense, slices.values, slices.indices, product, step.rows_if_any(x), total
+
+    # Where there are no rows, that is the one which does not count.
+    x = np.full([max(local_rows, 1), 2], 2.0 if local_rows else np.nan, "float32")
+    own = x[:local_rows]
+    expected = own.sum(), own, np.arange(local_rows), own.T @ own, own, own.sum()
+    for found, value in zip(run(x, local_rows), expected, strict=True):
+        np.testing.assert_array_equal(found, value)
+
+
+def test_nothing_is_asked_where_the_graph_knows_that_there_are_rows():
+    with Step(OfRows(), Batch(tf.ones([2, 1]), tf.constant(2), tf.constant(4))) as step:
+        gradients = [tf.constant(1.0)]
+        assert step.zero_if_empty(gradients) is gradients
+        with tf.Graph().as_default():
+            # It may be called in another step as well.
+            assert step.may_be_empty
+    with Step(OfRows(), Batch(tf.ones([1, 1]), tf.constant(0), tf.constant(4))) as step:
+        assert step.may_be_empty

@@ -55,6 +55,13 @@ def test_what_is_not_read_ahead_is_said_once(job, line):
     assert logs["worker-0"].count(line) == logs["worker-1"].count(line) >= 1
 
 
+def test_a_share_of_a_worker_s_own_is_read_ahead_as_well(job):
+    _, logs = job
+    for worker in ("worker-0", "worker-1"):
+        lines = [line for line in logs[worker].splitlines() if "its ids depend on" in line]
+        assert lines and all("rows of 'second/embeddings' are not" in line for line in lines)
+
+
 def test_prefetch_is_a_bool():
     with pytest.raises(ValueError, match="`prefetch` must be True or False. Received: prefetch=2"):
         HybridStrategy(prefetch=2)
@@ -68,15 +75,16 @@ def test_each_batch_comes_with_the_one_after_it():
         (
             [pair.data[1].numpy().tolist() for pair in pairs.replicas],
             [pair.following[0].to_list() for pair in pairs.replicas],
-            bool(pairs.replicas[0].is_there),
+            [bool(pair.is_there) for pair in pairs.replicas],
         )
         for pairs in with_next(shards)
     ]
     assert found == [
-        ([[0], [1]], [[[4]], [[5, 6, 7]]], True),
-        ([[2], [3]], [[[8]], []], True),
-        # There is none after the last one.
-        ([[4], []], [[[8]], []], False),
+        ([[0], [1]], [[[4]], [[5, 6, 7]]], [True, True]),
+        # Of the last one, a replica has no rows but one that does not count.
+        ([[2], [3]], [[[8]], [[8]]], [True, False]),
+        # There is none after it.
+        ([[4], [4]], [[[8]], [[8]]], [False, False]),
     ]
 
 

@@ -57,6 +57,7 @@ def test_distinct_ids_are_known_by_how_they_were_made(eager):
         for name, ids in {
             "unique": unique,
             "same": tf.identity(tf.identity(unique)),
+            "some": tf.identity(unique)[: tf.size(positions) - 1],
             "positions": positions,
             "two": tf.concat([unique, unique], 0),
             "any": indices,
@@ -69,4 +70,5 @@ def test_distinct_ids_are_known_by_how_they_were_made(eager):
         assert set(found.values()) == {None}
         return
     tf.function(look).get_concrete_function(tf.TensorSpec([3], tf.int64))
-    assert found == {"unique": True, "same": True, "positions": None, "two": None, "any": None}
+    distinct = {name: True for name in ("unique", "same", "some")}
+    assert found == {**distinct, "positions": None, "two": None, "any": None}

@@ -28,8 +28,8 @@ def job(tmp_path_factory):
     """Where all have left what the cases come to, and what the file of one process holds."""
     folder = tmp_path_factory.mktemp("usage")
     states = write_files(folder)
-    with beside(JOB, folder, "plain,several", seconds=60):
-        run(folder, "plain,several,files")
+    with beside(JOB, folder, "plain,several,uneven", seconds=60):
+        run(folder, "plain,several,uneven,files")
     return folder, states
 
 
@@ -53,6 +53,17 @@ def test_ragged_many_hot_and_repeated_ids_equal_one_process(job, worker):
     folder, _ = job
     found = np.load(folder / f"several-{worker}.npz")
     assert_near(found, np.load(folder / "several-reference.npz"))
+
+
+@pytest.mark.parametrize("worker", WORKERS)
+def test_a_worker_without_rows_changes_and_counts_nothing(job, worker):
+    folder, _ = job
+    found = dict(np.load(folder / f"uneven-{worker}.npz"))
+    expected = 4 * DIM * rows_of(worker, 2 * BATCH + 1)
+    for direction in ("gradient", "pull"):
+        assert found.pop(f"{direction} of images/embeddings") == expected
+    found = {name: found[name] for name in found if " of " not in name}
+    assert_near(found, np.load(folder / "uneven-reference.npz"))
 
 
 def part(state, prefix):
@@ -125,10 +136,11 @@ def test_rows_that_are_read_are_compressed(compressed):
         assert lost.max() > 1e-5 and np.all(lost <= limit * 1.001)
 
 
-def rows_of(worker):
-    """Rows that a worker looks up while `plain` trains."""
-    x, first = data()[0], BATCH // 2 * WORKERS.index(worker)
-    shares = (x[i + first : i + first + BATCH // 2] for i in range(0, len(x), BATCH))
+def rows_of(worker, examples=None):
+    """Rows that a worker looks up in training with some examples, by default all."""
+    x = data()[0][:examples]
+    parts = (np.array_split(x[i : i + BATCH], 2) for i in range(0, len(x), BATCH))
+    shares = (part[WORKERS.index(worker)] for part in parts)
     return EPOCHS * sum(len(np.unique(share)) for share in shares)
 
 

@@ -3,6 +3,7 @@
 usage_job.py FOLDER CASES [--reference] [push=COMPRESSION] [pull=COMPRESSION]
 
 `plain` trains, and counts what it sends; `several` has a varying number of ids for each example;
+`uneven` has a batch of one row;
 `files` needs those that `write_files` has left in the folder, and leaves some itself.
 """
 
@@ -108,6 +109,26 @@ def several(embedding, x, y):
     return model, {**history, "predicted": model.predict(dataset, verbose=0)}
 
 
+def uneven(embedding, x, y):
+    """A batch of one row, of which one worker has none, and a convolution."""
+    ids = keras.Input((5,), dtype="int32")
+    rows = embedding(ROWS, DIM, embeddings_initializer=initializer(7), name="images")(ids)
+    images = keras.layers.Reshape((5, DIM, 1))(rows)
+    maps = keras.layers.Conv2D(
+        2, 2, activation="relu", kernel_initializer=keras.initializers.GlorotUniform(5)
+    )(images)
+    maps = keras.layers.BatchNormalization(synchronized=True)(maps)
+    model = keras.Model(ids, head(keras.layers.Flatten()(maps)))
+    model.compile(optimizer=keras.optimizers.Adagrad(0.1), loss=of_classes())
+    x, y = x[: 2 * BATCH + 1], y[: 2 * BATCH + 1]
+    results = model.fit(x, y, BATCH, epochs=EPOCHS, shuffle=False, verbose=0).history
+    if embedding is not OneHot:
+        for entry in tf.distribute.get_strategy().communication.traffic():
+            results[f"{entry.direction} of {entry.path}"] = entry.logical_bytes
+    results["evaluated"] = model.evaluate(x, y, BATCH, verbose=0)
+    return model, {**results, "predicted": model.predict(x, BATCH, verbose=0)}
+
+
 def from_files(embedding):
     """A model that is stored; each batch of `data` touches all of its rows."""
     ids = keras.Input((5,), dtype="int32")
@@ -182,7 +203,8 @@ def main():
         pull_compression=options.get("pull"),
         job_token="of all tasks of this test",
     )
-    cases = {"plain": plain, "several": several, "files": functools.partial(files, folder)}
+    cases = {"plain": plain, "several": several, "uneven": uneven}
+    cases |= {"files": functools.partial(files, folder)}
     cases = {name: cases[name] for name in names.split(",")}
     run_cases(cases, strategy, OneHot if alone else keras.layers.Embedding, folder, alone)
 

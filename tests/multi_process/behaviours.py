@@ -17,6 +17,7 @@ import tensorflow as tf
 from tensorflow.python.eager import context as tf_context
 
 import keras_psplus as psp
+from keras_psplus.all_reduce import step as step_module
 
 BEHAVIOURS = {}
 
@@ -51,7 +52,9 @@ class Watching(keras.Model):
             self.seen.append(ids.astype("int64"))
             return np.int32(0)
 
-        noted = tf.numpy_function(note, [data[0][:, 0]], tf.int32)
+        # Not the row of a worker that has run out of data.
+        ids = step_module.current().rows_if_any(data[0][:, 0])
+        noted = tf.numpy_function(note, [ids], tf.int32)
         with tf.control_dependencies([noted]):
             return super().train_step(data)
 
@@ -239,6 +242,61 @@ def own_shares_of_unequal_length(context):
 def arrays_of_unequal_length(context):
     rows = (40, 75, 5)[context.index]
     return watch(context, *numbered(rows, 1000 * context.index), batch_size=10, shuffle=False)
+
+
+def small_images(mine):
+    """Ten images of a size that the graph does not know, or some of them, and their labels."""
+    x = np.random.default_rng(5).normal(size=(10, 5, 5, 1)).astype("float32")
+    y = x.mean((1, 2))
+    data = tf.data.Dataset.from_tensor_slices((x[mine], y[mine])).batch(4)
+
+    def of_unknown_size(x, y):
+        return tf.raw_ops.PlaceholderWithDefault(input=x, shape=[None, None, None, 1]), y
+
+    options = tf.data.Options()
+    options.experimental_distribute.auto_shard_policy = tf.data.experimental.AutoShardPolicy.OFF
+    return x, y, data.map(of_unknown_size).with_options(options)
+
+
+def convolution(synchronized):
+    inputs = keras.Input((None, None, 1))
+    maps = keras.layers.Conv2D(3, 3, activation="relu")(inputs)
+    maps = keras.layers.BatchNormalization(synchronized=synchronized, momentum=0.5)(maps)
+    rows = keras.layers.GlobalAveragePooling2D()(maps)
+    return keras.Model(inputs, keras.layers.Dense(1)(rows))
+
+
+@behaviour
+def convolutions_of_shares_of_unequal_length(context):
+    """One worker has seven rows and one has three: after two of four steps, it has none."""
+    x, y, data = small_images(slice(0, 7) if context.index == 0 else slice(7, 10))
+    with context.strategy.scope():
+        model = convolution(synchronized=True)
+        model.compile(keras.optimizers.SGD(0.1), "mse", metrics=["mae"])
+    # The batches of both together, and one process by hand.
+    steps = [0, 1, 7, 8], [2, 3, 9], [4, 5], [6]
+    alone = convolution(synchronized=False)
+    alone.set_weights(model.get_weights())
+    losses = []
+    for rows in (rows for _ in range(2) for rows in steps):
+        with tf.GradientTape() as tape:
+            loss = tf.reduce_mean(tf.square(alone(x[rows], training=True) - y[rows]))
+        for variable, gradient in zip(
+            alone.trainable_variables, tape.gradient(loss, alone.trainable_variables), strict=True
+        ):
+            variable.assign_sub(0.1 * gradient)
+        losses += [float(loss)] * len(rows)
+    history = model.fit(data, epochs=2, verbose=0).history
+    np.testing.assert_allclose(history["loss"], np.mean(np.split(np.array(losses), 2), 1), 1e-4)
+    for found, expected in zip(model.get_weights(), alone.get_weights(), strict=True):
+        np.testing.assert_allclose(found, expected, rtol=1e-4, atol=1e-5)
+    order = np.concatenate(steps)
+    errors = alone(x).numpy() - y
+    evaluated = model.evaluate(data, verbose=0)
+    np.testing.assert_allclose(evaluated, [np.mean(errors**2), np.mean(abs(errors))], rtol=1e-4)
+    predicted = model.predict(data.map(lambda x, y: x), verbose=0)
+    np.testing.assert_allclose(predicted, (errors + y)[order], rtol=1e-4, atol=1e-5)
+    return weights_of(model)
 
 
 def digits_like(rows=96, seed=0):

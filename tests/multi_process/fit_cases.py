@@ -187,6 +187,54 @@ def regularisers_and_constraint():
     return trained(compiled(layers, keras.optimizers.SGD(0.05)), *blobs(), **numpy_defaults())
 
 
+class Centred(keras.layers.Layer):
+    """Rows without the mean of those of all replicas, as contrastive losses gather them."""
+
+    def call(self, x):
+        context = tf.distribute.get_replica_context()
+        everything = x if context is None else context.all_gather(x, axis=0)
+        return x - 0.5 * tf.reduce_mean(everything, 0)
+
+
+def convolutional(synchronized, **kwargs):
+    layers = [
+        keras.layers.Reshape((3, 4, 1)),
+        keras.layers.Conv2D(4, 2, activation="relu"),
+        keras.layers.BatchNormalization(synchronized=synchronized, momentum=0.8),
+        keras.layers.Flatten(),
+        *([Centred()] if synchronized else []),
+        keras.layers.Dense(4),
+    ]
+    return compiled(layers, keras.optimizers.SGD(0.05, momentum=0.5), **kwargs)
+
+
+@case
+def convolutions_where_a_replica_has_no_rows():
+    """Whose kernel does not know what to make of none."""
+    model = convolutional(synchronized=True)
+    x, y = blobs(17)
+    options = numpy_defaults(batch_size=8, validation_data=(x[:9], y[:9]))
+    results = fit(model, x, y, **options)
+    results["predicted"] = model.predict(x, batch_size=8, verbose=0)
+    one = x[:1], y[:1]
+    results["train"] = np.asarray(model.train_on_batch(*one))
+    results["test"] = np.asarray(model.test_on_batch(*one))
+    results["predict"] = model.predict_on_batch(one[0])
+    keras.utils.set_random_seed(1)
+    model = convolutional(synchronized=True, run_eagerly=True)
+    data = tf.data.Dataset.from_tensor_slices((x[:9], y[:9])).batch(8)
+    results |= {f"eager/{k}": v for k, v in fit(model, data).items()}
+    return model, results | {"eager": model.predict(x[8:9], verbose=0)}
+
+
+@case
+def convolutions_of_single_rows():
+    """Statistics are of one row in one process, too."""
+    data = tf.data.Dataset.from_tensor_slices(blobs(3)).batch(1)
+    model, results = trained(convolutional(synchronized=False), data, epochs=2)
+    return model, results | {"evaluated": np.asarray(model.evaluate(data, verbose=0))}
+
+
 @case
 def metrics():
     """Of several kinds, and a loss that is a sum."""
