@@ -27,15 +27,16 @@ def split(batch, num_workers):
 
     Returns:
         List of pairs of a share's part of the batch's rows and its batch; shares without rows are
-        missing.
+        missing, unless none has any.
     """
     world = batches.World(rank=0, local_replicas=num_workers, replicas=num_workers)
     parts = batches.split(batch, world).replicas
-    return [
+    shares = [
         (int(part.local_rows) / int(part.global_rows), part.data)
         for part in parts
         if int(part.local_rows)
     ]
+    return shares or [(1.0, batch)]
 
 
 def _apply(original, self, grads, trainable_variables=None):

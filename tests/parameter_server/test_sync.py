@@ -10,8 +10,10 @@ import sys
 
 import numpy as np
 import pytest
+import tensorflow as tf
 
 from keras_psplus.cluster.testing import run_in_processes
+from keras_psplus.keras_hooks.parameter_server_sync import split
 from tests.multi_process import fit_cases
 from tests.parameter_server.sync_job import by_hand
 from tests.parameter_server.waiting import cluster_that_goes_on, wait_for
@@ -58,6 +60,15 @@ def job(tmp_path_factory):
         finally:
             again.kill()
     return folder, chief.read_text()
+
+
+def test_shares_have_rows():
+    ((weight, part),) = split((tf.ones([1, 2]), tf.ones([1])), 2)
+    assert weight == 1.0 and part[0].shape == (1, 2)
+    # Or there would be no step.
+    batch = tf.ones([0, 2]), tf.ones([0])
+    ((weight, part),) = split(batch, 2)
+    assert weight == 1.0 and part is batch
 
 
 @pytest.mark.parametrize("case", CASES)
