@@ -1,19 +1,23 @@
-"""Saving: files appear whole, whoever writes them and however often.
+"""Saving: files and folders appear whole, whoever writes them and however often.
 
-`model.save` is called on all workers by some scripts and on the chief alone by others, on disks
-that are shared or not, so it can wait for nobody. Every caller writes a file of its own beside the
-target and renames it: all of them hold the same weights, and no reader sees half a file. Nor does
-the restart of a job whose parameter server died while its variables were being written.
+`model.save`, `save_weights` and `export` are called on all workers by some scripts and on the chief
+alone by others, on disks that are shared or not, so they can wait for nobody. Every caller writes
+to a temporary folder of its own beside the target and renames: all of them hold the same weights,
+and no reader sees half a file. Nor does the restart of a job whose parameter server died while its
+variables were being written. The target is there when the call returns, on every worker.
 """
 
 import contextlib
 import os
+import threading
 from concurrent import futures
 
 import tensorflow as tf
 from keras.src.models import model as model_module
 from keras.src.saving import saving_lib
+from keras.src.utils import file_utils, io_utils
 
+from keras_psplus import whole_files
 from keras_psplus.keras_hooks import step_registry
 from keras_psplus.keras_hooks.ownership import asynchronous, distributing
 from keras_psplus.keras_hooks.patching import replace
@@ -22,6 +26,7 @@ from keras_psplus.thread_flag import ThreadFlag
 # Raised while models are not written: for callbacks of workers that are not the chief.
 suppressed = ThreadFlag()
 _skipped = {}
+_local = threading.local()
 
 
 def install():
@@ -30,6 +35,7 @@ def install():
         replace(model_module.Model, name, ["self", "filepath", "overwrite"])(_save)
     replace(model_module.Model, "export", ["self", "filepath"])(_export)
     replace(saving_lib, "get_attr_skipset", ["obj_type"])(_attributes_to_skip)
+    replace(io_utils, "print_msg", ["message"])(_print)
 
 
 def _strategy_of(model):
@@ -50,15 +56,20 @@ def _attributes_to_skip(original, obj_type):
 
 def _export(original, self, filepath, *args, **kwargs):
     strategy = _strategy_of(self)
-    if asynchronous(strategy) is not None:
-        step_registry.drain(strategy)
-        # A thread of its own is outside of the strategy's scope even if the caller is inside.
-        with futures.ThreadPoolExecutor(1) as executor:
-            return executor.submit(_export_plain, original, self, filepath, args, kwargs).result()
-    # A folder cannot be put in place by one rename.
-    if strategy is None or strategy.is_chief:
+    if strategy is None:
         return original(self, filepath, *args, **kwargs)
-    return None
+    if asynchronous(strategy) is None:
+        with _written(strategy, filepath, makes_folders=True) as path:
+            return original(self, path, *args, **kwargs)
+    step_registry.drain(strategy)
+
+    def export():
+        with _written(strategy, filepath, makes_folders=True) as path:
+            return _export_plain(original, self, path, args, kwargs)
+
+    # A thread of its own is outside of the strategy's scope even if the caller is inside.
+    with futures.ThreadPoolExecutor(1) as executor:
+        return executor.submit(export).result()
 
 
 def _export_plain(original, model, filepath, args, kwargs):
@@ -86,19 +97,52 @@ def _save(original, self, filepath, overwrite=True, *args, **kwargs):
     if suppressed:
         return None
     step_registry.drain(strategy)
-    path = os.fspath(filepath) if isinstance(filepath, (str, os.PathLike)) else ""
-    sharded = bool(args) or any(kwargs.get(k) is not None for k in ("max_shard_size", "zipped"))
-    if sharded or not path.endswith((".keras", ".h5")) or "://" in path:
-        # Directories and remote files cannot be put in place by one rename: the chief writes.
+    path = os.fspath(filepath) if isinstance(filepath, (str, os.PathLike)) else None
+    if path is None:
+        # A file object of the caller's own.
+        return original(self, filepath, overwrite, *args, **kwargs)
+    if path.startswith("hf://"):
+        # A commit for each worker would be as many commits of the same.
         return original(self, filepath, overwrite, *args, **kwargs) if strategy.is_chief else None
     if not overwrite and os.path.exists(path):
         return original(self, filepath, overwrite, *args, **kwargs)
-    folder, name = os.path.split(path)
-    own = os.path.join(folder, f".{strategy.task.name if strategy.task else 'local'}-{name}")
-    try:
-        result = original(self, own, True, *args, **kwargs)
-        os.replace(own, path)
-    finally:
-        with contextlib.suppress(FileNotFoundError):
-            os.remove(own)
-    return result
+    # For `save`, this is `zipped`; a folder's parents are made by Keras, a file's are not.
+    makes_folders = kwargs.get("zipped", args[0] if args else None) is False
+    with _written(strategy, path, makes_folders) as own:
+        return original(self, own, True, *args, **kwargs)
+
+
+@contextlib.contextmanager
+def _written(strategy, filepath, makes_folders):
+    """Context that gives the path to write to, in the place of the one that a script has given."""
+    path = os.fspath(filepath)
+    folder = os.path.dirname(os.path.realpath(path))
+    if file_utils.is_remote_path(path):
+        writing = whole_files.uploaded(path)
+    elif makes_folders or os.path.isdir(folder):
+        os.makedirs(folder, exist_ok=True)
+        writing = whole_files.written(path, strategy.task.name if strategy.task else None)
+    else:
+        # Keras says what is wrong with it.
+        writing = contextlib.nullcontext(path)
+    with writing as own:
+        _local.shown = str(own), path
+        try:
+            yield own
+        except Exception as error:
+            error.args = tuple(_as_given(one) for one in error.args)
+            if getattr(error, "filename", None):
+                error.filename = _as_given(error.filename)
+            raise
+        finally:
+            _local.shown = None
+
+
+def _print(original, message, *args, **kwargs):
+    return original(_as_given(message), *args, **kwargs)
+
+
+def _as_given(text):
+    """What Keras says, with the path that the script has given."""
+    shown = getattr(_local, "shown", None)
+    return text.replace(*shown) if shown and isinstance(text, str) else text

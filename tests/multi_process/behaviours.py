@@ -437,6 +437,21 @@ def save_and_load(context):
     model.fit(x, y, batch_size=20, verbose=0)
     model.save(path)
     model.save_weights(os.path.join(context.folder, "saved.weights.h5"))
+    # Folders and several files are there when the call returns, too, whoever else writes them.
+    folders = [os.path.join(context.folder, name) for name in ("exported", "unzipped")]
+    for _ in range(2):
+        model.export(folders[0], verbose=False)
+        model.save(folders[1], zipped=False)
+        model.save_weights(os.path.join(context.folder, "of_parts.weights.json"), max_shard_size=1)
+        for name in ("exported/saved_model.pb", "unzipped/config.json", "of_parts.weights.json"):
+            assert os.path.exists(os.path.join(context.folder, name)), name
+    # The other worker may be about to replace them by the same.
+    context.strategy.extended.control.exchange("saved", "")
+    exported, unzipped = tf.saved_model.load(folders[0]), keras.models.load_model(folders[1])
+    np.testing.assert_allclose(exported.serve(x), model.predict(x, verbose=0), atol=1e-6)
+    np.testing.assert_array_equal(unzipped.get_weights()[0], model.get_weights()[0])
+    unzipped.load_weights(os.path.join(context.folder, "of_parts.weights.json"))
+    assert not [name for name in os.listdir(context.folder) if name.startswith(".")]
     with context.strategy.scope():
         again = keras.models.load_model(path)
     np.testing.assert_array_equal(again.evaluate(x, y, verbose=0), model.evaluate(x, y, verbose=0))
@@ -448,6 +463,7 @@ def save_and_load(context):
     if context.index == 0:
         # The chief alone may save, too.
         model.save(os.path.join(context.folder, "chief.keras"))
+        model.export(os.path.join(context.folder, "of_chief"), verbose=False)
     return weights_of(model)
 
 
