@@ -15,7 +15,7 @@ from keras_psplus.cluster.config import JOB_TYPES
 from keras_psplus.cluster.console import OutputPump, warn
 from keras_psplus.cluster.environment import RESTART_VARIABLE, TOKEN_VARIABLE, plan_tasks
 from keras_psplus.cluster.log_file import LogFile
-from keras_psplus.cluster.results import ClusterResult
+from keras_psplus.cluster.results import ClusterResult, describe
 
 _POLL = 0.05
 _WRAPPER = str(pathlib.Path(__file__).with_name("exec_with_parent.py"))
@@ -231,12 +231,22 @@ class LocalCluster:
                 if code is not None:
                     self._ends[name] = (code, time.monotonic())
                     fresh.append((code, name))
-        failed = [(code, name) for code, name in fresh if code and name not in self._terminated]
+        failed = [(code, name) for code, name in fresh if self._has_failed(name, code)]
         if failed and self._first_failure is None:
             # Ended at the same moment: a task killed by a signal (negative) did not follow suit.
             self._first_failure = min(failed, key=lambda end: end[0] > 0)[1]
             self._tell(f"{self._first_failure} has failed, ending the cluster")
         return [name for name in self._processes if name not in self._ends]
+
+    def _has_failed(self, name, code):
+        if not code or name in self._terminated:
+            return False
+        chief = "chief-0" if "chief-0" in self._processes else "worker-0"
+        if not name.startswith("ps-") or self._ends.get(chief, (1, None))[0]:
+            return True
+        # The training is over, and nobody needs it any more.
+        self._tell(f"{name} has ended ({describe(code)}) after {chief} has ended well: no failure")
+        return False
 
     def _end_of_grace(self):
         """The time at which those still running are terminated."""

@@ -70,16 +70,17 @@ class ClusterResult:
     @property
     def how_it_failed(self):
         """Says how the first task to fail has ended, e.g. `"exit code 1"`."""
-        return _described(self.exit_codes[self.first_failure])
+        return describe(self.exit_codes[self.first_failure])
 
     def how_ended(self, name):
         """Says how a task ended, e.g. `"exit code 1, first to fail"`."""
         code = self.exit_codes.get(name)
-        text = "not started" if code is None else _described(code)
+        text = "not started" if code is None else describe(code)
         if name in self.terminated:
             text += " (still running, terminated by the launcher)"
         return text + (", first to fail" if name == self.first_failure else "")
 
 
-def _described(code):
+def describe(code):
+    """Says how a process ended, e.g. `"exit code 1"`."""
     return f"ended by signal {-code}" if code < 0 else f"exit code {code}"

@@ -183,6 +183,43 @@ def test_ps_that_serves_on_is_ended_without_failure(run):
     assert (result.exit_code, result.terminated) == (0, ("ps-0",))
 
 
+KILLED_PS = """
+import signal
+ended = os.path.join(os.environ["FOLDER"], "ended")
+if task["type"] == "ps":
+    while not os.path.exists(ended):
+        time.sleep(0.02)
+    time.sleep(0.5)
+    os.kill(os.getpid(), signal.SIG{signal})
+elif name == {chief!r}:
+    open(ended, "w").close()
+    sys.exit({code})
+elif task["type"] == "worker":
+    time.sleep(1.5)
+"""
+
+
+@pytest.mark.parametrize("chief, signal_", [(True, "KILL"), (False, "TERM")])
+def test_a_ps_that_is_killed_after_a_good_end_is_no_failure(run, tmp_path, capsys, chief, signal_):
+    first = "chief-0" if chief else "worker-0"
+    body = KILLED_PS.format(signal=signal_, chief=first, code=0)
+    env, number = {"FOLDER": str(tmp_path)}, getattr(signal, f"SIG{signal_}")
+    result = run(body, workers=2, ps=1, chief=chief, env=env, console=Console())
+    assert result.exit_codes["ps-0"] == -number
+    assert (result.exit_code, result.first_failure, result.terminated) == (0, None, ())
+    said = f"ps-0 has ended (ended by signal {number:d}) after {first} has ended well: no failure"
+    assert said in capsys.readouterr().out
+
+
+def test_a_ps_that_is_killed_after_a_bad_end_or_before_is_a_failure(run, tmp_path):
+    body = KILLED_PS.format(signal="KILL", chief="chief-0", code=3)
+    result = run(body, workers=1, ps=1, chief=True, env={"FOLDER": str(tmp_path)})
+    assert (result.exit_code, result.first_failure) == (3, "chief-0")
+    body = "os.kill(os.getpid(), 9) if name == 'ps-0' else time.sleep(1)"
+    result = run(body, workers=1, ps=1, chief=True)
+    assert (result.exit_code, result.first_failure) == (137, "ps-0")
+
+
 def test_ps_may_end_by_itself(run):
     result = run("time.sleep(0.5 * (name == 'ps-0'))", workers=1, ps=1, server_grace=30)
     assert (result.exit_code, result.terminated) == (0, ())
