@@ -6,8 +6,21 @@ import os
 import pathlib
 import sys
 
-STRATEGY_VARIABLE = "KERAS_PSPLUS_STRATEGY"
+from keras_psplus import entries
 
+STRATEGY_VARIABLE = "KERAS_PSPLUS_STRATEGY"
+# Arguments of the strategy, and the variables that they are taken from.
+OPTION_VARIABLES = {
+    "compression": "KERAS_PSPLUS_COMPRESSION",
+    "updates": "KERAS_PSPLUS_UPDATES",
+}
+
+# What the entries are variants of.
+_PLAIN = {
+    "MultiWorkerMirroredStrategy": "all_reduce",
+    "ParameterServerStrategy": "async_parameter_server",
+    "HybridStrategy": "hybrid",
+}
 _PACKAGE = "keras_psplus.strategies"
 _HERE = pathlib.Path(__file__).resolve().parent
 # Installed, the catalogue is a part of the package; in a checkout it lies beside it.
@@ -18,7 +31,9 @@ def strategy(default=None):
     """Returns the strategy that the launcher's `--strategy` names.
 
     The name is in the environment variable KERAS_PSPLUS_STRATEGY: an entry of
-    the catalogue or the path of a Python file that defines `strategy()`.
+    the catalogue or the path of a Python file that defines `strategy()`. What
+    the launcher's `--compression` and `--updates` say (KERAS_PSPLUS_COMPRESSION
+    and KERAS_PSPLUS_UPDATES) is given to that function as arguments.
 
     Example:
 
@@ -36,10 +51,46 @@ def strategy(default=None):
         What the entry's `strategy()` returns.
 
     Raises:
-        ValueError: If there is no such entry, or it defines no `strategy()`.
+        ValueError: If there is no such entry, it defines no `strategy()`, or it
+            does not take what the environment asks for.
     """
     name = os.environ.get(STRATEGY_VARIABLE) or default or _default()
-    return load(name).strategy()
+    options = {
+        option: os.environ[variable]
+        for option, variable in OPTION_VARIABLES.items()
+        if os.environ.get(variable)
+    }
+    if options:
+        problem = problem_with(entries.read(find(name)), options)
+        if problem is not None:
+            received = ", ".join(f"{OPTION_VARIABLES[o]}={text}" for o, text in options.items())
+            raise ValueError(f"{name} {problem}. Received: {received}")
+    return load(name).strategy(**options)
+
+
+def problem_with(entry, options):
+    """Finds out why an entry does not take options.
+
+    Args:
+        entry: `keras_psplus.entries.Entry`.
+        options: Dict with some of the keys of `OPTION_VARIABLES`.
+
+    Returns:
+        What goes after the entry's name in a sentence, or None if it takes them.
+    """
+    for option in options:
+        if option in entry.options:
+            return (
+                f"sets `{option}` itself: take --strategy {_PLAIN[entry.strategy]}, which does not"
+            )
+        if entry.strategy == "get_strategy":
+            return f"has no `{option}`: take --strategy all_reduce"
+        if entry.accepts is not None and option not in entry.accepts:
+            return (
+                f"takes no `{option}`: write `def strategy(**options)` there, and give the "
+                "strategy `**options`"
+            )
+    return None
 
 
 def load(name_or_file):
@@ -56,7 +107,7 @@ def load(name_or_file):
         ValueError: If there is no such entry, or it defines no `strategy()`.
     """
     path = find(name_or_file)
-    module = _load_file(path) if _is_path(name_or_file) else _import_entry(path)
+    module = _import_entry(path) if is_entry(name_or_file) else _load_file(path)
     if not callable(getattr(module, "strategy", None)):
         raise ValueError(
             f"{path} defines no function `strategy()` that makes the strategy. "
@@ -77,15 +128,16 @@ def find(name_or_file):
     Raises:
         ValueError: If there is no such entry; the message lists those there are.
     """
-    if _is_path(name_or_file):
+    if not is_entry(name_or_file):
         path = pathlib.Path(name_or_file).expanduser()
         if path.is_file():
             return path.resolve()
         raise ValueError(f"There is no file {str(path)!r}. {_listing(name_or_file)}")
-    for folder in _FOLDERS:
-        path = folder / f"{name_or_file}.py"
-        if path.is_file() and not path.name.startswith("_"):
-            return path
+    for name in (str(name_or_file), long_name(str(name_or_file))):
+        for folder in _FOLDERS:
+            path = folder / f"{name}.py"
+            if path.is_file() and not path.name.startswith("_"):
+                return path
     raise ValueError(f"The catalogue has no entry {str(name_or_file)!r}. {_listing(name_or_file)}")
 
 
@@ -101,16 +153,23 @@ def names():
     )
 
 
+def is_entry(name_or_file):
+    """Whether a text is meant as an entry's name, not as a file's path."""
+    text = os.fspath(name_or_file)
+    return not (text.endswith(".py") or os.sep in text)
+
+
+def long_name(name):
+    """The name of an entry whose name was written with `ps`, as some were before."""
+    words = ["parameter_server" if word == "ps" else word for word in name.split("_")]
+    return "_".join(words)
+
+
 def _default():
     # Not at module level: the launcher imports this module for `find` and `names` alone.
     from keras_psplus.cluster.config import read_task_config
 
     return "single" if read_task_config() is None else "all_reduce"
-
-
-def _is_path(name_or_file):
-    text = os.fspath(name_or_file)
-    return text.endswith(".py") or os.sep in text
 
 
 def _listing(name_or_file):

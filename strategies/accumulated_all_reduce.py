@@ -3,6 +3,8 @@
 import keras_psplus
 
 
-def strategy():
+def strategy(**options):
     """Equal to a batch four times as large: a quarter of the messages and of the updates."""
-    return keras_psplus.MultiWorkerMirroredStrategy(updates=keras_psplus.updates.Accumulate(4))
+    return keras_psplus.MultiWorkerMirroredStrategy(
+        updates=keras_psplus.updates.Accumulate(4), **options
+    )

@@ -3,6 +3,8 @@
 import keras_psplus
 
 
-def strategy():
+def strategy(**options):
     """Each worker sums the gradients of its batches: a quarter of the updates and their bytes."""
-    return keras_psplus.ParameterServerStrategy(updates=keras_psplus.updates.Accumulate(4))
+    return keras_psplus.ParameterServerStrategy(
+        updates=keras_psplus.updates.Accumulate(4), **options
+    )

@@ -3,6 +3,6 @@
 import keras_psplus
 
 
-def strategy():
+def strategy(**options):
     """Variables mirrored on all workers, gradients summed over them at every step."""
-    return keras_psplus.MultiWorkerMirroredStrategy()
+    return keras_psplus.MultiWorkerMirroredStrategy(**options)

@@ -3,6 +3,6 @@
 import keras_psplus
 
 
-def strategy():
+def strategy(**options):
     """Gradients lose all but 8 bits of precision, which training rarely notices."""
-    return keras_psplus.MultiWorkerMirroredStrategy(compression="bf16")
+    return keras_psplus.MultiWorkerMirroredStrategy(compression="bf16", **options)

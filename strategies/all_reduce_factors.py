@@ -3,6 +3,6 @@
 import keras_psplus
 
 
-def strategy():
+def strategy(**options):
     """Exact; fewer bytes as long as a worker's batch has few rows."""
-    return keras_psplus.MultiWorkerMirroredStrategy(compression="factors")
+    return keras_psplus.MultiWorkerMirroredStrategy(compression="factors", **options)

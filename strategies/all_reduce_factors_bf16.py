@@ -3,6 +3,6 @@
 import keras_psplus
 
 
-def strategy():
+def strategy(**options):
     """Kernels whose gradients are no such products go in bfloat16 as well."""
-    return keras_psplus.MultiWorkerMirroredStrategy(compression="factors:bf16")
+    return keras_psplus.MultiWorkerMirroredStrategy(compression="factors:bf16", **options)

@@ -3,6 +3,6 @@
 import keras_psplus
 
 
-def strategy():
+def strategy(**options):
     """Blocks of 256 elements share a scale; what rounding leaves out comes with the next step."""
-    return keras_psplus.MultiWorkerMirroredStrategy(compression="int8")
+    return keras_psplus.MultiWorkerMirroredStrategy(compression="int8", **options)

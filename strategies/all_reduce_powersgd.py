@@ -3,6 +3,6 @@
 import keras_psplus
 
 
-def strategy():
+def strategy(**options):
     """For slow links: about a hundredth of the bytes of large layers, with error feedback."""
-    return keras_psplus.MultiWorkerMirroredStrategy(compression="powersgd:4")
+    return keras_psplus.MultiWorkerMirroredStrategy(compression="powersgd:4", **options)

@@ -3,6 +3,6 @@
 import keras_psplus
 
 
-def strategy():
+def strategy(**options):
     """For slow links and few workers: every worker gets what all others send."""
-    return keras_psplus.MultiWorkerMirroredStrategy(compression="topk:0.01")
+    return keras_psplus.MultiWorkerMirroredStrategy(compression="topk:0.01", **options)

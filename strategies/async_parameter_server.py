@@ -3,6 +3,6 @@
 import keras_psplus
 
 
-def strategy():
+def strategy(**options):
     """Variables on the ps tasks, steps sent to the workers by the chief."""
-    return keras_psplus.ParameterServerStrategy()
+    return keras_psplus.ParameterServerStrategy(**options)

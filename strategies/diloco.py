@@ -3,8 +3,8 @@
 import keras_psplus
 
 
-def strategy():
+def strategy(**options):
     """For slow links: what weights have changed by is sent as bytes, under 1/100 of all-reduce."""
     return keras_psplus.MultiWorkerMirroredStrategy(
-        updates=keras_psplus.updates.DiLoCo(32), compression="int8"
+        updates=keras_psplus.updates.DiLoCo(32), compression="int8", **options
     )

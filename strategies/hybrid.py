@@ -3,6 +3,6 @@
 import keras_psplus
 
 
-def strategy():
+def strategy(**options):
     """Synchronous; tables of a megabyte and more lie on the servers."""
-    return keras_psplus.HybridStrategy()
+    return keras_psplus.HybridStrategy(**options)

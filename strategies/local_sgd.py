@@ -3,6 +3,8 @@
 import keras_psplus
 
 
-def strategy():
+def strategy(**options):
     """An eighth of the bytes, and no waiting for others in between."""
-    return keras_psplus.MultiWorkerMirroredStrategy(updates=keras_psplus.updates.LocalSGD(8))
+    return keras_psplus.MultiWorkerMirroredStrategy(
+        updates=keras_psplus.updates.LocalSGD(8), **options
+    )

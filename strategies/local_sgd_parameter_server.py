@@ -3,6 +3,6 @@
 import keras_psplus
 
 
-def strategy():
+def strategy(**options):
     """Workers read the variables, step on copies of them, and send what these have changed."""
-    return keras_psplus.ParameterServerStrategy(updates=keras_psplus.updates.LocalSGD(8))
+    return keras_psplus.ParameterServerStrategy(updates=keras_psplus.updates.LocalSGD(8), **options)

@@ -3,6 +3,6 @@
 import keras_psplus
 
 
-def strategy():
+def strategy(**options):
     """As asynchronous ones, but for a bound on how old the weights can be that a step reads."""
-    return keras_psplus.ParameterServerStrategy(max_staleness=3)
+    return keras_psplus.ParameterServerStrategy(max_staleness=3, **options)

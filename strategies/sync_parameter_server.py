@@ -3,6 +3,6 @@
 import keras_psplus
 
 
-def strategy():
+def strategy(**options):
     """The batch is split over the workers, and the ps tasks apply the mean of their gradients."""
-    return keras_psplus.ParameterServerStrategy(mode="sync")
+    return keras_psplus.ParameterServerStrategy(mode="sync", **options)

@@ -51,7 +51,8 @@ class MultiWorkerMirroredStrategy(tf.distribute.MultiWorkerMirroredStrategy):
             variables' paths to these, or None to send them as they are. What one step leaves out
             is sent in later ones (error feedback), where the compressor needs it.
         updates: When the workers communicate: `keras_psplus.updates.Accumulate(steps)`,
-            `LocalSGD(every)` or `DiLoCo(every)`; None for every step.
+            `LocalSGD(every)` or `DiLoCo(every)`, or a text such as `"accumulate:4"`,
+            `"local_sgd:8"` or `"diloco:100"`; None for every step.
 
     Raises:
         ValueError: If an argument is out of range or `compression` or `updates` is unknown.

@@ -1,5 +1,6 @@
 """Flags before the first other argument, everything from there on untouched."""
 
+import math
 import sys
 import textwrap
 
@@ -28,6 +29,10 @@ def parse(flag_values, argv):
         flag_values(["keras-psplus", *own])
     except flags.Error as error:
         raise UsageError(str(error)) from None
+    for name in flag_values:
+        value = flag_values[name].value
+        if isinstance(value, float) and not math.isfinite(value):
+            raise UsageError(f"--{name} must be a finite number. Received: --{name}={value}")
     return rest
 
 

@@ -1,21 +1,21 @@
 """`keras-psplus run`: one script in every task of a cluster."""
 
-import contextlib
 import functools
 import pathlib
 import shlex
 import signal
 import sys
 import tempfile
+import textwrap
 
 from absl import flags
 
-from keras_psplus import catalogue
+from keras_psplus import catalogue, entries
 from keras_psplus.arguments import whole_number
 from keras_psplus.chaos import links, netlab
 from keras_psplus.chaos import spec as chaos_spec
 from keras_psplus.chaos.injector import Injector
-from keras_psplus.cli import parsing
+from keras_psplus.cli import combinations, parsing, report
 from keras_psplus.cluster import restarts
 from keras_psplus.cluster.console import Console, drop_unwritten
 from keras_psplus.cluster.environment import plan_tasks, python_path
@@ -29,12 +29,13 @@ marked with its task and kept in a log file per task. When a task fails, the oth
 traceback is shown last, and its exit code is passed on. Ctrl-C ends all tasks.
 
   keras-psplus run --workers 2 train.py --epochs 3
-  keras-psplus run --workers 2 --ps 1 --strategy async_ps train.py
+  keras-psplus run --workers 2 --ps 1 --strategy async_parameter_server train.py
+  keras-psplus run --workers 2 --strategy all_reduce --compression powersgd:2 train.py
+  keras-psplus run --list                                           the names for that flag
   keras-psplus run --max_restarts 3 --chaos kill:worker1@step=20 train.py
   keras-psplus run --hosts 10.0.0.1,10.0.0.2 --dry_run train.py     how to start it on two hosts
 """
-_TRACEBACK = "Traceback (most recent call last)"
-_LAST_LINES = 80
+_IDLE_GRACE = 0.5
 
 
 def main(argv):
@@ -53,6 +54,9 @@ def main(argv):
         return 0
     try:
         command = parsing.parse(options, argv)
+        if options.list:
+            print(_listing())
+            return 0
         _check_script(command)
         whole_number("max_restarts", options.max_restarts, 0)
         if options.hosts and (options.max_restarts or options.chaos):
@@ -60,7 +64,8 @@ def main(argv):
                 "--hosts starts nothing, so that nothing can be started again or disturbed. "
                 f"Received: --max_restarts={options.max_restarts}, --chaos={options.chaos!r}"
             )
-        layout, env = _layout(options), _strategy_variables(options)
+        layout = _layout(options)
+        env = _strategy_variables(options, layout)
         events = []
         if options.chaos is not None:
             events = chaos_spec.parse(options.chaos, [task.name for task in plan_tasks(**layout)])
@@ -74,7 +79,8 @@ def main(argv):
         log_dir = _log_dir(options.log_dir)
     except (parsing.UsageError, ValueError) as error:
         return parsing.complain("run", error)
-    console = Console(live="chief-0" if layout["chief"] else "worker-0")
+    live = "chief-0" if layout["chief"] else "worker-0"
+    console = Console(live=live)
 
     def tell(line):
         console.note(f"keras-psplus: {line}")
@@ -86,6 +92,7 @@ def main(argv):
             env={**env, **chaos.environment, "PYTHONPATH": python_path()},
             log_dir=log_dir,
             console=console,
+            idle_grace=_IDLE_GRACE,
             restart=restart,
             network=make_network(),
         )
@@ -97,7 +104,7 @@ def main(argv):
             result = restarts.run(make_cluster, options.max_restarts, options.timeout or None, tell)
     except KeyboardInterrupt:  # between two attempts; while tasks run, the cluster sees to it
         return 128 + signal.SIGINT
-    _report(result, log_dir, options.timeout)
+    report.show(result, log_dir, options.timeout)
     drop_unwritten(sys.stdout, sys.stderr)
     return result.exit_code
 
@@ -116,8 +123,22 @@ def _flags():
     flags.DEFINE_string(
         "strategy",
         None,
-        "What `keras_psplus.strategy()` returns in the script: an entry of the catalogue or a .py "
-        "file that defines `strategy()`.",
+        "What `keras_psplus.strategy()` returns in the script: an entry of the catalogue (--list) "
+        "or a .py file that defines `strategy()`.",
+        flag_values=values,
+    )
+    flags.DEFINE_boolean("list", False, "List the catalogue's entries.", flag_values=values)
+    flags.DEFINE_string(
+        "compression",
+        None,
+        "The `compression` of that strategy: bf16, fp16, int8, sign, topk:0.01, randomk:0.1, "
+        "powersgd:4, factors, factors:bf16 or factors:fp16.",
+        flag_values=values,
+    )
+    flags.DEFINE_string(
+        "updates",
+        None,
+        "Its `updates`: accumulate:4, local_sgd:8 or diloco:100.",
         flag_values=values,
     )
     flags.DEFINE_string(
@@ -192,12 +213,30 @@ def _layout(options):
     return {"workers": workers, "ps": options.ps, "chief": chief}
 
 
-def _strategy_variables(options):
-    if options.strategy is None:
-        return {}
-    path = catalogue.find(options.strategy)
-    is_entry = options.strategy in catalogue.names()
-    return {catalogue.STRATEGY_VARIABLE: options.strategy if is_entry else str(path)}
+def _strategy_variables(options, layout):
+    """The variables from which `keras_psplus.strategy()` learns what to make."""
+    given = {
+        option: text
+        for option in catalogue.OPTION_VARIABLES
+        if (text := getattr(options, option)) is not None
+    }
+    combinations.check(options.strategy, layout, given)
+    variables = {catalogue.OPTION_VARIABLES[option]: text for option, text in given.items()}
+    if options.strategy is not None:
+        path = catalogue.find(options.strategy)
+        name = path.stem if catalogue.is_entry(options.strategy) else str(path)
+        variables[catalogue.STRATEGY_VARIABLE] = name
+    return variables
+
+
+def _listing():
+    """The catalogue's entries with a line each."""
+    titles = {name: entries.read(catalogue.find(name)).title for name in catalogue.names()}
+    width = max(map(len, titles), default=0) + 2
+    return "\n".join(
+        textwrap.fill(title, 100, initial_indent=name.ljust(width), subsequent_indent=" " * width)
+        for name, title in titles.items()
+    )
 
 
 def _network(events, chaos, tasks):
@@ -228,26 +267,3 @@ def _recipe(argv, env, layout, hosts):
             )
         )
     return "\n".join(lines)
-
-
-def _report(result, log_dir, timeout):
-    if result.exit_code == 0 and not result.terminated:
-        return
-    say = [f"{name}: {result.how_ended(name)}" for name in result.log_paths]
-    if result.timed_out:
-        say.append(f"ended after the time-out of {timeout:g} s")
-    if result.signal is not None:
-        say.append(f"ended by signal {result.signal}")
-    say.append(f"logs: {log_dir}")
-    if result.first_failure is not None:
-        say += ["", f"{result.first_failure} failed first:", *_last_words(result)]
-    with contextlib.suppress(OSError):  # nobody reads it, and the exit code is the job's
-        print("\n".join(["", *say]), file=sys.stderr, flush=True)
-
-
-def _last_words(result):
-    """The first failure's last traceback, or the end of its log."""
-    lines = result.logs[result.first_failure].splitlines()
-    starts = [number for number, line in enumerate(lines) if line.startswith(_TRACEBACK)]
-    shown = lines[starts[-1] :] if starts else lines[-20:]
-    return shown[-_LAST_LINES:]

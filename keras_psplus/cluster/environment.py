@@ -6,7 +6,7 @@ import os
 import pathlib
 import sysconfig
 
-from keras_psplus.cluster.config import TaskConfig
+from keras_psplus.cluster.config import TaskConfig, read_task_config
 from keras_psplus.cluster.ports import free_ports
 
 # What tasks of one job have in common, and those of others do not.
@@ -74,11 +74,14 @@ def plan_tasks(workers=2, ps=0, chief=False, hosts=None, environ=None, share_cor
         if count:
             cluster[job] = tuple(addresses[start : start + count])
         start += count
-    return [
+    tasks = [
         Task(config, {"TF_CONFIG": config.to_tf_config(), **variables})
         for job, addresses in cluster.items()
         for config in (TaskConfig(cluster, job, index) for index in range(len(addresses)))
     ]
+    if hosts:
+        read_task_config(tasks[0].variables)  # as the tasks will, on the other machines
+    return tasks
 
 
 def available_cores():

@@ -1,5 +1,6 @@
 """Compression of gradients: pure functions of a tensor and a state, which strategies own."""
 
+from keras_psplus import specs
 from keras_psplus.compression.averaging import mean_all
 from keras_psplus.compression.base import Compressor
 from keras_psplus.compression.by_variable import ByVariable
@@ -33,30 +34,18 @@ __all__ = [
     "with_error_feedback",
 ]
 
-_HALVES = {"bf16": "bfloat16", "fp16": "float16"}
-
-
-def _half(name):
-    if name not in _HALVES:
-        raise ValueError(name)
-    return _HALVES[name]
-
-
-# What a short name makes, and the type of what is after its colon.
-_NAMES = {
-    "bf16": (lambda: Cast("bfloat16"), None),
-    "fp16": (lambda: Cast("float16"), None),
-    "int8": (Int8, int),
-    "sign": (Sign, int),
-    "topk": (TopK, float),
-    "randomk": (RandomK, float),
-    "powersgd": (PowerSGD, int),
-    "factors": (SufficientFactors, _half),
+_MAKERS = {
+    "bf16": lambda: Cast("bfloat16"),
+    "fp16": lambda: Cast("float16"),
+    "int8": Int8,
+    "sign": Sign,
+    "topk": TopK,
+    "randomk": RandomK,
+    "powersgd": PowerSGD,
+    "factors": SufficientFactors,
 }
-_NEED_A_NUMBER = ("topk", "randomk", "powersgd")
 _ALLOWED = (
-    '"bf16", "fp16", "int8", "sign", "topk:0.01" (or another density), "randomk:0.1", '
-    '"powersgd:4" (or another rank), "factors", "factors:bf16", "factors:fp16", a '
+    f"{specs.COMPRESSION_ALLOWED}, a "
     "`keras_psplus.compression.Compressor`, a dict from patterns of variable paths to one of "
     "these, or None"
 )
@@ -94,14 +83,8 @@ def get(identifier, argument="compression", allowed=_ALLOWED):
             }
         )
     if isinstance(identifier, str):
-        name, *numbers = identifier.split(":")
-        make, number_type = _NAMES.get(name, (None, None))
-        counts = (1,) if name in _NEED_A_NUMBER else (0, 1) if number_type else (0,)
-        if make is not None and len(numbers) in counts:
-            try:
-                arguments = [number_type(number) for number in numbers]
-            except ValueError:
-                pass
-            else:
-                return make(*arguments)
+        parsed = specs.parse(identifier, specs.COMPRESSION)
+        if parsed is not None:
+            name, arguments = parsed
+            return _MAKERS[name](*arguments)
     raise ValueError(f"`{argument}` must be {allowed}. Received: {argument}={identifier!r}")

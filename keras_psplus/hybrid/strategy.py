@@ -5,6 +5,7 @@ import json
 
 import tensorflow as tf
 
+from keras_psplus import updates as updates_module
 from keras_psplus.all_reduce import gradients
 from keras_psplus.all_reduce.startup import start
 from keras_psplus.all_reduce.strategy import MultiWorkerMirroredStrategy
@@ -122,6 +123,7 @@ class HybridStrategy(SavesTables, MultiWorkerMirroredStrategy):
         snapshots_module.check_arguments(snapshot_every, snapshot_dir)
         push = compressor_for_rows("row_compression", row_compression)
         pull = compressor_for_rows("pull_compression", pull_compression)
+        updates = updates_module.get(updates)
         if updates is not None and not hasattr(updates, "steps"):
             raise ValueError(
                 "Of `updates`, `Accumulate` alone can be combined with tables on parameter "

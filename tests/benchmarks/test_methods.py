@@ -23,13 +23,20 @@ def test_every_entry_of_the_catalogue_is_a_method():
     assert entries["diloco"].traits == methods.Traits(
         "all_reduce", "int8", "int8", updates="local", every=32
     )
-    assert entries["async_ps_int8"].traits == methods.Traits(
+    assert entries["async_parameter_server_int8"].traits == methods.Traits(
         "parameter_server", "int8", "int8", "bf16", waits=False
     )
     assert entries["sync_parameter_server"].traits.waits
     assert entries["no_communication"].traits == methods.Traits(compression="nothing")
     assert entries["hybrid_int8"].traits == methods.Traits("hybrid", None, "int8", "int8")
     assert entries["hybrid_8_steps"].traits == methods.Traits("hybrid", together=8)
+
+
+def test_former_names_are_found():
+    entries = methods.catalogue()
+    for name in ("async_ps_int8", "keras_psplus/async_ps_int8"):
+        chosen = [m.name for m in methods.select(entries, [name]) if m.traits.path != "alone"]
+        assert chosen == ["async_parameter_server_int8"]
 
 
 def test_what_else_an_entry_sets_is_passed_over():

@@ -1,6 +1,7 @@
 import importlib.metadata
 import json
 import os
+import re
 import shlex
 import signal
 import subprocess
@@ -8,7 +9,7 @@ import sys
 
 import pytest
 
-from keras_psplus import versions
+from keras_psplus import catalogue, versions
 from keras_psplus.cli import bench, doctor, main, run
 from keras_psplus.cluster import progress
 from keras_psplus.cluster.ports import free_ports
@@ -55,6 +56,86 @@ def test_run_help_explains_every_flag(capsys):
     for flag in ("workers", "ps", "chief", "strategy", "log_dir", "timeout", "dry_run", "hosts"):
         assert flag in out
     assert max(map(len, out.splitlines())) <= 100
+
+
+def test_run_help_names_entries_that_there_are(capsys):
+    main.main(["run", "-h"])
+    named = re.findall(r"--strategy (\w+)", capsys.readouterr().out)
+    assert len(named) > 1 and set(named) <= set(catalogue.names())
+
+
+def test_run_lists_the_entries(capsys):
+    assert main.main(["run", "--list"]) == 0
+    lines = capsys.readouterr().out.splitlines()
+    assert max(map(len, lines)) <= 100
+    found = dict(line.split(maxsplit=1) for line in lines if not line.startswith(" "))
+    assert list(found) == catalogue.names()
+    assert found["hybrid"].startswith("Large embeddings on parameter servers")
+
+
+@pytest.mark.parametrize(
+    ("name", "entry"),
+    [
+        ("async_ps", "async_parameter_server"),
+        ("async_ps_int8", "async_parameter_server_int8"),
+        ("local_sgd_ps", "local_sgd_parameter_server"),
+    ],
+)
+def test_short_names_of_entries(name, entry, capsys, script):
+    tasks = dry_run(capsys, "--ps=1", f"--strategy={name}", "--dry_run", script)
+    assert tasks["worker-0"][0]["KERAS_PSPLUS_STRATEGY"] == entry
+
+
+def test_what_the_strategy_is_made_with(capsys, script, tmp_path):
+    mine = tmp_path / "mine.py"
+    mine.write_text("def strategy(compression=None, updates=None):\n    pass\n")
+    flags = ["--compression=powersgd:2", "--updates", "local_sgd:8", "--dry_run", script]
+    for strategy in ("all_reduce", mine):
+        (variables, _) = dry_run(capsys, f"--strategy={strategy}", *flags)["worker-1"]
+        assert variables["KERAS_PSPLUS_COMPRESSION"] == "powersgd:2"
+        assert variables["KERAS_PSPLUS_UPDATES"] == "local_sgd:8"
+
+
+@pytest.mark.parametrize(
+    ("flags", "message"),
+    [
+        ("--ps 1 --strategy all_reduce", "leave out --ps, or take one of accumulated_parameter"),
+        ("--ps 1 --strategy single", "has no use for parameter servers"),
+        ("--strategy async_ps", "async_ps needs parameter servers: add --ps 1"),
+        ("--strategy hybrid", "hybrid needs parameter servers: add --ps 1"),
+        ("--ps 1 --nochief --strategy sync_ps", "leave out --nochief"),
+        ("--ps 1 --workers 0 --strategy sync_ps", "needs a chief and workers"),
+        ("--compression lzma", '--compression must be one of "bf16"'),
+        ("--compression topk", "Received: --compression=topk"),
+        ("--updates diloco", '--updates must be one of "accumulate:4"'),
+        ("--updates diloco:x", "Received: --updates=diloco:x"),
+        ("--strategy all_reduce_int8 --compression bf16", "take --strategy all_reduce, which"),
+        ("--strategy diloco --updates diloco:100", "take --strategy all_reduce, which does not"),
+        ("--strategy single --compression bf16", "single has no `compression`"),
+        (
+            "--ps 1 --strategy async_ps --updates diloco:9",
+            "all_reduce without --ps",
+        ),
+        ("--ps 1 --strategy sync_ps --updates accumulate:2", "need --strategy async_parameter_s"),
+        ("--ps 1 --strategy stale_sync_ps --updates local_sgd:2", "takes no updates"),
+        ("--ps 1 --strategy hybrid --updates local_sgd:2", "takes accumulate alone"),
+        ("--strategy MINE --compression bf16", "write `def strategy(**options)` there"),
+        ("--strategy BROKEN", "cannot be read"),
+        ("--timeout nan", "--timeout must be a finite number. Received: --timeout=nan"),
+        ("--timeout inf", "Received: --timeout=inf"),
+        ("--hosts a,b/c", "the address of worker-1, 'b/c:2222', is wrong"),
+        ("--hosts a,", "the address of worker-1, ':2222', is wrong"),
+        ("--hosts ::1,b", "IPv6 host in brackets"),
+        ("--hosts a,A", "worker-0 and worker-1 have the same address 'A:2222'"),
+    ],
+)
+def test_flags_that_do_not_go_together(flags, message, capsys, script, tmp_path):
+    for name, text in (("MINE", "def strategy():\n    pass\n"), ("BROKEN", "def strategy(:\n")):
+        (tmp_path / f"{name}.py").write_text(text)
+        flags = flags.replace(name, str(tmp_path / f"{name}.py"))
+    assert main.main(["run", *flags.split(), script]) == 2
+    error = capsys.readouterr().err
+    assert message in error and "Received: " in error, error
 
 
 @pytest.mark.parametrize(

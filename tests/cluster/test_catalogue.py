@@ -23,7 +23,8 @@ def folder(tmp_path, monkeypatch):
     monkeypatch.setattr(catalogue, "_PACKAGE", "keras_psplus_test.strategies")
     monkeypatch.setitem(sys.modules, "keras_psplus_test", type(sys)("keras_psplus_test"))
     monkeypatch.delenv(catalogue.STRATEGY_VARIABLE, raising=False)
-    monkeypatch.delenv("TF_CONFIG", raising=False)
+    for variable in ("TF_CONFIG", *catalogue.OPTION_VARIABLES.values()):
+        monkeypatch.delenv(variable, raising=False)
     (folder / "relative.py").write_text(
         "from . import _helper\n\n\ndef strategy():\n    return _helper.value\n"
     )
@@ -58,6 +59,23 @@ def test_strategy_follows_the_environment(folder, monkeypatch):
     assert catalogue.strategy() == "all_reduce"
     monkeypatch.setenv(catalogue.STRATEGY_VARIABLE, "relative")
     assert catalogue.strategy(default="single") == "helped"
+
+
+def test_options_of_the_environment(folder, monkeypatch):
+    (folder / "open.py").write_text("def strategy(**options):\n    return options\n")
+    monkeypatch.setenv(catalogue.STRATEGY_VARIABLE, "open")
+    assert catalogue.strategy() == {}
+    monkeypatch.setenv("KERAS_PSPLUS_COMPRESSION", "powersgd:2")
+    assert catalogue.strategy() == {"compression": "powersgd:2"}
+    monkeypatch.setenv(catalogue.STRATEGY_VARIABLE, "single")
+    with pytest.raises(ValueError, match="single takes no `compression`.*=powersgd:2$"):
+        catalogue.strategy()
+
+
+def test_names_in_short(folder):
+    (folder / "sync_parameter_server_int8.py").write_text("def strategy():\n    return 8\n")
+    assert catalogue.load("sync_ps_int8").strategy() == 8
+    assert "sync_ps_int8" not in catalogue.names()
 
 
 @pytest.mark.parametrize(

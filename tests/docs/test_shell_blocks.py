@@ -91,6 +91,8 @@ def check_launcher(words):
         assert not rest
         return
     assert main.main(["run", "--dry_run", *arguments]) == 0, words
+    if "--list" in arguments:
+        return  # names no script
     check_options(rest[0], rest[1:])
     # Faults need steps to happen at, which this `train.py` does not take.
     if rest[0] == "train.py" and "--chaos" not in words:

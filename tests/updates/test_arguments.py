@@ -46,6 +46,25 @@ def test_strategies_take_instances_only(wrong):
         keras_psplus.MultiWorkerMirroredStrategy(updates=wrong)
 
 
+@pytest.mark.parametrize(
+    ("text", "shown"),
+    [
+        ("accumulate:4", "Accumulate(steps=4, flush=False)"),
+        ("local_sgd:8", "LocalSGD(every=8, start_step=0, average_slots=False)"),
+        ("diloco:100", "DiLoCo(every=100, "),
+    ],
+)
+def test_texts_for_them(text, shown):
+    assert repr(keras_psplus.updates.get(text)).startswith(shown)
+    assert repr(keras_psplus.MultiWorkerMirroredStrategy(updates=text).updates).startswith(shown)
+
+
+@pytest.mark.parametrize("text", ["accumulate", "accumulate:", "accumulate:0", "local_sgd:1:2", ""])
+def test_texts_for_none(text):
+    with pytest.raises(ValueError, match="Received: "):
+        keras_psplus.updates.get(text)
+
+
 def test_what_was_given_is_shown():
     assert repr(Accumulate(4)) == "Accumulate(steps=4, flush=False)"
     local = LocalSGD(8, average_slots=True)

@@ -1,0 +1,63 @@
+"""Which flags of `run` go together, known before anything is started."""
+
+from keras_psplus import catalogue, entries, specs
+from keras_psplus.cli.parsing import UsageError
+
+
+def check(strategy, layout, given):
+    """Checks an entry of the catalogue against the cluster and the options it is to be made with.
+
+    Args:
+        strategy: What was given as `--strategy`, or None.
+        layout: Dict with the numbers of `workers` and `ps`, and whether there is a `chief`.
+        given: Dict from `"compression"` and `"updates"` to texts, without those not given.
+
+    Raises:
+        ValueError: If they do not go together; the message says what would.
+    """
+    _check_spec("compression", given, specs.COMPRESSION, specs.COMPRESSION_ALLOWED)
+    _check_spec("updates", given, specs.UPDATES, specs.UPDATES_ALLOWED)
+    if strategy is None:
+        return
+    entry = entries.read(catalogue.find(strategy))
+    _check_layout(entry, layout, strategy)
+    problem = catalogue.problem_with(entry, given)
+    if problem is None and "updates" in given:
+        problem = _problem_with_updates(entry, given["updates"])
+    if problem is not None:
+        flags = ", ".join(f"--{name}={text}" for name, text in given.items())
+        raise UsageError(f"{strategy} {problem}. Received: --strategy={strategy}, {flags}")
+
+
+def _check_spec(name, given, forms, allowed):
+    if name in given and specs.parse(given[name], forms) is None:
+        raise UsageError(f"--{name} must be one of {allowed}. Received: --{name}={given[name]}")
+
+
+def _check_layout(entry, layout, strategy):
+    workers, ps, chief = layout["workers"], layout["ps"], layout["chief"]
+    needed = None
+    if entry.strategy in ("MultiWorkerMirroredStrategy", "get_strategy") and ps:
+        needed = "has no use for parameter servers: leave out --ps, or take one of " + ", ".join(
+            name for name in catalogue.names() if "parameter_server" in name or "hybrid" in name
+        )
+    elif entry.strategy in ("ParameterServerStrategy", "HybridStrategy") and not ps:
+        needed = "needs parameter servers: add --ps 1, or take --strategy all_reduce"
+    elif entry.strategy == "ParameterServerStrategy" and not (chief and workers):
+        needed = "needs a chief and workers beside it: leave out --nochief and --workers 0"
+    if needed:
+        received = f"--workers={workers}, --ps={ps}, --{'' if chief else 'no'}chief"
+        raise UsageError(f"{strategy} {needed}. Received: --strategy={strategy}, {received}")
+
+
+def _problem_with_updates(entry, text):
+    name = text.partition(":")[0]
+    plain = "take --strategy all_reduce without --ps"
+    if entry.strategy == "HybridStrategy" and name != "accumulate":
+        return f"takes accumulate alone, as its workers share their tables: {plain}"
+    if entry.strategy == "ParameterServerStrategy":
+        if name == "diloco":
+            return f"takes accumulate and local_sgd, as its workers come one by one: {plain}"
+        if entry.options.get("mode") == "sync" or "max_staleness" in entry.options:
+            return "takes no updates: they need --strategy async_parameter_server"
+    return None

@@ -1,0 +1,37 @@
+"""What `run` says at the end of a job that has not ended well."""
+
+import contextlib
+import sys
+
+_TRACEBACK = "Traceback (most recent call last)"
+_LAST_LINES = 80
+
+
+def show(result, log_dir, timeout):
+    """Writes how a job has ended to stderr, the first failure's cause last.
+
+    Args:
+        result: The last attempt's `ClusterResult`.
+        log_dir: Folder of the tasks' logs.
+        timeout: Seconds that the job had.
+    """
+    if result.exit_code == 0 and not result.terminated:
+        return
+    say = [f"{name}: {result.how_ended(name)}" for name in result.log_paths]
+    if result.timed_out:
+        say.append(f"ended after the time-out of {timeout:g} s")
+    if result.signal is not None:
+        say.append(f"ended by signal {result.signal}")
+    say.append(f"logs: {log_dir}")
+    if result.first_failure is not None:
+        say += ["", f"{result.first_failure} failed first:", *_last_words(result)]
+    with contextlib.suppress(OSError):  # nobody reads it, and the exit code is the job's
+        print("\n".join(["", *say]), file=sys.stderr, flush=True)
+
+
+def _last_words(result):
+    """The first failure's last traceback, or the end of its log."""
+    lines = result.logs[result.first_failure].splitlines()
+    starts = [number for number, line in enumerate(lines) if line.startswith(_TRACEBACK)]
+    shown = lines[starts[-1] :] if starts else lines[-20:]
+    return shown[-_LAST_LINES:]
