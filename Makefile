@@ -1,6 +1,7 @@
 # Needs Python 3.11 or 3.12 with pip, and make. Everything is installed into .venv.
 #
-#   make demo    train the digits in one process, then on two local clusters, and compare
+#   make demo    train the digits in one process, then on two local clusters, and compare; with
+#                all that TensorFlow says of itself: make demo DEMO=--verbose
 #   make test    the whole test suite
 #   make bench   the benchmark lab; as root over emulated links; flags: make bench BENCH="--quick"
 #   make docs    the manual as a web site in site/
@@ -11,6 +12,7 @@ PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
 BENCH ?=
+DEMO ?=
 PIP := $(BIN)/python -m pip --disable-pip-version-check
 PACKAGING := pyproject.toml setup.cfg setup.py
 
@@ -33,7 +35,7 @@ $(VENV)/stamp-%: $(VENV)/stamp-venv $(PACKAGING)
 	@touch $@
 
 demo: $(VENV)/stamp-examples
-	@$(BIN)/python examples/demo.py
+	@$(BIN)/python examples/demo.py $(DEMO)
 
 test: $(VENV)/stamp-test
 	$(BIN)/python -m pytest -n 3 --dist loadfile --no-loadscope-reorder

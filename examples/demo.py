@@ -21,7 +21,7 @@ RESULT = re.compile(r"digits: (accuracy=.*)")
 def run(title, command, timeout):
     """Runs a command, shows its output as it comes, and returns the script's result line."""
     print(f"\n--- {title}\n$ {' '.join(command)}", flush=True)
-    environment = {"TF_CPP_MIN_LOG_LEVEL": "2", **os.environ, "PYTHONUNBUFFERED": "1"}
+    environment = {**os.environ, "PYTHONUNBUFFERED": "1"}
     environment.pop("TF_CONFIG", None)  # One process is to be one; the launcher writes its own.
     process = subprocess.Popen(
         command,
@@ -63,19 +63,21 @@ def main():
     parser.add_argument("--workers", type=int, default=2)
     parser.add_argument("--epochs", type=int, default=15)
     parser.add_argument("--timeout", type=float, default=600, help="seconds for each run")
+    parser.add_argument("--verbose", action="store_true", help="what TensorFlow says of itself")
     args = parser.parse_args()
 
     script = [os.path.relpath(SCRIPT), "--epochs", str(args.epochs)]
-    launcher = [sys.executable, "-m", "keras_psplus"]
-    one = run("one process", [sys.executable, *script], args.timeout)
+    launcher = [sys.executable, "-m", "keras_psplus", "run"] + ["--verbose"] * args.verbose
+    single = ["--workers", "1", "--strategy", "single"]
+    one = run("one process", [*launcher, *single, *script], args.timeout)
     many = run(
         f"{args.workers} workers",
-        [*launcher, "run", "--workers", str(args.workers), *script],
+        [*launcher, "--workers", str(args.workers), *script],
         args.timeout,
     )
     title = f"{args.workers} workers, 1 ps"
     cluster = ["--workers", str(args.workers), "--ps", "1", "--strategy", "async_parameter_server"]
-    served = run(f"{title}, asynchronous", [*launcher, "run", *cluster, *script], args.timeout)
+    served = run(f"{title}, asynchronous", [*launcher, *cluster, *script], args.timeout)
     for result in (many, served):
         if result["workers"] != args.workers:
             sys.exit(f"The cluster did not train together. Received: {result}")

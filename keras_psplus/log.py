@@ -6,8 +6,18 @@ logger = logging.getLogger("keras_psplus")
 
 _said = set()
 
+
+class _Handler(logging.StreamHandler):
+    """Writes whole lines, also when Keras's progress bar is not at the end of its own."""
+
+    def emit(self, record):
+        if self.stream.isatty():
+            self.stream.write("\r\x1b[K")  # the bar is drawn again with the next step
+        super().emit(record)
+
+
 if not logger.handlers:
-    _handler = logging.StreamHandler()
+    _handler = _Handler()
     _handler.setFormatter(logging.Formatter("keras_psplus: %(message)s"))
     logger.addHandler(_handler)
     logger.setLevel(logging.INFO)

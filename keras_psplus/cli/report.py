@@ -3,6 +3,8 @@
 import contextlib
 import sys
 
+from keras_psplus.cluster.noise import NoiseFilter
+
 _TRACEBACK = "Traceback (most recent call last)"
 _LAST_LINES = 80
 
@@ -33,5 +35,7 @@ def _last_words(result):
     """The first failure's last traceback, or the end of its log."""
     lines = result.logs[result.first_failure].splitlines()
     starts = [number for number, line in enumerate(lines) if line.startswith(_TRACEBACK)]
-    shown = lines[starts[-1] :] if starts else lines[-20:]
-    return shown[-_LAST_LINES:]
+    if not starts:
+        return lines[-20:]
+    is_noise = NoiseFilter().is_noise
+    return [line for line in lines[starts[-1] :] if not is_noise(line)][-_LAST_LINES:]

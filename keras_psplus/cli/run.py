@@ -80,7 +80,7 @@ def main(argv):
     except (parsing.UsageError, ValueError) as error:
         return parsing.complain("run", error)
     live = "chief-0" if layout["chief"] else "worker-0"
-    console = Console(live=live)
+    console = Console(live=live, quiet=not options.verbose)
 
     def tell(line):
         console.note(f"keras-psplus: {line}")
@@ -162,6 +162,12 @@ def _flags():
         None,
         "Faults to put into the job, as in `kill:worker1@step=20; cut:ps0@step=10,for=5`; a wrong "
         "one shows the grammar. `cut` and `delay` need Linux and root.",
+        flag_values=values,
+    )
+    flags.DEFINE_boolean(
+        "verbose",
+        False,
+        "Show also what TensorFlow writes about itself, which is in the logs in any case.",
         flag_values=values,
     )
     flags.DEFINE_boolean(

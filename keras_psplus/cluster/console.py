@@ -9,6 +9,8 @@ import sys
 import threading
 import time
 
+from keras_psplus.cluster import noise
+
 _ESCAPE = re.compile(r"\x1b\[[0-9;?]*[A-Za-z]")
 _TOKEN = re.compile(r"\x1b\[[0-9;?]*[A-Za-z]|.", re.DOTALL)
 _CONTROL = re.compile("[\r\b\x1b]")
@@ -64,10 +66,13 @@ class Console:
     Args:
         stream: A text stream; `sys.stdout` by default.
         live: Name of the task whose unfinished line is shown.
+        quiet: Whether what TensorFlow writes about itself is left to the log
+            files.
     """
 
-    def __init__(self, stream=None, live=None):
+    def __init__(self, stream=None, live=None, quiet=False):
         self._stream = stream or sys.stdout
+        self.quiet = quiet
         terminal = self._stream.isatty()
         self._live = live if terminal else None
         self._render = render if terminal else plain  # no colours in files and pipes
@@ -178,6 +183,7 @@ class OutputPump(threading.Thread):
     def __init__(self, task, pipe, log, console=None):
         super().__init__(name=f"output of {task}", daemon=True)
         self._task, self._pipe, self._log, self._console = task, pipe, log, console
+        self._noise = noise.NoiseFilter() if console is not None and console.quiet else None
         self._has_failed = False
         self._start_line()
 
@@ -192,7 +198,7 @@ class OutputPump(threading.Thread):
                 data = b""
             try:
                 self._feed(decoder.decode(data, final=not data))
-                if not data and self._length:
+                while not data and self._length:
                     self._end_line("\n")
             except Exception as error:  # A task whose output nobody reads would stand still.
                 self._start_line()
@@ -229,9 +235,16 @@ class OutputPump(threading.Thread):
     def _end_line(self, end):
         line = "".join(self._parts).removesuffix("\r")
         self._start_line()
+        start = noise.log_line_in(line) if end else None
+        if start is not None:
+            # The line that it was written into, a progress bar as a rule, goes on.
+            self._add(line[:start])
+            line = line[start:]
+        text = plain(line)
         # The end of a part may be a space that belongs to the line.
-        self._log.write(plain(line) + end if end or _CONTROL.search(line) else line)
-        if self._console is not None:
+        self._log.write(text + end if end or _CONTROL.search(line) else line)
+        is_noise = self._noise is not None and self._noise.is_noise(text)
+        if self._console is not None and not is_noise:
             self._console.line(self._task, line)
 
 

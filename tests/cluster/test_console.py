@@ -161,3 +161,24 @@ def test_very_long_lines_take_no_longer_than_many_short_ones(live, monkeypatch):
 def test_a_line_that_comes_byte_by_byte():
     log = pump([b"."] * 20_000 + [b"\n"], Console(Terminal(), live="worker-0"))
     assert log == "." * 20_000 + "\n"
+
+
+BAR = "\r 1/3 ━ 0s - loss: 0.5"
+NOISE = "W0000 00:00:1795460925.979953   26324 local_rendezvous.cc:412] aborting"
+OURS = "keras_psplus: worker-1 has waited"
+
+
+@pytest.mark.parametrize("quiet", [True, False])
+def test_lines_of_logs_do_not_break_a_progress_bar(quiet):
+    data = f"{BAR}{NOISE}\n{BAR}{OURS}\n{BAR}{NOISE}\nhalf"
+    stream = io.StringIO()
+    log = pump([data.encode()], Console(stream, quiet=quiet))
+    assert log == f"{NOISE}\n{OURS}\n{NOISE}\n{plain(BAR)}half\n"
+    shown = log.replace(f"{NOISE}\n", "") if quiet else log
+    assert stream.getvalue() == "".join(f"[worker-0] {line}\n" for line in shown.splitlines())
+
+
+def test_the_bar_stays_at_the_bottom_of_a_terminal():
+    stream = Terminal()
+    pump([f"{BAR}{OURS}\n".encode()], Console(stream, live="worker-0"))
+    assert f"[worker-0] {OURS}\n[worker-0] {plain(BAR)}" in stream.getvalue()
