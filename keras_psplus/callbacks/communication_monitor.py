@@ -23,10 +23,11 @@ class CommunicationMonitor(keras.callbacks.Callback):
       with parameter servers, those of all workers together.
     - `comm/ratio`: bytes of the tensors themselves over bytes of what was sent in their place.
     - `comm/seconds`: seconds for each step in which training waited for communication. These
-      differ between workers.
+      differ between workers: the logs have each worker's own, TensorBoard the longest of all.
 
-    All workers have them in their logs, the chief writes them. A model that is trained without a
-    strategy of this library has none of them.
+    All workers have them in their logs, the chief writes them. A worker without this callback is
+    not among the longest. A model that is trained without a strategy of this library has none of
+    them.
 
     Args:
         log_dir: Folder for TensorBoard, in which the three are written as scalars at each epoch's
@@ -68,6 +69,7 @@ class CommunicationMonitor(keras.callbacks.Callback):
         self._communication = None
         self._is_chief = True
         self._writer = None
+        self._unwritten = None
         self._begin_epoch()
 
     def on_train_begin(self, logs=None):
@@ -116,10 +118,28 @@ class CommunicationMonitor(keras.callbacks.Callback):
             warn_once("CommunicationMonitor: nothing was sent, as with a single replica")
         if logs is not None:
             logs.update(values)
+        self._unwritten = (epoch, values)
+
+    @property
+    def seconds(self):
+        """The last epoch's `comm/seconds` on this worker; None if there is none to be written."""
+        return None if self._unwritten is None else self._unwritten[1]["comm/seconds"]
+
+    def write(self, seconds):
+        """Writes the last epoch's numbers, on the chief. For the hook at each epoch's end.
+
+        Args:
+            seconds: List with the `seconds` of each worker, None for workers without this callback.
+        """
+        if self._unwritten is None:
+            return
+        (epoch, values), self._unwritten = self._unwritten, None
         if self.log_dir is not None and self._is_chief:
-            self._write(epoch, values)
+            known = [own for own in seconds if own is not None]
+            self._write(epoch, {**values, "comm/seconds": max(known)})
 
     def on_train_end(self, logs=None):
+        self.write([self.seconds])  # if nothing has called it
         if self._writer is not None:
             self._writer.close()
             self._writer = None

@@ -1,8 +1,11 @@
 """Callbacks: the chief alone writes, and all workers stop together."""
 
+import json
+
 from keras.src import callbacks as keras_callbacks
 from keras.src.callbacks import callback_list, model_checkpoint
 
+from keras_psplus.callbacks import CommunicationMonitor
 from keras_psplus.keras_hooks import saving, updates
 from keras_psplus.keras_hooks.ownership import distributing, ours
 from keras_psplus.keras_hooks.patching import replace
@@ -37,11 +40,18 @@ def _set_model(original, self, model):
 def _on_epoch_end(original, self, epoch, logs=None):
     original(self, epoch, logs)
     strategy = _strategy_of(self)
-    if strategy is None or strategy.extended.control is None:
-        return
-    # A callback that stops one worker only would leave the others waiting for its gradients.
-    votes = strategy.extended.control.exchange("epoch end", str(int(self.model.stop_training)))
-    self.model.stop_training = "1" in votes
+    monitors = [c for c in self.callbacks if isinstance(c, CommunicationMonitor)]
+    seconds = max((c.seconds for c in monitors if c.seconds is not None), default=None)
+    all_seconds = [seconds]
+    if strategy is not None and strategy.extended.control is not None:
+        # A callback that stops one worker only would leave the others waiting for its gradients.
+        # All workers come here, also those whose callbacks have nothing to say.
+        vote = json.dumps([bool(self.model.stop_training), seconds])
+        votes = [json.loads(v) for v in strategy.extended.control.exchange("epoch end", vote)]
+        self.model.stop_training = any(stops for stops, _ in votes)
+        all_seconds = [seconds for _, seconds in votes]
+    for monitor in monitors:
+        monitor.write(all_seconds)
 
 
 def _save_checkpoint(original, self, epoch, batch, logs):

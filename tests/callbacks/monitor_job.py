@@ -6,6 +6,7 @@ Each process that trains writes its History to `FOLDER/<task>.json`.
 import json
 import pathlib
 import sys
+import time
 
 from tests import quick_start  # noqa: F401
 
@@ -38,6 +39,8 @@ def main():
         model.compile("sgd", "mse", steps_per_execution=2)
     x = np.random.default_rng(0).normal(size=(ROWS, 64)).astype("float32")
     task, last = strategy.task.name, LastLogs()
+    if task == "worker-1":  # on a slow link
+        strategy.communication.add_source(lambda: [], lambda: 50 * time.monotonic())
     monitor = keras_psplus.callbacks.CommunicationMonitor(folder / f"tb-{task}")
     fits = [
         model.fit(
@@ -54,7 +57,11 @@ def main():
         "logical": strategy.communication.logical_bytes,
         "wire": strategy.communication.wire_bytes,
     }
-    result = {"fits": fits, "batches": last.seen, "totals": totals}
+    alone = None
+    if kind == "MultiWorkerMirroredStrategy":
+        callbacks = [monitor] if strategy.is_chief else []
+        alone = model.fit(x, x, batch_size=BATCH, callbacks=callbacks, verbose=0).history
+    result = {"alone": alone, "fits": fits, "batches": last.seen, "totals": totals}
     (folder / f"{task}.json").write_text(json.dumps(result))
 
 

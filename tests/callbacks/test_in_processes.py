@@ -6,6 +6,7 @@ import pathlib
 import pytest
 
 from keras_psplus.cluster.testing import run_in_processes
+from tests.callbacks.test_communication_monitor import scalars
 
 JOB = pathlib.Path(__file__).with_name("monitor_job.py")
 NAMES = ["comm/bytes", "comm/ratio", "comm/seconds"]
@@ -63,6 +64,20 @@ def test_the_chief_alone_writes(all_reduce):
     folder, _ = all_reduce
     assert list((folder / "tb-worker-0").glob("*tfevents*"))
     assert not (folder / "tb-worker-1").exists()
+
+
+def test_the_chief_writes_the_longest_seconds(all_reduce):
+    folder, results = all_reduce
+    first, second = (
+        [seconds for fit in results[name]["fits"] for seconds in fit["comm/seconds"]]
+        for name in ("worker-0", "worker-1")
+    )
+    assert all(mine < others for mine, others in zip(first, second))
+    # The last time, the chief alone had the callback.
+    written = [seconds for _, seconds in scalars(folder / "tb-worker-0")["comm/seconds"]]
+    alone = results["worker-0"]["alone"]["comm/seconds"]
+    assert written == pytest.approx([*second, *alone])
+    assert "comm/seconds" not in results["worker-1"]["alone"]
 
 
 def test_parameter_servers(parameter_server):
