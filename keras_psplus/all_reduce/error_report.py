@@ -55,7 +55,8 @@ def watch(task, is_cause):
 
     def report_and_show(kind, error, trace):
         thread = None
-        if is_cause():
+        # At a prompt, an exception does not end the process.
+        if is_cause() and not (hasattr(sys, "ps1") or sys.flags.interactive):
             message = _message(task, "by an error", _described(kind, error))
             # A coordination service that hangs must not keep the traceback back.
             thread = threading.Thread(target=report, args=[message], daemon=True)

@@ -85,3 +85,7 @@ def test_what_is_reported_of_an_exception(monkeypatch, error, cause):
         f"keras_psplus ended: worker-1 (127.0.0.1:2) has ended by an error. Received: {cause}"
     ]
     assert shown == [(type(error), error, None)] * 2
+    monkeypatch.setattr(sys, "ps1", ">>> ", raising=False)
+    causes.append(True)
+    sys.excepthook(type(error), error, None)
+    assert len(sent) == 1 and len(shown) == 3
