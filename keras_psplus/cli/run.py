@@ -35,7 +35,7 @@ traceback is shown last, and its exit code is passed on. Ctrl-C ends all tasks.
   keras-psplus run --max_restarts 3 --chaos kill:worker1@step=20 train.py
   keras-psplus run --hosts 10.0.0.1,10.0.0.2 --dry_run train.py     how to start it on two hosts
 """
-_IDLE_GRACE = 0.5
+_ERROR_GRACE, _IDLE_GRACE = 3.0, 0.5
 
 
 def main(argv):
@@ -92,6 +92,7 @@ def main(argv):
             env={**env, **chaos.environment, "PYTHONPATH": python_path()},
             log_dir=log_dir,
             console=console,
+            error_grace=_ERROR_GRACE,
             idle_grace=_IDLE_GRACE,
             restart=restart,
             network=make_network(),

@@ -15,7 +15,7 @@ from keras_psplus.cluster.config import JOB_TYPES
 from keras_psplus.cluster.console import OutputPump, warn
 from keras_psplus.cluster.environment import RESTART_VARIABLE, TOKEN_VARIABLE, plan_tasks
 from keras_psplus.cluster.log_file import LogFile
-from keras_psplus.cluster.results import ClusterResult, describe
+from keras_psplus.cluster.results import ClusterResult, describe, exit_code_of
 
 _POLL = 0.05
 _WRAPPER = str(pathlib.Path(__file__).with_name("exec_with_parent.py"))
@@ -54,9 +54,10 @@ class LocalCluster:
         worker_grace: The same for workers that serve a chief (clusters with a
             chief and parameter servers), which may have work left.
         kill_grace: Seconds from SIGTERM to SIGKILL.
-        idle_grace: Seconds that tasks which only serve others have once a
-            task has failed and all those others have ended; they have nothing
-            to report. By default `failure_grace`.
+        error_grace: As `failure_grace`, which is the default, if that task was
+            not killed by a signal: it has said itself what was wrong.
+        idle_grace: The same for tasks that only serve others, from the end of
+            these others.
         restart: How often the job was started before. Logs go on then, and the
             tasks find the number in `KERAS_PSPLUS_RESTART`.
         network: A `chaos.netlab.Lab` with a host for each task, which begins
@@ -76,6 +77,7 @@ class LocalCluster:
         server_grace=10.0,
         worker_grace=60.0,
         kill_grace=3.0,
+        error_grace=None,
         idle_grace=None,
         restart=0,
         network=None,
@@ -93,6 +95,7 @@ class LocalCluster:
         self._console = console
         self._failure_grace, self._kill_grace = failure_grace, kill_grace
         self._server_grace, self._worker_grace = server_grace, worker_grace
+        self._error_grace = failure_grace if error_grace is None else error_grace
         self._idle_grace = failure_grace if idle_grace is None else idle_grace
         self._restart = restart
         self._processes, self._pumps, self._logs = {}, [], {}
@@ -227,7 +230,7 @@ class LocalCluster:
         fresh = []
         for name, process in self._processes.items():
             if name not in self._ends:
-                code = _exit_code(process)
+                code = exit_code_of(process)
                 if code is not None:
                     self._ends[name] = (code, time.monotonic())
                     fresh.append((code, name))
@@ -255,7 +258,8 @@ class LocalCluster:
         )
         served = chief if self._serving_workers else chief + workers
         if self._first_failure is not None:
-            end = self._ends[self._first_failure][1] + self._failure_grace
+            code, end = self._ends[self._first_failure]
+            end += self._error_grace if code > 0 else self._failure_grace
             if self._all_ended(served):
                 end = min(end, self._last_end(served) + self._idle_grace)
             return end
@@ -301,13 +305,3 @@ class LocalCluster:
     def _tell(self, text):
         if self._console is not None:
             self._console.note(f"keras-psplus: {text}")
-
-
-def _exit_code(process):
-    """A process's exit code without reaping it; None while it runs."""
-    if process.returncode is not None:
-        return process.returncode
-    info = os.waitid(os.P_PID, process.pid, os.WEXITED | os.WNOHANG | os.WNOWAIT)
-    if info is None:
-        return None
-    return info.si_status if info.si_code == os.CLD_EXITED else -info.si_status

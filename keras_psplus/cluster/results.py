@@ -2,6 +2,7 @@
 
 import dataclasses
 import functools
+import os
 import pathlib
 
 TIMED_OUT = 124  # as timeout(1)
@@ -84,3 +85,13 @@ class ClusterResult:
 def describe(code):
     """Says how a process ended, e.g. `"exit code 1"`."""
     return f"ended by signal {-code}" if code < 0 else f"exit code {code}"
+
+
+def exit_code_of(process):
+    """A process's exit code without reaping it; None while it runs."""
+    if process.returncode is not None:
+        return process.returncode
+    info = os.waitid(os.P_PID, process.pid, os.WEXITED | os.WNOHANG | os.WNOWAIT)
+    if info is None:
+        return None
+    return info.si_status if info.si_code == os.CLD_EXITED else -info.si_status

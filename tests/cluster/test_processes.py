@@ -135,6 +135,19 @@ def test_others_have_time_to_report_the_failure(run):
     assert "... (" in result.tails(1)
 
 
+@pytest.mark.parametrize(("end", "terminated"), [("sys.exit(1)", True), ("os.kill(pid, 9)", False)])
+def test_others_have_less_time_if_a_task_said_what_was_wrong(run, end, terminated):
+    body = f"""
+        pid = os.getpid()
+        if name == "worker-1":
+            {end}
+        time.sleep(100 if {terminated} else 2)
+        """
+    result = run(body, workers=2, failure_grace=50, error_grace=0.2)
+    assert result.first_failure == "worker-1"
+    assert result.terminated == (("worker-0",) if terminated else ())
+
+
 def test_tasks_that_serve_those_that_have_ended_end_soon(run):
     body = """
         if name == "worker-0":
