@@ -3,8 +3,8 @@
 usage_job.py FOLDER CASES [--reference] [push=COMPRESSION] [pull=COMPRESSION]
 
 `plain` trains, and counts what it sends; `several` has a varying number of ids for each example;
-`uneven` has a batch of one row;
-`files` needs those that `write_files` has left in the folder, and leaves some itself.
+`uneven` leaves workers without rows; `files` needs those that `write_files` has left in the folder,
+and leaves some itself.
 """
 
 import functools
@@ -109,8 +109,22 @@ def several(embedding, x, y):
     return model, {**history, "predicted": model.predict(dataset, verbose=0)}
 
 
+def unequal_shares(embedding, x, y):
+    """For each worker data of its own, of four steps and of two; for one process all batches."""
+    half = BATCH // 2
+    shares = np.split(np.arange(6 * half), [4 * half])
+    if embedding is OneHot:
+        steps = [np.concatenate([s[i : i + half] for s in shares]) for i in range(0, 32, half)]
+        parts = [tf.data.Dataset.from_tensors((x[rows], y[rows])) for rows in steps]
+        return functools.reduce(lambda whole, part: whole.concatenate(part), parts)
+    mine = shares[tf.distribute.get_strategy().task.task_index]
+    options = tf.data.Options()
+    options.experimental_distribute.auto_shard_policy = tf.data.experimental.AutoShardPolicy.OFF
+    return tf.data.Dataset.from_tensor_slices((x[mine], y[mine])).batch(BATCH).with_options(options)
+
+
 def uneven(embedding, x, y):
-    """A batch of one row, of which one worker has none, and a convolution."""
+    """Convolutions where a worker has no rows: of a batch of one, or as it has run out of data."""
     ids = keras.Input((5,), dtype="int32")
     rows = embedding(ROWS, DIM, embeddings_initializer=initializer(7), name="images")(ids)
     images = keras.layers.Reshape((5, DIM, 1))(rows)
@@ -120,11 +134,13 @@ def uneven(embedding, x, y):
     maps = keras.layers.BatchNormalization(synchronized=True)(maps)
     model = keras.Model(ids, head(keras.layers.Flatten()(maps)))
     model.compile(optimizer=keras.optimizers.Adagrad(0.1), loss=of_classes())
+    shares = unequal_shares(embedding, x, y)
     x, y = x[: 2 * BATCH + 1], y[: 2 * BATCH + 1]
     results = model.fit(x, y, BATCH, epochs=EPOCHS, shuffle=False, verbose=0).history
     if embedding is not OneHot:
         for entry in tf.distribute.get_strategy().communication.traffic():
             results[f"{entry.direction} of {entry.path}"] = entry.logical_bytes
+    results["of shares"] = model.fit(shares, verbose=0).history["loss"]
     results["evaluated"] = model.evaluate(x, y, BATCH, verbose=0)
     return model, {**results, "predicted": model.predict(x, BATCH, verbose=0)}
 
