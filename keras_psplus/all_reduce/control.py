@@ -92,17 +92,31 @@ class ControlPlane:
         self._sequence += 1
         return texts
 
+    def post_end(self, message):
+        """Answers those who wait for this worker, or will soon, that it comes no more.
+
+        Args:
+            message: What `failure.raise_if_ended` knows.
+        """
+        for sequence in (self._sequence, self._sequence + 1):
+            try:
+                context.context().set_config_key_value(self._key(sequence), message)
+            except (tf.errors.OpError, ValueError):
+                continue  # it has been there already, and has said something else
+
     def _fall_out(self, message):
         """Tells the other workers to stop, with the reason, and raises it here."""
         error_report.report(message)
         raise ValueError(message)
 
     def _put(self, message):
-        key = f"keras_psplus/{self._sequence}/{self._task.name}"
-        self._call(context.context().set_config_key_value, key, message)
+        self._call(context.context().set_config_key_value, self._key(self._sequence), message)
+
+    def _key(self, sequence, name=None):
+        return f"keras_psplus/{sequence}/{name or self._task.name}"
 
     def _get(self, name, kind):
-        key = f"keras_psplus/{self._sequence}/{name}"
+        key = self._key(self._sequence, name)
         start, doubling = time.monotonic(), stalls.Doubling(self._stall_warning)
         while True:
             try:
@@ -112,6 +126,7 @@ class ControlPlane:
                 if doubling.has_told:
                     waited = time.monotonic() - start
                     logger.warning("%s at %s goes on after %.0f s", self._task.name, kind, waited)
+                failure.raise_if_ended(self._task, text)
                 return text
             except tf.errors.DeadlineExceededError as error:
                 failure.raise_if_peer_lost(self._task, error)

@@ -27,28 +27,33 @@ _ABOUT_THE_GRAPH = re.compile(r'Graph execution error:|Detected at |File "|\[\['
 _reported_at = None
 
 
-def report(message):
+def report(message, post=None):
     """Has the collectives of all other workers fail with a message.
 
     Args:
         message: Text of one line.
+        post: Function of the message that reaches workers which wait for this one elsewhere than in
+            a collective; None for none.
     """
     global _reported_at
     if _reported_at is not None:
         return
     _reported_at = time.monotonic()
     try:
+        if post is not None:
+            post(message)
         context.context().report_error_to_cluster(tf.errors.INVALID_ARGUMENT, message)
     except (tf.errors.OpError, ValueError) as error:
         logger.warning("could not tell the other workers: %s", error)
 
 
-def watch(task, is_cause):
+def watch(task, is_cause, post=None):
     """Reports to the other workers if this process ends by an exception or with a bad exit code.
 
     Args:
         task: `TaskConfig` of this process.
         is_cause: Function that tells whether this process's failure is not another one's.
+        post: As for `report`.
     """
     exit_code.watch()
     show = sys.excepthook
@@ -59,21 +64,21 @@ def watch(task, is_cause):
         if is_cause() and not (hasattr(sys, "ps1") or sys.flags.interactive):
             message = _message(task, "by an error", _described(kind, error))
             # A coordination service that hangs must not keep the traceback back.
-            thread = threading.Thread(target=report, args=[message], daemon=True)
+            thread = threading.Thread(target=report, args=[message, post], daemon=True)
             thread.start()
         show(kind, error, trace)
         if thread is not None:
             thread.join(_REPORT_SECONDS)
 
     sys.excepthook = report_and_show
-    atexit.register(_at_exit, task, is_cause)
+    atexit.register(_at_exit, task, is_cause, post)
 
 
-def _at_exit(task, is_cause):
+def _at_exit(task, is_cause, post):
     if not is_cause():
         return
     if exit_code.is_bad() and _reported_at is None:
-        report(_message(task, "early", f"exit code {exit_code.last()}"))
+        report(_message(task, "early", f"exit code {exit_code.last()}"), post)
     if _reported_at is not None:
         time.sleep(max(0.0, _ARRIVAL_SECONDS - (time.monotonic() - _reported_at)))
 

@@ -75,9 +75,7 @@ def explained(task):
             raise kind(said.group(2).rstrip("]")) from None
         if task is None or task.num_workers == 1:
             raise
-        ended = _ENDED.search(str(error))
-        if ended:
-            _raise_ended(task, *ended.groups())
+        raise_if_ended(task, str(error))
         reason = re.search(r"Workers have fallen out of step.*", str(error))
         if reason:
             _mark_failed()
@@ -108,10 +106,19 @@ def _raise_peer_lost(task, who, error):
     ) from error
 
 
-def _raise_ended(task, who_has_ended, address, cause):
+def raise_if_ended(task, text):
+    """Raises PeerLostError, with the cause, if a text is what another task has reported at its end.
+
+    Args:
+        task: `TaskConfig` of this process.
+        text: Anything.
+    """
     global _ended_address
+    found = _ENDED.search(text)
+    if not found:
+        return
+    who_has_ended, _ended_address, cause = found.groups()
     _mark_failed()
-    _ended_address = address
     cause = cause.split(" [type.googleapis.com")[0]
     raise PeerLostError(_without_it(who_has_ended, task, cause)) from None
 
@@ -125,13 +132,17 @@ def _without_it(what, task, received):
     )
 
 
-def watch(task):
+def watch(task, post=None):
     """Tells the other workers if this one fails, and ends it in time if another one has failed.
 
     It ends past TensorFlow's shutdown barrier if a peer was lost.
+
+    Args:
+        task: `TaskConfig` of this process.
+        post: As for `error_report.report`.
     """
     tracebacks.install()
-    error_report.watch(task, lambda: _failed_at is None)
+    error_report.watch(task, lambda: _failed_at is None, post)
     atexit.register(_leave, task)
 
 

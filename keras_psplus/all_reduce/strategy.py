@@ -121,7 +121,7 @@ class MultiWorkerMirroredStrategy(tf.distribute.MultiWorkerMirroredStrategy):
             )
         self._progress = Progress(leads=self._task is not None and self._task.is_chief)
         if multi_worker:
-            failure.watch(self._task)
+            failure.watch(self._task, control.post_end)
         if self._task is not None and len(self._task.tasks()) > 1:
             stalls.Inspector(stall_warning, self._waits().look)
         if self._distributes:

@@ -31,7 +31,7 @@ traceback is shown last, and its exit code is passed on. Ctrl-C ends all tasks.
   keras-psplus run --workers 2 train.py --epochs 3
   keras-psplus run --workers 2 --ps 1 --strategy async_parameter_server train.py
   keras-psplus run --workers 2 --strategy all_reduce --compression powersgd:2 train.py
-  keras-psplus run --list                                           the names for that flag
+  keras-psplus run --list                                           the entries of the catalogue
   keras-psplus run --max_restarts 3 --chaos kill:worker1@step=20 train.py
   keras-psplus run --hosts 10.0.0.1,10.0.0.2 --dry_run train.py     how to start it on two hosts
 """

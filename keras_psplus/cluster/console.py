@@ -243,9 +243,12 @@ class OutputPump(threading.Thread):
         text = plain(line)
         # The end of a part may be a space that belongs to the line.
         self._log.write(text + end if end or _CONTROL.search(line) else line)
-        is_noise = self._noise is not None and self._noise.is_noise(text)
-        if self._console is not None and not is_noise:
+        if self._console is None:
+            return
+        if self._noise is None or not self._noise.is_noise(text):
             self._console.line(self._task, line)
+        else:
+            self._console.partial(self._task, "")  # its beginning may have come before
 
 
 def _clip(text, width):

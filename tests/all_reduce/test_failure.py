@@ -73,7 +73,7 @@ def test_an_error_that_another_task_reported_is_named(monkeypatch):
 )
 def test_what_is_reported_of_an_exception(monkeypatch, error, cause):
     sent, shown = [], []
-    monkeypatch.setattr(error_report, "report", sent.append)
+    monkeypatch.setattr(error_report, "report", lambda message, post: sent.append(message))
     monkeypatch.setattr(error_report.atexit, "register", lambda *_: None)
     monkeypatch.setattr(sys, "excepthook", lambda *args: shown.append(args))
     monkeypatch.setattr(sys, "exit", sys.exit)

@@ -182,3 +182,20 @@ def test_the_bar_stays_at_the_bottom_of_a_terminal():
     stream = Terminal()
     pump([f"{BAR}{OURS}\n".encode()], Console(stream, live="worker-0"))
     assert f"[worker-0] {OURS}\n[worker-0] {plain(BAR)}" in stream.getvalue()
+
+
+def test_half_a_line_of_noise_is_not_left_on_a_terminal():
+    stream = Terminal()
+    console = Console(stream, live="worker-0", quiet=True)
+    reader, writer = os.pipe()
+    with os.fdopen(reader, "rb") as source:
+        thread = OutputPump("worker-0", source, io.StringIO(), console)
+        thread.start()
+        os.write(writer, NOISE[:40].encode())
+        while not stream.getvalue():
+            time.sleep(0.01)
+        os.write(writer, f"{NOISE[40:]}\n".encode())
+        os.close(writer)
+        thread.join(10)
+    console.line("worker-1", "hello")
+    assert stream.getvalue().endswith("\r\x1b[K[worker-1] hello\n")

@@ -46,6 +46,8 @@ with strategy.scope():
         layers.append(keras.layers.Dense(1, name="surplus"))
     model = keras.Sequential(layers)
     model.compile("sgd", "mse")
+if how == "raise early" and is_victim:
+    raise ArithmeticError("the victim's own error")
 x = np.ones((200, 8), "float32")
 model.fit(x, x[:, :1], batch_size=20, epochs=30, verbose=0, callbacks=[Fail()])
 print("trained to the end", flush=True)

@@ -66,6 +66,13 @@ def test_worker_that_raises_shows_its_own_error():
     assert seconds < 9
 
 
+def test_leader_that_raises_while_the_other_waits_outside_of_a_step():
+    result = run_job("raise early", victim=0)
+    assert_survivors_name(result, "worker-0", ["worker-1"])
+    assert "Received: ArithmeticError: the victim's own error" in result.logs["worker-1"]
+    assert result.first_failure == "worker-0"
+
+
 def test_worker_that_leaves_in_the_middle():
     assert_survivors_name(run_job("leave"), "worker-1", ["worker-0"])
 
