@@ -56,8 +56,8 @@ class ParameterServerStrategy(tf.distribute.ParameterServerStrategy):
             (stale-synchronous), at least 0; None for any number.
         updates: In `"async"` mode, `keras_psplus.updates.Accumulate(steps)`, by which each worker
             sums its gradients for some batches before it sends them, or `LocalSGD(every)`, by which
-            it reads the variables, takes some steps alone and sends what they have changed; None to
-            read and send at each step.
+            it reads the variables, takes some steps alone and sends what they have changed, or a
+            text such as `"accumulate:4"`; None to read and send at each step.
         stall_warning: Seconds that a closure may take until one line says which one, and what it
             waits for; None for no such line.
 
