@@ -1,22 +1,30 @@
-"""Checks of numbers and flags that a user gives."""
+"""Checks of numbers, flags, times and texts that a user gives."""
 
 import numbers
+import os
 
 import numpy as np
 
+# Two of them add up to one of TensorFlow's integers of 64 bits.
+MOST = 2**62
+# About 23 days: operating systems count milliseconds in 32 bits.
+MOST_SECONDS = 2_000_000
 
-def whole_number(name, value, least, multiple_of=1):
+
+def whole_number(name, value, least, multiple_of=1, most=MOST):
     """Returns an argument as an int.
 
     Raises:
-        ValueError: If it is no int from `least` up, or no multiple.
+        ValueError: If it is no int from `least` up, or no multiple, or above `most`.
     """
     good = isinstance(value, numbers.Integral) and not isinstance(value, bool)
     if not good or value < least or value % multiple_of:
         multiple = f" and a multiple of {multiple_of}" if multiple_of > 1 else ""
         raise ValueError(
-            f"`{name}` must be an int from {least} up{multiple}. Received: {name}={value!r}"
+            f"`{name}` must be an int from {least} up{multiple}. Received: {name}={shown(value)}"
         )
+    if value > most:
+        raise ValueError(f"`{name}` must be at most {most}. Received: {name}={shown(value)}")
     return int(value)
 
 
@@ -33,8 +41,56 @@ def number(name, value, allowed, holds):
         ValueError: If it is no number, or not one of these.
     """
     good = isinstance(value, numbers.Real) and not isinstance(value, bool)
-    if not good or not holds(value):
-        raise ValueError(f"`{name}` must be {allowed}. Received: {name}={value!r}")
+    try:
+        good = good and (float(value), bool(holds(value)))[1]
+    except OverflowError:
+        good = False
+    if not good:
+        raise ValueError(f"`{name}` must be {allowed}. Received: {name}={shown(value)}")
+    return value
+
+
+def seconds(name, value, or_none=False):
+    """Returns a number of seconds as it is.
+
+    Args:
+        name: Its name.
+        value: What was given.
+        or_none: Whether it may be None.
+
+    Raises:
+        ValueError: If it is not positive, or more than timers can count.
+    """
+    if value is None and or_none:
+        return None
+    allowed = f"a positive number of seconds, at most {MOST_SECONDS}{', or None' * or_none}"
+    return number(name, value, allowed, lambda v: 0 < v <= MOST_SECONDS)
+
+
+def text(name, value):
+    """Returns a text, or None as it is.
+
+    Raises:
+        ValueError: If it is something else, or empty.
+    """
+    if value is not None and not (isinstance(value, str) and value):
+        raise ValueError(f"`{name}` must be a text, or None. Received: {name}={shown(value)}")
+    return value
+
+
+def folder(name, value):
+    """Returns a path, or None as it is.
+
+    Raises:
+        ValueError: If it is something else, or empty.
+    """
+    path = value
+    if isinstance(value, os.PathLike):
+        path = os.fspath(value)
+    if value is not None and not (isinstance(path, str) and path and "\0" not in path):
+        raise ValueError(
+            f"`{name}` must be the path of a folder, or None. Received: {name}={shown(value)}"
+        )
     return value
 
 
@@ -53,5 +109,13 @@ def flag(name, value, default=None):
         return default
     if not isinstance(value, (bool, np.bool_)):
         allowed = "True or False" if default is None else "True, False or None"
-        raise ValueError(f"`{name}` must be {allowed}. Received: {name}={value!r}")
+        raise ValueError(f"`{name}` must be {allowed}. Received: {name}={shown(value)}")
     return bool(value)
+
+
+def shown(value):
+    """What a message says of a value: Python writes no int of thousands of digits."""
+    try:
+        return repr(value)
+    except ValueError:
+        return f"a {type(value).__name__} too long to be shown"

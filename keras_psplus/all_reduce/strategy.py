@@ -21,6 +21,7 @@ from keras_psplus.all_reduce.stalls import Waits
 from keras_psplus.all_reduce.startup import resolver_for, start
 from keras_psplus.all_reduce.step import Step
 from keras_psplus.all_reduce.step_marks import StepMarks
+from keras_psplus.arguments import MOST, number, seconds
 from keras_psplus.cluster import stalls
 from keras_psplus.cluster.progress import Progress
 
@@ -86,16 +87,9 @@ class MultiWorkerMirroredStrategy(tf.distribute.MultiWorkerMirroredStrategy):
         compression=None,
         updates=None,
     ):
-        for name, value in (
-            ("startup_timeout", startup_timeout),
-            ("heartbeat_timeout", heartbeat_timeout),
-            ("bucket_bytes", bucket_bytes),
-        ):
-            number = isinstance(value, (int, float)) and not isinstance(value, bool)
-            if not number or not math.isfinite(value) or value <= 0:
-                raise ValueError(
-                    f"`{name}` must be a positive, finite number. Received: {name}={value!r}"
-                )
+        seconds("startup_timeout", startup_timeout)
+        seconds("heartbeat_timeout", heartbeat_timeout)
+        number("bucket_bytes", bucket_bytes, "a positive, finite number", lambda b: 0 < b <= MOST)
         stalls.check(stall_warning)
         compressor = compressor_of(compression)
         self._updates = updates_module.get(updates)

@@ -147,8 +147,12 @@ def split_address(address):
         host = host[1:-1]
     elif ":" in host:
         raise ValueError("write an IPv6 host in brackets: [::1]:2222")
-    if not host or any(c.isspace() or c in "/[]," for c in host):
+    if not host or any(c.isspace() or c in "/[],\0" for c in host):
         raise ValueError("an address is host:port")
+    try:
+        host.encode("idna")  # As the resolver does.
+    except UnicodeError as error:
+        raise ValueError(f"its host name cannot be looked up: {error}") from None
     if not (port.isascii() and port.isdigit()) or not 1 <= int(port) <= 65535:
         raise ValueError("the port is a number from 1 to 65535")
     return host, int(port)
@@ -180,7 +184,10 @@ def read_task_config(environ=None):
         return None
     try:
         parsed = json.loads(text)
-    except json.JSONDecodeError as error:
+    except (RecursionError, ValueError) as error:
+        if not isinstance(error, json.JSONDecodeError):
+            reason = "it is nested too deeply" if isinstance(error, RecursionError) else error
+            raise _unusable(reason, text) from None
         raise ClusterConfigError(
             f"TF_CONFIG is not valid JSON: {error.msg} at line {error.lineno}, column "
             f"{error.colno}, near {text[max(0, error.pos - 20) : error.pos + 20]!r}. "
@@ -193,11 +200,17 @@ def read_task_config(environ=None):
         if cluster is None:
             return None
         return TaskConfig(cluster, *_read_task(parsed.get("task"), cluster))
+    except RecursionError:
+        raise _unusable("it is nested too deeply", text) from None
     except ValueError as error:
-        raise ClusterConfigError(
-            f"TF_CONFIG cannot be used: {error}. It should look like {_EXAMPLE}. "
-            f"Received: TF_CONFIG={_shorten(text)}"
-        ) from None
+        raise _unusable(error, text) from None
+
+
+def _unusable(reason, text):
+    return ClusterConfigError(
+        f"TF_CONFIG cannot be used: {reason}. It should look like {_EXAMPLE}. "
+        f"Received: TF_CONFIG={_shorten(text)}"
+    )
 
 
 def _read_cluster(spec):

@@ -6,7 +6,7 @@ import threading
 import time
 from collections.abc import Callable
 
-from keras_psplus.arguments import number
+from keras_psplus.arguments import seconds
 from keras_psplus.cluster import hello
 from keras_psplus.log import logger
 
@@ -20,11 +20,7 @@ def check(stall_warning):
     Raises:
         ValueError: If it is neither None nor a positive number.
     """
-    if stall_warning is None:
-        return None
-    return number(
-        "stall_warning", stall_warning, "a positive number of seconds, or None", lambda v: v > 0
-    )
+    return seconds("stall_warning", stall_warning, or_none=True)
 
 
 class Doubling:

@@ -1,5 +1,6 @@
 """Gradients in a floating type of 16 bits."""
 
+import numpy as np
 import tensorflow as tf
 
 from keras_psplus.arguments import flag
@@ -36,7 +37,7 @@ class Cast(RowCompressor):
     serves_values = True
 
     def __init__(self, dtype="bfloat16", error_feedback=False):
-        if dtype not in _DTYPES:
+        if not isinstance(dtype, (str, tf.DType, np.dtype)) or dtype not in _DTYPES:
             raise ValueError(f"`dtype` must be one of {_DTYPES}. Received: dtype={dtype!r}")
         self.dtype = dtype
         self.error_feedback = flag("error_feedback", error_feedback)

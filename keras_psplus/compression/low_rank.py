@@ -9,6 +9,9 @@ from keras_psplus.compression.base import Compressor
 from keras_psplus.compression.cast import saturating_cast
 from keras_psplus.compression.options import check_floating, seed_number, size_of
 
+# No matrix is so large that more would save anything.
+_LARGEST_RANK = 2**20
+
 
 class PowerSGD(Compressor):
     """Sends matrices as the product of two of low rank, found by one step of power iteration.
@@ -46,7 +49,7 @@ class PowerSGD(Compressor):
         seed=0,
         error_feedback=True,
     ):
-        self.rank = whole_number("rank", rank, 1)
+        self.rank = whole_number("rank", rank, 1, most=_LARGEST_RANK)
         self.warm_start = flag("warm_start", warm_start)
         self.min_compression_rate = number(
             "min_compression_rate", min_compression_rate, "a number from 0 up", lambda n: n >= 0

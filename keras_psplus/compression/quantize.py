@@ -9,6 +9,8 @@ from keras_psplus.compression.rows import RowCompressor, rows_and_size
 
 # Below this, a block's scale or its inverse would leave float32's normal range.
 _TINY = 1.5e-36
+# Kernels count in 32 bits.
+_LARGEST_BLOCK = 2**30
 
 
 class Int8(RowCompressor):
@@ -41,7 +43,9 @@ class Int8(RowCompressor):
     compresses_vectors = False
 
     def __init__(self, block_size=256, stochastic=False, seed=0, error_feedback=None):
-        self.block_size = self.row_multiple = whole_number("block_size", block_size, 1)
+        self.block_size = self.row_multiple = whole_number(
+            "block_size", block_size, 1, most=_LARGEST_BLOCK
+        )
         self.stochastic = flag("stochastic", stochastic)
         self.seed = seed_number(seed)
         self.error_feedback = flag("error_feedback", error_feedback, default=not self.stochastic)
@@ -113,7 +117,9 @@ class Sign(RowCompressor):
     compresses_vectors = False
 
     def __init__(self, block_size=1024, error_feedback=True):
-        self.block_size = self.row_multiple = whole_number("block_size", block_size, 32, 32)
+        self.block_size = self.row_multiple = whole_number(
+            "block_size", block_size, 32, 32, most=_LARGEST_BLOCK
+        )
         self.error_feedback = flag("error_feedback", error_feedback)
         self.compresses_rows = not self.error_feedback
 

@@ -52,7 +52,7 @@ class TopK(RowCompressor):
         error_feedback=True,
     ):
         self.density = _checked_density(density)
-        self.warmup_epochs = whole_number("warmup_epochs", warmup_epochs, 0)
+        self.warmup_epochs = whole_number("warmup_epochs", warmup_epochs, 0, most=10_000)
         if self.warmup_epochs:
             steps_per_epoch = whole_number("steps_per_epoch", steps_per_epoch, 1)
         self.steps_per_epoch = steps_per_epoch

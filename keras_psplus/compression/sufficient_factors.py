@@ -43,7 +43,10 @@ class SufficientFactors(Compressor):
         self.inner = None if dtype is None else Cast(dtype)
         self.dtype = dtype
         self.min_compression_rate = number(
-            "min_compression_rate", min_compression_rate, "a number above 0", lambda n: n > 0
+            "min_compression_rate",
+            min_compression_rate,
+            "a number from 1e-6 up",
+            lambda n: n >= 1e-6,
         )
 
     def product_of(self, tensor):

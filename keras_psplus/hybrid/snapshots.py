@@ -12,7 +12,7 @@ import uuid
 
 import tensorflow as tf
 
-from keras_psplus.arguments import whole_number
+from keras_psplus.arguments import folder, whole_number
 from keras_psplus.hybrid import own_folders, saving, shard_files
 from keras_psplus.hybrid.calls import TableServerError
 from keras_psplus.hybrid.table_files import read_list
@@ -24,18 +24,18 @@ _FOLDER = re.compile(r"step-(\d+)$")
 
 
 def check_arguments(every, directory):
-    """Checks what a user gives.
+    """Checks what a user gives, and returns the number as an int, or None.
 
     Raises:
         ValueError: If there is but one of them, or it cannot be.
     """
+    folder("snapshot_dir", directory)
     if (every is None) != (directory is None):
         raise ValueError(
             "`snapshot_every` and `snapshot_dir` go together: give both, or none. Received: "
             f"snapshot_every={every!r}, snapshot_dir={directory!r}"
         )
-    if every is not None:
-        whole_number("snapshot_every", every, 1)
+    return None if every is None else whole_number("snapshot_every", every, 1)
 
 
 class Snapshots:

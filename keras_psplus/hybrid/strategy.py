@@ -9,7 +9,7 @@ from keras_psplus import updates as updates_module
 from keras_psplus.all_reduce import gradients
 from keras_psplus.all_reduce.startup import start
 from keras_psplus.all_reduce.strategy import MultiWorkerMirroredStrategy
-from keras_psplus.arguments import number, whole_number
+from keras_psplus.arguments import flag, seconds, text, whole_number
 from keras_psplus.cluster import config, hello
 from keras_psplus.cluster import serve as cluster_serve
 from keras_psplus.cluster.listener import Listener
@@ -115,12 +115,12 @@ class HybridStrategy(SavesTables, MultiWorkerMirroredStrategy):
         updates=None,
     ):
         placement_module.check(placement)
-        whole_number("min_table_bytes", min_table_bytes, 0)
-        number("table_timeout", table_timeout, "a positive number of seconds", lambda v: v > 0)
-        for name, value in (("sync", sync), ("prefetch", prefetch)):
-            if not isinstance(value, bool):
-                raise ValueError(f"`{name}` must be True or False. Received: {name}={value!r}")
-        snapshots_module.check_arguments(snapshot_every, snapshot_dir)
+        min_table_bytes = whole_number("min_table_bytes", min_table_bytes, 0)
+        seconds("table_timeout", table_timeout)
+        seconds("startup_timeout", startup_timeout)
+        sync, prefetch = flag("sync", sync), flag("prefetch", prefetch)
+        text("job_token", job_token)
+        snapshot_every = snapshots_module.check_arguments(snapshot_every, snapshot_dir)
         push = compressor_for_rows("row_compression", row_compression)
         pull = compressor_for_rows("pull_compression", pull_compression)
         updates = updates_module.get(updates)

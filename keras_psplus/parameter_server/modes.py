@@ -2,6 +2,7 @@
 
 from typing import Any, NamedTuple
 
+from keras_psplus.arguments import MOST, shown
 from keras_psplus.updates import Accumulate, LocalSGD
 
 
@@ -42,17 +43,17 @@ def check(mode, backup_workers, max_staleness):
     Raises:
         ValueError: If one of them is out of its range, or has no meaning in this mode.
     """
-    if mode not in ("async", "sync"):
+    if not isinstance(mode, str) or mode not in ("async", "sync"):
         raise ValueError(f'`mode` must be "async" or "sync". Received: mode={mode!r}')
     if not _is_count(backup_workers):
         raise ValueError(
             "`backup_workers` must be an integer from 0 to one less than the number of workers. "
-            f"Received: backup_workers={backup_workers!r}"
+            f"Received: backup_workers={shown(backup_workers)}"
         )
     if max_staleness is not None and not _is_count(max_staleness):
         raise ValueError(
             "`max_staleness` must be None or an integer of at least 0. "
-            f"Received: max_staleness={max_staleness!r}"
+            f"Received: max_staleness={shown(max_staleness)}"
         )
     if backup_workers and mode != "sync":
         raise ValueError(
@@ -106,4 +107,4 @@ def check_updates(updates, mode):
 
 
 def _is_count(value):
-    return isinstance(value, int) and not isinstance(value, bool) and value >= 0
+    return isinstance(value, int) and not isinstance(value, bool) and 0 <= value <= MOST

@@ -6,7 +6,7 @@ import tensorflow as tf
 
 from keras_psplus import live_strategies
 from keras_psplus import updates as updates_module
-from keras_psplus.arguments import number
+from keras_psplus.arguments import seconds
 from keras_psplus.cluster import farewell, preflight, stalls, tuning
 from keras_psplus.cluster.progress import Progress
 from keras_psplus.communication import Communication
@@ -98,9 +98,8 @@ class ParameterServerStrategy(tf.distribute.ParameterServerStrategy):
         updates=None,
         stall_warning=60.0,
     ):
-        timeouts = {"startup_timeout": startup_timeout, "worker_timeout": worker_timeout}
-        for name, value in timeouts.items():
-            number(name, value, "a positive number of seconds", lambda v: v > 0)
+        seconds("startup_timeout", startup_timeout)
+        seconds("worker_timeout", worker_timeout)
         stalls.check(stall_warning)
         # Before this task waits for others, or serves them.
         compressors = Compressors(compression, pull_compression)

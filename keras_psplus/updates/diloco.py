@@ -57,7 +57,7 @@ class DiLoCo(Updates):
 
     def __init__(self, every, outer_optimizer=nesterov, fragments=1, overlap_steps=0, alpha=None):
         self.every = every = whole_number("every", every, 1)
-        self.fragments = fragments = whole_number("fragments", fragments, 1)
+        self.fragments = fragments = whole_number("fragments", fragments, 1, most=10_000)
         self.overlap_steps = overlap_steps = whole_number("overlap_steps", overlap_steps, 0)
         if every % fragments:
             raise ValueError(

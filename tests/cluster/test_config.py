@@ -109,13 +109,45 @@ def test_mistakes_are_named(value, message):
     assert f"Received: TF_CONFIG={text}" in str(error.value)
 
 
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("[" * 100_000, "it is nested too deeply"),
+        ('{"cluster":' * 100_000, "it is nested too deeply"),
+        ('{"task": {"index": ' + "1" * 5000 + "}}", "Exceeds the limit"),
+        (
+            json.dumps({"cluster": {"worker": [f"{'a' * 64}:1"]}, "task": _w}),
+            "is wrong: its host name cannot be looked up: ",
+        ),
+        (
+            json.dumps({"cluster": {"worker": ["host..com:1"]}, "task": _w}),
+            "is wrong: its host name cannot be looked up: ",
+        ),
+        (
+            json.dumps({"cluster": {"worker": ["a\0b:1"]}, "task": _w}),
+            "is wrong: an address",
+        ),
+        (
+            json.dumps({"cluster": {"worker": ["\udc80:1"]}, "task": _w}),
+            "is wrong: its host name cannot be looked up: ",
+        ),
+    ],
+)
+def test_what_neither_json_nor_the_resolver_can_read_is_refused(text, message):
+    with pytest.raises(ClusterConfigError, match=message) as error:
+        read_task_config({"TF_CONFIG": text})
+    assert "Received: TF_CONFIG=" in str(error.value) and len(str(error.value)) < 2000
+    str(error.value).encode()
+
+
 def test_long_values_are_shortened_in_the_message():
     with pytest.raises(ClusterConfigError) as error:
         read_task_config({"TF_CONFIG": "x" * 10_000})
     assert len(str(error.value)) < 1500
 
 
-hosts = st.from_regex(r"[a-z][a-z0-9.-]{0,20}", fullmatch=True) | st.just("[::1]")
+names = st.from_regex(r"[a-z][a-z0-9.-]{0,20}", fullmatch=True).filter(lambda n: ".." not in n)
+hosts = names | st.just("[::1]")
 addresses = st.tuples(hosts, st.integers(1, 65535)).map(lambda pair: f"{pair[0]}:{pair[1]}")
 
 
