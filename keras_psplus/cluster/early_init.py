@@ -93,6 +93,8 @@ def _user_frames(stack):
     """The innermost calls that are neither TensorFlow's, Keras's, Python's nor ours."""
     library_paths = (sysconfig.get_path("purelib"), sysconfig.get_path("platlib"))
     library_paths += (sysconfig.get_path("stdlib"), __file__.rpartition("cluster")[0], "<frozen")
+    # Packages may lie elsewhere, as those of a user or of another environment do.
+    library_paths += (_tf_context.__file__.rpartition("tensorflow")[0],)
     users = [f for f in stack if not f.filename.startswith(library_paths)]
     return tuple((f.filename, f.lineno, f.name) for f in users[-_MAX_FRAMES:])
 
