@@ -9,9 +9,10 @@ import re
 import zlib
 
 import tensorflow as tf
-from tensorflow.core.framework import graph_pb2, types_pb2
+from tensorflow.core.framework import types_pb2
 from tensorflow.python.data.ops import dataset_ops
 
+from keras_psplus.dataset_graph import constant_value, graph_of, has_stage, reads_service, scopes
 from keras_psplus.log import logger
 
 # Positions of the inputs `seed`, `seed2` and, where there is one, `seed_generator`.
@@ -24,6 +25,7 @@ _SEEDED = {
     "RandomDatasetV2": (0, 1, 2),
     "SamplingDataset": (2, 3, None),
 }
+_STAGES = ("Shuffle", "Random", "Sampl", "FlatMap", "Interleave", "ParallelInterleave")
 _AGAIN_EACH_EPOCH = ("reshuffle_each_iteration", "rerandomize_each_iteration")
 # Resources that only hold what an iteration leaves in them; the new ones are empty.
 _REPLACEABLE = {"CacheDatasetV2": (2, "DummyMemoryCache")}
@@ -40,10 +42,10 @@ def reseed(dataset, seed):
     Returns:
         The dataset itself if its order is settled already, else an equal one with seeds.
     """
-    if not _may_be_unseeded(dataset):
+    if not has_stage(dataset, _STAGES):
         return dataset
     try:
-        graph = _graph_of(dataset)
+        graph = graph_of(dataset)
     except (tf.errors.OpError, ValueError) as error:
         logger.warning(
             "this dataset's unseeded shuffle could not be given one seed on all workers (%s): pass "
@@ -71,15 +73,18 @@ def serialize(dataset, seed, epoch=0):
         The serialized `GraphDef`.
 
     Raises:
-        ValueError: If the dataset needs something of this process: a Python function, a generator,
-            a lookup table.
+        ValueError: If the dataset needs something of this process (a Python function, a generator,
+            a lookup table), or the order is not its own: the tf.data service hands an element to
+            whoever asks for it.
     """
     try:
-        graph = _graph_of(dataset)
+        graph = graph_of(dataset)
     except (tf.errors.OpError, ValueError) as error:
         raise ValueError(str(error).splitlines()[0]) from error
+    if any(reads_service(node) for nodes in scopes(graph) for node in nodes):
+        raise ValueError("it reads from the tf.data service")
     _reseed_graph(graph, seed, epoch)
-    for nodes in _scopes(graph):
+    for nodes in scopes(graph):
         for node in list(nodes):
             if node.op in _REPLACEABLE:
                 _replace_resource(nodes, node, *_REPLACEABLE[node.op])
@@ -91,31 +96,13 @@ def serialize(dataset, seed, epoch=0):
     return graph.SerializeToString()
 
 
-def _graph_of(dataset):
-    policy = tf.data.experimental.ExternalStatePolicy.IGNORE
-    serialized = dataset._as_serialized_graph(external_state_policy=policy).numpy()
-    return graph_pb2.GraphDef.FromString(serialized)
-
-
-def _scopes(graph):
-    return [graph.node, *(function.node_def for function in graph.library.function)]
-
-
-def _may_be_unseeded(dataset):
-    """Whether a dataset below this one draws an order, by the names of the classes."""
-    names = ("Shuffle", "Random", "Sampl", "FlatMap", "Interleave", "ParallelInterleave")
-    if any(name in type(dataset).__name__ for name in names):
-        return True
-    return any(_may_be_unseeded(below) for below in dataset._inputs())
-
-
 def _reseed_graph(graph, seed, epoch=None):
     """Gives shuffles seeds in place; returns whether there was one to give.
 
     With an epoch, those that have seeds get others for each epoch, and all get seed generators
     that do not depend on this process.
     """
-    return any([_reseed_nodes(nodes, seed, epoch) for nodes in _scopes(graph)])
+    return any([_reseed_nodes(nodes, seed, epoch) for nodes in scopes(graph)])
 
 
 def _reseed_nodes(nodes, seed, epoch):
@@ -127,7 +114,7 @@ def _reseed_nodes(nodes, seed, epoch):
         constants = [by_name.get(node.input[i].split(":")[0]) for i in positions]
         if not constants or any(c is None or c.op != "Const" for c in constants):
             continue
-        own = [_int_value(constant) for constant in constants]
+        own = [int(constant_value(constant)) for constant in constants]
         if any(own) and epoch is None:
             continue
         changed = True
@@ -156,7 +143,3 @@ def _replace_resource(nodes, node, position, kind):
     new.name = f"{node.name.replace('/', '_')}_{kind}"
     output = ":handle:0" if ":" in node.input[position] else ""
     node.input[position] = new.name + output
-
-
-def _int_value(constant):
-    return int(tf.make_ndarray(constant.attr["value"].tensor))

@@ -8,6 +8,7 @@ signature they rely on and names the Keras version and the symbol when one does 
 from keras_psplus.keras_hooks import (
     backup,
     callbacks,
+    epochs,
     hybrid,
     hybrid_prefetch,
     keras_rs,
@@ -44,6 +45,7 @@ def install():
         optimizer,
         trainer,
         outside_models,
+        epochs,
         updates,
         callbacks,
         backup,

@@ -6,22 +6,16 @@ from typing import Any, NamedTuple
 
 import tensorflow as tf
 from keras.src import tree
-from keras.src.trainers.data_adapters import (
-    array_data_adapter,
-    py_dataset_adapter,
-    tf_dataset_adapter,
-)
 
+from keras_psplus import data_service
 from keras_psplus.all_reduce import batches
 from keras_psplus.hybrid import next_batch
+from keras_psplus.keras_hooks import data_facts, elements
 from keras_psplus.keras_hooks.arrays import array_dataset, as_it_is
 from keras_psplus.keras_hooks.py_dataset import share_order
 from keras_psplus.keras_hooks.unknown_length import UnknownLength
 from keras_psplus.log import info_once, logger
 from keras_psplus.reseed import reseed
-
-_POLICY = tf.data.experimental.AutoShardPolicy
-_UNKNOWN = int(tf.data.experimental.UNKNOWN_CARDINALITY)
 
 
 class Distributed(NamedTuple):
@@ -38,37 +32,73 @@ class Distributed(NamedTuple):
     batch_spec: Any
 
 
-def distribute(strategy, adapter, reads_ahead=False):
+class _Proposal(NamedTuple):
+    """What a worker says of its data to the others, in JSON."""
+
+    kind: str
+    facts: dict
+    readers: list
+    seed: int
+
+
+def distribute(strategy, adapter, reads_ahead=False, steps=None):
     """Shares a data adapter's data out over the replicas of all workers.
 
     Args:
         strategy: The strategy.
         adapter: Keras's data adapter.
         reads_ahead: Whether each batch comes as a `BatchAndNext`, where it can.
+        steps: Steps of an epoch that the script has set, or None.
 
     Returns:
         `Distributed`.
+
+    Raises:
+        ValueError: If the workers' data cannot be parts of one training.
     """
-    kind, facts = _describe(adapter)
-    control = strategy.extended.control
+    kind, facts, source = data_facts.describe(adapter)
+    readers = data_service.readers(source)
     # Drawn as Keras draws its seeds, so that `keras.utils.set_random_seed` settles it.
-    proposal = dict(facts, seed=random.randint(1, int(1e9)))
-    told = [proposal]
-    if control:
-        told = [json.loads(text) for text in control.exchange("data", json.dumps(proposal))]
-    seed = told[0]["seed"]
-    alike = all({**other, "seed": 0} == {**told[0], "seed": 0} for other in told)
+    proposal = _Proposal(kind, facts, readers, random.randint(1, int(1e9)))
+    proposals = _exchange(strategy, proposal)
+    seed = proposals[0].seed
+    alike = all((other.kind, other.facts) == (kind, facts) for other in proposals)
+    if strategy.num_workers > 1:
+        _check(strategy, proposals, steps)
     if kind == "array" and alike:
         return _with_next(_array(strategy, adapter, seed), reads_ahead)
-    if kind == "own" or not alike:
-        return _own_share(strategy, adapter, told, alike, reads_ahead)
+    if kind == "own" or not alike or any(reader.job_name != "" for reader in readers):
+        return _own_share(strategy, adapter, proposals, readers, reads_ahead)
     share_order(adapter, seed)
-    dataset = _without_missing(reseed(adapter.get_tf_dataset(), seed))
+    dataset = adapter.get_tf_dataset()
+    # A job of the service, which a copy of the dataset would begin again, has one reader here.
+    dataset = elements.without_missing(dataset if readers else reseed(dataset, seed))
     if kind in ("python", "generator"):
-        dataset = _copied(dataset)
-    if facts["batches"] != _UNKNOWN:
+        dataset = elements.copied(dataset)
+    if facts["batches"] != data_facts.UNKNOWN:
         return _with_next(_lockstep(strategy, adapter, dataset, facts), reads_ahead)
     return _until_all_end(strategy, adapter, dataset, reads_ahead)
+
+
+def _exchange(strategy, proposal):
+    """The workers' `_Proposal`s, in rank order."""
+    control = strategy.extended.control
+    if not control:
+        return [proposal]
+    texts = control.exchange("data", json.dumps(proposal))
+    told = [_Proposal(*json.loads(text)) for text in texts]
+    return [p._replace(readers=[data_service.Reader(*r) for r in p.readers]) for p in told]
+
+
+def _check(strategy, proposals, steps):
+    control = strategy.extended.control
+    kinds = [proposal.kind for proposal in proposals]
+    facts = [proposal.facts for proposal in proposals]
+    data_facts.check_batch_sizes(kinds, facts, control.names, control.task)
+    # Without a policy, the script has distributed the dataset.
+    policies = {fact.get("policy", "OFF") for fact in facts}
+    readers = {name: p.readers for name, p in zip(control.names, proposals, strict=True)}
+    data_service.check_shared(readers, policies == {"OFF"}, steps)
 
 
 def symbolic_batch(spec):
@@ -86,29 +116,6 @@ def split_eagerly(strategy, batch):
     return batches.split(batch, strategy.extended.world)
 
 
-def _describe(adapter):
-    """What kind of data this is, and what must be equal on all workers for it to be split."""
-    if isinstance(adapter, array_data_adapter.ArrayDataAdapter):
-        return "array", {
-            "rows": int(adapter._num_samples),
-            "batch_size": int(adapter._batch_size),
-            "shuffle": str(adapter._shuffle),
-        }
-    if isinstance(adapter, tf_dataset_adapter.TFDatasetAdapter):
-        dataset = adapter.get_tf_dataset()
-        if isinstance(dataset, tf.distribute.DistributedDataset):
-            return "own", {"policy": "distributed by the script"}
-        policy = dataset.options().experimental_distribute.auto_shard_policy
-        facts = {"batches": int(dataset.cardinality()), "policy": policy.name}
-        sharded = policy in (_POLICY.FILE, _POLICY.OFF, _POLICY.HINT)
-        return ("own" if sharded else "dataset"), facts
-    if isinstance(adapter, py_dataset_adapter.PyDatasetAdapter):
-        count = adapter.num_batches
-        infinite = int(tf.data.experimental.INFINITE_CARDINALITY)
-        return "python", {"batches": infinite if count is None else int(count)}
-    return "generator", {"batches": _UNKNOWN}
-
-
 def _array(strategy, adapter, seed):
     """Arrays: every worker gathers its own rows only, by one order for all."""
     dataset = array_dataset(adapter, strategy.extended.world, seed)
@@ -117,15 +124,15 @@ def _array(strategy, adapter, seed):
         f"{adapter._num_samples} rows in batches of {adapter._batch_size}, each split by rows"
         + (", shuffled alike on all workers" if adapter._shuffle else ""),
     )
-    return Distributed(dataset, adapter, _batch_spec_of_shards(dataset))
+    return Distributed(dataset, adapter, elements.batch_spec_of_shards(dataset))
 
 
 def _lockstep(strategy, adapter, dataset, facts):
     """As many global batches on every worker: each cuts its rows out, and nobody has to ask."""
     world = strategy.extended.world
     spec = dataset.element_spec
-    sharded = _in_order(dataset).map(
-        as_it_is(lambda *batch: batches.split(_element(batch, spec), world)),
+    sharded = elements.in_order(dataset).map(
+        as_it_is(lambda *batch: batches.split(elements.element(batch, spec), world)),
         num_parallel_calls=tf.data.AUTOTUNE,
     )
     count = facts["batches"]
@@ -153,14 +160,14 @@ def _until_all_end(strategy, adapter, dataset, reads_ahead):
     @as_it_is
     def parts(*batch):
         # Their rows are counted later, when all replicas have them.
-        shards = batches.split(_element(batch, spec), world, pads=False)
+        shards = batches.split(elements.element(batch, spec), world, pads=False)
         pieces = [tf.data.Dataset.from_tensors(part.data) for part in shards.replicas]
         whole = pieces[0]
         for piece in pieces[1:]:
             whole = whole.concatenate(piece)
         return whole
 
-    dataset = _in_order(_with_any_batch_size(dataset)).flat_map(parts)
+    dataset = elements.in_order(elements.with_any_batch_size(dataset)).flat_map(parts)
     distributed = _of_replicas(strategy, dataset, reads_ahead)
     _say(
         strategy,
@@ -178,36 +185,23 @@ def _of_replicas(strategy, dataset, reads_ahead):
     return strategy.distribute_datasets_from_function(lambda _: dataset)
 
 
-def _own_share(strategy, adapter, told, alike, reads_ahead):
+def _own_share(strategy, adapter, proposals, readers, reads_ahead):
     """Every worker trains on data of its own: files by TensorFlow, or as the script read them."""
     dataset = adapter.get_tf_dataset()
     if isinstance(dataset, tf.distribute.DistributedDataset):
         _say(strategy, "distributed by the script")
         if reads_ahead:
             info_once("no rows are read ahead: the data were distributed by the script")
-        return Distributed(dataset, adapter, _local_spec(dataset.element_spec))
-    policy = dataset.options().experimental_distribute.auto_shard_policy
-    if not alike:
-        names = strategy.extended.control.names
-        facts = "; ".join(
-            f"{name}: " + ", ".join(f"{k}={v}" for k, v in f.items() if k != "seed")
-            for name, f in zip(names, told)
-        )
-        logger.warning(
-            "the workers' data differ (%s): each trains on its own, with batches of 1/%d of the "
-            "batch size. If it should be one dataset, give every worker the same.",
-            facts,
-            strategy.num_workers,
-        )
-        policy = _POLICY.OFF
+        return Distributed(dataset, adapter, elements.local_spec(dataset.element_spec))
+    policy, how = _policy_of_shares(strategy, dataset, proposals, readers)
     options = tf.data.Options()
     options.experimental_distribute.auto_shard_policy = policy
     spec = dataset.element_spec
-    dataset = _with_any_batch_size(dataset).with_options(options)
+    dataset = elements.with_any_batch_size(dataset).with_options(options)
     _say(
         strategy,
-        f"each worker's own share (AutoShardPolicy.{policy.name}); one that has run "
-        "out joins with zero weight until all have",
+        f"each worker's own share ({how}); at each step one batch is made of all workers' next "
+        "rows; one that has run out joins with zero weight until all have",
     )
     distributed = strategy.experimental_distribute_dataset(dataset)
     if reads_ahead:
@@ -217,70 +211,28 @@ def _own_share(strategy, adapter, told, alike, reads_ahead):
     return Distributed(distributed, UnknownLength(adapter), spec)
 
 
-def _element(batch, spec):
-    # A namedtuple comes as one argument.
-    return batch if type(spec) is tuple else batch[0]
-
-
-def _in_order(dataset):
-    # Parallel stages that hand over what is ready first would do so differently on each worker.
-    options = tf.data.Options()
-    options.deterministic = True
-    return dataset.with_options(options)
-
-
-def _without_missing(dataset):
-    # Keras makes an empty optional of a generator's None, which TensorFlow cannot distribute.
-    spec = dataset.element_spec
-    kept = len(spec) if type(spec) is tuple else 0
-    while kept > 1 and isinstance(spec[kept - 1], tf.OptionalSpec):
-        kept -= 1
-    if not kept or kept == len(spec):
-        return dataset
-    return dataset.map(as_it_is(lambda *batch: batch[:kept]))
-
-
-def _copied(dataset):
-    # Tensors of a Python generator may share memory with the user's arrays, and kernels reuse the
-    # buffers of their inputs: a step would write into the user's labels.
-    def copy(leaf):
-        if isinstance(leaf, tf.Tensor) and leaf.dtype not in (tf.string, tf.variant, tf.resource):
-            return tf.raw_ops.DeepCopy(x=leaf)
-        return leaf
-
-    spec = dataset.element_spec
-    return dataset.map(as_it_is(lambda *batch: tf.nest.map_structure(copy, _element(batch, spec))))
-
-
-def _with_any_batch_size(dataset):
-    # A worker that has run out joins with a batch of no rows, which a static shape would forbid.
-    def relax(leaf):
-        if isinstance(leaf, tf.Tensor) and leaf.shape.rank:
-            return tf.raw_ops.PlaceholderWithDefault(
-                input=leaf, shape=[None] + leaf.shape.as_list()[1:]
-            )
-        return leaf
-
-    spec = dataset.element_spec
-    return dataset.map(as_it_is(lambda *batch: tf.nest.map_structure(relax, _element(batch, spec))))
-
-
-def _batch_spec_of_shards(dataset):
-    spec = dataset.element_spec.replicas[0].data
-
-    def relax(leaf):
-        if isinstance(leaf, tf.TensorSpec) and leaf.shape.rank:
-            return tf.TensorSpec([None] + leaf.shape.as_list()[1:], leaf.dtype)
-        return leaf
-
-    return tf.nest.map_structure(relax, spec)
-
-
-def _local_spec(spec):
-    def local(leaf):
-        return leaf._value_specs[0] if hasattr(leaf, "_value_specs") else leaf
-
-    return tf.nest.map_structure(local, spec)
+def _policy_of_shares(strategy, dataset, proposals, readers):
+    """How TensorFlow is to share out a dataset, and what to say of it."""
+    policy = dataset.options().experimental_distribute.auto_shard_policy
+    if readers:
+        data_service.warn_of_restart(readers)
+        return data_facts.POLICY.OFF, data_service.description(readers)
+    told = [proposal.facts for proposal in proposals]
+    names = strategy.extended.control.names if len(told) > 1 else [strategy.task.name]
+    who_has = data_facts.differences(told, names)
+    if who_has and {facts.get("policy") for facts in told} != {"OFF"}:
+        logger.warning(
+            "the workers' data differ (%s), so each trains on all of its own. Training stays "
+            "synchronised: each step takes the next 1/%d of a batch from every worker's data and "
+            "averages the gradients over all of these rows. Rows that several workers have come "
+            "once from each. If it should be one dataset, give every worker the same; if each "
+            "one's is its own share, set AutoShardPolicy.OFF in the options of a tf.data.Dataset.",
+            who_has,
+            strategy.num_workers,
+        )
+        return data_facts.POLICY.OFF, "the workers' data differ"
+    how = f"AutoShardPolicy.{policy.name}"
+    return policy, f"{how}; {who_has}" if who_has else how
 
 
 def _say(strategy, how):

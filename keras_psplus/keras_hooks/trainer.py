@@ -104,7 +104,9 @@ def _init_iterator(original, self, distribute_strategy=None, *args, **kwargs):
         return original(self, distribute_strategy, *args, **kwargs)
     super(trainer.TFEpochIterator, self).__init__(*args, **kwargs)
     self._distribute_strategy = strategy
-    distributed = data.distribute(strategy, self.data_adapter, hybrid_prefetch.is_wanted())
+    distributed = data.distribute(
+        strategy, self.data_adapter, hybrid_prefetch.is_wanted(), self.steps_per_epoch
+    )
     self.data_adapter = distributed.adapter
     self._num_batches = self.data_adapter.num_batches
     self._distributed_dataset = iterator_release.Dataset(distributed.dataset)

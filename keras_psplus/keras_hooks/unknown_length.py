@@ -4,19 +4,23 @@ from keras.src.trainers.data_adapters import data_adapter
 
 
 class UnknownLength(data_adapter.DataAdapter):
-    """A data adapter whose number of steps shows only when all workers have run out."""
+    """A data adapter whose number of steps shows only when all workers have run out.
+
+    Attributes:
+        of: The data adapter of this worker's data.
+    """
 
     def __init__(self, adapter):
-        self._adapter = adapter
+        self.of = adapter
 
     def get_tf_dataset(self):
-        return self._adapter.get_tf_dataset()
+        return self.of.get_tf_dataset()
 
     def on_epoch_begin(self):
-        self._adapter.on_epoch_begin()
+        self.of.on_epoch_begin()
 
     def on_epoch_end(self):
-        self._adapter.on_epoch_end()
+        self.of.on_epoch_end()
 
     @property
     def num_batches(self):
@@ -24,4 +28,4 @@ class UnknownLength(data_adapter.DataAdapter):
 
     @property
     def batch_size(self):
-        return self._adapter.batch_size
+        return self.of.batch_size

@@ -23,12 +23,20 @@ BEHAVIOURS = {}
 
 
 class Context:
-    """What a behaviour gets: the strategy, this worker's index, a folder that all share."""
+    """What a behaviour gets.
 
-    def __init__(self, strategy, folder):
+    Attributes:
+        strategy: The strategy.
+        index: This worker's index.
+        folder: A folder that all workers share.
+        service: Address of a dispatcher of the tf.data service.
+    """
+
+    def __init__(self, strategy, folder, service):
         self.strategy = strategy
         self.index = strategy.task.task_index
         self.folder = folder
+        self.service = service
 
 
 def behaviour(function):
@@ -65,11 +73,11 @@ def numbered(rows, first=0):
     return x, np.ones((rows, 1), "float32")
 
 
-def watch(context, *args, epochs=2, **kwargs):
+def watch(context, *args, epochs=2, compile_options=None, **kwargs):
     """Fits and returns the ids seen in each epoch by this worker."""
     with context.strategy.scope():
         model = Watching()
-        model.compile("sgd", "mse")
+        model.compile("sgd", "mse", **(compile_options or {}))
     epoch_starts = []
     note = keras.callbacks.LambdaCallback(
         on_epoch_begin=lambda epoch, logs: epoch_starts.append(len(model.seen))
@@ -236,6 +244,104 @@ def own_shares_of_unequal_length(context):
     rows = (40, 75, 5)[context.index]
     data = tf.data.Dataset.from_tensor_slices(numbered(rows, 1000 * context.index))
     return watch(context, data.batch(10).with_options(options))
+
+
+LENGTHS = ((40, 75, 9), (20, 5, 48))
+
+
+def changing_lengths(rows_by_epoch):
+    """A dataset that has another number of rows each time it is read."""
+    epochs = iter(rows_by_epoch)
+
+    def rows():
+        epoch, rows = next(epochs)
+        yield from zip(*numbered(rows, 1000 * epoch), strict=True)
+
+    spec = tf.TensorSpec([3]), tf.TensorSpec([1])
+    return tf.data.Dataset.from_generator(rows, output_signature=spec).batch(10)
+
+
+@behaviour
+def own_shares_of_changing_length(context):
+    options = tf.data.Options()
+    options.experimental_distribute.auto_shard_policy = tf.data.experimental.AutoShardPolicy.OFF
+    data = changing_lengths(enumerate(LENGTHS[context.index], 10 * context.index))
+    return watch(context, data.with_options(options), epochs=3)
+
+
+@behaviour
+def dataset_of_changing_length(context):
+    return watch(context, changing_lengths(enumerate((23, 103, 7))), epochs=3)
+
+
+@behaviour
+def changing_length_in_several_steps(context):
+    return watch(
+        context,
+        changing_lengths(enumerate((23, 103, 7))),
+        epochs=3,
+        compile_options={"steps_per_execution": 3},
+    )
+
+
+def service_dataset(context, job_name, mode="distributed_epoch", rows=203, **kwargs):
+    """A dataset of batches in an order of each reading, from the tf.data service."""
+    tf.random.set_seed(None)
+    data = tf.data.Dataset.from_tensor_slices(numbered(rows)).shuffle(rows).batch(8)
+    distribute = tf.data.experimental.service.distribute
+    return data.apply(distribute(mode, context.service, job_name=job_name, **kwargs))
+
+
+@behaviour
+def data_service(context):
+    validation = service_dataset(context, "validation", rows=50)
+    data = service_dataset(context, "train", rows=640)
+    return watch(context, data, epochs=4, validation_data=validation)
+
+
+@behaviour
+def data_service_in_functions(context):
+    data = tf.data.Dataset.range(1).flat_map(lambda _: service_dataset(context, "in functions"))
+    options = tf.data.Options()
+    options.experimental_distribute.auto_shard_policy = tf.data.experimental.AutoShardPolicy.DATA
+    return watch(context, data.with_options(options), epochs=1)
+
+
+@behaviour
+def data_service_with_jobs_of_its_own(context):
+    options = tf.data.Options()
+    options.experimental_distribute.auto_shard_policy = tf.data.experimental.AutoShardPolicy.OFF
+    return watch(context, service_dataset(context, None).with_options(options), epochs=1)
+
+
+@behaviour
+def data_service_refusals(context):
+    def refused(part, data, **kwargs):
+        refusal(ValueError, part, lambda: watch(context, data, **kwargs))
+
+    refused("without a `job_name`", service_dataset(context, None))
+    refused("without a `job_name`", service_dataset(context, None).repeat(), steps_per_epoch=3)
+    refused("from different jobs", service_dataset(context, f"job {context.index}"))
+    refused("'parallel_epochs'", service_dataset(context, "parallel", "parallel_epochs"))
+    turns = {"consumer_index": 0, "num_consumers": 2}
+    refused("a `consumer_index` each", service_dataset(context, "turns", **turns))
+    watch(context, service_dataset(context, "over"), epochs=1)
+    refused("The epoch had no batch", service_dataset(context, "over"))
+    return {}
+
+
+@behaviour
+def batch_sizes_that_differ(context):
+    size = (10, 20, 20)[context.index]
+    x, y = numbered(60)
+    both = r"(worker-0: batch_size=10; worker-1: batch_size=20)"
+    refusal(ValueError, both, lambda: watch(context, x, y, batch_size=size))
+    data = tf.data.Dataset.from_tensor_slices((x, y)).batch(size).map(lambda x, y: (x, y))
+    refusal(ValueError, "AutoShardPolicy.OFF", lambda: watch(context, data))
+    batches = Numbered()
+    batches.batch_size = size
+    refusal(ValueError, both, lambda: watch(context, batches))
+    return {}
 
 
 @behaviour
@@ -626,12 +732,13 @@ def main():
     parser = argparse.ArgumentParser()
     parser.add_argument("--out", required=True)
     parser.add_argument("--only", default="")
+    parser.add_argument("--service")
     options = parser.parse_args()
     strategy = psp.MultiWorkerMirroredStrategy(startup_timeout=60)
     for name in options.only.split(",") if options.only else BEHAVIOURS:
         keras.backend.clear_session()
         keras.utils.set_random_seed(1)
-        results = BEHAVIOURS[name](Context(strategy, options.out))
+        results = BEHAVIOURS[name](Context(strategy, options.out, options.service))
         path = os.path.join(options.out, f"{name}.{strategy.task.name}.npz")
         np.savez(path + ".tmp.npz", **results)
         os.replace(path + ".tmp.npz", path)

@@ -1,9 +1,12 @@
 """Data is seen once, files are written once, workers stop and resume together."""
 
+import contextlib
 import csv
 import os
 import pathlib
 import re
+import subprocess
+import sys
 
 import numpy as np
 import pytest
@@ -33,14 +36,38 @@ class Run:
 @pytest.fixture(scope="session")
 def run(tmp_path_factory):
     folder = tmp_path_factory.mktemp("behaviours")
-    result = run_in_processes(
-        SOURCE,
-        workers=WORKERS,
-        timeout=280,
-        env={"TF_CPP_MIN_LOG_LEVEL": "2", "CUDA_VISIBLE_DEVICES": ""},
-        args=["--out", folder],
-    )
+    env = {"TF_CPP_MIN_LOG_LEVEL": "2", "CUDA_VISIBLE_DEVICES": ""}
+    with data_service({**os.environ, **env}, folder / "service.log") as address:
+        result = run_in_processes(
+            SOURCE,
+            workers=WORKERS,
+            timeout=280,
+            env=env,
+            args=["--out", folder, "--service", address],
+        )
     return Run(folder, result.logs)
+
+
+@contextlib.contextmanager
+def data_service(env, log):
+    """A dispatcher and two workers of the tf.data service: its address."""
+    with log.open("wb") as errors:
+        process = subprocess.Popen(
+            [sys.executable, str(SOURCE.with_name("data_service.py"))],
+            env=env,
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            stderr=errors,
+        )
+    try:
+        address = process.stdout.readline().decode().strip()
+        assert address.startswith("grpc://"), log.read_text(errors="replace")[-4000:]
+        yield address
+    finally:
+        process.stdin.close()
+        process.kill()
+        process.wait()
+        process.stdout.close()
 
 
 @pytest.mark.parametrize("name", BEHAVIOURS)
@@ -104,6 +131,38 @@ def test_workers_with_less_data_wait_for_the_others(name, run):
         for ids in epochs(run[name]):
             expected = np.arange(1000 * worker, 1000 * worker + rows)
             np.testing.assert_array_equal(np.sort(ids[worker]), expected)
+
+
+def test_own_shares_may_have_another_length_in_each_epoch(run):
+    for worker, lengths in enumerate(((40, 75, 9), (20, 5, 48))):
+        for epoch, ids in enumerate(epochs(run["own_shares_of_changing_length"])):
+            first = 1000 * (10 * worker + epoch)
+            np.testing.assert_array_equal(np.sort(ids[worker]), first + np.arange(lengths[epoch]))
+
+
+@pytest.mark.parametrize("name", ["dataset_of_changing_length", "changing_length_in_several_steps"])
+def test_a_dataset_may_have_another_length_in_each_epoch(name, run):
+    for epoch, (ids, rows) in enumerate(zip(epochs(run[name]), (23, 103, 7), strict=True)):
+        np.testing.assert_array_equal(np.sort(np.concatenate(ids)), 1000 * epoch + np.arange(rows))
+
+
+def test_each_row_of_the_data_service_is_seen_once_an_epoch(run):
+    seen = epochs(run["data_service"])
+    assert len(seen) == 4
+    for ids in seen:
+        np.testing.assert_array_equal(np.sort(np.concatenate(ids)), np.arange(640))
+    assert "share (tf.data service, job 'train')" in run.logs["worker-0"]
+
+
+def test_the_data_service_is_found_in_functions(run):
+    (ids,) = epochs(run["data_service_in_functions"])
+    np.testing.assert_array_equal(np.sort(np.concatenate(ids)), np.arange(203))
+
+
+def test_jobs_of_each_worker_are_its_own_share(run):
+    (ids,) = epochs(run["data_service_with_jobs_of_its_own"])
+    for seen in ids:
+        np.testing.assert_array_equal(np.sort(seen), np.arange(203))
 
 
 def test_one_log_line_says_how_data_are_shared_out(run):

@@ -54,6 +54,9 @@ def test_each_element_is_seen_once_an_epoch(numbers):
             assert [float(n) for n in endless.groups()] == [120.0, 120.0]
     assert f"DATA 1 calls: {2 * -(-ROWS // 4)}" in log
     assert f"predicted {ROWS}" in log
+    assert "changing lengths: [3.0, 9.0, 2.0]" in log
+    assert "this dataset cannot be sent to the workers (it reads from the tf.data service)" in log
+    assert f"service: {[float(ROWS)] * 3} {[ROWS * (ROWS + 1) / 2] * 3}" in log
     assert "this dataset cannot be sent to the workers (it uses HashTableV2" in log
     assert "done" in log
 

@@ -29,7 +29,7 @@ class Seen(keras.metrics.Sum):
         self.power = power
 
     def update_state(self, y_true, y_pred, sample_weight=None):
-        return super().update_state(y_true**self.power)
+        return super().update_state(tf.cast(y_true, "float32") ** self.power)
 
 
 class Pace(keras.callbacks.Callback):
@@ -57,7 +57,7 @@ def numbers(policy, repeat=False):
     return batches.map(lambda x: (x / 1000, x)).with_options(options)
 
 
-def train(policy, steps_per_execution):
+def counting_model(steps_per_execution):
     with strategy.scope():
         model = keras.Sequential([keras.Input((1,)), keras.layers.Dense(1)])
         model.compile(
@@ -66,6 +66,11 @@ def train(policy, steps_per_execution):
             metrics=[Seen(0), Seen(1), Seen(2)],
             steps_per_execution=steps_per_execution,
         )
+    return model
+
+
+def train(policy, steps_per_execution):
+    model = counting_model(steps_per_execution)
     pace = Pace()
     history = model.fit(numbers(policy), epochs=2, verbose=0, callbacks=[pace]).history
     evaluated = model.evaluate(numbers(policy), verbose=0, return_dict=True)
@@ -82,6 +87,32 @@ for policy in policies:
     for steps_per_execution in (1, 3):
         model = train(policy, steps_per_execution)
 print(f"predicted {len(model.predict(numbers('DATA'), verbose=0))}", flush=True)
+
+if not pause:
+    model = counting_model(1)
+    lengths = iter((3, 9, 2))
+
+    def batches():
+        for _ in range(next(lengths)):
+            yield [[1.0]], [[1.0]]
+
+    spec = tf.TensorSpec((1, 1))
+    changing = tf.data.Dataset.from_generator(batches, output_signature=(spec, spec))
+    seen = model.fit(changing, epochs=3, verbose=0).history["power_0"]
+    print(f"changing lengths: {seen}", flush=True)
+
+    service = tf.data.experimental.service
+    dispatcher = service.DispatchServer()
+    address = dispatcher.target.split("://")[1]
+    servers = [service.WorkerServer(service.WorkerConfig(address)) for _ in range(2)]
+    options = tf.data.Options()
+    options.experimental_distribute.auto_shard_policy = tf.data.experimental.AutoShardPolicy.DATA
+    shuffled = tf.data.Dataset.range(1, 332).shuffle(331).batch(4)
+    shuffled = shuffled.map(lambda n: (tf.cast(n, "float32")[:, None] / 1000, n[:, None])).apply(
+        service.distribute("distributed_epoch", dispatcher.target, job_name="numbers")
+    )
+    seen = model.fit(shuffled.with_options(options), epochs=3, verbose=0).history
+    print(f"service: {seen['power_0']} {seen['power_1']}", flush=True)
 
 table = keras.layers.StringLookup(vocabulary=["1", "2"])
 with_table = numbers("DATA").map(
