@@ -12,10 +12,10 @@ import uuid
 
 import tensorflow as tf
 
-from keras_psplus.arguments import folder, whole_number
+from keras_psplus import arguments
 from keras_psplus.hybrid import own_folders, saving, shard_files
-from keras_psplus.hybrid.calls import TableServerError
-from keras_psplus.hybrid.table_files import read_list
+from keras_psplus.hybrid.calls import TableServerError, TableServerLostError
+from keras_psplus.hybrid.table_files import LIST, read_list
 from keras_psplus.log import logger
 
 _KEPT = 2
@@ -29,13 +29,13 @@ def check_arguments(every, directory):
     Raises:
         ValueError: If there is but one of them, or it cannot be.
     """
-    folder("snapshot_dir", directory)
+    arguments.folder("snapshot_dir", directory)
     if (every is None) != (directory is None):
         raise ValueError(
             "`snapshot_every` and `snapshot_dir` go together: give both, or none. Received: "
             f"snapshot_every={every!r}, snapshot_dir={directory!r}"
         )
-    return None if every is None else whole_number("snapshot_every", every, 1)
+    return None if every is None else arguments.whole_number("snapshot_every", every, 1)
 
 
 class Snapshots:
@@ -57,6 +57,8 @@ class Snapshots:
         # Until training that would go on from the last one has come to its end.
         self.is_needed = True
         self._has_saved = False
+        # By path: why one that cannot be read is passed over.
+        self._damaged = {}
 
     def check(self):
         """Sees that all tasks can write, and says what else is in the folder.
@@ -95,11 +97,59 @@ class Snapshots:
         with self.lock:
             with self._named():
                 own_folders.claim(folder)
+                if self._damaged.pop(folder, None) and own_folders.is_own(folder):
+                    # The servers remove the tables that no list has.
+                    for path in shard_files.find(folder, "dense-*"):
+                        shard_files.remove_tree(path)
+                    shard_files.remove_tree(os.path.join(folder, LIST))
             # On disks of their own, servers make theirs.
             self._servers.ask_all("claim_folder", directory=folder)
             saving.save(self._servers, self._tables.all, folder, dense)
             self._has_saved = True
             self._keep([os.path.basename(path) for path, _ in self.whole()[-_KEPT:]])
+
+    def read_newest(self, read):
+        """Reads the newest snapshot that can be read, and says so if a newer one cannot.
+
+        Args:
+            read: Function of a folder and of what is in it.
+
+        Returns:
+            The pair that `read` was given, and what it has returned; None and None if there is no
+            snapshot.
+
+        Raises:
+            OSError: If there are snapshots, and none of them can be read.
+            TableServerLostError: If a server is lost.
+        """
+        for folder, listed in reversed(self.whole()):
+            try:
+                result = read(folder, listed)
+            except TableServerLostError:
+                raise
+            except (OSError, TableServerError) as error:
+                self._damaged[folder] = f"{error}"
+                continue
+            if self._damaged:
+                logger.warning(
+                    "a snapshot is damaged or incomplete; training resumes from another one, of "
+                    "step %d. Received: %s",
+                    listed["step"],
+                    "; ".join(self._damaged.values()),
+                )
+            return (folder, listed), result
+        if self._damaged:
+            raise OSError(
+                f"No snapshot in {self.directory} can be read. Put the files back from a copy, or "
+                "delete the folder to train from the beginning. "
+                f"Received: {'; '.join(self._damaged.values())}"
+            )
+        return None, None
+
+    def worker_files_in_use(self):
+        """Names of the workers' files that snapshots need, or None if that is not known."""
+        files = [listed.get("worker_files") for _, listed in self.whole()]
+        return None if None in files else sorted({name for one in files for name in one})
 
     def latest(self):
         """The folder of the last whole one and what is in it, or None."""
@@ -114,7 +164,13 @@ class Snapshots:
         """Folders of all whole ones with what is in them, in the order of their steps."""
         found = []
         for path in shard_files.find(self.directory, _PATTERN):
-            listed = read_list(path) if _FOLDER.search(path) else None
+            if not _FOLDER.search(path) or path in self._damaged:
+                continue
+            try:
+                listed = read_list(path)
+            except ValueError as error:
+                self._damaged[path] = f"{error}"
+                continue
             if listed is not None:
                 found.append((path, listed))
         return sorted(found, key=lambda one: one[1]["step"])
@@ -162,10 +218,6 @@ class Snapshots:
                 own_folders.MARKER,
                 ", ".join(left),
             )
-
-    def claim_states(self):
-        """Makes the folder in which workers keep what differs between them."""
-        own_folders.claim(os.path.join(self.directory, own_folders.STATES))
 
     def request_of(self, folder):
         """What a server needs to know to read its rows of one."""

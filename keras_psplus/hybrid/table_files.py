@@ -4,12 +4,12 @@ The list, `tables.json`, is written last, by the chief. A folder without it was 
 counts for nothing.
 """
 
-import json
 import os
 
 import numpy as np
 import tensorflow as tf
 
+from keras_psplus import digests
 from keras_psplus.hybrid import shard_files
 from keras_psplus.hybrid.initial_rows import rows_of
 
@@ -139,20 +139,26 @@ def name_of(key, slot=None):
 def write_list(directory, content):
     """Writes what is in a folder; from now on it counts."""
     path = os.path.join(directory, LIST)
-    shard_files.write_text(path, json.dumps({"format": _FORMAT, **content}, indent=1))
+    shard_files.write_text(path, digests.to_json({"format": _FORMAT, **content}, indent=1))
 
 
 def read_list(directory):
     """What is in a folder, a dict, or None if it does not count.
 
     Raises:
-        ValueError: If another version of the library has written it.
+        ValueError: If it is damaged, or another version of the library has written it.
     """
     path = os.path.join(directory, LIST)
     if not tf.io.gfile.exists(path):
         return None
-    with tf.io.gfile.GFile(path, "r") as file:
-        content = json.loads(file.read())
+    with tf.io.gfile.GFile(path, "rb") as file:
+        text = file.read()
+    try:
+        content = digests.from_json(text)
+    except ValueError as error:
+        raise ValueError(
+            f"{path} is damaged. Put it back from a copy, or delete its folder. Received: {error}"
+        ) from None
     if content.get("format") != _FORMAT:
         raise ValueError(
             f"{path} is not of this version of the library. Received: {content.get('format')!r} "

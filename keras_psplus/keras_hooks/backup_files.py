@@ -13,6 +13,8 @@ import shutil
 import tensorflow as tf
 from keras.src.utils import file_utils
 
+from keras_psplus.hybrid import shard_files
+from keras_psplus.keras_hooks import backup_states
 from keras_psplus.keras_hooks.updates import optimizers_of
 
 _WRITING, _COMPLETE, _ENDED = "writing", "complete", "ended"
@@ -21,11 +23,12 @@ _LITTLE, _OF_VARIABLE = 1 << 15, 1 << 12
 
 
 @contextlib.contextmanager
-def written(callback):
+def written(callback, worker_files):
     """Context in which Keras, and whoever gets the folder, write a state; then it counts.
 
     Args:
         callback: The `BackupAndRestore`.
+        worker_files: Dict from names to digests of the files that workers have written for it.
 
     Raises:
         OSError: If it cannot be written. The state before stays.
@@ -33,27 +36,62 @@ def written(callback):
     writing = file_utils.join(callback.backup_dir, _WRITING)
     finals = callback._weights_path, callback._training_metadata_path
     try:
-        _remove(writing)
-        file_utils.makedirs(writing)
-        _check_room(callback.model, writing)
+        with explained(callback):
+            _make(writing)
         callback._weights_path, callback._training_metadata_path = (
             file_utils.join(writing, _name_of(path)) for path in finals
         )
-        yield writing
-    except OSError as error:
-        with contextlib.suppress(OSError):
+        # What TensorFlow raises here is about variables of other tasks.
+        with explained(callback, OSError):
+            _check_room(callback.model, writing)
+            yield writing
+        with explained(callback):
+            backup_states.write_digests(writing, worker_files)
+            _commit(callback)
+    except OSError:
+        with contextlib.suppress(OSError, tf.errors.OpError):
             _remove(writing)
+        raise
+    finally:
+        callback._weights_path, callback._training_metadata_path = finals
+    _put_in_place(callback, callback.double_checkpoint)
+
+
+@contextlib.contextmanager
+def explained(callback, errors=(OSError, tf.errors.OpError)):
+    """Says what to do about a disk that is full or that cannot be written.
+
+    Args:
+        callback: The `BackupAndRestore`.
+        errors: The errors that say so.
+
+    Raises:
+        OSError: In place of what TensorFlow or the system raises.
+    """
+    try:
+        yield
+    except errors as error:
+        reason = getattr(error, "message", None) or f"{error}"
         raise OSError(
             f"BackupAndRestore's state could not be written to {callback.backup_dir}; the one "
             "before stays, if there was one. Make room on that disk, or see to its rights, and "
-            f"start the job again. Received: {error}"
+            f"start the job again. Received: {reason}"
         ) from error
-    finally:
-        callback._weights_path, callback._training_metadata_path = finals
-    complete = file_utils.join(callback.backup_dir, _COMPLETE)
-    _remove(complete)
-    tf.io.gfile.rename(writing, complete)
-    _put_in_place(callback)
+
+
+def use_previous(callback):
+    """Puts the state of `double_checkpoint` in the place of the last one, which is damaged.
+
+    Raises:
+        OSError: If it cannot be written.
+    """
+    writing = file_utils.join(callback.backup_dir, _WRITING)
+    with explained(callback):
+        _make(writing)
+        backup_states.remove_last(callback)
+        backup_states.copy_previous(callback, writing)
+        _commit(callback)
+    _put_in_place(callback, keeps_previous=False)
 
 
 def recover(callback):
@@ -62,7 +100,7 @@ def recover(callback):
     if file_utils.exists(file_utils.join(folder, _ENDED)):
         _empty(folder)
         file_utils.remove(file_utils.join(folder, _ENDED))
-    _put_in_place(callback)
+    _put_in_place(callback, callback.double_checkpoint)
     _remove(file_utils.join(folder, _WRITING))
 
 
@@ -72,6 +110,19 @@ def delete(callback):
         with file_utils.File(file_utils.join(callback.backup_dir, _ENDED), "w") as f:
             f.write("")
         _empty(callback.backup_dir)
+
+
+def _make(folder):
+    _remove(folder)
+    file_utils.makedirs(folder)
+
+
+def _commit(callback):
+    """From its renaming on, what has been written counts."""
+    complete = file_utils.join(callback.backup_dir, _COMPLETE)
+    _remove(complete)
+    tf.io.gfile.rename(file_utils.join(callback.backup_dir, _WRITING), complete)
+    shard_files.sync(str(callback.backup_dir))
 
 
 def _check_room(model, folder):
@@ -87,18 +138,14 @@ def _check_room(model, folder):
         raise OSError(errno.ENOSPC, f"{needed} bytes are needed, and {free} are free")
 
 
-def _put_in_place(callback):
+def _put_in_place(callback, keeps_previous):
     complete = file_utils.join(callback.backup_dir, _COMPLETE)
     if not file_utils.exists(complete):
         return
-    previous = {
-        _name_of(callback._weights_path): callback._prev_weights_path,
-        _name_of(callback._training_metadata_path): callback._prev_training_metadata_path,
-    }
     for name in file_utils.listdir(complete):
         final = file_utils.join(callback.backup_dir, name)
-        if callback.double_checkpoint and name in previous and file_utils.exists(final):
-            tf.io.gfile.rename(final, previous[name], overwrite=True)
+        if keeps_previous and file_utils.exists(final):
+            tf.io.gfile.rename(final, backup_states.previous_path(final), overwrite=True)
         tf.io.gfile.rename(file_utils.join(complete, name), final, overwrite=True)
     _remove(complete)
 

@@ -24,6 +24,12 @@ def distributing(strategy):
     return ours(strategy) or asynchronous(strategy)
 
 
+def of_this_library(strategy):
+    """The strategy if it is one of this library's, with any number of replicas, else None."""
+    classes = MultiWorkerMirroredStrategy, ParameterServerStrategy
+    return strategy if isinstance(strategy, classes) else None
+
+
 def our_scope():
     """The strategy of this library whose scope or replica context this is, else None."""
     return ours(tf.distribute.get_strategy())

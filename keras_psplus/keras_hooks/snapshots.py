@@ -15,16 +15,17 @@ from keras.src.callbacks import callback_list
 from keras.src.trainers import epoch_iterator, trainer
 
 from keras_psplus.all_reduce import failure
+from keras_psplus.hybrid import own_folders
 from keras_psplus.hybrid.calls import TableServerLostError
 from keras_psplus.hybrid.on_chief import on_chief
 from keras_psplus.hybrid.strategy import HybridStrategy
-from keras_psplus.keras_hooks import compression_backup, snapshot_variables
+from keras_psplus.keras_hooks import compression_backup, earlier_backups, snapshot_variables
 from keras_psplus.keras_hooks.ownership import ours
 from keras_psplus.keras_hooks.patching import replace
 from keras_psplus.log import logger
 
 _WHAT = "snapshot"
-_TOLD = "step", "epoch", "batch", "first_epoch", "random", "position"
+_TOLD = "step", "epoch", "batch", "first_epoch", "random"
 _runs = weakref.WeakKeyDictionary()
 
 
@@ -170,17 +171,16 @@ def _end_of_epoch(original, self, logs):
 def _save(strategy, run, model):
     """Writes a snapshot; on all workers, at the same step."""
     snapshots, control = strategy.snapshots, strategy.extended.control
-    problem = ""
-    try:
-        if compression_backup._keeps(strategy):
-            snapshots.claim_states()
-        compression_backup.save(strategy, model, snapshots.directory)
-    except (OSError, tf.errors.OpError) as error:
-        problem = f"{strategy.task.name} cannot write to {snapshots.directory}: {error}"
     # Whoever is here has sent all that belongs to this step.
-    problems = control.exchange(_WHAT, problem) if control else [problem]
-    if any(problems):
-        raise OSError(next(filter(None, problems)))
+    worker_files = compression_backup.save(
+        strategy,
+        model,
+        snapshots.directory,
+        _WHAT,
+        snapshots.worker_files_in_use,
+        make_folder=own_folders.claim,
+        waits=True,
+    )
     variables = snapshot_variables.variables_of(model)
     facts = {
         "fit": run.fits,
@@ -188,7 +188,7 @@ def _save(strategy, run, model):
         "batch": run.batch,
         "first_epoch": run.first_epoch,
         "random": run.random,
-        "position": compression_backup.position(strategy, model),
+        "worker_files": worker_files,
         "variables": snapshot_variables.forms(variables),
     }
     values = {}
@@ -210,26 +210,29 @@ def _restore(strategy, run, model):
     snapshots, control = strategy.snapshots, strategy.extended.control
     variables, values = snapshot_variables.variables_of(model), {}
 
+    def read(folder, listed):
+        is_passed = listed["fit"] > run.fits
+        if not is_passed:
+            snapshot_variables.check(folder, listed, variables)
+        dtypes = {
+            n: v.dtype
+            for n, v in variables.items()
+            if snapshot_variables.form(n, v) in listed["variables"]
+        }
+        values.update(snapshots.load(folder, listed, dtypes, strict=not is_passed))
+        # Those of earlier versions have the position, and no digests.
+        files = {name: listed.get(name) for name in ("worker_files", "position")}
+        return {"is_passed": is_passed, **files, **{name: listed[name] for name in _TOLD}}
+
     def work():
         with _lost_for_all(strategy):
             if run.fits == 1:
                 snapshots.check()
-                run.found = snapshots.latest()
-            if run.found is None:
+                run.found, result = snapshots.read_newest(read)
+                return result
+            if run.found is None or run.found[1]["fit"] < run.fits:
                 return None
-            folder, listed = run.found
-            if listed["fit"] < run.fits:
-                return None
-            is_passed = listed["fit"] > run.fits
-            if not is_passed:
-                snapshot_variables.check(folder, listed, variables)
-            dtypes = {
-                n: v.dtype
-                for n, v in variables.items()
-                if snapshot_variables.form(n, v) in listed["variables"]
-            }
-            values.update(snapshots.load(folder, listed, dtypes, strict=not is_passed))
-            return {"is_passed": is_passed, **{name: listed[name] for name in _TOLD}}
+            return read(*run.found)
 
     told = on_chief(control, strategy.is_chief, _WHAT, work)
     run.epoch, run.batch = 0, 0
@@ -248,7 +251,12 @@ def _restore(strategy, run, model):
         if strategy.is_chief:
             snapshot_variables.say_passed(run.fits, model, told["step"], values)
         return
-    compression_backup.restore(strategy, model, snapshots.directory, told["position"])
+    files = told["worker_files"]
+    if files is None:
+        earlier_backups.restore(strategy, model, snapshots.directory, told["position"])
+    else:
+        (problems,) = compression_backup.problems(strategy, snapshots.directory, [files])
+        compression_backup.restore(strategy, model, snapshots.directory, files, problems)
     model._initial_epoch = told["epoch"]
     run.step, run.epoch, run.batch = told["step"], told["epoch"], told["batch"]
     run.first_epoch = told["first_epoch"]

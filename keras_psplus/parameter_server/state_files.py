@@ -27,21 +27,50 @@ def save(states, num_workers, folder, step):
     """
     if not states.has_any:
         return
-    tf.io.gfile.makedirs(folder)
     before = [(name, of_step) for name, _, of_step in _files(folder) if of_step != step]
     last = max((of_step for _, of_step in before if of_step < step), default=None)
-    for worker in range(num_workers):
-        fetched = states.fetch(worker)
-        if fetched is None:
-            logger.warning(
-                "worker-%d cannot be reached: what it has left out of its gradients is not saved",
-                worker,
-            )
-        elif fetched:
-            _write(os.path.join(folder, f"compression_worker_{worker}_step_{step}.npz"), fetched)
+    _, unreachable = write(states, num_workers, folder, step)
+    for worker in unreachable:
+        warn_unreachable(worker)
     for name, of_step in before:
         if of_step != last:
             tf.io.gfile.remove(os.path.join(folder, name))
+
+
+def write(states, num_workers, folder, step):
+    """Writes the states of all workers that can be reached, and removes nothing.
+
+    Args:
+        states: `WorkerStates`.
+        num_workers: Number of workers.
+        folder: Where to write; made if it does not exist.
+        step: Number of the step.
+
+    Returns:
+        List of the names of the files, and list of the workers that could not be reached.
+    """
+    tf.io.gfile.makedirs(folder)
+    names, unreachable = [], []
+    for worker in range(num_workers):
+        fetched = states.fetch(worker)
+        if fetched is None:
+            unreachable.append(worker)
+        elif fetched:
+            names.append(f"compression_worker_{worker}_step_{step}.npz")
+            _write(os.path.join(folder, names[-1]), fetched)
+    return names, unreachable
+
+
+def warn_unreachable(worker):
+    """Says that a worker's state is not saved."""
+    logger.warning(
+        "worker-%d cannot be reached: what it has left out of its gradients is not saved", worker
+    )
+
+
+def steps(folder):
+    """Dict from the names of a folder's files to their steps."""
+    return {name: step for name, _, step in _files(folder)}
 
 
 def restore(states, num_workers, folder, step):

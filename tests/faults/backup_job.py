@@ -1,10 +1,11 @@
 """Kills BackupAndRestore before each thing that it does to files, and looks what a start finds.
 
-backup_job.py FOLDER [SMALL_DISK]
+backup_job.py FOLDER [SMALL_DISK | --alone]
 
 Prints a line of JSON for each kill: what was cut short, at which file operation, and which of the
 states the next start has found, as pairs of the weights' value and the epoch. The same for a disk
-that is full, if there is one that can be filled.
+that is full, if there is one that can be filled. With `--alone` there is one replica, and files are
+damaged as well: see `damage.py`.
 """
 
 import json
@@ -20,6 +21,7 @@ import keras
 import tensorflow as tf
 
 import keras_psplus as psp
+from tests.faults import damage
 
 # As many numbers as make a file that can be cut short.
 UNITS = 4000
@@ -71,10 +73,11 @@ class Killer:
 
 
 def main():
-    folder = pathlib.Path(sys.argv[1])
-    tf.config.set_logical_device_configuration(
-        tf.config.list_physical_devices("CPU")[0], [tf.config.LogicalDeviceConfiguration()] * 2
-    )
+    folder, is_alone = pathlib.Path(sys.argv[1]), "--alone" in sys.argv
+    if not is_alone:
+        tf.config.set_logical_device_configuration(
+            tf.config.list_physical_devices("CPU")[0], [tf.config.LogicalDeviceConfiguration()] * 2
+        )
     with psp.MultiWorkerMirroredStrategy().scope():
         model = keras.Sequential([keras.Input((1,)), keras.layers.Dense(UNITS, use_bias=False)])
         model.compile("sgd", "mse")
@@ -83,6 +86,7 @@ def main():
     def callback(**options):
         made = keras.callbacks.BackupAndRestore(folder / "backup", **options)
         made.set_model(model)
+        made.set_params({"epochs": 5})
         return made
 
     def save(epoch, **options):
@@ -115,6 +119,10 @@ def main():
                 killer.left = None
             at += 1
 
+    if is_alone:
+        cut_short("alone", lambda **options: save(2, **options), [1])
+        damage.print_cases(folder / "backup", save, found)
+        return
     cut_short("first", lambda **options: save(1, **options), [])
     cut_short("next", lambda **options: save(2, **options), [1])
     cut_short("double", lambda **options: save(3, **options), [1, 2], double_checkpoint=True)

@@ -1,14 +1,17 @@
-"""A state of BackupAndRestore that a kill, or a full disk, cuts short: the one before stays."""
+"""States of BackupAndRestore that a kill, or a full disk, cuts short, or that are damaged."""
 
 import collections
 import contextlib
 import json
 import os
 import pathlib
+import re
 import subprocess
 import sys
 
 import pytest
+
+from tests.faults import damage
 
 JOB = pathlib.Path(__file__).with_name("backup_job.py")
 
@@ -34,14 +37,24 @@ def found(tmp_path_factory):
     """By what was cut short: pairs of the operation's number, or the error, and what was found."""
     folder = tmp_path_factory.mktemp("backup")
     with small_disk(folder / "small") as disk:
-        done = subprocess.run(
-            [sys.executable, str(JOB), str(folder), *([str(disk)] if disk else [])],
-            env={**os.environ, "CUDA_VISIBLE_DEVICES": ""},
-            capture_output=True,
-            text=True,
-            timeout=200,
-            check=False,
-        )
+        return run(folder, *([disk] if disk else []))
+
+
+@pytest.fixture(scope="module")
+def alone(tmp_path_factory):
+    """The same of a process with one replica, and what it makes of damaged files."""
+    return run(tmp_path_factory.mktemp("alone"), "--alone")
+
+
+def run(*args):
+    done = subprocess.run(
+        [sys.executable, str(JOB), *map(str, args)],
+        env={**os.environ, "CUDA_VISIBLE_DEVICES": ""},
+        capture_output=True,
+        text=True,
+        timeout=200,
+        check=False,
+    )
     assert done.returncode == 0, done.stderr[-4000:]
     by_kind = collections.defaultdict(list)
     for kind, where, state in map(json.loads, done.stdout.splitlines()):
@@ -59,10 +72,39 @@ def found(tmp_path_factory):
     ],
 )
 def test_weights_and_epoch_are_of_one_state_wherever_a_kill_comes(found, cut_short, before, after):
-    states = [state for _, state in found[cut_short]]
+    assert_turns([state for _, state in found[cut_short]], before, after)
+
+
+def test_one_replica_has_the_same_guarantees(alone):
+    assert_turns([state for _, state in alone["alone"]], [1.0, 1], [2.0, 2])
+
+
+def assert_turns(states, before, after):
     turn = states.index(after)
     assert turn > 0 and len(states) > turn + 1
     assert states == [before] * turn + [after] * (len(states) - turn)
+
+
+@pytest.mark.parametrize("case", damage.CASES)
+def test_a_damaged_state_is_named_or_an_older_one_is_used(alone, case):
+    file = damage.CASES[case][0]
+    error, state = dict(alone["damaged"])[case]
+    assert state is None
+    assert "is damaged or incomplete, and there is no older whole one. Put that file back" in error
+    assert re.search(rf"Received: .*/{file} ", error), error
+    # With `double_checkpoint`, training resumes from the state before, and says so.
+    said, state = dict(alone["replaced"])[case]
+    assert state == [1.0, 1], said
+    assert "training resumes from the one before, at epoch 2. Received: " in said
+    assert f"/{file} " in said
+    assert dict(alone["after"])[case] == ["", [1.0, 1]]
+
+
+def test_states_without_digests_are_used(alone):
+    assert alone["earlier"] == [
+        ("an earlier version", ["", [2.0, 2]]),
+        ("Keras", ["", [3.0, 3]]),
+    ]
 
 
 def test_a_full_disk_is_told_and_leaves_the_state_before(found):

@@ -226,7 +226,7 @@ def test_snapshots_delete_their_own_folders_only(task, table, tmp_path, caplog):
         "Received: compression, step-0000000007, step-0000000030, step-9, step-notes"
     )
     for step in (10, 20, 30, 40, 50):
-        snapshots.claim_states()
+        own_folders.claim(str(tmp_path / own_folders.STATES))
         snapshots.save(step, {}, {"bias": np.array([step], "float32")})
         if step == 30:
             assert snapshots.latest()[0].endswith("/step-00000000030")
@@ -251,8 +251,8 @@ def test_snapshots_delete_their_own_folders_only(task, table, tmp_path, caplog):
 def test_a_folder_for_states_is_deleted_with_what_is_in_it(task, table, tmp_path, caplog):
     tables = types.SimpleNamespace(all=[table])
     snapshots = Snapshots(table.servers, tables, "worker-0", str(tmp_path), 10)
-    snapshots.claim_states()
-    snapshots.claim_states()
+    own_folders.claim(str(tmp_path / own_folders.STATES))
+    own_folders.claim(str(tmp_path / own_folders.STATES))
     (tmp_path / "compression" / "worker-0-of-1-step-3.index").write_text("")
     snapshots.check()
     assert not caplog.records
