@@ -19,13 +19,14 @@ import statistics
 import threading
 import time
 
-DIGEST, AGREED = "digest", "agreed"
+TOKEN, AGREED = "token", "agreed"
 
 
 def serve(cluster, core, sync):
     """The process with the server."""
     _stay_on(core)
     from keras_psplus.cluster.config import TaskConfig
+    from keras_psplus.cluster.secret import Secret
     from keras_psplus.hybrid.table_server import TableServer
 
     options = {
@@ -35,7 +36,7 @@ def serve(cluster, core, sync):
         "push_compressor": None,
         "sync": sync,
     }
-    server = TableServer(TaskConfig(cluster, "ps", 0), DIGEST, options, AGREED, print)
+    server = TableServer(TaskConfig(cluster, "ps", 0), Secret(TOKEN), options, AGREED, print)
     server.serve(threading.Event())
 
 
@@ -74,19 +75,20 @@ class Remote:
         import keras
         import tensorflow as tf
 
+        from keras_psplus.cluster.secret import Secret
         from keras_psplus.hybrid import table as table_module
         from keras_psplus.hybrid.row_optimizer import config_of
         from keras_psplus.hybrid.servers import Servers
 
         self._process.start()
-        servers = Servers(self._task, DIGEST, timeout=60, patience=5)
+        servers = Servers(self._task, Secret(TOKEN), timeout=60, patience=5)
         servers.greet(AGREED, 1, 120)
         shape = self._args.table_size, self._args.dim
         spec = {"key": 0, "name": "rows", "rows": shape[0], "dim": shape[1], "initializer": None}
         servers.make("table", spec=spec)
         config = config_of(keras.optimizers.Adam(), None, None, None)
         servers.make("optimizer", key=0, config=config, number=1, first_slot=1)
-        table = table_module.Table(servers, 0, "rows", shape, DIGEST, None, None)
+        table = table_module.Table(servers, 0, "rows", shape, None, None)
         table.optimizers = 1
         most, zero = self._args.ids, tf.constant(0, tf.int64)
 

@@ -1,7 +1,9 @@
 """`keras-psplus run`: one script in every task of a cluster."""
 
 import functools
+import os
 import pathlib
+import secrets
 import shlex
 import signal
 import sys
@@ -18,7 +20,7 @@ from keras_psplus.chaos.injector import Injector
 from keras_psplus.cli import combinations, parsing, report
 from keras_psplus.cluster import restarts
 from keras_psplus.cluster.console import Console, drop_unwritten
-from keras_psplus.cluster.environment import plan_tasks, python_path
+from keras_psplus.cluster.environment import TOKEN_VARIABLE, plan_tasks, python_path
 from keras_psplus.cluster.processes import LocalCluster
 
 _USAGE = """
@@ -264,8 +266,11 @@ def _network(events, chaos, tasks):
 def _recipe(argv, env, layout, hosts):
     """The commands that start the cluster by hand, ready for a shell."""
     lines = []
+    # A token of the user's own is not for the screen.
+    needs_token = hosts and layout["ps"] and not os.environ.get(TOKEN_VARIABLE)
+    token = {TOKEN_VARIABLE: secrets.token_hex(16)} if needs_token else {}
     for task in plan_tasks(**layout, hosts=hosts):
-        variables = {**env, **task.variables}
+        variables = {**env, **token, **task.variables}
         lines.append(f"# {task.name} on {task.config.address}")
         lines.append(
             " ".join(

@@ -85,7 +85,7 @@ class LocalCluster:
         self._argv = [os.fspath(arg) for arg in argv]
         self._environ = {**os.environ, **(env or {})}
         # Tasks of other jobs on this machine are none of this one's.
-        self._environ.setdefault(TOKEN_VARIABLE, secrets.token_hex(16))
+        self._environ[TOKEN_VARIABLE] = self._environ.get(TOKEN_VARIABLE) or secrets.token_hex(16)
         self._environ[RESTART_VARIABLE] = str(restart)
         self.network = network
         hosts = None if network is None else network.addresses

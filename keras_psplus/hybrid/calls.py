@@ -16,6 +16,7 @@ from tensorflow.distribute.experimental.rpc.kernels import gen_rpc_ops
 
 from keras_psplus.all_reduce import failure
 from keras_psplus.cluster import hello
+from keras_psplus.cluster.secret import AnotherProcessError, RefusedError, Session
 from keras_psplus.hybrid import names
 
 _OK, _CANCELLED, _DEADLINE, _UNAVAILABLE = 0, 1, 4, 14
@@ -25,6 +26,10 @@ _ATTEMPT_SECONDS = 10.0
 _CONNECT_SECONDS = 2.0
 _POLL_SECONDS = 0.02
 _AWAY_SECONDS = 5.0
+_ANOTHER_PROCESS = (
+    "it has been started anew, and holds nothing of this job any more. Start the whole job again. "
+    "Received: an answer of another process than before"
+)
 _unique = itertools.count()
 
 
@@ -48,12 +53,13 @@ class Link:
         timeout: Seconds that one call may take.
         patience: Seconds for which a server that cannot be reached is called again.
         recovers: Whether a server that is started anew is given what the one before had.
+        key: `guard.RowKey` that every call begins with, or None.
     """
 
-    def __init__(self, name, address, timeout, patience, recovers=False):
+    def __init__(self, name, address, timeout, patience, recovers=False, key=None):
         self.name, self.address = name, address
         self._timeout, self._patience, self._recovers = timeout, patience, recovers
-        self._rarely = {}
+        self._rarely, self._key = {}, key
         with tf.init_scope(), tf.device("/CPU:0"):
             self._client, _ = gen_rpc_ops.rpc_client(
                 server_address=address,
@@ -75,6 +81,7 @@ class Link:
         Returns:
             Function without arguments that waits for the answer and returns it.
         """
+        args = args if self._key is None else [self._key.read(), *args]
         future = self._call(method, args)
         again = self._rarely_again(method, dtype, shape)
 
@@ -197,11 +204,18 @@ class Link:
 class ControlLink(Link):
     """Requests that are not part of training steps, as JSON, from eager code."""
 
-    def __init__(self, name, address, token, timeout):
+    def __init__(self, name, address, secret, timeout):
         super().__init__(name, address, timeout, patience=0)
-        self.token = token
-        # That of the process which is meant, once it is known.
-        self.nonce = None
+        self._session = Session(secret, self._send)
+
+    @property
+    def nonce(self):
+        """That of the process which is meant, once it is known."""
+        return self._session.process
+
+    @nonce.setter
+    def nonce(self, nonce):
+        self._session.process = nonce
 
     def request(self, what, **arguments):
         """Sends a request and returns the answer, a dict.
@@ -231,7 +245,7 @@ class ControlLink(Link):
                     f"Received: {message.splitlines()[0] if message else code} at '{what}'"
                 )
             last_heard[0] = time.monotonic()
-            return json.loads(answer)
+            return answer
 
         answers = [ask()]
 
@@ -257,17 +271,30 @@ class ControlLink(Link):
         return wait
 
     def _ask(self, what, ticket, arguments):
-        request = {"what": what, "ticket": ticket, "token": self.token, **arguments}
-        if self.nonce is not None:
-            request["nonce"] = self.nonce
-        text = json.dumps(request)
+        request = json.dumps({"what": what, "ticket": ticket, **arguments})
+        try:
+            return _OK, "", json.loads(self._session.ask(request))
+        except _NoAnswer as error:
+            return *error.args, None
+        except RefusedError as error:
+            return _OK, "", {"error": str(error)}
+        except AnotherProcessError:
+            return _OK, "", {"error": _ANOTHER_PROCESS, "lost": True}
+
+    def _send(self, text):
         with tf.init_scope():
             future = self._call(names.CONTROL, [tf.constant(text)])
             code, message = self._status(future)
             code, message = int(code), message.numpy().decode(errors="replace")
             answer = _value(future, tf.string, []).numpy() if code == _OK else None
             _delete(future)
-        return code, message, answer
+        if answer is None:
+            raise _NoAnswer(code, message)
+        return answer.decode(errors="replace")
+
+
+class _NoAnswer(Exception):
+    """A call's status, if it is none of success."""
 
 
 def _value(future, dtype, shape):

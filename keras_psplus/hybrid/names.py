@@ -1,14 +1,13 @@
-"""Names of the methods that parameter servers answer to.
+"""Names of the methods that parameter servers answer to, which anybody can list, and the token.
 
-All but one carry a digest of the job's token, so that another job's client finds nothing it could
-call, at no cost to the calls of this one.
+Names say nothing that would help a stranger: `secret.Gate` and `guard.guarded` keep him out.
 """
 
-import hashlib
 import json
 import os
 
 from keras_psplus.cluster.environment import TOKEN_VARIABLE
+from keras_psplus.log import logger
 
 CONTROL = "control"
 # How TensorFlow says that there is no such method.
@@ -23,20 +22,24 @@ def token_of(task, given):
         if not isinstance(given, str) or not given:
             raise ValueError(f"`job_token` must be a text. Received: job_token={given!r}")
         return given
-    return os.environ.get(TOKEN_VARIABLE) or json.dumps(task.cluster, sort_keys=True)
+    token = os.environ.get(TOKEN_VARIABLE)
+    if not token:
+        token = json.dumps(task.cluster, sort_keys=True)
+        if task.is_chief or task.task_type == "ps":
+            logger.warning(
+                "this job has no token: whoever reaches its parameter servers and knows its "
+                "TF_CONFIG can read and change their tables. Give all tasks the same long random "
+                "text in %s, as `keras-psplus run` does, or as `job_token`. Received: none",
+                TOKEN_VARIABLE,
+            )
+    return token
 
 
-def digest_of(token):
-    """What a token shows of itself on the wire."""
-    return hashlib.sha256(token.encode()).hexdigest()[:24]
-
-
-def method(digest, table, what):
+def method(table, what):
     """The name of one method of one table, by the table's number."""
-    return f"{digest}/{table}/{what}"
+    return f"{table}/{what}"
 
 
 def readable(name):
     """A method's name for people."""
-    _, _, rest = name.partition("/")
-    return f"table {rest.replace('/', ', ')}" if rest else name
+    return f"table {name.replace('/', ', ')}" if "/" in name else name

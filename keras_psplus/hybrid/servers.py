@@ -7,6 +7,7 @@ import time
 from keras_psplus.cluster import exit_code
 from keras_psplus.cluster.config import ClusterStartupError, task_name
 from keras_psplus.hybrid.calls import ControlLink, Link, TableServerError, listens
+from keras_psplus.hybrid.guard import RowKey
 
 _FAREWELL_SECONDS = 3.0
 _POLL_SECONDS = 0.2
@@ -17,14 +18,14 @@ class Servers:
 
     Args:
         task: `TaskConfig` of this process.
-        digest: `names.digest_of` the job's token.
+        secret: `secret.Secret` of the job's token.
         timeout: Seconds that a call may take.
         patience: Seconds for which a server that cannot be reached is called again.
         recovers: Whether a server that is started anew is given what the one before had.
     """
 
-    def __init__(self, task, digest, timeout, patience, recovers=False):
-        self._task = task
+    def __init__(self, task, secret, timeout, patience, recovers=False):
+        self._task, self._secret = task, secret
         self._peers = [
             (task_name(job, index), address) for job, index, address in task.tasks() if job == "ps"
         ]
@@ -34,7 +35,10 @@ class Servers:
         # Links that reach whatever process is there.
         self._unnamed = {}
         self._at_good_end = []
-        self._control = [ControlLink(*peer, digest, timeout) for peer in self._peers]
+        self._control = [ControlLink(*peer, secret, timeout) for peer in self._peers]
+        self._row_keys = [RowKey(secret) for _ in self._peers]
+        # Of the servers' first processes, by which row keys go.
+        self._first_processes = [None] * len(self._peers)
         self._startup_timeout = timeout
 
     def __len__(self):
@@ -42,7 +46,10 @@ class Servers:
 
     def new_links(self):
         """A new link to each server."""
-        return [Link(*peer, self._timeout, self._patience, self._recovers) for peer in self._peers]
+        return [
+            Link(*peer, self._timeout, self._patience, self._recovers, key)
+            for peer, key in zip(self._peers, self._row_keys)
+        ]
 
     def greet(self, agreed, replicas, timeout):
         """Says hello to all servers, and farewell when this process ends well.
@@ -58,7 +65,7 @@ class Servers:
         self._startup_timeout = timeout
         self._greeting = {"agreed": agreed, "replicas": replicas}
         deadline = time.monotonic() + timeout
-        for (name, address), link in zip(self._peers, self._control):
+        for index, ((name, address), link) in enumerate(zip(self._peers, self._control)):
             # Before it is called: a client whose call has failed waits longer each time.
             while not listens(address):
                 if time.monotonic() >= deadline:
@@ -68,9 +75,11 @@ class Servers:
                     )
                 time.sleep(_POLL_SECONDS)
             try:
-                link.nonce = link.request("hello", **self._greeting)["nonce"]
+                answer = link.request("hello", **self._greeting)
             except TableServerError as error:
                 raise ClusterStartupError(f"{error}") from None
+            link.nonce, self._first_processes[index] = answer["nonce"], answer["first_process"]
+            self._row_keys[index].set(answer["first_process"])
         if self._task.is_chief:
             exit_code.watch()
             atexit.register(self._at_exit)
@@ -116,8 +125,7 @@ class Servers:
             TableServerError: If it does not answer.
         """
         if index not in self._unnamed:
-            token = self._control[index].token
-            self._unnamed[index] = ControlLink(*self._peers[index], token, self._timeout)
+            self._unnamed[index] = ControlLink(*self._peers[index], self._secret, self._timeout)
         nonce = self._unnamed[index].request("who")["nonce"]
         if nonce == self._control[index].nonce:
             return None
@@ -138,7 +146,12 @@ class Servers:
         """
         assigned = [(*where, count) for where, count in self._assigned.items()] if not index else []
         link.request(
-            "recover", greeting=self._greeting, made=self._made, assigned=assigned, load=load
+            "recover",
+            greeting=self._greeting,
+            first_process=self._first_processes[index],
+            made=self._made,
+            assigned=assigned,
+            load=load,
         )
         self._control[index] = link
 
@@ -152,7 +165,7 @@ class Servers:
         found = []
         for name, address in self._peers:
             # From another thread than the one that trains.
-            link = ControlLink(name, address, self._control[0].token, _FAREWELL_SECONDS)
+            link = ControlLink(name, address, self._secret, _FAREWELL_SECONDS)
             found += link.request("pushes")["pushes"]
         return found
 
@@ -188,8 +201,6 @@ class Servers:
             function()
         for name, address in self._peers:
             try:
-                ControlLink(name, address, self._control[0].token, _FAREWELL_SECONDS).request(
-                    "farewell"
-                )
+                ControlLink(name, address, self._secret, _FAREWELL_SECONDS).request("farewell")
             except TableServerError:
                 pass  # It has ended, or hangs.

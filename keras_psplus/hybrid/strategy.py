@@ -2,6 +2,7 @@
 
 import functools
 import json
+import os
 
 import tensorflow as tf
 
@@ -14,7 +15,8 @@ from keras_psplus.cluster import config, hello
 from keras_psplus.cluster import serve as cluster_serve
 from keras_psplus.cluster.listener import Listener
 from keras_psplus.cluster.own_address import bind_own
-from keras_psplus.hybrid import names, stalls, table_server
+from keras_psplus.cluster.secret import Secret
+from keras_psplus.hybrid import names, shard_files, stalls, table_server
 from keras_psplus.hybrid import placement as placement_module
 from keras_psplus.hybrid import prefetch as prefetch_module
 from keras_psplus.hybrid import snapshots as snapshots_module
@@ -64,8 +66,11 @@ class HybridStrategy(SavesTables, MultiWorkerMirroredStrategy):
             The same script started again resumes there. None for no snapshots.
         snapshot_dir: Folder for them, of this job alone. All tasks have to reach it, or each has
             to be started again on the same host.
-        job_token: Text that all tasks of the job have in common, and those of others do not. By
-            default the environment's `KERAS_PSPLUS_JOB_TOKEN`, or the cluster's description.
+        tables_dir: Folder below which `save_tables` may have the servers write, beside
+            `snapshot_dir`; by default the one in which their tasks were started.
+        job_token: Secret that all tasks of the job have in common, a long random text, by which
+            servers know who may call them. It is never sent. By default the environment's
+            `KERAS_PSPLUS_JOB_TOKEN`, or the cluster's description, which is no secret.
         startup_timeout, heartbeat_timeout, stall_warning, bucket_bytes, compression, updates: As
             for `MultiWorkerMirroredStrategy`; `compression` is that of the gradients of what is
             all-reduced, and of `updates` only `Accumulate` can be combined with tables.
@@ -106,6 +111,7 @@ class HybridStrategy(SavesTables, MultiWorkerMirroredStrategy):
         table_timeout=60.0,
         snapshot_every=None,
         snapshot_dir=None,
+        tables_dir=None,
         job_token=None,
         startup_timeout=300.0,
         heartbeat_timeout=20.0,
@@ -140,14 +146,17 @@ class HybridStrategy(SavesTables, MultiWorkerMirroredStrategy):
         self._sync, self._has_servers = sync, task is not None
         self._prefetch = prefetch and task is not None
         self._servers = self._tables = self._placement = self._snapshots = None
-        digest = None
         if task is not None:
-            digest = names.digest_of(names.token_of(task, job_token))
+            secret = Secret(names.token_of(task, job_token))
             agreed = json.dumps(
                 [sync, prefetch, repr(pull), repr(push), snapshot_every, task.cluster]
             )
             if task.task_type == "ps":
-                _serve_and_exit(task, digest, agreed, startup_timeout, pull, push, sync, prefetch)
+                folders = [snapshot_dir, tables_dir or os.getcwd()]
+                folders = [shard_files.full_path(path) for path in folders if path is not None]
+                _serve_and_exit(
+                    task, secret, agreed, startup_timeout, folders, pull, push, sync, prefetch
+                )
         super().__init__(
             None,
             communication_options,
@@ -172,7 +181,7 @@ class HybridStrategy(SavesTables, MultiWorkerMirroredStrategy):
             self._listener = Listener(bind_own(task, mine, startup_timeout, print), mine)
         patience = _PATIENCE if sync else table_timeout
         recovers = snapshot_every is not None and not sync
-        self._servers = Servers(task, digest, table_timeout, patience, recovers)
+        self._servers = Servers(task, secret, table_timeout, patience, recovers)
         self._servers.greet(agreed, self.num_replicas_in_sync, startup_timeout)
         self._placement = placement_module.Placement(
             placement,
@@ -181,9 +190,7 @@ class HybridStrategy(SavesTables, MultiWorkerMirroredStrategy):
             lambda dim: RowCodec(pull, dim).width,
             lambda dim: RowCodec(push, dim).width,
         )
-        self._tables = Tables(
-            self._servers, self.extended.control, self.is_chief, digest, pull, push
-        )
+        self._tables = Tables(self._servers, self.extended.control, self.is_chief, pull, push)
         # Steps overlap what they wait for from servers: seconds of that are not counted.
         self.communication.add_source(
             lambda: self._tables.traffic(self.extended.counted), lambda: 0.0
@@ -265,7 +272,7 @@ class HybridStrategy(SavesTables, MultiWorkerMirroredStrategy):
             logger.info("HybridStrategy keeps\n%s", self._placement.report())
 
 
-def _serve_and_exit(task, digest, agreed, startup_timeout, pull, push, sync, prefetch):
+def _serve_and_exit(task, secret, agreed, startup_timeout, folders, pull, push, sync, prefetch):
     options = {
         "server": task.task_index,
         "servers": task.num_ps,
@@ -275,5 +282,5 @@ def _serve_and_exit(task, digest, agreed, startup_timeout, pull, push, sync, pre
         "keeps_last_step": sync and prefetch,
     }
     cluster_serve.end_process_after(
-        lambda: table_server.serve(task, digest, options, agreed, startup_timeout)
+        lambda: table_server.serve(task, secret, options, agreed, startup_timeout, folders)
     )

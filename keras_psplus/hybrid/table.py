@@ -18,12 +18,11 @@ class Table:
         key: The table's number.
         name: Path of its variable, for messages.
         shape: Tuple of rows and numbers in a row.
-        digest: `names.digest_of` the job's token.
         pull_compressor: Compressor of rows that are read, or None.
         push_compressor: Compressor of gradients, or None.
     """
 
-    def __init__(self, servers, key, name, shape, digest, pull_compressor, push_compressor):
+    def __init__(self, servers, key, name, shape, pull_compressor, push_compressor):
         self.servers, self.key, self.name = servers, key, name
         self.rows, self.dim = shape
         self.pull_codec = RowCodec(pull_compressor, self.dim)
@@ -36,12 +35,11 @@ class Table:
         self._first_slot, self._slots_of = 1, None
         # By slot, how often all of it was set.
         self.assignments = {}
-        self._digest = digest
         self._links = {}
 
     def method(self, what):
         """The name of a method of this table."""
-        return names.method(self._digest, self.key, what)
+        return names.method(self.key, what)
 
     def new_slot(self, optimizer):
         """The number of one more slot of an optimizer."""

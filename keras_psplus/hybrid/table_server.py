@@ -9,7 +9,6 @@ import collections
 import json
 import queue
 import threading
-import uuid
 
 import tensorflow as tf
 
@@ -18,8 +17,11 @@ from keras_psplus.cluster import tuning
 from keras_psplus.cluster.config import ClusterStartupError
 from keras_psplus.cluster.environment import TOKEN_VARIABLE
 from keras_psplus.cluster.preflight import check_own_address
+from keras_psplus.cluster.secret import Gate
 from keras_psplus.hybrid import names, own_folders, shard_files
 from keras_psplus.hybrid.calls import ControlLink, TableServerError
+from keras_psplus.hybrid.folders import Folders
+from keras_psplus.hybrid.guard import RowKey, guarded
 from keras_psplus.hybrid.row_optimizer import check_elementwise
 from keras_psplus.hybrid.server_files import ServerFiles
 from keras_psplus.hybrid.shard import Shard
@@ -35,15 +37,26 @@ class TableServer:
 
     Args:
         task: `TaskConfig` of this process.
-        digest: What every client has to know, `names.digest_of` the job's token.
+        secret: What every client has to know, the `secret.Secret` of the job's token.
         options: Dict of what `Shard` takes beside its table.
         agreed: Text that has to be equal in all processes of the job.
         log: Function that takes a line of progress.
+        folders: Paths of the folders below which it may write.
     """
 
-    def __init__(self, task, digest, options, agreed, log):
-        self._task, self._digest, self._options, self._agreed = task, digest, options, agreed
-        self._log = log
+    def __init__(self, task, secret, options, agreed, log, folders=()):
+        self._task, self._options, self._agreed = task, options, agreed
+        self._log, self._folders = log, Folders(folders)
+        self._gate = Gate(
+            secret,
+            f"{task.name} belongs to another job: its token differs. Start all tasks with the same "
+            f"TF_CONFIG cluster, and the same {TOKEN_VARIABLE} or `job_token`. Received: another "
+            "token",
+        )
+        self._row_key, self._guarded = RowKey(secret), {}
+        # Its own, or that of the process whose place it has taken.
+        self._first_process = self.nonce
+        self._row_key.set(self._first_process)
         self._shards = {}
         self._files = ServerFiles(self._shards, options)
         self._assignments = collections.Counter()
@@ -51,7 +64,6 @@ class TableServer:
         self._tickets, self._answers = set(), {}
         self._server = None
         self._generation = self._served = self._starts = 0
-        self.nonce = uuid.uuid4().hex
         self.was_greeted = self.was_left = False
         self.listens = threading.Event()
         self._control = self._make_control()
@@ -75,12 +87,20 @@ class TableServer:
                 self._restart()
             self._answers[ticket] = answer
 
+    @property
+    def nonce(self):
+        """Tells this process from others at the same address."""
+        return self._gate.process
+
     def _make_control(self):
-        def answer(text):
+        def handle(text):
             try:
-                return json.dumps(self._ask(json.loads(text))).encode()
+                return json.dumps(self._ask(json.loads(text)))
             except (ValueError, KeyError) as error:
-                return json.dumps({"error": f"This is no request. Received: {error}"}).encode()
+                return json.dumps({"error": f"This is no request. Received: {error}"})
+
+        def answer(text):
+            return self._gate.answer(text, handle).encode()
 
         @tf.function(input_signature=[tf.TensorSpec([], tf.string)], autograph=False)
         def control(text):
@@ -93,18 +113,6 @@ class TableServer:
 
         TensorFlow's threads call this, of which there may be few: none of them may wait here.
         """
-        if not isinstance(request, dict) or request.pop("token", None) != self._digest:
-            return {
-                "error": f"{self._task.name} belongs to another job: its token differs. Start all "
-                "tasks with the same TF_CONFIG cluster, and the same "
-                f"{TOKEN_VARIABLE} or `job_token`. Received: another token"
-            }
-        if request.pop("nonce", self.nonce) != self.nonce:
-            return {
-                "lost": True,
-                "error": "it has been started anew, and holds nothing of this job any more. Start "
-                "the whole job again. Received: a request to the process before it",
-            }
         ticket = request.pop("ticket")
         if ticket not in self._tickets:
             self._tickets.add(ticket)
@@ -115,6 +123,8 @@ class TableServer:
         handler = getattr(self, f"_on_{what}", None)
         if handler is None:
             raise ValueError(f"There is no such request. Received: {what!r}")
+        if "directory" in arguments and what != "load":
+            self._folders.check(arguments["directory"], arguments.get("stem", "none"))
         return handler(**arguments)
 
     def _on_hello(self, agreed, replicas):
@@ -126,7 +136,7 @@ class TableServer:
                 f"{known} on {self._task.name}"
             )
         self.was_greeted = True
-        return {"nonce": self.nonce}
+        return {"nonce": self.nonce, "first_process": self._first_process}
 
     def _on_who(self):
         return {"nonce": self.nonce}
@@ -192,11 +202,13 @@ class TableServer:
         own_folders.keep(directory, names)
         return {}
 
-    def _on_recover(self, greeting, made, assigned, load):
+    def _on_recover(self, greeting, first_process, made, assigned, load):
         if self._shards:
             raise ValueError(f"It has tables already. Received: a request to recover {load}")
         try:
             self._on_hello(**greeting)
+            self._first_process = first_process
+            self._row_key.set(first_process)
             for what, arguments in made:
                 self._handle(what, **arguments)
             self._files.load(**load)
@@ -220,29 +232,38 @@ class TableServer:
         methods = {names.CONTROL: self._control}
         for key, shard in self._shards.items():
             for what, function in shard.methods().items():
-                methods[names.method(self._digest, key, what)] = function
-        # TensorFlow takes a second server of the same text for the first, which may still be ending.
+                methods[names.method(key, what)] = self._guard(key, what, function)
+        # TensorFlow takes a second server of the same text for the first, until that is gone.
         self._starts += 1
         address = _SPELLINGS[self._starts % len(_SPELLINGS)] + self._task.address
         server = tf.distribute.experimental.rpc.Server.create("grpc", address)
         for name, function in methods.items():
             server.register(name, function)
         server.start()
-        # A server ends with its last reference, which must be that thread's: it waits for calls that
-        # may be waiting for this one, and 20 s for every connection that does not answer.
+        # A server ends with its last reference, which must be that thread's: it waits for calls
+        # that may be waiting for this one, and 20 s for a connection that does not answer.
         old, self._server, self._served = [self._server], server, generation
         threading.Thread(target=old.clear, daemon=True).start()
 
+    def _guard(self, key, what, function):
+        """The method that is served for a shard's; it is traced once."""
+        of, method = self._guarded.get((key, what), (None, None))
+        if of is not function:
+            method = guarded(function, self._row_key)
+            self._guarded[key, what] = function, method
+        return method
 
-def serve(task, digest, options, agreed, startup_timeout, chief_gone=5.0):
+
+def serve(task, secret, options, agreed, startup_timeout, folders=(), chief_gone=5.0):
     """Serves tables until the chief has ended.
 
     Args:
         task: `TaskConfig` of this ps task.
-        digest: `names.digest_of` the job's token.
+        secret: `secret.Secret` of the job's token.
         options: Dict of what `Shard` takes beside its table.
         agreed: Text that has to be equal in all processes of the job.
         startup_timeout: Seconds to wait for the chief.
+        folders: Paths of the folders below which it may write.
         chief_gone: Seconds for which the chief cannot be reached before it counts as ended.
 
     Raises:
@@ -253,11 +274,11 @@ def serve(task, digest, options, agreed, startup_timeout, chief_gone=5.0):
     check_own_address(task)
     tuning.tune()
     ended, problem = threading.Event(), []
-    server = TableServer(task, digest, options, agreed, cluster_serve.log_line)
+    server = TableServer(task, secret, options, agreed, cluster_serve.log_line, folders)
 
     def watch():
         try:
-            _check_that_it_answers(server, task, digest)
+            _check_that_it_answers(server, task, secret)
             cluster_serve.outlive(
                 task,
                 lambda: server.was_greeted,
@@ -275,10 +296,10 @@ def serve(task, digest, options, agreed, startup_timeout, chief_gone=5.0):
         raise problem[0]
 
 
-def _check_that_it_answers(server, task, digest):
+def _check_that_it_answers(server, task, secret):
     """TensorFlow's server says nothing if it cannot listen, or if somebody else does there."""
     server.listens.wait()
-    link = ControlLink(task.name, task.address, digest, timeout=_ANSWER_SECONDS)
+    link = ControlLink(task.name, task.address, secret, timeout=_ANSWER_SECONDS)
     try:
         nonce, said = link.request("who")["nonce"], ""
     except TableServerError as error:

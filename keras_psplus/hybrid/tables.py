@@ -12,14 +12,12 @@ class Tables:
         servers: `servers.Servers`.
         control: `all_reduce.control.ControlPlane`, or None if there is one worker.
         is_chief: Whether this worker speaks for all.
-        digest: `names.digest_of` the job's token.
         pull_compressor: Compressor of rows that are read, or None.
         push_compressor: Compressor of gradients, or None.
     """
 
-    def __init__(self, servers, control, is_chief, digest, pull_compressor, push_compressor):
+    def __init__(self, servers, control, is_chief, pull_compressor, push_compressor):
         self._servers, self._control, self._is_chief = servers, control, is_chief
-        self._digest = digest
         self.compressors = pull_compressor, push_compressor
         self.all = []
 
@@ -39,7 +37,7 @@ class Tables:
         if self._is_chief:
             self._servers.make("table", spec={**spec, "initializer": initializer})
         self._agree("table", f"{spec}", f"{name} {shape}")
-        table = Table(self._servers, key, name, shape, self._digest, *self.compressors)
+        table = Table(self._servers, key, name, shape, *self.compressors)
         self.all.append(table)
         return table
 

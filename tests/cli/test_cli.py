@@ -216,6 +216,11 @@ def test_hosts_are_printed_not_started(capsys, script):
         "ps": ["c:2222"],
     }
     assert command == ["python", script]
+    # One for all tasks, and another one for each job.
+    tokens = {variables["KERAS_PSPLUS_JOB_TOKEN"] for variables, _ in tasks.values()}
+    others = dry_run(capsys, "--hosts", "a,b:99,c", "--ps", "1", script)
+    tokens |= {variables["KERAS_PSPLUS_JOB_TOKEN"] for variables, _ in others.values()}
+    assert len(tokens) == 2 and min(map(len, tokens)) == 32
 
 
 def test_run_passes_arguments_and_success(capsys, script, tmp_path):

@@ -100,6 +100,7 @@ def main():
         job_token="another job" if is_stranger else "this job",
         snapshot_every=snapshot_every,
         snapshot_dir=folder / "snapshots" if snapshot_every else None,
+        tables_dir=folder if options.get("tables") else None,
     )
     ids = np.arange(BATCH * steps).astype("int32").reshape(-1, 1) % ROWS
     if options.get("bad_id"):

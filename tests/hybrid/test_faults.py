@@ -14,6 +14,7 @@ from keras_psplus.cluster.environment import python_path
 from keras_psplus.cluster.processes import LocalCluster
 from keras_psplus.cluster.testing import run_in_processes
 from keras_psplus.hybrid import TableFiles
+from tests.hybrid import stranger
 from tests.parameter_server.waiting import wait_for
 
 JOB = pathlib.Path(__file__).with_name("fault_job.py")
@@ -154,6 +155,9 @@ def test_an_asynchronous_job_goes_on_with_a_server_that_was_started_again(tmp_pa
     with cluster(tmp_path / "logs", *args) as job:
         log = job.log_path("worker-0")
         wait_for(log, "batch 13.", seconds=120)
+        for task in job.tasks:
+            if task.config.task_type == "ps":
+                stranger.attack(task.config.address, str(tmp_path / "his"), dim=4)
         os.kill(job.pids["ps-1"], signal.SIGKILL)
         with (
             open(tmp_path / "again.log", "wb") as output,
@@ -176,6 +180,7 @@ def test_an_asynchronous_job_goes_on_with_a_server_that_was_started_again(tmp_pa
         text,
     )
     assert told, text
+    assert not (tmp_path / "his").exists()
     # It has ended well, and nobody needs them.
     assert not list((tmp_path / "snapshots").glob("step-*"))
     assert foreign.read_text() == "mine"

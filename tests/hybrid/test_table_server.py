@@ -1,10 +1,12 @@
 """A table server and its clients in one process: what it refuses, and that it survives it."""
 
 import contextlib
+import json
 import os
 import re
 import shutil
 import socket
+import tempfile
 import threading
 import time
 import types
@@ -15,6 +17,7 @@ import tensorflow as tf
 
 from keras_psplus.cluster.config import ClusterStartupError, TaskConfig
 from keras_psplus.cluster.ports import free_ports
+from keras_psplus.cluster.secret import Secret
 from keras_psplus.hybrid import own_folders, saving
 from keras_psplus.hybrid.calls import ControlLink, TableServerError, TableServerLostError
 from keras_psplus.hybrid.row_optimizer import config_of
@@ -22,8 +25,9 @@ from keras_psplus.hybrid.servers import Servers
 from keras_psplus.hybrid.snapshots import Snapshots
 from keras_psplus.hybrid.table import Table, pull, push
 from keras_psplus.hybrid.table_server import TableServer
+from tests.hybrid import stranger
 
-DIGEST, AGREED = "digest", "agreed"
+SECRET, AGREED = Secret("token"), "agreed"
 # One of this machine's addresses, but not the one that most programs take.
 HOST = "127.0.0.2"
 SPEC = {"key": 0, "name": "users/embeddings", "rows": 9, "dim": 3, "initializer": None}
@@ -42,7 +46,14 @@ def task():
         "push_compressor": None,
         "sync": True,
     }
-    server = TableServer(TaskConfig(cluster, "ps", 0), DIGEST, options, AGREED, lambda line: None)
+    server = TableServer(
+        TaskConfig(cluster, "ps", 0),
+        SECRET,
+        options,
+        AGREED,
+        lambda line: None,
+        [tempfile.gettempdir()],
+    )
     ended = threading.Event()
     thread = threading.Thread(target=server.serve, args=(ended,))
     thread.start()
@@ -54,14 +65,14 @@ def task():
 
 @pytest.fixture(scope="module")
 def table(task):
-    servers = Servers(task, DIGEST, timeout=20, patience=2)
+    servers = Servers(task, SECRET, timeout=20, patience=2)
     servers.greet(AGREED, 2, 20)
     servers.make("table", spec=SPEC)
-    return Table(servers, 0, SPEC["name"], (9, 3), DIGEST, None, None)
+    return Table(servers, 0, SPEC["name"], (9, 3), None, None)
 
 
-def control(task, digest=DIGEST):
-    return ControlLink("ps-0", task.cluster["ps"][0], digest, timeout=20)
+def control(task, secret=SECRET):
+    return ControlLink("ps-0", task.cluster["ps"][0], secret, timeout=20)
 
 
 def test_rows_are_written_read_and_looked_up(table):
@@ -99,10 +110,48 @@ def test_wrong_requests_are_refused(task, table, request_, message):
 def test_another_job_is_refused(task, table):
     # As soon as it says hello, and not when it has waited for as long as others may take.
     with pytest.raises(ClusterStartupError, match="another job.*`job_token`.*another token"):
-        Servers(task, "other", timeout=20, patience=2).greet(AGREED, 2, 20)
-    stranger = Table(table.servers, 0, SPEC["name"], (9, 3), "other", None, None)
-    with pytest.raises(tf.errors.InvalidArgumentError, match="lost: ps-0 .*not registered"):
-        pull(stranger, tf.constant([1], LONG), replica=0)
+        Servers(task, Secret("other"), timeout=20, patience=2).greet(AGREED, 2, 20)
+    # One that has made up its own key, of all that it can know.
+    servers = Servers(task, Secret("other"), timeout=20, patience=2)
+    servers._row_keys[0].set(table.servers._first_processes[0])
+    other = Table(servers, 0, SPEC["name"], (9, 3), None, None)
+    with pytest.raises(tf.errors.InvalidArgumentError, match="lost: ps-0 .*does not know this job"):
+        pull(other, tf.constant([1], LONG), replica=0)
+
+
+def test_a_stranger_can_do_nothing_with_what_he_finds(task, table, tmp_path):
+    table.write(0, np.ones((9, 3), "float32"))
+    assert stranger.attack(task.cluster["ps"][0], str(tmp_path / "his")) > 3
+    assert not os.listdir(tmp_path) and (table.read(0) == 1).all()
+
+
+def test_nothing_that_was_overheard_says_anything_anew(task, table, monkeypatch):
+    link, sent = control(task), []
+    send = link._session._send
+    link._session._send = lambda text: sent.append(text) or send(text)
+    before = link.request("assignments", key=0, slot=7)["count"]
+    link.request("assigned", key=0, slot=7)
+    assert all("token" not in text for text in sent)
+    for text in list(sent):
+        send(text)  # the answer that was given once
+        for changed in (text.replace("slot", "tols"), text.replace('proof": "', 'proof": "0')):
+            assert "error" in json.loads(send(changed)) or "open" in changed
+    assert link.request("assignments", key=0, slot=7)["count"] == before + 1
+    # Nor does a server that does not know the token pass for one that does.
+    link._session._send = lambda text: send(text).replace("count", "tnuoc")
+    with pytest.raises(TableServerError, match="does not know this job's token"):
+        link.request("assignments", key=0, slot=7)
+
+
+def test_it_writes_only_where_it_may(task, table, tmp_path):
+    (tmp_path / "link").symlink_to("/")
+    forbidden = {"/work-of-others": "t", str(tmp_path / "link" / "srv"): "t", str(tmp_path): "../t"}
+    for directory, stem in forbidden.items():
+        with pytest.raises(TableServerError, match="ps-0 .* writes only below .*`tables_dir=`"):
+            control(task).request("save", directory=directory, stem=stem)
+    for what in ("check_directory", "keep", "keep_folders"):
+        with pytest.raises(TableServerError, match="writes only below"):
+            control(task).request(what, directory="/work-of-others")
 
 
 def test_garbage_does_no_harm(task, table):
@@ -271,7 +320,7 @@ def test_tables_that_are_not_those_that_were_saved_are_refused(task, table, tmp_
     saving.save(table.servers, [table], folder)
     saving.save(table.servers, [table], folder)
     assert len([name for name in os.listdir(folder) if name.endswith(".index")]) == 1
-    other = Table(table.servers, 0, SPEC["name"], (8, 3), DIGEST, None, None)
+    other = Table(table.servers, 0, SPEC["name"], (8, 3), None, None)
     message = r"shape \(8, 3\) is not in .* which has users/embeddings \(9, 3\).*the same model"
     with pytest.raises(ValueError, match=message):
         saving.load(table.servers, [other], folder)

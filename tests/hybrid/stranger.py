@@ -1,0 +1,58 @@
+"""What somebody without the job's token can try on a table server: TensorFlow's own client."""
+
+import json
+
+import pytest
+import tensorflow as tf
+
+
+def attack(address, folder, dim=3):
+    """Calls all that the server lists, as a client that knows their signatures.
+
+    Args:
+        address: The server's.
+        folder: One that no request may make.
+        dim: Numbers in a row.
+
+    Returns:
+        How many methods were called.
+    """
+    client = tf.distribute.experimental.rpc.Client.create("grpc", address, timeout_in_ms=10_000)
+    names = sorted(client._method_registry)
+    assert "control" in names
+    arguments = {
+        "lookup": [tf.constant([0, 1])],
+        "lookup_at": [tf.constant(0, tf.int64), tf.constant([0, 1])],
+        "read": [tf.constant(0), tf.constant(1)],
+        "write": [tf.constant(0), tf.fill([1, dim], 7.0)],
+    }
+    for name in names:
+        if name == "control":
+            continue
+        what = name.partition("/")[2].rstrip("0123456789")
+        for key in ([0, 0], [1, -1], [2**63 - 1, 5]):
+            own = [tf.constant(key, tf.int64), *arguments.get(what, [])]
+            reason = "does not know this job" if what in arguments else None
+            with pytest.raises(tf.errors.InvalidArgumentError, match=reason):
+                _call(client, name, own)
+        with pytest.raises(tf.errors.InvalidArgumentError):
+            _call(client, name, arguments.get(what, []))
+    for what in ("check_directory", "save", "who", "farewell", "table"):
+        body = json.dumps({"what": what, "ticket": "1", "directory": folder, "stem": "mine"})
+        session = json.loads(_call(client, "control", [tf.constant('{"open": "me"}')]))
+        for message in (
+            {"what": what, "ticket": "1", "token": "", "directory": folder, "stem": "mine"},
+            {"caller": "me", "session": session["session"], "body": body, "proof": "0" * 64},
+            {"caller": "me", "session": "0.0", "body": body, "proof": ""},
+        ):
+            answer = json.loads(_call(client, "control", [tf.constant(json.dumps(message))]))
+            assert "error" in answer or "unknown" in answer, answer
+            assert "body" not in answer
+    return len(names)
+
+
+def _call(client, name, arguments):
+    result = client.call(name, arguments, output_specs=tf.TensorSpec([], tf.string))
+    if not result.is_ok():
+        raise tf.errors.InvalidArgumentError(None, None, str(result.get_error()))
+    return result.get_value().numpy()
