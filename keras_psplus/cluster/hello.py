@@ -33,6 +33,11 @@ class Hello:
         cluster = json.dumps(config.cluster, sort_keys=True)
         return cls(config.name, cluster, socket.gethostname(), os.getpid(), uuid.uuid4().hex)
 
+    @classmethod
+    def of_chief(cls):
+        """Makes the hello of a chief without a `TaskConfig`."""
+        return cls("chief", "{}", socket.gethostname(), os.getpid(), uuid.uuid4().hex)
+
     @property
     def who(self):
         """Names the process for a message."""

@@ -8,6 +8,7 @@ import time
 import tensorflow as tf
 
 from keras_psplus.cluster import farewell, hello, tuning
+from keras_psplus.cluster.claims import Claims
 from keras_psplus.cluster.config import ClusterConfigError, ClusterStartupError
 from keras_psplus.cluster.preflight import check_own_address
 
@@ -56,10 +57,10 @@ def serve(config, startup_timeout=300.0, chief_gone=5.0, log=None):
         ChiefLostError: If the chief has ended without having said so.
     """
     log = log or log_line
-    _leader(config)
+    _, leader = _leader(config)
     check_own_address(config)
     tuning.tune()
-    ear = farewell.Ear()
+    ear, claims = farewell.Ear(), Claims(config.name, leader)
     try:
         server = tf.distribute.Server(
             tf.train.ClusterSpec({job: list(tasks) for job, tasks in config.cluster.items()}),
@@ -81,6 +82,7 @@ def serve(config, startup_timeout=300.0, chief_gone=5.0, log=None):
         chief_gone,
         log,
     )
+    del claims  # TensorFlow's registry has it no longer than this function.
     return server
 
 

@@ -1,6 +1,7 @@
 """`ParameterServerStrategy` for Keras 3."""
 
 import atexit
+import contextlib
 
 import tensorflow as tf
 
@@ -8,6 +9,8 @@ from keras_psplus import live_strategies
 from keras_psplus import updates as updates_module
 from keras_psplus.arguments import seconds
 from keras_psplus.cluster import farewell, preflight, stalls, tuning
+from keras_psplus.cluster.claims import Claimant
+from keras_psplus.cluster.config import ClusterStartupError
 from keras_psplus.cluster.progress import Progress
 from keras_psplus.communication import Communication
 from keras_psplus.parameter_server import failure, modes, startup, state_files, tally
@@ -65,7 +68,8 @@ class ParameterServerStrategy(tf.distribute.ParameterServerStrategy):
         ValueError: If an argument is out of range, a combination of them has no meaning, or a
             compressor is unknown or unfit.
         keras_psplus.cluster.ClusterConfigError: If `TF_CONFIG` is wrong or has no worker or no ps.
-        keras_psplus.cluster.ClusterStartupError: If a task does not come up in time.
+        keras_psplus.cluster.ClusterStartupError: If a task does not come up in time, or serves
+            another chief.
 
     Example:
 
@@ -128,6 +132,8 @@ class ParameterServerStrategy(tf.distribute.ParameterServerStrategy):
         self._cluster_resolver = cluster_resolver
         self._verify_args_and_config(cluster_resolver)
         self._cluster_coordinator = None
+        self._claimant = Claimant(spec, self._task)
+        self._claimant.claim_all()
         self._connect_to_cluster(coordinator_name="chief")
         self._chief = None
         if self._task is not None:
@@ -158,7 +164,7 @@ class ParameterServerStrategy(tf.distribute.ParameterServerStrategy):
             Coordinator(self),
             self._num_workers,
             failure.WorkerWatch(spec["worker"], worker_timeout).check,
-            self._chief.greet_again if self._chief else None,
+            self._greet_again if self._chief else None,
         )
         self._progress = Progress(leads=True)
         stalls.Inspector(stall_warning, Waits(self._scheduler, self._progress, spec).look)
@@ -169,6 +175,12 @@ class ParameterServerStrategy(tf.distribute.ParameterServerStrategy):
             self._clocks = Clocks(self._num_workers, self._mode.max_staleness)
             self._clocks.watch(self._scheduler.workers)
         live_strategies.note(self, in_cluster=self._task is not None)
+
+    def _greet_again(self, name):
+        # It is another process, to which this chief is one of many.
+        with contextlib.suppress(ClusterStartupError):
+            self._claimant.claim(name)
+        self._chief.greet_again(name)
 
     @property
     def task(self):

@@ -12,6 +12,8 @@ import pytest
 
 import keras_psplus
 from keras_psplus.cluster.config import ClusterConfigError
+from keras_psplus.cluster.environment import TOKEN_VARIABLE
+from keras_psplus.cluster.ports import free_ports
 from keras_psplus.cluster.processes import LocalCluster
 from keras_psplus.cluster.testing import run_in_processes
 from tests.parameter_server.waiting import wait_for
@@ -60,6 +62,19 @@ def test_fit_goes_on_without_a_killed_worker_and_with_a_restarted_one(tmp_path):
     with job(tmp_path, 400, env={**env, "COUNTING_JOB_GATE": str(gate)}) as cluster:
         chief = cluster.log_path("chief-0")
         wait_for(chief, "batch 50\n")
+        # A chief of its own address, with the same servers, first without the token.
+        described = json.loads(cluster.environment("chief-0")["TF_CONFIG"])
+        described["cluster"]["chief"] = [f"127.0.0.1:{free_ports(1)[0]}"]
+        for token, message in (("", "token differs"), (None, r"serves another chief: chief-0 \(")):
+            second = {**cluster.environment("chief-0"), "TF_CONFIG": json.dumps(described)}
+            if token is not None:
+                second[TOKEN_VARIABLE] = token
+            result = subprocess.run(
+                [sys.executable, str(JOB), "400"], env=second, capture_output=True, timeout=60
+            )
+            errors = result.stderr.decode()
+            assert result.returncode == 1, errors
+            assert re.search(rf"ClusterStartupError: ps-0 \(127.0.0.1:\d+\).*{message}", errors)
         environment = cluster.environment("worker-1")
         os.kill(cluster.pids["worker-1"], signal.SIGKILL)
         log = tmp_path / "again"

@@ -1,0 +1,167 @@
+"""Tasks that serve belong to the first chief that claims them, for as long as it lives.
+
+TensorFlow's own servers take orders from anybody, and two chiefs with the same servers wait for
+ever. So a chief claims its servers before it connects to them: by a session of TensorFlow 1, which
+touches nothing of the jobs that a server has, and a function of the server's own process.
+"""
+
+import concurrent.futures
+import json
+import os
+import threading
+import time
+
+import tensorflow as tf
+from tensorflow.python.ops import script_ops
+
+from keras_psplus.cluster import hello
+from keras_psplus.cluster.config import ClusterStartupError
+from keras_psplus.cluster.environment import TOKEN_VARIABLE
+from keras_psplus.cluster.secret import AnotherProcessError, Gate, RefusedError, Secret, Session
+
+_TOKEN = "keras_psplus_chief_claims"
+_ANSWER_SECONDS = 15.0
+# From a claim until the chief's own server must accept connections.
+_START_SECONDS = 30.0
+_CONNECT_SECONDS = 1.0
+
+
+class Claims:
+    """Notes, in a task that serves, which chief it belongs to.
+
+    Args:
+        name: This task's name.
+        leader: Address of the chief that it expects.
+    """
+
+    def __init__(self, name, leader):
+        self._leader, self._holder = leader, None
+        self._lock = threading.Lock()
+        self._gate = Gate(
+            _secret(),
+            f"{name} belongs to another job: its token differs. Start all tasks with the same "
+            f"{TOKEN_VARIABLE}, or all without. Received: another token",
+        )
+        # TensorFlow's registry holds functions weakly.
+        self._function = self._hear
+        script_ops._py_funcs._funcs[_TOKEN] = self._function
+
+    def claim(self, who, host, process, address):
+        """Gives this task to a chief, unless another one has it.
+
+        Args:
+            who: Words that name the chief.
+            host: The host on which it runs.
+            process: What tells its process from others.
+            address: Its own address, or None if it says none.
+
+        Returns:
+            None, or words that name the one that has it.
+        """
+        own = {"who": who, "host": host, "process": process, "address": address}
+        with self._lock:
+            if self._holder is None or process == self._holder["process"] or self._is_free(own):
+                self._holder = {**own, "since": time.monotonic()}
+                return None
+            since = time.monotonic() - self._holder["since"]
+            return f"{self._holder['who']}, which has claimed it {since:.0f} s ago"
+
+    def _is_free(self, own):
+        holder = self._holder
+        if own["address"] and all(own[key] == holder[key] for key in ("address", "host")):
+            return True  # Two processes cannot have the port: the other one has ended.
+        if time.monotonic() < holder["since"] + _START_SECONDS:
+            return False
+        try:
+            hello.connect(holder["address"] or self._leader, _CONNECT_SECONDS).close()
+        except (OSError, ValueError):
+            return True
+        return False
+
+    def _hear(self, text):
+        return self._gate.answer(text.decode(errors="replace"), self._answer).encode()
+
+    def _answer(self, body):
+        return json.dumps({"held": self.claim(**json.loads(body))})
+
+
+class Claimant:
+    """A chief's side of `Claims`.
+
+    Args:
+        cluster: Dict from job names to lists of addresses.
+        config: `TaskConfig` of the chief, or None if it has none.
+    """
+
+    def __init__(self, cluster, config=None):
+        # A server that two jobs share by mistake is a ps more often than a worker.
+        self._servers = {
+            f"{job}-{index}": (job, index, address)
+            for job in ("ps", "worker")
+            for index, address in enumerate(cluster.get(job, ()))
+        }
+        self._config = config
+        me = hello.Hello.of(config) if config else hello.Hello.of_chief()
+        address = config.address if config else None
+        self._own = {"who": me.who, "host": me.host, "process": me.process, "address": address}
+
+    def claim_all(self):
+        """Claims all servers.
+
+        Raises:
+            ClusterStartupError: If one belongs to another chief, or to a job with another token.
+        """
+        first, *others = self._servers
+        self.claim(first)
+        with concurrent.futures.ThreadPoolExecutor(max_workers=8) as pool:
+            list(pool.map(self.claim, others))
+
+    def claim(self, name):
+        """Claims one server; one that knows nothing of claims is left as it is."""
+        job, index, address = self._servers[name]
+        received = f"TF_CONFIG={self._config.to_tf_config()}" if self._config else address
+        try:
+            with _Line(job, index, address) as line:
+                answer = Session(_secret(), line.send).ask(json.dumps(self._own))
+        except (tf.errors.OpError, AnotherProcessError):
+            return  # TensorFlow's own server, or it is busy.
+        except RefusedError as error:
+            raise ClusterStartupError(f"{name} ({address}): {error}. {received}") from None
+        holder = json.loads(answer)["held"]
+        if holder is not None:
+            raise ClusterStartupError(
+                f"{name} ({address}) serves another chief: {holder}. {self._own['who']} cannot use "
+                "the same parameter servers and workers: end that job first, or give this one "
+                f"servers of its own. Received: {received}"
+            )
+
+
+class _Line:
+    """Calls the function of `Claims` in one server."""
+
+    def __init__(self, job, index, address):
+        task = f"/job:{job}/task:{index}"
+        graph = tf.Graph()
+        with graph.as_default(), tf.device(f"{task}/device:CPU:0"):
+            self._text = tf.compat.v1.placeholder(tf.string, [])
+            (self._answer,) = tf.raw_ops.PyFunc(input=[self._text], token=_TOKEN, Tout=[tf.string])
+        config = tf.compat.v1.ConfigProto(
+            # Otherwise the server would look for all of its cluster first.
+            device_filters=[task],
+            operation_timeout_in_ms=int(1000 * _ANSWER_SECONDS),
+        )
+        self._session = tf.compat.v1.Session(f"grpc://{address}", graph=graph, config=config)
+
+    def __enter__(self):
+        return self
+
+    def __exit__(self, *_):
+        self._session.close()
+
+    def send(self, text):
+        return self._session.run(self._answer, {self._text: text}).decode()
+
+
+def _secret():
+    # Without a token the first chief that comes has the servers all the same.
+    return Secret(os.environ.get(TOKEN_VARIABLE) or "")
