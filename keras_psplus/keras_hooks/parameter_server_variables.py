@@ -44,7 +44,10 @@ def _initialize(original, self, value):
     trainable = self._trainable
     self._trainable = getattr(self, "_is_made_to_train", trainable)
     try:
-        with strategy.extended.creating(self.path, _kind(self, strategy)):
+        shape = getattr(self, "_shape", None)
+        if shape is None and not callable(value):
+            shape = getattr(value, "shape", None)
+        with strategy.extended.creating(self.path, _kind(self, strategy), shape):
             return original(self, value)
     finally:
         self._trainable = trainable

@@ -10,11 +10,14 @@ from tensorflow.python.distribute import parameter_server_strategy_v2 as stock
 from tensorflow.python.framework import ops
 from tensorflow.python.ops import resource_variable_ops
 
+from keras_psplus.parameter_server import shard_sizes
 from keras_psplus.parameter_server.pulls import PulledVariable, beside
 from keras_psplus.parameter_server.pushes import Pushes
 from keras_psplus.parameter_server.sharded import ShardedVariable, shard_of
 from keras_psplus.parameter_server.worker_function import TravellingVariable
 from keras_psplus.parameter_server.worker_state import WorkerStates
+
+_CHIEF = "/job:chief/replica:0/task:0/device:CPU:0"
 
 
 def gpus_per_worker(devices, num_workers):
@@ -43,8 +46,11 @@ def gpus_per_worker(devices, num_workers):
 class ParameterServerExtended(stock.ParameterServerStrategyV2Extended):
     """Additional APIs of `keras_psplus.ParameterServerStrategy`."""
 
-    def __init__(self, strategy, cluster_resolver, variable_partitioner, compressors):
+    def __init__(
+        self, strategy, cluster_resolver, variable_partitioner, compressors, keeps_whole=True
+    ):
         super().__init__(strategy, cluster_resolver, variable_partitioner)
+        self._keeps_whole = keeps_whole
         self._creating = threading.local()
         self._bytes_on_ps = [0] * self._num_ps
         self._compressors = compressors
@@ -82,16 +88,17 @@ class ParameterServerExtended(stock.ParameterServerStrategyV2Extended):
         return isinstance(variable, TravellingVariable) or "/job:ps/" in (variable.device or "")
 
     @contextlib.contextmanager
-    def creating(self, name, kind):
+    def creating(self, name, kind, shape=None):
         """Context for creating a Keras variable.
 
         Args:
             name: Full path of the variable.
             kind: What it is, if it lives on the chief and travels with the steps, as for
                 `TravellingVariable`; else None.
+            shape: Its shape, if it is known.
         """
         outer = getattr(self._creating, "value", None)
-        self._creating.value = (name, kind)
+        self._creating.value = (name, kind, shape)
         try:
             yield
         finally:
@@ -124,22 +131,61 @@ class ParameterServerExtended(stock.ParameterServerStrategyV2Extended):
         return creator
 
     def _create_variable(self, next_creator, **kwargs):
-        _, kind = getattr(self._creating, "value", None) or ("", None)
+        _, kind, shape = getattr(self._creating, "value", None) or ("", None, None)
         if kind is not None:
             for name in ("aggregation", "synchronization", "colocate_with"):
                 kwargs.pop(name, None)
             with (
                 ops.colocate_with(None, ignore_existing=True),
-                ops.device("/job:chief/replica:0/task:0/device:CPU:0"),
+                ops.device(_CHIEF),
             ):
                 return TravellingVariable(next_creator(**kwargs), kind)
         whole = kwargs.get("colocate_with")
         if isinstance(whole, ShardedVariable):
             return self._create_beside_shards(next_creator, whole, **kwargs)
+        offsets = self._offsets_if_large(shape, kwargs)
+        if offsets is not None and len(offsets) > 2:
+            return self._create_in_shards(next_creator, offsets, **kwargs)
         variable = super()._create_variable(next_creator, **kwargs)
         if isinstance(variable, sharded_variable.ShardedVariable):
             return ShardedVariable(variable)
         return variable
+
+    def _offsets_if_large(self, shape, kwargs):
+        """Where a variable of more than 1 GiB is cut; None for others, which TensorFlow makes."""
+        initial_value, dtype = kwargs.get("initial_value"), kwargs.get("dtype")
+        if isinstance(initial_value, tf.Tensor):
+            shape, dtype = initial_value.shape, dtype or initial_value.dtype
+        is_of_checkpoint = hasattr(initial_value, "checkpoint_position")
+        if is_of_checkpoint or "colocate_with" in kwargs or not shape or dtype is None:
+            return None
+        is_known = tf.TensorShape(shape).is_fully_defined()
+        if not is_known or shard_sizes.size_of(shape, dtype) <= shard_sizes.LARGE_BYTES:
+            return None
+        partitioner, shards = self._variable_partitioner, 1
+        if partitioner is not None:
+            shards = partitioner(shape=tf.TensorShape(shape), dtype=tf.as_dtype(dtype))[0]
+        return shard_sizes.offsets_of(shape, dtype, shards, self._keeps_whole)
+
+    def _create_in_shards(self, next_creator, offsets, **kwargs):
+        """Makes a variable whose first value is the chief's, who sends each shard by itself."""
+        initial_value = kwargs.pop("initial_value")
+        kwargs.pop("shape", None)
+        name = kwargs.pop("name", None) or "variable"
+        creator = self._create_var_creator(next_creator, **kwargs)
+        with ops.device(_CHIEF):
+            value = initial_value() if callable(initial_value) else initial_value
+            value = tf.convert_to_tensor(value, dtype=kwargs.get("dtype"))
+        parts = []
+        for i, (first, end) in enumerate(zip(offsets, offsets[1:])):
+            with ops.device(_CHIEF):
+                own = value[first:end]
+            parts.append(
+                self._create_variable_round_robin(
+                    creator, **kwargs, initial_value=own, name=f"{name}/part_{i}"
+                )
+            )
+        return ShardedVariable(sharded_variable.ShardedVariable(parts))
 
     def _create_beside_shards(self, next_creator, whole, **kwargs):
         """Makes an optimizer's slot in shards, each beside the variable's shard."""

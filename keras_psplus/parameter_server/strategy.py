@@ -39,8 +39,9 @@ class ParameterServerStrategy(tf.distribute.ParameterServerStrategy):
         cluster_resolver: Optional `tf.distribute.cluster_resolver.ClusterResolver`, in the chief,
             of a cluster whose servers are started otherwise. By default `TF_CONFIG` is read.
         variable_partitioner: `"auto"`, which shards variables of more than 16 MiB over all
-            parameter servers; None, which keeps every variable whole; or one of
-            `tf.distribute.experimental.partitioners`.
+            parameter servers, in shards of at most 1 GiB; None, which keeps every variable whole;
+            or one of `tf.distribute.experimental.partitioners`. Of the latter two, what comes to
+            2 GiB on one server, which TensorFlow cannot send, is cut all the same.
         startup_timeout: Seconds to wait for the other tasks to start.
         worker_timeout: Seconds for which no worker at all may be reachable before training ends.
         compression: How gradients are sent: a name such as `"bf16"`, `"int8"`, `"topk:0.01"` or
@@ -124,6 +125,7 @@ class ParameterServerStrategy(tf.distribute.ParameterServerStrategy):
             )
         spec = cluster_resolver.cluster_spec().as_dict()
         self._mode.check_workers(len(spec.get("worker", [])))
+        keeps_whole = variable_partitioner != "auto"
         if variable_partitioner == "auto":
             variable_partitioner = _partitioners.MinSizePartitioner(
                 min_shard_bytes=16 << 20, max_shards=len(spec.get("ps", [])) or 1
@@ -147,7 +149,9 @@ class ParameterServerStrategy(tf.distribute.ParameterServerStrategy):
             )
         tf.distribute.Strategy.__init__(
             self,
-            ParameterServerExtended(self, cluster_resolver, variable_partitioner, compressors),
+            ParameterServerExtended(
+                self, cluster_resolver, variable_partitioner, compressors, keeps_whole
+            ),
         )
         if self._task is None:
             # Servers that are not of this job's launch may go on without their chief.

@@ -20,6 +20,7 @@ import tensorflow as tf
 
 import keras_psplus as psp
 from keras_psplus.cluster.in_process import InProcessCluster
+from keras_psplus.parameter_server import shard_sizes
 
 STEPS = 4
 
@@ -179,6 +180,8 @@ def in_cluster(cluster, folder, kind):
 def main():
     folder = pathlib.Path(sys.argv[1])
     alone(folder)
+    # Some of the variables that are cut are made as large ones are, the others by TensorFlow.
+    shard_sizes.LARGE_BYTES = 800
     with InProcessCluster(workers=2, ps=2) as cluster:
         for kind in ("whole", "sharded"):
             Unsaveable.broken = False
