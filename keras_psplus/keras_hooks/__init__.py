@@ -25,6 +25,7 @@ from keras_psplus.keras_hooks import (
     row_reads,
     saving,
     snapshots,
+    terminate_on_nan,
     trainer,
     updates,
     variables,
@@ -61,6 +62,7 @@ def install():
         keras_rs,
         row_reads,
         snapshots,
+        terminate_on_nan,
     ):
         module.install()
     _installed = True

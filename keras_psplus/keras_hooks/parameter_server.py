@@ -152,10 +152,19 @@ class _StepFunction:
         self._runner.submit(batches, _tensors_spec(element_spec, batches), ticket)
         self._logs.clear()
         self._logs.update(self._runner.logs)
+        # Also if other steps have come back after that one.
+        bad_loss = self._runner.take_bad_loss() if self._is_training else None
+        if bad_loss is not None:
+            self._logs["loss"] = bad_loss
         logs = self._logs
         if not isinstance(iterator, (tf.data.Iterator, WorkerIterator)):
             self.drain()
         return logs, len(batches)
+
+    def take_bad_loss(self):
+        """A loss that is not finite and that the logs of no batch have shown, or None."""
+        self.drain()
+        return self._runner.take_bad_loss()
 
     def drain(self):
         """Waits for all steps; metrics and logs are those of all of them then."""

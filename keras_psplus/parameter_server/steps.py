@@ -26,6 +26,7 @@ class StepRunner:
         )
         self._lock = threading.Lock()
         self._sent = 0
+        self._bad_loss = None
         self._clear()
 
     def _clear(self):
@@ -91,6 +92,12 @@ class StepRunner:
         with self._lock:
             return dict(self._logs or {})
 
+    def take_bad_loss(self):
+        """A loss among the logs of the steps since the last call that is not finite, or None."""
+        with self._lock:
+            bad_loss, self._bad_loss = self._bad_loss, None
+            return bad_loss
+
     @property
     def is_open(self):
         """Whether steps have been sent since the last `close`."""
@@ -135,6 +142,9 @@ class StepRunner:
                 self._draws = np.where(is_seed, changes / count, 0.0)
             self._totals = self._totals + np.where(is_seed, 0.0, changes)
             self._logs = {name: value.astype(dtype) for (name, dtype), value in zip(names, logs)}
+            loss = self._logs.get("loss")
+            if loss is not None and not np.isfinite(loss):
+                self._bad_loss = loss
 
     def _is_seed(self):
         return self._flags(lambda variable: variable.is_seed)

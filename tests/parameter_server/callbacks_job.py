@@ -517,6 +517,43 @@ def infinite_generator(strategy, folder):
     expect(history["loss"], [4.5, 14.5, 24.5])
 
 
+def epochs_until_nan(strategy, place, rows=40, raise_error=False):
+    """Epochs and batches that training on rows one by one takes, of which one is not a number."""
+    targets = np.zeros(rows, "float32")
+    targets[place] = np.nan
+    seen = []
+    note = keras.callbacks.LambdaCallback(on_train_batch_end=lambda batch, logs: seen.append(batch))
+    nan = keras.callbacks.TerminateOnNaN(raise_error=raise_error)
+    history = linear(strategy).fit(
+        np.ones((rows, 4), "float32"),
+        targets,
+        batch_size=1,
+        epochs=3,
+        shuffle=False,
+        verbose=0,
+        callbacks=[nan, note],
+    )
+    return history.epoch, len(seen)
+
+
+@behaviour
+def a_loss_of_nan_ends_its_epoch(strategy, folder):
+    for place in (39, 38, 37, 36, 35):
+        epochs, _ = epochs_until_nan(strategy, place)
+        assert epochs == [0], (place, epochs)
+    # What is under way goes on, a few steps for each worker.
+    epochs, batches = epochs_until_nan(strategy, 5, rows=200)
+    assert epochs == [0] and batches < 60, (epochs, batches)
+    try:
+        epochs_until_nan(strategy, 39, raise_error=True)
+    except RuntimeError as error:
+        assert "NaN or Inf loss encountered at batch 39" in str(error), error
+    else:
+        raise AssertionError("not raised")
+    # It has no bearing on a training that comes after.
+    assert len(linear(strategy).fit(x, y, epochs=2, verbose=0).epoch) == 2
+
+
 def main():
     folder = pathlib.Path(sys.argv[1])
     strategy = psp.ParameterServerStrategy(startup_timeout=60)
