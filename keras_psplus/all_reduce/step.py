@@ -134,15 +134,18 @@ class Step:
         Args:
             tensors: List of tensors, `tf.IndexedSlices` or None. Of slices, none are left.
         """
-        if not self.may_be_empty:
+        if self._has_rows is None:
             return tensors
+        # Also where the graph knows that there are rows: others may not, and all replicas have to
+        # find the same products.
+        none = _of_no_rows if self.may_be_empty else _zeros
         kept = [i for i, tensor in enumerate(tensors) if tensor is not None]
         parts = [self._parts_of(tensors[i]) for i in kept]
         # A cond passes tensors through without a copy, and each as soon as it is there.
         parts = tf.cond(
             self.has_rows(),
             lambda: tf.nest.map_structure(tf.identity, parts),
-            lambda: [_of_no_rows(part) for part in parts],
+            lambda: [none(part) for part in parts],
         )
         tensors = list(tensors)
         for i, part in zip(kept, parts):
@@ -150,7 +153,10 @@ class Step:
                 part = part.whole()
             elif isinstance(tensors[i], tf.IndexedSlices):
                 (values,), old = part, tensors[i]
-                part = tf.IndexedSlices(values, old.indices[: tf.shape(values)[0]], old.dense_shape)
+                indices = old.indices
+                if self.may_be_empty:
+                    indices = indices[: tf.shape(values)[0]]
+                part = tf.IndexedSlices(values, indices, old.dense_shape)
             tensors[i] = part
         return tensors
 
@@ -172,7 +178,8 @@ class Step:
 
     def sum_over_replicas(self, tensors):
         """Sums small tensors over all replicas; what those without rows have computed is 0."""
-        return self._extended.sum_over_replicas(self.zero_if_empty(list(tensors)))
+        tensors = self.zero_if_empty(list(tensors)) if self.may_be_empty else tensors
+        return self._extended.sum_over_replicas(tensors)
 
     def _share(self):
         if self._weight is None:
@@ -255,4 +262,8 @@ def _of_no_rows(part):
     """What a part of a gradient is for a replica without rows."""
     if isinstance(part, (list, products.Product)):
         return tf.nest.map_structure(lambda tensor: tensor[:0], part)
-    return tf.zeros_like(part)
+    return _zeros(part)
+
+
+def _zeros(part):
+    return tf.nest.map_structure(tf.zeros_like, part)

@@ -21,7 +21,7 @@ def install():
 
 def _all_reduce(original, self, reduce_op, value, *args, **kwargs):
     step = our_step()
-    if step is not None and _is_sum(reduce_op):
+    if step is not None and step.may_be_empty and _is_sum(reduce_op):
         value = tf.nest.pack_sequence_as(value, step.zero_if_empty(tf.nest.flatten(value)))
     return original(self, reduce_op, value, *args, **kwargs)
 
