@@ -29,7 +29,7 @@ CORE = [
     "gradient_accumulation_in_loop",
     "masked_sequence_loss",
     "synchronised_batch_normalisation",
-    "convolutions_where_a_replica_has_no_rows",
+    "convolutions_of_single_rows",
     "mixed_precision_skips_overflow",
     "own_loss_as_vector",
     "evaluate_and_predict",
@@ -45,15 +45,13 @@ LOSSLESS = [
     *("last_batch_of_one_row", "steps_per_execution", "embedding_with_adam", "run_eagerly"),
 ]
 # Under parameter servers, a batch's logs are those of the step that came back last.
-NOT_ASYNCHRONOUS = (
-    *("logs_of_every_batch", "run_eagerly", "convolutions_where_a_replica_has_no_rows"),
-)
+NOT_ASYNCHRONOUS = ("logs_of_every_batch", "run_eagerly")
 # For one worker, which has whole batches, the same as others that are run: a loss is what it is.
 MUCH_THE_SAME = [
     *("dataset_repeated", "dataset_of_named_tuples", "bfloat16", "validation_split"),
     *("class_weight", "mean_with_sample_weight", "own_loss_as_vector"),
     *("own_loss_with_an_empty_replica", "metric_and_loss_functions_of_whole_batches"),
-    "convolutions_of_single_rows",
+    *("convolutions_where_a_replica_has_no_rows", "convolutions_of_single_rows"),
     # Among what `callbacks_job.py` does with two.
     "early_stopping_and_plateau",
 ]
