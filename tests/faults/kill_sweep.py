@@ -31,7 +31,7 @@ CLUSTERS = {
 
 
 _EPOCH = re.compile(r"^epoch (\d+) (\w+)$", re.MULTILINE)
-_ERROR = re.compile(r"^\S*(\w+LostError: .{100})", re.MULTILINE)
+_ERROR = re.compile(r"(\w+LostError: .{40})")
 
 
 def start(kind, folder, kill=None, own=False, epochs=None, grace=0.5, timeout=120):

@@ -25,6 +25,8 @@ from keras_psplus.hybrid.servers import Servers
 from keras_psplus.hybrid.snapshots import Snapshots
 from keras_psplus.hybrid.table import Table, pull, push
 from keras_psplus.hybrid.table_server import TableServer
+from keras_psplus.log import logger
+from tests.faults.damage import flip
 from tests.hybrid import stranger
 
 SECRET, AGREED = Secret("token"), "agreed"
@@ -308,6 +310,45 @@ def test_a_folder_for_states_is_deleted_with_what_is_in_it(task, table, tmp_path
     snapshots.is_needed = False
     snapshots.delete()
     assert not os.listdir(tmp_path)
+
+
+@pytest.mark.parametrize("damaged", ["dense-*.data*", "tables-*.data*", "tables.json", "garbage"])
+def test_an_older_snapshot_is_read_if_the_last_is_damaged(
+    table, tmp_path, caplog, monkeypatch, damaged
+):
+    monkeypatch.setattr(logger, "propagate", True)
+    snapshots = Snapshots(
+        table.servers, types.SimpleNamespace(all=[table]), "worker-0", str(tmp_path), 10
+    )
+
+    def damage(step):
+        paths = list(tmp_path.glob(f"step-*{step}/{damaged.replace('garbage', 'tables.json')}"))
+        assert paths
+        for path in paths:
+            path.write_bytes(b"{\xff") if damaged == "garbage" else flip(path)
+
+    def read(folder, listed):
+        return snapshots.load(folder, listed, {"bias": "float32"})["bias"].tolist()
+
+    for step in (10, 20):
+        table.write(0, np.full((9, 3), step, "float32"))
+        snapshots.save(step, {}, {"bias": np.full(64, step, "float32")})
+    damage(20)
+    with caplog.at_level("WARNING"):
+        found, bias = snapshots.read_newest(read)
+    assert found[1]["step"] == 10 and bias == [10] * 64
+    assert (table.read(0) == 10).all()
+    assert "training resumes from another one, of step 10. Received: " in caplog.text
+    assert "step-0000000020" in caplog.text
+    # It is written again, and is none of those that are kept.
+    for step in (20, 30):
+        snapshots.save(step, {}, {"bias": np.full(64, step, "float32")})
+        assert snapshots.read_newest(read)[1] == [step] * 64
+    assert sorted(os.listdir(tmp_path)) == ["step-0000000020", "step-0000000030"]
+    damage(20)
+    damage(30)
+    with pytest.raises(OSError, match="No snapshot in .* Put the files back.* Received: .*step-0"):
+        snapshots.read_newest(read)
 
 
 def test_tables_that_are_not_those_that_were_saved_are_refused(task, table, tmp_path):
