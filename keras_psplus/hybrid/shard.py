@@ -8,7 +8,7 @@ import functools
 
 import tensorflow as tf
 
-from keras_psplus.hybrid.initial_rows import initial, rows_of
+from keras_psplus.hybrid.initial_rows import make_variable, rows_of
 from keras_psplus.hybrid.last_step import LastStep
 from keras_psplus.hybrid.lost_updates import LostUpdates
 from keras_psplus.hybrid.row_optimizer import RowOptimizer
@@ -51,7 +51,7 @@ class Shard:
         self._pull = RowCodec(pull_compressor, self.dim)
         self._push = RowCodec(push_compressor, self.dim)
         self._replicas, self._sync = replicas, sync
-        self.weights = tf.Variable(initial(spec, server, servers), trainable=False)
+        self.weights = make_variable(spec, server, servers)
         self.optimizer = None
         self._optimizer_number = self._first_slot = 0
         self._methods = {}
