@@ -10,6 +10,7 @@ from keras_psplus.keras_hooks import (
     iterator_release,
     parameter_server_updates,
     ps_data,
+    ps_distributed,
     step_registry,
 )
 from keras_psplus.keras_hooks.ownership import asynchronous
@@ -69,10 +70,11 @@ def _init_iterator(original, self, distribute_strategy=None, *args, **kwargs):
     strategy = asynchronous(distribute_strategy)
     if strategy is None:
         return original(self, distribute_strategy, *args, **kwargs)
+    of_workers = ps_distributed.take_apart(strategy, kwargs)
     super(trainer.TFEpochIterator, self).__init__(*args, **kwargs)
     self._distribute_strategy = strategy
     self._distributed_dataset = worker_data = ps_data.on_workers(
-        strategy, self.data_adapter, bool(_in_order)
+        strategy, self.data_adapter, bool(_in_order), of_workers
     )
     if worker_data is None:
         # A step that is given to another worker has its batch with it, and every element counts

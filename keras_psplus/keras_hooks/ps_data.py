@@ -10,25 +10,27 @@ from keras.src.trainers.data_adapters import (
 )
 
 from keras_psplus.log import info_once, logger, warn_once
-from keras_psplus.parameter_server.worker_data import WorkerDataset
+from keras_psplus.parameter_server.worker_data import DatasetOfEachWorker, WorkerDataset
 
 _POLICY = tf.data.experimental.AutoShardPolicy
 
 
-def on_workers(strategy, adapter, in_order):
+def on_workers(strategy, adapter, in_order, of_workers=None):
     """The data of an adapter as a dataset that the workers read, or None if the chief reads them.
 
     Args:
         strategy: `ParameterServerStrategy`.
         adapter: Keras's data adapter.
         in_order: Whether results are wanted in the order of the data.
+        of_workers: List of pairs of a `tf.data.Dataset` and its seed, one for each worker, if the
+            script gave a function that makes them; the adapter has all of them then.
     """
     if not isinstance(adapter, tf_dataset_adapter.TFDatasetAdapter):
         _say_that_the_chief_reads(strategy, adapter)
         return None
     dataset = adapter.get_tf_dataset()
     policy = dataset.options().experimental_distribute.auto_shard_policy
-    if policy not in (_POLICY.FILE, _POLICY.DATA):
+    if of_workers is None and policy not in (_POLICY.FILE, _POLICY.DATA):
         info_once(
             "data over %d worker(s): the chief reads them and sends each batch with its step, over "
             "its own network; set AutoShardPolicy.FILE or DATA in the dataset's options to have "
@@ -45,7 +47,10 @@ def on_workers(strategy, adapter, in_order):
     # As Keras draws its seeds, so that `keras.utils.set_random_seed` settles it.
     seed = random.randint(1, int(1e9))
     try:
-        workers = WorkerDataset(dataset, policy, strategy.num_workers, seed)
+        if of_workers is not None:
+            workers = DatasetOfEachWorker(of_workers, dataset.element_spec)
+        else:
+            workers = WorkerDataset(dataset, policy, strategy.num_workers, seed)
     except ValueError as error:
         logger.warning(
             "this dataset cannot be sent to the workers (%s), so the chief reads it and sends each "
@@ -53,6 +58,12 @@ def on_workers(strategy, adapter, in_order):
             error,
         )
         return None
+    if of_workers is not None:
+        info_once(
+            "data over %d worker(s): each reads what the script's function has made for it",
+            strategy.num_workers,
+        )
+        return workers
     info_once(
         "data over %d worker(s): each reads its own share (AutoShardPolicy.%s)",
         strategy.num_workers,

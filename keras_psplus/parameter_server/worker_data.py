@@ -43,34 +43,68 @@ class WorkerDataset:
         self._options = dataset.options()
         self.element_spec = dataset.element_spec
         # Now, so that a dataset which cannot be sent is found before anything is read.
-        self._first_graph = serialize(dataset, seed)
+        self._first_graphs = self._graphs()
+
+    def _graphs(self):
+        """The graph of each worker's data for the next epoch, and what its elements are."""
+        graph = serialize(self._dataset, self._seed, self._epoch)
+        return [(graph, self.element_spec)] * self._num_workers
 
     def __iter__(self):
-        graph, self._first_graph = self._first_graph, None
-        if graph is None:
-            graph = serialize(self._dataset, self._seed, self._epoch)
+        graphs, self._first_graphs = self._first_graphs, None
+        if graphs is None:
+            graphs = self._graphs()
         self._epoch += 1
         return WorkerIterator(
-            [self._share(graph, index) for index in range(self._num_workers)],
+            [self._share(*graph, index) for index, graph in enumerate(graphs)],
             self._num_workers,
             self.element_spec,
         )
 
-    def _share(self, graph, index):
+    def _share(self, graph, element_spec, index):
         def open_at(worker, position):
             """Opens the share on a worker, that many batches from its beginning."""
             with on_worker(worker):
                 variant = tf.raw_ops.DatasetFromGraph(graph_def=graph)
-                share = dataset_ops._VariantDataset(variant, self.element_spec)
-                if self._policy == tf.data.experimental.AutoShardPolicy.FILE:
-                    share = share.with_options(self._options)
-                    share = distribute._AutoShardDataset(share, self._num_workers, index)
-                else:
-                    share = share.shard(self._num_workers, index)
+                share = self._cut(dataset_ops._VariantDataset(variant, element_spec), index)
                 iterator = iter(share.skip(position).prefetch(_READ_AHEAD))
-            return lambda count: _take(iterator, self.element_spec, worker, count)
+            return lambda count: _take(iterator, element_spec, worker, count)
 
         return open_at
+
+    def _cut(self, dataset, index):
+        """A worker's share of the data."""
+        if self._policy == tf.data.experimental.AutoShardPolicy.FILE:
+            dataset = dataset.with_options(self._options)
+            return distribute._AutoShardDataset(dataset, self._num_workers, index)
+        return dataset.shard(self._num_workers, index)
+
+
+class DatasetOfEachWorker(WorkerDataset):
+    """Datasets of which each worker reads one, to its end.
+
+    Args:
+        datasets: List of pairs of a `tf.data.Dataset` of batches and the seed that its unseeded
+            shuffles get, one for each worker.
+        element_spec: Type specification that the batches of all of them meet.
+
+    Raises:
+        ValueError: If a dataset needs something of this process.
+    """
+
+    def __init__(self, datasets, element_spec):
+        self._datasets = datasets
+        super().__init__(datasets[0][0], None, len(datasets), None)
+        self.element_spec = element_spec
+
+    def _graphs(self):
+        return [
+            (serialize(dataset, seed, self._epoch), dataset.element_spec)
+            for dataset, seed in self._datasets
+        ]
+
+    def _cut(self, dataset, index):
+        return dataset
 
 
 class Ticket:

@@ -4,6 +4,7 @@ import os
 import pathlib
 import re
 import signal
+import subprocess
 import sys
 
 import pytest
@@ -41,8 +42,9 @@ def check_that_each_was_seen_once(log, label):
 
 
 def test_each_element_is_seen_once_an_epoch(numbers):
+    kinds = "FILE,DATA,DISTRIBUTED,FUNCTION"
     result = run_in_processes(
-        JOB, workers=2, ps=1, chief=True, timeout=150, env=ENVIRONMENT, args=[numbers, "FILE,DATA"]
+        JOB, workers=2, ps=1, chief=True, timeout=150, env=ENVIRONMENT, args=[numbers, kinds]
     )
     log = result.logs["chief-0"]
     for policy in ("FILE", "DATA"):
@@ -57,8 +59,26 @@ def test_each_element_is_seen_once_an_epoch(numbers):
     assert "changing lengths: [3.0, 9.0, 2.0]" in log
     assert "this dataset cannot be sent to the workers (it reads from the tf.data service)" in log
     assert f"service: {[float(ROWS)] * 3} {[ROWS * (ROWS + 1) / 2] * 3}" in log
+    for kind in ("DISTRIBUTED", "FUNCTION"):
+        check_that_each_was_seen_once(log, kind)
+        assert f"{kind} predicted {ROWS}" in log
+    assert "each reads what the script's function has made for it" in log
     assert "this dataset cannot be sent to the workers (it uses HashTableV2" in log
     assert "done" in log
+
+
+def test_the_chief_reads_what_was_distributed_where_it_decides():
+    job = JOB.with_name("distributed_data_job.py")
+    done = subprocess.run(
+        [sys.executable, str(job)],
+        env={**os.environ, **ENVIRONMENT},
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+        timeout=120,
+    )
+    assert done.returncode == 0, done.stdout[-4000:]
+    assert done.stdout.count("done ") == 2, done.stdout[-4000:]
 
 
 def test_a_dead_workers_share_is_read_on(numbers, tmp_path):

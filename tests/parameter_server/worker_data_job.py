@@ -57,6 +57,36 @@ def numbers(policy, repeat=False):
     return batches.map(lambda x: (x / 1000, x)).with_options(options)
 
 
+def distributed(policy):
+    """Distributed by the script: a dataset, or a function that makes each worker its own."""
+    if policy == "DISTRIBUTED":
+        return strategy.experimental_distribute_dataset(numbers("OFF"))
+
+    def make(context):
+        assert context.num_replicas_in_sync == 1
+        return numbers("OFF").shard(context.num_input_pipelines, context.input_pipeline_id)
+
+    return strategy.distribute_datasets_from_function(make)
+
+
+def train_on_distributed(policy):
+    with strategy.scope():
+        model = keras.Sequential([keras.Input((1,)), keras.layers.Dense(1)])
+        metrics = [Seen(0), Seen(1), Seen(2)]
+        model.compile(keras.optimizers.SGD(0.0), "mse", metrics=metrics)
+    data = distributed(policy)
+    history = model.fit(data, validation_data=data, epochs=2, verbose=0).history
+    evaluated = model.evaluate(distributed(policy), verbose=0, return_dict=True)
+    for name in ("power_0", "power_1", "power_2"):
+        assert history[f"val_{name}"] == history[name], history
+        print(f"{policy} {name}: {history[name]} {evaluated[name]}", flush=True)
+    print(f"{policy} predicted {len(model.predict(data, verbose=0))}", flush=True)
+    weighed = model.fit(
+        data, class_weight={n: 1.0 for n in range(400)}, steps_per_epoch=3, verbose=0
+    )
+    assert weighed.history["power_0"] == [12], weighed.history
+
+
 def counting_model(steps_per_execution):
     with strategy.scope():
         model = keras.Sequential([keras.Input((1,)), keras.layers.Dense(1)])
@@ -84,6 +114,9 @@ def train(policy, steps_per_execution):
 
 
 for policy in policies:
+    if not hasattr(tf.data.experimental.AutoShardPolicy, policy):
+        train_on_distributed(policy)
+        continue
     for steps_per_execution in (1, 3):
         model = train(policy, steps_per_execution)
 print(f"predicted {len(model.predict(numbers('DATA'), verbose=0))}", flush=True)

@@ -1,0 +1,58 @@
+"""Data that the script has distributed, in the modes in which the chief reads; in one process."""
+
+import os
+import sys
+
+from tests import quick_start  # noqa: F401
+
+# isort: split
+import keras
+import tensorflow as tf
+
+import keras_psplus as psp
+from keras_psplus.cluster.in_process import InProcessCluster
+
+ROWS, BATCH = 22, 4
+BATCHES = 7  # of two workers: 3 batches of the even rows and 4 of the odd ones
+
+
+def of_worker(context):
+    """The even rows for one worker; the odd ones, twice the first, for the other."""
+    odd = context.input_pipeline_id
+    rows = tf.data.Dataset.range(odd, ROWS, 2)
+    rows = rows.concatenate(tf.data.Dataset.range(1, 3, 2)) if odd else rows
+    rows = rows.concatenate(rows.take(2)) if odd else rows
+    return rows.batch(BATCH).map(lambda n: (tf.ones([tf.size(n), 1]), tf.cast(n, tf.float32)))
+
+
+def main():
+    expected = sum(range(ROWS)) + 1 + 1 + 3
+    rows = ROWS + 3
+    with InProcessCluster(workers=2, ps=1) as cluster:
+        for options in ({"mode": "sync"}, {"max_staleness": 1}):
+            strategy = psp.ParameterServerStrategy(cluster.cluster_resolver, **options)
+            with strategy.scope():
+                zeros = keras.layers.Dense(1, kernel_initializer="zeros")
+                model = keras.Sequential([keras.Input((1,)), zeros])
+                # Of zeros, the mean absolute error is the mean of the targets.
+                model.compile(keras.optimizers.SGD(0.0), "mae")
+            data = strategy.distribute_datasets_from_function(of_worker)
+            found = model.fit(data, epochs=2, verbose=0).history["loss"]
+            found += [model.evaluate(data, verbose=0)]
+            assert all(abs(loss - expected / rows) < 1e-4 for loss in found), (options, found)
+            assert int(model.optimizer.iterations) == 2 * BATCHES, model.optimizer.iterations
+            assert model.predict(data, verbose=0).shape == (rows, 1)
+            whole = tf.data.Dataset.range(ROWS).batch(BATCH)
+            whole = whole.map(lambda n: (tf.ones([tf.size(n), 1]), tf.cast(n, tf.float32)))
+            data = strategy.experimental_distribute_dataset(whole)
+            found = model.fit(data, epochs=2, validation_data=data, verbose=0).history
+            for loss in found["loss"] + found["val_loss"]:
+                assert abs(loss - (ROWS - 1) / 2) < 1e-4, (options, found)
+            print(f"done {options}", flush=True)
+    sys.stdout.flush()
+    # The servers cannot be stopped in any other way.
+    os._exit(0)
+
+
+if __name__ == "__main__":
+    main()
