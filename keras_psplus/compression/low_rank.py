@@ -21,7 +21,7 @@ class PowerSGD(Compressor):
     the whole matrix so on all.
 
     Args:
-        rank: Columns of the two factors.
+        rank: Columns of the two factors, at most 2**20.
         warm_start: Whether the iteration goes on from the last step's factor; otherwise from
             random numbers, the same on all workers.
         min_compression_rate: Matrices whose factors are not smaller by this are sent whole.

@@ -20,7 +20,7 @@ class Int8(RowCompressor):
     1.5e-36 arrive as zeros. Strategies send vectors, such as biases, whole.
 
     Args:
-        block_size: Elements that share a scale.
+        block_size: Elements that share a scale, at most 2**30.
         stochastic: Round up or down at random, such that the mean is right (QSGD). Otherwise
             numbers are rounded to the nearest.
         seed: Of the random rounding. It depends on the step and on the data as well, so that
@@ -98,7 +98,7 @@ class Sign(RowCompressor):
     positive. Strategies send vectors, such as biases, whole.
 
     Args:
-        block_size: Elements that share a scale; a multiple of 32.
+        block_size: Elements that share a scale; a multiple of 32, at most 2**30.
         error_feedback: Whether strategies make up for the loss in later steps. Without it, signs
             do not converge in general. Rows of embeddings, where that is not possible, are sent
             whole.

@@ -19,8 +19,8 @@ class TopK(RowCompressor):
 
     Args:
         density: Part of the elements that is sent, in (0, 1]; at least one element is.
-        warmup_epochs: Over so many epochs the density falls exponentially to `density`; the shapes
-            of the payload are unknown to the graph then.
+        warmup_epochs: Over so many epochs, at most 10,000, the density falls exponentially to
+            `density`; the shapes of the payload are unknown to the graph then.
         steps_per_epoch: Steps of such an epoch; needed with `warmup_epochs`.
         momentum_correction: Momentum that error feedback accumulates before compression. The
             optimizer should have none then. See `ErrorFeedback`.

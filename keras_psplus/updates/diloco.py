@@ -29,7 +29,7 @@ class DiLoCo(Updates):
             `keras.optimizers.serialize` of one, or an optimizer to be copied (an optimizer's
             variables start TensorFlow, which a strategy of several workers does not allow). By
             default `SGD(0.7, momentum=0.9, nesterov=True)`.
-        fragments: Number of parts; `every` must be divisible by it.
+        fragments: Number of parts, at most 10,000; `every` must be divisible by it.
         overlap_steps: Steps that go on while a part is sent; below `every / fragments`.
         alpha: Part of a worker's own weights after an outer step, in [0, 1). By default 0.5 with
             `overlap_steps`, else 0.
