@@ -28,10 +28,11 @@ class ControlPlane:
         task: `keras_psplus.cluster.TaskConfig` of this process.
         timeout: Seconds to wait for a peer at the same point of the script before giving up.
         stall_warning: Seconds after which it is said for whom it waits; None for never.
+        silent: Function that returns the names of workers that have been silent for too long.
     """
 
-    def __init__(self, task, timeout, stall_warning):
-        self._task = task
+    def __init__(self, task, timeout, stall_warning, silent):
+        self._task, self._silent = task, silent
         self._names = [task_name(job, index) for job, index, _ in task.tasks() if job != "ps"]
         self._timeout, self._stall_warning = timeout, stall_warning
         self._sequence = 0
@@ -129,7 +130,7 @@ class ControlPlane:
                 failure.raise_if_ended(self._task, text)
                 return text
             except tf.errors.DeadlineExceededError as error:
-                failure.raise_if_peer_lost(self._task, error)
+                failure.raise_if_peer_gone(self._task, error, self._silent())
                 waited = time.monotonic() - start
                 if waited > self._timeout:
                     raise RuntimeError(
@@ -164,7 +165,7 @@ class ControlPlane:
                 value, error = result.get(timeout=2 * _POLL_SECONDS)
             except queue.Empty:
                 hang = TimeoutError(f"no answer from the coordination service at {self._names[0]}")
-                failure.raise_if_peer_lost(self._task, hang)
+                failure.raise_if_peer_gone(self._task, hang, self._silent())
                 continue
             if error is not None:
                 raise error

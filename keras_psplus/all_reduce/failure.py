@@ -1,7 +1,7 @@
 """What a worker says and does when another one is gone.
 
-TensorFlow notices a killed peer at once and a hanging one by missed heartbeats, and then fails the
-pending collectives with an error of its own. Here that error is given the dead task's name, and
+TensorFlow notices a killed peer at once, and `heartbeat` one that hangs; the pending collectives
+then fail with an error of TensorFlow's. Here that error is given the dead task's name, and
 the process is ended past TensorFlow's shutdown barrier, which would wait for the dead task. A peer
 that ends by an error has said so before, see `error_report.py`.
 """
@@ -21,6 +21,7 @@ from keras_psplus import tracebacks
 from keras_psplus.all_reduce import error_report
 from keras_psplus.cluster import hello
 from keras_psplus.cluster.config import task_name
+from keras_psplus.cluster.silence import is_silent, place_of
 from keras_psplus.log import logger
 
 _SYMPTOMS = (
@@ -41,6 +42,7 @@ LOST, REFUSED = "keras_psplus lost: ", "keras_psplus refused: "
 _SAID = re.compile(f"({LOST}|{REFUSED})(.*)")
 _ENDED = re.compile(rf"{error_report.ENDED}(\S+ \((\S+)\) has ended [^.]*)\. Received: (.*)")
 _PROBE_SECONDS = 3.0
+_SILENT, _GONE = "silent", "gone"
 # How long a failed process stays, so that the others can tell it from the dead one.
 _LINGER_SECONDS = 2 * _PROBE_SECONDS
 _POLL_SECONDS = 0.1
@@ -99,11 +101,37 @@ def raise_if_peer_lost(task, error):
         _raise_peer_lost(task, named, error)
 
 
+def raise_if_peer_gone(task, error, silent):
+    """Raises PeerLostError, with their names, if other tasks have ended, or were silent for long.
+
+    One that does not answer just now may go on.
+
+    Args:
+        task: `TaskConfig` of this process.
+        error: TensorFlow's error that made somebody ask.
+        silent: Names of those that have been silent for too long.
+    """
+    names = {task_name(job, index): address for job, index, address in task.peers()}
+    lost = [(name, address) for name, address in names.items() if name in silent]
+    lost = lost or [(name, address) for name, address, state in _states(task) if state == _GONE]
+    if lost:
+        _raise_peer_lost(task, ", ".join(f"{name} ({address})" for name, address in lost), error)
+
+
 def _raise_peer_lost(task, who, error):
     _mark_failed()
-    raise PeerLostError(
-        _without_it(f"{who} stopped answering", task, _first_line(error))
-    ) from error
+    raise PeerLostError(lost_message(who, task.name, _first_line(error))) from error
+
+
+def lost_message(lost, who, cause):
+    """What is said when other workers are lost.
+
+    Args:
+        lost: Their names and addresses.
+        who: Name of who cannot go on.
+        cause: How it showed.
+    """
+    return _without_it(f"{lost} stopped answering", who, cause)
 
 
 def raise_if_ended(task, text):
@@ -120,12 +148,12 @@ def raise_if_ended(task, text):
     who_has_ended, _ended_address, cause = found.groups()
     _mark_failed()
     cause = cause.split(" [type.googleapis.com")[0]
-    raise PeerLostError(_without_it(who_has_ended, task, cause)) from None
+    raise PeerLostError(_without_it(who_has_ended, task.name, cause)) from None
 
 
-def _without_it(what, task, received):
+def _without_it(what, who, received):
     return (
-        f"{what}, and {task.name} cannot go on without it. Weights can still be "
+        f"{what}, and {who} cannot go on without it. Weights can still be "
         "read and saved in this process, but it cannot train any more. Look into that task's log, "
         "then restart every worker; with the BackupAndRestore callback training resumes where it "
         f"was. Received: {received}"
@@ -179,26 +207,38 @@ def _wait_for_end(address):
 
 def _lost_peers(task):
     """Tasks that do not answer, workers first, as `(name, address)`."""
+    return [(name, address) for name, address, state in _states(task) if state is not None]
+
+
+def _states(task):
+    """What is known of the other tasks, workers first, as `(name, address, state)`.
+
+    The state is None for those that answer.
+    """
     peers = task.peers()
 
-    def is_lost(peer):
+    def state_of(peer):
         job, index, address = peer
         if job == "ps":
             # Who has lost a server ends soon, and would be all that the others see.
-            return not hello.speaks(address, _PROBE_SECONDS)
+            state = silent_or_gone(address)
+            return state if state == _SILENT or not hello.speaks(address, _PROBE_SECONDS) else None
         try:
             context.context().check_collective_ops_peer_health(
                 f"/job:{job}/replica:0/task:{index}", timeout_in_ms=int(_PROBE_SECONDS * 1000)
             )
-            return False
+            return None
+        except tf.errors.DeadlineExceededError:
+            return _SILENT
         except tf.errors.OpError:
-            return True
+            return silent_or_gone(address)
+
+    def silent_or_gone(address):
+        return _SILENT if is_silent(place_of(address), _PROBE_SECONDS) else _GONE
 
     with concurrent.futures.ThreadPoolExecutor(len(peers)) as pool:
-        lost = list(pool.map(is_lost, peers))
-    return [
-        (task_name(job, index), address) for (job, index, address), gone in zip(peers, lost) if gone
-    ]
+        states = list(pool.map(state_of, peers))
+    return [(task_name(job, i), address, state) for (job, i, address), state in zip(peers, states)]
 
 
 def _blames_a_peer(task, error):

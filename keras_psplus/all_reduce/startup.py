@@ -5,6 +5,7 @@ from tensorflow.compiler.xla.tsl.protobuf import coordination_config_pb2
 from tensorflow.python.distribute import multi_worker_util
 from tensorflow.python.eager import context
 
+from keras_psplus.all_reduce import heartbeat
 from keras_psplus.cluster import config, early_init, preflight, tuning
 
 _JOBS = ("chief", "worker")
@@ -42,7 +43,7 @@ def start(cluster_resolver, startup_timeout, heartbeat_timeout, allow_ps=False):
         service_type="standalone",
         service_leader=multi_worker_util.coordination_leader(spec),
         cluster_register_timeout_in_ms=int(startup_timeout * 1000),
-        heartbeat_timeout_in_ms=int(heartbeat_timeout * 1000),
+        heartbeat_timeout_in_ms=int(heartbeat.service_seconds(heartbeat_timeout) * 1000),
         coordinated_jobs=[
             coordination_config_pb2.CoordinatedJob(name=job, num_tasks=spec.num_tasks(job))
             for job in spec.jobs

@@ -17,6 +17,7 @@ from keras_psplus.all_reduce import batches, failure, gradients
 from keras_psplus.all_reduce.compressors import compressor_of
 from keras_psplus.all_reduce.control import ControlPlane
 from keras_psplus.all_reduce.extended import MultiWorkerMirroredExtended
+from keras_psplus.all_reduce.heartbeat import HeartbeatWatch
 from keras_psplus.all_reduce.stalls import Waits
 from keras_psplus.all_reduce.startup import resolver_for, start
 from keras_psplus.all_reduce.step import Step
@@ -42,7 +43,8 @@ class MultiWorkerMirroredStrategy(tf.distribute.MultiWorkerMirroredStrategy):
             choose NCCL or ring or to set a timeout for collectives.
         startup_timeout: Seconds to wait for the other workers to start. The process ends with the
             list of who is missing after that.
-        heartbeat_timeout: Seconds without a sign of life after which a worker counts as dead.
+        heartbeat_timeout: Seconds without a sign of life after which a worker counts as dead, to
+            within 2 seconds.
         stall_warning: Seconds for which a step may wait until one line says for what, and which
             workers have not arrived; None for no such line.
         bucket_bytes: Size in bytes of the buckets in which gradients are sent while backprop goes
@@ -97,7 +99,10 @@ class MultiWorkerMirroredStrategy(tf.distribute.MultiWorkerMirroredStrategy):
         multi_worker = self._task is not None and self._task.num_workers > 1
         control = None
         if multi_worker:
-            control = ControlPlane(self._task, startup_timeout, stall_warning)
+            heartbeats = HeartbeatWatch(self._task, heartbeat_timeout)
+            control = ControlPlane(
+                self._task, startup_timeout, stall_warning, lambda: heartbeats.lost
+            )
         self._wrapped_functions = weakref.WeakKeyDictionary()
         self._step_marks = StepMarks()
         with failure.explained(self._task):
@@ -116,6 +121,7 @@ class MultiWorkerMirroredStrategy(tf.distribute.MultiWorkerMirroredStrategy):
         self._progress = Progress(leads=self._task is not None and self._task.is_chief)
         if multi_worker:
             failure.watch(self._task, control.post_end)
+            heartbeats.start(self._progress)
         if self._task is not None and len(self._task.tasks()) > 1:
             stalls.Inspector(stall_warning, self._waits().look)
         if self._distributes:

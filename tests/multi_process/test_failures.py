@@ -79,18 +79,34 @@ def test_worker_that_leaves_in_the_middle():
 
 @pytest.mark.parametrize("victim, step", [(0, 25), (1, 30)])
 def test_hanging_worker(victim, step, tmp_path):
-    """A stopped process still accepts connections; only its missing heartbeats tell."""
+    """A stopped process still accepts connections; only that it says nothing tells.
+
+    It is waited for up to `heartbeat_timeout`, 12 s here, also between two epochs.
+    """
     command = [sys.executable, str(SOURCE), "hang", str(victim), str(step)]
     survivor = f"worker-{1 - victim}"
     with LocalCluster(command, workers=2, env=ENVIRONMENT, log_dir=tmp_path) as cluster:
         deadline = time.monotonic() + LIMIT
-        log = cluster.log_path(survivor)
-        while time.monotonic() < deadline:
-            text = log.read_text() if log.exists() else ""
-            if "ends with exit code 1" in text:
-                break
-            time.sleep(0.5)
-        assert f"PeerLostError: worker-{victim} (127.0.0.1:" in text, text[-3000:]
+
+        def wait_for(name, words, count=1):
+            log = cluster.log_path(name)
+            while time.monotonic() < deadline:
+                text = log.read_text() if log.exists() else ""
+                if text.count(words) >= count:
+                    break
+                time.sleep(0.1)
+            assert text.count(words) >= count, text[-3000:]
+            return text
+
+        wait_for(f"worker-{victim}", "failing now")
+        time.sleep(9.5)
+        cluster.send_signal(f"worker-{victim}", signal.SIGCONT)
+        wait_for(f"worker-{victim}", "failing now", 2)
+        start = time.monotonic()
+        wait_for(survivor, f"PeerLostError: worker-{victim} (127.0.0.1:")
+        # TensorFlow's own heartbeats would have taken half a minute.
+        assert 9.5 <= time.monotonic() - start <= 25
+        wait_for(survivor, "ends with exit code 1")
 
 
 @pytest.mark.parametrize(
