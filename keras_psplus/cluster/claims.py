@@ -6,10 +6,12 @@ touches nothing of the jobs that a server has, and a function of the server's ow
 """
 
 import concurrent.futures
+import functools
 import json
 import os
 import threading
 import time
+import uuid
 
 import tensorflow as tf
 from tensorflow.python.ops import script_ops
@@ -103,7 +105,8 @@ class Claimant:
         self._config = config
         me = hello.Hello.of(config) if config else hello.Hello.of_chief()
         address = config.address if config else None
-        self._own = {"who": me.who, "host": me.host, "process": me.process, "address": address}
+        process = _process(me.pid)
+        self._own = {"who": me.who, "host": me.host, "process": process, "address": address}
 
     def claim_all(self):
         """Claims all servers.
@@ -160,6 +163,12 @@ class _Line:
 
     def send(self, text):
         return self._session.run(self._answer, {self._text: text}).decode()
+
+
+@functools.cache
+def _process(pid):
+    """What tells this process from others, for all of its strategies; a fork has its own."""
+    return f"{pid}-{uuid.uuid4().hex}"
 
 
 def _secret():

@@ -31,9 +31,7 @@ _UNREACHABLE_SECONDS = 60.0
 _unreachable_since = weakref.WeakKeyDictionary()
 
 
-def save(
-    strategy, model, folder, what, names_in_use, make_folder=tf.io.gfile.makedirs, waits=False
-):
+def save(strategy, model, folder, what, names_in_use, make_folder=None, waits=False):
     """Writes what every worker keeps; when this returns, all workers have written theirs.
 
     Args:
@@ -44,7 +42,8 @@ def save(
         names_in_use: Function without arguments that is called on the chief and returns the names
             of the files that are needed as long as the new ones do not count, or None if it is
             not known.
-        make_folder: Function that makes the folder of workers' files, by its path.
+        make_folder: Function that makes the folder of workers' files, by its path; by default
+            `tf.io.gfile.makedirs`.
         waits: Whether workers wait for each other even if they keep nothing.
 
     Returns:
@@ -101,7 +100,7 @@ def _problem(strategy, folder, error):
 
 def _write(strategy, model, folder, make_folder):
     """Writes this worker's files; returns their digests by their names."""
-    make_folder(folder_in(folder))
+    (make_folder or tf.io.gfile.makedirs)(folder_in(folder))
     used, step = set(_files(strategy, folder).values()), number_of_batches(strategy, model)
     while step in used:
         # Of a state that counts, or of one that was never written to its end.

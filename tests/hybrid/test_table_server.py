@@ -325,7 +325,13 @@ def test_an_older_snapshot_is_read_if_the_last_is_damaged(
         paths = list(tmp_path.glob(f"step-*{step}/{damaged.replace('garbage', 'tables.json')}"))
         assert paths
         for path in paths:
-            path.write_bytes(b"{\xff") if damaged == "garbage" else flip(path)
+            if damaged == "garbage":
+                path.write_bytes(b"{\xff")
+            elif damaged.startswith("tables-"):
+                # Everywhere: other tests give the table slots, which are not read here.
+                path.write_bytes(bytes(byte ^ 4 for byte in path.read_bytes()))
+            else:
+                flip(path)
 
     def read(folder, listed):
         return snapshots.load(folder, listed, {"bias": "float32"})["bias"].tolist()
