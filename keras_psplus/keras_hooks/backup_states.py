@@ -18,7 +18,7 @@ from keras_psplus.log import logger
 SEEDS = "seed_generators.json"
 _DIGESTS = "digests.json"
 # Of versions that wrote no digests.
-_STEP = "step.json"
+STEP = "step.json"
 _FORMAT = 1
 # What Keras adds to the names of the state before, with `double_checkpoint`.
 _PREVIOUS = ".bkp"
@@ -128,7 +128,7 @@ def worker_files_in_use(callback):
 def remove_last(callback):
     """Removes the files of the last state, which is damaged."""
     # In this order, so that what is left is never taken for a state without digests.
-    others = (file_utils.join(callback.backup_dir, name) for name in (SEEDS, _STEP))
+    others = (file_utils.join(callback.backup_dir, name) for name in (SEEDS, STEP))
     for path in (*_paths(callback, ""), *others):
         if file_utils.exists(path):
             file_utils.remove(path)

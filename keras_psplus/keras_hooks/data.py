@@ -218,8 +218,8 @@ def _policy_of_shares(strategy, dataset, proposals, readers):
         data_service.warn_of_restart(readers)
         return data_facts.POLICY.OFF, data_service.description(readers)
     told = [proposal.facts for proposal in proposals]
-    names = strategy.extended.control.names if len(told) > 1 else [strategy.task.name]
-    who_has = data_facts.differences(told, names)
+    # One process has nobody to differ from, and without a cluster no name.
+    who_has = data_facts.differences(told, strategy.extended.control.names) if told[1:] else ""
     if who_has and {facts.get("policy") for facts in told} != {"OFF"}:
         logger.warning(
             "the workers' data differ (%s), so each trains on all of its own. Training stays "

@@ -8,12 +8,13 @@ import json
 from keras.src.utils import file_utils
 
 from keras_psplus.keras_hooks import compression_backup as files
+from keras_psplus.keras_hooks.backup_states import STEP
 from keras_psplus.keras_hooks.ownership import asynchronous
 
 
 def position(strategy, folder):
     """Which step the state in a folder is of, where its variables do not tell; else None."""
-    path = file_utils.join(folder, "step.json")
+    path = file_utils.join(folder, STEP)
     if strategy.updates is None or not file_utils.exists(path):
         return None
     with file_utils.File(path, "r") as f:

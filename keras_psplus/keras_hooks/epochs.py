@@ -10,10 +10,9 @@ from keras.src.trainers import epoch_iterator
 from keras.src.trainers.data_adapters import tf_dataset_adapter
 
 from keras_psplus import data_service
-from keras_psplus.all_reduce.strategy import MultiWorkerMirroredStrategy
+from keras_psplus.keras_hooks.ownership import of_this_library
 from keras_psplus.keras_hooks.patching import replace
 from keras_psplus.keras_hooks.unknown_length import UnknownLength
-from keras_psplus.parameter_server.strategy import ParameterServerStrategy
 
 
 def install():
@@ -25,9 +24,7 @@ def install():
 
 
 def _is_ours(holder):
-    # Also with one replica, which otherwise is plain Keras.
-    strategy = getattr(holder, "_distribute_strategy", None)
-    return isinstance(strategy, (MultiWorkerMirroredStrategy, ParameterServerStrategy))
+    return of_this_library(getattr(holder, "_distribute_strategy", None)) is not None
 
 
 def _enumerate(original, self):
