@@ -9,6 +9,8 @@ In a thread that trains, all other workers would wait for this one in their next
 """
 
 import atexit
+import ctypes
+import gc
 import sys
 import threading
 import time
@@ -110,10 +112,19 @@ class _Releaser:
         thread.start()
 
     def leave(self):
-        """Destroys all that is left, as the process ends, and waits a little for it."""
+        """Destroys what is left, as the process ends, and waits a little for it.
+
+        What something still refers to is left to the end of the process: Python would destroy it
+        in its main thread, one iterator after the other.
+        """
+        gc.collect()
         with self._lock:
-            for handles in self.kept:
-                self._destroy(handles)
+            for handles in list(self.kept):
+                if _are_unused(handles):
+                    self._destroy(handles)
+                else:
+                    for handle in handles:
+                        ctypes.pythonapi.Py_IncRef(ctypes.py_object(handle))
         end = time.monotonic() + _EXIT_SECONDS
         for thread in list(self._threads):
             thread.join(max(0.0, end - time.monotonic()))

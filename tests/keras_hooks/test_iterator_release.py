@@ -2,6 +2,7 @@
 
 import gc
 import threading
+import weakref
 
 import pytest
 import tensorflow as tf
@@ -70,3 +71,19 @@ def test_the_thread_ends_when_nothing_is_left(monkeypatch):
 def test_other_iterators_are_left_alone(releaser):
     iterator_release.release_elsewhere(iter([1, 2]))
     assert releaser.kept == []
+
+
+def test_at_the_end_of_the_process_what_is_in_use_is_left_to_it(releaser):
+    used, unused = (iter(iterator_release.Dataset(data)) for data in datasets())
+    handles = [weakref.ref(handle) for handle in iterator_release._handles(used)]
+    dropped = [weakref.ref(handle) for handle in iterator_release._handles(unused)]
+    cycle = [unused]
+    cycle.append(cycle)
+    del unused, cycle
+    releaser.leave()
+    # Python would wait for it, in the thread that ends the process.
+    del used
+    releaser.kept.clear()
+    gc.collect()
+    assert all(handle() is not None for handle in handles)
+    assert all(handle() is None for handle in dropped)
