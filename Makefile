@@ -1,11 +1,14 @@
-# Needs Python 3.11 or 3.12 with pip, and make. Everything is installed into .venv.
+# Needs Python 3.11, 3.12 or 3.13 with pip, and make. Everything is installed into .venv.
 #
 #   make demo    train the digits in one process, then on two local clusters, and compare; with
 #                all that TensorFlow says of itself: make demo DEMO=--verbose
 #   make test    the whole test suite
+#   make test-fast      the tests of parts, and a short run of every strategy
+#   make test-versions  every strategy and every hook, under all supported versions that are found;
+#                flags: make test-versions VERSIONS="--only '*nightly'"
 #   make bench   the benchmark lab; as root over emulated links; flags: make bench BENCH="--quick"
 #   make docs    the manual as a web site in site/
-#   make lint    ruff
+#   make lint    ruff and mypy
 #   make clean   remove everything that the other targets made
 
 PYTHON ?= python3
@@ -13,19 +16,24 @@ VENV := .venv
 BIN := $(VENV)/bin
 BENCH ?=
 DEMO ?=
+VERSIONS ?=
+# What needs no cluster, or a short one.
+FAST := tests/smoke tests/engine tests/keras_hooks tests/core tests/compression tests/updates \
+	tests/native tests/chaos tests/test_arguments.py tests/test_layers.py tests/test_log.py \
+	tests/datasets tests/files tests/test_versions.py
 PIP := $(BIN)/python -m pip --disable-pip-version-check
 PACKAGING := pyproject.toml setup.cfg setup.py
 
 .DEFAULT_GOAL := help
-.PHONY: help demo test bench docs lint clean
+.PHONY: help demo test test-fast test-versions bench docs lint clean
 
 help:
 	@sed -n 's/^#   //p' Makefile
 
 # Each stamp says that .venv has the library with one extra, as the packaging files now have it.
 $(VENV)/stamp-venv:
-	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info[:2] not in ((3, 11), (3, 12)))' || { \
-	  echo "keras_psplus needs Python 3.11 or 3.12: make PYTHON=python3.12 ..." \
+	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info[:2] not in ((3, 11), (3, 12), (3, 13)))' || { \
+	  echo "keras_psplus needs Python 3.11, 3.12 or 3.13: make PYTHON=python3.12 ..." \
 	    "Received: PYTHON=$(PYTHON), $$($(PYTHON) --version 2>&1)" >&2; exit 1; }
 	$(PYTHON) -m venv --clear $(VENV)
 	@touch $@
@@ -40,6 +48,12 @@ demo: $(VENV)/stamp-examples
 test: $(VENV)/stamp-test
 	$(BIN)/python -m pytest -n 3 --dist loadfile --no-loadscope-reorder
 
+test-fast: $(VENV)/stamp-test
+	$(BIN)/python -m pytest -n 3 --dist loadfile $(FAST)
+
+test-versions:
+	$(PYTHON) tests/versions/run.py $(VERSIONS)
+
 bench: $(VENV)/stamp-bench
 	$(BIN)/python benchmarks/bench.py $(BENCH)
 
@@ -49,7 +63,8 @@ docs: $(VENV)/stamp-docs
 lint: $(VENV)/stamp-test
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
+	$(BIN)/mypy
 
 clean:
-	rm -rf $(VENV) build dist site *.egg-info .pytest_cache .ruff_cache .hypothesis bench.* bench_*
+	rm -rf $(VENV) .venv-versions build dist site *.egg-info .pytest_cache .ruff_cache .hypothesis bench.* bench_*
 	find . -name __pycache__ -type d -prune -exec rm -rf {} +

@@ -124,11 +124,11 @@ def choose(args):
     if importlib.util.find_spec("tf_keras"):
         everything += methods.tf_keras()
     else:
-        say("tf_keras is not installed and is left out: pip install tf_keras")
+        log("tf_keras is not installed and is left out: pip install tf_keras")
     if args.torch:
         everything += methods.torch()
     else:
-        say("PyTorch is not installed and is left out: give --torch a Python that has it")
+        log("PyTorch is not installed and is left out: give --torch a Python that has it")
     patterns = args.only
     if patterns is QUICK["only"]:
         installed = {method.library for method in everything}
@@ -141,7 +141,7 @@ def links(args):
     problem = "--loopback" if args.loopback else netlab.why_not(rate=1e9, delay=args.delay / 1e3)
     if problem is None:
         return "namespaces", functools.partial(netlab.Lab, delay=args.delay / 1e3)
-    say(
+    log(
         "No emulated hosts: all tasks share this machine's loopback, without any limit. To emulate "
         f"links, run as root, with iproute2 and util-linux. Received: {problem}"
     )
@@ -163,7 +163,7 @@ def measure(args):
     settings = {"size": args.size, "ps": args.ps, "delay": args.delay, "links": kind}
     torch = args.torch if any(method.library == "torch" for method in chosen) else None
     file = document.Document(args.out, settings, torch, args.fresh)
-    launches.run(args, file, make_lab, chosen, args.works, say)
+    launches.run(args, file, make_lab, chosen, args.works, log)
 
 
 def report(args):
@@ -173,14 +173,14 @@ def report(args):
     pieces = tables.report(rows, content)
     text = args.out.with_suffix(".md")
     text.write_text("\n\n".join(f"## {name}\n\n{piece}" for name, piece in pieces.items()) + "\n")
-    say(f"table: {text}")
+    log(f"table: {text}")
     if importlib.util.find_spec("matplotlib"):
         drawn = draw(args, rows)
-        say(f"drawings: {', '.join(map(str, drawn))}")
+        log(f"drawings: {', '.join(map(str, drawn))}")
         pieces["drawings"] = tables.drawings(drawn)
     else:
         drawn = []
-        say(
+        log(
             "No drawings without matplotlib: pip install matplotlib, or run this again with "
             "--report and a Python that has it"
         )
@@ -189,7 +189,7 @@ def report(args):
         page.write_text(tables.put_in_place(page.read_text(), pieces))
         for path in drawn:
             shutil.copy(path, DOCS / path.name)
-        say(f"put into {DOCS}: {', '.join(pieces)}")
+        log(f"put into {DOCS}: {', '.join(pieces)}")
 
 
 def draw(args, rows):
@@ -221,7 +221,7 @@ def draw(args, rows):
     return drawn
 
 
-def say(line):
+def log(line):
     print(line, file=sys.stderr, flush=True)
 
 
@@ -241,7 +241,7 @@ def main(argv=None):
         report(args)
     except ValueError as error:
         parser.error(str(error))
-    say(f"{time.monotonic() - begin:.0f} s")
+    log(f"{time.monotonic() - begin:.0f} s")
 
 
 if __name__ == "__main__":

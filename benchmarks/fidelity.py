@@ -1,4 +1,4 @@
-"""What compression of gradients and rarer updates cost in what is learnt, on real data.
+"""What compression of gradients and less frequent communication cost in accuracy, on real data.
 
     python benchmarks/fidelity.py --out fidelity.jsonl
 

@@ -1,4 +1,4 @@
-"""One process of `fidelity.py`: trains one task with one compressor or rarer updates, and one seed.
+"""One process of `fidelity.py`: trains one task with one compressor or update rule, and one seed.
 
 Two logical CPU devices are two replicas of the strategy: each computes the gradient of its half of
 the batch and compresses it, and the same collectives carry it that carry it between workers.

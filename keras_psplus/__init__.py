@@ -11,7 +11,7 @@ _EXPORTS = {
     "MultiWorkerMirroredStrategy": "keras_psplus.all_reduce",
     "ParameterServerStrategy": "keras_psplus.parameter_server",
     "PeerLostError": "keras_psplus.all_reduce",
-    "single_process": "keras_psplus.live_strategies",
+    "single_process": "keras_psplus.core.live_strategies",
     "strategy": "keras_psplus.catalogue",
 }
 
@@ -31,7 +31,7 @@ def _load():
         return  # What is imported below asks for parts of this package.
     from keras_psplus import versions
 
-    versions.check()
+    versions.check_versions()
     _is_loading = True
     try:
         _install(versions)
@@ -45,8 +45,11 @@ def _install(versions):
 
         # Before anything else of TensorFlow's runs, so that an early initialisation can be named.
         early_init.install()
-        from keras_psplus import keras_hooks
+        from keras_psplus import keras_attributes, keras_hooks
+        from keras_psplus.tf_internals import attributes
 
+        attributes.check_tensorflow_attributes()
+        keras_attributes.check_keras_attributes()
         keras_hooks.install()
 
 

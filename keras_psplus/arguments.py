@@ -2,6 +2,8 @@
 
 import numbers
 import os
+from collections.abc import Callable
+from typing import Any
 
 import numpy as np
 
@@ -11,7 +13,7 @@ MOST = 2**62
 MOST_SECONDS = 2_000_000
 
 
-def whole_number(name, value, least, multiple_of=1, most=MOST):
+def whole_number(name: str, value: Any, least: int, multiple_of: int = 1, most: int = MOST) -> int:
     """Returns an argument as an int.
 
     Raises:
@@ -28,7 +30,7 @@ def whole_number(name, value, least, multiple_of=1, most=MOST):
     return int(value)
 
 
-def number(name, value, allowed, holds):
+def number(name: str, value: Any, allowed: str, holds: Callable[[Any], Any]) -> Any:
     """Returns an argument as it is.
 
     Args:
@@ -50,7 +52,7 @@ def number(name, value, allowed, holds):
     return value
 
 
-def seconds(name, value, or_none=False):
+def seconds(name: str, value: Any, or_none: bool = False) -> Any:
     """Returns a number of seconds as it is.
 
     Args:
@@ -67,7 +69,7 @@ def seconds(name, value, or_none=False):
     return number(name, value, allowed, lambda v: 0 < v <= MOST_SECONDS)
 
 
-def text(name, value):
+def text(name: str, value: Any) -> str | None:
     """Returns a text, or None as it is.
 
     Raises:
@@ -78,7 +80,7 @@ def text(name, value):
     return value
 
 
-def folder(name, value):
+def folder(name: str, value: Any) -> str | os.PathLike[str] | None:
     """Returns a path, or None as it is.
 
     Raises:
@@ -94,7 +96,7 @@ def folder(name, value):
     return value
 
 
-def flag(name, value, default=None):
+def flag(name: str, value: Any, default: bool | None = None) -> bool:
     """Returns an option as a bool.
 
     Args:
@@ -113,7 +115,7 @@ def flag(name, value, default=None):
     return bool(value)
 
 
-def shown(value):
+def shown(value: Any) -> str:
     """What a message says of a value: Python writes no int of thousands of digits."""
     try:
         return repr(value)

@@ -5,6 +5,10 @@ import importlib.util
 import os
 import pathlib
 import sys
+import types
+from collections.abc import Collection
+from importlib.machinery import ModuleSpec
+from typing import Any
 
 from keras_psplus import entries
 
@@ -16,7 +20,7 @@ OPTION_VARIABLES = {
 }
 
 # What the entries are variants of.
-_PLAIN = {
+_PLAIN: dict[str | None, str] = {
     "MultiWorkerMirroredStrategy": "all_reduce",
     "ParameterServerStrategy": "async_parameter_server",
     "HybridStrategy": "hybrid",
@@ -27,7 +31,7 @@ _HERE = pathlib.Path(__file__).resolve().parent
 _FOLDERS = (_HERE / "strategies", _HERE.parent / "strategies")
 
 
-def strategy(default=None):
+def strategy(default: str | None = None) -> Any:
     """Returns the strategy that the launcher's `--strategy` names.
 
     The name is in the environment variable KERAS_PSPLUS_STRATEGY: an entry of
@@ -68,7 +72,7 @@ def strategy(default=None):
     return load(name).strategy(**options)
 
 
-def problem_with(entry, options):
+def problem_with(entry: entries.Entry, options: Collection[str]) -> str | None:
     """Finds out why an entry does not take options.
 
     Args:
@@ -93,7 +97,7 @@ def problem_with(entry, options):
     return None
 
 
-def load(name_or_file):
+def load(name_or_file: str | os.PathLike[str]) -> types.ModuleType:
     """Imports an entry of the catalogue, or a file of the same form.
 
     Args:
@@ -116,7 +120,7 @@ def load(name_or_file):
     return module
 
 
-def find(name_or_file):
+def find(name_or_file: str | os.PathLike[str]) -> pathlib.Path:
     """Returns the path of an entry's file without importing it.
 
     Args:
@@ -141,7 +145,7 @@ def find(name_or_file):
     raise ValueError(f"The catalogue has no entry {str(name_or_file)!r}. {_listing(name_or_file)}")
 
 
-def names():
+def names() -> list[str]:
     """Lists the catalogue's entries."""
     return sorted(
         {
@@ -153,13 +157,13 @@ def names():
     )
 
 
-def is_entry(name_or_file):
+def is_entry(name_or_file: str | os.PathLike[str]) -> bool:
     """Whether a text is meant as an entry's name, not as a file's path."""
     text = os.fspath(name_or_file)
     return not (text.endswith(".py") or os.sep in text)
 
 
-def long_name(name):
+def long_name(name: str) -> str:
     """The name of an entry whose name was written with `ps`, as some were before."""
     words = ["parameter_server" if word == "ps" else word for word in name.split("_")]
     return "_".join(words)
@@ -205,7 +209,7 @@ def _load_file(path):
     )
 
 
-def _execute(spec):
+def _execute(spec: ModuleSpec) -> types.ModuleType:
     module = importlib.util.module_from_spec(spec)
     sys.modules[spec.name] = module
     try:

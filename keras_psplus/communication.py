@@ -1,6 +1,11 @@
 """What training sends over the wire, counted as it goes."""
 
+from __future__ import annotations
+
 import dataclasses
+from collections.abc import Callable
+
+from keras_psplus import text_table
 
 
 @dataclasses.dataclass(frozen=True)
@@ -29,7 +34,7 @@ class Traffic:
     wire_bytes: int
 
     @property
-    def ratio(self):
+    def ratio(self) -> float:
         """`logical_bytes` over `compressed_bytes`; infinite if nothing is sent."""
         return ratio(self.logical_bytes, self.compressed_bytes)
 
@@ -50,10 +55,12 @@ class Communication:
     ```
     """
 
-    def __init__(self):
-        self._sources = []
+    def __init__(self) -> None:
+        self._sources: list[tuple[Callable[[], list[Traffic]], Callable[[], float]]] = []
 
-    def add_source(self, traffic, seconds):
+    def add_source(
+        self, traffic: Callable[[], list[Traffic]], seconds: Callable[[], float]
+    ) -> None:
         """Adds something that counts. For strategies.
 
         Args:
@@ -63,36 +70,36 @@ class Communication:
         """
         self._sources.append((traffic, seconds))
 
-    def traffic(self):
+    def traffic(self) -> list[Traffic]:
         """List of `Traffic` of each variable and direction since the strategy was made."""
         return [entry for traffic, _ in self._sources for entry in traffic()]
 
     @property
-    def logical_bytes(self):
+    def logical_bytes(self) -> int:
         """Bytes of all tensors that were to be sent."""
         return sum(entry.logical_bytes for entry in self.traffic())
 
     @property
-    def compressed_bytes(self):
+    def compressed_bytes(self) -> int:
         """Bytes of what was sent in their place."""
         return sum(entry.compressed_bytes for entry in self.traffic())
 
     @property
-    def wire_bytes(self):
+    def wire_bytes(self) -> int:
         """Bytes on the wire; see `Traffic`."""
         return sum(entry.wire_bytes for entry in self.traffic())
 
     @property
-    def ratio(self):
+    def ratio(self) -> float:
         """`logical_bytes` over `compressed_bytes`; infinite if nothing is sent."""
         return ratio(self.logical_bytes, self.compressed_bytes)
 
     @property
-    def seconds(self):
+    def seconds(self) -> float:
         """Seconds for which training has waited for communication."""
         return float(sum(seconds() for _, seconds in self._sources))
 
-    def summary(self):
+    def summary(self) -> str:
         """A table of `traffic` as a string, one line for each variable."""
         rows = [("variable", "direction", "compressor", "logical MB", "compressed MB", "ratio")]
         rows += [
@@ -106,14 +113,10 @@ class Communication:
             )
             for entry in self.traffic()
         ]
-        widths = [max(map(len, column)) for column in zip(*rows)]
-        return "\n".join(
-            "  ".join(cell.ljust(width) for cell, width in zip(row, widths)).rstrip()
-            for row in rows
-        )
+        return text_table.aligned(rows)
 
 
-def ratio(logical_bytes, compressed_bytes):
+def ratio(logical_bytes: int, compressed_bytes: int) -> float:
     """Bytes of tensors over those of what was sent in their place; 1 if there were none."""
     if compressed_bytes:
         return logical_bytes / compressed_bytes

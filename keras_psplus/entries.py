@@ -1,10 +1,18 @@
 """What an entry of the catalogue says of itself, read from its source without running it."""
 
+from __future__ import annotations
+
 import ast
 import dataclasses
+import os
 import pathlib
+from typing import Any
 
-CLASSES = ("MultiWorkerMirroredStrategy", "ParameterServerStrategy", "HybridStrategy")
+CLASSES = (
+    "MultiWorkerMirroredStrategy",
+    "ParameterServerStrategy",
+    "HybridStrategy",
+)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -22,11 +30,11 @@ class Entry:
 
     title: str
     strategy: str | None
-    options: dict
-    accepts: tuple | None
+    options: dict[str, Any]
+    accepts: tuple[str, ...] | None
 
 
-def read(path):
+def read(path: str | os.PathLike[str]) -> Entry:
     """Reads an entry.
 
     Args:

@@ -1,10 +1,11 @@
 """The library's logger: one line on stderr for each thing a user of a cluster should know."""
 
 import logging
+from typing import Any
 
 logger = logging.getLogger("keras_psplus")
 
-_said = set()
+_logged: set[str] = set()
 
 
 class _Handler(logging.StreamHandler):
@@ -24,17 +25,17 @@ if not logger.handlers:
     logger.propagate = False
 
 
-def info_once(message, *args):
+def info_once(message: str, *args: Any) -> None:
     """Logs a line the first time that this process has it."""
-    _once(logging.INFO, message % args)
+    _log_once(logging.INFO, message % args)
 
 
-def warn_once(message, *args):
+def warn_once(message: str, *args: Any) -> None:
     """Logs a warning the first time that this process has it."""
-    _once(logging.WARNING, message % args)
+    _log_once(logging.WARNING, message % args)
 
 
-def _once(level, line):
-    if line not in _said:
-        _said.add(line)
+def _log_once(level, line):
+    if line not in _logged:
+        _logged.add(line)
         logger.log(level, "%s", line)

@@ -3,6 +3,9 @@
 They are read here without TensorFlow, so that the launcher can refuse wrong ones at once.
 """
 
+from __future__ import annotations
+
+from collections.abc import Mapping
 from typing import Any, NamedTuple
 
 
@@ -18,7 +21,7 @@ class Form(NamedTuple):
     needed: bool = False
 
 
-def half(name):
+def half(name: str) -> str:
     """The type that `"bf16"` or `"fp16"` stands for."""
     if name not in _HALVES:
         raise ValueError(name)
@@ -49,7 +52,7 @@ UPDATES = {
 UPDATES_ALLOWED = '"accumulate:4", "local_sgd:8", "diloco:100" (or other numbers of steps)'
 
 
-def parse(text, forms):
+def parse(text: str, forms: Mapping[str, Form]) -> tuple[str, list[Any]] | None:
     """Splits a text into a name and what is after its colon.
 
     Args:

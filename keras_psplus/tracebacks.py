@@ -22,18 +22,21 @@ _LIBRARIES = [
     for path in (tf.__file__, keras.__file__, pathlib.Path(__file__))
 ]
 # What a library's function comes through on the way to the script's.
-_BETWEEN = [str(pathlib.Path(module.__file__).resolve()) for module in (contextlib, threading)]
+_BETWEEN = [
+    str(pathlib.Path(module.__file__).resolve())  # type: ignore[arg-type]
+    for module in (contextlib, threading)
+]
 _FRAME = re.compile(r'^ *File "(.*)", line \d+, in .*\n(?:[ \t]*\n)?', re.MULTILINE)
 _HEAD = "Traceback (most recent call last):\n"
 
 
-def is_library(path):
+def is_library(path: str | os.PathLike[str]) -> bool:
     """Whether a file is one of TensorFlow, Keras or this library."""
     path = str(pathlib.Path(path).resolve())
     return path in _BETWEEN or any(path.startswith(folder + os.sep) for folder in _LIBRARIES)
 
 
-def install():
+def install() -> None:
     """Shows exceptions that end the process without the frames of libraries.
 
     Not if the environment has `KERAS_PSPLUS_FULL_TRACEBACK=1`, if Keras shows all of its frames
@@ -54,7 +57,7 @@ def _show(kind, error, trace):
     sys.__excepthook__(kind, error, trace)
 
 
-def folded(error):
+def folded(error: BaseException) -> str:
     """The traceback of an exception without the frames of libraries.
 
     Args:

@@ -15,6 +15,7 @@ import sys
 import warnings
 from collections.abc import Iterator
 from dataclasses import dataclass
+from typing import Any
 
 __version__ = "0.1.0"
 
@@ -50,7 +51,7 @@ KERAS = Supported(
     module="keras",
     distributions=("keras", "keras-nightly"),
     first=(3, 13),
-    after=(3, 16),
+    after=(3, 17),
 )
 TENSORFLOW = Supported(
     name="TensorFlow",
@@ -68,7 +69,7 @@ TENSORFLOW = Supported(
 )
 
 
-def check() -> None:
+def check_versions() -> None:
     """Checks Keras, TensorFlow and the Keras backend.
 
     The cheap checks come first: the versions are read from the installed metadata, and Keras is
@@ -97,7 +98,7 @@ def naming_misfits() -> Iterator[None]:
     try:
         yield
     except (ImportError, AttributeError) as error:
-        found = {package: _found(package) for package in (KERAS, TENSORFLOW)}
+        found: dict[Supported, Any] = {package: _found(package) for package in (KERAS, TENSORFLOW)}
         untested = [
             package
             for package, version in found.items()
@@ -129,7 +130,7 @@ def installed_version(package: Supported) -> str | None:
 
 def describe(package: Supported) -> str | None:
     """The installed version, or several of them; nightly builds with their distribution's name."""
-    found = list(_installed(package).values()) or [installed_version(package)]
+    found: list[str | None] = list(_installed(package).values()) or [installed_version(package)]
     return ", ".join(_named(package, version) for version in found if version) or None
 
 

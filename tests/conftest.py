@@ -33,7 +33,11 @@ LONG = (
     "faults",
 )
 # Whose scripts are started by `warm.py`. The others start them as a user does.
-WARM = ("multi_process", "parameter_server", "hybrid", "all_reduce", "callbacks", "faults")
+WARM = (*("multi_process", "parameter_server", "hybrid", "all_reduce", "callbacks", "faults"),)
+
+
+def pytest_configure(config):
+    config.addinivalue_line("markers", "cases(*names): what a test looks at; see selection.py")
 
 
 @pytest.fixture(scope="module", autouse=True)

@@ -218,6 +218,25 @@ def test_ints_that_python_does_not_write_down_are_refused(value):
             make(value)
 
 
+@pytest.mark.parametrize(
+    "make",
+    [
+        lambda value: keras_psplus.MultiWorkerMirroredStrategy(compression=value),
+        lambda value: keras_psplus.MultiWorkerMirroredStrategy(updates=value),
+        lambda value: keras_psplus.HybridStrategy(placement=value),
+        lambda value: keras_psplus.HybridStrategy(placement={"*": value}),
+        lambda value: keras_psplus.HybridStrategy(row_compression=value),
+        lambda value: keras_psplus.HybridStrategy(snapshot_every=5, snapshot_dir=value),
+        lambda value: keras_psplus.ParameterServerStrategy(mode=value),
+        lambda value: updates.DiLoCo(8, outer_optimizer=value),
+        lambda value: compression.Cast(value),
+    ],
+)
+def test_such_ints_are_refused_where_none_is_expected(make, checks_alone):
+    with pytest.raises(ValueError, match="Received: .*a (int|dict) too long to be shown"):
+        make(10**5000)
+
+
 def test_the_kinds_of_numbers_that_libraries_have_are_taken(checks_alone):
     with pytest.raises(Checked):
         keras_psplus.HybridStrategy(

@@ -42,19 +42,19 @@ def no_modules(monkeypatch):
 
 def refusal():
     with pytest.raises(ImportError) as error:
-        versions.check()
+        versions.check_versions()
     return str(error.value)
 
 
 def test_this_installation_is_supported():
-    versions.check()
+    versions.check_versions()
 
 
 @pytest.mark.parametrize("keras", ["3.13.0", "3.14.1", "3.15.1", "3.15.0.dev20260101"])
 @pytest.mark.parametrize("tensorflow", ["2.20.0", "2.21.0", "2.21.1rc0"])
 def test_supported_versions_pass(installed, keras, tensorflow):
     installed.update(keras=keras, tensorflow=tensorflow)
-    versions.check()
+    versions.check_versions()
 
 
 @pytest.mark.parametrize("found", ["3.12.4", "3.0.0"])
@@ -95,7 +95,7 @@ def test_old_tensorflow_is_refused(installed):
     assert message.endswith("Received: tensorflow 2.19.1")
 
 
-@pytest.mark.parametrize(("name", "found"), [("keras", "3.16.0"), ("tensorflow", "2.22.0rc1")])
+@pytest.mark.parametrize(("name", "found"), [("keras", "3.17.0"), ("tensorflow", "2.22.0rc1")])
 def test_new_versions_are_refused_unless_skipped(installed, monkeypatch, name, found):
     installed[name] = found
     message = refusal()
@@ -108,7 +108,7 @@ def test_new_versions_are_refused_unless_skipped(installed, monkeypatch, name, f
 
     monkeypatch.setenv(versions.SKIP_VARIABLE, "1")
     with pytest.warns(UserWarning, match=f"newer than .* Received: {name} {found}"):
-        versions.check()
+        versions.check_versions()
 
 
 def test_skipping_does_not_admit_old_versions(installed, monkeypatch):
@@ -120,19 +120,19 @@ def test_skipping_does_not_admit_old_versions(installed, monkeypatch):
 def test_other_distribution_names_are_found(installed):
     del installed["keras"], installed["tensorflow"]
     installed.update({"keras-nightly": "3.15.0.dev2026", "tensorflow-cpu": "2.20.0"})
-    versions.check()
+    versions.check_versions()
     installed["tensorflow-cpu"] = "2.16.1"
     assert refusal().endswith("Received: tensorflow 2.16.1")
 
 
 def test_nightly_builds_are_named_with_what_to_do(installed):
     del installed["keras"], installed["tensorflow"]
-    installed.update({"keras-nightly": "3.16.0.dev2026", "tf-nightly": "2.22.0.dev2026"})
+    installed.update({"keras-nightly": "3.17.0.dev2026", "tf-nightly": "2.22.0.dev2026"})
     message = refusal()
     assert "newer than" in message
     assert "`pip uninstall -y keras-nightly`" in message
     assert f'`pip install "keras{versions.KERAS.specifier}"`' in message
-    assert message.endswith("Received: keras 3.16.0.dev2026 (keras-nightly)")
+    assert message.endswith("Received: keras 3.17.0.dev2026 (keras-nightly)")
     problem = versions.problem(versions.TENSORFLOW)
     assert "`pip uninstall -y tf-nightly`" in problem
     assert problem.endswith("Received: tensorflow 2.22.0.dev2026 (tf-nightly)")
@@ -142,13 +142,13 @@ def test_a_nightly_build_above_a_release_is_found(installed, monkeypatch):
     """Both are installed, one in the other's folder, and the metadata name the release first."""
     import keras
 
-    installed["keras-nightly"] = "3.16.0.dev2026"
-    assert versions.describe(versions.KERAS) == "3.15.1, 3.16.0.dev2026 (keras-nightly)"
-    monkeypatch.setattr(keras, "__version__", "3.16.0.dev2026")
+    installed["keras-nightly"] = "3.17.0.dev2026"
+    assert versions.describe(versions.KERAS) == "3.15.1, 3.17.0.dev2026 (keras-nightly)"
+    monkeypatch.setattr(keras, "__version__", "3.17.0.dev2026")
     message = refusal()
     assert "newer than" in message
     assert "`pip uninstall -y keras keras-nightly`" in message
-    assert message.endswith("Received: keras 3.16.0.dev2026 (keras-nightly)")
+    assert message.endswith("Received: keras 3.17.0.dev2026 (keras-nightly)")
 
 
 @pytest.mark.parametrize(
@@ -158,7 +158,7 @@ def test_what_does_not_fit_an_admitted_version_is_named(installed, monkeypatch, 
     monkeypatch.setenv(versions.SKIP_VARIABLE, "1")
     monkeypatch.delitem(sys.modules, "keras")
     del installed["keras"]
-    installed["keras-nightly"] = "3.16.0.dev2026"
+    installed["keras-nightly"] = "3.17.0.dev2026"
     with pytest.raises(ImportError) as raised:
         with versions.naming_misfits():
             raise error
@@ -166,7 +166,7 @@ def test_what_does_not_fit_an_admitted_version_is_named(installed, monkeypatch, 
     assert f"keras_psplus {versions.__version__} does not fit this Keras: {error}." in message
     assert f"It needs Keras {versions.KERAS.specifier}." in message
     assert f'`pip install "keras{versions.KERAS.specifier}"`' in message
-    received = f"Received: keras 3.16.0.dev2026 (keras-nightly), {versions.SKIP_VARIABLE}=1"
+    received = f"Received: keras 3.17.0.dev2026 (keras-nightly), {versions.SKIP_VARIABLE}=1"
     assert message.endswith(received)
 
 
@@ -188,7 +188,7 @@ def test_the_module_tells_where_no_distribution_does(installed, monkeypatch):
     monkeypatch.setattr(versions.importlib, "import_module", modules.__getitem__)
     assert refusal().endswith("Received: tensorflow 2.3.0")
     modules["tensorflow"].__version__ = "2.21.0"
-    versions.check()
+    versions.check_versions()
 
 
 @pytest.mark.parametrize("found", ["unknown", ""])
@@ -216,7 +216,7 @@ def test_another_backend_is_refused_without_importing_it(installed, no_modules, 
 def test_legacy_keras_warns(installed, monkeypatch):
     monkeypatch.setenv("TF_USE_LEGACY_KERAS", "1")
     with pytest.warns(UserWarning, match=r"`import keras`.* Received: TF_USE_LEGACY_KERAS=1"):
-        versions.check()
+        versions.check_versions()
 
 
 @pytest.mark.parametrize("package", [versions.KERAS, versions.TENSORFLOW])

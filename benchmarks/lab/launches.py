@@ -134,7 +134,7 @@ def _launch(args, make_lab, method, workers, rates_by_work):
         return job.run(lab, commands, args.timeout, leader, env)
 
 
-def run(args, document, make_lab, methods, works, say):
+def run(args, document, make_lab, methods, works, log):
     """Measures all that the document lacks.
 
     Args:
@@ -144,7 +144,7 @@ def run(args, document, make_lab, methods, works, say):
         make_lab: Function from a number of hosts to a lab.
         methods: List of `methods.Method`.
         works: Names of works.
-        say: Function that shows a line.
+        log: Function that shows a line.
     """
     todo = list(missing(document, methods, works, args.workers, args.rates, args.turns))
     for number, (turn, workers, method, rates_by_work) in enumerate(todo, 1):
@@ -162,7 +162,7 @@ def run(args, document, make_lab, methods, works, say):
             if "times" in result:
                 middle = sorted(result["times"])[len(result["times"]) // 2]
                 figures = f"{middle:.1f} ms, {figures}"
-            say(
+            log(
                 f"[{number}/{len(todo)}] {method.full_name}, {workers} workers, {result['work']}, "
                 f"{result['rate']}: {figures}, load {load:.1f}"
             )

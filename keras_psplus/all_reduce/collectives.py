@@ -14,14 +14,23 @@ them is encoded or decoded. On CPUs, collectives of one signature take turns in 
 and only those of one lane wait for each other.
 """
 
+from __future__ import annotations
+
 import contextlib
 import weakref
 import zlib
+from collections.abc import Iterator
+from typing import Any
 
 import tensorflow as tf
-from tensorflow.python.distribute import cross_device_ops, cross_device_utils
-from tensorflow.python.framework import ops
-from tensorflow.python.ops import collective_ops, resource_variable_ops
+
+from keras_psplus.tf_internals import (
+    collective_ops,
+    cross_device_ops,
+    cross_device_utils,
+    resource_variable_ops,
+)
+from keras_psplus.tf_internals import framework_ops as ops
 
 # A collective of one lane may still be finishing on a slow peer while a fast one starts the next of
 # the same lane: keys in turn keep the two apart.
@@ -42,18 +51,22 @@ _SHORT_DTYPES = (tf.float32, tf.float64, tf.int32, tf.int64)
 class Launcher(cross_device_utils.CollectiveReplicaLauncher):
     """Launches the collectives of one replica, with instance keys counted in the graph."""
 
-    def __init__(self, group_key, group_size, collective_keys, device, options):
+    def __init__(
+        self, group_key: int, group_size: int, collective_keys: Any, device: str, options: Any
+    ) -> None:
         super().__init__(group_key, group_size, collective_keys, device, options)
-        self._variables = {}
-        self._slots = {}
-        self._launched = weakref.WeakKeyDictionary()
-        self._signature = None
-        self._lane = None
-        self._size_class = None
-        self._name = None
+        self._variables: dict[Any, tf.Variable] = {}
+        self._slots: dict[tuple[int, int], str] = {}
+        self._launched: weakref.WeakKeyDictionary[tf.Graph, dict[Any, int]] = (
+            weakref.WeakKeyDictionary()
+        )
+        self._signature: Any = None
+        self._lane: int | None = None
+        self._size_class: tf.Tensor | None = None
+        self._name: str | None = None
 
     @contextlib.contextmanager
-    def apart(self, name):
+    def separate_order(self, name: str) -> Iterator[None]:
         """Has the collectives made inside wait for no others, unless for those of the same name.
 
         Branches need it: each begins with the first lane, and would wait for branches before it.
@@ -67,7 +80,12 @@ class Launcher(cross_device_utils.CollectiveReplicaLauncher):
         finally:
             self._name = outer
 
-    def all_reduce(self, input_tensor, control_input=None, options=None):
+    def all_reduce(
+        self,
+        input_tensor: tf.Tensor,
+        control_input: tf.Tensor | tf.Operation | None = None,
+        options: Any = None,
+    ) -> tf.Tensor:
         tensor = tf.convert_to_tensor(input_tensor)
         if self._group_size == 1:
             return tensor
@@ -85,14 +103,14 @@ class Launcher(cross_device_utils.CollectiveReplicaLauncher):
         with self._keys_for("gather", tensor):
             return super()._all_gather(tensor, options)
 
-    def gather(self, tensor):
+    def gather(self, tensor: tf.Tensor) -> tf.Tensor:
         """Concatenates tensors of one static shape along axis 0, in rank order."""
         if not tensor.shape.num_elements():
             # The kernel would wait for ever for nothing to come.
             return tf.repeat(tensor, self._group_size, 0)
         return self._all_gather(tensor)
 
-    def all_to_all(self, tensor):
+    def all_to_all(self, tensor: tf.Tensor) -> tf.Tensor:
         """Exchanges rows: replica r gets the r-th row of each replica, in rank order.
 
         Args:
@@ -115,7 +133,7 @@ class Launcher(cross_device_utils.CollectiveReplicaLauncher):
                 ordering_token=self._get_ordering_token(),
             )
 
-    def gather_rows(self, tensor):
+    def gather_rows(self, tensor: tf.Tensor) -> tuple[tf.Tensor, tf.Tensor]:
         """Gathers tensors whose number of rows differs between replicas.
 
         Args:
@@ -145,7 +163,7 @@ class Launcher(cross_device_utils.CollectiveReplicaLauncher):
                 rows, tf.TensorShape([None]).concatenate(tensor.shape[1:])
             ), counts
 
-    def gather_padded(self, tensor, rows):
+    def gather_padded(self, tensor: tf.Tensor, rows: tf.Tensor) -> tf.Tensor:
         """Gathers matrices whose number of rows differs, zeros after those of the shorter ones.
 
         Args:
@@ -176,12 +194,16 @@ class Launcher(cross_device_utils.CollectiveReplicaLauncher):
             self._size_class = None
         return tf.reshape(everything, [self._group_size, padded])
 
-    def all_gather(self, input_tensor, axis, options=None):
+    def all_gather(
+        self, input_tensor: tf.Tensor, axis: int | tf.Tensor, options: Any = None
+    ) -> tf.Tensor:
         if isinstance(axis, int) and axis == 0 and not tf.executing_eagerly():
             return self.gather_rows(input_tensor)[0]
         return super().all_gather(input_tensor, axis, options)
 
-    def all_reduce_indexed_slices(self, input_slices, options=None):
+    def all_reduce_indexed_slices(
+        self, input_slices: tf.IndexedSlices, options: Any = None
+    ) -> tf.IndexedSlices:
         """Concatenates the slices of all replicas, in rank order.
 
         The order of rows is the one that a single process would have on the whole batch.
@@ -281,7 +303,7 @@ class _Signature:
         self._launcher._signature, self._launcher._lane = self._outer
 
 
-def padded_size(size):
+def padded_size(size: int | tf.Tensor) -> tf.Tensor:
     """The number of elements that `gather_rows` sends for so many."""
     return _size_class(size)[0]
 
@@ -296,9 +318,9 @@ def _size_class(rows):
 class CollectiveOps(cross_device_ops.CollectiveAllReduce):
     """`CollectiveAllReduce` whose launchers are this module's."""
 
-    def __init__(self, *args, **kwargs):
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
-        self._launchers = [
+        self._launchers: list[Launcher] = [
             Launcher(
                 launcher._group_key,
                 launcher._group_size,
@@ -310,10 +332,10 @@ class CollectiveOps(cross_device_ops.CollectiveAllReduce):
         ]
 
     @classmethod
-    def like(cls, other):
+    def like(cls, other: cross_device_ops.CollectiveAllReduce) -> CollectiveOps:
         """Makes the same cross-device ops as TensorFlow's `other`, with our launchers."""
         return cls(other._devices, other._group_size, other._options, other._collective_keys)
 
     @property
-    def launchers(self):
+    def launchers(self) -> list[Launcher]:
         return self._launchers

@@ -7,19 +7,21 @@ makes gradients ready, so that the first bucket travels while the rest is comput
 """
 
 import zlib
+from collections.abc import Sequence
+from typing import Any
 
 import tensorflow as tf
 
 from keras_psplus import compression
-from keras_psplus.all_reduce import compressors as choice
 from keras_psplus.all_reduce import gradients, routes
-from keras_psplus.all_reduce.collectives import padded_size
+from keras_psplus.all_reduce.collectives import Launcher, padded_size
 from keras_psplus.all_reduce.compression_state import States
-from keras_psplus.all_reduce.factor_sums import sum_of_products
-from keras_psplus.all_reduce.ledger import Entry, Ledger
+from keras_psplus.all_reduce.compressors import check_compressor
+from keras_psplus.all_reduce.factor_sums import sum_of_outer_products
+from keras_psplus.all_reduce.traffic import TensorTraffic, TrafficVariables
 
-# Of what is made so much smaller, so many times as much shares a message: it is short enough.
-_LITTLE = 8
+# Gradients compressed more than 8x share buckets that hold 8x more uncompressed bytes.
+_STRONG_COMPRESSION = 8
 
 
 class CompressedSum:
@@ -34,15 +36,28 @@ class CompressedSum:
         timed: Whether to measure for how long gradients are waited for.
     """
 
-    def __init__(self, launcher, rank, replicas, compressor, bucket_bytes, timed=True):
+    def __init__(
+        self,
+        launcher: Launcher,
+        rank: int,
+        replicas: int,
+        compressor: compression.Compressor | None,
+        bucket_bytes: int,
+        timed: bool = True,
+    ) -> None:
         self._launcher, self._rank, self._replicas = launcher, rank, replicas
         self._compressor, self._bucket_bytes = compressor, bucket_bytes
         self._timed = timed
         self.states = States(launcher._device)
-        self.ledger = Ledger()
-        self._numbers = {}
+        self.traffic_variables = TrafficVariables()
+        self._numbers: dict[int, tuple[int, Any]] = {}
 
-    def __call__(self, grads, variables, step):
+    def __call__(
+        self,
+        grads: Sequence[tf.Tensor | tf.IndexedSlices],
+        variables: Sequence[Any],
+        step: tf.Tensor,
+    ) -> list[tf.Tensor | tf.IndexedSlices]:
         """Sums gradients.
 
         Args:
@@ -58,9 +73,10 @@ class CompressedSum:
         paths = [variable.path for variable in variables]
         numbers = [self._number(variable) for variable in variables]
         compressors = [self._compressor_of(v, g) for v, g in zip(variables, grads)]
-        summed, entries = list(grads), [None] * len(grads)
+        summed = list(grads)
+        entries: list[Any] = [None] * len(grads)
         dense = [i for i, g in enumerate(grads) if not isinstance(g, tf.IndexedSlices)]
-        sent = []
+        sent: list[tf.Tensor] = []
         averages = any(_route(compressors[i], grads[i]) == ("mean",) for i in dense)
         for (route, *_), places in gradients.buckets(
             # From the last layer back, as backprop makes them ready.
@@ -80,10 +96,10 @@ class CompressedSum:
                 summed[i], entries[i] = total, entry
         for i in set(range(len(grads))) - set(dense):
             summed[i], entries[i] = self._slices(grads[i], compressors[i], paths[i], step)
-        self.ledger.add(entries)
+        self.traffic_variables.add(entries)
         if self._timed:
             begin = [_product(c, g) or g for c, g in zip(compressors, _leaves(grads))]
-            self.ledger.time(tf.nest.flatten(begin), _leaves(summed))
+            self.traffic_variables.time(tf.nest.flatten(begin), _leaves(summed))
         return summed
 
     def _compressor_of(self, variable, gradient):
@@ -92,9 +108,9 @@ class CompressedSum:
         chosen = self._compressor.for_variable(variable.path, variable.shape, gradient.dtype)
         if chosen is not None:
             # It may be one that `for_variable` has made just now.
-            choice.check(chosen)
-        if isinstance(chosen, compression.SufficientFactors) and not _product(chosen, gradient):
-            return chosen.inner
+            check_compressor(chosen)
+            if chosen.sends_factors and not _product(chosen, gradient):
+                return chosen.inner
         return chosen
 
     # Each route is given tensors, their compressors and their variables' paths and numbers, and
@@ -102,7 +118,9 @@ class CompressedSum:
 
     def _sum(self, tensors, compressors, paths, numbers, step):
         sizes = [_bytes(t) for t in tensors]
-        entries = [Entry(path, None, n, n, self._by_ring(n)) for path, n in zip(paths, sizes)]
+        entries = [
+            TensorTraffic(path, None, n, n, self._by_ring(n)) for path, n in zip(paths, sizes)
+        ]
         return gradients.pack_and_sum(self._launcher, tensors), entries
 
     def _total(self, tensors, compressors, paths, numbers, step):
@@ -110,7 +128,7 @@ class CompressedSum:
         for path, compressor, tensor in zip(paths, compressors, tensors):
             sent = compressor.wire_bytes(tensor.shape, tensor.dtype)
             wire = self._by_ring(sent)
-            entries.append(Entry(path, _name(compressor), _bytes(tensor), sent, wire))
+            entries.append(TensorTraffic(path, _name(compressor), _bytes(tensor), sent, wire))
         return routes.total(self._launcher, compressors, tensors, step), entries
 
     def _mean(self, tensors, compressors, paths, numbers, step):
@@ -134,7 +152,7 @@ class CompressedSum:
                 early = step < compressor.start_step
                 sent = tf.where(early, *map(_int64, (whole, sent)))
                 wire = tf.where(early, *map(_int64, (self._by_ring(whole), wire)))
-            entries.append(Entry(path, _name(compressor), whole, sent, wire))
+            entries.append(TensorTraffic(path, _name(compressor), whole, sent, wire))
         return means, entries
 
     def _split(self, tensors, compressors, paths, numbers, step):
@@ -165,7 +183,7 @@ class CompressedSum:
             sums = [tf.reshape(tf.concat(sum(totals, []), 0), tensors[0].shape)]
         elements = [tensor.shape.num_elements() for tensor in tensors]
         entries = [
-            Entry(
+            TensorTraffic(
                 path,
                 _name(compressor),
                 _bytes(tensor),
@@ -189,7 +207,9 @@ class CompressedSum:
         for path, compressor, tensor, payload in zip(paths, compressors, tensors, payloads):
             sent = sum(tf.size(p, tf.int64) * p.dtype.size for p in payload)
             entries.append(
-                Entry(path, _name(compressor), _bytes(tensor), sent, sent * (self._replicas - 1))
+                TensorTraffic(
+                    path, _name(compressor), _bytes(tensor), sent, sent * (self._replicas - 1)
+                )
             )
         return sums, entries, *payloads[-1]
 
@@ -201,15 +221,15 @@ class CompressedSum:
                 return self._launcher.all_reduce(matrix)
             return routes.total(self._launcher, [compressor.inner], [matrix], step)[0]
 
-        total, sent, wire = sum_of_products(
+        total, sent, wire = sum_of_outer_products(
             *(self._launcher, self._replicas, compressor, _product(compressor, tensor)),
             *(tensor.shape, whole_sum, f"factors {numbers[0]}"),
         )
-        return [total], [Entry(path, _name(compressor), _bytes(tensor), sent, wire)]
+        return [total], [TensorTraffic(path, _name(compressor), _bytes(tensor), sent, wire)]
 
     def _own(self, tensors, compressors, paths, numbers, step):
         own = zip(paths, compressors, tensors)
-        entries = [Entry(p, _name(c), _bytes(t), 0, 0) for p, c, t in own]
+        entries = [TensorTraffic(p, _name(c), _bytes(t), 0, 0) for p, c, t in own]
         return [self._estimate(tensor) for tensor in tensors], entries
 
     def _slices(self, slices, compressor, path, step):
@@ -219,7 +239,7 @@ class CompressedSum:
         scale = tf.cast(self._replicas, slices.dtype)
         if compressor is not None and not compressor.communicates:
             own = tf.IndexedSlices(slices.values * scale, slices.indices, slices.dense_shape)
-            return own, Entry(path, _name(compressor), logical, 0, 0)
+            return own, TensorTraffic(path, _name(compressor), logical, 0, 0)
         if compressor is not None and not compressor.compresses_rows:
             compressor = None
         used = compressor or routes.WHOLE
@@ -228,7 +248,7 @@ class CompressedSum:
         # All replicas send as many as the one with the most rows, rounded up to a class.
         padded = padded_size(tf.reduce_max(counts) * tf.shape(words)[1])
         wire = 4 * (self._replicas - 1) * tf.cast(padded, tf.int64)
-        return gathered, Entry(path, _name(compressor), logical, rows * word_bytes, wire)
+        return gathered, TensorTraffic(path, _name(compressor), logical, rows * word_bytes, wire)
 
     def _state(self, name, compressor, tensor):
         return self.states.read(name, lambda: compressor.init(tensor.shape, tensor.dtype))
@@ -271,7 +291,7 @@ def _route(compressor, gradient, averages=False):
         return ("mean",) if averages and dtype.is_floating else ("sum", dtype)
     if not compressor.communicates:
         return ("own",)
-    if isinstance(compressor, compression.SufficientFactors):
+    if compressor.sends_factors:
         # Factors are short, and those of one layer long before those of the next.
         return "factors", id(gradient)
     if compressor.reducible:
@@ -290,7 +310,7 @@ def _weight(compressor, gradient):
     if compressor is None or not whole:
         return whole
     sent = compressor.wire_bytes(gradient.shape, gradient.dtype)
-    return whole // _LITTLE if sent * _LITTLE < whole else whole
+    return whole // _STRONG_COMPRESSION if sent * _STRONG_COMPRESSION < whole else whole
 
 
 def _name(compressor):
@@ -308,9 +328,10 @@ def _int64(number):
 
 
 def _product(compressor, gradient):
-    """The `Product` that a gradient is if it is not made, and must not be waited for; or None."""
-    multiplies = isinstance(compressor, compression.ErrorFeedback | compression.SufficientFactors)
-    if not multiplies or compressor.start_step or isinstance(gradient, tf.IndexedSlices):
+    """The `OuterProduct` of a gradient that is not made, and must not be waited for; or None."""
+    if compressor is None or not compressor.takes_products or compressor.start_step:
+        return None
+    if isinstance(gradient, tf.IndexedSlices):
         return None
     return compressor.product_of(gradient)
 

@@ -1,10 +1,12 @@
-"""What is kept from step to step, as variables of one replica."""
+"""State that lasts from step to step, as variables of one replica."""
+
+from collections.abc import Callable
+from typing import Any
 
 import tensorflow as tf
-from tensorflow.python.framework import ops
-from tensorflow.python.ops import resource_variable_ops
-from tensorflow.python.trackable import autotrackable
-from tensorflow.python.util import nest
+
+from keras_psplus.tf_internals import autotrackable, nest, resource_variable_ops
+from keras_psplus.tf_internals import framework_ops as ops
 
 
 class States(autotrackable.AutoTrackable):
@@ -17,12 +19,12 @@ class States(autotrackable.AutoTrackable):
         device: Device of the replica.
     """
 
-    def __init__(self, device):
+    def __init__(self, device: str) -> None:
         self._device = device
         # Or checkpoints would follow this dict as well, under names of its own.
-        self._kept = self._no_dependency({})
+        self._states = self._no_dependency({})
 
-    def read(self, name, init):
+    def read(self, name: str, init: Callable[[], Any]) -> Any:
         """Reads a state.
 
         Args:
@@ -32,16 +34,16 @@ class States(autotrackable.AutoTrackable):
         Returns:
             The structure of tensors, as of now.
         """
-        if name not in self._kept:
+        if name not in self._states:
             with ops.init_scope(), ops.device(self._device):
                 first = init()
                 leaves = nest.flatten_with_joined_string_paths(first)
                 variables = [self._make(f"{name}/{path}", leaf) for path, leaf in leaves]
-            self._kept[name] = tf.nest.map_structure(lambda _: 0, first), variables
-        structure, variables = self._kept[name]
+            self._states[name] = tf.nest.map_structure(lambda _: 0, first), variables
+        structure, variables = self._states[name]
         return tf.nest.pack_sequence_as(structure, [v.read_value() for v in variables])
 
-    def variable(self, name, shape, dtype):
+    def variable(self, name: str, shape: Any, dtype: tf.DType | str) -> tf.Variable:
         """Makes a variable of zeros, to be read and written as any.
 
         Args:
@@ -56,9 +58,9 @@ class States(autotrackable.AutoTrackable):
             zeros = tf.zeros([size or 0 for size in tf.TensorShape(shape).as_list()], dtype)
             return self._make(name, zeros, shape)
 
-    def write(self, name, state):
+    def write(self, name: str, state: Any) -> list[tf.Operation]:
         """Writes a state, which has been read before; returns the operations that do so."""
-        _, variables = self._kept[name]
+        _, variables = self._states[name]
         return [
             variable.assign(value, read_value=False)
             for variable, value in zip(variables, tf.nest.flatten(state), strict=True)

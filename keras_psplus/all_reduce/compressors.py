@@ -1,12 +1,14 @@
 """Which compressors gradients can be all-reduced with."""
 
+from typing import Any
+
 from keras_psplus import compression
 from keras_psplus.compression import methods
 
-_METHODS = ("encode", "decode", "wire_bytes", "rounds")
+_METHODS = ("encode", "decode", "wire_bytes", "exchange")
 
 
-def compressor_of(identifier):
+def compressor_of(identifier: Any) -> compression.Compressor | None:
     """Makes a strategy's compressor.
 
     Args:
@@ -23,28 +25,28 @@ def compressor_of(identifier):
         # One that has nothing but a choice of its own chooses among others, checked when it does.
         has_none = all(methods.missing(one, method) for method in _METHODS)
         if not has_none or methods.missing(one, "for_variable"):
-            check(one)
+            check_compressor(one)
     return compressor
 
 
-def check(compressor):
+def check_compressor(compressor: compression.Compressor) -> None:
     """Raises ValueError if a compressor lacks a method that all-reduce calls.
 
     Args:
         compressor: `Compressor` that has been chosen for a variable.
     """
-    if isinstance(compressor, compression.SufficientFactors):
+    if compressor.sends_factors:
         return
     needed = ["wire_bytes"]
-    # Payloads of homogeneous ones are added up without `rounds`.
-    by_rounds = compressor.reducible and not compressor.homogeneous
-    by_rounds = by_rounds and not methods.missing(compressor, "rounds")
-    if compressor.communicates and not by_rounds:
+    # Payloads of homogeneous ones are added up without `exchange`.
+    by_exchange = compressor.reducible and not compressor.homogeneous
+    by_exchange = by_exchange and not methods.missing(compressor, "exchange")
+    if compressor.communicates and not by_exchange:
         needed = ["encode", "decode", *needed]
     method = methods.missing(compressor, *needed)
     if method:
         raise ValueError(
             "`compression` must have `encode`, `decode` and `wire_bytes`, or, if it is `reducible` "
-            "and not `homogeneous`, `rounds` and `wire_bytes`. "
+            "and not `homogeneous`, `exchange` and `wire_bytes`. "
             f"Received: compression={compressor!r}, without `{method}`"
         )

@@ -1,24 +1,31 @@
 """`MultiWorkerMirroredStrategy`'s implementation half: devices, variables, collectives."""
 
+from __future__ import annotations
+
 import contextlib
 import threading
+from collections.abc import Iterable, Iterator, Sequence
+from typing import TYPE_CHECKING, Any
 
 import tensorflow as tf
-from tensorflow.python.distribute import collective_all_reduce_strategy, device_util, distribute_lib
-from tensorflow.python.distribute import values as distributed_values
-from tensorflow.python.eager import context
-from tensorflow.python.framework import ops
-from tensorflow.python.ops import resource_variable_ops
 
-from keras_psplus.all_reduce import (
-    batches,
-    collectives,
-    failure,
-    gradients,
-    reducers,
-    row_reads,
-    updating,
+from keras_psplus.all_reduce import collectives, gradients, reducers, row_reads, updating
+from keras_psplus.core import batches, failure
+from keras_psplus.tf_internals import (
+    collective_all_reduce_strategy,
+    context,
+    device_util,
+    distribute_lib,
+    distributed_values,
+    resource_variable_ops,
 )
+from keras_psplus.tf_internals import framework_ops as ops
+
+if TYPE_CHECKING:
+    from keras_psplus.all_reduce.strategy import MultiWorkerMirroredStrategy
+    from keras_psplus.compression import Compressor
+    from keras_psplus.core.control import ControlPlane
+    from keras_psplus.updates import Updates
 
 _SUM = tf.distribute.ReduceOp.SUM
 # The broadcast kernel rejects these dtypes; the wider one holds their values exactly.
@@ -38,17 +45,17 @@ class MultiWorkerMirroredExtended(collective_all_reduce_strategy.CollectiveAllRe
 
     def __init__(
         self,
-        strategy,
-        cluster_resolver,
-        communication_options,
-        control,
-        compressor,
-        bucket_bytes,
-        policy,
-    ):
+        strategy: MultiWorkerMirroredStrategy,
+        cluster_resolver: tf.distribute.cluster_resolver.ClusterResolver,
+        communication_options: tf.distribute.experimental.CommunicationOptions,
+        control: ControlPlane | None,
+        compressor: Compressor | None,
+        bucket_bytes: int,
+        policy: Updates | None,
+    ) -> None:
         self._control = control
-        self._updating = None if policy is None else updating.Updating(policy, strategy)
-        self._step_variables = {}
+        self._updating = None if policy is None else updating.MirroredUpdates(policy, strategy)
+        self._step_variables: dict[tuple[str, str], tf.Variable] = {}
         self._creating = threading.local()
         super().__init__(
             strategy,
@@ -67,46 +74,46 @@ class MultiWorkerMirroredExtended(collective_all_reduce_strategy.CollectiveAllRe
         )
 
     @property
-    def world(self):
+    def world(self) -> batches.World:
         """Where this worker's replicas stand among all replicas."""
         local = len(self.worker_devices)
         return batches.World(self._id_in_cluster * local, local, self._num_replicas_in_sync)
 
     @property
-    def control(self):
+    def control(self) -> ControlPlane | None:
         """The control plane between workers, or None if there is one worker."""
         return self._control
 
     @property
-    def fence(self):
+    def barrier(self) -> Any:
         """What every step has to wait for before all workers go on, or None."""
         return None
 
     @property
-    def reducers(self):
+    def reducers(self) -> reducers.Reducers:
         """What sums gradients over all replicas."""
         return self._reducers
 
     @property
-    def updating(self):
+    def updating(self) -> updating.MirroredUpdates | None:
         """What says when optimizers step, or None if they do at every step."""
         return self._updating
 
-    def rank_in_context(self):
+    def rank_in_context(self) -> int:
         """Rank among all replicas of the one whose context this is, as a Python int."""
         return self.world.rank + distribute_lib.get_replica_context()._replica_id
 
-    def device_in_context(self):
+    def device_in_context(self) -> str:
         """Device of the replica whose context this is."""
         return self.worker_devices[distribute_lib.get_replica_context()._replica_id]
 
-    def launcher(self, local_replica=None):
+    def launcher(self, local_replica: int | None = None) -> collectives.Launcher:
         """Collectives of a local replica; by default the one whose context this is."""
         if local_replica is None:
             local_replica = distribute_lib.get_replica_context()._replica_id
         return self._cross_device_ops.launchers[local_replica]
 
-    def sum_over_replicas(self, tensors):
+    def sum_over_replicas(self, tensors: Iterable[tf.Tensor]) -> list[tf.Tensor]:
         """Sums small tensors over all replicas, in replica context."""
         tensors = list(tensors)
         if not tensors:
@@ -116,7 +123,7 @@ class MultiWorkerMirroredExtended(collective_all_reduce_strategy.CollectiveAllRe
             return list(distribute_lib.get_replica_context().all_reduce(_SUM, tensors))
         return gradients.sum_packed(self.launcher(), tensors)
 
-    def gather_rows(self, value):
+    def gather_rows(self, value: Any) -> tf.Tensor:
         """Concatenates the replicas' tensors along axis 0 in rank order, in graph mode."""
         local = self._container_strategy().experimental_local_results(value)
         if not isinstance(local[0], tf.Tensor) or local[0].dtype == tf.string:
@@ -130,10 +137,10 @@ class MultiWorkerMirroredExtended(collective_all_reduce_strategy.CollectiveAllRe
         # Every local replica takes part; all of them get the same.
         return [self.launcher(i).gather_rows(t)[0] for i, t in enumerate(local)][0]
 
-    def broadcast(self, variables):
+    def broadcast(self, variables: Sequence[tf.Variable]) -> None:
         """Gives all workers the first one's values of variables that all of them have."""
         launcher = self._host_cross_device_ops.launchers[0]
-        by_dtype = {}
+        by_dtype: dict[tf.DType, list[tf.Variable]] = {}
         for variable in variables:
             by_dtype.setdefault(_WIDER.get(variable.dtype, variable.dtype), []).append(variable)
         for dtype in sorted(by_dtype, key=lambda d: d.name):
@@ -143,7 +150,7 @@ class MultiWorkerMirroredExtended(collective_all_reduce_strategy.CollectiveAllRe
             for variable, value in zip(by_dtype[dtype], gradients.pack_and_sum(launcher, values)):
                 variable.assign(tf.cast(value, variable.dtype))
 
-    def step_variable(self, name):
+    def step_variable(self, name: str) -> tf.Variable:
         """A float of this replica that holds something of its step, by name."""
         device = self.device_in_context()
         variable = self._step_variables.get((device, name))
@@ -153,17 +160,18 @@ class MultiWorkerMirroredExtended(collective_all_reduce_strategy.CollectiveAllRe
             self._step_variables[device, name] = variable
         return variable
 
-    def has_made(self, variable):
+    def has_made(self, variable: Any) -> bool:
         """Whether a variable is one of this strategy's."""
         return isinstance(variable, distributed_values.DistributedVariable)
 
     @contextlib.contextmanager
-    def creating(self, name, accumulates):
+    def creating(self, name: str, accumulates: bool) -> Iterator[None]:
         """Context for creating a variable of a known name.
 
         Args:
             name: Full path of the variable, for messages.
-            accumulates: Whether replicas add to it what a `Step` then makes a global total.
+            accumulates: Whether replicas add to it what a `MirroredReplicaStep` then makes a
+                global total.
         """
         outer = getattr(self._creating, "value", None)
         self._creating.value = (name, accumulates)
@@ -226,7 +234,7 @@ class MultiWorkerMirroredExtended(collective_all_reduce_strategy.CollectiveAllRe
             dtype = value.dtype
             value = tf.cast(value, _WIDER.get(dtype, dtype))
             sent = dict(kwargs, initial_value=value, dtype=value.dtype)
-            with failure.explained(self._control.task):
+            with failure.translate_errors(self._control.task):
                 self._control.check_same("variable", form, f"{path} ({form})")
                 return tf.cast(stock(replica_id, device, primary_var, **sent)(), dtype)
 

@@ -4,20 +4,36 @@ The number of rows may differ between replicas and from step to step, and all mu
 way, so they tell each other first.
 """
 
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import TYPE_CHECKING
+
 import tensorflow as tf
 
 from keras_psplus import compression
-from keras_psplus.all_reduce.collectives import padded_size
+from keras_psplus.all_reduce.collectives import Launcher, padded_size
+
+if TYPE_CHECKING:
+    from keras_psplus.compression.outer_products import OuterProduct
 
 
-def sum_of_products(launcher, replicas, compressor, product, shape, whole_sum, name):
+def sum_of_outer_products(
+    launcher: Launcher,
+    replicas: int,
+    compressor: compression.SufficientFactors,
+    product: OuterProduct,
+    shape: tf.TensorShape,
+    whole_sum: Callable[[tf.Tensor], tf.Tensor],
+    name: str,
+) -> tuple[tf.Tensor, tf.Tensor, tf.Tensor]:
     """Sums a matrix that each replica has as a product.
 
     Args:
         launcher: `collectives.Launcher` of this replica.
         replicas: Number of replicas.
         compressor: `compression.SufficientFactors`.
-        product: `compression.products.Product` of this replica.
+        product: `compression.outer_products.OuterProduct` of this replica.
         shape: Static shape of the matrix.
         whole_sum: Function that sums a matrix over replicas, for those with too many rows, and
             returns the sum.
@@ -26,7 +42,7 @@ def sum_of_products(launcher, replicas, compressor, product, shape, whole_sum, n
     Returns:
         The sum; how many bytes this replica has for each of the others; and how many it sends.
     """
-    with launcher.apart(f"{name} rows"), tf.device("CPU:0"):
+    with launcher.separate_order(f"{name} rows"), tf.device("CPU:0"):
         counts = launcher.gather(tf.shape(product.left)[:1])
         most = tf.reduce_max(counts)
     sent = compressor.factor_bytes(shape, tf.cast(tf.shape(product.left)[0], tf.int64))
@@ -36,7 +52,7 @@ def sum_of_products(launcher, replicas, compressor, product, shape, whole_sum, n
         if compressor.inner is not None:
             payload = compressor.inner.encode_rows(*payload, step=None)
         words = compression.pack(payload, tf.shape(factor)[0])
-        with launcher.apart(f"{name} {side}"):
+        with launcher.separate_order(f"{name} {side}"):
             words = launcher.gather_padded(words, most)
         factors = compression.unpack(words, payload, tf.shape(words)[0])
         return tf.reshape(tf.cast(factors[0], tf.float32), [-1, columns]), words.shape[1]
@@ -51,7 +67,7 @@ def sum_of_products(launcher, replicas, compressor, product, shape, whole_sum, n
     def of_wholes():
         whole = compressor.wire_bytes(shape, tf.float32)
         wire = round(2 * (replicas - 1) * whole / replicas)
-        with launcher.apart(f"{name} whole"):
+        with launcher.separate_order(f"{name} whole"):
             total = whole_sum(product.whole())
         return total, tf.constant(whole, tf.int64), tf.constant(wire, tf.int64)
 

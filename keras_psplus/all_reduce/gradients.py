@@ -1,13 +1,23 @@
 """Several tensors in one collective."""
 
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Sequence
+from typing import TYPE_CHECKING, TypeVar
+
 import numpy as np
 import tensorflow as tf
 
+if TYPE_CHECKING:
+    from keras_psplus.all_reduce.collectives import Launcher
+
 DEFAULT_BUCKET_BYTES = 4 << 20
 _MOST_PIECES = 8
+_Item = TypeVar("_Item")
+_Key = TypeVar("_Key")
 
 
-def pack_and_sum(launcher, tensors):
+def pack_and_sum(launcher: Launcher, tensors: Sequence[tf.Tensor]) -> list[tf.Tensor]:
     """Sums tensors of one dtype and static shapes over all replicas, by one collective."""
     if len(tensors) == 1:
         return [launcher.all_reduce(tensors[0])]
@@ -17,7 +27,7 @@ def pack_and_sum(launcher, tensors):
     return [tf.reshape(piece, t.shape) for piece, t in zip(pieces, tensors)]
 
 
-def sum_packed(launcher, tensors):
+def sum_packed(launcher: Launcher, tensors: Sequence[tf.Tensor]) -> list[tf.Tensor]:
     """Sums tensors of static shapes over all replicas, by one collective for each dtype."""
     summed = list(tensors)
     for dtype in sorted({t.dtype.name for t in tensors}):
@@ -27,7 +37,7 @@ def sum_packed(launcher, tensors):
     return summed
 
 
-def after(operations, tensor):
+def after(operations: Sequence[tf.Operation | tf.Tensor], tensor: tf.Tensor) -> tf.Tensor:
     """The tensor, for whoever is to wait for these operations (or tensors) too."""
     if not operations:
         return tensor
@@ -35,7 +45,7 @@ def after(operations, tensor):
         return tf.identity(tensor)
 
 
-def pieces(tensor, size, multiple):
+def pieces(tensor: tf.Tensor, size: int, multiple: int) -> list[tf.Tensor]:
     """Cuts a tensor into a few flat pieces of one length, but for the last.
 
     Args:
@@ -52,7 +62,12 @@ def pieces(tensor, size, multiple):
     return [flat[start : start + length] for start in range(0, elements, length)]
 
 
-def buckets(items, key, size, bucket_bytes):
+def buckets(
+    items: Iterable[_Item],
+    key: Callable[[_Item], _Key],
+    size: Callable[[_Item], int],
+    bucket_bytes: int,
+) -> list[tuple[_Key, list[_Item]]]:
     """Groups items of one key, in order, closing a bucket once it is full.
 
     Args:
@@ -64,7 +79,9 @@ def buckets(items, key, size, bucket_bytes):
     Returns:
         List of `(key, items)`.
     """
-    filling, sizes, full = {}, {}, []
+    filling: dict[_Key, list[_Item]] = {}
+    sizes: dict[_Key, int] = {}
+    full: list[tuple[_Key, list[_Item]]] = []
     for item in items:
         kind = key(item)
         filling.setdefault(kind, []).append(item)

@@ -6,22 +6,29 @@ the service, after what is left of a call. Here the workers ask each other as of
 needs, and TensorFlow's service is given `service_seconds`, with which it is always later.
 """
 
+from __future__ import annotations
+
 import concurrent.futures
 import threading
 import time
+from collections.abc import Iterable
+from typing import TYPE_CHECKING
 
 import tensorflow as tf
-from tensorflow.python.eager import context
 
-from keras_psplus.all_reduce import failure
-from keras_psplus.cluster.config import task_name
+from keras_psplus.cluster.config import TaskConfig, task_name
 from keras_psplus.cluster.silence import is_silent, place_of
+from keras_psplus.core import failure
 from keras_psplus.log import logger
+from keras_psplus.tf_internals import context
+
+if TYPE_CHECKING:
+    from keras_psplus.cluster.progress import Progress
 
 _LONGEST_ANSWER_SECONDS, _MOST_THREADS = 1.0, 64
 
 
-def service_seconds(timeout):
+def service_seconds(timeout: float) -> float:
     """What TensorFlow's service is told: a stop of `timeout` at any time is shorter than this."""
     return 3 * timeout
 
@@ -34,12 +41,13 @@ class Silence:
         answer: Seconds that each has for an answer.
     """
 
-    def __init__(self, timeout, answer):
+    def __init__(self, timeout: float, answer: float) -> None:
         # What was asked just before the stop may have its answer late.
         self._limit, self._longest_gap = timeout - answer / 2, 2 * answer + timeout / 4
-        self._since, self._last = {}, None
+        self._since: dict[str, float] = {}
+        self._last: float | None = None
 
-    def note(self, silent, asked, now):
+    def note(self, silent: Iterable[str], asked: float, now: float) -> dict[str, float]:
         """Notes who did not answer.
 
         Args:
@@ -71,23 +79,23 @@ class HeartbeatWatch:
         timeout: Seconds without an answer after which a worker counts as dead.
     """
 
-    def __init__(self, task, timeout):
+    def __init__(self, task: TaskConfig, timeout: float) -> None:
         self._task, self._timeout = task, timeout
         self._addresses = {
             task_name(job, index): address
             for job, index, address in task.peers(("chief", "worker"))
         }
         self._answer = min(_LONGEST_ANSWER_SECONDS, timeout / 8)
-        self._lost = ()
+        self._lost: tuple[str, ...] = ()
 
     _asks = staticmethod(is_silent)
 
     @property
-    def lost(self):
+    def lost(self) -> tuple[str, ...]:
         """Names of the workers that count as dead."""
         return self._lost
 
-    def start(self, progress):
+    def start(self, progress: Progress) -> None:
         """Begins to ask.
 
         Args:

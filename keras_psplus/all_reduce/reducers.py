@@ -1,15 +1,23 @@
 """One sum of gradients for each optimizer and local replica, and what they keep."""
 
+from __future__ import annotations
+
 import functools
 import weakref
+from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING, Any
 
 import tensorflow as tf
-from tensorflow.python.distribute import distribute_utils
-from tensorflow.python.framework import ops
 
-from keras_psplus import repeated_rows
 from keras_psplus.all_reduce.compressed import CompressedSum
 from keras_psplus.communication import Communication
+from keras_psplus.core import duplicate_rows
+from keras_psplus.tf_internals import distribute_utils
+from keras_psplus.tf_internals import framework_ops as ops
+
+if TYPE_CHECKING:
+    from keras_psplus.all_reduce.collectives import Launcher
+    from keras_psplus.compression import Compressor
 
 
 class Reducers:
@@ -23,20 +31,38 @@ class Reducers:
         bucket_bytes: Size in bytes at which a bucket of gradients is sent.
     """
 
-    def __init__(self, launchers, first_rank, replicas, compressor, bucket_bytes):
+    def __init__(
+        self,
+        launchers: Sequence[Launcher],
+        first_rank: int,
+        replicas: int,
+        compressor: Compressor | None,
+        bucket_bytes: int,
+    ) -> None:
         self._launchers, self._first_rank = launchers, first_rank
         self._options = (replicas, compressor, bucket_bytes)
-        self._of_owner = weakref.WeakKeyDictionary()
-        self._eager = weakref.WeakKeyDictionary()
+        self._of_owner: weakref.WeakKeyDictionary[Any, dict[str, list[CompressedSum]]] = (
+            weakref.WeakKeyDictionary()
+        )
+        self._eager: weakref.WeakKeyDictionary[Any, dict[Any, Callable[..., Any]]] = (
+            weakref.WeakKeyDictionary()
+        )
         self.communication = Communication()
 
     @property
-    def compresses(self):
+    def compresses(self) -> bool:
         """Whether there is a compressor."""
         _, compressor, _ = self._options
         return compressor is not None
 
-    def sum(self, grads, variables, step, owner, kind="gradient"):
+    def sum(
+        self,
+        grads: Sequence[tf.Tensor | tf.IndexedSlices],
+        variables: Sequence[Any],
+        step: tf.Tensor,
+        owner: Any,
+        kind: str = "gradient",
+    ) -> list[tf.Tensor | tf.IndexedSlices]:
         """Sums gradients, in replica context.
 
         Args:
@@ -81,7 +107,7 @@ class Reducers:
 
     def _sum(self, replica, grads, variables, step, owner, kind):
         with ops.device(self._launchers[replica]._device):
-            grads = [repeated_rows.summed_for(owner, gradient) for gradient in grads]
+            grads = [duplicate_rows.summed_for(owner, gradient) for gradient in grads]
             return self._sums(owner, kind)[replica](grads, variables, step)
 
     def _sums(self, owner, kind):
@@ -99,18 +125,20 @@ class Reducers:
             of_owner[kind] = sums
             # That of one replica stands for all: each sends the same. It outlives the optimizer,
             # as totals are of all that was ever sent.
-            ledger = sums[0].ledger
-            self.communication.add_source(ledger.traffic, lambda: ledger.seconds)
+            traffic_variables = sums[0].traffic_variables
+            self.communication.add_source(
+                traffic_variables.traffic, lambda: traffic_variables.seconds
+            )
         return of_owner[kind]
 
-    def states(self, owner, changes):
+    def states(self, owner: Any, changes: bool) -> tf.train.Checkpoint:
         """What compressors keep for an optimizer on this worker, as a trackable.
 
         Args:
             owner: The optimizer.
             changes: Whether there is a `"change"` beside gradients.
         """
-        kept = {f"replica_{i}": one.states for i, one in enumerate(self._sums(owner, "gradient"))}
+        states = {f"replica_{i}": one.states for i, one in enumerate(self._sums(owner, "gradient"))}
         for i, one in enumerate(self._sums(owner, "change") if changes else ()):
-            kept[f"changes_of_replica_{i}"] = one.states
-        return tf.train.Checkpoint(**kept)
+            states[f"changes_of_replica_{i}"] = one.states
+        return tf.train.Checkpoint(**states)

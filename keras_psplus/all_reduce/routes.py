@@ -6,13 +6,20 @@ gathered. Everything travels in TensorFlow's own collectives, and what is done w
 is the same on all replicas, so the results are too, bit for bit.
 """
 
+from __future__ import annotations
+
 import itertools
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Any
 
 import tensorflow as tf
 
 from keras_psplus import compression
 from keras_psplus.all_reduce import gradients
 from keras_psplus.compression import fused
+
+if TYPE_CHECKING:
+    from keras_psplus.all_reduce.collectives import Launcher
 
 # Rows of more than so many blocks are lengthened to whole ones.
 _LONG_ROW = 32
@@ -23,20 +30,29 @@ class Whole(compression.Compressor):
 
     reducible = True
 
-    def encode(self, tensor, state, step):
+    def encode(
+        self, tensor: tf.Tensor, state: Any, step: tf.Tensor
+    ) -> tuple[tuple[tf.Tensor, ...], Any]:
         return (tensor,), state
 
-    def decode(self, payload, shape, dtype, step):
+    def decode(
+        self, payload: tuple[tf.Tensor, ...], shape: Any, dtype: tf.DType, step: tf.Tensor
+    ) -> tf.Tensor:
         return payload[0]
 
-    def wire_bytes(self, shape, dtype, step=None):
+    def wire_bytes(self, shape: Any, dtype: tf.DType, step: int | None = None) -> int:
         return tf.TensorShape(shape).num_elements() * tf.as_dtype(dtype).size
 
 
 WHOLE = Whole()
 
 
-def total(launcher, compressors, tensors, step):
+def total(
+    launcher: Launcher,
+    compressors: Sequence[compression.Compressor],
+    tensors: Sequence[tf.Tensor],
+    step: tf.Tensor,
+) -> list[tf.Tensor]:
     """Sums tensors by adding up payloads that keep no state and scale as their tensors do.
 
     Args:
@@ -54,7 +70,14 @@ def total(launcher, compressors, tensors, step):
     return [c.decode(s, t.shape, t.dtype, step) for c, s, t in zip(compressors, sums, tensors)]
 
 
-def mean(launcher, replicas, compressors, tensors, states, step):
+def mean(
+    launcher: Launcher,
+    replicas: int,
+    compressors: Sequence[compression.Compressor],
+    tensors: Sequence[tf.Tensor],
+    states: list[Any],
+    step: tf.Tensor,
+) -> tuple[list[tf.Tensor], list[Any]]:
     """Averages tensors whose payloads can be added up on their way.
 
     Args:
@@ -78,7 +101,9 @@ def mean(launcher, replicas, compressors, tensors, states, step):
     return means, states
 
 
-def rows_for(replicas, compressor, tensors):
+def rows_for(
+    replicas: int, compressor: compression.Compressor, tensors: Sequence[tf.Tensor]
+) -> tuple[int, int]:
     """Shape of the rows that tensors are cut into, one for each replica."""
     size = sum(tensor.shape.num_elements() for tensor in tensors)
     width, multiple = -(-size // replicas), compressor.row_multiple
@@ -88,7 +113,15 @@ def rows_for(replicas, compressor, tensors):
     return replicas, width
 
 
-def split(launcher, rank, replicas, compressor, tensors, state, step):
+def split(
+    launcher: Launcher,
+    rank: int,
+    replicas: int,
+    compressor: compression.Compressor,
+    tensors: Sequence[tf.Tensor],
+    state: Any,
+    step: tf.Tensor,
+) -> tuple[list[tf.Tensor], Any, tf.Tensor]:
     """Sums tensors piece by piece: each replica adds up the pieces of its rank.
 
     This is a reduce-scatter by an all-to-all of compressed pieces, and an all-gather of the sums,
@@ -141,7 +174,9 @@ def split(launcher, rank, replicas, compressor, tensors, state, step):
     return sums, state, words
 
 
-def split_init(replicas, compressor, tensors):
+def split_init(
+    replicas: int, compressor: compression.Compressor, tensors: Sequence[tf.Tensor]
+) -> Any:
     """The first state of `split`."""
     if not isinstance(compressor, compression.ErrorFeedback):
         return ()
@@ -152,7 +187,14 @@ def split_init(replicas, compressor, tensors):
     }
 
 
-def gather(launcher, replicas, compressors, tensors, states, step):
+def gather(
+    launcher: Launcher,
+    replicas: int,
+    compressors: Sequence[compression.Compressor],
+    tensors: Sequence[tf.Tensor],
+    states: Sequence[Any],
+    step: tf.Tensor,
+) -> tuple[list[tf.Tensor], list[Any], list[tuple[tf.Tensor, ...]]]:
     """Sums tensors by gathering all payloads and adding them up in rank order.
 
     Args:
@@ -203,7 +245,12 @@ def gather(launcher, replicas, compressors, tensors, states, step):
     return sums, list(new_states), list(payloads)
 
 
-def gather_rows(launcher, compressor, slices, step):
+def gather_rows(
+    launcher: Launcher,
+    compressor: compression.Compressor,
+    slices: tf.IndexedSlices,
+    step: tf.Tensor,
+) -> tuple[tf.IndexedSlices, tf.Tensor, tf.Tensor]:
     """Concatenates the slices of all replicas in rank order, values compressed row by row.
 
     Args:
@@ -219,8 +266,8 @@ def gather_rows(launcher, compressor, slices, step):
     payload = (*compressor.encode_rows(values, step), indices[:, tf.newaxis])
     words = compression.pack(payload, tf.shape(indices)[0])
     words, counts = launcher.gather_rows(words)
-    *payload, indices = compression.unpack(words, payload, tf.shape(words)[0])
-    values = compressor.decode_rows(tuple(payload), tuple(values.shape[1:]), values.dtype, step)
+    *encoded, indices = compression.unpack(words, payload, tf.shape(words)[0])
+    values = compressor.decode_rows(tuple(encoded), tuple(values.shape[1:]), values.dtype, step)
     return tf.IndexedSlices(values, tf.reshape(indices, [-1]), slices.dense_shape), words, counts
 
 

@@ -6,13 +6,14 @@ rows has been made to it.
 """
 
 import weakref
+from typing import Any
 
 import tensorflow as tf
-from tensorflow.python.distribute import values as distributed_values
-from tensorflow.python.distribute import values_util
+
+from keras_psplus.tf_internals import distributed_values, values_util
 
 
-def enable(variable):
+def enable(variable: Any) -> None:
     """Gives a mirrored variable the reads of rows that each of its copies has.
 
     Args:
@@ -42,6 +43,6 @@ def enable(variable):
     variable.sparse_read, variable.gather_nd = sparse_read, gather_nd
 
 
-def are_enabled(variable):
+def are_enabled(variable: Any) -> bool:
     """Whether `enable` has done so."""
     return "sparse_read" in getattr(variable, "__dict__", {})

@@ -4,20 +4,26 @@ A worker that has stood still at a step for a moment says so in the key-value st
 coordination service. While steps go on, nothing is sent.
 """
 
+from __future__ import annotations
+
 import threading
+from typing import TYPE_CHECKING
 
 import tensorflow as tf
-from tensorflow.python.eager import context
 
-from keras_psplus.all_reduce.step_marks import RUNNING
+from keras_psplus.all_reduce.step_marks import RUNNING, StepMarks
 from keras_psplus.cluster import stalls
-from keras_psplus.cluster.config import task_name
-from keras_psplus.cluster.stalls import Wait
+from keras_psplus.cluster.config import TaskConfig, task_name
+from keras_psplus.cluster.stalls import PendingWait
+from keras_psplus.tf_internals import context
+
+if TYPE_CHECKING:
+    from keras_psplus.cluster.progress import Progress
 
 _ASK_SECONDS = 0.5
 
 
-class Waits:
+class StallProbe:
     """What `stalls.Inspector` looks at, on a worker.
 
     Args:
@@ -26,15 +32,17 @@ class Waits:
         marks: `StepMarks` of this process.
     """
 
-    def __init__(self, task, progress, marks):
+    def __init__(self, task: TaskConfig, progress: Progress, marks: StepMarks) -> None:
         self._task, self._progress, self._marks = task, progress, marks
         self._others = {
             task_name(job, index): address
             for job, index, address in task.peers(("chief", "worker"))
         }
-        self._last = self._posted = self._calling = None
+        self._last: int | None = None
+        self._posted: tuple[int, str] | None = None
+        self._calling: threading.Thread | None = None
 
-    def look(self):
+    def look(self) -> dict[int, PendingWait]:
         """What is waited for just now."""
         at, entered = self._progress.at, self._progress.entered
         if self._posted is not None and self._posted[0] != entered:
@@ -44,19 +52,19 @@ class Waits:
         if entered == self._last:
             self._post(entered)
         self._last = entered
-        return {entered: Wait(f"{self._task.name} at {at}", lambda: self.describe(entered))}
+        return {entered: PendingWait(f"{self._task.name} at {at}", lambda: self.describe(entered))}
 
-    def describe(self, entered):
+    def describe(self, entered: int) -> str:
         """Says what is waited for, and who is missing."""
         return f"a collective; not arrived: {self.missing(entered)}"
 
-    def missing(self, entered):
+    def missing(self, entered: int) -> str:
         """Names the workers that have not come to a step, or says where in it they all are.
 
         Args:
             entered: The step's number, `Progress.entered`.
         """
-        silent = stalls.silent(self._others)
+        silent = stalls.unresponsive_tasks(self._others)
         # The first of all workers has the store.
         can_ask = next(iter(self._others), None) not in silent or self._task.is_chief
         states = {self._task.name: self._marks.state}
@@ -81,14 +89,14 @@ class Waits:
         if posted != self._posted:
             if self._posted is not None:
                 self._withdraw()
-            self._tell(context.Context.set_config_key_value, *posted)
+            self._call_in_thread(context.Context.set_config_key_value, *posted)
             self._posted = posted
 
     def _withdraw(self):
-        self._tell(context.Context.delete_config_key_value, self._posted[0])
+        self._call_in_thread(context.Context.delete_config_key_value, self._posted[0])
         self._posted = None
 
-    def _tell(self, method, entered, *text):
+    def _call_in_thread(self, method, entered, *text):
         """Calls the store from a thread of its own: one that hangs would never answer."""
 
         def call():

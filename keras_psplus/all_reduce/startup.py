@@ -1,17 +1,20 @@
 """From `TF_CONFIG` to a TensorFlow runtime that all workers have joined."""
 
 import tensorflow as tf
-from tensorflow.compiler.xla.tsl.protobuf import coordination_config_pb2
-from tensorflow.python.distribute import multi_worker_util
-from tensorflow.python.eager import context
 
 from keras_psplus.all_reduce import heartbeat
 from keras_psplus.cluster import config, early_init, preflight, tuning
+from keras_psplus.tf_internals import context, coordination_config_pb2, multi_worker_util
 
 _JOBS = ("chief", "worker")
 
 
-def start(cluster_resolver, startup_timeout, heartbeat_timeout, allow_ps=False):
+def start(
+    cluster_resolver: tf.distribute.cluster_resolver.ClusterResolver | None,
+    startup_timeout: float,
+    heartbeat_timeout: float,
+    allow_ps: bool = False,
+) -> config.TaskConfig | None:
     """Checks the cluster, waits for its workers, and configures TensorFlow for it.
 
     Args:
@@ -52,7 +55,10 @@ def start(cluster_resolver, startup_timeout, heartbeat_timeout, allow_ps=False):
     return task
 
 
-def resolver_for(task, cluster_resolver=None):
+def resolver_for(
+    task: config.TaskConfig | None,
+    cluster_resolver: tf.distribute.cluster_resolver.ClusterResolver | None = None,
+) -> tf.distribute.cluster_resolver.ClusterResolver:
     """The resolver to hand to TensorFlow; an empty one if the process trains alone."""
     if task is None or task.num_workers == 1:
         return tf.distribute.cluster_resolver.SimpleClusterResolver(tf.train.ClusterSpec({}))

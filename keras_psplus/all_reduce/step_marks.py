@@ -5,10 +5,13 @@ thread reads both counts of a step that takes long.
 """
 
 import contextlib
+from collections.abc import Iterator
+from typing import Any
 
 import tensorflow as tf
-from tensorflow.python.framework import ops
-from tensorflow.python.ops import resource_variable_ops
+
+from keras_psplus.tf_internals import framework_ops as ops
+from keras_psplus.tf_internals import resource_variable_ops
 
 TRACING, NO_DATA, RUNNING = "traces its step", "waits for its data", "has its batch"
 
@@ -16,12 +19,12 @@ TRACING, NO_DATA, RUNNING = "traces its step", "waits for its data", "has its ba
 class StepMarks:
     """Counts the batches of each local replica at two points of its steps."""
 
-    def __init__(self):
-        self._counts = {}
+    def __init__(self) -> None:
+        self._counts: dict[str, tf.Variable] = {}
         self._tracing = 0
 
     @contextlib.contextmanager
-    def tracing(self):
+    def tracing(self) -> Iterator[None]:
         """Context in which a step is traced."""
         self._tracing += 1
         try:
@@ -29,16 +32,16 @@ class StepMarks:
         finally:
             self._tracing -= 1
 
-    def received(self, device, batch):
+    def received(self, device: str, batch: Any) -> None:
         """Counts a batch once it is there, in the step's graph."""
         self._count(device, 0, batch)
 
-    def finished(self, device, results):
+    def finished(self, device: str, results: Any) -> None:
         """Counts a batch once the step is done with it, in the step's graph."""
         self._count(device, 1, results)
 
     @property
-    def state(self):
+    def state(self) -> str:
         """What this worker's step does at present: `TRACING`, `NO_DATA` or `RUNNING`."""
         counts = [variable.numpy() for variable in list(self._counts.values())]
         if self._tracing or not counts:

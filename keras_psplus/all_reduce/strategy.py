@@ -1,30 +1,42 @@
 """`MultiWorkerMirroredStrategy` for Keras 3."""
 
+from __future__ import annotations
+
 import contextlib
 import functools
 import math
 import weakref
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any
 
 import tensorflow as tf
-from tensorflow.python.autograph.core import ag_ctx
-from tensorflow.python.autograph.impl import api as autograph
-from tensorflow.python.distribute import distribute_utils
-from tensorflow.python.eager import def_function
 
-from keras_psplus import live_strategies
 from keras_psplus import updates as updates_module
-from keras_psplus.all_reduce import batches, failure, gradients
+from keras_psplus.all_reduce import gradients
 from keras_psplus.all_reduce.compressors import compressor_of
-from keras_psplus.all_reduce.control import ControlPlane
+from keras_psplus.all_reduce.engine import AllReduceEngine, OneReplicaEngine
 from keras_psplus.all_reduce.extended import MultiWorkerMirroredExtended
 from keras_psplus.all_reduce.heartbeat import HeartbeatWatch
-from keras_psplus.all_reduce.stalls import Waits
+from keras_psplus.all_reduce.replica_step import MirroredReplicaStep
+from keras_psplus.all_reduce.stalls import StallProbe
 from keras_psplus.all_reduce.startup import resolver_for, start
-from keras_psplus.all_reduce.step import Step
 from keras_psplus.all_reduce.step_marks import StepMarks
-from keras_psplus.arguments import MOST, number, seconds
+from keras_psplus.arguments import MOST, number, seconds, shown
 from keras_psplus.cluster import stalls
 from keras_psplus.cluster.progress import Progress
+from keras_psplus.core import batches, failure, live_strategies
+from keras_psplus.core.control import ControlPlane
+from keras_psplus.tf_internals import autograph_api as autograph
+from keras_psplus.tf_internals import autograph_context as ag_ctx
+from keras_psplus.tf_internals import def_function, distribute_utils
+
+if TYPE_CHECKING:
+    import keras
+
+    from keras_psplus.cluster.config import TaskConfig
+    from keras_psplus.communication import Communication
+    from keras_psplus.compression import Compressor
+    from keras_psplus.engine import Engine
 
 
 class MultiWorkerMirroredStrategy(tf.distribute.MultiWorkerMirroredStrategy):
@@ -79,33 +91,35 @@ class MultiWorkerMirroredStrategy(tf.distribute.MultiWorkerMirroredStrategy):
 
     def __init__(
         self,
-        cluster_resolver=None,
-        communication_options=None,
+        cluster_resolver: tf.distribute.cluster_resolver.ClusterResolver | None = None,
+        communication_options: tf.distribute.experimental.CommunicationOptions | None = None,
         *,
-        startup_timeout=300.0,
-        heartbeat_timeout=20.0,
-        stall_warning=60.0,
-        bucket_bytes=gradients.DEFAULT_BUCKET_BYTES,
-        compression=None,
-        updates=None,
-    ):
+        startup_timeout: float = 300.0,
+        heartbeat_timeout: float = 20.0,
+        stall_warning: float | None = 60.0,
+        bucket_bytes: float = gradients.DEFAULT_BUCKET_BYTES,
+        compression: str | Compressor | dict[str, Any] | None = None,
+        updates: str | updates_module.Updates | None = None,
+    ) -> None:
         seconds("startup_timeout", startup_timeout)
         seconds("heartbeat_timeout", heartbeat_timeout)
         number("bucket_bytes", bucket_bytes, "a positive, finite number", lambda b: 0 < b <= MOST)
-        stalls.check(stall_warning)
+        stalls.check_stall_warning(stall_warning)
         compressor = compressor_of(compression)
         self._updates = updates_module.get(updates)
         self._task = self._start(cluster_resolver, startup_timeout, heartbeat_timeout)
         multi_worker = self._task is not None and self._task.num_workers > 1
-        control = None
+        control: ControlPlane | None = None
         if multi_worker:
+            assert self._task is not None
             heartbeats = HeartbeatWatch(self._task, heartbeat_timeout)
             control = ControlPlane(
                 self._task, startup_timeout, stall_warning, lambda: heartbeats.lost
             )
-        self._wrapped_functions = weakref.WeakKeyDictionary()
+        self._engine: Engine | None = None
+        self._wrapped_functions: weakref.WeakKeyDictionary[Any, Any] = weakref.WeakKeyDictionary()
         self._step_marks = StepMarks()
-        with failure.explained(self._task):
+        with failure.translate_errors(self._task):
             tf.distribute.Strategy.__init__(
                 self,
                 self._extended_class(
@@ -120,6 +134,7 @@ class MultiWorkerMirroredStrategy(tf.distribute.MultiWorkerMirroredStrategy):
             )
         self._progress = Progress(leads=self._task is not None and self._task.is_chief)
         if multi_worker:
+            assert self._task is not None and control is not None
             failure.watch(self._task, control.post_end)
             heartbeats.start(self._progress)
         if self._task is not None and len(self._task.tasks()) > 1:
@@ -128,9 +143,9 @@ class MultiWorkerMirroredStrategy(tf.distribute.MultiWorkerMirroredStrategy):
             live_strategies.note(self, in_cluster=self._task is not None)
 
     def _waits(self):
-        return Waits(self._task, self._progress, self._step_marks)
+        return StallProbe(self._task, self._progress, self._step_marks)
 
-    _extended_class = MultiWorkerMirroredExtended
+    _extended_class: type[MultiWorkerMirroredExtended] = MultiWorkerMirroredExtended
     _start = staticmethod(start)
 
     @property
@@ -139,31 +154,40 @@ class MultiWorkerMirroredStrategy(tf.distribute.MultiWorkerMirroredStrategy):
         return self.num_replicas_in_sync > 1
 
     @property
-    def is_active(self):
+    def is_active(self) -> bool:
         """Whether training differs from that of one process by itself."""
         return self.num_replicas_in_sync > 1 or self._updates is not None
 
+    _engine_class = AllReduceEngine
+
     @property
-    def task(self):
+    def engine(self) -> Engine:
+        """What answers Keras: a `keras_psplus.engine.Engine`."""
+        if self._engine is None:
+            self._engine = (self._engine_class if self.is_active else OneReplicaEngine)(self)
+        return self._engine
+
+    @property
+    def task(self) -> TaskConfig | None:
         """`keras_psplus.cluster.TaskConfig` of this process; None without a cluster."""
         return self._task
 
     @property
-    def progress(self):
+    def progress(self) -> Progress:
         """How far this process is: a `keras_psplus.cluster.progress.Progress`."""
         return self._progress
 
     @property
-    def updates(self):
+    def updates(self) -> updates_module.Updates | None:
         """What was given as `updates`."""
         return self._updates
 
     @property
-    def communication(self):
+    def communication(self) -> Communication:
         """What gradients cost on the wire: a `keras_psplus.communication.Communication`."""
         return self.extended.reducers.communication
 
-    def compression_state(self, optimizer):
+    def compression_state(self, optimizer: keras.optimizers.Optimizer) -> tf.train.Checkpoint:
         """What compressors keep from step to step on this worker: residuals, factors.
 
         It differs from worker to worker, and no `.keras` file holds it. `BackupAndRestore` saves
@@ -191,7 +215,7 @@ class MultiWorkerMirroredStrategy(tf.distribute.MultiWorkerMirroredStrategy):
         optimizer = getattr(optimizer, "inner_optimizer", optimizer)
         return self.extended.reducers.states(optimizer, changes=self.updates is not None)
 
-    def update_state(self, optimizer):
+    def update_state(self, optimizer: keras.optimizers.Optimizer) -> tf.train.Checkpoint:
         """What `updates` keeps from step to step on this worker.
 
         These are sums of gradients, counters, and, where workers step alone, the momenta of their
@@ -210,7 +234,7 @@ class MultiWorkerMirroredStrategy(tf.distribute.MultiWorkerMirroredStrategy):
         """
         return self._updating_of(optimizer).states(optimizer)
 
-    def finish_updates(self, optimizer):
+    def finish_updates(self, optimizer: keras.optimizers.Optimizer) -> None:
         """Makes the update that is still to come, or the average, with what there is up to now.
 
         Afterwards all workers have the same weights. For the end of a loop with `train_on_batch` or
@@ -242,16 +266,22 @@ class MultiWorkerMirroredStrategy(tf.distribute.MultiWorkerMirroredStrategy):
         return self.extended.updating
 
     @property
-    def is_chief(self):
+    def is_chief(self) -> bool:
         """Whether this process is the one that writes checkpoints and logs."""
         return bool(self.extended._is_chief)
 
     @property
-    def num_workers(self):
+    def num_workers(self) -> int:
         """Number of processes that train."""
         return self.extended._num_workers
 
-    def run(self, fn, args=(), kwargs=None, options=None):
+    def run(
+        self,
+        fn: Callable[..., Any],
+        args: tuple[Any, ...] = (),
+        kwargs: dict[str, Any] | None = None,
+        options: tf.distribute.RunOptions | None = None,
+    ) -> Any:
         """Runs `fn` on each replica; see `tf.distribute.Strategy.run`.
 
         Batches of a dataset that Keras distributed are opened, so that `fn` gets the data alone.
@@ -276,7 +306,7 @@ class MultiWorkerMirroredStrategy(tf.distribute.MultiWorkerMirroredStrategy):
             device, marks = self.extended.device_in_context(), self._step_marks
             marks.received(device, (args, kwargs))
             tracing = contextlib.nullcontext() if tf.executing_eagerly() else marks.tracing()
-            with tracing, Step(self.extended, batch) as step:
+            with tracing, MirroredReplicaStep(self.engine, self.extended, batch) as step:
                 result = fn(*args, **kwargs)
                 # What a custom loop changed through Keras; a Keras step has none left here.
                 step.synchronise(means=step.changed)
@@ -289,7 +319,7 @@ class MultiWorkerMirroredStrategy(tf.distribute.MultiWorkerMirroredStrategy):
 def _check_optimizer(optimizer):
     if not hasattr(optimizer, "iterations"):
         raise ValueError(
-            f"`optimizer` must be a Keras optimizer. Received: optimizer={optimizer!r}"
+            f"`optimizer` must be a Keras optimizer. Received: optimizer={shown(optimizer)}"
         )
 
 

@@ -1,15 +1,20 @@
 """What training sends and waits for, in the logs of `fit`."""
 
+from __future__ import annotations
+
 import dataclasses
 import math
 import numbers
 import os
 import threading
 import time
+from collections.abc import Sequence
+from typing import Any
 
 import keras
 import tensorflow as tf
 
+from keras_psplus.arguments import shown
 from keras_psplus.communication import Communication, ratio
 from keras_psplus.log import warn_once
 
@@ -51,42 +56,53 @@ class CommunicationMonitor(keras.callbacks.Callback):
     # Keras then does not hold up the next step for it. Batches may end on several threads.
     async_safe = True
 
-    def __init__(self, log_dir=None, update_interval=0.2):
+    _start: _Totals
+    _before_test: _Totals
+    _steps: int
+    _shown: dict[str, float]
+    _next_update: float
+
+    def __init__(
+        self, log_dir: str | os.PathLike[str] | None = None, update_interval: float = 0.2
+    ) -> None:
         super().__init__()
         if log_dir is not None and not (isinstance(log_dir, (str, os.PathLike)) and str(log_dir)):
             raise ValueError(
-                f"`log_dir` must be the path of a folder, or None. Received: log_dir={log_dir!r}"
+                "`log_dir` must be the path of a folder, or None. "
+                f"Received: log_dir={shown(log_dir)}"
             )
         number = isinstance(update_interval, numbers.Real) and not isinstance(update_interval, bool)
         if not number or not math.isfinite(update_interval) or update_interval < 0:
             raise ValueError(
                 "`update_interval` must be a finite number of seconds that is not negative. "
-                f"Received: update_interval={update_interval!r}"
+                f"Received: update_interval={shown(update_interval)}"
             )
         self.log_dir = log_dir
         self.update_interval = update_interval
         self._lock = threading.Lock()
-        self._communication = None
-        self._is_chief = True
-        self._writer = None
-        self._unwritten = None
+        self._communication: Communication | None = None
+        self._is_chief, self._has_engine = True, False
+        self._writer: tf.summary.SummaryWriter | None = None
+        self._unwritten: tuple[int, dict[str, float]] | None = None
         self._begin_epoch()
 
-    def on_train_begin(self, logs=None):
+    def on_train_begin(self, logs: dict[str, Any] | None = None) -> None:
         strategy = getattr(self.model, "distribute_strategy", None)
         communication = getattr(strategy, "communication", None)
         self._communication = communication if isinstance(communication, Communication) else None
         self._is_chief = getattr(strategy, "is_chief", True)
+        # It asks all workers for their seconds when all callbacks have seen an epoch's end.
+        self._has_engine = getattr(strategy, "engine", None) is not None
         if self._communication is None:
             warn_once(
                 "CommunicationMonitor logs nothing: the model is not trained by a strategy of "
                 "keras_psplus"
             )
 
-    def on_epoch_begin(self, epoch, logs=None):
+    def on_epoch_begin(self, epoch: int, logs: dict[str, Any] | None = None) -> None:
         self._begin_epoch()
 
-    def on_train_batch_end(self, batch, logs=None):
+    def on_train_batch_end(self, batch: int, logs: dict[str, Any] | None = None) -> None:
         if self._communication is None:
             return
         with self._lock:
@@ -99,15 +115,15 @@ class CommunicationMonitor(keras.callbacks.Callback):
         if logs is not None:
             logs.update(shown)
 
-    def on_test_begin(self, logs=None):
+    def on_test_begin(self, logs: dict[str, Any] | None = None) -> None:
         self._before_test = self._totals()
 
-    def on_test_end(self, logs=None):
+    def on_test_end(self, logs: dict[str, Any] | None = None) -> None:
         # As if the epoch had begun later by what the evaluation took.
         with self._lock:
             self._start += self._totals() - self._before_test
 
-    def on_epoch_end(self, epoch, logs=None):
+    def on_epoch_end(self, epoch: int, logs: dict[str, Any] | None = None) -> None:
         # The last of several steps per execution may be beyond the end of the data.
         steps = (self.params or {}).get("steps")
         self._steps = min(self._steps, steps or self._steps)
@@ -119,14 +135,16 @@ class CommunicationMonitor(keras.callbacks.Callback):
         if logs is not None:
             logs.update(values)
         self._unwritten = (epoch, values)
+        if not self._has_engine:
+            self.write([self.seconds])
 
     @property
-    def seconds(self):
+    def seconds(self) -> float | None:
         """The last epoch's `comm/seconds` on this worker; None if there is none to be written."""
         return None if self._unwritten is None else self._unwritten[1]["comm/seconds"]
 
-    def write(self, seconds):
-        """Writes the last epoch's numbers, on the chief. For the hook at each epoch's end.
+    def write(self, seconds: Sequence[float | None]) -> None:
+        """Writes the last epoch's numbers, on the chief. For the strategy's engine.
 
         Args:
             seconds: List with the `seconds` of each worker, None for workers without this callback.
@@ -138,19 +156,19 @@ class CommunicationMonitor(keras.callbacks.Callback):
             known = [own for own in seconds if own is not None]
             self._write(epoch, {**values, "comm/seconds": max(known)})
 
-    def on_train_end(self, logs=None):
+    def on_train_end(self, logs: dict[str, Any] | None = None) -> None:
         self.write([self.seconds])  # if nothing has called it
         if self._writer is not None:
             self._writer.close()
             self._writer = None
 
-    def _begin_epoch(self):
+    def _begin_epoch(self) -> None:
         self._start = self._before_test = self._totals()
         self._steps = 0
         self._shown = {}
         self._next_update = -math.inf
 
-    def _totals(self):
+    def _totals(self) -> _Totals:
         if self._communication is None:
             return _Totals()
         traffic = self._communication.traffic()
@@ -161,7 +179,7 @@ class CommunicationMonitor(keras.callbacks.Callback):
             self._communication.seconds,
         )
 
-    def _per_step(self):
+    def _per_step(self) -> dict[str, float]:
         """The numbers of the epoch up to now, for each of its steps."""
         spent = self._totals() - self._start
         return {
@@ -188,10 +206,10 @@ class _Totals:
     wire_bytes: int = 0
     seconds: float = 0.0
 
-    def __add__(self, other):
+    def __add__(self, other: _Totals) -> _Totals:
         pairs = zip(dataclasses.astuple(self), dataclasses.astuple(other))
         return _Totals(*(a + b for a, b in pairs))
 
-    def __sub__(self, other):
+    def __sub__(self, other: _Totals) -> _Totals:
         pairs = zip(dataclasses.astuple(self), dataclasses.astuple(other))
         return _Totals(*(a - b for a, b in pairs))

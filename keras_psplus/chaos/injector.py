@@ -8,8 +8,12 @@ import socket
 import tempfile
 import threading
 import time
+from collections.abc import Callable, Sequence
+from typing import Self
 
 from keras_psplus.chaos import links
+from keras_psplus.chaos.spec import Event
+from keras_psplus.cluster.processes import LocalCluster
 from keras_psplus.cluster.progress import CHAOS_VARIABLE
 
 _SLICE_SECONDS = 0.02
@@ -34,12 +38,14 @@ class Injector:
 
     Args:
         events: List of `spec.Event`.
-        tell: Function that takes a line of progress.
+        log: Function that takes a line of progress.
     """
 
-    def __init__(self, events, tell):
-        self._left, self._tell = list(events), tell
-        self._cluster, self._links, self._ended = None, None, threading.Event()
+    def __init__(self, events: Sequence[Event], log: Callable[[str], None]) -> None:
+        self._left, self._log = list(events), log
+        self._cluster: LocalCluster | None = None
+        self._links: links.Links | None = None
+        self._ended = threading.Event()
         self._folder = pathlib.Path(tempfile.mkdtemp(prefix="keras_psplus_chaos_"))
         self._socket = socket.socket(socket.AF_UNIX)
         self._socket.bind(self._address)
@@ -47,29 +53,29 @@ class Injector:
         threading.Thread(target=self._serve, name="chaos", daemon=True).start()
         for event in events:
             if event.seed is not None:
-                tell(f"chaos: seed {event.seed} draws {event}")
+                log(f"chaos: seed {event.seed} draws {event}")
 
-    def __enter__(self):
+    def __enter__(self) -> Self:
         return self
 
-    def __exit__(self, *_):
+    def __exit__(self, *_: object) -> None:
         self._ended.set()
         with contextlib.suppress(OSError):
             self._socket.shutdown(socket.SHUT_RDWR)  # or `accept` would go on
         self._socket.close()
         shutil.rmtree(self._folder, ignore_errors=True)
         for event in self._left:
-            self._tell(f"chaos: {event} did not come: the job ended before that step")
+            self._log(f"chaos: {event} did not come: the job ended before that step")
 
     @property
-    def environment(self):
+    def environment(self) -> dict[str, str]:
         """Dict of the variable by which tasks know when to call."""
         steps = sorted({event.step for event in self._left})
         if not steps:
             return {}
         return {CHAOS_VARIABLE: f"{','.join(map(str, steps))}@{self._address}"}
 
-    def watch(self, cluster):
+    def watch(self, cluster: LocalCluster) -> None:
         """Turns to another `LocalCluster`; what was begun with the last one is over."""
         self._ended.set()
         self._cluster, self._ended = cluster, threading.Event()
@@ -94,7 +100,7 @@ class Injector:
                 connection.sendall(b".")
 
     def _begin(self, event, step):
-        self._tell(f"chaos: {event} comes after step {step}")
+        self._log(f"chaos: {event} comes after step {step}")
         if event.kind in links.KINDS:
             self._disturb(event, self._links, self._ended)
             return
@@ -112,7 +118,7 @@ class Injector:
         def resume():
             ended.wait(event.seconds)
             cluster.send_signal(event.task, signal.SIGCONT)
-            self._tell(f"chaos: {event} is over")
+            self._log(f"chaos: {event} is over")
 
         threading.Thread(target=resume, daemon=True).start()
 
@@ -125,7 +131,7 @@ class Injector:
                 ended.wait(_SLICE_SECONDS * (event.factor - 1))
                 cluster.send_signal(event.task, signal.SIGCONT)
                 ended.wait(_SLICE_SECONDS)
-            self._tell(f"chaos: {event} is over")
+            self._log(f"chaos: {event} is over")
 
         threading.Thread(target=slow_down, daemon=True).start()
 
@@ -133,7 +139,7 @@ class Injector:
         try:
             of_links.begin(event)
         except (OSError, RuntimeError) as error:
-            self._tell(f"chaos: {event} is not possible: {error}")
+            self._log(f"chaos: {event} is not possible: {error}")
             return
         if event.seconds is None:
             return
@@ -142,6 +148,6 @@ class Injector:
             ended.wait(event.seconds)
             with contextlib.suppress(OSError, RuntimeError):  # the network has ended
                 of_links.end(event)
-            self._tell(f"chaos: {event} is over")
+            self._log(f"chaos: {event} is over")
 
         threading.Thread(target=mend, daemon=True).start()

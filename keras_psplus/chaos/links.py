@@ -1,6 +1,10 @@
 """What is done to the links of a cluster's tasks at present."""
 
 import threading
+from collections.abc import Sequence
+
+from keras_psplus.chaos.netlab import Lab
+from keras_psplus.chaos.spec import Event
 
 KINDS = ("cut", "delay")
 
@@ -13,17 +17,18 @@ class Links:
         tasks: Names of the tasks, in the order of the network's hosts.
     """
 
-    def __init__(self, network, tasks):
+    def __init__(self, network: Lab | None, tasks: Sequence[str]) -> None:
         self._network, self._ranks = network, {name: rank for rank, name in enumerate(tasks)}
-        self._present, self._lock = [], threading.Lock()
+        self._present: list[Event] = []
+        self._lock = threading.Lock()
 
-    def begin(self, event):
+    def begin(self, event: Event) -> None:
         """Does an event of one of `KINDS` to its task's link."""
         with self._lock:
             self._present.append(event)
             self._apply(event)
 
-    def end(self, event):
+    def end(self, event: Event) -> None:
         """Takes it back."""
         with self._lock:
             self._present.remove(event)

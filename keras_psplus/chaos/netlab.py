@@ -17,6 +17,8 @@ import subprocess
 import sys
 import threading
 import time
+from collections.abc import Mapping, Sequence
+from typing import Any, Self
 
 _DELAY = pathlib.Path(__file__).with_name("netlab_delay.py")
 _NETWORK = "10.77.0."
@@ -29,14 +31,14 @@ _PROXIES = ("http_proxy", "https_proxy", "grpc_proxy", "all_proxy")
 class Hosts:
     """What starts tasks, and ends them with itself."""
 
-    def __init__(self, hosts):
+    def __init__(self, hosts: int) -> None:
         self.hosts = hosts
-        self._processes = []
+        self._processes: list[subprocess.Popen[Any]] = []
 
-    def __enter__(self):
+    def __enter__(self) -> Self:
         return self
 
-    def __exit__(self, *_):
+    def __exit__(self, *_: object) -> None:
         for process in self._processes:
             process.kill()
         for process in self._processes:
@@ -46,7 +48,14 @@ class Hosts:
                     pipe.close()
         self._processes = []
 
-    def start(self, rank, argv, core=None, env=None, **kwargs):
+    def start(
+        self,
+        rank: int,
+        argv: Sequence[str],
+        core: int | None = None,
+        env: Mapping[str, str] | None = None,
+        **kwargs: Any,
+    ) -> subprocess.Popen[Any]:
         """Starts a command on a host.
 
         Args:
@@ -63,11 +72,11 @@ class Hosts:
         argv = [*self.inside(rank), *pin, *argv]
         return self._run(argv, env={**self.environment(os.environ), **(env or {})}, **kwargs)
 
-    def inside(self, rank):
+    def inside(self, rank: int) -> list[str]:
         """The command, a list of strings, that becomes the one that follows, on a host."""
         return []
 
-    def environment(self, environ):
+    def environment(self, environ: Mapping[str, str]) -> dict[str, str]:
         """A copy of an environment, without the proxies, which no host reaches."""
         return {name: value for name, value in environ.items() if name.lower() not in _PROXIES}
 
@@ -98,14 +107,16 @@ class Lab(Hosts):
 
     interface = "eth0"
 
-    def __init__(self, hosts, delay=0.0):
+    def __init__(self, hosts: int, delay: float = 0.0) -> None:
         super().__init__(hosts)
         self.delay = delay
-        self._namespaces, self._switch, self._rate = [], None, None
-        self._delayer = None
+        self._namespaces: list[int] = []
+        self._switch: int | None = None
+        self._rate: float | None = None
+        self._delayer: Any = None  # a `subprocess.Popen` with pipes
         self._lock = threading.Lock()
 
-    def __enter__(self):
+    def __enter__(self) -> Self:
         try:
             self._build()
         except BaseException:
@@ -113,30 +124,30 @@ class Lab(Hosts):
             raise
         return self
 
-    def __exit__(self, *_):
+    def __exit__(self, *_: object) -> None:
         with self._lock:  # from here on, a process id may be another process's
             self._namespaces, self._switch, self._delayer, self._rate = [], None, None, None
         super().__exit__()
 
-    def address(self, rank):
+    def address(self, rank: int) -> str:
         """Where a host's task listens."""
         return f"{_ip(rank)}:{_PORT}"
 
     @property
-    def addresses(self):
+    def addresses(self) -> list[str]:
         """Those of all hosts."""
         return [self.address(rank) for rank in range(self.hosts)]
 
     @property
-    def counters(self):
+    def counters(self) -> str:
         """Path of the file, readable in all hosts, with what each has sent."""
         return f"/proc/{self._switch}/net/dev"
 
-    def device(self, rank):
+    def device(self, rank: int) -> str:
         """What counts a host's bytes among `counters`."""
         return f"h{rank}"
 
-    def set_rate(self, rate):
+    def set_rate(self, rate: float | None) -> None:
         """Sets the rate of all links.
 
         Args:
@@ -151,7 +162,7 @@ class Lab(Hosts):
             # Or open connections would go on with pieces as large as before.
             _set(host, "ip route flush cache")
 
-    def set_link(self, rank, up):
+    def set_link(self, rank: int, up: bool) -> None:
         """Cuts a host off from all others, or ends that.
 
         Args:
@@ -162,7 +173,7 @@ class Lab(Hosts):
             if self._switch is not None:
                 _set(self._switch, f"ip link set h{rank} {'up' if up else 'down'}")
 
-    def set_delay(self, rank, seconds):
+    def set_delay(self, rank: int, seconds: float) -> None:
         """Sets how much longer all that a host sends to the others is to take.
 
         Args:
@@ -192,7 +203,7 @@ class Lab(Hosts):
                 problem = str(error)
             raise RuntimeError(f"Packets cannot be delayed: {problem}. Received: {seconds} s")
 
-    def inside(self, rank):
+    def inside(self, rank: int) -> list[str]:
         return _inside(self._namespaces[rank])
 
     def _build(self):
@@ -244,7 +255,7 @@ class Lab(Hosts):
         _set(pid, f"ip link set dev {device} gso_max_size {_LARGEST}")
 
 
-def why_not(rate=None, delay=0.0):
+def why_not(rate: float | None = None, delay: float = 0.0) -> str | None:
     """Why no `Lab` can be made here; None if one can.
 
     Args:

@@ -162,7 +162,7 @@ class _Delays:
             queues[sender].delay = seconds
 
 
-def main():
+def main() -> None:
     delays, lines = _Delays(), sys.stdin.fileno()
     # A packet's time must not depend on what else the machine does.
     os.sched_setscheduler(0, os.SCHED_FIFO, os.sched_param(10))
@@ -175,7 +175,7 @@ def main():
             if number != lines:
                 queues[number].take(time.monotonic())
                 continue
-            line = sys.stdin.buffer.raw.readline().decode()
+            line = sys.stdin.buffer.raw.readline().decode()  # type: ignore[union-attr]
             if not line:
                 return
             seconds, sender, *receivers = line.split()

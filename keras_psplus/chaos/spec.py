@@ -3,6 +3,7 @@
 import dataclasses
 import random
 import re
+from collections.abc import Sequence
 
 KINDS = {
     "kill": (),
@@ -46,14 +47,14 @@ class Event:
     ms: float | None = None
     seed: int | None = None
 
-    def __str__(self):
+    def __str__(self) -> str:
         words = [f"step={self.step}"]
         for name, value in (("factor", self.factor), ("ms", self.ms), ("for", self.seconds)):
             words += [] if value is None else [f"{name}={value:g}"]
         return f"{self.kind}:{self.task.replace('-', '')}@{','.join(words)}"
 
 
-def parse(text, tasks):
+def parse(text: str, tasks: Sequence[str]) -> list[Event]:
     """Reads what `--chaos` was given.
 
     Example:

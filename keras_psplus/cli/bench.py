@@ -16,7 +16,7 @@ There is none here: get a checkout of keras_psplus's repository, install it with
 """
 
 
-def main(argv, checkout=_CHECKOUT):
+def main(argv: list[str], checkout: str | os.PathLike[str] = _CHECKOUT) -> int:
     """Runs the command.
 
     Args:

@@ -4,7 +4,7 @@ from keras_psplus import catalogue, entries, specs
 from keras_psplus.cli.parsing import UsageError
 
 
-def check(strategy, layout, given):
+def check_combination(strategy: str | None, layout: dict[str, int], given: dict[str, str]) -> None:
     """Checks an entry of the catalogue against the cluster and the options it is to be made with.
 
     Args:
@@ -29,6 +29,18 @@ def check(strategy, layout, given):
         raise UsageError(f"{strategy} {problem}. Received: --strategy={strategy}, {flags}")
 
 
+def has_chief(strategy: str | None) -> bool:
+    """Whether an entry of the catalogue needs a chief though there are no parameter servers.
+
+    Args:
+        strategy: What was given as `--strategy`, or None.
+    """
+    return (
+        strategy is not None
+        and entries.read(catalogue.find(strategy)).strategy == "PipelineStrategy"
+    )
+
+
 def _check_spec(name, given, forms, allowed):
     if name in given and specs.parse(given[name], forms) is None:
         raise UsageError(f"--{name} must be one of {allowed}. Received: --{name}={given[name]}")
@@ -45,6 +57,10 @@ def _check_layout(entry, layout, strategy):
         needed = "needs parameter servers: add --ps 1, or take --strategy all_reduce"
     elif entry.strategy == "ParameterServerStrategy" and not (chief and workers):
         needed = "needs a chief and workers beside it: leave out --nochief and --workers 0"
+    elif entry.strategy == "PipelineStrategy" and ps:
+        needed = "keeps variables on its workers, and has no parameter servers: leave out --ps"
+    elif entry.strategy == "PipelineStrategy" and not (chief and workers):
+        needed = "needs a chief, and a worker for each stage: leave out --nochief and --workers 0"
     if needed:
         received = f"--workers={workers}, --ps={ps}, --{'' if chief else 'no'}chief"
         raise UsageError(f"{strategy} {needed}. Received: --strategy={strategy}, {received}")

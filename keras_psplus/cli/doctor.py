@@ -16,15 +16,16 @@ from keras_psplus.cluster.config import (
     read_task_config,
 )
 from keras_psplus.cluster.environment import available_cores
-from keras_psplus.cluster.preflight import check_own_address, probe_peers
+from keras_psplus.cluster.preflight import check_local_address, probe_peers
 
 _USAGE = """
 usage: keras-psplus doctor [flags]
 
 Shows versions, devices, cores and memory, the cluster as TF_CONFIG describes it, whether this
 task's port is free and every other task can be reached, and what Slurm's and Kubernetes's variables
-say. Compiles the library's C++ kernels if this machine has not done so. Exits with 1
-if something is wrong.
+say. Compiles the library's C++ kernels if this machine has not done so. With --hooks, shows which
+functions of Keras the library replaces, and whether those of this Keras fit. Exits with 1 if
+something is wrong.
 """
 _SLURM = (
     "SLURM_JOB_ID",
@@ -38,7 +39,7 @@ _SLURM = (
 _KUBERNETES = ("KUBERNETES_SERVICE_HOST", "KUBERNETES_SERVICE_PORT", "HOSTNAME", "POD_IP")
 
 
-def main(argv):
+def main(argv: list[str]) -> int:
     """Runs the command; returns 0 if all is well, 1 if not, 2 for a wrong command line."""
     options = _flags()
     if parsing.asks_for_help(options, argv):
@@ -49,7 +50,13 @@ def main(argv):
             raise parsing.UsageError("doctor takes no arguments, only flags")
     except parsing.UsageError as error:
         return parsing.complain("doctor", error)
-    problems = []
+    if options.hooks:
+        from keras_psplus.cli import hooks
+
+        return hooks.show(as_json=options.json)
+    if options.json:
+        return parsing.complain("doctor", parsing.UsageError("--json goes with --hooks"))
+    problems: list[str] = []
     _software(problems)
     _machine(problems, options.devices)
     _cluster(problems, options.timeout)
@@ -76,6 +83,13 @@ def _flags():
     flags.DEFINE_boolean(
         "devices", True, "Whether to import TensorFlow and list devices.", flag_values=values
     )
+    flags.DEFINE_boolean(
+        "hooks",
+        False,
+        "Show the functions of Keras that are replaced, and no more.",
+        flag_values=values,
+    )
+    flags.DEFINE_boolean("json", False, "With --hooks: in JSON.", flag_values=values)
     return values
 
 
@@ -182,7 +196,7 @@ def _cluster(problems, timeout):
 def _state(name, config, reasons, problems):
     if name == config.name:
         try:
-            check_own_address(config, log=lambda line: print(f"  note: {line}"))
+            check_local_address(config, log=lambda line: print(f"  note: {line}"))
         except ClusterStartupError as error:
             problems.append(str(error))
             return "this process: CANNOT LISTEN"

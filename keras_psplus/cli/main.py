@@ -2,6 +2,7 @@
 
 import importlib
 import sys
+from collections.abc import Sequence
 
 _COMMANDS = {
     "run": "starts a script in every task of a local cluster, or prints how to on other hosts",
@@ -11,7 +12,7 @@ _COMMANDS = {
 }
 
 
-def main(argv=None):
+def main(argv: Sequence[str] | None = None) -> int:
     """Runs the command line.
 
     Args:

@@ -11,7 +11,7 @@ class UsageError(Exception):
     """The command line cannot be used; the message says what would do."""
 
 
-def parse(flag_values, argv):
+def parse(flag_values: flags.FlagValues, argv: list[str]) -> list[str]:
     """Parses the flags at the start of `argv`.
 
     Args:
@@ -36,13 +36,13 @@ def parse(flag_values, argv):
     return rest
 
 
-def asks_for_help(flag_values, argv):
+def asks_for_help(flag_values: flags.FlagValues, argv: list[str]) -> bool:
     """Whether `--help` or `-h` is among the command's own arguments."""
     own, rest = _split(flag_values, argv)
     return bool({"-h", "--help"} & {*own, *rest[:1]})
 
 
-def help_text(usage, flag_values):
+def help_text(usage: str, flag_values: flags.FlagValues) -> str:
     """Returns a command's help: its usage and its flags with their defaults."""
     lines = [usage.strip(), "", "flags:"]
     for name in sorted(flag_values):
@@ -57,7 +57,7 @@ def help_text(usage, flag_values):
     return "\n".join(lines)
 
 
-def complain(command, error):
+def complain(command: str, error: Exception) -> int:
     """Prints a usage error; returns the exit code for it."""
     print(
         f"keras-psplus {command}: {error}\nkeras-psplus {command} --help shows the flags.",

@@ -1,15 +1,17 @@
 """What `run` says at the end of a job that has not ended well."""
 
 import contextlib
+import pathlib
 import sys
 
 from keras_psplus.cluster.noise import NoiseFilter
+from keras_psplus.cluster.results import ClusterResult
 
 _TRACEBACK = "Traceback (most recent call last)"
 _LAST_LINES = 80
 
 
-def show(result, log_dir, timeout):
+def show(result: ClusterResult, log_dir: pathlib.Path, timeout: float) -> None:
     """Writes how a job has ended to stderr, the first failure's cause last.
 
     Args:

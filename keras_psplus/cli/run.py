@@ -40,7 +40,7 @@ traceback is shown last, and its exit code is passed on. Ctrl-C ends all tasks.
 _ERROR_GRACE, _IDLE_GRACE = 3.0, 0.5
 
 
-def main(argv):
+def main(argv: list[str]) -> int:
     """Runs the command.
 
     Args:
@@ -84,7 +84,7 @@ def main(argv):
     live = "chief-0" if layout["chief"] else "worker-0"
     console = Console(live=live, quiet=not options.verbose)
 
-    def tell(line):
+    def log(line):
         console.note(f"keras-psplus: {line}")
 
     def make_cluster(restart):
@@ -103,8 +103,8 @@ def main(argv):
         return cluster
 
     try:
-        with Injector(events, tell) as chaos:
-            result = restarts.run(make_cluster, options.max_restarts, options.timeout or None, tell)
+        with Injector(events, log) as chaos:
+            result = restarts.run(make_cluster, options.max_restarts, options.timeout or None, log)
     except KeyboardInterrupt:  # between two attempts; while tasks run, the cluster sees to it
         return 128 + signal.SIGINT
     report.show(result, log_dir, options.timeout)
@@ -120,7 +120,8 @@ def _flags():
     flags.DEFINE_boolean(
         "chief",
         None,
-        "Whether a chief is started beside the workers (default: if there are parameter servers).",
+        "Whether a chief is started beside the workers (default: if there are parameter servers, "
+        "or with --strategy pipeline).",
         flag_values=values,
     )
     flags.DEFINE_string(
@@ -213,7 +214,9 @@ def _log_dir(folder):
 
 
 def _layout(options):
-    chief = options.ps > 0 if options.chief is None else options.chief
+    chief = options.chief
+    if chief is None:
+        chief = options.ps > 0 or combinations.has_chief(options.strategy)
     workers = options.workers
     if workers is None:
         workers = len(options.hosts) - options.ps - chief if options.hosts else 2
@@ -229,7 +232,7 @@ def _strategy_variables(options, layout):
         for option in catalogue.OPTION_VARIABLES
         if (text := getattr(options, option)) is not None
     }
-    combinations.check(options.strategy, layout, given)
+    combinations.check_combination(options.strategy, layout, given)
     variables = {catalogue.OPTION_VARIABLES[option]: text for option, text in given.items()}
     if options.strategy is not None:
         path = catalogue.find(options.strategy)

@@ -20,7 +20,7 @@ with 1 if the chief has died.
 """
 
 
-def main(argv):
+def main(argv: list[str]) -> int:
     """Runs the command; returns the exit code."""
     options = _flags()
     if parsing.asks_for_help(options, argv):

@@ -12,14 +12,16 @@ import os
 import threading
 import time
 import uuid
+from collections.abc import Mapping, Sequence
+from typing import Any
 
 import tensorflow as tf
-from tensorflow.python.ops import script_ops
 
-from keras_psplus.cluster import hello
-from keras_psplus.cluster.config import ClusterStartupError
+from keras_psplus.cluster import handshake
+from keras_psplus.cluster.config import ClusterStartupError, TaskConfig
 from keras_psplus.cluster.environment import TOKEN_VARIABLE
 from keras_psplus.cluster.secret import AnotherProcessError, Gate, RefusedError, Secret, Session
+from keras_psplus.tf_internals import script_ops
 
 _TOKEN = "keras_psplus_chief_claims"
 _ANSWER_SECONDS = 15.0
@@ -36,8 +38,9 @@ class Claims:
         leader: Address of the chief that it expects.
     """
 
-    def __init__(self, name, leader):
-        self._leader, self._holder = leader, None
+    def __init__(self, name: str, leader: str) -> None:
+        self._leader = leader
+        self._holder: dict[str, Any] | None = None
         self._lock = threading.Lock()
         self._gate = Gate(
             _secret(),
@@ -48,7 +51,7 @@ class Claims:
         self._function = self._hear
         script_ops._py_funcs._funcs[_TOKEN] = self._function
 
-    def claim(self, who, host, process, address):
+    def claim(self, who: str, host: str, process: str, address: str | None) -> str | None:
         """Gives this task to a chief, unless another one has it.
 
         Args:
@@ -75,7 +78,7 @@ class Claims:
         if time.monotonic() < holder["since"] + _START_SECONDS:
             return False
         try:
-            hello.connect(holder["address"] or self._leader, _CONNECT_SECONDS).close()
+            handshake.connect(holder["address"] or self._leader, _CONNECT_SECONDS).close()
         except (OSError, ValueError):
             return True
         return False
@@ -95,7 +98,9 @@ class Claimant:
         config: `TaskConfig` of the chief, or None if it has none.
     """
 
-    def __init__(self, cluster, config=None):
+    def __init__(
+        self, cluster: Mapping[str, Sequence[str]], config: TaskConfig | None = None
+    ) -> None:
         # A server that two jobs share by mistake is a ps more often than a worker.
         self._servers = {
             f"{job}-{index}": (job, index, address)
@@ -103,12 +108,12 @@ class Claimant:
             for index, address in enumerate(cluster.get(job, ()))
         }
         self._config = config
-        me = hello.Hello.of(config) if config else hello.Hello.of_chief()
+        me = handshake.PeerIdentity.of(config) if config else handshake.PeerIdentity.of_chief()
         address = config.address if config else None
         process = _process(me.pid)
         self._own = {"who": me.who, "host": me.host, "process": process, "address": address}
 
-    def claim_all(self):
+    def claim_all(self) -> None:
         """Claims all servers.
 
         Raises:
@@ -119,7 +124,7 @@ class Claimant:
         with concurrent.futures.ThreadPoolExecutor(max_workers=8) as pool:
             list(pool.map(self.claim, others))
 
-    def claim(self, name):
+    def claim(self, name: str) -> None:
         """Claims one server; one that knows nothing of claims is left as it is."""
         job, index, address = self._servers[name]
         received = f"TF_CONFIG={self._config.to_tf_config()}" if self._config else address

@@ -3,6 +3,7 @@
 import dataclasses
 import json
 import os
+from collections.abc import Collection, Mapping
 
 JOB_TYPES = ("chief", "worker", "ps")  # canonical order: who decides, who computes, who serves
 EVALUATOR = "evaluator"
@@ -45,40 +46,40 @@ class TaskConfig:
     task_index: int
 
     @property
-    def name(self):
+    def name(self) -> str:
         """The task's short name, e.g. `"worker-1"`."""
         return task_name(self.task_type, self.task_index)
 
     @property
-    def device(self):
+    def device(self) -> str:
         """The task's TensorFlow device, e.g. `"/job:worker/replica:0/task:1"`."""
         return f"/job:{self.task_type}/replica:0/task:{self.task_index}"
 
     @property
-    def address(self):
+    def address(self) -> str | None:
         """The task's `host:port`; `None` for an evaluator, which has no server."""
         if self.task_type == EVALUATOR:
             return None
         return self.cluster[self.task_type][self.task_index]
 
     @property
-    def is_chief(self):
+    def is_chief(self) -> bool:
         """Whether this task saves checkpoints: the chief, or worker 0 if there is no chief."""
         if "chief" in self.cluster:
             return self.task_type == "chief"
         return self.task_type == "worker" and self.task_index == 0
 
     @property
-    def num_workers(self):
+    def num_workers(self) -> int:
         """How many tasks compute: the chief and the workers."""
         return len(self.cluster.get("chief", ())) + len(self.cluster.get("worker", ()))
 
     @property
-    def num_ps(self):
+    def num_ps(self) -> int:
         """How many parameter servers the cluster has."""
         return len(self.cluster.get("ps", ()))
 
-    def tasks(self):
+    def tasks(self) -> list[tuple[str, int, str]]:
         """Lists the cluster's tasks as `(type, index, address)`: chief, workers, ps."""
         return [
             (job, index, address)
@@ -86,7 +87,7 @@ class TaskConfig:
             for index, address in enumerate(self.cluster.get(job, ()))
         ]
 
-    def peers(self, types=JOB_TYPES):
+    def peers(self, types: Collection[str] = JOB_TYPES) -> list[tuple[str, int, str]]:
         """Lists the tasks of the given job types except this one.
 
         Args:
@@ -98,7 +99,7 @@ class TaskConfig:
         me = (self.task_type, self.task_index)
         return [task for task in self.tasks() if task[0] in types and task[:2] != me]
 
-    def to_tf_config(self):
+    def to_tf_config(self) -> str:
         """Returns the TF_CONFIG value (a JSON string) that describes this task."""
         return json.dumps(
             {
@@ -107,7 +108,7 @@ class TaskConfig:
             }
         )
 
-    def describe(self):
+    def describe(self) -> str:
         """Returns a short text: one line per task, this task marked."""
         lines = []
         for job, index, address in self.tasks():
@@ -121,12 +122,12 @@ class TaskConfig:
         return [job for job in JOB_TYPES if job in self.cluster]
 
 
-def task_name(task_type, task_index):
+def task_name(task_type: str, task_index: int) -> str:
     """Returns a task's short name, e.g. `"worker-1"`."""
     return f"{task_type}-{task_index}"
 
 
-def split_address(address):
+def split_address(address: str) -> tuple[str, int]:
     """Splits `"host:port"` into host and port; IPv6 hosts are in brackets.
 
     Args:
@@ -158,7 +159,7 @@ def split_address(address):
     return host, int(port)
 
 
-def read_task_config(environ=None):
+def read_task_config(environ: Mapping[str, str] | None = None) -> TaskConfig | None:
     """Reads and checks TF_CONFIG.
 
     Example:

@@ -8,8 +8,10 @@ import shutil
 import sys
 import threading
 import time
+from typing import IO, TextIO
 
 from keras_psplus.cluster import noise
+from keras_psplus.cluster.log_file import LogFile
 
 _ESCAPE = re.compile(r"\x1b\[[0-9;?]*[A-Za-z]")
 _TOKEN = re.compile(r"\x1b\[[0-9;?]*[A-Za-z]|.", re.DOTALL)
@@ -20,7 +22,7 @@ _LONGEST_LINE = 1 << 20
 _LONGEST_BAR = 4096
 
 
-def render(text):
+def render(text: str) -> str:
     """Returns a line as a terminal would show it after all its `\\r` and `\\b`.
 
     Example:
@@ -37,7 +39,8 @@ def render(text):
     """
     if "\r" not in text and "\b" not in text:
         return text.rstrip()
-    cells, column, style = [], 0, ""
+    cells: list[str] = []
+    column, style = 0, ""
     for token in _TOKEN.findall(text):
         if token == "\r":
             column = 0
@@ -51,7 +54,7 @@ def render(text):
     return "".join(cells).rstrip() + style
 
 
-def plain(text):
+def plain(text: str) -> str:
     """Returns a line without colour escapes, as it goes into a log file."""
     return _ESCAPE.sub("", render(text)).rstrip()
 
@@ -70,7 +73,9 @@ class Console:
             files.
     """
 
-    def __init__(self, stream=None, live=None, quiet=False):
+    def __init__(
+        self, stream: TextIO | None = None, live: str | None = None, quiet: bool = False
+    ) -> None:
         self._stream = stream or sys.stdout
         self.quiet = quiet
         terminal = self._stream.isatty()
@@ -82,7 +87,7 @@ class Console:
         self._drawn_at = 0.0
         self._has_failed = self._is_gone = False
 
-    def line(self, task, text):
+    def line(self, task: str, text: str) -> None:
         """Writes a complete line of a task."""
         with self._lock:
             self._erase()
@@ -91,7 +96,7 @@ class Console:
                 self._partial = ""
             self._draw()
 
-    def partial(self, task, text):
+    def partial(self, task: str, text: str) -> None:
         """Shows the unfinished line of the live task; other tasks' is ignored."""
         if task != self._live:
             return
@@ -101,14 +106,14 @@ class Console:
                 self._erase()
                 self._draw()
 
-    def note(self, text):
+    def note(self, text: str) -> None:
         """Writes a line of the launcher's own."""
         with self._lock:
             self._erase()
             self._write(f"{text}\n")
             self._draw()
 
-    def warn(self, text):
+    def warn(self, text: str) -> None:
         """Writes a line of the launcher's own to stderr."""
         with self._lock:
             self._erase()
@@ -148,13 +153,13 @@ class Console:
                 )
 
 
-def warn(text):
+def warn(text: str) -> None:
     """Writes a line of the launcher's own to stderr, if that can be written to."""
     with contextlib.suppress(OSError, ValueError):
         print(f"keras-psplus: {text}", file=sys.stderr, flush=True)
 
 
-def drop_unwritten(*streams):
+def drop_unwritten(*streams: TextIO) -> None:
     """Drops what streams cannot write: Python's own end would fail by it, with exit code 120.
 
     Args:
@@ -180,17 +185,19 @@ class OutputPump(threading.Thread):
         console: A `Console`, or `None`.
     """
 
-    def __init__(self, task, pipe, log, console=None):
+    def __init__(
+        self, task: str, pipe: IO[bytes], log: LogFile | TextIO, console: Console | None = None
+    ) -> None:
         super().__init__(name=f"output of {task}", daemon=True)
         self._task, self._pipe, self._log, self._console = task, pipe, log, console
         self._noise = noise.NoiseFilter() if console is not None and console.quiet else None
         self._has_failed = False
         self._start_line()
 
-    def run(self):
+    def run(self) -> None:
         """Reads until the last writer has closed the pipe."""
         decoder = codecs.getincrementaldecoder("utf-8")(errors="replace")
-        data = True
+        data: bytes | bool = True
         while data:
             try:
                 data = os.read(self._pipe.fileno(), 65536)

@@ -10,7 +10,7 @@ import linecache
 import sysconfig
 import traceback
 
-from tensorflow.python.eager import context as _tf_context
+from keras_psplus.tf_internals import context as _tf_context
 
 _MAX_FRAMES = 3
 
@@ -24,7 +24,7 @@ class _State:
 _state = _State()
 
 
-def install():
+def install() -> None:
     """Records, from now on, which call starts TensorFlow's runtime.
 
     It costs nothing after that call: the recorder removes itself. Called at
@@ -45,14 +45,14 @@ def install():
     context.ensure_initialized = record_and_initialize
 
 
-def disarm():
+def disarm() -> None:
     """Stops recording; does nothing if the runtime was started or `install` not called."""
     _remove(_tf_context.context())
     _state.installed = False
     _state.frames = None
 
 
-def check_not_initialized(what):
+def check_not_initialized(what: str) -> None:
     """Checks that TensorFlow's runtime is not started yet.
 
     Example:

@@ -5,6 +5,7 @@ import itertools
 import os
 import pathlib
 import sysconfig
+from collections.abc import Mapping, Sequence
 
 from keras_psplus.cluster.config import TaskConfig, read_task_config
 from keras_psplus.cluster.ports import free_ports
@@ -25,12 +26,19 @@ class Task:
     variables: dict[str, str]
 
     @property
-    def name(self):
+    def name(self) -> str:
         """The task's short name, e.g. `"worker-1"`."""
         return self.config.name
 
 
-def plan_tasks(workers=2, ps=0, chief=False, hosts=None, environ=None, share_cores=None):
+def plan_tasks(
+    workers: int = 2,
+    ps: int = 0,
+    chief: bool = False,
+    hosts: Sequence[str] | None = None,
+    environ: Mapping[str, str] | None = None,
+    share_cores: bool | None = None,
+) -> list[Task]:
     """Gives each task of a cluster its address and its environment variables.
 
     Example:
@@ -84,14 +92,14 @@ def plan_tasks(workers=2, ps=0, chief=False, hosts=None, environ=None, share_cor
     return tasks
 
 
-def available_cores():
+def available_cores() -> int:
     """Returns how many cores this process may use."""
     if hasattr(os, "sched_getaffinity"):
         return len(os.sched_getaffinity(0))
     return os.cpu_count() or 1
 
 
-def python_path(environ=None):
+def python_path(environ: Mapping[str, str] | None = None) -> str:
     """Returns a PYTHONPATH under which tasks import the same keras_psplus, installed or not.
 
     Args:

@@ -12,7 +12,7 @@ import sys
 _PR_SET_PDEATHSIG = 1
 
 
-def main():
+def main() -> None:
     """Asks the kernel for SIGKILL at the parent's death and becomes the command."""
     parent, command = int(sys.argv[1]), sys.argv[2:]
     ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, int(signal.SIGKILL))

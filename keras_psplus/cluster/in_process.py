@@ -5,11 +5,13 @@
 - `run_in_processes`: a script in real processes, with a hard time limit.
 """
 
+from typing import Self
+
 import tensorflow as tf
-from tensorflow.python.eager import context as _tf_context
 
 from keras_psplus.cluster.environment import plan_tasks
 from keras_psplus.cluster.testing import run_in_processes
+from keras_psplus.tf_internals import context as _tf_context
 
 __all__ = ["InProcessCluster", "logical_devices", "run_in_processes"]
 
@@ -34,18 +36,18 @@ class InProcessCluster:
         ps: Number of parameter servers.
     """
 
-    def __init__(self, workers=2, ps=1):
+    def __init__(self, workers: int = 2, ps: int = 1) -> None:
         self._tasks = plan_tasks(workers, ps)
-        self._servers = []
+        self._servers: list[tf.distribute.Server] = []
 
-    def __enter__(self):
+    def __enter__(self) -> Self:
         self.start()
         return self
 
-    def __exit__(self, *_):
+    def __exit__(self, *_: object) -> None:
         pass  # there is nothing that could be stopped
 
-    def start(self):
+    def start(self) -> None:
         """Starts the servers; does nothing the second time."""
         if self._servers:
             return
@@ -62,14 +64,14 @@ class InProcessCluster:
             )
 
     @property
-    def cluster_resolver(self):
+    def cluster_resolver(self) -> tf.distribute.cluster_resolver.SimpleClusterResolver:
         """A resolver for a chief in this process; the chief has no address."""
         return tf.distribute.cluster_resolver.SimpleClusterResolver(
             self._cluster_spec(), rpc_layer="grpc"
         )
 
     @property
-    def targets(self):
+    def targets(self) -> list[str]:
         """The servers' addresses in order (workers, ps), e.g. `"grpc://localhost:2222"`."""
         return [f"grpc://{task.config.address}" for task in self._tasks]
 
@@ -87,7 +89,7 @@ class InProcessCluster:
         return config
 
 
-def logical_devices(n):
+def logical_devices(n: int) -> list[str]:
     """Splits this process's CPU into `n` devices, so that it can have `n` replicas.
 
     Example:

@@ -6,7 +6,7 @@ import struct
 import threading
 import time
 
-from keras_psplus.cluster import hello
+from keras_psplus.cluster import handshake
 
 _POLL = 0.05
 # Beyond that, the oldest that has not said hello makes room for the next one.
@@ -26,20 +26,21 @@ class Listener:
 
     Args:
         bound: The bound, listening socket.
-        mine: This process's `Hello`.
+        mine: This process's `PeerIdentity`.
     """
 
-    def __init__(self, bound, mine):
-        self.problem = None  # the first conflict that a caller brought
-        self.callers = set()  # names of the tasks that have called and got an answer
+    def __init__(self, bound: socket.socket, mine: handshake.PeerIdentity) -> None:
+        self.problem: str | None = None  # the first conflict that a caller brought
+        self.callers: set[str] = set()  # names of the tasks that have called and got an answer
         self.changed = threading.Event()
         self._socket, self._mine = bound, mine
-        self._selector, self._connections = selectors.DefaultSelector(), []
+        self._selector = selectors.DefaultSelector()
+        self._connections: list[_Caller] = []
         self._closing = False
         self._thread = threading.Thread(target=self._serve, daemon=True)
         self._thread.start()
 
-    def close(self):
+    def close(self) -> None:
         """Stops listening, within a second; the port is free when this returns."""
         self._closing = True
         self._thread.join()
@@ -88,13 +89,13 @@ class Listener:
                 if not caller.connection.recv(4096):
                     self._drop(caller)
             elif caller.read():
-                theirs = hello.Hello.decode(caller.line)
+                theirs = handshake.PeerIdentity.decode(caller.line)
                 if theirs is None:
                     self._drop(caller)
                     return
                 caller.answer = caller.unsent = self._mine.encode()
                 caller.send()
-                self.problem = self.problem or hello.conflict(self._mine, theirs)
+                self.problem = self.problem or handshake.conflict(self._mine, theirs)
                 self.callers.add(theirs.task)
                 self.changed.set()
             events = selectors.EVENT_WRITE if caller.unsent else selectors.EVENT_READ
@@ -130,7 +131,7 @@ class _Caller:
         """Reads what has come; returns whether that is all."""
         chunk = self.connection.recv(4096)
         self.line += chunk
-        return not chunk or hello.is_whole(self.line)
+        return not chunk or handshake.is_whole(self.line)
 
     def send(self):
         self.unsent = self.unsent[self.connection.send(self.unsent) :]

@@ -3,6 +3,7 @@
 import collections
 import contextlib
 import os
+from collections.abc import Callable
 
 _KEPT_LINES, _KEPT_CHARACTERS = 200, 4000
 
@@ -23,21 +24,27 @@ class LogFile:
         OSError: If the file cannot be opened.
     """
 
-    def __init__(self, path, append, warn, heading=""):
+    def __init__(
+        self,
+        path: str | os.PathLike[str],
+        append: bool,
+        warn: Callable[[str], None],
+        heading: str = "",
+    ) -> None:
         self._path, self._warn = path, warn
         # Without a buffer there is nothing left that closing it would have to write.
         self._file = open(path, "ab" if append else "wb", buffering=0)
         self._has_failed = False
-        self._lost = collections.deque(maxlen=_KEPT_LINES)
+        self._lost: collections.deque[str] = collections.deque(maxlen=_KEPT_LINES)
         self.write(heading)
         self.size = os.fstat(self._file.fileno()).st_size
 
     @property
-    def lost(self):
+    def lost(self) -> str:
         """The last lines that are not in the file, as one text."""
         return "".join(self._lost)
 
-    def write(self, text):
+    def write(self, text: str) -> None:
         """Writes a line, or a part of one that is very long."""
         data = text.encode("utf-8", "replace")
         try:
@@ -52,7 +59,7 @@ class LogFile:
                     "lacks is on the console only"
                 )
 
-    def close(self):
+    def close(self) -> None:
         """Closes the file."""
         with contextlib.suppress(OSError):
             self._file.close()

@@ -19,7 +19,7 @@ _VARIABLES = (
 )
 
 
-def keep_freed_memory():
+def keep_freed_memory() -> bool:
     """Tells glibc's `malloc` to keep what is freed, unless the user has chosen its settings.
 
     The process then holds what each of its heaps ever needed at once, so it is given no more heaps

@@ -39,10 +39,10 @@ class NoiseFilter:
     that say that there is no GPU (where there is no driver) and those that an exception repeats.
     """
 
-    def __init__(self):
-        self._after = None  # the file of the line of noise before
+    def __init__(self) -> None:
+        self._after: str | None = None  # the file of the line of noise before
 
-    def is_noise(self, line):
+    def is_noise(self, line: str) -> bool:
         """Whether a line is noise; lines are to come in order.
 
         Args:
@@ -67,7 +67,7 @@ class NoiseFilter:
         return False
 
 
-def log_line_in(text):
+def log_line_in(text: str) -> int | None:
     """Finds a line of a log that another thread has written into an unfinished line.
 
     Args:

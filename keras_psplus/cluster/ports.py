@@ -10,7 +10,7 @@ _EPHEMERAL_FILE = "/proc/sys/net/ipv4/ip_local_port_range"
 _TRIES_PER_PORT = 200
 
 
-def free_ports(n, host="127.0.0.1"):
+def free_ports(n: int, host: str = "127.0.0.1") -> list[int]:
     """Finds distinct free TCP ports for servers that start a little later.
 
     Ports outside the ephemeral range are preferred: the kernel hands
@@ -36,7 +36,8 @@ def free_ports(n, host="127.0.0.1"):
     """
     candidates = _candidates()
     chooser = random.SystemRandom()  # not `random`: a script's seed would repeat the choice
-    ports, held = [], []
+    ports: list[int] = []
+    held: list[socket.socket] = []
     try:
         for _ in range(n * _TRIES_PER_PORT):
             if len(ports) == n:
@@ -89,7 +90,7 @@ def _bind(host, port):
         return None
 
 
-def port_holder(port):
+def port_holder(port: int) -> str | None:
     """Names the process that listens on a local port, as far as Linux tells.
 
     Args:

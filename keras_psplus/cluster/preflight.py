@@ -3,11 +3,12 @@
 import concurrent.futures
 import sys
 import time
+from collections.abc import Callable, Collection
 
-from keras_psplus.cluster import hello
-from keras_psplus.cluster.config import ClusterStartupError, split_address, task_name
+from keras_psplus.cluster import handshake
+from keras_psplus.cluster.config import ClusterStartupError, TaskConfig, split_address, task_name
 from keras_psplus.cluster.listener import Listener
-from keras_psplus.cluster.own_address import DNS_PATIENCE, bind_own, is_local
+from keras_psplus.cluster.local_address import DNS_PATIENCE, bind_local_address, is_local
 
 _LOG_EVERY = 10.0
 _PAUSE = 0.3
@@ -15,7 +16,12 @@ _COURTESY = 2.0
 _CLOSED_MEANS_UP = 3  # a proxy may accept and close; TensorFlow will find out
 
 
-def wait_for_cluster(config, job_types=("chief", "worker"), timeout=300.0, log=None):
+def wait_for_cluster(
+    config: TaskConfig,
+    job_types: Collection[str] = ("chief", "worker"),
+    timeout: float = 300.0,
+    log: Callable[[str], None] | None = None,
+) -> None:
     """Waits until every other task of the given jobs can be reached.
 
     To be called before TensorFlow starts its gRPC server: this task's own
@@ -47,8 +53,8 @@ def wait_for_cluster(config, job_types=("chief", "worker"), timeout=300.0, log=N
         return
     log = log or _log
     started = time.monotonic()
-    mine = hello.Hello.of(config)
-    bound = bind_own(config, mine, min(timeout, DNS_PATIENCE), log)
+    mine = handshake.PeerIdentity.of(config)
+    bound = bind_local_address(config, mine, min(timeout, DNS_PATIENCE), log)
     listener = Listener(bound, mine)
     try:
         _Roll(config, mine, listener, job_types).call(started, timeout, log)
@@ -56,7 +62,7 @@ def wait_for_cluster(config, job_types=("chief", "worker"), timeout=300.0, log=N
         listener.close()
 
 
-def check_own_address(config, log=None):
+def check_local_address(config: TaskConfig, log: Callable[[str], None] | None = None) -> None:
     """Checks that this task's own address can be bound.
 
     Args:
@@ -67,10 +73,10 @@ def check_own_address(config, log=None):
         ClusterStartupError: If another process holds the port, or the address
             is not this machine's.
     """
-    bind_own(config, hello.Hello.of(config), 0.0, log or _log).close()
+    bind_local_address(config, handshake.PeerIdentity.of(config), 0.0, log or _log).close()
 
 
-def probe_peers(config, timeout=3.0):
+def probe_peers(config: TaskConfig, timeout: float = 3.0) -> dict[str, str | None]:
     """Tries to connect to every other task once.
 
     Args:
@@ -83,7 +89,7 @@ def probe_peers(config, timeout=3.0):
 
     def probe(address):
         try:
-            hello.connect(address, timeout).close()
+            handshake.connect(address, timeout).close()
         except OSError as error:
             return str(error)
         return None
@@ -148,7 +154,7 @@ class _Roll:
             return
         with concurrent.futures.ThreadPoolExecutor(max_workers=min(16, len(targets))) as pool:
             calls = {
-                name: pool.submit(hello.dial, address, self._mine, connect_timeout)
+                name: pool.submit(handshake.dial, address, self._mine, connect_timeout)
                 for name, address in targets
             }
         for name, call in calls.items():
@@ -171,7 +177,7 @@ class _Roll:
                 self._reasons[name] = str(error)
             return
         if theirs is not None:
-            self._raise_problem(hello.conflict(self._mine, theirs, expected=name))
+            self._raise_problem(handshake.conflict(self._mine, theirs, expected=name))
             self._also_waiting.add(name)
         if self._missing.pop(name, None) is not None:
             self._here.append(name)

@@ -10,9 +10,11 @@ import sys
 import tempfile
 import threading
 import time
+from collections.abc import Mapping, Sequence
+from typing import Any, Self
 
 from keras_psplus.cluster.config import JOB_TYPES
-from keras_psplus.cluster.console import OutputPump, warn
+from keras_psplus.cluster.console import Console, OutputPump, warn
 from keras_psplus.cluster.environment import RESTART_VARIABLE, TOKEN_VARIABLE, plan_tasks
 from keras_psplus.cluster.log_file import LogFile
 from keras_psplus.cluster.results import ClusterResult, describe, exit_code_of
@@ -66,22 +68,22 @@ class LocalCluster:
 
     def __init__(
         self,
-        argv,
-        workers=2,
-        ps=0,
-        chief=False,
-        env=None,
-        log_dir=None,
-        console=None,
-        failure_grace=5.0,
-        server_grace=10.0,
-        worker_grace=60.0,
-        kill_grace=3.0,
-        error_grace=None,
-        idle_grace=None,
-        restart=0,
-        network=None,
-    ):
+        argv: Sequence[str | os.PathLike[str]],
+        workers: int = 2,
+        ps: int = 0,
+        chief: bool = False,
+        env: Mapping[str, str] | None = None,
+        log_dir: str | os.PathLike[str] | None = None,
+        console: Console | None = None,
+        failure_grace: float = 5.0,
+        server_grace: float = 10.0,
+        worker_grace: float = 60.0,
+        kill_grace: float = 3.0,
+        error_grace: float | None = None,
+        idle_grace: float | None = None,
+        restart: int = 0,
+        network: Any = None,
+    ) -> None:
         self._argv = [os.fspath(arg) for arg in argv]
         self._environ = {**os.environ, **(env or {})}
         # Tasks of other jobs on this machine are none of this one's.
@@ -98,38 +100,40 @@ class LocalCluster:
         self._error_grace = failure_grace if error_grace is None else error_grace
         self._idle_grace = failure_grace if idle_grace is None else idle_grace
         self._restart = restart
-        self._processes, self._pumps, self._logs = {}, [], {}
-        self._ends = {}  # task name -> (exit code, time)
-        self._terminated = []
-        self._first_failure = None
-        self._signals = []
-        self._old_handlers = {}
+        self._processes: dict[str, subprocess.Popen[bytes]] = {}
+        self._pumps: list[OutputPump] = []
+        self._logs: dict[str, LogFile] = {}
+        self._ends: dict[str, tuple[int, float]] = {}  # task name -> (exit code, time)
+        self._terminated: list[str] = []
+        self._first_failure: str | None = None
+        self._signals: list[int] = []
+        self._old_handlers: dict[signal.Signals, Any] = {}
         self._released = False
         self._release_lock = threading.Lock()
 
-    def __enter__(self):
+    def __enter__(self) -> Self:
         self.start()
         return self
 
-    def __exit__(self, *_):
+    def __exit__(self, *_: object) -> None:
         self.stop()
 
     @property
-    def pids(self):
+    def pids(self) -> dict[str, int]:
         """Dict from task name to process id."""
         return {name: process.pid for name, process in self._processes.items()}
 
-    def log_path(self, name):
+    def log_path(self, name: str) -> pathlib.Path:
         """Returns the path of a task's log file."""
         return self.log_dir / f"{name}.log"
 
-    def environment(self, name):
+    def environment(self, name: str) -> dict[str, str]:
         """Returns the dict of environment variables with which a task is started."""
         (task,) = (task for task in self.tasks if task.name == name)
         shared = self._environ if self.network is None else self.network.environment(self._environ)
         return {**shared, "PYTHONUNBUFFERED": "1", **task.variables}
 
-    def start(self):
+    def start(self) -> None:
         """Starts all processes."""
         self.log_dir.mkdir(parents=True, exist_ok=True)
         if threading.current_thread() is threading.main_thread():
@@ -145,7 +149,7 @@ class LocalCluster:
             self.stop()
             raise
 
-    def wait(self, timeout=None):
+    def wait(self, timeout: float | None = None) -> ClusterResult:
         """Waits for the end of the cluster, and ends it where that is due.
 
         Args:
@@ -176,13 +180,13 @@ class LocalCluster:
             signal=self._signals[0] if self._signals else None,
         )
 
-    def send_signal(self, name, number):
+    def send_signal(self, name: str, number: int) -> None:
         """Sends a signal to a task and to what it has started, unless the cluster has ended."""
         with self._release_lock:
             if not self._released:
                 self._signal_groups([name], number)
 
-    def stop(self):
+    def stop(self) -> None:
         """Ends every process that still runs: SIGTERM, then SIGKILL."""
         if self._released:
             return
@@ -221,9 +225,9 @@ class LocalCluster:
         pump.start()
 
     def _open_log(self, name):
-        tell = warn if self._console is None else self._console.warn
+        on_warning = warn if self._console is None else self._console.warn
         heading = f"keras-psplus: restart {self._restart}\n" if self._restart else ""
-        return LogFile(self.log_path(name), bool(self._restart), tell, heading)
+        return LogFile(self.log_path(name), bool(self._restart), on_warning, heading)
 
     def _running(self):
         """Names of the tasks that have not ended; notes the ends of the others."""
@@ -238,7 +242,7 @@ class LocalCluster:
         if failed and self._first_failure is None:
             # Ended at the same moment: a task killed by a signal (negative) did not follow suit.
             self._first_failure = min(failed, key=lambda end: end[0] > 0)[1]
-            self._tell(f"{self._first_failure} has failed, ending the cluster")
+            self._log(f"{self._first_failure} has failed, ending the cluster")
         return [name for name in self._processes if name not in self._ends]
 
     def _has_failed(self, name, code):
@@ -248,7 +252,7 @@ class LocalCluster:
         if not name.startswith("ps-") or self._ends.get(chief, (1, None))[0]:
             return True
         # The training is over, and nobody needs it any more.
-        self._tell(f"{name} has ended ({describe(code)}) after {chief} has ended well: no failure")
+        self._log(f"{name} has ended ({describe(code)}) after {chief} has ended well: no failure")
         return False
 
     def _end_of_grace(self):
@@ -302,6 +306,6 @@ class LocalCluster:
     def _on_signal(self, number, _):
         self._signals.append(number)
 
-    def _tell(self, text):
+    def _log(self, text):
         if self._console is not None:
             self._console.note(f"keras-psplus: {text}")

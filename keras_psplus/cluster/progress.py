@@ -23,30 +23,31 @@ class Progress:
         steps: How many training steps it has done.
     """
 
-    def __init__(self, leads=False):
-        self.doing, self.entered, self.steps = None, 0, 0
+    def __init__(self, leads: bool = False) -> None:
+        self.doing: str | None = None
+        self.entered = self.steps = 0
         planned = os.environ.get(CHAOS_VARIABLE) if leads else None
         if planned:
             steps, _, self._launcher = planned.partition("@")
             self._planned = [int(step) for step in steps.split(",")]
-            self.count = self._count_and_call
+            self.count = self._count_and_call  # type: ignore[method-assign]
 
     @property
-    def at(self):
+    def at(self) -> str | None:
         """What it does at present, with the step's number; None between two steps."""
         doing = self.doing
         return f"{doing} {self.steps + 1}" if doing == "training step" else doing
 
-    def begin(self, what):
+    def begin(self, what: str) -> None:
         """Notes that a step begins."""
         self.entered += 1
         self.doing = what
 
-    def end(self):
+    def end(self) -> None:
         """Notes that it is over."""
         self.doing = None
 
-    def count(self, steps):
+    def count(self, steps: int) -> None:
         """Counts training steps that are done."""
         self.steps += steps
 

@@ -1,13 +1,23 @@
 """Starts a job again when a task of it has failed, a number of times."""
 
 import time
+from collections.abc import Callable
+
+from keras_psplus.cluster.processes import LocalCluster
+from keras_psplus.cluster.results import ClusterResult
 
 # Of a script that is called with arguments it does not know, by argparse and by Python itself.
 _WRONG_COMMAND_LINE = 2
 _SHORT_SECONDS, _LONGEST_PAUSE_SECONDS = 30.0, 30.0
 
 
-def run(make_cluster, max_restarts, timeout=None, tell=print, sleep=time.sleep):
+def run(
+    make_cluster: Callable[[int], LocalCluster],
+    max_restarts: int,
+    timeout: float | None = None,
+    log: Callable[[str], None] = print,
+    sleep: Callable[[float], None] = time.sleep,
+) -> ClusterResult:
     """Runs a job until it ends well or its restarts are used up.
 
     Every attempt is a new cluster. A job that fails soon after its start is started again after a
@@ -28,7 +38,7 @@ def run(make_cluster, max_restarts, timeout=None, tell=print, sleep=time.sleep):
         make_cluster: Function of the number of restarts up to now that returns a `LocalCluster`.
         max_restarts: How often the job may be started again, at least 0.
         timeout: Seconds for all attempts together; None for no limit.
-        tell: Function that takes a line of progress.
+        log: Function that takes a line of progress.
         sleep: Function that waits for some seconds.
 
     Returns:
@@ -43,19 +53,19 @@ def run(make_cluster, max_restarts, timeout=None, tell=print, sleep=time.sleep):
         if not _can_be_restarted(result):
             return result
         if result.chief_has_ended_well:
-            tell(f"{result.first_failure} has failed, but the chief has ended well: no restart")
+            log(f"{result.first_failure} has failed, but the chief has ended well: no restart")
             return result
         failed = f"{result.first_failure} has failed ({result.how_it_failed})"
         if restart == max_restarts:
             if max_restarts:
-                tell(f"{failed}; no restart of {max_restarts} is left")
+                log(f"{failed}; no restart of {max_restarts} is left")
             return result
         restart += 1
         quick = quick + 1 if time.monotonic() - began < _SHORT_SECONDS else 0
         pause = min(2.0 ** (quick - 1), _LONGEST_PAUSE_SECONDS) if quick else 0.0
         if deadline is not None:
             pause = min(pause, max(0.0, deadline - time.monotonic()))
-        tell(f"{failed}; restart {restart} of {max_restarts} begins in {pause:g} s")
+        log(f"{failed}; restart {restart} of {max_restarts} begins in {pause:g} s")
         sleep(pause)
 
 

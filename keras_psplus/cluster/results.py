@@ -4,6 +4,7 @@ import dataclasses
 import functools
 import os
 import pathlib
+import subprocess
 
 TIMED_OUT = 124  # as timeout(1)
 
@@ -38,7 +39,7 @@ class ClusterResult:
     unwritten: dict[str, str] = dataclasses.field(default_factory=dict)
 
     @property
-    def exit_code(self):
+    def exit_code(self) -> int:
         """The exit code for the whole, in the shell's terms: 0 if all went well."""
         if self.signal is not None:
             return 128 + self.signal
@@ -48,7 +49,7 @@ class ClusterResult:
         return TIMED_OUT if self.timed_out else 0
 
     @functools.cached_property
-    def logs(self):
+    def logs(self) -> dict[str, str]:
         """Dict from task name to everything it wrote."""
         return {
             name: path.read_bytes()[self.log_starts.get(name, 0) :].decode(errors="replace")
@@ -56,7 +57,7 @@ class ClusterResult:
             for name, path in self.log_paths.items()
         }
 
-    def tails(self, lines=40):
+    def tails(self, lines: int = 40) -> str:
         """Returns the last lines of every task's log as one text, the first failure last."""
         names = sorted(self.log_paths, key=lambda name: name == self.first_failure)
         return "\n".join(self._tail(name, lines) for name in names)
@@ -69,11 +70,12 @@ class ClusterResult:
         return f"--- {name}: {self.how_ended(name)} ---\n{body}"
 
     @property
-    def how_it_failed(self):
+    def how_it_failed(self) -> str:
         """Says how the first task to fail has ended, e.g. `"exit code 1"`."""
+        assert self.first_failure is not None
         return describe(self.exit_codes[self.first_failure])
 
-    def how_ended(self, name):
+    def how_ended(self, name: str) -> str:
         """Says how a task ended, e.g. `"exit code 1, first to fail"`."""
         code = self.exit_codes.get(name)
         text = "not started" if code is None else describe(code)
@@ -82,12 +84,12 @@ class ClusterResult:
         return text + (", first to fail" if name == self.first_failure else "")
 
 
-def describe(code):
+def describe(code: int) -> str:
     """Says how a process ended, e.g. `"exit code 1"`."""
     return f"ended by signal {-code}" if code < 0 else f"exit code {code}"
 
 
-def exit_code_of(process):
+def exit_code_of(process: subprocess.Popen[bytes]) -> int | None:
     """A process's exit code without reaping it; None while it runs."""
     if process.returncode is not None:
         return process.returncode

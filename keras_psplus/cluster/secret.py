@@ -10,6 +10,8 @@ import hmac
 import json
 import secrets
 import uuid
+from collections.abc import Callable
+from typing import Any
 
 
 class RefusedError(Exception):
@@ -27,14 +29,14 @@ class Secret:
         token: Text.
     """
 
-    def __init__(self, token):
+    def __init__(self, token: str) -> None:
         self._key = hashlib.sha256(b"keras_psplus job token " + token.encode()).digest()
 
-    def sign(self, *texts):
+    def sign(self, *texts: str) -> bytes:
         """The signature of texts, as bytes."""
         return hmac.digest(self._key, json.dumps(texts).encode(), "sha256")
 
-    def key_words(self, *texts):
+    def key_words(self, *texts: str) -> list[int]:
         """Two integers of 64 bits that only who knows the token can name."""
         signature = self.sign("words", *texts)
         return [int.from_bytes(signature[i : i + 8], "big", signed=True) for i in (0, 8)]
@@ -50,13 +52,15 @@ class Gate:
         refusal: What to say to a caller with another token.
     """
 
-    def __init__(self, secret, refusal):
+    def __init__(self, secret: Secret, refusal: str) -> None:
         self._secret, self._refusal = secret, refusal
         self._own = secrets.token_bytes(32)
         # Tells this process from another one at the same address.
         self.process = uuid.uuid4().hex
 
-    def answer(self, text, handle, hint=lambda: None):
+    def answer(
+        self, text: str, handle: Callable[[str], str], hint: Callable[[], Any] = lambda: None
+    ) -> str:
         """Answers a message.
 
         Args:
@@ -101,12 +105,14 @@ class Session:
         process: That of the gate which is meant; None for whichever is there.
     """
 
-    def __init__(self, secret, send, process=None):
+    def __init__(
+        self, secret: Secret, send: Callable[[str], str], process: str | None = None
+    ) -> None:
         self._secret, self._send = secret, send
         self.process = process
-        self._opened = None
+        self._opened: tuple[str, str, str] | None = None
 
-    def open(self):
+    def open(self) -> Any:
         """Opens the session; returns the gate's hint.
 
         Raises:
@@ -120,7 +126,7 @@ class Session:
         self._opened = caller, session, process
         return answer.get("hint")
 
-    def ask(self, body):
+    def ask(self, body: str) -> str:
         """Sends a request's text and returns the answer's.
 
         Raises:

@@ -4,13 +4,15 @@ import os
 import socket
 import sys
 import time
+from collections.abc import Callable
+from typing import NoReturn
 
 import tensorflow as tf
 
-from keras_psplus.cluster import farewell, hello, tuning
+from keras_psplus.cluster import handshake, shutdown, tuning
 from keras_psplus.cluster.claims import Claims
-from keras_psplus.cluster.config import ClusterConfigError, ClusterStartupError
-from keras_psplus.cluster.preflight import check_own_address
+from keras_psplus.cluster.config import ClusterConfigError, ClusterStartupError, TaskConfig
+from keras_psplus.cluster.preflight import check_local_address
 
 _POLL = 0.5
 _GREETING_TIMEOUT = 2.0
@@ -21,7 +23,12 @@ class ChiefLostError(RuntimeError):
     """The chief has ended, but not well."""
 
 
-def serve(config, startup_timeout=300.0, chief_gone=5.0, log=None):
+def serve(
+    config: TaskConfig,
+    startup_timeout: float = 300.0,
+    chief_gone: float = 5.0,
+    log: Callable[[str], None] | None = None,
+) -> tf.distribute.Server:
     """Starts this task's TensorFlow server and waits for the chief's end.
 
     The chief's end shows at its address: the connection kept to it closes and
@@ -58,9 +65,9 @@ def serve(config, startup_timeout=300.0, chief_gone=5.0, log=None):
     """
     log = log or log_line
     _, leader = _leader(config)
-    check_own_address(config)
+    check_local_address(config)
     tuning.tune()
-    ear, claims = farewell.Ear(), Claims(config.name, leader)
+    listener, claims = shutdown.ShutdownListener(), Claims(config.name, leader)
     try:
         server = tf.distribute.Server(
             tf.train.ClusterSpec({job: list(tasks) for job, tasks in config.cluster.items()}),
@@ -76,8 +83,8 @@ def serve(config, startup_timeout=300.0, chief_gone=5.0, log=None):
     log(f"{config.name} serves on {config.address}")
     outlive(
         config,
-        lambda: ear.has_heard,
-        lambda: ear.lost_its_chief,
+        lambda: listener.has_chief_started,
+        lambda: listener.is_chief_lost,
         startup_timeout,
         chief_gone,
         log,
@@ -86,7 +93,14 @@ def serve(config, startup_timeout=300.0, chief_gone=5.0, log=None):
     return server
 
 
-def outlive(config, has_come, is_lost, startup_timeout, chief_gone, log=None):
+def outlive(
+    config: TaskConfig,
+    has_come: Callable[[], bool],
+    is_lost: Callable[[], bool],
+    startup_timeout: float,
+    chief_gone: float,
+    log: Callable[[str], None] | None = None,
+) -> None:
     """Waits until the chief has come and has ended.
 
     Args:
@@ -104,7 +118,9 @@ def outlive(config, has_come, is_lost, startup_timeout, chief_gone, log=None):
     log = log or log_line
     leader, address = _leader(config)
     if not _within(
-        startup_timeout, lambda a: has_come() or hello.speaks(a, _GREETING_TIMEOUT), address
+        startup_timeout,
+        lambda a: has_come() or handshake.grpc_responds(a, _GREETING_TIMEOUT),
+        address,
     ):
         raise ClusterStartupError(
             f"{leader} did not come to {address} within {startup_timeout:g} s. Start it, or read "
@@ -123,7 +139,7 @@ def outlive(config, has_come, is_lost, startup_timeout, chief_gone, log=None):
     log(f"{leader} has ended, {config.name} ends")
 
 
-def end_process_after(serving):
+def end_process_after(serving: Callable[[], None]) -> NoReturn:
     """Runs a function that serves until the chief has ended, and ends the process.
 
     Args:
@@ -164,16 +180,16 @@ def _within(seconds, condition, address):
 
 def _accepts(address):
     try:
-        hello.connect(address, _GREETING_TIMEOUT).close()
+        handshake.connect(address, _GREETING_TIMEOUT).close()
     except OSError:
         return False
     return True
 
 
-def wait_for_close(address):
+def wait_for_close(address: str) -> None:
     """Returns when a connection to the address breaks, or after a while."""
     try:
-        with hello.connect(address, _GREETING_TIMEOUT) as connection:
+        with handshake.connect(address, _GREETING_TIMEOUT) as connection:
             connection.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
             connection.settimeout(_RECONNECT)
             while connection.recv(4096):
@@ -182,6 +198,6 @@ def wait_for_close(address):
         pass
 
 
-def log_line(line):
+def log_line(line: str | Exception) -> None:
     """Tells a line of progress."""
     print(f"keras_psplus: {line}", file=sys.stderr, flush=True)

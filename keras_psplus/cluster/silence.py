@@ -2,13 +2,14 @@
 
 import errno
 import socket
+from typing import Any
 
 from keras_psplus.cluster.config import split_address
 
 _UNREACHABLE = (errno.EHOSTUNREACH, errno.ENETUNREACH)
 
 
-def place_of(address):
+def place_of(address: str) -> tuple[socket.AddressFamily, tuple[Any, ...]] | None:
     """Looks up an address.
 
     Args:
@@ -25,7 +26,7 @@ def place_of(address):
     return family, place
 
 
-def is_silent(place, timeout):
+def is_silent(place: tuple[socket.AddressFamily, tuple[Any, ...]] | None, timeout: float) -> bool:
     """Whether nobody answers where one of gRPC's servers may be: it hangs, or is cut off.
 
     Where the host says that nothing is there, the server has ended, which is no silence.

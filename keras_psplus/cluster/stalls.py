@@ -4,17 +4,18 @@ import concurrent.futures
 import dataclasses
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
+from typing import Any
 
 from keras_psplus.arguments import seconds
-from keras_psplus.cluster import hello
+from keras_psplus.cluster import handshake
 from keras_psplus.log import logger
 
 _LOOKS_PER_LIMIT, _LONGEST_LOOK_SECONDS = 4, 5.0
 _ANSWER_SECONDS = 2.0
 
 
-def check(stall_warning):
+def check_stall_warning(stall_warning: float | None) -> float | None:
     """Returns the argument `stall_warning`.
 
     Raises:
@@ -23,36 +24,36 @@ def check(stall_warning):
     return seconds("stall_warning", stall_warning, or_none=True)
 
 
-class Doubling:
-    """When to say again that something takes long: at a limit, and at each doubling of it.
+class WarningSchedule:
+    """When to warn that something takes long: at a limit, and at each doubling of it.
 
     Args:
         limit: Seconds; None for never.
     """
 
-    def __init__(self, limit):
+    def __init__(self, limit: float | None) -> None:
         self._next = float("inf") if limit is None else limit
-        self.has_told = False
+        self.has_warned = False
 
-    def is_due(self, waited):
-        """Whether it is to be said now, after so many seconds."""
+    def is_due(self, waited: float) -> bool:
+        """Whether a warning is due, after so many seconds."""
         return waited >= self._next
 
-    def note(self, waited):
-        """Notes that it was said, after so many seconds."""
-        self.has_told = True
+    def note_warned(self, waited: float) -> None:
+        """Notes that a warning was logged, after so many seconds."""
+        self.has_warned = True
         while self._next <= waited:
             self._next *= 2
 
 
 @dataclasses.dataclass
-class Wait:
+class PendingWait:
     """Something that is waited for.
 
     Args:
         what: Who waits at which step, for people.
         describe: Function that says for what operation, and who has not arrived. It is called when
-            it is told, and may take some seconds.
+            a warning is due, and may take some seconds.
         since: `time.monotonic()` when it began; None for when it is first seen.
     """
 
@@ -65,14 +66,14 @@ class Inspector:
     """Looks now and then, from a thread of its own, at what is waited for.
 
     Args:
-        limit: Seconds after which a wait is told, and again after each doubling; None for never.
+        limit: Seconds after which a wait is logged, and again after each doubling; None for never.
         look: Function that returns what is waited for just now, a dict from anything that tells
-            waits apart to `Wait`s.
+            waits apart to `PendingWait`s.
     """
 
-    def __init__(self, limit, look):
+    def __init__(self, limit: float | None, look: Callable[[], Mapping[Any, PendingWait]]) -> None:
         self._limit, self._look = limit, look
-        self._known = {}
+        self._known: dict[Any, tuple[PendingWait, float, WarningSchedule]] = {}
         if limit is not None:
             self.seconds = min(limit / _LOOKS_PER_LIMIT, _LONGEST_LOOK_SECONDS)
             threading.Thread(target=self._run, name="stall inspector", daemon=True).start()
@@ -88,23 +89,23 @@ class Inspector:
     def _inspect(self, now):
         waits = self._look()
         for key in [key for key in self._known if key not in waits]:
-            wait, since, doubling = self._known.pop(key)
-            if doubling.has_told:
+            wait, since, schedule = self._known.pop(key)
+            if schedule.has_warned:
                 logger.warning("%s goes on after %.0f s", wait.what, now - since)
         for key, wait in waits.items():
             if key not in self._known:
                 since = now if wait.since is None else wait.since
-                self._known[key] = wait, since, Doubling(self._limit)
-            _, since, doubling = self._known[key]
-            if not doubling.is_due(now - since):
+                self._known[key] = wait, since, WarningSchedule(self._limit)
+            _, since, schedule = self._known[key]
+            if not schedule.is_due(now - since):
                 continue
             described = wait.describe()
             if key in self._look():  # It may have come while others were asked.
                 logger.warning("%s has waited %.0f s for %s", wait.what, now - since, described)
-                doubling.note(now - since)
+                schedule.note_warned(now - since)
 
 
-def silent(addresses):
+def unresponsive_tasks(addresses: Mapping[str, str]) -> list[str]:
     """Names of the tasks whose servers say nothing: they have died, hang or are cut off.
 
     Args:
@@ -113,5 +114,7 @@ def silent(addresses):
     if not addresses:
         return []
     with concurrent.futures.ThreadPoolExecutor(min(16, len(addresses))) as pool:
-        answers = pool.map(lambda a: hello.speaks(a, _ANSWER_SECONDS), addresses.values())
+        answers = pool.map(
+            lambda a: handshake.grpc_responds(a, _ANSWER_SECONDS), addresses.values()
+        )
     return [name for name, answers in zip(addresses, answers) if not answers]

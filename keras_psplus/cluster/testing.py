@@ -6,23 +6,26 @@ import pathlib
 import sys
 import tempfile
 import textwrap
+from collections.abc import Callable, Iterable, Mapping
+from typing import Any
 
 from keras_psplus.cluster.environment import python_path
 from keras_psplus.cluster.processes import LocalCluster
+from keras_psplus.cluster.results import ClusterResult
 
 
 def run_in_processes(
-    script,
-    workers=2,
-    chief=False,
-    ps=0,
-    timeout=120,
-    env=None,
-    args=(),
-    expect_failure=False,
-    tail_lines=60,
-    failure_grace=5.0,
-):
+    script: str | os.PathLike[str] | Callable[[], Any],
+    workers: int = 2,
+    chief: bool = False,
+    ps: int = 0,
+    timeout: float = 120,
+    env: Mapping[str, str] | None = None,
+    args: Iterable[Any] = (),
+    expect_failure: bool = False,
+    tail_lines: int = 60,
+    failure_grace: float = 5.0,
+) -> ClusterResult:
     """Runs Python code in every task of a local cluster and waits for all of them.
 
     Example:

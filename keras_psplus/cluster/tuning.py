@@ -2,17 +2,15 @@
 
 import os
 
-from tensorflow.core.protobuf import config_pb2
-from tensorflow.python.eager import context
-
 from keras_psplus.cluster import memory
+from keras_psplus.tf_internals import config_pb2, context
 
 _EXPERIMENTS = "GRPC_EXPERIMENTS"
 # A thread is woken when a message is there, not for each packet of it (SO_RCVLOWAT).
 _SELDOM_WOKEN = "tcp_frame_size_tuning,tcp_rcv_lowat"
 
 
-def tune():
+def tune() -> None:
     """Has this process keep freed memory, and wake and keep busy no more threads than it has to.
 
     Every packet of a large message wakes a thread otherwise, which on a slow link, where they come

@@ -1,6 +1,10 @@
 """Compression of gradients: pure functions of a tensor and a state, which strategies own."""
 
+from collections.abc import Callable
+from typing import Any
+
 from keras_psplus import specs
+from keras_psplus.arguments import shown
 from keras_psplus.compression.averaging import mean_all
 from keras_psplus.compression.base import Compressor
 from keras_psplus.compression.by_variable import ByVariable
@@ -34,7 +38,7 @@ __all__ = [
     "with_error_feedback",
 ]
 
-_MAKERS = {
+_MAKERS: dict[str, Callable[..., Compressor]] = {
     "bf16": lambda: Cast("bfloat16"),
     "fp16": lambda: Cast("float16"),
     "int8": Int8,
@@ -51,7 +55,11 @@ _ALLOWED = (
 )
 
 
-def get(identifier, argument="compression", allowed=_ALLOWED):
+def get(
+    identifier: Compressor | str | dict[Any, Any] | None,
+    argument: str = "compression",
+    allowed: str = _ALLOWED,
+) -> Compressor | None:
     """Makes a compressor of what a user writes for one.
 
     Args:
@@ -87,4 +95,4 @@ def get(identifier, argument="compression", allowed=_ALLOWED):
         if parsed is not None:
             name, arguments = parsed
             return _MAKERS[name](*arguments)
-    raise ValueError(f"`{argument}` must be {allowed}. Received: {argument}={identifier!r}")
+    raise ValueError(f"`{argument}` must be {allowed}. Received: {argument}={shown(identifier)}")

@@ -1,9 +1,23 @@
 """Averages many tensors over workers in few collectives."""
 
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING, Any
+
 import tensorflow as tf
 
+if TYPE_CHECKING:
+    from keras_psplus.compression.base import Compressor
 
-def mean_all(compressors, tensors, states, step, all_mean):
+
+def mean_all(
+    compressors: Sequence[Compressor],
+    tensors: Sequence[tf.Tensor],
+    states: Sequence[Any],
+    step: tf.Tensor | int,
+    all_mean: Callable[[list[tf.Tensor]], Sequence[tf.Tensor]],
+) -> tuple[list[Any], ...]:
     """Averages many tensors over workers, each by a compressor of its own, in few collectives.
 
     Args:
@@ -23,11 +37,11 @@ def mean_all(compressors, tensors, states, step, all_mean):
                 "only payloads of a reducible compressor can be averaged; gather and decode those "
                 f"of others. Received: {compressor!r}"
             )
-    results = [None] * len(tensors)
+    results: list[Any] = [None] * len(tensors)
     for start in sorted({compressor.start_step for compressor in compressors}):
         at = [i for i, compressor in enumerate(compressors) if compressor.start_step == start]
         group = [[sequence[i] for i in at] for sequence in (compressors, tensors, states)]
-        for i, *result in zip(at, *_mean_from(start, *group, step, all_mean)):
+        for i, *result in zip(at, *_mean_from(start, *group, step, all_mean)):  # type: ignore[call-arg]
             results[i] = result
     return tuple(map(list, zip(*results))) if results else ([], [], [])
 
@@ -43,9 +57,9 @@ def _mean_from(start, compressors, tensors, states, step, all_mean):
 
 
 def _side_by_side(compressors, tensors, states, step, all_mean):
-    """Runs generators of `rounds` in step with each other, one `all_mean` for each round."""
+    """Runs generators of `exchange` in step with each other, one `all_mean` for each round."""
     running = {
-        i: c.rounds(t, s, step) for i, (c, t, s) in enumerate(zip(compressors, tensors, states))
+        i: c.exchange(t, s, step) for i, (c, t, s) in enumerate(zip(compressors, tensors, states))
     }
     replies, results = dict.fromkeys(running), {}
     while running:

@@ -1,10 +1,17 @@
 """What a compressor is."""
 
+from __future__ import annotations
+
 import inspect
+from collections.abc import Callable, Generator, Sequence
+from typing import TYPE_CHECKING, Any
 
 import tensorflow as tf
 
 from keras_psplus.compression.averaging import mean_all
+
+if TYPE_CHECKING:
+    from keras_psplus.compression.outer_products import OuterProduct
 
 
 class Compressor:
@@ -39,6 +46,10 @@ class Compressor:
             workers at once.
         compresses_vectors: Whether strategies compress gradients of vectors, such as biases. If
             not, these are sent whole: they are small, and models mind what is left out of them.
+        takes_products: Whether a gradient that `product_of` finds to be a product need not be made.
+        sends_factors: Whether of such a gradient the factors are sent. All replicas gather them and
+            multiply, unless one has more rows than `most_rows`. It has `most_rows`, `factor_bytes`
+            and `inner` as `SufficientFactors` has them. Of other gradients, `inner` takes care.
         serves_values: Whether what comes out of `decode` is near to the tensor in each of its
             elements and at every step, so that values of variables can be read through it, too.
 
@@ -60,7 +71,7 @@ class Compressor:
     """
 
     error_feedback = False
-    feedback_options = {}
+    feedback_options: dict[str, Any] = {}
     takes_feedback = True
     reducible = False
     homogeneous = False
@@ -71,9 +82,11 @@ class Compressor:
     compresses_vectors = True
     row_multiple = 1
     adds_rows = False
+    takes_products = False
+    sends_factors = False
     serves_values = False
 
-    def init(self, shape, dtype):
+    def init(self, shape: tf.TensorShape | Sequence[int], dtype: tf.DType | str) -> Any:
         """Makes the state before the first step.
 
         Args:
@@ -85,7 +98,9 @@ class Compressor:
         """
         return ()
 
-    def encode(self, tensor, state, step):
+    def encode(
+        self, tensor: tf.Tensor, state: Any, step: tf.Tensor | int
+    ) -> tuple[tuple[tf.Tensor, ...], Any]:
         """Compresses a tensor.
 
         Args:
@@ -99,7 +114,13 @@ class Compressor:
         """
         raise NotImplementedError
 
-    def decode(self, payload, shape, dtype, step):
+    def decode(
+        self,
+        payload: tuple[tf.Tensor, ...],
+        shape: tf.TensorShape | Sequence[int],
+        dtype: tf.DType | str,
+        step: tf.Tensor | int,
+    ) -> tf.Tensor:
         """Turns a payload back into a tensor.
 
         Args:
@@ -113,23 +134,34 @@ class Compressor:
         """
         raise NotImplementedError
 
-    def is_finite(self, residual, payload):
+    def is_finite(self, residual: tf.Tensor, payload: Sequence[tf.Tensor]) -> tf.Tensor:
         """Whether all of a tensor was finite; a payload that shows it spares a look at all of it.
 
         Args:
             residual: What was left out of the tensor. Not finite, if the tensor was not.
-            payload: What `encode` made of the tensor, or what `rounds` has yielded last.
+            payload: What `encode` made of the tensor, or what `exchange` has yielded last.
 
         Returns:
             Scalar bool tensor.
         """
         return tf.math.is_finite(tf.reduce_sum(residual))
 
-    def add_to(self, total, payload, dtype, step):
+    def add_to(
+        self,
+        total: tf.Tensor,
+        payload: tuple[tf.Tensor, ...],
+        dtype: tf.DType | str,
+        step: tf.Tensor | int,
+    ) -> tf.Tensor:
         """Adds a decoded payload to a float32 tensor."""
         return total + tf.cast(self.decode(payload, total.shape, dtype, step), tf.float32)
 
-    def add_rows(self, payload, row_shape, step):
+    def add_rows(
+        self,
+        payload: tuple[tf.Tensor, ...],
+        row_shape: tf.TensorShape | Sequence[int],
+        step: tf.Tensor | int,
+    ) -> tf.Tensor:
         """Sums decoded payloads; only called if `adds_rows`.
 
         Args:
@@ -143,7 +175,9 @@ class Compressor:
         """
         raise NotImplementedError
 
-    def wire_bytes(self, shape, dtype, step=None):
+    def wire_bytes(
+        self, shape: tf.TensorShape | Sequence[int], dtype: tf.DType | str, step: int | None = None
+    ) -> int:
         """Counts the bytes of a payload.
 
         Args:
@@ -156,7 +190,7 @@ class Compressor:
         """
         raise NotImplementedError
 
-    def encode_rows(self, values, step):
+    def encode_rows(self, values: tf.Tensor, step: tf.Tensor | int) -> tuple[tf.Tensor, ...]:
         """Compresses each row by itself, as the values of `tf.IndexedSlices` need it.
 
         Rows have no state. A compressor that can do nothing for rows sends them whole, as this
@@ -171,27 +205,41 @@ class Compressor:
         """
         return (values,)
 
-    def decode_rows(self, payload, row_shape, dtype, step):
+    def decode_rows(
+        self,
+        payload: tuple[tf.Tensor, ...],
+        row_shape: tf.TensorShape | Sequence[int],
+        dtype: tf.DType | str,
+        step: tf.Tensor | int,
+    ) -> tf.Tensor:
         """Turns the payload of `encode_rows` back into values of shape `(rows, *row_shape)`."""
         return tf.cast(payload[0], dtype)
 
-    def row_bytes(self, row_shape, dtype, step=None):
+    def row_bytes(
+        self,
+        row_shape: tf.TensorShape | Sequence[int],
+        dtype: tf.DType | str,
+        step: int | None = None,
+    ) -> int:
         """Counts the bytes that `encode_rows` makes of one row."""
         return tf.TensorShape(row_shape).num_elements() * tf.as_dtype(dtype).size
 
-    def product_of(self, tensor):
+    def product_of(self, tensor: tf.Tensor) -> OuterProduct | None:
         """Finds of which product a tensor need not be made.
 
         Args:
             tensor: Tensor of static shape.
 
         Returns:
-            `products.Product`, or None. If it is not None, `ErrorFeedback` calls `rounds` with a
-            `products.Sum` instead of a tensor, and is to subtract a `Product`.
+            `outer_products.OuterProduct`, or None. If it is not None, `ErrorFeedback` calls
+            `exchange` with an `outer_products.MatrixPlusOuterProduct` instead of a tensor, and is
+            to subtract an `OuterProduct`.
         """
         return None
 
-    def rounds(self, tensor, state, step):
+    def exchange(
+        self, tensor: tf.Tensor, state: Any, step: tf.Tensor | int
+    ) -> Generator[list[tf.Tensor], list[tf.Tensor], tuple[tf.Tensor, Any, Any]]:
         """Averages over workers, as a generator that leaves the collectives to its caller.
 
         It yields a list of tensors and is sent the list of their means over the workers, as often
@@ -211,7 +259,13 @@ class Compressor:
         mean = self.decode(tuple(means), tensor.shape, tensor.dtype, step)
         return mean, self.decode(payload, tensor.shape, tensor.dtype, step), state
 
-    def mean(self, tensor, state, step, all_mean):
+    def mean(
+        self,
+        tensor: tf.Tensor,
+        state: Any,
+        step: tf.Tensor | int,
+        all_mean: Callable[[list[tf.Tensor]], Sequence[tf.Tensor]],
+    ) -> tuple[tf.Tensor, Any, Any]:
         """Averages one tensor over workers.
 
         Args:
@@ -226,7 +280,9 @@ class Compressor:
         means, owns, states = mean_all([self], [tensor], [state], step, all_mean)
         return means[0], owns[0], states[0]
 
-    def for_variable(self, path, shape, dtype):
+    def for_variable(
+        self, path: str, shape: tf.TensorShape | Sequence[int], dtype: tf.DType | str
+    ) -> Compressor | None:
         """Chooses the compressor of a variable's gradient.
 
         Args:
@@ -241,7 +297,7 @@ class Compressor:
             return None
         return self if tf.as_dtype(dtype).is_floating else None
 
-    def __repr__(self):
+    def __repr__(self) -> str:
         options = [
             f"{name}={getattr(self, name)!r}"
             for name, parameter in inspect.signature(type(self)).parameters.items()

@@ -1,12 +1,16 @@
 """Different compressors for different variables."""
 
+from __future__ import annotations
+
 import collections.abc
 import fnmatch
 import re
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
 
 import tensorflow as tf
 
-from keras_psplus.arguments import whole_number
+from keras_psplus.arguments import shown, whole_number
 from keras_psplus.compression.base import Compressor
 
 
@@ -36,30 +40,38 @@ class ByVariable(Compressor):
     # Those that it chooses have residuals of their own.
     takes_feedback = False
 
-    def __init__(self, patterns, default=None, min_size=1024, min_rank=2):
+    def __init__(
+        self,
+        patterns: Mapping[Any, Compressor | None],
+        default: Compressor | None = None,
+        min_size: int = 1024,
+        min_rank: int = 2,
+    ) -> None:
         if not isinstance(patterns, collections.abc.Mapping):
             raise ValueError(
                 "`patterns` must be a dict from patterns of variable paths to compressors or None. "
-                f"Received: patterns={patterns!r}"
+                f"Received: patterns={shown(patterns)}"
             )
         for pattern, compressor in [*patterns.items(), ("*", default)]:
             if not isinstance(pattern, (str, re.Pattern)):
                 raise ValueError(
                     "a pattern must be a string or a compiled regular expression. "
-                    f"Received: pattern={pattern!r}"
+                    f"Received: pattern={shown(pattern)}"
                 )
             if not (compressor is None or isinstance(compressor, Compressor)):
                 raise ValueError(
                     "a pattern must stand for a compressor or None; "
                     "`keras_psplus.compression.get` makes one of a name. "
-                    f"Received: {pattern!r}: {compressor!r}"
+                    f"Received: {shown(pattern)}: {shown(compressor)}"
                 )
         self.patterns = dict(patterns)
         self.default = default
         self.min_size = whole_number("min_size", min_size, 0)
         self.min_rank = whole_number("min_rank", min_rank, 0)
 
-    def for_variable(self, path, shape, dtype):
+    def for_variable(
+        self, path: str, shape: tf.TensorShape | Sequence[int], dtype: tf.DType | str
+    ) -> Compressor | None:
         shape = tf.TensorShape(shape)
         if shape.rank < self.min_rank or shape.num_elements() < self.min_size:
             return None
@@ -67,7 +79,7 @@ class ByVariable(Compressor):
         compressor = next(fitting, self.default)
         return None if compressor is None else compressor.for_variable(path, shape, dtype)
 
-    def map(self, function):
+    def map(self, function: Callable[[Compressor | None], Compressor | None]) -> ByVariable:
         """Applies a function to each compressor; returns a new `ByVariable`."""
         patterns = {pattern: function(c) for pattern, c in self.patterns.items()}
         return ByVariable(patterns, function(self.default), self.min_size, self.min_rank)

@@ -1,12 +1,16 @@
 """What one step leaves out, added to the next."""
 
+from __future__ import annotations
+
 import copy
 import functools
+from collections.abc import Generator, Sequence
+from typing import Any
 
 import tensorflow as tf
 
-from keras_psplus.arguments import flag, number
-from keras_psplus.compression import products
+from keras_psplus.arguments import flag, number, shown
+from keras_psplus.compression import outer_products
 from keras_psplus.compression.base import Compressor
 from keras_psplus.compression.by_variable import ByVariable
 from keras_psplus.compression.cast import saturating_cast
@@ -43,14 +47,17 @@ class ErrorFeedback(Compressor):
     """
 
     takes_feedback = False
+    takes_products = True
 
-    def __init__(self, inner, momentum=0.0, factor_masking=False):
+    def __init__(
+        self, inner: Compressor, momentum: float = 0.0, factor_masking: bool = False
+    ) -> None:
         if not isinstance(inner, Compressor) or not inner.takes_feedback:
             raise ValueError(
                 "`inner` must be a compressor that keeps no residual already, that does not "
                 "diverge with one (as `unbiased` scaling does: `takes_feedback` is False then), "
                 "and, with several for different variables, one of these. "
-                f"Received: inner={inner!r}"
+                f"Received: inner={shown(inner)}"
             )
         self.inner = inner
         self._times = 1
@@ -64,31 +71,39 @@ class ErrorFeedback(Compressor):
         self.row_multiple = inner.row_multiple
         self.adds_rows = inner.adds_rows
 
-    def init(self, shape, dtype):
+    def init(self, shape: tf.TensorShape | Sequence[int], dtype: tf.DType | str) -> dict[str, Any]:
         state = {"residual": tf.zeros(shape), "inner": self.inner.init(shape, dtype)}
         if self.momentum:
             state["momentum"] = tf.zeros(shape)
         return state
 
-    def times(self, number):
+    def times(self, number: int) -> ErrorFeedback:
         """The same for tensors that are first multiplied by an int."""
         multiplied = copy.copy(self)
         multiplied._times = number
         return multiplied
 
     @property
-    def is_plain(self):
+    def is_plain(self) -> bool:
         """Whether what is compressed is the sum of tensor and residual, and nothing else."""
         return type(self) is ErrorFeedback and not self.momentum and self._times == 1
 
-    def add(self, tensor, state):
+    def add(self, tensor: tf.Tensor, state: dict[str, Any]) -> tf.Tensor:
         """Adds the residual: what is to be compressed, in float32."""
         if not self.momentum and 1 < self._times <= _MOST_ADDED:
             # In one pass over memory, where a product would be one more.
             return tf.add_n([state["residual"], *[tf.cast(tensor, tf.float32)] * self._times])
         return state["residual"] + self._velocity(tensor, state)
 
-    def keep(self, tensor, total, payload, own, inner_state, state):
+    def keep(
+        self,
+        tensor: tf.Tensor,
+        total: tf.Tensor,
+        payload: Sequence[tf.Tensor],
+        own: tf.Tensor,
+        inner_state: Any,
+        state: dict[str, Any],
+    ) -> dict[str, Any]:
         """Makes the state of the next step.
 
         Args:
@@ -110,7 +125,9 @@ class ErrorFeedback(Compressor):
                 momentum = tf.where(own != 0, 0.0, momentum)
         return self._if_finite(payload, residual, momentum, inner_state, state)
 
-    def state_after(self, payload, residual, state):
+    def state_after(
+        self, payload: Sequence[tf.Tensor], residual: tf.Tensor, state: dict[str, Any]
+    ) -> dict[str, Any]:
         """Makes the state of the next step, without momentum, of a residual.
 
         Args:
@@ -123,7 +140,9 @@ class ErrorFeedback(Compressor):
         """
         return self._if_finite(payload, residual, None, state["inner"], state)
 
-    def encode(self, tensor, state, step):
+    def encode(
+        self, tensor: tf.Tensor, state: Any, step: tf.Tensor | int
+    ) -> tuple[tuple[tf.Tensor, ...], Any]:
         total = self.add(tensor, state)
         payload, inner_state = self.inner.encode(
             saturating_cast(total, tensor.dtype), state["inner"], step
@@ -131,23 +150,27 @@ class ErrorFeedback(Compressor):
         own = self.inner.decode(payload, tensor.shape, tensor.dtype, step)
         return payload, self.keep(tensor, total, payload, own, inner_state, state)
 
-    def product_of(self, tensor):
+    def product_of(self, tensor: tf.Tensor) -> outer_products.OuterProduct | None:
         # A momentum is none, and others may add and keep something else.
         takes = type(self) is ErrorFeedback and not self.momentum
         return self.inner.product_of(tensor) if takes else None
 
-    def rounds(self, tensor, state, step):
+    def exchange(
+        self, tensor: tf.Tensor, state: Any, step: tf.Tensor | int
+    ) -> Generator[list[tf.Tensor], list[tf.Tensor], tuple[tf.Tensor, Any, Any]]:
         product = self.product_of(tensor)
         if product is None:
             total = self.add(tensor, state)
             summed = saturating_cast(total, tensor.dtype)
         else:
-            total = summed = products.Sum(state["residual"], product, self._times, tensor.shape)
-        rounds = self.inner.rounds(summed, state["inner"], step)
-        means = None
+            total = summed = outer_products.MatrixPlusOuterProduct(
+                state["residual"], product, self._times, tensor.shape
+            )
+        exchange = self.inner.exchange(summed, state["inner"], step)
+        means: Any = None
         while True:
             try:
-                payload = rounds.send(means)
+                payload = exchange.send(means)
             except StopIteration as stop:
                 mean, own, inner_state = stop.value
                 break
@@ -157,31 +180,63 @@ class ErrorFeedback(Compressor):
             return mean, mean, state
         return mean, own, self.keep(tensor, total, payload, own, inner_state, state)
 
-    def decode(self, payload, shape, dtype, step):
+    def decode(
+        self,
+        payload: tuple[tf.Tensor, ...],
+        shape: tf.TensorShape | Sequence[int],
+        dtype: tf.DType | str,
+        step: tf.Tensor | int,
+    ) -> tf.Tensor:
         return self.inner.decode(payload, shape, dtype, step)
 
-    def add_to(self, total, payload, dtype, step):
+    def add_to(
+        self,
+        total: tf.Tensor,
+        payload: tuple[tf.Tensor, ...],
+        dtype: tf.DType | str,
+        step: tf.Tensor | int,
+    ) -> tf.Tensor:
         return self.inner.add_to(total, payload, dtype, step)
 
-    def add_rows(self, payload, row_shape, step):
+    def add_rows(
+        self,
+        payload: tuple[tf.Tensor, ...],
+        row_shape: tf.TensorShape | Sequence[int],
+        step: tf.Tensor | int,
+    ) -> tf.Tensor:
         return self.inner.add_rows(payload, row_shape, step)
 
-    def is_finite(self, residual, payload):
+    def is_finite(self, residual: tf.Tensor, payload: Sequence[tf.Tensor]) -> tf.Tensor:
         return self.inner.is_finite(residual, payload)
 
-    def wire_bytes(self, shape, dtype, step=None):
+    def wire_bytes(
+        self, shape: tf.TensorShape | Sequence[int], dtype: tf.DType | str, step: int | None = None
+    ) -> int:
         return self.inner.wire_bytes(shape, dtype, step)
 
-    def encode_rows(self, values, step):
+    def encode_rows(self, values: tf.Tensor, step: tf.Tensor | int) -> tuple[tf.Tensor, ...]:
         return self.inner.encode_rows(values, step)
 
-    def decode_rows(self, payload, row_shape, dtype, step):
+    def decode_rows(
+        self,
+        payload: tuple[tf.Tensor, ...],
+        row_shape: tf.TensorShape | Sequence[int],
+        dtype: tf.DType | str,
+        step: tf.Tensor | int,
+    ) -> tf.Tensor:
         return self.inner.decode_rows(payload, row_shape, dtype, step)
 
-    def row_bytes(self, row_shape, dtype, step=None):
+    def row_bytes(
+        self,
+        row_shape: tf.TensorShape | Sequence[int],
+        dtype: tf.DType | str,
+        step: int | None = None,
+    ) -> int:
         return self.inner.row_bytes(row_shape, dtype, step)
 
-    def for_variable(self, path, shape, dtype):
+    def for_variable(
+        self, path: str, shape: tf.TensorShape | Sequence[int], dtype: tf.DType | str
+    ) -> Compressor | None:
         inner = self.inner.for_variable(path, shape, dtype)
         return None if inner is None else ErrorFeedback(inner, self.momentum, self.factor_masking)
 
@@ -202,7 +257,7 @@ class ErrorFeedback(Compressor):
         return tf.nest.map_structure(lambda n, o: choose(x=n, y=o), new, state)
 
 
-def with_error_feedback(compressor):
+def with_error_feedback(compressor: Compressor | None) -> Compressor | None:
     """Wraps a compressor in `ErrorFeedback` if it asks for it by its `error_feedback`.
 
     Args:

@@ -3,9 +3,13 @@
 Only for graphs that run in the process that makes them: a server has no such kernels.
 """
 
+from collections.abc import Callable, Sequence
+from typing import Any
+
 import tensorflow as tf
 
 from keras_psplus import native
+from keras_psplus.compression.base import Compressor
 from keras_psplus.compression.error_feedback import ErrorFeedback
 from keras_psplus.compression.quantize import Int8, Sign
 from keras_psplus.compression.sparsify import TopK
@@ -14,7 +18,9 @@ from keras_psplus.compression.sparsify import TopK
 _CODES = {Int8: tf.int8, Sign: tf.int32}
 
 
-def encode(compressor, tensor, state, step):
+def encode(
+    compressor: Compressor, tensor: tf.Tensor, state: Any, step: tf.Tensor | int
+) -> tuple[tuple[tf.Tensor, ...], Any]:
     """What `compressor.encode` returns, by one kernel if there is one.
 
     Args:
@@ -29,6 +35,7 @@ def encode(compressor, tensor, state, step):
     kernels = _kernels_for_elements(compressor)
     if kernels is None or tensor.dtype != tf.float32:
         return compressor.encode(tensor, state, step)
+    assert isinstance(compressor, ErrorFeedback) and isinstance(compressor.inner, TopK)
     count = compressor.inner.count(tensor.shape.num_elements())
     values, low, starts, left = kernels.keras_psplus_take_largest(
         residual=state["residual"], tensor=tensor, count=count
@@ -37,7 +44,12 @@ def encode(compressor, tensor, state, step):
     return payload, compressor.state_after(payload, left, state)
 
 
-def add_rows(compressor, payload, row_shape, step):
+def add_rows(
+    compressor: Compressor,
+    payload: tuple[tf.Tensor, ...],
+    row_shape: tf.TensorShape | Sequence[int],
+    step: tf.Tensor | int,
+) -> tf.Tensor:
     """What `compressor.add_rows` returns, by one kernel if there is one."""
     kernels = _kernels_for_elements(compressor)
     values, low, *starts = payload
@@ -49,7 +61,9 @@ def add_rows(compressor, payload, row_shape, step):
     return tf.reshape(total, row_shape)
 
 
-def encode_rows(compressor, rows, state, step):
+def encode_rows(
+    compressor: Compressor, rows: tf.Tensor, state: Any, step: tf.Tensor | int
+) -> tuple[tuple[tf.Tensor, ...], Callable[[Callable[[], tf.Tensor]], Any]]:
     """What `encode_rows` returns for the sum of rows and residual, by one kernel if there is one.
 
     Args:
@@ -73,6 +87,7 @@ def encode_rows(compressor, rows, state, step):
         return payload, lambda decode: compressor.keep(
             rows, total, payload, decode(), state["inner"], state
         )
+    assert isinstance(inner, (Int8, Sign))
     codes, scales, left = kernels.keras_psplus_encode_blocks(
         residual=state["residual"], tensor=rows, block=inner.block_size, code=_CODES[type(inner)]
     )
@@ -80,7 +95,9 @@ def encode_rows(compressor, rows, state, step):
     return (codes, scales), lambda decode: new_state
 
 
-def decode_rows(compressor, payload, width, step):
+def decode_rows(
+    compressor: Compressor, payload: tuple[tf.Tensor, ...], width: int, step: tf.Tensor | int
+) -> tf.Tensor:
     """What `compressor.decode_rows` returns for rows of float32, by one kernel if there is one."""
     kernels = _kernels_for_blocks(compressor)
     if kernels is None:
@@ -88,7 +105,13 @@ def decode_rows(compressor, payload, width, step):
     return _decoded(kernels, compressor, payload, width, add_up=False)
 
 
-def decode_sum(compressor, payload, width, rows, step):
+def decode_sum(
+    compressor: Compressor,
+    payload: tuple[tf.Tensor, ...],
+    width: int,
+    rows: int,
+    step: tf.Tensor | int,
+) -> tf.Tensor:
     """The sum of so many rows that `decode_rows` returns, as a matrix of one row."""
     kernels = _kernels_for_blocks(compressor)
     if kernels is None:

@@ -1,10 +1,13 @@
 """Matrices as the product of two thin ones."""
 
+from collections.abc import Generator, Sequence
+from typing import Any
+
 import numpy as np
 import tensorflow as tf
 
 from keras_psplus.arguments import flag, number, whole_number
-from keras_psplus.compression import products
+from keras_psplus.compression import outer_products
 from keras_psplus.compression.base import Compressor
 from keras_psplus.compression.cast import saturating_cast
 from keras_psplus.compression.options import check_floating, seed_number, size_of
@@ -42,13 +45,13 @@ class PowerSGD(Compressor):
 
     def __init__(
         self,
-        rank,
-        warm_start=True,
-        min_compression_rate=2,
-        start_step=0,
-        seed=0,
-        error_feedback=True,
-    ):
+        rank: int,
+        warm_start: bool = True,
+        min_compression_rate: float = 2,
+        start_step: int = 0,
+        seed: int = 0,
+        error_feedback: bool = True,
+    ) -> None:
         self.rank = whole_number("rank", rank, 1, most=_LARGEST_RANK)
         self.warm_start = flag("warm_start", warm_start)
         self.min_compression_rate = number(
@@ -58,11 +61,13 @@ class PowerSGD(Compressor):
         self.seed = seed_number(seed)
         self.error_feedback = flag("error_feedback", error_feedback)
 
-    def init(self, shape, dtype):
+    def init(self, shape: tf.TensorShape | Sequence[int], dtype: tf.DType | str) -> Any:
         rows, columns, rank = self._layout(shape)
         return {"q": self._random(columns, rank, 0)} if rank and self.warm_start else ()
 
-    def encode(self, tensor, state, step):
+    def encode(
+        self, tensor: tf.Tensor, state: Any, step: tf.Tensor | int
+    ) -> tuple[tuple[tf.Tensor, ...], Any]:
         rows, columns, rank = self._layout(tensor.shape)
         if not rank:
             return (tensor,), state
@@ -70,7 +75,7 @@ class PowerSGD(Compressor):
         def factors():
             matrix = _matrix(tensor, rows, columns)
             p = _orthonormal(tf.matmul(matrix, self._q(state, columns, rank, step)))
-            q = products.transposed_times(matrix, p)
+            q = outer_products.transposed_times(matrix, p)
             return p, q, self._next(state, q)
 
         if not self.start_step:
@@ -84,7 +89,13 @@ class PowerSGD(Compressor):
         )
         return (whole, p, q), state
 
-    def decode(self, payload, shape, dtype, step):
+    def decode(
+        self,
+        payload: tuple[tf.Tensor, ...],
+        shape: tf.TensorShape | Sequence[int],
+        dtype: tf.DType | str,
+        step: tf.Tensor | int,
+    ) -> tf.Tensor:
         if len(payload) == 1:
             return tf.reshape(payload[0], shape)
         *whole, p, q = payload
@@ -96,42 +107,51 @@ class PowerSGD(Compressor):
             lambda: self._product(p, q, shape, dtype),
         )
 
-    def wire_bytes(self, shape, dtype, step=None):
+    def wire_bytes(
+        self, shape: tf.TensorShape | Sequence[int], dtype: tf.DType | str, step: int | None = None
+    ) -> int:
         rows, columns, rank = self._layout(shape)
         if not rank or (step is not None and step < self.start_step):
             return size_of(shape) * tf.as_dtype(dtype).size
         return 4 * (rows + columns) * rank
 
-    def product_of(self, tensor):
+    def product_of(self, tensor: tf.Tensor) -> outer_products.OuterProduct | None:
         # Those of others that are derived from this one take tensors.
-        takes = type(self).rounds is PowerSGD.rounds and self._layout(tensor.shape)[2]
-        return products.factors(tensor) if takes else None
+        takes = type(self).exchange is PowerSGD.exchange and self._layout(tensor.shape)[2]
+        return outer_products.find_outer_product(tensor) if takes else None
 
-    def rounds(self, tensor, state, step):
+    def exchange(
+        self,
+        tensor: tf.Tensor | outer_products.MatrixPlusOuterProduct,
+        state: Any,
+        step: tf.Tensor | int,
+    ) -> Generator[list[tf.Tensor], list[tf.Tensor], tuple[tf.Tensor, Any, Any]]:
         rows, columns, rank = self._layout(tensor.shape)
         if not rank:
             (mean,) = yield [tensor]
             return mean, tensor, state
-        is_sum = isinstance(tensor, products.Sum)
+        is_sum = isinstance(tensor, outer_products.MatrixPlusOuterProduct)
         matrix = tensor if is_sum else _matrix(tensor, rows, columns)
         q = self._q(state, columns, rank, step)
         (p,) = yield [matrix.times(q) if is_sum else tf.matmul(matrix, q)]
         p = _orthonormal(p)
-        q = matrix.transposed_times(p) if is_sum else products.transposed_times(matrix, p)
+        q = matrix.transposed_times(p) if is_sum else outer_products.transposed_times(matrix, p)
         (q,) = yield [q]
         mean = self._product(p, q, tensor.shape, tensor.dtype)
         # The mean is also what the paper subtracts in error feedback: over all workers that is the
         # same as subtracting each one's part, and costs no further product (of a sum, one more in
         # the same pass over memory).
-        own = products.Product(tf.transpose(p), tf.transpose(q)) if is_sum else mean
+        own = outer_products.OuterProduct(tf.transpose(p), tf.transpose(q)) if is_sum else mean
         return mean, own, self._next(state, q)
 
-    def is_finite(self, residual, payload):
+    def is_finite(self, residual: tf.Tensor, payload: Sequence[tf.Tensor]) -> tf.Tensor:
         # Every factor is spoilt by what is not finite.
         sums = [tf.reduce_sum(tf.cast(part, tf.float32)) for part in payload]
         return tf.math.is_finite(tf.add_n(sums))
 
-    def for_variable(self, path, shape, dtype):
+    def for_variable(
+        self, path: str, shape: tf.TensorShape | Sequence[int], dtype: tf.DType | str
+    ) -> Compressor | None:
         return super().for_variable(path, shape, dtype) if self._layout(shape)[2] else None
 
     def _layout(self, shape):

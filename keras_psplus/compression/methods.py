@@ -5,7 +5,7 @@ from keras_psplus.compression.by_variable import ByVariable
 from keras_psplus.compression.error_feedback import ErrorFeedback
 
 
-def each(compressor):
+def each(compressor: Compressor | None) -> list[Compressor]:
     """The compressors that a compressor chooses between.
 
     Args:
@@ -20,7 +20,7 @@ def each(compressor):
     return [] if compressor is None else [compressor]
 
 
-def missing(compressor, *names):
+def missing(compressor: Compressor, *names: str) -> str | None:
     """Finds a method that a compressor leaves to the base class.
 
     Args:

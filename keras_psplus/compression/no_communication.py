@@ -1,5 +1,8 @@
 """The best speed-up possible, before accuracy is paid."""
 
+from collections.abc import Generator, Sequence
+from typing import Any
+
 import tensorflow as tf
 
 from keras_psplus.compression.base import Compressor
@@ -21,24 +24,47 @@ class NoCommunication(Compressor):
     reducible = True
     communicates = False
 
-    def encode(self, tensor, state, step):
+    def encode(
+        self, tensor: tf.Tensor, state: Any, step: tf.Tensor | int
+    ) -> tuple[tuple[tf.Tensor, ...], Any]:
         return (), state
 
-    def decode(self, payload, shape, dtype, step):
+    def decode(
+        self,
+        payload: tuple[tf.Tensor, ...],
+        shape: tf.TensorShape | Sequence[int],
+        dtype: tf.DType | str,
+        step: tf.Tensor | int,
+    ) -> tf.Tensor:
         return tf.zeros(shape, dtype)
 
-    def wire_bytes(self, shape, dtype, step=None):
+    def wire_bytes(
+        self, shape: tf.TensorShape | Sequence[int], dtype: tf.DType | str, step: int | None = None
+    ) -> int:
         return 0
 
-    def encode_rows(self, values, step):
+    def encode_rows(self, values: tf.Tensor, step: tf.Tensor | int) -> tuple[tf.Tensor, ...]:
         return ()
 
-    def decode_rows(self, payload, row_shape, dtype, step):
+    def decode_rows(
+        self,
+        payload: tuple[tf.Tensor, ...],
+        row_shape: tf.TensorShape | Sequence[int],
+        dtype: tf.DType | str,
+        step: tf.Tensor | int,
+    ) -> tf.Tensor:
         return tf.zeros([0, *row_shape], dtype)
 
-    def row_bytes(self, row_shape, dtype, step=None):
+    def row_bytes(
+        self,
+        row_shape: tf.TensorShape | Sequence[int],
+        dtype: tf.DType | str,
+        step: int | None = None,
+    ) -> int:
         return 0
 
-    def rounds(self, tensor, state, step):
+    def exchange(
+        self, tensor: tf.Tensor, state: Any, step: tf.Tensor | int
+    ) -> Generator[list[tf.Tensor], list[tf.Tensor], tuple[tf.Tensor, Any, Any]]:
         yield []
         return tensor, tensor, state

@@ -1,13 +1,15 @@
 """Checks of what a user gives to compressors: seeds, shapes and types."""
 
 import numbers
+from collections.abc import Sequence
+from typing import Any
 
 import tensorflow as tf
 
 from keras_psplus.arguments import number
 
 
-def seed_number(value):
+def seed_number(value: Any) -> int:
     """Returns the option `seed` as an int.
 
     Raises:
@@ -20,7 +22,7 @@ def seed_number(value):
     return int(number("seed", value, "an int that fits in 64 bits", holds))
 
 
-def size_of(shape):
+def size_of(shape: tf.TensorShape | Sequence[int]) -> int:
     """Counts the elements of a tensor.
 
     Raises:
@@ -35,7 +37,7 @@ def size_of(shape):
     return size
 
 
-def check_floating(tensor):
+def check_floating(tensor: tf.Tensor) -> None:
     """Raises ValueError unless a tensor holds real floating numbers."""
     if not tensor.dtype.is_floating:
         raise ValueError(

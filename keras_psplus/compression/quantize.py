@@ -1,5 +1,7 @@
 """Few bits for each element, and a scale for each block of elements."""
 
+from collections.abc import Sequence
+
 import numpy as np
 import tensorflow as tf
 
@@ -42,7 +44,13 @@ class Int8(RowCompressor):
     serves_values = True
     compresses_vectors = False
 
-    def __init__(self, block_size=256, stochastic=False, seed=0, error_feedback=None):
+    def __init__(
+        self,
+        block_size: int = 256,
+        stochastic: bool = False,
+        seed: int = 0,
+        error_feedback: bool | None = None,
+    ) -> None:
         self.block_size = self.row_multiple = whole_number(
             "block_size", block_size, 1, most=_LARGEST_BLOCK
         )
@@ -50,7 +58,7 @@ class Int8(RowCompressor):
         self.seed = seed_number(seed)
         self.error_feedback = flag("error_feedback", error_feedback, default=not self.stochastic)
 
-    def encode_rows(self, values, step):
+    def encode_rows(self, values: tf.Tensor, step: tf.Tensor | int) -> tuple[tf.Tensor, ...]:
         rows, size = rows_and_size(values)
         blocks = _blocks(values, self._block(size))
         # Passes over memory are what this costs: magnitudes would be one more, and so would a sum
@@ -74,16 +82,27 @@ class Int8(RowCompressor):
         quantized = _unblock(tf.cast(rounded, tf.int8), rows, size)
         return quantized, tf.reshape(scales, [rows, blocks.shape[1]])
 
-    def decode_rows(self, payload, row_shape, dtype, step):
+    def decode_rows(
+        self,
+        payload: tuple[tf.Tensor, ...],
+        row_shape: tf.TensorShape | Sequence[int],
+        dtype: tf.DType | str,
+        step: tf.Tensor | int,
+    ) -> tf.Tensor:
         quantized, scales = payload
         rows, size = rows_and_size(quantized)
         blocks = _blocks(quantized, self._block(size)) * scales[..., tf.newaxis]
         return tf.reshape(tf.cast(_unblock(blocks, rows, size), dtype), [rows, *row_shape])
 
-    def is_finite(self, residual, payload):
+    def is_finite(self, residual: tf.Tensor, payload: Sequence[tf.Tensor]) -> tf.Tensor:
         return tf.math.is_finite(tf.reduce_sum(payload[1]))
 
-    def row_bytes(self, row_shape, dtype, step=None):
+    def row_bytes(
+        self,
+        row_shape: tf.TensorShape | Sequence[int],
+        dtype: tf.DType | str,
+        step: int | None = None,
+    ) -> int:
         size = tf.TensorShape(row_shape).num_elements()
         return size + 4 * -(-size // self._block(size))
 
@@ -116,14 +135,14 @@ class Sign(RowCompressor):
 
     compresses_vectors = False
 
-    def __init__(self, block_size=1024, error_feedback=True):
+    def __init__(self, block_size: int = 1024, error_feedback: bool = True) -> None:
         self.block_size = self.row_multiple = whole_number(
             "block_size", block_size, 32, 32, most=_LARGEST_BLOCK
         )
         self.error_feedback = flag("error_feedback", error_feedback)
         self.compresses_rows = not self.error_feedback
 
-    def encode_rows(self, values, step):
+    def encode_rows(self, values: tf.Tensor, step: tf.Tensor | int) -> tuple[tf.Tensor, ...]:
         rows, size = rows_and_size(values)
         blocks = _blocks(values, self._block(size))
         # The last block is padded with zeros, which must not count in its mean.
@@ -141,7 +160,13 @@ class Sign(RowCompressor):
         words = tf.bitcast(tf.reshape(numbers, [rows, halves // 2, 2]), tf.int32)
         return words[:, : -(-size // 32)], scales
 
-    def decode_rows(self, payload, row_shape, dtype, step):
+    def decode_rows(
+        self,
+        payload: tuple[tf.Tensor, ...],
+        row_shape: tf.TensorShape | Sequence[int],
+        dtype: tf.DType | str,
+        step: tf.Tensor | int,
+    ) -> tf.Tensor:
         words, scales = payload
         size = tf.TensorShape(row_shape).num_elements()
         rows, _ = rows_and_size(words)
@@ -154,10 +179,15 @@ class Sign(RowCompressor):
         blocks *= scales[..., tf.newaxis]
         return tf.reshape(tf.cast(_unblock(blocks, rows, size), dtype), [rows, *row_shape])
 
-    def is_finite(self, residual, payload):
+    def is_finite(self, residual: tf.Tensor, payload: Sequence[tf.Tensor]) -> tf.Tensor:
         return tf.math.is_finite(tf.reduce_sum(payload[1]))
 
-    def row_bytes(self, row_shape, dtype, step=None):
+    def row_bytes(
+        self,
+        row_shape: tf.TensorShape | Sequence[int],
+        dtype: tf.DType | str,
+        step: int | None = None,
+    ) -> int:
         size = tf.TensorShape(row_shape).num_elements()
         return 4 * -(-size // 32) + 4 * -(-size // self._block(size))
 

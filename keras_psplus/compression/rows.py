@@ -1,5 +1,8 @@
 """Compressors that treat a tensor as one row, and rows each by itself."""
 
+from collections.abc import Sequence
+from typing import Any
+
 import tensorflow as tf
 
 from keras_psplus.compression.base import Compressor
@@ -15,20 +18,30 @@ class RowCompressor(Compressor):
 
     splits = True
 
-    def encode(self, tensor, state, step):
+    def encode(
+        self, tensor: tf.Tensor, state: Any, step: tf.Tensor | int
+    ) -> tuple[tuple[tf.Tensor, ...], Any]:
         check_floating(tensor)
         return self.encode_rows(tf.reshape(tensor, [1, size_of(tensor.shape)]), step), state
 
-    def decode(self, payload, shape, dtype, step):
+    def decode(
+        self,
+        payload: tuple[tf.Tensor, ...],
+        shape: tf.TensorShape | Sequence[int],
+        dtype: tf.DType | str,
+        step: tf.Tensor | int,
+    ) -> tf.Tensor:
         return tf.reshape(self.decode_rows(payload, (size_of(shape),), dtype, step), shape)
 
-    def wire_bytes(self, shape, dtype, step=None):
+    def wire_bytes(
+        self, shape: tf.TensorShape | Sequence[int], dtype: tf.DType | str, step: int | None = None
+    ) -> int:
         # Refuses what `row_bytes` cannot count.
         size_of(shape)
         return self.row_bytes(shape, dtype, step)
 
 
-def rows_and_size(values):
+def rows_and_size(values: tf.Tensor) -> tuple[int | tf.Tensor, int]:
     """The number of rows, as an int if it is known, and that of elements in a row."""
     rows = values.shape[0] if values.shape[0] is not None else tf.shape(values)[0]
     return rows, values.shape[1:].num_elements()

@@ -1,20 +1,28 @@
 """A few elements of each tensor."""
 
+from collections.abc import Sequence
+from typing import Any
+
 import numpy as np
 import tensorflow as tf
 
 from keras_psplus.arguments import flag, number, whole_number
 from keras_psplus.compression.cast import saturating_cast
-from keras_psplus.compression.largest import largest
+from keras_psplus.compression.indices import (
+    decode_indices_u16,
+    encode_indices_u16,
+    index_bytes,
+    scatter_rows,
+)
 from keras_psplus.compression.options import seed_number
-from keras_psplus.compression.places import bytes_of, lengthen, put, shorten
 from keras_psplus.compression.rows import RowCompressor, rows_and_size
+from keras_psplus.compression.top_k import top_k
 
 
 class TopK(RowCompressor):
-    """Sends the largest elements and their places (Deep Gradient Compression).
+    """Sends the largest elements and their indices (Deep Gradient Compression).
 
-    A float32 number and its place take six bytes, as in the paper. Numbers that are not finite
+    A float32 number and its index take six bytes, as in the paper. Numbers that are not finite
     count as the largest. Strategies send vectors, such as biases, whole.
 
     Args:
@@ -44,13 +52,13 @@ class TopK(RowCompressor):
 
     def __init__(
         self,
-        density,
-        warmup_epochs=0,
-        steps_per_epoch=None,
-        momentum_correction=0.0,
-        factor_masking=True,
-        error_feedback=True,
-    ):
+        density: float,
+        warmup_epochs: int = 0,
+        steps_per_epoch: int | None = None,
+        momentum_correction: float = 0.0,
+        factor_masking: bool = True,
+        error_feedback: bool = True,
+    ) -> None:
         self.density = _checked_density(density)
         self.warmup_epochs = whole_number("warmup_epochs", warmup_epochs, 0, most=10_000)
         if self.warmup_epochs:
@@ -64,45 +72,62 @@ class TopK(RowCompressor):
         self.compresses_rows = not self.error_feedback
 
     @property
-    def feedback_options(self):
+    def feedback_options(self) -> dict[str, Any]:  # type: ignore[override]
         if not self.momentum_correction:
             return {}
         return {"momentum": self.momentum_correction, "factor_masking": self.factor_masking}
 
-    def encode_rows(self, values, step):
+    def encode_rows(self, values: tf.Tensor, step: tf.Tensor | int) -> tuple[tf.Tensor, ...]:
         rows, size = rows_and_size(values)
         matrix = tf.reshape(values, [rows, size])
-        found, places = largest(tf.cast(matrix, tf.float32), self._count_at(size, step))
-        return tf.cast(found, values.dtype), *shorten(places, size)
+        found, indices = top_k(tf.cast(matrix, tf.float32), self._count_at(size, step))
+        return tf.cast(found, values.dtype), *encode_indices_u16(indices, size)
 
-    def decode_rows(self, payload, row_shape, dtype, step):
-        values, *places = payload
-        return tf.cast(_scatter(values, lengthen(*places), row_shape), dtype)
+    def decode_rows(
+        self,
+        payload: tuple[tf.Tensor, ...],
+        row_shape: tf.TensorShape | Sequence[int],
+        dtype: tf.DType | str,
+        step: tf.Tensor | int,
+    ) -> tf.Tensor:
+        values, *indices = payload
+        return tf.cast(_scatter(values, decode_indices_u16(*indices), row_shape), dtype)
 
-    def is_finite(self, residual, payload):
+    def is_finite(self, residual: tf.Tensor, payload: Sequence[tf.Tensor]) -> tf.Tensor:
         # The largest are sent, and that is what is not finite.
         return tf.math.is_finite(tf.reduce_sum(tf.cast(payload[0], tf.float32)))
 
-    def add_rows(self, payload, row_shape, step):
-        values, places = payload[0], lengthen(*payload[1:])
+    def add_rows(
+        self,
+        payload: tuple[tf.Tensor, ...],
+        row_shape: tf.TensorShape | Sequence[int],
+        step: tf.Tensor | int,
+    ) -> tf.Tensor:
+        values, indices = payload[0], decode_indices_u16(*payload[1:])
         size = tf.TensorShape(row_shape).num_elements()
         if tf.config.list_logical_devices("GPU"):
             # There the order of additions to one element is not always the same.
-            total = tf.add_n([_scatter(v, p, row_shape) for v, p in _rows_of(values, places)])
+            total = tf.add_n([_scatter(v, p, row_shape) for v, p in _rows_of(values, indices)])
         else:
             values = tf.cast(tf.reshape(values, [-1]), tf.float32)
-            total = tf.math.unsorted_segment_sum(values, tf.reshape(places, [-1]), size)
+            total = tf.math.unsorted_segment_sum(values, tf.reshape(indices, [-1]), size)
         return tf.reshape(total, row_shape)
 
-    def row_bytes(self, row_shape, dtype, step=None):
+    def row_bytes(
+        self,
+        row_shape: tf.TensorShape | Sequence[int],
+        dtype: tf.DType | str,
+        step: int | None = None,
+    ) -> int:
         size = tf.TensorShape(row_shape).num_elements()
         stage = self.warmup_epochs
         if step is not None and stage:
+            assert self.steps_per_epoch is not None
             stage = min(stage, step // self.steps_per_epoch)
         count = self._counts(size)[stage]
-        return count * tf.as_dtype(dtype).size + bytes_of(count, size)
+        return count * tf.as_dtype(dtype).size + index_bytes(count, size)
 
-    def count(self, size):
+    def count(self, size: int) -> int:
         """Counts the elements that are sent after the warm-up.
 
         Args:
@@ -127,17 +152,17 @@ class TopK(RowCompressor):
 
 
 class RandomK(RowCompressor):
-    """Sends elements at random places, the same on all workers at a step.
+    """Sends elements at random indices, the same on all workers at a step.
 
-    Each of `density * size` stretches of equal length gives one element, drawn anew at each step
+    Each of `density * size` segments of equal length gives one element, drawn again at each step
     from a seed that all workers share; so only values are sent, and they can be all-reduced. If a
     number is not finite anywhere in the tensor, all that is sent is NaN.
 
     Args:
         density: Part of the elements that is sent, in (0, 1]; at least one element is.
-        unbiased: Multiply what is sent by the length of its stretch, such that the mean over steps
+        unbiased: Multiply what is sent by the length of its segment, such that the mean over steps
             is right. Not together with error feedback, with which this diverges.
-        seed: Of the places.
+        seed: Of the indices.
         error_feedback: Whether strategies send what was left out in later steps. By default,
             unless `unbiased`. Rows of embeddings, where that is not possible, are then sent whole.
 
@@ -156,7 +181,13 @@ class RandomK(RowCompressor):
     homogeneous = True
     compresses_vectors = False
 
-    def __init__(self, density, unbiased=False, seed=0, error_feedback=None):
+    def __init__(
+        self,
+        density: float,
+        unbiased: bool = False,
+        seed: int = 0,
+        error_feedback: bool | None = None,
+    ) -> None:
         self.density = _checked_density(density)
         self.unbiased = flag("unbiased", unbiased)
         self.takes_feedback = not self.unbiased
@@ -169,28 +200,39 @@ class RandomK(RowCompressor):
             )
         self.compresses_rows = not self.error_feedback
 
-    def encode_rows(self, values, step):
+    def encode_rows(self, values: tf.Tensor, step: tf.Tensor | int) -> tuple[tf.Tensor, ...]:
         rows, size = rows_and_size(values)
         matrix = tf.reshape(values, [rows, size])
-        places, _ = self._places(size, step)
+        indices, _ = self._indices(size, step)
         finite = tf.math.is_finite(tf.reduce_sum(tf.cast(matrix, tf.float32), 1, keepdims=True))
         nan = tf.constant(np.nan, values.dtype)
-        return (tf.where(finite, tf.gather(matrix, places, axis=1), nan),)
+        return (tf.where(finite, tf.gather(matrix, indices, axis=1), nan),)
 
-    def decode_rows(self, payload, row_shape, dtype, step):
+    def decode_rows(
+        self,
+        payload: tuple[tf.Tensor, ...],
+        row_shape: tf.TensorShape | Sequence[int],
+        dtype: tf.DType | str,
+        step: tf.Tensor | int,
+    ) -> tf.Tensor:
         values = tf.cast(payload[0], tf.float32)
-        places, lengths = self._places(tf.TensorShape(row_shape).num_elements(), step)
+        indices, lengths = self._indices(tf.TensorShape(row_shape).num_elements(), step)
         if self.unbiased:
             values *= tf.cast(lengths, tf.float32)
-        places = tf.broadcast_to(places, tf.shape(values))
-        return saturating_cast(_scatter(values, places, row_shape), dtype)
+        indices = tf.broadcast_to(indices, tf.shape(values))
+        return saturating_cast(_scatter(values, indices, row_shape), dtype)
 
-    def row_bytes(self, row_shape, dtype, step=None):
+    def row_bytes(
+        self,
+        row_shape: tf.TensorShape | Sequence[int],
+        dtype: tf.DType | str,
+        step: int | None = None,
+    ) -> int:
         size = tf.TensorShape(row_shape).num_elements()
         return _count(self.density, size) * tf.as_dtype(dtype).size
 
-    def _places(self, size, step):
-        """One place in each stretch, and the lengths of the stretches."""
+    def _indices(self, size, step):
+        """One index in each segment, and the lengths of the segments."""
         count = _count(self.density, size)
         bounds = tf.range(count + 1, dtype=tf.int64) * size // max(1, count)
         lengths = bounds[1:] - bounds[:-1]
@@ -198,20 +240,20 @@ class RandomK(RowCompressor):
         drawn = tf.random.stateless_uniform([count], seed, alg="philox")
         offsets = tf.cast(drawn * tf.cast(lengths, tf.float32), tf.int64)
         # The product may be rounded up to the length.
-        places = bounds[:-1] + tf.minimum(offsets, lengths - 1)
-        return tf.cast(places, tf.int32), lengths
+        indices = bounds[:-1] + tf.minimum(offsets, lengths - 1)
+        return tf.cast(indices, tf.int32), lengths
 
 
-def _scatter(values, places, row_shape):
-    """Puts values at their places in rows of zeros; in float32, for which all devices have it."""
+def _scatter(values, indices, row_shape):
+    """Puts values at their indices in rows of zeros; in float32, for which all devices have it."""
     rows, _ = rows_and_size(values)
     size = tf.TensorShape(row_shape).num_elements()
-    return tf.reshape(put(tf.cast(values, tf.float32), places, size), [rows, *row_shape])
+    return tf.reshape(scatter_rows(tf.cast(values, tf.float32), indices, size), [rows, *row_shape])
 
 
-def _rows_of(values, places):
-    """Each worker's values and places, as one row."""
-    return [(values[i : i + 1], places[i : i + 1]) for i in range(values.shape[0])]
+def _rows_of(values, indices):
+    """Each worker's values and indices, as one row."""
+    return [(values[i : i + 1], indices[i : i + 1]) for i in range(values.shape[0])]
 
 
 def _count(density, size):

@@ -1,11 +1,12 @@
 """Gradients of dense layers as the two matrices that they are the product of."""
 
 import math
+from collections.abc import Sequence
 
 import tensorflow as tf
 
 from keras_psplus.arguments import number
-from keras_psplus.compression import products
+from keras_psplus.compression import outer_products
 from keras_psplus.compression.base import Compressor
 from keras_psplus.compression.cast import Cast
 
@@ -37,9 +38,13 @@ class SufficientFactors(Compressor):
     """
 
     takes_feedback = False
+    takes_products = True
+    sends_factors = True
     compresses_vectors = False
 
-    def __init__(self, dtype=None, min_compression_rate=1):
+    def __init__(
+        self, dtype: tf.DType | str | None = None, min_compression_rate: float = 1
+    ) -> None:
         self.inner = None if dtype is None else Cast(dtype)
         self.dtype = dtype
         self.min_compression_rate = number(
@@ -49,16 +54,20 @@ class SufficientFactors(Compressor):
             lambda n: n >= 1e-6,
         )
 
-    def product_of(self, tensor):
-        return products.factors(tensor)
+    def product_of(self, tensor: tf.Tensor) -> outer_products.OuterProduct | None:
+        return outer_products.find_outer_product(tensor)
 
-    def wire_bytes(self, shape, dtype, step=None):
+    def wire_bytes(
+        self, shape: tf.TensorShape | Sequence[int], dtype: tf.DType | str, step: int | None = None
+    ) -> int:
         """Counts the bytes of a gradient that is summed as it is, as `Compressor` says."""
         if self.inner is not None:
             return self.inner.wire_bytes(shape, dtype, step)
         return tf.TensorShape(shape).num_elements() * tf.as_dtype(dtype).size
 
-    def factor_bytes(self, shape, rows):
+    def factor_bytes(
+        self, shape: tf.TensorShape | Sequence[int], rows: int | tf.Tensor
+    ) -> int | tf.Tensor:
         """Counts the bytes of the factors of a float32 gradient.
 
         Args:
@@ -70,7 +79,7 @@ class SufficientFactors(Compressor):
         """
         return rows * sum(self._row_bytes(columns) for columns in shape)
 
-    def most_rows(self, shape, replicas):
+    def most_rows(self, shape: tf.TensorShape | Sequence[int], replicas: int) -> int:
         """The most rows of each worker with which factors are sent, as an int.
 
         Args:

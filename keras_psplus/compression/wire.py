@@ -5,10 +5,12 @@ is cheaper than several. So what is gathered or exchanged travels as float32 wor
 Only what is added up on its way has to keep its type.
 """
 
+from collections.abc import Sequence
+
 import tensorflow as tf
 
 
-def pack(payload, rows=1):
+def pack(payload: Sequence[tf.Tensor], rows: int | tf.Tensor = 1) -> tf.Tensor:
     """Puts the tensors of a payload side by side, as float32 words of the same bits.
 
     Args:
@@ -28,7 +30,9 @@ def pack(payload, rows=1):
     return tf.concat([_to_words(tensor, rows) for tensor in payload] or [tf.zeros([rows, 0])], 1)
 
 
-def unpack(words, like, rows=1):
+def unpack(
+    words: tf.Tensor, like: Sequence[tf.Tensor], rows: int | tf.Tensor = 1
+) -> tuple[tf.Tensor, ...]:
     """The inverse of `pack`.
 
     Args:

@@ -1,4 +1,4 @@
-"""Tables on parameter servers, and everything else all-reduced: `HybridStrategy`."""
+"""`HybridStrategy`: embedding tables on parameter servers, everything else all-reduced."""
 
 from keras_psplus.hybrid.calls import TableServerError
 from keras_psplus.hybrid.strategy import HybridStrategy

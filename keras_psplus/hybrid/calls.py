@@ -9,15 +9,19 @@ import itertools
 import json
 import time
 import uuid
+from collections.abc import Callable, Sequence
+from typing import Any
 
 import numpy as np
 import tensorflow as tf
 from tensorflow.distribute.experimental.rpc.kernels import gen_rpc_ops
 
-from keras_psplus.all_reduce import failure
-from keras_psplus.cluster import hello
-from keras_psplus.cluster.secret import AnotherProcessError, RefusedError, Session
+from keras_psplus.cluster import handshake
+from keras_psplus.cluster.secret import AnotherProcessError, RefusedError, Secret, Session
+from keras_psplus.core import failure
+from keras_psplus.core.chief_only import register_error
 from keras_psplus.hybrid import names
+from keras_psplus.hybrid.row_key import RowKey
 
 _OK, _CANCELLED, _DEADLINE, _UNAVAILABLE = 0, 1, 4, 14
 _AWAY = _CANCELLED, _DEADLINE, _UNAVAILABLE
@@ -33,10 +37,12 @@ _ANOTHER_PROCESS = (
 _unique = itertools.count()
 
 
+@register_error
 class TableServerError(RuntimeError):
     """A parameter server does not answer, or refuses what it is asked for."""
 
 
+@register_error
 class TableServerLostError(TableServerError):
     """A parameter server does not answer, or is another process than before."""
 
@@ -52,14 +58,23 @@ class Link:
         address: Its `host:port`.
         timeout: Seconds that one call may take.
         patience: Seconds for which a server that cannot be reached is called again.
-        recovers: Whether a server that is started anew is given what the one before had.
-        key: `guard.RowKey` that every call begins with, or None.
+        recovers: Whether a server that is started again is given what the one before had.
+        key: `row_key.RowKey` that every call begins with, or None.
     """
 
-    def __init__(self, name, address, timeout, patience, recovers=False, key=None):
+    def __init__(
+        self,
+        name: str,
+        address: str,
+        timeout: float,
+        patience: float,
+        recovers: bool = False,
+        key: RowKey | None = None,
+    ) -> None:
         self.name, self.address = name, address
         self._timeout, self._patience, self._recovers = timeout, patience, recovers
-        self._rarely, self._key = {}, key
+        self._rarely: dict[Any, Callable[..., tf.Tensor]] = {}
+        self._key = key
         with tf.init_scope(), tf.device("/CPU:0"):
             self._client, _ = gen_rpc_ops.rpc_client(
                 server_address=address,
@@ -69,7 +84,9 @@ class Link:
                 list_registered_methods=False,
             )
 
-    def start(self, method, args, dtype, shape):
+    def start(
+        self, method: str, args: list[tf.Tensor], dtype: tf.DType, shape: Sequence[int | None]
+    ) -> Callable[[], tf.Tensor]:
         """Begins a call.
 
         Args:
@@ -98,7 +115,9 @@ class Link:
 
         return wait
 
-    def call(self, method, args, dtype, shape):
+    def call(
+        self, method: str, args: list[tf.Tensor], dtype: tf.DType, shape: Sequence[int | None]
+    ) -> tf.Tensor:
         """Calls a method and waits for its answer."""
         return self.start(method, args, dtype, shape)()
 
@@ -204,20 +223,20 @@ class Link:
 class ControlLink(Link):
     """Requests that are not part of training steps, as JSON, from eager code."""
 
-    def __init__(self, name, address, secret, timeout):
+    def __init__(self, name: str, address: str, secret: Secret, timeout: float) -> None:
         super().__init__(name, address, timeout, patience=0)
         self._session = Session(secret, self._send)
 
     @property
-    def nonce(self):
+    def nonce(self) -> str | None:
         """That of the process which is meant, once it is known."""
         return self._session.process
 
     @nonce.setter
-    def nonce(self, nonce):
+    def nonce(self, nonce: str | None) -> None:
         self._session.process = nonce
 
-    def request(self, what, **arguments):
+    def request(self, what: str, **arguments: Any) -> dict[str, Any]:
         """Sends a request and returns the answer, a dict.
 
         Raises:
@@ -225,7 +244,7 @@ class ControlLink(Link):
         """
         return self.begin(what, **arguments)()
 
-    def begin(self, what, **arguments):
+    def begin(self, what: str, **arguments: Any) -> Callable[[], dict[str, Any]]:
         """Sends a request; returns a function that waits for the answer and returns it."""
         ticket = uuid.uuid4().hex
         began = time.monotonic()
@@ -233,7 +252,7 @@ class ControlLink(Link):
 
         def ask():
             code, message, answer = self._ask(what, ticket, arguments)
-            # A server that starts anew with more methods breaks calls off.
+            # A server that starts again with more methods breaks calls off.
             if code in (_CANCELLED, _UNAVAILABLE):
                 if time.monotonic() < last_heard[0] + _AWAY_SECONDS:
                     return {"pending": True}
@@ -307,10 +326,10 @@ def _delete(future):
         gen_rpc_ops.delete_rpc_future_resource(handle=future[0], deleter=future[1])
 
 
-def listens(address):
+def listens(address: str) -> bool:
     """Whether a TCP connection to an address is accepted."""
     try:
-        hello.connect(address, _CONNECT_SECONDS).close()
+        handshake.connect(address, _CONNECT_SECONDS).close()
     except OSError:
         return False
     return True

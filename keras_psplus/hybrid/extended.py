@@ -1,22 +1,29 @@
 """`HybridStrategy`'s implementation half: lookups and updates of tables, beside all-reduce."""
 
+from __future__ import annotations
+
 import functools
+from collections.abc import Iterable, Sequence
+from typing import TYPE_CHECKING, Any
 
+import keras
 import tensorflow as tf
-from tensorflow.python.distribute import distribute_lib
-from tensorflow.python.framework import ops
-from tensorflow.python.ops import resource_variable_ops
 
-from keras_psplus import repeated_rows
-from keras_psplus.all_reduce import failure
-from keras_psplus.all_reduce import step as step_module
 from keras_psplus.all_reduce.extended import MultiWorkerMirroredExtended
+from keras_psplus.core import duplicate_rows, failure
+from keras_psplus.core import replica_step as step_module
 from keras_psplus.hybrid import prefetch
 from keras_psplus.hybrid import rows as rows_module
 from keras_psplus.hybrid import table as table_module
-from keras_psplus.hybrid.fence import Fence
+from keras_psplus.hybrid.barrier import Barrier
 from keras_psplus.hybrid.row_optimizer import scalars_of
+from keras_psplus.hybrid.table import Table
 from keras_psplus.hybrid.variable import TableVariable
+from keras_psplus.tf_internals import distribute_lib, resource_variable_ops
+from keras_psplus.tf_internals import framework_ops as ops
+
+if TYPE_CHECKING:
+    from keras_psplus.hybrid.strategy import HybridStrategy
 
 _LONG = tf.int64
 
@@ -24,19 +31,20 @@ _LONG = tf.int64
 class HybridExtended(MultiWorkerMirroredExtended):
     """Additional APIs of `keras_psplus.HybridStrategy`."""
 
-    def __init__(self, strategy, *args):
-        self._fence = Fence(self) if strategy.sync and strategy.has_servers else None
-        self._counters, self._buffers = {}, {}
+    def __init__(self, strategy: HybridStrategy, *args: Any) -> None:
+        self._barrier = Barrier(self) if strategy.sync and strategy.has_servers else None
+        self._counters: dict[tuple[int, str, int], tf.Variable] = {}
+        self._buffers: dict[tuple[int, int, int], prefetch.Buffer] = {}
         super().__init__(strategy, *args)
 
     @property
-    def fence(self):
-        return self._fence
+    def barrier(self) -> Barrier | None:
+        return self._barrier
 
-    def has_made(self, variable):
+    def has_made(self, variable: Any) -> bool:
         return isinstance(variable, TableVariable) or super().has_made(variable)
 
-    def broadcast(self, variables):
+    def broadcast(self, variables: Iterable[tf.Variable]) -> None:
         # Of a table there is one value only.
         tables = [v for v in variables if isinstance(v, TableVariable)]
         super().broadcast([v for v in variables if not isinstance(v, TableVariable)])
@@ -44,7 +52,7 @@ class HybridExtended(MultiWorkerMirroredExtended):
             self._container_strategy().tables.note_followed(variable.table, variable.slot)
             self.forget_ahead()
 
-    def counter(self, table, what, replica=None):
+    def counter(self, table: Table, what: str, replica: int | None = None) -> tf.Variable:
         """An int64 of a local replica that counts something of a table."""
         replica = _replica() if replica is None else replica
         if (table.key, what, replica) not in self._counters:
@@ -55,7 +63,7 @@ class HybridExtended(MultiWorkerMirroredExtended):
             self._counters[table.key, what, replica] = variable
         return self._counters[table.key, what, replica]
 
-    def counted(self, table, what):
+    def counted(self, table: Table, what: str) -> int:
         """The sum of a counter over the local replicas, as an int."""
         return sum(
             int(variable.numpy())
@@ -63,18 +71,18 @@ class HybridExtended(MultiWorkerMirroredExtended):
             if (key, kind) == (table.key, what)
         )
 
-    def buffer(self, table, number):
+    def buffer(self, table: Table, number: int) -> prefetch.Buffer:
         """Rows that are read ahead for one of a local replica's lookups of a table, by number."""
         key = table.key, number, _replica()
         if key not in self._buffers:
             self._buffers[key] = prefetch.Buffer(table.dim)
         return self._buffers[key]
 
-    def forget_ahead(self):
-        """Has rows that were read ahead be read anew."""
+    def forget_ahead(self) -> None:
+        """Has rows that were read ahead be read again."""
         prefetch.forget(self._counters)
 
-    def lookup(self, variable, indices):
+    def lookup(self, variable: TableVariable, indices: tf.Tensor) -> tf.Tensor:
         """Rows of a table.
 
         Args:
@@ -88,19 +96,19 @@ class HybridExtended(MultiWorkerMirroredExtended):
         indices = tf.convert_to_tensor(indices)
         most = indices.shape.num_elements()
         unique, positions = prefetch.distinct(table, indices)
-        opened = []
-        if self._fence is not None and distribute_lib.get_replica_context() is not None:
-            opened.append(self._opened())
-        with tf.control_dependencies([*opened, _check_range(table, unique)]):
+        ready = []
+        if self._barrier is not None and distribute_lib.get_replica_context() is not None:
+            ready.append(self._passed_barrier())
+        with tf.control_dependencies([*ready, _check_range(table, unique)]):
             unique = tf.identity(unique)
         pull = functools.partial(self._pull, table, most)
         # Of a row that does not count, nothing is read.
-        step, wanted = step_module.current(), unique
+        step, wanted = step_module.current_step(), unique
         if step is not None:
             wanted = step.rows_if_any(unique)
-        ahead, rows = prefetch.current(), None
+        ahead, rows = prefetch.current_lookahead(), None
         if ahead is not None:
-            rows = ahead.lookup(table, indices, wanted, opened, pull)
+            rows = ahead.lookup(table, indices, wanted, ready, pull)
         if rows is None:
             rows = pull(wanted)
         if step is not None and step.may_be_empty:
@@ -117,7 +125,14 @@ class HybridExtended(MultiWorkerMirroredExtended):
         self.counter(table, "pulled").assign_add(tf.size(ids, _LONG), read_value=False)
         return table_module.pull(table, ids, _replica(), most, **options)
 
-    def send(self, table, slices, optimizer, learning_rate, waits=False):
+    def push_rows(
+        self,
+        table: Table,
+        slices: tf.IndexedSlices,
+        optimizer: keras.optimizers.Optimizer,
+        learning_rate: tf.Tensor | float,
+        waits: bool = False,
+    ) -> None:
         """Sends a replica's gradient of a table.
 
         Args:
@@ -135,7 +150,7 @@ class HybridExtended(MultiWorkerMirroredExtended):
                 ids, most = tf.identity(ids), of.shape.num_elements()
             else:
                 most = rows.shape[0]
-                distinct = repeated_rows.summed(tf.IndexedSlices(rows, ids))
+                distinct = duplicate_rows.summed(tf.IndexedSlices(rows, ids))
                 ids, rows = distinct.indices, distinct.values
         self.counter(table, "pushed").assign_add(tf.size(ids, _LONG), read_value=False)
         clock = self.counter(table, "pushes")
@@ -148,13 +163,20 @@ class HybridExtended(MultiWorkerMirroredExtended):
             clock.assign_add(1, read_value=False)
         self._note(answers)
 
-    def square_of(self, tables):
+    def square_of(self, tables: Sequence[Table]) -> list[tf.Tensor]:
         """Waits for all replicas' gradients, and returns their sum's squared norm by table."""
-        before = self._fence.wait()
+        assert self._barrier is not None
+        before = self._barrier.wait()
         with tf.control_dependencies([before]):
             return [tf.add_n(table_module.norms(table, _replica())) for table in tables]
 
-    def commit(self, table, optimizer, learning_rate, scale):
+    def commit(
+        self,
+        table: Table,
+        optimizer: keras.optimizers.Optimizer,
+        learning_rate: tf.Tensor | float,
+        scale: tf.Tensor,
+    ) -> None:
         """Has the servers apply what they were sent, times `scale`."""
         clock = self.counter(table, "pushes")
         with tf.control_dependencies(_before_update(table)):
@@ -164,19 +186,19 @@ class HybridExtended(MultiWorkerMirroredExtended):
         clock.assign_add(1, read_value=False)
 
     def _note(self, answers):
-        if self._fence is not None:
-            self._fence.pushed(answers)
-            step = step_module.current()
+        if self._barrier is not None:
+            self._barrier.note_pushed(answers)
+            step = step_module.current_step()
             if step is not None:
                 step.has_pushed = True
 
-    def _opened(self):
-        step = step_module.current()
+    def _passed_barrier(self):
+        step = step_module.current_step()
         if step is None or not step.has_pushed:
-            return self._fence.opened()
+            return self._barrier.passed()
         # A step of the user's own that looks up what it has updated.
         step.has_pushed = False
-        return self._fence.wait()
+        return self._barrier.wait()
 
 
 def _replica():
@@ -185,7 +207,7 @@ def _replica():
 
 
 def _before_update(table):
-    ahead = prefetch.current()
+    ahead = prefetch.current_lookahead()
     return [] if ahead is None else ahead.before_update(table)
 
 

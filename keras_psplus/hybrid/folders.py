@@ -3,6 +3,7 @@
 import os
 import posixpath
 import re
+from collections.abc import Iterable
 
 _STEM = re.compile(r"[\w.-]+")
 
@@ -14,10 +15,10 @@ class Folders:
         paths: Their paths, or URLs.
     """
 
-    def __init__(self, paths):
+    def __init__(self, paths: Iterable[str]) -> None:
         self._paths = list(paths)
 
-    def check(self, directory, stem="none"):
+    def check_allowed(self, directory: str, stem: str = "none") -> None:
         """Sees that what is asked for would be written below one of them.
 
         Args:

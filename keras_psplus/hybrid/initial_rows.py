@@ -1,9 +1,11 @@
 """Which rows of a table lie on a server, and their first value, which is made part by part."""
 
+from typing import Any
+
 import keras
 import tensorflow as tf
 
-from keras_psplus.hybrid.same_operations import repeat
+from keras_psplus.hybrid.subgraph import repeat
 
 # Larger tables are not made whole on every server, so their rows differ from one process's.
 _WHOLE_BYTES = 1 << 30
@@ -20,12 +22,12 @@ _GROUP = 4
 _ELEMENTWISE = {"AddV2", "Cast", "Identity", "Mul", "Sub"}
 
 
-def rows_of(rows, server, servers):
+def rows_of(rows: int, server: int, servers: int) -> int:
     """How many rows of a table lie on one server."""
     return (rows - server + servers - 1) // servers
 
 
-def make_variable(spec, server, servers):
+def make_variable(spec: dict[str, Any], server: int, servers: int) -> tf.Variable:
     """Makes a variable of this server's part of the table, with its first value.
 
     Nothing else of a size near the variable's is in memory meanwhile, but for initializers that

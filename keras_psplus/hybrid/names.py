@@ -1,11 +1,14 @@
 """Names of the methods that parameter servers answer to, which anybody can list, and the token.
 
-Names say nothing that would help a stranger: `secret.Gate` and `guard.guarded` keep him out.
+Names say nothing that would help a stranger: `secret.Gate` and `row_key.with_key_check` keep
+him out.
 """
 
 import json
 import os
 
+from keras_psplus.arguments import shown
+from keras_psplus.cluster.config import TaskConfig
 from keras_psplus.cluster.environment import TOKEN_VARIABLE
 from keras_psplus.log import logger
 
@@ -16,11 +19,11 @@ NOT_REGISTERED = "(?s).* is not registered.*"
 OF_OPTIMIZER = r"/(push|norm|commit)\d+ is not registered"
 
 
-def token_of(task, given):
+def token_of(task: TaskConfig, given: str | None) -> str:
     """The job's token: given, from the environment, or made of the cluster's description."""
     if given is not None:
         if not isinstance(given, str) or not given:
-            raise ValueError(f"`job_token` must be a text. Received: job_token={given!r}")
+            raise ValueError(f"`job_token` must be a text. Received: job_token={shown(given)}")
         return given
     token = os.environ.get(TOKEN_VARIABLE)
     if not token:
@@ -35,11 +38,11 @@ def token_of(task, given):
     return token
 
 
-def method(table, what):
+def method(table: int, what: str) -> str:
     """The name of one method of one table, by the table's number."""
     return f"{table}/{what}"
 
 
-def readable(name):
+def readable(name: str) -> str:
     """A method's name for people."""
     return f"table {name.replace('/', ', ')}" if "/" in name else name

@@ -2,8 +2,13 @@
 
 import dataclasses
 import fnmatch
+from collections.abc import Callable
 
-PARAMETER_SERVER, MIRRORED, AUTO = "parameter_server", "mirrored", "auto"
+from keras_psplus import text_table
+from keras_psplus.arguments import shown
+from keras_psplus.core.table_wishes import AUTO, MIRRORED, PARAMETER_SERVER
+
+_Rule = str | dict[str, str] | Callable[[str, int, int], str]
 _CHOICES = (AUTO, PARAMETER_SERVER, MIRRORED)
 
 
@@ -18,7 +23,7 @@ class Decision:
     why: str
 
     @property
-    def on_servers(self):
+    def on_servers(self) -> bool:
         """Whether it lies on parameter servers."""
         return self.where == PARAMETER_SERVER
 
@@ -39,15 +44,22 @@ class Placement:
         ValueError: If the rule is none of these.
     """
 
-    def __init__(self, rule, min_table_bytes, replicas, pull_width, push_width):
-        self._rule = check(rule)
+    def __init__(
+        self,
+        rule: _Rule,
+        min_table_bytes: int,
+        replicas: int,
+        pull_width: Callable[[int], int],
+        push_width: Callable[[int], int],
+    ) -> None:
+        self._rule = check_placement(rule)
         self._min_table_bytes = min_table_bytes
         self._replicas = replicas
         self._widths = pull_width, push_width
-        self.decisions = []
+        self.decisions: list[Decision] = []
         self._reported = 0
 
-    def decide(self, path, rows, dim, wish=None):
+    def decide(self, path: str, rows: int, dim: int, wish: str | None = None) -> Decision:
         """The `Decision` on a table; it is noted for `report`.
 
         Args:
@@ -70,7 +82,7 @@ class Placement:
                 choices = ", ".join(map(repr, _CHOICES))
                 raise ValueError(
                     f"The function `placement` must return one of {choices}. "
-                    f"Received: {choice!r} for {path!r}"
+                    f"Received: {shown(choice)} for {path!r}"
                 )
             return choice, "as `placement` says"
         if isinstance(self._rule, dict):
@@ -103,11 +115,11 @@ class Placement:
         return served, gathered
 
     @property
-    def has_news(self):
+    def has_news(self) -> bool:
         """Whether there are decisions that `report` has not shown."""
         return self._reported < len(self.decisions)
 
-    def report(self):
+    def report(self) -> str:
         """A table of the decisions since the last one, as a string."""
         new, self._reported = self.decisions[self._reported :], len(self.decisions)
         lines = [("table", "shape", "MB", "where", "why")]
@@ -121,14 +133,10 @@ class Placement:
             )
             for d in new
         ]
-        widths = [max(map(len, column)) for column in zip(*lines)]
-        return "\n".join(
-            "  ".join(cell.ljust(width) for cell, width in zip(line, widths)).rstrip()
-            for line in lines
-        )
+        return text_table.aligned(lines)
 
 
-def check(rule):
+def check_placement(rule: _Rule) -> _Rule:
     """Returns a rule that a user gives for `placement`.
 
     Raises:
@@ -139,6 +147,6 @@ def check(rule):
         raise ValueError(
             f"`placement` must be one of {', '.join(map(repr, _CHOICES))}, a dict from patterns of "
             "variables' paths to these, or a function of a path, rows and numbers in a row that "
-            f"returns one. Received: placement={rule!r}"
+            f"returns one. Received: placement={shown(rule)}"
         )
     return rule

@@ -3,37 +3,46 @@
 A step knows the batch after its own, computes the ids that this will look up by the operations that
 made its own ids, and has the rows brought as they are before its update. They wait in variables
 with their ids: the next step takes them if these are what it looks up, and nothing has changed the
-table since but the step that has asked. Otherwise it asks for itself, so that what is told of the
-future can be wrong, and costs no more than time.
+table since but the step that has asked. Otherwise it asks for itself: a lookahead
+that was wrong costs no more than time.
 """
+
+from __future__ import annotations
 
 import collections
 import functools
 import threading
+from collections.abc import Callable, Mapping
+from typing import TYPE_CHECKING, Any, Self
 
 import tensorflow as tf
-from tensorflow.python.framework import ops
-from tensorflow.python.ops import resource_variable_ops
 
-from keras_psplus.hybrid import same_operations
+from keras_psplus.all_reduce.lookahead import BatchAndNext
+from keras_psplus.hybrid import subgraph
+from keras_psplus.hybrid.table import Table
 from keras_psplus.log import info_once
+from keras_psplus.tf_internals import framework_ops as ops
+from keras_psplus.tf_internals import resource_variable_ops
+
+if TYPE_CHECKING:
+    from keras_psplus.hybrid.extended import HybridExtended
 
 _LONG = tf.int64
 _STAMP = "read ahead"
 _local = threading.local()
 
 
-def current():
+def current_lookahead() -> Lookahead | None:
     """What this replica's step knows of the next batch, or None."""
-    return getattr(_local, "next_batch", None)
+    return getattr(_local, "lookahead", None)
 
 
-def told(extended, fn):
+def with_lookahead(extended: HybridExtended, fn: Callable[..., Any]) -> Callable[..., Any]:
     """A replica's function of a batch, as one of `BatchAndNext`."""
 
     @functools.wraps(fn)
     def of_pair(pair, *args, **kwargs):
-        with NextBatch(extended, pair):
+        with Lookahead(extended, pair):
             return fn(pair.batch, *args, **kwargs)
 
     return of_pair
@@ -46,7 +55,7 @@ class Buffer:
         dim: Numbers in a row.
     """
 
-    def __init__(self, dim):
+    def __init__(self, dim: int) -> None:
         with ops.init_scope(), ops.device("/CPU:0"):
             self._ids = resource_variable_ops.ResourceVariable(
                 tf.zeros([0], _LONG), shape=[None], trainable=False
@@ -55,17 +64,17 @@ class Buffer:
                 tf.zeros([0, dim]), shape=[None, dim], trainable=False
             )
 
-    def read(self):
+    def read(self) -> tuple[tf.Tensor, tf.Tensor]:
         """The ids of the rows, and the rows."""
         return self._ids.read_value(), self._rows.read_value()
 
-    def write(self, ids, rows):
+    def write(self, ids: tf.Tensor, rows: tf.Tensor) -> None:
         """Puts others in their place."""
         self._ids.assign(ids, read_value=False)
         self._rows.assign(rows, read_value=False)
 
 
-class NextBatch:
+class Lookahead:
     """Context of one replica's step that knows the batch after its own.
 
     Args:
@@ -73,29 +82,29 @@ class NextBatch:
         pair: `BatchAndNext`.
     """
 
-    def __init__(self, extended, pair):
+    def __init__(self, extended: HybridExtended, pair: BatchAndNext) -> None:
         self._extended, self._is_there = extended, pair.is_there
         self._graph = ops.get_default_graph()
         own, following = (
             tf.nest.flatten(data, expand_composites=True) for data in (pair.data, pair.following)
         )
         self._following = {t.ref(): f for t, f in zip(own, following) if tf.is_tensor(t)}
-        self._lookups = collections.Counter()
-        self._coming = collections.defaultdict(list)
-        self._updated = set()
+        self._lookups: collections.Counter[Table] = collections.Counter()
+        self._coming: dict[Table, list[tf.Tensor]] = collections.defaultdict(list)
+        self._updated: set[Table] = set()
 
-    def __enter__(self):
-        self._outer, _local.next_batch = current(), self
+    def __enter__(self) -> Self:
+        self._outer, _local.lookahead = current_lookahead(), self
         return self
 
     def __exit__(self, kind, *exc):
-        _local.next_batch = self._outer
+        _local.lookahead = self._outer
         if kind is None:
             for table in self._coming:
                 pushes = self._extended.counter(table, "pushes").read_value()
                 self._extended.counter(table, _STAMP).assign(pushes, read_value=False)
 
-    def note_padded(self, batch, padded):
+    def note_padded(self, batch: Any, padded: Any) -> None:
         """Notes what the step computes with in the place of its batch.
 
         Args:
@@ -107,14 +116,21 @@ class NextBatch:
             if tf.is_tensor(own) and own.ref() in self._following:
                 self._following[other.ref()] = self._following[own.ref()]
 
-    def lookup(self, table, indices, ids, opened, pull):
+    def lookup(
+        self,
+        table: Table,
+        indices: tf.Tensor,
+        ids: tf.Tensor,
+        ready: list[tf.Tensor],
+        pull: Callable[..., tf.Tensor],
+    ) -> tf.Tensor | None:
         """Takes rows that have been read ahead, and reads ahead.
 
         Args:
             table: `Table`.
             indices: What the step looks up.
             ids: The same as distinct row numbers in range.
-            opened: List of tensors that are there when the table can be read.
+            ready: List of tensors that are there when the table can be read.
             pull: Function of ids and options of `table.pull` that brings rows.
 
         Returns:
@@ -136,15 +152,15 @@ class NextBatch:
         # An id that is out of range is named by the step that looks it up.
         is_good = tf.logical_not(tf.reduce_any(wrong(table, coming)))
         is_asked = tf.logical_and(self._is_there, is_good)
-        with tf.control_dependencies(opened):
+        with tf.control_dependencies(ready):
             coming = coming[: tf.where(is_asked, tf.size(coming), 0)]
-        step = pushes if self._extended.fence is not None else None
+        step = pushes if self._extended.barrier is not None else None
         brought = pull(coming, purpose="ahead", step=step)
         buffer.write(coming, brought)
         self._coming[table].append(brought)
         return rows
 
-    def before_update(self, table):
+    def before_update(self, table: Table) -> list[tf.Tensor]:
         """Tensors that have to be there before a table's gradients are sent.
 
         Servers know the rows as they were before the last update, but not before two of them.
@@ -157,21 +173,21 @@ class NextBatch:
         """What the next batch looks up in the place of `indices`, or None."""
         try:
             if tf.executing_eagerly() or indices.graph is not self._graph:
-                raise same_operations.NotRepeatable("it is looked up in a function of its own")
+                raise subgraph.NotRepeatable("it is looked up in a function of its own")
             if ops.get_default_graph() is not self._graph:
-                raise same_operations.NotRepeatable("it is looked up in a branch")
+                raise subgraph.NotRepeatable("it is looked up in a branch")
             if self._updated:
-                raise same_operations.NotRepeatable("it is looked up after an update")
-            return same_operations.repeat(indices, self._following)
-        except same_operations.NotRepeatable as reason:
+                raise subgraph.NotRepeatable("it is looked up after an update")
+            return subgraph.repeat(indices, self._following)
+        except subgraph.NotRepeatable as reason:
             info_once(
                 "rows of '%s' are not read ahead in one of its lookups: %s", table.name, reason
             )
             return None
 
 
-def forget(counters):
-    """Has all that was read ahead be read anew.
+def forget(counters: Mapping[tuple[int, str, int], tf.Variable]) -> None:
+    """Has all that was read ahead be read again.
 
     Args:
         counters: Dict of `HybridExtended`'s counters.
@@ -181,13 +197,13 @@ def forget(counters):
             variable.assign(-1)
 
 
-def distinct(table, indices):
+def distinct(table: Table, indices: tf.Tensor) -> tuple[tf.Tensor, tf.Tensor]:
     """The distinct row numbers that a lookup asks for, and for each place the index of its own."""
     ids = tf.reshape(tf.cast(indices, _LONG), [-1])
     return tf.unique(tf.where(ids < 0, ids + table.rows, ids))
 
 
-def wrong(table, ids):
+def wrong(table: Table, ids: tf.Tensor) -> tf.Tensor:
     """For each id, whether it is none of the table."""
     return tf.logical_or(ids < 0, ids >= table.rows)
 

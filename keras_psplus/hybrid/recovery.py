@@ -1,4 +1,4 @@
-"""Gives a parameter server that was started anew what the one before had, at the last snapshot.
+"""Gives a parameter server that was started again what the one before had, at the last snapshot.
 
 With `sync=False` only: the workers call again what they could not reach, and go on with rows that
 lack the last updates. Where all take a step together, nobody may go on.
@@ -9,6 +9,8 @@ import time
 
 from keras_psplus.cluster.serve import wait_for_close
 from keras_psplus.hybrid.calls import TableServerError, listens
+from keras_psplus.hybrid.servers import Servers
+from keras_psplus.hybrid.snapshots import Snapshots
 from keras_psplus.log import logger
 
 _POLL_SECONDS = 0.5
@@ -23,10 +25,10 @@ class Recovery:
         timeout: Seconds to wait for pushes that tell how much was lost.
     """
 
-    def __init__(self, servers, snapshots, timeout):
+    def __init__(self, servers: Servers, snapshots: Snapshots, timeout: float) -> None:
         self._servers, self._snapshots, self._timeout = servers, snapshots, timeout
 
-    def start(self):
+    def start(self) -> None:
         """Begins to watch."""
         for index in range(len(self._servers)):
             threading.Thread(target=self._watch, args=(index,), daemon=True).start()

@@ -5,6 +5,8 @@ a step has touched: what it computes element by element is then right for these 
 others stay as they are, momenta and all ("lazily", as TensorFlow's sparse kernels do).
 """
 
+from typing import Any
+
 import keras
 import numpy as np
 import tensorflow as tf
@@ -19,44 +21,44 @@ class RowVariable:
         variable: `tf.Variable` of shape `(rows, dim)`.
     """
 
-    def __init__(self, variable):
+    def __init__(self, variable: tf.Variable) -> None:
         self._variable = variable
-        self._ids = None
-        self.value = None
+        self._ids: tf.Tensor = None
+        self.value: tf.Tensor = None
 
     @property
-    def dtype(self):
+    def dtype(self) -> tf.DType:
         return self._variable.dtype
 
     @property
-    def shape(self):
+    def shape(self) -> tf.TensorShape:
         return self._variable.shape
 
     @property
-    def name(self):
+    def name(self) -> str:
         return self._variable.name
 
     @property
     def _unique_id(self):
         return self._variable._unique_id
 
-    def begin(self, ids):
+    def begin(self, ids: tf.Tensor) -> None:
         """Reads the rows of a vector of distinct ids."""
         self._ids, self.value = ids, self._variable.sparse_read(ids)
 
-    def commit(self):
+    def commit(self) -> tf.Operation:
         """Writes the rows; returns the operation."""
         return tf.raw_ops.ResourceScatterUpdate(
             resource=self._variable.handle, indices=self._ids, updates=self.value
         )
 
-    def assign(self, value):
+    def assign(self, value: tf.Tensor) -> None:
         self.value = tf.cast(value, self.dtype)
 
-    def assign_add(self, value):
+    def assign_add(self, value: tf.Tensor) -> None:
         self.assign(self.value + tf.cast(value, self.dtype))
 
-    def assign_sub(self, value):
+    def assign_sub(self, value: tf.Tensor) -> None:
         self.assign(self.value - tf.cast(value, self.dtype))
 
     def __tf_tensor__(self, dtype=None, name=None):
@@ -87,14 +89,14 @@ class RowOptimizer:
         weights: `tf.Variable` of the table, of shape `(rows, dim)`.
     """
 
-    def __init__(self, config, weights):
+    def __init__(self, config: dict[str, Any], weights: tf.Variable) -> None:
         self._optimizer = keras.optimizers.deserialize(config["optimizer"])
         self._weight_decay = config["weight_decay"]
         self._clipvalue = config["clipvalue"]
         self._constraint = keras.constraints.get(config["constraint"])
         self._regularizer = keras.regularizers.get(config["regularizer"])
         self._weights = RowVariable(weights)
-        self._slots = []
+        self._slots: list[RowVariable] = []
         optimizer = self._optimizer
 
         def add_slot(reference_variable, name=None, initializer="zeros"):
@@ -110,16 +112,16 @@ class RowOptimizer:
         self._scalars = scalars_of(optimizer)
 
     @property
-    def slots(self):
+    def slots(self) -> list[tf.Variable]:
         """The optimizer's variables of the table's shape, `tf.Variable`s in their order."""
         return [slot._variable for slot in self._slots]
 
     @property
-    def scalars(self):
+    def scalars(self) -> int:
         """How many numbers `apply` needs beside the learning rate."""
         return len(self._scalars)
 
-    def regularized(self, ids, gradient):
+    def regularized(self, ids: tf.Tensor, gradient: tf.Tensor) -> tf.Tensor:
         """The gradient of rows with that of the table's regularizer on them."""
         if self._regularizer is None:
             return gradient
@@ -129,7 +131,14 @@ class RowOptimizer:
             penalty = self._regularizer(rows)
         return gradient + tape.gradient(penalty, rows)
 
-    def apply(self, ids, gradient, learning_rate, scalars, iterations):
+    def apply(
+        self,
+        ids: tf.Tensor,
+        gradient: tf.Tensor,
+        learning_rate: tf.Tensor,
+        scalars: tf.Tensor,
+        iterations: tf.Tensor,
+    ) -> tf.Operation:
         """Updates rows.
 
         Args:
@@ -159,13 +168,18 @@ class RowOptimizer:
         return tf.group(*(view.commit() for view in views))
 
 
-def scalars_of(optimizer):
+def scalars_of(optimizer: keras.optimizers.Optimizer) -> list[keras.Variable]:
     """Numbers of its own that an optimizer changes from step to step, such as Nadam's product."""
     own = {id(optimizer._iterations), id(getattr(optimizer, "_learning_rate", None))}
     return [v for v in optimizer.variables if tuple(v.shape) == () and id(v) not in own]
 
 
-def config_of(optimizer, weight_decay, constraint, regularizer):
+def config_of(
+    optimizer: keras.optimizers.Optimizer,
+    weight_decay: float | None,
+    constraint: keras.constraints.Constraint | None,
+    regularizer: keras.regularizers.Regularizer | None,
+) -> dict[str, Any]:
     """What a parameter server needs to know of a user's optimizer, ready for JSON.
 
     Args:
@@ -204,7 +218,7 @@ def config_of(optimizer, weight_decay, constraint, regularizer):
     }
 
 
-def check_elementwise(config):
+def check_elementwise(config: dict[str, Any]) -> None:
     """Checks that an optimizer computes each row by itself.
 
     Raises:
@@ -231,7 +245,8 @@ def check_elementwise(config):
     except Exception as error:
         why = f"{type(error).__name__}: {str(error).splitlines()[0][:200]}"
         raise ValueError(_refusal(config, why)) from error
-    if not np.allclose(*results, rtol=1e-4, atol=1e-6):
+    at_once, one_by_one = results
+    if not np.allclose(at_once, one_by_one, rtol=1e-4, atol=1e-6):
         raise ValueError(_refusal(config, "a step on all rows at once differs from one by one"))
 
 

@@ -1,8 +1,11 @@
 """Rows of tables on the wire: words of float32, whatever they are compressed to."""
 
+from typing import Any
+
 import tensorflow as tf
 
 from keras_psplus import compression
+from keras_psplus.arguments import shown
 from keras_psplus.compression import wire
 
 # gRPC refuses messages of more than 4 MiB, and TensorFlow's RPC operations cannot be told
@@ -23,10 +26,10 @@ class RowCodec:
         dim: Numbers in a row.
     """
 
-    def __init__(self, compressor, dim):
+    def __init__(self, compressor: compression.Compressor | None, dim: int) -> None:
         self._compressor = compressor
         self._dim = dim
-        self._like = None
+        self._like: Any = None
         self.width = dim
         if compressor is not None:
             with tf.init_scope():
@@ -34,18 +37,18 @@ class RowCodec:
                 self.width = int(wire.pack(self._like, 1).shape[1])
 
     @property
-    def rows_per_message(self):
+    def rows_per_message(self) -> int:
         """Rows that one message can carry, with an int32 for each, which takes up to 5 bytes."""
         return MESSAGE_BYTES // (4 * self.width + 5)
 
-    def encode(self, rows, step):
+    def encode(self, rows: tf.Tensor, step: tf.Tensor) -> tf.Tensor:
         """float32 rows of shape `(n, dim)` as words of shape `(n, width)`."""
         if self._compressor is None:
             return rows
         payload = self._compressor.encode_rows(rows, step)
         return tf.ensure_shape(wire.pack(payload, tf.shape(rows)[0]), [None, self.width])
 
-    def decode(self, words, step):
+    def decode(self, words: tf.Tensor, step: tf.Tensor) -> tf.Tensor:
         """The inverse of `encode`, but for what is lost."""
         if self._compressor is None:
             return words
@@ -54,7 +57,7 @@ class RowCodec:
         return tf.reshape(rows, [-1, self._dim])
 
 
-def looked_up(ids):
+def looked_up(ids: tf.Tensor) -> tf.Tensor | None:
     """What ids are the distinct ones of, if the graph tells, as it does for a single lookup.
 
     Args:
@@ -71,7 +74,9 @@ def looked_up(ids):
     return ids.op.inputs[0] if ids.op.type == "Unique" and ids.value_index == 0 else None
 
 
-def compressor_for_rows(argument, value):
+def compressor_for_rows(
+    argument: str, value: str | compression.Compressor | None
+) -> compression.Compressor | None:
     """What a user gives for rows, as a `Compressor` or None.
 
     Raises:
@@ -85,6 +90,6 @@ def compressor_for_rows(argument, value):
     if not by_rows or not inner.serves_values:
         raise ValueError(
             f"`{argument}` must keep every number of a row nearly as it is, as rows have no "
-            f"residual: {_ALLOWED}. Received: {argument}={value!r}"
+            f"residual: {_ALLOWED}. Received: {argument}={shown(value)}"
         )
     return inner

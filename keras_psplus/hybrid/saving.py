@@ -2,13 +2,22 @@
 
 import contextlib
 import uuid
+from collections.abc import Callable, Iterable
+from typing import Any
 
 from keras_psplus.hybrid.calls import TableServerError, TableServerLostError
+from keras_psplus.hybrid.servers import Servers
+from keras_psplus.hybrid.table import Table
 from keras_psplus.hybrid.table_files import STEM, read_list, write_list
 from keras_psplus.log import logger
 
 
-def save(servers, tables, directory, also=lambda: {}):
+def save(
+    servers: Servers,
+    tables: Iterable[Table],
+    directory: str,
+    also: Callable[[], dict[str, Any]] = lambda: {},
+) -> None:
     """Writes all tables; what was there before is deleted when it is no longer needed.
 
     Args:
@@ -38,7 +47,7 @@ def save(servers, tables, directory, also=lambda: {}):
     servers.ask_all("keep", directory=directory, stem=stem)
 
 
-def load(servers, tables, directory, strict=False):
+def load(servers: Servers, tables: Iterable[Table], directory: str, strict: bool = False) -> None:
     """Reads all tables.
 
     Args:
@@ -55,7 +64,7 @@ def load(servers, tables, directory, strict=False):
     servers.ask_all("load", **where)
 
 
-def request_of(tables, directory, strict=False):
+def request_of(tables: Iterable[Table], directory: str, strict: bool = False) -> dict[str, Any]:
     """What a server needs to know to read its rows of tables, a dict."""
     listed = read_list(directory)
     if listed is None:
@@ -83,7 +92,7 @@ def request_of(tables, directory, strict=False):
     }
 
 
-def named(tables):
+def named(tables: Iterable[Table]) -> dict[str, Table]:
     """The tables by their names, of which no two are equal."""
     by_name = {}
     for table in tables:

@@ -2,10 +2,13 @@
 
 import os
 import re
+from collections.abc import Sequence
+from typing import Any
 
 import tensorflow as tf
 
 from keras_psplus.hybrid import shard_files
+from keras_psplus.hybrid.shard import Shard
 from keras_psplus.hybrid.table_files import STEM, name_of
 
 # What this module and TensorFlow's operations for it write.
@@ -22,13 +25,13 @@ class ServerFiles:
         options: Dict with `server`, its index, and `servers`, their number.
     """
 
-    def __init__(self, shards, options):
+    def __init__(self, shards: dict[int, Shard], options: dict[str, Any]) -> None:
         self._shards = shards
         self._server, self._servers = options["server"], options["servers"]
         # Grows while there is something to wait for.
         self.progress = 0
 
-    def save(self, directory, stem):
+    def save(self, directory: str, stem: str) -> None:
         """Writes this server's rows of all tables, and their optimizers' variables.
 
         Raises:
@@ -38,11 +41,13 @@ class ServerFiles:
         for key, shard in self._shards.items():
             variables.update(_variables(shard, key, len(shard.slots)))
             tensors[_counts(key)] = shard.counts()
-        with shard_files.explained("write", directory):
+        with shard_files.translate_file_errors("write", directory):
             tf.io.gfile.makedirs(directory)
             shard_files.write(self._path(directory, stem), variables, tensors, self._go_on)
 
-    def load(self, directory, stem, servers, tables):
+    def load(
+        self, directory: str, stem: str, servers: int, tables: Sequence[Sequence[int]]
+    ) -> None:
         """Reads this server's rows of tables.
 
         Args:
@@ -56,7 +61,7 @@ class ServerFiles:
             OSError: If it cannot.
         """
         paths = [shard_files.path_of(directory, stem, i, servers) for i in range(servers)]
-        with shard_files.explained("read", directory):
+        with shard_files.translate_file_errors("read", directory):
             for key, stored, slots in tables:
                 shard = self._shards[key]
                 shape = shard.spec["rows"], shard.dim
@@ -65,7 +70,7 @@ class ServerFiles:
                         variable, paths, name, shape, self._server, self._servers, self._go_on
                     )
 
-    def take_up(self, directory, stem, tables):
+    def take_up(self, directory: str, stem: str, tables: Sequence[tuple[int, int]]) -> None:
         """Reads how many updates this server's rows have seen; what came later is lost.
 
         Args:
@@ -74,12 +79,12 @@ class ServerFiles:
             tables: List of pairs: a table's number, and its number in the files.
         """
         path = self._path(directory, stem)
-        with shard_files.explained("read", directory):
+        with shard_files.translate_file_errors("read", directory):
             for key, stored in tables:
                 counts = shard_files.read_tensor(path, _counts(stored), tf.int64)
                 self._shards[key].take_up(counts)
 
-    def keep(self, directory, stem):
+    def keep(self, directory: str, stem: str) -> None:
         """Deletes the files of tables in a folder, but for those whose names begin so."""
         for path in shard_files.find(directory, f"{STEM}-*-of-*"):
             name = os.path.basename(path)

@@ -3,11 +3,14 @@
 import atexit
 import collections
 import time
+from collections.abc import Callable
+from typing import Any
 
 from keras_psplus.cluster import exit_code
-from keras_psplus.cluster.config import ClusterStartupError, task_name
+from keras_psplus.cluster.config import ClusterStartupError, TaskConfig, task_name
+from keras_psplus.cluster.secret import Secret
 from keras_psplus.hybrid.calls import ControlLink, Link, TableServerError, listens
-from keras_psplus.hybrid.guard import RowKey
+from keras_psplus.hybrid.row_key import RowKey
 
 _FAREWELL_SECONDS = 3.0
 _POLL_SECONDS = 0.2
@@ -21,37 +24,46 @@ class Servers:
         secret: `secret.Secret` of the job's token.
         timeout: Seconds that a call may take.
         patience: Seconds for which a server that cannot be reached is called again.
-        recovers: Whether a server that is started anew is given what the one before had.
+        recovers: Whether a server that is started again is given what the one before had.
     """
 
-    def __init__(self, task, secret, timeout, patience, recovers=False):
+    def __init__(
+        self,
+        task: TaskConfig,
+        secret: Secret,
+        timeout: float,
+        patience: float,
+        recovers: bool = False,
+    ) -> None:
         self._task, self._secret = task, secret
         self._peers = [
             (task_name(job, index), address) for job, index, address in task.tasks() if job == "ps"
         ]
         self._timeout, self._patience, self._recovers = timeout, patience, recovers
         # What a server would have to hear to take the place of another one.
-        self._greeting, self._made, self._assigned = {}, [], collections.Counter()
+        self._greeting: dict[str, Any] = {}
+        self._made: list[tuple[str, dict[str, Any]]] = []
+        self._assigned: collections.Counter[tuple[int, int]] = collections.Counter()
         # Links that reach whatever process is there.
-        self._unnamed = {}
-        self._at_good_end = []
+        self._unnamed: dict[int, ControlLink] = {}
+        self._at_good_end: list[Callable[[], None]] = []
         self._control = [ControlLink(*peer, secret, timeout) for peer in self._peers]
         self._row_keys = [RowKey(secret) for _ in self._peers]
         # Of the servers' first processes, by which row keys go.
-        self._first_processes = [None] * len(self._peers)
+        self._first_processes: list[str | None] = [None] * len(self._peers)
         self._startup_timeout = timeout
 
-    def __len__(self):
+    def __len__(self) -> int:
         return len(self._peers)
 
-    def new_links(self):
+    def new_links(self) -> list[Link]:
         """A new link to each server."""
         return [
             Link(*peer, self._timeout, self._patience, self._recovers, key)
             for peer, key in zip(self._peers, self._row_keys)
         ]
 
-    def greet(self, agreed, replicas, timeout):
+    def greet(self, agreed: str, replicas: int, timeout: float) -> None:
         """Says hello to all servers, and farewell when this process ends well.
 
         Args:
@@ -84,16 +96,16 @@ class Servers:
             exit_code.watch()
             atexit.register(self._at_exit)
 
-    def at_good_end(self, function):
+    def at_good_end(self, function: Callable[[], None]) -> None:
         """Has a function called before this process, the chief's, ends well."""
         self._at_good_end.append(function)
 
-    def make(self, what, **arguments):
+    def make(self, what: str, **arguments: Any) -> None:
         """Has all servers make something, and waits until it can be called."""
         self.ask_all(what, **arguments)
         self._made.append((what, arguments))
 
-    def ask_all(self, what, **arguments):
+    def ask_all(self, what: str, **arguments: Any) -> None:
         """Asks all servers for something, and waits until all of them have done it.
 
         Raises:
@@ -114,11 +126,11 @@ class Servers:
             raise errors[0]
 
     @property
-    def peers(self):
+    def peers(self) -> list[tuple[str, str]]:
         """Pairs of names and addresses of all servers."""
         return list(self._peers)
 
-    def find_anew(self, index):
+    def find_anew(self, index: int) -> ControlLink | None:
         """A link to a server that is another process than before, or None if it is not.
 
         Raises:
@@ -133,8 +145,8 @@ class Servers:
         link.nonce = nonce
         return link
 
-    def recover(self, index, link, load):
-        """Gives a server that was started anew what the one before had.
+    def recover(self, index: int, link: ControlLink, load: dict[str, Any]) -> None:
+        """Gives a server that was started again what the one before had.
 
         Args:
             index: The server's index.
@@ -156,11 +168,11 @@ class Servers:
         self._control[index] = link
 
     @property
-    def addresses(self):
+    def addresses(self) -> dict[str, str]:
         """Dict from the servers' names to their addresses."""
         return dict(self._peers)
 
-    def pushes(self):
+    def pushes(self) -> list[list[int]]:
         """How often each replica has pushed to each shard: a list of lists."""
         found = []
         for name, address in self._peers:
@@ -169,16 +181,16 @@ class Servers:
             found += link.request("pushes")["pushes"]
         return found
 
-    def count_assignment(self, key, slot):
+    def count_assignment(self, key: int, slot: int) -> None:
         """Says that all of a table, or of a slot of it, has been set."""
         self._assigned[key, slot] += 1
         self._control[0].request("assigned", key=key, slot=slot)
 
-    def assignments(self, key, slot):
+    def assignments(self, key: int, slot: int) -> int:
         """How often that was said."""
         return self._control[0].request("assignments", key=key, slot=slot)["count"]
 
-    def wait_for_assignment(self, key, slot, count, name):
+    def wait_for_assignment(self, key: int, slot: int, count: int, name: str) -> None:
         """Waits until that has been said a number of times.
 
         Raises:

@@ -5,13 +5,16 @@ is shared out between them.
 """
 
 import functools
+from typing import Any
 
+import numpy as np
 import tensorflow as tf
 
+from keras_psplus.compression import Compressor
 from keras_psplus.hybrid.initial_rows import make_variable, rows_of
-from keras_psplus.hybrid.last_step import LastStep
-from keras_psplus.hybrid.lost_updates import LostUpdates
+from keras_psplus.hybrid.missing_updates import MissingUpdates
 from keras_psplus.hybrid.row_optimizer import RowOptimizer
+from keras_psplus.hybrid.row_undo_log import RowUndoLog
 from keras_psplus.hybrid.rows import RowCodec
 
 _INT, _LONG, _FLOAT = tf.int32, tf.int64, tf.float32
@@ -31,20 +34,20 @@ class Shard:
         push_compressor: Compressor of gradients that they send, or None.
         replicas: Replicas that push at each step.
         sync: Whether a step's pushes are summed and applied once.
-        keeps_last_step: Whether the rows of the step before can be read.
+        keeps_undo_log: Whether the rows of the step before can be read.
     """
 
     def __init__(
         self,
-        spec,
-        server,
-        servers,
-        pull_compressor,
-        push_compressor,
-        replicas,
-        sync,
-        keeps_last_step=False,
-    ):
+        spec: dict[str, Any],
+        server: int,
+        servers: int,
+        pull_compressor: Compressor | None,
+        push_compressor: Compressor | None,
+        replicas: int,
+        sync: bool,
+        keeps_undo_log: bool = False,
+    ) -> None:
         self.spec = spec
         self.name, self.dim = spec["name"], spec["dim"]
         self.rows = rows_of(spec["rows"], server, servers)
@@ -52,14 +55,14 @@ class Shard:
         self._push = RowCodec(push_compressor, self.dim)
         self._replicas, self._sync = replicas, sync
         self.weights = make_variable(spec, server, servers)
-        self.optimizer = None
+        self.optimizer: RowOptimizer | None = None
         self._optimizer_number = self._first_slot = 0
-        self._methods = {}
+        self._methods: dict[str, tf.types.experimental.PolymorphicFunction] = {}
         # Ends with the number of steps that were applied.
         self.version = tf.Variable(0, dtype=_LONG, trainable=False)
-        self._last_step = LastStep(self.weights, self.version) if keeps_last_step else None
+        self._undo_log = RowUndoLog(self.weights, self.version) if keeps_undo_log else None
         self._seen = tf.Variable(tf.fill([replicas], tf.constant(-1, _LONG)), trainable=False)
-        self.lost_updates = LostUpdates(replicas, PARTS)
+        self.missing_updates = MissingUpdates(replicas, PARTS)
         self._arrived = tf.Variable(0, dtype=_INT, trainable=False)
         self._lock = tf.CriticalSection(name=f"table_{spec['key']}")
         self._inbox = tf.queue.FIFOQueue(1 << 20, [_LONG, _INT, _FLOAT])
@@ -69,26 +72,26 @@ class Shard:
         )
 
     @property
-    def variables(self):
+    def variables(self) -> dict[int, tf.Variable]:
         """The rows and the optimizer's slots of them, by the numbers that workers give them."""
         return {0: self.weights, **dict(enumerate(self.slots, self._first_slot))}
 
     @property
-    def slots(self):
+    def slots(self) -> list[tf.Variable]:
         """The optimizer's variables of the rows."""
         return self.optimizer.slots if self.optimizer else []
 
-    def counts(self):
+    def counts(self) -> tf.Tensor:
         """How many updates there were, and the last one of each replica, for `take_up`."""
         return tf.concat([[self.version.read_value()], self._seen.read_value()], 0)
 
-    def take_up(self, counts):
+    def take_up(self, counts: np.ndarray) -> None:
         """Goes on where another process was, while workers go on where they are."""
         self.version.assign(counts[0])
         self._seen.assign(counts[1:])
-        self.lost_updates.begin()
+        self.missing_updates.begin()
 
-    def set_optimizer(self, config, number, first_slot):
+    def set_optimizer(self, config: dict[str, Any], number: int, first_slot: int) -> None:
         """Makes an optimizer and its slots, in the place of the last one.
 
         Args:
@@ -99,11 +102,12 @@ class Shard:
         self.optimizer = RowOptimizer(config, self.weights)
         self._optimizer_number, self._first_slot = number, first_slot
 
-    def methods(self):
+    def methods(self) -> dict[str, tf.types.experimental.PolymorphicFunction]:
         """Functions with signatures, by what they do; each of them is traced once."""
         makers = {"lookup": self._lookup}
-        if self._last_step is not None:
-            makers["lookup_at"] = lambda: self._last_step.lookup(self._lock, self._pull.encode)
+        if self._undo_log is not None:
+            undo_log = self._undo_log
+            makers["lookup_at"] = lambda: undo_log.lookup(self._lock, self._pull.encode)
         for i, variable in self.variables.items():
             makers[f"read{i}"] = functools.partial(self._read, variable)
             makers[f"write{i}"] = functools.partial(self._write, variable)
@@ -119,7 +123,7 @@ class Shard:
         }
         return self._methods
 
-    def pushes(self):
+    def pushes(self) -> list[int]:
         """How often each replica has pushed."""
         return [1 + int(key) // PARTS for key in self._seen.numpy()]
 
@@ -169,7 +173,7 @@ class Shard:
             is_new = key > last_seen
 
             def take():
-                noted = [] if self._sync else [self.lost_updates.note(replica, key, last_seen)]
+                noted = [] if self._sync else [self.missing_updates.note(replica, key, last_seen)]
                 with tf.control_dependencies(noted):
                     seen = tf.raw_ops.ResourceScatterUpdate(
                         resource=self._seen.handle, indices=replica, updates=key
@@ -194,8 +198,8 @@ class Shard:
         return self._apply(ids, gradient, numbers, iterations)
 
     def _apply(self, ids, gradient, numbers, iterations):
-        if self._last_step is not None:
-            self._last_step.keep(ids)
+        if self._undo_log is not None:
+            self._undo_log.record(ids)
         done = self.optimizer.apply(ids, gradient, numbers[0], numbers[1:], iterations)
         with tf.control_dependencies([done]):
             return self.version.assign_add(1, read_value=True)

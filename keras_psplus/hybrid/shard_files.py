@@ -11,10 +11,12 @@ import os
 import re
 import shutil
 import uuid
+from collections.abc import Callable, Iterator, Sequence
 
 import numpy as np
 import tensorflow as tf
 
+from keras_psplus.files import atomic
 from keras_psplus.hybrid.initial_rows import rows_of
 
 # What is read at once, and what is written at once and makes one file.
@@ -24,14 +26,14 @@ _FILE_BYTES = 128 << 20
 _NODE = re.compile(r"\{\{.*?\}\}\s*")
 
 
-def full_path(directory):
+def full_path(directory: str | os.PathLike[str]) -> str:
     """A folder's path that means the same in all tasks, wherever they were started."""
     path = os.fspath(directory)
     return path if "://" in path else os.path.abspath(path)
 
 
 @contextlib.contextmanager
-def explained(what, directory):
+def translate_file_errors(what: str, directory: str) -> Iterator[None]:
     """Says what to do about a disk that is full or that is another one.
 
     Args:
@@ -57,25 +59,30 @@ def explained(what, directory):
         ) from None
 
 
-def check(directory, name):
+def check_writable(directory: str, name: str) -> None:
     """Sees that a task of this name can write to a folder, which is made.
 
     Raises:
         OSError: If it cannot.
     """
     path = os.path.join(directory, f".{name}-{uuid.uuid4().hex[:12]}")
-    with explained("write", directory):
+    with translate_file_errors("write", directory):
         tf.io.gfile.makedirs(directory)
         write_text(path, name)
         tf.io.gfile.remove(path)
 
 
-def path_of(directory, stem, server, servers):
+def path_of(directory: str, stem: str, server: int, servers: int) -> str:
     """Path, without ending, of one server's files."""
     return os.path.join(directory, f"{stem}-{server}-of-{servers}")
 
 
-def write(path, variables, tensors, progress=lambda: None):
+def write(
+    path: str,
+    variables: dict[str, tf.Variable],
+    tensors: dict[str, tf.Tensor],
+    progress: Callable[[], None] = lambda: None,
+) -> None:
     """Writes a checkpoint; when this returns, the disk has it.
 
     Args:
@@ -84,7 +91,8 @@ def write(path, variables, tensors, progress=lambda: None):
         tensors: Dict from names to tensors that are written as they are.
         progress: Function that is called after every part.
     """
-    folder, parts = f"{path}.parts", []
+    folder = f"{path}.parts"
+    parts: list[str] = []
 
     def put(names, specs, values):
         parts.append(os.path.join(folder, str(len(parts))))
@@ -106,14 +114,14 @@ def write(path, variables, tensors, progress=lambda: None):
                 checkpoint_prefixes=parts, destination_prefix=path, delete_old_dirs=True
             )
         for name in _files_of(path):
-            sync(name)
-        sync(os.path.dirname(path))
+            atomic.sync(name)
+        atomic.sync(os.path.dirname(path))
     except BaseException:
         remove(path)
         raise
 
 
-def read(path, name, shape, first, count):
+def read(path: str, name: str, shape: tuple[int, int], first: int, count: int) -> np.ndarray:
     """Rows of a variable, as a NumPy array.
 
     Args:
@@ -126,12 +134,20 @@ def read(path, name, shape, first, count):
     return _restore(path, name, _spec(shape, first, count), tf.float32)
 
 
-def read_tensor(path, name, dtype):
+def read_tensor(path: str, name: str, dtype: tf.DType | str) -> np.ndarray:
     """What was written as it is."""
     return _restore(path, name, "", dtype)
 
 
-def read_share(variable, paths, name, shape, server, servers, progress=lambda: None):
+def read_share(
+    variable: tf.Variable,
+    paths: Sequence[str],
+    name: str,
+    shape: tuple[int, int],
+    server: int,
+    servers: int,
+    progress: Callable[[], None] = lambda: None,
+) -> None:
     """Gives a server its rows of a table from the files of any number of servers.
 
     Args:
@@ -162,34 +178,34 @@ def read_share(variable, paths, name, shape, server, servers, progress=lambda: N
             progress()
 
 
-def slices(rows, dim):
+def slices(rows: int, dim: int) -> list[tuple[int, int]]:
     """Pairs of a first row and a number of rows, by which a variable is written and read."""
     most = rows_in_slice(dim)
     return [(first, min(most, rows - first)) for first in range(0, rows, most)]
 
 
-def rows_in_slice(dim):
+def rows_in_slice(dim: int) -> int:
     """How many rows are written and read at once."""
     return max(1, _SLICE_BYTES // (4 * dim))
 
 
-def write_text(path, text):
+def write_text(path: str, text: str) -> None:
     """Writes a small file: it appears whole or not at all."""
     own = f"{path}.part"
     with tf.io.gfile.GFile(own, "w") as file:
         file.write(text)
-    sync(own)
+    atomic.sync(own)
     tf.io.gfile.rename(own, path, overwrite=True)
-    sync(os.path.dirname(path))
+    atomic.sync(os.path.dirname(path))
 
 
-def remove(path):
+def remove(path: str) -> None:
     """Deletes a checkpoint, or what there is of it."""
     for name in _files_of(path):
         remove_tree(name)
 
 
-def find(directory, pattern):
+def find(directory: str, pattern: str) -> list[str]:
     """Paths of what is in a folder, if it exists, and has a name like a pattern."""
     if not tf.io.gfile.isdir(directory):
         return []
@@ -197,7 +213,7 @@ def find(directory, pattern):
     return [os.path.join(directory, n) for n in sorted(names) if fnmatch.fnmatchcase(n, pattern)]
 
 
-def remove_tree(path):
+def remove_tree(path: str) -> None:
     """Deletes a file or a folder, that another process may be deleting as well."""
     if os.path.isdir(path):
         shutil.rmtree(path, ignore_errors=True)
@@ -206,17 +222,6 @@ def remove_tree(path):
         tf.io.gfile.rmtree(path) if tf.io.gfile.isdir(path) else tf.io.gfile.remove(path)
     except (OSError, tf.errors.OpError):
         pass  # It is gone.
-
-
-def sync(path):
-    """Waits until the disk has a file, or a folder's list of files."""
-    if "://" in path:
-        return  # What is not a local disk has it once the file is closed.
-    handle = os.open(path or ".", os.O_RDONLY)
-    try:
-        os.fsync(handle)
-    finally:
-        os.close(handle)
 
 
 def _files_of(path):

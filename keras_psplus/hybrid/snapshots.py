@@ -9,13 +9,18 @@ import os
 import re
 import threading
 import uuid
+from collections.abc import Callable, Sequence
+from typing import Any
 
+import numpy as np
 import tensorflow as tf
 
 from keras_psplus import arguments
-from keras_psplus.hybrid import own_folders, saving, shard_files
+from keras_psplus.hybrid import saving, shard_files, snapshot_folders
 from keras_psplus.hybrid.calls import TableServerError, TableServerLostError
+from keras_psplus.hybrid.servers import Servers
 from keras_psplus.hybrid.table_files import LIST, read_list
+from keras_psplus.hybrid.tables import Tables
 from keras_psplus.log import logger
 
 _KEPT = 2
@@ -23,7 +28,7 @@ _PATTERN = "step-*"
 _FOLDER = re.compile(r"step-(\d+)$")
 
 
-def check_arguments(every, directory):
+def check_arguments(every: int | None, directory: str | os.PathLike[str] | None) -> int | None:
     """Checks what a user gives, and returns the number as an int, or None.
 
     Raises:
@@ -49,7 +54,14 @@ class Snapshots:
         every: Steps from one to the next.
     """
 
-    def __init__(self, servers, tables, name, directory, every):
+    def __init__(
+        self,
+        servers: Servers,
+        tables: Tables,
+        name: str,
+        directory: str | os.PathLike[str],
+        every: int,
+    ) -> None:
         self._servers, self._tables, self._name = servers, tables, name
         self.directory, self.every = shard_files.full_path(directory), every
         # Held while one is written, or a server reads one.
@@ -58,9 +70,9 @@ class Snapshots:
         self.is_needed = True
         self._has_saved = False
         # By path: why one that cannot be read is passed over.
-        self._damaged = {}
+        self._damaged: dict[str, str] = {}
 
-    def check(self):
+    def check_writable(self) -> None:
         """Sees that all tasks can write, and says what else is in the folder.
 
         Raises:
@@ -68,13 +80,13 @@ class Snapshots:
             TableServerError: If a server cannot.
         """
         with self._named():
-            shard_files.check(self.directory, self._name)
-            others = own_folders.others(self.directory)
+            shard_files.check_writable(self.directory, self._name)
+            others = snapshot_folders.others(self.directory)
         if others:
             logger.warning("%s", others)
         self._servers.ask_all("check_directory", directory=self.directory)
 
-    def save(self, step, facts, tensors):
+    def save(self, step: int, facts: dict[str, Any], tensors: dict[str, np.ndarray]) -> None:
         """Writes one, and then deletes old ones.
 
         Args:
@@ -86,18 +98,18 @@ class Snapshots:
             OSError: If the chief cannot write.
             TableServerError: If a server cannot, or is lost.
         """
-        folder = own_folders.unused(self.directory, step)
+        folder = snapshot_folders.unused(self.directory, step)
         stem = f"dense-{uuid.uuid4().hex[:12]}"
 
         def dense():
-            with self._named(), shard_files.explained("write", folder):
+            with self._named(), shard_files.translate_file_errors("write", folder):
                 shard_files.write(os.path.join(folder, stem), {}, _as_tensors(tensors))
             return {**facts, "step": step, "dense": stem}
 
         with self.lock:
             with self._named():
-                own_folders.claim(folder)
-                if self._damaged.pop(folder, None) and own_folders.is_own(folder):
+                snapshot_folders.claim(folder)
+                if self._damaged.pop(folder, None) and snapshot_folders.is_own(folder):
                     # The servers remove the tables that no list has.
                     for path in shard_files.find(folder, "dense-*"):
                         shard_files.remove_tree(path)
@@ -108,11 +120,18 @@ class Snapshots:
             self._has_saved = True
             self._keep([os.path.basename(path) for path, _ in self.whole()[-_KEPT:]])
 
-    def read_newest(self, read):
+    def worker_files(self) -> list[dict[str, str] | None]:
+        """What the workers have written for each whole one, from the newest on; None if unknown."""
+        return [listed.get("worker_files") for _, listed in reversed(self.whole())]
+
+    def read_newest(
+        self, read: Callable[[str, dict[str, Any]], Any], problems: Sequence[Sequence[str]]
+    ) -> tuple[tuple[str, dict[str, Any]] | None, Any]:
         """Reads the newest snapshot that can be read, and says so if a newer one cannot.
 
         Args:
             read: Function of a folder and of what is in it.
+            problems: For each of `worker_files`, a list of texts: what is wrong with them.
 
         Returns:
             The pair that `read` was given, and what it has returned; None and None if there is no
@@ -122,7 +141,11 @@ class Snapshots:
             OSError: If there are snapshots, and none of them can be read.
             TableServerLostError: If a server is lost.
         """
-        for folder, listed in reversed(self.whole()):
+        found = list(zip(reversed(self.whole()), problems))
+        self._damaged.update((folder, "; ".join(lost)) for (folder, _), lost in found if lost)
+        # An older one that is whole is better than a newer one without what workers have kept.
+        for (folder, listed), _ in sorted(found, key=lambda one: bool(one[1])):
+            self._damaged.pop(folder, None)
             try:
                 result = read(folder, listed)
             except TableServerLostError:
@@ -146,21 +169,23 @@ class Snapshots:
             )
         return None, None
 
-    def worker_files_in_use(self):
+    def worker_files_in_use(self) -> list[str] | None:
         """Names of the workers' files that snapshots need, or None if that is not known."""
         files = [listed.get("worker_files") for _, listed in self.whole()]
-        return None if None in files else sorted({name for one in files for name in one})
+        return (
+            None if None in files else sorted({name for one in files for name in one})  # type: ignore[union-attr]
+        )
 
-    def latest(self):
+    def latest(self) -> tuple[str, dict[str, Any]] | None:
         """The folder of the last whole one and what is in it, or None."""
         whole = self.whole()
         return whole[-1] if whole else None
 
-    def latest_of_this_job(self):
+    def latest_of_this_job(self) -> tuple[str, dict[str, Any]] | None:
         """As `latest`, but None if another process has written it, whose updates were others."""
         return self.latest() if self._has_saved else None
 
-    def whole(self):
+    def whole(self) -> list[tuple[str, dict[str, Any]]]:
         """Folders of all whole ones with what is in them, in the order of their steps."""
         found = []
         for path in shard_files.find(self.directory, _PATTERN):
@@ -175,7 +200,9 @@ class Snapshots:
                 found.append((path, listed))
         return sorted(found, key=lambda one: one[1]["step"])
 
-    def load(self, folder, listed, forms, strict=True):
+    def load(
+        self, folder: str, listed: dict[str, Any], forms: dict[str, str], strict: bool = True
+    ) -> dict[str, np.ndarray]:
         """Has the servers read one, and reads what is the chief's.
 
         Args:
@@ -194,12 +221,12 @@ class Snapshots:
         """
         saving.load(self._servers, self._tables.all, folder, strict)
         path = os.path.join(folder, listed["dense"])
-        with self._named(), shard_files.explained("read", folder):
+        with self._named(), shard_files.translate_file_errors("read", folder):
             return {
                 name: shard_files.read_tensor(path, name, dtype) for name, dtype in forms.items()
             }
 
-    def delete(self):
+    def delete(self) -> None:
         """Deletes all of them, and what workers keep beside them, if nothing will go on there.
 
         Only folders that this strategy has made.
@@ -208,23 +235,23 @@ class Snapshots:
             return
         with contextlib.suppress(TableServerError):
             self._keep([])
-        own_folders.remove(os.path.join(self.directory, own_folders.STATES))
+        snapshot_folders.remove(os.path.join(self.directory, snapshot_folders.STATES))
         left = [folder for folder, _ in self.whole()]
         if left:
             logger.warning(
                 "a start of the same script will resume from what is in %s, which has no file %s "
                 "and so is not deleted: delete or move it. Received: %s",
                 self.directory,
-                own_folders.MARKER,
+                snapshot_folders.MARKER,
                 ", ".join(left),
             )
 
-    def request_of(self, folder):
+    def request_of(self, folder: str) -> dict[str, Any]:
         """What a server needs to know to read its rows of one."""
         return saving.request_of(self._tables.all, folder, strict=True)
 
     def _keep(self, names):
-        own_folders.keep(self.directory, names)
+        snapshot_folders.keep_only(self.directory, names)
         # A disk of its own may be full of what only the server sees.
         self._servers.ask_all("keep_folders", directory=self.directory, names=names)
 

@@ -1,10 +1,19 @@
 """Who has not come, when a worker waits for a table or for the others' pushes to it."""
 
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
 from keras_psplus.all_reduce import stalls as all_reduce_stalls
+from keras_psplus.all_reduce.step_marks import StepMarks
 from keras_psplus.cluster import stalls
+from keras_psplus.cluster.progress import Progress
+
+if TYPE_CHECKING:
+    from keras_psplus.hybrid.strategy import HybridStrategy
 
 
-class Waits(all_reduce_stalls.Waits):
+class StallProbe(all_reduce_stalls.StallProbe):
     """What `stalls.Inspector` looks at, on a worker.
 
     Args:
@@ -13,13 +22,15 @@ class Waits(all_reduce_stalls.Waits):
         marks: `StepMarks` of this process.
     """
 
-    def __init__(self, strategy, progress, marks):
+    def __init__(self, strategy: HybridStrategy, progress: Progress, marks: StepMarks) -> None:
+        assert strategy.task is not None
         super().__init__(strategy.task, progress, marks)
         self._strategy = strategy
 
-    def describe(self, entered):
+    def describe(self, entered: int) -> str:
         servers = self._strategy.servers
-        silent = stalls.silent(servers.addresses)
+        assert servers is not None
+        silent = stalls.unresponsive_tasks(servers.addresses)
         if silent:
             return f"a table; not arrived: {', '.join(silent)} (no answer)"
         if self._strategy.sync and self._is_ahead(servers.pushes()):

@@ -3,37 +3,41 @@
 import functools
 import json
 import os
+from collections.abc import Callable
 
 import tensorflow as tf
 
 from keras_psplus import updates as updates_module
 from keras_psplus.all_reduce import gradients
+from keras_psplus.all_reduce.lookahead import BatchAndNext
 from keras_psplus.all_reduce.startup import start
 from keras_psplus.all_reduce.strategy import MultiWorkerMirroredStrategy
 from keras_psplus.arguments import flag, seconds, text, whole_number
-from keras_psplus.cluster import config, hello
+from keras_psplus.cluster import config, handshake
 from keras_psplus.cluster import serve as cluster_serve
 from keras_psplus.cluster.listener import Listener
-from keras_psplus.cluster.own_address import bind_own
+from keras_psplus.cluster.local_address import bind_local_address
 from keras_psplus.cluster.secret import Secret
+from keras_psplus.compression import Compressor
 from keras_psplus.hybrid import names, shard_files, stalls, table_server
 from keras_psplus.hybrid import placement as placement_module
 from keras_psplus.hybrid import prefetch as prefetch_module
 from keras_psplus.hybrid import snapshots as snapshots_module
+from keras_psplus.hybrid.engine import HybridEngine
 from keras_psplus.hybrid.extended import HybridExtended
-from keras_psplus.hybrid.next_batch import BatchAndNext
 from keras_psplus.hybrid.recovery import Recovery
 from keras_psplus.hybrid.rows import RowCodec, compressor_for_rows
-from keras_psplus.hybrid.saves_tables import SavesTables
 from keras_psplus.hybrid.servers import Servers
+from keras_psplus.hybrid.table_saving import TableSaving
 from keras_psplus.hybrid.tables import Tables
 from keras_psplus.log import logger
+from keras_psplus.updates import Updates
 
 # For which a server that cannot be reached is called again before the job counts as lost.
 _PATIENCE = 5.0
 
 
-class HybridStrategy(SavesTables, MultiWorkerMirroredStrategy):
+class HybridStrategy(TableSaving, MultiWorkerMirroredStrategy):
     """Large embeddings on parameter servers, everything else all-reduced, for `model.fit`.
 
     One script in every task of a cluster with `worker` tasks (and perhaps a `chief`) and `ps`
@@ -97,30 +101,31 @@ class HybridStrategy(SavesTables, MultiWorkerMirroredStrategy):
     """
 
     _extended_class = HybridExtended
+    _engine_class = HybridEngine
 
     def __init__(
         self,
-        communication_options=None,
+        communication_options: tf.distribute.experimental.CommunicationOptions | None = None,
         *,
-        placement="auto",
-        min_table_bytes=1 << 20,
-        sync=True,
-        prefetch=False,
-        row_compression=None,
-        pull_compression=None,
-        table_timeout=60.0,
-        snapshot_every=None,
-        snapshot_dir=None,
-        tables_dir=None,
-        job_token=None,
-        startup_timeout=300.0,
-        heartbeat_timeout=20.0,
-        stall_warning=60.0,
-        bucket_bytes=gradients.DEFAULT_BUCKET_BYTES,
-        compression=None,
-        updates=None,
-    ):
-        placement_module.check(placement)
+        placement: str | dict[str, str] | Callable[[str, int, int], str] = "auto",
+        min_table_bytes: int = 1 << 20,
+        sync: bool = True,
+        prefetch: bool = False,
+        row_compression: str | Compressor | None = None,
+        pull_compression: str | Compressor | None = None,
+        table_timeout: float = 60.0,
+        snapshot_every: int | None = None,
+        snapshot_dir: str | os.PathLike[str] | None = None,
+        tables_dir: str | os.PathLike[str] | None = None,
+        job_token: str | None = None,
+        startup_timeout: float = 300.0,
+        heartbeat_timeout: float = 20.0,
+        stall_warning: float | None = 60.0,
+        bucket_bytes: float = gradients.DEFAULT_BUCKET_BYTES,
+        compression: str | dict[str, str | Compressor | None] | Compressor | None = None,
+        updates: str | Updates | None = None,
+    ) -> None:
+        placement_module.check_placement(placement)
         min_table_bytes = whole_number("min_table_bytes", min_table_bytes, 0)
         seconds("table_timeout", table_timeout)
         seconds("startup_timeout", startup_timeout)
@@ -130,7 +135,8 @@ class HybridStrategy(SavesTables, MultiWorkerMirroredStrategy):
         push = compressor_for_rows("row_compression", row_compression)
         pull = compressor_for_rows("pull_compression", pull_compression)
         updates = updates_module.get(updates)
-        if updates is not None and not hasattr(updates, "steps"):
+        assert not isinstance(updates, str)
+        if updates is not None and updates.local:
             raise ValueError(
                 "Of `updates`, `Accumulate` alone can be combined with tables on parameter "
                 "servers: workers that step alone would share them all the same. "
@@ -177,8 +183,8 @@ class HybridStrategy(SavesTables, MultiWorkerMirroredStrategy):
             return
         if task.num_workers == 1:
             # Nothing else is at this address, by which the servers see that the job goes on.
-            mine = hello.Hello.of(task)
-            self._listener = Listener(bind_own(task, mine, startup_timeout, print), mine)
+            mine = handshake.PeerIdentity.of(task)
+            self._listener = Listener(bind_local_address(task, mine, startup_timeout, print), mine)
         patience = _PATIENCE if sync else table_timeout
         recovers = snapshot_every is not None and not sync
         self._servers = Servers(task, secret, table_timeout, patience, recovers)
@@ -197,6 +203,7 @@ class HybridStrategy(SavesTables, MultiWorkerMirroredStrategy):
         )
         if snapshot_every is None:
             return
+        assert self.task is not None and snapshot_dir is not None
         self._snapshots = snapshots_module.Snapshots(
             self._servers, self._tables, self.task.name, snapshot_dir, snapshot_every
         )
@@ -206,14 +213,14 @@ class HybridStrategy(SavesTables, MultiWorkerMirroredStrategy):
                 Recovery(self._servers, self._snapshots, table_timeout).start()
 
     def _waits(self):
-        return stalls.Waits(self, self.progress, self._step_marks)
+        return stalls.StallProbe(self, self.progress, self._step_marks)
 
     @staticmethod
     def _start(cluster_resolver, startup_timeout, heartbeat_timeout):
         return start(cluster_resolver, startup_timeout, heartbeat_timeout, allow_ps=True)
 
     @property
-    def has_servers(self):
+    def has_servers(self) -> bool:
         """Whether there are parameter servers."""
         return self._has_servers
 
@@ -222,51 +229,51 @@ class HybridStrategy(SavesTables, MultiWorkerMirroredStrategy):
         return self.has_servers or super()._distributes
 
     @property
-    def is_active(self):
+    def is_active(self) -> bool:
         return self.has_servers or super().is_active
 
     @property
-    def servers(self):
+    def servers(self) -> Servers | None:
         """The parameter servers; None without a cluster."""
         return self._servers
 
     @property
-    def sync(self):
+    def sync(self) -> bool:
         """Whether a step's gradients of rows are summed over the workers and applied once."""
         return self._sync
 
     @property
-    def prefetch(self):
+    def prefetch(self) -> bool:
         """Whether `model.fit` reads the next batch's rows of tables while a step computes."""
         return self._prefetch
 
     @property
-    def tables(self):
+    def tables(self) -> Tables | None:
         """The tables on parameter servers; None without a cluster."""
         return self._tables
 
     @property
-    def snapshots(self):
+    def snapshots(self) -> snapshots_module.Snapshots | None:
         """The job's snapshots; None without `snapshot_every`."""
         return self._snapshots
 
     @property
-    def placement(self):
+    def placement(self) -> placement_module.Placement | None:
         """What decides which tables lie on parameter servers; None without a cluster."""
         return self._placement
 
     def _in_step(self, fn):
         in_step = super()._in_step(fn)
-        told = prefetch_module.told(self.extended, in_step)
+        with_lookahead = prefetch_module.with_lookahead(self.extended, in_step)
 
         @functools.wraps(fn)
         def in_either(*args, **kwargs):
             has_next = bool(args) and isinstance(args[0], BatchAndNext)
-            return (told if has_next else in_step)(*args, **kwargs)
+            return (with_lookahead if has_next else in_step)(*args, **kwargs)
 
         return tf.autograph.experimental.do_not_convert(in_either)
 
-    def announce(self):
+    def announce(self) -> None:
         """Says which tables lie where, if there are new ones."""
         if self._placement is not None and self.is_chief and self._placement.has_news:
             logger.info("HybridStrategy keeps\n%s", self._placement.report())
@@ -279,7 +286,7 @@ def _serve_and_exit(task, secret, agreed, startup_timeout, folders, pull, push, 
         "pull_compressor": pull,
         "push_compressor": push,
         "sync": sync,
-        "keeps_last_step": sync and prefetch,
+        "keeps_undo_log": sync and prefetch,
     }
     cluster_serve.end_process_after(
         lambda: table_server.serve(task, secret, options, agreed, startup_timeout, folders)

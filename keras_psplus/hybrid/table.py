@@ -1,11 +1,17 @@
 """A table from a worker's side: how its rows come and its gradients go."""
 
+from typing import Any
+
+import keras
 import numpy as np
 import tensorflow as tf
 
+from keras_psplus.compression import Compressor
 from keras_psplus.hybrid import names
+from keras_psplus.hybrid.calls import Link
 from keras_psplus.hybrid.initial_rows import rows_of
 from keras_psplus.hybrid.rows import MESSAGE_BYTES, RowCodec
+from keras_psplus.hybrid.servers import Servers
 
 _INT, _LONG, _FLOAT = tf.int32, tf.int64, tf.float32
 
@@ -22,54 +28,63 @@ class Table:
         push_compressor: Compressor of gradients, or None.
     """
 
-    def __init__(self, servers, key, name, shape, pull_compressor, push_compressor):
+    def __init__(
+        self,
+        servers: Servers,
+        key: int,
+        name: str,
+        shape: tuple[int, int],
+        pull_compressor: Compressor | None,
+        push_compressor: Compressor | None,
+    ) -> None:
         self.servers, self.key, self.name = servers, key, name
         self.rows, self.dim = shape
         self.pull_codec = RowCodec(pull_compressor, self.dim)
         self.push_codec = RowCodec(push_compressor, self.dim)
         self.layer_name = name.rpartition("/")[0] or name
-        self.regularizer = self.constraint = None
-        # The last one that it was given, how many there were, and the slots of all of them.
-        self.optimizer = None
+        self.regularizer: keras.regularizers.Regularizer | None = None
+        self.constraint: keras.constraints.Constraint | None = None
+        # Current optimizer, number of optimizers so far, total slot count.
+        self.optimizer: keras.optimizers.Optimizer | None = None
         self.optimizers = self.slots = 0
         self._first_slot, self._slots_of = 1, None
         # By slot, how often all of it was set.
-        self.assignments = {}
-        self._links = {}
+        self.assignments: dict[int, int] = {}
+        self._links: dict[tuple[str, int], list[Link]] = {}
 
-    def method(self, what):
+    def method(self, what: str) -> str:
         """The name of a method of this table."""
         return names.method(self.key, what)
 
-    def new_slot(self, optimizer):
+    def new_slot(self, optimizer: keras.optimizers.Optimizer) -> int:
         """The number of one more slot of an optimizer."""
         self.first_slot_of(optimizer)
         self.slots += 1
         return self.slots
 
-    def first_slot_of(self, optimizer):
+    def first_slot_of(self, optimizer: keras.optimizers.Optimizer) -> int:
         """The number of the first slot of the optimizer that is being built."""
         if self._slots_of is not optimizer:
             self._first_slot, self._slots_of = self.slots + 1, optimizer
         return self._first_slot
 
     @property
-    def slots_in_use(self):
+    def slots_in_use(self) -> int:
         """How many slots the optimizer has that updates the table now."""
         of_last = self._slots_of is not None and self._slots_of is self.optimizer
         return self.slots + 1 - self._first_slot if of_last else 0
 
-    def method_of_optimizer(self, what):
+    def method_of_optimizer(self, what: str) -> str:
         """The name of a method that belongs to the table's present optimizer."""
         return self.method(f"{what}{self.optimizers}")
 
-    def links(self, purpose, replica=0):
+    def links(self, purpose: str, replica: int = 0) -> list[Link]:
         """A link to each server for one purpose of one local replica."""
         if (purpose, replica) not in self._links:
             self._links[purpose, replica] = self.servers.new_links()
         return self._links[purpose, replica]
 
-    def split(self, ids, *others):
+    def split(self, ids: tf.Tensor, *others: tf.Tensor) -> list[tuple[Any, ...]]:
         """Shares out ids, and rows that belong to them, over the servers.
 
         Args:
@@ -87,7 +102,7 @@ class Table:
         parts = [tf.cast(ids // count, _INT), *others, tf.range(tf.size(ids))]
         return list(zip(*(tf.dynamic_partition(part, owners, count) for part in parts)))
 
-    def read(self, slot):
+    def read(self, slot: int) -> np.ndarray:
         """The whole of the table, or of one of its optimizer's slots, as a NumPy array."""
         whole = np.empty([self.rows, self.dim], np.float32)
         count, most = len(self.servers), MESSAGE_BYTES // (4 * self.dim)
@@ -101,7 +116,7 @@ class Table:
                     own[first : first + rows] = part.numpy()
         return whole
 
-    def write(self, slot, value):
+    def write(self, slot: int, value: np.ndarray) -> None:
         """Sets the whole of the table, or of one of its optimizer's slots."""
         value = np.asarray(value, np.float32)
         count, most = len(self.servers), MESSAGE_BYTES // (4 * self.dim)
@@ -113,7 +128,14 @@ class Table:
                     link.call(self.method(f"write{slot}"), args, _INT, []).numpy()
 
 
-def pull(table, ids, replica, most=None, purpose="pull", step=None):
+def pull(
+    table: Table,
+    ids: tf.Tensor,
+    replica: int,
+    most: int | None = None,
+    purpose: str = "pull",
+    step: tf.Tensor | None = None,
+) -> tf.Tensor:
     """Brings rows.
 
     Args:
@@ -163,7 +185,14 @@ def _pull_from(link, method, first, ids, shape, limit, most):
     return lambda: answer
 
 
-def push(table, slices, replica, header, numbers, most=None):
+def push(
+    table: Table,
+    slices: tuple[tf.Tensor, tf.Tensor],
+    replica: int,
+    header: tuple[tf.Tensor, tf.Tensor, tf.Tensor],
+    numbers: tf.Tensor,
+    most: int | None = None,
+) -> list[tf.Tensor]:
     """Sends gradients of rows.
 
     Args:
@@ -181,7 +210,14 @@ def push(table, slices, replica, header, numbers, most=None):
     return _push(table, slices, replica, header, numbers, most, waits=0)
 
 
-def push_to_wait(table, slices, replica, header, numbers, most=None):
+def push_to_wait(
+    table: Table,
+    slices: tuple[tf.Tensor, tf.Tensor],
+    replica: int,
+    header: tuple[tf.Tensor, tf.Tensor, tf.Tensor],
+    numbers: tf.Tensor,
+    most: int | None = None,
+) -> list[tf.Tensor]:
     """As `push`, but the servers wait for `commit` before they apply the sum."""
     return _push(table, slices, replica, header, numbers, most, waits=1)
 
@@ -232,7 +268,7 @@ def _push_to(link, method, arguments, ids, words, codec, most, one, none):
     return lambda: answer
 
 
-def norms(table, replica):
+def norms(table: Table, replica: int) -> list[tf.Tensor]:
     """Sums of squares of what waits on each server, as a list of float32 scalars."""
     method = table.method_of_optimizer("norm")
     waits = [
@@ -241,7 +277,9 @@ def norms(table, replica):
     return [wait() for wait in waits]
 
 
-def commit(table, replica, header, numbers):
+def commit(
+    table: Table, replica: int, header: tuple[tf.Tensor, tf.Tensor], numbers: tf.Tensor
+) -> list[tf.Tensor]:
     """Has the servers apply what waits.
 
     Args:

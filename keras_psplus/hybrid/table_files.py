@@ -5,11 +5,13 @@ counts for nothing.
 """
 
 import os
+from collections.abc import Iterator
+from typing import Any
 
 import numpy as np
 import tensorflow as tf
 
-from keras_psplus import digests
+from keras_psplus.files import digests
 from keras_psplus.hybrid import shard_files
 from keras_psplus.hybrid.initial_rows import rows_of
 
@@ -40,32 +42,35 @@ class TableFiles:
     ```
     """
 
-    def __init__(self, directory):
+    def __init__(self, directory: str | os.PathLike[str]) -> None:
         self._directory = os.fspath(directory)
-        self._list = read_list(self._directory)
-        if self._list is None:
+        listed = read_list(self._directory)
+        if listed is None:
             raise ValueError(
                 f"There are no tables in '{directory}', or they were not written to the end: "
                 f"{LIST} is missing. Give a folder that `save_tables` has written, on a disk that "
                 f"has the files of all parameter servers. Received: directory={directory!r}"
             )
-        self._tables = {table["name"]: table for table in self._list["tables"]}
+        self._list = listed
+        self._tables = {table["name"]: table for table in listed["tables"]}
 
     @property
-    def names(self):
+    def names(self) -> list[str]:
         """Paths of the tables' variables."""
         return list(self._tables)
 
-    def shape(self, name):
+    def shape(self, name: str) -> tuple[int, int]:
         """Rows of a table, and the numbers in a row."""
         table = self._table(name)
         return table["rows"], table["dim"]
 
-    def slots(self, name):
+    def slots(self, name: str) -> int:
         """How many variables of its shape the table's optimizer has."""
         return self._table(name)["slots"]
 
-    def read(self, name, first=0, count=None, slot=None):
+    def read(
+        self, name: str, first: int = 0, count: int | None = None, slot: int | None = None
+    ) -> np.ndarray:
         """Rows of a table.
 
         Args:
@@ -106,7 +111,9 @@ class TableFiles:
                 )
         return rows
 
-    def chunks(self, name, rows=None, slot=None):
+    def chunks(
+        self, name: str, rows: int | None = None, slot: int | None = None
+    ) -> Iterator[tuple[int, np.ndarray]]:
         """Goes through a table, in the order of its rows.
 
         Args:
@@ -131,18 +138,18 @@ class TableFiles:
         return self._tables[name]
 
 
-def name_of(key, slot=None):
+def name_of(key: int, slot: int | None = None) -> str:
     """The name in the files of a table, by its number there, or of a variable of its optimizer."""
     return f"{key}/weights" if slot is None else f"{key}/slots/{slot}"
 
 
-def write_list(directory, content):
+def write_list(directory: str, content: dict[str, Any]) -> None:
     """Writes what is in a folder; from now on it counts."""
     path = os.path.join(directory, LIST)
     shard_files.write_text(path, digests.to_json({"format": _FORMAT, **content}, indent=1))
 
 
-def read_list(directory):
+def read_list(directory: str) -> dict[str, Any] | None:
     """What is in a folder, a dict, or None if it does not count.
 
     Raises:

@@ -9,19 +9,21 @@ import collections
 import json
 import queue
 import threading
+from collections.abc import Callable, Iterable
+from typing import Any
 
 import tensorflow as tf
 
 from keras_psplus.cluster import serve as cluster_serve
 from keras_psplus.cluster import tuning
-from keras_psplus.cluster.config import ClusterStartupError
+from keras_psplus.cluster.config import ClusterStartupError, TaskConfig
 from keras_psplus.cluster.environment import TOKEN_VARIABLE
-from keras_psplus.cluster.preflight import check_own_address
-from keras_psplus.cluster.secret import Gate
-from keras_psplus.hybrid import names, own_folders, shard_files
+from keras_psplus.cluster.preflight import check_local_address
+from keras_psplus.cluster.secret import Gate, Secret
+from keras_psplus.hybrid import names, shard_files, snapshot_folders
 from keras_psplus.hybrid.calls import ControlLink, TableServerError
 from keras_psplus.hybrid.folders import Folders
-from keras_psplus.hybrid.guard import RowKey, guarded
+from keras_psplus.hybrid.row_key import RowKey, with_key_check
 from keras_psplus.hybrid.row_optimizer import check_elementwise
 from keras_psplus.hybrid.server_files import ServerFiles
 from keras_psplus.hybrid.shard import Shard
@@ -44,7 +46,15 @@ class TableServer:
         folders: Paths of the folders below which it may write.
     """
 
-    def __init__(self, task, secret, options, agreed, log, folders=()):
+    def __init__(
+        self,
+        task: TaskConfig,
+        secret: Secret,
+        options: dict[str, Any],
+        agreed: str,
+        log: Callable[[str], None],
+        folders: Iterable[str] = (),
+    ) -> None:
         self._task, self._options, self._agreed = task, options, agreed
         self._log, self._folders = log, Folders(folders)
         self._gate = Gate(
@@ -53,22 +63,24 @@ class TableServer:
             f"TF_CONFIG cluster, and the same {TOKEN_VARIABLE} or `job_token`. Received: another "
             "token",
         )
-        self._row_key, self._guarded = RowKey(secret), {}
+        self._row_key = RowKey(secret)
+        self._checked_methods: dict[tuple[int, str], tuple[Any, Any]] = {}
         # Its own, or that of the process whose place it has taken.
         self._first_process = self.nonce
         self._row_key.set(self._first_process)
-        self._shards = {}
+        self._shards: dict[int, Shard] = {}
         self._files = ServerFiles(self._shards, options)
-        self._assignments = collections.Counter()
-        self._requests = queue.SimpleQueue()
-        self._tickets, self._answers = set(), {}
+        self._assignments: collections.Counter[tuple[int, int]] = collections.Counter()
+        self._requests: queue.SimpleQueue[tuple[str, dict[str, Any]]] = queue.SimpleQueue()
+        self._tickets: set[str] = set()
+        self._answers: dict[str, dict[str, Any]] = {}
         self._server = None
         self._generation = self._served = self._starts = 0
         self.was_greeted = self.was_left = False
         self.listens = threading.Event()
         self._control = self._make_control()
 
-    def serve(self, ended):
+    def serve(self, ended: threading.Event) -> None:
         """Answers until the event `ended` is set."""
         self._restart()
         self.listens.set()
@@ -88,7 +100,7 @@ class TableServer:
             self._answers[ticket] = answer
 
     @property
-    def nonce(self):
+    def nonce(self) -> str:
         """Tells this process from others at the same address."""
         return self._gate.process
 
@@ -124,7 +136,7 @@ class TableServer:
         if handler is None:
             raise ValueError(f"There is no such request. Received: {what!r}")
         if "directory" in arguments and what != "load":
-            self._folders.check(arguments["directory"], arguments.get("stem", "none"))
+            self._folders.check_allowed(arguments["directory"], arguments.get("stem", "none"))
         return handler(**arguments)
 
     def _on_hello(self, agreed, replicas):
@@ -176,14 +188,14 @@ class TableServer:
         return {"pushes": [shard.pushes() for shard in self._shards.values()]}
 
     def _on_check_directory(self, directory):
-        shard_files.check(directory, self._task.name)
-        others = own_folders.others(directory)
+        shard_files.check_writable(directory, self._task.name)
+        others = snapshot_folders.others(directory)
         if others:
             self._log(f"{self._task.name}: {others}")
         return {}
 
     def _on_claim_folder(self, directory):
-        own_folders.claim(directory)
+        snapshot_folders.claim(directory)
         return {}
 
     def _on_save(self, directory, stem):
@@ -199,7 +211,7 @@ class TableServer:
         return {}
 
     def _on_keep_folders(self, directory, names):
-        own_folders.keep(directory, names)
+        snapshot_folders.keep_only(directory, names)
         return {}
 
     def _on_recover(self, greeting, first_process, made, assigned, load):
@@ -224,7 +236,7 @@ class TableServer:
         return {}
 
     def _on_lost(self):
-        counts = {shard.name: shard.lost_updates.counted() for shard in self._shards.values()}
+        counts = {shard.name: shard.missing_updates.counted() for shard in self._shards.values()}
         return {"lost": counts}
 
     def _restart(self):
@@ -232,7 +244,7 @@ class TableServer:
         methods = {names.CONTROL: self._control}
         for key, shard in self._shards.items():
             for what, function in shard.methods().items():
-                methods[names.method(key, what)] = self._guard(key, what, function)
+                methods[names.method(key, what)] = self._with_key_check(key, what, function)
         # TensorFlow takes a second server of the same text for the first, until that is gone.
         self._starts += 1
         address = _SPELLINGS[self._starts % len(_SPELLINGS)] + self._task.address
@@ -245,16 +257,24 @@ class TableServer:
         old, self._server, self._served = [self._server], server, generation
         threading.Thread(target=old.clear, daemon=True).start()
 
-    def _guard(self, key, what, function):
+    def _with_key_check(self, key, what, function):
         """The method that is served for a shard's; it is traced once."""
-        of, method = self._guarded.get((key, what), (None, None))
+        of, method = self._checked_methods.get((key, what), (None, None))
         if of is not function:
-            method = guarded(function, self._row_key)
-            self._guarded[key, what] = function, method
+            method = with_key_check(function, self._row_key)
+            self._checked_methods[key, what] = function, method
         return method
 
 
-def serve(task, secret, options, agreed, startup_timeout, folders=(), chief_gone=5.0):
+def serve(
+    task: TaskConfig,
+    secret: Secret,
+    options: dict[str, Any],
+    agreed: str,
+    startup_timeout: float,
+    folders: Iterable[str] = (),
+    chief_gone: float = 5.0,
+) -> None:
     """Serves tables until the chief has ended.
 
     Args:
@@ -271,7 +291,7 @@ def serve(task, secret, options, agreed, startup_timeout, folders=(), chief_gone
             chief does not come.
         keras_psplus.cluster.serve.ChiefLostError: If the chief has ended without having said so.
     """
-    check_own_address(task)
+    check_local_address(task)
     tuning.tune()
     ended, problem = threading.Event(), []
     server = TableServer(task, secret, options, agreed, cluster_serve.log_line, folders)

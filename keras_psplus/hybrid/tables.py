@@ -1,7 +1,15 @@
 """The tables of one strategy: made on the servers by the chief, known to all workers."""
 
+from collections.abc import Callable
+from typing import Any
+
+import keras
+
 from keras_psplus.communication import Traffic
+from keras_psplus.compression import Compressor
+from keras_psplus.core.control import ControlPlane
 from keras_psplus.hybrid.row_optimizer import config_of
+from keras_psplus.hybrid.servers import Servers
 from keras_psplus.hybrid.table import Table
 
 
@@ -16,12 +24,19 @@ class Tables:
         push_compressor: Compressor of gradients, or None.
     """
 
-    def __init__(self, servers, control, is_chief, pull_compressor, push_compressor):
+    def __init__(
+        self,
+        servers: Servers,
+        control: ControlPlane | None,
+        is_chief: bool,
+        pull_compressor: Compressor | None,
+        push_compressor: Compressor | None,
+    ) -> None:
         self._servers, self._control, self._is_chief = servers, control, is_chief
         self.compressors = pull_compressor, push_compressor
-        self.all = []
+        self.all: list[Table] = []
 
-    def make(self, name, shape, initializer):
+    def make(self, name: str, shape: tuple[int, int], initializer: dict[str, Any] | None) -> Table:
         """Makes a table.
 
         Args:
@@ -41,7 +56,9 @@ class Tables:
         self.all.append(table)
         return table
 
-    def set_optimizer(self, table, optimizer, weight_decay):
+    def set_optimizer(
+        self, table: Table, optimizer: keras.optimizers.Optimizer, weight_decay: float | None
+    ) -> None:
         """Gives a table the optimizer that updates it from now on.
 
         Raises:
@@ -62,7 +79,7 @@ class Tables:
         table.optimizer = optimizer
         table.optimizers += 1
 
-    def note_assigned(self, table, slot):
+    def note_assigned(self, table: Table, slot: int) -> None:
         """Waits until the chief has set all of a table, or of a slot of it, as this worker has.
 
         Raises:
@@ -77,12 +94,12 @@ class Tables:
         self._servers.wait_for_assignment(table.key, slot, count, table.name)
         table.assignments[slot] = count
 
-    def note_followed(self, table, slot):
+    def note_followed(self, table: Table, slot: int) -> None:
         """Notes that the chief, and nobody else, has set all of a table, or of a slot of it."""
         if self._control is not None and not self._is_chief:
             table.assignments[slot] = self._servers.assignments(table.key, slot)
 
-    def traffic(self, counted):
+    def traffic(self, counted: Callable[[Table, str], int]) -> list[Traffic]:
         """List of `Traffic` of the tables.
 
         Args:

@@ -1,10 +1,19 @@
 """A table as Keras and the tape see it: a variable that is read by rows."""
 
-import tensorflow as tf
-from tensorflow.python.framework import ops
-from tensorflow.python.ops import resource_variable_ops
+from __future__ import annotations
 
-from keras_psplus.composite_variable import CompositeVariable
+from typing import TYPE_CHECKING, Any, Self
+
+import numpy as np
+import tensorflow as tf
+
+from keras_psplus.hybrid.table import Table
+from keras_psplus.tf_internals import framework_ops as ops
+from keras_psplus.tf_internals import resource_variable_ops
+from keras_psplus.tf_internals.composite_variable import CompositeVariable
+
+if TYPE_CHECKING:
+    from keras_psplus.hybrid.strategy import HybridStrategy
 
 
 class TableVariable(CompositeVariable):
@@ -18,7 +27,9 @@ class TableVariable(CompositeVariable):
         slot: 0 for the table itself, else the number of the slot.
     """
 
-    def __init__(self, table, name, trainable, strategy, slot=0):
+    def __init__(
+        self, table: Table, name: str, trainable: bool, strategy: HybridStrategy, slot: int = 0
+    ) -> None:
         self.table, self.slot, self._strategy = table, slot, strategy
         with tf.init_scope(), tf.device("/CPU:0"):
             # What the tape knows the table by.
@@ -29,18 +40,18 @@ class TableVariable(CompositeVariable):
         super().__init__(trainable, [table.rows, table.dim], tf.float32, unique_id, name)
 
     @property
-    def handle(self):
+    def handle(self) -> tf.Tensor:
         return self._proxy.handle
 
     @property
-    def device(self):
+    def device(self) -> str:
         return "/job:ps"
 
-    def numpy(self):
+    def numpy(self) -> np.ndarray:
         """The whole of it; the servers send it in parts."""
         return self.table.read(self.slot)
 
-    def value(self):
+    def value(self) -> tf.Tensor:
         if not tf.executing_eagerly():
             raise ValueError(
                 f"The table '{self.table.name}' on parameter servers cannot be read whole inside a "
@@ -50,11 +61,17 @@ class TableVariable(CompositeVariable):
             )
         return tf.constant(self.numpy())
 
-    def sparse_read(self, indices, name=None):
+    def sparse_read(self, indices: tf.Tensor, name: str | None = None) -> tf.Tensor:
         """Looks rows up: each of them comes once, and no others do."""
         return self._strategy.extended.lookup(self, indices)
 
-    def assign(self, value, use_locking=None, name=None, read_value=True):
+    def assign(
+        self,
+        value: Any,
+        use_locking: bool | None = None,
+        name: str | None = None,
+        read_value: bool = True,
+    ) -> Self:
         """Sets the whole of it; of all workers, the chief does."""
         if not tf.executing_eagerly():
             raise ValueError(
@@ -63,6 +80,7 @@ class TableVariable(CompositeVariable):
             )
         if self._strategy.is_chief:
             self.table.write(self.slot, value)
+        assert self._strategy.tables is not None
         self._strategy.tables.note_assigned(self.table, self.slot)
         self._strategy.extended.forget_ahead()
         return self
@@ -70,7 +88,7 @@ class TableVariable(CompositeVariable):
     def __repr__(self):
         return f"<TableVariable '{self.table.name}' shape={tuple(self.shape)} slot={self.slot}>"
 
-    def with_gradient(self, rows, unique, positions):
+    def with_gradient(self, rows: tf.Tensor, unique: tf.Tensor, positions: tf.Tensor) -> tf.Tensor:
         """Rows at the places of a lookup, whose gradient goes to the rows of the table.
 
         Args:

@@ -1,68 +1,51 @@
-"""The one door into Keras: what it cannot do through `tf.distribute`, for our strategies only.
+"""The one door into Keras: what is replaced there, and by which question to which engine.
 
-Each module replaces a handful of Keras's functions by ones that ask whether the strategy is one of
-this library's with several replicas, and call Keras's own otherwise. `install` checks every
-signature they rely on and names the Keras version and the symbol when one does not fit.
+`HOOKS` is the list of all replaced functions. Each module has those of one part of Keras.
+`keras-psplus doctor --hooks` prints it.
 """
 
 from keras_psplus.keras_hooks import (
-    backup,
     callbacks,
-    epochs,
-    hybrid,
-    hybrid_prefetch,
+    data,
     keras_rs,
+    layers,
     losses,
     optimizer,
-    outside_models,
-    parameter_server,
-    parameter_server_optimizer,
-    parameter_server_predict,
-    parameter_server_sync,
-    parameter_server_updates,
-    parameter_server_variables,
-    replica_context,
-    row_reads,
+    process,
     saving,
-    snapshots,
-    terminate_on_nan,
     trainer,
-    updates,
     variables,
 )
+
+HOOKS = (
+    *trainer.HOOKS,
+    *data.HOOKS,
+    *variables.HOOKS,
+    *layers.HOOKS,
+    *losses.HOOKS,
+    *optimizer.HOOKS,
+    *callbacks.HOOKS,
+    *saving.HOOKS,
+    *process.HOOKS,
+    *keras_rs.hooks(),
+)
+
 
 _installed = False
 
 
-def install():
-    """Installs all hooks, once."""
+def install() -> None:
+    """Installs all hooks, once.
+
+    Raises:
+        ImportError: If this Keras has no function that is to be replaced, or one that takes other
+            parameters. None is replaced then.
+    """
     global _installed
     if _installed:
         return
-    for module in (
-        variables,
-        losses,
-        replica_context,
-        optimizer,
-        trainer,
-        outside_models,
-        epochs,
-        updates,
-        callbacks,
-        backup,
-        saving,
-        parameter_server,
-        parameter_server_optimizer,
-        parameter_server_predict,
-        parameter_server_sync,
-        parameter_server_updates,
-        parameter_server_variables,
-        hybrid,
-        hybrid_prefetch,
-        keras_rs,
-        row_reads,
-        snapshots,
-        terminate_on_nan,
-    ):
-        module.install()
+    for hook in HOOKS:
+        hook.check_signature()
+    for hook in HOOKS:
+        hook.install()
     _installed = True

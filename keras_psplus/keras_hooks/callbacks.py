@@ -1,64 +1,104 @@
-"""Callbacks: the chief alone writes, and all workers stop together."""
+"""Callbacks: the chief alone writes, all workers stop together, and backups are of all workers."""
 
-import json
-
-from keras.src import callbacks as keras_callbacks
-from keras.src.callbacks import callback_list, model_checkpoint
-
-from keras_psplus.callbacks import CommunicationMonitor
-from keras_psplus.keras_hooks import saving, updates
-from keras_psplus.keras_hooks.ownership import distributing, ours
-from keras_psplus.keras_hooks.patching import replace
-
-_WRITE_ONLY = (
-    keras_callbacks.CSVLogger,
-    keras_callbacks.RemoteMonitor,
-    keras_callbacks.TensorBoard,
+from keras_psplus.keras_hooks.finders import of_callback, of_callbacks_model
+from keras_psplus.keras_hooks.hook import Hook
+from keras_psplus.keras_parts import (
+    backup_and_restore,
+    callback_list,
+    model_checkpoint,
+    progbar_logger,
 )
 
+_BACKUP = backup_and_restore.BackupAndRestore
+_LIST = callback_list.CallbackList
 
-def install():
-    """Installs this module's hooks."""
-    replace(callback_list.CallbackList, "set_model", ["self", "model"])(_set_model)
-    replace(callback_list.CallbackList, "on_epoch_end", ["self", "epoch", "logs"])(_on_epoch_end)
-    replace(model_checkpoint.ModelCheckpoint, "_save_model", ["self", "epoch", "batch", "logs"])(
-        _save_checkpoint
-    )
-
-
-def _strategy_of(callback):
-    return ours(getattr(callback.model, "_distribute_strategy", None))
-
-
-def _set_model(original, self, model):
-    strategy = ours(getattr(model, "_distribute_strategy", None))
-    if strategy is not None and not strategy.is_chief:
-        self.callbacks = [c for c in self.callbacks if not isinstance(c, _WRITE_ONLY)]
-    return original(self, model)
-
-
-def _on_epoch_end(original, self, epoch, logs=None):
-    original(self, epoch, logs)
-    strategy = _strategy_of(self)
-    monitors = [c for c in self.callbacks if isinstance(c, CommunicationMonitor)]
-    seconds = max((c.seconds for c in monitors if c.seconds is not None), default=None)
-    all_seconds = [seconds]
-    if strategy is not None and strategy.extended.control is not None:
-        # A callback that stops one worker only would leave the others waiting for its gradients.
-        # All workers come here, also those whose callbacks have nothing to say.
-        vote = json.dumps([bool(self.model.stop_training), seconds])
-        votes = [json.loads(v) for v in strategy.extended.control.exchange("epoch end", vote)]
-        self.model.stop_training = any(stops for stops, _ in votes)
-        all_seconds = [seconds for _, seconds in votes]
-    for monitor in monitors:
-        monitor.write(all_seconds)
-
-
-def _save_checkpoint(original, self, epoch, batch, logs):
-    strategy = _strategy_of(self)
-    updates.settle(distributing(getattr(self.model, "_distribute_strategy", None)), self.model)
-    if strategy is None or strategy.is_chief:
-        return original(self, epoch, batch, logs)
-    # It still keeps track of the best value, as on the chief.
-    with saving.suppressed.raised():
-        return original(self, epoch, batch, logs)
+HOOKS = (
+    Hook(
+        _LIST,
+        "set_model",
+        ["self", "model"],
+        of_callbacks_model,
+        "set_callbacks_model",
+        "callbacks that only write are left out on workers that are not the chief",
+    ),
+    Hook(
+        _LIST,
+        "on_train_begin",
+        ["self", "logs"],
+        of_callback,
+        "begin_training",
+        "a job resumes from its last snapshot",
+    ),
+    Hook(
+        _LIST,
+        "on_epoch_begin",
+        ["self", "epoch", "logs"],
+        of_callback,
+        "begin_epoch",
+        "a job resumes in the middle of an epoch",
+    ),
+    Hook(
+        _LIST,
+        "on_train_batch_end",
+        ["self", "batch", "logs"],
+        of_callback,
+        "end_batch",
+        "snapshots are taken every so many steps; TerminateOnNaN hears of late losses",
+    ),
+    Hook(
+        _LIST,
+        "on_epoch_end",
+        ["self", "epoch", "logs"],
+        of_callback,
+        "end_epoch",
+        "all workers stop if one does",
+    ),
+    Hook(
+        _LIST,
+        "on_train_end",
+        ["self", "logs"],
+        of_callback,
+        "end_training",
+        "snapshots are no longer needed",
+    ),
+    Hook(
+        progbar_logger.ProgbarLogger,
+        "on_epoch_end",
+        ["self", "epoch", "logs"],
+        of_callback,
+        "end_progress",
+        "the next epoch may have another number of steps",
+    ),
+    Hook(
+        model_checkpoint.ModelCheckpoint,
+        "_save_model",
+        ["self", "epoch", "batch", "logs"],
+        of_callback,
+        "save_checkpoint",
+        "the chief alone writes, once all workers have the same weights",
+    ),
+    Hook(
+        _BACKUP,
+        "_save_model",
+        ["self"],
+        of_callback,
+        "save_backup",
+        "what each worker keeps is saved as well, and a kill leaves a whole state",
+    ),
+    Hook(
+        _BACKUP,
+        "on_train_begin",
+        ["self", "logs"],
+        of_callback,
+        "restore_backup",
+        "all workers resume where the chief's files say, and none from damaged ones",
+    ),
+    Hook(
+        _BACKUP,
+        "on_train_end",
+        ["self", "logs"],
+        of_callback,
+        "end_backup",
+        "the chief alone deletes what all workers share",
+    ),
+)

@@ -1,64 +1,110 @@
-"""Keras variables and seeds under our strategies."""
+"""Keras variables: where they are made, read and changed, and the seeds of what layers draw."""
 
-import tensorflow as tf
-from keras.src.backend.tensorflow import core
-from keras.src.random import seed_generator
-
-from keras_psplus.keras_hooks.ownership import our_scope, our_step
-from keras_psplus.keras_hooks.patching import replace
-
-# Odd, so that no two replicas of any job share a seed (mod 2 ** 31).
-_SEED_STRIDE = 0x3C6EF35F
+from keras_psplus.keras_hooks.finders import of_scope, of_step, of_variable
+from keras_psplus.keras_hooks.hook import Hook
+from keras_psplus.keras_parts import Variable, numpy_module, seed_generator
 
 
-def accumulates(variable):
-    """Whether a Keras variable is a metric's state, a total over replicas."""
-    return variable.synchronization == "on_read" and variable.aggregation == "sum"
+def _of_taken(x, indices, axis=None):
+    return of_variable(x) if isinstance(x, Variable) else None
 
 
-def install():
-    """Installs this module's hooks."""
-
-    @replace(core.Variable, "_initialize", ["self", "value"])
-    def initialize(original, self, value):
-        strategy = our_scope()
-        if strategy is None:
-            return original(self, value)
-        # Metric states are made global within the step. As TensorFlow's SyncOnRead variables they
-        # would cost a collective for each read, and a chief that saves alone would wait for ever.
-        with strategy.extended.creating(self.path, accumulates(self)):
-            return original(self, value)
-
-    @replace(core.Variable, "_direct_assign", ["self", "value"])
-    def direct_assign(original, self, value):
-        step = our_step()
-        if step is not None and step.recording:
-            if accumulates(self):
-                step.record_total(self._value)
-            elif self._value.dtype.is_floating:
-                step.record(self._value)
-        return original(self, value)
-
-    for name, number in (("__float__", float), ("__int__", int)):
-        replace(core.Variable, name, ["self"])(_as_number(number))
-
-    @replace(seed_generator.SeedGenerator, "next", ["self", "ordered"])
-    def next_seed(original, self, ordered=True):
-        seed = original(self, ordered)
-        step = our_step()
-        if step is None:
-            return seed
-        # The state stays one value on all replicas, so that it can be saved and restored; what is
-        # drawn from it differs, or all replicas would drop the same units of different rows.
-        offset = step.rank * _SEED_STRIDE % (1 << 31)
-        return seed + tf.constant([offset, 0], seed.dtype) if offset else seed
-
-
-def _as_number(number):
-    def convert(original, self):
-        # TensorFlow's mirrored variables lack what callbacks do with a learning rate.
-        if isinstance(self._value, tf.distribute.DistributedValues):
-            return number(self._value.numpy())
-        return original(self)
-
-    return convert
+HOOKS = (
+    Hook(
+        Variable,
+        "__init__",
+        ["self", "initializer"],
+        of_scope,
+        "make_variable",
+        "what is read, changed or looked up later is asked of the strategy that made it",
+    ),
+    Hook(
+        Variable,
+        "_initialize",
+        ["self", "value"],
+        of_scope,
+        "initialize",
+        "totals and means are made global once a step; variables get their place",
+    ),
+    Hook(
+        Variable,
+        "_initialize_with_initializer",
+        ["self", "initializer"],
+        of_scope,
+        "initialize_with_initializer",
+        "the rows of a table are drawn by the servers that have them",
+    ),
+    Hook(
+        Variable,
+        "_direct_assign",
+        ["self", "value"],
+        of_variable,
+        "assign",
+        "what a replica changes by itself is made global; steps under way come before",
+    ),
+    Hook(
+        Variable,
+        "numpy",
+        ["self"],
+        of_variable,
+        "read",
+        "steps under way come before",
+    ),
+    Hook(
+        Variable,
+        "assign_add",
+        ["self", "value"],
+        of_variable,
+        "assign_add",
+        "Keras reads, adds and writes: another worker's update in between would be lost",
+    ),
+    Hook(
+        Variable,
+        "assign_sub",
+        ["self", "value"],
+        of_variable,
+        "assign_sub",
+        "Keras reads, subtracts and writes: another worker's update in between would be lost",
+    ),
+    Hook(
+        Variable,
+        "__float__",
+        ["self"],
+        of_variable,
+        "to_float",
+        "TensorFlow's mirrored variables lack what callbacks do with a learning rate",
+    ),
+    Hook(
+        Variable,
+        "__int__",
+        ["self"],
+        of_variable,
+        "to_int",
+        "TensorFlow's mirrored variables lack what callbacks do with a counter",
+    ),
+    Hook(
+        Variable,
+        "sparse_read",
+        ["self", "indices", "name"],
+        of_variable,
+        "read_rows",
+        "tf.gather asks for it: without it, each lookup reads the whole value",
+        is_added=True,
+    ),
+    Hook(
+        numpy_module,
+        "take",
+        ["x", "indices", "axis"],
+        _of_taken,
+        "take",
+        "Keras reads the whole value for its shape",
+    ),
+    Hook(
+        seed_generator.SeedGenerator,
+        "next",
+        ["self", "ordered"],
+        of_step,
+        "next_seed",
+        "replicas draw different numbers from one state",
+    ),
+)

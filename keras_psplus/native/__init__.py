@@ -2,6 +2,7 @@
 
 import functools
 import os
+from types import ModuleType
 
 import tensorflow as tf
 
@@ -11,7 +12,7 @@ from keras_psplus.native.compiler import BuildError, build, opened
 _VARIABLE = "KERAS_PSPLUS_NATIVE"
 
 
-def kernels():
+def kernels() -> ModuleType | None:
     """Loads the library's own kernels, which are compiled when this machine needs them first.
 
     They are for processors. `KERAS_PSPLUS_NATIVE=0` in the environment does without them.
@@ -28,7 +29,7 @@ def kernels():
     return loaded
 
 
-def state():
+def state() -> str:
     """Says in a line whether there are kernels, and compiles them if that has not been done."""
     reason = _unwanted()
     return f"not used: {reason}" if reason else _loaded()[1]

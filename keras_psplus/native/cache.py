@@ -4,12 +4,16 @@ What is loaded runs with all rights of this user. So a file counts only if nobod
 root, can have written it, and if it is whole.
 """
 
+from __future__ import annotations
+
 import contextlib
 import fcntl
 import hashlib
 import os
 import pathlib
 import stat
+from collections.abc import Callable, Iterator
+from typing import BinaryIO
 
 _FOLDER, _FILE = 0o700, 0o600
 # A pipe would wait for its other end.
@@ -25,7 +29,7 @@ class DamagedError(OSError):
     """A file is not what was written."""
 
 
-def cache_folder():
+def cache_folder() -> pathlib.Path:
     """The folder of what is compiled: `keras_psplus` in `$XDG_CACHE_HOME` or `~/.cache`.
 
     Raises:
@@ -51,7 +55,7 @@ class Folder:
         UnsafeError: If others could write to it, or replace it.
     """
 
-    def __init__(self, path, make=False):
+    def __init__(self, path: pathlib.Path, make: bool = False) -> None:
         self._path = path
         root = path.parent
         _check_above(root.parent)
@@ -63,13 +67,13 @@ class Folder:
         finally:
             os.close(above)
 
-    def __enter__(self):
+    def __enter__(self) -> Folder:
         return self
 
-    def __exit__(self, *_):
+    def __exit__(self, *_: object) -> None:
         os.close(self._fd)
 
-    def open(self, name):
+    def open(self, name: str) -> BinaryIO:
         """Opens a file to be read that only this user, or root, can have written.
 
         Raises:
@@ -86,7 +90,7 @@ class Folder:
             os.close(fd)
             raise
 
-    def open_whole(self, name):
+    def open_whole(self, name: str) -> BinaryIO:
         """Opens a file that `write_whole` has written, if it still is what it was.
 
         Raises:
@@ -108,13 +112,13 @@ class Folder:
             file.close()
             raise
 
-    def write_whole(self, name, data):
+    def write_whole(self, name: str, data: bytes) -> None:
         """Writes a file for `open_whole`."""
         line = f"{hashlib.sha256(data).hexdigest()}  {name}\n"
         self.write(_digest_name(name), line.encode())
         self.write(name, data)
 
-    def write(self, name, data):
+    def write(self, name: str, data: bytes) -> None:
         """Writes a file that this user alone can read, whole or not at all."""
         new = f"{name}.new"
         self._remove(new)
@@ -135,7 +139,7 @@ class Folder:
             os.unlink(name, dir_fd=self._fd)
 
     @contextlib.contextmanager
-    def lock(self):
+    def lock(self) -> Iterator[Callable[[], bool]]:
         """A file to be locked: yields a function that tries to, and says whether it could."""
         fd = os.open("lock", _WRITE, _FILE, dir_fd=self._fd)
         try:
@@ -153,7 +157,7 @@ class Folder:
             os.close(fd)
 
 
-def owners():
+def owners() -> set[int]:
     """Users whose files may be loaded: this one, and root."""
     return {os.geteuid(), 0}
 

@@ -35,7 +35,7 @@ class BuildError(Exception):
     """There are no kernels; the message says why."""
 
 
-def build():
+def build() -> pathlib.Path:
     """Compiles the kernels, unless that has been done before.
 
     What is compiled is kept in the user's cache, under a name that depends on the kernels, on
@@ -61,7 +61,7 @@ def build():
         raise BuildError(f"there is no folder for them: {error}; set XDG_CACHE_HOME") from error
     try:
         command = _compiler()
-        folder = root / f"{key}-{_digest([_version(*command)])}"
+        folder: pathlib.Path | None = root / f"{key}-{_digest([_version(*command)])}"
         try:
             if not _is_whole(folder):
                 _make(folder, command, flags)
@@ -73,10 +73,11 @@ def build():
         if folder is None:
             raise
         info_once("using C++ kernels of another compiler, in %s: %s", folder, error)
+    assert folder is not None
     return folder / _LIBRARY
 
 
-def opened(library):
+def opened(library: pathlib.Path) -> int:
     """Opens a library that `build` has found, and checks again what was opened.
 
     Args:

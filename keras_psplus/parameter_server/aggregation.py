@@ -1,18 +1,19 @@
-"""Adds up the gradients of a global step on the parameter servers, beside the variables.
+"""Adds up the gradients of a global step on the parameter servers that hold the variables.
 
 Whole gradients go into TensorFlow's conditional accumulators, which take in what carries the stamp
 of the present attempt at a step and drop what carries an earlier one. Rows of embeddings wait in
 queues and stay apart, as an optimizer gets them in one process.
 """
 
-from typing import Any, NamedTuple
+from collections.abc import Sequence
+from typing import NamedTuple
 
 import tensorflow as tf
 
 from keras_psplus.parameter_server.sharded import Parts, ShardedVariable
 
 
-class Sum(NamedTuple):
+class GradientSum(NamedTuple):
     """A gradient, or a shard's part of one, that is being added up.
 
     Attributes:
@@ -24,13 +25,13 @@ class Sum(NamedTuple):
     """
 
     name: str
-    target: Any
+    target: tf.Variable
     has_rows: bool
-    dtype: Any
-    index_dtype: Any
+    dtype: tf.DType
+    index_dtype: tf.DType | None
 
     @property
-    def wide(self):
+    def wide(self) -> tf.DType:
         """The type in which it is added up."""
         return tf.float64 if self.dtype == tf.float64 else tf.float32
 
@@ -51,7 +52,7 @@ class Sum(NamedTuple):
             component_types=[tf.int64, self.dtype, self.index_dtype], shared_name=self.name
         )
 
-    def add(self, gradient, stamp):
+    def add(self, gradient: tf.Tensor | tf.IndexedSlices, stamp: tf.Tensor) -> None:
         """Adds a gradient of an attempt."""
         with tf.device(self.target.device):
             if self.has_rows:
@@ -65,7 +66,9 @@ class Sum(NamedTuple):
                     gradient=tf.cast(gradient, self.wide),
                 )
 
-    def take(self, stamp, count, scale):
+    def take(
+        self, stamp: tf.Tensor, count: tf.Tensor, scale: tf.Tensor
+    ) -> tf.Tensor | tf.IndexedSlices:
         """The sum of the gradients of an attempt, all of which have been added."""
         with tf.device(self.target.device):
             if self.has_rows:
@@ -91,9 +94,9 @@ class Sum(NamedTuple):
                 )
                 # What a worker that was given up has sent since is not of this attempt.
                 is_ours = tf.cast(tf.equal(tf.ensure_shape(its_stamp, []), stamp), tf.int32)
-                kept = is_ours * tf.shape(numbers)[0]
-                values = tf.concat([values, tf.ensure_shape(more, self._row_shape)[:kept]], 0)
-                indices = tf.concat([indices, tf.ensure_shape(numbers, [None])[:kept]], 0)
+                rows = is_ours * tf.shape(numbers)[0]
+                values = tf.concat([values, tf.ensure_shape(more, self._row_shape)[:rows]], 0)
+                indices = tf.concat([indices, tf.ensure_shape(numbers, [None])[:rows]], 0)
             return found + is_ours, values, indices
 
         _, values, indices = tf.while_loop(
@@ -116,7 +119,7 @@ class Sum(NamedTuple):
             tf.constant(self.target.shape.as_list(), indices.dtype),
         )
 
-    def discard(self, stamp):
+    def discard(self, stamp: tf.Tensor) -> None:
         """Forgets what was added, and takes in from now on what has the stamp or a later one."""
         with tf.device(self.target.device):
             if self.has_rows:
@@ -153,7 +156,11 @@ class Sum(NamedTuple):
         tf.while_loop(lambda left: left > 0, take_one, [size])
 
 
-def add(pairs, stamp, prefix):
+def add(
+    pairs: Sequence[tuple[tf.Tensor | tf.IndexedSlices | Parts | None, tf.Variable]],
+    stamp: tf.Tensor,
+    prefix: str,
+) -> list[Sequence[GradientSum] | None]:
     """Adds gradients that have been brought to their variables' servers.
 
     Args:
@@ -163,9 +170,9 @@ def add(pairs, stamp, prefix):
         prefix: Of the resources' names.
 
     Returns:
-        For each pair a list of one `Sum`, the `Parts` of a sharded variable, or None.
+        For each pair a list of one `GradientSum`, the `Parts` of a sharded variable, or None.
     """
-    sums = []
+    sums: list[Sequence[GradientSum] | None] = []
     for gradient, variable in pairs:
         if gradient is None:
             sums.append(None)
@@ -179,7 +186,7 @@ def add(pairs, stamp, prefix):
             if has_rows:
                 # A queue's types are fixed; the next batches may be looked up by other integers.
                 kind = f"rows/{part.dtype.name}/{part.indices.dtype.name}"
-            one = Sum(
+            one = GradientSum(
                 f"{prefix}/{variable._unique_id}/{i}/{kind}",
                 target,
                 has_rows,
@@ -192,7 +199,12 @@ def add(pairs, stamp, prefix):
     return sums
 
 
-def take(sums, stamp, count, scale):
+def take(
+    sums: Sequence[Sequence[GradientSum] | None],
+    stamp: tf.Tensor,
+    count: tf.Tensor,
+    scale: tf.Tensor,
+) -> list[tf.Tensor | tf.IndexedSlices | Parts | None]:
     """The sums of an attempt's gradients, on their variables' servers.
 
     Args:
@@ -204,7 +216,7 @@ def take(sums, stamp, count, scale):
     Returns:
         List of tensors, `tf.IndexedSlices`, `Parts` of these, or None.
     """
-    gradients = []
+    gradients: list[tf.Tensor | tf.IndexedSlices | Parts | None] = []
     for of_shards in sums:
         if of_shards is None:
             gradients.append(None)
@@ -214,7 +226,7 @@ def take(sums, stamp, count, scale):
     return gradients
 
 
-def discard(sums, stamp):
+def discard(sums: Sequence[Sequence[GradientSum] | None], stamp: tf.Tensor) -> None:
     """Forgets the gradients of attempts before a stamp."""
     for of_shards in sums:
         for one in of_shards or ():

@@ -1,7 +1,14 @@
-"""Which compressor a variable's gradients and its values travel by."""
+"""Which compressor a variable's gradients and its values are sent by."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
 
 from keras_psplus import compression
-from keras_psplus.compression import ByVariable, methods
+from keras_psplus.compression import ByVariable, Compressor, methods
+
+if TYPE_CHECKING:
+    import tensorflow as tf
 
 _FOR_VALUES = (
     'None, "bf16", "fp16", "int8", `Cast`, `Int8`, a `ByVariable` or dict of these, or a '
@@ -20,7 +27,11 @@ class Compressors:
         ValueError: If one of them is unknown, or cannot do what it is asked for.
     """
 
-    def __init__(self, push, pull):
+    def __init__(
+        self,
+        push: Compressor | str | dict[Any, Any] | None,
+        pull: Compressor | str | dict[Any, Any] | None,
+    ) -> None:
         push = compression.get(push)
         for compressor in methods.each(push):
             _check_that_it_encodes("compression", compressor)
@@ -35,11 +46,11 @@ class Compressors:
             pull = ByVariable({}, default=pull)
         self._pull = pull
 
-    def of_gradient(self, variable):
+    def of_gradient(self, variable: tf.Variable) -> Compressor | None:
         """The compressor of a variable's gradient, with error feedback if it needs it, or None."""
         return _chosen(self._push, variable)
 
-    def of_value(self, variable):
+    def of_value(self, variable: tf.Variable) -> Compressor | None:
         """The compressor that a worker reads a variable through, or None.
 
         Only what was made to be trained is read so. Other variables are optimizers' own, or, as
@@ -55,7 +66,7 @@ class Compressors:
         return compressor
 
 
-def path_of(variable):
+def path_of(variable: tf.Variable) -> str:
     """A variable's path as Keras has it, such as `"sequential/dense/kernel"`."""
     return getattr(variable, "keras_path", None) or variable.name.split(":")[0]
 

@@ -1,26 +1,33 @@
 """`ParameterServerStrategy`'s implementation half: where variables live and how they change."""
 
+from __future__ import annotations
+
 import collections
 import contextlib
 import threading
+from collections.abc import Iterator, Sequence
+from typing import TYPE_CHECKING, Any
 
 import tensorflow as tf
-from tensorflow.python.distribute import distribute_lib, sharded_variable
-from tensorflow.python.distribute import parameter_server_strategy_v2 as stock
-from tensorflow.python.framework import ops
-from tensorflow.python.ops import resource_variable_ops
 
 from keras_psplus.parameter_server import shard_sizes
-from keras_psplus.parameter_server.pulls import PulledVariable, beside
+from keras_psplus.parameter_server.pulls import PulledVariable, updating_on_server
 from keras_psplus.parameter_server.pushes import Pushes
 from keras_psplus.parameter_server.sharded import ShardedVariable, shard_of
-from keras_psplus.parameter_server.worker_function import TravellingVariable
+from keras_psplus.parameter_server.worker_function import ClosureVariable
 from keras_psplus.parameter_server.worker_state import WorkerStates
+from keras_psplus.tf_internals import distribute_lib, resource_variable_ops, sharded_variable
+from keras_psplus.tf_internals import framework_ops as ops
+from keras_psplus.tf_internals import parameter_server_strategy_v2 as stock
+
+if TYPE_CHECKING:
+    from keras_psplus.parameter_server.compressors import Compressors
+    from keras_psplus.parameter_server.strategy import ParameterServerStrategy
 
 _CHIEF = "/job:chief/replica:0/task:0/device:CPU:0"
 
 
-def gpus_per_worker(devices, num_workers):
+def gpus_per_worker(devices: Sequence[str], num_workers: int) -> int:
     """The number of GPUs that each worker has, 0 or 1.
 
     Args:
@@ -31,14 +38,14 @@ def gpus_per_worker(devices, num_workers):
         ValueError: If workers have unequal numbers of GPUs, or more than one.
     """
     of_workers = [tf.DeviceSpec.from_string(name) for name in devices]
-    counts = collections.Counter(spec.task for spec in of_workers if spec.job == "worker")
+    counts: Any = collections.Counter(spec.task for spec in of_workers if spec.job == "worker")
     counts = [counts[i] for i in range(num_workers)]
     if max(counts) > 1 or min(counts) != max(counts):
-        told = ", ".join(f"worker-{i}: {n}" for i, n in enumerate(counts))
+        listed = ", ".join(f"worker-{i}: {n}" for i, n in enumerate(counts))
         raise ValueError(
             "ParameterServerStrategy trains one replica on each worker, on a GPU in all of them "
             "or in none: set CUDA_VISIBLE_DEVICES of each worker to one GPU, or to nothing. "
-            f"Received: GPUs of {told}"
+            f"Received: GPUs of {listed}"
         )
     return counts[0]
 
@@ -47,8 +54,13 @@ class ParameterServerExtended(stock.ParameterServerStrategyV2Extended):
     """Additional APIs of `keras_psplus.ParameterServerStrategy`."""
 
     def __init__(
-        self, strategy, cluster_resolver, variable_partitioner, compressors, keeps_whole=True
-    ):
+        self,
+        strategy: ParameterServerStrategy,
+        cluster_resolver: tf.distribute.cluster_resolver.ClusterResolver,
+        variable_partitioner: tf.distribute.experimental.partitioners.Partitioner | None,
+        compressors: Compressors,
+        keeps_whole: bool = True,
+    ) -> None:
         super().__init__(strategy, cluster_resolver, variable_partitioner)
         self._keeps_whole = keeps_whole
         self._creating = threading.local()
@@ -64,37 +76,39 @@ class ParameterServerExtended(stock.ParameterServerStrategyV2Extended):
         self._num_gpus_per_worker = gpus_per_worker(names, self._num_workers)
 
     @property
-    def bytes_on_ps(self):
+    def bytes_on_ps(self) -> list[int]:
         """Bytes of variables on each parameter server, in order."""
         return list(self._bytes_on_ps)
 
     @property
-    def compressors(self):
+    def compressors(self) -> Compressors:
         """The compressors of gradients and values."""
         return self._compressors
 
     @property
-    def worker_states(self):
+    def worker_states(self) -> WorkerStates:
         """What compressors keep on the workers."""
         return self._worker_states
 
     @property
-    def pushes(self):
+    def pushes(self) -> Pushes:
         """What sends gradients to the parameter servers."""
         return self._pushes
 
-    def has_made(self, variable):
+    def has_made(self, variable: tf.Variable) -> bool:
         """Whether a variable is one of this strategy's."""
-        return isinstance(variable, TravellingVariable) or "/job:ps/" in (variable.device or "")
+        return isinstance(variable, ClosureVariable) or "/job:ps/" in (variable.device or "")
 
     @contextlib.contextmanager
-    def creating(self, name, kind, shape=None):
+    def creating(
+        self, name: str, kind: str | None, shape: tf.TensorShape | Sequence[int] | None = None
+    ) -> Iterator[None]:
         """Context for creating a Keras variable.
 
         Args:
             name: Full path of the variable.
-            kind: What it is, if it lives on the chief and travels with the steps, as for
-                `TravellingVariable`; else None.
+            kind: What it is, if it lives on the chief and goes with the closures, as for
+                `ClosureVariable`; else None.
             shape: Its shape, if it is known.
         """
         outer = getattr(self._creating, "value", None)
@@ -139,10 +153,10 @@ class ParameterServerExtended(stock.ParameterServerStrategyV2Extended):
                 ops.colocate_with(None, ignore_existing=True),
                 ops.device(_CHIEF),
             ):
-                return TravellingVariable(next_creator(**kwargs), kind)
+                return ClosureVariable(next_creator(**kwargs), kind)
         whole = kwargs.get("colocate_with")
         if isinstance(whole, ShardedVariable):
-            return self._create_beside_shards(next_creator, whole, **kwargs)
+            return self._create_colocated_with_shards(next_creator, whole, **kwargs)
         offsets = self._offsets_if_large(shape, kwargs)
         if offsets is not None and len(offsets) > 2:
             return self._create_in_shards(next_creator, offsets, **kwargs)
@@ -187,8 +201,8 @@ class ParameterServerExtended(stock.ParameterServerStrategyV2Extended):
             )
         return ShardedVariable(sharded_variable.ShardedVariable(parts))
 
-    def _create_beside_shards(self, next_creator, whole, **kwargs):
-        """Makes an optimizer's slot in shards, each beside the variable's shard."""
+    def _create_colocated_with_shards(self, next_creator, whole, **kwargs):
+        """Makes an optimizer's slot in shards, each on the server of the variable's shard."""
         kwargs.pop("colocate_with")
         initial_value = kwargs.pop("initial_value")
         value = initial_value() if callable(initial_value) else initial_value
@@ -229,12 +243,12 @@ class ParameterServerExtended(stock.ParameterServerStrategyV2Extended):
 
     def _update(self, var, fn, args, kwargs, group):
         if not isinstance(var, ShardedVariable):
-            with beside(var):
+            with updating_on_server(var):
                 return super()._update(var, fn, args, kwargs, group)
         split = [var.split(arg) for arg in args]
         for i in range(len(var.shards)):
             # Every variable that the update touches shows its i-th shard meanwhile.
-            with shard_of(i), beside(var):
+            with shard_of(i), updating_on_server(var):
                 super()._update(var, fn, tuple(part[i] for part in split), kwargs, group)
         return None
 

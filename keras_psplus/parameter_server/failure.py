@@ -1,21 +1,24 @@
 """What the chief says when a parameter server or all workers are gone."""
 
-import atexit
+from __future__ import annotations
+
 import contextlib
-import os
 import re
 import socket
-import sys
 import time
+from collections.abc import Iterator, Sequence
+from typing import TYPE_CHECKING
 
 import tensorflow as tf
 
-from keras_psplus import tracebacks
 from keras_psplus.cluster.config import split_address
+from keras_psplus.core import job_failure
 from keras_psplus.log import logger
 
+if TYPE_CHECKING:
+    from keras_psplus.parameter_server.strategy import ParameterServerStrategy
+
 _CONNECT_SECONDS = 2.0
-_has_failed = False
 
 
 class ParameterServerLostError(RuntimeError):
@@ -23,7 +26,7 @@ class ParameterServerLostError(RuntimeError):
 
 
 @contextlib.contextmanager
-def explained(strategy):
+def translate_errors(strategy: ParameterServerStrategy) -> Iterator[None]:
     """Names the parameter server when TensorFlow fails for want of one."""
     try:
         yield
@@ -33,19 +36,13 @@ def explained(strategy):
             raise
         index = int(found.group(1))
         addresses = strategy.cluster_resolver.cluster_spec().as_dict()["ps"]
-        _mark_failed()
+        job_failure.note()
         raise ParameterServerLostError(
             f"ps-{index} ({addresses[index]}) stopped answering; the variables that it held are "
             "lost. Look into that task's log, then start the whole job again: with the "
             "BackupAndRestore callback training resumes where the last backup was made. "
-            f"Received: {_telling_line(error)}"
+            f"Received: {job_failure.relevant_line(error)}"
         ) from error
-
-
-def _telling_line(error):
-    lines = [line.strip() for line in str(error).splitlines() if line.strip()]
-    telling = [line for line in lines if re.search(r"refused|reset|closed|UNAVAILABLE|abort", line)]
-    return (telling or lines)[0][:300]
 
 
 class WorkersLostError(RuntimeError):
@@ -60,11 +57,11 @@ class WorkerWatch:
         timeout: Seconds to wait for one to come back.
     """
 
-    def __init__(self, addresses, timeout):
+    def __init__(self, addresses: Sequence[str], timeout: float) -> None:
         self._addresses, self._timeout = addresses, timeout
-        self._gone_since = None
+        self._gone_since: float | None = None
 
-    def check(self):
+    def check_workers(self) -> None:
         """Raises WorkersLostError once no worker has been reachable for the timeout."""
         if any(_reachable(address) for address in self._addresses):
             self._gone_since = None
@@ -73,7 +70,7 @@ class WorkerWatch:
         self._gone_since = self._gone_since or now
         named = ", ".join(f"worker-{i} ({a})" for i, a in enumerate(self._addresses))
         if now - self._gone_since > self._timeout:
-            _mark_failed()
+            job_failure.note()
             raise WorkersLostError(
                 f"None of the workers has been reachable for {self._timeout:.0f} s: {named}. Look "
                 "into their logs and start them again; a job whose chief still runs takes up its "
@@ -84,27 +81,6 @@ class WorkerWatch:
             named,
             self._timeout - (now - self._gone_since),
         )
-
-
-def watch():
-    """Ends this process without TensorFlow's own end if a part of the cluster was lost."""
-    tracebacks.install()
-    atexit.register(_leave)
-
-
-def _mark_failed():
-    global _has_failed
-    _has_failed = True
-
-
-def _leave():
-    if not _has_failed:
-        return
-    # TensorFlow would talk to the lost tasks once more about all that it had there, and may wait.
-    logger.error("the chief ends with exit code 1, because the job has failed")
-    sys.stdout.flush()
-    sys.stderr.flush()
-    os._exit(1)
 
 
 def _reachable(address):

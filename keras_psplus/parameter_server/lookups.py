@@ -1,11 +1,19 @@
 """Lookups of rows: each row that a batch needs comes once, and the rest of the table stays."""
 
+from collections.abc import Callable
+from typing import Any
+
 import tensorflow as tf
-from tensorflow.python.eager import record
-from tensorflow.python.ops import resource_variable_ops
+
+from keras_psplus.tf_internals import record, resource_variable_ops
 
 
-def lookup(variable, shape, indices, read_rows):
+def lookup(
+    variable: tf.Variable,
+    shape: tf.TensorShape,
+    indices: Any,
+    read_rows: Callable[[tf.Tensor], tf.Tensor],
+) -> tf.Tensor:
     """Gathers rows of a variable.
 
     Args:
@@ -28,7 +36,7 @@ def lookup(variable, shape, indices, read_rows):
 
     def backward(gradient):
         # Repeated rows stay apart, as Keras's optimizers get them in one process; see
-        # `repeated_rows`, which may sum them before they are sent.
+        # `duplicate_rows`, which may sum them before they are sent.
         values = tf.reshape(gradient, [-1, *row_shape.as_list()])
         whole = tf.constant(shape.as_list(), tf.int64)
         return [tf.IndexedSlices(values, tf.reshape(indices, [-1]), whole)]

@@ -1,9 +1,13 @@
 """What decides when workers' steps wait for one another: `mode` and what goes with it."""
 
-from typing import Any, NamedTuple
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, NamedTuple
 
 from keras_psplus.arguments import MOST, shown
-from keras_psplus.updates import Accumulate, LocalSGD
+
+if TYPE_CHECKING:
+    from keras_psplus.updates import Updates
 
 
 class Mode(NamedTuple):
@@ -17,9 +21,9 @@ class Mode(NamedTuple):
 
     is_sync: bool
     backup_workers: int
-    max_staleness: Any
+    max_staleness: int | None
 
-    def check_workers(self, num_workers):
+    def check_workers(self, num_workers: int) -> None:
         """Raises ValueError if there are not more workers than backup workers."""
         if self.backup_workers >= num_workers:
             raise ValueError(
@@ -29,7 +33,7 @@ class Mode(NamedTuple):
             )
 
 
-def check(mode, backup_workers, max_staleness):
+def check_mode(mode: str, backup_workers: int, max_staleness: int | None) -> Mode:
     """Checks a strategy's arguments.
 
     Args:
@@ -44,7 +48,7 @@ def check(mode, backup_workers, max_staleness):
         ValueError: If one of them is out of its range, or has no meaning in this mode.
     """
     if not isinstance(mode, str) or mode not in ("async", "sync"):
-        raise ValueError(f'`mode` must be "async" or "sync". Received: mode={mode!r}')
+        raise ValueError(f'`mode` must be "async" or "sync". Received: mode={shown(mode)}')
     if not _is_count(backup_workers):
         raise ValueError(
             "`backup_workers` must be an integer from 0 to one less than the number of workers. "
@@ -59,18 +63,18 @@ def check(mode, backup_workers, max_staleness):
         raise ValueError(
             "`backup_workers` has a meaning in synchronous training only, where a step waits for "
             'gradients: pass `mode="sync"`, or 0. '
-            f"Received: backup_workers={backup_workers!r}, mode={mode!r}"
+            f"Received: backup_workers={backup_workers!r}, mode={shown(mode)}"
         )
     if max_staleness is not None and mode != "async":
         raise ValueError(
             "`max_staleness` has a meaning in asynchronous training only: synchronous steps are "
             'never stale. Pass `mode="async"`, or None. '
-            f"Received: max_staleness={max_staleness!r}, mode={mode!r}"
+            f"Received: max_staleness={max_staleness!r}, mode={shown(mode)}"
         )
     return Mode(mode == "sync", backup_workers, max_staleness)
 
 
-def check_updates(updates, mode):
+def check_updates(updates: Updates | None, mode: Mode) -> Updates | None:
     """Checks that a way of updating has a meaning.
 
     Args:
@@ -85,7 +89,7 @@ def check_updates(updates, mode):
     """
     if updates is None:
         return None
-    if not isinstance(updates, (Accumulate, LocalSGD)):
+    if not updates.on_parameter_servers:
         raise ValueError(
             "Under parameter servers, `updates` must be `keras_psplus.updates.Accumulate(steps)`, "
             "`LocalSGD(every)`, or None: workers come one by one, so there is no mean of theirs "

@@ -8,20 +8,27 @@ trained may come compressed; whatever changes a variable runs on its server and 
 value.
 """
 
+from __future__ import annotations
+
 import contextlib
 import threading
+from collections.abc import Container, Iterable, Sequence
+from typing import TYPE_CHECKING, Any
 
 import tensorflow as tf
-from tensorflow.python.eager import record
-from tensorflow.python.framework import auto_control_deps_utils as resource_inputs
-from tensorflow.python.framework import func_graph, ops
-from tensorflow.python.ops import control_flow_v2_func_graphs as control_flow
-from tensorflow.python.ops import resource_variable_ops
 
-from keras_psplus.parameter_server import local_copies, reads, tally
-from keras_psplus.parameter_server.crossing import SMALL_BYTES
+from keras_psplus.core.thread_flag import ThreadFlag
+from keras_psplus.parameter_server import local_copies, reads, traffic
 from keras_psplus.parameter_server.lookups import lookup
-from keras_psplus.thread_flag import ThreadFlag
+from keras_psplus.parameter_server.transfer import SMALL_BYTES
+from keras_psplus.tf_internals import auto_control_deps_utils as resource_inputs
+from keras_psplus.tf_internals import control_flow_func_graphs as control_flow
+from keras_psplus.tf_internals import framework_ops as ops
+from keras_psplus.tf_internals import func_graph, record, resource_variable_ops
+
+if TYPE_CHECKING:
+    from keras_psplus.compression import Compressor
+    from keras_psplus.parameter_server.compressors import Compressors
 
 _LOOPS = (control_flow.WhileBodyFuncGraph, control_flow.WhileCondFuncGraph)
 _local = threading.local()
@@ -29,7 +36,7 @@ _local = threading.local()
 exact = ThreadFlag()
 
 
-def current():
+def current_pulls() -> Pulls | None:
     """The pulls of the worker function that this thread is tracing, or None."""
     return getattr(_local, "pulls", None)
 
@@ -43,28 +50,35 @@ class Pulls:
         compressors: Optional `Compressors`.
     """
 
-    def __init__(self, together=(), stay=(), compressors=None):
+    def __init__(
+        self,
+        together: Iterable[tf.Variable] = (),
+        stay: Container[int] = (),
+        compressors: Compressors | None = None,
+    ) -> None:
         self._stay = stay
         self._compressors = compressors
-        self._values = {}
-        self._readers = {}
-        self._written = set()
-        self._seen = {}
-        self._read_ahead = []
-        self._groups = {}
+        self._values: dict[tuple[int, int, bool], tf.Tensor] = {}
+        self._readers: dict[int, set[int]] = {}
+        self._written: set[tuple[int, int]] = set()
+        self._seen: dict[int, tuple[tf.Graph | None, int]] = {}
+        self._read_ahead: list[tuple[tf.Variable, list[tf.Tensor], tf.Graph]] = []
+        self._groups: dict[tuple[str, tf.DType], list[tf.Variable]] = {}
         for variable in together:
             if isinstance(variable, PulledVariable) and size_in_bytes(variable) <= SMALL_BYTES:
                 group = self._groups.setdefault((variable.device, variable.dtype), [])
                 group.append(variable)
 
-    def __enter__(self):
-        self._outer, _local.pulls = current(), self
+    def __enter__(self) -> Pulls:
+        self._outer, _local.pulls = current_pulls(), self
         return self
 
-    def __exit__(self, *exc):
+    def __exit__(self, *exc: object) -> None:
         _local.pulls = self._outer
 
-    def value(self, variable, parts, needs_function=False):
+    def value(
+        self, variable: tf.Variable, parts: Sequence[tf.Variable], needs_function: bool = False
+    ) -> tf.Tensor:
         """A variable's value as of now, on the worker.
 
         Args:
@@ -85,7 +99,7 @@ class Pulls:
         )
         return value
 
-    def compressor_of(self, variable):
+    def compressor_of(self, variable: tf.Variable) -> Compressor | None:
         """The compressor that a variable is read through here, or None."""
         if self._compressors is None or exact:
             return None
@@ -134,8 +148,8 @@ class Pulls:
             for other, value in zip(wanted, values):
                 self._keep(home, other, parts if other is variable else [other], value)
             value = self._values[self._key(home, variable)]
-            if tally.current() is not None and variable.trainable:
-                tally.current().waits.note_pull(value)
+            if traffic.current_counter() is not None and variable.trainable:
+                traffic.current_counter().timer.note_pull(value)
         return value
 
     def _key(self, graph, variable):
@@ -161,7 +175,7 @@ class Pulls:
         if stale:
             self._values = {key: v for key, v in self._values.items() if key[1] not in stale}
 
-    def written_in_loops(self):
+    def written_in_loops(self) -> set[int]:
         """Ids of variables that were read ahead of a loop which turned out to write to them."""
         written = {}
         for _, _, loop in self._read_ahead:
@@ -178,19 +192,19 @@ class PulledVariable(resource_variable_ops.ResourceVariable):
     """A whole variable on a parameter server, whose reads in a worker function are shared."""
 
     @property
-    def handle(self):
+    def handle(self) -> tf.Tensor:
         copy = local_copies.handle_of(self)
         return self._handle if copy is None else copy
 
     def _read_variable_op(self, no_copy=False):
-        pulls = current()
-        if pulls is None or _is_updating_beside(self):
+        pulls = current_pulls()
+        if pulls is None or _is_updating_on_server(self):
             return super()._read_variable_op(no_copy)
         return pulls.value(self, [self])
 
-    def sparse_read(self, indices, name=None):
-        pulls = current()
-        if pulls is None or _is_updating_beside(self) or is_in_inner_function():
+    def sparse_read(self, indices: Any, name: str | None = None) -> tf.Tensor:
+        pulls = current_pulls()
+        if pulls is None or _is_updating_on_server(self) or is_in_inner_function():
             return super().sparse_read(indices, name)
         compressor = pulls.compressor_of(self)
         key = reads.key_of(self, compressor)
@@ -199,29 +213,29 @@ class PulledVariable(resource_variable_ops.ResourceVariable):
         )
 
 
-def size_in_bytes(variable):
+def size_in_bytes(variable: tf.Variable) -> int:
     """Bytes of a variable's value."""
     return variable.shape.num_elements() * variable.dtype.size
 
 
-class beside:
+class updating_on_server:
     """Context of an update that runs on a variable's own server."""
 
-    def __init__(self, variable):
+    def __init__(self, variable: tf.Variable) -> None:
         self._device = variable.device
 
-    def __enter__(self):
-        self._outer, _local.beside = getattr(_local, "beside", None), self._device
+    def __enter__(self) -> None:
+        self._outer, _local.server = getattr(_local, "server", None), self._device
 
-    def __exit__(self, *exc):
-        _local.beside = self._outer
-
-
-def _is_updating_beside(variable):
-    return getattr(_local, "beside", None) == variable.device
+    def __exit__(self, *exc: object) -> None:
+        _local.server = self._outer
 
 
-def is_in_inner_function():
+def _is_updating_on_server(variable):
+    return getattr(_local, "server", None) == variable.device
+
+
+def is_in_inner_function() -> bool:
     """Whether the function that is being traced is called by another one."""
     function = _graphs_outwards()[-1]
     return isinstance(function, func_graph.FuncGraph) and isinstance(

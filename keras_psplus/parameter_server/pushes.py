@@ -4,16 +4,25 @@ A gradient is encoded on the worker and decoded on its variable's server, or, sh
 shards' servers: nothing but the payload crosses.
 """
 
+from __future__ import annotations
+
 import weakref
-from typing import Any, NamedTuple
+from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING, NamedTuple
 
 import tensorflow as tf
 
-from keras_psplus import repeated_rows
 from keras_psplus.compression import Compressor
-from keras_psplus.parameter_server import crossing, tally
+from keras_psplus.core import duplicate_rows
+from keras_psplus.parameter_server import traffic, transfer
 from keras_psplus.parameter_server.compressors import path_of
 from keras_psplus.parameter_server.sharded import Parts, ShardedVariable
+
+if TYPE_CHECKING:
+    import keras
+
+    from keras_psplus.parameter_server.compressors import Compressors
+    from keras_psplus.parameter_server.worker_state import WorkerStates
 
 
 class _Piece(NamedTuple):
@@ -27,9 +36,9 @@ class _Piece(NamedTuple):
     """
 
     device: str
-    logical: Any
-    sent: list
-    decode: Any
+    logical: int | tf.Tensor
+    sent: list[tf.Tensor]
+    decode: Callable[[list[tf.Tensor]], tf.Tensor | tf.IndexedSlices]
 
 
 class Pushes:
@@ -40,11 +49,20 @@ class Pushes:
         states: `WorkerStates` for what they keep.
     """
 
-    def __init__(self, compressors, states):
+    def __init__(self, compressors: Compressors, states: WorkerStates) -> None:
         self._compressors, self._states = compressors, states
-        self._known = weakref.WeakKeyDictionary()
+        self._known: weakref.WeakKeyDictionary[keras.optimizers.Optimizer, dict[str, list[str]]] = (
+            weakref.WeakKeyDictionary()
+        )
 
-    def send(self, gradients, variables, step, owner, compressed=True):
+    def send(
+        self,
+        gradients: Sequence[tf.Tensor | tf.IndexedSlices | None],
+        variables: Sequence[tf.Variable],
+        step: Callable[[], tf.Tensor],
+        owner: keras.optimizers.Optimizer,
+        compressed: bool = True,
+    ) -> list[tuple[tf.Tensor | tf.IndexedSlices | Parts | None, tf.Variable]]:
         """Sends gradients to their variables' servers.
 
         Args:
@@ -55,13 +73,13 @@ class Pushes:
             compressed: Whether compressors are used.
 
         Returns:
-            List of pairs of a gradient, ready for an update beside its variable, and the variable.
-            Those that are not sent at all are missing.
+            List of pairs of a gradient, on its variable's server, and the variable. Those that are
+            not sent at all are missing.
         """
         names = [self._name(owner, variable) for variable in variables]
         # The worker's own reading on both sides: other workers go on meanwhile.
         number = _Once(lambda: tf.cast(step(), tf.int64))
-        gradients = [repeated_rows.summed_for(owner, gradient) for gradient in gradients]
+        gradients = [duplicate_rows.summed_for(owner, gradient) for gradient in gradients]
         pushes = []
         for gradient, variable, name in zip(gradients, variables, names):
             compressor = self._compressors.of_gradient(variable) if compressed else None
@@ -91,7 +109,7 @@ class Pushes:
         pieces = [piece for _, _, parts in pushes for piece in parts or ()]
         tensors = [tensor for piece in pieces for tensor in piece.sent]
         devices = [piece.device for piece in pieces for _ in piece.sent]
-        arrived = iter(crossing.send(tensors, devices))
+        arrived = iter(transfer.send_coalesced(tensors, devices))
         pairs = []
         for variable, key, parts in pushes:
             if parts is None:
@@ -99,7 +117,7 @@ class Pushes:
                 continue
             decoded = []
             for piece in parts:
-                tally.count(key, piece.logical, tally.size_in_bytes(piece.sent))
+                traffic.count(key, piece.logical, traffic.size_in_bytes(piece.sent))
                 own = [next(arrived) for _ in piece.sent]
                 with tf.device(piece.device):
                     decoded.append(piece.decode(own))
@@ -149,7 +167,7 @@ class Pushes:
                 decoded, indices, tf.constant(target.shape.as_list(), indices.dtype)
             )
 
-        logical = tally.size_in_bytes([values, gradient.indices])
+        logical = traffic.size_in_bytes([values, gradient.indices])
         return _Piece(target.device, logical, [*payload, gradient.indices], decode)
 
 
@@ -173,4 +191,4 @@ def _keep_alone(gradient, key):
     leaves = tf.nest.flatten(gradient, expand_composites=True)
     with tf.control_dependencies(leaves):
         nothing = tf.zeros([], tf.float64)
-    tally.count(key, tally.size_in_bytes(leaves), nothing)
+    traffic.count(key, traffic.size_in_bytes(leaves), nothing)

@@ -1,36 +1,41 @@
 """Reads variables of parameter servers: as they are, or encoded there and decoded on the worker."""
 
-import tensorflow as tf
-from tensorflow.python.framework import ops
+from collections.abc import Sequence
 
-from keras_psplus.parameter_server import crossing, local_copies, tally
+import tensorflow as tf
+
+from keras_psplus.compression import Compressor
+from keras_psplus.parameter_server import local_copies, traffic, transfer
 from keras_psplus.parameter_server.compressors import path_of
+from keras_psplus.tf_internals import framework_ops as ops
 
 # Reads belong to no step of an optimizer; evaluation has none.
 _STEP = 0
 
 
-def raw_read(variable):
+def raw_read(variable: tf.Variable) -> tf.Tensor:
     """Reads a whole variable, unknown to the tape."""
     value = tf.raw_ops.ReadVariableOp(resource=variable.handle, dtype=variable.dtype)
     value.set_shape(variable.shape)
     return value
 
 
-def raw_gather(variable, rows):
+def raw_gather(variable: tf.Variable, rows: tf.Tensor) -> tf.Tensor:
     """Gathers rows of a whole variable, unknown to the tape."""
     return tf.raw_ops.ResourceGather(
         resource=variable.handle, indices=rows, dtype=variable.dtype, validate_indices=True
     )
 
 
-def read(parts, compressor, key):
+def read(
+    parts: Sequence[tf.Variable], compressor: Compressor | None, key: tuple[str, str, str | None]
+) -> tf.Tensor:
     """Brings a variable's value to the worker.
 
     Args:
         parts: The variable's shards, or itself.
         compressor: `Compressor` or None.
-        key: What the tally counts it as.
+        key: What the traffic counter counts it as.
 
     Returns:
         The value.
@@ -42,13 +47,17 @@ def read(parts, compressor, key):
     return values[0] if len(parts) == 1 else tf.concat(values, 0)
 
 
-def read_together(variables, compressors, keys):
+def read_together(
+    variables: Sequence[tf.Variable],
+    compressors: Sequence[Compressor | None],
+    keys: Sequence[tuple[str, str, str | None]],
+) -> list[tf.Tensor]:
     """Brings the values of small variables of one server to the worker in one message.
 
     Args:
         variables: List of whole variables.
         compressors: List of their `Compressor`s or None.
-        keys: List of what the tally counts them as.
+        keys: List of what the traffic counter counts them as.
 
     Returns:
         List of the values.
@@ -56,19 +65,24 @@ def read_together(variables, compressors, keys):
     payloads = [_encode(*one) for one in zip(variables, compressors, keys)]
     tensors = [tensor for payload in payloads for tensor in payload]
     with ops.device(variables[0].device):
-        arrived = iter(crossing.send(tensors, [None] * len(tensors)))
+        arrived = iter(transfer.send_coalesced(tensors, [None] * len(tensors)))
     own = [[next(arrived) for _ in payload] for payload in payloads]
     return [_decode(*one) for one in zip(own, variables, compressors)]
 
 
-def gather(variable, rows, compressor, key):
+def gather(
+    variable: tf.Variable,
+    rows: tf.Tensor,
+    compressor: Compressor | None,
+    key: tuple[str, str, str | None],
+) -> tf.Tensor:
     """Brings rows of a whole variable, or of a shard, to the worker.
 
     Args:
         variable: The variable.
         rows: Vector of row numbers, on the worker.
         compressor: `Compressor` or None.
-        key: What the tally counts it as.
+        key: What the traffic counter counts it as.
 
     Returns:
         The rows.
@@ -84,12 +98,12 @@ def gather(variable, rows, compressor, key):
     # With what is asked for.
     count, asked = tf.size(rows, tf.int64), rows.dtype.size
     if local_copies.handle_of(variable) is None:
-        tally.count(key, count * (row_bytes + asked), count * (compressed + asked))
+        traffic.count(key, count * (row_bytes + asked), count * (compressed + asked))
     return values
 
 
-def key_of(variable, compressor):
-    """What a tally counts the reads of a variable as."""
+def key_of(variable: tf.Variable, compressor: Compressor | None) -> tuple[str, str, str | None]:
+    """What a traffic counter counts the reads of a variable as."""
     return path_of(variable), "pull", None if compressor is None else repr(compressor)
 
 
@@ -106,7 +120,9 @@ def _encode(variable, compressor, key):
                 )
             payload, _ = compressor.encode(value, state, _STEP)
     if local_copies.handle_of(variable) is None:
-        tally.count(key, tally.size_in_bytes([value]), tally.size_in_bytes(payload), payload[0])
+        traffic.count(
+            key, traffic.size_in_bytes([value]), traffic.size_in_bytes(payload), payload[0]
+        )
     return payload
 
 

@@ -1,8 +1,8 @@
 """Operations that the chief runs on a worker, outside of any step."""
 
 import tensorflow as tf
-from tensorflow.python.distribute.coordinator import cluster_coordinator
-from tensorflow.python.eager import context, executor
+
+from keras_psplus.tf_internals import cluster_coordinator, context, executor
 
 
 class on_worker:
@@ -13,24 +13,24 @@ class on_worker:
         device: Its device; None leaves that to TensorFlow, as steps do.
     """
 
-    def __init__(self, index, device="CPU:0"):
+    def __init__(self, index: int, device: str | None = "CPU:0") -> None:
         task = f"/job:worker/replica:0/task:{index}"
         self._device = tf.device(f"{task}/device:{device}" if device else task)
         self._executor = executor.new_executor(enable_async=False)
 
-    def __enter__(self):
+    def __enter__(self) -> None:
         self._scope = context.executor_scope(self._executor)
         self._scope.__enter__()
         self._device.__enter__()
 
-    def __exit__(self, *exc):
+    def __exit__(self, *exc: object) -> None:
         self._device.__exit__(*exc)
         self._scope.__exit__(*exc)
         # The end of data is an error to the executor, which would raise it once more.
         self._executor.clear_error()
 
 
-def is_of_worker(error):
+def is_of_worker(error: BaseException) -> bool:
     """Whether an error says that a worker is not there, or is not the one that it was."""
     if not isinstance(error, tf.errors.OpError):
         return False

@@ -5,16 +5,24 @@ free and gives it to another if the worker dies. A few are kept under way for ev
 results are taken as they come, so that a slow worker holds up nobody.
 """
 
+from __future__ import annotations
+
 import collections
 import threading
 import time
 import weakref
+from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING, Any
 
 import tensorflow as tf
-from tensorflow.python.distribute.coordinator import cluster_coordinator, values
 
 from keras_psplus.log import logger
 from keras_psplus.parameter_server import step_errors
+from keras_psplus.tf_internals import cluster_coordinator
+from keras_psplus.tf_internals import coordinator_values as values
+
+if TYPE_CHECKING:
+    from keras_psplus.parameter_server.worker_data import Ticket, WorkerIterator
 
 _STEPS_PER_WORKER = 2
 _LOOK_FOR_ERRORS_SECONDS = 0.5
@@ -35,29 +43,45 @@ class Scheduler:
         on_worker_lost: None, or a function that is called with the number of a worker that is lost.
     """
 
-    def __init__(self, coordinator, num_workers, check_workers, on_worker_back=None):
+    on_worker_lost: Callable[[int], None] | None
+
+    def __init__(
+        self,
+        coordinator: tf.distribute.coordinator.ClusterCoordinator,
+        num_workers: int,
+        check_workers: Callable[[], None],
+        on_worker_back: Callable[[str], None] | None = None,
+    ) -> None:
         self._on_worker_back, self.on_worker_lost = on_worker_back, None
         self._coordinator = coordinator
         self._window = _STEPS_PER_WORKER * num_workers
         self._check_workers = check_workers
         self._changed = threading.Condition()
-        self._under_way = {}  # by the result's id: the result and its closure
-        self._failed_workers = set()
+        # By the result's id: the result and its closure.
+        self._under_way: dict[int, tuple[Any, Closure]] = {}
+        self._failed_workers: set[int] = set()
         self._last_result = time.monotonic()
 
     @property
     def _queue(self):
         return self._coordinator._cluster.closure_queue
 
-    def take(self, iterator, count):
+    def take(self, iterator: WorkerIterator, count: int) -> Ticket | None:
         """Takes batches from an iterator that workers read for; None at the end of its data."""
-        return iterator.take(count, self._loads, self._check)
+        return iterator.take(count, self._loads, self._check_for_errors)
 
     def _loads(self):
         tickets = [closure.ticket for closure in self.closures]
         return collections.Counter(ticket.home for ticket in tickets if ticket)
 
-    def submit(self, function, args, on_done, about, ticket=None):
+    def submit(
+        self,
+        function: Callable[..., Any],
+        args: tuple[Any, ...],
+        on_done: Callable[[Any, int], None],
+        about: str,
+        ticket: Ticket | None = None,
+    ) -> tf.distribute.coordinator.RemoteValue:
         """Schedules a function once fewer than the window's steps are under way.
 
         Args:
@@ -77,16 +101,22 @@ class Scheduler:
         return self.start(closure, on_done, about, None if ticket is None else ticket.home)
 
     @property
-    def workers(self):
+    def workers(self) -> Sequence[Any]:
         """TensorFlow's `Worker`s."""
         return self._coordinator._cluster.workers
 
     @property
-    def cancellation_manager(self):
+    def cancellation_manager(self) -> Any:
         """What closures are cancelled by."""
         return self._queue._cancellation_mgr
 
-    def start(self, closure, on_done, about, home=None):
+    def start(
+        self,
+        closure: Closure,
+        on_done: Callable[[Any, int], None],
+        about: str,
+        home: int | None = None,
+    ) -> tf.distribute.coordinator.RemoteValue:
         """Schedules a closure at once.
 
         Args:
@@ -109,7 +139,7 @@ class Scheduler:
         self._queue.put(closure, tag=None if home in self._failed_workers else home)
         return result
 
-    def withdraw(self, closures):
+    def withdraw(self, closures: Sequence[Closure]) -> None:
         """Takes back the closures that no worker is at work on."""
         lost = set()
         with self._queue._queue_lock, self._changed:
@@ -127,7 +157,7 @@ class Scheduler:
             logger.warning("worker-%d was lost; other workers take its steps", worker)
             self._note_loss(worker)
 
-    def note_start(self, closure, worker):
+    def note_start(self, closure: Closure, worker: int) -> None:
         """Notes that a worker begins with a closure; it may not be the first one that tries."""
         if closure.tag is not None:
             # TensorFlow counts untagged closures only.
@@ -176,29 +206,29 @@ class Scheduler:
                 self._last_result = time.monotonic()
                 self._changed.notify_all()
 
-    def wait_for(self, condition):
+    def wait_for(self, condition: Callable[[], bool]) -> None:
         """Waits until a condition holds that results bring about; raises a worker's error."""
         self._wait_until(condition)
         if not condition():
             self.join()
 
     @property
-    def lost_workers(self):
+    def lost_workers(self) -> set[int]:
         """Numbers of the workers that were lost and have not taken a step since."""
         return set(self._failed_workers)
 
     @property
-    def closures(self):
+    def closures(self) -> list[Closure]:
         """The closures under way."""
         with self._changed:
             return [closure for _, closure in self._under_way.values()]
 
     @property
-    def is_busy(self):
+    def is_busy(self) -> bool:
         """Whether steps are under way."""
         return bool(self._under_way)
 
-    def join(self):
+    def join(self) -> None:
         """Waits for all steps; raises a worker's error."""
         self._wait_until(lambda: not self._under_way)
         try:
@@ -210,7 +240,7 @@ class Scheduler:
                 self._under_way.clear()
             raise
 
-    def _check(self):
+    def _check_for_errors(self):
         """Raises a worker's error, or that of having no workers."""
         if self._queue._error is not None:
             self.join()
@@ -250,18 +280,27 @@ class Coordinator(cluster_coordinator.ClusterCoordinator):
 class Closure(cluster_coordinator.Closure):
     """A closure that says when its result has been fetched, and what it was about."""
 
+    about: str
+    scheduler: Any
+    ticket: Ticket | None
+    tried_on: int | None
+    started: float | None
+
     about, scheduler, ticket = "", None, None
     after_loss = "its update may be applied twice"
     tried_on, started = None, None
 
-    def __init__(self, function, cancellation_manager, args):
-        # TensorFlow would work out the outputs' types anew for each closure.
-        self._args, self._kwargs = args, {}
+    def __init__(
+        self, function: Callable[..., Any], cancellation_manager: Any, args: tuple[Any, ...]
+    ) -> None:
+        # TensorFlow would work out the outputs' types again for each closure.
+        self._args = args
+        self._kwargs: dict[str, Any] = {}
         self._function = cancellation_manager.get_cancelable_function(function)
         self._output_type_spec = None
-        self._output_remote_value_ref = None
+        self._output_remote_value_ref: weakref.ref[_Result] | None = None
 
-    def execute_on(self, worker):
+    def execute_on(self, worker: Any) -> None:
         index = worker.worker_index
         self.scheduler.note_start(self, index)
         try:
@@ -271,13 +310,15 @@ class Closure(cluster_coordinator.Closure):
         except tf.errors.OpError as error:
             if not step_errors.is_of_step(error):
                 raise
-            raise step_errors.explained(error, f"worker-{index}", self.about) from None
+            raise step_errors.translate_error(error, f"worker-{index}", self.about) from None
 
-    def run_on(self, worker):
+    def run_on(self, worker: Any) -> None:
         """Runs the function and sets the result."""
         super().execute_on(worker)
 
-    def build_result(self, on_fetched, on_done):
+    def build_result(
+        self, on_fetched: Callable[..., None], on_done: Callable[[Any, int], None]
+    ) -> _Result:
         result = _Result(None, self._output_type_spec)
         result.on_fetched = lambda: on_fetched(result, on_done, self.tried_on)
         self._output_remote_value_ref = weakref.ref(result)
@@ -285,18 +326,18 @@ class Closure(cluster_coordinator.Closure):
 
 
 class _Result(values.RemoteValueImpl):
-    on_fetched = None
+    on_fetched: Callable[[], None] | None = None
 
     def get(self):
         fetched = super().get()
-        self._say()
+        self._notify()
         return fetched
 
     def _set_error(self, error):
         super()._set_error(error)
-        self._say()
+        self._notify()
 
-    def _say(self):
+    def _notify(self):
         on_fetched, self.on_fetched = self.on_fetched, None
         if on_fetched is not None:
             on_fetched()

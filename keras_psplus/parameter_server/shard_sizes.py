@@ -3,6 +3,8 @@
 A larger shard could be trained by rows, but neither be read as a whole nor saved.
 """
 
+from collections.abc import Sequence
+
 import tensorflow as tf
 
 # Above this, a variable is made here and not by TensorFlow, which would send it whole.
@@ -11,12 +13,14 @@ LARGE_BYTES = 1 << 30
 MOST_BYTES = (1 << 31) - (1 << 20)
 
 
-def size_of(shape, dtype):
+def size_of(shape: tf.TensorShape | Sequence[int], dtype: tf.DType | str) -> int:
     """Bytes of a variable."""
     return tf.TensorShape(shape).num_elements() * tf.as_dtype(dtype).size
 
 
-def offsets_of(shape, dtype, shards, keeps_whole):
+def offsets_of(
+    shape: tf.TensorShape | Sequence[int], dtype: tf.DType | str, shards: int, keeps_whole: bool
+) -> list[int]:
     """The first rows of a large variable's shards.
 
     Args:

@@ -2,23 +2,25 @@
 
 TensorFlow's own `ShardedVariable` is a list of variables to Keras 3: it has no handle for the tape,
 and an optimizer cannot make slots for it. This one is a single variable to both; the rows that a
-lookup needs are gathered on their servers, and an update runs on each shard beside it.
+lookup needs are gathered on their servers, and an update runs on each shard's server.
 """
 
 import contextlib
 import threading
+from collections.abc import Iterator
+from typing import Any
 
 import tensorflow as tf
 
-from keras_psplus.composite_variable import CompositeVariable
 from keras_psplus.parameter_server import pulls, reads
 from keras_psplus.parameter_server.lookups import lookup
+from keras_psplus.tf_internals.composite_variable import CompositeVariable
 
 _local = threading.local()
 
 
 @contextlib.contextmanager
-def shard_of(index):
+def shard_of(index: int) -> Iterator[None]:
     """Context in which sharded variables are their `index`-th shard, for updating by shards."""
     outer = getattr(_local, "index", None)
     _local.index = index
@@ -39,7 +41,7 @@ class ShardedVariable(CompositeVariable):
         sharded: TensorFlow's `ShardedVariable` that holds the parts.
     """
 
-    def __init__(self, sharded):
+    def __init__(self, sharded: Any) -> None:
         self._sharded = sharded
         self.shards = sharded.variables
         self.offsets = [offset[0] for offset in sharded._var_offsets]
@@ -61,26 +63,26 @@ class ShardedVariable(CompositeVariable):
         return self.shards[getattr(_local, "index", None) or 0]
 
     @property
-    def handle(self):
+    def handle(self) -> tf.Tensor:
         # What the tape knows the variable by.
         return self._shard_or_first().handle
 
     @property
-    def device(self):
+    def device(self) -> str:
         return self._shard_or_first().device
 
     @property
-    def shape(self):
+    def shape(self) -> tf.TensorShape:
         shard = self._shard()
         return self._whole_shape if shard is None else shard.shape
 
-    def value(self):
+    def value(self) -> tf.Tensor:
         """The whole value, or the shard's inside `shard_of`."""
         shard = self._shard()
         if shard is not None:
             return shard.value()
         self._refuse_inner_functions()
-        pulled = pulls.current() or pulls.Pulls()
+        pulled = pulls.current_pulls() or pulls.Pulls()
         # The tape knows the first handle only: a conditional's or a loop's gradient goes to what
         # its body captures, which has to be the value and not the shards' handles.
         return pulled.value(self, self.shards, needs_function=True)
@@ -95,7 +97,7 @@ class ShardedVariable(CompositeVariable):
                 f"whole. Received: {self._handle_name}, shape={self._whole_shape}"
             )
 
-    def sparse_read(self, indices, name=None):
+    def sparse_read(self, indices: Any, name: str | None = None) -> tf.Tensor:
         """Gathers rows on the servers that have them; repeated rows are sent once."""
         shard = self._shard()
         if shard is not None:
@@ -106,7 +108,7 @@ class ShardedVariable(CompositeVariable):
     def _rows(self, unique):
         of_shards, owners = self._sharded._decompose_indices(unique)
         places = tf.dynamic_partition(tf.range(tf.size(unique)), owners, len(self.shards))
-        pulled = pulls.current()
+        pulled = pulls.current_pulls()
         compressor = None if pulled is None else pulled.compressor_of(self)
         key = reads.key_of(self, compressor)
         rows = [
@@ -123,13 +125,31 @@ class ShardedVariable(CompositeVariable):
             getattr(part, method)(value[first : first + part.shape[0]])
         return self
 
-    def assign(self, value, use_locking=None, name=None, read_value=True):
+    def assign(
+        self,
+        value: Any,
+        use_locking: bool | None = None,
+        name: str | None = None,
+        read_value: bool = True,
+    ) -> Any:
         return self._write("assign", value)
 
-    def assign_add(self, delta, use_locking=None, name=None, read_value=True):
+    def assign_add(
+        self,
+        delta: Any,
+        use_locking: bool | None = None,
+        name: str | None = None,
+        read_value: bool = True,
+    ) -> Any:
         return self._write("assign_add", delta)
 
-    def assign_sub(self, delta, use_locking=None, name=None, read_value=True):
+    def assign_sub(
+        self,
+        delta: Any,
+        use_locking: bool | None = None,
+        name: str | None = None,
+        read_value: bool = True,
+    ) -> Any:
         return self._write("assign_sub", delta)
 
     def _scatter(self, method, slices):
@@ -140,19 +160,25 @@ class ShardedVariable(CompositeVariable):
             getattr(part, method)(own)
         return self
 
-    def scatter_add(self, sparse_delta, use_locking=False, name=None):
+    def scatter_add(
+        self, sparse_delta: tf.IndexedSlices, use_locking: bool = False, name: str | None = None
+    ) -> Any:
         return self._scatter("scatter_add", sparse_delta)
 
-    def scatter_sub(self, sparse_delta, use_locking=False, name=None):
+    def scatter_sub(
+        self, sparse_delta: tf.IndexedSlices, use_locking: bool = False, name: str | None = None
+    ) -> Any:
         return self._scatter("scatter_sub", sparse_delta)
 
-    def scatter_update(self, sparse_delta, use_locking=False, name=None):
+    def scatter_update(
+        self, sparse_delta: tf.IndexedSlices, use_locking: bool = False, name: str | None = None
+    ) -> Any:
         return self._scatter("scatter_update", sparse_delta)
 
     def __repr__(self):
         return f"<ShardedVariable shape={self._whole_shape} shards={len(self.shards)}>"
 
-    def split(self, argument):
+    def split(self, argument: Any) -> list[Any]:
         """An update's argument (a gradient, a scalar, ...) as a list with one for each shard."""
         if isinstance(argument, Parts):
             return list(argument)

@@ -4,11 +4,18 @@ The chief gives each step to a worker that may begin with it. Workers do not wai
 beyond that: a step reads whatever updates have been made.
 """
 
+from __future__ import annotations
+
 import functools
 import threading
+from collections.abc import Iterable, Sequence
+from typing import TYPE_CHECKING, Any
 
 from keras_psplus.parameter_server.scheduler import Closure
 from keras_psplus.parameter_server.steps import StepRunner
+
+if TYPE_CHECKING:
+    from keras_psplus.parameter_server.worker_data import Ticket
 
 _STEPS_PER_WORKER = 2
 
@@ -22,14 +29,14 @@ class Clocks:
             it gets another.
     """
 
-    def __init__(self, num_workers, bound):
+    def __init__(self, num_workers: int, bound: int) -> None:
         self._bound = bound
         self._lock = threading.Lock()
         self._given = [0] * num_workers
         self._done = [0] * num_workers
         self._live = set(range(num_workers))
 
-    def watch(self, workers):
+    def watch(self, workers: Iterable[Any]) -> None:
         """Learns of losses and recoveries from TensorFlow's `Worker`s.
 
         A worker that is lost holds up nobody, and one that comes back is where the slowest is.
@@ -42,12 +49,12 @@ class Clocks:
                 noted = functools.partial(_noted, note, worker.worker_index, getattr(worker, name))
                 setattr(worker, name, noted)
 
-    def lose(self, worker):
+    def lose(self, worker: int) -> None:
         """Notes that a worker is lost."""
         with self._lock:
             self._live.discard(worker)
 
-    def welcome(self, worker):
+    def welcome(self, worker: int) -> None:
         """Notes that a worker is back."""
         with self._lock:
             behind = self._slowest() - self._done[worker] if self._live else 0
@@ -69,30 +76,30 @@ class Clocks:
         return min(free, key=lambda w: (waiting[w], self._given[w]), default=None)
 
     @property
-    def is_free(self):
+    def is_free(self) -> bool:
         """Whether a worker may be given a step."""
         with self._lock:
             return self._next() is not None
 
-    def give(self):
+    def give(self) -> int:
         """Gives a step to the worker that has least to do; returns its number."""
         with self._lock:
             worker = self._next()
             self._given[worker] += 1
             return worker
 
-    def settle(self):
+    def settle(self) -> None:
         """Forgets steps that were given and will not be done, as an error has ended training."""
         with self._lock:
             self._given = list(self._done)
 
-    def move(self, giver, taker):
+    def move(self, giver: int, taker: int) -> None:
         """Notes that a worker takes a lost one's step."""
         with self._lock:
             self._given[giver] -= 1
             self._given[taker] += 1
 
-    def finish(self, worker):
+    def finish(self, worker: int) -> None:
         """Notes that a worker has done a step."""
         with self._lock:
             self._done[worker] += 1
@@ -101,7 +108,9 @@ class Clocks:
 class BoundedRunner(StepRunner):
     """Sends train steps to the workers that may begin with one, each by itself."""
 
-    def submit(self, batches, element_spec=None, ticket=None):
+    def submit(
+        self, batches: Sequence[Any], element_spec: Any = None, ticket: Ticket | None = None
+    ) -> None:
         for batch in batches:
             super().submit([batch], element_spec)
 

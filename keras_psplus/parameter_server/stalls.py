@@ -1,12 +1,20 @@
 """What the chief waits for: closures that workers do not bring back, and other answers."""
 
+from __future__ import annotations
+
 import functools
+from collections.abc import Mapping, Sequence
+from typing import TYPE_CHECKING, Any
 
 from keras_psplus.cluster import stalls
-from keras_psplus.cluster.stalls import Wait
+from keras_psplus.cluster.stalls import PendingWait
+
+if TYPE_CHECKING:
+    from keras_psplus.cluster.progress import Progress
+    from keras_psplus.parameter_server.scheduler import Scheduler
 
 
-class Waits:
+class StallProbe:
     """What `stalls.Inspector` looks at, on the chief.
 
     Args:
@@ -15,17 +23,19 @@ class Waits:
         spec: Dict from jobs to lists of addresses.
     """
 
-    def __init__(self, scheduler, progress, spec):
+    def __init__(
+        self, scheduler: Scheduler, progress: Progress, spec: Mapping[str, Sequence[str]]
+    ) -> None:
         self._scheduler, self._progress = scheduler, progress
         self._workers, self._servers = (
             {f"{job}-{i}": address for i, address in enumerate(spec[job])}
             for job in ("worker", "ps")
         )
 
-    def look(self):
+    def look(self) -> dict[Any, PendingWait]:
         """What is waited for just now."""
-        waits = {
-            (id(closure), closure.started): Wait(
+        waits: dict[Any, PendingWait] = {
+            (id(closure), closure.started): PendingWait(
                 f"chief-0 at {closure.about}",
                 functools.partial(self._of_closure, f"worker-{closure.tried_on}"),
                 closure.started,
@@ -36,11 +46,11 @@ class Waits:
         at = self._progress.at
         if at is not None and not waits:
             # Its own calls wait for answers, too, also for those to what it has sent before.
-            waits[self._progress.entered] = Wait(f"chief-0 at {at}", self._of_call)
+            waits[self._progress.entered] = PendingWait(f"chief-0 at {at}", self._of_call)
         return waits
 
     def _of_closure(self, worker):
-        silent = stalls.silent({worker: self._workers[worker], **self._servers})
+        silent = stalls.unresponsive_tasks({worker: self._workers[worker], **self._servers})
         if worker in silent:
             missing = f"{worker} (no answer; end its process, and another takes the closure)"
         elif silent:
@@ -50,6 +60,6 @@ class Waits:
         return f"the closure; not arrived: {missing}"
 
     def _of_call(self):
-        silent = stalls.silent({**self._workers, **self._servers})
+        silent = stalls.unresponsive_tasks({**self._workers, **self._servers})
         missing = ", ".join(f"{name} (no answer)" for name in silent)
         return f"an answer; not arrived: {missing or 'none; it may still trace, or wait for data'}"

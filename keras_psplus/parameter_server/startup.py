@@ -5,7 +5,7 @@ import os
 from keras_psplus.cluster import config, serve
 
 
-def read_task():
+def read_task() -> config.TaskConfig:
     """Reads `TF_CONFIG`; raises `ClusterConfigError` if it is not a cluster of this kind."""
     task = config.read_task_config()
     if task is None:
@@ -23,6 +23,6 @@ def read_task():
     return task
 
 
-def serve_and_exit(task, startup_timeout):
+def serve_and_exit(task: config.TaskConfig, startup_timeout: float) -> None:
     """Serves until the chief has ended, and ends the process."""
     serve.end_process_after(lambda: serve.serve(task, startup_timeout=startup_timeout))

@@ -1,19 +1,25 @@
 """What compressors keep on the workers, in files: one for each worker and step of training."""
 
+from __future__ import annotations
+
 import io
 import json
 import os
 import re
+from typing import TYPE_CHECKING
 
 import numpy as np
 import tensorflow as tf
 
 from keras_psplus.log import logger
 
+if TYPE_CHECKING:
+    from keras_psplus.parameter_server.worker_state import WorkerStates
+
 _FILE = re.compile(r"^compression_worker_(\d+)_step_(\d+)\.npz$")
 
 
-def save(states, num_workers, folder, step):
+def save(states: WorkerStates, num_workers: int, folder: str | os.PathLike[str], step: int) -> None:
     """Writes the states of all workers that can be reached.
 
     Files of earlier steps are removed, but for the last: the model that goes with these may never
@@ -37,7 +43,9 @@ def save(states, num_workers, folder, step):
             tf.io.gfile.remove(os.path.join(folder, name))
 
 
-def write(states, num_workers, folder, step):
+def write(
+    states: WorkerStates, num_workers: int, folder: str | os.PathLike[str], step: int
+) -> tuple[list[str], list[int]]:
     """Writes the states of all workers that can be reached, and removes nothing.
 
     Args:
@@ -61,19 +69,21 @@ def write(states, num_workers, folder, step):
     return names, unreachable
 
 
-def warn_unreachable(worker):
+def warn_unreachable(worker: int) -> None:
     """Says that a worker's state is not saved."""
     logger.warning(
         "worker-%d cannot be reached: what it has left out of its gradients is not saved", worker
     )
 
 
-def steps(folder):
+def steps(folder: str | os.PathLike[str]) -> dict[str, int]:
     """Dict from the names of a folder's files to their steps."""
     return {name: step for name, _, step in _files(folder)}
 
 
-def restore(states, num_workers, folder, step):
+def restore(
+    states: WorkerStates, num_workers: int, folder: str | os.PathLike[str], step: int
+) -> bool:
     """Gives the workers what `save` has written.
 
     Args:
@@ -118,10 +128,10 @@ def _write(path, arrays):
     forms = [[name, list(array.shape), array.dtype.name] for name, array in arrays.items()]
     content = io.BytesIO()
     np.savez(content, forms=np.frombuffer(json.dumps(forms).encode(), np.uint8), **octets)
-    beside = path + ".tmp"
-    with tf.io.gfile.GFile(beside, "wb") as file:
+    temporary = path + ".tmp"
+    with tf.io.gfile.GFile(temporary, "wb") as file:
         file.write(content.getvalue())
-    tf.io.gfile.rename(beside, path, overwrite=True)
+    tf.io.gfile.rename(temporary, path, overwrite=True)
 
 
 def _read(path):

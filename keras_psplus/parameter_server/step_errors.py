@@ -8,8 +8,8 @@ its log.
 import re
 
 import tensorflow as tf
-from tensorflow.python.distribute.coordinator import cluster_coordinator
 
+from keras_psplus.tf_internals import cluster_coordinator
 from keras_psplus.tracebacks import is_library
 
 _OF_STEPS = (
@@ -22,11 +22,11 @@ _OF_STEPS = (
 _FRAME = re.compile(r'^ *(File "(.*)", line \d+, in .*)$', re.MULTILINE)
 
 
-class _Explained:
+class _TranslatedError:
     """Marks errors that need no further word in TensorFlow's log."""
 
 
-def is_of_step(error):
+def is_of_step(error: BaseException) -> bool:
     """Whether an error comes from what a step computes, not from the cluster."""
     return (
         isinstance(error, _OF_STEPS)
@@ -36,7 +36,7 @@ def is_of_step(error):
     )
 
 
-def explained(error, task, about):
+def translate_error(error: tf.errors.OpError, task: str, about: str) -> tf.errors.OpError:
     """The error of a step, in few words.
 
     Args:
@@ -61,7 +61,7 @@ def explained(error, task, about):
         f"Training has stopped. Received: {about}",
     ]
     kind = type(error)
-    marked = type(kind.__name__, (kind, _Explained), {"__module__": kind.__module__})
+    marked = type(kind.__name__, (kind, _TranslatedError), {"__module__": kind.__module__})
     return marked(None, None, "\n".join(lines))
 
 
@@ -69,12 +69,12 @@ def _without_counts(text):
     return re.sub(r"^\s*(\d+ root error\(s\) found\.\s*\(0\)\s*)?([A-Z_]+:)?\s*", "", text)
 
 
-def _is_news(record):
+def _is_unreported(record):
     arguments = record.args if isinstance(record.args, tuple) else ()
-    if any(isinstance(argument, _Explained) for argument in arguments):
+    if any(isinstance(argument, _TranslatedError) for argument in arguments):
         return False
     # Steps that were under way are cancelled.
     return "derived error is ignored and not reported" not in str(record.msg)
 
 
-tf.get_logger().addFilter(_is_news)
+tf.get_logger().addFilter(_is_unreported)

@@ -1,38 +1,44 @@
 """The functions that workers run, traced once for each form of the batches."""
 
+from __future__ import annotations
+
 import contextlib
-from typing import Any, NamedTuple
+from collections.abc import Callable, Iterable, Sequence
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 import tensorflow as tf
 
 from keras_psplus.parameter_server.pulls import Pulls
-from keras_psplus.parameter_server.tally import Summary, Tally
-from keras_psplus.parameter_server.worker_function import Trace
+from keras_psplus.parameter_server.traffic import TrafficCounter, TrafficSummary
+from keras_psplus.parameter_server.worker_function import ClosureVariable, Trace
+
+if TYPE_CHECKING:
+    from keras_psplus.parameter_server.strategy import ParameterServerStrategy
 
 
 class StepFunction(NamedTuple):
     """A worker function for batches of one form.
 
     Attributes:
-        concrete: The concrete function, of the travelling variables' values and the batches.
-        variables: The travelling variables, in order.
+        concrete: The concrete function, of the closure variables' values and the batches.
+        variables: The closure variables, in order.
         overwritten: Those of them that are given values instead of being added to.
         notes: What `collect` noted while the function was traced.
-        costs: What a call costs, a `tally.Summary`.
-        share: What the context of tracing was, or None.
+        costs: What a call costs, a `traffic.TrafficSummary`.
+        replica_step: What the context of tracing was, or None.
         origin: The function that it is traced from; TensorFlow holds it weakly.
     """
 
-    concrete: Any
-    variables: list
-    overwritten: list
+    concrete: tf.types.experimental.ConcreteFunction
+    variables: list[ClosureVariable]
+    overwritten: list[ClosureVariable]
     notes: Any
-    costs: Summary
-    share: Any
+    costs: TrafficSummary
+    replica_step: Any
     origin: Any
 
-    def split(self, vector):
+    def split(self, vector: np.ndarray | tf.Tensor) -> list[np.ndarray]:
         """Splits the vector of a call into what `collect` made of it and what it counted."""
         vector = np.asarray(vector)
         return np.split(vector, [len(vector) - self.costs.size])
@@ -48,16 +54,25 @@ class StepFunctions:
             vector and a structure of tensors, which the worker function returns, and notes about
             them.
         weights: Function that returns variables which steps may be expected to read.
-        share: Optional function of the vector that carries the travelling variables' values; makes
-            the context, a `Share`, in which steps are traced.
+        replica_step: Optional function of the vector that carries the closure variables' values;
+            makes the context, a `WorkerReplicaStep`, in which steps are traced.
     """
 
-    def __init__(self, strategy, step, collect, weights, share=None):
+    def __init__(
+        self,
+        strategy: ParameterServerStrategy,
+        step: Callable[..., Any],
+        collect: Callable[[Trace, list[Any]], tuple[tf.Tensor, Any, Any]],
+        weights: Callable[[], Iterable[tf.Variable]],
+        replica_step: Callable[[tf.Tensor], Any] | None = None,
+    ) -> None:
         self._strategy, self._step, self._collect = strategy, step, collect
-        self._weights, self._share = weights, share or _without_share
-        self._functions = {}
+        self._weights, self._make_replica_step = weights, replica_step or _no_replica_step
+        self._functions: dict[str, StepFunction] = {}
 
-    def __call__(self, batches, element_spec=None, join=True):
+    def __call__(
+        self, batches: Sequence[Any], element_spec: Any = None, join: bool = True
+    ) -> tuple[StepFunction, Any]:
         """The function for some batches.
 
         Args:
@@ -66,7 +81,7 @@ class StepFunctions:
             join: Whether the batches may be put together, to be sent in fewer messages.
 
         Returns:
-            The `StepFunction`, and its argument besides the travelling values.
+            The `StepFunction`, and its argument besides the closure variables' values.
         """
         batch_spec = element_spec or tf.nest.map_structure(_with_any_batch_size, batches[0])
         payload, spec = batches, [batch_spec] * len(batches)
@@ -82,17 +97,17 @@ class StepFunctions:
 
         def worker_function(initial, payload):
             with (
-                self._share(initial) as share,
+                self._make_replica_step(initial) as replica_step,
                 Trace(initial) as trace,
-                Tally() as tally,
+                TrafficCounter() as counter,
                 Pulls(self._weights(), stay, self._strategy.extended.compressors) as pulls,
             ):
                 batches = _separate(payload, batch_spec)
                 results = [self._strategy.run(self._step, args=(batch,)) for batch in batches]
                 vector, outputs, notes[:] = self._collect(trace, results)
                 # In the same tensor: each would cost a message of its own.
-                vector = tf.concat([vector, tally.counts([vector, outputs])], 0)
-            traced[:] = tally, share
+                vector = tf.concat([vector, counter.counts([vector, outputs])], 0)
+            traced[:] = counter, replica_step
             variables[:], overwritten[:] = trace.variables, trace.overwritten()
             written_in_loops.update(pulls.written_in_loops())
             return vector, outputs
@@ -104,13 +119,15 @@ class StepFunctions:
             with self._strategy.scope():
                 concrete = function.get_concrete_function(tf.TensorSpec([None], tf.float64), spec)
             if written_in_loops <= stay:
-                tally, share = traced
-                costs = tally.summary(concrete.graph)
-                return StepFunction(concrete, variables, overwritten, notes, costs, share, function)
+                counter, replica_step = traced
+                costs = counter.summary(concrete.graph)
+                return StepFunction(
+                    concrete, variables, overwritten, notes, costs, replica_step, function
+                )
             stay |= written_in_loops
 
 
-def _without_share(initial):
+def _no_replica_step(initial):
     return contextlib.nullcontext()
 
 

@@ -1,13 +1,21 @@
 """Runs a model's steps on the workers and keeps the chief's totals of what they return."""
 
+from __future__ import annotations
+
 import threading
+from collections.abc import Callable, Iterable, Sequence
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import tensorflow as tf
 
 from keras_psplus.log import warn_once
 from keras_psplus.parameter_server.step_functions import StepFunctions
-from keras_psplus.parameter_server.worker_function import pack, unpack
+from keras_psplus.parameter_server.worker_function import ClosureVariable, Trace, pack, unpack
+
+if TYPE_CHECKING:
+    from keras_psplus.parameter_server.strategy import ParameterServerStrategy
+    from keras_psplus.parameter_server.worker_data import Ticket
 
 
 class StepRunner:
@@ -19,10 +27,15 @@ class StepRunner:
         weights: Function that returns variables which steps may be expected to read.
     """
 
-    def __init__(self, strategy, step, weights):
+    def __init__(
+        self,
+        strategy: ParameterServerStrategy,
+        step: Callable[..., Any],
+        weights: Callable[[], Iterable[tf.Variable]],
+    ) -> None:
         self._strategy = strategy
-        self._functions = StepFunctions(
-            strategy, step, strategy.updating.with_held(changes_and_logs), weights
+        self._functions: Any = StepFunctions(
+            strategy, step, strategy.updating.with_pending(changes_and_logs), weights
         )
         self._lock = threading.Lock()
         self._sent = 0
@@ -34,7 +47,9 @@ class StepRunner:
         self._steps, self._draws = 0, None
         self._logs = None
 
-    def submit(self, batches, element_spec=None, ticket=None):
+    def submit(
+        self, batches: Sequence[Any], element_spec: Any = None, ticket: Ticket | None = None
+    ) -> None:
         """Sends one closure with a step for each batch; waits if enough are under way.
 
         Args:
@@ -87,28 +102,28 @@ class StepRunner:
             self._strategy.scheduler.join()
 
     @property
-    def logs(self):
+    def logs(self) -> dict[str, Any]:
         """The logs of the step that came back last, of totals over all workers."""
         with self._lock:
             return dict(self._logs or {})
 
-    def take_bad_loss(self):
+    def take_bad_loss(self) -> float | None:
         """A loss among the logs of the steps since the last call that is not finite, or None."""
         with self._lock:
             bad_loss, self._bad_loss = self._bad_loss, None
             return bad_loss
 
     @property
-    def is_open(self):
+    def is_open(self) -> bool:
         """Whether steps have been sent since the last `close`."""
         return self._totals is not None
 
     @property
-    def variables(self):
-        """The travelling variables that the steps use."""
+    def variables(self) -> list[ClosureVariable]:
+        """The closure variables that the steps use."""
         return list(self._variables or [])
 
-    def join(self):
+    def join(self) -> None:
         """Waits for all steps; on a worker's error, gives up the totals and raises it."""
         try:
             self._strategy.scheduler.join()
@@ -117,7 +132,7 @@ class StepRunner:
             self._sent = 0
             raise
 
-    def close(self):
+    def close(self) -> None:
         """Writes the totals to the chief's variables, once all steps are back."""
         self._write_totals()
         self._sent = 0
@@ -131,7 +146,7 @@ class StepRunner:
     def _add(self, count, function, result, worker):
         result, counts = function.split(result)
         self._strategy.totals.add(function.costs, counts)
-        result = self._strategy.updating.take_held(result, worker)
+        result = self._strategy.updating.take_pending(result, worker)
         with self._lock:
             if self._totals is None:
                 return
@@ -158,7 +173,9 @@ class StepRunner:
         return 0.0 if self._draws is None else self._draws * steps
 
 
-def changes_and_logs(trace, results):
+def changes_and_logs(
+    trace: Trace, results: Sequence[dict[str, Any]]
+) -> tuple[tf.Tensor, tuple[()], list[tuple[str, Any]]]:
     """What a step brings back, in one tensor: each would cost a message of its own."""
     logs = _scalars(results[-1])
     notes = [(name, value.dtype.as_numpy_dtype) for name, value in logs.items()]
@@ -177,12 +194,12 @@ def _scalars(logs):
     return flat
 
 
-def are_same(variables, others):
+def are_same(variables: Sequence[Any], others: Sequence[Any]) -> bool:
     """Whether two lists hold the same objects in the same order."""
     return len(variables) == len(others) and all(a is b for a, b in zip(variables, others))
 
 
-def describe(batches, first):
+def describe(batches: Sequence[Any], first: int) -> str:
     """Number and form of batches, for messages."""
     last = first + len(batches) - 1
     numbers = f"batch {first}" if first == last else f"batches {first} to {last}"

@@ -1,27 +1,37 @@
 """`ParameterServerStrategy` for Keras 3."""
 
+from __future__ import annotations
+
 import atexit
 import contextlib
+import os
+from typing import TYPE_CHECKING, Any
 
 import tensorflow as tf
 
-from keras_psplus import live_strategies
 from keras_psplus import updates as updates_module
 from keras_psplus.arguments import seconds
-from keras_psplus.cluster import farewell, preflight, stalls, tuning
+from keras_psplus.cluster import preflight, shutdown, stalls, tuning
 from keras_psplus.cluster.claims import Claimant
-from keras_psplus.cluster.config import ClusterStartupError
+from keras_psplus.cluster.config import ClusterStartupError, TaskConfig
 from keras_psplus.cluster.progress import Progress
 from keras_psplus.communication import Communication
-from keras_psplus.parameter_server import failure, modes, startup, state_files, tally
-from keras_psplus.parameter_server.attempts import Rounds
+from keras_psplus.core import job_failure, live_strategies
+from keras_psplus.parameter_server import failure, modes, startup, state_files, traffic
 from keras_psplus.parameter_server.compressors import Compressors
+from keras_psplus.parameter_server.engine import ParameterServerEngine
 from keras_psplus.parameter_server.extended import ParameterServerExtended
-from keras_psplus.parameter_server.local_updating import LocalUpdating
+from keras_psplus.parameter_server.local_sgd_updates import LocalSGDUpdates
 from keras_psplus.parameter_server.scheduler import Coordinator, Scheduler
 from keras_psplus.parameter_server.staleness import Clocks
-from keras_psplus.parameter_server.stalls import Waits
-from keras_psplus.parameter_server.updating import Updating
+from keras_psplus.parameter_server.stalls import StallProbe
+from keras_psplus.parameter_server.step_attempts import StepAttempts
+from keras_psplus.parameter_server.worker_updates import WorkerUpdates
+
+if TYPE_CHECKING:
+    import keras
+
+    from keras_psplus.compression import Compressor
 
 _partitioners = tf.distribute.experimental.partitioners
 
@@ -90,25 +100,27 @@ class ParameterServerStrategy(tf.distribute.ParameterServerStrategy):
 
     def __init__(
         self,
-        cluster_resolver=None,
-        variable_partitioner="auto",
+        cluster_resolver: tf.distribute.cluster_resolver.ClusterResolver | None = None,
+        variable_partitioner: tf.distribute.experimental.partitioners.Partitioner
+        | str
+        | None = "auto",
         *,
-        startup_timeout=300.0,
-        worker_timeout=60.0,
-        compression=None,
-        pull_compression=None,
-        mode="async",
-        backup_workers=0,
-        max_staleness=None,
-        updates=None,
-        stall_warning=60.0,
-    ):
+        startup_timeout: float = 300.0,
+        worker_timeout: float = 60.0,
+        compression: Compressor | str | dict[Any, Any] | None = None,
+        pull_compression: Compressor | str | dict[Any, Any] | None = None,
+        mode: str = "async",
+        backup_workers: int = 0,
+        max_staleness: int | None = None,
+        updates: updates_module.Updates | str | None = None,
+        stall_warning: float | None = 60.0,
+    ) -> None:
         seconds("startup_timeout", startup_timeout)
         seconds("worker_timeout", worker_timeout)
-        stalls.check(stall_warning)
+        stalls.check_stall_warning(stall_warning)
         # Before this task waits for others, or serves them.
         compressors = Compressors(compression, pull_compression)
-        self._mode = modes.check(mode, backup_workers, max_staleness)
+        self._mode = modes.check_mode(mode, backup_workers, max_staleness)
         updates = modes.check_updates(updates_module.get(updates), self._mode)
         self._task = None
         if cluster_resolver is None:
@@ -134,13 +146,14 @@ class ParameterServerStrategy(tf.distribute.ParameterServerStrategy):
         self._cluster_resolver = cluster_resolver
         self._verify_args_and_config(cluster_resolver)
         self._cluster_coordinator = None
+        self._engine = ParameterServerEngine(self)
         self._claimant = Claimant(spec, self._task)
         self._claimant.claim_all()
         self._connect_to_cluster(coordinator_name="chief")
         self._chief = None
         if self._task is not None:
-            failure.watch()
-            self._chief = farewell.Chief(
+            job_failure.watch()
+            self._chief = shutdown.ShutdownNotifier(
                 {
                     f"{job}-{i}": f"/job:{job}/replica:0/task:{i}/device:CPU:0"
                     for job in ("ps", "worker")
@@ -156,8 +169,8 @@ class ParameterServerStrategy(tf.distribute.ParameterServerStrategy):
         if self._task is None:
             # Servers that are not of this job's launch may go on without their chief.
             atexit.register(self.extended.worker_states.end)
-        self._rounds = Rounds(self._num_workers, self._mode.backup_workers)
-        self._totals = tally.Totals()
+        self._step_attempts = StepAttempts(self._num_workers, self._mode.backup_workers)
+        self._totals = traffic.TrafficTotals()
         self._communication = Communication()
         self._communication.add_source(self._totals.traffic, lambda: self._totals.seconds)
         self._is_parameter_server_strategy_v2 = True
@@ -167,12 +180,12 @@ class ParameterServerStrategy(tf.distribute.ParameterServerStrategy):
         self._scheduler = Scheduler(
             Coordinator(self),
             self._num_workers,
-            failure.WorkerWatch(spec["worker"], worker_timeout).check,
+            failure.WorkerWatch(spec["worker"], worker_timeout).check_workers,
             self._greet_again if self._chief else None,
         )
         self._progress = Progress(leads=True)
-        stalls.Inspector(stall_warning, Waits(self._scheduler, self._progress, spec).look)
-        kind = LocalUpdating if updates is not None and updates.local else Updating
+        stalls.Inspector(stall_warning, StallProbe(self._scheduler, self._progress, spec).look)
+        kind: Any = LocalSGDUpdates if updates is not None and updates.local else WorkerUpdates
         self._updating = kind(self, updates)
         self._clocks = None
         if self._mode.max_staleness is not None:
@@ -187,81 +200,86 @@ class ParameterServerStrategy(tf.distribute.ParameterServerStrategy):
         self._chief.greet_again(name)
 
     @property
-    def task(self):
+    def engine(self) -> ParameterServerEngine:
+        """What answers Keras: a `keras_psplus.engine.Engine`."""
+        return self._engine
+
+    @property
+    def task(self) -> TaskConfig | None:
         """`keras_psplus.cluster.TaskConfig` of this process; None if a resolver was given."""
         return self._task
 
     @property
-    def cluster_resolver(self):
+    def cluster_resolver(self) -> tf.distribute.cluster_resolver.ClusterResolver:
         """The resolver that describes the cluster."""
         return self._cluster_resolver
 
     @property
-    def is_chief(self):
+    def is_chief(self) -> bool:
         """Whether this process writes checkpoints and logs: only the chief comes to ask."""
         return True
 
     @property
-    def num_workers(self):
+    def num_workers(self) -> int:
         """Number of workers that take steps."""
         return self._num_workers
 
     @property
-    def progress(self):
+    def progress(self) -> Progress:
         """How far the chief is: a `keras_psplus.cluster.progress.Progress`."""
         return self._progress
 
     @property
-    def scheduler(self):
+    def scheduler(self) -> Scheduler:
         """Sends steps to the workers."""
         return self._scheduler
 
     @property
-    def mode(self):
+    def mode(self) -> str:
         """`"async"` or `"sync"`."""
         return "sync" if self._mode.is_sync else "async"
 
     @property
-    def backup_workers(self):
+    def backup_workers(self) -> int:
         """How many workers' gradients each step does without."""
         return self._mode.backup_workers
 
     @property
-    def max_staleness(self):
+    def max_staleness(self) -> int | None:
         """How many steps a worker may be ahead of the slowest one; None for any number."""
         return self._mode.max_staleness
 
     @property
-    def updates(self):
+    def updates(self) -> updates_module.Updates | None:
         """What was given as `updates`."""
         return self._updating.policy
 
     @property
-    def updating(self):
+    def updating(self) -> WorkerUpdates:
         """What workers keep back, and when they send it."""
         return self._updating
 
     @property
-    def rounds(self):
+    def step_attempts(self) -> StepAttempts:
         """The global steps of `mode="sync"`."""
-        return self._rounds
+        return self._step_attempts
 
     @property
-    def clocks(self):
+    def clocks(self) -> Clocks | None:
         """How far each worker is, `staleness.Clocks`, if `max_staleness` bounds it; else None."""
         return self._clocks
 
     @property
-    def dropped_gradients(self):
+    def dropped_gradients(self) -> int:
         """How many gradients have been dropped, because others of their step had come before.
 
         Of each step, `backup_workers` gradients: those that came late, and those that a worker did
         not begin with, as it still worked on a step before.
         """
-        return self._rounds.dropped
+        return self._step_attempts.dropped
 
     @property
-    def communication(self):
+    def communication(self) -> Communication:
         """What gradients and reads cost on the wire: a `keras_psplus.communication.Communication`.
 
         Counted is what `fit`, `evaluate` and `predict` have run on all workers, when it comes back
@@ -270,11 +288,11 @@ class ParameterServerStrategy(tf.distribute.ParameterServerStrategy):
         return self._communication
 
     @property
-    def totals(self):
+    def totals(self) -> traffic.TrafficTotals:
         """What counts for `communication`."""
         return self._totals
 
-    def finish_updates(self, optimizer):
+    def finish_updates(self, optimizer: keras.optimizers.Optimizer) -> None:
         """Has every worker send what it still has: sums of gradients, or changes.
 
         Args:
@@ -297,7 +315,7 @@ class ParameterServerStrategy(tf.distribute.ParameterServerStrategy):
             )
         self._updating.finish(optimizer)
 
-    def save_compression_state(self, folder, step):
+    def save_compression_state(self, folder: str | os.PathLike[str], step: int) -> None:
         """Writes what workers keep for compressors and `updates`: residuals, sums, own momenta.
 
         A worker that cannot be reached is left out, with a warning. Files of earlier steps are
@@ -310,10 +328,10 @@ class ParameterServerStrategy(tf.distribute.ParameterServerStrategy):
         self._scheduler.join()
         state_files.save(self.extended.worker_states, self._num_workers, folder, step)
 
-    def restore_compression_state(self, folder, step):
+    def restore_compression_state(self, folder: str | os.PathLike[str], step: int) -> bool:
         """Gives the workers what `save_compression_state` has written.
 
-        States that do not fit the model begin anew, with a warning.
+        States that do not fit the model begin again, with a warning.
 
         Args:
             folder: Path of the folder.
@@ -325,7 +343,7 @@ class ParameterServerStrategy(tf.distribute.ParameterServerStrategy):
         self._scheduler.join()
         return state_files.restore(self.extended.worker_states, self._num_workers, folder, step)
 
-    def note_bad_end(self):
+    def note_failure(self) -> None:
         """Notes that the script is about to end with an exit code of failure."""
         if self._chief is not None:
-            self._chief.note_bad_end()
+            self._chief.note_failure()

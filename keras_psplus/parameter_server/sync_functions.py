@@ -5,45 +5,56 @@ as soon as it is there. With backup workers it keeps them until the chief knows 
 the first, and a second function sends them.
 """
 
-from typing import Any, NamedTuple
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Sequence
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import tensorflow as tf
 
-from keras_psplus.parameter_server import aggregation, shares, tally
+from keras_psplus.core import replica_step
+from keras_psplus.core.thread_flag import ThreadFlag
+from keras_psplus.parameter_server import aggregation, traffic
+from keras_psplus.parameter_server.replica_step import WorkerReplicaStep
 from keras_psplus.parameter_server.sharded import Parts
-from keras_psplus.parameter_server.step_functions import StepFunctions
-from keras_psplus.thread_flag import ThreadFlag
+from keras_psplus.parameter_server.step_functions import StepFunction, StepFunctions
+from keras_psplus.parameter_server.worker_function import Trace
+
+if TYPE_CHECKING:
+    import keras
+
+    from keras_psplus.parameter_server.strategy import ParameterServerStrategy
 
 CHIEF = "/job:chief/replica:0/task:0/device:CPU:0"
 _applying = ThreadFlag()
 
 
-def is_applying():
+def is_applying() -> bool:
     """Whether an optimizer of this thread is given the sums of a global step."""
     return bool(_applying)
 
 
-class _Held(NamedTuple):
+class _PendingPush(NamedTuple):
     """Gradients, on a worker, that an optimizer is to apply."""
 
-    optimizer: Any
-    gradients: list
-    variables: list
+    optimizer: keras.optimizers.Optimizer
+    gradients: list[tf.Tensor | tf.IndexedSlices | None]
+    variables: list[keras.Variable]
 
 
 class _Added(NamedTuple):
     """Sums on the parameter servers that an optimizer is to apply."""
 
-    optimizer: Any
-    sums: list
-    variables: list
+    optimizer: keras.optimizers.Optimizer
+    sums: list[Sequence[aggregation.GradientSum] | None]
+    variables: list[keras.Variable]
 
 
 class PushFunction(NamedTuple):
-    """The function that sends what a worker's part of a step has kept, and what a call costs."""
+    """The function that sends what a worker's part of a step keeps back, and a call's cost."""
 
-    concrete: Any
-    costs: tally.Summary
+    concrete: tf.types.experimental.ConcreteFunction
+    costs: traffic.TrafficSummary
     origin: Any
 
 
@@ -58,10 +69,10 @@ class SyncFunction(NamedTuple):
         discard: Function of a stamp; forgets what earlier attempts have added.
     """
 
-    step: Any
-    push: Any
-    apply: Any
-    discard: Any
+    step: StepFunction
+    push: PushFunction | None
+    apply: Callable[..., Any]
+    discard: Callable[[int], None]
 
 
 class SyncFunctions:
@@ -74,35 +85,43 @@ class SyncFunctions:
         weights: As for `StepFunctions`.
     """
 
-    def __init__(self, strategy, step, collect, weights):
+    def __init__(
+        self,
+        strategy: ParameterServerStrategy,
+        step: Callable[..., Any],
+        collect: Callable[[Trace, list[Any]], tuple[tf.Tensor, Any, Any]],
+        weights: Callable[[], Iterable[tf.Variable]],
+    ) -> None:
         self._strategy, self._collect = strategy, collect
-        self._is_held = strategy.rounds.backup_workers > 0
-        self._functions = StepFunctions(strategy, step, self._with_gradients, weights, self._share)
-        self._made = {}
+        self._pushes_later = strategy.step_attempts.backup_workers > 0
+        self._functions = StepFunctions(
+            strategy, step, self._with_gradients, weights, self._replica_step
+        )
+        self._made: dict[int, SyncFunction] = {}
 
-    def __call__(self, batch):
-        """The functions for a share's batch, and the argument besides the travelling values."""
+    def __call__(self, batch: Any) -> tuple[SyncFunction, Any]:
+        """The functions for a share's batch, and their argument besides closure variables."""
         step, payload = self._functions([batch])
         if id(step) not in self._made:
             self._made[id(step)] = self._make(step)
         return self._made[id(step)], payload
 
-    def discard(self, stamp):
+    def discard(self, stamp: int) -> None:
         """Forgets what attempts before a stamp have added, with batches of any form."""
         for function in self._made.values():
             function.discard(stamp)
 
-    def _share(self, initial):
+    def _replica_step(self, initial):
         stamp = tf.cast(initial[-1], tf.int64)
-        push = _Held if self._is_held else lambda *args: self._add(stamp, *args)
-        return shares.Share(initial[-2], push)
+        push = _PendingPush if self._pushes_later else lambda *args: self._add(stamp, *args)
+        return WorkerReplicaStep(self._strategy.engine, initial[-2], push)
 
     def _with_gradients(self, trace, results):
         vector, _, notes = self._collect(trace, results)
         outputs = ()
-        if self._is_held:
-            held = shares.current().handed_over
-            outputs = [[_leaves(g) for g in of_optimizer.gradients] for of_optimizer in held]
+        if self._pushes_later:
+            pending = replica_step.current_step().handed_over
+            outputs = [[_leaves(g) for g in of_optimizer.gradients] for of_optimizer in pending]
         return vector, outputs, notes
 
     def _add(self, stamp, optimizer, gradients, variables):
@@ -118,32 +137,32 @@ class SyncFunctions:
             inner,
         )
         sums = aggregation.add(pairs, stamp, f"keras_psplus/{extended.worker_states.run}")
-        _tally_waits(gradients, graph.get_operations()[before:])
+        _time_push(gradients, graph.get_operations()[before:])
         return _Added(optimizer, sums, [by_value[id(value)] for _, value in pairs])
 
     def _make(self, step):
-        push, added = None, step.share.handed_over
-        if self._is_held:
+        push, added = None, step.replica_step.handed_over
+        if self._pushes_later:
             push, added = self._make_push(step)
         return SyncFunction(step, push, self._make_apply(added), self._make_discard(added))
 
     def _make_push(self, step):
-        held, added, tallies = step.share.handed_over, [], []
+        pending, added, counters = step.replica_step.handed_over, [], []
 
         def push(stamp, parts):
-            with tally.Tally() as counted:
-                for (optimizer, gradients, variables), own in zip(held, parts):
+            with traffic.TrafficCounter() as counter:
+                for (optimizer, gradients, variables), own in zip(pending, parts):
                     values = [_gradient(like, leaves) for like, leaves in zip(gradients, own)]
                     added.append(self._add(stamp, optimizer, values, variables))
-                counts = counted.counts([])
-            tallies.append(counted)
+                counts = counter.counts([])
+            counters.append(counter)
             return counts
 
         specs = tf.nest.map_structure(
             lambda leaf: tf.TensorSpec(leaf.shape, leaf.dtype), step.concrete.structured_outputs[1]
         )
         concrete, function = self._traced(push, tf.TensorSpec([], tf.int64), specs)
-        return PushFunction(concrete, tallies[-1].summary(concrete.graph), function), added
+        return PushFunction(concrete, counters[-1].summary(concrete.graph), function), added
 
     def _make_apply(self, added):
         def apply(stamp, count, scale):
@@ -202,9 +221,9 @@ class SyncFunctions:
             return function.get_concrete_function(*specs), function
 
 
-def _tally_waits(gradients, operations):
-    if tally.current() is not None:
-        tally.current().waits.note_push(gradients, operations)
+def _time_push(gradients, operations):
+    if traffic.current_counter() is not None:
+        traffic.current_counter().timer.note_push(gradients, operations)
 
 
 def _leaves(gradient):

@@ -6,16 +6,24 @@ next step begins. Nothing is applied before, so a worker that is lost costs the 
 never half an update.
 """
 
+from __future__ import annotations
+
 import functools
+from collections.abc import Callable, Iterable, Sequence
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import tensorflow as tf
 
 from keras_psplus.log import logger
-from keras_psplus.parameter_server.share_closures import ShareClosure
+from keras_psplus.parameter_server.replica_step_closure import ReplicaStepClosure
 from keras_psplus.parameter_server.steps import StepRunner, are_same, changes_and_logs, describe
 from keras_psplus.parameter_server.sync_functions import CHIEF, SyncFunctions
-from keras_psplus.parameter_server.worker_function import Trace, pack
+from keras_psplus.parameter_server.worker_function import ClosureVariable, Trace, pack
+
+if TYPE_CHECKING:
+    from keras_psplus.parameter_server.strategy import ParameterServerStrategy
+    from keras_psplus.parameter_server.worker_data import Ticket
 
 # Odd, so that no two shares of any step share a seed (mod 2 ** 31).
 _SEED_STRIDE = 0x3C6EF35F
@@ -33,14 +41,23 @@ class SyncRunner(StepRunner):
         results: Function that returns a flat dict of the results of metrics.
     """
 
-    def __init__(self, strategy, step, weights, split, results):
+    def __init__(
+        self,
+        strategy: ParameterServerStrategy,
+        step: Callable[..., Any],
+        weights: Callable[[], Iterable[tf.Variable]],
+        split: Callable[[Any, int], list[tuple[float, Any]]],
+        results: Callable[[list[ClosureVariable]], dict[str, Any]],
+    ) -> None:
         super().__init__(strategy, step, weights)
         self._functions = SyncFunctions(strategy, step, changes_and_logs, weights)
         self._split, self._results = split, results
-        self._result_functions = {}
+        self._result_functions: dict[int, tuple[Any, list[str], Any]] = {}
         self._failures = 0
 
-    def submit(self, batches, element_spec=None, ticket=None):
+    def submit(
+        self, batches: Sequence[Any], element_spec: Any = None, ticket: Ticket | None = None
+    ) -> None:
         """Takes a global step for each batch.
 
         Args:
@@ -67,21 +84,21 @@ class SyncRunner(StepRunner):
             whole = sum(weights[share] for share in attempt.results)
             functions.apply(attempt.stamp, len(attempt.results), 1.0 / whole)
         except BaseException:
-            self._strategy.rounds.failures += 1
+            self._strategy.step_attempts.failures += 1
             raise
         self._merge(
             functions.step, {i: (weights[i] / whole, r) for i, r in attempt.results.items()}
         )
-        self._strategy.rounds.count(attempt, len(shares))
+        self._strategy.step_attempts.count(attempt, len(shares))
         self._sent += 1
         self._steps += 1
 
     def _attempt(self, calls, weights, about):
         """Lets workers compute and add up the gradients of a step; returns the `Attempt`."""
-        scheduler, rounds = self._strategy.scheduler, self._strategy.rounds
-        is_unclean, self._failures = rounds.failures != self._failures, rounds.failures
+        scheduler, attempts = self._strategy.scheduler, self._strategy.step_attempts
+        is_unclean, self._failures = attempts.failures != self._failures, attempts.failures
         while True:
-            attempt = rounds.begin(len(calls))
+            attempt = attempts.begin(len(calls))
             if is_unclean:
                 self._functions.discard(attempt.stamp)
             closures = [
@@ -114,12 +131,14 @@ class SyncRunner(StepRunner):
         scheduler = self._strategy.scheduler
         initial = np.append(self._initial(share), [weight, attempt.stamp])
         arguments = tf.constant(initial), payload
-        closure = ShareClosure(functions, scheduler.cancellation_manager, arguments, attempt, share)
+        closure = ReplicaStepClosure(
+            functions, scheduler.cancellation_manager, arguments, attempt, share
+        )
         scheduler.start(closure, done, about, share)
         return closure
 
     def _initial(self, share):
-        """The values that travel with a share: every share draws from seeds of its own."""
+        """Values of closure variables for a share: every share draws from seeds of its own."""
         initial = self._totals + self._seeds_after(self._steps)
         for first in self._seed_places():
             initial[first] = (initial[first] + share * _SEED_STRIDE) % (1 << 31)

@@ -6,18 +6,22 @@ the data end; the batches stay where they are. A share whose worker is lost is r
 one, from where its steps had got to.
 """
 
+from __future__ import annotations
+
 import threading
 import weakref
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
 
 import tensorflow as tf
-from tensorflow.python.data.experimental.ops import distribute
-from tensorflow.python.data.ops import dataset_ops
-from tensorflow.python.data.util import structure
 
+from keras_psplus.datasets.shuffle_seeds import serialize
 from keras_psplus.log import logger
 from keras_psplus.parameter_server import step_errors
 from keras_psplus.parameter_server.remote import is_of_worker, on_worker
-from keras_psplus.reseed import serialize
+from keras_psplus.tf_internals import data_distribute as distribute
+from keras_psplus.tf_internals import data_structure as structure
+from keras_psplus.tf_internals import dataset_ops
 
 _READ_AHEAD = 2
 _RETRY_SECONDS = 0.5
@@ -36,7 +40,13 @@ class WorkerDataset:
         ValueError: If the dataset needs something of this process.
     """
 
-    def __init__(self, dataset, policy, num_workers, seed):
+    def __init__(
+        self,
+        dataset: tf.data.Dataset,
+        policy: tf.data.experimental.AutoShardPolicy | None,
+        num_workers: int,
+        seed: int | None,
+    ) -> None:
         self._dataset, self._policy = dataset, policy
         self._num_workers, self._seed = num_workers, seed
         self._epoch = 0
@@ -92,7 +102,7 @@ class DatasetOfEachWorker(WorkerDataset):
         ValueError: If a dataset needs something of this process.
     """
 
-    def __init__(self, datasets, element_spec):
+    def __init__(self, datasets: Sequence[tuple[tf.data.Dataset, int]], element_spec: Any) -> None:
         self._datasets = datasets
         super().__init__(datasets[0][0], None, len(datasets), None)
         self.element_spec = element_spec
@@ -115,12 +125,14 @@ class Ticket:
         batches: List of batches, tensors in that worker's memory.
     """
 
-    def __init__(self, home, batches, read_again):
+    def __init__(
+        self, home: int, batches: list[Any], read_again: Callable[[int, int], list[Any]]
+    ) -> None:
         self.home, self.batches = home, batches
         self._read_again = read_again
         self._is_used = False
 
-    def batches_on(self, worker):
+    def batches_on(self, worker: int) -> list[Any]:
         """The batches in a worker's memory; they are read again if they were lost."""
         if worker != self.home or self._is_used:
             return self._read_again(worker, len(self.batches))
@@ -138,7 +150,12 @@ class WorkerIterator:
         element_spec: Type specification of a batch.
     """
 
-    def __init__(self, shares, num_workers, element_spec):
+    def __init__(
+        self,
+        shares: Sequence[Callable[[int, int], Callable[[int], list[Any]]]],
+        num_workers: int,
+        element_spec: Any,
+    ) -> None:
         self.element_spec = element_spec
         self._queue = _Tickets()
         self._readers = [
@@ -150,7 +167,9 @@ class WorkerIterator:
     def __next__(self):
         raise NotImplementedError("The batches are the workers': `take` says where they are.")
 
-    def take(self, count, loads, while_waiting):
+    def take(
+        self, count: int, loads: Callable[[], Mapping[int, int]], while_waiting: Callable[[], None]
+    ) -> Ticket | None:
         """Takes the next batches, of whichever share has some for the least busy worker.
 
         Args:
@@ -223,7 +242,7 @@ class _ShareReader:
                 ticket = self._next(count)
             except Exception as error:
                 if not is_of_worker(error):
-                    self._give_up(self._explained(error))
+                    self._give_up(self._translated(error))
                     return
                 self._move()
                 continue
@@ -255,10 +274,10 @@ class _ShareReader:
         with self._queue.changed:
             self._queue.changed.wait(_RETRY_SECONDS)
 
-    def _explained(self, error):
+    def _translated(self, error):
         if not step_errors.is_of_step(error):
             return error
-        return step_errors.explained(
+        return step_errors.translate_error(
             error, f"worker-{self._home}", f"data, batch {self._position} of the worker's share"
         )
 

@@ -6,20 +6,23 @@ round trips, every step is counted exactly once however workers fail, and a work
 has nothing to restore.
 """
 
+from __future__ import annotations
+
 import threading
+from collections.abc import Sequence
 
 import numpy as np
 import tensorflow as tf
-from tensorflow.python.eager import context
-from tensorflow.python.framework import ops
-from tensorflow.python.ops import resource_variable_ops
-from tensorflow.python.types import core
+
+from keras_psplus.tf_internals import context, resource_variable_ops
+from keras_psplus.tf_internals import framework_ops as ops
+from keras_psplus.tf_internals import types_core as core
 
 _local = threading.local()
 _READS = ("ReadVariableOp", "VariableShape")
 
 
-def current():
+def current_trace() -> Trace | None:
     """The worker function that this thread is tracing, or None."""
     return getattr(_local, "trace", None)
 
@@ -28,26 +31,26 @@ class Trace:
     """One tracing of a worker function.
 
     Args:
-        initial: Float64 vector, the values of the travelling variables in the order in which the
+        initial: Float64 vector, the values of the closure variables in the order in which the
             function comes upon them.
     """
 
-    def __init__(self, initial):
+    def __init__(self, initial: tf.Tensor) -> None:
         self._initial = initial
         self._graph = ops.get_default_graph()
-        self._handles = {}
+        self._handles: dict[int, tf.Tensor] = {}
         self._size = 0
-        self.variables = []
+        self.variables: list[ClosureVariable] = []
 
-    def __enter__(self):
-        self._outer, _local.trace = current(), self
+    def __enter__(self) -> Trace:
+        self._outer, _local.trace = current_trace(), self
         return self
 
-    def __exit__(self, *exc):
+    def __exit__(self, *exc: object) -> None:
         _local.trace = self._outer
 
-    def handle_of(self, variable):
-        """The handle of the worker's own copy of a travelling variable."""
+    def handle_of(self, variable: ClosureVariable) -> tf.Tensor:
+        """The handle of the worker's own copy of a closure variable."""
         key = id(variable)
         if key not in self._handles:
             size = variable.shape.num_elements()
@@ -63,8 +66,8 @@ class Trace:
             self.variables.append(variable)
         return self._handles[key]
 
-    def overwritten(self):
-        """Travelling variables, but for seeds, that are given values not made by adding."""
+    def overwritten(self) -> list[ClosureVariable]:
+        """Closure variables, but for seeds, that are given values not made by adding."""
         return [v for v in self.variables if not v.is_seed and self._is_overwritten(v)]
 
     def _is_overwritten(self, variable):
@@ -77,8 +80,8 @@ class Trace:
             for op in writes
         )
 
-    def changes(self):
-        """What the function has added to the travelling variables, a float64 vector."""
+    def changes(self) -> tf.Tensor:
+        """What the function has added to the closure variables, a float64 vector."""
         values = [
             tf.reshape(
                 tf.cast(
@@ -111,7 +114,7 @@ def _source(tensor):
     return op
 
 
-class TravellingVariable(resource_variable_ops.BaseResourceVariable, core.Tensor):
+class ClosureVariable(resource_variable_ops.BaseResourceVariable, core.Tensor):
     """A small variable of the chief that worker functions get a copy of.
 
     Args:
@@ -120,7 +123,7 @@ class TravellingVariable(resource_variable_ops.BaseResourceVariable, core.Tensor
             `"state"`, of a layer that changes it in each step, such as BatchNormalization.
     """
 
-    def __init__(self, variable, kind):
+    def __init__(self, variable: tf.Variable, kind: str) -> None:
         self._chief_variable = variable
         self.kind = kind
         super().__init__(
@@ -135,17 +138,17 @@ class TravellingVariable(resource_variable_ops.BaseResourceVariable, core.Tensor
         )
 
     @property
-    def is_seed(self):
+    def is_seed(self) -> bool:
         """Whether it is the state of a seed generator."""
         return self.kind == "seed"
 
     @property
-    def handle(self):
-        trace = current()
+    def handle(self) -> tf.Tensor:
+        trace = current_trace()
         return self._chief_variable._handle if trace is None else trace.handle_of(self)
 
     @property
-    def device(self):
+    def device(self) -> str:
         return self._chief_variable.device
 
     @classmethod
@@ -157,15 +160,15 @@ class TravellingVariable(resource_variable_ops.BaseResourceVariable, core.Tensor
         pass
 
 
-def pack(variables):
-    """The chief's values of travelling variables as one float64 vector."""
+def pack(variables: Sequence[ClosureVariable]) -> np.ndarray:
+    """The chief's values of closure variables as one float64 vector."""
     return np.concatenate(
         [v._chief_variable.numpy().astype("float64").ravel() for v in variables] or [np.zeros(0)]
     )
 
 
-def unpack(variables, packed):
-    """Sets the chief's travelling variables from one float64 vector."""
+def unpack(variables: Sequence[ClosureVariable], packed: np.ndarray) -> None:
+    """Sets the chief's closure variables from one float64 vector."""
     first = 0
     for variable in variables:
         size = variable.shape.num_elements()

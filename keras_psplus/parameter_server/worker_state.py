@@ -2,22 +2,29 @@
 
 A state is a resource of the worker that is found by its name, not by a handle: a step's function is
 the same for all workers, and each has a state of its own. It is made when a step first needs it, so
-a worker that was started again begins anew.
+a worker that was started again begins again.
 """
+
+from __future__ import annotations
 
 import contextlib
 import itertools
 import uuid
 import weakref
+from collections.abc import Callable, Mapping
+from typing import TYPE_CHECKING, Any
 
 import tensorflow as tf
-from tensorflow.python.framework import ops
-from tensorflow.python.ops import control_flow_v2_func_graphs as control_flow
-from tensorflow.python.ops import resource_variable_ops
-from tensorflow.python.util import nest
 
 from keras_psplus.log import logger
 from keras_psplus.parameter_server.remote import is_of_worker, on_worker
+from keras_psplus.tf_internals import control_flow_func_graphs as control_flow
+from keras_psplus.tf_internals import framework_ops as ops
+from keras_psplus.tf_internals import nest, resource_variable_ops
+
+if TYPE_CHECKING:
+    import keras
+    import numpy as np
 
 _HANDLES = "keras_psplus_worker_state"
 
@@ -29,27 +36,31 @@ class WorkerStates:
         num_workers: Number of workers.
     """
 
-    def __init__(self, num_workers):
+    def __init__(self, num_workers: int) -> None:
         self._num_workers = num_workers
         # A worker may serve one job after another.
         self._run = uuid.uuid4().hex
-        self._owners = weakref.WeakKeyDictionary()
-        self._leaves = {}  # by name: the shape and dtype
-        self._unsaved = set()
-        self._to_restore = {}  # by worker and name: values that no step has asked for yet
-        self._ownerless = []
+        self._owners: weakref.WeakKeyDictionary[keras.optimizers.Optimizer, str] = (
+            weakref.WeakKeyDictionary()
+        )
+        # By name: the shape and dtype.
+        self._leaves: dict[str, tuple[tf.TensorShape, tf.DType]] = {}
+        self._unsaved: set[str] = set()
+        # By worker and name: values that no step has asked for yet.
+        self._to_restore: dict[int, dict[str, np.ndarray]] = {}
+        self._ownerless: list[str] = []
 
     @property
-    def run(self):
+    def run(self) -> str:
         """A name for this run of the job, which no other has."""
         return self._run
 
     @property
-    def has_any(self):
+    def has_any(self) -> bool:
         """Whether steps keep anything that is to be saved."""
         return not self._unsaved.issuperset(self._leaves)
 
-    def owner(self, owner):
+    def owner(self, owner: keras.optimizers.Optimizer) -> str:
         """A name for an object, an optimizer, whose states are its own and end with it."""
         if owner not in self._owners:
             self._destroy_ownerless()
@@ -61,7 +72,7 @@ class WorkerStates:
             weakref.finalize(owner, self._ownerless.append, name).atexit = False
         return self._owners[owner]
 
-    def read(self, name, init):
+    def read(self, name: str, init: Callable[[], Any]) -> tuple[Any, Callable[[Any], None]]:
         """Reads a state of the worker that runs the current graph.
 
         Args:
@@ -101,7 +112,7 @@ class WorkerStates:
 
         return tf.nest.pack_sequence_as(structure, values), write
 
-    def handle(self, name, shape, dtype):
+    def handle(self, name: str, shape: tf.TensorShape, dtype: tf.DType) -> tf.Tensor:
         """The handle in the function that is being traced: one, so that its uses keep in order."""
         graph = ops.get_default_graph()
         while isinstance(graph, control_flow.ControlFlowFuncGraph):
@@ -119,7 +130,9 @@ class WorkerStates:
     def _shared_name(self, name):
         return f"keras_psplus/{self._run}/{name}"
 
-    def register(self, forms, are_saved=True):
+    def register(
+        self, forms: Mapping[str, tuple[tf.TensorShape, tf.DType]], are_saved: bool = True
+    ) -> None:
         """Notes leaves, and gives them the values that wait to be restored.
 
         Args:
@@ -132,7 +145,7 @@ class WorkerStates:
         for worker, values in self._to_restore.items():
             self._assign(worker, {name: values.pop(name) for name in forms if name in values})
 
-    def fetch(self, worker):
+    def fetch(self, worker: int) -> dict[str, np.ndarray] | None:
         """Dict of what is saved of a worker's states, as arrays; None if it cannot be reached."""
         fetched = {}
         try:
@@ -150,12 +163,12 @@ class WorkerStates:
             return None
         return fetched
 
-    def restore(self, values):
+    def restore(self, values: Mapping[int, Mapping[str, np.ndarray]]) -> None:
         """Gives all workers the states that they are to go on from.
 
         Args:
             values: Dict from workers to what `fetch` returned. A state that is not there begins
-                anew.
+                again.
         """
         # Those of optimizers that are gone, now: the next one may come to have such a name.
         self._destroy_ownerless()
@@ -188,7 +201,7 @@ class WorkerStates:
                 raise
             logger.warning("worker-%d cannot be reached; its gradients' state begins anew", worker)
 
-    def destroy(self, of_owner=""):
+    def destroy(self, of_owner: str = "") -> None:
         """Lets all workers forget their states, or those of one owner."""
         names = [name for name in self._leaves if name.startswith(of_owner)]
         for worker in range(self._num_workers if names else 0):
@@ -201,7 +214,7 @@ class WorkerStates:
                 if not is_of_worker(error):
                     raise
 
-    def end(self):
+    def end(self) -> None:
         """Lets the workers forget everything, as this process ends, if they can be reached."""
         with contextlib.suppress(Exception):
             self.destroy()

@@ -1,6 +1,14 @@
 """Variables of each worker's own, in the functions that workers run."""
 
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING, Any
+
 import tensorflow as tf
+
+if TYPE_CHECKING:
+    from keras_psplus.parameter_server.worker_state import WorkerStates
 
 
 class WorkerVariable:
@@ -12,28 +20,28 @@ class WorkerVariable:
         dtype: Its dtype.
     """
 
-    def __init__(self, handle, shape, dtype):
+    def __init__(self, handle: tf.Tensor, shape: tf.TensorShape, dtype: tf.DType) -> None:
         self.handle, self.shape, self.dtype = handle, shape, dtype
 
-    def read_value(self):
+    def read_value(self) -> tf.Tensor:
         """The value as of now."""
         value = tf.raw_ops.ReadVariableOp(resource=self.handle, dtype=self.dtype)
         value.set_shape(self.shape)
         return value
 
-    def assign(self, value, read_value=False):
+    def assign(self, value: Any, read_value: bool = False) -> None:
         """Sets the value."""
         value = tf.convert_to_tensor(value, self.dtype)
         tf.raw_ops.AssignVariableOp(resource=self.handle, value=value)
 
-    def assign_add(self, value, read_value=False):
+    def assign_add(self, value: Any, read_value: bool = False) -> None:
         """Adds to the value."""
         value = tf.convert_to_tensor(value, self.dtype)
         tf.raw_ops.AssignAddVariableOp(resource=self.handle, value=value)
 
 
 class WorkerVariables:
-    """Makes variables that belong together: a worker that misses one begins anew with all.
+    """Makes variables that belong together: a worker that misses one begins again with all.
 
     Args:
         states: `WorkerStates` that keep them.
@@ -45,11 +53,13 @@ class WorkerVariables:
 
     is_saved = True
 
-    def __init__(self, states, prefix):
+    def __init__(self, states: WorkerStates, prefix: str) -> None:
         self._states, self._prefix = states, prefix
-        self._made = {}
+        self._made: dict[str, WorkerVariable] = {}
 
-    def variable(self, name, shape, dtype):
+    def variable(
+        self, name: str, shape: tf.TensorShape | Sequence[int | None], dtype: tf.DType | str
+    ) -> WorkerVariable:
         """A variable of zeros; it can be used once `begin` has been called.
 
         Args:
@@ -65,7 +75,7 @@ class WorkerVariables:
         self._made[name] = WorkerVariable(handle, *form)
         return self._made[name]
 
-    def begin(self, initialize=lambda: None):
+    def begin(self, initialize: Callable[[], Any] = lambda: None) -> None:
         """Makes the variables, all of them, where the worker does not have them yet.
 
         Args:

@@ -1,9 +1,9 @@
 """When workers communicate: at every step, or more rarely. Strategies take one as `updates=`."""
 
 from keras_psplus.updates.accumulate import Accumulate
-from keras_psplus.updates.base import Updates
+from keras_psplus.updates.base import Context, ReplicaUpdates, Updates
 from keras_psplus.updates.diloco import DiLoCo
 from keras_psplus.updates.local_sgd import LocalSGD
 from keras_psplus.updates.specs import get
 
-__all__ = ["Accumulate", "DiLoCo", "LocalSGD", "Updates", "get"]
+__all__ = ["Accumulate", "Context", "DiLoCo", "LocalSGD", "ReplicaUpdates", "Updates", "get"]

@@ -1,7 +1,8 @@
 """Gradients of several batches, sent and applied as one."""
 
 from keras_psplus.arguments import flag, whole_number
-from keras_psplus.updates.base import Updates
+from keras_psplus.updates.accumulation import Accumulation
+from keras_psplus.updates.base import Context, Updates
 
 
 class Accumulate(Updates):
@@ -30,6 +31,11 @@ class Accumulate(Updates):
     Reference: [Ott et al., 2018](https://arxiv.org/abs/1806.00187), section 3.2.
     """
 
-    def __init__(self, steps, flush=False):
+    on_parameter_servers = True
+
+    def __init__(self, steps: int, flush: bool = False) -> None:
         self.steps = whole_number("steps", steps, 1)
         self.flush = flag("flush", flush)
+
+    def on_replica(self, context: Context) -> Accumulation:
+        return Accumulation(self.steps, context)

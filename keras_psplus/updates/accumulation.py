@@ -1,8 +1,12 @@
 """One replica's gradients, summed until there are enough of them for an update."""
 
+from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
+import keras
 import tensorflow as tf
+
+from keras_psplus.updates.base import Context, ReplicaUpdates
 
 
 class Form(NamedTuple):
@@ -13,11 +17,11 @@ class Form(NamedTuple):
         index_dtype: That of the rows' numbers, if it is `tf.IndexedSlices`; else None.
     """
 
-    dtype: Any
-    index_dtype: Any
+    dtype: tf.DType
+    index_dtype: tf.DType | None
 
 
-def forms_of(grads):
+def forms_of(grads: Sequence[tf.Tensor | tf.IndexedSlices | None]) -> list[Form | None]:
     """The `Form` of each gradient, None for None."""
     return [
         None
@@ -30,19 +34,16 @@ def forms_of(grads):
     ]
 
 
-class Accumulation:
+class Accumulation(ReplicaUpdates):
     """Sums the gradients of some variables on one replica, each weighted by its batch's rows.
 
     Args:
         steps: Batches for each update.
-        states: Has a method `variable(name, shape, dtype)` that makes a variable of zeros, of the
-            replica's own, or finds it.
-        name: What tells these variables from others of the same optimizer.
-        forms: List of `Form` or None, of the gradients to come.
-        variables: Their Keras variables.
+        context: `base.Context`.
     """
 
-    def __init__(self, steps, states, name, forms, variables):
+    def __init__(self, steps: int, context: Context) -> None:
+        states, name, forms, variables, *_ = context
         self._steps = steps
         self._variables = variables
         self._count = states.variable(f"{name} count", [], tf.int64)
@@ -57,26 +58,16 @@ class Accumulation:
         ]
 
     @property
-    def count(self):
-        """Number of batches whose gradients wait for an update, a tensor."""
+    def count(self) -> tf.Tensor:
         return self._count.read_value()
 
-    @property
-    def batches(self):
-        """Number of batches whose gradients wait for an update."""
-        return int(self.count.numpy())
-
-    def __call__(self, step, grads, variables, apply):
-        """Takes the gradients of one batch.
-
-        Args:
-            step: Has a method `rows()` that returns the replica's rows and those of all, which
-                weigh the batch.
-            grads: Gradients of the forms that were given.
-            variables: Their Keras variables.
-            apply: Function of a list of gradients and of variables that applies them, summed over
-                replicas where these step together.
-        """
+    def on_gradients(
+        self,
+        step: Any,
+        grads: Sequence[tf.Tensor | tf.IndexedSlices | None],
+        variables: Sequence[keras.Variable],
+        apply: Callable[[Sequence[Any], Sequence[keras.Variable]], Any],
+    ) -> None:
         _, rows = step.rows()
         parts = [
             None if one is None else one.weighted(gradient, rows)
@@ -96,8 +87,9 @@ class Accumulation:
 
         tf.cond(self.count >= self._steps, update, keep)
 
-    def finish(self, step, apply):
-        """Applies what there is, if anything."""
+    def on_finish(
+        self, step: Any, apply: Callable[[Sequence[Any], Sequence[keras.Variable]], Any]
+    ) -> None:
         nothing = [None] * len(self._sums)
         tf.cond(self.count > 0, lambda: self._update(apply, nothing), lambda: None)
 
@@ -153,8 +145,8 @@ class _Rows:
         return values * tf.cast(rows, wide), tf.cast(slices.indices, self._indices.dtype)
 
     def _with(self, part):
-        held = self._values.read_value(), self._indices.read_value()
-        return held if part is None else [tf.concat(pair, 0) for pair in zip(held, part)]
+        pending = self._values.read_value(), self._indices.read_value()
+        return pending if part is None else [tf.concat(pair, 0) for pair in zip(pending, part)]
 
     def add(self, part):
         values, indices = self._with(part)

@@ -1,18 +1,163 @@
-"""What all ways of updating have in common."""
+"""What an update rule is: when gradients are applied, and when workers communicate."""
+
+from __future__ import annotations
 
 import inspect
+from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+import keras
+import tensorflow as tf
+
+if TYPE_CHECKING:
+    from keras_psplus.updates.accumulation import Form
+
+
+class Context(NamedTuple):
+    """What an update rule is given to begin with, for one replica and one optimizer.
+
+    Attributes:
+        states: Has a method `variable(name, shape, dtype)` that makes a variable of zeros, of the
+            replica's own, or finds it. It has `read_value()`, `assign(value, read_value=False)` and
+            `assign_add`. Backups keep these variables.
+        name: What tells these variables from others of the same optimizer.
+        forms: List of `accumulation.Form`, of the gradients to come; None for None.
+        variables: Their Keras variables.
+        parts: What `on_build` has returned, with the trained variables only.
+        averaged: Further variables of the optimizer's that are to be averaged with the weights.
+        sums: Function of a list of tensors, their Keras variables, an int64 scalar that counts
+            the calls, and whether to compress. It returns the sums over all replicas.
+    """
+
+    states: Any
+    name: str
+    forms: Sequence[Form | None]
+    variables: list[keras.Variable]
+    parts: Sequence[tuple[list[keras.Variable], keras.optimizers.Optimizer | None]] = ()
+    averaged: Sequence[keras.Variable] = ()
+    sums: Callable[..., list[tf.Tensor]] | None = None
+
+
+class ReplicaUpdates:
+    """Base class of what an update rule does on one replica."""
+
+    def on_gradients(
+        self,
+        step: Any,
+        grads: Sequence[tf.Tensor | tf.IndexedSlices | None],
+        variables: Sequence[keras.Variable],
+        apply: Callable[[Sequence[Any], Sequence[keras.Variable]], Any],
+    ) -> None:
+        """Takes the gradients of one batch, while a step is traced.
+
+        Args:
+            step: The replica's step. `rows()` returns the replica's rows and those of all replicas,
+                both scalar tensors; `applying_alone()` is a context in which optimizers apply this
+                replica's gradients, and nothing is sent; `unscale_by_batch_fraction(tensor)`
+                makes of a part of the global gradient the gradient of the mean over the replica's
+                own rows.
+            grads: The replica's parts of the global gradients: tensors, `tf.IndexedSlices` or None.
+            variables: Their Keras variables.
+            apply: Function of a list of gradients and of variables. It sums the gradients over the
+                replicas, unless within `step.applying_alone()`, and has the optimizer apply them.
+        """
+        raise NotImplementedError
+
+    def on_finish(
+        self, step: Any, apply: Callable[[Sequence[Any], Sequence[keras.Variable]], Any]
+    ) -> None:
+        """Has everything applied that is still to be, and leaves all replicas the same weights.
+
+        It is called before weights are read: at the end of `fit`, before validation, for saving.
+
+        Args:
+            step: As for `on_gradients`.
+            apply: As for `on_gradients`.
+        """
+
+    @property
+    def count(self) -> tf.Tensor:
+        """Number of batches whose gradients wait for an update, a scalar integer tensor."""
+        return tf.constant(0, tf.int64)
+
+    @property
+    def batches(self) -> int:
+        """Number of batches whose gradients wait for an update."""
+        return int(self.count.numpy())
 
 
 class Updates:
-    """Base class of what strategies take as `updates=`: options, and nothing that changes.
+    """Base class of update rules: options, and nothing that changes.
+
+    A rule of your own is a class with `on_replica`, and an instance of it is what strategies take
+    as `updates=`.
 
     Attributes:
         local: Whether workers step alone, so that their weights differ until they are averaged.
+            `HybridStrategy` does not take such rules.
+        average_slots: Whether a rule that is `local` averages the optimizer's slots as well.
+        steps: Batches for each update of the optimizer.
+        flush: Whether the end of an epoch updates with what there is.
+        on_parameter_servers: Whether `ParameterServerStrategy` takes the rule. Of a rule that is
+            `local` it uses `every`, `start_step` and `average_slots`, as `LocalSGD` has them, in
+            place of `on_replica`.
+
+    Example:
+
+    ```python
+    class Every(keras_psplus.updates.Updates):
+        # Applies the gradients of every second batch, twice as large, and drops the others.
+
+        def on_replica(self, context):
+            return OnReplica(context.states.variable(f"{context.name} batches", [], "int64"))
+
+
+    class OnReplica(keras_psplus.updates.ReplicaUpdates):
+        def __init__(self, batches):
+            self._batches = batches
+
+        def on_gradients(self, step, grads, variables, apply):
+            self._batches.assign_add(1, read_value=False)
+            odd = self._batches.read_value() % 2 == 1
+            doubled = [None if grad is None else 2 * grad for grad in grads]
+            tf.cond(odd, lambda: apply(doubled, variables), lambda: None)
+    ```
     """
 
     local = False
+    average_slots = False
+    steps = 1
+    flush = False
+    on_parameter_servers = False
 
-    def __repr__(self):
+    def on_build(
+        self, variables: list[keras.Variable]
+    ) -> list[tuple[list[keras.Variable], keras.optimizers.Optimizer | None]]:
+        """Divides the variables into parts that are averaged at different steps.
+
+        It is called once for each optimizer, in the strategy's scope, if the rule is `local`.
+
+        Args:
+            variables: All Keras variables that the optimizer trains.
+
+        Returns:
+            List of pairs: a list of variables, and a Keras optimizer that is built with them or
+            None. Backups keep the optimizers' variables.
+        """
+        return [(variables, None)]
+
+    def on_replica(self, context: Context) -> ReplicaUpdates:
+        """Makes what takes the gradients on one replica.
+
+        Args:
+            context: `Context`.
+
+        Returns:
+            `ReplicaUpdates`.
+        """
+        raise NotImplementedError
+
+    def __repr__(self) -> str:
         parameters = inspect.signature(type(self)).parameters
         options = [f"{name}={getattr(self, name)!r}" for name in parameters]
         return f"{type(self).__name__}({', '.join(options)})"

@@ -1,12 +1,17 @@
 """Many steps of each worker alone; an outer optimizer takes their mean for its gradient."""
 
+from collections.abc import Callable
+from typing import Any
+
 import keras
 
-from keras_psplus.arguments import number, whole_number
-from keras_psplus.updates.base import Updates
+from keras_psplus.arguments import number, shown, whole_number
+from keras_psplus.updates.base import Context, Updates
+from keras_psplus.updates.fragment import assign_to_fragments
+from keras_psplus.updates.local_steps import LocalSteps
 
 
-def nesterov():
+def nesterov() -> keras.optimizers.Optimizer:
     """The outer optimizer of the DiLoCo paper."""
     return keras.optimizers.SGD(0.7, momentum=0.9, nesterov=True)
 
@@ -55,7 +60,17 @@ class DiLoCo(Updates):
     local = True
     start_step, average_slots = 0, False
 
-    def __init__(self, every, outer_optimizer=nesterov, fragments=1, overlap_steps=0, alpha=None):
+    def __init__(
+        self,
+        every: int,
+        outer_optimizer: Callable[[], keras.optimizers.Optimizer]
+        | keras.optimizers.Optimizer
+        | str
+        | dict[str, Any] = nesterov,
+        fragments: int = 1,
+        overlap_steps: int = 0,
+        alpha: float | None = None,
+    ) -> None:
         self.every = every = whole_number("every", every, 1)
         self.fragments = fragments = whole_number("fragments", fragments, 1, most=10_000)
         self.overlap_steps = overlap_steps = whole_number("overlap_steps", overlap_steps, 0)
@@ -79,12 +94,25 @@ class DiLoCo(Updates):
             raise ValueError(
                 "`outer_optimizer` must be a function without arguments that makes a Keras "
                 "optimizer, the name or the serialized form of one, or an optimizer. "
-                f"Received: outer_optimizer={outer_optimizer!r}"
+                f"Received: outer_optimizer={shown(outer_optimizer)}"
             )
+        _check_name(outer_optimizer)
         self.outer_optimizer = outer_optimizer
         self.alpha = float(alpha)
 
-    def make_outer_optimizer(self):
+    def on_build(
+        self, variables: list[keras.Variable]
+    ) -> list[tuple[list[keras.Variable], keras.optimizers.Optimizer | None]]:
+        parts = assign_to_fragments(variables, self.fragments)
+        outers = [self.make_outer_optimizer() for _ in parts]
+        for part, outer in zip(parts, outers):
+            outer.build(part)
+        return list(zip(parts, outers))
+
+    def on_replica(self, context: Context) -> LocalSteps:
+        return LocalSteps(self, context)
+
+    def make_outer_optimizer(self) -> keras.optimizers.Optimizer:
         """Makes an outer optimizer, with variables of its own.
 
         Returns:
@@ -112,3 +140,25 @@ class DiLoCo(Updates):
                 f"{made!r}"
             )
         return made
+
+
+def _check_name(outer_optimizer):
+    """Raises ValueError for a name, or a serialized form, that Keras does not know.
+
+    Making the optimizer would tell as well, and start TensorFlow.
+    """
+    name = outer_optimizer
+    if isinstance(name, dict):
+        name = name.get("class_name")
+    elif not isinstance(name, str):
+        return
+    kinds = [kind for kind in vars(keras.optimizers).values() if isinstance(kind, type)]
+    known = {k.__name__.lower() for k in kinds if issubclass(k, keras.optimizers.Optimizer)}
+    is_known = isinstance(name, str) and (
+        name.lower() in known or keras.saving.get_registered_object(name) is not None
+    )
+    if not is_known:
+        raise ValueError(
+            '`outer_optimizer` must name an optimizer of Keras\'s, such as "sgd", or have its '
+            f"`class_name`. Received: outer_optimizer={shown(outer_optimizer)}"
+        )

@@ -1,7 +1,8 @@
 """Steps of each worker alone, and averages of their weights from time to time."""
 
 from keras_psplus.arguments import flag, whole_number
-from keras_psplus.updates.base import Updates
+from keras_psplus.updates.base import Context, Updates
+from keras_psplus.updates.local_steps import LocalSteps
 
 
 class LocalSGD(Updates):
@@ -32,10 +33,14 @@ class LocalSGD(Updates):
     """
 
     local = True
+    on_parameter_servers = True
     # Everything at once, as soon as it is due.
     fragments, overlap_steps, alpha = 1, 0, 0.0
 
-    def __init__(self, every, start_step=0, average_slots=False):
+    def __init__(self, every: int, start_step: int = 0, average_slots: bool = False) -> None:
         self.every = whole_number("every", every, 1)
         self.start_step = whole_number("start_step", start_step, 0)
         self.average_slots = flag("average_slots", average_slots)
+
+    def on_replica(self, context: Context) -> LocalSteps:
+        return LocalSteps(self, context)

@@ -1,15 +1,22 @@
 """Ways of updating by name."""
 
+from collections.abc import Callable
+
 from keras_psplus import specs
+from keras_psplus.arguments import shown
 from keras_psplus.updates.accumulate import Accumulate
 from keras_psplus.updates.base import Updates
 from keras_psplus.updates.diloco import DiLoCo
 from keras_psplus.updates.local_sgd import LocalSGD
 
-_CLASSES = {"accumulate": Accumulate, "local_sgd": LocalSGD, "diloco": DiLoCo}
+_CLASSES: dict[str, Callable[..., Updates]] = {
+    "accumulate": Accumulate,
+    "local_sgd": LocalSGD,
+    "diloco": DiLoCo,
+}
 
 
-def get(updates):
+def get(updates: Updates | str | None) -> Updates | None:
     """Checks what a user gives as `updates=`.
 
     Args:
@@ -36,5 +43,5 @@ def get(updates):
         return _CLASSES[name](*steps)
     raise ValueError(
         "`updates` must be `keras_psplus.updates.Accumulate(steps)`, `LocalSGD(every)`, "
-        f"`DiLoCo(every)`, {specs.UPDATES_ALLOWED}, or None. Received: updates={updates!r}"
+        f"`DiLoCo(every)`, {specs.UPDATES_ALLOWED}, or None. Received: updates={shown(updates)}"
     )

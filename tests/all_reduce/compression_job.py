@@ -1,6 +1,7 @@
 """What every worker does in `test_compression.py`; results go to one file for each worker."""
 
 import argparse
+import functools
 import json
 import os
 import pathlib
@@ -14,7 +15,7 @@ import tensorflow as tf
 
 import keras_psplus
 from keras_psplus import cluster, compression
-from keras_psplus.compression import products
+from keras_psplus.compression import outer_products
 from tests.all_reduce.job_parts import Interrupt, Interrupted, compress
 
 STEPS = 6
@@ -56,9 +57,9 @@ def fit(strategy, model, epochs=1, callbacks=(), **kwargs):
     )
 
 
-def every_compressor(make, out):
-    for name, compressor in COMPRESSORS.items():
-        strategy = make(compressor)
+def every_compressor(make, out, names):
+    for name in names:
+        strategy = make(COMPRESSORS[name])
         with strategy.scope():
             model = linear(keras.optimizers.SGD(0.5))
         fit(strategy, model)
@@ -71,9 +72,9 @@ def every_compressor(make, out):
         assert "linear/kernel" in strategy.communication.summary()
 
 
-def resumed(make, out, folder):
+def resumed(make, out, names, folder):
     """Interrupted and started again, it ends as if nothing had happened."""
-    for name in ("int8", "topk_momentum", "powersgd"):
+    for name in names:
 
         def train(*callbacks, name=name):
             strategy = make(COMPRESSORS[name])
@@ -122,13 +123,12 @@ def own_checkpoint(make, out, folder):
     out["whole by hand"] = {"weights": train(0, 4)[0].get_weights()}
 
 
-def not_finite(make, out):
+def not_finite(make, out, names):
     """A row that is not a number, on one worker: a scaled loss skips the step, plain SGD has it."""
     x, y = problem()
     x = x.copy()
     x[8 * 2, 3] = np.inf
-    # Of each route one.
-    for name in ("bf16", "int8", "topk", "powersgd", "factors"):
+    for name in names:
         for scaled in (True, False) if name != "bf16" else (False,):
             strategy = make(COMPRESSORS.get(name, name))
             with strategy.scope():
@@ -252,8 +252,10 @@ class MadeWhole(keras.layers.Dense):
 
 def wide_layers(make, out):
     """Gradients that are thin products, of few rows, and in the last batch of one worker none."""
-    sums, make_sum = [], products.Sum.__init__
-    products.Sum.__init__ = lambda self, *args: make_sum(self, *args) or sums.append(self)
+    sums, make_sum = [], outer_products.MatrixPlusOuterProduct.__init__
+    outer_products.MatrixPlusOuterProduct.__init__ = lambda self, *args: (
+        make_sum(self, *args) or sums.append(self)
+    )
     rng = np.random.default_rng(4)
     x, y = rng.normal(size=(49, 64)), rng.normal(size=(49, 1))
     for kind, layer in (("of factors", keras.layers.Dense), ("made whole", MadeWhole)):
@@ -307,10 +309,23 @@ def as_factors(make, out):
         out[f"factors {kind}"] = {"weights": model.get_weights(), "traffic": traffic}
 
 
+RESUMED = ["int8", "topk_momentum", "powersgd"]
+# Of each route one.
+NOT_FINITE = ["bf16", "int8", "topk", "powersgd", "factors"]
+CASES = [
+    *(f"compressor {name}" for name in COMPRESSORS),
+    *("factors", "embeddings"),
+    *(f"not_finite {name}" for name in NOT_FINITE),
+    *("few_not_finite", "accumulated", "pieces", "towers", "wide"),
+    *(f"resumed {name}" for name in RESUMED),
+    "own_checkpoint",
+]
+
+
 def main():
     parser = argparse.ArgumentParser()
     parser.add_argument("--out", required=True)
-    parser.add_argument("--every_compressor_only", action="store_true")
+    parser.add_argument("cases", nargs="*")
     args = parser.parse_args()
     folder = args.out
     task = cluster.read_task_config()
@@ -325,19 +340,24 @@ def main():
         compress(strategy, compressor, **options)
         return strategy
 
+    functions = {
+        "compressor": every_compressor,
+        "factors": as_factors,
+        "embeddings": embeddings,
+        "not_finite": not_finite,
+        "few_not_finite": few_not_finite,
+        "accumulated": in_branches_and_loops,
+        "pieces": in_pieces,
+        "towers": two_towers,
+        "wide": wide_layers,
+        "resumed": functools.partial(resumed, folder=folder),
+        "own_checkpoint": functools.partial(own_checkpoint, folder=folder),
+    }
     out = {}
-    every_compressor(make, out)
-    as_factors(make, out)
-    if not args.every_compressor_only:
-        embeddings(make, out)
-        not_finite(make, out)
-        few_not_finite(make, out)
-        in_branches_and_loops(make, out)
-        in_pieces(make, out)
-        two_towers(make, out)
-        wide_layers(make, out)
-        resumed(make, out, folder)
-        own_checkpoint(make, out, folder)
+    # Whatever the order of the arguments.
+    for case in [case for case in CASES if case in args.cases]:
+        kind, *names = case.split()
+        functions[kind](make, out, *([names] if names else []))
     arrays = {
         f"{name}/{i}": weight
         for name, got in out.items()

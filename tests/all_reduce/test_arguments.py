@@ -10,13 +10,13 @@ from keras_psplus.all_reduce import compressors, routes
 from keras_psplus.all_reduce.compressed import CompressedSum
 
 
-class OnlyRounds(compression.Compressor):
+class OnlyExchange(compression.Compressor):
     """Averages in a round of its own, with nothing to encode."""
 
     def __init__(self, reducible=True, homogeneous=False):
         self.reducible, self.homogeneous = reducible, homogeneous
 
-    def rounds(self, tensor, state, step):
+    def exchange(self, tensor, state, step):
         (mean,) = yield [tensor]
         return mean, tensor, state
 
@@ -67,10 +67,10 @@ def summed(compressor):
     "unfit, method",
     [
         (compression.Compressor(), "encode"),
-        (OnlyRounds(reducible=False), "encode"),
-        (OnlyRounds(homogeneous=True), "encode"),
-        ({"*": OnlyRounds(reducible=False)}, "encode"),
-        (compression.ErrorFeedback(OnlyRounds(reducible=False)), "encode"),
+        (OnlyExchange(reducible=False), "encode"),
+        (OnlyExchange(homogeneous=True), "encode"),
+        ({"*": OnlyExchange(reducible=False)}, "encode"),
+        (compression.ErrorFeedback(OnlyExchange(reducible=False)), "encode"),
         (Undecoded(), "decode"),
         (Uncounted(), "wire_bytes"),
     ],
@@ -95,13 +95,13 @@ def test_unbiased_scaling_with_error_feedback_is_refused_before_anything_starts(
 @pytest.mark.parametrize(
     "fit",
     [
-        OnlyRounds(),
-        compression.ErrorFeedback(OnlyRounds(homogeneous=True)),
+        OnlyExchange(),
+        compression.ErrorFeedback(OnlyExchange(homogeneous=True)),
         compression.NoCommunication(),
         compression.PowerSGD(1),
         compression.RandomK(0.1, unbiased=True),
         Chooser(compression.Sign()),
-        {"*/kernel": "int8", "*": OnlyRounds()},
+        {"*/kernel": "int8", "*": OnlyExchange()},
     ],
     ids=repr,
 )
@@ -111,7 +111,11 @@ def test_what_has_what_its_way_needs_is_taken(fit):
 
 @pytest.mark.parametrize(
     "fit",
-    [OnlyRounds(), compression.ErrorFeedback(OnlyRounds(homogeneous=True)), Chooser(OnlyRounds())],
+    [
+        OnlyExchange(),
+        compression.ErrorFeedback(OnlyExchange(homogeneous=True)),
+        Chooser(OnlyExchange()),
+    ],
     ids=repr,
 )
 def test_rounds_alone_are_enough_for_a_sum(fit):
@@ -120,7 +124,7 @@ def test_rounds_alone_are_enough_for_a_sum(fit):
 
 def test_what_a_compressor_chooses_is_checked_when_it_does():
     with pytest.raises(ValueError, match="Received: compression=.*, without `encode`"):
-        summed(Chooser(OnlyRounds(reducible=False)))
+        summed(Chooser(OnlyExchange(reducible=False)))
 
 
 def test_pieces_of_what_takes_no_feedback_are_summed():

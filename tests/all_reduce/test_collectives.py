@@ -46,7 +46,7 @@ def total(launcher, grads, bucket_bytes=4 << 20):
         Named(f"v{i}", (5, 3) if isinstance(g, tf.IndexedSlices) else g.shape)
         for i, g in enumerate(grads)
     ]
-    return add_up(grads, variables, 0), add_up.ledger.traffic()
+    return add_up(grads, variables, 0), add_up.traffic_variables.traffic()
 
 
 def test_buckets_go_from_the_last_gradient_back():
@@ -159,7 +159,7 @@ def test_branches_apart_wait_for_each_other_only_if_they_share_a_name(apart):
     @tf.function(input_signature=[tf.TensorSpec([None, 5]), tf.TensorSpec([])])
     def step(tensor, number):
         def in_branch(name):
-            with launcher.apart(name):
+            with launcher.separate_order(name):
                 return tf.cond(
                     number > 0,
                     lambda: launcher.gather_padded(tensor, tf.shape(tensor)[0]),
@@ -179,7 +179,7 @@ def test_names_take_keys_of_their_own():
     launcher, tensor = launcher_of_two("/device:CPU:0"), tf.zeros([3])
 
     def key(name):
-        with launcher.apart(name), launcher._keys_for("reduce", tensor):
+        with launcher.separate_order(name), launcher._keys_for("reduce", tensor):
             return int(launcher._next_instance_key())
 
     assert len({key(name) for name in ("a", "b", None)}) == 3

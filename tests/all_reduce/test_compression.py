@@ -11,20 +11,31 @@ import tensorflow as tf
 import keras_psplus
 from keras_psplus import compression
 from keras_psplus.cluster.testing import run_in_processes
-from tests.all_reduce.compression_job import COMPRESSORS, STEPS, linear, problem
+from tests.all_reduce.compression_job import (
+    CASES,
+    COMPRESSORS,
+    NOT_FINITE,
+    RESUMED,
+    STEPS,
+    linear,
+    problem,
+)
+from tests.selection import cases, of_kind
 
 JOB = pathlib.Path(__file__).with_name("compression_job.py")
 LAYER = {"kernel": (9, 120), "bias": (120,)}
 
 
 @pytest.fixture(scope="module")
-def run(tmp_path_factory):
-    return results_of(2, tmp_path_factory.mktemp("compression"))
+def run(request, tmp_path_factory):
+    return results_of(2, tmp_path_factory.mktemp("compression"), *cases(request))
 
 
 @pytest.fixture(scope="module")
-def run_of_four(tmp_path_factory):
-    return results_of(4, tmp_path_factory.mktemp("four"), "--every_compressor_only")
+def run_of_four(request, tmp_path_factory):
+    names = cases(request, run_name="run_of_four")
+    names += cases(request, "test_four_workers_end_with_the_same_bits")
+    return results_of(4, tmp_path_factory.mktemp("four"), *names)
 
 
 def results_of(workers, folder, *args):
@@ -100,7 +111,7 @@ def _routes(compressor):
 
 
 def _lockstep(compressor, tensors, states, step):
-    generators = [compressor.rounds(t, s, step) for t, s in zip(tensors, states)]
+    generators = [compressor.exchange(t, s, step) for t, s in zip(tensors, states)]
     replies = [None] * len(tensors)
     while True:
         asked, ended = [], []
@@ -148,7 +159,7 @@ def _split_means(compressor, keys, grads, states, step):
     return {k: tf.reshape(p, LAYER[k]) for k, p in zip(keys, parts)}, states
 
 
-@pytest.mark.parametrize("name", COMPRESSORS)
+@pytest.mark.parametrize("name", of_kind("compressor", COMPRESSORS))
 @pytest.mark.parametrize("run_name", ["run", "run_of_four"])
 def test_training_computes_what_the_compressor_says(run_name, name, request):
     results = request.getfixturevalue(run_name)
@@ -162,6 +173,7 @@ def test_training_computes_what_the_compressor_says(run_name, name, request):
         assert close.mean() > 0.99, np.abs(arrays[f"{name}/{i}"] - weight).max()
 
 
+@pytest.mark.cases(*CASES)
 def test_workers_end_with_the_same_bits(run):
     (first, traffic), (second, other_traffic) = run
     for name in COMPRESSORS:
@@ -173,6 +185,7 @@ def test_workers_end_with_the_same_bits(run):
     assert not np.array_equal(first["embeddings alone/0"], second["embeddings alone/0"])
 
 
+@pytest.mark.cases(*(f"compressor {name}" for name in COMPRESSORS), "factors")
 def test_four_workers_end_with_the_same_bits(run_of_four):
     first = run_of_four[0]
     assert {key.partition("/")[0] for key in first[0]} >= set(COMPRESSORS)
@@ -184,7 +197,7 @@ def test_four_workers_end_with_the_same_bits(run_of_four):
             np.testing.assert_array_equal(arrays[key], value, err_msg=key)
 
 
-@pytest.mark.parametrize("name", COMPRESSORS)
+@pytest.mark.parametrize("name", of_kind("compressor", COMPRESSORS))
 def test_bytes_are_those_of_the_compressor(name, run):
     compressor = compression.with_error_feedback(compression.get(COMPRESSORS[name]))
     for key, shape in LAYER.items():
@@ -197,6 +210,7 @@ def test_bytes_are_those_of_the_compressor(name, run):
         assert wire == pytest.approx(compressed, abs=20 * STEPS)
 
 
+@pytest.mark.cases("embeddings")
 def test_rows_of_embeddings_are_compressed_by_row(run):
     results, traffic = run[0]
     none = [results[f"embeddings none/{i}"] for i in range(3)]
@@ -227,7 +241,7 @@ def test_rows_of_embeddings_are_compressed_by_row(run):
     assert traffic["embeddings int8"]["table"][1] == rows * (8 + 4 + 4)
 
 
-@pytest.mark.parametrize("name", ["int8", "topk_momentum", "powersgd"])
+@pytest.mark.parametrize("name", of_kind("resumed", RESUMED))
 def test_resumed_training_is_as_if_never_interrupted(name, run):
     for worker, _ in run:
         for i in range(2):
@@ -240,12 +254,14 @@ def test_resumed_training_is_as_if_never_interrupted(name, run):
         np.testing.assert_allclose(lost, whole, atol=0.1)
 
 
+@pytest.mark.cases("pieces")
 def test_sums_in_pieces_are_those_of_the_whole(run):
     results, traffic = run[0]
     np.testing.assert_array_equal(results["sent pieces/0"], results["sent whole/0"])
     assert traffic["sent pieces"] == traffic["sent whole"]
 
 
+@pytest.mark.cases("wide")
 def test_powersgd_computes_the_same_of_gradients_that_it_does_not_make_whole(run):
     results, traffic = run[0]
     for i in range(6):
@@ -257,6 +273,7 @@ def test_powersgd_computes_the_same_of_gradients_that_it_does_not_make_whole(run
     assert of_factors["sums"] >= 2 and whole["sums"] == 0
 
 
+@pytest.mark.cases("factors")
 @pytest.mark.parametrize("run_name", ["run", "run_of_four"])
 def test_factors_add_up_to_the_sum_of_gradients(run_name, request):
     results, traffic = request.getfixturevalue(run_name)[0]
@@ -271,6 +288,7 @@ def test_factors_add_up_to_the_sum_of_gradients(run_name, request):
     assert traffic["factors all"] == traffic["factors of loops"]
 
 
+@pytest.mark.cases("factors")
 @pytest.mark.parametrize("run_name", ["run", "run_of_four"])
 @pytest.mark.parametrize("kind", ["all", "of halves"])
 def test_bytes_of_factors_are_those_of_the_rows(run_name, kind, request):
@@ -298,6 +316,7 @@ def test_bytes_of_factors_are_those_of_the_rows(run_name, kind, request):
         assert traffic[f"factors {kind}"]["first/bias"][0] is None
 
 
+@pytest.mark.cases("factors")
 def test_what_is_no_product_is_sent_as_it_is(run):
     _, traffic = run[0]
     for kind, compressor, size in (
@@ -308,18 +327,20 @@ def test_what_is_no_product_is_sent_as_it_is(run):
         assert (described, sent) == (compressor, 14 * 64 * 96 * size)
 
 
+@pytest.mark.cases("towers")
 def test_variables_of_the_same_path_have_residuals_of_their_own(run):
     for i in range(4):
         same, unique = (run[0][0][f"towers {kind}/{i}"] for kind in ("same", "unique"))
         np.testing.assert_array_equal(same, unique)
 
 
+@pytest.mark.cases("own_checkpoint")
 def test_residuals_in_checkpoints_of_the_scripts_own(run):
     for worker, _ in run:
         np.testing.assert_array_equal(worker["resumed by hand/0"], worker["whole by hand/0"])
 
 
-@pytest.mark.parametrize("name", ["bf16", "int8", "topk", "powersgd", "factors"])
+@pytest.mark.parametrize("name", of_kind("not_finite", NOT_FINITE))
 def test_numbers_that_are_not_finite_reach_the_optimizer(name, run):
     results, _ = run[0]
     if name != "bf16":
@@ -327,12 +348,14 @@ def test_numbers_that_are_not_finite_reach_the_optimizer(name, run):
     assert not np.isfinite(results[f"not finite {name} False/0"]).all()
 
 
+@pytest.mark.cases("few_not_finite")
 def test_few_numbers_that_are_not_finite_reach_the_optimizer(run):
     for results, _ in run:
         wrong = np.isnan(results["few not finite/0"])
         assert wrong[:, 17].all() and wrong.sum() == 400
 
 
+@pytest.mark.cases("accumulated")
 def test_accumulated_gradients_are_sent_once(run):
     _, traffic = run[0]
     for name in ("int8", "topk", "powersgd"):

@@ -5,8 +5,8 @@ import sys
 import pytest
 import tensorflow as tf
 
-from keras_psplus.all_reduce import error_report, failure
 from keras_psplus.cluster.config import TaskConfig
+from keras_psplus.core import error_report, failure
 
 TASK = TaskConfig({"worker": ("127.0.0.1:1", "127.0.0.1:2")}, "worker", 1)
 
@@ -15,7 +15,7 @@ def raise_as(monkeypatch, message):
     monkeypatch.setattr(failure, "_lost_peers", lambda task: [])
     monkeypatch.setattr(failure, "_failed_at", None)
     monkeypatch.setattr(failure, "_ended_address", None)
-    with failure.explained(TASK):
+    with failure.translate_errors(TASK):
         raise tf.errors.InvalidArgumentError(None, None, message)
 
 

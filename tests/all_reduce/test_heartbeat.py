@@ -8,10 +8,11 @@ import types
 import pytest
 import tensorflow as tf
 
-from keras_psplus.all_reduce import failure, heartbeat
+from keras_psplus.all_reduce import heartbeat
 from keras_psplus.all_reduce.heartbeat import HeartbeatWatch, Silence
 from keras_psplus.cluster.config import TaskConfig
 from keras_psplus.cluster.silence import is_silent, place_of
+from keras_psplus.core import failure
 
 
 def dead_after(stop, phase, timeout=20.0, answer=1.0, pause=0.25):
@@ -97,7 +98,7 @@ def test_a_silent_worker_is_named_in_the_error_of_collectives(monkeypatch):
     ((code, message),) = calls
     assert code == tf.errors.UNAVAILABLE
     monkeypatch.setattr(failure, "_failed_at", None)
-    with pytest.raises(failure.PeerLostError) as lost, failure.explained(task):
+    with pytest.raises(failure.PeerLostError) as lost, failure.translate_errors(task):
         raise tf.errors.UnavailableError(None, None, f"aborted by: {message}\nAnd more")
     assert str(lost.value).startswith(f"worker-2 ({address}) stopped answering, and worker-1 ")
     assert "Received: no answer for 1 s, with heartbeat_timeout=0.8" in str(lost.value)

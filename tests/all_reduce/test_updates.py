@@ -1,4 +1,4 @@
-"""Rarer updates on two workers, beside what one process computes on the same batches."""
+"""Update policies on two workers, beside what one process computes on the same batches."""
 
 import functools
 import json
@@ -18,6 +18,7 @@ from tests.all_reduce import updates_simulation as simulation
 from tests.all_reduce.updates_job import (
     ACCUMULATED,
     ALONE,
+    CASES,
     EPOCHS,
     LOCAL,
     RESUMED,
@@ -26,6 +27,7 @@ from tests.all_reduce.updates_job import (
     problem,
     slices,
 )
+from tests.selection import cases, of_kind
 
 JOB = pathlib.Path(__file__).with_name("updates_job.py")
 WORKERS = 2
@@ -40,14 +42,14 @@ GOLDEN = {
 
 
 @pytest.fixture(scope="module")
-def run(tmp_path_factory):
+def run(request, tmp_path_factory):
     folder = tmp_path_factory.mktemp("updates")
     logs = run_in_processes(
         JOB,
         workers=WORKERS,
         timeout=400,
         env=ENVIRONMENT,
-        args=["--out", folder],
+        args=["--out", folder, *cases(request)],
     ).logs
     return [load(folder, i, logs[f"worker-{i}"]) for i in range(WORKERS)]
 
@@ -60,10 +62,11 @@ def load(folder, worker, log):
 
 
 @pytest.fixture(scope="module")
-def alone(tmp_path_factory):
+def alone(request, tmp_path_factory):
     """Results of a process without a cluster, of one device and of two."""
     results = {}
-    for devices in (1, 2):
+    chosen = cases(request, argument="devices")
+    for devices in [number for number in ALONE if number in chosen]:
         folder = tmp_path_factory.mktemp("alone")
         environment = {k: v for k, v in os.environ.items() if k != "TF_CONFIG"}
         environment |= ENVIRONMENT | {"PYTHONPATH": python_path(os.environ)}
@@ -113,7 +116,7 @@ def trained_on_larger_batches(name):
     return model, len(groups)
 
 
-@pytest.mark.parametrize("name", ACCUMULATED)
+@pytest.mark.parametrize("name", of_kind("accumulated", ACCUMULATED))
 def test_accumulating_equals_one_process_on_larger_batches(name, run):
     model, number = trained_on_larger_batches(name)
     results, numbers = run[0]
@@ -162,13 +165,14 @@ def simulated(name, workers):
     return steps.inner[0].average or steps.weights[0]
 
 
-@pytest.mark.parametrize("name", LOCAL)
+@pytest.mark.parametrize("name", of_kind("local", LOCAL))
 def test_workers_that_step_alone_compute_what_the_papers_say(name, run):
     expected = simulated(name, WORKERS)
     for weight, one in zip(weights_of(run[0][0], f"local {name}"), expected, strict=True):
         np.testing.assert_allclose(weight, one, rtol=1e-5, atol=5e-6)
 
 
+@pytest.mark.cases("accumulated optimizers")
 @pytest.mark.parametrize("devices", [1, 2])
 def test_a_process_without_a_cluster_does_the_same(devices, alone, run):
     results, numbers = alone[devices]
@@ -181,12 +185,14 @@ def test_a_process_without_a_cluster_does_the_same(devices, alone, run):
         np.testing.assert_allclose(weight, one, rtol=1e-5, atol=5e-6)
 
 
-@pytest.mark.parametrize("name", GOLDEN)
+@pytest.mark.parametrize("name", of_kind("local", GOLDEN))
 def test_losses_of_diloco_are_as_recorded(name, run):
     losses = run[0][1][f"losses of local {name}"]
     np.testing.assert_allclose(losses, GOLDEN[name], rtol=1e-4)
 
 
+@pytest.mark.cases(*(f"local {name}" for name in ("every step", "diloco", "slots", "post-local")))
+@pytest.mark.cases("resumed diloco")
 def test_changes_are_sent_once_in_a_round_and_compressed(run):
     numbers = run[0][1]
     whole = sum(weight.nbytes for weight in weights_of(run[0][0], "local every step"))
@@ -202,6 +208,7 @@ def test_changes_are_sent_once_in_a_round_and_compressed(run):
     assert compressed < logical / 2
 
 
+@pytest.mark.cases("meetings")
 def test_workers_that_look_at_their_weights_together_see_the_same(run):
     (first, _), (second, _) = run
     for i in range(4):
@@ -210,6 +217,7 @@ def test_workers_that_look_at_their_weights_together_see_the_same(run):
         np.testing.assert_allclose(first[f"together/{i}"], (ours + theirs) / 2, atol=1e-6)
 
 
+@pytest.mark.cases("local every step")
 def test_averaging_at_every_step_is_synchronous_training(run):
     weights, optimizer = first_weights(), simulation.SGD(0.3)
     x, y = problem()
@@ -220,7 +228,7 @@ def test_averaging_at_every_step_is_synchronous_training(run):
         np.testing.assert_allclose(weight, one, rtol=1e-6, atol=1e-6)
 
 
-@pytest.mark.parametrize("name", RESUMED)
+@pytest.mark.parametrize("name", of_kind("resumed", RESUMED))
 def test_resumed_training_is_as_if_never_interrupted(name, run):
     for worker, _ in run:
         whole, resumed = (weights_of(worker, f"{kind} {name}") for kind in ("whole", "resumed"))
@@ -229,6 +237,7 @@ def test_resumed_training_is_as_if_never_interrupted(name, run):
             np.testing.assert_array_equal(weight, expected)
 
 
+@pytest.mark.cases(*CASES)
 def test_workers_end_with_the_same_bits(run):
     (first, numbers), (second, other_numbers) = run
     # Rows of embeddings are as many as each worker has.

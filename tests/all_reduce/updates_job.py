@@ -14,7 +14,7 @@ import tensorflow as tf
 
 import keras_psplus
 from keras_psplus import cluster, updates
-from keras_psplus.all_reduce.updating import Updating
+from keras_psplus.all_reduce.updating import MirroredUpdates
 from tests.all_reduce.job_parts import Interrupt, Interrupted, compress
 
 ROWS, BATCH, EPOCHS = 37, 10, 3
@@ -127,7 +127,7 @@ def fit(model, epochs=EPOCHS, callbacks=()):
     )
 
 
-def accumulated(make, out, names=ACCUMULATED):
+def accumulated(make, out, names):
     for name in names:
         build, policy, by_batch = ACCUMULATED[name]
         strategy = make(policy)
@@ -169,7 +169,7 @@ OPTIMIZERS = {
 }
 
 
-def local(make, out, names=LOCAL):
+def local(make, out, names):
     for name in names:
         policy, optimizer = LOCAL[name]
         strategy = make(policy)
@@ -315,10 +315,19 @@ def resumed(make, out, folder, cases):
         out[f"whole {name}"] = train()
 
 
+CASES = [
+    *(f"accumulated {name}" for name in ACCUMULATED),
+    *(f"local {name}" for name in LOCAL),
+    *("meetings", "parts"),
+    *(f"resumed {name}" for name in RESUMED),
+]
+
+
 def main():
     parser = argparse.ArgumentParser()
     parser.add_argument("--out", required=True)
     parser.add_argument("--devices", type=int, default=0, help="of a process that is alone")
+    parser.add_argument("cases", nargs="*", help="of a worker")
     options = parser.parse_args()
     if options.devices > 1:
         cpu = tf.config.list_physical_devices("CPU")[0]
@@ -332,7 +341,7 @@ def main():
     def make(policy, compressor=None):
         # A process has one strategy; each case gets the parts of it that send anew.
         strategy._updates = policy
-        strategy.extended._updating = Updating(policy, strategy)
+        strategy.extended._updating = MirroredUpdates(policy, strategy)
         compress(strategy, compressor)
         return strategy
 
@@ -341,11 +350,19 @@ def main():
         accumulated(make, out, ["optimizers"])
         local(make, out, [ALONE[options.devices]])
     else:
-        accumulated(make, out)
-        local(make, out)
-        meetings(make, out, options.out)
-        parts(make, out)
-        resumed(make, out, options.out, RESUMED)
+        # Whatever the order of the arguments.
+        for case in [case for case in CASES if case in options.cases]:
+            kind, _, name = case.partition(" ")
+            if kind == "accumulated":
+                accumulated(make, out, [name])
+            elif kind == "local":
+                local(make, out, [name])
+            elif kind == "meetings":
+                meetings(make, out, options.out)
+            elif kind == "parts":
+                parts(make, out)
+            else:
+                resumed(make, out, options.out, {name: RESUMED[name]})
     arrays = {
         f"{name}/{i}": weight
         for name, got in out.items()

@@ -79,7 +79,7 @@ def warnings(monkeypatch):
     lines = []
     handler = logging.Handler()
     handler.emit = lambda record: lines.append(record.getMessage())
-    monkeypatch.setattr(log, "_said", set())
+    monkeypatch.setattr(log, "_logged", set())
     log.logger.addHandler(handler)
     yield lines
     log.logger.removeHandler(handler)

@@ -44,14 +44,14 @@ pathlib.Path(sys.argv[1] + ".end").touch()
 
 @pytest.fixture
 def disturbed(tmp_path):
-    """Runs the job with some events; returns the result and what was told."""
+    """Runs the job with some events; returns the result and what was logged."""
 
     def run(text, steps=10, pause=0.0, **kwargs):
-        told, gaps = [], tmp_path / "gaps"
+        lines, gaps = [], tmp_path / "gaps"
         command = [sys.executable, "-c", JOB, str(gaps), str(steps), str(pause)]
         # Without the package's __init__, which takes seconds.
         folder = str(pathlib.Path(sys.modules[Progress.__module__].__file__).parent)
-        with Injector(spec.parse(text, ["worker-0", "worker-1"]), told.append) as chaos:
+        with Injector(spec.parse(text, ["worker-0", "worker-1"]), lines.append) as chaos:
             env = {**chaos.environment, "CLUSTER": folder, "PYTHONPATH": python_path()}
             cluster = LocalCluster(
                 command, workers=2, env=env, log_dir=tmp_path, kill_grace=0.2, **kwargs
@@ -59,16 +59,16 @@ def disturbed(tmp_path):
             with cluster:
                 chaos.watch(cluster)
                 result = cluster.wait(60)
-        return result, told
+        return result, lines
 
     return run
 
 
 def test_a_task_is_killed_at_the_very_step(disturbed):
-    result, told = disturbed("kill:worker0@step=4; kill:worker1@step=99", failure_grace=0)
+    result, lines = disturbed("kill:worker0@step=4; kill:worker1@step=99", failure_grace=0)
     assert result.first_failure == "worker-0" and result.exit_codes["worker-0"] == -9
     assert result.logs["worker-0"].split() == "step 1 step 2 step 3".split()
-    assert told == [
+    assert lines == [
         "chaos: kill:worker0@step=4 comes after step 4",
         "chaos: kill:worker1@step=99 did not come: the job ended before that step",
     ]
@@ -76,8 +76,8 @@ def test_a_task_is_killed_at_the_very_step(disturbed):
 
 def test_a_task_is_stopped_for_a_while_and_then_slow(disturbed, tmp_path):
     text = "stop:worker1@step=5,for=0.8; slow:worker1@step=15,factor=20,for=1"
-    _, told = disturbed(text, steps=35, pause=0.1)
-    assert told == [
+    _, lines = disturbed(text, steps=35, pause=0.1)
+    assert lines == [
         "chaos: stop:worker1@step=5,for=0.8 comes after step 5",
         "chaos: stop:worker1@step=5,for=0.8 is over",
         "chaos: slow:worker1@step=15,factor=20,for=1 comes after step 15",
@@ -89,10 +89,10 @@ def test_a_task_is_stopped_for_a_while_and_then_slow(disturbed, tmp_path):
 
 
 def test_random_events_say_what_was_drawn(disturbed):
-    result, told = disturbed("kill:random@seed=2,within=8", failure_grace=0)
+    result, lines = disturbed("kill:random@seed=2,within=8", failure_grace=0)
     (event,) = spec.parse("kill:random@seed=2,within=8", ["worker-0", "worker-1"])
-    assert told[0] == f"chaos: seed 2 draws {event}"
-    assert told[1] == f"chaos: {event} comes after step {event.step}"
+    assert lines[0] == f"chaos: seed 2 draws {event}"
+    assert lines[1] == f"chaos: {event} comes after step {event.step}"
     assert result.first_failure == event.task
 
 

@@ -414,7 +414,7 @@ def test_doctor_refuses_other_backends(capsys, monkeypatch):
 
 
 def test_doctor_knows_nightly_builds(capsys, monkeypatch):
-    found = {"keras-nightly": "3.16.0.dev2026", "tf-nightly": "2.21.0.dev2025", "numpy": "2.4"}
+    found = {"keras-nightly": "3.17.0.dev2026", "tf-nightly": "2.21.0.dev2025", "numpy": "2.4"}
 
     def version(name):
         if name not in found:
@@ -424,7 +424,7 @@ def test_doctor_knows_nightly_builds(capsys, monkeypatch):
     monkeypatch.setattr(importlib.metadata, "version", version)
     assert doctor.main(["--nodevices"]) == 1
     out = capsys.readouterr().out
-    assert "3.16.0.dev2026 (keras-nightly)" in out and "2.21.0.dev2025 (tf-nightly)" in out
+    assert "3.17.0.dev2026 (keras-nightly)" in out and "2.21.0.dev2025 (tf-nightly)" in out
     assert "not installed" not in out
     assert "1 problem(s)" in out and "This Keras is newer than keras_psplus" in out
     assert "`pip uninstall -y keras-nightly`" in out

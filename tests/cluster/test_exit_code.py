@@ -9,8 +9,8 @@ from keras_psplus.cluster import exit_code
 
 @pytest.fixture(autouse=True)
 def watched(monkeypatch):
-    monkeypatch.setattr(sys, "exit", sys.exit)
-    monkeypatch.setattr(exit_code, "_codes", [])
+    monkeypatch.setattr(exit_code.EXITS, "is_watching", False)
+    monkeypatch.setattr(exit_code.EXITS, "codes", [])
     monkeypatch.delattr(sys, "last_value", raising=False)
     exit_code.watch()
     exit_code.watch()

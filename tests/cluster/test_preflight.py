@@ -8,12 +8,12 @@ import time
 
 import pytest
 
-from keras_psplus.cluster import hello, preflight
+from keras_psplus.cluster import handshake, preflight
 from keras_psplus.cluster.config import TaskConfig
 from keras_psplus.cluster.ports import free_ports
 from keras_psplus.cluster.preflight import (
     ClusterStartupError,
-    check_own_address,
+    check_local_address,
     probe_peers,
     wait_for_cluster,
 )
@@ -112,8 +112,8 @@ def test_port_in_use_names_the_holder():
         assert config.address in str(error.value)
         assert f"process {os.getpid()}" in str(error.value)
         with pytest.raises(ClusterStartupError):
-            check_own_address(config)
-    check_own_address(config)
+            check_local_address(config)
+    check_local_address(config)
 
 
 def test_second_process_with_the_same_task_on_one_machine():
@@ -129,7 +129,7 @@ def test_two_processes_that_claim_one_task_name_each_other():
     """As on two hosts: the second listens elsewhere and says hello to the first."""
     config = TaskConfig(make_cluster(2), "worker", 1)
     first = Waiting(config)
-    problem = _dial_until_up(config.address, hello.Hello.of(config))
+    problem = _dial_until_up(config.address, handshake.PeerIdentity.of(config))
     assert "two processes claim to be worker-1" in problem
     assert "two processes claim to be worker-1" in str(first.result())
     assert "Received: TF_CONFIG" in str(first.result())
@@ -150,12 +150,12 @@ def test_different_clusters_are_told_at_both_ends():
 
 
 def test_task_at_anothers_address_is_named():
-    mine = hello.Hello("worker-0", "{}", "a", 1, "x")
-    theirs = hello.Hello("worker-2", "{}", "b", 2, "y")
-    assert "worker-2 (process 2 on b) at the address of worker-1" in hello.conflict(
+    mine = handshake.PeerIdentity("worker-0", "{}", "a", 1, "x")
+    theirs = handshake.PeerIdentity("worker-2", "{}", "b", 2, "y")
+    assert "worker-2 (process 2 on b) at the address of worker-1" in handshake.conflict(
         mine, theirs, expected="worker-1"
     )
-    assert hello.conflict(mine, theirs, expected="worker-2") is None
+    assert handshake.conflict(mine, theirs, expected="worker-2") is None
 
 
 @pytest.mark.parametrize(
@@ -194,7 +194,9 @@ def test_silent_connections_delay_nobody():
     cluster = make_cluster(2)
     first = Waiting(TaskConfig(cluster, "worker", 0))
     host, port = cluster["worker"][0].split(":")
-    _dial_until_up(cluster["worker"][0], hello.Hello.of(TaskConfig(cluster, "worker", 1)))
+    _dial_until_up(
+        cluster["worker"][0], handshake.PeerIdentity.of(TaskConfig(cluster, "worker", 1))
+    )
     with contextlib.ExitStack() as silent:
         # More than it holds, some of which begin like a hello.
         for number in range(200):
@@ -205,7 +207,7 @@ def test_silent_connections_delay_nobody():
         assert (first.result(), second.result()) == (None, None)
         # Of which a second is the call of one whose turn is over (`ANSWER_TIMEOUT`).
         assert time.monotonic() - began < 4
-        check_own_address(TaskConfig(cluster, "worker", 0))
+        check_local_address(TaskConfig(cluster, "worker", 0))
 
 
 def test_silent_server_counts_as_up():
@@ -236,7 +238,7 @@ def test_own_name_that_leads_elsewhere_is_a_warning(monkeypatch):
     monkeypatch.setattr(socket, "getaddrinfo", resolve)
     (port,) = free_ports(1)
     lines = []
-    monkeypatch.setattr(hello, "dial", _nobody)
+    monkeypatch.setattr(handshake, "dial", _nobody)
     wait_for_cluster(
         TaskConfig({"worker": (f"service:{port}",)}, "worker", 0), timeout=5, log=lines.append
     )
@@ -290,8 +292,8 @@ def test_tensorflows_server_starts_on_the_port_right_after(tmp_path):
             assert line == "up\n", line + process.stdout.read()
         # One more comes back (a restarted worker): TensorFlow's server answers it.
         assert probe_peers(TaskConfig(cluster, "worker", 0), 5) == {"worker-1": None}
-        mine = hello.Hello.of(TaskConfig(cluster, "worker", 0))
-        assert hello.dial(cluster["worker"][1], mine) is None
+        mine = handshake.PeerIdentity.of(TaskConfig(cluster, "worker", 0))
+        assert handshake.dial(cluster["worker"][1], mine) is None
         for process in processes:
             process.stdin.write("\n")
             process.stdin.flush()
@@ -318,7 +320,7 @@ def _dial_until_up(address, mine):
     deadline = time.monotonic() + 10
     while True:
         try:
-            return hello.conflict(mine, hello.dial(address, mine))
+            return handshake.conflict(mine, handshake.dial(address, mine))
         except OSError:
             assert time.monotonic() < deadline
             time.sleep(0.05)

@@ -31,21 +31,21 @@ def failure(code=1, **more):
 
 def ends(*results, max_restarts=3):
     """Runs attempts that end so; returns the last result, the lines, the pauses, and a count."""
-    told, pauses, made = [], [], []
+    lines, pauses, made = [], [], []
 
     def make(restart):
         made.append(restart)
         return Attempt(results[restart])
 
-    result = restarts.run(make, max_restarts, tell=told.append, sleep=pauses.append)
-    return result, told, pauses, made
+    result = restarts.run(make, max_restarts, log=lines.append, sleep=pauses.append)
+    return result, lines, pauses, made
 
 
 def test_a_job_that_fails_at_once_is_given_up_after_pauses_that_grow():
-    result, told, pauses, made = ends(*[failure(-9)] * 4)
+    result, lines, pauses, made = ends(*[failure(-9)] * 4)
     assert made == [0, 1, 2, 3]
     assert pauses == [1, 2, 4]
-    assert told == [
+    assert lines == [
         "worker-1 has failed (ended by signal 9); restart 1 of 3 begins in 1 s",
         "worker-1 has failed (ended by signal 9); restart 2 of 3 begins in 2 s",
         "worker-1 has failed (ended by signal 9); restart 3 of 3 begins in 4 s",
@@ -56,9 +56,9 @@ def test_a_job_that_fails_at_once_is_given_up_after_pauses_that_grow():
 
 def test_a_job_that_had_run_for_long_goes_on_at_once(monkeypatch):
     monkeypatch.setattr(restarts, "_SHORT_SECONDS", 0.0)
-    _, told, pauses, made = ends(failure(), ClusterResult({"worker-0": 0}, {}))
+    _, lines, pauses, made = ends(failure(), ClusterResult({"worker-0": 0}, {}))
     assert made == [0, 1] and pauses == [0]
-    assert told == ["worker-1 has failed (exit code 1); restart 1 of 3 begins in 0 s"]
+    assert lines == ["worker-1 has failed (exit code 1); restart 1 of 3 begins in 0 s"]
 
 
 @pytest.mark.parametrize(
@@ -73,8 +73,8 @@ def test_a_job_that_had_run_for_long_goes_on_at_once(monkeypatch):
     ids=["success", "Ctrl-C", "SIGTERM", "time-out", "wrong command line"],
 )
 def test_other_ends_are_final(result):
-    last, told, _, made = ends(result)
-    assert made == [0] and told == [] and last is result
+    last, lines, _, made = ends(result)
+    assert made == [0] and lines == [] and last is result
 
 
 def test_training_that_went_on_without_a_worker_is_not_done_again(tmp_path):
@@ -82,16 +82,16 @@ def test_training_that_went_on_without_a_worker_is_not_done_again(tmp_path):
         "import json, os, sys\n"
         "sys.exit(json.loads(os.environ['TF_CONFIG'])['task']['type'] == 'worker')"
     )
-    told = []
+    lines = []
     result = restarts.run(
         lambda restart: LocalCluster(
             [sys.executable, "-c", script], workers=1, ps=1, chief=True, log_dir=tmp_path
         ),
         2,
-        tell=told.append,
+        log=lines.append,
     )
     assert result.exit_code == 1
-    assert told == ["worker-0 has failed, but the chief has ended well: no restart"]
+    assert lines == ["worker-0 has failed, but the chief has ended well: no restart"]
 
 
 def test_every_attempt_has_new_ports_and_the_same_logs(tmp_path):
@@ -107,7 +107,7 @@ def test_every_attempt_has_new_ports_and_the_same_logs(tmp_path):
         command = [sys.executable, "-c", script]
         return LocalCluster(command, workers=1, log_dir=tmp_path, restart=restart)
 
-    result = restarts.run(make, 5, tell=lambda line: None, sleep=lambda seconds: None)
+    result = restarts.run(make, 5, log=lambda line: None, sleep=lambda seconds: None)
     assert result.exit_code == 0
     lines = (tmp_path / "worker-0.log").read_text().splitlines()
     assert [line.split(" [")[0] for line in lines] == [

@@ -39,13 +39,13 @@ from keras_psplus.cluster.preflight import wait_for_cluster
 config = read_task_config()
 if config.task_type == "chief":
     import tensorflow as tf
-    from keras_psplus.cluster.farewell import Chief
+    from keras_psplus.cluster.shutdown import ShutdownNotifier
     wait_for_cluster(config, ("ps",), timeout=60)
     cluster = {job: list(tasks) for job, tasks in config.cluster.items()}
     tf.config.experimental_connect_to_cluster(
         tf.train.ClusterSpec(cluster), job_name="chief", protocol="grpc"
     )
-    Chief({"ps-0": "/job:ps/replica:0/task:0/device:CPU:0"})
+    ShutdownNotifier({"ps-0": "/job:ps/replica:0/task:0/device:CPU:0"})
     if sys.argv[1] == "killed":
         os.kill(os.getpid(), 9)
     if sys.argv[1] == "raises":

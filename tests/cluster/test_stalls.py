@@ -1,11 +1,11 @@
-"""When a wait is told, and when it is not."""
+"""When a wait is logged, and when it is not."""
 
 import logging
 
 import pytest
 
 from keras_psplus.cluster import stalls
-from keras_psplus.cluster.stalls import Doubling, Inspector, Wait
+from keras_psplus.cluster.stalls import Inspector, PendingWait, WarningSchedule
 from keras_psplus.log import logger
 
 
@@ -33,37 +33,37 @@ def inspect():
     return look_at
 
 
-def test_a_wait_is_told_at_each_doubling_and_when_it_is_over(inspect, lines):
-    wait = Wait("worker-0 at training step 7", lambda: "a collective; not arrived: worker-1")
+def test_a_wait_is_logged_at_each_doubling_and_when_it_is_over(inspect, lines):
+    wait = PendingWait("worker-0 at training step 7", lambda: "a collective; not arrived: worker-1")
     for now in range(0, 500, 5):
         inspect({7: wait}, now)
     inspect({}, 500)
-    told = "worker-0 at training step 7 has waited {} s for a collective; not arrived: worker-1"
+    line = "worker-0 at training step 7 has waited {} s for a collective; not arrived: worker-1"
     assert lines == [
-        *[told.format(seconds) for seconds in (60, 120, 240, 480)],
+        *[line.format(seconds) for seconds in (60, 120, 240, 480)],
         "worker-0 at training step 7 goes on after 500 s",
     ]
 
 
-def test_steps_that_go_on_are_not_told(inspect, lines):
+def test_steps_that_go_on_are_not_logged(inspect, lines):
     for now in range(0, 500, 5):
-        inspect({now: Wait("step", lambda: pytest.fail("nobody has to be asked"))}, now)
+        inspect({now: PendingWait("step", lambda: pytest.fail("nobody has to be asked"))}, now)
     assert lines == []
 
 
-def test_what_came_while_others_were_asked_is_not_told(inspect, lines):
+def test_what_came_while_others_were_asked_is_not_logged(inspect, lines):
     waits = {}
-    waits[1] = Wait("step", lambda: waits.clear() or "nothing", since=0)
+    waits[1] = PendingWait("step", lambda: waits.clear() or "nothing", since=0)
     inspect(waits, 61)
     inspect(waits, 62)
     assert lines == []
 
 
 def test_none_is_never(lines):
-    assert not Doubling(None).is_due(1e9)
+    assert not WarningSchedule(None).is_due(1e9)
 
 
 @pytest.mark.parametrize("value", [0, -1, "60", True, float("nan")])
 def test_a_wrong_limit_is_refused(value):
     with pytest.raises(ValueError, match="`stall_warning` must be .* Received: stall_warning="):
-        stalls.check(value)
+        stalls.check_stall_warning(value)

@@ -3,7 +3,7 @@ import tensorflow as tf
 from tensorflow.python.framework import kernels
 
 from keras_psplus import compression
-from keras_psplus.compression import places
+from keras_psplus.compression import indices
 from tests.compression.common import ALL
 
 pytestmark = pytest.mark.skipif(
@@ -52,13 +52,13 @@ def test_every_op_has_a_kernel_for_gpus(compressor, dtype):
     assert for_processors_only(there_and_back, *specs) == set()
 
 
-def test_places_in_long_rows_have_kernels_for_gpus(monkeypatch):
+def test_indices_in_long_rows_have_kernels_for_gpus(monkeypatch):
     gpu = tf.config.LogicalDevice("/device:GPU:0", "GPU")
     monkeypatch.setattr(tf.config, "list_logical_devices", lambda kind: [gpu])
 
     @tf.function(autograph=False)
     def there_and_back(found):
-        return places.lengthen(*places.shorten(found, 300_000))
+        return indices.decode_indices_u16(*indices.encode_indices_u16(found, 300_000))
 
     assert for_processors_only(there_and_back, tf.TensorSpec([1, 1000], tf.int32)) == set()
 

@@ -5,7 +5,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from keras_psplus import compression
-from keras_psplus.compression.largest import largest
+from keras_psplus.compression.top_k import top_k
 from tests.compression.common import arrays, at, bytes_of, few, round_trip
 
 
@@ -38,11 +38,11 @@ def test_what_all_workers_send_is_added_up_at_once():
 def test_what_is_not_finite_is_among_the_largest_of_many(wrong, place, in_graph):
     values = np.random.default_rng(0).normal(size=[1, 300_003]).astype("f4")
     values[0, place] = wrong
-    find = tf.function(largest) if in_graph else largest
-    found, places = find(tf.constant(values), 3000)
-    assert (np.diff(places) > 0).all()
-    assert place in places.numpy()
-    np.testing.assert_array_equal(found[0], values[0, places[0].numpy()])
+    find = tf.function(top_k) if in_graph else top_k
+    found, indices = find(tf.constant(values), 3000)
+    assert (np.diff(indices) > 0).all()
+    assert place in indices.numpy()
+    np.testing.assert_array_equal(found[0], values[0, indices[0].numpy()])
 
 
 @pytest.mark.parametrize("size", [300_000, 300_007])
@@ -51,18 +51,18 @@ def test_the_largest_of_many_are_the_same_without_sorting(zeros, size):
     rng = np.random.default_rng(0)
     values = rng.normal(size=[1, size]).astype("f4")
     values[rng.random(values.shape) < zeros] = 0
-    found, places = tf.function(lambda m: largest(m, 3000))(tf.constant(values))
-    assert places.shape == [1, 3000] and (np.diff(places) > 0).all()
-    np.testing.assert_array_equal(found[0], values[0, places[0].numpy()])
+    found, indices = tf.function(lambda m: top_k(m, 3000))(tf.constant(values))
+    assert indices.shape == [1, 3000] and (np.diff(indices) > 0).all()
+    np.testing.assert_array_equal(found[0], values[0, indices[0].numpy()])
     expected = np.sort(np.abs(values[0]))[-3000:]
     np.testing.assert_array_equal(np.sort(np.abs(found[0])), expected)
 
 
 def test_the_largest_of_each_row_come_in_order():
     values = np.random.default_rng(0).integers(-9, 9, [50, 40]).astype("f4")
-    found, places = tf.function(lambda m, k: largest(m, k))(tf.constant(values), tf.constant(13))
-    assert places.shape == [50, 13] and (np.diff(places) > 0).all()
-    np.testing.assert_array_equal(found, np.take_along_axis(values, places.numpy(), 1))
+    found, indices = tf.function(lambda m, k: top_k(m, k))(tf.constant(values), tf.constant(13))
+    assert indices.shape == [50, 13] and (np.diff(indices) > 0).all()
+    np.testing.assert_array_equal(found, np.take_along_axis(values, indices.numpy(), 1))
     expected = np.sort(np.abs(values), 1)[:, -13:]
     np.testing.assert_array_equal(np.sort(np.abs(found), 1), expected)
 
@@ -90,11 +90,11 @@ def test_randomk_takes_one_place_of_each_stretch_alike_on_all_workers():
         decoded = arrives(array, at(step)).numpy()
         other = arrives(-array, at(step)).numpy()
         np.testing.assert_array_equal(decoded, -other)
-        places = np.flatnonzero(decoded)
-        assert len(places) == 10
-        stretches = np.searchsorted(np.arange(11) * 103 // 10, places, side="right") - 1
-        np.testing.assert_array_equal(stretches, np.arange(10))
-        seen.update(places)
+        indices = np.flatnonzero(decoded)
+        assert len(indices) == 10
+        segments = np.searchsorted(np.arange(11) * 103 // 10, indices, side="right") - 1
+        np.testing.assert_array_equal(segments, np.arange(10))
+        seen.update(indices)
     assert len(seen) == 103
 
 

@@ -29,7 +29,7 @@ def average(compressor, tensors, states, step):
         sent, states = zip(*[compressor.encode(t, s, step) for t, s in zip(tensors, states)])
         decoded = [compressor.decode(p, tensors[0].shape, tf.float32, step) for p in sent]
         return tf.add_n(decoded) / len(decoded), states
-    running = [compressor.rounds(t, s, step) for t, s in zip(tensors, states)]
+    running = [compressor.exchange(t, s, step) for t, s in zip(tensors, states)]
     means = None
     while True:
         asked, results = [], []

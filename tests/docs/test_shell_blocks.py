@@ -123,7 +123,7 @@ def options(script):
 
 
 def check_target(words):
-    targets = re.findall(r"^(\w+):", pathlib.Path("Makefile").read_text(), re.MULTILINE)
+    targets = re.findall(r"^([\w-]+):", pathlib.Path("Makefile").read_text(), re.MULTILINE)
     assert {word for word in words if "=" not in word} <= set(targets), words
 
 

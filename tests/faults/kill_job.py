@@ -79,7 +79,7 @@ def main():
     from keras.src.callbacks import backup_and_restore
 
     import keras_psplus as psp
-    from keras_psplus.all_reduce.control import ControlPlane
+    from keras_psplus.core.control import ControlPlane
 
     compressor = psp.compression.get(
         {"diloco": "int8", "accumulate": "int8"}.get(kind, "powersgd:2")

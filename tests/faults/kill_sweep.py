@@ -70,7 +70,7 @@ def start(kind, folder, kill=None, own=False, epochs=None, grace=0.5, timeout=12
     return result, found
 
 
-def sweep(kind, points, folder, own=False, epochs=None, grace=0.5, tell=print):
+def sweep(kind, points, folder, own=False, epochs=None, grace=0.5, log=print):
     """Kills a job at some points, one after the other, and then lets it end.
 
     Args:
@@ -80,7 +80,7 @@ def sweep(kind, points, folder, own=False, epochs=None, grace=0.5, tell=print):
         own: Whether each worker has a folder of its own.
         epochs: How many epochs there are.
         grace: As for `start`.
-        tell: Function that takes a line of progress.
+        log: Function that takes a line of progress.
 
     Returns:
         List of texts, one for each epoch that did not end as it had to.
@@ -103,14 +103,14 @@ def sweep(kind, points, folder, own=False, epochs=None, grace=0.5, tell=print):
         wrong += [f"{kill}: what workers keep is lost" for _ in lost]
         epoch = found[0][1] if found else "-"
         errors = {error for log in result.logs.values() for error in _ERROR.findall(log)}
-        tell(
+        log(
             f"{kill}: killed={bool(was_killed)}, {len(found)} epochs from {epoch} on, "
             f"{time.monotonic() - began:.0f} s {'WRONG' if bad else ''} {', '.join(errors)}"
         )
         if bad or lost:
-            tell(result.tails(30))
+            log(result.tails(30))
         if kill and not was_killed:
-            tell("the job has ended before that point")
+            log("the job has ended before that point")
             break
     return wrong
 

@@ -41,12 +41,12 @@ class Job:
     """
 
     def __init__(self, folder, kind, faults, waited_for):
-        self._folder, self.told = folder, []
+        self._folder, self.lines = folder, []
         layout = CLUSTERS[kind]
         events = spec.parse(faults, [task.name for task in plan_tasks(**layout)])
         stopped = next(event.task for event in events if event.kind == "stop")
         self._leader, self._waited_for = folder / f"{leader_of(kind)}.log", waited_for
-        with Injector(events, self.told.append) as chaos:
+        with Injector(events, self.lines.append) as chaos:
 
             def make_cluster(restart):
                 command = [sys.executable, str(JOB), kind, str(folder), "stall=1"]
@@ -60,11 +60,11 @@ class Job:
                 return cluster
 
             self.exit_code = restarts.run(
-                make_cluster, faults.count("kill"), timeout=300, tell=self.told.append
+                make_cluster, faults.count("kill"), timeout=300, log=self.lines.append
             ).exit_code
         self.logs = {path.stem: path.read_text() for path in folder.glob("*.log")}
         self.leader = self.logs[leader_of(kind)]
-        self.everything = "\n".join([*self.told, *(log[-4000:] for log in self.logs.values())])
+        self.everything = "\n".join([*self.lines, *(log[-4000:] for log in self.logs.values())])
 
     def _resume(self, cluster, task):
         deadline = time.monotonic() + 150
@@ -122,7 +122,7 @@ def test_a_job_goes_on_or_resumes(kind, faults, waited_for, named, tmp_path):
         job.assert_said(
             rf"{task}-{index or 0} has failed \(ended by signal 9\); restart {number} of "
             rf"{len(kills)} begins",
-            "\n".join(job.told),
+            "\n".join(job.lines),
         )
     for task, message in named.items():
         job.assert_said(message, job.logs[task])

@@ -20,12 +20,12 @@ def test_a_job_goes_on_over_a_link_that_was_slow_and_cut(tmp_path):
         pytest.skip(f"no network namespaces here: {problem}")
     delay, cut = "delay:worker1@step=3,ms=500,for=1", "cut:worker1@step=12,for=2"
     events = spec.parse(f"{cut}; {delay}", [task.name for task in plan_tasks(workers=2)])
-    told, leader = [], tmp_path / "worker-0.log"
+    lines, leader = [], tmp_path / "worker-0.log"
 
-    def tell(line):
-        told.append((line, re.findall(r"epoch (\d)", leader.read_text())))
+    def log(line):
+        lines.append((line, re.findall(r"epoch (\d)", leader.read_text())))
 
-    with Injector(events, tell) as chaos:
+    with Injector(events, log) as chaos:
         environ = {"TF_CPP_MIN_LOG_LEVEL": "2", "CUDA_VISIBLE_DEVICES": ""}
         cluster = LocalCluster(
             [sys.executable, str(JOB), "all_reduce", str(tmp_path)],
@@ -39,7 +39,7 @@ def test_a_job_goes_on_over_a_link_that_was_slow_and_cut(tmp_path):
             result = cluster.wait(200)
     assert result.exit_code == 0 and not result.timed_out, result.tails(60)
     # The epoch of 10 steps did not end before the fault was over.
-    assert told == [
+    assert lines == [
         (f"chaos: {delay} comes after step 3", ["0"]),
         (f"chaos: {delay} is over", ["0"]),
         (f"chaos: {cut} comes after step 12", ["0", "1"]),

@@ -59,5 +59,5 @@ def test_a_worker_that_cannot_write_is_named_on_all(run):
 def test_a_worker_killed_while_it_saves_loses_nothing(tmp_path):
     # Before it has written what it keeps for the second time.
     points, said = [("worker-1", "worker-1", 14)], []
-    assert not kill_sweep.sweep("diloco", points, tmp_path, epochs=3, tell=said.append), said
+    assert not kill_sweep.sweep("diloco", points, tmp_path, epochs=3, log=said.append), said
     assert "killed=True" in said[0] and "epochs from 1 on" in said[1], said

@@ -8,7 +8,8 @@ at the end whether the table is what it has to be. With `backup=1` it resumes fr
 `stranger=1` gives worker 1 another job's token.
 `snapshot=STEPS` has snapshots written to the folder, in two calls of `fit`, of arrays that are
 shuffled if `shuffled=1`; `die=TASK:NUMBER` kills a server while it writes that one; `tables=1` has
-the tables written to the folder at the end, and read again; `exit=CODE` ends with that code.
+the tables written to the folder at the end, and read again; `exit=CODE` ends with that code;
+`accumulate=STEPS` gives workers something to keep.
 """
 
 import json
@@ -91,6 +92,7 @@ def main():
     if options.get("die"):
         die_in_snapshot(*options["die"].split(":"))
     is_stranger = options.get("stranger") and own_task() == "worker-1"
+    accumulate = int(options.get("accumulate", 0))
     snapshot_every = int(options["snapshot"]) if options.get("snapshot") else None
     strategy = psp.HybridStrategy(
         placement={"*/embeddings": "parameter_server"},
@@ -98,6 +100,7 @@ def main():
         prefetch=options.get("prefetch") == "1",
         table_timeout=float(options.get("timeout", 60)),
         job_token="another job" if is_stranger else "this job",
+        updates=psp.updates.Accumulate(accumulate) if accumulate else None,
         snapshot_every=snapshot_every,
         snapshot_dir=folder / "snapshots" if snapshot_every else None,
         tables_dir=folder if options.get("tables") else None,
@@ -152,6 +155,7 @@ def main():
         f"end iterations={int(model.optimizer.iterations.numpy())} off={difference:.1e} "
         f"missing={missing * BATCH * DIM:g}"
     )
+    print("weights", *(float(abs(w).sum()) for w in found))
     if options.get("tables"):
         strategy.save_tables(folder / "tables")
         # Tables are shared: whoever has not read them yet would find what the chief sets next.

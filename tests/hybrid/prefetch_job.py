@@ -1,6 +1,6 @@
 """Ways of training with rows that are read ahead, for a cluster and for one process.
 
-prefetch_job.py FOLDER [--reference]
+prefetch_job.py FOLDER CASES [--reference]
 
 The one process holds the tables itself, and reads them as they were before the last step's update,
 except in the first batch of an epoch whose data begin anew: that is what reading ahead comes to.
@@ -216,9 +216,11 @@ CASES = {case.__name__: case for case in (arrays, stream, unending)}
 
 
 def main():
-    folder, alone = pathlib.Path(sys.argv[1]), "--reference" in sys.argv
+    folder, names = pathlib.Path(sys.argv[1]), sys.argv[2].split(",")
+    alone = "--reference" in sys.argv
     strategy = psp.HybridStrategy(placement="parameter_server", prefetch=True)
-    run_cases(CASES, strategy, Late if alone else keras.layers.Embedding, folder, alone)
+    cases = {name: CASES[name] for name in names}
+    run_cases(cases, strategy, Late if alone else keras.layers.Embedding, folder, alone)
 
 
 if __name__ == "__main__":

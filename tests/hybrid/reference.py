@@ -11,7 +11,7 @@ ENVIRONMENT = {"TF_CPP_MIN_LOG_LEVEL": "2", "CUDA_VISIBLE_DEVICES": ""}
 
 
 @contextlib.contextmanager
-def beside(job, *args, seconds):
+def running_reference(job, *args, seconds):
     """Runs a job with `--reference` and without a cluster, beside what the block does.
 
     Args:

@@ -8,34 +8,37 @@ import pytest
 import tensorflow as tf
 
 from keras_psplus import HybridStrategy
-from keras_psplus.all_reduce.batches import World, split
+from keras_psplus.all_reduce.lookahead import with_next
 from keras_psplus.cluster.testing import run_in_processes
-from keras_psplus.hybrid import same_operations
-from keras_psplus.hybrid.next_batch import with_next
+from keras_psplus.core.batches import World, split
+from keras_psplus.hybrid import subgraph
 from keras_psplus.hybrid.row_optimizer import config_of
 from keras_psplus.hybrid.shard import Shard
 from tests.hybrid.prefetch_job import CASES
-from tests.hybrid.reference import ENVIRONMENT, beside
+from tests.hybrid.reference import ENVIRONMENT, running_reference
+from tests.results import load
+from tests.selection import cases
 
 JOB = pathlib.Path(__file__).with_name("prefetch_job.py")
 INT, LONG = tf.int32, tf.int64
 
 
 @pytest.fixture(scope="module")
-def job(tmp_path_factory):
+def job(request, tmp_path_factory):
     """Where all have left what the cases come to, and the logs of the workers."""
     folder = tmp_path_factory.mktemp("prefetch")
-    with beside(JOB, folder, seconds=100):
-        result = run_in_processes(JOB, workers=2, ps=2, timeout=300, env=ENVIRONMENT, args=[folder])
+    args = [folder, ",".join(cases(request))]
+    with running_reference(JOB, *args, seconds=100):
+        result = run_in_processes(JOB, workers=2, ps=2, timeout=300, env=ENVIRONMENT, args=args)
     return folder, result.logs
 
 
 @pytest.mark.parametrize("case", CASES)
 def test_equals_one_process_that_reads_one_update_late(job, case):
-    folder, _ = job
+    folder, logs = job
     expected = np.load(folder / f"{case}-reference.npz")
     for worker in ("worker-0", "worker-1"):
-        found = np.load(folder / f"{case}-{worker}.npz")
+        found = load(folder / f"{case}-{worker}.npz", logs[worker])
         assert sorted(found) == sorted(expected)
         for name in expected:
             np.testing.assert_allclose(
@@ -43,6 +46,7 @@ def test_equals_one_process_that_reads_one_update_late(job, case):
             )
 
 
+@pytest.mark.cases("stream")
 @pytest.mark.parametrize(
     "line",
     [
@@ -55,6 +59,7 @@ def test_what_is_not_read_ahead_is_said_once(job, line):
     assert logs["worker-0"].count(line) == logs["worker-1"].count(line) >= 1
 
 
+@pytest.mark.cases("stream", "unending")
 def test_a_share_of_a_worker_s_own_is_read_ahead_as_well(job):
     _, logs = job
     for worker in ("worker-0", "worker-1"):
@@ -89,7 +94,7 @@ def test_each_batch_comes_with_the_one_after_it():
 
 
 def test_a_replica_s_next_batch_can_come_later():
-    pairs = list(with_next(tf.data.Dataset.range(5), apart=2))
+    pairs = list(with_next(tf.data.Dataset.range(5), distance=2))
     assert [int(pair.batch) for pair in pairs] == [0, 1, 2, 3, 4]
     assert [int(pair.following) for pair in pairs if pair.is_there] == [2, 3, 4]
 
@@ -99,7 +104,7 @@ def repeated(compute, given, other):
 
     @functools.partial(tf.function, autograph=False)
     def both(given, other):
-        return same_operations.repeat(compute(given), {given.ref(): other})
+        return subgraph.repeat(compute(given), {given.ref(): other})
 
     return both(tf.constant(given), tf.constant(other)).numpy().tolist()
 
@@ -127,13 +132,13 @@ def test_what_must_not_be_repeated_is_refused():
         (lambda ids: tf.gather(variable.read_value(), ids), "depend on variables"),
         (lambda ids: ids + tf.random.uniform([], 0, 5, INT), "not to be run twice .RandomU"),
     ):
-        with pytest.raises(same_operations.NotRepeatable, match=why):
+        with pytest.raises(subgraph.NotRepeatable, match=why):
             repeated(compute, [0], [1])
 
 
 def test_rows_can_be_read_as_they_were_before_the_last_update():
     spec = {"key": 0, "name": "t", "rows": 6, "dim": 2, "initializer": None}
-    shard = Shard(spec, 0, 1, None, None, replicas=1, sync=True, keeps_last_step=True)
+    shard = Shard(spec, 0, 1, None, None, replicas=1, sync=True, keeps_undo_log=True)
     config = config_of(tf.keras.optimizers.SGD(1.0), None, None, None)
     shard.set_optimizer(config, number=1, first_slot=1)
     methods = shard.methods()

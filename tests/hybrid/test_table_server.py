@@ -18,7 +18,7 @@ import tensorflow as tf
 from keras_psplus.cluster.config import ClusterStartupError, TaskConfig
 from keras_psplus.cluster.ports import free_ports
 from keras_psplus.cluster.secret import Secret
-from keras_psplus.hybrid import own_folders, saving
+from keras_psplus.hybrid import saving, snapshot_folders
 from keras_psplus.hybrid.calls import ControlLink, TableServerError, TableServerLostError
 from keras_psplus.hybrid.row_optimizer import config_of
 from keras_psplus.hybrid.servers import Servers
@@ -223,7 +223,7 @@ def test_a_process_in_the_place_of_the_one_that_is_meant_is_refused(task, table)
 def test_the_last_whole_snapshot_counts(table, tmp_path, monkeypatch):
     tables = types.SimpleNamespace(all=[table])
     snapshots = Snapshots(table.servers, tables, "worker-0", str(tmp_path), 10)
-    snapshots.check()
+    snapshots.check_writable()
     assert snapshots.latest() is None and snapshots.latest_of_this_job() is None
     for step in (10, 20, 30):
         table.write(0, np.full((9, 3), step, "float32"))
@@ -271,20 +271,20 @@ def test_snapshots_delete_their_own_folders_only(task, table, tmp_path, caplog):
         (tmp_path / name).parent.mkdir(exist_ok=True)
         (tmp_path / name).write_text("mine")
     with caplog.at_level("WARNING", "keras_psplus"):
-        snapshots.check()
+        snapshots.check_writable()
     (said,) = [r.message for r in caplog.records if "has not made" in r.message]
     assert said.endswith(
         "Received: compression, step-0000000007, step-0000000030, step-9, step-notes"
     )
     for step in (10, 20, 30, 40, 50):
-        own_folders.claim(str(tmp_path / own_folders.STATES))
+        snapshot_folders.claim(str(tmp_path / snapshot_folders.STATES))
         snapshots.save(step, {}, {"bias": np.array([step], "float32")})
         if step == 30:
             assert snapshots.latest()[0].endswith("/step-00000000030")
     # Copies that somebody keeps, of which one was made before there was a marker.
     shutil.copytree(tmp_path / "step-0000000050", tmp_path / "step-0000000050-best")
     shutil.copytree(tmp_path / "step-0000000040", tmp_path / "step-0000000060")
-    (tmp_path / "step-0000000060" / own_folders.MARKER).unlink()
+    (tmp_path / "step-0000000060" / snapshot_folders.MARKER).unlink()
     snapshots.is_needed = False
     with caplog.at_level("WARNING", "keras_psplus"):
         snapshots.delete()
@@ -302,10 +302,10 @@ def test_snapshots_delete_their_own_folders_only(task, table, tmp_path, caplog):
 def test_a_folder_for_states_is_deleted_with_what_is_in_it(task, table, tmp_path, caplog):
     tables = types.SimpleNamespace(all=[table])
     snapshots = Snapshots(table.servers, tables, "worker-0", str(tmp_path), 10)
-    own_folders.claim(str(tmp_path / own_folders.STATES))
-    own_folders.claim(str(tmp_path / own_folders.STATES))
+    snapshot_folders.claim(str(tmp_path / snapshot_folders.STATES))
+    snapshot_folders.claim(str(tmp_path / snapshot_folders.STATES))
     (tmp_path / "compression" / "worker-0-of-1-step-3.index").write_text("")
-    snapshots.check()
+    snapshots.check_writable()
     assert not caplog.records
     snapshots.is_needed = False
     snapshots.delete()
@@ -341,7 +341,7 @@ def test_an_older_snapshot_is_read_if_the_last_is_damaged(
         snapshots.save(step, {}, {"bias": np.full(64, step, "float32")})
     damage(20)
     with caplog.at_level("WARNING"):
-        found, bias = snapshots.read_newest(read)
+        found, bias = snapshots.read_newest(read, [[]] * 2)
     assert found[1]["step"] == 10 and bias == [10] * 64
     assert (table.read(0) == 10).all()
     assert "training resumes from another one, of step 10. Received: " in caplog.text
@@ -349,12 +349,14 @@ def test_an_older_snapshot_is_read_if_the_last_is_damaged(
     # It is written again, and is none of those that are kept.
     for step in (20, 30):
         snapshots.save(step, {}, {"bias": np.full(64, step, "float32")})
-        assert snapshots.read_newest(read)[1] == [step] * 64
+        assert snapshots.read_newest(read, [[]] * 2)[1] == [step] * 64
     assert sorted(os.listdir(tmp_path)) == ["step-0000000020", "step-0000000030"]
+    # Nothing is better: workers go on without what one of them has lost.
+    assert snapshots.read_newest(read, [["lost"], ["lost"]])[1] == [30] * 64
     damage(20)
     damage(30)
     with pytest.raises(OSError, match="No snapshot in .* Put the files back.* Received: .*step-0"):
-        snapshots.read_newest(read)
+        snapshots.read_newest(read, [[]] * 2)
 
 
 def test_tables_that_are_not_those_that_were_saved_are_refused(task, table, tmp_path):

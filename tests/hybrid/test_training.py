@@ -6,29 +6,41 @@ import numpy as np
 import pytest
 
 from keras_psplus.cluster.testing import run_in_processes
-from tests.hybrid.reference import ENVIRONMENT, beside
+from tests.hybrid.reference import ENVIRONMENT, running_reference
 from tests.hybrid.training_job import CASES
+from tests.results import load
+from tests.selection import cases
 
 JOB = pathlib.Path(__file__).with_name("training_job.py")
 TOGETHER = [name for name in CASES if name != "accumulated"]
 
 
 @pytest.fixture(scope="module")
-def folder(tmp_path_factory):
-    """Where all have left what the cases come to."""
-    folder = tmp_path_factory.mktemp("hybrid")
-    with beside(JOB, folder, ",".join(CASES), seconds=60):
-        for names in (TOGETHER, ["accumulated"]):
+def job(request, tmp_path_factory):
+    """Where all have left what the cases come to, and by case the logs of the cluster."""
+    folder, logs = tmp_path_factory.mktemp("hybrid"), {}
+    wanted = cases(request)
+    runs = [[name for name in wanted if name in TOGETHER]]
+    runs += [[name] for name in wanted if name not in TOGETHER]
+    with running_reference(JOB, folder, ",".join(wanted), seconds=60):
+        for names in filter(None, runs):
             args = [folder, ",".join(names)]
-            run_in_processes(JOB, workers=2, ps=2, timeout=300, env=ENVIRONMENT, args=args)
-    return folder
+            done = run_in_processes(JOB, workers=2, ps=2, timeout=300, env=ENVIRONMENT, args=args)
+            logs |= dict.fromkeys(names, done.logs)
+    return folder, logs
+
+
+def results(job, case, worker):
+    folder, logs = job
+    return load(folder / f"{case}-{worker}.npz", logs[case][worker])
 
 
 @pytest.mark.parametrize("case", CASES)
-def test_equals_one_process(folder, case):
+def test_equals_one_process(job, case):
+    folder, _ = job
     expected = np.load(folder / f"{case}-reference.npz")
     for worker in ("worker-0", "worker-1"):
-        found = np.load(folder / f"{case}-{worker}.npz")
+        found = results(job, case, worker)
         assert sorted(found) == sorted(expected)
         for name in expected:
             np.testing.assert_allclose(
@@ -37,8 +49,8 @@ def test_equals_one_process(folder, case):
 
 
 @pytest.mark.parametrize("case", TOGETHER)
-def test_workers_agree_to_the_last_bit(folder, case):
-    first, second = (np.load(folder / f"{case}-worker-{i}.npz") for i in range(2))
+def test_workers_agree_to_the_last_bit(job, case):
+    first, second = (results(job, case, f"worker-{i}") for i in range(2))
     for name in first:
         if name.startswith("weight"):
             np.testing.assert_array_equal(first[name], second[name], err_msg=name)

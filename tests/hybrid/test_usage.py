@@ -8,7 +8,7 @@ import pytest
 import tensorflow as tf
 
 from keras_psplus.cluster.testing import run_in_processes
-from tests.hybrid.reference import ENVIRONMENT, beside
+from tests.hybrid.reference import ENVIRONMENT, running_reference
 from tests.hybrid.training_job import BATCH, DIM, data
 from tests.hybrid.usage_job import EPOCHS, from_files, state_of, write_files
 
@@ -28,7 +28,7 @@ def job(tmp_path_factory):
     """Where all have left what the cases come to, and what the file of one process holds."""
     folder = tmp_path_factory.mktemp("usage")
     states = write_files(folder)
-    with beside(JOB, folder, "plain,several,uneven", seconds=60):
+    with running_reference(JOB, folder, "plain,several,uneven", seconds=60):
         run(folder, "plain,several,uneven,files")
     return folder, states
 

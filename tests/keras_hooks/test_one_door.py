@@ -1,4 +1,4 @@
-"""keras.src is imported in keras_hooks only, and without our strategies Keras is as it was."""
+"""keras.src is imported in one module only, and without our strategies Keras is as it was."""
 
 import pathlib
 import re
@@ -10,24 +10,46 @@ import numpy as np
 import tensorflow as tf
 
 import keras_psplus
-from keras_psplus.keras_hooks.ownership import our_scope, our_step, ours
+from keras_psplus.keras_hooks import finders
 
 
-def test_keras_internals_are_imported_by_the_hooks_only():
+def test_keras_internals_are_imported_by_one_module_only():
     root = pathlib.Path(next(iter(keras_psplus.__path__)))
     importers = [
         path.relative_to(root).parts[0]
         for path in root.rglob("*.py")
         if re.search(r"^\s*(from|import) keras\.src", path.read_text(), re.MULTILINE)
     ]
-    assert set(importers) == {"keras_hooks"}
+    assert set(importers) == {"keras_parts.py"}
 
 
-def test_other_strategies_are_not_ours():
-    assert ours(tf.distribute.get_strategy()) is None
-    assert ours(tf.distribute.OneDeviceStrategy("/cpu:0")) is None
-    assert our_scope() is None
-    assert our_step() is None
+def test_tensorflow_internals_are_imported_by_one_package_only():
+    root = pathlib.Path(next(iter(keras_psplus.__path__)))
+    importers = [
+        path.relative_to(root).parts[0]
+        for path in root.rglob("*.py")
+        if re.search(
+            r"^\s*(from|import) tensorflow\.(python|core|compiler)", path.read_text(), re.MULTILINE
+        )
+    ]
+    assert set(importers) == {"tf_internals"}
+
+
+def test_the_hooks_know_no_strategy():
+    root = pathlib.Path(next(iter(keras_psplus.__path__)))
+    strategies = "all_reduce|parameter_server|hybrid|pipeline"
+    for path in [*(root / "keras_hooks").glob("*.py"), root / "engine.py"]:
+        assert not re.search(
+            rf"import .*({strategies})|keras_psplus\.({strategies})", path.read_text()
+        )
+
+
+def test_other_strategies_have_no_engine():
+    with tf.distribute.OneDeviceStrategy("/cpu:0").scope():
+        assert finders.of_scope() is None
+        assert finders.of_optimizer(keras.optimizers.SGD()) is None
+    assert finders.of_scope() is None
+    assert finders.of_step() is None
 
 
 def test_plain_keras_trains_as_without_the_library():

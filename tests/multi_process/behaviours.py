@@ -17,7 +17,7 @@ import tensorflow as tf
 from tensorflow.python.eager import context as tf_context
 
 import keras_psplus as psp
-from keras_psplus.all_reduce import step as step_module
+from keras_psplus.core import replica_step as step_module
 
 BEHAVIOURS = {}
 
@@ -61,7 +61,7 @@ class Watching(keras.Model):
             return np.int32(0)
 
         # Not the row of a worker that has run out of data.
-        ids = step_module.current().rows_if_any(data[0][:, 0])
+        ids = step_module.current_step().rows_if_any(data[0][:, 0])
         noted = tf.numpy_function(note, [ids], tf.int32)
         with tf.control_dependencies([noted]):
             return super().train_step(data)

@@ -12,6 +12,8 @@ import numpy as np
 import pytest
 
 from keras_psplus.cluster.testing import run_in_processes
+from tests.results import load
+from tests.selection import cases
 
 SOURCE = pathlib.Path(__file__).with_name("behaviours.py")
 BEHAVIOURS = re.findall(r"^@behaviour\ndef (\w+)\(", SOURCE.read_text(), re.MULTILINE)
@@ -24,17 +26,13 @@ class Run:
 
     def __getitem__(self, name):
         """The results of one behaviour, by worker."""
-        results = []
-        for i in range(WORKERS):
-            path = self.folder / f"{name}.worker-{i}.npz"
-            assert path.exists(), f"{path.name} is missing:\n{self.logs[f'worker-{i}'][-8000:]}"
-            with np.load(path) as arrays:
-                results.append(dict(arrays))
-        return results
+        workers = [f"worker-{i}" for i in range(WORKERS)]
+        return [load(self.folder / f"{name}.{w}.npz", self.logs[w]) for w in workers]
 
 
-@pytest.fixture(scope="session")
-def run(tmp_path_factory):
+@pytest.fixture(scope="module")
+def run(request, tmp_path_factory):
+    names = ",".join(cases(request, argument="name"))
     folder = tmp_path_factory.mktemp("behaviours")
     env = {"TF_CPP_MIN_LOG_LEVEL": "2", "CUDA_VISIBLE_DEVICES": ""}
     with data_service({**os.environ, **env}, folder / "service.log") as address:
@@ -43,7 +41,7 @@ def run(tmp_path_factory):
             workers=WORKERS,
             timeout=280,
             env=env,
-            args=["--out", folder, "--service", address],
+            args=["--out", folder, "--only", names, "--service", address],
         )
     return Run(folder, result.logs)
 
@@ -104,6 +102,7 @@ def test_each_element_is_seen_once_an_epoch(name, ids, run):
     assert_each_id_once(run[name], np.asarray(ids))
 
 
+@pytest.mark.cases("unseeded_dataset_with_cache_and_repeat")
 def test_repeated_dataset_is_seen_whole(run):
     seen = np.concatenate(
         [ids for epoch in epochs(run["unseeded_dataset_with_cache_and_repeat"]) for ids in epoch]
@@ -118,6 +117,7 @@ def test_each_epoch_has_an_order_of_its_own(name, run):
     assert not np.array_equal(first[0], second[0])
 
 
+@pytest.mark.cases("arrays_shuffled_by_batch")
 def test_batches_are_shuffled_within(run):
     for seen in epochs(run["arrays_shuffled_by_batch"]):
         for first in range(0, 100, 10):
@@ -133,6 +133,7 @@ def test_workers_with_less_data_wait_for_the_others(name, run):
             np.testing.assert_array_equal(np.sort(ids[worker]), expected)
 
 
+@pytest.mark.cases("own_shares_of_changing_length")
 def test_own_shares_may_have_another_length_in_each_epoch(run):
     for worker, lengths in enumerate(((40, 75, 9), (20, 5, 48))):
         for epoch, ids in enumerate(epochs(run["own_shares_of_changing_length"])):
@@ -146,6 +147,7 @@ def test_a_dataset_may_have_another_length_in_each_epoch(name, run):
         np.testing.assert_array_equal(np.sort(np.concatenate(ids)), 1000 * epoch + np.arange(rows))
 
 
+@pytest.mark.cases("data_service")
 def test_each_row_of_the_data_service_is_seen_once_an_epoch(run):
     seen = epochs(run["data_service"])
     assert len(seen) == 4
@@ -154,17 +156,20 @@ def test_each_row_of_the_data_service_is_seen_once_an_epoch(run):
     assert "share (tf.data service, job 'train')" in run.logs["worker-0"]
 
 
+@pytest.mark.cases("data_service_in_functions")
 def test_the_data_service_is_found_in_functions(run):
     (ids,) = epochs(run["data_service_in_functions"])
     np.testing.assert_array_equal(np.sort(np.concatenate(ids)), np.arange(203))
 
 
+@pytest.mark.cases("data_service_with_jobs_of_its_own")
 def test_jobs_of_each_worker_are_its_own_share(run):
     (ids,) = epochs(run["data_service_with_jobs_of_its_own"])
     for seen in ids:
         np.testing.assert_array_equal(np.sort(seen), np.arange(203))
 
 
+@pytest.mark.cases("shuffled_arrays", "files_shared_out", "arrays_of_unequal_length")
 def test_one_log_line_says_how_data_are_shared_out(run):
     for log in run.logs.values():
         assert "103 rows in batches of 10, each split by rows, shuffled alike" in log
@@ -172,6 +177,7 @@ def test_one_log_line_says_how_data_are_shared_out(run):
         assert "AutoShardPolicy.FILE" in log
 
 
+@pytest.mark.cases("models_outside_the_scope")
 def test_a_model_of_one_process_is_its_own(run):
     first, second = (worker["losses"] for worker in run["models_outside_the_scope"])
     assert first[0] != second[0]
@@ -179,24 +185,29 @@ def test_a_model_of_one_process_is_its_own(run):
         assert after < before
 
 
+@pytest.mark.cases("dropout_draws_a_mask_for_each_replica")
 def test_dropout_masks_differ(run):
     a, b = (worker["mask"] for worker in run["dropout_draws_a_mask_for_each_replica"])
     assert a.shape == b.shape == (4, 64)
     assert not np.array_equal(a, b)
 
 
+@pytest.mark.cases("noise_is_reproducible")
 def test_noise_is_reproducible_from_the_seed(run):
     results = run["noise_is_reproducible"][0]
     for key in [k for k in results if k.startswith("0/")]:
         np.testing.assert_array_equal(results[key], results[f"1/{key[2:]}"])
 
 
+@pytest.mark.cases("batch_normalisation_averages")
 def test_moving_averages_are_finite(run):
     for array in run["batch_normalisation_averages"][0].values():
         assert np.isfinite(array).all()
 
 
+@pytest.mark.cases("writing_callbacks")
 def test_callbacks_write_once_from_the_chief(run):
+    assert run["writing_callbacks"]
     folder = run.folder / "written"
     assert sorted(p.name for p in folder.glob("*.keras")) == ["1.keras", "2.keras", "3.keras"]
     assert (folder / "best.weights.h5").exists()
@@ -209,6 +220,7 @@ def test_callbacks_write_once_from_the_chief(run):
     assert [p for p in (run.folder / "disk1").rglob("*") if p.is_file()] == []
 
 
+@pytest.mark.cases("backup_and_restore")
 def test_resumed_training_equals_uninterrupted(run):
     results = run["backup_and_restore"][0]
     for key in [k for k in results if k.startswith("weights/")]:
@@ -216,14 +228,18 @@ def test_resumed_training_equals_uninterrupted(run):
         np.testing.assert_array_equal(results[key], whole)
 
 
+@pytest.mark.cases("backup_and_restore")
 def test_backup_is_gone_after_training(run):
+    assert run["backup_and_restore"]
     assert not os.path.exists(run.folder / "backup0")
 
 
+@pytest.mark.cases("one_worker_stops")
 def test_a_stop_on_one_worker_stops_all(run):
     assert [int(worker["epochs"]) for worker in run["one_worker_stops"]] == [3, 3]
 
 
+@pytest.mark.cases("own_loop")
 def test_own_loop_counts_all_rows(run):
     for worker in run["own_loop"]:
         assert worker["count"] == 96

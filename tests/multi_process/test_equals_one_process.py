@@ -12,8 +12,10 @@ import pytest
 
 from keras_psplus.cluster.environment import python_path
 from keras_psplus.cluster.testing import run_in_processes
+from tests.results import load
+from tests.selection import cases
 
-# The first test of a kind runs all cases of it, beside other files on the same cores.
+# The first test of a kind runs the selected cases of it, beside other files on the same cores.
 pytestmark = pytest.mark.timeout(1500)
 
 SOURCE = pathlib.Path(__file__).with_name("fit_cases.py")
@@ -106,14 +108,19 @@ def test_the_core_is_part_of_the_cases():
 # What each process runs, one kind of strategy after the other: starting one takes as long as three
 # cases do.
 PROCESSES = [
-    {"reference": [], "devices": CORE},
+    {
+        "reference": re.findall(
+            r"^@(?:asynchronous_)?case\ndef (\w+)\(", SOURCE.read_text(), re.MULTILINE
+        ),
+        "devices": CORE,
+    },
     {"async": ASYNCHRONOUS, "async_sharded": SHARDED},
     {"sync": SYNCHRONOUS, "sync_sharded": SYNCHRONOUS_SHARDED},
 ]
 
 
 def words(kinds):
-    return [f"{kind}={','.join(cases)}" for kind, cases in kinds.items()]
+    return [f"{kind}={','.join(names)}" for kind, names in kinds.items() if names]
 
 
 def one_process(folder, kinds):
@@ -134,19 +141,21 @@ def cluster(folder, workers, kinds):
     return run_in_processes(SOURCE, workers=workers, timeout=600, env=ENVIRONMENT, args=args).logs
 
 
-@pytest.fixture(scope="session")
+@pytest.fixture(scope="module")
 def alone(request, tmp_path_factory):
     """By kind, the folder and the logs of runs in one process, two of them at a time."""
     wanted = {
-        item.callspec.params.get("kind")
-        for item in request.session.items
-        if hasattr(item, "callspec")
+        kind: cases(request, "test_one_process", kind=kind) for kinds in PROCESSES for kind in kinds
     }
+    # In its own order, whatever that of the tests.
+    compared = cases(request)
+    wanted["reference"] = [case for case in PROCESSES[0]["reference"] if case in compared]
     folder = tmp_path_factory.mktemp("alone")
     with concurrent.futures.ThreadPoolExecutor(2) as pool:
         runs = {}
         for kinds in PROCESSES:
-            if "reference" in kinds or wanted & set(kinds):
+            kinds = {kind: wanted[kind] for kind in kinds if wanted[kind]}
+            if kinds:
                 run = pool.submit(one_process, folder, kinds)
                 runs |= {kind: (folder / kind, run) for kind in kinds}
         # All of them before anything else starts, so that they share the cores with nobody.
@@ -154,22 +163,26 @@ def alone(request, tmp_path_factory):
     return {kind: (own, run.result) for kind, (own, run) in runs.items()}
 
 
-@pytest.fixture(scope="session")
-def two_workers(tmp_path_factory):
+@pytest.fixture(scope="module")
+def two_workers(request, tmp_path_factory):
     folder = tmp_path_factory.mktemp("two_workers")
-    return folder, cluster(folder, 2, {"workers": CASES, "lossless": LOSSLESS})
+    names = cases(request, "test_two_workers", "test_accumulated_overflow_halves_the_scale_once")
+    lossless = cases(request, "test_two_workers_that_compress_without_loss")
+    return folder, cluster(folder, 2, {"workers": names, "lossless": lossless})
 
 
-@pytest.fixture(scope="session")
-def three_workers(tmp_path_factory):
+@pytest.fixture(scope="module")
+def three_workers(request, tmp_path_factory):
     folder = tmp_path_factory.mktemp("three_workers")
-    return folder / "workers", cluster(folder, 3, {"workers": THREE})
+    names = cases(request, "test_three_workers")
+    return folder / "workers", cluster(folder, 3, {"workers": names})
 
 
-@pytest.fixture(scope="session")
-def two_by_two(tmp_path_factory):
+@pytest.fixture(scope="module")
+def two_by_two(request, tmp_path_factory):
     folder = tmp_path_factory.mktemp("two_by_two")
-    return folder / "devices", cluster(folder, 2, {"devices": FOUR_REPLICAS})
+    names = cases(request, "test_two_workers_with_two_devices_each")
+    return folder / "devices", cluster(folder, 2, {"devices": names})
 
 
 def compare(case, alone, folder, logs):
@@ -190,12 +203,6 @@ def compare(case, alone, folder, logs):
         np.testing.assert_allclose(
             results[0][key], value, rtol=tolerance, atol=tolerance, err_msg=key
         )
-
-
-def load(path, log):
-    assert path.exists(), f"{path.name} is missing:\n{log[-8000:]}"
-    with np.load(path) as results:
-        return dict(results)
 
 
 @pytest.mark.parametrize("case", CASES)
@@ -223,14 +230,15 @@ def test_two_workers_with_two_devices_each(case, alone, two_by_two):
     compare(case, alone, *two_by_two)
 
 
-# Two devices; one asynchronous worker and two parameter servers; two synchronous workers.
+# Two devices, as replicas or as stages; one asynchronous worker and two parameter servers; two
+# synchronous workers.
 @pytest.mark.parametrize(
     "kind, case",
     [
         (kind, case)
         for kinds in PROCESSES
-        for kind, cases in kinds.items()
-        for case in cases
+        for kind, names in kinds.items()
+        for case in names
         if kind != "reference"
     ],
 )
@@ -239,6 +247,7 @@ def test_one_process(kind, case, alone):
     compare(case, alone, folder, {"worker-0": run()["worker-0"]})
 
 
+@pytest.mark.cases("mixed_precision_skips_overflow")
 def test_accumulated_overflow_halves_the_scale_once(two_workers):
     folder, logs = two_workers
     path = folder / "workers" / "mixed_precision_skips_overflow.worker-0.npz"

@@ -1,6 +1,6 @@
 """What `fit` and Keras's callbacks do under parameter servers with two workers.
 
-callbacks_job.py FOLDER [BEHAVIOUR]
+callbacks_job.py FOLDER [BEHAVIOUR ...]
 
 Each behaviour raises if it is not as it should be. What they raised is written to `failures.json`
 and looked at by `test_callbacks.py`. Where numbers are compared exactly, either nothing is learned

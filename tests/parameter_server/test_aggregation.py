@@ -5,7 +5,7 @@ import pytest
 import tensorflow as tf
 
 from keras_psplus.parameter_server import aggregation
-from keras_psplus.parameter_server.shares import Share
+from keras_psplus.parameter_server.replica_step import WorkerReplicaStep
 
 
 def rows(values, indices):
@@ -76,11 +76,13 @@ def handed_over(twice=False, in_branch=False):
     @tf.function(autograph=False)
     def step(weight):
         optimizer = Optimizer()
-        with Share(weight, lambda *args: pushed.append(args)) as share:
+        with WorkerReplicaStep(None, weight, lambda *args: pushed.append(args)) as replica_step:
             if in_branch:
-                tf.cond(weight > 0, lambda: share.hand_over(optimizer, [], []) or 1, lambda: 2)
-            share.hand_over(optimizer, [], [])
-            share.hand_over(optimizer if twice else Optimizer(), [], [])
+                tf.cond(
+                    weight > 0, lambda: replica_step.hand_over(optimizer, [], []) or 1, lambda: 2
+                )
+            replica_step.hand_over(optimizer, [], [])
+            replica_step.hand_over(optimizer if twice else Optimizer(), [], [])
 
     step.get_concrete_function(tf.TensorSpec([], tf.float64))
     return len(pushed)
@@ -92,3 +94,47 @@ def test_gradients_are_handed_over_once_for_each_optimizer():
         handed_over(twice=True)
     with pytest.raises(ValueError, match=r"called in a loop, a branch or a tf.function"):
         handed_over(in_branch=True)
+
+
+def a_step(change, log=False, inside=False):
+    """Traces a worker's part of a step that computes with what the tape gives."""
+    variable = tf.Variable([1.0, 2.0])
+    pushed = []
+
+    def gradients():
+        with tf.GradientTape() as tape:
+            loss = tf.reduce_sum(variable**2)
+        return replica_step.note([tape.gradient(loss, variable)], [variable])
+
+    @tf.function(autograph=False)
+    def step(weight):
+        nonlocal replica_step
+        replica_step = WorkerReplicaStep(None, weight, lambda *args: pushed.append(args))
+        with replica_step:
+            given = tf.function(lambda: change(gradients()))() if inside else gradients()
+            replica_step.hand_over(Optimizer(), given if inside else change(given), [variable])
+            if log:
+                tf.linalg.global_norm(given)
+
+    replica_step = None
+    step.get_concrete_function(tf.TensorSpec([], tf.float64))
+    return len(pushed)
+
+
+def test_a_worker_hands_its_part_of_a_gradient_on_as_it_is():
+    assert a_step(list) == 1
+    assert a_step(list, inside=True) == 1
+
+
+@pytest.mark.parametrize(
+    "arguments",
+    [
+        {"change": lambda grads: tf.clip_by_global_norm(grads, 0.1)[0]},
+        {"change": lambda grads: tf.clip_by_global_norm(grads, 0.1)[0], "inside": True},
+        {"change": list, "log": True},
+    ],
+    ids=["changed", "changed in a function", "used afterwards"],
+)
+def test_a_step_that_computes_with_its_part_of_a_gradient_is_refused(arguments):
+    with pytest.raises(ValueError, match=r"one worker's part.*global_clipnorm.*Received: "):
+        a_step(**arguments)

@@ -15,6 +15,7 @@ import keras_psplus as psp
 from keras_psplus import compression
 from keras_psplus.cluster.environment import python_path
 from keras_psplus.parameter_server.compressors import Compressors
+from tests.selection import cases
 
 JOB = pathlib.Path(__file__).with_name("compression_job.py")
 NAMED = re.findall(r"^@behaviour\ndef (\w+)\(", JOB.read_text(), re.MULTILINE)
@@ -44,42 +45,55 @@ def run(folder, *args):
         timeout=550,
     )
     assert done.returncode == 0, done.stdout[-5000:]
+    return done.stdout
 
 
 @pytest.fixture(scope="module")
-def folders(tmp_path_factory):
-    """Where jobs with whole and with sharded variables have left what each behaviour raised."""
-    jobs = {"whole": ["0"], "sharded": ["2", *SHARDED]}
+def jobs(request, tmp_path_factory):
+    """Jobs with whole and with sharded variables: what each behaviour has left in, and the log."""
+    whole = ["test_whole_variables", "test_a_new_process_goes_on_from_the_saved_state"]
+    names = {
+        ("whole", "0"): cases(request, *whole, argument="name"),
+        ("sharded", "2"): cases(request, "test_sharded_variables", argument="name"),
+    }
     with concurrent.futures.ThreadPoolExecutor(2) as pool:
-        folders = {kind: tmp_path_factory.mktemp(kind) for kind in jobs}
-        runs = [pool.submit(run, folders[kind], *args) for kind, args in jobs.items()]
-    for one in runs:
-        one.result()
-    return folders
+        runs = {}
+        for (kind, shards), chosen in names.items():
+            if chosen:
+                folder = tmp_path_factory.mktemp(kind)
+                runs[kind] = folder, pool.submit(run, folder, shards, *chosen)
+    return {kind: (folder, one.result()) for kind, (folder, one) in runs.items()}
 
 
-def failure(folders, kind, name):
-    return json.loads((folders[kind] / "failures.json").read_text())[name]
+def failure(jobs, kind, name):
+    folder, log = jobs[kind]
+    failures = json.loads((folder / "failures.json").read_text())
+    assert name in failures, log[-8000:]
+    return failures[name]
 
 
 @pytest.mark.parametrize("name", WHOLE)
-def test_whole_variables(name, folders):
-    found = failure(folders, "whole", name)
+def test_whole_variables(name, jobs):
+    found = failure(jobs, "whole", name)
     assert not found, found
 
 
 @pytest.mark.parametrize("name", SHARDED)
-def test_sharded_variables(name, folders):
-    found = failure(folders, "sharded", name)
+def test_sharded_variables(name, jobs):
+    found = failure(jobs, "sharded", name)
     assert not found, found
 
 
-def test_a_new_process_goes_on_from_the_saved_state(folders):
-    run(folders["whole"], "0", "resume")
+@pytest.mark.cases("state_is_saved_and_restored")
+def test_a_new_process_goes_on_from_the_saved_state(jobs):
+    found = failure(jobs, "whole", "state_is_saved_and_restored")
+    assert not found, found
+    folder, _ = jobs["whole"]
+    run(folder, "0", "resume")
 
 
-class OnlyRounds(compression.Compressor):
-    def rounds(self, tensor, state, step):
+class OnlyExchange(compression.Compressor):
+    def exchange(self, tensor, state, step):
         yield []
 
 
@@ -97,7 +111,9 @@ NOT_FOR_VALUES = [
 
 
 @pytest.mark.parametrize("argument", ["compression", "pull_compression"])
-@pytest.mark.parametrize("bad", ["int9", "topk", 3, OnlyRounds(), {"*": OnlyRounds()}, "factors"])
+@pytest.mark.parametrize(
+    "bad", ["int9", "topk", 3, OnlyExchange(), {"*": OnlyExchange()}, "factors"]
+)
 def test_unfit_compressors_are_refused_before_anything_starts(argument, bad, monkeypatch):
     # In a server, where the constructor would not return.
     monkeypatch.setenv("TF_CONFIG", '{"cluster": {}, "task": {"type": "ps", "index": 0}}')

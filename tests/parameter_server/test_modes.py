@@ -8,9 +8,9 @@ from tensorflow.python.distribute.coordinator import cluster_coordinator
 
 import keras_psplus as psp
 from keras_psplus.parameter_server import modes
-from keras_psplus.parameter_server.attempts import Attempt, Rounds
 from keras_psplus.parameter_server.scheduler import Closure, Scheduler
 from keras_psplus.parameter_server.staleness import Clocks
+from keras_psplus.parameter_server.step_attempts import Attempt, StepAttempts
 
 CLUSTER = """{"cluster": {"chief": ["127.0.0.1:1"], "worker": ["127.0.0.1:2", "127.0.0.1:3"],
 "ps": ["127.0.0.1:4"]}, "task": {"type": "ps", "index": 0}}"""
@@ -43,16 +43,16 @@ def test_bad_arguments_are_refused_before_anything_starts(arguments, monkeypatch
 
 
 def test_good_arguments():
-    assert modes.check("async", 0, None) == modes.Mode(False, 0, None)
-    assert modes.check("async", 0, 0).max_staleness == 0
-    mode = modes.check("sync", 2, None)
+    assert modes.check_mode("async", 0, None) == modes.Mode(False, 0, None)
+    assert modes.check_mode("async", 0, 0).max_staleness == 0
+    mode = modes.check_mode("sync", 2, None)
     assert mode.is_sync
     mode.check_workers(3)
 
 
 def test_the_first_gradients_of_an_attempt_count():
-    rounds = Rounds(num_workers=3, backup_workers=1)
-    attempt = rounds.begin(shares=3)
+    attempts = StepAttempts(num_workers=3, backup_workers=1)
+    attempt = attempts.begin(shares=3)
     assert attempt.admit(2)
     assert attempt.admit(0)
     assert not attempt.admit(1)
@@ -61,11 +61,11 @@ def test_the_first_gradients_of_an_attempt_count():
     attempt.finish(0, "zero")
     assert attempt.is_over
     assert not attempt.is_void
-    rounds.count(attempt, shares=3)
-    assert rounds.dropped == 1
-    assert rounds.begin(shares=3).stamp > attempt.stamp
+    attempts.count(attempt, shares=3)
+    assert attempts.dropped == 1
+    assert attempts.begin(shares=3).stamp > attempt.stamp
     # A last batch may have fewer rows than there are workers.
-    assert rounds.begin(shares=1).wanted == 1
+    assert attempts.begin(shares=1).wanted == 1
 
 
 def test_an_attempt_is_void_once_an_admitted_share_is_computed_again():

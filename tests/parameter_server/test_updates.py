@@ -1,4 +1,4 @@
-"""Rarer updates under parameter servers, beside what one process computes on the same batches."""
+"""Update policies under parameter servers, beside what one process computes on the same batches."""
 
 import json
 import os
@@ -18,29 +18,30 @@ from keras_psplus.cluster.environment import python_path
 from keras_psplus.cluster.testing import run_in_processes
 from tests.all_reduce.test_updates import trained_on_larger_batches, weights_of
 from tests.all_reduce.updates_job import dense, fit, problem, slices
-from tests.parameter_server.rare_updates_job import RATE
+from tests.parameter_server.accumulation_and_local_sgd_job import RATE
 from tests.parameter_server.test_modes import CLUSTER
 from tests.parameter_server.updates_job import (
-    CASES,
+    ACCUMULATED,
     LOCAL,
     RESUMED,
     embedding_accumulated_by_keras,
     everything,
 )
 from tests.parameter_server.waiting import cluster_that_goes_on, wait_for
+from tests.selection import cases, of_kind
 
 JOB = pathlib.Path(__file__).with_name("updates_job.py")
-REAL_JOB = pathlib.Path(__file__).with_name("rare_updates_job.py")
+REAL_JOB = pathlib.Path(__file__).with_name("accumulation_and_local_sgd_job.py")
 ENVIRONMENT = {"TF_CPP_MIN_LOG_LEVEL": "2", "CUDA_VISIBLE_DEVICES": ""}
 
 
 @pytest.fixture(scope="module")
-def job(tmp_path_factory):
+def job(request, tmp_path_factory):
     """What one worker has come to, and the numbers of each case."""
     folder = tmp_path_factory.mktemp("updates")
     environment = {key: value for key, value in os.environ.items() if key != "TF_CONFIG"}
     done = subprocess.run(
-        [sys.executable, str(JOB), str(folder)],
+        [sys.executable, str(JOB), str(folder), *cases(request)],
         env=environment | ENVIRONMENT | {"PYTHONPATH": python_path(os.environ)},
         stdout=subprocess.PIPE,
         stderr=subprocess.STDOUT,
@@ -58,7 +59,7 @@ def assert_close(got, model, tolerance=2e-6):
         np.testing.assert_allclose(weight, expected, rtol=tolerance, atol=tolerance)
 
 
-@pytest.mark.parametrize("name", CASES)
+@pytest.mark.parametrize("name", of_kind("accumulated", ACCUMULATED))
 def test_accumulating_equals_one_process_on_larger_batches(name, job):
     model, _ = trained_on_larger_batches(name)
     results, numbers = job
@@ -71,6 +72,7 @@ def test_accumulating_equals_one_process_on_larger_batches(name, job):
         assert sent == iterations * sum(weight.nbytes for weight in got)
 
 
+@pytest.mark.cases("by keras")
 def test_keras_own_accumulation_sends_once_for_each_update(job):
     keras.utils.set_random_seed(1)
     model = dense(keras.optimizers.SGD(0.3, gradient_accumulation_steps=3))
@@ -83,12 +85,14 @@ def test_keras_own_accumulation_sends_once_for_each_update(job):
     assert numbers["by keras"] == [2 * sum(weight.nbytes for weight in model.get_weights())]
 
 
+@pytest.mark.cases("by keras")
 def test_rows_that_keras_accumulates_are_summed(job):
     model = embedding_accumulated_by_keras()
     fit(model, epochs=2)
     assert_close(weights_of(job[0], "rows by keras"), model)
 
 
+@pytest.mark.cases("finished")
 def test_what_waits_is_known_and_can_be_sent(job):
     keras.utils.set_random_seed(1)
     model = dense("sgd")
@@ -100,7 +104,7 @@ def test_what_waits_is_known_and_can_be_sent(job):
     assert_close(weights_of(results, "finished"), model)
 
 
-@pytest.mark.parametrize("name", LOCAL)
+@pytest.mark.parametrize("name", of_kind("local", LOCAL))
 def test_steps_alone_of_one_worker_come_to_the_same(name, job):
     _, build = LOCAL[name]
     keras.utils.set_random_seed(1)
@@ -116,6 +120,7 @@ def test_steps_alone_of_one_worker_come_to_the_same(name, job):
     assert numbers[f"local {name}"] == rounds[name] * size
 
 
+@pytest.mark.cases("looked at")
 def test_who_evaluates_sees_the_steps_that_were_taken_alone(job):
     keras.utils.set_random_seed(1)
     model = dense("sgd")
@@ -125,13 +130,14 @@ def test_who_evaluates_sees_the_steps_that_were_taken_alone(job):
     assert_close(weights_of(job[0], "looked at"), model)
 
 
+@pytest.mark.cases("refused")
 def test_an_optimizer_that_cannot_be_copied_is_refused(job):
     message = job[1]["refused"]
     assert "an attribute of the model" in message
     assert "Received: " in message
 
 
-@pytest.mark.parametrize("name", RESUMED)
+@pytest.mark.parametrize("name", of_kind("resumed", RESUMED))
 def test_resumed_training_is_as_if_never_interrupted(name, job):
     whole, resumed = (weights_of(job[0], f"{kind} {name}") for kind in ("whole", "resumed"))
     assert len(whole) == len(resumed) > 0
@@ -178,7 +184,7 @@ def test_a_killed_worker_loses_what_it_has_summed_and_no_more(tmp_path):
     assert lost, log[-4000:]
     assert int(lost[1]) > 0
     # Every batch is with one of them.
-    assert found["held"] == {"0": 120 - int(lost[1])}
+    assert found["pending"] == {"0": 120 - int(lost[1])}
     assert (found["before"], found["finished"], found["after"]) == ([0.0], 1, [-RATE])
 
 

@@ -44,7 +44,7 @@ def check_that_each_was_seen_once(log, label):
 def test_each_element_is_seen_once_an_epoch(numbers):
     kinds = "FILE,DATA,DISTRIBUTED,FUNCTION"
     result = run_in_processes(
-        JOB, workers=2, ps=1, chief=True, timeout=150, env=ENVIRONMENT, args=[numbers, kinds]
+        JOB, workers=2, ps=1, chief=True, timeout=300, env=ENVIRONMENT, args=[numbers, kinds]
     )
     log = result.logs["chief-0"]
     for policy in ("FILE", "DATA"):

@@ -1,8 +1,8 @@
-"""Rarer updates of one worker, with two parameter servers, in one process.
+"""Update policies of one worker, with two parameter servers, in one process.
 
-updates_job.py FOLDER
+updates_job.py FOLDER CASE [CASE ...]
 
-Trains the cases of the tests for all-reduce, and some of parameter servers only. Results go to
+Trains cases of the tests for all-reduce, and some of parameter servers only. Results go to
 `FOLDER/results.npz` and `FOLDER/numbers.json`.
 """
 
@@ -21,10 +21,10 @@ import keras_psplus
 from keras_psplus import updates
 from keras_psplus.cluster.in_process import InProcessCluster
 from keras_psplus.parameter_server.compressors import Compressors
-from keras_psplus.parameter_server.local_updating import LocalUpdating
-from keras_psplus.parameter_server.updating import Updating
+from keras_psplus.parameter_server.local_sgd_updates import LocalSGDUpdates
+from keras_psplus.parameter_server.worker_updates import WorkerUpdates
+from tests.all_reduce import updates_job
 from tests.all_reduce.updates_job import (
-    ACCUMULATED,
     OfParts,
     accumulated,
     dense,
@@ -37,7 +37,7 @@ from tests.all_reduce.updates_job import (
 )
 
 # Under parameter servers nothing runs eagerly; "optimizers" is "flush" without the flush.
-CASES = [name for name in ACCUMULATED if name not in ("eagerly", "optimizers")]
+ACCUMULATED = [name for name in updates_job.ACCUMULATED if name not in ("eagerly", "optimizers")]
 RESUMED = {
     "accumulate": (updates.Accumulate(3), "int8", embedding),
     "local": (updates.LocalSGD(3), "topk:0.3", with_dropout),
@@ -69,7 +69,7 @@ def making(strategy):
         # What is resumed is found by an optimizer's name, that of no other one that lives.
         gc.collect()
         keras.backend.clear_session()
-        kind = LocalUpdating if policy is not None and policy.local else Updating
+        kind = LocalSGDUpdates if policy is not None and policy.local else WorkerUpdates
         strategy._updating = kind(strategy, policy)
         strategy.extended.pushes._compressors = Compressors(compressor, None)
         strategy.totals._bytes.clear()
@@ -114,10 +114,10 @@ def finished_by_hand(strategy, make, out):
     with strategy.scope():
         model = dense("sgd")
     fit(model, epochs=1)
-    numbers = [strategy.updating.held, int(model.optimizer.iterations.numpy())]
+    numbers = [strategy.updating.pending, int(model.optimizer.iterations.numpy())]
     strategy.finish_updates(model.optimizer)
     strategy.finish_updates(model.optimizer)
-    numbers += [strategy.updating.held, int(model.optimizer.iterations.numpy())]
+    numbers += [strategy.updating.pending, int(model.optimizer.iterations.numpy())]
     out["finished"] = {"weights": model.get_weights(), "numbers": numbers}
 
 
@@ -127,14 +127,14 @@ def everything(model):
     return [*model.get_weights(), *(variable.numpy() for variable in inner.variables)]
 
 
-def local(strategy, make, out):
-    for name, (policy, build) in LOCAL.items():
-        make(policy)
-        keras.utils.set_random_seed(1)
-        with strategy.scope():
-            model = build()
-        fit(model)
-        out[f"local {name}"] = {"weights": everything(model), "numbers": sent(strategy)}
+def local(strategy, make, out, name):
+    policy, build = LOCAL[name]
+    make(policy)
+    keras.utils.set_random_seed(1)
+    with strategy.scope():
+        model = build()
+    fit(model)
+    out[f"local {name}"] = {"weights": everything(model), "numbers": sent(strategy)}
 
 
 class Look(keras.callbacks.Callback):
@@ -170,20 +170,29 @@ def refused(strategy, make, out):
 
 
 def main():
-    folder = sys.argv[1]
+    folder, cases = sys.argv[1], sys.argv[2:]
+
+    def chosen(kind, names):
+        return [name for name in names if f"{kind} {name}" in cases]
+
     cluster = InProcessCluster(workers=1, ps=2)
     cluster.start()
     strategy = keras_psplus.ParameterServerStrategy(cluster.cluster_resolver, partitioner)
     make, out = making(strategy), {}
-    for name in CASES:
+    for name in chosen("accumulated", ACCUMULATED):
         accumulated(make, out, [name])
         out[f"accumulated {name}"]["numbers"][1] = sent(strategy)
-    by_keras(strategy, make, out)
-    finished_by_hand(strategy, make, out)
-    local(strategy, make, out)
-    looked_at(strategy, make, out)
-    refused(strategy, make, out)
-    resumed(make, out, folder, RESUMED)
+    if "by keras" in cases:
+        by_keras(strategy, make, out)
+    if "finished" in cases:
+        finished_by_hand(strategy, make, out)
+    for name in chosen("local", LOCAL):
+        local(strategy, make, out, name)
+    if "looked at" in cases:
+        looked_at(strategy, make, out)
+    if "refused" in cases:
+        refused(strategy, make, out)
+    resumed(make, out, folder, {name: RESUMED[name] for name in chosen("resumed", RESUMED)})
     arrays = {
         f"{name}/{i}": weight for name, of in out.items() for i, weight in enumerate(of["weights"])
     }

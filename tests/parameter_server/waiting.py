@@ -28,3 +28,15 @@ def wait_for(path, text, seconds=60):
             return
         time.sleep(0.1)
     raise AssertionError(f"no {text!r} in {seconds} s:\n{path.read_text()[-4000:]}")
+
+
+def wait_for_one_of(paths, *texts, seconds=60):
+    """Waits until one of some files has all texts; fails with the files' ends."""
+    deadline = time.monotonic() + seconds
+    while time.monotonic() < deadline:
+        for path in paths:
+            if path.exists() and all(text in path.read_text() for text in texts):
+                return
+        time.sleep(0.1)
+    ends = "\n".join(path.read_text()[-3000:] for path in paths)
+    raise AssertionError(f"not all of {texts} in one file in {seconds} s:\n{ends}")

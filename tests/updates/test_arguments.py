@@ -33,6 +33,8 @@ COUNTS = (0, -1, 1.0, True, None, "4")
         (lambda: DiLoCo(8, alpha=float("nan")), r"`alpha` must be in \[0, 1\)"),
         (lambda: DiLoCo(8, outer_optimizer=0.7), "`outer_optimizer` must be a function"),
         (lambda: DiLoCo(8, outer_optimizer=None), "`outer_optimizer` must be a function"),
+        (lambda: DiLoCo(8, outer_optimizer="nonsense"), "`outer_optimizer` must name an optimizer"),
+        (lambda: DiLoCo(8, outer_optimizer={"class": "SGD"}), "have its `class_name`"),
     ],
 )
 def test_out_of_range(make, message):

@@ -1,0 +1,248 @@
+"""What `MultiWorkerMirroredStrategy` answers when Keras asks."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any
+
+import tensorflow as tf
+
+from keras_psplus.all_reduce import data, replica_functions, row_reads
+from keras_psplus.all_reduce.gradient_engine import GradientEngine
+from keras_psplus.all_reduce.worker_files import MirroredWorkerFiles
+from keras_psplus.core import failure, iterator_release
+from keras_psplus.core.metric_state import accumulates
+from keras_psplus.core.optimizers import optimizers_of
+from keras_psplus.core.replica_step import current_step
+from keras_psplus.core.strategy_engine import StrategyEngine
+from keras_psplus.engine import Original
+from keras_psplus.keras_parts import callbacks as keras_callbacks
+from keras_psplus.keras_parts import epoch_iterator, stateless_scope, tree
+
+if TYPE_CHECKING:
+    import keras
+
+    from keras_psplus.all_reduce.strategy import MultiWorkerMirroredStrategy
+    from keras_psplus.all_reduce.updating import MirroredUpdates
+    from keras_psplus.core.control import ControlPlane
+
+# Odd, so that no two replicas of any job share a seed (mod 2 ** 31).
+_SEED_STRIDE = 0x3C6EF35F
+_WRITE_ONLY = (
+    keras_callbacks.CSVLogger,
+    keras_callbacks.RemoteMonitor,
+    keras_callbacks.TensorBoard,
+)
+
+
+class OneReplicaEngine(StrategyEngine):
+    """For one replica that trains alone: backups that survive a kill."""
+
+    def __init__(self, strategy: MultiWorkerMirroredStrategy) -> None:
+        super().__init__(strategy)
+        self._worker_files = MirroredWorkerFiles(strategy)
+
+    @property
+    def control(self) -> ControlPlane | None:
+        return self.strategy.extended.control
+
+    @property
+    def worker_files(self) -> MirroredWorkerFiles:
+        return self._worker_files
+
+    @property
+    def updating(self) -> MirroredUpdates | None:
+        return self.strategy.extended.updating
+
+    def share_restored(self, variables: list[keras.Variable]) -> None:
+        # The disk need not be shared.
+        if self.control is not None:
+            with tf.init_scope():
+                self.strategy.extended.broadcast([variable._value for variable in variables])
+
+    def reads_rows(self, variable: keras.Variable) -> bool:
+        return not stateless_scope.in_stateless_scope() and row_reads.are_enabled(variable._value)
+
+
+class AllReduceEngine(OneReplicaEngine, GradientEngine):
+    """For replicas that take each step together."""
+
+    def __init__(self, strategy: MultiWorkerMirroredStrategy) -> None:
+        super().__init__(strategy)
+        # While callbacks of a worker that is not the chief keep track of what the chief writes.
+        self._writes_nothing = False
+
+    # The trainer.
+
+    def translate_errors(self) -> contextlib.AbstractContextManager[None]:
+        return failure.translate_errors(self.strategy.task)
+
+    def build(
+        self, original: Original, model: keras.Model, iterator: Any = None, data_batch: Any = None
+    ) -> None:
+        super().build(original, model, iterator, data_batch)
+        if self.strategy.updates is not None:
+            assert self.updating is not None
+            # Before the first step.
+            for optimizer in optimizers_of(model).values():
+                if optimizer.built:
+                    self.updating.prepare(optimizer, optimizer._trainable_variables)
+
+    def make_function(
+        self, original: Original, model: keras.Model, step_function: Callable[..., Any]
+    ) -> Callable[..., Any]:
+        return replica_functions.make_function(self.strategy, original, model, step_function)
+
+    def make_predict_function(
+        self, original: Original, model: keras.Model, force: bool = False
+    ) -> None:
+        replica_functions.make_predict_function(self.strategy, original, model, force)
+
+    def reduce_outputs(
+        self, original: Original, values: Any, strategy: tf.distribute.Strategy, reduction: str
+    ) -> Any:
+        if reduction == "auto":
+            # The replica step has made them equal on all replicas.
+            return tree.map_structure(lambda v: strategy.experimental_local_results(v)[0], values)
+        gather = strategy.extended.gather_rows
+        if tf.executing_eagerly():
+            gather = tf.function(gather, autograph=False)
+        return tree.map_structure(gather, values)
+
+    def note_padded(self, batch: Any, padded: Any) -> None:
+        """Hears of a batch of no rows in whose place a replica computes with another."""
+
+    # Data.
+
+    @property
+    def reads_ahead(self) -> bool:
+        """Whether the data that are being distributed are to come with the next batch."""
+        return False
+
+    def make_iterator(
+        self,
+        original: Original,
+        iterator: Any,
+        distribute_strategy: Any = None,
+        *args: Any,
+        **kwargs: Any,
+    ) -> None:
+        epoch_iterator.EpochIterator.__init__(iterator, *args, **kwargs)
+        iterator._distribute_strategy = strategy = distribute_strategy
+        distributed = data.distribute(
+            strategy, iterator.data_adapter, self.reads_ahead, iterator.steps_per_epoch
+        )
+        iterator.data_adapter = distributed.adapter
+        iterator._num_batches = distributed.adapter.num_batches
+        iterator._distributed_dataset = iterator_release.Dataset(distributed.dataset)
+        iterator.batch_spec = distributed.batch_spec
+
+    # Variables.
+
+    def initialize(self, original: Original, variable: keras.Variable, value: Any) -> Any:
+        # Metric states are made global within the step. As TensorFlow's SyncOnRead variables they
+        # would cost a collective for each read, and a chief that saves alone would wait for ever.
+        with self.strategy.extended.creating(variable.path, accumulates(variable)):
+            return original(variable, value)
+
+    def assign(self, original: Original, variable: keras.Variable, value: Any) -> Any:
+        step = current_step()
+        if step is not None and step.recording:
+            if accumulates(variable):
+                step.record_total(variable._value)
+            elif variable._value.dtype.is_floating:
+                step.record(variable._value)
+        return original(variable, value)
+
+    def next_seed(
+        self, original: Original, generator: keras.random.SeedGenerator, ordered: bool = True
+    ) -> tf.Tensor:
+        # The state stays one value on all replicas, so that it can be saved and restored; what is
+        # drawn from it differs, or all replicas would drop the same units of different rows.
+        seed, offset = original(generator, ordered), current_step().rank * _SEED_STRIDE % (1 << 31)
+        return seed + tf.constant([offset, 0], seed.dtype) if offset else seed
+
+    # What layers and users' steps ask of all replicas: one without rows of its own adds none.
+    # Gradients of such sums and gathers are sums as well, and pass here.
+
+    def all_reduce_in_step(
+        self,
+        original: Original,
+        context: tf.distribute.ReplicaContext,
+        reduce_op: tf.distribute.ReduceOp | str,
+        value: Any,
+        *args: Any,
+        **kwargs: Any,
+    ) -> Any:
+        step = current_step()
+        step.tape.settle()
+        if step.may_be_empty and _is_sum(reduce_op):
+            flat = step.zero_if_empty(tf.nest.flatten(value))
+            value = tf.nest.pack_sequence_as(value, flat)
+        return original(context, reduce_op, value, *args, **kwargs)
+
+    def all_gather_in_step(
+        self,
+        original: Original,
+        context: tf.distribute.ReplicaContext,
+        value: Any,
+        axis: int,
+        *args: Any,
+        **kwargs: Any,
+    ) -> Any:
+        step = current_step()
+        step.tape.settle()
+        if axis == 0:
+            value = tf.nest.map_structure(
+                lambda t: t if _is_count(t) else step.rows_if_any(tf.convert_to_tensor(t)), value
+            )
+        return original(context, value, axis, *args, **kwargs)
+
+    # Callbacks.
+
+    def set_callbacks_model(
+        self, original: Original, callbacks: keras.callbacks.CallbackList, model: keras.Model
+    ) -> Any:
+        if not self.strategy.is_chief:
+            kept = [c for c in callbacks.callbacks if not isinstance(c, _WRITE_ONLY)]
+            callbacks.callbacks = kept
+        return original(callbacks, model)
+
+    def save_checkpoint(
+        self,
+        original: Original,
+        callback: keras.callbacks.ModelCheckpoint,
+        epoch: int,
+        batch: int | None,
+        logs: dict[str, Any] | None,
+    ) -> Any:
+        # A worker that is not the chief keeps track of the best value, and writes nothing.
+        outer, self._writes_nothing = self._writes_nothing, not self.strategy.is_chief
+        try:
+            return super().save_checkpoint(original, callback, epoch, batch, logs)
+        finally:
+            self._writes_nothing = outer
+
+    def save(
+        self,
+        original: Original,
+        model: keras.Model,
+        filepath: Any,
+        overwrite: bool = True,
+        *args: Any,
+        **kwargs: Any,
+    ) -> Any:
+        if self._writes_nothing:
+            return None
+        return super().save(original, model, filepath, overwrite, *args, **kwargs)
+
+
+def _is_sum(reduce_op):
+    name = reduce_op if isinstance(reduce_op, str) else reduce_op.value
+    return name.upper() == tf.distribute.ReduceOp.SUM.value
+
+
+def _is_count(tensor):
+    # TensorFlow gathers the numbers of rows, to find a replica's part of a gradient.
+    return tf.is_tensor(tensor) and tensor.dtype == tf.int32 and tensor.shape == (1,)

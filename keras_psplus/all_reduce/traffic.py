@@ -1,0 +1,88 @@
+"""Counts what one replica's gradients cost on the wire, in the graph."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any, NamedTuple
+
+import tensorflow as tf
+
+from keras_psplus.communication import Traffic
+from keras_psplus.tf_internals import framework_ops as ops
+from keras_psplus.tf_internals import resource_variable_ops
+
+
+class TensorTraffic(NamedTuple):
+    """Bytes of one variable's gradient at one step: Python numbers, or scalars of the graph.
+
+    Attributes:
+        path: The variable's path.
+        compressor: Description of the compressor, or None.
+        logical: Bytes of the gradient.
+        compressed: Bytes of the payload.
+        wire: Bytes that the replica sends for it.
+    """
+
+    path: str
+    compressor: str | None
+    logical: Any
+    compressed: Any
+    wire: Any
+
+
+class TrafficVariables:
+    """Totals of one replica, in variables on its worker's CPU."""
+
+    def __init__(self) -> None:
+        self._totals: dict[tuple[tuple[str, str | None], ...], tf.Variable] = {}
+        self._seconds: Any = None
+
+    def add(self, entries: Sequence[TensorTraffic]) -> None:
+        """Adds the entries of one step, in the graph."""
+        if not entries:
+            return
+        key = tuple((entry.path, entry.compressor) for entry in entries)
+        with ops.device("CPU:0"):
+            if key not in self._totals:
+                self._totals[key] = _zeros([len(entries), 3], tf.int64)
+            counted = [
+                [
+                    tf.cast(n, tf.int64) if tf.is_tensor(n) else tf.constant(n, tf.int64)
+                    for n in (e.logical, e.compressed, e.wire)
+                ]
+                for e in entries
+            ]
+            self._totals[key].assign_add(tf.stack(counted), read_value=False)
+
+    def time(self, before: Sequence[tf.Tensor], after: Sequence[tf.Tensor]) -> None:
+        """Adds the time between two moments of the graph: when each has all of its tensors."""
+        with ops.device("CPU:0"):
+            if self._seconds is None:
+                self._seconds = _zeros([], tf.float64)
+            with tf.control_dependencies(before):
+                begin = tf.timestamp()
+            with tf.control_dependencies([begin, *after]):
+                end = tf.timestamp()
+            self._seconds.assign_add(tf.maximum(end - begin, 0.0), read_value=False)
+
+    @property
+    def seconds(self) -> float:
+        """Seconds that `time` has added up."""
+        return 0.0 if self._seconds is None else float(self._seconds.numpy())
+
+    def traffic(self) -> list[Traffic]:
+        """List of `Traffic`."""
+        sums: dict[tuple[str, str | None], tuple[int, ...]] = {}
+        for key, variable in self._totals.items():
+            for entry, numbers in zip(key, variable.numpy().tolist()):
+                so_far = sums.get(entry, (0, 0, 0))
+                sums[entry] = tuple(a + b for a, b in zip(so_far, numbers))
+        return [
+            Traffic(path, "gradient", compressor, *numbers)
+            for (path, compressor), numbers in sums.items()
+        ]
+
+
+def _zeros(shape, dtype):
+    with ops.init_scope(), ops.device("CPU:0"):
+        return resource_variable_ops.ResourceVariable(tf.zeros(shape, dtype), trainable=False)

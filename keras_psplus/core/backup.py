@@ -1,0 +1,150 @@
+"""BackupAndRestore: the chief writes the model, and all workers resume where it was written."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any
+
+from keras_psplus.core import backup_files, backup_states, optimizers
+from keras_psplus.core.chief_only import run_on_chief
+from keras_psplus.keras_parts import file_utils
+
+if TYPE_CHECKING:
+    import keras
+
+    from keras_psplus.core.strategy_engine import StrategyEngine
+
+_WHAT = "BackupAndRestore"
+
+
+def end(
+    engine: StrategyEngine,
+    original: Callable[..., Any],
+    callback: keras.callbacks.BackupAndRestore,
+    logs: dict[str, Any] | None = None,
+) -> Any:
+    """Deletes what `fit` no longer needs, if the callback is to."""
+    strategy = engine.strategy
+    if strategy.is_chief:
+        if callback.delete_checkpoint:
+            backup_files.delete(callback)
+        return original(callback, logs)
+    # On a disk that is shared, the chief deletes everything, when it no longer counts.
+    if callback.delete_checkpoint and not file_utils.exists(callback._weights_path):
+        engine.worker_files.delete(callback.backup_dir)
+    return None
+
+
+def save(
+    engine: StrategyEngine, original: Callable[..., Any], callback: keras.callbacks.BackupAndRestore
+) -> None:
+    """Writes the model and what each worker keeps, as one state."""
+    engine.settle(callback.model)
+    with backup_files.translate_file_errors(callback, OSError):
+        worker_files = engine.worker_files.save(
+            callback.model,
+            callback.backup_dir,
+            _WHAT,
+            lambda: backup_states.worker_files_in_use(callback),
+        )
+    if worker_files is None or not engine.strategy.is_chief:
+        return None
+    with backup_files.written(callback, worker_files) as folder:
+        original(callback)
+        # Keras leaves the states of seed generators out, and Dropout would not resume where it was.
+        states = [v.numpy().tolist() for v in _seed_states(callback.model)]
+        with file_utils.File(file_utils.join(folder, backup_states.SEEDS), "w") as f:
+            f.write(json.dumps(states))
+    return None
+
+
+def restore(
+    engine: StrategyEngine,
+    original: Callable[..., Any],
+    callback: keras.callbacks.BackupAndRestore,
+    logs: dict[str, Any] | None = None,
+) -> Any:
+    """Brings all workers to the newest whole state; without variables to restore, as Keras does."""
+    model, folder = callback.model, callback.backup_dir
+    if not model.built:
+        return original(callback, logs)
+    is_chief, control, files = engine.strategy.is_chief, engine.control, engine.worker_files
+
+    def find():
+        backup_files.recover(callback)
+        return backup_states.find(callback)
+
+    states = run_on_chief(control, is_chief, _WHAT, find)
+    if not states:
+        return None
+    problems = files.problems(folder, [state["worker_files"] for state in states])
+    # An older one that is whole is better than a newer one without what workers have kept.
+    first = next((i for i, problem in enumerate(problems) if not problem), 0)
+    if first and is_chief:
+        backup_states.warn_of_previous(callback, problems[0], states[first])
+
+    def load():
+        return _load_first(callback, states[first:]), files.position(folder)
+
+    number, position = _on_main_thread(control, is_chief, load)
+    chosen = states[first + number]
+    model._initial_epoch = callback._current_epoch = chosen["epoch"]
+    if model.optimizer is not None and not model.optimizer.built:
+        model.optimizer.build(model.trainable_variables)
+    engine.share_restored([*model.variables, *optimizers.variables_of_optimizers(model)])
+    if chosen["worker_files"] is None:
+        files.restore_earlier(model, folder, position)
+    else:
+        files.restore(model, folder, chosen["worker_files"], problems[first + number])
+    return None
+
+
+def _load_first(callback, states):
+    """Loads the first of some states that can be loaded; returns its number."""
+    for number, state in enumerate(states):
+        problem = _load(callback, state)
+        if problem is None:
+            break
+        if number + 1 == len(states):
+            raise backup_states.damaged(callback, [problem])
+        backup_states.warn_of_previous(callback, [problem], states[number + 1])
+    seeds = file_utils.join(callback.backup_dir, backup_states.SEEDS)
+    if file_utils.exists(seeds):
+        with file_utils.File(seeds, "r") as f:
+            for variable, value in zip(_seed_states(callback.model), json.loads(f.read())):
+                variable.assign(value)
+    return number
+
+
+def _load(callback, state):
+    """Gives the model the weights of a state; returns what is wrong with it, or None."""
+    model = callback.model
+    if state["is_previous"]:
+        backup_files.use_previous(callback)
+    try:
+        callback._load_model()
+    except (OSError, KeyError, RuntimeError) as error:
+        if state["has_digests"]:
+            # It is as it was written: something else is wrong.
+            raise
+        return f"{callback._weights_path} cannot be read: {error}"
+    steps = [int(one.iterations.numpy()) for one in optimizers.optimizers_of(model).values()]
+    return backup_states.check_epoch(callback, state, sum(steps))
+
+
+def _on_main_thread(control, is_chief, work):
+    """As `run_on_chief`, for what has to be done in the thread that trains."""
+    if not is_chief or control is None:
+        return run_on_chief(control, is_chief, _WHAT, work)
+    try:
+        result = work()
+    except Exception as error:
+        said = {"error": f"{error}", "kind": type(error).__name__}
+        control.exchange(_WHAT, json.dumps(said))
+        raise
+    return json.loads(control.exchange(_WHAT, json.dumps({"result": result}))[0])["result"]
+
+
+def _seed_states(model):
+    return [v for v in model.variables if v.name == "seed_generator_state"]

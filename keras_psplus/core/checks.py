@@ -1,0 +1,95 @@
+"""Refuses, by name, what cannot work under a strategy with several replicas."""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING, Any
+
+from keras_psplus.keras_parts import base_optimizer, tree
+from keras_psplus.keras_parts import metrics as metrics_module
+
+if TYPE_CHECKING:
+    import keras
+    import tensorflow as tf
+
+    from keras_psplus.updates import Updates
+
+
+def check_compile_arguments(
+    strategy: tf.distribute.Strategy,
+    compile_method: Callable[..., Any],
+    args: Sequence[Any],
+    kwargs: dict[str, Any],
+    can_run_eagerly: bool = True,
+) -> None:
+    """Checks the arguments of `compile()`.
+
+    Args:
+        strategy: The model's strategy.
+        compile_method: Keras's own `compile`, for its signature.
+        args: Positional arguments, the model first.
+        kwargs: Keyword arguments.
+        can_run_eagerly: Whether the strategy's steps can run eagerly.
+
+    Raises:
+        ValueError: If XLA, or what the strategy cannot run eagerly, is asked for, an optimizer or
+            a metric belongs to another scope, or gradients would be accumulated twice.
+    """
+    arguments = inspect.signature(compile_method).bind(*args, **kwargs).arguments
+    if arguments.get("jit_compile") is True:
+        raise ValueError(
+            f"`jit_compile=True` is not supported by {type(strategy).__name__}: XLA cannot compile "
+            "a step that talks to other devices; it has no collectives for CPUs. Use "
+            "`jit_compile=False` or leave the default. Received: jit_compile=True"
+        )
+    if arguments.get("run_eagerly") and not can_run_eagerly:
+        raise ValueError(
+            f"`run_eagerly=True` is not supported by {type(strategy).__name__}: a worker runs "
+            "traced functions only. To debug a step, train in one process. "
+            "Received: run_eagerly=True"
+        )
+    optimizer = arguments.get("optimizer")
+    while isinstance(optimizer, base_optimizer.BaseOptimizer):
+        check_accumulation(getattr(strategy, "updates", None), optimizer)
+        if optimizer._distribution_strategy is not strategy:
+            raise ValueError(
+                f"The optimizer '{optimizer.name}' was made outside the strategy's scope: make it "
+                "under `with strategy.scope():`, or pass its name to compile(). "
+                f"Received: optimizer={optimizer}"
+            )
+        optimizer = getattr(optimizer, "inner_optimizer", None)
+    for name in ("metrics", "weighted_metrics"):
+        for metric in tree.flatten(arguments.get(name)):
+            if isinstance(metric, metrics_module.Metric):
+                _check_in_scope(strategy, metric.variables, f"metric '{metric.name}'")
+
+
+def check_accumulation(updates: Updates | None, optimizer: keras.optimizers.Optimizer) -> None:
+    """Raises ValueError if an optimizer would accumulate what `updates` accumulates."""
+    if getattr(updates, "steps", None) is not None and optimizer.gradient_accumulation_steps:
+        raise ValueError(
+            f"The optimizer '{optimizer.name}' accumulates gradients, and so does its "
+            "strategy: give `gradient_accumulation_steps` or `updates=Accumulate(steps)`. "
+            f"Received: gradient_accumulation_steps={optimizer.gradient_accumulation_steps}, "
+            f"updates={updates!r}"
+        )
+
+
+def check_variables(strategy: tf.distribute.Strategy, model: keras.Model) -> None:
+    """Raises ValueError if a variable of the model was made outside the strategy's scope."""
+    _check_in_scope(strategy, model.variables, f"model '{model.name}'")
+    if model.optimizer is not None:
+        owner = f"optimizer '{model.optimizer.name}'"
+        _check_in_scope(strategy, model.optimizer.variables, owner)
+
+
+def _check_in_scope(strategy, variables, owner):
+    for variable in variables:
+        if not strategy.extended.has_made(variable._value):
+            raise ValueError(
+                f"The variable '{variable.path}' of the {owner} was made outside the strategy's "
+                "scope, so every worker would change its own copy. Make every layer, metric and "
+                "optimizer under `with strategy.scope():`. "
+                f"Received: {variable.path}, shape={tuple(variable.shape)}"
+            )

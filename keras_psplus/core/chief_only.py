@@ -1,0 +1,70 @@
+"""What the chief does for all workers, while these wait."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from concurrent import futures
+from typing import TYPE_CHECKING, Any, TypeVar
+
+from keras_psplus.core import failure
+
+if TYPE_CHECKING:
+    from keras_psplus.core.control import ControlPlane
+
+_Kind = TypeVar("_Kind", bound=type[Exception])
+# After which the others hear that it goes on.
+_TURN_SECONDS = 20.0
+_ERRORS: dict[str, type[Exception]] = {
+    kind.__name__: kind for kind in (ValueError, OSError, failure.PeerLostError)
+}
+
+
+def register_error(kind: _Kind) -> _Kind:
+    """Has errors of a class that the chief raises in `run_on_chief` raised so on all workers."""
+    _ERRORS[kind.__name__] = kind
+    return kind
+
+
+def run_on_chief(
+    control: ControlPlane | None, is_chief: bool, what: str, work: Callable[[], Any]
+) -> Any:
+    """Has the chief do something; to be called on all workers.
+
+    However long it takes, the others know that the chief is at it, and what fails there, fails
+    everywhere.
+
+    Args:
+        control: `core.control.ControlPlane`, or None if there is one worker.
+        is_chief: Whether this is the chief.
+        what: What it is, for messages.
+        work: Function without arguments that returns what can be turned into JSON.
+
+    Returns:
+        What `work` has returned on the chief.
+
+    Raises:
+        Exception: What it has raised there.
+    """
+    if control is None:
+        return work()
+    if not is_chief:
+        message: dict[str, Any] = {"goes_on": True}
+        while message.get("goes_on"):
+            message = json.loads(control.exchange(what, "")[0])
+        if "error" in message:
+            raise _ERRORS.get(message["kind"], RuntimeError)(message["error"])
+        return message["result"]
+    # Not in this thread, which talks to the others.
+    pool = futures.ThreadPoolExecutor(1)
+    future = pool.submit(work)
+    pool.shutdown(wait=False)
+    while not futures.wait([future], _TURN_SECONDS).done:
+        control.exchange(what, json.dumps({"goes_on": True}))
+    error = future.exception()
+    if error is not None:
+        message = {"error": f"{error}", "kind": type(error).__name__}
+        control.exchange(what, json.dumps(message))
+        raise error
+    control.exchange(what, json.dumps({"result": future.result()}))
+    return json.loads(json.dumps(future.result()))

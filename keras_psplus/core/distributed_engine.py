@@ -1,0 +1,186 @@
+"""What the engines of all strategies that distribute training have in common."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterable
+from typing import TYPE_CHECKING, Any
+
+import tensorflow as tf
+
+from keras_psplus.core import checks, gradient_path, losses, saving
+from keras_psplus.core.optimizers import optimizers_of
+from keras_psplus.core.strategy_engine import StrategyEngine
+from keras_psplus.engine import Original
+
+if TYPE_CHECKING:
+    import keras
+
+
+class DistributedEngine(StrategyEngine):
+    """Refuses what cannot work, scales losses by rows, and has updates settled in time."""
+
+    # Whether steps can run eagerly.
+    can_run_eagerly = True
+
+    def __init__(self, strategy: tf.distribute.Strategy) -> None:
+        super().__init__(strategy)
+        # While metrics are those of an evaluation.
+        self._evaluates = False
+
+    # The trainer.
+
+    def translate_errors(self) -> contextlib.AbstractContextManager[None]:
+        """Context in which errors of lost tasks are this library's."""
+        raise NotImplementedError
+
+    def compile(self, original: Original, model: keras.Model, *args: Any, **kwargs: Any) -> Any:
+        checks.check_compile_arguments(
+            self.strategy, original, (model, *args), kwargs, self.can_run_eagerly
+        )
+        # An optimizer given by name makes its variables here: also when compile() is called
+        # outside.
+        with self.strategy.scope():
+            result = original(model, *args, **kwargs)
+        if model.jit_compile:
+            model.jit_compile = False
+        return result
+
+    def build(
+        self, original: Original, model: keras.Model, iterator: Any = None, data_batch: Any = None
+    ) -> None:
+        if iterator is not None:
+            # Keras would draw a batch to see its shapes; a generator's batch would be lost by that.
+            data_batch = _symbolic_batch(iterator.batch_spec)
+        with self.strategy.scope():
+            model._symbolic_build(data_batch=data_batch)
+        checks.check_variables(self.strategy, model)
+
+    def train(self, original: Original, model: keras.Model, *args: Any, **kwargs: Any) -> Any:
+        with self.translate_errors():
+            return original(model, *args, **kwargs)
+
+    def evaluate(self, original: Original, model: keras.Model, *args: Any, **kwargs: Any) -> Any:
+        outer, self._evaluates = self._evaluates, True
+        try:
+            with self.translate_errors():
+                self.settle(model)
+                return original(model, *args, **kwargs)
+        finally:
+            self._evaluates = outer
+
+    predict = evaluate
+
+    def end_of_training_epoch(
+        self, original: Original, model: keras.Model, logs: dict[str, Any] | None
+    ) -> dict[str, Any]:
+        # Keras asks for an epoch's metrics before validation and before callbacks see its end.
+        if not self._evaluates:
+            self.settle(model)
+            if self.strategy.updates is not None and self.strategy.updates.flush:
+                for optimizer in optimizers_of(model).values():
+                    self.updating.finish(optimizer)
+        return original(model, logs)
+
+    # Losses and gradients.
+
+    def scale_loss(self, original: Original, value: Any) -> Any:
+        return losses.scale(original, value)
+
+    def reduce_loss(
+        self,
+        original: Original,
+        values: Any,
+        sample_weight: Any = None,
+        reduction: str | None = "sum_over_batch_size",
+    ) -> tf.Tensor:
+        return losses.reduce_values(original, values, sample_weight, reduction)
+
+    def mask_loss(
+        self, original: Original, sample_weight: Any, mask: Any, dtype: Any, reduction: str | None
+    ) -> Any:
+        return losses.apply_mask(original, sample_weight, mask, dtype, reduction)
+
+    def update_mean(
+        self, original: Original, metric: keras.metrics.Mean, values: Any, sample_weight: Any = None
+    ) -> Any:
+        return losses.update_mean(original, metric, values, sample_weight)
+
+    def call_layer(self, original: Original, layer: keras.Layer, *args: Any, **kwargs: Any) -> Any:
+        return losses.call_layer(original, layer, *args, **kwargs)
+
+    def gradient(
+        self,
+        original: Original,
+        tape: tf.GradientTape,
+        target: Any,
+        sources: Any,
+        output_gradients: Any = None,
+        *args: Any,
+        **kwargs: Any,
+    ) -> Any:
+        return losses.gradient(original, tape, target, sources, output_gradients, *args, **kwargs)
+
+    # Optimizers.
+
+    def apply_gradients(
+        self,
+        original: Original,
+        optimizer: keras.optimizers.Optimizer,
+        grads: list[tf.Tensor | tf.IndexedSlices],
+        trainable_variables: list[keras.Variable],
+    ) -> Any:
+        if not tf.distribute.get_replica_context():
+            return original(optimizer, grads, trainable_variables)
+        return gradient_path.apply_gradients(self, optimizer, grads, trainable_variables)
+
+    def accumulate(
+        self,
+        optimizer: keras.optimizers.Optimizer,
+        grads: list[tf.Tensor | tf.IndexedSlices],
+        variables: list[keras.Variable],
+    ) -> None:
+        gradient_path.accumulate(self, optimizer, grads, variables)
+
+    def sum_gradients(
+        self,
+        original: Original,
+        optimizer: keras.optimizers.Optimizer,
+        grads_and_vars: Iterable[tuple[tf.Tensor | tf.IndexedSlices, keras.Variable]],
+    ) -> list[tuple[tf.Tensor | tf.IndexedSlices, keras.Variable]]:
+        # They are reduced already.
+        return list(grads_and_vars)
+
+    # Saving.
+
+    def save(
+        self,
+        original: Original,
+        model: keras.Model,
+        filepath: Any,
+        overwrite: bool = True,
+        *args: Any,
+        **kwargs: Any,
+    ) -> Any:
+        return saving.save(self.strategy, original, model, filepath, overwrite, *args, **kwargs)
+
+    def export(
+        self, original: Original, model: keras.Model, filepath: Any, *args: Any, **kwargs: Any
+    ) -> Any:
+        return saving.export(self.strategy, original, model, filepath, *args, **kwargs)
+
+    def save_checkpoint(
+        self,
+        original: Original,
+        callback: keras.callbacks.ModelCheckpoint,
+        epoch: int,
+        batch: int | None,
+        logs: dict[str, Any] | None,
+    ) -> Any:
+        self.settle(callback.model)
+        return original(callback, epoch, batch, logs)
+
+
+def _symbolic_batch(spec):
+    """A batch's type specification with what Keras's symbolic build asks of a batch."""
+    return tf.nest.map_structure(lambda leaf: leaf if hasattr(leaf, "dtype") else None, spec)

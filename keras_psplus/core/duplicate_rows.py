@@ -1,0 +1,55 @@
+"""Rows that a gradient holds several times: those of ids that come several times in a batch.
+
+Summed before they are sent they are fewer bytes. But Keras's optimizers take them one by one:
+squares of them, which Adagrad and Adam keep, are others than the square of their sum. Where that is
+all that one process does, too, they are left apart.
+"""
+
+from typing import Any
+
+import keras
+import tensorflow as tf
+
+# Others would add what their few bits cannot hold.
+_DTYPES = tf.float32, tf.float64
+_CLIPS = "clipnorm", "clipvalue", "global_clipnorm"
+
+
+def summed(slices: tf.IndexedSlices) -> tf.IndexedSlices:
+    """A gradient in which no row comes twice.
+
+    Args:
+        slices: `tf.IndexedSlices`.
+
+    Returns:
+        `tf.IndexedSlices` with the sums, in the order in which the rows came first.
+    """
+    rows, places = tf.unique(slices.indices)
+    values = tf.math.unsorted_segment_sum(slices.values, places, tf.size(rows))
+    return tf.IndexedSlices(values, rows, slices.dense_shape)
+
+
+def distinct(gradient: tf.Tensor | tf.IndexedSlices) -> tf.Tensor | tf.IndexedSlices:
+    """A gradient as `summed` if it is one of rows, else as it is."""
+    return summed(gradient) if isinstance(gradient, tf.IndexedSlices) else gradient
+
+
+def summed_for(
+    optimizer: Any, gradient: tf.Tensor | tf.IndexedSlices | None
+) -> tf.Tensor | tf.IndexedSlices | None:
+    """A gradient as `summed`, if an optimizer's update is the same; else as it is.
+
+    Args:
+        optimizer: Keras optimizer, or anything else, for which nothing is known.
+        gradient: Tensor, `tf.IndexedSlices` or None.
+    """
+    if not isinstance(gradient, tf.IndexedSlices) or gradient.dtype not in _DTYPES:
+        return gradient
+    return summed(gradient) if _is_linear(optimizer) else gradient
+
+
+def _is_linear(optimizer):
+    """Whether an update changes weights and momenta by multiples of the gradient."""
+    inner = getattr(optimizer, "inner_optimizer", optimizer)
+    clips = any(getattr(one, name, None) for one in (optimizer, inner) for name in _CLIPS)
+    return type(inner) is keras.optimizers.SGD and not clips

@@ -1,0 +1,97 @@
+"""The way of a gradient, from an optimizer's `apply` to its variables.
+
+    apply            Engine.apply: `updates=` may keep gradients, or workers hand them over
+      unscale        Keras, by the loss scale
+      check finite   Engine.check_finite, for a dynamic loss scale: on all replicas alike
+      accumulate     Engine.accumulate, with `gradient_accumulation_steps`
+        reduce       Engine.reduce: the gradients of the global batch, of those of each replica
+        clip         Engine.clip
+        decay        Engine.decay
+        update       Engine.update
+      average        Engine.average: moving averages of weights
+      constrain      Keras, or Engine.apply beside the variables
+
+Stock Keras reduces in the middle of `update`, so that each replica clips its own gradients, which
+no single process would do. Inside `accumulate`, all of an update is in the branch that is taken
+every so many batches, so that nothing is sent in between.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from keras_psplus.keras_parts import ops
+
+if TYPE_CHECKING:
+    import keras
+    import tensorflow as tf
+
+    from keras_psplus.engine import Engine
+
+
+def apply_gradients(
+    engine: Engine,
+    optimizer: keras.optimizers.Optimizer,
+    grads: list[tf.Tensor | tf.IndexedSlices],
+    variables: list[keras.Variable],
+) -> None:
+    """Applies the unscaled gradients of one batch.
+
+    Args:
+        engine: The engine of the optimizer's strategy.
+        optimizer: A Keras optimizer that is built, and no loss scale around one.
+        grads: List of tensors or `tf.IndexedSlices`.
+        variables: Their Keras variables.
+    """
+    if optimizer.gradient_accumulation_steps:
+        engine.accumulate(optimizer, grads, variables)
+    else:
+        update(engine, optimizer, grads, variables)
+    if optimizer.use_ema:
+        _average(engine, optimizer)
+
+
+def update(
+    engine: Engine,
+    optimizer: keras.optimizers.Optimizer,
+    grads: list[tf.Tensor | tf.IndexedSlices],
+    variables: list[keras.Variable],
+) -> None:
+    """One update: everything between a batch's gradients and the variables that they change."""
+    grads = engine.reduce(optimizer, grads, variables)
+    grads = engine.clip(optimizer, grads, variables)
+    engine.decay(optimizer, variables)
+    engine.update(optimizer, grads, variables)
+
+
+def accumulate(
+    engine: Engine,
+    optimizer: keras.optimizers.Optimizer,
+    grads: list[tf.Tensor | tf.IndexedSlices],
+    variables: list[keras.Variable],
+) -> None:
+    """Adds gradients up beside their variables; updates by their mean every so many batches."""
+    steps = optimizer.gradient_accumulation_steps
+    sums = [optimizer._accumulated_gradients[optimizer._get_variable_index(v)] for v in variables]
+
+    def update_by_mean():
+        means = [(grad + total) / steps for grad, total in zip(grads, sums)]
+        update(engine, optimizer, means, variables)
+        optimizer._backend_reset_gradient_accumulators()
+
+    ops.cond(
+        (optimizer._iterations + 1) % steps == 0,
+        update_by_mean,
+        lambda: optimizer._backend_increment_gradient_accumulators(grads, sums),
+    )
+
+
+def _average(engine, optimizer):
+    variables = optimizer._trainable_variables
+    engine.average(optimizer, variables)
+    if optimizer.ema_overwrite_frequency:
+        ops.cond(
+            (optimizer.iterations + 1) % optimizer.ema_overwrite_frequency == 0,
+            lambda: optimizer._overwrite_model_variables_with_average_value(variables),
+            lambda: None,
+        )

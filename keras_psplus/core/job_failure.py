@@ -1,0 +1,48 @@
+"""How a chief ends whose job has lost a task that holds variables."""
+
+import atexit
+import os
+import re
+import sys
+from typing import NoReturn
+
+from keras_psplus import tracebacks
+from keras_psplus.log import logger
+
+_has_failed = False
+
+
+def watch() -> None:
+    """Ends this process without TensorFlow's own end if a part of the cluster was lost."""
+    tracebacks.install()
+    atexit.register(_exit_if_failed)
+
+
+def note() -> None:
+    """Notes that a part of the cluster was lost."""
+    global _has_failed
+    _has_failed = True
+
+
+def relevant_line(error: Exception) -> str:
+    """The line of a TensorFlow error that says why a task could not be reached."""
+    lines = [line.strip() for line in str(error).splitlines() if line.strip()]
+    relevant = [
+        line for line in lines if re.search(r"refused|reset|closed|UNAVAILABLE|abort", line)
+    ]
+    return (relevant or lines)[0][:300]
+
+
+def exit_now() -> NoReturn:
+    """Ends this process with exit code 1, without TensorFlow's own end."""
+    logger.error("the chief ends with exit code 1, because the job has failed")
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os._exit(1)
+
+
+def _exit_if_failed():
+    if _has_failed:
+        # TensorFlow would talk to the lost tasks once more about all that it had there, and may
+        # wait.
+        exit_now()

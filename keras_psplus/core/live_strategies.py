@@ -1,0 +1,78 @@
+"""Which strategies distribute training in this process, and what does not take part in it.
+
+A strategy is noted by its constructor. From then on a model that was built outside of every scope
+would train on each worker by itself, from other initial weights, so the hooks refuse it unless the
+script asks for that with `single_process`.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import gc
+import weakref
+from collections.abc import Iterator
+from typing import TYPE_CHECKING
+
+from keras_psplus.core.thread_flag import ThreadFlag
+
+if TYPE_CHECKING:
+    import tensorflow as tf
+
+_live: weakref.WeakSet[tf.distribute.Strategy] = weakref.WeakSet()
+# A process cannot leave its cluster: these count until it ends.
+_of_clusters: list[tf.distribute.Strategy] = []
+
+_single = ThreadFlag()
+
+
+def note(strategy: tf.distribute.Strategy, in_cluster: bool) -> None:
+    """Notes that a strategy distributes training in this process.
+
+    Args:
+        strategy: The strategy.
+        in_cluster: Whether it connects this process to others.
+    """
+    _live.add(strategy)
+    if in_cluster:
+        _of_clusters.append(strategy)
+
+
+def exist() -> bool:
+    """Whether there is a strategy that distributes training in this process."""
+    return bool(_live)
+
+
+def forget_unused() -> None:
+    """Lets go of strategies that nobody can use any more, which may not have been collected yet."""
+    if not _of_clusters:
+        gc.collect()
+
+
+def in_single_process() -> bool:
+    """Whether this thread is in a context of `single_process`."""
+    return bool(_single)
+
+
+@contextlib.contextmanager
+def single_process() -> Iterator[None]:
+    """Context in which models that were built outside of a strategy's scope train in this process.
+
+    Beside a strategy that distributes training, `compile`, `fit`, `train_on_batch`, `evaluate` and
+    `test_on_batch` refuse such models: each worker would train its own, by mistake. In this context
+    they do as without the strategy: every process that comes here trains or evaluates its own copy,
+    on all of the data that it is given, and talks to no other. `predict` does so outside of it as
+    well, and logs a line. Models that were built in the strategy's scope are trained by the
+    strategy here, too. It holds for the thread that has entered it.
+
+    Example:
+
+    ```python
+    strategy = keras_psplus.MultiWorkerMirroredStrategy()
+    with keras_psplus.single_process():
+        baseline = keras.Sequential([keras.layers.Dense(10)])
+        baseline.compile(optimizer="sgd", loss="mse")
+        baseline.fit(x, y)
+    ```
+    """
+    with _single.raised():
+        yield

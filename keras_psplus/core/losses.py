@@ -1,0 +1,126 @@
+"""Losses in one replica's step: means over its rows, whose gradients count by its rows.
+
+The gradient of a loss that is not a scalar is that of its sum, in one process too, and needs no
+factor. See `keras_hooks/losses.py` for what stock Keras does.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import keras
+import tensorflow as tf
+
+from keras_psplus.core.replica_step import current_step_with_batch_fraction
+from keras_psplus.keras_parts import Variable, tree
+
+_SUMS_ACTIVITY = keras.__version__.startswith("3.13.")
+
+
+def scale(original: Callable[..., Any], value: Any) -> Any:
+    """A loss as it is, where the step knows its fraction of the batch."""
+    return original(value) if current_step_with_batch_fraction() is None else value
+
+
+def gradient(
+    original: Callable[..., Any],
+    tape: tf.GradientTape,
+    target: Any,
+    sources: Any,
+    output_gradients: Any = None,
+    *args: Any,
+    **kwargs: Any,
+) -> Any:
+    """Gradients by variables of a replica's mean, times its fraction of the batch."""
+    step = current_step_with_batch_fraction()
+    # Gradients by inputs (of an energy, for a penalty) are a row's own. Given seeds are a chain
+    # rule's, as in tf.recompute_grad.
+    if (
+        step is None
+        or output_gradients is not None
+        or not any(isinstance(s, (tf.Variable, Variable)) for s in tf.nest.flatten(sources))
+    ):
+        return original(tape, target, sources, output_gradients, *args, **kwargs)
+    seeds = tf.nest.map_structure(lambda t: _seed(step, t), target)
+    return original(tape, target, sources, seeds, *args, **kwargs)
+
+
+def _seed(step, target):
+    if not tf.is_tensor(target) or not target.dtype.is_floating or target.shape.rank != 0:
+        return None
+    return step.scale_by_batch_fraction(tf.ones_like(target))
+
+
+def reduce_values(
+    original: Callable[..., Any],
+    values: Any,
+    sample_weight: Any = None,
+    reduction: str | None = "sum_over_batch_size",
+) -> tf.Tensor:
+    """A loss whose gradients, times the replica's fraction, add up to those of one process."""
+    loss = original(values, sample_weight, reduction)
+    step = current_step_with_batch_fraction()
+    if step is None or reduction in (None, "none"):
+        return loss
+    if tuple(loss.shape) == (0,):
+        # Eagerly, Keras leaves the loss of an empty replica as it is: a vector of no rows.
+        loss = tf.reduce_sum(loss)
+    if reduction == "sum":
+        # Not a mean: the tape's factor must not touch it.
+        return step.unscale_by_batch_fraction(loss)
+    if reduction == "mean_with_sample_weight" and sample_weight is not None and step.can_sum:
+        # One process would divide by the weight of the whole batch.
+        own = tf.cast(tf.reduce_sum(sample_weight), tf.float32)
+        everything = step.sum_over_replicas([own])[0]
+        factor = tf.cast(tf.math.divide_no_nan(own, everything), loss.dtype)
+        return step.unscale_by_batch_fraction(loss * factor)
+    return loss
+
+
+def apply_mask(
+    original: Callable[..., Any], sample_weight: Any, mask: Any, dtype: Any, reduction: str | None
+) -> Any:
+    """Weights by which a masked mean counts as in the mean over the whole batch."""
+    weight = original(sample_weight, mask, dtype, reduction)
+    step = current_step_with_batch_fraction()
+    is_mean = reduction in ("mean", "sum_over_batch_size")
+    if step is None or mask is None or not is_mean or not step.can_sum:
+        return weight
+    # Keras divides by the replica's own number of unmasked entries; one process would divide by
+    # that of the whole batch.
+    total = tf.cast(tf.size(mask), tf.float32)
+    valid = tf.reduce_sum(tf.cast(mask, tf.float32))
+    all_total, all_valid = step.sum_over_replicas([total, valid])
+    correction = tf.math.divide_no_nan(all_total * valid, all_valid * total)
+    return weight * tf.cast(correction, weight.dtype)
+
+
+def update_mean(
+    original: Callable[..., Any], metric: keras.metrics.Mean, values: Any, sample_weight: Any = None
+) -> Any:
+    """A mean over the replica's rows counts by its fraction of the batch. The batch counts once."""
+    step = current_step_with_batch_fraction()
+    if step is not None and sample_weight is None:
+        values = tf.convert_to_tensor(values)
+        if values.shape.rank == 0 and values.dtype.is_floating:
+            # A mean over the replica's rows. The batch counts once, as in one process.
+            sample_weight = step.scale_by_batch_fraction(tf.ones([], metric.dtype))
+    return original(metric, values, sample_weight)
+
+
+def call_layer(original: Callable[..., Any], layer: keras.Layer, *args: Any, **kwargs: Any) -> Any:
+    """Keras 3.13 takes activity regularisers' sums over the rows, later versions their means."""
+    outputs = original(layer, *args, **kwargs)
+    step = None
+    if _SUMS_ACTIVITY and layer.activity_regularizer is not None:
+        step = current_step_with_batch_fraction()
+    if step is None:
+        return outputs
+    # One for each output tensor, added last. Not means: the tape's factor must not touch them.
+    count = sum(tf.is_tensor(output) for output in tree.flatten(outputs))
+    if count:
+        layer._losses[-count:] = [
+            step.unscale_by_batch_fraction(loss) for loss in layer._losses[-count:]
+        ]
+    return outputs

@@ -1,0 +1,13 @@
+"""Which Keras variables are the states of metrics."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    import keras
+
+
+def accumulates(variable: keras.Variable) -> bool:
+    """Whether a Keras variable is a metric's state, a total over replicas."""
+    return variable.synchronization == "on_read" and variable.aggregation == "sum"

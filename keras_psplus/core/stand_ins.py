@@ -1,0 +1,226 @@
+"""Tensors that stand for others until it is known what is to be in their place.
+
+One is an operation that gives on its input. What its input is can be changed for as long as its
+graph is being built.
+"""
+
+import contextlib
+from collections.abc import Sequence
+from typing import Any
+
+import tensorflow as tf
+
+from keras_psplus.tf_internals import framework_ops, func_graph
+
+_CALLS = "PartitionedCall", "StatefulPartitionedCall"
+
+
+class Call:
+    """The gradients of one call of a tape, and the stand-ins that were given for them.
+
+    Args:
+        grads: List of tensors, `tf.IndexedSlices` or None.
+        variables: Their variables.
+
+    Attributes:
+        parts: List of the gradients, without None.
+        variables: Their variables.
+        given: List like `grads`, of stand-ins; in eager mode, of copies.
+        is_open: Whether the stand-ins are still in the place of the parts.
+    """
+
+    def __init__(
+        self, grads: Sequence[tf.Tensor | tf.IndexedSlices | None], variables: Sequence[Any]
+    ) -> None:
+        kept = [i for i, gradient in enumerate(grads) if gradient is not None]
+        self.parts = [grads[i] for i in kept]
+        self.variables = [variables[i] for i in kept]
+        self._graph = None if tf.executing_eagerly() else tf.compat.v1.get_default_graph()
+        self._own = [_stand_in(gradient) for gradient in self.parts]
+        self._tensors = [tensor for one in self._own for tensor in _leaves(one)]
+        self._places = kept, len(grads)
+        # Numbers of the parts that an optimizer has taken, by ids of their variables.
+        self._taken: dict[int, int] = {}
+        self._put = 0
+        self.is_open = bool(kept)
+
+    @property
+    def given(self) -> list[tf.Tensor | tf.IndexedSlices | None]:
+        kept, size = self._places
+        found = [None] * size
+        for i, one in zip(kept, self._own):
+            found[i] = one
+        return found
+
+    def describe(self) -> str:
+        """The names of the variables, as far as they fit into a line."""
+        names = [getattr(variable, "path", variable.name) for variable in self.variables]
+        return ", ".join(names[:3]) + (" and others" if names[3:] else "")
+
+    @property
+    def is_eager(self) -> bool:
+        """Whether the gradients are eager tensors."""
+        return self._graph is None
+
+    def is_in(self, graph: tf.Graph) -> bool:
+        """Whether the stand-ins are operations of a graph."""
+        return self._graph is graph
+
+    def graph_context(self) -> contextlib.AbstractContextManager[Any]:
+        """Context in which operations are added where the stand-ins are."""
+        return contextlib.nullcontext() if self._graph is None else self._graph.as_default()
+
+    def is_used(self) -> bool:
+        """Whether anything uses a stand-in where it can still be replaced."""
+        return not self._is_finished and any(t.consumers() for t in self._tensors)
+
+    def is_used_inside(self) -> bool:
+        """Whether a finished function uses a stand-in otherwise than by returning it."""
+        return self._is_finished and any(
+            not self._is_returned(consumer) for t in self._tensors for consumer in t.consumers()
+        )
+
+    def part_of(
+        self, gradient: tf.Tensor | tf.IndexedSlices | None
+    ) -> tf.Tensor | tf.IndexedSlices | None:
+        """The part that a gradient is the stand-in for, or None."""
+        for i, (own, part) in enumerate(zip(self._own, self.parts)):
+            if _is_same(own, gradient):
+                if self._graph is not None:
+                    # Whoever takes the part may ask whether anything else uses it.
+                    _replace(
+                        own, tf.nest.map_structure(_nothing_like, part, expand_composites=True)
+                    )
+                    self._taken[_identity(self.variables[i])] = i
+                return part
+        return None
+
+    def has_made(self, gradient: tf.Tensor | tf.IndexedSlices | None) -> bool:
+        """Whether a gradient was computed of a stand-in, and is none itself."""
+        is_own = any(_is_same(own, gradient) for own in self._own)
+        return not is_own and self.leads_to(gradient)
+
+    def leads_to(self, gradient: tf.Tensor | tf.IndexedSlices | None) -> bool:
+        """Whether a gradient is a stand-in or was computed of one."""
+        if gradient is None or self._is_finished:
+            return False
+        if self._graph is None:
+            # What eager tensors were computed of is not known.
+            return True
+        wanted = {id(tensor.op) for tensor in self._tensors}
+        return any(id(op) in wanted for op in _sources(_leaves(gradient)))
+
+    def was_changed_inside(self, gradient: tf.Tensor | tf.IndexedSlices | None) -> bool:
+        """Whether a gradient comes from a finished function that has changed a stand-in."""
+        if gradient is None or not self._is_finished or not self.is_used_inside():
+            return False
+        if isinstance(_leaves(gradient)[0], framework_ops.EagerTensor):
+            return True
+        name = getattr(self._graph, "name", None)
+        return any(
+            op.type in _CALLS and name in op.get_attr("f").name
+            for op in _sources(_leaves(gradient))
+        )
+
+    def close(self, sums: Sequence[tf.Tensor | tf.IndexedSlices]) -> None:
+        """Puts sums in the place of all stand-ins."""
+        for i, (own, total) in enumerate(zip(self._own, sums)):
+            if self._graph is None:
+                self._own[i] = total
+            else:
+                _replace(own, total)
+        self.is_open = False
+
+    def put_sums(
+        self, variables: Sequence[Any], sums: Sequence[tf.Tensor | tf.IndexedSlices]
+    ) -> None:
+        """Puts sums in the place of the stand-ins of parts that an optimizer has taken.
+
+        Sums that are in another graph, as in a branch, are left out.
+        """
+        for variable, total in zip(variables, sums):
+            i = self._taken.get(_identity(variable))
+            if i is not None and all(t.graph is self._graph for t in _leaves(total)):
+                _replace(self._own[i], total)
+                del self._taken[_identity(variable)]
+                self._put += 1
+        self.is_open = self._put < len(self.parts)
+
+    @property
+    def _is_finished(self):
+        """Whether the graph was that of a function whose tracing is over."""
+        graph = self._graph
+        if not isinstance(graph, func_graph.FuncGraph):
+            return False
+        current = tf.compat.v1.get_default_graph()
+        while current is not None:
+            if current is graph:
+                return False
+            current = getattr(current, "outer_graph", None)
+        return True
+
+    def _is_returned(self, op):
+        outputs = {id(output) for output in self._graph.outputs}
+        return op.type == "Identity" and id(op.outputs[0]) in outputs
+
+
+def _stand_in(gradient):
+    if tf.executing_eagerly():
+        return gradient
+    if isinstance(gradient, tf.IndexedSlices):
+        # There are more rows in the sum.
+        return tf.IndexedSlices(
+            _of_any_length(gradient.values), _of_any_length(gradient.indices), gradient.dense_shape
+        )
+    return tf.identity(gradient)
+
+
+def _of_any_length(tensor):
+    shape = [None, *tensor.shape[1:]]
+    return tf.raw_ops.PlaceholderWithDefault(input=tensor, shape=shape)
+
+
+def _nothing_like(tensor):
+    shape = [0 if size is None else size for size in tensor.shape]
+    with tensor.graph.as_default(), tf.control_dependencies(None):
+        nothing = tf.zeros(shape, tensor.dtype)
+        # An operation's input is replaced only by one of a shape that could be the same.
+        return tf.raw_ops.PlaceholderWithDefault(input=nothing, shape=tensor.shape)
+
+
+def _replace(own, total):
+    if isinstance(own, tf.IndexedSlices) and not isinstance(total, tf.IndexedSlices):
+        raise TypeError(f"The sum of rows must be one of rows. Received: {total}")
+    for tensor, other in zip(_leaves(own), _leaves(total)):
+        tensor.op._update_input(0, other)
+
+
+def _leaves(gradient):
+    if isinstance(gradient, tf.IndexedSlices):
+        return [gradient.values, gradient.indices]
+    return [gradient]
+
+
+def _identity(variable):
+    return id(getattr(variable, "_value", variable))
+
+
+def _is_same(own, gradient):
+    if isinstance(own, tf.IndexedSlices):
+        return isinstance(gradient, tf.IndexedSlices) and gradient.values is own.values
+    return own is gradient
+
+
+def _sources(tensors):
+    """All operations that tensors were computed by, also those outside of a function or branch."""
+    seen, waiting = set(), [tensor for tensor in tensors if tf.is_tensor(tensor)]
+    while waiting:
+        tensor = waiting.pop()
+        if isinstance(tensor, framework_ops.EagerTensor) or id(tensor.op) in seen:
+            continue
+        op = tensor.op
+        seen.add(id(op))
+        yield op
+        waiting += op.inputs
+        if op.type == "Placeholder" and isinstance(op.graph, func_graph.FuncGraph):
+            waiting += [outer for outer, inner in op.graph.captures if inner is tensor]

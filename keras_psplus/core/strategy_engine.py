@@ -1,0 +1,182 @@
+"""What every strategy of this library answers, also where one replica trains alone."""
+
+from __future__ import annotations
+
+import json
+import weakref
+from collections.abc import Iterator
+from typing import TYPE_CHECKING, Any
+
+import tensorflow as tf
+
+from keras_psplus.callbacks import CommunicationMonitor
+from keras_psplus.core import backup, saving
+from keras_psplus.core.optimizers import optimizers_of
+from keras_psplus.core.unknown_length import UnknownLength
+from keras_psplus.datasets import service as data_service
+from keras_psplus.engine import Engine, Original
+from keras_psplus.keras_parts import tf_dataset_adapter
+
+if TYPE_CHECKING:
+    import keras
+
+    from keras_psplus.core.control import ControlPlane
+    from keras_psplus.core.worker_files import WorkerFiles
+
+
+class StrategyEngine(Engine):
+    """Backups that survive a kill, epochs as long as their data, and variables as numbers."""
+
+    # Backups.
+
+    @property
+    def control(self) -> ControlPlane | None:
+        """The control plane between the workers that run the script, or None if there is one."""
+        return None
+
+    @property
+    def worker_files(self) -> WorkerFiles:
+        """`core.worker_files.WorkerFiles`: what each worker keeps, beside a backup."""
+        raise NotImplementedError
+
+    @property
+    def updating(self) -> Any:
+        """What says when optimizers step, by the strategy's `updates`."""
+        raise NotImplementedError
+
+    def settle(self, model: keras.Model) -> None:
+        """Gives all workers the same weights, or servers theirs, if they step alone."""
+        updates = self.strategy.updates
+        if updates is not None and updates.local:
+            # Also those that are no attributes, or of the model that this one is a part of.
+            others = self.updating.training(model.trainable_variables)
+            for optimizer in [*optimizers_of(model).values(), *others]:
+                self.updating.finish(optimizer)
+
+    def share_restored(self, variables: list[keras.Variable]) -> None:
+        """Gives all workers what the chief has read into Keras variables."""
+
+    def save_backup(self, original: Original, callback: keras.callbacks.BackupAndRestore) -> Any:
+        return backup.save(self, original, callback)
+
+    def restore_backup(
+        self,
+        original: Original,
+        callback: keras.callbacks.BackupAndRestore,
+        logs: dict[str, Any] | None = None,
+    ) -> Any:
+        return backup.restore(self, original, callback, logs)
+
+    def end_backup(
+        self,
+        original: Original,
+        callback: keras.callbacks.BackupAndRestore,
+        logs: dict[str, Any] | None = None,
+    ) -> Any:
+        return backup.end(self, original, callback, logs)
+
+    def attributes_to_skip(self, original: Original, obj_type: str) -> set[str]:
+        return saving.attributes_to_skip(original, obj_type)
+
+    # Epochs. Keras counts the steps of the first epoch where data do not say how many they are, and
+    # takes no more in later ones. Data that come shuffled out over workers, or from a service, have
+    # another number in each epoch.
+
+    def enumerate_steps(self, original: Original, iterator: Any) -> Iterator[Any]:
+        iterator._num_batches = iterator.data_adapter.num_batches
+        return original(iterator)
+
+    def warn_of_early_end(self, original: Original, iterator: Any) -> Any:
+        if iterator._steps_seen <= iterator.steps_per_execution:
+            _check_that_data_came(iterator.data_adapter)
+        elif iterator.steps_per_epoch is None and iterator.data_adapter.num_batches is None:
+            return None  # this is how data of unknown length end
+        return original(iterator)
+
+    def end_progress(
+        self,
+        original: Original,
+        callback: keras.callbacks.ProgbarLogger,
+        epoch: int,
+        logs: dict[str, Any] | None = None,
+    ) -> None:
+        has_no_target = callback.target is None
+        original(callback, epoch, logs)
+        if has_no_target:
+            callback.target = None
+
+    # Callbacks.
+
+    def end_epoch(
+        self,
+        original: Original,
+        callbacks: keras.callbacks.CallbackList,
+        epoch: int,
+        logs: dict[str, Any] | None = None,
+    ) -> None:
+        original(callbacks, epoch, logs)
+        monitors = [c for c in callbacks.callbacks if isinstance(c, CommunicationMonitor)]
+        seconds = max((c.seconds for c in monitors if c.seconds is not None), default=None)
+        all_seconds = [seconds]
+        if self.control is not None:
+            # A callback that stops one worker only would leave the others waiting for its
+            # gradients. All workers come here, also those whose callbacks have nothing to say.
+            vote = json.dumps([bool(callbacks.model.stop_training), seconds])
+            votes = [json.loads(v) for v in self.control.exchange("epoch end", vote)]
+            callbacks.model.stop_training = any(stops for stops, _ in votes)
+            all_seconds = [seconds for _, seconds in votes]
+        for monitor in monitors:
+            monitor.write(all_seconds)
+
+    # Variables.
+
+    def make_variable(
+        self, original: Original, variable: keras.Variable, *args: Any, **kwargs: Any
+    ) -> Any:
+        variable._made_by = weakref.ref(self)
+        return original(variable, *args, **kwargs)
+
+    def to_float(self, original: Original, variable: keras.Variable) -> float:
+        return _to_number(float, original, variable)
+
+    def to_int(self, original: Original, variable: keras.Variable) -> int:
+        return _to_number(int, original, variable)
+
+    def reads_rows(self, variable: keras.Variable) -> bool:
+        """Whether rows of a Keras variable are looked up without reading all of it."""
+        return False
+
+    def read_rows(
+        self,
+        original: Original,
+        variable: keras.Variable,
+        indices: tf.Tensor,
+        name: str | None = None,
+    ) -> tf.Tensor:
+        if not self.reads_rows(variable):
+            return original(variable, indices, name)
+        return variable._maybe_autocast(variable._value.sparse_read(indices, name=name))
+
+    def take(self, original: Original, x: Any, indices: Any, axis: int | None = None) -> Any:
+        if axis != 0 or isinstance(indices, tf.SparseTensor) or not self.reads_rows(x):
+            return original(x, indices, axis)
+        if isinstance(indices, tf.RaggedTensor):
+            return indices.with_flat_values(self._rows(x, indices.flat_values))
+        return self._rows(x, tf.convert_to_tensor(indices))
+
+    def _rows(self, variable, indices):
+        count = tf.cast(variable.shape[0], indices.dtype)
+        return variable.sparse_read(tf.where(indices < 0, indices + count, indices))
+
+
+def _to_number(number, original, variable):
+    if isinstance(variable._value, tf.distribute.DistributedValues):
+        return number(variable._value.numpy())
+    return original(variable)
+
+
+def _check_that_data_came(adapter):
+    if isinstance(adapter, UnknownLength):
+        adapter = adapter.of
+    if isinstance(adapter, tf_dataset_adapter.TFDatasetAdapter):
+        data_service.check_rows_came(adapter.get_tf_dataset())

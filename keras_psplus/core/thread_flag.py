@@ -1,0 +1,33 @@
+"""A flag that one thread raises for as long as a context lasts."""
+
+import contextlib
+import threading
+from collections.abc import Iterator
+
+
+class ThreadFlag:
+    """False, except in threads that are in one of its contexts.
+
+    Example:
+
+    ```python
+    saving = ThreadFlag()
+    with saving.raised():
+        assert saving
+    ```
+    """
+
+    def __init__(self) -> None:
+        self._local = threading.local()
+
+    def __bool__(self) -> bool:
+        return getattr(self._local, "is_raised", False)
+
+    @contextlib.contextmanager
+    def raised(self) -> Iterator[None]:
+        """Context in which it is true for this thread."""
+        outer, self._local.is_raised = bool(self), True
+        try:
+            yield
+        finally:
+            self._local.is_raised = outer

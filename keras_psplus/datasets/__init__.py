@@ -1,0 +1,1 @@
+"""What is read from, and set in, the graph of a `tf.data.Dataset`."""

@@ -1,0 +1,202 @@
+"""Files and folders that appear whole, also when several processes write them at the same time.
+
+Each writer has a temporary folder of its own beside the target, from which everything is renamed
+into place. What a killed writer has left there is deleted when the next one comes.
+"""
+
+import contextlib
+import ctypes
+import functools
+import hashlib
+import itertools
+import os
+import pathlib
+import re
+import shutil
+import socket
+import tempfile
+from collections.abc import Iterator
+
+import tensorflow as tf
+
+_TEMPORARY = re.compile(r"\.keras_psplus-(.+)-([0-9a-f]{8})-([0-9a-f]{8})-(\d+)-\d+")
+_RENAME_EXCHANGE, _AT_FDCWD = 2, -100
+_counter = itertools.count()
+# Temporary folders in which this process writes now.
+_active: set[str] = set()
+
+
+@contextlib.contextmanager
+def written(target: str | os.PathLike[str], task: str | None = None) -> Iterator[str]:
+    """Context that gives a path to write to; what is there at its end is moved to the target.
+
+    What lies beside the path, in the same folder, is moved as well, before the path itself. Waits
+    for no other process: of several writers, the last one's files stay. Of folders, which are read
+    file by file, it is that of the first one to end where others had begun before.
+
+    Args:
+        target: Path of a file or folder on a local disk. Its folder must exist.
+        task: Name of this process's task, which no two running processes of a job share; None if
+            it has none.
+
+    Example:
+
+    ```python
+    with written("model.keras", "worker-0") as path:
+        model.save(path)
+    ```
+    """
+    target = os.path.realpath(target)
+    parent, name = os.path.split(target)
+    beside = target if _must_stay(target) else parent
+    clear(target, task)
+    before = _identity(target)
+    own = os.path.join(beside, _temporary_name(target, task))
+    _active.add(own)
+    try:
+        try:
+            os.mkdir(own)
+        except OSError as error:
+            error.filename = target
+            raise
+        path = os.path.join(own, name)
+        yield path
+        # Whoever finds the file that names the others finds those, too.
+        found = sorted(os.listdir(own), key=lambda n: (n.endswith(".json"), n == name))
+        for each in found:
+            if each == name and os.path.isdir(path) and _identity(target) not in (None, before):
+                continue
+            _put(os.path.join(own, each), os.path.join(parent, each))
+    finally:
+        shutil.rmtree(own, ignore_errors=True)
+        _active.discard(own)
+
+
+@contextlib.contextmanager
+def uploaded(target: str) -> Iterator[str]:
+    """As `written`, for a target that only `tf.io.gfile` reaches: its files are copied there."""
+    folder, _, name = target.rstrip("/").rpartition("/")
+    with tempfile.TemporaryDirectory(prefix="keras_psplus_") as own:
+        yield os.path.join(own, name)
+        files = sorted(_files_of(own), key=lambda n: (n.endswith(".json"), n == name))
+        for file in files:
+            there = f"{folder}/{file}"
+            tf.io.gfile.makedirs(os.path.dirname(there))
+            tf.io.gfile.copy(os.path.join(own, file), there, overwrite=True)
+
+
+def clear(target: str | os.PathLike[str], task: str | None = None) -> None:
+    """Deletes what killed writers have left where a target is written.
+
+    That is known of processes of this machine that have ended, and of earlier processes of the same
+    task that wrote the same target.
+    """
+    target = os.path.realpath(target)
+    parent = os.path.dirname(target)
+    for folder in {parent, target} if os.path.isdir(target) else {parent}:
+        with contextlib.suppress(OSError):
+            for name in os.listdir(folder):
+                path = os.path.join(folder, name)
+                if _is_left(path, name, target, task):
+                    shutil.rmtree(path, ignore_errors=True)
+
+
+def sync(path: str) -> None:
+    """Waits until the disk has a file, or a folder's list of files."""
+    if "://" in path:
+        return  # What is not a local disk has it once the file is closed.
+    handle = os.open(path or ".", os.O_RDONLY)
+    try:
+        os.fsync(handle)
+    finally:
+        os.close(handle)
+
+
+def _is_left(path, name, target, task):
+    match = _TEMPORARY.fullmatch(name)
+    if match is None or path in _active:
+        return False
+    writer, of_target, machine, process = match.groups()
+    if machine == _machine():
+        return int(process) == os.getpid() or not _runs(int(process))
+    return task is not None and (writer, of_target) == (task, _digest(target))
+
+
+def _temporary_name(target, task):
+    number = next(_counter)
+    return f".keras_psplus-{task or 'local'}-{_digest(target)}-{_machine()}-{os.getpid()}-{number}"
+
+
+def _digest(text):
+    return hashlib.sha256(os.fsencode(text)).hexdigest()[:8]
+
+
+@functools.lru_cache(1)
+def _machine():
+    """Whatever process ids are unique in: a container may have its own."""
+    parts = [socket.gethostname()]
+    with contextlib.suppress(OSError):
+        parts.append(pathlib.Path("/proc/sys/kernel/random/boot_id").read_text().strip())
+        parts.append(os.readlink("/proc/self/ns/pid"))
+    return _digest("\n".join(parts))
+
+
+def _runs(process):
+    try:
+        os.kill(process, 0)
+    except ProcessLookupError:
+        return False
+    except OSError:
+        pass  # It is another user's.
+    return True
+
+
+def _identity(path):
+    """What is another one if a folder has been replaced; None if there is none."""
+    try:
+        found = os.stat(path)
+    except FileNotFoundError:
+        return None
+    return found.st_dev, found.st_ino
+
+
+def _must_stay(target):
+    """Whether a folder cannot be replaced: what is written to it has to be put into it."""
+    is_fixed = os.path.ismount(target) or not os.access(os.path.dirname(target), os.W_OK)
+    return os.path.isdir(target) and is_fixed
+
+
+def _put(source, target):
+    if not os.path.isdir(source):
+        os.replace(source, target)
+        return
+    try:
+        os.rename(source, target)
+        return
+    except OSError:
+        if not os.path.isdir(target):
+            raise
+    # All that is in it now is replaced by what has the same name; otherwise it has to stay.
+    if _files_of(target) <= _files_of(source) and _exchange(source, target):
+        return
+    # Folders first: the file that names what is in them is the last one.
+    for name in sorted(os.listdir(source), key=lambda n: not os.path.isdir(f"{source}/{n}")):
+        _put(os.path.join(source, name), os.path.join(target, name))
+
+
+def _exchange(first, second):
+    """Swaps two folders in one step; returns whether it could."""
+    rename = getattr(ctypes.CDLL(None), "renameat2", None)
+    if rename is None:
+        return False
+    paths = os.fsencode(first), os.fsencode(second)
+    return rename(_AT_FDCWD, paths[0], _AT_FDCWD, paths[1], _RENAME_EXCHANGE) == 0
+
+
+def _files_of(folder):
+    """Relative paths of all files in a folder, a set."""
+    return {
+        os.path.relpath(os.path.join(where, name), folder)
+        for where, folders, names in os.walk(folder)
+        for name in names + [f for f in folders if os.path.islink(os.path.join(where, f))]
+    }

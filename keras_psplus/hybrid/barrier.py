@@ -1,0 +1,52 @@
+"""A barrier between steps: no worker reads a table before all have written what they have to.
+
+A variable of each replica stands between its pushes, the step's last collective and its next
+lookups: TensorFlow keeps operations on one variable in their order, also over branches and loops.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import tensorflow as tf
+
+if TYPE_CHECKING:
+    from keras_psplus.hybrid.extended import HybridExtended
+
+
+class Barrier:
+    """A barrier after each step's pushes, that costs a number in a collective which is there.
+
+    Args:
+        extended: `HybridExtended`.
+    """
+
+    _NAME = "tables"
+
+    def __init__(self, extended: HybridExtended) -> None:
+        self._extended = extended
+
+    def _variable(self):
+        return self._extended.step_variable(self._NAME)
+
+    def note_pushed(self, answers: list[tf.Tensor]) -> None:
+        """Notes that servers have answered to what this replica has pushed."""
+        with tf.control_dependencies(answers):
+            self._variable().assign(0.0, read_value=False)
+
+    def token(self) -> tf.Tensor:
+        """A number to sum over replicas, which is there once this one has nothing to wait for."""
+        return self._variable().read_value()
+
+    def release(self, total: tf.Tensor) -> None:
+        """Notes that all replicas have arrived: `total` is the sum."""
+        self._variable().assign(total * 0.0, read_value=False)
+
+    def passed(self) -> tf.Tensor:
+        """A tensor that is there once what was before the last `release` is done."""
+        return self._variable().read_value()
+
+    def wait(self) -> tf.Tensor:
+        """Waits here, in the middle of a step, for all replicas; returns a tensor to wait for."""
+        self.release(self._extended.sum_over_replicas([self.token()])[0])
+        return self.passed()

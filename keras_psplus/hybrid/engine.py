@@ -1,0 +1,287 @@
+"""What `HybridStrategy` answers when Keras asks: as under all-reduce, but for tables."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Any
+
+import keras
+import tensorflow as tf
+
+from keras_psplus.all_reduce.engine import AllReduceEngine
+from keras_psplus.core.replica_step import current_step
+from keras_psplus.engine import Original
+from keras_psplus.hybrid import embeddings, prefetch, row_gradients
+from keras_psplus.hybrid.embeddings import table_of
+from keras_psplus.hybrid.fit_snapshots import FitSnapshots
+from keras_psplus.keras_parts import base_optimizer
+from keras_psplus.log import info_once
+
+if TYPE_CHECKING:
+    from keras_psplus.hybrid.strategy import HybridStrategy
+
+
+class HybridEngine(AllReduceEngine):
+    """For replicas that take steps together, and parameter servers that have tables."""
+
+    def __init__(self, strategy: HybridStrategy) -> None:
+        super().__init__(strategy)
+        # Until `fit` makes the iterator over its data; those of validation come later.
+        self._awaits_data = False
+        self._snapshots: FitSnapshots | None = None
+
+    # The trainer and its data.
+
+    def train(self, original: Original, model: keras.Model, *args: Any, **kwargs: Any) -> Any:
+        if original.__name__ != "fit" or not self.strategy.prefetch:
+            return super().train(original, model, *args, **kwargs)
+        # What was read for a batch that did not come any more.
+        self.strategy.extended.forget_ahead()
+        if model.run_eagerly:
+            info_once("no rows are read ahead: the model runs eagerly")
+        outer, self._awaits_data = self._awaits_data, not model.run_eagerly
+        try:
+            return super().train(original, model, *args, **kwargs)
+        finally:
+            self._awaits_data = outer
+
+    @property
+    def reads_ahead(self) -> bool:
+        awaited, self._awaits_data = self._awaits_data, False
+        return awaited
+
+    def note_padded(self, batch: Any, padded: Any) -> None:
+        ahead = prefetch.current_lookahead()
+        if ahead is not None:
+            ahead.note_padded(batch, padded)
+
+    def build(
+        self, original: Original, model: keras.Model, iterator: Any = None, data_batch: Any = None
+    ) -> None:
+        super().build(original, model, iterator, data_batch)
+        self.strategy.announce()
+
+    def begin_iteration(self, original: Original, iterator: Any) -> Any:
+        result = original(iterator)
+        if self.snapshots is not None:
+            self.snapshots.skip(iterator)
+        return result
+
+    def end_of_training_epoch(
+        self, original: Original, model: keras.Model, logs: dict[str, Any] | None
+    ) -> Any:
+        if self.snapshots is not None and not logs:
+            # An epoch of which nothing was left to train.
+            logs = model.get_metrics_result()
+        return super().end_of_training_epoch(original, model, logs)
+
+    # Variables.
+
+    def make_variable(
+        self,
+        original: Original,
+        variable: keras.Variable,
+        initializer: Any,
+        shape: Sequence[int] | None = None,
+        *args: Any,
+        **kwargs: Any,
+    ) -> Any:
+        variable._decision = None
+        if self.strategy.tables is not None and shape is not None:
+            variable._decision = embeddings.decide(
+                self.strategy, shape, kwargs.get("name"), kwargs.get("dtype")
+            )
+        return super().make_variable(original, variable, initializer, shape, *args, **kwargs)
+
+    def initialize_with_initializer(
+        self, original: Original, variable: keras.Variable, initializer: Any
+    ) -> None:
+        if isinstance(initializer, embeddings.Slot):
+            variable._value = initializer.variable(variable.name)
+            return None
+        decision = getattr(variable, "_decision", None)
+        if decision is None or not decision.on_servers:
+            return original(variable, initializer)
+        return embeddings.make(self.strategy, variable, decision, initializer)
+
+    def add_weight(
+        self, original: Original, layer: keras.Layer, *args: Any, **kwargs: Any
+    ) -> keras.Variable:
+        variable = original(layer, *args, **kwargs)
+        decision = getattr(variable, "_decision", None)
+        if decision is not None and decision.on_servers:
+            embeddings.take_over(variable)
+        return variable
+
+    def reads_rows(self, variable: keras.Variable) -> bool:
+        if embeddings.is_table(variable):
+            return not embeddings.has_other_value(variable)
+        return super().reads_rows(variable)
+
+    def take(self, original: Original, x: Any, indices: Any, axis: int | None = None) -> Any:
+        if isinstance(indices, tf.SparseTensor) and axis == 0 and embeddings.is_table(x):
+            # As Keras has it: what is missing is row 0.
+            indices = tf.sparse.to_dense(indices)
+        return super().take(original, x, indices, axis)
+
+    def _rows(self, variable, indices):
+        if embeddings.is_table(variable):
+            # Tables have their own words for ids that are out of range.
+            return variable.sparse_read(indices)
+        return super()._rows(variable, indices)
+
+    # Optimizers.
+
+    def build_optimizer(
+        self,
+        original: Original,
+        optimizer: keras.optimizers.Optimizer,
+        variables: Sequence[keras.Variable],
+    ) -> None:
+        original(optimizer, variables)
+        if hasattr(optimizer, "inner_optimizer"):
+            return
+        for variable in variables:
+            table = table_of(variable)
+            if table is not None:
+                decays = optimizer.weight_decay and optimizer._use_weight_decay(variable)
+                decay = optimizer.weight_decay if decays else None
+                self.strategy.tables.set_optimizer(table, optimizer, decay)
+
+    def add_slot(
+        self,
+        original: Original,
+        optimizer: keras.optimizers.Optimizer,
+        reference_variable: keras.Variable,
+        name: str | None = None,
+        initializer: Any = "zeros",
+    ) -> Any:
+        table = table_of(reference_variable)
+        if table is None:
+            return original(optimizer, reference_variable, name, initializer)
+        # Made on the servers already, with all others, in this order: there is nothing to place.
+        value = getattr(reference_variable, "_value", reference_variable)
+        slot = embeddings.Slot(value, table.new_slot(optimizer))
+        return base_optimizer.BaseOptimizer.add_variable_from_reference(
+            optimizer, reference_variable, name=name, initializer=slot
+        )
+
+    def reduce(
+        self,
+        optimizer: keras.optimizers.Optimizer,
+        grads: list[tf.Tensor | tf.IndexedSlices],
+        variables: list[keras.Variable],
+    ) -> list[tf.Tensor | tf.IndexedSlices]:
+        tables, dense = row_gradients.split(variables)
+        if not tables:
+            return super().reduce(optimizer, grads, variables)
+        step = current_step()
+        if step is not None:
+            # Servers sum what all workers send.
+            split = self._split(grads)
+            whole = [i for i in tables if id(variables[i]) in step.whole]
+            grads = [split[i] if i in whole else g for i, g in enumerate(grads)]
+        extended = self.strategy.extended
+        if row_gradients.clips_by_norm(optimizer):
+            row_gradients.check_sums(extended, optimizer)
+            for i in tables:
+                table = table_of(variables[i])
+                assert table is not None
+                row_gradients.check_rows(table, grads[i])
+                extended.push_rows(table, grads[i], optimizer, 0.0, waits=True)
+        return row_gradients.on_dense(super().reduce, optimizer, grads, variables, dense)
+
+    def clip(
+        self,
+        optimizer: keras.optimizers.Optimizer,
+        grads: list[tf.Tensor | tf.IndexedSlices],
+        variables: list[keras.Variable],
+    ) -> list[Any]:
+        tables, dense = row_gradients.split(variables)
+        if not tables:
+            return super().clip(optimizer, grads, variables)
+        norm, optimizer.global_clipnorm = optimizer.global_clipnorm, None
+        try:
+            grads = row_gradients.on_dense(super().clip, optimizer, grads, variables, dense)
+        finally:
+            optimizer.global_clipnorm = norm
+        if row_gradients.clips_by_norm(optimizer):
+            return row_gradients.clip_by_norm(
+                self.strategy.extended, optimizer, grads, variables, tables, dense
+            )
+        return grads
+
+    def decay(
+        self, optimizer: keras.optimizers.Optimizer, variables: Sequence[keras.Variable]
+    ) -> None:
+        super().decay(optimizer, [v for v in variables if table_of(v) is None])
+
+    def update_variables(
+        self,
+        original: Original,
+        optimizer: keras.optimizers.Optimizer,
+        grads: Sequence[Any],
+        trainable_variables: Sequence[keras.Variable],
+        learning_rate: tf.Tensor | float,
+    ) -> Any:
+        tables, dense = row_gradients.split(trainable_variables)
+        for i in tables:
+            row_gradients.apply_on_servers(
+                self.strategy.extended, optimizer, grads[i], trainable_variables[i], learning_rate
+            )
+        grads, variables = [grads[i] for i in dense], [trainable_variables[i] for i in dense]
+        return super().update_variables(original, optimizer, grads, variables, learning_rate)
+
+    # Callbacks.
+
+    @property
+    def snapshots(self) -> FitSnapshots | None:
+        """`FitSnapshots`, or None without `snapshot_every`."""
+        if self._snapshots is None and self.strategy.snapshots is not None:
+            self._snapshots = FitSnapshots(self)
+        return self._snapshots
+
+    def begin_training(
+        self,
+        original: Original,
+        callbacks: keras.callbacks.CallbackList,
+        logs: dict[str, Any] | None = None,
+    ) -> Any:
+        if self.snapshots is None:
+            return super().begin_training(original, callbacks, logs)
+        self.snapshots.begin(callbacks)
+        result = super().begin_training(original, callbacks, logs)
+        self.snapshots.save_first(callbacks.model)
+        return result
+
+    def begin_epoch(
+        self,
+        original: Original,
+        callbacks: keras.callbacks.CallbackList,
+        epoch: int,
+        logs: dict[str, Any] | None = None,
+    ) -> None:
+        super().begin_epoch(original, callbacks, epoch, logs)
+        if self.snapshots is not None:
+            self.snapshots.begin_epoch(callbacks.model, epoch)
+
+    def end_batch(
+        self,
+        original: Original,
+        callbacks: keras.callbacks.CallbackList,
+        batch: int,
+        logs: dict[str, Any] | None = None,
+    ) -> None:
+        super().end_batch(original, callbacks, batch, logs)
+        if self.snapshots is not None:
+            self.snapshots.end_batch(callbacks.model, batch)
+
+    def end_training(
+        self,
+        original: Original,
+        callbacks: keras.callbacks.CallbackList,
+        logs: dict[str, Any] | None = None,
+    ) -> None:
+        super().end_training(original, callbacks, logs)
+        if self.snapshots is not None:
+            self.snapshots.end(callbacks.model)

@@ -1,0 +1,91 @@
+"""Which engine answers: that of the strategy of a model, an optimizer, a scope, or a step."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+import tensorflow as tf
+
+from keras_psplus.core import replica_step
+from keras_psplus.core.outside_models import OutsideScope
+from keras_psplus.keras_parts import Variable
+
+if TYPE_CHECKING:
+    import keras
+
+    from keras_psplus.engine import Engine
+
+_outside = OutsideScope()
+
+
+def engine_of(strategy: Any) -> Engine | None:
+    """The engine of a strategy, or None if it is not one of this library's kind."""
+    return getattr(strategy, "engine", None)
+
+
+def of_model(model: keras.Model, *args: Any, **kwargs: Any) -> Engine | None:
+    """That of a model's strategy; `OutsideScope` for a model that has none."""
+    strategy = getattr(model, "_distribute_strategy", None)
+    return _outside if strategy is None else engine_of(strategy)
+
+
+def of_loading(*args: Any, **kwargs: Any) -> Engine:
+    """`OutsideScope`, which has to know what is compiled because a file says so."""
+    return _outside
+
+
+def of_holder(holder: Any, *args: Any, **kwargs: Any) -> Engine | None:
+    """That of the strategy of something that Keras has given one to."""
+    return engine_of(getattr(holder, "_distribute_strategy", None))
+
+
+def of_callback(callback: Any, *args: Any, **kwargs: Any) -> Engine | None:
+    """That of the strategy of a callback's model, or of that of a list of callbacks."""
+    return of_holder(getattr(callback, "_model", None))
+
+
+def of_callbacks_model(
+    callbacks: keras.callbacks.CallbackList, model: keras.Model
+) -> Engine | None:
+    """That of the strategy of the model that a list of callbacks is given."""
+    return of_holder(model)
+
+
+def of_iterator(
+    iterator: Any,
+    distribute_strategy: tf.distribute.Strategy | None = None,
+    *args: Any,
+    **kwargs: Any,
+) -> Engine | None:
+    """That of the strategy for which an iterator over epochs is made."""
+    return engine_of(distribute_strategy)
+
+
+def of_values(values: Any, strategy: tf.distribute.Strategy, reduction: str) -> Engine | None:
+    """That of the strategy whose replicas have returned some values."""
+    return engine_of(strategy)
+
+
+def of_optimizer(optimizer: Any, *args: Any, **kwargs: Any) -> Engine | None:
+    """That of the strategy in whose scope an optimizer was made."""
+    return engine_of(getattr(optimizer, "_distribution_strategy", None))
+
+
+def of_scope(*args: Any, **kwargs: Any) -> Engine | None:
+    """That of the strategy in whose scope, or replica context, this is."""
+    return engine_of(tf.distribute.get_strategy())
+
+
+def of_step(*args: Any, **kwargs: Any) -> Engine | None:
+    """That of the replica's step that is being traced or run in this thread."""
+    step = replica_step.current_step()
+    return None if step is None else step.engine
+
+
+def of_variable(variable: Any, *args: Any, **kwargs: Any) -> Engine | None:
+    """That of the present step, or of the strategy in whose scope a Keras variable was made."""
+    engine = of_step()
+    if engine is not None or not isinstance(variable, Variable):
+        return engine
+    made_by = getattr(variable, "_made_by", None)
+    return None if made_by is None else made_by()

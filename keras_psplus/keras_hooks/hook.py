@@ -1,0 +1,104 @@
+"""One replaced function of Keras: what is relied on, why it is replaced, and which engine answers.
+
+Each name is replaced once. What takes its place finds the engine of what it is called with, and
+asks it; without an engine it calls Keras's own function.
+"""
+
+import dataclasses
+import functools
+import inspect
+from collections.abc import Callable
+from typing import Any
+
+import keras
+
+
+@dataclasses.dataclass(frozen=True)
+class Hook:
+    """A function of Keras that is replaced.
+
+    Attributes:
+        owner: The class or module that has it.
+        name: Its name there.
+        parameters: Names of its parameters that are relied on, in order.
+        find: Function of its arguments that returns the engine to ask, or None.
+        ask: Name of the engine's method.
+        why: Why it is replaced, for people.
+        is_added: Whether Keras has no such function: where there is no engine, it is as if there
+            were none.
+    """
+
+    owner: Any
+    name: str
+    parameters: list[str]
+    find: Callable[..., Any]
+    ask: str
+    why: str
+    is_added: bool = False
+
+    @property
+    def where(self) -> str:
+        """The function's full name."""
+        if inspect.ismodule(self.owner):
+            return f"{self.owner.__name__}.{self.name}"
+        return f"{self.owner.__module__}.{self.owner.__name__}.{self.name}"
+
+    @property
+    def is_installed(self) -> bool:
+        """Whether the function is replaced in this process."""
+        return getattr(self._current(), "replaced_by", None) is self
+
+    def found(self) -> list[str] | None:
+        """Names of the parameters of Keras's own function; None if it has none."""
+        function = self._current()
+        if self.is_installed:
+            function = function.__wrapped__
+        if function is None or self.is_added and self.is_installed:
+            return None
+        return list(inspect.signature(function).parameters)
+
+    def check_signature(self) -> None:
+        """Raises ImportError if this Keras has no such function, or it takes other parameters."""
+        found = self.found()
+        fits = found is None if self.is_added else found is not None
+        if not fits or found is not None and found[: len(self.parameters)] != self.parameters:
+            relied = f"{self.where} with the parameters {self.parameters}"
+            if self.is_added:
+                relied = f"the absence of {self.where}"
+            raise ImportError(
+                f"keras_psplus does not fit Keras {keras.__version__}: it relies on {relied}. "
+                f"Install a supported version of Keras. Received: {found}"
+            )
+
+    def install(self) -> None:
+        """Replaces the function.
+
+        Raises:
+            ImportError: If it does not fit.
+        """
+        self.check_signature()
+        original = self._missing() if self.is_added else self._current()
+        find, ask = self.find, self.ask
+
+        @functools.wraps(original)
+        def replaced(*args, **kwargs):
+            engine = find(*args, **kwargs)
+            if engine is None:
+                return original(*args, **kwargs)
+            return getattr(engine, ask)(original, *args, **kwargs)
+
+        # Keras looks at the arguments of constructors, and does not follow wrappers there.
+        replaced.__signature__ = inspect.signature(original)  # type: ignore[attr-defined]
+        replaced.replaced_by = self  # type: ignore[attr-defined]
+        setattr(self.owner, self.name, replaced)
+
+    def _current(self):
+        return getattr(self.owner, self.name, None)
+
+    def _missing(self):
+        name = self.name
+
+        def missing(*args, **kwargs):
+            raise AttributeError(name)
+
+        return missing

@@ -1,0 +1,49 @@
+"""Layers: their weights, and what they and users' steps ask of all replicas."""
+
+from keras_psplus.keras_hooks.finders import of_scope, of_step
+from keras_psplus.keras_hooks.hook import Hook
+from keras_psplus.keras_parts import layers
+from keras_psplus.tf_internals import distribute_lib
+
+HOOKS: tuple[Hook, ...] = (
+    Hook(
+        layers.Layer,
+        "__init__",
+        ["self"],
+        of_scope,
+        "make_layer",
+        "a layer belongs to the pipeline stage in whose context it is made",
+    ),
+    Hook(
+        layers.Layer,
+        "__call__",
+        ["self"],
+        of_step,
+        "call_layer",
+        "a layer runs on its stage; Keras 3.13 sums activity regularisers over rows",
+    ),
+    Hook(
+        layers.Layer,
+        "add_weight",
+        ["self"],
+        of_scope,
+        "add_weight",
+        "the servers of a table apply its regulariser and constraint, to the rows of a step",
+    ),
+    Hook(
+        distribute_lib.ReplicaContextBase,
+        "all_reduce",
+        ["self", "reduce_op", "value"],
+        of_step,
+        "all_reduce_in_step",
+        "a replica without rows computes with one that does not count",
+    ),
+    Hook(
+        distribute_lib.ReplicaContext,
+        "all_gather",
+        ["self", "value", "axis"],
+        of_step,
+        "all_gather_in_step",
+        "a replica without rows computes with one that does not count",
+    ),
+)

@@ -1,0 +1,98 @@
+"""Where each version of Keras has the parts that this library replaces or calls.
+
+Nothing else imports `keras.src`. Keras 3.16 has moved and renamed some of them; one that is not
+there is an `ImportError` with its name.
+"""
+
+from typing import Any
+
+import keras
+from keras.src import backend, callbacks, layers, losses, metrics, models, ops, tree
+from keras.src.backend.common import global_state, stateless_scope
+from keras.src.backend.common.masking import get_keras_mask, set_keras_mask
+from keras.src.backend.tensorflow import optimizer as tf_optimizer
+from keras.src.backend.tensorflow import trainer as tf_trainer
+from keras.src.callbacks import backup_and_restore, callback_list, model_checkpoint, progbar_logger
+from keras.src.legacy.saving import legacy_h5_format
+from keras.src.losses import loss as loss_module
+from keras.src.metrics import reduction_metrics
+from keras.src.models import model as model_module
+from keras.src.optimizers import base_optimizer, loss_scale_optimizer
+from keras.src.random import seed_generator
+from keras.src.saving import saving_lib
+from keras.src.trainers import epoch_iterator
+from keras.src.trainers.data_adapters import (
+    array_data_adapter,
+    array_slicing,
+    data_adapter,
+    generator_data_adapter,
+    py_dataset_adapter,
+    tf_dataset_adapter,
+)
+from keras.src.trainers.data_adapters.data_adapter_utils import unpack_x_y_sample_weight
+from keras.src.utils import file_utils, io_utils
+
+__all__ = [
+    "array_data_adapter",
+    "array_slicing",
+    "backend",
+    "backup_and_restore",
+    "base_optimizer",
+    "callback_list",
+    "callbacks",
+    "data_adapter",
+    "epoch_iterator",
+    "file_utils",
+    "get_keras_mask",
+    "generator_data_adapter",
+    "global_state",
+    "io_utils",
+    "layers",
+    "legacy_h5_format",
+    "loss_module",
+    "loss_scale_optimizer",
+    "losses",
+    "metrics",
+    "model_checkpoint",
+    "model_module",
+    "models",
+    "ops",
+    "progbar_logger",
+    "py_dataset_adapter",
+    "reduction_metrics",
+    "saving_lib",
+    "seed_generator",
+    "set_keras_mask",
+    "stateless_scope",
+    "tf_dataset_adapter",
+    "tf_optimizer",
+    "tf_trainer",
+    "tree",
+    "unpack_x_y_sample_weight",
+]
+
+
+def _in_use(cls: Any, attribute: str) -> Any:
+    """The class of Keras that gives another one an attribute.
+
+    Keras itself says which it uses: after one version was installed over another, as
+    `keras-nightly` is over the `keras` that TensorFlow brings, files of both lie in one folder.
+    """
+    for base in cls.__mro__:
+        if attribute in vars(base):
+            return base
+    raise ImportError(
+        f"keras_psplus does not fit Keras {keras.__version__}: it relies on "
+        f"{cls.__module__}.{cls.__name__}.{attribute}. Install a supported version of Keras. "
+        f"Received: keras {keras.__version__}"
+    )
+
+
+# The trainer of all backends, and TensorFlow's.
+BaseTrainer = _in_use(keras.Model, "compile_from_config")
+TensorFlowTrainer = _in_use(keras.Model, "make_train_function")
+# TensorFlow's `keras.Variable`, and the module of its functions of arrays.
+Variable = _in_use(backend.Variable, "handle")
+numpy_module = getattr(backend, "ops", backend).numpy
+numpy_take = numpy_module.take
+standardize_dtype = keras.backend.standardize_dtype

@@ -1,0 +1,375 @@
+"""What `ParameterServerStrategy` answers when Keras asks."""
+
+from __future__ import annotations
+
+import contextlib
+import weakref
+from collections.abc import Callable, Iterable, Iterator
+from typing import TYPE_CHECKING, Any
+
+import tensorflow as tf
+
+from keras_psplus.core import duplicate_rows, gradient_path, iterator_release, saving
+from keras_psplus.core.distributed_engine import DistributedEngine
+from keras_psplus.core.optimizers import variables_of_apply
+from keras_psplus.core.replica_step import current_step
+from keras_psplus.core.unknown_length import UnknownLength
+from keras_psplus.engine import Original
+from keras_psplus.keras_parts import Variable, epoch_iterator, global_state, layers, stateless_scope
+from keras_psplus.keras_parts import callbacks as keras_callbacks
+from keras_psplus.parameter_server import (
+    clipping,
+    data,
+    distributed_data,
+    failure,
+    local_copies,
+    local_sgd_step,
+    predict_function,
+    server_side,
+    step_registry,
+    traffic,
+    variable_kinds,
+    worker_function,
+    worker_updates,
+)
+from keras_psplus.parameter_server.sync_functions import is_applying
+from keras_psplus.parameter_server.train_function import StepFunction
+from keras_psplus.parameter_server.worker_files import ServedWorkerFiles
+from keras_psplus.parameter_server.worker_updates import WorkerUpdates
+from keras_psplus.updates import Accumulate
+
+if TYPE_CHECKING:
+    import keras
+
+    from keras_psplus.parameter_server.strategy import ParameterServerStrategy
+
+
+class ParameterServerEngine(DistributedEngine):
+    """For a chief that sends steps to workers."""
+
+    can_run_eagerly = False
+
+    def __init__(self, strategy: ParameterServerStrategy) -> None:
+        super().__init__(strategy)
+        self._worker_files = ServedWorkerFiles(strategy)
+        # While results are wanted in the order of the data.
+        self._in_order = False
+        # The callbacks of the `fit` that a model is in.
+        self._callbacks: weakref.WeakKeyDictionary[keras.Model, Any] = weakref.WeakKeyDictionary()
+
+    @property
+    def worker_files(self) -> ServedWorkerFiles:
+        return self._worker_files
+
+    @property
+    def updating(self) -> WorkerUpdates:
+        return self.strategy.updating
+
+    # The trainer.
+
+    @contextlib.contextmanager
+    def translate_errors(self) -> Iterator[None]:
+        strategy = self.strategy
+        try:
+            with failure.translate_errors(strategy):
+                yield
+            strategy.step_attempts.log_dropped()
+        except (failure.ParameterServerLostError, failure.WorkersLostError):
+            raise  # no step will ever come back
+        except BaseException as error:
+            if isinstance(error, SystemExit) and error.code not in (None, 0):
+                strategy.note_failure()
+            # Or the next call would begin with what this one had counted.
+            for function in step_registry.functions(strategy):
+                with contextlib.suppress(Exception):
+                    function.drain()
+            raise
+
+    def make_function(
+        self, original: Original, model: keras.Model, step_function: Callable[..., Any]
+    ) -> StepFunction:
+        is_training = step_function == model.train_step
+        function = StepFunction(model, self.strategy, step_function, is_training)
+        step_registry.register(self.strategy, function)
+        return function
+
+    def make_predict_function(
+        self, original: Original, model: keras.Model, force: bool = False
+    ) -> Callable[..., Any]:
+        if model.predict_function is None or force:
+            model.predict_function = predict_function.make(self.strategy, model)
+            step_registry.register(self.strategy, model.predict_function)
+        return model.predict_function
+
+    def predict(self, original: Original, model: keras.Model, *args: Any, **kwargs: Any) -> Any:
+        outer, self._in_order = self._in_order, original.__name__ == "predict"
+        try:
+            return super().predict(original, model, *args, **kwargs)
+        finally:
+            self._in_order = outer
+
+    def end_of_training_epoch(
+        self, original: Original, model: keras.Model, logs: dict[str, Any] | None
+    ) -> Any:
+        # Asked for before validation, and before other callbacks see the epoch's end and save.
+        if not self._evaluates and model in self._callbacks:
+            loss, callbacks = _take_bad_loss(model), self._callbacks[model]()
+            if loss is not None and callbacks is not None:
+                for callback in callbacks.callbacks:
+                    if isinstance(callback, keras_callbacks.TerminateOnNaN):
+                        callback.on_train_batch_end(callbacks._last_batch, {"loss": loss})
+        return super().end_of_training_epoch(original, model, logs)
+
+    # Data.
+
+    def make_iterator(
+        self,
+        original: Original,
+        iterator: Any,
+        distribute_strategy: Any = None,
+        *args: Any,
+        **kwargs: Any,
+    ) -> None:
+        strategy = distribute_strategy
+        of_workers = distributed_data.take_apart(strategy, kwargs)
+        epoch_iterator.EpochIterator.__init__(iterator, *args, **kwargs)
+        iterator._distribute_strategy = strategy
+        worker_data = data.on_workers(strategy, iterator.data_adapter, self._in_order, of_workers)
+        if worker_data is None:
+            # A step that is given to another worker has its batch with it, and every element
+            # counts once.
+            dataset = iterator.data_adapter.get_tf_dataset()
+            iterator._distributed_dataset = iterator_release.Dataset(dataset)
+        else:
+            iterator._distributed_dataset = worker_data
+            iterator.data_adapter = UnknownLength(iterator.data_adapter)
+            iterator._num_batches = None
+        iterator.batch_spec = iterator._distributed_dataset.element_spec
+
+    def wait_for_steps(self, original: Original, iterator: Any) -> None:
+        step_registry.drain(self.strategy)
+
+    # Variables.
+
+    def make_variable(
+        self, original: Original, variable: keras.Variable, *args: Any, **kwargs: Any
+    ) -> None:
+        # Here, as some are initialized later, when nothing tells any more.
+        scopes = global_state.get_global_attribute("name_scope_stack")
+        variable._is_of_layer = bool(scopes) and isinstance(scopes[-1].caller, layers.Layer)
+        super().make_variable(original, variable, *args, **kwargs)
+        variable._is_made_to_train = variable._trainable
+
+    def initialize(self, original: Original, variable: keras.Variable, value: Any) -> Any:
+        # A frozen layer's weights are initialized after they were frozen. They may come to be
+        # trained.
+        trainable = variable._trainable
+        variable._trainable = getattr(variable, "_is_made_to_train", trainable)
+        try:
+            shape = getattr(variable, "_shape", None)
+            if shape is None and not callable(value):
+                shape = getattr(value, "shape", None)
+            kind = variable_kinds.kind_of(variable, self.strategy)
+            with self.strategy.extended.creating(variable.path, kind, shape):
+                return original(variable, value)
+        finally:
+            variable._trainable = trainable
+
+    def assign(self, original: Original, variable: keras.Variable, value: Any) -> Any:
+        self._wait_for_earlier_steps(variable)
+        return original(variable, value)
+
+    def read(self, original: Original, variable: keras.Variable) -> Any:
+        self._wait_for_earlier_steps(variable)
+        return original(variable)
+
+    def _wait_for_earlier_steps(self, variable):
+        # From a callback, for example: steps that were sent before come before.
+        if worker_function.current_trace() is None and tf.executing_eagerly():
+            if variable_kinds.is_closure_variable(variable._value):
+                step_registry.drain(self.strategy)
+            elif variable_kinds.on_ps(variable._value) and self.strategy.scheduler.is_busy:
+                self.strategy.scheduler.join()
+
+    def assign_add(self, original: Original, variable: keras.Variable, value: Any) -> Any:
+        return _atomically("assign_add", original, variable, value)
+
+    def assign_sub(self, original: Original, variable: keras.Variable, value: Any) -> Any:
+        return _atomically("assign_sub", original, variable, value)
+
+    def reads_rows(self, variable: keras.Variable) -> bool:
+        is_other = stateless_scope.in_stateless_scope()
+        return not is_other and variable_kinds.on_ps(variable._value)
+
+    # Optimizers.
+
+    def gradient(
+        self,
+        original: Original,
+        tape: tf.GradientTape,
+        target: Any,
+        sources: Any,
+        output_gradients: Any = None,
+        *args: Any,
+        **kwargs: Any,
+    ) -> Any:
+        grads = super().gradient(original, tape, target, sources, output_gradients, *args, **kwargs)
+        step, flat = current_step(), tf.nest.flatten(sources)
+        if step is None or output_gradients is not None or self.strategy.num_workers == 1:
+            return grads
+        if not all(isinstance(one, (Variable, tf.Variable)) for one in flat):
+            return grads
+        return tf.nest.pack_sequence_as(sources, step.note(tf.nest.flatten(grads), flat))
+
+    def apply(
+        self,
+        original: Original,
+        optimizer: keras.optimizers.Optimizer,
+        grads: list[tf.Tensor | tf.IndexedSlices | None],
+        trainable_variables: list[keras.Variable] | None = None,
+    ) -> Any:
+        strategy, step = self.strategy, current_step()
+        if self._is_on_worker and strategy.updates is not None and not worker_updates.is_applying():
+            variables = variables_of_apply(optimizer, strategy.updates, grads, trainable_variables)
+            if variables is not None and not strategy.updates.local:
+                return strategy.updating.take(optimizer, list(grads), variables)
+            if variables is not None:
+                local_sgd_step.check_that_it_is_alone(optimizer, variables)
+        inner = getattr(optimizer, "inner_optimizer", optimizer)
+        known = inner._trainable_variables if trainable_variables is None else trainable_variables
+        if step is not None and len(grads):
+            return step.hand_over(optimizer, list(grads), list(known))
+        if inner is not optimizer or not tf.distribute.get_replica_context():
+            return original(optimizer, grads, trainable_variables)
+        return server_side.apply_and_constrain(
+            strategy, known, lambda: original(optimizer, grads, trainable_variables)
+        )
+
+    @property
+    def _is_on_worker(self):
+        """Whether this is the function of a worker that steps by itself."""
+        return (
+            self.strategy.mode == "async"
+            and tf.distribute.get_replica_context() is not None
+            and not tf.executing_eagerly()
+        )
+
+    def accumulate(
+        self,
+        optimizer: keras.optimizers.Optimizer,
+        grads: list[tf.Tensor | tf.IndexedSlices],
+        variables: list[keras.Variable],
+    ) -> None:
+        if not self._is_on_worker:
+            return super().accumulate(optimizer, grads, variables)
+
+        # Keras's own sums are where the variables are, so that each batch would send its gradients
+        # to be added, and the update would bring the sums back. Here they stay on the worker.
+        def update(means, variables):
+            # Keras's sums are whole tensors: a row that came twice is one there.
+            means = [duplicate_rows.distinct(mean) for mean in means]
+            gradient_path.update(self, optimizer, means, variables)
+
+        # The counters of Keras are those of all workers together: each counts its own batches.
+        policy = Accumulate(optimizer.gradient_accumulation_steps)
+        return self.strategy.updating.accumulate(optimizer, policy, grads, variables, update)
+
+    def clip(
+        self,
+        optimizer: keras.optimizers.Optimizer,
+        grads: list[Any],
+        variables: list[keras.Variable],
+    ) -> list[Any]:
+        if is_applying():
+            return clipping.clip(optimizer, grads)
+        return super().clip(optimizer, grads, variables)
+
+    def update_variables(
+        self,
+        original: Original,
+        optimizer: keras.optimizers.Optimizer,
+        grads: list[Any],
+        trainable_variables: list[keras.Variable],
+        learning_rate: Any,
+    ) -> None:
+        counter, graph = traffic.current_counter(), tf.compat.v1.get_default_graph()
+        before = 0 if counter is None else len(graph.get_operations())
+        original(optimizer, grads, trainable_variables, learning_rate)
+        if counter is not None:
+            counter.timer.note_push(grads, graph.get_operations()[before:])
+
+    def sum_gradients(
+        self,
+        original: Original,
+        optimizer: keras.optimizers.Optimizer,
+        grads_and_vars: Iterable[tuple[Any, Any]],
+    ) -> list[tuple[Any, Any]]:
+        # On the chief, which keeps nothing; the sums of a step, which are there already; or to a
+        # worker's own copies.
+        is_there = tf.executing_eagerly() or is_applying() or local_copies.are_in_use()
+        if is_there or not tf.distribute.get_replica_context():
+            return super().sum_gradients(original, optimizer, grads_and_vars)
+        gradients, variables = zip(*grads_and_vars)
+        return self.strategy.extended.pushes.send(
+            gradients, variables, lambda: tf.convert_to_tensor(optimizer.iterations), optimizer
+        )
+
+    def average(
+        self, optimizer: keras.optimizers.Optimizer, variables: list[keras.Variable]
+    ) -> None:
+        server_side.average(self.strategy, optimizer, variables)
+
+    # Callbacks and saving.
+
+    def begin_training(
+        self,
+        original: Original,
+        callbacks: keras.callbacks.CallbackList,
+        logs: dict[str, Any] | None = None,
+    ) -> Any:
+        self._callbacks[callbacks._model] = weakref.ref(callbacks)
+        # Of a step before this training, by `train_on_batch`.
+        _take_bad_loss(callbacks._model)
+        return original(callbacks, logs)
+
+    def end_batch(
+        self,
+        original: Original,
+        callbacks: keras.callbacks.CallbackList,
+        batch: int,
+        logs: dict[str, Any] | None = None,
+    ) -> Any:
+        callbacks._last_batch = batch
+        return original(callbacks, batch, logs)
+
+    def save(
+        self,
+        original: Original,
+        model: keras.Model,
+        filepath: Any,
+        overwrite: bool = True,
+        *args: Any,
+        **kwargs: Any,
+    ) -> Any:
+        step_registry.drain(self.strategy)
+        return super().save(original, model, filepath, overwrite, *args, **kwargs)
+
+    def export(
+        self, original: Original, model: keras.Model, filepath: Any, *args: Any, **kwargs: Any
+    ) -> Any:
+        step_registry.drain(self.strategy)
+        return saving.export_copies(self.strategy, original, model, filepath, *args, **kwargs)
+
+
+def _take_bad_loss(model):
+    take = getattr(model.train_function, "take_bad_loss", None)
+    return take() if take is not None else None
+
+
+def _atomically(method, original, variable, value):
+    own = variable._value
+    is_shared = variable_kinds.on_ps(own) or variable_kinds.is_closure_variable(own)
+    if stateless_scope.in_stateless_scope() or not is_shared or tf.executing_eagerly():
+        return original(variable, value)
+    # Keras reads, adds and writes: another worker's step in between would be lost.
+    return getattr(own, method)(tf.cast(value, own.dtype), read_value=False)

@@ -1,0 +1,124 @@
+"""`predict` under `ParameterServerStrategy`: steps on the workers, outputs in the data's order."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import numpy as np
+import tensorflow as tf
+
+from keras_psplus.keras_parts import tf_trainer, tree
+from keras_psplus.parameter_server.step_functions import StepFunctions
+from keras_psplus.parameter_server.step_inputs import tensors, weights
+from keras_psplus.parameter_server.steps import are_same, describe
+from keras_psplus.parameter_server.worker_function import pack, unpack
+from keras_psplus.tf_internals import tensor_conversion_registry
+
+if TYPE_CHECKING:
+    import keras
+
+    from keras_psplus.parameter_server.strategy import ParameterServerStrategy
+
+
+def make(strategy: ParameterServerStrategy, model: keras.Model) -> _PredictFunction:
+    """The predict function of a model: takes batches, and returns outputs that may be awaited."""
+
+    def concatenated(trace, outputs):
+        result = outputs[0]
+        if len(outputs) > 1:
+            result = tree.map_structure(lambda *parts: tf_trainer.concat(list(parts)), *outputs)
+        return trace.changes(), result, ()
+
+    step = model._autoconvert_optionals(model.predict_step)
+    return _PredictFunction(
+        strategy, StepFunctions(strategy, step, concatenated, lambda: weights(model))
+    )
+
+
+class _PredictFunction:
+    """A predict function whose steps run on the workers; their outputs are waited for later."""
+
+    def __init__(self, strategy, functions):
+        self._strategy, self._functions = strategy, functions
+        self._sent, self._seeds = 0, None
+
+    def __call__(self, batches):
+        batches = [tensors(batch) for batch in batches]
+        function, payload = self._functions(batches)
+        if self._seeds is None or not are_same(self._seeds.variables, function.variables):
+            self.drain()
+            self._seeds = _Seeds(function.variables)
+        result = self._strategy.scheduler.submit(
+            function.concrete,
+            (tf.constant(self._seeds.values()), payload),
+            lambda result, _: self._strategy.totals.add(
+                function.costs, function.split(result[0])[1]
+            ),
+            f"predict(), {describe(batches, self._sent)}",
+        )
+        self._sent += len(batches)
+        self._seeds.count(len(batches), lambda: function.split(result.get()[0])[0])
+        outputs = function.concrete.structured_outputs[1]
+        if any(not isinstance(output, tf.Tensor) for output in tf.nest.flatten(outputs)):
+            return result.get()[1]
+        places = tf.nest.pack_sequence_as(outputs, range(len(tf.nest.flatten(outputs))))
+        return tree.map_structure(lambda place: _Awaited(result, place), places)
+
+    def drain(self):
+        """Leaves seeds where they would be after as many steps here."""
+        if self._seeds is not None:
+            self._seeds.write()
+        self._sent, self._seeds = 0, None
+
+
+class _Seeds:
+    """Moves seeds on from step to step, by as much as the first step moves them."""
+
+    def __init__(self, variables):
+        self.variables = variables
+        self._initial = pack(variables)
+        self._move, self._steps = None, 0
+
+    def values(self):
+        return self._initial if self._move is None else self._initial + self._move * self._steps
+
+    def count(self, steps, changes):
+        if self._move is None:
+            has_seeds = any(variable.is_seed for variable in self.variables)
+            self._move = changes() / steps if has_seeds else 0.0
+        self._steps += steps
+
+    def write(self):
+        if self._move is not None and any(variable.is_seed for variable in self.variables):
+            unpack(self.variables, self.values())
+
+
+class _Awaited:
+    """An output of a predict step that may still be under way; a tensor to whoever asks."""
+
+    def __init__(self, result, place):
+        self._result, self._place = result, place
+
+    def _tensor(self):
+        return tf.nest.flatten(self._result.get()[1])[self._place]
+
+    def numpy(self):
+        """Waits for the step and returns its output."""
+        return self._tensor().numpy()
+
+    def __array__(self, dtype=None, copy=None):
+        return np.asarray(self.numpy(), dtype)
+
+    def __getitem__(self, key):
+        return self._tensor()[key]
+
+    def __len__(self):
+        return len(self._tensor())
+
+    def __getattr__(self, name):
+        return getattr(self._tensor(), name)
+
+
+tensor_conversion_registry.register_tensor_conversion_function(
+    _Awaited, lambda value, dtype=None, name=None, as_ref=False: value._tensor()
+)

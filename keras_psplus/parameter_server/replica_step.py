@@ -1,0 +1,108 @@
+"""One worker's share of a global batch, while the step that it takes is traced.
+
+A global step's gradient is that of the mean over all rows of its batch. Each worker takes the
+gradient of the mean over its own rows, times `local_rows / global_rows`; the parameter servers add
+these up. What the step does with gradients, it does not do on the worker: it hands them over here.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any
+
+import tensorflow as tf
+
+from keras_psplus.core import stand_ins
+from keras_psplus.core.replica_step import ReplicaStep
+from keras_psplus.tf_internals import framework_ops as ops
+
+if TYPE_CHECKING:
+    import keras
+
+    from keras_psplus.parameter_server.engine import ParameterServerEngine
+
+
+class WorkerReplicaStep(ReplicaStep):
+    """Context of tracing one worker's part of a step.
+
+    Args:
+        engine: The strategy's engine.
+        weight: Float64 scalar, the share's part of the global batch's rows.
+        push: Function of an optimizer, a list of gradients and one of Keras variables that is
+            called for each optimizer of the step.
+
+    Attributes:
+        handed_over: List of what `push` has returned.
+    """
+
+    has_batch_fraction = True
+
+    def __init__(
+        self, engine: ParameterServerEngine, weight: tf.Tensor, push: Callable[..., Any]
+    ) -> None:
+        super().__init__(engine)
+        self._weight, self._push = weight, push
+        self._graph = ops.get_default_graph()
+        self._optimizers: list[keras.optimizers.Optimizer] = []
+        self._calls: list[stand_ins.Call] = []
+        self.handed_over: list[Any] = []
+
+    def batch_fraction(self) -> tf.Tensor:
+        return self._weight
+
+    def unscale_by_batch_fraction(self, value: tf.Tensor) -> tf.Tensor:
+        return value / tf.cast(self._weight, value.dtype)
+
+    def __exit__(self, *exc):
+        super().__exit__(*exc)
+        if exc[0] is None:
+            self._check_unused(())
+
+    def note(
+        self, gradients: list[tf.Tensor | tf.IndexedSlices | None], variables: list[Any]
+    ) -> list[Any]:
+        """Stand-ins for the gradients of one call of the tape; see `core.stand_ins`."""
+        self._calls.append(stand_ins.Call(gradients, variables))
+        return self._calls[-1].given
+
+    def _check_unused(self, gradients):
+        """Raises ValueError if the step has computed with this worker's part of a gradient."""
+        for call in self._calls:
+            changed = any(call.has_made(one) or call.was_changed_inside(one) for one in gradients)
+            if changed or call.is_used() or call.is_used_inside():
+                raise ValueError(
+                    'With `mode="sync"`, what `tape.gradient` returns is one worker\'s part of '
+                    "the gradient, and workers cannot ask each other within a step: a "
+                    "`train_step` gives it to the optimizer as it is, and does not compute with "
+                    "it. Clip by the optimizer's `clipnorm`, `global_clipnorm` or `clipvalue`, "
+                    'which see the sum, or use `mode="async"` or MultiWorkerMirroredStrategy. '
+                    f"Received: a step that uses the gradients of {call.describe()}"
+                )
+
+    def hand_over(
+        self,
+        optimizer: keras.optimizers.Optimizer,
+        gradients: list[tf.Tensor | tf.IndexedSlices | None],
+        variables: list[keras.Variable],
+    ) -> None:
+        """Takes the gradients that an optimizer is to apply.
+
+        Raises:
+            ValueError: If the step applies them in a loop or a branch, or more than once.
+        """
+        is_inside = ops.get_default_graph() is not self._graph
+        if is_inside or any(optimizer is other for other in self._optimizers):
+            where = "in a loop, a branch or a tf.function" if is_inside else "twice"
+            raise ValueError(
+                'With `mode="sync"`, a `train_step` applies the gradients of each optimizer once, '
+                "outside of loops, branches and functions of its own: they are applied when those "
+                "of all workers are there. Take a tf.function decorator off (`fit` compiles the "
+                'whole step), several steps as several batches, or use `mode="async"`. '
+                f"Received: {optimizer.name}.apply(), called {where}"
+            )
+        self._check_unused(gradients)
+        parts = ((call.part_of(one) for call in self._calls) for one in gradients)
+        found = [next((p for p in of_one if p is not None), None) for of_one in parts]
+        gradients = [g if part is None else part for g, part in zip(gradients, found)]
+        self._optimizers.append(optimizer)
+        self.handed_over.append(self._push(optimizer, gradients, variables))

@@ -1,0 +1,156 @@
+"""`fit` and `evaluate` under `ParameterServerStrategy`: steps go to the workers."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any
+
+import tensorflow as tf
+
+from keras_psplus.core import batches
+from keras_psplus.parameter_server import local_sgd_step, step_registry, worker_updates
+from keras_psplus.parameter_server.split import split
+from keras_psplus.parameter_server.staleness import BoundedRunner
+from keras_psplus.parameter_server.step_inputs import tensors, weights
+from keras_psplus.parameter_server.steps import StepRunner
+from keras_psplus.parameter_server.sync_steps import SyncRunner
+from keras_psplus.parameter_server.worker_data import WorkerIterator
+
+if TYPE_CHECKING:
+    import keras
+
+    from keras_psplus.parameter_server.strategy import ParameterServerStrategy
+
+
+class StepFunction:
+    """A train or test function whose steps run on the workers, several at a time."""
+
+    def __init__(
+        self,
+        model: keras.Model,
+        strategy: ParameterServerStrategy,
+        step_function: Callable[..., Any],
+        is_training: bool,
+    ) -> None:
+        self._model, self._is_training = model, is_training
+        self._strategy, self._scheduler = strategy, strategy.scheduler
+        step = _knowing_rows(model._autoconvert_optionals(step_function))
+        if is_training:
+            step = local_sgd_step.alone(strategy, model, step)
+        self._runner = self._runner_of(step, is_training)
+        # One dict for a whole epoch: Keras keeps the last that it got, and gets to see in it what
+        # steps bring back later.
+        self._logs: dict[str, Any] = {}
+
+    def _runner_of(self, step, is_training):
+        args = self._strategy, step, lambda: weights(self._model)
+        if is_training and self._strategy.mode == "sync":
+            return SyncRunner(*args, split, self._results)
+        if is_training and self._strategy.clocks is not None:
+            return BoundedRunner(*args)
+        return StepRunner(*args)
+
+    def __call__(self, iterator: Any) -> dict[str, Any]:
+        progress = self._strategy.progress
+        progress.begin("training step" if self._is_training else "evaluation step")
+        try:
+            logs, steps = self._take_steps(iterator)
+        finally:
+            progress.end()
+        if self._is_training:
+            progress.count(steps)
+        return logs
+
+    def _take_steps(self, iterator):
+        ticket = None
+        if isinstance(iterator, WorkerIterator):
+            ticket = self._scheduler.take(iterator, self._model.steps_per_execution)
+            batches = ticket.batches if ticket else []
+            element_spec = iterator.element_spec
+        else:
+            batches = _take(iterator, self._model.steps_per_execution)
+            element_spec = getattr(iterator, "element_spec", None)
+        if not batches:
+            # Keras does not synchronise when it runs out of data: the totals are written here.
+            self.drain()
+            raise StopIteration
+        step_registry.drain(self._strategy, but=self)
+        self._runner.submit(batches, _tensors_spec(element_spec, batches), ticket)
+        self._logs.clear()
+        self._logs.update(self._runner.logs)
+        # Also if other steps have come back after that one.
+        bad_loss = self._runner.take_bad_loss() if self._is_training else None
+        if bad_loss is not None:
+            self._logs["loss"] = bad_loss
+        logs = self._logs
+        if not isinstance(iterator, (tf.data.Iterator, WorkerIterator)):
+            self.drain()
+        return logs, len(batches)
+
+    def take_bad_loss(self) -> float | None:
+        """A loss that is not finite and that the logs of no batch have shown, or None."""
+        self.drain()
+        return self._runner.take_bad_loss()
+
+    def drain(self) -> None:
+        """Waits for all steps; metrics and logs are those of all of them then."""
+        if not self._runner.is_open:
+            return
+        variables = self._runner.variables
+        self._runner.join()
+        self._logs.update(self._runner.logs)
+        self._runner.close()
+        for name, value in self._results(variables).items():
+            if name in self._logs:
+                self._logs[name] = value.numpy()
+        self._logs = {}
+
+    def _results(self, variables):
+        """The results of metrics that have one of some variables, by names as in logs."""
+        return _flat(
+            {
+                metric.name: metric.result()
+                for metric in self._model.metrics
+                if any(v._value is used for v in metric.variables for used in variables)
+            }
+        )
+
+
+def _knowing_rows(step):
+    def step_on(batch):
+        with worker_updates.batch_of(batches.rows_of(batch)):
+            return step(batch)
+
+    return step_on
+
+
+def _flat(results):
+    flat = {}
+    for name, value in results.items():
+        flat.update(_flat(value) if isinstance(value, dict) else {name: value})
+    return flat
+
+
+def _take(iterator, count):
+    batches = []
+    for _ in range(count):
+        try:
+            batches.append(tensors(next(iterator)))
+        except (StopIteration, tf.errors.OutOfRangeError):
+            break
+    return batches
+
+
+def _tensors_spec(element_spec, batches):
+    """The dataset's element specification in the form of `tensors`, if it describes batches."""
+    if element_spec is None:
+        return None
+    while isinstance(element_spec, tuple) and len(element_spec) > 1:
+        if not isinstance(element_spec[-1], tf.OptionalSpec):
+            break
+        element_spec = element_spec[:-1]
+    try:
+        tf.nest.assert_same_structure(element_spec, batches[0], expand_composites=True)
+    except (TypeError, ValueError):
+        return None
+    return element_spec

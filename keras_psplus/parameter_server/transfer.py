@@ -1,0 +1,46 @@
+"""Brings tensors from one task to others in few messages."""
+
+from collections.abc import Sequence
+
+import tensorflow as tf
+
+from keras_psplus.compression import wire
+
+# Below this a message costs more than its bytes.
+SMALL_BYTES = 32 << 10
+
+
+def send_coalesced(tensors: Sequence[tf.Tensor], devices: Sequence[str | None]) -> list[tf.Tensor]:
+    """Sends tensors to other tasks: small ones to the same one in a single message.
+
+    Whatever uses a large tensor has to be put on its device; that is where it is sent to then.
+
+    Args:
+        tensors: List of tensors, on one task.
+        devices: Name of the device that each of them has to come to, None for the worker that runs
+            the function.
+
+    Returns:
+        List of tensors: small ones on their devices, others as they were.
+    """
+    arrived = list(tensors)
+    groups: dict[str | None, list[int]] = {}
+    for i, (tensor, device) in enumerate(zip(tensors, devices)):
+        if _is_small(tensor):
+            groups.setdefault(device, []).append(i)
+    for device, places in groups.items():
+        if len(places) == 1:
+            continue
+        group = [tensors[i] for i in places]
+        words = wire.pack(group)
+        with tf.device(device):
+            for i, tensor in zip(places, wire.unpack(words, group)):
+                arrived[i] = tf.ensure_shape(tensor, tensors[i].shape)
+    return arrived
+
+
+def _is_small(tensor):
+    size = tensor.shape.num_elements()
+    # Of what is shorter than a byte, or complex, there are no words.
+    can_be_packed = tensor.dtype.is_floating or tensor.dtype.is_integer
+    return can_be_packed and size is not None and size * tensor.dtype.size <= SMALL_BYTES

@@ -1,0 +1,15 @@
+"""Tables of text, for logs and summaries."""
+
+from collections.abc import Sequence
+
+
+def aligned(rows: Sequence[Sequence[str]]) -> str:
+    """Rows of cells as lines whose columns stand below each other.
+
+    Args:
+        rows: The rows, each with as many cells.
+    """
+    widths = [max(map(len, column)) for column in zip(*rows)]
+    return "\n".join(
+        "  ".join(cell.ljust(width) for cell, width in zip(row, widths)).rstrip() for row in rows
+    )

@@ -1,0 +1,84 @@
+"""The one door to TensorFlow's internals: nothing else imports `tensorflow.python`.
+
+What is not there any more is named when the package is imported. `checks` has the names and the
+private attributes that are relied on.
+"""
+
+from tensorflow.compiler.xla.tsl.protobuf import coordination_config_pb2
+from tensorflow.core.framework import graph_pb2, types_pb2
+from tensorflow.core.protobuf import config_pb2, data_service_pb2
+from tensorflow.python.autograph.core import ag_ctx as autograph_context
+from tensorflow.python.autograph.impl import api as autograph_api
+from tensorflow.python.data.experimental.ops import distribute as data_distribute
+from tensorflow.python.data.ops import dataset_ops
+from tensorflow.python.data.util import structure as data_structure
+from tensorflow.python.distribute import (
+    collective_all_reduce_strategy,
+    cross_device_ops,
+    cross_device_utils,
+    device_util,
+    distribute_lib,
+    distribute_utils,
+    multi_worker_util,
+    one_device_strategy,
+    parameter_server_strategy_v2,
+    sharded_variable,
+    values_util,
+)
+from tensorflow.python.distribute import values as distributed_values
+from tensorflow.python.distribute.coordinator import cluster_coordinator
+from tensorflow.python.distribute.coordinator import values as coordinator_values
+from tensorflow.python.eager import context, def_function, executor, record
+from tensorflow.python.framework import (
+    auto_control_deps_utils,
+    func_graph,
+    tensor_conversion_registry,
+)
+from tensorflow.python.framework import ops as framework_ops
+from tensorflow.python.ops import collective_ops, resource_variable_ops, script_ops
+from tensorflow.python.ops import control_flow_v2_func_graphs as control_flow_func_graphs
+from tensorflow.python.trackable import autotrackable
+from tensorflow.python.types import core as types_core
+from tensorflow.python.util import nest
+
+__all__ = [
+    "auto_control_deps_utils",
+    "autograph_api",
+    "autograph_context",
+    "autotrackable",
+    "cluster_coordinator",
+    "collective_all_reduce_strategy",
+    "collective_ops",
+    "config_pb2",
+    "context",
+    "control_flow_func_graphs",
+    "coordination_config_pb2",
+    "coordinator_values",
+    "cross_device_ops",
+    "cross_device_utils",
+    "data_distribute",
+    "data_service_pb2",
+    "data_structure",
+    "dataset_ops",
+    "def_function",
+    "device_util",
+    "distribute_lib",
+    "distribute_utils",
+    "distributed_values",
+    "executor",
+    "framework_ops",
+    "func_graph",
+    "graph_pb2",
+    "multi_worker_util",
+    "nest",
+    "one_device_strategy",
+    "parameter_server_strategy_v2",
+    "record",
+    "resource_variable_ops",
+    "script_ops",
+    "sharded_variable",
+    "tensor_conversion_registry",
+    "types_core",
+    "types_pb2",
+    "values_util",
+]

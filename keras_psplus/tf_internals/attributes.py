@@ -1,0 +1,99 @@
+"""The private attributes of TensorFlow that are relied on; checked when the package is imported."""
+
+import tensorflow as tf
+from tensorflow.python.data.ops import iterator_ops
+from tensorflow.python.distribute import input_lib
+from tensorflow.python.eager.polymorphic_function.concrete_function import ConcreteFunction
+from tensorflow.python.trackable.base import Trackable
+
+from keras_psplus import private_attributes
+from keras_psplus.tf_internals import (
+    autotrackable,
+    cluster_coordinator,
+    collective_all_reduce_strategy,
+    context,
+    coordinator_values,
+    cross_device_utils,
+    data_distribute,
+    dataset_ops,
+    def_function,
+    distribute_lib,
+    distributed_values,
+    framework_ops,
+    one_device_strategy,
+    parameter_server_strategy_v2,
+    resource_variable_ops,
+    script_ops,
+    sharded_variable,
+)
+
+ATTRIBUTES = [
+    # Eager and graph execution.
+    (ConcreteFunction, "_call_flat"),
+    (context.Context, "_context_handle"),
+    (def_function.Function, "_clone"),
+    (framework_ops.Graph, "_get_function"),
+    (framework_ops.Operation, "_set_device _update_input"),
+    (script_ops, "_py_funcs"),
+    (script_ops.FuncRegistry, "_funcs"),
+    # Variables and checkpoints.
+    (autotrackable.AutoTrackable, "_no_dependency"),
+    (resource_variable_ops, "_variable_handle_from_shape_and_dtype"),
+    (resource_variable_ops.BaseResourceVariable, "_handle_name"),
+    (sharded_variable.ShardedVariableMixin, "_decompose_indexed_slices _decompose_indices"),
+    (sharded_variable.ShardedVariableMixin, "_var_offsets"),
+    (Trackable, "_handle_deferred_dependencies _track_trackable"),
+    # Data.
+    (data_distribute, "_AutoShardDataset"),
+    (dataset_ops, "_VariantDataset"),
+    (input_lib.DistributedDataset, "_cloned_datasets _original_dataset"),
+    (input_lib.DistributedDatasetsFromFunction, "_dataset_fn"),
+    (input_lib.DistributedIterator, "_iterators"),
+    (iterator_ops.OwnedIterator, "_iterator_resource"),
+    (tf.data.Dataset, "_as_serialized_graph _inputs _variant_tensor"),
+    # tf.distribute.
+    (
+        collective_all_reduce_strategy.CollectiveAllReduceExtended,
+        "_container_strategy _cross_device_ops _host_cross_device_ops _id_in_cluster "
+        "_num_replicas_in_sync",
+    ),
+    (cross_device_utils.CollectiveReplicaLauncher, "_collective_keys _group_key _group_size"),
+    (distribute_lib.ReplicaContext, "_replica_id"),
+    (one_device_strategy.OneDeviceExtended, "_container_strategy _local_results"),
+    (
+        distributed_values.DistributedVariable,
+        "_get_on_device_or_primary _is_mirrored _packed_var _primary",
+    ),
+    (distributed_values.PerReplicaSpec, "_value_specs"),
+    # Parameter servers.
+    (cluster_coordinator, "_CoordinatedClosureQueue _is_ps_failure _is_worker_failure"),
+    (
+        cluster_coordinator._CoordinatedClosureQueue,
+        "_cancellation_mgr _closures_queued_condition _error _queue_lock _tagged_queue",
+    ),
+    (
+        cluster_coordinator.WorkerPreemptionHandler,
+        "_cluster_due_for_update_or_finish _should_preemption_thread_run",
+    ),
+    (
+        coordinator_values.RemoteValueImpl,
+        "_error _fetched_tensors _get_values _set_values",
+    ),
+    (
+        parameter_server_strategy_v2.ParameterServerStrategyV2,
+        "_connect_to_cluster _verify_args_and_config",
+    ),
+    (
+        parameter_server_strategy_v2.ParameterServerStrategyV2Extended,
+        "_container_strategy _num_ps _variable_partitioner",
+    ),
+]
+
+
+def check_tensorflow_attributes() -> None:
+    """Checks that TensorFlow has them.
+
+    Raises:
+        ImportError: If one is missing; it is named.
+    """
+    private_attributes.check_attributes(f"TensorFlow {tf.__version__}", ATTRIBUTES)

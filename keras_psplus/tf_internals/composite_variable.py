@@ -1,0 +1,98 @@
+"""What Keras, the tape and checkpoints take for a `tf.Variable`, but is not one resource."""
+
+from typing import Any
+
+import numpy as np
+import tensorflow as tf
+
+from keras_psplus.tf_internals import resource_variable_ops, tensor_conversion_registry
+from keras_psplus.tf_internals import types_core as core
+
+
+class CompositeVariable(resource_variable_ops.BaseResourceVariable, core.Tensor):
+    """A variable whose value lies in other places than one handle's.
+
+    Subclasses have `handle`, by which the tape knows them, `device`, `shape`, `value`, `numpy`,
+    `assign` and `sparse_read`.
+
+    Args:
+        trainable: Whether it is trained.
+        shape: Its whole shape.
+        dtype: Its type.
+        unique_id: Of all variables.
+        name: Its name.
+    """
+
+    def __init__(
+        self, trainable: bool, shape: Any, dtype: tf.DType, unique_id: str, name: str
+    ) -> None:
+        self._whole_shape = tf.TensorShape(shape)
+        super().__init__(
+            trainable=trainable,
+            shape=self._whole_shape,
+            dtype=dtype,
+            handle=None,
+            unique_id=unique_id,
+            in_graph_mode=False,
+            handle_name=name,
+            synchronization=tf.VariableSynchronization.NONE,
+        )
+
+    @classmethod
+    def _variable_call(cls, *args, **kwargs):
+        # The metaclass of tf.Variable would hand the call to the strategy's creator.
+        return None
+
+    @property
+    def shape(self) -> tf.TensorShape:
+        return self._whole_shape
+
+    def get_shape(self) -> tf.TensorShape:
+        return self.shape
+
+    def read_value(self) -> tf.Tensor:
+        return self.value()
+
+    def numpy(self) -> np.ndarray:
+        return self.value().numpy()
+
+    def __array__(self, dtype=None, copy=None):
+        return np.asarray(self.numpy(), dtype)
+
+    def _dense_var_to_tensor(self, dtype=None, name=None, as_ref=False):
+        value = self.value()
+        return value if dtype is None else tf.cast(value, dtype)
+
+    def is_initialized(self, name: str | None = None) -> tf.Tensor:
+        return tf.constant(True)
+
+    def _should_act_as_resource_variable(self):
+        pass
+
+    def _serialize_to_tensors(self):
+        return {"VARIABLE_VALUE": self.value()}
+
+    def _restore_from_tensors(self, restored_tensors):
+        return self.assign(tf.ensure_shape(restored_tensors["VARIABLE_VALUE"], self._whole_shape))
+
+    def __getitem__(self, key):
+        return self.value()[key]
+
+
+tensor_conversion_registry.register_tensor_conversion_function(
+    CompositeVariable,
+    lambda value, dtype=None, name=None, as_ref=False: value._dense_var_to_tensor(dtype, name),
+)
+
+
+def _overload(operator):
+    of_tensor = getattr(tf.Tensor, operator)
+
+    def of_variable(self, *args, **kwargs):
+        return of_tensor(self.value(), *args, **kwargs)
+
+    setattr(CompositeVariable, operator, of_variable)
+
+
+for _operator in tf.Tensor.OVERLOADABLE_OPERATORS - {"__eq__", "__ne__", "__getitem__"}:
+    _overload(_operator)

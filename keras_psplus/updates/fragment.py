@@ -1,0 +1,212 @@
+"""Some of the variables, whose changes are averaged over replicas at the same time."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING, Any
+
+import keras
+import tensorflow as tf
+
+from keras_psplus.tf_internals.own_copy import own_copy
+
+if TYPE_CHECKING:
+    from keras_psplus.updates.diloco import DiLoCo
+    from keras_psplus.updates.local_sgd import LocalSGD
+
+
+class Fragment:
+    """Averages what one replica's variables have changed by, and steps along the mean.
+
+    Args:
+        policy: `Updates` with `overlap_steps` and `alpha`.
+        states: `States` of the replica.
+        name: What tells it from others of the same optimizer.
+        variables: List of Keras variables.
+        outer: Outer optimizer, or None to take the mean as it is.
+        sums: Function of tensors, Keras variables, a round and whether to compress, that sums
+            over replicas.
+
+    Attributes:
+        averaged: Further variables, which are averaged as they are.
+    """
+
+    def __init__(
+        self,
+        policy: LocalSGD | DiLoCo,
+        states: Any,
+        name: str,
+        variables: list[keras.Variable],
+        outer: keras.optimizers.Optimizer | None,
+        sums: Callable[..., list[tf.Tensor]] | None,
+    ) -> None:
+        self._variables, self._outer, self._sums = variables, outer, sums
+        self._overlap, self._alpha = policy.overlap_steps, policy.alpha
+        self.averaged: Sequence[keras.Variable] = []
+        self._round = states.variable(f"{name} round", [], tf.int64)
+        # Rows of this replica and of all, since the last round.
+        self._seen = states.variable(f"{name} rows", [2], tf.float64)
+        self._weight = states.variable(f"{name} weight", [], tf.float64)
+        self._anchors = self._like_variables(states, f"{name} anchor")
+        if self._overlap:
+            # 0, or 1 and the steps since what is under way was set aside.
+            self._under_way = states.variable(f"{name} under way", [], tf.int64)
+            self._aside = self._like_variables(states, f"{name} aside")
+            self._parts = _by_size(variables, self._overlap)
+
+    def _like_variables(self, states, name):
+        return [
+            states.variable(f"{name} {i}", v.shape, tf.as_dtype(v.dtype))
+            for i, v in enumerate(self._variables)
+        ]
+
+    def mark(self) -> None:
+        """Notes the weights from which the replica sets out, the same on all."""
+        for anchor, variable in zip(self._anchors, self._variables):
+            anchor.assign(own_copy(variable.value).read_value(), read_value=False)
+
+    def see(self, rows: Sequence[tf.Tensor]) -> None:
+        """Notes that the replica has made a step on its rows of so many."""
+        self._seen.assign_add(tf.cast(tf.stack(rows), tf.float64), read_value=False)
+
+    def send(self, step: Any) -> None:
+        """Averages the changes; with an overlap, sets them aside for the next steps to send."""
+        changes = self._changes()
+        if not self._overlap:
+            self._arrive(step, self._summed(changes, range(len(changes))), self._alpha)
+            return
+        for aside, change in zip(self._aside, changes):
+            aside.assign(change, read_value=False)
+        self._under_way.assign(1, read_value=False)
+
+    def send_part(self) -> None:
+        """Sends the part whose turn it is of what is under way."""
+        for i, part in enumerate(self._parts if self._overlap else ()):
+            self._send_if(tf.equal(self._under_way.read_value(), i + 1), part)
+
+    def receive(self, step: Any) -> None:
+        """After the last of the overlapping steps, takes what has been sent."""
+        if not self._overlap:
+            return
+        steps = self._under_way.read_value()
+        self._under_way.assign(tf.where(steps > 0, steps + 1, 0), read_value=False)
+        tf.cond(steps >= self._overlap, lambda: self._arrive_from_aside(step), lambda: None)
+
+    def finish(self, step: Any) -> None:
+        """Averages all that there is, after which all replicas have the same weights."""
+        if self._overlap:
+            steps = self._under_way.read_value()
+            for i, part in enumerate(self._parts):
+                self._send_if((steps > 0) & (steps <= i + 1), part)
+            tf.cond(steps > 0, lambda: self._arrive_from_aside(step), lambda: None)
+
+        def average():
+            changes = self._changes()
+            self._arrive(step, self._summed(changes, range(len(changes))), 0.0)
+
+        tf.cond(self._seen.read_value()[1] > 0, average, self._take_anchors)
+
+    def _take_anchors(self):
+        if self._alpha:
+            for anchor, variable in zip(self._anchors, self._variables):
+                own_copy(variable.value).assign(anchor.read_value(), read_value=False)
+
+    def _send_if(self, due, places):
+        def send():
+            sums = self._summed([self._aside[i].read_value() for i in places], places)
+            for i, total in zip(places, sums):
+                self._aside[i].assign(total, read_value=False)
+
+        if places:
+            tf.cond(due, send, lambda: None)
+
+    def _summed(self, tensors, places):
+        variables = [self._variables[i] for i in places]
+        return self._sums(tensors, variables, self._round.read_value(), True)
+
+    def _changes(self):
+        """Way back to where the replica set out, weighted by the rows that it has seen."""
+        seen = self._seen.read_value()
+        weight = tf.math.divide_no_nan(seen[0], seen[1])
+        self._weight.assign(weight, read_value=False)
+        self._seen.assign(tf.zeros_like(self._seen), read_value=False)
+        return [
+            (anchor.read_value() - own_copy(variable.value).read_value())
+            * tf.cast(weight, anchor.dtype)
+            for anchor, variable in zip(self._anchors, self._variables)
+        ]
+
+    def _arrive_from_aside(self, step):
+        self._arrive(step, [aside.read_value() for aside in self._aside], self._alpha)
+        self._under_way.assign(0, read_value=False)
+
+    def _arrive(self, step, gradients, alpha):
+        """Steps from the anchors, and sets out from there."""
+        own = [own_copy(variable.value) for variable in self._variables]
+        before = [one.read_value() for one in own]
+        if self._outer is None:
+            for one, anchor, gradient in zip(own, self._anchors, gradients):
+                one.assign(anchor.read_value() - gradient, read_value=False)
+            for variable in self._variables:
+                # A mean of weights that satisfy a constraint need not.
+                if variable.constraint is not None:
+                    variable.assign(variable.constraint(variable))
+        else:
+            for one, anchor in zip(own, self._anchors):
+                one.assign(anchor.read_value(), read_value=False)
+            with step.applying_alone():
+                self._outer.apply(gradients, self._variables)
+        self.mark()
+        if alpha:
+            for one, old in zip(own, before):
+                one.assign(alpha * old + (1.0 - alpha) * one.read_value(), read_value=False)
+        self._average()
+        self._round.assign_add(1, read_value=False)
+
+    def _average(self):
+        if not self.averaged:
+            return
+        own = [own_copy(variable.value) for variable in self.averaged]
+        weight = self._weight.read_value()
+        parts = [one.read_value() * tf.cast(weight, one.dtype) for one in own]
+        for one, mean in zip(
+            own, self._sums(parts, self.averaged, self._round.read_value(), False)
+        ):
+            one.assign(mean, read_value=False)
+
+
+def assign_to_fragments(
+    variables: Sequence[keras.Variable], number: int
+) -> list[list[keras.Variable]]:
+    """Divides variables into fragments of about equal size.
+
+    Args:
+        variables: List of Keras variables.
+        number: How many fragments.
+
+    Returns:
+        List of lists of variables.
+    """
+    fragments: list[list[keras.Variable]] = [[] for _ in range(number)]
+    sizes = [0] * number
+    # The largest first, each to the fragment that is smallest by then.
+    for variable in sorted(variables, key=_size, reverse=True):
+        smallest = sizes.index(min(sizes))
+        fragments[smallest].append(variable)
+        sizes[smallest] += _size(variable)
+    return fragments
+
+
+def _size(variable):
+    return variable.value.shape.num_elements()
+
+
+def _by_size(variables, count):
+    """Places of variables in so many consecutive parts of about the same size, some empty."""
+    parts, before = [[] for _ in range(count)], 0
+    total = max(1, sum(variable.value.shape.num_elements() for variable in variables))
+    for i, variable in enumerate(variables):
+        size = variable.value.shape.num_elements()
+        parts[min(count - 1, int(count * (before + size / 2) / total))].append(i)
+        before += size
+    return parts

@@ -1,0 +1,93 @@
+"""One replica's steps alone, and what makes its weights those of all replicas again."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING, Any
+
+import keras
+import tensorflow as tf
+
+from keras_psplus.updates.base import Context, ReplicaUpdates
+from keras_psplus.updates.fragment import Fragment
+
+if TYPE_CHECKING:
+    from keras_psplus.updates.diloco import DiLoCo
+    from keras_psplus.updates.local_sgd import LocalSGD
+
+
+class LocalSteps(ReplicaUpdates):
+    """Applies a replica's own gradients of some variables, and has fragments of them averaged.
+
+    Args:
+        policy: `Updates` with `every`, `start_step`, `fragments`, `overlap_steps` and `alpha`.
+        context: `base.Context`, whose parts are the fragments.
+    """
+
+    def __init__(self, policy: LocalSGD | DiLoCo, context: Context) -> None:
+        states, name, _, _, parts, averaged, sums = context
+        self._policy = policy
+        self._count = states.variable(f"{name} count", [], tf.int64)
+        self._batches = states.variable(f"{name} batches", [], tf.int64)
+        self._fragments = [
+            Fragment(policy, states, f"{name} fragment {i}", variables, outer, sums)
+            for i, (variables, outer) in enumerate(parts)
+        ]
+        # With the last one's weights: once in each round.
+        self._fragments[-1].averaged = averaged
+
+    def on_gradients(
+        self,
+        step: Any,
+        grads: Sequence[tf.Tensor | tf.IndexedSlices | None],
+        variables: Sequence[keras.Variable],
+        apply: Callable[[Sequence[Any], Sequence[keras.Variable]], Any],
+    ) -> None:
+        start = self._policy.start_step
+        if not start:
+            self._alone(step, grads, variables, apply)
+            return
+        early = self._batches.read_value() < start
+        self._batches.assign_add(1, read_value=False)
+        tf.cond(
+            early,
+            lambda: apply(grads, variables),
+            lambda: self._alone(step, grads, variables, apply),
+        )
+
+    def on_finish(
+        self, step: Any, apply: Callable[[Sequence[Any], Sequence[keras.Variable]], Any]
+    ) -> None:
+        def finish():
+            for fragment in self._fragments:
+                fragment.finish(step)
+            self._count.assign(0, read_value=False)
+
+        tf.cond(self._count.read_value() > 0, finish, lambda: None)
+
+    def _alone(self, step, grads, variables, apply):
+        every, fragments = self._policy.every, self._fragments
+        first = self._count.read_value() == 0
+        for fragment in fragments:
+            tf.cond(first, fragment.mark, lambda: None)
+            # Reads nothing of this step: it travels while the step is computed.
+            fragment.send_part()
+        with step.applying_alone():
+            apply([_unscale_by_batch_fraction(step, gradient) for gradient in grads], variables)
+        rows = step.rows()
+        for fragment in fragments:
+            fragment.see(rows)
+            fragment.receive(step)
+        self._count.assign_add(1, read_value=False)
+        turn = tf.math.floormod(self._count.read_value(), every)
+        for i, fragment in enumerate(fragments):
+            due = tf.equal(turn, (i + 1) * every // self._policy.fragments % every)
+            tf.cond(due, lambda fragment=fragment: fragment.send(step), lambda: None)
+
+
+def _unscale_by_batch_fraction(step, gradient):
+    """The gradient of the mean over the replica's own rows."""
+    if isinstance(gradient, tf.IndexedSlices):
+        values = step.unscale_by_batch_fraction(gradient.values)
+        return tf.IndexedSlices(values, gradient.indices, gradient.dense_shape)
+    return None if gradient is None else step.unscale_by_batch_fraction(gradient)

@@ -1,0 +1,372 @@
+"""Train steps of a user's own that compute with gradients, by a cluster or in one process.
+
+own_steps_job.py FOLDER CASE [CASE ...]
+"""
+
+import argparse
+import json
+import pathlib
+import sys
+import unittest.mock
+
+import keras
+import numpy as np
+import pytest
+import tensorflow as tf
+
+import keras_psplus
+from keras_psplus.all_reduce.collectives import Launcher
+from keras_psplus.all_reduce.tape_gradients import TapeGradients
+from keras_psplus.cluster.in_process import logical_devices
+
+CASES = {}
+# Rows of batches of 8 on two replicas: the last batch has one row, and one replica has none.
+ROWS, BATCH = 25, 8
+
+
+def case(cls):
+    CASES[cls.__name__] = cls
+    return cls
+
+
+class OwnStep(keras.Model):
+    """A small model with an embedding; `change` is what its step does with gradients."""
+
+    optimizer_arguments = {"learning_rate": 0.5, "momentum": 0.5}
+    compile_arguments = {}
+
+    def __init__(self):
+        super().__init__()
+        self.embed = keras.layers.Embedding(6, 3)
+        self.hidden = keras.layers.Dense(4, "tanh")
+        self.out = keras.layers.Dense(1)
+
+    def call(self, x):
+        return self.out(self.hidden(keras.ops.reshape(self.embed(x), (-1, 6))))
+
+    def gradients(self, x, y):
+        with tf.GradientTape() as tape:
+            loss = self.compute_loss(x, y, self(x, training=True))
+            scaled = self.optimizer.scale_loss(loss)
+        return loss, tape.gradient(scaled, self.trainable_variables)
+
+    def change(self, gradients):
+        return gradients
+
+    def train_step(self, data):
+        x, y = data
+        loss, gradients = self.gradients(x, y)
+        self.optimizer.apply(self.change(gradients), self.trainable_variables)
+        return {"loss": loss}
+
+    def make_optimizer(self):
+        return keras.optimizers.SGD(**self.optimizer_arguments)
+
+
+@case
+class ClipByGlobalNorm(OwnStep):
+    def change(self, gradients):
+        return tf.clip_by_global_norm(gradients, 0.1)[0]
+
+
+@case
+class ClipByValue(OwnStep):
+    def change(self, gradients):
+        return [tf.clip_by_value(tf.convert_to_tensor(g), -0.01, 0.02) for g in gradients]
+
+
+@case
+class Normalised(OwnStep):
+    def change(self, gradients):
+        dense = [tf.convert_to_tensor(g) for g in gradients]
+        return [g / (tf.norm(g) + 1e-6) for g in dense]
+
+
+@case
+class OneOfThemClipped(OwnStep):
+    def change(self, gradients):
+        return [*gradients[:-1], tf.clip_by_norm(gradients[-1], 0.01)]
+
+
+@case
+class RowsClipped(OwnStep):
+    """`tf.IndexedSlices` that stay so."""
+
+    def change(self, gradients):
+        first = gradients[0]
+        values = tf.clip_by_value(first.values, -0.004, 0.004)
+        return [tf.IndexedSlices(values, first.indices, first.dense_shape), *gradients[1:]]
+
+
+@case
+class SharpnessAware(OwnStep):
+    """Foret et al., "Sharpness-Aware Minimization", ICLR 2021."""
+
+    def train_step(self, data):
+        x, y = data
+        weights = self.trainable_variables
+        loss, gradients = self.gradients(x, y)
+        gradients = [tf.convert_to_tensor(g) for g in gradients]
+        norm = tf.linalg.global_norm(gradients)
+        steps = [0.05 * g / (norm + 1e-12) for g in gradients]
+        for weight, step in zip(weights, steps):
+            weight.assign_add(step)
+        _, gradients = self.gradients(x, y)
+        for weight, step in zip(weights, steps):
+            weight.assign_sub(step)
+        self.optimizer.apply(gradients, weights)
+        return {"loss": loss}
+
+
+@case
+class LoggedBefore(OwnStep):
+    def train_step(self, data):
+        x, y = data
+        loss, gradients = self.gradients(x, y)
+        norm = tf.linalg.global_norm(gradients[1:])
+        self.optimizer.apply(gradients, self.trainable_variables)
+        return {"loss": loss, "norm": norm}
+
+
+@case
+class LoggedAfter(OwnStep):
+    def train_step(self, data):
+        x, y = data
+        loss, gradients = self.gradients(x, y)
+        self.optimizer.apply(gradients, self.trainable_variables)
+        return {"loss": loss, "norm": tf.linalg.global_norm(gradients[1:])}
+
+
+@case
+class LoggedOnly(OwnStep):
+    """Of the embedding, which is not trained."""
+
+    def train_step(self, data):
+        x, y = data
+        loss, gradients = self.gradients(x, y)
+        self.optimizer.apply(gradients[1:], self.trainable_variables[1:])
+        return {"loss": loss, "norm": tf.norm(tf.convert_to_tensor(gradients[0]))}
+
+
+class ClippingSGD(keras.optimizers.SGD):
+    def apply(self, grads, trainable_variables=None):
+        return super().apply(tf.clip_by_global_norm(grads, 0.1)[0], trainable_variables)
+
+
+@case
+class OwnOptimizer(OwnStep):
+    def make_optimizer(self):
+        return ClippingSGD(0.5, momentum=0.5)
+
+
+@case
+class Eagerly(ClipByGlobalNorm):
+    compile_arguments = {"run_eagerly": True}
+
+
+@case
+class AsItIsEagerly(OwnStep):
+    compile_arguments = {"run_eagerly": True}
+
+
+@case
+class SeveralSteps(ClipByGlobalNorm):
+    compile_arguments = {"steps_per_execution": 2}
+
+
+@case
+class LossScale(ClipByGlobalNorm):
+    def make_optimizer(self):
+        return keras.optimizers.LossScaleOptimizer(super().make_optimizer(), initial_scale=8.0)
+
+
+@case
+class LossScaleAsItIs(OwnStep):
+    def make_optimizer(self):
+        return keras.optimizers.LossScaleOptimizer(super().make_optimizer(), initial_scale=8.0)
+
+    def train_step(self, data):
+        x, y = data
+        loss, gradients = self.gradients(x, y)
+        self.optimizer.apply(gradients, self.trainable_variables)
+        return {"loss": loss, "norm": tf.linalg.global_norm(gradients[1:])}
+
+
+@case
+class KerasAccumulation(ClipByGlobalNorm):
+    optimizer_arguments = {"learning_rate": 0.5, "gradient_accumulation_steps": 2}
+
+
+@case
+class InFunction(OwnStep):
+    @tf.function
+    def train_step(self, data):
+        x, y = data
+        loss, gradients = self.gradients(x, y)
+        gradients = tf.clip_by_global_norm(gradients, 0.1)[0]
+        self.optimizer.apply(gradients, self.trainable_variables)
+        return {"loss": loss}
+
+
+@case
+class GradientsInFunction(OwnStep):
+    @tf.function
+    def gradients(self, x, y):
+        return super().gradients(x, y)
+
+
+@case
+class GradientsInFunctionEagerly(GradientsInFunction):
+    compile_arguments = {"run_eagerly": True}
+
+
+@case
+class InBranch(OwnStep):
+    """Clipped and applied in a branch of the graph."""
+
+    def train_step(self, data):
+        x, y = data
+        loss, gradients = self.gradients(x, y)
+        self.optimizer.build(self.trainable_variables)
+        clipped = lambda: tf.clip_by_global_norm(gradients, 0.1)[0]  # noqa: E731
+
+        def apply():
+            self.optimizer.apply(clipped(), self.trainable_variables)
+            return 0
+
+        tf.cond(self.optimizer.iterations.value < 100, apply, lambda: 0)
+        return {"loss": loss}
+
+
+@case
+class TwoOptimizers(OwnStep):
+    """As in a GAN: each of its tapes has variables of its own."""
+
+    def train_step(self, data):
+        x, y = data
+        with tf.GradientTape(persistent=True) as tape:
+            loss = self.compute_loss(x, y, self(x, training=True))
+        first, second = self.trainable_variables[:2], self.trainable_variables[2:]
+        ours, theirs = tape.gradient(loss, first), tape.gradient(loss, second)
+        self.other.apply(tf.clip_by_global_norm(theirs, 0.1)[0], second)
+        self.optimizer.apply(ours, first)
+        return {"loss": loss}
+
+
+class ChangedInFunction(OwnStep):
+    """Refused: their sums cannot be put in their place any more."""
+
+    @tf.function
+    def gradients(self, x, y):
+        loss, gradients = super().gradients(x, y)
+        return loss, tf.clip_by_global_norm(gradients, 0.1)[0]
+
+
+def fit(cls, strategy, x, y, epochs=2):
+    keras.utils.set_random_seed(7)
+    with strategy.scope():
+        model = cls()
+        model.other = keras.optimizers.SGD(0.3)
+        model.compile(model.make_optimizer(), "mse", **cls.compile_arguments)
+        for layer, shape in zip(model.layers, ((None, 2), (None, 6), (None, 4))):
+            layer.build(shape)
+        model.optimizer.build(model.trainable_variables)
+        model.other.build(model.trainable_variables[2:])
+    history = model.fit(x, y, batch_size=BATCH, epochs=epochs, shuffle=False, verbose=0)
+    weights = {f"weight_{i}": weight for i, weight in enumerate(model.get_weights())}
+    return weights | {name: np.array(values) for name, values in history.history.items()}
+
+
+def main(folder, names, updates, in_cluster):
+    random = np.random.default_rng(0)
+    x = random.integers(0, 6, (ROWS, 2))
+    y = random.normal(size=(ROWS, 1)).astype("float32")
+    strategy, name_of_process = tf.distribute.get_strategy(), "alone"
+    if in_cluster:
+        strategy = keras_psplus.MultiWorkerMirroredStrategy(updates=updates)
+        name_of_process = strategy.task.name
+    for name in names:
+        if name == "Refused":
+            with pytest.raises(ValueError) as error:
+                fit(ChangedInFunction, strategy, x, y)
+            print(json.dumps(str(error.value)), flush=True)
+            continue
+        path = pathlib.Path(folder, f"{name}-{name_of_process}.npz")
+        np.savez(path, **fit(CASES[name], strategy, x, y))
+        print(f"done {name}", flush=True)
+
+
+class Clipped(keras.Model):
+    """Without an embedding, whose rows are not compressed once the step has used them."""
+
+    clips = True
+
+    def __init__(self):
+        super().__init__()
+        self.hidden = keras.layers.Dense(64)
+
+    def call(self, x):
+        return self.hidden(x)
+
+    def train_step(self, data):
+        x, y = data
+        with tf.GradientTape() as tape:
+            loss = self.compute_loss(x, y, self(x, training=True))
+        gradients = tape.gradient(loss, self.trainable_variables)
+        if self.clips:
+            gradients = tf.clip_by_global_norm(gradients, 0.1)[0]
+        self.optimizer.apply(gradients, self.trainable_variables)
+        return {"loss": loss}
+
+
+class AsItIs(Clipped):
+    clips = False
+
+
+def count_collectives():
+    """Prints how many collectives a step has, and how many bytes it sends compressed."""
+    logical_devices(2)
+    counts = {}
+    strategy = keras_psplus.MultiWorkerMirroredStrategy()
+    counts["as it is"] = collectives(strategy)
+    with unittest.mock.patch.object(TapeGradients, "note", lambda self, grads, variables: grads):
+        counts["without stand-ins"] = collectives(strategy)
+    for name, cls in (("clipped", Clipped), ("as it is", AsItIs)):
+        strategy = keras_psplus.MultiWorkerMirroredStrategy(compression="int8")
+        with strategy.scope():
+            model = cls()
+            model.compile("sgd", "mse")
+        model.fit(np.ones((4, 64)), np.ones((4, 64)), batch_size=4, verbose=0)
+        sent = [t.compressed_bytes for t in strategy.communication.traffic() if "kernel" in t.path]
+        counts[f"compressed: {name}"] = sum(sent)
+    print(json.dumps(counts))
+
+
+def collectives(strategy):
+    with strategy.scope():
+        model = AsItIs()
+        model.compile("sgd", "mse")
+    made = []
+
+    def call(launcher, *args, **kwargs):
+        made.append(launcher)
+        return all_reduce(launcher, *args, **kwargs)
+
+    all_reduce = Launcher.all_reduce
+    with unittest.mock.patch.object(Launcher, "all_reduce", call):
+        model.fit(np.ones((4, 64)), np.ones((4, 64)), batch_size=4, verbose=0)
+    return len(made)
+
+
+if __name__ == "__main__":
+    parser = argparse.ArgumentParser()
+    parser.add_argument("folder")
+    parser.add_argument("names", nargs="*")
+    parser.add_argument("--count_collectives", action="store_true")
+    parser.add_argument("--updates")
+    parser.add_argument("--one_process", action="store_true")
+    args = parser.parse_args()
+    if args.count_collectives:
+        count_collectives()
+        sys.exit()
+    main(args.folder, args.names, args.updates, not args.one_process)

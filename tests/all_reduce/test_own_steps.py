@@ -1,0 +1,114 @@
+"""What a step of the user's own computes with gradients is what one process computes."""
+
+import itertools
+import json
+import os
+import pathlib
+import re
+import subprocess
+import sys
+
+import numpy as np
+import pytest
+
+from keras_psplus.cluster.environment import python_path
+from keras_psplus.cluster.testing import run_in_processes
+from tests.results import load
+from tests.selection import cases
+
+JOB = pathlib.Path(__file__).with_name("own_steps_job.py")
+CASES = re.findall(r"^@case\nclass (\w+)\(", JOB.read_text(), re.MULTILINE)
+# With `updates=`, whose sums come later.
+UPDATES = {"accumulate:1": ["ClipByGlobalNorm", "RowsClipped"]}
+ENVIRONMENT = {"TF_CPP_MIN_LOG_LEVEL": "2", "CUDA_VISIBLE_DEVICES": ""}
+
+
+def in_one_process(*args):
+    environment = {k: v for k, v in os.environ.items() if k != "TF_CONFIG"}
+    environment |= ENVIRONMENT | {"PYTHONPATH": python_path(os.environ)}
+    done = subprocess.run(
+        [sys.executable, JOB, *map(str, args)],
+        env=environment,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+        timeout=280,
+    )
+    assert done.returncode == 0, done.stdout[-5000:]
+    return done.stdout
+
+
+@pytest.fixture(scope="module")
+def alone(request, tmp_path_factory):
+    folder = tmp_path_factory.mktemp("own_steps")
+    names = cases(request, "test_two_workers_equal_one_process", "test_with_updates_as_well")
+    return folder, in_one_process(folder, *names, "--one_process")
+
+
+@pytest.fixture(scope="module")
+def two_workers(request, tmp_path_factory):
+    folder = tmp_path_factory.mktemp("two_workers")
+    names = cases(
+        request,
+        "test_two_workers_equal_one_process",
+        "test_what_a_function_inside_has_changed_is_refused",
+    )
+    args = [folder, *names]
+    return folder, run_in_processes(JOB, workers=2, timeout=400, env=ENVIRONMENT, args=args).logs
+
+
+@pytest.fixture(scope="module", params=UPDATES)
+def updates(request, tmp_path_factory):
+    out = tmp_path_factory.mktemp("updates")
+    names = UPDATES[request.param]
+    logs = run_in_processes(
+        JOB,
+        workers=2,
+        timeout=200,
+        env=ENVIRONMENT,
+        args=[out, *names, "--updates", request.param],
+    ).logs
+    return names, (out, logs)
+
+
+def check(case, alone, workers):
+    folder, log = alone
+    expected = load(folder / f"{case}-alone.npz", log)
+    folder, logs = workers
+    for worker in ("worker-0", "worker-1"):
+        found = load(folder / f"{case}-{worker}.npz", logs[worker])
+        assert sorted(found) == sorted(expected)
+        for name in expected:
+            # A scaled loss has norms above 20, whose last bits are as large as the tolerance.
+            np.testing.assert_allclose(
+                found[name], expected[name], rtol=2e-6, atol=2e-5, err_msg=name
+            )
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_two_workers_equal_one_process(case, alone, two_workers):
+    check(case, alone, two_workers)
+
+
+@pytest.mark.cases(*itertools.chain(*UPDATES.values()))
+def test_with_updates_as_well(alone, updates):
+    names, workers = updates
+    for case in names:
+        check(case, alone, workers)
+
+
+@pytest.mark.cases("Refused")
+def test_what_a_function_inside_has_changed_is_refused(two_workers):
+    _, logs = two_workers
+    for log in logs.values():
+        (message,) = re.findall(r'^".*"$', log, re.MULTILINE)
+        message = json.loads(message)
+        assert "Take the tf.function decorator off" in message
+        assert message.count("Received: ") == 1
+
+
+def test_gradients_that_are_handed_on_cost_no_collective():
+    counts = json.loads(in_one_process("-", "--count_collectives").splitlines()[-1])
+    assert counts["as it is"] == counts["without stand-ins"] > 0
+    # As compressed as they are otherwise.
+    assert counts["compressed: clipped"] == counts["compressed: as it is"]

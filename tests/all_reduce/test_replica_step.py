@@ -1,0 +1,113 @@
+import types
+
+import numpy as np
+import pytest
+import tensorflow as tf
+
+from keras_psplus.all_reduce.replica_step import MirroredReplicaStep
+from keras_psplus.core.batches import Batch
+
+
+class Barrier:
+    def __init__(self):
+        self.left = 0
+
+    def token(self):
+        return tf.constant(0.0)
+
+    def release(self, total):
+        self.left += 1
+
+
+class Extended:
+    """What a step asks of its strategy, for one replica of one."""
+
+    _num_replicas_in_sync = 1
+
+    def __init__(self, barrier):
+        self.barrier = barrier
+        self.sums = []
+
+    def rank_in_context(self):
+        return 0
+
+    def sum_over_replicas(self, tensors):
+        self.sums.append(len(tensors))
+        return list(tensors)
+
+
+@pytest.mark.parametrize("tensors", [[], [tf.constant(2.0)]])
+def test_replicas_meet_at_the_fence_once_and_again_only_after_a_push(tensors):
+    extended = Extended(Barrier())
+    with MirroredReplicaStep(None, extended) as step:
+        step.has_pushed = True
+        assert [float(t) for t in step.synchronise(tensors=tensors)] == [float(t) for t in tensors]
+        step.synchronise()
+        assert extended.barrier.left == 1
+        step.has_pushed = True
+        step.synchronise()
+        step.synchronise()
+    assert extended.barrier.left == 2
+    assert extended.sums == [len(tensors) + 1, 0, 1, 0]
+
+
+def test_without_tables_nothing_is_added():
+    extended = Extended(None)
+    with MirroredReplicaStep(None, extended) as step:
+        step.synchronise()
+    assert extended.sums == [0]
+
+
+class OfRows(Extended):
+    """One that knows how many rows its replica has, and compresses products by their factors."""
+
+    reducers = types.SimpleNamespace(compresses=True)
+
+    def __init__(self):
+        super().__init__(None)
+        self.variables = {name: tf.Variable(1.0) for name in ("share", "global rows", "local rows")}
+
+    def step_variable(self, name):
+        return self.variables[name]
+
+
+@pytest.mark.parametrize("local_rows", [0, 1, 3])
+def test_what_a_replica_without_rows_has_computed_is_left_out(local_rows):
+    extended = OfRows()
+
+    @tf.function(input_signature=[tf.TensorSpec([None, 2]), tf.TensorSpec([], tf.int32)])
+    def run(x, rows):
+        with MirroredReplicaStep(None, extended, Batch(x, rows, tf.constant(4))) as step:
+            slices = tf.IndexedSlices(x, tf.range(tf.shape(x)[0]))
+            product = tf.matmul(x, x, transpose_a=True)
+            dense, none, slices, product = step.zero_if_empty(
+                [tf.reduce_sum(x), None, slices, product]
+            )
+            assert none is None
+            (total,) = step.sum_over_replicas([tf.reduce_sum(x)])
+            return dense, slices.values, slices.indices, product, step.rows_if_any(x), total
+
+    # Where there are no rows, that is the one which does not count.
+    x = np.full([max(local_rows, 1), 2], 2.0 if local_rows else np.nan, "float32")
+    own = x[:local_rows]
+    expected = own.sum(), own, np.arange(local_rows), own.T @ own, own, own.sum()
+    for found, value in zip(run(x, local_rows), expected, strict=True):
+        np.testing.assert_array_equal(found, value)
+
+
+def test_the_graph_may_know_that_there_are_rows():
+    with MirroredReplicaStep(
+        None, OfRows(), Batch(tf.ones([2, 1]), tf.constant(2), tf.constant(4))
+    ) as step:
+        assert not step.may_be_empty
+        x = tf.ones([2, 1])
+        assert step.rows_if_any(x) is x
+        # As on the other replicas, which may know less.
+        assert float(step.zero_if_empty([tf.constant(3.0)])[0]) == 3.0
+        with tf.Graph().as_default():
+            # It may be called in another step as well.
+            assert step.may_be_empty
+    with MirroredReplicaStep(
+        None, OfRows(), Batch(tf.ones([1, 1]), tf.constant(0), tf.constant(4))
+    ) as step:
+        assert step.may_be_empty

@@ -1,0 +1,71 @@
+"""Rows that come several times are summed only where an optimizer cannot tell."""
+
+import keras
+import numpy as np
+import pytest
+import tensorflow as tf
+
+from keras_psplus.core import duplicate_rows
+
+
+def slices(dtype="float32"):
+    values = tf.constant([[1, 2], [3, 4], [5, 6], [7, 8]], dtype)
+    return tf.IndexedSlices(values, tf.constant([4, 0, 4, 2], tf.int64), tf.constant([5, 2]))
+
+
+def updated(make, gradient):
+    variable = keras.Variable(np.ones((5, 2), "float32"))
+    optimizer = make()
+    for _ in range(2):
+        optimizer.apply([gradient], [variable])
+    return variable.numpy()
+
+
+def test_sums_come_in_the_order_of_first_rows():
+    found = duplicate_rows.summed(slices())
+    np.testing.assert_array_equal(found.indices, [4, 0, 2])
+    np.testing.assert_array_equal(found.values, [[6, 8], [3, 4], [7, 8]])
+    np.testing.assert_array_equal(found.dense_shape, [5, 2])
+
+
+@pytest.mark.parametrize(
+    "make",
+    [
+        lambda: keras.optimizers.SGD(0.1),
+        lambda: keras.optimizers.SGD(0.1, momentum=0.9, nesterov=True, weight_decay=0.1),
+        lambda: keras.optimizers.LossScaleOptimizer(keras.optimizers.SGD(0.1)),
+    ],
+)
+def test_those_that_make_no_difference_are_summed(make):
+    gradient = duplicate_rows.summed_for(make(), slices())
+    assert len(gradient.indices) == 3
+    np.testing.assert_allclose(updated(make, gradient), updated(make, slices()), rtol=1e-6)
+
+
+@pytest.mark.parametrize(
+    "make",
+    [
+        lambda: keras.optimizers.Adagrad(0.1),
+        lambda: keras.optimizers.Adam(0.1),
+        lambda: keras.optimizers.SGD(0.1, clipvalue=4.0),
+        lambda: keras.optimizers.SGD(0.1, clipnorm=4.0),
+        lambda: keras.optimizers.SGD(0.1, global_clipnorm=4.0),
+    ],
+)
+def test_those_that_would_make_a_difference_are_not(make):
+    gradient = slices()
+    assert duplicate_rows.summed_for(make(), gradient) is gradient
+    summed = updated(make, duplicate_rows.summed(gradient))
+    assert not np.allclose(summed, updated(make, gradient), rtol=1e-4)
+
+
+def test_what_is_not_known_stays_as_it_is():
+    class Own(keras.optimizers.SGD):
+        pass
+
+    gradient = slices()
+    assert duplicate_rows.summed_for(Own(0.1), gradient) is gradient
+    assert duplicate_rows.summed_for(object(), gradient) is gradient
+    half, whole = slices("float16"), tf.constant([1.0])
+    for other in (half, whole, None):
+        assert duplicate_rows.summed_for(keras.optimizers.SGD(0.1), other) is other

@@ -1,0 +1,89 @@
+"""Iterators are destroyed by threads of their own, whoever drops them last."""
+
+import gc
+import threading
+import weakref
+
+import pytest
+import tensorflow as tf
+
+from keras_psplus.core import iterator_release
+
+
+@pytest.fixture
+def releaser(monkeypatch):
+    """A releaser without its thread, and the names of the threads in which handles are dropped."""
+    releaser = iterator_release._Releaser()
+    releaser._is_running = True
+    monkeypatch.setattr(iterator_release, "_releaser", releaser)
+    return releaser
+
+
+def datasets():
+    plain = tf.data.Dataset.range(8).prefetch(tf.data.AUTOTUNE)
+    yield plain
+    strategy = tf.distribute.MirroredStrategy(["CPU:0"])
+    yield strategy.distribute_datasets_from_function(lambda context: plain)
+
+
+@pytest.mark.parametrize("number", [0, 1], ids=["plain", "distributed"])
+def test_what_nobody_uses_is_destroyed_in_a_thread(releaser, number):
+    dataset = iterator_release.Dataset(list(datasets())[number])
+    iterator = iter(dataset)
+    assert int(tf.nest.flatten(next(iterator))[0]) == 0
+    (handles,) = releaser.kept
+    releaser.release_unused()
+    assert releaser.kept == [handles]
+    assert [int(tf.nest.flatten(x)[0]) for x in iterator] == list(range(1, 8))
+    # A part of a cycle: the collector drops it, here or in any other thread.
+    cycle = [iterator]
+    cycle.append(cycle)
+    del iterator, cycle
+    releaser.release_unused()
+    gc.collect()
+    # The last reference is the releaser's.
+    assert len(handles) and releaser.kept == [handles]
+    releaser.release_unused()
+    assert releaser.kept == []
+    for thread in list(releaser._threads):
+        thread.join(60)
+    assert handles == []
+
+
+def test_a_dataset_that_stays_does_not_keep_its_iterators(releaser):
+    dataset = iterator_release.Dataset(tf.data.Dataset.range(3))
+    for _ in range(3):
+        assert [int(x) for x in dataset] == [0, 1, 2]
+    gc.collect()
+    releaser.release_unused()
+    assert releaser.kept == []
+
+
+def test_the_thread_ends_when_nothing_is_left(monkeypatch):
+    monkeypatch.setattr(iterator_release, "_LOOK_SECONDS", 0.01)
+    releaser = iterator_release._Releaser()
+    releaser.add([object()])
+    (thread,) = [t for t in threading.enumerate() if t.name == "iterator release"][-1:]
+    thread.join(60)
+    assert not thread.is_alive() and not releaser.kept
+
+
+def test_other_iterators_are_left_alone(releaser):
+    iterator_release.release_elsewhere(iter([1, 2]))
+    assert releaser.kept == []
+
+
+def test_at_the_end_of_the_process_what_is_in_use_is_left_to_it(releaser):
+    used, unused = (iter(iterator_release.Dataset(data)) for data in datasets())
+    handles = [weakref.ref(handle) for handle in iterator_release._handles(used)]
+    dropped = [weakref.ref(handle) for handle in iterator_release._handles(unused)]
+    cycle = [unused]
+    cycle.append(cycle)
+    del unused, cycle
+    releaser.leave()
+    # Python would wait for it, in the thread that ends the process.
+    del used
+    releaser.kept.clear()
+    gc.collect()
+    assert all(handle() is not None for handle in handles)
+    assert all(handle() is None for handle in dropped)

@@ -1,0 +1,52 @@
+"""A strategy of one's own: replicas train alone, and average their weights after each epoch."""
+
+import keras
+
+import keras_psplus as psp
+from keras_psplus.all_reduce.engine import AllReduceEngine
+
+
+class AveragingEngine(AllReduceEngine):
+    def reduce(self, optimizer, grads, variables):
+        # Each replica's gradient counts by its rows: with as many on all, by 1 / replicas.
+        return [gradient * self.strategy.num_replicas_in_sync for gradient in grads]
+
+    def end_of_training_epoch(self, original, model, logs):
+        if not self._evaluates:
+            self._average(model)
+        return super().end_of_training_epoch(original, model, logs)
+
+    def _average(self, model):
+        variables = [variable.value for variable in model.trainable_variables]
+
+        def replica():
+            values = [variable.read_value() for variable in variables]
+            sums = self.strategy.extended.sum_over_replicas(values)
+            for variable, total in zip(variables, sums):
+                variable.assign(total / self.strategy.num_replicas_in_sync)
+
+        self.strategy.run(replica)
+
+
+class EpochAveragingStrategy(psp.MultiWorkerMirroredStrategy):
+    """Averages weights over replicas after each epoch."""
+
+    _engine_class = AveragingEngine
+
+
+def strategy():
+    return EpochAveragingStrategy()
+
+
+if __name__ == "__main__":
+    import numpy as np
+
+    strategy = strategy()
+    with strategy.scope():
+        model = keras.Sequential([keras.Input((2,)), keras.layers.Dense(1, use_bias=False)])
+        model.compile(keras.optimizers.SGD(0.1), "mse")
+    model.set_weights([np.zeros((2, 1))])
+    # Rows 0, 1 of each batch are worker-0's, and rows 2, 3 are worker-1's.
+    x = np.array([[1, 0], [1, 0], [0, 1], [0, 1]] * 3, "float32")
+    history = model.fit(x, np.ones((12, 1)), batch_size=4, epochs=2, shuffle=False, verbose=0)
+    print("weights", model.get_weights()[0].ravel().tolist(), flush=True)

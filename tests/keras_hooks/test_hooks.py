@@ -1,0 +1,80 @@
+"""The list of hooks is what is replaced, and each of them asks an engine in a real fit."""
+
+import json
+import pathlib
+import subprocess
+import sys
+
+import keras
+import pytest
+
+from keras_psplus.cli import main
+from keras_psplus.engine import Engine
+from keras_psplus.keras_hooks import HOOKS, hook
+
+JOB = pathlib.Path(__file__).with_name("hooks_job.py")
+
+
+def run_job(*args):
+    result = subprocess.run(
+        [sys.executable, str(JOB), *args], capture_output=True, text=True, timeout=300
+    )
+    assert result.returncode == 0, result.stderr[-5000:]
+    return json.loads(result.stdout.splitlines()[-1])
+
+
+def test_what_is_replaced_is_in_the_list_and_nothing_else():
+    changed, listed = run_job("--replaced")
+    assert changed == listed
+
+
+@pytest.fixture(scope="module")
+def asked():
+    return run_job()
+
+
+def test_no_name_is_replaced_twice():
+    names = [one.where for one in HOOKS]
+    assert len(set(names)) == len(names)
+
+
+@pytest.mark.parametrize("where", [one.where for one in HOOKS])
+def test_each_hook_asks_an_engine_in_a_real_fit(asked, where):
+    seen, listed = asked
+    assert where in listed
+    assert where in seen
+
+
+def test_engines_answer_what_hooks_ask():
+    # Others have an object of their own to ask.
+    others = {"show_message", "note", "take_in", "make_layers"}
+    assert all(hasattr(Engine, one.ask) for one in HOOKS if one.ask not in others)
+
+
+def test_doctor_lists_the_hooks(capsys):
+    assert main.main(["doctor", "--hooks"]) == 0
+    out = capsys.readouterr().out
+    assert all(f"{one.where} " in out and one.why in out for one in HOOKS)
+    assert main.main(["doctor", "--hooks", "--json"]) == 0
+    rows = json.loads(capsys.readouterr().out)
+    assert [row["name"] for row in rows] == [one.where for one in HOOKS]
+    assert all(row["fits"] for row in rows)
+
+
+def test_doctor_names_what_does_not_fit(capsys, monkeypatch):
+    class Renamed:
+        pass
+
+    gone = hook.Hook(Renamed, "fit", ["self", "x"], lambda: None, "train", "to test")
+    monkeypatch.setattr("keras_psplus.keras_hooks.HOOKS", (gone,))
+    assert main.main(["doctor", "--hooks", "--json"]) == 1
+    (row,) = json.loads(capsys.readouterr().out)
+    assert row["found"] is None and "Renamed.fit" in row["problem"]
+    assert keras.__version__ in row["problem"]
+    assert main.main(["doctor", "--hooks"]) == 1
+    assert "DOES NOT FIT" in capsys.readouterr().out
+
+
+def test_json_goes_with_hooks(capsys):
+    assert main.main(["doctor", "--json"]) == 2
+    assert "--hooks" in capsys.readouterr().err
