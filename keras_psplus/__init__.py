@@ -11,7 +11,9 @@ _EXPORTS = {
     "MultiWorkerMirroredStrategy": "keras_psplus.all_reduce",
     "ParameterServerStrategy": "keras_psplus.parameter_server",
     "PeerLostError": "keras_psplus.all_reduce",
+    "PipelineStrategy": "keras_psplus.pipeline",
     "single_process": "keras_psplus.core.live_strategies",
+    "stage": "keras_psplus.pipeline",
     "strategy": "keras_psplus.catalogue",
 }
 

@@ -83,6 +83,8 @@ def problem_with(entry: entries.Entry, options: Collection[str]) -> str | None:
         What goes after the entry's name in a sentence, or None if it takes them.
     """
     for option in options:
+        if entry.strategy == "PipelineStrategy":
+            return f"has no `{option}`: leave out --{option}"
         if option in entry.options:
             return (
                 f"sets `{option}` itself: take --strategy {_PLAIN[entry.strategy]}, which does not"

@@ -12,6 +12,7 @@ CLASSES = (
     "MultiWorkerMirroredStrategy",
     "ParameterServerStrategy",
     "HybridStrategy",
+    "PipelineStrategy",
 )
 
 

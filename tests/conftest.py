@@ -31,9 +31,13 @@ LONG = (
     "examples",
     "fidelity",
     "faults",
+    "pipeline",
 )
 # Whose scripts are started by `warm.py`. The others start them as a user does.
-WARM = (*("multi_process", "parameter_server", "hybrid", "all_reduce", "callbacks", "faults"),)
+WARM = (
+    *("multi_process", "parameter_server", "hybrid", "all_reduce", "callbacks", "faults"),
+    "pipeline",
+)
 
 
 def pytest_configure(config):

@@ -24,7 +24,7 @@ LAYERS = [
     {"cluster", "native"},
     {"callbacks", "chaos", "compression", "datasets", "updates"},
     {"core"},
-    {"all_reduce", "parameter_server"},
+    {"all_reduce", "parameter_server", "pipeline"},
     {"hybrid"},
     {"catalogue", "keras_hooks"},
     {"cli"},

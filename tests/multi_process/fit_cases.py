@@ -768,11 +768,13 @@ def strategies(kinds):
     from tests.all_reduce.job_parts import compress
 
     cluster = all_reduce = None
-    if "devices" in kinds:
+    if {"devices", "pipeline"} & set(kinds):
         logical_devices(2)
     for kind in kinds:
         if kind == "reference":
             yield None
+        elif kind == "pipeline":
+            yield keras_psplus.PipelineStrategy(microbatches=3)
         elif kind in ("workers", "devices", "lossless"):
             if all_reduce is None:
                 all_reduce = keras_psplus.MultiWorkerMirroredStrategy(startup_timeout=60)

@@ -89,6 +89,13 @@ SYNCHRONOUS = [
     "own_loss_with_an_empty_replica",
 ]
 SYNCHRONOUS_SHARDED = ["moving_average_of_weights", "gradient_accumulation_in_loop", "much_at_once"]
+# What is particular to stages on two devices; `tests/pipeline` has more.
+PIPELINE = [
+    *("last_batch_of_one_row", "dataset_of_unknown_length", "steps_per_execution_dataset"),
+    *("on_batch", "logs_of_every_batch", "several_inputs_and_outputs", "gradient_penalty"),
+    *("gradient_accumulation_in_loop", "moving_average_after_skipped_steps", "much_at_once"),
+    *("mixed_precision_skips_overflow", "embedding_with_adam", "evaluate_and_predict"),
+]
 # Float tolerance: sums over replicas are taken in another order than sums over a batch.
 TOLERANCE = dict.fromkeys(CASES + ONLY_ASYNCHRONOUS, 2e-5) | {
     "bfloat16": 2e-2,
@@ -114,6 +121,7 @@ PROCESSES = [
         ),
         "devices": CORE,
     },
+    {"pipeline": PIPELINE},
     {"async": ASYNCHRONOUS, "async_sharded": SHARDED},
     {"sync": SYNCHRONOUS, "sync_sharded": SYNCHRONOUS_SHARDED},
 ]

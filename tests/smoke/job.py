@@ -19,6 +19,7 @@ STRATEGIES = {
     "all_reduce": psp.MultiWorkerMirroredStrategy,
     "async_parameter_server": psp.ParameterServerStrategy,
     "sync_parameter_server": lambda: psp.ParameterServerStrategy(mode="sync"),
+    "pipeline": lambda: psp.PipelineStrategy(microbatches=3),
     "hybrid": lambda: psp.HybridStrategy(placement="parameter_server"),
 }
 

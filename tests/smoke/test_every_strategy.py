@@ -23,6 +23,7 @@ STRATEGIES = {
     # One worker: asynchronous steps of several have no order.
     "async_parameter_server": ({"chief": True, "workers": 1, "ps": 1}, ["chief-0"]),
     "sync_parameter_server": ({"chief": True, "workers": 2, "ps": 1}, ["chief-0"]),
+    "pipeline": ({"chief": True, "workers": 2}, ["chief-0"]),
     "hybrid": ({"workers": 2, "ps": 1}, ["worker-0", "worker-1"]),
 }
 

@@ -1,0 +1,70 @@
+"""Activations and their gradients in fewer bytes, on their way from stage to stage."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+import tensorflow as tf
+
+from keras_psplus.compression import Compressor
+from keras_psplus.pipeline.stages import Stages
+from keras_psplus.tf_internals import framework_ops as ops
+
+# Shorter rows are sent as they are: their message costs more than their bytes.
+_LEAST_ELEMENTS = 1024
+
+
+def compress(
+    graph: tf.Graph,
+    activations: Iterable[tf.Tensor],
+    between: Iterable[tf.Operation],
+    stages: Stages,
+    compressor: Compressor,
+) -> None:
+    """Encodes what goes from one stage to another on the one, and decodes it on the other.
+
+    Each row is encoded by itself, so that a row's results do not depend on the others.
+
+    Args:
+        graph: The graph of a step, all of whose operations have devices.
+        activations: What layers have returned, and gradients by what they were called with.
+        between: The operations that belong to no layer. What they make of activations counts as
+            activations.
+        stages: The stages.
+        compressor: What encodes and decodes rows.
+    """
+    sent = {id(tensor): tensor for tensor in activations}
+    for op in between:
+        if any(id(tensor) in sent for tensor in op.inputs):
+            sent.update((id(tensor), tensor) for tensor in op.outputs)
+    devices, decoded = set(stages.devices), {}
+    for tensor in sent.values():
+        if not _is_worth_it(tensor) or tensor.device not in devices:
+            continue
+        for consumer in tensor.consumers():
+            if consumer.device == tensor.device or consumer.device not in devices:
+                continue
+            key = id(tensor), consumer.device
+            if key not in decoded:
+                decoded[key] = _over(graph, tensor, consumer.device, compressor)
+            for i, given in enumerate(consumer.inputs):
+                if given is tensor:
+                    consumer._update_input(i, decoded[key])
+
+
+def _is_worth_it(tensor):
+    shape = tensor.shape
+    if tensor.dtype != tf.float32 or not shape.rank:
+        return False
+    of_row = shape[1:].num_elements()
+    # Compressors need to know the form of a row.
+    return of_row is not None and of_row * (shape[0] or 1) >= _LEAST_ELEMENTS
+
+
+def _over(graph, tensor, device, compressor):
+    step = tf.constant(0, tf.int64)
+    with graph.as_default(), ops.control_dependencies(None):
+        with ops.device(tensor.device):
+            payload = compressor.encode_rows(tensor, step)
+        with ops.device(device):
+            return compressor.decode_rows(payload, tensor.shape[1:], tensor.dtype, step)

@@ -1,0 +1,92 @@
+"""Gives operations that belong to no layer a device: that of their largest input.
+
+What is between layers (a skip connection's sum, the join of micro-batches), losses, metrics, the
+sums of a variable's gradients and what an optimizer does to them would otherwise run on the chief,
+and everything that they need would be sent there and back. What is computed of the batch alone runs
+where its results are used.
+"""
+
+from __future__ import annotations
+
+import tensorflow as tf
+
+from keras_psplus.tf_internals import framework_ops
+
+# What a dimension that is not known counts as.
+_UNKNOWN = 64
+# They need to know a tensor's shape, not the tensor, which must not be sent for that.
+_SHAPES = ("Shape", "ShapeN", "Size", "Rank")
+
+
+def place(graph: tf.Graph, first: int) -> list[tf.Operation]:
+    """Places the operations of a graph that have no device.
+
+    Args:
+        graph: The graph.
+        first: How many of its operations are left alone.
+
+    Returns:
+        List of the operations that it has placed, without constants.
+    """
+    operations = graph.get_operations()[first:]
+    captured = _devices_of_captures(graph)
+    placed = []
+    for op in operations:
+        if not op.device and op.type != "Placeholder":
+            device = _resource_device(op, captured) or _device_of_largest(op)
+            if device:
+                op._set_device(device)
+                placed.append(op)
+    for op in reversed(operations):
+        if not op.device and op.type not in ("Placeholder", *_SHAPES):
+            device = of_consumers(op.outputs)
+            if device:
+                op._set_device(device)
+                placed.append(op)
+    for op in operations:
+        if not op.device and op.type in _SHAPES:
+            op._set_device(op.inputs[0].op.device or of_consumers([op.inputs[0]]) or "")
+    return [op for op in placed if op.type != "Const"]
+
+
+def of_consumers(tensors: list[tf.Tensor]) -> str | None:
+    """Device of the first operation that uses one of some tensors, if it has one."""
+    for tensor in tensors:
+        for op in tensor.consumers():
+            if op.device and op.type not in _SHAPES:
+                return op.device
+    return None
+
+
+def _devices_of_captures(graph):
+    """Devices of captured resources, by the ids of the tensors that stand for them in a graph."""
+    return {
+        id(inside): outside.device
+        for outside, inside in getattr(graph, "captures", ())
+        if inside.dtype == tf.resource and isinstance(outside, framework_ops.EagerTensor)
+    }
+
+
+def _resource_device(op, captured):
+    for tensor in op.inputs:
+        if tensor.dtype == tf.resource:
+            return captured.get(id(tensor)) or tensor.op.device
+    return None
+
+
+def _device_of_largest(op):
+    largest, device = -1, ""
+    for tensor in op.inputs:
+        size = _size(tensor)
+        if tensor.op.device and size > largest:
+            largest, device = size, tensor.op.device
+    return device
+
+
+def _size(tensor):
+    if tensor.shape.rank is None:
+        return _UNKNOWN
+    size = max(1, tensor.dtype.size)
+    for dimension in tensor.shape:
+        size *= _UNKNOWN if dimension is None else dimension
+    return size

@@ -1,0 +1,175 @@
+"""What `PipelineStrategy` answers when Keras asks."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from contextlib import AbstractContextManager
+from typing import Any
+
+import keras
+import tensorflow as tf
+
+from keras_psplus.core import iterator_release, saving
+from keras_psplus.core.distributed_engine import DistributedEngine
+from keras_psplus.core.replica_step import current_step
+from keras_psplus.core.worker_files import WorkerFiles
+from keras_psplus.engine import Original
+from keras_psplus.keras_parts import epoch_iterator
+from keras_psplus.log import logger
+from keras_psplus.pipeline import failure, train_step
+from keras_psplus.pipeline.step_function import PredictFunction, StepFunction
+from keras_psplus.pipeline.worker_files import NoWorkerFiles
+
+
+class PipelineEngine(DistributedEngine):
+    """For a chief that traces steps over the devices of all stages."""
+
+    can_run_eagerly = False
+
+    def __init__(self, strategy: Any) -> None:
+        super().__init__(strategy)
+        self._worker_files = NoWorkerFiles(strategy)
+
+    @property
+    def worker_files(self) -> WorkerFiles:
+        return self._worker_files
+
+    # The trainer.
+
+    def translate_errors(self) -> AbstractContextManager[None]:
+        return failure.translate_errors(self.strategy)
+
+    def build(
+        self, original: Original, model: keras.Model, iterator: Any = None, data_batch: Any = None
+    ) -> None:
+        spec = iterator.batch_spec if iterator is not None else data_batch
+        self.split(model, spec, trains=True)
+        super().build(original, model, iterator, data_batch)
+
+    def split(self, model: keras.Model, batch_spec: Any, trains: bool) -> None:
+        """Puts a model's layers and variables on stages, once; see `Splitter.split`."""
+        self.strategy.splitter.split(self, model, batch_spec, trains)
+
+    def divides_train_step(self, model: keras.Model) -> bool:
+        """Whether losses and gradients are computed micro-batch by micro-batch."""
+        if self.strategy.schedule != "1f1b":
+            return False
+        reason = train_step.why_not_divided(model)
+        if reason is None and self.strategy.splitter.has_masks(model):
+            reason = "its outputs have masks, by whose number of entries the loss is divided"
+        if reason is not None:
+            logger.info(
+                'the model \'%s\' is trained by schedule "gpipe" instead of "1f1b": %s. The '
+                "results are those of one process; each stage keeps the activations of all "
+                "micro-batches",
+                model.name,
+                reason,
+            )
+        return reason is None
+
+    def make_function(
+        self, original: Original, model: keras.Model, step_function: Callable[..., Any]
+    ) -> Any:
+        return StepFunction(self, model, step_function)
+
+    def make_predict_function(
+        self, original: Original, model: keras.Model, force: bool = False
+    ) -> Any:
+        if model.predict_function is None or force:
+            model.predict_function = PredictFunction(self, model)
+        return model.predict_function
+
+    def reduce_outputs(
+        self, original: Original, values: Any, strategy: tf.distribute.Strategy, reduction: str
+    ) -> Any:
+        return values
+
+    # Data.
+
+    def make_iterator(
+        self,
+        original: Original,
+        iterator: Any,
+        distribute_strategy: tf.distribute.Strategy | None = None,
+        *args: Any,
+        **kwargs: Any,
+    ) -> None:
+        epoch_iterator.EpochIterator.__init__(iterator, *args, **kwargs)
+        iterator._distribute_strategy = distribute_strategy
+        dataset = iterator.data_adapter.get_tf_dataset()
+        iterator._distributed_dataset = iterator_release.Dataset(dataset)
+        iterator.batch_spec = dataset.element_spec
+
+    # Variables and layers.
+
+    def make_layer(self, original: Original, layer: keras.Layer, *args: Any, **kwargs: Any) -> Any:
+        self.strategy.stages.note_made(layer)
+        return original(layer, *args, **kwargs)
+
+    def make_variable(
+        self, original: Original, variable: keras.Variable, *args: Any, **kwargs: Any
+    ) -> Any:
+        super().make_variable(original, variable, *args, **kwargs)
+        variable._is_made_to_train = variable._trainable
+
+    def initialize_with_initializer(
+        self, original: Original, variable: keras.Variable, initializer: Any
+    ) -> Any:
+        self.strategy.variables.initialize(variable, initializer)
+
+    def assign(self, original: Original, variable: keras.Variable, value: Any) -> Any:
+        self.strategy.variables.ensure(variable)
+        return original(variable, value)
+
+    def read(self, original: Original, variable: keras.Variable) -> Any:
+        self.strategy.variables.ensure(variable)
+        return original(variable)
+
+    def call_layer(self, original: Original, layer: keras.Layer, *args: Any, **kwargs: Any) -> Any:
+        return current_step().call(original, layer, args, kwargs)
+
+    # Gradients and optimizers: those of the whole batch, as in one process.
+
+    def gradient(
+        self,
+        original: Original,
+        tape: tf.GradientTape,
+        target: Any,
+        sources: Any,
+        output_gradients: Any = None,
+        *args: Any,
+        **kwargs: Any,
+    ) -> Any:
+        return original(tape, target, sources, output_gradients, *args, **kwargs)
+
+    def build_optimizer(
+        self,
+        original: Original,
+        optimizer: keras.optimizers.Optimizer,
+        variables: list[keras.Variable],
+    ) -> Any:
+        # Keras looks variables up by what TensorFlow's are.
+        for variable in variables:
+            self.strategy.variables.ensure(variable)
+        return original(optimizer, variables)
+
+    def add_slot(
+        self,
+        original: Original,
+        optimizer: keras.optimizers.Optimizer,
+        reference_variable: keras.Variable,
+        name: str | None = None,
+        initializer: Any = "zeros",
+    ) -> Any:
+        variables = self.strategy.variables
+        with variables.beside(reference_variable):
+            slot = original(optimizer, reference_variable, name, initializer)
+        variables.note_slot(slot, reference_variable)
+        return slot
+
+    # Saving.
+
+    def export(
+        self, original: Original, model: keras.Model, filepath: Any, *args: Any, **kwargs: Any
+    ) -> Any:
+        return saving.export_copies(self.strategy, original, model, filepath, *args, **kwargs)

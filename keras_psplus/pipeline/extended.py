@@ -1,0 +1,66 @@
+"""`PipelineStrategy`'s implementation half: one replica, whose variables are on many devices."""
+
+import contextlib
+import contextvars
+from collections.abc import Iterator
+from typing import Any
+
+import tensorflow as tf
+
+from keras_psplus.tf_internals import distribute_lib, one_device_strategy
+from keras_psplus.tf_internals import framework_ops as ops
+
+
+class PipelineExtended(one_device_strategy.OneDeviceExtended):
+    """Additional APIs of `PipelineStrategy`.
+
+    Args:
+        strategy: `PipelineStrategy`.
+        devices: Names of the stages' devices.
+        host: Name of the chief's device, which reads the data.
+    """
+
+    def __init__(self, strategy: tf.distribute.Strategy, devices: list[str], host: str) -> None:
+        super().__init__(strategy, host)
+        self._devices = list(devices)
+        self._making_on: contextvars.ContextVar[str | None]
+        self._making_on = contextvars.ContextVar("making_on", default=None)
+
+    def has_made(self, variable: Any) -> bool:
+        """Whether a variable is one of this strategy's."""
+        return variable is None or variable.device in self._devices
+
+    @contextlib.contextmanager
+    def making_on(self, device: str) -> Iterator[None]:
+        """Context in which variables are made on a device."""
+        token = self._making_on.set(device)
+        try:
+            yield
+        finally:
+            self._making_on.reset(token)
+
+    @property
+    def device_of_making(self) -> str | None:
+        """Device on which variables are made just now, or None."""
+        return self._making_on.get()
+
+    def _create_variable(self, next_creator, **kwargs):
+        beside = kwargs.pop("colocate_with", None)
+        device = self._making_on.get() or getattr(beside, "device", None) or self._devices[-1]
+        with ops.colocate_with(None, ignore_existing=True), ops.device(device):
+            return next_creator(**kwargs)
+
+    def _validate_colocate_with_variable(self, colocate_with_variable):
+        pass
+
+    def _call_for_each_replica(self, fn, args, kwargs):
+        with distribute_lib.ReplicaContext(self._container_strategy(), replica_id_in_sync_group=0):
+            return fn(*args, **(kwargs or {}))
+
+    def _update(self, var, fn, args, kwargs, group):
+        with ops.device(var.device), distribute_lib.UpdateContext(var.device):
+            result = fn(var, *args, **kwargs)
+        return result if group else tf.nest.map_structure(self._local_results, result)
+
+    def _replica_ctx_all_reduce(self, reduce_op, value, options=None):
+        return value

@@ -1,0 +1,39 @@
+"""What the chief says when a stage is gone."""
+
+import contextlib
+import re
+from collections.abc import Iterator
+from typing import Any
+
+import tensorflow as tf
+
+from keras_psplus.core import job_failure
+
+
+class StageLostError(RuntimeError):
+    """A worker has died, and with it the variables of its stage."""
+
+
+@contextlib.contextmanager
+def translate_errors(strategy: Any) -> Iterator[None]:
+    """Names the stage when TensorFlow fails for want of its worker."""
+    try:
+        yield
+    except (tf.errors.UnavailableError, tf.errors.AbortedError) as error:
+        found = re.search(r"/job:worker/replica:0/task:(\d+)", str(error))
+        if not found or strategy.task is None:
+            raise
+        job_failure.note()
+        raise lost(strategy, int(found.group(1)), job_failure.relevant_line(error)) from error
+
+
+def lost(strategy: Any, number: int, received: str) -> StageLostError:
+    """The error that names a stage, its worker and its layers."""
+    address = strategy.task.cluster["worker"][number]
+    layers = "none yet" if strategy.plan is None else strategy.plan.stages[number].described
+    return StageLostError(
+        f"worker-{number} ({address}), which has stage {number} (layers: {layers}), stopped "
+        "answering; the variables that it held are lost. Look into that task's log, then start "
+        "the whole job again: with the BackupAndRestore callback training resumes where the last "
+        f"backup was made. Received: {received}"
+    )

@@ -1,0 +1,74 @@
+"""Schedules: what each stage does for which micro-batch, and in which order.
+
+A schedule is a function of the numbers of stages and micro-batches. It returns a list for each
+stage, of pairs of a direction and the number of a micro-batch.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+FORWARD, BACKWARD = "forward", "backward"
+Actions = list[tuple[str, int]]
+
+
+def gpipe(stages: int, microbatches: int) -> list[Actions]:
+    """All forward, then all backward: a stage keeps the activations of all micro-batches.
+
+    Reference: Huang et al., "GPipe: Efficient Training of Giant Neural Networks using Pipeline
+    Parallelism", NeurIPS 2019.
+
+    Example:
+
+    ```python
+    gpipe(2, 2)[0]  # [("forward", 0), ("forward", 1), ("backward", 0), ("backward", 1)]
+    ```
+    """
+    return [[(d, i) for d in (FORWARD, BACKWARD) for i in range(microbatches)]] * stages
+
+
+def one_f_one_b(stages: int, microbatches: int) -> list[Actions]:
+    """One forward, one backward: stage `k` keeps the activations of `stages - k` micro-batches.
+
+    Reference: Narayanan et al., "PipeDream: Generalized Pipeline Parallelism for DNN Training",
+    SOSP 2019; "Memory-Efficient Pipeline-Parallel DNN Training", ICML 2021 (with a flush).
+
+    Example:
+
+    ```python
+    one_f_one_b(1, 2)[0]  # [("forward", 0), ("backward", 0), ("forward", 1), ("backward", 1)]
+    ```
+    """
+    return [
+        _one_f_one_b_of_stage(min(stages - k, microbatches), microbatches) for k in range(stages)
+    ]
+
+
+def _one_f_one_b_of_stage(ahead, microbatches):
+    actions = [(FORWARD, i) for i in range(ahead)]
+    for i in range(microbatches):
+        actions.append((BACKWARD, i))
+        if i + ahead < microbatches:
+            actions.append((FORWARD, i + ahead))
+    return actions
+
+
+SCHEDULES: dict[str, Callable[[int, int], list[Actions]]] = {"1f1b": one_f_one_b, "gpipe": gpipe}
+
+
+def before(actions: Actions) -> dict[tuple[str, int], list[tuple[str, int]]]:
+    """What a stage has to have done before each of its actions.
+
+    A forward waits for the forward and the backward that stand before it, which bounds how many
+    micro-batches are kept. A backward waits for nothing but its gradients, which come in turn: so
+    the stage has something to do while tensors are on their way.
+
+    Args:
+        actions: One stage's part of a schedule.
+    """
+    last: dict[str, tuple[str, int]] = {}
+    found: dict[tuple[str, int], list[tuple[str, int]]] = {}
+    for action in actions:
+        found[action] = list(last.values()) if action[0] == FORWARD else []
+        last[action[0]] = action
+    return found

@@ -1,0 +1,83 @@
+"""What the chief waits for, and workers that do not answer any more."""
+
+import threading
+import time
+import weakref
+from typing import Any
+
+from keras_psplus.cluster import stalls
+from keras_psplus.cluster.stalls import PendingWait
+from keras_psplus.core import job_failure
+from keras_psplus.log import logger
+from keras_psplus.pipeline import failure
+
+_LOOK_SECONDS = 2.0
+
+
+class StallProbe:
+    """What `stalls.Inspector` looks at, on the chief.
+
+    Args:
+        strategy: `PipelineStrategy`.
+    """
+
+    def __init__(self, strategy: Any) -> None:
+        self._strategy = weakref.ref(strategy)
+
+    def look(self) -> dict[int, PendingWait]:
+        """What is waited for just now."""
+        strategy = self._strategy()
+        progress = None if strategy is None else strategy.progress
+        if progress is None or progress.at is None:
+            return {}
+        return {progress.entered: PendingWait(f"chief-0 at {progress.at}", self._describe)}
+
+    def _describe(self):
+        silent = stalls.unresponsive_tasks(addresses(self._strategy()))
+        missing = ", ".join(f"{name} (no answer)" for name in silent)
+        return (
+            "the stages; not arrived: "
+            f"{missing or 'none; the step may still be traced, or a stage is slow'}"
+        )
+
+
+class Watch:
+    """Ends the job when a worker has not answered for a while, as one that hangs ends no call.
+
+    Args:
+        strategy: `PipelineStrategy`.
+        timeout: Seconds for which a worker may not answer.
+    """
+
+    def __init__(self, strategy: Any, timeout: float) -> None:
+        self._strategy, self._timeout = weakref.ref(strategy), timeout
+        threading.Thread(target=self._run, name="pipeline watch", daemon=True).start()
+
+    def _run(self):
+        since: dict[str, float] = {}
+        while True:
+            time.sleep(min(_LOOK_SECONDS, self._timeout / 4))
+            strategy = self._strategy()
+            if strategy is None:
+                return
+            try:
+                silent = stalls.unresponsive_tasks(addresses(strategy))
+            except RuntimeError:
+                return  # This process ends, and starts no threads any more.
+            now = time.monotonic()
+            for name in silent:
+                # It may have hung since just after the look before.
+                if name in since and now - since[name] + _LOOK_SECONDS >= self._timeout:
+                    received = f"no answer for {self._timeout:g} s (heartbeat_timeout)"
+                    number = int(name.rpartition("-")[2])
+                    logger.error("%s", failure.lost(strategy, number, received))
+                    job_failure.exit_now()
+            since = {name: since.get(name, now) for name in silent}
+            del strategy
+
+
+def addresses(strategy: Any) -> dict[str, str]:
+    """Addresses of the workers, by their names."""
+    if strategy is None or strategy.task is None:
+        return {}
+    return {f"worker-{i}": a for i, a in enumerate(strategy.task.cluster["worker"])}

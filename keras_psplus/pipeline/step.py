@@ -1,0 +1,253 @@
+"""One step of a pipeline while it is traced: micro-batches, stages, and their order."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import keras
+import tensorflow as tf
+
+from keras_psplus.core import losses
+from keras_psplus.core.replica_step import ReplicaStep
+from keras_psplus.keras_parts import tree
+from keras_psplus.pipeline import boundary, microbatches, schedule
+from keras_psplus.pipeline.gradients import JoinedCalls
+
+
+class PipelineStep(ReplicaStep):
+    """Context of tracing one step.
+
+    The outermost layer that the step calls, the model as a rule, is called once for each
+    micro-batch, and gets its outputs joined. Inside, each layer that is on a stage runs on that
+    stage's device. What is between layers is left to `devices.place`.
+
+    Args:
+        engine: `PipelineEngine`.
+        count: Number of micro-batches.
+        rows: Rows of the batch, where tensors do not tell; None if they do.
+        order: Schedule of the stages, by which a micro-batch waits for the gradients of earlier
+            ones; None for none that does.
+
+    Attributes:
+        rows: As the argument.
+        activations: What layers have returned, and gradients by what they were called with.
+        traced: For each stage, what it does for which micro-batch, in the order of the trace.
+    """
+
+    can_sum = True
+
+    def __init__(
+        self,
+        engine: Any,
+        count: int,
+        rows: int | None = None,
+        order: Callable[[int, int], list[schedule.Actions]] | None = None,
+    ) -> None:
+        super().__init__(engine)
+        self._count, self._order, self.rows = count, order, rows
+        self._stages = engine.strategy.stages
+        self._part: Microbatch | None = None
+        self._is_on_stage = False
+        # By ids.
+        self._of_batch: dict[int, Any] = {}
+        self.activations: list[tf.Tensor] = []
+        self.traced: list[schedule.Actions] = [[] for _ in self._stages.devices]
+        # The last tensors of each action, and what it has to wait for, by stage.
+        self._done: list[dict[tuple[str, int], list[tf.Tensor]]]
+        self._done = [{} for _ in self._stages.devices]
+        self._before: list[dict[tuple[str, int], list[tuple[str, int]]]]
+        self._before = [{} for _ in self._stages.devices]
+        # Pairs of a stand-in and one micro-batch's part, for each sum over micro-batches.
+        self._sums: list[list[tuple[tf.Tensor, tf.Tensor]]] = []
+
+    @property
+    def has_batch_fraction(self) -> bool:
+        return self._part is not None
+
+    def batch_fraction(self) -> Any:
+        assert self._part is not None
+        return self._part.fraction
+
+    def unscale_by_batch_fraction(self, value: tf.Tensor) -> tf.Tensor:
+        return value / tf.cast(self.batch_fraction(), value.dtype)
+
+    def sum_over_replicas(self, tensors: list[tf.Tensor]) -> list[tf.Tensor]:
+        """Sums tensors over the micro-batches, the later of which are yet to be traced."""
+        assert self._part is not None
+        stand_ins = []
+        for tensor in tensors:
+            stand_ins.append(tf.raw_ops.PlaceholderWithDefault(input=tensor, shape=tensor.shape))
+            if self._part.sums == len(self._sums):
+                self._sums.append([])
+            self._sums[self._part.sums].append((stand_ins[-1], tensor))
+            self._part.sums += 1
+        return stand_ins
+
+    def finish_sums(self) -> None:
+        """Puts sums in the place of their stand-ins, when all micro-batches are traced."""
+        for pairs in self._sums:
+            total = tf.add_n([part for _, part in pairs])
+            for stand_in, _ in pairs:
+                stand_in.op._update_input(0, total)
+        self._sums.clear()
+
+    def microbatches(self, rows: int | None) -> list[Microbatch]:
+        """The micro-batches of a batch; each is a context in which layers run for it.
+
+        Args:
+            rows: Rows of the batch; None if that is not known, and it is not cut.
+        """
+        bounds = microbatches.bounds(rows or 1, self._count)
+        if self._order is not None:
+            actions = self._order(len(self._stages.devices), len(bounds))
+            self._before = [schedule.before(of_stage) for of_stage in actions]
+        return [
+            Microbatch(self, number, first, end, (end - first) / (rows or 1))
+            for number, (first, end) in enumerate(bounds)
+        ]
+
+    def note_of_batch(self, structure: Any) -> None:
+        """Notes tensors that have as many rows as the batch though TensorFlow does not know it."""
+        self._of_batch.update((id(leaf), leaf) for leaf in tree.flatten(structure))
+
+    def rows_of(self, structure: Any) -> int | None:
+        """Number of rows of the first tensor of a structure; None if that is not known."""
+        leaf = next((leaf for leaf in tree.flatten(structure) if microbatches.has_rows(leaf)), None)
+        return None if leaf is None else self._rows_of_leaf(leaf)
+
+    def _rows_of_leaf(self, leaf):
+        return self.rows if id(leaf) in self._of_batch else leaf.shape[0]
+
+    def take(self, structure: Any, rows: int | None, part: Microbatch) -> Any:
+        """A micro-batch's part of a structure; all of it, if the batch has no known rows."""
+        if rows is None:
+            return structure
+        return microbatches.take(structure, rows, part.first, part.end, self._rows_of_leaf)
+
+    def as_the_batch(self, leaf: Any) -> Any:
+        """A tensor whose number of rows is known if that of the batch is."""
+        return leaf if self.rows is None else microbatches.with_unknown_rows(leaf)
+
+    def join(self, name: str, outputs: list[Any], sizes: list[int]) -> Any:
+        """What a layer returns for the batch, of what it has returned for micro-batches."""
+        joined = microbatches.join(name, outputs, sizes)
+        if self.rows is not None and sum(sizes) == self.rows:
+            joined = tree.map_structure(microbatches.with_unknown_rows, joined)
+            self.note_of_batch(joined)
+        return joined
+
+    def call(
+        self,
+        original: Callable[..., Any],
+        layer: keras.Layer,
+        args: tuple[Any, ...],
+        kwargs: dict[str, Any],
+    ) -> Any:
+        """Calls a layer, in micro-batches or on its stage."""
+        if self._part is None:
+            return self._in_microbatches(original, layer, args, kwargs)
+        stage = None if self._is_on_stage else self._stages.of(layer)
+        if stage is None:
+            return losses.call_layer(original, layer, *args, **kwargs)
+
+        def function(*args, **kwargs):
+            self._is_on_stage = True
+            try:
+                return losses.call_layer(original, layer, *args, **kwargs)
+            finally:
+                self._is_on_stage = False
+
+        number = self._part.number
+        return boundary.call(
+            self._stages.devices[stage],
+            function,
+            args,
+            kwargs,
+            _Turn(self, stage, (schedule.FORWARD, number)),
+            lambda: _Turn(self, stage, (schedule.BACKWARD, number)),
+        )
+
+    def _in_microbatches(self, original, layer, args, kwargs):
+        rows = self.rows_of((args, kwargs))
+        calls, found, sizes = JoinedCalls(), [], []
+        layers = list(layer._flatten_layers())
+        for part in self.microbatches(rows):
+            own = self.take((args, kwargs), rows, part)
+            with part:
+                calls.call(functools.partial(self.call, original, layer, *own), own)
+            sizes.append(part.end - part.first)
+            # The next call clears them.
+            found.append([list(one._losses) for one in layers])
+        self.finish_sums()
+        if len(sizes) > 1:
+            microbatches.join_losses(layers, found, sizes)
+        return calls.join(lambda outputs: self.join(layer.name, outputs, sizes), sizes)
+
+
+class Microbatch:
+    """Context in which layers are called for one micro-batch.
+
+    Args:
+        step: `PipelineStep`.
+        number: Its number, from 0.
+        first: Its first row in the batch.
+        end: One past its last row.
+        fraction: Its part of the batch's rows.
+
+    Attributes:
+        sums: How many sums over micro-batches it has asked for.
+    """
+
+    def __init__(
+        self, step: PipelineStep, number: int, first: int, end: int, fraction: float
+    ) -> None:
+        self._step = step
+        self.number, self.first, self.end, self.fraction = number, first, end, fraction
+        self.sums = 0
+
+    def __enter__(self) -> Microbatch:
+        self._step._part = self
+        return self
+
+    def __exit__(self, *exc: Any) -> None:
+        self._step._part = None
+
+
+class _Turn:
+    """Context of what a stage does for one micro-batch: it begins when the one before is done.
+
+    Without that, a stage with one thread would do a part of every micro-batch before it gives the
+    first of them on. Operations wait for those that were traced before, so there can be no cycle.
+    """
+
+    def __init__(self, step, stage, action):
+        self._step, self._stage, self._action = step, stage, action
+
+    def __enter__(self):
+        self._context = tf.control_dependencies(list(self._tensors_before()))
+        self._context.__enter__()
+        return self
+
+    def __exit__(self, *exc):
+        return self._context.__exit__(*exc)
+
+    def _tensors_before(self) -> Iterator[tf.Tensor]:
+        traced, done = self._step.traced[self._stage], self._step._done[self._stage]
+        direction = self._action[0]
+        last = next((one for one in reversed(traced) if one[0] == direction), None)
+        if last == self._action:
+            return  # A later layer of the same turn.
+        traced.append(self._action)
+        if direction == schedule.BACKWARD:
+            return
+        wanted = {last, *self._step._before[self._stage].get(self._action, ())}
+        for action in sorted(wanted - {None}):
+            yield from done.get(action, ())
+
+    def ends_with(self, tensors, activations):
+        """Notes what is computed last, and what other stages may need."""
+        self._step.activations += activations
+        if tensors:
+            self._step._done[self._stage][self._action] = list(tensors)

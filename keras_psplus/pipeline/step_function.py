@@ -1,0 +1,145 @@
+"""The functions that take steps: traced once for each form of batch, over all stages' devices."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable
+from typing import Any
+
+import keras
+import tensorflow as tf
+
+from keras_psplus.keras_parts import tree
+from keras_psplus.pipeline import crossings, devices, microbatches, schedule, train_step
+from keras_psplus.pipeline.feed import Feed, as_tensors
+from keras_psplus.pipeline.step import PipelineStep
+
+
+class Functions:
+    """One traced function of a batch for each number of rows.
+
+    How a batch is cut is a part of the graph, so the number of rows is known when it is traced;
+    the other dimensions may differ from batch to batch.
+
+    Args:
+        engine: `PipelineEngine`.
+        function: Function of a batch.
+        order: The order of the stages' actions, as for `PipelineStep`.
+    """
+
+    def __init__(
+        self, engine: Any, function: Callable[..., Any], order: Callable[..., Any] | None = None
+    ) -> None:
+        self._engine, self._function, self._order = engine, function, order
+        self._traced: dict[Any, Callable[..., Any]] = {}
+        # Devices on which the parts of a batch are used, None for the chief's.
+        self._used_on: dict[Any, list[str | None]] = {}
+
+    def __call__(self, batch: Any, shows_rows: bool) -> Any:
+        """Calls the function.
+
+        Args:
+            batch: Structure of tensors.
+            shows_rows: Whether the function's tensors tell the number of rows.
+        """
+        key = microbatches.rows_of(batch), shows_rows
+        if key not in self._traced:
+            run = functools.partial(self._run, key=key)
+            self._traced[key] = tf.function(run, autograph=False, reduce_retracing=True)
+        return self._traced[key](batch)
+
+    def send(self, batch: Any, shows_rows: bool) -> Any:
+        """A batch, on the devices that use its parts, if that is known."""
+        used_on = self._used_on.get((microbatches.rows_of(batch), shows_rows))
+        if used_on is None:
+            return batch
+        leaves = [
+            _on(device, leaf) if device and isinstance(leaf, tf.Tensor) else leaf
+            for device, leaf in zip(used_on, tree.flatten(batch))
+        ]
+        return tree.pack_sequence_as(batch, leaves)
+
+    def _run(self, batch, key):
+        strategy = self._engine.strategy
+        graph, given = tf.compat.v1.get_default_graph(), batch
+        before = len(graph.get_operations())
+        rows = None if key[1] else key[0]
+        if rows is not None:
+            batch = tree.map_structure(microbatches.with_unknown_rows, batch)
+        with PipelineStep(self._engine, strategy.microbatches, rows, self._order) as step:
+            if rows is not None:
+                step.note_of_batch(batch)
+            results = strategy.run(self._function, args=(batch,))
+        between = devices.place(graph, before)
+        if strategy.activation_compression is not None:
+            crossings.compress(
+                graph, step.activations, between, strategy.stages, strategy.activation_compression
+            )
+        self._used_on[key] = [
+            devices.of_consumers([leaf]) if isinstance(leaf, tf.Tensor) else None
+            for leaf in tree.flatten(given)
+        ]
+        return results
+
+
+class StepFunction:
+    """What `fit` and `evaluate` call with an iterator.
+
+    Args:
+        engine: `PipelineEngine`.
+        model: Keras model.
+        step_function: Its `train_step` or `test_step`.
+    """
+
+    def __init__(self, engine: Any, model: keras.Model, step_function: Callable[..., Any]) -> None:
+        self._model, self._progress = model, engine.strategy.progress
+        self._is_training = step_function == model.train_step
+        self._functions = Functions(engine, step_function)
+        if self._is_training and engine.divides_train_step(model):
+            self._functions = Functions(engine, train_step.of(model), schedule.one_f_one_b)
+        self._feed = Feed(self._functions.send)
+        self._doing = "training step" if self._is_training else "evaluation step"
+
+    def __call__(self, iterator: Any) -> Any:
+        results, steps = None, 0
+        self._progress.begin(self._doing)
+        try:
+            for batch, shows_rows in self._feed.batches(iterator, self._model.steps_per_execution):
+                results = self._functions(batch, shows_rows)
+                steps += 1
+        finally:
+            self._progress.end()
+        if not steps:
+            raise StopIteration
+        if self._is_training:
+            self._progress.count(steps)
+        return results
+
+
+class PredictFunction:
+    """What `predict` calls with the batches of some steps.
+
+    Args:
+        engine: `PipelineEngine`.
+        model: Keras model.
+    """
+
+    def __init__(self, engine: Any, model: keras.Model) -> None:
+        self._engine, self._model = engine, model
+        self._functions = Functions(engine, model.predict_step)
+        self._progress = engine.strategy.progress
+
+    def __call__(self, batches: list[Any]) -> Any:
+        batches = [as_tensors(batch) for batch in batches]
+        self._engine.split(self._model, batches[0], trains=False)
+        self._progress.begin("prediction step")
+        try:
+            results = [self._functions(batch, shows_rows=True) for batch in batches]
+        finally:
+            self._progress.end()
+        return tree.map_structure(lambda *parts: tf.concat(parts, 0), *results)
+
+
+def _on(device, tensor):
+    with tf.device(device):
+        return tf.identity(tensor)

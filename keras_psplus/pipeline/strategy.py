@@ -1,0 +1,211 @@
+"""`PipelineStrategy`: a model in stages, each on a worker or a device of its own."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import tensorflow as tf
+
+from keras_psplus.arguments import seconds, whole_number
+from keras_psplus.cluster import preflight, shutdown, stalls, tuning
+from keras_psplus.cluster.claims import Claimant
+from keras_psplus.cluster.config import TaskConfig
+from keras_psplus.cluster.progress import Progress
+from keras_psplus.communication import Communication
+from keras_psplus.compression import Compressor
+from keras_psplus.core import job_failure, live_strategies
+from keras_psplus.pipeline import arguments, startup
+from keras_psplus.pipeline.engine import PipelineEngine
+from keras_psplus.pipeline.extended import PipelineExtended
+from keras_psplus.pipeline.splitter import Splitter
+from keras_psplus.pipeline.stages import Stages
+from keras_psplus.pipeline.stalls import StallProbe, Watch
+from keras_psplus.pipeline.variables import Variables
+
+
+class PipelineStrategy(tf.distribute.Strategy):
+    """Trains a model in stages, for `model.fit` of Keras 3.
+
+    One script in every task of a cluster with a `chief` and one `worker` for each stage. In
+    `worker` tasks the constructor does not return: it serves until the chief has ended, and then
+    ends the process. The chief runs the rest of the script. Worker `k` has the variables and
+    optimizer slots of stage `k` and computes with them; activations and their gradients go from
+    worker to worker. Each batch is cut into micro-batches, so that all stages work at the same
+    time. Training equals one process on the same batches, but for what layers compute over the
+    rows of a batch: BatchNormalization takes the statistics of each micro-batch.
+
+    Without `TF_CONFIG`, the GPUs of this process are the stages, or its logical CPU devices.
+
+    Args:
+        microbatches: Number of micro-batches of a batch, at least 1. A batch of fewer rows has as
+            many micro-batches as rows. A stage waits for `(stages - 1) / (microbatches + stages -
+            1)` of the time.
+        stages: How layers become stages: `"auto"` cuts them, in the order of their calls, so that
+            the stage with the most floating-point operations has as few as can be; or a list with
+            a list of patterns of layers' names for each stage. Layers that are made in a context
+            of `keras_psplus.stage(k)` are on stage `k`; then those before and after them that are
+            not belong to the same stage as the layer before.
+        schedule: `"gpipe"`, all micro-batches forward and then all backward; or `"1f1b"`, by which
+            stage `k` keeps the activations of `stages - k` micro-batches. Both give the same
+            results. It needs a loss of Keras that is a mean over independent rows, and Keras's own
+            `train_step` and `compute_loss`; other models, and those with masks at their outputs,
+            are trained by the first.
+        activation_compression: How activations and their gradients go from stage to stage:
+            `"bf16"`, `"fp16"`, `"int8"`, or a compressor whose `serves_values` is True; None to
+            send them as they are. It loses precision.
+        startup_timeout: Seconds to wait for the other tasks to start.
+        heartbeat_timeout: Seconds for which a worker may not answer before the job is ended.
+        stall_warning: Seconds that a step may take until one line says which one, and what it
+            waits for; None for no such line.
+
+    Attributes:
+        plan: The `keras_psplus.pipeline.Plan` of the model that was split last, or None.
+
+    Raises:
+        ValueError: If an argument is out of range.
+        keras_psplus.cluster.ClusterConfigError: If `TF_CONFIG` is wrong or has no worker, or if it
+            has ps tasks.
+        keras_psplus.cluster.ClusterStartupError: If a task does not come up in time, or serves
+            another chief.
+
+    Example:
+
+    ```python
+    strategy = keras_psplus.PipelineStrategy(microbatches=8)
+    with strategy.scope():
+        model = keras.Sequential([keras.layers.Dense(512) for _ in range(8)])
+        model.compile(optimizer="adam", loss="mse")
+    model.fit(dataset, epochs=3)
+    ```
+
+    Reference: Huang et al., "GPipe: Efficient Training of Giant Neural Networks using Pipeline
+    Parallelism", NeurIPS 2019.
+    """
+
+    def __init__(
+        self,
+        microbatches: int = 4,
+        stages: Any = "auto",
+        *,
+        schedule: str = "gpipe",
+        activation_compression: Any = None,
+        startup_timeout: float = 300.0,
+        heartbeat_timeout: float = 20.0,
+        stall_warning: float | None = 60.0,
+    ) -> None:
+        self._microbatches = whole_number("microbatches", microbatches, 1)
+        patterns = arguments.check_stages(stages)
+        self._schedule = arguments.check_schedule(schedule)
+        self._activation_compression = arguments.check_compression(activation_compression)
+        seconds("startup_timeout", startup_timeout)
+        seconds("heartbeat_timeout", heartbeat_timeout)
+        stalls.check_stall_warning(stall_warning)
+        self._task = startup.read_task()
+        self._chief = None
+        if self._task is None:
+            devices, host = startup.local_devices(), "/CPU:0"
+            arguments.check_count(patterns, len(devices))
+        else:
+            arguments.check_count(patterns, len(self._task.cluster["worker"]))
+            if self._task.task_type == "worker":
+                startup.serve_and_exit(self._task, startup_timeout)
+            tuning.tune()
+            preflight.wait_for_cluster(
+                self._task, job_types=("chief", "worker"), timeout=startup_timeout
+            )
+            devices, host = self._connect()
+        self._splitter = Splitter(self, patterns)
+        self.plan = None
+        self._stages = Stages(devices)
+        self._variables = Variables(self)
+        self._engine = PipelineEngine(self)
+        self._progress = Progress(leads=True)
+        self._communication = Communication()
+        super().__init__(PipelineExtended(self, devices, host))
+        if self._task is not None:
+            Watch(self, heartbeat_timeout)
+        stalls.Inspector(stall_warning, StallProbe(self).look)
+        live_strategies.note(self, in_cluster=self._task is not None)
+
+    def _connect(self):
+        spec = {job: list(tasks) for job, tasks in self._task.cluster.items()}
+        Claimant(spec, self._task).claim_all()
+        tf.config.experimental_connect_to_cluster(
+            tf.train.ClusterSpec(spec), job_name="chief", task_index=0, protocol="grpc"
+        )
+        job_failure.watch()
+        count = len(spec["worker"])
+        self._chief = shutdown.ShutdownNotifier(
+            {f"worker-{i}": startup.device_of_worker(i, "CPU") for i in range(count)}
+        )
+        return startup.devices_of_workers(count), "/job:chief/replica:0/task:0/device:CPU:0"
+
+    @property
+    def engine(self) -> PipelineEngine:
+        """What answers Keras: a `keras_psplus.engine.Engine`."""
+        return self._engine
+
+    @property
+    def task(self) -> TaskConfig | None:
+        """`keras_psplus.cluster.TaskConfig` of this process; None without a cluster."""
+        return self._task
+
+    @property
+    def is_chief(self) -> bool:
+        """Whether this process writes checkpoints and logs: only the chief comes to ask."""
+        return True
+
+    @property
+    def num_stages(self) -> int:
+        """Number of stages."""
+        return len(self._stages.devices)
+
+    @property
+    def microbatches(self) -> int:
+        """Number of micro-batches of a batch."""
+        return self._microbatches
+
+    @property
+    def schedule(self) -> str:
+        """Name of the schedule."""
+        return self._schedule
+
+    @property
+    def activation_compression(self) -> Compressor | None:
+        """What encodes activations and their gradients between stages, or None."""
+        return self._activation_compression
+
+    @property
+    def stages(self) -> Stages:
+        """Which layer is on which stage: a `stages.Stages`."""
+        return self._stages
+
+    @property
+    def splitter(self) -> Splitter:
+        """What puts models on stages."""
+        return self._splitter
+
+    @property
+    def variables(self) -> Variables:
+        """What makes variables on stages: a `variables.Variables`."""
+        return self._variables
+
+    @property
+    def progress(self) -> Progress:
+        """How far the chief is: a `keras_psplus.cluster.progress.Progress`."""
+        return self._progress
+
+    @property
+    def updates(self) -> None:
+        """None: all stages step at each batch."""
+        return None
+
+    @property
+    def communication(self) -> Communication:
+        """What is sent, counted: nothing yet, as TensorFlow sends activations by itself."""
+        return self._communication
+
+    def note_failure(self) -> None:
+        """Notes that the script is about to end with an exit code of failure."""
+        if self._chief is not None:
+            self._chief.note_failure()

@@ -1,0 +1,60 @@
+"""Contiguous parts of layers, by costs, by patterns, and by what is known of some."""
+
+import itertools
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from keras_psplus.pipeline import partition
+
+
+def largest(costs, parts):
+    return max(sum(c for c, p in zip(costs, parts) if p == part) for part in set(parts))
+
+
+def all_partitions(count, stages):
+    for cuts in itertools.combinations(range(1, count), stages - 1):
+        edges = (0, *cuts, count)
+        yield [s for s, (a, b) in enumerate(zip(edges, edges[1:])) for _ in range(a, b)]
+
+
+@given(st.lists(st.integers(0, 20), min_size=1, max_size=9), st.data())
+def test_no_other_partition_is_better(costs, data):
+    stages = data.draw(st.integers(1, len(costs)))
+    found = partition.balance(costs, stages)
+    assert found == sorted(found)
+    assert set(found) == set(range(stages))
+    best = min(largest(costs, parts) for parts in all_partitions(len(costs), stages))
+    assert largest(costs, found) == best
+
+
+def test_more_stages_than_layers_are_refused():
+    with pytest.raises(ValueError, match=r"of 2 layer\(s\).*Received: 3 stages"):
+        partition.balance([1.0, 1.0], 3)
+
+
+def test_patterns():
+    names = ["embedding", "block_0_dense", "block_1_dense", "head"]
+    assert partition.by_patterns(names, [["emb*", "block_0*"], ["block_1*", "head"]]) == [
+        *(0, 0),
+        *(1, 1),
+    ]
+
+
+@pytest.mark.parametrize(
+    "patterns, message",
+    [
+        ([["embedding"], ["nothing*"]], "'dense' fits no pattern"),
+        ([["*"], ["dense"]], r"'dense' fits the patterns of stages \[0, 1\]"),
+        ([["*"], ["nothing*"]], r"No layer has a name like 'nothing\*'"),
+    ],
+)
+def test_patterns_that_do_not_fit_are_refused(patterns, message):
+    with pytest.raises(ValueError, match=f"{message}.*embedding, dense.*Received: stages="):
+        partition.by_patterns(["embedding", "dense"], patterns)
+
+
+def test_a_layer_without_a_stage_is_on_that_of_the_layer_before():
+    assert partition.with_neighbours([None, 1, None, 0, None]) == [1, 1, 1, 0, 0]
+    assert partition.with_neighbours([None]) == [0]

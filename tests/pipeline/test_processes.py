@@ -1,0 +1,108 @@
+"""Pipelines of real processes: a chief, and a worker for each stage."""
+
+import os
+import pathlib
+import re
+import signal
+import subprocess
+import sys
+
+import keras
+import numpy as np
+import pytest
+
+from keras_psplus.cluster.environment import python_path
+from keras_psplus.cluster.processes import LocalCluster
+from keras_psplus.cluster.testing import run_in_processes
+from tests.parameter_server.waiting import wait_for
+
+JOB = pathlib.Path(__file__).with_name("training_job.py")
+ENVIRONMENT = {"TF_CPP_MIN_LOG_LEVEL": "2", "CUDA_VISIBLE_DEVICES": ""}
+
+
+def train(folder, *args, workers=2):
+    return run_in_processes(
+        JOB, workers=workers, chief=True, timeout=150, env=ENVIRONMENT, args=[folder, *args]
+    ).logs["chief-0"]
+
+
+def on_worker(log, part):
+    """Numbers of the workers that have the variables with a part of a name."""
+    found = re.findall(rf"^\S*{part}\S* is on /job:worker/replica:0/task:(\d)", log, re.MULTILINE)
+    assert found, log
+    return {int(number) for number in found}
+
+
+@pytest.mark.parametrize(
+    "stages, expected",
+    [
+        ("patterns", {"embedding": {0}, "lstm": {0}, "dense": {1}}),
+        # Layers that are made outside of contexts are on the stage of the layer before.
+        ("contexts", {"embedding": {1}, "lstm": {0}, "dense": {0}}),
+    ],
+)
+def test_variables_and_slots_are_on_their_stage(stages, expected, tmp_path):
+    log = train(tmp_path, "--stages", stages)
+    for part, workers in expected.items():
+        assert on_worker(log, part) == workers
+    assert " is on /job:chief" not in log
+    # What one process reads is what the stages had.
+    model = keras.models.load_model(tmp_path / "model.keras")
+    assert model.predict(np.zeros((4, 6), "int32"), verbose=0).shape == (4, 3)
+
+
+ARGUMENTS = ("--stages", "patterns", "--backup", "--epochs", "4", "--heartbeat", "8")
+
+
+def weights_of(log):
+    return re.search(r"^weights (\w+)$", log, re.MULTILINE)[1]
+
+
+@pytest.fixture(scope="module")
+def uninterrupted(tmp_path_factory):
+    """Digest of the weights of a run that nothing happens to."""
+    return weights_of(train(tmp_path_factory.mktemp("whole"), *ARGUMENTS))
+
+
+@pytest.mark.parametrize("fault", [signal.SIGKILL, signal.SIGSTOP], ids=["killed", "hanging"])
+def test_a_lost_stage_ends_the_job_and_the_backup_resumes_it(fault, uninterrupted, tmp_path):
+    command = [sys.executable, str(JOB), str(tmp_path), *ARGUMENTS, "--pause", "0.1"]
+    # The chief has to end by itself; a worker that hangs never does.
+    grace = 60 if fault == signal.SIGKILL else 2
+    with LocalCluster(
+        command, workers=2, chief=True, env=ENVIRONMENT, log_dir=tmp_path, failure_grace=grace
+    ) as cluster:
+        wait_for(cluster.log_path("chief-0"), "step 12\n")
+        os.kill(cluster.pids["worker-1"], fault)
+        result = cluster.wait(timeout=60)
+    log = result.logs["chief-0"]
+    assert result.exit_codes["chief-0"] == 1, log
+    assert re.search(
+        r"worker-1 \(127\.0\.0\.1:\d+\), which has stage 1 \(layers: dense .. dense_1 \(3\)\), "
+        r"stopped answering.*Received: ",
+        log,
+    ), log
+    again = train(tmp_path, *ARGUMENTS)
+    assert "step 12\n" not in again
+    assert weights_of(again) == uninterrupted
+
+
+def test_activations_in_fewer_bytes_learn_the_digits_as_well():
+    done = subprocess.run(
+        [sys.executable, str(JOB.with_name("compression_job.py"))],
+        env={**os.environ, **ENVIRONMENT, "PYTHONPATH": python_path(os.environ)},
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+        timeout=200,
+    )
+    assert done.returncode == 0, done.stdout[-5000:]
+    found = re.findall(r"^(None|bf16|int8) (\S+) (\S+)$", done.stdout, re.MULTILINE)
+    exact, *others = ((float(loss), float(accuracy)) for _, loss, accuracy in found)
+    assert exact[1] > 0.85
+    assert len(others) == 2
+    for loss, accuracy in others:
+        # Something was lost, and it does not show in what has been learned.
+        assert loss != exact[0]
+        assert loss == pytest.approx(exact[0], rel=0.15)
+        assert accuracy == pytest.approx(exact[1], abs=0.0101)
