@@ -46,7 +46,8 @@ demo: $(VENV)/stamp-examples
 	@$(BIN)/python examples/demo.py $(DEMO)
 
 test: $(VENV)/stamp-test
-	$(BIN)/python -m pytest -n 3 --dist loadfile --no-loadscope-reorder
+	$(BIN)/python -m pytest -n 3 --dist loadfile --no-loadscope-reorder \
+	  --reruns 1 --rerun-show-tracebacks
 
 test-fast: $(VENV)/stamp-test
 	$(BIN)/python -m pytest -n 3 --dist loadfile $(FAST)
