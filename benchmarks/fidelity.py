@@ -29,24 +29,26 @@ _RARER = [
     *("accumulate:4", "local_sgd:8", "diloco:32", "diloco:32, int8"),
     "diloco:32, outer momentum 0.5, int8",
 ]
+# Stages of a pipeline: these send activations.
+_STAGES = ["pipedream", "pipeline, int8"]
 
 # Each task's title, metric, and compressors or updates.
 EXPERIMENTS = {
-    "digits": ("Digits, convolutional network, SGD", "accuracy", [*_EVERY, *_RARER]),
+    "digits": ("Digits, convolutional network, SGD", "accuracy", [*_EVERY, *_RARER, *_STAGES]),
     "digits_momentum": (
         "Digits, convolutional network, SGD with momentum 0.9",
         "accuracy",
-        ["none", "topk:0.01", "topk:0.01, momentum correction"],
+        ["none", "topk:0.01", "topk:0.01, momentum correction", "pipedream"],
     ),
     "characters": (
         "Characters, causal convolutions, Adam without momentum (beta_1=0)",
         "perplexity",
-        [*_EVERY, "topk:0.01, warm-up", "powersgd:4, warm-up", *_RARER],
+        [*_EVERY, "topk:0.01, warm-up", "powersgd:4, warm-up", *_RARER, *_STAGES],
     ),
     "characters_adam": (
         "Characters, causal convolutions, Adam",
         "perplexity",
-        ["none", "bf16", "int8", "topk:0.01", "powersgd:4"],
+        ["none", "bf16", "int8", "topk:0.01", "powersgd:4", "pipedream"],
     ),
     "ngrams": (
         "Hashed n-grams, a table of 200,000 rows, SGD",
@@ -152,7 +154,9 @@ def table(results, metric, compressions):
         values = [_shown(result[metric], metric) for result in of_seeds.values()]
         cells = [
             f"`{compression}`" if ":" in compression else compression,
-            "" if compression == "none" else f"{_fewer(of_seeds, reached.get('none', {})):.3g} x",
+            ""
+            if compression in ("none", *_STAGES)
+            else f"{_fewer(of_seeds, reached.get('none', {})):.3g} x",
             f"{statistics.mean(values):.2f}",
             f"{min(values):.2f} to {max(values):.2f}",
             str(len(values)),

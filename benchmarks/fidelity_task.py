@@ -1,7 +1,8 @@
-"""One process of `fidelity.py`: trains one task with one compressor or update rule, and one seed.
+"""One process of `fidelity.py`: trains one task by one method, and with one seed.
 
 Two logical CPU devices are two replicas of the strategy: each computes the gradient of its half of
-the batch and compresses it, and the same collectives carry it that carry it between workers.
+the batch and compresses it, and the same collectives carry it that carry it between workers. Or
+they are two stages of a pipeline.
 
 Learning rates fall to zero along half a cosine, so that a run ends on a plateau whatever it was
 that slowed it down.
@@ -57,7 +58,12 @@ UPDATES = {
         32, outer_optimizer=lambda: keras.optimizers.SGD(0.7, momentum=0.5, nesterov=True)
     ),
 }
-COMPRESSIONS |= {name: None for name in UPDATES if name not in COMPRESSIONS}
+# Arguments of `PipelineStrategy`, whose stages are the two devices.
+PIPELINES = {
+    "pipedream": {"schedule": "pipedream"},
+    "pipeline, int8": {"activation_compression": "int8"},
+}
+COMPRESSIONS |= {name: None for name in [*UPDATES, *PIPELINES] if name not in COMPRESSIONS}
 
 
 @dataclasses.dataclass(frozen=True)
@@ -138,8 +144,13 @@ def train(task, name, compression, seed):
         # The compressor has the momentum, then, and the optimizer none.
         optimizer = keras.optimizers.SGD
     updates = UPDATES.get(name)
-    strategy = keras_psplus.MultiWorkerMirroredStrategy(compression=compression, updates=updates)
-    if strategy.num_replicas_in_sync != REPLICAS:
+    if name in PIPELINES:
+        strategy = keras_psplus.PipelineStrategy(microbatches=4, **PIPELINES[name])
+    else:
+        strategy = keras_psplus.MultiWorkerMirroredStrategy(
+            compression=compression, updates=updates
+        )
+    if name not in PIPELINES and strategy.num_replicas_in_sync != REPLICAS:
         raise RuntimeError(
             f"{REPLICAS} replicas are needed. Received: {strategy.num_replicas_in_sync}"
         )

@@ -53,8 +53,8 @@ def check_schedule(given: Any) -> str:
     Raises:
         ValueError: If there is no such one.
     """
-    if not isinstance(given, str) or given not in schedule.SCHEDULES:
-        names = ", ".join(f'"{name}"' for name in schedule.SCHEDULES)
+    if not isinstance(given, str) or given not in schedule.NAMES:
+        names = ", ".join(f'"{name}"' for name in schedule.NAMES)
         raise ValueError(f"`schedule` must be one of {names}. Received: schedule={given!r}")
     return given
 

@@ -16,7 +16,9 @@ from keras_psplus.core.worker_files import WorkerFiles
 from keras_psplus.engine import Original
 from keras_psplus.keras_parts import epoch_iterator
 from keras_psplus.log import logger
-from keras_psplus.pipeline import failure, train_step
+from keras_psplus.pipeline import failure, schedule, train_step
+from keras_psplus.pipeline.pipedream import PipeDreamFunction
+from keras_psplus.pipeline.step import Update
 from keras_psplus.pipeline.step_function import PredictFunction, StepFunction
 from keras_psplus.pipeline.worker_files import NoWorkerFiles
 
@@ -29,10 +31,30 @@ class PipelineEngine(DistributedEngine):
     def __init__(self, strategy: Any) -> None:
         super().__init__(strategy)
         self._worker_files = NoWorkerFiles(strategy)
+        # The function that has begun training steps and not ended them, or None.
+        self.under_way: PipeDreamFunction | None = None
 
     @property
     def worker_files(self) -> WorkerFiles:
         return self._worker_files
+
+    # Steps that are under way.
+
+    def settle(self, model: keras.Model | None = None) -> None:
+        if self.under_way is not None:
+            self.under_way.finish()
+
+    def end_of_training_epoch(
+        self, original: Original, model: keras.Model, logs: dict[str, Any] | None
+    ) -> dict[str, Any]:
+        if self.under_way is not None and not self._evaluates:
+            logs = self.under_way.finish()
+        return super().end_of_training_epoch(original, model, logs)
+
+    def _settle_for(self, variable):
+        """Ends the steps that may change a variable."""
+        if self.under_way is not None and tf.executing_eagerly() and self.under_way.has(variable):
+            self.settle()
 
     # The trainer.
 
@@ -52,24 +74,31 @@ class PipelineEngine(DistributedEngine):
 
     def divides_train_step(self, model: keras.Model) -> bool:
         """Whether losses and gradients are computed micro-batch by micro-batch."""
-        if self.strategy.schedule != "1f1b":
+        if self.strategy.schedule == "gpipe":
             return False
         reason = train_step.why_not_divided(model)
         if reason is None and self.strategy.splitter.has_masks(model):
             reason = "its outputs have masks, by whose number of entries the loss is divided"
         if reason is not None:
-            logger.info(
+            text = (
                 'the model \'%s\' is trained by schedule "gpipe" instead of "1f1b": %s. The '
                 "results are those of one process; each stage keeps the activations of all "
-                "micro-batches",
-                model.name,
-                reason,
+                "micro-batches"
             )
+            if self.strategy.schedule == schedule.PIPEDREAM:
+                text = (
+                    "for the model '%s', each stage keeps the activations of all micro-batches of "
+                    "a batch: %s"
+                )
+            logger.info(text, model.name, reason)
         return reason is None
 
     def make_function(
         self, original: Original, model: keras.Model, step_function: Callable[..., Any]
     ) -> Any:
+        self.settle()
+        if self.strategy.schedule == schedule.PIPEDREAM and step_function == model.train_step:
+            return PipeDreamFunction(self, model, self.divides_train_step(model))
         return StepFunction(self, model, step_function)
 
     def make_predict_function(
@@ -119,10 +148,12 @@ class PipelineEngine(DistributedEngine):
 
     def assign(self, original: Original, variable: keras.Variable, value: Any) -> Any:
         self.strategy.variables.ensure(variable)
+        self._settle_for(variable)
         return original(variable, value)
 
     def read(self, original: Original, variable: keras.Variable) -> Any:
         self.strategy.variables.ensure(variable)
+        self._settle_for(variable)
         return original(variable)
 
     def call_layer(self, original: Original, layer: keras.Layer, *args: Any, **kwargs: Any) -> Any:
@@ -141,6 +172,26 @@ class PipelineEngine(DistributedEngine):
         **kwargs: Any,
     ) -> Any:
         return original(tape, target, sources, output_gradients, *args, **kwargs)
+
+    def apply(
+        self,
+        original: Original,
+        optimizer: keras.optimizers.Optimizer,
+        grads: list[tf.Tensor | tf.IndexedSlices | None],
+        trainable_variables: list[keras.Variable] | None = None,
+    ) -> Any:
+        step = current_step()
+        if step is None or step.updates is None:
+            return original(optimizer, grads, trainable_variables)
+        if isinstance(optimizer, keras.optimizers.LossScaleOptimizer):
+            raise ValueError(
+                'A loss scale changes between batches, and `schedule="pipedream"` computes two of '
+                'them at the same time. Use the dtype policy "mixed_bfloat16", without one, or '
+                f'`schedule="1f1b"`. Received: optimizer={optimizer.name}'
+            )
+        if trainable_variables is None:
+            trainable_variables = optimizer._trainable_variables
+        step.updates.append(Update(optimizer, list(grads), list(trainable_variables)))
 
     def build_optimizer(
         self,
@@ -169,7 +220,20 @@ class PipelineEngine(DistributedEngine):
 
     # Saving.
 
+    def save(
+        self,
+        original: Original,
+        model: keras.Model,
+        filepath: Any,
+        overwrite: bool = True,
+        *args: Any,
+        **kwargs: Any,
+    ) -> Any:
+        self.settle()
+        return super().save(original, model, filepath, overwrite, *args, **kwargs)
+
     def export(
         self, original: Original, model: keras.Model, filepath: Any, *args: Any, **kwargs: Any
     ) -> Any:
+        self.settle()
         return saving.export_copies(self.strategy, original, model, filepath, *args, **kwargs)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import concurrent.futures
-import threading
 import weakref
 from collections.abc import Callable, Iterator
 from typing import Any
@@ -12,6 +11,7 @@ import numpy as np
 import tensorflow as tf
 
 from keras_psplus.keras_parts import tree
+from keras_psplus.pipeline import background
 
 _ITERATORS = (tf.data.Iterator, tf.distribute.DistributedIterator)
 
@@ -36,7 +36,7 @@ class Feed:
             iterator: Iterator over the data of an epoch.
             most: How many batches there are at most.
         """
-        if not isinstance(iterator, _ITERATORS):
+        if not is_ahead(iterator):
             # One batch that the script has given.
             for _, batch in zip(range(most), iterator):
                 yield as_tensors(batch), True
@@ -60,20 +60,18 @@ class Feed:
             self._next = None
 
     def _draw(self, iterator, shows_rows):
-        future: concurrent.futures.Future[Any] = concurrent.futures.Future()
-
         def draw():
             try:
-                batch = next(iterator)
-                future.set_result(self._send(as_tensors(batch), shows_rows))
+                return self._send(as_tensors(next(iterator)), shows_rows)
             except (StopIteration, tf.errors.OutOfRangeError):
-                future.set_result(None)
-            except BaseException as error:
-                future.set_exception(error)
+                return None
 
-        # Data may never come: neither other data nor the end of the process may wait for them.
-        threading.Thread(target=draw, name="pipeline feed", daemon=True).start()
-        return future
+        return background.start(draw, "pipeline feed")
+
+
+def is_ahead(iterator: Any) -> bool:
+    """Whether batches of an iterator are drawn before they are asked for."""
+    return isinstance(iterator, _ITERATORS)
 
 
 def as_tensors(batch: Any) -> Any:

@@ -54,6 +54,9 @@ def _one_f_one_b_of_stage(ahead, microbatches):
 
 
 SCHEDULES: dict[str, Callable[[int, int], list[Actions]]] = {"1f1b": one_f_one_b, "gpipe": gpipe}
+# The actions of "1f1b", with two batches under way.
+PIPEDREAM = "pipedream"
+NAMES = (*SCHEDULES, PIPEDREAM)
 
 
 def before(actions: Actions) -> dict[tuple[str, int], list[tuple[str, int]]]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 from collections.abc import Callable, Iterator
 from typing import Any
@@ -14,6 +15,21 @@ from keras_psplus.core.replica_step import ReplicaStep
 from keras_psplus.keras_parts import tree
 from keras_psplus.pipeline import boundary, microbatches, schedule
 from keras_psplus.pipeline.gradients import JoinedCalls
+
+
+@dataclasses.dataclass
+class Update:
+    """What a train step asks of an optimizer.
+
+    Attributes:
+        optimizer: Keras optimizer.
+        grads: List of gradients; some may be None.
+        variables: List of their Keras variables.
+    """
+
+    optimizer: keras.optimizers.Optimizer
+    grads: list[tf.Tensor | tf.IndexedSlices | None]
+    variables: list[keras.Variable]
 
 
 class PipelineStep(ReplicaStep):
@@ -33,6 +49,8 @@ class PipelineStep(ReplicaStep):
     Attributes:
         rows: As the argument.
         activations: What layers have returned, and gradients by what they were called with.
+        updates: List of what the train step asks of optimizers, for later; None if it is done at
+            once.
         traced: For each stage, what it does for which micro-batch, in the order of the trace.
     """
 
@@ -53,6 +71,7 @@ class PipelineStep(ReplicaStep):
         # By ids.
         self._of_batch: dict[int, Any] = {}
         self.activations: list[tf.Tensor] = []
+        self.updates: list[Update] | None = None
         self.traced: list[schedule.Actions] = [[] for _ in self._stages.devices]
         # The last tensors of each action, and what it has to wait for, by stage.
         self._done: list[dict[tuple[str, int], list[tf.Tensor]]]

@@ -42,11 +42,15 @@ class Functions:
             batch: Structure of tensors.
             shows_rows: Whether the function's tensors tell the number of rows.
         """
+        return self.of(batch, shows_rows)(batch)
+
+    def of(self, batch: Any, shows_rows: bool) -> Callable[..., Any]:
+        """The `tf.function` for a batch; arguments as those of a call."""
         key = microbatches.rows_of(batch), shows_rows
         if key not in self._traced:
             run = functools.partial(self._run, key=key)
             self._traced[key] = tf.function(run, autograph=False, reduce_retracing=True)
-        return self._traced[key](batch)
+        return self._traced[key]
 
     def send(self, batch: Any, shows_rows: bool) -> Any:
         """A batch, on the devices that use its parts, if that is known."""
@@ -69,7 +73,7 @@ class Functions:
         with PipelineStep(self._engine, strategy.microbatches, rows, self._order) as step:
             if rows is not None:
                 step.note_of_batch(batch)
-            results = strategy.run(self._function, args=(batch,))
+            results = self._run_in_step(step, batch)
         between = devices.place(graph, before)
         if strategy.activation_compression is not None:
             crossings.compress(
@@ -79,7 +83,14 @@ class Functions:
             devices.of_consumers([leaf]) if isinstance(leaf, tf.Tensor) else None
             for leaf in tree.flatten(given)
         ]
+        self._end_trace(graph)
         return results
+
+    def _run_in_step(self, step, batch):
+        return self._engine.strategy.run(self._function, args=(batch,))
+
+    def _end_trace(self, graph):
+        """Called when all operations of a graph have their devices."""
 
 
 class StepFunction:

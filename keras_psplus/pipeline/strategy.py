@@ -31,8 +31,9 @@ class PipelineStrategy(tf.distribute.Strategy):
     ends the process. The chief runs the rest of the script. Worker `k` has the variables and
     optimizer slots of stage `k` and computes with them; activations and their gradients go from
     worker to worker. Each batch is cut into micro-batches, so that all stages work at the same
-    time. Training equals one process on the same batches, but for what layers compute over the
-    rows of a batch: BatchNormalization takes the statistics of each micro-batch.
+    time. With `schedule="gpipe"` and `"1f1b"`, training equals one process on the same batches,
+    but for what layers compute over the rows of a batch: BatchNormalization takes the statistics
+    of each micro-batch.
 
     Without `TF_CONFIG`, the GPUs of this process are the stages, or its logical CPU devices.
 
@@ -47,9 +48,12 @@ class PipelineStrategy(tf.distribute.Strategy):
             not belong to the same stage as the layer before.
         schedule: `"gpipe"`, all micro-batches forward and then all backward; or `"1f1b"`, by which
             stage `k` keeps the activations of `stages - k` micro-batches. Both give the same
-            results. It needs a loss of Keras that is a mean over independent rows, and Keras's own
-            `train_step` and `compute_loss`; other models, and those with masks at their outputs,
-            are trained by the first.
+            results. The second needs a loss of Keras that is a mean over independent rows, and
+            Keras's own `train_step` and `compute_loss`; other models, and those with masks at their
+            outputs, are trained by the first. `"pipedream"`: two batches are under way at the same
+            time, so that no stage waits for the end of a batch; the gradients of a batch are those
+            by the weights from before the last update. It is PipeDream-2BW, with the actions of
+            `"1f1b"`.
         activation_compression: How activations and their gradients go from stage to stage:
             `"bf16"`, `"fp16"`, `"int8"`, or a compressor whose `serves_values` is True; None to
             send them as they are. It loses precision.
@@ -78,8 +82,9 @@ class PipelineStrategy(tf.distribute.Strategy):
     model.fit(dataset, epochs=3)
     ```
 
-    Reference: Huang et al., "GPipe: Efficient Training of Giant Neural Networks using Pipeline
-    Parallelism", NeurIPS 2019.
+    References: Huang et al., "GPipe: Efficient Training of Giant Neural Networks using Pipeline
+    Parallelism", NeurIPS 2019; Narayanan et al., "Memory-Efficient Pipeline-Parallel DNN
+    Training" (PipeDream-2BW), ICML 2021.
     """
 
     def __init__(

@@ -58,15 +58,15 @@ def weights_of(log):
     return re.search(r"^weights (\w+)$", log, re.MULTILINE)[1]
 
 
-@pytest.fixture(scope="module")
-def uninterrupted(tmp_path_factory):
-    """Digest of the weights of a run that nothing happens to."""
-    return weights_of(train(tmp_path_factory.mktemp("whole"), *ARGUMENTS))
-
-
-@pytest.mark.parametrize("fault", [signal.SIGKILL, signal.SIGSTOP], ids=["killed", "hanging"])
-def test_a_lost_stage_ends_the_job_and_the_backup_resumes_it(fault, uninterrupted, tmp_path):
-    command = [sys.executable, str(JOB), str(tmp_path), *ARGUMENTS, "--pause", "0.1"]
+@pytest.mark.parametrize(
+    "fault, schedule",
+    [(signal.SIGKILL, "pipedream"), (signal.SIGSTOP, "gpipe")],
+    ids=["killed", "hanging"],
+)
+def test_a_lost_stage_ends_the_job_and_the_backup_resumes_it(fault, schedule, tmp_path):
+    arguments = [*ARGUMENTS, "--schedule", schedule]
+    uninterrupted = weights_of(train(tmp_path / "whole", *arguments))
+    command = [sys.executable, str(JOB), str(tmp_path), *arguments, "--pause", "0.1"]
     # The chief has to end by itself; a worker that hangs never does.
     grace = 60 if fault == signal.SIGKILL else 2
     with LocalCluster(
@@ -82,7 +82,7 @@ def test_a_lost_stage_ends_the_job_and_the_backup_resumes_it(fault, uninterrupte
         r"stopped answering.*Received: ",
         log,
     ), log
-    again = train(tmp_path, *ARGUMENTS)
+    again = train(tmp_path, *arguments)
     assert "step 12\n" not in again
     assert weights_of(again) == uninterrupted
 

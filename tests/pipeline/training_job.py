@@ -1,6 +1,7 @@
 """Trains a model in stages; the chief prints what it finds.
 
 training_job.py FOLDER [--epochs N] [--pause SECONDS] [--backup] [--stages auto|patterns|contexts]
+    [--schedule gpipe|1f1b|pipedream]
 """
 
 import argparse
@@ -26,6 +27,7 @@ def parse():
     parser.add_argument("--pause", type=float, default=0.0)
     parser.add_argument("--backup", action="store_true")
     parser.add_argument("--stages", default="auto")
+    parser.add_argument("--schedule", default="gpipe")
     parser.add_argument("--heartbeat", type=float, default=20.0)
     return parser.parse_args()
 
@@ -67,7 +69,11 @@ def main():
     keras.utils.set_random_seed(5)
     stages = PATTERNS if args.stages == "patterns" else "auto"
     strategy = psp.PipelineStrategy(
-        microbatches=3, stages=stages, heartbeat_timeout=args.heartbeat, startup_timeout=60
+        microbatches=3,
+        stages=stages,
+        schedule=args.schedule,
+        heartbeat_timeout=args.heartbeat,
+        startup_timeout=60,
     )
     model = make(strategy, args.stages)
     random = np.random.default_rng(0)
@@ -84,6 +90,7 @@ def main():
     places = {v.path: v.value.device for v in [*model.variables, *model.optimizer.variables]}
     for path, device in places.items():
         print(f"{path} is on {device}", flush=True)
+    args.folder.mkdir(exist_ok=True)
     model.save(args.folder / "model.keras")
 
 

@@ -1,0 +1,51 @@
+"""Two versions of a model's weights, for two batches that are under way at the same time."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import keras
+import tensorflow as tf
+
+
+class WeightVersions:
+    """Copies of variables, on their devices.
+
+    TensorFlow shares the memory of a copy with its variable until that is changed, so there are two
+    versions of dense weights in memory, not three.
+
+    Args:
+        variables: Keras variables that have values.
+    """
+
+    def __init__(self, variables: Sequence[keras.Variable]) -> None:
+        self.variables = list(variables)
+        self._copies: list[list[tf.Variable]] = [[], []]
+        for variable in self.variables:
+            for copies in self._copies:
+                with tf.init_scope(), tf.device(variable._value.device):
+                    copies.append(tf.Variable(variable._value.read_value(), trainable=False))
+
+    def are_of(self, variables: Sequence[keras.Variable]) -> bool:
+        """Whether these are the versions of some Keras variables."""
+        handles = [id(variable._value.handle) for variable in variables]
+        return handles == [id(variable._value.handle) for variable in self.variables]
+
+    def handles(self, turn: int) -> dict[int, tf.Tensor]:
+        """What a call captures in the place of variables, by the ids of the variables' handles.
+
+        Args:
+            turn: Number of the call.
+        """
+        copies = self._copies[turn % 2]
+        return {id(v._value.handle): copy.handle for v, copy in zip(self.variables, copies)}
+
+    def assign(self, turn: int) -> None:
+        """Makes the version for a call of what the variables are now.
+
+        Args:
+            turn: Number of the call.
+        """
+        for variable, copy in zip(self.variables, self._copies[turn % 2]):
+            with tf.device(variable._value.device):
+                copy.assign(variable._value.read_value())
