@@ -49,6 +49,18 @@ def place(graph: tf.Graph, first: int) -> list[tf.Operation]:
     return [op for op in placed if op.type != "Const"]
 
 
+def keep_results_where_they_are(graph: tf.Graph) -> None:
+    """Has operations that are still to be added run where their inputs are.
+
+    TensorFlow adds one for each result of a function, which would send it to the chief.
+    """
+
+    def device_of_inputs(op):
+        return op.device or next((tensor.device for tensor in op.inputs if tensor.device), "")
+
+    graph._add_device_to_stack(device_of_inputs)
+
+
 def of_consumers(tensors: list[tf.Tensor]) -> str | None:
     """Device of the first operation that uses one of some tensors, if it has one."""
     for tensor in tensors:

@@ -72,6 +72,7 @@ class _Gradients(Functions):
                 f"assigns {', '.join(weights[one] for one in changed)}"
             )
         self.tokens.chain(call_order.state_operations(graph, weights))
+        devices.keep_results_where_they_are(graph)
 
 
 class PipeDreamFunction:
@@ -196,7 +197,13 @@ class PipeDreamFunction:
     def _update(self, update, versions, turn, grads):
         graph = tf.compat.v1.get_default_graph()
         before = len(graph.get_operations())
+        grads = [_on(v._value.device, one) for v, one in zip(update.variables, grads)]
         with PipelineStep(self._engine, 1):
             self._engine.strategy.run(update.optimizer.apply, args=(grads, update.variables))
         versions.assign(turn)
         devices.place(graph, before)
+
+
+def _on(device, gradient):
+    with tf.device(device):
+        return tf.nest.map_structure(tf.identity, gradient, expand_composites=True)

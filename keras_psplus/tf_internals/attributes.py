@@ -32,7 +32,7 @@ ATTRIBUTES = [
     (ConcreteFunction, "_call_flat"),
     (context.Context, "_context_handle"),
     (def_function.Function, "_clone"),
-    (framework_ops.Graph, "_get_function"),
+    (framework_ops.Graph, "_add_device_to_stack _get_function"),
     (framework_ops.Operation, "_add_control_input _set_device _update_input"),
     (script_ops, "_py_funcs"),
     (script_ops.FuncRegistry, "_funcs"),
