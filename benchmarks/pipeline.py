@@ -16,9 +16,10 @@ import sys
 
 sys.path.insert(0, str(pathlib.Path(__file__).parent))
 
-from keras_psplus.chaos import netlab  # noqa: E402
 from lab import job, wire  # noqa: E402
 from lab.pipeline_work import WORKS  # noqa: E402
+
+from keras_psplus.chaos import netlab  # noqa: E402
 
 STAGES = 2
 KERAS = ("one_process", "gpipe", "1f1b", "pipedream", "gpipe bf16", "pipedream bf16", "all_reduce")

@@ -9,9 +9,10 @@ import time
 
 import torch
 import torch.distributed as dist
+from torch.distributed import pipelining
+
 from lab import meter
 from lab.pipeline_work import WORKS
-from torch.distributed import pipelining
 
 
 def make_model(widths):
@@ -56,7 +57,7 @@ def main():
                 pipe.step()
 
     leader = meter.Leader(given["jobs"], [0]) if rank == 0 else None
-    window, found = given["window"], {"times": []}
+    window, found, last, before = given["window"], {"times": []}, 0.0, None
     for number in range(1, given["warmup"] + given["windows"] * window + 1):
         optimizer.zero_grad()
         step()
