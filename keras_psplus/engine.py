@@ -506,6 +506,10 @@ class Engine:
         """`Model.export`."""
         return original(model, filepath, *args, **kwargs)
 
+    def has_memory_for_file(self, original: Original, model: keras.Model) -> bool:
+        """Whether a model's file may be in memory while it is written or read."""
+        return original(model)
+
     def attributes_to_skip(self, original: Original, obj_type: str) -> set[str]:
         """Names of the attributes of a kind of object that are not saved."""
         return original(obj_type)

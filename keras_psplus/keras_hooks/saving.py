@@ -39,6 +39,14 @@ HOOKS = (
         "Keras makes an optimizer to see its attributes, which must not be in the scope",
     ),
     Hook(
+        saving_lib,
+        "is_memory_sufficient",
+        ["model"],
+        of_holder,
+        "has_memory_for_file",
+        "Keras has a whole model in memory before it is in a file, if this machine has room for it",
+    ),
+    Hook(
         io_utils,
         "print_msg",
         ["message"],

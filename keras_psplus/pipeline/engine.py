@@ -232,6 +232,10 @@ class PipelineEngine(DistributedEngine):
         self.settle()
         return super().save(original, model, filepath, overwrite, *args, **kwargs)
 
+    def has_memory_for_file(self, original: Original, model: keras.Model) -> bool:
+        # The chief need not have room for a model that is on all stages.
+        return False
+
     def export(
         self, original: Original, model: keras.Model, filepath: Any, *args: Any, **kwargs: Any
     ) -> Any:

@@ -92,7 +92,10 @@ def add(total: Any, gradient: Any) -> Any:
             tf.concat([total.indices, gradient.indices], 0),
             total.dense_shape,
         )
-    return tf.convert_to_tensor(total) + tf.convert_to_tensor(gradient)
+    added = tf.convert_to_tensor(total) + tf.convert_to_tensor(gradient)
+    # TensorFlow makes one sum of sums, which has all micro-batches' gradients in memory at once; but
+    # not across a change of shape.
+    return tf.squeeze(tf.expand_dims(added, 0), 0)
 
 
 def _has_gradient(leaf):
