@@ -93,7 +93,7 @@ def add(total: Any, gradient: Any) -> Any:
             total.dense_shape,
         )
     added = tf.convert_to_tensor(total) + tf.convert_to_tensor(gradient)
-    # TensorFlow makes one sum of sums, which has all micro-batches' gradients in memory at once, but
+    # TensorFlow makes one sum of sums, with all micro-batches' gradients in memory at once, but
     # not across a change of shape.
     return tf.squeeze(tf.expand_dims(added, 0), 0)
 
