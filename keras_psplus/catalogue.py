@@ -84,7 +84,12 @@ def problem_with(entry: entries.Entry, options: Collection[str]) -> str | None:
     """
     for option in options:
         if entry.strategy == "PipelineStrategy":
-            return f"has no `{option}`: leave out --{option}"
+            if option != "compression":
+                return f"has no `{option}`: leave out --{option}"
+            if "pipelines" not in entry.options:
+                return f"has one pipeline, which sends no gradients: leave out --{option}"
+            if option in entry.options:
+                return f"sets `{option}` itself: leave out --{option}"
         if option in entry.options:
             return (
                 f"sets `{option}` itself: take --strategy {_PLAIN[entry.strategy]}, which does not"

@@ -61,9 +61,19 @@ def _check_layout(entry, layout, strategy):
         needed = "keeps variables on its workers, and has no parameter servers: leave out --ps"
     elif entry.strategy == "PipelineStrategy" and not (chief and workers):
         needed = "needs a chief, and a worker for each stage: leave out --nochief and --workers 0"
+    elif entry.strategy == "PipelineStrategy":
+        needed = _check_pipelines(entry.options.get("pipelines"), workers)
     if needed:
         received = f"--workers={workers}, --ps={ps}, --{'' if chief else 'no'}chief"
         raise UsageError(f"{strategy} {needed}. Received: --strategy={strategy}, {received}")
+
+
+def _check_pipelines(pipelines, workers):
+    if not isinstance(pipelines, int) or pipelines < 1 or workers % pipelines == 0:
+        return None
+    few, many = workers // pipelines * pipelines, -(-workers // pipelines) * pipelines
+    fitting = f"--workers {many}" if few == 0 else f"--workers {few} or {many}"
+    return f"has {pipelines} pipelines, each with as many workers: pass {fitting}"
 
 
 def _problem_with_updates(entry, text):

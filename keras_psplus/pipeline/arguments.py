@@ -3,6 +3,7 @@
 from typing import Any
 
 from keras_psplus import compression
+from keras_psplus.compression import methods
 from keras_psplus.pipeline import schedule
 
 _FOR_ACTIVATIONS = (
@@ -34,29 +35,75 @@ def check_stages(stages: Any) -> list[list[str]] | None:
     return [list(one) for one in lists]
 
 
-def check_count(patterns: list[list[str]] | None, count: int) -> None:
-    """Sees that there is a worker or a device for each stage.
+def check_count(patterns: list[list[str]] | None, count: int, pipelines: int = 1) -> None:
+    """Sees that there is a worker or a device for each stage of each pipeline.
+
+    Args:
+        patterns: What `check_stages` has returned.
+        count: Number of workers or devices.
+        pipelines: Number of pipelines.
 
     Raises:
         ValueError: If there is not.
     """
-    if patterns is not None and len(patterns) != count:
+    if count % pipelines:
+        few, many = count // pipelines * pipelines, -(-count // pipelines) * pipelines
+        fitting = f"{many} workers" if few == 0 else f"{few} or {many} workers"
+        raise ValueError(
+            f"{count} workers or devices cannot be divided over {pipelines} pipelines, each of "
+            f"which has as many stages: start {fitting}, or pass another `pipelines`. "
+            f"Received: pipelines={pipelines}"
+        )
+    if patterns is not None and len(patterns) * pipelines != count:
+        of_each = f" of each of the {pipelines} pipelines" if pipelines > 1 else ""
         raise ValueError(
             f"`stages` describes {len(patterns)} stages, and there are {count} workers or devices: "
-            f"one is needed for each stage. Received: stages={patterns}"
+            f"one is needed for each stage{of_each}. Received: stages={patterns}"
         )
 
 
-def check_schedule(given: Any) -> str:
+def check_schedule(given: Any, pipelines: int) -> str:
     """Returns the name of a schedule.
 
     Raises:
-        ValueError: If there is no such one.
+        ValueError: If there is no such one, or it does not go with several pipelines.
     """
     if not isinstance(given, str) or given not in schedule.NAMES:
         names = ", ".join(f'"{name}"' for name in schedule.NAMES)
         raise ValueError(f"`schedule` must be one of {names}. Received: schedule={given!r}")
+    if given == schedule.PIPEDREAM and pipelines > 1:
+        raise ValueError(
+            '`schedule="pipedream"` has one pipeline, as the weights of two batches that are under '
+            'way differ. Pass `schedule="1f1b"` for several pipelines. '
+            f"Received: schedule={given!r}, pipelines={pipelines}"
+        )
     return given
+
+
+def check_gradient_compression(given: Any, pipelines: int) -> compression.Compressor | None:
+    """Returns the compressor of gradients between pipelines, or None.
+
+    Raises:
+        ValueError: If it is none, if there is one pipeline, or if it does not encode tensors.
+    """
+    compressor = compression.get(given)
+    if compressor is not None and pipelines == 1:
+        raise ValueError(
+            "`compression` is for gradients that pipelines send each other, and there is one "
+            "pipeline. Pass `pipelines=2` or more, or `activation_compression` for what stages "
+            f"send each other. Received: compression={given!r}, pipelines=1"
+        )
+    for one in methods.each(compressor):
+        method = methods.missing(one, "encode", "decode")
+        if method or not one.communicates:
+            reason = f"without `{method}`" if method else "which sends nothing"
+            raise ValueError(
+                "`compression` must have `encode` and `decode`: a pipeline sends its gradients to "
+                "another, and there are no rounds in which all of them average. Pass "
+                '"bf16", "fp16", "int8", "sign", "topk:0.01" or "powersgd:4". '
+                f"Received: compression={one!r}, {reason}"
+            )
+    return compressor
 
 
 def check_compression(given: Any) -> compression.Compressor | None:

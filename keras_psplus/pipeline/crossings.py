@@ -37,12 +37,14 @@ def compress(
     for op in between:
         if any(id(tensor) in sent for tensor in op.inputs):
             sent.update((id(tensor), tensor) for tensor in op.outputs)
-    devices, decoded = set(stages.devices), {}
+    decoded: dict[tuple[int, str], tf.Tensor] = {}
     for tensor in sent.values():
-        if not _is_worth_it(tensor) or tensor.device not in devices:
+        pipeline = stages.pipeline_of(tensor.device)
+        if not _is_worth_it(tensor) or pipeline is None:
             continue
         for consumer in tensor.consumers():
-            if consumer.device == tensor.device or consumer.device not in devices:
+            # What joins the outputs of pipelines gets them as they are.
+            if consumer.device == tensor.device or stages.pipeline_of(consumer.device) != pipeline:
                 continue
             key = id(tensor), consumer.device
             if key not in decoded:

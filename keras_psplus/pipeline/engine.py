@@ -20,7 +20,7 @@ from keras_psplus.pipeline import failure, schedule, train_step
 from keras_psplus.pipeline.pipedream import PipeDreamFunction
 from keras_psplus.pipeline.step import Update
 from keras_psplus.pipeline.step_function import PredictFunction, StepFunction
-from keras_psplus.pipeline.worker_files import NoWorkerFiles
+from keras_psplus.pipeline.worker_files import PipelineWorkerFiles
 
 
 class PipelineEngine(DistributedEngine):
@@ -30,7 +30,7 @@ class PipelineEngine(DistributedEngine):
 
     def __init__(self, strategy: Any) -> None:
         super().__init__(strategy)
-        self._worker_files = NoWorkerFiles(strategy)
+        self._worker_files = PipelineWorkerFiles(strategy)
         # The function that has begun training steps and not ended them, or None.
         self.under_way: PipeDreamFunction | None = None
 
@@ -67,6 +67,17 @@ class PipelineEngine(DistributedEngine):
         spec = iterator.batch_spec if iterator is not None else data_batch
         self.split(model, spec, trains=True)
         super().build(original, model, iterator, data_batch)
+
+    def train(self, original: Original, model: keras.Model, *args: Any, **kwargs: Any) -> Any:
+        # What was read from a checkpoint of TensorFlow's, say, has gone past `assign`.
+        self.strategy.copies.note_stale()
+        return super().train(original, model, *args, **kwargs)
+
+    def evaluate(self, original: Original, model: keras.Model, *args: Any, **kwargs: Any) -> Any:
+        self.strategy.copies.note_stale()
+        return super().evaluate(original, model, *args, **kwargs)
+
+    predict = evaluate
 
     def split(self, model: keras.Model, batch_spec: Any, trains: bool) -> None:
         """Puts a model's layers and variables on stages, once; see `Splitter.split`."""
@@ -149,6 +160,7 @@ class PipelineEngine(DistributedEngine):
     def assign(self, original: Original, variable: keras.Variable, value: Any) -> Any:
         self.strategy.variables.ensure(variable)
         self._settle_for(variable)
+        self.strategy.copies.note_changed(variable)
         return original(variable, value)
 
     def read(self, original: Original, variable: keras.Variable) -> Any:

@@ -16,19 +16,26 @@ class PipelineExtended(one_device_strategy.OneDeviceExtended):
 
     Args:
         strategy: `PipelineStrategy`.
-        devices: Names of the stages' devices.
+        devices: Names of the devices of the first pipeline's stages.
+        all_devices: Names of the devices of all pipelines' stages.
         host: Name of the chief's device, which reads the data.
     """
 
-    def __init__(self, strategy: tf.distribute.Strategy, devices: list[str], host: str) -> None:
+    def __init__(
+        self,
+        strategy: tf.distribute.Strategy,
+        devices: list[str],
+        all_devices: list[str],
+        host: str,
+    ) -> None:
         super().__init__(strategy, host)
-        self._devices = list(devices)
+        self._devices, self._all_devices = list(devices), list(all_devices)
         self._making_on: contextvars.ContextVar[str | None]
         self._making_on = contextvars.ContextVar("making_on", default=None)
 
     def has_made(self, variable: Any) -> bool:
         """Whether a variable is one of this strategy's."""
-        return variable is None or variable.device in self._devices
+        return variable is None or variable.device in self._all_devices
 
     @contextlib.contextmanager
     def making_on(self, device: str) -> Iterator[None]:
@@ -58,6 +65,7 @@ class PipelineExtended(one_device_strategy.OneDeviceExtended):
             return fn(*args, **(kwargs or {}))
 
     def _update(self, var, fn, args, kwargs, group):
+        self._container_strategy().copies.note_changed(var)
         with ops.device(var.device), distribute_lib.UpdateContext(var.device):
             result = fn(var, *args, **kwargs)
         return result if group else tf.nest.map_structure(self._local_results, result)

@@ -30,10 +30,17 @@ def translate_errors(strategy: Any) -> Iterator[None]:
 def lost(strategy: Any, number: int, received: str) -> StageLostError:
     """The error that names a stage, its worker and its layers."""
     address = strategy.task.cluster["worker"][number]
-    layers = "none yet" if strategy.plan is None else strategy.plan.stages[number].described
+    stage = number % strategy.num_stages
+    layers = "none yet" if strategy.plan is None else strategy.plan.stages[stage].described
     return StageLostError(
-        f"worker-{number} ({address}), which has stage {number} (layers: {layers}), stopped "
-        "answering; the variables that it held are lost. Look into that task's log, then start "
-        "the whole job again: with the BackupAndRestore callback training resumes where the last "
-        f"backup was made. Received: {received}"
+        f"worker-{number} ({address}), which has {stage_of_worker(strategy, number)} (layers: "
+        f"{layers}), stopped answering; the variables that it held are lost. Look into that task's "
+        "log, then start the whole job again: with the BackupAndRestore callback training resumes "
+        f"where the last backup was made. Received: {received}"
     )
+
+
+def stage_of_worker(strategy: Any, number: int) -> str:
+    """Which stage a worker has, and of which pipeline if there are several, in words."""
+    pipeline, stage = divmod(number, strategy.num_stages)
+    return f"stage {stage} of pipeline {pipeline}" if strategy.pipelines > 1 else f"stage {stage}"

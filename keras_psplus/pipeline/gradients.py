@@ -18,9 +18,15 @@ class JoinedCalls:
 
     A tape by itself would compute the gradients of each layer for all micro-batches, and then those
     of the layer before, so that no stage could begin before the one after it has ended.
+
+    Args:
+        total: Function of the list of the variables that the calls have used. It returns the list
+            of those that gradients are asked for by, and a function that makes their gradients of
+            the list of those by the others. By default they are the same.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, total: Callable[..., Any] | None = None) -> None:
+        self._total = total or (lambda variables: (variables, lambda sums: sums))
         self._calls: list[tuple[tf.GradientTape, list[tf.Tensor], Any]] = []
 
     def call(self, function: Callable[[], Any], inputs: Any) -> Any:
@@ -58,6 +64,7 @@ class JoinedCalls:
             return joined
         variables = _unique(v for tape, _, _ in self._calls for v in tape.watched_variables())
         inputs = [tensor for _, given, _ in self._calls for tensor in given]
+        asked_for, total = self._total(variables)
 
         def gradients(*of_joined):
             of_inputs, sums, first = [], [None] * len(variables), 0
@@ -70,9 +77,9 @@ class JoinedCalls:
                 of_inputs += found[: len(given)]
                 sums = [add(a, b) for a, b in zip(sums, found[len(given) :])]
                 first += size
-            return [*of_inputs, *sums]
+            return [*of_inputs, *total(sums)]
 
-        handles = [variable.handle for variable in variables]
+        handles = [variable.handle for variable in asked_for]
         record.record_operation("PipelineModel", outside, [*inputs, *handles], gradients)
         return joined
 
@@ -96,6 +103,28 @@ def add(total: Any, gradient: Any) -> Any:
     # TensorFlow makes one sum of sums, with all micro-batches' gradients in memory at once, but
     # not across a change of shape.
     return tf.squeeze(tf.expand_dims(added, 0), 0)
+
+
+def as_rows_of(tensor: Any, rows: Any, before: int, after: int) -> Any:
+    """Rows of a tensor that have come by themselves, with gradients by the tensor.
+
+    Args:
+        tensor: The tensor.
+        rows: Some of its rows.
+        before: How many rows it has before them.
+        after: How many it has after them.
+    """
+    if not _has_gradient(tensor):
+        return rows
+    with record.stop_recording():
+        same = tf.identity(rows)
+
+    def gradient(of_rows):
+        others = [[0, 0]] * (rows.shape.rank - 1)
+        return [tf.pad(tf.convert_to_tensor(of_rows), [[before, after], *others])]
+
+    record.record_operation("RowsOfBatch", [same], [tensor], gradient)
+    return same
 
 
 def _has_gradient(leaf):

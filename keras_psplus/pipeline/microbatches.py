@@ -1,6 +1,6 @@
 """Splits what a model is called with into micro-batches, and joins what the calls return."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import keras
@@ -56,7 +56,12 @@ def with_unknown_rows(leaf: Any) -> Any:
 
 
 def take(
-    structure: Any, rows: int, first: int, end: int, rows_of_leaf: Callable[[Any], int | None]
+    structure: Any,
+    rows: int,
+    first: int,
+    end: int,
+    rows_of_leaf: Callable[[Any], int | None],
+    parts: Mapping[int, Any] = {},
 ) -> Any:
     """A micro-batch's part of a structure: what has as many rows as the batch is cut by rows.
 
@@ -66,6 +71,7 @@ def take(
         first: The micro-batch's first row.
         end: One past its last row.
         rows_of_leaf: Function of a tensor that returns its number of rows, or None.
+        parts: Dict from ids of tensors to what is known to be the micro-batch's part of them.
     """
 
     def cut(leaf):
@@ -77,6 +83,8 @@ def take(
     def part(leaf):
         if not has_rows(leaf) or rows_of_leaf(leaf) != rows:
             return leaf
+        if id(leaf) in parts:
+            return parts[id(leaf)]
         own, mask = cut(leaf), get_keras_mask(leaf)
         if mask is not None:
             set_keras_mask(own, cut(mask))
@@ -112,7 +120,7 @@ def join(name: str, parts: list[Any], sizes: Sequence[int]) -> Any:
                     "with a row for each row that it is given. Reduce over rows in the loss, or "
                     f"pass `microbatches=1` to the strategy. Received: {leaf} for {size} rows"
                 )
-        joined = _concat(leaves)
+        joined = concat(leaves)
         masks = [get_keras_mask(leaf) for leaf in leaves]
         if all(mask is not None for mask in masks):
             set_keras_mask(joined, tf.concat(masks, 0))
@@ -147,7 +155,10 @@ def is_tensor(leaf: Any) -> bool:
     return isinstance(leaf, (tf.Tensor, tf.SparseTensor, tf.RaggedTensor))
 
 
-def _concat(leaves):
+def concat(leaves: Sequence[Any]) -> Any:
+    """Joins tensors of one kind by rows."""
+    if len(leaves) == 1:
+        return leaves[0]
     if isinstance(leaves[0], tf.SparseTensor):
         return tf.sparse.concat(0, list(leaves))
     return tf.concat(list(leaves), 0)

@@ -137,7 +137,9 @@ class PipeDreamFunction:
     def _begin(self, batch, shows_rows):
         if len(self._under_way) == _DEPTH:
             self._end_oldest()
-        function = self._gradients.of(batch, shows_rows).get_concrete_function(batch)
+        function, batch = self._gradients.of(
+            batch, shows_rows, lambda one, given: (one.get_concrete_function(given), given)
+        )
         turn = self._begun
         if turn == 0:
             # The script may have changed weights.

@@ -24,6 +24,7 @@ class Stage:
         flops: Floating-point operations for one row, forward and backward.
         sent: Bytes that it sends for one row, forward: what layers of other stages use. About as
             many come back as gradients.
+        other_devices: Names of its devices in the other pipelines.
     """
 
     number: int
@@ -33,6 +34,7 @@ class Stage:
     memory: int
     flops: float
     sent: float
+    other_devices: tuple[str, ...] = ()
 
     @property
     def described(self) -> str:
@@ -48,12 +50,17 @@ class Plan:
     Attributes:
         model: The model's name.
         stages: Tuple of `Stage`.
-        microbatches: Number of micro-batches of a batch.
+        microbatches: Number of micro-batches of a batch that go through each pipeline.
     """
 
     model: str
     stages: tuple[Stage, ...]
     microbatches: int
+
+    @property
+    def pipelines(self) -> int:
+        """Number of pipelines."""
+        return 1 + len(self.stages[0].other_devices)
 
     @property
     def bubble(self) -> float:
@@ -71,7 +78,7 @@ class Plan:
             rows.append(
                 (
                     f"{stage.number}",
-                    _short(stage.device),
+                    ", ".join(map(_short, (stage.device, *stage.other_devices))),
                     stage.described,
                     f"{stage.parameters:,}",
                     f"{stage.memory / 1e6:.1f}",
@@ -79,14 +86,21 @@ class Plan:
                     f"{stage.sent / 1e3:.2f}",
                 )
             )
+        pipelines = f" and {self.pipelines} pipelines" if self.pipelines > 1 else ""
         return (
-            f"'{self.model}' in {len(self.stages)} stages, {self.microbatches} micro-batches, "
-            f"each stage waits at least {self.bubble:.0%} of the time\n{text_table.aligned(rows)}"
+            f"'{self.model}' in {len(self.stages)} stages{pipelines}, {self.microbatches} "
+            f"micro-batches, each stage waits at least {self.bubble:.0%} of the time\n"
+            f"{text_table.aligned(rows)}"
         )
 
 
 def make(
-    model: str, costs: list[LayerCost], stages_of: list[int], devices: list[str], microbatches: int
+    model: str,
+    costs: list[LayerCost],
+    stages_of: list[int],
+    devices: list[str],
+    microbatches: int,
+    other_devices: list[tuple[str, ...]] | None = None,
 ) -> Plan:
     """Makes a plan of the costs of layers and their stages.
 
@@ -94,8 +108,9 @@ def make(
         model: Name of the model.
         costs: List of `costs.LayerCost`.
         stages_of: List of the layers' stages.
-        devices: Names of the stages' devices.
+        devices: Names of the stages' devices, in the first pipeline.
         microbatches: Number of micro-batches.
+        other_devices: For each stage, the names of its devices in other pipelines.
     """
     stages = []
     for number, device in enumerate(devices):
@@ -115,6 +130,7 @@ def make(
                 sum(cost.bytes for cost in own),
                 _PASSES * sum(cost.flops for cost in own),
                 sent,
+                () if other_devices is None else other_devices[number],
             )
         )
     return Plan(model, tuple(stages), microbatches)

@@ -64,7 +64,14 @@ class Splitter:
         for cost, number in zip(found, numbers):
             stages.put(cost.layer, number)
         self._put_variables(model)
-        made = plan.make(model.name, found, numbers, stages.devices, self._owner.microbatches)
+        made = plan.make(
+            model.name,
+            found,
+            numbers,
+            stages.devices,
+            self._owner.microbatches,
+            [stages.others_of(number) for number in range(len(stages.devices))],
+        )
         self._plans[model] = self._owner.plan = made
         logger.info("%s", made)
 

@@ -54,11 +54,19 @@ class Stages:
     """The stages of one strategy.
 
     Args:
-        devices: Names of the stages' devices.
+        devices: Names of the workers' devices: those of the first pipeline's stages, then those of
+            the second's.
+        pipelines: Number of pipelines, each of which has all stages.
+
+    Attributes:
+        devices: Names of the devices of the first pipeline's stages.
+        all_devices: As the argument `devices`.
+        pipelines: As the argument.
     """
 
-    def __init__(self, devices: Sequence[str]) -> None:
-        self.devices = list(devices)
+    def __init__(self, devices: Sequence[str], pipelines: int = 1) -> None:
+        self.all_devices, self.pipelines = list(devices), pipelines
+        self.devices = self.all_devices[: len(devices) // pipelines]
         self._of_layers: weakref.WeakKeyDictionary[keras.Layer, int] = weakref.WeakKeyDictionary()
 
     def note_made(self, layer: keras.Layer) -> None:
@@ -74,6 +82,24 @@ class Stages:
     def of(self, layer: keras.Layer) -> int | None:
         """The stage that a layer was put on, or None."""
         return self._of_layers.get(layer)
+
+    def device(self, number: int, pipeline: int) -> str:
+        """Name of the device of a pipeline's stage."""
+        return self.all_devices[pipeline * len(self.devices) + number]
+
+    def others_of(self, number: int) -> tuple[str, ...]:
+        """Names of a stage's devices in the pipelines after the first."""
+        return tuple(self.device(number, pipeline) for pipeline in range(1, self.pipelines))
+
+    def pipeline_of(self, device: str) -> int | None:
+        """The pipeline that a device belongs to; None if it is no stage's."""
+        if device not in self.all_devices:
+            return None
+        return self.all_devices.index(device) // len(self.devices)
+
+    def of_device(self, device: str) -> int:
+        """The stage that is on a device."""
+        return self.all_devices.index(device) % len(self.devices)
 
     def of_scope(self) -> int | None:
         """The stage of the innermost layer that makes variables just now and was put on one."""

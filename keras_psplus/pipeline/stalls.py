@@ -33,8 +33,12 @@ class StallProbe:
         return {progress.entered: PendingWait(f"chief-0 at {progress.at}", self._describe)}
 
     def _describe(self):
-        silent = stalls.unresponsive_tasks(addresses(self._strategy()))
-        missing = ", ".join(f"{name} (no answer)" for name in silent)
+        strategy = self._strategy()
+        silent = stalls.unresponsive_tasks(addresses(strategy))
+        missing = ", ".join(
+            f"{name} ({failure.stage_of_worker(strategy, _number(name))}; no answer)"
+            for name in silent
+        )
         return (
             "the stages; not arrived: "
             f"{missing or 'none; the step may still be traced, or a stage is slow'}"
@@ -69,8 +73,7 @@ class Watch:
                 # It may have hung since just after the look before.
                 if name in since and now - since[name] + _LOOK_SECONDS >= self._timeout:
                     received = f"no answer for {self._timeout:g} s (heartbeat_timeout)"
-                    number = int(name.rpartition("-")[2])
-                    logger.error("%s", failure.lost(strategy, number, received))
+                    logger.error("%s", failure.lost(strategy, _number(name), received))
                     job_failure.exit_now()
             since = {name: since.get(name, now) for name in silent}
             del strategy
@@ -81,3 +84,7 @@ def addresses(strategy: Any) -> dict[str, str]:
     if strategy is None or strategy.task is None:
         return {}
     return {f"worker-{i}": a for i, a in enumerate(strategy.task.cluster["worker"])}
+
+
+def _number(name):
+    return int(name.rpartition("-")[2])

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import functools
 from collections.abc import Callable, Iterator
@@ -13,8 +14,10 @@ import tensorflow as tf
 from keras_psplus.core import losses
 from keras_psplus.core.replica_step import ReplicaStep
 from keras_psplus.keras_parts import tree
-from keras_psplus.pipeline import boundary, microbatches, schedule
+from keras_psplus.pipeline import boundary, gradients, microbatches, schedule
+from keras_psplus.pipeline.copies import Copied, Reads
 from keras_psplus.pipeline.gradients import JoinedCalls
+from keras_psplus.pipeline.pipeline_sums import PipelineSums
 
 
 @dataclasses.dataclass
@@ -45,13 +48,15 @@ class PipelineStep(ReplicaStep):
         rows: Rows of the batch, where tensors do not tell; None if they do.
         order: Schedule of the stages, by which a micro-batch waits for the gradients of earlier
             ones; None for none that does.
+        trains: Whether weights may change in this step, or have changed since the one before.
 
     Attributes:
         rows: As the argument.
         activations: What layers have returned, and gradients by what they were called with.
         updates: List of what the train step asks of optimizers, for later; None if it is done at
             once.
-        traced: For each stage, what it does for which micro-batch, in the order of the trace.
+        traced: For each worker, what it does for which micro-batch, in the order of the trace.
+        over_pipelines: Sums gradients over pipelines: a `pipeline_sums.PipelineSums`.
     """
 
     can_sum = True
@@ -62,22 +67,25 @@ class PipelineStep(ReplicaStep):
         count: int,
         rows: int | None = None,
         order: Callable[[int, int], list[schedule.Actions]] | None = None,
+        trains: bool = False,
     ) -> None:
         super().__init__(engine)
         self._count, self._order, self.rows = count, order, rows
         self._stages = engine.strategy.stages
+        self.over_pipelines = PipelineSums(engine.strategy, trains)
         self._part: Microbatch | None = None
         self._is_on_stage = False
         # By ids.
         self._of_batch: dict[int, Any] = {}
+        self._parts: dict[int, tuple[Any, list[tf.Tensor]]] = {}
         self.activations: list[tf.Tensor] = []
         self.updates: list[Update] | None = None
-        self.traced: list[schedule.Actions] = [[] for _ in self._stages.devices]
-        # The last tensors of each action, and what it has to wait for, by stage.
+        self.traced: list[schedule.Actions] = [[] for _ in self._stages.all_devices]
+        # The last tensors of each action, and what it has to wait for, by worker.
         self._done: list[dict[tuple[str, int], list[tf.Tensor]]]
-        self._done = [{} for _ in self._stages.devices]
+        self._done = [{} for _ in self._stages.all_devices]
         self._before: list[dict[tuple[str, int], list[tuple[str, int]]]]
-        self._before = [{} for _ in self._stages.devices]
+        self._before = [{} for _ in self._stages.all_devices]
         # Pairs of a stand-in and one micro-batch's part, for each sum over micro-batches.
         self._sums: list[list[tuple[tf.Tensor, tf.Tensor]]] = []
 
@@ -112,20 +120,32 @@ class PipelineStep(ReplicaStep):
                 stand_in.op._update_input(0, total)
         self._sums.clear()
 
-    def microbatches(self, rows: int | None) -> list[Microbatch]:
+    def microbatches(self, rows: int | None, layer: keras.Layer) -> list[Microbatch]:
         """The micro-batches of a batch; each is a context in which layers run for it.
 
         Args:
             rows: Rows of the batch; None if that is not known, and it is not cut.
+            layer: The layer that is called with them.
         """
-        bounds = microbatches.bounds(rows or 1, self._count)
+        pipelines, stages = self._stages.pipelines, len(self._stages.devices)
+        bounds = microbatches.bounds(rows or 1, self._count * pipelines)
         if self._order is not None:
-            actions = self._order(len(self._stages.devices), len(bounds))
+            counts = [len(range(i, len(bounds), pipelines)) for i in range(pipelines)]
+            actions = [of_stage for count in counts for of_stage in self._order(stages, count)]
             self._before = [schedule.before(of_stage) for of_stage in actions]
+        reads = self.over_pipelines.reads(layer)
         return [
-            Microbatch(self, number, first, end, (end - first) / (rows or 1))
+            Microbatch(self, number, first, end, (end - first) / (rows or 1), reads)
             for number, (first, end) in enumerate(bounds)
         ]
+
+    def note_changed(self, copied: Copied) -> None:
+        """Notes that the step gives a variable a value that pipelines have copies of."""
+        self.over_pipelines.note_changed(copied, in_microbatch=self._part is not None)
+
+    def note_parts(self, leaf: tf.Tensor, parts: list[tf.Tensor]) -> None:
+        """Notes the micro-batches of a part of the batch, which have come by themselves."""
+        self._parts[id(leaf)] = leaf, parts
 
     def note_of_batch(self, structure: Any) -> None:
         """Notes tensors that have as many rows as the batch though TensorFlow does not know it."""
@@ -143,7 +163,12 @@ class PipelineStep(ReplicaStep):
         """A micro-batch's part of a structure; all of it, if the batch has no known rows."""
         if rows is None:
             return structure
-        return microbatches.take(structure, rows, part.first, part.end, self._rows_of_leaf)
+        parts = {
+            key: gradients.as_rows_of(leaf, own[part.number], part.first, rows - part.end)
+            for key, (leaf, own) in self._parts.items()
+            if own[part.number].shape[0] == part.end - part.first
+        }
+        return microbatches.take(structure, rows, part.first, part.end, self._rows_of_leaf, parts)
 
     def as_the_batch(self, leaf: Any) -> Any:
         """A tensor whose number of rows is known if that of the batch is."""
@@ -178,21 +203,21 @@ class PipelineStep(ReplicaStep):
             finally:
                 self._is_on_stage = False
 
-        number = self._part.number
+        part, device = self._part, self._stages.device(stage, self._part.pipeline)
         return boundary.call(
-            self._stages.devices[stage],
+            device,
             function,
             args,
             kwargs,
-            _Turn(self, stage, (schedule.FORWARD, number)),
-            lambda: _Turn(self, stage, (schedule.BACKWARD, number)),
+            _Turn(self, stage, part, schedule.FORWARD),
+            lambda: _Turn(self, stage, part, schedule.BACKWARD),
         )
 
     def _in_microbatches(self, original, layer, args, kwargs):
         rows = self.rows_of((args, kwargs))
-        calls, found, sizes = JoinedCalls(), [], []
+        calls, found, sizes = JoinedCalls(self.over_pipelines.of_variables), [], []
         layers = list(layer._flatten_layers())
-        for part in self.microbatches(rows):
+        for part in self.microbatches(rows, layer):
             own = self.take((args, kwargs), rows, part)
             with part:
                 calls.call(functools.partial(self.call, original, layer, *own), own)
@@ -214,24 +239,38 @@ class Microbatch:
         first: Its first row in the batch.
         end: One past its last row.
         fraction: Its part of the batch's rows.
+        reads: For each pipeline, a context in which its copies of weights are read.
 
     Attributes:
+        pipeline: Number of the pipeline that it goes through.
+        turn: Its number among those of its pipeline.
+        reads: A context in which the pipeline's copies of weights are read.
         sums: How many sums over micro-batches it has asked for.
     """
 
     def __init__(
-        self, step: PipelineStep, number: int, first: int, end: int, fraction: float
+        self,
+        step: PipelineStep,
+        number: int,
+        first: int,
+        end: int,
+        fraction: float,
+        reads: list[Reads],
     ) -> None:
         self._step = step
         self.number, self.first, self.end, self.fraction = number, first, end, fraction
+        self.turn, self.pipeline = divmod(number, len(reads))
+        self.reads = reads[self.pipeline]
         self.sums = 0
 
     def __enter__(self) -> Microbatch:
+        self.reads.__enter__()
         self._step._part = self
         return self
 
     def __exit__(self, *exc: Any) -> None:
         self._step._part = None
+        self.reads.__exit__(*exc)
 
 
 class _Turn:
@@ -241,19 +280,22 @@ class _Turn:
     first of them on. Operations wait for those that were traced before, so there can be no cycle.
     """
 
-    def __init__(self, step, stage, action):
-        self._step, self._stage, self._action = step, stage, action
+    def __init__(self, step, stage, part, direction):
+        self._step, self._reads, self._action = step, part.reads, (direction, part.turn)
+        self._worker = part.pipeline * len(step._stages.devices) + stage
 
     def __enter__(self):
-        self._context = tf.control_dependencies(list(self._tensors_before()))
-        self._context.__enter__()
+        self._context = contextlib.ExitStack()
+        # A layer that computes itself again for its gradients reads its weights again.
+        self._context.enter_context(self._reads)
+        self._context.enter_context(tf.control_dependencies(list(self._tensors_before())))
         return self
 
     def __exit__(self, *exc):
         return self._context.__exit__(*exc)
 
     def _tensors_before(self) -> Iterator[tf.Tensor]:
-        traced, done = self._step.traced[self._stage], self._step._done[self._stage]
+        traced, done = self._step.traced[self._worker], self._step._done[self._worker]
         direction = self._action[0]
         last = next((one for one in reversed(traced) if one[0] == direction), None)
         if last == self._action:
@@ -261,7 +303,7 @@ class _Turn:
         traced.append(self._action)
         if direction == schedule.BACKWARD:
             return
-        wanted = {last, *self._step._before[self._stage].get(self._action, ())}
+        wanted = {last, *self._step._before[self._worker].get(self._action, ())}
         for action in sorted(wanted - {None}):
             yield from done.get(action, ())
 
@@ -269,4 +311,4 @@ class _Turn:
         """Notes what is computed last, and what other stages may need."""
         self._step.activations += activations
         if tensors:
-            self._step._done[self._stage][self._action] = list(tensors)
+            self._step._done[self._worker][self._action] = list(tensors)

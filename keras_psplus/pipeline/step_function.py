@@ -4,15 +4,38 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable
-from typing import Any
+from typing import Any, NamedTuple
 
 import keras
 import tensorflow as tf
 
 from keras_psplus.keras_parts import tree
-from keras_psplus.pipeline import crossings, devices, microbatches, schedule, train_step
+from keras_psplus.pipeline import (
+    batch_parts,
+    crossings,
+    devices,
+    microbatches,
+    schedule,
+    train_step,
+)
 from keras_psplus.pipeline.feed import Feed, as_tensors
+from keras_psplus.pipeline.gradient_compression import GradientCompression
+from keras_psplus.pipeline.pipeline_sums import TraceAgain
 from keras_psplus.pipeline.step import PipelineStep
+
+
+class _Sent(NamedTuple):
+    """A batch as a traced function takes it.
+
+    Attributes:
+        rows: Its number of rows, or None.
+        batch: Structure of tensors; with several pipelines, `batch_parts.Parts.leaves`.
+        like: With several pipelines, a structure like the batch; else None.
+    """
+
+    rows: int | None
+    batch: Any
+    like: Any
 
 
 class Functions:
@@ -25,12 +48,18 @@ class Functions:
         engine: `PipelineEngine`.
         function: Function of a batch.
         order: The order of the stages' actions, as for `PipelineStep`.
+        trains: The Keras model that it trains, if it does.
     """
 
     def __init__(
-        self, engine: Any, function: Callable[..., Any], order: Callable[..., Any] | None = None
+        self,
+        engine: Any,
+        function: Callable[..., Any],
+        order: Callable[..., Any] | None = None,
+        trains: keras.Model | None = None,
     ) -> None:
         self._engine, self._function, self._order = engine, function, order
+        self._trains = trains
         self._traced: dict[Any, Callable[..., Any]] = {}
         # Devices on which the parts of a batch are used, None for the chief's.
         self._used_on: dict[Any, list[str | None]] = {}
@@ -39,41 +68,78 @@ class Functions:
         """Calls the function.
 
         Args:
-            batch: Structure of tensors.
+            batch: Structure of tensors, or what `send` has made of it.
             shows_rows: Whether the function's tensors tell the number of rows.
         """
-        return self.of(batch, shows_rows)(batch)
+        return self.of(batch, shows_rows, lambda function, given: function(given))
 
-    def of(self, batch: Any, shows_rows: bool) -> Callable[..., Any]:
-        """The `tf.function` for a batch; arguments as those of a call."""
-        key = microbatches.rows_of(batch), shows_rows
-        if key not in self._traced:
-            run = functools.partial(self._run, key=key)
-            self._traced[key] = tf.function(run, autograph=False, reduce_retracing=True)
-        return self._traced[key]
+    def of(self, batch: Any, shows_rows: bool, use: Callable[[Any, Any], Any]) -> Any:
+        """Does something with the `tf.function` for a batch.
+
+        Args:
+            batch: As for a call.
+            shows_rows: As for a call.
+            use: Function of the `tf.function` and of its argument.
+
+        Returns:
+            What `use` returns.
+        """
+        given = batch if isinstance(batch, _Sent) else self._cut(batch)
+        key = given.rows, shows_rows
+        self._engine.strategy.copies.refresh_stale()
+        while True:
+            if key not in self._traced:
+                run = functools.partial(self._run, key=key, like=given.like)
+                self._traced[key] = tf.function(run, autograph=False, reduce_retracing=True)
+            try:
+                return use(self._traced[key], given.batch)
+            except TraceAgain:
+                del self._traced[key]
+
+    def _cut(self, batch):
+        """A batch as the function takes it."""
+        strategy = self._engine.strategy
+        if strategy.stages.pipelines > 1:
+            parts = batch_parts.cut(batch, strategy.microbatches, strategy.stages.pipelines)
+            if parts is not None:
+                like = tree.map_structure(lambda _: 0, batch)
+                return _Sent(parts.rows, parts.leaves, like)
+        return _Sent(microbatches.rows_of(batch), batch, None)
 
     def send(self, batch: Any, shows_rows: bool) -> Any:
         """A batch, on the devices that use its parts, if that is known."""
-        used_on = self._used_on.get((microbatches.rows_of(batch), shows_rows))
+        given = self._cut(batch)
+        used_on = self._used_on.get((given.rows, shows_rows))
         if used_on is None:
-            return batch
+            return given
         leaves = [
             _on(device, leaf) if device and isinstance(leaf, tf.Tensor) else leaf
-            for device, leaf in zip(used_on, tree.flatten(batch))
+            for device, leaf in zip(used_on, tree.flatten(given.batch))
         ]
-        return tree.pack_sequence_as(batch, leaves)
+        return given._replace(batch=tree.pack_sequence_as(given.batch, leaves))
 
-    def _run(self, batch, key):
+    def _run(self, batch, key, like):
         strategy = self._engine.strategy
         graph, given = tf.compat.v1.get_default_graph(), batch
         before = len(graph.get_operations())
-        rows = None if key[1] else key[0]
-        if rows is not None:
+        rows, count = None if key[1] else key[0], strategy.microbatches
+        if rows is not None and like is None:
             batch = tree.map_structure(microbatches.with_unknown_rows, batch)
-        with PipelineStep(self._engine, strategy.microbatches, rows, self._order) as step:
+        trains, compression = self._trains is not None, None
+        if trains and strategy.compression is not None:
+            compression = GradientCompression(
+                strategy.compression, strategy.residuals, self._trains
+            )
+        with PipelineStep(self._engine, count, rows, self._order, trains) as step:
+            if like is not None:
+                parts = batch_parts.Parts(key[0], batch)
+                batch = batch_parts.join(parts, like, count * strategy.stages.pipelines, step)
             if rows is not None:
                 step.note_of_batch(batch)
             results = self._run_in_step(step, batch)
+        step.over_pipelines.check()
+        if compression is not None:
+            compression.compress(graph, step.over_pipelines.crossings, results)
         between = devices.place(graph, before)
         if strategy.activation_compression is not None:
             crossings.compress(
@@ -105,9 +171,10 @@ class StepFunction:
     def __init__(self, engine: Any, model: keras.Model, step_function: Callable[..., Any]) -> None:
         self._model, self._progress = model, engine.strategy.progress
         self._is_training = step_function == model.train_step
-        self._functions = Functions(engine, step_function)
+        trains = model if self._is_training else None
+        self._functions = Functions(engine, step_function, trains=trains)
         if self._is_training and engine.divides_train_step(model):
-            self._functions = Functions(engine, train_step.of(model), schedule.one_f_one_b)
+            self._functions = Functions(engine, train_step.of(model), schedule.one_f_one_b, trains)
         self._feed = Feed(self._functions.send)
         self._doing = "training step" if self._is_training else "evaluation step"
 

@@ -15,8 +15,10 @@ from keras_psplus.communication import Communication
 from keras_psplus.compression import Compressor
 from keras_psplus.core import job_failure, live_strategies
 from keras_psplus.pipeline import arguments, startup
+from keras_psplus.pipeline.copies import Copies
 from keras_psplus.pipeline.engine import PipelineEngine
 from keras_psplus.pipeline.extended import PipelineExtended
+from keras_psplus.pipeline.residuals import Residuals
 from keras_psplus.pipeline.splitter import Splitter
 from keras_psplus.pipeline.stages import Stages
 from keras_psplus.pipeline.stalls import StallProbe, Watch
@@ -26,7 +28,8 @@ from keras_psplus.pipeline.variables import Variables
 class PipelineStrategy(tf.distribute.Strategy):
     """Trains a model in stages, for `model.fit` of Keras 3.
 
-    One script in every task of a cluster with a `chief` and one `worker` for each stage. In
+    One script in every task of a cluster with a `chief` and one `worker` for each stage (of each
+    pipeline, where there are several). In
     `worker` tasks the constructor does not return: it serves until the chief has ended, and then
     ends the process. The chief runs the rest of the script. Worker `k` has the variables and
     optimizer slots of stage `k` and computes with them; activations and their gradients go from
@@ -35,17 +38,20 @@ class PipelineStrategy(tf.distribute.Strategy):
     but for what layers compute over the rows of a batch: BatchNormalization takes the statistics
     of each micro-batch.
 
-    Without `TF_CONFIG`, the GPUs of this process are the stages, or its logical CPU devices.
+    Without `TF_CONFIG`, the GPUs of this process are the workers, or its logical CPU devices.
 
     Args:
-        microbatches: Number of micro-batches of a batch, at least 1. A batch of fewer rows has as
-            many micro-batches as rows. A stage waits for `(stages - 1) / (microbatches + stages -
-            1)` of the time.
+        microbatches: Number of micro-batches of a batch that go through each pipeline, at least 1.
+            A batch of fewer rows has as many micro-batches as rows. A stage waits for
+            `(stages - 1) / (microbatches + stages - 1)` of the time.
         stages: How layers become stages: `"auto"` cuts them, in the order of their calls, so that
             the stage with the most floating-point operations has as few as can be; or a list with
             a list of patterns of layers' names for each stage. Layers that are made in a context
             of `keras_psplus.stage(k)` are on stage `k`; then those before and after them that are
             not belong to the same stage as the layer before.
+        pipelines: Number of pipelines. Each has all stages, on workers of its own, and trains on
+            its part of each batch. The number of workers is that of stages times that of
+            pipelines: worker `i` has the stage `i % stages` of pipeline `i // stages`.
         schedule: `"gpipe"`, all micro-batches forward and then all backward; or `"1f1b"`, by which
             stage `k` keeps the activations of `stages - k` micro-batches. Both give the same
             results. The second needs a loss of Keras that is a mean over independent rows, and
@@ -54,6 +60,9 @@ class PipelineStrategy(tf.distribute.Strategy):
             time, so that no stage waits for the end of a batch; the gradients of a batch are those
             by the weights from before the last update. It is PipeDream-2BW, with the actions of
             `"1f1b"`.
+        compression: How gradients go from pipeline to pipeline, as in other strategies: a
+            compressor, its short name (`"bf16"`, `"int8"`, `"sign"`, `"topk:0.01"`) or a dict by
+            variable; None to send them as they are.
         activation_compression: How activations and their gradients go from stage to stage:
             `"bf16"`, `"fp16"`, `"int8"`, or a compressor whose `serves_values` is True; None to
             send them as they are. It loses precision.
@@ -92,15 +101,19 @@ class PipelineStrategy(tf.distribute.Strategy):
         microbatches: int = 4,
         stages: Any = "auto",
         *,
+        pipelines: int = 1,
         schedule: str = "gpipe",
+        compression: Any = None,
         activation_compression: Any = None,
         startup_timeout: float = 300.0,
         heartbeat_timeout: float = 20.0,
         stall_warning: float | None = 60.0,
     ) -> None:
         self._microbatches = whole_number("microbatches", microbatches, 1)
+        pipelines = whole_number("pipelines", pipelines, 1)
         patterns = arguments.check_stages(stages)
-        self._schedule = arguments.check_schedule(schedule)
+        self._schedule = arguments.check_schedule(schedule, pipelines)
+        self._compression = arguments.check_gradient_compression(compression, pipelines)
         self._activation_compression = arguments.check_compression(activation_compression)
         seconds("startup_timeout", startup_timeout)
         seconds("heartbeat_timeout", heartbeat_timeout)
@@ -109,9 +122,9 @@ class PipelineStrategy(tf.distribute.Strategy):
         self._chief = None
         if self._task is None:
             devices, host = startup.local_devices(), "/CPU:0"
-            arguments.check_count(patterns, len(devices))
+            arguments.check_count(patterns, len(devices), pipelines)
         else:
-            arguments.check_count(patterns, len(self._task.cluster["worker"]))
+            arguments.check_count(patterns, len(self._task.cluster["worker"]), pipelines)
             if self._task.task_type == "worker":
                 startup.serve_and_exit(self._task, startup_timeout)
             tuning.tune()
@@ -121,12 +134,13 @@ class PipelineStrategy(tf.distribute.Strategy):
             devices, host = self._connect()
         self._splitter = Splitter(self, patterns)
         self.plan = None
-        self._stages = Stages(devices)
+        self._stages = Stages(devices, pipelines)
+        self._copies, self._residuals = Copies(self), Residuals(self)
         self._variables = Variables(self)
         self._engine = PipelineEngine(self)
         self._progress = Progress(leads=True)
         self._communication = Communication()
-        super().__init__(PipelineExtended(self, devices, host))
+        super().__init__(PipelineExtended(self, self._stages.devices, devices, host))
         if self._task is not None:
             Watch(self, heartbeat_timeout)
         stalls.Inspector(stall_warning, StallProbe(self).look)
@@ -166,14 +180,29 @@ class PipelineStrategy(tf.distribute.Strategy):
         return len(self._stages.devices)
 
     @property
+    def pipelines(self) -> int:
+        """Number of pipelines."""
+        return self._stages.pipelines
+
+    @property
     def microbatches(self) -> int:
-        """Number of micro-batches of a batch."""
+        """Number of micro-batches of a batch that go through each pipeline."""
         return self._microbatches
 
     @property
     def schedule(self) -> str:
         """Name of the schedule."""
         return self._schedule
+
+    @property
+    def compression(self) -> Compressor | None:
+        """What encodes gradients between pipelines, or None."""
+        return self._compression
+
+    @property
+    def residuals(self) -> Residuals:
+        """What compressors keep of gradients: a `residuals.Residuals`."""
+        return self._residuals
 
     @property
     def activation_compression(self) -> Compressor | None:
@@ -194,6 +223,11 @@ class PipelineStrategy(tf.distribute.Strategy):
     def variables(self) -> Variables:
         """What makes variables on stages: a `variables.Variables`."""
         return self._variables
+
+    @property
+    def copies(self) -> Copies:
+        """The copies of weights that pipelines have: a `copies.Copies`."""
+        return self._copies
 
     @property
     def progress(self) -> Progress:

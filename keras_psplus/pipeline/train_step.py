@@ -72,14 +72,19 @@ def of(model: keras.Model) -> Callable[[Any], Any]:
         x, y, sample_weight = unpack_x_y_sample_weight(data)
         weights = model.trainable_weights
         rows = step.rows_of(data)
-        outputs, losses, sums, sizes = [], [], None, []
-        for part in step.microbatches(rows):
+        outputs, losses, sizes = [], [], []
+        # By pipeline.
+        sums: dict[int, list[Any]] = {}
+        for part in step.microbatches(rows, model):
             own = step.take((x, y, sample_weight), rows, part)
             with part:
                 output, loss, grads = _forward_and_backward(model, part, weights, *own)
             outputs.append(output)
             losses.append(loss * part.fraction)
-            sums = grads if sums is None else [gradients.add(a, b) for a, b in zip(sums, grads)]
+            before = sums.get(part.pipeline)
+            sums[part.pipeline] = (
+                grads if before is None else [gradients.add(a, b) for a, b in zip(before, grads)]
+            )
             sizes.append(part.end - part.first)
         step.finish_sums()
         y_pred = step.join(model.name, outputs, sizes)
@@ -88,7 +93,8 @@ def of(model: keras.Model) -> Callable[[Any], Any]:
             loss, sample_weight=tf.shape(next(i for i in tree.flatten(x) if i is not None))[0]
         )
         if weights:
-            model.optimizer.apply_gradients(zip(sums, weights))
+            total = step.over_pipelines.total(weights, sums)
+            model.optimizer.apply_gradients(zip(total, weights))
         else:
             warnings.warn("The model does not have any trainable weights.", stacklevel=2)
         return model.compute_metrics(x, y, y_pred, sample_weight=sample_weight)

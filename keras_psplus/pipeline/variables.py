@@ -7,6 +7,7 @@ a value. It is made when it is given a value or read, on the stage that has the 
 
 import contextlib
 import weakref
+from collections.abc import Iterator
 from contextlib import AbstractContextManager
 from typing import Any
 
@@ -44,7 +45,7 @@ class Variables:
         device = self._owner.extended.device_of_making
         number = self._stages.of_scope()
         if device is not None:
-            self._make(variable, initializer, self._stages.devices.index(device))
+            self._make(variable, initializer, self._stages.of_device(device), device)
         elif number is not None:
             self._make(variable, initializer, number)
         elif not stages_module.is_in_layer():
@@ -58,22 +59,22 @@ class Variables:
     def beside(self, variable: keras.Variable) -> AbstractContextManager[None]:
         """Context in which variables are made where another one is."""
         self.ensure(variable)
-        return self._making_on(variable._value.device)
+        return self.making_on(variable._value.device)
 
     def ensure(self, variable: keras.Variable) -> None:
         """Makes a variable that is not made yet."""
         if variable._value is None and variable._initializer is not None:
             self.put(variable, self._emptiest())
 
-    def put(self, variable: keras.Variable, number: int) -> None:
-        """Makes a variable on a stage, or moves it there."""
-        device = self._stages.devices[number]
+    def put(self, variable: keras.Variable, number: int, pipeline: int = 0) -> None:
+        """Makes a variable on a pipeline's stage, or moves it there."""
+        device = self._stages.device(number, pipeline)
         if variable._value is None and variable._initializer is not None:
             initializer, variable._initializer = variable._initializer, None
-            self._make(variable, initializer, number)
+            self._make(variable, initializer, number, device)
         elif isinstance(variable._value, tf.Variable) and variable._value.device != device:
             old = variable._value
-            with self._making_on(device):
+            with self.making_on(device):
                 variable._value = tf.Variable(
                     _on(device, old.read_value), trainable=old.trainable, name=variable.name
                 )
@@ -83,8 +84,11 @@ class Variables:
     def place(self, variable: keras.Variable, number: int) -> None:
         """Puts a variable on a stage for good: traced functions know it there."""
         if self.stage_of_placed(variable) is None:
-            self.put(variable, number)
+            copies = self._owner.copies
+            pipeline = copies.pipeline_for(variable, number)
+            self.put(variable, number, pipeline)
             self._placed[id(variable)] = weakref.ref(variable), number
+            copies.make(variable, number, pipeline)
 
     def stage_of_placed(self, variable: keras.Variable) -> int | None:
         """The stage on which a variable was placed, or None."""
@@ -102,15 +106,17 @@ class Variables:
                 del self._slots[key]
                 continue
             number = self.stage_of_placed(reference())
-            if number is not None:
-                self.place(slot(), number)
+            if number is not None and self.stage_of_placed(slot()) is None:
+                pipeline = self._owner.copies.pipeline_of(reference())
+                self.put(slot(), number, pipeline)
+                self._placed[key] = slot, number
 
-    def _make(self, variable, initializer, number):
-        device, trainable = self._stages.devices[number], variable._trainable
+    def _make(self, variable, initializer, number, device=None):
+        device, trainable = device or self._stages.devices[number], variable._trainable
         # It may be frozen before it is made, and thawed after.
         variable._trainable = getattr(variable, "_is_made_to_train", trainable)
         try:
-            with self._making_on(device):
+            with self.making_on(device):
                 variable._initialize(
                     _on(device, lambda: initializer(variable._shape, dtype=variable._dtype))
                 )
@@ -119,7 +125,8 @@ class Variables:
         self._bytes[number] += variable._value.shape.num_elements() * variable._value.dtype.size
 
     @contextlib.contextmanager
-    def _making_on(self, device):
+    def making_on(self, device: str) -> Iterator[None]:
+        """Context in which variables are made on a device."""
         strategy = self._owner
         with strategy.scope(), strategy.extended.making_on(device):
             yield

@@ -33,7 +33,10 @@ ATTRIBUTES = [
     (context.Context, "_context_handle"),
     (def_function.Function, "_clone"),
     (framework_ops.Graph, "_add_device_to_stack _get_function"),
-    (framework_ops.Operation, "_add_control_input _set_device _update_input"),
+    (
+        framework_ops.Operation,
+        "_add_control_input _is_stateful _set_device _update_input",
+    ),
     (script_ops, "_py_funcs"),
     (script_ops.FuncRegistry, "_funcs"),
     # Variables and checkpoints.

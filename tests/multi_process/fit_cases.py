@@ -770,11 +770,15 @@ def strategies(kinds):
     cluster = all_reduce = None
     if {"devices", "pipeline"} & set(kinds):
         logical_devices(2)
+    if "pipelines" in kinds:
+        logical_devices(4)
     for kind in kinds:
         if kind == "reference":
             yield None
         elif kind == "pipeline":
             yield keras_psplus.PipelineStrategy(microbatches=3)
+        elif kind == "pipelines":
+            yield keras_psplus.PipelineStrategy(microbatches=2, pipelines=2)
         elif kind in ("workers", "devices", "lossless"):
             if all_reduce is None:
                 all_reduce = keras_psplus.MultiWorkerMirroredStrategy(startup_timeout=60)

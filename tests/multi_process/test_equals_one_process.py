@@ -96,6 +96,11 @@ PIPELINE = [
     *("gradient_accumulation_in_loop", "moving_average_after_skipped_steps", "much_at_once"),
     *("mixed_precision_skips_overflow", "embedding_with_adam", "evaluate_and_predict"),
 ]
+# What is particular to two pipelines on four devices.
+PIPELINES = [
+    *("steps_per_execution_dataset", "several_inputs_and_outputs", "gradient_penalty"),
+    *("gradient_accumulation_in_loop", "much_at_once", "mixed_precision_skips_overflow"),
+]
 # Float tolerance: sums over replicas are taken in another order than sums over a batch.
 TOLERANCE = dict.fromkeys(CASES + ONLY_ASYNCHRONOUS, 2e-5) | {
     "bfloat16": 2e-2,
@@ -122,6 +127,7 @@ PROCESSES = [
         "devices": CORE,
     },
     {"pipeline": PIPELINE},
+    {"pipelines": PIPELINES},
     {"async": ASYNCHRONOUS, "async_sharded": SHARDED},
     {"sync": SYNCHRONOUS, "sync_sharded": SYNCHRONOUS_SHARDED},
 ]
@@ -238,8 +244,8 @@ def test_two_workers_with_two_devices_each(case, alone, two_by_two):
     compare(case, alone, *two_by_two)
 
 
-# Two devices, as replicas or as stages; one asynchronous worker and two parameter servers; two
-# synchronous workers.
+# Two devices, as replicas or as stages; four, as stages of two pipelines; one asynchronous worker
+# and two parameter servers; two synchronous workers.
 @pytest.mark.parametrize(
     "kind, case",
     [

@@ -2,6 +2,7 @@
 
 training_job.py FOLDER [--epochs N] [--pause SECONDS] [--backup] [--stages auto|patterns|contexts]
     [--schedule gpipe|1f1b|pipedream]
+                [--pipelines N] [--compression NAME]
 """
 
 import argparse
@@ -28,6 +29,8 @@ def parse():
     parser.add_argument("--backup", action="store_true")
     parser.add_argument("--stages", default="auto")
     parser.add_argument("--schedule", default="gpipe")
+    parser.add_argument("--pipelines", type=int, default=1)
+    parser.add_argument("--compression")
     parser.add_argument("--heartbeat", type=float, default=20.0)
     return parser.parse_args()
 
@@ -72,6 +75,8 @@ def main():
         microbatches=3,
         stages=stages,
         schedule=args.schedule,
+        pipelines=args.pipelines,
+        compression=args.compression,
         heartbeat_timeout=args.heartbeat,
         startup_timeout=60,
     )

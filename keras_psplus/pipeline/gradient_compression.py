@@ -1,0 +1,125 @@
+"""Gradients in fewer bytes, on their way from one pipeline to the primaries in another.
+
+A pipeline encodes the sum of its micro-batches' gradients, and the primary's worker decodes it and
+adds it to its own sum, which goes nowhere and is left as it is.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import keras
+import tensorflow as tf
+
+from keras_psplus.compression import Compressor, with_error_feedback
+from keras_psplus.pipeline.pipeline_sums import Crossing
+from keras_psplus.pipeline.residuals import Residuals
+from keras_psplus.tf_internals import framework_ops as ops
+
+# They change nothing, though TensorFlow counts them as if they did.
+_READS = ("Placeholder", "ReadVariableOp", "ResourceGather", "ResourceGatherNd", "VarHandleOp")
+
+
+class GradientCompression:
+    """Compresses what crosses from pipeline to pipeline in one step, when it has been traced.
+
+    To be made before the step is traced, as the step changes what it reads.
+
+    Args:
+        compressor: `Compressor`.
+        residuals: `Residuals`.
+        model: Keras model that is trained.
+    """
+
+    def __init__(self, compressor: Compressor, residuals: Residuals, model: keras.Model) -> None:
+        self._compressor, self._residuals = with_error_feedback(compressor), residuals
+        optimizer, self._scale = getattr(model, "optimizer", None), None
+        self._step: Any = tf.constant(0, tf.int64)
+        if optimizer is not None and optimizer.built:
+            self._step = tf.cast(optimizer.iterations.value, tf.int64)
+        if isinstance(optimizer, keras.optimizers.LossScaleOptimizer) and optimizer.built:
+            # Residuals are those of gradients without it, as it changes.
+            self._scale = tf.identity(optimizer.dynamic_scale.value)
+
+    def compress(self, graph: tf.Graph, crossings: list[Crossing], results: Any) -> None:
+        """Encodes and decodes gradients.
+
+        Args:
+            graph: Graph of the step.
+            crossings: The gradients.
+            results: What the step returns.
+        """
+        needed = _needed(graph, results)
+        for crossing in crossings:
+            arrived = tf.nest.flatten(crossing.arrived, expand_composites=True)
+            # Of a model that gradients only pass through, nothing may be kept.
+            if arrived[0].graph is not graph or not needed.intersection(t.op for t in arrived):
+                continue
+            if isinstance(crossing.sent, tf.IndexedSlices):
+                decoded = self._rows(crossing)
+            else:
+                decoded = self._whole(crossing)
+            if decoded is not None:
+                arrived[0].op._update_input(0, decoded)
+
+    def _of(self, crossing):
+        weight = crossing.copied.variable()
+        primary = crossing.copied.primary
+        if self._compressor is None or weight is None:
+            return None
+        return self._compressor.for_variable(weight.path, primary.shape, primary.dtype)
+
+    def _whole(self, crossing):
+        compressor, sent = self._of(crossing), crossing.sent
+        if compressor is None:
+            return None
+        shape, dtype = crossing.copied.primary.shape, sent.dtype
+        device = crossing.copied.copies[crossing.pipeline].device
+        state = self._residuals.of(
+            crossing.copied, crossing.pipeline, device, lambda: compressor.init(shape, dtype)
+        )
+        with ops.device(device):
+            values = tf.nest.map_structure(lambda one: one.read_value(), state)
+            tensor = tf.ensure_shape(self._unscaled(sent), shape)
+            payload, new = compressor.encode(tensor, values, self._step)
+            for one, value in zip(tf.nest.flatten(state), tf.nest.flatten(new)):
+                one.assign(value, read_value=False)
+        with ops.device(crossing.copied.primary.device):
+            return self._scaled(compressor.decode(payload, shape, dtype, self._step))
+
+    def _rows(self, crossing):
+        compressor, sent = self._of(crossing), crossing.sent.values
+        if compressor is None or not compressor.compresses_rows:
+            return None
+        row_shape = crossing.copied.primary.shape[1:]
+        with ops.device(crossing.copied.copies[crossing.pipeline].device):
+            rows = tf.ensure_shape(sent, tf.TensorShape([None]).concatenate(row_shape))
+            payload = compressor.encode_rows(rows, self._step)
+        with ops.device(crossing.copied.primary.device):
+            return compressor.decode_rows(payload, row_shape, sent.dtype, self._step)
+
+    def _unscaled(self, tensor):
+        return tensor if self._scale is None else tensor / tf.cast(self._scale, tensor.dtype)
+
+    def _scaled(self, tensor):
+        return tensor if self._scale is None else tensor * tf.cast(self._scale, tensor.dtype)
+
+
+def _needed(graph, results):
+    """The operations whose results are returned, or change something."""
+    waiting = [leaf.op for leaf in tf.nest.flatten(results, expand_composites=True) if _is_in(leaf)]
+    for op in graph.get_operations():
+        if op._is_stateful and op.type not in _READS:
+            waiting.append(op)
+    found = set()
+    while waiting:
+        op = waiting.pop()
+        if op not in found:
+            found.add(op)
+            waiting += [tensor.op for tensor in op.inputs]
+            waiting += op.control_inputs
+    return found
+
+
+def _is_in(leaf):
+    return tf.is_tensor(leaf) and hasattr(leaf, "graph")

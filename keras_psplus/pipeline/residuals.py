@@ -1,0 +1,126 @@
+"""What compressors keep from step to step, beside the gradients that a pipeline sends."""
+
+from __future__ import annotations
+
+import functools
+import os
+import weakref
+import zipfile
+from typing import Any
+
+import numpy as np
+import tensorflow as tf
+
+from keras_psplus.pipeline.copies import Copied
+from keras_psplus.tf_internals import framework_ops as ops
+from keras_psplus.tf_internals import nest
+
+
+class Residuals:
+    """States of compressors: TensorFlow variables on the devices that send.
+
+    Args:
+        strategy: `PipelineStrategy`.
+    """
+
+    def __init__(self, strategy: Any) -> None:
+        self._strategy = weakref.ref(strategy)
+        # By name: the variable, a function that makes its first value, and the weight that it is
+        # for.
+        self._states: dict[str, tuple[tf.Variable, Any, Any]] = {}
+        # By path: the weights that have it, which may be of several models.
+        self._paths: dict[str, list[Any]] = {}
+        self._to_restore: dict[str, np.ndarray] = {}
+
+    def of(self, copied: Copied, pipeline: int, device: str, first: Any) -> Any:
+        """The state for what a pipeline sends of a weight's gradient; made if it is not there.
+
+        Args:
+            copied: The weight.
+            pipeline: Number of the pipeline.
+            device: Name of the device that sends.
+            first: Function without arguments that makes the first state.
+
+        Returns:
+            Structure of TensorFlow variables.
+        """
+        prefix = f"{self._name(copied)}/{pipeline}"
+        with tf.Graph().as_default():
+            forms = first()
+        leaves = []
+        for i, (path, _) in enumerate(nest.flatten_with_joined_string_paths(forms)):
+            begin = functools.partial(_leaf, first, i, device)
+            leaves.append(self._variable(f"{prefix}/{path}", begin, copied.variable, device))
+        return tf.nest.pack_sequence_as(forms, leaves)
+
+    def _name(self, copied):
+        path = copied.variable().path
+        known = self._paths.setdefault(path, [])
+        known[:] = [one for one in known if one() is not None]
+        if all(one() is not copied.variable() for one in known):
+            known.append(copied.variable)
+        number = next(i for i, one in enumerate(known) if one() is copied.variable())
+        return f"{path}#{number}" if number else path
+
+    def _variable(self, name, begin, weight, device):
+        known = self._states.get(name)
+        if known is not None and known[2] is weight:
+            return known[0]
+        with ops.init_scope(), self._strategy().extended.making_on(device), tf.device(device):
+            state = tf.Variable(begin(), trainable=False, name="residual")
+            self._restore(state, self._to_restore.pop(name, None))
+        self._states[name] = state, begin, weight
+        return state
+
+    @property
+    def has_any(self) -> bool:
+        """Whether anything is kept."""
+        return bool(self._alive())
+
+    def _alive(self):
+        self._states = {n: found for n, found in self._states.items() if found[2]() is not None}
+        return self._states
+
+    def write(self, path: str | os.PathLike[str]) -> None:
+        """Writes all states to a file, one after the other: the chief never has all of them."""
+        with tf.io.gfile.GFile(path, "wb") as file:
+            stream: Any = _Stream(file)
+            with zipfile.ZipFile(stream, "w") as archive:
+                self._write(archive)
+
+    def _write(self, archive):
+        for name, (state, _, _) in self._alive().items():
+            with archive.open(f"{name}.npy", "w", force_zip64=True) as part:
+                np.lib.format.write_array(part, np.ascontiguousarray(state.numpy()))
+
+    def read(self, path: str | os.PathLike[str]) -> None:
+        """Reads what `write` has written; states that are yet to be made get their values then."""
+        found = {}
+        with tf.io.gfile.GFile(path, "rb") as file, zipfile.ZipFile(file) as archive:
+            for name in archive.namelist():
+                with archive.open(name) as part:
+                    found[name.removesuffix(".npy")] = np.lib.format.read_array(part)
+        for name, (state, begin, _) in self._alive().items():
+            state.assign(begin())
+            self._restore(state, found.pop(name, None))
+        self._to_restore = found
+
+    def _restore(self, state, value):
+        if value is not None and state.shape == value.shape:
+            state.assign(value)
+
+
+class _Stream:
+    """A file that is written from its beginning to its end: that is all that TensorFlow's can."""
+
+    def __init__(self, file):
+        self._file, self.flush = file, file.flush
+
+    def write(self, data):
+        self._file.write(bytes(data))
+        return len(data)
+
+
+def _leaf(first, index, device):
+    with tf.device(device):
+        return tf.nest.flatten(first())[index]
