@@ -58,7 +58,7 @@ class DistributedEngine(StrategyEngine):
 
     def train(self, original: Original, model: keras.Model, *args: Any, **kwargs: Any) -> Any:
         with self.translate_errors():
-            return original(model, *args, **kwargs)
+            return super().train(original, model, *args, **kwargs)
 
     def evaluate(self, original: Original, model: keras.Model, *args: Any, **kwargs: Any) -> Any:
         outer, self._evaluates = self._evaluates, True

@@ -5,7 +5,7 @@ from __future__ import annotations
 import sys
 from typing import TYPE_CHECKING, Any
 
-from keras_psplus.core import live_strategies
+from keras_psplus.core import live_strategies, plan_request
 from keras_psplus.core.thread_flag import ThreadFlag
 from keras_psplus.engine import Engine, Original
 from keras_psplus.log import info_once
@@ -35,6 +35,8 @@ class OutsideScope(Engine):
 
     def train(self, original: Original, model: keras.Model, *args: Any, **kwargs: Any) -> Any:
         """`fit` and `train_on_batch`."""
+        if not live_strategies.in_single_process():
+            plan_request.check_strategy(None)
         check_built_in_scope(model, original.__name__)
         return original(model, *args, **kwargs)
 

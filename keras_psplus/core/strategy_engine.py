@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 import tensorflow as tf
 
 from keras_psplus.callbacks import CommunicationMonitor
-from keras_psplus.core import backup, saving
+from keras_psplus.core import backup, plan_request, saving
 from keras_psplus.core.optimizers import optimizers_of
 from keras_psplus.core.unknown_length import UnknownLength
 from keras_psplus.datasets import service as data_service
@@ -26,6 +26,10 @@ if TYPE_CHECKING:
 
 class StrategyEngine(Engine):
     """Backups that survive a kill, epochs as long as their data, and variables as numbers."""
+
+    def train(self, original: Original, model: keras.Model, *args: Any, **kwargs: Any) -> Any:
+        plan_request.check_strategy(self.strategy)
+        return original(model, *args, **kwargs)
 
     # Backups.
 

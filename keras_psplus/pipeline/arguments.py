@@ -13,12 +13,12 @@ _FOR_ACTIVATIONS = (
 
 
 def check_stages(stages: Any) -> list[list[str]] | None:
-    """Returns the patterns of each stage's layers; None for `"auto"`.
+    """Returns the patterns of each stage's layers; None for `"auto"` and `"flops"`.
 
     Raises:
-        ValueError: If it is neither.
+        ValueError: If it is none of these.
     """
-    if isinstance(stages, str) and stages == "auto":
+    if isinstance(stages, str) and stages in ("auto", "flops"):
         return None
     is_list = isinstance(stages, (list, tuple)) and len(stages) > 0
     lists = [[one] if isinstance(one, str) else one for one in stages] if is_list else []
@@ -28,8 +28,8 @@ def check_stages(stages: Any) -> list[list[str]] | None:
     )
     if not fits:
         raise ValueError(
-            '`stages` must be "auto", or a list with a list of patterns of layer names for each '
-            'stage, such as [["embedding", "block_0*"], ["block_1*", "head"]]. '
+            '`stages` must be "auto", "flops", or a list with a list of patterns of layer names '
+            'for each stage, such as [["embedding", "block_0*"], ["block_1*", "head"]]. '
             f"Received: {stages!r}"
         )
     return [list(one) for one in lists]

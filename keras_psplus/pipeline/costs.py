@@ -8,7 +8,8 @@ import numpy as np
 import tensorflow as tf
 
 from keras_psplus.core.replica_step import ReplicaStep
-from keras_psplus.keras_parts import get_keras_mask, models, tree
+from keras_psplus.keras_parts import get_keras_mask, models, stateless_scope, tree
+from keras_psplus.pipeline import activations, flops, layer_call
 
 # Rows of the batch that is traced.
 _ROWS = 32
@@ -23,11 +24,16 @@ class LayerCost:
         flops: Floating-point operations of its calls for one row, forward.
         tensors: List of pairs: bytes of a tensor that it returns, for one row; and the numbers
             of the layers that use the tensor.
+        kept: Bytes of what its backward pass needs, for one row.
+        calls: With what it was called: a list of `layer_call.LayerCall`, None for a call that
+            cannot be repeated.
     """
 
     layer: Any
     flops: float = 0.0
     tensors: list = dataclasses.field(default_factory=list)
+    kept: float = 0.0
+    calls: list = dataclasses.field(default_factory=list)
 
     @property
     def parameters(self) -> int:
@@ -37,7 +43,12 @@ class LayerCost:
     @property
     def bytes(self) -> int:
         """Bytes of the layer's variables."""
-        return sum(int(np.prod(v.shape)) * tf.as_dtype(v.dtype).size for v in self.layer.variables)
+        return _bytes_of(self.layer.variables)
+
+    @property
+    def trainable_bytes(self) -> int:
+        """Bytes of the layer's trainable variables."""
+        return _bytes_of(self.layer.trainable_variables)
 
 
 class _Recorder(ReplicaStep):
@@ -48,20 +59,25 @@ class _Recorder(ReplicaStep):
     def __init__(self, engine):
         super().__init__(engine)
         self._inside = False
-        # Pairs of a layer and the operations of one of its calls.
+        # A layer, the operations of one of its calls, and with what it was called.
         self.calls = []
+        # What was there before any layer was called is made of the batch alone.
+        self._given = None
 
     def call(self, original, layer, args, kwargs):
-        if self._inside or not is_cut(layer):
+        if self._inside or not is_cut(layer) or _is_of_shapes(args, kwargs):
             return original(layer, *args, **kwargs)
         graph = tf.compat.v1.get_default_graph()
         before = len(graph.get_operations())
+        if self._given is None:
+            self._given = set(graph.get_operations())
+        call = layer_call.note(args, kwargs, _ROWS, lambda tensor: tensor.op in self._given)
         self._inside = True
         try:
             return original(layer, *args, **kwargs)
         finally:
             self._inside = False
-            self.calls.append((layer, graph.get_operations()[before:]))
+            self.calls.append((layer, graph.get_operations()[before:], call))
 
 
 def is_cut(layer: keras.Layer) -> bool:
@@ -93,6 +109,13 @@ def of_layers(engine: Any, model: keras.Model, spec: Any) -> tuple[list[LayerCos
     return _costs(graph, recorder.calls), any(mask is not None for mask in masks)
 
 
+def _is_of_shapes(args, kwargs):
+    """Whether Keras calls a layer to see the shapes of what it returns, as it builds a model."""
+    leaves = tree.flatten((args, kwargs))
+    is_symbolic = any(isinstance(leaf, keras.KerasTensor) for leaf in leaves)
+    return is_symbolic or stateless_scope.in_stateless_scope()
+
+
 def _with_rows(leaf):
     if leaf is None:
         return None
@@ -101,14 +124,25 @@ def _with_rows(leaf):
 
 
 def _costs(graph, calls):
-    costs, number_of, makers = [], {}, {}
-    for layer, operations in calls:
+    costs, number_of, makers, kept = [], {}, {}, set()
+    of_batch = _of_batch(graph)
+    for layer, operations, call in calls:
         if id(layer) not in number_of:
             number_of[id(layer)] = len(costs)
             costs.append(LayerCost(layer))
         number = number_of[id(layer)]
-        costs[number].flops += sum(_flops(op) for op in operations) / _ROWS
+        # First values of weights are drawn in this graph, but in no step.
+        costs[number].flops += (
+            sum(flops.of(op) for op in operations if any(id(t) in of_batch for t in op.outputs))
+            / _ROWS
+        )
+        costs[number].calls.append(call)
         makers.update({op: number for op in operations})
+        for key, (tensor, size) in activations.kept(operations, of_batch).items():
+            # Two layers may need it; it is counted where it was made.
+            if key not in kept:
+                kept.add(key)
+                costs[makers.get(tensor.op, number)].kept += size / _ROWS
     users = {}
     for op in graph.get_operations():
         # What is between layers belongs to the last of those that it uses.
@@ -119,37 +153,19 @@ def _costs(graph, calls):
             if number is not None and maker is not None and maker != number:
                 users.setdefault(id(tensor), (tensor, maker, set()))[2].add(number)
     for tensor, maker, numbers in users.values():
-        costs[maker].tensors.append((_bytes(tensor) / _ROWS, sorted(numbers)))
+        costs[maker].tensors.append((flops.size_of(tensor) / _ROWS, sorted(numbers)))
     return costs
 
 
-def _flops(op):
-    sizes = [_elements(tensor) for tensor in op.outputs]
-    size = max(sizes, default=0)
-    if op.type in ("MatMul", "BatchMatMulV2"):
-        inner = op.inputs[0].shape
-        transposed = op.get_attr("transpose_a" if op.type == "MatMul" else "adj_x")
-        width = None if inner.rank is None else inner[-2 if transposed else -1]
-        return 2 * size * (width or 1)
-    if op.type in ("Conv2D", "Conv3D", "DepthwiseConv2dNative"):
-        kernel = op.inputs[1].shape.as_list()
-        depth = 1 if op.type.startswith("Depthwise") else kernel[-2]
-        return 2 * size * int(np.prod(kernel[:-2])) * depth
-    if op.type == "Einsum":
-        # Every index of both inputs once: more than a product whose indices are summed.
-        return 2 * size * max(1, _elements(op.inputs[0]) * _elements(op.inputs[1]) // size) ** 0.5
-    if op.type in ("While", "StatelessWhile"):
-        body = op.graph._get_function(op.get_attr("body").name)
-        steps = max((t.shape[0] or 1 for t in op.outputs if t.shape.rank), default=1)
-        return steps * sum(_flops(inner) for inner in body.graph.get_operations()) if body else size
-    return size if op.outputs and op.outputs[0].dtype.is_floating else 0
+def _of_batch(graph):
+    """Ids of the tensors that are computed of the batch, not of weights and constants alone."""
+    captured = {id(inside) for _, inside in graph.captures}
+    found = {id(tensor) for tensor in graph.inputs if id(tensor) not in captured}
+    for op in graph.get_operations():
+        if any(id(tensor) in found for tensor in op.inputs):
+            found.update(id(tensor) for tensor in op.outputs)
+    return found
 
 
-def _elements(tensor):
-    if tensor.shape.rank is None:
-        return 1
-    return int(np.prod([size or 1 for size in tensor.shape]))
-
-
-def _bytes(tensor):
-    return _elements(tensor) * max(1, tensor.dtype.size)
+def _bytes_of(variables):
+    return sum(int(np.prod(v.shape)) * tf.as_dtype(v.dtype).size for v in variables)

@@ -16,7 +16,7 @@ from keras_psplus.core.worker_files import WorkerFiles
 from keras_psplus.engine import Original
 from keras_psplus.keras_parts import epoch_iterator
 from keras_psplus.log import logger
-from keras_psplus.pipeline import failure, schedule, train_step
+from keras_psplus.pipeline import failure, rows, schedule, train_step
 from keras_psplus.pipeline.pipedream import PipeDreamFunction
 from keras_psplus.pipeline.step import Update
 from keras_psplus.pipeline.step_function import PredictFunction, StepFunction
@@ -65,7 +65,8 @@ class PipelineEngine(DistributedEngine):
         self, original: Original, model: keras.Model, iterator: Any = None, data_batch: Any = None
     ) -> None:
         spec = iterator.batch_spec if iterator is not None else data_batch
-        self.split(model, spec, trains=True)
+        batch_rows = getattr(iterator, "batch_rows", None)
+        self.strategy.splitter.split(self, model, spec, trains=True, batch_rows=batch_rows)
         super().build(original, model, iterator, data_batch)
 
     def train(self, original: Original, model: keras.Model, *args: Any, **kwargs: Any) -> Any:
@@ -139,6 +140,7 @@ class PipelineEngine(DistributedEngine):
         dataset = iterator.data_adapter.get_tf_dataset()
         iterator._distributed_dataset = iterator_release.Dataset(dataset)
         iterator.batch_spec = dataset.element_spec
+        iterator.batch_rows = rows.of_data(iterator.data_adapter, dataset)
 
     # Variables and layers.
 

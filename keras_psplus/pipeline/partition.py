@@ -1,15 +1,33 @@
 """Which layers make a stage: contiguous parts of the layers in the order of their calls."""
 
 import fnmatch
-from collections.abc import Sequence
+import itertools
+import math
+from collections.abc import Callable, Sequence
+
+# How much slower than the fastest a cut may be whose memory is more even; from how many times the
+# mean on a stage's memory counts as uneven; and bytes that fit everywhere.
+_SLOWER, _UNEVEN, _SMALL = 1.1, 1.5, 64e6
 
 
-def balance(costs: Sequence[float], stages: int) -> list[int]:
+def balance(
+    costs: Sequence[float],
+    stages: int,
+    memory: Callable[[int, int, int], float] | None = None,
+) -> list[int]:
     """Cuts a list into contiguous parts whose largest sum is as small as can be.
+
+    If one part needs more than 1.5 times the mean memory, and more than 64 MB, a cut with less in
+    its largest part is taken, as long as its largest sum is at most 1.1 times the smallest
+    possible: of those, the one with the smallest largest sum whose memory is even, or else as even
+    as it can be. So memory costs no more than a tenth of the speed, and what is even enough costs
+    nothing.
 
     Args:
         costs: List of numbers, one for each layer, in the order of the calls.
         stages: Number of parts, none of which is empty.
+        memory: Function of the number of a part, its first element and one past its last that
+            returns its bytes; None to cut by the costs alone.
 
     Returns:
         List with the number of the part of each element.
@@ -30,24 +48,51 @@ def balance(costs: Sequence[float], stages: int) -> list[int]:
             "workers as the model has layers, or fewer. A layer of your own that has layers inside "
             f"counts as one. Received: {stages} stages"
         )
-    sums = [0.0]
-    for cost in costs:
-        sums.append(sums[-1] + cost)
-    # best[k][j]: the smallest largest sum of the first j elements in k parts, and the last cut.
-    best = [[(0 if j == 0 else float("inf"), 0) for j in range(count + 1)]]
+    sums = [0.0, *itertools.accumulate(costs)]
+
+    def time(part, first, end):
+        return sums[end] - sums[first]
+
+    fastest = _cut(count, stages, time)
+    if memory is None:
+        return _numbers(fastest)
+    of_parts = [memory(part, *edges) for part, edges in enumerate(fastest)]
+    mean = sum(of_parts) / stages
+    if max(of_parts) <= max(_UNEVEN * mean, _SMALL):
+        return _numbers(fastest)
+    # Sums differ by rounding.
+    most = _SLOWER * max(time(0, *edges) for edges in fastest) * (1 + 1e-9)
+    even = _cut(count, stages, lambda *part: _if(time(*part) <= most, memory(*part)))
+    least = max(memory(part, *edges) for part, edges in enumerate(even))
+    limit = max(least, _UNEVEN * mean, _SMALL)
+    return _numbers(_cut(count, stages, lambda *part: _if(memory(*part) <= limit, time(*part))))
+
+
+def _cut(count, stages, cost):
+    """First and one past the last element of each part, the largest cost of which is the least."""
+    # best[k][j]: the smallest largest cost of the first j elements in k parts, and the last cut.
+    best = [[(0 if j == 0 else math.inf, 0) for j in range(count + 1)]]
     for k in range(1, stages + 1):
         row = []
         for j in range(count + 1):
             cuts = range(k - 1, j)
-            choices = ((max(best[k - 1][i][0], sums[j] - sums[i]), i) for i in cuts)
-            row.append(min(choices, default=(float("inf"), 0)))
+            choices = ((max(best[k - 1][i][0], cost(k - 1, i, j)), i) for i in cuts)
+            row.append(min(choices, default=(math.inf, 0)))
         best.append(row)
-    parts, end = [0] * count, count
+    parts, end = [], count
     for k in range(stages, 0, -1):
         first = best[k][end][1]
-        parts[first:end] = [k - 1] * (end - first)
+        parts.append((first, end))
         end = first
-    return parts
+    return parts[::-1]
+
+
+def _numbers(parts):
+    return [number for number, (first, end) in enumerate(parts) for _ in range(first, end)]
+
+
+def _if(allowed, cost):
+    return cost if allowed else math.inf
 
 
 def by_patterns(

@@ -1,11 +1,20 @@
 """A pipeline's plan: which layers are on which stage, and what that comes to."""
 
+from __future__ import annotations
+
 import dataclasses
+import math
+from collections.abc import Sequence
+from typing import Any
 
 import tensorflow as tf
 
 from keras_psplus import text_table
+from keras_psplus.pipeline import memory, timeline
 from keras_psplus.pipeline.costs import LayerCost
+from keras_psplus.pipeline.memory import Memory
+from keras_psplus.pipeline.schedule import PIPEDREAM, Actions
+from keras_psplus.pipeline.timing import Times
 
 # The backward pass computes gradients by inputs and by weights.
 _PASSES = 3
@@ -24,6 +33,10 @@ class Stage:
         flops: Floating-point operations for one row, forward and backward.
         sent: Bytes that it sends for one row, forward: what layers of other stages use. About as
             many come back as gradients.
+        estimate: What it needs in training, estimated: a `memory.Memory`.
+        work: Its part of the time of all stages, forward and backward.
+        milliseconds: What it takes for a batch, forward and backward; None if the layers were not
+            measured.
         other_devices: Names of its devices in the other pipelines.
     """
 
@@ -34,6 +47,9 @@ class Stage:
     memory: int
     flops: float
     sent: float
+    estimate: Memory = Memory()
+    work: float = 0.0
+    milliseconds: float | None = None
     other_devices: tuple[str, ...] = ()
 
     @property
@@ -51,11 +67,20 @@ class Plan:
         model: The model's name.
         stages: Tuple of `Stage`.
         microbatches: Number of micro-batches of a batch that go through each pipeline.
+        schedule: Name of the schedule.
+        rows: Rows of a batch.
+        expected_bubble: The part of the time in which stages wait, on an average, as each takes as
+            long as it does. What tensors take on their way is not counted.
+        milliseconds: What a step takes, likewise; None if the layers were not measured.
     """
 
     model: str
     stages: tuple[Stage, ...]
     microbatches: int
+    schedule: str = "gpipe"
+    rows: int = 1
+    expected_bubble: float = 0.0
+    milliseconds: float | None = None
 
     @property
     def pipelines(self) -> int:
@@ -71,9 +96,13 @@ class Plan:
         """
         return (len(self.stages) - 1) / (self.microbatches + len(self.stages) - 1)
 
+    def as_dict(self) -> dict[str, Any]:
+        """The plan as dicts, lists, texts and numbers."""
+        return dataclasses.asdict(self) | {"bubble": self.bubble}
+
     def __str__(self):
-        total = sum(stage.flops for stage in self.stages) or 1.0
-        rows = [("stage", "device", "layers", "parameters", "MB", "work", "sends KB/row")]
+        names = "stage,device,layers,parameters,MB,activations MB,work,ms,sends MB"
+        rows = [tuple(names.split(","))]
         for stage in self.stages:
             rows.append(
                 (
@@ -81,26 +110,70 @@ class Plan:
                     ", ".join(map(_short, (stage.device, *stage.other_devices))),
                     stage.described,
                     f"{stage.parameters:,}",
-                    f"{stage.memory / 1e6:.1f}",
-                    f"{stage.flops / total:.0%}",
-                    f"{stage.sent / 1e3:.2f}",
+                    f"{stage.estimate.total / 1e6:.1f}",
+                    f"{stage.estimate.activations / 1e6:.1f}",
+                    f"{stage.work:.0%}",
+                    "-" if stage.milliseconds is None else f"{stage.milliseconds:.1f}",
+                    f"{stage.sent * self.rows / self.pipelines / 1e6:.3f}",
                 )
             )
+        step = "" if self.milliseconds is None else f"about {self.milliseconds:.0f} ms a step, "
         pipelines = f" and {self.pipelines} pipelines" if self.pipelines > 1 else ""
         return (
-            f"'{self.model}' in {len(self.stages)} stages{pipelines}, {self.microbatches} "
-            f"micro-batches, each stage waits at least {self.bubble:.0%} of the time\n"
-            f"{text_table.aligned(rows)}"
+            f"'{self.model}' in {len(self.stages)} stages{pipelines}, batches of {self.rows} rows "
+            f'in {self.microbatches * self.pipelines} micro-batches, "{self.schedule}": {step}'
+            f"stages wait {self.expected_bubble:.0%} of the time\n{text_table.aligned(rows)}"
         )
+
+
+@dataclasses.dataclass(frozen=True)
+class Split:
+    """What a plan is made for.
+
+    Attributes:
+        devices: Names of the stages' devices.
+        schedule: Name of the schedule.
+        orders: For each stage, its part of the schedule.
+        microbatches: Number of micro-batches of a batch that go through each pipeline.
+        rows: Rows of a batch that go through each pipeline.
+        slots: The optimizer's slots for each variable; None for a model that is not trained.
+        other_devices: For each stage, the names of its devices in other pipelines.
+    """
+
+    devices: Sequence[str]
+    schedule: str
+    orders: Sequence[Actions]
+    microbatches: int
+    rows: int
+    slots: int | None
+    other_devices: Sequence[tuple[str, ...]]
+
+    @property
+    def pipelines(self) -> int:
+        """Number of pipelines."""
+        return 1 + len(self.other_devices[0])
+
+    @property
+    def rows_of_microbatch(self) -> int:
+        """Rows of the largest micro-batch."""
+        return math.ceil(self.rows / self.microbatches)
+
+    @property
+    def kept_rows(self) -> list[int]:
+        """For each stage, the rows of the micro-batches whose activations it keeps at once."""
+        batches = 2 if self.schedule == PIPEDREAM else 1
+        return [
+            batches * timeline.most_kept(order) * self.rows_of_microbatch for order in self.orders
+        ]
 
 
 def make(
     model: str,
-    costs: list[LayerCost],
-    stages_of: list[int],
-    devices: list[str],
-    microbatches: int,
-    other_devices: list[tuple[str, ...]] | None = None,
+    costs: Sequence[LayerCost],
+    stages_of: Sequence[int],
+    times: Sequence[Times],
+    are_milliseconds: bool,
+    split: Split,
 ) -> Plan:
     """Makes a plan of the costs of layers and their stages.
 
@@ -108,18 +181,37 @@ def make(
         model: Name of the model.
         costs: List of `costs.LayerCost`.
         stages_of: List of the layers' stages.
-        devices: Names of the stages' devices, in the first pipeline.
-        microbatches: Number of micro-batches.
-        other_devices: For each stage, the names of its devices in other pipelines.
+        times: What the layers take for one micro-batch.
+        are_milliseconds: Whether `times` are in milliseconds, or in no unit.
+        split: What the plan is made for.
     """
+    count = len(split.devices)
+    forward, backward = [0.0] * count, [0.0] * count
+    for stage, one in zip(stages_of, times):
+        forward[stage] += one.forward
+        backward[stage] += one.backward
+    busy = [a + b for a, b in zip(forward, backward)]
+    total = sum(busy) or 1.0
+    if split.schedule == PIPEDREAM:
+        # No stage waits for the end of a batch, but all do for the slowest of them.
+        span = split.microbatches * max(busy)
+    else:
+        span = timeline.makespan(split.orders, forward, backward)
     stages = []
-    for number, device in enumerate(devices):
+    for number, device in enumerate(split.devices):
         own = [cost for cost, stage in zip(costs, stages_of) if stage == number]
         sent = sum(
             size
             for cost in own
             for size, users in cost.tensors
             for _ in {stages_of[user] for user in users} - {number}
+        )
+        received = sum(
+            size
+            for cost, stage in zip(costs, stages_of)
+            if stage != number
+            for size, users in cost.tensors
+            if any(stages_of[user] == number for user in users)
         )
         stages.append(
             Stage(
@@ -130,10 +222,22 @@ def make(
                 sum(cost.bytes for cost in own),
                 _PASSES * sum(cost.flops for cost in own),
                 sent,
-                () if other_devices is None else other_devices[number],
+                memory.of_stage(own, split.kept_rows[number], split.slots, received),
+                busy[number] / total,
+                split.microbatches * busy[number] if are_milliseconds else None,
+                split.other_devices[number],
             )
         )
-    return Plan(model, tuple(stages), microbatches)
+    wait = 1 - split.microbatches * total / (count * span) if span else 0.0
+    return Plan(
+        model,
+        tuple(stages),
+        split.microbatches,
+        split.schedule,
+        split.rows * split.pipelines,
+        max(0.0, wait),
+        span if are_milliseconds else None,
+    )
 
 
 def _short(device):

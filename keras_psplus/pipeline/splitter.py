@@ -2,14 +2,28 @@
 
 from __future__ import annotations
 
+import math
 import weakref
 from typing import Any
 
 import keras
 
+from keras_psplus.core import plan_request
 from keras_psplus.keras_parts import unpack_x_y_sample_weight
 from keras_psplus.log import logger
-from keras_psplus.pipeline import costs, partition, plan
+from keras_psplus.pipeline import (
+    costs,
+    measure,
+    memory,
+    partition,
+    plan,
+    rows,
+    schedule,
+    train_step,
+)
+
+# Rows of a micro-batch where data do not tell.
+_ROWS = 32
 
 
 class Splitter:
@@ -18,10 +32,14 @@ class Splitter:
     Args:
         strategy: `PipelineStrategy`.
         patterns: For each stage, a list of patterns of layers' names; None for none.
+        measures: Whether layers are measured, or their floating-point operations counted.
     """
 
-    def __init__(self, strategy: Any, patterns: list[list[str]] | None) -> None:
+    def __init__(
+        self, strategy: Any, patterns: list[list[str]] | None, measures: bool = True
+    ) -> None:
         self._strategy, self._patterns = weakref.ref(strategy), patterns
+        self._measures = measures
         self._plans: weakref.WeakKeyDictionary[keras.Model, plan.Plan] = weakref.WeakKeyDictionary()
         # Models whose outputs have masks.
         self._masked: weakref.WeakSet[keras.Model] = weakref.WeakSet()
@@ -34,7 +52,14 @@ class Splitter:
         """Whether a model's outputs have masks."""
         return model in self._masked
 
-    def split(self, engine: Any, model: keras.Model, batch_spec: Any, trains: bool) -> None:
+    def split(
+        self,
+        engine: Any,
+        model: keras.Model,
+        batch_spec: Any,
+        trains: bool,
+        batch_rows: int | None = None,
+    ) -> None:
         """Puts a model's layers and variables on stages, once.
 
         Args:
@@ -42,6 +67,7 @@ class Splitter:
             model: Keras model.
             batch_spec: Structure of a batch: something with shapes and dtypes.
             trains: Whether it is to be trained, for which no stage may be without layers.
+            batch_rows: Rows of a batch, where `batch_spec` does not tell.
 
         Raises:
             ValueError: If there are fewer layers than stages, or patterns do not fit.
@@ -60,22 +86,47 @@ class Splitter:
             known = next((number for number in placed if number is not None), None)
             if known is not None:
                 stages.put(cost.layer, known)
-        numbers = self._stages_of(found, trains)
+        split = self._split(model, batch_rows or rows.of_spec(x))
+        times = self._measured(found, split)
+        are_milliseconds = times is not None
+        times = times or measure.counted(found)
+        numbers = self._stages_of(found, times, split, trains)
+        made = plan.make(model.name, found, numbers, times, are_milliseconds, split)
+        if (request := plan_request.read()) is not None:
+            request.answer(made)
         for cost, number in zip(found, numbers):
             stages.put(cost.layer, number)
         self._put_variables(model)
-        made = plan.make(
-            model.name,
-            found,
-            numbers,
-            stages.devices,
-            self._owner.microbatches,
-            [stages.others_of(number) for number in range(len(stages.devices))],
-        )
         self._plans[model] = self._owner.plan = made
         logger.info("%s", made)
 
-    def _stages_of(self, found, trains):
+    def _split(self, model, batch_rows):
+        owner = self._owner
+        batch_rows = batch_rows or _ROWS * owner.microbatches
+        name = owner.schedule
+        if name == "1f1b" and (model in self._masked or train_step.why_not_divided(model)):
+            name = "gpipe"
+        # Each pipeline has its part of the batch.
+        batch_rows = math.ceil(batch_rows / owner.stages.pipelines)
+        count = min(owner.microbatches, batch_rows)
+        order = schedule.SCHEDULES["1f1b" if name == schedule.PIPEDREAM else name]
+        return plan.Split(
+            owner.stages.devices,
+            name,
+            order(owner.num_stages, count),
+            count,
+            batch_rows,
+            memory.slots_of(getattr(model, "optimizer", None)),
+            [owner.stages.others_of(number) for number in range(owner.num_stages)],
+        )
+
+    def _measured(self, found, split):
+        """What layers take for a micro-batch; None if that is not wanted, or cannot be known."""
+        if not self._measures or not measure.is_worth_it(found, split.rows):
+            return None
+        return measure.measured(found, split.rows_of_microbatch, split.devices[0])
+
+    def _stages_of(self, found, times, split, trains):
         """The stages of a model's layers, by their costs in the order of their calls."""
         names = [cost.layer.name for cost in found]
         known = [self._owner.stages.of(cost.layer) for cost in found]
@@ -86,9 +137,11 @@ class Splitter:
         if any(number is not None for number in known):
             return partition.with_neighbours(known)
         stages = self._owner.num_stages
-        # Layers without work (Flatten, Dropout in evaluation) count a little: they are calls.
-        work = [cost.flops + 1.0 for cost in found]
-        return partition.balance(work, stages if trains else min(stages, len(found)))
+        return partition.balance(
+            [one.total for one in times],
+            stages if trains else min(stages, len(found)),
+            memory.MemoryOfParts(found, split.kept_rows, split.slots),
+        )
 
     def _put_variables(self, model):
         variables, seen = self._owner.variables, set()

@@ -5,6 +5,7 @@ from typing import NoReturn
 import tensorflow as tf
 
 from keras_psplus.cluster import config, serve
+from keras_psplus.core import plan_request
 
 
 def read_task() -> config.TaskConfig | None:
@@ -37,7 +38,13 @@ def serve_and_exit(task: config.TaskConfig, startup_timeout: float) -> NoReturn:
 
 
 def local_devices() -> list[str]:
-    """Names of this process's devices that are stages: its GPUs, else its logical CPU devices."""
+    """Names of this process's devices that are stages: its GPUs, else its logical CPU devices.
+
+    For a plan without training, its CPU as often as there are to be stages.
+    """
+    request = plan_request.read()
+    if request is not None:
+        return ["/job:localhost/replica:0/task:0/device:CPU:0"] * request.stages
     devices = tf.config.list_logical_devices("GPU") or tf.config.list_logical_devices("CPU")
     job = "/job:localhost/replica:0/task:0"
     return [

@@ -13,7 +13,7 @@ from keras_psplus.cluster.config import TaskConfig
 from keras_psplus.cluster.progress import Progress
 from keras_psplus.communication import Communication
 from keras_psplus.compression import Compressor
-from keras_psplus.core import job_failure, live_strategies
+from keras_psplus.core import job_failure, live_strategies, plan_request
 from keras_psplus.pipeline import arguments, startup
 from keras_psplus.pipeline.copies import Copies
 from keras_psplus.pipeline.engine import PipelineEngine
@@ -44,11 +44,12 @@ class PipelineStrategy(tf.distribute.Strategy):
         microbatches: Number of micro-batches of a batch that go through each pipeline, at least 1.
             A batch of fewer rows has as many micro-batches as rows. A stage waits for
             `(stages - 1) / (microbatches + stages - 1)` of the time.
-        stages: How layers become stages: `"auto"` cuts them, in the order of their calls, so that
-            the stage with the most floating-point operations has as few as can be; or a list with
-            a list of patterns of layers' names for each stage. Layers that are made in a context
-            of `keras_psplus.stage(k)` are on stage `k`; then those before and after them that are
-            not belong to the same stage as the layer before.
+        stages: How layers become stages: `"auto"` measures them for some seconds, and cuts them,
+            in the order of their calls, so that the slowest stage takes as short as can be;
+            `"flops"` counts floating-point operations instead, by which every run is cut alike; or
+            a list with a list of patterns of layers' names for each stage. Layers that are made in
+            a context of `keras_psplus.stage(k)` are on stage `k`; then those before and after them
+            that are not belong to the same stage as the layer before.
         pipelines: Number of pipelines. Each has all stages, on workers of its own, and trains on
             its part of each batch. The number of workers is that of stages times that of
             pipelines: worker `i` has the stage `i % stages` of pipeline `i // stages`.
@@ -109,6 +110,7 @@ class PipelineStrategy(tf.distribute.Strategy):
         heartbeat_timeout: float = 20.0,
         stall_warning: float | None = 60.0,
     ) -> None:
+        microbatches, schedule = plan_request.override(microbatches, schedule)
         self._microbatches = whole_number("microbatches", microbatches, 1)
         pipelines = whole_number("pipelines", pipelines, 1)
         patterns = arguments.check_stages(stages)
@@ -132,7 +134,7 @@ class PipelineStrategy(tf.distribute.Strategy):
                 self._task, job_types=("chief", "worker"), timeout=startup_timeout
             )
             devices, host = self._connect()
-        self._splitter = Splitter(self, patterns)
+        self._splitter = Splitter(self, patterns, measures=stages == "auto")
         self.plan = None
         self._stages = Stages(devices, pipelines)
         self._copies, self._residuals = Copies(self), Residuals(self)

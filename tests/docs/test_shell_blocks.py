@@ -87,6 +87,8 @@ def check_launcher(words):
     if command == "bench":
         return check_options(re.search(r"benchmarks/\w+\.py", module._USAGE)[0], arguments)
     rest = parsing.parse(module._flags(), arguments)
+    if command == "plan":
+        return check_options(rest[0], rest[1:])
     if command != "run":
         assert not rest
         return

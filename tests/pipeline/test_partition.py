@@ -58,3 +58,38 @@ def test_patterns_that_do_not_fit_are_refused(patterns, message):
 def test_a_layer_without_a_stage_is_on_that_of_the_layer_before():
     assert partition.with_neighbours([None, 1, None, 0, None]) == [1, 1, 1, 0, 0]
     assert partition.with_neighbours([None]) == [0]
+
+
+@given(
+    st.lists(st.tuples(st.integers(1, 20), st.integers(0, 20)), min_size=1, max_size=8), st.data()
+)
+def test_memory_is_even_where_that_costs_little(layers, data):
+    costs, sizes = [cost for cost, _ in layers], [1e9 * size for _, size in layers]
+    stages = data.draw(st.integers(1, len(costs)))
+    found = partition.balance(costs, stages, lambda _, first, end: sum(sizes[first:end]))
+    fastest = partition.balance(costs, stages)
+    assert found == sorted(found)
+    assert set(found) == set(range(stages))
+    assert largest(costs, found) <= 1.1 * largest(costs, fastest) + 1e-9
+    assert largest(sizes, found) <= largest(sizes, fastest)
+    even = max(1.5 * sum(sizes) / stages, 64e6)
+    if largest(sizes, fastest) <= even:
+        assert found == fastest
+    else:
+        # Even, or no cut that is as fast has less in its largest part.
+        others = (
+            largest(sizes, parts)
+            for parts in all_partitions(len(costs), stages)
+            if largest(costs, parts) <= 1.1 * largest(costs, fastest)
+        )
+        assert largest(sizes, found) <= max(even, min(others))
+
+
+def test_a_stage_keeps_less_where_it_may_be_a_little_slower():
+    costs, sizes = [50, 5, 45, 5], [1e9, 1e9, 1e6, 1e6]
+    assert partition.balance(costs, 2) == [0, 1, 1, 1]
+    sizes = [1e6, 1e9, 1e9, 1e9]
+    memory = lambda _, first, end: sum(sizes[first:end])  # noqa: E731
+    assert partition.balance(costs, 2, memory) == [0, 0, 1, 1]
+    # Of megabytes, nobody cares.
+    assert partition.balance(costs, 2, lambda *part: memory(*part) / 1e3) == [0, 1, 1, 1]
