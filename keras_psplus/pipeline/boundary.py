@@ -18,6 +18,7 @@ def call(
     kwargs: dict[str, Any],
     forward: Any,
     backward: Callable[[], Any],
+    replay: Any = None,
 ) -> Any:
     """Calls a function on a device.
 
@@ -34,6 +35,7 @@ def call(
             tensors that are computed last, and for those that other stages may need.
         backward: Function of no arguments that returns such a context, in which gradients are
             computed.
+        replay: `recompute.StageReplay`, if the function is called once more for its gradients.
 
     Returns:
         What the function returns.
@@ -48,12 +50,19 @@ def call(
     with record.stop_recording(), ops.device(device):
         outside = [_masked_as(tensor, tf.identity(tensor)) for tensor in inside]
     forward.ends_with(outside, outside)
+    repeated = None if replay is None else replay.note_outputs(inside, outside)
     variables = tape.watched_variables()
     sources = [*inputs, *variables]
 
     def gradients(*of_outputs):
         with ops.device(device), backward() as context:
-            found = tape.gradient(inside, sources, output_gradients=list(of_outputs))
+            if repeated is None:
+                found = tape.gradient(inside, sources, output_gradients=list(of_outputs))
+            else:
+                again, results, given = replay.again(repeated, of_outputs)
+                found = again.gradient(
+                    results, [*given, *variables], output_gradients=list(of_outputs)
+                )
             of_inputs = [one for one in found[: len(inputs)] if one is not None]
             # Nobody needs gradients by the batch itself: they must not be waited for.
             last = [_values(one) for one in found[len(inputs) :] if one is not None] or of_inputs

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable
 from contextlib import AbstractContextManager
 from typing import Any
@@ -18,7 +19,7 @@ from keras_psplus.keras_parts import epoch_iterator
 from keras_psplus.log import logger
 from keras_psplus.pipeline import failure, rows, schedule, train_step
 from keras_psplus.pipeline.pipedream import PipeDreamFunction
-from keras_psplus.pipeline.step import Update
+from keras_psplus.pipeline.step import PipelineStep, Update
 from keras_psplus.pipeline.step_function import PredictFunction, StepFunction
 from keras_psplus.pipeline.worker_files import PipelineWorkerFiles
 
@@ -160,6 +161,9 @@ class PipelineEngine(DistributedEngine):
         self.strategy.variables.initialize(variable, initializer)
 
     def assign(self, original: Original, variable: keras.Variable, value: Any) -> Any:
+        step = current_step()
+        if isinstance(step, PipelineStep) and step.is_replaying:
+            return value  # It was given that before.
         self.strategy.variables.ensure(variable)
         self._settle_for(variable)
         self.strategy.copies.note_changed(variable)
@@ -169,6 +173,12 @@ class PipelineEngine(DistributedEngine):
         self.strategy.variables.ensure(variable)
         self._settle_for(variable)
         return original(variable)
+
+    def next_seed(
+        self, original: Original, generator: keras.random.SeedGenerator, ordered: bool = True
+    ) -> tf.Tensor:
+        draw, step = functools.partial(original, generator, ordered), current_step()
+        return step.next_seed(draw) if isinstance(step, PipelineStep) else draw()
 
     def call_layer(self, original: Original, layer: keras.Layer, *args: Any, **kwargs: Any) -> Any:
         return current_step().call(original, layer, args, kwargs)

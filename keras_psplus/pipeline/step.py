@@ -18,6 +18,7 @@ from keras_psplus.pipeline import boundary, gradients, microbatches, schedule
 from keras_psplus.pipeline.copies import Copied, Reads
 from keras_psplus.pipeline.gradients import JoinedCalls
 from keras_psplus.pipeline.pipeline_sums import PipelineSums
+from keras_psplus.pipeline.recompute import StageReplay
 
 
 @dataclasses.dataclass
@@ -75,6 +76,10 @@ class PipelineStep(ReplicaStep):
         self.over_pipelines = PipelineSums(engine.strategy, trains)
         self._part: Microbatch | None = None
         self._is_on_stage = False
+        self._recompute = trains and engine.strategy.recompute
+        # By stage and micro-batch, and that of the layer that is called just now.
+        self._replays: dict[tuple[int, int], StageReplay] = {}
+        self._replay: StageReplay | None = None
         # By ids.
         self._of_batch: dict[int, Any] = {}
         self._parts: dict[int, tuple[Any, list[tf.Tensor]]] = {}
@@ -204,6 +209,10 @@ class PipelineStep(ReplicaStep):
                 self._is_on_stage = False
 
         part, device = self._part, self._stages.device(stage, self._part.pipeline)
+        replay = None
+        if self._recompute:
+            replay = self._replays.setdefault((stage, part.number), StageReplay())
+            function = functools.partial(self._call_to_repeat, replay, layer, part, function)
         return boundary.call(
             device,
             function,
@@ -211,7 +220,27 @@ class PipelineStep(ReplicaStep):
             kwargs,
             _Turn(self, stage, part, schedule.FORWARD),
             lambda: _Turn(self, stage, part, schedule.BACKWARD),
+            replay,
         )
+
+    def _call_to_repeat(self, replay, layer, part, function, *args, **kwargs):
+        def in_microbatch(*args, **kwargs):
+            outer, self._part, self._replay = self._part, part, replay
+            try:
+                return function(*args, **kwargs)
+            finally:
+                self._part, self._replay = outer, None
+
+        return replay.call(layer, in_microbatch, args, kwargs)
+
+    @property
+    def is_replaying(self) -> bool:
+        """Whether a layer is called once more, for its gradients."""
+        return self._replay is not None and self._replay.is_replaying
+
+    def next_seed(self, draw: Callable[[], tf.Tensor]) -> tf.Tensor:
+        """A seed of a layer; the same if it is called once more."""
+        return draw() if self._replay is None else self._replay.next_seed(draw)
 
     def _in_microbatches(self, original, layer, args, kwargs):
         rows = self.rows_of((args, kwargs))
