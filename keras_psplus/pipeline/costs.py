@@ -1,6 +1,7 @@
 """What each layer of a model costs, read off its graph."""
 
 import dataclasses
+from collections.abc import Sequence
 from typing import Any
 
 import keras
@@ -169,3 +170,15 @@ def _of_batch(graph):
 
 def _bytes_of(variables):
     return sum(int(np.prod(v.shape)) * tf.as_dtype(v.dtype).size for v in variables)
+
+
+def sent_before(costs: Sequence[LayerCost], number: int) -> float:
+    """Bytes of a row that are sent to later stages if a stage begins with a layer.
+
+    Args:
+        costs: List of `LayerCost`.
+        number: Number of the layer.
+    """
+    return sum(
+        size for cost in costs[:number] for size, users in cost.tensors if max(users) >= number
+    )

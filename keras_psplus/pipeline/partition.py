@@ -8,12 +8,15 @@ from collections.abc import Callable, Sequence
 # How much slower than the fastest a cut may be whose memory is more even; from how many times the
 # mean on a stage's memory counts as uneven; and bytes that fit everywhere.
 _SLOWER, _UNEVEN, _SMALL = 1.1, 1.5, 64e6
+# How much slower it may be for fewer bytes from stage to stage: about what measuring is off by.
+_SLOWER_TO_SEND_LESS = 1.05
 
 
 def balance(
     costs: Sequence[float],
     stages: int,
     memory: Callable[[int, int, int], float] | None = None,
+    sent: Callable[[int], float] | None = None,
 ) -> list[int]:
     """Cuts a list into contiguous parts whose largest sum is as small as can be.
 
@@ -21,13 +24,16 @@ def balance(
     its largest part is taken, as long as its largest sum is at most 1.1 times the smallest
     possible: of those, the one with the smallest largest sum whose memory is even, or else as even
     as it can be. So memory costs no more than a tenth of the speed, and what is even enough costs
-    nothing.
+    nothing. Else, of the cuts whose largest sum is at most 1.05 times the smallest possible, the one
+    is taken that sends the fewest bytes at any place.
 
     Args:
         costs: List of numbers, one for each layer, in the order of the calls.
         stages: Number of parts, none of which is empty.
         memory: Function of the number of a part, its first element and one past its last that
-            returns its bytes; None to cut by the costs alone.
+            returns its bytes; None for parts that need none.
+        sent: Function of the number of an element that returns the bytes that are sent if there is
+            a cut before it; None if they are none.
 
     Returns:
         List with the number of the part of each element.
@@ -54,18 +60,32 @@ def balance(
         return sums[end] - sums[first]
 
     fastest = _cut(count, stages, time)
+    # Sums differ by rounding.
+    shortest = max(time(0, *edges) for edges in fastest) * (1 + 1e-9)
+    if sent is not None:
+        fastest = _sending_least(count, stages, time, _SLOWER_TO_SEND_LESS * shortest, sent)
     if memory is None:
         return _numbers(fastest)
     of_parts = [memory(part, *edges) for part, edges in enumerate(fastest)]
     mean = sum(of_parts) / stages
     if max(of_parts) <= max(_UNEVEN * mean, _SMALL):
         return _numbers(fastest)
-    # Sums differ by rounding.
-    most = _SLOWER * max(time(0, *edges) for edges in fastest) * (1 + 1e-9)
+    most = _SLOWER * shortest
     even = _cut(count, stages, lambda *part: _if(time(*part) <= most, memory(*part)))
     least = max(memory(part, *edges) for part, edges in enumerate(even))
     limit = max(least, _UNEVEN * mean, _SMALL)
     return _numbers(_cut(count, stages, lambda *part: _if(memory(*part) <= limit, time(*part))))
+
+
+def _sending_least(count, stages, time, most, sent):
+    """The fastest of those cuts that take at most a time and send the fewest bytes."""
+
+    def sends(_, first, end):
+        return sent(end) if end < count else 0.0
+
+    least = _cut(count, stages, lambda *part: _if(time(*part) <= most, sends(*part)))
+    limit = max(sends(0, *edges) for edges in least)
+    return _cut(count, stages, lambda *part: _if(sends(*part) <= limit, time(*part)))
 
 
 def _cut(count, stages, cost):

@@ -141,6 +141,7 @@ class Splitter:
             [one.total for one in times],
             stages if trains else min(stages, len(found)),
             memory.MemoryOfParts(found, split.kept_rows, split.slots),
+            [costs.sent_before(found, number) for number in range(len(found))].__getitem__,
         )
 
     def _put_variables(self, model):

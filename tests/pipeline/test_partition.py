@@ -93,3 +93,22 @@ def test_a_stage_keeps_less_where_it_may_be_a_little_slower():
     assert partition.balance(costs, 2, memory) == [0, 0, 1, 1]
     # Of megabytes, nobody cares.
     assert partition.balance(costs, 2, lambda *part: memory(*part) / 1e3) == [0, 1, 1, 1]
+
+
+@given(
+    st.lists(st.tuples(st.integers(0, 20), st.integers(0, 5)), min_size=1, max_size=8), st.data()
+)
+def test_fewer_bytes_are_sent_where_that_costs_little(layers, data):
+    costs, sent = zip(*layers)
+    stages = data.draw(st.integers(1, len(costs)))
+    found = partition.balance(costs, stages, sent=sent.__getitem__)
+
+    def most_sent(parts):
+        cuts = (i for i in range(1, len(parts)) if parts[i] != parts[i - 1])
+        return max((sent[i] for i in cuts), default=0)
+
+    others = list(all_partitions(len(costs), stages))
+    best = min(largest(costs, parts) for parts in others)
+    allowed = [parts for parts in others if largest(costs, parts) <= 1.05 * best + 1e-6]
+    assert largest(costs, found) <= 1.05 * best + 1e-6
+    assert most_sent(found) == min(map(most_sent, allowed))
