@@ -24,8 +24,8 @@ def balance(
     its largest part is taken, as long as its largest sum is at most 1.1 times the smallest
     possible: of those, the one with the smallest largest sum whose memory is even, or else as even
     as it can be. So memory costs no more than a tenth of the speed, and what is even enough costs
-    nothing. Else, of the cuts whose largest sum is at most 1.05 times the smallest possible, the one
-    is taken that sends the fewest bytes at any place.
+    nothing. Else, of the cuts whose largest sum is at most 1.05 times the smallest possible, the
+    one is taken that sends the fewest bytes at any place.
 
     Args:
         costs: List of numbers, one for each layer, in the order of the calls.
