@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-import contextlib
 import dataclasses
 import functools
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any
 
 import keras
@@ -15,10 +14,11 @@ from keras_psplus.core import losses
 from keras_psplus.core.replica_step import ReplicaStep
 from keras_psplus.keras_parts import tree
 from keras_psplus.pipeline import boundary, gradients, microbatches, schedule
-from keras_psplus.pipeline.copies import Copied, Reads
+from keras_psplus.pipeline.copies import Copied
 from keras_psplus.pipeline.gradients import JoinedCalls
 from keras_psplus.pipeline.pipeline_sums import PipelineSums
 from keras_psplus.pipeline.recompute import StageReplay
+from keras_psplus.pipeline.turns import Microbatch, Turn
 
 
 @dataclasses.dataclass
@@ -218,8 +218,8 @@ class PipelineStep(ReplicaStep):
             function,
             args,
             kwargs,
-            _Turn(self, stage, part, schedule.FORWARD),
-            lambda: _Turn(self, stage, part, schedule.BACKWARD),
+            Turn(self, stage, part, schedule.FORWARD),
+            lambda: Turn(self, stage, part, schedule.BACKWARD),
             replay,
         )
 
@@ -257,87 +257,3 @@ class PipelineStep(ReplicaStep):
         if len(sizes) > 1:
             microbatches.join_losses(layers, found, sizes)
         return calls.join(lambda outputs: self.join(layer.name, outputs, sizes), sizes)
-
-
-class Microbatch:
-    """Context in which layers are called for one micro-batch.
-
-    Args:
-        step: `PipelineStep`.
-        number: Its number, from 0.
-        first: Its first row in the batch.
-        end: One past its last row.
-        fraction: Its part of the batch's rows.
-        reads: For each pipeline, a context in which its copies of weights are read.
-
-    Attributes:
-        pipeline: Number of the pipeline that it goes through.
-        turn: Its number among those of its pipeline.
-        reads: A context in which the pipeline's copies of weights are read.
-        sums: How many sums over micro-batches it has asked for.
-    """
-
-    def __init__(
-        self,
-        step: PipelineStep,
-        number: int,
-        first: int,
-        end: int,
-        fraction: float,
-        reads: list[Reads],
-    ) -> None:
-        self._step = step
-        self.number, self.first, self.end, self.fraction = number, first, end, fraction
-        self.turn, self.pipeline = divmod(number, len(reads))
-        self.reads = reads[self.pipeline]
-        self.sums = 0
-
-    def __enter__(self) -> Microbatch:
-        self.reads.__enter__()
-        self._step._part = self
-        return self
-
-    def __exit__(self, *exc: Any) -> None:
-        self._step._part = None
-        self.reads.__exit__(*exc)
-
-
-class _Turn:
-    """Context of what a stage does for one micro-batch: it begins when the one before is done.
-
-    Without that, a stage with one thread would do a part of every micro-batch before it gives the
-    first of them on. Operations wait for those that were traced before, so there can be no cycle.
-    """
-
-    def __init__(self, step, stage, part, direction):
-        self._step, self._reads, self._action = step, part.reads, (direction, part.turn)
-        self._worker = part.pipeline * len(step._stages.devices) + stage
-
-    def __enter__(self):
-        self._context = contextlib.ExitStack()
-        # A layer that computes itself again for its gradients reads its weights again.
-        self._context.enter_context(self._reads)
-        self._context.enter_context(tf.control_dependencies(list(self._tensors_before())))
-        return self
-
-    def __exit__(self, *exc):
-        return self._context.__exit__(*exc)
-
-    def _tensors_before(self) -> Iterator[tf.Tensor]:
-        traced, done = self._step.traced[self._worker], self._step._done[self._worker]
-        direction = self._action[0]
-        last = next((one for one in reversed(traced) if one[0] == direction), None)
-        if last == self._action:
-            return  # A later layer of the same turn.
-        traced.append(self._action)
-        if direction == schedule.BACKWARD:
-            return
-        wanted = {last, *self._step._before[self._worker].get(self._action, ())}
-        for action in sorted(wanted - {None}):
-            yield from done.get(action, ())
-
-    def ends_with(self, tensors, activations):
-        """Notes what is computed last, and what other stages may need."""
-        self._step.activations += activations
-        if tensors:
-            self._step._done[self._worker][self._action] = list(tensors)
