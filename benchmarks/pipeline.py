@@ -5,7 +5,8 @@
 Emulated hosts of one core each (see `keras_psplus.chaos.netlab`), two stages. The chief has a host
 of its own and shares a core with a stage. Each line of the output is one job: milliseconds of a
 step by windows of steps, and the bytes that each host has sent and received in a step, as the
-kernel counts them.
+kernel counts them, beside those that a pipeline has counted itself
+(`strategy.communication`).
 """
 
 import argparse
@@ -105,9 +106,14 @@ def show(found):
         return
     times = found["times"]
     sent = ", ".join(f"{n / 1e6:.2f}" for n in found["sent"])
+    counted = ""
+    if "counted" in found:
+        ways = ", ".join(f"{n / 1e6:.2f}" for n in found["counted"])
+        counted = f"; MB counted forward, backward: {ways}"
     print(
         f"{head}: {statistics.median(times):7.1f} ms ({min(times):.1f} to {max(times):.1f}); "
-        f"MB sent by hosts: {sent}; first window after {found.get('first_window_s', 0):.1f} s",
+        f"MB sent by hosts: {sent}{counted}; "
+        f"first window after {found.get('first_window_s', 0):.1f} s",
         flush=True,
     )
 

@@ -13,9 +13,11 @@ class Traffic:
     """What one variable has cost on the wire since the strategy was made.
 
     Attributes:
-        path: The variable's path, such as `"sequential/dense/kernel"`.
+        path: The variable's path, such as `"sequential/dense/kernel"`. In a pipeline, also
+            `"stage 0 -> stage 1"`.
         direction: `"gradient"` (or, with `updates`, what weights have changed by), or `"pull"` for
-            reads of a variable on a parameter server.
+            reads of a variable on a parameter server. In a pipeline, `"weight"` for what goes to
+            copies of a variable; `"forward"` and `"backward"` between stages.
         compressor: The compressor's description; None if tensors are sent as they are.
         logical_bytes: Bytes of the tensors themselves.
         compressed_bytes: Bytes of what was sent in their place.
@@ -23,7 +25,7 @@ class Traffic:
             (gradients) or received (pulls) for them. With all-reduce these differ from
             `compressed_bytes` by what the algorithm sends: over N workers, 2 (N - 1) / N times a
             payload that is added up on its way, N - 1 times one that is gathered. With parameter
-            servers, they are those of all workers together.
+            servers and in pipelines, they are those of all workers together.
     """
 
     path: str

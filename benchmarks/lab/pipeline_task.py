@@ -46,6 +46,17 @@ def make_model(work):
     return keras.Model(inputs, keras.layers.Dense(work.widths[-1], name="head")(outputs))
 
 
+def counted(strategy):
+    """Bytes that a pipeline has counted by itself, forward and backward; None for others."""
+    if not hasattr(strategy, "num_stages"):
+        return None
+    traffic = strategy.communication.traffic()
+    return [
+        sum(entry.wire_bytes for entry in traffic if entry.direction == direction)
+        for direction in ("forward", "backward")
+    ]
+
+
 def main():
     given = json.loads(sys.argv[1])
     work, window = WORKS[given["work"]], given["window"]
@@ -69,7 +80,7 @@ def main():
             if batch + 1 > given["warmup"]:
                 found["times"].append(1000 * (now - self.last) / window)
             elif batch + 1 == given["warmup"]:
-                self.before = leader.now()
+                self.before, self.counted = leader.now(), counted(strategy)
             self.last = now
 
     x, y = work.batch()
@@ -84,6 +95,9 @@ def main():
         for key in ("sent", "received"):
             pairs = zip(callback.before[key], after[key])
             found[key] = [round((b - a) / count) for a, b in pairs]
+        if callback.counted is not None:
+            pairs = zip(callback.counted, counted(strategy))
+            found["counted"] = [round((b - a) / count) for a, b in pairs]
         print("\n" + meter.RESULT + json.dumps(found), flush=True)
         leader.say_done()
 

@@ -43,6 +43,12 @@ class Copied:
     is_state: bool = False
     changes: bool = False
 
+    @property
+    def path(self) -> str | None:
+        """Path of the Keras variable; None if that is gone."""
+        variable = self.variable()
+        return None if variable is None else variable.path
+
     def refresh(self) -> None:
         """Gives the copies the value of the primary."""
         for copy in self.copies.values():
@@ -166,6 +172,10 @@ class Copies:
                     found[id(variable)] = copied
         return list(found.values())
 
+    def every(self) -> list[Copied]:
+        """All variables that have copies."""
+        return list(self._of_variable.values())
+
     def note_stale(self) -> None:
         """Notes that primaries may have changed since the copies were given their values."""
         self._is_stale = True
@@ -186,7 +196,7 @@ class Copies:
         if not self._is_stale or not self._of_variable:
             return
         if self._refresh_all is None:
-            copied = list(self._of_variable.values())
+            copied = self.every()
 
             def refresh_all():
                 for one in copied:

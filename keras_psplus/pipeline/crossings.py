@@ -8,6 +8,7 @@ import tensorflow as tf
 
 from keras_psplus.compression import Compressor
 from keras_psplus.pipeline.stages import Stages
+from keras_psplus.pipeline.traffic import Encoded
 from keras_psplus.tf_internals import framework_ops as ops
 
 # Shorter rows are sent as they are: their message costs more than their bytes.
@@ -20,7 +21,7 @@ def compress(
     between: Iterable[tf.Operation],
     stages: Stages,
     compressor: Compressor,
-) -> None:
+) -> list[Encoded]:
     """Encodes what goes from one stage to another on the one, and decodes it on the other.
 
     Each row is encoded by itself, so that a row's results do not depend on the others.
@@ -32,12 +33,16 @@ def compress(
             activations.
         stages: The stages.
         compressor: What encodes and decodes rows.
+
+    Returns:
+        List of what is sent in fewer bytes.
     """
     sent = {id(tensor): tensor for tensor in activations}
     for op in between:
         if any(id(tensor) in sent for tensor in op.inputs):
             sent.update((id(tensor), tensor) for tensor in op.outputs)
     decoded: dict[tuple[int, str], tf.Tensor] = {}
+    encoded = []
     for tensor in sent.values():
         pipeline = stages.pipeline_of(tensor.device)
         if not _is_worth_it(tensor) or pipeline is None:
@@ -48,10 +53,12 @@ def compress(
                 continue
             key = id(tensor), consumer.device
             if key not in decoded:
-                decoded[key] = _over(graph, tensor, consumer.device, compressor)
+                payload, decoded[key] = _over(graph, tensor, consumer.device, compressor)
+                encoded.append(Encoded([tensor], tf.nest.flatten(payload), compressor))
             for i, given in enumerate(consumer.inputs):
                 if given is tensor:
                     consumer._update_input(i, decoded[key])
+    return encoded
 
 
 def _is_worth_it(tensor):
@@ -69,4 +76,4 @@ def _over(graph, tensor, device, compressor):
         with ops.device(tensor.device):
             payload = compressor.encode_rows(tensor, step)
         with ops.device(device):
-            return compressor.decode_rows(payload, tensor.shape[1:], tensor.dtype, step)
+            return payload, compressor.decode_rows(payload, tensor.shape[1:], tensor.dtype, step)

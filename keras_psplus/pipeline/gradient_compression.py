@@ -12,12 +12,11 @@ import keras
 import tensorflow as tf
 
 from keras_psplus.compression import Compressor, with_error_feedback
+from keras_psplus.pipeline import needed
 from keras_psplus.pipeline.pipeline_sums import Crossing
 from keras_psplus.pipeline.residuals import Residuals
+from keras_psplus.pipeline.traffic import Encoded
 from keras_psplus.tf_internals import framework_ops as ops
-
-# They change nothing, though TensorFlow counts them as if they did.
-_READS = ("Placeholder", "ReadVariableOp", "ResourceGather", "ResourceGatherNd", "VarHandleOp")
 
 
 class GradientCompression:
@@ -41,26 +40,38 @@ class GradientCompression:
             # Residuals are those of gradients without it, as it changes.
             self._scale = tf.identity(optimizer.dynamic_scale.value)
 
-    def compress(self, graph: tf.Graph, crossings: list[Crossing], results: Any) -> None:
+    def compress(self, graph: tf.Graph, crossings: list[Crossing], results: Any) -> list[Encoded]:
         """Encodes and decodes gradients.
 
         Args:
             graph: Graph of the step.
             crossings: The gradients.
             results: What the step returns.
+
+        Returns:
+            List of what is sent in fewer bytes.
         """
-        needed = _needed(graph, results)
+        run, encoded = needed.operations(graph, results), []
         for crossing in crossings:
             arrived = tf.nest.flatten(crossing.arrived, expand_composites=True)
             # Of a model that gradients only pass through, nothing may be kept.
-            if arrived[0].graph is not graph or not needed.intersection(t.op for t in arrived):
+            if arrived[0].graph is not graph or not run.intersection(t.op for t in arrived):
                 continue
             if isinstance(crossing.sent, tf.IndexedSlices):
-                decoded = self._rows(crossing)
+                decoded, payload = self._rows(crossing)
             else:
-                decoded = self._whole(crossing)
+                decoded, payload = self._whole(crossing)
             if decoded is not None:
                 arrived[0].op._update_input(0, decoded)
+                encoded.append(self._encoded(crossing, payload))
+        return encoded
+
+    def _encoded(self, crossing, payload):
+        path, sent, payload = crossing.copied.path, [crossing.sent], tf.nest.flatten(payload)
+        if isinstance(crossing.sent, tf.IndexedSlices):
+            sent = [crossing.sent.values, crossing.sent.indices]
+            payload.append(crossing.sent.indices)
+        return Encoded(sent, payload, self._of(crossing), path)
 
     def _of(self, crossing):
         weight = crossing.copied.variable()
@@ -72,7 +83,7 @@ class GradientCompression:
     def _whole(self, crossing):
         compressor, sent = self._of(crossing), crossing.sent
         if compressor is None:
-            return None
+            return None, None
         shape, dtype = crossing.copied.primary.shape, sent.dtype
         device = crossing.copied.copies[crossing.pipeline].device
         state = self._residuals.of(
@@ -85,41 +96,23 @@ class GradientCompression:
             for one, value in zip(tf.nest.flatten(state), tf.nest.flatten(new)):
                 one.assign(value, read_value=False)
         with ops.device(crossing.copied.primary.device):
-            return self._scaled(compressor.decode(payload, shape, dtype, self._step))
+            decoded = self._scaled(compressor.decode(payload, shape, dtype, self._step))
+        return decoded, payload
 
     def _rows(self, crossing):
         compressor, sent = self._of(crossing), crossing.sent.values
         if compressor is None or not compressor.compresses_rows:
-            return None
+            return None, None
         row_shape = crossing.copied.primary.shape[1:]
         with ops.device(crossing.copied.copies[crossing.pipeline].device):
             rows = tf.ensure_shape(sent, tf.TensorShape([None]).concatenate(row_shape))
             payload = compressor.encode_rows(rows, self._step)
         with ops.device(crossing.copied.primary.device):
-            return compressor.decode_rows(payload, row_shape, sent.dtype, self._step)
+            decoded = compressor.decode_rows(payload, row_shape, sent.dtype, self._step)
+        return decoded, payload
 
     def _unscaled(self, tensor):
         return tensor if self._scale is None else tensor / tf.cast(self._scale, tensor.dtype)
 
     def _scaled(self, tensor):
         return tensor if self._scale is None else tensor * tf.cast(self._scale, tensor.dtype)
-
-
-def _needed(graph, results):
-    """The operations whose results are returned, or change something."""
-    waiting = [leaf.op for leaf in tf.nest.flatten(results, expand_composites=True) if _is_in(leaf)]
-    for op in graph.get_operations():
-        if op._is_stateful and op.type not in _READS:
-            waiting.append(op)
-    found = set()
-    while waiting:
-        op = waiting.pop()
-        if op not in found:
-            found.add(op)
-            waiting += [tensor.op for tensor in op.inputs]
-            waiting += op.control_inputs
-    return found
-
-
-def _is_in(leaf):
-    return tf.is_tensor(leaf) and hasattr(leaf, "graph")

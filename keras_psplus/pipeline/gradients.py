@@ -72,7 +72,7 @@ class JoinedCalls:
                 inside = [leaf for leaf in tree.flatten(outputs) if _has_gradient(leaf)]
                 own = list(of_joined)
                 if len(sizes) > 1:
-                    own = [gradient[first : first + size] for gradient in of_joined]
+                    own = [_rows(gradient, first, size) for gradient in of_joined]
                 found = tape.gradient(inside, [*given, *variables], output_gradients=own)
                 of_inputs += found[: len(given)]
                 sums = [add(a, b) for a, b in zip(sums, found[len(given) :])]
@@ -125,6 +125,13 @@ def as_rows_of(tensor: Any, rows: Any, before: int, after: int) -> Any:
 
     record.record_operation("RowsOfBatch", [same], [tensor], gradient)
     return same
+
+
+def _rows(tensor, first, count):
+    rows = tensor[first : first + count]
+    # TensorFlow may not know how many rows the batch has.
+    rows.set_shape([count, *rows.shape[1:]])
+    return rows
 
 
 def _has_gradient(leaf):

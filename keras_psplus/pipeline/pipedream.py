@@ -44,6 +44,8 @@ class _Gradients(Functions):
         tokens: What orders the calls.
     """
 
+    _counts = True
+
     def __init__(self, engine, function, order):
         super().__init__(engine, function, order)
         self.update: Update | None = None
@@ -203,7 +205,7 @@ class PipeDreamFunction:
         with PipelineStep(self._engine, 1):
             self._engine.strategy.run(update.optimizer.apply, args=(grads, update.variables))
         versions.assign(turn)
-        devices.place(graph, before)
+        devices.place(graph, before, self._engine.strategy.stages)
 
 
 def _on(device, gradient):

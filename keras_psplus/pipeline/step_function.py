@@ -51,6 +51,9 @@ class Functions:
         trains: The Keras model that it trains, if it does.
     """
 
+    # Whether calls count in `strategy.communication`, which evaluation does not.
+    _counts = False
+
     def __init__(
         self,
         engine: Any,
@@ -60,6 +63,7 @@ class Functions:
     ) -> None:
         self._engine, self._function, self._order = engine, function, order
         self._trains = trains
+        self._counts = self._counts or trains is not None
         self._traced: dict[Any, Callable[..., Any]] = {}
         # Devices on which the parts of a batch are used, None for the chief's.
         self._used_on: dict[Any, list[str | None]] = {}
@@ -138,11 +142,12 @@ class Functions:
                 step.note_of_batch(batch)
             results = self._run_in_step(step, batch)
         step.over_pipelines.check()
+        encoded = []
         if compression is not None:
-            compression.compress(graph, step.over_pipelines.crossings, results)
-        between = devices.place(graph, before)
+            encoded += compression.compress(graph, step.over_pipelines.crossings, results)
+        between = devices.place(graph, before, strategy.stages)
         if strategy.activation_compression is not None:
-            crossings.compress(
+            encoded += crossings.compress(
                 graph, step.activations, between, strategy.stages, strategy.activation_compression
             )
         self._used_on[key] = [
@@ -150,6 +155,8 @@ class Functions:
             for leaf in tree.flatten(given)
         ]
         self._end_trace(graph)
+        if self._counts:
+            strategy.traffic.count(strategy, graph, results, step.over_pipelines.crossings, encoded)
         return results
 
     def _run_in_step(self, step, batch):

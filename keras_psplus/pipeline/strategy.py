@@ -22,6 +22,7 @@ from keras_psplus.pipeline.residuals import Residuals
 from keras_psplus.pipeline.splitter import Splitter
 from keras_psplus.pipeline.stages import Stages
 from keras_psplus.pipeline.stalls import StallProbe, Watch
+from keras_psplus.pipeline.traffic import PipelineTraffic
 from keras_psplus.pipeline.variables import Variables
 
 
@@ -145,7 +146,9 @@ class PipelineStrategy(tf.distribute.Strategy):
         self._variables = Variables(self)
         self._engine = PipelineEngine(self)
         self._progress = Progress(leads=True)
-        self._communication = Communication()
+        self._communication, self._traffic = Communication(), PipelineTraffic(host)
+        # What a step waits for is not measured.
+        self._communication.add_source(self._traffic.traffic, lambda: 0.0)
         super().__init__(PipelineExtended(self, self._stages.devices, devices, host))
         if self._task is not None:
             Watch(self, heartbeat_timeout)
@@ -252,8 +255,13 @@ class PipelineStrategy(tf.distribute.Strategy):
 
     @property
     def communication(self) -> Communication:
-        """What is sent, counted: nothing yet, as TensorFlow sends activations by itself."""
+        """What training sends between stages and pipelines."""
         return self._communication
+
+    @property
+    def traffic(self) -> PipelineTraffic:
+        """What counts it: a `traffic.PipelineTraffic`."""
+        return self._traffic
 
     def note_failure(self) -> None:
         """Notes that the script is about to end with an exit code of failure."""

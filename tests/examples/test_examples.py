@@ -65,6 +65,17 @@ def test_characters(environment):
     assert result["perplexity"] < 11
 
 
+def test_transformer_in_stages_equals_one_process(environment):
+    small = ("transformer.py", "--epochs", "1", "--blocks", "2", "--train_size", "512")
+    expected = values("transformer", alone(*small))
+    output = together(*small, chief=True, env={catalogue.STRATEGY_VARIABLE: "pipeline"})
+    found = values("transformer", output)
+    assert (expected.pop("stages"), found.pop("stages")) == (1, 2)
+    assert found == pytest.approx(expected, rel=1e-4)
+    # Two tensors of 16 KB for each of 512 windows.
+    assert "stage 0 -> stage 1  forward    none        16.777" in output
+
+
 def test_ngram_embedding(environment):
     output = together(
         "ngram_embedding.py",

@@ -1,0 +1,92 @@
+"""Trains a small causal transformer on the text of `characters.py`, whole or cut into stages.
+
+    python examples/transformer.py
+    keras-psplus run --workers 2 --strategy pipeline examples/transformer.py
+
+In a pipeline, each worker has some of the blocks, and activations go from worker to worker. The
+results are those of one process. `psp.strategy()` is the strategy that the launcher was given.
+"""
+
+import argparse
+import math
+
+import keras
+import numpy as np
+from characters import WINDOW, load_data
+
+import keras_psplus as psp
+
+layers = keras.layers
+
+
+class Positions(layers.Layer):
+    """Adds a vector for each position."""
+
+    def build(self, shape):
+        self.vectors = self.add_weight(shape=(WINDOW, shape[-1]), name="vectors")
+
+    def call(self, x):
+        return x + self.vectors
+
+
+def block(x, channels, heads):
+    """Lets each position attend to those before it, then a hidden layer work on each by itself."""
+    normal = layers.LayerNormalization()(x)
+    attention = layers.MultiHeadAttention(heads, channels // heads)
+    x = x + attention(normal, normal, use_causal_mask=True)
+    hidden = layers.Dense(4 * channels, activation="gelu")(layers.LayerNormalization()(x))
+    return x + layers.Dense(channels)(hidden)
+
+
+def build_model(alphabet_size, blocks, channels=64, heads=4):
+    inputs = keras.Input((WINDOW,), dtype="int32")
+    x = Positions()(layers.Embedding(alphabet_size, channels)(inputs))
+    for _ in range(blocks):
+        x = block(x, channels, heads)
+    return keras.Model(inputs, layers.Dense(alphabet_size)(layers.LayerNormalization()(x)))
+
+
+def main():
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--epochs", type=int, default=4)
+    parser.add_argument("--batch_size", type=int, default=32, help="of all workers together")
+    parser.add_argument("--blocks", type=int, default=4)
+    parser.add_argument("--train_size", type=int, help="windows to train on; by default, all")
+    parser.add_argument("--seed", type=int, default=1)
+    args = parser.parse_args()
+
+    keras.utils.set_random_seed(args.seed)
+    train, test, alphabet = load_data()
+    train = np.random.default_rng(args.seed).permutation(train)[: args.train_size]
+
+    strategy = psp.strategy()
+    with strategy.scope():
+        model = build_model(len(alphabet), args.blocks)
+        model.compile(
+            optimizer=keras.optimizers.Adam(1e-3),
+            loss=keras.losses.SparseCategoricalCrossentropy(from_logits=True),
+        )
+
+    is_chief = getattr(strategy, "is_chief", True)
+    history = model.fit(
+        train[:, :-1],
+        train[:, 1:],
+        batch_size=args.batch_size,
+        epochs=args.epochs,
+        shuffle=False,
+        verbose=2 if is_chief else 0,
+    ).history
+    reached = model.evaluate(test[:, :-1], test[:, 1:], verbose=0, return_dict=True)["loss"]
+    if is_chief:
+        if hasattr(strategy, "communication"):
+            print(strategy.communication.summary())
+        # For programs that read this output, such as the tests.
+        print(
+            f"transformer: loss={history['loss'][-1]:.5f} perplexity={math.exp(reached):.4f} "
+            f"stages={getattr(strategy, 'num_stages', 1)}",
+            flush=True,
+        )
+
+
+if __name__ == "__main__":
+    main()

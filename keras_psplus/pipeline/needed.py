@@ -1,0 +1,38 @@
+"""Which operations of a graph are run at all."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import tensorflow as tf
+
+# They change nothing, though TensorFlow counts them as if they did.
+_READS = ("Placeholder", "ReadVariableOp", "ResourceGather", "ResourceGatherNd", "VarHandleOp")
+
+
+def operations(graph: tf.Graph, results: Any) -> set[tf.Operation]:
+    """The operations whose results are returned, or change something.
+
+    Args:
+        graph: Graph of a function that is being traced.
+        results: Structure of what the function returns.
+
+    Returns:
+        Set of operations.
+    """
+    waiting = [leaf.op for leaf in tf.nest.flatten(results, expand_composites=True) if _is_in(leaf)]
+    for op in graph.get_operations():
+        if op._is_stateful and op.type not in _READS:
+            waiting.append(op)
+    found = set()
+    while waiting:
+        op = waiting.pop()
+        if op not in found:
+            found.add(op)
+            waiting += [tensor.op for tensor in op.inputs]
+            waiting += op.control_inputs
+    return found
+
+
+def _is_in(leaf):
+    return tf.is_tensor(leaf) and hasattr(leaf, "graph")
