@@ -7,6 +7,7 @@ from typing import Any
 
 import tensorflow as tf
 
+from keras_psplus.cluster import stalls
 from keras_psplus.core import job_failure
 
 
@@ -20,11 +21,21 @@ def translate_errors(strategy: Any) -> Iterator[None]:
     try:
         yield
     except (tf.errors.UnavailableError, tf.errors.AbortedError) as error:
-        found = re.search(r"/job:worker/replica:0/task:(\d+)", str(error))
-        if not found or strategy.task is None:
+        number = None if strategy.task is None else _lost_worker(strategy, str(error))
+        if number is None:
             raise
         job_failure.note()
-        raise lost(strategy, int(found.group(1)), job_failure.relevant_line(error)) from error
+        raise lost(strategy, number, job_failure.relevant_line(error)) from error
+
+
+def _lost_worker(strategy, message):
+    """Number of the worker that an error is about, or None."""
+    found = re.search(r"/job:worker/replica:0/task:(\d+)", message)
+    if found:
+        return int(found.group(1))
+    # Some errors say no more than "Socket closed".
+    workers = {str(i): a for i, a in enumerate(strategy.task.cluster["worker"])}
+    return next((int(name) for name in stalls.unresponsive_tasks(workers)), None)
 
 
 def lost(strategy: Any, number: int, received: str) -> StageLostError:
