@@ -13,7 +13,8 @@ import tensorflow as tf
 from keras_psplus.tf_internals import framework_ops as ops
 
 _CHANGES = ("Assign", "ResourceScatter", "ResourceApply", "ResourceSparseApply")
-_READS = ("ReadVariableOp", "ResourceGather", "ResourceGatherNd", "VariableShape")
+# What does not change a variable.
+READS = ("ReadVariableOp", "ResourceGather", "ResourceGatherNd", "VariableShape")
 
 
 def state_operations(graph: tf.Graph, weights: Collection[int]) -> dict[str, list[tf.Operation]]:
@@ -28,7 +29,7 @@ def state_operations(graph: tf.Graph, weights: Collection[int]) -> dict[str, lis
         if inside.dtype != tf.resource or id(outside) in weights:
             continue
         users = inside.consumers()
-        if any(op.type not in _READS for op in users):
+        if any(op.type not in READS for op in users):
             for op in users:
                 found.setdefault(op.device, []).append(op)
     return found

@@ -16,11 +16,11 @@ import keras
 import tensorflow as tf
 
 from keras_psplus.keras_parts import get_keras_mask, global_state, set_keras_mask, tree
+from keras_psplus.pipeline.call_order import READS
 from keras_psplus.pipeline.gradients import differentiable
 
 _CALL_CONTEXT = "current_call_ctx"
-# What may be done twice, of operations with a state.
-_READS = ("ReadVariableOp", "ResourceGather", "ResourceGatherNd", "VariableShape")
+# What may be done twice, of operations with a state, beside reads.
 _CONTROL_FLOW = ("While", "If", "Case", "Assert")
 
 
@@ -188,7 +188,7 @@ def _can_be_repeated(layer, graph, operations):
     changed = {id(inside) for outside, inside in graph.captures if id(outside) in known}
     return all(
         not op._is_stateful
-        or op.type in (*_READS, *_CONTROL_FLOW)
+        or op.type in (*READS, *_CONTROL_FLOW)
         or (op.type.startswith("Assign") and id(op.inputs[0]) in changed)
         for op in operations
     )
