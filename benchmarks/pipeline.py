@@ -113,6 +113,7 @@ def show(found):
     print(
         f"{head}: {statistics.median(times):7.1f} ms ({min(times):.1f} to {max(times):.1f}); "
         f"MB sent by hosts: {sent}{counted}; "
+        f"ms processor: {', '.join(f'{n:.0f}' for n in found.get('processor', []))}; "
         f"first window after {found.get('first_window_s', 0):.1f} s",
         flush=True,
     )

@@ -92,7 +92,7 @@ def main():
     model.fit(data, steps_per_epoch=steps, verbose=0, callbacks=[callback])
     if leader is not None:
         after, count = leader.now(), given["windows"] * window
-        for key in ("sent", "received"):
+        for key in ("sent", "received", "processor"):
             pairs = zip(callback.before[key], after[key])
             found[key] = [round((b - a) / count) for a, b in pairs]
         if callback.counted is not None:

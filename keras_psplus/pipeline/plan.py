@@ -13,11 +13,13 @@ from keras_psplus import text_table
 from keras_psplus.pipeline import memory, timeline
 from keras_psplus.pipeline.costs import LayerCost
 from keras_psplus.pipeline.memory import Memory
-from keras_psplus.pipeline.schedule import PIPEDREAM, Actions
+from keras_psplus.pipeline.schedule import ONE_F_ONE_B, PIPEDREAM, Actions
 from keras_psplus.pipeline.timing import Times
 
 # The backward pass computes gradients by inputs and by weights.
 _PASSES = 3
+# Gradients by inputs take about half of a backward pass; see `weight_gradients`.
+_BY_INPUTS = 0.5
 
 
 @dataclasses.dataclass(frozen=True)
@@ -196,7 +198,8 @@ def make(
         # No stage waits for the end of a batch, but all do for the slowest of them.
         span = split.microbatches * max(busy)
     else:
-        span = timeline.makespan(split.orders, forward, backward)
+        by_inputs = _BY_INPUTS if split.schedule == ONE_F_ONE_B else 1.0
+        span = timeline.makespan(split.orders, forward, backward, by_inputs)
     stages = []
     for number, device in enumerate(split.devices):
         own = [cost for cost, stage in zip(costs, stages_of) if stage == number]

@@ -53,7 +53,11 @@ def _one_f_one_b_of_stage(ahead, microbatches):
     return actions
 
 
-SCHEDULES: dict[str, Callable[[int, int], list[Actions]]] = {"1f1b": one_f_one_b, "gpipe": gpipe}
+ONE_F_ONE_B = "1f1b"
+SCHEDULES: dict[str, Callable[[int, int], list[Actions]]] = {
+    ONE_F_ONE_B: one_f_one_b,
+    "gpipe": gpipe,
+}
 # The actions of "1f1b", with two batches under way.
 PIPEDREAM = "pipedream"
 NAMES = (*SCHEDULES, PIPEDREAM)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import collections
 import dataclasses
 import functools
 from collections.abc import Callable
@@ -13,12 +14,13 @@ import tensorflow as tf
 from keras_psplus.core import losses
 from keras_psplus.core.replica_step import ReplicaStep
 from keras_psplus.keras_parts import tree
-from keras_psplus.pipeline import boundary, gradients, microbatches, schedule
+from keras_psplus.pipeline import boundary, gradients, microbatches, schedule, weight_gradients
 from keras_psplus.pipeline.copies import Copied
 from keras_psplus.pipeline.gradients import JoinedCalls
 from keras_psplus.pipeline.pipeline_sums import PipelineSums
 from keras_psplus.pipeline.recompute import StageReplay
 from keras_psplus.pipeline.turns import Microbatch, Turn
+from keras_psplus.pipeline.weight_gradients import BackwardOperations
 
 
 @dataclasses.dataclass
@@ -91,6 +93,10 @@ class PipelineStep(ReplicaStep):
         self._done = [{} for _ in self._stages.all_devices]
         self._before: list[dict[tuple[str, int], list[tuple[str, int]]]]
         self._before = [{} for _ in self._stages.all_devices]
+        # By worker and micro-batch; those of a branch or a loop are left out.
+        self._backward: dict[tuple[int, int], BackwardOperations]
+        self._backward = collections.defaultdict(BackwardOperations)
+        self._graph = tf.compat.v1.get_default_graph()
         # Pairs of a stand-in and one micro-batch's part, for each sum over micro-batches.
         self._sums: list[list[tuple[tf.Tensor, tf.Tensor]]] = []
 
@@ -143,6 +149,23 @@ class PipelineStep(ReplicaStep):
             Microbatch(self, number, first, end, (end - first) / (rows or 1), reads)
             for number, (first, end) in enumerate(bounds)
         ]
+
+    def note_backward(
+        self, worker: int, turn: int, made: list[tf.Operation], of_inputs: list[tf.Tensor]
+    ) -> None:
+        """Notes the operations that a layer's gradients are computed by, in a turn of a worker."""
+        if tf.compat.v1.get_default_graph() is self._graph:
+            self._backward[worker, turn].note(made, of_inputs)
+
+    def finish_backward(self) -> None:
+        """Puts gradients by weights after those by inputs, when all is traced.
+
+        Not where a stage has the gradients of all micro-batches to compute at once, as the last one
+        has under GPipe: it would do the first part of all of them before any second one.
+        """
+        if self._order is not None:
+            weight_gradients.delay(self._backward.values())
+        self._backward.clear()
 
     def note_changed(self, copied: Copied) -> None:
         """Notes that the step gives a variable a value that pipelines have copies of."""

@@ -142,6 +142,7 @@ class Functions:
                 step.note_of_batch(batch)
             results = self._run_in_step(step, batch)
         step.over_pipelines.check()
+        step.finish_backward()
         encoded = []
         if compression is not None:
             encoded += compression.compress(graph, step.over_pipelines.crossings, results)

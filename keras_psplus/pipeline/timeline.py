@@ -8,7 +8,10 @@ from keras_psplus.pipeline.schedule import FORWARD, Actions
 
 
 def makespan(
-    orders: Sequence[Actions], forward: Sequence[float], backward: Sequence[float]
+    orders: Sequence[Actions],
+    forward: Sequence[float],
+    backward: Sequence[float],
+    by_inputs: float = 1.0,
 ) -> float:
     """The time from the first action of a step to the end of its last.
 
@@ -19,6 +22,8 @@ def makespan(
         orders: For each stage, its part of a schedule.
         forward: For each stage, how long it takes for one micro-batch forward.
         backward: The same backward.
+        by_inputs: The part of the backward pass after which gradients by inputs are there, for
+            which the stage before waits; gradients by weights come in the rest.
 
     Returns:
         Time, in the unit of the arguments.
@@ -49,8 +54,10 @@ def makespan(
                 if needed is not None and needed not in ends:
                     break
                 start = max(at[stage], 0.0 if needed is None else ends[needed])
-                at[stage] = start + (forward if direction == FORWARD else backward)[stage]
-                ends[stage, direction, number] = at[stage]
+                takes = (forward if direction == FORWARD else backward)[stage]
+                at[stage] = start + takes
+                sent = takes if direction == FORWARD else by_inputs * takes
+                ends[stage, direction, number] = start + sent
                 done[stage] += 1
         if sum(done) == before:
             raise ValueError(f"The stages of a schedule wait for each other. Received: {orders}")

@@ -71,15 +71,21 @@ class Turn:
     def __init__(self, step: Any, stage: int, part: Microbatch, direction: str) -> None:
         self._step, self._reads, self._action = step, part.reads, (direction, part.turn)
         self._worker = part.pipeline * len(step._stages.devices) + stage
+        self._of_inputs: list[tf.Tensor] = []
 
     def __enter__(self) -> Turn:
         self._context = contextlib.ExitStack()
+        graph = tf.compat.v1.get_default_graph()
+        self._graph, self._first = graph, len(graph.get_operations())
         # A layer that computes itself again for its gradients reads its weights again.
         self._context.enter_context(self._reads)
         self._context.enter_context(tf.control_dependencies(list(self._tensors_before())))
         return self
 
     def __exit__(self, *exc: Any) -> Any:
+        if self._action[0] == schedule.BACKWARD:
+            made = self._graph.get_operations()[self._first :]
+            self._step.note_backward(self._worker, self._action[1], made, self._of_inputs)
         return self._context.__exit__(*exc)
 
     def _tensors_before(self) -> Iterator[tf.Tensor]:
@@ -98,5 +104,6 @@ class Turn:
     def ends_with(self, tensors: list[tf.Tensor], activations: list[tf.Tensor]) -> None:
         """Notes what is computed last, and what other stages may need."""
         self._step.activations += activations
+        self._of_inputs = activations
         if tensors:
             self._step._done[self._worker][self._action] = list(tensors)

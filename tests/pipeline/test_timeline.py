@@ -29,6 +29,15 @@ def test_balanced_stages_wait_for_the_ends_alone(name, stages, microbatches, for
     assert found == (microbatches + stages - 1) * (forward + backward)
 
 
+@given(st.integers(1, 8), st.integers(1, 16), st.integers(1, 9), st.integers(1, 9))
+def test_gradients_by_weights_fill_what_was_waited_for(stages, microbatches, forward, half):
+    orders = schedule.one_f_one_b(stages, microbatches)
+    found = timeline.makespan(orders, [forward] * stages, [2 * half] * stages, by_inputs=0.5)
+    assert found >= microbatches * (forward + 2 * half)
+    # The ends are shorter by one half for each stage; what is between them is not longer.
+    assert found <= microbatches * (forward + 2 * half) + (stages - 1) * (forward + half)
+
+
 def test_stages_that_wait_for_each_other_are_refused():
     orders = [[("backward", 0), ("forward", 0)], [("forward", 0), ("backward", 0)]]
     with pytest.raises(ValueError, match="wait for each other.*Received: "):

@@ -1,0 +1,78 @@
+"""Has a stage compute gradients by its weights when those by its inputs are under way.
+
+The stage before waits for gradients by activations, and nobody waits for gradients by weights until
+the optimizer does. A stage that computes both layer by layer sends the former later than it could.
+Reference: Qi et al., "Zero Bubble Pipeline Parallelism", ICLR 2024, which gives the two parts of a
+backward pass places of their own in the schedule.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Iterable
+
+import tensorflow as tf
+
+
+@dataclasses.dataclass
+class BackwardOperations:
+    """What a worker does for the gradients of one micro-batch.
+
+    Attributes:
+        operations: All operations.
+        of_inputs: For each layer, in the order of the trace, the gradients by its inputs.
+    """
+
+    operations: list[tf.Operation] = dataclasses.field(default_factory=list)
+    of_inputs: list[list[tf.Tensor]] = dataclasses.field(default_factory=list)
+
+    def note(self, operations: list[tf.Operation], of_inputs: list[tf.Tensor]) -> None:
+        """Notes what was traced for one layer."""
+        self.operations += operations
+        if of_inputs:
+            self.of_inputs.append(of_inputs)
+
+
+def delay(turns: Iterable[BackwardOperations]) -> None:
+    """Lets gradients by weights begin when all gradients by inputs of their turn are there.
+
+    Args:
+        turns: For each worker and micro-batch, its operations, all of one graph.
+    """
+    for turn in turns:
+        inside = set(turn.operations)
+        last = _last(turn, inside)
+        # All that these need, of other turns as well: none of it may wait for them.
+        needed = _needed(last)
+        for op in turn.operations:
+            if op not in needed and _begins(op, inside, needed):
+                for tensor in last:
+                    op._add_control_input(tensor.op)
+
+
+def _last(turn, inside):
+    """The gradients by inputs that no other gradient by inputs of the turn is computed of."""
+    found = {id(tensor): tensor for tensor in turn.of_inputs[-1]} if turn.of_inputs else {}
+    for tensors in turn.of_inputs:
+        for tensor in tensors:
+            if any(op not in inside for op in tensor.consumers()):
+                found[id(tensor)] = tensor
+    return list(found.values())
+
+
+def _needed(tensors):
+    """All operations that some tensors need."""
+    found, left = set(), [tensor.op for tensor in tensors]
+    while left:
+        op = left.pop()
+        if op not in found:
+            found.add(op)
+            left += [tensor.op for tensor in op.inputs]
+            left += op.control_inputs
+    return found
+
+
+def _begins(op, inside, needed):
+    """Whether an operation is given something, and nothing by those that wait for it."""
+    givers = [tensor.op for tensor in op.inputs]
+    return bool(givers) and all(giver in needed or giver not in inside for giver in givers)
