@@ -67,6 +67,12 @@ def main(argv: list[str]) -> int:
                 f"Received: --max_restarts={options.max_restarts}, --chaos={options.chaos!r}"
             )
         layout = _layout(options)
+        if options.restart == "task" and not (layout["chief"] and layout["ps"]):
+            raise parsing.UsageError(
+                "a task is started again by itself where the others go on without it: under a "
+                "chief with parameter servers. Without --restart, the job is started again. "
+                f"Received: --restart=task, --ps={layout['ps']}"
+            )
         env = strategy_flags.variables(options, layout)
         events = []
         if options.chaos is not None:
@@ -97,6 +103,7 @@ def main(argv: list[str]) -> int:
             error_grace=_ERROR_GRACE,
             idle_grace=_IDLE_GRACE,
             restart=restart,
+            task_restarts=options.max_restarts - restart if options.restart != "job" else 0,
             network=make_network(),
         )
         chaos.watch(cluster)
@@ -140,6 +147,14 @@ def _flags():
         0,
         "How often the job is started again after a task has failed. With the BackupAndRestore "
         "callback it resumes at its last backup; KERAS_PSPLUS_RESTART counts the restarts.",
+        flag_values=values,
+    )
+    flags.DEFINE_enum(
+        "restart",
+        None,
+        ["task", "job"],
+        "What is started again: the worker that has failed, while the others go on (default in a "
+        "cluster with a chief and parameter servers), or the job.",
         flag_values=values,
     )
     flags.DEFINE_string(

@@ -1,7 +1,7 @@
-"""A Slurm cluster of two nodes on this machine: two slurmd, each with an address of the loopback.
+"""A Slurm cluster on this machine: a controller and two nodes, each with a network of its own.
 
-The nodes' names are known in a mount namespace of their own alone, whose /etc/hosts has them.
-Nothing of this machine's is changed, and all of it ends with the context.
+Their names are known in a mount namespace alone, whose /etc/hosts has them. Nothing of this
+machine's is changed, and all of it ends with the context.
 """
 
 import contextlib
@@ -12,13 +12,13 @@ import socket
 import subprocess
 import time
 
-from keras_psplus.cluster.ports import free_ports
+from keras_psplus.chaos import netlab
 
 PROGRAMS = ("munged", "slurmctld", "slurmd", "srun", "sbatch", "unshare", "nsenter")
 _CONF = """
 ClusterName=test
-SlurmctldHost={host}(127.0.0.1)
-SlurmctldPort={ports[0]}
+SlurmctldHost={host}({hosts[0]})
+SlurmctldPort=6817
 AuthType=auth/munge
 AuthInfo=socket={folder}/munge/socket
 CryptoType=crypto/munge
@@ -42,8 +42,8 @@ SlurmdParameters=config_overrides
 KillWait=3
 MpiDefault=none
 JobAcctGatherType=jobacct_gather/none
-NodeName=n1 NodeHostname={host} NodeAddr=127.0.0.2 Port={ports[1]} CPUs=8
-NodeName=n2 NodeHostname={host} NodeAddr=127.0.0.3 Port={ports[2]} CPUs=8
+NodeName=n1 NodeHostname={host} NodeAddr={hosts[1]} Port=6818 CPUs=8
+NodeName=n2 NodeHostname={host} NodeAddr={hosts[2]} Port=6818 CPUs=8
 PartitionName=test Nodes=n1,n2 Default=YES MaxTime=INFINITE State=UP
 """
 
@@ -53,10 +53,7 @@ def why_not():
     missing = [name for name in PROGRAMS if shutil.which(name) is None]
     if missing:
         return f"{', '.join(missing)} missing: apt-get install slurm-wlm munge"
-    if os.geteuid():
-        return "it takes root"
-    can = subprocess.run(["unshare", "--mount", "true"], capture_output=True)
-    return None if can.returncode == 0 else "no mount namespaces can be made"
+    return netlab.why_not()
 
 
 class Slurm:
@@ -68,16 +65,19 @@ class Slurm:
 
     def __init__(self, folder):
         self.folder = pathlib.Path(folder)
+        self._lab = netlab.Lab(3)
         self._started = []
 
     def __enter__(self):
         host = socket.gethostname().partition(".")[0]
         for name in ("state", "spool-n1", "spool-n2", "munge"):
             (self.folder / name).mkdir(mode=0o755)
-        conf = _CONF.format(host=host, folder=self.folder, ports=free_ports(3))
+        self._lab.__enter__()
+        hosts = [address.partition(":")[0] for address in self._lab.addresses]
+        conf = _CONF.format(host=host, folder=self.folder, hosts=hosts)
         (self.folder / "slurm.conf").write_text(conf)
         (self.folder / "cgroup.conf").write_text("")
-        names = f"127.0.0.1 localhost {host}\n127.0.0.2 n1\n127.0.0.3 n2\n"
+        names = f"127.0.0.1 localhost\n{hosts[0]} {host}\n{hosts[1]} n1\n{hosts[2]} n2\n"
         (self.folder / "hosts").write_text(names)
         key = self.folder / "munge" / "key"
         key.write_bytes(os.urandom(128))
@@ -105,8 +105,8 @@ class Slurm:
             )
             _wait(lambda: (munge / "socket").exists(), "munged")
             self._start(self._inside("slurmctld", "-D", "-c"))
-            for node in ("n1", "n2"):
-                self._start(self._inside("slurmd", "-D", "-N", node))
+            for rank, node in enumerate(("n1", "n2"), 1):
+                self._start(self._inside("slurmd", "-D", "-N", node, rank=rank))
             _wait(
                 lambda: self.run("sinfo", "-h", "-N", "-t", "idle", check=False).count("idle") == 2,
                 "two idle nodes",
@@ -125,6 +125,7 @@ class Slurm:
                 process.wait(10)
             process.kill()
             process.wait()
+        self._lab.__exit__()
 
     def run(self, *command, check=True, timeout=60, **env):
         """Runs a command of Slurm, and returns its output."""
@@ -134,7 +135,7 @@ class Slurm:
             stderr=subprocess.STDOUT,
             text=True,
             timeout=timeout,
-            env={**os.environ, **env},
+            env={**self._lab.environment(os.environ), **env},
             cwd=self.folder,
         )
         if check and ran.returncode:
@@ -146,8 +147,9 @@ class Slurm:
             )
         return ran.stdout
 
-    def _inside(self, *command):
-        return ["nsenter", f"--mount=/proc/{self._started[0].pid}/ns/mnt", "--", *command]
+    def _inside(self, *command, rank=0):
+        mount = f"--mount=/proc/{self._started[0].pid}/ns/mnt"
+        return [*self._lab.inside(rank), "nsenter", mount, "--", *command]
 
     def _start(self, command, *more, wait_for=None):
         process = subprocess.Popen(
