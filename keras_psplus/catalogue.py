@@ -178,9 +178,9 @@ def long_name(name: str) -> str:
 
 def _default():
     # Not at module level: the launcher imports this module for `find` and `names` alone.
-    from keras_psplus.cluster.config import read_task_config
+    from keras_psplus.cluster.discovery import find_task_config
 
-    return "single" if read_task_config() is None else "all_reduce"
+    return "single" if find_task_config() is None else "all_reduce"
 
 
 def _listing(name_or_file):

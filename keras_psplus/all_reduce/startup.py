@@ -3,7 +3,7 @@
 import tensorflow as tf
 
 from keras_psplus.all_reduce import heartbeat
-from keras_psplus.cluster import config, early_init, preflight, tuning
+from keras_psplus.cluster import config, discovery, early_init, preflight, tuning
 from keras_psplus.tf_internals import context, coordination_config_pb2, multi_worker_util
 
 _JOBS = ("chief", "worker")
@@ -26,7 +26,7 @@ def start(
     Returns:
         `TaskConfig` of this process, or None if it trains alone.
     """
-    task = _task_of(cluster_resolver) if cluster_resolver else config.read_task_config()
+    task = _task_of(cluster_resolver) if cluster_resolver else discovery.find_task_config()
     if task is None or task.task_type == "evaluator":
         return None
     if task.num_ps and not allow_ps:

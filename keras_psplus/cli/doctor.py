@@ -13,19 +13,19 @@ from keras_psplus.cli import parsing
 from keras_psplus.cluster.config import (
     ClusterConfigError,
     ClusterStartupError,
-    read_task_config,
 )
+from keras_psplus.cluster.discovery import find_ranks, find_task_config
 from keras_psplus.cluster.environment import available_cores
 from keras_psplus.cluster.preflight import check_local_address, probe_peers
 
 _USAGE = """
 usage: keras-psplus doctor [flags]
 
-Shows versions, devices, cores and memory, the cluster as TF_CONFIG describes it, whether this
-task's port is free and every other task can be reached, and what Slurm's and Kubernetes's variables
-say. Compiles the library's C++ kernels if this machine has not done so. With --hooks, shows which
-functions of Keras the library replaces, and whether those of this Keras fit. Exits with 1 if
-something is wrong.
+Shows versions, devices, cores and memory, the cluster as TF_CONFIG or a launcher's variables
+describe it, whether this task's port is free and every other task can be reached, and what Slurm's
+and Kubernetes's variables say. Compiles the library's C++ kernels if this machine has not done so.
+With --hooks, shows which functions of Keras the library replaces, and whether those of this Keras
+fit. Exits with 1 if something is wrong.
 """
 _SLURM = (
     "SLURM_JOB_ID",
@@ -173,9 +173,11 @@ def _memory():
 
 
 def _cluster(problems, timeout):
-    print("\ncluster (TF_CONFIG)")
     try:
-        config = read_task_config()
+        given = bool(os.environ.get("TF_CONFIG", "").strip())
+        ranks = None if given else find_ranks(os.environ)
+        print(f"\ncluster ({'TF_CONFIG' if ranks is None else ranks.source})")
+        config = find_task_config()
     except ClusterConfigError as error:
         print("  cannot be used, see below")
         problems.append(str(error))

@@ -6,9 +6,11 @@ from collections.abc import Sequence
 
 _COMMANDS = {
     "run": "starts a script in every task of a local cluster, or prints how to on other hosts",
+    "exec": "runs a script as the task that Slurm, MPI, torchrun or Kubernetes has started",
+    "export": "prints a Kubernetes manifest of a job that trains a script",
     "plan": "shows how a script's model would be cut into stages, without training",
-    "serve": "serves as the ps or worker task that TF_CONFIG names until the chief has ended",
-    "doctor": "checks versions, devices, TF_CONFIG and the way to every task",
+    "serve": "serves as a ps or worker task until the chief has ended",
+    "doctor": "checks versions, devices, the cluster and the way to every task",
     "bench": "measures every strategy on emulated links, with the lab of a checkout",
 }
 

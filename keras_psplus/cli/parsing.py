@@ -1,6 +1,7 @@
 """Flags before the first other argument, everything from there on untouched."""
 
 import math
+import pathlib
 import sys
 import textwrap
 
@@ -34,6 +35,14 @@ def parse(flag_values: flags.FlagValues, argv: list[str]) -> list[str]:
         if isinstance(value, float) and not math.isfinite(value):
             raise UsageError(f"--{name} must be a finite number. Received: --{name}={value}")
     return rest
+
+
+def check_script(command: list[str]) -> None:
+    """Raises `UsageError` if a command does not begin with a script that is there."""
+    if not command:
+        raise UsageError("name the script to run, after the flags")
+    if not pathlib.Path(command[0]).is_file():
+        raise UsageError(f"there is no script {command[0]!r}")
 
 
 def asks_for_help(flag_values: flags.FlagValues, argv: list[str]) -> bool:

@@ -17,7 +17,7 @@ from keras_psplus.arguments import whole_number
 from keras_psplus.chaos import links, netlab
 from keras_psplus.chaos import spec as chaos_spec
 from keras_psplus.chaos.injector import Injector
-from keras_psplus.cli import combinations, parsing, report
+from keras_psplus.cli import combinations, parsing, report, strategy_flags
 from keras_psplus.cluster import restarts
 from keras_psplus.cluster.console import Console, drop_unwritten
 from keras_psplus.cluster.environment import TOKEN_VARIABLE, plan_tasks, python_path
@@ -59,7 +59,7 @@ def main(argv: list[str]) -> int:
         if options.list:
             print(_listing())
             return 0
-        _check_script(command)
+        parsing.check_script(command)
         whole_number("max_restarts", options.max_restarts, 0)
         if options.hosts and (options.max_restarts or options.chaos):
             raise parsing.UsageError(
@@ -67,7 +67,13 @@ def main(argv: list[str]) -> int:
                 f"Received: --max_restarts={options.max_restarts}, --chaos={options.chaos!r}"
             )
         layout = _layout(options)
-        env = _strategy_variables(options, layout)
+        if options.restart == "task" and not (layout["chief"] and layout["ps"]):
+            raise parsing.UsageError(
+                "a task is started again by itself where the others go on without it: under a "
+                "chief with parameter servers. Without --restart, the job is started again. "
+                f"Received: --restart=task, --ps={layout['ps']}"
+            )
+        env = strategy_flags.variables(options, layout)
         events = []
         if options.chaos is not None:
             events = chaos_spec.parse(options.chaos, [task.name for task in plan_tasks(**layout)])
@@ -97,6 +103,7 @@ def main(argv: list[str]) -> int:
             error_grace=_ERROR_GRACE,
             idle_grace=_IDLE_GRACE,
             restart=restart,
+            task_restarts=options.max_restarts - restart if options.restart != "job" else 0,
             network=make_network(),
         )
         chaos.watch(cluster)
@@ -124,27 +131,8 @@ def _flags():
         "or with --strategy pipeline).",
         flag_values=values,
     )
-    flags.DEFINE_string(
-        "strategy",
-        None,
-        "What `keras_psplus.strategy()` returns in the script: an entry of the catalogue (--list) "
-        "or a .py file that defines `strategy()`.",
-        flag_values=values,
-    )
+    strategy_flags.define(values)
     flags.DEFINE_boolean("list", False, "List the catalogue's entries.", flag_values=values)
-    flags.DEFINE_string(
-        "compression",
-        None,
-        "The `compression` of that strategy: bf16, fp16, int8, sign, topk:0.01, randomk:0.1, "
-        "powersgd:4, factors, factors:bf16 or factors:fp16.",
-        flag_values=values,
-    )
-    flags.DEFINE_string(
-        "updates",
-        None,
-        "Its `updates`: accumulate:4, local_sgd:8 or diloco:100.",
-        flag_values=values,
-    )
     flags.DEFINE_string(
         "log_dir",
         None,
@@ -159,6 +147,14 @@ def _flags():
         0,
         "How often the job is started again after a task has failed. With the BackupAndRestore "
         "callback it resumes at its last backup; KERAS_PSPLUS_RESTART counts the restarts.",
+        flag_values=values,
+    )
+    flags.DEFINE_enum(
+        "restart",
+        None,
+        ["task", "job"],
+        "What is started again: the worker that has failed, while the others go on (default in a "
+        "cluster with a chief and parameter servers), or the job.",
         flag_values=values,
     )
     flags.DEFINE_string(
@@ -190,13 +186,6 @@ def _flags():
     return values
 
 
-def _check_script(command):
-    if not command:
-        raise parsing.UsageError("name the script to run, after the flags")
-    if not pathlib.Path(command[0]).is_file():
-        raise parsing.UsageError(f"there is no script {command[0]!r}")
-
-
 def _log_dir(folder):
     """The folder for the tasks' logs; made, so that one that cannot be is known at once."""
     try:
@@ -223,22 +212,6 @@ def _layout(options):
     if workers + chief < 1:
         raise parsing.UsageError("a cluster needs at least one worker or a chief")
     return {"workers": workers, "ps": options.ps, "chief": chief}
-
-
-def _strategy_variables(options, layout):
-    """The variables from which `keras_psplus.strategy()` learns what to make."""
-    given = {
-        option: text
-        for option in catalogue.OPTION_VARIABLES
-        if (text := getattr(options, option)) is not None
-    }
-    combinations.check_combination(options.strategy, layout, given)
-    variables = {catalogue.OPTION_VARIABLES[option]: text for option, text in given.items()}
-    if options.strategy is not None:
-        path = catalogue.find(options.strategy)
-        name = path.stem if catalogue.is_entry(options.strategy) else str(path)
-        variables[catalogue.STRATEGY_VARIABLE] = name
-    return variables
 
 
 def _listing():

@@ -9,14 +9,14 @@ from keras_psplus.cli import parsing
 from keras_psplus.cluster.config import (
     ClusterConfigError,
     ClusterStartupError,
-    read_task_config,
 )
+from keras_psplus.cluster.discovery import find_task_config
 
 _USAGE = """
 usage: keras-psplus serve [flags]
 
-Serves as the ps or worker task that TF_CONFIG names until the chief has ended. Exits with 0, or
-with 1 if the chief has died.
+Serves as the ps or worker task that TF_CONFIG, or Slurm's or another launcher's variables, name
+until the chief has ended. Exits with 0, or with 1 if the chief has died.
 """
 
 
@@ -29,7 +29,7 @@ def main(argv: list[str]) -> int:
     try:
         if parsing.parse(options, argv):
             raise parsing.UsageError("serve takes no arguments, only flags")
-        config = read_task_config()
+        config = find_task_config()
         if config is None or config.task_type not in ("ps", "worker"):
             raise parsing.UsageError(
                 "serve needs a TF_CONFIG whose task is a ps or a worker. "

@@ -10,12 +10,14 @@ from keras_psplus.cluster.config import (
     TaskConfig,
     read_task_config,
 )
+from keras_psplus.cluster.discovery import find_task_config
 from keras_psplus.cluster.preflight import wait_for_cluster
 
 __all__ = [
     "ClusterConfigError",
     "ClusterStartupError",
     "TaskConfig",
+    "find_task_config",
     "read_task_config",
     "wait_for_cluster",
 ]

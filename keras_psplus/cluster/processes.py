@@ -18,6 +18,7 @@ from keras_psplus.cluster.console import Console, OutputPump, warn
 from keras_psplus.cluster.environment import RESTART_VARIABLE, TOKEN_VARIABLE, plan_tasks
 from keras_psplus.cluster.log_file import LogFile
 from keras_psplus.cluster.results import ClusterResult, describe, exit_code_of
+from keras_psplus.cluster.task_restarts import TaskRestarts
 
 _POLL = 0.05
 _WRAPPER = str(pathlib.Path(__file__).with_name("exec_with_parent.py"))
@@ -62,6 +63,8 @@ class LocalCluster:
             these others.
         restart: How often the job was started before. Logs go on then, and the
             tasks find the number in `KERAS_PSPLUS_RESTART`.
+        task_restarts: How often workers that serve a chief and have failed are
+            started again by themselves, while the others go on.
         network: A `chaos.netlab.Lab` with a host for each task, which begins
             and ends with the cluster; None for this machine's own network.
     """
@@ -82,6 +85,7 @@ class LocalCluster:
         error_grace: float | None = None,
         idle_grace: float | None = None,
         restart: int = 0,
+        task_restarts: int = 0,
         network: Any = None,
     ) -> None:
         self._argv = [os.fspath(arg) for arg in argv]
@@ -100,9 +104,15 @@ class LocalCluster:
         self._error_grace = failure_grace if error_grace is None else error_grace
         self._idle_grace = failure_grace if idle_grace is None else idle_grace
         self._restart = restart
+        most = task_restarts if self._serving_workers else 0
+        self._task_restarts = TaskRestarts(most, self._log)
+        self._began: dict[str, float] = {}
         self._processes: dict[str, subprocess.Popen[bytes]] = {}
         self._pumps: list[OutputPump] = []
         self._logs: dict[str, LogFile] = {}
+        self._log_starts: dict[str, int] = {}
+        # Of tasks that were started again.
+        self._replaced: list[tuple[subprocess.Popen[bytes], LogFile]] = []
         self._ends: dict[str, tuple[int, float]] = {}  # task name -> (exit code, time)
         self._terminated: list[str] = []
         self._first_failure: str | None = None
@@ -166,18 +176,20 @@ class LocalCluster:
             timed_out = now >= deadline
             if timed_out or now >= self._end_of_grace():
                 break
+            self._start_again()
             time.sleep(_POLL)
         self.stop()
         return ClusterResult(
             exit_codes={name: code for name, (code, _) in self._ends.items()},
             log_paths={task.name: self.log_path(task.name) for task in self.tasks},
             chief_has_ended_well=self._serving_workers and self._ends.get("chief-0", [1])[0] == 0,
-            log_starts={name: log.size for name, log in self._logs.items()},
+            log_starts=self._log_starts,
             unwritten={name: log.lost for name, log in self._logs.items() if log.lost},
             first_failure=self._first_failure,
             terminated=tuple(self._terminated),
             timed_out=timed_out,
             signal=self._signals[0] if self._signals else None,
+            task_restarts=self._task_restarts.used,
         )
 
     def send_signal(self, name: str, number: int) -> None:
@@ -190,6 +202,7 @@ class LocalCluster:
         """Ends every process that still runs: SIGTERM, then SIGKILL."""
         if self._released:
             return
+        self._forget_restarts()
         running = self._running()
         self._terminated += running
         try:
@@ -204,13 +217,33 @@ class LocalCluster:
         finally:
             self._release()
 
-    def _start_task(self, rank, task):
+    def _start_again(self):
+        """Starts the tasks whose time has come."""
+        if self._ends.get("chief-0", (1,))[0] == 0:
+            self._forget_restarts()  # Nobody needs them any more.
+        due = self._task_restarts.pop_due()
+        for rank, task in enumerate(self.tasks):
+            if task.name in due:
+                process = self._processes[task.name]
+                self._signal_groups([task.name], signal.SIGKILL)  # What it has started.
+                with self._release_lock:
+                    process.wait()  # Its id may be another process's from here on.
+                    self._replaced.append((process, self._logs[task.name]))
+                    self._start_task(rank, task, is_again=True)
+
+    def _forget_restarts(self):
+        now = time.monotonic()
+        for name, code in self._task_restarts.pop_all().items():
+            self._ends[name] = (code, now)
+
+    def _start_task(self, rank, task, is_again=False):
         command = self._argv
         if self.network is not None:
             command = [*self.network.inside(rank), *command]
         if sys.platform == "linux":
             command = [sys.executable, "-I", "-S", _WRAPPER, str(os.getpid()), *command]
-        self._logs[task.name] = log = self._open_log(task.name)
+        self._logs[task.name] = log = self._open_log(task.name, is_again)
+        self._began[task.name] = time.monotonic()
         process = subprocess.Popen(
             command,
             stdin=subprocess.DEVNULL,
@@ -224,21 +257,32 @@ class LocalCluster:
         self._pumps.append(pump)
         pump.start()
 
-    def _open_log(self, name):
+    def _open_log(self, name, is_again):
         on_warning = warn if self._console is None else self._console.warn
-        heading = f"keras-psplus: restart {self._restart}\n" if self._restart else ""
-        return LogFile(self.log_path(name), bool(self._restart), on_warning, heading)
+        goes_on = is_again or bool(self._restart)
+        number = self._restart + self._task_restarts.used
+        heading = f"keras-psplus: restart {number}\n" if goes_on else ""
+        log = LogFile(self.log_path(name), goes_on, on_warning, heading)
+        self._log_starts.setdefault(name, log.size)
+        return log
 
     def _running(self):
         """Names of the tasks that have not ended; notes the ends of the others."""
         fresh = []
         for name, process in self._processes.items():
-            if name not in self._ends:
+            if name not in self._ends and name not in self._task_restarts:
                 code = exit_code_of(process)
                 if code is not None:
-                    self._ends[name] = (code, time.monotonic())
                     fresh.append((code, name))
+        for code, name in fresh:
+            self._ends[name] = (code, time.monotonic())
         failed = [(code, name) for code, name in fresh if self._has_failed(name, code)]
+        is_whole = self._first_failure is None and "chief-0" not in self._ends
+        if is_whole and all(self._task_restarts.can_take(name, code) for code, name in failed):
+            for code, name in failed:
+                self._task_restarts.take(name, code, self._began[name])
+                del self._ends[name]
+            failed = []
         if failed and self._first_failure is None:
             # Ended at the same moment: a task killed by a signal (negative) did not follow suit.
             self._first_failure = min(failed, key=lambda end: end[0] > 0)[1]
@@ -292,9 +336,9 @@ class LocalCluster:
             process.wait()
         for pump in self._pumps:
             pump.join(5.0)
-        for process in self._processes.values():
+        for process in [*self._processes.values(), *(process for process, _ in self._replaced)]:
             process.stdout.close()
-        for log in self._logs.values():
+        for log in [*self._logs.values(), *(log for _, log in self._replaced)]:
             log.close()
         self._pumps = []
         if self.network is not None:

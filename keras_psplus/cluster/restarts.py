@@ -4,11 +4,8 @@ import time
 from collections.abc import Callable
 
 from keras_psplus.cluster.processes import LocalCluster
-from keras_psplus.cluster.results import ClusterResult
-
-# Of a script that is called with arguments it does not know, by argparse and by Python itself.
-_WRONG_COMMAND_LINE = 2
-_SHORT_SECONDS, _LONGEST_PAUSE_SECONDS = 30.0, 30.0
+from keras_psplus.cluster.results import WRONG_COMMAND_LINE, ClusterResult
+from keras_psplus.cluster.task_restarts import SHORT_SECONDS, pause_after
 
 
 def run(
@@ -50,19 +47,21 @@ def run(
         began = time.monotonic()
         with make_cluster(restart) as cluster:
             result = cluster.wait(None if deadline is None else max(0.0, deadline - began))
+        # Of tasks that were started again by themselves, too.
+        restart += result.task_restarts
         if not _can_be_restarted(result):
             return result
         if result.chief_has_ended_well:
             log(f"{result.first_failure} has failed, but the chief has ended well: no restart")
             return result
         failed = f"{result.first_failure} has failed ({result.how_it_failed})"
-        if restart == max_restarts:
+        if restart >= max_restarts:
             if max_restarts:
                 log(f"{failed}; no restart of {max_restarts} is left")
             return result
         restart += 1
-        quick = quick + 1 if time.monotonic() - began < _SHORT_SECONDS else 0
-        pause = min(2.0 ** (quick - 1), _LONGEST_PAUSE_SECONDS) if quick else 0.0
+        quick = quick + 1 if time.monotonic() - began < SHORT_SECONDS else 0
+        pause = pause_after(quick)
         if deadline is not None:
             pause = min(pause, max(0.0, deadline - time.monotonic()))
         log(f"{failed}; restart {restart} of {max_restarts} begins in {pause:g} s")
@@ -74,5 +73,5 @@ def _can_be_restarted(result):
         result.first_failure is not None
         and result.signal is None
         and not result.timed_out
-        and result.exit_code != _WRONG_COMMAND_LINE
+        and result.exit_code != WRONG_COMMAND_LINE
     )

@@ -7,6 +7,8 @@ import pathlib
 import subprocess
 
 TIMED_OUT = 124  # as timeout(1)
+# Of a script that is called with arguments it does not know, by argparse and by Python itself.
+WRONG_COMMAND_LINE = 2
 
 
 @dataclasses.dataclass
@@ -26,6 +28,7 @@ class ClusterResult:
             earlier attempts at the job.
         unwritten: Dict from task name to the end of its output, for logs that
             could not be written, as on a full disk.
+        task_restarts: How often tasks were started again by themselves.
     """
 
     exit_codes: dict[str, int]
@@ -37,6 +40,7 @@ class ClusterResult:
     chief_has_ended_well: bool = False
     log_starts: dict[str, int] = dataclasses.field(default_factory=dict)
     unwritten: dict[str, str] = dataclasses.field(default_factory=dict)
+    task_restarts: int = 0
 
     @property
     def exit_code(self) -> int:

@@ -13,7 +13,7 @@ from keras_psplus.all_reduce.lookahead import BatchAndNext
 from keras_psplus.all_reduce.startup import start
 from keras_psplus.all_reduce.strategy import MultiWorkerMirroredStrategy
 from keras_psplus.arguments import flag, seconds, text, whole_number
-from keras_psplus.cluster import config, handshake
+from keras_psplus.cluster import config, discovery, handshake
 from keras_psplus.cluster import serve as cluster_serve
 from keras_psplus.cluster.listener import Listener
 from keras_psplus.cluster.local_address import bind_local_address
@@ -142,7 +142,7 @@ class HybridStrategy(TableSaving, MultiWorkerMirroredStrategy):
                 "servers: workers that step alone would share them all the same. "
                 f"Received: updates={updates!r}"
             )
-        task = config.read_task_config()
+        task = discovery.find_task_config()
         if task is not None and not task.num_ps:
             raise config.ClusterConfigError(
                 "HybridStrategy needs at least one `ps` task for its tables: add it to TF_CONFIG's "

@@ -2,12 +2,12 @@
 
 import os
 
-from keras_psplus.cluster import config, serve
+from keras_psplus.cluster import config, discovery, serve
 
 
 def read_task() -> config.TaskConfig:
     """Reads `TF_CONFIG`; raises `ClusterConfigError` if it is not a cluster of this kind."""
-    task = config.read_task_config()
+    task = discovery.find_task_config()
     if task is None:
         raise config.ClusterConfigError(
             "ParameterServerStrategy needs a cluster with a chief, workers and ps tasks: set "

@@ -4,7 +4,7 @@ from typing import NoReturn
 
 import tensorflow as tf
 
-from keras_psplus.cluster import config, serve
+from keras_psplus.cluster import config, discovery, serve
 from keras_psplus.core import plan_request
 
 
@@ -14,7 +14,7 @@ def read_task() -> config.TaskConfig | None:
     Raises:
         ClusterConfigError: If it is not a cluster of a chief and workers.
     """
-    task = config.read_task_config()
+    task = discovery.find_task_config()
     if task is None:
         return None
     for job in ("chief", "worker"):

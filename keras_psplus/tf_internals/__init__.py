@@ -26,6 +26,7 @@ from tensorflow.python.distribute import (
     values_util,
 )
 from tensorflow.python.distribute import values as distributed_values
+from tensorflow.python.distribute.cluster_resolver import slurm_cluster_resolver
 from tensorflow.python.distribute.coordinator import cluster_coordinator
 from tensorflow.python.distribute.coordinator import values as coordinator_values
 from tensorflow.python.eager import context, def_function, executor, record
@@ -77,6 +78,7 @@ __all__ = [
     "resource_variable_ops",
     "script_ops",
     "sharded_variable",
+    "slurm_cluster_resolver",
     "tensor_conversion_registry",
     "types_core",
     "types_pb2",

@@ -55,7 +55,7 @@ def test_a_job_that_fails_at_once_is_given_up_after_pauses_that_grow():
 
 
 def test_a_job_that_had_run_for_long_goes_on_at_once(monkeypatch):
-    monkeypatch.setattr(restarts, "_SHORT_SECONDS", 0.0)
+    monkeypatch.setattr(restarts, "SHORT_SECONDS", 0.0)
     _, lines, pauses, made = ends(failure(), ClusterResult({"worker-0": 0}, {}))
     assert made == [0, 1] and pauses == [0]
     assert lines == ["worker-1 has failed (exit code 1); restart 1 of 3 begins in 0 s"]

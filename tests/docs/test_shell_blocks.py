@@ -84,10 +84,13 @@ def check_launcher(words):
     """Parses a line of the launcher's by its own parser; has `run` print what it would start."""
     command, *arguments = words
     module = importlib.import_module(f"keras_psplus.cli.{command}")
+    if command == "export":
+        assert main.main(["export", *arguments]) == 0
+        return
     if command == "bench":
         return check_options(re.search(r"benchmarks/\w+\.py", module._USAGE)[0], arguments)
     rest = parsing.parse(module._flags(), arguments)
-    if command == "plan":
+    if command in ("plan", "exec"):
         return check_options(rest[0], rest[1:])
     if command != "run":
         assert not rest

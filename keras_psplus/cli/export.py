@@ -1,0 +1,212 @@
+"""`keras-psplus export kubernetes`: the manifest of a job that trains a script."""
+
+import json
+import secrets
+import shlex
+import string
+import textwrap
+
+from absl import flags
+
+from keras_psplus import catalogue
+from keras_psplus.cli import combinations, parsing, strategy_flags
+from keras_psplus.cluster import layout
+from keras_psplus.cluster.environment import TOKEN_VARIABLE
+
+_USAGE = """
+usage: keras-psplus export kubernetes [flags] SCRIPT [arguments of the script]
+
+Prints a manifest for `kubectl apply`: an Indexed Job with a pod for each task, a headless service
+by which they find each other, a secret with the job's token, a network policy that admits the job's
+own pods alone, and with --backup_claim a volume for backups. SCRIPT is a path inside the image.
+
+  keras-psplus export kubernetes --workers 4 --image example/train:1 /app/train.py > job.yaml
+  keras-psplus export kubernetes --workers 2 --ps 2 --strategy async_parameter_server \\
+      --image example/train:1 --backup_claim backups /app/train.py > job.yaml
+"""
+_PORT = 2222
+# Reference: https://kubernetes.io/docs/tasks/job/pod-failure-policy/.
+_MANIFEST = """
+apiVersion: v1
+kind: Secret
+metadata: {name: $name-token}
+stringData: {token: $token}
+---
+apiVersion: v1
+kind: Service
+metadata: {name: $name}
+spec:
+  clusterIP: None
+  publishNotReadyAddresses: true  # A pod's name resolves before the pod is ready.
+  selector: {batch.kubernetes.io/job-name: $name}
+  ports: [{name: tensorflow, port: $port}]
+---
+apiVersion: networking.k8s.io/v1
+kind: NetworkPolicy
+metadata: {name: $name}
+spec:
+  podSelector: {matchLabels: {batch.kubernetes.io/job-name: $name}}
+  policyTypes: [Ingress]
+  ingress:
+  - from:
+    - podSelector: {matchLabels: {batch.kubernetes.io/job-name: $name}}
+---
+apiVersion: batch/v1
+kind: Job
+metadata: {name: $name}
+spec:
+  completionMode: Indexed
+  completions: $size
+  parallelism: $size
+  backoffLimit: $failures
+  podFailurePolicy:
+    rules:
+    - action: FailJob  # A wrong command line or cluster is wrong again.
+      onExitCodes: {containerName: train, operator: In, values: [2]}
+    - action: Ignore  # A pod that was evicted or preempted is no failure.
+      onPodConditions: [{type: DisruptionTarget, status: "True"}]
+  template:
+    spec:
+      subdomain: $name
+      restartPolicy: Never
+      enableServiceLinks: false
+      containers:
+      - name: train
+        image: $image
+        command: $command
+        ports: [{containerPort: $port}]
+        env:
+        - {name: PYTHONUNBUFFERED, value: "1"}
+        - {name: KERAS_PSPLUS_LAYOUT, value: "$layout"}
+        - {name: KERAS_PSPLUS_SUBDOMAIN, value: $name}
+        - {name: KERAS_PSPLUS_PORT, value: "$port"}
+        - name: $token_variable
+          valueFrom: {secretKeyRef: {name: $name-token, key: token}}
+"""
+_RESOURCES = """
+        resources:
+          requests: {cpu: "$cpu", memory: $memory}
+          limits: {$limits}
+"""
+_VOLUME = """
+        volumeMounts: [{name: backups, mountPath: /backups}]
+      volumes:
+      - name: backups
+        persistentVolumeClaim: {claimName: $claim}
+"""
+
+
+def main(argv: list[str]) -> int:
+    """Runs the command; returns 0, or 2 for a wrong command line."""
+    options = _flags()
+    if parsing.asks_for_help(options, argv[1:] if argv[:1] == ["kubernetes"] else argv):
+        print(parsing.help_text(_USAGE, options))
+        return 0
+    try:
+        if argv[:1] != ["kubernetes"]:
+            raise parsing.UsageError(
+                "what can be exported is `kubernetes`. "
+                f"Received: {argv[0] if argv else 'no argument'}"
+            )
+        command = parsing.parse(options, argv[1:])
+        if not command:
+            raise parsing.UsageError("name the script to run, after the flags")
+        print(manifest(options, command))
+    except (parsing.UsageError, ValueError) as error:
+        return parsing.complain("export", error)
+    return 0
+
+
+def manifest(options: flags.FlagValues, command: list[str]) -> str:
+    """Returns the documents of a job, as YAML.
+
+    Args:
+        options: The parsed flags.
+        command: The script, in the image, and its arguments.
+
+    Raises:
+        UsageError: If flags are missing, or do not go together.
+    """
+    if not options.image:
+        raise parsing.UsageError("name the image that has the script: --image example/train:1")
+    name = options.name
+    if not (name.isascii() and name.replace("-", "").isalnum() and name == name.lower()):
+        raise parsing.UsageError(
+            "a name has lower-case letters, digits and '-' in it, and begins and ends with one of "
+            f"the first two. Received: --name={name}"
+        )
+    chief = options.chief
+    if chief is None:
+        chief = options.ps > 0 or combinations.has_chief(options.strategy)
+    counts = {"chief": int(chief), "worker": options.workers, "ps": options.ps}
+    size = sum(counts.values())
+    # Refused here as by `run`.
+    strategy_flags.variables(
+        options, {"workers": options.workers, "ps": options.ps, "chief": chief}
+    )
+    given = [("strategy", options.strategy)]
+    given += [(option, getattr(options, option)) for option in catalogue.OPTION_VARIABLES]
+    chosen = [f"--{option}={value}" for option, value in given if value is not None]
+    words = ["keras-psplus", "exec", *chosen, *command]
+    values = {
+        "name": name,
+        "token": secrets.token_hex(16),
+        "token_variable": TOKEN_VARIABLE,
+        "port": _PORT,
+        "size": size,
+        # When one task is lost, the others end as well, where the strategy does not go on.
+        "failures": options.max_restarts * size,
+        "image": options.image,
+        "command": "[" + ", ".join(_quoted(word) for word in words) + "]",
+        "layout": layout.text_of(counts),
+        "cpu": options.cpus,
+        "memory": options.memory,
+        "limits": f"memory: {options.memory}"
+        + (f', nvidia.com/gpu: "{options.gpus}"' if options.gpus else ""),
+        "claim": options.backup_claim,
+    }
+    text = _MANIFEST + _RESOURCES.lstrip("\n")
+    if options.backup_claim:
+        text += _VOLUME.lstrip("\n")
+    head = textwrap.dedent(
+        f"""\
+        # {size} tasks: {values["layout"]}. Made by
+        #   keras-psplus export kubernetes ... {shlex.join(command)}
+        # The image has keras-psplus and the script. `kubectl apply -f` this file; to train again,
+        # delete the Job first.
+        """
+    )
+    return head + string.Template(text.strip("\n")).substitute(values)
+
+
+def _quoted(word):
+    # Of `$(NAME)` Kubernetes would put the variable's value in its place.
+    return json.dumps(word.replace("$(", "$$("))
+
+
+def _flags():
+    values = flags.FlagValues()
+    whole = {"flag_values": values, "lower_bound": 0}
+    flags.DEFINE_integer("workers", 2, "Number of workers.", **whole)
+    flags.DEFINE_integer("ps", 0, "Number of parameter servers.", **whole)
+    flags.DEFINE_boolean(
+        "chief",
+        None,
+        "Whether there is a chief beside the workers (default: if there are parameter servers, or "
+        "with --strategy pipeline).",
+        flag_values=values,
+    )
+    flags.DEFINE_string("image", None, "Image that has the script.", flag_values=values)
+    flags.DEFINE_string("name", "train", "Name of the Job and the service.", flag_values=values)
+    flags.DEFINE_string("cpus", "4", "Processors of each pod.", flag_values=values)
+    flags.DEFINE_string("memory", "8Gi", "Memory of each pod.", flag_values=values)
+    flags.DEFINE_integer("gpus", 0, "GPUs of each pod (NVIDIA's).", **whole)
+    flags.DEFINE_integer("max_restarts", 3, "How often all tasks may fail.", **whole)
+    flags.DEFINE_string(
+        "backup_claim",
+        None,
+        "A PersistentVolumeClaim that all pods can write, which is mounted at /backups.",
+        flag_values=values,
+    )
+    strategy_flags.define(values)
+    return values

@@ -1,0 +1,91 @@
+"""What `export kubernetes` prints is valid, and its pods find their cluster."""
+
+import kubernetes_validate
+import pytest
+import yaml
+
+from keras_psplus.cli import main
+from keras_psplus.cluster.discovery import find_task_config
+
+VERSION = "1.29"
+FLAGS = ["--image", "example/train:1"]
+
+
+def export(capsys, *argv):
+    assert main.main(["export", "kubernetes", *argv, "/app/train.py", "--epochs", "3"]) == 0
+    documents = list(yaml.safe_load_all(capsys.readouterr().out))
+    for document in documents:
+        kubernetes_validate.validate(document, VERSION, strict=True)
+    return {document["kind"]: document for document in documents}
+
+
+def environment(job, index):
+    (container,) = job["spec"]["template"]["spec"]["containers"]
+    found = {one["name"]: one["value"] for one in container["env"] if "value" in one}
+    name = job["metadata"]["name"]
+    return found | {"JOB_COMPLETION_INDEX": str(index), "HOSTNAME": f"{name}-{index}"}
+
+
+@pytest.mark.parametrize(
+    ("flags", "tasks"),
+    [
+        (["--workers", "3"], ["worker-0", "worker-1", "worker-2"]),
+        (
+            ["--workers=2", "--ps=1", "--strategy=async_parameter_server", "--gpus=1"],
+            ["chief-0", "worker-0", "worker-1", "ps-0"],
+        ),
+        (
+            ["--workers=2", "--strategy=pipeline", "--backup_claim=backups"],
+            ["chief-0", "worker-0", "worker-1"],
+        ),
+    ],
+)
+def test_pods_find_their_cluster(capsys, flags, tasks):
+    documents = export(capsys, *FLAGS, "--name=lab", *flags)
+    job, service = documents["Job"]["spec"], documents["Service"]
+    assert job["completions"] == job["parallelism"] == len(tasks)
+    assert job["template"]["spec"]["subdomain"] == service["metadata"]["name"] == "lab"
+    configs = [find_task_config(environment(documents["Job"], i)) for i in range(len(tasks))]
+    assert [config.name for config in configs] == tasks
+    assert all(config.cluster == configs[0].cluster for config in configs)
+    port = service["spec"]["ports"][0]["port"]
+    assert [config.address for config in configs] == [
+        f"lab-{i}.lab:{port}" for i in range(len(tasks))
+    ]
+
+
+def test_what_the_flags_ask_for(capsys):
+    flags = ["--gpus=2", "--backup_claim=backups", "--compression=int8", "--strategy=all_reduce"]
+    documents = export(capsys, *FLAGS, *flags)
+    pod = documents["Job"]["spec"]["template"]["spec"]
+    (container,) = pod["containers"]
+    assert container["command"] == [
+        *("keras-psplus", "exec", "--strategy=all_reduce", "--compression=int8"),
+        *("/app/train.py", "--epochs", "3"),
+    ]
+    assert container["resources"]["limits"]["nvidia.com/gpu"] == "2"
+    assert pod["volumes"][0]["persistentVolumeClaim"]["claimName"] == "backups"
+    assert pod["restartPolicy"] == "Never"
+    assert len(documents["Secret"]["stringData"]["token"]) == 32
+    selector = documents["NetworkPolicy"]["spec"]["podSelector"]["matchLabels"]
+    assert selector == {"batch.kubernetes.io/job-name": "train"}
+
+
+def test_each_job_has_its_own_token(capsys):
+    tokens = {export(capsys, *FLAGS)["Secret"]["stringData"]["token"] for _ in range(2)}
+    assert len(tokens) == 2
+
+
+@pytest.mark.parametrize(
+    ("argv", "message"),
+    [
+        (["nomad"], "what can be exported is `kubernetes`"),
+        (["kubernetes", "train.py"], "--image"),
+        (["kubernetes", *FLAGS], "name the script"),
+        (["kubernetes", *FLAGS, "--name=My_Job", "train.py"], "--name=My_Job"),
+        (["kubernetes", *FLAGS, "--ps=1", "--strategy=all_reduce", "train.py"], "leave out --ps"),
+    ],
+)
+def test_a_wrong_command_line_is_refused(capsys, argv, message):
+    assert main.main(["export", *argv]) == 2
+    assert message in capsys.readouterr().err

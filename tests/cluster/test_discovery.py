@@ -1,0 +1,229 @@
+"""The cluster by the variables of Slurm, Kubernetes, MPI and torchrun, and what is refused."""
+
+import json
+import re
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from keras_psplus.cluster import layout, ranks
+from keras_psplus.cluster.config import ClusterConfigError
+from keras_psplus.cluster.discovery import find_ranks, find_task_config
+
+# As `srun -N2 --ntasks-per-node=2` of Slurm 22.05 sets them, for its second process.
+SLURM = {
+    "SLURM_JOB_ID": "12",
+    "SLURM_STEP_ID": "0",
+    "SLURM_STEP_NUM_TASKS": "4",
+    "SLURM_STEP_NODELIST": "n[1-2]",
+    "SLURM_STEP_TASKS_PER_NODE": "2(x2)",
+    "SLURM_NTASKS": "4",
+    "SLURM_PROCID": "1",
+    "SLURM_LOCALID": "1",
+    "SLURMD_NODENAME": "n1",
+}
+TORCHRUN = {
+    "RANK": "1",
+    "WORLD_SIZE": "2",
+    "LOCAL_WORLD_SIZE": "2",
+    "MASTER_ADDR": "host1",
+    "MASTER_PORT": "29500",
+}
+MPI = {
+    "OMPI_COMM_WORLD_RANK": "1",
+    "OMPI_COMM_WORLD_SIZE": "2",
+    "OMPI_COMM_WORLD_LOCAL_SIZE": "2",
+}
+INDEXED_JOB = {
+    "JOB_COMPLETION_INDEX": "1",
+    "HOSTNAME": "train-1",
+    "KERAS_PSPLUS_SUBDOMAIN": "peers",
+    "KERAS_PSPLUS_LAYOUT": "worker:2",
+}
+
+
+def workers_of(environ):
+    config = find_task_config(dict(environ))
+    return config.name, list(config.cluster["worker"])
+
+
+def test_nothing_is_no_cluster():
+    environ = {}
+    assert find_task_config(environ) is None
+    assert environ == {}
+
+
+def test_a_step_of_slurm():
+    name, addresses = workers_of(SLURM)
+    assert name == "worker-1"
+    port = int(addresses[0].partition(":")[2])
+    assert addresses == [f"n{n}:{port + i}" for n in (1, 2) for i in (0, 1)]
+    # Another job's tasks on the same nodes do not meet these; one step after the other may.
+    _, others = workers_of(SLURM | {"SLURM_JOB_ID": "13"})
+    assert not set(addresses) & set(others)
+
+
+def test_a_step_of_slurm_that_goes_round_the_nodes():
+    cyclic = {"SLURM_DISTRIBUTION": "cyclic", "SLURMD_NODENAME": "n2", "SLURM_LOCALID": "0"}
+    name, addresses = workers_of(SLURM | cyclic)
+    assert name == "worker-1"
+    assert [address.partition(":")[0] for address in addresses] == ["n1", "n2", "n1", "n2"]
+
+
+def test_a_heterogeneous_step_of_slurm():
+    config = find_task_config(
+        SLURM
+        | {"SLURM_STEP_NODELIST": "a,b[07-08]", "SLURM_STEP_TASKS_PER_NODE": "1,2,1"}
+        | {"SLURMD_NODENAME": "b07", "SLURM_LOCALID": "0"}
+        | {"KERAS_PSPLUS_LAYOUT": "chief:1,worker:2,ps:1"}
+    )
+    assert config.name == "worker-0"
+    hosts = {job: [a.partition(":")[0] for a in own] for job, own in config.cluster.items()}
+    assert hosts == {"chief": ["a"], "worker": ["b07", "b07"], "ps": ["b08"]}
+
+
+def test_one_process_of_slurm_trains_alone():
+    alone = {"SLURM_STEP_NUM_TASKS": "1", "SLURM_NTASKS": "1", "SLURM_PROCID": "0"}
+    assert find_task_config(SLURM | alone) is None
+
+
+def test_torchrun_on_one_host():
+    assert workers_of(TORCHRUN) == ("worker-1", ["host1:29501", "host1:29502"])
+
+
+def test_hosts_that_a_launcher_does_not_tell():
+    given = TORCHRUN | {"WORLD_SIZE": "4", "KERAS_PSPLUS_HOSTS": "h1,h2"}
+    assert workers_of(given) == (
+        "worker-1",
+        ["h1:29501", "h1:29502", "h2:29501", "h2:29502"],
+    )
+    given |= {"KERAS_PSPLUS_HOSTS": "h1,h2,::3,h4", "KERAS_PSPLUS_PORT": "2222"}
+    assert workers_of(given)[1] == ["h1:2222", "h2:2222", "[::3]:2222", "h4:2222"]
+
+
+def test_mpi_on_one_host():
+    name, addresses = workers_of(MPI)
+    assert name == "worker-1"
+    assert {address.partition(":")[0] for address in addresses} == {"127.0.0.1"}
+    assert len(set(addresses)) == 2
+
+
+def test_pods_of_an_indexed_job():
+    assert workers_of(INDEXED_JOB) == ("worker-1", ["train-0.peers:2222", "train-1.peers:2222"])
+
+
+def test_what_is_found_is_kept_in_tf_config():
+    environ = dict(TORCHRUN)
+    config = find_task_config(environ)
+    assert json.loads(environ["TF_CONFIG"])["task"] == {"type": "worker", "index": 1}
+    assert find_task_config(environ) == config
+
+
+def test_tf_config_counts_more():
+    given = {
+        "TF_CONFIG": json.dumps(
+            {"cluster": {"worker": ["a:1", "b:1"]}, "task": {"type": "worker", "index": 0}}
+        )
+    }
+    assert find_task_config(SLURM | given).address == "a:1"
+
+
+def test_launchers_that_agree():
+    # srun --mpi=pmi2 sets both; Slurm knows the hosts.
+    found = find_ranks(SLURM | {"PMI_RANK": "1", "PMI_SIZE": "4"})
+    assert found.source == "Slurm (job 12, step 0)"
+
+
+def test_the_evaluator_is_beside_the_cluster():
+    given = TORCHRUN | {"KERAS_PSPLUS_LAYOUT": "worker:1,evaluator:1"}
+    config = find_task_config(given)
+    assert (config.name, config.address) == ("evaluator-0", None)
+    assert config.cluster == {"worker": ("host1:29501",)}
+
+
+def test_none_is_for_those_that_train_alone():
+    for environ in (SLURM, TORCHRUN, MPI, {"SLURM_JOB_ID": "1", "SLURM_NTASKS": "2"}):
+        assert find_task_config(environ | {"KERAS_PSPLUS_CLUSTER": "none"}) is None
+
+
+WRONG = {
+    "slurm without srun": (
+        {"SLURM_JOB_ID": "12", "SLURM_NTASKS": "2"},
+        "has 2 tasks, but this process was not started by srun",
+    ),
+    "half a rank": ({"RANK": "1"}, "RANK is set, but WORLD_SIZE is not"),
+    "half a size": ({"WORLD_SIZE": "2"}, "WORLD_SIZE is set, but RANK is not"),
+    "rank out of range": (TORCHRUN | {"RANK": "2"}, "RANK must be a whole number from 0 to 1"),
+    "hosts unknown": (TORCHRUN | {"LOCAL_WORLD_SIZE": "1"}, "Set KERAS_PSPLUS_HOSTS"),
+    "hosts do not fit": (
+        TORCHRUN | {"KERAS_PSPLUS_HOSTS": "a,b,c"},
+        "one host for each of the 2 processes",
+    ),
+    "contradiction": (
+        SLURM | TORCHRUN,
+        "by Slurm .job 12, step 0. this is 1 of 4, and by RANK .* this is 1 of 2.*"
+        "Set KERAS_PSPLUS_CLUSTER",
+    ),
+    "unknown launcher": ({"KERAS_PSPLUS_CLUSTER": "lsf"}, "must be one of slurm, kubernetes"),
+    "layout of others": (
+        TORCHRUN | {"KERAS_PSPLUS_LAYOUT": "worker:2,ps:1"},
+        "has 3 tasks, but the job has 2 processes",
+    ),
+    "layout without ranks": (
+        {"KERAS_PSPLUS_LAYOUT": "worker:2"},
+        "nothing says which of them this process is",
+    ),
+    "layout of nobody": (TORCHRUN | {"KERAS_PSPLUS_LAYOUT": "ps:2"}, "nothing would train"),
+    "layout with a typo": (TORCHRUN | {"KERAS_PSPLUS_LAYOUT": "wroker:2"}, "'wroker' is none of"),
+    "two chiefs": (TORCHRUN | {"KERAS_PSPLUS_LAYOUT": "chief:2"}, "at most one chief"),
+    "pods unknown": (
+        {"JOB_COMPLETION_INDEX": "1", "HOSTNAME": "train-1"},
+        "does not say how many pods",
+    ),
+    "pods too many": (INDEXED_JOB | {"JOB_COMPLETION_INDEX": "2"}, "the layout has 2 tasks"),
+    "pods without names": (INDEXED_JOB | {"HOSTNAME": "train"}, "does not end with its index"),
+    "slurm by planes": (
+        SLURM | {"SLURM_DISTRIBUTION": "plane=2"},
+        "Pass `--distribution=block` to srun",
+    ),
+    "slurm on another node": (SLURM | {"SLURMD_NODENAME": "n2"}, "Pass `--distribution=block`"),
+    "slurm's counts": (SLURM | {"SLURM_STEP_TASKS_PER_NODE": "2"}, "do not go together"),
+    "port": (TORCHRUN | {"KERAS_PSPLUS_PORT": "http"}, "KERAS_PSPLUS_PORT must be a whole number"),
+}
+
+
+@pytest.mark.parametrize("name", WRONG)
+def test_what_is_wrong_is_refused(name):
+    environ, message = WRONG[name]
+    given = dict(environ)
+    with pytest.raises(ClusterConfigError, match=f"(?s){message}.*Received: ") as raised:
+        find_task_config(given)
+    assert given == environ
+    assert not re.search(r"\bNone\b", str(raised.value))
+
+
+COUNTS = st.fixed_dictionaries(
+    {"worker": st.integers(1, 9)},
+    optional={"chief": st.just(1), "ps": st.integers(1, 5), "evaluator": st.just(1)},
+)
+
+
+@given(COUNTS)
+def test_every_rank_is_another_task_of_one_cluster(counts):
+    size = sum(counts.values())
+    addresses = [f"h{i}:1" for i in range(size)]
+    found = [layout.task_config(counts, addresses, rank) for rank in range(size)]
+    assert len({config.name for config in found}) == size
+    assert all(config.cluster == found[0].cluster for config in found)
+    for rank, config in enumerate(found):
+        assert config.address in (addresses[rank], None)
+    assert layout.parse(layout.text_of(counts)) == counts
+
+
+@given(st.lists(st.integers(1, 4), min_size=1, max_size=5), st.booleans())
+def test_every_process_has_its_host(counts, cyclic):
+    hosts = [f"h{i}" for i in range(len(counts))]
+    found = ranks.per_host(counts, hosts, cyclic)
+    assert [found.count(host) for host in hosts] == counts
+    assert found[0] == "h0"

@@ -1,0 +1,136 @@
+"""Jobs under a real Slurm of two nodes, by the scripts of deploy/slurm."""
+
+import os
+import pathlib
+import re
+import subprocess
+import sys
+import time
+
+import pytest
+
+from tests.cluster import slurm_nodes
+
+ROOT = pathlib.Path(__file__).resolve().parents[2]
+SCRIPTS = ROOT / "deploy" / "slurm"
+JOB = pathlib.Path(__file__).with_name("slurm_job.py")
+REASON = slurm_nodes.why_not()
+pytestmark = [
+    pytest.mark.skipif(REASON is not None, reason=f"no Slurm: {REASON}"),
+    pytest.mark.timeout(400),
+]
+# What takes a process of its own core here.
+QUIET = {"TF_CPP_MIN_LOG_LEVEL": "3", "CUDA_VISIBLE_DEVICES": "", "OMP_NUM_THREADS": "1"}
+
+
+@pytest.fixture(scope="module")
+def slurm(tmp_path_factory):
+    # Short: sockets' paths are.
+    folder = tmp_path_factory.mktemp("slurm")
+    environ = {**QUIET, "PATH": f"{pathlib.Path(sys.executable).parent}:{os.environ['PATH']}"}
+    with pytest.MonkeyPatch.context() as patch:
+        for name, value in environ.items():
+            patch.setenv(name, value)
+        with slurm_nodes.Slurm(folder) as cluster:
+            yield cluster
+
+
+@pytest.fixture(scope="module")
+def loss():
+    """The last loss of one process."""
+    environ = {**os.environ, **QUIET, "KERAS_PSPLUS_CLUSTER": "none"}
+    ran = subprocess.run(
+        [sys.executable, JOB], env=environ, capture_output=True, text=True, check=True, timeout=120
+    )
+    return float(re.search(r"loss (\S+)", ran.stdout)[1])
+
+
+def submit(slurm, script, *args, **env):
+    """Submits a script of deploy/slurm; returns the job's number and the file of its output."""
+    out = slurm.folder / f"out-{time.monotonic_ns()}"
+    said = slurm.run(
+        "sbatch", "--parsable", f"--output={out}", str(SCRIPTS / script), str(JOB), *args, **env
+    )
+    return said.strip().partition(";")[0], out
+
+
+def state(slurm, job):
+    found = re.search(r"JobState=(\w+)", slurm.run("scontrol", "show", "job", job))
+    return found[1]
+
+
+def wait(slurm, job, out, holds, seconds=150):
+    """Waits until something holds of a job's state and its output, and returns the output."""
+    end = time.monotonic() + seconds
+    while True:
+        text = out.read_text(errors="replace") if out.exists() else ""
+        now = state(slurm, job)
+        if holds(now, text):
+            return text
+        assert time.monotonic() < end, f"job {job} is {now} after {seconds} s:\n{text}"
+        time.sleep(0.5)
+
+
+def ended(now, text):
+    return now not in ("PENDING", "CONFIGURING", "RUNNING", "COMPLETING", "REQUEUED")
+
+
+def losses(text):
+    return [float(found) for found in re.findall(r"^loss (\S+)", text, re.MULTILINE)]
+
+
+def test_two_nodes_with_two_tasks_each_equal_one_process(slurm, loss):
+    job, out = submit(slurm, "all_reduce.sbatch")
+    text = wait(slurm, job, out, ended)
+    assert state(slurm, job) == "COMPLETED", text
+    assert losses(text) == pytest.approx([loss] * 4, abs=2e-5)
+    for i, node in enumerate(("n1", "n1", "n2", "n2")):
+        assert re.search(rf"variables of Slurm .*worker-{i} of 4 worker, at {node}:", text)
+
+
+def test_parameter_servers(slurm):
+    job, out = submit(slurm, "parameter_server.sbatch")
+    text = wait(slurm, job, out, ended)
+    assert state(slurm, job) == "COMPLETED", text
+    assert len(losses(text)) == 1
+    for name in ("chief-0", "worker-1", "ps-1"):
+        assert re.search(rf"this is {name} of 1 chief, 2 worker, 2 ps", text)
+
+
+def test_tables_on_the_nodes_of_another_component(slurm):
+    job, out = submit(slurm, "hybrid.sbatch", JOB_TABLE="1")
+    text = wait(slurm, job, out, ended)
+    assert state(slurm, job) == "COMPLETED", text
+    assert len(losses(text)) == 2
+    assert re.search(r"this is ps-1 of 2 worker, 2 ps", text)
+
+
+def test_a_requeued_job_resumes(slurm, loss, tmp_path):
+    job, out = submit(slurm, "all_reduce.sbatch", str(tmp_path / "backup"), JOB_PACE="2")
+    wait(slurm, job, out, lambda now, text: text.count("epoch 2 begins") == 4)
+    slurm.run("scontrol", "requeue", job)
+    # Slurm holds a requeued job back for some time, so that its nodes are free.
+    text = wait(
+        slurm, job, out, lambda now, text: ended(now, text) and len(losses(text)) == 4, seconds=300
+    )
+    assert losses(text) == pytest.approx([loss] * 4, abs=2e-5)
+    assert text.count("epoch 0 begins") == 4
+    assert text.count("epoch 2 begins") == 8
+
+
+def test_a_cancelled_job_ends(slurm):
+    job, out = submit(slurm, "all_reduce.sbatch", JOB_PACE="30")
+    wait(slurm, job, out, lambda now, text: "epoch 0 begins" in text)
+    slurm.run("scancel", job)
+    wait(slurm, job, out, ended, seconds=60)
+    assert state(slurm, job) == "CANCELLED"
+
+
+def test_a_script_without_srun_does_not_train_alone(slurm):
+    said = slurm.run(
+        *("salloc", "--ntasks=2", sys.executable, str(JOB)),
+        check=False,
+        KERAS_PSPLUS_STRATEGY="all_reduce",
+    )
+    assert "this process was not started by srun" in said
+    assert "loss" not in said.splitlines()[-1]
