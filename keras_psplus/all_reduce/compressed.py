@@ -70,6 +70,28 @@ class CompressedSum:
             List of sums, bit-identical on all replicas. Slices come back with the rows of all
             replicas, in rank order.
         """
+        summed, entries = self.sum_and_count(grads, variables, step)
+        self.traffic_variables.add(entries)
+        if self._timed:
+            pairs = zip(variables, grads)
+            products = [_product(self._compressor_of(v, g), g) or g for v, g in pairs]
+            self.traffic_variables.time(tf.nest.flatten(_leaves(products)), _leaves(summed))
+        return summed
+
+    def sum_and_count(
+        self,
+        grads: Sequence[tf.Tensor | tf.IndexedSlices],
+        variables: Sequence[Any],
+        step: tf.Tensor,
+    ) -> tuple[list[tf.Tensor | tf.IndexedSlices], list[TensorTraffic]]:
+        """Sums gradients, and says what it has cost instead of adding that to the totals.
+
+        Args:
+            grads, variables, step: As for `__call__`.
+
+        Returns:
+            List of sums, and that of the `TensorTraffic` of each.
+        """
         paths = [variable.path for variable in variables]
         numbers = [self._number(variable) for variable in variables]
         compressors = [self._compressor_of(v, g) for v, g in zip(variables, grads)]
@@ -96,11 +118,7 @@ class CompressedSum:
                 summed[i], entries[i] = total, entry
         for i in set(range(len(grads))) - set(dense):
             summed[i], entries[i] = self._slices(grads[i], compressors[i], paths[i], step)
-        self.traffic_variables.add(entries)
-        if self._timed:
-            begin = [_product(c, g) or g for c, g in zip(compressors, _leaves(grads))]
-            self.traffic_variables.time(tf.nest.flatten(begin), _leaves(summed))
-        return summed
+        return summed, entries
 
     def _compressor_of(self, variable, gradient):
         if self._compressor is None:
