@@ -10,8 +10,9 @@ from typing import TYPE_CHECKING, Any
 import tensorflow as tf
 
 from keras_psplus.all_reduce import collectives, gradients, reducers, row_reads, updating
+from keras_psplus.all_reduce import levels as levels_module
 from keras_psplus.all_reduce.hops import Hops
-from keras_psplus.all_reduce.levels import Levels, keys_of, levels_of
+from keras_psplus.all_reduce.levels import Levels
 from keras_psplus.all_reduce.topology import Topology
 from keras_psplus.core import batches, failure
 from keras_psplus.tf_internals import (
@@ -19,7 +20,6 @@ from keras_psplus.tf_internals import (
     context,
     device_util,
     distribute_lib,
-    distribute_utils,
     distributed_values,
     resource_variable_ops,
 )
@@ -107,9 +107,9 @@ class MultiWorkerMirroredExtended(collective_all_reduce_strategy.CollectiveAllRe
         if not topology.has_levels:
             return None
         launchers = self._cross_device_ops.launchers
-        first = self.take_group_keys(keys_of(topology))
+        first = self.take_group_keys(levels_module.keys_of(topology))
         return [
-            levels_of(launcher, rank, topology, first)
+            levels_module.levels_of(launcher, rank, topology, first)
             for rank, launcher in enumerate(launchers, self.world.rank)
         ]
 
@@ -170,27 +170,8 @@ class MultiWorkerMirroredExtended(collective_all_reduce_strategy.CollectiveAllRe
 
     def sum_over_group(self, tensors: Iterable[tf.Tensor]) -> list[tf.Tensor]:
         """Sums small tensors over the replicas of a topology's group, in replica context."""
-        tensors = list(tensors)
         assert self._levels is not None
-        if not tf.executing_eagerly():
-            replica = distribute_lib.get_replica_context()._replica_id
-            return gradients.sum_packed(self._levels[replica].within.launcher, tensors)
-        # Eager replicas run one after the other: only a merge_call lets all of them take part.
-        context = distribute_lib.get_replica_context()
-        return context.merge_call(self._merged_group_sums, (tensors,))
-
-    def _merged_group_sums(self, strategy, tensors):
-        local = strategy.experimental_local_results
-
-        @tf.function(autograph=False)
-        def sum_all(by_replica):
-            return [
-                gradients.sum_packed(levels.within.launcher, own)
-                for levels, own in zip(self._levels, by_replica)
-            ]
-
-        summed = sum_all([[local(t)[i] for t in tensors] for i in range(len(self._levels))])
-        return [distribute_utils.regroup(tuple(replicas)) for replicas in zip(*summed)]
+        return levels_module.sum_over_group(self._levels, list(tensors))
 
     def gather_rows(self, value: Any) -> tf.Tensor:
         """Concatenates the replicas' tensors along axis 0 in rank order, in graph mode."""

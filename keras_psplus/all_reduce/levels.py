@@ -2,10 +2,15 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import NamedTuple
 
+import tensorflow as tf
+
+from keras_psplus.all_reduce import gradients
 from keras_psplus.all_reduce.collectives import Launcher
 from keras_psplus.all_reduce.topology import Topology
+from keras_psplus.tf_internals import distribute_utils
 
 
 class Hop(NamedTuple):
@@ -78,3 +83,31 @@ def keys_of(topology: Topology) -> int:
 def launcher_like(launcher: Launcher, group_key: int, size: int) -> Launcher:
     """The collectives of some replicas, one of them that of another `Launcher`."""
     return Launcher(group_key, size, launcher._collective_keys, launcher._device, launcher._options)
+
+
+def sum_over_group(levels: Sequence[Levels], tensors: list[tf.Tensor]) -> list[tf.Tensor]:
+    """Sums small tensors over the replicas of this one's group, in replica context.
+
+    Args:
+        levels: `Levels` of each local replica.
+        tensors: List of tensors of static shapes.
+
+    Returns:
+        List of sums.
+    """
+    context = tf.distribute.get_replica_context()
+    if not tf.executing_eagerly():
+        return gradients.sum_packed(levels[context._replica_id].within.launcher, tensors)
+
+    @tf.function(autograph=False)
+    def sum_all(by_replica):
+        pairs = zip(levels, by_replica)
+        return [gradients.sum_packed(one.within.launcher, own) for one, own in pairs]
+
+    def merged(strategy, tensors):
+        local = [strategy.experimental_local_results(tensor) for tensor in tensors]
+        summed = sum_all([[of_all[i] for of_all in local] for i in range(len(levels))])
+        return [distribute_utils.regroup(tuple(replicas)) for replicas in zip(*summed)]
+
+    # Eager replicas run one after the other: only a merge_call lets all of them take part.
+    return context.merge_call(merged, (tensors,))

@@ -25,28 +25,6 @@ if TYPE_CHECKING:
 _LONG_ROW = 32
 
 
-class Whole(compression.Compressor):
-    """Sends a tensor as it is, together with others that are compressed."""
-
-    reducible = True
-
-    def encode(
-        self, tensor: tf.Tensor, state: Any, step: tf.Tensor
-    ) -> tuple[tuple[tf.Tensor, ...], Any]:
-        return (tensor,), state
-
-    def decode(
-        self, payload: tuple[tf.Tensor, ...], shape: Any, dtype: tf.DType, step: tf.Tensor
-    ) -> tf.Tensor:
-        return payload[0]
-
-    def wire_bytes(self, shape: Any, dtype: tf.DType, step: int | None = None) -> int:
-        return tf.TensorShape(shape).num_elements() * tf.as_dtype(dtype).size
-
-
-WHOLE = Whole()
-
-
 def total(
     launcher: Launcher,
     compressors: Sequence[compression.Compressor],

@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import zlib
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import tensorflow as tf
 
@@ -25,6 +25,21 @@ from keras_psplus.all_reduce.hops import Hops
 from keras_psplus.all_reduce.levels import Levels
 from keras_psplus.all_reduce.traffic import TensorTraffic, TrafficVariables
 from keras_psplus.compression import fused
+
+
+class _Piece(NamedTuple):
+    """A piece of a variable, as far as its gradient's compressor has to know it."""
+
+    path: str
+    shape: Any
+
+
+class _Part(NamedTuple):
+    """A gradient, by its number, or a piece of it; with its variable or that of the piece."""
+
+    number: int
+    tensor: tf.Tensor
+    variable: Any
 
 
 class TwoLevelSum:
@@ -54,7 +69,8 @@ class TwoLevelSum:
         levels: Levels,
     ) -> None:
         self._levels, self._compressor = levels, hops.within
-        self._bucket_bytes, self._timed = bucket_bytes, timed
+        # Small ones, for the hops to overlap.
+        self._bucket_bytes, self._timed = max(1, bucket_bytes // 2), timed
         within, between = levels.within, levels.between
 
         def sum_over(hop, compressor):
@@ -77,6 +93,7 @@ class TwoLevelSum:
         self.states = tf.train.Checkpoint(**states)
         self.traffic_variables = TrafficVariables()
         self._numbers: dict[int, tuple[int, Any]] = {}
+        self._owners: dict[int, tuple[Any, list[_Piece]]] = {}
 
     def __call__(
         self,
@@ -90,29 +107,50 @@ class TwoLevelSum:
         dense = [i for i, g in enumerate(grads) if _is_dense(g)]
         others = [i for i in range(len(grads)) if i not in dense]
         sum_bucket = self._by_shards if self._levels.is_even else self._by_leaders
-        results = []
-        for (_, compressed), numbers in gradients.buckets(
-            # From the last layer back, as backprop makes them ready.
-            list(reversed(dense)),
-            lambda i: (grads[i].dtype, self._is_compressed(variables[i], grads[i])),
-            lambda i: grads[i].shape.num_elements() * grads[i].dtype.size,
+        # From the last layer back, as backprop makes them ready.
+        parts = [part for i in reversed(dense) for part in self._parts(i, grads[i], variables[i])]
+        results: dict[int, list[tuple[tf.Tensor, TensorTraffic]]] = {i: [] for i in dense}
+        for (_, compressed), bucket in gradients.buckets(
+            parts,
+            lambda part: (part.tensor.dtype, self._is_compressed(part.variable, part.tensor)),
+            lambda part: part.tensor.shape.num_elements() * part.tensor.dtype.size,
             self._bucket_bytes,
         ):
-            chosen = [grads[i] for i in numbers], [variables[i] for i in numbers]
-            results.append((numbers, sum_bucket(*chosen, compressed, step)))
+            tensors, owners = [p.tensor for p in bucket], [p.variable for p in bucket]
+            sums, counted = sum_bucket(tensors, owners, compressed, step)
+            for part, total, entry in zip(bucket, sums, counted, strict=True):
+                results[part.number].append((total, entry))
+        for i, pieces in results.items():
+            totals, counted = zip(*pieces)
+            summed[i] = totals[0]
+            if len(totals) > 1:
+                summed[i] = tf.reshape(tf.concat(totals, 0), grads[i].shape)
+            entries[i] = TensorTraffic(*counted[0][:2], *map(sum, zip(*(e[2:] for e in counted))))
         if others:
             chosen = [grads[i] for i in others], [variables[i] for i in others]
             sums, counted = self._everyone.sum_and_count(*chosen, step)
-            outside = self._levels.next_is_outside
-            counted = [e._replace(between=e.wire if outside else 0) for e in counted]
-            results.append((others, (sums, counted)))
-        for numbers, (sums, counted) in results:
-            for i, total, entry in zip(numbers, sums, counted, strict=True):
-                summed[i], entries[i] = total, entry
+            for i, total, entry in zip(others, sums, counted, strict=True):
+                outside = self._levels.next_is_outside
+                summed[i], entries[i] = total, entry._replace(between=entry.wire if outside else 0)
         self.traffic_variables.add(entries)
         if self._timed:
             self.traffic_variables.time(_values(grads), _values(summed))
         return summed
+
+    def _parts(self, number, gradient, variable):
+        """What is sent by itself: while one piece is between groups, the next is inside of one."""
+        compressor = self._everyone.compressor_of(variable, gradient)
+        # The same on all replicas, in whatever group they are.
+        multiple, pieces = self._levels.within.size if self._levels.is_even else 1, [gradient]
+        if compressor is None or compressor.splits or compressor.homogeneous:
+            multiple *= 1 if compressor is None else compressor.row_multiple
+            pieces = gradients.pieces(gradient, self._bucket_bytes, multiple)
+        if len(pieces) == 1:
+            return [_Part(number, gradient, variable)]
+        # States are those of pieces. With the variable, or another could get its id.
+        _, owners = self._owners.setdefault(id(variable), (variable, []))
+        owners += [_Piece(variable.path, variable.shape) for _ in pieces[len(owners) :]]
+        return [_Part(number, *piece) for piece in zip(pieces, owners)]
 
     def _is_compressed(self, variable, gradient):
         """Whether a gradient is compressed inside its group."""
