@@ -147,6 +147,6 @@ def choose(extended: MultiWorkerMirroredExtended) -> Topology | str:
     """Has gradients be summed along the best path that `decide` finds; the chief says which."""
     decision = decide(extended)
     extended.set_topology(decision.topology)
-    if extended._is_chief:
+    if extended._is_chief and extended.control is not None:
         logger.info("topology\n%s", decision.report)
     return decision.topology

@@ -88,7 +88,7 @@ class MultiWorkerMirroredExtended(collective_all_reduce_strategy.CollectiveAllRe
             self._cross_device_ops.launchers,
             self.world.rank,
             self._num_replicas_in_sync,
-            self._hops,
+            self._hops if self._levels else self._hops.of_one_ring(topology),
             self._bucket_bytes,
             self._levels,
         )

@@ -23,6 +23,11 @@ class Hops(NamedTuple):
     within: Compressor | None
     between: Compressor | None
 
+    def of_one_ring(self, topology: Topology | str) -> Hops:
+        """The same where there is one ring, which is `between`: of one group, what is within."""
+        is_one = isinstance(topology, Topology) and len(topology.groups) == 1
+        return Hops(None, self.within if is_one else self.between)
+
 
 def hops_of(compression: Any, topology: Topology | str) -> Hops:
     """Makes the compressors of a strategy.

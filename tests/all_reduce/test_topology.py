@@ -173,7 +173,7 @@ def test_resumed_training_is_as_if_never_interrupted(kind, name, run):
             np.testing.assert_array_equal(weight, expected)
 
 
-@pytest.mark.cases("exact pairs", "exact three", "int8 pairs")
+@pytest.mark.cases("exact pairs", "auto three", "int8 pairs")
 def test_bytes_are_those_of_each_hop(run):
     def traffic(worker, key, variable, steps):
         compressor, *numbers = run[worker][1][key][variable]
@@ -188,10 +188,10 @@ def test_bytes_are_those_of_each_hop(run):
         ring = round(2 * 2 * whole / 3)
         up_and_down = (2 * ring, 0) if worker in (1, 2) else (2 * ring + whole, whole)
         expected = (None, whole, whole, *((whole, whole) if worker == 3 else up_and_down))
-        assert traffic(worker, "exact three", "first/kernel", 10) == expected
+        assert traffic(worker, "auto three", "first/kernel", 10) == expected
         # Of 16 x 40 numbers, a byte each and a scale for 16; all of them between leaders.
         whole, blocks = 4 * 16 * 40, 16 * 40 + 4 * 40
         _, *numbers = traffic(worker, "int8 pairs", "linear/kernel", STEPS[1])
-        # It goes in six pieces of 96 numbers, and one of 64: in rows of 24, and of 16.
-        between = 6 * 2 * (24 + 4 * 2) + 2 * (16 + 4)
+        # It goes in two pieces of 224 numbers, and one of 192: in rows of 56, and of 48.
+        between = 2 * 2 * (56 + 4 * 4) + 2 * (48 + 4 * 3)
         assert numbers == [whole, blocks, whole + between, between]

@@ -9,7 +9,7 @@ import tensorflow as tf
 
 import keras_psplus
 from keras_psplus import compression
-from keras_psplus.all_reduce import auto_topology, links, shards, topology
+from keras_psplus.all_reduce import auto_topology, group_routes, links, shards, topology
 from keras_psplus.all_reduce.hops import hops_of
 from keras_psplus.all_reduce.topology import Topology
 
@@ -79,6 +79,13 @@ def test_one_value_is_for_the_hop_between_groups():
     assert isinstance(within, compression.Cast)
     assert isinstance(between, compression.ByVariable)
     assert hops_of({"within": None}, PAIRS) == (None, None)
+
+
+def test_one_ring_has_the_compressor_of_the_hop_that_there_is():
+    both = hops_of({"within": "bf16", "between": "int8"}, "auto")
+    assert both.of_one_ring("flat") == (None, both.between)
+    assert both.of_one_ring(Topology(((0,), (1,)))) == (None, both.between)
+    assert both.of_one_ring(Topology(((0, 1),))) == (None, both.within)
 
 
 def test_groups_are_in_rank_order_and_of_all_replicas_of_a_worker():
@@ -172,3 +179,37 @@ def test_shards_make_the_whole(shape, number, shard):
     parts = shards.shards_of(row, cuts)
     assert [tuple(part.shape) for part in parts] == [cut.shard for cut in cuts]
     np.testing.assert_array_equal(shards.row_of(parts), row)
+
+
+class Exchange:
+    """What a launcher does for replicas that all have the same."""
+
+    all_to_all = staticmethod(tf.identity)
+
+    def __init__(self, size):
+        self._size = size
+
+    def gather(self, row):
+        return tf.repeat(row, self._size, 0)
+
+    def all_reduce(self, tensor):
+        assert tensor.dtype == tf.int32
+        return tensor
+
+
+@pytest.mark.parametrize("dtype", ["float16", "bfloat16", "float32", "float64", "int32", "int64"])
+def test_rows_of_any_type_are_summed_and_gathered(dtype):
+    rows = tf.cast(tf.reshape(tf.range(15), [3, 5]), dtype)
+    summed = group_routes.scatter(Exchange(3), rows)
+    assert summed.dtype == dtype and summed.shape == (1, 5)
+    np.testing.assert_array_equal(tf.cast(summed, tf.float64), [[15.0, 18.0, 21.0, 24.0, 27.0]])
+    gathered = group_routes.gather(Exchange(3), rows[:1], 3)
+    assert gathered.dtype == dtype
+    np.testing.assert_array_equal(tf.cast(gathered, tf.float64), [[0.0, 1.0, 2.0, 3.0, 4.0]] * 3)
+
+
+def test_a_group_gets_the_bits_of_its_leader():
+    words = tf.constant([0.0, -0.0, np.nan, np.inf, 1e-45])
+    found = group_routes.spread(Exchange(1), words, leads=True)
+    assert found.numpy().tobytes() == words.numpy().tobytes()
+    assert not np.any(group_routes.spread(Exchange(1), words, leads=False))

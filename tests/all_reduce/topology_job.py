@@ -38,19 +38,17 @@ COMPRESSIONS = {
     "topk": compression.TopK(0.2),
     "powersgd": compression.PowerSGD(2, min_compression_rate=1),
     "by_variable": compression.ByVariable({"*kernel": compression.Sign(32)}, min_size=1),
-    "within": {"within": compression.Int8(block_size=16)},
-    "both": {
-        "within": compression.Cast("float16", error_feedback=True),
-        "between": compression.Int8(block_size=16),
-    },
+    "both": dict.fromkeys(["within", "between"], compression.Int8(block_size=16)),
+    "halves": {"within": compression.Cast("float16", error_feedback=True)},
 }
 ROWS = 37
 LOCAL = {"local_sgd": updates.LocalSGD(2), "diloco": updates.DiLoCo(3, alpha=0.25)}
 # Which of them are tried on which topology: each way on one, at least.
 CASES = [
-    *("exact pairs", "exact apart", "exact three", "loops three", "accumulated pairs"),
+    *("exact pairs", "exact apart", "loops three", "accumulated pairs"),
     *("int8 pairs", "topk pairs", "powersgd pairs", "by_variable pairs", "both apart"),
-    *("within three", "both three", "within pairs", "local_sgd three", "diloco apart"),
+    "halves pairs",
+    *("both three", "local_sgd three", "diloco apart"),
     *("resumed pairs", "resumed three", "auto three"),
 ]
 HOST_CASES = ["exact hosts", "local_sgd hosts"]
@@ -242,7 +240,7 @@ def main():
 
     def make(compressor, topology):
         # A process has one strategy; each case gets the part of it that sums.
-        compress(strategy, compressor, 500, topology_module.get(TOPOLOGIES[topology], names))
+        compress(strategy, compressor, 1500, topology_module.get(TOPOLOGIES[topology], names))
         return strategy
 
     out = {}
