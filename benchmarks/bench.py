@@ -72,6 +72,14 @@ def parse(argv=None):
     parser.add_argument(
         "--delay", type=float, default=0.0, help="ms from host to host, beside the machine's"
     )
+    parser.add_argument(
+        "--racks", type=int, default=1, metavar="N", help="racks that hosts are divided among"
+    )
+    parser.add_argument(
+        "--uplink",
+        metavar="RATE",
+        help="of each rack's link to the others, which its hosts share (default: 100mbit)",
+    )
     parser.add_argument("--ps", type=int, default=2, help="parameter servers, for what needs them")
     parser.add_argument("--seconds", type=float, help="about so long for each figure")
     parser.add_argument("--turns", type=int, default=1, help="how often to measure everything")
@@ -111,10 +119,20 @@ def parse(argv=None):
     try:
         for rate in args.rates:
             wire.parse_rate(rate)
+        if args.racks > 1:
+            args.uplink = args.uplink or "100mbit"
+            wire.parse_rate(args.uplink)
     except ValueError as error:
         parser.error(str(error))
-    if min([args.ps, args.turns, *args.workers]) < 1:
-        parser.error("--workers, --ps and --turns must be at least 1")
+    if min([args.ps, args.turns, args.racks, *args.workers]) < 1:
+        parser.error("--workers, --racks, --ps and --turns must be at least 1")
+    if args.racks == 1 and args.uplink:
+        parser.error(f"--uplink is of racks: give --racks as well. Received: {args.uplink}")
+    if args.racks > min(args.workers):
+        parser.error(
+            "each rack needs a worker. "
+            f"Received: --racks {args.racks} --workers {min(args.workers)}"
+        )
     return args, parser
 
 
@@ -129,6 +147,8 @@ def choose(args):
         everything += methods.torch()
     else:
         log("PyTorch is not installed and is left out: give --torch a Python that has it")
+    if args.racks == 1:
+        everything = [method for method in everything if not method.traits.needs_racks]
     patterns = args.only
     if patterns is QUICK["only"]:
         installed = {method.library for method in everything}
@@ -140,12 +160,14 @@ def links(args):
     """How hosts are made: `"namespaces"` or `"loopback"`, and a function from their number."""
     problem = "--loopback" if args.loopback else netlab.why_not(rate=1e9, delay=args.delay / 1e3)
     if problem is None:
-        return "namespaces", functools.partial(netlab.Lab, delay=args.delay / 1e3)
+        uplink = wire.parse_rate(args.uplink) if args.racks > 1 else None
+        options = {"delay": args.delay / 1e3, "racks": args.racks, "uplink": uplink}
+        return "namespaces", functools.partial(netlab.Lab, **options)
     log(
         "No emulated hosts: all tasks share this machine's loopback, without any limit. To emulate "
         f"links, run as root, with iproute2 and util-linux. Received: {problem}"
     )
-    args.rates, args.delay = ["loopback"], 0.0
+    args.rates, args.delay, args.racks, args.uplink = ["loopback"], 0.0, 1, None
     return "loopback", loopback.Loopback
 
 
@@ -161,6 +183,7 @@ def measure(args):
         return
     kind, make_lab = links(args)
     settings = {"size": args.size, "ps": args.ps, "delay": args.delay, "links": kind}
+    settings |= {"racks": args.racks, "uplink": args.uplink}
     torch = args.torch if any(method.library == "torch" for method in chosen) else None
     file = document.Document(args.out, settings, torch, args.fresh)
     launches.run(args, file, make_lab, chosen, args.works, log)

@@ -26,6 +26,8 @@ class Traffic:
             `compressed_bytes` by what the algorithm sends: over N workers, 2 (N - 1) / N times a
             payload that is added up on its way, N - 1 times one that is gathered. With parameter
             servers and in pipelines, they are those of all workers together.
+        between_groups_bytes: Those of `wire_bytes` that have gone to another group of a
+            `topology`; 0 without one.
     """
 
     path: str
@@ -34,6 +36,7 @@ class Traffic:
     logical_bytes: int
     compressed_bytes: int
     wire_bytes: int
+    between_groups_bytes: int = 0
 
     @property
     def ratio(self) -> float:
@@ -90,6 +93,11 @@ class Communication:
     def wire_bytes(self) -> int:
         """Bytes on the wire; see `Traffic`."""
         return sum(entry.wire_bytes for entry in self.traffic())
+
+    @property
+    def between_groups_bytes(self) -> int:
+        """Bytes on the wire between the groups of a topology; see `Traffic`."""
+        return sum(entry.between_groups_bytes for entry in self.traffic())
 
     @property
     def ratio(self) -> float:

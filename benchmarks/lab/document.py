@@ -10,7 +10,9 @@ import subprocess
 
 _PACKAGES = ("tensorflow", "keras", "tf_keras", "numpy")
 # What figures of one file have in common, so that they can be compared.
-_SETTINGS = ("size", "ps", "delay", "links")
+_SETTINGS = ("size", "ps", "delay", "links", "racks", "uplink")
+# Of files that were written before there were racks.
+_BEFORE = {"racks": 1, "uplink": None}
 _KEY = ("turn", "work", "workers", "library", "method", "rate")
 
 
@@ -33,11 +35,12 @@ class Document:
         self.content |= {"settings": settings, "results": []}
         if self.path.exists() and not fresh:
             before = read(self.path)
+            before["settings"] = _BEFORE | before["settings"]
             for name in _SETTINGS:
-                if before["settings"][name] != settings[name]:
+                if before["settings"][name] != (_BEFORE | settings)[name]:
                     raise ValueError(
                         f"{self.path} holds figures with another {name}: give another --out, or "
-                        f"--fresh to begin anew. Received: {settings[name]!r}, and in the file "
+                        f"--fresh to begin anew. Received: {settings.get(name)!r}, and in the file "
                         f"{before['settings'][name]!r}"
                     )
             self.content["results"] = before["results"]

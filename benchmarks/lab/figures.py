@@ -19,6 +19,7 @@ class Row:
         floor: Milliseconds below which a step cannot be, or None.
         bytes: Dict from what is counted (`sent`, `received`) to that by job.
         processor: Milliseconds of the processor, by job.
+        uplink: Bytes of a step on the link of a rack to the others, or None.
         counted: Bytes that the library says it has sent, or None.
         ideal: Dict from a job to the fewest bytes that one of it sends and receives.
         error: Why it failed, or None.
@@ -37,6 +38,7 @@ class Row:
     floor: float | None = None
     bytes: dict = dataclasses.field(default_factory=dict)
     processor: dict = dataclasses.field(default_factory=dict)
+    uplink: float | None = None
     counted: float | None = None
     ideal: dict = dataclasses.field(default_factory=dict)
     error: str | None = None
@@ -81,6 +83,7 @@ def _row(key, turns):
     low, *_, high = (
         statistics.quantiles(times, n=10, method="inclusive") if len(times) > 1 else times * 2
     )
+    uplink = [turn["uplink"] for turn in good if turn.get("uplink") is not None]
     counted = [turn["counted"] for turn in good if turn.get("counted") is not None]
     return Row(
         **fields,
@@ -89,6 +92,7 @@ def _row(key, turns):
         high=high,
         bytes={what: _medians(turn[what] for turn in good) for what in ("sent", "received")},
         processor=_medians(turn["processor"] for turn in good),
+        uplink=statistics.median(uplink) if uplink else None,
         counted=statistics.median(counted) if counted else None,
         ideal=good[0]["links"],
     )

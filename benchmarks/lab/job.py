@@ -42,6 +42,8 @@ def run(lab, commands, timeout, leader, env=None):
             "TF_NUM_INTEROP_THREADS": "2",
             "GLOO_SOCKET_IFNAME": lab.interface,
             "LAB_FOLDER": folder,
+            # For methods that are told along which path to send.
+            "LAB_RACKS": json.dumps([lab.rack(rank) for rank in range(len(commands))]),
             "PYTHONPATH": os.pathsep.join([_BENCHMARKS, python_path()]),
             **(env or {}),
         }
@@ -61,6 +63,7 @@ def run(lab, commands, timeout, leader, env=None):
         hosts = {
             "counters": lab.counters,
             "devices": [lab.device(rank) for rank in range(len(commands))],
+            "uplinks": list(lab.uplinks),
             "pids": [process.pid for process in processes],  # whose processor time is read
         }
         pathlib.Path(folder, "hosts").write_text(json.dumps(hosts))

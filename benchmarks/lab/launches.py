@@ -19,7 +19,7 @@ _LONG_WINDOW = 5.0  # seconds; of such, one has to do
 _MOST_WINDOWS = 60
 
 
-def plan(method, name, size, workers, ps, rates, seconds):
+def plan(method, name, size, workers, ps, rates, seconds, uplink=None):
     """What a job's tasks are to train, as of `meter.Meter`.
 
     Args:
@@ -30,6 +30,7 @@ def plan(method, name, size, workers, ps, rates, seconds):
         ps: Number of parameter servers.
         rates: As of `wire.parse_rate`.
         seconds: About as many for each phase.
+        uplink: Rate of the racks' links to each other, or None.
     """
     traits = method.traits
     link_bytes = ideal.busiest(traits, work.SIZES[size][name], workers, ps)
@@ -42,7 +43,10 @@ def plan(method, name, size, workers, ps, rates, seconds):
             window = traits.every * max(_ROUNDS, -(-window // traits.every))
     phases = []
     for rate in rates:
-        bits = wire.parse_rate(rate)
+        bits = min(
+            (b for b in (wire.parse_rate(rate), wire.parse_rate(uplink or "loopback")) if b),
+            default=None,
+        )
         step = ideal.floor(1000 * compute, link_bytes, bits) / 1000
         least = 3 if window == 1 else 2 - (step * window > _LONG_WINDOW)
         count = max(least, min(_MOST_WINDOWS, round(seconds / (step * window))))
@@ -118,7 +122,7 @@ def _launch(args, make_lab, method, workers, rates_by_work):
         "trainers": trainers,
         "size": args.size,
         "plans": [
-            plan(method, name, args.size, workers, args.ps, rates, args.seconds)
+            plan(method, name, args.size, workers, args.ps, rates, args.seconds, args.uplink)
             for name, rates in rates_by_work.items()
         ],
     }

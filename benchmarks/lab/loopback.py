@@ -15,6 +15,7 @@ class Loopback(netlab.Hosts):
     """
 
     interface = "lo"
+    racks, uplinks = 1, ()
     counters = "/proc/net/dev"
 
     def __init__(self, hosts):
@@ -28,6 +29,10 @@ class Loopback(netlab.Hosts):
     def device(self, rank):
         """What counts a host's bytes among `counters`."""
         return "lo"
+
+    def rack(self, rank):
+        """The rack that a host is in: there is one."""
+        return 0
 
     def set_rate(self, rate):
         """Changes nothing: there are no links."""

@@ -45,7 +45,9 @@ class Leader:
         if len(set(hosts["devices"])) < len(counted):  # One counter for all tasks together.
             share = [sum(counted[0]) / 2 / self.jobs.count("worker")] * 2
             counted = [share if job == "worker" else [0.0, 0.0] for job in self.jobs]
+        uplinks = [wire.traffic(hosts["counters"], uplink)[1] for uplink in hosts["uplinks"]]
         return {
+            "uplinks": uplinks,
             "sent": [sent for sent, _ in counted],
             "received": [received for _, received in counted],
             "processor": [_processor_ms(pid) for pid in hosts["pids"]],
@@ -54,7 +56,11 @@ class Leader:
     def by_job(self, before, after, steps):
         """What happened in a step between two times, as means over each job's hosts."""
         figures = {}
-        for what in before:
+        if before["uplinks"]:
+            # Of the rack that sends most.
+            changes = zip(before["uplinks"], after["uplinks"])
+            figures["uplink"] = max((b - a) / steps for a, b in changes)
+        for what in before.keys() - {"uplinks"}:
             change = [(b - a) / steps for a, b in zip(before[what], after[what])]
             for name in dict.fromkeys(self.jobs):
                 of_job = [value for value, owner in zip(change, self.jobs) if owner == name]

@@ -33,6 +33,7 @@ class Traits:
         every: Steps from one exchange to the next.
         waits: Whether the workers take each step together.
         together: Keras's `steps_per_execution`, for strategies whose workers wait for each other.
+        needs_racks: Whether it is of use only where links differ.
     """
 
     path: str = "all_reduce"
@@ -43,6 +44,7 @@ class Traits:
     every: int = 1
     waits: bool = True
     together: int = 1
+    needs_racks: bool = False
 
 
 @dataclasses.dataclass(frozen=True)
@@ -98,6 +100,7 @@ def traits_of(source):
             }
             found["path"] = path = _PATHS[name]
             found["compression"] = words.get("compression")
+            found["needs_racks"] = any(k.arg == "topology" for k in call.keywords)
             if any(_name(k.value) == "NoCommunication" for k in call.keywords):
                 found["compression"] = "nothing"
             found["rows"] = words.get("row_compression" if path == "hybrid" else "compression")

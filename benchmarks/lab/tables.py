@@ -17,6 +17,8 @@ def conditions(content):
         "loopback": "**no emulated links**: all tasks on one loopback, whose bytes are divided "
         "by the number of workers",
     }[settings["links"]]
+    if settings.get("racks", 1) > 1:
+        links += f", in {settings['racks']} racks that {settings['uplink']} joins"
     loads = sorted(r["load"] for r in content["results"])
     middle = loads[len(loads) // 2] if loads else 0.0
     load = f"; load before a launch: {middle:.1f} (median)"
@@ -80,6 +82,30 @@ def sizes(rows, work):
     return "\n".join(lines)
 
 
+def uplinks(rows, work):
+    """Milliseconds of a step and megabytes between racks, beside those of one ring of all."""
+    chosen = [row for row in rows if row.work == work and row.uplink is not None]
+    flat = {
+        (row.workers, row.rate): row
+        for row in chosen
+        if (row.library, row.method) == ("keras_psplus", "all_reduce")
+    }
+    lines = [
+        "| workers | | method | rate in a rack | ms | of one ring's | MB between racks "
+        "| of one ring's |",
+        "|---:|---|---" + "|---:" * 5 + "|",
+    ]
+    for row in chosen:
+        ring = flat.get((row.workers, row.rate))
+        ratios = ["", ""]
+        if ring is not None:
+            ratios = [f"{row.median / ring.median:.2f}", f"{row.uplink / ring.uplink:.2f}"]
+        cells = [row.workers, TITLES[row.library], f"`{row.method}`", row.rate]
+        cells += [f"{row.median:.1f}", ratios[0], _mb(row.uplink), ratios[1]]
+        lines.append("| " + " | ".join(map(str, cells)) + " |")
+    return "\n".join(lines)
+
+
 def failures(rows):
     """What failed, with the end of a log; empty if nothing did."""
     seen, parts = set(), []
@@ -101,6 +127,8 @@ def report(rows, content):
         for workers in sorted({row.workers for row in rows if row.work == work}):
             parts.append(f"**{workers} workers**\n\n{times(rows, work, workers)}")
         parts.append(f"**Megabytes of a step**\n\n{sizes(rows, work)}")
+        if any(row.work == work and row.uplink is not None for row in rows):
+            parts.append(f"**Between racks**\n\n{uplinks(rows, work)}")
         pieces[work] = "\n\n".join(parts)
     pieces["failures"] = failures(rows) or "None failed."
     return pieces

@@ -120,7 +120,7 @@ class Launcher(cross_device_utils.CollectiveReplicaLauncher):
             Tensor of the same shape.
         """
         tensor = tf.convert_to_tensor(tensor)
-        if not tensor.shape.num_elements():
+        if self._group_size == 1 or not tensor.shape.num_elements():
             return tensor
         with self._keys_for("exchange", tensor), ops.device(self._device):
             return collective_ops.all_to_all_v2(

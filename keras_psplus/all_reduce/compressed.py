@@ -19,6 +19,7 @@ from keras_psplus.all_reduce.compression_state import States
 from keras_psplus.all_reduce.compressors import check_compressor
 from keras_psplus.all_reduce.factor_sums import sum_of_outer_products
 from keras_psplus.all_reduce.traffic import TensorTraffic, TrafficVariables
+from keras_psplus.all_reduce.whole import WHOLE
 
 # Gradients compressed more than 8x share buckets that hold 8x more uncompressed bytes.
 _STRONG_COMPRESSION = 8
@@ -70,9 +71,31 @@ class CompressedSum:
             List of sums, bit-identical on all replicas. Slices come back with the rows of all
             replicas, in rank order.
         """
+        summed, entries = self.sum_and_count(grads, variables, step)
+        self.traffic_variables.add(entries)
+        if self._timed:
+            pairs = zip(variables, grads)
+            products = [_product(self.compressor_of(v, g), g) or g for v, g in pairs]
+            self.traffic_variables.time(tf.nest.flatten(_leaves(products)), _leaves(summed))
+        return summed
+
+    def sum_and_count(
+        self,
+        grads: Sequence[tf.Tensor | tf.IndexedSlices],
+        variables: Sequence[Any],
+        step: tf.Tensor,
+    ) -> tuple[list[tf.Tensor | tf.IndexedSlices], list[TensorTraffic]]:
+        """Sums gradients, and says what it has cost instead of adding that to the totals.
+
+        Args:
+            grads, variables, step: As for `__call__`.
+
+        Returns:
+            List of sums, and that of the `TensorTraffic` of each.
+        """
         paths = [variable.path for variable in variables]
         numbers = [self._number(variable) for variable in variables]
-        compressors = [self._compressor_of(v, g) for v, g in zip(variables, grads)]
+        compressors = [self.compressor_of(v, g) for v, g in zip(variables, grads)]
         summed = list(grads)
         entries: list[Any] = [None] * len(grads)
         dense = [i for i, g in enumerate(grads) if not isinstance(g, tf.IndexedSlices)]
@@ -96,16 +119,15 @@ class CompressedSum:
                 summed[i], entries[i] = total, entry
         for i in set(range(len(grads))) - set(dense):
             summed[i], entries[i] = self._slices(grads[i], compressors[i], paths[i], step)
-        self.traffic_variables.add(entries)
-        if self._timed:
-            begin = [_product(c, g) or g for c, g in zip(compressors, _leaves(grads))]
-            self.traffic_variables.time(tf.nest.flatten(begin), _leaves(summed))
-        return summed
+        return summed, entries
 
-    def _compressor_of(self, variable, gradient):
+    def compressor_of(
+        self, variable: Any, gradient: tf.Tensor | tf.IndexedSlices
+    ) -> compression.Compressor | None:
+        """The compressor of a variable's gradient, or None."""
         if self._compressor is None:
             return None
-        chosen = self._compressor.for_variable(variable.path, variable.shape, gradient.dtype)
+        chosen: Any = self._compressor.for_variable(variable.path, variable.shape, gradient.dtype)
         if chosen is not None:
             # It may be one that `for_variable` has made just now.
             check_compressor(chosen)
@@ -132,7 +154,7 @@ class CompressedSum:
         return routes.total(self._launcher, compressors, tensors, step), entries
 
     def _mean(self, tensors, compressors, paths, numbers, step):
-        compressors = [c or routes.WHOLE for c in compressors]
+        compressors = [c or WHOLE for c in compressors]
         names = self._names("mean", numbers)
         states = [self._state(n, c, t) for n, c, t in zip(names, compressors, tensors)]
         users, estimates = self._estimates(compressors, tensors)
@@ -242,7 +264,7 @@ class CompressedSum:
             return own, TensorTraffic(path, _name(compressor), logical, 0, 0)
         if compressor is not None and not compressor.compresses_rows:
             compressor = None
-        used = compressor or routes.WHOLE
+        used = compressor or WHOLE
         gathered, words, counts = routes.gather_rows(self._launcher, used, slices, step)
         word_bytes = 4 * tf.cast(tf.shape(words)[1], tf.int64)
         # All replicas send as many as the one with the most rows, rounded up to a class.
@@ -314,7 +336,7 @@ def _weight(compressor, gradient):
 
 
 def _name(compressor):
-    if compressor is None or compressor is routes.WHOLE:
+    if compressor is None or compressor is WHOLE:
         return None
     return repr(compressor)
 

@@ -10,6 +10,10 @@ from typing import TYPE_CHECKING, Any
 import tensorflow as tf
 
 from keras_psplus.all_reduce import collectives, gradients, reducers, row_reads, updating
+from keras_psplus.all_reduce import levels as levels_module
+from keras_psplus.all_reduce.hops import Hops
+from keras_psplus.all_reduce.levels import Levels
+from keras_psplus.all_reduce.topology import Topology
 from keras_psplus.core import batches, failure
 from keras_psplus.tf_internals import (
     collective_all_reduce_strategy,
@@ -23,10 +27,11 @@ from keras_psplus.tf_internals import framework_ops as ops
 
 if TYPE_CHECKING:
     from keras_psplus.all_reduce.strategy import MultiWorkerMirroredStrategy
-    from keras_psplus.compression import Compressor
     from keras_psplus.core.control import ControlPlane
     from keras_psplus.updates import Updates
 
+# TensorFlow counts the keys of its own groups up from 1.
+_GROUP_KEYS = 1 << 20
 _SUM = tf.distribute.ReduceOp.SUM
 # The broadcast kernel rejects these dtypes; the wider one holds their values exactly.
 _WIDER = {
@@ -49,9 +54,10 @@ class MultiWorkerMirroredExtended(collective_all_reduce_strategy.CollectiveAllRe
         cluster_resolver: tf.distribute.cluster_resolver.ClusterResolver,
         communication_options: tf.distribute.experimental.CommunicationOptions,
         control: ControlPlane | None,
-        compressor: Compressor | None,
+        hops: Hops,
         bucket_bytes: int,
         policy: Updates | None,
+        topology: Topology | str,
     ) -> None:
         self._control = control
         self._updating = None if policy is None else updating.MirroredUpdates(policy, strategy)
@@ -64,14 +70,48 @@ class MultiWorkerMirroredExtended(collective_all_reduce_strategy.CollectiveAllRe
         )
         for name in ("_cross_device_ops", "_host_cross_device_ops"):
             setattr(self, name, collectives.CollectiveOps.like(getattr(self, name)))
+        # A replica that trains alone has nobody to send to.
+        self._hops = hops if self._num_replicas_in_sync > 1 else Hops(None, None)
+        self._bucket_bytes, self._next_group_key = bucket_bytes, _GROUP_KEYS
+        self.set_topology(topology)
+
+    def set_topology(self, topology: Topology | str) -> None:
+        """Has gradients be summed along these groups, or one ring. Before the first step.
+
+        Args:
+            topology: `Topology` of the workers, the same on all of them, or `"flat"`.
+        """
+        if self._control is not None:
+            self._control.check_same("topology", str(topology), f"topology {topology}")
+        self._levels = self._levels_of(topology)
         self._reducers = reducers.Reducers(
             self._cross_device_ops.launchers,
             self.world.rank,
             self._num_replicas_in_sync,
-            # A replica that trains alone has nobody to send to.
-            compressor if self._num_replicas_in_sync > 1 else None,
-            bucket_bytes,
+            self._hops if self._levels else self._hops.of_one_ring(topology),
+            self._bucket_bytes,
+            self._levels,
         )
+
+    def take_group_keys(self, number: int) -> int:
+        """The first of so many group keys that no other group has, the same on all workers."""
+        first = self._next_group_key
+        self._next_group_key += number
+        return first
+
+    def _levels_of(self, topology):
+        """The hops of each local replica; None for one ring."""
+        if not isinstance(topology, Topology):
+            return None
+        topology = topology.of_replicas(len(self.worker_devices))
+        if not topology.has_levels:
+            return None
+        launchers = self._cross_device_ops.launchers
+        first = self.take_group_keys(levels_module.keys_of(topology))
+        return [
+            levels_module.levels_of(launcher, rank, topology, first)
+            for rank, launcher in enumerate(launchers, self.world.rank)
+        ]
 
     @property
     def world(self) -> batches.World:
@@ -93,6 +133,11 @@ class MultiWorkerMirroredExtended(collective_all_reduce_strategy.CollectiveAllRe
     def reducers(self) -> reducers.Reducers:
         """What sums gradients over all replicas."""
         return self._reducers
+
+    @property
+    def levels(self) -> list[Levels] | None:
+        """The hops of a topology for each local replica; None for one ring."""
+        return self._levels
 
     @property
     def updating(self) -> updating.MirroredUpdates | None:
@@ -122,6 +167,11 @@ class MultiWorkerMirroredExtended(collective_all_reduce_strategy.CollectiveAllRe
             # Eager replicas run one after the other: only a merge_call lets all of them take part.
             return list(distribute_lib.get_replica_context().all_reduce(_SUM, tensors))
         return gradients.sum_packed(self.launcher(), tensors)
+
+    def sum_over_group(self, tensors: Iterable[tf.Tensor]) -> list[tf.Tensor]:
+        """Sums small tensors over the replicas of a topology's group, in replica context."""
+        assert self._levels is not None
+        return levels_module.sum_over_group(self._levels, list(tensors))
 
     def gather_rows(self, value: Any) -> tf.Tensor:
         """Concatenates the replicas' tensors along axis 0 in rank order, in graph mode."""

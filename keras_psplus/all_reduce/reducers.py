@@ -10,6 +10,8 @@ from typing import TYPE_CHECKING, Any
 import tensorflow as tf
 
 from keras_psplus.all_reduce.compressed import CompressedSum
+from keras_psplus.all_reduce.hops import Hops
+from keras_psplus.all_reduce.two_levels import TwoLevelSum
 from keras_psplus.communication import Communication
 from keras_psplus.core import duplicate_rows
 from keras_psplus.tf_internals import distribute_utils
@@ -17,7 +19,7 @@ from keras_psplus.tf_internals import framework_ops as ops
 
 if TYPE_CHECKING:
     from keras_psplus.all_reduce.collectives import Launcher
-    from keras_psplus.compression import Compressor
+    from keras_psplus.all_reduce.levels import Levels
 
 
 class Reducers:
@@ -27,8 +29,9 @@ class Reducers:
         launchers: `collectives.Launcher` of each local replica.
         first_rank: Rank of the first local replica.
         replicas: Number of all replicas.
-        compressor: `Compressor`, with error feedback where it is wanted, or None.
+        hops: `hops.Hops`, the compressors with error feedback where it is wanted.
         bucket_bytes: Size in bytes at which a bucket of gradients is sent.
+        levels: `levels.Levels` of each local replica; None for one ring of all replicas.
     """
 
     def __init__(
@@ -36,12 +39,14 @@ class Reducers:
         launchers: Sequence[Launcher],
         first_rank: int,
         replicas: int,
-        compressor: Compressor | None,
+        hops: Hops,
         bucket_bytes: int,
+        levels: Sequence[Levels] | None = None,
     ) -> None:
         self._launchers, self._first_rank = launchers, first_rank
-        self._options = (replicas, compressor, bucket_bytes)
-        self._of_owner: weakref.WeakKeyDictionary[Any, dict[str, list[CompressedSum]]] = (
+        self._replicas, self._hops, self._bucket_bytes = replicas, hops, bucket_bytes
+        self._levels = levels
+        self._of_owner: weakref.WeakKeyDictionary[Any, dict[str, list[Any]]] = (
             weakref.WeakKeyDictionary()
         )
         self._eager: weakref.WeakKeyDictionary[Any, dict[Any, Callable[..., Any]]] = (
@@ -52,8 +57,7 @@ class Reducers:
     @property
     def compresses(self) -> bool:
         """Whether there is a compressor."""
-        _, compressor, _ = self._options
-        return compressor is not None
+        return any(compressor is not None for compressor in self._hops)
 
     def sum(
         self,
@@ -71,7 +75,8 @@ class Reducers:
             step: int64 scalar, the same on all replicas.
             owner: Object that residuals live as long as: the optimizer.
             kind: `"gradient"`; `"change"` for what weights have changed by, with residuals of its
-                own; or `"copy"`, which is not compressed.
+                own; `"group"` for sums over the replica's group alone; or `"copy"`, which is not
+                compressed.
 
         Returns:
             List of sums.
@@ -105,6 +110,17 @@ class Reducers:
         summed = functions[key](by_replica, local(step)[0])
         return [distribute_utils.regroup(tuple(replicas)) for replicas in zip(*summed)]
 
+    def sum_on(
+        self,
+        replica: int,
+        grads: Sequence[tf.Tensor | tf.IndexedSlices],
+        variables: Sequence[Any],
+        step: tf.Tensor,
+        owner: Any,
+    ) -> list[tf.Tensor | tf.IndexedSlices]:
+        """As `sum`, for a local replica by its number, in a graph outside of replica context."""
+        return self._sum(replica, grads, variables, step, owner, "gradient")
+
     def _sum(self, replica, grads, variables, step, owner, kind):
         with ops.device(self._launchers[replica]._device):
             grads = [duplicate_rows.summed_for(owner, gradient) for gradient in grads]
@@ -113,15 +129,10 @@ class Reducers:
     def _sums(self, owner, kind):
         of_owner = self._of_owner.setdefault(owner, {})
         if kind not in of_owner:
-            replicas, compressor, bucket_bytes = self._options
-            options = replicas, None if kind == "copy" else compressor, bucket_bytes
             # Replicas of one graph would wait for each other's clocks, and so for ever: TensorFlow
             # keeps stateful operations in order.
             timed = len(self._launchers) == 1
-            sums = [
-                CompressedSum(launcher, rank, *options, timed)
-                for rank, launcher in enumerate(self._launchers, self._first_rank)
-            ]
+            sums = [self._make_sum(i, kind, timed) for i in range(len(self._launchers))]
             of_owner[kind] = sums
             # That of one replica stands for all: each sends the same. It outlives the optimizer,
             # as totals are of all that was ever sent.
@@ -130,6 +141,20 @@ class Reducers:
                 traffic_variables.traffic, lambda: traffic_variables.seconds
             )
         return of_owner[kind]
+
+    def _make_sum(self, replica, kind, timed):
+        launcher, rank = self._launchers[replica], self._first_rank + replica
+        hops = Hops(None, None) if kind == "copy" else self._hops
+        if kind == "group":
+            assert self._levels is not None
+            hop, size = self._levels[replica].within, self._bucket_bytes
+            compressor = hops.within if hop.size > 1 else None
+            return CompressedSum(hop.launcher, hop.place, hop.size, compressor, size, timed)
+        if self._levels is None:
+            compressor, size = hops.between, self._bucket_bytes
+            return CompressedSum(launcher, rank, self._replicas, compressor, size, timed)
+        size, levels = self._bucket_bytes, self._levels[replica]
+        return TwoLevelSum(launcher, rank, self._replicas, hops, size, timed, levels)
 
     def states(self, owner: Any, changes: bool) -> tf.train.Checkpoint:
         """What compressors keep for an optimizer on this worker, as a trackable.
@@ -141,4 +166,6 @@ class Reducers:
         states = {f"replica_{i}": one.states for i, one in enumerate(self._sums(owner, "gradient"))}
         for i, one in enumerate(self._sums(owner, "change") if changes else ()):
             states[f"changes_of_replica_{i}"] = one.states
+        for i, one in enumerate(self._sums(owner, "group") if changes and self._levels else ()):
+            states[f"group_of_replica_{i}"] = one.states
         return tf.train.Checkpoint(**states)

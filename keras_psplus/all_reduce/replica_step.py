@@ -191,6 +191,10 @@ class MirroredReplicaStep(ReplicaStep):
         tensors = self.zero_if_empty(list(tensors)) if self.may_be_empty else tensors
         return self._extended.sum_over_replicas(tensors)
 
+    def sum_over_group(self, tensors: Iterable[tf.Tensor]) -> list[tf.Tensor]:
+        """Sums small tensors over the replicas of this one's group in a topology."""
+        return self._extended.sum_over_group(tensors)
+
     def batch_fraction(self) -> tf.Tensor:
         if self._fraction is None:
             return tf.constant(1.0 / self.replicas)

@@ -9,7 +9,7 @@ is the same on all replicas, so the results are too, bit for bit.
 from __future__ import annotations
 
 import itertools
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any
 
 import tensorflow as tf
@@ -23,28 +23,6 @@ if TYPE_CHECKING:
 
 # Rows of more than so many blocks are lengthened to whole ones.
 _LONG_ROW = 32
-
-
-class Whole(compression.Compressor):
-    """Sends a tensor as it is, together with others that are compressed."""
-
-    reducible = True
-
-    def encode(
-        self, tensor: tf.Tensor, state: Any, step: tf.Tensor
-    ) -> tuple[tuple[tf.Tensor, ...], Any]:
-        return (tensor,), state
-
-    def decode(
-        self, payload: tuple[tf.Tensor, ...], shape: Any, dtype: tf.DType, step: tf.Tensor
-    ) -> tf.Tensor:
-        return payload[0]
-
-    def wire_bytes(self, shape: Any, dtype: tf.DType, step: int | None = None) -> int:
-        return tf.TensorShape(shape).num_elements() * tf.as_dtype(dtype).size
-
-
-WHOLE = Whole()
 
 
 def total(
@@ -141,22 +119,51 @@ def split(
         List of sums, the new state, and what was sent first.
     """
     rows = rows_for(replicas, compressor, tensors)
-    width = rows[1]
-    feedback = compressor if isinstance(compressor, compression.ErrorFeedback) else None
-    inner = feedback.inner if feedback else compressor
     sizes = [tensor.shape.num_elements() for tensor in tensors]
-    padding = replicas * width - sum(sizes)
+    padding = replicas * rows[1] - sum(sizes)
     flat = [tf.reshape(tf.cast(tensor, tf.float32), [-1]) for tensor in tensors]
     # A copy is what it costs; large tensors have buckets of their own.
     whole = len(flat) == 1 and not padding
     mine = tf.reshape(flat[0] if whole else tf.concat([*flat, tf.zeros([padding])], 0), rows)
+    sums, state, words = split_rows(launcher, rank, replicas, compressor, mine, state, step)
+    parts = [sums] if whole else tf.split(tf.reshape(sums, [-1]), [*sizes, padding])
+    sums = [tf.cast(tf.reshape(p, t.shape), t.dtype) for p, t in zip(parts, tensors)]
+    return sums, state, words
 
+
+def split_rows(
+    launcher: Launcher,
+    rank: int,
+    replicas: int,
+    compressor: compression.Compressor,
+    mine: tf.Tensor,
+    state: Any,
+    step: tf.Tensor,
+    further: Callable[[tf.Tensor], tf.Tensor] | None = None,
+) -> tuple[tf.Tensor, Any, tf.Tensor]:
+    """Sums a matrix over replicas, of which each adds up the row of its rank.
+
+    Args:
+        launcher, rank, replicas, compressor, step: As for `split`.
+        mine: float32 matrix of one row for each replica.
+        state: What `split_init` or the last step returned.
+        further: Function of the sum of the row that is this replica's, a matrix of one row, which
+            returns what all get in its place; None for the sum itself.
+
+    Returns:
+        The matrix of sums, the new state, and what was sent first.
+    """
+    width = mine.shape[1]
+    feedback = compressor if isinstance(compressor, compression.ErrorFeedback) else None
+    inner = feedback.inner if feedback else compressor
     server = compression.ErrorFeedback(inner) if feedback else inner
     own_state, piece_state = (state["worker"], state["server"]) if feedback else ((), ())
     payload, keep = fused.encode_rows(compressor, mine, own_state, step)
     words = compression.pack(payload, replicas)
     received = compression.unpack(launcher.all_to_all(words), payload, replicas)
     piece = fused.decode_sum(inner, received, width, replicas, step)
+    if further is not None:
+        piece = further(piece)
     piece_payload, keep_piece = fused.encode_rows(server, piece, piece_state, step)
     piece_words = compression.pack(piece_payload, 1)
     everything = compression.unpack(launcher.gather(piece_words), payload, replicas)
@@ -169,8 +176,6 @@ def split(
 
     if feedback:
         state = {"worker": keep(own), "server": keep_piece(lambda: sums[rank : rank + 1])}
-    parts = [sums] if whole else tf.split(tf.reshape(sums, [-1]), [*sizes, padding])
-    sums = [tf.cast(tf.reshape(p, t.shape), t.dtype) for p, t in zip(parts, tensors)]
     return sums, state, words
 
 
@@ -178,9 +183,13 @@ def split_init(
     replicas: int, compressor: compression.Compressor, tensors: Sequence[tf.Tensor]
 ) -> Any:
     """The first state of `split`."""
+    return rows_init(compressor, *rows_for(replicas, compressor, tensors))
+
+
+def rows_init(compressor: compression.Compressor, replicas: int, width: int) -> Any:
+    """The first state of `split_rows`."""
     if not isinstance(compressor, compression.ErrorFeedback):
         return ()
-    replicas, width = rows_for(replicas, compressor, tensors)
     return {
         "worker": compressor.init([replicas, width], tf.float32),
         "server": compression.ErrorFeedback(compressor.inner).init([1, width], tf.float32),

@@ -26,8 +26,8 @@ def start(
     Returns:
         `TaskConfig` of this process, or None if it trains alone.
     """
-    task = _task_of(cluster_resolver) if cluster_resolver else discovery.find_task_config()
-    if task is None or task.task_type == "evaluator":
+    task = task_of(cluster_resolver)
+    if task is None:
         return None
     if task.num_ps and not allow_ps:
         raise config.ClusterConfigError(
@@ -53,6 +53,25 @@ def start(
         ],
     )
     return task
+
+
+def task_of(
+    cluster_resolver: tf.distribute.cluster_resolver.ClusterResolver | None,
+) -> config.TaskConfig | None:
+    """`TaskConfig` of this process, or None if it trains alone.
+
+    Args:
+        cluster_resolver: `ClusterResolver`, or None to read `TF_CONFIG`.
+    """
+    task = _task_of(cluster_resolver) if cluster_resolver else discovery.find_task_config()
+    return None if task is None or task.task_type == "evaluator" else task
+
+
+def workers_of(task: config.TaskConfig | None) -> list[str] | None:
+    """Names of the tasks that train, in rank order; None without a cluster."""
+    if task is None:
+        return None
+    return [config.task_name(job, index) for job, index, _ in task.tasks() if job in _JOBS]
 
 
 def resolver_for(

@@ -6,20 +6,20 @@ import contextlib
 import functools
 import math
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any
 
 import tensorflow as tf
 
 from keras_psplus import updates as updates_module
-from keras_psplus.all_reduce import gradients
-from keras_psplus.all_reduce.compressors import compressor_of
+from keras_psplus.all_reduce import auto_topology, gradients, startup
+from keras_psplus.all_reduce import topology as topology_module
 from keras_psplus.all_reduce.engine import AllReduceEngine, OneReplicaEngine
 from keras_psplus.all_reduce.extended import MultiWorkerMirroredExtended
 from keras_psplus.all_reduce.heartbeat import HeartbeatWatch
+from keras_psplus.all_reduce.hops import hops_of
 from keras_psplus.all_reduce.replica_step import MirroredReplicaStep
 from keras_psplus.all_reduce.stalls import StallProbe
-from keras_psplus.all_reduce.startup import resolver_for, start
 from keras_psplus.all_reduce.step_marks import StepMarks
 from keras_psplus.arguments import MOST, number, seconds, shown
 from keras_psplus.cluster import stalls
@@ -61,16 +61,23 @@ class MultiWorkerMirroredStrategy(tf.distribute.MultiWorkerMirroredStrategy):
             workers have not arrived; None for no such line.
         bucket_bytes: Size in bytes of the buckets in which gradients are sent while backprop goes
             on.
+        topology: The path along which gradients are summed: None or `"flat"`, one ring of all
+            workers; or groups of workers with fast links inside, such as `[["worker-0",
+            "worker-1"], ["worker-2", "worker-3"]]`, by their names or numbers: sums inside each
+            group first, then between groups. `"auto"` measures the links at start, and takes
+            groups if they are faster; without groups, `compression` is that of the ring.
         compression: How gradients are sent: a name such as `"bf16"`, `"int8"`, `"topk:0.01"` or
             `"powersgd:4"`, a `keras_psplus.compression.Compressor`, a dict from patterns of
             variables' paths to these, or None to send them as they are. What one step leaves out
-            is sent in later ones (error feedback), where the compressor needs it.
+            is sent in later ones (error feedback), where the compressor needs it. With groups, it
+            is for the hop between them; a dict `{"within": "bf16", "between": "int8"}` is for both.
         updates: When the workers communicate: `keras_psplus.updates.Accumulate(steps)`,
             `LocalSGD(every)` or `DiLoCo(every)`, or a text such as `"accumulate:4"`,
             `"local_sgd:8"` or `"diloco:100"`; None for every step.
 
     Raises:
-        ValueError: If an argument is out of range or `compression` or `updates` is unknown.
+        ValueError: If an argument is out of range, `compression` or `updates` is unknown, or
+            `topology` has not each worker in one group.
         keras_psplus.cluster.ClusterConfigError: If `TF_CONFIG` is wrong.
         keras_psplus.cluster.ClusterStartupError: If a worker does not come up in time.
         RuntimeError: If TensorFlow was initialised before the strategy was made.
@@ -100,12 +107,15 @@ class MultiWorkerMirroredStrategy(tf.distribute.MultiWorkerMirroredStrategy):
         bucket_bytes: float = gradients.DEFAULT_BUCKET_BYTES,
         compression: str | Compressor | dict[str, Any] | None = None,
         updates: str | updates_module.Updates | None = None,
+        topology: str | Sequence[Sequence[str | int]] | None = None,
     ) -> None:
         seconds("startup_timeout", startup_timeout)
         seconds("heartbeat_timeout", heartbeat_timeout)
         number("bucket_bytes", bucket_bytes, "a positive, finite number", lambda b: 0 < b <= MOST)
         stalls.check_stall_warning(stall_warning)
-        compressor = compressor_of(compression)
+        workers = startup.workers_of(startup.task_of(cluster_resolver))
+        self._topology = topology_module.get(topology, workers)
+        hops = hops_of(compression, self._topology)
         self._updates = updates_module.get(updates)
         self._task = self._start(cluster_resolver, startup_timeout, heartbeat_timeout)
         multi_worker = self._task is not None and self._task.num_workers > 1
@@ -124,14 +134,17 @@ class MultiWorkerMirroredStrategy(tf.distribute.MultiWorkerMirroredStrategy):
                 self,
                 self._extended_class(
                     self,
-                    resolver_for(self._task, cluster_resolver),
+                    startup.resolver_for(self._task, cluster_resolver),
                     communication_options or tf.distribute.experimental.CommunicationOptions(),
                     control,
-                    compressor,
+                    hops,
                     math.ceil(bucket_bytes),
                     self._updates,
+                    self._topology,
                 ),
             )
+            if self._topology == topology_module.AUTO:
+                self._topology = auto_topology.choose(self.extended)
         self._progress = Progress(leads=self._task is not None and self._task.is_chief)
         if multi_worker:
             assert self._task is not None and control is not None
@@ -146,7 +159,7 @@ class MultiWorkerMirroredStrategy(tf.distribute.MultiWorkerMirroredStrategy):
         return StallProbe(self._task, self._progress, self._step_marks)
 
     _extended_class: type[MultiWorkerMirroredExtended] = MultiWorkerMirroredExtended
-    _start = staticmethod(start)
+    _start = staticmethod(startup.start)
 
     @property
     def _distributes(self):

@@ -21,6 +21,7 @@ class TensorTraffic(NamedTuple):
         logical: Bytes of the gradient.
         compressed: Bytes of the payload.
         wire: Bytes that the replica sends for it.
+        between: Those of them that go to another group of the topology.
     """
 
     path: str
@@ -28,6 +29,7 @@ class TensorTraffic(NamedTuple):
     logical: Any
     compressed: Any
     wire: Any
+    between: Any = 0
 
 
 class TrafficVariables:
@@ -44,11 +46,11 @@ class TrafficVariables:
         key = tuple((entry.path, entry.compressor) for entry in entries)
         with ops.device("CPU:0"):
             if key not in self._totals:
-                self._totals[key] = _zeros([len(entries), 3], tf.int64)
+                self._totals[key] = _zeros([len(entries), 4], tf.int64)
             counted = [
                 [
                     tf.cast(n, tf.int64) if tf.is_tensor(n) else tf.constant(n, tf.int64)
-                    for n in (e.logical, e.compressed, e.wire)
+                    for n in (e.logical, e.compressed, e.wire, e.between)
                 ]
                 for e in entries
             ]
@@ -75,7 +77,7 @@ class TrafficVariables:
         sums: dict[tuple[str, str | None], tuple[int, ...]] = {}
         for key, variable in self._totals.items():
             for entry, numbers in zip(key, variable.numpy().tolist()):
-                so_far = sums.get(entry, (0, 0, 0))
+                so_far = sums.get(entry, (0, 0, 0, 0))
                 sums[entry] = tuple(a + b for a, b in zip(so_far, numbers))
         return [
             Traffic(path, "gradient", compressor, *numbers)

@@ -66,7 +66,12 @@ class MirroredUpdates:
             name = str(len(units))
             sums = functools.partial(self._sums, weakref.ref(_owner(optimizer)))
             parts = self._parts(optimizer, grads, variables)
-            context = Context(states, name, forms_of(grads), variables, parts, averaged, sums)
+            group_sums = None
+            if self._strategy().extended.levels is not None:
+                group_sums = functools.partial(self._group_sums, weakref.ref(_owner(optimizer)))
+            context = Context(
+                states, name, forms_of(grads), variables, parts, averaged, sums, group_sums
+            )
             units[key] = self.policy.on_replica(context)
         units[key].on_gradients(step, grads, variables, apply)
 
@@ -158,6 +163,10 @@ class MirroredUpdates:
         kind = "change" if compress else "copy"
         reducers = self._strategy().extended.reducers
         return reducers.sum(tensors, variables, turn, owner(), kind)
+
+    def _group_sums(self, owner, tensors, variables, turn):
+        reducers = self._strategy().extended.reducers
+        return reducers.sum(tensors, variables, turn, owner(), "group")
 
     def _state_of(self, optimizer):
         owner = _owner(optimizer)

@@ -2,8 +2,9 @@
 
 Every host is a network namespace with one interface, 10.77.0.<rank + 1>, that is plugged into a
 bridge. The bridge has a namespace of its own, so nothing is seen outside, and several labs can run
-at once. Files and Unix sockets are those of the machine. The kernel drops the namespaces when the
-processes that hold them end, in whatever way.
+at once. With several racks, each has a bridge, and one link to another bridge, which joins them.
+Files and Unix sockets are those of the machine. The kernel drops the namespaces when the processes
+that hold them end, in whatever way.
 
 The rate is that of a full-duplex link: it holds for what a host sends and for what it receives, and
 can be changed while the hosts are at work. The
@@ -103,13 +104,17 @@ class Lab(Hosts):
     Args:
         hosts: Number of hosts.
         delay: Seconds that each packet takes from host to host; 0 for what the machine takes.
+        racks: Number of racks, among which hosts are divided in order.
+        uplink: Bits per second of each rack's link to the others, both ways; None for no limit.
     """
 
     interface = "eth0"
 
-    def __init__(self, hosts: int, delay: float = 0.0) -> None:
+    def __init__(
+        self, hosts: int, delay: float = 0.0, racks: int = 1, uplink: float | None = None
+    ) -> None:
         super().__init__(hosts)
-        self.delay = delay
+        self.delay, self.racks, self._uplink = delay, racks, uplink
         self._namespaces: list[int] = []
         self._switch: int | None = None
         self._rate: float | None = None
@@ -147,6 +152,15 @@ class Lab(Hosts):
         """What counts a host's bytes among `counters`."""
         return f"h{rank}"
 
+    def rack(self, rank: int) -> int:
+        """The number of the rack that a host is in."""
+        return rank * self.racks // self.hosts
+
+    @property
+    def uplinks(self) -> list[str]:
+        """What counts the bytes of each rack's link to the others among `counters`."""
+        return [f"u{rack}" for rack in range(self.racks)] if self.racks > 1 else []
+
     def set_rate(self, rate: float | None) -> None:
         """Sets the rate of all links.
 
@@ -158,7 +172,7 @@ class Lab(Hosts):
         self._rate = rate
         for rank, host in enumerate(self._namespaces):
             for pid, device in ((host, "eth0"), (self._switch, f"h{rank}")):
-                self._limit(pid, device) if rate else self._free(pid, device)
+                self._limit(pid, device, rate) if rate else self._free(pid, device)
             # Or open connections would go on with pieces as large as before.
             _set(host, "ip route flush cache")
 
@@ -208,20 +222,34 @@ class Lab(Hosts):
 
     def _build(self):
         self._switch = self._namespace()
-        _set(self._switch, f"ip link add br0 mtu {_MTU} type bridge")
-        _set(self._switch, "ip link set br0 addrgenmode none up")
+        for rack in range(self.racks):
+            self._bridge(f"br{rack}")
+        if self.racks > 1:
+            self._bridge("core")
+        for rack, uplink in enumerate(self.uplinks):
+            peer = f"peer name c{rack} mtu {_MTU}"
+            _set(self._switch, f"ip link add {uplink} mtu {_MTU} type veth {peer}")
+            for device, bridge in ((uplink, f"br{rack}"), (f"c{rack}", "core")):
+                _set(self._switch, f"ip link set {device} master {bridge} addrgenmode none up")
+                if self._uplink:
+                    self._limit(self._switch, device, self._uplink)
         for rank in range(self.hosts):
             host = self._namespace()
             self._namespaces.append(host)
             peer = f"peer name eth0 mtu {_MTU} netns {host}"
             _set(self._switch, f"ip link add h{rank} mtu {_MTU} type veth {peer}")
-            _set(self._switch, f"ip link set h{rank} master br0 addrgenmode none up")
+            bridge = f"br{self.rack(rank)}"
+            _set(self._switch, f"ip link set h{rank} master {bridge} addrgenmode none up")
             _set(host, "ip link set lo up")
             _set(host, f"ip address add {_ip(rank)}/24 dev eth0")
             _set(host, "ip link set eth0 addrgenmode none up")
         if self.delay:
             for rank in range(self.hosts):
                 self.set_delay(rank, self.delay)
+
+    def _bridge(self, name):
+        _set(self._switch, f"ip link add {name} mtu {_MTU} type bridge")
+        _set(self._switch, f"ip link set {name} addrgenmode none up")
 
     def _hold(self, argv, **kwargs):
         # Ctrl-C is for the tasks, which may need the network to end well.
@@ -241,13 +269,13 @@ class Lab(Hosts):
             time.sleep(0.01)
         return process.pid
 
-    def _limit(self, pid, device):
-        burst = max(4 * (_MTU + 14), int(self._rate / 8 * 0.25e-3))
-        limit = max(512 << 10, int(self._rate / 8 * 20e-3))
+    def _limit(self, pid, device, rate):
+        burst = max(4 * (_MTU + 14), int(rate / 8 * 0.25e-3))
+        limit = max(512 << 10, int(rate / 8 * 20e-3))
         # Or the filter would have to cut packets up, which costs much processor time.
         largest = min(_LARGEST, int(burst * 0.94) - 400)
         _set(pid, f"ip link set dev {device} gso_max_size {largest}")
-        shape = f"tbf rate {int(self._rate)} burst {burst} limit {limit}"
+        shape = f"tbf rate {int(rate)} burst {burst} limit {limit}"
         _set(pid, f"tc qdisc replace dev {device} root {shape}")
 
     def _free(self, pid, device):

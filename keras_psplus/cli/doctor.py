@@ -25,7 +25,8 @@ Shows versions, devices, cores and memory, the cluster as TF_CONFIG or a launche
 describe it, whether this task's port is free and every other task can be reached, and what Slurm's
 and Kubernetes's variables say. Compiles the library's C++ kernels if this machine has not done so.
 With --hooks, shows which functions of Keras the library replaces, and whether those of this Keras
-fit. Exits with 1 if something is wrong.
+fit. With --links, started in each task of a cluster at once, measures the links between workers,
+and shows which groups they make. Exits with 1 if something is wrong.
 """
 _SLURM = (
     "SLURM_JOB_ID",
@@ -54,6 +55,10 @@ def main(argv: list[str]) -> int:
         from keras_psplus.cli import hooks
 
         return hooks.show(as_json=options.json)
+    if options.links:
+        from keras_psplus.cli import links
+
+        return links.show()
     if options.json:
         return parsing.complain("doctor", parsing.UsageError("--json goes with --hooks"))
     problems: list[str] = []
@@ -87,6 +92,12 @@ def _flags():
         "hooks",
         False,
         "Show the functions of Keras that are replaced, and no more.",
+        flag_values=values,
+    )
+    flags.DEFINE_boolean(
+        "links",
+        False,
+        "Measure the links between the workers of TF_CONFIG's cluster, and no more.",
         flag_values=values,
     )
     flags.DEFINE_boolean("json", False, "With --hooks: in JSON.", flag_values=values)

@@ -3,14 +3,16 @@
 import functools
 import json
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 import tensorflow as tf
 
 from keras_psplus import updates as updates_module
 from keras_psplus.all_reduce import gradients
+from keras_psplus.all_reduce import topology as topology_module
+from keras_psplus.all_reduce.hops import hops_of
 from keras_psplus.all_reduce.lookahead import BatchAndNext
-from keras_psplus.all_reduce.startup import start
+from keras_psplus.all_reduce.startup import start, workers_of
 from keras_psplus.all_reduce.strategy import MultiWorkerMirroredStrategy
 from keras_psplus.arguments import flag, seconds, text, whole_number
 from keras_psplus.cluster import config, discovery, handshake
@@ -75,9 +77,10 @@ class HybridStrategy(TableSaving, MultiWorkerMirroredStrategy):
         job_token: Secret that all tasks of the job have in common, a long random text, by which
             servers know who may call them. It is never sent. By default the environment's
             `KERAS_PSPLUS_JOB_TOKEN`, or the cluster's description, which is no secret.
-        startup_timeout, heartbeat_timeout, stall_warning, bucket_bytes, compression, updates: As
-            for `MultiWorkerMirroredStrategy`; `compression` is that of the gradients of what is
-            all-reduced, and of `updates` only `Accumulate` can be combined with tables.
+        startup_timeout, heartbeat_timeout, stall_warning, bucket_bytes, compression, updates,
+            topology: As for `MultiWorkerMirroredStrategy`; `compression` and `topology` are those
+            of the gradients of what is all-reduced, and of `updates` only `Accumulate` can be
+            combined with tables.
 
     Raises:
         ValueError: If an argument is out of range, or a combination of them has no meaning.
@@ -124,6 +127,7 @@ class HybridStrategy(TableSaving, MultiWorkerMirroredStrategy):
         bucket_bytes: float = gradients.DEFAULT_BUCKET_BYTES,
         compression: str | dict[str, str | Compressor | None] | Compressor | None = None,
         updates: str | Updates | None = None,
+        topology: str | Sequence[Sequence[str | int]] | None = None,
     ) -> None:
         placement_module.check_placement(placement)
         min_table_bytes = whole_number("min_table_bytes", min_table_bytes, 0)
@@ -143,6 +147,8 @@ class HybridStrategy(TableSaving, MultiWorkerMirroredStrategy):
                 f"Received: updates={updates!r}"
             )
         task = discovery.find_task_config()
+        # Also in `ps` tasks, which would wait for workers that have refused it.
+        hops_of(compression, topology_module.get(topology, workers_of(task)))
         if task is not None and not task.num_ps:
             raise config.ClusterConfigError(
                 "HybridStrategy needs at least one `ps` task for its tables: add it to TF_CONFIG's "
@@ -172,6 +178,7 @@ class HybridStrategy(TableSaving, MultiWorkerMirroredStrategy):
             bucket_bytes=bucket_bytes,
             compression=compression,
             updates=updates,
+            topology=topology,
         )
         if task is None:
             if snapshot_every is not None:

@@ -27,6 +27,9 @@ class Context(NamedTuple):
         averaged: Further variables of the optimizer's that are to be averaged with the weights.
         sums: Function of a list of tensors, their Keras variables, an int64 scalar that counts
             the calls, and whether to compress. It returns the sums over all replicas.
+        group_sums: Function of a list of tensors, their Keras variables and an int64 scalar, that
+            returns the sums over the replicas of this one's group in a topology: these step
+            together. None without groups.
     """
 
     states: Any
@@ -36,6 +39,7 @@ class Context(NamedTuple):
     parts: Sequence[tuple[list[keras.Variable], keras.optimizers.Optimizer | None]] = ()
     averaged: Sequence[keras.Variable] = ()
     sums: Callable[..., list[tf.Tensor]] | None = None
+    group_sums: Callable[..., list[tf.Tensor]] | None = None
 
 
 class ReplicaUpdates:

@@ -25,7 +25,7 @@ class LocalSteps(ReplicaUpdates):
     """
 
     def __init__(self, policy: LocalSGD | DiLoCo, context: Context) -> None:
-        states, name, _, _, parts, averaged, sums = context
+        states, name, _, _, parts, averaged, sums, self._group_sums = context
         self._policy = policy
         self._count = states.variable(f"{name} count", [], tf.int64)
         self._batches = states.variable(f"{name} batches", [], tf.int64)
@@ -72,8 +72,9 @@ class LocalSteps(ReplicaUpdates):
             tf.cond(first, fragment.mark, lambda: None)
             # Reads nothing of this step: it travels while the step is computed.
             fragment.send_part()
+        grads = self._of_own_rows(step, grads, variables)
         with step.applying_alone():
-            apply([_unscale_by_batch_fraction(step, gradient) for gradient in grads], variables)
+            apply(grads, variables)
         rows = step.rows()
         for fragment in fragments:
             fragment.see(rows)
@@ -84,10 +85,23 @@ class LocalSteps(ReplicaUpdates):
             due = tf.equal(turn, (i + 1) * every // self._policy.fragments % every)
             tf.cond(due, lambda fragment=fragment: fragment.send(step), lambda: None)
 
+    def _of_own_rows(self, step, grads, variables):
+        """The gradients of the mean over the replica's own rows; with groups, over its group's."""
+        if self._group_sums is None:
+            return [_map_values(step.unscale_by_batch_fraction, gradient) for gradient in grads]
+        given, turn = [i for i, g in enumerate(grads) if g is not None], self._count.read_value()
+        sums = self._group_sums([grads[i] for i in given], [variables[i] for i in given], turn)
+        fraction = step.sum_over_group([step.batch_fraction()])[0]
+        grads = list(grads)
+        for i, total in zip(given, sums):
+            grads[i] = _map_values(
+                lambda value: tf.math.divide_no_nan(value, tf.cast(fraction, value.dtype)), total
+            )
+        return grads
 
-def _unscale_by_batch_fraction(step, gradient):
-    """The gradient of the mean over the replica's own rows."""
+
+def _map_values(function, gradient):
     if isinstance(gradient, tf.IndexedSlices):
-        values = step.unscale_by_batch_fraction(gradient.values)
+        values = function(gradient.values)
         return tf.IndexedSlices(values, gradient.indices, gradient.dense_shape)
-    return None if gradient is None else step.unscale_by_batch_fraction(gradient)
+    return None if gradient is None else function(gradient)

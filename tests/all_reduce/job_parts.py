@@ -2,20 +2,16 @@
 
 import keras
 
-from keras_psplus import compression
-from keras_psplus.all_reduce import reducers
+from keras_psplus.all_reduce.hops import hops_of
+from keras_psplus.all_reduce.topology import FLAT
 
 
-def compress(strategy, compressor, bucket_bytes=3000):
+def compress(strategy, compressor, bucket_bytes=3000, topology=FLAT):
     """Gives a strategy other compressors, as a process has one strategy, and counts anew."""
     extended = strategy.extended
-    extended._reducers = reducers.Reducers(
-        extended._cross_device_ops.launchers,
-        extended.world.rank,
-        extended._num_replicas_in_sync,
-        compression.with_error_feedback(compression.get(compressor)),
-        bucket_bytes,
-    )
+    extended._hops = hops_of(compressor, topology)
+    extended._bucket_bytes = bucket_bytes
+    extended.set_topology(topology)
 
 
 class Interrupted(Exception):

@@ -67,9 +67,13 @@ class Simulation:
         make_inner: Function that makes a worker's optimizer.
         make_outer: Function that makes the outer one, or None.
         fragments: Places of the variables of each fragment.
+        workers: Number of workers.
+        groups: Groups of workers that step together; by default each alone.
     """
 
-    def __init__(self, policy, weights, make_inner, make_outer, fragments, workers=2):
+    def __init__(self, policy, weights, make_inner, make_outer, fragments, workers=2, groups=None):
+        self.replicas, self.groups = workers, groups or [[i] for i in range(workers)]
+        workers = len(self.groups)
         self.policy, self.count, self.total = policy, 0, 0
         self.inner = [make_inner() for _ in range(workers)]
         self.weights = [[np.asarray(w, "float64") for w in weights] for _ in range(workers)]
@@ -79,9 +83,10 @@ class Simulation:
 
     def step(self, x, y):
         start = getattr(self.policy, "start_step", 0)
-        cuts = [-(-r * len(x) // len(self.inner)) for r in range(len(self.inner) + 1)]
-        parts = [slice(*pair) for pair in zip(cuts, cuts[1:])]
-        rows = np.array([part.stop - part.start for part in parts], "float64")
+        cuts = [-(-r * len(x) // self.replicas) for r in range(self.replicas + 1)]
+        own = [np.arange(*pair) for pair in zip(cuts, cuts[1:])]
+        parts = [np.concatenate([own[i] for i in group]) for group in self.groups]
+        rows = np.array([len(part) for part in parts], "float64")
         grads = [gradients(w, x[part], y[part]) for w, part in zip(self.weights, parts)]
         self.total += 1
         if self.total <= start:

@@ -42,6 +42,9 @@ def test_mistakes_are_said(tmp_path, capsys):
     for argv, message in [
         (["--rates", "fast"], "A rate is '100mbit'"),
         (["--workers", "0"], "at least 1"),
+        (["--uplink", "1gbit"], "give --racks as well"),
+        (["--racks", "2", "--uplink", "slow"], "A rate is '100mbit'"),
+        (["--racks", "3", "--workers", "2"], "each rack needs a worker"),
         (["--list", "--only", "nothing_of_the_kind"], "No method fits"),
         (["--report", "--out", str(tmp_path / "none.json")], "no file of results"),
     ]:
@@ -71,33 +74,63 @@ def test_figures_before_a_failure_are_kept():
     assert results == [[1, 2]] and error.endswith("exit code 7")
 
 
-def test_emulated_hosts_count_what_is_sent():
+RECEIVES = """
+import socket
+server = socket.create_server(("", 2222))
+print("up", flush=True)
+connection, _ = server.accept()
+while connection.recv(1 << 16): pass
+"""
+SENDS = """
+import socket, sys
+host, port = sys.argv[1].split(":")
+socket.create_connection((host, int(port))).sendall(bytes(1_000_000))
+"""
+
+
+def send(lab, sender, receiver):
+    """Has a host send another 1 MB."""
+    argv = [sys.executable, "-c", RECEIVES]
+    server = lab.start(receiver, argv, stdout=subprocess.PIPE)
+    assert server.stdout.readline() == b"up\n"
+    client = lab.start(sender, [sys.executable, "-c", SENDS, lab.address(receiver)])
+    assert client.wait(30) == server.wait(30) == 0
+
+
+@pytest.fixture
+def emulated_hosts():
     problem = netlab.why_not(rate=1e9)
     if problem is not None:
         pytest.skip(f"no emulated hosts here: {problem}")
-    code = (
-        "import socket, sys\n"
-        "server = socket.create_server(('', 2222))\n"
-        "print('up', flush=True)\n"
-        "connection, _ = server.accept()\n"
-        "while connection.recv(1 << 16): pass\n"
-    )
-    send = (
-        "import socket, sys\n"
-        "host, port = sys.argv[1].split(':')\n"
-        "socket.create_connection((host, int(port))).sendall(bytes(1_000_000))\n"
-    )
+
+
+def test_emulated_hosts_count_what_is_sent(emulated_hosts):
     with netlab.Lab(2) as lab:
         for rate in (1e9, 1e8, None, 1e9):  # also changed, taken off and set anew
             lab.set_rate(rate)
-        server = lab.start(0, [sys.executable, "-c", code], stdout=subprocess.PIPE)
-        assert server.stdout.readline() == b"up\n"
-        client = lab.start(1, [sys.executable, "-c", send, lab.address(0)])
-        assert client.wait(30) == server.wait(30) == 0
+        send(lab, 1, 0)
         sent, _ = wire.traffic(lab.counters, lab.device(1))
         back, received = wire.traffic(lab.counters, lab.device(0))
         assert 1_000_000 < sent < 1_100_000 and back < 100_000
         assert 1_000_000 < received < 1_100_000
+        assert lab.uplinks == []
+
+
+def test_uplinks_count_what_leaves_a_rack(emulated_hosts):
+    with netlab.Lab(5, racks=2, uplink=1e8) as lab:
+        lab.set_rate(1e9)
+        assert [lab.rack(rank) for rank in range(5)] == [0, 0, 0, 1, 1]
+
+        def sent():
+            return [wire.traffic(lab.counters, uplink)[1] for uplink in lab.uplinks]
+
+        send(lab, 0, 2)
+        assert max(sent()) < 100_000
+        send(lab, 0, 4)
+        first, second = sent()
+        assert 1_000_000 < first < 1_200_000 and second < 100_000
+        # What the others send comes over the same link.
+        assert wire.traffic(lab.counters, lab.uplinks[1])[0] == pytest.approx(first, abs=50_000)
 
 
 def test_rates():

@@ -53,6 +53,20 @@ def test_turns_are_pooled_and_compared():
     assert figures.rows(RESULTS[1:2])[0].of_alone is None
 
 
+def test_tables_between_racks():
+    more = {"library": "keras_psplus", "workers": 4}
+    results = [
+        {**result("all_reduce", [100.0] * 3, uplink=3e6), **more},
+        {**result("all_reduce_two_levels", [60.0] * 3, uplink=2e6), **more},
+    ]
+    settings = {**CONTENT["settings"], "racks": 2, "uplink": "100mbit"}
+    content = {**CONTENT, "settings": settings, "results": results}
+    pieces = tables.report(figures.rows(results), content)
+    assert "in 2 racks that 100mbit joins" in pieces["conditions"]
+    line = "| 4 | keras_psplus | `all_reduce_two_levels` | 100mbit | 60.0 | 0.60 | 2.000 | 0.67 |"
+    assert line in pieces["dense"]
+
+
 def test_tables():
     pieces = tables.report(figures.rows(RESULTS), {**CONTENT, "results": RESULTS})
     assert "Z80" in pieces["conditions"] and "keras 3.15.1" in pieces["conditions"]

@@ -407,6 +407,24 @@ def test_doctor_shows_a_broken_tf_config(capsys, monkeypatch):
     assert "not valid JSON" in capsys.readouterr().out
 
 
+@pytest.mark.parametrize(
+    "tf_config, message",
+    [
+        ("", "needs a cluster of at least two workers.* Received: TF_CONFIG="),
+        ("{", "TF_CONFIG is not valid JSON"),
+        (
+            '{"cluster": {"worker": ["a:1", "b:1"], "ps": ["c:1"]}, '
+            '"task": {"type": "ps", "index": 0}}',
+            "--links measures workers. Received: ps-0",
+        ),
+    ],
+)
+def test_doctor_measures_links_of_workers_only(tf_config, message, capsys, monkeypatch):
+    monkeypatch.setenv("TF_CONFIG", tf_config)
+    assert main.main(["doctor", "--links"]) == 1
+    assert re.search(message, capsys.readouterr().err)
+
+
 def test_doctor_refuses_other_backends(capsys, monkeypatch):
     monkeypatch.setenv("KERAS_BACKEND", "jax")
     assert doctor.main(["--nodevices"]) == 1

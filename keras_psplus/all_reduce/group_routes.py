@@ -1,0 +1,76 @@
+"""How what is not compressed gets from the replicas of a group to each of them, in two halves.
+
+TensorFlow has no reduce-scatter on CPUs: rows are exchanged, and each replica adds up its own.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import tensorflow as tf
+
+from keras_psplus import compression
+
+if TYPE_CHECKING:
+    from keras_psplus.all_reduce.collectives import Launcher
+
+
+def scatter(launcher: Launcher, rows: tf.Tensor) -> tf.Tensor:
+    """Sums a matrix of one row for each replica; each gets the row of its place.
+
+    Args:
+        launcher: `collectives.Launcher` of this replica in its group.
+        rows: Matrix of static shape.
+
+    Returns:
+        Matrix of one row, of the same dtype.
+    """
+    size = rows.shape[0]
+    received = _exchanged(launcher, rows, size)
+    # As in a ring, the sum of what takes two bytes has more on its way.
+    wide = tf.float32 if rows.dtype.is_floating and rows.dtype.size == 2 else rows.dtype
+    total = tf.add_n(tf.unstack(tf.cast(received, wide), size))
+    return tf.cast(total, rows.dtype)[tf.newaxis]
+
+
+def _exchanged(launcher, rows, size):
+    if rows.dtype == tf.float32:
+        return launcher.all_to_all(rows)
+    words = launcher.all_to_all(compression.pack((rows,), size))
+    return compression.unpack(words, (rows,), size)[0]
+
+
+def gather(launcher: Launcher, row: tf.Tensor, size: int) -> tf.Tensor:
+    """All replicas' rows, in the order of their places.
+
+    Args:
+        launcher: `collectives.Launcher` of this replica in its group.
+        row: Matrix of one row, of static shape.
+        size: Number of replicas in the group.
+
+    Returns:
+        Matrix of one row for each replica.
+    """
+    if row.dtype == tf.float32:
+        return launcher.gather(row)
+    words = launcher.gather(compression.pack((row,), 1))
+    like = tf.zeros([size, row.shape[1]], row.dtype)
+    return compression.unpack(words, (like,), size)[0]
+
+
+def spread(launcher: Launcher, words: tf.Tensor, leads: bool) -> tf.Tensor:
+    """Gives all replicas of a group the words of the one that leads it, bit by bit.
+
+    Replicas that do not lead add zeros, as whole numbers: a broadcast in TensorFlow goes along a
+    tree, and takes as long as this for two replicas, and longer for more.
+
+    Args:
+        launcher: `collectives.Launcher` of this replica in its group.
+        words: float32 tensor of static shape; of those who do not lead, its shape counts alone.
+        leads: Whether this replica leads.
+
+    Returns:
+        float32 tensor.
+    """
+    bits = tf.bitcast(words, tf.int32)
+    return tf.bitcast(launcher.all_reduce(bits if leads else tf.zeros_like(bits)), tf.float32)

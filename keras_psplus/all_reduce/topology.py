@@ -1,0 +1,123 @@
+"""Along which path gradients travel: one ring, or groups of workers that are near each other."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Sequence
+from typing import Any
+
+from keras_psplus.arguments import shown
+
+FLAT, AUTO = "flat", "auto"
+_ALLOWED = (
+    '`topology` must be None or "flat", "auto", or a list of groups of workers, such as '
+    '[["worker-0", "worker-1"], ["worker-2", "worker-3"]]'
+)
+
+
+@dataclasses.dataclass(frozen=True)
+class Topology:
+    """Groups of workers: inside of one, links are fast; between two of them they are slow.
+
+    Attributes:
+        groups: Tuple of groups, each a tuple of workers' numbers in rank order.
+    """
+
+    groups: tuple[tuple[int, ...], ...]
+
+    def of_replicas(self, local: int) -> Topology:
+        """The groups of replicas' ranks, with as many replicas on each worker.
+
+        Args:
+            local: Number of replicas of one worker.
+        """
+        return Topology(
+            tuple(
+                tuple(worker * local + i for worker in group for i in range(local))
+                for group in self.groups
+            )
+        )
+
+    def group_of(self, rank: int) -> int:
+        """The number of the group that a rank belongs to."""
+        return next(i for i, group in enumerate(self.groups) if rank in group)
+
+    @property
+    def is_even(self) -> bool:
+        """Whether all groups are of one size."""
+        return len({len(group) for group in self.groups}) == 1
+
+    @property
+    def has_levels(self) -> bool:
+        """Whether there is a hop inside a group and one between groups."""
+        return len(self.groups) > 1 and any(len(group) > 1 for group in self.groups)
+
+    def describe(self, names: Sequence[str]) -> str:
+        """The groups in one line, by the workers' names."""
+        return " | ".join(" ".join(names[i] for i in group) for group in self.groups)
+
+
+def get(topology: Any, names: Sequence[str] | None) -> Topology | str:
+    """Checks what a user gives as `topology`.
+
+    Args:
+        topology: None, `"flat"`, `"auto"`, or groups of workers' names or numbers.
+        names: Names of all workers, in rank order; None without a cluster, whose groups then
+            stand for what there is.
+
+    Returns:
+        `"flat"`, `"auto"`, or a `Topology` with the groups in rank order.
+
+    Raises:
+        ValueError: If it is something else, if a worker is unknown, or not in exactly one group.
+
+    Example:
+
+    >>> get([["worker-1", "worker-0"], ["worker-2"]], ["worker-0", "worker-1", "worker-2"])
+    Topology(groups=((0, 1), (2,)))
+    """
+    if topology is None:
+        return FLAT
+    if isinstance(topology, str) and topology in (FLAT, AUTO):
+        return topology
+    if not _is_list(topology) or not topology or not all(map(_is_list, topology)):
+        raise ValueError(f"{_ALLOWED}. Received: topology={shown(topology)}")
+    if names is None:
+        return AUTO
+    groups = [[_number(worker, names, topology) for worker in group] for group in topology]
+    known = f"The cluster's workers are {', '.join(names)}"
+    if not all(groups):
+        raise ValueError(
+            f"each group of `topology` must have a worker. Received: topology={shown(topology)}"
+        )
+    everyone = [worker for group in groups for worker in group]
+    for worker in everyone:
+        if everyone.count(worker) > 1:
+            raise ValueError(
+                f"each worker must be in one group of `topology`, once; {names[worker]} is there "
+                f"{everyone.count(worker)} times. {known}. Received: topology={shown(topology)}"
+            )
+    missing = [name for i, name in enumerate(names) if i not in everyone]
+    if missing:
+        raise ValueError(
+            f"each worker must be in one group of `topology`; {', '.join(missing)} "
+            f"{'is' if len(missing) == 1 else 'are'} in none. {known}. "
+            f"Received: topology={shown(topology)}"
+        )
+    return Topology(tuple(sorted(tuple(sorted(group)) for group in groups)))
+
+
+def _number(worker, names, topology):
+    if isinstance(worker, int) and not isinstance(worker, bool) and 0 <= worker < len(names):
+        return worker
+    if isinstance(worker, str) and worker in names:
+        return list(names).index(worker)
+    raise ValueError(
+        f"groups of `topology` must be of the cluster's workers, {', '.join(names)}, or of their "
+        f"numbers from 0 to {len(names) - 1}; {shown(worker)} is none. "
+        f"Received: topology={shown(topology)}"
+    )
+
+
+def _is_list(value):
+    return isinstance(value, (list, tuple))

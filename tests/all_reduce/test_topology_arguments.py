@@ -1,0 +1,215 @@
+"""Topologies and hops that there are and are not, and how links make groups."""
+
+import itertools
+import json
+
+import numpy as np
+import pytest
+import tensorflow as tf
+
+import keras_psplus
+from keras_psplus import compression
+from keras_psplus.all_reduce import auto_topology, group_routes, links, shards, topology
+from keras_psplus.all_reduce.hops import hops_of
+from keras_psplus.all_reduce.topology import Topology
+
+NAMES = ["worker-0", "worker-1", "worker-2", "worker-3"]
+PAIRS = Topology(((0, 1), (2, 3)))
+
+
+@pytest.fixture
+def four_workers(monkeypatch):
+    cluster = {"worker": [f"127.0.0.1:{port}" for port in range(2, 6)]}
+    config = {"cluster": cluster, "task": {"type": "worker", "index": 0}}
+    monkeypatch.setenv("TF_CONFIG", json.dumps(config))
+
+
+@pytest.mark.parametrize(
+    "given, message",
+    [
+        ([["worker-0", "worker-4"]], "worker-4' is none"),
+        ([[0, 1], [2, 4]], "numbers from 0 to 3; 4 is none"),
+        ([[0, 1], [2, True]], "True is none"),
+        ([["worker-0", "worker-1"], ["worker-1", "worker-2", 3]], "worker-1 is there 2 times"),
+        ([["worker-0", 0], ["worker-1", "worker-2", 3]], "worker-0 is there 2 times"),
+        ([["worker-0", "worker-1"], ["worker-2"]], "worker-3 is in none"),
+        ([["worker-0"]], "worker-1, worker-2, worker-3 are in none"),
+        ([[0, 1, 2, 3], []], "each group of `topology` must have a worker"),
+        ("ring", "`topology` must be None"),
+        (["worker-0", "worker-1"], "`topology` must be None"),
+        ([], "`topology` must be None"),
+        (3, "`topology` must be None"),
+    ],
+)
+@pytest.mark.parametrize("strategy", ["MultiWorkerMirroredStrategy", "HybridStrategy"])
+def test_groups_that_are_none_are_refused_before_anything_starts(
+    strategy, given, message, four_workers
+):
+    with pytest.raises(ValueError, match=f"{message}.* Received: topology="):
+        getattr(keras_psplus, strategy)(topology=given)
+
+
+@pytest.mark.parametrize(
+    "given, groups, message",
+    [
+        ({"within": "bf16"}, None, '"within" and "between" are the hops of a topology'),
+        ({"between": "int8"}, "flat", '"within" and "between" are the hops of a topology'),
+        ({"within": "topk:0.1"}, PAIRS.groups, "inside groups .* `splits`"),
+        ({"within": {"*": "int8"}}, PAIRS.groups, "inside groups .* `splits`"),
+        ({"within": "powersgd:2"}, "auto", "inside groups .* `splits`"),
+        ({"between": "int8", "*kernel": "bf16"}, PAIRS.groups, "must have no other keys"),
+        ({"between": "int9"}, PAIRS.groups, "`compression` must be"),
+        ("factors", PAIRS.groups, "gathered by all workers"),
+        ({"between": {"*kernel": "factors"}}, PAIRS.groups, "gathered by all workers"),
+        ("int8", [[0, 1, 2, 3]], 'no hop "between" in a topology without more than one group'),
+        ({"within": "int8"}, [[0], [1], [2], [3]], 'no hop "within".* a group of several workers'),
+    ],
+)
+def test_hops_that_are_not_there_are_refused_before_anything_starts(
+    given, groups, message, four_workers
+):
+    with pytest.raises(ValueError, match=f"{message}.* Received: .*compression="):
+        keras_psplus.MultiWorkerMirroredStrategy(compression=given, topology=groups)
+
+
+def test_one_value_is_for_the_hop_between_groups():
+    within, between = hops_of("int8", PAIRS)
+    assert within is None and isinstance(between.inner, compression.Int8)
+    within, between = hops_of({"within": "bf16", "between": {"*kernel": "sign"}}, PAIRS)
+    assert isinstance(within, compression.Cast)
+    assert isinstance(between, compression.ByVariable)
+    assert hops_of({"within": None}, PAIRS) == (None, None)
+
+
+def test_one_ring_has_the_compressor_of_the_hop_that_there_is():
+    both = hops_of({"within": "bf16", "between": "int8"}, "auto")
+    assert both.of_one_ring("flat") == (None, both.between)
+    assert both.of_one_ring(Topology(((0,), (1,)))) == (None, both.between)
+    assert both.of_one_ring(Topology(((0, 1),))) == (None, both.within)
+
+
+def test_groups_are_in_rank_order_and_of_all_replicas_of_a_worker():
+    found = topology.get([["worker-3", 1], ("worker-2", "worker-0")], NAMES)
+    assert found == Topology(((0, 2), (1, 3)))
+    assert found.of_replicas(2) == Topology(((0, 1, 4, 5), (2, 3, 6, 7)))
+    assert (
+        found.is_even
+        and found.has_levels
+        and found.describe(NAMES) == ("worker-0 worker-2 | worker-1 worker-3")
+    )
+    assert not Topology(((0, 1, 2), (3,))).is_even
+    for flat in (Topology(((0, 1),)), Topology(((0,), (1,)))):
+        assert not flat.has_levels
+    # The devices of a host are a group by themselves.
+    assert Topology(((0,), (1,))).of_replicas(2).has_levels
+    # A script for a cluster can be tried without one.
+    assert topology.get([["worker-0"], ["worker-1"]], None) == "auto"
+    assert topology.get(None, NAMES) == topology.get("flat", NAMES) == "flat"
+
+
+@pytest.mark.parametrize("number", [2, 3, 4, 7, 8])
+def test_each_pair_is_measured_once_and_nobody_twice_at_a_time(number):
+    rounds = links.rounds_of_pairs(number)
+    assert sorted(itertools.chain(*rounds)) == list(itertools.combinations(range(number), 2))
+    for pairs in rounds:
+        members = list(itertools.chain(*pairs))
+        assert len(members) == len(set(members))
+
+
+def measured(racks, far=10.0, noise=1.3):
+    """Links of workers by the racks that they are in; those inside differ by up to `noise`."""
+    workers = range(len(racks))
+    return {
+        (a, b): links.Link(1e-4, far if racks[a] != racks[b] else noise ** ((a + b) % 2))
+        for a, b in itertools.combinations(workers, 2)
+    }
+
+
+@pytest.mark.parametrize(
+    "racks, groups",
+    [
+        ("aabb", ((0, 1), (2, 3))),
+        ("abab", ((0, 2), (1, 3))),
+        ("aaab", ((0, 1, 2), (3,))),
+        ("aabbcc", ((0, 1), (2, 3), (4, 5))),
+        ("aaaa", ((0,), (1,), (2,), (3,))),
+        ("ab", ((0,), (1,))),
+    ],
+)
+def test_links_make_groups(racks, groups):
+    found = auto_topology.groups_of(measured(racks), len(racks))
+    assert found == Topology(groups)
+
+
+def test_links_that_make_no_groups_are_one_ring():
+    # A chain: the second is near to the first and the third, which are far apart.
+    chain = {(0, 1): 1.0, (1, 2): 1.0, (0, 2): 10.0}
+    chain = {pair: links.Link(1e-4, seconds) for pair, seconds in chain.items()}
+    assert not auto_topology.groups_of(chain, 3).has_levels
+    assert not auto_topology.groups_of(measured("aabb", far=1.7, noise=1.0), 4).has_levels
+
+
+def test_table_of_links():
+    table = links.table({(0, 1): links.Link(1e-3, 1e-3 + 32 * 65536 / 1e8)}, NAMES[:2])
+    assert table.split("\n")[1].split() == ["worker-0", "1.0", "ms", "100", "Mbit/s"]
+
+
+@pytest.mark.parametrize(
+    "shape, number, shard",
+    [
+        ((16, 40), 2, (8, 40)),
+        ((17, 40), 2, (9, 40)),
+        # Of few rows, filling up would add too much.
+        ((3, 40), 2, (60,)),
+        ((3, 3, 4, 5), 2, (18, 5)),
+        ((7,), 4, (2,)),
+        ((), 2, (1,)),
+    ],
+)
+def test_shards_make_the_whole(shape, number, shard):
+    tensor = tf.reshape(tf.range(np.prod(shape), dtype=tf.float32), shape)
+    other = tf.ones([5])
+    cuts = [shards.Cut.of(one, number) for one in (tensor, other)]
+    assert cuts[0].shard == shard
+    rows = shards.rows_of([tensor, other], cuts)
+    assert rows.shape[0] == number
+    for found, expected in zip(shards.wholes_of(rows, cuts), (tensor, other), strict=True):
+        np.testing.assert_array_equal(found, expected)
+    row = rows[:1]
+    parts = shards.shards_of(row, cuts)
+    assert [tuple(part.shape) for part in parts] == [cut.shard for cut in cuts]
+    np.testing.assert_array_equal(shards.row_of(parts), row)
+
+
+class Exchange:
+    """What a launcher does for replicas that all have the same."""
+
+    all_to_all = staticmethod(tf.identity)
+
+    def __init__(self, size):
+        self._size = size
+
+    def gather(self, row):
+        return tf.repeat(row, self._size, 0)
+
+    def all_reduce(self, tensor):
+        assert tensor.dtype == tf.int32
+        return tensor
+
+
+@pytest.mark.parametrize("dtype", ["float16", "bfloat16", "float32", "float64", "int32", "int64"])
+def test_rows_of_any_type_are_summed_and_gathered(dtype):
+    rows = tf.cast(tf.reshape(tf.range(15), [3, 5]), dtype)
+    summed = group_routes.scatter(Exchange(3), rows)
+    assert summed.dtype == dtype and summed.shape == (1, 5)
+    np.testing.assert_array_equal(tf.cast(summed, tf.float64), [[15.0, 18.0, 21.0, 24.0, 27.0]])
+    gathered = group_routes.gather(Exchange(3), rows[:1], 3)
+    assert gathered.dtype == dtype
+    np.testing.assert_array_equal(tf.cast(gathered, tf.float64), [[0.0, 1.0, 2.0, 3.0, 4.0]] * 3)
+
+
+def test_a_group_gets_the_bits_of_its_leader():
+    words = tf.constant([0.0, -0.0, np.nan, np.inf, 1e-45])
+    found = group_routes.spread(Exchange(1), words, leads=True)
+    assert found.numpy().tobytes() == words.numpy().tobytes()
+    assert not np.any(group_routes.spread(Exchange(1), words, leads=False))
