@@ -273,6 +273,17 @@ class ParameterServerStrategy(tf.distribute.ParameterServerStrategy):
         return self._step_attempts
 
     @property
+    def overlaps_steps(self) -> bool:
+        """Whether a worker reads for its next training step before it has sent this one's.
+
+        Not with one worker, whose training is that of one process; nor where workers keep anything
+        from step to step that the next one goes on from; nor on servers that were started
+        otherwise, which may have too few threads.
+        """
+        is_free = self.mode == "async" and self.clocks is None and self.updates is None
+        return is_free and self._num_workers > 1 and self._task is not None
+
+    @property
     def clocks(self) -> Clocks | None:
         """How far each worker is, `staleness.Clocks`, if `max_staleness` bounds it; else None."""
         return self._clocks

@@ -55,7 +55,7 @@ class StepFunction:
             return SyncRunner(*args, split, self._results)
         if is_training and self._strategy.clocks is not None:
             return BoundedRunner(*args)
-        return StepRunner(*args)
+        return StepRunner(*args, overlap=is_training and self._strategy.overlaps_steps)
 
     def __call__(self, iterator: Any) -> dict[str, Any]:
         progress = self._strategy.progress

@@ -105,9 +105,13 @@ def test_unfit_weights_are_refused(weights):
 
 
 def test_training_with_cut_variables_in_processes():
-    result = run_in_processes(
-        JOB, workers=2, ps=3, chief=True, timeout=150, env=ENVIRONMENT, args=["main"]
-    )
+    result = run_in_processes(JOB, workers=2, ps=3, chief=True, timeout=150, env=ENVIRONMENT)
     log = result.logs["chief-0"]
     assert "all cases are as expected" in log
     assert "'placed' on 3 parameter servers: 6 variables, 2 of them cut" in log
+
+
+def test_synchronous_training_with_cut_variables_equals_one_process():
+    env = {**ENVIRONMENT, "PLACEMENT_MODE": "sync"}
+    result = run_in_processes(JOB, workers=2, ps=3, chief=True, timeout=150, env=env)
+    assert "all cases are as expected" in result.logs["chief-0"]
