@@ -138,6 +138,7 @@ class ParameterServerStrategy(tf.distribute.ParameterServerStrategy):
         if cluster_resolver is None:
             self._task = startup.read_task()
             self._mode.check_workers(len(self._task.cluster["worker"]))
+            placement.weights_of(self._task.cluster["ps"], ps_weights)
             if self._task.task_type in ("ps", "worker"):
                 startup.serve_and_exit(self._task, startup_timeout)
             tuning.tune()
