@@ -74,6 +74,10 @@ def serve(
             job_name=config.task_type,
             task_index=config.task_index,
             protocol="grpc",
+            # A ps runs functions of all workers, a worker those of its own.
+            config=tuning.server_config(
+                len(config.cluster.get("worker", ())) if config.task_type == "ps" else 1
+            ),
         )
     except tf.errors.OpError as error:
         raise ClusterStartupError(

@@ -2,6 +2,7 @@
 
 import concurrent.futures
 import dataclasses
+import statistics
 import threading
 import time
 from collections.abc import Callable, Mapping
@@ -13,6 +14,7 @@ from keras_psplus.log import logger
 
 _LOOKS_PER_LIMIT, _LONGEST_LOOK_SECONDS = 4, 5.0
 _ANSWER_SECONDS = 2.0
+_SLOW_SECONDS, _SLOW_FACTOR = 0.1, 5
 
 
 def check_stall_warning(stall_warning: float | None) -> float | None:
@@ -118,3 +120,30 @@ def unresponsive_tasks(addresses: Mapping[str, str]) -> list[str]:
             lambda a: handshake.grpc_responds(a, _ANSWER_SECONDS), addresses.values()
         )
     return [name for name, answers in zip(addresses, answers) if not answers]
+
+
+def slow_tasks(addresses: Mapping[str, str]) -> dict[str, float]:
+    """Tasks whose servers answer, but much later than the others': they, or their links, are slow.
+
+    Args:
+        addresses: As of `unresponsive_tasks`.
+
+    Returns:
+        Dict from names to the seconds that the answer took.
+    """
+    if len(addresses) < 2:
+        return {}
+    with concurrent.futures.ThreadPoolExecutor(min(16, len(addresses))) as pool:
+        seconds = dict(zip(addresses, pool.map(_seconds_to_answer, addresses.values())))
+    usual = statistics.median_low(seconds.values())
+    slow = max(_SLOW_SECONDS, _SLOW_FACTOR * usual)
+    return {name: took for name, took in seconds.items() if slow <= took < _ANSWER_SECONDS}
+
+
+def _seconds_to_answer(address):
+    begin = time.monotonic()
+    return (
+        time.monotonic() - begin
+        if handshake.grpc_responds(address, _ANSWER_SECONDS)
+        else _ANSWER_SECONDS
+    )

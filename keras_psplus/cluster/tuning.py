@@ -9,6 +9,10 @@ _EXPERIMENTS = "GRPC_EXPERIMENTS"
 # A thread is woken when a message is there, not for each packet of it (SO_RCVLOWAT).
 _SELDOM_WOKEN = "tcp_frame_size_tuning,tcp_rcv_lowat"
 
+# Functions of each worker that servers may have to run at the same time.
+STEPS_AT_ONCE = 4
+_FURTHER_THREADS = 8
+
 
 def tune() -> None:
     """Has this process keep freed memory, and wake and keep busy no more threads than it has to.
@@ -26,6 +30,26 @@ def tune() -> None:
     os.environ.setdefault(_EXPERIMENTS, _SELDOM_WOKEN)
     if len(os.sched_getaffinity(0)) == 1:
         _sleep_at_once()
+
+
+def server_config(workers: int) -> config_pb2.ConfigProto:
+    """What the server of a task is started with.
+
+    Each function that a worker runs on a server occupies a thread between operations until it is
+    done, also while it waits for what the worker sends. With no thread left, nothing would come
+    forward: reads of one worker would wait for those of another, or all for ever. The threads that
+    wait take no processor time.
+
+    Args:
+        workers: Number of workers whose functions it runs.
+    """
+    config = config_pb2.ConfigProto()
+    given = os.environ.get("TF_NUM_INTEROP_THREADS", "")
+    asked = int(given) if given.isdigit() else len(os.sched_getaffinity(0))
+    config.inter_op_parallelism_threads = max(asked, STEPS_AT_ONCE * workers + _FURTHER_THREADS)
+    if len(os.sched_getaffinity(0)) == 1:
+        config.experimental.disable_thread_spinning = True
+    return config
 
 
 def _sleep_at_once():

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import collections
 import contextlib
+import functools
 import threading
 from collections.abc import Iterator, Sequence
 from typing import TYPE_CHECKING, Any
@@ -11,12 +12,18 @@ from typing import TYPE_CHECKING, Any
 import tensorflow as tf
 
 from keras_psplus.parameter_server import shard_sizes
+from keras_psplus.parameter_server.placement import Placement, Shard
 from keras_psplus.parameter_server.pulls import PulledVariable, updating_on_server
 from keras_psplus.parameter_server.pushes import Pushes
 from keras_psplus.parameter_server.sharded import ShardedVariable, shard_of
 from keras_psplus.parameter_server.worker_function import ClosureVariable
 from keras_psplus.parameter_server.worker_state import WorkerStates
-from keras_psplus.tf_internals import distribute_lib, resource_variable_ops, sharded_variable
+from keras_psplus.tf_internals import (
+    distribute_lib,
+    resource_variable_ops,
+    sharded_variable,
+    trackable_base,
+)
 from keras_psplus.tf_internals import framework_ops as ops
 from keras_psplus.tf_internals import parameter_server_strategy_v2 as stock
 
@@ -57,14 +64,15 @@ class ParameterServerExtended(stock.ParameterServerStrategyV2Extended):
         self,
         strategy: ParameterServerStrategy,
         cluster_resolver: tf.distribute.cluster_resolver.ClusterResolver,
-        variable_partitioner: tf.distribute.experimental.partitioners.Partitioner | None,
+        variable_partitioner: tf.distribute.experimental.partitioners.Partitioner | str | None,
         compressors: Compressors,
-        keeps_whole: bool = True,
+        ps_weights: Sequence[float],
     ) -> None:
-        super().__init__(strategy, cluster_resolver, variable_partitioner)
-        self._keeps_whole = keeps_whole
+        self._cuts_evenly = variable_partitioner == "auto"
+        partitioner = None if self._cuts_evenly else variable_partitioner
+        super().__init__(strategy, cluster_resolver, partitioner)
         self._creating = threading.local()
-        self._bytes_on_ps = [0] * self._num_ps
+        self._placement = Placement(ps_weights)
         self._compressors = compressors
         self._worker_states = WorkerStates(self._num_workers)
         self._pushes = Pushes(compressors, self._worker_states)
@@ -78,7 +86,12 @@ class ParameterServerExtended(stock.ParameterServerStrategyV2Extended):
     @property
     def bytes_on_ps(self) -> list[int]:
         """Bytes of variables on each parameter server, in order."""
-        return list(self._bytes_on_ps)
+        return self._placement.bytes_on_ps
+
+    @property
+    def placement(self) -> Placement:
+        """What chooses the parameter server of each variable."""
+        return self._placement
 
     @property
     def compressors(self) -> Compressors:
@@ -157,46 +170,69 @@ class ParameterServerExtended(stock.ParameterServerStrategyV2Extended):
         whole = kwargs.get("colocate_with")
         if isinstance(whole, ShardedVariable):
             return self._create_colocated_with_shards(next_creator, whole, **kwargs)
-        offsets = self._offsets_if_large(shape, kwargs)
-        if offsets is not None and len(offsets) > 2:
-            return self._create_in_shards(next_creator, offsets, **kwargs)
+        shards = self._shards(shape, kwargs)
+        if shards is not None and len(shards) > 1:
+            return self._create_in_shards(next_creator, shards, **kwargs)
         variable = super()._create_variable(next_creator, **kwargs)
         if isinstance(variable, sharded_variable.ShardedVariable):
             return ShardedVariable(variable)
         return variable
 
-    def _offsets_if_large(self, shape, kwargs):
-        """Where a variable of more than 1 GiB is cut; None for others, which TensorFlow makes."""
-        initial_value, dtype = kwargs.get("initial_value"), kwargs.get("dtype")
-        if isinstance(initial_value, tf.Tensor):
-            shape, dtype = initial_value.shape, dtype or initial_value.dtype
+    def _shards(self, shape, kwargs):
+        """How a variable is cut, a list of `Shard`; None for one that TensorFlow makes."""
+        initial_value = kwargs.get("initial_value")
+        if "colocate_with" in kwargs or initial_value is None:
+            return None
         is_of_checkpoint = hasattr(initial_value, "checkpoint_position")
-        if is_of_checkpoint or "colocate_with" in kwargs or not shape or dtype is None:
+        shape, dtype = shard_sizes.form_of(kwargs, shape)
+        if self._cuts_evenly and shape is None and callable(initial_value) and not is_of_checkpoint:
+            # The script's own variable, whose shape nobody has said.
+            with ops.device(_CHIEF):
+                kwargs["initial_value"] = initial_value()
+            shape, dtype = shard_sizes.form_of(kwargs, None)
+        if shape is None or shape.rank == 0:
             return None
-        is_known = tf.TensorShape(shape).is_fully_defined()
-        if not is_known or shard_sizes.size_of(shape, dtype) <= shard_sizes.LARGE_BYTES:
+        is_trained = kwargs.get("trainable") is not False
+        if self._cuts_evenly:
+            return self._placement.cut(shape, dtype, is_trained)
+        if is_of_checkpoint or shard_sizes.size_of(shape, dtype) <= shard_sizes.LARGE_BYTES:
             return None
-        partitioner, shards = self._variable_partitioner, 1
+        # TensorFlow would send it whole.
+        partitioner, count = self._variable_partitioner, 1
         if partitioner is not None:
-            shards = partitioner(shape=tf.TensorShape(shape), dtype=tf.as_dtype(dtype))[0]
-        return shard_sizes.offsets_of(shape, dtype, shards, self._keeps_whole)
+            count = partitioner(shape=shape, dtype=tf.as_dtype(dtype))[0]
+        offsets = shard_sizes.offsets_of(shape, dtype, count, keeps_whole=True)
+        return [Shard(None, first, end) for first, end in zip(offsets, offsets[1:])]
 
-    def _create_in_shards(self, next_creator, offsets, **kwargs):
+    def _create_in_shards(self, next_creator, shards, **kwargs):
         """Makes a variable whose first value is the chief's, who sends each shard by itself."""
         initial_value = kwargs.pop("initial_value")
-        kwargs.pop("shape", None)
+        shape = kwargs.pop("shape", None)
         name = kwargs.pop("name", None) or "variable"
         creator = self._create_var_creator(next_creator, **kwargs)
-        with ops.device(_CHIEF):
-            value = initial_value() if callable(initial_value) else initial_value
-            value = tf.convert_to_tensor(value, dtype=kwargs.get("dtype"))
-        parts = []
-        for i, (first, end) in enumerate(zip(offsets, offsets[1:])):
+        is_of_checkpoint = hasattr(initial_value, "checkpoint_position")
+        if not is_of_checkpoint:
             with ops.device(_CHIEF):
-                own = value[first:end]
+                value = initial_value() if callable(initial_value) else initial_value
+                value = tf.convert_to_tensor(value, dtype=kwargs.get("dtype"))
+        parts = []
+        for i, (ps, first, end) in enumerate(shards):
+            if is_of_checkpoint:
+                rest = tuple(tf.TensorShape(shape)[1:])
+                kwargs["shape"] = (end - first, *rest)
+                own = functools.partial(
+                    initial_value,
+                    shard_info=trackable_base.ShardInfo(
+                        shape=tf.TensorShape((end - first, *rest)),
+                        offset=(first, *(0 for _ in rest)),
+                    ),
+                )
+            else:
+                with ops.device(_CHIEF):
+                    own = value[first:end]
             parts.append(
-                self._create_variable_round_robin(
-                    creator, **kwargs, initial_value=own, name=f"{name}/part_{i}"
+                self._create_on_ps(
+                    creator, ps, **kwargs, initial_value=own, name=f"{name}/part_{i}"
                 )
             )
         return ShardedVariable(sharded_variable.ShardedVariable(parts))
@@ -228,13 +264,20 @@ class ParameterServerExtended(stock.ParameterServerStrategyV2Extended):
         return ShardedVariable(sharded_variable.ShardedVariable(parts))
 
     def _create_variable_round_robin(self, next_creator, **kwargs):
-        # By bytes, onto the least loaded: a round robin puts every other kernel on one server and
-        # the biases between them on another.
-        ps = self._bytes_on_ps.index(min(self._bytes_on_ps))
+        return self._create_on_ps(next_creator, None, **kwargs)
+
+    def _create_on_ps(self, next_creator, ps, **kwargs):
+        """Makes a variable, or a shard, on a server; on the one that has least if that is None."""
+        # By bytes: a round robin puts every other kernel on one server and the biases between
+        # them on another.
+        is_trained = kwargs.get("trainable") is not False
+        if ps is None:
+            ps = self._placement.least_loaded(shard_sizes.size_if_known(kwargs), is_trained)
         with ops.colocate_with(None, ignore_existing=True):
             with ops.device(f"/job:ps/task:{ps}/device:CPU:0"):
                 variable = next_creator(**kwargs)
-        self._bytes_on_ps[ps] += variable.shape.num_elements() * variable.dtype.size
+        size = variable.shape.num_elements() * variable.dtype.size
+        self._placement.add(ps, size, is_trained)
         self._variable_count += 1
         return variable
 

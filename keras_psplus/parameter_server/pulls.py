@@ -29,6 +29,7 @@ from keras_psplus.tf_internals import func_graph, record, resource_variable_ops
 if TYPE_CHECKING:
     from keras_psplus.compression import Compressor
     from keras_psplus.parameter_server.compressors import Compressors
+    from keras_psplus.parameter_server.turns import ReadTurn
 
 _LOOPS = (control_flow.WhileBodyFuncGraph, control_flow.WhileCondFuncGraph)
 _local = threading.local()
@@ -48,6 +49,7 @@ class Pulls:
         together: Variables that are read together, those of each server, when one of them is.
         stay: Ids of variables that a loop both reads and writes: reads stay in the loop.
         compressors: Optional `Compressors`.
+        turn: Optional `ReadTurn`, in which the function reads.
     """
 
     def __init__(
@@ -55,8 +57,9 @@ class Pulls:
         together: Iterable[tf.Variable] = (),
         stay: Container[int] = (),
         compressors: Compressors | None = None,
+        turn: ReadTurn | None = None,
     ) -> None:
-        self._stay = stay
+        self._stay, self.turn = stay, turn
         self._compressors = compressors
         self._values: dict[tuple[int, int, bool], tf.Tensor] = {}
         self._readers: dict[int, set[int]] = {}
@@ -142,15 +145,26 @@ class Pulls:
         keys = [reads.key_of(v, compressor) for v, compressor in zip(wanted, compressors)]
         with _in(home), ops.control_dependencies(None), ops.device(None):
             if together:
-                values = reads.read_together(wanted, compressors, keys)
+                with self._in_turn(variable, home):
+                    values = reads.read_together(wanted, compressors, keys)
             else:
-                values = [reads.read(parts, compressors[0], keys[0])]
+                values = [
+                    reads.read(
+                        parts, compressors[0], keys[0], lambda part: self._in_turn(part, home)
+                    )
+                ]
             for other, value in zip(wanted, values):
                 self._keep(home, other, parts if other is variable else [other], value)
             value = self._values[self._key(home, variable)]
             if traffic.current_counter() is not None and variable.trainable:
                 traffic.current_counter().timer.note_pull(value)
         return value
+
+    def _in_turn(self, part, home):
+        """Context of reading on a server."""
+        if self.turn is None or local_copies.handle_of(part) is not None:
+            return contextlib.nullcontext()
+        return ops.control_dependencies(self.turn.start_on(part.device, home))
 
     def _key(self, graph, variable):
         return id(graph), id(variable), self.compressor_of(variable) is None

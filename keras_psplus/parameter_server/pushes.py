@@ -16,7 +16,9 @@ from keras_psplus.compression import Compressor
 from keras_psplus.core import duplicate_rows
 from keras_psplus.parameter_server import traffic, transfer
 from keras_psplus.parameter_server.compressors import path_of
+from keras_psplus.parameter_server.pulls import current_pulls
 from keras_psplus.parameter_server.sharded import Parts, ShardedVariable
+from keras_psplus.parameter_server.turns import writing_states
 
 if TYPE_CHECKING:
     import keras
@@ -80,6 +82,14 @@ class Pushes:
         # The worker's own reading on both sides: other workers go on meanwhile.
         number = _Once(lambda: tf.cast(step(), tf.int64))
         gradients = [duplicate_rows.summed_for(owner, gradient) for gradient in gradients]
+        pulls = current_pulls()
+        has_states = compressed and any(map(self._compressors.of_gradient, variables))
+        turn = pulls.turn if pulls is not None and has_states else None
+        with writing_states(turn, tf.nest.flatten(gradients, expand_composites=True)):
+            pushes = self._encode(gradients, variables, names, number, compressed)
+        return self._send(pushes)
+
+    def _encode(self, gradients, variables, names, number, compressed):
         pushes = []
         for gradient, variable, name in zip(gradients, variables, names):
             compressor = self._compressors.of_gradient(variable) if compressed else None
@@ -93,7 +103,7 @@ class Pushes:
             else:
                 pieces = self._pieces(gradient, variable, compressor, name, number)
                 pushes.append((variable, key, pieces))
-        return self._send(pushes)
+        return pushes
 
     def _name(self, owner, variable):
         """A name for what is kept for a variable, whose path another may have as well."""

@@ -1,6 +1,8 @@
 """Reads variables of parameter servers: as they are, or encoded there and decoded on the worker."""
 
-from collections.abc import Sequence
+import contextlib
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager
 
 import tensorflow as tf
 
@@ -28,7 +30,10 @@ def raw_gather(variable: tf.Variable, rows: tf.Tensor) -> tf.Tensor:
 
 
 def read(
-    parts: Sequence[tf.Variable], compressor: Compressor | None, key: tuple[str, str, str | None]
+    parts: Sequence[tf.Variable],
+    compressor: Compressor | None,
+    key: tuple[str, str, str | None],
+    in_turn: Callable[[tf.Variable], AbstractContextManager[None]] | None = None,
 ) -> tf.Tensor:
     """Brings a variable's value to the worker.
 
@@ -36,13 +41,15 @@ def read(
         parts: The variable's shards, or itself.
         compressor: `Compressor` or None.
         key: What the traffic counter counts it as.
+        in_turn: Optional function of a part that returns the context of reading it on its server.
 
     Returns:
         The value.
     """
     values = []
     for part in parts:
-        payload = _encode(part, compressor, key)
+        with in_turn(part) if in_turn is not None else contextlib.nullcontext():
+            payload = _encode(part, compressor, key)
         values.append(_decode(payload, part, compressor))
     return values[0] if len(parts) == 1 else tf.concat(values, 0)
 

@@ -18,6 +18,7 @@ import tensorflow as tf
 
 from keras_psplus.log import logger
 from keras_psplus.parameter_server import step_errors
+from keras_psplus.parameter_server.lanes import Lanes
 from keras_psplus.tf_internals import cluster_coordinator
 from keras_psplus.tf_internals import coordinator_values as values
 
@@ -25,6 +26,8 @@ if TYPE_CHECKING:
     from keras_psplus.parameter_server.worker_data import Ticket, WorkerIterator
 
 _STEPS_PER_WORKER = 2
+# Training steps that a worker has under way: one that reads, one that computes, one that sends.
+LANES = 3
 _LOOK_FOR_ERRORS_SECONDS = 0.5
 _LOOK_FOR_WORKERS_SECONDS = 5.0
 
@@ -54,12 +57,16 @@ class Scheduler:
     ) -> None:
         self._on_worker_back, self.on_worker_lost = on_worker_back, None
         self._coordinator = coordinator
-        self._window = _STEPS_PER_WORKER * num_workers
+        self._num_workers = num_workers
+        if num_workers > 1:
+            for worker in self.workers:
+                Lanes(worker, LANES)
         self._check_workers = check_workers
         self._changed = threading.Condition()
         # By the result's id: the result and its closure.
         self._under_way: dict[int, tuple[Any, Closure]] = {}
         self._failed_workers: set[int] = set()
+        self._back_since: dict[int, float] = {}
         self._last_result = time.monotonic()
 
     @property
@@ -81,6 +88,7 @@ class Scheduler:
         on_done: Callable[[Any, int], None],
         about: str,
         ticket: Ticket | None = None,
+        may_overlap: bool = False,
     ) -> tf.distribute.coordinator.RemoteValue:
         """Schedules a function once fewer than the window's steps are under way.
 
@@ -91,13 +99,15 @@ class Scheduler:
                 from another thread.
             about: What it works on, for messages.
             ticket: What the last of the arguments is read by, if workers read the data.
+            may_overlap: Whether a worker may begin with it before it is done with the one before.
 
         Returns:
             The result as a `RemoteValue`.
         """
-        self._wait_until(lambda: len(self._under_way) < self._window)
+        per_worker = LANES + 1 if may_overlap else _STEPS_PER_WORKER
+        self._wait_until(lambda: len(self._under_way) < per_worker * self._num_workers)
         closure = Closure(function, self._queue._cancellation_mgr, args)
-        closure.ticket = ticket
+        closure.ticket, closure.may_overlap = ticket, may_overlap
         return self.start(closure, on_done, about, None if ticket is None else ticket.home)
 
     @property
@@ -173,9 +183,12 @@ class Scheduler:
                 worker,
                 closure.after_loss,
             )
-            self._note_loss(lost)
+            # Of several closures that it was lost with, this one may come to be taken late.
+            if closure.started is None or closure.started > self._back_since.get(lost, 0.0):
+                self._note_loss(lost)
         if worker in self._failed_workers:
             self._failed_workers.discard(worker)
+            self._back_since[worker] = time.monotonic()
             logger.warning("worker-%d is back", worker)
             if self._on_worker_back is not None:
                 self._on_worker_back(f"worker-{worker}")
@@ -287,6 +300,7 @@ class Closure(cluster_coordinator.Closure):
     started: float | None
 
     about, scheduler, ticket = "", None, None
+    may_overlap = False
     after_loss = "its update may be applied twice"
     tried_on, started = None, None
 

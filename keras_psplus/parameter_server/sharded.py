@@ -106,7 +106,7 @@ class ShardedVariable(CompositeVariable):
         return lookup(self, self._whole_shape, indices, self._rows)
 
     def _rows(self, unique):
-        of_shards, owners = self._sharded._decompose_indices(unique)
+        of_shards, owners = self._decompose(unique)
         places = tf.dynamic_partition(tf.range(tf.size(unique)), owners, len(self.shards))
         pulled = pulls.current_pulls()
         compressor = None if pulled is None else pulled.compressor_of(self)
@@ -115,6 +115,26 @@ class ShardedVariable(CompositeVariable):
             reads.gather(part, own, compressor, key) for part, own in zip(self.shards, of_shards)
         ]
         return tf.dynamic_stitch(places, rows)
+
+    def _decompose(self, indices):
+        """Numbers of rows, as lists by shard of those within it, and the shard of each.
+
+        TensorFlow's own knows shards of equal sizes only.
+        """
+        starts = tf.constant(self.offsets[1:], indices.dtype)
+        owners = tf.searchsorted(starts, indices, side="right")
+        first = tf.gather(tf.constant(self.offsets, indices.dtype), owners)
+        # What is out of range belongs to the first or the last shard, which says so.
+        return tf.dynamic_partition(indices - first, owners, len(self.shards)), owners
+
+    def _decompose_slices(self, slices):
+        """Rows' gradients, or values, by shard."""
+        of_shards, owners = self._decompose(slices.indices)
+        values = tf.dynamic_partition(slices.values, owners, len(self.shards))
+        return [
+            tf.IndexedSlices(own, indices, tf.constant(part.shape.as_list(), indices.dtype))
+            for own, indices, part in zip(values, of_shards, self.shards)
+        ]
 
     def _write(self, method, value):
         shard = self._shard()
@@ -156,7 +176,7 @@ class ShardedVariable(CompositeVariable):
         shard = self._shard()
         if shard is not None:
             return getattr(shard, method)(slices)
-        for part, own in zip(self.shards, self._sharded._decompose_indexed_slices(slices)):
+        for part, own in zip(self.shards, self._decompose_slices(slices)):
             getattr(part, method)(own)
         return self
 
@@ -183,12 +203,7 @@ class ShardedVariable(CompositeVariable):
         if isinstance(argument, Parts):
             return list(argument)
         if isinstance(argument, tf.IndexedSlices):
-            return [
-                tf.IndexedSlices(
-                    own.values, own.indices, tf.constant(part.shape.as_list(), own.indices.dtype)
-                )
-                for part, own in zip(self.shards, self._sharded._decompose_indexed_slices(argument))
-            ]
+            return self._decompose_slices(argument)
         # A gradient may come without a static shape; a learning rate is known to be a scalar.
         if isinstance(argument, tf.Tensor) and argument.shape.is_compatible_with(self._whole_shape):
             argument = tf.ensure_shape(argument, self._whole_shape)

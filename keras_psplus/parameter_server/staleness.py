@@ -114,7 +114,7 @@ class BoundedRunner(StepRunner):
         for batch in batches:
             super().submit([batch], element_spec)
 
-    def _send(self, function, args, on_done, about, ticket):
+    def _send(self, function, args, on_done, about, ticket, may_overlap):
         scheduler, clocks = self._strategy.scheduler, self._strategy.clocks
         if not scheduler.is_busy:
             clocks.settle()

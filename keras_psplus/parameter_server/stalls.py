@@ -34,14 +34,19 @@ class StallProbe:
 
     def look(self) -> dict[Any, PendingWait]:
         """What is waited for just now."""
+        # Of several closures that a worker has under way, the first one.
+        oldest: dict[int | None, Any] = {}
+        for closure in self._scheduler.closures:
+            first = oldest.get(closure.tried_on)
+            if closure.started and (first is None or closure.started < first.started):
+                oldest[closure.tried_on] = closure
         waits: dict[Any, PendingWait] = {
             (id(closure), closure.started): PendingWait(
                 f"chief-0 at {closure.about}",
                 functools.partial(self._of_closure, f"worker-{closure.tried_on}"),
                 closure.started,
             )
-            for closure in self._scheduler.closures
-            if closure.started
+            for closure in oldest.values()
         }
         at = self._progress.at
         if at is not None and not waits:
@@ -50,11 +55,18 @@ class StallProbe:
         return waits
 
     def _of_closure(self, worker):
-        silent = stalls.unresponsive_tasks({worker: self._workers[worker], **self._servers})
+        asked = {worker: self._workers[worker], **self._servers}
+        silent = stalls.unresponsive_tasks(asked)
+        slow = {} if silent else stalls.slow_tasks(asked)
         if worker in silent:
             missing = f"{worker} (no answer; end its process, and another takes the closure)"
         elif silent:
             missing = f"{worker}, which is held up by {', '.join(silent)} (no answer)"
+        elif slow:
+            listed = ", ".join(
+                f"{name} (answers after {took:.1f} s)" for name, took in slow.items()
+            )
+            missing = f"{worker}; slow: {listed}"
         else:
             missing = f"{worker}, which answers: it is slow, or has no data"
         return f"the closure; not arrived: {missing}"

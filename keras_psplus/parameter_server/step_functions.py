@@ -11,6 +11,7 @@ import tensorflow as tf
 
 from keras_psplus.parameter_server.pulls import Pulls
 from keras_psplus.parameter_server.traffic import TrafficCounter, TrafficSummary
+from keras_psplus.parameter_server.turns import ReadTurn
 from keras_psplus.parameter_server.worker_function import ClosureVariable, Trace
 
 if TYPE_CHECKING:
@@ -26,6 +27,7 @@ class StepFunction(NamedTuple):
         overwritten: Those of them that are given values instead of being added to.
         notes: What `collect` noted while the function was traced.
         costs: What a call costs, a `traffic.TrafficSummary`.
+        may_overlap: Whether a worker may run it beside another call of it.
         replica_step: What the context of tracing was, or None.
         origin: The function that it is traced from; TensorFlow holds it weakly.
     """
@@ -35,6 +37,7 @@ class StepFunction(NamedTuple):
     overwritten: list[ClosureVariable]
     notes: Any
     costs: TrafficSummary
+    may_overlap: bool
     replica_step: Any
     origin: Any
 
@@ -56,6 +59,7 @@ class StepFunctions:
         weights: Function that returns variables which steps may be expected to read.
         replica_step: Optional function of the vector that carries the closure variables' values;
             makes the context, a `WorkerReplicaStep`, in which steps are traced.
+        overlap: Whether a worker may run several of the functions at a time.
     """
 
     def __init__(
@@ -65,9 +69,11 @@ class StepFunctions:
         collect: Callable[[Trace, list[Any]], tuple[tf.Tensor, Any, Any]],
         weights: Callable[[], Iterable[tf.Variable]],
         replica_step: Callable[[tf.Tensor], Any] | None = None,
+        overlap: bool = False,
     ) -> None:
         self._strategy, self._step, self._collect = strategy, step, collect
         self._weights, self._make_replica_step = weights, replica_step or _no_replica_step
+        self._overlap = overlap
         self._functions: dict[str, StepFunction] = {}
 
     def __call__(
@@ -100,14 +106,18 @@ class StepFunctions:
                 self._make_replica_step(initial) as replica_step,
                 Trace(initial) as trace,
                 TrafficCounter() as counter,
-                Pulls(self._weights(), stay, self._strategy.extended.compressors) as pulls,
+                Pulls(
+                    self._weights(), stay, self._strategy.extended.compressors, self._turn(counter)
+                ) as pulls,
             ):
                 batches = _separate(payload, batch_spec)
                 results = [self._strategy.run(self._step, args=(batch,)) for batch in batches]
                 vector, outputs, notes[:] = self._collect(trace, results)
                 # In the same tensor: each would cost a message of its own.
                 vector = tf.concat([vector, counter.counts([vector, outputs])], 0)
-            traced[:] = counter, replica_step
+            # A sum of gradients is read and written from step to step.
+            may_overlap = self._overlap and not self._strategy.updating.keeps_in(trace)
+            traced[:] = counter, replica_step, may_overlap
             variables[:], overwritten[:] = trace.variables, trace.overwritten()
             written_in_loops.update(pulls.written_in_loops())
             return vector, outputs
@@ -119,12 +129,27 @@ class StepFunctions:
             with self._strategy.scope():
                 concrete = function.get_concrete_function(tf.TensorSpec([None], tf.float64), spec)
             if written_in_loops <= stay:
-                counter, replica_step = traced
+                counter, replica_step, may_overlap = traced
                 costs = counter.summary(concrete.graph)
                 return StepFunction(
-                    concrete, variables, overwritten, notes, costs, replica_step, function
+                    concrete,
+                    variables,
+                    overwritten,
+                    notes,
+                    costs,
+                    may_overlap,
+                    replica_step,
+                    function,
                 )
             stay |= written_in_loops
+
+    def _turn(self, counter):
+        """When the function that is being traced reads; None for at once."""
+        if not self._overlap:
+            return None
+        turn = ReadTurn(f"keras_psplus/{self._strategy.extended.worker_states.run}")
+        counter.timer.at_arrival = turn.end
+        return turn
 
 
 def _no_replica_step(initial):

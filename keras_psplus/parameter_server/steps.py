@@ -25,6 +25,7 @@ class StepRunner:
         strategy: `ParameterServerStrategy`.
         step: Function of one batch that returns a dict of scalar logs.
         weights: Function that returns variables which steps may be expected to read.
+        overlap: Whether a worker may begin with a step before it is done with the one before.
     """
 
     def __init__(
@@ -32,14 +33,22 @@ class StepRunner:
         strategy: ParameterServerStrategy,
         step: Callable[..., Any],
         weights: Callable[[], Iterable[tf.Variable]],
+        overlap: bool = False,
     ) -> None:
         self._strategy = strategy
         self._functions: Any = StepFunctions(
-            strategy, step, strategy.updating.with_pending(changes_and_logs), weights
+            strategy,
+            step,
+            strategy.updating.with_pending(changes_and_logs),
+            weights,
+            overlap=overlap,
         )
         self._lock = threading.Lock()
         self._sent = 0
         self._bad_loss = None
+        self._overlap = overlap
+        # Of the steps of an epoch before: what the logs were, and how often a step drew a seed.
+        self._known: tuple[list[ClosureVariable], Any, dict[str, Any]] | None = None
         self._clear()
 
     def _clear(self):
@@ -69,6 +78,7 @@ class StepRunner:
         with self._lock:
             if self._totals is None:
                 self._variables, self._totals = variables, pack(variables)
+                self._begin_as_before(variables)
             initial = self._totals + self._seeds_after(self._steps)
             self._steps += len(batches)
         count = len(batches)
@@ -78,11 +88,20 @@ class StepRunner:
             lambda result, worker: self._add(count, function, result[0].numpy(), worker),
             describe(batches, self._sent),
             ticket,
+            function.may_overlap,
         )
         self._sent += count
         if self._logs is None:
             # The first step shows what the logs are called, and how often a step draws a seed.
             self._strategy.scheduler.wait_for(lambda: self._logs is not None)
+
+    def _begin_as_before(self, variables):
+        """Lets all workers begin with an epoch at once, once a first one has shown how steps are.
+
+        Until a step of this epoch is back, the logs are those of the last one of the epoch before.
+        """
+        if self._overlap and self._known is not None and are_same(variables, self._known[0]):
+            _, self._draws, self._logs = self._known
 
     def _send(self, *args):
         """Schedules a function; the arguments are those of `Scheduler.submit`."""
@@ -140,6 +159,8 @@ class StepRunner:
     def _write_totals(self):
         with self._lock:
             if self._totals is not None:
+                if self._logs is not None:
+                    self._known = self._variables, self._draws, self._logs
                 unpack(self._variables, self._totals + self._seeds_after(self._steps))
         self._clear()
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import atexit
 import contextlib
 import os
+from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
 import tensorflow as tf
@@ -17,7 +18,14 @@ from keras_psplus.cluster.config import ClusterStartupError, TaskConfig
 from keras_psplus.cluster.progress import Progress
 from keras_psplus.communication import Communication
 from keras_psplus.core import job_failure, live_strategies
-from keras_psplus.parameter_server import failure, modes, startup, state_files, traffic
+from keras_psplus.parameter_server import (
+    failure,
+    modes,
+    placement,
+    startup,
+    state_files,
+    traffic,
+)
 from keras_psplus.parameter_server.compressors import Compressors
 from keras_psplus.parameter_server.engine import ParameterServerEngine
 from keras_psplus.parameter_server.extended import ParameterServerExtended
@@ -33,8 +41,6 @@ if TYPE_CHECKING:
 
     from keras_psplus.compression import Compressor
 
-_partitioners = tf.distribute.experimental.partitioners
-
 
 class ParameterServerStrategy(tf.distribute.ParameterServerStrategy):
     """Training with variables on parameter servers, for `model.fit` of Keras 3.
@@ -48,10 +54,11 @@ class ParameterServerStrategy(tf.distribute.ParameterServerStrategy):
     Args:
         cluster_resolver: Optional `tf.distribute.cluster_resolver.ClusterResolver`, in the chief,
             of a cluster whose servers are started otherwise. By default `TF_CONFIG` is read.
-        variable_partitioner: `"auto"`, which shards variables of more than 16 MiB over all
-            parameter servers, in shards of at most 1 GiB; None, which keeps every variable whole;
-            or one of `tf.distribute.experimental.partitioners`. Of the latter two, what comes to
-            2 GiB on one server, which TensorFlow cannot send, is cut all the same.
+        variable_partitioner: `"auto"`, which shards all but small variables over all parameter
+            servers, so that these have as many bytes, in shards of 32 KiB to 1 GiB; None, which
+            keeps every variable whole; or one of `tf.distribute.experimental.partitioners`. Of the
+            latter two, what comes to 2 GiB on one server, which TensorFlow cannot send, is cut all
+            the same.
         startup_timeout: Seconds to wait for the other tasks to start.
         worker_timeout: Seconds for which no worker at all may be reachable before training ends.
         compression: How gradients are sent: a name such as `"bf16"`, `"int8"`, `"topk:0.01"` or
@@ -74,6 +81,9 @@ class ParameterServerStrategy(tf.distribute.ParameterServerStrategy):
             text such as `"accumulate:4"`; None to read and send at each step.
         stall_warning: Seconds that a closure may take until one line says which one, and what it
             waits for; None for no such line.
+        ps_weights: List of a positive number for each parameter server, such as its link's rate:
+            its part of the variables' bytes is proportional to that. None for as many bytes on
+            each host, whose servers share its link.
 
     Raises:
         ValueError: If an argument is out of range, a combination of them has no meaning, or a
@@ -114,10 +124,12 @@ class ParameterServerStrategy(tf.distribute.ParameterServerStrategy):
         max_staleness: int | None = None,
         updates: updates_module.Updates | str | None = None,
         stall_warning: float | None = 60.0,
+        ps_weights: Sequence[float] | None = None,
     ) -> None:
         seconds("startup_timeout", startup_timeout)
         seconds("worker_timeout", worker_timeout)
         stalls.check_stall_warning(stall_warning)
+        placement.check_weights(ps_weights)
         # Before this task waits for others, or serves them.
         compressors = Compressors(compression, pull_compression)
         self._mode = modes.check_mode(mode, backup_workers, max_staleness)
@@ -126,6 +138,7 @@ class ParameterServerStrategy(tf.distribute.ParameterServerStrategy):
         if cluster_resolver is None:
             self._task = startup.read_task()
             self._mode.check_workers(len(self._task.cluster["worker"]))
+            placement.weights_of(self._task.cluster["ps"], ps_weights)
             if self._task.task_type in ("ps", "worker"):
                 startup.serve_and_exit(self._task, startup_timeout)
             tuning.tune()
@@ -137,11 +150,7 @@ class ParameterServerStrategy(tf.distribute.ParameterServerStrategy):
             )
         spec = cluster_resolver.cluster_spec().as_dict()
         self._mode.check_workers(len(spec.get("worker", [])))
-        keeps_whole = variable_partitioner != "auto"
-        if variable_partitioner == "auto":
-            variable_partitioner = _partitioners.MinSizePartitioner(
-                min_shard_bytes=16 << 20, max_shards=len(spec.get("ps", [])) or 1
-            )
+        weights = placement.weights_of(spec.get("ps", ["ps"]), ps_weights)
         # As TensorFlow's constructor does, but for the implementation half.
         self._cluster_resolver = cluster_resolver
         self._verify_args_and_config(cluster_resolver)
@@ -163,7 +172,7 @@ class ParameterServerStrategy(tf.distribute.ParameterServerStrategy):
         tf.distribute.Strategy.__init__(
             self,
             ParameterServerExtended(
-                self, cluster_resolver, variable_partitioner, compressors, keeps_whole
+                self, cluster_resolver, variable_partitioner, compressors, weights
             ),
         )
         if self._task is None:
@@ -263,6 +272,17 @@ class ParameterServerStrategy(tf.distribute.ParameterServerStrategy):
     def step_attempts(self) -> StepAttempts:
         """The global steps of `mode="sync"`."""
         return self._step_attempts
+
+    @property
+    def overlaps_steps(self) -> bool:
+        """Whether a worker reads for its next training step before it has sent this one's.
+
+        Not with one worker, whose training is that of one process; nor where workers keep anything
+        from step to step that the next one goes on from; nor on servers that were started
+        otherwise, which may have too few threads.
+        """
+        is_free = self.mode == "async" and self.clocks is None and self.updates is None
+        return is_free and self._num_workers > 1 and self._task is not None
 
     @property
     def clocks(self) -> Clocks | None:

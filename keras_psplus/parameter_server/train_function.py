@@ -8,7 +8,13 @@ from typing import TYPE_CHECKING, Any
 import tensorflow as tf
 
 from keras_psplus.core import batches
-from keras_psplus.parameter_server import local_sgd_step, step_registry, worker_updates
+from keras_psplus.log import logger
+from keras_psplus.parameter_server import (
+    local_sgd_step,
+    placement_table,
+    step_registry,
+    worker_updates,
+)
 from keras_psplus.parameter_server.split import split
 from keras_psplus.parameter_server.staleness import BoundedRunner
 from keras_psplus.parameter_server.step_inputs import tensors, weights
@@ -41,6 +47,7 @@ class StepFunction:
         # One dict for a whole epoch: Keras keeps the last that it got, and gets to see in it what
         # steps bring back later.
         self._logs: dict[str, Any] = {}
+        self._is_reported = False
 
     def _runner_of(self, step, is_training):
         args = self._strategy, step, lambda: weights(self._model)
@@ -48,7 +55,7 @@ class StepFunction:
             return SyncRunner(*args, split, self._results)
         if is_training and self._strategy.clocks is not None:
             return BoundedRunner(*args)
-        return StepRunner(*args)
+        return StepRunner(*args, overlap=is_training and self._strategy.overlaps_steps)
 
     def __call__(self, iterator: Any) -> dict[str, Any]:
         progress = self._strategy.progress
@@ -76,6 +83,7 @@ class StepFunction:
             raise StopIteration
         step_registry.drain(self._strategy, but=self)
         self._runner.submit(batches, _tensors_spec(element_spec, batches), ticket)
+        self._report_placement()
         self._logs.clear()
         self._logs.update(self._runner.logs)
         # Also if other steps have come back after that one.
@@ -86,6 +94,13 @@ class StepFunction:
         if not isinstance(iterator, (tf.data.Iterator, WorkerIterator)):
             self.drain()
         return logs, len(batches)
+
+    def _report_placement(self):
+        """Logs where the variables are, once all have been made: the first step makes the last."""
+        if self._is_training and not self._is_reported and self._strategy.extended._num_ps > 1:
+            logger.info("%s", placement_table.report(self._strategy, self._model))
+            placement_table.warn_of_whole_tensors(self._model)
+        self._is_reported = True
 
     def take_bad_loss(self) -> float | None:
         """A loss that is not finite and that the logs of no batch have shown, or None."""

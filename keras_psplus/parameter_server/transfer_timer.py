@@ -23,6 +23,8 @@ class TransferTimer:
         self._begin = tf.timestamp()
         self._pulled: list[tf.Tensor] = []
         self._arrivals: tf.Tensor | None = None
+        # Called with the operation that has all that the function reads first.
+        self.at_arrival: Callable[[tf.Operation], None] | None = None
 
     def note_pull(self, value: tf.Tensor) -> None:
         """Notes a value that a worker reads."""
@@ -68,8 +70,11 @@ class TransferTimer:
             return
         is_here = ops.get_default_graph() is self._graph
         with contextlib.nullcontext() if is_here else self._graph.as_default():
-            with tf.control_dependencies([self._arrival_of(pulled)]):
+            arrival = self._arrival_of(pulled)
+            with tf.control_dependencies([arrival]):
                 self._add(tf.timestamp() - begin)
+            if self.at_arrival is not None:
+                self.at_arrival(arrival)
 
     def _arrival_of(self, values):
         """An operation on the worker that has needed the values themselves.

@@ -24,6 +24,8 @@ from keras_psplus.tf_internals import data_structure as structure
 from keras_psplus.tf_internals import dataset_ops
 
 _READ_AHEAD = 2
+# Ready for a worker's next steps: while a step is asked for its result, its worker answers nothing.
+_TICKETS_AHEAD = 4
 _RETRY_SECONDS = 0.5
 
 
@@ -234,7 +236,7 @@ class _ShareReader:
     def _run(self, count):
         while not self.is_done:
             with self._queue.changed:
-                while len(self.tickets) >= _READ_AHEAD and not self._queue.is_closed:
+                while len(self.tickets) >= _TICKETS_AHEAD and not self._queue.is_closed:
                     self._queue.changed.wait(_RETRY_SECONDS)
             if self._queue.is_closed:
                 return

@@ -227,6 +227,10 @@ class WorkerUpdates:
         pending = tf.reduce_max(tf.stack(counts)) if counts else _NOTHING
         return tf.cast(tf.reshape(pending, [1]), tf.float64)
 
+    def keeps_in(self, trace: worker_function.Trace) -> bool:
+        """Whether a worker function keeps gradients, or copies of variables, from step to step."""
+        return bool(self._in_trace.get(trace))
+
     def with_pending(
         self, collect: Callable[[worker_function.Trace, list[Any]], tuple[tf.Tensor, Any, Any]]
     ) -> Callable[[worker_function.Trace, list[Any]], tuple[tf.Tensor, Any, Any]]:

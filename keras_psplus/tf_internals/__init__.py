@@ -39,6 +39,7 @@ from tensorflow.python.framework import ops as framework_ops
 from tensorflow.python.ops import collective_ops, resource_variable_ops, script_ops
 from tensorflow.python.ops import control_flow_v2_func_graphs as control_flow_func_graphs
 from tensorflow.python.trackable import autotrackable
+from tensorflow.python.trackable import base as trackable_base
 from tensorflow.python.types import core as types_core
 from tensorflow.python.util import nest
 
@@ -80,6 +81,7 @@ __all__ = [
     "sharded_variable",
     "slurm_cluster_resolver",
     "tensor_conversion_registry",
+    "trackable_base",
     "types_core",
     "types_pb2",
     "values_util",

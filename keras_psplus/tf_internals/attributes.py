@@ -43,7 +43,6 @@ ATTRIBUTES = [
     (autotrackable.AutoTrackable, "_no_dependency"),
     (resource_variable_ops, "_variable_handle_from_shape_and_dtype"),
     (resource_variable_ops.BaseResourceVariable, "_handle_name"),
-    (sharded_variable.ShardedVariableMixin, "_decompose_indexed_slices _decompose_indices"),
     (sharded_variable.ShardedVariableMixin, "_var_offsets"),
     (Trackable, "_handle_deferred_dependencies _track_trackable"),
     # Data.

@@ -1,6 +1,7 @@
 """What is said to be waited for, by what is known of the others."""
 
 import re
+import time
 import types
 
 import pytest
@@ -130,6 +131,24 @@ def test_the_chief_names_the_worker_or_the_server_that_holds_it_up(silent):
     assert wait.describe().endswith("worker-1, which is held up by ps-0 (no answer)")
     silent.add("worker-1")
     assert "not arrived: worker-1 (no answer; end its process" in wait.describe()
+
+
+def test_of_a_workers_closures_the_oldest_is_waited_for(silent):
+    _, waits = chief(closure(1, 6.0), closure(1, 5.0), closure(0, 7.0), closure(1, 8.0))
+    assert sorted(wait.since for wait in waits.look().values()) == [5.0, 7.0]
+
+
+def test_a_server_that_answers_late_is_named(monkeypatch):
+    seconds = {"a:1": 0.0, "a:2": 0.0, "a:3": 0.3}
+    monkeypatch.setattr(
+        stalls.handshake, "grpc_responds", lambda a, timeout: time.sleep(seconds[a]) or True
+    )
+    _, waits = chief(closure(1, 5.0))
+    ((wait,),) = [waits.look().values()]
+    # Of two tasks, one of which takes that long, the other is the usual one.
+    assert "not arrived: worker-1; slow: ps-0 (answers after 0." in wait.describe()
+    seconds["a:3"] = 0.0
+    assert wait.describe().endswith("worker-1, which answers: it is slow, or has no data")
 
 
 def test_a_call_of_the_chief_itself_is_logged_if_no_closure_is(silent):

@@ -1,0 +1,139 @@
+"""Several closures of one worker at a time, each in a lane of its own.
+
+TensorFlow's coordinator has a thread for each worker, which sends a closure and waits for it before
+it takes the next one. So a worker's link carries reads, then nothing, then gradients. With lanes
+the next closure is sent while the one before is under way.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable
+from typing import Any
+
+from keras_psplus.tf_internals import cluster_coordinator, executor
+
+
+class Lanes:
+    """Runs the closures that a worker's thread takes from the queue.
+
+    Closures whose `may_overlap` is true run beside each other, others alone. When the worker is
+    lost, one lane waits for it to come back, as TensorFlow's thread would, and the others only give
+    their closures back: a cluster that is mended several times for one loss may lose functions.
+
+    Args:
+        worker: TensorFlow's `Worker`.
+        count: How many closures may be under way.
+    """
+
+    def __init__(self, worker: Any, count: int) -> None:
+        self._process_alone = worker._process_closure
+        self._changed = threading.Condition()
+        self._count = count
+        self._free = [_Lane(worker, self) for _ in range(count)]
+        self._is_lost, self._losses = False, 0
+        worker._process_closure = self._process
+
+    @property
+    def losses(self) -> int:
+        """How often the worker has been lost and come back."""
+        return self._losses
+
+    def _process(self, closure):
+        """What TensorFlow's thread does with a closure that it has taken from the queue."""
+        if not getattr(closure, "may_overlap", False):
+            self._wait_until(lambda: len(self._free) == self._count or self._is_lost)
+            if not self._is_lost:
+                self._process_alone(closure)
+                return
+        # On a lost worker it fails at once, and goes to others.
+        with self._changed:
+            self._changed.wait_for(lambda: self._free)
+            lane = self._free.pop()
+        threading.Thread(
+            target=self._run, args=(lane, closure), name="WorkerLane", daemon=True
+        ).start()
+        del closure
+        # Now: a closure that has been taken from the queue is not there for other workers.
+        self._wait_until(lambda: self._free and not self._is_lost)
+
+    def _run(self, lane, closure):
+        try:
+            lane.process(closure)
+        finally:
+            del closure
+            with self._changed:
+                self._free.append(lane)
+                self._changed.notify_all()
+
+    def claim_loss(self, losses: int) -> bool:
+        """Whether a lane is the first one to find that the worker is lost, and has to wait for it.
+
+        Args:
+            losses: What `losses` was when the lane began.
+        """
+        with self._changed:
+            if self._is_lost or losses != self._losses:
+                return False
+            self._is_lost = True
+            return True
+
+    def end_loss(self) -> None:
+        """Notes that the worker is back, or given up."""
+        with self._changed:
+            self._is_lost = False
+            self._losses += 1
+            self._changed.notify_all()
+
+    def _wait_until(self, condition: Callable[[], Any]) -> None:
+        with self._changed:
+            self._changed.wait_for(condition)
+
+
+class _Lane:
+    """What closures take for the worker, with an executor of its own."""
+
+    def __init__(self, worker, lanes):
+        self._worker, self._lanes = worker, lanes
+        self.worker_index, self.device_name = worker.worker_index, worker.device_name
+        self.executor = executor.new_executor(enable_async=False)
+
+    @property
+    def _queue(self):
+        return self._worker._cluster.closure_queue
+
+    def process(self, closure):
+        """Runs a closure, and gives it back if the worker is lost."""
+        losses = self._lanes.losses
+        try:
+            closure.execute_on(self)
+            closure.maybe_call_with_output_remote_value(lambda result: result.get())
+        except Exception as error:
+            if not cluster_coordinator._is_worker_failure(error):
+                self._handle(closure, error)
+            elif self._lanes.claim_loss(losses):
+                try:
+                    self._handle(closure, error)
+                finally:
+                    self._lanes.end_loss()
+            else:
+                self._queue.put_back(closure)
+        else:
+            self._queue.mark_finished()
+
+    def _handle(self, closure, error):
+        """Does what TensorFlow's thread would do about an error."""
+        try:
+            with self._worker.failure_handler.wait_on_failure(
+                on_failure_fn=lambda e: self._worker._on_closure_failure(closure, e),
+                on_transient_failure_fn=lambda: self._queue.put_back(closure),
+                on_recovery_fn=self._worker._on_worker_recovery,
+                worker_device_name=self.device_name,
+            ):
+                raise error
+        except Exception as final:
+            final_error = final
+            closure.maybe_call_with_output_remote_value(
+                lambda result: result._set_error(final_error)
+            )
+            self._queue.mark_failed(final)

@@ -1,0 +1,117 @@
+"""Variables are spread evenly over parameter servers, in whatever order a model makes them."""
+
+import math
+import pathlib
+import random
+
+import numpy as np
+import pytest
+
+from keras_psplus.cluster.testing import run_in_processes
+from keras_psplus.parameter_server.placement import Placement, check_weights, weights_of
+
+JOB = pathlib.Path(__file__).with_name("placement_job.py")
+ENVIRONMENT = {"TF_CPP_MIN_LOG_LEVEL": "2", "CUDA_VISIBLE_DEVICES": ""}
+MIB = 1 << 20
+
+PERCEPTRON = [
+    shape
+    for a, b in [(784, 1600), (1600, 1600), (1600, 700), (700, 10)]
+    for shape in [(a, b), (b,)]
+]
+# Narrow at first, as many are: what is large comes last, or first.
+CONVOLUTIONAL = [
+    shape
+    for a, b in [(3, 64), (64, 128), (128, 256), (256, 256)]
+    for shape in [(3, 3, a, b), (b,), (b,), (b,)]
+] + [(256 * 49, 512), (512,), (512, 10), (10,)]
+ENCODER = [(8000, 256)] + 4 * ([(256, 256), (256,)] * 4 + [(256, 1024), (1024,), (1024, 256)])
+FEW_ROWS = [(2, 300, 40), (100, 600), (3, 7000)] * 15
+
+
+def place(shapes, weights, is_trained=lambda i: True):
+    placement = Placement(weights)
+    cuts = []
+    for i, shape in enumerate(shapes):
+        shards = placement.cut(shape, "float32", is_trained(i))
+        assert [s.first for s in shards] == [0, *(s.end for s in shards[:-1])]
+        assert shards[-1].end == shape[0] and all(s.first <= s.end for s in shards)
+        row_bytes = 4 * math.prod(shape[1:])
+        for shard in shards:
+            placement.add(shard.ps, (shard.end - shard.first) * row_bytes, is_trained(i))
+        cuts.append(shards)
+    return placement, cuts
+
+
+def worst(placement):
+    sizes = placement.bytes_on_ps
+    return max(size / weight for size, weight in zip(sizes, placement.weights)) / sum(sizes)
+
+
+@pytest.mark.parametrize("shapes", [PERCEPTRON, CONVOLUTIONAL, ENCODER, FEW_ROWS])
+@pytest.mark.parametrize("weights", [[1, 1], [1, 1, 1], [1] * 6, [1, 2], [0.5, 0.5, 1]])
+def test_no_server_has_more_than_a_tenth_above_its_part(shapes, weights):
+    orders = [shapes, shapes[::-1], sorted(shapes, key=math.prod)]
+    orders += [random.Random(seed).sample(shapes, len(shapes)) for seed in range(10)]
+    for order in orders:
+        placement, _ = place(order, weights)
+        assert sum(placement.bytes_on_ps) == sum(4 * math.prod(shape) for shape in shapes)
+        assert worst(placement) <= 1.1, (order, placement.bytes_on_ps)
+
+
+def test_what_is_trained_is_balanced_by_itself():
+    """Since an optimizer's slots come to the same server, and none to what is not trained."""
+    shapes = [(500, 500), (400, 1000)] * 5
+    placement, cuts = place(shapes, [1, 1, 1], is_trained=lambda i: i % 2 == 0)
+    trained = [0, 0, 0]
+    for shape, shards in list(zip(shapes, cuts))[::2]:
+        for shard in shards:
+            trained[shard.ps] += (shard.end - shard.first) * 4 * shape[1]
+    assert max(trained) <= 1.1 * np.mean(trained)
+    assert worst(placement) <= 1.1
+
+
+def test_small_variables_stay_whole_and_go_where_least_is():
+    placement, cuts = place([(64, 64), (100,), (60, 100), (30, 30)], [1, 1])
+    assert [len(shards) for shards in cuts] == [1, 1, 1, 1]
+    assert [shards[0].ps for shards in cuts] == [0, 1, 1, 0]
+    # The same with thrice as much for the first.
+    _, cuts = place([(64, 64)] * 4, [3, 1])
+    assert sorted(shards[0].ps for shards in cuts) == [0, 0, 0, 1]
+
+
+def test_shards_are_neither_tiny_nor_too_large_to_send():
+    _, [shards] = place([(4_900_000, 128)], [1, 1])
+    assert len(shards) == 4 and [s.ps for s in shards] == [0, 0, 1, 1]
+    _, [shards] = place([(90, 256)], [1] * 8)
+    assert len(shards) == 2
+    _, [shards] = place([(0, 256)], [1, 1])
+    assert len(shards) == 1
+    _, [shards] = place([(1, 1 << 22)], [1, 1])
+    assert len(shards) == 1
+
+
+def test_servers_of_one_host_share_its_link():
+    assert weights_of(["a:1", "a:2", "b:1"], None) == [0.5, 0.5, 1.0]
+    assert weights_of(["a:1", "b:1"], [1, 3]) == [1.0, 3.0]
+    with pytest.raises(ValueError, match=r"of which there are 2. Received: ps_weights=\[1\]"):
+        weights_of(["a:1", "b:1"], [1])
+
+
+@pytest.mark.parametrize("weights", [[], "ab", [1, 0], [1, -2], [1, float("inf")], [True], 3])
+def test_unfit_weights_are_refused(weights):
+    with pytest.raises(ValueError, match=r"`ps_weights` must be .* Received: ps_weights="):
+        check_weights(weights)
+
+
+def test_training_with_cut_variables_in_processes():
+    result = run_in_processes(JOB, workers=2, ps=3, chief=True, timeout=150, env=ENVIRONMENT)
+    log = result.logs["chief-0"]
+    assert "all cases are as expected" in log
+    assert "'placed' on 3 parameter servers: 6 variables, 2 of them cut" in log
+
+
+def test_synchronous_training_with_cut_variables_equals_one_process():
+    env = {**ENVIRONMENT, "PLACEMENT_MODE": "sync"}
+    result = run_in_processes(JOB, workers=2, ps=3, chief=True, timeout=150, env=env)
+    assert "all cases are as expected" in result.logs["chief-0"]
