@@ -1,6 +1,6 @@
 """Train steps of a user's own that compute with gradients, by a cluster or in one process.
 
-own_steps_job.py FOLDER CASE [CASE ...]
+own_steps_job.py FOLDER CASE [CASE ...] [--updates '{"RULE": ["CASE", ...]}']
 """
 
 import argparse
@@ -15,8 +15,10 @@ import pytest
 import tensorflow as tf
 
 import keras_psplus
+from keras_psplus import updates as updates_module
 from keras_psplus.all_reduce.collectives import Launcher
 from keras_psplus.all_reduce.tape_gradients import TapeGradients
+from keras_psplus.all_reduce.updating import MirroredUpdates
 from keras_psplus.cluster.in_process import logical_devices
 
 CASES = {}
@@ -70,16 +72,14 @@ class ClipByGlobalNorm(OwnStep):
 
 
 @case
-class ClipByValue(OwnStep):
-    def change(self, gradients):
-        return [tf.clip_by_value(tf.convert_to_tensor(g), -0.01, 0.02) for g in gradients]
+class ClipByValueOrNormalise(OwnStep):
+    """Every second one by value; the others to a norm of one."""
 
-
-@case
-class Normalised(OwnStep):
     def change(self, gradients):
         dense = [tf.convert_to_tensor(g) for g in gradients]
-        return [g / (tf.norm(g) + 1e-6) for g in dense]
+        clipped = [tf.clip_by_value(g, -0.01, 0.02) for g in dense]
+        normalised = [g / (tf.norm(g) + 1e-6) for g in dense]
+        return [(clipped, normalised)[i % 2][i] for i in range(len(dense))]
 
 
 @case
@@ -161,11 +161,6 @@ class OwnOptimizer(OwnStep):
 
 @case
 class Eagerly(ClipByGlobalNorm):
-    compile_arguments = {"run_eagerly": True}
-
-
-@case
-class AsItIsEagerly(OwnStep):
     compile_arguments = {"run_eagerly": True}
 
 
@@ -283,7 +278,7 @@ def main(folder, names, updates, in_cluster):
     y = random.normal(size=(ROWS, 1)).astype("float32")
     strategy, name_of_process = tf.distribute.get_strategy(), "alone"
     if in_cluster:
-        strategy = keras_psplus.MultiWorkerMirroredStrategy(updates=updates)
+        strategy = keras_psplus.MultiWorkerMirroredStrategy()
         name_of_process = strategy.task.name
     for name in names:
         if name == "Refused":
@@ -294,6 +289,14 @@ def main(folder, names, updates, in_cluster):
         path = pathlib.Path(folder, f"{name}-{name_of_process}.npz")
         np.savez(path, **fit(CASES[name], strategy, x, y))
         print(f"done {name}", flush=True)
+    for rule, names in updates.items():
+        # A process has one strategy; these cases get the part of it that updates anew.
+        strategy._updates = updates_module.get(rule)
+        strategy.extended._updating = MirroredUpdates(strategy._updates, strategy)
+        for name in names:
+            path = pathlib.Path(folder, f"{name}-{rule}-{name_of_process}.npz")
+            np.savez(path, **fit(CASES[name], strategy, x, y))
+            print(f"done {name} with {rule}", flush=True)
 
 
 class Clipped(keras.Model):
@@ -363,7 +366,7 @@ if __name__ == "__main__":
     parser.add_argument("folder")
     parser.add_argument("names", nargs="*")
     parser.add_argument("--count_collectives", action="store_true")
-    parser.add_argument("--updates")
+    parser.add_argument("--updates", type=json.loads, default={})
     parser.add_argument("--one_process", action="store_true")
     args = parser.parse_args()
     if args.count_collectives:

@@ -53,30 +53,18 @@ def two_workers(request, tmp_path_factory):
         "test_two_workers_equal_one_process",
         "test_what_a_function_inside_has_changed_is_refused",
     )
-    args = [folder, *names]
+    rules = cases(request, "test_with_updates_as_well", argument="rule")
+    updates = {rule: UPDATES[rule] for rule in UPDATES if rule in rules}
+    args = [folder, *names, "--updates", json.dumps(updates)]
     return folder, run_in_processes(JOB, workers=2, timeout=400, env=ENVIRONMENT, args=args).logs
 
 
-@pytest.fixture(scope="module", params=UPDATES)
-def updates(request, tmp_path_factory):
-    out = tmp_path_factory.mktemp("updates")
-    names = UPDATES[request.param]
-    logs = run_in_processes(
-        JOB,
-        workers=2,
-        timeout=200,
-        env=ENVIRONMENT,
-        args=[out, *names, "--updates", request.param],
-    ).logs
-    return names, (out, logs)
-
-
-def check(case, alone, workers):
+def check(case, alone, workers, suffix=""):
     folder, log = alone
     expected = load(folder / f"{case}-alone.npz", log)
     folder, logs = workers
     for worker in ("worker-0", "worker-1"):
-        found = load(folder / f"{case}-{worker}.npz", logs[worker])
+        found = load(folder / f"{case}{suffix}-{worker}.npz", logs[worker])
         assert sorted(found) == sorted(expected)
         for name in expected:
             # A scaled loss has norms above 20, whose last bits are as large as the tolerance.
@@ -91,10 +79,10 @@ def test_two_workers_equal_one_process(case, alone, two_workers):
 
 
 @pytest.mark.cases(*itertools.chain(*UPDATES.values()))
-def test_with_updates_as_well(alone, updates):
-    names, workers = updates
-    for case in names:
-        check(case, alone, workers)
+@pytest.mark.parametrize("rule", UPDATES)
+def test_with_updates_as_well(rule, alone, two_workers):
+    for case in UPDATES[rule]:
+        check(case, alone, two_workers, f"-{rule}")
 
 
 @pytest.mark.cases("Refused")

@@ -116,7 +116,7 @@ def test_layers_of_every_kind_are_measured(pipeline, caplog):
 
 def test_mixed_precision_and_masks_train(pipeline, caplog):
     def make():
-        stack = [layers.Embedding(40, 8, mask_zero=True), layers.LSTM(8), layers.Dense(3)]
+        stack = [layers.Embedding(40, 8, mask_zero=True), layers.SimpleRNN(8), layers.Dense(3)]
         return keras.Sequential([*stack, layers.Activation("linear", dtype="float32")]), PADDED
 
     keras.mixed_precision.set_dtype_policy("mixed_bfloat16")

@@ -20,10 +20,21 @@ JOB = pathlib.Path(__file__).with_name("training_job.py")
 ENVIRONMENT = {"TF_CPP_MIN_LOG_LEVEL": "2", "CUDA_VISIBLE_DEVICES": ""}
 
 
-def train(folder, *args, workers=2):
+ARGUMENTS = ("--stages", "patterns", "--backup", "--epochs", "4", "--heartbeat", "8")
+PIPEDREAM = ("--schedule", "pipedream")
+
+
+def train(folder, *args):
     return run_in_processes(
-        JOB, workers=workers, chief=True, timeout=150, env=ENVIRONMENT, args=[folder, *args]
+        JOB, workers=2, chief=True, timeout=150, env=ENVIRONMENT, args=[folder, *args]
     ).logs["chief-0"]
+
+
+@pytest.fixture(scope="module")
+def uninterrupted(tmp_path_factory):
+    """The folder and the log of a job that nothing befalls."""
+    folder = tmp_path_factory.mktemp("uninterrupted")
+    return folder, train(folder, *ARGUMENTS, *PIPEDREAM)
 
 
 def on_worker(log, part):
@@ -33,44 +44,35 @@ def on_worker(log, part):
     return {int(number) for number in found}
 
 
-@pytest.mark.parametrize(
-    "stages, expected",
-    [
-        ("patterns", {"embedding": {0}, "lstm": {0}, "dense": {1}}),
-        # Layers that are made outside of contexts are on the stage of the layer before.
-        ("contexts", {"embedding": {1}, "lstm": {0}, "dense": {0}}),
-    ],
-)
-def test_variables_and_slots_are_on_their_stage(stages, expected, tmp_path):
-    log = train(tmp_path, "--stages", stages)
+def check_places(folder, log, expected):
     for part, workers in expected.items():
         assert on_worker(log, part) == workers
     assert " is on /job:chief" not in log
     # What one process reads is what the stages had.
-    model = keras.models.load_model(tmp_path / "model.keras")
+    model = keras.models.load_model(folder / "model.keras")
     assert model.predict(np.zeros((4, 6), "int32"), verbose=0).shape == (4, 3)
 
 
-ARGUMENTS = ("--stages", "patterns", "--backup", "--epochs", "4", "--heartbeat", "8")
+def test_variables_and_slots_are_on_the_stage_of_their_pattern(uninterrupted):
+    check_places(*uninterrupted, {"embedding": {0}, "recurrent": {0}, "dense": {1}})
+
+
+def test_variables_and_slots_are_on_the_stage_of_their_context(tmp_path):
+    log = train(tmp_path, "--stages", "contexts")
+    # Layers that are made outside of contexts are on the stage of the layer before.
+    check_places(tmp_path, log, {"embedding": {1}, "recurrent": {0}, "dense": {0}})
 
 
 def weights_of(log):
     return re.search(r"^weights (\w+)$", log, re.MULTILINE)[1]
 
 
-@pytest.mark.parametrize(
-    "fault, schedule",
-    [(signal.SIGKILL, "pipedream"), (signal.SIGSTOP, "gpipe")],
-    ids=["killed", "hanging"],
-)
-def test_a_lost_stage_ends_the_job_and_the_backup_resumes_it(fault, schedule, tmp_path):
-    arguments = [*ARGUMENTS, "--schedule", schedule]
-    uninterrupted = weights_of(train(tmp_path / "whole", *arguments))
-    command = [sys.executable, str(JOB), str(tmp_path), *arguments, "--pause", "0.1"]
+def check_that_a_lost_stage_is_named(fault, folder, *arguments):
+    command = [sys.executable, str(JOB), str(folder), *arguments, "--pause", "0.1"]
     # The chief has to end by itself; a worker that hangs never does.
     grace = 60 if fault == signal.SIGKILL else 2
     with LocalCluster(
-        command, workers=2, chief=True, env=ENVIRONMENT, log_dir=tmp_path, failure_grace=grace
+        command, workers=2, chief=True, env=ENVIRONMENT, log_dir=folder, failure_grace=grace
     ) as cluster:
         wait_for(cluster.log_path("chief-0"), "step 12\n")
         os.kill(cluster.pids["worker-1"], fault)
@@ -82,9 +84,18 @@ def test_a_lost_stage_ends_the_job_and_the_backup_resumes_it(fault, schedule, tm
         r"stopped answering.*Received: ",
         log,
     ), log
-    again = train(tmp_path, *arguments)
+
+
+def test_a_killed_stage_ends_the_job_and_the_backup_resumes_it(uninterrupted, tmp_path):
+    check_that_a_lost_stage_is_named(signal.SIGKILL, tmp_path, *ARGUMENTS, *PIPEDREAM)
+    again = train(tmp_path, *ARGUMENTS, *PIPEDREAM)
     assert "step 12\n" not in again
-    assert weights_of(again) == uninterrupted
+    assert weights_of(again) == weights_of(uninterrupted[1])
+
+
+# `test_pipelines.py` resumes under this schedule.
+def test_a_hanging_stage_ends_the_job(tmp_path):
+    check_that_a_lost_stage_is_named(signal.SIGSTOP, tmp_path, *ARGUMENTS, "--schedule", "gpipe")
 
 
 def test_activations_in_fewer_bytes_learn_the_digits_as_well():

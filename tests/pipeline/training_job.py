@@ -18,7 +18,7 @@ import numpy as np
 
 import keras_psplus as psp
 
-PATTERNS = [["embedding", "lstm"], ["dense*", "dropout"]]
+PATTERNS = [["embedding", "recurrent"], ["dense*", "dropout"]]
 
 
 def parse():
@@ -42,10 +42,11 @@ def make(strategy, stages):
             with psp.stage(1):
                 first = [layers.Embedding(40, 8, name="embedding")]
             with psp.stage(0):
-                second = [layers.LSTM(16, name="lstm")]
+                second = [layers.SimpleRNN(16, name="recurrent")]
             stack = [*first, *second]
         else:
-            stack = [layers.Embedding(40, 8, name="embedding"), layers.LSTM(16, name="lstm")]
+            stack = [layers.Embedding(40, 8, name="embedding")]
+            stack += [layers.SimpleRNN(16, name="recurrent")]
         stack += [layers.Dense(32, activation="relu"), layers.Dropout(0.2), layers.Dense(3)]
         model = keras.Sequential(stack)
         model.compile(
