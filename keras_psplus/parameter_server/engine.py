@@ -328,8 +328,9 @@ class ParameterServerEngine(DistributedEngine):
         logs: dict[str, Any] | None = None,
     ) -> Any:
         self._callbacks[callbacks._model] = weakref.ref(callbacks)
-        # Of a step before this training, by `train_on_batch`.
-        _take_bad_loss(callbacks._model)
+        begin = getattr(callbacks._model.train_function, "begin_training", None)
+        if begin is not None:
+            begin()
         return original(callbacks, logs)
 
     def end_batch(

@@ -47,7 +47,7 @@ class StepRunner:
         self._sent = 0
         self._bad_loss = None
         self._overlap = overlap
-        # Of the steps of an epoch before: what the logs were, and how often a step drew a seed.
+        # Of the steps of an epoch before, in the same `fit`: what the logs were, and how often a step drew a seed.
         self._known: tuple[list[ClosureVariable], Any, dict[str, Any]] | None = None
         self._clear()
 
@@ -125,6 +125,11 @@ class StepRunner:
         """The logs of the step that came back last, of totals over all workers."""
         with self._lock:
             return dict(self._logs or {})
+
+    def begin_training(self) -> None:
+        """Forgets the logs of a training before: they say nothing of the one that begins."""
+        with self._lock:
+            self._known = self._bad_loss = None
 
     def take_bad_loss(self) -> float | None:
         """A loss among the logs of the steps since the last call that is not finite, or None."""

@@ -102,6 +102,11 @@ class StepFunction:
             placement_table.warn_of_whole_tensors(self._model)
         self._is_reported = True
 
+    def begin_training(self) -> None:
+        """Called when a `fit` begins, before its first step."""
+        self.drain()
+        self._runner.begin_training()
+
     def take_bad_loss(self) -> float | None:
         """A loss that is not finite and that the logs of no batch have shown, or None."""
         self.drain()
