@@ -79,15 +79,6 @@ def losses(text):
     return [float(found) for found in re.findall(r"^loss (\S+)", text, re.MULTILINE)]
 
 
-def test_two_nodes_with_two_tasks_each_equal_one_process(slurm, loss):
-    job, out = submit(slurm, "all_reduce.sbatch")
-    text = wait(slurm, job, out, ended)
-    assert state(slurm, job) == "COMPLETED", text
-    assert losses(text) == pytest.approx([loss] * 4, abs=2e-5)
-    for i, node in enumerate(("n1", "n1", "n2", "n2")):
-        assert re.search(rf"variables of Slurm .*worker-{i} of 4 worker, at {node}:", text)
-
-
 def test_parameter_servers(slurm):
     job, out = submit(slurm, "parameter_server.sbatch")
     text = wait(slurm, job, out, ended)
@@ -105,21 +96,22 @@ def test_tables_on_the_nodes_of_another_component(slurm):
     assert re.search(r"this is ps-1 of 2 worker, 2 ps", text)
 
 
-def test_a_requeued_job_resumes(slurm, loss, tmp_path):
-    job, out = submit(slurm, "all_reduce.sbatch", str(tmp_path / "backup"), JOB_PACE="2")
-    wait(slurm, job, out, lambda now, text: text.count("epoch 2 begins") == 4)
+def test_two_tasks_on_each_of_two_nodes_equal_one_process_and_resume(slurm, loss, tmp_path):
+    job, out = submit(slurm, "all_reduce.sbatch", str(tmp_path / "backup"), JOB_HELD_IN_EPOCH="2")
+    text = wait(slurm, job, out, lambda now, text: text.count("epoch 2 begins") == 4)
+    for i, node in enumerate(("n1", "n1", "n2", "n2")):
+        assert re.search(rf"variables of Slurm .*worker-{i} of 4 worker, at {node}:", text)
     slurm.run("scontrol", "requeue", job)
-    # Slurm holds a requeued job back for some time, so that its nodes are free.
-    text = wait(
-        slurm, job, out, lambda now, text: ended(now, text) and len(losses(text)) == 4, seconds=300
-    )
+    # Slurm would hold it back for two minutes.
+    wait(slurm, job, out, lambda now, text: now == "PENDING")
+    slurm.run("scontrol", "update", f"JobId={job}", "StartTime=now")
+    text = wait(slurm, job, out, lambda now, text: ended(now, text) and len(losses(text)) == 4)
     assert losses(text) == pytest.approx([loss] * 4, abs=2e-5)
-    assert text.count("epoch 0 begins") == 4
-    assert text.count("epoch 2 begins") == 8
+    assert (text.count("epoch 0 begins"), text.count("epoch 2 begins")) == (4, 8), text
 
 
 def test_a_cancelled_job_ends(slurm):
-    job, out = submit(slurm, "all_reduce.sbatch", JOB_PACE="30")
+    job, out = submit(slurm, "all_reduce.sbatch", JOB_HELD_IN_EPOCH="0")
     wait(slurm, job, out, lambda now, text: "epoch 0 begins" in text)
     slurm.run("scancel", job)
     wait(slurm, job, out, ended, seconds=60)
