@@ -36,7 +36,7 @@ LONG = (
 # Whose scripts are started by `warm.py`. The others start them as a user does.
 WARM = (
     *("multi_process", "parameter_server", "hybrid", "all_reduce", "callbacks", "faults"),
-    "pipeline",
+    *("pipeline", "smoke", "engine"),
 )
 
 

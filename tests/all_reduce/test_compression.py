@@ -14,7 +14,10 @@ from keras_psplus.cluster.testing import run_in_processes
 from tests.all_reduce.compression_job import (
     CASES,
     COMPRESSORS,
+    FACTORS,
+    FACTORS_OF_FOUR,
     NOT_FINITE,
+    OF_FOUR,
     RESUMED,
     STEPS,
     linear,
@@ -159,8 +162,19 @@ def _split_means(compressor, keys, grads, states, step):
     return {k: tf.reshape(p, LAYER[k]) for k, p in zip(keys, parts)}, states
 
 
-@pytest.mark.parametrize("name", of_kind("compressor", COMPRESSORS))
-@pytest.mark.parametrize("run_name", ["run", "run_of_four"])
+def in_both_runs(two, four):
+    """Values of a test's parameters `run_name` and `name`."""
+    return [
+        pytest.param(run_name, *param.values, marks=param.marks)
+        for run_name, params in (("run", two), ("run_of_four", four))
+        for param in params
+    ]
+
+
+@pytest.mark.parametrize(
+    "run_name, name",
+    in_both_runs(of_kind("compressor", COMPRESSORS), of_kind("compressor", OF_FOUR)),
+)
 def test_training_computes_what_the_compressor_says(run_name, name, request):
     results = request.getfixturevalue(run_name)
     expected = simulated(name, len(results))
@@ -185,13 +199,13 @@ def test_workers_end_with_the_same_bits(run):
     assert not np.array_equal(first["embeddings alone/0"], second["embeddings alone/0"])
 
 
-@pytest.mark.cases(*(f"compressor {name}" for name in COMPRESSORS), "factors")
+@pytest.mark.cases(*(f"compressor {name}" for name in OF_FOUR), "factors")
 def test_four_workers_end_with_the_same_bits(run_of_four):
     first = run_of_four[0]
-    assert {key.partition("/")[0] for key in first[0]} >= set(COMPRESSORS)
+    assert {key.partition("/")[0] for key in first[0]} >= set(OF_FOUR)
     for arrays, traffic in run_of_four[1:]:
-        assert {name: traffic[name] for name in COMPRESSORS} == {
-            name: first[1][name] for name in COMPRESSORS
+        assert {name: traffic[name] for name in OF_FOUR} == {
+            name: first[1][name] for name in OF_FOUR
         }
         for key, value in first[0].items():
             np.testing.assert_array_equal(arrays[key], value, err_msg=key)
@@ -277,15 +291,17 @@ def test_powersgd_computes_the_same_of_gradients_that_it_does_not_make_whole(run
 @pytest.mark.parametrize("run_name", ["run", "run_of_four"])
 def test_factors_add_up_to_the_sum_of_gradients(run_name, request):
     results, traffic = request.getfixturevalue(run_name)[0]
+    kinds = FACTORS if run_name == "run" else FACTORS_OF_FOUR
     halves = {"of halves": 2e-2, "of half no products": 5e-3}
-    for kind in ("all", "of loops", "of no products", *halves):
+    for kind in kinds:
         tolerance = halves.get(kind, 2e-6)
         for i in range(6):
             weight, exact = results[f"factors {kind}/{i}"], results[f"factors none/{i}"]
             np.testing.assert_allclose(weight, exact, rtol=1e-5, atol=tolerance, err_msg=kind)
-    for kind in halves:
+    for kind in halves.keys() & set(kinds):
         assert np.any(results[f"factors {kind}/0"] != results["factors none/0"])
-    assert traffic["factors all"] == traffic["factors of loops"]
+    if "of loops" in kinds:
+        assert traffic["factors all"] == traffic["factors of loops"]
 
 
 @pytest.mark.cases("factors")
@@ -345,7 +361,8 @@ def test_numbers_that_are_not_finite_reach_the_optimizer(name, run):
     results, _ = run[0]
     if name != "bf16":
         assert np.isfinite(results[f"not finite {name} True/0"]).all()
-    assert not np.isfinite(results[f"not finite {name} False/0"]).all()
+    if name != "topk":
+        assert not np.isfinite(results[f"not finite {name} False/0"]).all()
 
 
 @pytest.mark.cases("few_not_finite")

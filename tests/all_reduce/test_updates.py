@@ -202,8 +202,8 @@ def test_changes_are_sent_once_in_a_round_and_compressed(run):
     assert numbers["local diloco"] == [EPOCHS * batches, EPOCHS * 2 * whole]
     # Momenta as well.
     assert numbers["local slots"] == [EPOCHS * batches, EPOCHS * 2 * 2 * whole]
-    # Six gradients, then the rest of an epoch and another epoch.
-    assert numbers["local post-local"] == [EPOCHS * batches, (6 + 1 + 2) * whole]
+    # Six gradients, then the rest of an epoch and another epoch, with moving averages as well.
+    assert numbers["local post-local"] == [EPOCHS * batches, (6 + 2 * (1 + 2)) * whole]
     logical, compressed = numbers["whole diloco"]
     assert compressed < logical / 2
 

@@ -152,9 +152,8 @@ def accumulated(make, out, names):
 # The policy and the optimizer.
 LOCAL = {
     "every step": (updates.LocalSGD(1), "sgd"),
-    "post-local": (updates.LocalSGD(3, start_step=6), "sgd"),
+    "post-local": (updates.LocalSGD(3, start_step=6), "ema"),
     "slots": (updates.LocalSGD(3, average_slots=True), "momentum"),
-    "ema": (updates.LocalSGD(3), "ema"),
     "diloco": (updates.DiLoCo(3, alpha=0.25), "momentum"),
     "outer adam": (updates.DiLoCo(3, lambda: keras.optimizers.Adam(0.05)), "sgd"),
     "fragments": (updates.DiLoCo(4, fragments=2, overlap_steps=1), "momentum"),

@@ -12,27 +12,22 @@ from tests.results import load
 from tests.selection import cases
 
 JOB = pathlib.Path(__file__).with_name("training_job.py")
-TOGETHER = [name for name in CASES if name != "accumulated"]
+NOT_ACCUMULATED = [name for name in CASES if name != "accumulated"]
 
 
 @pytest.fixture(scope="module")
 def job(request, tmp_path_factory):
-    """Where all have left what the cases come to, and by case the logs of the cluster."""
-    folder, logs = tmp_path_factory.mktemp("hybrid"), {}
-    wanted = cases(request)
-    runs = [[name for name in wanted if name in TOGETHER]]
-    runs += [[name] for name in wanted if name not in TOGETHER]
-    with running_reference(JOB, folder, ",".join(wanted), seconds=60):
-        for names in filter(None, runs):
-            args = [folder, ",".join(names)]
-            done = run_in_processes(JOB, workers=2, ps=2, timeout=300, env=ENVIRONMENT, args=args)
-            logs |= dict.fromkeys(names, done.logs)
-    return folder, logs
+    """Where all have left what the cases come to, and the logs of the cluster."""
+    folder, wanted = tmp_path_factory.mktemp("hybrid"), cases(request)
+    args = [folder, ",".join(name for name in CASES if name in wanted)]
+    with running_reference(JOB, *args, seconds=60):
+        done = run_in_processes(JOB, workers=2, ps=2, timeout=300, env=ENVIRONMENT, args=args)
+    return folder, done.logs
 
 
 def results(job, case, worker):
     folder, logs = job
-    return load(folder / f"{case}-{worker}.npz", logs[case][worker])
+    return load(folder / f"{case}-{worker}.npz", logs[worker])
 
 
 @pytest.mark.parametrize("case", CASES)
@@ -48,7 +43,7 @@ def test_equals_one_process(job, case):
             )
 
 
-@pytest.mark.parametrize("case", TOGETHER)
+@pytest.mark.parametrize("case", NOT_ACCUMULATED)
 def test_workers_agree_to_the_last_bit(job, case):
     first, second = (results(job, case, f"worker-{i}") for i in range(2))
     for name in first:

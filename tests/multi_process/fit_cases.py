@@ -63,7 +63,7 @@ def trained(model, *args, **kwargs):
 
 
 def numpy_defaults(**kwargs):
-    return dict(batch_size=50, epochs=3, shuffle=False) | kwargs
+    return dict(batch_size=50, epochs=2, shuffle=False) | kwargs
 
 
 @case
@@ -72,39 +72,37 @@ def last_batch_of_one_row():
 
 
 @case
-def validation_split():
-    return trained(mlp(), *blobs(), **numpy_defaults(validation_split=0.3, validation_freq=2))
-
-
-@case
-def class_weight():
+def class_weight_and_validation_split():
     model = mlp(weighted_metrics=["sparse_categorical_crossentropy"])
     weights = {0: 1.0, 1: 2.0, 2: 0.5, 3: 1.5}
-    return trained(model, *blobs(), **numpy_defaults(class_weight=weights))
+    options = numpy_defaults(class_weight=weights, validation_split=0.3, validation_freq=2)
+    return trained(model, *blobs(), **options)
 
 
 @case
 def steps_per_execution():
-    model, results = trained(mlp(steps_per_execution=3), *blobs(), **numpy_defaults())
-    return model, results | {"predict": model.predict(blobs()[0], batch_size=40, verbose=0)}
-
-
-@case
-def steps_per_execution_dataset():
+    """Of a dataset, and in `predict` of arrays."""
     data = tf.data.Dataset.from_tensor_slices(blobs()).batch(50)
-    return trained(mlp(steps_per_execution=4), data, epochs=3)
+    model, results = trained(mlp(steps_per_execution=4), data, epochs=2)
+    return model, results | {"predict": model.predict(blobs()[0], batch_size=40, verbose=0)}
 
 
 @case
 def dataset_of_unknown_length():
     data = tf.data.Dataset.from_tensor_slices(blobs()).filter(lambda x, y: True).batch(50)
-    return trained(mlp(), data, epochs=3)
+    return trained(mlp(), data, epochs=2)
+
+
+class Pair(typing.NamedTuple):
+    x: typing.Any
+    y: typing.Any
 
 
 @case
-def dataset_repeated():
-    data = tf.data.Dataset.from_tensor_slices(blobs()).batch(50, drop_remainder=True).repeat()
-    return trained(mlp(), data, epochs=3, steps_per_epoch=4)
+def dataset_of_named_tuples_repeated():
+    data = tf.data.Dataset.from_tensor_slices(Pair(*blobs())).batch(50, drop_remainder=True)
+    plain = tf.data.Dataset.from_tensor_slices(blobs(77, seed=1)).batch(50)
+    return trained(mlp(), data.repeat(), epochs=2, steps_per_epoch=3, validation_data=plain)
 
 
 class Batches(keras.utils.PyDataset):
@@ -124,7 +122,7 @@ class Batches(keras.utils.PyDataset):
 @case
 def py_dataset():
     data, validation = Batches(workers=2), Batches(rows=77)
-    return trained(mlp(), data, epochs=3, shuffle=False, validation_data=validation)
+    return trained(mlp(), data, epochs=2, shuffle=False, validation_data=validation)
 
 
 @case
@@ -145,28 +143,16 @@ def global_clipnorm():
 
 
 @case
-def adamw_with_schedule():
+def adamw_with_schedule_and_average():
     schedule = keras.optimizers.schedules.ExponentialDecay(0.05, 3, 0.8)
-    optimizer = keras.optimizers.AdamW(schedule, weight_decay=0.01, clipvalue=0.01)
-    return trained(mlp(optimizer), *blobs(), **numpy_defaults())
-
-
-@case
-def moving_average_of_weights():
-    optimizer = keras.optimizers.SGD(
-        0.5,
-        momentum=0.5,
-        clipnorm=0.1,
+    optimizer = keras.optimizers.AdamW(
+        schedule,
+        weight_decay=0.01,
+        clipvalue=0.01,
         use_ema=True,
         ema_momentum=0.8,
         ema_overwrite_frequency=4,
     )
-    return trained(mlp(optimizer), *blobs(), **numpy_defaults())
-
-
-@case
-def gradient_accumulation():
-    optimizer = keras.optimizers.SGD(0.1, momentum=0.9, gradient_accumulation_steps=3)
     return trained(mlp(optimizer), *blobs(), **numpy_defaults())
 
 
@@ -209,8 +195,8 @@ def convolutional(synchronized, **kwargs):
 
 
 @case
-def convolutions_where_a_replica_has_no_rows():
-    """Whose kernel does not know what to make of none."""
+def synchronised_batch_normalisation():
+    """Of convolutions, whose kernel does not know what to make of a replica without rows."""
     model = convolutional(synchronized=True)
     x, y = blobs(17)
     options = numpy_defaults(batch_size=8, validation_data=(x[:9], y[:9]))
@@ -246,35 +232,9 @@ def metrics():
     return trained(model, x, (y > 1).astype("float32")[:, None], **numpy_defaults())
 
 
-@case
-def synchronised_batch_normalisation():
-    layers = [
-        keras.layers.Dense(16),
-        keras.layers.BatchNormalization(synchronized=True, momentum=0.8),
-        keras.layers.Dense(4),
-    ]
-    return trained(
-        compiled(layers, keras.optimizers.SGD(0.1)),
-        *blobs(),
-        **numpy_defaults(validation_data=blobs(60, seed=2)),
-    )
-
-
 def tokens(rows=83, length=7, seed=0):
     rng = np.random.default_rng(seed)
     return rng.integers(0, 30, (rows, length)).astype("int32"), rng.integers(0, 3, rows)
-
-
-@case
-def embedding_with_adam():
-    layers = [
-        keras.layers.Embedding(30, 8),
-        keras.layers.GlobalAveragePooling1D(),
-        keras.layers.Dense(3),
-    ]
-    return trained(
-        compiled(layers, keras.optimizers.Adam(0.01)), *tokens(), **numpy_defaults(batch_size=20)
-    )
 
 
 @case
@@ -364,15 +324,6 @@ class OwnStep(OwnModel):
         return {m.name: m.result() for m in self.metrics}
 
 
-@case
-def own_train_step():
-    model = OwnStep()
-    model.compile(
-        "adam", keras.losses.SparseCategoricalCrossentropy(from_logits=True), metrics=["accuracy"]
-    )
-    return trained(model, *blobs(), **numpy_defaults())
-
-
 class OwnLoss(OwnModel):
     """As in Keras's guide "Customizing what happens in fit()", with and without a mean."""
 
@@ -448,19 +399,7 @@ def metric_and_loss_functions_of_whole_batches():
     return trained(mlp(loss=distance, metrics=[distance]), *blobs(101), **numpy_defaults())
 
 
-class Pair(typing.NamedTuple):
-    x: typing.Any
-    y: typing.Any
-
-
-@case
-def dataset_of_named_tuples():
-    data = tf.data.Dataset.from_tensor_slices(Pair(*blobs())).batch(50)
-    plain = tf.data.Dataset.from_tensor_slices(blobs(77, seed=1)).batch(50)
-    return trained(mlp(), data, epochs=2, validation_data=plain)
-
-
-class FunctionStep(OwnModel):
+class FunctionStep(OwnStep):
     @tf.function
     def train_step(self, data):
         return super().train_step(data)
@@ -470,7 +409,7 @@ class FunctionStep(OwnModel):
 def train_step_as_function():
     model = FunctionStep()
     model.compile(
-        "sgd", keras.losses.SparseCategoricalCrossentropy(from_logits=True), metrics=["accuracy"]
+        "adam", keras.losses.SparseCategoricalCrossentropy(from_logits=True), metrics=["accuracy"]
     )
     return trained(model, *blobs(), **numpy_defaults())
 

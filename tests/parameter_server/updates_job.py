@@ -30,7 +30,6 @@ from tests.all_reduce.updates_job import (
     dense,
     embedding,
     fit,
-    loss_scale,
     problem,
     resumed,
     with_dropout,
@@ -42,18 +41,21 @@ RESUMED = {
     "accumulate": (updates.Accumulate(3), "int8", embedding),
     "local": (updates.LocalSGD(3), "topk:0.3", with_dropout),
 }
+
+
+def scaled_adam():
+    adam = keras.optimizers.Adam(0.02)
+    return dense(keras.optimizers.LossScaleOptimizer(adam, initial_scale=2.0**8))
+
+
 # Of one worker alone, they come to the same as without the policy.
 LOCAL = {
-    "adam": (
-        updates.LocalSGD(3),
-        lambda: dense(keras.optimizers.Adam(0.02), steps_per_execution=3),
-    ),
     "post-local": (
         updates.LocalSGD(3, start_step=6),
         lambda: dense(keras.optimizers.SGD(0.3, use_ema=True, ema_momentum=0.8)),
     ),
     "embedding": (updates.LocalSGD(2, average_slots=True), embedding),
-    "loss_scale": (updates.LocalSGD(3), loss_scale),
+    "loss_scale": (updates.LocalSGD(3), scaled_adam),
 }
 
 

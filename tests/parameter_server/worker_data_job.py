@@ -21,6 +21,8 @@ import keras_psplus as psp
 folder, policies = pathlib.Path(sys.argv[1]), sys.argv[2].split(",")
 pause = float(sys.argv[3]) if len(sys.argv) > 3 else 0.0
 strategy = psp.ParameterServerStrategy(startup_timeout=60)
+# Of the policies of `tf.data.experimental.AutoShardPolicy`.
+STEPS_PER_EXECUTION = {"FILE": 3, "DATA": 1}
 
 
 class Seen(keras.metrics.Sum):
@@ -114,11 +116,10 @@ def train(policy, steps_per_execution):
 
 
 for policy in policies:
-    if not hasattr(tf.data.experimental.AutoShardPolicy, policy):
+    if policy in STEPS_PER_EXECUTION:
+        model = train(policy, STEPS_PER_EXECUTION[policy])
+    else:
         train_on_distributed(policy)
-        continue
-    for steps_per_execution in (1, 3):
-        model = train(policy, steps_per_execution)
 print(f"predicted {len(model.predict(numbers('DATA'), verbose=0))}", flush=True)
 
 if not pause:

@@ -19,8 +19,6 @@ from tests.pipeline.test_training import (  # noqa: F401
 )
 
 layers = keras.layers
-
-
 TURNS = itertools.cycle(schedule.SCHEDULES)
 
 
