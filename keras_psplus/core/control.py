@@ -44,6 +44,8 @@ class ControlPlane:
         self._names = [task_name(job, index) for job, index, _ in task.tasks() if job != "ps"]
         self._timeout, self._stall_warning = timeout, stall_warning
         self._sequence = 0
+        # Numbers of this worker's messages that others may be yet to read.
+        self._posted: list[int] = []
 
     @property
     def task(self) -> TaskConfig:
@@ -98,6 +100,7 @@ class ControlPlane:
                     f"the same steps. Received: {kind} on {self._task.name}"
                 )
             texts.append(their_text)
+        self._delete_read()
         self._sequence += 1
         return texts
 
@@ -118,7 +121,20 @@ class ControlPlane:
         error_report.report(message)
         raise ValueError(message)
 
+    def _delete_read(self):
+        """Deletes what all have read: they have come to this exchange, and past what was before."""
+        read = [sequence for sequence in self._posted if sequence < self._sequence]
+        self._posted = [sequence for sequence in self._posted if sequence >= self._sequence]
+
+        def delete():
+            for sequence in read:
+                context.context().delete_config_key_value(self._key(sequence))
+
+        if read:
+            self._call(delete)
+
     def _put(self, message):
+        self._posted.append(self._sequence)
         self._call(context.context().set_config_key_value, self._key(self._sequence), message)
 
     def _key(self, sequence, name=None):

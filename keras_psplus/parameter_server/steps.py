@@ -47,7 +47,8 @@ class StepRunner:
         self._sent = 0
         self._bad_loss = None
         self._overlap = overlap
-        # Of the steps of an epoch before, in the same `fit`: what the logs were, and how often a step drew a seed.
+        # Of the steps of an epoch before, in the same `fit`: what the logs were, and how often a
+        # step drew a seed.
         self._known: tuple[list[ClosureVariable], Any, dict[str, Any]] | None = None
         self._clear()
 
