@@ -6,7 +6,7 @@ from collections.abc import Sequence
 
 _COMMANDS = {
     "run": "starts a script in every task of a local cluster, or prints how to on other hosts",
-    "plan": "shows how a script's model would be cut into stages, without training",
+    "plan": "says which strategy to take for a script, or how its model is cut into stages",
     "serve": "serves as the ps or worker task that TF_CONFIG names until the chief has ended",
     "doctor": "checks versions, devices, TF_CONFIG and the way to every task",
     "bench": "measures every strategy on emulated links, with the lab of a checkout",
