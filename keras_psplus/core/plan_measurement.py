@@ -120,13 +120,14 @@ def _gradients(model, batches: Sequence[Any]):
     def record(gradients: Any, variables: Any) -> dict[str, tf.Tensor]:
         indices = {}
         for gradient, variable in zip(gradients, variables):
+            key = f"{variable.path} {id(variable)}"  # Layers of one name may be in two models.
             if isinstance(gradient, tf.IndexedSlices):
-                sparse[variable.path] = [int(n) for n in variable.shape]
-                indices[variable.path] = tf.reshape(gradient.indices, [-1])
+                sparse[key] = [int(n) for n in variable.shape]
+                indices[key] = tf.reshape(gradient.indices, [-1])
             elif gradient is not None:
                 product = find_outer_product(gradient)
                 rows = None if product is None else product.left.shape[0]
-                found[variable.path] = [int(n) for n in variable.shape], rows
+                found[key] = [int(n) for n in variable.shape], rows
         return indices
 
     def step(batch):
@@ -150,9 +151,9 @@ def _gradients(model, batches: Sequence[Any]):
         {
             "rows": shape[0],
             "dim": math.prod(shape[1:]),
-            "touched": _touched([one[path].numpy() for one in drawn]),
+            "touched": _touched([one[key].numpy() for one in drawn]),
         }
-        for path, shape in sparse.items()
+        for key, shape in sparse.items()
     ]
     return variables, tables
 

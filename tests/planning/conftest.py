@@ -3,4 +3,7 @@
 import pathlib
 import sys
 
-sys.path.insert(0, str(pathlib.Path(__file__).parents[2] / "benchmarks"))
+BENCHMARKS = pathlib.Path(__file__).parents[2] / "benchmarks"
+
+if str(BENCHMARKS) not in sys.path:
+    sys.path.append(str(BENCHMARKS))
