@@ -19,7 +19,7 @@ from keras_psplus.planning import cost_model
 from keras_psplus.planning.cost_model import Cluster
 
 ROOT = pathlib.Path(__file__).resolve().parents[1]
-RATES = ("100mbit", "1gbit")
+RATES = ("100mbit", "1gbit", "loopback")
 PS = 2
 CORES = 2  # of the lab's machine
 NEAR = 0.3
@@ -63,7 +63,7 @@ def measured(text):
 
 
 def compare(text):
-    """All cells of dense and sparse work over links: a list of `Cell`.
+    """All cells of dense and sparse work: a list of `Cell`.
 
     A step alone is what the page has for one without communication: `no_communication`, or
     `single` where that was not measured.
@@ -72,7 +72,7 @@ def compare(text):
     rows = list(measured(text))
     alone = {}
     for name, workers, method, rate, ms in rows:
-        if rate == RATES[1] and method in ("single", "no_communication"):
+        if rate == "1gbit" and method in ("single", "no_communication"):
             alone[name, workers] = ms  # The latter comes later.
     cells = []
     for name, workers, method, rate, ms in rows:

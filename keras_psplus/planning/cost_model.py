@@ -17,6 +17,9 @@ from keras_psplus.planning.traits import Traits
 
 # How much longer bytes between workers take than the link's rate says: headers, and TCP's start.
 _BETWEEN = 1.09
+# Milliseconds of a core for a million bytes that a task sends or receives: what is left of a step's
+# communication over a link that is faster.
+_MOVING_MS = 1.0
 # Milliseconds of a message between two tasks, beside the link's delay. A sum in a ring goes round
 # twice, what is gathered once; PowerSGD sums one of its matrices to find the other.
 _MESSAGE_MS = 0.5
@@ -68,6 +71,10 @@ class Cluster:
     def ms_of(self, count: float) -> float:
         """Milliseconds in which so many bytes cross a link."""
         return 8e3 * count / self.bits_per_second if self.bits_per_second else 0.0
+
+    def moving_ms(self, count: float) -> float:
+        """Milliseconds in which a core sends or receives so many bytes."""
+        return self.processor * _MOVING_MS * count / 1e6
 
 
 @dataclasses.dataclass(frozen=True)
@@ -122,7 +129,7 @@ def milliseconds(traits: Traits, work: Work, step_ms: float, cluster: Cluster) -
         + _compressors_ms(traits, work, cluster)
         + _factors_ms(traits, work, step_ms, cluster)
         + _messages_ms(traits, moved, cluster)
-        + _BETWEEN * cluster.ms_of(moved.between)
+        + max(_BETWEEN * cluster.ms_of(moved.between), cluster.moving_ms(2 * moved.between))
         + _servers_ms(traits, moved, cluster)
     )
 
@@ -224,6 +231,10 @@ def _servers_ms(traits, moved, cluster):
     if traits.path == "hybrid":
         # Workers read rows while others still send theirs.
         own = max(moved.up, moved.down) if traits.prefetch else both
-        return cluster.ms_of(max(own, share * max(moved.up, moved.down)))
+        link_ms = cluster.ms_of(max(own, share * max(moved.up, moved.down)))
+        return max(link_ms, cluster.moving_ms(max(1.0, share) * both))
     factor, ms = (_SYNC, _SYNC_MS) if traits.waits else (_ASYNC, _ASYNC_MS)
-    return cluster.processor * ms / traits.every + factor * cluster.ms_of(max(1.0, share) * both)
+    busiest = max(1.0, share) * both
+    return cluster.processor * ms / traits.every + max(
+        factor * cluster.ms_of(busiest), cluster.moving_ms(busiest)
+    )

@@ -70,7 +70,7 @@ def test_one_process_is_recommended_where_links_are_too_slow():
 def test_a_slower_processor_compresses_in_more_time():
     slower = dataclasses.replace(facts(), int8_ms=10 * 1.67)
     times = [
-        {choice.entry: choice.prediction.ms for choice in plan(one).choices}
+        {choice.entry: choice.prediction.ms for choice in plan(one, bits_per_second=1e7).choices}
         for one in (facts(), slower)
     ]
     # A million elements, and a message to the other worker.
