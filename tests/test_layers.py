@@ -19,7 +19,7 @@ LAYERS = [
         "text_table",
         "tracebacks",
     },
-    {"tf_internals", "keras_parts", "communication", "entries", "versions"},
+    {"tf_internals", "keras_parts", "communication", "entries", "planning", "versions"},
     {"engine", "keras_attributes"},
     {"cluster", "native"},
     {"callbacks", "chaos", "compression", "datasets", "updates"},

@@ -1,50 +1,13 @@
 """What can be measured: every entry of the catalogue, those beside it, and other libraries."""
 
-import ast
 import dataclasses
 import fnmatch
 import pathlib
 
+from keras_psplus.planning.traits import Traits, traits_of
+
 EXTRAS = pathlib.Path(__file__).parents[1] / "strategies"
 TITLES = {"keras_psplus": "keras_psplus", "tf_keras": "tf_keras", "torch": "PyTorch"}
-
-_PATHS = {
-    "MultiWorkerMirroredStrategy": "all_reduce",
-    "ParameterServerStrategy": "parameter_server",
-    "HybridStrategy": "hybrid",
-    "get_strategy": "alone",
-}
-# What an entry may say of the model's compilation.
-_TOGETHER = "STEPS_PER_EXECUTION"
-_UPDATES = {"Accumulate": "accumulate", "LocalSGD": "local", "DiLoCo": "local"}
-
-
-@dataclasses.dataclass(frozen=True)
-class Traits:
-    """What a method sends, and to whom: what its cluster and its fewest bytes follow from.
-
-    Attributes:
-        path: `"alone"`, `"all_reduce"`, `"parameter_server"` or `"hybrid"`.
-        compression: Of dense gradients, as `keras_psplus.compression.get` names them; None for
-            float32, `"nothing"` if they are not sent.
-        rows: Of rows' gradients.
-        pull: Of what is read of servers.
-        updates: None for every step, `"accumulate"`, or `"local"` for steps without the others.
-        every: Steps from one exchange to the next.
-        waits: Whether the workers take each step together.
-        together: Keras's `steps_per_execution`, for strategies whose workers wait for each other.
-        needs_racks: Whether it is of use only where links differ.
-    """
-
-    path: str = "all_reduce"
-    compression: str | None = None
-    rows: str | None = None
-    pull: str | None = None
-    updates: str | None = None
-    every: int = 1
-    waits: bool = True
-    together: int = 1
-    needs_racks: bool = False
 
 
 @dataclasses.dataclass(frozen=True)
@@ -75,47 +38,6 @@ class Method:
         servers = ps if path in ("parameter_server", "hybrid") else 0
         chief = ["chief"] if path == "parameter_server" else []
         return ["worker"] * workers + ["ps"] * servers + chief
-
-
-def traits_of(source):
-    """Reads off an entry's Python source how it trains, without running it.
-
-    Args:
-        source: Text of a file that defines `strategy()`.
-
-    Returns:
-        `Traits`. A strategy that is not known counts as one of workers alone.
-    """
-    tree, found = ast.parse(source), {}
-    for node in tree.body:
-        # Others may set what has no name, such as a variable of the environment.
-        names = [getattr(target, "id", None) for target in getattr(node, "targets", [])]
-        if _TOGETHER in names:
-            found["together"] = ast.literal_eval(node.value)
-    for call in (node for node in ast.walk(tree) if isinstance(node, ast.Call)):
-        name = _name(call)
-        if name in _PATHS:
-            words = {
-                k.arg: k.value.value for k in call.keywords if isinstance(k.value, ast.Constant)
-            }
-            found["path"] = path = _PATHS[name]
-            found["compression"] = words.get("compression")
-            found["needs_racks"] = any(k.arg == "topology" for k in call.keywords)
-            if any(_name(k.value) == "NoCommunication" for k in call.keywords):
-                found["compression"] = "nothing"
-            found["rows"] = words.get("row_compression" if path == "hybrid" else "compression")
-            found["pull"] = words.get("pull_compression")
-            found["waits"] = path != "parameter_server" or words.get("mode") == "sync"
-        elif name in _UPDATES:
-            found["updates"] = _UPDATES[name]
-            found["every"] = call.args[0].value
-    return Traits(**found)
-
-
-def _name(node):
-    """What a call calls, without its module; None for anything else."""
-    function = getattr(node, "func", None)
-    return getattr(function, "attr", getattr(function, "id", None))
 
 
 def of_entry(path, entry=None):

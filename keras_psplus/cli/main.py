@@ -8,7 +8,7 @@ _COMMANDS = {
     "run": "starts a script in every task of a local cluster, or prints how to on other hosts",
     "exec": "runs a script as the task that Slurm, MPI, torchrun or Kubernetes has started",
     "export": "prints a Kubernetes manifest of a job that trains a script",
-    "plan": "shows how a script's model would be cut into stages, without training",
+    "plan": "says which strategy to take for a script, or how its model is cut into stages",
     "serve": "serves as a ps or worker task until the chief has ended",
     "doctor": "checks versions, devices, the cluster and the way to every task",
     "bench": "measures every strategy on emulated links, with the lab of a checkout",

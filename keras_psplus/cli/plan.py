@@ -1,10 +1,14 @@
-"""`keras-psplus plan`: how a script's model would be cut into stages, without training it."""
+"""`keras-psplus plan`: what each way of training would take of a script's model, without a cluster.
+
+With `--stages`, how `PipelineStrategy` would cut it.
+"""
 
 from __future__ import annotations
 
 import json
 import os
 import pathlib
+import re
 import signal
 import subprocess
 import sys
@@ -13,24 +17,38 @@ import tempfile
 from absl import flags
 
 import keras_psplus
-from keras_psplus import catalogue
+from keras_psplus import catalogue, entries
 from keras_psplus.cli import parsing
 from keras_psplus.cluster.environment import python_path
 from keras_psplus.cluster.noise import NoiseFilter
+from keras_psplus.planning import choices
+from keras_psplus.planning.cost_model import Cluster
+from keras_psplus.planning.traits import traits_of
 
 _USAGE = """
-usage: keras-psplus plan --stages N [flags] SCRIPT [arguments of the script]
+usage: keras-psplus plan [flags] SCRIPT [arguments of the script]
 
-Runs SCRIPT in one process, without a cluster, until it calls fit, and prints how PipelineStrategy
-would cut the model into N stages: layers, memory, estimated times, bytes from stage to stage.
-Nothing is trained. What the script prints is shown if it fails. Layers are measured on this
-machine, unless the script says stages="flops".
+Runs SCRIPT in one process, without a cluster, until it calls fit. There it measures some steps, and
+prints what each entry of the catalogue would take of this model: milliseconds, bytes, speed-up over
+one worker, what it loses. The recommended one comes first. What the script prints is shown if it
+fails.
 
+With --stages N it prints how PipelineStrategy would cut the model into N stages instead: layers,
+memory, estimated times, bytes from stage to stage. Nothing is trained for that. Layers are measured
+on this machine, unless the script says stages="flops".
+
+  keras-psplus plan --workers 4 --ps 2 --link 1gbit train.py
+  keras-psplus plan --workers 1024 --link 10gbit --json train.py --epochs 3
   keras-psplus plan --stages 4 train.py
   keras-psplus plan --stages 4 --microbatches 16 --schedule 1f1b --json train.py --epochs 3
 """
 # `keras_psplus.core.plan_request.VARIABLE`, whose module needs TensorFlow.
 _VARIABLE = "KERAS_PSPLUS_PLAN"
+_COUNTS = {"workers": (2, 1, "Number of workers"), "ps": (2, 0, "Number of parameter servers")}
+_LINK = "1gbit"
+_RATE = re.compile(r"(\d+(?:\.\d+)?)([kmg]?)bit")
+_OF_STAGES = ("microbatches", "schedule")
+_OF_CHOICES = ("workers", "ps", "link", "delay")
 _TRACEBACK = "Traceback (most recent call last)"
 _LAST_LINES = 80
 
@@ -43,8 +61,7 @@ def main(argv: list[str]) -> int:
         return 0
     try:
         command = parsing.parse(options, argv)
-        if options.stages is None:
-            raise parsing.UsageError("say into how many stages, as in --stages 4")
+        _check_flags(options)
         if not command:
             raise parsing.UsageError("name the script to plan for, after the flags")
         if not pathlib.Path(command[0]).is_file():
@@ -66,7 +83,8 @@ def main(argv: list[str]) -> int:
             return 128 + signal.SIGINT
         answer = json.loads(file.read_text()) if file.is_file() else None
     if answer is not None:
-        print(json.dumps(answer["plan"], indent=2) if options.json else answer["text"])
+        plan, text = _choices(answer, options) if options.stages is None else _stages(answer)
+        print(json.dumps(plan, indent=2) if options.json else text)
         return 0
     print(f"keras-psplus plan: {_problem(result, command)}", file=sys.stderr)
     return 1
@@ -74,7 +92,29 @@ def main(argv: list[str]) -> int:
 
 def _flags():
     values = flags.FlagValues()
-    flags.DEFINE_integer("stages", None, "Number of stages.", flag_values=values, lower_bound=1)
+    for name, (default, least, text) in _COUNTS.items():
+        text = f"{text} (default: {default})."
+        flags.DEFINE_integer(name, None, text, flag_values=values, lower_bound=least)
+    flags.DEFINE_string(
+        "link",
+        None,
+        f"Rate of each task's link, as 100mbit or 1gbit (default: {_LINK}).",
+        flag_values=values,
+    )
+    flags.DEFINE_float(
+        "delay",
+        None,
+        "Milliseconds from host to host (default: 0).",
+        flag_values=values,
+        lower_bound=0,
+    )
+    flags.DEFINE_integer(
+        "stages",
+        None,
+        "Number of stages, for the plan of a pipeline.",
+        flag_values=values,
+        lower_bound=1,
+    )
     flags.DEFINE_integer(
         "microbatches",
         None,
@@ -93,20 +133,62 @@ def _flags():
     return values
 
 
+def _check_flags(options):
+    strange = _OF_STAGES if options.stages is None else _OF_CHOICES
+    given = [name for name in strange if options[name].value is not None]
+    if given:
+        goes = "goes with --stages" if options.stages is None else "does not go with --stages"
+        raise parsing.UsageError(f"--{given[0]} {goes}. Received: --{given[0]}")
+    _bits_per_second(options.link or _LINK)
+
+
+def _bits_per_second(text):
+    match = _RATE.fullmatch(text)
+    rate = float(match[1]) * {"": 1, "k": 1e3, "m": 1e6, "g": 1e9}[match[2]] if match else 0.0
+    if not rate:
+        raise parsing.UsageError(f"--link is a rate such as 100mbit or 1gbit. Received: {text!r}")
+    return rate
+
+
+def _count(options, name):
+    given = options[name].value
+    return _COUNTS[name][0] if given is None else given
+
+
+def _stages(answer):
+    return answer["plan"], answer["text"]
+
+
+def _choices(answer, options):
+    """What there is to choose from: as JSON has it, and as text."""
+    cluster = Cluster(
+        _count(options, "workers"),
+        _count(options, "ps"),
+        _bits_per_second(options.link or _LINK),
+        options.delay or 0.0,
+    )
+    found = {name: catalogue.find(name) for name in catalogue.names()}
+    stages = [n for n, path in found.items() if entries.read(path).strategy == "PipelineStrategy"]
+    traits = {n: traits_of(path.read_text()) for n, path in found.items() if n not in stages}
+    made = choices.choose(choices.Facts.from_json(answer), traits, cluster)
+    return made.as_dict(), f"{made}\n{', '.join(stages)}: see keras-psplus plan --stages N"
+
+
 def _environment(options, file):
     request = {
         "stages": options.stages,
+        "workers": _count(options, "workers"),
         "file": str(file),
         "microbatches": options.microbatches,
         "schedule": options.schedule,
     }
-    # The plan is that of a pipeline, whatever this shell was set up for.
+    # The plan is that of one process or a pipeline, whatever this shell was set up for.
     dropped = ("TF_CONFIG", *catalogue.OPTION_VARIABLES.values())
     inherited = {name: value for name, value in os.environ.items() if name not in dropped}
     return {
         "CUDA_VISIBLE_DEVICES": "",
         **inherited,
-        catalogue.STRATEGY_VARIABLE: "pipeline",
+        catalogue.STRATEGY_VARIABLE: "single" if options.stages is None else "pipeline",
         _VARIABLE: json.dumps(request),
         "PYTHONPATH": python_path(),
     }

@@ -36,7 +36,7 @@ class OutsideScope(Engine):
     def train(self, original: Original, model: keras.Model, *args: Any, **kwargs: Any) -> Any:
         """`fit` and `train_on_batch`."""
         if not live_strategies.in_single_process():
-            plan_request.check_strategy(None)
+            plan_request.before_training(None, original, model, args, kwargs)
         check_built_in_scope(model, original.__name__)
         return original(model, *args, **kwargs)
 

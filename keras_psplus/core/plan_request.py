@@ -1,8 +1,9 @@
 """What `keras-psplus plan` asks of the script that it starts: a plan, and no training.
 
-The command sets an environment variable. Then the stages of a `PipelineStrategy` are this process's
-one CPU, taken several times, and the first call of `fit` writes the plan to a file and ends the
-process, before any weight is made.
+The command sets an environment variable. The first call of `fit` then writes an answer to a file
+and ends the process. With a number of stages, the stages of a `PipelineStrategy` are this process's
+one CPU, taken several times, and the answer is the plan of them, made before any weight is.
+Without, the answer is what was measured of some steps of the model.
 """
 
 from __future__ import annotations
@@ -13,6 +14,10 @@ import os
 import pathlib
 from typing import Any, NoReturn
 
+import tensorflow as tf
+
+from keras_psplus.core import plan_measurement
+
 VARIABLE = "KERAS_PSPLUS_PLAN"
 
 
@@ -21,24 +26,21 @@ class PlanRequest:
     """What is asked for.
 
     Attributes:
-        stages: Number of stages.
-        file: Path of the file for the plan.
+        file: Path of the file for the answer.
+        stages: Number of stages; None for the measurement.
         microbatches: Number of micro-batches instead of the script's, or None.
         schedule: Name of the schedule instead of the script's, or None.
+        workers: Number of workers that are to share a batch.
     """
 
-    stages: int
     file: str
+    stages: int | None = None
     microbatches: int | None = None
     schedule: str | None = None
+    workers: int = 1
 
-    def answer(self, plan: Any) -> NoReturn:
-        """Writes the plan and ends the process.
-
-        Args:
-            plan: `keras_psplus.pipeline.Plan`.
-        """
-        answer = {"text": str(plan), "plan": plan.as_dict()}
+    def answer(self, answer: dict[str, Any]) -> NoReturn:
+        """Writes an answer, as JSON, and ends the process."""
         pathlib.Path(self.file).write_text(json.dumps(answer))
         raise SystemExit(0)
 
@@ -49,21 +51,48 @@ def read() -> PlanRequest | None:
     return PlanRequest(**json.loads(given)) if given else None
 
 
-def check_strategy(strategy: Any) -> None:
-    """Refuses to train what was to be planned, when `fit` is called.
+def stand_in() -> tf.distribute.Strategy | None:
+    """The strategy in place of one that needs a cluster; None if this process is to train."""
+    request = read()
+    return tf.distribute.get_strategy() if request and request.stages is None else None
+
+
+def before_training(
+    strategy: Any, original: Any, model: Any, args: tuple[Any, ...], kwargs: dict[str, Any]
+) -> None:
+    """Answers a request, when a method that trains is called; returns if there is none.
 
     Args:
         strategy: The strategy of the model, or None.
+        original: Keras's own method.
+        model: Its model.
+        args: Its other arguments.
+        kwargs: Its keyword arguments.
 
     Raises:
-        ValueError: If a plan was asked for, and the strategy has no stages.
+        ValueError: If a plan was asked for that this call has nothing for.
     """
-    if read() is not None and not hasattr(strategy, "num_stages"):
+    request = read()
+    if request is None:
+        return
+    has_stages = hasattr(strategy, "num_stages")
+    if request.stages is not None:
+        if not has_stages:
+            raise ValueError(
+                "`keras-psplus plan --stages` makes the plan of a pipeline. Build the model under "
+                "`with strategy.scope():`, with `strategy = keras_psplus.strategy()` or "
+                f"`keras_psplus.PipelineStrategy()`. Received: fit() of a model of {strategy}"
+            )
+        return  # The model is cut, and the plan of that is the answer.
+    if original.__name__ not in ("fit", "train_on_batch"):
+        return
+    if has_stages or original.__name__ != "fit":
         raise ValueError(
-            "`keras-psplus plan --stages` makes the plan of a pipeline. Build the model under "
-            "`with strategy.scope():`, with `strategy = keras_psplus.strategy()` or "
-            f"`keras_psplus.PipelineStrategy()`. Received: fit() of a model of {strategy}"
+            "`keras-psplus plan` measures a model that `fit` trains as a whole: build it under "
+            "`keras_psplus.strategy()`, call `fit`, or say --stages for the plan of a pipeline. "
+            f"Received: {original.__name__}() of a model of {strategy}"
         )
+    request.answer(plan_measurement.measure(original, model, args, kwargs, request.workers))
 
 
 def override(microbatches: Any, schedule_name: Any) -> tuple[Any, Any]:

@@ -28,7 +28,7 @@ class StrategyEngine(Engine):
     """Backups that survive a kill, epochs as long as their data, and variables as numbers."""
 
     def train(self, original: Original, model: keras.Model, *args: Any, **kwargs: Any) -> Any:
-        plan_request.check_strategy(self.strategy)
+        plan_request.before_training(self.strategy, original, model, args, kwargs)
         return original(model, *args, **kwargs)
 
     # Backups.

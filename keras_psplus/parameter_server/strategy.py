@@ -17,7 +17,7 @@ from keras_psplus.cluster.claims import Claimant
 from keras_psplus.cluster.config import ClusterStartupError, TaskConfig
 from keras_psplus.cluster.progress import Progress
 from keras_psplus.communication import Communication
-from keras_psplus.core import job_failure, live_strategies
+from keras_psplus.core import job_failure, live_strategies, plan_request
 from keras_psplus.parameter_server import (
     failure,
     modes,
@@ -107,6 +107,10 @@ class ParameterServerStrategy(tf.distribute.ParameterServerStrategy):
     "More Effective Distributed ML via a Stale Synchronous Parallel Parameter Server", NeurIPS 2013;
     Keras issue 20601.
     """
+
+    def __new__(cls, *args: Any, **kwargs: Any) -> Any:
+        # A plan is made without a cluster.
+        return plan_request.stand_in() or super().__new__(cls)
 
     def __init__(
         self,

@@ -93,7 +93,7 @@ class Splitter:
         numbers = self._stages_of(found, times, split, trains)
         made = plan.make(model.name, found, numbers, times, are_milliseconds, split)
         if (request := plan_request.read()) is not None:
-            request.answer(made)
+            request.answer({"text": str(made), "plan": made.as_dict()})
         for cost, number in zip(found, numbers):
             stages.put(cost.layer, number)
         self._put_variables(model)

@@ -43,7 +43,7 @@ def local_devices() -> list[str]:
     For a plan without training, its CPU as often as there are to be stages.
     """
     request = plan_request.read()
-    if request is not None:
+    if request is not None and request.stages is not None:
         return ["/job:localhost/replica:0/task:0/device:CPU:0"] * request.stages
     devices = tf.config.list_logical_devices("GPU") or tf.config.list_logical_devices("CPU")
     job = "/job:localhost/replica:0/task:0"

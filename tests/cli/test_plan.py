@@ -99,7 +99,14 @@ def test_a_script_that_fails(plan):
 @pytest.mark.parametrize(
     "argv, message",
     [
-        (["train.py"], "as in --stages 4"),
+        (["--schedule=1f1b", "train.py"], "--schedule goes with --stages. Received: --schedule"),
+        (["--microbatches=2", "train.py"], "--microbatches goes with --stages"),
+        (["--stages=2", "--workers=2", "train.py"], "--workers does not go with --stages"),
+        (["--link=fast", "train.py"], "such as 100mbit or 1gbit. Received: 'fast'"),
+        (["--link=0mbit", "train.py"], "Received: '0mbit'"),
+        (["--workers=0", "train.py"], "--workers"),
+        (["--delay=-1", "train.py"], "--delay"),
+        ([], "name the script"),
         (["--stages=2"], "name the script"),
         (["--stages=2", "nothing.py"], "no script 'nothing.py'"),
         (["--stages=0", "train.py"], "--stages"),
@@ -115,4 +122,5 @@ def test_help(capsys):
     assert main.main(["plan", "--help"]) == 0
     out = capsys.readouterr().out
     assert textwrap.dedent(plan_command._USAGE).strip() in out
-    assert all(flag in out for flag in ("--stages", "--microbatches", "--schedule", "--[no]json"))
+    flags = ("--stages", "--microbatches", "--schedule", "--[no]json")
+    assert all(flag in out for flag in (*flags, "--workers", "--ps", "--link", "--delay"))

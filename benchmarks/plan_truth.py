@@ -1,0 +1,153 @@
+"""Compares what `keras-psplus plan` would have said of the lab's work with what the lab measured.
+
+    python benchmarks/plan_truth.py            # prints the tables
+    python benchmarks/plan_truth.py --docs     # puts them into docs/plan.md
+
+The measured milliseconds are those of the tables in docs/benchmarks.md.
+"""
+
+import argparse
+import dataclasses
+import pathlib
+import re
+
+from lab import ideal, methods, tables, work
+from lab.wire import parse_rate
+
+from keras_psplus.catalogue import long_name
+from keras_psplus.planning import cost_model
+from keras_psplus.planning.cost_model import Cluster
+
+ROOT = pathlib.Path(__file__).resolve().parents[1]
+RATES = ("100mbit", "1gbit", "loopback")
+PS = 2
+CORES = 2  # of the lab's machine
+NEAR = 0.3
+
+
+@dataclasses.dataclass(frozen=True)
+class Cell:
+    """One measured figure, and what the model says of it."""
+
+    work: str
+    workers: int
+    rate: str
+    method: str
+    exact: bool
+    measured: float
+    predicted: float
+
+    @property
+    def off(self):
+        """How far the prediction is from what was measured, as a part of it."""
+        return self.predicted / self.measured - 1
+
+
+def measured(text):
+    """Yields the work, the workers, the method, the rate and the milliseconds of our rows."""
+    for name in ("dense", "sparse"):
+        part = re.search(rf"<!-- lab: {name} -->(.*?)<!-- /lab: {name} -->", text, re.DOTALL)[1]
+        workers, columns = 0, []
+        for line in part.splitlines():
+            cells = [cell.strip() for cell in line.strip("|").split("|")]
+            if line.startswith("**"):
+                # A table of times of so many workers, or that of bytes, which has no rates.
+                match = re.match(r"\*\*(\d+) workers", line)
+                workers, columns = int(match[1]) if match else 0, []
+            elif cells[1:2] == ["method"]:
+                columns = [(i, c.removesuffix(": ms")) for i, c in enumerate(cells) if ": ms" in c]
+            elif workers and cells[0] == "keras_psplus":
+                method = long_name(cells[1].strip("`"))
+                for place, rate in columns:
+                    yield name, workers, method, rate, float(cells[place])
+
+
+def compare(text):
+    """All cells of dense and sparse work: a list of `Cell`.
+
+    A step alone is what the page has for one without communication: `no_communication`, or
+    `single` where that was not measured.
+    """
+    entries = {method.name: method.traits for method in methods.catalogue()}
+    rows = list(measured(text))
+    alone = {}
+    for name, workers, method, rate, ms in rows:
+        if rate == "1gbit" and method in ("single", "no_communication"):
+            alone[name, workers] = ms  # The latter comes later.
+    cells = []
+    for name, workers, method, rate, ms in rows:
+        traits = entries[method]
+        if rate not in RATES or method in ("single", "no_communication"):
+            continue
+        cluster = Cluster(workers, PS, parse_rate(rate), processor=max(1, workers / CORES))
+        of_work = ideal.work_of(work.SIZES["full"][name])
+        predicted = cost_model.milliseconds(traits, of_work, alone[name, workers], cluster)
+        exact = traits.loses == "exact"
+        cells.append(Cell(name, workers, rate, method, exact, ms, predicted))
+    return cells
+
+
+def near(cells):
+    """The part of cells whose prediction is within 30 % of what was measured."""
+    return sum(abs(cell.off) <= NEAR for cell in cells) / len(cells)
+
+
+def recommendations(cells):
+    """For each work, number of workers and rate: the exact cells predicted and measured best."""
+    groups = {}
+    for cell in cells:
+        if cell.exact:
+            groups.setdefault((cell.work, cell.workers, cell.rate), []).append(cell)
+    return [
+        (min(group, key=lambda c: c.predicted), min(group, key=lambda c: c.measured))
+        for group in groups.values()
+    ]
+
+
+def table(cells):
+    """The tables for docs, as Markdown."""
+    count = sum(abs(cell.off) <= NEAR for cell in cells)
+    lines = [
+        f"{count} of {len(cells)} predictions ({near(cells):.0%}) are within {NEAR:.0%} of what "
+        "was measured.",
+        "",
+        "| work | workers | link | recommended | its ms | best exact one | its ms |",
+        "|---|---:|---|---|---:|---|---:|",
+    ]
+    for chosen, best in recommendations(cells):
+        lines.append(
+            f"| {best.work} | {best.workers} | {best.rate} | `{chosen.method}` | "
+            f"{chosen.measured:.1f} | `{best.method}` | {best.measured:.1f} |"
+        )
+    head = "| work | workers | entry |" + "".join(
+        f" {rate}: predicted | measured | off |" for rate in RATES
+    )
+    lines += ["", head, "|---|---:|---|" + "---:|---:|---:|" * len(RATES)]
+    found = {(c.work, c.workers, c.method, c.rate): c for c in cells}
+    for name, workers, method in dict.fromkeys(key[:3] for key in found):
+        line = f"| {name} | {workers} | `{method}` |"
+        for rate in RATES:
+            cell = found.get((name, workers, method, rate))
+            line += (
+                f" {cell.predicted:.1f} | {cell.measured:.1f} | {cell.off:+.0%} |"
+                if cell
+                else " | | |"
+            )
+        lines.append(line)
+    return "\n".join(lines)
+
+
+def main():
+    parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
+    parser.add_argument("--docs", action="store_true", help="write into docs/plan.md")
+    args = parser.parse_args()
+    text = table(compare((ROOT / "docs" / "benchmarks.md").read_text()))
+    if args.docs:
+        page = ROOT / "docs" / "plan.md"
+        page.write_text(tables.put_in_place(page.read_text(), {"truth": text}))
+    else:
+        print(text)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,209 @@
+"""The plan: what each way of training would take of one model, the recommended one first."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Mapping
+from typing import Any
+
+from keras_psplus import text_table
+from keras_psplus.planning import cost_model
+from keras_psplus.planning.cost_model import Cluster
+from keras_psplus.planning.link_bytes import Table, Variable, Work
+from keras_psplus.planning.traits import Traits
+
+_EXACT = "exact"
+# What takes as good as the same time is not preferred to what is simpler.
+_LEVEL = 1.02
+
+
+@dataclasses.dataclass(frozen=True)
+class Facts:
+    """What was measured of a model in one process.
+
+    Attributes:
+        model: Its name.
+        batch_rows: Rows of the script's batches.
+        rows: Rows of one worker's.
+        step_ms: Milliseconds of a step with one worker's.
+        single_ms: Milliseconds of a step with the script's batches.
+        work: What a worker has to send of a step.
+        slots: Numbers that the optimizer keeps for each weight.
+        int8_ms: Milliseconds of the processor to send a million elements as int8, with feedback.
+    """
+
+    model: str
+    batch_rows: int
+    rows: int
+    step_ms: float
+    single_ms: float
+    work: Work
+    slots: float = 0.0
+    int8_ms: float = cost_model.COMPRESSOR_MS["int8"]
+
+    @classmethod
+    def from_json(cls, answer: Mapping[str, Any]) -> Facts:
+        """Reads what the measured process has written."""
+        variables = [Variable(tuple(v["shape"]), v["factor_rows"]) for v in answer["variables"]]
+        tables = [
+            Table(t["rows"], t["dim"], {int(n): rows for n, rows in t["touched"].items()})
+            for t in answer["tables"]
+        ]
+        rest = {key: answer[key] for key in answer if key not in ("variables", "tables")}
+        return cls(work=Work(variables, tables), **rest)
+
+    def one_worker_ms(self, workers: int) -> float:
+        """Milliseconds of one worker for the rows of all workers' batches."""
+        rows = workers * self.rows
+        if self.batch_rows == self.rows:
+            return self.single_ms * rows / self.rows
+        slope = (self.single_ms - self.step_ms) / (self.batch_rows - self.rows)
+        return self.single_ms + max(0.0, slope) * (rows - self.batch_rows)
+
+
+@dataclasses.dataclass(frozen=True)
+class Choice:
+    """One way of training, and what it would take.
+
+    Attributes:
+        entry: Its name in the catalogue.
+        loses: As of `Traits.loses`.
+        has_servers: Whether it needs parameter servers.
+        speedup: How many times as fast as one worker on the same rows.
+        prediction: `cost_model.Prediction`.
+    """
+
+    entry: str
+    loses: str
+    has_servers: bool
+    speedup: float
+    prediction: cost_model.Prediction
+
+    def as_dict(self) -> dict[str, Any]:
+        """As JSON has it."""
+        return {
+            "entry": self.entry,
+            "loses": self.loses,
+            "speedup": self.speedup,
+            **dataclasses.asdict(self.prediction),
+        }
+
+
+@dataclasses.dataclass(frozen=True)
+class Choices:
+    """The plan.
+
+    Attributes:
+        facts: What was measured.
+        cluster: What is planned for.
+        choices: The recommended `Choice` first, the others by their milliseconds.
+    """
+
+    facts: Facts
+    cluster: Cluster
+    choices: tuple[Choice, ...]
+
+    @property
+    def recommended(self) -> Choice:
+        """The fastest of those that lose nothing."""
+        return self.choices[0]
+
+    @property
+    def reason(self) -> str:
+        """Why it is recommended, in one sentence or two."""
+        best = self.recommended
+        moved = max(best.prediction.sent, best.prediction.received)
+        why = f"`{best.entry}` is the fastest that trains as one process does"
+        if best.entry == "single":
+            why = "One process is the fastest that trains as one process does: the links are too "
+            why += f"slow, or the steps too short, for {self.cluster.workers} workers"
+            if others := [c for c in self.choices[1:] if c.loses == _EXACT]:
+                why += f" (with them, `{_best(others).entry}` is the best exact one)"
+        elif moved:
+            part = self.cluster.ms_of(moved) / best.prediction.ms
+            why += f" ({part:.0%} of its step is the link's)"
+        faster = [c for c in self.choices[1:] if c.prediction.ms < best.prediction.ms / _LEVEL]
+        rows = [c for c in faster if c.entry != "single"]
+        if not rows:
+            return f"{why}."
+        first = min(rows, key=lambda choice: choice.prediction.ms)
+        return f"{why}. `{first.entry}` takes {first.prediction.ms:.4g} ms, but: {first.loses}."
+
+    def as_dict(self) -> dict[str, Any]:
+        """As JSON has it."""
+        facts = dataclasses.asdict(self.facts)
+        for table in facts["work"]["tables"]:
+            table["touched"] = {str(n): rows for n, rows in table["touched"].items()}
+        return {
+            "recommended": self.recommended.entry,
+            "reason": self.reason,
+            "cluster": dataclasses.asdict(self.cluster),
+            "measured": facts,
+            "choices": [choice.as_dict() for choice in self.choices],
+        }
+
+    def __str__(self) -> str:
+        facts, cluster, work = self.facts, self.cluster, self.facts.work
+        rate = f"{cluster.bits_per_second / 1e6:g} Mbit/s" if cluster.bits_per_second else "no"
+        head = (
+            f"'{facts.model}' on {cluster.workers} workers and {cluster.ps} ps, links of {rate}: "
+            f"{facts.rows} rows a worker in {facts.step_ms:.4g} ms; {work.elements:,} weights with "
+            f"dense gradients"
+        )
+        if work.tables:
+            head += f", {len(work.tables)} table(s) of {work.table_elements:,}, of which a batch "
+            head += f"looks up {work.rows_of(1):,.0f} row(s)"
+        if facts.rows * cluster.workers > facts.batch_rows:
+            head += f"\nthe batch of {facts.batch_rows} rows is taken to grow to "
+            head += f"{facts.rows * cluster.workers}, for each worker to have one"
+        titles = ("entry", "ms", "speed-up", "MB sent", "received", "MB memory", "scales to")
+        rows = [(*titles, "loses")]
+        for choice in self.choices:
+            one = choice.prediction
+            rows.append(
+                (
+                    choice.entry,
+                    f"{one.ms:.1f}",
+                    f"{choice.speedup:.2f}",
+                    f"{one.sent / 1e6:.3f}",
+                    f"{one.received / 1e6:.3f}",
+                    f"{one.memory / 1e6:.1f}",
+                    f"{one.scales_to}",
+                    choice.loses,
+                )
+            )
+        return f"{head}\n{text_table.aligned(rows)}\n{self.reason}"
+
+
+def choose(facts: Facts, entries: Mapping[str, Traits], cluster: Cluster) -> Choices:
+    """Makes the plan.
+
+    Args:
+        facts: What was measured.
+        entries: Dict from the names of the catalogue's entries to their traits.
+        cluster: What to plan for; its hosts are taken to have the processor that was measured.
+            Without ps, entries that need them are left out.
+
+    Returns:
+        `Choices`.
+    """
+    processor = facts.int8_ms / cost_model.COMPRESSOR_MS["int8"]
+    cluster = dataclasses.replace(cluster, processor=processor)
+    alone_ms = facts.one_worker_ms(cluster.workers)
+    found = []
+    for name, traits in entries.items():
+        if traits.has_servers and not cluster.ps:
+            continue
+        step_ms = alone_ms if traits.path == "alone" else facts.step_ms
+        one = cost_model.predict(traits, facts.work, step_ms, cluster, facts.slots)
+        found.append(Choice(name, traits.loses, traits.has_servers, alone_ms / one.ms, one))
+    recommended = _best([choice for choice in found if choice.loses == _EXACT])
+    rest = sorted((c for c in found if c is not recommended), key=lambda c: c.prediction.ms)
+    return Choices(facts, cluster, (recommended, *rest))
+
+
+def _best(choices):
+    """The fastest; of those that take as long, what needs no servers and has the plainest name."""
+    fastest = min(choice.prediction.ms for choice in choices)
+    level = [choice for choice in choices if choice.prediction.ms <= _LEVEL * fastest]
+    return min(level, key=lambda choice: (choice.has_servers, len(choice.entry)))

@@ -1,0 +1,240 @@
+"""How long a step takes under each way of training: computing, compressing, and the links.
+
+    ms = computing + compressors + messages + bytes between workers + bytes to and from servers
+
+All constants are fitted to the tables of docs/benchmarks.md (two-core AMD EPYC, TensorFlow 2.21);
+`tests/planning/test_truth.py` holds the sum to these.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+
+from keras_psplus.planning import link_bytes
+from keras_psplus.planning.link_bytes import Flows, Work
+from keras_psplus.planning.traits import Traits
+
+# How much longer bytes between workers take than the link's rate says: headers, and TCP's start.
+_BETWEEN = 1.09
+# Milliseconds of a core for a million bytes that a task sends or receives: what is left of a step's
+# communication over a link that is faster.
+_MOVING_MS = 1.0
+# Milliseconds of a message between two tasks, beside the link's delay. A sum in a ring goes round
+# twice, what is gathered once; PowerSGD sums one of its matrices to find the other.
+_MESSAGE_MS = 0.5
+_ROUNDS = {"topk": 1, "powersgd": 4}
+# Parameter servers, of 2026-11-24: what is read and what is sent do not overlap, and workers meet
+# at the same servers. Of the busiest link's bytes, each way once, an asynchronous step takes 2 x
+# 1.43 = 2.9 times the time, a synchronous one 2.2.
+_ASYNC, _SYNC = 1.43, 1.1
+# Milliseconds for which one chief sends a step to the workers and hears of its end.
+_ASYNC_MS, _SYNC_MS = 9.0, 20.0
+# Milliseconds of the processor for a million elements: to encode, to decode, and for the residual.
+COMPRESSOR_MS = {
+    "bf16": 0.3,
+    "fp16": 0.3,
+    "int8": 1.67,
+    "sign": 1.79,
+    "topk": 1.98,
+    "randomk": 0.82,
+    "powersgd": 1.05,
+}
+# Of a dense layer's work, one third makes the kernel's gradient, which factors leave to be done for
+# the rows of all workers.
+_OF_GRADIENT = 1 / 3
+# Twice as many workers train at least so many times the rows in a second, where it scales.
+_SCALES, _MOST_WORKERS = math.sqrt(2), 4096
+# `HybridStrategy(min_table_bytes=)`: smaller tables stay on the workers.
+_LEAST_TABLE = 1 << 20
+
+
+@dataclasses.dataclass(frozen=True)
+class Cluster:
+    """What to train on.
+
+    Attributes:
+        workers: Number of workers.
+        ps: Number of parameter servers.
+        bits_per_second: Of each task's link, each way; None for no limit.
+        delay_ms: From host to host.
+        processor: How many times the milliseconds of docs/benchmarks.md the processor takes for
+            compressors and messages, as where it is slower or tasks share a core.
+    """
+
+    workers: int = 2
+    ps: int = 2
+    bits_per_second: float | None = 1e9
+    delay_ms: float = 0.0
+    processor: float = 1.0
+
+    def ms_of(self, count: float) -> float:
+        """Milliseconds in which so many bytes cross a link."""
+        return 8e3 * count / self.bits_per_second if self.bits_per_second else 0.0
+
+    def moving_ms(self, count: float) -> float:
+        """Milliseconds in which a core sends or receives so many bytes."""
+        return self.processor * _MOVING_MS * count / 1e6
+
+
+@dataclasses.dataclass(frozen=True)
+class Prediction:
+    """What a step is predicted to take.
+
+    Attributes:
+        sent: Bytes that a worker sends.
+        received: Bytes that it receives.
+        ms: Milliseconds of a step in which every worker trains one batch.
+        scales_to: The most workers, each with the same batch, that train at least 1.4 times the
+            rows of half as many in a second; a power of two.
+        memory: Bytes of weights, gradients and the optimizer's state on a worker.
+    """
+
+    sent: float
+    received: float
+    ms: float
+    scales_to: int
+    memory: float
+
+
+def predict(
+    traits: Traits, work: Work, step_ms: float, cluster: Cluster, slots: float = 0.0
+) -> Prediction:
+    """Predicts a step.
+
+    Args:
+        traits: How it trains.
+        work: What one worker has to send.
+        step_ms: Milliseconds of one worker's batch without communication.
+        cluster: What it trains on.
+        slots: Numbers that the optimizer keeps for each weight.
+    """
+    moved = flows(traits, work, cluster.workers)
+    return Prediction(
+        moved.between + moved.up,
+        moved.between + moved.down,
+        milliseconds(traits, work, step_ms, cluster),
+        scales_to(traits, work, step_ms, cluster),
+        memory(traits, work, slots),
+    )
+
+
+def milliseconds(traits: Traits, work: Work, step_ms: float, cluster: Cluster) -> float:
+    """Milliseconds of a step, with arguments as of `predict`."""
+    if traits.path == "alone":
+        return step_ms
+    moved = flows(traits, work, cluster.workers)
+    return (
+        step_ms
+        + _compressors_ms(traits, work, cluster)
+        + _factors_ms(traits, work, step_ms, cluster)
+        + _messages_ms(traits, moved, cluster)
+        + max(_BETWEEN * cluster.ms_of(moved.between), cluster.moving_ms(2 * moved.between))
+        + _servers_ms(traits, moved, cluster)
+    )
+
+
+def flows(traits: Traits, work: Work, workers: int) -> Flows:
+    """The bytes of a worker, of what the library sends today."""
+    if traits.path == "hybrid":
+        small = [table for table in work.tables if 4 * table.elements < _LEAST_TABLE]
+        large = [table for table in work.tables if 4 * table.elements >= _LEAST_TABLE]
+        _, up, down = link_bytes.flows(traits, Work([], large), workers)
+        mirrored = dataclasses.replace(traits, path="all_reduce")
+        return Flows(
+            link_bytes.flows(mirrored, Work(work.variables, small), workers).between, up, down
+        )
+    moved = link_bytes.flows(traits, work, workers)
+    if traits.path == "parameter_server" and traits.updates == "local":
+        # Whole tables are read and sent, though rows would do.
+        whole = Work([*work.variables, *(link_bytes.Variable((t.elements,)) for t in work.tables)])
+        return link_bytes.flows(traits, whole, workers)
+    return moved
+
+
+def scales_to(traits: Traits, work: Work, step_ms: float, cluster: Cluster) -> int:
+    """The most workers that are of use, as `Prediction` says, with arguments as of `predict`."""
+    if traits.path == "alone":
+        return 1
+
+    def ms(workers):
+        return milliseconds(traits, work, step_ms, dataclasses.replace(cluster, workers=workers))
+
+    # A ring takes half as much again with four workers as with two, but little more with eight, so
+    # that it is the last doubling that counts.
+    workers = _MOST_WORKERS
+    while workers > 1 and 2 * ms(workers // 2) / ms(workers) < _SCALES:
+        workers //= 2
+    return workers
+
+
+def memory(traits: Traits, work: Work, slots: float) -> float:
+    """Bytes of weights, gradients and the optimizer's state on a worker, without activations."""
+    rows = sum(table.rows_of(1) * table.dim for table in work.tables)
+    if traits.path == "parameter_server":
+        copies = 2 if traits.updates == "local" else 1
+        return 4.0 * (copies * work.elements + work.elements + 2 * rows)
+    tables = [
+        t.elements for t in work.tables if traits.path != "hybrid" or 4 * t.elements < _LEAST_TABLE
+    ]
+    # What compressors leave out is kept for the next step; casts leave nothing, nor do factors.
+    name = (traits.compression or "").partition(":")[0]
+    residual = name in ("int8", "sign", "topk", "randomk", "powersgd")
+    anchors = 2 if traits.updates == "local" else traits.updates == "accumulate"
+    dense = work.elements * (2 + slots + residual + anchors)
+    return 4.0 * (dense + sum(tables) * (1 + slots + anchors) + rows)
+
+
+def _compressors_ms(traits, work, cluster):
+    name = (traits.compression or "").partition(":")[0]
+    pull = (traits.pull or "").partition(":")[0]
+    of_rows = (traits.rows or "").partition(":")[0]
+    rows = sum(table.rows_of(traits.every) * table.dim for table in work.tables)
+    if traits.updates == "local":
+        rows = work.table_elements
+    sent = work.elements * COMPRESSOR_MS.get(name, 0.0)
+    if of_rows in ("bf16", "fp16", "int8"):  # Others send rows as they are.
+        sent += rows * COMPRESSOR_MS[of_rows]
+    read = work.elements if traits.path == "parameter_server" else 0
+    pulled = read * COMPRESSOR_MS.get(pull, 0.0)
+    return cluster.processor * (sent / traits.every + pulled) / 1e6
+
+
+def _factors_ms(traits, work, step_ms, cluster):
+    elements = sum(
+        variable.elements
+        for variable in work.variables
+        if link_bytes.goes_as_factors(variable, traits.compression, cluster.workers)
+    )
+    if not elements:
+        return 0.0
+    return (cluster.workers - 1) * _OF_GRADIENT * step_ms * elements / work.elements
+
+
+def _messages_ms(traits, moved, cluster):
+    message = _MESSAGE_MS * cluster.processor + cluster.delay_ms
+    total = 0.0
+    if moved.between:
+        total += _ROUNDS.get((traits.compression or "").partition(":")[0], 2) * (
+            (cluster.workers - 1) * message
+        )
+    if moved.up:
+        total += 4 * cluster.delay_ms  # There and back, to read and to send.
+    return total / traits.every
+
+
+def _servers_ms(traits, moved, cluster):
+    if not traits.has_servers:
+        return 0.0
+    share = cluster.workers / cluster.ps
+    both = moved.up + moved.down
+    if traits.path == "hybrid":
+        # Workers read rows while others still send theirs.
+        own = max(moved.up, moved.down) if traits.prefetch else both
+        link_ms = cluster.ms_of(max(own, share * max(moved.up, moved.down)))
+        return max(link_ms, cluster.moving_ms(max(1.0, share) * both))
+    factor, ms = (_SYNC, _SYNC_MS) if traits.waits else (_ASYNC, _ASYNC_MS)
+    busiest = max(1.0, share) * both
+    return cluster.processor * ms / traits.every + max(
+        factor * cluster.ms_of(busiest), cluster.moving_ms(busiest)
+    )

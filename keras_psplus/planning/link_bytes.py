@@ -1,0 +1,226 @@
+"""The bytes that a step needs on each link, by arithmetic alone.
+
+Headers, metrics and control messages are not in them. A sum over `n` workers takes each of them
+`2 (n - 1) / n` of a payload in either direction; where payloads cannot be summed on their way, each
+worker gets `n - 1` of them.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from collections.abc import Mapping, Sequence
+from typing import NamedTuple
+
+from keras_psplus.planning.traits import Traits
+
+WORD = 4
+_PLACE = 2
+_ID = 8
+_BLOCK = 256  # elements of int8 that share a scale
+_BYTES = {None: 4.0, "bf16": 2.0, "fp16": 2.0, "int8": 1 + WORD / _BLOCK, "sign": 1 / 8}
+
+
+@dataclasses.dataclass(frozen=True)
+class Variable:
+    """A trained variable whose gradient is dense.
+
+    Attributes:
+        shape: Its shape.
+        factor_rows: Rows of the two matrices that one worker's gradient is the product of; None if
+            it is no such product.
+    """
+
+    shape: tuple[int, ...]
+    factor_rows: int | None = None
+
+    @property
+    def elements(self) -> int:
+        """Number of elements."""
+        return math.prod(self.shape)
+
+
+@dataclasses.dataclass(frozen=True)
+class Table:
+    """A trained table of which a step looks up some rows.
+
+    Attributes:
+        rows: Number of rows.
+        dim: Numbers in a row.
+        touched: Dict from numbers of batches of one worker to the distinct rows in them.
+    """
+
+    rows: int
+    dim: int
+    touched: Mapping[int, float]
+
+    @property
+    def elements(self) -> int:
+        """Number of elements."""
+        return self.rows * self.dim
+
+    def rows_of(self, batches: float) -> float:
+        """Distinct rows in so many batches of one worker.
+
+        Between and beyond the counted numbers of batches, rows grow by a power of them.
+        """
+        known = sorted(self.touched.items())
+        if len(known) == 1:
+            return min(self.rows, known[0][1] * batches)
+        upper = next((i for i, (n, _) in enumerate(known) if n >= batches), len(known) - 1)
+        (n1, rows1), (n2, rows2) = known[max(upper - 1, 0)], known[max(upper, 1)]
+        if not rows1:
+            return 0.0
+        power = math.log(rows2 / rows1) / math.log(n2 / n1)
+        return min(float(self.rows), rows1 * (batches / n1) ** power)
+
+
+@dataclasses.dataclass(frozen=True)
+class Work:
+    """What one worker has to send of a model's step.
+
+    Attributes:
+        variables: Those with dense gradients.
+        tables: Those with sparse ones.
+    """
+
+    variables: Sequence[Variable] = ()
+    tables: Sequence[Table] = ()
+
+    @property
+    def elements(self) -> int:
+        """Number of elements of what has dense gradients."""
+        return sum(variable.elements for variable in self.variables)
+
+    @property
+    def table_elements(self) -> int:
+        """Number of elements of tables."""
+        return sum(table.elements for table in self.tables)
+
+    def rows_of(self, batches: float) -> float:
+        """Distinct rows of all tables in so many batches of one worker."""
+        return sum(table.rows_of(batches) for table in self.tables)
+
+
+class Flows(NamedTuple):
+    """Bytes of one step of one worker.
+
+    Attributes:
+        between: What it sends to other workers, and receives from them.
+        up: What it sends to parameter servers.
+        down: What it receives from them.
+    """
+
+    between: float = 0.0
+    up: float = 0.0
+    down: float = 0.0
+
+
+def flows(traits: Traits, work: Work, workers: int) -> Flows:
+    """Bytes of one step of one worker.
+
+    Args:
+        traits: How it trains.
+        work: What there is to send.
+        workers: Number of workers.
+    """
+    if traits.path == "alone":
+        return Flows()
+    every = traits.every
+    dense = _payload(work, traits.compression, workers)
+    if traits.path == "all_reduce":
+        if traits.updates == "local":
+            # Of a table, too, all is sent that may have changed.
+            table = WORD * work.table_elements * _BYTES.get(traits.rows, 4.0) / 4
+            rows = 2 * (workers - 1) / workers * table
+        else:
+            rows = (workers - 1) * _rows(work, every, traits.rows)
+        return Flows((_summed(dense, traits.compression, workers) + rows) / every)
+    # Rows' ids go up, and values come down; gradients go up with their ids.
+    down = pulled = _rows(work, 1, traits.pull, of_each=0)
+    up = _rows(work, every, traits.rows) / every + _rows(work, 1, of_row=0)
+    if traits.path == "hybrid":
+        return Flows(_summed(dense, traits.compression, workers) / every, up, down)
+    values = _payload(work, traits.pull, workers)
+    down += values
+    if traits.updates == "local":
+        # One read of everything for each exchange.
+        down = values / every + pulled
+    return Flows(0.0, up + dense / every, down)
+
+
+def links(traits: Traits, work: Work, workers: int, ps: int) -> dict[str, tuple[float, float]]:
+    """Bytes of one step of all workers, on each link.
+
+    Args:
+        traits: How it trains.
+        work: What there is to send.
+        workers: Number of workers.
+        ps: Number of parameter servers, which share evenly.
+
+    Returns:
+        Dict from `"worker"` and, if there are servers, `"ps"` to the bytes that one of them sends
+        and receives.
+    """
+    between, up, down = flows(traits, work, workers)
+    of_worker = {"worker": (up + between, down + between)}
+    if not traits.has_servers:
+        return of_worker
+    share = workers / ps
+    return {**of_worker, "ps": (share * down, share * up)}
+
+
+def goes_as_factors(variable: Variable, compression: str | None, workers: int) -> bool:
+    """Whether a variable's gradient is sent as the factors that it is the product of."""
+    if not (compression or "").startswith("factors") or variable.factor_rows is None:
+        return False
+    whole = 2 / workers * variable.elements
+    return len(variable.shape) == 2 and variable.factor_rows * sum(variable.shape) <= whole
+
+
+def _payload(work, compression, workers):
+    """Bytes of what one worker has to say about dense variables."""
+    if (compression or "").startswith("factors"):
+        return sum(_factors(variable, compression, workers) for variable in work.variables)
+    return sum(_size(variable.shape, compression) for variable in work.variables)
+
+
+def _factors(variable, compression, workers):
+    """The fewer bytes of factors, and of what a ring sends to each of the others."""
+    if len(variable.shape) < 2:
+        return 2 / workers * _size(variable.shape, None)
+    number = _BYTES[compression.partition(":")[2] or None]
+    if goes_as_factors(variable, compression, workers):
+        return number * variable.factor_rows * sum(variable.shape)
+    return number * 2 / workers * variable.elements
+
+
+def _size(shape, compression):
+    elements = math.prod(shape)
+    name, _, argument = (compression or "").partition(":")
+    if name == "nothing":
+        return 0.0
+    if len(shape) < 2 and name not in ("bf16", "fp16"):
+        return WORD * elements  # Vectors go whole.
+    if name == "powersgd":
+        # Of more than two axes, all but the last are one.
+        return min(elements, int(argument) * (math.prod(shape[:-1]) + shape[-1])) * WORD
+    if name == "topk":
+        return (WORD + _PLACE) * elements * float(argument)
+    if name == "randomk":
+        return WORD * elements * float(argument)
+    return elements * _BYTES[name or None]
+
+
+def _summed(payload, compression, workers):
+    if (compression or "").startswith(("topk", "factors")):  # These are gathered.
+        return (workers - 1) * payload
+    return 2 * (workers - 1) / workers * payload
+
+
+def _rows(work, batches, compression=None, of_row=1, of_each=_ID):
+    """Bytes of the distinct rows of some batches of one worker, each with its id."""
+    number = _BYTES[compression] if compression in ("bf16", "fp16", "int8") else WORD
+    return sum(
+        table.rows_of(batches) * (of_row * table.dim * number + of_each) for table in work.tables
+    )

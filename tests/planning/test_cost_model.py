@@ -1,0 +1,127 @@
+"""The parts of a predicted step."""
+
+import dataclasses
+
+import pytest
+
+from keras_psplus.planning import cost_model, link_bytes
+from keras_psplus.planning.cost_model import Cluster
+from keras_psplus.planning.link_bytes import Table, Variable, Work
+from keras_psplus.planning.traits import Traits, traits_of
+
+DENSE = Work([Variable((1000, 1000), factor_rows=10), Variable((1000,))])
+SPARSE = Work([Variable((10, 10))], [Table(100_000, 10, {1: 1000, 2: 1500, 4: 2250})])
+SLOW = Cluster(workers=2, ps=2, bits_per_second=1e8)
+
+
+def ms(traits, work=DENSE, cluster=SLOW, step_ms=10.0):
+    return cost_model.milliseconds(traits, work, step_ms, cluster)
+
+
+def test_one_process_takes_its_step():
+    assert ms(Traits("alone")) == 10.0
+
+
+def test_bytes_take_their_time():
+    # A ring of two sends every byte once, in two messages.
+    assert ms(Traits()) == pytest.approx(10 + 1 + 1.09 * 8e3 * 4 * 1_001_000 / 1e8)
+    # Over the fastest link it is a core that sends and receives them.
+    fast = dataclasses.replace(SLOW, bits_per_second=None, processor=3.0)
+    assert ms(Traits(), cluster=fast) == pytest.approx(10 + 3 + 3 * 2 * 4 * 1.001)
+
+
+def test_factors_go_where_they_are_fewer_bytes():
+    moved = cost_model.flows(Traits(compression="factors"), DENSE, 2)
+    assert moved.between == 4 * (10 * 2000 + 1000)
+    # From 2 x 1,000 x 1,000 / (2,000 x 10) workers on, the gradient itself is no more.
+    assert link_bytes.goes_as_factors(DENSE.variables[0], "factors", 100)
+    assert not link_bytes.goes_as_factors(DENSE.variables[0], "factors", 101)
+    unknown = Work([Variable((1000, 1000)), Variable((1000,))])
+    assert cost_model.flows(Traits(compression="factors"), unknown, 2) == cost_model.flows(
+        Traits(), unknown, 2
+    )
+
+
+def test_rows_between_and_beyond_those_that_were_counted():
+    table = SPARSE.tables[0]
+    assert [table.rows_of(n) for n in (1, 2, 4)] == [1000, 1500, 2250]
+    assert table.rows_of(8) == pytest.approx(3375)
+    assert table.rows_of(0.5) == pytest.approx(1000 / 1.5)
+    assert 1500 < table.rows_of(3) < 2250
+    assert table.rows_of(1 << 40) == 100_000
+    assert Table(50, 1, {1: 30}).rows_of(1) == 30
+    assert Table(50, 1, {1: 30}).rows_of(4) == 50
+    assert Table(50, 1, {1: 0, 2: 0}).rows_of(1) == 0
+
+
+def test_tables_lie_on_servers_from_a_megabyte_on():
+    hybrid = cost_model.flows(Traits("hybrid"), SPARSE, 2)
+    assert hybrid == (400, 1000 * (8 + 8 + 40), 1000 * 40)
+    small = Work(SPARSE.variables, [Table(1000, 10, {1: 100})])
+    assert cost_model.flows(Traits("hybrid"), small, 2) == cost_model.flows(Traits(), small, 2)
+
+
+def test_local_steps_under_servers_send_whole_tables():
+    moved = cost_model.flows(Traits("parameter_server", updates="local", every=8), SPARSE, 2)
+    assert moved.up == moved.down == 4 * (100 + 1_000_000) / 8
+
+
+def test_more_workers_share_the_servers():
+    async_ = Traits("parameter_server", waits=False)
+    four = dataclasses.replace(SLOW, workers=4)
+    assert ms(async_, cluster=four) == pytest.approx(2 * ms(async_, step_ms=0.0) + 10 - 9)
+
+
+def test_where_it_stops_to_scale():
+    def scales(traits, work=DENSE, step_ms=1.0):
+        return cost_model.scales_to(traits, work, step_ms, SLOW)
+
+    assert scales(Traits("alone")) == 1
+    # What workers gather grows with them; what they sum on its way does not.
+    # A step of 349 ms at two, 698 at many; and half a millisecond for each message of a ring.
+    assert scales(Traits(compression="topk:0.01")) == 1
+    assert scales(Traits(compression="topk:0.01"), step_ms=100.0) == 16
+    assert scales(Traits()) == 512
+    # Two servers are enough for two workers.
+    assert scales(Traits("parameter_server", waits=False)) == 2
+    assert scales(Traits("parameter_server", waits=False), step_ms=1e9) == 4096
+
+
+def test_delay_counts_for_each_message_of_a_ring():
+    late = dataclasses.replace(SLOW, workers=4, delay_ms=10.0)
+    soon = dataclasses.replace(late, delay_ms=0.0)
+    assert ms(Traits(), cluster=late) - ms(Traits(), cluster=soon) == pytest.approx(60)
+    local = Traits(updates="local", every=10)
+    assert ms(local, cluster=late) - ms(local, cluster=soon) == pytest.approx(6)
+
+
+def test_memory_of_a_worker():
+    def megabytes(traits, slots=2.0):
+        return cost_model.memory(traits, SPARSE, slots) / 4
+
+    rows = 1000 * 10
+    assert megabytes(Traits()) == 100 * 4 + 1_000_000 * 3 + rows
+    assert megabytes(Traits("hybrid")) == 100 * 4 + rows
+    assert megabytes(Traits("parameter_server", waits=False)) == 100 * 2 + 2 * rows
+    assert megabytes(Traits(compression="int8")) == megabytes(Traits()) + 100
+
+
+@pytest.mark.parametrize(
+    ("source", "loses"),
+    [
+        ("psp.MultiWorkerMirroredStrategy(**options)", "exact"),
+        ("psp.MultiWorkerMirroredStrategy(compression='factors')", "exact"),
+        ("psp.MultiWorkerMirroredStrategy(compression='factors:bf16')", "lossy"),
+        ("psp.MultiWorkerMirroredStrategy(updates=psp.updates.Accumulate(4))", "batch x4"),
+        (
+            "psp.MultiWorkerMirroredStrategy(compression='int8', updates=psp.updates.DiLoCo(2))",
+            "local steps, lossy",
+        ),
+        ("psp.ParameterServerStrategy(mode='sync')", "exact"),
+        ("psp.ParameterServerStrategy(pull_compression='bf16')", "stale, lossy"),
+        ("psp.HybridStrategy()", "exact"),
+        ("psp.HybridStrategy(prefetch=True)", "stale"),
+    ],
+)
+def test_what_an_entry_loses(source, loses):
+    assert traits_of(f"def strategy(**options):\n    return {source}\n").loses == loses
