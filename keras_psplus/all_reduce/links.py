@@ -50,7 +50,7 @@ def rounds_of_pairs(number: int) -> list[list[tuple[int, int]]]:
     Returns:
         List of rounds, each a list of pairs.
     """
-    # Whoever is paired with the number that is not there has a break.
+    # The worker that is paired with a number which is not there waits.
     places = list(range(number + number % 2))
     rounds = []
     for _ in range(len(places) - 1):

@@ -43,7 +43,7 @@ COMPRESSOR_MS = {
 # Of a dense layer's work, one third makes the kernel's gradient, which factors leave to be done for
 # the rows of all workers.
 _OF_GRADIENT = 1 / 3
-# Twice as many workers train at least so many times the rows in a second, where it scales.
+# An entry scales if twice as many workers train at least this many times the rows in a second.
 _SCALES, _MOST_WORKERS = math.sqrt(2), 4096
 # `HybridStrategy(min_table_bytes=)`: smaller tables stay on the workers.
 _LEAST_TABLE = 1 << 20
