@@ -2,6 +2,7 @@
 
 import fractions
 import functools
+import types
 
 import hypothesis
 import numpy as np
@@ -168,7 +169,7 @@ def checks_alone(monkeypatch):
         raise Checked
 
     monkeypatch.setattr(MultiWorkerMirroredStrategy, "_start", staticmethod(end))
-    monkeypatch.setattr(hybrid.config, "read_task_config", end)
+    monkeypatch.setattr(hybrid, "discovery", types.SimpleNamespace(find_task_config=end))
     monkeypatch.setattr(parameter_server.startup, "read_task", end)
 
 

@@ -74,6 +74,10 @@ ATTRIBUTES = [
         "_cancellation_mgr _closures_queued_condition _error _queue_lock _tagged_queue",
     ),
     (
+        cluster_coordinator.Worker,
+        "_on_closure_failure _on_worker_recovery _process_closure",
+    ),
+    (
         cluster_coordinator.WorkerPreemptionHandler,
         "_cluster_due_for_update_or_finish _should_preemption_thread_run",
     ),
