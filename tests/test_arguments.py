@@ -100,6 +100,7 @@ STRATEGIES = {
         "backup_workers": 0,
         "max_staleness": None,
         "updates": None,
+        "overlap_steps": False,
     },
 }
 

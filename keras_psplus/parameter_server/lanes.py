@@ -20,14 +20,16 @@ class Lanes:
     Closures whose `may_overlap` is true run beside each other, others alone. When the worker is
     lost, one lane waits for it to come back, as TensorFlow's thread would, and the others only give
     their closures back: a cluster that is mended several times for one loss may lose functions.
+    From the first loss of any worker on, all closures run alone, as TensorFlow's own do.
 
     Args:
         worker: TensorFlow's `Worker`.
         count: How many closures may be under way.
+        has_lost: Event of all workers together, set when one of them is lost.
     """
 
-    def __init__(self, worker: Any, count: int) -> None:
-        self._process_alone = worker._process_closure
+    def __init__(self, worker: Any, count: int, has_lost: threading.Event) -> None:
+        self._process_alone, self._has_lost = worker._process_closure, has_lost
         self._changed = threading.Condition()
         self._count = count
         self._free = [_Lane(worker, self) for _ in range(count)]
@@ -41,7 +43,7 @@ class Lanes:
 
     def _process(self, closure):
         """What TensorFlow's thread does with a closure that it has taken from the queue."""
-        if not getattr(closure, "may_overlap", False):
+        if self._has_lost.is_set() or not getattr(closure, "may_overlap", False):
             self._wait_until(lambda: len(self._free) == self._count or self._is_lost)
             if not self._is_lost:
                 self._process_alone(closure)
@@ -76,6 +78,7 @@ class Lanes:
             if self._is_lost or losses != self._losses:
                 return False
             self._is_lost = True
+            self._has_lost.set()
             return True
 
     def end_loss(self) -> None:

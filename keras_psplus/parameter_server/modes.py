@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, NamedTuple
 
-from keras_psplus.arguments import MOST, shown
+from keras_psplus.arguments import MOST, flag, shown
 
 if TYPE_CHECKING:
     from keras_psplus.updates import Updates
@@ -112,3 +112,28 @@ def check_updates(updates: Updates | None, mode: Mode) -> Updates | None:
 
 def _is_count(value):
     return isinstance(value, int) and not isinstance(value, bool) and 0 <= value <= MOST
+
+
+def check_overlap(overlap_steps: bool, mode: Mode, updates: Updates | None) -> bool:
+    """Checks `overlap_steps`.
+
+    Args:
+        overlap_steps: What was given.
+        mode: The checked mode.
+        updates: The checked updates.
+
+    Returns:
+        It, as a bool.
+
+    Raises:
+        ValueError: If it is no bool, or steps wait for one another.
+    """
+    overlaps = flag("overlap_steps", overlap_steps)
+    if overlaps and (mode.is_sync or mode.max_staleness is not None or updates is not None):
+        raise ValueError(
+            '`overlap_steps` is for `mode="async"` without `max_staleness` and `updates`, whose '
+            "steps go on from one another. Leave one of them out. "
+            f"Received: overlap_steps={overlaps}, mode={'sync' if mode.is_sync else 'async'!r}, "
+            f"max_staleness={mode.max_staleness}, updates={updates!r}"
+        )
+    return overlaps

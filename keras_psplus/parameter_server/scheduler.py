@@ -41,6 +41,7 @@ class Scheduler:
         check_workers: Called now and then while nothing comes back; raises if it has to be given
             up.
         on_worker_back: Optional, called with the name of a worker that was lost and is back.
+        overlap: Whether a worker may run several closures at a time, of those that allow it.
 
     Attributes:
         on_worker_lost: None, or a function that is called with the number of a worker that is lost.
@@ -54,13 +55,15 @@ class Scheduler:
         num_workers: int,
         check_workers: Callable[[], None],
         on_worker_back: Callable[[str], None] | None = None,
+        overlap: bool = False,
     ) -> None:
         self._on_worker_back, self.on_worker_lost = on_worker_back, None
         self._coordinator = coordinator
         self._num_workers = num_workers
-        if num_workers > 1:
+        if overlap:
+            has_lost = threading.Event()
             for worker in self.workers:
-                Lanes(worker, LANES)
+                Lanes(worker, LANES, has_lost)
         self._check_workers = check_workers
         self._changed = threading.Condition()
         # By the result's id: the result and its closure.

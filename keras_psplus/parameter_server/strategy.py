@@ -81,6 +81,9 @@ class ParameterServerStrategy(tf.distribute.ParameterServerStrategy):
             text such as `"accumulate:4"`; None to read and send at each step.
         stall_warning: Seconds that a closure may take until one line says which one, and what it
             waits for; None for no such line.
+        overlap_steps: In `"async"` mode, whether a worker has up to three steps under way, of which
+            one reads, one computes and one sends: its link is used both ways, and its gradients
+            are up to two updates older. A job may then end when a worker is lost.
         ps_weights: List of a positive number for each parameter server, such as its link's rate:
             its part of the variables' bytes is proportional to that. None for as many bytes on
             each host, whose servers share its link.
@@ -128,6 +131,7 @@ class ParameterServerStrategy(tf.distribute.ParameterServerStrategy):
         max_staleness: int | None = None,
         updates: updates_module.Updates | str | None = None,
         stall_warning: float | None = 60.0,
+        overlap_steps: bool = False,
         ps_weights: Sequence[float] | None = None,
     ) -> None:
         seconds("startup_timeout", startup_timeout)
@@ -138,6 +142,7 @@ class ParameterServerStrategy(tf.distribute.ParameterServerStrategy):
         compressors = Compressors(compression, pull_compression)
         self._mode = modes.check_mode(mode, backup_workers, max_staleness)
         updates = modes.check_updates(updates_module.get(updates), self._mode)
+        self._overlap_steps = modes.check_overlap(overlap_steps, self._mode, updates)
         self._task = None
         if cluster_resolver is None:
             self._task = startup.read_task()
@@ -195,6 +200,7 @@ class ParameterServerStrategy(tf.distribute.ParameterServerStrategy):
             self._num_workers,
             failure.WorkerWatch(spec["worker"], worker_timeout).check_workers,
             self._greet_again if self._chief else None,
+            self.overlaps_steps,
         )
         self._progress = Progress(leads=True)
         stalls.Inspector(stall_warning, StallProbe(self._scheduler, self._progress, spec).look)
@@ -281,12 +287,10 @@ class ParameterServerStrategy(tf.distribute.ParameterServerStrategy):
     def overlaps_steps(self) -> bool:
         """Whether a worker reads for its next training step before it has sent this one's.
 
-        Not with one worker, whose training is that of one process; nor where workers keep anything
-        from step to step that the next one goes on from; nor on servers that were started
+        Not with one worker, whose training is that of one process; nor on servers that were started
         otherwise, which may have too few threads.
         """
-        is_free = self.mode == "async" and self.clocks is None and self.updates is None
-        return is_free and self._num_workers > 1 and self._task is not None
+        return self._overlap_steps and self._num_workers > 1 and self._task is not None
 
     @property
     def clocks(self) -> Clocks | None:

@@ -125,7 +125,7 @@ def an_error_does_not_hold_up_the_next_training(strategy, compression):
 
 def main():
     compression = os.environ.get("OVERLAP_COMPRESSION") or None
-    strategy = psp.ParameterServerStrategy(compression=compression)
+    strategy = psp.ParameterServerStrategy(compression=compression, overlap_steps=True)
     every_step_counts_once(strategy, compression)
     sums_of_gradients_are_not_shared(strategy, compression)
     residuals_are_kept(strategy, compression)

@@ -146,3 +146,17 @@ def test_a_worker_whose_step_is_taken_back_after_its_loss_gets_no_other():
     scheduler.withdraw([first])
     second = start()
     assert queue.get(timeout=1, tag=0) is second
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"mode": "sync"},
+        {"max_staleness": 2},
+        {"updates": "accumulate:2"},
+        {"updates": "local_sgd:2"},
+    ],
+)
+def test_steps_that_go_on_from_one_another_cannot_overlap(options):
+    with pytest.raises(ValueError, match="`overlap_steps` is for .*Received: overlap_steps=True"):
+        psp.ParameterServerStrategy(overlap_steps=True, **options)
