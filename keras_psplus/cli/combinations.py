@@ -1,5 +1,7 @@
 """Which flags of `run` go together, known before anything is started."""
 
+from absl import flags
+
 from keras_psplus import catalogue, entries, specs
 from keras_psplus.cli.parsing import UsageError
 
@@ -25,19 +27,21 @@ def check_combination(strategy: str | None, layout: dict[str, int], given: dict[
     if problem is None and "updates" in given:
         problem = _problem_with_updates(entry, given["updates"])
     if problem is not None:
-        flags = ", ".join(f"--{name}={text}" for name, text in given.items())
-        raise UsageError(f"{strategy} {problem}. Received: --strategy={strategy}, {flags}")
+        received = ", ".join(f"--{name}={text}" for name, text in given.items())
+        raise UsageError(f"{strategy} {problem}. Received: --strategy={strategy}, {received}")
 
 
-def has_chief(strategy: str | None) -> bool:
-    """Whether an entry of the catalogue needs a chief though there are no parameter servers.
+def chief_of(options: flags.FlagValues) -> bool:
+    """Whether a cluster has a chief: as --chief says, or as its servers and its strategy need one.
 
     Args:
-        strategy: What was given as `--strategy`, or None.
+        options: The parsed flags, with `chief`, `ps` and `strategy`.
     """
-    return (
-        strategy is not None
-        and entries.read(catalogue.find(strategy)).strategy == "PipelineStrategy"
+    if options.chief is not None:
+        return bool(options.chief)
+    return options.ps > 0 or (
+        options.strategy is not None
+        and entries.read(catalogue.find(options.strategy)).strategy == "PipelineStrategy"
     )
 
 

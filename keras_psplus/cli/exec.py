@@ -56,9 +56,7 @@ def _task(options: flags.FlagValues) -> TaskConfig | None:
                 f"--evaluator, or unset it. Received: {layout.LAYOUT_VARIABLE}={text}"
             )
         return find_task_config()
-    chief = options.chief
-    if chief is None:
-        chief = options.ps > 0 or combinations.has_chief(options.strategy)
+    chief = combinations.chief_of(options)
     roles = {"chief": int(chief), "ps": options.ps, EVALUATOR: int(options.evaluator)}
     if any(roles.values()):
         if os.environ.get("TF_CONFIG", "").strip():

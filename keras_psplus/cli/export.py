@@ -135,9 +135,7 @@ def manifest(options: flags.FlagValues, command: list[str]) -> str:
             "a name has lower-case letters, digits and '-' in it, and begins and ends with one of "
             f"the first two. Received: --name={name}"
         )
-    chief = options.chief
-    if chief is None:
-        chief = options.ps > 0 or combinations.has_chief(options.strategy)
+    chief = combinations.chief_of(options)
     counts = {"chief": int(chief), "worker": options.workers, "ps": options.ps}
     size = sum(counts.values())
     # Refused here as by `run`.

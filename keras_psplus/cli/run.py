@@ -203,9 +203,7 @@ def _log_dir(folder):
 
 
 def _layout(options):
-    chief = options.chief
-    if chief is None:
-        chief = options.ps > 0 or combinations.has_chief(options.strategy)
+    chief = combinations.chief_of(options)
     workers = options.workers
     if workers is None:
         workers = len(options.hosts) - options.ps - chief if options.hosts else 2

@@ -24,6 +24,15 @@ def operations(graph: tf.Graph, results: Any) -> set[tf.Operation]:
     for op in graph.get_operations():
         if op._is_stateful and op.type not in _READS:
             waiting.append(op)
+    return with_inputs(waiting)
+
+
+def with_inputs(waiting: list[tf.Operation]) -> set[tf.Operation]:
+    """Some operations, and all that they need.
+
+    Args:
+        waiting: List of operations, which is used up.
+    """
     found = set()
     while waiting:
         op = waiting.pop()

@@ -75,8 +75,9 @@ class Turn:
 
     def __enter__(self) -> Turn:
         self._context = contextlib.ExitStack()
-        graph = tf.compat.v1.get_default_graph()
-        self._graph, self._first = graph, len(graph.get_operations())
+        if self._action[0] == schedule.BACKWARD:
+            self._graph = tf.compat.v1.get_default_graph()
+            self._first = len(self._graph.get_operations())
         # A layer that computes itself again for its gradients reads its weights again.
         self._context.enter_context(self._reads)
         self._context.enter_context(tf.control_dependencies(list(self._tensors_before())))

@@ -13,6 +13,8 @@ from collections.abc import Iterable
 
 import tensorflow as tf
 
+from keras_psplus.pipeline.needed import with_inputs
+
 
 @dataclasses.dataclass
 class BackwardOperations:
@@ -43,7 +45,7 @@ def delay(turns: Iterable[BackwardOperations]) -> None:
         inside = set(turn.operations)
         last = _last(turn, inside)
         # All that these need, of other turns as well: none of it may wait for them.
-        needed = _needed(last)
+        needed = with_inputs([tensor.op for tensor in last])
         for op in turn.operations:
             if op not in needed and _begins(op, inside, needed):
                 for tensor in last:
@@ -58,18 +60,6 @@ def _last(turn, inside):
             if any(op not in inside for op in tensor.consumers()):
                 found[id(tensor)] = tensor
     return list(found.values())
-
-
-def _needed(tensors):
-    """All operations that some tensors need."""
-    found, left = set(), [tensor.op for tensor in tensors]
-    while left:
-        op = left.pop()
-        if op not in found:
-            found.add(op)
-            left += [tensor.op for tensor in op.inputs]
-            left += op.control_inputs
-    return found
 
 
 def _begins(op, inside, needed):
