@@ -2,7 +2,8 @@
 #
 #   make demo    train the digits in one process, then on two local clusters, and compare; with
 #                all that TensorFlow says of itself: make demo DEMO=--verbose
-#   make test    the whole test suite
+#   make test    the test suite
+#   make test-all       the same, with the further combinations of tests/extended.py
 #   make test-fast      the tests of parts, and a short run of every strategy
 #   make test-versions  every strategy and every hook, under all supported versions that are found;
 #                flags: make test-versions VERSIONS="--only '*nightly'"
@@ -25,7 +26,7 @@ PIP := $(BIN)/python -m pip --disable-pip-version-check
 PACKAGING := pyproject.toml setup.cfg setup.py
 
 .DEFAULT_GOAL := help
-.PHONY: help demo test test-fast test-versions bench docs lint clean
+.PHONY: help demo test test-all test-fast test-versions bench docs lint clean
 
 help:
 	@sed -n 's/^#   //p' Makefile
@@ -45,9 +46,14 @@ $(VENV)/stamp-%: $(VENV)/stamp-venv $(PACKAGING)
 demo: $(VENV)/stamp-examples
 	@$(BIN)/python examples/demo.py $(DEMO)
 
-test: $(VENV)/stamp-test
-	$(BIN)/python -m pytest -n 3 --dist loadfile --no-loadscope-reorder \
+TEST = $(BIN)/python -m pytest -n 4 --dist loadfile --no-loadscope-reorder \
 	  --reruns 1 --rerun-show-tracebacks
+
+test: $(VENV)/stamp-test
+	$(TEST) -m "not extended"
+
+test-all: $(VENV)/stamp-test
+	$(TEST)
 
 test-fast: $(VENV)/stamp-test
 	$(BIN)/python -m pytest -n 3 --dist loadfile $(FAST)

@@ -42,6 +42,7 @@ WARM = (
 
 def pytest_configure(config):
     config.addinivalue_line("markers", "cases(*names): what a test looks at; see selection.py")
+    config.addinivalue_line("markers", "extended: what `make test` leaves out; see extended.py")
 
 
 @pytest.fixture(scope="module", autouse=True)
@@ -54,7 +55,13 @@ def warm_start(request):
         yield
 
 
-def pytest_collection_modifyitems(items):
+# Before pytest chooses by marks.
+@pytest.hookimpl(tryfirst=True)
+def pytest_collection_modifyitems(config, items):
+    from tests import extended
+
+    named = any("::" in argument for argument in config.args)
+    extended.mark(items, pathlib.Path(__file__).parent, whole=not named)
     items.sort(key=lambda item: item.path.parent.name not in LONG)
 
 

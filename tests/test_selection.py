@@ -24,6 +24,10 @@ TESTS = """
     def test_fixed(job):
         pass
 
+    @pytest.mark.cases("three", "five", others=True)
+    def test_all(job):
+        pass
+
     @pytest.mark.parametrize("kind, name", [("a", "one"), ("b", "one"), ("b", "two")])
     def test_second(kind, name, job):
         pass
@@ -37,6 +41,7 @@ TESTS = """
         ("-k=three", ["three"], ["three"], []),
         ("-k=fixed", ["two", "four"], ["two", "four"], []),
         ("-k=two", ["two"], ["two"], ["two"]),
+        ("-k=all", ["three", "five"], [], []),
         ("-k=second", [], [], ["one", "two"]),
     ],
 )

@@ -237,7 +237,8 @@ def test_resumed_training_is_as_if_never_interrupted(name, run):
             np.testing.assert_array_equal(weight, expected)
 
 
-@pytest.mark.cases(*CASES)
+@pytest.mark.cases("parts")
+@pytest.mark.cases(*CASES, others=True)
 def test_workers_end_with_the_same_bits(run):
     (first, numbers), (second, other_numbers) = run
     # Rows of embeddings are as many as each worker has.

@@ -1,0 +1,131 @@
+"""Tests that `make test` leaves out and `make test-all` runs: more of what others show.
+
+Each says on one more combination, optimizer, kind of dataset or fault what a test of `make test`
+says of the path that they share. A path, a refusal or an error of its own is never one of them.
+pytest runs them too, unless it is asked for `-m "not extended"`.
+"""
+
+import fnmatch
+
+import pytest
+
+# By file, patterns of the tests' names. In a name, brackets are as they are.
+TESTS = {
+    "multi_process/test_equals_one_process.py": [
+        *(
+            f"test_two_workers[{name}]"
+            for name in (
+                *("bfloat16", "class_weight_and_validation_split", "generator"),
+                *("dataset_of_named_tuples_repeated", "mean_with_sample_weight"),
+                *("own_loss_with_an_empty_replica", "train_step_as_function"),
+                "early_stopping_and_plateau",
+            )
+        ),
+        *(
+            f"test_one_process[async-{name}]"
+            for name in (
+                *("gradient_penalty", "generator", "py_dataset", "train_step_as_function"),
+                *("several_inputs_and_outputs", "synchronised_batch_normalisation"),
+            )
+        ),
+        *(
+            f"test_one_process[async_sharded-{name}]"
+            for name in (
+                *("adamw_with_schedule_and_average", "moving_average_after_skipped_steps"),
+                *("several_steps_in_a_loop", "masked_sequence_loss"),
+            )
+        ),
+        "test_one_process[devices-on_batch]",
+        "test_one_process[devices-own_loss_as_vector]",
+        "test_one_process[devices-run_eagerly]",
+        "test_one_process[pipeline-dataset_of_unknown_length]",
+        "test_one_process[pipeline-moving_average_after_skipped_steps]",
+        "test_one_process[pipelines-gradient_penalty]",
+        "test_one_process[pipelines-mixed_precision_skips_overflow]",
+    ],
+    "multi_process/test_failures.py": ["test_hanging_worker[0-25]"],
+    "all_reduce/test_compression.py": [
+        f"{test}[{kind}{name}]"
+        for name in ("topk_warmup", "randomk", "powersgd_late")
+        for test, kind in (
+            ("test_training_computes_what_the_compressor_says", "run-"),
+            ("test_bytes_are_those_of_the_compressor", ""),
+        )
+    ],
+    "all_reduce/test_updates.py": [
+        *("*[outer adam]", "*[overlap]", "*[eagerly]", "*[flush]", "*[two optimizers]"),
+        "test_a_process_without_a_cluster_does_the_same[1]",
+    ],
+    "all_reduce/test_own_steps.py": [
+        f"test_two_workers_equal_one_process[{name}]"
+        for name in (
+            *("OneOfThemClipped", "LoggedBefore", "LoggedOnly", "OwnOptimizer", "Eagerly"),
+            *("SeveralSteps", "LossScaleAsItIs", "KerasAccumulation", "InBranch"),
+            "GradientsInFunctionEagerly",
+        )
+    ],
+    "parameter_server/test_compression.py": [
+        f"test_{name}"
+        for name in (
+            *("whole_variables[topk_warmup_as_by_hand]", "sharded_variables[topk_corrected*]"),
+            *("whole_variables[powersgd_late_as_by_hand]", "sharded_variables[compressed*]"),
+            *("whole_variables[rounded_lookups_as_by_hand]", "whole_variables[constraints*]"),
+            *("whole_variables[bytes_that_differ*]", "whole_variables[without_communication*]"),
+        )
+    ],
+    "parameter_server/test_updates.py": [
+        *("*[own_step]", "*[loss_scale]"),
+        "test_resumed_training_is_as_if_never_interrupted[accumulate]",
+    ],
+    "hybrid/test_training.py": ["*[adagrad]", "*[clipnorm]", "*[again]", "*[mixed_precision]"],
+    "hybrid/test_prefetch.py": ["*[unending]", "test_a_share_of_a_worker_s_own_is_read_ahead*"],
+    "hybrid/test_faults.py": [
+        "test_a_snapshot_of_which_a_worker_has_lost_its_file_is_passed_over",
+        "test_an_asynchronous_job_goes_on_with_a_server_that_was_started_again",
+        "test_a_server_that_hangs_is_named",
+    ],
+    "pipeline/test_pipelines.py": [
+        "test_four_devices_equal_one_process[gpipe]",
+        "test_a_lost_worker_is_named_and_residuals_resume",
+    ],
+    "pipeline/test_training.py": [
+        *("test_equals_plain_keras[masks]", "test_equals_plain_keras[nested]"),
+        "test_every_reduction_with_weights[gpipe-sum]",
+    ],
+    "pipeline/test_recompute.py": [
+        *(
+            f"test_equals_plain_keras[{name}]"
+            for name in ("shared", "losses_of_layers", "masks", "attention")
+        ),
+        *("test_state_and_seeds_are_used_once[stateful-pipedream]", "*[noisy-gpipe]"),
+    ],
+    "pipeline/test_processes.py": [
+        "test_variables_and_slots_are_on_the_stage_of_their_context",
+        "test_a_hanging_stage_ends_the_job",
+    ],
+    "examples/test_examples.py": ["test_characters", "test_tutorial[alone]"],
+    "examples/test_parameter_server_tutorial.py": ["test_in_threads"],
+    "faults/test_faults.py": [
+        "test_a_job_goes_on_or_resumes[sync_ps]",
+        "test_a_job_goes_on_or_resumes[hybrid]",
+    ],
+}
+
+
+def mark(items, folder, whole):
+    """Marks the tests that are extended.
+
+    Args:
+        items: Tests, as pytest has found them.
+        folder: `tests`.
+        whole: Whether all tests of each file are there, so that a pattern without one is an error.
+    """
+    for path, patterns in TESTS.items():
+        own = [item for item in items if item.path == folder / path]
+        for pattern in patterns:
+            literal = pattern.replace("[", "[[]")
+            found = [item for item in own if fnmatch.fnmatchcase(item.name, literal)]
+            for item in found:
+                item.add_marker("extended")
+            if own and whole and not found:
+                raise pytest.UsageError(f"No test is of extended.py's {path}::{pattern}")
