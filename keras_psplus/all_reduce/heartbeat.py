@@ -17,8 +17,9 @@ from typing import TYPE_CHECKING
 import tensorflow as tf
 
 from keras_psplus.cluster.config import TaskConfig, task_name
+from keras_psplus.cluster.neighbours import is_large, neighbours
 from keras_psplus.cluster.silence import is_silent, place_of
-from keras_psplus.core import failure
+from keras_psplus.core import error_report, failure
 from keras_psplus.log import logger
 from keras_psplus.tf_internals import context
 
@@ -71,8 +72,9 @@ class Silence:
 class HeartbeatWatch:
     """Asks the other workers, from a thread of its own, whether they are alive.
 
-    Each asks all others, as it stands still itself. Whoever finds one dead has its own collectives
-    end with an error that names it.
+    Each asks all others, as it stands still itself; in a large cluster, its neighbours. Whoever
+    finds one dead has its own collectives end with an error that names it, and in a large cluster
+    tells the others, who may not ask that one.
 
     Args:
         task: `TaskConfig` of this process.
@@ -81,10 +83,12 @@ class HeartbeatWatch:
 
     def __init__(self, task: TaskConfig, timeout: float) -> None:
         self._task, self._timeout = task, timeout
+        workers = [one for one in task.tasks() if one[0] in ("chief", "worker")]
+        own = workers.index((task.task_type, task.task_index, task.address))
         self._addresses = {
-            task_name(job, index): address
-            for job, index, address in task.peers(("chief", "worker"))
+            task_name(job, index): address for job, index, address in neighbours(workers, own)
         }
+        self._asks_some = is_large(len(workers))
         self._answer = min(_LONGEST_ANSWER_SECONDS, timeout / 8)
         self._lost: tuple[str, ...] = ()
 
@@ -131,3 +135,6 @@ class HeartbeatWatch:
         message = failure.LOST + failure.lost_message(named, self._task.name, cause)
         logger.warning("%s", message.removeprefix(failure.LOST))
         context.context().abort_collective_ops(tf.errors.UNAVAILABLE, message)
+        if self._asks_some:
+            # In a thread: the first worker, which has the service, may be the dead one.
+            threading.Thread(target=error_report.report, args=[message], daemon=True).start()

@@ -14,6 +14,7 @@ import tensorflow as tf
 from keras_psplus.all_reduce.step_marks import RUNNING, StepMarks
 from keras_psplus.cluster import stalls
 from keras_psplus.cluster.config import TaskConfig, task_name
+from keras_psplus.cluster.neighbours import is_large
 from keras_psplus.cluster.stalls import PendingWait
 from keras_psplus.tf_internals import context
 
@@ -38,6 +39,7 @@ class StallProbe:
             task_name(job, index): address
             for job, index, address in task.peers(("chief", "worker"))
         }
+        self._asks_first_only = is_large(1 + len(self._others)) and not task.is_chief
         self._last: int | None = None
         self._posted: tuple[int, str] | None = None
         self._calling: threading.Thread | None = None
@@ -61,9 +63,13 @@ class StallProbe:
     def missing(self, entered: int) -> str:
         """Names the workers that have not come to a step, or says where in it they all are.
 
+        In a large cluster the first worker asks all others, and these ask the first one only.
+
         Args:
             entered: The step's number, `Progress.entered`.
         """
+        if self._asks_first_only:
+            return self._missing_by_first(entered)
         silent = stalls.unresponsive_tasks(self._others)
         # The first of all workers has the store.
         can_ask = next(iter(self._others), None) not in silent or self._task.is_chief
@@ -73,6 +79,14 @@ class StallProbe:
         missing = [f"{name} (no answer)" for name in silent]
         missing += [name for name, state in states.items() if state is None]
         return ", ".join(missing) or _all_arrived(states)
+
+    def _missing_by_first(self, entered):
+        first, address = next(iter(self._others.items()))
+        if stalls.unresponsive_tasks({first: address}):
+            return f"{first} (no answer)"
+        if self._state_of(first, entered) is None:
+            return first
+        return f"one that {first} waits for, and names in its log"
 
     def _state_of(self, name, entered):
         """Where in a step another worker is, or None if it has not come to it."""

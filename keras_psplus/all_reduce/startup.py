@@ -39,7 +39,7 @@ def start(
         return task
     early_init.check_not_initialized("keras_psplus.MultiWorkerMirroredStrategy")
     tuning.tune()
-    preflight.wait_for_cluster(task, job_types=_JOBS, timeout=startup_timeout)
+    preflight.wait_for_cluster(task, job_types=_JOBS, timeout=startup_timeout, all_wait=True)
     early_init.disarm()
     spec = _spec_of(task)
     context.context().configure_coordination_service(

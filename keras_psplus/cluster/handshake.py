@@ -5,6 +5,7 @@ there (TensorFlow's gRPC server, a port scanner) is told apart by its bytes.
 """
 
 import dataclasses
+import hashlib
 import json
 import os
 import socket
@@ -15,23 +16,32 @@ from keras_psplus.cluster.config import TaskConfig, split_address
 
 _MAGIC = b"keras-psplus hello 1 "
 _MAX_LINE = 65536
+_LONGEST_CLUSTER = 2000  # characters; beyond, a digest says as well whether two are the same
 ANSWER_TIMEOUT = 1.0  # a peer that accepts and stays silent runs another server: it is up
 
 
 @dataclasses.dataclass(frozen=True)
 class PeerIdentity:
-    """Who a process is: its task, its cluster, and what tells it from other processes."""
+    """Who a process is: its task, its cluster, and what tells it from other processes.
+
+    Attributes:
+        all_here: Whether it has found all tasks that the job waits for.
+    """
 
     task: str
     cluster: str
     host: str
     pid: int
     process: str
+    all_here: bool = False
 
     @classmethod
     def of(cls, config: TaskConfig) -> Self:
         """Makes this process's identity from its `TaskConfig`."""
         cluster = json.dumps(config.cluster, sort_keys=True)
+        if len(cluster) > _LONGEST_CLUSTER:
+            digest = hashlib.sha256(cluster.encode()).hexdigest()[:16]
+            cluster = f"{len(config.tasks())} tasks (digest {digest} of their addresses)"
         return cls(config.name, cluster, socket.gethostname(), os.getpid(), uuid.uuid4().hex)
 
     @classmethod
@@ -60,6 +70,7 @@ class PeerIdentity:
                 *texts,  # type: ignore[arg-type]
                 pid=int(fields["pid"]),
                 process=str(fields["process"]),
+                all_here=bool(fields.get("all_here")),
             )
         except (ValueError, KeyError, TypeError):
             return None

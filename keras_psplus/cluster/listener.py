@@ -32,6 +32,7 @@ class Listener:
     def __init__(self, bound: socket.socket, mine: handshake.PeerIdentity) -> None:
         self.problem: str | None = None  # the first conflict that a caller brought
         self.callers: set[str] = set()  # names of the tasks that have called and got an answer
+        self.heard_all_here = False  # one of them has found all tasks
         self.changed = threading.Event()
         self._socket, self._mine = bound, mine
         self._selector = selectors.DefaultSelector()
@@ -97,6 +98,7 @@ class Listener:
                 caller.send()
                 self.problem = self.problem or handshake.conflict(self._mine, theirs)
                 self.callers.add(theirs.task)
+                self.heard_all_here = self.heard_all_here or theirs.all_here
                 self.changed.set()
             events = selectors.EVENT_WRITE if caller.unsent else selectors.EVENT_READ
             if caller in self._connections:

@@ -10,6 +10,9 @@ from keras_psplus.cluster import handshake
 from keras_psplus.cluster.config import ClusterStartupError, TaskConfig, split_address
 from keras_psplus.cluster.ports import port_holder
 
+_BACKLOG = (
+    1024  # tasks that call the first one of a large cluster at once; the kernel may allow less
+)
 DNS_PATIENCE = 20.0  # seconds; a Kubernetes pod's own name may resolve only after a while
 
 
@@ -48,7 +51,7 @@ def bind_local_address(
     bound.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
     try:
         bound.bind(("", port))
-        bound.listen(128)
+        bound.listen(_BACKLOG)
     except OSError as error:
         bound.close()
         raise _cannot_bind(config, mine, port, error) from None

@@ -6,6 +6,7 @@ different things (a model with one more variable, a callback that stopped one wo
 out at once and by name, instead of waiting for each other in different collectives.
 """
 
+import json
 import queue
 import threading
 import time
@@ -16,11 +17,13 @@ import tensorflow as tf
 
 from keras_psplus.cluster import stalls
 from keras_psplus.cluster.config import TaskConfig, task_name
+from keras_psplus.cluster.neighbours import is_large
 from keras_psplus.core import error_report, failure
 from keras_psplus.log import logger
 from keras_psplus.tf_internals import context
 
 _POLL_SECONDS = 3.0
+_ALL = "all"  # in a large cluster, the place of all workers' texts
 
 
 class ControlPlane:
@@ -44,8 +47,8 @@ class ControlPlane:
         self._names = [task_name(job, index) for job, index, _ in task.tasks() if job != "ps"]
         self._timeout, self._stall_warning = timeout, stall_warning
         self._sequence = 0
-        # Numbers of this worker's messages that others may be yet to read.
-        self._posted: list[int] = []
+        # This worker's messages that others may be yet to read: numbers and keys.
+        self._posted: list[tuple[int, str]] = []
 
     @property
     def task(self) -> TaskConfig:
@@ -86,23 +89,36 @@ class ControlPlane:
             )
 
     def exchange(self, kind: str, text: str) -> list[str]:
-        """Gives every worker's text to every worker, in rank order."""
+        """Gives every worker's text to every worker, in rank order.
+
+        In a large cluster, the first worker reads all texts and the others read them from it.
+        """
         self._put(f"{kind}\n\n{text}")
-        texts = []
-        for name in self._names:
-            theirs = self._get(name, kind)
-            their_kind, _, their_text = theirs.split("\n", 2)
-            if their_kind != kind:
-                self._fall_out(
-                    f"Workers have fallen out of step: {name} is at {_readable(theirs)}, "
-                    f"{self._task.name} is at {kind}. A callback or a condition in the script "
-                    "that holds on some workers only is the usual cause; every worker must take "
-                    f"the same steps. Received: {kind} on {self._task.name}"
-                )
-            texts.append(their_text)
+        large = is_large(len(self._names))
+        if large and self._task.name != self._names[0]:
+            # Who is at something else has no texts for those that are at this.
+            self._text_of(self._names[0], kind)
+            texts = json.loads(self._get(_ALL, kind))
+        else:
+            texts = [self._text_of(name, kind, large) for name in self._names]
+            if large:
+                self._put(json.dumps(texts), _ALL)
         self._delete_read()
         self._sequence += 1
         return texts
+
+    def _text_of(self, name, kind, for_all=False):
+        """What a worker has put into this exchange, once it has."""
+        theirs = self._get(name, kind, for_all)
+        their_kind, _, their_text = theirs.split("\n", 2)
+        if their_kind != kind:
+            self._fall_out(
+                f"Workers have fallen out of step: {name} is at {_readable(theirs)}, "
+                f"{self._task.name} is at {kind}. A callback or a condition in the script "
+                "that holds on some workers only is the usual cause; every worker must take "
+                f"the same steps. Received: {kind} on {self._task.name}"
+            )
+        return their_text
 
     def post_end(self, message: str) -> None:
         """Answers those who wait for this worker, or will soon, that it comes no more.
@@ -123,25 +139,27 @@ class ControlPlane:
 
     def _delete_read(self):
         """Deletes what all have read: they have come to this exchange, and past what was before."""
-        read = [sequence for sequence in self._posted if sequence < self._sequence]
-        self._posted = [sequence for sequence in self._posted if sequence >= self._sequence]
+        read = [key for sequence, key in self._posted if sequence < self._sequence]
+        self._posted = [one for one in self._posted if one[0] >= self._sequence]
 
         def delete():
-            for sequence in read:
-                context.context().delete_config_key_value(self._key(sequence))
+            for key in read:
+                context.context().delete_config_key_value(key)
 
         if read:
             self._call(delete)
 
-    def _put(self, message):
-        self._posted.append(self._sequence)
-        self._call(context.context().set_config_key_value, self._key(self._sequence), message)
+    def _put(self, message, name=None):
+        key = self._key(self._sequence, name)
+        self._posted.append((self._sequence, key))
+        self._call(context.context().set_config_key_value, key, message)
 
     def _key(self, sequence, name=None):
         return f"keras_psplus/{sequence}/{name or self._task.name}"
 
-    def _get(self, name, kind):
+    def _get(self, name, kind, for_all=False):
         key = self._key(self._sequence, name)
+        whom = f"one that {self._names[0]} waits for" if name == _ALL else name
         start, schedule = time.monotonic(), stalls.WarningSchedule(self._stall_warning)
         while True:
             try:
@@ -151,14 +169,19 @@ class ControlPlane:
                 if schedule.has_warned:
                     waited = time.monotonic() - start
                     logger.warning("%s at %s goes on after %.0f s", self._task.name, kind, waited)
-                failure.raise_if_ended(self._task, text)
+                try:
+                    failure.raise_if_ended(self._task, text)
+                except failure.PeerLostError:
+                    if for_all:
+                        self._put(text, _ALL)
+                    raise
                 return text
             except tf.errors.DeadlineExceededError as error:
                 failure.raise_if_peer_gone(self._task, error, self._silent())
                 waited = time.monotonic() - start
                 if waited > self._timeout:
                     raise RuntimeError(
-                        f"{self._task.name} waited {waited:.0f} s at {kind} for {name}, which is "
+                        f"{self._task.name} waited {waited:.0f} s at {kind} for {whom}, which is "
                         "alive but did not come to the same point. Every worker must run the same "
                         f"script. Received: timeout={self._timeout:.0f} s"
                     ) from None
@@ -170,7 +193,7 @@ class ControlPlane:
                         kind,
                         waited,
                         self._timeout,
-                        name,
+                        whom,
                     )
 
     def _call(self, function, *args):

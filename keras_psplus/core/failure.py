@@ -53,6 +53,7 @@ _SILENT, _GONE = "silent", "gone"
 # How long a failed process stays, so that the others can tell it from the dead one.
 _LINGER_SECONDS = 2 * _PROBE_SECONDS
 _POLL_SECONDS = 0.1
+_MOST_THREADS = 64
 
 _failed_at = None
 _ended_address = None
@@ -247,7 +248,7 @@ def _states(task):
     def silent_or_gone(address):
         return _SILENT if is_silent(place_of(address), _PROBE_SECONDS) else _GONE
 
-    with concurrent.futures.ThreadPoolExecutor(len(peers)) as pool:
+    with concurrent.futures.ThreadPoolExecutor(min(_MOST_THREADS, len(peers))) as pool:
         states = list(pool.map(state_of, peers))
     return [(task_name(job, i), address, state) for (job, i, address), state in zip(peers, states)]
 

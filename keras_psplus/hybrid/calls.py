@@ -8,7 +8,6 @@ that comes twice for one.
 import itertools
 import json
 import time
-import uuid
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -22,6 +21,7 @@ from keras_psplus.core import failure
 from keras_psplus.core.chief_only import register_error
 from keras_psplus.hybrid import names
 from keras_psplus.hybrid.row_key import RowKey
+from keras_psplus.hybrid.tickets import TicketBook
 
 _OK, _CANCELLED, _DEADLINE, _UNAVAILABLE = 0, 1, 4, 14
 _AWAY = _CANCELLED, _DEADLINE, _UNAVAILABLE
@@ -226,6 +226,7 @@ class ControlLink(Link):
     def __init__(self, name: str, address: str, secret: Secret, timeout: float) -> None:
         super().__init__(name, address, timeout, patience=0)
         self._session = Session(secret, self._send)
+        self._tickets = TicketBook()
 
     @property
     def nonce(self) -> str | None:
@@ -246,12 +247,12 @@ class ControlLink(Link):
 
     def begin(self, what: str, **arguments: Any) -> Callable[[], dict[str, Any]]:
         """Sends a request; returns a function that waits for the answer and returns it."""
-        ticket = uuid.uuid4().hex
+        number = self._tickets.open()
         began = time.monotonic()
         last_heard = [began]
 
         def ask():
-            code, message, answer = self._ask(what, ticket, arguments)
+            code, message, answer = self._ask(what, number, arguments)
             # A server that starts again with more methods breaks calls off.
             if code in (_CANCELLED, _UNAVAILABLE):
                 if time.monotonic() < last_heard[0] + _AWAY_SECONDS:
@@ -266,14 +267,12 @@ class ControlLink(Link):
             last_heard[0] = time.monotonic()
             return answer
 
-        answers = [ask()]
-
-        def wait():
+        def wait(answer):
             progress, deadline = 0, began + self._timeout
-            while answers[-1].get("pending"):
+            while answer.get("pending"):
                 # What takes long may do so as long as it goes on.
-                if answers[-1].get("progress", progress) != progress:
-                    progress = answers[-1]["progress"]
+                if answer.get("progress", progress) != progress:
+                    progress = answer["progress"]
                     deadline = time.monotonic() + self._timeout
                 if time.monotonic() >= deadline:
                     raise TableServerLostError(
@@ -281,15 +280,27 @@ class ControlLink(Link):
                         f"{self._timeout:g} s. Look into its log. Received: '{what}'"
                     )
                 time.sleep(_POLL_SECONDS)
-                answers.append(ask())
-            if "error" in answers[-1]:
-                kind = TableServerLostError if answers[-1].get("lost") else TableServerError
-                raise kind(f"{self.name} ({self.address}): {answers[-1]['error']}")
-            return answers[-1]
+                answer = ask()
+            if "error" in answer:
+                kind = TableServerLostError if answer.get("lost") else TableServerError
+                raise kind(f"{self.name} ({self.address}): {answer['error']}")
+            return answer
 
-        return wait
+        def wait_and_close(answer):
+            try:
+                return wait(answer)
+            finally:
+                self._tickets.close(number)
 
-    def _ask(self, what, ticket, arguments):
+        try:
+            first = ask()
+        except BaseException:
+            self._tickets.close(number)
+            raise
+        return lambda: wait_and_close(first)
+
+    def _ask(self, what, number, arguments):
+        ticket = self._tickets.ticket(number)
         request = json.dumps({"what": what, "ticket": ticket, **arguments})
         try:
             return _OK, "", json.loads(self._session.ask(request))

@@ -44,8 +44,9 @@ class Servers:
         self._greeting: dict[str, Any] = {}
         self._made: list[tuple[str, dict[str, Any]]] = []
         self._assigned: collections.Counter[tuple[int, int]] = collections.Counter()
-        # Links that reach whatever process is there.
+        # Links that reach whatever process is there; those of the stall inspector's thread.
         self._unnamed: dict[int, ControlLink] = {}
+        self._watching: dict[int, ControlLink] = {}
         self._at_good_end: list[Callable[[], None]] = []
         self._control = [ControlLink(*peer, secret, timeout) for peer in self._peers]
         self._row_keys = [RowKey(secret) for _ in self._peers]
@@ -175,10 +176,11 @@ class Servers:
     def pushes(self) -> list[list[int]]:
         """How often each replica has pushed to each shard: a list of lists."""
         found = []
-        for name, address in self._peers:
+        for index, peer in enumerate(self._peers):
             # From another thread than the one that trains.
-            link = ControlLink(name, address, self._secret, _FAREWELL_SECONDS)
-            found += link.request("pushes")["pushes"]
+            if index not in self._watching:
+                self._watching[index] = ControlLink(*peer, self._secret, _FAREWELL_SECONDS)
+            found += self._watching[index].request("pushes")["pushes"]
         return found
 
     def count_assignment(self, key: int, slot: int) -> None:

@@ -27,6 +27,7 @@ from keras_psplus.hybrid.row_key import RowKey, with_key_check
 from keras_psplus.hybrid.row_optimizer import check_elementwise
 from keras_psplus.hybrid.server_files import ServerFiles
 from keras_psplus.hybrid.shard import Shard
+from keras_psplus.hybrid.tickets import Tickets
 
 _POLL_SECONDS = 0.1
 _ANSWER_SECONDS = 20.0
@@ -71,9 +72,8 @@ class TableServer:
         self._shards: dict[int, Shard] = {}
         self._files = ServerFiles(self._shards, options)
         self._assignments: collections.Counter[tuple[int, int]] = collections.Counter()
-        self._requests: queue.SimpleQueue[tuple[str, dict[str, Any]]] = queue.SimpleQueue()
-        self._tickets: set[str] = set()
-        self._answers: dict[str, dict[str, Any]] = {}
+        self._requests: queue.SimpleQueue[tuple[str, int, dict[str, Any]]] = queue.SimpleQueue()
+        self._tickets = Tickets()
         self._server = None
         self._generation = self._served = self._starts = 0
         self.was_greeted = self.was_left = False
@@ -87,7 +87,7 @@ class TableServer:
         self._log(f"{self._task.name} serves tables on {self._task.address}")
         while not ended.is_set():
             try:
-                ticket, request = self._requests.get(timeout=_POLL_SECONDS)
+                client, number, request = self._requests.get(timeout=_POLL_SECONDS)
             except queue.Empty:
                 continue
             try:
@@ -97,7 +97,7 @@ class TableServer:
             if self._served < self._generation:
                 # Before the answer, by which the new methods can be called.
                 self._restart()
-            self._answers[ticket] = answer
+            self._tickets.put(client, number, answer)
 
     @property
     def nonce(self) -> str:
@@ -108,7 +108,7 @@ class TableServer:
         def handle(text):
             try:
                 return json.dumps(self._ask(json.loads(text)))
-            except (ValueError, KeyError) as error:
+            except (ValueError, KeyError, TypeError) as error:
                 return json.dumps({"error": f"This is no request. Received: {error}"})
 
         def answer(text):
@@ -125,11 +125,11 @@ class TableServer:
 
         TensorFlow's threads call this, of which there may be few: none of them may wait here.
         """
-        ticket = request.pop("ticket")
-        if ticket not in self._tickets:
-            self._tickets.add(ticket)
-            self._requests.put((ticket, request))
-        return self._answers.get(ticket, {"pending": True, "progress": self._files.progress})
+        client, number, read = request.pop("ticket")
+        if self._tickets.take(client, number, read):
+            self._requests.put((client, number, request))
+        answer = self._tickets.answer(client, number)
+        return {"pending": True, "progress": self._files.progress} if answer is None else answer
 
     def _handle(self, what, **arguments):
         handler = getattr(self, f"_on_{what}", None)

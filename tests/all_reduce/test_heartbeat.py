@@ -10,9 +10,10 @@ import tensorflow as tf
 
 from keras_psplus.all_reduce import heartbeat
 from keras_psplus.all_reduce.heartbeat import HeartbeatWatch, Silence
+from keras_psplus.cluster import neighbours
 from keras_psplus.cluster.config import TaskConfig
 from keras_psplus.cluster.silence import is_silent, place_of
-from keras_psplus.core import failure
+from keras_psplus.core import error_report, failure
 
 
 def dead_after(stop, phase, timeout=20.0, answer=1.0, pause=0.25):
@@ -102,6 +103,38 @@ def test_a_silent_worker_is_named_in_the_error_of_collectives(monkeypatch):
         raise tf.errors.UnavailableError(None, None, f"aborted by: {message}\nAnd more")
     assert str(lost.value).startswith(f"worker-2 ({address}) stopped answering, and worker-1 ")
     assert "Received: no answer for 1 s, with heartbeat_timeout=0.8" in str(lost.value)
+
+
+def test_in_a_large_cluster_neighbours_are_asked_and_the_others_are_told(monkeypatch):
+    monkeypatch.setattr(neighbours, "EVERYBODY", 4)
+    monkeypatch.setattr(error_report, "_reported_at", None)
+    aborted, told = [], []
+    runtime = types.SimpleNamespace(
+        abort_collective_ops=lambda *args: aborted.append(args),
+        report_error_to_cluster=lambda code, message: told.append(message),
+    )
+    monkeypatch.setattr(heartbeat.context, "context", lambda: runtime)
+    with listening() as (_, dead):
+        addresses = [f"127.0.0.1:{port}" for port in range(1, 9)]
+        addresses[2] = dead
+        watches = {
+            i: HeartbeatWatch(TaskConfig({"worker": tuple(addresses)}, "worker", i), 0.8)
+            for i in (1, 7)
+        }
+        # At distances of 1, 2 and 4, and the one before.
+        assert [*watches[1]._addresses] == [f"worker-{i}" for i in (0, 2, 3, 5)]
+        assert [*watches[7]._addresses] == [f"worker-{i}" for i in (0, 1, 3, 6)]
+        watches[1].start(Steps(0))
+        end = time.monotonic() + 20
+        while not told and time.monotonic() < end:
+            time.sleep(0.05)
+    assert watches[1].lost == ("worker-2",)
+    assert told == [message for _, message in aborted]
+    # As it reaches one that has not asked.
+    monkeypatch.setattr(failure, "_failed_at", None)
+    with pytest.raises(failure.PeerLostError, match=r"^worker-2 \(\S+\) stopped answering"):
+        with failure.translate_errors(TASK):
+            raise tf.errors.InvalidArgumentError(None, None, told[0])
 
 
 def test_nobody_is_asked_while_steps_go_on(monkeypatch):

@@ -6,8 +6,10 @@ import threading
 import pytest
 import tensorflow as tf
 
+from keras_psplus.cluster import neighbours
 from keras_psplus.cluster.config import TaskConfig
 from keras_psplus.core import control as control_module
+from keras_psplus.core import error_report, failure
 from keras_psplus.core.control import ControlPlane
 
 WORKERS = 3
@@ -18,22 +20,26 @@ class Store:
 
     def __init__(self):
         self.values, self.most, self._changed = {}, 0, threading.Condition()
+        self.calls = 0
 
     def set_config_key_value(self, key, value):
         with self._changed:
             assert key not in self.values
+            self.calls += 1
             self.values[key] = value
             self.most = max(self.most, len(self.values))
             self._changed.notify_all()
 
     def get_config_key_value(self, key, timeout_in_ms):
         with self._changed:
+            self.calls += 1
             if not self._changed.wait_for(lambda: key in self.values, timeout_in_ms / 1000):
                 raise tf.errors.DeadlineExceededError(None, None, key)
             return self.values[key]
 
     def delete_config_key_value(self, key):
         with self._changed:
+            self.calls += 1
             del self.values[key]
 
 
@@ -44,18 +50,21 @@ def store(monkeypatch):
     return store
 
 
-def on_all_workers(function):
+def on_all_workers(function, workers=WORKERS):
     """Calls a function of a control plane on all workers; returns what each returns."""
-    cluster = {"worker": tuple(f"h:{i + 1}" for i in range(WORKERS))}
+    cluster = {"worker": tuple(f"h:{i + 1}" for i in range(workers))}
     planes = [
         ControlPlane(TaskConfig(cluster, "worker", i), 30.0, None, lambda: [])
-        for i in range(WORKERS)
+        for i in range(workers)
     ]
-    with concurrent.futures.ThreadPoolExecutor(WORKERS) as pool:
+    with concurrent.futures.ThreadPoolExecutor(workers) as pool:
         return list(pool.map(function, planes))
 
 
-def test_everybody_gets_everybodys_text(store):
+@pytest.mark.parametrize("large", [False, True])
+def test_everybody_gets_everybodys_text(store, monkeypatch, large):
+    monkeypatch.setattr(neighbours, "EVERYBODY", 2 if large else 32)
+
     def exchange(plane):
         plane.check_same("variable", "kernel", "a kernel")
         return plane.exchange("data", f"of {plane.task.name}")
@@ -63,7 +72,10 @@ def test_everybody_gets_everybodys_text(store):
     assert on_all_workers(exchange) == [["of worker-0", "of worker-1", "of worker-2"]] * WORKERS
 
 
-def test_what_all_have_read_is_deleted(store):
+@pytest.mark.parametrize("large", [False, True])
+def test_what_all_have_read_is_deleted(store, monkeypatch, large):
+    monkeypatch.setattr(neighbours, "EVERYBODY", 2 if large else 32)
+
     def run(plane):
         for i in range(100):
             plane.check_same("variable", f"{i}", "a variable")
@@ -71,5 +83,43 @@ def test_what_all_have_read_is_deleted(store):
 
     on_all_workers(run)
     # Of the last exchange, and those that somebody may be yet to read.
-    assert len(store.values) == WORKERS
-    assert store.most <= 4 * WORKERS
+    assert len(store.values) == WORKERS + large
+    assert store.most <= 4 * WORKERS + 2 * large
+
+
+@pytest.mark.parametrize("workers", [40, 80])
+def test_what_an_exchange_costs_grows_with_the_workers_not_with_their_square(store, workers):
+    texts = [f"of worker-{i}" for i in range(workers)]
+    results = on_all_workers(lambda plane: plane.exchange("data", f"of {plane.task.name}"), workers)
+    assert results == [texts] * workers
+    assert store.calls <= 5 * workers
+
+
+def test_in_a_large_cluster_all_learn_why_one_has_ended(store, monkeypatch):
+    monkeypatch.setattr(neighbours, "EVERYBODY", 2)
+    monkeypatch.setattr(failure, "_failed_at", None)
+    monkeypatch.setattr(failure, "_ended_address", None)
+    ended = f"{error_report.ENDED}worker-2 (h:3) has ended by an error. Received: OSError: disk"
+
+    def run(plane):
+        if plane.task.name == "worker-2":
+            plane.post_end(ended)
+            return
+        with pytest.raises(failure.PeerLostError, match="worker-2 .* by an error.*OSError: disk"):
+            plane.exchange("data", "text")
+
+    on_all_workers(run)
+
+
+def test_in_a_large_cluster_another_kind_is_named(store, monkeypatch):
+    monkeypatch.setattr(neighbours, "EVERYBODY", 2)
+    monkeypatch.setattr(error_report, "report", lambda message: None)
+
+    def run(plane):
+        if plane.task.name == "worker-0":
+            plane.check_same("variable", "kernel", "a kernel")
+            return
+        with pytest.raises(ValueError, match="worker-0 is at variable.*worker-. is at data"):
+            plane.exchange("data", "text")
+
+    on_all_workers(run)

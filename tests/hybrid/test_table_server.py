@@ -37,8 +37,8 @@ LONG = tf.int64
 
 
 @pytest.fixture(scope="module")
-def task():
-    """A cluster with a server in a thread of this process, greeted by its one worker."""
+def server():
+    """A server in a thread of this process, in a cluster with one worker."""
     worker, ps = free_ports(2)
     cluster = {"worker": (f"127.0.0.1:{worker}",), "ps": (f"{HOST}:{ps}",)}
     options = {
@@ -60,9 +60,14 @@ def task():
     thread = threading.Thread(target=server.serve, args=(ended,))
     thread.start()
     assert server.listens.wait(30)
-    yield TaskConfig(cluster, "worker", 0)
+    yield server
     ended.set()
     thread.join(10)
+
+
+@pytest.fixture(scope="module")
+def task(server):
+    return TaskConfig(server._task.cluster, "worker", 0)
 
 
 @pytest.fixture(scope="module")
@@ -143,6 +148,15 @@ def test_nothing_that_was_overheard_says_anything_anew(task, table, monkeypatch)
     link._session._send = lambda text: send(text).replace("count", "tnuoc")
     with pytest.raises(TableServerError, match="does not know this job's token"):
         link.request("assignments", key=0, slot=7)
+
+
+def test_requests_do_not_pile_up(server, task, table):
+    link = control(task)
+    link.request("assignments", key=0, slot=8)
+    before = len(server._tickets)
+    for _ in range(20):
+        link.request("assignments", key=0, slot=8)
+    assert len(server._tickets) == before
 
 
 def test_it_writes_only_where_it_may(task, table, tmp_path):
