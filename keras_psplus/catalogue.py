@@ -31,7 +31,7 @@ _HERE = pathlib.Path(__file__).resolve().parent
 _FOLDERS = (_HERE / "strategies", _HERE.parent / "strategies")
 
 
-def strategy(default: str | None = None) -> Any:
+def strategy(default: str | None = None, *, plan: str | os.PathLike[str] | None = None) -> Any:
     """Returns the strategy that the launcher's `--strategy` names.
 
     The name is in the environment variable KERAS_PSPLUS_STRATEGY: an entry of
@@ -49,7 +49,11 @@ def strategy(default: str | None = None) -> Any:
 
     Args:
         default: The entry to use if the variable is not set. Without it,
-            `"all_reduce"` if TF_CONFIG holds a cluster, else `"single"`.
+            `"all_reduce"` if TF_CONFIG holds a cluster, else `"single"`. With
+            `"auto"`, the best entry for the cluster that trains as one process
+            does.
+        plan: For `"auto"`, the path of what `keras-psplus plan --json` has
+            printed; by default, what KERAS_PSPLUS_PLAN_FILE names.
 
     Returns:
         What the entry's `strategy()` returns.
@@ -69,6 +73,8 @@ def strategy(default: str | None = None) -> Any:
         if problem is not None:
             received = ", ".join(f"{OPTION_VARIABLES[o]}={text}" for o, text in options.items())
             raise ValueError(f"{name} {problem}. Received: {received}")
+    if plan is not None and entries.read(find(name)).strategy == entries.AUTO:
+        return load(name).strategy(plan=plan)
     return load(name).strategy(**options)
 
 
@@ -83,6 +89,8 @@ def problem_with(entry: entries.Entry, options: Collection[str]) -> str | None:
         What goes after the entry's name in a sentence, or None if it takes them.
     """
     for option in options:
+        if entry.strategy == entries.AUTO:
+            return f"decides itself what is sent, and when: leave out --{option}"
         if entry.strategy == "PipelineStrategy":
             if option != "compression":
                 return f"has no `{option}`: leave out --{option}"

@@ -27,6 +27,7 @@ LAYERS = [
     {"all_reduce", "parameter_server", "pipeline"},
     {"hybrid"},
     {"catalogue", "keras_hooks"},
+    {"automatic"},
     {"cli"},
 ]
 # The package itself, whose import installs the hooks, and what runs the command line.

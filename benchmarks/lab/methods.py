@@ -50,8 +50,15 @@ def of_entry(path, entry=None):
 def catalogue():
     """Methods of all of keras_psplus's entries, those without communication first."""
     from keras_psplus import catalogue
+    from keras_psplus import entries as sources
 
-    entries = [of_entry(catalogue.find(name), name) for name in catalogue.names()]
+    found = {name: catalogue.find(name) for name in catalogue.names()}
+    # One that takes another of them is none by itself.
+    entries = [
+        of_entry(path, name)
+        for name, path in found.items()
+        if sources.read(path).strategy != sources.AUTO
+    ]
     for path in sorted(EXTRAS.glob("*.py")):
         entry = of_entry(path)
         # These are there for what dense gradients, or rows, are sent in.

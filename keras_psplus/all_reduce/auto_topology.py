@@ -31,10 +31,12 @@ class Decision(NamedTuple):
     Attributes:
         topology: `Topology` or `"flat"`.
         report: A table of the links, and a line on the choice.
+        links: What was measured, as of `links.measure`.
     """
 
     topology: Topology | str
     report: str
+    links: Links
 
 
 def decide(extended: MultiWorkerMirroredExtended) -> Decision:
@@ -45,7 +47,7 @@ def decide(extended: MultiWorkerMirroredExtended) -> Decision:
     """
     control, local = extended.control, len(extended.worker_devices)
     if control is None:
-        return Decision(FLAT, "one worker: one ring")
+        return Decision(FLAT, "one worker: one ring", {})
     names = control.names
     begin = time.monotonic()
     links = links_module.measure(extended)
@@ -53,7 +55,8 @@ def decide(extended: MultiWorkerMirroredExtended) -> Decision:
     table = links_module.table(links, names)
     if not groups.of_replicas(local).has_levels:
         took = time.monotonic() - begin
-        return Decision(FLAT, f"{table}\none ring: no links are faster than others ({took:.1f} s)")
+        report = f"{table}\none ring: no links are faster than others ({took:.1f} s)"
+        return Decision(FLAT, report, links)
     milliseconds = _tried(extended, groups)
     wins = milliseconds[1] < _WINS * milliseconds[0]
     took = time.monotonic() - begin
@@ -62,7 +65,7 @@ def decide(extended: MultiWorkerMirroredExtended) -> Decision:
         f"{table}\n{choice}: {_ELEMENTS * 4 / 2**20:.0f} MiB take {milliseconds[0]:.0f} ms along "
         f"one ring, {milliseconds[1]:.0f} ms in groups {groups.describe(names)} ({took:.1f} s)"
     )
-    return Decision(groups if wins else FLAT, report)
+    return Decision(groups if wins else FLAT, report, links)
 
 
 def groups_of(links: Links, workers: int) -> Topology:

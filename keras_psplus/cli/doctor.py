@@ -26,7 +26,8 @@ describe it, whether this task's port is free and every other task can be reache
 and Kubernetes's variables say. Compiles the library's C++ kernels if this machine has not done so.
 With --hooks, shows which functions of Keras the library replaces, and whether those of this Keras
 fit. With --links, started in each task of a cluster at once, measures the links between workers,
-and shows which groups they make. Exits with 1 if something is wrong.
+and shows which groups they make (with --json, what `keras-psplus plan --links` reads). Exits with 1
+if something is wrong.
 """
 _SLURM = (
     "SLURM_JOB_ID",
@@ -58,9 +59,10 @@ def main(argv: list[str]) -> int:
     if options.links:
         from keras_psplus.cli import links
 
-        return links.show()
+        return links.show(as_json=options.json)
     if options.json:
-        return parsing.complain("doctor", parsing.UsageError("--json goes with --hooks"))
+        wrong = parsing.UsageError("--json goes with --hooks and --links. Received: --json")
+        return parsing.complain("doctor", wrong)
     problems: list[str] = []
     _software(problems)
     _machine(problems, options.devices)
@@ -100,7 +102,7 @@ def _flags():
         "Measure the links between the workers of TF_CONFIG's cluster, and no more.",
         flag_values=values,
     )
-    flags.DEFINE_boolean("json", False, "With --hooks: in JSON.", flag_values=values)
+    flags.DEFINE_boolean("json", False, "With --hooks or --links: in JSON.", flag_values=values)
     return values
 
 

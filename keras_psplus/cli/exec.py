@@ -38,7 +38,8 @@ def main(argv: list[str]) -> int:
             "ps": config.num_ps if config else 0,
             "chief": "chief" in config.cluster if config else False,
         }
-        os.environ.update(strategy_flags.variables(options, counts))
+        log = None if config is None or config.is_chief else lambda line: None
+        os.environ.update(strategy_flags.variables(options, counts, log))
     except (parsing.UsageError, ClusterConfigError, ValueError) as error:
         return parsing.complain("exec", error)
     sys.stdout.flush()

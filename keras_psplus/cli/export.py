@@ -9,7 +9,7 @@ import textwrap
 from absl import flags
 
 from keras_psplus import catalogue
-from keras_psplus.cli import combinations, parsing, strategy_flags
+from keras_psplus.cli import auto, combinations, parsing, strategy_flags
 from keras_psplus.cluster import layout
 from keras_psplus.cluster.environment import TOKEN_VARIABLE
 
@@ -139,10 +139,13 @@ def manifest(options: flags.FlagValues, command: list[str]) -> str:
     counts = {"chief": int(chief), "worker": options.workers, "ps": options.ps}
     size = sum(counts.values())
     # Refused here as by `run`.
-    strategy_flags.variables(
+    variables = strategy_flags.variables(
         options, {"workers": options.workers, "ps": options.ps, "chief": chief}
     )
-    given = [("strategy", options.strategy)]
+    strategy = options.strategy
+    if auto.is_auto(strategy):  # The plan is not in the image.
+        strategy = variables[catalogue.STRATEGY_VARIABLE]
+    given = [("strategy", strategy)]
     given += [(option, getattr(options, option)) for option in catalogue.OPTION_VARIABLES]
     chosen = [f"--{option}={value}" for option, value in given if value is not None]
     words = ["keras-psplus", "exec", *chosen, *command]

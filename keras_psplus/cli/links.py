@@ -1,15 +1,20 @@
 """`keras-psplus doctor --links`: the links between workers, as `topology="auto"` measures them."""
 
 import dataclasses
+import json
 import os
 import sys
 
 from keras_psplus.cluster.config import ClusterConfigError
 from keras_psplus.cluster.discovery import find_task_config
+from keras_psplus.planning import links_file
 
 
-def show() -> int:
+def show(as_json: bool = False) -> int:
     """Joins the workers of TF_CONFIG's cluster, each of which runs this; the chief shows a table.
+
+    Args:
+        as_json: Whether the chief prints JSON instead, and the others nothing.
 
     Returns:
         0, or 1 if there is no such cluster.
@@ -30,11 +35,25 @@ def show() -> int:
     workers = {job: addresses for job, addresses in task.cluster.items() if job != "ps"}
     os.environ["TF_CONFIG"] = dataclasses.replace(task, cluster=workers).to_tf_config()
     import keras_psplus
+    from keras_psplus.all_reduce import auto_topology
 
-    strategy = keras_psplus.MultiWorkerMirroredStrategy(topology="auto")
+    strategy = keras_psplus.MultiWorkerMirroredStrategy()
+    decision = auto_topology.decide(strategy.extended)
     if not strategy.is_chief:
-        print(f"{task.name} has measured its links; the chief shows them.")
+        print(f"{task.name} has measured its links; the chief shows them.", file=sys.stderr)
+    elif as_json:
+        print(json.dumps(_as_file(decision, strategy).as_dict(), indent=2))
+    else:
+        print(decision.report)
     return 0
+
+
+def _as_file(decision, strategy):
+    links = {
+        pair: links_file.Link(1e3 * link.latency, link.bandwidth)
+        for pair, link in decision.links.items()
+    }
+    return links_file.Links(strategy.extended.control.names, links)
 
 
 def _complain(problem):

@@ -5,25 +5,18 @@ With `--stages`, how `PipelineStrategy` would cut it.
 
 from __future__ import annotations
 
+import dataclasses
 import json
-import os
-import pathlib
-import re
 import signal
-import subprocess
 import sys
-import tempfile
 
 from absl import flags
 
-import keras_psplus
-from keras_psplus import catalogue, entries
-from keras_psplus.cli import parsing
-from keras_psplus.cluster.environment import python_path
-from keras_psplus.cluster.noise import NoiseFilter
+from keras_psplus import automatic, catalogue, entries
+from keras_psplus.cli import parsing, plan_links, plan_script
+from keras_psplus.cluster.config import ClusterConfigError
 from keras_psplus.planning import choices
 from keras_psplus.planning.cost_model import Cluster
-from keras_psplus.planning.traits import traits_of
 
 _USAGE = """
 usage: keras-psplus plan [flags] SCRIPT [arguments of the script]
@@ -39,18 +32,14 @@ on this machine, unless the script says stages="flops".
 
   keras-psplus plan --workers 4 --ps 2 --link 1gbit train.py
   keras-psplus plan --workers 1024 --link 10gbit --json train.py --epochs 3
+  keras-psplus plan --links links.json train.py
   keras-psplus plan --stages 4 train.py
   keras-psplus plan --stages 4 --microbatches 16 --schedule 1f1b --json train.py --epochs 3
 """
-# `keras_psplus.core.plan_request.VARIABLE`, whose module needs TensorFlow.
-_VARIABLE = "KERAS_PSPLUS_PLAN"
 _COUNTS = {"workers": (2, 1, "Number of workers"), "ps": (2, 0, "Number of parameter servers")}
 _LINK = "1gbit"
-_RATE = re.compile(r"(\d+(?:\.\d+)?)([kmg]?)bit")
 _OF_STAGES = ("microbatches", "schedule")
-_OF_CHOICES = ("workers", "ps", "link", "delay")
-_TRACEBACK = "Traceback (most recent call last)"
-_LAST_LINES = 80
+_OF_CHOICES = ("workers", "ps", "link", "links", "delay")
 
 
 def main(argv: list[str]) -> int:
@@ -62,32 +51,32 @@ def main(argv: list[str]) -> int:
     try:
         command = parsing.parse(options, argv)
         _check_flags(options)
-        if not command:
-            raise parsing.UsageError("name the script to plan for, after the flags")
-        if not pathlib.Path(command[0]).is_file():
-            raise parsing.UsageError(f"there is no script {command[0]!r}")
-    except parsing.UsageError as error:
+        cluster = _cluster(options)
+        parsing.check_script(command)
+    except (parsing.UsageError, ClusterConfigError) as error:
         return parsing.complain("plan", error)
-    with tempfile.TemporaryDirectory(prefix="keras_psplus_") as folder:
-        file = pathlib.Path(folder) / "plan.json"
-        try:
-            result = subprocess.run(
-                [sys.executable, *command],
-                env=_environment(options, file),
-                stdout=subprocess.PIPE,
-                stderr=subprocess.STDOUT,
-                text=True,
-                errors="replace",
-            )
-        except KeyboardInterrupt:  # which the script has had as well
-            return 128 + signal.SIGINT
-        answer = json.loads(file.read_text()) if file.is_file() else None
-    if answer is not None:
-        plan, text = _choices(answer, options) if options.stages is None else _stages(answer)
-        print(json.dumps(plan, indent=2) if options.json else text)
-        return 0
-    print(f"keras-psplus plan: {_problem(result, command)}", file=sys.stderr)
-    return 1
+    try:
+        if options.link == plan_links.MEASURED:
+            links = plan_links.measure()
+            if links is None:
+                print("keras-psplus plan: the chief plans.", file=sys.stderr)
+                return 0
+            cluster = _over(cluster, links)
+        answer = plan_script.ask(
+            command,
+            workers=cluster.workers,
+            stages=options.stages,
+            microbatches=options.microbatches,
+            schedule=options.schedule,
+        )
+    except KeyboardInterrupt:  # which the script has had as well
+        return 128 + signal.SIGINT
+    except (plan_links.LinksError, plan_script.ScriptError) as error:
+        print(f"keras-psplus plan: {error}", file=sys.stderr)
+        return 1
+    plan, text = _choices(answer, cluster) if options.stages is None else _stages(answer)
+    print(json.dumps(plan, indent=2) if options.json else text)
+    return 0
 
 
 def _flags():
@@ -98,7 +87,14 @@ def _flags():
     flags.DEFINE_string(
         "link",
         None,
-        f"Rate of each task's link, as 100mbit or 1gbit (default: {_LINK}).",
+        f"Rate of each task's link, as 100mbit or 1gbit (default: {_LINK}); or `measured`, started "
+        "in each worker of a cluster at once.",
+        flag_values=values,
+    )
+    flags.DEFINE_string(
+        "links",
+        None,
+        "File of the links between hosts, as `keras-psplus doctor --links --json` prints them.",
         flag_values=values,
     )
     flags.DEFINE_float(
@@ -139,15 +135,37 @@ def _check_flags(options):
     if given:
         goes = "goes with --stages" if options.stages is None else "does not go with --stages"
         raise parsing.UsageError(f"--{given[0]} {goes}. Received: --{given[0]}")
-    _bits_per_second(options.link or _LINK)
+    if options.links is not None and (options.link is not None or options.delay is not None):
+        raise parsing.UsageError(
+            "--links says how fast links are: leave out --link and --delay. Received: "
+            f"--links={options.links}, --link={options.link}, --delay={options.delay}"
+        )
+    if options.link == plan_links.MEASURED and options.delay is not None:
+        raise parsing.UsageError(
+            f"the delay is measured: leave out --delay. Received: --delay={options.delay}"
+        )
 
 
-def _bits_per_second(text):
-    match = _RATE.fullmatch(text)
-    rate = float(match[1]) * {"": 1, "k": 1e3, "m": 1e6, "g": 1e9}[match[2]] if match else 0.0
-    if not rate:
-        raise parsing.UsageError(f"--link is a rate such as 100mbit or 1gbit. Received: {text!r}")
-    return rate
+def _cluster(options):
+    """What to plan for, but for links that are yet to be measured."""
+    if options.links is not None:
+        links = plan_links.read(options.links, options.workers)
+        cluster = Cluster(len(links.hosts), _count(options, "ps"))
+        return _over(cluster, links)
+    if options.link == plan_links.MEASURED:
+        task = plan_links.cluster_to_measure(options.workers, options.ps)
+        return Cluster(task.num_workers, task.num_ps)
+    return Cluster(
+        _count(options, "workers"),
+        _count(options, "ps"),
+        plan_links.bits_per_second(options.link or _LINK),
+        options.delay or 0.0,
+    )
+
+
+def _over(cluster, links):
+    rate, delay = plan_links.of_cluster(links)
+    return dataclasses.replace(cluster, bits_per_second=rate, delay_ms=delay)
 
 
 def _count(options, name):
@@ -159,59 +177,12 @@ def _stages(answer):
     return answer["plan"], answer["text"]
 
 
-def _choices(answer, options):
+def _choices(answer, cluster):
     """What there is to choose from: as JSON has it, and as text."""
-    cluster = Cluster(
-        _count(options, "workers"),
-        _count(options, "ps"),
-        _bits_per_second(options.link or _LINK),
-        options.delay or 0.0,
-    )
-    found = {name: catalogue.find(name) for name in catalogue.names()}
-    stages = [n for n, path in found.items() if entries.read(path).strategy == "PipelineStrategy"]
-    traits = {n: traits_of(path.read_text()) for n, path in found.items() if n not in stages}
-    made = choices.choose(choices.Facts.from_json(answer), traits, cluster)
+    stages = [
+        name
+        for name in catalogue.names()
+        if entries.read(catalogue.find(name)).strategy == "PipelineStrategy"
+    ]
+    made = choices.choose(choices.Facts.from_json(answer), automatic.planned(), cluster)
     return made.as_dict(), f"{made}\n{', '.join(stages)}: see keras-psplus plan --stages N"
-
-
-def _environment(options, file):
-    request = {
-        "stages": options.stages,
-        "workers": _count(options, "workers"),
-        "file": str(file),
-        "microbatches": options.microbatches,
-        "schedule": options.schedule,
-    }
-    # The plan is that of one process or a pipeline, whatever this shell was set up for.
-    dropped = ("TF_CONFIG", *catalogue.OPTION_VARIABLES.values())
-    inherited = {name: value for name, value in os.environ.items() if name not in dropped}
-    return {
-        "CUDA_VISIBLE_DEVICES": "",
-        **inherited,
-        catalogue.STRATEGY_VARIABLE: "single" if options.stages is None else "pipeline",
-        _VARIABLE: json.dumps(request),
-        "PYTHONPATH": python_path(),
-    }
-
-
-def _problem(result, command):
-    """Why there is no plan."""
-    is_noise = NoiseFilter().is_noise
-    lines = [line for line in result.stdout.splitlines() if not is_noise(line)]
-    if result.returncode == 0:
-        return (
-            "the script has ended without a call of `fit` of a model in a strategy's scope, so "
-            "there is nothing to plan. Call `model.fit` under the same arguments as in training. "
-            f"Received: {' '.join(command)}"
-        )
-    starts = [number for number, line in enumerate(lines) if line.startswith(_TRACEBACK)]
-    if not starts:
-        return "\n".join([f"the script has failed ({result.returncode}):", *lines[-_LAST_LINES:]])
-    traceback = lines[starts[-1] :]
-    files = [line for line in traceback if line.startswith('  File "')]
-    package = str(pathlib.Path(next(iter(keras_psplus.__path__))))
-    if files and files[-1].startswith(f'  File "{package}'):
-        # The library has refused something, and says what would do.
-        message = [line for line in traceback[1:] if not line.startswith(" ")]
-        return "\n".join(message)
-    return "\n".join(["the script has failed:", *traceback[-_LAST_LINES:]])

@@ -17,7 +17,7 @@ from keras_psplus.arguments import whole_number
 from keras_psplus.chaos import links, netlab
 from keras_psplus.chaos import spec as chaos_spec
 from keras_psplus.chaos.injector import Injector
-from keras_psplus.cli import combinations, parsing, report, strategy_flags
+from keras_psplus.cli import auto, combinations, parsing, plan_script, report, strategy_flags
 from keras_psplus.cluster import restarts
 from keras_psplus.cluster.console import Console, drop_unwritten
 from keras_psplus.cluster.environment import TOKEN_VARIABLE, plan_tasks, python_path
@@ -33,6 +33,7 @@ traceback is shown last, and its exit code is passed on. Ctrl-C ends all tasks.
   keras-psplus run --workers 2 train.py --epochs 3
   keras-psplus run --workers 2 --ps 1 --strategy async_parameter_server train.py
   keras-psplus run --workers 2 --strategy all_reduce --compression powersgd:2 train.py
+  keras-psplus run --workers 2 --strategy auto train.py             measures, and takes the best
   keras-psplus run --list                                           the entries of the catalogue
   keras-psplus run --max_restarts 3 --chaos kill:worker1@step=20 train.py
   keras-psplus run --hosts 10.0.0.1,10.0.0.2 --dry_run train.py     how to start it on two hosts
@@ -73,12 +74,13 @@ def main(argv: list[str]) -> int:
                 "chief with parameter servers. Without --restart, the job is started again. "
                 f"Received: --restart=task, --ps={layout['ps']}"
             )
-        env = strategy_flags.variables(options, layout)
+        starts = not (options.dry_run or options.hosts)
+        env = strategy_flags.variables(options, layout, may_measure=starts)
         events = []
         if options.chaos is not None:
             events = chaos_spec.parse(options.chaos, [task.name for task in plan_tasks(**layout)])
         argv = [sys.executable, *command]
-        if options.dry_run or options.hosts:
+        if not starts:
             # Another host has its own Python, found on its own path.
             shown = ["python", *command] if options.hosts else argv
             print(_recipe(shown, env, layout, options.hosts))
@@ -110,10 +112,17 @@ def main(argv: list[str]) -> int:
         return cluster
 
     try:
+        if auto.is_auto(options.strategy) and catalogue.STRATEGY_VARIABLE not in env:
+            chosen = auto.by_measuring(command, layout)
+            log(str(chosen))
+            env[catalogue.STRATEGY_VARIABLE] = chosen.entry
         with Injector(events, log) as chaos:
             result = restarts.run(make_cluster, options.max_restarts, options.timeout or None, log)
     except KeyboardInterrupt:  # between two attempts; while tasks run, the cluster sees to it
         return 128 + signal.SIGINT
+    except plan_script.ScriptError as error:
+        print(f"keras-psplus run: {error}", file=sys.stderr)
+        return 1
     report.show(result, log_dir, options.timeout)
     drop_unwritten(sys.stdout, sys.stderr)
     return result.exit_code

@@ -1,18 +1,31 @@
 """The flags that say what `keras_psplus.strategy()` returns in the script."""
 
+import os
+import sys
+from collections.abc import Callable
+
 from absl import flags
 
-from keras_psplus import catalogue
-from keras_psplus.cli import combinations
+from keras_psplus import automatic, catalogue
+from keras_psplus.cli import auto, combinations
+from keras_psplus.cli.parsing import UsageError
 
 
 def define(values: flags.FlagValues) -> None:
-    """Defines --strategy, --compression and --updates."""
+    """Defines --strategy, --plan, --compression and --updates."""
     flags.DEFINE_string(
         "strategy",
         None,
         "What `keras_psplus.strategy()` returns in the script: an entry of the catalogue (--list) "
         "or a .py file that defines `strategy()`.",
+        flag_values=values,
+    )
+    flags.DEFINE_string(
+        "plan",
+        None,
+        "With --strategy auto: the file to choose by, as `keras-psplus plan --json` prints it "
+        f"(default: what {automatic.PLAN_VARIABLE} names; `run` measures the script if there is "
+        "none).",
         flag_values=values,
     )
     flags.DEFINE_string(
@@ -30,12 +43,19 @@ def define(values: flags.FlagValues) -> None:
     )
 
 
-def variables(options: flags.FlagValues, layout: dict[str, int]) -> dict[str, str]:
+def variables(
+    options: flags.FlagValues,
+    layout: dict[str, int],
+    log: Callable[[str], None] | None = None,
+    may_measure: bool = False,
+) -> dict[str, str]:
     """The environment variables from which `keras_psplus.strategy()` learns what to make.
 
     Args:
         options: The parsed flags.
         layout: Dict with the numbers of `workers` and `ps`, and whether there is a `chief`.
+        log: Takes a line that says which entry `auto` stands for; by default it goes to stderr.
+        may_measure: Whether `auto` may be left open, for the script to be measured.
 
     Raises:
         UsageError: If the flags do not go together.
@@ -45,10 +65,35 @@ def variables(options: flags.FlagValues, layout: dict[str, int]) -> dict[str, st
         for option in catalogue.OPTION_VARIABLES
         if (text := getattr(options, option)) is not None
     }
-    combinations.check_combination(options.strategy, layout, given)
+    strategy = options.strategy
+    combinations.check_combination(strategy, layout, given)
     found = {catalogue.OPTION_VARIABLES[option]: text for option, text in given.items()}
-    if options.strategy is not None:
-        path = catalogue.find(options.strategy)
-        name = path.stem if catalogue.is_entry(options.strategy) else str(path)
+    if auto.is_auto(strategy):
+        for variable in catalogue.OPTION_VARIABLES.values():
+            if os.environ.get(variable):  # Tasks would give it to what is taken.
+                raise UsageError(
+                    f"{strategy} decides itself what is sent, and when: unset {variable}. "
+                    f"Received: --strategy={strategy}, {variable}={os.environ[variable]}"
+                )
+        chosen = auto.by_plan(options, layout)
+        if chosen is None:
+            if not may_measure:
+                raise UsageError(
+                    "nothing is known of the script: write `keras-psplus plan --json SCRIPT > "
+                    "plan.json`, and say --plan plan.json. "
+                    f"Received: --strategy={strategy}, without --plan"
+                )
+            return found
+        (log or _to_stderr)(str(chosen))
+        strategy = chosen.entry
+    elif options.plan is not None:
+        raise UsageError(f"--plan goes with --strategy auto. Received: --strategy={strategy}")
+    if strategy is not None:
+        path = catalogue.find(strategy)
+        name = path.stem if catalogue.is_entry(strategy) else str(path)
         found[catalogue.STRATEGY_VARIABLE] = name
     return found
+
+
+def _to_stderr(line):
+    print(f"keras-psplus: {line}", file=sys.stderr)

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Mapping
+import math
+from collections.abc import Iterable, Mapping
 from typing import Any
 
 from keras_psplus import text_table
@@ -12,7 +13,7 @@ from keras_psplus.planning.cost_model import Cluster
 from keras_psplus.planning.link_bytes import Table, Variable, Work
 from keras_psplus.planning.traits import Traits
 
-_EXACT = "exact"
+EXACT = "exact"
 # What takes as good as the same time is not preferred to what is simpler.
 _LEVEL = 1.02
 
@@ -52,13 +53,39 @@ class Facts:
         rest = {key: answer[key] for key in answer if key not in ("variables", "tables")}
         return cls(work=Work(variables, tables), **rest)
 
+    @property
+    def processor(self) -> float:
+        """How many times the milliseconds of the lab's processor the measured one takes."""
+        return self.int8_ms / cost_model.COMPRESSOR_MS["int8"]
+
     def one_worker_ms(self, workers: int) -> float:
         """Milliseconds of one worker for the rows of all workers' batches."""
-        rows = workers * self.rows
+        return self._milliseconds_of(workers * self.rows)
+
+    def shared_by(self, workers: int) -> Facts:
+        """What would have been measured for another number of workers, by straight lines."""
+        rows = max(1, math.ceil(self.batch_rows / workers))
+        if rows == self.rows:
+            return self
+        ratio = rows / self.rows
+        variables = [
+            v if v.factor_rows is None else Variable(v.shape, math.ceil(v.factor_rows * ratio))
+            for v in self.work.variables
+        ]
+        tables = [
+            dataclasses.replace(t, touched={n: t.rows_of(n * ratio) for n in t.touched})
+            for t in self.work.tables
+        ]
+        ms, work = self._milliseconds_of(rows), Work(variables, tables)
+        return dataclasses.replace(self, rows=rows, step_ms=ms, work=work)
+
+    def _milliseconds_of(self, rows):
+        """Milliseconds of a step with so many rows, which never takes less for more of them."""
         if self.batch_rows == self.rows:
             return self.single_ms * rows / self.rows
-        slope = (self.single_ms - self.step_ms) / (self.batch_rows - self.rows)
-        return self.single_ms + max(0.0, slope) * (rows - self.batch_rows)
+        slope = max(0.0, (self.single_ms - self.step_ms) / (self.batch_rows - self.rows))
+        line = self.single_ms + slope * (rows - self.batch_rows)
+        return max(line, self.step_ms * min(1.0, rows / self.rows))
 
 
 @dataclasses.dataclass(frozen=True)
@@ -117,8 +144,8 @@ class Choices:
         if best.entry == "single":
             why = "One process is the fastest that trains as one process does: the links are too "
             why += f"slow, or the steps too short, for {self.cluster.workers} workers"
-            if others := [c for c in self.choices[1:] if c.loses == _EXACT]:
-                why += f" (with them, `{_best(others).entry}` is the best exact one)"
+            if others := [c for c in self.choices[1:] if c.loses == EXACT]:
+                why += f" (with them, `{best_of(others).entry}` is the best exact one)"
         elif moved:
             part = self.cluster.ms_of(moved) / best.prediction.ms
             why += f" ({part:.0%} of its step is the link's)"
@@ -144,9 +171,10 @@ class Choices:
 
     def __str__(self) -> str:
         facts, cluster, work = self.facts, self.cluster, self.facts.work
-        rate = f"{cluster.bits_per_second / 1e6:g} Mbit/s" if cluster.bits_per_second else "no"
+        bits = cluster.bits_per_second
+        rate = f"of {bits / 1e6:g} Mbit/s" if bits else "without limit"
         head = (
-            f"'{facts.model}' on {cluster.workers} workers and {cluster.ps} ps, links of {rate}: "
+            f"'{facts.model}' on {cluster.workers} workers and {cluster.ps} ps, links {rate}: "
             f"{facts.rows} rows a worker in {facts.step_ms:.4g} ms; {work.elements:,} weights with "
             f"dense gradients"
         )
@@ -156,8 +184,8 @@ class Choices:
         if facts.rows * cluster.workers > facts.batch_rows:
             head += f"\nthe batch of {facts.batch_rows} rows is taken to grow to "
             head += f"{facts.rows * cluster.workers}, for each worker to have one"
-        titles = ("entry", "ms", "speed-up", "MB sent", "received", "MB memory", "scales to")
-        rows = [(*titles, "loses")]
+        titles = ("entry", "ms", "speed-up", "MB sent", "received", "MB memory")
+        rows = [(*titles, "scales to", "ends by", "loses")]
         for choice in self.choices:
             one = choice.prediction
             rows.append(
@@ -169,6 +197,7 @@ class Choices:
                     f"{one.received / 1e6:.3f}",
                     f"{one.memory / 1e6:.1f}",
                     f"{one.scales_to}",
+                    one.ends_by or "-",
                     choice.loses,
                 )
             )
@@ -187,23 +216,36 @@ def choose(facts: Facts, entries: Mapping[str, Traits], cluster: Cluster) -> Cho
     Returns:
         `Choices`.
     """
-    processor = facts.int8_ms / cost_model.COMPRESSOR_MS["int8"]
-    cluster = dataclasses.replace(cluster, processor=processor)
-    alone_ms = facts.one_worker_ms(cluster.workers)
-    found = []
-    for name, traits in entries.items():
-        if traits.has_servers and not cluster.ps:
-            continue
-        step_ms = alone_ms if traits.path == "alone" else facts.step_ms
-        one = cost_model.predict(traits, facts.work, step_ms, cluster, facts.slots)
-        found.append(Choice(name, traits.loses, traits.has_servers, alone_ms / one.ms, one))
-    recommended = _best([choice for choice in found if choice.loses == _EXACT])
+    found = [
+        predict(name, traits, facts, cluster)
+        for name, traits in entries.items()
+        if cluster.ps or not traits.has_servers
+    ]
+    recommended = best_of([choice for choice in found if choice.loses == EXACT])
     rest = sorted((c for c in found if c is not recommended), key=lambda c: c.prediction.ms)
+    cluster = dataclasses.replace(cluster, processor=facts.processor)
     return Choices(facts, cluster, (recommended, *rest))
 
 
-def _best(choices):
+def predict(entry: str, traits: Traits, facts: Facts, cluster: Cluster) -> Choice:
+    """What one entry would take.
+
+    Args:
+        entry: Its name.
+        traits: Its traits.
+        facts: What was measured.
+        cluster: As of `choose`.
+    """
+    cluster = dataclasses.replace(cluster, processor=facts.processor)
+    alone_ms = facts.one_worker_ms(cluster.workers)
+    step_ms = alone_ms if traits.path == "alone" else facts.step_ms
+    one = cost_model.predict(traits, facts.work, step_ms, cluster, facts.slots)
+    return Choice(entry, traits.loses, traits.has_servers, alone_ms / one.ms, one)
+
+
+def best_of(choices: Iterable[Choice]) -> Choice:
     """The fastest; of those that take as long, what needs no servers and has the plainest name."""
+    choices = list(choices)
     fastest = min(choice.prediction.ms for choice in choices)
     level = [choice for choice in choices if choice.prediction.ms <= _LEVEL * fastest]
     return min(level, key=lambda choice: (choice.has_servers, len(choice.entry)))

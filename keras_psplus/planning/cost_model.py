@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import dataclasses
 import math
+from typing import NamedTuple
 
 from keras_psplus.planning import link_bytes
 from keras_psplus.planning.link_bytes import Flows, Work
@@ -22,7 +23,7 @@ _BETWEEN = 1.09
 _MOVING_MS = 1.0
 # Milliseconds of a message between two tasks, beside the link's delay. A sum in a ring goes round
 # twice, what is gathered once; PowerSGD sums one of its matrices to find the other.
-_MESSAGE_MS = 0.5
+MESSAGE_MS = 0.5
 _ROUNDS = {"topk": 1, "powersgd": 4}
 # Parameter servers, of 2026-11-24: what is read and what is sent do not overlap, and workers meet
 # at the same servers. Of the busiest link's bytes, each way once, an asynchronous step takes 2 x
@@ -87,6 +88,7 @@ class Prediction:
         ms: Milliseconds of a step in which every worker trains one batch.
         scales_to: The most workers, each with the same batch, that train at least 1.4 times the
             rows of half as many in a second; a power of two.
+        ends_by: The part of a step that grows most with twice as many; None if they are enough.
         memory: Bytes of weights, gradients and the optimizer's state on a worker.
     """
 
@@ -94,7 +96,26 @@ class Prediction:
     received: float
     ms: float
     scales_to: int
+    ends_by: str | None
     memory: float
+
+
+class Parts(NamedTuple):
+    """Milliseconds of the parts of a step, by the names that tables give them.
+
+    Attributes:
+        computing: Forward and backward, with what factors leave to be done.
+        compressors: Encoding, decoding and residuals.
+        messages: What messages between workers take, whatever their bytes.
+        links: Bytes from worker to worker.
+        servers: Bytes from and to parameter servers, and their chief.
+    """
+
+    computing: float = 0.0
+    compressors: float = 0.0
+    messages: float = 0.0
+    links: float = 0.0
+    servers: float = 0.0
 
 
 def predict(
@@ -114,23 +135,27 @@ def predict(
         moved.between + moved.up,
         moved.between + moved.down,
         milliseconds(traits, work, step_ms, cluster),
-        scales_to(traits, work, step_ms, cluster),
+        *scales_to(traits, work, step_ms, cluster),
         memory(traits, work, slots),
     )
 
 
 def milliseconds(traits: Traits, work: Work, step_ms: float, cluster: Cluster) -> float:
     """Milliseconds of a step, with arguments as of `predict`."""
+    return sum(parts(traits, work, step_ms, cluster))
+
+
+def parts(traits: Traits, work: Work, step_ms: float, cluster: Cluster) -> Parts:
+    """What a step's milliseconds are the sum of, with arguments as of `predict`."""
     if traits.path == "alone":
-        return step_ms
+        return Parts(step_ms)
     moved = flows(traits, work, cluster.workers)
-    return (
-        step_ms
-        + _compressors_ms(traits, work, cluster)
-        + _factors_ms(traits, work, step_ms, cluster)
-        + _messages_ms(traits, moved, cluster)
-        + max(_BETWEEN * cluster.ms_of(moved.between), cluster.moving_ms(2 * moved.between))
-        + _servers_ms(traits, moved, cluster)
+    return Parts(
+        step_ms + _factors_ms(traits, work, step_ms, cluster),
+        _compressors_ms(traits, work, cluster),
+        _messages_ms(traits, moved, cluster),
+        max(_BETWEEN * cluster.ms_of(moved.between), cluster.moving_ms(2 * moved.between)),
+        _servers_ms(traits, moved, cluster),
     )
 
 
@@ -152,20 +177,28 @@ def flows(traits: Traits, work: Work, workers: int) -> Flows:
     return moved
 
 
-def scales_to(traits: Traits, work: Work, step_ms: float, cluster: Cluster) -> int:
-    """The most workers that are of use, as `Prediction` says, with arguments as of `predict`."""
-    if traits.path == "alone":
-        return 1
+def scales_to(
+    traits: Traits, work: Work, step_ms: float, cluster: Cluster
+) -> tuple[int, str | None]:
+    """The most workers that are of use, and what ends it, as `Prediction` says.
 
-    def ms(workers):
-        return milliseconds(traits, work, step_ms, dataclasses.replace(cluster, workers=workers))
+    Args are those of `predict`.
+    """
+    if traits.path == "alone":
+        return 1, None
+
+    def of(workers):
+        return parts(traits, work, step_ms, dataclasses.replace(cluster, workers=workers))
 
     # A ring takes half as much again with four workers as with two, but little more with eight, so
     # that it is the last doubling that counts.
     workers = _MOST_WORKERS
-    while workers > 1 and 2 * ms(workers // 2) / ms(workers) < _SCALES:
+    while workers > 1 and 2 * sum(of(workers // 2)) / sum(of(workers)) < _SCALES:
         workers //= 2
-    return workers
+    if workers == _MOST_WORKERS:
+        return workers, None
+    grown = [after - before for before, after in zip(of(workers), of(2 * workers))]
+    return workers, Parts._fields[grown.index(max(grown))]
 
 
 def memory(traits: Traits, work: Work, slots: float) -> float:
@@ -212,7 +245,7 @@ def _factors_ms(traits, work, step_ms, cluster):
 
 
 def _messages_ms(traits, moved, cluster):
-    message = _MESSAGE_MS * cluster.processor + cluster.delay_ms
+    message = MESSAGE_MS * cluster.processor + cluster.delay_ms
     total = 0.0
     if moved.between:
         total += _ROUNDS.get((traits.compression or "").partition(":")[0], 2) * (

@@ -5,7 +5,7 @@ import textwrap
 
 import pytest
 
-from keras_psplus.cli import main
+from keras_psplus.cli import main, plan_script
 from keras_psplus.cli import plan as plan_command
 from keras_psplus.core import plan_request
 
@@ -48,7 +48,7 @@ def plan(tmp_path, capsys, monkeypatch):
 
 
 def test_the_command_and_the_library_mean_the_same_variable():
-    assert plan_command._VARIABLE == plan_request.VARIABLE
+    assert plan_script._VARIABLE == plan_request.VARIABLE
 
 
 def test_a_table_and_nothing_else(plan):

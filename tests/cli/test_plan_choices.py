@@ -1,11 +1,13 @@
 """`keras-psplus plan` without stages: what each entry of the catalogue would take of a script."""
 
 import json
+import re
 
 import pytest
 
 from keras_psplus import catalogue
 from keras_psplus.cli import main
+from keras_psplus.cluster.testing import run_in_processes
 
 SCRIPT = """
 import sys
@@ -84,7 +86,8 @@ def test_what_is_measured_of_a_script(kind, plan):
     assert table == {"rows": 40_000, "dim": 8, "touched": touched}
     assert measured["slots"] == pytest.approx(2, rel=0.01)
     names = [choice["entry"] for choice in found["choices"]]
-    assert sorted(names) == [n for n in catalogue.names() if not n.startswith("pipe")]
+    apart = ("auto", "pipedream", "pipeline", "pipeline_gpipe")
+    assert sorted(names) == [name for name in catalogue.names() if name not in apart]
     assert found["recommended"] == names[0]
     by_name = {choice["entry"]: choice for choice in found["choices"]}
     # By hand: ids up to read, ids and rows up to update, rows down; 2 x 3 / 4 of a sum.
@@ -100,7 +103,11 @@ def test_a_table_and_nothing_else(plan):
     head, grown, titles, *rows = printed.out.splitlines()
     assert head.startswith("'small' on 1024 workers and 0 ps, links of 1000 Mbit/s: 1 rows")
     assert "the batch of 32 rows is taken to grow to 1024" in grown
-    assert "scales to" in titles
+    assert titles.split()[-5:] == ["scales", "to", "ends", "by", "loses"]
+    (ring,) = [line.split() for line in rows if line.startswith("all_reduce ")]
+    (alone,) = [line.split() for line in rows if line.startswith("single ")]
+    # Messages of a ring grow with the workers, and there is next to nothing to compute.
+    assert ring[-2:] == ["messages", "exact"] and alone[-3:] == ["1", "-", "exact"]
     entries = [line.split()[0] for line in rows]
     assert "all_reduce_topk" in entries and "hybrid" not in entries
     assert rows[-1].startswith("pipedream, pipeline, pipeline_gpipe: see keras-psplus plan")
@@ -118,3 +125,85 @@ def test_no_plan(kind, message, plan):
     assert code == 1
     assert message in printed.err and "Received: " in printed.err
     assert "Traceback" not in printed.err and printed.out == ""
+
+
+LINKS = {
+    "hosts": ["worker-0", "worker-1", "worker-2"],
+    "links": [
+        {"hosts": ["worker-0", "worker-1"], "latency_ms": 0.4, "bits_per_second": 9e8},
+        {"hosts": ["worker-0", "worker-2"], "latency_ms": 2.5, "bits_per_second": 8e7},
+        {"hosts": ["worker-1", "worker-2"], "latency_ms": 2.0, "bits_per_second": 9e7},
+    ],
+}
+
+
+def test_links_of_a_file(plan, tmp_path):
+    path = tmp_path / "links.json"
+    path.write_text(json.dumps(LINKS))
+    code, printed = plan(f"--links={path}", "--ps=0", "--json")
+    assert code == 0, printed.err
+    cluster = json.loads(printed.out)["cluster"]
+    # As slow as the slowest link; half a millisecond is what the model takes for a message itself.
+    assert (cluster["workers"], cluster["ps"]) == (3, 0)
+    assert (cluster["bits_per_second"], cluster["delay_ms"]) == (8e7, 2.0)
+
+
+@pytest.mark.parametrize(
+    ("flags", "change", "message"),
+    [
+        ("--workers=4", {}, "has the links of 3 hosts.* Received: --workers=4, --links="),
+        ("", {"links": LINKS["links"][:2]}, "worker-1 and worker-2 are missing. Received: "),
+        ("", {"links": None}, "a file of links is what `keras-psplus doctor --links --json`"),
+        ("--link=1gbit", {}, "leave out --link and --delay. Received: --links="),
+        ("--delay=1", {}, "leave out --link and --delay. Received: --links="),
+        ("--stages=2", {}, "--links does not go with --stages. Received: --links"),
+    ],
+)
+def test_links_that_are_refused(flags, change, message, plan, tmp_path):
+    path = tmp_path / "links.json"
+    path.write_text(json.dumps({**LINKS, **change}))
+    code, printed = plan(*flags.split(), f"--links={path}")
+    assert code == 2 and re.search(message, printed.err)
+
+
+@pytest.mark.parametrize(
+    ("flags", "cluster", "message"),
+    [
+        ("", {}, "has to be started in each worker of a cluster.*Received: no cluster"),
+        ("", {"worker": ["h:1"]}, "has to be started in each worker.*Received: worker-0"),
+        ("--workers=3", {"worker": ["h:1", "h:2"]}, "has 2 workers.*Received: --workers=3"),
+        ("--ps=1", {"worker": ["h:1", "h:2"]}, "the cluster has 0 ps.*Received: --ps=1"),
+        ("--delay=1", {"worker": ["h:1", "h:2"]}, "the delay is measured.*Received: --delay"),
+    ],
+)
+def test_what_cannot_be_measured(flags, cluster, message, plan, monkeypatch):
+    monkeypatch.delenv("TF_CONFIG")
+    if cluster:
+        task = {"type": "worker", "index": 0}
+        monkeypatch.setenv("TF_CONFIG", json.dumps({"cluster": cluster, "task": task}))
+    code, printed = plan("--link=measured", *flags.split())
+    assert code == 2 and re.search(message, printed.err)
+
+
+def test_links_are_measured_by_the_workers_of_a_cluster(tmp_path):
+    def command():
+        import sys
+
+        from keras_psplus.cli import main
+
+        sys.exit(main.main(["plan", "--link=measured", "--json", *sys.argv[1:]]))
+
+    script = tmp_path / "train.py"
+    script.write_text(SCRIPT)
+    result = run_in_processes(
+        command,
+        env={"TF_CPP_MIN_LOG_LEVEL": "2", "CUDA_VISIBLE_DEVICES": ""},
+        args=[script, "named", tmp_path / "trained"],
+    )
+    assert "the chief plans" in result.logs["worker-1"]
+    log = result.logs["worker-0"]
+    cluster = json.loads(log[log.index("{\n") : log.rindex("}") + 1])["cluster"]
+    assert (cluster["workers"], cluster["ps"]) == (2, 0)
+    # Both are on this machine.
+    assert cluster["bits_per_second"] > 1e6 and cluster["delay_ms"] >= 0
+    assert not (tmp_path / "trained").exists()

@@ -72,19 +72,21 @@ def test_more_workers_share_the_servers():
     assert ms(async_, cluster=four) == pytest.approx(2 * ms(async_, step_ms=0.0) + 10 - 9)
 
 
-def test_where_it_stops_to_scale():
+def test_where_it_stops_to_scale_and_why():
     def scales(traits, work=DENSE, step_ms=1.0):
         return cost_model.scales_to(traits, work, step_ms, SLOW)
 
-    assert scales(Traits("alone")) == 1
+    assert scales(Traits("alone")) == (1, None)
     # What workers gather grows with them; what they sum on its way does not.
     # A step of 349 ms at two, 698 at many; and half a millisecond for each message of a ring.
-    assert scales(Traits(compression="topk:0.01")) == 1
-    assert scales(Traits(compression="topk:0.01"), step_ms=100.0) == 16
-    assert scales(Traits()) == 512
+    assert scales(Traits(compression="topk:0.01")) == (1, "links")
+    assert scales(Traits(compression="topk:0.01"), step_ms=100.0) == (16, "links")
+    assert scales(Traits()) == (512, "messages")
+    # From 101 workers on, factors are as many bytes as what a ring sends.
+    assert scales(Traits(compression="factors"), step_ms=100.0) == (1024, "messages")
     # Two servers are enough for two workers.
-    assert scales(Traits("parameter_server", waits=False)) == 2
-    assert scales(Traits("parameter_server", waits=False), step_ms=1e9) == 4096
+    assert scales(Traits("parameter_server", waits=False)) == (2, "servers")
+    assert scales(Traits("parameter_server", waits=False), step_ms=1e9) == (4096, None)
 
 
 def test_delay_counts_for_each_message_of_a_ring():

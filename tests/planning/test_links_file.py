@@ -1,0 +1,74 @@
+"""Files of measured links: what they say of a ring, and those that do not fit."""
+
+import json
+
+import pytest
+
+from keras_psplus.planning import links_file
+from keras_psplus.planning.links_file import Link, Links
+
+HOSTS = ["a", "b", "c"]
+LINKS = Links(HOSTS, {(0, 1): Link(0.2, 1e9), (0, 2): Link(0.4, 2e8), (1, 2): Link(3.0, 5e8)})
+
+
+def row(*hosts, latency_ms=0.5, bits_per_second=1e9):
+    return {"hosts": list(hosts), "latency_ms": latency_ms, "bits_per_second": bits_per_second}
+
+
+def test_what_is_written_is_read(tmp_path):
+    path = tmp_path / "links.json"
+    path.write_text(json.dumps(LINKS.as_dict()))
+    assert links_file.read(path) == LINKS
+
+
+def test_pairs_in_any_order(tmp_path):
+    rows = [row("c", "b"), row("b", "a"), row("c", "a", latency_ms=0, bits_per_second=5)]
+    found = links_file.parse(json.dumps({"hosts": HOSTS, "links": rows}), "here")
+    assert found.links == {(0, 1): (0.5, 1e9), (0, 2): (0, 5), (1, 2): (0.5, 1e9)}
+
+
+def test_a_ring_is_as_slow_as_its_slowest_link():
+    assert LINKS.slowest_of_ring == Link(3.0, 2e8)
+    pair = Links(HOSTS[:2], {(0, 1): Link(0.2, 1e9)})
+    assert pair.slowest_of_ring == Link(0.2, 1e9)
+    # Of four hosts in two racks, a link that no neighbours use does not count.
+    links = {(i, j): Link(0.1, 1e9) for i in range(4) for j in range(i + 1, 4)}
+    links[0, 2] = Link(9.0, 1e6)
+    assert Links([*"abcd"], links).slowest_of_ring == Link(0.1, 1e9)
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("{", "is what `keras-psplus doctor --links --json` prints.*JSONDecodeError"),
+        ("[]", "is what `keras-psplus doctor --links --json` prints"),
+        ({"hosts": HOSTS}, "KeyError: 'links'"),
+        ({"hosts": HOSTS, "links": [{"hosts": ["a", "b"]}]}, "KeyError: 'latency_ms'"),
+        ({"hosts": "ab", "links": []}, '"hosts" is a list of names'),
+        ({"hosts": ["a"], "links": []}, "two hosts or more"),
+        ({"hosts": ["a", "a"], "links": []}, "each named once"),
+        ({"hosts": HOSTS, "links": [row("a", "d")]}, "'d' is not among \"hosts\""),
+        ({"hosts": HOSTS, "links": [row("a", "a")]}, "a link is between two hosts"),
+        ({"hosts": HOSTS, "links": [row("a", "b", "c")]}, "a link is between two hosts"),
+        ({"hosts": HOSTS, "links": [row("a", [])]}, "is not among"),
+        ({"hosts": HOSTS, "links": [row("a", "b"), row("b", "a")]}, "b and a are there twice"),
+        ({"hosts": HOSTS, "links": [row("a", "b")]}, "a and c are missing, and 1 other pair"),
+        ({"hosts": HOSTS, "links": [row("a", "b", latency_ms=-1)]}, "is 0 or more, and not -1"),
+        ({"hosts": HOSTS, "links": [row("a", "b", bits_per_second=0)]}, "is above 0, and not 0"),
+        ({"hosts": HOSTS, "links": [row("a", "b", bits_per_second="1gbit")]}, "not '1gbit'"),
+        ({"hosts": HOSTS, "links": [row("a", "b", latency_ms=True)]}, "not True"),
+        ('{"hosts": ["a", "b"], "links": [{"hosts": ["a", "b"], "latency_ms": NaN, '
+         '"bits_per_second": 1}]}', "not nan"),
+    ],
+)  # fmt: skip
+def test_files_that_do_not_fit(text, message, tmp_path):
+    path = tmp_path / "links.json"
+    path.write_text(text if isinstance(text, str) else json.dumps(text))
+    with pytest.raises(ValueError, match=message) as error:
+        links_file.read(path)
+    assert str(error.value).endswith(f"Received: {path}")
+
+
+def test_a_file_that_is_not_there(tmp_path):
+    with pytest.raises(ValueError, match="cannot be read: .* Received: "):
+        links_file.read(tmp_path / "none.json")
