@@ -20,7 +20,7 @@ from tests.docs import pages
 # What is behind a fence says how the block is checked; see docs/testing.md.
 LANGUAGES = {
     *("python", "program", "shell", "console", "bash", "yaml", "json", "text"),
-    *("diff", "mermaid"),
+    *("diff", "mermaid", "file"),
 }
 BLOCKS = pages.all_blocks()
 PATHS = "benchmarks|docs|examples|keras_psplus|strategies|tests"
@@ -150,6 +150,8 @@ def test_language_is_one_that_is_checked(block):
 
 @of("shell")
 def test_commands(block, monkeypatch):
+    if block.page == pages.TUTORIAL:
+        return  # test_tutorial.py runs them
     for words in commands(without_synopsis(block.text)):
         check(words, monkeypatch)
 
