@@ -9,10 +9,12 @@ from markdown_it import MarkdownIt
 
 ROOT = pathlib.Path(__file__).resolve().parents[2]
 PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
+# Its commands and files make up one session, which `test_tutorial.py` runs.
+TUTORIAL = ROOT / "docs" / "tutorial.md"
 
 # A comment that is part of these tests; the built site does not show it.
-_COMMENT = re.compile(r"<!-- *(python\n|program:)(.*)--> *\n*", re.DOTALL)
-_MISSPELT = re.compile(r"<!--\s*(python|program)\b", re.IGNORECASE)
+_COMMENT = re.compile(r"<!-- *(python\n|program:|file:)(.*)--> *\n*", re.DOTALL)
+_MISSPELT = re.compile(r"<!--\s*(python|program|file)\b", re.IGNORECASE)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -82,6 +84,8 @@ def programs():
     """Returns the programs of all pages: a page is one, unless it says where others begin."""
     found = []
     for page in PAGES:
+        if page == TUTORIAL:
+            continue
         flags, begin = "", len(found)
         for block in blocks(page):
             if block.language == "program":
@@ -105,7 +109,8 @@ def _block(page, token):
     if _MISSPELT.match(token.content):
         raise ValueError(
             f"{page}, line {token.map[0] + 1}: hidden code is `<!-- python`, lines of code, and "
-            "`-->` on a line of its own; a new program is `<!-- program: FLAGS -->`. "
+            "`-->` on a line of its own; a new program is `<!-- program: FLAGS -->`, a file of the "
+            "tutorial `<!-- file: NAME -->`. "
             f"Received: {token.content}"
         )
     return None

@@ -18,7 +18,10 @@ from keras_psplus.cluster.config import read_task_config
 from tests.docs import pages
 
 # What is behind a fence says how the block is checked; see docs/testing.md.
-LANGUAGES = {"python", "program", "shell", "console", "bash", "yaml", "json", "text"}
+LANGUAGES = {
+    *("python", "program", "shell", "console", "bash", "yaml", "json", "text"),
+    *("diff", "mermaid", "file"),
+}
 BLOCKS = pages.all_blocks()
 PATHS = "benchmarks|docs|examples|keras_psplus|strategies|tests"
 COMMANDS = ("keras-psplus ", "make ", "pip install ", "python ")
@@ -149,6 +152,8 @@ def test_language_is_one_that_is_checked(block):
 
 @of("shell")
 def test_commands(block, monkeypatch):
+    if block.page == pages.TUTORIAL:
+        return  # test_tutorial.py runs them
     for words in commands(without_synopsis(block.text)):
         check(words, monkeypatch)
 
@@ -187,3 +192,22 @@ def test_sessions_print_what_they_show(block, capsys):
 @of("json")
 def test_json_is_a_configuration_of_a_task(block):
     assert read_task_config({"TF_CONFIG": json.dumps(json.loads(block.text))}) is not None
+
+
+@of("diff")
+def test_diffs_are_of_python(block):
+    lines = block.text.splitlines()
+    assert {line[:1] for line in lines} <= {"+", "-", " ", ""}
+    for side in "-+":
+        ast.parse("\n".join(line[1:] for line in lines if line[:1] in (side, " ")))
+
+
+@of("mermaid")
+def test_drawings_have_a_kind_and_closed_brackets(block):
+    kind = block.text.split(maxsplit=1)[0]
+    assert kind in {"flowchart", "sequenceDiagram", "stateDiagram-v2", "gantt"}, kind
+    # What is within quotes may have any character.
+    rest = re.sub(r'"[^"\n]*"', "", block.text)
+    assert '"' not in rest, "a quote is not closed"
+    for opening, closing in ("[]", "()", "{}"):
+        assert rest.count(opening) == rest.count(closing), (opening, closing)
