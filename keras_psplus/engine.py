@@ -34,6 +34,9 @@ Original = Callable[..., Any]
 class Engine:
     """Answers as plain Keras does.
 
+    Methods are asked in place of functions of Keras, which their docstrings name. `original` is
+    that function; the other arguments are those of the function.
+
     Args:
         strategy: The strategy whose engine this is; None for what belongs to no strategy.
     """

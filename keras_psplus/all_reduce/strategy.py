@@ -298,6 +298,15 @@ class MultiWorkerMirroredStrategy(tf.distribute.MultiWorkerMirroredStrategy):
         """Runs `fn` on each replica; see `tf.distribute.Strategy.run`.
 
         Batches of a dataset that Keras distributed are opened, so that `fn` gets the data alone.
+
+        Args:
+            fn: The function.
+            args: Its positional arguments; values for each replica are divided.
+            kwargs: Its keyword arguments, in the same way.
+            options: `tf.distribute.RunOptions`.
+
+        Returns:
+            What `fn` returns, for each replica.
         """
         if not self.is_active:
             return super().run(fn, args, kwargs, options)

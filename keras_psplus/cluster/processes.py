@@ -134,11 +134,19 @@ class LocalCluster:
         return {name: process.pid for name, process in self._processes.items()}
 
     def log_path(self, name: str) -> pathlib.Path:
-        """Returns the path of a task's log file."""
+        """Returns the path of a task's log file.
+
+        Args:
+            name: The task, such as `"worker-1"`.
+        """
         return self.log_dir / f"{name}.log"
 
     def environment(self, name: str) -> dict[str, str]:
-        """Returns the dict of environment variables with which a task is started."""
+        """Returns the dict of environment variables with which a task is started.
+
+        Args:
+            name: The task, such as `"worker-1"`.
+        """
         (task,) = (task for task in self.tasks if task.name == name)
         shared = self._environ if self.network is None else self.network.environment(self._environ)
         return {**shared, "PYTHONUNBUFFERED": "1", **task.variables}
@@ -193,7 +201,12 @@ class LocalCluster:
         )
 
     def send_signal(self, name: str, number: int) -> None:
-        """Sends a signal to a task and to what it has started, unless the cluster has ended."""
+        """Sends a signal to a task and to what it has started, unless the cluster has ended.
+
+        Args:
+            name: The task, such as `"worker-1"`.
+            number: The signal's number.
+        """
         with self._release_lock:
             if not self._released:
                 self._signal_groups([name], number)

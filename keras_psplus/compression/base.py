@@ -153,7 +153,14 @@ class Compressor:
         dtype: tf.DType | str,
         step: tf.Tensor | int,
     ) -> tf.Tensor:
-        """Adds a decoded payload to a float32 tensor."""
+        """Adds a decoded payload to a float32 tensor.
+
+        Args:
+            total: The float32 tensor.
+            payload: What `encode` returned, of a tensor of the same shape.
+            dtype: Type of that tensor.
+            step: int64 scalar.
+        """
         return total + tf.cast(self.decode(payload, total.shape, dtype, step), tf.float32)
 
     def add_rows(
@@ -212,7 +219,14 @@ class Compressor:
         dtype: tf.DType | str,
         step: tf.Tensor | int,
     ) -> tf.Tensor:
-        """Turns the payload of `encode_rows` back into values of shape `(rows, *row_shape)`."""
+        """Turns the payload of `encode_rows` back into values of shape `(rows, *row_shape)`.
+
+        Args:
+            payload: What `encode_rows` returned.
+            row_shape: Shape of one row.
+            dtype: Type of the values.
+            step: int64 scalar.
+        """
         return tf.cast(payload[0], dtype)
 
     def row_bytes(
@@ -221,7 +235,13 @@ class Compressor:
         dtype: tf.DType | str,
         step: int | None = None,
     ) -> int:
-        """Counts the bytes that `encode_rows` makes of one row."""
+        """Counts the bytes that `encode_rows` makes of one row.
+
+        Args:
+            row_shape: Shape of one row.
+            dtype: Type of the values.
+            step: The step, of compressors that change with it; None for those after a warm-up.
+        """
         return tf.TensorShape(row_shape).num_elements() * tf.as_dtype(dtype).size
 
     def product_of(self, tensor: tf.Tensor) -> OuterProduct | None:

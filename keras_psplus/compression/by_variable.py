@@ -80,7 +80,11 @@ class ByVariable(Compressor):
         return None if compressor is None else compressor.for_variable(path, shape, dtype)
 
     def map(self, function: Callable[[Compressor | None], Compressor | None]) -> ByVariable:
-        """Applies a function to each compressor; returns a new `ByVariable`."""
+        """Applies a function to each compressor; returns a new `ByVariable`.
+
+        Args:
+            function: Takes a compressor or None, and returns one.
+        """
         patterns = {pattern: function(c) for pattern, c in self.patterns.items()}
         return ByVariable(patterns, function(self.default), self.min_size, self.min_rank)
 

@@ -78,7 +78,11 @@ class ErrorFeedback(Compressor):
         return state
 
     def times(self, number: int) -> ErrorFeedback:
-        """The same for tensors that are first multiplied by an int."""
+        """The same for tensors that are first multiplied by an int.
+
+        Args:
+            number: The int.
+        """
         multiplied = copy.copy(self)
         multiplied._times = number
         return multiplied
@@ -89,7 +93,12 @@ class ErrorFeedback(Compressor):
         return type(self) is ErrorFeedback and not self.momentum and self._times == 1
 
     def add(self, tensor: tf.Tensor, state: dict[str, Any]) -> tf.Tensor:
-        """Adds the residual: what is to be compressed, in float32."""
+        """Adds the residual: what is to be compressed, in float32.
+
+        Args:
+            tensor: The gradient.
+            state: What `init` made, with the residual.
+        """
         if not self.momentum and 1 < self._times <= _MOST_ADDED:
             # In one pass over memory, where a product would be one more.
             return tf.add_n([state["residual"], *[tf.cast(tensor, tf.float32)] * self._times])

@@ -77,10 +77,13 @@ class HybridStrategy(TableSaving, MultiWorkerMirroredStrategy):
         job_token: Secret that all tasks of the job have in common, a long random text, by which
             servers know who may call them. It is never sent. By default the environment's
             `KERAS_PSPLUS_JOB_TOKEN`, or the cluster's description, which is no secret.
-        startup_timeout, heartbeat_timeout, stall_warning, bucket_bytes, compression, updates,
-            topology: As for `MultiWorkerMirroredStrategy`; `compression` and `topology` are those
-            of the gradients of what is all-reduced, and of `updates` only `Accumulate` can be
-            combined with tables.
+        startup_timeout: As for `MultiWorkerMirroredStrategy`.
+        heartbeat_timeout: As for `MultiWorkerMirroredStrategy`.
+        stall_warning: As for `MultiWorkerMirroredStrategy`.
+        bucket_bytes: As for `MultiWorkerMirroredStrategy`.
+        compression: How the gradients of what is all-reduced are sent.
+        updates: Only `Accumulate` can be combined with tables.
+        topology: The path of the gradients of what is all-reduced.
 
     Raises:
         ValueError: If an argument is out of range, or a combination of them has no meaning.
@@ -237,6 +240,7 @@ class HybridStrategy(TableSaving, MultiWorkerMirroredStrategy):
 
     @property
     def is_active(self) -> bool:
+        """Whether there are several replicas, or parameter servers."""
         return self.has_servers or super().is_active
 
     @property

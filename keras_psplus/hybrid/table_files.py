@@ -60,12 +60,20 @@ class TableFiles:
         return list(self._tables)
 
     def shape(self, name: str) -> tuple[int, int]:
-        """Rows of a table, and the numbers in a row."""
+        """Rows of a table, and the numbers in a row.
+
+        Args:
+            name: The table's name; `names` has all.
+        """
         table = self._table(name)
         return table["rows"], table["dim"]
 
     def slots(self, name: str) -> int:
-        """How many variables of its shape the table's optimizer has."""
+        """How many variables of its shape the table's optimizer has.
+
+        Args:
+            name: The table's name; `names` has all.
+        """
         return self._table(name)["slots"]
 
     def read(

@@ -425,6 +425,11 @@ def test_doctor_measures_links_of_workers_only(tf_config, message, capsys, monke
     assert re.search(message, capsys.readouterr().err)
 
 
+def test_json_of_doctor_is_of_hooks_or_links(capsys):
+    assert main.main(["doctor", "--json"]) == 2
+    assert "goes with --hooks and --links. Received: --json" in capsys.readouterr().err
+
+
 def test_doctor_refuses_other_backends(capsys, monkeypatch):
     monkeypatch.setenv("KERAS_BACKEND", "jax")
     assert doctor.main(["--nodevices"]) == 1
