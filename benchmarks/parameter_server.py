@@ -31,7 +31,7 @@ import tempfile
 from keras_psplus.cluster.processes import LocalCluster
 
 TASK = pathlib.Path(__file__).with_name("parameter_server_task.py")
-MODELS = ("digits", "many_layers", "lstm")
+MODELS = ("tiny", "digits", "many_layers", "lstm")
 TITLES = {
     "tf_keras": "tf_keras, stock strategy",
     "keras_dataset": "Keras 3, keras_psplus, workers read",
