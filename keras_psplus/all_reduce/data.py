@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import random
+from collections.abc import Callable
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import tensorflow as tf
@@ -29,11 +30,13 @@ class Distributed(NamedTuple):
         dataset: What the trainer iterates over: elements are `Shards`, or per-replica values.
         adapter: The data adapter, or one that does not know its length.
         batch_spec: Type specification of one global batch.
+        seed: What decides the order of what is shuffled.
     """
 
     dataset: Any
     adapter: Any
     batch_spec: Any
+    seed: int = 0
 
 
 class _Proposal(NamedTuple):
@@ -48,6 +51,7 @@ class _Proposal(NamedTuple):
 def distribute(
     strategy: MultiWorkerMirroredStrategy,
     adapter: Any,
+    seed_for: Callable[[int], int],
     reads_ahead: bool = False,
     steps: int | None = None,
 ) -> Distributed:
@@ -56,6 +60,8 @@ def distribute(
     Args:
         strategy: The strategy.
         adapter: Keras's data adapter.
+        seed_for: Function of the seed that new data would get, which returns the one to use; what
+            it says on the first worker counts.
         reads_ahead: Whether each batch comes as a `BatchAndNext`, where it can.
         steps: Steps of an epoch that the script has set, or None.
 
@@ -68,8 +74,14 @@ def distribute(
     kind, facts, source = data_facts.describe(adapter)
     readers = data_service.readers(source)
     # Drawn as Keras draws its seeds, so that `keras.utils.set_random_seed` settles it.
-    proposal = _Proposal(kind, facts, readers, random.randint(1, int(1e9)))
+    proposal = _Proposal(kind, facts, readers, seed_for(random.randint(1, int(1e9))))
     proposals = _exchange(strategy, proposal)
+    distributed = _distribute(strategy, adapter, proposals, proposal, reads_ahead, steps)
+    return distributed._replace(seed=proposals[0].seed)
+
+
+def _distribute(strategy, adapter, proposals, own, reads_ahead, steps):
+    kind, facts, readers, _ = own
     seed = proposals[0].seed
     alike = all((other.kind, other.facts) == (kind, facts) for other in proposals)
     if strategy.num_workers > 1:

@@ -39,6 +39,8 @@ _WRITE_ONLY = (
 class OneReplicaEngine(StrategyEngine):
     """For one replica that trains alone: backups that survive a kill."""
 
+    has_weights_in_memory = True
+
     def __init__(self, strategy: MultiWorkerMirroredStrategy) -> None:
         super().__init__(strategy)
         self._worker_files = MirroredWorkerFiles(strategy)
@@ -131,8 +133,13 @@ class AllReduceEngine(OneReplicaEngine, GradientEngine):
         epoch_iterator.EpochIterator.__init__(iterator, *args, **kwargs)
         iterator._distribute_strategy = strategy = distribute_strategy
         distributed = data.distribute(
-            strategy, iterator.data_adapter, self.reads_ahead, iterator.steps_per_epoch
+            strategy,
+            iterator.data_adapter,
+            self.progress.data_seed,
+            self.reads_ahead,
+            iterator.steps_per_epoch,
         )
+        self.progress.note_data_seed(distributed.seed)
         iterator.data_adapter = distributed.adapter
         iterator._num_batches = distributed.adapter.num_batches
         iterator._distributed_dataset = iterator_release.Dataset(distributed.dataset)

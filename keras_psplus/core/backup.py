@@ -8,7 +8,11 @@ from typing import TYPE_CHECKING, Any
 
 from keras_psplus.core import backup_files, backup_states, optimizers
 from keras_psplus.core.chief_only import run_on_chief
+from keras_psplus.core.resumed import Resumed, weights_of_callbacks
+from keras_psplus.core.training_state import TrainingState
+from keras_psplus.core.weights_in_memory import WeightsInMemory
 from keras_psplus.keras_parts import file_utils
+from keras_psplus.log import logger
 
 if TYPE_CHECKING:
     import keras
@@ -27,6 +31,7 @@ def end(
     """Deletes what `fit` no longer needs, if the callback is to."""
     strategy = engine.strategy
     if strategy.is_chief:
+        engine.backup_writer.finish()
         if callback.delete_checkpoint:
             backup_files.delete(callback)
         return original(callback, logs)
@@ -39,24 +44,60 @@ def end(
 def save(
     engine: StrategyEngine, original: Callable[..., Any], callback: keras.callbacks.BackupAndRestore
 ) -> None:
-    """Writes the model and what each worker keeps, as one state."""
-    engine.settle(callback.model)
+    """Writes the model, its training and what each worker keeps, as one state.
+
+    Between the ends of epochs, where weights are in this process, a thread writes the model.
+    """
+    model = callback.model
+    if engine.progress.batch and model.stop_training:
+        # Resumed in the middle of this epoch, it would not stop there.
+        return
+    engine.backup_writer.finish()
+    engine.settle(model)
     with backup_files.translate_file_errors(callback, OSError):
         worker_files = engine.worker_files.save(
-            callback.model,
+            model,
             callback.backup_dir,
             _WHAT,
             lambda: backup_states.worker_files_in_use(callback),
         )
     if worker_files is None or not engine.strategy.is_chief:
-        return None
-    with backup_files.written(callback, worker_files) as folder:
-        original(callback)
-        # Keras leaves the states of seed generators out, and Dropout would not resume where it was.
-        states = [v.numpy().tolist() for v in _seed_states(callback.model)]
-        with file_utils.File(file_utils.join(folder, backup_states.SEEDS), "w") as f:
-            f.write(json.dumps(states))
-    return None
+        return
+    is_remote = file_utils.is_remote_path(callback.backup_dir)
+    if callback.save_freq == "epoch" or is_remote or not engine.has_weights_in_memory:
+        with backup_files.written(callback, worker_files) as folder:
+            original(callback)
+            _write_others(folder, _seeds(model), _training(engine, model))
+        return
+    seeds, training = _seeds(model), _training(engine, model)
+    weights, epoch = WeightsInMemory(model), callback._current_epoch
+
+    def write():
+        with backup_files.written(callback, worker_files) as folder:
+            weights.write(callback._weights_path)
+            with file_utils.File(callback._training_metadata_path, "w") as f:
+                f.write(json.dumps({"epoch": epoch, "batch": callback._last_batch_seen}))
+            _write_others(folder, seeds, training)
+
+    engine.backup_writer.start(write)
+
+
+def _training(engine, model):
+    iterator = engine.progress.iterator
+    of_data = None if iterator is None else engine.data_position(iterator)
+    return engine.progress.state(model, of_data)
+
+
+def _seeds(model):
+    return [v.numpy().tolist() for v in _seed_states(model)]
+
+
+def _write_others(folder, seeds, training):
+    # Keras leaves the states of seed generators out, and Dropout would not resume where it was.
+    with file_utils.File(file_utils.join(folder, backup_states.SEEDS), "w") as f:
+        f.write(json.dumps(seeds))
+    if training is not None:
+        training.write(folder)
 
 
 def restore(
@@ -70,10 +111,13 @@ def restore(
     if not model.built:
         return original(callback, logs)
     is_chief, control, files = engine.strategy.is_chief, engine.control, engine.worker_files
+    engine.backup_writer.finish()
 
     def find():
         backup_files.recover(callback)
-        return backup_states.find(callback)
+        states = backup_states.find(callback)
+        backup_files.check_writable(callback)
+        return states
 
     states = run_on_chief(control, is_chief, _WHAT, find)
     if not states:
@@ -83,16 +127,30 @@ def restore(
     first = next((i for i, problem in enumerate(problems) if not problem), 0)
     if first and is_chief:
         backup_states.warn_of_previous(callback, problems[0], states[first])
+    training: list[TrainingState] = []
 
     def load():
-        return _load_first(callback, states[first:]), files.position(folder)
+        number = _load_first(callback, states[first:], training)
+        return number, files.position(folder), training[0].facts if training else None
 
-    number, position = _on_main_thread(control, is_chief, load)
+    number, position, facts = _on_main_thread(control, is_chief, load)
     chosen = states[first + number]
-    model._initial_epoch = callback._current_epoch = chosen["epoch"]
     if model.optimizer is not None and not model.optimizer.built:
         model.optimizer.build(model.trainable_variables)
-    engine.share_restored([*model.variables, *optimizers.variables_of_optimizers(model)])
+    of_callbacks: dict[str, Any] = {}
+    if facts is not None:
+        state = training[0] if is_chief else None
+        of_callbacks = weights_of_callbacks(model, facts, state, engine.share_restored)
+    of_optimizers = optimizers.variables_of_optimizers(model)
+    engine.share_restored([*model.variables, *model.metrics_variables, *of_optimizers])
+    model._initial_epoch = callback._current_epoch = chosen["epoch"]
+    if facts is not None:
+        engine.progress.resumed = Resumed(model, facts, of_callbacks)
+        model._initial_epoch = facts["epoch"]
+        if is_chief and facts["batch"]:
+            logger.info(
+                "training goes on after batch %d of epoch %d", facts["batch"], facts["epoch"] + 1
+            )
     if chosen["worker_files"] is None:
         files.restore_earlier(model, folder, position)
     else:
@@ -100,10 +158,13 @@ def restore(
     return None
 
 
-def _load_first(callback, states):
-    """Loads the first of some states that can be loaded; returns its number."""
+def _load_first(callback, states, training):
+    """Loads the first of some states that can be loaded; returns its number.
+
+    Its `TrainingState` is added to a list, if it has one.
+    """
     for number, state in enumerate(states):
-        problem = _load(callback, state)
+        problem = _load(callback, state, training)
         if problem is None:
             break
         if number + 1 == len(states):
@@ -114,14 +175,19 @@ def _load_first(callback, states):
         with file_utils.File(seeds, "r") as f:
             for variable, value in zip(_seed_states(callback.model), json.loads(f.read())):
                 variable.assign(value)
+    if training:
+        training[0].assign_metrics(callback.model)
     return number
 
 
-def _load(callback, state):
+def _load(callback, state, training):
     """Gives the model the weights of a state; returns what is wrong with it, or None."""
     model = callback.model
     if state["is_previous"]:
         backup_files.use_previous(callback)
+    if state["has_training"]:
+        training[:] = [TrainingState.read(callback.backup_dir)]
+        training[0].check_model(model, callback.backup_dir)
     try:
         callback._load_model()
     except (OSError, KeyError, RuntimeError) as error:

@@ -116,6 +116,18 @@ def recover(callback: keras.callbacks.BackupAndRestore) -> None:
     _remove(file_utils.join(folder, _WRITING))
 
 
+def check_writable(callback: keras.callbacks.BackupAndRestore) -> None:
+    """Sees that the folder can be written, before anything is trained.
+
+    Raises:
+        OSError: If it cannot.
+    """
+    writing = file_utils.join(callback.backup_dir, _WRITING)
+    with translate_file_errors(callback):
+        _make(writing)
+        _remove(writing)
+
+
 def delete(callback: keras.callbacks.BackupAndRestore) -> None:
     """Deletes all files but a note that this is going on; Keras deletes that with the folder."""
     if file_utils.exists(callback.backup_dir):

@@ -22,6 +22,7 @@ if TYPE_CHECKING:
     import keras
 
 SEEDS = "seed_generators.json"
+TRAINING = "training_state.npz"
 _DIGESTS = "digests.json"
 # Of versions that wrote no digests.
 STEP = "step.json"
@@ -54,7 +55,8 @@ def find(callback: keras.callbacks.BackupAndRestore) -> list[dict[str, Any]]:
 
     Returns:
         List of dicts: `is_previous`, whether it is the one of `double_checkpoint`; `epoch`;
-        `worker_files`, names and digests of workers' files; and `has_digests`.
+        `worker_files`, names and digests of workers' files; `has_digests`; and `has_training`,
+        whether it says where in an epoch it was.
 
     Raises:
         OSError: If there are states, but no whole one.
@@ -138,7 +140,7 @@ def worker_files_in_use(callback: keras.callbacks.BackupAndRestore) -> list[str]
 def remove_last(callback: keras.callbacks.BackupAndRestore) -> None:
     """Removes the files of the last state, which is damaged."""
     # In this order, so that what is left is never taken for a state without digests.
-    others = (file_utils.join(callback.backup_dir, name) for name in (SEEDS, STEP))
+    others = (file_utils.join(callback.backup_dir, name) for name in (SEEDS, STEP, TRAINING))
     for path in (*_paths(callback, ""), *others):
         if file_utils.exists(path):
             file_utils.remove(path)
@@ -170,13 +172,14 @@ def _read(
     """The state with a suffix, or None, and what is wrong with it."""
     weights, metadata, listed = _paths(callback, suffix)
     state = {"is_previous": bool(suffix), "has_digests": file_utils.exists(listed)}
-    state["worker_files"] = None
+    state["worker_files"], state["has_training"] = None, False
     if state["has_digests"]:
         try:
             content = _listed(listed)
         except (ValueError, OSError, tf.errors.OpError) as error:
             return None, f"{listed} cannot be read: {error}"
         state["worker_files"] = content["worker_files"]
+        state["has_training"] = TRAINING in content["files"]
         for name, expected in content["files"].items():
             path = file_utils.join(callback.backup_dir, f"{name}{suffix}")
             problem = digests.problem_of(path, expected)

@@ -80,7 +80,7 @@ class DistributedEngine(StrategyEngine):
             if self.strategy.updates is not None and self.strategy.updates.flush:
                 for optimizer in optimizers_of(model).values():
                     self.updating.finish(optimizer)
-        return original(model, logs)
+        return super().end_of_training_epoch(original, model, logs)
 
     # Losses and gradients.
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import json
 import weakref
 from collections.abc import Iterator
@@ -10,7 +11,9 @@ from typing import TYPE_CHECKING, Any
 import tensorflow as tf
 
 from keras_psplus.callbacks import CommunicationMonitor
-from keras_psplus.core import backup, plan_request, saving
+from keras_psplus.core import backup, data_position, plan_request, saving
+from keras_psplus.core.background_writer import BackgroundWriter
+from keras_psplus.core.fit_progress import FitProgress
 from keras_psplus.core.optimizers import optimizers_of
 from keras_psplus.core.unknown_length import UnknownLength
 from keras_psplus.datasets import service as data_service
@@ -27,9 +30,27 @@ if TYPE_CHECKING:
 class StrategyEngine(Engine):
     """Backups that survive a kill, epochs as long as their data, and variables as numbers."""
 
+    # Whether each process that trains has the weights, or is far from some of them.
+    has_weights_in_memory = False
+
+    def __init__(self, strategy: tf.distribute.Strategy | None = None) -> None:
+        super().__init__(strategy)
+        self.progress = FitProgress()
+        self.backup_writer = BackgroundWriter()
+
     def train(self, original: Original, model: keras.Model, *args: Any, **kwargs: Any) -> Any:
         plan_request.before_training(self.strategy, original, model, args, kwargs)
-        return original(model, *args, **kwargs)
+        if original.__name__ != "fit":
+            return original(model, *args, **kwargs)
+        self.backup_writer.wait()
+        # A callback may train another model.
+        outer, self.progress = self.progress, FitProgress()
+        self.progress.begin(original, (model, *args), kwargs, self.strategy.is_chief)
+        try:
+            return original(model, *args, **kwargs)
+        finally:
+            self.progress.end(model)
+            self.progress = outer
 
     # Backups.
 
@@ -61,7 +82,8 @@ class StrategyEngine(Engine):
         """Gives all workers what the chief has read into Keras variables."""
 
     def save_backup(self, original: Original, callback: keras.callbacks.BackupAndRestore) -> Any:
-        return backup.save(self, original, callback)
+        save = functools.partial(backup.save, self, original, callback)
+        return None if self.progress.defer(save) else save()
 
     def restore_backup(
         self,
@@ -81,6 +103,43 @@ class StrategyEngine(Engine):
 
     def attributes_to_skip(self, original: Original, obj_type: str) -> set[str]:
         return saving.attributes_to_skip(original, obj_type)
+
+    def begin_iteration(self, original: Original, iterator: Any) -> Any:
+        result = original(iterator)
+        before = self.progress.begin_iteration(iterator)
+        if before is not None:
+            self.skip_data(iterator, *before)
+        return result
+
+    def data_position(self, iterator: Any) -> Any:
+        """What has to be saved of the position in data, beside the numbers of batches and epochs.
+
+        Args:
+            iterator: Keras's epoch iterator.
+
+        Returns:
+            What can be turned into JSON.
+        """
+        return None
+
+    def skip_data(self, iterator: Any, epochs: int, batches: int, position: Any) -> None:
+        """Brings an epoch iterator, which has begun to iterate, to where training goes on.
+
+        Args:
+            iterator: Keras's epoch iterator.
+            epochs: How many epochs come before.
+            batches: How many batches of the present epoch do.
+            position: What `data_position` has returned there.
+        """
+        data_position.skip(iterator, epochs, batches)
+
+    def end_of_training_epoch(
+        self, original: Original, model: keras.Model, logs: dict[str, Any] | None
+    ) -> dict[str, Any]:
+        if self.progress.has_resumed and not logs:
+            # An epoch of which nothing was left to train.
+            logs = model.get_metrics_result()
+        return original(model, logs)
 
     # Epochs. Keras counts the steps of the first epoch where data do not say how many they are, and
     # takes no more in later ones. Data that come shuffled out over workers, or from a service, have
@@ -111,7 +170,16 @@ class StrategyEngine(Engine):
 
     # Callbacks.
 
-    def end_epoch(
+    def begin_training(
+        self,
+        original: Original,
+        callbacks: keras.callbacks.CallbackList,
+        logs: dict[str, Any] | None = None,
+    ) -> Any:
+        with self.progress.beginning(callbacks):
+            return original(callbacks, logs)
+
+    def begin_epoch(
         self,
         original: Original,
         callbacks: keras.callbacks.CallbackList,
@@ -119,6 +187,29 @@ class StrategyEngine(Engine):
         logs: dict[str, Any] | None = None,
     ) -> None:
         original(callbacks, epoch, logs)
+        self.progress.begin_epoch(callbacks._model, epoch)
+
+    def end_batch(
+        self,
+        original: Original,
+        callbacks: keras.callbacks.CallbackList,
+        batch: int,
+        logs: dict[str, Any] | None = None,
+    ) -> None:
+        self.progress.batch = batch + 1
+        with self.progress.collecting():
+            original(callbacks, batch, logs)
+
+    def end_epoch(
+        self,
+        original: Original,
+        callbacks: keras.callbacks.CallbackList,
+        epoch: int,
+        logs: dict[str, Any] | None = None,
+    ) -> None:
+        self.progress.epoch, self.progress.batch = epoch + 1, 0
+        with self.progress.collecting():
+            original(callbacks, epoch, logs)
         monitors = [c for c in callbacks.callbacks if isinstance(c, CommunicationMonitor)]
         seconds = max((c.seconds for c in monitors if c.seconds is not None), default=None)
         all_seconds = [seconds]

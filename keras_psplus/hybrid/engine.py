@@ -24,6 +24,8 @@ if TYPE_CHECKING:
 class HybridEngine(AllReduceEngine):
     """For replicas that take steps together, and parameter servers that have tables."""
 
+    has_weights_in_memory = False
+
     def __init__(self, strategy: HybridStrategy) -> None:
         super().__init__(strategy)
         # Until `fit` makes the iterator over its data; those of validation come later.
@@ -62,7 +64,7 @@ class HybridEngine(AllReduceEngine):
         self.strategy.announce()
 
     def begin_iteration(self, original: Original, iterator: Any) -> Any:
-        result = original(iterator)
+        result = super().begin_iteration(original, iterator)
         if self.snapshots is not None:
             self.snapshots.skip(iterator)
         return result

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import random
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any
 
 import tensorflow as tf
@@ -22,7 +22,8 @@ def on_workers(
     strategy: ParameterServerStrategy,
     adapter: Any,
     in_order: bool,
-    of_workers: Sequence[tuple[tf.data.Dataset, int]] | None = None,
+    of_workers: Sequence[tuple[tf.data.Dataset, int]] | None,
+    seed_for: Callable[[int], int],
 ) -> WorkerDataset | None:
     """The data of an adapter as a dataset that the workers read, or None if the chief reads them.
 
@@ -31,7 +32,8 @@ def on_workers(
         adapter: Keras's data adapter.
         in_order: Whether results are wanted in the order of the data.
         of_workers: List of pairs of a `tf.data.Dataset` and its seed, one for each worker, if the
-            script gave a function that makes them; the adapter has all of them then.
+            script gave a function that makes them; the adapter has all of them then. Else None.
+        seed_for: Function of the seed that new data would get, which returns the one to use.
     """
     if not isinstance(adapter, tf_dataset_adapter.TFDatasetAdapter):
         _say_that_the_chief_reads(strategy, adapter)
@@ -53,7 +55,7 @@ def on_workers(
         info_once("predict: the chief reads the data, so that results keep their order")
         return None
     # As Keras draws its seeds, so that `keras.utils.set_random_seed` settles it.
-    seed = random.randint(1, int(1e9))
+    seed = seed_for(random.randint(1, int(1e9)))
     try:
         if of_workers is not None:
             workers: WorkerDataset = DatasetOfEachWorker(of_workers, dataset.element_spec)

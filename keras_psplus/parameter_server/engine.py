@@ -34,6 +34,7 @@ from keras_psplus.parameter_server import (
 )
 from keras_psplus.parameter_server.sync_functions import is_applying
 from keras_psplus.parameter_server.train_function import StepFunction
+from keras_psplus.parameter_server.worker_data import WorkerDataset
 from keras_psplus.parameter_server.worker_files import ServedWorkerFiles
 from keras_psplus.parameter_server.worker_updates import WorkerUpdates
 from keras_psplus.updates import Accumulate
@@ -134,17 +135,33 @@ class ParameterServerEngine(DistributedEngine):
         of_workers = distributed_data.take_apart(strategy, kwargs)
         epoch_iterator.EpochIterator.__init__(iterator, *args, **kwargs)
         iterator._distribute_strategy = strategy
-        worker_data = data.on_workers(strategy, iterator.data_adapter, self._in_order, of_workers)
+        worker_data = data.on_workers(
+            strategy, iterator.data_adapter, self._in_order, of_workers, self.progress.data_seed
+        )
         if worker_data is None:
             # A step that is given to another worker has its batch with it, and every element
             # counts once.
             dataset = iterator.data_adapter.get_tf_dataset()
             iterator._distributed_dataset = iterator_release.Dataset(dataset)
         else:
+            self.progress.note_data_seed(worker_data.seed)
             iterator._distributed_dataset = worker_data
             iterator.data_adapter = UnknownLength(iterator.data_adapter)
             iterator._num_batches = None
         iterator.batch_spec = iterator._distributed_dataset.element_spec
+
+    def data_position(self, iterator: Any) -> Any:
+        dataset = iterator._distributed_dataset
+        return dataset.position if isinstance(dataset, WorkerDataset) else None
+
+    def skip_data(self, iterator: Any, epochs: int, batches: int, position: Any) -> None:
+        dataset = iterator._distributed_dataset
+        if not isinstance(dataset, WorkerDataset):
+            super().skip_data(iterator, epochs, batches, position)
+        elif position is not None:
+            dataset.begin_at(position)
+            for _ in range(0, batches, iterator.steps_per_execution):
+                next(iterator._epoch_iterator, None)
 
     def wait_for_steps(self, original: Original, iterator: Any) -> None:
         step_registry.drain(self.strategy)
@@ -331,7 +348,7 @@ class ParameterServerEngine(DistributedEngine):
         begin = getattr(callbacks._model.train_function, "begin_training", None)
         if begin is not None:
             begin()
-        return original(callbacks, logs)
+        return super().begin_training(original, callbacks, logs)
 
     def end_batch(
         self,
@@ -341,7 +358,7 @@ class ParameterServerEngine(DistributedEngine):
         logs: dict[str, Any] | None = None,
     ) -> Any:
         callbacks._last_batch = batch
-        return original(callbacks, batch, logs)
+        super().end_batch(original, callbacks, batch, logs)
 
     def save(
         self,

@@ -52,6 +52,9 @@ class WorkerDataset:
         self._dataset, self._policy = dataset, policy
         self._num_workers, self._seed = num_workers, seed
         self._epoch = 0
+        # Batches that were taken from each share, in the present pass.
+        self._taken = [0] * num_workers
+        self._begins_at: list[int] | None = None
         self._options = dataset.options()
         self.element_spec = dataset.element_spec
         # Now, so that a dataset which cannot be sent is found before anything is read.
@@ -67,11 +70,36 @@ class WorkerDataset:
         if graphs is None:
             graphs = self._graphs()
         self._epoch += 1
+        self._taken, self._begins_at = self._begins_at or [0] * self._num_workers, None
         return WorkerIterator(
             [self._share(*graph, index) for index, graph in enumerate(graphs)],
             self._num_workers,
             self.element_spec,
+            self._taken,
         )
+
+    @property
+    def seed(self) -> int:
+        """What unseeded shuffles are seeded with."""
+        return self._seed or 0
+
+    @property
+    def position(self) -> dict[str, Any]:
+        """Where the present pass is, for `begin_at`."""
+        return {"pass": self._epoch, "taken": list(self._taken)}
+
+    def begin_at(self, position: dict[str, Any]) -> None:
+        """Has the next pass be the one of a position, and begin there.
+
+        Args:
+            position: A `position` of the same data. With another number of workers, each share is
+                begun after as many batches as there were of a share on the average.
+        """
+        taken = position["taken"]
+        if len(taken) != self._num_workers:
+            taken = [sum(taken) // self._num_workers] * self._num_workers
+        self._epoch, self._begins_at = max(0, position["pass"] - 1), list(taken)
+        self._first_graphs = None
 
     def _share(self, graph, element_spec, index):
         def open_at(worker, position):
@@ -124,13 +152,18 @@ class Ticket:
 
     Attributes:
         home: Index of that worker.
+        share: Number of the share that they are from.
         batches: List of batches, tensors in that worker's memory.
     """
 
     def __init__(
-        self, home: int, batches: list[Any], read_again: Callable[[int, int], list[Any]]
+        self,
+        home: int,
+        share: int,
+        batches: list[Any],
+        read_again: Callable[[int, int], list[Any]],
     ) -> None:
-        self.home, self.batches = home, batches
+        self.home, self.share, self.batches = home, share, batches
         self._read_again = read_again
         self._is_used = False
 
@@ -150,6 +183,7 @@ class WorkerIterator:
             that takes a number of batches from it.
         num_workers: Number of workers.
         element_spec: Type specification of a batch.
+        taken: List of how many batches of each share come before; those taken are added.
     """
 
     def __init__(
@@ -157,11 +191,13 @@ class WorkerIterator:
         shares: Sequence[Callable[[int, int], Callable[[int], list[Any]]]],
         num_workers: int,
         element_spec: Any,
+        taken: list[int],
     ) -> None:
-        self.element_spec = element_spec
+        self.element_spec, self._taken = element_spec, taken
         self._queue = _Tickets()
         self._readers = [
-            _ShareReader(self._queue, share, home, num_workers) for home, share in enumerate(shares)
+            _ShareReader(self._queue, share, number, num_workers, taken[number])
+            for number, share in enumerate(shares)
         ]
         self._is_started = False
         weakref.finalize(self, self._queue.close)
@@ -186,7 +222,10 @@ class WorkerIterator:
             self._is_started = True
             for reader in self._readers:
                 reader.start(count)
-        return self._queue.take(self._readers, loads, while_waiting)
+        ticket = self._queue.take(self._readers, loads, while_waiting)
+        if ticket is not None:
+            self._taken[ticket.share] += len(ticket.batches)
+        return ticket
 
 
 class _Tickets:
@@ -223,10 +262,10 @@ class _Tickets:
 class _ShareReader:
     """Reads one share ahead, on one worker after another if need be."""
 
-    def __init__(self, queue, open_at, home, num_workers):
-        self._queue, self._open_at = queue, open_at
-        self._home, self._num_workers = home, num_workers
-        self._take_next, self._position = None, 0
+    def __init__(self, queue, open_at, number, num_workers, position):
+        self._queue, self._open_at, self._number = queue, open_at, number
+        self._home, self._num_workers = number, num_workers
+        self._take_next, self._position = None, position
         self.tickets = []
         self.is_done = False
 
@@ -260,6 +299,7 @@ class _ShareReader:
         position, self._position = self._position, self._position + len(batches)
         return Ticket(
             self._home,
+            self._number,
             batches,
             lambda worker, n: self._open_at(worker, position)(n),
         )

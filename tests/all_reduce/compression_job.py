@@ -89,7 +89,7 @@ def resumed(make, out, names, folder):
             # Each worker has a disk of its own.
             disk = os.path.join(folder, f"{name}-{lost}-{os.getpid()}")
             try:
-                train(keras.callbacks.BackupAndRestore(disk), Interrupt())
+                train(keras.callbacks.BackupAndRestore(disk, save_freq=4), Interrupt(3))
             except Interrupted:
                 pass
             own = pathlib.Path(disk, "compression")
@@ -99,7 +99,7 @@ def resumed(make, out, names, folder):
                 for path in own.iterdir():
                     path.unlink()
             out[f"resumed {name} {lost}"] = {
-                "weights": train(keras.callbacks.BackupAndRestore(disk))
+                "weights": train(keras.callbacks.BackupAndRestore(disk, save_freq=4))
             }
             assert not own.exists() or not list(own.iterdir())
         out[f"whole {name}"] = {"weights": train()}

@@ -19,8 +19,19 @@ class Interrupted(Exception):
 
 
 class Interrupt(keras.callbacks.Callback):
-    """Stops after the second epoch."""
+    """Stops after the second epoch, or after a batch of the third."""
+
+    def __init__(self, batch=None):
+        super().__init__()
+        self._batch, self._epoch = batch, 0
+
+    def on_epoch_begin(self, epoch, logs=None):
+        self._epoch = epoch
+
+    def on_train_batch_end(self, batch, logs=None):
+        if self._epoch == 2 and batch == self._batch:
+            raise Interrupted
 
     def on_epoch_end(self, epoch, logs=None):
-        if epoch == 1:
+        if epoch == 1 and self._batch is None:
             raise Interrupted

@@ -307,11 +307,13 @@ def resumed(make, out, folder, cases):
         # Each worker has a disk of its own.
         disk = os.path.join(folder, f"{name}-{os.getpid()}")
         try:
-            train(keras.callbacks.BackupAndRestore(disk), Interrupt())
+            train(keras.callbacks.BackupAndRestore(disk, save_freq=3), Interrupt(1))
         except Interrupted:
             pass
-        out[f"resumed {name}"] = train(keras.callbacks.BackupAndRestore(disk))
-        out[f"whole {name}"] = train()
+        out[f"resumed {name}"] = train(keras.callbacks.BackupAndRestore(disk, save_freq=3))
+        # Workers that step alone average their weights for a backup.
+        whole = keras.callbacks.BackupAndRestore(f"{disk}-whole", save_freq=3)
+        out[f"whole {name}"] = train(*([whole] if policy.local else []))
 
 
 CASES = [

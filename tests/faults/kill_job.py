@@ -76,9 +76,9 @@ def main():
     import keras
     import numpy as np
     import tensorflow as tf
-    from keras.src.callbacks import backup_and_restore
 
     import keras_psplus as psp
+    from keras_psplus.core import backup
     from keras_psplus.core.control import ControlPlane
 
     compressor = psp.compression.get(
@@ -122,15 +122,15 @@ def main():
     ):
         killer.around(owner, name)
     sys.addaudithook(killer.audited)
-    save = backup_and_restore.BackupAndRestore._save_model
+    save = backup.save
 
-    def counted(self):
+    def counted(*args):
         killer.counts = True
-        save(self)
+        save(*args)
         killer.point()
         killer.counts = False
 
-    backup_and_restore.BackupAndRestore._save_model = counted
+    backup.save = counted
 
     class Tell(keras.callbacks.Callback):
         def on_epoch_end(self, epoch, logs=None):
@@ -141,7 +141,7 @@ def main():
     rows = BATCHES * ROWS
     x = random.integers(16, size=rows).astype("int32")
     y = random.normal(size=(rows, 1)).astype("float32")
-    backup = folder / (f"backup-{own_name()}" if "own" in sys.argv[3:] else "backup")
+    place = folder / (f"backup-{own_name()}" if "own" in sys.argv[3:] else "backup")
     model.fit(
         x,
         y,
@@ -149,7 +149,7 @@ def main():
         epochs=int(os.environ.get("EPOCHS", EPOCHS)),
         shuffle=False,
         verbose=0,
-        callbacks=[Tell(), keras.callbacks.BackupAndRestore(backup, delete_checkpoint=False)],
+        callbacks=[Tell(), keras.callbacks.BackupAndRestore(place, delete_checkpoint=False)],
     )
 
 

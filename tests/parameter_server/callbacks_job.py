@@ -185,7 +185,7 @@ def backup_resumes_exactly(strategy, folder):
         pass
     assert (folder / "backup" / "latest.weights.h5").exists()
     resumed, history = train(backup())
-    assert history.epoch == [3, 4, 5], history.epoch
+    assert history.epoch == [0, 1, 2, 3, 4, 5], history.epoch
     assert not (folder / "backup").exists()
     whole, _ = train()
     for found, expected in zip(resumed.variables, whole.variables, strict=True):

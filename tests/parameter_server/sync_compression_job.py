@@ -22,9 +22,9 @@ NAMES = ["bf16", "int8", "topk_corrected", "powersgd", "own"]
 STEPS, EPOCHS = 5, 4
 
 
-def train(model, *callbacks, epochs=1):
+def train(model, *callbacks, epochs=1, shuffle=False):
     first = slice(STEPS * BATCH)
-    options = dict(batch_size=BATCH, shuffle=False, verbose=0, callbacks=list(callbacks))
+    options = dict(batch_size=BATCH, shuffle=shuffle, verbose=0, callbacks=list(callbacks))
     model.fit(rows[first], labels[first], epochs=epochs, **options)
     return model.get_weights()
 
@@ -38,16 +38,16 @@ def resumed(strategy, name, folder):
         keras.utils.set_random_seed(1)
         with strategy.scope():
             model = dense(name, keras.optimizers.SGD(0.1, name=f"backed_up_{name}"))
-        return train(model, *callbacks, epochs=EPOCHS)
+        return train(model, *callbacks, epochs=EPOCHS, shuffle=True)
 
     disk = folder / f"disk-{name}"
     try:
-        whole(keras.callbacks.BackupAndRestore(disk), Interrupt())
+        whole(keras.callbacks.BackupAndRestore(disk, save_freq=4), Interrupt(3))
     except Interrupted:
         pass
     states = sorted(path.name for path in (disk / "compression").iterdir())
     assert {f"worker_{i}" in state for i in range(2) for state in states} == {True, False}, states
-    return {"resumed": whole(keras.callbacks.BackupAndRestore(disk)), "whole": whole()}
+    return {"resumed": whole(keras.callbacks.BackupAndRestore(disk, save_freq=4)), "whole": whole()}
 
 
 if __name__ == "__main__":

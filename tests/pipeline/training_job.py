@@ -86,9 +86,15 @@ def main():
     x, y = random.integers(0, 40, (70, 6)), random.integers(0, 3, 70)
     callbacks = [Steps(args.pause)]
     if args.backup:
-        callbacks.append(keras.callbacks.BackupAndRestore(args.folder / "backup"))
+        callbacks.append(keras.callbacks.BackupAndRestore(args.folder / "backup", save_freq=3))
     history = model.fit(
-        x, y, batch_size=16, epochs=args.epochs, verbose=2, shuffle=False, callbacks=callbacks
+        x,
+        y,
+        batch_size=16,
+        epochs=args.epochs,
+        verbose=2,
+        shuffle=args.backup,
+        callbacks=callbacks,
     )
     print("losses", [f"{loss:.6f}" for loss in history.history["loss"]], flush=True)
     weights = b"".join(weight.tobytes() for weight in model.get_weights())

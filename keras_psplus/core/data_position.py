@@ -1,0 +1,72 @@
+"""Goes on in the data of `fit` where a job was broken off: what was trained is left out."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import tensorflow as tf
+
+
+def skip(iterator: Any, epochs: int, batches: int) -> None:
+    """Brings an epoch iterator to a batch of an epoch; call it when an iteration has begun.
+
+    The data come in the order in which they came before, also shuffled ones, as each epoch before
+    is begun here, too. Only where an epoch begins in the middle of the data
+    (`steps_per_epoch`) are its batches read.
+
+    Args:
+        iterator: Keras's epoch iterator, of which nothing has been read.
+        epochs: How many epochs come before.
+        batches: How many batches of the present epoch do.
+
+    Raises:
+        ValueError: If the position is in the middle of an execution of several steps.
+    """
+    several = iterator.steps_per_execution
+    if batches % several and batches != iterator.num_batches:
+        raise ValueError(
+            f"The last backup was made after {batches} batches of an epoch, no multiple of "
+            "`steps_per_execution`: start the job again with the one that it had. "
+            f"Received: steps_per_execution={several}"
+        )
+    for _ in range(epochs):
+        _pass_epoch(iterator)
+    if epochs:
+        # What Keras had begun.
+        iterator._epoch_iterator = iterator._enumerate_iterator()
+    for _ in range(0, batches, several):
+        begun = next(iterator._epoch_iterator, None)
+        if begun is None:
+            return
+        _draw(begun[2], several)
+
+
+def _pass_epoch(iterator):
+    """Begins an epoch's data, and ends them; draws them if the next epoch goes on in them."""
+    if not iterator.steps_per_epoch and not iterator.num_batches:
+        steps = iterator._enumerate_iterator()
+        next(steps)
+        steps.close()
+        iterator.data_adapter.on_epoch_end()
+        return
+    for _, _, of_epoch in iterator._enumerate_iterator():
+        if iterator.steps_per_epoch:
+            _draw(of_epoch, iterator.steps_per_execution)
+
+
+def _draw(of_epoch, count):
+    if isinstance(of_epoch, (tf.data.Iterator, tf.distribute.DistributedIterator)):
+        _draw_in_graph(of_epoch, count)
+        return
+    for _ in range(count):
+        next(of_epoch, None)
+
+
+@tf.function(autograph=False, reduce_retracing=True)
+def _draw_in_graph(of_epoch, count):
+    def body(number):
+        # Not an error if it has ended: of `steps_per_execution`, the last may be fewer.
+        of_epoch.get_next_as_optional()
+        return (number + 1,)
+
+    tf.while_loop(lambda number: number < count, body, [0])

@@ -1,0 +1,211 @@
+"""How far a call of `fit` has come, and how one that is resumed gets there."""
+
+from __future__ import annotations
+
+import contextlib
+import inspect
+import sys
+import weakref
+from collections.abc import Callable, Iterator, Sequence
+from typing import TYPE_CHECKING, Any
+
+from keras_psplus.core import backup_files, callback_states
+from keras_psplus.core.backup_states import TRAINING
+from keras_psplus.core.training_state import TrainingState
+from keras_psplus.keras_parts import callbacks as keras_callbacks
+from keras_psplus.keras_parts import file_utils
+
+if TYPE_CHECKING:
+    import keras
+
+    from keras_psplus.core.resumed import Resumed
+
+
+class FitProgress:
+    """The place of a strategy's present `fit` in its epochs and data.
+
+    Attributes:
+        epoch, batch: The present epoch, and its batches that are done.
+        first_epoch: The first epoch of this `fit`, whether it was in this process or not.
+        resumed: What a backup says, from when it was read until the training goes on.
+        has_resumed: Whether the present epoch was begun before.
+    """
+
+    def __init__(self) -> None:
+        self.epoch = self.batch = 0
+        self.first_epoch: int | None = None
+        self.resumed: Resumed | None = None
+        self.has_resumed = False
+        self._callbacks: Sequence[keras.callbacks.Callback] | None = None
+        self._due: list[Callable[[], None]] | None = None
+        self._skips: tuple[int, int, Any] | None = None
+        self._iterator: Callable[[], Any] | None = None
+        # Of the data that the next iterator reads, if it is that of `fit`.
+        self._awaits_data = False
+        self._saved_seed: int | None = None
+        self._seed: int | None = None
+        self._initial_epoch: Any = None
+
+    # Before anything is trained.
+
+    def begin(self, fit: Callable[..., Any], args: Any, kwargs: Any, is_chief: bool) -> None:
+        """A call of `fit` begins: its data are to come in the order in which they came before."""
+        self._awaits_data = True
+        if not is_chief:
+            return
+        with contextlib.suppress(TypeError):
+            given = inspect.signature(fit).bind_partial(*args, **kwargs).arguments.get("callbacks")
+            for backup in _backups(getattr(given, "callbacks", given)):
+                self._saved_seed = _saved_seed(backup)
+
+    def end(self, model: keras.Model) -> None:
+        """It has ended, well or not; the next one begins where its script says."""
+        if self._callbacks is not None:
+            model._initial_epoch = self._initial_epoch
+
+    def data_seed(self, drawn: int) -> int:
+        """The seed of the order of data that are about to be read.
+
+        Args:
+            drawn: The one that they get without a backup.
+        """
+        awaited, self._awaits_data = self._awaits_data, False
+        return self._saved_seed if awaited and self._saved_seed is not None else drawn
+
+    def note_data_seed(self, seed: int) -> None:
+        """Notes the seed that the data of all workers got."""
+        if self._seed is None:
+            self._seed = seed
+
+    # What callbacks see.
+
+    @contextlib.contextmanager
+    def beginning(self, callbacks: keras.callbacks.CallbackList) -> Iterator[None]:
+        """Context in which callbacks hear of the beginning of training, and the model is restored.
+
+        Raises:
+            ValueError: If `save_freq` cannot be.
+        """
+        self._callbacks, model = callbacks.callbacks, callbacks._model
+        self._initial_epoch = model._initial_epoch
+        backups = _backups(self._callbacks)
+        for backup in backups:
+            _check_frequency(backup)
+        resumes = any(file_utils.exists(file_utils.join(b.backup_dir, TRAINING)) for b in backups)
+        kept = callback_states.keep_files(self._callbacks) if resumes else []
+        try:
+            yield
+        finally:
+            for callback in kept:
+                callback.append = False
+        if self.resumed is not None:
+            self._restore_callbacks()
+            if self.resumed.facts["stops"]:
+                # A callback had ended the training.
+                model._initial_epoch = sys.maxsize
+
+    def begin_epoch(self, model: keras.Model, epoch: int) -> None:
+        """An epoch begins, and callbacks have heard of it."""
+        # Also for a `fit` that is broken off, and called again.
+        model._initial_epoch = self._initial_epoch
+        self.epoch, self.batch, self.has_resumed = epoch, 0, False
+        resumed, self.resumed = self.resumed, None
+        for backup in _backups(self._callbacks or ()):
+            backup._current_epoch = epoch
+        if resumed is not None:
+            self.first_epoch = resumed.facts["first_epoch"]
+            self.batch = resumed.facts["batch"]
+            self._skips = epoch - self.first_epoch, self.batch, resumed.facts["data"]
+            if self.batch:
+                # Callbacks had heard of its beginning before, and may have acted on it again.
+                self.has_resumed = True
+                resumed.assign(model)
+                self.resumed = resumed
+                self._restore_callbacks()
+                self.resumed = None
+        elif self.first_epoch is None:
+            self.first_epoch = epoch
+
+    def begin_iteration(self, iterator: Any) -> tuple[int, int, Any] | None:
+        """Keras begins to iterate over data, the first time over those of `fit`.
+
+        Returns:
+            How many epochs and batches of them come before, and what else a backup has said of
+            their position; or None if there are none.
+        """
+        if self._iterator is None:
+            self._iterator = weakref.ref(iterator)
+        skips, self._skips = self._skips, None
+        return skips
+
+    @property
+    def iterator(self) -> Any:
+        """Keras's epoch iterator over the data of `fit`, or None."""
+        return None if self._iterator is None else self._iterator()
+
+    @contextlib.contextmanager
+    def collecting(self) -> Iterator[None]:
+        """Context of an event for callbacks: what they save is saved when all have heard of it."""
+        self._due = []
+        try:
+            yield
+        finally:
+            due, self._due = self._due or [], None
+            for save in due:
+                save()
+
+    def defer(self, save: Callable[[], None]) -> bool:
+        """Has something saved when all callbacks have heard of an event; or returns False."""
+        if self._due is None:
+            return False
+        self._due.append(save)
+        return True
+
+    # What is saved.
+
+    def state(self, model: keras.Model, of_data: Any) -> TrainingState | None:
+        """What is to be saved of a model's `fit`; None outside of one.
+
+        Args:
+            model: The model.
+            of_data: What is to be known of the position in the data, beside numbers of batches.
+        """
+        if self._callbacks is None:
+            return None
+        position = {
+            "epoch": self.epoch,
+            "batch": self.batch,
+            "first_epoch": self.epoch if self.first_epoch is None else self.first_epoch,
+            "data_seed": self._seed,
+            "data": of_data,
+            "stops": bool(model.stop_training),
+        }
+        return TrainingState.of(model, self._callbacks, position)
+
+    def _restore_callbacks(self):
+        assert self.resumed is not None and self._callbacks is not None
+        resumed = self.resumed
+        callback_states.restore(self._callbacks, resumed.facts["callbacks"], resumed.weights)
+
+
+def _backups(callbacks):
+    if not isinstance(callbacks, (list, tuple)):
+        callbacks = [callbacks]
+    return [c for c in callbacks if isinstance(c, keras_callbacks.BackupAndRestore)]
+
+
+def _saved_seed(backup):
+    """The seed of the data that a backup was made in; None if there is none that can be read."""
+    with contextlib.suppress(Exception):
+        backup_files.recover(backup)
+        return TrainingState.read(backup.backup_dir).facts["data_seed"]
+    return None
+
+
+def _check_frequency(backup):
+    frequency = backup.save_freq
+    if frequency != "epoch" and (isinstance(frequency, bool) or frequency < 1):
+        raise ValueError(
+            'BackupAndRestore saves at the end of epochs (`save_freq="epoch"`), or every so many '
+            f"batches, at least 1. Received: save_freq={frequency!r}"
+        )

@@ -1,0 +1,211 @@
+"""Breaks `fit` off in the middle of an epoch and goes on from the last backup, in many ways.
+
+steps_job.py FOLDER CASE ...
+
+For each case, one call of `fit` is left alone, and one is broken off and made again: by another
+script's seeds, so that whatever is equal after that has come from the backup. The chief prints
+lines of JSON: the case, and what differs.
+"""
+
+import json
+import pathlib
+import random
+import sys
+
+from tests import quick_start  # noqa: F401
+
+# isort: split
+import keras
+import numpy as np
+import tensorflow as tf
+
+import keras_psplus as psp
+from tests.all_reduce.job_parts import Interrupted
+
+ROWS, BATCH, EPOCHS = 70, 10, 4
+
+
+class Break(keras.callbacks.Callback):
+    def __init__(self, epoch, batch):
+        super().__init__()
+        self.at, self.epoch = (epoch, batch), None
+
+    def on_epoch_begin(self, epoch, logs=None):
+        self.epoch = epoch
+
+    def on_train_batch_end(self, batch, logs=None):
+        if (self.epoch, batch) == self.at:
+            raise Interrupted
+
+
+class Counter(keras.callbacks.Callback):
+    """A script's own callback, with a state."""
+
+    batches = 0
+
+    def on_train_batch_end(self, batch, logs=None):
+        self.batches += 1
+
+    def state_dict(self):
+        return {"batches": self.batches}
+
+    def load_state_dict(self, state):
+        self.batches = state["batches"]
+
+
+class Batches(keras.utils.PyDataset):
+    def __init__(self, x, y):
+        super().__init__()
+        self.x, self.y = x, y
+
+    def __len__(self):
+        return len(self.x) // BATCH
+
+    def __getitem__(self, index):
+        part = slice(index * BATCH, (index + 1) * BATCH)
+        return self.x[part], self.y[part]
+
+
+def arrays(x, y):
+    return {"x": x, "y": y, "batch_size": BATCH}
+
+
+def dataset(x, y):
+    data = tf.data.Dataset.from_tensor_slices((x, y)).shuffle(len(x)).batch(BATCH)
+    return {"x": data}
+
+
+def dataset_that_goes_on(x, y):
+    return {"x": dataset(x, y)["x"].repeat(), "steps_per_epoch": 6}
+
+
+def dataset_of_unknown_length(x, y):
+    data = tf.data.Dataset.from_tensor_slices((x, y)).filter(lambda x, y: True)
+    return {"x": data.shuffle(len(x)).batch(BATCH)}
+
+
+def py_dataset(x, y):
+    return {"x": Batches(x, y)}
+
+
+# By name: data, options of compile(), how often a backup is made, and where the job ends.
+CASES = {
+    "arrays": (arrays, {}, 3, (2, 5)),
+    "at the end of an epoch": (arrays, {}, 7, (2, 2)),
+    "epochs": (arrays, {}, "epoch", (2, 2)),
+    "dataset that goes on": (dataset_that_goes_on, {"steps_per_execution": 2}, 3, (2, 5)),
+    "dataset of unknown length": (dataset_of_unknown_length, {}, 3, (2, 5)),
+    "PyDataset": (py_dataset, {}, 3, (2, 5)),
+}
+
+
+def main():
+    folder, names = pathlib.Path(sys.argv[1]), sys.argv[2:]
+    strategy = psp.MultiWorkerMirroredStrategy()
+    own = folder / (strategy.task.name if strategy.task else "alone")
+    own.mkdir(exist_ok=True)
+    if names == ["killed"]:
+        print(json.dumps(["killed", *trainer(strategy, own)("arrays", 1, "killed")]), flush=True)
+        return
+    if names[:1] == ["refused"]:
+        print(json.dumps(["refused", *refused(strategy, own)]), flush=True)
+        del names[0]
+    train = trainer(strategy, own)
+    for name in names or CASES:
+        whole = train(name, 1, f"{name} whole")
+        broken_off = False
+        try:
+            train(name, 1, name, CASES[name][3])
+        except Interrupted:
+            broken_off = True
+        # Keras shuffles, where one process trains, by seeds that the script has to set.
+        resumed = train(name, 2 if strategy.task else 1, name)
+        differing = [k for (k, a), (_, b) in zip(whole, resumed, strict=True) if a != b]
+        print(json.dumps([name, broken_off, differing, whole]), flush=True)
+
+
+def refused(strategy, folder):
+    """What is said of backups that cannot be."""
+    (folder / "file").write_text("in the way")
+
+    def error_of(units, backup, **options):
+        with strategy.scope():
+            model = keras.Sequential([keras.Input((1,)), keras.layers.Dense(units)])
+            model.compile("sgd", "mse")
+        backup = keras.callbacks.BackupAndRestore(folder / backup, **options)
+        try:
+            model.fit(np.ones((2, 1)), np.ones((2, units)), verbose=0, callbacks=[backup])
+        except (OSError, ValueError) as error:
+            return f"{error}"
+        return None
+
+    assert error_of(2, "other", delete_checkpoint=False) is None
+    return [
+        error_of(2, "never", save_freq=-1),
+        error_of(2, "file/backup"),
+        error_of(3, "other"),
+    ]
+
+
+def trainer(strategy, folder):
+    """Function that trains a case, with a folder for its backup, and returns all that came of it.
+
+    Its result is a list of pairs of names and of what can be turned into JSON.
+    """
+    random_numbers = np.random.default_rng(0)
+    x = random_numbers.normal(size=(ROWS, 4)).astype("float32")
+    noise = random_numbers.normal(size=(ROWS, 1))
+    y = (x.sum(1, keepdims=True) + noise).astype("float32")
+
+    def train(name, seed, backup, at=None):
+        data, options, frequency, _ = CASES[name]
+        # As a script without seeds, if this one is in a cluster.
+        (random.seed if strategy.task else keras.utils.set_random_seed)(seed)
+        with strategy.scope():
+            model = keras.Sequential(
+                [
+                    keras.Input((4,)),
+                    keras.layers.Dense(6, "relu"),
+                    keras.layers.Dropout(0.3),
+                    keras.layers.Dense(1),
+                ]
+            )
+            model.compile(keras.optimizers.Adam(0.05), "mse", metrics=["mae"], **options)
+        validation = {"validation_data": (x[:20], y[:20]), "validation_batch_size": 20}
+        log, counter = folder / f"{backup}.csv", Counter()
+        best = folder / f"{backup}.weights.h5"
+        callbacks = [
+            keras.callbacks.BackupAndRestore(folder / backup, save_freq=frequency),
+            keras.callbacks.LearningRateScheduler(lambda epoch, rate: rate * 0.9),
+            keras.callbacks.ReduceLROnPlateau("loss", patience=1, min_delta=1.0),
+            keras.callbacks.EarlyStopping(
+                "loss", patience=EPOCHS, restore_best_weights=True, mode="max"
+            ),
+            keras.callbacks.ModelCheckpoint(best, save_best_only=True, save_weights_only=True),
+            keras.callbacks.CSVLogger(log),
+            counter,
+            *([Break(*at)] if at else []),
+        ]
+        history = model.fit(
+            **data(x, y),
+            epochs=EPOCHS,
+            verbose=0,
+            callbacks=callbacks,
+            # What takes longest is tracing.
+            **(validation if name == "arrays" else {}),
+        )
+        variables = [*model.variables, *model.optimizer.variables]
+        found = {f"variable {i}": v.numpy().tolist() for i, v in enumerate(variables)}
+        found |= {f"history of {k}": v for k, v in history.history.items()}
+        found["epochs"], found["batches"] = history.epoch, counter.batches
+        found["log"] = log.read_text() if strategy.is_chief else ""
+        for stopping in callbacks:
+            if isinstance(stopping, keras.callbacks.EarlyStopping):
+                found["best epoch"] = stopping.best_epoch
+        return list(found.items())
+
+    return train
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,94 @@
+"""A job that is started again goes on at the very step of its last backup."""
+
+import json
+import os
+import pathlib
+import subprocess
+import sys
+
+import pytest
+
+from keras_psplus.cluster.testing import run_in_processes
+
+JOB = pathlib.Path(__file__).with_name("steps_job.py")
+ENVIRONMENT = {"TF_CPP_MIN_LOG_LEVEL": "2", "CUDA_VISIBLE_DEVICES": ""}
+CLUSTER = [
+    "arrays",
+    "dataset that goes on",
+    "dataset of unknown length",
+    "PyDataset",
+]
+ALONE = ["epochs", "at the end of an epoch"]
+
+
+def lines_of(log):
+    lines = [json.loads(line) for line in log.splitlines() if line.startswith("[")]
+    return {name: found for name, *found in lines}
+
+
+@pytest.fixture(scope="module")
+def cluster(tmp_path_factory):
+    """By worker and case: whether it was broken off, what differs, and all that came of it."""
+    folder = tmp_path_factory.mktemp("steps")
+    logs = run_in_processes(JOB, workers=2, args=[folder, *CLUSTER], env=ENVIRONMENT, timeout=170)
+    return {task: lines_of(log) for task, log in logs.logs.items()}
+
+
+@pytest.mark.parametrize("name", CLUSTER)
+def test_workers_resume_as_if_nothing_had_happened(cluster, name):
+    for found in cluster.values():
+        broken_off, differing, _ = found[name]
+        assert broken_off and not differing
+
+
+@pytest.fixture(scope="module")
+def alone(tmp_path_factory):
+    """The same of one process without a cluster."""
+    command = [sys.executable, JOB, tmp_path_factory.mktemp("alone"), "refused", *ALONE]
+    done = subprocess.run(
+        list(map(str, command)),
+        env={**os.environ, **ENVIRONMENT},
+        capture_output=True,
+        text=True,
+        timeout=170,
+        check=False,
+    )
+    assert done.returncode == 0, done.stderr[-4000:]
+    return lines_of(done.stdout)
+
+
+@pytest.mark.parametrize("name", ALONE)
+def test_one_replica_resumes_as_if_nothing_had_happened(alone, name):
+    broken_off, differing, _ = alone[name]
+    assert broken_off and not differing
+
+
+def test_backups_that_cannot_be_are_refused(alone):
+    frequency, folder, model = alone["refused"]
+    assert frequency.endswith("at least 1. Received: save_freq=-1")
+    assert "file/backup" in folder and "Received: " in folder
+    assert "The backup is one of another model" in model
+    assert model.endswith(
+        "Received: [[1, 3], 'float32'] in the model, [[1, 2], 'float32'] in the backup"
+    )
+
+
+def test_a_job_whose_worker_is_killed_resumes_at_the_step(cluster, tmp_path):
+    command = [sys.executable, "-m", "keras_psplus", "run", "--workers", "2", "--max_restarts", "1"]
+    command += ["--chaos", "kill:worker1@step=20", str(JOB), str(tmp_path), "killed"]
+    done = subprocess.run(
+        command,
+        env={**os.environ, **ENVIRONMENT},
+        capture_output=True,
+        text=True,
+        timeout=170,
+        check=False,
+    )
+    log = done.stdout + done.stderr
+    assert done.returncode == 0, log[-4000:]
+    assert "restart 1 of 1 begins" in log
+    # 20 batches are 6 of the third epoch; a backup is made after every third.
+    assert "training goes on after batch 4 of epoch 3" in log, log[-4000:]
+    ((_, _, whole),) = [cluster["worker-0"]["arrays"]]
+    (resumed,) = [line for line in log.splitlines() if line.startswith('[worker-0] ["killed"')]
+    assert dict(json.loads(resumed.removeprefix("[worker-0] "))[1:]) == dict(whole)
