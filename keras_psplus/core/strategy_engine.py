@@ -9,7 +9,8 @@ from typing import TYPE_CHECKING, Any
 
 import tensorflow as tf
 
-from keras_psplus.callbacks import CommunicationMonitor
+from keras_psplus.callbacks import CommunicationMonitor, step_report
+from keras_psplus.cluster import roles
 from keras_psplus.core import backup, plan_request, saving
 from keras_psplus.core.optimizers import optimizers_of
 from keras_psplus.core.unknown_length import UnknownLength
@@ -28,6 +29,7 @@ class StrategyEngine(Engine):
     """Backups that survive a kill, epochs as long as their data, and variables as numbers."""
 
     def train(self, original: Original, model: keras.Model, *args: Any, **kwargs: Any) -> Any:
+        roles.refuse_training(original.__name__)
         plan_request.before_training(self.strategy, original, model, args, kwargs)
         return original(model, *args, **kwargs)
 
@@ -110,6 +112,12 @@ class StrategyEngine(Engine):
             callback.target = None
 
     # Callbacks.
+
+    def set_callbacks_model(
+        self, original: Original, callbacks: keras.callbacks.CallbackList, model: keras.Model
+    ) -> Any:
+        step_report.add(callbacks)
+        return original(callbacks, model)
 
     def end_epoch(
         self,
