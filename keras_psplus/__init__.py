@@ -12,9 +12,11 @@ _EXPORTS = {
     "ParameterServerStrategy": "keras_psplus.parameter_server",
     "PeerLostError": "keras_psplus.all_reduce",
     "PipelineStrategy": "keras_psplus.pipeline",
+    "SidecarEvaluator": "keras_psplus.sidecar_evaluator",
     "single_process": "keras_psplus.core.live_strategies",
     "stage": "keras_psplus.pipeline",
     "strategy": "keras_psplus.catalogue",
+    "task_type": "keras_psplus.cluster.roles",
 }
 
 # Modules that `import keras_psplus` need not import, but whose contents can be used after it.

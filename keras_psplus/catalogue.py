@@ -56,12 +56,18 @@ def strategy(default: str | None = None, *, plan: str | os.PathLike[str] | None 
             printed; by default, what KERAS_PSPLUS_PLAN_FILE names.
 
     Returns:
-        What the entry's `strategy()` returns.
+        What the entry's `strategy()` returns; in an evaluator, which is not in the cluster,
+        TensorFlow's default strategy.
 
     Raises:
         ValueError: If there is no such entry, it defines no `strategy()`, or it
             does not take what the environment asks for.
     """
+    # Not at module level: the launcher imports this module for `find` and `names` alone.
+    from keras_psplus.cluster.roles import is_evaluator
+
+    if is_evaluator():
+        return load("single").strategy()
     name = os.environ.get(STRATEGY_VARIABLE) or default or _default()
     options = {
         option: os.environ[variable]

@@ -22,7 +22,7 @@ LAYERS = [
     {"tf_internals", "keras_parts", "communication", "entries", "planning", "versions"},
     {"engine", "keras_attributes"},
     {"cluster", "native"},
-    {"callbacks", "chaos", "compression", "datasets", "updates"},
+    {"callbacks", "chaos", "compression", "datasets", "sidecar_evaluator", "updates"},
     {"core"},
     {"all_reduce", "parameter_server", "pipeline"},
     {"hybrid"},

@@ -214,7 +214,7 @@ class AllReduceEngine(OneReplicaEngine, GradientEngine):
         if not self.strategy.is_chief:
             kept = [c for c in callbacks.callbacks if not isinstance(c, _WRITE_ONLY)]
             callbacks.callbacks = kept
-        return original(callbacks, model)
+        return super().set_callbacks_model(original, callbacks, model)
 
     def save_checkpoint(
         self,

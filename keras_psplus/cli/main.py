@@ -9,6 +9,7 @@ _COMMANDS = {
     "exec": "runs a script as the task that Slurm, MPI, torchrun or Kubernetes has started",
     "export": "prints a Kubernetes manifest of a job that trains a script",
     "plan": "says which strategy to take for a script, or how its model is cut into stages",
+    "status": "shows the local jobs that are under way, and how far their tasks are",
     "serve": "serves as a ps or worker task until the chief has ended",
     "doctor": "checks versions, devices, the cluster and the way to every task",
     "bench": "measures every strategy on emulated links, with the lab of a checkout",

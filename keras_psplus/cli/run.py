@@ -2,12 +2,10 @@
 
 import functools
 import os
-import pathlib
 import secrets
 import shlex
 import signal
 import sys
-import tempfile
 import textwrap
 
 from absl import flags
@@ -17,10 +15,19 @@ from keras_psplus.arguments import whole_number
 from keras_psplus.chaos import links, netlab
 from keras_psplus.chaos import spec as chaos_spec
 from keras_psplus.chaos.injector import Injector
-from keras_psplus.cli import auto, combinations, parsing, plan_script, report, strategy_flags
+from keras_psplus.cli import (
+    auto,
+    combinations,
+    outputs,
+    parsing,
+    plan_script,
+    report,
+    strategy_flags,
+)
 from keras_psplus.cluster import restarts
 from keras_psplus.cluster.console import Console, drop_unwritten
 from keras_psplus.cluster.environment import TOKEN_VARIABLE, plan_tasks, python_path
+from keras_psplus.cluster.job_record import JobRecord
 from keras_psplus.cluster.processes import LocalCluster
 
 _USAGE = """
@@ -62,6 +69,11 @@ def main(argv: list[str]) -> int:
             return 0
         parsing.check_script(command)
         whole_number("max_restarts", options.max_restarts, 0)
+        if options.hosts and options.json_log:
+            raise parsing.UsageError(
+                "--hosts starts nothing, so that there is nothing to log. "
+                f"Received: --json_log={options.json_log}"
+            )
         if options.hosts and (options.max_restarts or options.chaos):
             raise parsing.UsageError(
                 "--hosts starts nothing, so that nothing can be started again or disturbed. "
@@ -86,7 +98,8 @@ def main(argv: list[str]) -> int:
             print(_recipe(shown, env, layout, options.hosts))
             return 0
         make_network = _network(events, options.chaos, sum(layout.values()))
-        log_dir = _log_dir(options.log_dir)
+        log_dir = outputs.log_dir(options.log_dir)
+        json_log = outputs.json_log(options.json_log)
     except (parsing.UsageError, ValueError) as error:
         return parsing.complain("run", error)
     live = "chief-0" if layout["chief"] else "worker-0"
@@ -95,11 +108,16 @@ def main(argv: list[str]) -> int:
     def log(line):
         console.note(f"keras-psplus: {line}")
 
+    def log_fault(line):
+        log(line)
+        record.fault(line)
+
     def make_cluster(restart):
+        record.begin_attempt(restart)
         cluster = LocalCluster(
             argv,
             **layout,
-            env={**env, **chaos.environment, "PYTHONPATH": python_path()},
+            env={**env, **chaos.environment, **record.environment, "PYTHONPATH": python_path()},
             log_dir=log_dir,
             console=console,
             error_grace=_ERROR_GRACE,
@@ -107,6 +125,7 @@ def main(argv: list[str]) -> int:
             restart=restart,
             task_restarts=options.max_restarts - restart if options.restart != "job" else 0,
             network=make_network(),
+            record=record,
         )
         chaos.watch(cluster)
         return cluster
@@ -116,8 +135,12 @@ def main(argv: list[str]) -> int:
             chosen = auto.by_measuring(command, layout)
             log(str(chosen))
             env[catalogue.STRATEGY_VARIABLE] = chosen.entry
-        with Injector(events, log) as chaos:
+        with (
+            JobRecord(command, layout, log_dir, json_log) as record,
+            Injector(events, log_fault) as chaos,
+        ):
             result = restarts.run(make_cluster, options.max_restarts, options.timeout or None, log)
+            record.job_ended(result.exit_code)
     except KeyboardInterrupt:  # between two attempts; while tasks run, the cluster sees to it
         return 128 + signal.SIGINT
     except plan_script.ScriptError as error:
@@ -140,12 +163,25 @@ def _flags():
         "or with --strategy pipeline).",
         flag_values=values,
     )
+    flags.DEFINE_boolean(
+        "evaluator",
+        False,
+        "Whether an evaluator runs beside the cluster, which evaluates checkpoints.",
+        flag_values=values,
+    )
     strategy_flags.define(values)
     flags.DEFINE_boolean("list", False, "List the catalogue's entries.", flag_values=values)
     flags.DEFINE_string(
         "log_dir",
         None,
         "Folder for the tasks' logs (default: a new one in /tmp).",
+        flag_values=values,
+    )
+    flags.DEFINE_string(
+        "json_log",
+        None,
+        "File to which a line of JSON is appended for each summary of training steps (about one a "
+        "second from each task), and for each start and end of a task, stall and fault.",
         flag_values=values,
     )
     flags.DEFINE_float(
@@ -195,22 +231,6 @@ def _flags():
     return values
 
 
-def _log_dir(folder):
-    """The folder for the tasks' logs; made, so that one that cannot be is known at once."""
-    try:
-        if not folder:
-            return pathlib.Path(tempfile.mkdtemp(prefix="keras_psplus_"))
-        path = pathlib.Path(folder)
-        path.mkdir(parents=True, exist_ok=True)
-        with tempfile.TemporaryFile(dir=path):
-            return path
-    except OSError as error:
-        raise parsing.UsageError(
-            f"the tasks' logs cannot be written: {error}. Name another folder with --log_dir. "
-            f"Received: --log_dir={folder or ''}"
-        ) from None
-
-
 def _layout(options):
     chief = combinations.chief_of(options)
     workers = options.workers
@@ -218,7 +238,8 @@ def _layout(options):
         workers = len(options.hosts) - options.ps - chief if options.hosts else 2
     if workers + chief < 1:
         raise parsing.UsageError("a cluster needs at least one worker or a chief")
-    return {"workers": workers, "ps": options.ps, "chief": chief}
+    evaluator = bool(options.evaluator)
+    return {"workers": workers, "ps": options.ps, "chief": chief, "evaluator": evaluator}
 
 
 def _listing():
@@ -254,7 +275,7 @@ def _recipe(argv, env, layout, hosts):
     token = {TOKEN_VARIABLE: secrets.token_hex(16)} if needs_token else {}
     for task in plan_tasks(**layout, hosts=hosts):
         variables = {**env, **token, **task.variables}
-        lines.append(f"# {task.name} on {task.config.address}")
+        lines.append(f"# {task.name} on {task.config.address or 'any host'}")
         lines.append(
             " ".join(
                 [f"{name}={shlex.quote(value)}" for name, value in variables.items()]

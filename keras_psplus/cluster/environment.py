@@ -7,13 +7,15 @@ import pathlib
 import sysconfig
 from collections.abc import Mapping, Sequence
 
-from keras_psplus.cluster.config import TaskConfig, read_task_config
+from keras_psplus.cluster.config import EVALUATOR, TaskConfig, read_task_config
 from keras_psplus.cluster.ports import free_ports
 
 # What tasks of one job have in common, and those of others do not.
 TOKEN_VARIABLE = "KERAS_PSPLUS_JOB_TOKEN"
 # How often the launcher has started the job before.
 RESTART_VARIABLE = "KERAS_PSPLUS_RESTART"
+# How an evaluator hears that training has ended: "stdin", by the end of its standard input.
+TRAINING_END_VARIABLE = "KERAS_PSPLUS_TRAINING_END"
 _DEFAULT_PORT = 2222
 _MIN_INTER_OP_THREADS = 2  # with one, an operation that waits for a peer blocks all others
 
@@ -38,6 +40,7 @@ def plan_tasks(
     hosts: Sequence[str] | None = None,
     environ: Mapping[str, str] | None = None,
     share_cores: bool | None = None,
+    evaluator: bool = False,
 ) -> list[Task]:
     """Gives each task of a cluster its address and its environment variables.
 
@@ -59,9 +62,10 @@ def plan_tasks(
             default. Variables that the user has set there are kept.
         share_cores: Whether all tasks run on this machine and share its
             cores; by default, without `hosts`.
+        evaluator: Whether an evaluator runs beside the cluster, on any host.
 
     Returns:
-        A list of `Task`, chief first, then workers, then ps.
+        A list of `Task`, chief first, then workers, then ps, then the evaluator.
 
     Raises:
         ValueError: If the numbers make no cluster, or do not fit `hosts`.
@@ -76,16 +80,17 @@ def plan_tasks(
     addresses = _addresses(hosts, total)
     if share_cores is None:
         share_cores = not hosts
-    variables = _thread_split(counts["chief"] + workers, environ) if share_cores else {}
+    variables = _thread_split(counts["chief"] + workers + evaluator, environ) if share_cores else {}
     cluster, start = {}, 0
     for job, count in counts.items():
         if count:
             cluster[job] = tuple(addresses[start : start + count])
         start += count
+    places = [(job, index) for job in cluster for index in range(len(cluster[job]))]
+    places += [(EVALUATOR, 0)] if evaluator else []
     tasks = [
         Task(config, {"TF_CONFIG": config.to_tf_config(), **variables})
-        for job, addresses in cluster.items()
-        for config in (TaskConfig(cluster, job, index) for index in range(len(addresses)))
+        for config in (TaskConfig(cluster, *place) for place in places)
     ]
     if hosts:
         read_task_config(tasks[0].variables)  # as the tasks will, on the other machines

@@ -13,14 +13,21 @@ import time
 from collections.abc import Mapping, Sequence
 from typing import Any, Self
 
-from keras_psplus.cluster.config import JOB_TYPES
+from keras_psplus.cluster.config import EVALUATOR, JOB_TYPES, task_name
 from keras_psplus.cluster.console import Console, OutputPump, warn
-from keras_psplus.cluster.environment import RESTART_VARIABLE, TOKEN_VARIABLE, plan_tasks
+from keras_psplus.cluster.environment import (
+    RESTART_VARIABLE,
+    TOKEN_VARIABLE,
+    TRAINING_END_VARIABLE,
+    plan_tasks,
+)
+from keras_psplus.cluster.job_record import JobRecord
 from keras_psplus.cluster.log_file import LogFile
 from keras_psplus.cluster.results import ClusterResult, describe, exit_code_of
 from keras_psplus.cluster.task_restarts import TaskRestarts
 
 _POLL = 0.05
+_EVALUATOR = task_name(EVALUATOR, 0)
 _WRAPPER = str(pathlib.Path(__file__).with_name("exec_with_parent.py"))
 
 
@@ -65,6 +72,9 @@ class LocalCluster:
             tasks find the number in `KERAS_PSPLUS_RESTART`.
         task_restarts: How often workers that serve a chief and have failed are
             started again by themselves, while the others go on.
+        record: A `JobRecord` that hears of the tasks' starts and ends, or None.
+        evaluator: Whether an evaluator runs beside the cluster. Its failure is none of the job's.
+        evaluator_grace: Seconds that it has after the end of the training.
         network: A `chaos.netlab.Lab` with a host for each task, which begins
             and ends with the cluster; None for this machine's own network.
     """
@@ -87,25 +97,31 @@ class LocalCluster:
         restart: int = 0,
         task_restarts: int = 0,
         network: Any = None,
+        record: JobRecord | None = None,
+        evaluator: bool = False,
+        evaluator_grace: float = 600.0,
     ) -> None:
         self._argv = [os.fspath(arg) for arg in argv]
         self._environ = {**os.environ, **(env or {})}
         # Tasks of other jobs on this machine are none of this one's.
         self._environ[TOKEN_VARIABLE] = self._environ.get(TOKEN_VARIABLE) or secrets.token_hex(16)
         self._environ[RESTART_VARIABLE] = str(restart)
-        self.network = network
+        self.network, self._record = network, record
         hosts = None if network is None else network.addresses
-        self.tasks = plan_tasks(workers, ps, chief, hosts, self._environ, share_cores=True)
+        if hosts is not None and evaluator:
+            hosts = hosts[:-1]  # It has a host, and no address.
+        self.tasks = plan_tasks(workers, ps, chief, hosts, self._environ, True, evaluator)
         self._serving_workers = bool(chief and ps)
         self.log_dir = pathlib.Path(log_dir or tempfile.mkdtemp(prefix="keras_psplus_"))
         self._console = console
         self._failure_grace, self._kill_grace = failure_grace, kill_grace
         self._server_grace, self._worker_grace = server_grace, worker_grace
+        self._evaluator_grace = evaluator_grace
         self._error_grace = failure_grace if error_grace is None else error_grace
         self._idle_grace = failure_grace if idle_grace is None else idle_grace
         self._restart = restart
-        most = task_restarts if self._serving_workers else 0
-        self._task_restarts = TaskRestarts(most, self._log)
+        jobs = ("worker", EVALUATOR) if self._serving_workers else (EVALUATOR,)
+        self._task_restarts = TaskRestarts(task_restarts, self._log, jobs)
         self._began: dict[str, float] = {}
         self._processes: dict[str, subprocess.Popen[bytes]] = {}
         self._pumps: list[OutputPump] = []
@@ -149,7 +165,8 @@ class LocalCluster:
         """
         (task,) = (task for task in self.tasks if task.name == name)
         shared = self._environ if self.network is None else self.network.environment(self._environ)
-        return {**shared, "PYTHONUNBUFFERED": "1", **task.variables}
+        told = {TRAINING_END_VARIABLE: "stdin"} if name == _EVALUATOR else {}
+        return {**shared, "PYTHONUNBUFFERED": "1", **task.variables, **told}
 
     def start(self) -> None:
         """Starts all processes."""
@@ -232,8 +249,11 @@ class LocalCluster:
 
     def _start_again(self):
         """Starts the tasks whose time has come."""
-        if self._ends.get("chief-0", (1,))[0] == 0:
+        if self._ends.get("chief-0", (1,))[0] == 0 or self._has_trained():
             self._forget_restarts()  # Nobody needs them any more.
+            if _EVALUATOR in self._processes:
+                # By the end of its input the evaluator knows that no checkpoint is to come.
+                self._processes[_EVALUATOR].stdin.close()
         due = self._task_restarts.pop_due()
         for rank, task in enumerate(self.tasks):
             if task.name in due:
@@ -259,13 +279,16 @@ class LocalCluster:
         self._began[task.name] = time.monotonic()
         process = subprocess.Popen(
             command,
-            stdin=subprocess.DEVNULL,
+            stdin=subprocess.PIPE if task.name == _EVALUATOR else subprocess.DEVNULL,
             stdout=subprocess.PIPE,
             stderr=subprocess.STDOUT,
             env=self.environment(task.name),
             start_new_session=True,  # its own group: signals reach what it starts as well
         )
         self._processes[task.name] = process
+        if self._record is not None:
+            number = self._restart + self._task_restarts.used
+            self._record.task_started(task.name, process.pid, number)
         pump = OutputPump(task.name, process.stdout, log, self._console)
         self._pumps.append(pump)
         pump.start()
@@ -289,6 +312,10 @@ class LocalCluster:
                     fresh.append((code, name))
         for code, name in fresh:
             self._ends[name] = (code, time.monotonic())
+            if self._record is not None:
+                self._record.task_ended(name, code)
+            if name == _EVALUATOR and code and name not in self._terminated:
+                self._restart_evaluator(code)
         failed = [(code, name) for code, name in fresh if self._has_failed(name, code)]
         is_whole = self._first_failure is None and "chief-0" not in self._ends
         if is_whole and all(self._task_restarts.can_take(name, code) for code, name in failed):
@@ -302,8 +329,24 @@ class LocalCluster:
             self._log(f"{self._first_failure} has failed, ending the cluster")
         return [name for name in self._processes if name not in self._ends]
 
+    def _restart_evaluator(self, code):
+        """Plans the next start of an evaluator that has failed, or does without it."""
+        trains = self._first_failure is None and not self._has_trained()
+        if trains and self._task_restarts.can_take(_EVALUATOR, code):
+            self._task_restarts.take(_EVALUATOR, code, self._began[_EVALUATOR])
+            del self._ends[_EVALUATOR]
+        else:
+            self._log(f"{_EVALUATOR} has failed ({describe(code)}), and the others go on")
+
+    def _has_trained(self):
+        """Whether all tasks that compute have ended."""
+        jobs = ("chief",) if self._serving_workers else ("chief", "worker")
+        return self._all_ended([t.name for t in self.tasks if t.config.task_type in jobs])
+
     def _has_failed(self, name, code):
         if not code or name in self._terminated:
+            return False
+        if name == _EVALUATOR:
             return False
         chief = "chief-0" if "chief-0" in self._processes else "worker-0"
         if not name.startswith("ps-") or self._ends.get(chief, (1, None))[0]:
@@ -324,11 +367,14 @@ class LocalCluster:
             if self._all_ended(served):
                 end = min(end, self._last_end(served) + self._idle_grace)
             return end
+        if not self._all_ended(served):
+            return float("inf")
+        # An evaluator has the last checkpoint to evaluate.
+        evaluates = _EVALUATOR in self._processes and _EVALUATOR not in self._ends
+        grace = self._evaluator_grace if evaluates else 0.0
         if self._all_ended(chief + workers):
-            return self._last_end(chief + workers) + self._server_grace
-        if self._all_ended(served):
-            return self._last_end(served) + self._worker_grace
-        return float("inf")
+            return self._last_end(chief + workers) + max(grace, self._server_grace)
+        return self._last_end(served) + max(grace, self._worker_grace)
 
     def _all_ended(self, names):
         return all(name in self._ends for name in names)
@@ -351,6 +397,8 @@ class LocalCluster:
             pump.join(5.0)
         for process in [*self._processes.values(), *(process for process, _ in self._replaced)]:
             process.stdout.close()
+            if process.stdin is not None:
+                process.stdin.close()
         for log in [*self._logs.values(), *(log for _, log in self._replaced)]:
             log.close()
         self._pumps = []

@@ -130,10 +130,7 @@ def outlive(
             f"{leader} did not come to {address} within {startup_timeout:g} s. Start it, or read "
             f"its log if it has ended. Received: TF_CONFIG={config.to_tf_config()}"
         )
-    # Now an accepted connection is enough: a chief that is merely slow has not ended.
-    while _within(chief_gone, _accepts, address):
-        wait_for_close(address)
-        time.sleep(_POLL)
+    _outlive(address, chief_gone)
     if is_lost():
         raise ChiefLostError(
             f"{leader} ({address}) has died or ended by an error. Look into its log, then start "
@@ -141,6 +138,28 @@ def outlive(
             f"Received: no answer from {address} for {chief_gone:g} s"
         )
     log(f"{leader} has ended, {config.name} ends")
+
+
+def wait_for_end_of_chief(config: TaskConfig, chief_gone: float = 5.0) -> None:
+    """Waits until the chief (worker 0, if there is none) has come and has ended, however it has.
+
+    For a process beside the cluster, which nobody tells.
+
+    Args:
+        config: The `TaskConfig` of this process.
+        chief_gone: Seconds for which the chief cannot be reached before it counts as ended.
+    """
+    address = config.cluster.get("chief", config.cluster.get("worker", ()))[0]
+    while not handshake.grpc_responds(address, _GREETING_TIMEOUT):
+        time.sleep(_POLL)
+    _outlive(address, chief_gone)
+
+
+def _outlive(address, chief_gone):
+    # An accepted connection is enough: a chief that is merely slow has not ended.
+    while _within(chief_gone, _accepts, address):
+        wait_for_close(address)
+        time.sleep(_POLL)
 
 
 def end_process_after(serving: Callable[[], None]) -> NoReturn:

@@ -9,7 +9,7 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 from keras_psplus.arguments import seconds
-from keras_psplus.cluster import handshake
+from keras_psplus.cluster import handshake, task_report
 from keras_psplus.log import logger
 
 _LOOKS_PER_LIMIT, _LONGEST_LOOK_SECONDS = 4, 5.0
@@ -89,11 +89,13 @@ class Inspector:
                 logger.warning("could not find out what is waited for: %s", error)
 
     def _inspect(self, now):
-        waits = self._look()
+        waits, report = self._look(), task_report.current()
         for key in [key for key in self._known if key not in waits]:
             wait, since, schedule = self._known.pop(key)
             if schedule.has_warned:
                 logger.warning("%s goes on after %.0f s", wait.what, now - since)
+                if report is not None:
+                    report.stall_over(wait.what, now - since)
         for key, wait in waits.items():
             if key not in self._known:
                 since = now if wait.since is None else wait.since
@@ -105,6 +107,8 @@ class Inspector:
             if key in self._look():  # It may have come while others were asked.
                 logger.warning("%s has waited %.0f s for %s", wait.what, now - since, described)
                 schedule.note_warned(now - since)
+                if report is not None:
+                    report.stall(wait.what, now - since, described)
 
 
 def unresponsive_tasks(addresses: Mapping[str, str]) -> list[str]:

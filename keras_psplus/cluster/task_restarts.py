@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 from keras_psplus.cluster.results import WRONG_COMMAND_LINE, describe
 
@@ -25,13 +25,17 @@ class TaskRestarts:
     Args:
         most: How many starts there may be, of all tasks together.
         log: Function that takes a line.
+        jobs: Job types of the tasks that can be started again alone.
 
     Attributes:
         used: How many there have been.
     """
 
-    def __init__(self, most: int, log: Callable[[str], None]) -> None:
+    def __init__(
+        self, most: int, log: Callable[[str], None], jobs: Sequence[str] = ("worker",)
+    ) -> None:
         self._most, self._log, self.used = most, log, 0
+        self._jobs = jobs
         self._quick: dict[str, int] = {}
         # When each is due, and how it has ended.
         self._due: dict[str, tuple[float, int]] = {}
@@ -47,7 +51,7 @@ class TaskRestarts:
             code: Its exit code, negative for a signal.
         """
         left = self.used < self._most
-        return left and name.startswith("worker-") and code != WRONG_COMMAND_LINE
+        return left and name.rpartition("-")[0] in self._jobs and code != WRONG_COMMAND_LINE
 
     def take(self, name: str, code: int, began: float) -> None:
         """Plans the next start of a task.

@@ -5,6 +5,8 @@ from __future__ import annotations
 import sys
 from typing import TYPE_CHECKING, Any
 
+from keras_psplus.callbacks import step_report
+from keras_psplus.cluster import roles
 from keras_psplus.core import live_strategies, plan_request
 from keras_psplus.core.thread_flag import ThreadFlag
 from keras_psplus.engine import Engine, Original
@@ -12,6 +14,8 @@ from keras_psplus.log import info_once
 
 if TYPE_CHECKING:
     import keras
+
+_TRAINING = ("fit", "train_on_batch")
 
 
 class OutsideScope(Engine):
@@ -36,6 +40,8 @@ class OutsideScope(Engine):
     def train(self, original: Original, model: keras.Model, *args: Any, **kwargs: Any) -> Any:
         """`fit` and `train_on_batch`."""
         if not live_strategies.in_single_process():
+            if original.__name__ in _TRAINING:
+                roles.refuse_training(original.__name__)
             plan_request.before_training(None, original, model, args, kwargs)
         check_built_in_scope(model, original.__name__)
         return original(model, *args, **kwargs)
@@ -46,6 +52,14 @@ class OutsideScope(Engine):
         """`predict` and `predict_on_batch`: right in each process, but not distributed."""
         note_prediction(model, original.__name__)
         return original(model, *args, **kwargs)
+
+    def set_callbacks_model(
+        self, original: Original, callbacks: keras.callbacks.CallbackList, model: keras.Model
+    ) -> Any:
+        """Gives a list of callbacks its model."""
+        if not live_strategies.exist():  # Else this is not the job's training.
+            step_report.add(callbacks)
+        return original(callbacks, model)
 
     def _is_left_to_fit(self):
         """Whether `compile` may be of a model that is never trained.

@@ -10,7 +10,8 @@ from typing import TYPE_CHECKING, Any
 
 import tensorflow as tf
 
-from keras_psplus.callbacks import CommunicationMonitor
+from keras_psplus.callbacks import CommunicationMonitor, step_report
+from keras_psplus.cluster import roles
 from keras_psplus.core import backup, data_position, plan_request, saving
 from keras_psplus.core.background_writer import BackgroundWriter
 from keras_psplus.core.fit_progress import FitProgress
@@ -39,6 +40,7 @@ class StrategyEngine(Engine):
         self.backup_writer = BackgroundWriter()
 
     def train(self, original: Original, model: keras.Model, *args: Any, **kwargs: Any) -> Any:
+        roles.refuse_training(original.__name__)
         plan_request.before_training(self.strategy, original, model, args, kwargs)
         if original.__name__ != "fit":
             return original(model, *args, **kwargs)
@@ -169,6 +171,12 @@ class StrategyEngine(Engine):
             callback.target = None
 
     # Callbacks.
+
+    def set_callbacks_model(
+        self, original: Original, callbacks: keras.callbacks.CallbackList, model: keras.Model
+    ) -> Any:
+        step_report.add(callbacks)
+        return original(callbacks, model)
 
     def begin_training(
         self,

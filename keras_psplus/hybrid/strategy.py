@@ -15,7 +15,7 @@ from keras_psplus.all_reduce.lookahead import BatchAndNext
 from keras_psplus.all_reduce.startup import start, workers_of
 from keras_psplus.all_reduce.strategy import MultiWorkerMirroredStrategy
 from keras_psplus.arguments import flag, seconds, text, whole_number
-from keras_psplus.cluster import config, discovery, handshake
+from keras_psplus.cluster import config, discovery, handshake, roles
 from keras_psplus.cluster import serve as cluster_serve
 from keras_psplus.cluster.listener import Listener
 from keras_psplus.cluster.local_address import bind_local_address
@@ -150,6 +150,7 @@ class HybridStrategy(TableSaving, MultiWorkerMirroredStrategy):
                 f"Received: updates={updates!r}"
             )
         task = discovery.find_task_config()
+        roles.refuse_evaluator("HybridStrategy", task)
         # Also in `ps` tasks, which would wait for workers that have refused it.
         hops_of(compression, topology_module.get(topology, workers_of(task)))
         if task is not None and not task.num_ps:

@@ -47,8 +47,8 @@ def of_callback(callback: Any, *args: Any, **kwargs: Any) -> Engine | None:
 def of_callbacks_model(
     callbacks: keras.callbacks.CallbackList, model: keras.Model
 ) -> Engine | None:
-    """That of the strategy of the model that a list of callbacks is given."""
-    return of_holder(model)
+    """That of the model that a list of callbacks is given, as `of_model` finds it."""
+    return None if model is None else of_model(model)
 
 
 def of_iterator(

@@ -2,7 +2,7 @@
 
 import os
 
-from keras_psplus.cluster import config, discovery, serve
+from keras_psplus.cluster import config, discovery, roles, serve
 
 
 def read_task() -> config.TaskConfig:
@@ -14,6 +14,7 @@ def read_task() -> config.TaskConfig:
             "TF_CONFIG, or start the script by `keras-psplus run --workers 2 --ps 1`. "
             f"Received: TF_CONFIG={os.environ.get('TF_CONFIG', '')!r}"
         )
+    roles.refuse_evaluator("ParameterServerStrategy", task)
     for job in ("chief", "worker", "ps"):
         if job not in task.cluster:
             raise config.ClusterConfigError(

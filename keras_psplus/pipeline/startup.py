@@ -4,7 +4,7 @@ from typing import NoReturn
 
 import tensorflow as tf
 
-from keras_psplus.cluster import config, discovery, serve
+from keras_psplus.cluster import config, discovery, roles, serve
 from keras_psplus.core import plan_request
 
 
@@ -17,6 +17,7 @@ def read_task() -> config.TaskConfig | None:
     task = discovery.find_task_config()
     if task is None:
         return None
+    roles.refuse_evaluator("PipelineStrategy", task)
     for job in ("chief", "worker"):
         if job not in task.cluster:
             raise config.ClusterConfigError(

@@ -3,6 +3,7 @@
 `make test-fast` and `make test-versions` run this; the other tests look at each of them closely.
 """
 
+import json
 import os
 import pathlib
 import subprocess
@@ -33,6 +34,7 @@ def folder(tmp_path_factory):
     folder = tmp_path_factory.mktemp("smoke")
     environment = {k: v for k, v in os.environ.items() if k != "TF_CONFIG"}
     environment |= ENVIRONMENT | {"PYTHONPATH": python_path(os.environ)}
+    environment["KERAS_PSPLUS_JSON_LOG"] = str(folder / "one_process.jsonl")
     done = subprocess.run(
         [sys.executable, JOB, folder, "one_process"],
         env=environment,
@@ -48,7 +50,9 @@ def folder(tmp_path_factory):
 @pytest.mark.parametrize("name", STRATEGIES)
 def test_it_equals_one_process(name, folder):
     tasks, processes = STRATEGIES[name]
-    run_in_processes(JOB, **tasks, timeout=300, env=ENVIRONMENT, args=[folder, name])
+    env = ENVIRONMENT | {"KERAS_PSPLUS_JSON_LOG": str(folder / f"{name}.jsonl")}
+    run_in_processes(JOB, **tasks, timeout=300, env=env, args=[folder, name])
+    check_log(folder, name, processes)
     expected = np.load(folder / "one_process-process.npz")
     for process in processes:
         found = np.load(folder / f"{name}-{process}.npz")
@@ -59,3 +63,22 @@ def test_it_equals_one_process(name, folder):
     weights = keras.models.load_model(folder / f"{name}.keras", compile=False).get_weights()
     for i, weight in enumerate(weights):
         np.testing.assert_allclose(weight, expected[f"weight_{i}"], atol=2e-5)
+
+
+def check_log(folder, name, processes):
+    """All processes that train have said the same of each epoch as one process."""
+    ends, steps = {}, {}
+    for log in ("one_process", name):
+        for line in map(json.loads, (folder / f"{log}.jsonl").read_text().splitlines()):
+            of = {"epoch_end": ends, "steps": steps}[line["event"]]
+            of.setdefault(line["task"], []).append(line)
+    expected = ends.pop("process")
+    assert [line["step"] for line in expected] == [4, 8]
+    assert steps.pop("process")[-1]["bytes_sent"] == 0
+    assert sorted(ends) == sorted(steps) == processes
+    for process in processes:
+        for line, wanted in zip(ends[process], expected, strict=True):
+            assert (line["step"], line["epoch"]) == (wanted["step"], wanted["epoch"])
+            assert line["logs"] == pytest.approx(wanted["logs"], abs=2e-5)
+        assert sum(line["steps"] for line in steps[process]) == 8
+        assert all(line["bytes_sent"] > 0 for line in steps[process])

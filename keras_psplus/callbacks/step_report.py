@@ -1,0 +1,133 @@
+"""How far training is, for those who are not at its terminal."""
+
+from __future__ import annotations
+
+import threading
+import time
+from typing import Any, NamedTuple
+
+import keras
+
+from keras_psplus.cluster import task_report
+from keras_psplus.cluster.task_report import TaskReport
+from keras_psplus.communication import Communication
+
+# Between two lines of one task.
+_SECONDS = 1.0
+
+
+class StepReport(keras.callbacks.Callback):
+    """Writes a summary of the steps of `fit` about once a second, and at each epoch's end.
+
+    `add` puts it into a list of callbacks where the launcher has asked for it.
+
+    Args:
+        report: The process's `TaskReport`.
+    """
+
+    # Keras then does not hold up the next step for it. Batches may end on several threads.
+    async_safe = True
+
+    def __init__(self, report: TaskReport) -> None:
+        super().__init__()
+        self._report = report
+        self._lock = threading.Lock()
+        self._communication: Communication | None = None
+        self._progress: Any = None
+        self._is_training = False
+        self._own_steps = self._epoch = self._batch = 0
+        self._loss: float | None = None
+        self._since = _Moment(0.0, 0, 0, 0, 0.0)
+
+    def on_train_begin(self, logs: dict[str, Any] | None = None) -> None:
+        strategy = getattr(self.model, "distribute_strategy", None)
+        communication = getattr(strategy, "communication", None)
+        self._communication = communication if isinstance(communication, Communication) else None
+        self._progress = getattr(strategy, "progress", None)
+        self._is_training = True
+
+    def on_epoch_begin(self, epoch: int, logs: dict[str, Any] | None = None) -> None:
+        self._epoch, self._batch, self._loss = epoch + 1, 0, None
+        self._since = self._moment()
+
+    def on_train_batch_end(self, batch: int, logs: dict[str, Any] | None = None) -> None:
+        with self._lock:
+            self._own_steps += max(0, batch + 1 - self._batch)
+            self._batch = max(self._batch, batch + 1)
+            self._loss = (logs or {}).get("loss")
+            if time.perf_counter() - self._since.seconds >= _SECONDS:
+                self._summarise()
+
+    def on_test_begin(self, logs: dict[str, Any] | None = None) -> None:
+        # Validation is about to begin, whose time is not that of the steps.
+        if self._is_training:
+            with self._lock:
+                self._summarise()
+
+    def on_epoch_end(self, epoch: int, logs: dict[str, Any] | None = None) -> None:
+        with self._lock:
+            self._loss = (logs or {}).get("loss", self._loss)
+            self._summarise()
+            self._report.epoch_end(self._steps, epoch + 1, dict(logs or {}))
+
+    def on_train_end(self, logs: dict[str, Any] | None = None) -> None:
+        self._is_training = False
+
+    @property
+    def _steps(self):
+        """Training steps of this process, as the stall inspector and `--chaos` count them."""
+        return self._own_steps if self._progress is None else self._progress.steps
+
+    def _summarise(self):
+        now, since = self._moment(), self._since
+        steps = now.step - since.step
+        if steps <= 0:
+            return
+        self._since = now
+        self._report.steps(
+            step=now.step,
+            epoch=self._epoch,
+            batch=self._batch,
+            steps=steps,
+            loss=_number(self._loss),
+            ms=round((now.seconds - since.seconds) / steps * 1e3, 3),
+            bytes_sent=round((now.sent - since.sent) / steps),
+            # What is summed by all-reduce is counted where it is sent.
+            bytes_received=round((now.received - since.received) / steps) if now.received else None,
+            wait_ms=round((now.waited - since.waited) / steps * 1e3, 3),
+        )
+
+    def _moment(self):
+        traffic = [] if self._communication is None else self._communication.traffic()
+        return _Moment(
+            time.perf_counter(),
+            self._steps,
+            sum(entry.wire_bytes for entry in traffic if entry.direction != "pull"),
+            sum(entry.wire_bytes for entry in traffic if entry.direction == "pull"),
+            0.0 if self._communication is None else self._communication.seconds,
+        )
+
+
+class _Moment(NamedTuple):
+    """Totals of the process at a moment."""
+
+    seconds: float
+    step: int
+    sent: int
+    received: int
+    waited: float
+
+
+def add(callbacks: keras.callbacks.CallbackList) -> None:
+    """Adds a `StepReport` to a list of callbacks, if the launcher has asked for one."""
+    report = task_report.current()
+    if report is not None and not any(isinstance(c, StepReport) for c in callbacks.callbacks):
+        # What others do at an epoch's end is no part of its steps' time.
+        callbacks.callbacks.insert(0, StepReport(report))
+
+
+def _number(value):
+    try:
+        return None if value is None else float(value)
+    except (TypeError, ValueError):
+        return None

@@ -1,0 +1,145 @@
+"""`keras-psplus status`: the local jobs of this user, and how far their tasks are."""
+
+import datetime
+import json
+import pathlib
+import shlex
+from typing import Any
+
+from absl import flags
+
+from keras_psplus import text_table
+from keras_psplus.cli import parsing
+from keras_psplus.cluster import job_folder, process_state
+from keras_psplus.cluster.results import describe
+
+_USAGE = """
+usage: keras-psplus status [flags]
+
+Shows the jobs that `keras-psplus run` has under way on this machine for this user, with a line for
+each task: whether its process runs, how far its training is, and when it last waited for long.
+Milliseconds, bytes and waits are those of one step. A job whose launcher was killed is shown as
+ended, until --clear removes what it has left.
+"""
+_HEADINGS = (
+    *("task", "pid", "state", "step", "epoch", "loss", "ms", "sent", "received", "wait ms"),
+    *("said", "last stall"),
+)
+_NONE = "-"
+
+
+def main(argv: list[str]) -> int:
+    """Runs the command; returns 0, 1 if jobs cannot be read, 2 for a wrong command line."""
+    options = _flags()
+    if parsing.asks_for_help(options, argv):
+        print(parsing.help_text(_USAGE, options))
+        return 0
+    try:
+        rest = parsing.parse(options, argv)
+        if rest:
+            raise parsing.UsageError(
+                f"status takes no arguments, only flags. Received: {shlex.join(rest)}"
+            )
+    except parsing.UsageError as error:
+        return parsing.complain("status", error)
+    try:
+        found = job_folder.read_all()
+    except OSError as error:
+        parsing.complain("status", error)
+        return 1
+    jobs = [_job(*each) for each in found]
+    if options.clear:
+        ended = [job for job in jobs if not job["is_running"]]
+        for job in ended:
+            job_folder.remove(pathlib.Path(job["folder"]))
+        jobs = [job for job in jobs if job["is_running"]]
+    if options.json:
+        print(json.dumps(jobs, indent=2))
+    else:
+        print("\n\n".join(map(_text, jobs)) or "no job of `keras-psplus run` is under way")
+    return 0
+
+
+def _flags():
+    values = flags.FlagValues()
+    flags.DEFINE_boolean("json", False, "Print JSON: a list of jobs.", flag_values=values)
+    flags.DEFINE_boolean(
+        "clear",
+        False,
+        "Remove what jobs whose launchers were killed have left.",
+        flag_values=values,
+    )
+    return values
+
+
+def _job(folder: pathlib.Path, job: dict[str, Any], said: dict[str, dict[str, Any]]):
+    """A job as `--json` has it."""
+    is_running = process_state.state_of(job["pid"], job["birth"]) != process_state.ENDED
+    known = ("pid", "began", "command", "layout", "log_dir", "json_log", "restart")
+    return {
+        **{name: job[name] for name in known},
+        "folder": str(folder),
+        "is_running": is_running,
+        "tasks": {name: _task(name, task, said[name]) for name, task in job["tasks"].items()},
+    }
+
+
+def _task(name, task, said):
+    code = task["exit_code"]
+    state = process_state.state_of(task["pid"], task["birth"])
+    # What was said before a restart is not how far the new process is.
+    is_of_process = said.get("timestamp", "") >= task["began"]
+    return {
+        "role": name.rpartition("-")[0],
+        "pid": task["pid"],
+        "state": process_state.ENDED if code is not None else state,
+        "exit_code": code,
+        "said": said.get("timestamp") if is_of_process else None,
+        "steps": said.get("steps") if is_of_process else None,
+        "stall": said.get("stall"),
+    }
+
+
+def _text(job):
+    state = "running" if job["is_running"] else "ended: its launcher is gone"
+    restarts = f", restart {job['restart']}" if job["restart"] else ""
+    lines = [
+        f"{shlex.join(job['command'])}: {state} ({_age(job['began'])}{restarts})",
+        f"launcher {job['pid']}, logs in {job['log_dir']}",
+    ]
+    rows = [_HEADINGS, *(_row(name, task) for name, task in job["tasks"].items())]
+    return "\n".join([*lines, text_table.aligned(rows)])
+
+
+def _row(name, task):
+    state = task["state"]
+    if task["exit_code"] is not None:
+        state = describe(task["exit_code"])
+    steps, stall = task["steps"] or {}, task["stall"]
+    known = ("step", "epoch", "loss", "ms", "bytes_sent", "bytes_received", "wait_ms")
+    return (
+        name,
+        str(task["pid"]),
+        state,
+        *(_number(steps.get(each)) for each in known),
+        _NONE if task["said"] is None else _age(task["said"], " ago"),
+        _NONE if stall is None else _stall(stall),
+    )
+
+
+def _number(value):
+    if value is None:
+        return _NONE
+    return f"{value:,}" if isinstance(value, int) else f"{value:.5g}"
+
+
+def _stall(stall):
+    if stall["is_over"]:
+        return f"{_age(stall['timestamp'], ' ago')}, of {stall['seconds']:.0f} s"
+    return f"now, for {stall['seconds']:.0f} s: {stall['message']}"
+
+
+def _age(timestamp, ending=""):
+    began = datetime.datetime.fromisoformat(timestamp)
+    seconds = max(0, round((datetime.datetime.now(datetime.UTC) - began).total_seconds()))
+    return f"{seconds} s{ending}" if seconds < 120 else f"{seconds // 60} min{ending}"

@@ -1,0 +1,51 @@
+"""Whether a process that was started some time ago still runs."""
+
+import os
+import pathlib
+
+RUNNING, STOPPED, ENDED = "running", "stopped", "ended"
+
+
+def birth_of(pid: int) -> int | None:
+    """When a process was started, in ticks of the kernel's clock; None if that is not known.
+
+    Process ids are used again; together with this, they name one process.
+    """
+    fields = _fields(pid)
+    return None if fields is None else int(fields[19])
+
+
+def state_of(pid: int, birth: int | None) -> str:
+    """What has become of a process: `RUNNING`, `STOPPED` (by a signal) or `ENDED`.
+
+    Args:
+        pid: Its process id.
+        birth: What `birth_of` has returned for it.
+    """
+    fields = _fields(pid)
+    if fields is None:
+        return RUNNING if birth is None and _answers(pid) else ENDED
+    if fields[0] in "ZX" or birth is not None and int(fields[19]) != birth:
+        return ENDED
+    return STOPPED if fields[0] in "Tt" else RUNNING
+
+
+def _fields(pid):
+    """What Linux says of a process, from its state on; its name may hold any characters."""
+    try:
+        return pathlib.Path(f"/proc/{pid}/stat").read_text("latin-1").rpartition(")")[2].split()
+    except OSError:
+        return None
+
+
+def _answers(pid):
+    """Whether there is such a process, where the system does not say more."""
+    if os.path.isdir("/proc/self"):
+        return False
+    try:
+        os.kill(pid, 0)
+    except ProcessLookupError:
+        return False
+    except PermissionError:
+        pass
+    return True

@@ -1,0 +1,204 @@
+"""`run --json_log` and `status`, on jobs that lose and wait for workers."""
+
+import json
+import os
+import pathlib
+import subprocess
+import sys
+import tempfile
+
+import pytest
+
+from keras_psplus.cli import main
+from keras_psplus.cluster import job_folder, process_state
+from keras_psplus.cluster.json_log import JsonLog
+
+JOB = pathlib.Path(__file__).with_name("status_job.py")
+
+
+@pytest.fixture(autouse=True)
+def no_other_jobs(monkeypatch):
+    """Jobs of others do not come into these tests."""
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
+    monkeypatch.delenv("TF_CONFIG", raising=False)
+    # Not pytest's, whose path is too long for a socket.
+    with tempfile.TemporaryDirectory(prefix="psp_") as folder:
+        monkeypatch.setattr(tempfile, "tempdir", folder)
+        monkeypatch.setenv("TMPDIR", folder)
+        yield
+
+
+def read(path):
+    return [json.loads(line) for line in path.read_text().splitlines()]
+
+
+def run_job(folder, *flags, event, task):
+    log = folder / "log.jsonl"
+    flags = [f"--log_dir={folder}/logs", f"--json_log={log}", "--timeout=120", *flags]
+    code = main.main(["run", *flags, str(JOB), str(folder), event, task])
+    assert code == 0, (folder / "logs" / "worker-0.log").read_text()[-3000:]
+    lines = read(log)
+    assert (lines[0]["event"], lines[-1]["event"]) == ("job_started", "job_ended")
+    assert lines[-1]["exit_code"] == 0
+    assert not list(job_folder.root().iterdir())  # The launcher removes its own.
+    return lines, json.loads((folder / "status.json").read_text())
+
+
+def test_a_worker_that_is_started_again(tmp_path):
+    flags = "--workers=2 --ps=1 --max_restarts=1 --chaos=kill:worker1@step=9".split()
+    lines, jobs = run_job(tmp_path, *flags, event="task_restarted", task="worker-1")
+    events = [(line["event"], line.get("task")) for line in lines]
+    names = ["chief-0", "worker-0", "worker-1", "ps-0"]
+    assert events[1:5] == [("task_started", name) for name in names]
+    (fault,) = (line for line in lines if line["event"] == "fault")
+    assert fault["message"] == "kill:worker1@step=9 comes after step 9"
+    killed, restarted = (
+        events.index(("task_ended", "worker-1")),
+        events.index(("task_restarted", "worker-1")),
+    )
+    assert lines[killed]["exit_code"] == -9 and killed < restarted
+    assert lines[restarted]["restart"] == 1
+    assert ("task_ended", "chief-0") in events[restarted:]
+    steps = [line for line in lines if line["event"] == "steps"]
+    assert {line["task"] for line in steps} == {"chief-0"}
+    assert sum(line["steps"] for line in steps) == steps[-1]["step"] > 9
+    # The model's variables, read and sent by each step: 8 * 4 + 4 floats.
+    assert all(
+        abs(line[way] - 144) < 20 for way in ("bytes_sent", "bytes_received") for line in steps[-1:]
+    )
+    assert all(line["loss"] is None or line["loss"] >= 0 for line in steps)
+
+    (job,) = jobs
+    assert job["is_running"] and job["pid"] == os.getpid() and job["layout"]["workers"] == 2
+    assert job["command"] == [str(JOB), str(tmp_path), "task_restarted", "worker-1"]
+    assert {name: task["state"] for name, task in job["tasks"].items()} == dict.fromkeys(
+        names, "running"
+    )
+    assert job["tasks"]["worker-1"]["pid"] == lines[restarted]["pid"]
+    assert [name for name, task in job["tasks"].items() if task["steps"]] == ["chief-0"]
+    said = job["tasks"]["chief-0"]["steps"]
+    assert said in [{name: line[name] for name in said} for line in steps]
+    text = (tmp_path / "status.txt").read_text().splitlines()
+    assert text[0].startswith(f"{JOB} {tmp_path} task_restarted worker-1: running")
+    assert [line.split()[0] for line in text[3:]] == names
+
+
+def test_a_worker_that_is_waited_for(tmp_path):
+    flags = ["--workers=2", "--chaos=stop:worker1@step=6,for=6"]
+    lines, jobs = run_job(tmp_path, *flags, event="stall_over", task="worker-0")
+    # It is told again when the wait has doubled.
+    begin = next(i for i, line in enumerate(lines) if line["event"] == "stall")
+    (end,) = (i for i, line in enumerate(lines) if line["event"] == "stall_over")
+    assert begin < end and lines[begin]["task"] == lines[end]["task"] == "worker-0"
+    assert "worker-0 at training step 7 waits for a collective" in lines[begin]["message"]
+    assert "worker-1 (no answer)" in lines[begin]["message"]
+    stall = jobs[0]["tasks"]["worker-0"]["stall"]
+    assert stall["is_over"] and stall["seconds"] == lines[end]["seconds"] >= 1
+    ends = [line for line in lines if line["event"] == "epoch_end"]
+    assert {line["task"] for line in ends} == {"worker-0", "worker-1"}
+    assert all(set(line["logs"]) == {"loss", "mae"} for line in ends)
+    first, second = (
+        {line["step"]: line["loss"] for line in ends if line["task"] == task}
+        for task in ("worker-0", "worker-1")
+    )
+    assert first == second  # Both are at the same weights.
+    for task in ("worker-0", "worker-1"):
+        steps = [line for line in lines if (line["event"], line.get("task")) == ("steps", task)]
+        assert sum(line["steps"] for line in steps) == steps[-1]["step"] == max(first)
+        assert all(line["bytes_sent"] == 4 * 36 for line in steps)
+
+    pandas = pytest.importorskip("pandas")
+    table = pandas.read_json(tmp_path / "log.jsonl", lines=True)
+    assert len(table) == len(lines) and table.timestamp.dt.year.min() > 2000
+    assert table[table.event == "steps"].ms.min() > 0
+
+
+def test_what_a_killed_launcher_has_left(capsys):
+    assert main.main(["status"]) == 0
+    assert "no job of `keras-psplus run` is under way" in capsys.readouterr().out
+    source = (
+        "import os, pathlib, signal\n"
+        "from keras_psplus.cluster.job_record import JobRecord\n"
+        "record = JobRecord(['train.py'], {'worker': 1}, pathlib.Path('/logs'))\n"
+        "record.__enter__()\n"
+        "record.task_started('worker-0', os.getpid(), 0)\n"
+        "os.kill(os.getpid(), signal.SIGKILL)\n"
+    )
+    subprocess.run([sys.executable, "-c", source], timeout=60)
+    assert main.main(["status"]) == 0
+    text = capsys.readouterr().out
+    assert "train.py: ended: its launcher is gone" in text and " ended " in text.splitlines()[-1]
+    (folder,) = job_folder.root().iterdir()
+    # A process that has got the id of the killed one is another one.
+    job = json.loads((folder / "job.json").read_text())
+    job_folder.write_job(folder, job | {"pid": os.getpid()})
+    assert main.main(["status", "--json"]) == 0
+    assert json.loads(capsys.readouterr().out)[0]["is_running"] is False
+    assert folder.exists()
+    (job_folder.root() / "unknown").mkdir()
+    assert main.main(["status", "--clear"]) == 0
+    assert os.listdir(job_folder.root()) == ["unknown"]
+
+
+def test_jobs_are_this_users_alone(capsys, tmp_path):
+    job_folder.root().mkdir(mode=0o777)
+    job_folder.root().chmod(0o777)
+    assert main.main(["status"]) == 1
+    assert "is not a folder that this user alone can write to" in capsys.readouterr().err
+    job_folder.root().rmdir()
+    job_folder.root().symlink_to(tmp_path)
+    assert main.main(["status"]) == 1
+    script = tmp_path / "train.py"
+    script.write_text("print('trained')\n")
+    assert main.main(["run", "--workers=1", f"--log_dir={tmp_path}", str(script)]) == 0
+    captured = capsys.readouterr()
+    assert "[worker-0] trained" in captured.out
+    assert "status` will not show this job" in captured.err
+
+
+def test_the_state_of_a_process():
+    with subprocess.Popen([sys.executable, "-c", "input()"], stdin=subprocess.PIPE) as process:
+        birth = process_state.birth_of(process.pid)
+        assert process_state.state_of(process.pid, birth) == "running"
+        assert process_state.state_of(process.pid, birth + 1) == "ended"
+        process.communicate(b"\n")
+    assert process_state.state_of(process.pid, birth) == "ended"
+
+
+@pytest.mark.parametrize("path", ["", "{}/missing/log.jsonl", "{}"])
+def test_a_log_that_cannot_be_written_is_refused(path, capsys, tmp_path):
+    script = tmp_path / "train.py"
+    script.write_text("raise SystemExit(3)\n")
+    flags = [f"--json_log={path.format(tmp_path)}", f"--log_dir={tmp_path}"]
+    assert main.main(["run", *flags, str(script)]) == 2
+    error = capsys.readouterr().err
+    assert "the JSON log cannot be written" in error and "Received: --json_log=" in error
+    assert not list(tmp_path.glob("*.log"))
+
+
+@pytest.mark.parametrize("flag", ["more", "--jsn"])
+def test_status_takes_flags_alone(flag, capsys):
+    assert main.main(["status", flag]) == 2
+    assert flag.strip("-") in capsys.readouterr().err
+
+
+def test_lines_of_several_processes_are_whole(tmp_path):
+    path = tmp_path / "log.jsonl"
+    source = (
+        "import sys\nfrom keras_psplus.cluster.json_log import JsonLog\n"
+        "log = JsonLog(sys.argv[1])\n"
+        "for i in range(300): log.append('event', task=sys.argv[2], text='x' * 3000, i=i)\n"
+    )
+    commands = [[sys.executable, "-c", source, path, str(number)] for number in range(2)]
+    processes = [subprocess.Popen(command) for command in commands]
+    assert [process.wait(60) for process in processes] == [0, 0]
+    for number in "01":
+        assert [line["i"] for line in read(path) if line["task"] == number] == list(range(300))
+
+
+def test_numbers_that_json_does_not_have(tmp_path):
+    numpy = pytest.importorskip("numpy")
+    log = JsonLog(tmp_path / "log.jsonl")
+    log.append("steps", loss=float("nan"), logs={"mae": numpy.float32(0.5), "x": [float("inf")]})
+    (line,) = read(tmp_path / "log.jsonl")
+    assert line["loss"] is None and line["logs"] == {"mae": 0.5, "x": [None]}

@@ -1,0 +1,78 @@
+"""The examples for Ray equal one process, on a Ray of this machine, also after a lost worker."""
+
+import os
+import pathlib
+
+import keras
+import numpy as np
+import pytest
+
+ray = pytest.importorskip("ray")
+
+ROOT = pathlib.Path(__file__).parents[2]
+MEMORY = 80 * 2**20
+
+
+@pytest.fixture(scope="module")
+def cluster():
+    """A Ray with two CPUs and as little memory as it takes."""
+    variables = {
+        "PYTHONPATH": os.pathsep.join([str(ROOT), os.environ.get("PYTHONPATH", "")]),
+        "CUDA_VISIBLE_DEVICES": "",
+        "TF_CPP_MIN_LOG_LEVEL": "2",
+    }
+    with pytest.MonkeyPatch.context() as environment:
+        environment.delenv("TF_CONFIG", raising=False)
+        environment.syspath_prepend(str(ROOT))
+        ray.init(
+            num_cpus=2,
+            object_store_memory=MEMORY,
+            include_dashboard=False,
+            runtime_env={"env_vars": variables},
+        )
+        yield
+        ray.shutdown()
+
+
+def test_two_workers_equal_one_process_also_after_a_lost_worker(cluster, tmp_path):
+    from examples import ray_train
+    from tests.examples import ray_job
+
+    config = {"folder": str(tmp_path)}
+    trainer = ray_train.make_trainer(
+        ray_job.train, config, 2, str(tmp_path / "storage"), failures=1
+    )
+    result = trainer.fit()
+    assert result.error is None
+    # All workers were started again, and went on after the epoch that was whole.
+    assert [(tmp_path / f"begins-{rank}").read_text() for rank in range(2)] == ["0 1 "] * 2
+    model = ray_job.make_model()
+    history = ray_job.fit(model)
+    assert result.metrics["epoch"] == ray_job.EPOCHS
+    for name in ("loss", "mae"):
+        assert result.metrics[name] == pytest.approx(history[name][-1], rel=1e-4)
+    found = np.load(tmp_path / "weights.npz")
+    for expected, name in zip(model.get_weights(), found.files, strict=True):
+        np.testing.assert_allclose(found[name], expected, atol=2e-5)
+    # Plain Keras reads what Ray has kept.
+    with result.checkpoint.as_directory() as folder:
+        saved = ray_job.make_model()
+        saved.load_weights(pathlib.Path(folder, ray_train.WEIGHTS))
+    for weight, expected in zip(saved.get_weights(), model.get_weights()):
+        np.testing.assert_allclose(weight, expected, atol=2e-5)
+
+
+def test_parameter_servers_as_actors_equal_one_process(cluster, tmp_path):
+    from examples import ray_parameter_servers
+
+    loss, weights = ray_parameter_servers.run(
+        ray_parameter_servers.train, 2, str(tmp_path), workers=2, ps=1
+    )
+    keras.utils.set_random_seed(1)
+    model = keras.Sequential([keras.Input((8,)), keras.layers.Dense(4)])
+    model.compile("adam", "mse")
+    x = np.random.default_rng(0).normal(size=(64, 8)).astype("float32")
+    history = model.fit(x, x[:, :4], batch_size=16, epochs=2, shuffle=False, verbose=0).history
+    assert loss == pytest.approx(history["loss"], rel=1e-5)
+    for found, expected in zip(weights, model.get_weights(), strict=True):
+        np.testing.assert_allclose(found, expected, atol=2e-5)
