@@ -1,5 +1,6 @@
 """`--strategy auto`: the best exact entry of a plan, in real clusters and on the command line."""
 
+import dataclasses
 import json
 import os
 import pathlib
@@ -11,7 +12,8 @@ import numpy as np
 import pytest
 
 from keras_psplus import automatic, catalogue
-from keras_psplus.cli import main
+from keras_psplus.cli import auto, main
+from keras_psplus.cluster import environment
 from keras_psplus.cluster.environment import python_path
 from keras_psplus.cluster.testing import run_in_processes
 from keras_psplus.planning import choices
@@ -200,6 +202,45 @@ def test_what_the_environment_may_not_say_beside_auto(capsys, monkeypatch):
     assert "Received: --strategy=auto, KERAS_PSPLUS_COMPRESSION=int8" in capsys.readouterr().err
     with pytest.raises(ValueError, match="auto decides itself.*Received: KERAS_PSPLUS_COMPR"):
         catalogue.strategy("auto")
+
+
+@pytest.mark.parametrize(
+    ("layout", "batch_of", "cores", "times"),
+    [
+        ({"workers": 2, "ps": 0, "chief": False}, 2, 2, 1),
+        ({"workers": 4, "ps": 0, "chief": False}, 4, 2, 2),
+        ({"workers": 2, "ps": 0, "chief": True}, 3, 4, 1),
+        ({"workers": 2, "ps": 1, "chief": True}, 2, 1, 3),
+    ],
+)
+def test_what_tasks_of_one_machine_are_chosen_by(layout, batch_of, cores, times, monkeypatch):
+    asked = {}
+
+    def ask(command, **request):
+        asked.update(request, command=command)
+        work = dataclasses.asdict(FACTS.work)
+        facts = dataclasses.asdict(FACTS) | work
+        return {key: value for key, value in facts.items() if key != "work"}
+
+    for module in (auto, environment):
+        monkeypatch.setattr(module, "available_cores", lambda: cores)
+    monkeypatch.setattr(auto.plan_script, "ask", ask)
+    monkeypatch.delenv("OMP_NUM_THREADS", raising=False)
+    chosen = auto.by_measuring(["train.py", "--fast"], layout)
+    assert asked["command"] == ["train.py", "--fast"] and asked["workers"] == batch_of
+    # The script gets what a task gets, but no cluster.
+    threads = max(1, cores // (layout["workers"] + layout["chief"]))
+    assert asked["variables"]["OMP_NUM_THREADS"] == str(threads)
+    assert "TF_CONFIG" not in asked["variables"]
+    # More tasks than cores take longer; links of one machine are as fast as its cores.
+    slower = dataclasses.replace(
+        FACTS,
+        step_ms=times * FACTS.step_ms,
+        single_ms=times * FACTS.single_ms,
+        int8_ms=times * FACTS.int8_ms,
+    )
+    link = Cluster(bits_per_second=None)
+    assert chosen == automatic.choose_by(slower, link, **layout)
 
 
 def test_a_script_that_gives_nothing_to_plan_by(tmp_path, capsys):
