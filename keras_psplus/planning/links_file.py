@@ -50,7 +50,11 @@ class Links(NamedTuple):
         return {
             "hosts": list(self.hosts),
             "links": [
-                {"hosts": [self.hosts[i], self.hosts[j]], **link._asdict()}
+                {
+                    "hosts": [self.hosts[i], self.hosts[j]],
+                    "latency_ms": link.latency_ms,
+                    "bits_per_second": link.bits_per_second,
+                }
                 for (i, j), link in self.links.items()
             ],
         }
