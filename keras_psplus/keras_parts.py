@@ -47,6 +47,7 @@ __all__ = [
     "generator_data_adapter",
     "global_state",
     "io_utils",
+    "is_class_weight_map",
     "layers",
     "legacy_h5_format",
     "loss_module",
@@ -96,3 +97,13 @@ Variable = _in_use(backend.Variable, "handle")
 numpy_module = getattr(backend, "ops", backend).numpy
 numpy_take = numpy_module.take
 standardize_dtype = keras.backend.standardize_dtype
+
+
+def is_class_weight_map(function: Any) -> bool:
+    """Whether a function of `Dataset.map` is Keras's own, which weighs rows by their classes."""
+    made_by = tf_dataset_adapter.make_class_weight_map_fn
+    names = (made_by.__module__, f"{made_by.__qualname__}.<locals>.class_weights_map_fn")
+    return (
+        getattr(function, "__module__", None),
+        getattr(function, "__qualname__", None),
+    ) == names

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import json
 import random
 from collections.abc import Callable
@@ -9,7 +10,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 import tensorflow as tf
 
-from keras_psplus.all_reduce import data_facts, elements, lookahead
+from keras_psplus.all_reduce import data_facts, elements, global_batches, lookahead
 from keras_psplus.all_reduce.array_data import array_dataset, as_it_is
 from keras_psplus.all_reduce.py_dataset import share_order
 from keras_psplus.core import batches
@@ -46,6 +47,7 @@ class _Proposal(NamedTuple):
     facts: dict
     readers: list
     seed: int
+    maps: str = ""
 
 
 def distribute(
@@ -73,15 +75,20 @@ def distribute(
     """
     kind, facts, source = data_facts.describe(adapter)
     readers = data_service.readers(source)
+    world = strategy.extended.world
+    pipeline = global_batches.pipeline_of(source if kind == "dataset" else None, world)
+    how_maps_run = pipeline if isinstance(pipeline, str) else pipeline.summary
     # Drawn as Keras draws its seeds, so that `keras.utils.set_random_seed` settles it.
-    proposal = _Proposal(kind, facts, readers, seed_for(random.randint(1, int(1e9))))
+    seed = seed_for(random.randint(1, int(1e9)))
+    proposal = _Proposal(kind, facts, readers, seed, how_maps_run)
     proposals = _exchange(strategy, proposal)
-    distributed = _distribute(strategy, adapter, proposals, proposal, reads_ahead, steps)
+    distributed = _distribute(strategy, adapter, proposals, proposal, pipeline, reads_ahead, steps)
     return distributed._replace(seed=proposals[0].seed)
 
 
-def _distribute(strategy, adapter, proposals, own, reads_ahead, steps):
-    kind, facts, readers, _ = own
+def _distribute(strategy, adapter, proposals, own, pipeline, reads_ahead, steps):
+    kind, facts, readers, _, how_maps_run = own
+    world = strategy.extended.world
     seed = proposals[0].seed
     alike = all((other.kind, other.facts) == (kind, facts) for other in proposals)
     if strategy.num_workers > 1:
@@ -91,14 +98,20 @@ def _distribute(strategy, adapter, proposals, own, reads_ahead, steps):
     if kind == "own" or not alike or any(reader.job_name != "" for reader in readers):
         return _own_share(strategy, adapter, proposals, readers, reads_ahead)
     share_order(adapter, seed)
+    if not isinstance(pipeline, str):
+        # Workers that do differently would give shuffles other seeds.
+        if all(other.maps == how_maps_run for other in proposals):
+            of_rows = global_batches.of_own_rows(pipeline, world, seed)
+            return _split(strategy, adapter, of_rows, reads_ahead, facts)
+        pipeline = "the workers' pipelines differ"
     dataset = adapter.get_tf_dataset()
     # A job of the service, which a copy of the dataset would begin again, has one reader here.
     dataset = elements.without_missing(dataset if readers else seed_shuffles(dataset, seed))
     if kind in ("python", "generator"):
         dataset = elements.copied(dataset)
-    if facts["batches"] != data_facts.UNKNOWN:
-        return _with_next(_lockstep(strategy, adapter, dataset, facts), reads_ahead)
-    return _until_all_end(strategy, adapter, dataset, reads_ahead)
+    return _split(
+        strategy, adapter, global_batches.whole(dataset, world, pipeline), reads_ahead, facts
+    )
 
 
 def _exchange(strategy, proposal):
@@ -143,22 +156,22 @@ def _array(strategy, adapter, seed):
     return Distributed(dataset, adapter, elements.batch_spec_of_shards(dataset))
 
 
-def _lockstep(strategy, adapter, dataset, facts):
+def _split(strategy, adapter, of_dataset, reads_ahead, facts):
+    if facts["batches"] != data_facts.UNKNOWN:
+        return _with_next(_lockstep(strategy, adapter, of_dataset, facts), reads_ahead)
+    return _until_all_end(strategy, adapter, of_dataset, reads_ahead)
+
+
+def _lockstep(strategy, adapter, of_dataset, facts):
     """As many global batches on every worker: each cuts its rows out, and nobody has to ask."""
-    world = strategy.extended.world
-    spec = dataset.element_spec
-    sharded = elements.in_order(dataset).map(
-        as_it_is(lambda *batch: batches.split(elements.element(batch, spec), world)),
+    sharded = elements.in_order(of_dataset.dataset).map(
+        as_it_is(functools.partial(of_dataset.cut, pads=True)),
         num_parallel_calls=tf.data.AUTOTUNE,
     )
     count = facts["batches"]
     many = f"{count} batches" if count >= 0 else "an unlimited number of batches"
-    _log_distribution(
-        strategy,
-        f"{many}, each split by rows; every worker reads the whole dataset (set "
-        "AutoShardPolicy.FILE in its options to share out the files)",
-    )
-    return Distributed(sharded.prefetch(tf.data.AUTOTUNE), adapter, spec)
+    _log_distribution(strategy, f"{many}, each split by rows; {of_dataset.how}")
+    return Distributed(sharded.prefetch(tf.data.AUTOTUNE), adapter, of_dataset.spec)
 
 
 def _with_next(distributed, reads_ahead):
@@ -168,29 +181,28 @@ def _with_next(distributed, reads_ahead):
     return distributed._replace(dataset=dataset)
 
 
-def _until_all_end(strategy, adapter, dataset, reads_ahead):
+def _until_all_end(strategy, adapter, of_dataset, reads_ahead):
     """Unknown length: TensorFlow asks at every step whether somebody still has data."""
-    world = strategy.extended.world
-    spec = dataset.element_spec
 
     @as_it_is
     def parts(*batch):
         # Their rows are counted later, when all replicas have them.
-        shards = batches.split(elements.element(batch, spec), world, pads=False)
+        shards = of_dataset.cut(*batch, pads=False)
         pieces = [tf.data.Dataset.from_tensors(part.data) for part in shards.replicas]
         whole = pieces[0]
         for piece in pieces[1:]:
             whole = whole.concatenate(piece)
         return whole
 
-    dataset = elements.in_order(elements.with_any_batch_size(dataset)).flat_map(parts)
+    dataset = elements.with_any_batch_size(of_dataset.dataset)
+    dataset = elements.in_order(dataset).flat_map(parts)
     distributed = _of_replicas(strategy, dataset, reads_ahead)
     _log_distribution(
         strategy,
         "batches of unknown number, each split by rows; one small message a step finds "
-        "out when all workers have run out",
+        f"out when all workers have run out; {of_dataset.how}",
     )
-    return Distributed(distributed, adapter, spec)
+    return Distributed(distributed, adapter, of_dataset.spec)
 
 
 def _of_replicas(strategy, dataset, reads_ahead):

@@ -64,6 +64,26 @@ class World(NamedTuple):
         first = tf.maximum(tf.minimum(first, rows - 1), 0)
         return first, tf.maximum(end, first + 1)
 
+    def span(self, rows: int | tf.Tensor) -> tuple[Any, Any]:
+        """First and one past the last row that this worker needs of a batch."""
+        return (
+            self.padded_bounds(rows, 0)[0],
+            self.padded_bounds(rows, self.local_replicas - 1)[1],
+        )
+
+    def most_rows(self, batch_size: int, is_even: bool) -> int:
+        """Most rows that this worker needs of a batch of that size, or a smaller last one.
+
+        Args:
+            batch_size: Int.
+            is_even: Whether there are no smaller ones.
+        """
+        # More than with a whole batch: of 7 and 8 rows for five workers, the third has 2 and 1.
+        # It is so in each R sizes on end; where replicas have no rows, it is not.
+        smallest = batch_size if is_even else max(1, batch_size - 2 * self.replicas)
+        spans = [self.span(rows) for rows in range(smallest, batch_size + 1)]
+        return max(end - first for first, end in spans)
+
 
 def rows_of(data: Any) -> int | tf.Tensor | None:
     """Number of rows of a structure of tensors: an int if it is static, else a tensor."""
@@ -75,6 +95,43 @@ def rows_of(data: Any) -> int | tf.Tensor | None:
         if tf.is_tensor(leaf) and leaf.shape.rank != 0:
             return leaf.shape[0] if leaf.shape.rank and leaf.shape[0] else tf.shape(leaf)[0]
     return None
+
+
+class OwnRows(NamedTuple):
+    """Which rows a worker takes of batches that are put together from its rows only.
+
+    Attributes:
+        world: `World` of the worker.
+        batch_size: Rows of a global batch.
+        is_even: Whether none of them has fewer.
+    """
+
+    world: World
+    batch_size: int
+    is_even: bool
+
+    @property
+    def most(self) -> int:
+        """Rows that the worker takes, the same of all batches that have as many."""
+        return self.world.most_rows(self.batch_size, self.is_even)
+
+    def start(self, rows: int | tf.Tensor) -> Any:
+        """The first of them in a batch of `rows` rows."""
+        first, _ = self.world.span(rows)
+        if isinstance(rows, int):
+            return max(0, min(first, rows - self.most))
+        return tf.maximum(tf.minimum(first, rows - self.most), 0)
+
+    def split(self, rows: tf.Tensor, data: Any, pads: bool = True) -> Shards:
+        """Cuts the worker's rows into its `Shards`, as `split` does with the global batch.
+
+        Args:
+            rows: 1-D tensor of equal values, the number of rows of the global batch.
+            data: Structure of tensors.
+            pads: Whether a replica without rows gets one that does not count.
+        """
+        of_batch = self.batch_size if self.is_even else rows[0]
+        return _shards(data, self.world, of_batch, pads, self.start(of_batch))
 
 
 def split(data: Any, world: World, pads: bool = True) -> Shards:
@@ -98,13 +155,18 @@ def split(data: Any, world: World, pads: bool = True) -> Shards:
             tf.debugging.assert_equal(of_leaf, rows, f"{message}Received: {data}")
     if pads and not isinstance(rows, int):
         data = padding.padded(data, rows)
+    return _shards(data, world, rows, pads)
+
+
+def _shards(data, world, rows, pads, start=0):
+    """The `Shards` of a worker, of data that begin with a row of the global batch."""
     shards = []
     for local_replica in range(world.local_replicas):
         first, end = world.bounds(rows, local_replica)
         local_rows = end - first
         if pads:
             first, end = world.padded_bounds(rows, local_replica)
-        part = functools.partial(take, first=first, end=end)
+        part = functools.partial(take, first=first - start, end=end - start)
         shards.append(
             Batch(
                 tf.nest.map_structure(part, data),

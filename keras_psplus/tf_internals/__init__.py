@@ -9,8 +9,18 @@ from tensorflow.core.framework import graph_pb2, types_pb2
 from tensorflow.core.protobuf import config_pb2, data_service_pb2
 from tensorflow.python.autograph.core import ag_ctx as autograph_context
 from tensorflow.python.autograph.impl import api as autograph_api
+from tensorflow.python.data.experimental.ops import cardinality as data_cardinality
 from tensorflow.python.data.experimental.ops import distribute as data_distribute
-from tensorflow.python.data.ops import dataset_ops
+from tensorflow.python.data.ops import (
+    batch_op,
+    dataset_ops,
+    map_op,
+    prefetch_op,
+    repeat_op,
+    shard_op,
+    skip_op,
+    take_op,
+)
 from tensorflow.python.data.util import structure as data_structure
 from tensorflow.python.distribute import (
     collective_all_reduce_strategy,
@@ -33,6 +43,7 @@ from tensorflow.python.eager import context, def_function, executor, record
 from tensorflow.python.framework import (
     auto_control_deps_utils,
     func_graph,
+    op_def_registry,
     tensor_conversion_registry,
 )
 from tensorflow.python.framework import ops as framework_ops
@@ -48,6 +59,7 @@ __all__ = [
     "autograph_api",
     "autograph_context",
     "autotrackable",
+    "batch_op",
     "cluster_coordinator",
     "collective_all_reduce_strategy",
     "collective_ops",
@@ -58,6 +70,7 @@ __all__ = [
     "coordinator_values",
     "cross_device_ops",
     "cross_device_utils",
+    "data_cardinality",
     "data_distribute",
     "data_service_pb2",
     "data_structure",
@@ -71,15 +84,22 @@ __all__ = [
     "framework_ops",
     "func_graph",
     "graph_pb2",
+    "map_op",
     "multi_worker_util",
     "nest",
     "one_device_strategy",
+    "op_def_registry",
     "parameter_server_strategy_v2",
+    "prefetch_op",
     "record",
+    "repeat_op",
     "resource_variable_ops",
     "script_ops",
+    "shard_op",
     "sharded_variable",
+    "skip_op",
     "slurm_cluster_resolver",
+    "take_op",
     "tensor_conversion_registry",
     "trackable_base",
     "types_core",

@@ -1,7 +1,7 @@
 """The private attributes of TensorFlow that are relied on; checked when the package is imported."""
 
 import tensorflow as tf
-from tensorflow.python.data.ops import iterator_ops
+from tensorflow.python.data.ops import iterator_ops, structured_function
 from tensorflow.python.distribute import input_lib
 from tensorflow.python.eager.polymorphic_function.concrete_function import ConcreteFunction
 from tensorflow.python.trackable.base import Trackable
@@ -9,22 +9,30 @@ from tensorflow.python.trackable.base import Trackable
 from keras_psplus import private_attributes
 from keras_psplus.tf_internals import (
     autotrackable,
+    batch_op,
     cluster_coordinator,
     collective_all_reduce_strategy,
     context,
     coordinator_values,
     cross_device_utils,
+    data_cardinality,
     data_distribute,
     dataset_ops,
     def_function,
     distribute_lib,
     distributed_values,
     framework_ops,
+    map_op,
     one_device_strategy,
     parameter_server_strategy_v2,
+    prefetch_op,
+    repeat_op,
     resource_variable_ops,
     script_ops,
+    shard_op,
     sharded_variable,
+    skip_op,
+    take_op,
 )
 
 ATTRIBUTES = [
@@ -46,12 +54,39 @@ ATTRIBUTES = [
     (sharded_variable.ShardedVariableMixin, "_var_offsets"),
     (Trackable, "_handle_deferred_dependencies _track_trackable"),
     # Data.
+    (batch_op, "_BatchDataset _ParallelBatchDataset"),
+    (batch_op._BatchDataset, "_batch_size _drop_remainder"),
+    (
+        batch_op._ParallelBatchDataset,
+        "_batch_size _deterministic _drop_remainder _num_parallel_calls",
+    ),
+    (data_cardinality, "_AssertCardinalityDataset"),
+    (data_cardinality._AssertCardinalityDataset, "_expected_cardinality"),
     (data_distribute, "_AutoShardDataset"),
-    (dataset_ops, "_VariantDataset"),
+    (dataset_ops, "_OptionsDataset _VariantDataset"),
+    (dataset_ops.UnaryDataset, "_input_dataset"),
     (input_lib.DistributedDataset, "_cloned_datasets _original_dataset"),
     (input_lib.DistributedDatasetsFromFunction, "_dataset_fn"),
     (input_lib.DistributedIterator, "_iterators"),
     (iterator_ops.OwnedIterator, "_iterator_resource"),
+    (map_op, "_MapDataset _ParallelMapDataset"),
+    (map_op._MapDataset, "_force_synchronous _map_func _preserve_cardinality"),
+    (
+        map_op._ParallelMapDataset,
+        "_deterministic _map_func _num_parallel_calls _preserve_cardinality "
+        "_use_unbounded_threadpool",
+    ),
+    (prefetch_op, "_PrefetchDataset"),
+    (prefetch_op._PrefetchDataset, "_buffer_size"),
+    (repeat_op, "_RepeatDataset"),
+    (repeat_op._RepeatDataset, "_count"),
+    (shard_op, "_ShardDataset"),
+    (shard_op._ShardDataset, "_index _num_shards"),
+    (skip_op, "_SkipDataset"),
+    (skip_op._SkipDataset, "_count"),
+    (structured_function.StructuredFunctionWrapper, "_func"),
+    (take_op, "_TakeDataset"),
+    (take_op._TakeDataset, "_count"),
     (tf.data.Dataset, "_as_serialized_graph _inputs _variant_tensor"),
     # tf.distribute.
     (

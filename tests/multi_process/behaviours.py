@@ -203,6 +203,51 @@ def unseeded_dataset_with_cache_and_repeat(context):
     return watch(context, data.repeat().batch(10), steps_per_epoch=10)
 
 
+@behaviour
+def maps_of_own_rows(context):
+    """By pipeline, the ids that this worker has mapped, beside those that it has seen."""
+    policy = tf.data.experimental.AutoShardPolicy
+    mapped = []
+
+    def note(x, y):
+        mapped.append(int(x[0]))
+        return x, y
+
+    def noted(data, **options):
+        types = [part.dtype for part in data.element_spec]
+
+        def noting(x, y):
+            x_after, y_after = tf.numpy_function(note, [x, y], types, **options)
+            return tf.ensure_shape(x_after, x.shape), tf.ensure_shape(y_after, y.shape)
+
+        return data.map(noting, num_parallel_calls=2)
+
+    def by_generator():
+        spec = tf.TensorSpec([3]), tf.TensorSpec([1])
+        generator = lambda: zip(*numbered(103), strict=True)  # noqa: E731
+        return tf.data.Dataset.from_generator(generator, output_signature=spec)
+
+    def with_policy(data):
+        options = tf.data.Options()
+        options.experimental_distribute.auto_shard_policy = policy.DATA
+        return data.with_options(options)
+
+    slices = tf.data.Dataset.from_tensor_slices(numbered(103))
+    tf.random.set_seed(None)
+    pipelines = {
+        "shuffled": noted(slices.shuffle(60), stateful=False).batch(10).prefetch(2),
+        "generated": noted(by_generator(), stateful=False).batch(10),
+        "trusted": with_policy(noted(slices).batch(10)),
+        "unknown": noted(slices).batch(10),
+    }
+    results = {}
+    for name, data in pipelines.items():
+        mapped.clear()
+        seen = watch(context, data, epochs=1)["epoch0"]
+        results |= {f"{name}/mapped": np.unique(mapped), f"{name}/seen": np.unique(seen)}
+    return results
+
+
 class Numbered(keras.utils.PyDataset):
     def __len__(self):
         return 11

@@ -93,6 +93,40 @@ def dataset_of_unknown_length():
     return trained(mlp(), data, epochs=2)
 
 
+@case
+def maps_of_own_rows():
+    """Each worker maps only its own rows; shuffled, weighted, of unknown length, in `predict`."""
+
+    def centred(x, y):
+        return {"x": x - tf.reduce_mean(x)}, y
+
+    def scaled(inputs, y):
+        return inputs["x"] * 2.0, y
+
+    def pipeline(source, size, **options):
+        data = source.map(centred, num_parallel_calls=2).prefetch(3).map(scaled)
+        return data.batch(size, **options).prefetch(2)
+
+    def slices(rows, seed):
+        return tf.data.Dataset.from_tensor_slices(blobs(rows, seed=seed))
+
+    layers = [keras.layers.Dense(16), keras.layers.BatchNormalization(synchronized=True)]
+    model = compiled([*layers, keras.layers.Dense(4)], keras.optimizers.SGD(0.05))
+    data = pipeline(slices(203, 0).shuffle(64, seed=3), 51)
+    test = pipeline(slices(77, 1), 16)
+    weights = {0: 1.0, 1: 2.0, 2: 0.5, 3: 1.5}
+    results = fit(model, data, epochs=2, validation_data=test, class_weight=weights)
+    # Goes on in the order of the shuffle.
+    again = fit(model, data.repeat(), epochs=2, steps_per_epoch=3)
+    unknown = slices(90, 2).filter(lambda x, y: y > 0)
+    drops = pipeline(unknown, 15, drop_remainder=True)
+    results |= {f"{key}/again": value for key, value in again.items()}
+    results |= {f"{key}/unknown": value for key, value in fit(model, drops).items()}
+    results["evaluate"] = np.asarray(model.evaluate(pipeline(unknown, 13), verbose=0))
+    results["predict"] = model.predict(test, verbose=0)
+    return model, results
+
+
 class Pair(typing.NamedTuple):
     x: typing.Any
     y: typing.Any

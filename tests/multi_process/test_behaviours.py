@@ -177,6 +177,31 @@ def test_one_log_line_says_how_data_are_shared_out(run):
         assert "AutoShardPolicy.FILE" in log
 
 
+@pytest.mark.cases("maps_of_own_rows")
+@pytest.mark.parametrize("pipeline", ["shuffled", "generated", "trusted", "unknown"])
+def test_each_worker_maps_its_own_rows(pipeline, run):
+    workers = run["maps_of_own_rows"]
+    seen = [set(worker[f"{pipeline}/seen"]) for worker in workers]
+    mapped = [set(worker[f"{pipeline}/mapped"]) for worker in workers]
+    assert set.union(*seen) == set(range(103))
+    # Of the last batch, a worker that has as many rows of others maps all three.
+    assert [len(ids) for ids in seen] == [52, 51]
+    if pipeline == "unknown":
+        # Python code that may keep what it has seen.
+        assert mapped == [set(range(103))] * 2
+    else:
+        assert [len(ids) for ids in mapped] == [53, 53]
+        assert all(ids > own for ids, own in zip(mapped, seen, strict=True))
+
+
+@pytest.mark.cases("maps_of_own_rows")
+def test_one_log_line_says_who_maps_which_rows(run):
+    assert run["maps_of_own_rows"]
+    for log in run.logs.values():
+        assert "split by rows; each worker maps only its own rows (1 map before the batch)" in log
+        assert "every worker runs the whole pipeline, as a map runs Python code (PyFunc)" in log
+
+
 @pytest.mark.cases("models_outside_the_scope")
 def test_a_model_of_one_process_is_its_own(run):
     first, second = (worker["losses"] for worker in run["models_outside_the_scope"])

@@ -1,0 +1,270 @@
+"""Rows of each batch that are chosen before the maps: a worker maps only those that it needs.
+
+    source -> map -> batch(8)      becomes      source -> rows 4 to 7 of each 8 -> map -> batch(4)
+
+Elements are counted before the maps as they are behind them, so every batch has the rows that it
+has otherwise. What is behind the batch, and what between the maps and the batch depends on more
+than positions, forbids it; so do maps that keep something from one element to the next.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import tensorflow as tf
+
+from keras_psplus.datasets.map_functions import objection
+from keras_psplus.keras_parts import is_class_weight_map
+from keras_psplus.tf_internals import (
+    batch_op,
+    data_cardinality,
+    dataset_ops,
+    map_op,
+    prefetch_op,
+    repeat_op,
+    shard_op,
+    skip_op,
+    take_op,
+)
+from keras_psplus.tf_internals import data_structure as structure
+
+_as_it_is = tf.autograph.experimental.do_not_convert
+_BATCHES = (batch_op._BatchDataset, batch_op._ParallelBatchDataset)
+_MAPS = (map_op._MapDataset, map_op._ParallelMapDataset)
+# What a worker can be given of the elements before the maps.
+_ELEMENTS = (tf.TensorSpec, tf.SparseTensorSpec, tf.RaggedTensorSpec)
+
+_Remake = Callable[[Any, tf.data.Dataset], tf.data.Dataset]
+# Stages that let all elements pass, or choose some by their positions, and how each is made again.
+_PASSING: dict[type, _Remake] = {
+    # Options are set on the whole.
+    dataset_ops._OptionsDataset: lambda stage, dataset: dataset,
+    prefetch_op._PrefetchDataset: lambda stage, dataset: dataset.prefetch(int(stage._buffer_size)),
+}
+_CHOOSING: dict[type, _Remake] = {
+    data_cardinality._AssertCardinalityDataset: lambda stage, dataset: dataset.apply(
+        tf.data.experimental.assert_cardinality(stage._expected_cardinality)
+    ),
+    repeat_op._RepeatDataset: lambda stage, dataset: dataset.repeat(stage._count),
+    shard_op._ShardDataset: lambda stage, dataset: dataset.shard(stage._num_shards, stage._index),
+    skip_op._SkipDataset: lambda stage, dataset: dataset.skip(stage._count),
+    take_op._TakeDataset: lambda stage, dataset: dataset.take(stage._count),
+}
+_REMAKES = {**_PASSING, **_CHOOSING}
+
+
+class Pipeline(NamedTuple):
+    """A dataset of batches, taken apart.
+
+    Attributes:
+        elements: `tf.data.Dataset` of what goes into the maps; all workers have all of it.
+        row_stages: Stages that each worker runs on its own rows, the first one first.
+        batch_size: Rows of a batch.
+        drops_remainder: Whether a last batch with fewer rows is left out.
+        parallel_calls: How many batches are put together at a time; None for one.
+        batch_stages: Stages behind the batch, the first one first.
+        options: The dataset's `tf.data.Options`.
+        spec: Type specification of its batches.
+        summary: Text that says what each worker maps of its own rows, and what of all.
+    """
+
+    elements: tf.data.Dataset
+    row_stages: tuple[Any, ...]
+    batch_size: int
+    drops_remainder: bool
+    parallel_calls: Any
+    batch_stages: tuple[Any, ...]
+    options: tf.data.Options
+    spec: Any
+    summary: str
+
+    @property
+    def is_even(self) -> bool:
+        """Whether all batches have as many rows."""
+        return self.drops_remainder or bool(
+            self.elements.cardinality() == tf.data.INFINITE_CARDINALITY
+        )
+
+    def of_rows(
+        self, elements: tf.data.Dataset, start: Callable[[tf.Tensor], tf.Tensor], count: int
+    ) -> tf.data.Dataset:
+        """Makes the dataset again, of some rows of each batch.
+
+        Args:
+            elements: `tf.data.Dataset` like `elements`.
+            start: Function from the number of rows of a batch to the first one that is wanted.
+            count: How many rows are wanted, or all from the first one if there are fewer.
+
+        Returns:
+            `tf.data.Dataset` of pairs: the number of rows of the batch for each of the rows, and
+            what the batch has of these.
+        """
+        dataset = _rows(elements, self.batch_size, self.drops_remainder, start, count)
+        for stage in self.row_stages:
+            make_again = _map_rows if isinstance(stage, _MAPS) else _remake
+            dataset = make_again(stage, dataset)
+        calls = self.parallel_calls
+        dataset = dataset.batch(
+            count,
+            drop_remainder=self.drops_remainder,
+            num_parallel_calls=calls,
+            deterministic=None if calls is None else True,
+        )
+        for stage in self.batch_stages:
+            make_again = _weigh_classes if isinstance(stage, _MAPS) else _remake
+            dataset = make_again(stage, dataset)
+        return dataset.with_options(self.options)
+
+
+def take_apart(dataset: tf.data.Dataset, is_trusted: bool) -> Pipeline | str:
+    """Finds the maps of a dataset that may be run on some rows of each batch only.
+
+    Args:
+        dataset: `tf.data.Dataset` of batches.
+        is_trusted: Whether the script has said that its maps keep nothing from one element to the
+            next; it is believed where the graph does not show the contrary.
+
+    Returns:
+        `Pipeline`, or the reason why there is no such map.
+    """
+    stage, batch_stages = dataset, []
+    while isinstance(stage, tuple(_REMAKES)) or _weighs_classes(stage):
+        batch_stages.append(stage)
+        stage = stage._input_dataset
+    if not isinstance(stage, _BATCHES):
+        if not any("Batch" in type(below).__name__ for below in _line(stage)):
+            return "it has no batch() at its end"
+        return f"{_name(stage)} may need all rows of a batch"
+    batch, size = stage, tf.get_static_value(stage._batch_size)
+    drops_remainder = tf.get_static_value(stage._drop_remainder)
+    if size is None or drops_remainder is None:
+        return "its batch size is not known"
+    if getattr(batch, "_deterministic", None) == "false":
+        return "its batches are in no fixed order"
+    # Sparse rows are as wide as the widest one of their batch.
+    if not all(isinstance(leaf, tf.TensorSpec) for leaf in tf.nest.flatten(batch.element_spec)):
+        return "its batches are not dense"
+    elements, passed, reason = batch._input_dataset, [], ""
+    stages = []
+    for stage in _line(elements):
+        reason = _objection_to(stage, is_trusted)
+        if reason:
+            break
+        passed.append(stage)
+        if isinstance(stage, _MAPS):
+            elements, stages = stage._input_dataset, list(passed)
+    maps = sum(isinstance(stage, _MAPS) for stage in stages)
+    others = sum(isinstance(stage, _MAPS) for stage in _line(batch)) - maps
+    if not maps:
+        has_maps = others or len(stage._inputs()) > 1
+        return reason if has_maps else "it has no map() before the batch"
+    if not all(isinstance(leaf, _ELEMENTS) for leaf in tf.nest.flatten(elements.element_spec)):
+        return "what its maps are given cannot be handed on"
+    stages.reverse()
+    for stage in stages:
+        if isinstance(stage, tuple(_CHOOSING)):
+            elements = _remake(stage, elements)
+    row_stages = tuple(stage for stage in stages if not isinstance(stage, tuple(_CHOOSING)))
+    summary = f"each worker maps only its own rows ({_count(maps)} before the batch"
+    summary += f"; {others} more on all rows: {reason})" if others else ")"
+    return Pipeline(
+        elements,
+        row_stages,
+        int(size),
+        bool(drops_remainder),
+        getattr(batch, "_num_parallel_calls", None),
+        tuple(reversed(batch_stages)),
+        dataset.options(),
+        dataset.element_spec,
+        summary,
+    )
+
+
+def _line(dataset):
+    """A dataset and those below it, as long as there is one."""
+    while dataset is not None:
+        yield dataset
+        below = dataset._inputs()
+        dataset = below[0] if len(below) == 1 else None
+
+
+def _objection_to(stage, is_trusted):
+    """Why nothing below a stage may be run on some elements only; empty if it may."""
+    if isinstance(stage, tuple(_REMAKES)):
+        return ""
+    if not isinstance(stage, _MAPS):
+        return f"{_name(stage)} is between maps and batch"
+    if getattr(stage, "_deterministic", None) == "false":
+        return f"{_name(stage)} hands on what is ready first"
+    if not stage._preserve_cardinality:
+        return f"{_name(stage)} may end the data"
+    found = objection(stage._map_func.function, is_trusted)
+    return f"a map {found}" if found else ""
+
+
+def _name(stage):
+    """What a stage is called in a script, as far as its class tells."""
+    words = re.findall("[A-Z][a-z]*", type(stage).__name__.removesuffix("Dataset"))
+    return "_".join(word.lower() for word in words if word != "Parallel") + "()"
+
+
+def _count(maps):
+    return "1 map" if maps == 1 else f"{maps} maps"
+
+
+def _remake(stage, dataset):
+    return next(make for kind, make in _REMAKES.items() if isinstance(stage, kind))(stage, dataset)
+
+
+def _rows(elements, batch_size, drops_remainder, start, count):
+    """Of each batch, so many of its elements from one on, each with the batch's number of rows."""
+    windows = elements.window(batch_size, drop_remainder=drops_remainder)
+    spec = windows.element_spec
+
+    @_as_it_is
+    def chosen(*window):
+        # A dataset for each part of the elements.
+        window = window if type(spec) is tuple else window[0]
+        rows = tf.cast(tf.nest.flatten(window)[0].cardinality(), tf.int32)
+        of_window = tf.data.Dataset.zip(window).skip(tf.cast(start(rows), tf.int64)).take(count)
+        return tf.data.Dataset.zip((tf.data.Dataset.from_tensors(rows).repeat(), of_window))
+
+    return windows.flat_map(chosen)
+
+
+def _map_rows(stage, dataset):
+    """A map, with the number of rows of the batch handed on."""
+    function = stage._map_func.function
+    spec_before, spec_after = stage._input_dataset.element_spec, stage.element_spec
+
+    @_as_it_is
+    def mapped(rows, element):
+        # Not the script's own function: traced again, it might be another one.
+        tensors = function(*structure.to_tensor_list(spec_before, element))
+        return rows, structure.from_tensor_list(spec_after, tensors)
+
+    if isinstance(stage, map_op._MapDataset):
+        return dataset.map(mapped, synchronous=stage._force_synchronous)
+    return dataset.map(
+        mapped,
+        num_parallel_calls=stage._num_parallel_calls,
+        deterministic=True,
+        use_unbounded_threadpool=stage._use_unbounded_threadpool,
+    )
+
+
+def _weighs_classes(stage):
+    """Whether a stage is the one by which Keras puts `class_weight` into effect, row by row."""
+    return isinstance(stage, _MAPS) and is_class_weight_map(stage._map_func._func)
+
+
+def _weigh_classes(stage, dataset):
+    function, spec = stage._map_func._func, stage._input_dataset.element_spec
+
+    @_as_it_is
+    def weighed(rows, batch):
+        return rows, function(*batch) if type(spec) is tuple else function(batch)
+
+    return dataset.map(weighed)
