@@ -9,7 +9,7 @@
 #                flags: make test-versions VERSIONS="--only '*nightly'"
 #   make bench   the benchmark lab; as root over emulated links; flags: make bench BENCH="--quick"
 #   make docs    the manual as a web site in site/
-#   make lint    ruff and mypy
+#   make lint    ruff, mypy and codespell
 #   make clean   remove everything that the other targets made
 
 PYTHON ?= python3
@@ -71,6 +71,8 @@ lint: $(VENV)/stamp-test
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
+	$(BIN)/codespell README.md CHANGELOG.md CONTRIBUTING.md docs keras_psplus strategies examples \
+	  benchmarks tests
 
 clean:
 	rm -rf $(VENV) .venv-versions build dist site *.egg-info .pytest_cache .ruff_cache .hypothesis bench.* bench_*

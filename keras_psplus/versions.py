@@ -17,7 +17,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
 
-__version__ = "0.1.0"
+__version__ = "0.2.0.dev0"
 
 SKIP_VARIABLE = "KERAS_PSPLUS_SKIP_VERSION_CHECK"
 

@@ -1,4 +1,4 @@
-"""Every public name has a docstring, with `Args` where it takes some: docs/reference.md shows them."""
+"""Every public name has a docstring, with `Args` where it takes some, for docs/reference.md."""
 
 import importlib
 import inspect
