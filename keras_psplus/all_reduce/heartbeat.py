@@ -84,7 +84,7 @@ class HeartbeatWatch:
     def __init__(self, task: TaskConfig, timeout: float) -> None:
         self._task, self._timeout = task, timeout
         workers = [one for one in task.tasks() if one[0] in ("chief", "worker")]
-        own = workers.index((task.task_type, task.task_index, task.address))
+        own = [one[:2] for one in workers].index((task.task_type, task.task_index))
         self._addresses = {
             task_name(job, index): address for job, index, address in neighbours(workers, own)
         }
