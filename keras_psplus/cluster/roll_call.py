@@ -216,7 +216,9 @@ class PartialRollCall(RollCall):
             return False
         if not self._leads:
             return self._listener.heard_all_here or self._leader not in self._also_waiting
-        others = [(name, self._addresses[name]) for name in self._also_waiting]
+        # This task may have found itself, at an address of another host.
+        waiting = self._also_waiting - {self._leader}
+        others = [(name, self._addresses[name]) for name in waiting]
         if others:
             self._dial(others, dataclasses.replace(self._mine, all_here=True), _COURTESY)
         return True

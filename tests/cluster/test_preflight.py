@@ -240,6 +240,16 @@ def test_own_name_that_leads_elsewhere_is_a_warning(monkeypatch):
     assert "another address" in lines[0]
 
 
+def test_the_first_task_of_a_large_cluster_may_find_itself_elsewhere(monkeypatch):
+    monkeypatch.setattr(neighbours, "EVERYBODY", 0)
+    monkeypatch.setattr(roll_call, "is_local", lambda host: False)
+    found = []
+    # What a service in front of it passes on to it.
+    monkeypatch.setattr(handshake, "dial", lambda address, mine, *_: found.append(mine) or mine)
+    wait_for_cluster(TaskConfig(make_cluster(1), "worker", 0), timeout=5, all_wait=True)
+    assert {identity.task for identity in found} == {"worker-0"}
+
+
 def _nobody(*_):
     raise OSError("nobody")
 
