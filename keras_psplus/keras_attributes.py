@@ -21,8 +21,7 @@ from keras_psplus.keras_parts import (
 ATTRIBUTES = [
     (
         backup_and_restore.BackupAndRestore,
-        "_batches_seen_since_last_saving _current_epoch _last_batch_seen _load_model "
-        "_training_metadata_path _weights_path",
+        "_current_epoch _last_batch_seen _load_model _training_metadata_path _weights_path",
     ),
     (
         base_optimizer.BaseOptimizer,
@@ -47,7 +46,7 @@ ATTRIBUTES = [
         "_seed_generators _trainable_variables",
     ),
     (model_module.Model, "_flatten_layers"),
-    (saving_lib, "H5IOStore _save_state"),
+    (saving_lib, "_save_state"),
     (Variable, "_initialize _initializer _maybe_autocast _trainable _value"),
 ]
 

@@ -48,20 +48,27 @@ class FitProgress:
 
     # Before anything is trained.
 
-    def begin(self, fit: Callable[..., Any], args: Any, kwargs: Any, is_chief: bool) -> None:
+    def begin(
+        self,
+        fit: Callable[..., Any],
+        model: keras.Model,
+        args: tuple[Any, ...],
+        kwargs: dict[str, Any],
+        is_chief: bool,
+    ) -> None:
         """A call of `fit` begins: its data are to come in the order in which they came before."""
-        self._awaits_data = True
+        self._awaits_data, self._initial_epoch = True, model._initial_epoch
         if not is_chief:
             return
         with contextlib.suppress(TypeError):
-            given = inspect.signature(fit).bind_partial(*args, **kwargs).arguments.get("callbacks")
+            given: Any = inspect.signature(fit).bind_partial(model, *args, **kwargs)
+            given = given.arguments.get("callbacks")
             for backup in _backups(getattr(given, "callbacks", given)):
                 self._saved_seed = _saved_seed(backup)
 
     def end(self, model: keras.Model) -> None:
         """It has ended, well or not; the next one begins where its script says."""
-        if self._callbacks is not None:
-            model._initial_epoch = self._initial_epoch
+        model._initial_epoch = self._initial_epoch
 
     def data_seed(self, drawn: int) -> int:
         """The seed of the order of data that are about to be read.
@@ -87,7 +94,6 @@ class FitProgress:
             ValueError: If `save_freq` cannot be.
         """
         self._callbacks, model = callbacks.callbacks, callbacks._model
-        self._initial_epoch = model._initial_epoch
         backups = _backups(self._callbacks)
         for backup in backups:
             _check_frequency(backup)
@@ -145,14 +151,18 @@ class FitProgress:
 
     @contextlib.contextmanager
     def collecting(self) -> Iterator[None]:
-        """Context of an event for callbacks: what they save is saved when all have heard of it."""
-        self._due = []
+        """Context of an event for callbacks: what they save is saved when all have heard of it.
+
+        If one of them raises, nothing is: what the others know would be of different batches.
+        """
+        due: list[Callable[[], None]] = []
+        self._due = due
         try:
             yield
         finally:
-            due, self._due = self._due or [], None
-            for save in due:
-                save()
+            self._due = None
+        for save in due:
+            save()
 
     def defer(self, save: Callable[[], None]) -> bool:
         """Has something saved when all callbacks have heard of an event; or returns False."""

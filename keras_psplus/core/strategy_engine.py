@@ -47,7 +47,7 @@ class StrategyEngine(Engine):
         self.backup_writer.wait()
         # A callback may train another model.
         outer, self.progress = self.progress, FitProgress()
-        self.progress.begin(original, (model, *args), kwargs, self.strategy.is_chief)
+        self.progress.begin(original, model, args, kwargs, self.strategy.is_chief)
         try:
             return original(model, *args, **kwargs)
         finally:

@@ -15,12 +15,21 @@ class StageLostError(RuntimeError):
     """A worker has died, and with it the variables of its stage."""
 
 
+# What TensorFlow raises where a task is gone; the last two, of what a step before has left there.
+OF_TASKS = (
+    tf.errors.UnavailableError,
+    tf.errors.AbortedError,
+    tf.errors.InternalError,
+    tf.errors.CancelledError,
+)
+
+
 @contextlib.contextmanager
 def translate_errors(strategy: Any) -> Iterator[None]:
     """Names the stage when TensorFlow fails for want of its worker."""
     try:
         yield
-    except (tf.errors.UnavailableError, tf.errors.AbortedError) as error:
+    except OF_TASKS as error:
         number = None if strategy.task is None else _lost_worker(strategy, str(error))
         if number is None:
             raise

@@ -18,6 +18,7 @@ from keras_psplus.core.worker_files import (
     warn_lost,
 )
 from keras_psplus.keras_parts import file_utils
+from keras_psplus.pipeline.failure import OF_TASKS
 
 _FILE = re.compile(r"^(\d+)-pipelines-step-(\d+)\.zip(\.tmp)?$")
 
@@ -46,6 +47,8 @@ class PipelineWorkerFiles(WorkerFiles):
             self._strategy.residuals.write(f"{path}.tmp")
             tf.io.gfile.rename(f"{path}.tmp", path, overwrite=True)
             files = digests_of([name], folder)
+        except OF_TASKS:
+            raise  # Of a worker whose residuals were read.
         except (OSError, tf.errors.OpError) as error:
             raise OSError(self._problem(folder, error)) from error
         in_use = names_in_use()

@@ -27,11 +27,9 @@ class Interrupt(keras.callbacks.Callback):
 
     def on_epoch_begin(self, epoch, logs=None):
         self._epoch = epoch
+        if epoch == 2 and self._batch is None:
+            raise Interrupted
 
     def on_train_batch_end(self, batch, logs=None):
         if self._epoch == 2 and batch == self._batch:
-            raise Interrupted
-
-    def on_epoch_end(self, epoch, logs=None):
-        if epoch == 1 and self._batch is None:
             raise Interrupted

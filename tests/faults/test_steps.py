@@ -73,11 +73,11 @@ def test_backups_that_cannot_be_are_refused(alone):
     )
 
 
-def test_a_job_whose_worker_is_killed_resumes_at_the_step(cluster, tmp_path):
-    command = [sys.executable, "-m", "keras_psplus", "run", "--workers", "2", "--max_restarts", "1"]
-    command += ["--chaos", "kill:worker1@step=20", str(JOB), str(tmp_path), "killed"]
+def run(folder, case, workers, *options):
+    """A job under the launcher: its exit code, its log, and what the chief prints at its end."""
+    command = [sys.executable, "-m", "keras_psplus", "run", "--workers", str(workers), *options]
     done = subprocess.run(
-        command,
+        [*command, str(JOB), str(folder), case],
         env={**os.environ, **ENVIRONMENT},
         capture_output=True,
         text=True,
@@ -85,10 +85,16 @@ def test_a_job_whose_worker_is_killed_resumes_at_the_step(cluster, tmp_path):
         check=False,
     )
     log = done.stdout + done.stderr
-    assert done.returncode == 0, log[-4000:]
+    lines = [line.removeprefix("[worker-0] ") for line in log.splitlines()]
+    found = [json.loads(line)[1:] for line in lines if line.startswith(f'["{case}", ')]
+    return done.returncode, log, dict(found[0]) if found else None
+
+
+def test_a_job_whose_worker_is_killed_resumes_at_the_step(cluster, tmp_path):
+    options = ["--max_restarts", "1", "--chaos", "kill:worker1@step=20"]
+    exit_code, log, found = run(tmp_path, "killed", 2, *options)
+    assert exit_code == 0, log[-4000:]
     assert "restart 1 of 1 begins" in log
     # 20 batches are 6 of the third epoch; a backup is made after every third.
     assert "training goes on after batch 4 of epoch 3" in log, log[-4000:]
-    ((_, _, whole),) = [cluster["worker-0"]["arrays"]]
-    (resumed,) = [line for line in log.splitlines() if line.startswith('[worker-0] ["killed"')]
-    assert dict(json.loads(resumed.removeprefix("[worker-0] "))[1:]) == dict(whole)
+    assert found == dict(cluster["worker-0"]["arrays"][2])
