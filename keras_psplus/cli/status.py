@@ -87,7 +87,7 @@ def _job(folder: pathlib.Path, job: dict[str, Any], said: dict[str, dict[str, An
 def _task(name, task, said):
     code = task["exit_code"]
     state = process_state.state_of(task["pid"], task["birth"])
-    # What was said before a restart is not how far the new process is.
+    # What was said before a restart is not of the new process.
     is_of_process = said.get("timestamp", "") >= task["began"]
     return {
         "role": name.rpartition("-")[0],
@@ -96,7 +96,7 @@ def _task(name, task, said):
         "exit_code": code,
         "said": said.get("timestamp") if is_of_process else None,
         "steps": said.get("steps") if is_of_process else None,
-        "stall": said.get("stall"),
+        "stall": said.get("stall") if is_of_process else None,
     }
 
 

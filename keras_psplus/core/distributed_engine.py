@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import os
 from collections.abc import Iterable
 from typing import TYPE_CHECKING, Any
 
@@ -178,6 +179,10 @@ class DistributedEngine(StrategyEngine):
         logs: dict[str, Any] | None,
     ) -> Any:
         self.settle(callback.model)
+        folder = os.path.dirname(callback.filepath)
+        if folder and "://" not in folder and "{" not in folder:
+            # Keras makes it if it is not there, and fails where another worker was quicker.
+            os.makedirs(folder, exist_ok=True)
         return original(callback, epoch, batch, logs)
 
 

@@ -20,7 +20,7 @@ import numpy as np
 import keras_psplus as psp
 from keras_psplus.cli import status
 
-PATIENCE = 60
+PATIENCE = 100
 
 
 class TrainUntil(keras.callbacks.Callback):

@@ -36,7 +36,9 @@ def main():
     strategy = psp.strategy()
     keras.utils.set_random_seed(1)
     with strategy.scope():
-        model = keras.Sequential([keras.Input((8,)), keras.layers.Dense(4)])
+        model = keras.Sequential(
+            [keras.Input((8,)), keras.layers.Dense(8, "relu"), keras.layers.Dense(4)]
+        )
         model.compile("adam", "mse", metrics=["mae"])
     x = np.random.default_rng(0).normal(size=(32, 8)).astype("float32")
     y = x[:, :4]

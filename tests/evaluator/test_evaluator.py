@@ -3,7 +3,9 @@
 import json
 import os
 import pathlib
+import subprocess
 import sys
+import time
 
 import keras
 import numpy as np
@@ -12,6 +14,7 @@ import pytest
 import keras_psplus as psp
 from keras_psplus.cli import main
 from keras_psplus.cluster.config import ClusterConfigError, TaskConfig
+from keras_psplus.cluster.ports import free_ports
 from keras_psplus.cluster.processes import LocalCluster
 from tests.callbacks.test_communication_monitor import scalars
 
@@ -105,6 +108,36 @@ def test_files_that_are_not_complete_wait(tmp_path):
     evaluator.start()
     assert len(evaluated) == 2
     assert evaluated[1]["loss"] == pytest.approx(36.0)
+
+
+def test_it_notices_the_end_of_the_chief_by_itself(tmp_path, monkeypatch):
+    (port,) = free_ports(1)
+    chief = (
+        "import sys, tensorflow as tf\n"
+        "spec = {'worker': [f'127.0.0.1:{sys.argv[1]}']}\n"
+        "server = tf.distribute.Server(tf.train.ClusterSpec(spec), 'worker', 0)\n"
+        "print('serves', flush=True)\n"
+        "input()\n"
+    )
+    task = TaskConfig({"worker": (f"127.0.0.1:{port}",)}, "evaluator", 0)
+    monkeypatch.setenv("TF_CONFIG", task.to_tf_config())
+    model, evaluated = dense(), []
+    model.save_weights(tmp_path / "1.weights.h5")
+    note = keras.callbacks.LambdaCallback()
+    command = [sys.executable, "-c", chief, str(port)]
+    with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE) as process:
+
+        def end_chief(logs=None):
+            evaluated.append(logs)
+            assert process.stdout.readline() == b"serves\n"
+            time.sleep(1)  # It is looked for all the time.
+            model.save_weights(tmp_path / "2.weights.h5")
+            process.communicate(b"\n")
+
+        note.on_test_end = lambda logs: evaluated.append(logs) if evaluated else end_chief(logs)
+        data = np.ones((4, 2), "float32"), np.zeros((4, 1), "float32")
+        psp.SidecarEvaluator(model, data, tmp_path, callbacks=[note], poll_seconds=0.1).start()
+    assert len(evaluated) == 2 and process.returncode == 0
 
 
 def test_training_ends_it_and_its_failure_does_not_end_training(tmp_path):

@@ -3,6 +3,7 @@
 import os
 import pathlib
 import signal
+import time
 
 import keras
 import numpy as np
@@ -33,26 +34,39 @@ def fit(model, epochs=EPOCHS, **options):
 
 
 def train(config):
-    """What each worker runs; the second one is killed once, in the second epoch."""
+    """What each worker runs. In the second epoch the second one is killed once, or a node."""
     folder = pathlib.Path(config["folder"])
-    rank = ray.train.get_context().get_world_rank()
+    context = ray.train.get_context()
+    rank = context.get_world_rank()
     strategy = psp.MultiWorkerMirroredStrategy()
     with strategy.scope():
         model = make_model()
-    assert strategy.num_replicas_in_sync == 2
+    assert strategy.num_replicas_in_sync == context.get_world_size()
     begin = ray_train.restore(model, strategy)
     with open(folder / f"begins-{rank}", "a") as begins:
         begins.write(f"{begin} ")
 
-    def kill(batch, logs=None):
-        mark = folder / "killed"
-        if rank == 1 and model.optimizer.iterations == 4 and not mark.exists():
-            # Else Ray may not yet have heard of the first epoch's, and begin from the start.
-            assert len(ray.train.get_all_reported_checkpoints()) == 1
-            mark.touch()
+    def lose_worker(batch, logs=None):
+        if model.optimizer.iterations != 4 or (folder / "lost").exists():
+            return
+        # Else Ray may not yet have heard of the first epoch's, and begin from the start.
+        assert len(ray.train.get_all_reported_checkpoints()) == 1
+        if config["loses"] == "worker" and rank == 1:
+            (folder / "lost").touch()
             os.kill(os.getpid(), signal.SIGKILL)
+        elif config["loses"] == "node":
+            (folder / f"ready-{rank}").touch()
+            wait_for(folder / "lost")
 
-    killer = keras.callbacks.LambdaCallback(on_train_batch_end=kill)
-    fit(model, initial_epoch=begin, callbacks=[ray_train.Report(), killer])
+    loser = keras.callbacks.LambdaCallback(on_train_batch_end=lose_worker)
+    fit(model, initial_epoch=begin, callbacks=[ray_train.Report(), loser])
     if rank == 0:
         np.savez(folder / "weights.npz", *model.get_weights())
+
+
+def wait_for(path, seconds=60):
+    """Waits for a file that another process makes."""
+    deadline = time.monotonic() + seconds
+    while not path.exists():
+        assert time.monotonic() < deadline, path
+        time.sleep(0.05)

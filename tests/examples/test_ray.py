@@ -2,12 +2,14 @@
 
 import os
 import pathlib
+import threading
 
 import keras
 import numpy as np
 import pytest
 
 ray = pytest.importorskip("ray")
+cluster_utils = pytest.importorskip("ray.cluster_utils")
 
 ROOT = pathlib.Path(__file__).parents[2]
 MEMORY = 80 * 2**20
@@ -15,51 +17,55 @@ MEMORY = 80 * 2**20
 
 @pytest.fixture(scope="module")
 def cluster():
-    """A Ray with two CPUs and as little memory as it takes."""
+    """A Ray of two nodes on this machine, each with a CPU and as little memory as it takes."""
     variables = {
         "PYTHONPATH": os.pathsep.join([str(ROOT), os.environ.get("PYTHONPATH", "")]),
         "CUDA_VISIBLE_DEVICES": "",
         "TF_CPP_MIN_LOG_LEVEL": "2",
     }
+    node = {"num_cpus": 1, "object_store_memory": MEMORY}
     with pytest.MonkeyPatch.context() as environment:
         environment.delenv("TF_CONFIG", raising=False)
         environment.syspath_prepend(str(ROOT))
-        ray.init(
-            num_cpus=2,
-            object_store_memory=MEMORY,
-            include_dashboard=False,
-            runtime_env={"env_vars": variables},
-        )
-        yield
+        head = {**node, "include_dashboard": False}
+        made = cluster_utils.Cluster(initialize_head=True, head_node_args=head)
+        made.second = made.add_node(**node)
+        ray.init(address=made.address, runtime_env={"env_vars": variables})
+        yield made
         ray.shutdown()
+        made.shutdown()
 
 
-def test_two_workers_equal_one_process_also_after_a_lost_worker(cluster, tmp_path):
+def check_training(folder, workers, loses, begins):
+    """Trains in Ray's workers, and compares with one process that was not disturbed."""
     from examples import ray_train
     from tests.examples import ray_job
 
-    config = {"folder": str(tmp_path)}
-    trainer = ray_train.make_trainer(
-        ray_job.train, config, 2, str(tmp_path / "storage"), failures=1
-    )
+    config = {"folder": str(folder), "loses": loses}
+    storage = str(folder / "storage")
+    trainer = ray_train.make_trainer(ray_job.train, config, workers, storage)
     result = trainer.fit()
     assert result.error is None
-    # All workers were started again, and went on after the epoch that was whole.
-    assert [(tmp_path / f"begins-{rank}").read_text() for rank in range(2)] == ["0 1 "] * 2
+    assert [(folder / f"begins-{rank}").read_text() for rank in range(2)] == begins
     model = ray_job.make_model()
     history = ray_job.fit(model)
     assert result.metrics["epoch"] == ray_job.EPOCHS
     for name in ("loss", "mae"):
         assert result.metrics[name] == pytest.approx(history[name][-1], rel=1e-4)
-    found = np.load(tmp_path / "weights.npz")
+    found = np.load(folder / "weights.npz")
     for expected, name in zip(model.get_weights(), found.files, strict=True):
         np.testing.assert_allclose(found[name], expected, atol=2e-5)
     # Plain Keras reads what Ray has kept.
-    with result.checkpoint.as_directory() as folder:
+    with result.checkpoint.as_directory() as checkpoint:
         saved = ray_job.make_model()
-        saved.load_weights(pathlib.Path(folder, ray_train.WEIGHTS))
+        saved.load_weights(pathlib.Path(checkpoint, ray_train.WEIGHTS))
     for weight, expected in zip(saved.get_weights(), model.get_weights()):
         np.testing.assert_allclose(weight, expected, atol=2e-5)
+
+
+def test_two_workers_equal_one_process_also_after_a_lost_worker(cluster, tmp_path):
+    # All workers were started again, and went on after the epoch that was whole.
+    check_training(tmp_path, 2, "worker", ["0 1 ", "0 1 "])
 
 
 def test_parameter_servers_as_actors_equal_one_process(cluster, tmp_path):
@@ -76,3 +82,18 @@ def test_parameter_servers_as_actors_equal_one_process(cluster, tmp_path):
     assert loss == pytest.approx(history["loss"], rel=1e-5)
     for found, expected in zip(weights, model.get_weights(), strict=True):
         np.testing.assert_allclose(found, expected, atol=2e-5)
+
+
+def test_one_worker_goes_on_after_a_lost_node(cluster, tmp_path):
+    from tests.examples import ray_job
+
+    def lose_node():
+        for rank in range(2):
+            ray_job.wait_for(tmp_path / f"ready-{rank}", 120)
+        cluster.remove_node(cluster.second, allow_graceful=False)
+        (tmp_path / "lost").touch()
+
+    loser = threading.Thread(target=lose_node)
+    loser.start()
+    check_training(tmp_path, (1, 2), "node", ["0 1 ", "0 "])
+    loser.join()
