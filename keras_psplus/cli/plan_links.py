@@ -46,7 +46,7 @@ def read(path: str, workers: int | None) -> Links:
     try:
         links = links_file.read(path)
     except ValueError as error:
-        raise UsageError(f"--links: {error}") from None
+        raise UsageError(f"--links cannot be used: {error}") from None
     if workers is not None and workers != len(links.hosts):
         raise UsageError(
             f"--links has the links of {len(links.hosts)} hosts: leave out --workers, or measure "

@@ -75,6 +75,6 @@ def _check(facts, cluster):
             raise ValueError(f"touched rows of a table are {table.touched}")
     for name, value in positive.items():
         if not 0 < value < math.inf:
-            raise ValueError(f"{name} is {value}")
+            raise ValueError(f"{name} must be above 0 and finite, and is {value}")
     if not 0 <= cluster.delay_ms < math.inf:
-        raise ValueError(f"delay_ms is {cluster.delay_ms}")
+        raise ValueError(f"delay_ms must be 0 or more and finite, and is {cluster.delay_ms}")

@@ -132,11 +132,11 @@ def test_a_plan_is_read_as_it_was_made(plan):
         ((), [], "TypeError"),
         (("measured",), None, "TypeError"),
         (("measured", "work"), {}, "KeyError: 'variables'"),
-        (("measured", "step_ms"), -1.0, "step_ms is -1.0"),
+        (("measured", "step_ms"), -1.0, "step_ms must be above 0 and finite, and is -1.0"),
         (("measured", "step_ms"), "fast", "TypeError"),
         (("measured", "surprise"), 1, "surprise"),
-        (("cluster", "bits_per_second"), 0, "bits_per_second is 0"),
-        (("cluster", "delay_ms"), -2, "delay_ms is -2"),
+        (("cluster", "bits_per_second"), 0, "bits_per_second must be above 0 and finite, and is 0"),
+        (("cluster", "delay_ms"), -2, "delay_ms must be 0 or more and finite, and is -2"),
     ],
 )
 def test_what_is_no_plan(path, value, message, plan):
