@@ -33,9 +33,17 @@ class TrainUntil(keras.callbacks.Callback):
 
     def on_train_batch_end(self, batch, logs=None):
         time.sleep(0.02)
+
+    def on_epoch_end(self, epoch, logs=None):
+        # Not within an epoch, whose next step the others would wait for.
         assert time.monotonic() < self._deadline
         lines = pathlib.Path(os.environ["KERAS_PSPLUS_JSON_LOG"]).read_text().splitlines()
-        seen = [(line["event"], line.get("task")) for line in map(json.loads, lines)]
+        lines = list(map(json.loads, lines))
+        # A slow machine may be waited for before the fault.
+        faults = [i for i, line in enumerate(lines) if line["event"] == "fault"]
+        since = faults[0] if faults else len(lines)
+        told = [(line["event"], line.get("task")) for line in lines]
+        seen = [e for i, e in enumerate(told) if i > since or e[0] in ("steps", "task_started")]
         own = ("steps", "chief-0" if ("task_started", "chief-0") in seen else "worker-0")
         if self._wanted in seen and own in seen and self._serves_again():
             if self._is_chief and not self.model.stop_training:

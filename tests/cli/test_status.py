@@ -87,8 +87,8 @@ def test_a_worker_that_is_waited_for(tmp_path):
     flags = ["--workers=2", "--chaos=stop:worker1@step=6,for=6"]
     lines, jobs = run_job(tmp_path, *flags, event="stall_over", task="worker-0")
     # It is told again when the wait has doubled.
-    begin = next(i for i, line in enumerate(lines) if line["event"] == "stall")
-    (end,) = (i for i, line in enumerate(lines) if line["event"] == "stall_over")
+    begin = next(i for i, line in enumerate(lines) if "step 7 waits" in line.get("message", ""))
+    end = max(i for i, line in enumerate(lines) if line["event"] == "stall_over")
     assert begin < end and lines[begin]["task"] == lines[end]["task"] == "worker-0"
     assert "worker-0 at training step 7 waits for a collective" in lines[begin]["message"]
     assert "worker-1 (no answer)" in lines[begin]["message"]
