@@ -114,6 +114,29 @@ def _distribute(strategy, adapter, proposals, own, pipeline, reads_ahead, steps)
     )
 
 
+def of_one_replica(adapter: Any, seed: int) -> tf.data.Dataset | None:
+    """A data adapter's batches in the order of `distribute`, whole, for one replica alone.
+
+    Args:
+        adapter: Keras's data adapter.
+        seed: What decides the order.
+
+    Returns:
+        The dataset, or None if its order is not to be decided here.
+    """
+    kind, _, source = data_facts.describe(adapter)
+    if kind == "array":
+        shards = array_dataset(adapter, batches.World(0, 1, 1), seed)
+        return shards.map(as_it_is(lambda part: part.replicas[0].data))
+    if kind == "own" or data_service.readers(source):
+        return None
+    share_order(adapter, seed)
+    dataset = adapter.get_tf_dataset()
+    if isinstance(dataset, tf.distribute.DistributedDataset):
+        return None
+    return seed_shuffles(dataset, seed)
+
+
 def _exchange(strategy, proposal):
     """The workers' `_Proposal`s, in rank order."""
     control = strategy.extended.control

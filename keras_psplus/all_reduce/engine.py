@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import random
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
@@ -12,6 +13,7 @@ from keras_psplus.all_reduce import data, replica_functions, row_reads
 from keras_psplus.all_reduce.gradient_engine import GradientEngine
 from keras_psplus.all_reduce.worker_files import MirroredWorkerFiles
 from keras_psplus.core import failure, iterator_release
+from keras_psplus.core.distributed_engine import symbolic_batch
 from keras_psplus.core.metric_state import accumulates
 from keras_psplus.core.optimizers import optimizers_of
 from keras_psplus.core.replica_step import current_step
@@ -36,8 +38,8 @@ _WRITE_ONLY = (
 )
 
 
-class OneReplicaEngine(StrategyEngine):
-    """For one replica that trains alone: backups that survive a kill."""
+class MirroredEngine(StrategyEngine):
+    """For replicas that have all weights: backups that survive a kill."""
 
     has_weights_in_memory = True
 
@@ -67,7 +69,40 @@ class OneReplicaEngine(StrategyEngine):
         return not stateless_scope.in_stateless_scope() and row_reads.are_enabled(variable._value)
 
 
-class AllReduceEngine(OneReplicaEngine, GradientEngine):
+class OneReplicaEngine(MirroredEngine):
+    """For one replica that trains alone."""
+
+    # In a cluster of one, data come in the order in which more workers would read them, so that a
+    # job can go on with another number of them.
+
+    def make_iterator(
+        self,
+        original: Original,
+        iterator: Any,
+        distribute_strategy: Any = None,
+        *args: Any,
+        **kwargs: Any,
+    ) -> None:
+        original(iterator, distribute_strategy, *args, **kwargs)
+        if self.strategy.task is not None:
+            seed = self.progress.data_seed(random.randint(1, int(1e9)))
+            dataset = data.of_one_replica(iterator.data_adapter, seed)
+            if dataset is not None:
+                self.progress.note_data_seed(seed)
+                distributed = distribute_strategy.experimental_distribute_dataset(dataset)
+                iterator._distributed_dataset = distributed
+
+    def build(
+        self, original: Original, model: keras.Model, iterator: Any = None, data_batch: Any = None
+    ) -> None:
+        if iterator is not None:
+            # Keras would draw a batch to see its shapes, and shuffles that change their order from
+            # pass to pass would be one pass further than in one process.
+            data_batch = symbolic_batch(iterator._distributed_dataset.element_spec)
+        original(model, data_batch=data_batch)
+
+
+class AllReduceEngine(MirroredEngine, GradientEngine):
     """For replicas that take each step together."""
 
     def __init__(self, strategy: MultiWorkerMirroredStrategy) -> None:

@@ -52,7 +52,7 @@ class DistributedEngine(StrategyEngine):
     ) -> None:
         if iterator is not None:
             # Keras would draw a batch to see its shapes; a generator's batch would be lost by that.
-            data_batch = _symbolic_batch(iterator.batch_spec)
+            data_batch = symbolic_batch(iterator.batch_spec)
         with self.strategy.scope():
             model._symbolic_build(data_batch=data_batch)
         checks.check_variables(self.strategy, model)
@@ -186,6 +186,6 @@ class DistributedEngine(StrategyEngine):
         return original(callback, epoch, batch, logs)
 
 
-def _symbolic_batch(spec):
+def symbolic_batch(spec):
     """A batch's type specification with what Keras's symbolic build asks of a batch."""
     return tf.nest.map_structure(lambda leaf: leaf if hasattr(leaf, "dtype") else None, spec)

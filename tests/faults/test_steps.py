@@ -6,6 +6,7 @@ import pathlib
 import subprocess
 import sys
 
+import numpy as np
 import pytest
 
 from keras_psplus.cluster.testing import run_in_processes
@@ -98,3 +99,21 @@ def test_a_job_whose_worker_is_killed_resumes_at_the_step(cluster, tmp_path):
     # 20 batches are 6 of the third epoch; a backup is made after every third.
     assert "training goes on after batch 4 of epoch 3" in log, log[-4000:]
     assert found == dict(cluster["worker-0"]["arrays"][2])
+
+
+def test_a_job_goes_on_with_another_number_of_workers(tmp_path):
+    whole, changing = tmp_path / "whole", tmp_path / "changing"
+    for folder in (whole, changing):
+        folder.mkdir()
+    exit_code, log, expected = run(whole, "elastic", 2)
+    assert exit_code == 0, log[-4000:]
+    for workers, step, batch, epoch in ((2, 8, None, 1), (3, 9, 6, 1), (1, None, 1, 3)):
+        chaos = ["--chaos", f"kill:worker1@step={step}"] if step else []
+        exit_code, log, found = run(changing, "elastic", workers, *chaos)
+        assert (exit_code == 0) == (step is None), log[-4000:]
+        if batch:
+            assert f"training goes on after batch {batch} of epoch {epoch}" in log, log[-4000:]
+    assert expected.keys() == found.keys()
+    for name, value in expected.items():
+        if name != "log":
+            np.testing.assert_allclose(found[name], value, rtol=2e-5, atol=2e-5, err_msg=name)
