@@ -186,6 +186,13 @@ class DistributedEngine(StrategyEngine):
         return original(callback, epoch, batch, logs)
 
 
-def symbolic_batch(spec):
-    """A batch's type specification with what Keras's symbolic build asks of a batch."""
+def symbolic_batch(spec: Any) -> Any:
+    """A batch's type specification with what Keras's symbolic build asks of a batch.
+
+    Args:
+        spec: Nested structure of `tf.TypeSpec`.
+
+    Returns:
+        The same structure, with None for what has no dtype.
+    """
     return tf.nest.map_structure(lambda leaf: leaf if hasattr(leaf, "dtype") else None, spec)
