@@ -114,26 +114,28 @@ def _distribute(strategy, adapter, proposals, own, pipeline, reads_ahead, steps)
     )
 
 
-def of_one_replica(adapter: Any, seed: int) -> tf.data.Dataset | None:
-    """A data adapter's batches in the order of `distribute`, whole, for one replica alone.
+def of_one_replica(adapter: Any, seed: int) -> Any:
+    """A data adapter's batches, whole, for one replica alone.
+
+    They come in the order of `distribute`, unless the script or a service decides it.
 
     Args:
         adapter: Keras's data adapter.
         seed: What decides the order.
 
     Returns:
-        The dataset, or None if its order is not to be decided here.
+        `tf.data.Dataset`, or the `tf.distribute.DistributedDataset` that the script has made.
     """
     kind, _, source = data_facts.describe(adapter)
     if kind == "array":
         shards = array_dataset(adapter, batches.World(0, 1, 1), seed)
         return shards.map(as_it_is(lambda part: part.replicas[0].data))
-    if kind == "own" or data_service.readers(source):
-        return None
-    share_order(adapter, seed)
+    has_own_order = kind == "own" or bool(data_service.readers(source))
+    if not has_own_order:
+        share_order(adapter, seed)
     dataset = adapter.get_tf_dataset()
-    if isinstance(dataset, tf.distribute.DistributedDataset):
-        return None
+    if has_own_order or isinstance(dataset, tf.distribute.DistributedDataset):
+        return dataset
     return seed_shuffles(dataset, seed)
 
 

@@ -83,14 +83,17 @@ class OneReplicaEngine(MirroredEngine):
         *args: Any,
         **kwargs: Any,
     ) -> None:
-        original(iterator, distribute_strategy, *args, **kwargs)
-        if self.strategy.task is not None:
-            seed = self.progress.data_seed(random.randint(1, int(1e9)))
-            dataset = data.of_one_replica(iterator.data_adapter, seed)
-            if dataset is not None:
-                self.progress.note_data_seed(seed)
-                distributed = distribute_strategy.experimental_distribute_dataset(dataset)
-                iterator._distributed_dataset = distributed
+        if self.strategy.task is None:
+            original(iterator, distribute_strategy, *args, **kwargs)
+            return
+        epoch_iterator.EpochIterator.__init__(iterator, *args, **kwargs)
+        iterator._distribute_strategy = distribute_strategy
+        seed = self.progress.data_seed(random.randint(1, int(1e9)))
+        dataset = data.of_one_replica(iterator.data_adapter, seed)
+        if not isinstance(dataset, tf.distribute.DistributedDataset):
+            dataset = distribute_strategy.experimental_distribute_dataset(dataset)
+        self.progress.note_data_seed(seed)
+        iterator._distributed_dataset = dataset
 
     def build(
         self, original: Original, model: keras.Model, iterator: Any = None, data_batch: Any = None

@@ -72,8 +72,8 @@ class Silence:
 class HeartbeatWatch:
     """Asks the other workers, from a thread of its own, whether they are alive.
 
-    Each asks all others, as it stands still itself; in a large cluster, its neighbours. Whoever
-    finds one dead has its own collectives end with an error that names it, and in a large cluster
+    Each asks all others, as it stands still itself; in a large cluster, its neighbours. A worker
+    that finds one dead ends its own collectives with an error that names it, and in a large cluster
     tells the others, who may not ask that one.
 
     Args:

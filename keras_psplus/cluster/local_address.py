@@ -10,9 +10,8 @@ from keras_psplus.cluster import handshake
 from keras_psplus.cluster.config import ClusterStartupError, TaskConfig, split_address
 from keras_psplus.cluster.ports import port_holder
 
-_BACKLOG = (
-    1024  # tasks that call the first one of a large cluster at once; the kernel may allow less
-)
+# Tasks that call the first one of a large cluster at once; the kernel may allow less.
+_BACKLOG = 1024
 DNS_PATIENCE = 20.0  # seconds; a Kubernetes pod's own name may resolve only after a while
 
 

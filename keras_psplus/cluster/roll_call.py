@@ -43,9 +43,8 @@ class RollCall:
         self._reasons = dict.fromkeys(self._missing, "not tried yet")
         self._closed = dict.fromkeys(self._missing, 0)
         self._here: list[str] = []
-        self._also_waiting: set[str] = (
-            set()
-        )  # those that answered from their own `wait_for_cluster`
+        # Those that answered from their own `wait_for_cluster`.
+        self._also_waiting: set[str] = set()
 
     def call(self, started: float, timeout: float, log: Callable[[str], None]) -> None:
         """Returns when all have answered.
@@ -85,7 +84,7 @@ class RollCall:
     def _let_others_see_me(self):
         """Stays until those that wait have called too; they do at once, my call woke them.
 
-        Only a courtesy: whoever comes too late finds TensorFlow's server here a moment later.
+        Only a courtesy: a task that comes too late finds TensorFlow's server here a moment later.
         """
         deadline = time.monotonic() + _COURTESY
         while self._awaited() - self._listener.callers and time.monotonic() < deadline:

@@ -96,7 +96,7 @@ def counts_of_weights(states: dict[str, Any]) -> dict[str, int]:
 
 
 def keep_files(callbacks: Sequence[keras.callbacks.Callback]) -> list[keras.callbacks.Callback]:
-    """Has log files that callbacks would begin anew opened to go on in them.
+    """Opens log files, which callbacks would begin again, to go on in them.
 
     Args:
         callbacks: The callbacks of a `fit`, before their `on_train_begin`.

@@ -39,8 +39,14 @@ class StrategyEngine(Engine):
         self.progress = FitProgress()
         self.backup_writer = BackgroundWriter()
 
+    @functools.cached_property
+    def _is_evaluator(self) -> bool:
+        # Read once: `train_on_batch` comes here at each step.
+        return roles.is_evaluator()
+
     def train(self, original: Original, model: keras.Model, *args: Any, **kwargs: Any) -> Any:
-        roles.refuse_training(original.__name__)
+        if self._is_evaluator:
+            roles.refuse_training(original.__name__)
         plan_request.before_training(self.strategy, original, model, args, kwargs)
         if original.__name__ != "fit":
             return original(model, *args, **kwargs)
