@@ -10,6 +10,7 @@ import numpy as np
 import pytest
 
 from keras_psplus.cluster.testing import run_in_processes
+from tests.selection import cases
 
 JOB = pathlib.Path(__file__).with_name("steps_job.py")
 ENVIRONMENT = {"TF_CPP_MIN_LOG_LEVEL": "2", "CUDA_VISIBLE_DEVICES": ""}
@@ -28,10 +29,15 @@ def lines_of(log):
 
 
 @pytest.fixture(scope="module")
-def cluster(tmp_path_factory):
+def cluster(request, tmp_path_factory):
     """By worker and case: whether it was broken off, what differs, and all that came of it."""
     folder = tmp_path_factory.mktemp("steps")
-    logs = run_in_processes(JOB, workers=2, args=[folder, *CLUSTER], env=ENVIRONMENT, timeout=170)
+    functions = (
+        "test_workers_resume_as_if_nothing_had_happened",
+        "test_a_job_whose_worker_is_killed_resumes_at_the_step",
+    )
+    wanted = cases(request, *functions, argument="name")
+    logs = run_in_processes(JOB, workers=2, args=[folder, *wanted], env=ENVIRONMENT, timeout=170)
     return {task: lines_of(log) for task, log in logs.logs.items()}
 
 
@@ -91,6 +97,7 @@ def run(folder, case, workers, *options):
     return done.returncode, log, dict(found[0]) if found else None
 
 
+@pytest.mark.cases("arrays")
 def test_a_job_whose_worker_is_killed_resumes_at_the_step(cluster, tmp_path):
     options = ["--max_restarts", "1", "--chaos", "kill:worker1@step=20"]
     exit_code, log, found = run(tmp_path, "killed", 2, *options)

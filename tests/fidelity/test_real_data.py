@@ -8,20 +8,27 @@ import sys
 
 import pytest
 
+from tests.selection import cases
+
 HERE = pathlib.Path(__file__).parent
 # Scales of blocks, a single place of a short bias and the like are in these.
 RATIOS = {"bf16": 2.0, "int8": 3.77, "topk:0.01": 34.2, "powersgd:4": 6.16, "factors:bf16": 2.88}
 
 
 @pytest.fixture(scope="module")
-def results():
+def results(request):
     environment = {**os.environ, "CUDA_VISIBLE_DEVICES": "", "TF_CPP_MIN_LOG_LEVEL": "2"}
     environment.pop("TF_CONFIG", None)
     environment["PYTHONPATH"] = os.pathsep.join(
         [str(HERE.parents[1]), os.environ.get("PYTHONPATH", "")]
     )
     end = subprocess.run(
-        [sys.executable, str(HERE / "digits_job.py"), "none", *RATIOS],
+        [
+            sys.executable,
+            str(HERE / "digits_job.py"),
+            "none",
+            *cases(request, argument="compression"),
+        ],
         env=environment,
         capture_output=True,
         text=True,

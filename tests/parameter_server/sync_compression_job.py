@@ -56,7 +56,7 @@ if __name__ == "__main__":
     strategy = psp.ParameterServerStrategy(
         mode="sync", compression=compression.ByVariable(push, min_size=1, min_rank=0)
     )
-    for name in NAMES:
+    for name in sys.argv[2:]:
         with strategy.scope():
             model = dense(name)
         results[f"{name} before"] = model.get_weights()

@@ -9,15 +9,17 @@ import tensorflow as tf
 from keras_psplus.cluster.testing import run_in_processes
 from tests.parameter_server.compression_job import LOSSY, ByHand, batch, dense
 from tests.parameter_server.sync_compression_job import NAMES, STEPS
+from tests.selection import cases
 
 JOB = pathlib.Path(__file__).with_name("sync_compression_job.py")
 ENVIRONMENT = {"TF_CPP_MIN_LOG_LEVEL": "2", "CUDA_VISIBLE_DEVICES": ""}
 
 
 @pytest.fixture(scope="module")
-def weights(tmp_path_factory):
+def weights(request, tmp_path_factory):
     folder = tmp_path_factory.mktemp("sync_compression")
-    run_in_processes(JOB, workers=2, ps=1, chief=True, timeout=240, env=ENVIRONMENT, args=[folder])
+    args = [folder, *cases(request, argument="name")]
+    run_in_processes(JOB, workers=2, ps=1, chief=True, timeout=240, env=ENVIRONMENT, args=args)
     with np.load(folder / "weights.npz") as arrays:
         return dict(arrays)
 
