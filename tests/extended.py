@@ -60,6 +60,13 @@ TESTS = {
         "test_one_process[pipelines-gradient_penalty]",
         "test_one_process[pipelines-mixed_precision_skips_overflow]",
     ],
+    "multi_process/test_behaviours.py": [
+        *("*[arrays_shuffled_by_batch*", "test_batches_are_shuffled_within"),
+        *("*[unseeded_dataset_with_cache_and_repeat]", "test_repeated_dataset_is_seen_whole"),
+        *("*[data_service_in_functions]", "test_the_data_service_is_found_in_functions"),
+        *("*[changing_length_in_several_steps]", "*[shuffled_py_dataset*"),
+        *("*[convolutions_of_shares_of_unequal_length]", "*[batch_sizes_that_differ]"),
+    ],
     "multi_process/test_failures.py": ["test_hanging_worker[0-25]"],
     "all_reduce/test_compression.py": [
         f"{test}[{kind}{name}]"

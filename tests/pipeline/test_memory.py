@@ -3,6 +3,7 @@
 import re
 import subprocess
 import sys
+import time
 
 import pytest
 
@@ -56,6 +57,7 @@ def test_a_worker_has_its_stage_alone_and_the_chief_none(whole, tmp_path):
                     peaks[name] = max(peak(pid), peaks.get(name, 0.0))
                 except FileNotFoundError:
                     pytest.fail(text[-3000:])
+            time.sleep(0.1)
         cluster.wait(timeout=60)
     # Both train the same.
     assert number("trained", text) == pytest.approx(number("trained", whole), abs=2e-4)
