@@ -182,7 +182,15 @@ WRONG = {
         "does not say how many pods",
     ),
     "pods too many": (INDEXED_JOB | {"JOB_COMPLETION_INDEX": "2"}, "the layout has 2 tasks"),
-    "pods without names": (INDEXED_JOB | {"HOSTNAME": "train"}, "does not end with its index"),
+    "pods of another role": (
+        INDEXED_JOB | {"KERAS_PSPLUS_ROLE": "ps"},
+        "This is pod 1 of the ps tasks of a JobSet, but the layout has 0 of them",
+    ),
+    "pods of a JobSet without names": (
+        INDEXED_JOB | {"KERAS_PSPLUS_ROLE": "worker"},
+        "does not end with -worker-0-1",
+    ),
+    "pods without names": (INDEXED_JOB | {"HOSTNAME": "train"}, "does not end with -1"),
     "slurm by planes": (
         SLURM | {"SLURM_DISTRIBUTION": "plane=2"},
         "Pass `--distribution=block` to srun",
