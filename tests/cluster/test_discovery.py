@@ -155,7 +155,10 @@ WRONG = {
     "half a rank": ({"RANK": "1"}, "RANK is set, but WORLD_SIZE is not"),
     "half a size": ({"WORLD_SIZE": "2"}, "WORLD_SIZE is set, but RANK is not"),
     "rank out of range": (TORCHRUN | {"RANK": "2"}, "RANK must be a whole number from 0 to 1"),
-    "hosts unknown": (TORCHRUN | {"LOCAL_WORLD_SIZE": "1"}, "Set KERAS_PSPLUS_HOSTS"),
+    "hosts unknown": (
+        TORCHRUN | {"LOCAL_WORLD_SIZE": "1", "MASTER_ADDR": ""},
+        "Set KERAS_PSPLUS_HOSTS",
+    ),
     "hosts do not fit": (
         TORCHRUN | {"KERAS_PSPLUS_HOSTS": "a,b,c"},
         "one host for each of the 2 processes",
