@@ -190,7 +190,7 @@ def _cluster(problems, timeout):
         given = bool(os.environ.get("TF_CONFIG", "").strip())
         ranks = None if given else find_ranks(os.environ)
         print(f"\ncluster ({'TF_CONFIG' if ranks is None else ranks.source})")
-        config = find_task_config()
+        config = find_task_config(timeout=timeout)
     except ClusterConfigError as error:
         print("  cannot be used, see below")
         problems.append(str(error))

@@ -3,13 +3,19 @@
 import json
 import secrets
 import shlex
-import string
 import textwrap
 
 from absl import flags
 
-from keras_psplus import catalogue
-from keras_psplus.cli import auto, combinations, parsing, strategy_flags
+from keras_psplus import catalogue, entries
+from keras_psplus.cli import (
+    auto,
+    combinations,
+    indexed_job,
+    jobset,
+    parsing,
+    strategy_flags,
+)
 from keras_psplus.cluster import layout
 from keras_psplus.cluster.environment import TOKEN_VARIABLE
 
@@ -19,80 +25,11 @@ usage: keras-psplus export kubernetes [flags] SCRIPT [arguments of the script]
 Prints a manifest for `kubectl apply`: an Indexed Job with a pod for each task, a headless service
 by which they find each other, a secret with the job's token, a network policy that admits the job's
 own pods alone, and with --backup_claim a volume for backups. SCRIPT is a path inside the image.
+With --jobset a JobSet (https://jobset.sigs.k8s.io) of a Job for each kind of task.
 
   keras-psplus export kubernetes --workers 4 --image example/train:1 /app/train.py > job.yaml
-  keras-psplus export kubernetes --workers 2 --ps 2 --strategy async_parameter_server \\
+  keras-psplus export kubernetes --jobset --workers 2 --ps 2 --strategy async_parameter_server \\
       --image example/train:1 --backup_claim backups /app/train.py > job.yaml
-"""
-_PORT = 2222
-# Reference: https://kubernetes.io/docs/tasks/job/pod-failure-policy/.
-_MANIFEST = """
-apiVersion: v1
-kind: Secret
-metadata: {name: $name-token}
-stringData: {token: $token}
----
-apiVersion: v1
-kind: Service
-metadata: {name: $name}
-spec:
-  clusterIP: None
-  publishNotReadyAddresses: true  # A pod's name resolves before the pod is ready.
-  selector: {batch.kubernetes.io/job-name: $name}
-  ports: [{name: tensorflow, port: $port}]
----
-apiVersion: networking.k8s.io/v1
-kind: NetworkPolicy
-metadata: {name: $name}
-spec:
-  podSelector: {matchLabels: {batch.kubernetes.io/job-name: $name}}
-  policyTypes: [Ingress]
-  ingress:
-  - from:
-    - podSelector: {matchLabels: {batch.kubernetes.io/job-name: $name}}
----
-apiVersion: batch/v1
-kind: Job
-metadata: {name: $name}
-spec:
-  completionMode: Indexed
-  completions: $size
-  parallelism: $size
-  backoffLimit: $failures
-  podFailurePolicy:
-    rules:
-    - action: FailJob  # A wrong command line or cluster is wrong again.
-      onExitCodes: {containerName: train, operator: In, values: [2]}
-    - action: Ignore  # A pod that was evicted or preempted is no failure.
-      onPodConditions: [{type: DisruptionTarget, status: "True"}]
-  template:
-    spec:
-      subdomain: $name
-      restartPolicy: Never
-      enableServiceLinks: false
-      containers:
-      - name: train
-        image: $image
-        command: $command
-        ports: [{containerPort: $port}]
-        env:
-        - {name: PYTHONUNBUFFERED, value: "1"}
-        - {name: KERAS_PSPLUS_LAYOUT, value: "$layout"}
-        - {name: KERAS_PSPLUS_SUBDOMAIN, value: $name}
-        - {name: KERAS_PSPLUS_PORT, value: "$port"}
-        - name: $token_variable
-          valueFrom: {secretKeyRef: {name: $name-token, key: token}}
-"""
-_RESOURCES = """
-        resources:
-          requests: {cpu: "$cpu", memory: $memory}
-          limits: {$limits}
-"""
-_VOLUME = """
-        volumeMounts: [{name: backups, mountPath: /backups}]
-      volumes:
-      - name: backups
-        persistentVolumeClaim: {claimName: $claim}
 """
 
 
@@ -137,7 +74,6 @@ def manifest(options: flags.FlagValues, command: list[str]) -> str:
         )
     chief = combinations.chief_of(options)
     counts = {"chief": int(chief), "worker": options.workers, "ps": options.ps}
-    size = sum(counts.values())
     # Refused here as by `run`.
     variables = strategy_flags.variables(
         options, {"workers": options.workers, "ps": options.ps, "chief": chief}
@@ -153,10 +89,6 @@ def manifest(options: flags.FlagValues, command: list[str]) -> str:
         "name": name,
         "token": secrets.token_hex(16),
         "token_variable": TOKEN_VARIABLE,
-        "port": _PORT,
-        "size": size,
-        # When one task is lost, the others end as well, where the strategy does not go on.
-        "failures": options.max_restarts * size,
         "image": options.image,
         "command": "[" + ", ".join(_quoted(word) for word in words) + "]",
         "layout": layout.text_of(counts),
@@ -166,18 +98,20 @@ def manifest(options: flags.FlagValues, command: list[str]) -> str:
         + (f', nvidia.com/gpu: "{options.gpus}"' if options.gpus else ""),
         "claim": options.backup_claim,
     }
-    text = _MANIFEST + _RESOURCES.lstrip("\n")
-    if options.backup_claim:
-        text += _VOLUME.lstrip("\n")
+    if options.jobset:
+        kind = None if strategy is None else entries.read(catalogue.find(strategy)).strategy
+        text = jobset.documents(values, counts, kind, options.max_restarts)
+    else:
+        text = indexed_job.documents(values, counts, options.max_restarts)
     head = textwrap.dedent(
         f"""\
-        # {size} tasks: {values["layout"]}. Made by
+        # {sum(counts.values())} tasks: {values["layout"]}. Made by
         #   keras-psplus export kubernetes ... {shlex.join(command)}
         # The image has keras-psplus and the script. `kubectl apply -f` this file; to train again,
-        # delete the Job first.
+        # delete the {"JobSet" if options.jobset else "Job"} first.
         """
     )
-    return head + string.Template(text.strip("\n")).substitute(values)
+    return head + text
 
 
 def _quoted(word):
@@ -199,6 +133,12 @@ def _flags():
     )
     flags.DEFINE_string("image", None, "Image that has the script.", flag_values=values)
     flags.DEFINE_string("name", "train", "Name of the Job and the service.", flag_values=values)
+    flags.DEFINE_boolean(
+        "jobset",
+        False,
+        "Whether the manifest is that of a JobSet, which its controller restarts as a whole.",
+        flag_values=values,
+    )
     flags.DEFINE_string("cpus", "4", "Processors of each pod.", flag_values=values)
     flags.DEFINE_string("memory", "8Gi", "Memory of each pod.", flag_values=values)
     flags.DEFINE_integer("gpus", 0, "GPUs of each pod (NVIDIA's).", **whole)

@@ -22,7 +22,9 @@ _READERS: dict[str, Callable[[Mapping[str, str]], Ranks | None]] = {
 }
 
 
-def find_task_config(environ: MutableMapping[str, str] | None = None) -> TaskConfig | None:
+def find_task_config(
+    environ: MutableMapping[str, str] | None = None, timeout: float = 300.0
+) -> TaskConfig | None:
     """Finds this process's cluster, and keeps it in TF_CONFIG.
 
     TF_CONFIG counts if it is set. Else the variables of Slurm, of a Kubernetes Indexed Job, of MPI
@@ -32,6 +34,8 @@ def find_task_config(environ: MutableMapping[str, str] | None = None) -> TaskCon
 
     Args:
         environ: The environment; `os.environ` by default.
+        timeout: Seconds to wait for other processes, where the launcher names the first one's host
+            alone, so that they have to tell each other theirs.
 
     Returns:
         A `TaskConfig`, or None if the process trains alone.
@@ -56,7 +60,7 @@ def find_task_config(environ: MutableMapping[str, str] | None = None) -> TaskCon
         _check_alone(environ, text)
         return None
     counts = layout.parse(text) if text else {"worker": ranks.size}
-    config = layout.task_config(counts, ranks.addresses(environ), ranks.rank)
+    config = layout.task_config(counts, ranks.addresses(environ, timeout), ranks.rank)
     environ["TF_CONFIG"] = config.to_tf_config()
     # As TF_CONFIG is read: with the same errors.
     config = read_task_config(environ)

@@ -1,8 +1,9 @@
-"""The pods of an Indexed Job, by what Kubernetes says to each.
+"""The pods of an Indexed Job or of a JobSet, by what Kubernetes says to each.
 
 Reference: https://kubernetes.io/docs/tasks/job/job-with-pod-to-pod-communication/. Pods of an
 Indexed Job with a headless service are `JOB-INDEX.SUBDOMAIN`. How many there are no pod is told:
-`KERAS_PSPLUS_LAYOUT` says it.
+`KERAS_PSPLUS_LAYOUT` says it. In a JobSet (https://jobset.sigs.k8s.io/docs/concepts/) each kind of
+task is an Indexed Job, which `KERAS_PSPLUS_ROLE` names; pods are `JOBSET-ROLE-0-INDEX.SUBDOMAIN`.
 """
 
 from __future__ import annotations
@@ -16,6 +17,7 @@ from keras_psplus.cluster.ranks import HOSTS_VARIABLE, Ranks, number
 
 NAME = "kubernetes"
 SUBDOMAIN_VARIABLE = "KERAS_PSPLUS_SUBDOMAIN"
+ROLE_VARIABLE = "KERAS_PSPLUS_ROLE"
 _INDEX = "JOB_COMPLETION_INDEX"
 _PORT = 2222
 
@@ -36,7 +38,10 @@ def read(environ: Mapping[str, str]) -> Ranks | None:
             "worker:4 for four workers; or KERAS_PSPLUS_CLUSTER=none if each pod is to train "
             f"alone. Received: {_INDEX}={index}"
         )
-    size = sum(parse(environ[LAYOUT_VARIABLE]).values())
+    counts = parse(environ[LAYOUT_VARIABLE])
+    size = sum(counts.values())
+    if environ.get(ROLE_VARIABLE):
+        return _of_jobset(environ, index, counts)
     if index >= size:
         raise ClusterConfigError(
             f"This is pod {index} of a Kubernetes Indexed Job, but the layout has {size} tasks. "
@@ -45,16 +50,43 @@ def read(environ: Mapping[str, str]) -> Ranks | None:
         )
     if size == 1:
         return None
-    hosts = None if environ.get(HOSTS_VARIABLE) else _hosts(environ, index, size)
+    hosts = None
+    if not environ.get(HOSTS_VARIABLE):
+        prefix, subdomain = _names(environ, "", index)
+        hosts = tuple(f"{prefix}-{i}.{subdomain}" for i in range(size))
     return Ranks(f"Kubernetes (Indexed Job, index {index})", index, size, hosts, _PORT)
 
 
-def _hosts(environ, index, size):
-    name = environ.get("HOSTNAME") or socket.gethostname()
-    prefix, dash, last = name.partition(".")[0].rpartition("-")
-    if not dash or last != str(index):
+def _of_jobset(environ, index, counts):
+    role = environ[ROLE_VARIABLE]
+    if index >= counts.get(role, 0):
         raise ClusterConfigError(
-            "The pod's host name does not end with its index, so the others' names are not known. "
+            f"This is pod {index} of the {role} tasks of a JobSet, but the layout has "
+            f"{counts.get(role, 0)} of them. Set each Job's `completions` and `parallelism` to the "
+            f"numbers of {LAYOUT_VARIABLE}. Received: {_INDEX}={index}, {ROLE_VARIABLE}={role}, "
+            f"{LAYOUT_VARIABLE}={environ[LAYOUT_VARIABLE]}"
+        )
+    size, jobs = sum(counts.values()), list(counts)
+    if size == 1:
+        return None
+    hosts = None
+    if not environ.get(HOSTS_VARIABLE):
+        prefix, subdomain = _names(environ, f"-{role}-0", index)
+        hosts = tuple(
+            f"{prefix}-{job}-0-{i}.{subdomain}" for job in jobs for i in range(counts[job])
+        )
+    rank = sum(counts[job] for job in jobs[: jobs.index(role)]) + index
+    return Ranks(f"Kubernetes (JobSet, {role}-{index})", rank, size, hosts, _PORT)
+
+
+def _names(environ, of_job, index):
+    """What the names of all pods begin with, and their subdomain."""
+    name = environ.get("HOSTNAME") or socket.gethostname()
+    ending = f"{of_job}-{index}"
+    prefix = name.partition(".")[0].removesuffix(ending)
+    if not prefix or prefix == name.partition(".")[0]:
+        raise ClusterConfigError(
+            f"The pod's host name does not end with {ending}, so the others' names are not known. "
             f"Leave `hostname` out of the pod template, or set {HOSTS_VARIABLE}. "
             f"Received: HOSTNAME={name}, {_INDEX}={index}"
         )
@@ -65,4 +97,4 @@ def _hosts(environ, index, size):
             f"service, and set `subdomain` in the pod template, or {SUBDOMAIN_VARIABLE}, to its "
             f"name. Received: HOSTNAME={name} without a subdomain"
         )
-    return tuple(f"{prefix}-{i}.{subdomain}" for i in range(size))
+    return prefix, subdomain

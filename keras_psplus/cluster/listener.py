@@ -27,14 +27,18 @@ class Listener:
     Args:
         bound: The bound, listening socket.
         mine: This process's `PeerIdentity`.
+
+    Attributes:
+        identity: The same; what is answered from now on.
     """
 
     def __init__(self, bound: socket.socket, mine: handshake.PeerIdentity) -> None:
         self.problem: str | None = None  # the first conflict that a caller brought
         self.callers: set[str] = set()  # names of the tasks that have called and got an answer
+        self.callers_from: dict[str, str] = {}  # the hosts from which they have called
         self.heard_all_here = False  # one of them has found all tasks
         self.changed = threading.Event()
-        self._socket, self._mine = bound, mine
+        self._socket, self.identity = bound, mine
         self._selector = selectors.DefaultSelector()
         self._connections: list[_Caller] = []
         self._closing = False
@@ -94,10 +98,11 @@ class Listener:
                 if theirs is None:
                     self._drop(caller)
                     return
-                caller.answer = caller.unsent = self._mine.encode()
+                caller.answer = caller.unsent = self.identity.encode()
                 caller.send()
-                self.problem = self.problem or handshake.conflict(self._mine, theirs)
+                self.problem = self.problem or handshake.conflict(self.identity, theirs)
                 self.callers.add(theirs.task)
+                self.callers_from[theirs.task] = caller.connection.getpeername()[0]
                 self.heard_all_here = self.heard_all_here or theirs.all_here
                 self.changed.set()
             events = selectors.EVENT_WRITE if caller.unsent else selectors.EVENT_READ

@@ -1,7 +1,8 @@
 """Launchers that set a rank and a number of ranks: torchrun and those like it, and MPI's.
 
 They do not tell every process the others' hosts, as MPI and `torch.distributed` exchange them by
-themselves. Of processes on one host none is needed; else `KERAS_PSPLUS_HOSTS` has them.
+themselves. Of processes on one host none is needed; else `KERAS_PSPLUS_HOSTS` has them, or under
+torchrun the processes call the first one, at MASTER_ADDR (`rendezvous`).
 """
 
 from __future__ import annotations
@@ -34,9 +35,10 @@ def read_torchrun(environ: Mapping[str, str]) -> Ranks | None:
     # The port itself is the launcher's.
     port = number("MASTER_PORT", environ.get("MASTER_PORT", "29500"), 1, 65_534) + 1
     hosts, local = None, _local_size(environ, "LOCAL_WORLD_SIZE")
-    if local == pair[1] and environ.get("MASTER_ADDR"):
-        hosts = (environ["MASTER_ADDR"],) * pair[1]
-    return Ranks("RANK and WORLD_SIZE (torchrun)", *pair, hosts, port, local)
+    first = environ.get("MASTER_ADDR") or None
+    if local == pair[1] and first:
+        hosts = (first,) * pair[1]
+    return Ranks("RANK and WORLD_SIZE (torchrun)", *pair, hosts, port, local, first)
 
 
 def read_mpi(environ: Mapping[str, str]) -> Ranks | None:

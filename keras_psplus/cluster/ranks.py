@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Mapping, Sequence
 
+from keras_psplus.cluster import rendezvous
 from keras_psplus.cluster.config import ClusterConfigError
 
 # For launchers that say nothing of hosts.
@@ -25,6 +26,7 @@ class Ranks:
         hosts: Host of each rank, or None if the launcher does not say.
         port: Port of the first process on each host; the next have the following ones.
         local_size: Number of processes on this host, or None if the launcher does not say.
+        first_host: Host of the first process, if the launcher says that alone.
     """
 
     source: str
@@ -33,25 +35,27 @@ class Ranks:
     hosts: tuple[str, ...] | None
     port: int
     local_size: int | None = None
+    first_host: str | None = None
 
-    def addresses(self, environ: Mapping[str, str]) -> list[str]:
+    def addresses(self, environ: Mapping[str, str], timeout: float = 300.0) -> list[str]:
         """Returns the `host:port` of each rank.
 
         Args:
             environ: The environment: `KERAS_PSPLUS_HOSTS` and `KERAS_PSPLUS_PORT` count more than
                 what the launcher says.
+            timeout: Seconds to wait for the others, where processes tell each other their hosts.
 
         Raises:
             ClusterConfigError: If hosts are not known, or the variables are wrong.
         """
         text = environ.get(PORT_VARIABLE, "")
         port = number(PORT_VARIABLE, text, 1, 65_535) if text else self.port
-        hosts = self._hosts(environ)
+        hosts = self._hosts(environ, port, timeout)
         seen: dict[str, int] = {}
         addresses = []
         for host in hosts:
             seen[host] = seen.get(host, -1) + 1
-            addresses.append(f"{f'[{host}]' if ':' in host else host}:{port + seen[host]}")
+            addresses.append(f"{_bracketed(host)}:{port + seen[host]}")
         if port + max(seen.values()) > 65_535:
             raise ClusterConfigError(
                 f"The ports of {max(seen.values()) + 1} processes on a host begin at {port} and "
@@ -59,7 +63,7 @@ class Ranks:
             )
         return addresses
 
-    def _hosts(self, environ):
+    def _hosts(self, environ, port, timeout):
         text = environ.get(HOSTS_VARIABLE, "")
         if text:
             hosts = [host.strip() for host in text.split(",")]
@@ -74,12 +78,19 @@ class Ranks:
             return self.hosts
         if self.local_size == self.size:
             return ["127.0.0.1"] * self.size
+        if self.first_host is not None:
+            address = f"{_bracketed(self.first_host)}:{port}"
+            return rendezvous.meet(self.rank, self.size, address, timeout)
         raise ClusterConfigError(
             f"{self.source} says that this is process {self.rank} of {self.size}, but not on which "
             f"hosts the others are. Set {HOSTS_VARIABLE} to the hosts, in the order of the ranks, "
             "such as host1,host2 in every process; or set TF_CONFIG. "
             f"Received: {self.source} without {HOSTS_VARIABLE}"
         )
+
+
+def _bracketed(host):
+    return f"[{host}]" if ":" in host else host
 
 
 def number(name: str, text: str, least: int, most: int | None = None) -> int:

@@ -1,5 +1,9 @@
 """What `export kubernetes` prints is valid, and its pods find their cluster."""
 
+import json
+import pathlib
+
+import jsonschema
 import kubernetes_validate
 import pytest
 import yaml
@@ -9,14 +13,38 @@ from keras_psplus.cluster.discovery import find_task_config
 
 VERSION = "1.29"
 FLAGS = ["--image", "example/train:1"]
+JOBSET_SCHEMA = json.loads(pathlib.Path(__file__).with_name("jobset_schema.json").read_text())
 
 
 def export(capsys, *argv):
     assert main.main(["export", "kubernetes", *argv, "/app/train.py", "--epochs", "3"]) == 0
     documents = list(yaml.safe_load_all(capsys.readouterr().out))
     for document in documents:
-        kubernetes_validate.validate(document, VERSION, strict=True)
+        validate(document)
     return {document["kind"]: document for document in documents}
+
+
+def validate(document):
+    if document["kind"] != "JobSet":
+        kubernetes_validate.validate(document, VERSION, strict=True)
+        return
+    jsonschema.validate(document, JOBSET_SCHEMA)
+    for job in jobs_of(document):
+        kubernetes_validate.validate(job, VERSION, strict=True)
+
+
+def jobs_of(jobset):
+    """The Jobs that the controller makes of a JobSet."""
+    return [
+        {
+            "apiVersion": "batch/v1",
+            "kind": "Job",
+            "metadata": {"name": f"{jobset['metadata']['name']}-{replicated['name']}-0"},
+            "spec": replicated["template"]["spec"],
+        }
+        for replicated in jobset["spec"]["replicatedJobs"]
+        for _ in range(replicated["replicas"])
+    ]
 
 
 def environment(job, index):
@@ -52,6 +80,54 @@ def test_pods_find_their_cluster(capsys, flags, tasks):
     assert [config.address for config in configs] == [
         f"lab-{i}.lab:{port}" for i in range(len(tasks))
     ]
+
+
+# By flags: the tasks, which of them end the job well, and how many pods of each may fail alone.
+JOBSETS = {
+    "--workers=2": (["worker-0", "worker-1"], ["worker"], [0]),
+    "--workers=2 --ps=1 --nochief --strategy=hybrid": (
+        ["worker-0", "worker-1", "ps-0"],
+        ["worker"],
+        [0, 0],
+    ),
+    "--workers=2 --ps=2 --strategy=async_parameter_server": (
+        ["chief-0", "worker-0", "worker-1", "ps-0", "ps-1"],
+        ["chief"],
+        [0, 8, 0],
+    ),
+    # What the script makes is not known.
+    "--workers=1 --ps=1": (["chief-0", "worker-0", "ps-0"], ["chief", "worker"], [0, 4, 0]),
+    "--workers=2 --strategy=pipeline": (
+        ["chief-0", "worker-0", "worker-1"],
+        ["chief"],
+        [0, 0],
+    ),
+}
+
+
+@pytest.mark.parametrize("flags", JOBSETS)
+def test_pods_of_a_jobset_find_their_cluster(capsys, flags):
+    tasks, ends, failures = JOBSETS[flags]
+    documents = export(capsys, *FLAGS, "--jobset", "--name=lab", "--max_restarts=4", *flags.split())
+    assert sorted(documents) == ["JobSet", "NetworkPolicy", "Secret"]
+    jobset = documents["JobSet"]["spec"]
+    assert jobset["failurePolicy"]["maxRestarts"] == 4
+    assert jobset["successPolicy"]["targetReplicatedJobs"] == ends
+    jobs = jobs_of(documents["JobSet"])
+    assert [job["spec"]["backoffLimit"] for job in jobs] == failures
+    configs = [
+        find_task_config(environment(job, index))
+        for job in jobs
+        for index in range(job["spec"]["completions"])
+    ]
+    assert [config.name for config in configs] == tasks
+    assert all(config.cluster == configs[0].cluster for config in configs)
+    # As JobSet names its pods.
+    assert [config.address for config in configs] == [
+        f"lab-{task.replace('-', '-0-')}.{jobset['network']['subdomain']}:2222" for task in tasks
+    ]
+    selector = documents["NetworkPolicy"]["spec"]["podSelector"]["matchLabels"]
+    assert selector == {"jobset.sigs.k8s.io/jobset-name": "lab"}
 
 
 def test_what_the_flags_ask_for(capsys):

@@ -38,6 +38,7 @@ x = x if has_table else (x / 100).astype("float32")
 y = rng.standard_normal((32, 1)).astype("float32")
 callbacks = [Held()]
 if len(sys.argv) > 1:
-    callbacks.append(keras.callbacks.BackupAndRestore(sys.argv[1]))
+    frequency = int(os.environ.get("JOB_SAVE_FREQ", 0)) or "epoch"
+    callbacks.append(keras.callbacks.BackupAndRestore(sys.argv[1], save_freq=frequency))
 history = model.fit(x, y, batch_size=8, epochs=4, shuffle=False, verbose=0, callbacks=callbacks)
 print(f"loss {history.history['loss'][-1]:.6f}", flush=True)

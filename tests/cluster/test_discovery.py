@@ -155,7 +155,10 @@ WRONG = {
     "half a rank": ({"RANK": "1"}, "RANK is set, but WORLD_SIZE is not"),
     "half a size": ({"WORLD_SIZE": "2"}, "WORLD_SIZE is set, but RANK is not"),
     "rank out of range": (TORCHRUN | {"RANK": "2"}, "RANK must be a whole number from 0 to 1"),
-    "hosts unknown": (TORCHRUN | {"LOCAL_WORLD_SIZE": "1"}, "Set KERAS_PSPLUS_HOSTS"),
+    "hosts unknown": (
+        TORCHRUN | {"LOCAL_WORLD_SIZE": "1", "MASTER_ADDR": ""},
+        "Set KERAS_PSPLUS_HOSTS",
+    ),
     "hosts do not fit": (
         TORCHRUN | {"KERAS_PSPLUS_HOSTS": "a,b,c"},
         "one host for each of the 2 processes",
@@ -182,7 +185,15 @@ WRONG = {
         "does not say how many pods",
     ),
     "pods too many": (INDEXED_JOB | {"JOB_COMPLETION_INDEX": "2"}, "the layout has 2 tasks"),
-    "pods without names": (INDEXED_JOB | {"HOSTNAME": "train"}, "does not end with its index"),
+    "pods of another role": (
+        INDEXED_JOB | {"KERAS_PSPLUS_ROLE": "ps"},
+        "This is pod 1 of the ps tasks of a JobSet, but the layout has 0 of them",
+    ),
+    "pods of a JobSet without names": (
+        INDEXED_JOB | {"KERAS_PSPLUS_ROLE": "worker"},
+        "does not end with -worker-0-1",
+    ),
+    "pods without names": (INDEXED_JOB | {"HOSTNAME": "train"}, "does not end with -1"),
     "slurm by planes": (
         SLURM | {"SLURM_DISTRIBUTION": "plane=2"},
         "Pass `--distribution=block` to srun",

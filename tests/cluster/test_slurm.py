@@ -45,12 +45,11 @@ def loss():
     return float(re.search(r"loss (\S+)", ran.stdout)[1])
 
 
-def submit(slurm, script, *args, **env):
+def submit(slurm, script, *args, options=(), **env):
     """Submits a script of deploy/slurm; returns the job's number and the file of its output."""
     out = slurm.folder / f"out-{time.monotonic_ns()}"
-    said = slurm.run(
-        "sbatch", "--parsable", f"--output={out}", str(SCRIPTS / script), str(JOB), *args, **env
-    )
+    command = ["sbatch", "--parsable", f"--output={out}", *options, str(SCRIPTS / script), str(JOB)]
+    said = slurm.run(*command, *args, **env)
     return said.strip().partition(";")[0], out
 
 
@@ -108,6 +107,21 @@ def test_two_tasks_on_each_of_two_nodes_equal_one_process_and_resume(slurm, loss
     text = wait(slurm, job, out, lambda now, text: ended(now, text) and len(losses(text)) == 4)
     assert losses(text) == pytest.approx([loss] * 4, abs=2e-5)
     assert (text.count("epoch 0 begins"), text.count("epoch 2 begins")) == (4, 8), text
+
+
+def test_a_job_goes_on_with_another_number_of_tasks(slurm, loss, tmp_path):
+    backup = str(tmp_path / "backup")
+    job, out = submit(slurm, "all_reduce.sbatch", backup, JOB_HELD_IN_EPOCH="2", JOB_SAVE_FREQ="3")
+    wait(slurm, job, out, lambda now, text: text.count("epoch 2 begins") == 4)
+    slurm.run("scancel", job)
+    wait(slurm, job, out, ended, seconds=60)
+    # Submitted again for half as many.
+    options = ["--ntasks-per-node=1"]
+    job, out = submit(slurm, "all_reduce.sbatch", backup, options=options, JOB_SAVE_FREQ="3")
+    text = wait(slurm, job, out, ended)
+    assert "this is worker-1 of 2 worker" in text
+    assert "training goes on after batch 2 of epoch 2" in text
+    assert losses(text) == pytest.approx([loss] * 2, abs=2e-5)
 
 
 def test_a_cancelled_job_ends(slurm):

@@ -1,0 +1,109 @@
+"""Trains by a strategy that parts a model over tasks, is killed, and goes on in another cluster.
+
+sizes_job.py STRATEGY FOLDER [whole] [kill=EPOCH:BATCH]
+
+With `whole`, one call of `fit` is left alone first. The next one resumes from the folder's backup,
+if there is one. With `kill`, a task kills itself by SIGKILL after a batch; otherwise the chief
+prints weights, its optimizer's variables and logs as a line of JSON.
+"""
+
+import json
+import os
+import pathlib
+import signal
+import sys
+
+from tests import quick_start  # noqa: F401
+
+# isort: split
+import keras
+import numpy as np
+import tensorflow as tf
+
+import keras_psplus as psp
+
+ROWS, BATCH, EPOCHS, IDS = 70, 10, 4, 50
+SAVE_FREQ = 3
+
+
+def sharded():
+    servers = len(json.loads(os.environ["TF_CONFIG"])["cluster"]["ps"])
+    return tf.distribute.experimental.partitioners.FixedShardsPartitioner(servers)
+
+
+STRATEGIES = {
+    "hybrid": lambda: psp.HybridStrategy(placement="parameter_server"),
+    "sync": lambda: psp.ParameterServerStrategy(variable_partitioner=sharded(), mode="sync"),
+    # With one worker its steps have an order.
+    "async": lambda: psp.ParameterServerStrategy(variable_partitioner=sharded()),
+    "pipeline": lambda: psp.PipelineStrategy(2, "flops"),
+}
+
+
+class Kill(keras.callbacks.Callback):
+    def __init__(self, epoch, batch):
+        super().__init__()
+        self.at, self.epoch = (epoch, batch), None
+
+    def on_epoch_begin(self, epoch, logs=None):
+        self.epoch = epoch
+
+    def on_train_batch_end(self, batch, logs=None):
+        if (self.epoch, batch) == self.at:
+            os.kill(os.getpid(), signal.SIGKILL)
+
+
+def make():
+    # Of drawn initial rows, servers draw those of tables.
+    layers = keras.layers
+    model = keras.Sequential(
+        [
+            keras.Input((4,), dtype="int32"),
+            layers.Embedding(IDS, 3, embeddings_initializer="ones"),
+            layers.Flatten(),
+            layers.Dense(8, "tanh"),
+            layers.Dropout(0.3),
+            layers.Dense(6, "tanh"),
+            layers.Dense(1),
+        ]
+    )
+    model.compile(keras.optimizers.Adam(0.05), "mse", metrics=["mae"])
+    return model
+
+
+def main():
+    name, folder, options = sys.argv[1], pathlib.Path(sys.argv[2]), sys.argv[3:]
+    strategy = STRATEGIES[name]()
+    random = np.random.default_rng(0)
+    x = random.integers(0, IDS, (ROWS, 4)).astype("int32")
+    y = random.normal(size=(ROWS, 1)).astype("float32")
+
+    def train(what, backup, *callbacks):
+        keras.utils.set_random_seed(1)
+        with strategy.scope():
+            model = make()
+        log = folder / f"{backup}-{strategy.task.name}.csv"
+        callbacks = [
+            keras.callbacks.BackupAndRestore(folder / backup, save_freq=SAVE_FREQ),
+            keras.callbacks.ReduceLROnPlateau("loss", patience=1, min_delta=1.0),
+            keras.callbacks.CSVLogger(log),
+            *callbacks,
+        ]
+        history = model.fit(x, y, batch_size=BATCH, epochs=EPOCHS, verbose=0, callbacks=callbacks)
+        variables = [*model.variables, *model.optimizer.variables]
+        found = {f"{i} {v.path}": v.numpy().tolist() for i, v in enumerate(variables)}
+        found |= {f"history of {k}": v for k, v in history.history.items()}
+        if strategy.is_chief:
+            found["rows of the log"] = len(log.read_text().splitlines())
+            print(json.dumps([what, found]), flush=True)
+
+    if "whole" in options:
+        train("whole", "whole")
+    kills = [option.removeprefix("kill=") for option in options if option.startswith("kill=")]
+    is_killed = strategy.task.name in ("chief-0", "worker-1")
+    callbacks = [Kill(*map(int, kill.split(":"))) for kill in kills if is_killed]
+    train("resumed", "backup", *callbacks)
+
+
+if __name__ == "__main__":
+    main()

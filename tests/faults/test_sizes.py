@@ -1,0 +1,53 @@
+"""A job goes on with another number of parameter servers or stages, at the very step."""
+
+import json
+import pathlib
+
+import numpy as np
+import pytest
+
+from keras_psplus.cluster.testing import run_in_processes
+
+JOB = pathlib.Path(__file__).with_name("sizes_job.py")
+ENVIRONMENT = {"TF_CPP_MIN_LOG_LEVEL": "2", "CUDA_VISIBLE_DEVICES": ""}
+# By strategy, tasks of the clusters that follow on each other.
+CLUSTERS = {
+    "hybrid": [{"workers": 2, "ps": 2}, {"workers": 2, "ps": 3}],
+    "sync": [{"chief": True, "workers": 2, "ps": 2}, {"chief": True, "workers": 2, "ps": 3}],
+    "async": [{"chief": True, "workers": 1, "ps": 2}, {"chief": True, "workers": 1, "ps": 3}],
+    "pipeline": [{"chief": True, "workers": stages} for stages in (2, 3, 2)],
+}
+# Where a job is killed, and what the next one says. An epoch has 7 batches, and after every third
+# batch of the job there is a backup.
+KILLS = [("1:5", "after batch 5 of epoch 2"), ("2:5", "after batch 4 of epoch 3")]
+
+
+def run(name, folder, tasks, *options):
+    """The log of the task that speaks for all, and what it has printed."""
+    result = run_in_processes(
+        JOB,
+        **tasks,
+        args=[name, folder, *options],
+        env=ENVIRONMENT,
+        timeout=170,
+        expect_failure=any(option.startswith("kill") for option in options),
+        failure_grace=20,
+    )
+    log = result.logs["chief-0" if tasks.get("chief") else "worker-0"]
+    return log, dict(json.loads(line) for line in log.splitlines() if line.startswith('["'))
+
+
+@pytest.mark.parametrize("name", CLUSTERS)
+def test_a_job_that_is_killed_resumes_in_another_cluster(name, tmp_path):
+    first, *others = CLUSTERS[name]
+    _, found = run(name, tmp_path, first, "whole", f"kill={KILLS[0][0]}")
+    assert "resumed" not in found
+    whole = found["whole"]
+    for number, tasks in enumerate(others):
+        kill = [] if tasks is others[-1] else [f"kill={KILLS[number + 1][0]}"]
+        log, found = run(name, tmp_path, tasks, *kill)
+        assert f"training goes on {KILLS[number][1]}" in log, log[-4000:]
+    resumed = found["resumed"]
+    assert whole.keys() == resumed.keys()
+    for key, value in whole.items():
+        np.testing.assert_allclose(resumed[key], value, rtol=2e-5, atol=2e-5, err_msg=key)
