@@ -49,7 +49,10 @@ TESTS = {
         "test_one_process[pipelines-gradient_penalty]",
         "test_one_process[pipelines-mixed_precision_skips_overflow]",
     ],
-    "multi_process/test_failures.py": ["test_hanging_worker[0-25]"],
+    "multi_process/test_failures.py": [
+        "test_hanging_worker[0-25]",
+        "test_worker_that_stops_training_alone_within_an_epoch[stop-0]",
+    ],
     "all_reduce/test_compression.py": [
         f"{test}[{kind}{name}]"
         for name in ("topk_warmup", "randomk", "powersgd_late")
