@@ -18,7 +18,8 @@ if TYPE_CHECKING:
     from keras_psplus.cluster.progress import Progress
     from keras_psplus.core.control import ControlPlane
 
-_LOOK_SECONDS = 1.0
+# So long for each so many workers, whom the first of them answers.
+_LOOK_SECONDS, _WORKERS = 1.0, 32
 
 
 def watch(control: ControlPlane, progress: Progress) -> None:
@@ -32,15 +33,15 @@ def watch(control: ControlPlane, progress: Progress) -> None:
 
 
 def _run(control, progress):
-    last = None
+    last, seconds = None, _LOOK_SECONDS * max(1, len(control.names) / _WORKERS)
     while True:
-        time.sleep(_LOOK_SECONDS)
+        time.sleep(seconds)
         before, last = last, progress.entered
         if before != last or progress.doing != "training step":
             continue
         try:
             stop = control.stop_of_another()
-            if stop is not None and stop.entered < last == progress.entered:
+            if stop is not None and stop.steps <= progress.steps and last == progress.entered:
                 control.end_after(stop, progress.at)
                 return
         except (tf.errors.OpError, ValueError):

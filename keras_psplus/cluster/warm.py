@@ -51,7 +51,8 @@ class WarmPython:
     def __init__(
         self, modules: Sequence[str] = MODULES, environ: Mapping[str, str] | None = None
     ) -> None:
-        self._modules, self._environ = list(modules), environ
+        self._modules = list(modules)
+        self._environ = None if environ is None else dict(environ)
         self._lock = threading.Lock()
         self._connection: socket.socket | None = None
         self._process: subprocess.Popen[bytes] | None = None
@@ -66,13 +67,14 @@ class WarmPython:
     def close(self) -> None:
         """Ends the process; its forks go on."""
         with self._lock:
-            if self._connection is not None:
-                self._connection.close()
-            if self._process is not None:
-                self._process.wait()
-            if self._output is not None:
-                self._output.close()
-            self._connection = self._process = self._output = None
+            self._end()
+
+    def _end(self):
+        if self._process is not None:
+            self._connection.close()
+            self._process.wait()
+            self._output.close()
+        self._connection = self._process = self._output = None
 
     def start(
         self, argv: Sequence[str], environ: Mapping[str, str], has_input: bool = False
@@ -139,39 +141,46 @@ class WarmPython:
             "parent": os.getpid(),
         }
         text = json.dumps(request).encode()
-        prctl = ctypes.CDLL(None).prctl
         with self._lock:
+            if self._environ is None:
+                self._environ = {k: v for k, v in environ.items() if k != "TF_CONFIG"}
+            if self._process is not None and self._process.poll() is not None:
+                self._end()  # It has been killed.
             if self._process is None:
-                own = {k: v for k, v in environ.items() if k != "TF_CONFIG"}
-                self._begin(own if self._environ is None else dict(self._environ))
-            assert self._connection is not None and self._output is not None
-            # An orphan goes to the next of its ancestors that asks for it.
-            prctl(_PR_SET_CHILD_SUBREAPER, 1)
-            try:
-                socket.send_fds(self._connection, [len(text).to_bytes(8, "big")], list(files))
-                self._connection.sendall(text)
-                answer = self._connection.recv(8, socket.MSG_WAITALL)
-            except OSError:
-                answer = b""
-            finally:
-                prctl(_PR_SET_CHILD_SUBREAPER, 0)
-            if len(answer) < 8:
+                self._begin()
+            pid = self._ask(text, files)
+            if pid is None:
+                assert self._output is not None
                 self._output.seek(0)
                 said = self._output.read().decode(errors="replace")
                 raise WarmStartError(
                     f"The process that imports {' and '.join(self._modules)} for the tasks has "
                     f"ended. Received: {said or 'no output'}"
                 )
-        return int.from_bytes(answer, "big")
+        return pid
 
-    def _begin(self, environ):
+    def _ask(self, text, files):
+        prctl = ctypes.CDLL(None).prctl
+        # An orphan goes to the next of its ancestors that asks for it.
+        prctl(_PR_SET_CHILD_SUBREAPER, 1)
+        try:
+            socket.send_fds(self._connection, [len(text).to_bytes(8, "big")], list(files))
+            self._connection.sendall(text)
+            answer = self._connection.recv(8, socket.MSG_WAITALL)
+        except OSError:
+            answer = b""
+        finally:
+            prctl(_PR_SET_CHILD_SUBREAPER, 0)
+        return int.from_bytes(answer, "big") if len(answer) == 8 else None
+
+    def _begin(self):
         self._connection, theirs = socket.socketpair()
         # TensorFlow says something when it is imported; it is shown if it cannot be.
         self._output = tempfile.TemporaryFile()
         with theirs:
             self._process = subprocess.Popen(
                 [sys.executable, _SERVER, str(theirs.fileno()), *self._modules],
-                env=environ,
+                env=dict(self._environ),
                 pass_fds=[theirs.fileno()],
                 stdin=subprocess.DEVNULL,
                 stdout=self._output,

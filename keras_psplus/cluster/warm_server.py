@@ -4,7 +4,6 @@ It imports the modules once, and each fork runs a script as a new interpreter wo
 arguments, environment, folder, session and files of the request. See `warm.py`.
 """
 
-import contextlib
 import ctypes
 import gc
 import importlib
@@ -20,6 +19,8 @@ import types
 import warnings
 
 _PR_SET_PDEATHSIG = 1
+# Name of a module by which a process knows that it has started so, and in which environment.
+WARM_START = "keras_psplus_warm_start"
 
 
 def serve(connection: socket.socket) -> tuple[dict, list[int]]:
@@ -72,6 +73,8 @@ def become(request: dict, files: list[int], set_by_modules: dict[str, str]) -> N
     os.chdir(request["folder"])
     os.environ.clear()
     os.environ.update({**set_by_modules, **request["environ"]})
+    sys.modules[WARM_START] = start = types.ModuleType(WARM_START)
+    start.environ = dict(os.environ)  # type: ignore[attr-defined]
     sys.argv[:] = request["argv"]
     sys.orig_argv[:] = [sys.executable, *request["argv"]]
     sys.path.insert(0, os.path.dirname(os.path.abspath(sys.argv[0])))
@@ -115,7 +118,7 @@ def main() -> None:
     gc.enable()
     set_by_modules = {k: v for k, v in os.environ.items() if before.get(k) != v}
     connection = socket.socket(fileno=int(sys.argv[1]))
-    with warnings.catch_warnings(), contextlib.suppress(KeyboardInterrupt):
+    with warnings.catch_warnings():
         # Threads of libraries, which have nothing to do yet.
         warnings.simplefilter("ignore", DeprecationWarning)
         request, files = serve(connection)

@@ -32,7 +32,7 @@ _FALLEN_OUT = "Workers have fallen out of step: "
 class Stop(NamedTuple):
     """Where a worker has stopped training within an epoch."""
 
-    entered: int
+    steps: int
     name: str
     where: str
 
@@ -143,15 +143,15 @@ class ControlPlane:
             except (tf.errors.OpError, ValueError):
                 continue  # it has been there already, and has said something else
 
-    def post_stop(self, entered: int, where: str) -> None:
+    def post_stop(self, steps: int, where: str) -> None:
         """Says that this worker ends the epoch here.
 
         Args:
-            entered: `Progress.entered` of this process.
+            steps: `Progress.steps` of this process.
             where: Where it is, for people.
         """
         try:
-            self._put(f"{entered}\n{self._task.name}\n{where}", _STOP)
+            self._put(f"{steps}\n{self._task.name}\n{where}", _STOP)
         except tf.errors.OpError:
             pass  # Another one has said the same.
 
@@ -162,8 +162,8 @@ class ControlPlane:
             text = context.context().get_config_key_value(key, int(_ASK_SECONDS * 1000))
         except tf.errors.DeadlineExceededError:
             return None
-        entered, name, where = text.split("\n")
-        return Stop(int(entered), name, where)
+        steps, name, where = text.split("\n")
+        return Stop(int(steps), name, where)
 
     def end_after(self, stop: Stop, at: str | None) -> None:
         """Ends the steps of all workers, as one has stopped.

@@ -215,7 +215,7 @@ class StrategyEngine(Engine):
             original(callbacks, batch, logs)
         if self.control is not None and callbacks.model.stop_training:
             where = f"after batch {batch + 1} of epoch {self.progress.epoch + 1}"
-            self.control.post_stop(self.strategy.progress.entered, where)
+            self.control.post_stop(self.strategy.progress.steps, where)
 
     def end_epoch(
         self,

@@ -102,6 +102,15 @@ def test_an_evaluator_has_its_input(make):
     assert result.logs["evaluator-0"] == "''\n"
 
 
+def test_a_process_that_was_killed_has_a_successor(make):
+    for _ in range(2):
+        with make("print(name)") as cluster:
+            assert cluster.wait(60).logs == {f"worker-{i}": f"worker-{i}\n" for i in range(2)}
+        warm = cluster._warm._process
+        warm.kill()
+        warm.wait()
+
+
 def test_modules_that_cannot_be_imported_are_named(tmp_path):
     with WarmPython(["no_such_module"]) as warm:
         cluster = LocalCluster(["python", "script.py"], 1, log_dir=tmp_path, warm=warm)
