@@ -1,142 +1,288 @@
 """Goodput of a job whose workers are killed, again and again, and what its restarts take.
 
-    python benchmarks/soak.py --seconds 1200 --every 60
+    python benchmarks/soak.py --strategy all_reduce --minutes 20 --every 60
+    python benchmarks/soak.py --strategy async_parameter_server --minutes 20
 
-Every so many seconds (drawn by the seed, between half and one and a half of it), one worker is
-killed by SIGKILL, as soon as the job has taken a new step; the launcher starts the job again, which
-goes on from its last backup. The goodput is the time that the job's steps would have taken without
-faults, as a part of the time that all took: steps that were trained twice count once. A step has
-`--pause` milliseconds more than it computes, as steps on a larger model would have.
+A job of `keras-psplus run` trains without faults for `--undisturbed` seconds; the steps that it
+makes in a second are what the goodput is measured by. Then it trains for so many minutes from its
+first step on, and about every so many seconds one worker is killed by SIGKILL (when, and which one,
+is drawn by the seed; not before a step is made after the last fault). The goodput is the steps that
+count at the end, as a part of those that it would have made in that time without faults: steps
+that were trained twice count once.
+
+Under all-reduce, a job without faults then makes as many steps, and has to end with the same
+weights. Under parameter servers, none of the updates may be missing; the one that a killed worker
+had may count twice. A step of all-reduce has `--pause` milliseconds more than it computes, as steps
+on a larger model would have.
 """
 
 import argparse
+import contextlib
 import json
 import os
 import pathlib
 import random
 import signal
 import statistics
+import subprocess
 import sys
 import tempfile
-import threading
 import time
 
 BEGAN = time.time()
 PARTS = ("killed to started", "imports", "strategy", "to fit", "to first step", "to new step")
+SERVERS = "async_parameter_server"
+STEPS = 50  # of an epoch
+TOLERANCE = 2e-5
 
 
 def main():
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--seconds", type=float, default=1200)
+    parser.add_argument("--strategy", choices=["all_reduce", SERVERS], default="all_reduce")
+    parser.add_argument("--minutes", type=float, default=20)
     parser.add_argument("--every", type=float, default=60, help="seconds from fault to fault")
+    parser.add_argument("--undisturbed", type=float, default=60, help="seconds without faults")
     parser.add_argument("--save_freq", type=int, default=50)
     parser.add_argument("--workers", type=int, default=2)
-    parser.add_argument("--pause", type=float, default=20, help="milliseconds")
+    parser.add_argument("--pause", type=float, default=50, help="milliseconds, of all-reduce")
     parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument("--folder", help=argparse.SUPPRESS)
+    parser.add_argument("--warm", action=argparse.BooleanOptionalAction, default=True)
+    parser.add_argument("--keep", type=pathlib.Path, help="folder for what the jobs write")
+    parser.add_argument("--verify", type=pathlib.Path, help="compare weights in such a folder only")
+    parser.add_argument("--folder", type=pathlib.Path, help=argparse.SUPPRESS)
     args = parser.parse_args()
     if args.folder:
         train(args)
         return
-    with tempfile.TemporaryDirectory() as folder:
-        events, restarts = soak(args, pathlib.Path(folder))
-    report(events, restarts, args.seconds)
+    with tempfile.TemporaryDirectory(prefix="soak_") as temporary:
+        folder = args.verify or args.keep or pathlib.Path(temporary)
+        if not args.verify:
+            tell(measure(args, folder))
+        if args.strategy != SERVERS and not args.keep:
+            tell(verify(args, folder))
 
 
-def soak(args, folder):
-    """Runs the job with its faults; returns the chief's events, and how often it was killed."""
-    from keras_psplus.cluster import restarts
-    from keras_psplus.cluster.processes import LocalCluster
+def tell(found):
+    for name, value in found.items():
+        print(f"{name}: {value}", flush=True)
+    if not found.get("nothing lost", True):
+        sys.exit(1)
 
-    draw, end = random.Random(args.seed), time.time() + args.seconds
-    events, kills = folder / "events.jsonl", []
-    events.touch()
-    command = [sys.executable, __file__, *sys.argv[1:], "--folder", str(folder)]
-    env = {"TF_CPP_MIN_LOG_LEVEL": "2", "CUDA_VISIBLE_DEVICES": ""}
 
-    def disturb(cluster, restart):
-        time.sleep(draw.uniform(0.5, 1.5) * args.every)
-        newest = max((e["step"] for e in read(events) if e["restart"] < restart), default=0)
-        while not any(e["step"] > newest for e in read(events) if e["restart"] == restart):
+def measure(args, folder):
+    """Runs the jobs without and with faults; returns a dict of what was found."""
+    folder.mkdir(exist_ok=True)
+    calm = Job(args, folder / "calm", seconds=args.undisturbed)
+    calm.run()
+    steps = calm.steps()
+    rate = (steps[-1]["step"] - steps[0]["step"]) / (steps[-1]["time"] - steps[0]["time"])
+    job = Job(args, folder / "faults", seconds=60 * args.minutes)
+    job.run(args.every)
+    steps = job.steps()
+    length = steps[-1]["time"] - steps[0]["time"]
+    useful = steps[-1]["step"] - steps[0]["step"]
+    found = {
+        "strategy": args.strategy,
+        "undisturbed": f"{rate:.2f} steps/s",
+        "useful steps": useful,
+        "seconds": round(length, 1),
+        "kills": len(job.kills),
+        "goodput": f"{100 * useful / (rate * length):.1f} %",
+    }
+    if args.strategy == SERVERS:
+        most = steps[-1]["sent"] + len(job.kills)
+        found["updates"] = f"{steps[-1]['step']}, of {steps[-1]['sent']} steps"
+        found["nothing lost"] = steps[-1]["sent"] <= steps[-1]["step"] <= most
+        return found | job.recovery(rate)
+    found["steps trained twice"] = len(steps) - len({event["step"] for event in steps})
+    return found | job.parts()
+
+
+def verify(args, folder):
+    """Trains as many steps without faults; returns a dict of how the weights compare."""
+    job = Job(args, folder / "faults")
+    whole = Job(args, folder / "whole", steps=job.steps()[-1]["step"])
+    whole.run()
+    distance = whole.distance(job)
+    return {
+        "largest difference of weights": f"{distance:.1e}",
+        "nothing lost": distance <= TOLERANCE,
+    }
+
+
+class Job:
+    """A job of the launcher, and what its chief notes.
+
+    Args:
+        args: Of the command line.
+        folder: For all of its files.
+        seconds: From its first step to its last.
+        steps: How many it makes, if that is what ends it.
+    """
+
+    def __init__(self, args, folder, seconds=None, steps=None):
+        self._args, self._folder, self._seconds, self._steps = args, folder, seconds, steps
+        self.kills = []
+        folder.mkdir(exist_ok=True)
+        self._file = folder / "events.jsonl"
+        self._file.touch()
+
+    def events(self):
+        lines = self._file.read_text().splitlines(keepends=True)
+        return [json.loads(line) for line in lines if line.endswith("\n")]
+
+    def steps(self):
+        return [event for event in self.events() if event["step"]]
+
+    def run(self, every=None):
+        """Runs it to its end, with a fault every so many seconds."""
+        args = self._args
+        flags = ["--workers", str(args.workers), "--log_dir", str(self._folder / "logs")]
+        flags += ["--ps", "1"] if args.strategy == SERVERS else []
+        flags += ["--max_restarts", "1000"] if every else []
+        flags += ["--warm"] if args.warm else []
+        command = [sys.executable, "-m", "keras_psplus", "run", *flags, "--strategy", args.strategy]
+        own = [__file__, "--folder", str(self._folder), "--pause", str(args.pause)]
+        own += ["--save_freq", str(args.save_freq)]
+        env = {"TF_CPP_MIN_LOG_LEVEL": "2", "CUDA_VISIBLE_DEVICES": "", **os.environ}
+        if self._steps:
+            env["SOAK_STEPS"] = str(self._steps)
+        with open(self._folder / "launcher.log", "w") as log:
+            process = subprocess.Popen([*command, *own], env=env, stdout=log, stderr=log)
+            try:
+                if self._seconds:
+                    self._disturb(process, every)
+                process.wait(300 if self._seconds else None)
+            finally:
+                if process.poll() is None:
+                    process.terminate()
+                    process.wait()
+        if process.returncode:
+            raise SystemExit((self._folder / "launcher.log").read_text()[-5000:])
+
+    def _disturb(self, process, every):
+        """Kills workers, as the seed has it, and tells the job when its time is over."""
+        draw = random.Random(self._args.seed)
+        self._wait_for_step(process)
+        first = self.steps()[0]["time"]
+        end, number = first + self._seconds, 0
+        while every:
+            number += 1
+            due = first + every * (number + draw.uniform(-0.25, 0.25))
+            victim = f"worker-{draw.randrange(self._args.workers)}"
+            if due > end - every / 2:
+                break
+            time.sleep(max(0.0, due - time.time()))
+            self._wait_for_step(process)
+            pid = int((self._folder / f"{victim}.pid").read_text())
+            self.kills.append({"time": time.time(), "task": victim})
+            os.kill(pid, signal.SIGKILL)
+        time.sleep(max(0.0, end - time.time()))
+        self._wait_for_step(process)
+        (self._folder / "time_is_over").touch()
+
+    def _wait_for_step(self, process):
+        """Waits for a step that had not been made before the last kill."""
+        while not self._has_new_step():
+            if process.poll() is not None:
+                raise SystemExit((self._folder / "launcher.log").read_text()[-5000:])
             time.sleep(0.1)
-        if time.time() < end:
-            kills.append(time.time())
-            os.kill(cluster.pids[f"worker-{draw.randrange(args.workers)}"], signal.SIGKILL)
 
-    def make_cluster(restart):
-        cluster = LocalCluster(
-            command,
-            args.workers,
-            env={**env, "SOAK_ENDS": str(end), "SOAK_RESTART": str(restart)},
-            log_dir=folder,
-            restart=restart,
-            failure_grace=5,
-        )
-        threading.Thread(target=disturb, args=(cluster, restart), daemon=True).start()
-        return cluster
+    def _has_new_step(self):
+        steps = self.steps()
+        if not self.kills:
+            return bool(steps)
+        start = self._start_after(self.kills[-1])
+        if start is None:
+            return False
+        before = max(e["step"] for e in steps if e["time"] < start)
+        return any(e["step"] > before for e in steps if e["time"] > start)
 
-    result = restarts.run(make_cluster, 1000, timeout=args.seconds + 120)
-    if result.exit_code != 0:
-        raise SystemExit(result.tails())
-    return read(events), kills
+    def _start_after(self, kill):
+        """When the task that was killed has been started again; None if it has not."""
+        starts = (self._folder / f"{kill['task']}.starts").read_text().split()
+        return next((float(t) for t in starts if float(t) > kill["time"]), None)
 
-
-def read(path):
-    """The lines of JSON of a file that are whole."""
-    lines = path.read_text().splitlines(keepends=True)
-    return [json.loads(line) for line in lines if line.endswith("\n")]
-
-
-def report(events, kills, seconds):
-    """Prints the goodput, and what the parts of restarts took."""
-    steps = [event for event in events if event["step"]]
-    gaps = [
-        b["time"] - a["time"]
-        for a, b in zip(steps, steps[1:])
-        if a["restart"] == b["restart"] and b["step"] == a["step"] + 1
-    ]
-    step, newest = statistics.median(gaps), max(event["step"] for event in steps)
-    print(f"{newest} steps of {1000 * step:.0f} ms in {seconds:.0f} s, {len(kills)} kills")
-    print(f"goodput: {100 * newest * step / seconds:.0f} %; steps trained twice: ", end="")
-    print(len(steps) - len({event["step"] for event in steps}))
-    rows = []
-    for restart, killed in enumerate(kills, 1):
-        own = [event for event in events if event["restart"] == restart]
-        before = max(e["step"] for e in steps if e["restart"] < restart)
-        new = [event["time"] for event in own if event["step"] > before]
-        if new:
-            first = min(event["time"] for event in own if event["step"])
-            times = [killed, *own[0]["marks"], first, new[0]]
+    def parts(self):
+        """Medians of what the parts of a restart take."""
+        events, rows = self.events(), []
+        for kill in self.kills:
+            starts = [e for e in events if "marks" in e and e["time"] > kill["time"]]
+            if not starts:
+                continue
+            restart = starts[0]["restart"]
+            own = [e for e in events if e["restart"] == restart and e["step"]]
+            before = max(e["step"] for e in events if e["restart"] < restart)
+            new = [e["time"] for e in own if e["step"] > before]
+            times = [kill["time"], *starts[0]["marks"], own[0]["time"], new[0]]
             rows.append([b - a for a, b in zip(times, times[1:])])
-    if rows:
-        print(f"from the kill to a new step: {statistics.median(map(sum, rows)):.1f} s (median)")
-        for part, values in zip(PARTS, zip(*rows), strict=True):
-            print(f"  {part}: {statistics.median(values):.1f} s")
+        if not rows:
+            return {}
+        medians = {p: statistics.median(v) for p, v in zip(PARTS, zip(*rows), strict=True)}
+        total = statistics.median(map(sum, rows))
+        longest = max(map(sum, rows))
+        return {
+            "from the kill to a new step": f"{total:.1f} s (median), {longest:.1f} s (longest)",
+            **{f"  {part}": f"{seconds:.1f} s" for part, seconds in medians.items()},
+        }
+
+    def recovery(self, rate):
+        """How long workers were away, and what the chief's epochs took meanwhile."""
+        steps = self.steps()
+        gaps = [b["time"] - a["time"] for a, b in zip(steps, steps[1:])]
+        about = f"{statistics.median(gaps):.1f} s (median), {max(gaps):.1f} s (longest)"
+        starts = [self._start_after(kill) - kill["time"] for kill in self.kills]
+        if not starts:
+            return {}
+        return {
+            "from the kill to the start": f"{statistics.median(starts):.1f} s (median)",
+            f"{STEPS} steps undisturbed": f"{STEPS / rate:.1f} s",
+            f"{STEPS} steps": about,
+        }
+
+    def distance(self, other):
+        """The largest difference between the weights of two jobs."""
+        import numpy as np
+
+        files = [np.load(job._folder / "weights.npz") for job in (self, other)]
+        return max(float(np.abs(files[0][n] - files[1][n]).max()) for n in files[0].files)
 
 
 def train(args):
-    """One worker."""
+    """One task."""
+    own = json.loads(os.environ["TF_CONFIG"])["task"]
+    name, folder = f"{own['type']}-{own['index']}", args.folder
+    (folder / f"{name}.pid").write_text(str(os.getpid()))
+    with open(folder / f"{name}.starts", "a") as file:
+        file.write(f"{BEGAN}\n")
     import keras
     import numpy as np
 
     import keras_psplus as psp
 
     imported = time.time()
-    strategy = psp.MultiWorkerMirroredStrategy()
-    formed, restart = time.time(), int(os.environ["SOAK_RESTART"])
+    strategy = psp.strategy()
+    formed, restart = time.time(), int(os.environ["KERAS_PSPLUS_RESTART"])
+    serves = bool(json.loads(os.environ["TF_CONFIG"])["cluster"].get("ps"))
+    steps = int(os.environ.get("SOAK_STEPS", 0))
+    rows, units = (256, 1024) if serves else (64, 256)
     random_numbers = np.random.default_rng(0)
-    x = random_numbers.standard_normal((64 * 100, 64), np.float32)
+    x = random_numbers.standard_normal((rows * STEPS, 64), np.float32)
     y = random_numbers.integers(0, 10, len(x))
+    keras.utils.set_random_seed(1)
     with strategy.scope():
-        layers = [keras.layers.Dense(256, "relu"), keras.layers.Dense(10)]
-        model = keras.Sequential([keras.Input((64,)), *layers])
+        layers = [keras.layers.Dense(units, "relu"), keras.layers.Dense(units, "relu")]
+        model = keras.Sequential([keras.Input((64,)), *layers, keras.layers.Dense(10)])
         loss = keras.losses.SparseCategoricalCrossentropy(from_logits=True)
-        model.compile("adam", loss, metrics=["accuracy"])
-    folder = pathlib.Path(args.folder)
+        # So slow that the last bits of floats do not grow into other trajectories.
+        model.compile(keras.optimizers.Adam(1e-5), loss, metrics=["accuracy"])
+    is_chief = name in ("chief-0", "worker-0") and getattr(strategy, "is_chief", True)
 
     class Note(keras.callbacks.Callback):
+        sent = 0
+
         def _note(self, step, **more):
-            if strategy.is_chief:
+            if is_chief:
                 with open(folder / "events.jsonl", "a") as file:
                     line = {"restart": restart, "step": step, "time": time.time(), **more}
                     file.write(json.dumps(line) + "\n")
@@ -144,15 +290,29 @@ def train(args):
         def on_train_begin(self, logs=None):
             self._note(0, marks=[BEGAN, imported, formed, time.time()])
 
+        def on_epoch_begin(self, epoch, logs=None):
+            # Before any worker can have made a step of it: all of them end with it.
+            if is_chief and (folder / "time_is_over").exists():
+                with contextlib.suppress(FileExistsError):
+                    os.link(folder / "time_is_over", folder / f"last_{epoch}")
+
         def on_train_batch_end(self, batch, logs=None):
-            time.sleep(args.pause / 1000)
-            self._note(int(self.model.optimizer.iterations.numpy()))
+            if not serves and not steps:
+                time.sleep(args.pause / 1000)
+                self._note(int(self.model.optimizer.iterations.numpy()))
 
         def on_epoch_end(self, epoch, logs=None):
-            self.model.stop_training = time.time() > float(os.environ["SOAK_ENDS"])
+            made = int(self.model.optimizer.iterations.numpy())
+            if serves:
+                self._note(made, sent=(epoch + 1) * STEPS)
+            if (folder / f"last_{epoch}").exists() or made == steps:
+                self.model.stop_training = True
 
     backup = keras.callbacks.BackupAndRestore(folder / "backup", save_freq=args.save_freq)
-    model.fit(x, y, 64, 1_000_000, 0, [backup, Note()])
+    callbacks = [Note()] if steps else [backup, Note()]
+    model.fit(x, y, rows, 1_000_000, 0, callbacks)
+    if is_chief:
+        np.savez(folder / "weights.npz", *model.get_weights())
 
 
 if __name__ == "__main__":

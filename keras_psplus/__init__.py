@@ -45,10 +45,11 @@ def _load():
 
 def _install(versions):
     with versions.naming_misfits():
-        from keras_psplus.cluster import early_init
+        from keras_psplus.cluster import early_init, late_variables
 
         # Before anything else of TensorFlow's runs, so that an early initialisation can be named.
         early_init.install()
+        late_variables.warn()
         from keras_psplus import keras_attributes, keras_hooks
         from keras_psplus.tf_internals import attributes
 

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 import tensorflow as tf
 
 from keras_psplus import updates as updates_module
-from keras_psplus.all_reduce import auto_topology, gradients, startup
+from keras_psplus.all_reduce import auto_topology, gradients, startup, stopped_peers
 from keras_psplus.all_reduce import topology as topology_module
 from keras_psplus.all_reduce.engine import AllReduceEngine, OneReplicaEngine
 from keras_psplus.all_reduce.extended import MultiWorkerMirroredExtended
@@ -150,6 +150,9 @@ class MultiWorkerMirroredStrategy(tf.distribute.MultiWorkerMirroredStrategy):
             assert self._task is not None and control is not None
             failure.watch(self._task, control.post_end)
             heartbeats.start(self._progress)
+            if self._updates is None:
+                # With `updates`, workers take steps without each other.
+                stopped_peers.watch(control, self._progress)
         if self._task is not None and len(self._task.tasks()) > 1:
             stalls.Inspector(stall_warning, self._waits().look)
         if self._distributes:

@@ -1,5 +1,6 @@
 """`keras-psplus run`: one script in every task of a cluster."""
 
+import contextlib
 import functools
 import os
 import secrets
@@ -29,6 +30,7 @@ from keras_psplus.cluster.console import Console, drop_unwritten
 from keras_psplus.cluster.environment import TOKEN_VARIABLE, plan_tasks, python_path
 from keras_psplus.cluster.job_record import JobRecord
 from keras_psplus.cluster.processes import LocalCluster
+from keras_psplus.cluster.warm import WarmPython, WarmStartError
 
 _USAGE = """
 usage: keras-psplus run [flags] SCRIPT [arguments of the script]
@@ -79,11 +81,13 @@ def main(argv: list[str]) -> int:
                 "--hosts starts nothing, so that nothing can be started again or disturbed. "
                 f"Received: --max_restarts={options.max_restarts}, --chaos={options.chaos!r}"
             )
+        if options.warm and sys.platform != "linux":
+            raise parsing.UsageError(f"--warm needs Linux. Received: {sys.platform}")
         layout = _layout(options)
-        if options.restart == "task" and not (layout["chief"] and layout["ps"]):
+        if options.restart == "task" and not layout["ps"]:
             raise parsing.UsageError(
-                "a task is started again by itself where the others go on without it: under a "
-                "chief with parameter servers. Without --restart, the job is started again. "
+                "a task is started again by itself where the others go on without it: in a cluster "
+                "with parameter servers. Without --restart, the job is started again. "
                 f"Received: --restart=task, --ps={layout['ps']}"
             )
         starts = not (options.dry_run or options.hosts)
@@ -124,8 +128,10 @@ def main(argv: list[str]) -> int:
             idle_grace=_IDLE_GRACE,
             restart=restart,
             task_restarts=options.max_restarts - restart if options.restart != "job" else 0,
+            server_restarts=options.restart == "task",
             network=make_network(),
             record=record,
+            warm=warm,
         )
         chaos.watch(cluster)
         return cluster
@@ -138,12 +144,13 @@ def main(argv: list[str]) -> int:
         with (
             JobRecord(command, layout, log_dir, json_log) as record,
             Injector(events, log_fault) as chaos,
+            WarmPython() if options.warm else contextlib.nullcontext() as warm,
         ):
             result = restarts.run(make_cluster, options.max_restarts, options.timeout or None, log)
             record.job_ended(result.exit_code)
     except KeyboardInterrupt:  # between two attempts; while tasks run, the cluster sees to it
         return 128 + signal.SIGINT
-    except plan_script.ScriptError as error:
+    except (plan_script.ScriptError, WarmStartError) as error:
         print(f"keras-psplus run: {error}", file=sys.stderr)
         return 1
     report.show(result, log_dir, options.timeout)
@@ -199,7 +206,15 @@ def _flags():
         None,
         ["task", "job"],
         "What is started again: the worker that has failed, while the others go on (default in a "
-        "cluster with a chief and parameter servers), or the job.",
+        "cluster with a chief and parameter servers), or the job. Without a chief, `task` starts a "
+        "parameter server again by itself, as HybridStrategy with sync=False and snapshots takes "
+        "it in.",
+        flag_values=values,
+    )
+    flags.DEFINE_boolean(
+        "warm",
+        False,
+        "Start tasks as forks of a process that has imported TensorFlow and Keras (Linux).",
         flag_values=values,
     )
     flags.DEFINE_string(

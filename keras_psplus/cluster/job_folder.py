@@ -11,12 +11,13 @@ import pathlib
 import shutil
 import stat
 import tempfile
+from collections.abc import Iterable
 from typing import Any
 
 from keras_psplus.cluster.json_log import encode
 
 FOLDER_VARIABLE = "KERAS_PSPLUS_JOB_DIR"
-_JOB = "job.json"
+_JOB, _FAILED = "job.json", ".failed"
 
 
 def root() -> pathlib.Path:
@@ -68,6 +69,26 @@ def write_task(folder: pathlib.Path, name: str, state: dict[str, Any]) -> None:
         OSError: If it cannot be written.
     """
     _replace(folder / f"{name}.json", state)
+
+
+def mark_failed(folder: pathlib.Path, name: str) -> None:
+    """Notes that a task has failed and said why, and ends as soon as it may.
+
+    Raises:
+        OSError: If it cannot be written.
+    """
+    (folder / f"{name}{_FAILED}").touch()
+
+
+def have_failed(folder: pathlib.Path, names: Iterable[str]) -> bool:
+    """Whether all of some tasks have noted that."""
+    return all((folder / f"{name}{_FAILED}").exists() for name in names)
+
+
+def forget_failed(folder: pathlib.Path) -> None:
+    """Forgets what tasks have noted, as they are about to be started again."""
+    for path in folder.glob(f"*{_FAILED}"):
+        path.unlink(missing_ok=True)
 
 
 def read_all() -> list[tuple[pathlib.Path, dict[str, Any], dict[str, dict[str, Any]]]]:

@@ -4,7 +4,7 @@ import contextlib
 import os
 import pathlib
 import threading
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, Self
 
 from keras_psplus.cluster import job_folder, process_state
@@ -80,6 +80,8 @@ class JobRecord:
             restart: How often they were before.
         """
         self._job["restart"] = restart
+        if self._folder is not None:
+            job_folder.forget_failed(self._folder)
         if restart:
             self._append("job_restarted", restart=restart)
 
@@ -98,6 +100,10 @@ class JobRecord:
         event = "task_restarted" if is_again else "task_started"
         self._append(event, task=name, pid=pid, restart=restart)
         self._write()
+
+    def have_failed(self, names: Iterable[str]) -> bool:
+        """Whether all of some tasks have failed and said why, though they have not ended."""
+        return self._folder is not None and job_folder.have_failed(self._folder, names)
 
     def task_ended(self, name: str, code: int) -> None:
         """Notes that a task has ended, by an exit code or, where that is negative, a signal."""

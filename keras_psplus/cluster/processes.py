@@ -25,6 +25,7 @@ from keras_psplus.cluster.job_record import JobRecord
 from keras_psplus.cluster.log_file import LogFile
 from keras_psplus.cluster.results import ClusterResult, describe, exit_code_of
 from keras_psplus.cluster.task_restarts import TaskRestarts
+from keras_psplus.cluster.warm import WarmProcess, WarmPython
 
 _POLL = 0.05
 _EVALUATOR = task_name(EVALUATOR, 0)
@@ -72,11 +73,14 @@ class LocalCluster:
             tasks find the number in `KERAS_PSPLUS_RESTART`.
         task_restarts: How often workers that serve a chief and have failed are
             started again by themselves, while the others go on.
+        server_restarts: Whether that goes for parameter servers of a cluster without a chief, too:
+            whether the others go on without one depends on the strategy.
         record: A `JobRecord` that hears of the tasks' starts and ends, or None.
         evaluator: Whether an evaluator runs beside the cluster. Its failure is none of the job's.
         evaluator_grace: Seconds that it has after the end of the training.
         network: A `chaos.netlab.Lab` with a host for each task, which begins
             and ends with the cluster; None for this machine's own network.
+        warm: A `WarmPython` whose forks run a Python script; None starts the command.
     """
 
     def __init__(
@@ -96,17 +100,19 @@ class LocalCluster:
         idle_grace: float | None = None,
         restart: int = 0,
         task_restarts: int = 0,
+        server_restarts: bool = False,
         network: Any = None,
         record: JobRecord | None = None,
         evaluator: bool = False,
         evaluator_grace: float = 600.0,
+        warm: WarmPython | None = None,
     ) -> None:
         self._argv = [os.fspath(arg) for arg in argv]
         self._environ = {**os.environ, **(env or {})}
         # Tasks of other jobs on this machine are none of this one's.
         self._environ[TOKEN_VARIABLE] = self._environ.get(TOKEN_VARIABLE) or secrets.token_hex(16)
         self._environ[RESTART_VARIABLE] = str(restart)
-        self.network, self._record = network, record
+        self.network, self._record, self._warm = network, record, warm
         hosts = None if network is None else network.addresses
         if hosts is not None and evaluator:
             hosts = hosts[:-1]  # It has a host, and no address.
@@ -120,15 +126,19 @@ class LocalCluster:
         self._error_grace = failure_grace if error_grace is None else error_grace
         self._idle_grace = failure_grace if idle_grace is None else idle_grace
         self._restart = restart
-        jobs = ("worker", EVALUATOR) if self._serving_workers else (EVALUATOR,)
+        jobs = [EVALUATOR]
+        if self._serving_workers:
+            jobs.append("worker")
+        elif server_restarts and not chief:
+            jobs.append("ps")
         self._task_restarts = TaskRestarts(task_restarts, self._log, jobs)
         self._began: dict[str, float] = {}
-        self._processes: dict[str, subprocess.Popen[bytes]] = {}
+        self._processes: dict[str, subprocess.Popen[bytes] | WarmProcess] = {}
         self._pumps: list[OutputPump] = []
         self._logs: dict[str, LogFile] = {}
         self._log_starts: dict[str, int] = {}
         # Of tasks that were started again.
-        self._replaced: list[tuple[subprocess.Popen[bytes], LogFile]] = []
+        self._replaced: list[tuple[subprocess.Popen[bytes] | WarmProcess, LogFile]] = []
         self._ends: dict[str, tuple[int, float]] = {}  # task name -> (exit code, time)
         self._terminated: list[str] = []
         self._first_failure: str | None = None
@@ -270,28 +280,33 @@ class LocalCluster:
             self._ends[name] = (code, now)
 
     def _start_task(self, rank, task, is_again=False):
-        command = self._argv
-        if self.network is not None:
-            command = [*self.network.inside(rank), *command]
-        if sys.platform == "linux":
-            command = [sys.executable, "-I", "-S", _WRAPPER, str(os.getpid()), *command]
         self._logs[task.name] = log = self._open_log(task.name, is_again)
         self._began[task.name] = time.monotonic()
-        process = subprocess.Popen(
-            command,
-            stdin=subprocess.PIPE if task.name == _EVALUATOR else subprocess.DEVNULL,
-            stdout=subprocess.PIPE,
-            stderr=subprocess.STDOUT,
-            env=self.environment(task.name),
-            start_new_session=True,  # its own group: signals reach what it starts as well
-        )
-        self._processes[task.name] = process
+        self._processes[task.name] = process = self._start_process(rank, task.name)
         if self._record is not None:
             number = self._restart + self._task_restarts.used
             self._record.task_started(task.name, process.pid, number)
         pump = OutputPump(task.name, process.stdout, log, self._console)
         self._pumps.append(pump)
         pump.start()
+
+    def _start_process(self, rank, name):
+        environ = self.environment(name)
+        if self._warm is not None and self.network is None:
+            return self._warm.start(self._argv[1:], environ, has_input=name == _EVALUATOR)
+        command = self._argv
+        if self.network is not None:
+            command = [*self.network.inside(rank), *command]
+        if sys.platform == "linux":
+            command = [sys.executable, "-I", "-S", _WRAPPER, str(os.getpid()), *command]
+        return subprocess.Popen(
+            command,
+            stdin=subprocess.PIPE if name == _EVALUATOR else subprocess.DEVNULL,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            env=environ,
+            start_new_session=True,  # its own group: signals reach what it starts as well
+        )
 
     def _open_log(self, name, is_again):
         on_warning = warn if self._console is None else self._console.warn
@@ -362,6 +377,9 @@ class LocalCluster:
         )
         served = chief if self._serving_workers else chief + workers
         if self._first_failure is not None:
+            waited_for = [name for name in served if name not in self._ends]
+            if waited_for and self._record is not None and self._record.have_failed(waited_for):
+                return 0.0  # They have said what they saw.
             code, end = self._ends[self._first_failure]
             end += self._error_grace if code > 0 else self._failure_grace
             if self._all_ended(served):

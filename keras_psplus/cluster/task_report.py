@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import os
 import pathlib
@@ -63,6 +64,12 @@ class TaskReport:
         loss = logs.get("loss")
         self._append("evaluation", step=step, loss=loss, checkpoint=checkpoint, logs=logs)
         self._update(steps={"step": step, "loss": loss})
+
+    def failed(self) -> None:
+        """Says that it has failed and said why, and stays for the others' sake alone."""
+        if self._folder is not None:
+            with contextlib.suppress(OSError):
+                job_folder.mark_failed(self._folder, self._name)
 
     def stall(self, what: str, waited: float, described: str) -> None:
         """Says that this task has waited for long.

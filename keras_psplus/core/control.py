@@ -11,7 +11,7 @@ import queue
 import threading
 import time
 from collections.abc import Callable, Collection
-from typing import NoReturn
+from typing import NamedTuple, NoReturn
 
 import tensorflow as tf
 
@@ -24,6 +24,17 @@ from keras_psplus.tf_internals import context
 
 _POLL_SECONDS = 3.0
 _ALL = "all"  # in a large cluster, the place of all workers' texts
+_STOP = "stop"  # the place of who has stopped within an epoch
+_ASK_SECONDS = 0.5
+_FALLEN_OUT = "Workers have fallen out of step: "
+
+
+class Stop(NamedTuple):
+    """Where a worker has stopped training within an epoch."""
+
+    steps: int
+    name: str
+    where: str
 
 
 class ControlPlane:
@@ -132,6 +143,45 @@ class ControlPlane:
             except (tf.errors.OpError, ValueError):
                 continue  # it has been there already, and has said something else
 
+    def post_stop(self, steps: int, where: str) -> None:
+        """Says that this worker ends the epoch here.
+
+        Args:
+            steps: `Progress.steps` of this process.
+            where: Where it is, for people.
+        """
+        try:
+            self._put(f"{steps}\n{self._task.name}\n{where}", _STOP)
+        except tf.errors.OpError:
+            pass  # Another one has said the same.
+
+    def stop_of_another(self) -> Stop | None:
+        """Who has said so in this epoch, if anybody has."""
+        key = self._key(self._sequence, _STOP)
+        try:
+            text = context.context().get_config_key_value(key, int(_ASK_SECONDS * 1000))
+        except tf.errors.DeadlineExceededError:
+            return None
+        steps, name, where = text.split("\n")
+        return Stop(int(steps), name, where)
+
+    def end_after(self, stop: Stop, at: str | None) -> None:
+        """Ends the steps of all workers, as one has stopped.
+
+        Args:
+            stop: `Stop` of that worker.
+            at: Where this one is, for people.
+        """
+        # TensorFlow cuts what it passes on.
+        message = (
+            f"Workers have fallen out of step: {stop.name} has stopped training {stop.where}, "
+            f"{self._task.name} is at {at}. Set `stop_training` on all workers after the same "
+            f"batch, or at an epoch's end. Received: stop_training=True on {stop.name} alone"
+        )
+        self.post_end(message)
+        error_report.report(message)
+        context.context().abort_collective_ops(tf.errors.INVALID_ARGUMENT, message)
+
     def _fall_out(self, message: str) -> NoReturn:
         """Tells the other workers to stop, with the reason, and raises it here."""
         error_report.report(message)
@@ -175,6 +225,8 @@ class ControlPlane:
                     if for_all:
                         self._put(text, _ALL)
                     raise
+                if text.startswith(_FALLEN_OUT):
+                    raise ValueError(text)
                 return text
             except tf.errors.DeadlineExceededError as error:
                 failure.raise_if_peer_gone(self._task, error, self._silent())

@@ -19,7 +19,7 @@ from typing import NoReturn
 import tensorflow as tf
 
 from keras_psplus import tracebacks
-from keras_psplus.cluster import handshake
+from keras_psplus.cluster import handshake, task_report
 from keras_psplus.cluster.config import TaskConfig, task_name
 from keras_psplus.cluster.silence import is_silent, place_of
 from keras_psplus.core import error_report
@@ -191,6 +191,9 @@ def _mark_failed():
 def _leave(task):
     if _failed_at is None:
         return
+    report = task_report.current()
+    if report is not None:
+        report.failed()  # The launcher need not wait until this process ends.
     if _ended_address is None:
         time.sleep(max(0.0, _LINGER_SECONDS - (time.monotonic() - _failed_at)))
     else:

@@ -213,6 +213,9 @@ class StrategyEngine(Engine):
         self.progress.batch = batch + 1
         with self.progress.collecting():
             original(callbacks, batch, logs)
+        if self.control is not None and callbacks.model.stop_training:
+            where = f"after batch {batch + 1} of epoch {self.progress.epoch + 1}"
+            self.control.post_stop(self.strategy.progress.steps, where)
 
     def end_epoch(
         self,

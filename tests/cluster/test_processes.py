@@ -11,6 +11,7 @@ import pytest
 
 from keras_psplus.cluster.console import Console
 from keras_psplus.cluster.environment import plan_tasks
+from keras_psplus.cluster.job_record import JobRecord
 from keras_psplus.cluster.processes import LocalCluster
 from keras_psplus.cluster.results import ClusterResult
 
@@ -133,6 +134,27 @@ def test_others_have_time_to_report_the_failure(run):
     assert "lost worker-1" in result.logs["worker-0"]
     assert result.tails().rstrip().endswith("RuntimeError: the cause")
     assert "... (" in result.tails(1)
+
+
+def test_others_that_have_said_what_they_saw_are_not_waited_for(run, tmp_path):
+    body = """
+        if name == "worker-2":
+            os.kill(os.getpid(), 9)
+        # As one that stays for the sake of others.
+        print("what it saw")
+        open(f"{os.environ['KERAS_PSPLUS_JOB_DIR']}/{name}.failed", "w").close()
+        time.sleep(100)
+        """
+    with JobRecord(["script.py"], {"worker": 3}, tmp_path) as record:
+        options = {"env": record.environment, "record": record}
+        result = run(body, workers=3, failure_grace=90, **options)
+        assert result.exit_code == 128 + 9 and not result.timed_out
+        assert sorted(result.terminated) == ["worker-0", "worker-1"]
+        assert result.logs["worker-1"] == "what it saw\n"
+        # The next attempt has not said anything.
+        assert record.have_failed(["worker-0", "worker-1"])
+        record.begin_attempt(1)
+        assert not record.have_failed(["worker-0"])
 
 
 @pytest.mark.parametrize(("end", "terminated"), [("sys.exit(1)", True), ("os.kill(pid, 9)", False)])

@@ -40,7 +40,7 @@ if name == "chief-0":
 def run(tmp_path):
     """Runs a script in a chief, two workers and a ps, and its job as often as it may."""
 
-    def run(body, max_restarts, tasks_alone=True):
+    def run(body, max_restarts, tasks_alone=True, **options):
         script = tmp_path / "script.py"
         script.write_text(HEAD + textwrap.dedent(body))
         lines, made = [], []
@@ -49,12 +49,10 @@ def run(tmp_path):
             made.append(restart)
             return LocalCluster(
                 [sys.executable, str(script), str(tmp_path)],
-                workers=2,
-                ps=1,
-                chief=True,
                 log_dir=tmp_path / "logs",
                 restart=restart,
                 task_restarts=max_restarts - restart if tasks_alone else 0,
+                **{"workers": 2, "ps": 1, "chief": True, **options},
                 **{"kill_grace": 2.0, "failure_grace": 0.5},
             )
 
@@ -109,6 +107,34 @@ def test_a_chief_that_fails_is_the_jobs_restart(run, tmp_path):
     # One for the worker, and the job's next is the second.
     assert made == [0, 2]
     assert lines[0].startswith("chief-0 has failed (exit code 1); restart 2 of 2 begins")
+
+
+SERVER_DIES = """
+count = starts()
+if name == "ps-0":
+    os.kill(os.getpid(), 9) if count == 1 else time.sleep(100)
+while len((here / "ps-0").read_text() if (here / "ps-0").exists() else "") < 2:
+    time.sleep(0.05)
+"""
+
+
+@pytest.mark.parametrize("alone", [True, False])
+def test_a_server_without_a_chief_is_started_again_alone_if_that_is_asked_for(run, tmp_path, alone):
+    options = {"chief": False, "server_restarts": alone, "server_grace": 0.1}
+    result, made, lines = run(SERVER_DIES, 1, **options)
+    assert result.exit_code == 0
+    assert (made, result.task_restarts) == (([0], 1) if alone else ([0, 1], 0))
+    # Of a job, others start again.
+    assert count(tmp_path, "worker-1") == (1 if alone else 2)
+    assert bool(lines) != alone
+
+
+def test_a_worker_without_a_chief_is_a_part_of_the_job(run, tmp_path):
+    body = "count = starts()\nif name == 'worker-0' and count == 1: os.kill(os.getpid(), 9)"
+    body += "\nif name == 'ps-0': time.sleep(100)"
+    options = {"chief": False, "server_restarts": True, "server_grace": 0.1}
+    result, made, _ = run(body, 1, **options)
+    assert (result.exit_code, made) == (0, [0, 1])
 
 
 @pytest.mark.parametrize("code", [2])

@@ -8,9 +8,13 @@ lines of JSON: the case, and what differs.
 """
 
 import json
+import os
 import pathlib
 import random
+import signal
 import sys
+import threading
+import types
 
 from tests import quick_start  # noqa: F401
 
@@ -20,6 +24,7 @@ import numpy as np
 import tensorflow as tf
 
 import keras_psplus as psp
+from keras_psplus.core import weights_in_memory
 from tests.all_reduce.job_parts import Interrupted
 
 ROWS, BATCH, EPOCHS = 70, 10, 4
@@ -36,6 +41,40 @@ class Break(keras.callbacks.Callback):
     def on_train_batch_end(self, batch, logs=None):
         if (self.epoch, batch) == self.at:
             raise Interrupted
+
+
+class DieInWrite(keras.callbacks.Callback):
+    """Kills this process while its thread writes a backup, once training has gone on beside it."""
+
+    def __init__(self, number):
+        super().__init__()
+        self.number, self.goes_on = number, threading.Event()
+        self.is_writing = threading.Event()
+        keras_own = weights_in_memory.saving_lib
+
+        class Store(keras_own.H5IOStore):
+            entries, files = 0, 0
+
+            def __init__(own, path, mode="r"):
+                super().__init__(path, mode)
+                if mode == "w":
+                    Store.files, Store.entries = Store.files + 1, 0
+
+            def make(own, *args, **kwargs):
+                Store.entries += 1
+                if (Store.files, Store.entries) == (number, 3):
+                    self.is_writing.set()
+                    self.goes_on.wait()
+                    os.kill(os.getpid(), signal.SIGKILL)
+                return super().make(*args, **kwargs)
+
+        names = {**vars(keras_own), "H5IOStore": Store}
+        weights_in_memory.saving_lib = types.SimpleNamespace(**names)
+
+    def on_train_batch_end(self, batch, logs=None):
+        if self.is_writing.is_set():
+            print("trains on", flush=True)
+            self.goes_on.set()
 
 
 class Counter(keras.callbacks.Callback):
@@ -98,6 +137,7 @@ CASES = {
     # Each replica would drop units of its own.
     "elastic": (arrays, {}, 3, None),
     "PyDataset": (py_dataset, {}, 3, (2, 5)),
+    "dies in a write": (arrays, {}, 3, None),
 }
 
 
@@ -109,6 +149,11 @@ def main():
     if names in (["killed"], ["elastic"]):
         case = names[0].replace("killed", "arrays")
         print(json.dumps([*names, *trainer(strategy, own)(case, 1, names[0])]), flush=True)
+        return
+    if names == ["dies in a write"]:
+        more = [] if (own / names[0]).exists() else [DieInWrite(6)]
+        found = trainer(strategy, own)(*names, 1, *names, more=more)
+        print(json.dumps([*names, *found]), flush=True)
         return
     if names[:1] == ["refused"]:
         print(json.dumps(["refused", *refused(strategy, own)]), flush=True)
@@ -160,7 +205,7 @@ def trainer(strategy, folder):
     noise = random_numbers.normal(size=(ROWS, 1))
     y = (x.sum(1, keepdims=True) + noise).astype("float32")
 
-    def train(name, seed, backup, at=None):
+    def train(name, seed, backup, at=None, more=()):
         data, options, frequency, _ = CASES[name]
         # As a script without seeds, if this one is in a cluster.
         (random.seed if strategy.task else keras.utils.set_random_seed)(seed)
@@ -188,6 +233,7 @@ def trainer(strategy, folder):
             keras.callbacks.CSVLogger(log),
             counter,
             *([Break(*at)] if at else []),
+            *more,
         ]
         history = model.fit(
             **data(x, y),

@@ -3,6 +3,7 @@
 import json
 import os
 import pathlib
+import signal
 import subprocess
 import sys
 
@@ -48,18 +49,22 @@ def test_workers_resume_as_if_nothing_had_happened(cluster, name):
         assert broken_off and not differing
 
 
-@pytest.fixture(scope="module")
-def alone(tmp_path_factory):
-    """The same of one process without a cluster."""
-    command = [sys.executable, JOB, tmp_path_factory.mktemp("alone"), "refused", *ALONE]
-    done = subprocess.run(
-        list(map(str, command)),
+def run_alone(*args):
+    """The job in one process without a cluster."""
+    return subprocess.run(
+        [sys.executable, str(JOB), *map(str, args)],
         env={**os.environ, **ENVIRONMENT},
         capture_output=True,
         text=True,
         timeout=170,
         check=False,
     )
+
+
+@pytest.fixture(scope="module")
+def alone(tmp_path_factory):
+    """The same as of the cluster."""
+    done = run_alone(tmp_path_factory.mktemp("alone"), "refused", *ALONE)
     assert done.returncode == 0, done.stderr[-4000:]
     return lines_of(done.stdout)
 
@@ -68,6 +73,20 @@ def alone(tmp_path_factory):
 def test_one_replica_resumes_as_if_nothing_had_happened(alone, name):
     broken_off, differing, _ = alone[name]
     assert broken_off and not differing
+
+
+def test_a_kill_while_the_thread_writes_leaves_the_backup_before(alone, tmp_path):
+    # The sixth backup is one of 18 batches.
+    killed = run_alone(tmp_path, "dies in a write")
+    assert killed.returncode == -signal.SIGKILL, killed.stderr[-4000:]
+    assert killed.stdout == "trains on\n"
+    backup = tmp_path / "alone" / "dies in a write"
+    assert (backup / "writing").is_dir()
+    resumed = run_alone(tmp_path, "dies in a write")
+    assert resumed.returncode == 0, resumed.stderr[-4000:]
+    assert "training goes on after batch 1 of epoch 3" in resumed.stderr
+    found = json.loads(resumed.stdout)[1:]
+    assert found == alone["epochs"][2]
 
 
 def test_backups_that_cannot_be_are_refused(alone):

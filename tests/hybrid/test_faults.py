@@ -4,7 +4,6 @@ import os
 import pathlib
 import re
 import signal
-import subprocess
 import sys
 import time
 
@@ -22,7 +21,7 @@ JOB = pathlib.Path(__file__).with_name("fault_job.py")
 ENVIRONMENT = {"TF_CPP_MIN_LOG_LEVEL": "2", "CUDA_VISIBLE_DEVICES": ""}
 
 
-def cluster(folder, *args, ps=2):
+def cluster(folder, *args, ps=2, **options):
     return LocalCluster(
         [sys.executable, str(JOB), *map(str, args)],
         workers=2,
@@ -31,6 +30,7 @@ def cluster(folder, *args, ps=2):
         log_dir=folder,
         # Whoever has to end has to do so by itself.
         failure_grace=60,
+        **options,
     )
 
 
@@ -177,7 +177,8 @@ def test_an_asynchronous_job_goes_on_with_a_server_that_was_started_again(tmp_pa
     foreign = tmp_path / "snapshots" / "compression" / "mine.txt"
     foreign.parent.mkdir(parents=True)
     foreign.write_text("mine")
-    with cluster(tmp_path / "logs", *args) as job:
+    # As under `keras-psplus run --restart task --max_restarts 1`.
+    with cluster(tmp_path / "logs", *args, task_restarts=1, server_restarts=True) as job:
         log = job.log_path("worker-0")
         wait_for(log, "batch 1.", seconds=120)
         for task in job.tasks:
@@ -185,21 +186,10 @@ def test_an_asynchronous_job_goes_on_with_a_server_that_was_started_again(tmp_pa
                 stranger.attack(task.config.address, str(tmp_path / "his"), dim=4)
         wait_for(log, "batch 13.", seconds=120)
         os.kill(job.pids["ps-1"], signal.SIGKILL)
-        with (
-            open(tmp_path / "again.log", "wb") as output,
-            subprocess.Popen(
-                [sys.executable, JOB, *map(str, args)],
-                env=job.environment("ps-1"),
-                stdout=output,
-                stderr=output,
-            ) as again,
-        ):
-            try:
-                wait_for(log, "missing=", seconds=120)
-                assert again.wait(60) == 0, (tmp_path / "again.log").read_text()
-            finally:
-                again.kill()
+        result = job.wait(120)
         text = log.read_text()
+    assert result.exit_code == 0, result.tails(40)
+    assert result.task_restarts == 1
     told = re.search(
         r"ps-1 \(127.0.0.1:\d+\) was started anew, and goes on with its rows of the tables as they "
         r"were at step [123]0. .*: (\d+) updates of sequential/embedding/embeddings",

@@ -39,6 +39,8 @@ class Fail(keras.callbacks.Callback):
             raise ArithmeticError("the victim's own error")
         if how == "leave":
             sys.exit(0)
+        if how.startswith("stop"):
+            self.model.stop_training = True
 
 
 with strategy.scope():
@@ -51,5 +53,7 @@ with strategy.scope():
 if how == "raise early" and is_victim:
     raise ArithmeticError("the victim's own error")
 x = np.ones((200, 8), "float32")
-model.fit(x, x[:, :1], batch_size=20, epochs=30, verbose=0, callbacks=[Fail()])
+# After the step that it ends with, the victim is at one of these, or at the end of the epoch.
+more = {"validation_data": (x, x[:, :1])} if how == "stop and evaluate" else {}
+model.fit(x, x[:, :1], batch_size=20, epochs=30, verbose=0, callbacks=[Fail()], **more)
 print("trained to the end", flush=True)

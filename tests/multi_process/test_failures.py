@@ -77,6 +77,18 @@ def test_worker_that_leaves_in_the_middle():
     assert_survivors_name(run_job("leave"), "worker-1", ["worker-0"])
 
 
+@pytest.mark.parametrize("how, victim", [("stop", 0), ("stop and evaluate", 1)])
+def test_worker_that_stops_training_alone_within_an_epoch(how, victim):
+    result = run_job(how, victim)
+    for name, log in result.logs.items():
+        assert result.exit_codes[name] == 1, log[-3000:]
+        assert (
+            f"ValueError: Workers have fallen out of step: worker-{victim} has stopped training "
+            f"after batch 5 of epoch 3, worker-{1 - victim} is at training step 26. "
+        ) in log, log[-3000:]
+        assert f"Received: stop_training=True on worker-{victim} alone" in log
+
+
 @pytest.mark.parametrize("victim, step", [(0, 25), (1, 30)])
 def test_hanging_worker(victim, step, tmp_path):
     """A stopped process still accepts connections; only that it says nothing tells.
