@@ -112,6 +112,7 @@ TESTS = {
         "test_variables_and_slots_are_on_the_stage_of_their_context",
         "test_a_hanging_stage_ends_the_job",
     ],
+    "examples/test_ray.py": ["*_with_another_number_of_workers"],
     "examples/test_examples.py": ["test_characters", "test_tutorial[alone]"],
     "examples/test_parameter_server_tutorial.py": ["test_in_threads"],
     # `make test-fast` and `make test-versions` run these.
