@@ -25,7 +25,7 @@ import keras_psplus as psp
 ROWS, BATCH, EPOCHS, IDS = 70, 10, 4, 50
 SAVE_FREQ = 3
 # Strategies whose jobs go on with another number of workers, too.
-WORKERS_CHANGE = ("snapshots",)
+WORKERS_CHANGE = "snapshots", "sync"
 
 
 def sharded():

@@ -14,7 +14,7 @@ ENVIRONMENT = {"TF_CPP_MIN_LOG_LEVEL": "2", "CUDA_VISIBLE_DEVICES": ""}
 CLUSTERS = {
     "hybrid": [{"workers": 2, "ps": 2}, {"workers": 2, "ps": 3}],
     "snapshots": [{"workers": 2, "ps": 2}, {"workers": 1, "ps": 3}],
-    "sync": [{"chief": True, "workers": 2, "ps": 2}, {"chief": True, "workers": 2, "ps": 3}],
+    "sync": [{"chief": True, "workers": 2, "ps": 2}, {"chief": True, "workers": 3, "ps": 3}],
     "async": [{"chief": True, "workers": 1, "ps": 2}, {"chief": True, "workers": 1, "ps": 3}],
     "pipeline": [{"chief": True, "workers": stages} for stages in (2, 3, 2)],
 }
