@@ -5,7 +5,8 @@
 
 Ray's `TensorflowTrainer` starts the workers, and writes TF_CONFIG for each of them: the strategy
 finds its cluster there. Metrics and checkpoints go to Ray at each epoch's end. When a worker is
-lost, Ray starts all of them again, and training resumes at the last checkpoint.
+lost, Ray starts all of them again, and training resumes at the last checkpoint. So does a run of
+the same `--storage` and `--name`, also with another number of workers.
 """
 
 import argparse
@@ -74,13 +75,14 @@ def train_digits(config):
     )
 
 
-def make_trainer(function, config, workers, storage, failures=2):
+def make_trainer(function, config, workers, storage, failures=2, name=None, **scaling):
     """Ray's trainer of a function; `workers` may be a pair, of the least and the most."""
     return TensorflowTrainer(
         function,
         train_loop_config=config,
-        scaling_config=train.ScalingConfig(num_workers=workers),
+        scaling_config=train.ScalingConfig(num_workers=workers, **scaling),
         run_config=train.RunConfig(
+            name=name,
             storage_path=storage,
             failure_config=train.FailureConfig(max_failures=failures),
             checkpoint_config=train.CheckpointConfig(num_to_keep=2),
@@ -95,12 +97,13 @@ def main():
     parser.add_argument("--batch_size", type=int, default=128, help="of all workers together")
     parser.add_argument("--seed", type=int, default=1)
     parser.add_argument("--storage", help="folder for checkpoints that all nodes see")
+    parser.add_argument("--name", help="name of the run, which goes on if it was broken off")
     args = parser.parse_args()
     root = str(pathlib.Path(__file__).resolve().parents[1])
     # For what lies beside this file; on a cluster, give Ray a `working_dir`.
     ray.init(runtime_env={"env_vars": {"PYTHONPATH": root}}, include_dashboard=False)
     storage = args.storage or tempfile.mkdtemp(prefix="ray_digits_")
-    result = make_trainer(train_digits, vars(args), args.workers, storage).fit()
+    result = make_trainer(train_digits, vars(args), args.workers, storage, name=args.name).fit()
     accuracy = result.metrics["accuracy"]
     print(f"digits: accuracy={accuracy:.4f} workers={args.workers}")
     print("the last checkpoint:", result.checkpoint.path)

@@ -188,6 +188,7 @@ TESTS = {
         *("test_characters", "test_tutorial[alone]", "test_digits", "test_ngram_embedding"),
         "test_transformer_in_stages_equals_one_process",
     ],
+    "examples/test_ray.py": ["*_with_another_number_of_workers"],
     "examples/test_parameter_server_tutorial.py": ["test_in_threads"],
     # `make test-fast` and `make test-versions` run these.
     "smoke/test_every_strategy.py": [

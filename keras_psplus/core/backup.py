@@ -145,7 +145,7 @@ def restore(
     engine.share_restored([*model.variables, *model.metrics_variables, *of_optimizers])
     model._initial_epoch = callback._current_epoch = chosen["epoch"]
     if facts is not None:
-        engine.progress.resumed = Resumed(model, facts, of_callbacks)
+        engine.progress.resume(Resumed(model, facts, of_callbacks))
         model._initial_epoch = facts["epoch"]
         if is_chief and facts["batch"]:
             logger.info(

@@ -55,16 +55,35 @@ class FitProgress:
         args: tuple[Any, ...],
         kwargs: dict[str, Any],
         is_chief: bool,
+        saved_seed: int | None = None,
     ) -> None:
-        """A call of `fit` begins: its data are to come in the order in which they came before."""
+        """A call of `fit` begins: its data are to come in the order in which they came before.
+
+        Args:
+            fit: The function.
+            model: The model.
+            args, kwargs: Its other arguments.
+            is_chief: Whether this worker speaks for all.
+            saved_seed: The seed of the order of its data, where BackupAndRestore does not have it.
+        """
         self._awaits_data, self._initial_epoch = True, model._initial_epoch
+        self._saved_seed = saved_seed
         if not is_chief:
             return
         with contextlib.suppress(TypeError):
-            given: Any = inspect.signature(fit).bind_partial(model, *args, **kwargs)
-            given = given.arguments.get("callbacks")
-            for backup in _backups(getattr(given, "callbacks", given)):
+            given = inspect.signature(fit).bind_partial(model, *args, **kwargs).arguments
+            self.epoch = given.get("initial_epoch", 0)
+            callbacks = given.get("callbacks")
+            for backup in _backups(getattr(callbacks, "callbacks", callbacks)):
                 self._saved_seed = _saved_seed(backup)
+
+    def resume(self, resumed: Resumed) -> None:
+        """Training is to go on where a state says, which the model has been given."""
+        self.resumed = resumed
+        facts = resumed.facts
+        self.epoch, self.batch, self.first_epoch = (
+            facts[name] for name in ("epoch", "batch", "first_epoch")
+        )
 
     def end(self, model: keras.Model) -> None:
         """It has ended, well or not; the next one begins where its script says."""
@@ -97,7 +116,9 @@ class FitProgress:
         backups = _backups(self._callbacks)
         for backup in backups:
             _check_frequency(backup)
-        resumes = any(file_utils.exists(file_utils.join(b.backup_dir, TRAINING)) for b in backups)
+        resumes = self.resumed is not None or any(
+            file_utils.exists(file_utils.join(b.backup_dir, TRAINING)) for b in backups
+        )
         kept = callback_states.keep_files(self._callbacks) if resumes else []
         try:
             yield

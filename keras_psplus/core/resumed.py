@@ -62,8 +62,9 @@ def weights_of_callbacks(
         For each callback that keeps weights, a list of them.
     """
     found = {}
-    own = model.get_weights() if state is not None else []
-    for name, count in callback_states.counts_of_weights(facts["callbacks"]).items():
+    counts = callback_states.counts_of_weights(facts["callbacks"])
+    own = model.get_weights() if state is not None and counts else []
+    for name, count in counts.items():
         if state is not None:
             model.set_weights(state.weights_of_callback(name, count, model))
         share(model.weights)

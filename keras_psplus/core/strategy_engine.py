@@ -53,7 +53,8 @@ class StrategyEngine(Engine):
         self.backup_writer.wait()
         # A callback may train another model.
         outer, self.progress = self.progress, FitProgress()
-        self.progress.begin(original, model, args, kwargs, self.strategy.is_chief)
+        is_chief = self.strategy.is_chief
+        self.progress.begin(original, model, args, kwargs, is_chief, self.saved_data_seed())
         try:
             return original(model, *args, **kwargs)
         finally:
@@ -88,6 +89,13 @@ class StrategyEngine(Engine):
 
     def share_restored(self, variables: list[keras.Variable]) -> None:
         """Gives all workers what the chief has read into Keras variables."""
+
+    def saved_data_seed(self) -> int | None:
+        """The seed of the order of the next `fit`'s data, if a state has it.
+
+        BackupAndRestore's is found by its callback.
+        """
+        return None
 
     def save_backup(self, original: Original, callback: keras.callbacks.BackupAndRestore) -> Any:
         save = functools.partial(backup.save, self, original, callback)

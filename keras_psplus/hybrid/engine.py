@@ -63,19 +63,8 @@ class HybridEngine(AllReduceEngine):
         super().build(original, model, iterator, data_batch)
         self.strategy.announce()
 
-    def begin_iteration(self, original: Original, iterator: Any) -> Any:
-        result = super().begin_iteration(original, iterator)
-        if self.snapshots is not None:
-            self.snapshots.skip(iterator)
-        return result
-
-    def end_of_training_epoch(
-        self, original: Original, model: keras.Model, logs: dict[str, Any] | None
-    ) -> Any:
-        if self.snapshots is not None and not logs:
-            # An epoch of which nothing was left to train.
-            logs = model.get_metrics_result()
-        return super().end_of_training_epoch(original, model, logs)
+    def saved_data_seed(self) -> int | None:
+        return None if self.snapshots is None else self.snapshots.data_seed()
 
     # Variables.
 
@@ -265,7 +254,7 @@ class HybridEngine(AllReduceEngine):
     ) -> None:
         super().begin_epoch(original, callbacks, epoch, logs)
         if self.snapshots is not None:
-            self.snapshots.begin_epoch(callbacks.model, epoch)
+            self.snapshots.begin_epoch()
 
     def end_batch(
         self,
@@ -286,4 +275,4 @@ class HybridEngine(AllReduceEngine):
     ) -> None:
         super().end_training(original, callbacks, logs)
         if self.snapshots is not None:
-            self.snapshots.end(callbacks.model)
+            self.snapshots.end()

@@ -196,7 +196,9 @@ class Snapshots:
             except ValueError as error:
                 self._damaged[path] = f"{error}"
                 continue
-            if listed is not None:
+            if listed is not None and "training" not in listed:
+                self._damaged[path] = f"{path} is of an earlier version of the library"
+            elif listed is not None:
                 found.append((path, listed))
         return sorted(found, key=lambda one: one[1]["step"])
 

@@ -12,7 +12,7 @@ ray = pytest.importorskip("ray")
 cluster_utils = pytest.importorskip("ray.cluster_utils")
 
 ROOT = pathlib.Path(__file__).parents[2]
-MEMORY = 80 * 2**20
+NODE = {"num_cpus": 1, "object_store_memory": 80 * 2**20}
 
 
 @pytest.fixture(scope="module")
@@ -23,28 +23,33 @@ def cluster():
         "CUDA_VISIBLE_DEVICES": "",
         "TF_CPP_MIN_LOG_LEVEL": "2",
     }
-    node = {"num_cpus": 1, "object_store_memory": MEMORY}
     with pytest.MonkeyPatch.context() as environment:
         environment.delenv("TF_CONFIG", raising=False)
         environment.syspath_prepend(str(ROOT))
-        head = {**node, "include_dashboard": False}
+        head = {**NODE, "include_dashboard": False}
         made = cluster_utils.Cluster(initialize_head=True, head_node_args=head)
-        made.second = made.add_node(**node)
+        made.second = made.add_node(**NODE)
         ray.init(address=made.address, runtime_env={"env_vars": variables})
         yield made
         ray.shutdown()
         made.shutdown()
 
 
-def check_training(folder, workers, loses, begins):
-    """Trains in Ray's workers, and compares with one process that was not disturbed."""
+def make_trainer(folder, workers, loses, **options):
     from examples import ray_train
     from tests.examples import ray_job
 
     config = {"folder": str(folder), "loses": loses}
     storage = str(folder / "storage")
-    trainer = ray_train.make_trainer(ray_job.train, config, workers, storage)
-    result = trainer.fit()
+    return ray_train.make_trainer(ray_job.train, config, workers, storage, **options)
+
+
+def check_training(folder, workers, loses, begins, **options):
+    """Trains in Ray's workers, and compares with one process that was not disturbed."""
+    from examples import ray_train
+    from tests.examples import ray_job
+
+    result = make_trainer(folder, workers, loses, **options).fit()
     assert result.error is None
     assert [(folder / f"begins-{rank}").read_text() for rank in range(2)] == begins
     model = ray_job.make_model()
@@ -66,6 +71,13 @@ def check_training(folder, workers, loses, begins):
 def test_two_workers_equal_one_process_also_after_a_lost_worker(cluster, tmp_path):
     # All workers were started again, and went on after the epoch that was whole.
     check_training(tmp_path, 2, "worker", ["0 1 ", "0 1 "])
+
+
+def test_a_run_goes_on_with_another_number_of_workers(cluster, tmp_path):
+    with pytest.raises(Exception, match="worker"):
+        make_trainer(tmp_path, 2, "worker", failures=0, name="run").fit()
+    assert (tmp_path / "lost").exists()
+    check_training(tmp_path, 1, "worker", ["0 1 ", "0 "], name="run")
 
 
 def test_parameter_servers_as_actors_equal_one_process(cluster, tmp_path):

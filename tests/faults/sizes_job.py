@@ -24,6 +24,8 @@ import keras_psplus as psp
 
 ROWS, BATCH, EPOCHS, IDS = 70, 10, 4, 50
 SAVE_FREQ = 3
+# Strategies whose jobs go on with another number of workers, too.
+WORKERS_CHANGE = "snapshots", "sync"
 
 
 def sharded():
@@ -33,6 +35,11 @@ def sharded():
 
 STRATEGIES = {
     "hybrid": lambda: psp.HybridStrategy(placement="parameter_server"),
+    "snapshots": lambda: psp.HybridStrategy(
+        placement="parameter_server",
+        snapshot_every=SAVE_FREQ,
+        snapshot_dir=pathlib.Path(sys.argv[2], "snapshots"),
+    ),
     "sync": lambda: psp.ParameterServerStrategy(variable_partitioner=sharded(), mode="sync"),
     # With one worker its steps have an order.
     "async": lambda: psp.ParameterServerStrategy(variable_partitioner=sharded()),
@@ -53,7 +60,7 @@ class Kill(keras.callbacks.Callback):
             os.kill(os.getpid(), signal.SIGKILL)
 
 
-def make():
+def make(dropout):
     # Of drawn initial rows, servers draw those of tables.
     layers = keras.layers
     model = keras.Sequential(
@@ -62,7 +69,7 @@ def make():
             layers.Embedding(IDS, 3, embeddings_initializer="ones"),
             layers.Flatten(),
             layers.Dense(8, "tanh"),
-            layers.Dropout(0.3),
+            layers.Dropout(dropout),
             layers.Dense(6, "tanh"),
             layers.Dense(1),
         ]
@@ -81,17 +88,20 @@ def main():
     def train(what, backup, *callbacks):
         keras.utils.set_random_seed(1)
         with strategy.scope():
-            model = make()
+            # Each worker drops units of its own.
+            model = make(0.0 if name in WORKERS_CHANGE else 0.3)
         log = folder / f"{backup}-{strategy.task.name}.csv"
+        if name != "snapshots":
+            path = folder / backup
+            callbacks = (keras.callbacks.BackupAndRestore(path, save_freq=SAVE_FREQ), *callbacks)
         callbacks = [
-            keras.callbacks.BackupAndRestore(folder / backup, save_freq=SAVE_FREQ),
             keras.callbacks.ReduceLROnPlateau("loss", patience=1, min_delta=1.0),
             keras.callbacks.CSVLogger(log),
             *callbacks,
         ]
         history = model.fit(x, y, batch_size=BATCH, epochs=EPOCHS, verbose=0, callbacks=callbacks)
         variables = [*model.variables, *model.optimizer.variables]
-        found = {f"{i} {v.path}": v.numpy().tolist() for i, v in enumerate(variables)}
+        found = {f"variable {i}": v.numpy().tolist() for i, v in enumerate(variables)}
         found |= {f"history of {k}": v for k, v in history.history.items()}
         if strategy.is_chief:
             found["rows of the log"] = len(log.read_text().splitlines())
