@@ -191,6 +191,8 @@ def _mark_failed():
 def _leave(task):
     if _failed_at is None:
         return
+    sys.stdout.flush()
+    sys.stderr.flush()
     report = task_report.current()
     if report is not None:
         report.failed()  # The launcher need not wait until this process ends.

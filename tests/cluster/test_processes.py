@@ -150,6 +150,8 @@ def test_others_that_have_said_what_they_saw_are_not_waited_for(run, tmp_path):
         result = run(body, workers=3, failure_grace=90, **options)
         assert result.exit_code == 128 + 9 and not result.timed_out
         assert sorted(result.terminated) == ["worker-0", "worker-1"]
+        # Nor asked to end, which TensorFlow would not hear.
+        assert set(result.exit_codes.values()) == {-signal.SIGKILL}
         assert result.logs["worker-1"] == "what it saw\n"
         # The next attempt has not said anything.
         assert record.have_failed(["worker-0", "worker-1"])

@@ -55,9 +55,9 @@ class DieInWrite(keras.callbacks.Callback):
         class Store(keras_own.H5IOStore):
             entries, files = 0, 0
 
-            def __init__(own, path, mode="r"):
-                super().__init__(path, mode)
-                if mode == "w":
+            def __init__(own, *args, **kwargs):
+                super().__init__(*args, **kwargs)
+                if kwargs.get("mode") == "w":
                     Store.files, Store.entries = Store.files + 1, 0
 
             def make(own, *args, **kwargs):
