@@ -82,6 +82,13 @@ def parse(argv=None):
     )
     parser.add_argument("--ps", type=int, default=2, help="parameter servers, for what needs them")
     parser.add_argument("--seconds", type=float, help="about so long for each figure")
+    parser.add_argument(
+        "--window",
+        type=int,
+        metavar="STEPS",
+        help="steps of each worker, an epoch, that are timed together if workers wait for nobody "
+        "(default: 3 or 10); the first one's read and the last one's gradients are alone in it",
+    )
     parser.add_argument("--turns", type=int, default=1, help="how often to measure everything")
     parser.add_argument("--size", choices=work.SIZES, default="full", help="of the models")
     parser.add_argument("--timeout", type=float, default=400, help="seconds for each launch")
@@ -124,8 +131,8 @@ def parse(argv=None):
             wire.parse_rate(args.uplink)
     except ValueError as error:
         parser.error(str(error))
-    if min([args.ps, args.turns, args.racks, *args.workers]) < 1:
-        parser.error("--workers, --racks, --ps and --turns must be at least 1")
+    if min([args.ps, args.turns, args.racks, args.window or 1, *args.workers]) < 1:
+        parser.error("--workers, --racks, --ps, --window and --turns must be at least 1")
     if args.racks == 1 and args.uplink:
         parser.error(f"--uplink is of racks: give --racks as well. Received: {args.uplink}")
     if args.racks > min(args.workers):
@@ -183,7 +190,7 @@ def measure(args):
         return
     kind, make_lab = links(args)
     settings = {"size": args.size, "ps": args.ps, "delay": args.delay, "links": kind}
-    settings |= {"racks": args.racks, "uplink": args.uplink}
+    settings |= {"racks": args.racks, "uplink": args.uplink, "window": args.window}
     torch = args.torch if any(method.library == "torch" for method in chosen) else None
     file = document.Document(args.out, settings, torch, args.fresh)
     launches.run(args, file, make_lab, chosen, args.works, log)

@@ -14,6 +14,11 @@ number, whichever workers took them. Processor time is given as well: the chief'
 the number of workers that they can keep busy, and other work on the machine changes it least. Every
 process keeps to its share of this machine's cores.
 
+How fast a chief sends steps shows with workers whose steps compute nothing, and a core of its own:
+
+    python benchmarks/parameter_server.py --models stub --chief_alone --workers 1 4 \\
+        --libraries keras keras_dataset
+
 With `--bytes` the bytes that each step sent over the loopback are counted as well, all processes
 together. They mean something only while nothing else on the machine uses the loopback.
 """
@@ -31,7 +36,7 @@ import tempfile
 from keras_psplus.cluster.processes import LocalCluster
 
 TASK = pathlib.Path(__file__).with_name("parameter_server_task.py")
-MODELS = ("tiny", "digits", "many_layers", "lstm")
+MODELS = ("stub", "tiny", "digits", "many_layers", "lstm")
 TITLES = {
     "tf_keras": "tf_keras, stock strategy",
     "keras_dataset": "Keras 3, keras_psplus, workers read",
@@ -78,6 +83,7 @@ def run(args):
             *("--warmup", str(args.warmup), "--windows", str(args.windows)),
             *("--shares", str(1 + workers + args.ps)),
             *(["--bytes"] if args.bytes else []),
+            *(["--chief_alone"] if args.chief_alone else []),
         ]
         load = os.getloadavg()[0]  # Other work on the machine would show here.
         for result in launch(command, workers, args.ps, args.timeout):
@@ -138,7 +144,7 @@ def megabytes(turns):
 
 def main():
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--models", nargs="+", choices=MODELS, default=MODELS)
+    parser.add_argument("--models", nargs="+", choices=MODELS, default=MODELS[1:])
     parser.add_argument("--libraries", nargs="+", choices=tuple(TITLES), default=tuple(TITLES))
     parser.add_argument("--workers", type=int, nargs="+", default=[1, 2])
     parser.add_argument("--ps", type=int, default=1)
@@ -148,6 +154,7 @@ def main():
     parser.add_argument("--warmup", type=int, default=1, help="windows left out of the figures")
     parser.add_argument("--windows", type=int, default=5, help="windows measured each turn")
     parser.add_argument("--steps", type=int, default=200, help="steps in a window")
+    parser.add_argument("--chief_alone", action="store_true", help="the chief has a core to itself")
     parser.add_argument("--bytes", action="store_true", help="count the loopback's bytes, too")
     parser.add_argument("--timeout", type=float, default=600, help="seconds for each launch")
     parser.add_argument("--out", type=pathlib.Path, help="where to write everything as JSON")

@@ -21,16 +21,19 @@ LOOPBACK = pathlib.Path("/sys/class/net/lo/statistics/tx_bytes")
 CLASSES = 10
 
 
-def take_cores(task, shares):
+def take_cores(task, shares, chief_alone):
     """Stays on this task's share of the cores: workers first, then ps, the chief from the end.
 
-    So a single worker has its share to itself; on few cores the chief meets the ps, not it.
+    So a single worker has its share to itself; on few cores the chief meets the ps, not it. With
+    `chief_alone` it has the last core, and all others share the rest.
     """
     cores = sorted(os.sched_getaffinity(0))
     shares = min(shares, len(cores))
     job, index = task["task"]["type"], task["task"]["index"]
     place = {"worker": index, "ps": len(task["cluster"]["worker"]) + index, "chief": -1}[job]
     mine = cores[place % shares :: shares]
+    if chief_alone:
+        mine = cores[-1:] if job == "chief" else cores[:-1]
     os.sched_setaffinity(0, mine)
     # The servers take no notice of tf.config: their pools are as large as these say.
     os.environ["TF_NUM_INTRAOP_THREADS"] = str(len(mine))
@@ -89,6 +92,8 @@ def build_model(keras, model):
         from step_time_task import build_model
 
         return build_model(keras)
+    if model == "stub":  # a step that computes nothing and asks no ps: the chief's part alone
+        return stub_model(keras)
     if model == "tiny":  # what a step costs that computes next to nothing: the chief's part
         return keras.Sequential([layers.Input((64,)), layers.Dense(CLASSES)])
     if model == "many_layers":  # 40 small variables: what each one costs, whatever its size
@@ -96,6 +101,19 @@ def build_model(keras, model):
         return keras.Sequential([layers.Input((64,)), *hidden, layers.Dense(CLASSES)])
     # The loop over 10 steps uses the recurrent weights in each of them.
     return keras.Sequential([layers.Input((10, 16)), layers.LSTM(32), layers.Dense(CLASSES)])
+
+
+def stub_model(keras):
+    """A model whose step only counts: its workers answer at once, however many there are."""
+
+    class Stub(keras.Sequential):
+        def train_step(self, batch):
+            x, y = batch
+            self._loss_tracker.update_state(tf.reduce_mean(x))
+            scores = tf.one_hot(y, CLASSES)
+            return self.compute_metrics(x, y, scores)
+
+    return Stub([keras.layers.Input((64,)), keras.layers.Dense(CLASSES)])
 
 
 class Windows:
@@ -169,7 +187,7 @@ def run_fit(keras, strategy, args, name, steps_per_execution, windows):
         callbacks=[Epochs()],
     )
     steps, asked = int(model.optimizer.iterations.numpy()), args.steps * len(windows.all)
-    if steps != asked:
+    if steps != asked and name != "stub":
         raise RuntimeError(f"{asked} steps were asked for. Received: {steps}")
     return history.history["loss"][-1]
 
@@ -259,9 +277,10 @@ def main():
     parser.add_argument("--steps", type=int, required=True, help="steps in a window")
     parser.add_argument("--shares", type=int, required=True, help="parts to split the cores into")
     parser.add_argument("--bytes", action="store_true")
+    parser.add_argument("--chief_alone", action="store_true")
     args = parser.parse_args()
     task = json.loads(os.environ["TF_CONFIG"])
-    take_cores(task, args.shares)
+    take_cores(task, args.shares, args.chief_alone)
     if task["task"]["type"] != "chief":
         serve()
 

@@ -2,16 +2,19 @@
 
     python benchmarks/plan_truth.py            # prints the tables
     python benchmarks/plan_truth.py --docs     # puts them into docs/plan.md
+    python benchmarks/plan_truth.py --file bench.json
 
-The measured milliseconds are those of the tables in docs/benchmarks.md.
+The measured milliseconds are those of the tables in docs/benchmarks.md, or of a file that
+`bench.py` has written.
 """
 
 import argparse
 import dataclasses
+import json
 import pathlib
 import re
 
-from lab import ideal, methods, tables, work
+from lab import figures, ideal, methods, tables, work
 from lab.wire import parse_rate
 
 from keras_psplus.catalogue import long_name
@@ -87,6 +90,30 @@ def compare(text):
     return cells
 
 
+def compare_file(path):
+    """The cells of our rows in a file of the lab: a list of `Cell`."""
+    content = json.loads(path.read_text())
+    entries = {method.name: method.traits for method in methods.catalogue()}
+    cells = []
+    for row in figures.rows(content["results"]):
+        if row.library != "keras_psplus" or row.path == "alone" or not (row.median and row.alone):
+            continue
+        traits = entries[row.method]
+        cluster = Cluster(
+            row.workers,
+            content["settings"]["ps"],
+            parse_rate(row.rate),
+            processor=max(1, row.workers / CORES),
+        )
+        of_work = ideal.work_of(work.SIZES[content["settings"]["size"]][row.work])
+        predicted = cost_model.milliseconds(traits, of_work, row.alone, cluster)
+        exact = traits.loses == "exact"
+        cells.append(
+            Cell(row.work, row.workers, row.rate, row.method, exact, row.median, predicted)
+        )
+    return cells
+
+
 def near(cells):
     """The part of cells whose prediction is within 30 % of what was measured."""
     return sum(abs(cell.off) <= NEAR for cell in cells) / len(cells)
@@ -140,7 +167,11 @@ def table(cells):
 def main():
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
     parser.add_argument("--docs", action="store_true", help="write into docs/plan.md")
+    parser.add_argument("--file", type=pathlib.Path, help="that bench.py has written")
     args = parser.parse_args()
+    if args.file:
+        print(table(compare_file(args.file)))
+        return
     text = table(compare((ROOT / "docs" / "benchmarks.md").read_text()))
     if args.docs:
         page = ROOT / "docs" / "plan.md"

@@ -10,9 +10,9 @@ import subprocess
 
 _PACKAGES = ("tensorflow", "keras", "tf_keras", "numpy")
 # What figures of one file have in common, so that they can be compared.
-_SETTINGS = ("size", "ps", "delay", "links", "racks", "uplink")
-# Of files that were written before there were racks.
-_BEFORE = {"racks": 1, "uplink": None}
+_SETTINGS = ("size", "ps", "delay", "links", "racks", "uplink", "window")
+# Of files that were written before there were such.
+_BEFORE = {"racks": 1, "uplink": None, "window": None}
 _KEY = ("turn", "work", "workers", "library", "method", "rate")
 
 

@@ -8,9 +8,9 @@ _COUNTED = (1, 2, 4, 8, 16)
 
 def work_of(work):
     """What one worker has to send of one of `work.SIZES`: a `link_bytes.Work`."""
+    rows = getattr(work, "kernel_rows", work.batch_size)
     variables = [
-        Variable(shape, work.batch_size if len(shape) == 2 else None)
-        for shape in work.dense_shapes()
+        Variable(shape, rows if len(shape) == 2 else None) for shape in work.dense_shapes()
     ]
     if not hasattr(work, "rows_of"):
         return Work(variables)

@@ -11,15 +11,15 @@ from keras_psplus.catalogue import STRATEGY_VARIABLE
 from lab import ideal, job, wire, work
 
 # Roughly, seconds of a step's computing on a core. Only to choose how many steps to take.
-_STEP_SECONDS = {"dense": 0.05, "sparse": 0.015}
+_STEP_SECONDS = {"dense": 0.05, "sparse": 0.015, "convolutional": 0.05, "transformer": 0.05}
 # Steps of each worker that are timed together if workers wait for nobody.
-_WAITING_FOR_NOBODY = {"dense": 3, "sparse": 10}
+_WAITING_FOR_NOBODY = {"dense": 3, "sparse": 10, "convolutional": 10, "transformer": 10}
 _ROUNDS = 2
 _LONG_WINDOW = 5.0  # seconds; of such, one has to do
 _MOST_WINDOWS = 60
 
 
-def plan(method, name, size, workers, ps, rates, seconds, uplink=None):
+def plan(method, name, size, workers, ps, rates, seconds, uplink=None, window=None):
     """What a job's tasks are to train, as of `meter.Meter`.
 
     Args:
@@ -31,13 +31,15 @@ def plan(method, name, size, workers, ps, rates, seconds, uplink=None):
         rates: As of `wire.parse_rate`.
         seconds: About as many for each phase.
         uplink: Rate of the racks' links to each other, or None.
+        window: Steps of each worker that are timed together if workers wait for nobody, or None.
     """
     traits = method.traits
+    asked = window
     link_bytes = ideal.busiest(traits, work.SIZES[size][name], workers, ps)
     compute = _STEP_SECONDS[name] * max(1, workers / len(os.sched_getaffinity(0)))
     window = math.lcm(traits.every, traits.together)
     if not traits.waits:
-        window = _WAITING_FOR_NOBODY[name]
+        window = asked or _WAITING_FOR_NOBODY[name]
         if traits.every > 1:
             # The end of an epoch, which ends a window, ends a round as well.
             window = traits.every * max(_ROUNDS, -(-window // traits.every))
@@ -122,7 +124,17 @@ def _launch(args, make_lab, method, workers, rates_by_work):
         "trainers": trainers,
         "size": args.size,
         "plans": [
-            plan(method, name, args.size, workers, args.ps, rates, args.seconds, args.uplink)
+            plan(
+                method,
+                name,
+                args.size,
+                workers,
+                args.ps,
+                rates,
+                args.seconds,
+                args.uplink,
+                args.window,
+            )
             for name, rates in rates_by_work.items()
         ],
     }

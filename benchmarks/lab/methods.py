@@ -7,6 +7,7 @@ import pathlib
 from keras_psplus.planning.traits import Traits, traits_of
 
 EXTRAS = pathlib.Path(__file__).parents[1] / "strategies"
+WORKS = ("dense", "sparse", "convolutional", "transformer")
 TITLES = {"keras_psplus": "keras_psplus", "tf_keras": "tf_keras", "torch": "PyTorch"}
 
 
@@ -25,7 +26,7 @@ class Method:
     library: str
     name: str
     traits: Traits
-    works: tuple = ("dense", "sparse")
+    works: tuple = WORKS
     entry: str = ""
 
     @property
@@ -80,7 +81,11 @@ def tf_keras():
 
 def torch():
     """Methods of PyTorch: DDP with its hooks, accumulation, and averaged weights."""
-    methods = [Method("torch", "alone", Traits("alone")), Method("torch", "ddp", Traits())]
+    both = ("dense", "sparse")  # what torch_task.py has a model of
+    methods = [
+        Method("torch", "alone", Traits("alone"), both),
+        Method("torch", "ddp", Traits(), both),
+    ]
     dense = {
         "ddp_bf16": Traits(compression="bf16"),
         "ddp_fp16": Traits(compression="fp16"),

@@ -61,7 +61,13 @@ def _wait_for(address):
 
 
 def make_model(keras, work, together):
-    if hasattr(work, "rows"):
+    if hasattr(work, "filters"):
+        inputs, outputs = _convolutions(keras, work)
+        widths = work.widths
+    elif hasattr(work, "blocks"):
+        inputs, outputs = _transformer(keras, work)
+        widths = (work.classes,)
+    elif hasattr(work, "rows"):
         inputs = keras.Input((work.ids,), dtype="int64")
         rows = keras.layers.Embedding(work.rows, work.dim)(inputs)
         outputs = keras.layers.Lambda(lambda rows: tf.reduce_sum(rows, 1))(rows)
@@ -76,6 +82,28 @@ def make_model(keras, work, together):
     optimizer = keras.optimizers.SGD(work.learning_rate)
     model.compile(optimizer, loss, steps_per_execution=together)
     return model
+
+
+def _convolutions(keras, work):
+    layers = keras.layers
+    inputs = outputs = keras.Input((work.side, work.side, 1))
+    for filters in work.filters:
+        outputs = layers.Conv2D(filters, 3, padding="same", activation="relu")(outputs)
+        outputs = layers.MaxPooling2D()(outputs)
+    return inputs, layers.Flatten()(outputs)
+
+
+def _transformer(keras, work):
+    layers = keras.layers
+    inputs = keras.Input((work.ids,), dtype="int64")
+    outputs = layers.Embedding(work.rows, work.dim)(inputs)
+    for _ in range(work.blocks):
+        attended = layers.MultiHeadAttention(work.heads, work.dim // work.heads)(outputs, outputs)
+        outputs = layers.LayerNormalization()(layers.Add()([outputs, attended]))
+        hidden = layers.Dense(work.hidden, activation="relu")(outputs)
+        hidden = layers.Dense(work.dim)(hidden)
+        outputs = layers.LayerNormalization()(layers.Add()([outputs, hidden]))
+    return inputs, layers.GlobalAveragePooling1D()(outputs)
 
 
 def make_dataset(work, workers):

@@ -11,6 +11,7 @@ import threading
 from collections.abc import Callable
 from typing import Any
 
+from keras_psplus.parameter_server.recovery import PausingRecovery
 from keras_psplus.tf_internals import cluster_coordinator, executor
 
 
@@ -19,20 +20,18 @@ class Lanes:
 
     Closures whose `may_overlap` is true run beside each other, others alone. When the worker is
     lost, one lane waits for it to come back, as TensorFlow's thread would, and the others only give
-    their closures back: a cluster that is mended several times for one loss may lose functions.
-    From the first loss of any worker on, all closures run alone, as TensorFlow's own do.
+    their closures back.
 
     Args:
         worker: TensorFlow's `Worker`.
         count: How many closures may be under way.
-        has_lost: Event of all workers together, set when one of them is lost.
+        recovery: `PausingRecovery`, that of all workers.
     """
 
-    def __init__(self, worker: Any, count: int, has_lost: threading.Event) -> None:
-        self._process_alone, self._has_lost = worker._process_closure, has_lost
+    def __init__(self, worker: Any, count: int, recovery: PausingRecovery) -> None:
         self._changed = threading.Condition()
         self._count = count
-        self._free = [_Lane(worker, self) for _ in range(count)]
+        self._free = [_Lane(worker, self, recovery) for _ in range(count)]
         self._is_lost, self._losses = False, 0
         worker._process_closure = self._process
 
@@ -43,18 +42,18 @@ class Lanes:
 
     def _process(self, closure):
         """What TensorFlow's thread does with a closure that it has taken from the queue."""
-        if self._has_lost.is_set() or not getattr(closure, "may_overlap", False):
+        is_alone = not getattr(closure, "may_overlap", False)
+        if is_alone:
             self._wait_until(lambda: len(self._free) == self._count or self._is_lost)
-            if not self._is_lost:
-                self._process_alone(closure)
-                return
-        # On a lost worker it fails at once, and goes to others.
         with self._changed:
             self._changed.wait_for(lambda: self._free)
             lane = self._free.pop()
-        threading.Thread(
-            target=self._run, args=(lane, closure), name="WorkerLane", daemon=True
-        ).start()
+        if is_alone:
+            self._run(lane, closure)
+        else:
+            threading.Thread(
+                target=self._run, args=(lane, closure), name="WorkerLane", daemon=True
+            ).start()
         del closure
         # Now: a closure that has been taken from the queue is not there for other workers.
         self._wait_until(lambda: self._free and not self._is_lost)
@@ -78,7 +77,6 @@ class Lanes:
             if self._is_lost or losses != self._losses:
                 return False
             self._is_lost = True
-            self._has_lost.set()
             return True
 
     def end_loss(self) -> None:
@@ -96,8 +94,8 @@ class Lanes:
 class _Lane:
     """What closures take for the worker, with an executor of its own."""
 
-    def __init__(self, worker, lanes):
-        self._worker, self._lanes = worker, lanes
+    def __init__(self, worker, lanes, recovery):
+        self._worker, self._lanes, self._recovery = worker, lanes, recovery
         self.worker_index, self.device_name = worker.worker_index, worker.device_name
         self.executor = executor.new_executor(enable_async=False)
 
@@ -109,8 +107,9 @@ class _Lane:
         """Runs a closure, and gives it back if the worker is lost."""
         losses = self._lanes.losses
         try:
-            closure.execute_on(self)
-            closure.maybe_call_with_output_remote_value(lambda result: result.get())
+            with self._recovery.running():
+                closure.execute_on(self)
+                closure.maybe_call_with_output_remote_value(lambda result: result.get())
         except Exception as error:
             if not cluster_coordinator._is_worker_failure(error):
                 self._handle(closure, error)

@@ -6,6 +6,7 @@ from typing import TYPE_CHECKING, Any
 
 import tensorflow as tf
 
+from keras_psplus.core.scalars import scalar_tensor
 from keras_psplus.parameter_server.scheduler import Closure
 from keras_psplus.tf_internals import context
 
@@ -58,7 +59,7 @@ class ReplicaStepClosure(Closure):
             self._set((vector,))
             return
         with tf.device(worker.device_name), context.executor_scope(worker.executor):
-            counts = self._push(tf.constant(self._attempt.stamp, tf.int64), gradients)
+            counts = self._push(scalar_tensor(self._attempt.stamp, tf.int64), gradients)
         self._set((vector, counts))
 
     def _is_admitted(self):

@@ -19,6 +19,7 @@ import tensorflow as tf
 from keras_psplus.log import logger
 from keras_psplus.parameter_server import step_errors
 from keras_psplus.parameter_server.lanes import Lanes
+from keras_psplus.parameter_server.recovery import PausingRecovery
 from keras_psplus.tf_internals import cluster_coordinator
 from keras_psplus.tf_internals import coordinator_values as values
 
@@ -42,6 +43,7 @@ class Scheduler:
             up.
         on_worker_back: Optional, called with the name of a worker that was lost and is back.
         overlap: Whether a worker may run several closures at a time, of those that allow it.
+        are_workers_back: With `overlap`, asked after a loss; whether all workers respond.
 
     Attributes:
         on_worker_lost: None, or a function that is called with the number of a worker that is lost.
@@ -56,14 +58,15 @@ class Scheduler:
         check_workers: Callable[[], None],
         on_worker_back: Callable[[str], None] | None = None,
         overlap: bool = False,
+        are_workers_back: Callable[[], bool] = lambda: True,
     ) -> None:
         self._on_worker_back, self.on_worker_lost = on_worker_back, None
         self._coordinator = coordinator
         self._num_workers = num_workers
         if overlap:
-            has_lost = threading.Event()
+            recovery = PausingRecovery(coordinator._cluster.failure_handler, are_workers_back)
             for worker in self.workers:
-                Lanes(worker, LANES, has_lost)
+                Lanes(worker, LANES, recovery)
         self._check_workers = check_workers
         self._changed = threading.Condition()
         # By the result's id: the result and its closure.
@@ -322,7 +325,7 @@ class Closure(cluster_coordinator.Closure):
         self.scheduler.note_start(self, index)
         try:
             if self.ticket is not None:
-                self._args = (*self._args[:-1], self.ticket.batches_on(index))
+                self._args = (*self._args[:-1], self.ticket.payload_on(index))
             self.run_on(worker)
         except tf.errors.OpError as error:
             if not step_errors.is_of_step(error):

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import functools
 import threading
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable
 from typing import TYPE_CHECKING, Any
 
 from keras_psplus.parameter_server.scheduler import Closure
@@ -108,9 +108,7 @@ class Clocks:
 class BoundedRunner(StepRunner):
     """Sends train steps to the workers that may begin with one, each by itself."""
 
-    def submit(
-        self, batches: Sequence[Any], element_spec: Any = None, ticket: Ticket | None = None
-    ) -> None:
+    def submit(self, batches: Any, element_spec: Any = None, ticket: Ticket | None = None) -> None:
         for batch in batches:
             super().submit([batch], element_spec)
 

@@ -3,12 +3,21 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 import tensorflow as tf
 
+from keras_psplus.parameter_server.joined_batches import (
+    Batches,
+    JoinedBatches,
+    can_be_joined,
+    first_of,
+    separate,
+    spec_of,
+)
+from keras_psplus.parameter_server.joined_batches import join as join_batches
 from keras_psplus.parameter_server.pulls import Pulls
 from keras_psplus.parameter_server.traffic import TrafficCounter, TrafficSummary
 from keras_psplus.parameter_server.turns import ReadTurn
@@ -77,22 +86,26 @@ class StepFunctions:
         self._functions: dict[str, StepFunction] = {}
 
     def __call__(
-        self, batches: Sequence[Any], element_spec: Any = None, join: bool = True
+        self, batches: Batches, element_spec: Any = None, join: bool = True
     ) -> tuple[StepFunction, Any]:
         """The function for some batches.
 
         Args:
-            batches: List of batches.
+            batches: List of batches, or `JoinedBatches`.
             element_spec: Type specification of the dataset's elements, if there is one.
             join: Whether the batches may be put together, to be sent in fewer messages.
 
         Returns:
             The `StepFunction`, and its argument besides the closure variables' values.
         """
-        batch_spec = element_spec or tf.nest.map_structure(_with_any_batch_size, batches[0])
-        payload, spec, form = batches, [batch_spec] * len(batches), f"{len(batches)} apart"
-        if join and _can_be_joined(batches):
-            payload, spec = _joined(batches, batch_spec)
+        batch_spec = element_spec or tf.nest.map_structure(_with_any_batch_size, first_of(batches))
+        payload: Any = batches
+        spec: Any = [batch_spec] * len(batches)
+        form = f"{len(batches)} apart"
+        if join and not isinstance(batches, JoinedBatches) and can_be_joined(batches):
+            batches = join_batches(batches)
+        if isinstance(batches, JoinedBatches):
+            payload, spec = batches.payload, spec_of(batches, batch_spec)
             form = repr(spec)
         # Of one batch's form only: that of ten takes a tenth of what the chief does for a closure.
         key = f"{batch_spec!r} {form}"
@@ -112,7 +125,7 @@ class StepFunctions:
                     self._weights(), stay, self._strategy.extended.compressors, self._turn(counter)
                 ) as pulls,
             ):
-                batches = _separate(payload, batch_spec)
+                batches = separate(payload, batch_spec)
                 results = [self._strategy.run(self._step, args=(batch,)) for batch in batches]
                 vector, outputs, notes[:] = self._collect(trace, results)
                 # In the same tensor: each would cost a message of its own.
@@ -156,42 +169,6 @@ class StepFunctions:
 
 def _no_replica_step(initial):
     return contextlib.nullcontext()
-
-
-def _can_be_joined(batches):
-    if len(batches) == 1:
-        return False
-    forms = [[_row_form(leaf) for leaf in tf.nest.flatten(batch)] for batch in batches]
-    return None not in forms[0] and all(form == forms[0] for form in forms)
-
-
-def _row_form(leaf):
-    is_dense = isinstance(leaf, tf.Tensor) and leaf.shape.rank
-    return (leaf.dtype, leaf.shape[1:].as_list()) if is_dense else None
-
-
-def _joined(batches, batch_spec):
-    rows = np.transpose([[len(leaf) for leaf in tf.nest.flatten(batch)] for batch in batches])
-    whole = tf.nest.map_structure(lambda *parts: tf.concat(parts, 0), *batches)
-    spec = {
-        "whole": tf.nest.map_structure(
-            lambda leaf: tf.TensorSpec([None, *leaf.shape[1:]], leaf.dtype), batch_spec
-        ),
-        "rows": tf.TensorSpec(rows.shape, tf.int64),
-    }
-    return {"whole": whole, "rows": tf.constant(rows, tf.int64)}, spec
-
-
-def _separate(payload, batch_spec):
-    if not isinstance(payload, dict):
-        return payload
-    parts = []
-    for i, (leaf, spec) in enumerate(
-        zip(tf.nest.flatten(payload["whole"]), tf.nest.flatten(batch_spec))
-    ):
-        pieces = tf.split(leaf, payload["rows"][i], num=payload["rows"].shape[1])
-        parts.append([tf.ensure_shape(piece, spec.shape) for piece in pieces])
-    return [tf.nest.pack_sequence_as(payload["whole"], batch) for batch in zip(*parts)]
 
 
 def _with_any_batch_size(leaf):

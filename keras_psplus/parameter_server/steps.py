@@ -10,6 +10,7 @@ import numpy as np
 import tensorflow as tf
 
 from keras_psplus.log import warn_once
+from keras_psplus.parameter_server.joined_batches import Batches, first_of
 from keras_psplus.parameter_server.step_functions import StepFunctions
 from keras_psplus.parameter_server.worker_function import ClosureVariable, Trace, pack, unpack
 
@@ -58,12 +59,12 @@ class StepRunner:
         self._logs = None
 
     def submit(
-        self, batches: Sequence[Any], element_spec: Any = None, ticket: Ticket | None = None
+        self, batches: Batches, element_spec: Any = None, ticket: Ticket | None = None
     ) -> None:
         """Sends one closure with a step for each batch; waits if enough are under way.
 
         Args:
-            batches: List of batches.
+            batches: List of batches, or `JoinedBatches`.
             element_spec: Type specification of the dataset's elements, if there is one.
             ticket: `worker_data.Ticket` that they are from, if the workers read them.
         """
@@ -226,10 +227,10 @@ def are_same(variables: Sequence[Any], others: Sequence[Any]) -> bool:
     return len(variables) == len(others) and all(a is b for a, b in zip(variables, others))
 
 
-def describe(batches: Sequence[Any], first: int) -> str:
-    """Number and form of batches, for messages."""
+def describe(batches: Batches, first: int) -> str:
+    """Number and form of batches, for messages; of joined ones, the form of all together."""
     last = first + len(batches) - 1
     numbers = f"batch {first}" if first == last else f"batches {first} to {last}"
-    leaves = [leaf for leaf in tf.nest.flatten(batches[0]) if isinstance(leaf, tf.Tensor)]
+    leaves = [leaf for leaf in tf.nest.flatten(first_of(batches)) if isinstance(leaf, tf.Tensor)]
     tensors = ", ".join(f"{leaf.dtype.name}{leaf.shape.as_list()}" for leaf in leaves)
     return f"{numbers} (counted from 0), of {tensors}"

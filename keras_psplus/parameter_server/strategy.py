@@ -201,6 +201,7 @@ class ParameterServerStrategy(tf.distribute.ParameterServerStrategy):
             failure.WorkerWatch(spec["worker"], worker_timeout).check_workers,
             self._greet_again if self._chief else None,
             self.overlaps_steps,
+            lambda: not stalls.unresponsive_tasks({a: a for a in spec["worker"]}),
         )
         self._progress = Progress(leads=True)
         stalls.Inspector(stall_warning, StallProbe(self._scheduler, self._progress, spec).look)

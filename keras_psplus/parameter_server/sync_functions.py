@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import tensorflow as tf
 
 from keras_psplus.core import replica_step
+from keras_psplus.core.scalars import scalar_tensor
 from keras_psplus.core.thread_flag import ThreadFlag
 from keras_psplus.parameter_server import aggregation, traffic
 from keras_psplus.parameter_server.replica_step import WorkerReplicaStep
@@ -210,7 +211,7 @@ class SyncFunctions:
 
         def call(*args):
             with tf.device(CHIEF):
-                return concrete(*(tf.constant(a, spec.dtype) for a, spec in zip(args, specs)))
+                return concrete(*(scalar_tensor(a, spec.dtype) for a, spec in zip(args, specs)))
 
         call.origin = origin
         return call

@@ -9,7 +9,7 @@ never half an update.
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -55,9 +55,7 @@ class SyncRunner(StepRunner):
         self._result_functions: dict[int, tuple[Any, list[str], Any]] = {}
         self._failures = 0
 
-    def submit(
-        self, batches: Sequence[Any], element_spec: Any = None, ticket: Ticket | None = None
-    ) -> None:
+    def submit(self, batches: Any, element_spec: Any = None, ticket: Ticket | None = None) -> None:
         """Takes a global step for each batch.
 
         Args:

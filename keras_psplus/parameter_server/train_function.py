@@ -15,6 +15,7 @@ from keras_psplus.parameter_server import (
     step_registry,
     worker_updates,
 )
+from keras_psplus.parameter_server.joined_batches import first_of
 from keras_psplus.parameter_server.split import split
 from keras_psplus.parameter_server.staleness import BoundedRunner
 from keras_psplus.parameter_server.step_inputs import tensors, weights
@@ -77,7 +78,7 @@ class StepFunction:
         else:
             batches = _take(iterator, self._model.steps_per_execution)
             element_spec = getattr(iterator, "element_spec", None)
-        if not batches:
+        if not len(batches):
             # Keras does not synchronise when it runs out of data: the totals are written here.
             self.drain()
             raise StopIteration
@@ -170,7 +171,7 @@ def _tensors_spec(element_spec, batches):
             break
         element_spec = element_spec[:-1]
     try:
-        tf.nest.assert_same_structure(element_spec, batches[0], expand_composites=True)
+        tf.nest.assert_same_structure(element_spec, first_of(batches), expand_composites=True)
     except (TypeError, ValueError):
         return None
     return element_spec

@@ -8,6 +8,7 @@ one, from where its steps had got to.
 
 from __future__ import annotations
 
+import functools
 import threading
 import weakref
 from collections.abc import Callable, Mapping, Sequence
@@ -18,9 +19,10 @@ import tensorflow as tf
 from keras_psplus.datasets.shuffle_seeds import serialize
 from keras_psplus.log import logger
 from keras_psplus.parameter_server import step_errors
+from keras_psplus.parameter_server.joined_batches import Batches, JoinedBatches
 from keras_psplus.parameter_server.remote import is_of_worker, on_worker
+from keras_psplus.parameter_server.worker_reads import WorkerReads, fit_end_to_end
 from keras_psplus.tf_internals import data_distribute as distribute
-from keras_psplus.tf_internals import data_structure as structure
 from keras_psplus.tf_internals import dataset_ops
 
 _READ_AHEAD = 2
@@ -56,6 +58,7 @@ class WorkerDataset:
         self._taken = [0] * num_workers
         self._begins_at: list[int] | None = None
         self._options = dataset.options()
+        self._reads: list[tuple[Any, WorkerReads]] = []
         self.element_spec = dataset.element_spec
         # Now, so that a dataset which cannot be sent is found before anything is read.
         self._first_graphs = self._graphs()
@@ -102,15 +105,26 @@ class WorkerDataset:
         self._first_graphs = None
 
     def _share(self, graph, element_spec, index):
+        reads = self._reads_of(element_spec)
+
         def open_at(worker, position):
             """Opens the share on a worker, that many batches from its beginning."""
             with on_worker(worker):
                 variant = tf.raw_ops.DatasetFromGraph(graph_def=graph)
                 share = self._cut(dataset_ops._VariantDataset(variant, element_spec), index)
                 iterator = iter(share.skip(position).prefetch(_READ_AHEAD))
-            return lambda count: _take(iterator, element_spec, worker, count)
+            return functools.partial(reads.take, iterator, worker)
 
         return open_at
+
+    def _reads_of(self, element_spec):
+        """What reads elements of a kind; kept from epoch to epoch with the functions it traces."""
+        for spec, reads in self._reads:
+            if spec == element_spec:
+                return reads
+        joins = fit_end_to_end(self.element_spec)
+        self._reads.append((element_spec, WorkerReads(element_spec, joins)))
+        return self._reads[-1][1]
 
     def _cut(self, dataset, index):
         """A worker's share of the data."""
@@ -153,26 +167,28 @@ class Ticket:
     Attributes:
         home: Index of that worker.
         share: Number of the share that they are from.
-        batches: List of batches, tensors in that worker's memory.
+        batches: List of batches, or `JoinedBatches`: tensors in that worker's memory.
     """
 
     def __init__(
         self,
         home: int,
         share: int,
-        batches: list[Any],
-        read_again: Callable[[int, int], list[Any]],
+        batches: Batches,
+        read_again: Callable[[int, int], Batches],
     ) -> None:
         self.home, self.share, self.batches = home, share, batches
         self._read_again = read_again
         self._is_used = False
 
-    def batches_on(self, worker: int) -> list[Any]:
-        """The batches in a worker's memory; they are read again if they were lost."""
+    def payload_on(self, worker: int) -> Any:
+        """A step's argument in a worker's memory; batches are read again if they were lost."""
+        batches = self.batches
         if worker != self.home or self._is_used:
-            return self._read_again(worker, len(self.batches))
-        self._is_used = True
-        return self.batches
+            batches = self._read_again(worker, len(batches))
+        else:
+            self._is_used = True
+        return batches.payload if isinstance(batches, JoinedBatches) else batches
 
 
 class WorkerIterator:
@@ -288,7 +304,7 @@ class _ShareReader:
                 self._move()
                 continue
             with self._queue.changed:
-                self.tickets += [ticket] if ticket.batches else []
+                self.tickets += [ticket] if len(ticket.batches) else []
                 self.is_done = len(ticket.batches) < count
                 self._queue.changed.notify_all()
 
@@ -328,20 +344,3 @@ class _ShareReader:
             self._queue.error = error
             self.is_done = True
             self._queue.changed.notify_all()
-
-
-def _take(iterator, spec, worker, count):
-    batches = []
-    with on_worker(worker):
-        for _ in range(count):
-            try:
-                # Python's `next` would leave the end of the data behind in an executor of its own.
-                flat = tf.raw_ops.IteratorGetNext(
-                    iterator=iterator._iterator_resource,
-                    output_types=structure.get_flat_tensor_types(spec),
-                    output_shapes=structure.get_flat_tensor_shapes(spec),
-                )
-            except tf.errors.OutOfRangeError:
-                break
-            batches.append(structure.from_compatible_tensor_list(spec, flat))
-    return batches

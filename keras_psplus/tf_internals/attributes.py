@@ -114,7 +114,8 @@ ATTRIBUTES = [
     ),
     (
         cluster_coordinator.WorkerPreemptionHandler,
-        "_cluster_due_for_update_or_finish _should_preemption_thread_run",
+        "_cluster_due_for_update_or_finish _cluster_update_lock _error_from_recovery "
+        "_preemption_handler_thread _server_def _should_preemption_thread_run _worker_up_cond",
     ),
     (
         coordinator_values.RemoteValueImpl,

@@ -3,8 +3,9 @@
 counting_job.py STEPS
 
 In the environment, COUNTING_JOB_PAUSE is what each step waits, in seconds, COUNTING_JOB_COMPRESSION
-how gradients are compressed, COUNTING_JOB_STATE a folder for what the compressor keeps, and
-COUNTING_JOB_GATE a file that half of the steps wait for.
+how gradients are compressed, COUNTING_JOB_STATE a folder for what the compressor keeps,
+COUNTING_JOB_GATE a file that half of the steps wait for, and COUNTING_JOB_OVERLAP says that workers
+have several steps under way.
 """
 
 import os
@@ -27,6 +28,7 @@ strategy = psp.ParameterServerStrategy(
     startup_timeout=60,
     worker_timeout=5,
     compression=os.environ.get("COUNTING_JOB_COMPRESSION"),
+    overlap_steps="COUNTING_JOB_OVERLAP" in os.environ,
 )
 
 

@@ -106,6 +106,39 @@ def test_fit_goes_on_without_a_killed_worker_and_with_a_restarted_one(tmp_path):
         assert [path.name for path in state.iterdir()] == ["compression_worker_1_step_400.npz"]
 
 
+def test_steps_that_overlap_go_on_when_each_worker_is_killed(tmp_path):
+    """Several steps are under way when a worker is lost, and when it is taken back."""
+    env = {"COUNTING_JOB_OVERLAP": "1", "COUNTING_JOB_PAUSE": "0.005"}
+    again = []
+    with job(tmp_path, 4000, env=env) as cluster:
+        chief = cluster.log_path("chief-0")
+        wait_for(chief, "batch 50\n")
+        try:
+            for number, name in enumerate(("worker-1", "worker-0")):
+                os.kill(cluster.pids[name], signal.SIGKILL)
+                with (tmp_path / f"again-{number}").open("w") as out:
+                    again.append(
+                        subprocess.Popen(
+                            [sys.executable, str(JOB), "4000"],
+                            env=cluster.environment(name),
+                            stdout=out,
+                            stderr=out,
+                        )
+                    )
+                wait_for(chief, f"{name} is back", seconds=60)
+            wait_for(chief, "evaluated=", seconds=90)
+            for process in again:
+                assert process.wait(30) == 0
+        finally:
+            for process in again:
+                process.kill()
+    steps, iterations, evaluated = counts(chief.read_text())
+    # Of each worker that was killed, up to three steps are sent again.
+    assert 4000 <= steps <= 4006
+    assert 4000 <= iterations <= 4006
+    assert evaluated == 8000
+
+
 def test_chief_gives_up_when_all_workers_are_gone(tmp_path):
     with job(tmp_path, 400) as cluster:
         chief = cluster.log_path("chief-0")
