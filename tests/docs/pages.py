@@ -8,7 +8,7 @@ import re
 from markdown_it import MarkdownIt
 
 ROOT = pathlib.Path(__file__).resolve().parents[2]
-PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
+PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").rglob("*.md"))]
 # Its commands and files make up one session, which `test_tutorial.py` runs.
 TUTORIAL = ROOT / "docs" / "tutorial.md"
 
