@@ -1,12 +1,25 @@
 """The manual's pages of the lab: short tables and drawings are those of the long tables."""
 
+import importlib.util
 import re
+import sys
 
 import pytest
-import redraw
 from lab import figures, manual, tables
 
+from tests.benchmarks.conftest import BENCHMARKS
 from tests.benchmarks.test_figures import CONTENT, RESULTS
+
+
+@pytest.fixture(scope="module")
+def redraw():
+    """The script, with the `fidelity` that it imports: `tests/fidelity` has the same name here."""
+    spec = importlib.util.spec_from_file_location("fidelity", BENCHMARKS / "fidelity.py")
+    fidelity = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(fidelity)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setitem(sys.modules, "fidelity", fidelity)
+        return importlib.import_module("redraw")
 
 
 def test_figures_are_read_back_from_the_tables():
@@ -29,13 +42,13 @@ def test_figures_are_read_back_from_the_tables():
             assert again.of_floor == pytest.approx(row.of_floor, abs=0.01)
 
 
-def test_the_short_tables_of_the_page_are_those_of_the_long_ones():
+def test_the_short_tables_of_the_page_are_those_of_the_long_ones(redraw):
     page = manual.RESULTS.read_text()
     for name, piece in redraw.pieces().items():
         assert f"<!-- lab: {name} -->\n\n{piece}\n" in page, "run benchmarks/redraw.py"
 
 
-def test_drawings_show_the_tables_of_fidelity():
+def test_drawings_show_the_tables_of_fidelity(redraw):
     points = redraw.points(redraw.FIDELITY.read_text())
     assert len(points) == 5 and all(points.values())
     (digits,) = (found for (title, _), found in points.items() if title.endswith("network, SGD"))
