@@ -217,8 +217,9 @@ def report(args):
 
 def points(path):
     """Quality beside bytes of the tasks of a file of fidelity.py, or nothing without one."""
-    results = fidelity.read(path) if path else []
-    found = {}
+    if path is None:
+        return {}
+    results, found = fidelity.read(path), {}
     for task, (title, metric, _) in fidelity.EXPERIMENTS.items():
         of_task = [result for result in results if result["task"] == task]
         key = title, fidelity.UNITS[metric]
