@@ -21,11 +21,10 @@ import sys
 import time
 
 import fidelity
-from lab import document, figures, loopback, methods, tables, wire, work
+from lab import document, figures, loopback, manual, methods, tables, wire, work
 
 from keras_psplus.chaos import netlab
 
-DOCS = pathlib.Path(__file__).parents[1] / "docs"
 QUICK = {
     "works": ["dense"],
     "workers": [2],
@@ -205,7 +204,9 @@ def report(args):
     text.write_text("\n\n".join(f"## {name}\n\n{piece}" for name, piece in pieces.items()) + "\n")
     log(f"table: {text}")
     if importlib.util.find_spec("matplotlib"):
-        drawn = draw(args, rows)
+        from lab import plots
+
+        drawn = plots.draw(rows, points(args.fidelity), args.out.parent)
         log(f"drawings: {', '.join(map(str, drawn))}")
         pieces["drawings"] = tables.drawings(drawn)
     else:
@@ -215,40 +216,22 @@ def report(args):
             "--report and a Python that has it"
         )
     if args.docs:
-        page = DOCS / "benchmarks.md"
-        page.write_text(tables.put_in_place(page.read_text(), pieces))
+        manual.put(pieces)
         for path in drawn:
-            shutil.copy(path, DOCS / path.name)
-        log(f"put into {DOCS}: {', '.join(pieces)}")
+            shutil.copy(path, manual.DOCS / path.name)
+        log(f"put into {manual.DOCS}: {', '.join(pieces)}")
 
 
-def draw(args, rows):
-    """Draws everything that there are figures for; returns dict from files to what they show."""
-    from lab import plots
-
-    def file(name):
-        return args.out.with_name(f"bench_{name}.svg")
-
-    drawn = {}
-    for name in dict.fromkeys(row.work for row in rows):
-        for count in sorted({row.workers for row in rows}):
-            path = file(f"{name}_{count}_workers")
-            if plots.step_time(rows, name, count, path):
-                drawn[path] = f"Step time by bandwidth, {name} model, {count} workers"
-        if plots.scaling(rows, name, file(f"scaling_{name}")):
-            drawn[file(f"scaling_{name}")] = f"Scaling by workers, {name} model"
-    if args.fidelity is not None:
-        results = fidelity.read(args.fidelity)
-        points = {}
-        for task, (title, metric, _) in fidelity.EXPERIMENTS.items():
-            unit = (
-                "points of accuracy" if metric == "accuracy" else "% of perplexity (less: better)"
-            )
-            of_task = [result for result in results if result["task"] == task]
-            points[title, unit] = figures.learnt(of_task, metric, fidelity.loss_of)
-        if plots.quality(points, file("quality")):
-            drawn[file("quality")] = "Difference from exact training, by bytes"
-    return drawn
+def points(path):
+    """Quality beside bytes of the tasks of a file of fidelity.py, or nothing without one."""
+    if path is None:
+        return {}
+    results, found = fidelity.read(path), {}
+    for task, (title, metric, _) in fidelity.EXPERIMENTS.items():
+        of_task = [result for result in results if result["task"] == task]
+        key = title, fidelity.UNITS[metric]
+        found[key] = figures.learnt(of_task, metric, fidelity.loss_of)
+    return found
 
 
 def log(line):

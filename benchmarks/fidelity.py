@@ -58,6 +58,8 @@ EXPERIMENTS = {
 }
 # How much worse than exact training may be: in points of accuracy, in per cent of perplexity.
 MARGINS = {"accuracy": 0.5, "perplexity": 1.0}
+# Of differences, in drawings.
+UNITS = {"accuracy": "points of accuracy", "perplexity": "% of perplexity (less: better)"}
 
 
 def train(task, compression, seed, timeout):

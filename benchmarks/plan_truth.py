@@ -1,10 +1,10 @@
 """Compares what `keras-psplus plan` would have said of the lab's work with what the lab measured.
 
     python benchmarks/plan_truth.py            # prints the tables
-    python benchmarks/plan_truth.py --docs     # puts them into docs/plan.md
+    python benchmarks/plan_truth.py --docs     # puts them into docs/plan_accuracy.md
     python benchmarks/plan_truth.py --file bench.json
 
-The measured milliseconds are those of the tables in docs/benchmarks.md, or of a file that
+The measured milliseconds are those of the tables in docs/benchmark_tables.md, or of a file that
 `bench.py` has written.
 """
 
@@ -12,16 +12,15 @@ import argparse
 import dataclasses
 import json
 import pathlib
-import re
 
-from lab import figures, ideal, methods, tables, work
+from lab import figures, ideal, manual, methods, tables, work
 from lab.wire import parse_rate
 
 from keras_psplus.catalogue import long_name
 from keras_psplus.planning import cost_model
 from keras_psplus.planning.cost_model import Cluster
 
-ROOT = pathlib.Path(__file__).resolve().parents[1]
+PAGE = manual.DOCS / "plan_accuracy.md"
 RATES = ("100mbit", "1gbit", "loopback")
 PS = 2
 CORES = 2  # of the lab's machine
@@ -48,21 +47,9 @@ class Cell:
 
 def measured(text):
     """Yields the work, the workers, the method, the rate and the milliseconds of our rows."""
-    for name in ("dense", "sparse"):
-        part = re.search(rf"<!-- lab: {name} -->(.*?)<!-- /lab: {name} -->", text, re.DOTALL)[1]
-        workers, columns = 0, []
-        for line in part.splitlines():
-            cells = [cell.strip() for cell in line.strip("|").split("|")]
-            if line.startswith("**"):
-                # A table of times of so many workers, or that of bytes, which has no rates.
-                match = re.match(r"\*\*(\d+) workers", line)
-                workers, columns = int(match[1]) if match else 0, []
-            elif cells[1:2] == ["method"]:
-                columns = [(i, c.removesuffix(": ms")) for i, c in enumerate(cells) if ": ms" in c]
-            elif workers and cells[0] == "keras_psplus":
-                method = long_name(cells[1].strip("`"))
-                for place, rate in columns:
-                    yield name, workers, method, rate, float(cells[place])
+    for row in manual.rows(text):
+        if row.library == "keras_psplus":
+            yield row.work, row.workers, long_name(row.method), row.rate, row.median
 
 
 def compare(text):
@@ -75,7 +62,7 @@ def compare(text):
     rows = list(measured(text))
     alone = {}
     for name, workers, method, rate, ms in rows:
-        if rate == "1gbit" and method in ("single", "no_communication"):
+        if method == "single" or (method, rate) == ("no_communication", "1gbit"):
             alone[name, workers] = ms  # The latter comes later.
     cells = []
     for name, workers, method, rate, ms in rows:
@@ -166,16 +153,15 @@ def table(cells):
 
 def main():
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
-    parser.add_argument("--docs", action="store_true", help="write into docs/plan.md")
+    parser.add_argument("--docs", action="store_true", help="write into docs/plan_accuracy.md")
     parser.add_argument("--file", type=pathlib.Path, help="that bench.py has written")
     args = parser.parse_args()
     if args.file:
         print(table(compare_file(args.file)))
         return
-    text = table(compare((ROOT / "docs" / "benchmarks.md").read_text()))
+    text = table(compare(manual.TABLES.read_text()))
     if args.docs:
-        page = ROOT / "docs" / "plan.md"
-        page.write_text(tables.put_in_place(page.read_text(), {"truth": text}))
+        PAGE.write_text(tables.put_in_place(PAGE.read_text(), {"truth": text}))
     else:
         print(text)
 

@@ -1,4 +1,4 @@
-"""Draws the chart of the README from the tables of docs/benchmarks.md.
+"""Draws the chart of the README from the tables of docs/benchmark_tables.md.
 
     python benchmarks/readme_chart.py
 
@@ -27,8 +27,8 @@ LEFT, WIDTH, ROW, TOP = 250, 400, 26, 34
 
 def milliseconds():
     """Steps of the dense model with two workers at 1 Gbit/s, by library and method."""
-    page = (DOCS / "benchmarks.md").read_text()
-    table = page.partition("### Dense model")[2].partition("**2 workers**")[2].split("\n\n")[1]
+    page = (DOCS / "benchmark_tables.md").read_text()
+    table = page.partition("## Dense model")[2].partition("**2 workers**")[2].split("\n\n")[1]
     names, _, *rows = (
         [cell.strip() for cell in line.split("|")[1:-1]] for line in table.split("\n")
     )

@@ -1,4 +1,8 @@
-"""Figures as drawings, SVG: step time by bandwidth, scaling by workers, quality by bytes."""
+"""Figures as drawings, SVG: step time by bandwidth, scaling by workers, quality by bytes.
+
+They have no background, and colours that differ on a light and on a dark page, also for those who
+see few colours (those of Okabe and Ito, with a marker each).
+"""
 
 import pathlib
 
@@ -9,18 +13,25 @@ from matplotlib.lines import Line2D
 from lab.figures import speed
 from lab.methods import TITLES
 
+_TEXT = "#808080"
 matplotlib.use("Agg")
 matplotlib.rcParams.update(
     {
         "svg.fonttype": "none",  # text as text keeps the files small
         "svg.hashsalt": "keras_psplus",  # the same figures give the same file
         "font.size": 9,
+        "font.family": "sans-serif",
+        "savefig.transparent": True,
+        **dict.fromkeys(
+            ("text.color", "axes.labelcolor", "axes.edgecolor", "xtick.color", "ytick.color"), _TEXT
+        ),
+        "grid.color": _TEXT,
         "axes.spines.top": False,
         "axes.spines.right": False,
     }
 )
-_COLOURS = {"keras_psplus": "#1b6ca8", "tf_keras": "#e08214", "torch": "#b2182b"}
-_SHADES = ("#08519c", "#e6850e", "#969696", "#31a354", "#756bb1")
+_COLOURS = {"keras_psplus": "#2b8ac6", "tf_keras": "#c77700", "torch": "#c4609c"}
+_SHADES = ("#0072b2", "#e69f00", "#009e73", "#cc79a7", "#d55e00")
 _MARKERS = "osD^v"
 
 
@@ -49,14 +60,17 @@ def step_time(rows, work, workers, path):
             axes.plot(row.floor, place, "|", color=colour, markersize=9)
     _name_methods(axes, places)
     _logarithmic(axes.xaxis)
-    axes.set_xlabel("ms for a step, median and 10 to 90 %")
+    axes.set_xlabel("milliseconds a step (logarithmic): median, and 10 to 90 % of steps")
+    axes.set_ylabel("library and method")
     axes.grid(axis="x", alpha=0.3)
     axes.set_title(f"{work.capitalize()} model, {workers} workers", loc="left")
     handles = [
         Line2D([], [], ls="", label=rate, **_mark(number)) for number, rate in enumerate(rates)
     ]
-    handles.append(Line2D([], [], color="black", marker="|", ls="", label="floor"))
-    axes.legend(handles=handles, loc="lower right", frameon=False)
+    handles.append(
+        Line2D([], [], color=_TEXT, marker="|", ls="", label="floor: fewest bytes over the link")
+    )
+    figure.legend(handles=handles, loc="outside lower center", ncols=4, frameon=False)
     _save(figure, path)
     return True
 
@@ -80,7 +94,7 @@ def scaling(rows, work, path):
                 for row in rows
                 if (row.library, row.method) == key and row.rate == rate
             }
-            axes.plot(points.values(), [place] * len(points), color="#bbbbbb", zorder=1)
+            axes.plot(points.values(), [place] * len(points), color=_TEXT, alpha=0.5, zorder=1)
             for workers, percent in points.items():
                 axes.plot(percent, place, **_mark(counts.index(workers)))
         axes.set_title(rate, loc="left")
@@ -88,6 +102,7 @@ def scaling(rows, work, path):
         _logarithmic(axes.xaxis)
         axes.grid(axis="x", alpha=0.3)
     _name_methods(all_axes[0, 0], places)
+    all_axes[0, 0].set_ylabel("library and method")
     handles = [
         Line2D([], [], ls="", label=f"{workers} workers", **_mark(number))
         for number, workers in enumerate(counts)
@@ -99,7 +114,7 @@ def scaling(rows, work, path):
 
 
 def quality(points_of_tasks, path):
-    """Draws what is learnt beside how many bytes are sent.
+    """Draws how far what is learnt is from exact training, by how many bytes are sent.
 
     Args:
         points_of_tasks: Dict from a task's title and the unit of its differences to what
@@ -109,22 +124,59 @@ def quality(points_of_tasks, path):
     points_of_tasks = {title: points for title, points in points_of_tasks.items() if points}
     if not points_of_tasks:
         return False
-    count = len(points_of_tasks)
+    counts = [len(points) for points in points_of_tasks.values()]
     figure, all_axes = pyplot.subplots(
-        count, 1, figsize=(8, 3.2 * count), squeeze=False, sharex=True, layout="constrained"
+        len(counts),
+        1,
+        figsize=(8, 1.1 * len(counts) + 0.2 * sum(counts)),
+        squeeze=False,
+        height_ratios=[count + 1 for count in counts],
+        layout="constrained",
     )
     for axes, ((title, unit), points) in zip(all_axes[:, 0], points_of_tasks.items()):
-        axes.axhline(0, color="black", linewidth=0.7)
-        for name, (fewer, difference) in points.items():
-            axes.plot(fewer, difference, "o", color=_COLOURS["keras_psplus"], markersize=4)
-            axes.annotate(name, (fewer, difference), (3, 3), textcoords="offset points", fontsize=7)
-        _logarithmic(axes.xaxis)
+        axes.axvline(0, color=_TEXT, linewidth=0.9)
+        # The fewest bytes at the bottom.
+        names = sorted(points, key=lambda name: -points[name][0])
+        for place, name in enumerate(names):
+            difference = points[name][1]
+            axes.plot([0, difference], [place, place], color=_SHADES[0], alpha=0.4, linewidth=3)
+            axes.plot(difference, place, "o", color=_COLOURS["keras_psplus"], markersize=5)
+        labels = [f"{name}: {points[name][0]:.3g} x fewer bytes" for name in names]
+        axes.set_yticks(range(len(names)), labels, fontsize=8)
+        axes.set_ylim(-0.7, len(names) - 0.3)
         axes.set_title(title, loc="left", fontsize=9)
-        axes.set_ylabel(unit)
-        axes.grid(alpha=0.3)
-    all_axes[-1, 0].set_xlabel("times fewer bytes than float32 at every step")
+        axes.set_xlabel(f"difference from exact training: {unit}", fontsize=8)
+        axes.grid(axis="x", alpha=0.3)
     _save(figure, path)
     return True
+
+
+def draw(rows, points_of_tasks, folder):
+    """Draws everything that there are figures for.
+
+    Args:
+        rows: Of `figures.rows`.
+        points_of_tasks: As in `quality`.
+        folder: Where the files go.
+
+    Returns:
+        Dict from files to what they show.
+    """
+    drawn = {}
+
+    def file(name):
+        return pathlib.Path(folder) / f"bench_{name}.svg"
+
+    for name in dict.fromkeys(row.work for row in rows):
+        for count in sorted({row.workers for row in rows}):
+            path = file(f"{name}_{count}_workers")
+            if step_time(rows, name, count, path):
+                drawn[path] = f"Step time by bandwidth, {name} model, {count} workers"
+        if scaling(rows, name, file(f"scaling_{name}")):
+            drawn[file(f"scaling_{name}")] = f"Scaling by workers, {name} model"
+    if quality(points_of_tasks, file("quality")):
+        drawn[file("quality")] = "Difference from exact training, by bytes"
+    return drawn
 
 
 def _places(rows, figure):

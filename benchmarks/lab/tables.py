@@ -2,6 +2,7 @@
 
 from lab.figures import speed
 from lab.methods import TITLES
+from lab.short_tables import short
 
 _BUSY = 3  # times the number of cores; the launches before leave a load, too
 _LAST_LINES = 12  # of the log of what failed
@@ -120,7 +121,10 @@ def failures(rows):
 
 
 def report(rows, content):
-    """Dict from a name to its piece of Markdown: `conditions`, `dense`, `sparse`, `failures`."""
+    """Dict from a name to its piece of Markdown.
+
+    Names are `conditions`, `failures`, and of each work its own (`dense`), and `short_dense`.
+    """
     pieces = {"conditions": conditions(content)}
     for work in dict.fromkeys(row.work for row in rows):
         parts = []
@@ -130,13 +134,15 @@ def report(rows, content):
         if any(row.work == work and row.uplink is not None for row in rows):
             parts.append(f"**Between racks**\n\n{uplinks(rows, work)}")
         pieces[work] = "\n\n".join(parts)
+        pieces[f"short_{work}"] = short(rows, work)
     pieces["failures"] = failures(rows) or "None failed."
     return pieces
 
 
 def drawings(files):
-    """Pictures, from a dict from their files to what they show."""
-    return "\n\n".join(f"![{title}]({path.name})" for path, title in files.items())
+    """Pictures of step times, from a dict from their files to what they show."""
+    times = {path.name: title for path, title in files.items() if "quality" not in path.name}
+    return "\n\n".join(f"![{title}]({name})" for name, title in times.items())
 
 
 def put_in_place(text, pieces):

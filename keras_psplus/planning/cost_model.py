@@ -2,8 +2,8 @@
 
     ms = computing + compressors + messages + bytes between workers + bytes to and from servers
 
-All constants are fitted to the tables of docs/benchmarks.md (two-core AMD EPYC, TensorFlow 2.21);
-`tests/planning/test_truth.py` holds the sum to these.
+All constants are fitted to the tables of docs/benchmark_tables.md (two-core AMD EPYC, TensorFlow
+2.21); `tests/planning/test_truth.py` holds the sum to these.
 """
 
 from __future__ import annotations
@@ -59,8 +59,8 @@ class Cluster:
         ps: Number of parameter servers.
         bits_per_second: Of each task's link, each way; None for no limit.
         delay_ms: From host to host.
-        processor: How many times the milliseconds of docs/benchmarks.md the processor takes for
-            compressors and messages, as where it is slower or tasks share a core.
+        processor: How many times the milliseconds of docs/benchmark_tables.md the processor takes
+            for compressors and messages, as where it is slower or tasks share a core.
     """
 
     workers: int = 2

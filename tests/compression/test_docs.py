@@ -9,7 +9,7 @@ from tests.docs import pages
 
 @pytest.fixture(scope="module")
 def blocks():
-    return [block.text for block in pages.blocks(pages.ROOT / "docs" / "compression.md")]
+    return [block.text for block in pages.blocks(pages.ROOT / "docs" / "compressors.md")]
 
 
 def test_the_manuals_lines_for_a_loop_of_ones_own_run(blocks):

@@ -1,4 +1,4 @@
-"""The README's chart and table have the figures of docs/benchmarks.md."""
+"""The README's chart and table have the figures of docs/benchmark_tables.md."""
 
 import importlib.util
 import re

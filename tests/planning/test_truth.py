@@ -1,16 +1,13 @@
-"""The cost model against what the lab has measured, as docs/benchmarks.md has it."""
-
-import pathlib
+"""The cost model against what the lab has measured, as docs/benchmark_tables.md has it."""
 
 import plan_truth
 import pytest
-
-DOCS = pathlib.Path(__file__).parents[2] / "docs"
+from lab import manual
 
 
 @pytest.fixture(scope="module")
 def cells():
-    return plan_truth.compare((DOCS / "benchmarks.md").read_text())
+    return plan_truth.compare(manual.TABLES.read_text())
 
 
 def test_all_of_our_rows_are_compared(cells):
@@ -43,4 +40,4 @@ def test_what_is_recommended_is_near_the_best_exact_one(cells):
 
 def test_the_page_has_the_present_table(cells):
     table = plan_truth.table(cells)
-    assert table in (DOCS / "plan.md").read_text(), "run benchmarks/plan_truth.py --docs"
+    assert table in plan_truth.PAGE.read_text(), "run benchmarks/plan_truth.py --docs"
