@@ -7,7 +7,12 @@ import pathlib
 from keras_psplus.planning.traits import Traits, traits_of
 
 EXTRAS = pathlib.Path(__file__).parents[1] / "strategies"
-TITLES = {"keras_psplus": "keras_psplus", "tf_keras": "tf_keras", "torch": "PyTorch"}
+TITLES = {
+    "keras_psplus": "keras_psplus",
+    "tf_keras": "tf_keras",
+    "torch": "PyTorch",
+    "jax": "Keras on JAX",
+}
 
 
 @dataclasses.dataclass(frozen=True)
@@ -91,6 +96,11 @@ def torch():
     }
     # Its hooks and its averaging know no sparse gradients.
     return methods + [Method("torch", name, traits, ("dense",)) for name, traits in dense.items()]
+
+
+def jax():
+    """Methods of Keras 3 on JAX: its own data parallelism, which knows no sparse gradients."""
+    return [Method("jax", "alone", Traits("alone")), Method("jax", "data_parallel", Traits())]
 
 
 def select(methods, patterns):

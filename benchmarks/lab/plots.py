@@ -19,7 +19,7 @@ matplotlib.rcParams.update(
         "axes.spines.right": False,
     }
 )
-_COLOURS = {"keras_psplus": "#1b6ca8", "tf_keras": "#e08214", "torch": "#b2182b"}
+_COLOURS = {"keras_psplus": "#1b6ca8", "tf_keras": "#e08214", "torch": "#b2182b", "jax": "#1b7837"}
 _SHADES = ("#08519c", "#e6850e", "#969696", "#31a354", "#756bb1")
 _MARKERS = "osD^v"
 
