@@ -113,6 +113,7 @@ TESTS = {
         "test_a_hanging_stage_ends_the_job",
     ],
     "examples/test_examples.py": ["test_characters", "test_tutorial[alone]"],
+    "examples/test_recognised.py": ["test_under_other_entries*"],
     "examples/test_parameter_server_tutorial.py": ["test_in_threads"],
     # `make test-fast` and `make test-versions` run these.
     "smoke/test_every_strategy.py": [
