@@ -43,7 +43,12 @@ $(VENV)/stamp-%: $(VENV)/stamp-venv $(PACKAGING)
 	$(PIP) install --quiet --editable ".[$*]"
 	@touch $@
 
-demo: $(VENV)/stamp-examples
+# Without any.
+$(VENV)/stamp-library: $(VENV)/stamp-venv $(PACKAGING)
+	$(PIP) install --quiet --editable .
+	@touch $@
+
+demo: $(VENV)/stamp-library
 	@$(BIN)/python examples/demo.py $(DEMO)
 
 TEST = $(BIN)/python -m pytest -n 4 --dist loadfile --no-loadscope-reorder \

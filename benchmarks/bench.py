@@ -1,12 +1,13 @@
 """The benchmark lab: every way of training on the same work, over links of the same speed.
 
     python benchmarks/bench.py --quick
-    sudo python benchmarks/bench.py --torch PYTHON_WITH_TORCH --docs
+    sudo python benchmarks/bench.py --torch PYTHON_WITH_TORCH --jax PYTHON_WITH_JAX --docs
 
 Runs every entry of the catalogue, and what is installed of tf_keras (under TensorFlow's own
-strategies) and PyTorch (DDP), as tasks on emulated hosts of this machine, each on one processor
-core. Figures go to a JSON file at once; what the file holds is not measured again, so that a run
-that was interrupted goes on. A table and, with matplotlib, drawings are made from the file.
+strategies), PyTorch (DDP) and JAX (`keras.distribution.DataParallel`), as tasks on emulated hosts
+of this machine, each on one processor core. Figures go to a JSON file at once; what the file holds
+is not measured again, so that a run that was interrupted goes on. A table and, with matplotlib,
+drawings are made from the file.
 
 Emulated hosts need root. Without it, tasks share the loopback, which has no limit.
 """
@@ -38,6 +39,7 @@ QUICK = {
         "tf_keras/all_reduce",
         "torch/ddp",
         "torch/ddp_powersgd_4",
+        "jax/data_parallel",
     ],
 }
 FULL = {
@@ -93,6 +95,9 @@ def parse(argv=None):
     parser.add_argument("--timeout", type=float, default=400, help="seconds for each launch")
     parser.add_argument(
         "--torch", metavar="PYTHON", help="a Python with PyTorch, if this one has none"
+    )
+    parser.add_argument(
+        "--jax", metavar="PYTHON", help="a Python with JAX and Keras, if this one has no JAX"
     )
     parser.add_argument(
         "--loopback", action="store_true", help="no emulated hosts, even if they can be made"
@@ -153,6 +158,10 @@ def choose(args):
         everything += methods.torch()
     else:
         log("PyTorch is not installed and is left out: give --torch a Python that has it")
+    if args.jax:
+        everything += methods.jax()
+    else:
+        log("JAX is not installed and is left out: give --jax a Python that has it, and Keras")
     if args.racks == 1:
         everything = [method for method in everything if not method.traits.needs_racks]
     patterns = args.only
@@ -190,8 +199,9 @@ def measure(args):
     kind, make_lab = links(args)
     settings = {"size": args.size, "ps": args.ps, "delay": args.delay, "links": kind}
     settings |= {"racks": args.racks, "uplink": args.uplink, "window": args.window}
-    torch = args.torch if any(method.library == "torch" for method in chosen) else None
-    file = document.Document(args.out, settings, torch, args.fresh)
+    libraries = {method.library for method in chosen}
+    pythons = {name: getattr(args, name) for name in ("torch", "jax") if name in libraries}
+    file = document.Document(args.out, settings, pythons, args.fresh)
     launches.run(args, file, make_lab, chosen, args.works, log)
 
 
@@ -240,8 +250,9 @@ def log(line):
 
 def main(argv=None):
     args, parser = parse(argv)
-    if args.torch is None and importlib.util.find_spec("torch"):
-        args.torch = sys.executable
+    for library in ("torch", "jax"):
+        if getattr(args, library) is None and importlib.util.find_spec(library):
+            setattr(args, library, sys.executable)
     begin = time.monotonic()
     try:
         if not args.report:

@@ -1,7 +1,12 @@
-"""Trains a small causal transformer on the text of `characters.py`, whole or cut into stages.
+"""A transformer language model, as in Keras's example "Text generation with a miniature GPT".
 
     python examples/transformer.py
+    keras-psplus run --workers 2 examples/transformer.py
     keras-psplus run --workers 2 --strategy pipeline examples/transformer.py
+
+It learns to continue the text of `characters.py`, Python's reference manual, one character at a
+time, and writes some of its own in the end. The example of Keras, of which it is a smaller one with
+several blocks, is https://keras.io/examples/generative/text_generation_with_miniature_gpt/.
 
 In a pipeline, each worker has some of the blocks, and activations go from worker to worker. The
 results are those of one process. `psp.strategy()` is the strategy that the launcher was given.
@@ -9,6 +14,7 @@ results are those of one process. `psp.strategy()` is the strategy that the laun
 
 import argparse
 import math
+import time
 
 import keras
 import numpy as np
@@ -46,12 +52,31 @@ def build_model(alphabet_size, blocks, channels=64, heads=4):
     return keras.Model(inputs, layers.Dense(alphabet_size)(layers.LayerNormalization()(x)))
 
 
+def write(model, alphabet, length, seed, prompt="The ", choices=10):
+    """Lets the model continue a text, each character drawn among the likeliest of them.
+
+    All workers call this, as they do `fit`: `predict` is done by all of them together.
+    """
+    rng = np.random.default_rng(seed)
+    written = [alphabet.index(character) for character in prompt]
+    for _ in range(length):
+        known = written[-WINDOW:]
+        window = np.zeros([1, WINDOW], "int32")
+        window[0, : len(known)] = known
+        logits = model.predict(window, verbose=0)[0, len(known) - 1].astype("float64")
+        likely = np.argsort(logits)[-choices:]
+        chances = np.exp(logits[likely] - logits.max())
+        written.append(int(rng.choice(likely, p=chances / chances.sum())))
+    return "".join(alphabet[code] for code in written)
+
+
 def main():
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--epochs", type=int, default=4)
     parser.add_argument("--batch_size", type=int, default=32, help="of all workers together")
     parser.add_argument("--blocks", type=int, default=4)
     parser.add_argument("--train_size", type=int, help="windows to train on; by default, all")
+    parser.add_argument("--write", type=int, default=100, help="characters to write in the end")
     parser.add_argument("--seed", type=int, default=1)
     args = parser.parse_args()
 
@@ -68,6 +93,7 @@ def main():
         )
 
     is_chief = getattr(strategy, "is_chief", True)
+    begin = time.perf_counter()
     history = model.fit(
         train[:, :-1],
         train[:, 1:],
@@ -76,14 +102,17 @@ def main():
         shuffle=False,
         verbose=2 if is_chief else 0,
     ).history
+    seconds = time.perf_counter() - begin
     reached = model.evaluate(test[:, :-1], test[:, 1:], verbose=0, return_dict=True)["loss"]
+    text = write(model, alphabet, args.write, args.seed) if args.write else ""
     if is_chief:
+        print(text)
         if hasattr(strategy, "communication"):
             print(strategy.communication.summary())
         # For programs that read this output, such as the tests.
         print(
             f"transformer: loss={history['loss'][-1]:.5f} perplexity={math.exp(reached):.4f} "
-            f"stages={getattr(strategy, 'num_stages', 1)}",
+            f"stages={getattr(strategy, 'num_stages', 1)} seconds={seconds:.2f}",
             flush=True,
         )
 

@@ -189,6 +189,7 @@ TESTS = {
         "test_transformer_in_stages_equals_one_process",
     ],
     "examples/test_ray.py": ["*_with_another_number_of_workers"],
+    "examples/test_recognised.py": ["test_under_other_entries*"],
     "examples/test_parameter_server_tutorial.py": ["test_in_threads"],
     # `make test-fast` and `make test-versions` run these.
     "smoke/test_every_strategy.py": [

@@ -9,6 +9,12 @@ import re
 import subprocess
 
 _PACKAGES = ("tensorflow", "keras", "tf_keras", "numpy")
+# What prints the versions of a library that may be in another Python.
+_PRINT = {
+    "torch": "import torch; print(torch.__version__)",
+    "jax": "from importlib.metadata import version; "
+    "print(version('jax'), 'with keras', version('keras'))",
+}
 # What figures of one file have in common, so that they can be compared.
 _SETTINGS = ("size", "ps", "delay", "links", "racks", "uplink", "window")
 # Of files that were written before there were such.
@@ -22,16 +28,16 @@ class Document:
     Args:
         path: The file.
         settings: Dict of what holds for the whole run.
-        torch: A Python that has PyTorch, or None.
+        pythons: Dict from `"torch"` and `"jax"` to a Python that has it, or None.
         fresh: Whether to leave out what the file holds.
 
     Raises:
         ValueError: If the file's results are of other settings.
     """
 
-    def __init__(self, path, settings, torch=None, fresh=False):
+    def __init__(self, path, settings, pythons=None, fresh=False):
         self.path = pathlib.Path(path)
-        self.content = {"machine": machine(), "versions": versions(torch)}
+        self.content = {"machine": machine(), "versions": versions(pythons or {})}
         self.content |= {"settings": settings, "results": []}
         if self.path.exists() and not fresh:
             before = read(self.path)
@@ -93,8 +99,8 @@ def machine():
     }
 
 
-def versions(torch=None):
-    """Dict of the versions of Python, of what is installed, and of PyTorch."""
+def versions(pythons):
+    """Dict of the versions of Python, of what is installed, and of what other Pythons have."""
     from keras_psplus.versions import __version__
 
     found = {"python": platform.python_version(), "keras_psplus": __version__}
@@ -103,9 +109,9 @@ def versions(torch=None):
             found[package] = importlib.metadata.version(package)
         except importlib.metadata.PackageNotFoundError:
             continue
-    if torch:
-        command = [torch, "-c", "import torch; print(torch.__version__)"]
-        found["torch"] = subprocess.run(
-            command, capture_output=True, text=True, check=True
-        ).stdout.strip()
+    for library, python in pythons.items():
+        if python:
+            command = [python, "-c", _PRINT[library]]
+            done = subprocess.run(command, capture_output=True, text=True, check=True)
+            found[library] = done.stdout.strip()
     return found

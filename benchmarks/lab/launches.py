@@ -8,7 +8,8 @@ import subprocess
 import sys
 
 from keras_psplus.catalogue import STRATEGY_VARIABLE
-from lab import ideal, job, wire, work
+from keras_psplus.chaos import netlab
+from lab import ideal, job, names, wire, work
 
 # Roughly, seconds of a step's computing on a core. Only to choose how many steps to take.
 _STEP_SECONDS = {"dense": 0.05, "sparse": 0.015, "convolutional": 0.05, "transformer": 0.05}
@@ -17,6 +18,8 @@ _WAITING_FOR_NOBODY = {"dense": 3, "sparse": 10, "convolutional": 10, "transform
 _ROUNDS = 2
 _LONG_WINDOW = 5.0  # seconds; of such, one has to do
 _MOST_WINDOWS = 60
+# What is run for a library, if not TensorFlow's; `args` may have another Python for it.
+_MODULES = {"torch": "lab.torch_task", "jax": "lab.jax_task"}
 
 
 def plan(method, name, size, workers, ps, rates, seconds, uplink=None, window=None):
@@ -138,8 +141,8 @@ def _launch(args, make_lab, method, workers, rates_by_work):
             for name, rates in rates_by_work.items()
         ],
     }
-    python = args.torch if method.library == "torch" else sys.executable
-    module = "lab.torch_task" if method.library == "torch" else "lab.tensorflow_task"
+    python = getattr(args, method.library, None) or sys.executable
+    module = _MODULES.get(method.library, "lab.tensorflow_task")
     env = {STRATEGY_VARIABLE: method.entry} if method.entry else {}
     with make_lab(len(jobs)) as lab:
         description["addresses"] = [lab.address(rank) for rank in range(len(jobs))]
@@ -147,6 +150,8 @@ def _launch(args, make_lab, method, workers, rates_by_work):
             [python, "-m", module, json.dumps({**description, "rank": rank})]
             for rank in range(len(jobs))
         ]
+        if method.library == "jax" and isinstance(lab, netlab.Lab):
+            commands = [names.resolving(c, lab.address(r)) for r, c in enumerate(commands)]
         return job.run(lab, commands, args.timeout, leader, env)
 
 
@@ -154,8 +159,8 @@ def run(args, document, make_lab, methods, works, log):
     """Measures all that the document lacks.
 
     Args:
-        args: The command line's: `workers`, `rates`, `turns`, `ps`, `size`, `seconds`, `timeout`
-            and `torch`.
+        args: The command line's: `workers`, `rates`, `turns`, `ps`, `size`, `seconds`, `timeout`,
+            `torch` and `jax`.
         document: `document.Document`.
         make_lab: Function from a number of hosts to a lab.
         methods: List of `methods.Method`.

@@ -8,7 +8,13 @@ from keras_psplus.planning.traits import Traits, traits_of
 
 EXTRAS = pathlib.Path(__file__).parents[1] / "strategies"
 WORKS = ("dense", "sparse", "convolutional", "transformer")
-TITLES = {"keras_psplus": "keras_psplus", "tf_keras": "tf_keras", "torch": "PyTorch"}
+_SIMPLE = WORKS[:2]  # of which other libraries have a model here
+TITLES = {
+    "keras_psplus": "keras_psplus",
+    "tf_keras": "tf_keras",
+    "torch": "PyTorch",
+    "jax": "Keras on JAX",
+}
 
 
 @dataclasses.dataclass(frozen=True)
@@ -81,10 +87,9 @@ def tf_keras():
 
 def torch():
     """Methods of PyTorch: DDP with its hooks, accumulation, and averaged weights."""
-    both = ("dense", "sparse")  # what torch_task.py has a model of
     methods = [
-        Method("torch", "alone", Traits("alone"), both),
-        Method("torch", "ddp", Traits(), both),
+        Method("torch", "alone", Traits("alone"), _SIMPLE),
+        Method("torch", "ddp", Traits(), _SIMPLE),
     ]
     dense = {
         "ddp_bf16": Traits(compression="bf16"),
@@ -96,6 +101,14 @@ def torch():
     }
     # Its hooks and its averaging know no sparse gradients.
     return methods + [Method("torch", name, traits, ("dense",)) for name, traits in dense.items()]
+
+
+def jax():
+    """Methods of Keras 3 on JAX: its own data parallelism, which knows no sparse gradients."""
+    return [
+        Method("jax", "alone", Traits("alone"), _SIMPLE),
+        Method("jax", "data_parallel", Traits(), _SIMPLE),
+    ]
 
 
 def select(methods, patterns):

@@ -30,7 +30,12 @@ matplotlib.rcParams.update(
         "axes.spines.right": False,
     }
 )
-_COLOURS = {"keras_psplus": "#2b8ac6", "tf_keras": "#c77700", "torch": "#c4609c"}
+_COLOURS = {
+    "keras_psplus": "#2b8ac6",
+    "tf_keras": "#c77700",
+    "torch": "#c4609c",
+    "jax": "#009e73",
+}
 _SHADES = ("#0072b2", "#e69f00", "#009e73", "#cc79a7", "#d55e00")
 _MARKERS = "osD^v"
 

@@ -1,12 +1,15 @@
 """The lab as a whole: a few tiny launches, and emulated hosts where they can be made."""
 
+import importlib.util
 import json
+import os
+import pathlib
 import subprocess
 import sys
 
 import bench
 import pytest
-from lab import job, loopback, meter, wire
+from lab import job, loopback, meter, names, wire
 
 from keras_psplus.chaos import netlab
 
@@ -131,6 +134,40 @@ def test_uplinks_count_what_leaves_a_rack(emulated_hosts):
         assert 1_000_000 < first < 1_200_000 and second < 100_000
         # What the others send comes over the same link.
         assert wire.traffic(lab.counters, lab.uplinks[1])[0] == pytest.approx(first, abs=50_000)
+
+
+FINDS_ITSELF = "import socket; print(socket.gethostbyname(socket.gethostname()))"
+
+
+def test_a_host_finds_itself_by_the_machine_s_name(emulated_hosts):
+    before = pathlib.Path("/etc/hosts").read_text()
+    with netlab.Lab(2) as lab:
+        for rank in range(2):
+            command = [sys.executable, "-c", FINDS_ITSELF]
+            command = names.resolving(command, lab.address(rank))
+            process = lab.start(rank, command, stdout=subprocess.PIPE)
+            found, _ = process.communicate(timeout=30)
+            assert found.decode().strip() == lab.address(rank).partition(":")[0]
+    assert pathlib.Path("/etc/hosts").read_text() == before
+
+
+@pytest.mark.timeout(300)
+def test_keras_on_jax(tmp_path, emulated_hosts):
+    python = os.environ.get("LAB_JAX") or (importlib.util.find_spec("jax") and sys.executable)
+    if not python:
+        pytest.skip("no JAX here: set LAB_JAX to a Python with `pip install jax keras`")
+    out = tmp_path / "out.json"
+    argv = ["--size=tiny", "--workers=2", "--rates=loopback", "--seconds=0.2", f"--out={out}"]
+    bench.main([*argv, "--jax", python, "--only", "jax/*"])
+    content = json.loads(out.read_text())
+    assert " with keras 3." in content["versions"]["jax"]
+    results = {(r["work"], r["method"]): r for r in content["results"]}
+    assert set(results) == {(w, m) for w in ("dense", "sparse") for m in ("alone", "data_parallel")}
+    assert not any("error" in result for result in results.values()), results
+    # Gradients of 11 and of 66 kB, as the table's is sent whole; what is sent crosses one link.
+    for work, least in (("dense", 11_000), ("sparse", 64_000)):
+        assert results[work, "data_parallel"]["sent"]["worker"] > least
+        assert results[work, "alone"]["sent"]["worker"] < 1_000
 
 
 def test_rates():

@@ -54,7 +54,7 @@ def test_tasks_of_a_method():
 
 
 def test_selection_brings_what_is_compared_with():
-    everything = [*methods.tf_keras(), *methods.torch()]
+    everything = [*methods.tf_keras(), *methods.torch(), *methods.jax()]
 
     def names(*patterns):
         return [method.full_name for method in methods.select(everything, patterns)]
@@ -66,6 +66,7 @@ def test_selection_brings_what_is_compared_with():
         "torch/alone",
         "torch/post_local_sgd_8",
     ]
+    assert names("jax/data*") == ["jax/alone", "jax/data_parallel"]
     assert len(names()) == len(everything)
     with pytest.raises(ValueError, match=r"There are: tf_keras/alone.*Received: 'dpd'"):
         names("ddp", "dpd")

@@ -1,0 +1,32 @@
+"""What a host calls itself, for libraries that look their own machine's name up."""
+
+import socket
+
+# The file that is bound over /etc/hosts stays there after it has lost its name.
+_BIND = """
+set -e
+file=$(mktemp)
+printf '127.0.0.1 localhost\\n%s %s\\n' "$1" "$2" > "$file"
+chmod 644 "$file"
+mount --bind "$file" /etc/hosts
+rm "$file"
+shift 2
+exec "$@"
+"""
+
+
+def resolving(command, address):
+    """A command for which this machine's name stands for an address: it has its own /etc/hosts.
+
+    gloo, as JAX uses it, listens where the machine's name leads, which on an emulated host would be
+    the loopback. Needs root, and the programs `unshare` and `mount`.
+
+    Args:
+        command: A list of strings.
+        address: The host's, as `"10.77.0.1:2222"` or without the port.
+
+    Returns:
+        A list of strings. The command becomes the process that is started so.
+    """
+    host = address.partition(":")[0]
+    return ["unshare", "--mount", "sh", "-c", _BIND, "sh", host, socket.gethostname(), *command]
