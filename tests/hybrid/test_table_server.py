@@ -241,7 +241,7 @@ def test_the_last_whole_snapshot_counts(table, tmp_path, monkeypatch):
     assert snapshots.latest() is None and snapshots.latest_of_this_job() is None
     for step in (10, 20, 30):
         table.write(0, np.full((9, 3), step, "float32"))
-        snapshots.save(step, {"epoch": step}, {"bias": np.array([step], "float32")})
+        snapshots.save(step, {"epoch": step, "training": {}}, {"bias": np.array([step], "float32")})
     assert sorted(os.listdir(tmp_path)) == ["step-0000000020", "step-0000000030"]
     # A chief that ends before the list is there, and then one without the power to tidy up.
     table.write(0, np.full((9, 3), 40, "float32"))
@@ -249,14 +249,14 @@ def test_the_last_whole_snapshot_counts(table, tmp_path, monkeypatch):
         patch.setattr(saving, "write_list", lambda *args: 1 / 0)
         patch.setattr(table.servers, "ask_all", lambda what, **arguments: None)
         with pytest.raises(ZeroDivisionError):
-            snapshots.save(40, {}, {"bias": np.array([40.0], "float32")})
+            snapshots.save(40, {"training": {}}, {"bias": np.array([40.0], "float32")})
     assert "step-0000000040" in os.listdir(tmp_path)
     folder, listed = snapshots.latest()
     assert (listed["step"], listed["epoch"]) == (30, 30)
     assert snapshots.load(folder, listed, {"bias": "float32"}) == {"bias": [30.0]}
     assert (table.read(0) == 30).all()
     # The next one tidies up.
-    snapshots.save(50, {}, {"bias": np.array([50.0], "float32")})
+    snapshots.save(50, {"training": {}}, {"bias": np.array([50.0], "float32")})
     assert sorted(os.listdir(tmp_path)) == ["step-0000000030", "step-0000000050"]
     assert snapshots.latest_of_this_job() == snapshots.latest()
     # A process that trains nothing, to look at the model for example.
@@ -292,7 +292,7 @@ def test_snapshots_delete_their_own_folders_only(task, table, tmp_path, caplog):
     )
     for step in (10, 20, 30, 40, 50):
         snapshot_folders.claim(str(tmp_path / snapshot_folders.STATES))
-        snapshots.save(step, {}, {"bias": np.array([step], "float32")})
+        snapshots.save(step, {"training": {}}, {"bias": np.array([step], "float32")})
         if step == 30:
             assert snapshots.latest()[0].endswith("/step-00000000030")
     # Copies that somebody keeps, of which one was made before there was a marker.
@@ -352,7 +352,7 @@ def test_an_older_snapshot_is_read_if_the_last_is_damaged(
 
     for step in (10, 20):
         table.write(0, np.full((9, 3), step, "float32"))
-        snapshots.save(step, {}, {"bias": np.full(64, step, "float32")})
+        snapshots.save(step, {"training": {}}, {"bias": np.full(64, step, "float32")})
     damage(20)
     with caplog.at_level("WARNING"):
         found, bias = snapshots.read_newest(read, [[]] * 2)
@@ -362,7 +362,7 @@ def test_an_older_snapshot_is_read_if_the_last_is_damaged(
     assert "step-0000000020" in caplog.text
     # It is written again, and is none of those that are kept.
     for step in (20, 30):
-        snapshots.save(step, {}, {"bias": np.full(64, step, "float32")})
+        snapshots.save(step, {"training": {}}, {"bias": np.full(64, step, "float32")})
         assert snapshots.read_newest(read, [[]] * 2)[1] == [step] * 64
     assert sorted(os.listdir(tmp_path)) == ["step-0000000020", "step-0000000030"]
     # Nothing is better: workers go on without what one of them has lost.
