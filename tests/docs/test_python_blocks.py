@@ -12,6 +12,7 @@ import sys
 import pytest
 
 from tests.docs import pages
+from tests.selection import cases
 
 SCRIPT = pathlib.Path(__file__).with_name("run_programs.py")
 PROGRAMS = [program.name for program in pages.programs()]
@@ -19,14 +20,16 @@ TIMEOUT = 500
 
 
 @pytest.fixture(scope="module")
-def results(tmp_path_factory):
-    """What became of each program, all of which one process has run."""
+def results(request, tmp_path_factory):
+    """What became of the programs of the wanted pages, all of which one process has run."""
+    names = cases(request, "test_runs", argument="name")
+    wanted = sorted({name.partition(":")[0] for name in names})
     folder = tmp_path_factory.mktemp("programs")
     env = {name: value for name, value in os.environ.items() if name != "TF_CONFIG"}
     log = folder / "log"
     with log.open("wb") as output:
         process = subprocess.Popen(
-            [sys.executable, str(SCRIPT), str(folder)],
+            [sys.executable, str(SCRIPT), str(folder), *wanted],
             env={**env, "CUDA_VISIBLE_DEVICES": ""},
             stdout=output,
             stderr=subprocess.STDOUT,
