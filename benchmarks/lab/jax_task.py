@@ -13,6 +13,7 @@ import jax  # noqa: E402
 import keras  # noqa: E402
 import numpy as np  # noqa: E402
 
+from lab import perceptron  # noqa: E402
 from lab.meter import Meter  # noqa: E402
 from lab.task import Task  # noqa: E402
 
@@ -33,12 +34,7 @@ def make_model(work):
     else:
         inputs = outputs = keras.Input(work.widths[:1])
         widths = work.widths[1:]
-    for width in widths[:-1]:
-        outputs = keras.layers.Dense(width, activation="relu")(outputs)
-    model = keras.Model(inputs, keras.layers.Dense(widths[-1])(outputs))
-    loss = keras.losses.SparseCategoricalCrossentropy(from_logits=True)
-    model.compile(keras.optimizers.SGD(work.learning_rate), loss)
-    return model
+    return perceptron.compiled(keras, inputs, outputs, widths, work.learning_rate)
 
 
 def batches(task, work):

@@ -8,6 +8,7 @@ import time
 
 import tensorflow as tf
 
+from lab import perceptron
 from lab.meter import Meter
 from lab.task import Task
 
@@ -75,13 +76,9 @@ def make_model(keras, work, together):
     else:
         inputs = outputs = keras.Input(work.widths[:1])
         widths = work.widths[1:]
-    for width in widths[:-1]:
-        outputs = keras.layers.Dense(width, activation="relu")(outputs)
-    model = keras.Model(inputs, keras.layers.Dense(widths[-1])(outputs))
-    loss = keras.losses.SparseCategoricalCrossentropy(from_logits=True)
-    optimizer = keras.optimizers.SGD(work.learning_rate)
-    model.compile(optimizer, loss, steps_per_execution=together)
-    return model
+    return perceptron.compiled(
+        keras, inputs, outputs, widths, work.learning_rate, steps_per_execution=together
+    )
 
 
 def _convolutions(keras, work):

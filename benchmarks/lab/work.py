@@ -30,10 +30,7 @@ class Dense:
 
     def batches(self, workers):
         """Inputs and labels: some batches, each of all workers together."""
-        rng = np.random.default_rng(0)
-        shape = (_BATCHES // 2, self.batch_size * workers)
-        x = rng.standard_normal((*shape, self.widths[0]), np.float32)
-        return x, rng.integers(0, self.widths[-1], shape)
+        return _normal(self.batch_size * workers, self.widths[:1], self.widths[-1])
 
 
 @dataclasses.dataclass(frozen=True)
@@ -104,10 +101,7 @@ class Convolutional:
 
     def batches(self, workers):
         """Inputs and labels: some batches, each of all workers together."""
-        rng = np.random.default_rng(0)
-        shape = (_BATCHES // 2, self.batch_size * workers)
-        x = rng.standard_normal((*shape, self.side, self.side, 1), np.float32)
-        return x, rng.integers(0, self.widths[-1], shape)
+        return _normal(self.batch_size * workers, (self.side, self.side, 1), self.widths[-1])
 
 
 @dataclasses.dataclass(frozen=True)
@@ -184,6 +178,14 @@ SIZES = {
         "transformer": Transformer(50, 8, 4, 2, 16, 1, 10, 4),
     },
 }
+
+
+def _normal(rows, features, classes):
+    """Batches of normal numbers, with labels."""
+    rng = np.random.default_rng(0)
+    shape = (_BATCHES // 2, rows)
+    x = rng.standard_normal((*shape, *features), np.float32)
+    return x, rng.integers(0, classes, shape)
 
 
 def _layers(widths):

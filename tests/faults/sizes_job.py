@@ -21,6 +21,7 @@ import numpy as np
 import tensorflow as tf
 
 import keras_psplus as psp
+from tests.faults.at_batch import AtBatch
 
 ROWS, BATCH, EPOCHS, IDS = 70, 10, 4, 50
 SAVE_FREQ = 3
@@ -47,17 +48,8 @@ STRATEGIES = {
 }
 
 
-class Kill(keras.callbacks.Callback):
-    def __init__(self, epoch, batch):
-        super().__init__()
-        self.at, self.epoch = (epoch, batch), None
-
-    def on_epoch_begin(self, epoch, logs=None):
-        self.epoch = epoch
-
-    def on_train_batch_end(self, batch, logs=None):
-        if (self.epoch, batch) == self.at:
-            os.kill(os.getpid(), signal.SIGKILL)
+def kill_this_process():
+    os.kill(os.getpid(), signal.SIGKILL)
 
 
 def make(dropout):
@@ -111,7 +103,9 @@ def main():
         train("whole", "whole")
     kills = [option.removeprefix("kill=") for option in options if option.startswith("kill=")]
     is_killed = strategy.task.name in ("chief-0", "worker-1")
-    callbacks = [Kill(*map(int, kill.split(":"))) for kill in kills if is_killed]
+    callbacks = [
+        AtBatch(*map(int, kill.split(":")), kill_this_process) for kill in kills if is_killed
+    ]
     train("resumed", "backup", *callbacks)
 
 

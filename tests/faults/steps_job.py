@@ -26,21 +26,13 @@ import tensorflow as tf
 import keras_psplus as psp
 from keras_psplus.core import weights_in_memory
 from tests.all_reduce.job_parts import Interrupted
+from tests.faults.at_batch import AtBatch
 
 ROWS, BATCH, EPOCHS = 70, 10, 4
 
 
-class Break(keras.callbacks.Callback):
-    def __init__(self, epoch, batch):
-        super().__init__()
-        self.at, self.epoch = (epoch, batch), None
-
-    def on_epoch_begin(self, epoch, logs=None):
-        self.epoch = epoch
-
-    def on_train_batch_end(self, batch, logs=None):
-        if (self.epoch, batch) == self.at:
-            raise Interrupted
+def interrupt():
+    raise Interrupted
 
 
 class DieInWrite(keras.callbacks.Callback):
@@ -232,7 +224,7 @@ def trainer(strategy, folder):
             keras.callbacks.ModelCheckpoint(best, save_best_only=True, save_weights_only=True),
             keras.callbacks.CSVLogger(log),
             counter,
-            *([Break(*at)] if at else []),
+            *([AtBatch(*at, interrupt)] if at else []),
             *more,
         ]
         history = model.fit(
