@@ -76,6 +76,39 @@ def test_an_error_is_shown_and_ends_with_one(monkeypatch, script):
     assert "of_the_user()" in done.stderr and "ValueError: so it is" in done.stderr
 
 
+ENDS = """
+import atexit, sys, threading, time
+file = open("left_open", "w")
+file.write("all of it")
+binary = open("left_open_too", "wb")
+binary.write(b"that as well")
+atexit.register(lambda: print("at exit"))
+threading.Thread(target=lambda: (time.sleep(0.2), print("in a thread"))).start()
+print("to the end", end="")
+{last}
+"""
+
+
+@pytest.mark.parametrize(
+    "last, code, said",
+    [
+        ("", 0, ""),
+        ("sys.exit()", 0, ""),
+        ("sys.exit('no more')", 1, "no more\n"),
+        ("raise SystemExit(300)", 300 % 256, ""),
+        ("raise KeyboardInterrupt", -signal.SIGINT, "KeyboardInterrupt"),
+    ],
+)
+def test_a_fork_ends_as_an_interpreter_does(monkeypatch, script, last, code, said):
+    script.write_text(ENDS.format(last=last))
+    done = run(monkeypatch, [sys.executable, script], cwd=script.parent)
+    assert done.returncode == code
+    assert done.stdout == "to the endin a thread\nat exit\n"
+    assert said in done.stderr and bool(said) == bool(done.stderr)
+    assert (script.parent / "left_open").read_text() == "all of it"
+    assert (script.parent / "left_open_too").read_bytes() == b"that as well"
+
+
 @pytest.mark.parametrize(
     "args, kwargs",
     [
