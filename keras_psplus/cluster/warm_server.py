@@ -124,8 +124,8 @@ class Ending:
             return  # By Ctrl-C, of which Python itself makes a signal; or it is the server.
         # What was open before the fork is not among these.
         for each in gc.get_objects():
-            if issubclass(type(each), _FILE) and not each.closed and each.writable():
-                with contextlib.suppress(Exception):
+            if issubclass(type(each), _FILE):
+                with contextlib.suppress(Exception):  # Closed, read-only, or its reader has gone.
                     each.flush()
         for stream in (sys.stdout, sys.stderr):
             with contextlib.suppress(Exception):
