@@ -33,10 +33,11 @@ LONG = (
     "faults",
     "pipeline",
 )
-# Whose scripts are started by `warm.py`. The others start them as a user does.
+# Folders and files whose scripts are started by `warm.py`. The others start them as a user does.
 WARM = (
     *("multi_process", "parameter_server", "hybrid", "all_reduce", "callbacks", "faults"),
-    *("pipeline", "smoke", "engine"),
+    *("pipeline", "smoke", "engine", "cli", "evaluator", "examples", "fidelity"),
+    *("cluster/test_serve.py", "cluster/test_rendezvous.py"),
 )
 
 
@@ -50,7 +51,8 @@ def warm_start(request):
     from tests import warm
 
     with pytest.MonkeyPatch.context() as patch:
-        if request.path.parent.name in WARM:
+        folder = request.path.parent.name
+        if not {folder, f"{folder}/{request.path.name}"}.isdisjoint(WARM):
             patch.setattr(subprocess, "Popen", warm.Popen)
         yield
 

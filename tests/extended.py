@@ -84,6 +84,7 @@ TESTS = {
         for name in ("bf16", "topk", "powersgd")
     ]
     + [
+        *("test_factors_add_up_*[run_of_four]", "test_bytes_of_factors_*run_of_four]"),
         *("test_resumed_training_is_as_if_never_interrupted[powersgd]", "test_few_numbers_that*"),
         *(f"test_numbers_that_are_not_finite*[{name}]" for name in ("bf16", "topk", "powersgd")),
     ],
@@ -144,7 +145,11 @@ TESTS = {
         *("*[adagrad]", "*[clipnorm]", "*[again]", "*[mixed_precision]", "*[of_rows]"),
         "*[global_clipnorm]",
     ],
-    "hybrid/test_prefetch.py": ["*[unending]", "test_a_share_of_a_worker_s_own_is_read_ahead*"],
+    "hybrid/test_prefetch.py": [
+        "*[unending]",
+        "*[arrays]",
+        "test_a_share_of_a_worker_s_own_is_read_ahead*",
+    ],
     "hybrid/test_faults.py": [
         "test_a_snapshot_of_which_a_worker_has_lost_its_file_is_passed_over",
         "test_an_asynchronous_job_goes_on_with_a_server_that_was_started_again",
@@ -170,7 +175,7 @@ TESTS = {
     "pipeline/test_recompute.py": [
         *(
             f"test_equals_plain_keras[{name}]"
-            for name in ("shared", "losses_of_layers", "masks", "attention", "tied")
+            for name in ("shared", "losses_of_layers", "masks", "attention", "tied", "nested")
         ),
         *("test_state_and_seeds_are_used_once[stateful-pipedream]", "*[noisy-gpipe]"),
     ],
@@ -190,8 +195,8 @@ TESTS = {
         "test_transformer_in_stages_equals_one_process",
     ],
     "examples/test_ray.py": ["*_with_another_number_of_workers"],
-    "examples/test_recognised.py": ["test_under_other_entries*"],
-    "examples/test_parameter_server_tutorial.py": ["test_in_threads"],
+    "examples/test_recognised.py": ["test_under_other_entries*", "test_all_of_them_by_all_reduce"],
+    "examples/test_parameter_server_tutorial.py": ["*"],
     # `make test-fast` and `make test-versions` run these.
     "smoke/test_every_strategy.py": [
         *("*[all_reduce]", "*[sync_parameter_server]", "*[pipeline]", "*[hybrid]"),

@@ -10,11 +10,12 @@ from tests import warm
 from tests.endings import wait_for_end
 
 TELLS = """
-import json, os, random, sys
+import json, os, random, sys, tempfile, time
 print(json.dumps({
     "argv": sys.argv, "parent": os.getppid(), "group": os.getpgid(0) == os.getpid(),
     "cwd": os.getcwd(),
     "variable": os.environ.get("VARIABLE"), "home": os.environ.get("HOME"), "name": __name__,
+    "folder": tempfile.gettempdir(), "zone": time.tzname[0],
     "hash": hash("a"), "random": random.random(), "beside": sys.path[0],
     "has_keras": "keras" in sys.modules, "has_library": "keras_psplus" in sys.modules,
 }))
@@ -40,7 +41,7 @@ def test_a_fork_is_as_a_new_interpreter(monkeypatch, script):
         run(
             monkeypatch,
             [sys.executable, script, "one", "two words"],
-            env={"VARIABLE": "1"},
+            env={"VARIABLE": "1", "TMPDIR": str(script.parent), "TZ": "XYZ-3"},
             cwd=script.parent,
             start_new_session=True,
         )
@@ -55,6 +56,7 @@ def test_a_fork_is_as_a_new_interpreter(monkeypatch, script):
         assert one["group"] and one["name"] == "__main__"
         assert one["cwd"] == one["beside"] == str(script.parent)
         assert (one["variable"], one["home"]) == ("1", None)
+        assert (one["folder"], one["zone"]) == (str(script.parent), "XYZ")
         assert one["has_keras"] and not one["has_library"]
     assert len({one["random"] for one in told}) == 3
     assert told[0]["hash"] != told[1]["hash"]

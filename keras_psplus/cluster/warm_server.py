@@ -16,10 +16,12 @@ import random
 import signal
 import socket
 import sys
+import tempfile
 import time
 import traceback
 import types
 import warnings
+from collections.abc import Iterator
 
 _PR_SET_PDEATHSIG = 1
 # Name of a module by which a process knows that it has started so, and in which environment.
@@ -77,6 +79,8 @@ def become(request: dict, files: list[int], set_by_modules: dict[str, str]) -> N
     os.chdir(request["folder"])
     os.environ.clear()
     os.environ.update({**set_by_modules, **request["environ"]})
+    time.tzset()
+    tempfile.tempdir = None  # What a module may have asked for goes by the server's environment.
     sys.modules[WARM_START] = start = types.ModuleType(WARM_START)
     start.environ = dict(os.environ)  # type: ignore[attr-defined]
     sys.argv[:] = request["argv"]
@@ -105,7 +109,7 @@ class Ending:
         atexit.register(self._end)
 
     @contextlib.contextmanager
-    def noted(self):
+    def noted(self) -> Iterator[None]:
         """Notes how the script ends."""
         try:
             yield

@@ -26,6 +26,7 @@ import keras_psplus
 from keras_psplus.cli import run
 from keras_psplus.cluster.environment import plan_tasks
 from keras_psplus.cluster.in_process import InProcessCluster
+from keras_psplus.cluster.warm_server import Ending
 from tests.docs import pages
 
 TIMEOUT = 150  # seconds for a program
@@ -34,13 +35,13 @@ GRACE = 20  # seconds for the other tasks after a failure
 
 def main(folder, wanted):
     """Runs all programs, or those of some pages, one after the other."""
-    results = {}
+    results, ending = {}, Ending()
     for number, program in enumerate(pages.programs()):
         if wanted and program.name.split(":")[0] not in wanted:
             continue
         directory = folder / str(number)
         directory.mkdir()
-        started = _start(program, directory)
+        started = _start(program, directory, ending)
         if started is None:
             return  # in a forked task, which has done its work
         results[program.name] = {
@@ -51,14 +52,15 @@ def main(folder, wanted):
     (folder / "results.json").write_text(json.dumps(results))
 
 
-def _start(program, directory):
+def _start(program, directory, ending):
     """Forks the program's tasks; returns their names by process, and None in a forked task."""
     started = {}
     for name, variables in _tasks(program):
         process = os.fork()
         if process == 0:
             _become(directory, name, variables)
-            _execute(program)
+            with ending.noted():
+                _execute(program)
             return None
         started[process] = name
     return started
