@@ -7,6 +7,7 @@ import random
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
+import keras
 import tensorflow as tf
 
 from keras_psplus.all_reduce import data, replica_functions, row_reads
@@ -23,8 +24,6 @@ from keras_psplus.keras_parts import callbacks as keras_callbacks
 from keras_psplus.keras_parts import epoch_iterator, stateless_scope, tree
 
 if TYPE_CHECKING:
-    import keras
-
     from keras_psplus.all_reduce.strategy import MultiWorkerMirroredStrategy
     from keras_psplus.all_reduce.updating import MirroredUpdates
     from keras_psplus.core.control import ControlPlane
@@ -190,6 +189,19 @@ class AllReduceEngine(MirroredEngine, GradientEngine):
         # would cost a collective for each read, and a chief that saves alone would wait for ever.
         with self.strategy.extended.creating(variable.path, accumulates(variable)):
             return original(variable, value)
+
+    def add_slot(
+        self,
+        original: Original,
+        optimizer: keras.optimizers.Optimizer,
+        reference_variable: keras.Variable,
+        name: str | None = None,
+        initializer: Any = "zeros",
+    ) -> keras.Variable:
+        if type(keras.initializers.get(initializer)) is not keras.initializers.Zeros:
+            return original(optimizer, reference_variable, name, initializer)
+        with self.strategy.extended.creating_zeros():
+            return original(optimizer, reference_variable, name, initializer)
 
     def assign(self, original: Original, variable: keras.Variable, value: Any) -> Any:
         step = current_step()

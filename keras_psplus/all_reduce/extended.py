@@ -230,6 +230,16 @@ class MultiWorkerMirroredExtended(collective_all_reduce_strategy.CollectiveAllRe
         finally:
             self._creating.value = outer
 
+    @contextlib.contextmanager
+    def creating_zeros(self) -> Iterator[None]:
+        """Context for creating variables of zeros: workers need not send each other the values."""
+        outer = getattr(self._creating, "zeros", False)
+        self._creating.zeros = True
+        try:
+            yield
+        finally:
+            self._creating.zeros = outer
+
     def _use_merge_call(self):
         # Updates run in replica context, so that they may stand inside tf.cond and tf.while_loop.
         return False
@@ -273,6 +283,7 @@ class MultiWorkerMirroredExtended(collective_all_reduce_strategy.CollectiveAllRe
             kwargs.get("name") or "variable",
             False,
         )
+        are_zeros = getattr(self._creating, "zeros", False)
 
         def initial_value():
             with ops.device(device):
@@ -282,10 +293,12 @@ class MultiWorkerMirroredExtended(collective_all_reduce_strategy.CollectiveAllRe
                 value = tf.convert_to_tensor(value, dtype=kwargs.get("dtype"))
             form = f"shape={tuple(value.shape.as_list())}, dtype={value.dtype.name}"
             dtype = value.dtype
-            value = tf.cast(value, _WIDER.get(dtype, dtype))
-            sent = dict(kwargs, initial_value=value, dtype=value.dtype)
             with failure.translate_errors(self._control.task):
                 self._control.check_same("variable", form, f"{path} ({form})")
+                if are_zeros:
+                    return value
+                value = tf.cast(value, _WIDER.get(dtype, dtype))
+                sent = dict(kwargs, initial_value=value, dtype=value.dtype)
                 return tf.cast(stock(replica_id, device, primary_var, **sent)(), dtype)
 
         return initial_value

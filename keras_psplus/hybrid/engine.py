@@ -149,7 +149,7 @@ class HybridEngine(AllReduceEngine):
     ) -> Any:
         table = table_of(reference_variable)
         if table is None:
-            return original(optimizer, reference_variable, name, initializer)
+            return super().add_slot(original, optimizer, reference_variable, name, initializer)
         # Made on the servers already, with all others, in this order: there is nothing to place.
         value = getattr(reference_variable, "_value", reference_variable)
         slot = embeddings.Slot(value, table.new_slot(optimizer))
