@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 import tensorflow as tf
 
-from keras_psplus.parameter_server.scheduler import Closure
+from keras_psplus.parameter_server.closures import Closure
 from keras_psplus.parameter_server.step_functions import StepFunctions
 from keras_psplus.parameter_server.worker_function import Trace, pack
 

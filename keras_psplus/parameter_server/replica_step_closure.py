@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any
 import tensorflow as tf
 
 from keras_psplus.core.scalars import scalar_tensor
-from keras_psplus.parameter_server.scheduler import Closure
+from keras_psplus.parameter_server.closures import Closure
 from keras_psplus.tf_internals import context
 
 if TYPE_CHECKING:

@@ -11,7 +11,7 @@ import threading
 from collections.abc import Iterable
 from typing import TYPE_CHECKING, Any
 
-from keras_psplus.parameter_server.scheduler import Closure
+from keras_psplus.parameter_server.closures import Closure
 from keras_psplus.parameter_server.steps import StepRunner
 
 if TYPE_CHECKING:

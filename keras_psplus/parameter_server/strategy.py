@@ -26,11 +26,12 @@ from keras_psplus.parameter_server import (
     state_files,
     traffic,
 )
+from keras_psplus.parameter_server.closures import Coordinator
 from keras_psplus.parameter_server.compressors import Compressors
 from keras_psplus.parameter_server.engine import ParameterServerEngine
 from keras_psplus.parameter_server.extended import ParameterServerExtended
 from keras_psplus.parameter_server.local_sgd_updates import LocalSGDUpdates
-from keras_psplus.parameter_server.scheduler import Coordinator, Scheduler
+from keras_psplus.parameter_server.scheduler import Scheduler
 from keras_psplus.parameter_server.staleness import Clocks
 from keras_psplus.parameter_server.stalls import StallProbe
 from keras_psplus.parameter_server.step_attempts import StepAttempts

@@ -8,7 +8,8 @@ from tensorflow.python.distribute.coordinator import cluster_coordinator
 
 import keras_psplus as psp
 from keras_psplus.parameter_server import modes
-from keras_psplus.parameter_server.scheduler import Closure, Scheduler
+from keras_psplus.parameter_server.closures import Closure
+from keras_psplus.parameter_server.scheduler import Scheduler
 from keras_psplus.parameter_server.staleness import Clocks
 from keras_psplus.parameter_server.step_attempts import Attempt, StepAttempts
 
