@@ -104,7 +104,8 @@ def scaling(rows, work, path):
                 axes.plot(percent, place, **_mark(counts.index(workers)))
         axes.set_title(rate, loc="left")
         axes.set_xlabel("% of the speed alone")
-        _logarithmic(axes.xaxis)
+        low, high = axes.get_xlim()
+        _logarithmic(axes.xaxis, (1,) if high > 30 * max(low, 0.1) else (1, 2, 5))
         axes.grid(axis="x", alpha=0.3)
     _name_methods(all_axes[0, 0], places)
     all_axes[0, 0].set_ylabel("library and method")
@@ -209,10 +210,10 @@ def _mark(number):
     }
 
 
-def _logarithmic(axis):
-    """Gives an axis a logarithmic scale with plain numbers."""
+def _logarithmic(axis, digits=(1, 2, 5)):
+    """Gives an axis a logarithmic scale with plain numbers that begin with these digits."""
     {"x": axis.axes.set_xscale, "y": axis.axes.set_yscale}[axis.axis_name]("log")
-    axis.set_major_locator(ticker.LogLocator(subs=(1, 2, 5)))
+    axis.set_major_locator(ticker.LogLocator(subs=digits))
     axis.set_major_formatter(ticker.StrMethodFormatter("{x:g}"))
     axis.set_minor_formatter(ticker.NullFormatter())
 
