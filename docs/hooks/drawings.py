@@ -49,7 +49,7 @@ _THEME = {
     "noteBorderColor": _BORDER,
     "noteTextColor": _TEXT,
 }
-_SMALLEST = 0.75  # of its size, at which letters have 11 pixels
+_SMALLEST = 0.6  # of its size, at which letters have 9 pixels
 _CONFIG = {
     "theme": "base",
     "themeVariables": _THEME,
