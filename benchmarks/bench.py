@@ -17,7 +17,6 @@ import functools
 import importlib.util
 import os
 import pathlib
-import shutil
 import sys
 import time
 
@@ -226,10 +225,19 @@ def report(args):
             "--report and a Python that has it"
         )
     if args.docs:
+        # Those of the manual are of its tables, which may have more than this file.
+        pieces.pop("drawings", None)
         manual.put(pieces)
-        for path in drawn:
-            shutil.copy(path, manual.DOCS / path.name)
         log(f"put into {manual.DOCS}: {', '.join(pieces)}")
+        if drawn:
+            import redraw
+
+            redraw.main()
+            log("the manual's drawings and short tables are those of its long tables again")
+        log(
+            "To be changed by hand: the table of README.md, and the dates, the commit and the "
+            "sentences of docs/benchmarks.md"
+        )
 
 
 def points(path):

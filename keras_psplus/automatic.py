@@ -122,7 +122,7 @@ def counts_of(task: TaskConfig | None) -> dict[str, Any]:
 
 
 def _check_all_agree(made, entry):
-    """Refuses workers whose plans, on disks of their own, have chosen differently."""
+    """Refuses workers whose plans, on separate disks, have chosen differently."""
     control = getattr(getattr(made, "extended", None), "control", None)
     if control is None:
         return

@@ -76,7 +76,11 @@ class Communication:
         self._sources.append((traffic, seconds))
 
     def traffic(self) -> list[Traffic]:
-        """List of `Traffic` of each variable and direction since the strategy was made."""
+        """What each variable has sent and received since the strategy was made.
+
+        Returns:
+            List of `Traffic`, one for each variable and direction.
+        """
         return [entry for traffic, _ in self._sources for entry in traffic()]
 
     @property
@@ -110,7 +114,11 @@ class Communication:
         return float(sum(seconds() for _, seconds in self._sources))
 
     def summary(self) -> str:
-        """A table of `traffic` as a string, one line for each variable."""
+        """`traffic` as a table.
+
+        Returns:
+            String of a heading, and a line for each variable and direction.
+        """
         rows = [("variable", "direction", "compressor", "logical MB", "compressed MB", "ratio")]
         rows += [
             (

@@ -120,7 +120,7 @@ def installed_version(package: Supported) -> str | None:
     """The installed version of `package` as a string, or None if it is not installed."""
     for version in _installed(package).values():
         return version
-    # Builds from source and vendors' wheels have names of their own: ask the module.
+    # Builds from source and vendors' wheels have their own names: ask the module.
     try:
         module = importlib.import_module(package.module)
     except ImportError:

@@ -46,8 +46,8 @@ class Document:
                 if before["settings"][name] != (_BEFORE | settings)[name]:
                     raise ValueError(
                         f"{self.path} holds figures with another {name}: give another --out, or "
-                        f"--fresh to begin anew. Received: {settings.get(name)!r}, and in the file "
-                        f"{before['settings'][name]!r}"
+                        f"--fresh to begin again. Received: {settings.get(name)!r}, and in the "
+                        f"file {before['settings'][name]!r}"
                     )
             self.content["results"] = before["results"]
 

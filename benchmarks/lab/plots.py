@@ -1,7 +1,7 @@
 """Figures as drawings, SVG: step time by bandwidth, scaling by workers, quality by bytes.
 
-They have no background, and colours that differ on a light and on a dark page, also for those who
-see few colours (those of Okabe and Ito, with a marker each).
+They have no background, and colours that show on a light and on a dark page, and differ also for
+those who see few colours (like those of Okabe and Ito, with a marker each).
 """
 
 import pathlib
@@ -36,7 +36,7 @@ _COLOURS = {
     "torch": "#c4609c",
     "jax": "#009e73",
 }
-_SHADES = ("#0072b2", "#e69f00", "#009e73", "#cc79a7", "#d55e00")
+_SHADES = ("#2b8ac6", "#e69f00", "#009e73", "#cc79a7", "#d55e00")
 _MARKERS = "osD^v"
 
 
@@ -88,7 +88,7 @@ def scaling(rows, work, path):
     rates = sorted({row.rate for row in rows}, key=speed)
     counts = sorted({row.workers for row in rows})
     places = _places(rows, "of_alone")
-    size = (2 + 2.5 * len(rates), 1.3 + 0.21 * len(places))
+    size = (2 + 2 * len(rates), 1.3 + 0.21 * len(places))
     figure, all_axes = pyplot.subplots(
         1, len(rates), figsize=size, sharey=True, squeeze=False, layout="constrained"
     )
@@ -104,7 +104,8 @@ def scaling(rows, work, path):
                 axes.plot(percent, place, **_mark(counts.index(workers)))
         axes.set_title(rate, loc="left")
         axes.set_xlabel("% of the speed alone")
-        _logarithmic(axes.xaxis)
+        low, high = axes.get_xlim()
+        _logarithmic(axes.xaxis, (1,) if high > 30 * max(low, 0.1) else (1, 2, 5))
         axes.grid(axis="x", alpha=0.3)
     _name_methods(all_axes[0, 0], places)
     all_axes[0, 0].set_ylabel("library and method")
@@ -152,6 +153,7 @@ def quality(points_of_tasks, path):
         axes.set_title(title, loc="left", fontsize=9)
         axes.set_xlabel(f"difference from exact training: {unit}", fontsize=8)
         axes.grid(axis="x", alpha=0.3)
+    figure.supylabel("compressor, and how many times fewer bytes it sends", fontsize=8)
     _save(figure, path)
     return True
 
@@ -208,10 +210,10 @@ def _mark(number):
     }
 
 
-def _logarithmic(axis):
-    """Gives an axis a logarithmic scale with plain numbers."""
+def _logarithmic(axis, digits=(1, 2, 5)):
+    """Gives an axis a logarithmic scale with plain numbers that begin with these digits."""
     {"x": axis.axes.set_xscale, "y": axis.axes.set_yscale}[axis.axis_name]("log")
-    axis.set_major_locator(ticker.LogLocator(subs=(1, 2, 5)))
+    axis.set_major_locator(ticker.LogLocator(subs=digits))
     axis.set_major_formatter(ticker.StrMethodFormatter("{x:g}"))
     axis.set_minor_formatter(ticker.NullFormatter())
 

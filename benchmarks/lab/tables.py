@@ -13,7 +13,7 @@ def conditions(content):
     machine, settings = content["machine"], content["settings"]
     versions = ", ".join(f"{name} {number}" for name, number in content["versions"].items())
     links = {
-        "namespaces": "emulated hosts, each with a link of its own, "
+        "namespaces": "emulated hosts, each with its own link, "
         f"{settings['delay']:g} ms from host to host beside what the machine takes",
         "loopback": "**no emulated links**: all tasks on one loopback, whose bytes are divided "
         "by the number of workers",

@@ -21,7 +21,7 @@ class States(autotrackable.AutoTrackable):
 
     def __init__(self, device: str) -> None:
         self._device = device
-        # Or checkpoints would follow this dict as well, under names of its own.
+        # Or checkpoints would follow this dict as well, under its own names.
         self._states = self._no_dependency({})
 
     def read(self, name: str, init: Callable[[], Any]) -> Any:

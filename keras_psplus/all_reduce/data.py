@@ -239,7 +239,7 @@ def _of_replicas(strategy, dataset, reads_ahead):
 
 
 def _own_share(strategy, adapter, proposals, readers, reads_ahead):
-    """Every worker trains on data of its own: files by TensorFlow, or as the script read them."""
+    """Every worker trains on its own data: files by TensorFlow, or as the script read them."""
     dataset = adapter.get_tf_dataset()
     if isinstance(dataset, tf.distribute.DistributedDataset):
         _log_distribution(strategy, "distributed by the script")

@@ -220,7 +220,7 @@ class AllReduceEngine(MirroredEngine, GradientEngine):
         seed, offset = original(generator, ordered), current_step().rank * _SEED_STRIDE % (1 << 31)
         return seed + tf.constant([offset, 0], seed.dtype) if offset else seed
 
-    # What layers and users' steps ask of all replicas: one without rows of its own adds none.
+    # What layers and users' steps ask of all replicas: one without its own rows adds none.
     # Gradients of such sums and gathers are sums as well, and pass here.
 
     def all_reduce_in_step(

@@ -38,7 +38,7 @@ def sum_packed(launcher: Launcher, tensors: Sequence[tf.Tensor]) -> list[tf.Tens
 
 
 def after(operations: Sequence[tf.Operation | tf.Tensor], tensor: tf.Tensor) -> tf.Tensor:
-    """The tensor, for whoever is to wait for these operations (or tensors) too."""
+    """The tensor, for what is to wait for these operations (or tensors) too."""
     if not operations:
         return tensor
     with tf.control_dependencies(operations):

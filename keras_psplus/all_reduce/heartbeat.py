@@ -70,7 +70,7 @@ class Silence:
 
 
 class HeartbeatWatch:
-    """Asks the other workers, from a thread of its own, whether they are alive.
+    """Asks the other workers, from a separate thread, whether they are alive.
 
     Each asks all others, as it stands still itself; in a large cluster, its neighbours. A worker
     that finds one dead ends its own collectives with an error that names it, and in a large cluster

@@ -38,7 +38,7 @@ class Levels(NamedTuple):
     Attributes:
         within: The hop inside its group.
         between: The hop to the other groups; None if a leader does that for it.
-        is_even: Whether each replica of a group has a shard of its own. Otherwise all groups have
+        is_even: Whether each replica of a group has its own shard. Otherwise all groups have
             a leader.
         next_is_outside: Whether the next replica in a ring of all belongs to another group.
     """

@@ -105,7 +105,7 @@ class MirroredReplicaStep(ReplicaStep):
         return self._has_rows is not None and not knows
 
     def has_rows(self) -> tf.Tensor:
-        """Scalar bool, whether the replica has rows of its own."""
+        """Scalar bool, whether the replica has its own rows."""
         return tf.constant(True) if self._has_rows is None else self._has_rows.read_value() > 0
 
     @contextlib.contextmanager

@@ -122,7 +122,7 @@ def split(
     sizes = [tensor.shape.num_elements() for tensor in tensors]
     padding = replicas * rows[1] - sum(sizes)
     flat = [tf.reshape(tf.cast(tensor, tf.float32), [-1]) for tensor in tensors]
-    # A copy is what it costs; large tensors have buckets of their own.
+    # A copy is what it costs; large tensors have their own buckets.
     whole = len(flat) == 1 and not padding
     mine = tf.reshape(flat[0] if whole else tf.concat([*flat, tf.zeros([padding])], 0), rows)
     sums, state, words = split_rows(launcher, rank, replicas, compressor, mine, state, step)

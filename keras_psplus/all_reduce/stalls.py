@@ -111,7 +111,7 @@ class StallProbe:
         self._posted = None
 
     def _call_in_thread(self, method, entered, *text):
-        """Calls the store from a thread of its own: one that hangs would never answer."""
+        """Calls the store from a separate thread: one that hangs would never answer."""
 
         def call():
             try:

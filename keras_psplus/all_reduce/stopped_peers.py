@@ -2,7 +2,7 @@
 
 `model.stop_training = True` after a batch ends the epoch on that worker; the others would wait in
 their next step for its gradients. The worker says so in the key-value store of TensorFlow's
-coordination service, once; whoever stands still in a step reads it there. While steps go on,
+coordination service, once; a worker that stands still in a step reads it. While steps go on,
 nothing is sent.
 """
 
@@ -23,7 +23,7 @@ _LOOK_SECONDS, _WORKERS = 1.0, 32
 
 
 def watch(control: ControlPlane, progress: Progress) -> None:
-    """Begins to look, from a thread of its own, whether a step waits for a worker that has stopped.
+    """Begins to look, from a separate thread, whether a step waits for a worker that has stopped.
 
     Args:
         control: `ControlPlane` of this process.

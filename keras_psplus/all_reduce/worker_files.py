@@ -1,4 +1,4 @@
-"""What each worker keeps under all-reduce, in a file of its own beside a backup or a snapshot."""
+"""What each worker keeps under all-reduce, in its own file beside a backup or a snapshot."""
 
 from __future__ import annotations
 

@@ -1,7 +1,7 @@
 """A few hosts with slow links between them, on one Linux machine.
 
 Every host is a network namespace with one interface, 10.77.0.<rank + 1>, that is plugged into a
-bridge. The bridge has a namespace of its own, so nothing is seen outside, and several labs can run
+bridge. The bridge has its own namespace, so nothing is seen outside, and several labs can run
 at once. With several racks, each has a bridge, and one link to another bridge, which joins them.
 Files and Unix sockets are those of the machine. The kernel drops the namespaces when the processes
 that hold them end, in whatever way.
@@ -89,7 +89,7 @@ class Hosts:
 
 
 class Lab(Hosts):
-    """Hosts on one machine, each with a link of its own to a switch.
+    """Hosts on one machine, each with its own link to a switch.
 
     Example:
 

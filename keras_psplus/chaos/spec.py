@@ -20,7 +20,7 @@ GRAMMAR = """faults are KIND:TASK@step=N, separated by ';'
   delay:ps0@step=20,ms=50,for=10            all that it sends takes 50 ms more for 10 s (*)
   kill:random@seed=3,within=100             a task and a step, at most 100, drawn by the seed
 TASK is chief, worker0, worker1, ps0, ...; N counts the chief's (or worker 0's) training steps.
-(*) needs Linux, root, iproute2 and util-linux: each task gets a network namespace of its own."""
+(*) needs Linux, root, iproute2 and util-linux: each task gets its own network namespace."""
 _EVENT = re.compile(r"(\w+):([\w-]+)@(.*)", re.DOTALL)
 _DEFAULT_WITHIN = 100
 

@@ -89,7 +89,7 @@ def measure() -> Links | None:
     Raises:
         LinksError: If it failed.
     """
-    # In a process of its own: the servers of the cluster end with it.
+    # In a separate process: the servers of the cluster end with it.
     command = [sys.executable, "-m", "keras_psplus", "doctor", "--links", "--json"]
     env = {**os.environ, "PYTHONPATH": python_path()}
     result = subprocess.run(command, env=env, capture_output=True, text=True, errors="replace")

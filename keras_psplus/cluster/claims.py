@@ -140,7 +140,7 @@ class Claimant:
             raise ClusterStartupError(
                 f"{name} ({address}) serves another chief: {holder}. {self._own['who']} cannot use "
                 "the same parameter servers and workers: end that job first, or give this one "
-                f"servers of its own. Received: {received}"
+                f"other servers. Received: {received}"
             )
 
 

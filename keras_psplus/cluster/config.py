@@ -80,7 +80,11 @@ class TaskConfig:
         return len(self.cluster.get("ps", ()))
 
     def tasks(self) -> list[tuple[str, int, str]]:
-        """Lists the cluster's tasks as `(type, index, address)`: chief, workers, ps."""
+        """Lists the cluster's tasks, this one among them.
+
+        Returns:
+            A list of `(type, index, address)`: the chief, then workers, then ps.
+        """
         return [
             (job, index, address)
             for job in JOB_TYPES

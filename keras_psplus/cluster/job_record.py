@@ -134,4 +134,4 @@ class JobRecord:
             if not self._has_failed:
                 self._has_failed = True
                 with contextlib.suppress(OSError):
-                    warn(f"`keras-psplus status` does not show what becomes of this job: {error}")
+                    warn(f"`keras-psplus status` does not show how this job goes on: {error}")

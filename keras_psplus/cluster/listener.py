@@ -1,4 +1,4 @@
-"""Answers hellos on a task's own address, whoever else connects there and whatever they send."""
+"""Answers hellos on a task's own address, also while others connect and send anything."""
 
 import selectors
 import socket

@@ -47,7 +47,7 @@ def refuse_evaluator(strategy: str, task: TaskConfig | None) -> None:
 
 
 def refuse_training(method: str) -> None:
-    """Refuses to train in an evaluator: it would train a model of its own.
+    """Refuses to train in an evaluator: it would train its own model.
 
     Raises:
         RuntimeError: If this process is an evaluator.

@@ -3,7 +3,7 @@
 From outside, a chief that is done looks like one that was killed: its address stops answering. So
 the chief greets its servers when it starts and takes leave of them at its end, each by one
 operation on the server's device, which runs a function of the server's own process there. A server
-that was greeted and got no farewell knows that its chief has died.
+that was greeted and got no shutdown message knows that its chief has died.
 """
 
 import atexit
@@ -15,8 +15,8 @@ import tensorflow as tf
 from keras_psplus.tf_internals import script_ops
 
 _TOKEN = "keras_psplus_chief_says"
-_HELLO, _FAREWELL = "hello", "farewell"
-_FAREWELL_SECONDS = 3.0
+_HELLO, _SHUTDOWN = "hello", "shutdown"
+_SHUTDOWN_SECONDS = 3.0
 _TRIES = 3
 
 
@@ -42,7 +42,7 @@ class ShutdownListener:
     @property
     def is_chief_lost(self) -> bool:
         """Whether a chief that has ended since has greeted, but did not take leave."""
-        return _HELLO in self._received and _FAREWELL not in self._received
+        return _HELLO in self._received and _SHUTDOWN not in self._received
 
 
 class ShutdownNotifier:
@@ -60,11 +60,11 @@ class ShutdownNotifier:
         self._has_failed = False
         self._send(_HELLO, devices.values())
         # At the interpreter's end no thread can be started any more.
-        self._farewell_thread = threading.Thread(
-            target=self._send_farewell, name="keras_psplus-farewell"
+        self._shutdown_thread = threading.Thread(
+            target=self._send_shutdown, name="keras_psplus-shutdown"
         )
-        self._farewell_thread.daemon = True
-        self._farewell_thread.start()
+        self._shutdown_thread.daemon = True
+        self._shutdown_thread.start()
         atexit.register(self._at_exit)
 
     def greet_again(self, task: str) -> None:
@@ -79,11 +79,11 @@ class ShutdownNotifier:
         if getattr(sys, "last_value", None) is None and not self._has_failed:
             self._has_ended.set()
             # A server that hangs must not hold up the chief.
-            self._farewell_thread.join(_FAREWELL_SECONDS)
+            self._shutdown_thread.join(_SHUTDOWN_SECONDS)
 
-    def _send_farewell(self):
+    def _send_shutdown(self):
         self._has_ended.wait()
-        self._send(_FAREWELL, self._devices.values())
+        self._send(_SHUTDOWN, self._devices.values())
 
     def _send(self, word, devices):
         for device in devices:

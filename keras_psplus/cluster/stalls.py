@@ -65,7 +65,7 @@ class PendingWait:
 
 
 class Inspector:
-    """Looks now and then, from a thread of its own, at what is waited for.
+    """Looks now and then, from a separate thread, at what is waited for.
 
     Args:
         limit: Seconds after which a wait is logged, and again after each doubling; None for never.

@@ -79,7 +79,7 @@ class WarmPython:
     def start(
         self, argv: Sequence[str], environ: Mapping[str, str], has_input: bool = False
     ) -> WarmProcess:
-        """Runs a script that ends with this process, as the leader of a session of its own.
+        """Runs a script that ends with this process, as the leader of its own session.
 
         Args:
             argv: The script and its arguments.
@@ -125,7 +125,7 @@ class WarmPython:
             argv: The script and its arguments.
             environ: Its environment.
             files: Descriptors of its standard input, output and error.
-            is_leader: Whether it leads a session of its own.
+            is_leader: Whether it leads its own session.
             ends_with_parent: Whether it is killed when this process ends.
             folder: Its working directory; this process's own by default.
 

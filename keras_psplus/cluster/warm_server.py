@@ -147,7 +147,7 @@ def run(ending: Ending) -> None:
     path = sys.argv[0]
     sys.modules["__main__"] = module = types.ModuleType("__main__")
     module.__dict__.update(__file__=path, __cached__=None, __builtins__=__builtins__)
-    # Whoever asks whether there is another one than Python's finds none.
+    # A script that asks for another one than Python's finds none.
     sys.excepthook = sys.__excepthook__ = _show
     with open(path, "rb") as file:
         source = file.read()

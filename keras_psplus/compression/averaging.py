@@ -18,7 +18,7 @@ def mean_all(
     step: tf.Tensor | int,
     all_mean: Callable[[list[tf.Tensor]], Sequence[tf.Tensor]],
 ) -> tuple[list[Any], ...]:
-    """Averages many tensors over workers, each by a compressor of its own, in few collectives.
+    """Averages many tensors over workers, each by its own compressor, in few collectives.
 
     Args:
         compressors: List of reducible `Compressor`s.
@@ -30,6 +30,9 @@ def mean_all(
 
     Returns:
         Lists of the means, of what error feedback has to subtract, and of the new states.
+
+    Raises:
+        ValueError: If a compressor is not reducible.
     """
     for compressor in compressors:
         if not compressor.reducible:

@@ -160,6 +160,9 @@ class Compressor:
             payload: What `encode` returned, of a tensor of the same shape.
             dtype: Type of that tensor.
             step: int64 scalar.
+
+        Returns:
+            The sum, a float32 tensor.
         """
         return total + tf.cast(self.decode(payload, total.shape, dtype, step), tf.float32)
 
@@ -219,13 +222,16 @@ class Compressor:
         dtype: tf.DType | str,
         step: tf.Tensor | int,
     ) -> tf.Tensor:
-        """Turns the payload of `encode_rows` back into values of shape `(rows, *row_shape)`.
+        """Turns the payload of `encode_rows` back into values.
 
         Args:
             payload: What `encode_rows` returned.
             row_shape: Shape of one row.
             dtype: Type of the values.
             step: int64 scalar.
+
+        Returns:
+            Tensor of shape `(rows, *row_shape)`.
         """
         return tf.cast(payload[0], dtype)
 
@@ -241,6 +247,9 @@ class Compressor:
             row_shape: Shape of one row.
             dtype: Type of the values.
             step: The step, of compressors that change with it; None for those after a warm-up.
+
+        Returns:
+            Python int.
         """
         return tf.TensorShape(row_shape).num_elements() * tf.as_dtype(dtype).size
 

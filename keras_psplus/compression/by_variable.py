@@ -27,6 +27,10 @@ class ByVariable(Compressor):
         min_size: Variables of fewer elements are left alone, whatever their path.
         min_rank: So are those of fewer axes: by default biases and other vectors.
 
+    Raises:
+        ValueError: If `patterns` is not a dict from strings or compiled regular expressions to
+            compressors or None, or another argument does not fit.
+
     Example:
 
     >>> by_variable = keras_psplus.compression.ByVariable(
@@ -37,7 +41,7 @@ class ByVariable(Compressor):
     True
     """
 
-    # Those that it chooses have residuals of their own.
+    # Those that it chooses have their own residuals.
     takes_feedback = False
 
     def __init__(

@@ -23,6 +23,9 @@ class Cast(RowCompressor):
         dtype: `"bfloat16"` or `"float16"`.
         error_feedback: Whether strategies make up for the rounding in later steps.
 
+    Raises:
+        ValueError: If `dtype` is another type.
+
     Example:
 
     >>> cast = keras_psplus.compression.Cast("bfloat16")

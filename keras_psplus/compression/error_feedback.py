@@ -34,6 +34,9 @@ class ErrorFeedback(Compressor):
         factor_masking: Whether this momentum is forgotten where something was sent, for
             compressors that send some elements only.
 
+    Raises:
+        ValueError: If `inner` is no compressor, keeps a residual already, or diverges with one.
+
     Example:
 
     >>> sign = keras_psplus.compression.ErrorFeedback(keras_psplus.compression.Sign())

@@ -11,7 +11,7 @@ from keras_psplus.compression.base import Compressor
 class NoCommunication(Compressor):
     """Sends nothing: shows how fast training were if communication cost no time at all.
 
-    Each worker trains a model of its own on its share of the data, so its results are of no use.
+    Each worker trains its own model on its share of the data, so its results are of no use.
     `communicates` is False, and `mean` gives a worker its own gradient back; where gradients are
     pushed to a server, `decode` gives zeros, and the variables stay what they are.
 

@@ -166,6 +166,9 @@ class RandomK(RowCompressor):
         error_feedback: Whether strategies send what was left out in later steps. By default,
             unless `unbiased`. Rows of embeddings, where that is not possible, are then sent whole.
 
+    Raises:
+        ValueError: If both `unbiased` and `error_feedback` are set, or an argument does not fit.
+
     Example:
 
     >>> randomk = keras_psplus.compression.RandomK(0.25)

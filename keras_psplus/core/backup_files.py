@@ -33,7 +33,7 @@ _OVERHEAD, _OVERHEAD_OF_VARIABLE = 1 << 15, 1 << 12
 def written(
     callback: keras.callbacks.BackupAndRestore, worker_files: dict[str, str]
 ) -> Iterator[str]:
-    """Context in which Keras, and whoever gets the folder, write a state; then it counts.
+    """Context in which Keras, and all that get the folder, write a state; then it counts.
 
     Args:
         callback: The `BackupAndRestore`.

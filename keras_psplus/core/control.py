@@ -249,7 +249,7 @@ class ControlPlane:
                     )
 
     def _call(self, function, *args):
-        """Calls the service from a thread of its own: a hanging leader would never answer."""
+        """Calls the service from a separate thread: a hanging leader would never answer."""
         result = queue.SimpleQueue()
 
         def call():

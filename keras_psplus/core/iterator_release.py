@@ -1,4 +1,4 @@
-"""Destroys the iterators of datasets in threads of their own.
+"""Destroys the iterators of datasets in separate threads.
 
 Destroying an iterator of tf.data waits for its autotuning thread, which looks only every so often
 whether it is to end: up to its period, which grows with the iterator's age to 60 s. (The thread is
@@ -27,7 +27,7 @@ _UNUSED = 2
 
 
 class Dataset:
-    """A dataset whose iterators are destroyed in threads of their own.
+    """A dataset whose iterators are destroyed in separate threads.
 
     Args:
         dataset: A `tf.data.Dataset` or `tf.distribute.DistributedDataset`.

@@ -1,8 +1,8 @@
-"""Saving: files and folders appear whole, whoever writes them and however often.
+"""Saving: files and folders appear whole, with any number of writers.
 
 `model.save`, `save_weights` and `export` are called on all workers by some scripts and on the chief
 alone by others, on disks that are shared or not, so they can wait for nobody. Every caller writes
-to a temporary folder of its own beside the target and renames: all of them hold the same weights,
+to its own temporary folder beside the target and renames: all of them hold the same weights,
 and no reader sees half a file. Nor does the restart of a job whose parameter server died while its
 variables were being written. The target is there when the call returns, on every worker.
 """
@@ -33,7 +33,7 @@ def attributes_to_skip(original: Callable[[str], set[str]], obj_type: str) -> se
     variables would be all workers', and a chief that saves by itself would wait for the others.
     """
     if obj_type not in _skipped:
-        # A thread of its own is outside of the scope.
+        # A separate thread is outside of the scope.
         with futures.ThreadPoolExecutor(1) as executor:
             _skipped[obj_type] = executor.submit(original, obj_type).result()
     return _skipped[obj_type]
@@ -79,7 +79,7 @@ def export_copies(
                 for variable, value in of_servers:
                     variable._value = value
 
-    # A thread of its own is outside of the strategy's scope even if the caller is inside.
+    # A separate thread is outside of the strategy's scope even if the caller is inside.
     with futures.ThreadPoolExecutor(1) as executor:
         return executor.submit(work).result()
 

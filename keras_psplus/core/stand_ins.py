@@ -87,7 +87,7 @@ class Call:
         for i, (own, part) in enumerate(zip(self._own, self.parts)):
             if _is_same(own, gradient):
                 if self._graph is not None:
-                    # Whoever takes the part may ask whether anything else uses it.
+                    # What takes the part may ask whether anything else uses it.
                     _replace(
                         own, tf.nest.map_structure(_nothing_like, part, expand_composites=True)
                     )

@@ -80,7 +80,7 @@ class TrainingState:
         other = next(((a, b) for a, b in zip(saved, own) if a != b), (len(saved), len(own)))
         raise ValueError(
             "The backup is one of another model, or of one that was compiled otherwise. Give this "
-            f"job a `backup_dir` of its own, or delete {folder}. "
+            f"job its own `backup_dir`, or delete {folder}. "
             f"Received: {other[1]} in the model, {other[0]} in the backup"
         )
 

@@ -1,7 +1,7 @@
 """Datasets that read from the tf.data service, and whether several workers may read them so.
 
 The service hands out each element of a job once, to whichever reader asks first. Readers that name
-a job share it. A reader that does not has a job of its own, with all elements in another order.
+a job share it. A reader that does not has its own job, with all elements in another order.
 """
 
 from __future__ import annotations
@@ -102,7 +102,7 @@ def check_shared(
     if any(reader.job_name == "" for reader in everything) and not is_own_share:
         raise ValueError(
             "This dataset reads from the tf.data service without a `job_name`: each worker would "
-            "get all rows, in an order of its own, so that a split by rows has some twice and "
+            "get all rows, in another order, so that a split by rows has some twice and "
             f"others never. {remedy}, with processing_mode='distributed_epoch'. "
             f"Received: {received}"
         )

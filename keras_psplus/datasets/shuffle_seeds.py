@@ -74,7 +74,7 @@ def serialize(dataset: tf.data.Dataset, seed: int, epoch: int = 0) -> bytes:
     Raises:
         ValueError: If the dataset needs something of this process (a Python function, a generator,
             a lookup table), or the order is not its own: the tf.data service hands an element to
-            whoever asks for it.
+            the reader that asks for it first.
     """
     try:
         graph = graph_of(dataset)

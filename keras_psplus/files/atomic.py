@@ -1,6 +1,6 @@
 """Files and folders that appear whole, also when several processes write them at the same time.
 
-Each writer has a temporary folder of its own beside the target, from which everything is renamed
+Each writer has its own temporary folder beside the target, from which everything is renamed
 into place. What a killed writer has left there is deleted when the next one comes.
 """
 
@@ -61,7 +61,7 @@ def written(target: str | os.PathLike[str], task: str | None = None) -> Iterator
             raise
         path = os.path.join(own, name)
         yield path
-        # Whoever finds the file that names the others finds those, too.
+        # A reader that finds the file that names the others finds those, too.
         found = sorted(os.listdir(own), key=lambda n: (n.endswith(".json"), n == name))
         for each in found:
             if each == name and os.path.isdir(path) and _identity(target) not in (None, before):

@@ -31,7 +31,7 @@ _CONNECT_SECONDS = 2.0
 _POLL_SECONDS = 0.02
 _AWAY_SECONDS = 5.0
 _ANOTHER_PROCESS = (
-    "it has been started anew, and holds nothing of this job any more. Start the whole job again. "
+    "it has been started again, and holds nothing of this job any more. Start the whole job again. "
     "Received: an answer of another process than before"
 )
 _unique = itertools.count()
@@ -51,7 +51,7 @@ class Link:
     """A client of one parameter server.
 
     Operations of a graph that share a client are run in the order in which they were traced, so
-    what may overlap needs a link of its own.
+    what may overlap needs its own link.
 
     Args:
         name: The server's task name, such as `"ps-0"`.

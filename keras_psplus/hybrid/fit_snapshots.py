@@ -83,7 +83,7 @@ class FitSnapshots:
             )
         self.fits += 1
         self.is_passed = False
-        # A script may catch what breaks off `fit`, and end with an exit code of its own.
+        # A script may catch what breaks off `fit`, and end with its own exit code.
         snapshots.is_needed = True
         self._restore(model)
 
@@ -118,7 +118,7 @@ class FitSnapshots:
         """Writes a snapshot; on all workers, at the same step."""
         engine, strategy = self._engine(), self._strategy
         snapshots, files_of_workers = strategy.snapshots, engine.worker_files
-        # Whoever is here has sent all that belongs to this step.
+        # A process that is here has sent all that belongs to this step.
         worker_files = files_of_workers.save(
             model,
             snapshots.directory,

@@ -1,4 +1,4 @@
-"""Folders below which a parameter server writes, whoever asks."""
+"""Folders below which a parameter server writes, for any client."""
 
 import os
 import posixpath

@@ -30,7 +30,7 @@ def token_of(task: TaskConfig, given: str | None) -> str:
         token = json.dumps(task.cluster, sort_keys=True)
         if task.is_chief or task.task_type == "ps":
             logger.warning(
-                "this job has no token: whoever reaches its parameter servers and knows its "
+                "this job has no token: anybody who reaches its parameter servers and knows its "
                 "TF_CONFIG can read and change their tables. Give all tasks the same long random "
                 "text in %s, as `keras-psplus run` does, or as `job_token`. Received: none",
                 TOKEN_VARIABLE,

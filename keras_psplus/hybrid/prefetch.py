@@ -173,7 +173,7 @@ class Lookahead:
         """What the next batch looks up in the place of `indices`, or None."""
         try:
             if tf.executing_eagerly() or indices.graph is not self._graph:
-                raise subgraph.NotRepeatable("it is looked up in a function of its own")
+                raise subgraph.NotRepeatable("it is looked up in another function")
             if ops.get_default_graph() is not self._graph:
                 raise subgraph.NotRepeatable("it is looked up in a branch")
             if self._updated:

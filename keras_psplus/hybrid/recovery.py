@@ -42,7 +42,7 @@ class Recovery:
             if not listens(address):
                 continue
             try:
-                link = self._servers.find_anew(index)
+                link = self._servers.find_restarted(index)
                 if link is not None:
                     self._recover(index, link, name, address)
             except (TableServerError, ValueError, OSError) as error:
@@ -61,7 +61,7 @@ class Recovery:
             time.sleep(_POLL_SECONDS)
             lost = link.request("lost")["lost"]
         logger.warning(
-            "%s (%s) was started anew, and goes on with its rows of the tables as they were at "
+            "%s (%s) was started again, and goes on with its rows of the tables as they were at "
             "step %d. What workers had sent to it since is lost: %s",
             name,
             address,

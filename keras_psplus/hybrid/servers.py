@@ -12,7 +12,7 @@ from keras_psplus.cluster.secret import Secret
 from keras_psplus.hybrid.calls import ControlLink, Link, TableServerError, listens
 from keras_psplus.hybrid.row_key import RowKey
 
-_FAREWELL_SECONDS = 3.0
+_SHUTDOWN_SECONDS = 3.0
 _POLL_SECONDS = 0.2
 
 
@@ -65,7 +65,7 @@ class Servers:
         ]
 
     def greet(self, agreed: str, replicas: int, timeout: float) -> None:
-        """Says hello to all servers, and farewell when this process ends well.
+        """Says hello to all servers, and that it shuts down when this process ends well.
 
         Args:
             agreed: Text that has to be equal in all processes of the job.
@@ -131,7 +131,7 @@ class Servers:
         """Pairs of names and addresses of all servers."""
         return list(self._peers)
 
-    def find_anew(self, index: int) -> ControlLink | None:
+    def find_restarted(self, index: int) -> ControlLink | None:
         """A link to a server that is another process than before, or None if it is not.
 
         Raises:
@@ -151,7 +151,7 @@ class Servers:
 
         Args:
             index: The server's index.
-            link: What `find_anew` has returned.
+            link: What `find_restarted` has returned.
             load: From where it loads its rows: arguments of the request `"load"`.
 
         Raises:
@@ -179,7 +179,7 @@ class Servers:
         for index, peer in enumerate(self._peers):
             # From another thread than the one that trains.
             if index not in self._watching:
-                self._watching[index] = ControlLink(*peer, self._secret, _FAREWELL_SECONDS)
+                self._watching[index] = ControlLink(*peer, self._secret, _SHUTDOWN_SECONDS)
             found += self._watching[index].request("pushes")["pushes"]
         return found
 
@@ -215,6 +215,6 @@ class Servers:
             function()
         for name, address in self._peers:
             try:
-                ControlLink(name, address, self._secret, _FAREWELL_SECONDS).request("farewell")
+                ControlLink(name, address, self._secret, _SHUTDOWN_SECONDS).request("shutdown")
             except TableServerError:
                 pass  # It has ended, or hangs.

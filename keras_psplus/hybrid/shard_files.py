@@ -1,6 +1,6 @@
 """Files of tensors: TensorFlow's checkpoints, in which a server's rows are written part by part.
 
-Each server writes a checkpoint of its own. Of a variable of rows it holds slices of a few MiB, so
+Each server writes its own checkpoint. Of a variable of rows it holds slices of a few MiB, so
 that neither who writes nor who reads it ever has more than that in memory beside the table.
 """
 

@@ -70,6 +70,6 @@ def check_same_variables(
     )
     raise ValueError(
         "The last snapshot is one of another model, or of one that was compiled otherwise. Give "
-        "this job a `snapshot_dir` of its own, or delete what is in it. "
+        "this job its own `snapshot_dir`, or delete what is in it. "
         f"Received: {other[1]} for {other[0]} in {folder}"
     )

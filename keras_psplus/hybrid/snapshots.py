@@ -114,7 +114,7 @@ class Snapshots:
                     for path in shard_files.find(folder, "dense-*"):
                         shard_files.remove_tree(path)
                     shard_files.remove_tree(os.path.join(folder, LIST))
-            # On disks of their own, servers make theirs.
+            # On separate disks, servers make theirs.
             self._servers.ask_all("claim_folder", directory=folder)
             saving.save(self._servers, self._tables.all, folder, dense)
             self._has_saved = True
@@ -254,7 +254,7 @@ class Snapshots:
 
     def _keep(self, names):
         snapshot_folders.keep_only(self.directory, names)
-        # A disk of its own may be full of what only the server sees.
+        # A separate disk may be full of what only the server sees.
         self._servers.ask_all("keep_folders", directory=self.directory, names=names)
 
     @contextlib.contextmanager

@@ -143,7 +143,7 @@ def pull(
         ids: int64 vector of distinct row numbers in range.
         replica: Index of the local replica that asks.
         most: How many ids there are at most, if the graph can tell.
-        purpose: Of the links; what may overlap needs links of its own.
+        purpose: Of the links; what may overlap needs its own links.
         step: int64 scalar, the number of updates after which to read, which may be one less than
             there are; None for rows as they are.
 

@@ -60,10 +60,13 @@ class TableFiles:
         return list(self._tables)
 
     def shape(self, name: str) -> tuple[int, int]:
-        """Rows of a table, and the numbers in a row.
+        """Size of a table.
 
         Args:
             name: The table's name; `names` has all.
+
+        Returns:
+            The number of its rows, and that of the numbers in a row.
         """
         table = self._table(name)
         return table["rows"], table["dim"]
@@ -73,6 +76,9 @@ class TableFiles:
 
         Args:
             name: The table's name; `names` has all.
+
+        Returns:
+            Int, such as 1 for Adagrad and 2 for Adam.
         """
         return self._table(name)["slots"]
 

@@ -24,7 +24,7 @@ class TableSaving:
         `load_tables` reads it, also on another number of servers, and `TableFiles` in any process.
 
         Args:
-            directory: Folder that all parameter servers reach. On disks of their own, each of them
+            directory: Folder that all parameter servers reach. On separate disks, each of them
                 has to run on the same host when the tables are loaded.
 
         Raises:

@@ -92,7 +92,7 @@ class TableServer:
                 continue
             try:
                 answer = self._handle(**request)
-            except Exception as error:  # Told to whoever has asked.
+            except Exception as error:  # Sent to the client that has asked.
                 answer = {"error": f"{error}"}
             if self._served < self._generation:
                 # Before the answer, by which the new methods can be called.
@@ -153,7 +153,7 @@ class TableServer:
     def _on_who(self):
         return {"nonce": self.nonce}
 
-    def _on_farewell(self):
+    def _on_shutdown(self):
         self.was_left = True
         return {}
 

@@ -211,7 +211,7 @@ def _compile(compiler, flags):
 
 def _run(command, timeout):
     """Returns whether a program ends well, and what it says."""
-    # In a session of its own: compilers are several processes, which end together.
+    # In its own session: compilers are several processes, which end together.
     with subprocess.Popen(
         command,
         stdin=subprocess.DEVNULL,

@@ -53,7 +53,7 @@ def take_apart(
     is_sharded = any(context.is_asked for context in contexts)
     first = random.randint(1, int(1e9))
     seeds = [first if is_sharded else first + i for i in range(len(datasets))]
-    # Whoever reads all of them has a batch of each in turn, until all have ended.
+    # A reader of all of them has a batch of each in turn, until all have ended.
     arguments["x"] = tf.data.Dataset.choose_from_datasets(
         [seed_shuffles(dataset, seed) for dataset, seed in zip(datasets, seeds)],
         tf.data.Dataset.range(len(datasets)).repeat(),

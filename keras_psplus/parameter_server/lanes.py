@@ -1,4 +1,4 @@
-"""Several closures of one worker at a time, each in a lane of its own.
+"""Several closures of one worker at a time, each in a separate lane.
 
 TensorFlow's coordinator has a thread for each worker, which sends a closure and waits for it before
 it takes the next one. So a worker's link carries reads, then nothing, then gradients. With lanes
@@ -92,7 +92,7 @@ class Lanes:
 
 
 class _Lane:
-    """What closures take for the worker, with an executor of its own."""
+    """What closures take for the worker, with its own executor."""
 
     def __init__(self, worker, lanes, recovery):
         self._worker, self._lanes, self._recovery = worker, lanes, recovery

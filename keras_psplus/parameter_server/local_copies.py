@@ -1,4 +1,4 @@
-"""Variables of parameter servers of which a worker has copies of its own, while a step is traced.
+"""Variables of parameter servers of which a worker has its own copies, while a step is traced.
 
 Inside the context a variable's handle is that of the worker's copy: reads, the tape and whatever an
 optimizer does to it meet the copy, and the server hears nothing of it.

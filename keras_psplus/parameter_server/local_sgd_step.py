@@ -1,4 +1,4 @@
-"""One worker's step with `updates=LocalSGD`: it changes copies of its own."""
+"""One worker's step with `updates=LocalSGD`: it changes its own copies."""
 
 from __future__ import annotations
 

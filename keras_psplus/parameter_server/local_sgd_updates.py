@@ -46,7 +46,7 @@ class LocalSGDUpdates(WorkerUpdates):
         variables: Mapping[keras.optimizers.Optimizer, LocalSGDVariables],
         constrain: Callable[[list[tf.Variable]], None],
     ) -> Iterator[None]:
-        """Context of tracing one step of a worker, which changes copies of its own.
+        """Context of tracing one step of a worker, which changes its own copies.
 
         Args:
             variables: Dict from optimizers to their `LocalSGDVariables`.

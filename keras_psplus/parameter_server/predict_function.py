@@ -94,7 +94,7 @@ class _Seeds:
 
 
 class _Awaited:
-    """An output of a predict step that may still be under way; a tensor to whoever asks."""
+    """An output of a predict step that may still be under way; a tensor to its readers."""
 
     def __init__(self, result, place):
         self._result, self._place = result, place

@@ -128,7 +128,7 @@ class StepFunctions:
                 batches = separate(payload, batch_spec)
                 results = [self._strategy.run(self._step, args=(batch,)) for batch in batches]
                 vector, outputs, notes[:] = self._collect(trace, results)
-                # In the same tensor: each would cost a message of its own.
+                # In the same tensor: each would cost a separate message.
                 vector = tf.concat([vector, counter.counts([vector, outputs])], 0)
             # A sum of gradients is read and written from step to step.
             may_overlap = self._overlap and not self._strategy.updating.keeps_in(trace)

@@ -204,7 +204,7 @@ class StepRunner:
 def changes_and_logs(
     trace: Trace, results: Sequence[dict[str, Any]]
 ) -> tuple[tf.Tensor, tuple[()], list[tuple[str, Any]]]:
-    """What a step brings back, in one tensor: each would cost a message of its own."""
+    """What a step brings back, in one tensor: each would cost a separate message."""
     logs = _scalars(results[-1])
     notes = [(name, value.dtype.as_numpy_dtype) for name, value in logs.items()]
     values = [tf.cast(tf.reshape(value, [1]), tf.float64) for value in logs.values()]

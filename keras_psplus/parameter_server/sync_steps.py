@@ -109,7 +109,7 @@ class SyncRunner(StepRunner):
                 return attempt
             is_unclean = True
             logger.warning(
-                "%s begins anew, because a worker was lost with it; no weight has changed", about
+                "%s begins again, because a worker was lost with it; no weight has changed", about
             )
 
     def _start(self, attempt, share, call, weight, about):
@@ -136,7 +136,7 @@ class SyncRunner(StepRunner):
         return closure
 
     def _initial(self, share):
-        """Values of closure variables for a share: every share draws from seeds of its own."""
+        """Values of closure variables for a share: every share draws from its own seeds."""
         initial = self._totals + self._seeds_after(self._steps)
         for first in self._seed_places():
             initial[first] = (initial[first] + share * _SEED_STRIDE) % (1 << 31)

@@ -1,7 +1,7 @@
 """What workers keep from step to step, each for itself: for compressors, and for `updates`.
 
 A state is a resource of the worker that is found by its name, not by a handle: a step's function is
-the same for all workers, and each has a state of its own. It is made when a step first needs it, so
+the same for all workers, and each has its own state. It is made when a step first needs it, so
 a worker that was started again begins again.
 """
 
@@ -199,7 +199,7 @@ class WorkerStates:
         except tf.errors.OpError as error:
             if not is_of_worker(error):
                 raise
-            logger.warning("worker-%d cannot be reached; its gradients' state begins anew", worker)
+            logger.warning("worker-%d cannot be reached; its gradients' state begins empty", worker)
 
     def destroy(self, of_owner: str = "") -> None:
         """Lets all workers forget their states, or those of one owner."""

@@ -1,4 +1,4 @@
-"""Pipelines: a model in stages, each on a worker of its own."""
+"""Pipelines: a model in stages, each on another worker."""
 
 from keras_psplus.pipeline.plan import Plan
 from keras_psplus.pipeline.stages import stage

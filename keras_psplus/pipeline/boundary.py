@@ -24,7 +24,7 @@ def call(
 
     A tape alone would leave the operations of gradients to the device on which it is asked for
     them. So what the function does is recorded as one operation, whose gradient is computed on the
-    function's own device, by a tape of its own.
+    function's own device, by its own tape.
 
     Args:
         device: Name of the device.

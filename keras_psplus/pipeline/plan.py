@@ -99,7 +99,11 @@ class Plan:
         return (len(self.stages) - 1) / (self.microbatches + len(self.stages) - 1)
 
     def as_dict(self) -> dict[str, Any]:
-        """The plan as dicts, lists, texts and numbers."""
+        """The plan as what can be turned into JSON.
+
+        Returns:
+            Dict of dicts, lists, strings and numbers, with the key `"bubble"` beside the fields.
+        """
         return dataclasses.asdict(self) | {"bubble": self.bubble}
 
     def __str__(self):

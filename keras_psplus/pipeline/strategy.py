@@ -1,4 +1,4 @@
-"""`PipelineStrategy`: a model in stages, each on a worker or a device of its own."""
+"""`PipelineStrategy`: a model in stages, each on another worker or device."""
 
 from __future__ import annotations
 

@@ -37,7 +37,7 @@ def why_not_divided(model: keras.Model) -> str | None:
         ("_compute_loss", BaseTrainer),
     ):
         if getattr(getattr(model, name), "__func__", None) is not getattr(owner, name):
-            return f"it has a `{name.lstrip('_')}` of its own, which sees whole batches"
+            return f"it has its own `{name.lstrip('_')}`, which sees whole batches"
     for loss in tree.flatten(model.loss):
         if loss is not None and not _is_mean_of_rows(loss):
             return f"its loss {loss!r} may compare the rows of a batch"

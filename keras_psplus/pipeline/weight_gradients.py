@@ -3,7 +3,7 @@
 The stage before waits for gradients by activations, and nobody waits for gradients by weights until
 the optimizer does. A stage that computes both layer by layer sends the former later than it could.
 Reference: Qi et al., "Zero Bubble Pipeline Parallelism", ICLR 2024, which gives the two parts of a
-backward pass places of their own in the schedule.
+backward pass their own places in the schedule.
 """
 
 from __future__ import annotations

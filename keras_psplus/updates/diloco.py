@@ -113,7 +113,7 @@ class DiLoCo(Updates):
         return LocalSteps(self, context)
 
     def make_outer_optimizer(self) -> keras.optimizers.Optimizer:
-        """Makes an outer optimizer, with variables of its own.
+        """Makes an outer optimizer, with its own variables.
 
         Returns:
             A `keras.optimizers.Optimizer`.

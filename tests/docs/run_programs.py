@@ -40,7 +40,7 @@ def main(folder, wanted):
         if wanted and program.name.split(":")[0] not in wanted:
             continue
         directory = folder / str(number)
-        directory.mkdir()
+        directory.mkdir(parents=True)
         started = _start(program, directory, ending)
         if started is None:
             return  # in a forked task, which has done its work

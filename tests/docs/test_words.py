@@ -18,6 +18,7 @@ PRIVATE = {
     r"farewell": "shutdown",
     r"tally|ledger": "counter",
     r"links that lose time": "high-latency links",
+    r"whoever": "anybody who, the process that",
 }
 # Names of Keras have its own spelling: optimizer, regularizer, initializer, synchronized.
 AMERICAN = {
@@ -52,6 +53,14 @@ def test_words(page):
     for pattern, better in {**PRIVATE, **AMERICAN}.items():
         found = re.search(rf"\b(?:{pattern})\b", text, re.IGNORECASE)
         assert not found, f"{page.name}: {found[0]!r}; better: {better}"
+
+
+def test_words_of_the_code():
+    """Names, messages, docstrings and comments."""
+    patterns = [pattern for pattern in PRIVATE if "told" not in pattern]  # "is told apart" is fine
+    for file in sorted((pages.ROOT / "keras_psplus").rglob("*.py")):
+        found = re.search(rf"(?:\b|_)(?:{'|'.join(patterns)})(?:\b|_)", file.read_text(), re.I)
+        assert not found, f"{file.relative_to(pages.ROOT)}: {found[0]!r}"
 
 
 def test_words_are_found_in_prose_alone(tmp_path):

@@ -37,7 +37,7 @@ def attack(address, folder, dim=3):
                 _call(client, name, own)
         with pytest.raises(tf.errors.InvalidArgumentError):
             _call(client, name, arguments.get(what, []))
-    for what in ("check_directory", "save", "who", "farewell", "table"):
+    for what in ("check_directory", "save", "who", "shutdown", "table"):
         body = json.dumps({"what": what, "ticket": "1", "directory": folder, "stem": "mine"})
         session = json.loads(_call(client, "control", [tf.constant('{"open": "me"}')]))
         for message in (

@@ -191,8 +191,8 @@ def test_an_asynchronous_job_goes_on_with_a_server_that_was_started_again(tmp_pa
     assert result.exit_code == 0, result.tails(40)
     assert result.task_restarts == 1
     told = re.search(
-        r"ps-1 \(127.0.0.1:\d+\) was started anew, and goes on with its rows of the tables as they "
-        r"were at step [123]0. .*: (\d+) updates of sequential/embedding/embeddings",
+        r"ps-1 \(127.0.0.1:\d+\) was started again, and goes on with its rows of the tables as "
+        r"they were at step [123]0. .*: (\d+) updates of sequential/embedding/embeddings",
         text,
     )
     assert told, text

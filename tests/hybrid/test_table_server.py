@@ -230,7 +230,7 @@ def test_an_optimizer_that_is_not_by_rows_is_refused(task, table):
 def test_a_process_in_the_place_of_the_one_that_is_meant_is_refused(task, table):
     link = control(task)
     link.nonce = "that of another process"
-    with pytest.raises(TableServerLostError, match="has been started anew.*Start the whole job"):
+    with pytest.raises(TableServerLostError, match="has been started again.*Start the whole job"):
         link.request("save", directory="/", stem="tables")
 
 

@@ -93,7 +93,7 @@ def test_workers_are_killed_and_no_update_is_wrong(job):
             "gradient counts twice",
             log,
         ), log
-    assert re.search(r"batch \d+ .* begins anew, because a worker was lost with it", log), log
+    assert re.search(r"batch \d+ .* begins again, because a worker was lost with it", log), log
     found = re.search(r"^result (.*)$", log, re.MULTILINE)
     assert found, log[-4000:]
     result = json.loads(found[1])
