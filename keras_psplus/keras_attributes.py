@@ -34,9 +34,9 @@ ATTRIBUTES = [
     (loss_scale_optimizer.LossScaleOptimizer, "inner_optimizer dynamic_scale"),
     (
         epoch_iterator.EpochIterator,
-        "_enumerate_iterator _epoch_iterator _num_batches _steps_seen",
+        "_current_iterator _enumerate_iterator _epoch_iterator _num_batches _steps_seen",
     ),
-    (tf_trainer.TFEpochIterator, "_distributed_dataset _distribute_strategy"),
+    (tf_trainer.TFEpochIterator, "_distributed_dataset _distribute_strategy _get_iterator"),
     (array_data_adapter.ArrayDataAdapter, "_inputs _num_samples _shuffle"),
     (BaseTrainer, "_compute_loss _loss_tracker _symbolic_build"),
     (TensorFlowTrainer, "_autoconvert_optionals _distribute_strategy _initial_epoch"),

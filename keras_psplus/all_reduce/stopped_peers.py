@@ -4,6 +4,9 @@
 their next step for its gradients. The worker says so in the key-value store of TensorFlow's
 coordination service, once; a worker that stands still in a step reads it. While steps go on,
 nothing is sent.
+
+With `updates=`, workers may take steps without each other, and one that has stopped is missed only
+in a step that asks for it. There a step has to stand still for longer.
 """
 
 from __future__ import annotations
@@ -14,30 +17,45 @@ from typing import TYPE_CHECKING
 
 import tensorflow as tf
 
+from keras_psplus.all_reduce.step_marks import RUNNING, StepMarks
+
 if TYPE_CHECKING:
     from keras_psplus.cluster.progress import Progress
     from keras_psplus.core.control import ControlPlane
 
 # So long for each so many workers, whom the first of them answers.
 _LOOK_SECONDS, _WORKERS = 1.0, 32
+# For a step that may be one without the others: longer than such a step takes.
+_ALONE_SECONDS = 10.0
 
 
-def watch(control: ControlPlane, progress: Progress) -> None:
+def watch(
+    control: ControlPlane, progress: Progress, marks: StepMarks, takes_steps_alone: bool
+) -> None:
     """Begins to look, from a separate thread, whether a step waits for a worker that has stopped.
 
     Args:
         control: `ControlPlane` of this process.
         progress: `Progress` of this process.
+        marks: `StepMarks` of this process.
+        takes_steps_alone: Whether a step may be one that waits for nobody.
     """
-    threading.Thread(target=_run, args=(control, progress), name="stop watch", daemon=True).start()
+    args = control, progress, marks, takes_steps_alone
+    threading.Thread(target=_run, args=args, name="stop watch", daemon=True).start()
 
 
-def _run(control, progress):
+def _run(control, progress, marks, takes_steps_alone):
     last, seconds = None, _LOOK_SECONDS * max(1, len(control.names) / _WORKERS)
+    still, least = 0.0, _ALONE_SECONDS if takes_steps_alone else seconds
     while True:
         time.sleep(seconds)
         before, last = last, progress.entered
-        if before != last or progress.doing != "training step":
+        stands = before == last and progress.doing == "training step"
+        if stands and takes_steps_alone:
+            # One that is traced, or has no data, waits for no worker either.
+            stands = marks.state == RUNNING
+        still = still + seconds if stands else 0.0
+        if still < least:
             continue
         try:
             stop = control.stop_of_another()

@@ -150,9 +150,9 @@ class MultiWorkerMirroredStrategy(tf.distribute.MultiWorkerMirroredStrategy):
             assert self._task is not None and control is not None
             failure.watch(self._task, control.post_end)
             heartbeats.start(self._progress)
-            if self._updates is None:
-                # With `updates`, workers take steps without each other.
-                stopped_peers.watch(control, self._progress)
+            stopped_peers.watch(
+                control, self._progress, self._step_marks, self._updates is not None
+            )
         if self._task is not None and len(self._task.tasks()) > 1:
             stalls.Inspector(stall_warning, self._waits().look)
         if self._distributes:

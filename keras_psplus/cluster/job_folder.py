@@ -17,7 +17,7 @@ from typing import Any
 from keras_psplus.cluster.json_log import encode
 
 FOLDER_VARIABLE = "KERAS_PSPLUS_JOB_DIR"
-_JOB, _FAILED = "job.json", ".failed"
+_JOB, _FAILED, _SERVES = "job.json", ".failed", ".serves"
 
 
 def root() -> pathlib.Path:
@@ -85,10 +85,25 @@ def have_failed(folder: pathlib.Path, names: Iterable[str]) -> bool:
     return all((folder / f"{name}{_FAILED}").exists() for name in names)
 
 
-def forget_failed(folder: pathlib.Path) -> None:
+def mark_serving(folder: pathlib.Path, name: str) -> None:
+    """Notes that a task only serves a chief, has nothing of its own to save, and nothing to say.
+
+    Raises:
+        OSError: If it cannot be written.
+    """
+    (folder / f"{name}{_SERVES}").touch()
+
+
+def is_serving(folder: pathlib.Path, name: str) -> bool:
+    """Whether a task has noted that."""
+    return (folder / f"{name}{_SERVES}").exists()
+
+
+def forget_marks(folder: pathlib.Path) -> None:
     """Forgets what tasks have noted, as they are about to be started again."""
-    for path in folder.glob(f"*{_FAILED}"):
-        path.unlink(missing_ok=True)
+    for suffix in (_FAILED, _SERVES):
+        for path in folder.glob(f"*{suffix}"):
+            path.unlink(missing_ok=True)
 
 
 def read_all() -> list[tuple[pathlib.Path, dict[str, Any], dict[str, dict[str, Any]]]]:

@@ -81,7 +81,7 @@ class JobRecord:
         """
         self._job["restart"] = restart
         if self._folder is not None:
-            job_folder.forget_failed(self._folder)
+            job_folder.forget_marks(self._folder)
         if restart:
             self._append("job_restarted", restart=restart)
 
@@ -104,6 +104,10 @@ class JobRecord:
     def have_failed(self, names: Iterable[str]) -> bool:
         """Whether all of some tasks have failed and said why, though they have not ended."""
         return self._folder is not None and job_folder.have_failed(self._folder, names)
+
+    def is_serving(self, name: str) -> bool:
+        """Whether a task only serves a chief."""
+        return self._folder is not None and job_folder.is_serving(self._folder, name)
 
     def task_ended(self, name: str, code: int) -> None:
         """Notes that a task has ended, by an exit code or, where that is negative, a signal."""

@@ -246,8 +246,9 @@ class LocalCluster:
         running = self._running()
         self._terminated += running
         try:
-            # TensorFlow keeps SIGTERM from ending a task. Who has said why it ends needs no time.
-            done = [name for name in running if self._have_failed([name])]
+            # TensorFlow keeps SIGTERM from ending a task. Who has said why it ends needs no time,
+            # nor does who has nothing to say.
+            done = [name for name in running if self._have_failed([name]) or self._is_left(name)]
             self._signal_groups(done, signal.SIGKILL)
             self._signal_groups([name for name in running if name not in done], signal.SIGTERM)
             deadline = time.monotonic() + self._kill_grace
@@ -380,6 +381,7 @@ class LocalCluster:
         )
         served = chief if self._serving_workers else chief + workers
         if self._first_failure is not None:
+            served = [name for name in served if not self._is_serving(name)]
             waited_for = [name for name in served if name not in self._ends]
             if waited_for and self._have_failed(waited_for):
                 return 0.0  # They have said what they saw.
@@ -400,6 +402,14 @@ class LocalCluster:
     def _have_failed(self, names):
         """Whether tasks that still run have said that they have failed, and why."""
         return self._record is not None and self._record.have_failed(names)
+
+    def _is_serving(self, name):
+        """Whether a task has said that it only serves a chief."""
+        return self._record is not None and self._record.is_serving(name)
+
+    def _is_left(self, name):
+        """Whether a task only serves a chief that has ended."""
+        return "chief-0" in self._ends and self._is_serving(name)
 
     def _all_ended(self, names):
         return all(name in self._ends for name in names)

@@ -9,7 +9,7 @@ from typing import NoReturn
 
 import tensorflow as tf
 
-from keras_psplus.cluster import handshake, shutdown, tuning
+from keras_psplus.cluster import handshake, shutdown, task_report, tuning
 from keras_psplus.cluster.claims import Claims
 from keras_psplus.cluster.config import ClusterConfigError, ClusterStartupError, TaskConfig
 from keras_psplus.cluster.preflight import check_local_address
@@ -64,10 +64,10 @@ def serve(
         ChiefLostError: If the chief has ended without having said so.
     """
     log = log or log_line
-    _, leader = _leader(config)
+    leader, address = _leader(config)
     check_local_address(config)
     tuning.tune()
-    listener, claims = shutdown.ShutdownListener(), Claims(config.name, leader)
+    listener, claims = shutdown.ShutdownListener(), Claims(config.name, address)
     try:
         server = tf.distribute.Server(
             tf.train.ClusterSpec({job: list(tasks) for job, tasks in config.cluster.items()}),
@@ -85,10 +85,14 @@ def serve(
             f"{error.message}. Received: TF_CONFIG={config.to_tf_config()}"
         ) from None
     log(f"{config.name} serves on {config.address}")
+    report = task_report.current()
+    if report is not None and leader == "chief-0":
+        report.serves()
     outlive(
         config,
         lambda: listener.has_chief_started,
         lambda: listener.is_chief_lost,
+        lambda: listener.has_chief_left,
         startup_timeout,
         chief_gone,
         log,
@@ -101,6 +105,7 @@ def outlive(
     config: TaskConfig,
     has_come: Callable[[], bool],
     is_lost: Callable[[], bool],
+    has_left: Callable[[], bool],
     startup_timeout: float,
     chief_gone: float,
     log: Callable[[str], None] | None = None,
@@ -111,6 +116,7 @@ def outlive(
         config: The `TaskConfig` of a task that serves.
         has_come: Function that tells whether the chief has been heard of.
         is_lost: Function that tells whether a chief that has ended has not ended well.
+        has_left: Function that tells whether the chief has said that it is about to end.
         startup_timeout: Seconds to wait for the chief.
         chief_gone: Seconds for which the chief cannot be reached before it counts as ended.
         log: Function that takes a line of progress; writes to stderr by default.
@@ -130,7 +136,7 @@ def outlive(
             f"{leader} did not come to {address} within {startup_timeout:g} s. Start it, or read "
             f"its log if it has ended. Received: TF_CONFIG={config.to_tf_config()}"
         )
-    _outlive(address, chief_gone)
+    _outlive(address, lambda: 0.0 if has_left() else chief_gone)
     if is_lost():
         raise ChiefLostError(
             f"{leader} ({address}) has died or ended by an error. Look into its log, then start "
@@ -152,12 +158,12 @@ def wait_for_end_of_chief(config: TaskConfig, chief_gone: float = 5.0) -> None:
     address = config.cluster.get("chief", config.cluster.get("worker", ()))[0]
     while not handshake.grpc_responds(address, _GREETING_TIMEOUT):
         time.sleep(_POLL)
-    _outlive(address, chief_gone)
+    _outlive(address, lambda: chief_gone)
 
 
 def _outlive(address, chief_gone):
     # An accepted connection is enough: a chief that is merely slow has not ended.
-    while _within(chief_gone, _accepts, address):
+    while _within(chief_gone(), _accepts, address):
         wait_for_close(address)
         time.sleep(_POLL)
 

@@ -40,6 +40,11 @@ class ShutdownListener:
         return bool(self._received)
 
     @property
+    def has_chief_left(self) -> bool:
+        """Whether a chief has taken leave: it is about to end."""
+        return _FAREWELL in self._received
+
+    @property
     def is_chief_lost(self) -> bool:
         """Whether a chief that has ended since has greeted, but did not take leave."""
         return _HELLO in self._received and _SHUTDOWN not in self._received

@@ -71,6 +71,12 @@ class TaskReport:
             with contextlib.suppress(OSError):
                 job_folder.mark_failed(self._folder, self._name)
 
+    def serves(self) -> None:
+        """Says that it only serves a chief."""
+        if self._folder is not None:
+            with contextlib.suppress(OSError):
+                job_folder.mark_serving(self._folder, self._name)
+
     def stall(self, what: str, waited: float, described: str) -> None:
         """Says that this task has waited for long.
 

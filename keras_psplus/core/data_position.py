@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import sys
 from typing import Any
 
 import tensorflow as tf
+
+from keras_psplus.core import unread_passes
 
 
 def skip(iterator: Any, epochs: int, batches: int) -> None:
@@ -29,9 +32,8 @@ def skip(iterator: Any, epochs: int, batches: int) -> None:
             "`steps_per_execution`: start the job again with the one that it had. "
             f"Received: steps_per_execution={several}"
         )
-    for _ in range(epochs):
-        _pass_epoch(iterator)
     if epochs:
+        _pass_epochs(iterator, epochs)
         # What Keras had begun.
         iterator._epoch_iterator = iterator._enumerate_iterator()
     for _ in range(0, batches, several):
@@ -41,17 +43,41 @@ def skip(iterator: Any, epochs: int, batches: int) -> None:
         _draw(begun[2], several)
 
 
-def _pass_epoch(iterator):
-    """Begins an epoch's data, and ends them; draws them if the next epoch goes on in them."""
-    if not iterator.steps_per_epoch and not iterator.num_batches:
-        steps = iterator._enumerate_iterator()
-        next(steps)
-        steps.close()
-        iterator.data_adapter.on_epoch_end()
+def _pass_epochs(iterator, epochs):
+    """Begins the data of epochs, and ends them; draws them if the next epoch goes on in them."""
+    if iterator.steps_per_epoch:
+        for _ in range(epochs):
+            for _, _, of_epoch in iterator._enumerate_iterator():
+                _draw(of_epoch, iterator.steps_per_execution)
         return
-    for _, _, of_epoch in iterator._enumerate_iterator():
-        if iterator.steps_per_epoch:
-            _draw(of_epoch, iterator.steps_per_execution)
+    several, passes = iterator.steps_per_execution, _Passes()
+    # Keras tells the data of each epoch, in one execution, and says how often it begins them.
+    iterator.steps_per_execution = sys.maxsize
+    iterator._get_iterator = lambda: passes
+    try:
+        for _ in range(epochs):
+            steps = iterator._enumerate_iterator()
+            next(steps, None)
+            if iterator.num_batches:
+                next(steps, None)
+            else:
+                # Of an unknown number.
+                steps.close()
+                iterator.data_adapter.on_epoch_end()
+    finally:
+        iterator.steps_per_execution, iterator._current_iterator = several, None
+        del iterator._get_iterator
+    unread_passes.begin(iterator._get_iterator(), passes.count)
+
+
+class _Passes:
+    """In the place of data: counts the passes over them."""
+
+    count = 0
+
+    def __iter__(self):
+        self.count += 1
+        return iter(())
 
 
 def _draw(of_epoch, count):

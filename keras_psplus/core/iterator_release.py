@@ -31,19 +31,22 @@ class Dataset:
 
     Args:
         dataset: A `tf.data.Dataset` or `tf.distribute.DistributedDataset`.
+
+    Attributes:
+        of: That dataset.
     """
 
     def __init__(self, dataset: tf.data.Dataset | tf.distribute.DistributedDataset) -> None:
-        self._dataset = dataset
+        self.of = dataset
 
     def __iter__(self) -> tf.data.Iterator | tf.distribute.DistributedIterator:
-        iterator = iter(self._dataset)
+        iterator = iter(self.of)
         release_elsewhere(iterator)
         return iterator
 
     @property
     def element_spec(self) -> Any:
-        return self._dataset.element_spec
+        return self.of.element_spec
 
 
 def release_elsewhere(iterator: Any) -> None:

@@ -49,6 +49,8 @@ class FitSnapshots:
         self._engine = weakref.ref(engine)
         self.fits = self.step = self.batch = 0
         self.found: tuple[str, dict[str, Any]] | None = None
+        # On the chief, from the first question for them on.
+        self._at_start: list[tuple[str, dict[str, Any]]] | None = None
         self.is_passed = False
         self.random: Any = None
 
@@ -64,13 +66,21 @@ class FitSnapshots:
         """The seed of the data of the `fit` that is about to begin, if a snapshot has it."""
         if not self._strategy.is_chief:
             return None
-        found = [self.found] if self.fits and self.found else self._strategy.snapshots.whole()
+        found = [self.found] if self.fits and self.found else self._whole()
         seeds = [
             listed["training"]["data_seed"]
             for _, listed in found
             if listed["fit"] == self.fits + 1 and "training" in listed
         ]
         return seeds[-1] if seeds else None
+
+    def _whole(self):
+        """The snapshots that are there; for the first `fit`, they are read once."""
+        if self.fits > 1:
+            return self._strategy.snapshots.whole()
+        if self._at_start is None:
+            self._at_start = self._strategy.snapshots.whole()
+        return self._at_start
 
     def begin(self, callbacks: keras.callbacks.CallbackList) -> None:
         """Before `fit` trains: brings the model to where the last snapshot was taken."""
@@ -175,7 +185,7 @@ class FitSnapshots:
         def of_workers():
             with _lost_for_all(strategy):
                 snapshots.check_writable()
-            return snapshots.worker_files()
+            return [listed.get("worker_files") for _, listed in self._whole()]
 
         problems = []
         if self.fits == 1:
@@ -185,7 +195,7 @@ class FitSnapshots:
         def work():
             with _lost_for_all(strategy):
                 if self.fits == 1:
-                    self.found, result = snapshots.read_newest(read, problems)
+                    self.found, result = snapshots.read_newest(self._whole(), read, problems)
                     return result
                 if self.found is None or self.found[1]["fit"] < self.fits:
                     return None

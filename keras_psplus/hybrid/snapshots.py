@@ -120,18 +120,18 @@ class Snapshots:
             self._has_saved = True
             self._keep([os.path.basename(path) for path, _ in self.whole()[-_KEPT:]])
 
-    def worker_files(self) -> list[dict[str, str] | None]:
-        """What the workers have written for each whole one, from the newest on; None if unknown."""
-        return [listed.get("worker_files") for _, listed in reversed(self.whole())]
-
     def read_newest(
-        self, read: Callable[[str, dict[str, Any]], Any], problems: Sequence[Sequence[str]]
+        self,
+        whole: Sequence[tuple[str, dict[str, Any]]],
+        read: Callable[[str, dict[str, Any]], Any],
+        problems: Sequence[Sequence[str]],
     ) -> tuple[tuple[str, dict[str, Any]] | None, Any]:
         """Reads the newest snapshot that can be read, and says so if a newer one cannot.
 
         Args:
+            whole: What `whole` has returned.
             read: Function of a folder and of what is in it.
-            problems: For each of `worker_files`, a list of texts: what is wrong with them.
+            problems: For each of them, what is wrong with the files of the workers, as texts.
 
         Returns:
             The pair that `read` was given, and what it has returned; None and None if there is no
@@ -141,7 +141,7 @@ class Snapshots:
             OSError: If there are snapshots, and none of them can be read.
             TableServerLostError: If a server is lost.
         """
-        found = list(zip(reversed(self.whole()), problems))
+        found = list(zip(whole, problems))[::-1]
         self._damaged.update((folder, "; ".join(lost)) for (folder, _), lost in found if lost)
         # An older one that is whole is better than a newer one without what workers have kept.
         for (folder, listed), _ in sorted(found, key=lambda one: bool(one[1])):

@@ -303,6 +303,7 @@ def serve(
                 task,
                 lambda: server.was_greeted,
                 lambda: server.was_greeted and not server.was_left,
+                lambda: False,  # Other workers may not have ended.
                 startup_timeout,
                 chief_gone,
             )

@@ -66,7 +66,7 @@ ATTRIBUTES = [
     (dataset_ops, "_OptionsDataset _VariantDataset"),
     (dataset_ops.UnaryDataset, "_input_dataset"),
     (input_lib.DistributedDataset, "_cloned_datasets _original_dataset"),
-    (input_lib.DistributedDatasetsFromFunction, "_dataset_fn"),
+    (input_lib.DistributedDatasetsFromFunction, "_dataset_fn _datasets"),
     (input_lib.DistributedIterator, "_iterators"),
     (iterator_ops.OwnedIterator, "_iterator_resource"),
     (map_op, "_MapDataset _ParallelMapDataset"),

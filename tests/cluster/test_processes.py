@@ -159,6 +159,27 @@ def test_others_that_have_said_what_they_saw_are_not_waited_for(run, tmp_path):
         assert not record.have_failed(["worker-0"])
 
 
+def test_who_only_serves_is_not_waited_for_when_the_chief_has_failed(run, tmp_path):
+    body = """
+        from keras_psplus.cluster import task_report
+        if name == "chief-0":
+            while "serves" not in "".join(os.listdir(os.environ["KERAS_PSPLUS_JOB_DIR"])):
+                time.sleep(0.05)
+            sys.exit(1)
+        import signal
+        signal.signal(signal.SIGTERM, signal.SIG_IGN)
+        task_report.current().serves()
+        time.sleep(100)
+        """
+    with JobRecord(["script.py"], {"chief": 1, "worker": 1}, tmp_path) as record:
+        options = {"env": record.environment, "record": record, "kill_grace": 90}
+        result = run(body, chief=True, workers=1, failure_grace=90, idle_grace=0.1, **options)
+        assert result.exit_codes == {"chief-0": 1, "worker-0": -signal.SIGKILL}
+        assert not result.timed_out
+        record.begin_attempt(1)
+        assert not record.is_serving("worker-0")
+
+
 @pytest.mark.parametrize(("end", "terminated"), [("sys.exit(1)", True), ("os.kill(pid, 9)", False)])
 def test_others_have_less_time_if_a_task_said_what_was_wrong(run, end, terminated):
     body = f"""

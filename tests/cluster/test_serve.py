@@ -52,7 +52,9 @@ if config.task_type == "chief":
         raise ValueError("the script's own")
 else:
     from keras_psplus.cli.main import main
-    sys.exit(main(["serve", "--chief_gone=1.5", "--startup_timeout=60"]))
+    # One that has taken leave is not waited for.
+    seconds = 60 if sys.argv[1] == "well" else 1.5
+    sys.exit(main(["serve", f"--chief_gone={seconds}", "--startup_timeout=60"]))
 """
 
 

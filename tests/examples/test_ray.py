@@ -73,11 +73,14 @@ def test_two_workers_equal_one_process_also_after_a_lost_worker(cluster, tmp_pat
     check_training(tmp_path, 2, "worker", ["0 1 ", "0 1 "])
 
 
-def test_a_run_goes_on_with_another_number_of_workers(cluster, tmp_path):
+@pytest.mark.parametrize(
+    "workers, others, begins", [(2, 1, ["0 1 ", "0 "]), (1, 2, ["0 1 ", "1 "])]
+)
+def test_a_run_goes_on_with_another_number_of_workers(cluster, tmp_path, workers, others, begins):
     with pytest.raises(Exception, match="worker"):
-        make_trainer(tmp_path, 2, "worker", failures=0, name="run").fit()
+        make_trainer(tmp_path, workers, "worker", failures=0, name="run").fit()
     assert (tmp_path / "lost").exists()
-    check_training(tmp_path, 1, "worker", ["0 1 ", "0 "], name="run")
+    check_training(tmp_path, others, "worker", begins, name="run")
 
 
 def test_parameter_servers_as_actors_equal_one_process(cluster, tmp_path):

@@ -355,7 +355,7 @@ def test_an_older_snapshot_is_read_if_the_last_is_damaged(
         snapshots.save(step, {"training": {}}, {"bias": np.full(64, step, "float32")})
     damage(20)
     with caplog.at_level("WARNING"):
-        found, bias = snapshots.read_newest(read, [[]] * 2)
+        found, bias = snapshots.read_newest(snapshots.whole(), read, [[]] * 2)
     assert found[1]["step"] == 10 and bias == [10] * 64
     assert (table.read(0) == 10).all()
     assert "training resumes from another one, of step 10. Received: " in caplog.text
@@ -363,14 +363,14 @@ def test_an_older_snapshot_is_read_if_the_last_is_damaged(
     # It is written again, and is none of those that are kept.
     for step in (20, 30):
         snapshots.save(step, {"training": {}}, {"bias": np.full(64, step, "float32")})
-        assert snapshots.read_newest(read, [[]] * 2)[1] == [step] * 64
+        assert snapshots.read_newest(snapshots.whole(), read, [[]] * 2)[1] == [step] * 64
     assert sorted(os.listdir(tmp_path)) == ["step-0000000020", "step-0000000030"]
     # Nothing is better: workers go on without what one of them has lost.
-    assert snapshots.read_newest(read, [["lost"], ["lost"]])[1] == [30] * 64
+    assert snapshots.read_newest(snapshots.whole(), read, [["lost"], ["lost"]])[1] == [30] * 64
     damage(20)
     damage(30)
     with pytest.raises(OSError, match="No snapshot in .* Put the files back.* Received: .*step-0"):
-        snapshots.read_newest(read, [[]] * 2)
+        snapshots.read_newest(snapshots.whole(), read, [[]] * 2)
 
 
 def test_tables_that_are_not_those_that_were_saved_are_refused(task, table, tmp_path):

@@ -17,7 +17,8 @@ import numpy as np
 import keras_psplus as psp
 
 how, victim, step = sys.argv[1], int(sys.argv[2]), int(sys.argv[3])
-strategy = psp.MultiWorkerMirroredStrategy(startup_timeout=60, heartbeat_timeout=8)
+options = {"updates": psp.updates.LocalSGD(4)} if how == "stop between averages" else {}
+strategy = psp.MultiWorkerMirroredStrategy(startup_timeout=60, heartbeat_timeout=8, **options)
 is_victim = strategy.task.task_index == victim
 
 

@@ -77,7 +77,9 @@ def test_worker_that_leaves_in_the_middle():
     assert_survivors_name(run_job("leave"), "worker-1", ["worker-0"])
 
 
-@pytest.mark.parametrize("how, victim", [("stop", 0), ("stop and evaluate", 1)])
+@pytest.mark.parametrize(
+    "how, victim", [("stop", 0), ("stop and evaluate", 1), ("stop between averages", 1)]
+)
 def test_worker_that_stops_training_alone_within_an_epoch(how, victim):
     result = run_job(how, victim)
     for name, log in result.logs.items():
