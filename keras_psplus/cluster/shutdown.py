@@ -42,7 +42,7 @@ class ShutdownListener:
     @property
     def has_chief_left(self) -> bool:
         """Whether a chief has taken leave: it is about to end."""
-        return _FAREWELL in self._received
+        return _SHUTDOWN in self._received
 
     @property
     def is_chief_lost(self) -> bool:
