@@ -71,13 +71,16 @@ def measure(extended: MultiWorkerMirroredExtended) -> Links:
         Dict from pairs of workers' numbers to `Link`, the same on all workers.
     """
     workers, mine = extended._num_workers, extended._id_in_cluster
+    local = len(extended.worker_devices)
     first_key = extended.take_group_keys(workers * workers)
     own = {}
     for pairs in rounds_of_pairs(workers):
         for pair in pairs:
             if mine in pair:
                 launcher = launcher_like(
-                    extended.launcher(0), first_key + pair[0] * workers + pair[1], 2
+                    extended.launcher(0),
+                    first_key + pair[0] * workers + pair[1],
+                    [worker * local for worker in pair],
                 )
                 own[pair] = [_seconds(launcher, size) for size in (_SHORT, _LONG)]
     assert extended.control is not None
