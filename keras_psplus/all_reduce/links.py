@@ -11,6 +11,7 @@ import tensorflow as tf
 
 from keras_psplus import text_table
 from keras_psplus.all_reduce.levels import launcher_like
+from keras_psplus.planning import links_file
 from keras_psplus.tf_internals import framework_ops as ops
 
 if TYPE_CHECKING:
@@ -112,6 +113,14 @@ def _seconds(launcher, size):
         exchange().numpy()
         found.append(time.perf_counter() - begin)
     return min(found) / _BATCH
+
+
+def as_file(links: Links, names: Sequence[str]) -> links_file.Links:
+    """The links in the form of the file that `keras-psplus doctor --links --json` writes."""
+    return links_file.Links(
+        names,
+        {pair: links_file.Link(1e3 * link.latency, link.bandwidth) for pair, link in links.items()},
+    )
 
 
 def table(links: Links, names: Sequence[str]) -> str:
