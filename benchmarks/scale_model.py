@@ -46,7 +46,7 @@ def of_entries(rate):
             step = cost_model.predict(entries[name], whole, ALONE_MS, cluster)
             cells += [f"{step.sent / 1e6:.2f}", f"{step.ms:,.0f}"]
         few = Cluster(2, 1, rate)
-        last = cost_model.scales_to(entries[name], whole, ALONE_MS, few)
+        last, _ = cost_model.scales_to(entries[name], whole, ALONE_MS, few)
         lines.append(f"| `{name}` | {' | '.join(cells)} | {last:,} |")
     return "\n".join(lines)
 

@@ -98,6 +98,7 @@ def torch():
         "ddp_powersgd_1": Traits(compression="powersgd:1"),
         "ddp_accumulate_4": Traits(updates="accumulate", every=4),
         "post_local_sgd_8": Traits(updates="local", every=8),
+        "post_local_sgd_racks_8": Traits(updates="local", every=8, needs_racks=True),
     }
     # Its hooks and its averaging know no sparse gradients.
     return methods + [Method("torch", name, traits, ("dense",)) for name, traits in dense.items()]

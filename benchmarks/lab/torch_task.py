@@ -4,10 +4,16 @@ Runs in a Python of its own, which has PyTorch and needs NumPy beside it.
 """
 
 import contextlib
+import json
+import os
 
 import torch
 import torch.distributed as dist
-from torch.distributed.algorithms.ddp_comm_hooks import default_hooks, powerSGD_hook
+from torch.distributed.algorithms.ddp_comm_hooks import (
+    default_hooks,
+    post_localSGD_hook,
+    powerSGD_hook,
+)
 from torch.distributed.algorithms.model_averaging import averagers
 from torch.distributed.optim import PostLocalSGDOptimizer
 
@@ -43,7 +49,18 @@ def distribute(model, name):
         # Compresses as soon as it can: by default it would wait for 1000 steps.
         state = powerSGD_hook.PowerSGDState(None, _number(name), start_powerSGD_iter=2)
         model.register_comm_hook(state, powerSGD_hook.powerSGD_hook)
+    elif "racks" in name:
+        # Gradients are summed inside the rack at every step, weights averaged over all at some.
+        state = post_localSGD_hook.PostLocalSGDState(None, _own_rack(), start_localSGD_iter=0)
+        model.register_comm_hook(state, post_localSGD_hook.post_localSGD_hook)
     return model
+
+
+def _own_rack():
+    """The group of the tasks in this one's rack; each task makes all of them."""
+    racks = json.loads(os.environ["LAB_RACKS"])
+    ranks = [[i for i, rack in enumerate(racks) if rack == one] for one in sorted(set(racks))]
+    return dist.new_subgroups_by_enumeration(ranks)[0]
 
 
 def train(task, work, plan, windows):
@@ -53,7 +70,7 @@ def train(task, work, plan, windows):
     if task.path != "alone":
         model = distribute(model, task.name)
     optimizer = torch.optim.SGD(model.parameters(), work.learning_rate)
-    local = "local_sgd" in task.name
+    local, in_racks = "local_sgd" in task.name, "racks" in task.name
     if local:
         averager = averagers.PeriodicModelAverager(period=_number(task.name))
         optimizer = PostLocalSGDOptimizer(optimizer, averager)
@@ -65,7 +82,7 @@ def train(task, work, plan, windows):
     for step in range(1, windows * plan["window"] + 1):
         batch = step % len(inputs)
         last = step % accumulated == 0
-        silent = task.path != "alone" and (local or not last)
+        silent = task.path != "alone" and (local and not in_racks or not last)
         with model.no_sync() if silent else contextlib.nullcontext():
             loss = loss_of(model(inputs[batch, own]), labels[batch, own])
             (loss / accumulated).backward()

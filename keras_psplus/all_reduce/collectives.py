@@ -19,11 +19,12 @@ from __future__ import annotations
 import contextlib
 import weakref
 import zlib
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import tensorflow as tf
 
+from keras_psplus.all_reduce import member_order
 from keras_psplus.tf_internals import (
     collective_ops,
     cross_device_ops,
@@ -49,12 +50,24 @@ _SHORT_DTYPES = (tf.float32, tf.float64, tf.int32, tf.int64)
 
 
 class Launcher(cross_device_utils.CollectiveReplicaLauncher):
-    """Launches the collectives of one replica, with instance keys counted in the graph."""
+    """Launches the collectives of one replica, with instance keys counted in the graph.
+
+    Attributes:
+        members: Names of the tasks of the group's replicas, in rank order, as of
+            `member_order.names_of`; None where TensorFlow's order is that of ranks.
+    """
 
     def __init__(
-        self, group_key: int, group_size: int, collective_keys: Any, device: str, options: Any
+        self,
+        group_key: int,
+        group_size: int,
+        collective_keys: Any,
+        device: str,
+        options: Any,
+        members: Sequence[str] | None = None,
     ) -> None:
         super().__init__(group_key, group_size, collective_keys, device, options)
+        self.members = members
         self._variables: dict[Any, tf.Variable] = {}
         self._slots: dict[tuple[int, int], str] = {}
         self._launched: weakref.WeakKeyDictionary[tf.Graph, dict[Any, int]] = (
@@ -101,7 +114,8 @@ class Launcher(cross_device_utils.CollectiveReplicaLauncher):
         if self._group_size == 1:
             return tensor
         with self._keys_for("gather", tensor):
-            return super()._all_gather(tensor, options)
+            gathered = super()._all_gather(tensor, options)
+        return self._by_rank(gathered)
 
     def gather(self, tensor: tf.Tensor) -> tf.Tensor:
         """Concatenates tensors of one static shape along axis 0, in rank order."""
@@ -123,8 +137,8 @@ class Launcher(cross_device_utils.CollectiveReplicaLauncher):
         if self._group_size == 1 or not tensor.shape.num_elements():
             return tensor
         with self._keys_for("exchange", tensor), ops.device(self._device):
-            return collective_ops.all_to_all_v2(
-                tensor,
+            exchanged = collective_ops.all_to_all_v2(
+                self._by_place(tensor),
                 self._group_size,
                 self._group_key,
                 self._next_instance_key(),
@@ -132,6 +146,7 @@ class Launcher(cross_device_utils.CollectiveReplicaLauncher):
                 timeout=self._options.timeout_seconds or 0,
                 ordering_token=self._get_ordering_token(),
             )
+            return self._by_rank(exchanged)
 
     def gather_rows(self, tensor: tf.Tensor) -> tuple[tf.Tensor, tf.Tensor]:
         """Gathers tensors whose number of rows differs between replicas.
@@ -192,7 +207,7 @@ class Launcher(cross_device_utils.CollectiveReplicaLauncher):
                 )
         finally:
             self._size_class = None
-        return tf.reshape(everything, [self._group_size, padded])
+        return self._by_rank(tf.reshape(everything, [self._group_size, padded]))
 
     def all_gather(
         self, input_tensor: tf.Tensor, axis: int | tf.Tensor, options: Any = None
@@ -211,6 +226,23 @@ class Launcher(cross_device_utils.CollectiveReplicaLauncher):
         values, _ = self.gather_rows(input_slices.values)
         indices, _ = self.gather_rows(input_slices.indices)
         return tf.IndexedSlices(values, indices, input_slices.dense_shape)
+
+    def _by_rank(self, tensor):
+        """Puts what has a part for each member along axis 0 from TensorFlow's order into ranks'."""
+        return self._parts_at(tensor, member_order.places_by_rank)
+
+    def _by_place(self, tensor):
+        """The inverse of `_by_rank`."""
+        return self._parts_at(tensor, member_order.ranks_by_place)
+
+    def _parts_at(self, tensor, order_of):
+        order = list(range(self._group_size))
+        if self.members is not None:
+            order = order_of(self.members)
+        if order == sorted(order):
+            return tensor
+        parts = tf.split(tensor, self._group_size)
+        return tf.concat([parts[i] for i in order], 0)
 
     @property
     def _on_cpu(self):

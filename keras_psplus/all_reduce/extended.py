@@ -9,7 +9,14 @@ from typing import TYPE_CHECKING, Any
 
 import tensorflow as tf
 
-from keras_psplus.all_reduce import collectives, gradients, reducers, row_reads, updating
+from keras_psplus.all_reduce import (
+    collectives,
+    gradients,
+    member_order,
+    reducers,
+    row_reads,
+    updating,
+)
 from keras_psplus.all_reduce import levels as levels_module
 from keras_psplus.all_reduce.hops import Hops
 from keras_psplus.all_reduce.levels import Levels
@@ -69,7 +76,12 @@ class MultiWorkerMirroredExtended(collective_all_reduce_strategy.CollectiveAllRe
             communication_options=communication_options,
         )
         for name in ("_cross_device_ops", "_host_cross_device_ops"):
-            setattr(self, name, collectives.CollectiveOps.like(getattr(self, name)))
+            operations = collectives.CollectiveOps.like(getattr(self, name))
+            setattr(self, name, operations)
+            if control is not None:
+                local = len(operations.launchers)
+                for launcher in operations.launchers:
+                    launcher.members = member_order.names_of(control.task, local)
         # A replica that trains alone has nobody to send to.
         self._hops = hops if self._num_replicas_in_sync > 1 else Hops(None, None)
         self._bucket_bytes, self._next_group_key = bucket_bytes, _GROUP_KEYS

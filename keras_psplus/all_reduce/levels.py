@@ -64,12 +64,12 @@ def levels_of(launcher: Launcher, rank: int, topology: Topology, first_key: int)
     number = topology.group_of(rank)
     group = topology.groups[number]
     place = group.index(rank)
-    within = Hop(launcher_like(launcher, first_key + number, len(group)), group, place)
+    within = Hop(launcher_like(launcher, first_key + number, group), group, place)
     between = None
     if topology.is_even or place == 0:
         # Those of one place in their groups have the same shard.
         peers = tuple(sorted(group[place] for group in topology.groups))
-        own = launcher_like(launcher, first_key + len(topology.groups) + place, len(peers))
+        own = launcher_like(launcher, first_key + len(topology.groups) + place, peers)
         between = Hop(own, peers, peers.index(rank))
     after = (rank + 1) % sum(map(len, topology.groups))
     return Levels(within, between, topology.is_even, topology.group_of(after) != number)
@@ -80,9 +80,11 @@ def keys_of(topology: Topology) -> int:
     return len(topology.groups) + max(map(len, topology.groups))
 
 
-def launcher_like(launcher: Launcher, group_key: int, size: int) -> Launcher:
+def launcher_like(launcher: Launcher, group_key: int, ranks: Sequence[int]) -> Launcher:
     """The collectives of some replicas, one of them that of another `Launcher`."""
-    return Launcher(group_key, size, launcher._collective_keys, launcher._device, launcher._options)
+    members = launcher.members and [launcher.members[rank] for rank in ranks]
+    options = launcher._collective_keys, launcher._device, launcher._options
+    return Launcher(group_key, len(ranks), *options, members)
 
 
 def sum_over_group(levels: Sequence[Levels], tensors: list[tf.Tensor]) -> list[tf.Tensor]:

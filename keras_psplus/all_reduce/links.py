@@ -11,6 +11,7 @@ import tensorflow as tf
 
 from keras_psplus import text_table
 from keras_psplus.all_reduce.levels import launcher_like
+from keras_psplus.planning import links_file
 from keras_psplus.tf_internals import framework_ops as ops
 
 if TYPE_CHECKING:
@@ -71,13 +72,16 @@ def measure(extended: MultiWorkerMirroredExtended) -> Links:
         Dict from pairs of workers' numbers to `Link`, the same on all workers.
     """
     workers, mine = extended._num_workers, extended._id_in_cluster
+    local = len(extended.worker_devices)
     first_key = extended.take_group_keys(workers * workers)
     own = {}
     for pairs in rounds_of_pairs(workers):
         for pair in pairs:
             if mine in pair:
                 launcher = launcher_like(
-                    extended.launcher(0), first_key + pair[0] * workers + pair[1], 2
+                    extended.launcher(0),
+                    first_key + pair[0] * workers + pair[1],
+                    [worker * local for worker in pair],
                 )
                 own[pair] = [_seconds(launcher, size) for size in (_SHORT, _LONG)]
     assert extended.control is not None
@@ -109,6 +113,14 @@ def _seconds(launcher, size):
         exchange().numpy()
         found.append(time.perf_counter() - begin)
     return min(found) / _BATCH
+
+
+def as_file(links: Links, names: Sequence[str]) -> links_file.Links:
+    """The links in the form of the file that `keras-psplus doctor --links --json` writes."""
+    return links_file.Links(
+        names,
+        {pair: links_file.Link(1e3 * link.latency, link.bandwidth) for pair, link in links.items()},
+    )
 
 
 def table(links: Links, names: Sequence[str]) -> str:

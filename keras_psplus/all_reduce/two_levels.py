@@ -17,10 +17,11 @@ from typing import Any, NamedTuple
 import tensorflow as tf
 
 from keras_psplus import compression
-from keras_psplus.all_reduce import gradients, group_routes, routes, shards
+from keras_psplus.all_reduce import gradients, group_routes, hop_turns, routes, shards
 from keras_psplus.all_reduce.collectives import Launcher
 from keras_psplus.all_reduce.compressed import CompressedSum
 from keras_psplus.all_reduce.compression_state import States
+from keras_psplus.all_reduce.hop_turns import Turns
 from keras_psplus.all_reduce.hops import Hops
 from keras_psplus.all_reduce.levels import Levels
 from keras_psplus.all_reduce.traffic import TensorTraffic, TrafficVariables
@@ -110,6 +111,7 @@ class TwoLevelSum:
         # From the last layer back, as backprop makes them ready.
         parts = [part for i in reversed(dense) for part in self._parts(i, grads[i], variables[i])]
         results: dict[int, list[tuple[tf.Tensor, TensorTraffic]]] = {i: [] for i in dense}
+        inside, between = Turns(hop_turns.INSIDE), Turns(hop_turns.BETWEEN)
         for (_, compressed), bucket in gradients.buckets(
             parts,
             lambda part: (part.tensor.dtype, self._is_compressed(part.variable, part.tensor)),
@@ -117,7 +119,8 @@ class TwoLevelSum:
             self._bucket_bytes,
         ):
             tensors, owners = [p.tensor for p in bucket], [p.variable for p in bucket]
-            sums, counted = sum_bucket(tensors, owners, compressed, step)
+            tensors = inside.wait(tensors)
+            sums, counted = sum_bucket(tensors, owners, compressed, step, inside, between)
             for part, total, entry in zip(bucket, sums, counted, strict=True):
                 results[part.number].append((total, entry))
         for i, pieces in results.items():
@@ -159,18 +162,24 @@ class TwoLevelSum:
         chosen = self._compressor.for_variable(variable.path, variable.shape, gradient.dtype)
         return chosen is not None
 
-    # Each way is given tensors of one dtype, their variables, and whether they are compressed
-    # inside the group; it returns sums, and what they have cost.
+    def _sum_between(self, tensors, variables, step, turns):
+        sums, entries = self._between.sum_and_count(turns.wait(tensors), variables, step)
+        turns.end(sums)
+        return sums, entries
 
-    def _by_shards(self, tensors, variables, compressed, step):
+    # Each way is given tensors of one dtype, their variables, whether they are compressed inside
+    # the group, and the turns on both hops; it returns sums, and what they have cost.
+
+    def _by_shards(self, tensors, variables, compressed, step, inside, between):
         hop, launcher = self._levels.within, self._levels.within.launcher
         cuts = [shards.Cut.of(tensor, hop.size) for tensor in tensors]
         rows = shards.rows_of(tensors, cuts)
         counted = []
 
         def further(row):
+            inside.end([row])
             parts = [tf.cast(p, t.dtype) for p, t in zip(shards.shards_of(row, cuts), tensors)]
-            sums, entries = self._between.sum_and_count(parts, variables, step)
+            sums, entries = self._sum_between(parts, variables, step, between)
             counted.extend(entries)
             return tf.cast(shards.row_of(sums), row.dtype)
 
@@ -202,13 +211,14 @@ class TwoLevelSum:
             )
         return sums, entries
 
-    def _by_leaders(self, tensors, variables, compressed, step):
+    def _by_leaders(self, tensors, variables, compressed, step, inside, between):
         hop = self._levels.within
         totals, entries = self._inside.sum_and_count(tensors, variables, step)
+        inside.end(totals)
         leads = self._between is not None
-        between = [TensorTraffic(e.path, e.compressor, e.logical, e.compressed, 0) for e in entries]
+        beyond = [TensorTraffic(e.path, e.compressor, e.logical, e.compressed, 0) for e in entries]
         if leads:
-            totals, between = self._between.sum_and_count(totals, variables, step)
+            totals, beyond = self._sum_between(totals, variables, step, between)
         row = shards.row_of(totals)
         words, decode = self._encoded(row, variables, compressed, leads, step)
         row = decode(group_routes.spread(hop.launcher, words, leads))
@@ -225,7 +235,7 @@ class TwoLevelSum:
                 + 2 * (hop.size - 1) * self._row_bytes(n, t.dtype, compressed) // hop.size,
                 between=b.wire,
             )
-            for e, b, n, t in zip(entries, between, sizes, tensors)
+            for e, b, n, t in zip(entries, beyond, sizes, tensors)
         ]
         return sums, entries
 

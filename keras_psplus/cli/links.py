@@ -7,7 +7,6 @@ import sys
 
 from keras_psplus.cluster.config import ClusterConfigError
 from keras_psplus.cluster.discovery import find_task_config
-from keras_psplus.planning import links_file
 
 
 def show(as_json: bool = False) -> int:
@@ -35,25 +34,18 @@ def show(as_json: bool = False) -> int:
     workers = {job: addresses for job, addresses in task.cluster.items() if job != "ps"}
     os.environ["TF_CONFIG"] = dataclasses.replace(task, cluster=workers).to_tf_config()
     import keras_psplus
-    from keras_psplus.all_reduce import auto_topology
+    from keras_psplus.all_reduce import auto_topology, links
 
     strategy = keras_psplus.MultiWorkerMirroredStrategy()
     decision = auto_topology.decide(strategy.extended)
     if not strategy.is_chief:
         print(f"{task.name} has measured its links; the chief shows them.", file=sys.stderr)
     elif as_json:
-        print(json.dumps(_as_file(decision, strategy).as_dict(), indent=2))
+        found = links.as_file(decision.links, strategy.extended.control.names)
+        print(json.dumps(found.as_dict(), indent=2))
     else:
         print(decision.report)
     return 0
-
-
-def _as_file(decision, strategy):
-    links = {
-        pair: links_file.Link(1e3 * link.latency, link.bandwidth)
-        for pair, link in decision.links.items()
-    }
-    return links_file.Links(strategy.extended.control.names, links)
 
 
 def _complain(problem):

@@ -21,6 +21,9 @@ _BETWEEN = 1.09
 # Milliseconds of a core for a million bytes that a task sends or receives: what is left of a step's
 # communication over a link that is faster.
 _MOVING_MS = 1.0
+# While one bucket of gradients crosses the link, a core sends and receives others, if there are
+# others: `MultiWorkerMirroredStrategy(bucket_bytes=)`.
+_BUCKET_BYTES = 4 << 20
 # Milliseconds of a message between two tasks, beside the link's delay. A sum in a ring goes round
 # twice, what is gathered once; PowerSGD sums one of its matrices to find the other.
 MESSAGE_MS = 0.5
@@ -154,7 +157,7 @@ def parts(traits: Traits, work: Work, step_ms: float, cluster: Cluster) -> Parts
         step_ms + _factors_ms(traits, work, step_ms, cluster),
         _compressors_ms(traits, work, cluster),
         _messages_ms(traits, moved, cluster),
-        max(_BETWEEN * cluster.ms_of(moved.between), cluster.moving_ms(2 * moved.between)),
+        _links_ms(traits, work, moved, cluster),
         _servers_ms(traits, moved, cluster),
     )
 
@@ -254,6 +257,14 @@ def _messages_ms(traits, moved, cluster):
     if moved.up:
         total += 4 * cluster.delay_ms  # There and back, to read and to send.
     return total / traits.every
+
+
+def _links_ms(traits, work, moved, cluster):
+    link_ms = _BETWEEN * cluster.ms_of(moved.between)
+    core_ms = cluster.moving_ms(2 * moved.between)
+    elements = work.elements + (work.table_elements if traits.updates == "local" else 0)
+    buckets = max(1.0, link_bytes.WORD * elements / _BUCKET_BYTES)
+    return max(link_ms, core_ms) + min(link_ms, core_ms) / buckets
 
 
 def _servers_ms(traits, moved, cluster):

@@ -2,6 +2,7 @@
 
 import itertools
 import json
+import types
 
 import numpy as np
 import pytest
@@ -12,6 +13,7 @@ from keras_psplus import compression
 from keras_psplus.all_reduce import auto_topology, group_routes, links, shards, topology
 from keras_psplus.all_reduce.hops import hops_of
 from keras_psplus.all_reduce.topology import Topology
+from keras_psplus.cluster import TaskConfig
 
 NAMES = ["worker-0", "worker-1", "worker-2", "worker-3"]
 PAIRS = Topology(((0, 1), (2, 3)))
@@ -213,3 +215,18 @@ def test_a_group_gets_the_bits_of_its_leader():
     found = group_routes.spread(Exchange(1), words, leads=True)
     assert found.numpy().tobytes() == words.numpy().tobytes()
     assert not np.any(group_routes.spread(Exchange(1), words, leads=False))
+
+
+def test_a_better_order_of_workers_is_named():
+    addresses = tuple(f"h{i}:1" for i in range(4))
+    task = TaskConfig({"worker": addresses}, "worker", 0)
+    control = types.SimpleNamespace(task=task, names=[f"worker-{i}" for i in range(4)])
+    extended = types.SimpleNamespace(control=control)
+
+    def line(racks):
+        pairs = measured(racks)
+        groups = auto_topology.groups_of(pairs, 4)
+        return auto_topology._better_order(pairs, groups, extended)
+
+    assert "in TF_CONFIG or --hosts: worker-0 worker-2 worker-1 worker-3 (" in line("abab")
+    assert line("aabb") == line("aaaa") == ""

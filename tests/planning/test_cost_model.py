@@ -23,8 +23,14 @@ def test_one_process_takes_its_step():
 
 
 def test_bytes_take_their_time():
-    # A ring of two sends every byte once, in two messages.
-    assert ms(Traits()) == pytest.approx(10 + 1 + 1.09 * 8e3 * 4 * 1_001_000 / 1e8)
+    # A ring of two sends every byte once, in two messages. In one bucket, a core takes its time for
+    # them before and after the link.
+    link_ms, core_ms = 1.09 * 8e3 * 4 * 1_001_000 / 1e8, 2 * 4 * 1.001
+    assert ms(Traits()) == pytest.approx(10 + 1 + link_ms + core_ms)
+    # Of eight buckets, seven cross the link meanwhile.
+    more = Work([Variable((1 << 20, 8))])
+    link_ms, core_ms = 1.09 * 8e3 * (1 << 25) / 1e8, 2 * (1 << 25) / 1e6
+    assert ms(Traits(), more) == pytest.approx(10 + 1 + link_ms + core_ms / 8)
     # Over the fastest link it is a core that sends and receives them.
     fast = dataclasses.replace(SLOW, bits_per_second=None, processor=3.0)
     assert ms(Traits(), cluster=fast) == pytest.approx(10 + 3 + 3 * 2 * 4 * 1.001)
