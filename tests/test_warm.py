@@ -86,7 +86,7 @@ binary = open("left_open_too", "wb")
 binary.write(b"that as well")
 atexit.register(lambda: print("at exit"))
 threading.Thread(target=lambda: (time.sleep(0.2), print("in a thread"))).start()
-print("to the end", end="")
+print("to the end", end="; ")
 {last}
 """
 
@@ -105,7 +105,7 @@ def test_a_fork_ends_as_an_interpreter_does(monkeypatch, script, last, code, sai
     script.write_text(ENDS.format(last=last))
     done = run(monkeypatch, [sys.executable, script], cwd=script.parent)
     assert done.returncode == code
-    assert done.stdout == "to the endin a thread\nat exit\n"
+    assert done.stdout == "to the end; in a thread\nat exit\n"
     assert said in done.stderr and bool(said) == bool(done.stderr)
     assert (script.parent / "left_open").read_text() == "all of it"
     assert (script.parent / "left_open_too").read_bytes() == b"that as well"
