@@ -91,7 +91,7 @@ TESTS = {
     ],
     "all_reduce/test_topology.py": [
         "test_training_equals_one_process[exact-apart]",
-        *(f"*[{name}-pairs]" for name in ("topk", "by_variable", "halves")),
+        *(f"*[{name}-pairs]" for name in ("topk", "by_variable", "halves", "powersgd")),
         *("*[both-apart]", "*[diloco-apart]", "*[resumed-three]"),
     ],
     "all_reduce/test_updates.py": [
