@@ -246,8 +246,8 @@ class LocalCluster:
         running = self._running()
         self._terminated += running
         try:
-            # TensorFlow keeps SIGTERM from ending a task. Who has said why it ends needs no time,
-            # nor does who has nothing to say.
+            # TensorFlow keeps SIGTERM from ending a task. One that has said why it ends, or has
+            # nothing to say, needs no time.
             done = [name for name in running if self._have_failed([name]) or self._is_left(name)]
             self._signal_groups(done, signal.SIGKILL)
             self._signal_groups([name for name in running if name not in done], signal.SIGTERM)
