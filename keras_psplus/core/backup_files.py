@@ -176,10 +176,12 @@ def _put_in_place(callback, keeps_previous):
 
 def _empty(folder):
     for name in file_utils.listdir(folder):
-        # Other workers delete files of theirs at the same time.
-        with contextlib.suppress(FileNotFoundError):
-            if name != _ENDED:
-                _remove(file_utils.join(folder, name))
+        path = file_utils.join(folder, name)
+        while name != _ENDED and file_utils.exists(path):
+            # Other workers delete files of theirs at the same time; what is left then is deleted
+            # here, so that Keras, which does not know of them, finds none to race for.
+            with contextlib.suppress(FileNotFoundError, tf.errors.NotFoundError):
+                _remove(path)
 
 
 def _remove(path):
