@@ -5,7 +5,7 @@ of the present attempt at a step and drop what carries an earlier one. Rows of e
 queues and stay apart, as an optimizer gets them in one process.
 """
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
 import tensorflow as tf
@@ -119,6 +119,21 @@ class GradientSum(NamedTuple):
             tf.constant(self.target.shape.as_list(), indices.dtype),
         )
 
+    def release(self, stamp: tf.Tensor, count: tf.Tensor) -> None:
+        """Adds zeros instead of gradients that will not come, so that nobody waits for them."""
+        zeros = tf.zeros(self.target.shape, self.dtype)
+        if self.has_rows:
+            shape = tf.constant(self.target.shape.as_list(), self.index_dtype)
+            none = tf.zeros([0], self.index_dtype)
+            zeros = tf.IndexedSlices(zeros[:0], none, shape)
+
+        def add_one(left):
+            self.add(zeros, stamp)
+            return left - 1
+
+        with tf.device(self.target.device):
+            tf.while_loop(lambda left: left > 0, add_one, [count], parallel_iterations=1)
+
     def discard(self, stamp: tf.Tensor) -> None:
         """Forgets what was added, and takes in from now on what has the stamp or a later one."""
         with tf.device(self.target.device):
@@ -160,6 +175,7 @@ def add(
     pairs: Sequence[tuple[tf.Tensor | tf.IndexedSlices | Parts | None, tf.Variable]],
     stamp: tf.Tensor,
     prefix: str,
+    after: Callable[[tf.Variable], Sequence[tf.Operation]] = lambda target: (),
 ) -> list[Sequence[GradientSum] | None]:
     """Adds gradients that have been brought to their variables' servers.
 
@@ -168,6 +184,8 @@ def add(
             variable.
         stamp: Int64 scalar, the number of the attempt.
         prefix: Of the resources' names.
+        after: Function of a variable or shard that returns operations which have to be done before
+            its gradient is added.
 
     Returns:
         For each pair a list of one `GradientSum`, the `Parts` of a sharded variable, or None.
@@ -193,7 +211,8 @@ def add(
                 part.dtype,
                 part.indices.dtype if has_rows else None,
             )
-            one.add(part, stamp)
+            with tf.control_dependencies(after(target)):
+                one.add(part, stamp)
             own.append(one)
         sums.append(Parts(own) if isinstance(gradient, Parts) else own)
     return sums
@@ -224,6 +243,15 @@ def take(
         parts = [one.take(stamp, count, scale) for one in of_shards]
         gradients.append(Parts(parts) if isinstance(of_shards, Parts) else parts[0])
     return gradients
+
+
+def release(
+    sums: Sequence[Sequence[GradientSum] | None], stamp: tf.Tensor, count: tf.Tensor
+) -> None:
+    """Adds zeros instead of gradients of an attempt that will not come; `count` of each."""
+    for of_shards in sums:
+        for one in of_shards or ():
+            one.release(stamp, count)
 
 
 def discard(sums: Sequence[Sequence[GradientSum] | None], stamp: tf.Tensor) -> None:

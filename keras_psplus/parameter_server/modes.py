@@ -126,14 +126,15 @@ def check_overlap(overlap_steps: bool, mode: Mode, updates: Updates | None) -> b
         It, as a bool.
 
     Raises:
-        ValueError: If it is no bool, or steps wait for one another.
+        ValueError: If it is no bool, or another argument rules it out.
     """
     overlaps = flag("overlap_steps", overlap_steps)
-    if overlaps and (mode.is_sync or mode.max_staleness is not None or updates is not None):
+    is_bounded = mode.max_staleness is not None
+    if overlaps and (mode.backup_workers or is_bounded or updates is not None):
         raise ValueError(
-            '`overlap_steps` is for `mode="async"` without `max_staleness` and `updates`, whose '
-            "steps go on from one another. Leave one of them out. "
-            f"Received: overlap_steps={overlaps}, mode={'sync' if mode.is_sync else 'async'!r}, "
+            "`overlap_steps` goes without `backup_workers`, `max_staleness` and `updates`, with "
+            "which it is not known in time what a step begins from. Leave one of them out. "
+            f"Received: overlap_steps={overlaps}, backup_workers={mode.backup_workers}, "
             f"max_staleness={mode.max_staleness}, updates={updates!r}"
         )
     return overlaps

@@ -11,14 +11,16 @@ value.
 from __future__ import annotations
 
 import contextlib
+import functools
 import threading
 from collections.abc import Container, Iterable, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import tensorflow as tf
 
 from keras_psplus.core.thread_flag import ThreadFlag
 from keras_psplus.parameter_server import local_copies, reads, traffic
+from keras_psplus.parameter_server.chief_writes import writes
 from keras_psplus.parameter_server.lookups import lookup
 from keras_psplus.parameter_server.transfer import SMALL_BYTES
 from keras_psplus.tf_internals import auto_control_deps_utils as resource_inputs
@@ -32,6 +34,11 @@ if TYPE_CHECKING:
     from keras_psplus.parameter_server.turns import ReadTurn
 
 _LOOPS = (control_flow.WhileBodyFuncGraph, control_flow.WhileCondFuncGraph)
+_WRITING_METHODS = (
+    *("assign", "assign_add", "assign_sub", "batch_scatter_update", "_restore_from_tensors"),
+    *(f"scatter_{how}" for how in ("add", "sub", "max", "min", "mul", "div", "update")),
+    *(f"scatter_nd_{how}" for how in ("add", "sub", "max", "min", "update")),
+)
 _local = threading.local()
 # Raised while worker functions read exact values: those that are to be written again.
 exact = ThreadFlag()
@@ -42,6 +49,20 @@ def current_pulls() -> Pulls | None:
     return getattr(_local, "pulls", None)
 
 
+class WholeRead(NamedTuple):
+    """A variable that a worker function reads whole.
+
+    Attributes:
+        variable: The variable, as the tape knows it.
+        parts: Its shards, or itself.
+        compressor: `Compressor` that it comes through, or None.
+    """
+
+    variable: tf.Variable
+    parts: Sequence[tf.Variable]
+    compressor: Compressor | None
+
+
 class Pulls:
     """What one tracing of a worker function has read.
 
@@ -50,6 +71,9 @@ class Pulls:
         stay: Ids of variables that a loop both reads and writes: reads stay in the loop.
         compressors: Optional `Compressors`.
         turn: Optional `ReadTurn`, in which the function reads.
+
+    Attributes:
+        whole_reads: By variables' ids, the `WholeRead`s so far.
     """
 
     def __init__(
@@ -60,6 +84,7 @@ class Pulls:
         turn: ReadTurn | None = None,
     ) -> None:
         self._stay, self.turn = stay, turn
+        self.whole_reads: dict[int, WholeRead] = {}
         self._compressors = compressors
         self._values: dict[tuple[int, int, bool], tf.Tensor] = {}
         self._readers: dict[int, set[int]] = {}
@@ -153,8 +178,11 @@ class Pulls:
                         parts, compressors[0], keys[0], lambda part: self._in_turn(part, home)
                     )
                 ]
-            for other, value in zip(wanted, values):
-                self._keep(home, other, parts if other is variable else [other], value)
+            for other, compressor, value in zip(wanted, compressors, values):
+                of_other = parts if other is variable else [other]
+                self._keep(home, other, of_other, value)
+                if not exact:
+                    self.whole_reads[id(other)] = WholeRead(other, of_other, compressor)
             value = self._values[self._key(home, variable)]
             if traffic.current_counter() is not None and variable.trainable:
                 traffic.current_counter().timer.note_pull(value)
@@ -171,6 +199,10 @@ class Pulls:
 
     def _is_written(self, graph, handles):
         return any((id(graph), id(handle)) in self._written for handle in handles)
+
+    def keep(self, variable: tf.Variable, parts: Sequence[tf.Variable], value: tf.Tensor) -> None:
+        """Gives the function that is being traced a variable's value; it reads none of its own."""
+        self._keep(ops.get_default_graph(), variable, parts, value)
 
     def _keep(self, graph, variable, parts, value):
         self._values[self._key(graph, variable)] = value
@@ -225,6 +257,23 @@ class PulledVariable(resource_variable_ops.ResourceVariable):
         return lookup(
             self, self.shape, indices, lambda rows: reads.gather(self, rows, compressor, key)
         )
+
+
+def _noting(name):
+    """A method that writes, and says so."""
+    original = getattr(resource_variable_ops.ResourceVariable, name)
+
+    @functools.wraps(original)
+    def method(self, *args, **kwargs):
+        if current_pulls() is None:
+            writes.note()
+        return original(self, *args, **kwargs)
+
+    return method
+
+
+for _name in _WRITING_METHODS:
+    setattr(PulledVariable, _name, _noting(_name))
 
 
 def size_in_bytes(variable: tf.Variable) -> int:

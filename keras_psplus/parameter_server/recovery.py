@@ -42,6 +42,11 @@ class PausingRecovery:
         handler._cluster_due_for_update_or_finish.clear()
         handler._should_preemption_thread_run = True
 
+    @property
+    def is_due(self) -> bool:
+        """Whether it waits for steps to end."""
+        return self._is_paused
+
     @contextlib.contextmanager
     def running(self) -> Iterator[None]:
         """Context in which a closure runs; begins when the cluster is not being mended."""

@@ -20,6 +20,7 @@ if TYPE_CHECKING:
     import keras
 
     from keras_psplus.parameter_server.engine import ParameterServerEngine
+    from keras_psplus.parameter_server.pulls import WholeRead
 
 
 class WorkerReplicaStep(ReplicaStep):
@@ -33,6 +34,8 @@ class WorkerReplicaStep(ReplicaStep):
 
     Attributes:
         handed_over: List of what `push` has returned.
+        first_hand_over: How many operations the function had before; None before the first.
+        whole_reads: List of `pulls.WholeRead`, once the step has been traced.
     """
 
     has_batch_fraction = True
@@ -46,6 +49,8 @@ class WorkerReplicaStep(ReplicaStep):
         self._optimizers: list[keras.optimizers.Optimizer] = []
         self._calls: list[stand_ins.Call] = []
         self.handed_over: list[Any] = []
+        self.first_hand_over: int | None = None
+        self.whole_reads: list[WholeRead] = []
 
     def batch_fraction(self) -> tf.Tensor:
         return self._weight
@@ -101,6 +106,8 @@ class WorkerReplicaStep(ReplicaStep):
                 f"Received: {optimizer.name}.apply(), called {where}"
             )
         self._check_unused(gradients)
+        if self.first_hand_over is None:
+            self.first_hand_over = len(self._graph.get_operations())
         parts = ((call.part_of(one) for call in self._calls) for one in gradients)
         found = [next((p for p in of_one if p is not None), None) for of_one in parts]
         gradients = [g if part is None else part for g, part in zip(gradients, found)]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
 import tensorflow as tf
@@ -13,6 +14,7 @@ from keras_psplus.tf_internals import context
 if TYPE_CHECKING:
     from keras_psplus.parameter_server.step_attempts import Attempt
     from keras_psplus.parameter_server.sync_functions import SyncFunction
+    from keras_psplus.parameter_server.sync_overlap import OverlappedStep
 
 
 class ReplicaStepClosure(Closure):
@@ -27,6 +29,8 @@ class ReplicaStepClosure(Closure):
         args: Arguments of the step's function.
         attempt: `Attempt`.
         share: Number of the share.
+        overlapped: `OverlappedStep` that reads copies, instead of the step's function; or None.
+        has_copies: Function of a worker's number that returns whether its copies are up to date.
     """
 
     after_loss = "no gradient counts twice"
@@ -38,14 +42,20 @@ class ReplicaStepClosure(Closure):
         args: tuple[Any, ...],
         attempt: Attempt,
         share: int,
+        overlapped: OverlappedStep | None = None,
+        has_copies: Callable[[int], bool] = lambda worker: True,
     ) -> None:
-        super().__init__(functions.step.concrete, cancellation_manager, args)
+        step = functions.step if overlapped is None else overlapped.step
+        super().__init__(step.concrete, cancellation_manager, args)
+        self._needs_copies, self._has_copies = overlapped is not None, has_copies
         self._attempt, self._share = attempt, share
         self._push = None
         if functions.push is not None:
             self._push = cancellation_manager.get_cancelable_function(functions.push.concrete)
 
     def run_on(self, worker: Any) -> None:
+        if self._needs_copies and not self._has_copies(worker.worker_index):
+            self._attempt.is_void = True
         if self._attempt.is_over or (self._push is None and not self._is_admitted()):
             self._set(())
             return

@@ -39,11 +39,13 @@ class Scheduler:
         check_workers: Called now and then while nothing comes back; raises if it has to be given
             up.
         on_worker_back: Optional, called with the name of a worker that was lost and is back.
-        overlap: Whether a worker may run several closures at a time, of those that allow it.
+        overlap: Whether the cluster is mended between steps only, which overlap with one another.
+        lanes: How many closures a worker may run at a time, of those that allow it.
         are_workers_back: With `overlap`, asked after a loss; whether all workers respond.
 
     Attributes:
         on_worker_lost: None, or a function that is called with the number of a worker that is lost.
+        recovery: `PausingRecovery`, or None without `overlap`.
     """
 
     on_worker_lost: Callable[[int], None] | None
@@ -55,15 +57,17 @@ class Scheduler:
         check_workers: Callable[[], None],
         on_worker_back: Callable[[str], None] | None = None,
         overlap: bool = False,
+        lanes: int = 1,
         are_workers_back: Callable[[], bool] = lambda: True,
     ) -> None:
         self._on_worker_back, self.on_worker_lost = on_worker_back, None
         self._coordinator = coordinator
         self._num_workers = num_workers
+        self.recovery: PausingRecovery | None = None
         if overlap:
-            recovery = PausingRecovery(coordinator._cluster.failure_handler, are_workers_back)
-            for worker in self.workers:
-                Lanes(worker, LANES, recovery)
+            self.recovery = PausingRecovery(coordinator._cluster.failure_handler, are_workers_back)
+            for worker in self.workers if lanes > 1 else ():
+                Lanes(worker, lanes, self.recovery)
         self._check_workers = check_workers
         self._changed = threading.Condition()
         # By the result's id: the result and its closure.

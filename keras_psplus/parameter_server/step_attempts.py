@@ -56,11 +56,12 @@ class StepAttempts:
 
     Attributes:
         failures: How many steps an error has ended before their update.
+        overlapped: How many steps have begun from copies that came during the step before.
     """
 
     def __init__(self, num_workers: int, backup_workers: int) -> None:
         self._num_workers, self.backup_workers = num_workers, backup_workers
-        self.failures = 0
+        self.failures = self.overlapped = 0
         self._stamps = itertools.count(1)
         self._dropped: collections.Counter[int] = collections.Counter()
         self._steps = self._logged = 0

@@ -69,6 +69,7 @@ class StepFunctions:
         replica_step: Optional function of the vector that carries the closure variables' values;
             makes the context, a `WorkerReplicaStep`, in which steps are traced.
         overlap: Whether a worker may run several of the functions at a time.
+        begin: Optional function of the `Pulls` of a function, called before its steps are traced.
     """
 
     def __init__(
@@ -79,8 +80,10 @@ class StepFunctions:
         weights: Callable[[], Iterable[tf.Variable]],
         replica_step: Callable[[tf.Tensor], Any] | None = None,
         overlap: bool = False,
+        begin: Callable[[Pulls], None] = lambda pulls: None,
     ) -> None:
         self._strategy, self._step, self._collect = strategy, step, collect
+        self._begin = begin
         self._weights, self._make_replica_step = weights, replica_step or _no_replica_step
         self._overlap = overlap
         self._functions: dict[str, StepFunction] = {}
@@ -125,6 +128,7 @@ class StepFunctions:
                     self._weights(), stay, self._strategy.extended.compressors, self._turn(counter)
                 ) as pulls,
             ):
+                self._begin(pulls)
                 batches = separate(payload, batch_spec)
                 results = [self._strategy.run(self._step, args=(batch,)) for batch in batches]
                 vector, outputs, notes[:] = self._collect(trace, results)

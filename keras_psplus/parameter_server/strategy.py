@@ -31,7 +31,7 @@ from keras_psplus.parameter_server.compressors import Compressors
 from keras_psplus.parameter_server.engine import ParameterServerEngine
 from keras_psplus.parameter_server.extended import ParameterServerExtended
 from keras_psplus.parameter_server.local_sgd_updates import LocalSGDUpdates
-from keras_psplus.parameter_server.scheduler import Scheduler
+from keras_psplus.parameter_server.scheduler import LANES, Scheduler
 from keras_psplus.parameter_server.staleness import Clocks
 from keras_psplus.parameter_server.stalls import StallProbe
 from keras_psplus.parameter_server.step_attempts import StepAttempts
@@ -82,9 +82,12 @@ class ParameterServerStrategy(tf.distribute.ParameterServerStrategy):
             text such as `"accumulate:4"`; None to read and send at each step.
         stall_warning: Seconds that a closure may take until one line says which one, and what it
             waits for; None for no such line.
-        overlap_steps: In `"async"` mode, whether a worker has up to three steps under way, of which
-            one reads, one computes and one sends: its link is used both ways, and its gradients
-            are up to two updates older. A job may then end when a worker is lost.
+        overlap_steps: Whether a worker's link is used both ways. In `"sync"` mode, each variable is
+            updated as soon as the gradients of all workers for it are there, and read for the next
+            step while others are still being sent; training is the same, and the servers keep a
+            second copy of all that an update writes. In `"async"` mode, a worker has up to three
+            steps under way, of which one reads, one computes and one sends: its gradients are up
+            to two updates older, and a job may end when a worker is lost.
         ps_weights: List of a positive number for each parameter server, such as its link's rate:
             its part of the variables' bytes is proportional to that. None for as many bytes on
             each host, whose servers share its link.
@@ -202,6 +205,7 @@ class ParameterServerStrategy(tf.distribute.ParameterServerStrategy):
             failure.WorkerWatch(spec["worker"], worker_timeout).check_workers,
             self._greet_again if self._chief else None,
             self.overlaps_steps,
+            1 if self._mode.is_sync else LANES,
             lambda: not stalls.unresponsive_tasks({a: a for a in spec["worker"]}),
         )
         self._progress = Progress(leads=True)

@@ -15,10 +15,12 @@ import tensorflow as tf
 from keras_psplus.core import replica_step
 from keras_psplus.core.scalars import scalar_tensor
 from keras_psplus.core.thread_flag import ThreadFlag
-from keras_psplus.parameter_server import aggregation, traffic
+from keras_psplus.parameter_server import aggregation, chief_writes, traffic, uncancelled
+from keras_psplus.parameter_server.pulls import current_pulls
 from keras_psplus.parameter_server.replica_step import WorkerReplicaStep
 from keras_psplus.parameter_server.sharded import Parts
 from keras_psplus.parameter_server.step_functions import StepFunction, StepFunctions
+from keras_psplus.parameter_server.sync_overlap import OverlappedStep, Overlaps
 from keras_psplus.parameter_server.worker_function import Trace
 
 if TYPE_CHECKING:
@@ -68,12 +70,15 @@ class SyncFunction(NamedTuple):
         apply: Function of an attempt's stamp, the number of gradients and a factor; run by the
             chief, it lets the optimizers apply the sums.
         discard: Function of a stamp; forgets what earlier attempts have added.
+        overlapped: Function of a batch of the same form that returns the `OverlappedStep`, or
+            None if the step cannot overlap.
     """
 
     step: StepFunction
     push: PushFunction | None
     apply: Callable[..., Any]
     discard: Callable[[int], None]
+    overlapped: Callable[[Any], OverlappedStep | None]
 
 
 class SyncFunctions:
@@ -95,10 +100,14 @@ class SyncFunctions:
     ) -> None:
         self._strategy, self._collect = strategy, collect
         self._pushes_later = strategy.step_attempts.backup_workers > 0
-        self._functions = StepFunctions(
-            strategy, step, self._with_gradients, weights, self._replica_step
-        )
+        args = strategy, step, self._with_gradients, weights, self._replica_step
+        self._functions = StepFunctions(*args)
+        self._overlaps = Overlaps(strategy, self._on_chief)
+        self._on_copies = StepFunctions(*args, begin=self._overlaps.begin)
         self._made: dict[int, SyncFunction] = {}
+        # By the step's id and a generation.
+        self._overlapped: dict[tuple[int, int], OverlappedStep | None] = {}
+        self._generation = 0
 
     def __call__(self, batch: Any) -> tuple[SyncFunction, Any]:
         """The functions for a share's batch, and their argument besides closure variables."""
@@ -106,6 +115,11 @@ class SyncFunctions:
         if id(step) not in self._made:
             self._made[id(step)] = self._make(step)
         return self._made[id(step)], payload
+
+    def begin_generation(self) -> None:
+        """Has overlapping steps share nothing with those so far, of which some may still wait."""
+        self._generation += 1
+        self._overlapped.clear()
 
     def discard(self, stamp: int) -> None:
         """Forgets what attempts before a stamp have added, with batches of any form."""
@@ -119,6 +133,8 @@ class SyncFunctions:
 
     def _with_gradients(self, trace, results):
         vector, _, notes = self._collect(trace, results)
+        own = replica_step.current_step()
+        own.whole_reads = list(current_pulls().whole_reads.values())
         outputs = ()
         if self._pushes_later:
             pending = replica_step.current_step().handed_over
@@ -130,14 +146,15 @@ class SyncFunctions:
         by_value = {id(variable._value): variable for variable in variables}
         extended = self._strategy.extended
         graph = tf.compat.v1.get_default_graph()
-        before = len(graph.get_operations())
+        before, after = len(graph.get_operations()), self._overlaps.before_adding()
         pairs = extended.pushes.send(
             gradients,
             [variable._value for variable in variables],
             lambda: tf.convert_to_tensor(inner.iterations),
             inner,
         )
-        sums = aggregation.add(pairs, stamp, f"keras_psplus/{extended.worker_states.run}")
+        prefix = f"keras_psplus/{extended.worker_states.run}"
+        sums = aggregation.add(pairs, stamp, prefix, after)
         _time_push(gradients, graph.get_operations()[before:])
         return _Added(optimizer, sums, [by_value[id(value)] for _, value in pairs])
 
@@ -145,7 +162,27 @@ class SyncFunctions:
         push, added = None, step.replica_step.handed_over
         if self._pushes_later:
             push, added = self._make_push(step)
-        return SyncFunction(step, push, self._make_apply(added), self._make_discard(added))
+        apply = self._apply(added)
+        return SyncFunction(
+            step,
+            push,
+            self._on_chief(
+                apply,
+                tf.TensorSpec([], tf.int64),
+                tf.TensorSpec([], tf.int32),
+                tf.TensorSpec([], tf.float32),
+            ),
+            self._make_discard(added),
+            lambda batch: self._overlapped_step(step, added, apply, batch),
+        )
+
+    def _overlapped_step(self, step, added, apply, batch):
+        key = id(step), self._generation
+        if key not in self._overlapped:
+            self._overlapped[key] = self._overlaps.make(
+                step, added, apply, self._generation, lambda: self._on_copies([batch])[0]
+            )
+        return self._overlapped[key]
 
     def _make_push(self, step):
         pending, added, counters = step.replica_step.handed_over, [], []
@@ -165,25 +202,22 @@ class SyncFunctions:
         concrete, function = self._traced(push, tf.TensorSpec([], tf.int64), specs)
         return PushFunction(concrete, counters[-1].summary(concrete.graph), function), added
 
-    def _make_apply(self, added):
+    def _apply(self, added):
+        """The function by which optimizers apply the sums, to be traced."""
+
         def apply(stamp, count, scale):
             for optimizer, sums, variables in added:
                 gradients = aggregation.take(sums, stamp, count, scale)
                 if _needs_whole(optimizer):
                     gradients = [_joined(g, v._value) for g, v in zip(gradients, variables)]
-                with _applying.raised():
+                with _applying.raised(), chief_writes.writes.expected.raised():
                     if variables:
                         optimizer.apply(gradients, variables)
                     else:
                         optimizer.iterations.assign_add(1)
             return tf.constant(True)
 
-        return self._on_chief(
-            apply,
-            tf.TensorSpec([], tf.int64),
-            tf.TensorSpec([], tf.int32),
-            tf.TensorSpec([], tf.float32),
-        )
+        return apply
 
     def _make_discard(self, added):
         def discard(stamp):
@@ -211,9 +245,10 @@ class SyncFunctions:
 
         def call(*args):
             with tf.device(CHIEF):
-                return concrete(*(scalar_tensor(a, spec.dtype) for a, spec in zip(args, specs)))
+                given = (scalar_tensor(a, spec.dtype) for a, spec in zip(args, specs))
+                return uncancelled.call(concrete, *given)
 
-        call.origin = origin
+        call.concrete, call.origin = concrete, origin
         return call
 
     def _traced(self, function, *specs):

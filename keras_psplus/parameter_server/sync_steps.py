@@ -8,7 +8,6 @@ never half an update.
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Callable, Iterable
 from typing import TYPE_CHECKING, Any
 
@@ -16,6 +15,7 @@ import numpy as np
 import tensorflow as tf
 
 from keras_psplus.log import logger
+from keras_psplus.parameter_server.overlapping import Overlapping
 from keras_psplus.parameter_server.replica_step_closure import ReplicaStepClosure
 from keras_psplus.parameter_server.steps import StepRunner, are_same, changes_and_logs, describe
 from keras_psplus.parameter_server.sync_functions import CHIEF, SyncFunctions
@@ -51,6 +51,7 @@ class SyncRunner(StepRunner):
     ) -> None:
         super().__init__(strategy, step, weights)
         self._functions = SyncFunctions(strategy, step, changes_and_logs, weights)
+        self._overlapping = Overlapping(strategy, self._functions)
         self._split, self._results = split, results
         self._result_functions: dict[int, tuple[Any, list[str], Any]] = {}
         self._failures = 0
@@ -78,12 +79,11 @@ class SyncRunner(StepRunner):
             if self._totals is None:
                 self._variables, self._totals = variables, pack(variables)
         try:
-            attempt = self._attempt(calls, weights, describe([batch], self._sent))
-            whole = sum(weights[share] for share in attempt.results)
-            functions.apply(attempt.stamp, len(attempt.results), 1.0 / whole)
+            attempt = self._complete(calls, shares, describe([batch], self._sent))
         except BaseException:
             self._strategy.step_attempts.failures += 1
             raise
+        whole = sum(weights[share] for share in attempt.results)
         self._merge(
             functions.step, {i: (weights[i] / whole, r) for i, r in attempt.results.items()}
         )
@@ -91,20 +91,17 @@ class SyncRunner(StepRunner):
         self._sent += 1
         self._steps += 1
 
-    def _attempt(self, calls, weights, about):
-        """Lets workers compute and add up the gradients of a step; returns the `Attempt`."""
-        scheduler, attempts = self._strategy.scheduler, self._strategy.step_attempts
+    def _complete(self, calls, shares, about):
+        """Takes a step, as often as a worker is lost with it; returns the `Attempt`."""
+        attempts = self._strategy.step_attempts
         is_unclean, self._failures = attempts.failures != self._failures, attempts.failures
         while True:
-            attempt = attempts.begin(len(calls))
-            if is_unclean:
-                self._functions.discard(attempt.stamp)
-            closures = [
-                self._start(attempt, share, call, weight, f"{about}, share {share}")
-                for share, (call, weight) in enumerate(zip(calls, weights))
-            ]
-            scheduler.wait_for(functools.partial(getattr, attempt, "is_over"))
-            scheduler.withdraw(closures)
+            overlapped = self._overlapping.functions(calls, shares[0][1])
+            with self._overlapping.recovering():
+                attempt = attempts.begin(len(calls))
+                if is_unclean:
+                    self._functions.discard(attempt.stamp)
+                self._try(attempt, calls, [weight for weight, _ in shares], overlapped, about)
             if not attempt.is_void:
                 return attempt
             is_unclean = True
@@ -112,14 +109,47 @@ class SyncRunner(StepRunner):
                 "%s begins again, because a worker was lost with it; no weight has changed", about
             )
 
-    def _start(self, attempt, share, call, weight, about):
+    def _try(self, attempt, calls, weights, overlapped, about):
+        """Lets workers compute and add up the gradients of a step, and makes the update."""
+        overlapping, scheduler = self._overlapping, self._strategy.scheduler
+        on_copies = overlapped if overlapped and overlapping.all_have_copies() else None
+        of_update = attempt.stamp, len(calls), 1.0 / sum(weights)
+        update = overlapping.start(overlapped, *of_update) if on_copies else None
+        try:
+            closures = [
+                self._start(attempt, share, call, weight, on_copies, f"{about}, share {share}")
+                for share, (call, weight) in enumerate(zip(calls, weights))
+            ]
+            scheduler.wait_for(lambda: attempt.is_over or overlapping.has_to_give_way)
+            attempt.is_void = attempt.is_void or not attempt.is_over
+            scheduler.withdraw(closures)
+        except BaseException:
+            if update is not None:
+                self._abort(update)
+            raise
+        if attempt.is_void:
+            if update is not None:
+                self._abort(update)
+        elif overlapped is None:
+            whole = sum(weights[share] for share in attempt.results)
+            calls[0][0].apply(attempt.stamp, len(attempt.results), 1.0 / whole)
+        else:
+            self._strategy.step_attempts.overlapped += update is not None
+            overlapping.finish(update or overlapping.start(overlapped, *of_update))
+
+    def _abort(self, update):
+        self._overlapping.forget()
+        update.abort()
+
+    def _start(self, attempt, share, call, weight, on_copies, about):
         functions, payload = call
+        step = functions.step if on_copies is None else on_copies.step
 
         def done(result, worker):
             if not result:
                 return
-            vector, costs = functions.step.split(result[0])
-            self._strategy.totals.add(functions.step.costs, costs)
+            vector, costs = step.split(result[0])
+            self._strategy.totals.add(step.costs, costs)
             if len(result) == 1:
                 return
             if functions.push is not None:
@@ -128,9 +158,14 @@ class SyncRunner(StepRunner):
 
         scheduler = self._strategy.scheduler
         initial = np.append(self._initial(share), [weight, attempt.stamp])
-        arguments = tf.constant(initial), payload
         closure = ReplicaStepClosure(
-            functions, scheduler.cancellation_manager, arguments, attempt, share
+            functions,
+            scheduler.cancellation_manager,
+            (tf.constant(initial), payload),
+            attempt,
+            share,
+            on_copies,
+            self._overlapping.has_copies,
         )
         scheduler.start(closure, done, about, share)
         return closure

@@ -49,6 +49,8 @@ class WorkerStates:
         # By worker and name: values that no step has asked for yet.
         self._to_restore: dict[int, dict[str, np.ndarray]] = {}
         self._ownerless: list[str] = []
+        # How often all states have been forgotten.
+        self.losses = 0
 
     @property
     def run(self) -> str:
@@ -203,6 +205,7 @@ class WorkerStates:
 
     def destroy(self, of_owner: str = "") -> None:
         """Lets all workers forget their states, or those of one owner."""
+        self.losses += not of_owner
         names = [name for name in self._leaves if name.startswith(of_owner)]
         for worker in range(self._num_workers if names else 0):
             try:

@@ -39,7 +39,7 @@ from tensorflow.python.distribute import values as distributed_values
 from tensorflow.python.distribute.cluster_resolver import slurm_cluster_resolver
 from tensorflow.python.distribute.coordinator import cluster_coordinator
 from tensorflow.python.distribute.coordinator import values as coordinator_values
-from tensorflow.python.eager import context, def_function, executor, record
+from tensorflow.python.eager import context, def_function, execute, executor, record
 from tensorflow.python.framework import (
     auto_control_deps_utils,
     func_graph,
@@ -80,6 +80,7 @@ __all__ = [
     "distribute_lib",
     "distribute_utils",
     "distributed_values",
+    "execute",
     "executor",
     "framework_ops",
     "func_graph",

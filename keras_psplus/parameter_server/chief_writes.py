@@ -1,0 +1,34 @@
+"""What is written to variables of parameter servers by anything but the steps themselves.
+
+Copies that workers have of variables are as old as the last step. What a callback, a checkpoint or
+the script assigns between steps, they do not know of.
+"""
+
+import tensorflow as tf
+
+from keras_psplus.core.thread_flag import ThreadFlag
+
+
+class ChiefWrites:
+    """Counts writes of this process.
+
+    Attributes:
+        count: How many have been made eagerly.
+        are_traced: Whether a function of the script writes, which may be called at any time.
+        expected: Raised by threads that trace functions of steps.
+    """
+
+    def __init__(self) -> None:
+        self.count, self.are_traced, self.expected = 0, False, ThreadFlag()
+
+    def note(self) -> None:
+        """Notes that a variable is assigned to, by a call or in the function that is traced."""
+        if self.expected:
+            return
+        if tf.executing_eagerly():
+            self.count += 1
+        else:
+            self.are_traced = True
+
+
+writes = ChiefWrites()

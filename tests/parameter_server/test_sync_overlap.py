@@ -1,0 +1,65 @@
+"""Synchronous steps that overlap in real processes: equal to one process, whatever happens."""
+
+import pathlib
+import re
+
+import numpy as np
+import pytest
+
+from keras_psplus.cluster.testing import run_in_processes
+from tests.multi_process import fit_cases
+
+JOB = pathlib.Path(__file__).with_name("sync_overlap_job.py")
+# What an update may need beside its own variable's gradient, and all kinds of variables.
+CASES = [
+    *("global_clipnorm", "adamw_with_schedule_and_average", "embeddings_of_several_widths"),
+    *("regularisers_and_constraint", "mixed_precision_skips_overflow", "much_at_once"),
+    *("gradient_accumulation_in_loop", "last_batch_of_one_row"),
+]
+TOLERANCE = {"mixed_precision_skips_overflow": 2e-3}
+ENVIRONMENT = {"TF_CPP_MIN_LOG_LEVEL": "2", "CUDA_VISIBLE_DEVICES": ""}
+
+
+@pytest.fixture(scope="module")
+def job(tmp_path_factory):
+    """The folder of what the cases come to, and the chief's log."""
+    folder = tmp_path_factory.mktemp("overlap")
+    fit_cases.run(CASES, None, "reference", folder)
+    result = run_in_processes(
+        JOB,
+        workers=2,
+        ps=2,
+        chief=True,
+        timeout=240,
+        env=ENVIRONMENT,
+        args=[folder, ",".join(CASES)],
+    )
+    return folder, result.logs["chief-0"]
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_two_workers_equal_one_process(case, job):
+    folder, log = job
+    path = folder / f"{case}.cluster.npz"
+    assert path.exists(), log[-4000:]
+    tolerance = TOLERANCE.get(case, 2e-5)
+    with np.load(path) as found, np.load(folder / f"{case}.reference.npz") as expected:
+        assert set(found) == set(expected)
+        for key in expected:
+            np.testing.assert_allclose(
+                found[key], expected[key], rtol=tolerance, atol=tolerance, err_msg=key
+            )
+
+
+@pytest.mark.parametrize(
+    "case",
+    re.findall(r"^def (\w+)\(strategy\):$", JOB.read_text(), re.MULTILINE),
+)
+def test_overlapping(case, job):
+    assert f"done {case}\n" in job[1], job[1][-4000:]
+
+
+def test_it_is_said_why_steps_do_not_overlap(job):
+    log = job[1]
+    assert "steps do not overlap, as it reads a variable by" in log
+    assert "a function of the script assigns to variables on parameter servers" in log
