@@ -67,12 +67,13 @@ class ParameterServerExtended(stock.ParameterServerStrategyV2Extended):
         variable_partitioner: tf.distribute.experimental.partitioners.Partitioner | str | None,
         compressors: Compressors,
         ps_weights: Sequence[float],
+        cuts_finely: bool = False,
     ) -> None:
         self._cuts_evenly = variable_partitioner == "auto"
         partitioner = None if self._cuts_evenly else variable_partitioner
         super().__init__(strategy, cluster_resolver, partitioner)
         self._creating = threading.local()
-        self._placement = Placement(ps_weights)
+        self._placement = Placement(ps_weights, cuts_finely)
         self._compressors = compressors
         self._worker_states = WorkerStates(self._num_workers)
         self._pushes = Pushes(compressors, self._worker_states)

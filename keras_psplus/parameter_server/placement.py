@@ -20,6 +20,8 @@ from keras_psplus.parameter_server import shard_sizes
 LEAST_SHARD_BYTES = 32 << 10
 # Above this, cutting further wins nothing.
 MOST_LEAST_SHARD_BYTES = 1 << 20
+# Of shards that are sent, updated and read one after the other: each has an update of its own.
+FINE_SHARD_BYTES, _MOST_FINE_SHARDS = 1 << 20, 8
 # Of a server's bytes: what is not cut has less than two of these, a tenth.
 _LEAST_PART = 0.05
 
@@ -43,9 +45,12 @@ class Placement:
 
     Args:
         weights: A positive number for each server, which its part of the bytes is proportional to.
+        cuts_finely: Whether a server may have several shards of a large variable, each of which is
+            sent, updated and read by itself.
     """
 
-    def __init__(self, weights: Sequence[float]) -> None:
+    def __init__(self, weights: Sequence[float], cuts_finely: bool = False) -> None:
+        self._cuts_finely = cuts_finely
         self._weights = [weight / sum(weights) for weight in weights]
         # What is trained has an optimizer's slots beside it, so that each kind is balanced alone.
         self._bytes = {is_trained: [0] * len(weights) for is_trained in (True, False)}
@@ -109,7 +114,10 @@ class Placement:
             del wanted[smallest]
         if len(wanted) == 1:
             wanted = {self.least_loaded(size, is_trained): 1.0}
-        return _shards(_whole_rows(wanted, rows), row_bytes)
+        most = shard_sizes.LARGE_BYTES
+        if self._cuts_finely:
+            most = max(FINE_SHARD_BYTES, size // (_MOST_FINE_SHARDS * len(wanted)))
+        return _shards(_whole_rows(wanted, rows), row_bytes, most)
 
     def _wanted(self, size, is_trained):
         """By server, how many of a variable's bytes would make up its part."""
@@ -129,10 +137,11 @@ def _whole_rows(wanted: Mapping[int, float], rows: int) -> dict[int, int]:
     return {ps: count for ps, count in sorted(counts.items()) if count}
 
 
-def _shards(counts, row_bytes):
+def _shards(counts, row_bytes, most):
     shards, first = [], 0
     for ps, rows in counts.items():
-        offsets = shard_sizes.offsets_of_rows(rows, row_bytes, 1, keeps_whole=False)
+        count = -(-rows * row_bytes // most)
+        offsets = shard_sizes.offsets_of_rows(rows, row_bytes, count, keeps_whole=False)
         shards += [Shard(ps, first + a, first + b) for a, b in zip(offsets, offsets[1:])]
         first += rows
     return shards

@@ -64,6 +64,7 @@ class Pushes:
         step: Callable[[], tf.Tensor],
         owner: keras.optimizers.Optimizer,
         compressed: bool = True,
+        in_turn: bool = False,
     ) -> list[tuple[tf.Tensor | tf.IndexedSlices | Parts | None, tf.Variable]]:
         """Sends gradients to their variables' servers.
 
@@ -73,6 +74,8 @@ class Pushes:
             step: Function that returns the number of the step, an int64 scalar.
             owner: Object that residuals belong to: the optimizer.
             compressed: Whether compressors are used.
+            in_turn: Whether large ones are sent one after the other, so that the first ones are
+                there long before the last.
 
         Returns:
             List of pairs of a gradient, on its variable's server, and the variable. Those that are
@@ -87,7 +90,7 @@ class Pushes:
         turn = pulls.turn if pulls is not None and has_states else None
         with writing_states(turn, tf.nest.flatten(gradients, expand_composites=True)):
             pushes = self._encode(gradients, variables, names, number, compressed)
-        return self._send(pushes)
+        return self._send(pushes, in_turn)
 
     def _encode(self, gradients, variables, names, number, compressed):
         pushes = []
@@ -115,11 +118,12 @@ class Pushes:
         path = f"{self._states.owner(owner)}/{path}"
         return f"{path}#{number}" if number else path
 
-    def _send(self, pushes):
+    def _send(self, pushes, in_turn):
         pieces = [piece for _, _, parts in pushes for piece in parts or ()]
         tensors = [tensor for piece in pieces for tensor in piece.sent]
         devices = [piece.device for piece in pieces for _ in piece.sent]
-        arrived = iter(transfer.send_coalesced(tensors, devices))
+        send = transfer.send_in_turn if in_turn else transfer.send_coalesced
+        arrived = iter(send(tensors, devices))
         pairs = []
         for variable, key, parts in pushes:
             if parts is None:

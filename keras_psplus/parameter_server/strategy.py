@@ -185,7 +185,12 @@ class ParameterServerStrategy(tf.distribute.ParameterServerStrategy):
         tf.distribute.Strategy.__init__(
             self,
             ParameterServerExtended(
-                self, cluster_resolver, variable_partitioner, compressors, weights
+                self,
+                cluster_resolver,
+                variable_partitioner,
+                compressors,
+                weights,
+                self._mode.is_sync and self._overlap_steps,
             ),
         )
         if self._task is None:

@@ -152,6 +152,7 @@ class SyncFunctions:
             [variable._value for variable in variables],
             lambda: tf.convert_to_tensor(inner.iterations),
             inner,
+            in_turn=self._strategy.overlaps_steps,
         )
         prefix = f"keras_psplus/{extended.worker_states.run}"
         sums = aggregation.add(pairs, stamp, prefix, after)

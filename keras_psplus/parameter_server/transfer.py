@@ -5,6 +5,7 @@ from collections.abc import Sequence
 import tensorflow as tf
 
 from keras_psplus.compression import wire
+from keras_psplus.tf_internals import framework_ops as ops
 
 # Below this a message costs more than its bytes.
 SMALL_BYTES = 32 << 10
@@ -37,6 +38,35 @@ def send_coalesced(tensors: Sequence[tf.Tensor], devices: Sequence[str | None]) 
             for i, tensor in zip(places, wire.unpack(words, group)):
                 arrived[i] = tf.ensure_shape(tensor, tensors[i].shape)
     return arrived
+
+
+def send_in_turn(tensors: Sequence[tf.Tensor], devices: Sequence[str]) -> list[tf.Tensor]:
+    """As `send_coalesced`, but large tensors reach each device one after the other.
+
+    All together, they would share the link, and none would be there before almost all are. The
+    last ones, whose gradients come first, begin.
+
+    Args:
+        tensors: List of tensors on the worker.
+        devices: Name of the device that each of them has to come to.
+
+    Returns:
+        List of tensors: on their devices.
+    """
+    gated = list(tensors)
+    before: dict[str, list[tf.Tensor]] = {}
+    for i in reversed(range(len(tensors))):
+        if _is_small(tensors[i]):
+            continue
+        earlier = before.setdefault(devices[i], [])
+        # While one is on its way, the next one's first bytes are, too.
+        with ops.control_dependencies([t.op for t in earlier[-2:-1]]), ops.device(None):
+            # Not an identity, past which TensorFlow would lead the tensor.
+            own = tf.raw_ops.EnsureShape(input=tensors[i], shape=tensors[i].shape)
+        with tf.device(devices[i]):
+            gated[i] = tf.raw_ops.EnsureShape(input=own, shape=tensors[i].shape)
+        earlier.append(gated[i])
+    return send_coalesced(gated, devices)
 
 
 def _is_small(tensor):

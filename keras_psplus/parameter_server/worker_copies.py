@@ -84,13 +84,14 @@ class WorkerCopies:
             generation: Number of the functions that read, which no others share.
         """
         for number, group in enumerate(self._groups):
+            # Out here: a function makes its handles in order, and would wait for each group's values.
+            queue = self._queue(number, generation)
             with tf.device(group[0].variable.device):
                 # After their updates, in the order of the function.
                 values = [reads.raw_read(part.variable) for part in group]
                 with tf.control_dependencies(values):
                     tf.raw_ops.QueueEnqueueManyV2(
-                        handle=self._queue(number, generation),
-                        components=[tf.zeros([readers], tf.int32)],
+                        handle=queue, components=[tf.zeros([readers], tf.int32)]
                     )
 
     def trace_fetch(self, generation: int) -> Fetch:
