@@ -41,6 +41,9 @@ class Overlapping:
         function = calls[0][0]
         if not self._strategy.overlaps_steps or any(one is not function for one, _ in calls):
             return None
+        if self._strategy.scheduler.lost_workers:
+            # TensorFlow cannot give new functions to all tasks, and says so at length.
+            return None
         if writes.are_traced:
             warn_once(
                 "a function of the script assigns to variables on parameter servers, which may "
@@ -94,7 +97,11 @@ class Overlapping:
             self.forget()
         self._copies = dict.fromkeys(fresh, state)
 
-    def forget(self) -> None:
+    def forget_copies(self) -> None:
         """Has all workers read the servers in the next step."""
         self._copies.clear()
+
+    def forget(self) -> None:
+        """The same, and nothing is shared with functions that may still be under way."""
+        self.forget_copies()
         self._functions.begin_generation()

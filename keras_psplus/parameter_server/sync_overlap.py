@@ -62,9 +62,7 @@ class Overlaps:
             specifications; the call has the `concrete` function.
     """
 
-    def __init__(
-        self, strategy: ParameterServerStrategy, on_chief: Callable[..., Callable[..., Any]]
-    ) -> None:
+    def __init__(self, strategy: ParameterServerStrategy, on_chief: Callable[..., Any]) -> None:
         self._strategy, self._on_chief = strategy, on_chief
         # By graph: what the function that is traced has read of its copies.
         self._read: weakref.WeakKeyDictionary[tf.Graph, list[tf.Operation]] = (

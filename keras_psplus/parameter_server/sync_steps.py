@@ -8,6 +8,7 @@ never half an update.
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Callable, Iterable
 from typing import TYPE_CHECKING, Any
 
@@ -125,12 +126,15 @@ class SyncRunner(StepRunner):
             scheduler.withdraw(closures)
         except BaseException:
             if update is not None:
-                self._abort(update)
+                # What cannot be undone lies on a server that is lost, and the error says so.
+                with contextlib.suppress(tf.errors.OpError):
+                    self._abort(update)
             raise
         if attempt.is_void:
             if update is not None:
                 self._abort(update)
         elif overlapped is None:
+            overlapping.forget_copies()
             whole = sum(weights[share] for share in attempt.results)
             calls[0][0].apply(attempt.stamp, len(attempt.results), 1.0 / whole)
         else:

@@ -7,7 +7,6 @@ closure's own: an error of one closure may cancel what another thread has under 
 from __future__ import annotations
 
 import itertools
-from typing import Any
 
 import tensorflow as tf
 

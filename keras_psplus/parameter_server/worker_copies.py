@@ -84,7 +84,7 @@ class WorkerCopies:
             generation: Number of the functions that read, which no others share.
         """
         for number, group in enumerate(self._groups):
-            # Out here: a function makes its handles in order, and would wait for each group's values.
+            # Out here: a function makes its handles in order, and would wait for values in between.
             queue = self._queue(number, generation)
             with tf.device(group[0].variable.device):
                 # After their updates, in the order of the function.

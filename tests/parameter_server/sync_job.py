@@ -1,6 +1,6 @@
 """A synchronous job whose result is known: a linear model, from zeros, by plain gradient descent.
 
-sync_job.py STEPS FILE FOLDER CASES
+sync_job.py STEPS FILE FOLDER CASES [overlap]
 
 Half-way it waits until there is the file. Before, it trains the cases of `fit_cases.py`, for which
 it leaves what they come to in the folder.
@@ -82,7 +82,11 @@ def values(layer):
 if __name__ == "__main__":
     steps, file = int(sys.argv[1]), pathlib.Path(sys.argv[2])
     strategy = psp.ParameterServerStrategy(
-        startup_timeout=60, worker_timeout=30, mode="sync", compression="topk:1.0"
+        startup_timeout=60,
+        worker_timeout=30,
+        mode="sync",
+        compression="topk:1.0",
+        overlap_steps="overlap" in sys.argv,
     )
     fit_cases.run(sys.argv[4].split(","), strategy, "cluster", sys.argv[3])
     with strategy.scope():
@@ -94,5 +98,6 @@ if __name__ == "__main__":
         "steps": int(model.steps.numpy()),
         "weights": values(model.dense),
         "averages": values(model.normal),
+        "overlapped": strategy.step_attempts.overlapped,
     }
     print("result", json.dumps(result), flush=True)

@@ -33,6 +33,8 @@ def trained(strategy, make=keras.Sequential, callbacks=(), data=x, labels=y, lay
         model = make((layers or dense)())
         model.compile(keras.optimizers.Adam(0.01), "mse")
     fit = {"batch_size": BATCH, "epochs": 2, "verbose": 0, "shuffle": False}
+    if isinstance(data, tf.data.Dataset):
+        labels, fit = None, {"verbose": 0}
     with contextlib.nullcontext() if strategy else psp.single_process():
         model.fit(data, labels, **{**fit, **kwargs}, callbacks=list(callbacks))
     after = 0 if strategy is None else strategy.step_attempts.overlapped
@@ -128,6 +130,41 @@ def what_cannot_read_copies_does_not_overlap(strategy):
     assert overlapped == 0, overlapped
 
 
+class ReadsInsideOfShort(ReadsInside):
+    """... for batches of short sequences only."""
+
+    def train_step(self, data):
+        if data[0].shape[1] < 4:
+            return super().train_step(data)
+        return keras.Sequential.train_step(self, data)
+
+
+def steps_that_overlap_and_others_take_turns(strategy):
+    lengths = [5, 5, 3, 5, 3, 3, 5, 5]
+    batches = [rng.normal(size=(BATCH, length, 4)).astype("float32") for length in lengths]
+
+    def data():
+        spec = tf.TensorSpec([None, None, 4]), tf.TensorSpec([None, 1])
+        rows = ((batch, y[:BATCH]) for batch in batches)
+        dataset = tf.data.Dataset.from_generator(lambda: iter(rows), output_signature=spec)
+        options = tf.data.Options()
+        options.experimental_distribute.auto_shard_policy = tf.data.experimental.AutoShardPolicy.OFF
+        return dataset.with_options(options)
+
+    def layers():
+        return [
+            keras.Input((None, 4)),
+            keras.layers.Dense(6),
+            keras.layers.GlobalAveragePooling1D(),
+            keras.layers.Dense(1),
+        ]
+
+    model, overlapped = trained(strategy, ReadsInsideOfShort, data=data(), layers=layers, epochs=1)
+    compare(model, trained(None, data=data(), layers=layers, epochs=1)[0])
+    # Those whose step before has brought copies.
+    assert overlapped == 2, overlapped
+
+
 def rows_of_embeddings(strategy):
     ids = rng.integers(0, 50, size=(BATCH * STEPS, 3))
 
@@ -213,6 +250,7 @@ CASES = [
     callbacks_may_write,
     what_is_read_later_is_from_before_the_step,
     what_cannot_read_copies_does_not_overlap,
+    steps_that_overlap_and_others_take_turns,
     rows_of_embeddings,
     an_error_changes_no_weight,
     bytes_are_those_of_one_read_a_step,

@@ -152,12 +152,14 @@ def test_a_worker_whose_step_is_taken_back_after_its_loss_gets_no_other():
 @pytest.mark.parametrize(
     "options",
     [
-        {"mode": "sync"},
+        {"mode": "sync", "backup_workers": 1},
         {"max_staleness": 2},
         {"updates": "accumulate:2"},
         {"updates": "local_sgd:2"},
     ],
 )
 def test_steps_that_go_on_from_one_another_cannot_overlap(options):
-    with pytest.raises(ValueError, match="`overlap_steps` is for .*Received: overlap_steps=True"):
+    with pytest.raises(
+        ValueError, match="`overlap_steps` goes without .*Received: overlap_steps=True"
+    ):
         psp.ParameterServerStrategy(overlap_steps=True, **options)

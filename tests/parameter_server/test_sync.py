@@ -37,10 +37,20 @@ def reference(tmp_path_factory):
 
 @pytest.fixture(scope="module")
 def job(tmp_path_factory):
+    """The folder and the log of `killed`."""
+    return killed(tmp_path_factory.mktemp("sync"), CASES)
+
+
+@pytest.fixture(scope="module")
+def overlapping_job(tmp_path_factory):
+    """The same with steps that overlap; `sync_overlap_job.py` has more cases."""
+    return killed(tmp_path_factory.mktemp("overlapping"), CASES[:1], "overlap")
+
+
+def killed(folder, cases, *options):
     """The folder of a job whose two workers are killed, one after the other has come back."""
-    folder = tmp_path_factory.mktemp("sync")
     file = folder / "file"
-    command = [sys.executable, JOB, STEPS, file, folder, ",".join(CASES)]
+    command = [sys.executable, JOB, STEPS, file, folder, ",".join(cases), *options]
     command = [str(word) for word in command]
     with cluster_that_goes_on(command, ENVIRONMENT, folder) as cluster:
         chief = cluster.log_path("chief-0")
@@ -85,8 +95,9 @@ def test_two_workers_equal_one_process(case, job, reference):
             )
 
 
-def test_workers_are_killed_and_no_update_is_wrong(job):
-    _, log = job
+@pytest.mark.parametrize("how", ["job", "overlapping_job"])
+def test_workers_are_killed_and_no_update_is_wrong(how, request):
+    _, log = request.getfixturevalue(how)
     for lost, other in ((1, 0), (0, 1)):
         assert re.search(
             rf"worker-{lost} was lost with batch \d+ .*; worker-{other} takes it once more, and no "
@@ -98,6 +109,8 @@ def test_workers_are_killed_and_no_update_is_wrong(job):
     assert found, log[-4000:]
     result = json.loads(found[1])
     assert result["iterations"] == result["steps"] == STEPS
+    # While a worker is away, they do not.
+    assert (result["overlapped"] > STEPS / 4) == (how == "overlapping_job"), result
     for name, expected in by_hand(STEPS).items():
         np.testing.assert_allclose(result[name], expected, atol=1e-5, err_msg=name)
 
