@@ -1,4 +1,4 @@
-"""What is written to variables of parameter servers by anything but the steps themselves.
+"""What is written to variables of parameter servers by anything but a runner's own steps.
 
 Copies that workers have of variables are as old as the last step. What a callback, a checkpoint or
 the script assigns between steps, they do not know of.
@@ -13,7 +13,7 @@ class ChiefWrites:
     """Counts writes of this process.
 
     Attributes:
-        count: How many have been made eagerly.
+        count: Grows with each that is made eagerly, and with each update.
         are_traced: Whether a function of the script writes, which may be called at any time.
         expected: Raised by threads that trace functions of steps.
     """

@@ -90,6 +90,8 @@ class Overlapping:
 
     def finish(self, update: OverlappedUpdate) -> None:
         """Waits until an update is made, and workers have read it."""
+        # Another model of the same weights has copies of its own.
+        writes.count += 1
         state = self._state
         scheduler = self._strategy.scheduler
         fresh = update.finish(lambda: scheduler.lost_workers)
@@ -99,7 +101,7 @@ class Overlapping:
 
     def forget_copies(self) -> None:
         """Has all workers read the servers in the next step."""
-        self._copies.clear()
+        writes.count += 1
 
     def forget(self) -> None:
         """The same, and nothing is shared with functions that may still be under way."""

@@ -228,6 +228,28 @@ def bytes_are_those_of_one_read_a_step(strategy):
     np.testing.assert_allclose(pulled() - before, 2 * weights * (2 * STEPS + 1), rtol=0.01)
 
 
+def models_of_the_same_weights(strategy):
+    """Each has copies of its own, which the other's steps make old."""
+
+    def train(scope):
+        keras.utils.set_random_seed(3)
+        with scope:
+            first = keras.Sequential(dense())
+            first.compile(keras.optimizers.SGD(0.05), "mse")
+            second = keras.Sequential(first.layers)
+            second.compile(keras.optimizers.SGD(0.02), "mae")
+        with contextlib.nullcontext() if scope is not alone else psp.single_process():
+            for model in (first, first, second, first, second, second):
+                model.train_on_batch(x[:BATCH], y[:BATCH])
+        return first
+
+    alone = psp.single_process()
+    before = strategy.step_attempts.overlapped
+    model = train(strategy.scope())
+    assert strategy.step_attempts.overlapped == before + 2
+    compare(model, train(alone))
+
+
 def a_function_that_writes_ends_it(strategy):
     """The last case: from here on, no step of this process overlaps."""
 
@@ -254,6 +276,7 @@ CASES = [
     rows_of_embeddings,
     an_error_changes_no_weight,
     bytes_are_those_of_one_read_a_step,
+    models_of_the_same_weights,
     a_function_that_writes_ends_it,
 ]
 

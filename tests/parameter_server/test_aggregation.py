@@ -22,6 +22,35 @@ def variable():
 
 
 @pytest.mark.parametrize("has_rows", [False, True])
+def test_who_waits_for_gradients_that_will_not_come_is_released(has_rows, variable):
+    gradient, made = rows([[1.0, 1.0]], [2]) if has_rows else tf.ones([4, 2]), []
+
+    @tf.function(autograph=False)
+    def add(stamp):
+        made[:] = aggregation.add([(gradient, variable)], stamp, f"release/{has_rows}")
+
+    @tf.function(autograph=False)
+    def release(stamp):
+        aggregation.release(made, stamp, tf.constant(3))
+
+    @tf.function(autograph=False)
+    def take(stamp):
+        return aggregation.take(made, stamp, tf.constant(3), tf.constant(1.0))[0]
+
+    @tf.function(autograph=False)
+    def discard(stamp):
+        aggregation.discard(made, stamp)
+
+    for number in (1, 2):
+        stamp = tf.constant(number, tf.int64)
+        add(stamp)
+        release(stamp)
+        # Without, two of three gradients would be waited for for ever.
+        np.testing.assert_allclose(dense_of(take(stamp)), dense_of(gradient))
+        discard(stamp + 1)
+
+
+@pytest.mark.parametrize("has_rows", [False, True])
 def test_only_what_carries_the_stamp_counts(has_rows, variable):
     def gradient(number):
         if has_rows:

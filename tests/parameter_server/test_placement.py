@@ -71,6 +71,17 @@ def test_what_is_trained_is_balanced_by_itself():
     assert worst(placement) <= 1.1
 
 
+def test_shards_that_are_sent_one_after_the_other_are_fine():
+    placement = Placement([1, 1], cuts_finely=True)
+    shards = placement.cut((1000, 2000), "float32", True)
+    # 8 MB, of which each server has four shards of 1 MiB or less.
+    assert [shard.ps for shard in shards] == [0] * 4 + [1] * 4
+    assert max(shard.end - shard.first for shard in shards) * 8000 <= 1 << 20
+    # Very large ones are cut into eight on each server.
+    assert len(placement.cut((100_000, 1000), "float32", True)) == 16
+    assert len(placement.cut((10, 10), "float32", True)) == 1
+
+
 def test_small_variables_stay_whole_and_go_where_least_is():
     placement, cuts = place([(64, 64), (100,), (60, 100), (30, 30)], [1, 1])
     assert [len(shards) for shards in cuts] == [1, 1, 1, 1]
