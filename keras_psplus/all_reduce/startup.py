@@ -3,7 +3,7 @@
 import tensorflow as tf
 
 from keras_psplus.all_reduce import heartbeat
-from keras_psplus.cluster import config, discovery, early_init, preflight, tuning
+from keras_psplus.cluster import config, discovery, early_init, preflight, resolvers, tuning
 from keras_psplus.tf_internals import context, coordination_config_pb2, multi_worker_util
 
 _JOBS = ("chief", "worker")
@@ -63,7 +63,10 @@ def task_of(
     Args:
         cluster_resolver: `ClusterResolver`, or None to read `TF_CONFIG`.
     """
-    task = _task_of(cluster_resolver) if cluster_resolver else discovery.find_task_config()
+    if cluster_resolver:
+        task = resolvers.task_of(cluster_resolver)
+    else:
+        task = discovery.find_task_config()
     return None if task is None or task.task_type == "evaluator" else task
 
 
@@ -94,15 +97,4 @@ def resolver_for(
 def _spec_of(task):
     return tf.train.ClusterSpec(
         {job: list(task.cluster[job]) for job in _JOBS if job in task.cluster}
-    )
-
-
-def _task_of(resolver):
-    spec = resolver.cluster_spec().as_dict()
-    if not spec:
-        return None
-    return config.TaskConfig(
-        {job: tuple(addresses) for job, addresses in spec.items()},
-        resolver.task_type,
-        int(resolver.task_id),
     )

@@ -50,7 +50,7 @@ class MultiWorkerMirroredStrategy(tf.distribute.MultiWorkerMirroredStrategy):
 
     Args:
         cluster_resolver: Optional `tf.distribute.cluster_resolver.ClusterResolver`, for clusters
-            that are not described by `TF_CONFIG` (Slurm, Kubernetes).
+            that neither `TF_CONFIG` nor the variables of a scheduler describe.
         communication_options: Optional `tf.distribute.experimental.CommunicationOptions`, to
             choose NCCL or ring or to set a timeout for collectives.
         startup_timeout: Seconds to wait for the other workers to start. The process ends with the

@@ -13,7 +13,7 @@ import time
 from collections.abc import Mapping, Sequence
 from typing import Any, Self
 
-from keras_psplus.cluster.config import EVALUATOR, JOB_TYPES, task_name
+from keras_psplus.cluster.config import EVALUATOR
 from keras_psplus.cluster.console import Console, OutputPump, warn
 from keras_psplus.cluster.environment import (
     RESTART_VARIABLE,
@@ -24,11 +24,11 @@ from keras_psplus.cluster.environment import (
 from keras_psplus.cluster.job_record import JobRecord
 from keras_psplus.cluster.log_file import LogFile
 from keras_psplus.cluster.results import ClusterResult, describe, exit_code_of
+from keras_psplus.cluster.task_ends import EVALUATOR_NAME, Graces, TaskEnds
 from keras_psplus.cluster.task_restarts import TaskRestarts
 from keras_psplus.cluster.warm import WarmProcess, WarmPython
 
 _POLL = 0.05
-_EVALUATOR = task_name(EVALUATOR, 0)
 _WRAPPER = str(pathlib.Path(__file__).with_name("exec_with_parent.py"))
 
 
@@ -120,12 +120,16 @@ class LocalCluster:
         self._serving_workers = bool(chief and ps)
         self.log_dir = pathlib.Path(log_dir or tempfile.mkdtemp(prefix="keras_psplus_"))
         self._console = console
-        self._failure_grace, self._kill_grace = failure_grace, kill_grace
-        self._server_grace, self._worker_grace = server_grace, worker_grace
-        self._evaluator_grace = evaluator_grace
-        self._error_grace = failure_grace if error_grace is None else error_grace
-        self._idle_grace = failure_grace if idle_grace is None else idle_grace
-        self._restart = restart
+        self._restart, self._kill_grace = restart, kill_grace
+        graces = Graces(
+            failure=failure_grace,
+            error=failure_grace if error_grace is None else error_grace,
+            idle=failure_grace if idle_grace is None else idle_grace,
+            server=server_grace,
+            worker=worker_grace,
+            evaluator=evaluator_grace,
+        )
+        self._ends = TaskEnds(self.tasks, self._serving_workers, graces, record, self._log)
         jobs = [EVALUATOR]
         if self._serving_workers:
             jobs.append("worker")
@@ -139,9 +143,6 @@ class LocalCluster:
         self._log_starts: dict[str, int] = {}
         # Of tasks that were started again.
         self._replaced: list[tuple[subprocess.Popen[bytes] | WarmProcess, LogFile]] = []
-        self._ends: dict[str, tuple[int, float]] = {}  # task name -> (exit code, time)
-        self._terminated: list[str] = []
-        self._first_failure: str | None = None
         self._signals: list[int] = []
         self._old_handlers: dict[signal.Signals, Any] = {}
         self._released = False
@@ -175,7 +176,7 @@ class LocalCluster:
         """
         (task,) = (task for task in self.tasks if task.name == name)
         shared = self._environ if self.network is None else self.network.environment(self._environ)
-        told = {TRAINING_END_VARIABLE: "stdin"} if name == _EVALUATOR else {}
+        told = {TRAINING_END_VARIABLE: "stdin"} if name == EVALUATOR_NAME else {}
         return {**shared, "PYTHONUNBUFFERED": "1", **task.variables, **told}
 
     def start(self) -> None:
@@ -209,19 +210,19 @@ class LocalCluster:
         while self._running() and not self._signals:
             now = time.monotonic()
             timed_out = now >= deadline
-            if timed_out or now >= self._end_of_grace():
+            if timed_out or now >= self._ends.deadline():
                 break
             self._start_again()
             time.sleep(_POLL)
         self.stop()
         return ClusterResult(
-            exit_codes={name: code for name, (code, _) in self._ends.items()},
+            exit_codes=self._ends.codes,
             log_paths={task.name: self.log_path(task.name) for task in self.tasks},
-            chief_has_ended_well=self._serving_workers and self._ends.get("chief-0", [1])[0] == 0,
+            chief_has_ended_well=self._serving_workers and self._ends.has_ended_well("chief-0"),
             log_starts=self._log_starts,
             unwritten={name: log.lost for name, log in self._logs.items() if log.lost},
-            first_failure=self._first_failure,
-            terminated=tuple(self._terminated),
+            first_failure=self._ends.first_failure,
+            terminated=tuple(self._ends.terminated),
             timed_out=timed_out,
             signal=self._signals[0] if self._signals else None,
             task_restarts=self._task_restarts.used,
@@ -244,11 +245,11 @@ class LocalCluster:
             return
         self._forget_restarts()
         running = self._running()
-        self._terminated += running
+        self._ends.terminated += running
         try:
             # TensorFlow keeps SIGTERM from ending a task. One that has said why it ends, or has
             # nothing to say, needs no time.
-            done = [name for name in running if self._have_failed([name]) or self._is_left(name)]
+            done = [name for name in running if self._ends.needs_no_time(name)]
             self._signal_groups(done, signal.SIGKILL)
             self._signal_groups([name for name in running if name not in done], signal.SIGTERM)
             deadline = time.monotonic() + self._kill_grace
@@ -263,11 +264,11 @@ class LocalCluster:
 
     def _start_again(self):
         """Starts the tasks whose time has come."""
-        if self._ends.get("chief-0", (1,))[0] == 0 or self._has_trained():
+        if self._ends.has_ended_well("chief-0") or self._ends.has_trained():
             self._forget_restarts()  # Nobody needs them any more.
-            if _EVALUATOR in self._processes:
+            if EVALUATOR_NAME in self._processes:
                 # By the end of its input the evaluator knows that no checkpoint is to come.
-                self._processes[_EVALUATOR].stdin.close()
+                self._processes[EVALUATOR_NAME].stdin.close()
         due = self._task_restarts.pop_due()
         for rank, task in enumerate(self.tasks):
             if task.name in due:
@@ -279,9 +280,8 @@ class LocalCluster:
                     self._start_task(rank, task, is_again=True)
 
     def _forget_restarts(self):
-        now = time.monotonic()
         for name, code in self._task_restarts.pop_all().items():
-            self._ends[name] = (code, now)
+            self._ends.note(name, code)
 
     def _start_task(self, rank, task, is_again=False):
         self._logs[task.name] = log = self._open_log(task.name, is_again)
@@ -297,7 +297,7 @@ class LocalCluster:
     def _start_process(self, rank, name):
         environ = self.environment(name)
         if self._warm is not None and self.network is None:
-            return self._warm.start(self._argv[1:], environ, has_input=name == _EVALUATOR)
+            return self._warm.start(self._argv[1:], environ, has_input=name == EVALUATOR_NAME)
         command = self._argv
         if self.network is not None:
             command = [*self.network.inside(rank), *command]
@@ -305,7 +305,7 @@ class LocalCluster:
             command = [sys.executable, "-I", "-S", _WRAPPER, str(os.getpid()), *command]
         return subprocess.Popen(
             command,
-            stdin=subprocess.PIPE if name == _EVALUATOR else subprocess.DEVNULL,
+            stdin=subprocess.PIPE if name == EVALUATOR_NAME else subprocess.DEVNULL,
             stdout=subprocess.PIPE,
             stderr=subprocess.STDOUT,
             env=environ,
@@ -323,99 +323,36 @@ class LocalCluster:
 
     def _running(self):
         """Names of the tasks that have not ended; notes the ends of the others."""
-        fresh = []
-        for name, process in self._processes.items():
-            if name not in self._ends and name not in self._task_restarts:
-                code = exit_code_of(process)
-                if code is not None:
-                    fresh.append((code, name))
-        for code, name in fresh:
-            self._ends[name] = (code, time.monotonic())
+        codes = {
+            name: exit_code_of(process)
+            for name, process in self._processes.items()
+            if name not in self._ends and name not in self._task_restarts
+        }
+        fresh = {name: code for name, code in codes.items() if code is not None}
+        for name, code in fresh.items():
+            self._ends.note(name, code)
             if self._record is not None:
                 self._record.task_ended(name, code)
-            if name == _EVALUATOR and code and name not in self._terminated:
+            if name == EVALUATOR_NAME and code and name not in self._ends.terminated:
                 self._restart_evaluator(code)
-        failed = [(code, name) for code, name in fresh if self._has_failed(name, code)]
-        is_whole = self._first_failure is None and "chief-0" not in self._ends
-        if is_whole and all(self._task_restarts.can_take(name, code) for code, name in failed):
-            for code, name in failed:
-                self._task_restarts.take(name, code, self._began[name])
-                del self._ends[name]
-            failed = []
-        if failed and self._first_failure is None:
-            # Ended at the same moment: a task killed by a signal (negative) did not follow suit.
-            self._first_failure = min(failed, key=lambda end: end[0] > 0)[1]
-            self._log(f"{self._first_failure} has failed, ending the cluster")
+        failed = [name for name in fresh if name in self._ends and self._ends.is_failure(name)]
+        is_whole = self._ends.first_failure is None and "chief-0" not in self._ends
+        if is_whole and all(self._task_restarts.can_take(name, fresh[name]) for name in failed):
+            for name in failed:
+                self._task_restarts.take(name, fresh[name], self._began[name])
+                self._ends.forget(name)
+        elif failed:
+            self._ends.note_failure(failed)
         return [name for name in self._processes if name not in self._ends]
 
     def _restart_evaluator(self, code):
         """Plans the next start of an evaluator that has failed, or does without it."""
-        trains = self._first_failure is None and not self._has_trained()
-        if trains and self._task_restarts.can_take(_EVALUATOR, code):
-            self._task_restarts.take(_EVALUATOR, code, self._began[_EVALUATOR])
-            del self._ends[_EVALUATOR]
+        trains = self._ends.first_failure is None and not self._ends.has_trained()
+        if trains and self._task_restarts.can_take(EVALUATOR_NAME, code):
+            self._task_restarts.take(EVALUATOR_NAME, code, self._began[EVALUATOR_NAME])
+            self._ends.forget(EVALUATOR_NAME)
         else:
-            self._log(f"{_EVALUATOR} has failed ({describe(code)}), and the others go on")
-
-    def _has_trained(self):
-        """Whether all tasks that compute have ended."""
-        jobs = ("chief",) if self._serving_workers else ("chief", "worker")
-        return self._all_ended([t.name for t in self.tasks if t.config.task_type in jobs])
-
-    def _has_failed(self, name, code):
-        if not code or name in self._terminated:
-            return False
-        if name == _EVALUATOR:
-            return False
-        chief = "chief-0" if "chief-0" in self._processes else "worker-0"
-        if not name.startswith("ps-") or self._ends.get(chief, (1, None))[0]:
-            return True
-        # The training is over, and nobody needs it any more.
-        self._log(f"{name} has ended ({describe(code)}) after {chief} has ended well: no failure")
-        return False
-
-    def _end_of_grace(self):
-        """The time at which those still running are terminated."""
-        chief, workers = (
-            [t.name for t in self.tasks if t.config.task_type == job] for job in JOB_TYPES[:2]
-        )
-        served = chief if self._serving_workers else chief + workers
-        if self._first_failure is not None:
-            served = [name for name in served if not self._is_serving(name)]
-            waited_for = [name for name in served if name not in self._ends]
-            if waited_for and self._have_failed(waited_for):
-                return 0.0  # They have said what they saw.
-            code, end = self._ends[self._first_failure]
-            end += self._error_grace if code > 0 else self._failure_grace
-            if self._all_ended(served):
-                end = min(end, self._last_end(served) + self._idle_grace)
-            return end
-        if not self._all_ended(served):
-            return float("inf")
-        # An evaluator has the last checkpoint to evaluate.
-        evaluates = _EVALUATOR in self._processes and _EVALUATOR not in self._ends
-        grace = self._evaluator_grace if evaluates else 0.0
-        if self._all_ended(chief + workers):
-            return self._last_end(chief + workers) + max(grace, self._server_grace)
-        return self._last_end(served) + max(grace, self._worker_grace)
-
-    def _have_failed(self, names):
-        """Whether tasks that still run have said that they have failed, and why."""
-        return self._record is not None and self._record.have_failed(names)
-
-    def _is_serving(self, name):
-        """Whether a task has said that it only serves a chief."""
-        return self._record is not None and self._record.is_serving(name)
-
-    def _is_left(self, name):
-        """Whether a task only serves a chief that has ended."""
-        return "chief-0" in self._ends and self._is_serving(name)
-
-    def _all_ended(self, names):
-        return all(name in self._ends for name in names)
-
-    def _last_end(self, names):
-        return max(self._ends[name][1] for name in names)
+            self._log(f"{EVALUATOR_NAME} has failed ({describe(code)}), and the others go on")
 
     def _signal_groups(self, names, number):
         for name in names:

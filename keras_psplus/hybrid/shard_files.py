@@ -207,9 +207,11 @@ def remove(path: str) -> None:
 
 def find(directory: str, pattern: str) -> list[str]:
     """Paths of what is in a folder, if it exists, and has a name like a pattern."""
-    if not tf.io.gfile.isdir(directory):
-        return []
-    names = [name.rstrip("/") for name in tf.io.gfile.listdir(directory)]
+    try:
+        found = tf.io.gfile.listdir(directory) if tf.io.gfile.isdir(directory) else []
+    except tf.errors.NotFoundError:
+        return []  # Another task, on the same disk, has deleted it meanwhile.
+    names = [name.rstrip("/") for name in found]
     return [os.path.join(directory, n) for n in sorted(names) if fnmatch.fnmatchcase(n, pattern)]
 
 

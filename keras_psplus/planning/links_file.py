@@ -35,11 +35,20 @@ class Links(NamedTuple):
     links: Mapping[tuple[int, int], Link]
 
     @property
+    def ring(self) -> list[int]:
+        """Places in `hosts` in the order in which TensorFlow's rings go round them.
+
+        It is that of the tasks' names as text, in which task 10 comes before task 2. A first host
+        that is named as a chief is one, and the others are workers.
+        """
+        chiefs = 1 if self.hosts[0].startswith("chief") else 0
+        return sorted(range(len(self.hosts)), key=lambda rank: (rank >= chiefs, str(rank - chiefs)))
+
+    @property
     def slowest_of_ring(self) -> Link:
-        """The longest latency and the least rate between neighbours of a ring in rank order."""
-        number = len(self.hosts)
-        ring = [(i, (i + 1) % number) for i in range(number)]
-        neighbours = [self.links[min(pair), max(pair)] for pair in ring]
+        """The longest latency and the least rate between neighbours of a ring."""
+        ring = self.ring
+        neighbours = [self.links[min(pair), max(pair)] for pair in zip(ring, ring[1:] + ring[:1])]
         return Link(
             max(link.latency_ms for link in neighbours),
             min(link.bits_per_second for link in neighbours),

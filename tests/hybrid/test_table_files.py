@@ -226,3 +226,8 @@ def test_old_files_are_deleted_and_others_kept(tmp_path):
     }
     assert {LIST, *foreign} < set(kept)
     assert TableFiles(tmp_path).read(NAMES[0]).shape == (ROWS, DIM)
+
+
+def test_a_folder_that_another_task_deletes_at_the_same_moment_holds_nothing(tmp_path, monkeypatch):
+    monkeypatch.setattr(tf.io.gfile, "isdir", lambda path: True)
+    assert shard_files.find(str(tmp_path / "gone"), "*") == []

@@ -1,9 +1,12 @@
 """Files of measured links: what they say of a ring, and those that do not fit."""
 
+import itertools
 import json
 
 import pytest
 
+from keras_psplus.all_reduce import member_order
+from keras_psplus.cluster.config import TaskConfig, task_name
 from keras_psplus.planning import links_file
 from keras_psplus.planning.links_file import Link, Links
 
@@ -35,6 +38,24 @@ def test_a_ring_is_as_slow_as_its_slowest_link():
     links = {(i, j): Link(0.1, 1e9) for i in range(4) for j in range(i + 1, 4)}
     links[0, 2] = Link(9.0, 1e6)
     assert Links([*"abcd"], links).slowest_of_ring == Link(0.1, 1e9)
+
+
+@pytest.mark.parametrize("first", ["worker", "chief"])
+def test_a_ring_goes_round_tasks_as_tensorflow_does(first):
+    cluster = {"worker": [f"h{i}:1" for i in range(12)]}
+    if first == "chief":
+        cluster["chief"] = ["h:1"]
+    task = TaskConfig(cluster, first, 0)
+    hosts = [task_name(job, index) for job, index, _ in task.tasks()]
+    assert hosts[0] == f"{first}-0"
+    near = {pair: Link(0.1, 1e9) for pair in itertools.combinations(range(len(hosts)), 2)}
+    names = member_order.names_of(task, 1)
+    assert Links(hosts, near).ring == member_order.ranks_by_place(names)
+    # Worker 10 comes before worker 2, and so is no neighbour of worker 9.
+    after_nine = near | {(hosts.index("worker-9"), hosts.index("worker-10")): Link(9.0, 1e6)}
+    assert Links(hosts, after_nine).slowest_of_ring == Link(0.1, 1e9)
+    before_two = near | {(hosts.index("worker-2"), hosts.index("worker-11")): Link(9.0, 1e6)}
+    assert Links(hosts, before_two).slowest_of_ring == Link(9.0, 1e6)
 
 
 @pytest.mark.parametrize(
