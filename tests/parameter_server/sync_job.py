@@ -88,7 +88,9 @@ if __name__ == "__main__":
         compression="topk:1.0",
         overlap_steps="overlap" in sys.argv,
     )
-    fit_cases.run(sys.argv[4].split(","), strategy, "cluster", sys.argv[3])
+    fit_cases.run(
+        [name for name in sys.argv[4].split(",") if name], strategy, "cluster", sys.argv[3]
+    )
     with strategy.scope():
         model = Counting()
         model.compile(keras.optimizers.SGD(RATE), "mse")

@@ -284,7 +284,9 @@ if __name__ == "__main__":
     strategy = psp.ParameterServerStrategy(
         startup_timeout=60, worker_timeout=30, mode="sync", overlap_steps=True
     )
-    fit_cases.run(sys.argv[2].split(","), strategy, "cluster", sys.argv[1])
+    fit_cases.run(
+        [name for name in sys.argv[2].split(",") if name], strategy, "cluster", sys.argv[1]
+    )
     for case in CASES:
         case(strategy)
         print(f"done {case.__name__}", flush=True)

@@ -8,6 +8,7 @@ import pytest
 
 from keras_psplus.cluster.testing import run_in_processes
 from tests.multi_process import fit_cases
+from tests.selection import cases
 
 JOB = pathlib.Path(__file__).with_name("sync_overlap_job.py")
 # What an update may need beside its own variable's gradient, and all kinds of variables.
@@ -21,10 +22,11 @@ ENVIRONMENT = {"TF_CPP_MIN_LOG_LEVEL": "2", "CUDA_VISIBLE_DEVICES": ""}
 
 
 @pytest.fixture(scope="module")
-def job(tmp_path_factory):
+def job(request, tmp_path_factory):
     """The folder of what the cases come to, and the chief's log."""
     folder = tmp_path_factory.mktemp("overlap")
-    fit_cases.run(CASES, None, "reference", folder)
+    wanted = cases(request)
+    fit_cases.run(wanted, None, "reference", folder)
     result = run_in_processes(
         JOB,
         workers=2,
@@ -32,7 +34,7 @@ def job(tmp_path_factory):
         chief=True,
         timeout=240,
         env=ENVIRONMENT,
-        args=[folder, ",".join(CASES)],
+        args=[folder, ",".join(wanted)],
     )
     return folder, result.logs["chief-0"]
 
@@ -52,11 +54,10 @@ def test_two_workers_equal_one_process(case, job):
 
 
 @pytest.mark.parametrize(
-    "case",
-    re.findall(r"^def (\w+)\(strategy\):$", JOB.read_text(), re.MULTILINE),
+    "what", re.findall(r"^def (\w+)\(strategy\):$", JOB.read_text(), re.MULTILINE)
 )
-def test_overlapping(case, job):
-    assert f"done {case}\n" in job[1], job[1][-4000:]
+def test_overlapping(what, job):
+    assert f"done {what}\n" in job[1], job[1][-4000:]
 
 
 def test_it_is_said_why_steps_do_not_overlap(job):
