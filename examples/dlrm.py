@@ -1,6 +1,6 @@
 """DLRM with KerasRS: which advertisements are clicked? Large tables, of which a step needs little.
 
-    pip install "keras-psplus[examples]"
+    pip install ".[examples]"  # in a checkout of the library
     python examples/dlrm.py
     keras-psplus run --workers 2 --chief=false --ps 2 --strategy hybrid examples/dlrm.py
 

@@ -1,6 +1,6 @@
 """Trains under parameter servers whose tasks are actors of Ray.
 
-    pip install "keras-psplus[ray]"
+    pip install ".[ray]"  # in a checkout of the library
     python examples/ray_parameter_servers.py --workers 2 --ps 1
 
 Ray Train knows workers that are all alike. Here each task of the cluster, chief, workers and

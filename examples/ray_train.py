@@ -1,6 +1,6 @@
 """Learns to read handwritten digits in the workers of Ray Train.
 
-    pip install "keras-psplus[ray]"
+    pip install ".[ray]"  # in a checkout of the library
     python examples/ray_train.py --workers 2
 
 Ray's `TensorflowTrainer` starts the workers, and writes TF_CONFIG for each of them: the strategy

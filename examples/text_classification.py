@@ -1,6 +1,6 @@
 """Text classification with KerasHub: which of Python's packages is a docstring from?
 
-    pip install "keras-psplus[examples]"
+    pip install ".[examples]"  # in a checkout of the library
     python examples/text_classification.py
     keras-psplus run --workers 2 examples/text_classification.py
 

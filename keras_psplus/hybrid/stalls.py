@@ -34,7 +34,7 @@ class StallProbe(all_reduce_stalls.StallProbe):
         if silent:
             return f"a table; not arrived: {', '.join(silent)} (no answer)"
         if self._strategy.sync and self._is_ahead(servers.pushes()):
-            return f"the fence of the tables; not arrived: {self.missing(entered)}"
+            return f"the barrier of the tables; not arrived: {self.missing(entered)}"
         return super().describe(entered)
 
     def _is_ahead(self, pushes):

@@ -1,7 +1,7 @@
 """The examples that follow Keras's own: under every strategy that fits, as in one process.
 
 They are made small here, and run one after the other in the same processes. Without what they need,
-`pip install "keras-psplus[examples]"`, those that need it are left out.
+`pip install ".[examples]"`, those that need it are left out.
 """
 
 import importlib.util
@@ -58,7 +58,7 @@ def those_installed(names):
     missing = {need for need in missing if importlib.util.find_spec(need) is None}
     found = [name for name in names if EXAMPLES[name][0] not in missing]
     if not found:
-        pytest.skip(f"no {', '.join(missing)}: pip install 'keras-psplus[examples]'")
+        pytest.skip(f"no {', '.join(missing)}: pip install '.[examples]'")
     return found
 
 

@@ -49,7 +49,7 @@ def test_a_worker_names_the_server_of_a_table(silent):
 
 
 def test_a_worker_names_those_that_have_not_pushed(silent):
-    assert hybrid([[3, 3], [3, 2]]) == "the fence of the tables; not arrived: worker-1"
+    assert hybrid([[3, 3], [3, 2]]) == "the barrier of the tables; not arrived: worker-1"
     assert hybrid([[3, 3], [2, 3]]) == "a collective; not arrived: worker-1"
     assert hybrid([[3, 2]], sync=False) == "a collective; not arrived: worker-1"
     silent.add("worker-1")
