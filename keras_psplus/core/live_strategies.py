@@ -21,6 +21,7 @@ if TYPE_CHECKING:
 _live: weakref.WeakSet[tf.distribute.Strategy] = weakref.WeakSet()
 # A process cannot leave its cluster: these count until it ends.
 _of_clusters: list[tf.distribute.Strategy] = []
+_COLLECTIONS = 3
 
 _single = ThreadFlag()
 
@@ -45,7 +46,10 @@ def exist() -> bool:
 def forget_unused() -> None:
     """Lets go of strategies that nobody can use any more, which may not have been collected yet."""
     if not _of_clusters:
-        gc.collect()
+        # What one collection frees may be what holds the next.
+        for _ in range(_COLLECTIONS):
+            if not gc.collect():
+                break
 
 
 def in_single_process() -> bool:
