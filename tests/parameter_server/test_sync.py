@@ -109,8 +109,8 @@ def test_workers_are_killed_and_no_update_is_wrong(how, request):
     assert found, log[-4000:]
     result = json.loads(found[1])
     assert result["iterations"] == result["steps"] == STEPS
-    # While a worker is away, they do not.
-    assert (result["overlapped"] > STEPS / 4) == (how == "overlapping_job"), result
+    # At least before the first is killed: while a worker is away, steps do not overlap.
+    assert (result["overlapped"] >= 15) == (how == "overlapping_job"), result
     for name, expected in by_hand(STEPS).items():
         np.testing.assert_allclose(result[name], expected, atol=1e-5, err_msg=name)
 
