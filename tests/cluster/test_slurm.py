@@ -134,12 +134,13 @@ def test_a_cancelled_job_ends(slurm):
     assert state(slurm, job) == "CANCELLED"
 
 
-def test_a_layout_that_does_not_fit_ends_the_job_with_its_exit_code(slurm):
+def test_a_layout_that_does_not_fit_ends_the_job_as_failed(slurm):
     job, out = submit(slurm, "all_reduce.sbatch", KERAS_PSPLUS_LAYOUT="worker:9")
     text = wait(slurm, job, out, ended, seconds=60)
     assert "The layout has 9 tasks, but the job has 4 processes" in text
     shown = slurm.run("scontrol", "show", "job", job)
-    assert re.search("JobState=FAILED(?s:.*) ExitCode=2:0", shown)
+    # That of the task which is first to say so, or of one that srun has ended then.
+    assert re.search("JobState=FAILED(?s:.*) ExitCode=[1-9]", shown), shown
 
 
 def test_a_script_without_srun_does_not_train_alone(slurm):
