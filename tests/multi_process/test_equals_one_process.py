@@ -12,7 +12,7 @@ import pytest
 
 from keras_psplus.cluster.environment import python_path
 from keras_psplus.cluster.testing import run_in_processes
-from tests.results import load
+from tests.results import assert_close, load
 from tests.selection import cases
 
 # The first test of a kind runs the selected cases of it, beside other files on the same cores.
@@ -209,12 +209,7 @@ def compare(case, alone, folder, logs):
         assert set(other) == set(results[0])
         for key, value in results[0].items():
             np.testing.assert_array_equal(value, other[key], err_msg=f"workers differ in {key}")
-    assert set(results[0]) == set(expected)
-    for key, value in expected.items():
-        tolerance = TOLERANCE[case]
-        np.testing.assert_allclose(
-            results[0][key], value, rtol=tolerance, atol=tolerance, err_msg=key
-        )
+    assert_close(results[0], expected, TOLERANCE[case])
 
 
 @pytest.mark.parametrize("case", CASES)

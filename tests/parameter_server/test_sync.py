@@ -17,6 +17,7 @@ from keras_psplus.parameter_server.split import split
 from tests.multi_process import fit_cases
 from tests.parameter_server.sync_job import by_hand
 from tests.parameter_server.waiting import cluster_that_goes_on, wait_for
+from tests.results import assert_close, load
 
 HERE = pathlib.Path(__file__).parent
 JOB = HERE / "sync_job.py"
@@ -84,15 +85,9 @@ def test_shares_have_rows():
 @pytest.mark.parametrize("case", CASES)
 def test_two_workers_equal_one_process(case, job, reference):
     folder, log = job
-    path = folder / f"{case}.cluster.npz"
-    assert path.exists(), log[-4000:]
-    tolerance = TOLERANCE.get(case, 2e-5)
-    with np.load(path) as found, np.load(reference / f"{case}.reference.npz") as expected:
-        assert set(found) == set(expected)
-        for key in expected:
-            np.testing.assert_allclose(
-                found[key], expected[key], rtol=tolerance, atol=tolerance, err_msg=key
-            )
+    expected = load(reference / f"{case}.reference.npz", log)
+    found = load(folder / f"{case}.cluster.npz", log)
+    assert_close(found, expected, TOLERANCE.get(case, 2e-5))
 
 
 @pytest.mark.parametrize("how", ["job", "overlapping_job"])

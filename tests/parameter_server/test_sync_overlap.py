@@ -3,11 +3,11 @@
 import pathlib
 import re
 
-import numpy as np
 import pytest
 
 from keras_psplus.cluster.testing import run_in_processes
 from tests.multi_process import fit_cases
+from tests.results import assert_close, load
 from tests.selection import cases
 
 JOB = pathlib.Path(__file__).with_name("sync_overlap_job.py")
@@ -42,15 +42,9 @@ def job(request, tmp_path_factory):
 @pytest.mark.parametrize("case", CASES)
 def test_two_workers_equal_one_process(case, job):
     folder, log = job
-    path = folder / f"{case}.cluster.npz"
-    assert path.exists(), log[-4000:]
-    tolerance = TOLERANCE.get(case, 2e-5)
-    with np.load(path) as found, np.load(folder / f"{case}.reference.npz") as expected:
-        assert set(found) == set(expected)
-        for key in expected:
-            np.testing.assert_allclose(
-                found[key], expected[key], rtol=tolerance, atol=tolerance, err_msg=key
-            )
+    expected = load(folder / f"{case}.reference.npz", log)
+    found = load(folder / f"{case}.cluster.npz", log)
+    assert_close(found, expected, TOLERANCE.get(case, 2e-5))
 
 
 @pytest.mark.parametrize(
