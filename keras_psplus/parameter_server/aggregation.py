@@ -12,6 +12,10 @@ import tensorflow as tf
 
 from keras_psplus.parameter_server.sharded import Parts, ShardedVariable
 
+# Of the number of an attempt, of a number of gradients, and of what `take` has.
+STAMP, COUNT = tf.TensorSpec([], tf.int64), tf.TensorSpec([], tf.int32)
+TAKE_SPECS = STAMP, COUNT, tf.TensorSpec([], tf.float32)
+
 
 class GradientSum(NamedTuple):
     """A gradient, or a shard's part of one, that is being added up.

@@ -8,6 +8,9 @@ import tensorflow as tf
 
 from keras_psplus.core.thread_flag import ThreadFlag
 
+# Raised by a thread while an optimizer is given the sums of a global step.
+applying = ThreadFlag()
+
 
 class ChiefWrites:
     """Counts writes of this process.
@@ -15,15 +18,14 @@ class ChiefWrites:
     Attributes:
         count: Grows with each that is made eagerly, and with each update.
         are_traced: Whether a function of the script writes, which may be called at any time.
-        expected: Raised by threads that trace functions of steps.
     """
 
     def __init__(self) -> None:
-        self.count, self.are_traced, self.expected = 0, False, ThreadFlag()
+        self.count, self.are_traced = 0, False
 
     def note(self) -> None:
         """Notes that a variable is assigned to, by a call or in the function that is traced."""
-        if self.expected:
+        if applying:
             return
         if tf.executing_eagerly():
             self.count += 1

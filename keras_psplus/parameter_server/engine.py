@@ -32,7 +32,7 @@ from keras_psplus.parameter_server import (
     worker_function,
     worker_updates,
 )
-from keras_psplus.parameter_server.sync_functions import is_applying
+from keras_psplus.parameter_server.chief_writes import applying
 from keras_psplus.parameter_server.train_function import StepFunction
 from keras_psplus.parameter_server.worker_data import WorkerDataset
 from keras_psplus.parameter_server.worker_files import ServedWorkerFiles
@@ -297,7 +297,7 @@ class ParameterServerEngine(DistributedEngine):
         grads: list[Any],
         variables: list[keras.Variable],
     ) -> list[Any]:
-        if is_applying():
+        if applying:
             return clipping.clip(optimizer, grads)
         return super().clip(optimizer, grads, variables)
 
@@ -323,7 +323,7 @@ class ParameterServerEngine(DistributedEngine):
     ) -> list[tuple[Any, Any]]:
         # On the chief, which keeps nothing; the sums of a step, which are there already; or to a
         # worker's own copies.
-        is_there = tf.executing_eagerly() or is_applying() or local_copies.are_in_use()
+        is_there = tf.executing_eagerly() or applying or local_copies.are_in_use()
         if is_there or not tf.distribute.get_replica_context():
             return super().sum_gradients(original, optimizer, grads_and_vars)
         gradients, variables = zip(*grads_and_vars)

@@ -127,17 +127,13 @@ class LocalSGDRound:
 
     def _pull(self, variables, compressors):
         """Reads variables into their copies; small ones of one server come together."""
-        together = {}
-        for variable, compressor in zip(variables, compressors):
-            key = reads.key_of(variable, compressor)
-            for part, copy in zip(_parts(variable), self._copies[id(variable)]):
-                if part.shape.num_elements() * part.dtype.size <= transfer.SMALL_BYTES:
-                    group = together.setdefault(part.device, [])
-                    group.append((part, compressor, key, copy))
-                else:
-                    copy.assign(reads.read([part], compressor, key))
-        for group in together.values():
-            parts, compressors, keys, copies = zip(*group)
+        asked = [
+            (part, compressor, reads.key_of(variable, compressor), copy)
+            for variable, compressor in zip(variables, compressors)
+            for part, copy in zip(_parts(variable), self._copies[id(variable)])
+        ]
+        for places in reads.groups([part for part, *_ in asked]):
+            parts, compressors, keys, copies = zip(*(asked[place] for place in places))
             for copy, value in zip(copies, reads.read_together(parts, compressors, keys)):
                 copy.assign(value)
 

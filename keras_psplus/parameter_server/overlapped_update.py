@@ -24,9 +24,6 @@ _GIVE_UP_SECONDS = 5.0
 class OverlappedUpdate:
     """An update that is under way from its making on.
 
-    Attributes:
-        readers: Numbers of the workers that bring the new values to their copies.
-
     Args:
         overlapped: `OverlappedStep`.
         stamp: Number of the attempt.
@@ -34,6 +31,9 @@ class OverlappedUpdate:
         scale: What their sum is multiplied by.
         readers: Numbers of the workers that bring the new values to their copies.
         totals: `TrafficTotals` that count what they bring.
+
+    Attributes:
+        readers: The same numbers, a list.
     """
 
     def __init__(

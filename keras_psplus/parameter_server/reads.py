@@ -54,15 +54,24 @@ def read(
     return values[0] if len(parts) == 1 else tf.concat(values, 0)
 
 
+def groups(variables: Sequence[tf.Variable]) -> list[list[int]]:
+    """Places of the variables that `read_together` brings: small ones of a server, others alone."""
+    found: dict[str | int, list[int]] = {}
+    for place, variable in enumerate(variables):
+        is_small = traffic.size_in_bytes([variable]) <= transfer.SMALL_BYTES
+        found.setdefault(variable.device if is_small else place, []).append(place)
+    return list(found.values())
+
+
 def read_together(
     variables: Sequence[tf.Variable],
     compressors: Sequence[Compressor | None],
     keys: Sequence[tuple[str, str, str | None]],
 ) -> list[tf.Tensor]:
-    """Brings the values of small variables of one server to the worker in one message.
+    """Brings the values of variables of one server to the worker, small ones in one message.
 
     Args:
-        variables: List of whole variables.
+        variables: List of whole variables or shards.
         compressors: List of their `Compressor`s or None.
         keys: List of what the traffic counter counts them as.
 

@@ -14,7 +14,6 @@ import tensorflow as tf
 
 from keras_psplus.core import replica_step
 from keras_psplus.core.scalars import scalar_tensor
-from keras_psplus.core.thread_flag import ThreadFlag
 from keras_psplus.parameter_server import aggregation, chief_writes, traffic, uncancelled
 from keras_psplus.parameter_server.pulls import current_pulls
 from keras_psplus.parameter_server.replica_step import WorkerReplicaStep
@@ -29,12 +28,6 @@ if TYPE_CHECKING:
     from keras_psplus.parameter_server.strategy import ParameterServerStrategy
 
 CHIEF = "/job:chief/replica:0/task:0/device:CPU:0"
-_applying = ThreadFlag()
-
-
-def is_applying() -> bool:
-    """Whether an optimizer of this thread is given the sums of a global step."""
-    return bool(_applying)
 
 
 class _PendingPush(NamedTuple):
@@ -53,20 +46,13 @@ class _Added(NamedTuple):
     variables: list[keras.Variable]
 
 
-class PushFunction(NamedTuple):
-    """The function that sends what a worker's part of a step keeps back, and a call's cost."""
-
-    concrete: tf.types.experimental.ConcreteFunction
-    costs: traffic.TrafficSummary
-    origin: Any
-
-
 class SyncFunction(NamedTuple):
     """The functions of a step for batches of one form.
 
     Attributes:
         step: The worker's part, a `StepFunction`.
-        push: `PushFunction`, or None if the worker's part sends gradients itself.
+        push: `CountedFunction` that sends what the worker's part keeps back; None if that sends
+            gradients itself.
         apply: Function of an attempt's stamp, the number of gradients and a factor; run by the
             chief, it lets the optimizers apply the sums.
         discard: Function of a stamp; forgets what earlier attempts have added.
@@ -75,7 +61,7 @@ class SyncFunction(NamedTuple):
     """
 
     step: StepFunction
-    push: PushFunction | None
+    push: traffic.CountedFunction | None
     apply: Callable[..., Any]
     discard: Callable[[int], None]
     overlapped: Callable[[Any], OverlappedStep | None]
@@ -105,8 +91,8 @@ class SyncFunctions:
         self._overlaps = Overlaps(strategy, self._on_chief)
         self._on_copies = StepFunctions(*args, begin=self._overlaps.begin)
         self._made: dict[int, SyncFunction] = {}
-        # By the step's id and a generation.
-        self._overlapped: dict[tuple[int, int], OverlappedStep | None] = {}
+        # Those of this generation, by the step's id.
+        self._overlapped: dict[int, OverlappedStep | None] = {}
         self._generation = 0
 
     def __call__(self, batch: Any) -> tuple[SyncFunction, Any]:
@@ -167,18 +153,13 @@ class SyncFunctions:
         return SyncFunction(
             step,
             push,
-            self._on_chief(
-                apply,
-                tf.TensorSpec([], tf.int64),
-                tf.TensorSpec([], tf.int32),
-                tf.TensorSpec([], tf.float32),
-            ),
+            self._on_chief(apply, *aggregation.TAKE_SPECS),
             self._make_discard(added),
             lambda batch: self._overlapped_step(step, added, apply, batch),
         )
 
     def _overlapped_step(self, step, added, apply, batch):
-        key = id(step), self._generation
+        key = id(step)
         if key not in self._overlapped:
             self._overlapped[key] = self._overlaps.make(
                 step, added, apply, self._generation, lambda: self._on_copies([batch])[0]
@@ -200,8 +181,9 @@ class SyncFunctions:
         specs = tf.nest.map_structure(
             lambda leaf: tf.TensorSpec(leaf.shape, leaf.dtype), step.concrete.structured_outputs[1]
         )
-        concrete, function = self._traced(push, tf.TensorSpec([], tf.int64), specs)
-        return PushFunction(concrete, counters[-1].summary(concrete.graph), function), added
+        concrete, function = self._traced(push, aggregation.STAMP, specs)
+        costs = counters[-1].summary(concrete.graph)
+        return traffic.CountedFunction(concrete, costs, function), added
 
     def _apply(self, added):
         """The function by which optimizers apply the sums, to be traced."""
@@ -211,7 +193,7 @@ class SyncFunctions:
                 gradients = aggregation.take(sums, stamp, count, scale)
                 if _needs_whole(optimizer):
                     gradients = [_joined(g, v._value) for g, v in zip(gradients, variables)]
-                with _applying.raised(), chief_writes.writes.expected.raised():
+                with chief_writes.applying.raised():
                     if variables:
                         optimizer.apply(gradients, variables)
                     else:
@@ -231,7 +213,7 @@ class SyncFunctions:
         def call(stamp):
             # A step that has failed before it was traced has added nothing.
             if added and not traced:
-                traced.append(self._on_chief(discard, tf.TensorSpec([], tf.int64)))
+                traced.append(self._on_chief(discard, aggregation.STAMP))
             if traced:
                 traced[0](stamp)
 

@@ -18,20 +18,16 @@ from keras_psplus.parameter_server import aggregation
 from keras_psplus.parameter_server.pulls import Pulls
 from keras_psplus.parameter_server.sharded import ShardedVariable
 from keras_psplus.parameter_server.undo import Undo
-from keras_psplus.parameter_server.worker_copies import Fetch, WorkerCopies
+from keras_psplus.parameter_server.worker_copies import WorkerCopies
 from keras_psplus.tf_internals import auto_control_deps_utils as resource_inputs
 from keras_psplus.tf_internals import framework_ops as ops
 
 if TYPE_CHECKING:
     from keras_psplus.parameter_server.step_functions import StepFunction
     from keras_psplus.parameter_server.strategy import ParameterServerStrategy
+    from keras_psplus.parameter_server.traffic import CountedFunction
 
 _GATHERS = ("ResourceGather", "ResourceGatherNd")
-_STAMP, _COUNT, _SCALE = (
-    tf.TensorSpec([], tf.int64),
-    tf.TensorSpec([], tf.int32),
-    tf.TensorSpec([], tf.float32),
-)
 
 
 class OverlappedStep(NamedTuple):
@@ -50,7 +46,7 @@ class OverlappedStep(NamedTuple):
     undo: Undo
     release: Callable[..., Any]
     apply: Callable[..., Any]
-    fetch: Fetch
+    fetch: CountedFunction
 
 
 class Overlaps:
@@ -132,7 +128,7 @@ class Overlaps:
             copies.announce(readers, generation)
             return tf.constant(True)
 
-        updating = self._on_chief(update, _STAMP, _COUNT, _SCALE, _COUNT)
+        updating = self._on_chief(update, *aggregation.TAKE_SPECS, aggregation.COUNT)
         others = [h for h in _writes(updating.concrete.graph) if id(h) not in written]
         if others and not problem:
             problem = f"its update writes to {others[0]!r}"
@@ -152,7 +148,7 @@ class Overlaps:
         return OverlappedStep(
             on_copies,
             undo,
-            self._on_chief(release, _STAMP, _COUNT),
+            self._on_chief(release, aggregation.STAMP, aggregation.COUNT),
             updating,
             copies.trace_fetch(generation),
         )

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import tensorflow as tf
@@ -167,6 +167,20 @@ class TrafficSummary:
         counted = dict(zip(self._counted, np.reshape(counts[:-1], [-1, 2])))
         seconds = counts[-1] + counted.pop(_SECONDS, [0.0])[0]
         return [*self.certain.items(), *counted.items()], float(seconds)
+
+
+class CountedFunction(NamedTuple):
+    """A function of a worker, beside its step, and what a call costs.
+
+    Attributes:
+        concrete: The concrete function.
+        costs: `TrafficSummary`.
+        origin: The function that it is traced from; TensorFlow holds it weakly.
+    """
+
+    concrete: tf.types.experimental.ConcreteFunction
+    costs: TrafficSummary
+    origin: Any
 
 
 class TrafficTotals:

@@ -8,26 +8,18 @@ the copies for the next step, while other gradients are still being sent.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
 import tensorflow as tf
 
-from keras_psplus.parameter_server import reads, transfer
+from keras_psplus.parameter_server import reads
 from keras_psplus.parameter_server.pulls import Pulls, WholeRead
-from keras_psplus.parameter_server.traffic import TrafficCounter, TrafficSummary
+from keras_psplus.parameter_server.traffic import CountedFunction, TrafficCounter
 from keras_psplus.parameter_server.worker_variables import WorkerVariable
 from keras_psplus.tf_internals import framework_ops as ops
 
 if TYPE_CHECKING:
     from keras_psplus.parameter_server.strategy import ParameterServerStrategy
-
-
-class Fetch(NamedTuple):
-    """The function by which a worker brings its copies, and what a call costs."""
-
-    concrete: tf.types.experimental.ConcreteFunction
-    costs: TrafficSummary
-    origin: Any
 
 
 class _Part(NamedTuple):
@@ -54,14 +46,9 @@ class WorkerCopies:
             for read in self._reads
             for part in read.parts
         }
-        # Small ones of a server come together.
-        groups: dict[Any, list[_Part]] = {}
-        for part in self._parts.values():
-            variable = part.variable
-            size = variable.shape.num_elements() * variable.dtype.size
-            is_small = size <= transfer.SMALL_BYTES
-            groups.setdefault(variable.device if is_small else id(variable), []).append(part)
-        self._groups = list(groups.values())
+        parts = list(self._parts.values())
+        groups = reads.groups([part.variable for part in parts])
+        self._groups = [[parts[place] for place in places] for places in groups]
         forms = {p.name: (p.variable.shape, p.variable.dtype) for p in self._parts.values()}
         self._states.register(forms, are_saved=False)
 
@@ -94,8 +81,8 @@ class WorkerCopies:
                         handle=queue, components=[tf.zeros([readers], tf.int32)]
                     )
 
-    def trace_fetch(self, generation: int) -> Fetch:
-        """A function of a worker that brings each copy once it may be read: a `Fetch`."""
+    def trace_fetch(self, generation: int) -> CountedFunction:
+        """A function of a worker that brings each copy once it may be read."""
         counters = []
 
         def fetch():
@@ -108,7 +95,7 @@ class WorkerCopies:
         function = tf.function(fetch, autograph=False)
         with self._strategy.scope():
             concrete = function.get_concrete_function()
-        return Fetch(concrete, counters[-1].summary(concrete.graph), function)
+        return CountedFunction(concrete, counters[-1].summary(concrete.graph), function)
 
     def _fetch(self, group, queue):
         with tf.device(group[0].variable.device):
@@ -116,12 +103,8 @@ class WorkerCopies:
         variables = [part.variable for part in group]
         compressors = [part.read.compressor for part in group]
         keys = [reads.key_of(part.read.variable, part.read.compressor) for part in group]
-        may_read = ops.control_dependencies([token[0].op])
-        if len(group) > 1:
-            with may_read:
-                values = reads.read_together(variables, compressors, keys)
-        else:
-            values = [reads.read(variables, compressors[0], keys[0], lambda _: may_read)]
+        with ops.control_dependencies([token[0].op]):
+            values = reads.read_together(variables, compressors, keys)
         for part, value in zip(group, values):
             self._copy(part).assign(value)
 
