@@ -1,8 +1,9 @@
 """`make demo`: trains digits.py in one process, then on local clusters, and compares.
 
 The clusters are two workers that all-reduce their gradients, and two workers with a parameter
-server that each update it without waiting for the other. All runs have one batch size and the same
-machine: the one process has all of its cores, the clusters share them.
+server that each update it without waiting for the other. All runs have the same batches in the same
+order, and the same machine: the one process has all of its cores, the clusters share them. Workers
+that all-reduce have the losses of one process; those of the asynchronous ones are their own.
 """
 
 import argparse
@@ -15,11 +16,12 @@ import sys
 import threading
 
 SCRIPT = pathlib.Path(__file__).with_name("digits.py")
+LOSSES = re.compile(r"digits: losses (.*)")
 RESULT = re.compile(r"digits: (accuracy=.*)")
 
 
 def run(title, command, timeout):
-    """Runs a command, shows its output as it comes, and returns the script's result line."""
+    """Runs a command, shows its output as it comes, and returns the script's results."""
     print(f"\n--- {title}\n$ {' '.join(command)}", flush=True)
     environment = {**os.environ, "PYTHONUNBUFFERED": "1"}
     environment.pop("TF_CONFIG", None)  # One process is to be one; the launcher writes its own.
@@ -33,10 +35,12 @@ def run(title, command, timeout):
     )
     watchdog = threading.Timer(timeout, os.killpg, (process.pid, signal.SIGTERM))
     watchdog.start()
-    result = None
+    losses, result = None, None
     try:
         for line in process.stdout:
             print(line, end="", flush=True)
+            if match := LOSSES.search(line):
+                losses = [float(loss) for loss in match[1].split()]
             if match := RESULT.search(line):
                 result = {k: float(v) for k, v in (pair.split("=") for pair in match[1].split())}
         code = process.wait()
@@ -45,17 +49,21 @@ def run(title, command, timeout):
         raise
     finally:
         watchdog.cancel()
-    if code != 0 or result is None:
+    if code != 0 or losses is None or result is None:
         sys.exit(f"{title} failed. Received: exit code {code}, result {result}")
-    return result
+    return {**result, "losses": losses}
 
 
-def summary(title, result):
-    steady = result["after_first_epoch"]
-    return (
-        f"{title:<15} accuracy {result['accuracy']:.3f}   {result['seconds']:6.1f} s of training"
-        f"   {steady:6.1f} s without the first epoch"
-    )
+def summary(results):
+    """Lines of a table: each run's losses, accuracy and seconds."""
+    epochs = len(next(iter(results.values()))["losses"])
+    shown = sorted({1, 2, epochs} & set(range(1, epochs + 1)))
+    heads = "".join(f"{f'epoch {epoch}':>10}" for epoch in shown)
+    yield f"{'loss of':<18}{heads}   accuracy   seconds   without the first epoch"
+    for title, result in results.items():
+        losses = "".join(f"{result['losses'][epoch - 1]:10.5f}" for epoch in shown)
+        times = f"{result['seconds']:8.1f}{result['after_first_epoch']:20.1f}"
+        yield f"{title:<18}{losses}{result['accuracy']:11.3f}{times}"
 
 
 def main():
@@ -81,10 +89,16 @@ def main():
     for result in (many, served):
         if result["workers"] != args.workers:
             sys.exit(f"The cluster did not train together. Received: {result}")
-    print()
-    print(summary("one process", one))
-    print(summary(f"{args.workers} workers", many))
-    print(summary(title, served), flush=True)
+    print(
+        *["", *summary({"one process": one, f"{args.workers} workers": many, title: served})],
+        sep="\n",
+    )
+    print(
+        f"{args.workers} workers that all-reduce take the steps of one process: their sums have"
+        " another order, and nothing else differs.\n"
+        "Those of the parameter server do not wait for one another, and train another way.",
+        flush=True,
+    )
 
 
 if __name__ == "__main__":

@@ -42,8 +42,17 @@ def values(name, output):
     return {key: float(value) for key, value in (pair.split("=") for pair in line.split())}
 
 
+def losses(output):
+    """The losses of the epochs that digits.py printed."""
+    (line,) = re.findall(r"digits: losses (.*)", output)
+    return [float(loss) for loss in line.split()]
+
+
 def test_digits(environment):
-    result = values("digits", together("digits.py", "--epochs", "3"))
+    output = together("digits.py", "--epochs", "3")
+    expected = losses(alone("digits.py", "--epochs", "1"))
+    assert losses(output)[:1] == pytest.approx(expected, rel=1e-5)
+    result = values("digits", re.sub(r"digits: losses .*", "", output))
     assert result["accuracy"] > 0.85
     assert result["workers"] == 2
     assert 0 < result["after_first_epoch"] < result["seconds"]
