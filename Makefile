@@ -7,6 +7,8 @@
 #   make test-fast      the tests of parts, and a short run of every strategy
 #   make test-versions  every strategy and every hook, under all supported versions that are found;
 #                flags: make test-versions VERSIONS="--only '*nightly'"
+#   make coverage       lines that the fast tests execute, in all of their processes
+#   make wheel   the source distribution and the wheel in dist/
 #   make bench   the benchmark lab; as root over emulated links; flags: make bench BENCH="--quick"
 #   make docs    the manual as a web site in site/
 #   make lint    ruff, mypy and codespell
@@ -21,12 +23,12 @@ VERSIONS ?=
 # What needs no cluster, or a short one.
 FAST := tests/smoke tests/engine tests/keras_hooks tests/core tests/compression tests/updates \
 	tests/native tests/chaos tests/test_arguments.py tests/test_layers.py tests/test_log.py \
-	tests/datasets tests/files tests/test_versions.py
+	tests/datasets tests/files tests/test_versions.py tests/test_project.py
 PIP := $(BIN)/python -m pip --disable-pip-version-check
 PACKAGING := pyproject.toml setup.cfg setup.py
 
 .DEFAULT_GOAL := help
-.PHONY: help demo test test-all test-fast test-versions bench docs lint clean
+.PHONY: help demo test test-all test-fast test-versions coverage wheel bench docs lint clean
 
 help:
 	@sed -n 's/^#   //p' Makefile
@@ -66,6 +68,15 @@ test-fast: $(VENV)/stamp-test
 test-versions:
 	$(PYTHON) tests/versions/run.py $(VERSIONS)
 
+coverage: $(VENV)/stamp-test
+	$(BIN)/coverage erase
+	$(BIN)/coverage run -m pytest -n 3 --dist loadfile $(FAST)
+	$(BIN)/coverage combine --quiet
+	$(BIN)/coverage report
+
+wheel: $(VENV)/stamp-test
+	$(BIN)/python -m build --outdir dist
+
 bench: $(VENV)/stamp-bench
 	$(BIN)/python benchmarks/bench.py $(BENCH)
 
@@ -80,5 +91,5 @@ lint: $(VENV)/stamp-test
 	  benchmarks tests
 
 clean:
-	rm -rf $(VENV) .venv-versions build dist site *.egg-info .pytest_cache .ruff_cache .hypothesis bench.* bench_*
+	rm -rf $(VENV) .venv-versions build dist site *.egg-info .coverage* .pytest_cache .ruff_cache .hypothesis bench.* bench_*
 	find . -name __pycache__ -type d -prune -exec rm -rf {} +
