@@ -8,6 +8,7 @@
 #   make test-versions  every strategy and every hook, under all supported versions that are found;
 #                flags: make test-versions VERSIONS="--only '*nightly'"
 #   make coverage       lines that the fast tests execute, in all of their processes
+#   make structure      sizes, circles of imports, replaced functions and public names of the package
 #   make wheel   the source distribution and the wheel in dist/
 #   make bench   the benchmark lab; as root over emulated links; flags: make bench BENCH="--quick"
 #   make docs    the manual as a web site in site/
@@ -23,12 +24,12 @@ VERSIONS ?=
 # What needs no cluster, or a short one.
 FAST := tests/smoke tests/engine tests/keras_hooks tests/core tests/compression tests/updates \
 	tests/native tests/chaos tests/test_arguments.py tests/test_layers.py tests/test_log.py \
-	tests/datasets tests/files tests/test_versions.py tests/test_project.py
+	tests/datasets tests/files tests/test_versions.py tests/test_project.py tests/test_structure.py
 PIP := $(BIN)/python -m pip --disable-pip-version-check
 PACKAGING := pyproject.toml setup.cfg setup.py
 
 .DEFAULT_GOAL := help
-.PHONY: help demo test test-all test-fast test-versions coverage wheel bench docs lint clean
+.PHONY: help demo test test-all test-fast test-versions coverage structure wheel bench docs lint clean
 
 help:
 	@sed -n 's/^#   //p' Makefile
@@ -73,6 +74,9 @@ coverage: $(VENV)/stamp-test
 	$(BIN)/coverage run -m pytest -n 3 --dist loadfile $(FAST)
 	$(BIN)/coverage combine --quiet
 	$(BIN)/coverage report
+
+structure:
+	@$(PYTHON) tests/structure.py
 
 wheel: $(VENV)/stamp-test
 	$(BIN)/python -m build --outdir dist

@@ -1,0 +1,71 @@
+"""The package gets no larger and no more tangled: limits to lower when the package shrinks."""
+
+import importlib
+
+from tests import structure
+
+LINES = 53_500
+# Folders that are still fuller than others may be, and files that are longer, with what they have.
+FOLDERS = {
+    "keras_psplus/parameter_server": 66,
+    "keras_psplus/cluster": 48,
+    "keras_psplus/pipeline": 47,
+    "keras_psplus/all_reduce": 44,
+    "keras_psplus/core": 39,
+    "keras_psplus/hybrid": 36,
+    "keras_psplus/cli": 22,
+    "keras_psplus/compression": 18,
+    "keras_psplus": 16,
+}
+FILES = {
+    "keras_psplus/engine.py": 518,
+    "keras_psplus/parameter_server/engine.py": 393,
+    "keras_psplus/cluster/processes.py": 388,
+    "keras_psplus/parameter_server/strategy.py": 388,
+    "keras_psplus/all_reduce/collectives.py": 373,
+    "keras_psplus/all_reduce/compressed.py": 362,
+    "keras_psplus/all_reduce/strategy.py": 355,
+}
+# Circles of imports for types alone: how many modules each has, the largest first.
+CIRCLES = [29, 12, 11, 4, 2, 2, 2]
+
+
+def test_lines():
+    assert sum(structure.lines(structure.modules().values()).values()) <= LINES
+
+
+def test_files():
+    sizes = structure.lines(structure.modules().values())
+    over = {n: s for n, s in sizes.items() if s > FILES.get(n, structure.LINES_PER_FILE)}
+    assert not over
+
+
+def test_folders():
+    over = {
+        name: count
+        for name, count in structure.folders().items()
+        if count > FOLDERS.get(name, structure.MODULES_PER_FOLDER)
+    }
+    assert not over
+
+
+def test_no_circle_of_imports_at_run_time():
+    assert structure.circles(with_types=False) == []
+
+
+def test_circles_of_imports_for_types():
+    found = [len(circle) for circle in structure.circles(with_types=True)]
+    allowed = CIRCLES + [0] * len(found)
+    assert all(size <= most for size, most in zip(found, allowed)), found
+
+
+def test_circles_are_found(monkeypatch):
+    graph = {"a": {"b"}, "b": {"c"}, "c": {"b"}, "d": {"a", "d"}}
+    monkeypatch.setattr(structure, "imports", lambda with_types: graph)
+    assert structure.circles(with_types=False) == [["b", "c"]]
+
+
+def test_public_names_are_there():
+    for module, names in structure.public_names().items():
+        imported = importlib.import_module(f"keras_psplus.{module}".replace(".keras_psplus", ""))
+        assert names and not [name for name in names if not hasattr(imported, name)]
