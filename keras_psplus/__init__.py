@@ -10,7 +10,7 @@ _EXPORTS = {
     "HybridStrategy": "keras_psplus.hybrid",
     "MultiWorkerMirroredStrategy": "keras_psplus.all_reduce",
     "ParameterServerStrategy": "keras_psplus.parameter_server",
-    "PeerLostError": "keras_psplus.all_reduce",
+    "PeerLostError": "keras_psplus.errors",
     "PipelineStrategy": "keras_psplus.pipeline",
     "SidecarEvaluator": "keras_psplus.sidecar_evaluator",
     "single_process": "keras_psplus.core.live_strategies",
@@ -20,7 +20,7 @@ _EXPORTS = {
 }
 
 # Modules that `import keras_psplus` need not import, but whose contents can be used after it.
-_MODULES = ("callbacks", "compression", "updates")
+_MODULES = ("callbacks", "compression", "errors", "updates")
 
 __all__ = ["__version__", *_EXPORTS, *_MODULES]
 

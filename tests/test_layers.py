@@ -12,6 +12,7 @@ ROOT = pathlib.Path(next(iter(keras_psplus.__path__)))
 LAYERS = [
     {
         "arguments",
+        "errors",
         "files",
         "log",
         "private_attributes",

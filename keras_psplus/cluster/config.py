@@ -5,20 +5,15 @@ import json
 import os
 from collections.abc import Collection, Mapping
 
+from keras_psplus.errors import ClusterConfigError
+from keras_psplus.errors import ClusterStartupError as ClusterStartupError
+
 JOB_TYPES = ("chief", "worker", "ps")  # canonical order: who decides, who computes, who serves
 EVALUATOR = "evaluator"
 
 _EXAMPLE = (
     '{"cluster": {"worker": ["host1:2222", "host2:2222"]}, "task": {"type": "worker", "index": 0}}'
 )
-
-
-class ClusterConfigError(ValueError):
-    """TF_CONFIG does not describe a cluster that TensorFlow could start."""
-
-
-class ClusterStartupError(RuntimeError):
-    """The cluster did not come together."""
 
 
 @dataclasses.dataclass(frozen=True)

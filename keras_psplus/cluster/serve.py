@@ -13,14 +13,11 @@ from keras_psplus.cluster import handshake, shutdown, task_report, tuning
 from keras_psplus.cluster.claims import Claims
 from keras_psplus.cluster.config import ClusterConfigError, ClusterStartupError, TaskConfig
 from keras_psplus.cluster.preflight import check_local_address
+from keras_psplus.errors import ChiefLostError
 
 _POLL = 0.5
 _GREETING_TIMEOUT = 2.0
 _RECONNECT = 30.0  # gRPC closes a connection that never speaks HTTP/2: ours is renewed before
-
-
-class ChiefLostError(RuntimeError):
-    """The chief has ended, but not well."""
 
 
 def serve(

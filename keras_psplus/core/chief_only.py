@@ -5,25 +5,21 @@ from __future__ import annotations
 import json
 from collections.abc import Callable
 from concurrent import futures
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import TYPE_CHECKING, Any
 
-from keras_psplus.core import failure
+from keras_psplus import errors
 
 if TYPE_CHECKING:
     from keras_psplus.core.control import ControlPlane
 
-_Kind = TypeVar("_Kind", bound=type[Exception])
 # After which the others hear that it goes on.
 _TURN_SECONDS = 20.0
+# Kinds of errors of the chief that all workers raise.
 _ERRORS: dict[str, type[Exception]] = {
-    kind.__name__: kind for kind in (ValueError, OSError, failure.PeerLostError)
+    "OSError": OSError,
+    "ValueError": ValueError,
+    **{name: getattr(errors, name) for name in errors.__all__},
 }
-
-
-def register_error(kind: _Kind) -> _Kind:
-    """Has errors of a class that the chief raises in `run_on_chief` raised so on all workers."""
-    _ERRORS[kind.__name__] = kind
-    return kind
 
 
 def run_on_chief(

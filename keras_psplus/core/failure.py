@@ -23,6 +23,7 @@ from keras_psplus.cluster import handshake, task_report
 from keras_psplus.cluster.config import TaskConfig, task_name
 from keras_psplus.cluster.silence import is_silent, place_of
 from keras_psplus.core import error_report
+from keras_psplus.errors import PeerLostError
 from keras_psplus.log import logger
 from keras_psplus.tf_internals import context
 
@@ -57,10 +58,6 @@ _MOST_THREADS = 64
 
 _failed_at = None
 _ended_address = None
-
-
-class PeerLostError(RuntimeError):
-    """Another worker of the job has died or hangs; the job must be restarted."""
 
 
 @contextlib.contextmanager

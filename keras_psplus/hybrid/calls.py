@@ -18,7 +18,7 @@ from tensorflow.distribute.experimental.rpc.kernels import gen_rpc_ops
 from keras_psplus.cluster import handshake
 from keras_psplus.cluster.secret import AnotherProcessError, RefusedError, Secret, Session
 from keras_psplus.core import failure
-from keras_psplus.core.chief_only import register_error
+from keras_psplus.errors import TableServerError, TableServerLostError
 from keras_psplus.hybrid import names
 from keras_psplus.hybrid.row_key import RowKey
 from keras_psplus.hybrid.tickets import TicketBook
@@ -35,16 +35,6 @@ _ANOTHER_PROCESS = (
     "Received: an answer of another process than before"
 )
 _unique = itertools.count()
-
-
-@register_error
-class TableServerError(RuntimeError):
-    """A parameter server does not answer, or refuses what it is asked for."""
-
-
-@register_error
-class TableServerLostError(TableServerError):
-    """A parameter server does not answer, or is another process than before."""
 
 
 class Link:

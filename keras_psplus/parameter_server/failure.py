@@ -13,16 +13,13 @@ import tensorflow as tf
 
 from keras_psplus.cluster.config import split_address
 from keras_psplus.core import job_failure
+from keras_psplus.errors import ParameterServerLostError, WorkersLostError
 from keras_psplus.log import logger
 
 if TYPE_CHECKING:
     from keras_psplus.parameter_server.strategy import ParameterServerStrategy
 
 _CONNECT_SECONDS = 2.0
-
-
-class ParameterServerLostError(RuntimeError):
-    """A parameter server has died, and with it the variables that it held."""
 
 
 @contextlib.contextmanager
@@ -43,10 +40,6 @@ def translate_errors(strategy: ParameterServerStrategy) -> Iterator[None]:
             "BackupAndRestore callback training resumes where the last backup was made. "
             f"Received: {job_failure.relevant_line(error)}"
         ) from error
-
-
-class WorkersLostError(RuntimeError):
-    """No worker has been reachable for a while, so that no step can run."""
 
 
 class WorkerWatch:

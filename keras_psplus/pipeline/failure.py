@@ -9,11 +9,7 @@ import tensorflow as tf
 
 from keras_psplus.cluster import stalls
 from keras_psplus.core import job_failure
-
-
-class StageLostError(RuntimeError):
-    """A worker has died, and with it the variables of its stage."""
-
+from keras_psplus.errors import StageLostError
 
 # What TensorFlow raises where a task is gone; the last two, of what a step before has left there.
 OF_TASKS = (

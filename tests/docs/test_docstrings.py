@@ -14,6 +14,7 @@ MODULES = [
     *(f"keras_psplus.{name}" for name in ("all_reduce", "callbacks", "cluster", "compression")),
     *(f"keras_psplus.{name}" for name in ("hybrid", "parameter_server", "pipeline", "updates")),
     "keras_psplus.cluster.in_process",
+    "keras_psplus.errors",
 ]
 # What is documented in the reference beside the names of `__all__`.
 BESIDE = re.findall(r"^::: (\S+)$", (pages.ROOT / "docs" / "reference.md").read_text(), re.M)
@@ -23,7 +24,7 @@ def public():
     """Yields the full names of all public objects, and the objects, each once."""
     names = [f"{module}.{name}" for module in MODULES for name in names_of(module)]
     seen = set()
-    for name in [*names, *BESIDE]:
+    for name in [*names, *(name for name in BESIDE if name not in MODULES)]:
         module, _, attribute = name.rpartition(".")
         found = getattr(importlib.import_module(module), attribute)
         if inspect.ismodule(found) or isinstance(found, str) or id(found) in seen:
