@@ -12,7 +12,7 @@ import readme_chart
 from lab import manual, plots, tables
 from lab.short_tables import short
 
-FIDELITY = manual.DOCS / "fidelity_tables.md"
+FIDELITY = manual.DOCS / "fidelity.md"
 
 
 def pieces():
@@ -21,8 +21,9 @@ def pieces():
 
 
 def points(text):
-    """Quality beside bytes, from the tables of compressors of docs/fidelity_tables.md."""
-    text = text.partition("\n## Communicating less often")[0]
+    """Quality beside bytes, from the tables of compressors of docs/fidelity.md."""
+    text = text.partition("\n### Tables of compressors")[2]
+    text = text.partition("\n### Tables of fewer communications")[0]
     found = {}
     for title, metric, _ in fidelity.EXPERIMENTS.values():
         part = text.partition(f"## {title}\n")[2].partition("\n##")[0]

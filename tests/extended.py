@@ -218,9 +218,7 @@ TESTS = {
     "parameter_server/test_jobs.py": [
         "test_steps_that_overlap_go_on_when_each_worker_is_killed",
     ],
-    "docs/test_python_blocks.py": [
-        *("test_runs[docs/howto/keras_hub.md*", "test_runs[docs/howto/keras_tuner.md*"),
-    ],
+    "docs/test_python_blocks.py": ["test_runs[docs/howto/keras_libraries.md*"],
     "cluster/test_serve.py": ["*[killed-1]"],
     "cluster/test_memory.py": ["*[setting1]"],
     "fidelity/test_real_data.py": [
