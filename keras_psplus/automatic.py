@@ -24,7 +24,7 @@ _REMEDY = (
 
 
 def best_exact_strategy(plan: str | os.PathLike[str] | None = None) -> Any:
-    """Makes the strategy of the entry that is predicted to be the fastest in this cluster.
+    """Makes the strategy that is predicted to be the fastest in this cluster.
 
     Entries that train otherwise than one process does (lossy, stale, local
     steps, larger batches) are left out. A cluster of workers allows those

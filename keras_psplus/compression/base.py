@@ -1,4 +1,4 @@
-"""What a compressor is."""
+"""Base class of compressors."""
 
 from __future__ import annotations
 
@@ -135,7 +135,9 @@ class Compressor:
         raise NotImplementedError
 
     def is_finite(self, residual: tf.Tensor, payload: Sequence[tf.Tensor]) -> tf.Tensor:
-        """Whether all of a tensor was finite; a payload that shows it spares a look at all of it.
+        """True if the whole tensor was finite.
+
+        A payload that shows it saves a pass over the residual.
 
         Args:
             residual: What was left out of the tensor. Not finite, if the tensor was not.

@@ -17,11 +17,11 @@ _LARGEST_RANK = 2**20
 
 
 class PowerSGD(Compressor):
-    """Sends matrices as the product of two of low rank, found by one step of power iteration.
+    """Low-rank compression of matrices by one step of power iteration (PowerSGD).
 
-    Tensors of more axes are taken as matrices of their last axis by all others. What is not worth
-    it (vectors, small matrices) is sent whole. A number that is not finite, on any worker, makes
-    the whole matrix so on all.
+    A matrix is sent as two factors of low rank. Tensors of more axes are reshaped to matrices: the
+    last axis by all others. Tensors that would not become smaller (vectors, small matrices) are
+    sent uncompressed. A number that is not finite, on any worker, makes the whole matrix so on all.
 
     Args:
         rank: Columns of the two factors, at most 2**20.

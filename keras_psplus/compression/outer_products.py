@@ -55,7 +55,7 @@ def find_outer_product(tensor: tf.Tensor) -> OuterProduct | None:
 
 
 class MatrixPlusOuterProduct:
-    """A matrix and some times a product, which are added up only if this is less work.
+    """Sum of a matrix and a scaled outer product, materialized only where that is cheaper.
 
     Args:
         matrix: float32 tensor.

@@ -1,4 +1,4 @@
-"""What the chief does for all workers, while these wait."""
+"""Functions that the chief runs for all workers while they wait."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ _ERRORS: dict[str, type[Exception]] = {
 
 
 def register_error(kind: _Kind) -> _Kind:
-    """Has errors of a class that the chief raises in `run_on_chief` raised so on all workers."""
+    """Registers an exception class that `run_on_chief` re-raises on all workers."""
     _ERRORS[kind.__name__] = kind
     return kind
 

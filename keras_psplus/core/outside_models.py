@@ -19,7 +19,7 @@ _TRAINING = ("fit", "train_on_batch")
 
 
 class OutsideScope(Engine):
-    """Answers for models that have no strategy, as an engine does for those that have one."""
+    """Engine for models that were built outside of every strategy's scope."""
 
     def __init__(self) -> None:
         super().__init__()

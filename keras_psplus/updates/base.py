@@ -1,4 +1,7 @@
-"""What an update rule is: when gradients are applied, and when workers communicate."""
+"""Base classes of update rules.
+
+An update rule says when gradients are applied, and when workers communicate.
+"""
 
 from __future__ import annotations
 
@@ -14,7 +17,7 @@ if TYPE_CHECKING:
 
 
 class Context(NamedTuple):
-    """What an update rule is given to begin with, for one replica and one optimizer.
+    """Context of an update rule, for one replica and one optimizer.
 
     Attributes:
         states: Has a method `variable(name, shape, dtype)` that makes a variable of zeros, of the

@@ -125,7 +125,7 @@ class Fragment:
         return self._sums(tensors, variables, self._round.read_value(), True)
 
     def _changes(self):
-        """Way back to where the replica set out, weighted by the rows that it has seen."""
+        """Change since the last anchor, weighted by the rows that the replica has seen."""
         seen = self._seen.read_value()
         weight = tf.math.divide_no_nan(seen[0], seen[1])
         self._weight.assign(weight, read_value=False)
