@@ -1,4 +1,6 @@
-"""How what is not compressed gets from the replicas of a group to each of them, in two halves.
+"""Routes of uncompressed tensors inside a group, in two halves.
+
+TensorFlow has no reduce-scatter on CPUs: rows are exchanged, and each replica sums its row.
 
 TensorFlow has no reduce-scatter on CPUs: rows are exchanged, and each replica adds up its own.
 """
@@ -16,7 +18,7 @@ if TYPE_CHECKING:
 
 
 def scatter(launcher: Launcher, rows: tf.Tensor) -> tf.Tensor:
-    """Sums a matrix of one row for each replica; each gets the row of its place.
+    """Reduce-scatter: sums a matrix with one row per replica; each receives its row.
 
     Args:
         launcher: `collectives.Launcher` of this replica in its group.
@@ -59,10 +61,10 @@ def gather(launcher: Launcher, row: tf.Tensor, size: int) -> tf.Tensor:
 
 
 def spread(launcher: Launcher, words: tf.Tensor, leads: bool) -> tf.Tensor:
-    """Gives all replicas of a group the words of the one that leads it, bit by bit.
+    """Broadcasts the words of a group's leader to all of its replicas, bit by bit.
 
-    Replicas that do not lead add zeros, as whole numbers: a broadcast in TensorFlow goes along a
-    tree, and takes as long as this for two replicas, and longer for more.
+    It is an all-reduce of integers to which the other replicas add zeros: a broadcast in TensorFlow
+    goes along a tree, and takes as long as this for two replicas, and longer for more.
 
     Args:
         launcher: `collectives.Launcher` of this replica in its group.

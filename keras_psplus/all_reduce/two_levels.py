@@ -36,7 +36,7 @@ class _Piece(NamedTuple):
 
 
 class _Part(NamedTuple):
-    """A gradient, by its number, or a piece of it; with its variable or that of the piece."""
+    """A gradient or a piece of it, with its index and its variable."""
 
     number: int
     tensor: tf.Tensor
@@ -141,7 +141,10 @@ class TwoLevelSum:
         return summed
 
     def _parts(self, number, gradient, variable):
-        """What is sent by itself: while one piece is between groups, the next is inside of one."""
+        """Splits a gradient into the pieces that are sent separately.
+
+        While one piece is between groups, the next is inside of one.
+        """
         compressor = self._everyone.compressor_of(variable, gradient)
         # The same on all replicas, in whatever group they are.
         multiple, pieces = self._levels.within.size if self._levels.is_even else 1, [gradient]

@@ -80,7 +80,7 @@ class Fragment:
         self._under_way.assign(1, read_value=False)
 
     def send_part(self) -> None:
-        """Sends the part whose turn it is of what is under way."""
+        """Sends the next part of the pending change, if one is due."""
         for i, part in enumerate(self._parts if self._overlap else ()):
             self._send_if(tf.equal(self._under_way.read_value(), i + 1), part)
 
