@@ -1,4 +1,4 @@
-"""What the chief says when a parameter server or all workers are gone."""
+"""Errors of the chief about a lost parameter server, or about losing all workers."""
 
 from __future__ import annotations
 

@@ -74,7 +74,7 @@ class Overlaps:
         self._read[graph] = [op for op in graph.get_operations() if op.type == "ReadVariableOp"]
 
     def before_adding(self) -> Callable[[tf.Variable], list[tf.Operation]]:
-        """What has to be read before a gradient is added: for `aggregation.add`."""
+        """Reads that must precede the adding of a gradient, for `aggregation.add`."""
         graph = ops.get_default_graph()
         if graph not in self._read:
             return lambda target: []
@@ -159,7 +159,7 @@ class Overlaps:
 
 
 def _problem(step, on_copies, written):
-    """Why a function cannot read its copies: part of a sentence; None if it can."""
+    """Reason why a function cannot read its copies, a clause; None if it can."""
     same = len(step.variables) == len(on_copies.variables) and all(
         a is b for a, b in zip(step.variables, on_copies.variables)
     )
@@ -178,7 +178,7 @@ def _problem(step, on_copies, written):
 
 
 def _uses(graph: Any) -> Iterator[tuple[tf.Operation, Any]]:
-    """Pairs of an operation of a function and the handle of a variable outside that it uses."""
+    """Operations of a function paired with the outer variable handles that they use."""
     outside = {id(inside): external for external, inside in graph.captures}
     for op in graph.get_operations():
         for tensor in op.inputs:
