@@ -33,7 +33,7 @@ _local = threading.local()
 
 
 def current_lookahead() -> Lookahead | None:
-    """What this replica's step knows of the next batch, or None."""
+    """Lookahead to the next batch in this replica's step, or None."""
     return getattr(_local, "lookahead", None)
 
 
@@ -170,7 +170,7 @@ class Lookahead:
         return [] if is_first else self._coming[table]
 
     def _of_next(self, table, indices):
-        """What the next batch looks up in the place of `indices`, or None."""
+        """Next batch's equivalent of `indices`, or None."""
         try:
             if tf.executing_eagerly() or indices.graph is not self._graph:
                 raise subgraph.NotRepeatable("it is looked up in another function")
@@ -198,7 +198,7 @@ def forget(counters: Mapping[tuple[int, str, int], tf.Variable]) -> None:
 
 
 def distinct(table: Table, indices: tf.Tensor) -> tuple[tf.Tensor, tf.Tensor]:
-    """The distinct row numbers that a lookup asks for, and for each place the index of its own."""
+    """Distinct row numbers of a lookup, and the index of each id among them."""
     ids = tf.reshape(tf.cast(indices, _LONG), [-1])
     return tf.unique(tf.where(ids < 0, ids + table.rows, ids))
 

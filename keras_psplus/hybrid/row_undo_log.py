@@ -1,4 +1,4 @@
-"""An undo log of the last step, by which rows can be read as they were before it."""
+"""Undo log of the last step, for reading rows as they were before it."""
 
 from collections.abc import Callable
 
@@ -32,7 +32,9 @@ class RowUndoLog:
     def lookup(
         self, lock: tf.CriticalSection, encode: Callable[[tf.Tensor, tf.Tensor], tf.Tensor]
     ) -> tf.types.experimental.PolymorphicFunction:
-        """A method that looks rows up as they were after a number of steps, if it was one less.
+        """Makes a method that looks rows up as of a given step.
+
+        The step is the present one or the one before.
 
         Args:
             lock: `tf.CriticalSection` of whatever changes the table.

@@ -22,7 +22,7 @@ def compress(
     stages: Stages,
     compressor: Compressor,
 ) -> list[Encoded]:
-    """Encodes what goes from one stage to another on the one, and decodes it on the other.
+    """Compresses activations between stages: encoded by the sender, decoded by the receiver.
 
     Each row is encoded by itself, so that a row's results do not depend on the others.
 

@@ -1,4 +1,4 @@
-"""What the chief says when a stage is gone."""
+"""Errors of the chief about a lost stage."""
 
 import contextlib
 import re
@@ -61,6 +61,6 @@ def lost(strategy: Any, number: int, received: str) -> StageLostError:
 
 
 def stage_of_worker(strategy: Any, number: int) -> str:
-    """Which stage a worker has, and of which pipeline if there are several, in words."""
+    """Description of a worker's stage, and of its pipeline if there are several."""
     pipeline, stage = divmod(number, strategy.num_stages)
     return f"stage {stage} of pipeline {pipeline}" if strategy.pipelines > 1 else f"stage {stage}"

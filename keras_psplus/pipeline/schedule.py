@@ -64,11 +64,11 @@ NAMES = (*SCHEDULES, PIPEDREAM)
 
 
 def before(actions: Actions) -> dict[tuple[str, int], list[tuple[str, int]]]:
-    """What a stage has to have done before each of its actions.
+    """Actions that a stage must have done before each of its actions.
 
-    A forward waits for the forward and the backward that stand before it, which bounds how many
-    micro-batches are kept. A backward waits for nothing but its gradients, which come in turn: so
-    the stage has something to do while tensors are on their way.
+    A forward waits for the preceding forward and the preceding backward, which bounds how many
+    micro-batches are kept. A backward waits for nothing but its gradients, which arrive in order:
+    so the stage is busy while tensors are being sent.
 
     Args:
         actions: One stage's part of a schedule.
