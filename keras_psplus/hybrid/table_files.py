@@ -1,4 +1,4 @@
-"""Files of tables: a folder with the files of all servers, and a list of contents.
+"""Files of tables: a folder with all servers' files and a list of contents.
 
 The list, `tables.json`, is written last, by the chief. A folder without it is incomplete, and is
 ignored.

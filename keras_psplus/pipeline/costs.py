@@ -82,7 +82,7 @@ class _Recorder(ReplicaStep):
 
 
 def is_cut(layer: keras.Layer) -> bool:
-    """Whether a layer is placed on a stage as a whole; models are cut between layers."""
+    """Whether a layer is placed on a stage whole; models are cut between layers."""
     return not isinstance(layer, models.Model)
 
 

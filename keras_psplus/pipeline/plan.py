@@ -91,7 +91,9 @@ class Plan:
 
     @property
     def bubble(self) -> float:
-        """Bubble of a balanced pipeline, the idle fraction of time: (p - 1) / (m + p - 1).
+        """Bubble of a balanced pipeline: the idle fraction of each stage's time.
+
+        It is (p - 1) / (m + p - 1) for p stages and m micro-batches.
 
         Huang et al., "GPipe: Efficient Training of Giant Neural Networks using Pipeline
         Parallelism", NeurIPS 2019.
