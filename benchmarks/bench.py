@@ -171,7 +171,7 @@ def choose(args):
 
 
 def links(args):
-    """How hosts are made: `"namespaces"` or `"loopback"`, and a function from their number."""
+    """Kind of hosts, `"namespaces"` or `"loopback"`, and a function that makes them."""
     problem = "--loopback" if args.loopback else netlab.why_not(rate=1e9, delay=args.delay / 1e3)
     if problem is None:
         uplink = wire.parse_rate(args.uplink) if args.racks > 1 else None

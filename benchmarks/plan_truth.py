@@ -41,7 +41,7 @@ class Cell:
 
     @property
     def off(self):
-        """How far the prediction is from what was measured, as a part of it."""
+        """Relative error of the prediction."""
         return self.predicted / self.measured - 1
 
 

@@ -1,4 +1,4 @@
-"""Runs a script in the real processes of a cluster, for tests, under a hard time limit."""
+"""Runs a script in a cluster of real processes, for tests, with a time limit."""
 
 import inspect
 import os
