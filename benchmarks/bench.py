@@ -1,4 +1,4 @@
-"""The benchmark lab: every way of training on the same work, over links of the same speed.
+"""The benchmark lab: every entry on the same work, over equal links.
 
     python benchmarks/bench.py --quick
     sudo python benchmarks/bench.py --torch PYTHON_WITH_TORCH --jax PYTHON_WITH_JAX --docs

@@ -1,4 +1,4 @@
-"""What compression of gradients and less frequent communication cost in accuracy, on real data.
+"""Accuracy under compression of gradients and less frequent communication, on real data.
 
     python benchmarks/fidelity.py --out fidelity.jsonl
 

@@ -1,4 +1,6 @@
-"""How fast an expensive `map` is with two workers, each of which maps its own rows, and beside it.
+"""Speed of an expensive `map` whose rows are divided between two workers.
+
+It is compared with a `map` of which each worker runs all rows.
 
     python benchmarks/map_rows.py --out map_rows.json
 

@@ -1,4 +1,4 @@
-"""Compares what `keras-psplus plan` would have said of the lab's work with what the lab measured.
+"""Compares predictions of `keras-psplus plan` for the lab's work with the lab's measurements.
 
     python benchmarks/plan_truth.py            # prints the tables
     python benchmarks/plan_truth.py --docs     # puts them into docs/plan_accuracy.md

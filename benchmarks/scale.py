@@ -1,4 +1,4 @@
-"""What hundreds of stub tasks cost that find each other, exchange texts and watch each other.
+"""Costs of start-up, exchanges and heartbeats among hundreds of stub tasks.
 
     python benchmarks/scale.py --tasks 16 64 256
     python benchmarks/scale.py --tasks 16 64 --all      # beside it: each task asks each other

@@ -1,4 +1,4 @@
-"""What the cost model of `keras-psplus plan` says of 2 to 1,024 workers: tables for docs/scale.md.
+"""Tables for docs/scale.md: predictions of `keras-psplus plan` for 2 to 1,024 workers.
 
     python benchmarks/scale_model.py
 

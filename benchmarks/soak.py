@@ -1,4 +1,4 @@
-"""Goodput of a job whose workers are killed, again and again, and what its restarts take.
+"""Goodput of a job whose workers are killed repeatedly, and costs of its restarts.
 
     python benchmarks/soak.py --strategy all_reduce --minutes 20 --every 60
     python benchmarks/soak.py --strategy async_parameter_server --minutes 20

@@ -1,4 +1,6 @@
-"""DLRM with KerasRS: which advertisements are clicked? Large tables, of which a step needs little.
+"""DLRM with KerasRS, on large tables of which a step reads few rows.
+
+The model predicts which advertisements are clicked.
 
     pip install ".[examples]"  # in a checkout of the library
     python examples/dlrm.py

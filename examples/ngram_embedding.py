@@ -1,4 +1,4 @@
-"""Learns to guess the next token of a Python program: a large table, of which a step needs little.
+"""Token prediction for Python programs, with a large and sparsely read embedding table.
 
     python examples/ngram_embedding.py
     keras-psplus run --workers 2 examples/ngram_embedding.py

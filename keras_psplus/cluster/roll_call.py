@@ -82,7 +82,7 @@ class RollCall:
         return self._also_waiting
 
     def _let_others_see_me(self):
-        """Waits until the waiting tasks have called too; they do so at once after my call.
+        """Waits until the waiting tasks have called too, which my call makes them do.
 
         This is a courtesy: a task that starts too late finds TensorFlow's server here a moment
         later.

@@ -44,7 +44,7 @@ def reads_service(node: Any) -> bool:
 
 
 def has_stage(dataset: tf.data.Dataset, names: Sequence[str]) -> bool:
-    """Whether a dataset or an input of it has one of some texts in its class name."""
+    """Whether the class name of a dataset, or of its inputs, contains a text."""
     if any(name in type(dataset).__name__ for name in names):
         return True
     return any(has_stage(below, names) for below in dataset._inputs())
