@@ -1,6 +1,14 @@
 """Routes of uncompressed tensors inside a group, in two halves.
 
-TensorFlow has no reduce-scatter on CPUs: rows are exchanged, and each replica sums its row.
+TensorFlow has no reduce-scatter on CPUs: rows are exchanged, and each replica sums its row. With
+replicas r0, r1 and r2 of a group, whose matrices have the rows a, b and c:
+
+              scatter: exchange           sum              gather
+    r0        a0 a1 a2 -> a0 b0 c0 ->  s0 = a0+b0+c0  ->  s0 s1 s2
+    r1        b0 b1 b2 -> a1 b1 c1 ->  s1 = a1+b1+c1  ->  s0 s1 s2
+    r2        c0 c1 c2 -> a2 b2 c2 ->  s2 = a2+b2+c2  ->  s0 s1 s2
+
+Between the two halves, `s0` to `s2` are summed with the other groups' (see `two_levels`).
 
 TensorFlow has no reduce-scatter on CPUs: rows are exchanged, and each replica adds up its own.
 """

@@ -33,8 +33,8 @@ class Compressor:
             further from the tensor than zeros are, with which residuals would grow for ever.
         reducible: Whether the mean of payloads is the payload of the mean, so that workers can
             all-reduce payloads as they are. If so, `mean` serves.
-        homogeneous: Whether, besides, it keeps no state and what it makes of `x * c` is `c` times
-            what it makes of `x`, so that sums need no mean.
+        homogeneous: True if `encode` is also stateless and linear in scale, so payloads can be
+            summed directly.
         splits: Whether pieces of a tensor, as rows of `encode_rows`, are encoded as well as the
             whole, so that a sum over workers may be shared out among them.
         communicates: Whether anything is sent at all. If not, each worker uses its own gradient.

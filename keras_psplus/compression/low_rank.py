@@ -1,4 +1,16 @@
-"""Matrices as the product of two thin ones."""
+"""PowerSGD: matrices as the product of two thin ones.
+
+A step of power iteration on a matrix M of n rows and m columns, with Q of m rows and r columns from
+the last step (`exchange`):
+
+    1. P = M Q               all-reduce: mean of P over the workers       n x r numbers
+    2. P = orthonormal(P)    on each worker, the same everywhere
+    3. Q = transpose(M) P    all-reduce: mean of Q over the workers       m x r numbers
+    4. mean of M ~ P transpose(Q)
+    5. residual = M - P transpose(Q), which `ErrorFeedback` adds to the next step's M
+
+Q is kept for the next step (`warm_start`), so that the iteration continues from step to step.
+"""
 
 from collections.abc import Generator, Sequence
 from typing import Any

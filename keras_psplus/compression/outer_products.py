@@ -115,7 +115,7 @@ class MatrixPlusOuterProduct:
         """Takes off an `OuterProduct`, `whole` as a tensor; returns a float32 tensor."""
 
         def from_factors():
-            # Neither what is added nor what is taken off is ever in memory by itself.
+            # Neither operand is materialized.
             left = tf.concat([self._left, -product.left], 0)
             return (
                 self._matrix

@@ -65,7 +65,7 @@ class PeerLostError(RuntimeError):
 
 @contextlib.contextmanager
 def translate_errors(task: TaskConfig | None) -> Iterator[None]:
-    """Names the dead worker when TensorFlow fails for want of one.
+    """Adds the lost worker's name to TensorFlow's error.
 
     Args:
         task: `TaskConfig` of this process, or None if it trains alone.

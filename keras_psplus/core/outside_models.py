@@ -71,7 +71,7 @@ class OutsideScope(Engine):
 
 
 def check_built_in_scope(model: keras.Model, method: str) -> None:
-    """Refuses what a model would do in each process by itself, by mistake.
+    """Raises if the model was built outside the strategy's scope.
 
     Args:
         model: Keras model.

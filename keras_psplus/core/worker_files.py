@@ -162,7 +162,7 @@ def number_of_steps(model: keras.Model) -> int:
 
 
 def folder_in(folder: str) -> str:
-    """The folder of the workers' files in that of what is saved."""
+    """Subfolder of a backup that holds the worker files."""
     return file_utils.join(folder, "compression")
 
 

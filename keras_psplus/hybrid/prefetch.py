@@ -1,10 +1,15 @@
-"""Rows of the next batch, asked for while a step computes.
+"""Prefetch of the next batch's rows while a step computes.
 
-A step knows the batch after its own, computes the ids that this will look up by the operations that
-made its own ids, and has the rows brought as they are before its update. They wait in variables
-with their ids: the next step takes them if these are what it looks up, and nothing has changed the
-table since but the step that has asked. Otherwise it asks for itself: a lookahead
-that was wrong costs no more than time.
+    step t      | lookup | forward, backward     | push |
+    prefetch    |        | rows of batch t+1     |      |
+    step t+1                                            | lookup | ...
+
+1. Step t has the batch after its own (`BatchAndNext`). It computes the ids that batch t+1 will look
+   up, by repeating the operations that made the ids of batch t (`subgraph`).
+2. It requests these rows and stores them with their ids in a `Buffer`. Where workers are
+   synchronous, the rows are as before the update of step t (`row_undo_log`).
+3. Step t+1 uses the buffer if the ids are those that it looks up, and if this replica has not
+   pushed to the table since step t. Otherwise it pulls its rows: a wrong prefetch costs time only.
 """
 
 from __future__ import annotations

@@ -27,7 +27,7 @@ class ParameterServerLostError(RuntimeError):
 
 @contextlib.contextmanager
 def translate_errors(strategy: ParameterServerStrategy) -> Iterator[None]:
-    """Names the parameter server when TensorFlow fails for want of one."""
+    """Adds the lost server's name to TensorFlow's error."""
     try:
         yield
     except (tf.errors.UnavailableError, tf.errors.AbortedError) as error:

@@ -39,7 +39,7 @@ class Scheduler:
         check_workers: Called now and then while nothing comes back; raises if it has to be given
             up.
         on_worker_back: Optional, called with the name of a worker that was lost and is back.
-        overlap: Whether the cluster is mended between steps only, which overlap with one another.
+        overlap: Whether lost workers rejoin only between steps (required when steps overlap).
         lanes: How many closures a worker may run at a time, of those that allow it.
         are_workers_back: With `overlap`, asked after a loss; whether all workers respond.
 

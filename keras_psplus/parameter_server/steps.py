@@ -68,7 +68,7 @@ class StepRunner:
             element_spec: Type specification of the dataset's elements, if there is one.
             ticket: `worker_data.Ticket` that they are from, if the workers read them.
         """
-        # What workers have read lies with them, as it is.
+        # Batches that workers read stay on the workers, unpacked.
         function, payload = self._functions(batches, element_spec, join=ticket is None)
         variables = function.variables
         if self._variables is not None and not are_same(variables, self._variables):

@@ -1,8 +1,19 @@
-"""Steps of synchronous training that bring the next weights while gradients are still being sent.
+"""Overlap of synchronous steps: workers fetch new weights while gradients are being sent.
 
-Each variable is updated when all workers' gradients for it are there, and read by the workers at
-once, into copies that the next step begins from. So a link is used both ways, and training is the
-same. If a worker is lost in the middle of a step, what has been updated already is undone.
+A worker's link is used in both directions, and training is the same. For variables w1 to w3, whose
+gradients g3 to g1 are computed from the last layer back:
+
+    worker -> server   | forward |    g3   g2   g1  |
+    server             |              u3   u2   u1  |    u: update, once all workers' g are there
+    server -> worker   |                w3   w2   w1|    into the worker's copies
+    next step                                       | forward |
+
+1. Each worker computes on its copies, and adds each gradient to the sum on the variable's server as
+   soon as it is computed.
+2. Meanwhile the update runs: for each variable it waits for all workers' gradients, writes the new
+   value, and announces it to every worker. `Undo` keeps the values from before.
+3. Each worker fetches announced values into its copies, from which the next step starts.
+4. If a worker is lost, zeros complete the sums (`release`), and `Undo` restores the variables.
 """
 
 from __future__ import annotations

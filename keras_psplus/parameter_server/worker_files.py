@@ -28,7 +28,7 @@ if TYPE_CHECKING:
 
 # More than all workers together can have accumulated.
 _MANY = 1 << 20
-# For so long, a job may be about to be ended because a worker is gone.
+# Grace period: the launcher may still be ending this job.
 _UNREACHABLE_SECONDS = 60.0
 
 

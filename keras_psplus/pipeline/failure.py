@@ -15,7 +15,7 @@ class StageLostError(RuntimeError):
     """A worker has died, and with it the variables of its stage."""
 
 
-# What TensorFlow raises where a task is gone; the last two, of what a step before has left there.
+# Errors after a task is lost. The last two come from leftovers of an earlier step.
 OF_TASKS = (
     tf.errors.UnavailableError,
     tf.errors.AbortedError,
@@ -26,7 +26,7 @@ OF_TASKS = (
 
 @contextlib.contextmanager
 def translate_errors(strategy: Any) -> Iterator[None]:
-    """Names the stage when TensorFlow fails for want of its worker."""
+    """Adds the lost stage's name to TensorFlow's error."""
     try:
         yield
     except OF_TASKS as error:
