@@ -40,7 +40,7 @@ def best_exact_strategy(plan: str | os.PathLike[str] | None = None) -> Any:
     ```
 
     Args:
-        plan: Path of what `keras-psplus plan --json` has printed; by default,
+        plan: Path of the output of `keras-psplus plan --json`; by default,
             what the environment's KERAS_PSPLUS_PLAN_FILE names. What was
             measured there is taken for the numbers of tasks here; links are
             those of the plan.

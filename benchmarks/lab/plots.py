@@ -120,7 +120,7 @@ def scaling(rows, work, path):
 
 
 def quality(points_of_tasks, path):
-    """Draws the loss against exact training by the number of bytes sent.
+    """Draws the quality lost against exact training by the bytes sent.
 
     Args:
         points_of_tasks: Dict from a task's title and the unit of its differences to what

@@ -33,7 +33,7 @@ class Decision(NamedTuple):
     Attributes:
         topology: `Topology` or `"flat"`.
         report: A table of the links, and a line on the choice.
-        links: What was measured, as of `links.measure`.
+        links: Measured links, as of `links.measure`.
     """
 
     topology: Topology | str

@@ -9,8 +9,6 @@ replicas r0, r1 and r2 of a group, whose matrices have the rows a, b and c:
     r2        c0 c1 c2 -> a2 b2 c2 ->  s2 = a2+b2+c2  ->  s0 s1 s2
 
 Between the two halves, `s0` to `s2` are summed with the other groups' (see `two_levels`).
-
-TensorFlow has no reduce-scatter on CPUs: rows are exchanged, and each replica adds up its own.
 """
 
 from __future__ import annotations

@@ -14,8 +14,8 @@ class BatchAndNext(NamedTuple):
 
     Attributes:
         batch: `Batch`, or a structure of tensors.
-        following: The data of the batch after it; if there is none, its own once more.
-        is_there: Scalar bool, whether there is one that has rows.
+        following: The data of the batch after it; if there is none, those of `batch`.
+        is_there: Scalar bool, whether the batch after it exists and has rows.
     """
 
     batch: Any

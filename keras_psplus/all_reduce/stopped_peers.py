@@ -38,7 +38,7 @@ def watch(
         control: `ControlPlane` of this process.
         progress: `Progress` of this process.
         marks: `StepMarks` of this process.
-        takes_steps_alone: Whether a step may be one that waits for nobody.
+        takes_steps_alone: Whether workers may take steps without waiting for the others.
     """
     args = control, progress, marks, takes_steps_alone
     threading.Thread(target=_run, args=args, name="stop watch", daemon=True).start()

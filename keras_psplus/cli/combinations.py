@@ -10,7 +10,7 @@ def check_combination(strategy: str | None, layout: dict[str, int], given: dict[
     """Checks an entry of the catalogue against the cluster and its options.
 
     Args:
-        strategy: What was given as `--strategy`, or None.
+        strategy: The argument of `--strategy`, or None.
         layout: Dict with the numbers of `workers` and `ps`, and whether there is a `chief`.
         given: Dict from `"compression"` and `"updates"` to texts, without those not given.
 

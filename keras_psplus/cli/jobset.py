@@ -2,9 +2,6 @@
 
 Reference: https://jobset.sigs.k8s.io/docs/concepts/. The JobSet's controller makes the headless
 service. When one of its Jobs has failed, it recreates all Jobs, up to `maxRestarts` times.
-
-Reference: https://jobset.sigs.k8s.io/docs/concepts/. The JobSet's controller makes the headless
-service. When a Job of it has failed, it makes all Jobs again, up to `maxRestarts` times.
 """
 
 import textwrap

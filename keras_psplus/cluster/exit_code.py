@@ -10,7 +10,7 @@ class _Exits:
 
     Attributes:
         is_watching: Whether calls are noted.
-        codes: List of what it was called with.
+        codes: List of the arguments, in order.
     """
 
     def __init__(self) -> None:

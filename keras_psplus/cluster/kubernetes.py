@@ -4,11 +4,6 @@ Reference: https://kubernetes.io/docs/tasks/job/job-with-pod-to-pod-communicatio
 Indexed Job with a headless service are `JOB-INDEX.SUBDOMAIN`. Pods do not know their number:
 `KERAS_PSPLUS_LAYOUT` has it. In a JobSet (https://jobset.sigs.k8s.io/docs/concepts/) each kind of
 task is an Indexed Job, which `KERAS_PSPLUS_ROLE` names; pods are `JOBSET-ROLE-0-INDEX.SUBDOMAIN`.
-
-Reference: https://kubernetes.io/docs/tasks/job/job-with-pod-to-pod-communication/. Pods of an
-Indexed Job with a headless service are `JOB-INDEX.SUBDOMAIN`. How many there are no pod is told:
-`KERAS_PSPLUS_LAYOUT` says it. In a JobSet (https://jobset.sigs.k8s.io/docs/concepts/) each kind of
-task is an Indexed Job, which `KERAS_PSPLUS_ROLE` names; pods are `JOBSET-ROLE-0-INDEX.SUBDOMAIN`.
 """
 
 from __future__ import annotations

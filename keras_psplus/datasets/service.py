@@ -26,7 +26,7 @@ class Reader(NamedTuple):
     """A dataset's reader of the service; fields known only at run time are None.
 
     Attributes:
-        job_name: Name of the job; empty for one of its own.
+        job_name: Name of the job; empty for an anonymous job.
         sharding: Name of the `tf.data.experimental.service.ShardingPolicy`.
         dataset_id: The service's number of the dataset.
         consumer_index: Index among `num_consumers` that take turns; -1 without turns.

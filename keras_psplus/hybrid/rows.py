@@ -58,13 +58,13 @@ class RowCodec:
 
 
 def looked_up(ids: tf.Tensor) -> tf.Tensor | None:
-    """Vector of which `ids` are the distinct values, if the graph shows it.
+    """Vector whose distinct values are `ids`, if the graph shows it.
 
     Args:
         ids: Integer vector.
 
     Returns:
-        The vector that they were made of, or None if some might come twice.
+        That vector, or None if `ids` may have duplicates.
     """
     if not tf.is_symbolic_tensor(ids):
         return None

@@ -129,9 +129,9 @@ class Snapshots:
         """Reads the newest readable snapshot, and logs newer ones that are damaged.
 
         Args:
-            whole: What `whole` has returned.
-            read: Function of a folder and of what is in it.
-            problems: For each of them, what is wrong with the files of the workers, as texts.
+            whole: The result of `whole`.
+            read: Function of a folder and its list of contents.
+            problems: For each of them, errors of the workers' files, as texts.
 
         Returns:
             The pair that `read` was given, and what it has returned; None and None if there is no

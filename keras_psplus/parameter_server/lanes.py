@@ -71,7 +71,7 @@ class Lanes:
         """Whether a lane is the first to detect the worker's loss, and must handle it.
 
         Args:
-            losses: What `losses` was when the lane began.
+            losses: Value of `losses` when the lane started.
         """
         with self._changed:
             if self._is_lost or losses != self._losses:

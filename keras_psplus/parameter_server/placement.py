@@ -152,7 +152,7 @@ def weights_of(addresses: Sequence[str], weights: Sequence[float] | None) -> lis
 
     Args:
         addresses: Addresses of the servers, in order.
-        weights: What the script says; None for as much on each host, whose servers share its link.
+        weights: The script's weights; None for equal weights of hosts, whose servers share a link.
 
     Raises:
         ValueError: If the script's weights do not fit the servers.

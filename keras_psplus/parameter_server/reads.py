@@ -73,7 +73,7 @@ def read_together(
     Args:
         variables: List of whole variables or shards.
         compressors: List of their `Compressor`s or None.
-        keys: List of what the traffic counter counts them as.
+        keys: List of their keys in the traffic counter.
 
     Returns:
         List of the values.

@@ -36,7 +36,7 @@ class Scheduler:
     Args:
         coordinator: `tf.distribute.coordinator.ClusterCoordinator`.
         num_workers: Number of workers.
-        check_workers: Called now and then while nothing comes back; raises if it has to be given
+        check_workers: Called now and then while no closure returns; raises if it has to be given
             up.
         on_worker_back: Optional, called with the name of a worker that was lost and is back.
         overlap: Whether lost workers rejoin only between steps (required when steps overlap).

@@ -121,7 +121,7 @@ class ShardedVariable(CompositeVariable):
 
         TensorFlow's method supports shards of equal sizes only.
 
-        TensorFlow's own knows shards of equal sizes only.
+        TensorFlow's method supports shards of equal sizes only.
         """
         starts = tf.constant(self.offsets[1:], indices.dtype)
         owners = tf.searchsorted(starts, indices, side="right")

@@ -25,8 +25,8 @@ class Clocks:
 
     Args:
         num_workers: Number of workers.
-        bound: How many steps more than the slowest one has done a worker may have been given before
-            it gets another.
+        bound: Maximum number of steps given to a worker beyond those that the slowest worker has
+            done, when it is given another.
     """
 
     def __init__(self, num_workers: int, bound: int) -> None:

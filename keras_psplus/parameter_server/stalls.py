@@ -19,7 +19,7 @@ class StallProbe:
 
     Args:
         scheduler: `Scheduler`.
-        progress: `Progress` of what the chief itself does.
+        progress: `Progress` of the chief.
         spec: Dict from jobs to lists of addresses.
     """
 

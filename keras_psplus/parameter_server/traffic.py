@@ -116,7 +116,7 @@ class TrafficCounter:
         """Counts that the function has made at run time, a float64 vector.
 
         Args:
-            results: Structure of what the function returns otherwise.
+            results: Structure of the other results of the function.
         """
         leaves = tf.nest.flatten(results, expand_composites=True)
         self.timer.end_of_pulls([leaf for leaf in leaves if isinstance(leaf, tf.Tensor)])

@@ -63,8 +63,8 @@ class TransferTimer:
         """Counts the time until all noted reads have arrived, and restarts for later ones.
 
         Args:
-            results: Tensors that come of it. What they do not need never comes, and must not be
-                brought by being waited for.
+            results: Tensors that the function returns. Reads that they do not need are pruned from
+                the graph, and waiting for them would execute them.
         """
         needed = _needed_for(results) if self._pulled else ()
         pulled, begin = [v for v in self._pulled if v.op in needed], self._begin

@@ -58,7 +58,7 @@ def of_stage(costs: Sequence[LayerCost], rows: float, slots: int | None, receive
         costs: The layers' costs.
         rows: Rows of the micro-batches whose activations are kept at once.
         slots: The optimizer's slots for each variable; None for layers that are not trained.
-        received: Bytes for one row that come from other stages.
+        received: Bytes per row that are received from other stages.
     """
     weights = sum(cost.bytes for cost in costs)
     if slots is None:

@@ -71,7 +71,7 @@ def take(
         first: The micro-batch's first row.
         end: One past its last row.
         rows_of_leaf: Function of a tensor that returns its number of rows, or None.
-        parts: Dict from ids of tensors to what is known to be the micro-batch's part of them.
+        parts: Dict from ids of tensors to the micro-batch's known parts of them.
     """
 
     def cut(leaf):

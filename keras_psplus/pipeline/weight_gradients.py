@@ -1,12 +1,9 @@
 """Delays gradients of weights until a stage's gradients of inputs are computed.
 
 The previous stage waits for gradients of activations, and only the optimizer waits for gradients of
-weights. A stage that computes both layer by layer sends the former later than it could. Reference:
-Qi et al., "Zero Bubble Pipeline Parallelism", ICLR 2024, which gives the two parts of a backward
-pass separate places in the schedule.
-
-Reference: Qi et al., "Zero Bubble Pipeline Parallelism", ICLR 2024, which gives the two parts of a
-backward pass their own places in the schedule.
+weights. A stage that computes both layer by layer sends the former later than it could.
+Reference: Qi et al., "Zero Bubble Pipeline Parallelism", ICLR 2024, where the two parts of a
+backward pass have separate places in the schedule.
 """
 
 from __future__ import annotations

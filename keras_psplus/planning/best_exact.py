@@ -21,7 +21,7 @@ class Chosen:
 
     Attributes:
         entry: Its name in the catalogue.
-        reason: Why, in one line.
+        reason: The reason, in one line.
     """
 
     entry: str

@@ -28,7 +28,7 @@ class Facts:
         rows: Rows of one worker's.
         step_ms: Milliseconds of a step with one worker's.
         single_ms: Milliseconds of a step with the script's batches.
-        work: What a worker has to send of a step.
+        work: Gradients that a worker sends in a step.
         slots: Numbers that the optimizer keeps for each weight.
         int8_ms: Milliseconds of the processor to send a million elements as int8, with feedback.
     """

@@ -16,8 +16,8 @@ class Plan(NamedTuple):
     """Measurements of a plan, from which another cluster's choice can be computed.
 
     Attributes:
-        facts: What was measured of the model.
-        cluster: What the plan was made for.
+        facts: Measurements of the model.
+        cluster: Cluster that the plan was made for.
     """
 
     facts: Facts
