@@ -12,7 +12,7 @@
 #   make wheel   the source distribution and the wheel in dist/
 #   make bench   the benchmark lab; as root over emulated links; flags: make bench BENCH="--quick"
 #   make docs    the manual as a web site in site/
-#   make lint    ruff, mypy and codespell
+#   make lint    ruff, mypy, codespell and the rule of docstrings
 #   make clean   remove everything that the other targets made
 
 PYTHON ?= python3
@@ -91,6 +91,7 @@ lint: $(VENV)/stamp-test
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
+	$(BIN)/python tests/docs/docstrings.py
 	$(BIN)/codespell README.md CHANGELOG.md CONTRIBUTING.md docs keras_psplus strategies examples \
 	  benchmarks tests
 

@@ -1,4 +1,6 @@
-"""What `BackupAndRestore(save_freq=)` costs: a dense model on two workers with one core each.
+"""Cost of `BackupAndRestore(save_freq=)`, with a dense model on two workers.
+
+Each worker has one core.
 
     python benchmarks/backups.py
 

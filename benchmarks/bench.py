@@ -1,4 +1,4 @@
-"""The benchmark lab: every way of training on the same work, over links of the same speed.
+"""The benchmark lab: every entry on the same work, over equal links.
 
     python benchmarks/bench.py --quick
     sudo python benchmarks/bench.py --torch PYTHON_WITH_TORCH --jax PYTHON_WITH_JAX --docs
@@ -171,7 +171,7 @@ def choose(args):
 
 
 def links(args):
-    """How hosts are made: `"namespaces"` or `"loopback"`, and a function from their number."""
+    """Kind of hosts, `"namespaces"` or `"loopback"`, and a function that makes them."""
     problem = "--loopback" if args.loopback else netlab.why_not(rate=1e9, delay=args.delay / 1e3)
     if problem is None:
         uplink = wire.parse_rate(args.uplink) if args.racks > 1 else None

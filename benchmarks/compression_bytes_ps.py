@@ -40,7 +40,7 @@ def loopback_bytes():
 
 
 def measure():
-    """What the chief does: trains a model for each setting and prints what its steps have sent."""
+    """Trains a model for each setting on the chief and prints the bytes sent."""
     import keras
     import numpy as np
 

@@ -1,4 +1,4 @@
-"""What encoding and decoding cost on one processor core, for each compressor.
+"""Cost of encoding and decoding on one processor core, for each compressor.
 
     taskset -c 0 python benchmarks/compressor_cost.py
 

@@ -1,4 +1,4 @@
-"""What compression of gradients and less frequent communication cost in accuracy, on real data.
+"""Accuracy under compression of gradients and less frequent communication, on real data.
 
     python benchmarks/fidelity.py --out fidelity.jsonl
 
@@ -179,7 +179,7 @@ def table(results, metric, compressions):
 
 
 def _fewer(of_seeds, exact):
-    """How many times fewer bytes than exact training were sent."""
+    """Factor by which fewer bytes than in exact training were sent."""
     for seed, result in of_seeds.items():
         if "sent" in result and "sent" in exact.get(seed, {}):
             return exact[seed]["sent"] / result["sent"]

@@ -68,7 +68,7 @@ COMPRESSIONS |= {name: None for name in [*UPDATES, *PIPELINES] if name not in CO
 
 @dataclasses.dataclass(frozen=True)
 class Task:
-    """What is trained, and how long.
+    """A training task and its length.
 
     Attributes:
         load: Function from a seed to `(x_train, y_train), (x_test, y_test)`.

@@ -1,4 +1,6 @@
-"""How fast an expensive `map` is with two workers, each of which maps its own rows, and beside it.
+"""Speed of an expensive `map` whose rows are divided between two workers.
+
+It is compared with a `map` of which each worker runs all rows.
 
     python benchmarks/map_rows.py --out map_rows.json
 
@@ -35,7 +37,7 @@ def costly(x, y, turns):
 
 
 def turns_for(milliseconds):
-    """How many products take that long on this core."""
+    """Number of products that take `milliseconds` on this core."""
     import tensorflow as tf
 
     @tf.function
@@ -53,7 +55,7 @@ def turns_for(milliseconds):
 
 
 def task(args):
-    """One worker, on its own core, or with `--calibrate` the number of products of a row."""
+    """Runs one worker on one core, or with `--calibrate` counts a row's products."""
     index = json.loads(os.environ.get("TF_CONFIG", "{}")).get("task", {}).get("index", 0)
     cores = sorted(os.sched_getaffinity(0))
     os.sched_setaffinity(0, {cores[index % len(cores)]})
@@ -116,7 +118,7 @@ def launch(job, *args):
 
 
 def furthest(found, other):
-    """How far the weights and the logs of two jobs are apart at most."""
+    """Largest differences between the weights and the logs of two jobs."""
     return [
         max(abs(a - b) for a, b in zip(found[key], other[key], strict=True))
         for key in ("weights", "logs")

@@ -22,10 +22,11 @@ CLASSES = 10
 
 
 def take_cores(task, shares, chief_alone):
-    """Stays on this task's share of the cores: workers first, then ps, the chief from the end.
+    """Pins this task to its share of the cores.
 
-    So a single worker has its share to itself; on few cores the chief meets the ps, not it. With
-    `chief_alone` it has the last core, and all others share the rest.
+    Workers are first, then ps, the chief from the end. So a single worker has its share to itself;
+    on few cores the chief shares the ps's core, not the worker's. With `chief_alone` it has the
+    last core, and all others share the rest.
     """
     cores = sorted(os.sched_getaffinity(0))
     shares = min(shares, len(cores))
@@ -117,7 +118,7 @@ def stub_model(keras):
 
 
 class Windows:
-    """Notes what each window of steps took: time, processor time by job, bytes on the loopback."""
+    """Costs of each window of steps: time, processor time by job, loopback bytes."""
 
     def __init__(self, count_bytes):
         pids = json.loads(pathlib.Path(os.environ["BENCHMARK_PIDS"]).read_text())

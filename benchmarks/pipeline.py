@@ -1,4 +1,6 @@
-"""What a step takes in stages on several hosts, beside one process, all-reduce and PyTorch.
+"""Step times of a pipeline on several hosts.
+
+They are compared with one process, all-reduce and PyTorch.
 
     sudo python benchmarks/pipeline.py --torch PYTHON_WITH_TORCH --out pipeline.jsonl
 

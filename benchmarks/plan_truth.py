@@ -1,4 +1,4 @@
-"""Compares what `keras-psplus plan` would have said of the lab's work with what the lab measured.
+"""Compares predictions of `keras-psplus plan` for the lab's work with the lab's measurements.
 
     python benchmarks/plan_truth.py            # prints the tables
     python benchmarks/plan_truth.py --docs     # puts them into docs/plan_accuracy.md
@@ -41,7 +41,7 @@ class Cell:
 
     @property
     def off(self):
-        """How far the prediction is from what was measured, as a part of it."""
+        """Relative error of the prediction."""
         return self.predicted / self.measured - 1
 
 

@@ -1,4 +1,4 @@
-"""What hundreds of stub tasks cost that find each other, exchange texts and watch each other.
+"""Costs of start-up, exchanges and heartbeats among hundreds of stub tasks.
 
     python benchmarks/scale.py --tasks 16 64 256
     python benchmarks/scale.py --tasks 16 64 --all      # beside it: each task asks each other
@@ -113,7 +113,7 @@ class Store:
 
 
 def exchange(tasks):
-    """Lets all stubs exchange a text some times; returns calls of the store, and its keys."""
+    """Exchanges texts between all stubs; returns the store's calls and keys."""
     store = Store()
     control_module.context = types.SimpleNamespace(context=lambda: store)
     cluster = {"worker": tuple(f"h:{i + 1}" for i in range(tasks))}
@@ -129,7 +129,7 @@ def exchange(tasks):
 
 
 def heartbeats(tasks):
-    """How many others a stub asks for a sign of life, and all of them in a second, at most."""
+    """Heartbeats of a stub: peers it asks, and the total rate at most."""
     cluster = {"worker": tuple(f"h:{i + 1}" for i in range(tasks))}
     watch = HeartbeatWatch(TaskConfig(cluster, "worker", 1), HEARTBEAT_TIMEOUT)
     asked = len(watch._addresses)

@@ -1,4 +1,6 @@
-"""How starting, steps and memory grow with real tasks of a tiny model, on this machine's cores.
+"""Growth of start-up, step time and memory with the number of real tasks.
+
+The model is tiny, and all tasks share this machine's cores.
 
     python benchmarks/scale_jobs.py --strategies all_reduce --workers 1 2 4 8
     python benchmarks/scale_jobs.py --strategies async sync --workers 1 --steps 100000 \\

@@ -1,4 +1,4 @@
-"""What the cost model of `keras-psplus plan` says of 2 to 1,024 workers: tables for docs/scale.md.
+"""Tables for docs/scale.md: predictions of `keras-psplus plan` for 2 to 1,024 workers.
 
     python benchmarks/scale_model.py
 
@@ -31,7 +31,7 @@ SMALL = Work([Variable((1000,))])  # a sum whose time is that of its messages
 
 
 def of_entries(rate):
-    """A row for each entry: MB that a worker sends, and the milliseconds of a step."""
+    """Rows for all entries: MB that a worker sends, and milliseconds of a step."""
     entries = {method.name: method.traits for method in methods.catalogue()}
     whole = ideal.work_of(work.SIZES["full"]["dense"])
     heads = [f"{workers} workers" for workers in WORKERS]

@@ -1,4 +1,4 @@
-"""Goodput of a job whose workers are killed, again and again, and what its restarts take.
+"""Goodput of a job whose workers are killed repeatedly, and costs of its restarts.
 
     python benchmarks/soak.py --strategy all_reduce --minutes 20 --every 60
     python benchmarks/soak.py --strategy async_parameter_server --minutes 20
@@ -161,7 +161,7 @@ class Job:
             raise SystemExit((self._folder / "launcher.log").read_text()[-5000:])
 
     def _disturb(self, process, every):
-        """Kills workers, as the seed has it, and tells the job when its time is over."""
+        """Kills workers by the seed's schedule, and ends the job after its time."""
         draw = random.Random(self._args.seed)
         self._wait_for_step(process)
         first = self.steps()[0]["time"]
@@ -199,7 +199,7 @@ class Job:
         return any(e["step"] > before for e in steps if e["time"] > start)
 
     def _start_after(self, kill):
-        """When the task that was killed has been started again; None if it has not."""
+        """Time at which the killed task was restarted; None if it was not."""
         starts = (self._folder / f"{kill['task']}.starts").read_text().split()
         return next((float(t) for t in starts if float(t) > kill["time"]), None)
 
@@ -227,7 +227,7 @@ class Job:
         }
 
     def recovery(self, rate):
-        """How long workers were away, and what the chief's epochs took meanwhile."""
+        """Downtime of workers, and the lengths of the chief's epochs meanwhile."""
         steps = self.steps()
         gaps = [b["time"] - a["time"] for a, b in zip(steps, steps[1:])]
         about = f"{statistics.median(gaps):.1f} s (median), {max(gaps):.1f} s (longest)"

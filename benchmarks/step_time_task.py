@@ -1,4 +1,6 @@
-"""One process of `step_time.py`: trains a model on the digits and prints the times of its steps.
+"""One process of `step_time.py`, which trains a model and prints its step times.
+
+The data are the digits.
 
 Run with TF_CONFIG it is one worker of a cluster. Both libraries run the code below; only the
 module that `keras` names and the strategy differ.

@@ -1,4 +1,6 @@
-"""Many short fits, evaluates and predicts in the same processes, to find steps that stand still.
+"""Stress test for hanging steps: many short fits, evaluations and predictions.
+
+They run in the same processes.
 
     keras-psplus run --workers 2 benchmarks/stress.py --seconds 600 --inter_op 1
 

@@ -1,4 +1,6 @@
-"""DLRM with KerasRS: which advertisements are clicked? Large tables, of which a step needs little.
+"""DLRM with KerasRS, on large tables of which a step reads few rows.
+
+The model predicts which advertisements are clicked.
 
     pip install ".[examples]"  # in a checkout of the library
     python examples/dlrm.py
@@ -31,7 +33,10 @@ DIM = 16
 
 
 def load_data(train_size=100_000, test_size=10_000, seed=0):
-    """Returns (x, y) to train and to test with; x is a dict from features to arrays."""
+    """Returns (x, y) to train and to test with.
+
+    x is a dict from features to arrays.
+    """
     rng = np.random.default_rng(seed)
     size = train_size + test_size
     x = {"numbers": rng.standard_normal((size, NUMBERS), "float32")}

@@ -79,8 +79,11 @@ def is_chief(task_type, task_index):
 
 
 def write_path(path, task_type, task_index):
-    """Where this process saves to: all save, since reading the weights may involve all workers,
-    but only the chief's files are kept."""
+    """Path that this process saves to.
+
+    All processes save, since reading the weights may involve all workers, but only the chief's
+    files are kept.
+    """
     if is_chief(task_type, task_index):
         return path
     folder = tempfile.mkdtemp(prefix=f"{task_type}_{task_index}_")

@@ -1,4 +1,4 @@
-"""Learns to guess the next token of a Python program: a large table, of which a step needs little.
+"""Token prediction for Python programs, with a large and sparsely read embedding table.
 
     python examples/ngram_embedding.py
     keras-psplus run --workers 2 examples/ngram_embedding.py
@@ -63,7 +63,10 @@ def _examples(modules, classes, size, rng):
 
 
 def hashed_ngrams(tokens):
-    """The ids of the 1- to 4-grams among the eight tokens before each token but the first eight."""
+    """Ids of the 1- to 4-grams among the eight tokens before each token.
+
+    The first eight tokens have none.
+    """
     codes = np.array([zlib.crc32(token.encode()) for token in tokens], "uint64")
     count = len(tokens) - CONTEXT
     columns = []
@@ -79,7 +82,10 @@ def hashed_ngrams(tokens):
 
 
 def build_model(width=16, hidden=64):
-    """A table of 3.2 million weights, and two small layers on the sum of 26 of its rows."""
+    """Model of a table of 3.2 million weights and two small layers.
+
+    An example sums up 26 rows of the table.
+    """
     ids = keras.Input((26,), dtype="int32")
     rows = keras.layers.Embedding(TABLE_ROWS, width)(ids)
     x = keras.layers.Dense(hidden, activation="relu")(keras.ops.sum(rows, axis=1))

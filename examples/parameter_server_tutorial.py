@@ -33,7 +33,7 @@ NUM_WORKERS, NUM_PS = 2, 2
 
 
 def make_strategy():
-    """The strategy. In the workers and ps of a cluster of processes this does not return."""
+    """Makes the strategy; does not return in workers and ps of separate processes."""
     cluster = json.loads(os.environ.get("TF_CONFIG") or "{}").get("cluster", {})
     resolver, num_ps = None, len(cluster.get("ps", []))
     if not cluster:
@@ -72,7 +72,7 @@ def rating_layers(foods_lookup):
 
 
 def fit(strategy, epochs, directory):
-    """The tutorial's first half: Model.fit. Returns how well the saved model does alone."""
+    """Runs the tutorial's first half, Model.fit; returns the saved model's accuracy."""
     with strategy.scope():
         foods_lookup, answers_lookup = make_lookups()
         # The model numbers the foods itself, so that who loads it needs nothing but strings.

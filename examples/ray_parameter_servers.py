@@ -51,7 +51,7 @@ def run(function, *args, workers=2, ps=1, variables=None):
 
 
 def train(epochs, folder):
-    """What each task calls; in workers and servers, the strategy's constructor does not return."""
+    """Trains in each task; in workers and servers, the strategy's constructor does not return."""
     keras.utils.set_random_seed(1)
     strategy = psp.ParameterServerStrategy(mode="sync")
     with strategy.scope():

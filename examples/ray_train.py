@@ -52,7 +52,7 @@ def restore(model, strategy):
 
 
 def train_digits(config):
-    """What each worker runs."""
+    """Trains on each worker."""
     from examples import digits
 
     keras.utils.set_random_seed(config["seed"])
@@ -76,7 +76,10 @@ def train_digits(config):
 
 
 def make_trainer(function, config, workers, storage, failures=2, name=None, **scaling):
-    """Ray's trainer of a function; `workers` may be a pair, of the least and the most."""
+    """Makes Ray's trainer of a function.
+
+    `workers` may be a pair, of the least and the most.
+    """
     return TensorflowTrainer(
         function,
         train_loop_config=config,

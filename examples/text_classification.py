@@ -1,4 +1,4 @@
-"""Text classification with KerasHub: which of Python's packages is a docstring from?
+"""Text classification with KerasHub: finds the Python package of a docstring.
 
     pip install ".[examples]"  # in a checkout of the library
     python examples/text_classification.py

@@ -36,7 +36,7 @@ class Positions(layers.Layer):
 
 
 def block(x, channels, heads):
-    """Lets each position attend to those before it, then a hidden layer work on each by itself."""
+    """Transformer block: causal self-attention, then a hidden layer for each position."""
     normal = layers.LayerNormalization()(x)
     attention = layers.MultiHeadAttention(heads, channels // heads)
     x = x + attention(normal, normal, use_causal_mask=True)

@@ -116,7 +116,10 @@ def flag(name: str, value: Any, default: bool | None = None) -> bool:
 
 
 def shown(value: Any) -> str:
-    """What a message says of a value: Python writes no int of thousands of digits."""
+    """Representation of a value for messages.
+
+    Python does not print ints of thousands of digits.
+    """
     try:
         return repr(value)
     except ValueError:

@@ -24,7 +24,7 @@ _REMEDY = (
 
 
 def best_exact_strategy(plan: str | os.PathLike[str] | None = None) -> Any:
-    """Makes the strategy of the entry that is predicted to be the fastest in this cluster.
+    """Makes the strategy that is predicted to be the fastest in this cluster.
 
     Entries that train otherwise than one process does (lossy, stale, local
     steps, larger batches) are left out. A cluster of workers allows those
@@ -40,7 +40,7 @@ def best_exact_strategy(plan: str | os.PathLike[str] | None = None) -> Any:
     ```
 
     Args:
-        plan: Path of what `keras-psplus plan --json` has printed; by default,
+        plan: Path of the output of `keras-psplus plan --json`; by default,
             what the environment's KERAS_PSPLUS_PLAN_FILE names. What was
             measured there is taken for the numbers of tasks here; links are
             those of the plan.

@@ -1,4 +1,4 @@
-"""What training sends over the wire, counted as it goes."""
+"""Counters of the bytes that training sends."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from keras_psplus import text_table
 
 @dataclasses.dataclass(frozen=True)
 class Traffic:
-    """What one variable has cost on the wire since the strategy was made.
+    """Communication of one variable since the strategy was made.
 
     Attributes:
         path: The variable's path, such as `"sequential/dense/kernel"`. In a pipeline, also
@@ -45,10 +45,11 @@ class Traffic:
 
 
 class Communication:
-    """What a strategy sends: bytes for each variable, before and after compression.
+    """Communication of a strategy: bytes per variable, before and after compression.
 
-    Counted where it is sent, so that rows of embeddings, warm-up phases and accumulated steps count
-    as what they are. Messages' headers, metrics and control messages are not in it.
+    Bytes are counted where they are sent, so that rows of embeddings, warm-up phases and
+    accumulated steps are counted at their actual size. Headers of messages, metrics and control
+    messages are not counted.
 
     Example:
 
@@ -66,7 +67,7 @@ class Communication:
     def add_source(
         self, traffic: Callable[[], list[Traffic]], seconds: Callable[[], float]
     ) -> None:
-        """Adds something that counts. For strategies.
+        """Adds a source of counts, for strategies.
 
         Args:
             traffic: Function without arguments that returns a list of `Traffic`.
@@ -76,7 +77,9 @@ class Communication:
         self._sources.append((traffic, seconds))
 
     def traffic(self) -> list[Traffic]:
-        """What each variable has sent and received since the strategy was made.
+        """Lists the bytes that each variable has sent and received.
+
+        Counted since the strategy was made.
 
         Returns:
             List of `Traffic`, one for each variable and direction.
@@ -135,7 +138,7 @@ class Communication:
 
 
 def ratio(logical_bytes: int, compressed_bytes: int) -> float:
-    """Bytes of tensors over those of what was sent in their place; 1 if there were none."""
+    """Ratio of uncompressed to compressed bytes; 1 if there were none."""
     if compressed_bytes:
         return logical_bytes / compressed_bytes
     return float("inf") if logical_bytes else 1.0

@@ -1,4 +1,4 @@
-"""What an entry of the catalogue says of itself, read from its source without running it."""
+"""Facts about a catalogue entry, read from its source without running it."""
 
 from __future__ import annotations
 
@@ -67,7 +67,7 @@ def read(path: str | os.PathLike[str]) -> Entry:
 
 
 def _name(call):
-    """What a call calls, without its module."""
+    """Name of the function in a call, without its module."""
     return getattr(call.func, "attr", getattr(call.func, "id", None))
 
 

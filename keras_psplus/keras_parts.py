@@ -1,4 +1,4 @@
-"""Where each version of Keras has the parts that this library replaces or calls.
+"""Locations in each Keras version of the parts that this library uses.
 
 Nothing else imports `keras.src`. Keras 3.16 has moved and renamed some of them; one that is not
 there is an `ImportError` with its name.

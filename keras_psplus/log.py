@@ -1,4 +1,4 @@
-"""The library's logger: one line on stderr for each thing a user of a cluster should know."""
+"""Logger of the library, which writes one line on stderr per event."""
 
 import logging
 from typing import Any
@@ -9,7 +9,7 @@ _logged: set[str] = set()
 
 
 class _Handler(logging.StreamHandler):
-    """Writes whole lines, also when Keras's progress bar is not at the end of its own."""
+    """Handler that writes whole lines, also while Keras's progress bar is shown."""
 
     def emit(self, record):
         if self.stream.isatty():

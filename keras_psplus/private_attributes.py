@@ -30,7 +30,7 @@ def check_attributes(package: str, owners: Iterable[tuple[Any, str]]) -> None:
 
 
 def has(owner: Any, name: str) -> bool:
-    """Whether a module has a name, or a class or any of its methods names an attribute.
+    """Whether a module has a name, or a class or its methods mention an attribute.
 
     Args:
         owner: Class or module.

@@ -162,7 +162,9 @@ class SidecarEvaluator:
 
 
 class _TrainingEnd(threading.Event):
-    """Is set when training has ended: the launcher says so, or the chief has come and ended.
+    """Event that is set when training has ended.
+
+    The launcher says so, or the chief could be reached once and has ended.
 
     Args:
         task: This process's `TaskConfig`, or None without a cluster.

@@ -10,7 +10,7 @@ from typing import Any, NamedTuple
 
 
 class Form(NamedTuple):
-    """What may stand after a name and a colon.
+    """Form of the value after a name and a colon.
 
     Attributes:
         type: Makes it of its text, or raises ValueError; None if nothing may stand there.

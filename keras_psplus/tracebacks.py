@@ -82,7 +82,7 @@ def folded(error: BaseException) -> str:
 
 
 def _fold(found, error):
-    """Takes the libraries' frames out of an exception and of what it came from; counts them."""
+    """Removes the libraries' frames from an exception and its causes; counts them."""
     cause = error.__cause__ if error.__cause__ is not None else error.__context__
     ours = type(error).__module__.partition(".")[0] == __name__.partition(".")[0]
     if ours and isinstance(cause, tf.errors.OpError):

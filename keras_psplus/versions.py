@@ -135,7 +135,7 @@ def describe(package: Supported) -> str | None:
 
 
 def problem(package: Supported) -> str | None:
-    """What is wrong with the installed version, or None: for the commands, which go on."""
+    """Error text about the installed version, or None; for commands, which continue."""
     try:
         _check_range(package, installed_version(package))
         check_module(package)
@@ -187,7 +187,7 @@ def _named(package: Supported, version: str) -> str:
 
 
 def _install(package: Supported) -> str:
-    """What to do about a version that is not supported."""
+    """Installation advice for a version that is not supported."""
     command = f'pip install "{package.module}{package.specifier}"'
     installed = list(_installed(package))
     if any("nightly" in distribution for distribution in installed):

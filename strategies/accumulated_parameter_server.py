@@ -4,7 +4,7 @@ import keras_psplus
 
 
 def strategy(**options):
-    """Each worker sums the gradients of its batches: a quarter of the updates and their bytes."""
+    """Sums gradients on each worker: a quarter of the updates and their bytes."""
     return keras_psplus.ParameterServerStrategy(
         updates=keras_psplus.updates.Accumulate(4), **options
     )

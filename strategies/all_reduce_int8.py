@@ -4,5 +4,8 @@ import keras_psplus
 
 
 def strategy(**options):
-    """Blocks of 256 elements share a scale; what rounding leaves out comes with the next step."""
+    """Int8 all-reduce with a scale per block of 256 elements.
+
+    Error feedback adds the rounding errors to the next step.
+    """
     return keras_psplus.MultiWorkerMirroredStrategy(compression="int8", **options)

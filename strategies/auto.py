@@ -1,4 +1,4 @@
-"""What the plan says is fastest in this cluster, of all that train as one process does."""
+"""The fastest entry for this cluster by the plan, of those that train exactly."""
 
 from keras_psplus import automatic
 

@@ -4,7 +4,7 @@ import keras_psplus
 
 
 def strategy(**options):
-    """For slow links: what weights have changed by is sent as bytes, under 1/100 of all-reduce."""
+    """DiLoCo for slow links: sends int8 weight changes, under 1/100 of all-reduce's bytes."""
     return keras_psplus.MultiWorkerMirroredStrategy(
         updates=keras_psplus.updates.DiLoCo(32), compression="int8", **options
     )

@@ -4,5 +4,5 @@ import keras_psplus
 
 
 def strategy(**options):
-    """As asynchronous ones, but for a bound on how old the weights can be that a step reads."""
+    """Asynchronous steps with a bound on the staleness of the weights they read."""
     return keras_psplus.ParameterServerStrategy(max_staleness=3, **options)

@@ -4,5 +4,5 @@ import keras_psplus
 
 
 def strategy(**options):
-    """The batch is split over the workers, and the ps tasks apply the mean of their gradients."""
+    """Splits the batch over the workers; the ps tasks apply the mean gradient."""
     return keras_psplus.ParameterServerStrategy(mode="sync", **options)

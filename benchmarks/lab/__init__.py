@@ -1,1 +1,1 @@
-"""The benchmark lab: emulated hosts, the work they do, and what is made of the figures."""
+"""Benchmark lab: emulated hosts, their work, and evaluation of the figures."""

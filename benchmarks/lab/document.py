@@ -1,4 +1,4 @@
-"""The JSON file of a run: what was asked for, on which machine, and every figure so far."""
+"""JSON file of a run: its arguments, its machine, and every figure so far."""
 
 import importlib.metadata
 import json
@@ -88,7 +88,7 @@ def _key(result):
 
 
 def machine():
-    """What the figures were measured on."""
+    """Description of the machine on which the figures were measured."""
     model = re.search(r"model name\s*: (.*)", pathlib.Path("/proc/cpuinfo").read_text())
     kilobytes = re.search(r"MemTotal:\s*(\d+)", pathlib.Path("/proc/meminfo").read_text())[1]
     return {
@@ -100,7 +100,7 @@ def machine():
 
 
 def versions(pythons):
-    """Dict of the versions of Python, of what is installed, and of what other Pythons have."""
+    """Versions of Python, of installed packages, and of those in other Pythons."""
     from keras_psplus.versions import __version__
 
     found = {"python": platform.python_version(), "keras_psplus": __version__}

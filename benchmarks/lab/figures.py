@@ -1,4 +1,4 @@
-"""What is made of the figures of a file: medians, spreads and ratios. Pure functions."""
+"""Evaluation of a file's figures by pure functions: medians, spreads and ratios."""
 
 import dataclasses
 import itertools
@@ -45,12 +45,12 @@ class Row:
 
     @property
     def of_alone(self):
-        """How many steps without communication a step takes; None if there are no figures."""
+        """Ratio of a step to one without communication; None without figures."""
         return self.median / self.alone if self.median and self.alone else None
 
     @property
     def of_floor(self):
-        """How many times as long as the floor a step takes; None if there are no figures."""
+        """Ratio of a step to the floor; None without figures."""
         return self.median / self.floor if self.median and self.floor else None
 
 

@@ -1,6 +1,7 @@
-"""How the task that leads and the lab talk: by files in a folder, while the training waits.
+"""Handshake between the leading task and the lab, by files in a folder.
 
-The leader asks for a rate of the links, and goes on when the lab has set it.
+The leader requests a rate of the links, and continues when the lab has set it. Training waits
+meanwhile.
 """
 
 import pathlib
@@ -59,7 +60,7 @@ def answer(folder, number, set_rate):
 
 
 def say_done(folder):
-    """Says that the leader has all its figures: what is left of the job need not be waited for."""
+    """Marks the leader's figures as complete; the lab need not wait for the job."""
     pathlib.Path(folder, "done").touch()
 
 

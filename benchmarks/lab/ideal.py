@@ -1,4 +1,4 @@
-"""The fewest bytes that a method's steps need on each link, by the library's own arithmetic."""
+"""The fewest bytes of a method's steps on each link, by the library's arithmetic."""
 
 from keras_psplus.planning import link_bytes
 from keras_psplus.planning.link_bytes import Table, Variable, Work
@@ -7,7 +7,7 @@ _COUNTED = (1, 2, 4, 8, 16)
 
 
 def work_of(work):
-    """What one worker has to send of one of `work.SIZES`: a `link_bytes.Work`."""
+    """Gradients of one worker for one of `work.SIZES`, a `link_bytes.Work`."""
     rows = getattr(work, "kernel_rows", work.batch_size)
     variables = [
         Variable(shape, rows if len(shape) == 2 else None) for shape in work.dense_shapes()

@@ -19,7 +19,7 @@ from lab.task import Task  # noqa: E402
 
 
 def join(task):
-    """Joins this process to the others, and has variables on all of them and batches divided."""
+    """Joins this process to the others, with replicated variables and divided batches."""
     jax.config.update("jax_cpu_collectives_implementation", "gloo")
     keras.distribution.initialize(task.addresses[0], task.workers, task.rank)
     # Each process gives its own part of a batch.

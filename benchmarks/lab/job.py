@@ -1,4 +1,4 @@
-"""One job on the hosts of a lab: a command for each host, each on one processor core."""
+"""One job on a lab's hosts: a command per host, each on one core."""
 
 import json
 import os
@@ -16,7 +16,7 @@ _TAIL_LINES = 25
 
 
 def run(lab, commands, timeout, leader, env=None):
-    """Runs a command on each host until the task that leads says that all is done.
+    """Runs a command on each host until the leading task reports completion.
 
     Args:
         lab: `netlab.Lab` or `loopback.Loopback`.
@@ -82,7 +82,7 @@ def run(lab, commands, timeout, leader, env=None):
 
 
 def _watch(lab, folder, processes, leader, timeout):
-    """Answers the leader until all is done; else, the rank of a task and what is wrong with it."""
+    """Answers the leader until completion; else returns a task's rank and its error."""
     asked, end = 0, time.monotonic() + timeout
     while not handshake.is_done(folder):
         for rank, process in enumerate(processes):

@@ -23,7 +23,7 @@ _MODULES = {"torch": "lab.torch_task", "jax": "lab.jax_task"}
 
 
 def plan(method, name, size, workers, ps, rates, seconds, uplink=None, window=None):
-    """What a job's tasks are to train, as of `meter.Meter`.
+    """Plan of a job's training, as of `meter.Meter`.
 
     Args:
         method: `methods.Method`.
@@ -87,10 +87,10 @@ def missing(document, methods, works, workers, rates, turns):
 
 
 def measure(args, make_lab, method, workers, rates_by_work):
-    """Trains in one way, and returns a result for each work and rate; those that failed say why.
+    """Measures one method; returns a result or an error for each work and rate.
 
-    The works are trained one after the other by the same tasks. After a failure, those that are
-    left get tasks of their own.
+    The works are trained one after the other by the same tasks. After a failure, the remaining
+    works get new tasks.
     """
     left, results = dict(rates_by_work), []
     while left:

@@ -23,11 +23,11 @@ class Loopback(netlab.Hosts):
         self._addresses = [f"127.0.0.1:{port}" for port in free_ports(hosts)]
 
     def address(self, rank):
-        """Where a host's task listens."""
+        """Address on which a host's task listens."""
         return self._addresses[rank]
 
     def device(self, rank):
-        """What counts a host's bytes among `counters`."""
+        """Key of a host's byte counter in `counters`."""
         return "lo"
 
     def rack(self, rank):

@@ -1,4 +1,4 @@
-"""The pages of docs/ that hold the lab's figures: put into them, and read back from them."""
+"""Writes the lab's figures into the pages of docs/, and reads them back."""
 
 import pathlib
 import re

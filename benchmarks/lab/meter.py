@@ -1,4 +1,4 @@
-"""What steps cost all hosts of a lab, read by the task that leads."""
+"""Costs of steps on all hosts of a lab, read by the leading task."""
 
 import json
 import os
@@ -14,7 +14,7 @@ _SECONDS_TO_SET = 60
 
 
 class Leader:
-    """The task that leads, as the lab sees it: sets rates, and reads what all hosts have done.
+    """The leading task's connection to the lab: sets rates, and reads counters.
 
     Args:
         jobs: The job of each host's task.
@@ -54,7 +54,7 @@ class Leader:
         }
 
     def by_job(self, before, after, steps):
-        """What happened in a step between two times, as means over each job's hosts."""
+        """Costs of a step between two times, as means over each job's hosts."""
         figures = {}
         if before["uplinks"]:
             # Of the rack that sends most.

@@ -1,4 +1,4 @@
-"""What can be measured: every entry of the catalogue, those beside it, and other libraries."""
+"""Methods that can be measured: the catalogue's entries, further ones, other libraries."""
 
 import dataclasses
 import fnmatch

@@ -1,4 +1,4 @@
-"""What a host calls itself, for libraries that look their own machine's name up."""
+"""Host names for libraries that look up their machine's name."""
 
 import socket
 
@@ -16,10 +16,11 @@ exec "$@"
 
 
 def resolving(command, address):
-    """A command for which this machine's name stands for an address: it has its own /etc/hosts.
+    """Wraps a command so that this machine's name resolves to an address.
 
-    gloo, as JAX uses it, listens where the machine's name leads, which on an emulated host would be
-    the loopback. Needs root, and the programs `unshare` and `mount`.
+    The command has a separate /etc/hosts. gloo, as JAX uses it, listens on the address of the
+    machine's name, which on an emulated host would be the loopback. Needs root, and the programs
+    `unshare` and `mount`.
 
     Args:
         command: A list of strings.

@@ -1,4 +1,4 @@
-"""The perceptron that ends each work's model, and how it is compiled, with any of the Kerases."""
+"""Perceptron that ends each work's model, and its compilation with any Keras."""
 
 
 def compiled(keras, inputs, outputs, widths, learning_rate, **options):

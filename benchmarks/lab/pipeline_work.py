@@ -1,4 +1,4 @@
-"""What `benchmarks/pipeline.py` trains."""
+"""Model and data of `benchmarks/pipeline.py`."""
 
 import dataclasses
 

@@ -120,7 +120,7 @@ def scaling(rows, work, path):
 
 
 def quality(points_of_tasks, path):
-    """Draws how far what is learnt is from exact training, by how many bytes are sent.
+    """Draws the quality lost against exact training by the bytes sent.
 
     Args:
         points_of_tasks: Dict from a task's title and the unit of its differences to what

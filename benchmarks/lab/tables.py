@@ -108,7 +108,7 @@ def uplinks(rows, work):
 
 
 def failures(rows):
-    """What failed, with the end of a log; empty if nothing did."""
+    """Failures, with the end of a log; empty if there were none."""
     seen, parts = set(), []
     for row in rows:
         key = (row.library, row.method, row.work, row.workers, row.error)

@@ -1,4 +1,4 @@
-"""What the tasks of a job have in common, whichever library they train with."""
+"""Common parts of a job's tasks, for all libraries."""
 
 import json
 import sys

@@ -1,4 +1,7 @@
-"""One task with Keras 3 and keras_psplus, or with tf_keras: trains, or serves those that do."""
+"""One task with Keras 3 and keras_psplus, or with tf_keras.
+
+It trains, or serves those that do.
+"""
 
 import itertools
 import json

@@ -1,6 +1,6 @@
-"""The pieces of work: a dense model and one with a large table, which every method does.
+"""Models that every method trains: a dense one, and one with a large table.
 
-A convolutional one and a transformer are there to hold the plan to more than these two.
+A convolutional one and a transformer are there to test the plan on more than these two.
 """
 
 import dataclasses

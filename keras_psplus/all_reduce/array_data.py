@@ -1,4 +1,7 @@
-"""Arrays in memory: each worker gathers the rows of its own replicas, in an order all share."""
+"""Datasets of arrays in memory, from which each worker gathers its rows.
+
+The order of the rows is the same on all workers.
+"""
 
 from typing import Any
 

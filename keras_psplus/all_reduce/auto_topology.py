@@ -28,12 +28,12 @@ _ELEMENTS, _ROUNDS = 1 << 18, 3
 
 
 class Decision(NamedTuple):
-    """What has been chosen, and why.
+    """A chosen topology, and the measurements behind it.
 
     Attributes:
         topology: `Topology` or `"flat"`.
         report: A table of the links, and a line on the choice.
-        links: What was measured, as of `links.measure`.
+        links: Measured links, as of `links.measure`.
     """
 
     topology: Topology | str
@@ -104,9 +104,9 @@ def groups_of(links: Links, workers: int) -> Topology:
 
 
 def _better_order(links, groups, extended):
-    """A line on another order of the workers, if a ring would take less time with it; or nothing.
+    """Describes a faster order of the workers in a ring; an empty text if none.
 
-    It cannot be changed here: the order of rings is that of tasks' names.
+    The order cannot be changed here: rings have the order of tasks' names.
     """
     control = extended.control
     found = ring_order.better(
@@ -142,7 +142,7 @@ class _Variable(NamedTuple):
 
 
 class _Owner:
-    """Whom residuals of the trial belong to; they end with it."""
+    """Owner of the trial's residuals, which are deleted with it."""
 
 
 def _seconds(extended):

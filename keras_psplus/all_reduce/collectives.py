@@ -80,9 +80,10 @@ class Launcher(cross_device_utils.CollectiveReplicaLauncher):
 
     @contextlib.contextmanager
     def separate_order(self, name: str) -> Iterator[None]:
-        """Has the collectives made inside wait for no others, unless for those of the same name.
+        """Context whose collectives wait only for others of the same name.
 
-        Branches need it: each begins with the first lane, and would wait for branches before it.
+        Branches of a graph need it: each begins with the first lane, and would otherwise wait for
+        earlier branches.
 
         Args:
             name: String, the same on all replicas.
@@ -228,7 +229,7 @@ class Launcher(cross_device_utils.CollectiveReplicaLauncher):
         return tf.IndexedSlices(values, indices, input_slices.dense_shape)
 
     def _by_rank(self, tensor):
-        """Puts what has a part for each member along axis 0 from TensorFlow's order into ranks'."""
+        """Reorders parts along axis 0 from TensorFlow's order of members to rank order."""
         return self._parts_at(tensor, member_order.places_by_rank)
 
     def _by_place(self, tensor):
@@ -249,7 +250,7 @@ class Launcher(cross_device_utils.CollectiveReplicaLauncher):
         return "CPU" in self._device
 
     def _is_short(self, tensor):
-        """Whether to sum by a gather: half as many messages one after the other as in a ring."""
+        """Whether to sum by a gather, which needs half of a ring's consecutive messages."""
         size = tensor.shape.num_elements()
         if not size or tensor.dtype not in _SHORT_DTYPES or not self._on_cpu:
             return False
@@ -299,7 +300,10 @@ class Launcher(cross_device_utils.CollectiveReplicaLauncher):
         return launched[signature] % lanes
 
     def _slot(self, slots):
-        """The signature's place in the key space: hashed, so that workers need not agree on it."""
+        """Slot of the signature in the key space.
+
+        It is a hash, so that workers need not agree on it.
+        """
         signature = f"{self._group_key} {self._signature}"
         slot = zlib.crc32(signature.encode()) % slots
         while self._slots.setdefault((slots, slot), signature) != signature:
@@ -317,7 +321,7 @@ class Launcher(cross_device_utils.CollectiveReplicaLauncher):
 
 
 class _Signature:
-    """Says which window of instance keys the collectives made inside take, and which lane of it."""
+    """Context that selects the window of instance keys, and the lane, of collectives."""
 
     def __init__(self, launcher, signature, lanes=_LANES):
         self._launcher = launcher
@@ -341,7 +345,10 @@ def padded_size(size: int | tf.Tensor) -> tf.Tensor:
 
 
 def _size_class(rows):
-    """Rounds a number of rows up to a size class: `(rounded rows, index of the class)`."""
+    """Rounds a number of rows up to a size class.
+
+    Returns `(rounded rows, index of the class)`.
+    """
     sizes = tf.constant(_SIZES, tf.int32)
     index = tf.searchsorted(sizes, tf.reshape(tf.maximum(rows, 1), [1]))[0]
     return sizes[index], index

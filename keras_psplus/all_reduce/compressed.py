@@ -327,7 +327,7 @@ def _route(compressor, gradient, averages=False):
 
 
 def _weight(compressor, gradient):
-    """How far a gradient fills a bucket, in bytes."""
+    """Weight of a gradient in a bucket, in bytes."""
     whole = _bytes(gradient)
     if compressor is None or not whole:
         return whole
@@ -350,7 +350,7 @@ def _int64(number):
 
 
 def _product(compressor, gradient):
-    """The `OuterProduct` of a gradient that is not made, and must not be waited for; or None."""
+    """The `OuterProduct` of a gradient that need not be materialized, or None."""
     if compressor is None or not compressor.takes_products or compressor.start_step:
         return None
     if isinstance(gradient, tf.IndexedSlices):

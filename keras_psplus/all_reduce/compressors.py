@@ -1,4 +1,4 @@
-"""Which compressors gradients can be all-reduced with."""
+"""Compressors that gradients can be all-reduced with."""
 
 from typing import Any
 

@@ -41,7 +41,7 @@ class Distributed(NamedTuple):
 
 
 class _Proposal(NamedTuple):
-    """What a worker says of its data to the others, in JSON."""
+    """A worker's description of its data, sent to the others as JSON."""
 
     kind: str
     facts: dict
@@ -188,7 +188,10 @@ def _split(strategy, adapter, of_dataset, reads_ahead, facts):
 
 
 def _lockstep(strategy, adapter, of_dataset, facts):
-    """As many global batches on every worker: each cuts its rows out, and nobody has to ask."""
+    """Equal numbers of global batches on every worker, each of which slices its rows.
+
+    Workers exchange no messages about data while training.
+    """
     sharded = elements.in_order(of_dataset.dataset).map(
         as_it_is(functools.partial(of_dataset.cut, pads=True)),
         num_parallel_calls=tf.data.AUTOTUNE,
@@ -239,7 +242,10 @@ def _of_replicas(strategy, dataset, reads_ahead):
 
 
 def _own_share(strategy, adapter, proposals, readers, reads_ahead):
-    """Every worker trains on its own data: files by TensorFlow, or as the script read them."""
+    """Trains each worker on separate data.
+
+    TensorFlow shards files; without that, the data are as the script read them.
+    """
     dataset = adapter.get_tf_dataset()
     if isinstance(dataset, tf.distribute.DistributedDataset):
         _log_distribution(strategy, "distributed by the script")
@@ -265,7 +271,7 @@ def _own_share(strategy, adapter, proposals, readers, reads_ahead):
 
 
 def _policy_of_shares(strategy, dataset, proposals, readers):
-    """How TensorFlow is to share out a dataset, and what to say of it."""
+    """TensorFlow's sharding policy for a dataset, and its description for the log."""
     policy = dataset.options().experimental_distribute.auto_shard_policy
     if readers:
         data_service.warn_of_restart(readers)

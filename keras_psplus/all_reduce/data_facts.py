@@ -1,4 +1,4 @@
-"""What is known of the data that a worker was given, and how the workers' differ."""
+"""Facts about a worker's data, and differences between the workers' facts."""
 
 from __future__ import annotations
 
@@ -79,7 +79,7 @@ def _describe_dataset(dataset):
 
 
 def _batch_size(dataset):
-    """Rows of a batch by the last stage that makes batches; None if there is none to be seen."""
+    """Rows per batch of the last batching stage; None if there is no such stage."""
     while getattr(dataset, "_batch_size", None) is None:
         below = dataset._inputs()
         if len(below) != 1:
@@ -90,7 +90,7 @@ def _batch_size(dataset):
 
 
 def differences(all_facts: Sequence[dict[str, Any]], names: Sequence[str]) -> str:
-    """What differs between the workers' data, and who has what.
+    """Describes differences between the workers' data.
 
     Args:
         all_facts: List of the workers' dicts of facts.

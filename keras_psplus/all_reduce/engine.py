@@ -1,4 +1,4 @@
-"""What `MultiWorkerMirroredStrategy` answers when Keras asks."""
+"""Engine of `MultiWorkerMirroredStrategy`."""
 
 from __future__ import annotations
 

@@ -88,7 +88,7 @@ class MultiWorkerMirroredExtended(collective_all_reduce_strategy.CollectiveAllRe
         self.set_topology(topology)
 
     def set_topology(self, topology: Topology | str) -> None:
-        """Has gradients be summed along these groups, or one ring. Before the first step.
+        """Sets the topology along which gradients are summed, before the first step.
 
         Args:
             topology: `Topology` of the workers, the same on all of them, or `"flat"`.
@@ -106,7 +106,10 @@ class MultiWorkerMirroredExtended(collective_all_reduce_strategy.CollectiveAllRe
         )
 
     def take_group_keys(self, number: int) -> int:
-        """The first of so many group keys that no other group has, the same on all workers."""
+        """Reserves `number` consecutive group keys; returns the first.
+
+        They are the same on all workers.
+        """
         first = self._next_group_key
         self._next_group_key += number
         return first
@@ -127,7 +130,7 @@ class MultiWorkerMirroredExtended(collective_all_reduce_strategy.CollectiveAllRe
 
     @property
     def world(self) -> batches.World:
-        """Where this worker's replicas stand among all replicas."""
+        """Position of this worker's replicas among all replicas."""
         local = len(self.worker_devices)
         return batches.World(self._id_in_cluster * local, local, self._num_replicas_in_sync)
 
@@ -138,12 +141,12 @@ class MultiWorkerMirroredExtended(collective_all_reduce_strategy.CollectiveAllRe
 
     @property
     def barrier(self) -> Any:
-        """What every step has to wait for before all workers go on, or None."""
+        """Operation that every step waits for before all workers continue, or None."""
         return None
 
     @property
     def reducers(self) -> reducers.Reducers:
-        """What sums gradients over all replicas."""
+        """Reducers that sum gradients over all replicas."""
         return self._reducers
 
     @property
@@ -153,7 +156,7 @@ class MultiWorkerMirroredExtended(collective_all_reduce_strategy.CollectiveAllRe
 
     @property
     def updating(self) -> updating.MirroredUpdates | None:
-        """What says when optimizers step, or None if they do at every step."""
+        """Scheduler of optimizer steps; None if they are made at every step."""
         return self._updating
 
     def rank_in_context(self) -> int:

@@ -1,4 +1,4 @@
-"""Global batches of a dataset: put together whole on every worker, or from its own rows."""
+"""Global batches of a dataset, built whole on every worker or from its rows."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What `MultiWorkerMirroredStrategy` answers about gradients: tape, loss scale and optimizer."""
+"""Gradients under `MultiWorkerMirroredStrategy`: tape, loss scale and optimizer."""
 
 from __future__ import annotations
 
@@ -185,7 +185,7 @@ def _with_shape(gradient, variable):
 
 
 class _Path(NamedTuple):
-    """What has to be known of a variable of TensorFlow's to sum its gradients."""
+    """Path of a TensorFlow variable, as needed to sum its gradients."""
 
     path: str
     shape: Any

@@ -1,6 +1,14 @@
-"""How what is not compressed gets from the replicas of a group to each of them, in two halves.
+"""Routes of uncompressed tensors inside a group, in two halves.
 
-TensorFlow has no reduce-scatter on CPUs: rows are exchanged, and each replica adds up its own.
+TensorFlow has no reduce-scatter on CPUs: rows are exchanged, and each replica sums its row. With
+replicas r0, r1 and r2 of a group, whose matrices have the rows a, b and c:
+
+              scatter: exchange           sum              gather
+    r0        a0 a1 a2 -> a0 b0 c0 ->  s0 = a0+b0+c0  ->  s0 s1 s2
+    r1        b0 b1 b2 -> a1 b1 c1 ->  s1 = a1+b1+c1  ->  s0 s1 s2
+    r2        c0 c1 c2 -> a2 b2 c2 ->  s2 = a2+b2+c2  ->  s0 s1 s2
+
+Between the two halves, `s0` to `s2` are summed with the other groups' (see `two_levels`).
 """
 
 from __future__ import annotations
@@ -16,7 +24,7 @@ if TYPE_CHECKING:
 
 
 def scatter(launcher: Launcher, rows: tf.Tensor) -> tf.Tensor:
-    """Sums a matrix of one row for each replica; each gets the row of its place.
+    """Reduce-scatter: sums a matrix with one row per replica; each receives its row.
 
     Args:
         launcher: `collectives.Launcher` of this replica in its group.
@@ -59,10 +67,10 @@ def gather(launcher: Launcher, row: tf.Tensor, size: int) -> tf.Tensor:
 
 
 def spread(launcher: Launcher, words: tf.Tensor, leads: bool) -> tf.Tensor:
-    """Gives all replicas of a group the words of the one that leads it, bit by bit.
+    """Broadcasts the words of a group's leader to all of its replicas, bit by bit.
 
-    Replicas that do not lead add zeros, as whole numbers: a broadcast in TensorFlow goes along a
-    tree, and takes as long as this for two replicas, and longer for more.
+    It is an all-reduce of integers to which the other replicas add zeros: a broadcast in TensorFlow
+    goes along a tree, and takes as long as this for two replicas, and longer for more.
 
     Args:
         launcher: `collectives.Launcher` of this replica in its group.

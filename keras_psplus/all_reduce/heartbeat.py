@@ -30,7 +30,10 @@ _LONGEST_ANSWER_SECONDS, _MOST_THREADS = 1.0, 64
 
 
 def service_seconds(timeout: float) -> float:
-    """What TensorFlow's service is told: a stop of `timeout` at any time is shorter than this."""
+    """Heartbeat timeout of TensorFlow's service for a job's `timeout`.
+
+    A stop of `timeout` at any moment is shorter than it.
+    """
     return 3 * timeout
 
 

@@ -1,4 +1,7 @@
-"""What goes along one hop of a topology takes turns, so that what is first arrives first."""
+"""Order of sends along one hop of a topology.
+
+Sends wait for earlier ones, so that what is sent first arrives first.
+"""
 
 from __future__ import annotations
 
@@ -15,12 +18,12 @@ INSIDE, BETWEEN = 1, 2
 
 
 class Turns:
-    """Has what goes along one hop wait until only so many are before it.
+    """Limits the number of concurrent sends along one hop.
 
-    All replicas of a hop have to take their turns in the same order.
+    All replicas of a hop have to send in the same order.
 
     Args:
-        at_once: How many may be on their way.
+        at_once: Maximum number of concurrent sends.
     """
 
     def __init__(self, at_once: int) -> None:
@@ -28,10 +31,10 @@ class Turns:
         self._arrived: list[list[tf.Tensor]] = []
 
     def wait(self, tensors: Sequence[tf.Tensor]) -> list[tf.Tensor]:
-        """Returns what is to be sent, as it is when its turn has come."""
+        """Returns `tensors`, made to wait for earlier sends on the hop."""
         before = self._arrived[-self._at_once] if len(self._arrived) >= self._at_once else []
         return [gradients.after(before, tensor) for tensor in tensors]
 
     def end(self, tensors: list[tf.Tensor]) -> None:
-        """Ends the turn of what was sent last: this is what has come of it."""
+        """Marks the last send as complete; `tensors` are its results."""
         self._arrived.append(tensors)

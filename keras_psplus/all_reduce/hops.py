@@ -1,4 +1,4 @@
-"""What crosses which hop of a topology: one compressor inside groups, one between them."""
+"""Compressors of a topology's hops: one inside groups, one between them."""
 
 from __future__ import annotations
 
@@ -24,7 +24,10 @@ class Hops(NamedTuple):
     between: Compressor | None
 
     def of_one_ring(self, topology: Topology | str) -> Hops:
-        """The same where there is one ring, which is `between`: of one group, what is within."""
+        """Compressors for a single ring.
+
+        They are those between groups, or inside if the topology is one group.
+        """
         is_one = isinstance(topology, Topology) and len(topology.groups) == 1
         return Hops(None, self.within if is_one else self.between)
 
@@ -81,7 +84,7 @@ def hops_of(compression: Any, topology: Topology | str) -> Hops:
 
 
 def _check_within(compressor, compression):
-    """What groups sum piece by piece has to be encoded piece by piece."""
+    """Raises ValueError if a compressor inside groups cannot encode piece by piece."""
     if compressor is not None and not compressor.splits:
         raise ValueError(
             'inside groups gradients can be sent by "bf16", "fp16", "int8", "sign", or a '

@@ -28,7 +28,7 @@ class Hop(NamedTuple):
 
     @property
     def size(self) -> int:
-        """How many they are."""
+        """Number of replicas."""
         return len(self.ranks)
 
 
@@ -76,7 +76,7 @@ def levels_of(launcher: Launcher, rank: int, topology: Topology, first_key: int)
 
 
 def keys_of(topology: Topology) -> int:
-    """How many group keys `levels_of` needs."""
+    """Number of group keys that `levels_of` needs."""
     return len(topology.groups) + max(map(len, topology.groups))
 
 

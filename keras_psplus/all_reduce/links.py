@@ -1,4 +1,4 @@
-"""How fast the links between workers are, measured by TensorFlow's own collectives."""
+"""Latency and bandwidth between workers, measured by TensorFlow's collectives."""
 
 from __future__ import annotations
 
@@ -96,7 +96,7 @@ def measure(extended: MultiWorkerMirroredExtended) -> Links:
 
 
 def _seconds(launcher, size):
-    """The least seconds of an exchange; the first ones find out who is at the other end."""
+    """Least seconds of one exchange, after a first call that connects the workers."""
 
     @tf.function(autograph=False)
     def exchange():

@@ -1,4 +1,4 @@
-"""Batches that come with the one after them: a step knows what the next one will ask for."""
+"""Batches paired with their successors, so that a step can prefetch the next."""
 
 from typing import Any, NamedTuple
 
@@ -10,12 +10,12 @@ _as_it_is = tf.autograph.experimental.do_not_convert
 
 
 class BatchAndNext(NamedTuple):
-    """What a replica's step gets.
+    """A replica's batch and the one after it.
 
     Attributes:
         batch: `Batch`, or a structure of tensors.
-        following: The data of the batch after it; if there is none, its own once more.
-        is_there: Scalar bool, whether there is one that has rows.
+        following: The data of the batch after it; if there is none, those of `batch`.
+        is_there: Scalar bool, whether the batch after it exists and has rows.
     """
 
     batch: Any
@@ -29,7 +29,7 @@ class BatchAndNext(NamedTuple):
 
 
 def data_of(batch: Any) -> Any:
-    """The tensors of a batch, without what is known of its fraction of the global batch."""
+    """Tensors of a batch, without its row counts."""
     return batch.data if isinstance(batch, batches.Batch) else batch
 
 

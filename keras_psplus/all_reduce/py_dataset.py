@@ -13,7 +13,7 @@ if TYPE_CHECKING:
 
 
 class SharedOrder(py_dataset_adapter.PyDataset):
-    """A `PyDataset` whose batches come in an order drawn again for each epoch, from a seed.
+    """A `PyDataset` whose batches are shuffled again each epoch, by a shared seed.
 
     Args:
         py_dataset: The user's dataset.

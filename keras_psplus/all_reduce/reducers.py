@@ -118,7 +118,10 @@ class Reducers:
         step: tf.Tensor,
         owner: Any,
     ) -> list[tf.Tensor | tf.IndexedSlices]:
-        """As `sum`, for a local replica by its number, in a graph outside of replica context."""
+        """Equivalent of `sum` for a local replica, outside of replica context.
+
+        `replica` is its number on this worker.
+        """
         return self._sum(replica, grads, variables, step, owner, "gradient")
 
     def _sum(self, replica, grads, variables, step, owner, kind):
@@ -157,7 +160,7 @@ class Reducers:
         return TwoLevelSum(launcher, rank, self._replicas, hops, size, timed, levels)
 
     def states(self, owner: Any, changes: bool) -> tf.train.Checkpoint:
-        """What compressors keep for an optimizer on this worker, as a trackable.
+        """Trackable state of an optimizer's compressors on this worker.
 
         Args:
             owner: The optimizer.

@@ -1,4 +1,4 @@
-"""What `fit`, `evaluate` and `predict` run on each replica, and what that returns."""
+"""Train, test and predict functions that run on each replica, and their results."""
 
 from __future__ import annotations
 
@@ -114,7 +114,7 @@ def _predict_step(model):
 
 
 def _padded(step, last_row, batch, note):
-    """A replica's batch with at least one row, once it is noted how many it has."""
+    """Pads a replica's batch to at least one row, after noting its number of rows."""
     rows = batches.rows_of(batch)
     if rows is None:
         return batch
@@ -153,7 +153,7 @@ def _replica_step(model, step_function):
 
 
 def _own_logs(logs, metrics):
-    """Finds the floats in the logs that are no metric's result: a replica's own, to be averaged.
+    """Finds floats in the logs that are no metric's result and need averaging.
 
     Returns:
         The list of these tensors, and a function that puts others in their place.

@@ -1,4 +1,4 @@
-"""One replica's run of one function: its fraction of the batch, and what becomes global after it.
+"""One replica's run of one function, and the synchronization after it.
 
 A replica's gradients and means count by its fraction of the batch, `local_rows / global_rows`, so
 that their sum over the replicas is that of the global batch, also when the batch is uneven. After
@@ -119,12 +119,12 @@ class MirroredReplicaStep(ReplicaStep):
             self.alone, self.recording = alone, recording
 
     def rows(self) -> tuple[tf.Tensor, tf.Tensor]:
-        """Rows of the replica and of the global batch; as of one row if they are not known."""
+        """Rows of the replica and of the global batch; `(fraction, 1)` if unknown."""
         everything = tf.constant(1.0) if self._rows is None else self._rows.read_value()
         return self.batch_fraction() * everything, everything
 
     def agree_on_batch_fraction(self, rows: int | tf.Tensor) -> None:
-        """Finds the replica's part of the global batch, of which it has `rows`, with the others."""
+        """Computes the replica's fraction of the global batch from the rows of all replicas."""
         rows = tf.cast(rows, tf.float32)
         self.set_batch_fraction(rows, self._extended.sum_over_replicas([rows])[0])
 
@@ -133,7 +133,7 @@ class MirroredReplicaStep(ReplicaStep):
         return tf.math.divide_no_nan(value, tf.cast(self.batch_fraction(), value.dtype))
 
     def zero_if_empty(self, tensors: list[Any]) -> list[Any]:
-        """Puts zeros in the place of what a replica without rows has computed, which may be NaN.
+        """Replaces tensors of a replica without rows, which may be NaN, by zeros.
 
         Args:
             tensors: List of tensors, `tf.IndexedSlices` or None. Of slices, none are left.
@@ -165,13 +165,13 @@ class MirroredReplicaStep(ReplicaStep):
         return tensors
 
     def rows_if_any(self, tensor: tf.Tensor) -> tf.Tensor:
-        """The rows of a tensor that a replica has computed; none of a replica that has none."""
+        """Rows of a tensor that a replica has computed; none if the replica has none."""
         if not self.may_be_empty:
             return tensor
         return tensor[: tf.where(self.has_rows(), tf.shape(tensor)[0], 0)]
 
     def _parts_of(self, gradient):
-        """What a gradient is made of: the values of slices, the factors of a product."""
+        """Components of a gradient: the values of slices, the factors of a product."""
         if isinstance(gradient, tf.IndexedSlices):
             return [gradient.values]
         product = None
@@ -269,7 +269,7 @@ class MirroredReplicaStep(ReplicaStep):
 
 
 def _of_no_rows(part):
-    """What a part of a gradient is for a replica without rows."""
+    """Equivalent of a gradient's component on a replica without rows."""
     if isinstance(part, (list, outer_products.OuterProduct)):
         return tf.nest.map_structure(lambda tensor: tensor[:0], part)
     return _zeros(part)

@@ -1,9 +1,9 @@
-"""How each kind of compressed gradient gets from all replicas to all replicas.
+"""Routes of compressed gradients, from all replicas to all replicas.
 
-Payloads whose mean is the payload of the mean are added up on their way. Of those that can be cut
-in pieces each replica sums one piece, and sends its sum compressed once more. The others are
-gathered. Everything travels in TensorFlow's own collectives, and what is done with it afterwards
-is the same on all replicas, so the results are too, bit for bit.
+Payloads whose mean is the payload of the mean are summed by all-reduce. If a compressor can encode
+pieces, each replica sums one piece, and sends its sum compressed once more. Other payloads are
+gathered. All routes use TensorFlow's collectives, and the computation afterwards is the same on all
+replicas, so the results are too, bit for bit.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ def total(
     tensors: Sequence[tf.Tensor],
     step: tf.Tensor,
 ) -> list[tf.Tensor]:
-    """Sums tensors by adding up payloads that keep no state and scale as their tensors do.
+    """Sums tensors by adding up payloads of stateless, linear compressors.
 
     Args:
         launcher: `collectives.Launcher` of this replica.

@@ -1,4 +1,4 @@
-"""Tensors as rows, one for each replica of a group, and the shards that replicas then have."""
+"""Tensors as matrices with one row, or shard, for each replica of a group."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ _LEAST_ROWS = 8
 
 
 class Cut(NamedTuple):
-    """How one tensor is cut.
+    """Layout of a tensor that is cut into shards.
 
     Attributes:
         shape: Static shape of the tensor.
@@ -56,7 +56,7 @@ class Cut(NamedTuple):
 
 
 def rows_of(tensors: Sequence[tf.Tensor], cuts: Sequence[Cut]) -> tf.Tensor:
-    """Several tensors of one dtype side by side, as a matrix of one row for each shard."""
+    """Concatenates tensors of one dtype to a matrix with one row per shard."""
     return _side_by_side([cut.rows(tensor) for cut, tensor in zip(cuts, tensors)])
 
 

@@ -14,10 +14,10 @@ import tensorflow as tf
 
 
 def of_iterator(function: Callable[[Any], Any], steps_per_execution: int) -> Callable[[Any], Any]:
-    """What takes steps on the batches of an iterator.
+    """Wraps a function so that each call runs one step on an iterator.
 
     Args:
-        function: What Keras has made for this: it takes an iterator, or a list of batches.
+        function: Keras's function of an iterator, or of a list of batches.
         steps_per_execution: Steps in one call.
 
     Returns:

@@ -1,6 +1,6 @@
-"""Who has not come to the step at which this worker waits.
+"""Detection of the workers that have not reached a step.
 
-A worker that has stood still at a step for a moment says so in the key-value store of TensorFlow's
+A worker that has waited at a step for a moment posts that in the key-value store of TensorFlow's
 coordination service. While steps go on, nothing is sent.
 """
 
@@ -25,7 +25,7 @@ _ASK_SECONDS = 0.5
 
 
 class StallProbe:
-    """What `stalls.Inspector` looks at, on a worker.
+    """Probe of `stalls.Inspector` on a worker.
 
     Args:
         task: `TaskConfig` of this process.
@@ -45,7 +45,7 @@ class StallProbe:
         self._calling: threading.Thread | None = None
 
     def look(self) -> dict[int, PendingWait]:
-        """What is waited for just now."""
+        """Waits that are pending at present, by step."""
         at, entered = self._progress.at, self._progress.entered
         if self._posted is not None and self._posted[0] != entered:
             self._withdraw()
@@ -61,7 +61,7 @@ class StallProbe:
         return f"a collective; not arrived: {self.missing(entered)}"
 
     def missing(self, entered: int) -> str:
-        """Names the workers that have not come to a step, or says where in it they all are.
+        """Names the workers that have not reached a step, or the state of all.
 
         In a large cluster the first worker asks all others, and these ask the first one only.
 
@@ -89,7 +89,7 @@ class StallProbe:
         return f"one that {first} waits for, and names in its log"
 
     def _state_of(self, name, entered):
-        """Where in a step another worker is, or None if it has not come to it."""
+        """State of another worker in a step, or None if it has not reached it."""
         try:
             return context.context().get_config_key_value(
                 _key(name, entered), int(_ASK_SECONDS * 1000)
@@ -127,7 +127,7 @@ class StallProbe:
 
 
 def _all_arrived(states):
-    """What workers that are all in a step wait for."""
+    """Describes the wait of workers that have all reached a step."""
     if set(states.values()) == {RUNNING}:
         return (
             "none; all workers have their batches and have not finished the step: a computation "

@@ -1,7 +1,7 @@
-"""Where a step stands, for the line that says what a worker waits for.
+"""Marks of a step's progress, for the message of a worker that waits.
 
-A step's graph counts its batch when the data have come, and counts again when it is done. Another
-thread reads both counts of a step that takes long.
+A step's graph increments one counter when its batch has arrived, and another when the step is done.
+A thread reads both counters during a step that takes long.
 """
 
 import contextlib
@@ -42,7 +42,7 @@ class StepMarks:
 
     @property
     def state(self) -> str:
-        """What this worker's step does at present: `TRACING`, `NO_DATA` or `RUNNING`."""
+        """State of this worker's step: `TRACING`, `NO_DATA` or `RUNNING`."""
         counts = [variable.numpy() for variable in list(self._counts.values())]
         if self._tracing or not counts:
             return TRACING

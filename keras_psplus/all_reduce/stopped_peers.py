@@ -1,12 +1,12 @@
-"""Ends a job of which one worker has stopped within an epoch, and the others have not.
+"""Ends a job in which only some workers have stopped within an epoch.
 
 `model.stop_training = True` after a batch ends the epoch on that worker; the others would wait in
-their next step for its gradients. The worker says so in the key-value store of TensorFlow's
-coordination service, once; a worker that stands still in a step reads it. While steps go on,
-nothing is sent.
+their next step for its gradients. The worker posts its stop in the key-value store of TensorFlow's
+coordination service, once; a worker that waits in a step reads it. While steps go on, nothing is
+sent.
 
-With `updates=`, workers may take steps without each other, and one that has stopped is missed only
-in a step that asks for it. There a step has to stand still for longer.
+With `updates=`, workers may step without each other, and a worker that has stopped is missed only
+in a step that needs it. There a step has to wait for longer before it reads.
 """
 
 from __future__ import annotations
@@ -32,13 +32,13 @@ _ALONE_SECONDS = 10.0
 def watch(
     control: ControlPlane, progress: Progress, marks: StepMarks, takes_steps_alone: bool
 ) -> None:
-    """Begins to look, from a separate thread, whether a step waits for a worker that has stopped.
+    """Starts a thread that checks whether a step waits for a stopped worker.
 
     Args:
         control: `ControlPlane` of this process.
         progress: `Progress` of this process.
         marks: `StepMarks` of this process.
-        takes_steps_alone: Whether a step may be one that waits for nobody.
+        takes_steps_alone: Whether workers may take steps without waiting for the others.
     """
     args = control, progress, marks, takes_steps_alone
     threading.Thread(target=_run, args=args, name="stop watch", daemon=True).start()

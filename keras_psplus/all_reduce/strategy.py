@@ -171,14 +171,14 @@ class MultiWorkerMirroredStrategy(tf.distribute.MultiWorkerMirroredStrategy):
 
     @property
     def is_active(self) -> bool:
-        """Whether training differs from that of one process by itself."""
+        """True if anything is distributed."""
         return self.num_replicas_in_sync > 1 or self._updates is not None
 
     _engine_class = AllReduceEngine
 
     @property
     def engine(self) -> Engine:
-        """What answers Keras: a `keras_psplus.engine.Engine`."""
+        """Engine of the strategy, a `keras_psplus.engine.Engine`."""
         if self._engine is None:
             self._engine = (self._engine_class if self.is_active else OneReplicaEngine)(self)
         return self._engine
@@ -190,25 +190,25 @@ class MultiWorkerMirroredStrategy(tf.distribute.MultiWorkerMirroredStrategy):
 
     @property
     def progress(self) -> Progress:
-        """How far this process is: a `keras_psplus.cluster.progress.Progress`."""
+        """Progress of this process, a `keras_psplus.cluster.progress.Progress`."""
         return self._progress
 
     @property
     def updates(self) -> updates_module.Updates | None:
-        """What was given as `updates`."""
+        """The `updates` argument."""
         return self._updates
 
     @property
     def communication(self) -> Communication:
-        """What gradients cost on the wire: a `keras_psplus.communication.Communication`."""
+        """Communication costs of gradients, a `keras_psplus.communication.Communication`."""
         return self.extended.reducers.communication
 
     def compression_state(self, optimizer: keras.optimizers.Optimizer) -> tf.train.Checkpoint:
-        """What compressors keep from step to step on this worker: residuals, factors.
+        """State of compressors on this worker: residuals and factors.
 
         It differs from worker to worker, and no `.keras` file holds it. `BackupAndRestore` saves
-        and restores it. Beside checkpoints of your own, write it on every worker to a path that is
-        the worker's own.
+        and restores it. Beside your checkpoints, write it on every worker to a path that is unique
+        to the worker.
 
         Args:
             optimizer: The model's optimizer.
@@ -232,12 +232,12 @@ class MultiWorkerMirroredStrategy(tf.distribute.MultiWorkerMirroredStrategy):
         return self.extended.reducers.states(optimizer, changes=self.updates is not None)
 
     def update_state(self, optimizer: keras.optimizers.Optimizer) -> tf.train.Checkpoint:
-        """What `updates` keeps from step to step on this worker.
+        """State of `updates` on this worker.
 
-        These are sums of gradients, counters, and, where workers step alone, the momenta of their
+        It holds sums of gradients, counters, and, where workers step alone, the momenta of their
         optimizer and of the outer one. As `compression_state`, it differs from worker to worker;
-        `BackupAndRestore` saves and restores it. Beside checkpoints of your own, call
-        `finish_updates` first, or all workers' weights have to be saved with it.
+        `BackupAndRestore` saves and restores it. Beside your checkpoints, call `finish_updates`
+        first, or save all workers' weights with it.
 
         Args:
             optimizer: The model's optimizer.
@@ -251,10 +251,10 @@ class MultiWorkerMirroredStrategy(tf.distribute.MultiWorkerMirroredStrategy):
         return self._updating_of(optimizer).states(optimizer)
 
     def finish_updates(self, optimizer: keras.optimizers.Optimizer) -> None:
-        """Makes the update that is still to come, or the average, with what there is up to now.
+        """Applies the pending update or average, from the gradients accumulated so far.
 
-        Afterwards all workers have the same weights. For the end of a loop with `train_on_batch` or
-        of one's own; to be called on all workers.
+        Afterwards all workers have the same weights. For the end of a training loop with
+        `train_on_batch`, or a custom one; to be called on all workers.
 
         Args:
             optimizer: The model's optimizer.

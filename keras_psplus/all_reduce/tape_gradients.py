@@ -1,4 +1,4 @@
-"""Gradients in a step of the user's own: what the tape gives is that of the global batch.
+"""Gradients of a custom training step, which are those of the global batch.
 
 A replica's tape knows the replica's part of a gradient only. Summed there and then, it would be
 sent before the optimizer could accumulate or compress it. So the tape gives a stand-in for each
@@ -30,7 +30,7 @@ if TYPE_CHECKING:
 
 
 class Summed(NamedTuple):
-    """What an optimizer is to apply.
+    """Gradients that an optimizer is to apply.
 
     Attributes:
         grads: List of tensors, `tf.IndexedSlices` or None: parts of replicas, and global ones.
@@ -112,7 +112,7 @@ class TapeGradients:
         optimizer: keras.optimizers.Optimizer | None,
         wants_parts: bool = False,
     ) -> Summed:
-        """What an optimizer is to apply of the gradients that it is given.
+        """Resolves an optimizer's gradients to replicas' parts or global sums.
 
         Args:
             grads: List of tensors, `tf.IndexedSlices` or None.
@@ -159,7 +159,7 @@ class TapeGradients:
     def put_sums(
         self, variables: Sequence[Any], sums: Sequence[tf.Tensor | tf.IndexedSlices]
     ) -> None:
-        """Puts sums that an optimizer has made in the place of the stand-ins that it was given."""
+        """Writes an optimizer's sums back to the stand-ins that it was called with."""
         for call in self._calls:
             if call.is_open:
                 call.put_sums(variables, sums)

@@ -1,4 +1,4 @@
-"""Along which path gradients travel: one ring, or groups of workers that are near each other."""
+"""Topologies of an all-reduce: one ring, or groups of workers with fast links."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ _ALLOWED = (
 
 @dataclasses.dataclass(frozen=True)
 class Topology:
-    """Groups of workers: inside of one, links are fast; between two of them they are slow.
+    """Groups of workers, with fast links inside and slow links between them.
 
     Attributes:
         groups: Tuple of groups, each a tuple of workers' numbers in rank order.

@@ -57,7 +57,10 @@ class TrafficVariables:
             self._totals[key].assign_add(tf.stack(counted), read_value=False)
 
     def time(self, before: Sequence[tf.Tensor], after: Sequence[tf.Tensor]) -> None:
-        """Adds the time between two moments of the graph: when each has all of its tensors."""
+        """Adds the time between two points of the graph.
+
+        Each point is reached when all of its tensors are computed.
+        """
         with ops.device("CPU:0"):
             if self._seconds is None:
                 self._seconds = _zeros([], tf.float64)

@@ -1,11 +1,25 @@
-"""Sums one replica's gradients over all replicas along two hops: inside groups, and between them.
+"""Two-level all-reduce of one replica's gradients: inside groups, and between them.
 
-Links inside a rack or a host are fast, and shared by few. With groups of one size, each replica of
-a group gets the group's sum of one shard, adds it up with those of the same shard in the other
-groups, and the shards are gathered inside: the slow links carry each gradient once for each group,
-and not once for each worker (Jia et al., "Highly Scalable Deep Learning Training System with
-Mixed-Precision", 2018; Goyal et al., "Accurate, Large Minibatch SGD", 2017, section 4). With groups
-of different sizes, one replica of each does so for all of its group.
+Links inside a rack or a host are fast, and shared by few. The slow links carry each gradient once
+for each group, and not once for each worker (Jia et al., "Highly Scalable Deep Learning Training
+System with Mixed-Precision", 2018; Goyal et al., "Accurate, Large Minibatch SGD", 2017, section 4).
+
+Groups of one size (`_by_shards`), here two groups of two replicas and gradients of two shards:
+
+            group 0                             group 1
+       r0           r1                     r2           r3
+    1. [a0 a1]  <-> [b0 b1]                [c0 c1]  <-> [d0 d1]     reduce-scatter inside
+    2. [a0+b0]      [a1+b1]   <- between -> [c0+d0]     [c1+d1]     all-reduce of equal shards
+    3. [s0]     <-> [s1]                   [s0]     <-> [s1]        all-gather inside
+       [s0 s1]      [s0 s1]                [s0 s1]      [s0 s1]
+
+Groups of different sizes (`_by_leaders`):
+
+    1. Each group sums its gradients, inside.
+    2. The groups' leaders sum these sums, between groups.
+    3. Each leader broadcasts the result, inside.
+
+While one bucket is between groups, the next is inside: `hop_turns.Turns` orders the sends.
 """
 
 from __future__ import annotations
@@ -36,7 +50,7 @@ class _Piece(NamedTuple):
 
 
 class _Part(NamedTuple):
-    """A gradient, by its number, or a piece of it; with its variable or that of the piece."""
+    """A gradient or a piece of it, with its index and its variable."""
 
     number: int
     tensor: tf.Tensor
@@ -141,7 +155,10 @@ class TwoLevelSum:
         return summed
 
     def _parts(self, number, gradient, variable):
-        """What is sent by itself: while one piece is between groups, the next is inside of one."""
+        """Splits a gradient into the pieces that are sent separately.
+
+        While one piece is between groups, the next is inside of one.
+        """
         compressor = self._everyone.compressor_of(variable, gradient)
         # The same on all replicas, in whatever group they are.
         multiple, pieces = self._levels.within.size if self._levels.is_even else 1, [gradient]

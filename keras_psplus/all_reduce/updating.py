@@ -1,4 +1,4 @@
-"""When optimizers communicate, by a strategy's `updates=`: the state of each of them."""
+"""Schedules of optimizers' communication by a strategy's `updates=`, and their state."""
 
 from __future__ import annotations
 

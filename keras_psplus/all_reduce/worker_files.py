@@ -1,4 +1,4 @@
-"""What each worker keeps under all-reduce, in its own file beside a backup or a snapshot."""
+"""Files of each worker's state under all-reduce, beside a backup or a snapshot."""
 
 from __future__ import annotations
 
@@ -121,7 +121,7 @@ class MirroredWorkerFiles(WorkerFiles):
             self._states(model).read(path).expect_partial()
 
     def _problems(self, folder, files):
-        """What is wrong with this worker's files of a state."""
+        """Errors of this worker's files for a state."""
         if not self._keeps:
             return []
         files = self._own(files)
@@ -130,7 +130,7 @@ class MirroredWorkerFiles(WorkerFiles):
         return problems_of(files, folder)
 
     def _states(self, model):
-        """What this worker keeps, a `tf.train.Checkpoint`."""
+        """State of this worker to save, a `tf.train.Checkpoint`."""
         strategy, found = self._strategy, {}
         for name, optimizer in optimizers_of(model).items():
             found[name] = strategy.compression_state(optimizer)

@@ -1,4 +1,4 @@
-"""What training sends and waits for, in the logs of `fit`."""
+"""Metrics of communication in the logs of `fit`: bytes sent, and waits."""
 
 from __future__ import annotations
 
@@ -144,7 +144,7 @@ class CommunicationMonitor(keras.callbacks.Callback):
         return None if self._unwritten is None else self._unwritten[1]["comm/seconds"]
 
     def write(self, seconds: Sequence[float | None]) -> None:
-        """Writes the last epoch's numbers, on the chief. For the strategy's engine.
+        """Writes the last epoch's numbers, on the chief; for the strategy's engine.
 
         Args:
             seconds: List with the `seconds` of each worker, None for workers without this callback.
@@ -199,7 +199,7 @@ class CommunicationMonitor(keras.callbacks.Callback):
 
 @dataclasses.dataclass
 class _Totals:
-    """What was sent and waited for since the strategy was made."""
+    """Totals of bytes and waits since the strategy was made."""
 
     logical_bytes: int = 0
     compressed_bytes: int = 0

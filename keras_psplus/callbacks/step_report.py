@@ -1,4 +1,4 @@
-"""How far training is, for those who are not at its terminal."""
+"""Progress of training, reported to processes outside its terminal."""
 
 from __future__ import annotations
 
@@ -17,9 +17,9 @@ _SECONDS = 1.0
 
 
 class StepReport(keras.callbacks.Callback):
-    """Writes a summary of the steps of `fit` about once a second, and at each epoch's end.
+    """Writes a summary of `fit`'s steps about once a second and after each epoch.
 
-    `add` puts it into a list of callbacks where the launcher has asked for it.
+    `add` adds it to a list of callbacks where the launcher has asked for it.
 
     Args:
         report: The process's `TaskReport`.

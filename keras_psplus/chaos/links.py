@@ -1,4 +1,4 @@
-"""What is done to the links of a cluster's tasks at present."""
+"""Present faults of the links of a cluster's tasks."""
 
 import threading
 from collections.abc import Sequence
@@ -10,7 +10,9 @@ KINDS = ("cut", "delay")
 
 
 class Links:
-    """Faults of links, which may overlap: delays add up, and a link is there when no cut is left.
+    """Overlapping faults of links.
+
+    Delays add up, and a link is up when no cut is left.
 
     Args:
         network: A `netlab.Lab`.

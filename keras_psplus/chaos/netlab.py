@@ -30,7 +30,7 @@ _PROXIES = ("http_proxy", "https_proxy", "grpc_proxy", "all_proxy")
 
 
 class Hosts:
-    """What starts tasks, and ends them with itself."""
+    """Hosts that start tasks, and end them on exit."""
 
     def __init__(self, hosts: int) -> None:
         self.hosts = hosts
@@ -135,7 +135,7 @@ class Lab(Hosts):
         super().__exit__()
 
     def address(self, rank: int) -> str:
-        """Where a host's task listens."""
+        """Address on which a host's task listens."""
         return f"{_ip(rank)}:{_PORT}"
 
     @property
@@ -149,7 +149,7 @@ class Lab(Hosts):
         return f"/proc/{self._switch}/net/dev"
 
     def device(self, rank: int) -> str:
-        """What counts a host's bytes among `counters`."""
+        """Key of a host's byte counter in `counters`."""
         return f"h{rank}"
 
     def rack(self, rank: int) -> int:
@@ -158,7 +158,7 @@ class Lab(Hosts):
 
     @property
     def uplinks(self) -> list[str]:
-        """What counts the bytes of each rack's link to the others among `counters`."""
+        """Keys in `counters` of the byte counters of each rack's link to the others."""
         return [f"u{rack}" for rack in range(self.racks)] if self.racks > 1 else []
 
     def set_rate(self, rate: float | None) -> None:
@@ -284,7 +284,7 @@ class Lab(Hosts):
 
 
 def why_not(rate: float | None = None, delay: float = 0.0) -> str | None:
-    """Why no `Lab` can be made here; None if one can.
+    """Reason why no `Lab` can be made here; None if one can.
 
     Args:
         rate: As of `Lab.set_rate`, to find out about rates as well.

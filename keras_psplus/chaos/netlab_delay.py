@@ -42,7 +42,10 @@ def _enter(pid):
 
 
 def _entry(target, sender=None):
-    """One rule of a table, for packets from a sender that come in by eth0, or for all."""
+    """Rule of a table, for packets from one sender that enter by eth0.
+
+    Without a sender, for all packets.
+    """
     address = bytearray(84)
     if sender:
         name = b"eth0\0"

@@ -1,4 +1,4 @@
-"""What `--strategy auto` stands for, where the command line knows the cluster."""
+"""Resolution of `--strategy auto` where the command line knows the cluster."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Which flags of `run` go together, known before anything is started."""
+"""Checks of flags of `run` that conflict, before anything is started."""
 
 from absl import flags
 
@@ -7,10 +7,10 @@ from keras_psplus.cli.parsing import UsageError
 
 
 def check_combination(strategy: str | None, layout: dict[str, int], given: dict[str, str]) -> None:
-    """Checks an entry of the catalogue against the cluster and the options it is to be made with.
+    """Checks an entry of the catalogue against the cluster and its options.
 
     Args:
-        strategy: What was given as `--strategy`, or None.
+        strategy: The argument of `--strategy`, or None.
         layout: Dict with the numbers of `workers` and `ps`, and whether there is a `chief`.
         given: Dict from `"compression"` and `"updates"` to texts, without those not given.
 
@@ -32,7 +32,7 @@ def check_combination(strategy: str | None, layout: dict[str, int], given: dict[
 
 
 def chief_of(options: flags.FlagValues) -> bool:
-    """Whether a cluster has a chief: as --chief says, or as its servers and its strategy need one.
+    """Whether a cluster has a chief: by --chief, its servers, or its strategy.
 
     Args:
         options: The parsed flags, with `chief`, `ps` and `strategy`.

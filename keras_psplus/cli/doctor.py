@@ -42,7 +42,10 @@ _KUBERNETES = ("KUBERNETES_SERVICE_HOST", "KUBERNETES_SERVICE_PORT", "HOSTNAME",
 
 
 def main(argv: list[str]) -> int:
-    """Runs the command; returns 0 if all is well, 1 if not, 2 for a wrong command line."""
+    """Runs the command; returns an exit code.
+
+    0 if all is well, 1 if not, 2 for a wrong command line.
+    """
     options = _flags()
     if parsing.asks_for_help(options, argv):
         print(parsing.help_text(_USAGE, options))

@@ -24,7 +24,10 @@ Kubernetes tell. Every process of the cluster runs it alike: of N processes the 
 
 
 def main(argv: list[str]) -> int:
-    """Runs the command; does not return if the script is started. Returns 2 for a wrong call."""
+    """Runs the command by replacing this process with the script.
+
+    Returns 2 for a wrong command line.
+    """
     options = _flags()
     if parsing.asks_for_help(options, argv):
         print(parsing.help_text(_USAGE, options))

@@ -1,4 +1,4 @@
-"""A job for Kubernetes as one Indexed Job, whose pods find each other by a headless service."""
+"""Kubernetes Indexed Job, whose pods find each other by a headless service."""
 
 import textwrap
 from typing import Any

@@ -1,7 +1,7 @@
-"""A job for Kubernetes as a JobSet: a Job for each kind of task, started again together.
+"""Kubernetes JobSet: a Job for each kind of task, restarted together.
 
 Reference: https://jobset.sigs.k8s.io/docs/concepts/. The JobSet's controller makes the headless
-service. When a Job of it has failed, it makes all Jobs again, up to `maxRestarts` times.
+service. When one of its Jobs has failed, it recreates all Jobs, up to `maxRestarts` times.
 """
 
 import textwrap

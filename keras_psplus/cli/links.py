@@ -10,7 +10,9 @@ from keras_psplus.cluster.discovery import find_task_config
 
 
 def show(as_json: bool = False) -> int:
-    """Joins the workers of TF_CONFIG's cluster, each of which runs this; the chief shows a table.
+    """Measures the links between TF_CONFIG's workers; the chief prints a table.
+
+    Each worker runs this.
 
     Args:
         as_json: Whether the chief prints JSON instead, and the others nothing.

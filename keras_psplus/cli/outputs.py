@@ -1,4 +1,4 @@
-"""Where `run` writes, checked before anything is started."""
+"""Output paths of `run`, checked before anything is started."""
 
 import pathlib
 import tempfile
@@ -8,7 +8,7 @@ from keras_psplus.cluster.json_log import JsonLog
 
 
 def log_dir(folder: str | None) -> pathlib.Path:
-    """The folder for the tasks' logs; made, so that one that cannot be is known at once.
+    """Creates the folder for the tasks' logs, so that errors show at once.
 
     Raises:
         UsageError: If it cannot be written.
@@ -28,7 +28,7 @@ def log_dir(folder: str | None) -> pathlib.Path:
 
 
 def json_log(path: str | None) -> JsonLog | None:
-    """The JSON log, or None; it is made, so that one that cannot be is known at once.
+    """Creates the JSON log, if one is wanted, so that errors show at once.
 
     Raises:
         UsageError: If it cannot be written.

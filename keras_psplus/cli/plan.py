@@ -1,6 +1,6 @@
-"""`keras-psplus plan`: what each way of training would take of a script's model, without a cluster.
+"""`keras-psplus plan`: predicted costs of each entry for a script's model.
 
-With `--stages`, how `PipelineStrategy` would cut it.
+Needs no cluster. With `--stages`, the stages into which `PipelineStrategy` would cut it.
 """
 
 from __future__ import annotations
@@ -43,7 +43,10 @@ _OF_CHOICES = ("workers", "ps", "link", "links", "delay")
 
 
 def main(argv: list[str]) -> int:
-    """Runs the command; returns 0 with a plan, 1 without, 2 for a wrong command line."""
+    """Runs the command; returns an exit code.
+
+    0 with a plan, 1 without, 2 for a wrong command line.
+    """
     options = _flags()
     if parsing.asks_for_help(options, argv):
         print(parsing.help_text(_USAGE, options))
@@ -147,7 +150,7 @@ def _check_flags(options):
 
 
 def _cluster(options):
-    """What to plan for, but for links that are yet to be measured."""
+    """Cluster to plan for, without links that are yet to be measured."""
     if options.links is not None:
         links = plan_links.read(options.links, options.workers)
         cluster = Cluster(len(links.hosts), _count(options, "ps"))
@@ -178,7 +181,7 @@ def _stages(answer):
 
 
 def _choices(answer, cluster):
-    """What there is to choose from: as JSON has it, and as text."""
+    """Predicted choices, as JSON and as text."""
     stages = [
         name
         for name in catalogue.names()

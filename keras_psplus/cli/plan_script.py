@@ -1,4 +1,4 @@
-"""Runs a script in one process until it calls `fit`, for what `keras-psplus plan` asks of it."""
+"""Runs a script in one process up to `fit`, to answer `keras-psplus plan`."""
 
 from __future__ import annotations
 
@@ -87,7 +87,7 @@ def _environment(request):
 
 
 def _problem(result, command):
-    """Why there is no plan."""
+    """Reason why there is no plan."""
     is_noise = NoiseFilter().is_noise
     lines = [line for line in result.stdout.splitlines() if not is_noise(line)]
     if result.returncode == 0:

@@ -1,4 +1,4 @@
-"""What the Kubernetes manifests of `export` have in common, as YAML."""
+"""Common parts of the Kubernetes manifests of `export`, as YAML."""
 
 import string
 import textwrap

@@ -1,4 +1,4 @@
-"""What `run` says at the end of a job that has not ended well."""
+"""Final report of `run` about a job that has failed."""
 
 import contextlib
 import pathlib

@@ -29,7 +29,10 @@ _NONE = "-"
 
 
 def main(argv: list[str]) -> int:
-    """Runs the command; returns 0, 1 if jobs cannot be read, 2 for a wrong command line."""
+    """Runs the command; returns an exit code.
+
+    0, 1 if jobs cannot be read, 2 for a wrong command line.
+    """
     options = _flags()
     if parsing.asks_for_help(options, argv):
         print(parsing.help_text(_USAGE, options))

@@ -1,8 +1,9 @@
-"""Tasks that serve belong to the first chief that claims them, for as long as it lives.
+"""Leases of serving tasks: a server belongs to the first chief that claims it.
 
-TensorFlow's own servers take orders from anybody, and two chiefs with the same servers wait for
-ever. So a chief claims its servers before it connects to them: by a session of TensorFlow 1, which
-touches nothing of the jobs that a server has, and a function of the server's own process.
+TensorFlow's servers accept requests from anybody, and two chiefs with the same servers wait for
+each other without end. So a chief claims its servers before it connects to them: by a session of
+TensorFlow 1, which touches nothing of the jobs that a server has, and a function in the server's
+process. A claim ends with its chief.
 """
 
 import concurrent.futures
@@ -172,7 +173,7 @@ class _Line:
 
 @functools.cache
 def _process(pid):
-    """What tells this process from others, for all of its strategies; a fork has its own."""
+    """Unique id of this process, for all of its strategies; a fork has another."""
     return f"{pid}-{uuid.uuid4().hex}"
 
 

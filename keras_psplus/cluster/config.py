@@ -66,12 +66,12 @@ class TaskConfig:
 
     @property
     def num_workers(self) -> int:
-        """How many tasks compute: the chief and the workers."""
+        """Number of tasks that compute: the chief and the workers."""
         return len(self.cluster.get("chief", ())) + len(self.cluster.get("worker", ()))
 
     @property
     def num_ps(self) -> int:
-        """How many parameter servers the cluster has."""
+        """Number of parameter servers in the cluster."""
         return len(self.cluster.get("ps", ()))
 
     def tasks(self) -> list[tuple[str, int, str]]:

@@ -160,7 +160,9 @@ def warn(text: str) -> None:
 
 
 def drop_unwritten(*streams: TextIO) -> None:
-    """Drops what streams cannot write: Python's own end would fail by it, with exit code 120.
+    """Drops output that streams cannot write.
+
+    Python's exit would fail on it, with exit code 120.
 
     Args:
         *streams: Text streams that are not written to any more.

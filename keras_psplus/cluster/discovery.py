@@ -76,7 +76,7 @@ def find_task_config(
 
 
 def find_ranks(environ: Mapping[str, str]) -> Ranks | None:
-    """Finds what the launcher of this process says; None if there is none, or one process.
+    """Reads the launcher's variables; None without a launcher, or for a single process.
 
     Raises:
         ClusterConfigError: If launchers contradict each other.

@@ -1,4 +1,4 @@
-"""How this process is about to end: Python does not tell that to functions of `atexit`."""
+"""Exit code of this process, which Python does not pass to `atexit` functions."""
 
 import sys
 from collections.abc import Callable
@@ -6,11 +6,11 @@ from typing import Any
 
 
 class _Exits:
-    """What `sys.exit` was called with, from when it is watched.
+    """Arguments of `sys.exit` since recording began.
 
     Attributes:
         is_watching: Whether calls are noted.
-        codes: List of what it was called with.
+        codes: List of the arguments, in order.
     """
 
     def __init__(self) -> None:
@@ -32,7 +32,10 @@ def watch() -> None:
 
 
 def last() -> Any:
-    """What `sys.exit` was called with last; 1, Python's own code, if it was not called."""
+    """The last argument of `sys.exit`, or 1 if it was not called.
+
+    1 is Python's exit code after an exception.
+    """
     return EXITS.codes[-1] if EXITS.codes else 1
 
 

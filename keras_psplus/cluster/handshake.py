@@ -1,7 +1,7 @@
-"""The line that two tasks exchange before TensorFlow starts: who are you, in which cluster?
+"""Handshake of two tasks before TensorFlow starts: one line with task and cluster.
 
-A task listens on its own address and dials its peers'. Whatever else answers
-there (TensorFlow's gRPC server, a port scanner) is told apart by its bytes.
+A task listens on its address and connects to its peers'. Other programs that answer there
+(TensorFlow's gRPC server, a port scanner) are recognised by their bytes.
 """
 
 import dataclasses
@@ -22,7 +22,7 @@ ANSWER_TIMEOUT = 1.0  # a peer that accepts and stays silent runs another server
 
 @dataclasses.dataclass(frozen=True)
 class PeerIdentity:
-    """Who a process is: its task, its cluster, and what tells it from other processes.
+    """Identity of a process: its task, its cluster, and a unique id.
 
     Attributes:
         all_here: Whether it has found all tasks that the job waits for.
@@ -166,7 +166,7 @@ def grpc_responds(address: str, timeout: float) -> bool:
 
 
 def is_whole(line: bytes) -> bool:
-    """Whether no more of a line is to be read: it has its end, or is no hello."""
+    """Whether a line has been read completely: it has its end, or is no hello."""
     is_hello = line.startswith(_MAGIC[: len(line)])
     return line.endswith(b"\n") or len(line) >= _MAX_LINE or not is_hello
 

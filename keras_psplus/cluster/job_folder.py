@@ -72,7 +72,7 @@ def write_task(folder: pathlib.Path, name: str, state: dict[str, Any]) -> None:
 
 
 def mark_failed(folder: pathlib.Path, name: str) -> None:
-    """Notes that a task has failed and said why, and ends as soon as it may.
+    """Marks a task as failed: its error has been logged, and it may be ended.
 
     Raises:
         OSError: If it cannot be written.
@@ -86,7 +86,7 @@ def have_failed(folder: pathlib.Path, names: Iterable[str]) -> bool:
 
 
 def mark_serving(folder: pathlib.Path, name: str) -> None:
-    """Notes that a task only serves a chief, has nothing of its own to save, and nothing to say.
+    """Marks a task as serving a chief, without state or messages to save.
 
     Raises:
         OSError: If it cannot be written.

@@ -1,4 +1,4 @@
-"""What the launcher writes of its job while it runs: for `status`, and into the JSON log."""
+"""The launcher's record of a running job, for `status` and the JSON log."""
 
 import contextlib
 import os
@@ -110,7 +110,7 @@ class JobRecord:
         return self._folder is not None and job_folder.is_serving(self._folder, name)
 
     def task_ended(self, name: str, code: int) -> None:
-        """Notes that a task has ended, by an exit code or, where that is negative, a signal."""
+        """Records a task's end: an exit code, or a signal if it is negative."""
         with self._lock:
             self._job["tasks"][name]["exit_code"] = code
         self._append("task_ended", task=name, exit_code=code)

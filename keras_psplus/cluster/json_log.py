@@ -1,4 +1,4 @@
-"""A file of JSON lines to which the launcher and all tasks of a job append."""
+"""JSON-lines file to which the launcher and all tasks of a job append."""
 
 import datetime
 import json
@@ -89,7 +89,7 @@ def _finite(value):
 
 
 def _of_other(value):
-    """A number of NumPy's or TensorFlow's as a float; what is no number, as a text."""
+    """Converts a number of NumPy's or TensorFlow's to a float, anything else to text."""
     try:
         return _finite(float(value))
     except (TypeError, ValueError):

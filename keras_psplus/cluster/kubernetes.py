@@ -1,8 +1,8 @@
-"""The pods of an Indexed Job or of a JobSet, by what Kubernetes says to each.
+"""Pods of an Indexed Job or of a JobSet, from the variables that Kubernetes sets.
 
 Reference: https://kubernetes.io/docs/tasks/job/job-with-pod-to-pod-communication/. Pods of an
-Indexed Job with a headless service are `JOB-INDEX.SUBDOMAIN`. How many there are no pod is told:
-`KERAS_PSPLUS_LAYOUT` says it. In a JobSet (https://jobset.sigs.k8s.io/docs/concepts/) each kind of
+Indexed Job with a headless service are `JOB-INDEX.SUBDOMAIN`. Pods do not know their number:
+`KERAS_PSPLUS_LAYOUT` has it. In a JobSet (https://jobset.sigs.k8s.io/docs/concepts/) each kind of
 task is an Indexed Job, which `KERAS_PSPLUS_ROLE` names; pods are `JOBSET-ROLE-0-INDEX.SUBDOMAIN`.
 """
 
@@ -23,7 +23,7 @@ _PORT = 2222
 
 
 def read(environ: Mapping[str, str]) -> Ranks | None:
-    """Reads the variables of an Indexed Job's pod; None outside of one, and of a single pod.
+    """Reads an Indexed Job's variables; None outside of one, and for a single pod.
 
     Raises:
         ClusterConfigError: If the number of pods, or their names, are not known.
@@ -80,7 +80,7 @@ def _of_jobset(environ, index, counts):
 
 
 def _names(environ, of_job, index):
-    """What the names of all pods begin with, and their subdomain."""
+    """Common prefix of all pods' names, and their subdomain."""
     name = environ.get("HOSTNAME") or socket.gethostname()
     ending = f"{of_job}-{index}"
     prefix = name.partition(".")[0].removesuffix(ending)

@@ -1,4 +1,4 @@
-"""Which ranks of a job are chief, workers and parameter servers."""
+"""Assignment of a job's ranks to chief, workers and parameter servers."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ def parse(text: str) -> dict[str, int]:
 
 
 def text_of(counts: dict[str, int]) -> str:
-    """Returns a layout as a text that `parse` reads; job types without tasks are left out."""
+    """Formats a layout as a text for `parse`, without job types that have no tasks."""
     return ",".join(f"{job}:{count}" for job, count in counts.items() if count)
 
 

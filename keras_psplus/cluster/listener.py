@@ -121,7 +121,7 @@ class Listener:
 
 
 class _Caller:
-    """A connection, what it has sent, and what it is sent."""
+    """One accepted connection and its buffers."""
 
     def __init__(self, connection):
         self.connection, self._since = connection, time.monotonic()

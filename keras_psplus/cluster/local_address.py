@@ -1,4 +1,4 @@
-"""This task's own address: is it this machine's, and is the port free?"""
+"""Checks of this task's address: it is on this machine, and its port is free."""
 
 import errno
 import ipaddress

@@ -1,9 +1,9 @@
-"""Keeps freed memory in the process, where the C library would hand it back and ask for it again.
+"""Keeps freed memory in the process instead of returning it to the kernel.
 
-The C library's `malloc` takes large blocks from the kernel and returns them as soon as they are
-freed; pages that come back are cleared by the kernel one by one, at their first use. A step of
-training frees and takes the same large blocks again: gradients, residuals, messages. In a
-perceptron of 29 million weights under `compression="int8"`, that was half of a step's time.
+The C library's `malloc` requests large blocks from the kernel and returns them as soon as they are
+freed; the kernel clears the pages of a new block one by one, at their first use. A step of training
+frees and allocates the same large blocks again: gradients, residuals, messages. In a perceptron of
+29 million weights under `compression="int8"`, that was half of a step's time.
 """
 
 import ctypes

@@ -1,4 +1,4 @@
-"""Whom a task asks in a large cluster, where every task asking every other would be too much."""
+"""Peers that a task contacts in a large cluster, instead of all others."""
 
 from collections.abc import Sequence
 from typing import TypeVar
@@ -10,7 +10,7 @@ EVERYBODY = 32
 
 
 def is_large(count: int) -> bool:
-    """Whether a cluster of so many tasks is one in which each asks its neighbours only."""
+    """Whether a cluster is so large that each task contacts its neighbours only."""
     return count > EVERYBODY
 
 

@@ -1,7 +1,7 @@
-"""Which lines of a task's output TensorFlow's runtime writes about itself.
+"""Filter for log lines of TensorFlow's runtime in a task's output.
 
-Before the first epoch it writes some fifteen lines in each process, one of them an error about CUDA
-on machines without a GPU. They stay in the log files.
+Before the first epoch TensorFlow writes some fifteen lines in each process, one of them an error
+about CUDA on machines without a GPU. They stay in the log files.
 """
 
 import os

@@ -7,16 +7,16 @@ RUNNING, STOPPED, ENDED = "running", "stopped", "ended"
 
 
 def birth_of(pid: int) -> int | None:
-    """When a process was started, in ticks of the kernel's clock; None if that is not known.
+    """Start time of a process, in ticks of the kernel's clock; None if unknown.
 
-    Process ids are used again; together with this, they name one process.
+    Process ids are reused; together with the start time, they identify one process.
     """
     fields = _fields(pid)
     return None if fields is None else int(fields[19])
 
 
 def state_of(pid: int, birth: int | None) -> str:
-    """What has become of a process: `RUNNING`, `STOPPED` (by a signal) or `ENDED`.
+    """State of a process: `RUNNING`, `STOPPED` (by a signal) or `ENDED`.
 
     Args:
         pid: Its process id.
@@ -31,7 +31,10 @@ def state_of(pid: int, birth: int | None) -> str:
 
 
 def _fields(pid):
-    """What Linux says of a process, from its state on; its name may hold any characters."""
+    """Fields of `/proc/PID/stat` from the state on, after the process's name.
+
+    The name may hold any characters.
+    """
     try:
         return pathlib.Path(f"/proc/{pid}/stat").read_text("latin-1").rpartition(")")[2].split()
     except OSError:

@@ -229,7 +229,7 @@ class LocalCluster:
         )
 
     def send_signal(self, name: str, number: int) -> None:
-        """Sends a signal to a task and to what it has started, unless the cluster has ended.
+        """Sends a signal to a task and its child processes, unless the cluster has ended.
 
         Args:
             name: The task, such as `"worker-1"`.

@@ -1,4 +1,4 @@
-"""How far this process is: written by the thread that trains, read by others."""
+"""Progress of this process, written by the training thread and read by others."""
 
 import contextlib
 import os
@@ -34,7 +34,7 @@ class Progress:
 
     @property
     def at(self) -> str | None:
-        """What it does at present, with the step's number; None between two steps."""
+        """Present activity, with the step's number; None between two steps."""
         doing = self.doing
         return f"{doing} {self.steps + 1}" if doing == "training step" else doing
 

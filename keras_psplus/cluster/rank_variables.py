@@ -1,8 +1,8 @@
-"""Launchers that set a rank and a number of ranks: torchrun and those like it, and MPI's.
+"""Launchers that set a rank and a number of ranks: torchrun and MPI.
 
-They do not tell every process the others' hosts, as MPI and `torch.distributed` exchange them by
-themselves. Of processes on one host none is needed; else `KERAS_PSPLUS_HOSTS` has them, or under
-torchrun the processes call the first one, at MASTER_ADDR (`rendezvous`).
+They do not give every process the others' hosts, which MPI and `torch.distributed` exchange
+themselves. Processes on one host need none; otherwise `KERAS_PSPLUS_HOSTS` lists the hosts, or
+under torchrun the processes contact the first one, at MASTER_ADDR (`rendezvous`).
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""What a launcher's environment variables say: how many processes there are, and which this is."""
+"""Ranks and number of processes, read from a launcher's environment variables."""
 
 from __future__ import annotations
 
@@ -130,7 +130,7 @@ def read_pair(
 
 
 def port_of_job(*numbers: int) -> int:
-    """Returns a port for a job's first process on a host, so that jobs on a host do not meet.
+    """Port for a job's first process on a host, which differs between jobs.
 
     Args:
         *numbers: Whole numbers that name the job and its part. Two jobs whose last numbers differ

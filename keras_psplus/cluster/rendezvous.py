@@ -1,8 +1,8 @@
-"""Processes tell each other their hosts, where the launcher names that of the first one alone.
+"""Rendezvous: processes exchange their hosts if they know the first one's only.
 
-The others call the first one, at the address that it will have in the cluster, by the lines that
-tasks exchange before TensorFlow starts (`handshake`); it sees from where they call, and answers
-with all hosts once it knows them.
+The others connect to the first process, at the address that it will have in the cluster, with the
+lines that tasks exchange before TensorFlow starts (`handshake`); it reads their hosts from the
+connections, and answers with all hosts once it knows them.
 """
 
 import contextlib
@@ -23,7 +23,7 @@ _COURTESY = 10.0
 
 
 def meet(rank: int, size: int, address: str, timeout: float) -> tuple[str, ...]:
-    """Returns the host of each rank; on all ranks, which have to call this at the same time.
+    """Returns the host of each rank; all ranks have to call this at once.
 
     Args:
         rank: This process's rank.
@@ -93,7 +93,7 @@ def _bind(host, port, wait):
 
 
 class _Wait:
-    """How long to wait, and what is said meanwhile."""
+    """Timeout of a rendezvous, and its log messages."""
 
     def __init__(self, rank: int, size: int, address: str, timeout: float) -> None:
         self._who, self._address = f"{_name(rank)} of {size}", address

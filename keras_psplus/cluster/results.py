@@ -1,4 +1,4 @@
-"""What a local cluster leaves behind: exit codes, logs, and who failed first."""
+"""Result of a local cluster: exit codes, logs, and the first failure."""
 
 import dataclasses
 import functools
@@ -75,12 +75,12 @@ class ClusterResult:
 
     @property
     def how_it_failed(self) -> str:
-        """Says how the first task to fail has ended, e.g. `"exit code 1"`."""
+        """Describes the end of the first task to fail, e.g. `"exit code 1"`."""
         assert self.first_failure is not None
         return describe(self.exit_codes[self.first_failure])
 
     def how_ended(self, name: str) -> str:
-        """Says how a task ended, e.g. `"exit code 1, first to fail"`."""
+        """Describes a task's end, e.g. `"exit code 1, first to fail"`."""
         code = self.exit_codes.get(name)
         text = "not started" if code is None else describe(code)
         if name in self.terminated:
@@ -89,7 +89,7 @@ class ClusterResult:
 
 
 def describe(code: int) -> str:
-    """Says how a process ended, e.g. `"exit code 1"`."""
+    """Describes a process's end, e.g. `"exit code 1"`."""
     return f"ended by signal {-code}" if code < 0 else f"exit code {code}"
 
 

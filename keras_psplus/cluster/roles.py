@@ -1,4 +1,4 @@
-"""What a process is in its cluster, for scripts that all tasks run."""
+"""Roles of processes in their cluster, for scripts that all tasks run."""
 
 from keras_psplus.cluster.config import EVALUATOR, ClusterConfigError, TaskConfig
 from keras_psplus.cluster.discovery import find_task_config

@@ -82,9 +82,10 @@ class RollCall:
         return self._also_waiting
 
     def _let_others_see_me(self):
-        """Stays until those that wait have called too; they do at once, my call woke them.
+        """Waits until the waiting tasks have called too, which my call makes them do.
 
-        Only a courtesy: a task that comes too late finds TensorFlow's server here a moment later.
+        This is a courtesy: a task that starts too late finds TensorFlow's server here a moment
+        later.
         """
         deadline = time.monotonic() + _COURTESY
         while self._awaited() - self._listener.callers and time.monotonic() < deadline:
@@ -168,10 +169,10 @@ class RollCall:
 
 
 class PartialRollCall(RollCall):
-    """The roll call of a large cluster, whose first task calls all, and the others a few.
+    """Roll call of a large cluster: the first task calls all, the others a few.
 
-    The first task's second call says that it has found all. Who comes late, when the first one has
-    TensorFlow's server already, needs no such call.
+    The first task's second call says that it has found all. A task that starts late, when the first
+    one has TensorFlow's server already, needs no such call.
     """
 
     def __init__(
@@ -230,7 +231,7 @@ class PartialRollCall(RollCall):
         } | {self._leader}
 
     def _lacks_others(self):
-        """Whether those that it calls are missing, more than that the first one has gone again."""
+        """Whether called tasks are missing, beyond a first task that has answered and left."""
         known = {self._leader} if self._leader_has_answered else set()
         return bool(self._missing.keys() - known)
 

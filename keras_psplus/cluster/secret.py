@@ -1,8 +1,8 @@
-"""A job's token as a secret that never travels: both ends of a session prove that they know it.
+"""Challenge-response authentication by a job's token, which is never sent.
 
-A caller opens a session with a random number, and gets one back that this process alone can have
-made. Of both numbers and the token follows the key by which every request and every answer of the
-session is signed. Who listens learns neither the token nor how to sign a request of his own.
+A caller opens a session with a random number, and receives one that only this process can have
+made. Both numbers and the token determine the key that signs every request and every answer of the
+session. An eavesdropper learns neither the token nor how to sign a request.
 """
 
 import hashlib

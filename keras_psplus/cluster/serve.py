@@ -144,9 +144,9 @@ def outlive(
 
 
 def wait_for_end_of_chief(config: TaskConfig, chief_gone: float = 5.0) -> None:
-    """Waits until the chief (worker 0, if there is none) has come and has ended, however it has.
+    """Waits until the chief (worker 0, if there is none) has started and has ended.
 
-    For a process beside the cluster, which nobody tells.
+    For a process beside the cluster, which receives no shutdown message.
 
     Args:
         config: The `TaskConfig` of this process.

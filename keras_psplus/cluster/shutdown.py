@@ -1,9 +1,9 @@
-"""How a chief tells the tasks that serve it that it ends well.
+"""Shutdown messages of a chief to the tasks that serve it.
 
 From outside, a chief that is done looks like one that was killed: its address stops answering. So
-the chief greets its servers when it starts and takes leave of them at its end, each by one
-operation on the server's device, which runs a function of the server's own process there. A server
-that was greeted and got no shutdown message knows that its chief has died.
+the chief greets its servers when it starts and sends a shutdown message at its end, each by one
+operation on the server's device, which runs a function of the server's process there. A server that
+was greeted and received no shutdown message knows that its chief has died.
 """
 
 import atexit

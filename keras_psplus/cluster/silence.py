@@ -27,9 +27,9 @@ def place_of(address: str) -> tuple[socket.AddressFamily, tuple[Any, ...]] | Non
 
 
 def is_silent(place: tuple[socket.AddressFamily, tuple[Any, ...]] | None, timeout: float) -> bool:
-    """Whether nobody answers where one of gRPC's servers may be: it hangs, or is cut off.
+    """Whether a gRPC server's address is silent: the server hangs, or is cut off.
 
-    Where the host says that nothing is there, the server has ended, which is no silence.
+    A refused connection says that the server has ended, which is no silence.
 
     Args:
         place: What `place_of` returns. The server is to speak first, as gRPC's do.

@@ -18,7 +18,7 @@ NAME = "slurm"
 
 
 def read(environ: Mapping[str, str]) -> Ranks | None:
-    """Reads Slurm's variables; None outside of a job step, and in one of a single process.
+    """Reads Slurm's variables; None outside of a job step, and for a single process.
 
     Raises:
         ClusterConfigError: If they do not describe the step.
@@ -41,7 +41,7 @@ def read(environ: Mapping[str, str]) -> Ranks | None:
 
 
 def processes_outside_of_a_step(environ: Mapping[str, str]) -> int:
-    """Returns how many tasks a job has in whose batch script or shell this process runs.
+    """Number of tasks of a job in whose batch script or shell this process runs.
 
     They are not started there: `srun` starts them. 0 outside of Slurm, and in a job step.
     """

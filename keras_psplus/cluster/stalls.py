@@ -27,7 +27,7 @@ def check_stall_warning(stall_warning: float | None) -> float | None:
 
 
 class WarningSchedule:
-    """When to warn that something takes long: at a limit, and at each doubling of it.
+    """Schedule of warnings about a long wait: at a limit, and at each doubling.
 
     Args:
         limit: Seconds; None for never.
@@ -112,7 +112,7 @@ class Inspector:
 
 
 def unresponsive_tasks(addresses: Mapping[str, str]) -> list[str]:
-    """Names of the tasks whose servers say nothing: they have died, hang or are cut off.
+    """Names of the tasks whose servers do not respond: dead, hanging or cut off.
 
     Args:
         addresses: Dict from names to addresses of tasks that run one of gRPC's servers.
@@ -127,7 +127,7 @@ def unresponsive_tasks(addresses: Mapping[str, str]) -> list[str]:
 
 
 def slow_tasks(addresses: Mapping[str, str]) -> dict[str, float]:
-    """Tasks whose servers answer, but much later than the others': they, or their links, are slow.
+    """Tasks whose servers answer much later than the others': they or their links are slow.
 
     Args:
         addresses: As of `unresponsive_tasks`.

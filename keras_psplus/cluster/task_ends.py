@@ -1,4 +1,4 @@
-"""Which tasks of a cluster have ended, and how long the others may go on."""
+"""Ends of a cluster's tasks, and deadlines for the others."""
 
 import dataclasses
 import time
@@ -35,7 +35,7 @@ class Graces:
 
 
 class TaskEnds:
-    """The ends of a cluster's tasks: which of them are failures, and until when the others run.
+    """Record of ended tasks: their failures, and the deadline for the others.
 
     Args:
         tasks: The cluster's tasks.

@@ -1,4 +1,4 @@
-"""What a task says of itself while it trains: for `keras-psplus status`, and in the JSON log."""
+"""Reports of a task while it trains, for `keras-psplus status` and the JSON log."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from keras_psplus.log import logger
 
 
 class TaskReport:
-    """Writes what a task says: its last state into its file, each line into the JSON log.
+    """Writer of a task's reports: a state file, and lines in the JSON log.
 
     Args:
         name: The task's name.

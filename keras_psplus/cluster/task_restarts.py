@@ -1,4 +1,4 @@
-"""Which tasks of a cluster are started again by themselves, and when."""
+"""Restarts of single tasks of a cluster, and the pauses before them."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Runs a script in the real processes of a cluster, for tests, under a hard time limit."""
+"""Runs a script in a cluster of real processes, for tests, with a time limit."""
 
 import inspect
 import os
@@ -26,7 +26,7 @@ def run_in_processes(
     tail_lines: int = 60,
     failure_grace: float = 5.0,
 ) -> ClusterResult:
-    """Runs Python code in every task of a local cluster and waits for all of them.
+    """Runs Python code in every task of a local cluster and waits for them.
 
     Example:
 

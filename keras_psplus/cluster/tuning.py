@@ -1,4 +1,4 @@
-"""What a task tells TensorFlow, and the libraries below it, before it talks to others."""
+"""Settings of TensorFlow and of libraries below it, applied before communication starts."""
 
 import os
 
@@ -15,16 +15,16 @@ _FURTHER_THREADS = 8
 
 
 def tune() -> None:
-    """Has this process keep freed memory, and wake and keep busy no more threads than it has to.
+    """Tunes this process's memory and threads: keeps freed memory, wakes fewer threads.
 
-    Every packet of a large message wakes a thread otherwise, which on a slow link, where they come
-    one by one, costs more than training: 264 ms of a processor for each step of a perceptron of 5
-    million weights under `compression="int8"` at 100 Mbit/s, of which 121 are left. And a thread of
-    TensorFlow that has run out of work asks for more for a while before it sleeps: with one
-    processor, it is in the way of those that have some.
+    Otherwise every packet of a large message wakes a thread, which on a slow link, where packets
+    arrive one by one, costs more than training: 264 ms of a processor for each step of a perceptron
+    of 5 million weights under `compression="int8"` at 100 Mbit/s, of which 121 are left. And a
+    thread of TensorFlow that has run out of work polls for more for a while before it sleeps: with
+    one processor, it delays the threads that have some.
 
-    To be called before TensorFlow's runtime is started and gRPC is used first. What the user has
-    chosen stays, by `GRPC_EXPERIMENTS` or by the variables of `memory.keep_freed_memory`.
+    To be called before TensorFlow's runtime is started and gRPC is used first. The user's settings,
+    by `GRPC_EXPERIMENTS` or by the variables of `memory.keep_freed_memory`, are kept.
     """
     memory.keep_freed_memory()
     os.environ.setdefault(_EXPERIMENTS, _SELDOM_WOKEN)
@@ -33,12 +33,12 @@ def tune() -> None:
 
 
 def server_config(workers: int) -> config_pb2.ConfigProto:
-    """What the server of a task is started with.
+    """Configuration of a task's TensorFlow server.
 
     Each function that a worker runs on a server occupies a thread between operations until it is
-    done, also while it waits for what the worker sends. With no thread left, nothing would come
-    forward: reads of one worker would wait for those of another, or all for ever. The threads that
-    wait take no processor time.
+    done, also while it waits for the worker's messages. With no thread left, nothing would make
+    progress: reads of one worker would wait for those of another, or all without end. The threads
+    that wait use no processor time.
 
     Args:
         workers: Number of workers whose functions it runs.

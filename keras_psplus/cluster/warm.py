@@ -119,7 +119,7 @@ class WarmPython:
         ends_with_parent: bool = True,
         folder: str | None = None,
     ) -> int:
-        """Runs a script; returns the id of its process, which is a child of this one.
+        """Runs a script in a forked child process; returns its process id.
 
         Args:
             argv: The script and its arguments.

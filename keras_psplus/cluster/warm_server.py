@@ -96,11 +96,11 @@ def become(request: dict, files: list[int], set_by_modules: dict[str, str]) -> N
 
 
 class Ending:
-    """Ends a fork as Python ends, but does not take apart what was there before the fork.
+    """Exit of a fork as of Python, except that objects from before stay allocated.
 
-    Python destroys all objects in the end, and the memory that a fork shares would be copied for
-    it: a fifth of a second of a processor. Threads are joined and functions of `atexit` run as
-    ever. Open files are written out; `__del__` of what is left does not run.
+    Python destroys all objects at exit, and the memory that a fork shares would be copied for it: a
+    fifth of a second of a processor. Threads are joined and functions of `atexit` run as ever. Open
+    files are flushed; `__del__` of remaining objects does not run.
     """
 
     def __init__(self) -> None:

@@ -1,4 +1,4 @@
-"""What a compressor is."""
+"""Base class of compressors."""
 
 from __future__ import annotations
 
@@ -33,8 +33,8 @@ class Compressor:
             further from the tensor than zeros are, with which residuals would grow for ever.
         reducible: Whether the mean of payloads is the payload of the mean, so that workers can
             all-reduce payloads as they are. If so, `mean` serves.
-        homogeneous: Whether, besides, it keeps no state and what it makes of `x * c` is `c` times
-            what it makes of `x`, so that sums need no mean.
+        homogeneous: True if `encode` is also stateless and linear in scale, so payloads can be
+            summed directly.
         splits: Whether pieces of a tensor, as rows of `encode_rows`, are encoded as well as the
             whole, so that a sum over workers may be shared out among them.
         communicates: Whether anything is sent at all. If not, each worker uses its own gradient.
@@ -135,7 +135,9 @@ class Compressor:
         raise NotImplementedError
 
     def is_finite(self, residual: tf.Tensor, payload: Sequence[tf.Tensor]) -> tf.Tensor:
-        """Whether all of a tensor was finite; a payload that shows it spares a look at all of it.
+        """True if the whole tensor was finite.
+
+        A payload that shows it saves a pass over the residual.
 
         Args:
             residual: What was left out of the tensor. Not finite, if the tensor was not.

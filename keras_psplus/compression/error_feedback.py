@@ -1,4 +1,4 @@
-"""What one step leaves out, added to the next."""
+"""Error feedback: adds the residual of each step to the next step's tensor."""
 
 from __future__ import annotations
 

@@ -21,7 +21,7 @@ _CODES = {Int8: tf.int8, Sign: tf.int32}
 def encode(
     compressor: Compressor, tensor: tf.Tensor, state: Any, step: tf.Tensor | int
 ) -> tuple[tuple[tf.Tensor, ...], Any]:
-    """What `compressor.encode` returns, by one kernel if there is one.
+    """Equivalent of `compressor.encode`, by one kernel if there is one.
 
     Args:
         compressor: `Compressor`.
@@ -50,7 +50,7 @@ def add_rows(
     row_shape: tf.TensorShape | Sequence[int],
     step: tf.Tensor | int,
 ) -> tf.Tensor:
-    """What `compressor.add_rows` returns, by one kernel if there is one."""
+    """Equivalent of `compressor.add_rows`, by one kernel if there is one."""
     kernels = _kernels_for_elements(compressor)
     values, low, *starts = payload
     if kernels is None or values.dtype != tf.float32:
@@ -64,7 +64,7 @@ def add_rows(
 def encode_rows(
     compressor: Compressor, rows: tf.Tensor, state: Any, step: tf.Tensor | int
 ) -> tuple[tuple[tf.Tensor, ...], Callable[[Callable[[], tf.Tensor]], Any]]:
-    """What `encode_rows` returns for the sum of rows and residual, by one kernel if there is one.
+    """Encodes the sum of rows and residual by `encode_rows`, in one kernel if possible.
 
     Args:
         compressor: `Compressor`, perhaps in `ErrorFeedback`.
@@ -98,7 +98,7 @@ def encode_rows(
 def decode_rows(
     compressor: Compressor, payload: tuple[tf.Tensor, ...], width: int, step: tf.Tensor | int
 ) -> tf.Tensor:
-    """What `compressor.decode_rows` returns for rows of float32, by one kernel if there is one."""
+    """Equivalent of `compressor.decode_rows` for float32 rows, by one kernel if possible."""
     kernels = _kernels_for_blocks(compressor)
     if kernels is None:
         return compressor.decode_rows(payload, (width,), tf.float32, step)

@@ -43,7 +43,7 @@ def decode_indices_u16(low: tf.Tensor, *starts: tf.Tensor) -> tf.Tensor:
 
 
 def _by_ranges(starts, rows, count):
-    """Where the segment of each index begins; there is a kernel for processors only."""
+    """Segment of each index; `RaggedRange` has a kernel for CPUs only."""
     last = tf.fill([rows, 1], count)
     starts, ends = tf.concat([0 * last, starts], 1), tf.concat([starts, last], 1)
     # Ranges that rise by one from index to index, which has to be taken off them.
@@ -90,5 +90,5 @@ def index_bytes(count: int, size: int) -> int:
 
 
 def _further_segments(size):
-    """How many segments come after the first."""
+    """Number of segments after the first."""
     return max(0, -(-size // SEGMENT) - 1)

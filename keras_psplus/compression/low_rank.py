@@ -1,4 +1,16 @@
-"""Matrices as the product of two thin ones."""
+"""PowerSGD: matrices as the product of two thin ones.
+
+A step of power iteration on a matrix M of n rows and m columns, with Q of m rows and r columns from
+the last step (`exchange`):
+
+    1. P = M Q               all-reduce: mean of P over the workers       n x r numbers
+    2. P = orthonormal(P)    on each worker, the same everywhere
+    3. Q = transpose(M) P    all-reduce: mean of Q over the workers       m x r numbers
+    4. mean of M ~ P transpose(Q)
+    5. residual = M - P transpose(Q), which `ErrorFeedback` adds to the next step's M
+
+Q is kept for the next step (`warm_start`), so that the iteration continues from step to step.
+"""
 
 from collections.abc import Generator, Sequence
 from typing import Any
@@ -17,11 +29,11 @@ _LARGEST_RANK = 2**20
 
 
 class PowerSGD(Compressor):
-    """Sends matrices as the product of two of low rank, found by one step of power iteration.
+    """Low-rank compression of matrices by one step of power iteration (PowerSGD).
 
-    Tensors of more axes are taken as matrices of their last axis by all others. What is not worth
-    it (vectors, small matrices) is sent whole. A number that is not finite, on any worker, makes
-    the whole matrix so on all.
+    A matrix is sent as two factors of low rank. Tensors of more axes are reshaped to matrices: the
+    last axis by all others. Tensors that would not become smaller (vectors, small matrices) are
+    sent uncompressed. A number that is not finite, on any worker, makes the whole matrix so on all.
 
     Args:
         rank: Columns of the two factors, at most 2**20.

@@ -1,4 +1,4 @@
-"""Which methods compressors have, for strategies that cannot do without some of them."""
+"""Checks that compressors implement the methods that a strategy calls."""
 
 from keras_psplus.compression.base import Compressor
 from keras_psplus.compression.by_variable import ByVariable

@@ -55,7 +55,7 @@ def find_outer_product(tensor: tf.Tensor) -> OuterProduct | None:
 
 
 class MatrixPlusOuterProduct:
-    """A matrix and some times a product, which are added up only if this is less work.
+    """Sum of a matrix and a scaled outer product, materialized only where that is cheaper.
 
     Args:
         matrix: float32 tensor.
@@ -115,7 +115,7 @@ class MatrixPlusOuterProduct:
         """Takes off an `OuterProduct`, `whole` as a tensor; returns a float32 tensor."""
 
         def from_factors():
-            # Neither what is added nor what is taken off is ever in memory by itself.
+            # Neither operand is materialized.
             left = tf.concat([self._left, -product.left], 0)
             return (
                 self._matrix

@@ -42,6 +42,6 @@ class RowCompressor(Compressor):
 
 
 def rows_and_size(values: tf.Tensor) -> tuple[int | tf.Tensor, int]:
-    """The number of rows, as an int if it is known, and that of elements in a row."""
+    """Number of rows, an int if it is static, and of elements per row."""
     rows = values.shape[0] if values.shape[0] is not None else tf.shape(values)[0]
     return rows, values.shape[1:].num_elements()

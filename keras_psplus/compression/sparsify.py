@@ -139,7 +139,7 @@ class TopK(RowCompressor):
         return self._counts(size)[-1]
 
     def _counts(self, size):
-        """How many elements are sent in each epoch of the warm-up, and after it."""
+        """Numbers of elements sent in each epoch of the warm-up, and after it."""
         epochs = range(1, self.warmup_epochs + 2)
         return [_count(self.density ** (e / (self.warmup_epochs + 1)), size) for e in epochs]
 
@@ -248,7 +248,10 @@ class RandomK(RowCompressor):
 
 
 def _scatter(values, indices, row_shape):
-    """Puts values at their indices in rows of zeros; in float32, for which all devices have it."""
+    """Scatters values to their indices in rows of zeros.
+
+    In float32, for which all devices have a kernel.
+    """
     rows, _ = rows_and_size(values)
     size = tf.TensorShape(row_shape).num_elements()
     return tf.reshape(scatter_rows(tf.cast(values, tf.float32), indices, size), [rows, *row_shape])

@@ -15,10 +15,10 @@ _ALL_TRUE = 0x0101010101010101
 
 
 def top_k(matrix: tf.Tensor, count: int | tf.Tensor) -> tuple[tf.Tensor, ...]:
-    """Finds the `count` elements of largest magnitude in each row, in the order of their indices.
+    """Selects the `count` elements of largest magnitude per row, in index order.
 
-    Sorting a large tensor is slow. A threshold that is taken from a sample leaves few more than
-    `count` elements; all of the largest are among them if they are `count` at least.
+    Sorting a large tensor is slow. A threshold that is estimated from a sample leaves few more than
+    `count` elements; if at least `count` are left, all of the largest are among them.
 
     Args:
         matrix: float32 tensor of shape `(rows, size)`. What is not finite counts as the largest.
@@ -57,14 +57,17 @@ def top_k(matrix: tf.Tensor, count: int | tf.Tensor) -> tuple[tf.Tensor, ...]:
 
 
 def _first_of_equal(values, last, count):
-    """Indices of `count` values that are greater than the last, or the first of those like it."""
+    """Indices of `count` values above `last`, filled up with the first equal to it."""
     above, equal = values > last, values == last
     wanted = count - tf.math.count_nonzero(above, dtype=tf.int32)
     return tf.where(above | (equal & (tf.cumsum(tf.cast(equal, tf.int32)) <= wanted)))[:, 0]
 
 
 def _indices_of_false(mask):
-    """Indices of the few that are false: `tf.where` is slow for each element, true or not."""
+    """Indices of the few elements that are false.
+
+    `tf.where` is slow for each element, true or not, so eight are tested at a time.
+    """
     # Not as `tf.where(~mask)`: TensorFlow makes `x > y` of `~(x <= y)`, which NaN is not either.
     size = mask.shape[0]
     whole = size - size % 8

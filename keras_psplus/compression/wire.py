@@ -11,7 +11,7 @@ import tensorflow as tf
 
 
 def pack(payload: Sequence[tf.Tensor], rows: int | tf.Tensor = 1) -> tf.Tensor:
-    """Puts the tensors of a payload side by side, as float32 words of the same bits.
+    """Packs the tensors of a payload side by side into float32 words, bit by bit.
 
     Args:
         payload: Tuple of tensors of 1, 2, 4 or 8 bytes for each element.

@@ -1,1 +1,4 @@
-"""What all strategies' engines share: one replica's step, batches, data, backups, lost workers."""
+"""Engine parts that all strategies share.
+
+One replica's step, batches, data, backups and lost workers.
+"""

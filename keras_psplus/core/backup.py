@@ -181,7 +181,7 @@ def _load_first(callback, states, training):
 
 
 def _load(callback, state, training):
-    """Gives the model the weights of a state; returns what is wrong with it, or None."""
+    """Loads the model's weights from a backup; returns an error text, or None."""
     model = callback.model
     if state["is_previous"]:
         backup_files.use_previous(callback)

@@ -1,8 +1,10 @@
-"""BackupAndRestore's files: all of one state, or all of the one before, whenever a kill comes.
+"""Atomic replacement of BackupAndRestore's files.
 
-Keras overwrites weights and then the number of the epoch. Here both, and what else belongs to them,
-are written to a folder beside; its renaming is the moment from which the new state counts. Then the
-files are moved to where Keras has them, which a start after a kill does to its end.
+After a kill at any moment, the folder holds one complete state: the new one or the one before.
+
+Keras overwrites the weights and then the epoch's number. Here both, and the other files of the
+state, are first written to a temporary folder beside them; renaming that folder commits the new
+state. The files are then moved to Keras's paths; a start after a kill completes that move.
 """
 
 from __future__ import annotations
@@ -33,7 +35,7 @@ _OVERHEAD, _OVERHEAD_OF_VARIABLE = 1 << 15, 1 << 12
 def written(
     callback: keras.callbacks.BackupAndRestore, worker_files: dict[str, str]
 ) -> Iterator[str]:
-    """Context in which Keras, and all that get the folder, write a state; then it counts.
+    """Context in which Keras and the other writers write a state; commits it on exit.
 
     Args:
         callback: The `BackupAndRestore`.
@@ -129,7 +131,10 @@ def check_writable(callback: keras.callbacks.BackupAndRestore) -> None:
 
 
 def delete(callback: keras.callbacks.BackupAndRestore) -> None:
-    """Deletes all files but a note that this is going on; Keras deletes that with the folder."""
+    """Deletes all files but a marker of the deletion.
+
+    Keras deletes the marker with the folder.
+    """
     if file_utils.exists(callback.backup_dir):
         with file_utils.File(file_utils.join(callback.backup_dir, _ENDED), "w") as f:
             f.write("")
@@ -150,7 +155,10 @@ def _commit(callback):
 
 
 def _check_room(model, folder):
-    """Raises OSError if a disk has no room: HDF5 may crash the process when it finds that out."""
+    """Raises OSError if the disk has too little free space.
+
+    HDF5 may crash the process when it runs out of space while writing.
+    """
     if file_utils.is_remote_path(folder):
         return
     variables = [v for one in (model, *optimizers_of(model).values()) for v in one.variables]

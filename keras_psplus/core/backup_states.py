@@ -123,7 +123,10 @@ def check_epoch(
 
 
 def worker_files_in_use(callback: keras.callbacks.BackupAndRestore) -> list[str] | None:
-    """Names of the workers' files that the folder's states need, or None if that is not known."""
+    """Names of the workers' files that the folder's states need.
+
+    None if that is not known.
+    """
     names = set()
     for suffix in ("", _PREVIOUS):
         weights, _, listed = _paths(callback, suffix)
@@ -147,7 +150,7 @@ def remove_last(callback: keras.callbacks.BackupAndRestore) -> None:
 
 
 def copy_previous(callback: keras.callbacks.BackupAndRestore, folder: str) -> None:
-    """Copies the files of the state before to a folder, with the names of the last one's."""
+    """Copies the previous state's files to a folder, under the current state's names."""
     for name in file_utils.listdir(callback.backup_dir):
         if name.endswith(_PREVIOUS):
             target = file_utils.join(folder, name.removesuffix(_PREVIOUS))

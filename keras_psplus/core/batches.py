@@ -1,4 +1,4 @@
-"""How a global batch is split over replicas.
+"""Sharding of a global batch over replicas, by rows.
 
 The user's batch size is the global one, as in a single process. Replica `r` of `R` takes the rows
 from `ceil(r * n / R)` to `ceil((r + 1) * n / R)` of a batch of `n` rows, so that the replicas
@@ -17,7 +17,7 @@ from keras_psplus.core import padding
 
 
 class Batch(NamedTuple):
-    """What one replica takes of a global batch.
+    """One replica's shard of a global batch.
 
     Attributes:
         data: Structure of tensors with `local_rows` rows each, or with one that does not count if
@@ -38,7 +38,7 @@ class Shards(NamedTuple):
 
 
 class World(NamedTuple):
-    """Where this worker's replicas stand among all replicas.
+    """Position of this worker's replicas among all replicas.
 
     Attributes:
         rank: Index of this worker's first replica.
@@ -51,7 +51,10 @@ class World(NamedTuple):
     replicas: int
 
     def bounds(self, rows: int | tf.Tensor, local_replica: int) -> tuple[Any, ...]:
-        """First and one past the last row of a local replica; `rows` is an int or a tensor."""
+        """Row range `[first, end)` of a local replica.
+
+        `rows` is an int or a tensor.
+        """
         rank = self.rank + local_replica
         return tuple((r * rows + self.replicas - 1) // self.replicas for r in (rank, rank + 1))
 
@@ -72,7 +75,9 @@ class World(NamedTuple):
         )
 
     def most_rows(self, batch_size: int, is_even: bool) -> int:
-        """Most rows that this worker needs of a batch of that size, or a smaller last one.
+        """Maximum number of rows that this worker needs of any batch.
+
+        The batch has `batch_size` rows, or fewer if it is the last.
 
         Args:
             batch_size: Int.
@@ -86,7 +91,10 @@ class World(NamedTuple):
 
 
 def rows_of(data: Any) -> int | tf.Tensor | None:
-    """Number of rows of a structure of tensors: an int if it is static, else a tensor."""
+    """Number of rows of a structure of tensors.
+
+    An int if it is static, else a tensor.
+    """
     for leaf in tf.nest.flatten(data):
         if isinstance(leaf, tf.RaggedTensor):
             return tf.cast(leaf.nrows(), tf.int32)
@@ -98,7 +106,7 @@ def rows_of(data: Any) -> int | tf.Tensor | None:
 
 
 class OwnRows(NamedTuple):
-    """Which rows a worker takes of batches that are put together from its rows only.
+    """Row ranges of one worker, for batches that hold only its rows.
 
     Attributes:
         world: `World` of the worker.
@@ -159,7 +167,7 @@ def split(data: Any, world: World, pads: bool = True) -> Shards:
 
 
 def _shards(data, world, rows, pads, start=0):
-    """The `Shards` of a worker, of data that begin with a row of the global batch."""
+    """Makes a worker's `Shards` from data that start at row `start` of the batch."""
     shards = []
     for local_replica in range(world.local_replicas):
         first, end = world.bounds(rows, local_replica)
@@ -178,7 +186,10 @@ def _shards(data, world, rows, pads, start=0):
 
 
 def take(leaf: Any, first: Any, end: Any) -> Any:
-    """Rows of a tensor, which may be sparse or ragged; what has no rows as it is."""
+    """Slices rows of a tensor, which may be sparse or ragged.
+
+    Scalars, and leaves that are not tensors, are returned unchanged.
+    """
     if isinstance(leaf, tf.SparseTensor):
         first, size = tf.cast(first, tf.int64), tf.cast(end - first, tf.int64)
         start = tf.concat([[first], tf.zeros_like(leaf.dense_shape[1:])], 0)

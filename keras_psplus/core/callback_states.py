@@ -1,8 +1,8 @@
-"""What callbacks keep from epoch to epoch, so that a resumed job goes on as if it had not ended.
+"""State of callbacks in a backup, restored when a job resumes.
 
-Keras's own have no way to be asked for it, and begin with nothing in `on_train_begin`. A script's
-own are asked by `state_dict()`, and get it back by `load_state_dict(state)`, as those of PyTorch
-Lightning.
+Keras's callbacks have no method for it and reset themselves in `on_train_begin`, so their
+attributes are saved here. A script's callbacks are saved by `state_dict()` and restored by
+`load_state_dict(state)`, as in PyTorch Lightning.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ _WEIGHTS, _OWN, _FILE = "best_weights", "state_dict", "file_bytes"
 def states_of(
     callbacks: Sequence[keras.callbacks.Callback],
 ) -> tuple[dict[str, Any], dict[str, np.ndarray]]:
-    """What callbacks keep.
+    """Collects the state of callbacks.
 
     Args:
         callbacks: The callbacks of a `fit`.

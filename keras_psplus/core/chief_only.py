@@ -1,4 +1,4 @@
-"""What the chief does for all workers, while these wait."""
+"""Functions that the chief runs for all workers while they wait."""
 
 from __future__ import annotations
 

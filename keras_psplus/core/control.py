@@ -30,7 +30,7 @@ _FALLEN_OUT = "Workers have fallen out of step: "
 
 
 class Stop(NamedTuple):
-    """Where a worker has stopped training within an epoch."""
+    """Position in an epoch at which a worker has stopped training."""
 
     steps: int
     name: str
@@ -119,7 +119,7 @@ class ControlPlane:
         return texts
 
     def _text_of(self, name, kind, for_all=False):
-        """What a worker has put into this exchange, once it has."""
+        """Waits for a worker's message of this exchange and checks its kind."""
         theirs = self._get(name, kind, for_all)
         their_kind, _, their_text = theirs.split("\n", 2)
         if their_kind != kind:
@@ -156,7 +156,7 @@ class ControlPlane:
             pass  # Another one has said the same.
 
     def stop_of_another(self) -> Stop | None:
-        """Who has said so in this epoch, if anybody has."""
+        """The stop that another worker has announced in this epoch, or None."""
         key = self._key(self._sequence, _STOP)
         try:
             text = context.context().get_config_key_value(key, int(_ASK_SECONDS * 1000))
@@ -188,7 +188,7 @@ class ControlPlane:
         raise ValueError(message)
 
     def _delete_read(self):
-        """Deletes what all have read: they have come to this exchange, and past what was before."""
+        """Deletes messages of earlier exchanges, which all workers have read."""
         read = [key for sequence, key in self._posted if sequence < self._sequence]
         self._posted = [one for one in self._posted if one[0] >= self._sequence]
 

@@ -1,4 +1,4 @@
-"""Goes on in the data of `fit` where a job was broken off: what was trained is left out."""
+"""Resumes `fit`'s data after the last trained batch."""
 
 from __future__ import annotations
 
@@ -11,11 +11,11 @@ from keras_psplus.core import unread_passes
 
 
 def skip(iterator: Any, epochs: int, batches: int) -> None:
-    """Brings an epoch iterator to a batch of an epoch; call it when an iteration has begun.
+    """Advances an epoch iterator to a batch of an epoch.
 
-    The data come in the order in which they came before, also shuffled ones, as each epoch before
-    is begun here, too. Only where an epoch begins in the middle of the data
-    (`steps_per_epoch`) are its batches read.
+    To be called when an iteration has begun. The data have the order of the first run, also when
+    they are shuffled, because an iterator is opened for each earlier epoch here, too. Batches are
+    read only where an epoch begins in the middle of the data (`steps_per_epoch`).
 
     Args:
         iterator: Keras's epoch iterator, of which nothing has been read.
@@ -44,7 +44,11 @@ def skip(iterator: Any, epochs: int, batches: int) -> None:
 
 
 def _pass_epochs(iterator, epochs):
-    """Begins the data of epochs, and ends them; draws them if the next epoch goes on in them."""
+    """Opens and closes the iterators of earlier epochs.
+
+    With `steps_per_epoch`, the next epoch continues in the same iterator, so their batches are
+    read.
+    """
     if iterator.steps_per_epoch:
         for _ in range(epochs):
             for _, _, of_epoch in iterator._enumerate_iterator():

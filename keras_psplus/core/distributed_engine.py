@@ -1,4 +1,4 @@
-"""What the engines of all strategies that distribute training have in common."""
+"""Base engine of all strategies that distribute training."""
 
 from __future__ import annotations
 

@@ -1,8 +1,9 @@
-"""Rows that a gradient holds several times: those of ids that come several times in a batch.
+"""Duplicate rows in IndexedSlices.
 
-Summed before they are sent they are fewer bytes. But Keras's optimizers take them one by one:
-squares of them, which Adagrad and Adam keep, are others than the square of their sum. Where that is
-all that one process does, too, they are left apart.
+An id that occurs several times in a batch has several rows in the gradient. Summed before they are
+sent, they are fewer bytes. But Keras's optimizers apply them one after the other, and the squares
+that Adagrad and Adam accumulate differ from the square of the sum. Where one process applies
+duplicates separately, they stay separate here.
 """
 
 from typing import Any

@@ -57,7 +57,9 @@ def report(message: str, post: Callable[[str], None] | None = None) -> None:
 def watch(
     task: TaskConfig, is_cause: Callable[[], bool], post: Callable[[str], None] | None = None
 ) -> None:
-    """Reports to the other workers if this process ends by an exception or with a bad exit code.
+    """Reports this process's failure to the other workers.
+
+    A failure is an uncaught exception or a non-zero exit code.
 
     Args:
         task: `TaskConfig` of this process.

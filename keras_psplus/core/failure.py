@@ -1,9 +1,9 @@
-"""What a worker says and does when another one is gone.
+"""Handling of a lost worker.
 
-TensorFlow notices a killed peer at once, and `heartbeat` one that hangs; the pending collectives
-then fail with an error of TensorFlow's. Here that error is given the dead task's name, and
-the process is ended past TensorFlow's shutdown barrier, which would wait for the dead task. A peer
-that ends by an error has said so before, see `error_report.py`.
+TensorFlow notices a killed peer at once, and `heartbeat` a peer that hangs; the pending collectives
+then fail with an error of TensorFlow's. Here the dead task's name is added to that error, and the
+process exits without TensorFlow's shutdown barrier, which would wait for the dead task. A peer that
+fails with an error has reported that before, see `error_report.py`.
 """
 
 import atexit
@@ -62,7 +62,7 @@ _ended_address = None
 
 @contextlib.contextmanager
 def translate_errors(task: TaskConfig | None) -> Iterator[None]:
-    """Names the dead worker when TensorFlow fails for want of one.
+    """Adds the lost worker's name to TensorFlow's error.
 
     Args:
         task: `TaskConfig` of this process, or None if it trains alone.
@@ -129,7 +129,7 @@ def _raise_peer_lost(task: TaskConfig, who: str, error: BaseException) -> NoRetu
 
 
 def lost_message(lost: str, who: str, cause: str) -> str:
-    """What is said when other workers are lost.
+    """Error message for lost workers.
 
     Args:
         lost: Their names and addresses.
@@ -140,7 +140,9 @@ def lost_message(lost: str, who: str, cause: str) -> str:
 
 
 def raise_if_ended(task: TaskConfig, text: str) -> None:
-    """Raises PeerLostError, with the cause, if a text is what another task has reported at its end.
+    """Raises PeerLostError if a text is another task's report of its failure.
+
+    The error has the cause that the report names.
 
     Args:
         task: `TaskConfig` of this process.
@@ -166,7 +168,7 @@ def _without_it(what, who, received):
 
 
 def watch(task: TaskConfig, post: Callable[[str], None] | None = None) -> None:
-    """Tells the other workers if this one fails, and ends it in time if another one has failed.
+    """Reports this worker's failure to the others, and exits if another worker fails.
 
     It ends past TensorFlow's shutdown barrier if a peer was lost.
 
@@ -204,7 +206,7 @@ def _leave(task):
 
 
 def _wait_for_end(address):
-    """Waits until a task that has failed has ended, so that a launcher sees it end first."""
+    """Waits until a failed task has exited, so that a launcher sees that exit first."""
     deadline = _failed_at + _LINGER_SECONDS
     while time.monotonic() < deadline:
         try:
@@ -221,7 +223,9 @@ def _lost_peers(task):
 
 
 def _states(task):
-    """What is known of the other tasks, workers first, as `(name, address, state)`.
+    """States of the other tasks, workers first, as `(name, address, state)`.
+
+    The state of a task that answers is None.
 
     The state is None for those that answer.
     """

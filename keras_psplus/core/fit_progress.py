@@ -1,4 +1,4 @@
-"""How far a call of `fit` has come, and how one that is resumed gets there."""
+"""Progress of a call of `fit`, and its restoration when a job resumes."""
 
 from __future__ import annotations
 
@@ -57,7 +57,7 @@ class FitProgress:
         is_chief: bool,
         saved_seed: int | None = None,
     ) -> None:
-        """A call of `fit` begins: its data are to come in the order in which they came before.
+        """Starts tracking a call of `fit`, whose data keep the order of the first run.
 
         Args:
             fit: The function.
@@ -172,7 +172,9 @@ class FitProgress:
 
     @contextlib.contextmanager
     def collecting(self) -> Iterator[None]:
-        """Context of an event for callbacks: what they save is saved when all have heard of it.
+        """Context of a callback event, which defers saving until all callbacks have run.
+
+        If one of them raises, nothing is saved: callbacks' states would be of different batches.
 
         If one of them raises, nothing is: what the others know would be of different batches.
         """
@@ -195,7 +197,7 @@ class FitProgress:
     # What is saved.
 
     def state(self, model: keras.Model, of_data: Any) -> TrainingState | None:
-        """What is to be saved of a model's `fit`; None outside of one.
+        """State of a model's `fit` to save; None outside of `fit`.
 
         Args:
             model: The model.
@@ -226,7 +228,7 @@ def _backups(callbacks):
 
 
 def _saved_seed(backup):
-    """The seed of the data that a backup was made in; None if there is none that can be read."""
+    """Seed of the data in a backup; None if it cannot be read."""
     with contextlib.suppress(Exception):
         backup_files.recover(backup)
         return TrainingState.read(backup.backup_dir).facts["data_seed"]

@@ -50,7 +50,7 @@ class Dataset:
 
 
 def release_elsewhere(iterator: Any) -> None:
-    """Keeps what an iterator consists of until nothing else uses it, and destroys it in a thread.
+    """Destroys an iterator's resources in a thread once nothing else uses them.
 
     Args:
         iterator: A `tf.data.Iterator` or `tf.distribute.DistributedIterator`; others are left

@@ -1,4 +1,4 @@
-"""How a chief ends whose job has lost a task that holds variables."""
+"""Exit of a chief whose job has lost a task that holds variables."""
 
 import atexit
 import os

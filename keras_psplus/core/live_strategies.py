@@ -1,6 +1,6 @@
-"""Which strategies distribute training in this process, and what does not take part in it.
+"""Registry of the strategies that distribute training in this process.
 
-A strategy is noted by its constructor. From then on a model that was built outside of every scope
+A strategy's constructor registers it. From then on a model that was built outside of every scope
 would train on each worker by itself, from other initial weights, so the hooks refuse it unless the
 script asks for that with `single_process`.
 """
@@ -44,7 +44,7 @@ def exist() -> bool:
 
 
 def forget_unused() -> None:
-    """Lets go of strategies that nobody can use any more, which may not have been collected yet."""
+    """Collects strategies that are no longer referenced."""
     if not _of_clusters:
         # What one collection frees may be what holds the next.
         for _ in range(_COLLECTIONS):
@@ -59,14 +59,14 @@ def in_single_process() -> bool:
 
 @contextlib.contextmanager
 def single_process() -> Iterator[None]:
-    """Context in which models that were built outside of a strategy's scope train in this process.
+    """Context in which models from outside a strategy's scope train locally.
 
     Beside a strategy that distributes training, `compile`, `fit`, `train_on_batch`, `evaluate` and
-    `test_on_batch` refuse such models: each worker would train its own, by mistake. In this context
-    they do as without the strategy: every process that comes here trains or evaluates its own copy,
-    on all of the data that it is given, and talks to no other. `predict` does so outside of it as
-    well, and logs a line. Models that were built in the strategy's scope are trained by the
-    strategy here, too. It holds for the thread that has entered it.
+    `test_on_batch` refuse such models: each worker would train a separate copy, by mistake. In this
+    context they work as without the strategy: every process trains or evaluates its copy on all of
+    its data, without communication. `predict` does so outside of the context as well, and logs a
+    line. Models that were built in the strategy's scope are trained by the strategy here, too. The
+    context holds for the thread that has entered it.
 
     Example:
 

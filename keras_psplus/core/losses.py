@@ -99,7 +99,10 @@ def apply_mask(
 def update_mean(
     original: Callable[..., Any], metric: keras.metrics.Mean, values: Any, sample_weight: Any = None
 ) -> Any:
-    """A mean over the replica's rows counts by its fraction of the batch. The batch counts once."""
+    """Weights a mean over the replica's rows by its fraction of the batch.
+
+    The batch counts once, as in one process.
+    """
     step = current_step_with_batch_fraction()
     if step is not None and sample_weight is None:
         values = tf.convert_to_tensor(values)

@@ -1,4 +1,4 @@
-"""Which Keras variables are the states of metrics."""
+"""Recognises Keras variables that are the states of metrics."""
 
 from __future__ import annotations
 

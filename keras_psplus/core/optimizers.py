@@ -1,4 +1,4 @@
-"""The optimizers of a model, and what `updates=` makes of one that it is given gradients for."""
+"""Optimizers of a model, and the variables that a strategy needs of them."""
 
 from __future__ import annotations
 
@@ -45,7 +45,9 @@ def variables_of_apply(
 
 
 def optimizers_of(model: keras.Model) -> dict[str, keras.optimizers.Optimizer]:
-    """All optimizers that are attributes of a model, or in lists or dicts that are, by names.
+    """All optimizers in a model's attributes, by name.
+
+    Lists and dicts of optimizers are searched, and so are nested models.
 
     Those of models that it is made of are found, too.
     """
@@ -76,7 +78,7 @@ def _found(model):
 def averaged_with_weights(
     optimizer: keras.optimizers.Optimizer, policy: Any, variables: Sequence[keras.Variable]
 ) -> list[keras.Variable]:
-    """What of an optimizer's variables is averaged with the weights of workers that step alone."""
+    """Optimizer variables that are averaged with the weights of workers that step alone."""
     if not policy.local:
         return []
     averaged = list(optimizer._model_variables_moving_average) if optimizer.use_ema else []

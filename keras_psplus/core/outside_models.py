@@ -19,7 +19,7 @@ _TRAINING = ("fit", "train_on_batch")
 
 
 class OutsideScope(Engine):
-    """Answers for models that have no strategy, as an engine does for those that have one."""
+    """Engine for models that were built outside of every strategy's scope."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -71,7 +71,7 @@ class OutsideScope(Engine):
 
 
 def check_built_in_scope(model: keras.Model, method: str) -> None:
-    """Refuses what a model would do in each process by itself, by mistake.
+    """Raises if the model was built outside the strategy's scope.
 
     Args:
         model: Keras model.

@@ -1,7 +1,7 @@
-"""A row for a replica that has none: it computes with it, and nothing of that counts.
+"""Padding for replicas without rows: one row, which counts for nothing.
 
-TensorFlow's kernels are not made for batches of no rows: on CPUs, a convolution fused with what
-comes after it answers with a tensor of its input's shape. So a replica without rows gets one, while
+TensorFlow's kernels do not support empty batches: on CPUs, a convolution fused with the operation
+after it returns a tensor of its input's shape. So a replica without rows computes with one, while
 its `local_rows` stay 0: its gradients, metrics, averages and outputs are left out.
 """
 
@@ -25,7 +25,7 @@ class LastRow:
         self._variables: dict[tuple[Any, ...], tf.Variable] = {}
 
     def padded(self, data: Any, rows: int | tf.Tensor, replica: Any) -> Any:
-        """A replica's batch; instead of one of no rows, the last row that the replica had.
+        """Pads an empty batch of a replica with the last row that it had.
 
         Args:
             data: Structure of tensors.
@@ -98,7 +98,7 @@ def _is_dense(leaf):
 
 
 def _sizes_of_row(leaf, shape):
-    """The sizes of a tensor's rows, ints where they are known; none of them is 0."""
+    """Sizes of a tensor's rows, at least 1; ints where they are static."""
     sizes = enumerate(leaf.shape.as_list())
     return [tf.maximum(shape[i], 1) if size is None else size for i, size in sizes][1:]
 

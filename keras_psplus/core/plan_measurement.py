@@ -1,4 +1,7 @@
-"""What `keras-psplus plan` measures of a script's model in one process: times, and gradients."""
+"""Measures a script's model in one process, for `keras-psplus plan`.
+
+Step times, and the sizes of gradients.
+"""
 
 from __future__ import annotations
 
@@ -31,7 +34,7 @@ _OF_FIT = ("x", "y", "sample_weight", "batch_size", "steps_per_epoch", "class_we
 def measure(
     fit: Callable[..., Any], model: keras.Model, args: Any, kwargs: Any, workers: int
 ) -> dict[str, Any]:
-    """Takes some steps with a model, with the batch of one worker and with the whole one.
+    """Runs some steps of a model with one worker's batch and with the global one.
 
     Args:
         fit: Keras's own `fit`.
@@ -113,7 +116,7 @@ def _milliseconds(fit, model, dataset):
 
 
 def _gradients(model, batches: Sequence[Any]):
-    """What optimizers are given in a step: dense gradients, and the rows of sparse ones."""
+    """Dense gradients of a step, and the rows of sparse ones."""
     found: dict[str, tuple[list[int], int | None]] = {}
     sparse: dict[str, list[int]] = {}
 

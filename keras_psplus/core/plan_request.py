@@ -1,9 +1,9 @@
-"""What `keras-psplus plan` asks of the script that it starts: a plan, and no training.
+"""Requests of `keras-psplus plan` to the script that it starts.
 
 The command sets an environment variable. The first call of `fit` then writes an answer to a file
-and ends the process. With a number of stages, the stages of a `PipelineStrategy` are this process's
-one CPU, taken several times, and the answer is the plan of them, made before any weight is.
-Without, the answer is what was measured of some steps of the model.
+and exits without training. With a number of stages, all stages of a `PipelineStrategy` are placed
+on this process's CPU, and the answer is their plan, made before any weight is created. Without a
+number of stages, the answer is the measurement of some steps of the model.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ VARIABLE = "KERAS_PSPLUS_PLAN"
 
 @dataclasses.dataclass(frozen=True)
 class PlanRequest:
-    """What is asked for.
+    """A request for a plan of stages, or for a measurement.
 
     Attributes:
         file: Path of the file for the answer.
@@ -46,13 +46,13 @@ class PlanRequest:
 
 
 def read() -> PlanRequest | None:
-    """What is asked of this process; None if it is to train."""
+    """Reads this process's request; None if the process is to train."""
     given = os.environ.get(VARIABLE)
     return PlanRequest(**json.loads(given)) if given else None
 
 
 def stand_in() -> tf.distribute.Strategy | None:
-    """The strategy in place of one that needs a cluster; None if this process is to train."""
+    """Strategy used instead of one that needs a cluster; None without a request."""
     request = read()
     return tf.distribute.get_strategy() if request and request.stages is None else None
 

@@ -1,4 +1,4 @@
-"""One replica's part of one step, while it is traced or run: its fraction of the batch.
+"""One replica's part of one step, and its fraction of the batch.
 
 A replica's gradients and means count by its fraction of the batch, `local_rows / global_rows`, so
 that their sum over the replicas is that of the global batch, also when the batch is uneven.
@@ -64,6 +64,6 @@ class ReplicaStep:
 
 
 def current_step_with_batch_fraction() -> Any:
-    """The step that this thread is in, if it knows its fraction of the batch, else None."""
+    """The current step of this thread if its batch fraction is known, else None."""
     step = current_step()
     return step if step is not None and step.has_batch_fraction else None

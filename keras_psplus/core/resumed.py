@@ -1,4 +1,4 @@
-"""What a process that resumes a `fit` knows of where it was, on each worker."""
+"""State of a `fit` that was read from a backup, on each worker."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ if TYPE_CHECKING:
 
 
 class Resumed:
-    """The state of a `fit` that has been read, for the time until it goes on.
+    """State of a `fit` between its reading and the first resumed step.
 
     Args:
         model: The model, with its weights of then.

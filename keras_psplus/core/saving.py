@@ -27,7 +27,11 @@ _skipped: dict[str, set[str]] = {}
 
 
 def attributes_to_skip(original: Callable[[str], set[str]], obj_type: str) -> set[str]:
-    """What `original` returns for a kind of object, found outside of every scope.
+    """Calls `original` for a kind of object outside of every scope, and caches the result.
+
+    Keras makes an optimizer to list the attributes of each kind. In a strategy's scope that
+    optimizer's variables would be distributed, and a chief that saves by itself would wait for the
+    others.
 
     Keras makes an optimizer to see what attributes each of them has. In a strategy's scope its
     variables would be all workers', and a chief that saves by itself would wait for the others.
@@ -111,7 +115,7 @@ def save(
 
 @contextlib.contextmanager
 def written(strategy: Any, filepath: str | os.PathLike[str], makes_folders: bool) -> Iterator[str]:
-    """Context that gives the path to write to, in the place of the one that a script has given."""
+    """Context that returns the path to write to instead of the script's."""
     path = os.fspath(filepath)
     folder = os.path.dirname(os.path.realpath(path))
     if file_utils.is_remote_path(path):
@@ -133,7 +137,7 @@ def written(strategy: Any, filepath: str | os.PathLike[str], makes_folders: bool
 
 
 class _ShownPaths:
-    """The paths that are being written, and those that the script has given in their place."""
+    """Paths that are being written, and the script's paths that they stand for."""
 
     def __init__(self):
         self._shown = {}
@@ -145,7 +149,7 @@ class _ShownPaths:
 
     @contextlib.contextmanager
     def instead_of(self, written_to, given):
-        """Context in which a path that is written to is shown as the one that was given."""
+        """Context in which messages show the script's path instead of the one written to."""
         self._shown[written_to] = given
         try:
             yield
@@ -159,7 +163,7 @@ class _ShownPaths:
         return text
 
     def show_message(self, original, message, *args, **kwargs):
-        """What Keras prints, with the path that the script has given."""
+        """Prints Keras's message with the script's path in it."""
         return original(self.as_given(message), *args, **kwargs)
 
 

@@ -1,7 +1,7 @@
-"""Tensors that stand for others until it is known what is to be in their place.
+"""Placeholder tensors, replaced once the gradients' sums are known.
 
-One is an operation that gives on its input. What its input is can be changed for as long as its
-graph is being built.
+A placeholder is an identity operation. Its input can be changed for as long as its graph is being
+built.
 """
 
 import contextlib
@@ -16,7 +16,7 @@ _CALLS = "PartitionedCall", "StatefulPartitionedCall"
 
 
 class Call:
-    """The gradients of one call of a tape, and the stand-ins that were given for them.
+    """Gradients of one call of a tape, and the placeholders returned for them.
 
     Args:
         grads: List of tensors, `tf.IndexedSlices` or None.

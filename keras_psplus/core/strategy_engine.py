@@ -1,4 +1,4 @@
-"""What every strategy of this library answers, also where one replica trains alone."""
+"""Base engine of every strategy, also where one replica trains alone."""
 
 from __future__ import annotations
 
@@ -65,7 +65,7 @@ class StrategyEngine(Engine):
 
     @property
     def control(self) -> ControlPlane | None:
-        """The control plane between the workers that run the script, or None if there is one."""
+        """Control plane between the workers that run the script, or None."""
         return None
 
     @property
@@ -75,7 +75,7 @@ class StrategyEngine(Engine):
 
     @property
     def updating(self) -> Any:
-        """What says when optimizers step, by the strategy's `updates`."""
+        """Scheduler of optimizer steps, according to the strategy's `updates`."""
         raise NotImplementedError
 
     def settle(self, model: keras.Model) -> None:
@@ -128,7 +128,7 @@ class StrategyEngine(Engine):
         return result
 
     def data_position(self, iterator: Any) -> Any:
-        """What has to be saved of the position in data, beside the numbers of batches and epochs.
+        """Position in the data to save, beside the numbers of batches and epochs.
 
         Args:
             iterator: Keras's epoch iterator.

@@ -1,4 +1,4 @@
-"""Where the tables of KerasRS's `DistributedEmbedding` want to lie."""
+"""Requested placement of the tables of KerasRS's `DistributedEmbedding`."""
 
 from collections.abc import Callable
 from typing import Any

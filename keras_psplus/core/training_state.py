@@ -1,4 +1,7 @@
-"""What a backup has beside weights and seeds: the place in the data, metrics, callbacks' states."""
+"""Training state in a backup, beside weights and seeds.
+
+The position in the data, metrics, and callbacks' states.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Data of which each worker has a share of its own: nobody knows how many steps there are."""
+"""Data adapter for workers' separate data, whose number of steps is unknown."""
 
 from __future__ import annotations
 

@@ -1,7 +1,8 @@
-"""Begins passes over data that nobody reads, so that later ones come in their own order.
+"""Opens iterators of earlier epochs without reading them.
 
-`shuffle`, and whatever else draws an order again for each pass, draws it when the pass begins.
-TensorFlow begins all of these passes within one: an iterator of Python's takes it 10 ms.
+`shuffle`, and whatever else draws a new order for each epoch, draws it when the iterator is opened.
+Later epochs then have the order of an uninterrupted run. TensorFlow opens all of them within one
+iterator: each iterator made in Python takes 10 ms.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Takes what Keras would write to a file of weights, so that a thread can write it later."""
+"""Copies of weights in memory, which a thread writes to a file later."""
 
 from __future__ import annotations
 

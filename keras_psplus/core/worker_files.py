@@ -1,11 +1,11 @@
-"""What compressors and `updates` keep on each worker, in files beside a backup or a snapshot.
+"""Files of each worker's state beside a backup or a snapshot.
 
-Residuals and accumulated gradients differ from worker to worker, and all that workers have in
-common (PowerSGD's factors, counters of batches) has to stay in common: either all workers resume
-with what they had, or none does.
+They hold the state of compressors and of `updates`. Residuals and accumulated gradients differ from
+worker to worker, and state that is equal on all workers (PowerSGD's factors, counters of batches)
+has to stay equal: either all workers resume with their state, or none does.
 
-Every worker's file is written before the state of the job counts that it belongs to, and no file is
-removed that a state needs. A state has the names and the digests of its files.
+Every worker's file is written before the job's state that it belongs to is committed, and no file
+is removed that a state needs. A state lists the names and the digests of its files.
 """
 
 from __future__ import annotations
@@ -68,7 +68,7 @@ class WorkerFiles:
         raise NotImplementedError
 
     def problems(self, folder: str, saved: Sequence[dict[str, str] | None]) -> list[list[str]]:
-        """What is wrong with the workers' files of some states; on all workers.
+        """Checks the workers' files of some states; on all workers.
 
         Args:
             folder: The folder of what is saved, on this worker.
@@ -97,9 +97,10 @@ class WorkerFiles:
             self._read(model, folder, files)
 
     def restore_earlier(self, model: keras.Model, folder: str, position: int | None = None) -> None:
-        """Reads files of versions that wrote no digests, on all of the workers or on none.
+        """Reads files of versions that wrote no digests, on all workers or on none.
 
-        Such a file has the number of a step in its name, which is found by the model's iterations.
+        Such a file has the number of a step in its name, which is compared with the model's
+        iterations.
 
         Args:
             model: The model, as the chief has restored it.
@@ -139,7 +140,7 @@ def digests_of(names: Iterable[str], folder: str) -> dict[str, str]:
 
 
 def problems_of(files: dict[str, str], folder: str) -> list[str]:
-    """What is wrong with files, by their digests; a list of texts."""
+    """Checks files against their digests; returns a list of error texts."""
     place = folder_in(folder)
     found = (digests.problem_of(file_utils.join(place, name), d) for name, d in files.items())
     return [problem for problem in found if problem]
@@ -161,7 +162,7 @@ def number_of_steps(model: keras.Model) -> int:
 
 
 def folder_in(folder: str) -> str:
-    """The folder of the workers' files in that of what is saved."""
+    """Subfolder of a backup that holds the worker files."""
     return file_utils.join(folder, "compression")
 
 

@@ -1,1 +1,1 @@
-"""What is read from, and set in, the graph of a `tf.data.Dataset`."""
+"""Inspection and changes of the graph of a `tf.data.Dataset`."""

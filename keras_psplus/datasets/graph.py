@@ -29,7 +29,7 @@ def graph_of(dataset: tf.data.Dataset) -> graph_pb2.GraphDef:
 
 
 def scopes(graph: graph_pb2.GraphDef) -> list[Any]:
-    """The lists of nodes of a `GraphDef`: its own, and that of each of its functions."""
+    """Lists of nodes of a `GraphDef`: the graph's, and each function's."""
     return [graph.node, *(function.node_def for function in graph.library.function)]
 
 
@@ -44,7 +44,7 @@ def reads_service(node: Any) -> bool:
 
 
 def has_stage(dataset: tf.data.Dataset, names: Sequence[str]) -> bool:
-    """Whether a dataset or one below it is of a class whose name holds one of some texts."""
+    """Whether the class name of a dataset, or of its inputs, contains a text."""
     if any(name in type(dataset).__name__ for name in names):
         return True
     return any(has_stage(below, names) for below in dataset._inputs())

@@ -1,7 +1,7 @@
-"""Functions of `Dataset.map`: whether one may be run for some elements, and not for the others.
+"""Checks of `Dataset.map` functions: whether one may be run on some elements only.
 
-It may, if what it makes of an element follows from that element alone. The operations in its graph
-show it: those that keep state say so where they are registered.
+It may, if its result for an element depends on that element alone. The operations in its graph show
+it: stateful operations are registered as such.
 """
 
 from __future__ import annotations

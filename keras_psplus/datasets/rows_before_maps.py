@@ -1,10 +1,10 @@
-"""Rows of each batch that are chosen before the maps: a worker maps only those that it needs.
+"""Selection of each batch's rows before the maps, so workers map only theirs.
 
     source -> map -> batch(8)      becomes      source -> rows 4 to 7 of each 8 -> map -> batch(4)
 
-Elements are counted before the maps as they are behind them, so every batch has the rows that it
-has otherwise. What is behind the batch, and what between the maps and the batch depends on more
-than positions, forbids it; so do maps that keep something from one element to the next.
+Elements are counted before the maps as they are behind them, so every batch has the same rows.
+Stages behind the batch, and stages between the maps and the batch that depend on more than
+positions, forbid it; so do maps that keep state from one element to the next.
 """
 
 from __future__ import annotations
@@ -119,7 +119,7 @@ class Pipeline(NamedTuple):
 
 
 def take_apart(dataset: tf.data.Dataset, is_trusted: bool) -> Pipeline | str:
-    """Finds the maps of a dataset that may be run on some rows of each batch only.
+    """Finds the maps of a dataset that may run on some rows of each batch.
 
     Args:
         dataset: `tf.data.Dataset` of batches.
@@ -191,7 +191,7 @@ def _line(dataset):
 
 
 def _objection_to(stage, is_trusted):
-    """Why nothing below a stage may be run on some elements only; empty if it may."""
+    """Reason why stages up to this one must see all elements; empty if none."""
     if isinstance(stage, tuple(_REMAKES)):
         return ""
     if not isinstance(stage, _MAPS):
@@ -205,7 +205,7 @@ def _objection_to(stage, is_trusted):
 
 
 def _name(stage):
-    """What a stage is called in a script, as far as its class tells."""
+    """Name of a stage in a script, as far as its class shows."""
     words = re.findall("[A-Z][a-z]*", type(stage).__name__.removesuffix("Dataset"))
     return "_".join(word.lower() for word in words if word != "Parallel") + "()"
 
@@ -219,7 +219,10 @@ def _remake(stage, dataset):
 
 
 def _rows(elements, batch_size, drops_remainder, start, count):
-    """Of each batch, so many of its elements from one on, each with the batch's number of rows."""
+    """Selects `count` elements of each batch from `start` on.
+
+    Each has the batch's number of rows with it.
+    """
     windows = elements.window(batch_size, drop_remainder=drops_remainder)
     spec = windows.element_spec
 
@@ -256,7 +259,7 @@ def _map_rows(stage, dataset):
 
 
 def _weighs_classes(stage):
-    """Whether a stage is the one by which Keras puts `class_weight` into effect, row by row."""
+    """Whether a stage is Keras's map that applies `class_weight` row by row."""
     return isinstance(stage, _MAPS) and is_class_weight_map(stage._map_func._func)
 
 

@@ -23,10 +23,10 @@ _POLICIES = data_service_pb2.ProcessingModeDef.ShardingPolicy
 
 
 class Reader(NamedTuple):
-    """What a dataset reads from the service; None where that shows only when it runs.
+    """A dataset's reader of the service; fields known only at run time are None.
 
     Attributes:
-        job_name: Name of the job; empty for one of its own.
+        job_name: Name of the job; empty for an anonymous job.
         sharding: Name of the `tf.data.experimental.service.ShardingPolicy`.
         dataset_id: The service's number of the dataset.
         consumer_index: Index among `num_consumers` that take turns; -1 without turns.
@@ -142,7 +142,7 @@ def description(found: Sequence[Reader]) -> str:
 
 
 def check_rows_came(dataset: tf.data.Dataset) -> None:
-    """Raises for an epoch without a batch, if a job that has handed out all may be the reason.
+    """Raises for an epoch without batches, if an exhausted job may be the reason.
 
     Args:
         dataset: `tf.data.Dataset`.

@@ -105,7 +105,7 @@ def _seed_graph(graph, seed, epoch=None):
 
 
 def _seed_nodes(nodes, seed, epoch):
-    """Gives the nodes of one graph that draw an order new constants; returns whether any does."""
+    """Seeds the shuffling nodes of one graph; returns whether there are any."""
     by_name = {node.name: node for node in nodes}
     changed = False
     for node in list(nodes):

@@ -1,7 +1,7 @@
-"""Files and folders that appear whole, also when several processes write them at the same time.
+"""Atomic writes of files and folders, also by several processes at once.
 
-Each writer has its own temporary folder beside the target, from which everything is renamed
-into place. What a killed writer has left there is deleted when the next one comes.
+Each writer has a separate temporary folder beside the target, from which everything is renamed into
+place. Files that a killed writer has left there are deleted by the next one.
 """
 
 import contextlib
@@ -28,11 +28,11 @@ _active: set[str] = set()
 
 @contextlib.contextmanager
 def written(target: str | os.PathLike[str], task: str | None = None) -> Iterator[str]:
-    """Context that gives a path to write to; what is there at its end is moved to the target.
+    """Context that returns a temporary path and moves it to the target on exit.
 
-    What lies beside the path, in the same folder, is moved as well, before the path itself. Waits
-    for no other process: of several writers, the last one's files stay. Of folders, which are read
-    file by file, it is that of the first one to end where others had begun before.
+    Other entries beside the path, in the same folder, are moved as well, before the path itself.
+    Waits for no other process: of several writers, the last one's files stay. Of folders, which are
+    read file by file, those of the first writer to end stay where others had begun before.
 
     Args:
         target: Path of a file or folder on a local disk. Its folder must exist.
@@ -133,7 +133,10 @@ def _digest(text):
 
 @functools.lru_cache(1)
 def _machine():
-    """Whatever process ids are unique in: a container may have its own."""
+    """Id of the scope in which process ids are unique.
+
+    A container may have a separate scope.
+    """
     parts = [socket.gethostname()]
     with contextlib.suppress(OSError):
         parts.append(pathlib.Path("/proc/sys/kernel/random/boot_id").read_text().strip())
@@ -152,7 +155,7 @@ def _runs(process):
 
 
 def _identity(path):
-    """What is another one if a folder has been replaced; None if there is none."""
+    """Identity of a path, which changes if it is replaced; None without one."""
     try:
         found = os.stat(path)
     except FileNotFoundError:
@@ -161,7 +164,7 @@ def _identity(path):
 
 
 def _must_stay(target):
-    """Whether a folder cannot be replaced: what is written to it has to be put into it."""
+    """Whether a folder cannot be replaced, so that its contents must be."""
     is_fixed = os.path.ismount(target) or not os.access(os.path.dirname(target), os.W_OK)
     return os.path.isdir(target) and is_fixed
 

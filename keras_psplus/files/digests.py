@@ -20,7 +20,7 @@ def of_file(path: str) -> str:
 
 
 def problem_of(path: str, expected: str) -> str | None:
-    """What is wrong with a file.
+    """Checks a file against its digest.
 
     Args:
         path: Its path.

@@ -1,7 +1,7 @@
-"""A barrier between steps: no worker reads a table before all have written what they have to.
+"""Barrier between steps: all writes to a table precede the next step's reads.
 
-A variable of each replica stands between its pushes, the step's last collective and its next
-lookups: TensorFlow keeps operations on one variable in their order, also over branches and loops.
+A variable of each replica connects its pushes, the step's last collective and its next lookups:
+TensorFlow keeps operations on one variable in their order, also over branches and loops.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ if TYPE_CHECKING:
 
 
 class Barrier:
-    """A barrier after each step's pushes, that costs a number in a collective which is there.
+    """Barrier after each step's pushes, which adds a number to an existing collective.
 
     Args:
         extended: `HybridExtended`.
@@ -35,7 +35,7 @@ class Barrier:
             self._variable().assign(0.0, read_value=False)
 
     def token(self) -> tf.Tensor:
-        """A number to sum over replicas, which is there once this one has nothing to wait for."""
+        """Scalar to sum over replicas, available once this replica's pushes are done."""
         return self._variable().read_value()
 
     def release(self, total: tf.Tensor) -> None:
@@ -47,6 +47,6 @@ class Barrier:
         return self._variable().read_value()
 
     def wait(self) -> tf.Tensor:
-        """Waits here, in the middle of a step, for all replicas; returns a tensor to wait for."""
+        """Waits in the middle of a step for all replicas; returns a control tensor."""
         self.release(self._extended.sum_over_replicas([self.token()])[0])
         return self.passed()

@@ -220,7 +220,7 @@ class ControlLink(Link):
 
     @property
     def nonce(self) -> str | None:
-        """That of the process which is meant, once it is known."""
+        """Nonce of the server's process, once it is known."""
         return self._session.process
 
     @nonce.setter

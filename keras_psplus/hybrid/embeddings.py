@@ -1,4 +1,4 @@
-"""Embeddings of Keras whose tables lie on parameter servers: how they are made and looked up."""
+"""Creation and lookups of Keras embeddings with tables on parameter servers."""
 
 from __future__ import annotations
 
@@ -60,7 +60,7 @@ def is_table(variable: keras.Variable) -> bool:
 def decide(
     strategy: HybridStrategy, shape: Sequence[int], name: str | None, dtype: Any
 ) -> Decision | None:
-    """Where the variable that a layer is about to make is to lie; None if it is no table."""
+    """Placement of the variable that a layer is creating; None if it is no table."""
     scopes = global_state.get_global_attribute("name_scope_stack")
     layer = scopes[-1].caller if scopes else None
     is_table = (

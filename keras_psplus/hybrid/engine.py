@@ -1,4 +1,4 @@
-"""What `HybridStrategy` answers when Keras asks: as under all-reduce, but for tables."""
+"""Engine of `HybridStrategy`: that of all-reduce, and tables."""
 
 from __future__ import annotations
 

@@ -72,7 +72,10 @@ class HybridExtended(MultiWorkerMirroredExtended):
         )
 
     def buffer(self, table: Table, number: int) -> prefetch.Buffer:
-        """Rows that are read ahead for one of a local replica's lookups of a table, by number."""
+        """Buffer of prefetched rows for one lookup of a table, by its number.
+
+        Each local replica has separate buffers.
+        """
         key = table.key, number, _replica()
         if key not in self._buffers:
             self._buffers[key] = prefetch.Buffer(table.dim)

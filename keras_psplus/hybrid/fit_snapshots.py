@@ -63,7 +63,7 @@ class FitSnapshots:
         return self._engine().progress
 
     def data_seed(self) -> int | None:
-        """The seed of the data of the `fit` that is about to begin, if a snapshot has it."""
+        """Data seed of the `fit` that is about to begin, if a snapshot has it."""
         if not self._strategy.is_chief:
             return None
         found = [self.found] if self.fits and self.found else self._whole()
@@ -98,7 +98,7 @@ class FitSnapshots:
         self._restore(model)
 
     def save_first(self, model: keras.Model) -> None:
-        """Writes a snapshot for a server that is started again before the first one is due."""
+        """Writes a snapshot for a server that restarts before the first regular one."""
         if not self._strategy.sync and not self.is_passed:
             self._save(model)
 
@@ -162,7 +162,7 @@ class FitSnapshots:
         run_on_chief(engine.control, strategy.is_chief, _WHAT, work)
 
     def _restore(self, model):
-        """Brings a model to where the last snapshot was taken, if it was in this `fit` or later."""
+        """Restores the last snapshot, if it was written in this `fit` or later."""
         strategy, control = self._strategy, self._engine().control
         snapshots, files_of_workers = strategy.snapshots, self._engine().worker_files
         variables, values = snapshot_variables.variables_of(model), {}
@@ -239,7 +239,7 @@ class FitSnapshots:
 
 @contextlib.contextmanager
 def _lost_for_all(strategy):
-    """Where all take a step together, a lost server ends the job."""
+    """Context in which a lost server ends a synchronous job."""
     try:
         yield
     except TableServerLostError as error:

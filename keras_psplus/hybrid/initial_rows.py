@@ -1,4 +1,4 @@
-"""Which rows of a table lie on a server, and their first value, which is made part by part."""
+"""Rows of a table on a server, and their initialization in parts."""
 
 from typing import Any
 
@@ -23,7 +23,7 @@ _ELEMENTWISE = {"AddV2", "Cast", "Identity", "Mul", "Sub"}
 
 
 def rows_of(rows: int, server: int, servers: int) -> int:
-    """How many rows of a table lie on one server."""
+    """Number of rows of a table on one server."""
     return (rows - server + servers - 1) // servers
 
 
@@ -44,7 +44,7 @@ def make_variable(spec: dict[str, Any], server: int, servers: int) -> tf.Variabl
 
 
 def _parts(spec, own, server, servers):
-    """Pairs of the number of the first of some of the server's rows, and their value."""
+    """Initial values of the server's rows, as pairs of a first row and values."""
     rows, dim = spec["rows"], spec["dim"]
     # Small beside the server's part.
     little = max(_PART_BYTES, 4 * own * dim // 16)
@@ -64,7 +64,7 @@ def _parts(spec, own, server, servers):
 
 
 def _ranges(config, shape, little):
-    """Pairs of the number of a first row and rows of what an initializer makes of a shape.
+    """Initial values of a shape in ranges, as pairs of a first row and rows.
 
     Args:
         config: The serialized initializer.
@@ -85,10 +85,9 @@ def _ranges(config, shape, little):
 
 
 def _by_ranges(initializer, rows, dim):
-    """A function of a first row and a count that makes these rows of a table, and no others.
+    """Function of a first row and a count that initializes only these rows.
 
-    None if the initializer does more than random numbers, constants and what changes each of them
-    by itself.
+    None if the initializer does more than random numbers, constants and elementwise operations.
     """
     is_possible = True
 
@@ -111,7 +110,7 @@ def _by_ranges(initializer, rows, dim):
 
 
 def _sources(whole):
-    """The tensors from which another one is made element by element, or None if it is not."""
+    """Source tensors of elementwise operations that compute a tensor, or None."""
     found, tensors = [], [whole]
     while tensors:
         tensor = tensors.pop()
@@ -127,7 +126,7 @@ def _sources(whole):
 
 
 def _of_range(source, first, count, dim):
-    """What an operation that makes a whole table makes of some rows."""
+    """Equivalent of an operation for a range of its rows."""
     kind, shape = source.op.type, [count, dim]
     if kind == "Fill":
         return tf.fill(shape, source.op.inputs[1])

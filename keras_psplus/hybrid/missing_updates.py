@@ -1,4 +1,4 @@
-"""What a parameter server that was started again lacks of the updates that workers have sent."""
+"""Counts updates lost when a parameter server restarts."""
 
 import tensorflow as tf
 
@@ -7,7 +7,7 @@ _UNKNOWN = -1
 
 
 class MissingUpdates:
-    """Counts updates that the process before this one took with it, as workers' pushes show it.
+    """Counter of updates that a restart has lost, found from workers' pushes.
 
     Args:
         replicas: Number of replicas that push.

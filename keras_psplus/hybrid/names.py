@@ -1,7 +1,7 @@
-"""Names of the methods that parameter servers answer to, which anybody can list, and the token.
+"""Names of parameter servers' methods, which anybody can list, and the token.
 
-Names say nothing that would help a stranger: `secret.Gate` and `row_key.with_key_check` keep
-him out.
+Names contain nothing that would help an attacker: `secret.Gate` and `row_key.with_key_check`
+authenticate calls.
 """
 
 import json

@@ -1,4 +1,4 @@
-"""Which embeddings become tables on parameter servers."""
+"""Placement of embeddings: as tables on parameter servers, or on the workers."""
 
 import dataclasses
 import fnmatch
@@ -14,7 +14,7 @@ _CHOICES = (AUTO, PARAMETER_SERVER, MIRRORED)
 
 @dataclasses.dataclass(frozen=True)
 class Decision:
-    """Where the table of one embedding lies, and why."""
+    """Placement of one embedding's table, and the reason."""
 
     path: str
     rows: int
@@ -106,7 +106,7 @@ class Placement:
         )
 
     def _bytes_for_a_row(self, dim):
-        """What a row that one worker touches costs it, sent and received."""
+        """Bytes per row that a worker sends and receives, on servers or mirrored."""
         pull, push = (width(dim) for width in self._widths)
         # A row number with each.
         served = 4 * (pull + 1) + 4 * (push + 1)

@@ -1,10 +1,15 @@
-"""Rows of the next batch, asked for while a step computes.
+"""Prefetch of the next batch's rows while a step computes.
 
-A step knows the batch after its own, computes the ids that this will look up by the operations that
-made its own ids, and has the rows brought as they are before its update. They wait in variables
-with their ids: the next step takes them if these are what it looks up, and nothing has changed the
-table since but the step that has asked. Otherwise it asks for itself: a lookahead
-that was wrong costs no more than time.
+    step t      | lookup | forward, backward     | push |
+    prefetch    |        | rows of batch t+1     |      |
+    step t+1                                            | lookup | ...
+
+1. Step t has the batch after its own (`BatchAndNext`). It computes the ids that batch t+1 will look
+   up, by repeating the operations that made the ids of batch t (`subgraph`).
+2. It requests these rows and stores them with their ids in a `Buffer`. Where workers are
+   synchronous, the rows are as before the update of step t (`row_undo_log`).
+3. Step t+1 uses the buffer if the ids are those that it looks up, and if this replica has not
+   pushed to the table since step t. Otherwise it pulls its rows: a wrong prefetch costs time only.
 """
 
 from __future__ import annotations
@@ -33,7 +38,7 @@ _local = threading.local()
 
 
 def current_lookahead() -> Lookahead | None:
-    """What this replica's step knows of the next batch, or None."""
+    """Lookahead to the next batch in this replica's step, or None."""
     return getattr(_local, "lookahead", None)
 
 
@@ -170,7 +175,7 @@ class Lookahead:
         return [] if is_first else self._coming[table]
 
     def _of_next(self, table, indices):
-        """What the next batch looks up in the place of `indices`, or None."""
+        """Next batch's equivalent of `indices`, or None."""
         try:
             if tf.executing_eagerly() or indices.graph is not self._graph:
                 raise subgraph.NotRepeatable("it is looked up in another function")
@@ -198,7 +203,7 @@ def forget(counters: Mapping[tuple[int, str, int], tf.Variable]) -> None:
 
 
 def distinct(table: Table, indices: tf.Tensor) -> tuple[tf.Tensor, tf.Tensor]:
-    """The distinct row numbers that a lookup asks for, and for each place the index of its own."""
+    """Distinct row numbers of a lookup, and the index of each id among them."""
     ids = tf.reshape(tf.cast(indices, _LONG), [-1])
     return tf.unique(tf.where(ids < 0, ids + table.rows, ids))
 

@@ -1,7 +1,7 @@
-"""Gives a parameter server that was started again what the one before had, at the last snapshot.
+"""Restores a restarted parameter server from the last snapshot.
 
-With `sync=False` only: the workers call again what they could not reach, and go on with rows that
-lack the last updates. Where all take a step together, nobody may go on.
+With `sync=False` only: the workers repeat the calls that failed, and continue with rows that lack
+the last updates. A synchronous job cannot continue.
 """
 
 import threading

@@ -16,7 +16,7 @@ if TYPE_CHECKING:
 
 
 class _Scaled(NamedTuple):
-    """The gradient of a table that has been sent, and what it is to be multiplied by."""
+    """Gradient of a table that has been sent, and its scale factor."""
 
     scale: Any
 
@@ -34,7 +34,7 @@ def on_dense(
     variables: Sequence[keras.Variable],
     dense: Sequence[int],
 ) -> list[tf.Tensor | tf.IndexedSlices]:
-    """Gradients of which those of some numbers are what a function of the engine has made."""
+    """Replaces the dense entries of `grads` by `function`'s result."""
     made = function(optimizer, [grads[i] for i in dense], [variables[i] for i in dense])
     grads = list(grads)
     for i, gradient in zip(dense, made):
@@ -43,7 +43,7 @@ def on_dense(
 
 
 def clips_by_norm(optimizer: keras.optimizers.Optimizer) -> bool:
-    """Whether an optimizer clips by norms, for which sums have to be there before the update."""
+    """Whether an optimizer clips by norms, which need sums before the update."""
     return bool(optimizer.clipnorm or optimizer.global_clipnorm)
 
 

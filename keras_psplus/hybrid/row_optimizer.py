@@ -118,7 +118,7 @@ class RowOptimizer:
 
     @property
     def scalars(self) -> int:
-        """How many numbers `apply` needs beside the learning rate."""
+        """Number of scalars that `apply` needs beside the learning rate."""
         return len(self._scalars)
 
     def regularized(self, ids: tf.Tensor, gradient: tf.Tensor) -> tf.Tensor:
@@ -169,7 +169,7 @@ class RowOptimizer:
 
 
 def scalars_of(optimizer: keras.optimizers.Optimizer) -> list[keras.Variable]:
-    """Numbers of its own that an optimizer changes from step to step, such as Nadam's product."""
+    """Scalar variables that an optimizer updates each step, such as Nadam's product."""
     own = {id(optimizer._iterations), id(getattr(optimizer, "_learning_rate", None))}
     return [v for v in optimizer.variables if tuple(v.shape) == () and id(v) not in own]
 
@@ -180,7 +180,7 @@ def config_of(
     constraint: keras.constraints.Constraint | None,
     regularizer: keras.regularizers.Regularizer | None,
 ) -> dict[str, Any]:
-    """What a parameter server needs to know of a user's optimizer, ready for JSON.
+    """Configuration of a user's optimizer for parameter servers, ready for JSON.
 
     Args:
         optimizer: Keras optimizer.

@@ -1,4 +1,15 @@
-"""An undo log of the last step, by which rows can be read as they were before it."""
+"""Undo log of the last step, for reading rows as they were before it.
+
+    version            7                            8
+    log                -        rows 3, 5           rows 3, 5 as of 7
+    table         rows as of 7    | update of 3, 5 |    rows as of 8
+    lookup(7)     all from the table                3, 5 from the log, the others from the table
+
+1. `record` copies the rows that a step is about to change to the log, in place of the last step's.
+2. The optimizer updates these rows, and the shard increments `version`.
+3. `lookup` at a step reads the table. If the table is one step further, rows in the log replace it.
+   It holds the lock of the updates, so that it sees none of them half done.
+"""
 
 from collections.abc import Callable
 
@@ -32,7 +43,9 @@ class RowUndoLog:
     def lookup(
         self, lock: tf.CriticalSection, encode: Callable[[tf.Tensor, tf.Tensor], tf.Tensor]
     ) -> tf.types.experimental.PolymorphicFunction:
-        """A method that looks rows up as they were after a number of steps, if it was one less.
+        """Makes a method that looks rows up as of a given step.
+
+        The step is the present one or the one before.
 
         Args:
             lock: `tf.CriticalSection` of whatever changes the table.

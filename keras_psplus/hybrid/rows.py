@@ -38,7 +38,7 @@ class RowCodec:
 
     @property
     def rows_per_message(self) -> int:
-        """Rows that one message can carry, with an int32 for each, which takes up to 5 bytes."""
+        """Rows per message, each with an int32, which takes up to 5 bytes."""
         return MESSAGE_BYTES // (4 * self.width + 5)
 
     def encode(self, rows: tf.Tensor, step: tf.Tensor) -> tf.Tensor:
@@ -58,13 +58,13 @@ class RowCodec:
 
 
 def looked_up(ids: tf.Tensor) -> tf.Tensor | None:
-    """What ids are the distinct ones of, if the graph tells, as it does for a single lookup.
+    """Vector whose distinct values are `ids`, if the graph shows it.
 
     Args:
         ids: Integer vector.
 
     Returns:
-        The vector that they were made of, or None if some might come twice.
+        That vector, or None if `ids` may have duplicates.
     """
     if not tf.is_symbolic_tensor(ids):
         return None
@@ -77,7 +77,7 @@ def looked_up(ids: tf.Tensor) -> tf.Tensor | None:
 def compressor_for_rows(
     argument: str, value: str | compression.Compressor | None
 ) -> compression.Compressor | None:
-    """What a user gives for rows, as a `Compressor` or None.
+    """Converts a user's compression argument for rows to a `Compressor` or None.
 
     Raises:
         ValueError: If it does nothing for rows, or leaves out what nobody sends later.

@@ -1,4 +1,4 @@
-"""Has all parameter servers write their rows of the tables, or read them; on the chief."""
+"""Saving and loading of tables by all parameter servers, directed by the chief."""
 
 import contextlib
 import uuid
@@ -65,7 +65,7 @@ def load(servers: Servers, tables: Iterable[Table], directory: str, strict: bool
 
 
 def request_of(tables: Iterable[Table], directory: str, strict: bool = False) -> dict[str, Any]:
-    """What a server needs to know to read its rows of tables, a dict."""
+    """Request to a server to read its rows of tables, a dict."""
     listed = read_list(directory)
     if listed is None:
         raise ValueError(

@@ -1,4 +1,4 @@
-"""What a parameter server does about files: it writes its rows of the tables, and reads them."""
+"""Files of a parameter server: writes and reads its rows of the tables."""
 
 import os
 import re
@@ -99,7 +99,10 @@ class ServerFiles:
 
 
 def _variables(shard, key, slots):
-    """The variables of a shard by their names in files, where the table has the number `key`."""
+    """Variables of a shard, by their names in files.
+
+    The table has the number `key`.
+    """
     variables = {name_of(key): shard.weights}
     variables.update({name_of(key, i): shard.slots[i] for i in range(slots)})
     return variables

@@ -132,7 +132,7 @@ class Servers:
         return list(self._peers)
 
     def find_restarted(self, index: int) -> ControlLink | None:
-        """A link to a server that is another process than before, or None if it is not.
+        """Connects to a server that has restarted; returns None if it has not.
 
         Raises:
             TableServerError: If it does not answer.
@@ -174,7 +174,7 @@ class Servers:
         return dict(self._peers)
 
     def pushes(self) -> list[list[int]]:
-        """How often each replica has pushed to each shard: a list of lists."""
+        """Number of pushes of each replica to each shard: a list of lists."""
         found = []
         for index, peer in enumerate(self._peers):
             # From another thread than the one that trains.
@@ -189,7 +189,7 @@ class Servers:
         self._control[0].request("assigned", key=key, slot=slot)
 
     def assignments(self, key: int, slot: int) -> int:
-        """How often that was said."""
+        """Number of assignments reported for a table's slot."""
         return self._control[0].request("assignments", key=key, slot=slot)["count"]
 
     def wait_for_assignment(self, key: int, slot: int, count: int, name: str) -> None:

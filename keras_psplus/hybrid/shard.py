@@ -82,7 +82,7 @@ class Shard:
         return self.optimizer.slots if self.optimizer else []
 
     def counts(self) -> tf.Tensor:
-        """How many updates there were, and the last one of each replica, for `take_up`."""
+        """Number of updates, and the last one of each replica, for `take_up`."""
         return tf.concat([[self.version.read_value()], self._seen.read_value()], 0)
 
     def take_up(self, counts: np.ndarray) -> None:
@@ -124,7 +124,7 @@ class Shard:
         return self._methods
 
     def pushes(self) -> list[int]:
-        """How often each replica has pushed."""
+        """Number of pushes of each replica."""
         return [1 + int(key) // PARTS for key in self._seen.numpy()]
 
     def _lookup(self):
@@ -226,7 +226,7 @@ class Shard:
         return tf.cond(tf.equal(arrived, self._replicas), complete, self.version.read_value)
 
     def _sum(self):
-        """The sum over replicas of what has come in, in their order: arrival must not matter."""
+        """Sums received gradients in the order of replicas, independently of arrival."""
         # A loop costs more than what is summed, and there is seldom more than a part of each.
         places, sizes, ids, rows = tf.cond(
             tf.equal(self._inbox.size(), self._replicas), self._part_of_each, self._all_parts

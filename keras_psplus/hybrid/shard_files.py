@@ -135,7 +135,7 @@ def read(path: str, name: str, shape: tuple[int, int], first: int, count: int) -
 
 
 def read_tensor(path: str, name: str, dtype: tf.DType | str) -> np.ndarray:
-    """What was written as it is."""
+    """Reads a tensor that was written whole."""
     return _restore(path, name, "", dtype)
 
 
@@ -148,7 +148,7 @@ def read_share(
     servers: int,
     progress: Callable[[], None] = lambda: None,
 ) -> None:
-    """Gives a server its rows of a table from the files of any number of servers.
+    """Reads a server's rows of a table from the files of any number of servers.
 
     Args:
         variable: `tf.Variable` of the server's rows.
@@ -179,13 +179,13 @@ def read_share(
 
 
 def slices(rows: int, dim: int) -> list[tuple[int, int]]:
-    """Pairs of a first row and a number of rows, by which a variable is written and read."""
+    """Slices in which a variable is written and read: first rows and counts."""
     most = rows_in_slice(dim)
     return [(first, min(most, rows - first)) for first in range(0, rows, most)]
 
 
 def rows_in_slice(dim: int) -> int:
-    """How many rows are written and read at once."""
+    """Number of rows that are written and read at once."""
     return max(1, _SLICE_BYTES // (4 * dim))
 
 
@@ -206,7 +206,7 @@ def remove(path: str) -> None:
 
 
 def find(directory: str, pattern: str) -> list[str]:
-    """Paths of what is in a folder, if it exists, and has a name like a pattern."""
+    """Paths of a folder's entries that match a pattern; none if it does not exist."""
     try:
         found = tf.io.gfile.listdir(directory) if tf.io.gfile.isdir(directory) else []
     except tf.errors.NotFoundError:

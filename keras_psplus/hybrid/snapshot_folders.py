@@ -35,7 +35,10 @@ def claim(path: str) -> None:
 
 
 def unused(directory: str, step: int) -> str:
-    """The path of a step's folder: one that exists is taken only if the snapshots have made it."""
+    """Path for a step's folder.
+
+    An existing folder is reused only if it is empty or the snapshots have made it.
+    """
     digits = 10
     while True:
         path = os.path.join(directory, f"step-{step:0{digits}d}")
@@ -69,7 +72,7 @@ def remove(path: str) -> None:
 
 
 def others(directory: str) -> str | None:
-    """Says what in a directory is not the snapshots' own, or returns None if there is nothing."""
+    """Names entries of a directory that the snapshots have not made; else None."""
     names = [
         name
         for name in _names(directory)

@@ -1,4 +1,4 @@
-"""The variables that a snapshot holds beside the tables, and whether a model has the same ones."""
+"""Variables of a snapshot beside the tables, and their comparison with a model's."""
 
 from collections.abc import Iterable
 from typing import Any
@@ -22,7 +22,7 @@ def variables_of(model: keras.Model) -> dict[str, keras.Variable]:
 
 
 def form(name: str, variable: keras.Variable) -> list[Any]:
-    """What has to be equal in a snapshot and in the model that gets it."""
+    """Properties of a variable that must be equal in a snapshot and a model."""
     return [name, list(variable.shape), variable.dtype]
 
 

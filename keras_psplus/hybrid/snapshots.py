@@ -1,7 +1,7 @@
-"""Snapshots: from time to time, all that a job needs to go on from one step, in a folder.
+"""Snapshots: regular copies of a job's state at one step, in a folder.
 
-The servers write their tables, the chief everything else of the same step, and then the list of
-what is there, without which a snapshot counts for nothing.
+The servers write their tables, the chief everything else of the same step, and then the list of the
+contents, without which a snapshot is ignored.
 """
 
 import contextlib
@@ -44,7 +44,7 @@ def check_arguments(every: int | None, directory: str | os.PathLike[str] | None)
 
 
 class Snapshots:
-    """The snapshots of one job. Those that write and read are for the chief.
+    """Snapshots of one job; methods that write and read are for the chief.
 
     Args:
         servers: `servers.Servers`.
@@ -126,12 +126,12 @@ class Snapshots:
         read: Callable[[str, dict[str, Any]], Any],
         problems: Sequence[Sequence[str]],
     ) -> tuple[tuple[str, dict[str, Any]] | None, Any]:
-        """Reads the newest snapshot that can be read, and says so if a newer one cannot.
+        """Reads the newest readable snapshot, and logs newer ones that are damaged.
 
         Args:
-            whole: What `whole` has returned.
-            read: Function of a folder and of what is in it.
-            problems: For each of them, what is wrong with the files of the workers, as texts.
+            whole: The result of `whole`.
+            read: Function of a folder and its list of contents.
+            problems: For each of them, errors of the workers' files, as texts.
 
         Returns:
             The pair that `read` was given, and what it has returned; None and None if there is no
@@ -186,7 +186,7 @@ class Snapshots:
         return self.latest() if self._has_saved else None
 
     def whole(self) -> list[tuple[str, dict[str, Any]]]:
-        """Folders of all whole ones with what is in them, in the order of their steps."""
+        """Folders and contents of all complete snapshots, in the order of their steps."""
         found = []
         for path in shard_files.find(self.directory, _PATTERN):
             if not _FOLDER.search(path) or path in self._damaged:
@@ -229,9 +229,9 @@ class Snapshots:
             }
 
     def delete(self) -> None:
-        """Deletes all of them, and what workers keep beside them, if nothing will go on there.
+        """Deletes all snapshots and the workers' files, unless a job will resume from them.
 
-        Only folders that this strategy has made.
+        Only folders that this strategy has made are deleted.
         """
         if self.is_needed:
             return
@@ -249,7 +249,7 @@ class Snapshots:
             )
 
     def request_of(self, folder: str) -> dict[str, Any]:
-        """What a server needs to know to read its rows of one."""
+        """Request to a server to read its rows of a snapshot."""
         return saving.request_of(self._tables.all, folder, strict=True)
 
     def _keep(self, names):

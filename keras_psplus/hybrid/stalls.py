@@ -1,4 +1,4 @@
-"""Who has not come, when a worker waits for a table or for the others' pushes to it."""
+"""Detection of missing tasks when a worker waits for a table or for pushes."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ if TYPE_CHECKING:
 
 
 class StallProbe(all_reduce_stalls.StallProbe):
-    """What `stalls.Inspector` looks at, on a worker.
+    """Probe of `stalls.Inspector` on a worker.
 
     Args:
         strategy: `HybridStrategy`.

@@ -271,7 +271,7 @@ class HybridStrategy(TableSaving, MultiWorkerMirroredStrategy):
 
     @property
     def placement(self) -> placement_module.Placement | None:
-        """What decides which tables lie on parameter servers; None without a cluster."""
+        """Placement of tables, on parameter servers or not; None without a cluster."""
         return self._placement
 
     def _in_step(self, fn):

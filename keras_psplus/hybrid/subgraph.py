@@ -10,7 +10,7 @@ _INPUTS = ("Placeholder", "PlaceholderWithDefault")
 
 
 class NotRepeatable(ValueError):
-    """What a tensor is computed from is not to be computed twice; says why."""
+    """A tensor's computation must not be repeated, for the reason given."""
 
 
 def repeat(tensor: tf.Tensor, sources: Mapping[Any, tf.Tensor]) -> tf.Tensor:

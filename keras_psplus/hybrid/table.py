@@ -70,7 +70,7 @@ class Table:
 
     @property
     def slots_in_use(self) -> int:
-        """How many slots the optimizer has that updates the table now."""
+        """Number of slots of the optimizer that updates the table now."""
         of_last = self._slots_of is not None and self._slots_of is self.optimizer
         return self.slots + 1 - self._first_slot if of_last else 0
 
@@ -103,7 +103,7 @@ class Table:
         return list(zip(*(tf.dynamic_partition(part, owners, count) for part in parts)))
 
     def read(self, slot: int) -> np.ndarray:
-        """The whole of the table, or of one of its optimizer's slots, as a NumPy array."""
+        """Reads the whole table, or one of its optimizer's slots, as a NumPy array."""
         whole = np.empty([self.rows, self.dim], np.float32)
         count, most = len(self.servers), MESSAGE_BYTES // (4 * self.dim)
         with tf.init_scope():

@@ -1,7 +1,7 @@
-"""Tables in files: a folder with the files of all servers, and a list of what is in them.
+"""Files of tables: a folder with all servers' files and a list of contents.
 
-The list, `tables.json`, is written last, by the chief. A folder without it was cut short, and
-counts for nothing.
+The list, `tables.json`, is written last, by the chief. A folder without it is incomplete, and is
+ignored.
 """
 
 import os
@@ -72,7 +72,7 @@ class TableFiles:
         return table["rows"], table["dim"]
 
     def slots(self, name: str) -> int:
-        """How many variables of its shape the table's optimizer has.
+        """Number of the optimizer's variables per table variable.
 
         Args:
             name: The table's name; `names` has all.
@@ -153,7 +153,10 @@ class TableFiles:
 
 
 def name_of(key: int, slot: int | None = None) -> str:
-    """The name in the files of a table, by its number there, or of a variable of its optimizer."""
+    """Name of a table's variable in the files, by its number there.
+
+    With `slot`, that of a variable of its optimizer.
+    """
     return f"{key}/weights" if slot is None else f"{key}/slots/{slot}"
 
 
@@ -164,7 +167,7 @@ def write_list(directory: str, content: dict[str, Any]) -> None:
 
 
 def read_list(directory: str) -> dict[str, Any] | None:
-    """What is in a folder, a dict, or None if it does not count.
+    """Contents of a folder, a dict, or None if it is incomplete.
 
     Raises:
         ValueError: If it is damaged, or another version of the library has written it.

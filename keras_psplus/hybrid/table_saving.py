@@ -8,7 +8,7 @@ from keras_psplus.hybrid import saving, shard_files
 
 
 class TableSaving:
-    """What a strategy with tables on parameter servers can do about files."""
+    """Methods of a strategy that save and load tables on parameter servers."""
 
     # Of the strategy.
     extended: Any

@@ -1,4 +1,7 @@
-"""The tables of one strategy: made on the servers by the chief, known to all workers."""
+"""Tables of one strategy, created on the servers by the chief.
+
+They are known to all workers.
+"""
 
 from collections.abc import Callable
 from typing import Any
@@ -80,7 +83,9 @@ class Tables:
         table.optimizers += 1
 
     def note_assigned(self, table: Table, slot: int) -> None:
-        """Waits until the chief has set all of a table, or of a slot of it, as this worker has.
+        """Waits until the chief has assigned a whole table, or a slot of it.
+
+        This worker has made the same assignment.
 
         Raises:
             TableServerError: If the chief does not.
@@ -95,7 +100,7 @@ class Tables:
         table.assignments[slot] = count
 
     def note_followed(self, table: Table, slot: int) -> None:
-        """Notes that the chief, and nobody else, has set all of a table, or of a slot of it."""
+        """Notes an assignment to a table, or a slot, that only the chief has made."""
         if self._control is not None and not self._is_chief:
             table.assignments[slot] = self._servers.assignments(table.key, slot)
 

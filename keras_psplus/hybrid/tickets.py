@@ -1,8 +1,8 @@
-"""Requests that come twice count once, and what a server keeps of them does not grow.
+"""Idempotent requests: duplicates are counted once, in bounded memory of a server.
 
-A client numbers its requests, and repeats one whose answer was lost. With each it says up to which
-number it has all answers: those the server forgets, but for that number, by which it knows a
-request that comes late, or that somebody has overheard and sends again.
+A client numbers its requests, and repeats those whose answers were lost. Each request has the
+number up to which the client has all answers: those the server forgets, except for that number,
+which identifies a request that arrives late, or that somebody has overheard and replays.
 """
 
 import itertools
@@ -33,13 +33,13 @@ class TicketBook:
             self._open.discard(number)
 
     def ticket(self, number: int) -> tuple[str, int, int]:
-        """What goes with a request: the client, its number, and that up to which it has all."""
+        """Ticket of a request: client, number, and number up to which all are answered."""
         with self._lock:
             return self._client, number, min(self._open, default=self._last + 1) - 1
 
 
 class Tickets:
-    """A server's side: which requests have come, and the answers that clients may yet ask for."""
+    """Server's record of received requests, and of answers that clients may request again."""
 
     def __init__(self) -> None:
         self._clients: dict[str, _Client] = {}
@@ -77,7 +77,7 @@ class Tickets:
             return self._clients[client].answers.get(number, _LATE)
 
     def __len__(self) -> int:
-        """How many requests it knows."""
+        """Number of requests on record."""
         return sum(len(client.answers) for client in self._clients.values())
 
 

@@ -1,4 +1,4 @@
-"""A table as Keras and the tape see it: a variable that is read by rows."""
+"""Tables as variables of Keras and of the tape, which are read by rows."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ if TYPE_CHECKING:
 
 
 class TableVariable(CompositeVariable):
-    """A table on parameter servers, or a slot of its optimizer, in the place of a `tf.Variable`.
+    """Variable for a table on parameter servers, or for a slot of its optimizer.
 
     Args:
         table: `table.Table`.
@@ -89,7 +89,7 @@ class TableVariable(CompositeVariable):
         return f"<TableVariable '{self.table.name}' shape={tuple(self.shape)} slot={self.slot}>"
 
     def with_gradient(self, rows: tf.Tensor, unique: tf.Tensor, positions: tf.Tensor) -> tf.Tensor:
-        """Rows at the places of a lookup, whose gradient goes to the rows of the table.
+        """Gathers looked-up rows, with a gradient for the table's rows.
 
         Args:
             rows: The values of the distinct rows.
@@ -114,7 +114,10 @@ class TableVariable(CompositeVariable):
 
 
 def _check_not_of_a_loop(table):
-    """Sees that no gradient crosses a loop: TensorFlow would sum it up as a whole table."""
+    """Raises ValueError if a gradient crosses a loop.
+
+    TensorFlow would sum it up as a whole table.
+    """
     graph = ops.get_default_graph()
     while graph is not None:
         if type(graph).__name__ == "_WhileBodyGradFuncGraph":

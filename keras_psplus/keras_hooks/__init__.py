@@ -1,4 +1,4 @@
-"""The one door into Keras: what is replaced there, and by which question to which engine.
+"""Hooks into Keras: all replaced functions, and the engine methods that they call.
 
 `HOOKS` is the list of all replaced functions. Each module has those of one part of Keras.
 `keras-psplus doctor --hooks` prints it.

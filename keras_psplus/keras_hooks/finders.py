@@ -1,4 +1,7 @@
-"""Which engine answers: that of the strategy of a model, an optimizer, a scope, or a step."""
+"""Finders of the engine that a hook calls.
+
+It is that of the strategy of a model, an optimizer, a scope, or a step.
+"""
 
 from __future__ import annotations
 
@@ -19,12 +22,12 @@ _outside = OutsideScope()
 
 
 def engine_of(strategy: Any) -> Engine | None:
-    """The engine of a strategy, or None if it is not one of this library's kind."""
+    """Engine of a strategy, or None if the strategy is not this library's."""
     return getattr(strategy, "engine", None)
 
 
 def of_model(model: keras.Model, *args: Any, **kwargs: Any) -> Engine | None:
-    """That of a model's strategy; `OutsideScope` for a model that has none."""
+    """Engine of a model's strategy; `OutsideScope` for a model that has none."""
     strategy = getattr(model, "_distribute_strategy", None)
     return _outside if strategy is None else engine_of(strategy)
 
@@ -35,19 +38,19 @@ def of_loading(*args: Any, **kwargs: Any) -> Engine:
 
 
 def of_holder(holder: Any, *args: Any, **kwargs: Any) -> Engine | None:
-    """That of the strategy of something that Keras has given one to."""
+    """Engine of an object's strategy, as Keras has stored it."""
     return engine_of(getattr(holder, "_distribute_strategy", None))
 
 
 def of_callback(callback: Any, *args: Any, **kwargs: Any) -> Engine | None:
-    """That of the strategy of a callback's model, or of that of a list of callbacks."""
+    """Engine of a callback's model, or of a list of callbacks."""
     return of_holder(getattr(callback, "_model", None))
 
 
 def of_callbacks_model(
     callbacks: keras.callbacks.CallbackList, model: keras.Model
 ) -> Engine | None:
-    """That of the model that a list of callbacks is given, as `of_model` finds it."""
+    """Engine of the model that a list of callbacks is assigned, as by `of_model`."""
     return None if model is None else of_model(model)
 
 
@@ -57,33 +60,33 @@ def of_iterator(
     *args: Any,
     **kwargs: Any,
 ) -> Engine | None:
-    """That of the strategy for which an iterator over epochs is made."""
+    """Engine of the strategy for which an iterator over epochs is made."""
     return engine_of(distribute_strategy)
 
 
 def of_values(values: Any, strategy: tf.distribute.Strategy, reduction: str) -> Engine | None:
-    """That of the strategy whose replicas have returned some values."""
+    """Engine of the strategy whose replicas have returned some values."""
     return engine_of(strategy)
 
 
 def of_optimizer(optimizer: Any, *args: Any, **kwargs: Any) -> Engine | None:
-    """That of the strategy in whose scope an optimizer was made."""
+    """Engine of the strategy in whose scope an optimizer was made."""
     return engine_of(getattr(optimizer, "_distribution_strategy", None))
 
 
 def of_scope(*args: Any, **kwargs: Any) -> Engine | None:
-    """That of the strategy in whose scope, or replica context, this is."""
+    """Engine of the current strategy, in a scope or in replica context."""
     return engine_of(tf.distribute.get_strategy())
 
 
 def of_step(*args: Any, **kwargs: Any) -> Engine | None:
-    """That of the replica's step that is being traced or run in this thread."""
+    """Engine of the replica's step that this thread is tracing or running."""
     step = replica_step.current_step()
     return None if step is None else step.engine
 
 
 def of_variable(variable: Any, *args: Any, **kwargs: Any) -> Engine | None:
-    """That of the present step, or of the strategy in whose scope a Keras variable was made."""
+    """Engine of the present step, or of a Keras variable's strategy."""
     engine = of_step()
     if engine is not None or not isinstance(variable, Variable):
         return engine

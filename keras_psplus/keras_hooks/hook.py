@@ -1,7 +1,7 @@
-"""One replaced function of Keras: what is relied on, why it is replaced, and which engine answers.
+"""Replacement of one function of Keras: its contract, its reason, and its engine.
 
-Each name is replaced once. What takes its place finds the engine of what it is called with, and
-asks it; without an engine it calls Keras's own function.
+Each name is replaced once. The replacement finds the engine from its arguments, and calls the
+engine's method; without an engine it calls Keras's function.
 """
 
 import dataclasses

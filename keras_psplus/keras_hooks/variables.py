@@ -1,4 +1,4 @@
-"""Keras variables: where they are made, read and changed, and the seeds of what layers draw."""
+"""Hooks of Keras variables: creation, reads, writes, and seeds of random layers."""
 
 from keras_psplus.keras_hooks.finders import of_scope, of_step, of_variable
 from keras_psplus.keras_hooks.hook import Hook

@@ -30,13 +30,13 @@ def kernels() -> ModuleType | None:
 
 
 def state() -> str:
-    """Says in a line whether there are kernels, and compiles them if that has not been done."""
+    """Describes in a line whether there are kernels; compiles them if necessary."""
     reason = _unwanted()
     return f"not used: {reason}" if reason else _loaded()[1]
 
 
 def _unwanted():
-    """Why kernels are not even looked for, if so."""
+    """Reason why kernels are not used at all, or None."""
     if os.environ.get(_VARIABLE) == "0":
         return f"{_VARIABLE}=0"
     return "there are GPUs" if tf.config.list_logical_devices("GPU") else None

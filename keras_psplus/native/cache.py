@@ -1,7 +1,7 @@
-"""Where compiled libraries are kept, and which of them may be loaded.
+"""Cache of compiled libraries, and checks of those that may be loaded.
 
-What is loaded runs with all rights of this user. So a file counts only if nobody but this user, or
-root, can have written it, and if it is whole.
+A loaded library runs with all rights of this user. So a file is accepted only if nobody but this
+user, or root, can have written it, and if it is complete.
 """
 
 from __future__ import annotations
@@ -140,7 +140,10 @@ class Folder:
 
     @contextlib.contextmanager
     def lock(self) -> Iterator[Callable[[], bool]]:
-        """A file to be locked: yields a function that tries to, and says whether it could."""
+        """Opens a lock file; yields a function that tries to lock it.
+
+        The function returns whether it could.
+        """
         fd = os.open("lock", _WRITE, _FILE, dir_fd=self._fd)
         try:
             os.fchmod(fd, _FILE)
@@ -197,7 +200,7 @@ def _open_folder(name, above, path, make):
 
 @contextlib.contextmanager
 def _links_named(path):
-    """Says of a link that it is one, where the system says something of loops or folders."""
+    """Context that names a symbolic link in errors about loops or folders."""
     try:
         yield
     except OSError:

@@ -153,7 +153,7 @@ def _identity(command):
 
 @functools.cache
 def _version(*command):
-    """What a compiler says of its version."""
+    """Version text of a compiler."""
     try:
         return _run([*command, "--version"], _VERSION_TIMEOUT)[1].decode(errors="replace")
     except OSError:
@@ -198,7 +198,7 @@ def _alone(folder, path):
 
 
 def _compile(compiler, flags):
-    """Returns the library's bytes, or None, and what is to be known if there are none."""
+    """Compiles the library; returns its bytes or None, and the compiler's messages."""
     with tempfile.TemporaryDirectory(prefix="keras_psplus_") as folder:
         os.chmod(folder, 0o700)  # The umask may have taken some away.
         made = pathlib.Path(folder, _LIBRARY)

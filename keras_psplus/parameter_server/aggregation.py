@@ -1,8 +1,8 @@
-"""Adds up the gradients of a global step on the parameter servers that hold the variables.
+"""Sums the gradients of a global step on the variables' parameter servers.
 
-Whole gradients go into TensorFlow's conditional accumulators, which take in what carries the stamp
-of the present attempt at a step and drop what carries an earlier one. Rows of embeddings wait in
-queues and stay apart, as an optimizer gets them in one process.
+Dense gradients are added to TensorFlow's conditional accumulators, which accept gradients with the
+stamp of the present attempt at a step and drop those with an earlier one. Rows of embeddings wait
+in queues and stay separate, as an optimizer receives them in one process.
 """
 
 from collections.abc import Callable, Sequence
@@ -139,7 +139,7 @@ class GradientSum(NamedTuple):
             tf.while_loop(lambda left: left > 0, add_one, [count], parallel_iterations=1)
 
     def discard(self, stamp: tf.Tensor) -> None:
-        """Forgets what was added, and takes in from now on what has the stamp or a later one."""
+        """Discards accumulated gradients; afterwards accepts the stamp or later ones."""
         with tf.device(self.target.device):
             if self.has_rows:
                 self._empty_queue()

@@ -1,7 +1,7 @@
-"""What is written to variables of parameter servers by anything but a runner's own steps.
+"""Detection of writes to parameter servers' variables outside of a runner's steps.
 
-Copies that workers have of variables are as old as the last step. What a callback, a checkpoint or
-the script assigns between steps, they do not know of.
+Workers' copies of variables are as old as the last step. They do not include values that a
+callback, a checkpoint or the script assigns between steps.
 """
 
 import tensorflow as tf
@@ -24,7 +24,7 @@ class ChiefWrites:
         self.count, self.are_traced = 0, False
 
     def note(self) -> None:
-        """Notes that a variable is assigned to, by a call or in the function that is traced."""
+        """Notes that a variable is assigned to, eagerly or in a traced function."""
         if applying:
             return
         if tf.executing_eagerly():

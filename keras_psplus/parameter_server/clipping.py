@@ -51,7 +51,7 @@ def _times(gradient, factor):
 
 
 def _run_on_server(function, gradient):
-    """A function of a gradient, or of each of its parts, on the server that it is on."""
+    """Applies a function to a gradient, or each of its parts, on its server."""
     if gradient is None:
         return None
     if isinstance(gradient, Parts):

@@ -1,4 +1,4 @@
-"""Which compressor a variable's gradients and its values are sent by."""
+"""Compressors of variables' gradients and of their values."""
 
 from __future__ import annotations
 

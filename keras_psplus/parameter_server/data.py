@@ -25,7 +25,7 @@ def on_workers(
     of_workers: Sequence[tuple[tf.data.Dataset, int]] | None,
     seed_for: Callable[[int], int],
 ) -> WorkerDataset | None:
-    """The data of an adapter as a dataset that the workers read, or None if the chief reads them.
+    """Makes a dataset that the workers read; None if the chief reads the data.
 
     Args:
         strategy: `ParameterServerStrategy`.

@@ -1,4 +1,4 @@
-"""What `ParameterServerStrategy` answers when Keras asks."""
+"""Engine of `ParameterServerStrategy`."""
 
 from __future__ import annotations
 

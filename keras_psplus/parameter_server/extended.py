@@ -91,7 +91,7 @@ class ParameterServerExtended(stock.ParameterServerStrategyV2Extended):
 
     @property
     def placement(self) -> Placement:
-        """What chooses the parameter server of each variable."""
+        """Placement of variables on parameter servers."""
         return self._placement
 
     @property
@@ -101,12 +101,12 @@ class ParameterServerExtended(stock.ParameterServerStrategyV2Extended):
 
     @property
     def worker_states(self) -> WorkerStates:
-        """What compressors keep on the workers."""
+        """State of compressors on the workers."""
         return self._worker_states
 
     @property
     def pushes(self) -> Pushes:
-        """What sends gradients to the parameter servers."""
+        """Sender of gradients to the parameter servers."""
         return self._pushes
 
     def has_made(self, variable: tf.Variable) -> bool:
@@ -180,7 +180,7 @@ class ParameterServerExtended(stock.ParameterServerStrategyV2Extended):
         return variable
 
     def _shards(self, shape, kwargs):
-        """How a variable is cut, a list of `Shard`; None for one that TensorFlow makes."""
+        """Shards of a variable, a list of `Shard`; None if TensorFlow creates it whole."""
         initial_value = kwargs.get("initial_value")
         if "colocate_with" in kwargs or initial_value is None:
             return None
@@ -268,7 +268,7 @@ class ParameterServerExtended(stock.ParameterServerStrategyV2Extended):
         return self._create_on_ps(next_creator, None, **kwargs)
 
     def _create_on_ps(self, next_creator, ps, **kwargs):
-        """Makes a variable, or a shard, on a server; on the one that has least if that is None."""
+        """Creates a variable, or a shard, on server `ps`, or on the least loaded."""
         # By bytes: a round robin puts every other kernel on one server and the biases between
         # them on another.
         is_trained = kwargs.get("trainable") is not False

@@ -1,4 +1,4 @@
-"""What the chief says when a parameter server or all workers are gone."""
+"""Errors of the chief about a lost parameter server, or about losing all workers."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ _CONNECT_SECONDS = 2.0
 
 @contextlib.contextmanager
 def translate_errors(strategy: ParameterServerStrategy) -> Iterator[None]:
-    """Names the parameter server when TensorFlow fails for want of one."""
+    """Adds the lost server's name to TensorFlow's error."""
     try:
         yield
     except (tf.errors.UnavailableError, tf.errors.AbortedError) as error:

@@ -1,4 +1,4 @@
-"""Several batches end to end in one tensor of each kind: fewer messages than one by one."""
+"""Batches concatenated into one tensor of each kind, to send fewer messages."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ class JoinedBatches:
 
     @property
     def payload(self) -> dict[str, Any]:
-        """What is sent, or lies on a worker."""
+        """Tensors that are sent, or stay on a worker."""
         return {"whole": self.whole, "rows": self.rows}
 
 
@@ -33,7 +33,7 @@ Batches = Sequence[Any] | JoinedBatches
 
 
 def first_of(batches: Batches) -> Any:
-    """A structure of tensors as of the first of some batches; of joined ones, with all rows."""
+    """The first batch of a list; all rows of joined batches."""
     return batches.whole if isinstance(batches, JoinedBatches) else batches[0]
 
 

@@ -37,11 +37,11 @@ class Lanes:
 
     @property
     def losses(self) -> int:
-        """How often the worker has been lost and come back."""
+        """Number of times that the worker was lost and returned."""
         return self._losses
 
     def _process(self, closure):
-        """What TensorFlow's thread does with a closure that it has taken from the queue."""
+        """Runs a closure that TensorFlow's thread has dequeued, on a free lane."""
         is_alone = not getattr(closure, "may_overlap", False)
         if is_alone:
             self._wait_until(lambda: len(self._free) == self._count or self._is_lost)
@@ -68,10 +68,10 @@ class Lanes:
                 self._changed.notify_all()
 
     def claim_loss(self, losses: int) -> bool:
-        """Whether a lane is the first one to find that the worker is lost, and has to wait for it.
+        """Whether a lane is the first to detect the worker's loss, and must handle it.
 
         Args:
-            losses: What `losses` was when the lane began.
+            losses: Value of `losses` when the lane started.
         """
         with self._changed:
             if self._is_lost or losses != self._losses:
@@ -92,7 +92,7 @@ class Lanes:
 
 
 class _Lane:
-    """What closures take for the worker, with its own executor."""
+    """Stand-in for the worker in one lane's closures, with a separate executor."""
 
     def __init__(self, worker, lanes, recovery):
         self._worker, self._lanes, self._recovery = worker, lanes, recovery

@@ -1,7 +1,7 @@
-"""Variables of parameter servers of which a worker has its own copies, while a step is traced.
+"""Variables of parameter servers replaced by a worker's copies while a step is traced.
 
-Inside the context a variable's handle is that of the worker's copy: reads, the tape and whatever an
-optimizer does to it meet the copy, and the server hears nothing of it.
+Inside the context a variable's handle is that of the worker's copy: reads, the tape and optimizers'
+updates use the copy, and nothing is sent to the server.
 """
 
 from __future__ import annotations

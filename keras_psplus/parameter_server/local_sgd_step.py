@@ -18,7 +18,10 @@ if TYPE_CHECKING:
 def alone(
     strategy: ParameterServerStrategy, model: keras.Model, step: Callable[..., Any]
 ) -> Callable[..., Any]:
-    """A model's step as a worker takes it alone, if `updates` says so; else as it is."""
+    """Wraps a model's step to run on a worker's copies, if `updates` is local.
+
+    Otherwise returns the step unchanged.
+    """
     if strategy.updates is None or not strategy.updates.local:
         return step
 

@@ -1,4 +1,4 @@
-"""Lookups of rows: each row that a batch needs comes once, and the rest of the table stays."""
+"""Lookups of rows, which read each distinct row of a batch once."""
 
 from collections.abc import Callable
 from typing import Any

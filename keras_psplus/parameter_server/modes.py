@@ -1,4 +1,4 @@
-"""What decides when workers' steps wait for one another: `mode` and what goes with it."""
+"""Synchronization modes of workers' steps: `mode` and its further arguments."""
 
 from __future__ import annotations
 

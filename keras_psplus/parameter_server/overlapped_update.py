@@ -1,4 +1,4 @@
-"""An update that begins before all gradients are there, and the workers' reading of its results."""
+"""Update that starts before all gradients have arrived, and reads of its results."""
 
 from __future__ import annotations
 
@@ -102,7 +102,7 @@ class OverlappedUpdate:
 
 
 def _start(name: str, function: Callable[..., Any], *args: Any) -> concurrent.futures.Future[Any]:
-    """Calls a function in a thread of its own, which does not hold up the process's end."""
+    """Calls a function in a daemon thread, which does not delay the process's exit."""
     future: concurrent.futures.Future[Any] = concurrent.futures.Future()
 
     def run():

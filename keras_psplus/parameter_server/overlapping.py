@@ -1,4 +1,4 @@
-"""Which workers have copies of the weights as they are, and the updates that bring them."""
+"""Overlapping steps: the workers whose copies are current, and updates under way."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ class Overlapping:
     def functions(
         self, calls: Sequence[tuple[SyncFunction, Any]], batch: Any
     ) -> OverlappedStep | None:
-        """The functions of a step that overlaps with the next one; None if it does not.
+        """Functions of a step that overlaps with the next one; None if it does not.
 
         Args:
             calls: List of pairs of the `SyncFunction` of a share and its argument.
@@ -70,7 +70,7 @@ class Overlapping:
 
     @property
     def _state(self):
-        """What changes with anything that copies do not know of."""
+        """State that changes with every write that workers' copies do not include."""
         return writes.count, self._strategy.extended.worker_states.losses
 
     def has_copies(self, worker: int) -> bool:

@@ -1,9 +1,9 @@
-"""Which parameter server each variable goes to, or each shard of one.
+"""Placement of variables and shards on parameter servers.
 
-Variables are made one after the other, and nobody knows what is still to come. So a large variable
-is cut over all servers, which leaves them as they were to one another, and what is too small for
-that goes to the one that has least. In that way servers are balanced whatever the order, and a
-step's reads and gradients use all their links from the first byte to the last.
+Variables are created one after the other, and later ones are unknown. So a large variable is cut
+over all servers, which leaves their balance unchanged, and a variable that is too small for that is
+placed on the least loaded server. In that way servers are balanced whatever the order, and a step's
+reads and gradients use all their links from the first byte to the last.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ class Shard(NamedTuple):
 
 
 class Placement:
-    """How many bytes each parameter server has, and who gets the next ones.
+    """Bytes of each parameter server, and the choice of the next server.
 
     Args:
         weights: A positive number for each server, which its part of the bytes is proportional to.
@@ -83,7 +83,7 @@ class Placement:
     def cut(
         self, shape: tf.TensorShape | Sequence[int], dtype: tf.DType | str, is_trained: bool
     ) -> list[Shard]:
-        """Cuts a variable by rows, such that all servers have their part of the bytes with it.
+        """Cuts a variable by rows so that all servers' bytes stay balanced.
 
         Args:
             shape: The variable's shape, of at least one dimension.
@@ -148,11 +148,11 @@ def _shards(counts, row_bytes, most):
 
 
 def weights_of(addresses: Sequence[str], weights: Sequence[float] | None) -> list[float]:
-    """What each server's part of the bytes is proportional to.
+    """Weights of the servers, to which their parts of the bytes are proportional.
 
     Args:
         addresses: Addresses of the servers, in order.
-        weights: What the script says; None for as much on each host, whose servers share its link.
+        weights: The script's weights; None for equal weights of hosts, whose servers share a link.
 
     Raises:
         ValueError: If the script's weights do not fit the servers.

@@ -1,4 +1,4 @@
-"""What each parameter server keeps of a model, as a table for the log."""
+"""Table for the log of the variables on each parameter server."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ def bytes_on_ps(variables: Iterable[keras.Variable], num_ps: int) -> list[int]:
 
 
 def report(strategy: ParameterServerStrategy, model: keras.Model) -> str:
-    """A line about a model's variables and a table of the servers that they lie on.
+    """Describes a model's variables, with a table of the servers that hold them.
 
     Args:
         strategy: `ParameterServerStrategy`.
@@ -66,7 +66,7 @@ def report(strategy: ParameterServerStrategy, model: keras.Model) -> str:
 
 
 def warn_of_whole_tensors(model: keras.Model) -> None:
-    """Warns once of an optimizer that would need the whole of a variable that is cut."""
+    """Warns once of an optimizer that needs whole tensors of a sharded variable."""
     optimizer = getattr(model, "optimizer", None)
     optimizer = getattr(optimizer, "inner_optimizer", optimizer)
     name = type(optimizer).__name__

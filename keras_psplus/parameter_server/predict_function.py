@@ -72,7 +72,7 @@ class _PredictFunction:
 
 
 class _Seeds:
-    """Moves seeds on from step to step, by as much as the first step moves them."""
+    """Advances seeds from step to step, by as much as the first step does."""
 
     def __init__(self, variables):
         self.variables = variables
@@ -94,7 +94,7 @@ class _Seeds:
 
 
 class _Awaited:
-    """An output of a predict step that may still be under way; a tensor to its readers."""
+    """Lazy output of a predict step; readers see a tensor."""
 
     def __init__(self, result, place):
         self._result, self._place = result, place

@@ -1,11 +1,10 @@
-"""What a worker function reads of the parameter servers: each variable once between two writes.
+"""Cached reads of parameter servers' variables in a worker function.
 
-Every read of a variable on a parameter server brings its whole value over the network: one in an
-RNN's loop at each time step, one in a regulariser on top of the layer's own. While a worker
-function is traced, reads are kept here and used again until something writes to the variable;
-those in loops are taken before the loop. Small variables of one server come together. What is
-trained may come compressed; whatever changes a variable runs on its server and meets its exact
-value.
+Every read of a variable on a parameter server copies its whole value over the network: a read in an
+RNN's loop at each time step, one by a regulariser in addition to the layer's. While a worker
+function is traced, reads are cached and reused until an operation writes to the variable; reads in
+loops are moved before the loop. Small variables of one server are read together. Trainable
+variables may be sent compressed; an update runs on the variable's server and uses its exact value.
 """
 
 from __future__ import annotations
@@ -64,7 +63,7 @@ class WholeRead(NamedTuple):
 
 
 class Pulls:
-    """What one tracing of a worker function has read.
+    """Reads of a worker function, while it is traced.
 
     Args:
         together: Variables that are read together, those of each server, when one of them is.
@@ -201,7 +200,7 @@ class Pulls:
         return any((id(graph), id(handle)) in self._written for handle in handles)
 
     def keep(self, variable: tf.Variable, parts: Sequence[tf.Variable], value: tf.Tensor) -> None:
-        """Gives the function that is being traced a variable's value; it reads none of its own."""
+        """Caches a variable's value for the function being traced, which then reads none."""
         self._keep(ops.get_default_graph(), variable, parts, value)
 
     def _keep(self, graph, variable, parts, value):
@@ -222,7 +221,7 @@ class Pulls:
             self._values = {key: v for key, v in self._values.items() if key[1] not in stale}
 
     def written_in_loops(self) -> set[int]:
-        """Ids of variables that were read ahead of a loop which turned out to write to them."""
+        """Ids of variables that were read before a loop that writes to them."""
         written = {}
         for _, _, loop in self._read_ahead:
             if id(loop) not in written:
@@ -311,7 +310,7 @@ def _is_control_flow(graph):
 
 
 def _graphs_outwards():
-    """The current graph and those around it, up to the function that control flow is in."""
+    """The current graph and its outer graphs, up to the function around control flow."""
     graphs = [ops.get_default_graph()]
     while _is_control_flow(graphs[-1]):
         graphs.append(graphs[-1].outer_graph)
@@ -336,7 +335,7 @@ def _written_by(operations, graph):
 
 
 def _outermost(tensor, graph):
-    """What an operation's input is outside of all functions that captured it."""
+    """Tensor outside of all capturing functions that an operation's input stands for."""
     while isinstance(graph, func_graph.FuncGraph):
         outer = next((ext for ext, internal in graph.captures if internal is tensor), None)
         if outer is None:

@@ -1,7 +1,7 @@
-"""What a worker function sends to the parameter servers: gradients, compressed and packed.
+"""Gradients sent by a worker function to the parameter servers, compressed and packed.
 
 A gradient is encoded on the worker and decoded on its variable's server, or, shard by shard, on its
-shards' servers: nothing but the payload crosses.
+shards' servers: only the payload is sent.
 """
 
 from __future__ import annotations
@@ -109,7 +109,7 @@ class Pushes:
         return pushes
 
     def _name(self, owner, variable):
-        """A name for what is kept for a variable, whose path another may have as well."""
+        """Unique name for a variable's state, also if another has its path."""
         path = path_of(variable)
         known = self._known.setdefault(owner, {}).setdefault(path, [])
         if variable._unique_id not in known:
@@ -201,7 +201,7 @@ class _Once:
 
 
 def _keep_alone(gradient, key):
-    """Computes a gradient that nothing is done with: what it takes is part of each step."""
+    """Computes a gradient that is not sent, because its cost is part of each step."""
     leaves = tf.nest.flatten(gradient, expand_composites=True)
     with tf.control_dependencies(leaves):
         nothing = tf.zeros([], tf.float64)

@@ -1,4 +1,4 @@
-"""Reads variables of parameter servers: as they are, or encoded there and decoded on the worker."""
+"""Reads of parameter servers' variables, exact or compressed."""
 
 import contextlib
 from collections.abc import Callable, Sequence
@@ -68,12 +68,12 @@ def read_together(
     compressors: Sequence[Compressor | None],
     keys: Sequence[tuple[str, str, str | None]],
 ) -> list[tf.Tensor]:
-    """Brings the values of variables of one server to the worker, small ones in one message.
+    """Reads variables of one server, small ones in one message.
 
     Args:
         variables: List of whole variables or shards.
         compressors: List of their `Compressor`s or None.
-        keys: List of what the traffic counter counts them as.
+        keys: List of their keys in the traffic counter.
 
     Returns:
         List of the values.
@@ -119,7 +119,7 @@ def gather(
 
 
 def key_of(variable: tf.Variable, compressor: Compressor | None) -> tuple[str, str, str | None]:
-    """What a traffic counter counts the reads of a variable as."""
+    """Key under which a traffic counter counts the reads of a variable."""
     return path_of(variable), "pull", None if compressor is None else repr(compressor)
 
 

@@ -1,8 +1,8 @@
-"""Takes a worker that is back into the cluster again, while no step is under way.
+"""Re-admits a restarted worker to the cluster between steps.
 
 TensorFlow does so beside the steps of the other workers, and waits within the call until the lost
-one is there. It gives each task's runtime a new table of the functions that others run for it, and
-a step that is under way then may look for its functions in the wrong one.
+worker is there. It gives each task's runtime a new table of the functions that others run for it,
+and a step that is under way then may look for its functions in the wrong table.
 """
 
 from __future__ import annotations

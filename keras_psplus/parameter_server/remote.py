@@ -31,7 +31,7 @@ class on_worker:
 
 
 def is_of_worker(error: BaseException) -> bool:
-    """Whether an error says that a worker is not there, or is not the one that it was."""
+    """Whether an error says that a worker is unreachable or was restarted."""
     if not isinstance(error, tf.errors.OpError):
         return False
     # What is said of something that was on a worker before it was started again.

@@ -1,4 +1,4 @@
-"""What a worker runs for its share of a global step."""
+"""Closure that runs one worker's share of a global step."""
 
 from __future__ import annotations
 

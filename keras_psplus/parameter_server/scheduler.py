@@ -36,10 +36,10 @@ class Scheduler:
     Args:
         coordinator: `tf.distribute.coordinator.ClusterCoordinator`.
         num_workers: Number of workers.
-        check_workers: Called now and then while nothing comes back; raises if it has to be given
+        check_workers: Called now and then while no closure returns; raises if it has to be given
             up.
         on_worker_back: Optional, called with the name of a worker that was lost and is back.
-        overlap: Whether the cluster is mended between steps only, which overlap with one another.
+        overlap: Whether lost workers rejoin only between steps (required when steps overlap).
         lanes: How many closures a worker may run at a time, of those that allow it.
         are_workers_back: With `overlap`, asked after a loss; whether all workers respond.
 
@@ -81,7 +81,7 @@ class Scheduler:
         return self._coordinator._cluster.closure_queue
 
     def take(self, iterator: WorkerIterator, count: int) -> Ticket | None:
-        """Takes batches from an iterator that workers read for; None at the end of its data."""
+        """Reserves batches of an iterator that workers read; None at the end of its data."""
         return iterator.take(count, self._loads, self._check_for_errors)
 
     def _loads(self):
@@ -124,7 +124,7 @@ class Scheduler:
 
     @property
     def cancellation_manager(self) -> Any:
-        """What closures are cancelled by."""
+        """Cancellation manager of the closures."""
         return self._queue._cancellation_mgr
 
     def start(
@@ -175,7 +175,7 @@ class Scheduler:
             self._note_loss(worker)
 
     def note_start(self, closure: Closure, worker: int) -> None:
-        """Notes that a worker begins with a closure; it may not be the first one that tries."""
+        """Notes that a worker starts a closure, perhaps one that another worker has tried."""
         if closure.tag is not None:
             # TensorFlow counts untagged closures only.
             closure.tag = None

@@ -1,6 +1,7 @@
-"""How many shards a large variable needs: TensorFlow sends no tensor of 2 GiB between tasks.
+"""Numbers of shards of variables too large to be sent in one tensor.
 
-A larger shard could be trained by rows, but neither be read as a whole nor saved.
+TensorFlow sends no tensor of 2 GiB between tasks. A larger shard could be trained by rows, but
+neither be read as a whole nor saved.
 """
 
 from collections.abc import Mapping, Sequence
@@ -70,7 +71,7 @@ def offsets_of_rows(rows: int, row_bytes: int, shards: int, keeps_whole: bool) -
 def form_of(
     kwargs: Mapping[str, Any], shape: tf.TensorShape | Sequence[int] | None
 ) -> tuple[tf.TensorShape | None, tf.DType | str | None]:
-    """What is known of a variable before it is made.
+    """Shape and dtype of a variable before its creation.
 
     Args:
         kwargs: The arguments that it is made with.
@@ -90,6 +91,6 @@ def form_of(
 
 
 def size_if_known(kwargs: Mapping[str, Any]) -> int:
-    """Bytes of a variable that is about to be made; 0 if only its making shows that."""
+    """Bytes of a variable before its creation; 0 if its shape is not known yet."""
     shape, dtype = form_of(kwargs, None)
     return 0 if shape is None or dtype is None else size_of(shape, dtype)

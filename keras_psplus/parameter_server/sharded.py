@@ -117,9 +117,11 @@ class ShardedVariable(CompositeVariable):
         return tf.dynamic_stitch(places, rows)
 
     def _decompose(self, indices):
-        """Numbers of rows, as lists by shard of those within it, and the shard of each.
+        """Splits row numbers by shard, and returns the shard of each.
 
-        TensorFlow's own knows shards of equal sizes only.
+        TensorFlow's method supports shards of equal sizes only.
+
+        TensorFlow's method supports shards of equal sizes only.
         """
         starts = tf.constant(self.offsets[1:], indices.dtype)
         owners = tf.searchsorted(starts, indices, side="right")
@@ -199,7 +201,7 @@ class ShardedVariable(CompositeVariable):
         return f"<ShardedVariable shape={self._whole_shape} shards={len(self.shards)}>"
 
     def split(self, argument: Any) -> list[Any]:
-        """An update's argument (a gradient, a scalar, ...) as a list with one for each shard."""
+        """Splits an update's argument (a gradient, a scalar, ...) into one per shard."""
         if isinstance(argument, Parts):
             return list(argument)
         if isinstance(argument, tf.IndexedSlices):

@@ -21,12 +21,12 @@ _STEPS_PER_WORKER = 2
 
 
 class Clocks:
-    """How many steps each worker has been given, and how many are done.
+    """Clocks of the workers: steps given and steps done.
 
     Args:
         num_workers: Number of workers.
-        bound: How many steps more than the slowest one has done a worker may have been given before
-            it gets another.
+        bound: Maximum number of steps given to a worker beyond those that the slowest worker has
+            done, when it is given another.
     """
 
     def __init__(self, num_workers: int, bound: int) -> None:
@@ -89,7 +89,7 @@ class Clocks:
             return worker
 
     def settle(self) -> None:
-        """Forgets steps that were given and will not be done, as an error has ended training."""
+        """Forgets unfinished steps after an error has ended training."""
         with self._lock:
             self._given = list(self._done)
 

@@ -1,4 +1,4 @@
-"""What the chief waits for: closures that workers do not bring back, and other answers."""
+"""Detection of closures that do not return, and of other answers that are overdue."""
 
 from __future__ import annotations
 
@@ -15,11 +15,11 @@ if TYPE_CHECKING:
 
 
 class StallProbe:
-    """What `stalls.Inspector` looks at, on the chief.
+    """Probe of `stalls.Inspector` on the chief.
 
     Args:
         scheduler: `Scheduler`.
-        progress: `Progress` of what the chief itself does.
+        progress: `Progress` of the chief.
         spec: Dict from jobs to lists of addresses.
     """
 
@@ -33,7 +33,7 @@ class StallProbe:
         )
 
     def look(self) -> dict[Any, PendingWait]:
-        """What is waited for just now."""
+        """Waits that are pending at present, by closure or call."""
         # Of several closures that a worker has under way, the first one.
         oldest: dict[int | None, Any] = {}
         for closure in self._scheduler.closures:

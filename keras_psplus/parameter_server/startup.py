@@ -1,4 +1,4 @@
-"""What a task of the cluster is to do: serve, or run the rest of the script."""
+"""Role of a task at start-up: serve, or run the rest of the script."""
 
 import os
 

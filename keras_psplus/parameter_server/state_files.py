@@ -1,4 +1,4 @@
-"""What compressors keep on the workers, in files: one for each worker and step of training."""
+"""Files of the workers' compressor states, one for each worker and step."""
 
 from __future__ import annotations
 

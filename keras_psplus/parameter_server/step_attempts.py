@@ -1,4 +1,4 @@
-"""Attempts at a global step: which workers' gradients count, and when a step has to begin again."""
+"""Attempts at a global step, with the gradients that count and restarts."""
 
 import collections
 import itertools
@@ -27,7 +27,7 @@ class Attempt:
         self.is_void = False
 
     def admit(self, share: int) -> bool:
-        """Whether the gradient of a share, by number, is to be added; asked before any of it is."""
+        """Whether to add the gradients of a share; called before any is added."""
         with self._lock:
             if share in self._admitted:
                 self.is_void = True
@@ -83,7 +83,7 @@ class StepAttempts:
 
     @property
     def dropped(self) -> int:
-        """How many gradients have been dropped."""
+        """Number of gradients that were dropped."""
         return self._dropped.total()
 
     def log_dropped(self) -> None:

@@ -1,8 +1,8 @@
-"""Says what went wrong in a step that raised on a worker, and on which batch.
+"""Short messages for errors of a step on a worker, with its batch.
 
 TensorFlow reports the same error from the worker and from each server it spoke to, every time with
-the whole stack of Keras: hundreds of lines, without the batch, and all of that a second time in
-its log.
+the whole stack of Keras: hundreds of lines, without the batch, and all of that a second time in its
+log.
 """
 
 import re

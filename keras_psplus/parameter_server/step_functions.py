@@ -51,7 +51,7 @@ class StepFunction(NamedTuple):
     origin: Any
 
     def split(self, vector: np.ndarray | tf.Tensor) -> list[np.ndarray]:
-        """Splits the vector of a call into what `collect` made of it and what it counted."""
+        """Splits a call's result vector into the output of `collect` and the traffic counts."""
         vector = np.asarray(vector)
         return np.split(vector, [len(vector) - self.costs.size])
 
@@ -163,7 +163,7 @@ class StepFunctions:
             stay |= written_in_loops
 
     def _turn(self, counter):
-        """When the function that is being traced reads; None for at once."""
+        """Lock for the first reads of the function being traced; None without overlap."""
         if not self._overlap:
             return None
         turn = ReadTurn(f"keras_psplus/{self._strategy.extended.worker_states.run}")

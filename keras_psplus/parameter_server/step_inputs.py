@@ -1,4 +1,4 @@
-"""What a worker function is given: a batch as tensors, and the model's variables."""
+"""Arguments of a worker function: a batch as tensors, and the model's variables."""
 
 from typing import Any
 

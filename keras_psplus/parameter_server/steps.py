@@ -1,4 +1,4 @@
-"""Runs a model's steps on the workers and keeps the chief's totals of what they return."""
+"""Runs a model's steps on the workers and keeps totals of their results."""
 
 from __future__ import annotations
 
@@ -68,7 +68,7 @@ class StepRunner:
             element_spec: Type specification of the dataset's elements, if there is one.
             ticket: `worker_data.Ticket` that they are from, if the workers read them.
         """
-        # What workers have read lies with them, as it is.
+        # Batches that workers read stay on the workers, unpacked.
         function, payload = self._functions(batches, element_spec, join=ticket is None)
         variables = function.variables
         if self._variables is not None and not are_same(variables, self._variables):
@@ -98,9 +98,9 @@ class StepRunner:
             self._strategy.scheduler.wait_for(lambda: self._logs is not None)
 
     def _begin_as_before(self, variables):
-        """Lets all workers begin with an epoch at once, once a first one has shown how steps are.
+        """Starts an epoch on all workers at once, if earlier steps have shown their outputs.
 
-        Until a step of this epoch is back, the logs are those of the last one of the epoch before.
+        Until a step of this epoch has returned, the logs are those of the epoch before.
         """
         if self._overlap and self._known is not None and are_same(variables, self._known[0]):
             _, self._draws, self._logs = self._known
@@ -134,7 +134,7 @@ class StepRunner:
             self._known = self._bad_loss = None
 
     def take_bad_loss(self) -> float | None:
-        """A loss among the logs of the steps since the last call that is not finite, or None."""
+        """Returns and clears a non-finite loss of the steps since the last call."""
         with self._lock:
             bad_loss, self._bad_loss = self._bad_loss, None
             return bad_loss
@@ -197,14 +197,17 @@ class StepRunner:
         return np.concatenate([np.zeros(0, bool), *flags])
 
     def _seeds_after(self, steps):
-        """How far seeds have moved after some steps, so that no two steps draw the same."""
+        """Advance of seeds after some steps, so that no two steps draw the same."""
         return 0.0 if self._draws is None else self._draws * steps
 
 
 def changes_and_logs(
     trace: Trace, results: Sequence[dict[str, Any]]
 ) -> tuple[tf.Tensor, tuple[()], list[tuple[str, Any]]]:
-    """What a step brings back, in one tensor: each would cost a separate message."""
+    """Concatenates a step's changes and logs to one tensor.
+
+    Each would cost a separate message.
+    """
     logs = _scalars(results[-1])
     notes = [(name, value.dtype.as_numpy_dtype) for name, value in logs.items()]
     values = [tf.cast(tf.reshape(value, [1]), tf.float64) for value in logs.values()]

@@ -231,7 +231,7 @@ class ParameterServerStrategy(tf.distribute.ParameterServerStrategy):
 
     @property
     def engine(self) -> ParameterServerEngine:
-        """What answers Keras: a `keras_psplus.engine.Engine`."""
+        """Engine of the strategy, a `keras_psplus.engine.Engine`."""
         return self._engine
 
     @property
@@ -256,7 +256,7 @@ class ParameterServerStrategy(tf.distribute.ParameterServerStrategy):
 
     @property
     def progress(self) -> Progress:
-        """How far the chief is: a `keras_psplus.cluster.progress.Progress`."""
+        """Progress of the chief, a `keras_psplus.cluster.progress.Progress`."""
         return self._progress
 
     @property
@@ -271,22 +271,22 @@ class ParameterServerStrategy(tf.distribute.ParameterServerStrategy):
 
     @property
     def backup_workers(self) -> int:
-        """How many workers' gradients each step does without."""
+        """Number of workers whose gradients each step does without."""
         return self._mode.backup_workers
 
     @property
     def max_staleness(self) -> int | None:
-        """How many steps a worker may be ahead of the slowest one; None for any number."""
+        """Maximum number of steps ahead of the slowest worker; None for no limit."""
         return self._mode.max_staleness
 
     @property
     def updates(self) -> updates_module.Updates | None:
-        """What was given as `updates`."""
+        """The `updates` argument."""
         return self._updating.policy
 
     @property
     def updating(self) -> WorkerUpdates:
-        """What workers keep back, and when they send it."""
+        """Gradients accumulated on workers, and the schedule of sending them."""
         return self._updating
 
     @property
@@ -305,30 +305,30 @@ class ParameterServerStrategy(tf.distribute.ParameterServerStrategy):
 
     @property
     def clocks(self) -> Clocks | None:
-        """How far each worker is, `staleness.Clocks`, if `max_staleness` bounds it; else None."""
+        """Clocks of the workers, `staleness.Clocks`, if `max_staleness` is set; else None."""
         return self._clocks
 
     @property
     def dropped_gradients(self) -> int:
-        """How many gradients have been dropped, because others of their step had come before.
+        """Number of gradients that were dropped, because enough others had arrived.
 
-        Of each step, `backup_workers` gradients: those that came late, and those that a worker did
-        not begin with, as it still worked on a step before.
+        Each step drops `backup_workers` gradients: those that arrived late, and those that a worker
+        did not compute, as it was still busy with an earlier step.
         """
         return self._step_attempts.dropped
 
     @property
     def communication(self) -> Communication:
-        """What gradients and reads cost on the wire: a `keras_psplus.communication.Communication`.
+        """Communication costs of training, a `keras_psplus.communication.Communication`.
 
-        Counted is what `fit`, `evaluate` and `predict` have run on all workers, when it comes back
-        to the chief.
+        Bytes of gradients and reads in `fit`, `evaluate` and `predict` on all workers are counted
+        when a result returns to the chief.
         """
         return self._communication
 
     @property
     def totals(self) -> traffic.TrafficTotals:
-        """What counts for `communication`."""
+        """Totals of the traffic counters, for `communication`."""
         return self._totals
 
     def finish_updates(self, optimizer: keras.optimizers.Optimizer) -> None:

@@ -1,8 +1,8 @@
-"""The functions of a synchronous step: a worker's part of it, and what the chief does after.
+"""Functions of a synchronous step: a worker's share, and the chief's update.
 
 Without backup workers, a worker's function adds each gradient to the sums on the parameter servers
-as soon as it is there. With backup workers it keeps them until the chief knows that they are among
-the first, and a second function sends them.
+as soon as it is computed. With backup workers it keeps the gradients until the chief knows that
+they are among the first, and a second function sends them.
 """
 
 from __future__ import annotations

@@ -1,8 +1,19 @@
-"""Steps of synchronous training that bring the next weights while gradients are still being sent.
+"""Overlap of synchronous steps: workers fetch new weights while gradients are being sent.
 
-Each variable is updated when all workers' gradients for it are there, and read by the workers at
-once, into copies that the next step begins from. So a link is used both ways, and training is the
-same. If a worker is lost in the middle of a step, what has been updated already is undone.
+A worker's link is used in both directions, and training is the same. For variables w1 to w3, whose
+gradients g3 to g1 are computed from the last layer back:
+
+    worker -> server   | forward |    g3   g2   g1  |
+    server             |              u3   u2   u1  |    u: update, once all workers' g are there
+    server -> worker   |                w3   w2   w1|    into the worker's copies
+    next step                                       | forward |
+
+1. Each worker computes on its copies, and adds each gradient to the sum on the variable's server as
+   soon as it is computed.
+2. Meanwhile the update runs: for each variable it waits for all workers' gradients, writes the new
+   value, and announces it to every worker. `Undo` keeps the values from before.
+3. Each worker fetches announced values into its copies, from which the next step starts.
+4. If a worker is lost, zeros complete the sums (`release`), and `Undo` restores the variables.
 """
 
 from __future__ import annotations
@@ -74,7 +85,7 @@ class Overlaps:
         self._read[graph] = [op for op in graph.get_operations() if op.type == "ReadVariableOp"]
 
     def before_adding(self) -> Callable[[tf.Variable], list[tf.Operation]]:
-        """What has to be read before a gradient is added: for `aggregation.add`."""
+        """Reads that must precede the adding of a gradient, for `aggregation.add`."""
         graph = ops.get_default_graph()
         if graph not in self._read:
             return lambda target: []
@@ -159,7 +170,7 @@ class Overlaps:
 
 
 def _problem(step, on_copies, written):
-    """Why a function cannot read its copies: part of a sentence; None if it can."""
+    """Reason why a function cannot read its copies, a clause; None if it can."""
     same = len(step.variables) == len(on_copies.variables) and all(
         a is b for a, b in zip(step.variables, on_copies.variables)
     )
@@ -178,7 +189,7 @@ def _problem(step, on_copies, written):
 
 
 def _uses(graph: Any) -> Iterator[tuple[tf.Operation, Any]]:
-    """Pairs of an operation of a function and the handle of a variable outside that it uses."""
+    """Operations of a function paired with the outer variable handles that they use."""
     outside = {id(inside): external for external, inside in graph.captures}
     for op in graph.get_operations():
         for tensor in op.inputs:

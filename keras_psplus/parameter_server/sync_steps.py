@@ -182,7 +182,7 @@ class SyncRunner(StepRunner):
         return initial
 
     def _merge(self, function, shares):
-        """Adds to the totals what the shares of a step have added, and makes the step's logs.
+        """Merges the shares of a step into the totals, and makes its logs.
 
         Args:
             function: `StepFunction`.
@@ -205,7 +205,7 @@ class SyncRunner(StepRunner):
         self._logs = {name: of_metrics.get(name, value) for name, value in logs.items()}
 
     def _metric_results(self, function):
-        """Results of the totals as they are now, by one function: each metric's would cost more."""
+        """Computes all metrics' results from the totals, in one function call."""
         if id(function) not in self._result_functions:
             self._result_functions[id(function)] = self._trace_results(function)
         concrete, names, _ = self._result_functions[id(function)]
@@ -236,7 +236,7 @@ class SyncRunner(StepRunner):
             first += variable.shape.num_elements()
 
     def _is_sum(self, function):
-        """What is added up over shares; the rest is a mean, weighted by rows."""
+        """Flags of the values that shares add up; the rest are means weighted by rows."""
         replaced = [id(variable) for variable in function.overwritten]
         return self._flags(lambda v: v.kind == "total" and id(v) not in replaced)
 

@@ -36,14 +36,14 @@ def count(
     compressed: int | tf.Tensor,
     tensor: tf.Tensor | None = None,
 ) -> None:
-    """Counts in the counter of the worker function that is being traced, if one is; see `add`."""
+    """Counts in the counter of the function being traced, if any; see `add`."""
     counter = current_counter()
     if counter is not None:
         counter.add(key, logical, compressed, tensor)
 
 
 class TrafficCounter:
-    """What one worker function sends and reads at each call, found while it is traced."""
+    """Traffic of one worker function at each call, recorded while it is traced."""
 
     def __init__(self) -> None:
         self._graph = ops.get_default_graph()
@@ -113,10 +113,10 @@ class TrafficCounter:
             self._add_in_graph(_SECONDS, tf.stack([seconds, tf.zeros([], tf.float64)]))
 
     def counts(self, results: Any) -> tf.Tensor:
-        """What the function has counted itself, a float64 vector.
+        """Counts that the function has made at run time, a float64 vector.
 
         Args:
-            results: Structure of what the function returns otherwise.
+            results: Structure of the other results of the function.
         """
         leaves = tf.nest.flatten(results, expand_composites=True)
         self.timer.end_of_pulls([leaf for leaf in leaves if isinstance(leaf, tf.Tensor)])
@@ -128,7 +128,7 @@ class TrafficCounter:
         return tf.concat([*counted, seconds[tf.newaxis]], 0)
 
     def summary(self, graph: tf.Graph) -> TrafficSummary:
-        """What a call costs, once the function has been traced into a graph: a `TrafficSummary`."""
+        """Costs of a call, once the function has been traced into a graph."""
         needed = _needed_operations(graph)
 
         def is_sent(tensor):
@@ -143,7 +143,7 @@ class TrafficCounter:
 
 
 class TrafficSummary:
-    """What a worker function costs, in the terms of `TrafficCounter`.
+    """Costs of a worker function's calls, as recorded by `TrafficCounter`.
 
     Args:
         certain: Dict from keys to what every call sends.

@@ -97,7 +97,7 @@ class StepFunction:
         return logs, len(batches)
 
     def _report_placement(self):
-        """Logs where the variables are, once all have been made: the first step makes the last."""
+        """Logs the placement of the variables after the first step, which creates the last."""
         if self._is_training and not self._is_reported and self._strategy.extended._num_ps > 1:
             logger.info("%s", placement_table.report(self._strategy, self._model))
             placement_table.warn_of_whole_tensors(self._model)
@@ -109,7 +109,7 @@ class StepFunction:
         self._runner.begin_training()
 
     def take_bad_loss(self) -> float | None:
-        """A loss that is not finite and that the logs of no batch have shown, or None."""
+        """Returns a non-finite loss that no batch's logs have shown, or None."""
         self.drain()
         return self._runner.take_bad_loss()
 

@@ -11,7 +11,10 @@ from keras_psplus.tf_internals import framework_ops as ops
 
 
 class TransferTimer:
-    """Seconds from a step's beginning until what it reads is there, and from its gradients on.
+    """Seconds of a step's reads and of its pushes.
+
+    Reads are timed from the step's start until their values have arrived, pushes from the gradients
+    on.
 
     Args:
         add: Function that counts seconds, a scalar, wherever in the graph it is called.
@@ -57,11 +60,11 @@ class TransferTimer:
         self._begin = end if ops.get_default_graph() is self._graph else None
 
     def end_of_pulls(self, results: Sequence[tf.Tensor]) -> None:
-        """Counts the time until all that was noted is there; what is read later begins again.
+        """Counts the time until all noted reads have arrived, and restarts for later ones.
 
         Args:
-            results: Tensors that come of it. What they do not need never comes, and must not be
-                brought by being waited for.
+            results: Tensors that the function returns. Reads that they do not need are pruned from
+                the graph, and waiting for them would execute them.
         """
         needed = _needed_for(results) if self._pulled else ()
         pulled, begin = [v for v in self._pulled if v.op in needed], self._begin
@@ -92,7 +95,7 @@ class TransferTimer:
 
 
 def _needed_for(tensors):
-    """The operations that tensors are computed by, also outside of the branch that they are in."""
+    """Operations that tensors depend on, also outside of their branch."""
     waiting, needed = list(tensors), set()
     captures = {}
     while waiting:

@@ -1,8 +1,8 @@
-"""The steps that a worker has under way at the same time take turns at what they share.
+"""Locks between concurrent steps of one worker.
 
-Two steps of one worker that read the variables together would each take twice as long, and then
-both compute, and both send: nothing would be won. One after the other, the reads of the next step
-come while this one's gradients go, and the worker's link is used both ways.
+Two steps of one worker that read the variables at once would each take twice as long, and then both
+compute, and both send: nothing would be gained. With a lock, the reads of the next step overlap
+with this step's gradients, and the worker's link is used in both directions.
 """
 
 from __future__ import annotations
@@ -16,9 +16,9 @@ from keras_psplus.tf_internals import framework_ops as ops
 
 
 class ReadTurn:
-    """What a worker function reads first, it reads when no other function of its worker does.
+    """Lock that a worker function holds while it reads its first values.
 
-    Made while the function is traced. A step that fails gives its turn to the next one.
+    Created while the function is traced. A step that fails releases the lock.
 
     Args:
         name: Of the turn, a resource of each worker.
@@ -32,7 +32,7 @@ class ReadTurn:
         self._is_over = False
 
     def start_on(self, device: str, graph: tf.Graph) -> list[tf.Operation]:
-        """What reading has to wait for, on a server: a list of one operation there, or none.
+        """Operations on a server that reads must wait for: one or none.
 
         Args:
             device: Name of the server's device.
@@ -49,7 +49,7 @@ class ReadTurn:
         return [self._starts[device]]
 
     def end(self, arrival: tf.Operation) -> None:
-        """Has the turn end when an operation is done; what is read from here on needs none."""
+        """Releases the lock after an operation; later reads need none."""
         if self._lock is not None and not self._is_over:
             with self._graph.as_default(), ops.control_dependencies([arrival]), ops.device(None):
                 tf.raw_ops.ConsumeMutexLock(mutex_lock=self._lock)
@@ -58,7 +58,7 @@ class ReadTurn:
 
 @contextlib.contextmanager
 def writing_states(turn: ReadTurn | None, after: Sequence[tf.Tensor]) -> Iterator[None]:
-    """Context of what reads states of a worker and writes them: no other step does meanwhile.
+    """Context that locks a worker's states for reading and writing.
 
     Args:
         turn: That in which the function reads; None if its worker runs no other beside it.

@@ -1,4 +1,4 @@
-"""The values from before an update, on the parameter servers, in case it has to be undone."""
+"""Undo of an update: values from before it, kept on the parameter servers."""
 
 from __future__ import annotations
 

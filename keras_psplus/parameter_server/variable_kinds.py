@@ -1,4 +1,4 @@
-"""Which variables lie on parameter servers, and which go with each closure."""
+"""Kinds of variables: on parameter servers, or sent with each closure."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ _LARGEST_STATE = 1 << 16
 
 
 def kind_of(variable: keras.Variable, strategy: ParameterServerStrategy) -> str | None:
-    """What kind of closure variable a variable is to be, or None."""
+    """Kind of a closure variable, or None for a variable that is none."""
     if variable._name == "seed_generator_state":
         return "seed"
     if accumulates(variable):

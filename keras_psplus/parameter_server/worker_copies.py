@@ -1,8 +1,8 @@
-"""Copies of a step's weights on each worker, which are brought while the step is under way.
+"""Copies of a step's weights on each worker, updated during the step.
 
 A worker's function of a step reads its copies. As soon as a variable's update is made on its
-server, which is when the gradients of all workers for it have arrived there, the new value goes to
-the copies for the next step, while other gradients are still being sent.
+server, which is when the gradients of all workers for it have arrived there, the new value is sent
+to the copies for the next step, while other gradients are still being sent.
 """
 
 from __future__ import annotations
@@ -109,7 +109,7 @@ class WorkerCopies:
             self._copy(part).assign(value)
 
     def _queue(self, number, generation):
-        """Holds a token for each worker that has not read a group yet; on the group's server."""
+        """Queue on a group's server, with a token for each worker yet to read it."""
         with tf.device(self._groups[number][0].variable.device):
             return tf.raw_ops.FIFOQueueV2(
                 component_types=[tf.int32],

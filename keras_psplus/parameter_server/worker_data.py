@@ -83,12 +83,12 @@ class WorkerDataset:
 
     @property
     def seed(self) -> int:
-        """What unseeded shuffles are seeded with."""
+        """Seed of unseeded shuffles."""
         return self._seed or 0
 
     @property
     def position(self) -> dict[str, Any]:
-        """Where the present pass is, for `begin_at`."""
+        """Position in the present epoch, for `begin_at`."""
         return {"pass": self._epoch, "taken": list(self._taken)}
 
     def begin_at(self, position: dict[str, Any]) -> None:
@@ -118,7 +118,7 @@ class WorkerDataset:
         return open_at
 
     def _reads_of(self, element_spec):
-        """What reads elements of a kind; kept from epoch to epoch with the functions it traces."""
+        """Readers of an element type, cached with their traced functions."""
         for spec, reads in self._reads:
             if spec == element_spec:
                 return reads
@@ -245,7 +245,7 @@ class WorkerIterator:
 
 
 class _Tickets:
-    """What readers have ready; shared between their threads and the chief's."""
+    """Batches that readers have ready, shared with the chief's thread."""
 
     def __init__(self):
         self.changed = threading.Condition()

@@ -1,4 +1,4 @@
-"""What the workers of parameter servers keep, in files that the chief writes beside a backup."""
+"""Files of the workers' state, written by the chief beside a backup."""
 
 from __future__ import annotations
 
@@ -28,12 +28,12 @@ if TYPE_CHECKING:
 
 # More than all workers together can have accumulated.
 _MANY = 1 << 20
-# For so long, a job may be about to be ended because a worker is gone.
+# Grace period: the launcher may still be ending this job.
 _UNREACHABLE_SECONDS = 60.0
 
 
 class ServedWorkerFiles(WorkerFiles):
-    """The chief asks the workers for what they keep, and has the files of all of them."""
+    """Worker files of parameter servers: the chief fetches states and writes the files."""
 
     def __init__(self, strategy: ParameterServerStrategy) -> None:
         super().__init__(strategy)

@@ -1,9 +1,9 @@
-"""The function that a worker runs: one or several steps, with no state of its own.
+"""Worker functions, which run one or several steps without state.
 
-Metric states and seeds live on the chief. A worker function gets their values with its arguments,
-changes copies of them that last as long as the call, and returns what it has added. That costs no
-round trips, every step is counted exactly once however workers fail, and a worker that comes back
-has nothing to restore.
+Metric states and seeds live on the chief. A worker function receives their values with its
+arguments, changes copies of them that last as long as the call, and returns its increments. That
+costs no round trips, every step is counted exactly once however workers fail, and a restarted
+worker has nothing to restore.
 """
 
 from __future__ import annotations
@@ -81,7 +81,7 @@ class Trace:
         )
 
     def changes(self) -> tf.Tensor:
-        """What the function has added to the closure variables, a float64 vector."""
+        """Increments of the closure variables, a float64 vector."""
         values = [
             tf.reshape(
                 tf.cast(

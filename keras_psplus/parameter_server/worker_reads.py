@@ -1,7 +1,8 @@
-"""Takes the next batches of a dataset that a worker reads: several with one message, if they fit.
+"""Reads of a dataset's next batches on a worker, several in one message.
 
-Batches stay on the worker. Each operation there takes the chief half a millisecond of its
-processor, so that ten batches that come one by one cost it more than the ten steps on them.
+Batches stay on the worker. Each operation there costs the chief half a millisecond of processor
+time, so that ten batches read one by one cost more than the ten steps on them. Batches that cannot
+be joined are read one by one.
 """
 
 from __future__ import annotations

@@ -1,8 +1,8 @@
-"""What workers keep from step to step, each for itself: for compressors, and for `updates`.
+"""State of each worker from step to step, for compressors and `updates`.
 
 A state is a resource of the worker that is found by its name, not by a handle: a step's function is
-the same for all workers, and each has its own state. It is made when a step first needs it, so
-a worker that was started again begins again.
+the same for all workers, and each has a separate state. It is created when a step first needs it,
+so a worker that was restarted starts with an empty state.
 """
 
 from __future__ import annotations
@@ -30,7 +30,9 @@ _HANDLES = "keras_psplus_worker_state"
 
 
 class WorkerStates:
-    """States of all workers, by name: read and written in steps, and by the chief between them.
+    """Named states of all workers, accessed in steps and by the chief.
+
+    The chief reads and writes them between steps.
 
     Args:
         num_workers: Number of workers.
@@ -63,7 +65,7 @@ class WorkerStates:
         return not self._unsaved.issuperset(self._leaves)
 
     def owner(self, owner: keras.optimizers.Optimizer) -> str:
-        """A name for an object, an optimizer, whose states are its own and end with it."""
+        """Name of an optimizer, whose states are deleted with it."""
         if owner not in self._owners:
             self._destroy_ownerless()
             # The object's own if possible, which the same script finds again when it resumes.
@@ -115,7 +117,10 @@ class WorkerStates:
         return tf.nest.pack_sequence_as(structure, values), write
 
     def handle(self, name: str, shape: tf.TensorShape, dtype: tf.DType) -> tf.Tensor:
-        """The handle in the function that is being traced: one, so that its uses keep in order."""
+        """Handle of a state in the function being traced.
+
+        One handle per state keeps its uses in order.
+        """
         graph = ops.get_default_graph()
         while isinstance(graph, control_flow.ControlFlowFuncGraph):
             graph = graph.outer_graph
@@ -148,7 +153,7 @@ class WorkerStates:
             self._assign(worker, {name: values.pop(name) for name in forms if name in values})
 
     def fetch(self, worker: int) -> dict[str, np.ndarray] | None:
-        """Dict of what is saved of a worker's states, as arrays; None if it cannot be reached."""
+        """Saved states of a worker, as a dict of arrays; None if unreachable."""
         fetched = {}
         try:
             with on_worker(worker, device=None):

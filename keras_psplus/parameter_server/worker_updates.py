@@ -1,7 +1,7 @@
-"""Gradients that stay on their worker for some batches, and what the chief knows of them.
+"""Gradient accumulation on workers, and the chief's record of it.
 
-Each worker sums the gradients of the batches that it happens to be given, and updates when they are
-enough for it, whatever the others have.
+Each worker sums the gradients of the batches that it happens to run, and updates when they are
+enough, independently of the others.
 """
 
 from __future__ import annotations
@@ -72,7 +72,7 @@ class _Unit(NamedTuple):
 
 
 class WorkerUpdates:
-    """What a strategy's `updates` stands for, and Keras's own `gradient_accumulation_steps`.
+    """Gradient accumulation by `updates` or by Keras's `gradient_accumulation_steps`.
 
     Args:
         strategy: `ParameterServerStrategy`.
@@ -181,7 +181,7 @@ class WorkerUpdates:
             self._are_steps_counted = False
 
     def _finisher(self, owner):
-        """How many parts there are to finish, and a function of a worker that finishes them."""
+        """Number of accumulators to flush, and a worker function that flushes them."""
         units = [unit for unit in self._units.get(owner, {}).values() if unit.is_by_rows]
         owner_ref = weakref.ref(owner)
 
@@ -243,7 +243,7 @@ class WorkerUpdates:
         return collect_with_pending
 
     def take_pending(self, vector: np.ndarray, worker: int) -> np.ndarray:
-        """Notes what a step has left on a worker, and returns the rest of the vector."""
+        """Notes a step's pending batches on a worker; returns the rest of the vector."""
         if vector[-1] != _NOTHING:
             self._steps += 1
         self._note_pending(vector[-1:], worker)
@@ -265,7 +265,7 @@ class WorkerUpdates:
 
 
 class _Batch:
-    """What a batch counts by."""
+    """Weight of a batch: its rows, or 1."""
 
     def __init__(self, is_by_rows):
         self._rows = getattr(_local, "rows", None) if is_by_rows else None

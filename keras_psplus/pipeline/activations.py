@@ -1,7 +1,7 @@
-"""Which tensors a layer's backward pass needs: what a stage keeps of a micro-batch until then.
+"""Activations that a stage keeps of a micro-batch for its backward pass.
 
-TensorFlow's gradient functions take some of an operation's inputs and outputs; the others are
-freed. The lists name the operations that matter in size.
+TensorFlow's gradient functions use some of an operation's inputs and outputs; the others are freed.
+The lists name the operations whose tensors are large.
 """
 
 from __future__ import annotations

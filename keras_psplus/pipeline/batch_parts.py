@@ -1,4 +1,4 @@
-"""Batches in parts, one for each pipeline, so that none of them gets rows of another."""
+"""Batches cut into parts, one per pipeline, so that no pipeline receives other rows."""
 
 from __future__ import annotations
 

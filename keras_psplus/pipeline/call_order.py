@@ -68,7 +68,7 @@ class Tokens:
         self._first_queues: list[tuple[tf.queue.FIFOQueue, tf.queue.FIFOQueue]] = []
 
     def chain(self, operations: dict[str, list[tf.Operation]]) -> None:
-        """Puts the operations of a graph that is being traced behind those of the call before.
+        """Orders operations of a graph being traced after those of the previous call.
 
         Args:
             operations: As `state_operations` returns them.
@@ -87,7 +87,7 @@ class Tokens:
                     given_to.enqueue(token)
 
     def handles(self, turn: int) -> dict[int, tf.Tensor]:
-        """What a call captures in the place of queues, by the ids of their handles.
+        """Queues of a call, by the ids of the captured handles that they replace.
 
         Args:
             turn: Number of the call, from 0; consecutive ones run at the same time.

@@ -161,7 +161,7 @@ class Copies:
         return self._of_value.get(id(value))
 
     def of_layer(self, layer: keras.Layer) -> list[Copied]:
-        """What the pipelines have copies of, of a layer and of all that is inside."""
+        """Copied variables of a layer and of all layers inside it."""
         if self._pipelines == 1:
             return []
         found = {}
@@ -181,7 +181,7 @@ class Copies:
         self._is_stale = True
 
     def note_changed(self, variable: keras.Variable | tf.Variable) -> None:
-        """Notes that a variable is given a value, by a step that is being traced or by others."""
+        """Notes an assignment to a variable, in a traced step or outside of one."""
         if self._pipelines == 1:
             return
         copied = self.of(variable) or (self.find(variable) or (None,))[0]

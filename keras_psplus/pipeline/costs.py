@@ -1,4 +1,4 @@
-"""What each layer of a model costs, read off its graph."""
+"""Costs of each layer of a model, computed from its graph."""
 
 import dataclasses
 from collections.abc import Sequence
@@ -82,7 +82,7 @@ class _Recorder(ReplicaStep):
 
 
 def is_cut(layer: keras.Layer) -> bool:
-    """Whether a layer is a part of a stage as a whole: models are what is cut between layers."""
+    """Whether a layer is placed on a stage whole; models are cut between layers."""
     return not isinstance(layer, models.Model)
 
 
@@ -111,7 +111,7 @@ def of_layers(engine: Any, model: keras.Model, spec: Any) -> tuple[list[LayerCos
 
 
 def _is_of_shapes(args, kwargs):
-    """Whether Keras calls a layer to see the shapes of what it returns, as it builds a model."""
+    """Whether Keras calls a layer to infer its output shapes while building a model."""
     leaves = tree.flatten((args, kwargs))
     is_symbolic = any(isinstance(leaf, keras.KerasTensor) for leaf in leaves)
     return is_symbolic or stateless_scope.in_stateless_scope()
@@ -159,7 +159,10 @@ def _costs(graph, calls):
 
 
 def _of_batch(graph):
-    """Ids of the tensors that are computed of the batch, not of weights and constants alone."""
+    """Ids of the tensors that depend on the batch.
+
+    Others are computed from weights and constants alone.
+    """
     captured = {id(inside) for _, inside in graph.captures}
     found = {id(tensor) for tensor in graph.inputs if id(tensor) not in captured}
     for op in graph.get_operations():
@@ -173,7 +176,7 @@ def _bytes_of(variables):
 
 
 def sent_before(costs: Sequence[LayerCost], number: int) -> float:
-    """Bytes of a row that are sent to later stages if a stage begins with a layer.
+    """Bytes per row sent to later stages if a stage begins with a layer.
 
     Args:
         costs: List of `LayerCost`.

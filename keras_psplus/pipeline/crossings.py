@@ -22,20 +22,20 @@ def compress(
     stages: Stages,
     compressor: Compressor,
 ) -> list[Encoded]:
-    """Encodes what goes from one stage to another on the one, and decodes it on the other.
+    """Compresses activations between stages: encoded by the sender, decoded by the receiver.
 
     Each row is encoded by itself, so that a row's results do not depend on the others.
 
     Args:
         graph: The graph of a step, all of whose operations have devices.
-        activations: What layers have returned, and gradients by what they were called with.
-        between: The operations that belong to no layer. What they make of activations counts as
-            activations.
+        activations: Outputs of layers, and gradients of their inputs.
+        between: The operations that belong to no layer. Tensors that they compute from activations
+            count as activations.
         stages: The stages.
-        compressor: What encodes and decodes rows.
+        compressor: Compressor of rows.
 
     Returns:
-        List of what is sent in fewer bytes.
+        List of the compressed tensors.
     """
     sent = {id(tensor): tensor for tensor in activations}
     for op in between:

@@ -55,7 +55,7 @@ def place(graph: tf.Graph, first: int, stages: Stages) -> list[tf.Operation]:
 
 
 def where_run(graph: tf.Graph) -> Callable[[tf.Operation], str]:
-    """Where TensorFlow runs the operations of a graph that has been placed.
+    """Devices on which TensorFlow runs the operations of a placed graph.
 
     Args:
         graph: The graph.
@@ -90,7 +90,7 @@ def of_consumers(tensors: list[tf.Tensor]) -> str | None:
 
 
 def _devices_of_captures(graph):
-    """Devices of captured resources, by the ids of the tensors that stand for them in a graph."""
+    """Devices of captured resources, by the ids of the tensors that represent them."""
     return {
         id(inside): outside.device
         for outside, inside in getattr(graph, "captures", ())

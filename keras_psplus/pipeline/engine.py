@@ -1,4 +1,4 @@
-"""What `PipelineStrategy` answers when Keras asks."""
+"""Engine of `PipelineStrategy`."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What the chief says when a stage is gone."""
+"""Errors of the chief about a lost stage."""
 
 import contextlib
 import re
@@ -11,7 +11,7 @@ from keras_psplus.cluster import stalls
 from keras_psplus.core import job_failure
 from keras_psplus.errors import StageLostError
 
-# What TensorFlow raises where a task is gone; the last two, of what a step before has left there.
+# Errors after a task is lost. The last two come from leftovers of an earlier step.
 OF_TASKS = (
     tf.errors.UnavailableError,
     tf.errors.AbortedError,
@@ -22,7 +22,7 @@ OF_TASKS = (
 
 @contextlib.contextmanager
 def translate_errors(strategy: Any) -> Iterator[None]:
-    """Names the stage when TensorFlow fails for want of its worker."""
+    """Adds the lost stage's name to TensorFlow's error."""
     try:
         yield
     except OF_TASKS as error:
@@ -57,6 +57,6 @@ def lost(strategy: Any, number: int, received: str) -> StageLostError:
 
 
 def stage_of_worker(strategy: Any, number: int) -> str:
-    """Which stage a worker has, and of which pipeline if there are several, in words."""
+    """Description of a worker's stage, and of its pipeline if there are several."""
     pipeline, stage = divmod(number, strategy.num_stages)
     return f"stage {stage} of pipeline {pipeline}" if strategy.pipelines > 1 else f"stage {stage}"

@@ -1,4 +1,4 @@
-"""Batches on their way to the stages that need them, while the step before is taken."""
+"""Prefetching of batches to the stages that need them, during the previous step."""
 
 from __future__ import annotations
 

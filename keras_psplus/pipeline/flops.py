@@ -40,7 +40,10 @@ def body_of(loop: tf.Operation) -> Iterator[tf.Operation]:
 
 
 def steps_of(loop: tf.Operation) -> int:
-    """How often a loop runs its body: as a rule, it collects a row of a tensor in each step."""
+    """Estimated number of a loop's iterations.
+
+    As a rule, a loop collects a row of a tensor in each of them.
+    """
     return max((t.shape[0] or 1 for t in loop.outputs if t.shape.rank), default=1)
 
 

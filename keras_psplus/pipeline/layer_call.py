@@ -1,4 +1,4 @@
-"""With what a layer was called: enough to call it again with other tensors of the same forms."""
+"""Arguments of a layer's call, so that it can be repeated with other tensors."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Times of a model's layers: measured one by one on the device of a stage, or counted."""
+"""Times of a model's layers, measured on a stage's device or estimated from operations."""
 
 from __future__ import annotations
 
@@ -106,7 +106,7 @@ def _of_layer(cost, rows, device):
 
 
 def _key(cost):
-    """What layers have in common that take as long."""
+    """Key of a layer, equal for layers that take equally long."""
     layer = cost.layer
     try:
         config = json.dumps(_without_names(layer.get_config()), sort_keys=True, default=str)

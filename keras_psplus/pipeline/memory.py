@@ -1,4 +1,4 @@
-"""What a stage has in memory: weights, their gradients, an optimizer's slots, and activations."""
+"""Memory of a stage: weights, gradients, an optimizer's slots, and activations."""
 
 from __future__ import annotations
 
@@ -52,13 +52,13 @@ class Memory:
 
 
 def of_stage(costs: Sequence[LayerCost], rows: float, slots: int | None, received: float) -> Memory:
-    """What some layers need.
+    """Memory of a stage that consists of some layers.
 
     Args:
         costs: The layers' costs.
         rows: Rows of the micro-batches whose activations are kept at once.
         slots: The optimizer's slots for each variable; None for layers that are not trained.
-        received: Bytes for one row that come from other stages.
+        received: Bytes per row that are received from other stages.
     """
     weights = sum(cost.bytes for cost in costs)
     if slots is None:
@@ -69,7 +69,7 @@ def of_stage(costs: Sequence[LayerCost], rows: float, slots: int | None, receive
 
 
 class MemoryOfParts:
-    """What contiguous parts of a model's layers need, each known at once.
+    """Memory of contiguous parts of a model's layers, each in constant time.
 
     Args:
         costs: The layers' costs, in the order of their calls.
@@ -109,7 +109,7 @@ def _sums(numbers):
 
 
 def slots_of(optimizer: Any) -> int | None:
-    """Number of an optimizer's slots for each variable: by its class, and what it was made with.
+    """Number of an optimizer's slots per variable, by its class and options.
 
     Args:
         optimizer: Keras optimizer, or None.

@@ -31,14 +31,14 @@ def has_rows(leaf: Any) -> bool:
 
 
 def rows_of(structure: Any) -> int | None:
-    """Number of rows of a batch; None if it is not known, or there are none."""
+    """Number of rows of a batch; None if it is unknown, or there are none."""
     return next((leaf.shape[0] for leaf in tree.flatten(structure) if has_rows(leaf)), None)
 
 
 def with_unknown_rows(leaf: Any) -> Any:
-    """A tensor of which TensorFlow does not know how many rows it has; others as they are.
+    """Clears the static number of rows of a tensor; returns other leaves unchanged.
 
-    Keras counts some means by rows where their number is known, and by batches where it is not.
+    Keras weights some means by rows where their number is known, and by batches where it is not.
     """
     if not isinstance(leaf, tf.Tensor) or not leaf.shape.rank:
         return leaf
@@ -63,7 +63,7 @@ def take(
     rows_of_leaf: Callable[[Any], int | None],
     parts: Mapping[int, Any] = {},
 ) -> Any:
-    """A micro-batch's part of a structure: what has as many rows as the batch is cut by rows.
+    """Slices a micro-batch from a structure: tensors with the batch's rows are cut.
 
     Args:
         structure: Structure of tensors and of other things.
@@ -71,7 +71,7 @@ def take(
         first: The micro-batch's first row.
         end: One past its last row.
         rows_of_leaf: Function of a tensor that returns its number of rows, or None.
-        parts: Dict from ids of tensors to what is known to be the micro-batch's part of them.
+        parts: Dict from ids of tensors to the micro-batch's known parts of them.
     """
 
     def cut(leaf):

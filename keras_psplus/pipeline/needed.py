@@ -1,4 +1,4 @@
-"""Which operations of a graph are run at all."""
+"""Operations of a graph that are executed."""
 
 from __future__ import annotations
 

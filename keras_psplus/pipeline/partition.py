@@ -1,4 +1,4 @@
-"""Which layers make a stage: contiguous parts of the layers in the order of their calls."""
+"""Partition of a model's layers, in call order, into contiguous stages."""
 
 import fnmatch
 import itertools
@@ -78,7 +78,7 @@ def balance(
 
 
 def _sending_least(count, stages, time, most, sent):
-    """The fastest of those cuts that take at most a time and send the fewest bytes."""
+    """The fastest partition of those within a time that send the fewest bytes."""
 
     def sends(_, first, end):
         return sent(end) if end < count else 0.0
@@ -89,7 +89,10 @@ def _sending_least(count, stages, time, most, sent):
 
 
 def _cut(count, stages, cost):
-    """First and one past the last element of each part, the largest cost of which is the least."""
+    """Partition into contiguous parts that minimizes the largest part's cost.
+
+    Parts are pairs `[first, end)`.
+    """
     # best[k][j]: the smallest largest cost of the first j elements in k parts, and the last cut.
     best = [[(0 if j == 0 else math.inf, 0) for j in range(count + 1)]]
     for k in range(1, stages + 1):
@@ -156,7 +159,7 @@ def by_patterns(
 
 
 def with_neighbours(known: Sequence[int | None]) -> list[int]:
-    """Completes a list of stages: a layer that has none is on the stage of the one before it.
+    """Completes a list of stages: a layer without one is on its predecessor's.
 
     Args:
         known: List of the layers' stages in the order of the calls; None where it is not known.

@@ -78,7 +78,7 @@ class _Gradients(Functions):
 
 
 class PipeDreamFunction:
-    """What `fit` calls with an iterator: it begins a step, and ends the one before the last.
+    """Train function of `fit`, which starts a step and finishes the one before the last.
 
     Args:
         engine: `PipelineEngine`.

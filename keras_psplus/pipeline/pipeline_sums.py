@@ -1,4 +1,4 @@
-"""Sums of gradients over pipelines, and copies of weights, in a step that is being traced."""
+"""Gradient sums over pipelines, and copies of weights, while a step is traced."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ class Crossing:
 
 
 class PipelineSums:
-    """What the pipelines of a step have to do with each other.
+    """Communication between the pipelines of a step.
 
     Each sums the gradients of its micro-batches on its devices. One tensor for each variable
     crosses to the variable's primary.
@@ -97,7 +97,10 @@ class PipelineSums:
     def of_variables(
         self, variables: list[tf.Variable]
     ) -> tuple[list[tf.Variable], Callable[[list[Any]], list[Any]]]:
-        """What `gradients.JoinedCalls` needs to have gradients by primaries."""
+        """Primaries of variables, and a function that maps gradients by them.
+
+        For `gradients.JoinedCalls`.
+        """
         found = [self._copies.find(variable) for variable in variables]
         primaries = {}
         for variable, known in zip(variables, found):

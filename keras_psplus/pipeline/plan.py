@@ -91,7 +91,9 @@ class Plan:
 
     @property
     def bubble(self) -> float:
-        """The part of the time in which a stage waits, if all take as long: (p - 1) / (m + p - 1).
+        """Bubble of a balanced pipeline: the idle fraction of each stage's time.
+
+        It is (p - 1) / (m + p - 1) for p stages and m micro-batches.
 
         Huang et al., "GPipe: Efficient Training of Giant Neural Networks using Pipeline
         Parallelism", NeurIPS 2019.
@@ -134,7 +136,7 @@ class Plan:
 
 @dataclasses.dataclass(frozen=True)
 class Split:
-    """What a plan is made for.
+    """Conditions that a plan is made for.
 
     Attributes:
         devices: Names of the stages' devices.

@@ -1,6 +1,6 @@
-"""Computes a stage's activations once more for its gradients, so that they need not be kept.
+"""Activation recomputation: a stage recomputes activations in the backward pass.
 
-What remains in memory between the two passes of a micro-batch is what its layers were given from
+Between the two passes of a micro-batch, memory holds only the inputs that its layers received from
 other stages or from between the layers. References: Chen et al., "Training Deep Nets with Sublinear
 Memory Cost", 2016; Huang et al., "GPipe", NeurIPS 2019, section 2.3.
 """
@@ -72,7 +72,7 @@ class StageReplay:
         args: tuple[Any, ...],
         kwargs: dict[str, Any],
     ) -> Any:
-        """Calls a layer for the first time, and notes what it takes to do so once more.
+        """Calls a layer for the first time, and records the call for its recomputation.
 
         Args:
             layer: The layer.
@@ -149,7 +149,7 @@ class StageReplay:
         self._results[id(call)] = tape, inside, inputs
 
     def _input(self, leaf):
-        """What a layer is given for an input: what was computed once more, or the same."""
+        """Returns the recomputed tensor for `leaf`, or `leaf` itself."""
         if not isinstance(leaf, tf.Tensor):
             return leaf
         if id(leaf) not in self._found:
@@ -163,7 +163,7 @@ class StageReplay:
 
 @contextlib.contextmanager
 def _as_before(call):
-    """Context in which Keras calls a layer as it did, and does not note its losses again."""
+    """Context in which Keras repeats a layer's call without recording its losses again."""
     layers = list(call.layer._flatten_layers())
     counts = [len(layer._losses) for layer in layers]
     outer = global_state.get_global_attribute(_CALL_CONTEXT)
@@ -177,7 +177,10 @@ def _as_before(call):
 
 
 def _can_be_repeated(layer, graph, operations):
-    """Whether a layer does the same twice: what it changes is what `StageReplay` takes care of."""
+    """Whether a layer's call can be repeated.
+
+    It changes no state but that which `StageReplay` handles.
+    """
     layers = list(layer._flatten_layers())
     states = [generator.state for one in layers for generator in one._seed_generators]
     for one in layers:

@@ -1,4 +1,4 @@
-"""What compressors keep from step to step, beside the gradients that a pipeline sends."""
+"""State of the compressors of gradients between pipelines."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ class Residuals:
         self._to_restore: dict[str, np.ndarray] = {}
 
     def of(self, copied: Copied, pipeline: int, device: str, first: Any) -> Any:
-        """The state for what a pipeline sends of a weight's gradient; made if it is not there.
+        """State for a pipeline's gradient of a weight, created if there is none.
 
         Args:
             copied: The weight.
@@ -82,7 +82,7 @@ class Residuals:
         return self._states
 
     def write(self, path: str | os.PathLike[str]) -> None:
-        """Writes all states to a file, one after the other: the chief never has all of them."""
+        """Writes all states to a file, one after the other to bound the chief's memory."""
         with tf.io.gfile.GFile(path, "wb") as file:
             stream: Any = _Stream(file)
             with zipfile.ZipFile(stream, "w") as archive:
@@ -94,7 +94,7 @@ class Residuals:
                 np.lib.format.write_array(part, np.ascontiguousarray(state.numpy()))
 
     def read(self, path: str | os.PathLike[str]) -> None:
-        """Reads what `write` has written; states that are yet to be made get their values then."""
+        """Reads a file of `write`; states created later receive their values then."""
         found = {}
         with tf.io.gfile.GFile(path, "rb") as file, zipfile.ZipFile(file) as archive:
             for name in archive.namelist():
@@ -111,7 +111,7 @@ class Residuals:
 
 
 class _Stream:
-    """A file that is written from its beginning to its end: that is all that TensorFlow's can."""
+    """Sequential file without seeking, all that TensorFlow's files support."""
 
     def __init__(self, file):
         self._file, self.flush = file, file.flush

@@ -1,4 +1,4 @@
-"""How many rows a batch has, before there is one."""
+"""Number of rows of a batch, found before there is one."""
 
 from __future__ import annotations
 

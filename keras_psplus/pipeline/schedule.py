@@ -30,6 +30,18 @@ def gpipe(stages: int, microbatches: int) -> list[Actions]:
 def one_f_one_b(stages: int, microbatches: int) -> list[Actions]:
     """One forward, one backward: stage `k` keeps the activations of `stages - k` micro-batches.
 
+    Three stages and four micro-batches, if a forward and a backward take one slot each (F0 is the
+    forward of micro-batch 0, B0 its backward):
+
+        slot     0  1  2  3  4  5  6  7  8  9 10 11
+        stage 0 F0 F1 F2       B0 F3 B1    B2    B3
+        stage 1    F0 F1    B0 F2 B1 F3 B2    B3
+        stage 2       F0 B0 F1 B1 F2 B2 F3 B3
+
+    1. Warm-up: stage `k` runs `stages - k` forwards, so that the last stage can start early.
+    2. Steady state: each backward frees the activations that the next forward needs.
+    3. Cool-down: the remaining backwards. All gradients are summed before the weights change.
+
     Reference: Narayanan et al., "PipeDream: Generalized Pipeline Parallelism for DNN Training",
     SOSP 2019; "Memory-Efficient Pipeline-Parallel DNN Training", ICML 2021 (with a flush).
 
@@ -64,11 +76,11 @@ NAMES = (*SCHEDULES, PIPEDREAM)
 
 
 def before(actions: Actions) -> dict[tuple[str, int], list[tuple[str, int]]]:
-    """What a stage has to have done before each of its actions.
+    """Actions that a stage must have done before each of its actions.
 
-    A forward waits for the forward and the backward that stand before it, which bounds how many
-    micro-batches are kept. A backward waits for nothing but its gradients, which come in turn: so
-    the stage has something to do while tensors are on their way.
+    A forward waits for the preceding forward and the preceding backward, which bounds how many
+    micro-batches are kept. A backward waits for nothing but its gradients, which arrive in order:
+    so the stage is busy while tensors are being sent.
 
     Args:
         actions: One stage's part of a schedule.

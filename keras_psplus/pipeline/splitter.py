@@ -1,4 +1,4 @@
-"""Puts models on stages: each is split once, before it is used for the first time."""
+"""Splitter of models into stages, which splits each before its first use."""
 
 from __future__ import annotations
 
@@ -121,7 +121,7 @@ class Splitter:
         )
 
     def _measured(self, found, split):
-        """What layers take for a micro-batch; None if that is not wanted, or cannot be known."""
+        """Measured times of layers for a micro-batch; None if not wanted or not worthwhile."""
         if not self._measures or not measure.is_worth_it(found, split.rows):
             return None
         return measure.measured(found, split.rows_of_microbatch, split.devices[0])

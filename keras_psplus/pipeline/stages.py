@@ -1,4 +1,4 @@
-"""Which layer is on which stage, and where its variables are made."""
+"""Stages of layers, and devices of their variables."""
 
 import contextlib
 import contextvars
@@ -70,7 +70,7 @@ class Stages:
         self._of_layers: weakref.WeakKeyDictionary[keras.Layer, int] = weakref.WeakKeyDictionary()
 
     def note_made(self, layer: keras.Layer) -> None:
-        """Notes a layer that is being made; in a context of `stage`, it is on that stage."""
+        """Assigns a layer under construction to the stage of the `stage` context."""
         number = _given.get()
         if number is not None:
             self._of_layers[layer] = number
@@ -102,7 +102,7 @@ class Stages:
         return self.all_devices.index(device) % len(self.devices)
 
     def of_scope(self) -> int | None:
-        """The stage of the innermost layer that makes variables just now and was put on one."""
+        """Stage of the innermost layer that is creating variables and has a stage."""
         for entry in reversed(global_state.get_global_attribute("name_scope_stack") or ()):
             if isinstance(entry.caller, layers.Layer) and self.of(entry.caller) is not None:
                 return self.of(entry.caller)

@@ -1,4 +1,4 @@
-"""What the chief waits for, and workers that do not answer any more."""
+"""Detection of waits of the chief, and of workers that stop responding."""
 
 import threading
 import time
@@ -15,7 +15,7 @@ _LOOK_SECONDS = 2.0
 
 
 class StallProbe:
-    """What `stalls.Inspector` looks at, on the chief.
+    """Probe of `stalls.Inspector` on the chief.
 
     Args:
         strategy: `PipelineStrategy`.
@@ -25,7 +25,7 @@ class StallProbe:
         self._strategy = weakref.ref(strategy)
 
     def look(self) -> dict[int, PendingWait]:
-        """What is waited for just now."""
+        """Wait that is pending at present, by step."""
         strategy = self._strategy()
         progress = None if strategy is None else strategy.progress
         if progress is None or progress.at is None:
@@ -46,7 +46,9 @@ class StallProbe:
 
 
 class Watch:
-    """Ends the job when a worker has not answered for a while, as one that hangs ends no call.
+    """Watchdog that ends the job when a worker does not respond for a while.
+
+    A worker that hangs ends no call, so TensorFlow reports no error.
 
     Args:
         strategy: `PipelineStrategy`.

@@ -1,4 +1,4 @@
-"""What a task of a pipeline is to do: serve a stage, or run the rest of the script."""
+"""Role of a pipeline's task at start-up: serve a stage, or run the script."""
 
 from typing import NoReturn
 

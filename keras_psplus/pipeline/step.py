@@ -25,7 +25,7 @@ from keras_psplus.pipeline.weight_gradients import BackwardOperations
 
 @dataclasses.dataclass
 class Update:
-    """What a train step asks of an optimizer.
+    """Update that a train step requests from an optimizer.
 
     Attributes:
         optimizer: Keras optimizer.
@@ -153,7 +153,7 @@ class PipelineStep(ReplicaStep):
     def note_backward(
         self, worker: int, turn: int, made: list[tf.Operation], of_inputs: list[tf.Tensor]
     ) -> None:
-        """Notes the operations that a layer's gradients are computed by, in a turn of a worker."""
+        """Notes the operations of a layer's backward pass, in a turn of a worker."""
         if tf.compat.v1.get_default_graph() is self._graph:
             self._backward[worker, turn].note(made, of_inputs)
 
@@ -176,11 +176,11 @@ class PipelineStep(ReplicaStep):
         self._parts[id(leaf)] = leaf, parts
 
     def note_of_batch(self, structure: Any) -> None:
-        """Notes tensors that have as many rows as the batch though TensorFlow does not know it."""
+        """Marks tensors that have the batch's rows, unknown to TensorFlow."""
         self._of_batch.update((id(leaf), leaf) for leaf in tree.flatten(structure))
 
     def rows_of(self, structure: Any) -> int | None:
-        """Number of rows of the first tensor of a structure; None if that is not known."""
+        """Number of rows of a structure's first tensor; None if it is unknown."""
         leaf = next((leaf for leaf in tree.flatten(structure) if microbatches.has_rows(leaf)), None)
         return None if leaf is None else self._rows_of_leaf(leaf)
 
@@ -188,7 +188,7 @@ class PipelineStep(ReplicaStep):
         return self.rows if id(leaf) in self._of_batch else leaf.shape[0]
 
     def take(self, structure: Any, rows: int | None, part: Microbatch) -> Any:
-        """A micro-batch's part of a structure; all of it, if the batch has no known rows."""
+        """Slices a micro-batch from a structure; all of it if the rows are unknown."""
         if rows is None:
             return structure
         parts = {
@@ -203,7 +203,7 @@ class PipelineStep(ReplicaStep):
         return leaf if self.rows is None else microbatches.with_unknown_rows(leaf)
 
     def join(self, name: str, outputs: list[Any], sizes: list[int]) -> Any:
-        """What a layer returns for the batch, of what it has returned for micro-batches."""
+        """Joins a layer's outputs for micro-batches to its output for the batch."""
         joined = microbatches.join(name, outputs, sizes)
         if self.rows is not None and sum(sizes) == self.rows:
             joined = tree.map_structure(microbatches.with_unknown_rows, joined)

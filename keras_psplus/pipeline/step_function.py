@@ -1,4 +1,4 @@
-"""The functions that take steps: traced once for each form of batch, over all stages' devices."""
+"""Step functions over all stages' devices, traced once per form of batch."""
 
 from __future__ import annotations
 
@@ -168,7 +168,7 @@ class Functions:
 
 
 class StepFunction:
-    """What `fit` and `evaluate` call with an iterator.
+    """Train or test function of `fit` and `evaluate`, called with an iterator.
 
     Args:
         engine: `PipelineEngine`.
@@ -203,7 +203,7 @@ class StepFunction:
 
 
 class PredictFunction:
-    """What `predict` calls with the batches of some steps.
+    """Predict function, called with the batches of some steps.
 
     Args:
         engine: `PipelineEngine`.

@@ -170,7 +170,7 @@ class PipelineStrategy(tf.distribute.Strategy):
 
     @property
     def engine(self) -> PipelineEngine:
-        """What answers Keras: a `keras_psplus.engine.Engine`."""
+        """Engine of the strategy, a `keras_psplus.engine.Engine`."""
         return self._engine
 
     @property
@@ -205,12 +205,12 @@ class PipelineStrategy(tf.distribute.Strategy):
 
     @property
     def compression(self) -> Compressor | None:
-        """What encodes gradients between pipelines, or None."""
+        """Compressor of gradients between pipelines, or None."""
         return self._compression
 
     @property
     def residuals(self) -> Residuals:
-        """What compressors keep of gradients: a `residuals.Residuals`."""
+        """State of gradients' compressors, a `residuals.Residuals`."""
         return self._residuals
 
     @property
@@ -220,22 +220,22 @@ class PipelineStrategy(tf.distribute.Strategy):
 
     @property
     def activation_compression(self) -> Compressor | None:
-        """What encodes activations and their gradients between stages, or None."""
+        """Compressor of activations and their gradients between stages, or None."""
         return self._activation_compression
 
     @property
     def stages(self) -> Stages:
-        """Which layer is on which stage: a `stages.Stages`."""
+        """Stages of the layers, a `stages.Stages`."""
         return self._stages
 
     @property
     def splitter(self) -> Splitter:
-        """What puts models on stages."""
+        """Splitter of models into stages."""
         return self._splitter
 
     @property
     def variables(self) -> Variables:
-        """What makes variables on stages: a `variables.Variables`."""
+        """Creator of variables on stages, a `variables.Variables`."""
         return self._variables
 
     @property
@@ -245,7 +245,7 @@ class PipelineStrategy(tf.distribute.Strategy):
 
     @property
     def progress(self) -> Progress:
-        """How far the chief is: a `keras_psplus.cluster.progress.Progress`."""
+        """Progress of the chief, a `keras_psplus.cluster.progress.Progress`."""
         return self._progress
 
     @property
@@ -255,12 +255,12 @@ class PipelineStrategy(tf.distribute.Strategy):
 
     @property
     def communication(self) -> Communication:
-        """What training sends between stages and pipelines."""
+        """Communication between stages and pipelines."""
         return self._communication
 
     @property
     def traffic(self) -> PipelineTraffic:
-        """What counts it: a `traffic.PipelineTraffic`."""
+        """Counter of the communication, a `traffic.PipelineTraffic`."""
         return self._traffic
 
     def note_failure(self) -> None:

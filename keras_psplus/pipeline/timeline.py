@@ -1,4 +1,4 @@
-"""How long a step takes, by what each stage does in which order and how long that takes."""
+"""Simulation of a step's duration, from the order and times of stages' actions."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""How long one call of a layer takes on a device, forward and backward."""
+"""Measurement of one layer's call on a device, forward and backward."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ _EFFECTS = ("PyFunc", "EagerPyFunc", "NumpyFunc", "Print", "PrintV2")
 
 
 class Times(NamedTuple):
-    """How long something takes, forward and backward."""
+    """Forward and backward times."""
 
     forward: float
     backward: float
@@ -31,7 +31,10 @@ class Times(NamedTuple):
 
 
 class CannotBeTimed(Exception):
-    """A layer does what must not be repeated, or is not made of TensorFlow's dense tensors."""
+    """A layer cannot be timed.
+
+    It has side effects that must not be repeated, or its tensors are not all dense.
+    """
 
 
 def of_call(layer: keras.Layer, call: LayerCall, rows: int, device: str) -> Times:

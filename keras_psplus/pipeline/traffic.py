@@ -115,7 +115,7 @@ def _order(sent):
 
 
 def _sent(graph: tf.Graph, results: Any, stages: Stages) -> Iterator[_Sent]:
-    """What a step sends between workers."""
+    """Tensors that a step sends between workers."""
     run, device_of = needed.operations(graph, results), devices.where_run(graph)
     # Not in the order of the set, which differs from trace to trace.
     found = {
@@ -142,7 +142,7 @@ def _is_data(tensor):
 
 
 class _Names:
-    """What a tensor that is sent is a part of."""
+    """Names of sent tensors: the weight, or the pair of stages, that each belongs to."""
 
     def __init__(self, strategy, graph, crossings, encoded):
         # By ids of tensors.
@@ -160,7 +160,7 @@ class _Names:
         }
 
     def by_key(self, found):
-        """Dict from keys to what is to be sent, and to what is sent: two lists of tensors."""
+        """Groups sent tensors by key, as lists before and after compression."""
         result: dict[_Key, tuple[list[tf.Tensor], list[tf.Tensor]]] = {}
         seen = set()
         for sent in found:
@@ -194,7 +194,7 @@ class _Names:
 
 
 def _bytes(tensors):
-    """Bytes of some tensors: an int, and scalars, one of each device that has to measure some."""
+    """Bytes of some tensors: an int, and a scalar per device with unknown shapes."""
     known, measured = 0, {}
     for tensor in tensors:
         count = tensor.shape.num_elements()

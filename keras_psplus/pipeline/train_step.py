@@ -30,7 +30,7 @@ _REDUCTIONS = ("sum", "mean", "sum_over_batch_size", "mean_with_sample_weight")
 
 
 def why_not_divided(model: keras.Model) -> str | None:
-    """Why a model's train step has to see whole batches; None if it need not."""
+    """Reason why a model's train step needs whole batches; None if it does not."""
     for name, owner in (
         ("train_step", TensorFlowTrainer),
         ("compute_loss", BaseTrainer),

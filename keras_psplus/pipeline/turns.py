@@ -1,4 +1,4 @@
-"""Micro-batches, and the turns of a stage: what it does for one of them in one direction."""
+"""Micro-batches, and the actions of a stage on one of them in one direction."""
 
 from __future__ import annotations
 
@@ -56,10 +56,10 @@ class Microbatch:
 
 
 class Turn:
-    """Context of what a stage does for one micro-batch: it begins when the one before is done.
+    """Context of a stage's action on one micro-batch, after its previous action.
 
-    Without that, a stage with one thread would do a part of every micro-batch before it gives the
-    first of them on. Operations wait for those that were traced before, so there can be no cycle.
+    Without that order, a stage with one thread would do a part of every micro-batch before it sends
+    the first of them. Operations wait for those that were traced before, so there can be no cycle.
 
     Args:
         step: `PipelineStep`.

@@ -1,9 +1,9 @@
-"""Has a stage compute gradients by its weights when those by its inputs are under way.
+"""Delays gradients of weights until a stage's gradients of inputs are computed.
 
-The stage before waits for gradients by activations, and nobody waits for gradients by weights until
-the optimizer does. A stage that computes both layer by layer sends the former later than it could.
-Reference: Qi et al., "Zero Bubble Pipeline Parallelism", ICLR 2024, which gives the two parts of a
-backward pass their own places in the schedule.
+The previous stage waits for gradients of activations, and only the optimizer waits for gradients of
+weights. A stage that computes both layer by layer sends the former later than it could.
+Reference: Qi et al., "Zero Bubble Pipeline Parallelism", ICLR 2024, where the two parts of a
+backward pass have separate places in the schedule.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from keras_psplus.pipeline.needed import with_inputs
 
 @dataclasses.dataclass
 class BackwardOperations:
-    """What a worker does for the gradients of one micro-batch.
+    """Operations of a worker's backward pass for one micro-batch.
 
     Attributes:
         operations: All operations.
@@ -53,7 +53,7 @@ def delay(turns: Iterable[BackwardOperations]) -> None:
 
 
 def _last(turn, inside):
-    """The gradients by inputs that no other gradient by inputs of the turn is computed of."""
+    """Gradients of inputs from which the turn computes no further gradients of inputs."""
     found = {id(tensor): tensor for tensor in turn.of_inputs[-1]} if turn.of_inputs else {}
     for tensors in turn.of_inputs:
         for tensor in tensors:

@@ -1,4 +1,4 @@
-"""Two versions of a model's weights, for two batches that are under way at the same time."""
+"""Two versions of a model's weights, for two batches in flight."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ class WeightVersions:
         return handles == [id(variable._value.handle) for variable in self.variables]
 
     def handles(self, turn: int) -> dict[int, tf.Tensor]:
-        """What a call captures in the place of variables, by the ids of the variables' handles.
+        """Copies of variables for a call, by ids of the handles that they replace.
 
         Args:
             turn: Number of the call.

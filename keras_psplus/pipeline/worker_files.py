@@ -74,7 +74,7 @@ class PipelineWorkerFiles(WorkerFiles):
                 self._strategy.residuals.read(path)
 
     def _files(self, folder):
-        """Names of the files, also those that were not written to their end, and their steps."""
+        """Names of the files, complete or not, and their steps."""
         if not file_utils.exists(folder_in(folder)):
             return {}
         matches = [_FILE.match(name) for name in file_utils.listdir(folder_in(folder))]

@@ -1,1 +1,4 @@
-"""What each way of training would take, by arithmetic alone: nothing here imports TensorFlow."""
+"""Predictions of each entry's costs, by arithmetic alone.
+
+Nothing here imports TensorFlow.
+"""

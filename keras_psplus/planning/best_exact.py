@@ -1,4 +1,4 @@
-"""Which entry a cluster takes by itself: the fastest of those that train as one process does."""
+"""Automatic choice of a cluster's entry: the fastest that trains exactly."""
 
 from __future__ import annotations
 
@@ -17,11 +17,11 @@ class NoPlanError(ValueError):
 
 @dataclasses.dataclass(frozen=True)
 class Chosen:
-    """What is taken.
+    """The chosen entry.
 
     Attributes:
         entry: Its name in the catalogue.
-        reason: Why, in one line.
+        reason: The reason, in one line.
     """
 
     entry: str
@@ -93,7 +93,7 @@ def choose(
 
 
 def _trainers(path, workers, ps, chief):
-    """How many tasks train that way in such a cluster; 0 if it does not allow it."""
+    """Number of tasks that train that way in a cluster; 0 if it cannot."""
     if path == "alone":
         return 0
     if path == "all_reduce":

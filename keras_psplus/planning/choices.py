@@ -1,4 +1,4 @@
-"""The plan: what each way of training would take of one model, the recommended one first."""
+"""The plan: predicted costs of each entry for one model, the recommended one first."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ _LEVEL = 1.02
 
 @dataclasses.dataclass(frozen=True)
 class Facts:
-    """What was measured of a model in one process.
+    """Measurements of a model in one process.
 
     Attributes:
         model: Its name.
@@ -28,7 +28,7 @@ class Facts:
         rows: Rows of one worker's.
         step_ms: Milliseconds of a step with one worker's.
         single_ms: Milliseconds of a step with the script's batches.
-        work: What a worker has to send of a step.
+        work: Gradients that a worker sends in a step.
         slots: Numbers that the optimizer keeps for each weight.
         int8_ms: Milliseconds of the processor to send a million elements as int8, with feedback.
     """
@@ -55,7 +55,7 @@ class Facts:
 
     @property
     def processor(self) -> float:
-        """How many times the milliseconds of the lab's processor the measured one takes."""
+        """Slowness of the measured processor, relative to the lab's."""
         return self.int8_ms / cost_model.COMPRESSOR_MS["int8"]
 
     def one_worker_ms(self, workers: int) -> float:
@@ -63,7 +63,7 @@ class Facts:
         return self._milliseconds_of(workers * self.rows)
 
     def shared_by(self, workers: int) -> Facts:
-        """What would have been measured for another number of workers, by straight lines."""
+        """Linear estimate of the measurements for another number of workers."""
         rows = max(1, math.ceil(self.batch_rows / workers))
         if rows == self.rows:
             return self
@@ -80,7 +80,7 @@ class Facts:
         return dataclasses.replace(self, rows=rows, step_ms=ms, work=work)
 
     def _milliseconds_of(self, rows):
-        """Milliseconds of a step with so many rows, which never takes less for more of them."""
+        """Milliseconds of a step with some rows, nondecreasing in their number."""
         if self.batch_rows == self.rows:
             return self.single_ms * rows / self.rows
         slope = max(0.0, (self.single_ms - self.step_ms) / (self.batch_rows - self.rows))
@@ -137,7 +137,7 @@ class Choices:
 
     @property
     def reason(self) -> str:
-        """Why it is recommended, in one sentence or two."""
+        """Reason for the recommendation, in one sentence or two."""
         best = self.recommended
         moved = max(best.prediction.sent, best.prediction.received)
         why = f"`{best.entry}` is the fastest that trains as one process does"
@@ -228,7 +228,7 @@ def choose(facts: Facts, entries: Mapping[str, Traits], cluster: Cluster) -> Cho
 
 
 def predict(entry: str, traits: Traits, facts: Facts, cluster: Cluster) -> Choice:
-    """What one entry would take.
+    """Predicts the costs of one entry.
 
     Args:
         entry: Its name.
@@ -244,7 +244,7 @@ def predict(entry: str, traits: Traits, facts: Facts, cluster: Cluster) -> Choic
 
 
 def best_of(choices: Iterable[Choice]) -> Choice:
-    """The fastest; of those that take as long, what needs no servers and has the plainest name."""
+    """The fastest choice; among equals, one without servers and with the shortest name."""
     choices = list(choices)
     fastest = min(choice.prediction.ms for choice in choices)
     level = [choice for choice in choices if choice.prediction.ms <= _LEVEL * fastest]

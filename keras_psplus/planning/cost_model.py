@@ -1,4 +1,4 @@
-"""How long a step takes under each way of training: computing, compressing, and the links.
+"""Cost model of a step under each entry: computing, compressing, and the links.
 
     ms = computing + compressors + messages + bytes between workers + bytes to and from servers
 
@@ -55,7 +55,7 @@ _LEAST_TABLE = 1 << 20
 
 @dataclasses.dataclass(frozen=True)
 class Cluster:
-    """What to train on.
+    """Cluster that a plan is made for.
 
     Attributes:
         workers: Number of workers.
@@ -83,7 +83,7 @@ class Cluster:
 
 @dataclasses.dataclass(frozen=True)
 class Prediction:
-    """What a step is predicted to take.
+    """Predicted costs of a step.
 
     Attributes:
         sent: Bytes that a worker sends.
@@ -149,7 +149,7 @@ def milliseconds(traits: Traits, work: Work, step_ms: float, cluster: Cluster) -
 
 
 def parts(traits: Traits, work: Work, step_ms: float, cluster: Cluster) -> Parts:
-    """What a step's milliseconds are the sum of, with arguments as of `predict`."""
+    """Parts of a step's milliseconds, with arguments as of `predict`."""
     if traits.path == "alone":
         return Parts(step_ms)
     moved = flows(traits, work, cluster.workers)

@@ -77,7 +77,7 @@ class Table:
 
 @dataclasses.dataclass(frozen=True)
 class Work:
-    """What one worker has to send of a model's step.
+    """Gradients that one worker sends in a model's step.
 
     Attributes:
         variables: Those with dense gradients.
@@ -186,7 +186,10 @@ def _payload(work, compression, workers):
 
 
 def _factors(variable, compression, workers):
-    """The fewer bytes of factors, and of what a ring sends to each of the others."""
+    """The fewer bytes of the two: factors, or pieces of a ring.
+
+    A ring's are the bytes sent to each of the other workers.
+    """
     if len(variable.shape) < 2:
         return 2 / workers * _size(variable.shape, None)
     number = _BYTES[compression.partition(":")[2] or None]

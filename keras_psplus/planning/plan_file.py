@@ -13,11 +13,11 @@ from keras_psplus.planning.cost_model import Cluster
 
 
 class Plan(NamedTuple):
-    """What a choice for another cluster can be made of.
+    """Measurements of a plan, from which another cluster's choice can be computed.
 
     Attributes:
-        facts: What was measured of the model.
-        cluster: What the plan was made for.
+        facts: Measurements of the model.
+        cluster: Cluster that the plan was made for.
     """
 
     facts: Facts

@@ -1,4 +1,4 @@
-"""In which order hosts should stand for the neighbours of a ring to be near each other."""
+"""Order of hosts in a ring with short distances between neighbours."""
 
 from __future__ import annotations
 
@@ -70,7 +70,9 @@ def better(
 def ring_ms(
     links: Links, order: Sequence[int], groups: Sequence[Sequence[int]], count: float
 ) -> float:
-    """Milliseconds of a sum along a ring: as many rounds as pieces go, at the slowest link's pace.
+    """Milliseconds of a sum along a ring, whose rounds take the slowest link's time.
+
+    There are two rounds for each piece but the first.
 
     Args:
         links: As for `better`.
@@ -98,7 +100,7 @@ def _ms(links, host, other, count):
 
 
 def _from_nearest(links, first):
-    """An order in which each host is followed by the nearest one of those that are left."""
+    """Nearest-neighbour order, starting from `first`."""
     order, left = [first], [host for host in range(len(links.hosts)) if host != first]
     while left:
         # A message of some length: neither latency nor bandwidth alone.

@@ -1,4 +1,4 @@
-"""What a way of training sends, and to whom: what its bytes and its time follow from."""
+"""Traits of an entry: messages and their receivers, which determine bytes and time."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ _UPDATES = {"Accumulate": "accumulate", "LocalSGD": "local", "DiLoCo": "local"}
 
 @dataclasses.dataclass(frozen=True)
 class Traits:
-    """What a way of training sends, and to whom.
+    """Messages of an entry, and their receivers.
 
     Attributes:
         path: `"alone"`, `"all_reduce"`, `"parameter_server"` or `"hybrid"`.
@@ -53,7 +53,7 @@ class Traits:
 
     @property
     def loses(self) -> str:
-        """What makes training differ from that of one process; `"exact"` if nothing does."""
+        """Differences from the training of one process; `"exact"` if there are none."""
         lossy = [c for c in (self.compression, self.rows, self.pull) if c not in (None, "factors")]
         words = []
         if not self.waits or self.prefetch:
@@ -105,6 +105,6 @@ def traits_of(source: str) -> Traits:
 
 
 def _name(node):
-    """What a call calls, without its module; None for anything else."""
+    """Name of the function in a call, without its module; None for other nodes."""
     function = getattr(node, "func", None)
     return getattr(function, "attr", getattr(function, "id", None))

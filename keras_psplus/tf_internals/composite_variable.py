@@ -1,4 +1,4 @@
-"""What Keras, the tape and checkpoints take for a `tf.Variable`, but is not one resource."""
+"""Variables that Keras, the tape and checkpoints accept, without a single resource."""
 
 from typing import Any
 

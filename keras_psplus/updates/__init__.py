@@ -1,4 +1,7 @@
-"""When workers communicate: at every step, or more rarely. Strategies take one as `updates=`."""
+"""Update rules: how often workers communicate.
+
+Strategies take one as `updates=`.
+"""
 
 from keras_psplus.updates.accumulate import Accumulate
 from keras_psplus.updates.base import Context, ReplicaUpdates, Updates

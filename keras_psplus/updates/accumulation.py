@@ -10,7 +10,7 @@ from keras_psplus.updates.base import Context, ReplicaUpdates
 
 
 class Form(NamedTuple):
-    """What has to be known of a gradient to sum such ones.
+    """Types of a gradient, needed to allocate its accumulator.
 
     Attributes:
         dtype: Its dtype.

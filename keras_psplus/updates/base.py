@@ -1,4 +1,7 @@
-"""What an update rule is: when gradients are applied, and when workers communicate."""
+"""Base classes of update rules.
+
+An update rule says when gradients are applied, and when workers communicate.
+"""
 
 from __future__ import annotations
 
@@ -14,16 +17,16 @@ if TYPE_CHECKING:
 
 
 class Context(NamedTuple):
-    """What an update rule is given to begin with, for one replica and one optimizer.
+    """Context of an update rule, for one replica and one optimizer.
 
     Attributes:
         states: Has a method `variable(name, shape, dtype)` that makes a variable of zeros, of the
             replica's own, or finds it. It has `read_value()`, `assign(value, read_value=False)` and
             `assign_add`. Backups keep these variables.
-        name: What tells these variables from others of the same optimizer.
+        name: Prefix that distinguishes these variables from others of the same optimizer.
         forms: List of `accumulation.Form`, of the gradients to come; None for None.
         variables: Their Keras variables.
-        parts: What `on_build` has returned, with the trained variables only.
+        parts: The result of `on_build`, with the trained variables only.
         averaged: Further variables of the optimizer's that are to be averaged with the weights.
         sums: Function of a list of tensors, their Keras variables, an int64 scalar that counts
             the calls, and whether to compress. It returns the sums over all replicas.

@@ -80,7 +80,7 @@ class Fragment:
         self._under_way.assign(1, read_value=False)
 
     def send_part(self) -> None:
-        """Sends the part whose turn it is of what is under way."""
+        """Sends the next part of the pending change, if one is due."""
         for i, part in enumerate(self._parts if self._overlap else ()):
             self._send_if(tf.equal(self._under_way.read_value(), i + 1), part)
 
@@ -125,7 +125,7 @@ class Fragment:
         return self._sums(tensors, variables, self._round.read_value(), True)
 
     def _changes(self):
-        """Way back to where the replica set out, weighted by the rows that it has seen."""
+        """Change since the last anchor, weighted by the rows that the replica has seen."""
         seen = self._seen.read_value()
         weight = tf.math.divide_no_nan(seen[0], seen[1])
         self._weight.assign(weight, read_value=False)

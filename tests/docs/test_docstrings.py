@@ -1,4 +1,7 @@
-"""Every public name has a docstring, with `Args` where it takes some, for docs/reference.md."""
+"""Every public name has a docstring, with `Args` where it takes some, for docs/reference.md.
+
+The first lines of all docstrings keep the rule of docstrings.py.
+"""
 
 import importlib
 import inspect
@@ -7,7 +10,7 @@ import re
 import pytest
 
 import keras_psplus
-from tests.docs import pages
+from tests.docs import docstrings, pages
 
 MODULES = [
     "keras_psplus",
@@ -90,3 +93,28 @@ def test_the_reference_has_all_public_names():
     shown = {name.rpartition(".")[2] for name in BESIDE}
     shown |= {name for module in MODULES if module in BESIDE for name in names_of(module)}
     assert {name for name in keras_psplus.__all__ if name != "__version__"} <= shown
+
+
+def test_first_lines_name_things():
+    found = docstrings.check(docstrings.sources())
+    assert not found, "\n".join(found)
+
+
+@pytest.mark.parametrize(
+    "line, fault",
+    [
+        ("Duplicate rows in IndexedSlices.", None),
+        ("Reduces buckets of gradients, e.g. `Dense` layers'.", None),
+        ("Whether a gradient has rows.", None),
+        ("What a worker has sent.", "'What'"),
+        ("Which rows a worker reads.", "'Which'"),
+        ("Whose gradients are summed.", "'Whose'"),
+        ("Gradients " + "that are summed " * 5 + ".", "17 words"),
+        ("Which one?", "question"),
+        ("Gradients of a step", "period"),
+        ("Sends gradients. Waits for sums.", "two sentences"),
+    ],
+)
+def test_faults_of_first_lines(line, fault):
+    found = " ".join(docstrings.faults(line))
+    assert (fault in found) if fault else not found
