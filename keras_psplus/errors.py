@@ -78,7 +78,7 @@ class PeerLostError(TaskLostError):
 
 
 class ParameterServerLostError(TaskLostError):
-    """A parameter server has died, and with it the variables that it held: restart the job."""
+    """A parameter server has died with the variables that it held: restart the job."""
 
 
 class WorkersLostError(TaskLostError):
@@ -86,7 +86,7 @@ class WorkersLostError(TaskLostError):
 
 
 class StageLostError(TaskLostError):
-    """A worker has died, and with it the variables of its pipeline stage: restart the job."""
+    """A worker has died with the variables of its stage: restart the job."""
 
 
 class ChiefLostError(TaskLostError):
