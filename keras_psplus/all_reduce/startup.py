@@ -63,7 +63,7 @@ def task_of(
     Args:
         cluster_resolver: `ClusterResolver`, or None to read `TF_CONFIG`.
     """
-    if cluster_resolver:
+    if cluster_resolver is not None:
         task = resolvers.task_of(cluster_resolver)
     else:
         task = discovery.find_task_config()
