@@ -73,6 +73,7 @@ STRATEGIES = {
     MultiWorkerMirroredStrategy: {
         **TIMES,
         "cluster_resolver": None,
+        "communication_options": None,
         "heartbeat_timeout": 20.0,
         "bucket_bytes": 1000,
         "compression": None,
@@ -96,6 +97,7 @@ STRATEGIES = {
     parameter_server.ParameterServerStrategy: {
         **TIMES,
         "cluster_resolver": None,
+        "variable_partitioner": "auto",
         "worker_timeout": 60.0,
         "compression": None,
         "pull_compression": None,

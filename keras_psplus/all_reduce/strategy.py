@@ -119,6 +119,7 @@ class MultiWorkerMirroredStrategy(tf.distribute.MultiWorkerMirroredStrategy):
         seconds("heartbeat_timeout", heartbeat_timeout)
         number("bucket_bytes", bucket_bytes, "a positive, finite number", lambda b: 0 < b <= MOST)
         stalls.check_stall_warning(stall_warning)
+        startup.check_communication_options(communication_options)
         workers = startup.workers_of(startup.task_of(cluster_resolver))
         self._topology = topology_module.get(topology, workers)
         hops = hops_of(compression, self._topology)

@@ -148,6 +148,7 @@ class ParameterServerStrategy(tf.distribute.ParameterServerStrategy):
         seconds("worker_timeout", worker_timeout)
         stalls.check_stall_warning(stall_warning)
         placement.check_weights(ps_weights)
+        placement.check_partitioner(variable_partitioner)
         # Before this task waits for others, or serves them.
         compressors = Compressors(compression, pull_compression)
         self._mode = modes.check_mode(mode, backup_workers, max_staleness)

@@ -27,7 +27,9 @@ def said(monkeypatch, caplog):
         for flag, value in flags.items():
             monkeypatch.setenv(f"KERAS_PSPLUS_{flag.upper()}", value)
         caplog.clear()
-        return maker(), caplog.text
+        made = maker()
+        said = [record.getMessage() for record in caplog.records if record.name == "keras_psplus"]
+        return made, "\n".join(said)
 
     return make
 
@@ -51,8 +53,10 @@ def test_strategies_say_what_they_are(said):
     maker = keras_psplus.MultiWorkerMirroredStrategy
     text = "<MultiWorkerMirroredStrategy(compression='int8'): no cluster>"
     assert repr(said(maker, compression="int8")[0]) == text
-    assert repr(keras_psplus.HybridStrategy()).startswith("<HybridStrategy(placement='auto', sync")
-    assert repr(keras_psplus.PipelineStrategy(2)).startswith("<PipelineStrategy(microbatches=2, ")
+    hybrid, _ = said(keras_psplus.HybridStrategy)
+    assert repr(hybrid) == "<HybridStrategy(placement='auto', sync=True): no cluster>"
+    pipeline, _ = said(lambda: keras_psplus.PipelineStrategy(2))
+    assert repr(pipeline).startswith("<PipelineStrategy(microbatches=2, ")
 
 
 def test_flags_without_effect_are_named(said):
