@@ -72,7 +72,18 @@ def __getattr__(name):
 def _in_launcher():
     """Whether this process is the `keras-psplus` command, which must start without TensorFlow."""
     command = os.path.basename(sys.argv[0]) if sys.argv else ""
-    return command == "keras-psplus" or sys.orig_argv[1:3] == ["-m", "keras_psplus"]
+    return command == "keras-psplus" or _module_of(sys.orig_argv[1:]) == "keras_psplus"
+
+
+def _module_of(arguments):
+    """The module that Python was told to run by `-m`, behind options of its own."""
+    while arguments[:1] and arguments[0].startswith("-"):
+        option, *arguments = arguments
+        if option == "-m":
+            return arguments[0] if arguments else None
+        if option in ("-W", "-X"):
+            arguments = arguments[1:]
+    return None
 
 
 if not _in_launcher():

@@ -1,5 +1,6 @@
 """The catalogue of strategies: which names there are, and the one that the environment names."""
 
+import difflib
 import importlib
 import importlib.util
 import os
@@ -11,20 +12,9 @@ from importlib.machinery import ModuleSpec
 from typing import Any
 
 from keras_psplus import entries
+from keras_psplus.cluster import launch_flags
+from keras_psplus.cluster.launch_flags import OPTION_VARIABLES, PLAIN, STRATEGY_VARIABLE
 
-STRATEGY_VARIABLE = "KERAS_PSPLUS_STRATEGY"
-# Arguments of the strategy, and the variables that they are taken from.
-OPTION_VARIABLES = {
-    "compression": "KERAS_PSPLUS_COMPRESSION",
-    "updates": "KERAS_PSPLUS_UPDATES",
-}
-
-# What the entries are variants of.
-_PLAIN: dict[str | None, str] = {
-    "MultiWorkerMirroredStrategy": "all_reduce",
-    "ParameterServerStrategy": "async_parameter_server",
-    "HybridStrategy": "hybrid",
-}
 _PACKAGE = "keras_psplus.strategies"
 _HERE = pathlib.Path(__file__).resolve().parent
 # Installed, the catalogue is a part of the package; in a checkout it lies beside it.
@@ -64,12 +54,14 @@ def strategy(default: str | None = None, *, plan: str | os.PathLike[str] | None 
             does not take what the environment asks for.
     """
     # Not at module level: the launcher imports this module for `find` and `names` alone.
+    from keras_psplus import tracebacks
     from keras_psplus.cluster.roles import is_evaluator
 
+    tracebacks.install()
     if is_evaluator():
         return load("single").strategy()
     name = os.environ.get(STRATEGY_VARIABLE) or default or _default()
-    options = {
+    options: dict[str, Any] = {
         option: os.environ[variable]
         for option, variable in OPTION_VARIABLES.items()
         if os.environ.get(variable)
@@ -80,8 +72,9 @@ def strategy(default: str | None = None, *, plan: str | os.PathLike[str] | None 
             received = ", ".join(f"{OPTION_VARIABLES[o]}={text}" for o, text in options.items())
             raise ValueError(f"{name} {problem}. Received: {received}")
     if plan is not None and entries.read(find(name)).strategy == entries.AUTO:
-        return load(name).strategy(plan=plan)
-    return load(name).strategy(**options)
+        options["plan"] = plan
+    with launch_flags.settled():
+        return load(name).strategy(**options)
 
 
 def problem_with(entry: entries.Entry, options: Collection[str]) -> str | None:
@@ -106,7 +99,7 @@ def problem_with(entry: entries.Entry, options: Collection[str]) -> str | None:
                 return f"sets `{option}` itself: leave out --{option}"
         if option in entry.options:
             return (
-                f"sets `{option}` itself: take --strategy {_PLAIN[entry.strategy]}, which does not"
+                f"sets `{option}` itself: take --strategy {PLAIN[entry.strategy]}, which does not"
             )
         if entry.strategy == "get_strategy":
             return f"has no `{option}`: take --strategy all_reduce"
@@ -198,6 +191,12 @@ def _default():
 
 
 def _listing(name_or_file):
+    near = difflib.get_close_matches(long_name(os.fspath(name_or_file)), names(), 1)
+    if near:
+        return (
+            f"Did you mean {near[0]!r}? `keras-psplus run --list` shows all. "
+            f"Received: {str(name_or_file)!r}"
+        )
     listed = ", ".join(names()) or "(none found)"
     return (
         f"Give one of {listed}, or the path of a .py file that defines `strategy()`. "

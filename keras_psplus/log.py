@@ -12,6 +12,8 @@ class _Handler(logging.StreamHandler):
     """Handler that writes whole lines, also while Keras's progress bar is shown."""
 
     def emit(self, record):
+        if self.stream is None:
+            return  # The process was started without a stderr.
         if self.stream.isatty():
             self.stream.write("\r\x1b[K")  # the bar is drawn again with the next step
         super().emit(record)

@@ -19,6 +19,7 @@ from typing import Any
 
 __version__ = "0.2.0.dev0"
 
+_OTHER_BACKENDS = ("jax", "torch", "openvino", "mlx")
 SKIP_VARIABLE = "KERAS_PSPLUS_SKIP_VERSION_CHECK"
 
 
@@ -263,7 +264,8 @@ def _check_backend() -> None:
     if backend != "tensorflow":
         raise ImportError(
             "keras_psplus needs Keras's TensorFlow backend: set KERAS_BACKEND=tensorflow before "
-            f"keras is imported for the first time. Received: KERAS_BACKEND={backend}"
+            'keras is imported for the first time, or "backend" in keras.json. '
+            f"Received: KERAS_BACKEND={backend}"
         )
 
 
@@ -276,7 +278,12 @@ def _backend() -> str:
     wanted = os.environ.get("KERAS_BACKEND", "")
     if "keras" not in sys.modules and wanted not in ("", "tensorflow"):
         return wanted
-    return importlib.import_module("keras").backend.backend()
+    try:
+        return importlib.import_module("keras").backend.backend()
+    except ImportError as error:
+        if error.name in _OTHER_BACKENDS:  # as keras.json asks for it
+            return error.name
+        raise
 
 
 def _major_minor(version: str) -> tuple[int, int]:

@@ -72,6 +72,8 @@ TIMES = {"startup_timeout": 60.0, "stall_warning": 60.0}
 STRATEGIES = {
     MultiWorkerMirroredStrategy: {
         **TIMES,
+        "cluster_resolver": None,
+        "communication_options": None,
         "heartbeat_timeout": 20.0,
         "bucket_bytes": 1000,
         "compression": None,
@@ -89,10 +91,13 @@ STRATEGIES = {
         "table_timeout": 60.0,
         "snapshot_every": 5,
         "snapshot_dir": "folder",
+        "tables_dir": None,
         "job_token": None,
     },
     parameter_server.ParameterServerStrategy: {
         **TIMES,
+        "cluster_resolver": None,
+        "variable_partitioner": "auto",
         "worker_timeout": 60.0,
         "compression": None,
         "pull_compression": None,

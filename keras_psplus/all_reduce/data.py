@@ -24,6 +24,9 @@ if TYPE_CHECKING:
     from keras_psplus.all_reduce.strategy import MultiWorkerMirroredStrategy
 
 
+_is_said = False
+
+
 class Distributed(NamedTuple):
     """A data adapter's data, shared out.
 
@@ -297,7 +300,12 @@ def _policy_of_shares(strategy, dataset, proposals, readers):
 
 
 def _log_distribution(strategy, how):
-    info_once(
+    """Says how the first data of a process, as a rule those of `fit`, are divided."""
+    global _is_said
+    if _is_said or not strategy.is_chief:
+        return
+    _is_said = True
+    logger.info(
         "data over %d worker(s) x %d replica(s): %s",
         strategy.num_workers,
         strategy.extended.world.local_replicas,

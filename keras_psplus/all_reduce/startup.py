@@ -3,6 +3,7 @@
 import tensorflow as tf
 
 from keras_psplus.all_reduce import heartbeat
+from keras_psplus.arguments import shown
 from keras_psplus.cluster import config, discovery, early_init, preflight, resolvers, tuning
 from keras_psplus.tf_internals import context, coordination_config_pb2, multi_worker_util
 
@@ -63,11 +64,22 @@ def task_of(
     Args:
         cluster_resolver: `ClusterResolver`, or None to read `TF_CONFIG`.
     """
-    if cluster_resolver:
+    if cluster_resolver is not None:
         task = resolvers.task_of(cluster_resolver)
     else:
         task = discovery.find_task_config()
     return None if task is None or task.task_type == "evaluator" else task
+
+
+def check_communication_options(given: object) -> None:
+    """Raises `ValueError` for what are no options of TensorFlow."""
+    kind = tf.distribute.experimental.CommunicationOptions
+    # Its constructor returns another class than it is the name of.
+    if given is not None and not isinstance(given, (kind, type(kind()))):
+        raise ValueError(
+            "`communication_options` must be a `tf.distribute.experimental.CommunicationOptions`, "
+            f"or None. Received: communication_options={shown(given)}"
+        )
 
 
 def workers_of(task: config.TaskConfig | None) -> list[str] | None:

@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 import tensorflow as tf
 
+from keras_psplus import tracebacks
 from keras_psplus import updates as updates_module
 from keras_psplus.all_reduce import auto_topology, gradients, startup, stopped_peers
 from keras_psplus.all_reduce import topology as topology_module
@@ -22,10 +23,11 @@ from keras_psplus.all_reduce.replica_step import MirroredReplicaStep
 from keras_psplus.all_reduce.stalls import StallProbe
 from keras_psplus.all_reduce.step_marks import StepMarks
 from keras_psplus.arguments import MOST, number, seconds, shown
-from keras_psplus.cluster import stalls
+from keras_psplus.cluster import launch_flags, stalls
 from keras_psplus.cluster.progress import Progress
 from keras_psplus.core import batches, failure, live_strategies
 from keras_psplus.core.control import ControlPlane
+from keras_psplus.core.strategy_text import describe
 from keras_psplus.tf_internals import autograph_api as autograph
 from keras_psplus.tf_internals import autograph_context as ag_ctx
 from keras_psplus.tf_internals import def_function, distribute_utils
@@ -109,10 +111,15 @@ class MultiWorkerMirroredStrategy(tf.distribute.MultiWorkerMirroredStrategy):
         updates: str | updates_module.Updates | None = None,
         topology: str | Sequence[Sequence[str | int]] | None = None,
     ) -> None:
+        compression, updates = launch_flags.fill(
+            type(self).__name__, compression=compression, updates=updates
+        )
+        tracebacks.install()
         seconds("startup_timeout", startup_timeout)
         seconds("heartbeat_timeout", heartbeat_timeout)
         number("bucket_bytes", bucket_bytes, "a positive, finite number", lambda b: 0 < b <= MOST)
         stalls.check_stall_warning(stall_warning)
+        startup.check_communication_options(communication_options)
         workers = startup.workers_of(startup.task_of(cluster_resolver))
         self._topology = topology_module.get(topology, workers)
         hops = hops_of(compression, self._topology)
@@ -126,6 +133,7 @@ class MultiWorkerMirroredStrategy(tf.distribute.MultiWorkerMirroredStrategy):
             control = ControlPlane(
                 self._task, startup_timeout, stall_warning, lambda: heartbeats.lost
             )
+        self._options = {"compression": compression, "updates": updates, "topology": topology}
         self._engine: Engine | None = None
         self._wrapped_functions: weakref.WeakKeyDictionary[Any, Any] = weakref.WeakKeyDictionary()
         self._step_marks = StepMarks()
@@ -175,6 +183,9 @@ class MultiWorkerMirroredStrategy(tf.distribute.MultiWorkerMirroredStrategy):
         return self.num_replicas_in_sync > 1 or self._updates is not None
 
     _engine_class = AllReduceEngine
+
+    def __repr__(self) -> str:
+        return describe(self, self._task, **self._options)
 
     @property
     def engine(self) -> Engine:

@@ -1,8 +1,11 @@
 """`keras-psplus doctor`: what this machine has, how TF_CONFIG is understood, and what is wrong."""
 
+import contextlib
 import importlib.metadata
+import logging
 import os
 import platform
+import subprocess
 import sys
 
 from absl import flags
@@ -10,20 +13,24 @@ from absl import flags
 import keras_psplus
 from keras_psplus import versions
 from keras_psplus.cli import parsing
+from keras_psplus.cluster import proxies
 from keras_psplus.cluster.config import (
     ClusterConfigError,
     ClusterStartupError,
 )
 from keras_psplus.cluster.discovery import find_ranks, find_task_config
 from keras_psplus.cluster.environment import available_cores
+from keras_psplus.cluster.noise import NoiseFilter
 from keras_psplus.cluster.preflight import check_local_address, probe_peers
+from keras_psplus.log import logger
 
 _USAGE = """
 usage: keras-psplus doctor [flags]
 
 Shows versions, devices, cores and memory, the cluster as TF_CONFIG or a launcher's variables
 describe it, whether this task's port is free and every other task can be reached, and what Slurm's
-and Kubernetes's variables say. Compiles the library's C++ kernels if this machine has not done so.
+and Kubernetes's variables say. With --kernels, compiles the library's C++ kernels if this machine
+has not done so; otherwise the first step that needs them does.
 With --hooks, shows which functions of Keras the library replaces, and whether those of this Keras
 fit. With --links, started in each task of a cluster at once, measures the links between workers,
 and shows which groups they make (with --json, what `keras-psplus plan --links` reads). Exits with 1
@@ -38,6 +45,17 @@ _SLURM = (
     "SLURM_CPUS_PER_TASK",
     "SLURMD_NODENAME",
 )
+# Keeps what comes, and gives it back; to stderr if nobody is there any more.
+_KEEPER = """
+import os, sys
+kept = sys.stdin.buffer.read()
+try:
+    sys.stdout.buffer.write(kept)
+    sys.stdout.flush()
+except BrokenPipeError:
+    sys.stderr.buffer.write(kept)
+    os._exit(1)
+"""
 _KUBERNETES = ("KUBERNETES_SERVICE_HOST", "KUBERNETES_SERVICE_PORT", "HOSTNAME", "POD_IP")
 
 
@@ -68,9 +86,11 @@ def main(argv: list[str]) -> int:
         return parsing.complain("doctor", wrong)
     problems: list[str] = []
     _software(problems)
-    _machine(problems, options.devices)
+    with _later() as said:
+        _machine(problems, options.devices, options.kernels)
     _cluster(problems, options.timeout)
     _scheduler()
+    _tensorflow(said)
     print()
     if not problems:
         print("No problem found.")
@@ -92,6 +112,9 @@ def _flags():
     )
     flags.DEFINE_boolean(
         "devices", True, "Whether to import TensorFlow and list devices.", flag_values=values
+    )
+    flags.DEFINE_boolean(
+        "kernels", False, "Compile the C++ kernels if they are not yet.", flag_values=values
     )
     flags.DEFINE_boolean(
         "hooks",
@@ -141,7 +164,7 @@ def _version(package):
     return versions.__version__ + " (checkout)"  # which is not installed
 
 
-def _machine(problems, with_devices):
+def _machine(problems, with_devices, compiles):
     print("\nmachine")
     _row("host", platform.node())
     _row("cores", f"{available_cores()} usable of {os.cpu_count()}")
@@ -158,7 +181,7 @@ def _machine(problems, with_devices):
     _row("devices", ", ".join(device.name.removeprefix("/physical_device:") for device in devices))
     from keras_psplus import native
 
-    _row("C++ kernels", native.state())
+    _row("C++ kernels", native.state(compiles))
     try:
         import keras
 
@@ -178,6 +201,40 @@ def _machine(problems, with_devices):
             problems.append(str(error))
 
 
+@contextlib.contextmanager
+def _later():
+    """Context in which stderr is kept; gives a list that has its lines in the end.
+
+    TensorFlow's C++ writes past Python, into the middle of the table. If it ends this process, the
+    lines are shown all the same, by the process that keeps them.
+    """
+    lines: list[str] = []
+    sys.stderr.flush()
+    command = [sys.executable, "-I", "-S", "-c", _KEEPER]
+    with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE) as keeper:
+        assert keeper.stdin is not None and keeper.stdout is not None
+        kept = os.dup(2)
+        os.dup2(keeper.stdin.fileno(), 2)
+        try:
+            yield lines
+        finally:
+            sys.stderr.flush()
+            os.dup2(kept, 2)
+            os.close(kept)
+            keeper.stdin.close()
+            lines += keeper.stdout.read().decode(errors="replace").splitlines()
+
+
+def _tensorflow(said):
+    """Shows what was written to stderr meanwhile, but for what TensorFlow says of itself."""
+    is_noise = NoiseFilter().is_noise
+    lines = [line for line in said if line.strip() and not is_noise(line)]
+    if lines:
+        print("\nTensorFlow says")
+        for line in lines:
+            print(f"  {line}")
+
+
 def _memory():
     try:
         with open("/proc/meminfo") as file:
@@ -193,7 +250,8 @@ def _cluster(problems, timeout):
         given = bool(os.environ.get("TF_CONFIG", "").strip())
         ranks = None if given else find_ranks(os.environ)
         print(f"\ncluster ({'TF_CONFIG' if ranks is None else ranks.source})")
-        config = find_task_config(timeout=timeout)
+        with _table_alone():
+            config = find_task_config(timeout=timeout)
     except ClusterConfigError as error:
         print("  cannot be used, see below")
         problems.append(str(error))
@@ -207,8 +265,22 @@ def _cluster(problems, timeout):
         _row(name, f"{address:<24} {_state(name, config, reasons, problems)}")
     if config.address is None:
         _row(config.name, "this process, beside the cluster")
+    if proxies.proxy_of() is not None:
+        # `find_task_config` has seen to it, as it does in the tasks.
+        _row("proxy", f"{proxies.proxy_of()}; tasks talk to each other without it")
     role = "saves checkpoints" if config.is_chief else "does not save checkpoints"
     _row("this process", f"{config.name}, {role}")
+
+
+@contextlib.contextmanager
+def _table_alone():
+    """Context without the lines that tasks log, as the table says the same."""
+    level = logger.level
+    logger.setLevel(logging.WARNING)
+    try:
+        yield
+    finally:
+        logger.setLevel(level)
 
 
 def _state(name, config, reasons, problems):

@@ -8,6 +8,7 @@ from absl import flags
 from keras_psplus.cli import combinations, parsing, strategy_flags
 from keras_psplus.cluster import layout
 from keras_psplus.cluster.config import EVALUATOR, ClusterConfigError, TaskConfig
+from keras_psplus.cluster.console import warn
 from keras_psplus.cluster.discovery import find_ranks, find_task_config
 
 _USAGE = """
@@ -45,6 +46,9 @@ def main(argv: list[str]) -> int:
         os.environ.update(strategy_flags.variables(options, counts, log))
     except (parsing.UsageError, ClusterConfigError, ValueError) as error:
         return parsing.complain("exec", error)
+    if config is None or config.is_chief:
+        for remark in parsing.remarks(options, command):
+            warn(remark)
     sys.stdout.flush()
     sys.stderr.flush()
     # In its place: signals, exit codes and the scheduler's accounting are the script's.

@@ -1,8 +1,11 @@
 """Dispatches `keras-psplus COMMAND ...` to the command's module."""
 
 import importlib
+import os
 import sys
 from collections.abc import Sequence
+
+from keras_psplus import versions
 
 _COMMANDS = {
     "run": "starts a script in every task of a local cluster, or prints how to on other hosts",
@@ -26,7 +29,11 @@ def main(argv: Sequence[str] | None = None) -> int:
     Returns:
         The exit code.
     """
+    _open_closed_streams()
     argv = list(sys.argv[1:] if argv is None else argv)
+    if argv[:1] in (["--version"], ["version"]):
+        print(f"keras-psplus {versions.__version__}")
+        return 0
     if not argv or argv[0] in ("-h", "--help", "help"):
         print(_help())
         return 0 if argv else 2
@@ -38,6 +45,24 @@ def main(argv: Sequence[str] | None = None) -> int:
     return importlib.import_module(f"keras_psplus.cli.{command}").main(rest)
 
 
+def _open_closed_streams():
+    """Has what nobody reads go nowhere, if the command was started without a stdout or stderr.
+
+    Otherwise the next file that is opened would get what is meant for them.
+    """
+    for number, name in enumerate(("stdin", "stdout", "stderr")):
+        if getattr(sys, name) is None:
+            try:
+                os.fstat(number)
+            except OSError:
+                null = os.open(os.devnull, os.O_RDWR)
+                if null != number:
+                    os.dup2(null, number)
+                    os.close(null)
+                os.set_inheritable(number, True)
+            setattr(sys, name, open(number, "w" if number else "r", closefd=False))
+
+
 def _help():
     lines = [f"  {name:<8} {text}" for name, text in _COMMANDS.items()]
     return "\n".join(
@@ -46,7 +71,7 @@ def _help():
             "",
             *lines,
             "",
-            "keras-psplus COMMAND --help shows a command's flags.",
+            "keras-psplus COMMAND --help shows a command's flags, --version the version.",
         ]
     )
 

@@ -1,6 +1,7 @@
 """Flags before the first other argument, everything from there on untouched."""
 
 import math
+import os
 import pathlib
 import sys
 import textwrap
@@ -23,7 +24,7 @@ def parse(flag_values: flags.FlagValues, argv: list[str]) -> list[str]:
         The arguments after the flags: the script and what belongs to it.
 
     Raises:
-        UsageError: If a flag is unknown or has a wrong value.
+        UsageError: If a flag is unknown, or has a wrong value or none.
     """
     own, rest = _split(flag_values, argv)
     try:
@@ -32,6 +33,9 @@ def parse(flag_values: flags.FlagValues, argv: list[str]) -> list[str]:
         raise UsageError(str(error)) from None
     for name in flag_values:
         value = flag_values[name].value
+        if flag_values[name].present and value in ("", []):
+            # As of a variable of the shell that is not set.
+            raise UsageError(f"--{name} needs a value. Received: --{name}=''")
         if isinstance(value, float) and not math.isfinite(value):
             raise UsageError(f"--{name} must be a finite number. Received: --{name}={value}")
     return rest
@@ -43,6 +47,36 @@ def check_script(command: list[str]) -> None:
         raise UsageError("name the script to run, after the flags")
     if not pathlib.Path(command[0]).is_file():
         raise UsageError(f"there is no script {command[0]!r}")
+
+
+def remarks(flag_values: flags.FlagValues, command: list[str]) -> list[str]:
+    """Returns lines on what may not be meant: flags behind the script, another backend of Keras.
+
+    Args:
+        flag_values: The command's flags.
+        command: The script, which exists, and its arguments.
+    """
+    lines = []
+    script = pathlib.Path(command[0]).read_text(errors="replace")
+    behind = [word.partition("=")[0] for word in command[1:] if word.startswith("--")]
+    names = {word.lstrip("-").replace("-", "_") for word in behind}
+    # A script that has a flag of this name is meant by it.
+    ours = sorted(name for name in names if _is_flag(flag_values, name) and name not in script)
+    if ours:
+        listed = ", ".join(f"--{name}" for name in ours)
+        lines.append(
+            f"{listed}: behind the script, and so passed to it; flags of keras-psplus go before it"
+        )
+    backend = os.environ.get("KERAS_BACKEND", "")
+    if backend not in ("", "tensorflow") and "KERAS_BACKEND" not in script:
+        lines.append(
+            f"KERAS_BACKEND={backend}: the strategies need Keras's TensorFlow backend; unset it"
+        )
+    return lines
+
+
+def _is_flag(flag_values, name):
+    return name in flag_values or name.removeprefix("no") in flag_values
 
 
 def asks_for_help(flag_values: flags.FlagValues, argv: list[str]) -> bool:
@@ -86,7 +120,7 @@ def _split(flag_values, argv):
             break
         name, equals, value = word.lstrip("-").partition("=")
         name = name.replace("-", "_")  # --dry-run is --dry_run
-        known = name in flag_values or name.removeprefix("no") in flag_values
+        known = _is_flag(flag_values, name)
         own.append(f"--{name}{equals}{value}" if known else word)
         position += 1
         takes_value = name in flag_values and not flag_values[name].boolean

@@ -26,7 +26,7 @@ from keras_psplus.cli import (
     strategy_flags,
 )
 from keras_psplus.cluster import restarts
-from keras_psplus.cluster.console import Console, drop_unwritten
+from keras_psplus.cluster.console import Console, drop_unwritten, warn
 from keras_psplus.cluster.environment import TOKEN_VARIABLE, plan_tasks, python_path
 from keras_psplus.cluster.job_record import JobRecord
 from keras_psplus.cluster.processes import LocalCluster
@@ -47,6 +47,8 @@ traceback is shown last, and its exit code is passed on. Ctrl-C ends all tasks.
   keras-psplus run --max_restarts 3 --chaos kill:worker1@step=20 train.py
   keras-psplus run --hosts 10.0.0.1,10.0.0.2 --dry_run train.py     how to start it on two hosts
 """
+# Each has a port, and the launcher two open files for it.
+_MOST_TASKS = 1000
 _ERROR_GRACE, _IDLE_GRACE = 3.0, 0.5
 
 
@@ -106,6 +108,8 @@ def main(argv: list[str]) -> int:
         json_log = outputs.json_log(options.json_log)
     except (parsing.UsageError, ValueError) as error:
         return parsing.complain("run", error)
+    for remark in parsing.remarks(options, command):
+        warn(remark)
     live = "chief-0" if layout["chief"] else "worker-0"
     console = Console(live=live, quiet=not options.verbose)
 
@@ -152,6 +156,9 @@ def main(argv: list[str]) -> int:
         return 128 + signal.SIGINT
     except (plan_script.ScriptError, WarmStartError) as error:
         print(f"keras-psplus run: {error}", file=sys.stderr)
+        return 1
+    except (OSError, RuntimeError) as error:  # no process, file or port is left
+        print(f"keras-psplus run: the tasks cannot be started: {error}", file=sys.stderr)
         return 1
     report.show(result, log_dir, options.timeout)
     drop_unwritten(sys.stdout, sys.stderr)
@@ -254,6 +261,11 @@ def _layout(options):
     if workers + chief < 1:
         raise parsing.UsageError("a cluster needs at least one worker or a chief")
     evaluator = bool(options.evaluator)
+    if not options.hosts and workers + options.ps > _MOST_TASKS:
+        raise parsing.UsageError(
+            f"one machine starts at most {_MOST_TASKS} tasks. "
+            f"Received: --workers={workers}, --ps={options.ps}"
+        )
     return {"workers": workers, "ps": options.ps, "chief": chief, "evaluator": evaluator}
 
 
@@ -286,7 +298,7 @@ def _recipe(argv, env, layout, hosts):
     """The commands that start the cluster by hand, ready for a shell."""
     lines = []
     # A token of the user's own is not for the screen.
-    needs_token = hosts and layout["ps"] and not os.environ.get(TOKEN_VARIABLE)
+    needs_token = hosts and not os.environ.get(TOKEN_VARIABLE)
     token = {TOKEN_VARIABLE: secrets.token_hex(16)} if needs_token else {}
     for task in plan_tasks(**layout, hosts=hosts):
         variables = {**env, **token, **task.variables}

@@ -21,6 +21,7 @@ import tensorflow as tf
 from keras_psplus.cluster import handshake
 from keras_psplus.cluster.config import ClusterStartupError, TaskConfig
 from keras_psplus.cluster.environment import TOKEN_VARIABLE
+from keras_psplus.cluster.identity import PeerIdentity
 from keras_psplus.cluster.secret import AnotherProcessError, Gate, RefusedError, Secret, Session
 from keras_psplus.tf_internals import script_ops
 
@@ -109,7 +110,7 @@ class Claimant:
             for index, address in enumerate(cluster.get(job, ()))
         }
         self._config = config
-        me = handshake.PeerIdentity.of(config) if config else handshake.PeerIdentity.of_chief()
+        me = PeerIdentity.of(config) if config else PeerIdentity.of_chief()
         address = config.address if config else None
         process = _process(me.pid)
         self._own = {"who": me.who, "host": me.host, "process": process, "address": address}

@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 from collections.abc import Callable, Mapping, MutableMapping
 
-from keras_psplus.cluster import kubernetes, layout, rank_variables, slurm
+from keras_psplus.cluster import kubernetes, layout, proxies, rank_variables, slurm
 from keras_psplus.cluster.config import ClusterConfigError, TaskConfig, read_task_config
 from keras_psplus.cluster.layout import LAYOUT_VARIABLE
 from keras_psplus.cluster.ranks import Ranks
@@ -30,7 +30,7 @@ def find_task_config(
     TF_CONFIG counts if it is set. Else the variables of Slurm, of a Kubernetes Indexed Job, of MPI
     and of torchrun are read; every process is a worker, or what `KERAS_PSPLUS_LAYOUT` says of its
     rank. TF_CONFIG is then set for what this process starts, and for other libraries; a line in the
-    log says what was found.
+    log says what was found. A proxy in the environment is kept off the cluster's addresses.
 
     Args:
         environ: The environment; `os.environ` by default.
@@ -51,27 +51,9 @@ def find_task_config(
     ```
     """
     environ = os.environ if environ is None else environ
-    config = read_task_config(environ)
+    config = read_task_config(environ) or _from_ranks(environ, timeout)
     if config is not None:
-        return config
-    ranks = find_ranks(environ)
-    text = environ.get(LAYOUT_VARIABLE, "")
-    if ranks is None:
-        _check_alone(environ, text)
-        return None
-    counts = layout.parse(text) if text else {"worker": ranks.size}
-    config = layout.task_config(counts, ranks.addresses(environ, timeout), ranks.rank)
-    environ["TF_CONFIG"] = config.to_tf_config()
-    # As TF_CONFIG is read: with the same errors.
-    config = read_task_config(environ)
-    assert config is not None
-    logger.info(
-        "found the cluster in the variables of %s: this is %s of %s, at %s",
-        ranks.source,
-        config.name,
-        ", ".join(f"{count} {job}" for job, count in counts.items()),
-        config.address or "no address",
-    )
+        proxies.bypass(config, environ)
     return config
 
 
@@ -102,6 +84,28 @@ def find_ranks(environ: Mapping[str, str]) -> Ranks | None:
     # One that knows hosts, of those that agree.
     knowing = [ranks for ranks in found if ranks.hosts is not None]
     return next(iter(knowing + found), None)
+
+
+def _from_ranks(environ, timeout):
+    ranks = find_ranks(environ)
+    text = environ.get(LAYOUT_VARIABLE, "")
+    if ranks is None:
+        _check_alone(environ, text)
+        return None
+    counts = layout.parse(text) if text else {"worker": ranks.size}
+    config = layout.task_config(counts, ranks.addresses(environ, timeout), ranks.rank)
+    environ["TF_CONFIG"] = config.to_tf_config()
+    # As TF_CONFIG is read: with the same errors.
+    config = read_task_config(environ)
+    assert config is not None
+    logger.info(
+        "found the cluster in the variables of %s: this is %s of %s, at %s",
+        ranks.source,
+        config.name,
+        ", ".join(f"{count} {job}" for job, count in counts.items()),
+        config.address or "no address",
+    )
+    return config
 
 
 def _check_alone(environ, text):

@@ -1,7 +1,8 @@
 """A folder for each local job of this user, from which `keras-psplus status` reads.
 
 The launcher writes `job.json` there, and each task its own file. Folders lie below one that belongs
-to this user alone. The launcher removes its own at the end; one that was killed leaves it behind.
+to this user alone. The launcher removes its own at the end; one that was killed leaves it behind,
+for the next one to remove.
 """
 
 import contextlib
@@ -14,6 +15,7 @@ import tempfile
 from collections.abc import Iterable
 from typing import Any
 
+from keras_psplus.cluster import process_state
 from keras_psplus.cluster.json_log import encode
 
 FOLDER_VARIABLE = "KERAS_PSPLUS_JOB_DIR"
@@ -35,7 +37,23 @@ def make() -> pathlib.Path:
     with contextlib.suppress(FileExistsError):
         above.mkdir(mode=0o700)
     check(above)
-    return pathlib.Path(tempfile.mkdtemp(prefix=f"{os.getpid()}-", dir=above))
+    _clear(above)
+    return pathlib.Path(
+        tempfile.mkdtemp(prefix=f"{os.getpid()}-{process_state.namespace()}-", dir=above)
+    )
+
+
+def _clear(above):
+    """Removes what launchers have left that were killed."""
+    with contextlib.suppress(OSError):
+        for folder in above.iterdir():
+            # Another container, which may have this folder too, has process ids of its own.
+            pid, _, others = folder.name.partition("-")
+            if not pid.isdigit() or others.partition("-")[0] != process_state.namespace():
+                continue
+            birth = (_read(folder / _JOB) or {}).get("birth")
+            if process_state.state_of(int(pid), birth) == process_state.ENDED:
+                remove(folder)
 
 
 def check(above: pathlib.Path) -> None:

@@ -8,6 +8,8 @@ from collections.abc import Callable
 
 from keras_psplus.cluster import handshake
 from keras_psplus.cluster.config import ClusterStartupError, TaskConfig, split_address
+from keras_psplus.cluster.hello import JobSecret
+from keras_psplus.cluster.identity import PeerIdentity
 from keras_psplus.cluster.ports import port_holder
 
 # Tasks that call the first one of a large cluster at once; the kernel may allow less.
@@ -16,7 +18,7 @@ DNS_PATIENCE = 20.0  # seconds; a Kubernetes pod's own name may resolve only aft
 
 
 def bind_local_address(
-    config: TaskConfig, mine: handshake.PeerIdentity, patience: float, log: Callable[[str], None]
+    config: TaskConfig, mine: PeerIdentity, patience: float, log: Callable[[str], None]
 ) -> socket.socket:
     """Binds and listens on the task's own port, on all interfaces as TensorFlow does.
 
@@ -66,7 +68,7 @@ def _cannot_bind(config, mine, port, error):
         )
     holder = port_holder(port) or "another process"
     try:
-        theirs = handshake.dial(f"127.0.0.1:{port}", mine)
+        theirs = handshake.dial(f"127.0.0.1:{port}", mine, JobSecret.of(config))
     except OSError:
         theirs = None
     if theirs is not None:

@@ -7,6 +7,8 @@ from collections.abc import Callable, Collection
 
 from keras_psplus.cluster import handshake
 from keras_psplus.cluster.config import TaskConfig, task_name
+from keras_psplus.cluster.hello import JobSecret
+from keras_psplus.cluster.identity import PeerIdentity
 from keras_psplus.cluster.listener import Listener
 from keras_psplus.cluster.local_address import DNS_PATIENCE, bind_local_address
 from keras_psplus.cluster.neighbours import is_large
@@ -56,13 +58,13 @@ def wait_for_cluster(
         return
     log = log or _log
     started = time.monotonic()
-    mine = handshake.PeerIdentity.of(config)
+    mine, job = PeerIdentity.of(config), JobSecret.of(config)
     bound = bind_local_address(config, mine, min(timeout, DNS_PATIENCE), log)
-    listener = Listener(bound, mine)
+    listener = Listener(bound, mine, job)
     tasks = [task for task in config.tasks() if task[0] in job_types]
     kind = PartialRollCall if all_wait and is_large(len(tasks)) else RollCall
     try:
-        kind(config, mine, listener, job_types).call(started, timeout, log)
+        kind(config, mine, job, listener, job_types).call(started, timeout, log)
     finally:
         listener.close()
 
@@ -78,7 +80,7 @@ def check_local_address(config: TaskConfig, log: Callable[[str], None] | None = 
         ClusterStartupError: If another process holds the port, or the address
             is not this machine's.
     """
-    bind_local_address(config, handshake.PeerIdentity.of(config), 0.0, log or _log).close()
+    bind_local_address(config, PeerIdentity.of(config), 0.0, log or _log).close()
 
 
 def probe_peers(config: TaskConfig, timeout: float = 3.0) -> dict[str, str | None]:

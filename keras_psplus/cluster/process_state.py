@@ -1,9 +1,23 @@
 """Whether a process that was started some time ago still runs."""
 
+import contextlib
+import functools
+import hashlib
 import os
 import pathlib
+import socket
 
 RUNNING, STOPPED, ENDED = "running", "stopped", "ended"
+
+
+@functools.cache
+def namespace() -> str:
+    """Text that names what process ids are unique in: a container may have its own."""
+    parts = [socket.gethostname()]
+    with contextlib.suppress(OSError):
+        parts.append(pathlib.Path("/proc/sys/kernel/random/boot_id").read_text().strip())
+        parts.append(os.readlink("/proc/self/ns/pid"))
+    return hashlib.sha256("\n".join(parts).encode()).hexdigest()[:8]
 
 
 def birth_of(pid: int) -> int | None:

@@ -22,6 +22,7 @@ from keras_psplus.cluster.environment import (
     plan_tasks,
 )
 from keras_psplus.cluster.job_record import JobRecord
+from keras_psplus.cluster.kernel_kills import KernelKills
 from keras_psplus.cluster.log_file import LogFile
 from keras_psplus.cluster.results import ClusterResult, describe, exit_code_of
 from keras_psplus.cluster.task_ends import EVALUATOR_NAME, Graces, TaskEnds
@@ -136,6 +137,7 @@ class LocalCluster:
         elif server_restarts and not chief:
             jobs.append("ps")
         self._task_restarts = TaskRestarts(task_restarts, self._log, jobs)
+        self._kills = KernelKills()
         self._began: dict[str, float] = {}
         self._processes: dict[str, subprocess.Popen[bytes] | WarmProcess] = {}
         self._pumps: list[OutputPump] = []
@@ -328,7 +330,7 @@ class LocalCluster:
             for name, process in self._processes.items()
             if name not in self._ends and name not in self._task_restarts
         }
-        fresh = {name: code for name, code in codes.items() if code is not None}
+        fresh = {n: self._kills.named(code) for n, code in codes.items() if code is not None}
         for name, code in fresh.items():
             self._ends.note(name, code)
             if self._record is not None:

@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import dataclasses
+import ipaddress
 from collections.abc import Mapping, Sequence
 
 from keras_psplus.cluster import rendezvous
-from keras_psplus.cluster.config import ClusterConfigError
+from keras_psplus.cluster.config import ClusterConfigError, split_address
 
 # For launchers that say nothing of hosts.
 HOSTS_VARIABLE = "KERAS_PSPLUS_HOSTS"
@@ -66,7 +67,7 @@ class Ranks:
     def _hosts(self, environ, port, timeout):
         text = environ.get(HOSTS_VARIABLE, "")
         if text:
-            hosts = [host.strip() for host in text.split(",")]
+            hosts = [_host(host.strip(), text) for host in text.split(",")]
             if not all(hosts) or self.size % len(hosts):
                 raise ClusterConfigError(
                     f"{HOSTS_VARIABLE} must name one host for each of the {self.size} processes, "
@@ -87,6 +88,23 @@ class Ranks:
             "such as host1,host2 in every process; or set TF_CONFIG. "
             f"Received: {self.source} without {HOSTS_VARIABLE}"
         )
+
+
+def _host(host, text):
+    """One of the hosts that a user names, without brackets."""
+    bare = host[1:-1] if host.startswith("[") and host.endswith("]") else host
+    try:
+        if ":" in bare:
+            ipaddress.IPv6Address(bare)
+        elif host:
+            split_address(f"{host}:1")
+    except ValueError:
+        raise ClusterConfigError(
+            f"{HOSTS_VARIABLE} must name hosts without ports, such as host1,host2: each process "
+            f"has a port of its own, from {PORT_VARIABLE} up. {host!r} is no host. "
+            f"Received: {HOSTS_VARIABLE}={text}"
+        ) from None
+    return bare
 
 
 def _bracketed(host):

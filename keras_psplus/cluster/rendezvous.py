@@ -2,7 +2,8 @@
 
 The others connect to the first process, at the address that it will have in the cluster, with the
 lines that tasks exchange before TensorFlow starts (`handshake`); it reads their hosts from the
-connections, and answers with all hosts once it knows them.
+connections, and answers with all hosts once it knows them. Callers that do not know the job's
+secret are ignored.
 """
 
 import contextlib
@@ -14,6 +15,8 @@ from collections.abc import Callable
 
 from keras_psplus.cluster import handshake
 from keras_psplus.cluster.config import ClusterConfigError, split_address
+from keras_psplus.cluster.hello import JobSecret
+from keras_psplus.cluster.identity import PeerIdentity
 from keras_psplus.cluster.listener import Listener
 from keras_psplus.log import logger
 
@@ -40,20 +43,25 @@ def meet(rank: int, size: int, address: str, timeout: float) -> tuple[str, ...]:
     meet(1, 2, "10.0.0.1:29501", timeout=60)  # ("10.0.0.1", "10.0.0.2"), in both processes
     ```
     """
-    mine = handshake.PeerIdentity(
+    mine = PeerIdentity(
         _name(rank), "", socket.gethostname(), os.getpid(), f"{os.getpid()}-{time.monotonic_ns()}"
     )
+    # Without a token, what only processes of this job are likely to know together.
+    job = JobSecret.of_text(f"rendezvous of {size} at {address}")
     wait = _Wait(rank, size, address, timeout)
-    return _lead(mine, size, address, wait) if rank == 0 else _follow(mine, address, wait)
+    return _lead(mine, job, size, address, wait) if rank == 0 else _follow(mine, job, address, wait)
 
 
-def _lead(mine, size, address, wait):
+def _lead(mine, job, size, address, wait):
     host, port = split_address(address)
-    listener = Listener(_bind(host, port, wait), mine)
+    listener = Listener(_bind(host, port, wait), mine, job)
     others = [_name(rank) for rank in range(1, size)]
     try:
         while missing := [name for name in others if name not in listener.callers_from]:
-            wait.pause(listener.changed.wait, lambda names=missing: f"{', '.join(names)} to call")
+            wait.pause(
+                listener.changed.wait,
+                lambda names=missing: f"{', '.join(names)} to call{listener.note_of_strangers()}",
+            )
             listener.changed.clear()
         hosts = (host, *(listener.callers_from[name] for name in others))
         listener.identity = dataclasses.replace(mine, cluster=",".join(hosts), all_here=True)
@@ -67,12 +75,14 @@ def _lead(mine, size, address, wait):
     return hosts
 
 
-def _follow(mine, address, wait):
+def _follow(mine, job, address, wait):
     while True:
         reason = "another server answers there"
         try:
-            theirs = handshake.dial(address, mine)
-            if theirs is not None and theirs.task == _name(0):
+            theirs = handshake.dial(address, mine, job)
+            if theirs is not None and not theirs.is_proven:
+                reason = str(handshake.StrangerError())
+            elif theirs is not None and theirs.task == _name(0):
                 if theirs.all_here:
                     break
                 reason = "it waits for others"
@@ -80,7 +90,7 @@ def _follow(mine, address, wait):
             reason = str(error)
         wait.pause(time.sleep, lambda why=reason: f"{_name(0)} at {address}: {why}")
     with contextlib.suppress(OSError):
-        handshake.dial(address, dataclasses.replace(mine, task=f"{mine.task}, told"))
+        handshake.dial(address, dataclasses.replace(mine, task=f"{mine.task}, told"), job)
     return tuple(theirs.cluster.split(","))
 
 

@@ -5,6 +5,8 @@ from __future__ import annotations
 import os
 from typing import TYPE_CHECKING
 
+from keras_psplus.arguments import shown
+from keras_psplus.cluster import proxies
 from keras_psplus.cluster.config import EVALUATOR, ClusterConfigError, TaskConfig, split_address
 from keras_psplus.tf_internals import slurm_cluster_resolver
 
@@ -39,6 +41,7 @@ def task_of(resolver: tf.distribute.cluster_resolver.ClusterResolver) -> TaskCon
     task_of(resolver).name  # "worker-1"
     ```
     """
+    check(resolver)
     received = f"Received: cluster_resolver={type(resolver).__name__}"
     try:
         spec = resolver.cluster_spec().as_dict()
@@ -63,7 +66,18 @@ def task_of(resolver: tf.distribute.cluster_resolver.ClusterResolver) -> TaskCon
             f"The cluster resolver says that {task.name} is at {task.address}, but it is on "
             f"{node}. {_what_is_wrong(resolver)}{_LEAVE_OUT} {received}, SLURMD_NODENAME={node}"
         )
+    proxies.bypass(task)
     return task
+
+
+def check(resolver: object) -> None:
+    """Raises `ValueError` for what is no `ClusterResolver` of TensorFlow."""
+    # Any class that has its methods will do.
+    if not callable(getattr(resolver, "cluster_spec", None)) or isinstance(resolver, type):
+        raise ValueError(
+            "`cluster_resolver` must be a `tf.distribute.cluster_resolver.ClusterResolver`, or "
+            f"None for the cluster in TF_CONFIG. Received: cluster_resolver={shown(resolver)}"
+        )
 
 
 def _is_slurm(resolver):

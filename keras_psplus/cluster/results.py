@@ -11,6 +11,10 @@ TIMED_OUT = 124  # as timeout(1)
 WRONG_COMMAND_LINE = 2
 
 
+class OutOfMemory(int):
+    """The exit code of a process that the kernel has ended for want of memory."""
+
+
 @dataclasses.dataclass
 class ClusterResult:
     """The end of a local cluster.
@@ -90,6 +94,8 @@ class ClusterResult:
 
 def describe(code: int) -> str:
     """Describes a process's end, e.g. `"exit code 1"`."""
+    if isinstance(code, OutOfMemory):
+        return f"ended by signal {-code}, by the kernel for want of memory"
     return f"ended by signal {-code}" if code < 0 else f"exit code {code}"
 
 

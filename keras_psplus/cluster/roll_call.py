@@ -7,6 +7,8 @@ from collections.abc import Callable, Collection
 
 from keras_psplus.cluster import handshake
 from keras_psplus.cluster.config import ClusterStartupError, TaskConfig, split_address, task_name
+from keras_psplus.cluster.hello import JobSecret
+from keras_psplus.cluster.identity import PeerIdentity, conflict
 from keras_psplus.cluster.listener import Listener
 from keras_psplus.cluster.local_address import is_local
 from keras_psplus.cluster.neighbours import neighbours
@@ -24,6 +26,7 @@ class RollCall:
     Args:
         config: This process's `TaskConfig`.
         mine: Its `PeerIdentity`.
+        job: The job's `JobSecret`.
         listener: Its `Listener`.
         job_types: The jobs whose tasks to call.
     """
@@ -31,11 +34,12 @@ class RollCall:
     def __init__(
         self,
         config: TaskConfig,
-        mine: handshake.PeerIdentity,
+        mine: PeerIdentity,
+        job: JobSecret,
         listener: Listener,
         job_types: Collection[str],
     ) -> None:
-        self._config, self._mine, self._listener = config, mine, listener
+        self._config, self._mine, self._job, self._listener = config, mine, job, listener
         self._addresses = {
             task_name(job, index): address for job, index, address in config.peers(job_types)
         }
@@ -92,6 +96,12 @@ class RollCall:
             self._pause(0.05)
         self._raise_problem(self._listener.problem)
 
+    def _let_the_other_ask(self):
+        """Stays until a task of another cluster, which this one has woken, can have called back."""
+        deadline = time.monotonic() + _COURTESY
+        while not self._listener.strangers and time.monotonic() < deadline:
+            time.sleep(0.05)
+
     def _pause(self, seconds):
         if self._listener.changed.wait(seconds):
             self._listener.changed.clear()
@@ -110,7 +120,7 @@ class RollCall:
         """Futures of calls that are done, by the names of those that were called."""
         with concurrent.futures.ThreadPoolExecutor(max_workers=min(16, len(targets))) as pool:
             return {
-                name: pool.submit(handshake.dial, address, mine, connect_timeout)
+                name: pool.submit(handshake.dial, address, mine, self._job, connect_timeout)
                 for name, address in targets
             }
 
@@ -130,7 +140,10 @@ class RollCall:
                 self._reasons[name] = str(error)
             return
         if theirs is not None:
-            self._raise_problem(handshake.conflict(self._mine, theirs, expected=name))
+            problem = conflict(self._mine, theirs, expected=name)
+            if problem and not theirs.is_proven:
+                self._let_the_other_ask()
+            self._raise_problem(problem)
             self._also_waiting.add(name)
         if self._missing.pop(name, None) is not None:
             self._here.append(name)
@@ -148,9 +161,17 @@ class RollCall:
             )
 
     def _progress(self, seconds, timeout):
-        missing = ", ".join(f"{name} ({address})" for name, address in self._missing.items())
+        missing = ", ".join(
+            f"{name} ({address}{self._stranger_at(name)})"
+            for name, address in self._missing.items()
+        )
         here = ", ".join([self._config.name, *self._here])
         return f"waiting for {missing}; here: {here}; {seconds:.0f} s of {timeout:.0f} s"
+
+    def _stranger_at(self, name):
+        """That another job answers at a task's address, whose own error does not come here."""
+        reason = self._reasons[name]
+        return f": {reason}" if reason == str(handshake.StrangerError()) else ""
 
     def _too_late(self, timeout):
         here = ", ".join([f"{self._config.name} (this task, {self._config.address})", *self._here])
@@ -161,7 +182,7 @@ class RollCall:
         total = 1 + len(self._here) + len(self._missing)
         return ClusterStartupError(
             f"{len(self._missing)} of {total} tasks did not come within {timeout:.0f} s.\n"
-            f"Here: {here}.\nMissing:\n{missing}\n"
+            f"Here: {here}.\nMissing{self._listener.note_of_strangers()}:\n{missing}\n"
             "Start the missing tasks, read their logs if they have ended, and check that this "
             f"host can reach their addresses. Received: timeout={timeout:g}, "
             f"TF_CONFIG={self._config.to_tf_config()}"
@@ -178,11 +199,12 @@ class PartialRollCall(RollCall):
     def __init__(
         self,
         config: TaskConfig,
-        mine: handshake.PeerIdentity,
+        mine: PeerIdentity,
+        job: JobSecret,
         listener: Listener,
         job_types: Collection[str],
     ) -> None:
-        super().__init__(config, mine, listener, job_types)
+        super().__init__(config, mine, job, listener, job_types)
         self._names = [task_name(job, i) for job, i, _ in config.tasks() if job in job_types]
         self._leader, self._leads = self._names[0], config.name == self._names[0]
         self._next_round, self._leader_has_answered = time.monotonic(), False

@@ -82,10 +82,10 @@ class Gate:
             )
         except (ValueError, KeyError, TypeError, RecursionError) as error:
             return json.dumps({"error": f"This is no request. Received: {error}"[:300]})
-        if not _equal(session, self._new_session(caller, session.partition(".")[0])):
+        if not is_same(session, self._new_session(caller, session.partition(".")[0])):
             return json.dumps({"unknown": True})
         signature = self._secret.sign("request", caller, session, self.process, body).hex()
-        if not _equal(proof, signature):
+        if not is_same(proof, signature):
             return json.dumps({"error": self._refusal})
         answer = handle(body)
         return json.dumps({"body": answer, "proof": _of_answer(self._secret, signature, answer)})
@@ -142,7 +142,7 @@ class Session:
             # The process is another one than that with which it was opened.
             self._opened = None
         text, proof = str(answer.get("body")), str(answer.get("proof"))
-        if not _equal(proof, _of_answer(self._secret, signature, text)):
+        if not is_same(proof, _of_answer(self._secret, signature, text)):
             raise RefusedError(
                 "what answers does not know this job's token. Received: an answer without proof"
             )
@@ -168,5 +168,6 @@ def _of_answer(secret, signature, text):
     return secret.sign("answer", signature, text).hex()
 
 
-def _equal(one, other):
+def is_same(one: str, other: str) -> bool:
+    """Whether two texts are the same; how long that takes tells nothing of them."""
     return hmac.compare_digest(one.encode(errors="replace"), other.encode(errors="replace"))

@@ -23,9 +23,11 @@ def read(environ: Mapping[str, str]) -> Ranks | None:
     Raises:
         ClusterConfigError: If they do not describe the step.
     """
-    if "SLURM_STEP_NUM_TASKS" not in environ or not environ.get("SLURM_STEP_NODELIST"):
+    if "SLURM_STEP_NUM_TASKS" not in environ:
         return None
     size = number("SLURM_STEP_NUM_TASKS", environ["SLURM_STEP_NUM_TASKS"], 1)
+    if size == 1 and not environ.get("SLURM_STEP_NODELIST"):
+        return None
     rank = number("SLURM_PROCID", environ.get("SLURM_PROCID", ""), 0, size - 1)
     job = number("SLURM_JOB_ID", environ.get("SLURM_JOB_ID", ""), 0)
     step = number("SLURM_STEP_ID", environ.get("SLURM_STEP_ID", ""), 0)
@@ -35,7 +37,8 @@ def read(environ: Mapping[str, str]) -> Ranks | None:
         f"Slurm (job {job}, step {step})",
         rank,
         size,
-        _hosts(environ, rank, size),
+        # Without the nodes, as in a container that passes some variables on, the user has to say.
+        _hosts(environ, rank, size) if environ.get("SLURM_STEP_NODELIST") else None,
         port_of_job(step, job),
     )
 

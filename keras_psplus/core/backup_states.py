@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 
 import tensorflow as tf
 
-from keras_psplus.files import atomic, digests
+from keras_psplus.files import atomic, digests, reading
 from keras_psplus.keras_parts import file_utils
 from keras_psplus.log import logger
 
@@ -192,9 +192,10 @@ def _read(
         if not file_utils.exists(path):
             return None, f"{path} is missing"
     try:
+        reading.check_regular(weights)
         state["epoch"] = _epoch(metadata)
     except (ValueError, OSError, tf.errors.OpError) as error:
-        return None, f"{metadata} cannot be read: {error}"
+        return None, f"{getattr(error, 'filename', None) or metadata} cannot be read: {error}"
     return state, None
 
 
@@ -213,7 +214,7 @@ def _epoch(path):
 
 
 def _bytes(path):
-    with tf.io.gfile.GFile(str(path), "rb") as file:
+    with reading.open_file(str(path)) as file:
         return file.read()
 
 

@@ -16,9 +16,10 @@ from typing import Any, NoReturn
 
 import tensorflow as tf
 
+from keras_psplus.cluster import launch_flags
 from keras_psplus.core import plan_measurement
 
-VARIABLE = "KERAS_PSPLUS_PLAN"
+VARIABLE = launch_flags.PLAN_REQUEST_VARIABLE
 
 
 @dataclasses.dataclass(frozen=True)

@@ -15,6 +15,7 @@ import tensorflow as tf
 
 from keras_psplus.core import callback_states
 from keras_psplus.core.backup_states import TRAINING
+from keras_psplus.files.reading import open_file
 from keras_psplus.keras_parts import file_utils
 
 if TYPE_CHECKING:
@@ -57,7 +58,7 @@ class TrainingState:
     @classmethod
     def read(cls, folder: str) -> TrainingState:
         """The one in a folder."""
-        with tf.io.gfile.GFile(file_utils.join(folder, TRAINING), "rb") as file:
+        with open_file(file_utils.join(folder, TRAINING)) as file:
             content = io.BytesIO(file.read())
         with np.load(content) as found:
             arrays = {name: found[name] for name in found.files}

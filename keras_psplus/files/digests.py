@@ -6,6 +6,8 @@ from typing import Any
 
 import tensorflow as tf
 
+from keras_psplus.files.reading import open_file
+
 _CHUNK_BYTES = 4 << 20
 _KEY = "sha256"
 
@@ -13,7 +15,7 @@ _KEY = "sha256"
 def of_file(path: str) -> str:
     """The SHA-256 digest of a file's bytes, in hexadecimal."""
     digest = hashlib.sha256()
-    with tf.io.gfile.GFile(path, "rb") as file:
+    with open_file(path) as file:
         while chunk := file.read(_CHUNK_BYTES):
             digest.update(chunk)
     return digest.hexdigest()

@@ -7,6 +7,7 @@ from collections.abc import Callable, Sequence
 
 import tensorflow as tf
 
+from keras_psplus import tracebacks
 from keras_psplus import updates as updates_module
 from keras_psplus.all_reduce import gradients
 from keras_psplus.all_reduce import topology as topology_module
@@ -14,9 +15,11 @@ from keras_psplus.all_reduce.hops import hops_of
 from keras_psplus.all_reduce.lookahead import BatchAndNext
 from keras_psplus.all_reduce.startup import start, workers_of
 from keras_psplus.all_reduce.strategy import MultiWorkerMirroredStrategy
-from keras_psplus.arguments import flag, seconds, text, whole_number
-from keras_psplus.cluster import config, discovery, handshake, roles
+from keras_psplus.arguments import flag, folder, seconds, text, whole_number
+from keras_psplus.cluster import config, discovery, launch_flags, roles
 from keras_psplus.cluster import serve as cluster_serve
+from keras_psplus.cluster.hello import JobSecret
+from keras_psplus.cluster.identity import PeerIdentity
 from keras_psplus.cluster.listener import Listener
 from keras_psplus.cluster.local_address import bind_local_address
 from keras_psplus.cluster.secret import Secret
@@ -132,12 +135,17 @@ class HybridStrategy(TableSaving, MultiWorkerMirroredStrategy):
         updates: str | Updates | None = None,
         topology: str | Sequence[Sequence[str | int]] | None = None,
     ) -> None:
+        compression, updates = launch_flags.fill(
+            type(self).__name__, compression=compression, updates=updates
+        )
+        tracebacks.install()
         placement_module.check_placement(placement)
         min_table_bytes = whole_number("min_table_bytes", min_table_bytes, 0)
         seconds("table_timeout", table_timeout)
         seconds("startup_timeout", startup_timeout)
         sync, prefetch = flag("sync", sync), flag("prefetch", prefetch)
         text("job_token", job_token)
+        folder("tables_dir", tables_dir)
         snapshot_every = snapshots_module.check_arguments(snapshot_every, snapshot_dir)
         push = compressor_for_rows("row_compression", row_compression)
         pull = compressor_for_rows("pull_compression", pull_compression)
@@ -173,17 +181,26 @@ class HybridStrategy(TableSaving, MultiWorkerMirroredStrategy):
                 _serve_and_exit(
                     task, secret, agreed, startup_timeout, folders, pull, push, sync, prefetch
                 )
-        super().__init__(
-            None,
-            communication_options,
-            startup_timeout=startup_timeout,
-            heartbeat_timeout=heartbeat_timeout,
-            stall_warning=stall_warning,
-            bucket_bytes=bucket_bytes,
-            compression=compression,
-            updates=updates,
-            topology=topology,
-        )
+        with launch_flags.settled():
+            super().__init__(
+                None,
+                communication_options,
+                startup_timeout=startup_timeout,
+                heartbeat_timeout=heartbeat_timeout,
+                stall_warning=stall_warning,
+                bucket_bytes=bucket_bytes,
+                compression=compression,
+                updates=updates,
+                topology=topology,
+            )
+        self._options |= {
+            "placement": placement,
+            "sync": sync,
+            "prefetch": prefetch,
+            "row_compression": row_compression,
+            "pull_compression": pull_compression,
+            "snapshot_every": snapshot_every,
+        }
         if task is None:
             if snapshot_every is not None:
                 logger.warning(
@@ -194,8 +211,9 @@ class HybridStrategy(TableSaving, MultiWorkerMirroredStrategy):
             return
         if task.num_workers == 1:
             # Nothing else is at this address, by which the servers see that the job goes on.
-            mine = handshake.PeerIdentity.of(task)
-            self._listener = Listener(bind_local_address(task, mine, startup_timeout, print), mine)
+            mine = PeerIdentity.of(task)
+            bound = bind_local_address(task, mine, startup_timeout, print)
+            self._listener = Listener(bound, mine, JobSecret.of(task))
         patience = _PATIENCE if sync else table_timeout
         recovers = snapshot_every is not None and not sync
         self._servers = Servers(task, secret, table_timeout, patience, recovers)

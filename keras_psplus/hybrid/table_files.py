@@ -12,6 +12,7 @@ import numpy as np
 import tensorflow as tf
 
 from keras_psplus.files import digests
+from keras_psplus.files.reading import open_file
 from keras_psplus.hybrid import shard_files
 from keras_psplus.hybrid.initial_rows import rows_of
 
@@ -175,7 +176,7 @@ def read_list(directory: str) -> dict[str, Any] | None:
     path = os.path.join(directory, LIST)
     if not tf.io.gfile.exists(path):
         return None
-    with tf.io.gfile.GFile(path, "rb") as file:
+    with open_file(path) as file:
         text = file.read()
     try:
         content = digests.from_json(text)

@@ -7,7 +7,7 @@ from types import ModuleType
 import tensorflow as tf
 
 from keras_psplus.log import info_once
-from keras_psplus.native.compiler import BuildError, build, opened
+from keras_psplus.native.compiler import BuildError, build, is_built, opened
 
 _VARIABLE = "KERAS_PSPLUS_NATIVE"
 
@@ -29,10 +29,18 @@ def kernels() -> ModuleType | None:
     return loaded
 
 
-def state() -> str:
-    """Describes in a line whether there are kernels; compiles them if necessary."""
+def state(compiles: bool = True) -> str:
+    """Describes in a line whether there are kernels.
+
+    Args:
+        compiles: Whether they are compiled if that has not been done.
+    """
     reason = _unwanted()
-    return f"not used: {reason}" if reason else _loaded()[1]
+    if reason:
+        return f"not used: {reason}"
+    if not compiles and not is_built():
+        return "not compiled yet: the first step that needs them does it, in some ten seconds"
+    return _loaded()[1]
 
 
 def _unwanted():

@@ -77,6 +77,21 @@ def build() -> pathlib.Path:
     return folder / _LIBRARY
 
 
+def is_built() -> bool:
+    """Whether `build` has nothing to compile: the kernels are there, or none can be made."""
+    if sys.platform != "linux" or not _SOURCES:
+        return True
+    flags = [*_OPTIONS, *tf.sysconfig.get_compile_flags(), *tf.sysconfig.get_link_flags()]
+    try:
+        root, key = cache.cache_folder(), _key(flags)
+        command = _compiler()
+    except (RuntimeError, BuildError):
+        return True
+    folder = root / f"{key}-{_digest([_version(*command)])}"
+    log = f"failed-{_digest([*command, *_identity(command)])}.log"
+    return _is_safe_and_whole(folder) or _is_recent(folder / log)
+
+
 def opened(library: pathlib.Path) -> int:
     """Opens a library that `build` has found, and checks again what was opened.
 

@@ -14,6 +14,7 @@ from typing import NamedTuple
 
 import tensorflow as tf
 
+from keras_psplus.arguments import shown
 from keras_psplus.parameter_server import shard_sizes
 
 # Below this a message costs more than its bytes.
@@ -168,6 +169,17 @@ def weights_of(addresses: Sequence[str], weights: Sequence[float] | None) -> lis
             f"{len(addresses)}. Received: ps_weights={weights!r}"
         )
     return [float(weight) for weight in weights]
+
+
+def check_partitioner(given: object) -> None:
+    """Raises `ValueError` for what is no partitioner of variables."""
+    is_auto = isinstance(given, str) and given == "auto"
+    if given is not None and not is_auto and not callable(given):
+        raise ValueError(
+            '`variable_partitioner` must be "auto", None, or one of '
+            "`tf.distribute.experimental.partitioners`. "
+            f"Received: variable_partitioner={shown(given)}"
+        )
 
 
 def check_weights(weights: Sequence[float] | None) -> None:

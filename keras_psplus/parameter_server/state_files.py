@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 import tensorflow as tf
 
+from keras_psplus.files.reading import open_file
 from keras_psplus.log import logger
 
 if TYPE_CHECKING:
@@ -135,7 +136,7 @@ def _write(path, arrays):
 
 
 def _read(path):
-    with tf.io.gfile.GFile(path, "rb") as file:
+    with open_file(path) as file:
         content = io.BytesIO(file.read())
     with np.load(content) as stored:
         forms = json.loads(stored["forms"].tobytes())

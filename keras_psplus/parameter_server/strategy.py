@@ -10,14 +10,16 @@ from typing import TYPE_CHECKING, Any
 
 import tensorflow as tf
 
+from keras_psplus import tracebacks
 from keras_psplus import updates as updates_module
 from keras_psplus.arguments import seconds
-from keras_psplus.cluster import preflight, shutdown, stalls, tuning
+from keras_psplus.cluster import launch_flags, preflight, resolvers, shutdown, stalls, tuning
 from keras_psplus.cluster.claims import Claimant
 from keras_psplus.cluster.config import ClusterStartupError, TaskConfig
 from keras_psplus.cluster.progress import Progress
 from keras_psplus.communication import Communication
 from keras_psplus.core import job_failure, live_strategies, plan_request
+from keras_psplus.core.strategy_text import describe
 from keras_psplus.parameter_server import (
     failure,
     modes,
@@ -138,17 +140,24 @@ class ParameterServerStrategy(tf.distribute.ParameterServerStrategy):
         overlap_steps: bool = False,
         ps_weights: Sequence[float] | None = None,
     ) -> None:
+        compression, updates = launch_flags.fill(
+            type(self).__name__, compression=compression, updates=updates
+        )
+        tracebacks.install()
         seconds("startup_timeout", startup_timeout)
         seconds("worker_timeout", worker_timeout)
         stalls.check_stall_warning(stall_warning)
         placement.check_weights(ps_weights)
+        placement.check_partitioner(variable_partitioner)
         # Before this task waits for others, or serves them.
         compressors = Compressors(compression, pull_compression)
         self._mode = modes.check_mode(mode, backup_workers, max_staleness)
         updates = modes.check_updates(updates_module.get(updates), self._mode)
         self._overlap_steps = modes.check_overlap(overlap_steps, self._mode, updates)
         self._task = None
-        if cluster_resolver is None:
+        if cluster_resolver is not None:
+            resolvers.check(cluster_resolver)
+        else:
             self._task = startup.read_task()
             self._mode.check_workers(len(self._task.cluster["worker"]))
             placement.weights_of(self._task.cluster["ps"], ps_weights)
@@ -167,6 +176,15 @@ class ParameterServerStrategy(tf.distribute.ParameterServerStrategy):
         # As TensorFlow's constructor does, but for the implementation half.
         self._cluster_resolver = cluster_resolver
         self._verify_args_and_config(cluster_resolver)
+        self._options = {
+            "mode": mode,
+            "backup_workers": backup_workers,
+            "max_staleness": max_staleness,
+            "compression": compression,
+            "pull_compression": pull_compression,
+            "updates": updates,
+            "overlap_steps": overlap_steps,
+        }
         self._cluster_coordinator = None
         self._engine = ParameterServerEngine(self)
         self._claimant = Claimant(spec, self._task)
@@ -228,6 +246,9 @@ class ParameterServerStrategy(tf.distribute.ParameterServerStrategy):
         with contextlib.suppress(ClusterStartupError):
             self._claimant.claim(name)
         self._chief.greet_again(name)
+
+    def __repr__(self) -> str:
+        return describe(self, self._task, **self._options)
 
     @property
     def engine(self) -> ParameterServerEngine:

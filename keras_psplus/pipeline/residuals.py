@@ -11,6 +11,7 @@ from typing import Any
 import numpy as np
 import tensorflow as tf
 
+from keras_psplus.files.reading import open_file
 from keras_psplus.pipeline.copies import Copied
 from keras_psplus.tf_internals import framework_ops as ops
 from keras_psplus.tf_internals import nest
@@ -96,7 +97,7 @@ class Residuals:
     def read(self, path: str | os.PathLike[str]) -> None:
         """Reads a file of `write`; states created later receive their values then."""
         found = {}
-        with tf.io.gfile.GFile(path, "rb") as file, zipfile.ZipFile(file) as archive:
+        with open_file(path) as file, zipfile.ZipFile(file) as archive:
             for name in archive.namelist():
                 with archive.open(name) as part:
                     found[name.removesuffix(".npy")] = np.lib.format.read_array(part)

@@ -6,14 +6,16 @@ from typing import Any
 
 import tensorflow as tf
 
+from keras_psplus import tracebacks
 from keras_psplus.arguments import flag, seconds, whole_number
-from keras_psplus.cluster import preflight, shutdown, stalls, tuning
+from keras_psplus.cluster import launch_flags, preflight, shutdown, stalls, tuning
 from keras_psplus.cluster.claims import Claimant
 from keras_psplus.cluster.config import TaskConfig
 from keras_psplus.cluster.progress import Progress
 from keras_psplus.communication import Communication
 from keras_psplus.compression import Compressor
 from keras_psplus.core import job_failure, live_strategies, plan_request
+from keras_psplus.core.strategy_text import describe
 from keras_psplus.pipeline import arguments, startup
 from keras_psplus.pipeline.copies import Copies
 from keras_psplus.pipeline.engine import PipelineEngine
@@ -114,11 +116,16 @@ class PipelineStrategy(tf.distribute.Strategy):
         heartbeat_timeout: float = 20.0,
         stall_warning: float | None = 60.0,
     ) -> None:
+        tracebacks.install()
         microbatches, schedule = plan_request.override(microbatches, schedule)
         self._microbatches = whole_number("microbatches", microbatches, 1)
         pipelines = whole_number("pipelines", pipelines, 1)
         patterns = arguments.check_stages(stages)
         self._schedule = arguments.check_schedule(schedule, pipelines)
+        if pipelines > 1:
+            (compression,) = launch_flags.fill(type(self).__name__, compression=compression)
+        else:
+            launch_flags.fill(type(self).__name__)
         self._recompute = flag("recompute", recompute)
         self._compression = arguments.check_gradient_compression(compression, pipelines)
         self._activation_compression = arguments.check_compression(activation_compression)
@@ -141,6 +148,14 @@ class PipelineStrategy(tf.distribute.Strategy):
             devices, host = self._connect()
         self._splitter = Splitter(self, patterns, measures=stages == "auto")
         self.plan = None
+        self._options = {
+            "microbatches": microbatches,
+            "schedule": schedule,
+            "pipelines": pipelines,
+            "recompute": recompute,
+            "compression": compression,
+            "activation_compression": activation_compression,
+        }
         self._stages = Stages(devices, pipelines)
         self._copies, self._residuals = Copies(self), Residuals(self)
         self._variables = Variables(self)
@@ -167,6 +182,9 @@ class PipelineStrategy(tf.distribute.Strategy):
             {f"worker-{i}": startup.device_of_worker(i, "CPU") for i in range(count)}
         )
         return startup.devices_of_workers(count), "/job:chief/replica:0/task:0/device:CPU:0"
+
+    def __repr__(self) -> str:
+        return describe(self, self._task, **self._options)
 
     @property
     def engine(self) -> PipelineEngine:

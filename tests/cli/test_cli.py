@@ -8,7 +8,9 @@ import subprocess
 import sys
 
 import pytest
+import tensorflow as tf
 
+import keras_psplus
 from keras_psplus import catalogue, versions
 from keras_psplus.cli import bench, doctor, main, run
 from keras_psplus.cluster import progress
@@ -123,6 +125,10 @@ def test_what_the_strategy_is_made_with(capsys, script, tmp_path):
         ("--strategy BROKEN", "cannot be read"),
         ("--timeout nan", "--timeout must be a finite number. Received: --timeout=nan"),
         ("--timeout inf", "Received: --timeout=inf"),
+        ("--workers 70000", "one machine starts at most 1000 tasks. Received: --workers=70000"),
+        ("--hosts=", "--hosts needs a value. Received: --hosts=''"),
+        ("--compression=", "--compression needs a value"),
+        ("--strategy all_redcue", "Did you mean 'all_reduce'?"),
         ("--hosts a,b/c", "the address of worker-1, 'b/c:2222', is wrong"),
         ("--hosts a,", "the address of worker-1, ':2222', is wrong"),
         ("--hosts ::1,b", "IPv6 host in brackets"),
@@ -221,6 +227,33 @@ def test_hosts_are_printed_not_started(capsys, script):
     others = dry_run(capsys, "--hosts", "a,b:99,c", "--ps", "1", script)
     tokens |= {variables["KERAS_PSPLUS_JOB_TOKEN"] for variables, _ in others.values()}
     assert len(tokens) == 2 and min(map(len, tokens)) == 32
+
+
+def test_flags_behind_the_script_are_named(capsys, tmp_path, monkeypatch):
+    monkeypatch.delenv("KERAS_BACKEND", raising=False)
+    script = tmp_path / "own.py"
+    script.write_text("print('ran')\n")
+    said = "keras-psplus: --ps, --workers: behind the script, and so passed to it"
+    argv = ["run", "--workers=1", str(script), "--workers", "2", "--ps=1", "--epochs"]
+    assert main.main(argv) == 0
+    assert said in capsys.readouterr().err
+    script.write_text("# has flags --workers and --ps\n")
+    monkeypatch.setenv("KERAS_BACKEND", "jax")
+    assert main.main(argv) == 0
+    text = capsys.readouterr().err
+    assert "behind the script" not in text and "keras-psplus: KERAS_BACKEND=jax: " in text
+
+
+@pytest.mark.parametrize("closed", [">&-", "2>&-", "<&- >&- 2>&-"])
+def test_run_without_streams(closed, script, tmp_path):
+    command = f"{sys.executable} -OO -m keras_psplus run --workers=1 --log_dir={tmp_path} {script}"
+    assert subprocess.run(["sh", "-c", f"{command} {closed}"], timeout=60).returncode == 0
+    assert (tmp_path / "worker-0.log").read_text() == "args []\n"
+
+
+def test_version(capsys):
+    assert main.main(["--version"]) == 0
+    assert capsys.readouterr().out == f"keras-psplus {keras_psplus.__version__}\n"
 
 
 def test_run_passes_arguments_and_success(capsys, script, tmp_path):
@@ -367,9 +400,23 @@ def test_the_launcher_does_not_import_tensorflow():
     subprocess.run([sys.executable, "-c", code], check=True, timeout=60)
 
 
-def test_doctor_without_a_cluster(capsys):
+def test_doctor_without_a_cluster(capfd, monkeypatch):
+    from keras_psplus import native
+
+    monkeypatch.setattr(native, "build", lambda: pytest.fail("nobody has asked for that"))
+    monkeypatch.setattr(native, "is_built", lambda: False)
+    lines = b"I0000 00:00:1.2 3 a.cc:1] of TensorFlow\nsomething else\n"
+    devices = tf.config.list_physical_devices
+
+    def list_devices():
+        os.write(2, lines)
+        return devices()
+
+    monkeypatch.setattr(tf.config, "list_physical_devices", list_devices)
     assert main.main(["doctor"]) == 0
-    out = capsys.readouterr().out
+    out, err = capfd.readouterr()
+    assert "of TensorFlow" not in out + err and "not compiled yet" in out
+    assert out.index("TensorFlow says\n  something else") > out.index("trains alone")
     for text in (
         "python",
         "tensorflow",
@@ -392,12 +439,15 @@ def test_doctor_names_unreachable_tasks(capsys, monkeypatch):
     }
     monkeypatch.setenv("TF_CONFIG", json.dumps(config))
     monkeypatch.setenv("SLURM_JOB_ID", "77")
+    monkeypatch.setenv("http_proxy", "http://127.0.0.1:9")
+    monkeypatch.setenv("no_grpc_proxy", "")  # is set in the end
     monkeypatch.setenv("KUBERNETES_SERVICE_HOST", "10.0.0.1")
     assert main.main(["doctor", "--nodevices", "--timeout=2"]) == 1
     out = capsys.readouterr().out
     assert "this process: port is free" in out
     assert "worker-1 cannot be reached: connection refused" in out
     assert "Slurm" in out and "77" in out and "Kubernetes" in out
+    assert "http_proxy; tasks talk to each other without it" in out
     assert "1 problem(s)" in out
 
 

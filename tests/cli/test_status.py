@@ -136,6 +136,18 @@ def test_what_a_killed_launcher_has_left(capsys):
     assert json.loads(capsys.readouterr().out)[0]["is_running"] is False
     assert folder.exists()
     (job_folder.root() / "unknown").mkdir()
+    # The next launcher removes what killed ones have left, also before they had written anything.
+    process = subprocess.Popen(["true"])
+    process.wait()
+    early = job_folder.root() / f"{process.pid}-{process_state.namespace()}-x"
+    elsewhere = job_folder.root() / f"{process.pid}-01234567-x"
+    early.mkdir(), elsewhere.mkdir()
+    ours = job_folder.make()
+    assert not early.exists() and elsewhere.exists()
+    # The number in the folder's name is that of the killed launcher.
+    assert not folder.exists()
+    job_folder.remove(ours), elsewhere.rmdir(), folder.mkdir()
+    job_folder.write_job(folder, job)
     assert main.main(["status", "--clear"]) == 0
     assert os.listdir(job_folder.root()) == ["unknown"]
 
@@ -165,7 +177,7 @@ def test_the_state_of_a_process():
     assert process_state.state_of(process.pid, birth) == "ended"
 
 
-@pytest.mark.parametrize("path", ["", "{}/missing/log.jsonl", "{}"])
+@pytest.mark.parametrize("path", ["{}/missing/log.jsonl", "{}"])
 def test_a_log_that_cannot_be_written_is_refused(path, capsys, tmp_path):
     script = tmp_path / "train.py"
     script.write_text("raise SystemExit(3)\n")

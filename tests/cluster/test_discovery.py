@@ -7,7 +7,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from keras_psplus.cluster import layout, ranks
+from keras_psplus.cluster import layout, proxies, ranks
 from keras_psplus.cluster.config import ClusterConfigError
 from keras_psplus.cluster.discovery import find_ranks, find_task_config
 
@@ -98,7 +98,7 @@ def test_hosts_that_a_launcher_does_not_tell():
         "worker-1",
         ["h1:29501", "h1:29502", "h2:29501", "h2:29502"],
     )
-    given |= {"KERAS_PSPLUS_HOSTS": "h1,h2,::3,h4", "KERAS_PSPLUS_PORT": "2222"}
+    given |= {"KERAS_PSPLUS_HOSTS": "h1,h2,[::3],h4", "KERAS_PSPLUS_PORT": "2222"}
     assert workers_of(given)[1] == ["h1:2222", "h2:2222", "[::3]:2222", "h4:2222"]
 
 
@@ -158,6 +158,15 @@ WRONG = {
     "hosts unknown": (
         TORCHRUN | {"LOCAL_WORLD_SIZE": "1", "MASTER_ADDR": ""},
         "Set KERAS_PSPLUS_HOSTS",
+    ),
+    "hosts with ports": (
+        TORCHRUN | {"KERAS_PSPLUS_HOSTS": "a:1,b:2"},
+        "must name hosts without ports.*'a:1' is no host",
+    ),
+    "hosts that are none": (TORCHRUN | {"KERAS_PSPLUS_HOSTS": "a/b,c"}, "'a/b' is no host"),
+    "nodes unknown": (
+        {name: value for name, value in SLURM.items() if name != "SLURM_STEP_NODELIST"},
+        "process 1 of 4, but not on which hosts the others are. Set KERAS_PSPLUS_HOSTS",
     ),
     "hosts do not fit": (
         TORCHRUN | {"KERAS_PSPLUS_HOSTS": "a,b,c"},
@@ -238,3 +247,36 @@ def test_every_process_has_its_host(counts, cyclic):
     found = ranks.per_host(counts, hosts, cyclic)
     assert [found.count(host) for host in hosts] == counts
     assert found[0] == "h0"
+
+
+def test_a_proxy_is_kept_off_the_clusters_addresses(caplog):
+    cluster = {"worker": ["10.0.0.1:1", "10.0.0.2:1"], "ps": ["[fd00::1]:2", "other.host:3"]}
+    config = {"TF_CONFIG": json.dumps({"cluster": cluster, "task": {"type": "worker", "index": 0}})}
+    for before, expected in [
+        ({}, None),
+        ({"http_proxy": ""}, None),
+        ({"http_proxy": "p:1"}, "10.0.0.1,10.0.0.2,fd00::1,other.host"),
+        (
+            {"https_proxy": "p:1", "no_proxy": "localhost, .Host"},
+            "localhost,.Host,10.0.0.1,10.0.0.2,fd00::1",
+        ),
+        # Where this one is set, gRPC does not look at the other.
+        (
+            {"grpc_proxy": "p:1", "no_grpc_proxy": "a", "no_proxy": "10.0.0.1,10.0.0.2"},
+            "a,10.0.0.1,10.0.0.2,fd00::1,other.host",
+        ),
+        ({"http_proxy": "p:1", "no_proxy": "1,2,host"}, None),
+    ]:
+        environ = before | config
+        find_task_config(environ)
+        assert environ.get("no_grpc_proxy", before.get("no_grpc_proxy")) == expected
+        assert environ.get("no_proxy") == before.get("no_proxy")
+        said = "without it (no_grpc_proxy has 10.0.0.1, 10.0.0.2" in caplog.text
+        caplog.clear()
+        assert said == (expected is not None)
+    assert proxies.proxy_of({"http_proxy": "p:1", "grpc_proxy": "p:2"}) == "grpc_proxy"
+    # Under a launcher's variables as well; each process sets it, the chief says so.
+    environ = MPI | {"http_proxy": "p:1"}
+    find_task_config(environ)
+    assert environ["no_grpc_proxy"] == "127.0.0.1"
+    assert "http_proxy" not in caplog.text

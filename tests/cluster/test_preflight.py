@@ -1,4 +1,5 @@
 import contextlib
+import json
 import os
 import socket
 import subprocess
@@ -8,8 +9,11 @@ import time
 
 import pytest
 
-from keras_psplus.cluster import handshake, neighbours, roll_call
+from keras_psplus.cluster import handshake, hello, neighbours, roll_call
 from keras_psplus.cluster.config import ClusterStartupError, TaskConfig
+from keras_psplus.cluster.environment import TOKEN_VARIABLE
+from keras_psplus.cluster.hello import JobSecret
+from keras_psplus.cluster.identity import PeerIdentity, conflict
 from keras_psplus.cluster.ports import free_ports
 from keras_psplus.cluster.preflight import check_local_address, probe_peers, wait_for_cluster
 
@@ -124,7 +128,7 @@ def test_two_processes_that_claim_one_task_name_each_other():
     """As on two hosts: the second listens elsewhere and says hello to the first."""
     config = TaskConfig(make_cluster(2), "worker", 1)
     first = Waiting(config)
-    problem = _dial_until_up(config.address, handshake.PeerIdentity.of(config))
+    problem = _dial_until_up(config.address, config)
     assert "two processes claim to be worker-1" in problem
     assert "two processes claim to be worker-1" in str(first.result())
     assert "Received: TF_CONFIG" in str(first.result())
@@ -145,12 +149,12 @@ def test_different_clusters_are_told_at_both_ends():
 
 
 def test_task_at_anothers_address_is_named():
-    mine = handshake.PeerIdentity("worker-0", "{}", "a", 1, "x")
-    theirs = handshake.PeerIdentity("worker-2", "{}", "b", 2, "y")
-    assert "worker-2 (process 2 on b) at the address of worker-1" in handshake.conflict(
+    mine = PeerIdentity("worker-0", "{}", "a", 1, "x")
+    theirs = PeerIdentity("worker-2", "{}", "b", 2, "y")
+    assert "worker-2 (process 2 on b) at the address of worker-1" in conflict(
         mine, theirs, expected="worker-1"
     )
-    assert handshake.conflict(mine, theirs, expected="worker-2") is None
+    assert conflict(mine, theirs, expected="worker-2") is None
 
 
 @pytest.mark.parametrize(
@@ -158,10 +162,12 @@ def test_task_at_anothers_address_is_named():
     [
         b"GET / HTTP/1.1\r\n\r\n",
         b"\x00" * 5000,
-        b"keras-psplus hello 1 nonsense\n",
-        b"keras-psplus hello 1 {}\n",
-        b'keras-psplus hello 1 ["a"]\n',
-        b"keras-psplus hello 1 " + b"x" * 100_000,
+        b"keras-psplus hello 2 nonsense\n",
+        b"keras-psplus hello 2 {}\n",
+        b'keras-psplus hello 2 ["a"]\n',
+        b'keras-psplus hello 2 {"nonce": Infinity}\n',
+        b"keras-psplus hello 2 " + b"[" * 30_000 + b"\n",
+        b"keras-psplus hello 2 " + b"x" * 100_000,
         b"",
     ],
 )
@@ -185,13 +191,69 @@ def test_garbage_on_the_port_is_ignored(garbage):
         assert (first.result(), second.result()) == (None, None)
 
 
+@pytest.mark.parametrize("token", ["", "of this job"])
+def test_strangers_who_know_the_protocol_are_not_listened_to(monkeypatch, capfd, token):
+    monkeypatch.setenv(TOKEN_VARIABLE, token)
+    cluster = make_cluster(2)
+    first = Waiting(TaskConfig(cluster, "worker", 0))
+    address = cluster["worker"][0]
+    _dial_until_up(address, TaskConfig(cluster, "worker", 1))
+    other = PeerIdentity("worker-1", "\x1b[31mother", "\x1b]0;x\x07", 1, "x")
+    good = json.loads(PeerIdentity.of(TaskConfig(cluster, "worker", 1)).encode())
+    texts = [
+        other.encode(),
+        # Who takes part in the same cluster, but has not its secret.
+        json.dumps(good),
+        *(json.dumps(good | {"pid": pid}) for pid in (float("inf"), -1, True, 10**400, "1", None)),
+        *(json.dumps(good | {key: value}) for key in good for value in ({}, "\x1b[2J", 1.5)),
+        "[" * 20_000,
+        "9" * 5000,
+        "",
+        '"',
+    ]
+    for number, text in enumerate(texts):
+        proof = ["", "0" * 64, "\ud800"][number % 3]
+        answer = _call(address, text, proof)
+        # Nothing that would help is said to them: no address of the cluster.
+        assert cluster["worker"][1].encode() not in answer
+        assert not (token and answer)
+    assert first.is_alive()
+    second = Waiting(TaskConfig(cluster, "worker", 1))
+    assert (first.result(), second.result()) == (None, None)
+    shown = "".join(capfd.readouterr()) + "".join(first.lines)
+    assert "Traceback" not in shown and "\x1b" not in shown
+    check_local_address(TaskConfig(cluster, "worker", 0))
+
+
+def test_hosts_of_strangers_are_named_when_a_task_is_missing():
+    config = TaskConfig(make_cluster(2), "worker", 0)
+    first = Waiting(config, timeout=1.5)
+    other = TaskConfig({"worker": ("10.9.8.7:6", config.address)}, "worker", 1)
+    assert "different clusters" in _dial_until_up(config.address, other)
+    message = str(first.result())
+    assert "Missing (not listened to, as they do not know this job's secret: 127.0.0.1)" in message
+    assert "10.9.8.7" not in message
+
+
+def test_a_task_with_another_token_is_no_task_of_the_job(monkeypatch):
+    monkeypatch.setattr(roll_call, "_LOG_EVERY", 0.5)
+    monkeypatch.setenv(TOKEN_VARIABLE, "one")
+    cluster = make_cluster(2)
+    first = Waiting(TaskConfig(cluster, "worker", 0), timeout=2)
+    _dial_until_up(cluster["worker"][0], TaskConfig(cluster, "worker", 1))
+    monkeypatch.setenv(TOKEN_VARIABLE, "another")
+    second = Waiting(TaskConfig(cluster, "worker", 1), timeout=2)
+    for task in (first, second):
+        message = str(task.result())
+        assert "does not know this job's secret (KERAS_PSPLUS_JOB_TOKEN differs" in message
+        assert any("KERAS_PSPLUS_JOB_TOKEN differs" in line for line in task.lines)
+
+
 def test_silent_connections_delay_nobody():
     cluster = make_cluster(2)
     first = Waiting(TaskConfig(cluster, "worker", 0))
     host, port = cluster["worker"][0].split(":")
-    _dial_until_up(
-        cluster["worker"][0], handshake.PeerIdentity.of(TaskConfig(cluster, "worker", 1))
-    )
+    _dial_until_up(cluster["worker"][0], TaskConfig(cluster, "worker", 1))
     with contextlib.ExitStack() as silent:
         # More than it holds, some of which begin like a hello.
         for number in range(200):
@@ -348,8 +410,9 @@ def test_tensorflows_server_starts_on_the_port_right_after(tmp_path):
             assert line == "up\n", line + process.stdout.read()
         # One more comes back (a restarted worker): TensorFlow's server answers it.
         assert probe_peers(TaskConfig(cluster, "worker", 0), 5) == {"worker-1": None}
-        mine = handshake.PeerIdentity.of(TaskConfig(cluster, "worker", 0))
-        assert handshake.dial(cluster["worker"][1], mine) is None
+        mine = TaskConfig(cluster, "worker", 0)
+        call = PeerIdentity.of(mine), JobSecret.of(mine)
+        assert handshake.dial(cluster["worker"][1], *call) is None
         for process in processes:
             process.stdin.write("\n")
             process.stdin.flush()
@@ -372,11 +435,23 @@ def _start(config):
     )
 
 
-def _dial_until_up(address, mine):
-    deadline = time.monotonic() + 10
+def _call(address, identity, proof):
+    """Says hello with any text; returns what came back for it."""
+    host, port = address.split(":")
+    with socket.create_connection((host, int(port)), 5) as connection, contextlib.suppress(OSError):
+        connection.sendall(hello.line_of(nonce="n"))
+        line = connection.recv(4096)
+        assert hello.fields_of(line, "nonce")
+        connection.sendall(hello.line_of(identity=identity, proof=proof))
+        return connection.recv(65536)
+    return b""
+
+
+def _dial_until_up(address, config):
+    mine, deadline = PeerIdentity.of(config), time.monotonic() + 10
     while True:
         try:
-            return handshake.conflict(mine, handshake.dial(address, mine))
+            return conflict(mine, handshake.dial(address, mine, JobSecret.of(config)))
         except OSError:
             assert time.monotonic() < deadline
             time.sleep(0.05)

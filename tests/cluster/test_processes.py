@@ -9,6 +9,7 @@ import time
 
 import pytest
 
+from keras_psplus.cluster import kernel_kills
 from keras_psplus.cluster.console import Console
 from keras_psplus.cluster.environment import plan_tasks
 from keras_psplus.cluster.job_record import JobRecord
@@ -117,6 +118,24 @@ def test_failure_ends_the_others_and_its_code_is_passed_on(run):
     )
     assert (result.first_failure, result.exit_code) == ("worker-1", 7)
     assert result.terminated == ("worker-0",)
+
+
+def test_who_was_ended_for_want_of_memory_is_named(run, monkeypatch, tmp_path, capfd):
+    statistics = tmp_path / "vmstat"
+    statistics.write_text("pgfault 1\noom_kill 3\n")
+    monkeypatch.setattr(kernel_kills, "_STATISTICS", statistics)
+    body = f"""
+        if name == "worker-1":
+            open({str(statistics)!r}, "w").write("oom_kill 4")
+            os.kill(os.getpid(), 9)
+        time.sleep(100)
+        """
+    result = run(body, workers=2, failure_grace=0.1)
+    assert result.how_it_failed == "ended by signal 9, by the kernel for want of memory"
+    assert result.exit_code == 137
+    # Another end by this signal is not.
+    result = run("os.kill(os.getpid(), 9)", workers=1)
+    assert result.how_it_failed == "ended by signal 9"
 
 
 def test_others_have_time_to_report_the_failure(run):

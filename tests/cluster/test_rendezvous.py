@@ -10,8 +10,11 @@ import threading
 import pytest
 
 from keras_psplus.chaos import netlab
+from keras_psplus.cluster import handshake
 from keras_psplus.cluster.config import ClusterConfigError
 from keras_psplus.cluster.discovery import find_task_config
+from keras_psplus.cluster.hello import JobSecret
+from keras_psplus.cluster.identity import PeerIdentity
 from keras_psplus.cluster.ports import free_ports
 from keras_psplus.cluster.rendezvous import meet
 
@@ -43,6 +46,10 @@ def test_all_learn_all_hosts_whoever_comes_first():
     first.join(1.0)
     with socket.create_connection(("127.0.0.1", port)) as stranger:
         stranger.sendall(b"GET / HTTP/1.0\r\n\r\n")
+    # One that knows how to call, and not of which job.
+    stranger = PeerIdentity("rank 3", "", "host", 1, "x")
+    answer = handshake.dial(address, stranger, JobSecret.of_text("another job"))
+    assert not answer.is_proven and not answer.cluster
     assert first.is_alive()
     late = Meeting(3, 4, address)
     assert {meeting.result() for meeting in [first, *early, late]} == {("127.0.0.1",) * 4}
@@ -91,5 +98,7 @@ def test_processes_on_two_hosts_train_by_the_variables_of_torchrun():
         texts = [process.communicate(timeout=120)[0] for process in processes]
     for rank, text in enumerate(texts):
         assert f"this is worker-{rank} of 2 worker, at 10.77.0.{rank + 1}:29501" in text, text
+    # Once, by the one that has the job's log.
+    assert [text.count("keras_psplus: data over") for text in texts] == [1, 0]
     losses = [re.search(r"^loss (\S+)", text, re.M)[1] for text in texts]
     assert losses[0] == losses[1]

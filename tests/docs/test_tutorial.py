@@ -52,10 +52,11 @@ class Reader:
             return main.main(words[1:])
         if words[0] == "tensorboard":
             return self._look(words)
-        assert words[0] == "python" or words[0].startswith("TF_CONFIG="), command
         env = dict(os.environ)
-        if words[0].startswith("TF_CONFIG="):
-            env["TF_CONFIG"] = self._here(words.pop(0).partition("=")[2])
+        while words[0].startswith(("KERAS_PSPLUS_JOB_TOKEN=", "TF_CONFIG=")):
+            name, _, value = words.pop(0).partition("=")
+            env[name] = self._here(value) if name == "TF_CONFIG" else value
+        assert words[0] == "python", command
         process = warm.Popen([sys.executable, *words[1:]], env=env, cwd=self.folder)
         if "TF_CONFIG" not in env:
             return process.wait(TIMEOUT)

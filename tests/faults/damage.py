@@ -2,6 +2,7 @@
 
 import json
 import logging
+import os
 import shutil
 
 import keras
@@ -39,6 +40,12 @@ CASES = {
     "seeds flipped": ("seed_generators.json", flip),
     "digests flipped": (DIGESTS, flip),
     "digests garbage": (DIGESTS, lambda path: path.write_bytes(b"{\xff")),
+    # A reader of one waits for a writer.
+    "a FIFO": (WEIGHTS, lambda path: (path.unlink(), os.mkfifo(path))),
+    "a FIFO without digests": (
+        METADATA,
+        lambda path: (_without_digests(path), path.unlink(), os.mkfifo(path)),
+    ),
     "weights cut short": (WEIGHTS, _cut_short),
     "metadata garbage": (METADATA, lambda path: _without_digests(path, "{garbage")),
     "no object": (METADATA, lambda path: _without_digests(path, "[1]")),

@@ -1,0 +1,120 @@
+"""Identities of processes: which task, in which cluster, on which host."""
+
+import dataclasses
+import hashlib
+import json
+import os
+import socket
+import uuid
+from typing import Any, Self
+
+from keras_psplus.cluster.config import TaskConfig
+from keras_psplus.cluster.environment import TOKEN_VARIABLE
+
+_LONGEST_CLUSTER = 2000  # characters; beyond, a digest says as well whether two are the same
+_LONGEST_NAME = 255  # characters of a host, by the rules of DNS
+
+
+@dataclasses.dataclass(frozen=True)
+class PeerIdentity:
+    """Who a process is: its task, its cluster, and what tells it from other processes.
+
+    Attributes:
+        all_here: Whether it has found all tasks that the job waits for.
+        is_proven: Whether it has proved that it knows the job's secret.
+    """
+
+    task: str
+    cluster: str
+    host: str
+    pid: int
+    process: str
+    all_here: bool = False
+    is_proven: bool = True
+
+    @classmethod
+    def of(cls, config: TaskConfig) -> Self:
+        """Makes this process's identity from its `TaskConfig`."""
+        cluster = json.dumps(config.cluster, sort_keys=True)
+        if len(cluster) > _LONGEST_CLUSTER:
+            digest = hashlib.sha256(cluster.encode()).hexdigest()[:16]
+            cluster = f"{len(config.tasks())} tasks (digest {digest} of their addresses)"
+        return cls(config.name, cluster, socket.gethostname(), os.getpid(), uuid.uuid4().hex)
+
+    @classmethod
+    def of_chief(cls) -> Self:
+        """Makes the identity of a chief without a `TaskConfig`."""
+        return cls("chief", "{}", socket.gethostname(), os.getpid(), uuid.uuid4().hex)
+
+    @property
+    def who(self) -> str:
+        """Names the process for a message."""
+        return f"{self.task} (process {self.pid} on {self.host})"
+
+    def encode(self) -> str:
+        """Returns the identity as a text."""
+        fields = dataclasses.asdict(self)
+        del fields["is_proven"]
+        return json.dumps(fields)
+
+    @classmethod
+    def decode(cls, text: str, is_proven: bool) -> Self | None:
+        """Returns the identity in `text`, or `None` if it is none that a task could have sent."""
+        fields = json_object(text)
+        pid, all_here = fields.get("pid"), fields.get("all_here")
+        texts = [fields.get(key) for key in ("task", "cluster", "host", "process")]
+        # Printable: a terminal must not obey what a stranger has sent.
+        good = all(isinstance(text, str) and text.isprintable() for text in texts)
+        if not good or type(pid) is not int or not 0 <= pid < 2**32 or type(all_here) is not bool:
+            return None
+        task, cluster, host, process = (str(text) for text in texts)
+        if max(len(task), len(host), len(process)) > _LONGEST_NAME:
+            return None
+        return cls(task, cluster, host, pid, process, all_here, is_proven)
+
+
+def conflict(mine: PeerIdentity, theirs: PeerIdentity, expected: str | None = None) -> str | None:
+    """Says why two processes cannot be in one cluster.
+
+    Args:
+        mine: This process's `PeerIdentity`.
+        theirs: The other's.
+        expected: Name of the task that should be at the dialled address.
+
+    Returns:
+        A sentence that names both, or `None` if all is well.
+    """
+    if theirs.process == mine.process:
+        return None
+    if not theirs.is_proven:
+        return (
+            f"{mine.who} and {theirs.who} were started with different clusters, or one of them "
+            f"with a {TOKEN_VARIABLE}: {mine.task} has {mine.cluster}. "
+            "Give every task the same 'cluster' in TF_CONFIG, and the same token or none"
+        )
+    if theirs.cluster != mine.cluster:
+        return (
+            f"{mine.who} and {theirs.who} were started with different clusters: "
+            f"{mine.task} has {mine.cluster}, {theirs.task} has {theirs.cluster}. "
+            "Give every task the same 'cluster' in TF_CONFIG"
+        )
+    if theirs.task == mine.task:
+        return (
+            f"two processes claim to be {mine.task}: {mine.who} and {theirs.who}. "
+            "Give every process its own 'task' in TF_CONFIG"
+        )
+    if expected is not None and theirs.task != expected:
+        return (
+            f"{mine.who} found {theirs.who} at the address of {expected}. "
+            "Start every task on the host that its address names"
+        )
+    return None
+
+
+def json_object(text: str | bytes) -> dict[str, Any]:
+    """Returns the object in a JSON text; an empty one if there is none."""
+    try:
+        value = json.loads(text)
+    except (ValueError, RecursionError):
+        return {}
+    return value if isinstance(value, dict) else {}
