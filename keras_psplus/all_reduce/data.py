@@ -300,7 +300,7 @@ def _policy_of_shares(strategy, dataset, proposals, readers):
 
 
 def _log_distribution(strategy, how):
-    """Says how the first data of a process, as a rule those of `fit`, are divided."""
+    """Logs the distribution of a process's first data, usually those of `fit`."""
     global _is_said
     if _is_said or not strategy.is_chief:
         return

@@ -203,7 +203,7 @@ def _machine(problems, with_devices, compiles):
 
 @contextlib.contextmanager
 def _later():
-    """Context in which stderr is kept; gives a list that has its lines in the end.
+    """Context that captures stderr; returns a list that receives its lines.
 
     TensorFlow's C++ writes past Python, into the middle of the table. If it ends this process, the
     lines are shown all the same, by the process that keeps them.

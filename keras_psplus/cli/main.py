@@ -46,7 +46,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def _open_closed_streams():
-    """Has what nobody reads go nowhere, if the command was started without a stdout or stderr.
+    """Opens missing standard streams on the null device.
 
     Otherwise the next file that is opened would get what is meant for them.
     """

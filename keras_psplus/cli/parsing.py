@@ -50,7 +50,7 @@ def check_script(command: list[str]) -> None:
 
 
 def remarks(flag_values: flags.FlagValues, command: list[str]) -> list[str]:
-    """Returns lines on what may not be meant: flags behind the script, another backend of Keras.
+    """Warnings about probable mistakes: flags behind the script, another backend of Keras.
 
     Args:
         flag_values: The command's flags.

@@ -1,4 +1,4 @@
-"""The lines that two tasks exchange before TensorFlow starts: who are you, in which cluster?
+"""Lines that two tasks exchange before TensorFlow starts, with task and cluster.
 
     caller                                  listener
       nonce           --------------------->
@@ -65,7 +65,7 @@ def line_of(**fields: str) -> bytes:
 
 
 def fields_of(line: bytes, *names: str) -> tuple[str, ...] | None:
-    """Returns the texts of those names in a line; None if it is no such line."""
+    """Reads the values of some names in a line; None for another kind of line."""
     if not line.startswith(_MAGIC) or not line.endswith(b"\n") or len(line) > _MAX_LINE:
         return None
     fields = json_object(line[len(_MAGIC) :])
@@ -92,6 +92,6 @@ def introduced(
 
 
 def is_whole(line: bytes) -> bool:
-    """Whether no more of a line is to be read: it has its end, or is no hello."""
+    """Whether a line has been read completely: it has its end, or is no hello."""
     is_hello = line.startswith(_MAGIC[: len(line)])
     return line.endswith(b"\n") or len(line) >= _MAX_LINE or not is_hello

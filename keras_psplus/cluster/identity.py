@@ -17,7 +17,7 @@ _LONGEST_NAME = 255  # characters of a host, by the rules of DNS
 
 @dataclasses.dataclass(frozen=True)
 class PeerIdentity:
-    """Who a process is: its task, its cluster, and what tells it from other processes.
+    """Identity of a process: its task, its cluster, and a unique id.
 
     Attributes:
         all_here: Whether it has found all tasks that the job waits for.
@@ -59,7 +59,7 @@ class PeerIdentity:
 
     @classmethod
     def decode(cls, text: str, is_proven: bool) -> Self | None:
-        """Returns the identity in `text`, or `None` if it is none that a task could have sent."""
+        """Reads the identity in `text`; None if no task could have sent it."""
         fields = json_object(text)
         pid, all_here = fields.get("pid"), fields.get("all_here")
         texts = [fields.get(key) for key in ("task", "cluster", "host", "process")]

@@ -20,7 +20,7 @@ class KernelKills:
         self._seen = _count()
 
     def named(self, code: int) -> int:
-        """Returns the exit code of a process that has just ended, as `OutOfMemory` if it is one."""
+        """Returns the exit code of a process that has just ended, perhaps as `OutOfMemory`."""
         if code != -signal.SIGKILL or _count() <= self._seen:
             return code
         self._seen += 1

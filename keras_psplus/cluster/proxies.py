@@ -60,7 +60,7 @@ def bypass(task: TaskConfig, environ: MutableMapping[str, str] | None = None) ->
 
 
 def _is_excepted(host: str, entries: Iterable[str]) -> bool:
-    """Whether a host ends like one of the entries, which is how all versions of gRPC compare."""
+    """Whether a host ends with one of the entries, compared as in gRPC."""
     return any(host.lower().endswith(entry.lower()) for entry in entries)
 
 

@@ -97,7 +97,7 @@ class RollCall:
         self._raise_problem(self._listener.problem)
 
     def _let_the_other_ask(self):
-        """Stays until a task of another cluster, which this one has woken, can have called back."""
+        """Waits until a task of another cluster, woken by this one, can have called."""
         deadline = time.monotonic() + _COURTESY
         while not self._listener.strangers and time.monotonic() < deadline:
             time.sleep(0.05)
@@ -169,7 +169,7 @@ class RollCall:
         return f"waiting for {missing}; here: {here}; {seconds:.0f} s of {timeout:.0f} s"
 
     def _stranger_at(self, name):
-        """That another job answers at a task's address, whose own error does not come here."""
+        """Clause of a message, if another job answers at a task's address."""
         reason = self._reasons[name]
         return f": {reason}" if reason == str(handshake.StrangerError()) else ""
 

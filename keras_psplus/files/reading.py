@@ -1,4 +1,7 @@
-"""Files opened for reading, if they are files: a FIFO would keep its reader waiting for ever."""
+"""Files opened for reading, if they are regular files.
+
+A FIFO would block its reader without end.
+"""
 
 import errno
 import os
