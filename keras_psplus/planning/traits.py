@@ -104,7 +104,8 @@ def traits_of(source: str) -> Traits:
     return Traits(**found)
 
 
-def _name(node):
+def _name(node: ast.expr) -> str | None:
     """What a call calls, without its module; None for anything else."""
     function = getattr(node, "func", None)
-    return getattr(function, "attr", getattr(function, "id", None))
+    name: str | None = getattr(function, "attr", getattr(function, "id", None))
+    return name
