@@ -43,28 +43,53 @@ def mean_all(
     results: list[Any] = [None] * len(tensors)
     for start in sorted({compressor.start_step for compressor in compressors}):
         at = [i for i, compressor in enumerate(compressors) if compressor.start_step == start]
-        group = [[sequence[i] for i in at] for sequence in (compressors, tensors, states)]
-        for i, *result in zip(at, *_mean_from(start, *group, step, all_mean)):  # type: ignore[call-arg]
+        means = _mean_from(
+            start,
+            [compressors[i] for i in at],
+            [tensors[i] for i in at],
+            [states[i] for i in at],
+            step,
+            all_mean,
+        )
+        for i, *result in zip(at, *means):
             results[i] = result
     return tuple(map(list, zip(*results))) if results else ([], [], [])
 
 
-def _mean_from(start, compressors, tensors, states, step, all_mean):
-    def whole():
+def _mean_from(
+    start: int,
+    compressors: Sequence[Compressor],
+    tensors: list[tf.Tensor],
+    states: Sequence[Any],
+    step: tf.Tensor | int,
+    all_mean: Callable[[list[tf.Tensor]], Sequence[tf.Tensor]],
+) -> tuple[list[Any], ...]:
+    def whole() -> tuple[list[Any], ...]:
         return list(all_mean(tensors)), list(tensors), list(states)
 
-    def compressed():
+    def compressed() -> tuple[list[Any], ...]:
         return _side_by_side(compressors, tensors, states, step, all_mean)
 
-    return tf.cond(tf.cast(step, tf.int64) < start, whole, compressed) if start else compressed()
+    if not start:
+        return compressed()
+    means: tuple[list[Any], ...] = tf.cond(tf.cast(step, tf.int64) < start, whole, compressed)
+    return means
 
 
-def _side_by_side(compressors, tensors, states, step, all_mean):
+def _side_by_side(
+    compressors: Sequence[Compressor],
+    tensors: list[tf.Tensor],
+    states: Sequence[Any],
+    step: tf.Tensor | int,
+    all_mean: Callable[[list[tf.Tensor]], Sequence[tf.Tensor]],
+) -> tuple[list[Any], ...]:
     """Runs generators of `exchange` in step with each other, one `all_mean` for each round."""
     running = {
         i: c.exchange(t, s, step) for i, (c, t, s) in enumerate(zip(compressors, tensors, states))
     }
-    replies, results = dict.fromkeys(running), {}
+    # None starts a generator.
+    replies: dict[int, Any] = dict.fromkeys(running)
+    results = {}
     while running:
         asked = {}
         for i, generator in running.items():

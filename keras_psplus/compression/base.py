@@ -253,7 +253,8 @@ class Compressor:
         Returns:
             Python int.
         """
-        return tf.TensorShape(row_shape).num_elements() * tf.as_dtype(dtype).size
+        size: int = tf.TensorShape(row_shape).num_elements() * tf.as_dtype(dtype).size
+        return size
 
     def product_of(self, tensor: tf.Tensor) -> OuterProduct | None:
         """Finds of which product a tensor need not be made.

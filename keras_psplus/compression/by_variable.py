@@ -93,7 +93,7 @@ class ByVariable(Compressor):
         return ByVariable(patterns, function(self.default), self.min_size, self.min_rank)
 
 
-def _fits(pattern, path):
+def _fits(pattern: str | re.Pattern[str], path: str) -> bool:
     if isinstance(pattern, re.Pattern):
-        return pattern.search(path)
+        return pattern.search(path) is not None
     return fnmatch.fnmatchcase(path, pattern)

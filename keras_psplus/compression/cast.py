@@ -67,9 +67,10 @@ class Cast(RowCompressor):
         dtype: tf.DType | str,
         step: int | None = None,
     ) -> int:
-        return tf.TensorShape(row_shape).num_elements() * self._wire_dtype(dtype).size
+        size: int = tf.TensorShape(row_shape).num_elements() * self._wire_dtype(dtype).size
+        return size
 
-    def _wire_dtype(self, dtype):
+    def _wire_dtype(self, dtype: tf.DType | str) -> tf.DType:
         wire, dtype = tf.as_dtype(self.dtype), tf.as_dtype(dtype)
         return wire if dtype.size > wire.size else dtype
 
@@ -88,7 +89,7 @@ def saturating_cast(tensor: tf.Tensor, dtype: tf.DType | str) -> tf.Tensor:
         return tf.cast(tensor, dtype)
     limit = tf.constant(tf.float16.max, tensor.dtype)
 
-    def limited():
+    def limited() -> tf.Tensor:
         within = tf.raw_ops.ClipByValue(t=tensor, clip_value_min=-limit, clip_value_max=limit)
         return tf.cast(tf.where(tf.math.is_finite(tensor), within, tensor), dtype)
 

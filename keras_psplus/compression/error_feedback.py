@@ -252,13 +252,20 @@ class ErrorFeedback(Compressor):
         inner = self.inner.for_variable(path, shape, dtype)
         return None if inner is None else ErrorFeedback(inner, self.momentum, self.factor_masking)
 
-    def _velocity(self, tensor, state):
+    def _velocity(self, tensor: tf.Tensor, state: dict[str, Any]) -> tf.Tensor:
         tensor = tf.cast(tensor, tf.float32)
         if self._times != 1:
             tensor *= self._times
         return self.momentum * state["momentum"] + tensor if self.momentum else tensor
 
-    def _if_finite(self, payload, residual, momentum, inner_state, state):
+    def _if_finite(
+        self,
+        payload: Sequence[tf.Tensor],
+        residual: tf.Tensor,
+        momentum: tf.Tensor | None,
+        inner_state: Any,
+        state: dict[str, Any],
+    ) -> dict[str, Any]:
         """The new state; the old one if what is compressed is not finite."""
         new = {"residual": residual, "inner": inner_state}
         if momentum is not None:
@@ -266,7 +273,8 @@ class ErrorFeedback(Compressor):
         finite = self.inner.is_finite(residual, payload)
         # With a scalar condition this op hands one of the two through; tf.where's would copy it.
         choose = functools.partial(tf.raw_ops.Select, condition=finite)
-        return tf.nest.map_structure(lambda n, o: choose(x=n, y=o), new, state)
+        chosen: dict[str, Any] = tf.nest.map_structure(lambda n, o: choose(x=n, y=o), new, state)
+        return chosen
 
 
 def with_error_feedback(compressor: Compressor | None) -> Compressor | None:

@@ -4,6 +4,7 @@ Only for graphs that run in the process that makes them: a server has no such ke
 """
 
 from collections.abc import Callable, Sequence
+from types import ModuleType
 from typing import Any
 
 import tensorflow as tf
@@ -122,21 +123,26 @@ def decode_sum(
     return _decoded(kernels, compressor, payload, width, add_up=True)
 
 
-def _decoded(kernels, compressor, payload, width, add_up):
+def _decoded(
+    kernels: Any, compressor: Compressor, payload: tuple[tf.Tensor, ...], width: int, add_up: bool
+) -> tf.Tensor:
+    assert isinstance(compressor, (Int8, Sign))
     codes, scales = payload
     return kernels.keras_psplus_decode_blocks(
         codes=codes, scales=scales, block=compressor.block_size, width=width, sum=add_up
     )
 
 
-def _kernels_for_blocks(compressor):
+def _kernels_for_blocks(compressor: Compressor) -> ModuleType | None:
     # Of exactly these types: those that are derived from them may do something else.
     fits = type(compressor) in _CODES and not getattr(compressor, "stochastic", False)
     return native.kernels() if fits else None
 
 
-def _kernels_for_elements(compressor):
-    fits = isinstance(compressor, ErrorFeedback) and compressor.is_plain
+def _kernels_for_elements(compressor: Compressor) -> ModuleType | None:
+    if not isinstance(compressor, ErrorFeedback) or not compressor.is_plain:
+        return None
+    inner = compressor.inner
     # Those that are derived from it may do something else.
-    fits = fits and type(compressor.inner) is TopK and not compressor.inner.warmup_epochs
+    fits = type(inner) is TopK and not inner.warmup_epochs
     return native.kernels() if fits else None

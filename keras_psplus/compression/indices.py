@@ -42,7 +42,7 @@ def decode_indices_u16(low: tf.Tensor, *starts: tf.Tensor) -> tf.Tensor:
     return low + tf.reshape(of_rows(starts[0], rows, count), [rows, count])
 
 
-def _by_ranges(starts, rows, count):
+def _by_ranges(starts: tf.Tensor, rows: tf.Tensor, count: tf.Tensor) -> tf.Tensor:
     """Segment of each index; `RaggedRange` has a kernel for CPUs only."""
     last = tf.fill([rows, 1], count)
     starts, ends = tf.concat([0 * last, starts], 1), tf.concat([starts, last], 1)
@@ -53,7 +53,7 @@ def _by_ranges(starts, rows, count):
     return tf.reshape(rising, [rows, count]) - tf.range(count)
 
 
-def _by_sums(starts, rows, count):
+def _by_sums(starts: tf.Tensor, rows: tf.Tensor, count: tf.Tensor) -> tf.Tensor:
     """The same by a sum, five times as slow on processors."""
     # One column more, for segments that begin after the last index.
     at = starts + (count + 1) * tf.range(rows)[:, tf.newaxis]
@@ -89,6 +89,6 @@ def index_bytes(count: int, size: int) -> int:
     return 2 * count + 4 * _further_segments(size)
 
 
-def _further_segments(size):
+def _further_segments(size: int) -> int:
     """Number of segments after the first."""
     return max(0, -(-size // SEGMENT) - 1)

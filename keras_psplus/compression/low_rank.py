@@ -84,7 +84,7 @@ class PowerSGD(Compressor):
         if not rank:
             return (tensor,), state
 
-        def factors():
+        def factors() -> tuple[tf.Tensor, tf.Tensor, Any]:
             matrix = _matrix(tensor, rows, columns)
             p = _orthonormal(tf.matmul(matrix, self._q(state, columns, rank, step)))
             q = outer_products.transposed_times(matrix, p)
@@ -124,7 +124,8 @@ class PowerSGD(Compressor):
     ) -> int:
         rows, columns, rank = self._layout(shape)
         if not rank or (step is not None and step < self.start_step):
-            return size_of(shape) * tf.as_dtype(dtype).size
+            element_size: int = tf.as_dtype(dtype).size
+            return size_of(shape) * element_size
         return 4 * (rows + columns) * rank
 
     def product_of(self, tensor: tf.Tensor) -> outer_products.OuterProduct | None:
@@ -166,7 +167,7 @@ class PowerSGD(Compressor):
     ) -> Compressor | None:
         return super().for_variable(path, shape, dtype) if self._layout(shape)[2] else None
 
-    def _layout(self, shape):
+    def _layout(self, shape: tf.TensorShape | Sequence[int]) -> tuple[int, int, int]:
         """Rows, columns and rank; rank 0 if the tensor is to be sent whole."""
         shape = tf.TensorShape(shape)
         size = shape.num_elements()
@@ -177,14 +178,14 @@ class PowerSGD(Compressor):
         worth_it = (rows + columns) * rank * self.min_compression_rate < size
         return rows, columns, rank if worth_it else 0
 
-    def _q(self, state, columns, rank, step):
+    def _q(self, state: Any, columns: int, rank: int, step: tf.Tensor | int) -> tf.Tensor:
         return state["q"] if self.warm_start else self._random(columns, rank, step)
 
-    def _random(self, columns, rank, step):
+    def _random(self, columns: int, rank: int, step: tf.Tensor | int) -> tf.Tensor:
         seed = tf.stack([tf.constant(self.seed, tf.int64), tf.cast(step, tf.int64)])
         return tf.random.stateless_normal([columns, rank], seed, alg="philox")
 
-    def _next(self, state, q):
+    def _next(self, state: Any, q: tf.Tensor) -> Any:
         if not self.warm_start:
             return state
         # A column of zeros (of zero gradients, or of gradients of lower rank) would stay zero for
@@ -192,16 +193,22 @@ class PowerSGD(Compressor):
         length = tf.norm(q, axis=0)
         return {"q": tf.where(tf.math.is_finite(length) & (length > 0), q, state["q"])}
 
-    def _product(self, p, q, shape, dtype):
+    def _product(
+        self,
+        p: tf.Tensor,
+        q: tf.Tensor,
+        shape: tf.TensorShape | Sequence[int],
+        dtype: tf.DType | str,
+    ) -> tf.Tensor:
         return tf.reshape(saturating_cast(tf.matmul(p, q, transpose_b=True), dtype), shape)
 
 
-def _matrix(tensor, rows, columns):
+def _matrix(tensor: tf.Tensor, rows: int, columns: int) -> tf.Tensor:
     check_floating(tensor)
     return tf.cast(tf.reshape(tensor, [rows, columns]), tf.float32)
 
 
-def _orthonormal(p):
+def _orthonormal(p: tf.Tensor) -> tf.Tensor:
     """Orthonormal columns that span those of `p` (and more, if these are dependent)."""
     # What becomes of NaN in a QR decomposition differs between libraries.
     finite = tf.reduce_all(tf.math.is_finite(p))

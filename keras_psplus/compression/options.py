@@ -16,8 +16,8 @@ def seed_number(value: Any) -> int:
         ValueError: If TensorFlow's generators could not take it.
     """
 
-    def holds(seed):
-        return isinstance(seed, numbers.Integral) and -(2**63) <= seed < 2**63
+    def holds(seed: Any) -> bool:
+        return isinstance(seed, numbers.Integral) and -(2**63) <= int(seed) < 2**63
 
     return int(number("seed", value, "an int that fits in 64 bits", holds))
 
@@ -28,7 +28,7 @@ def size_of(shape: tf.TensorShape | Sequence[int]) -> int:
     Raises:
         ValueError: If the shape does not say how many there are.
     """
-    size = tf.TensorShape(shape).num_elements()
+    size: int | None = tf.TensorShape(shape).num_elements()
     if size is None:
         raise ValueError(
             "what is compressed must have a static shape, with all sizes known. "

@@ -114,7 +114,7 @@ class MatrixPlusOuterProduct:
     def minus(self, product: OuterProduct, whole: tf.Tensor) -> tf.Tensor:
         """Takes off an `OuterProduct`, `whole` as a tensor; returns a float32 tensor."""
 
-        def from_factors():
+        def from_factors() -> tf.Tensor:
             # Neither operand is materialized.
             left = tf.concat([self._left, -product.left], 0)
             return (

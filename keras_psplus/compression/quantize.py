@@ -103,10 +103,10 @@ class Int8(RowCompressor):
         dtype: tf.DType | str,
         step: int | None = None,
     ) -> int:
-        size = tf.TensorShape(row_shape).num_elements()
+        size: int = tf.TensorShape(row_shape).num_elements()
         return size + 4 * -(-size // self._block(size))
 
-    def _block(self, size):
+    def _block(self, size: int) -> int:
         return max(1, min(self.block_size, size))
 
 
@@ -188,14 +188,14 @@ class Sign(RowCompressor):
         dtype: tf.DType | str,
         step: int | None = None,
     ) -> int:
-        size = tf.TensorShape(row_shape).num_elements()
+        size: int = tf.TensorShape(row_shape).num_elements()
         return 4 * -(-size // 32) + 4 * -(-size // self._block(size))
 
-    def _block(self, size):
+    def _block(self, size: int) -> int:
         return max(32, min(self.block_size, -(-size // 32) * 32))
 
 
-def _blocks(values, block):
+def _blocks(values: tf.Tensor, block: int) -> tf.Tensor:
     """Cuts rows into blocks, the last padded with zeros: `(rows, blocks, block)` in float32."""
     rows, size = rows_and_size(values)
     count = -(-size // block)
@@ -203,13 +203,13 @@ def _blocks(values, block):
     return tf.reshape(tf.cast(matrix, tf.float32), [rows, count, block])
 
 
-def _unblock(blocks, rows, size):
+def _unblock(blocks: tf.Tensor, rows: int | tf.Tensor, size: int) -> tf.Tensor:
     """The inverse of `_blocks`."""
     padded = blocks.shape[1] * blocks.shape[2]
     matrix = tf.reshape(blocks, [rows, padded])
     return matrix if padded == size else matrix[:, :size]
 
 
-def _padded(matrix, size):
+def _padded(matrix: tf.Tensor, size: int) -> tf.Tensor:
     missing = size - matrix.shape[1]
     return tf.pad(matrix, [[0, 0], [0, missing]]) if missing else matrix

@@ -125,7 +125,8 @@ class TopK(RowCompressor):
             assert self.steps_per_epoch is not None
             stage = min(stage, step // self.steps_per_epoch)
         count = self._counts(size)[stage]
-        return count * tf.as_dtype(dtype).size + index_bytes(count, size)
+        value_size: int = tf.as_dtype(dtype).size
+        return count * value_size + index_bytes(count, size)
 
     def count(self, size: int) -> int:
         """Counts the elements that are sent after the warm-up.
@@ -138,12 +139,12 @@ class TopK(RowCompressor):
         """
         return self._counts(size)[-1]
 
-    def _counts(self, size):
+    def _counts(self, size: int) -> list[int]:
         """Numbers of elements sent in each epoch of the warm-up, and after it."""
         epochs = range(1, self.warmup_epochs + 2)
         return [_count(self.density ** (e / (self.warmup_epochs + 1)), size) for e in epochs]
 
-    def _count_at(self, size, step):
+    def _count_at(self, size: int, step: tf.Tensor | int) -> int | tf.Tensor:
         counts = self._counts(size)
         if not self.warmup_epochs:
             return counts[0]
@@ -232,9 +233,10 @@ class RandomK(RowCompressor):
         step: int | None = None,
     ) -> int:
         size = tf.TensorShape(row_shape).num_elements()
-        return _count(self.density, size) * tf.as_dtype(dtype).size
+        value_size: int = tf.as_dtype(dtype).size
+        return _count(self.density, size) * value_size
 
-    def _indices(self, size, step):
+    def _indices(self, size: int, step: tf.Tensor | int) -> tuple[tf.Tensor, tf.Tensor]:
         """One index in each segment, and the lengths of the segments."""
         count = _count(self.density, size)
         bounds = tf.range(count + 1, dtype=tf.int64) * size // max(1, count)
@@ -247,7 +249,9 @@ class RandomK(RowCompressor):
         return tf.cast(indices, tf.int32), lengths
 
 
-def _scatter(values, indices, row_shape):
+def _scatter(
+    values: tf.Tensor, indices: tf.Tensor, row_shape: tf.TensorShape | Sequence[int]
+) -> tf.Tensor:
     """Scatters values to their indices in rows of zeros.
 
     In float32, for which all devices have a kernel.
@@ -257,14 +261,15 @@ def _scatter(values, indices, row_shape):
     return tf.reshape(scatter_rows(tf.cast(values, tf.float32), indices, size), [rows, *row_shape])
 
 
-def _rows_of(values, indices):
+def _rows_of(values: tf.Tensor, indices: tf.Tensor) -> list[tuple[tf.Tensor, tf.Tensor]]:
     """Each worker's values and indices, as one row."""
     return [(values[i : i + 1], indices[i : i + 1]) for i in range(values.shape[0])]
 
 
-def _count(density, size):
+def _count(density: float, size: int) -> int:
     return min(size, max(1, int(density * size)))
 
 
-def _checked_density(density):
-    return number("density", density, "in (0, 1]", lambda d: 0 < d <= 1)
+def _checked_density(density: Any) -> float:
+    checked: float = number("density", density, "in (0, 1]", lambda d: 0 < d <= 1)
+    return checked

@@ -63,7 +63,8 @@ class SufficientFactors(Compressor):
         """Counts the bytes of a gradient that is summed as it is, as `Compressor` says."""
         if self.inner is not None:
             return self.inner.wire_bytes(shape, dtype, step)
-        return tf.TensorShape(shape).num_elements() * tf.as_dtype(dtype).size
+        size: int = tf.TensorShape(shape).num_elements() * tf.as_dtype(dtype).size
+        return size
 
     def factor_bytes(
         self, shape: tf.TensorShape | Sequence[int], rows: int | tf.Tensor
@@ -89,8 +90,9 @@ class SufficientFactors(Compressor):
         # Each sends its factors to all others, where a ring sends two parts in `replicas` of a
         # gradient to as many.
         whole = 2 * self.wire_bytes(shape, tf.float32) / replicas
-        return math.floor(whole / (self.factor_bytes(shape, 1) * self.min_compression_rate))
+        most: int = math.floor(whole / (self.factor_bytes(shape, 1) * self.min_compression_rate))
+        return most
 
-    def _row_bytes(self, columns):
+    def _row_bytes(self, columns: int) -> int:
         # In whole words of four bytes.
         return 4 * columns if self.inner is None else 4 * -(-columns // 2)

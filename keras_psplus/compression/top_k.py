@@ -40,7 +40,7 @@ def top_k(matrix: tf.Tensor, count: int | tf.Tensor) -> tuple[tf.Tensor, ...]:
     # NaN, which compares with nothing, is not among the small.
     candidates = _indices_of_false(tf.abs(row) <= threshold)
 
-    def of_candidates():
+    def of_candidates() -> tuple[tf.Tensor, tf.Tensor]:
         found = tf.cast(candidates, tf.int32)
         values = tf.gather(row, found)
         left = _magnitudes(values)
@@ -56,14 +56,14 @@ def top_k(matrix: tf.Tensor, count: int | tf.Tensor) -> tuple[tf.Tensor, ...]:
     return tuple(tf.reshape(part, [1, count]) for part in found)
 
 
-def _first_of_equal(values, last, count):
+def _first_of_equal(values: tf.Tensor, last: tf.Tensor, count: int) -> tf.Tensor:
     """Indices of `count` values above `last`, filled up with the first equal to it."""
     above, equal = values > last, values == last
     wanted = count - tf.math.count_nonzero(above, dtype=tf.int32)
     return tf.where(above | (equal & (tf.cumsum(tf.cast(equal, tf.int32)) <= wanted)))[:, 0]
 
 
-def _indices_of_false(mask):
+def _indices_of_false(mask: tf.Tensor) -> tf.Tensor:
     """Indices of the few elements that are false.
 
     `tf.where` is slow for each element, true or not, so eight are tested at a time.
@@ -82,7 +82,7 @@ def _indices_of_false(mask):
     return tf.concat([indices, whole + tf.where(same[whole:] == 0)[:, 0]], 0)
 
 
-def _by_sorting(matrix, count):
+def _by_sorting(matrix: tf.Tensor, count: int | tf.Tensor) -> tuple[tf.Tensor, tf.Tensor]:
     indices = tf.math.top_k(_magnitudes(matrix), count, sorted=False).indices
     # What a sort leaves is in no order of indices; to mark them is less work than another sort.
     marks = scatter_rows(tf.constant(True), indices, matrix.shape[1])
@@ -91,6 +91,6 @@ def _by_sorting(matrix, count):
     return tf.gather(matrix, indices, batch_dims=1), indices
 
 
-def _magnitudes(values):
+def _magnitudes(values: tf.Tensor) -> tf.Tensor:
     values = tf.abs(values)
     return tf.where(tf.math.is_finite(values), values, np.float32(np.inf))

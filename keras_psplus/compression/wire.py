@@ -53,7 +53,7 @@ def unpack(
     return tuple(payload)
 
 
-def _to_words(tensor, rows):
+def _to_words(tensor: tf.Tensor, rows: int | tf.Tensor) -> tf.Tensor:
     size = _row_size(tensor, rows)
     flat = tf.reshape(tensor, [rows, size])
     if tensor.dtype == tf.float32:
@@ -68,7 +68,9 @@ def _to_words(tensor, rows):
     return tf.bitcast(tf.reshape(octets, [rows, words, 4]), tf.float32)
 
 
-def _from_words(words, like, rows, size):
+def _from_words(
+    words: tf.Tensor, like: tf.Tensor, rows: int | tf.Tensor, size: int | tf.Tensor
+) -> tf.Tensor:
     shape = _shape(like, rows)
     width = like.dtype.size
     if like.dtype == tf.float32:
@@ -84,7 +86,7 @@ def _from_words(words, like, rows, size):
     return tf.reshape(tf.bitcast(octets, like.dtype), shape)
 
 
-def _row_size(tensor, rows):
+def _row_size(tensor: tf.Tensor, rows: int | tf.Tensor) -> int | tf.Tensor:
     """The number of elements in a row, as an int if it is known."""
     if not isinstance(rows, int):
         size = tensor.shape[1:].num_elements()
@@ -93,7 +95,7 @@ def _row_size(tensor, rows):
     return (tf.size(tensor) if size is None else size) // rows
 
 
-def _shape(like, rows):
+def _shape(like: tf.Tensor, rows: int | tf.Tensor) -> tf.TensorShape | tf.Tensor:
     if not isinstance(rows, int):
         return tf.concat([[rows], tf.shape(like)[1:]], 0)
     return like.shape if like.shape.is_fully_defined() else tf.shape(like)

@@ -92,7 +92,7 @@ def choose(
     return Chosen(best.entry, reason)
 
 
-def _trainers(path, workers, ps, chief):
+def _trainers(path: str, workers: int, ps: int, chief: bool) -> int:
     """Number of tasks that train that way in a cluster; 0 if it cannot."""
     if path == "alone":
         return 0
@@ -103,6 +103,6 @@ def _trainers(path, workers, ps, chief):
     return workers + chief if ps else 0
 
 
-def _tasks(workers, ps, chief):
+def _tasks(workers: int, ps: int, chief: bool) -> str:
     counts = {"chief": int(chief), "worker(s)": workers, "ps": ps}
     return " + ".join(f"{count} {job}" for job, count in counts.items() if count) or "no tasks"

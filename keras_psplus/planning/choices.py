@@ -79,7 +79,7 @@ class Facts:
         ms, work = self._milliseconds_of(rows), Work(variables, tables)
         return dataclasses.replace(self, rows=rows, step_ms=ms, work=work)
 
-    def _milliseconds_of(self, rows):
+    def _milliseconds_of(self, rows: int) -> float:
         """Milliseconds of a step with some rows, nondecreasing in their number."""
         if self.batch_rows == self.rows:
             return self.single_ms * rows / self.rows

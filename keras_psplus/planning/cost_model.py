@@ -190,7 +190,7 @@ def scales_to(
     if traits.path == "alone":
         return 1, None
 
-    def of(workers):
+    def of(workers: int) -> Parts:
         return parts(traits, work, step_ms, dataclasses.replace(cluster, workers=workers))
 
     # A ring takes half as much again with four workers as with two, but little more with eight, so
@@ -221,7 +221,7 @@ def memory(traits: Traits, work: Work, slots: float) -> float:
     return 4.0 * (dense + sum(tables) * (1 + slots + anchors) + rows)
 
 
-def _compressors_ms(traits, work, cluster):
+def _compressors_ms(traits: Traits, work: Work, cluster: Cluster) -> float:
     name = (traits.compression or "").partition(":")[0]
     pull = (traits.pull or "").partition(":")[0]
     of_rows = (traits.rows or "").partition(":")[0]
@@ -236,7 +236,7 @@ def _compressors_ms(traits, work, cluster):
     return cluster.processor * (sent / traits.every + pulled) / 1e6
 
 
-def _factors_ms(traits, work, step_ms, cluster):
+def _factors_ms(traits: Traits, work: Work, step_ms: float, cluster: Cluster) -> float:
     elements = sum(
         variable.elements
         for variable in work.variables
@@ -247,7 +247,7 @@ def _factors_ms(traits, work, step_ms, cluster):
     return (cluster.workers - 1) * _OF_GRADIENT * step_ms * elements / work.elements
 
 
-def _messages_ms(traits, moved, cluster):
+def _messages_ms(traits: Traits, moved: Flows, cluster: Cluster) -> float:
     message = MESSAGE_MS * cluster.processor + cluster.delay_ms
     total = 0.0
     if moved.between:
@@ -259,7 +259,7 @@ def _messages_ms(traits, moved, cluster):
     return total / traits.every
 
 
-def _links_ms(traits, work, moved, cluster):
+def _links_ms(traits: Traits, work: Work, moved: Flows, cluster: Cluster) -> float:
     link_ms = _BETWEEN * cluster.ms_of(moved.between)
     core_ms = cluster.moving_ms(2 * moved.between)
     elements = work.elements + (work.table_elements if traits.updates == "local" else 0)
@@ -267,7 +267,7 @@ def _links_ms(traits, work, moved, cluster):
     return max(link_ms, core_ms) + min(link_ms, core_ms) / buckets
 
 
-def _servers_ms(traits, moved, cluster):
+def _servers_ms(traits: Traits, moved: Flows, cluster: Cluster) -> float:
     if not traits.has_servers:
         return 0.0
     share = cluster.workers / cluster.ps

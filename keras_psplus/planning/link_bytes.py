@@ -72,7 +72,7 @@ class Table:
         if not rows1:
             return 0.0
         power = math.log(rows2 / rows1) / math.log(n2 / n1)
-        return min(float(self.rows), rows1 * (batches / n1) ** power)
+        return min(float(self.rows), rows1 * math.pow(batches / n1, power))
 
 
 @dataclasses.dataclass(frozen=True)
@@ -178,14 +178,14 @@ def goes_as_factors(variable: Variable, compression: str | None, workers: int) -
     return len(variable.shape) == 2 and variable.factor_rows * sum(variable.shape) <= whole
 
 
-def _payload(work, compression, workers):
+def _payload(work: Work, compression: str | None, workers: int) -> float:
     """Bytes of what one worker has to say about dense variables."""
-    if (compression or "").startswith("factors"):
+    if compression is not None and compression.startswith("factors"):
         return sum(_factors(variable, compression, workers) for variable in work.variables)
     return sum(_size(variable.shape, compression) for variable in work.variables)
 
 
-def _factors(variable, compression, workers):
+def _factors(variable: Variable, compression: str, workers: int) -> float:
     """The fewer bytes of the two: factors, or pieces of a ring.
 
     A ring's are the bytes sent to each of the other workers.
@@ -193,12 +193,12 @@ def _factors(variable, compression, workers):
     if len(variable.shape) < 2:
         return 2 / workers * _size(variable.shape, None)
     number = _BYTES[compression.partition(":")[2] or None]
-    if goes_as_factors(variable, compression, workers):
+    if variable.factor_rows is not None and goes_as_factors(variable, compression, workers):
         return number * variable.factor_rows * sum(variable.shape)
     return number * 2 / workers * variable.elements
 
 
-def _size(shape, compression):
+def _size(shape: Sequence[int], compression: str | None) -> float:
     elements = math.prod(shape)
     name, _, argument = (compression or "").partition(":")
     if name == "nothing":
@@ -215,13 +215,15 @@ def _size(shape, compression):
     return elements * _BYTES[name or None]
 
 
-def _summed(payload, compression, workers):
+def _summed(payload: float, compression: str | None, workers: int) -> float:
     if (compression or "").startswith(("topk", "factors")):  # These are gathered.
         return (workers - 1) * payload
     return 2 * (workers - 1) / workers * payload
 
 
-def _rows(work, batches, compression=None, of_row=1, of_each=_ID):
+def _rows(
+    work: Work, batches: int, compression: str | None = None, of_row: int = 1, of_each: int = _ID
+) -> float:
     """Bytes of the distinct rows of some batches of one worker, each with its id."""
     number = _BYTES[compression] if compression in ("bf16", "fp16", "int8") else WORD
     return sum(

@@ -118,7 +118,7 @@ def parse(text: str, source: str) -> Links:
     return Links(hosts, dict(sorted(links.items())))
 
 
-def _problem(hosts, named):
+def _problem(hosts: Any, named: Sequence[tuple[Any, Any, Any]]) -> str | None:
     if not isinstance(hosts, list) or not all(isinstance(host, str) for host in hosts):
         return f'"hosts" is a list of names, and not {hosts!r}'
     if len(hosts) < 2 or len(set(hosts)) < len(hosts):
@@ -143,9 +143,9 @@ def _problem(hosts, named):
     return None
 
 
-def _is_number(value):
+def _is_number(value: Any) -> bool:
     return isinstance(value, (int, float)) and not isinstance(value, bool) and math.isfinite(value)
 
 
-def _others(count):
+def _others(count: int) -> str:
     return f", and {count} other pair(s)" if count else ""

@@ -54,7 +54,7 @@ def read(path: str | os.PathLike[str]) -> Plan:
     return Plan(facts, cluster)
 
 
-def _check(facts, cluster):
+def _check(facts: Facts, cluster: Cluster) -> None:
     positive = {
         "batch_rows": facts.batch_rows,
         "rows": facts.rows,

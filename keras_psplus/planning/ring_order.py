@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import itertools
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 
 from keras_psplus.planning.links_file import Links
 
@@ -90,16 +90,16 @@ def ring_ms(
     return 2 * (len(order) - 1) * max(slowest, *leaving)
 
 
-def _edges(order):
+def _edges(order: Sequence[int]) -> Iterator[tuple[int, int]]:
     return zip(order, [*order[1:], order[0]])
 
 
-def _ms(links, host, other, count):
+def _ms(links: Links, host: int, other: int, count: float) -> float:
     link = links.links[min(host, other), max(host, other)]
     return link.latency_ms + 8e3 * count / link.bits_per_second
 
 
-def _from_nearest(links, first):
+def _from_nearest(links: Links, first: int) -> list[int]:
     """Nearest-neighbour order, starting from `first`."""
     order, left = [first], [host for host in range(len(links.hosts)) if host != first]
     while left:
@@ -110,7 +110,7 @@ def _from_nearest(links, first):
     return order
 
 
-def _shortened(links, order, count):
+def _shortened(links: Links, order: list[int], count: float) -> list[int]:
     """The order with stretches turned round while that makes the way round shorter."""
     hosts = range(len(order))
     ms = [[0.0 if i == j else _ms(links, i, j, count / len(order)) for j in hosts] for i in hosts]

@@ -104,7 +104,8 @@ def traits_of(source: str) -> Traits:
     return Traits(**found)
 
 
-def _name(node):
+def _name(node: ast.expr) -> str | None:
     """Name of the function in a call, without its module; None for other nodes."""
     function = getattr(node, "func", None)
-    return getattr(function, "attr", getattr(function, "id", None))
+    name: str | None = getattr(function, "attr", getattr(function, "id", None))
+    return name

@@ -69,18 +69,18 @@ class Accumulation(ReplicaUpdates):
         apply: Callable[[Sequence[Any], Sequence[keras.Variable]], Any],
     ) -> None:
         _, rows = step.rows()
-        parts = [
+        parts: list[Any] = [
             None if one is None else one.weighted(gradient, rows)
             for one, gradient in zip(self._sums, grads)
         ]
         self._count.assign_add(1, read_value=False)
         self._rows.assign_add(tf.cast(rows, tf.float64), read_value=False)
 
-        def update():
+        def update() -> None:
             # With the last batch's as tensors, so that each is sent as soon as backprop has it.
             self._update(apply, parts)
 
-        def keep():
+        def keep() -> None:
             for one, part in zip(self._sums, parts):
                 if one is not None:
                     one.add(part)
@@ -93,7 +93,11 @@ class Accumulation(ReplicaUpdates):
         nothing = [None] * len(self._sums)
         tf.cond(self.count > 0, lambda: self._update(apply, nothing), lambda: None)
 
-    def _update(self, apply, parts):
+    def _update(
+        self,
+        apply: Callable[[Sequence[Any], Sequence[keras.Variable]], Any],
+        parts: Sequence[Any],
+    ) -> None:
         rows = self._rows.read_value()
         means = [
             None if one is None else one.mean(part, rows) for one, part in zip(self._sums, parts)
@@ -109,60 +113,60 @@ class Accumulation(ReplicaUpdates):
 class _Dense:
     """The sum of dense gradients, in float32 at least."""
 
-    def __init__(self, states, name, form, shape):
+    def __init__(self, states: Any, name: str, form: Form, shape: Sequence[int]) -> None:
         self._dtype, self._shape = form.dtype, tuple(shape)
         self._sum = states.variable(name, shape, _wide(form.dtype))
 
-    def weighted(self, gradient, rows):
+    def weighted(self, gradient: tf.Tensor, rows: tf.Tensor) -> tf.Tensor:
         wide = self._sum.dtype
         return tf.ensure_shape(tf.cast(gradient, wide), self._shape) * tf.cast(rows, wide)
 
-    def add(self, part):
+    def add(self, part: tf.Tensor) -> None:
         self._sum.assign_add(part, read_value=False)
 
-    def mean(self, part, rows):
+    def mean(self, part: tf.Tensor | None, rows: tf.Tensor) -> tf.Tensor:
         total = self._sum.read_value()
         total = total if part is None else total + part
         return tf.cast(tf.math.divide_no_nan(total, tf.cast(rows, total.dtype)), self._dtype)
 
-    def clear(self):
+    def clear(self) -> None:
         self._sum.assign(tf.zeros(self._shape, self._sum.dtype), read_value=False)
 
 
 class _Rows:
     """Rows of embeddings' gradients, one after the other, as one batch would have them."""
 
-    def __init__(self, states, name, form, shape):
+    def __init__(self, states: Any, name: str, form: Form, shape: Sequence[int]) -> None:
         self._dtype, self._shape = form.dtype, tuple(shape)
         wide = _wide(form.dtype)
         self._values = states.variable(f"{name} values", [None, *shape[1:]], wide)
         self._indices = states.variable(f"{name} indices", [None], form.index_dtype)
 
-    def weighted(self, slices, rows):
+    def weighted(self, slices: tf.IndexedSlices, rows: tf.Tensor) -> tuple[tf.Tensor, tf.Tensor]:
         wide = self._values.dtype
         values = tf.ensure_shape(tf.cast(slices.values, wide), [None, *self._shape[1:]])
         # The next batch may be looked up by other integers.
         return values * tf.cast(rows, wide), tf.cast(slices.indices, self._indices.dtype)
 
-    def _with(self, part):
+    def _with(self, part: tuple[tf.Tensor, tf.Tensor] | None) -> Sequence[tf.Tensor]:
         pending = self._values.read_value(), self._indices.read_value()
         return pending if part is None else [tf.concat(pair, 0) for pair in zip(pending, part)]
 
-    def add(self, part):
+    def add(self, part: tuple[tf.Tensor, tf.Tensor]) -> None:
         values, indices = self._with(part)
         self._values.assign(values, read_value=False)
         self._indices.assign(indices, read_value=False)
 
-    def mean(self, part, rows):
+    def mean(self, part: tuple[tf.Tensor, tf.Tensor] | None, rows: tf.Tensor) -> tf.IndexedSlices:
         values, indices = self._with(part)
         values = tf.math.divide_no_nan(values, tf.cast(rows, values.dtype))
         shape = tf.constant(self._shape, indices.dtype)
         return tf.IndexedSlices(tf.cast(values, self._dtype), indices, shape)
 
-    def clear(self):
+    def clear(self) -> None:
         self._values.assign(tf.zeros([0, *self._shape[1:]], self._values.dtype), read_value=False)
         self._indices.assign(tf.zeros([0], self._indices.dtype), read_value=False)
 
 
-def _wide(dtype):
+def _wide(dtype: tf.DType) -> tf.DType:
     return tf.float32 if dtype.size < 4 else dtype

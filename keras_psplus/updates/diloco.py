@@ -142,7 +142,7 @@ class DiLoCo(Updates):
         return made
 
 
-def _check_name(outer_optimizer):
+def _check_name(outer_optimizer: Any) -> None:
     """Raises ValueError for a name, or a serialized form, that Keras does not know.
 
     Making the optimizer would tell as well, and start TensorFlow.

@@ -38,7 +38,7 @@ class Fragment:
         name: str,
         variables: list[keras.Variable],
         outer: keras.optimizers.Optimizer | None,
-        sums: Callable[..., list[tf.Tensor]] | None,
+        sums: Callable[..., list[tf.Tensor]],
     ) -> None:
         self._variables, self._outer, self._sums = variables, outer, sums
         self._overlap, self._alpha = policy.overlap_steps, policy.alpha
@@ -54,7 +54,7 @@ class Fragment:
             self._aside = self._like_variables(states, f"{name} aside")
             self._parts = _by_size(variables, self._overlap)
 
-    def _like_variables(self, states, name):
+    def _like_variables(self, states: Any, name: str) -> list[Any]:
         return [
             states.variable(f"{name} {i}", v.shape, tf.as_dtype(v.dtype))
             for i, v in enumerate(self._variables)
@@ -100,19 +100,19 @@ class Fragment:
                 self._send_if((steps > 0) & (steps <= i + 1), part)
             tf.cond(steps > 0, lambda: self._arrive_from_aside(step), lambda: None)
 
-        def average():
+        def average() -> None:
             changes = self._changes()
             self._arrive(step, self._summed(changes, range(len(changes))), 0.0)
 
         tf.cond(self._seen.read_value()[1] > 0, average, self._take_anchors)
 
-    def _take_anchors(self):
+    def _take_anchors(self) -> None:
         if self._alpha:
             for anchor, variable in zip(self._anchors, self._variables):
                 own_copy(variable.value).assign(anchor.read_value(), read_value=False)
 
-    def _send_if(self, due, places):
-        def send():
+    def _send_if(self, due: tf.Tensor, places: Sequence[int]) -> None:
+        def send() -> None:
             sums = self._summed([self._aside[i].read_value() for i in places], places)
             for i, total in zip(places, sums):
                 self._aside[i].assign(total, read_value=False)
@@ -120,11 +120,11 @@ class Fragment:
         if places:
             tf.cond(due, send, lambda: None)
 
-    def _summed(self, tensors, places):
+    def _summed(self, tensors: list[tf.Tensor], places: Sequence[int]) -> list[tf.Tensor]:
         variables = [self._variables[i] for i in places]
         return self._sums(tensors, variables, self._round.read_value(), True)
 
-    def _changes(self):
+    def _changes(self) -> list[tf.Tensor]:
         """Change since the last anchor, weighted by the rows that the replica has seen."""
         seen = self._seen.read_value()
         weight = tf.math.divide_no_nan(seen[0], seen[1])
@@ -136,11 +136,11 @@ class Fragment:
             for anchor, variable in zip(self._anchors, self._variables)
         ]
 
-    def _arrive_from_aside(self, step):
+    def _arrive_from_aside(self, step: Any) -> None:
         self._arrive(step, [aside.read_value() for aside in self._aside], self._alpha)
         self._under_way.assign(0, read_value=False)
 
-    def _arrive(self, step, gradients, alpha):
+    def _arrive(self, step: Any, gradients: Sequence[tf.Tensor], alpha: float) -> None:
         """Steps from the anchors, and sets out from there."""
         own = [own_copy(variable.value) for variable in self._variables]
         before = [one.read_value() for one in own]
@@ -163,7 +163,7 @@ class Fragment:
         self._average()
         self._round.assign_add(1, read_value=False)
 
-    def _average(self):
+    def _average(self) -> None:
         if not self.averaged:
             return
         own = [own_copy(variable.value) for variable in self.averaged]
@@ -197,13 +197,14 @@ def assign_to_fragments(
     return fragments
 
 
-def _size(variable):
-    return variable.value.shape.num_elements()
+def _size(variable: keras.Variable) -> int:
+    return int(variable.value.shape.num_elements())
 
 
-def _by_size(variables, count):
+def _by_size(variables: Sequence[keras.Variable], count: int) -> list[list[int]]:
     """Places of variables in so many consecutive parts of about the same size, some empty."""
-    parts, before = [[] for _ in range(count)], 0
+    parts: list[list[int]] = [[] for _ in range(count)]
+    before = 0
     total = max(1, sum(variable.value.shape.num_elements() for variable in variables))
     for i, variable in enumerate(variables):
         size = variable.value.shape.num_elements()

@@ -26,6 +26,7 @@ class LocalSteps(ReplicaUpdates):
 
     def __init__(self, policy: LocalSGD | DiLoCo, context: Context) -> None:
         states, name, _, _, parts, averaged, sums, self._group_sums = context
+        assert sums is not None, "an engine gives it to each rule that averages weights"
         self._policy = policy
         self._count = states.variable(f"{name} count", [], tf.int64)
         self._batches = states.variable(f"{name} batches", [], tf.int64)
@@ -58,14 +59,20 @@ class LocalSteps(ReplicaUpdates):
     def on_finish(
         self, step: Any, apply: Callable[[Sequence[Any], Sequence[keras.Variable]], Any]
     ) -> None:
-        def finish():
+        def finish() -> None:
             for fragment in self._fragments:
                 fragment.finish(step)
             self._count.assign(0, read_value=False)
 
         tf.cond(self._count.read_value() > 0, finish, lambda: None)
 
-    def _alone(self, step, grads, variables, apply):
+    def _alone(
+        self,
+        step: Any,
+        grads: Sequence[tf.Tensor | tf.IndexedSlices | None],
+        variables: Sequence[keras.Variable],
+        apply: Callable[[Sequence[Any], Sequence[keras.Variable]], Any],
+    ) -> None:
         every, fragments = self._policy.every, self._fragments
         first = self._count.read_value() == 0
         for fragment in fragments:
@@ -85,7 +92,12 @@ class LocalSteps(ReplicaUpdates):
             due = tf.equal(turn, (i + 1) * every // self._policy.fragments % every)
             tf.cond(due, lambda fragment=fragment: fragment.send(step), lambda: None)
 
-    def _of_own_rows(self, step, grads, variables):
+    def _of_own_rows(
+        self,
+        step: Any,
+        grads: Sequence[tf.Tensor | tf.IndexedSlices | None],
+        variables: Sequence[keras.Variable],
+    ) -> list[tf.Tensor | tf.IndexedSlices | None]:
         """The gradients of the mean over the replica's own rows; with groups, over its group's."""
         if self._group_sums is None:
             return [_map_values(step.unscale_by_batch_fraction, gradient) for gradient in grads]
@@ -100,7 +112,9 @@ class LocalSteps(ReplicaUpdates):
         return grads
 
 
-def _map_values(function, gradient):
+def _map_values(
+    function: Callable[[tf.Tensor], tf.Tensor], gradient: tf.Tensor | tf.IndexedSlices | None
+) -> tf.Tensor | tf.IndexedSlices | None:
     if isinstance(gradient, tf.IndexedSlices):
         values = function(gradient.values)
         return tf.IndexedSlices(values, gradient.indices, gradient.dense_shape)
