@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import tensorflow as tf
 
 from keras_psplus.all_reduce import local_apply
+from keras_psplus.all_reduce.accumulators import Accumulators
 from keras_psplus.core import local_traces, losses
 from keras_psplus.core.distributed_engine import DistributedEngine
 from keras_psplus.core.replica_step import current_step, current_step_with_batch_fraction
@@ -62,6 +64,16 @@ class GradientEngine(DistributedEngine):
         has_others = self.strategy.extended.world.local_replicas > 1
         would_wait = has_others and step.is_eager and not tf.executing_eagerly()
         return would_wait or local_traces.is_without_collectives(graph, step.graph)
+
+    @functools.cached_property
+    def accumulators(self) -> Accumulators:
+        """What optimizers accumulate by themselves, with `gradient_accumulation_steps`."""
+        return Accumulators(self.strategy, self.sum_parts)
+
+    def settle(self, model: keras.Model) -> None:
+        super().settle(model)
+        if not self._steps_alone:
+            self.accumulators.make_global(model)
 
     @property
     def sums_eagerly(self) -> bool:
@@ -187,6 +199,8 @@ class GradientEngine(DistributedEngine):
         variables: list[keras.Variable],
     ) -> None:
         step = current_step()
+        if step is not None and not self._steps_alone:
+            self.accumulators.begin_step(optimizer)
         if step is None or not step.whole:
             return super().accumulate(optimizer, grads, variables)
         # They are summed when it is time for an update.
