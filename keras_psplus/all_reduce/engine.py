@@ -182,6 +182,10 @@ class AllReduceEngine(MirroredEngine, GradientEngine):
         iterator._distributed_dataset = iterator_release.Dataset(distributed.dataset)
         iterator.batch_spec = distributed.batch_spec
 
+    def share_restored(self, variables: list[keras.Variable]) -> None:
+        super().share_restored(variables)
+        self.accumulators.note_assigned(variables)
+
     # Variables.
 
     def initialize(self, original: Original, variable: keras.Variable, value: Any) -> Any:
@@ -205,7 +209,9 @@ class AllReduceEngine(MirroredEngine, GradientEngine):
 
     def assign(self, original: Original, variable: keras.Variable, value: Any) -> Any:
         step = current_step()
-        if step is not None and step.recording:
+        if step is None:
+            self.accumulators.note_assigned([variable])
+        elif step.recording:
             if accumulates(variable):
                 step.record_total(variable._value)
             elif variable._value.dtype.is_floating:
@@ -292,6 +298,7 @@ class AllReduceEngine(MirroredEngine, GradientEngine):
     ) -> Any:
         if self._writes_nothing:
             return None
+        self.accumulators.warn_if_partial(model)
         return super().save(original, model, filepath, overwrite, *args, **kwargs)
 
 

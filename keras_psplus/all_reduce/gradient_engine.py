@@ -2,16 +2,21 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import tensorflow as tf
 
 from keras_psplus.all_reduce import local_apply
+from keras_psplus.all_reduce.accumulators import Accumulators
+from keras_psplus.core import local_traces, losses
 from keras_psplus.core.distributed_engine import DistributedEngine
 from keras_psplus.core.replica_step import current_step, current_step_with_batch_fraction
 from keras_psplus.engine import Original
 from keras_psplus.keras_parts import Variable
+from keras_psplus.tf_internals import framework_ops
+from keras_psplus.updates import map_values
 
 if TYPE_CHECKING:
     import keras
@@ -30,19 +35,45 @@ class GradientEngine(DistributedEngine):
         *args: Any,
         **kwargs: Any,
     ) -> Any:
-        grads = super().gradient(original, tape, target, sources, output_gradients, *args, **kwargs)
-        step, updates = current_step_with_batch_fraction(), self.strategy.updates
-        takes_steps_alone = updates is not None and updates.local
-        flat = tf.nest.flatten(sources)
+        step = current_step_with_batch_fraction()
         if (
             step is None
-            or takes_steps_alone
             or output_gradients is not None
             or self.strategy.num_replicas_in_sync == 1
-            or not all(isinstance(one, (Variable, tf.Variable)) for one in flat)
+            or not any(isinstance(s, (Variable, tf.Variable)) for s in tf.nest.flatten(sources))
         ):
-            return grads
-        return tf.nest.pack_sequence_as(sources, step.tape.note(tf.nest.flatten(grads), flat))
+            return super().gradient(
+                original, tape, target, sources, output_gradients, *args, **kwargs
+            )
+        if self._keeps_own_gradients(step):
+            return losses.gradient_of_own_mean(original, tape, target, sources, *args, **kwargs)
+        grads = super().gradient(original, tape, target, sources, None, *args, **kwargs)
+        return losses.note_gradients(grads, target, sources, step, step.tape.note)
+
+    @property
+    def _steps_alone(self):
+        """Whether replicas take steps by themselves, with `LocalSGD` or `DiLoCo`."""
+        return self.strategy.updates is not None and self.strategy.updates.local
+
+    def _keeps_own_gradients(self, step):
+        """Whether replicas do not ask each other about the gradients that are being taken."""
+        if self._steps_alone:
+            return True
+        graph = framework_ops.get_default_graph()
+        # Eager replicas run one after the other: inside a function, one would wait for the next.
+        has_others = self.strategy.extended.world.local_replicas > 1
+        would_wait = has_others and step.is_eager and not tf.executing_eagerly()
+        return would_wait or local_traces.is_without_collectives(graph, step.graph)
+
+    @functools.cached_property
+    def accumulators(self) -> Accumulators:
+        """What optimizers accumulate by themselves, with `gradient_accumulation_steps`."""
+        return Accumulators(self.strategy, self.sum_parts)
+
+    def settle(self, model: keras.Model) -> None:
+        super().settle(model)
+        if not self._steps_alone:
+            self.accumulators.make_global(model)
 
     @property
     def sums_eagerly(self) -> bool:
@@ -84,7 +115,8 @@ class GradientEngine(DistributedEngine):
 
     def _split(self, grads):
         """Gradients of the global batch as parts of each replica, which add up to them."""
-        return [_divided(gradient, self.strategy.num_replicas_in_sync) for gradient in grads]
+        replicas = self.strategy.num_replicas_in_sync
+        return [map_values(lambda values: values / replicas, gradient) for gradient in grads]
 
     def apply(
         self,
@@ -167,6 +199,8 @@ class GradientEngine(DistributedEngine):
         variables: list[keras.Variable],
     ) -> None:
         step = current_step()
+        if step is not None and not self._steps_alone:
+            self.accumulators.begin_step(optimizer)
         if step is None or not step.whole:
             return super().accumulate(optimizer, grads, variables)
         # They are summed when it is time for an update.
@@ -193,10 +227,3 @@ class _Path(NamedTuple):
 
 def _with_path(variable):
     return variable if hasattr(variable, "path") else _Path(variable.name, variable.shape)
-
-
-def _divided(gradient, number):
-    if isinstance(gradient, tf.IndexedSlices):
-        values = gradient.values / number
-        return tf.IndexedSlices(values, gradient.indices, gradient.dense_shape)
-    return None if gradient is None else gradient / number

@@ -38,6 +38,7 @@ class MirroredReplicaStep(ReplicaStep):
         recording: Whether it notes which variables the replica changes by itself.
         alone: Whether gradients are the replica's own, to be applied as they are.
         tape: `TapeGradients` of the step.
+        is_eager: Whether it is run, and not traced.
         has_pushed: Whether it has sent gradients to parameter servers since all replicas met.
         passed_barrier: Whether all replicas have passed its barrier.
     """
@@ -49,7 +50,7 @@ class MirroredReplicaStep(ReplicaStep):
     ) -> None:
         super().__init__(engine)
         self._extended = extended
-        self._graph = ops.get_default_graph()
+        self._graph, self.is_eager = ops.get_default_graph(), tf.executing_eagerly()
         self.tape = TapeGradients(
             self, getattr(engine, "sum_parts", None), getattr(engine, "sums_eagerly", True)
         )
@@ -236,7 +237,6 @@ class MirroredReplicaStep(ReplicaStep):
         Returns:
             The averaged `tensors`.
         """
-        self.tape.end()
         fraction = self.batch_fraction()
 
         def unless_empty(value):
@@ -250,6 +250,8 @@ class MirroredReplicaStep(ReplicaStep):
         parts = [unless_empty(own_copy(variable).read_value() - base) for variable, base in totals]
         parts += [weighted(own_copy(variable).read_value()) for variable in means]
         parts += [weighted(tensor) for tensor in tensors]
+        # Also of what is logged as it is.
+        self.tape.settle()
         barrier = self._extended.barrier
         meets = barrier is not None and bool(parts or self.has_pushed or not self.passed_barrier)
         if meets:

@@ -6,12 +6,18 @@ gradient, and its optimizer finds out what has become of it:
 
 - It is the stand-in itself, and nothing else has used that: the replica's part goes to the
   optimizer, which sums as late as it can. No operation is added to the graph.
-- The step has computed with it (clipped, normalised, logged, perturbed weights by it): the parts
-  of that call of the tape are summed before, and the sums put in the stand-ins' place. What the
-  optimizer is given is then the same on all replicas, and is applied as it is.
+- The step has computed with it (clipped, normalised, logged, perturbed weights by it, kept it in a
+  variable): the parts of that call of the tape are summed before, and the sums put in the
+  stand-ins' place. What the optimizer is given is then the same on all replicas, and is applied as
+  it is.
+- It is anything else: read from a variable, derived by hand from the replica's rows, returned by a
+  function. It is averaged over the replicas, each of which counts by its rows: a value that is the
+  same everywhere stays what it is, and a mean over rows becomes that of the global batch.
 
 The first use may come after the optimizer's, as in logs, or there may be no optimizer: that is
-found before the next collective, and at the step's end.
+found before the next collective, and at the step's end; in a function or a branch, at its end.
+A loop may turn another number of times on each replica, and what is left in it without an optimizer
+stays the replica's: there, a gradient is that of the mean over the replica's rows.
 """
 
 from __future__ import annotations
@@ -21,7 +27,10 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 import tensorflow as tf
 
-from keras_psplus.core import stand_ins
+from keras_psplus.core import local_traces, loop_results, stand_ins
+from keras_psplus.keras_parts import Variable
+from keras_psplus.tf_internals.trace_end import call_at_end
+from keras_psplus.updates import map_values
 
 if TYPE_CHECKING:
     import keras
@@ -60,6 +69,10 @@ class TapeGradients:
     ) -> None:
         self._step, self._sum_parts, self._sums_eagerly = step, sum_parts, sums_eagerly
         self._calls: list[stand_ins.Call] = []
+        # Those that have left a loop, and are the replica's.
+        self._of_loops: list[stand_ins.Call] = []
+        # Graphs of functions, branches and loops in which there are some of the calls.
+        self._inner: list[tf.Graph] = []
         self._is_summing = False
 
     def note(
@@ -80,6 +93,10 @@ class TapeGradients:
         if tf.executing_eagerly() and self._sums_eagerly:
             # Nothing can be put in a tensor's place later.
             self._sum(call)
+        graph = call.graph
+        if graph not in (None, self._step.graph, *self._inner):
+            self._inner.append(graph)
+            call_at_end(graph, lambda outputs: self._end_inner(graph, outputs))
         return call.given
 
     def settle(self) -> None:
@@ -87,24 +104,36 @@ class TapeGradients:
         if self._is_summing or tf.executing_eagerly():
             return
         for call in self._calls:
-            if call.is_open and call.is_used():
+            if call.is_open and call.is_used() and not self._is_in_loop(call):
                 self._sum(call)
 
-    def end(self) -> None:
-        """As `settle`, when the step has been traced.
-
-        Raises:
-            ValueError: If a `tf.function` inside it has used a gradient without applying it.
-        """
+    def _end_inner(self, graph, outputs):
+        """Settles what the trace of a function, a branch or a loop's body leaves behind."""
         for call in self._calls:
-            if call.is_open and not call.is_in(self._step.graph) and call.is_used_inside():
+            if call.is_open and call.is_in(graph) and call.is_used(outputs):
+                if self._is_in_loop(call):
+                    unscale = self._step.unscale_by_batch_fraction
+                    call.close([map_values(unscale, part) for part in call.parts])
+                    self._of_loops.append(call)
+                else:
+                    self._sum(call)
+
+    def _is_in_loop(self, call):
+        return bool(local_traces.loops_around(call.graph, self._step.graph))
+
+    def _check_loops(self, gradient):
+        """Refuses what is not linear in gradients that were taken, and left, in a loop."""
+        for call in self._of_loops:
+            bodies = local_traces.loops_around(call.graph, self._step.graph)
+            used_by = bodies and loop_results.nonlinear_use(gradient, bodies, call.variables)
+            if used_by:
                 raise ValueError(
-                    "A gradient that `tape.gradient` has returned in a tf.function inside the step "
-                    "was used there, and its sum over the replicas cannot be put in its place any "
-                    "more. Take the tf.function decorator off: `fit` compiles the whole step. "
-                    f"Received: the gradients of {call.describe()}"
+                    "Gradients that were taken in a loop of the graph are each replica's own when "
+                    "they leave it, and the step computes with them what is no mean, such as a "
+                    "norm. Clip and apply them in the loop, or make it a loop of Python's, as "
+                    "`for _ in range(4):` is. "
+                    f"Received: {used_by} of the gradients of {call.describe()}"
                 )
-        self.settle()
 
     def take(
         self,
@@ -123,20 +152,26 @@ class TapeGradients:
             `Summed`.
 
         Raises:
-            ValueError: If gradients were changed where their sums cannot be put in their place.
+            ValueError: If gradients were changed where they cannot be summed before.
         """
-        self._refuse_changed_inside(grads)
+        grads = [tf.convert_to_tensor(g) if _is_variable(g) else g for g in grads]
         if tf.executing_eagerly():
             return self._take_eagerly(grads, wants_parts)
         for call in self._calls:
             if call.is_open and (call.is_used() or any(call.has_made(one) for one in grads)):
                 self._sum(call, optimizer)
-        own, whole = [], set()
+        closed = [c for c in self._calls if not c.is_open and c not in self._of_loops]
+        own: list[tf.Tensor | tf.IndexedSlices | None] = []
+        whole: set[int] = set()
         for i, gradient in enumerate(grads):
             part = self._part_of(gradient)
-            if part is None and any(not c.is_open and c.leads_to(gradient) for c in self._calls):
-                whole.add(i)
-            own.append(gradient if part is None else part)
+            if part is None and gradient is not None:
+                if stand_ins.is_made_of(closed, gradient):
+                    part, whole = gradient, whole | {i}
+                else:
+                    self._check_loops(gradient)
+                    part = self._part_of_mean(gradient)
+            own.append(part)
         return Summed(own, whole)
 
     def _take_eagerly(self, grads, wants_parts):
@@ -150,11 +185,19 @@ class TapeGradients:
                 "cannot be put in its place. Use `run_eagerly=False`. "
                 f"Received: {len(changed)} gradient(s) that the tape has not returned"
             )
-        if not self._sums_eagerly or not is_eager:
-            return Summed([g if p is None else p for g, p in zip(grads, parts)], set())
-        if wants_parts:
-            return Summed([g if p is None else p for g, p in zip(grads, parts)], set(changed))
-        return Summed(list(grads), {i for i, g in enumerate(grads) if g is not None})
+        for i in changed:
+            parts[i] = self._part_of_mean(grads[i])
+        if wants_parts or not self._sums_eagerly or not is_eager:
+            return Summed(parts, set())
+        summed = [part if i in changed else g for i, (g, part) in enumerate(zip(grads, parts))]
+        whole = {i for i, g in enumerate(grads) if g is not None and i not in changed}
+        return Summed(summed, whole)
+
+    def _part_of_mean(self, gradient):
+        """A replica's part of the mean over the rows of all of them."""
+        if not self._step.has_batch_fraction:
+            return gradient
+        return map_values(self._step.scale_by_batch_fraction, gradient)
 
     def put_sums(
         self, variables: Sequence[Any], sums: Sequence[tf.Tensor | tf.IndexedSlices]
@@ -182,12 +225,6 @@ class TapeGradients:
         finally:
             self._is_summing = outer
 
-    def _refuse_changed_inside(self, grads):
-        for call in self._calls:
-            if call.is_open and any(call.was_changed_inside(one) for one in grads):
-                raise ValueError(
-                    "Gradients were changed in a tf.function inside the step and applied outside "
-                    "of it: their sum over the replicas cannot be put in their place any more. "
-                    "Take the tf.function decorator off: `fit` compiles the whole step. "
-                    f"Received: the gradients of {call.describe()}"
-                )
+
+def _is_variable(gradient):
+    return isinstance(gradient, (Variable, tf.Variable))

@@ -14,6 +14,7 @@ import tensorflow as tf
 
 from keras_psplus.core.replica_step import current_step_with_batch_fraction
 from keras_psplus.keras_parts import Variable, tree
+from keras_psplus.updates import map_values
 
 _SUMS_ACTIVITY = keras.__version__.startswith("3.13.")
 
@@ -46,10 +47,51 @@ def gradient(
     return original(tape, target, sources, seeds, *args, **kwargs)
 
 
+def gradient_of_own_mean(
+    original: Callable[..., Any],
+    tape: tf.GradientTape,
+    target: Any,
+    sources: Any,
+    *args: Any,
+    **kwargs: Any,
+) -> Any:
+    """Gradients by variables of the mean over a replica's own rows: its part, by its fraction."""
+    step = current_step_with_batch_fraction()
+    seeds = tf.nest.map_structure(
+        lambda t: None if is_mean(t) else step.unscale_by_batch_fraction(tf.ones_like(t)), target
+    )
+    return original(tape, target, sources, seeds, *args, **kwargs)
+
+
+def note_gradients(
+    grads: Any, target: Any, sources: Any, step: Any, note: Callable[..., list[Any]]
+) -> Any:
+    """Has a step note a replica's parts of gradients by variables; others are a row's own.
+
+    Args:
+        grads: What the tape has returned, scaled by the batch fraction.
+        target, sources: As the tape was given them.
+        step: The replica's step.
+        note: Function of gradients and their variables that returns what stands for them.
+    """
+    flat, found = tf.nest.flatten(sources), tf.nest.flatten(grads)
+    trained = [i for i, one in enumerate(flat) if isinstance(one, (Variable, tf.Variable))]
+    if all(is_mean(one) for one in tf.nest.flatten(target)):
+        unscale = step.unscale_by_batch_fraction
+        found = [g if i in trained else map_values(unscale, g) for i, g in enumerate(found)]
+    given = note([found[i] for i in trained], [flat[i] for i in trained])
+    for i, one in zip(trained, given):
+        found[i] = one
+    return tf.nest.pack_sequence_as(sources, found)
+
+
+def is_mean(target: Any) -> bool:
+    """Whether what a tape takes the gradient of is a mean over rows, and not a loss of each."""
+    return tf.is_tensor(target) and target.dtype.is_floating and target.shape.rank == 0
+
+
 def _seed(step, target):
-    if not tf.is_tensor(target) or not target.dtype.is_floating or target.shape.rank != 0:
-        return None
-    return step.scale_by_batch_fraction(tf.ones_like(target))
+    return step.scale_by_batch_fraction(tf.ones_like(target)) if is_mean(target) else None
 
 
 def reduce_values(

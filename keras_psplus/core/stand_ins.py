@@ -5,7 +5,7 @@ built.
 """
 
 import contextlib
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import tensorflow as tf
@@ -13,6 +13,9 @@ import tensorflow as tf
 from keras_psplus.tf_internals import framework_ops, func_graph
 
 _CALLS = "PartitionedCall", "StatefulPartitionedCall"
+# Types of operations: those that give on rows or draw random numbers, and those that may inside.
+_DIFFERING = "Random", "Iterator", "Optional", "PyFunc", "Multinomial", "Shuffle"
+_STATEFUL = "StatefulPartitionedCall", "If", "While", "Case"
 
 
 class Call:
@@ -38,6 +41,7 @@ class Call:
         self._graph = None if tf.executing_eagerly() else tf.compat.v1.get_default_graph()
         self._own = [_stand_in(gradient) for gradient in self.parts]
         self._tensors = [tensor for one in self._own for tensor in _leaves(one)]
+        self._ops = set() if self._graph is None else {id(tensor.op) for tensor in self._tensors}
         self._places = kept, len(grads)
         # Numbers of the parts that an optimizer has taken, by ids of their variables.
         self._taken: dict[int, int] = {}
@@ -58,6 +62,11 @@ class Call:
         return ", ".join(names[:3]) + (" and others" if names[3:] else "")
 
     @property
+    def graph(self) -> tf.Graph | None:
+        """The graph that the stand-ins are in, None for eager tensors."""
+        return self._graph
+
+    @property
     def is_eager(self) -> bool:
         """Whether the gradients are eager tensors."""
         return self._graph is None
@@ -70,9 +79,16 @@ class Call:
         """Context in which operations are added where the stand-ins are."""
         return contextlib.nullcontext() if self._graph is None else self._graph.as_default()
 
-    def is_used(self) -> bool:
-        """Whether anything uses a stand-in where it can still be replaced."""
-        return not self._is_finished and any(t.consumers() for t in self._tensors)
+    def is_used(self, outputs: Sequence[Any] = ()) -> bool:
+        """Whether anything uses a stand-in where it can still be replaced.
+
+        Args:
+            outputs: The outputs of its graph, which may be stand-ins.
+        """
+        returned = {id(tensor) for tensor in outputs}
+        return not self._is_finished and any(
+            tensor.consumers() or id(tensor) in returned for tensor in self._tensors
+        )
 
     def is_used_inside(self) -> bool:
         """Whether a finished function uses a stand-in otherwise than by returning it."""
@@ -107,8 +123,7 @@ class Call:
         if self._graph is None:
             # What eager tensors were computed of is not known.
             return True
-        wanted = {id(tensor.op) for tensor in self._tensors}
-        return any(id(op) in wanted for op in _sources(_leaves(gradient)))
+        return any(id(op) in self._ops for op in _sources(_leaves(gradient), self._ops))
 
     def was_changed_inside(self, gradient: tf.Tensor | tf.IndexedSlices | None) -> bool:
         """Whether a gradient comes from a finished function that has changed a stand-in."""
@@ -164,6 +179,57 @@ class Call:
         return op.type == "Identity" and id(op.outputs[0]) in outputs
 
 
+def is_made_of(calls: Sequence[Call], gradient: tf.Tensor | tf.IndexedSlices | None) -> bool:
+    """Whether a gradient is one on all replicas, as sums are that are in stand-ins' place.
+
+    It is if it was computed of those and of nothing that may differ from replica to replica: rows
+    of a batch, random numbers, what a function of the graph has done. False where that is not sure.
+    """
+    ends = set().union(*(call._ops for call in calls))
+    callers: dict[int, list[tf.Operation]] = {}
+    found, seen, waiting = False, set(), _leaves(gradient)
+    while waiting:
+        tensor = waiting.pop()
+        if isinstance(tensor, framework_ops.EagerTensor) or id(tensor) in seen:
+            continue
+        seen.add(id(tensor))
+        op, graph = tensor.op, _graph_of_call(tensor.op)
+        if id(op) in ends:
+            found = True
+        elif graph is not None:
+            callers.setdefault(id(graph), []).append(op)
+            waiting.append(graph.outputs[tensor.value_index])
+        elif op.type in _STATEFUL or any(name in op.type for name in _DIFFERING):
+            return False
+        elif op.type == "Placeholder":
+            given = _given(tensor, callers.get(id(op.graph), ())) or _captured(op)
+            if not given:
+                return False
+            waiting += given
+        else:
+            waiting += op.inputs
+    return found
+
+
+def _graph_of_call(op):
+    """The graph of the function that an operation calls, or None."""
+    if op.type not in _CALLS:
+        return None
+    return getattr(op.graph._get_function(op.get_attr("f").name), "graph", None)
+
+
+def _given(placeholder, callers):
+    """What calls of a function give for one of its inputs."""
+    inputs = placeholder.graph.inputs if callers else ()
+    places = [i for i, one in enumerate(inputs) if one is placeholder]
+    return [op.inputs[i] for op in callers for i in places]
+
+
+def sources(gradient: tf.Tensor | tf.IndexedSlices) -> Iterator[tf.Operation]:
+    """All operations that a gradient was computed by."""
+    return _sources(_leaves(gradient))
+
+
 def _stand_in(gradient):
     if tf.executing_eagerly():
         return gradient
@@ -211,8 +277,11 @@ def _is_same(own, gradient):
     return own is gradient
 
 
-def _sources(tensors):
-    """All operations that tensors were computed by, also those outside of a function or branch."""
+def _sources(tensors, ends=()):
+    """All operations that tensors were computed by, also those outside of a function or branch.
+
+    Beyond operations whose ids are in `ends`, none is looked for.
+    """
     seen, waiting = set(), [tensor for tensor in tensors if tf.is_tensor(tensor)]
     while waiting:
         tensor = waiting.pop()
@@ -221,6 +290,15 @@ def _sources(tensors):
         op = tensor.op
         seen.add(id(op))
         yield op
+        if id(op) in ends:
+            continue
         waiting += op.inputs
-        if op.type == "Placeholder" and isinstance(op.graph, func_graph.FuncGraph):
-            waiting += [outer for outer, inner in op.graph.captures if inner is tensor]
+        if op.type == "Placeholder":
+            waiting += _captured(op)
+
+
+def _captured(op):
+    """The tensors of outer graphs that a placeholder of a function stands for."""
+    if not isinstance(op.graph, func_graph.FuncGraph):
+        return []
+    return [outer for outer, inner in op.graph.captures if inner is op.outputs[0]]

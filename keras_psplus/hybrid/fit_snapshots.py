@@ -128,6 +128,8 @@ class FitSnapshots:
         """Writes a snapshot; on all workers, at the same step."""
         engine, strategy = self._engine(), self._strategy
         snapshots, files_of_workers = strategy.snapshots, engine.worker_files
+        # What Keras accumulates is in no worker's file.
+        engine.settle(model)
         # A process that is here has sent all that belongs to this step.
         worker_files = files_of_workers.save(
             model,

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 import tensorflow as tf
 
-from keras_psplus.core import duplicate_rows, gradient_path, iterator_release, saving
+from keras_psplus.core import duplicate_rows, gradient_path, iterator_release, losses, saving
 from keras_psplus.core.distributed_engine import DistributedEngine
 from keras_psplus.core.optimizers import variables_of_apply
 from keras_psplus.core.replica_step import current_step
@@ -230,13 +230,22 @@ class ParameterServerEngine(DistributedEngine):
         *args: Any,
         **kwargs: Any,
     ) -> Any:
-        grads = super().gradient(original, tape, target, sources, output_gradients, *args, **kwargs)
-        step, flat = current_step(), tf.nest.flatten(sources)
-        if step is None or output_gradients is not None or self.strategy.num_workers == 1:
-            return grads
-        if not all(isinstance(one, (Variable, tf.Variable)) for one in flat):
-            return grads
-        return tf.nest.pack_sequence_as(sources, step.note(tf.nest.flatten(grads), flat))
+        step = current_step()
+        if (
+            step is None
+            or output_gradients is not None
+            or self.strategy.num_workers == 1
+            or not any(isinstance(s, (Variable, tf.Variable)) for s in tf.nest.flatten(sources))
+        ):
+            return super().gradient(
+                original, tape, target, sources, output_gradients, *args, **kwargs
+            )
+        if step.is_inside:
+            # What leaves a function, or is computed row by row, counts when it is handed over.
+            grads = losses.gradient_of_own_mean(original, tape, target, sources, *args, **kwargs)
+            return step.note_inside(grads, sources)
+        grads = super().gradient(original, tape, target, sources, None, *args, **kwargs)
+        return losses.note_gradients(grads, target, sources, step, step.note)
 
     def apply(
         self,

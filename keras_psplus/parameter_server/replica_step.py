@@ -12,9 +12,10 @@ from typing import TYPE_CHECKING, Any
 
 import tensorflow as tf
 
-from keras_psplus.core import stand_ins
+from keras_psplus.core import local_traces, stand_ins
 from keras_psplus.core.replica_step import ReplicaStep
 from keras_psplus.tf_internals import framework_ops as ops
+from keras_psplus.updates import map_values
 
 if TYPE_CHECKING:
     import keras
@@ -70,6 +71,23 @@ class WorkerReplicaStep(ReplicaStep):
         self._calls.append(stand_ins.Call(gradients, variables))
         return self._calls[-1].given
 
+    @property
+    def is_inside(self) -> bool:
+        """Whether a function, a branch or a loop is being traced, or code for rows."""
+        graph = ops.get_default_graph()
+        return graph is not self._graph or self._is_by_row(graph)
+
+    def note_inside(self, grads: Any, sources: Any) -> Any:
+        """As `note`, of gradients of the mean over this share's own rows."""
+        if self._is_by_row(ops.get_default_graph()):
+            return grads
+        return tf.nest.pack_sequence_as(
+            sources, self.note(tf.nest.flatten(grads), tf.nest.flatten(sources))
+        )
+
+    def _is_by_row(self, graph):
+        return local_traces.is_without_collectives(graph, self._graph)
+
     def _check_unused(self, gradients):
         """Raises ValueError if the step has computed with this worker's part of a gradient."""
         for call in self._calls:
@@ -110,6 +128,10 @@ class WorkerReplicaStep(ReplicaStep):
             self.first_hand_over = len(self._graph.get_operations())
         parts = ((call.part_of(one) for call in self._calls) for one in gradients)
         found = [next((p for p in of_one if p is not None), None) for of_one in parts]
-        gradients = [g if part is None else part for g, part in zip(gradients, found)]
+        # What no tape has returned is a mean over the rows of this share, as its losses are.
+        gradients = [
+            map_values(self.scale_by_batch_fraction, g) if part is None else part
+            for g, part in zip(gradients, found)
+        ]
         self._optimizers.append(optimizer)
         self.handed_over.append(self._push(optimizer, gradients, variables))

@@ -47,7 +47,12 @@ from tensorflow.python.framework import (
     tensor_conversion_registry,
 )
 from tensorflow.python.framework import ops as framework_ops
-from tensorflow.python.ops import collective_ops, resource_variable_ops, script_ops
+from tensorflow.python.ops import (
+    collective_ops,
+    control_flow_util,
+    resource_variable_ops,
+    script_ops,
+)
 from tensorflow.python.ops import control_flow_v2_func_graphs as control_flow_func_graphs
 from tensorflow.python.trackable import autotrackable
 from tensorflow.python.trackable import base as trackable_base
@@ -66,6 +71,7 @@ __all__ = [
     "config_pb2",
     "context",
     "control_flow_func_graphs",
+    "control_flow_util",
     "coordination_config_pb2",
     "coordinator_values",
     "cross_device_ops",

@@ -8,5 +8,15 @@ from keras_psplus.updates.base import Context, ReplicaUpdates, Updates
 from keras_psplus.updates.diloco import DiLoCo
 from keras_psplus.updates.local_sgd import LocalSGD
 from keras_psplus.updates.specs import get
+from keras_psplus.updates.values import map_values
 
-__all__ = ["Accumulate", "Context", "DiLoCo", "LocalSGD", "ReplicaUpdates", "Updates", "get"]
+__all__ = [
+    "Accumulate",
+    "Context",
+    "DiLoCo",
+    "LocalSGD",
+    "ReplicaUpdates",
+    "Updates",
+    "get",
+    "map_values",
+]

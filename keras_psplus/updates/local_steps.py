@@ -10,6 +10,7 @@ import tensorflow as tf
 
 from keras_psplus.updates.base import Context, ReplicaUpdates
 from keras_psplus.updates.fragment import Fragment
+from keras_psplus.updates.values import map_values
 
 if TYPE_CHECKING:
     from keras_psplus.updates.diloco import DiLoCo
@@ -100,22 +101,13 @@ class LocalSteps(ReplicaUpdates):
     ) -> list[tf.Tensor | tf.IndexedSlices | None]:
         """The gradients of the mean over the replica's own rows; with groups, over its group's."""
         if self._group_sums is None:
-            return [_map_values(step.unscale_by_batch_fraction, gradient) for gradient in grads]
+            return [map_values(step.unscale_by_batch_fraction, gradient) for gradient in grads]
         given, turn = [i for i, g in enumerate(grads) if g is not None], self._count.read_value()
         sums = self._group_sums([grads[i] for i in given], [variables[i] for i in given], turn)
         fraction = step.sum_over_group([step.batch_fraction()])[0]
         grads = list(grads)
         for i, total in zip(given, sums):
-            grads[i] = _map_values(
+            grads[i] = map_values(
                 lambda value: tf.math.divide_no_nan(value, tf.cast(fraction, value.dtype)), total
             )
         return grads
-
-
-def _map_values(
-    function: Callable[[tf.Tensor], tf.Tensor], gradient: tf.Tensor | tf.IndexedSlices | None
-) -> tf.Tensor | tf.IndexedSlices | None:
-    if isinstance(gradient, tf.IndexedSlices):
-        values = function(gradient.values)
-        return tf.IndexedSlices(values, gradient.indices, gradient.dense_shape)
-    return None if gradient is None else function(gradient)

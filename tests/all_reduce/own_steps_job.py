@@ -5,10 +5,12 @@ own_steps_job.py FOLDER CASE [CASE ...] [--updates '{"RULE": ["CASE", ...]}']
 
 import argparse
 import json
+import os
 import pathlib
 import sys
 import unittest.mock
 
+import h5py
 import keras
 import numpy as np
 import pytest
@@ -60,6 +62,15 @@ class OwnStep(keras.Model):
         loss, gradients = self.gradients(x, y)
         self.optimizer.apply(self.change(gradients), self.trainable_variables)
         return {"loss": loss}
+
+    def make_variables(self):
+        """Makes what the step keeps from batch to batch."""
+
+    def make_callbacks(self):
+        return []
+
+    def results(self):
+        return {}
 
     def make_optimizer(self):
         return keras.optimizers.SGD(**self.optimizer_arguments)
@@ -193,6 +204,36 @@ class KerasAccumulation(ClipByGlobalNorm):
 
 
 @case
+class SavedWithinAccumulation(OwnStep):
+    """A file, and what is in memory when `fit` ends: the sums of all workers."""
+
+    optimizer_arguments = {"learning_rate": 0.5, "gradient_accumulation_steps": 3}
+
+    def make_callbacks(self):
+        strategy = tf.distribute.get_strategy()
+        self.saved_file = pathlib.Path(
+            sys.argv[1], f"of-{strategy.num_replicas_in_sync}.weights.h5"
+        )
+        own = pathlib.Path(sys.argv[1], f"own-{os.getpid()}.weights.h5")
+
+        def save(batch, logs):
+            if batch == 0:
+                self.save_weights(own)
+
+        return [
+            keras.callbacks.ModelCheckpoint(self.saved_file, save_freq=5, save_weights_only=True),
+            # A worker that asks nobody is told what its file lacks.
+            keras.callbacks.LambdaCallback(on_train_batch_end=save),
+        ]
+
+    def results(self):
+        found = {f"slot {i}": v.numpy() for i, v in enumerate(self.optimizer.variables)}
+        with h5py.File(self.saved_file) as file:
+            saved = file["optimizer/vars"]
+            return found | {f"file {name}": saved[name][()] for name in saved}
+
+
+@case
 class InFunction(OwnStep):
     @tf.function
     def train_step(self, data):
@@ -248,13 +289,221 @@ class TwoOptimizers(OwnStep):
         return {"loss": loss}
 
 
+@case
 class ChangedInFunction(OwnStep):
-    """Refused: their sums cannot be put in their place any more."""
-
     @tf.function
     def gradients(self, x, y):
         loss, gradients = super().gradients(x, y)
         return loss, tf.clip_by_global_norm(gradients, 0.1)[0]
+
+
+@case
+class ChangedAfterFunction(GradientsInFunction, ClipByGlobalNorm):
+    """Returned by a function, and clipped outside of it."""
+
+
+@case
+class ChangedAfterFunctionEagerly(ChangedAfterFunction):
+    compile_arguments = {"run_eagerly": True}
+
+
+@case
+class KeptInVariables(OwnStep):
+    """Accumulated and applied by hand, in every second step."""
+
+    def make_variables(self):
+        self.sums = [keras.Variable(tf.zeros(v.shape), trainable=False) for v in self.weights]
+        self.batches = keras.Variable(0, dtype="int32", trainable=False)
+
+    def train_step(self, data):
+        x, y = data
+        loss, gradients = self.gradients(x, y)
+        for total, gradient in zip(self.sums, gradients):
+            total.assign_add(tf.convert_to_tensor(gradient))
+        self.batches.assign_add(1)
+
+        def apply():
+            self.optimizer.apply(self.sums, self.trainable_variables)
+            for total in self.sums:
+                total.assign(tf.zeros(total.shape))
+            return 0
+
+        tf.cond(self.batches.value % 2 == 0, apply, lambda: 0)
+        return {"loss": loss}
+
+
+@case
+class KeptInVariablesEagerly(OwnStep):
+    """Momentum of the step's own."""
+
+    optimizer_arguments = {"learning_rate": 0.2}
+    compile_arguments = {"run_eagerly": True}
+    make_variables = KeptInVariables.make_variables
+
+    def train_step(self, data):
+        x, y = data
+        loss, gradients = self.gradients(x, y)
+        for total, gradient in zip(self.sums, gradients):
+            total.assign(0.5 * total + tf.convert_to_tensor(gradient))
+        self.optimizer.apply([total.value for total in self.sums], self.trainable_variables)
+        return {"loss": loss}
+
+
+@case
+class DerivedByHand(OwnStep):
+    """Derivatives that no tape has returned, and rows of an embedding by the chain rule."""
+
+    def train_step(self, data):
+        x, y = data
+        embedded = self.embed(x)
+        with tf.GradientTape(persistent=True) as tape:
+            tape.watch(embedded)
+            hidden = self.hidden(keras.ops.reshape(embedded, (-1, 6)))
+            outputs = self.out(hidden)
+            loss = tf.reduce_mean((outputs - y) ** 2)
+        of_outputs = 2 * (outputs - y) / tf.cast(tf.shape(y)[0], tf.float32)
+        kernel = tf.matmul(hidden, of_outputs, transpose_a=True)
+        rows = tf.reshape(tape.gradient(loss, embedded), (-1, 3))
+        table = tf.IndexedSlices(rows, tf.reshape(x, [-1]), tf.constant([6, 3], x.dtype))
+        inner = self.hidden.trainable_variables
+        of_hidden = tape.gradient(loss, hidden)
+        of_inner = tape.gradient(hidden, inner, output_gradients=of_hidden)
+        gradients = [table, *of_inner, kernel, tf.reduce_sum(of_outputs, 0)]
+        self.optimizer.apply(gradients, self.trainable_variables)
+        return {"loss": loss}
+
+
+@case
+class DerivedByHandEagerly(DerivedByHand):
+    compile_arguments = {"run_eagerly": True}
+
+
+@case
+class WithInputs(OwnStep):
+    """Of an input and of variables, by one call of a tape; a gradient is logged as it is."""
+
+    def train_step(self, data):
+        x, y = data
+        embedded = tf.reshape(self.embed(x), (-1, 6))
+        with tf.GradientTape() as tape:
+            tape.watch(embedded)
+            loss = self.compute_loss(x, y, self.out(self.hidden(embedded)))
+        variables = self.trainable_variables[1:]
+        of_input, *gradients = tape.gradient(loss, [embedded, *variables])
+        self.optimizer.apply(gradients, variables)
+        size = tf.reduce_mean(
+            tf.reduce_sum(tf.abs(of_input * tf.cast(tf.shape(x)[0], "float32")), 1)
+        )
+        return {"loss": loss, "size": size, "bias": gradients[-1]}
+
+
+class RowByRow(OwnStep):
+    """Clips the gradient of each row, as Abadi et al. do for DP-SGD, CCS 2016."""
+
+    def train_step(self, data):
+        x, y = data
+        variables = self.trainable_variables[1:]
+        gradients = self.of_rows(x, y, variables)
+        flat = tf.concat([tf.reshape(g, (tf.shape(x)[0], -1)) for g in gradients], 1)
+        factors = tf.minimum(1.0, 0.3 / tf.norm(flat, axis=1))
+        means = [
+            tf.tensordot(factors, g, 1) / tf.cast(tf.shape(x)[0], "float32") for g in gradients
+        ]
+        self.optimizer.apply(means, variables)
+        return {"loss": tf.reduce_mean(1 / factors)}
+
+    def of_row(self, row):
+        with tf.GradientTape() as tape:
+            loss = tf.reduce_mean((self(row[0][None]) - row[1]) ** 2)
+        return tape.gradient(loss, [v.value for v in self.trainable_variables[1:]])
+
+
+@case
+class RowsOfJacobian(RowByRow):
+    def of_rows(self, x, y, variables):
+        with tf.GradientTape() as tape:
+            losses = tf.reduce_sum((self(x) - y) ** 2, 1)
+        return tape.jacobian(losses, variables)
+
+
+@case
+class RowsVectorized(RowByRow):
+    def of_rows(self, x, y, variables):
+        return tf.vectorized_map(self.of_row, (x, y))
+
+
+@case
+class RowsInLoop(RowByRow):
+    def of_rows(self, x, y, variables):
+        signature = [tf.TensorSpec(v.shape, tf.float32) for v in variables]
+        return tf.map_fn(self.of_row, (x, y), fn_output_signature=signature)
+
+
+@case
+class TakenInBranch(OwnStep):
+    """Taken and clipped in a branch of the graph, and applied outside."""
+
+    def train_step(self, data):
+        x, y = data
+        dense = lambda: [tf.convert_to_tensor(g) for g in self.gradients(x, y)[1]]  # noqa: E731
+        clipped = lambda: tf.clip_by_global_norm(dense(), 0.1)[0]  # noqa: E731
+        self.optimizer.build(self.trainable_variables)
+        is_even = self.optimizer.iterations.value % 2 == 0
+        gradients = tf.cond(is_even, clipped, dense)
+        self.optimizer.apply(gradients, self.trainable_variables)
+        return {"loss": tf.norm(gradients[-1])}
+
+
+class InLoop(OwnStep):
+    def sums(self, x, y, turns=3):
+        def turn(i, *sums):
+            _, gradients = self.gradients(x, y)
+            return i + 1, *[total + g for total, g in zip(sums, gradients)]
+
+        zeros = [tf.zeros(v.shape) for v in self.trainable_variables]
+        return tf.while_loop(lambda i, *_: i < turns, turn, (0, *zeros))[1:]
+
+    def train_step(self, data):
+        gradients = self.change([total / 3 for total in self.sums(*data)])
+        self.optimizer.apply(gradients, self.trainable_variables)
+        return {"loss": tf.constant(0.0)}
+
+
+@case
+class MeanOfLoop(InLoop):
+    """Micro-batches, taken one after the other."""
+
+
+@case
+class AppliedInLoop(OwnStep):
+    def train_step(self, data):
+        x, y = data
+        self.optimizer.build(self.trainable_variables)
+
+        def turn(i):
+            _, gradients = self.gradients(x, y)
+            gradients = tf.clip_by_global_norm(gradients, 0.1)[0]
+            self.optimizer.apply(gradients, self.trainable_variables)
+            return i + 1
+
+        tf.while_loop(lambda i: i < 2, turn, (0,))
+        return {"loss": tf.constant(0.0)}
+
+
+class NormAfterLoop(InLoop, ClipByGlobalNorm):
+    """Refused: the norm is that of one replica's gradient."""
+
+
+def check_noise(strategy, x, y):
+    """Random numbers are drawn on each replica; weights stay the same on all of them."""
+
+    class Noisy(OwnStep):
+        def change(self, gradients):
+            return [tf.convert_to_tensor(g) + tf.random.normal(g.shape) for g in gradients]
+
+    weights = fit(Noisy, strategy, x, y)
+    totals = [float(np.abs(w).sum()) for name, w in weights.items() if "weight" in name]
+    print("noisy", json.dumps(totals), flush=True)
 
 
 def fit(cls, strategy, x, y, epochs=2):
@@ -267,9 +516,13 @@ def fit(cls, strategy, x, y, epochs=2):
             layer.build(shape)
         model.optimizer.build(model.trainable_variables)
         model.other.build(model.trainable_variables[2:])
-    history = model.fit(x, y, batch_size=BATCH, epochs=epochs, shuffle=False, verbose=0)
+        model.make_variables()
+        callbacks = model.make_callbacks()
+    fit = {"batch_size": BATCH, "epochs": epochs, "shuffle": False, "verbose": 0}
+    history = model.fit(x, y, callbacks=callbacks, **fit)
     weights = {f"weight_{i}": weight for i, weight in enumerate(model.get_weights())}
-    return weights | {name: np.array(values) for name, values in history.history.items()}
+    logs = {name: np.array(values) for name, values in history.history.items()}
+    return weights | logs | model.results()
 
 
 def main(folder, names, updates, in_cluster):
@@ -281,9 +534,12 @@ def main(folder, names, updates, in_cluster):
         strategy = keras_psplus.MultiWorkerMirroredStrategy()
         name_of_process = strategy.task.name
     for name in names:
+        if name == "Noise":
+            check_noise(strategy, x, y)
+            continue
         if name == "Refused":
             with pytest.raises(ValueError) as error:
-                fit(ChangedInFunction, strategy, x, y)
+                fit(NormAfterLoop, strategy, x, y)
             print(json.dumps(str(error.value)), flush=True)
             continue
         path = pathlib.Path(folder, f"{name}-{name_of_process}.npz")

@@ -51,7 +51,9 @@ def two_workers(request, tmp_path_factory):
     names = cases(
         request,
         "test_two_workers_equal_one_process",
-        "test_what_a_function_inside_has_changed_is_refused",
+        "test_a_norm_of_what_a_loop_returns_is_refused",
+        "test_weights_stay_the_same_whatever_is_drawn",
+        "test_a_file_of_one_worker_within_an_accumulation_is_told",
     )
     rules = cases(request, "test_with_updates_as_well", argument="rule")
     updates = {rule: UPDATES[rule] for rule in UPDATES if rule in rules}
@@ -86,13 +88,27 @@ def test_with_updates_as_well(rule, alone, two_workers):
 
 
 @pytest.mark.cases("Refused")
-def test_what_a_function_inside_has_changed_is_refused(two_workers):
+def test_a_norm_of_what_a_loop_returns_is_refused(two_workers):
     _, logs = two_workers
     for log in logs.values():
         (message,) = re.findall(r'^".*"$', log, re.MULTILINE)
         message = json.loads(message)
-        assert "Take the tf.function decorator off" in message
+        assert "make it a loop of Python's" in message
         assert message.count("Received: ") == 1
+
+
+@pytest.mark.cases("SavedWithinAccumulation")
+def test_a_file_of_one_worker_within_an_accumulation_is_told(two_workers):
+    _, logs = two_workers
+    for log in logs.values():
+        assert log.count("is saved in the middle of gradient_accumulation_steps") == 1
+
+
+@pytest.mark.cases("Noise")
+def test_weights_stay_the_same_whatever_is_drawn(two_workers):
+    _, logs = two_workers
+    first, second = (re.findall(r"^noisy .*$", log, re.MULTILINE) for log in logs.values())
+    assert first == second != []
 
 
 def test_gradients_that_are_handed_on_cost_no_collective():

@@ -9,7 +9,8 @@ from keras_psplus.all_reduce.engine import AllReduceEngine
 class AveragingEngine(AllReduceEngine):
     def reduce(self, optimizer, grads, variables):
         # Each replica's gradient counts by its rows: with as many on all, by 1 / replicas.
-        return [gradient * self.strategy.num_replicas_in_sync for gradient in grads]
+        replicas = self.strategy.num_replicas_in_sync
+        return [psp.updates.map_values(lambda v: v * replicas, gradient) for gradient in grads]
 
     def end_of_training_epoch(self, original, model, logs):
         if not self._evaluates:
@@ -42,11 +43,15 @@ if __name__ == "__main__":
     import numpy as np
 
     strategy = strategy()
-    with strategy.scope():
-        model = keras.Sequential([keras.Input((2,)), keras.layers.Dense(1, use_bias=False)])
-        model.compile(keras.optimizers.SGD(0.1), "mse")
-    model.set_weights([np.zeros((2, 1))])
     # Rows 0, 1 of each batch are worker-0's, and rows 2, 3 are worker-1's.
-    x = np.array([[1, 0], [1, 0], [0, 1], [0, 1]] * 3, "float32")
-    history = model.fit(x, np.ones((12, 1)), batch_size=4, epochs=2, shuffle=False, verbose=0)
-    print("weights", model.get_weights()[0].ravel().tolist(), flush=True)
+    ids = np.array([0, 0, 1, 1] * 3)
+    for kind in ("weights", "rows"):
+        with strategy.scope():
+            dense = keras.layers.Dense(1, use_bias=False)
+            model = keras.Sequential([keras.layers.Embedding(2, 1) if kind == "rows" else dense])
+            model.compile(keras.optimizers.SGD(0.1), "mse")
+            x = ids if kind == "rows" else np.eye(2, dtype="float32")[ids]
+            model.build(x.shape)
+        model.set_weights([np.zeros((2, 1))])
+        model.fit(x, np.ones((12, 1)), batch_size=4, epochs=2, shuffle=False, verbose=0)
+        print(kind, model.get_weights()[0].ravel().tolist(), flush=True)

@@ -31,7 +31,7 @@ class OnReplica(psp.updates.ReplicaUpdates):
     def on_gradients(self, step, grads, variables, apply):
         self._batches.assign_add(1, read_value=False)
         is_odd = self._batches.read_value() % 2 == 1
-        doubled = [None if grad is None else 2 * grad for grad in grads]
+        doubled = [psp.updates.map_values(lambda v: 2 * v, grad) for grad in grads]
         tf.cond(is_odd, lambda: apply(doubled, variables), lambda: None)
 
 
@@ -57,6 +57,12 @@ def main():
     with strategy.scope():
         model = keras.Sequential([keras.Input((2,)), keras.layers.Dense(1, "linear", False)])
         model.compile(keras.optimizers.SGD(0.1), "mse")
+        rows = keras.Sequential([keras.Input(()), keras.layers.Embedding(3, 1)])
+        rows.compile(keras.optimizers.SGD(0.1), "mse")
+    rows.set_weights([np.array([[2.0], [3.0], [4.0]])])
+    data = tf.data.Dataset.from_tensor_slices((tf.range(12) % 3, tf.ones((12, 1)))).batch(2)
+    rows.fit(data, epochs=1, verbose=0)
+    print("rows", json.dumps(rows.get_weights()[0].ravel().tolist()), flush=True)
     model.set_weights([np.array([[1.0], [2.0]])])
     x = tf.reshape(tf.range(24, dtype=tf.float32), (12, 2)) / 24
     data = tf.data.Dataset.from_tensor_slices((x, tf.ones((12, 1)))).batch(2)

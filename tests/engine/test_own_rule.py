@@ -20,6 +20,13 @@ def by_hand():
     return weights.ravel()
 
 
+def rows_by_hand():
+    rows = np.array([2.0, 3.0, 4.0])
+    for batch in (np.arange(12) % 3).reshape(6, 2)[::2]:
+        rows[batch] -= 0.2 * 2 / 2 * (rows[batch] - 1)
+    return rows
+
+
 @pytest.mark.parametrize(
     ("kind", "cluster"),
     [
@@ -30,7 +37,9 @@ def by_hand():
 )
 def test_engines_call_it(kind, cluster):
     logs = run_in_processes(FILE, **cluster, args=[kind], timeout=120).logs
-    found = [w for log in logs.values() for w in re.findall(r"^weights (.*)$", log, re.MULTILINE)]
-    assert len(found) == (cluster["workers"] if kind == "all_reduce" else 1)
-    for weights in found:
-        assert json.loads(weights) == pytest.approx(by_hand(), abs=1e-6)
+    for name, expected in (("weights", by_hand()), ("rows", rows_by_hand())):
+        pattern = re.compile(rf"^{name} (.*)$", re.MULTILINE)
+        found = [weights for log in logs.values() for weights in pattern.findall(log)]
+        assert len(found) == (cluster["workers"] if kind == "all_reduce" else 1)
+        for weights in found:
+            assert json.loads(weights) == pytest.approx(expected, abs=1e-6)

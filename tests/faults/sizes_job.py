@@ -26,7 +26,9 @@ from tests.faults.at_batch import AtBatch
 ROWS, BATCH, EPOCHS, IDS = 70, 10, 4, 50
 SAVE_FREQ = 3
 # Strategies whose jobs go on with another number of workers, too.
-WORKERS_CHANGE = "snapshots", "sync"
+WORKERS_CHANGE = "snapshots", "sync", "all_reduce", "mirrored"
+# Those that are killed, and end, in the middle of an accumulation.
+ACCUMULATE = "all_reduce", "mirrored"
 
 
 def sharded():
@@ -35,6 +37,8 @@ def sharded():
 
 
 STRATEGIES = {
+    "all_reduce": psp.MultiWorkerMirroredStrategy,
+    "mirrored": lambda: psp.HybridStrategy(placement="mirrored"),
     "hybrid": lambda: psp.HybridStrategy(placement="parameter_server"),
     "snapshots": lambda: psp.HybridStrategy(
         placement="parameter_server",
@@ -52,7 +56,7 @@ def kill_this_process():
     os.kill(os.getpid(), signal.SIGKILL)
 
 
-def make(dropout):
+def make(dropout, accumulation_steps):
     # Of drawn initial rows, servers draw those of tables.
     layers = keras.layers
     model = keras.Sequential(
@@ -66,7 +70,8 @@ def make(dropout):
             layers.Dense(1),
         ]
     )
-    model.compile(keras.optimizers.Adam(0.05), "mse", metrics=["mae"])
+    optimizer = keras.optimizers.Adam(0.05, gradient_accumulation_steps=accumulation_steps)
+    model.compile(optimizer, "mse", metrics=["mae"])
     return model
 
 
@@ -81,7 +86,8 @@ def main():
         keras.utils.set_random_seed(1)
         with strategy.scope():
             # Each worker drops units of its own.
-            model = make(0.0 if name in WORKERS_CHANGE else 0.3)
+            dropout = 0.0 if name in WORKERS_CHANGE else 0.3
+            model = make(dropout, 5 if name in ACCUMULATE else None)
         log = folder / f"{backup}-{strategy.task.name}.csv"
         if name != "snapshots":
             path = folder / backup

@@ -12,6 +12,8 @@ JOB = pathlib.Path(__file__).with_name("sizes_job.py")
 ENVIRONMENT = {"TF_CPP_MIN_LOG_LEVEL": "2", "CUDA_VISIBLE_DEVICES": ""}
 # By strategy, tasks of the clusters that follow on each other.
 CLUSTERS = {
+    "all_reduce": [{"workers": 2}, {"workers": 3}],
+    "mirrored": [{"workers": 2, "ps": 1}, {"workers": 2, "ps": 1}],
     "hybrid": [{"workers": 2, "ps": 2}, {"workers": 2, "ps": 3}],
     "snapshots": [{"workers": 2, "ps": 2}, {"workers": 1, "ps": 3}],
     "sync": [{"chief": True, "workers": 2, "ps": 2}, {"chief": True, "workers": 3, "ps": 3}],

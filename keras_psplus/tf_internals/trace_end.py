@@ -1,0 +1,35 @@
+"""Hooks at the end of a trace: the last moment at which a function's graph can still change."""
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+from keras_psplus.tf_internals import func_graph
+
+
+def call_at_end(graph: Any, function: Callable[[Sequence[Any]], None]) -> None:
+    """Has a function called when all of a graph has been traced, while it can be added to.
+
+    Args:
+        graph: `FuncGraph` of a function, a branch or a loop's body that is being traced.
+        function: Function of the graph's outputs.
+    """
+    assert isinstance(graph, func_graph.FuncGraph)
+    if not isinstance(graph.outputs, _Outputs):
+        graph.outputs = _Outputs(graph.outputs)
+    graph.outputs.functions.append(function)
+
+
+class _Outputs(list):
+    """A graph's list of outputs, to which TensorFlow adds all of them when a trace ends."""
+
+    def __init__(self, outputs):
+        super().__init__(outputs)
+        self.functions = []
+
+    def extend(self, outputs):
+        # TensorFlow gives a generator, which captures what comes from outside of the graph.
+        outputs, functions = list(outputs), self.functions
+        self.functions = []
+        for function in functions:
+            function(outputs)
+        super().extend(outputs)

@@ -1,0 +1,32 @@
+"""The numbers of a gradient, whether it is dense or has rows."""
+
+from collections.abc import Callable
+
+import tensorflow as tf
+
+
+def map_values(
+    function: Callable[[tf.Tensor], tf.Tensor], gradient: tf.Tensor | tf.IndexedSlices | None
+) -> tf.Tensor | tf.IndexedSlices | None:
+    """Applies a function to a gradient's numbers.
+
+    Embeddings have gradients of rows, `tf.IndexedSlices`, which cannot be computed with as tensors
+    can.
+
+    Args:
+        function: Function of a tensor that returns one of the same shape, by elements.
+        gradient: Tensor, `tf.IndexedSlices` or None.
+
+    Returns:
+        What the function has made of the tensor, or of the values of the slices; None for None.
+
+    Example:
+
+    ```python
+    doubled = [updates.map_values(lambda values: 2 * values, grad) for grad in grads]
+    ```
+    """
+    if isinstance(gradient, tf.IndexedSlices):
+        values = function(gradient.values)
+        return tf.IndexedSlices(values, gradient.indices, gradient.dense_shape)
+    return None if gradient is None else function(gradient)
