@@ -67,7 +67,7 @@ class GradientEngine(DistributedEngine):
 
     @functools.cached_property
     def accumulators(self) -> Accumulators:
-        """What optimizers accumulate by themselves, with `gradient_accumulation_steps`."""
+        """Accumulators of optimizers with `gradient_accumulation_steps`."""
         return Accumulators(self.strategy, self.sum_parts)
 
     def settle(self, model: keras.Model) -> None:

@@ -15,7 +15,7 @@ _VECTORIZED = "loop_body"
 
 
 def loops_around(graph: tf.Graph, outermost: tf.Graph) -> list[str]:
-    """The names of the bodies of loops that a graph is, or is inside of, inside another graph."""
+    """Names of the loop bodies around a graph, up to an outermost graph."""
     body = control_flow_func_graphs.WhileBodyFuncGraph
     return [one.name for one in _inside(graph, outermost) if isinstance(one, body)]
 

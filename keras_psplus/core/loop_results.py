@@ -1,4 +1,4 @@
-"""Gradients that a loop of the graph has returned: each replica's own, by its own rows.
+"""Gradients that a loop of the graph has returned, for each replica's rows.
 
 Their mean over the replicas is right for what is linear in them, as a mean over micro-batches, and
 for what is computed row by row, but a norm of one replica's is none of the global batch's.
@@ -26,7 +26,7 @@ _BILINEAR, _QUOTIENTS = {"Mul", "MulNoNan"}, {"Div", "DivNoNan", "RealDiv"}
 def nonlinear_use(
     gradient: tf.Tensor | tf.IndexedSlices, bodies: Collection[str], variables: Iterable[Any]
 ) -> str | None:
-    """The type of an operation that is not linear in what loops have returned, or None.
+    """Type of an operation that is not linear in loops' results, or None.
 
     Args:
         gradient: What has been computed.

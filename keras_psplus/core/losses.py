@@ -55,7 +55,7 @@ def gradient_of_own_mean(
     *args: Any,
     **kwargs: Any,
 ) -> Any:
-    """Gradients by variables of the mean over a replica's own rows: its part, by its fraction."""
+    """Gradients of a mean over the replica's rows, scaled by its batch fraction."""
     step = current_step_with_batch_fraction()
     seeds = tf.nest.map_structure(
         lambda t: None if is_mean(t) else step.unscale_by_batch_fraction(tf.ones_like(t)), target
@@ -66,7 +66,7 @@ def gradient_of_own_mean(
 def note_gradients(
     grads: Any, target: Any, sources: Any, step: Any, note: Callable[..., list[Any]]
 ) -> Any:
-    """Has a step note a replica's parts of gradients by variables; others are a row's own.
+    """Notes a replica's parts of gradients by variables in the step; others belong to single rows.
 
     Args:
         grads: What the tape has returned, scaled by the batch fraction.
@@ -86,7 +86,7 @@ def note_gradients(
 
 
 def is_mean(target: Any) -> bool:
-    """Whether what a tape takes the gradient of is a mean over rows, and not a loss of each."""
+    """Whether a tape's target is a mean over rows, not a loss per row."""
     return tf.is_tensor(target) and target.dtype.is_floating and target.shape.rank == 0
 
 

@@ -180,7 +180,7 @@ class Call:
 
 
 def is_made_of(calls: Sequence[Call], gradient: tf.Tensor | tf.IndexedSlices | None) -> bool:
-    """Whether a gradient is one on all replicas, as sums are that are in stand-ins' place.
+    """Whether a gradient is equal on all replicas, as sums are.
 
     It is if it was computed of those and of nothing that may differ from replica to replica: rows
     of a batch, random numbers, what a function of the graph has done. False where that is not sure.
@@ -219,7 +219,7 @@ def _graph_of_call(op):
 
 
 def _given(placeholder, callers):
-    """What calls of a function give for one of its inputs."""
+    """Arguments of a function's calls for one of its inputs."""
     inputs = placeholder.graph.inputs if callers else ()
     places = [i for i, one in enumerate(inputs) if one is placeholder]
     return [op.inputs[i] for op in callers for i in places]

@@ -1,4 +1,4 @@
-"""Hooks at the end of a trace: the last moment at which a function's graph can still change."""
+"""Hooks at the end of a trace, when a function's graph can still change."""
 
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -7,7 +7,9 @@ from keras_psplus.tf_internals import func_graph
 
 
 def call_at_end(graph: Any, function: Callable[[Sequence[Any]], None]) -> None:
-    """Has a function called when all of a graph has been traced, while it can be added to.
+    """Registers a function for the end of a graph's trace.
+
+    It can still add operations to the graph.
 
     Args:
         graph: `FuncGraph` of a function, a branch or a loop's body that is being traced.
@@ -20,7 +22,7 @@ def call_at_end(graph: Any, function: Callable[[Sequence[Any]], None]) -> None:
 
 
 class _Outputs(list):
-    """A graph's list of outputs, to which TensorFlow adds all of them when a trace ends."""
+    """List of a graph's outputs, which TensorFlow fills when a trace ends."""
 
     def __init__(self, outputs):
         super().__init__(outputs)
