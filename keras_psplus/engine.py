@@ -226,6 +226,16 @@ class Engine:
         """`keras.metrics.Mean.update_state`."""
         return original(metric, values, sample_weight)
 
+    def update_sum(
+        self, original: Original, metric: keras.metrics.Sum, values: Any, sample_weight: Any = None
+    ) -> Any:
+        """`keras.metrics.Sum.update_state`."""
+        return original(metric, values, sample_weight)
+
+    def metric_attribute(self, original: Original, metric: keras.metrics.Metric, name: str) -> Any:
+        """An attribute of a metric, such as `update_state` or `result`."""
+        return original(metric, name)
+
     def make_layer(self, original: Original, layer: keras.Layer, *args: Any, **kwargs: Any) -> Any:
         """The constructor of a layer."""
         return original(layer, *args, **kwargs)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 import random
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
@@ -10,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 import keras
 import tensorflow as tf
 
-from keras_psplus.all_reduce import data, replica_functions, row_reads
+from keras_psplus.all_reduce import data, replica_functions, row_reads, single_steps
 from keras_psplus.all_reduce.gradient_engine import GradientEngine
 from keras_psplus.all_reduce.worker_files import MirroredWorkerFiles
 from keras_psplus.core import failure, iterator_release
@@ -102,6 +103,11 @@ class OneReplicaEngine(MirroredEngine):
             # pass to pass would be one pass further than in one process.
             data_batch = symbolic_batch(iterator._distributed_dataset.element_spec)
         original(model, data_batch=data_batch)
+
+    def make_function(
+        self, original: Original, model: keras.Model, step_function: Callable[..., Any]
+    ) -> Callable[..., Any]:
+        return original(model, single_steps.after_data(step_function))
 
 
 class AllReduceEngine(MirroredEngine, GradientEngine):
@@ -218,6 +224,13 @@ class AllReduceEngine(MirroredEngine, GradientEngine):
                 step.record(variable._value)
         return original(variable, value)
 
+    def metric_attribute(self, original: Original, metric: keras.metrics.Metric, name: str) -> Any:
+        attribute = super().metric_attribute(original, metric, name)
+        if name != "result" or not tf.executing_eagerly():
+            return attribute
+        # What the step computes from the result cannot be computed once more.
+        return functools.partial(_global_result, current_step(), metric, attribute)
+
     def next_seed(
         self, original: Original, generator: keras.random.SeedGenerator, ordered: bool = True
     ) -> tf.Tensor:
@@ -300,6 +313,14 @@ class AllReduceEngine(MirroredEngine, GradientEngine):
             return None
         self.accumulators.warn_if_partial(model)
         return super().save(original, model, filepath, overwrite, *args, **kwargs)
+
+
+def _global_result(step, metric, result, *args, **kwargs):
+    """Calls a metric's `result` in an eager step, with the states of all replicas."""
+    if tf.executing_eagerly() and step is current_step() and step.has_batch_fraction:
+        step.asked_metrics.add(id(metric))
+        step.synchronise_totals([variable._value for variable in metric.variables])
+    return result(*args, **kwargs)
 
 
 def _is_sum(reduce_op):

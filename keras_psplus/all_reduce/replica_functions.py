@@ -7,11 +7,11 @@ from typing import TYPE_CHECKING, Any
 
 import tensorflow as tf
 
-from keras_psplus.all_reduce import data, single_steps
+from keras_psplus.all_reduce import data, single_steps, step_logs
 from keras_psplus.core import batches
 from keras_psplus.core.padding import LastRow
 from keras_psplus.core.replica_step import current_step
-from keras_psplus.keras_parts import Variable, tree
+from keras_psplus.keras_parts import tree
 
 if TYPE_CHECKING:
     import keras
@@ -38,7 +38,7 @@ def make_function(
     Returns:
         Function of an iterator.
     """
-    function = original(model, _replica_step(model, step_function))
+    function = original(model, single_steps.after_data(_replica_step(model, step_function)))
     of_iterator = function
     if not model.run_eagerly:
         of_iterator = single_steps.of_iterator(function, model.steps_per_execution)
@@ -145,53 +145,6 @@ def _replica_step(model, step_function):
         changed.update({v.ref(): v for v in step.changed})
         touched.update(step.touched)
         metrics = [m for m in model.metrics if any(v._value.ref() in touched for v in m.variables)]
-        own, rest = _own_logs(logs, metrics)
-        averaged = step.synchronise(means=list(changed.values()), tensors=own)
-        return _with_results(rest(averaged), metrics)
+        return step_logs.synchronise(step, logs, metrics, list(changed.values()))
 
     return replica_step
-
-
-def _own_logs(logs, metrics):
-    """Finds floats in the logs that are no metric's result and need averaging.
-
-    Returns:
-        The list of these tensors, and a function that puts others in their place.
-    """
-    of_metrics = {name for metric in metrics for name in (metric.name, *_results(metric))}
-    names = [n for n in logs if n not in of_metrics] if isinstance(logs, dict) else None
-    part = logs if names is None else {n: logs[n] for n in names}
-    leaves = [
-        tf.convert_to_tensor(leaf) if isinstance(leaf, Variable) else leaf
-        for leaf in tf.nest.flatten(part)
-    ]
-    places = [
-        i
-        for i, leaf in enumerate(leaves)
-        if tf.is_tensor(leaf) and leaf.dtype.is_floating and leaf.shape.is_fully_defined()
-    ]
-
-    def with_averages(averages):
-        for place, average in zip(places, averages):
-            leaves[place] = average
-        changed = tf.nest.pack_sequence_as(part, leaves)
-        return changed if names is None else {**logs, **changed}
-
-    return [leaves[i] for i in places], with_averages
-
-
-def _with_results(logs, metrics):
-    """The logs with the results of metrics as they are now, of all replicas."""
-    if not isinstance(logs, dict):
-        return logs
-    for metric in metrics:
-        if metric.name in logs:
-            logs[metric.name] = metric.result()
-        else:
-            logs.update({n: value for n, value in _results(metric).items() if n in logs})
-    return logs
-
-
-def _results(metric):
-    result = metric.result()
-    return result if isinstance(result, dict) else {metric.name: result}

@@ -70,6 +70,8 @@ class MirroredReplicaStep(ReplicaStep):
         self.touched: set[Any] = set()
         self.recording = True
         self.alone = self.has_pushed = self.passed_barrier = False
+        # Metrics whose results the step has asked for eagerly, by ids.
+        self.asked_metrics: set[int] = set()
         if batch is not None:
             self.set_batch_fraction(batch.local_rows, batch.global_rows)
             # A padded batch has one row.
@@ -225,17 +227,26 @@ class MirroredReplicaStep(ReplicaStep):
         """Variables that the replica changed by itself."""
         return list(self._changed.values())
 
+    @property
+    def totals(self) -> list[tf.Variable]:
+        """Accumulated totals, which the replica may have added its part to."""
+        return [variable for variable, _ in self._baselines.values()]
+
     def synchronise(
-        self, means: Sequence[tf.Variable] = (), tensors: Sequence[tf.Tensor] = ()
+        self,
+        means: Sequence[tf.Variable] = (),
+        tensors: Sequence[tf.Tensor] = (),
+        reads: Sequence[tuple[tf.Variable, tf.Tensor]] = (),
     ) -> list[tf.Tensor]:
         """Makes totals and means global.
 
         Args:
             means: Variables to set to their mean over all replicas, weighted by rows.
             tensors: Float tensors of static shape to average in the same way.
+            reads: Pairs of one of `totals` and what the step has read of it.
 
         Returns:
-            The averaged `tensors`.
+            The averaged `tensors`, then of each read what one process would have read.
         """
         fraction = self.batch_fraction()
 
@@ -247,7 +258,9 @@ class MirroredReplicaStep(ReplicaStep):
             return unless_empty(value * tf.cast(fraction, value.dtype))
 
         totals = list(self._baselines.values())
+        bases = [self._baselines[variable.ref()][1] for variable, _ in reads]
         parts = [unless_empty(own_copy(variable).read_value() - base) for variable, base in totals]
+        parts += [unless_empty(value - base) for (_, value), base in zip(reads, bases)]
         parts += [weighted(own_copy(variable).read_value()) for variable in means]
         parts += [weighted(tensor) for tensor in tensors]
         # Also of what is logged as it is.
@@ -262,12 +275,31 @@ class MirroredReplicaStep(ReplicaStep):
             self.passed_barrier, self.has_pushed = True, False
         for (variable, base), total in zip(totals, sums):
             own_copy(variable).assign(base + total, read_value=False)
-        averages = sums[len(totals) :]
+        of_reads = [base + total for base, total in zip(bases, sums[len(totals) :])]
+        averages = sums[len(totals) + len(reads) :]
         for variable, average in zip(means, averages):
             own_copy(variable).assign(average, read_value=False)
         self._baselines.clear()
         self._changed.clear()
-        return averages[len(means) :]
+        return averages[len(means) :] + of_reads
+
+    def average(self, tensors: Iterable[tf.Tensor]) -> list[tf.Tensor]:
+        """Means of floats over all replicas, weighted by rows."""
+        fraction = self.batch_fraction()
+        return self._extended.sum_over_replicas(
+            [tf.where(fraction > 0, t * tf.cast(fraction, t.dtype), 0) for t in tensors]
+        )
+
+    def synchronise_totals(self, variables: Iterable[tf.Variable]) -> None:
+        """Makes some totals global in the middle of a step that runs eagerly."""
+        known = [v for v in variables if v.ref() in self._baselines]
+        has_rows = self.batch_fraction() > 0
+        parts = [own_copy(v).read_value() - self._baselines[v.ref()][1] for v in known]
+        parts = [tf.where(has_rows, part, tf.zeros_like(part)) for part in parts]
+        for variable, total in zip(known, self._extended.sum_over_replicas(parts)):
+            value = self._baselines[variable.ref()][1] + total
+            own_copy(variable).assign(value, read_value=False)
+            self._baselines[variable.ref()] = variable, value
 
 
 def _of_no_rows(part):

@@ -107,6 +107,14 @@ class DistributedEngine(StrategyEngine):
     ) -> Any:
         return losses.update_mean(original, metric, values, sample_weight)
 
+    def update_sum(
+        self, original: Original, metric: keras.metrics.Sum, values: Any, sample_weight: Any = None
+    ) -> Any:
+        return losses.update_sum(original, metric, values, sample_weight)
+
+    def metric_attribute(self, original: Original, metric: keras.metrics.Metric, name: str) -> Any:
+        return losses.call_metric(original, metric, name)
+
     def call_layer(self, original: Original, layer: keras.Layer, *args: Any, **kwargs: Any) -> Any:
         return losses.call_layer(original, layer, *args, **kwargs)
 

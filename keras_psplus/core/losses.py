@@ -12,6 +12,7 @@ from typing import Any
 import keras
 import tensorflow as tf
 
+from keras_psplus.core import metric_losses
 from keras_psplus.core.replica_step import current_step_with_batch_fraction
 from keras_psplus.keras_parts import Variable, tree
 from keras_psplus.updates import map_values
@@ -66,7 +67,7 @@ def gradient_of_own_mean(
 def note_gradients(
     grads: Any, target: Any, sources: Any, step: Any, note: Callable[..., list[Any]]
 ) -> Any:
-    """Notes a replica's parts of gradients by variables in the step; others belong to single rows.
+    """Notes a replica's parts of gradients by variables; others belong to single rows.
 
     Args:
         grads: What the tape has returned, scaled by the batch fraction.
@@ -105,6 +106,20 @@ def reduce_values(
     step = current_step_with_batch_fraction()
     if step is None or reduction in (None, "none"):
         return loss
+    known = step.metric_losses
+    if not known.are_local:
+        loss = _of_batch(step, loss, sample_weight, reduction)
+        return known.note(loss, lambda: loss)
+    correction = known.take_correction()
+
+    def of_batch():
+        corrected = loss if correction is None else loss * tf.cast(correction(), loss.dtype)
+        return _of_batch(step, corrected, sample_weight, reduction)
+
+    return known.note(loss, of_batch)
+
+
+def _of_batch(step, loss, sample_weight, reduction):
     if tuple(loss.shape) == (0,):
         # Eagerly, Keras leaves the loss of an empty replica as it is: a vector of no rows.
         loss = tf.reduce_sum(loss)
@@ -129,13 +144,19 @@ def apply_mask(
     is_mean = reduction in ("mean", "sum_over_batch_size")
     if step is None or mask is None or not is_mean or not step.can_sum:
         return weight
-    # Keras divides by the replica's own number of unmasked entries; one process would divide by
-    # that of the whole batch.
-    total = tf.cast(tf.size(mask), tf.float32)
-    valid = tf.reduce_sum(tf.cast(mask, tf.float32))
-    all_total, all_valid = step.sum_over_replicas([total, valid])
-    correction = tf.math.divide_no_nan(all_total * valid, all_valid * total)
-    return weight * tf.cast(correction, weight.dtype)
+
+    def correction():
+        # Keras divides by the replica's own number of unmasked entries; one process would divide
+        # by that of the whole batch.
+        total = tf.cast(tf.size(mask), tf.float32)
+        valid = tf.reduce_sum(tf.cast(mask, tf.float32))
+        all_total, all_valid = step.sum_over_replicas([total, valid])
+        return tf.math.divide_no_nan(all_total * valid, all_valid * total)
+
+    if step.metric_losses.are_local:
+        step.metric_losses.correction = correction
+        return weight
+    return weight * tf.cast(correction(), weight.dtype)
 
 
 def update_mean(
@@ -148,10 +169,37 @@ def update_mean(
     step = current_step_with_batch_fraction()
     if step is not None and sample_weight is None:
         values = tf.convert_to_tensor(values)
-        if values.shape.rank == 0 and values.dtype.is_floating:
+        if _is_number(values):
+            of_batch = step.metric_losses.of_batch(values)
+            values = values if of_batch is None else of_batch
             # A mean over the replica's rows. The batch counts once, as in one process.
             sample_weight = step.scale_by_batch_fraction(tf.ones([], metric.dtype))
     return original(metric, values, sample_weight)
+
+
+def update_sum(
+    original: Callable[..., Any], metric: keras.metrics.Sum, values: Any, sample_weight: Any = None
+) -> Any:
+    """A loss of the batch is added once, not once by each replica."""
+    step = current_step_with_batch_fraction()
+    if step is not None and sample_weight is None:
+        values = tf.convert_to_tensor(values)
+        of_batch = step.metric_losses.of_batch(values) if _is_number(values) else None
+        values = values if of_batch is None else step.scale_by_batch_fraction(of_batch)
+    return original(metric, values, sample_weight)
+
+
+def _is_number(values):
+    return values.shape.rank == 0 and values.dtype.is_floating
+
+
+def call_metric(original: Callable[..., Any], metric: keras.metrics.Metric, name: str) -> Any:
+    """A metric's attribute; in its `update_state`, losses are those of the replica's own rows."""
+    attribute = original(metric, name)
+    step = current_step_with_batch_fraction() if name == "update_state" else None
+    if step is None:
+        return attribute
+    return metric_losses.update_state(step.metric_losses, metric, attribute)
 
 
 def call_layer(original: Callable[..., Any], layer: keras.Layer, *args: Any, **kwargs: Any) -> Any:

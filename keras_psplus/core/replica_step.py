@@ -11,6 +11,8 @@ from typing import TYPE_CHECKING, Any
 
 import tensorflow as tf
 
+from keras_psplus.core.metric_losses import MetricLosses
+
 if TYPE_CHECKING:
     from keras_psplus.engine import Engine
 
@@ -31,12 +33,14 @@ class ReplicaStep:
     Attributes:
         engine: The same.
         can_sum: Whether replicas can ask each other during the step.
+        metric_losses: `MetricLosses` of the step.
     """
 
     can_sum = False
 
     def __init__(self, engine: Engine) -> None:
         self.engine = engine
+        self.metric_losses = MetricLosses()
 
     def __enter__(self):
         self._outer, _local.step = current_step(), self

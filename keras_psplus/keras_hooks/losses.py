@@ -11,7 +11,7 @@ import tensorflow as tf
 
 from keras_psplus.keras_hooks.finders import of_step
 from keras_psplus.keras_hooks.hook import Hook
-from keras_psplus.keras_parts import loss_module, reduction_metrics
+from keras_psplus.keras_parts import loss_module, metrics, reduction_metrics
 
 HOOKS = (
     *(
@@ -48,6 +48,22 @@ HOOKS = (
         of_step,
         "update_mean",
         "a mean over a replica's rows counts by its rows",
+    ),
+    Hook(
+        reduction_metrics.Sum,
+        "update_state",
+        ["self", "values", "sample_weight"],
+        of_step,
+        "update_sum",
+        "a loss of the batch is added once, not once by each replica",
+    ),
+    Hook(
+        metrics.Metric,
+        "__getattribute__",
+        ["self", "name"],
+        of_step,
+        "metric_attribute",
+        "in any metric's `update_state`, losses are numbers of the replica's own rows",
     ),
     Hook(
         tf.GradientTape,

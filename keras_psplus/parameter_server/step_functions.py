@@ -117,7 +117,7 @@ class StepFunctions:
         return self._functions[key], payload
 
     def _trace(self, spec, batch_spec):
-        variables, overwritten, stay, notes = [], [], set(), []
+        variables, overwritten, stay = [], [], set()
 
         def worker_function(initial, payload):
             with (
@@ -131,12 +131,12 @@ class StepFunctions:
                 self._begin(pulls)
                 batches = separate(payload, batch_spec)
                 results = [self._strategy.run(self._step, args=(batch,)) for batch in batches]
-                vector, outputs, notes[:] = self._collect(trace, results)
+                vector, outputs, notes = self._collect(trace, results)
                 # In the same tensor: each would cost a separate message.
                 vector = tf.concat([vector, counter.counts([vector, outputs])], 0)
             # A sum of gradients is read and written from step to step.
             may_overlap = self._overlap and not self._strategy.updating.keeps_in(trace)
-            traced[:] = counter, replica_step, may_overlap
+            traced[:] = counter, replica_step, may_overlap, notes
             variables[:], overwritten[:] = trace.variables, trace.overwritten()
             written_in_loops.update(pulls.written_in_loops())
             return vector, outputs
@@ -148,7 +148,7 @@ class StepFunctions:
             with self._strategy.scope():
                 concrete = function.get_concrete_function(tf.TensorSpec([None], tf.float64), spec)
             if written_in_loops <= stay:
-                counter, replica_step, may_overlap = traced
+                counter, replica_step, may_overlap, notes = traced
                 costs = counter.summary(concrete.graph)
                 return StepFunction(
                     concrete,

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -12,7 +12,8 @@ import tensorflow as tf
 from keras_psplus.log import warn_once
 from keras_psplus.parameter_server.joined_batches import Batches, first_of
 from keras_psplus.parameter_server.step_functions import StepFunctions
-from keras_psplus.parameter_server.worker_function import ClosureVariable, Trace, pack, unpack
+from keras_psplus.parameter_server.step_logs import ComputedLogs, changes_and_logs
+from keras_psplus.parameter_server.worker_function import ClosureVariable, pack, unpack
 
 if TYPE_CHECKING:
     from keras_psplus.parameter_server.strategy import ParameterServerStrategy
@@ -26,6 +27,7 @@ class StepRunner:
         strategy: `ParameterServerStrategy`.
         step: Function of one batch that returns a dict of scalar logs.
         weights: Function that returns variables which steps may be expected to read.
+        results: Function of closure variables that returns a flat dict of results of metrics.
         overlap: Whether a worker may begin with a step before it is done with the one before.
     """
 
@@ -34,9 +36,11 @@ class StepRunner:
         strategy: ParameterServerStrategy,
         step: Callable[..., Any],
         weights: Callable[[], Iterable[tf.Variable]],
+        results: Callable[[list[ClosureVariable]], Mapping[str, Any]],
         overlap: bool = False,
     ) -> None:
-        self._strategy = strategy
+        self._strategy, self._results = strategy, results
+        self._computed_logs: dict[int, ComputedLogs] = {}
         self._functions: Any = StepFunctions(
             strategy,
             step,
@@ -57,6 +61,9 @@ class StepRunner:
         self._variables, self._totals = None, None
         self._steps, self._draws = 0, None
         self._logs = None
+        # The function of the step that came back last, what its logs are computed from, and the
+        # totals before it.
+        self._last: tuple[Any, np.ndarray, np.ndarray] | None = None
 
     def submit(
         self, batches: Batches, element_spec: Any = None, ticket: Ticket | None = None
@@ -158,6 +165,18 @@ class StepRunner:
             self._sent = 0
             raise
 
+    def final_logs(self) -> dict[str, Any]:
+        """Once all steps are back, the logs that are computed from metrics, of all of them."""
+        if self._last is None:
+            return {}
+        function, inputs, before = self._last
+        return self._compute_logs(function, self._totals, before, inputs)
+
+    def _compute_logs(self, function, totals, before, inputs):
+        if id(function) not in self._computed_logs:
+            self._computed_logs[id(function)] = ComputedLogs(function, self._results)
+        return self._computed_logs[id(function)](totals, before, inputs)
+
     def close(self) -> None:
         """Writes the totals to the chief's variables, once all steps are back."""
         self._write_totals()
@@ -178,12 +197,13 @@ class StepRunner:
         with self._lock:
             if self._totals is None:
                 return
-            names = function.notes
-            changes, logs = np.split(result, [len(result) - len(names)])
+            changes, logs, inputs = function.notes.split(result)
+            self._last = function, inputs, self._totals
             is_seed = self._is_seed()
             if self._draws is None:
                 self._draws = np.where(is_seed, changes / count, 0.0)
             self._totals = self._totals + np.where(is_seed, 0.0, changes)
+            names = function.notes.names
             self._logs = {name: value.astype(dtype) for (name, dtype), value in zip(names, logs)}
             loss = self._logs.get("loss")
             if loss is not None and not np.isfinite(loss):
@@ -199,30 +219,6 @@ class StepRunner:
     def _seeds_after(self, steps):
         """Advance of seeds after some steps, so that no two steps draw the same."""
         return 0.0 if self._draws is None else self._draws * steps
-
-
-def changes_and_logs(
-    trace: Trace, results: Sequence[dict[str, Any]]
-) -> tuple[tf.Tensor, tuple[()], list[tuple[str, Any]]]:
-    """Concatenates a step's changes and logs to one tensor.
-
-    Each would cost a separate message.
-    """
-    logs = _scalars(results[-1])
-    notes = [(name, value.dtype.as_numpy_dtype) for name, value in logs.items()]
-    values = [tf.cast(tf.reshape(value, [1]), tf.float64) for value in logs.values()]
-    return tf.concat([trace.changes(), *values], 0), (), notes
-
-
-def _scalars(logs):
-    flat = {}
-    for name, value in (logs or {}).items():
-        if isinstance(value, dict):
-            flat.update(_scalars(value))
-        else:
-            value = tf.convert_to_tensor(value)
-            flat[name] = tf.reduce_mean(value) if value.shape.rank != 0 else value
-    return flat
 
 
 def are_same(variables: Sequence[Any], others: Sequence[Any]) -> bool:

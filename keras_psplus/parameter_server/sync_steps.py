@@ -9,7 +9,8 @@ never half an update.
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Iterable
+import functools
+from collections.abc import Callable, Iterable, Mapping
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -18,9 +19,10 @@ import tensorflow as tf
 from keras_psplus.log import logger
 from keras_psplus.parameter_server.overlapping import Overlapping
 from keras_psplus.parameter_server.replica_step_closure import ReplicaStepClosure
-from keras_psplus.parameter_server.steps import StepRunner, are_same, changes_and_logs, describe
-from keras_psplus.parameter_server.sync_functions import CHIEF, SyncFunctions
-from keras_psplus.parameter_server.worker_function import ClosureVariable, Trace, pack
+from keras_psplus.parameter_server.step_logs import changes_and_logs_of_share
+from keras_psplus.parameter_server.steps import StepRunner, are_same, describe
+from keras_psplus.parameter_server.sync_functions import SyncFunctions
+from keras_psplus.parameter_server.worker_function import ClosureVariable, pack
 
 if TYPE_CHECKING:
     from keras_psplus.parameter_server.strategy import ParameterServerStrategy
@@ -37,9 +39,9 @@ class SyncRunner(StepRunner):
         strategy: `ParameterServerStrategy`.
         step: Function of one batch that returns a dict of scalar logs.
         weights: Function that returns variables which steps may be expected to read.
+        results: As for `StepRunner`.
         split: Function of a batch and a number of workers. Returns the list of the shares that have
             rows, pairs of a share's part of all rows and its batch.
-        results: Function that returns a flat dict of the results of metrics.
     """
 
     def __init__(
@@ -47,14 +49,14 @@ class SyncRunner(StepRunner):
         strategy: ParameterServerStrategy,
         step: Callable[..., Any],
         weights: Callable[[], Iterable[tf.Variable]],
+        results: Callable[[list[ClosureVariable]], Mapping[str, Any]],
         split: Callable[[Any, int], list[tuple[float, Any]]],
-        results: Callable[[list[ClosureVariable]], dict[str, Any]],
     ) -> None:
-        super().__init__(strategy, step, weights)
-        self._functions = SyncFunctions(strategy, step, changes_and_logs, weights)
+        super().__init__(strategy, step, weights, results)
+        collect = functools.partial(changes_and_logs_of_share, metrics=results)
+        self._functions = SyncFunctions(strategy, step, collect, weights)
         self._overlapping = Overlapping(strategy, self._functions)
-        self._split, self._results = split, results
-        self._result_functions: dict[int, tuple[Any, list[str], Any]] = {}
+        self._split = split
         self._failures = 0
 
     def submit(self, batches: Any, element_spec: Any = None, ticket: Ticket | None = None) -> None:
@@ -188,45 +190,23 @@ class SyncRunner(StepRunner):
             function: `StepFunction`.
             shares: Dict from numbers of shares to their parts of all rows, and their vectors.
         """
-        names = function.notes
-        size = sum(variable.shape.num_elements() for variable in function.variables)
+        notes = function.notes
         weights = np.array([weight for weight, _ in shares.values()])
-        changes, logs = np.split(np.stack([vector for _, vector in shares.values()]), [size], 1)
+        changes, logs, inputs = notes.split(np.stack([vector for _, vector in shares.values()]))
         is_seed = self._is_seed()
         if self._draws is None:
             self._draws = np.where(is_seed, changes[0], 0.0)
         means = weights @ changes
         means = np.where(self._is_integer(), np.rint(means), means)
         merged = np.where(self._is_sum(function), changes.sum(0), means)
+        before = self._totals
         with self._lock:
-            self._totals = self._totals + np.where(is_seed, 0.0, merged)
-        logs = {n: value.astype(dtype) for (n, dtype), value in zip(names, weights @ logs)}
-        of_metrics = self._metric_results(function)
-        self._logs = {name: of_metrics.get(name, value) for name, value in logs.items()}
+            self._totals = before + np.where(is_seed, 0.0, merged)
+        logs = {n: value.astype(dtype) for (n, dtype), value in zip(notes.names, weights @ logs)}
+        self._logs = logs | self._compute_logs(function, self._totals, before, weights @ inputs)
 
-    def _metric_results(self, function):
-        """Computes all metrics' results from the totals, in one function call."""
-        if id(function) not in self._result_functions:
-            self._result_functions[id(function)] = self._trace_results(function)
-        concrete, names, _ = self._result_functions[id(function)]
-        with tf.device(CHIEF):
-            found = concrete(tf.constant(self._totals))
-        return {name: value.numpy() for name, value in zip(names, found)}
-
-    def _trace_results(self, function):
-        names = []
-
-        def results(totals):
-            with Trace(totals) as trace:
-                for variable in function.variables:
-                    trace.handle_of(variable)
-                found = self._results(function.variables)
-                names[:] = found
-                return [tf.convert_to_tensor(value) for value in found.values()]
-
-        origin = tf.function(results, autograph=False)
-        with tf.device(CHIEF):
-            return origin.get_concrete_function(tf.TensorSpec([None], tf.float64)), names, origin
+    def final_logs(self) -> dict[str, Any]:
+        return {}
 
     def _seed_places(self):
         first = 0

@@ -51,9 +51,9 @@ class StepFunction:
         self._is_reported = False
 
     def _runner_of(self, step, is_training):
-        args = self._strategy, step, lambda: weights(self._model)
+        args = self._strategy, step, lambda: weights(self._model), self._results
         if is_training and self._strategy.mode == "sync":
-            return SyncRunner(*args, split, self._results)
+            return SyncRunner(*args, split)
         if is_training and self._strategy.clocks is not None:
             return BoundedRunner(*args)
         return StepRunner(*args, overlap=is_training and self._strategy.overlaps_steps)
@@ -117,13 +117,10 @@ class StepFunction:
         """Waits for all steps; metrics and logs are those of all of them then."""
         if not self._runner.is_open:
             return
-        variables = self._runner.variables
         self._runner.join()
         self._logs.update(self._runner.logs)
+        self._logs.update(self._runner.final_logs())
         self._runner.close()
-        for name, value in self._results(variables).items():
-            if name in self._logs:
-                self._logs[name] = value.numpy()
         self._logs = {}
 
     def _results(self, variables):

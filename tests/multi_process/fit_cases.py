@@ -89,8 +89,15 @@ def steps_per_execution():
 
 @case
 def dataset_of_unknown_length():
+    """A step that finds no data is not counted, as plain Keras does not in several steps a call."""
     data = tf.data.Dataset.from_tensor_slices(blobs()).filter(lambda x, y: True).batch(50)
-    return trained(mlp(), data, epochs=2)
+    optimizer = keras.optimizers.SGD(keras.optimizers.schedules.ExponentialDecay(0.1, 2, 0.5))
+    is_plain = not hasattr(tf.distribute.get_strategy(), "engine")
+    model, results = trained(
+        mlp(optimizer, steps_per_execution=5 if is_plain else 1), data, epochs=2
+    )
+    assert int(optimizer.iterations) == 10
+    return model, results
 
 
 @case
@@ -534,6 +541,130 @@ def early_stopping_and_plateau():
         *blobs(),
         **numpy_defaults(epochs=12, callbacks=callbacks, validation_data=blobs(60, seed=2)),
     )
+
+
+def squared(reduction):
+    return keras.losses.MeanSquaredError(reduction=reduction)
+
+
+class SquaredSum(keras.metrics.Metric):
+    """A loss inside a metric, as of perplexity: its sum, over the number of rows."""
+
+    def __init__(self, reduction="sum", name="squared_sum"):
+        super().__init__(name=name)
+        self.loss = squared(reduction)
+        self.total = self.add_variable((), "zeros", name="total")
+        self.count = self.add_variable((), "zeros", name="count")
+        self.inner = keras.metrics.Mean(name="inner")
+        self.sum = keras.metrics.Sum(name="sum")
+
+    def update_state(self, y_true, y_pred, sample_weight=None):
+        labels = tf.one_hot(y_true, 4)
+        loss = self.loss(labels, y_pred, sample_weight)
+        weights = tf.cast(tf.shape(y_pred)[0], "float32")
+        if self.loss.reduction != "sum":
+            weights = tf.reduce_sum(tf.cast(sample_weight, "float32"))
+            self.total.assign_add(loss * weights)
+        else:
+            self.total.assign_add(loss)
+            self.sum.update_state(loss)
+            self.inner.update_state(loss)
+        self.count.assign_add(weights)
+
+    def result(self):
+        results = {"mean": self.total / self.count, "inner": self.inner.result()}
+        results |= {"sum": self.sum.result()}
+        return {f"{self.name}/{key}": value for key, value in results.items()}
+
+
+class SquaredMean(keras.metrics.Mean):
+    def update_state(self, y_true, y_pred, sample_weight=None):
+        loss = squared("sum")(tf.one_hot(y_true, 4), y_pred)
+        rows = tf.cast(tf.shape(y_pred)[0], "float32")
+        return super().update_state(loss / rows, sample_weight=rows)
+
+
+class Counting(keras.layers.Layer):
+    """Keeps the sum of a loss in a metric of its own, and adds another to the model's."""
+
+    def build(self, shape):
+        self.errors = keras.metrics.Sum(name="errors")
+
+    def call(self, inputs):
+        loss = squared("sum")(tf.zeros_like(inputs), inputs)
+        self.errors.update_state(loss)
+        self.add_loss(0.01 * loss)
+        return inputs
+
+
+def twice_the_sum(y_true, y_pred):
+    return 2.0 * squared("sum")(tf.one_hot(y_true, 4), y_pred)
+
+
+def with_losses_in_metrics(**kwargs):
+    model = mlp(
+        metrics=["accuracy", SquaredSum(), SquaredMean("squared_mean"), twice_the_sum],
+        weighted_metrics=[SquaredSum("mean_with_sample_weight", "weighted")],
+        **kwargs,
+    )
+    model.add(Counting())
+    weights = np.random.default_rng(5).uniform(0, 2, 203).astype("float32")
+    validation = *blobs(77, seed=1), weights[:77]
+    options = numpy_defaults(sample_weight=weights, validation_data=validation)
+    return trained(model, *blobs(), **options)
+
+
+@case
+def losses_in_metrics():
+    return with_losses_in_metrics()
+
+
+@case
+def losses_in_metrics_eagerly():
+    return with_losses_in_metrics(run_eagerly=True)
+
+
+class Rates(keras.Sequential):
+    """Its logs are computed from metrics, some of them with what is no metric's."""
+
+    def __init__(self, layers):
+        super().__init__(layers)
+        self.other = keras.metrics.Mean(name="other")
+
+    @property
+    def metrics(self):
+        return [*super().metrics, self.other]
+
+    def compute_metrics(self, x, y, y_pred, sample_weight=None):
+        before = self.other.result()
+        self.other.update_state(tf.reduce_mean(y_pred, -1) + 1.0)
+        logs = super().compute_metrics(x, y, y_pred, sample_weight)
+        logs.pop("other")
+        mae, other = logs["mae"], self.other.result()
+        logs |= {"twice": 2 * mae, "squared": mae**2, "renamed": other, "mae": mae + 1.0}
+        logs |= {"total": self.other.total + 0.0, "ratio": logs["loss"] / (1.0 + mae)}
+        logs |= {"change": other - before, "of_x": tf.sqrt(mae) + tf.reduce_mean(x)}
+        logs["larger"] = tf.cond(mae > 0.5, lambda: mae, lambda: tf.square(mae))
+        return logs
+
+
+def with_logs_of_metrics(**kwargs):
+    model = Rates([keras.layers.Dense(16, activation="relu"), keras.layers.Dense(1)])
+    model.compile(keras.optimizers.SGD(0.01), "mse", metrics=["mae", "mse"], **kwargs)
+    x, y = blobs()
+    data = x, y.astype("float32")[:, None]
+    validation = data[0][:77], data[1][:77]
+    return trained(model, *data, **numpy_defaults(validation_data=validation))
+
+
+@case
+def logs_of_metrics():
+    return with_logs_of_metrics()
+
+
+@case
+def logs_of_metrics_eagerly():
+    return with_logs_of_metrics(run_eagerly=True)
 
 
 class ThreeSteps(keras.Sequential):

@@ -45,7 +45,10 @@ LOSSLESS = [
     "run_eagerly",
 ]
 # Under parameter servers, a batch's logs are those of the step that came back last.
-NOT_ASYNCHRONOUS = ("logs_of_every_batch", "run_eagerly")
+NOT_ASYNCHRONOUS = (
+    *("logs_of_every_batch", "run_eagerly"),
+    *("losses_in_metrics_eagerly", "logs_of_metrics_eagerly"),
+)
 # For one worker, which has whole batches, the same as others that are run: a loss is what it is.
 MUCH_THE_SAME = [
     *("dataset_of_named_tuples_repeated", "bfloat16", "class_weight_and_validation_split"),
@@ -85,6 +88,7 @@ SYNCHRONOUS = [
     "embeddings_of_several_widths",
     "mixed_precision_skips_overflow",
     "own_loss_with_an_empty_replica",
+    *("losses_in_metrics", "logs_of_metrics"),
 ]
 SYNCHRONOUS_SHARDED = [
     *("adamw_with_schedule_and_average", "gradient_accumulation_in_loop", "much_at_once"),
@@ -101,6 +105,8 @@ PIPELINES = [
 ]
 # Float tolerance: sums over replicas are taken in another order than sums over a batch.
 TOLERANCE = dict.fromkeys(CASES + ONLY_ASYNCHRONOUS, 2e-5) | {
+    **dict.fromkeys(["losses_in_metrics", "losses_in_metrics_eagerly"], 2e-6),
+    **dict.fromkeys(["logs_of_metrics", "logs_of_metrics_eagerly"], 2e-6),
     "bfloat16": 2e-2,
     "mixed_precision_skips_overflow": 2e-3,
     "maps_of_own_rows": 1e-6,
