@@ -1,4 +1,4 @@
-"""The functions that operations of a graph call: their operations, and how data flow in them."""
+"""Functions called by operations of a graph, and the data flow in them."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Logs computed from the states of metrics, computed once more from the states of all replicas.
+"""Logs of metrics, recomputed from the metrics' states of all replicas.
 
 A step's logs are tensors of its graph, and a replica's metrics know its own rows there. So the
 operations between the reads of metrics' states and the logs are repeated on what the reads would
@@ -103,7 +103,7 @@ class MetricLogs:
                 )
 
     def _why_not(self, part, wanted, early):
-        """Why a part of the graph is not to be repeated, or None."""
+        """Reason why a part of the graph must not be repeated, or None."""
         if early & _used(part, wanted):
             return _UPDATED_AFTER
         if _depends_on_rows(part) and not self._can_average:
@@ -111,7 +111,7 @@ class MetricLogs:
         return next(filter(None, map(self._why_not_operation, part.operations)), None)
 
     def _why_not_operation(self, operation):
-        """Why an operation is not to be repeated, or None."""
+        """Reason why an operation must not be repeated, or None."""
         handles = [t for t in operation.inputs if any(t is handle for handle in self._handles)]
         if handles and _writes(operation):
             return "it is computed in a function that changes the metric"
@@ -158,7 +158,7 @@ def refuse(refused: Mapping[str, str]) -> None:
 
 
 def _used(part, wanted):
-    """References of the tensors that a part of a graph uses, and of those that are wanted."""
+    """References of the tensors that a part of a graph uses, and its results."""
     return wanted | {t.ref() for operation in part.operations for t in operation.inputs}
 
 

@@ -1,4 +1,4 @@
-"""Repeats a part of a graph on other inputs, in the same graph or in another."""
+"""Repeats a part of a graph on other inputs, perhaps in another graph."""
 
 from __future__ import annotations
 

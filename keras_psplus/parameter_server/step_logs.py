@@ -1,4 +1,4 @@
-"""The logs of steps that workers take: what a step brings back, and what the chief makes of it."""
+"""Logs of workers' steps: a step's result vector, and the chief's computation from it."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ CHIEF = "/job:chief/replica:0/task:0/device:CPU:0"
 
 
 class LogNotes(NamedTuple):
-    """What the vector that a step brings back has of its logs.
+    """Layout of the logs in a step's result vector.
 
     Attributes:
         names: List of pairs of a log's name and NumPy dtype.
@@ -39,7 +39,10 @@ class LogNotes(NamedTuple):
 def changes_and_logs(
     trace: Trace, results: Sequence[dict[str, Any]]
 ) -> tuple[tf.Tensor, tuple[()], LogNotes]:
-    """What a step brings back, in one tensor: each would cost a separate message."""
+    """Concatenates a step's changes and logs to one tensor.
+
+    Each would cost a separate message.
+    """
     logs = _scalars(results[-1])
     states = [i for i, variable in enumerate(trace.variables) if variable.kind == "total"]
     handles = [trace.handle_of(trace.variables[i]) for i in states]

@@ -166,7 +166,7 @@ class StepRunner:
             raise
 
     def final_logs(self) -> dict[str, Any]:
-        """Once all steps are back, the logs that are computed from metrics, of all of them."""
+        """Logs computed from the metrics of all steps, once all have returned."""
         if self._last is None:
             return {}
         function, inputs, before = self._last
