@@ -2,7 +2,7 @@
 
 import os
 
-from keras_psplus.cluster import memory
+from keras_psplus.cluster import forks, memory
 from keras_psplus.tf_internals import config_pb2, context
 
 _EXPERIMENTS = "GRPC_EXPERIMENTS"
@@ -17,6 +17,8 @@ _FURTHER_THREADS = 8
 def tune() -> None:
     """Has this process keep freed memory, and wake and keep busy no more threads than it has to.
 
+    What it forks ends by SIGTERM.
+
     Every packet of a large message wakes a thread otherwise, which on a slow link, where they come
     one by one, costs more than training: 264 ms of a processor for each step of a perceptron of 5
     million weights under `compression="int8"` at 100 Mbit/s, of which 121 are left. And a thread of
@@ -27,6 +29,7 @@ def tune() -> None:
     chosen stays, by `GRPC_EXPERIMENTS` or by the variables of `memory.keep_freed_memory`.
     """
     memory.keep_freed_memory()
+    forks.end_by_sigterm()
     os.environ.setdefault(_EXPERIMENTS, _SELDOM_WOKEN)
     if len(os.sched_getaffinity(0)) == 1:
         _sleep_at_once()
