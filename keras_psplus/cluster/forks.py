@@ -11,7 +11,7 @@ def end_by_sigterm() -> None:
 
     TensorFlow's coordination service installs a handler in C that notes SIGTERM and goes on. Forked
     processes inherit it without the thread that reads the note: `terminate()` would not end them,
-    and whoever joins them (a pool of Keras's `PyDataset`, of the script) would wait for ever.
+    and a `join` of them (by a pool of Keras's `PyDataset`, or the script's) would never return.
     """
     os.register_at_fork(after_in_child=_restore)
 

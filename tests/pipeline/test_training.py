@@ -12,6 +12,7 @@ import tensorflow as tf
 
 import keras_psplus as psp
 from keras_psplus.pipeline import schedule, startup, step_function
+from keras_psplus.tf_internals import context
 
 layers = keras.layers
 CPU = "/job:localhost/replica:0/task:0/device:CPU:0"
@@ -408,3 +409,50 @@ def test_the_plan_says_what_it_comes_to(pipeline):
     assert first.flops == pytest.approx(3 * 2 * 12 * 64, rel=0.2)
     assert strategy.plan.bubble == 1 / 4
     assert "'sequential" in str(strategy.plan)
+
+
+@pytest.mark.parametrize("order", ["1f1b", "pipedream"])
+def test_what_a_callback_writes_is_there_before_the_next_step(pipeline, monkeypatch, order):
+    """On another process's device, an eager assignment is sent, and may come after the step."""
+    events, strategy = [], pipeline(schedule=order)
+    engine = strategy.engine
+    finish, run = engine.finish_writes, step_function.Functions._cut
+    monkeypatch.setattr(
+        context.context(), "sync_executors", lambda: events.append("sync"), raising=False
+    )
+
+    def cut(functions, batch):
+        if functions._trains is not None or order == "pipedream":
+            events.append("step")
+        return run(functions, batch)
+
+    monkeypatch.setattr(step_function.Functions, "_cut", cut)
+
+    def finish_writes():
+        events.append("about to run")
+        finish()
+
+    monkeypatch.setattr(engine, "finish_writes", finish_writes)
+
+    class Writes(keras.callbacks.Callback):
+        def on_train_batch_end(self, batch, logs=None):
+            self.model.set_weights(self.model.get_weights())
+            events.append("written")
+
+    train(strategy, skips, callbacks=[Writes()])
+    written = [i for i, event in enumerate(events) if event == "written"]
+    assert len(written) == 8
+    for i in written:
+        after = [event for event in events[i + 1 :] if event in ("sync", "about to run")]
+        assert after[:2] == ["about to run", "sync"]
+
+
+def test_a_loss_that_ignores_a_class_sees_whole_batches(pipeline):
+    def make():
+        stack = [layers.Embedding(40, 8), layers.Dense(8), layers.Dense(4)]
+        return keras.Sequential(stack), TOKENS[:21]
+
+    loss = keras.losses.SparseCategoricalCrossentropy(from_logits=True, ignore_class=0)
+    options = dict(loss=loss, y=TOKENS[:21] % 4, metrics=(), batch_size=8)
+    expected = train(tf.distribute.get_strategy(), make, **options)
+    check_equal(train(pipeline(schedule="1f1b", microbatches=4), make, **options), expected)
