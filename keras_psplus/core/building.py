@@ -66,7 +66,9 @@ class Builder:
             step_name: `"train_step"` or `"test_step"`.
             batch: The batch, or its type specification.
         """
-        if getattr(type(model), step_name) is getattr(TensorFlowTrainer, step_name):
+        is_kerass = getattr(type(model), step_name) is getattr(TensorFlowTrainer, step_name)
+        # In Keras's own build, ragged and sparse tensors are dense.
+        if is_kerass and not any(map(_is_composite, tf.nest.flatten(batch))):
             model._symbolic_build(data_batch=batch)
             return
         for optimizer in optimizers_of_step(model):
@@ -101,6 +103,11 @@ def _inner(optimizer):
 def _is_container(layer):
     """Whether a layer has no weights but those of its layers."""
     return isinstance(layer, keras.Model) and type(layer).build is keras.Model.build
+
+
+def _is_composite(leaf):
+    kinds = (tf.RaggedTensor, tf.SparseTensor, tf.RaggedTensorSpec, tf.SparseTensorSpec)
+    return isinstance(leaf, kinds)
 
 
 def _spec_of(leaf):

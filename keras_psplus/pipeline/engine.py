@@ -18,7 +18,7 @@ from keras_psplus.core.worker_files import WorkerFiles
 from keras_psplus.engine import Original
 from keras_psplus.keras_parts import epoch_iterator
 from keras_psplus.log import logger
-from keras_psplus.pipeline import failure, rows, schedule, train_step
+from keras_psplus.pipeline import costs, failure, rows, schedule, train_step
 from keras_psplus.pipeline.pipedream import PipeDreamFunction
 from keras_psplus.pipeline.step import PipelineStep, Update
 from keras_psplus.pipeline.step_function import PredictFunction, StepFunction
@@ -217,6 +217,9 @@ class PipelineEngine(DistributedEngine):
         *args: Any,
         **kwargs: Any,
     ) -> Any:
+        step = current_step()
+        if isinstance(step, costs.Recorder):
+            return step.gradient(sources)
         return original(tape, target, sources, output_gradients, *args, **kwargs)
 
     def apply(
@@ -227,6 +230,10 @@ class PipelineEngine(DistributedEngine):
         trainable_variables: list[keras.Variable] | None = None,
     ) -> Any:
         step = current_step()
+        if isinstance(step, costs.Recorder):
+            known = optimizer._trainable_variables if optimizer.built else []
+            step.applied.append((optimizer, list(trainable_variables or known)))
+            return None
         if step is None or step.updates is None:
             return original(optimizer, grads, trainable_variables)
         if isinstance(optimizer, keras.optimizers.LossScaleOptimizer):
