@@ -41,6 +41,35 @@ def _create_eagerly(next_creator, **kwargs):
     return next_creator(**{**kwargs, "experimental_enable_variable_lifting": False})
 
 
+@contextlib.contextmanager
+def _inlined_functions():
+    """Context in which what a `tf.function` does is traced with its caller.
+
+    Of a function that was traced before, the step would not see what it does with variables.
+    """
+    outer = tf.config.functions_run_eagerly()
+    tf.config.run_functions_eagerly(True)
+    try:
+        yield
+    finally:
+        tf.config.run_functions_eagerly(outer)
+
+
+def trace(run: Callable[[Any], Any], batch_spec: Any) -> None:
+    """Traces a function of a batch for the variables that it makes, and runs nothing of it.
+
+    Args:
+        run: The function.
+        batch_spec: Type specification of the batch.
+    """
+
+    def traced(batch):
+        with _inlined_functions():
+            run(batch)
+
+    tf.function(traced, autograph=False).get_concrete_function(batch_spec)
+
+
 class Builder:
     """Builds models as Keras does, and those with a step of their own by tracing that step.
 
@@ -78,7 +107,15 @@ class Builder:
             if model.run_eagerly:
                 # It may do what cannot be traced: its first step makes what is missing.
                 return
-            self._trace(model, getattr(model, step_name), tf.nest.map_structure(_spec_of, batch))
+            spec = tf.nest.map_structure(_spec_of, batch)
+            try:
+                self._trace(model, getattr(model, step_name), spec)
+            except Exception as error:
+                # A tf.function in the step may need AutoGraph. Keras's way remains.
+                try:
+                    model._symbolic_build(data_batch=batch)
+                except Exception:
+                    raise error from None
             left.clear()
             left.update(_unbuilt(model))
         for layer in model._flatten_layers():

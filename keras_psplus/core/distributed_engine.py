@@ -9,8 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 import tensorflow as tf
 
-from keras_psplus.core import checks, gradient_path, losses, saving
-from keras_psplus.core.building import Builder
+from keras_psplus.core import building, checks, gradient_path, losses, saving
 from keras_psplus.core.optimizers import optimizers_of
 from keras_psplus.core.strategy_engine import StrategyEngine
 from keras_psplus.engine import Original
@@ -29,7 +28,7 @@ class DistributedEngine(StrategyEngine):
         super().__init__(strategy)
         # While metrics are those of an evaluation.
         self._evaluates = False
-        self._builder = Builder(self.trace_step)
+        self._builder = building.Builder(self.trace_step)
 
     # The trainer.
 
@@ -68,11 +67,8 @@ class DistributedEngine(StrategyEngine):
             step: Its `train_step` or `test_step`.
             batch_spec: Type specification of a batch.
         """
-
-        def one_step(batch: Any) -> None:
-            self.strategy.run(model._autoconvert_optionals(step), args=(batch,))
-
-        tf.function(one_step, autograph=False).get_concrete_function(batch_spec)
+        step = model._autoconvert_optionals(step)
+        building.trace(lambda batch: self.strategy.run(step, args=(batch,)), batch_spec)
 
     def train(self, original: Original, model: keras.Model, *args: Any, **kwargs: Any) -> Any:
         with self.translate_errors():
