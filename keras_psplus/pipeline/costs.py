@@ -64,15 +64,16 @@ class Recorder(ReplicaStep):
 
     has_batch_fraction = False
 
-    def __init__(self, engine):
+    def __init__(self, engine: Any) -> None:
         super().__init__(engine)
         self._inside = False
         self.calls: list[Any] = []
         self.applied: list[Any] = []
         # What was there before any layer was called is made of the batch alone.
-        self._given = None
+        self._given: set[tf.Operation] | None = None
 
-    def call(self, original, layer, args, kwargs):
+    def call(self, original: Callable[..., Any], layer: keras.Layer, args: Any, kwargs: Any) -> Any:
+        """Calls a layer and notes the call."""
         if self._inside or not is_cut(layer) or _is_of_shapes(args, kwargs):
             return original(layer, *args, **kwargs)
         graph = tf.compat.v1.get_default_graph()
@@ -89,7 +90,7 @@ class Recorder(ReplicaStep):
 
     def _is_given(self, tensor):
         # Eager tensors are the model's own, as the edges of a graph network are.
-        return hasattr(tensor, "numpy") or tensor.op in self._given
+        return hasattr(tensor, "numpy") or tensor.op in (self._given or ())
 
     def gradient(self, sources: Any) -> Any:
         """What stands for gradients by some sources."""
