@@ -84,9 +84,10 @@ def main():
     keras.utils.set_random_seed(args.seed)
     (train, labels), (test, test_labels) = load_data()
     train, labels = train[: args.train_size], labels[: args.train_size]
-    preprocessor = build_preprocessor(train)
 
+    # Before KerasHub's tokenizer, which runs operations of TensorFlow when it is made.
     strategy = psp.strategy()
+    preprocessor = build_preprocessor(train)
     with strategy.scope():
         model = build_model(preprocessor, args.dropout)
         model.compile(

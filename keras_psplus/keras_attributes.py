@@ -38,7 +38,7 @@ ATTRIBUTES = [
     ),
     (tf_trainer.TFEpochIterator, "_distributed_dataset _distribute_strategy _get_iterator"),
     (array_data_adapter.ArrayDataAdapter, "_inputs _num_samples _shuffle"),
-    (BaseTrainer, "_compute_loss _loss_tracker _symbolic_build"),
+    (BaseTrainer, "_compile_loss _compile_metrics _compute_loss _loss_tracker _symbolic_build"),
     (TensorFlowTrainer, "_autoconvert_optionals _distribute_strategy _initial_epoch"),
     (
         layers.Layer,

@@ -168,7 +168,8 @@ def split_eagerly(strategy: MultiWorkerMirroredStrategy, batch: Any) -> batches.
     while isinstance(batch, tuple) and len(batch) > 1 and batch[-1] is None:
         batch = batch[:-1]
     batch = tree.map_structure(
-        lambda leaf: leaf if leaf is None else tf.convert_to_tensor(leaf), batch
+        lambda leaf: leaf if leaf is None or tf.is_tensor(leaf) else tf.convert_to_tensor(leaf),
+        batch,
     )
     return batches.split(batch, strategy.extended.world)
 

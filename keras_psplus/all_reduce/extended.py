@@ -13,6 +13,7 @@ from keras_psplus.all_reduce import (
     collectives,
     gradients,
     member_order,
+    outputs,
     reducers,
     row_reads,
     updating,
@@ -188,19 +189,12 @@ class MultiWorkerMirroredExtended(collective_all_reduce_strategy.CollectiveAllRe
         assert self._levels is not None
         return levels_module.sum_over_group(self._levels, list(tensors))
 
-    def gather_rows(self, value: Any) -> tf.Tensor:
-        """Concatenates the replicas' tensors along axis 0 in rank order, in graph mode."""
+    def gather_rows(self, value: Any) -> Any:
+        """Concatenates the replicas' rows in rank order, in graph mode; see `outputs.py`."""
         local = self._container_strategy().experimental_local_results(value)
-        if not isinstance(local[0], tf.Tensor) or local[0].dtype == tf.string:
-            raise ValueError(
-                "With several replicas, outputs of `predict` must be dense and not strings, to be "
-                "gathered from all workers: return dense numbers, or predict with a model loaded "
-                f"outside the strategy's scope. Received: {local[0]}"
-            )
-        if local[0].shape.rank == 0:
-            local = [tf.reshape(t, [1]) for t in local]
         # Every local replica takes part; all of them get the same.
-        return [self.launcher(i).gather_rows(t)[0] for i, t in enumerate(local)][0]
+        first = self.world.rank
+        return [outputs.gather_rows(self.launcher(i), first + i, t) for i, t in enumerate(local)][0]
 
     def broadcast(self, variables: Sequence[tf.Variable]) -> None:
         """Gives all workers the first one's values of variables that all of them have."""

@@ -106,7 +106,7 @@ def _predict_step(model):
             batch = _padded(step, last_row, batch, step.set_rows)
         outputs = model.predict_step(batch)
         return tree.map_structure(
-            lambda t: step.rows_if_any(t) if isinstance(t, tf.Tensor) and t.shape.rank else t,
+            lambda t: step.rows_if_any(t) if tf.is_tensor(t) and t.shape.rank else t,
             outputs,
         )
 

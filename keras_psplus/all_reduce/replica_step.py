@@ -167,10 +167,13 @@ class MirroredReplicaStep(ReplicaStep):
             tensors[i] = part
         return tensors
 
-    def rows_if_any(self, tensor: tf.Tensor) -> tf.Tensor:
+    def rows_if_any(self, tensor: Any) -> Any:
         """Rows of a tensor that a replica has computed; none if the replica has none."""
         if not self.may_be_empty:
             return tensor
+        if isinstance(tensor, (tf.RaggedTensor, tf.SparseTensor)):
+            rows = tf.where(self.has_rows(), batches.rows_of(tensor), 0)
+            return batches.take(tensor, 0, rows)
         return tensor[: tf.where(self.has_rows(), tf.shape(tensor)[0], 0)]
 
     def _parts_of(self, gradient):

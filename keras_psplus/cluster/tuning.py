@@ -2,7 +2,7 @@
 
 import os
 
-from keras_psplus.cluster import memory
+from keras_psplus.cluster import forks, memory
 from keras_psplus.tf_internals import config_pb2, context
 
 _EXPERIMENTS = "GRPC_EXPERIMENTS"
@@ -17,6 +17,8 @@ _FURTHER_THREADS = 8
 def tune() -> None:
     """Tunes this process's memory and threads: keeps freed memory, wakes fewer threads.
 
+    Forked processes end by SIGTERM.
+
     Otherwise every packet of a large message wakes a thread, which on a slow link, where packets
     arrive one by one, costs more than training: 264 ms of a processor for each step of a perceptron
     of 5 million weights under `compression="int8"` at 100 Mbit/s, of which 121 are left. And a
@@ -27,6 +29,7 @@ def tune() -> None:
     by `GRPC_EXPERIMENTS` or by the variables of `memory.keep_freed_memory`, are kept.
     """
     memory.keep_freed_memory()
+    forks.end_by_sigterm()
     os.environ.setdefault(_EXPERIMENTS, _SELDOM_WOKEN)
     if len(os.sched_getaffinity(0)) == 1:
         _sleep_at_once()

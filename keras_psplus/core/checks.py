@@ -52,17 +52,24 @@ def check_compile_arguments(
     optimizer = arguments.get("optimizer")
     while isinstance(optimizer, base_optimizer.BaseOptimizer):
         check_accumulation(getattr(strategy, "updates", None), optimizer)
-        if optimizer._distribution_strategy is not strategy:
-            raise ValueError(
-                f"The optimizer '{optimizer.name}' was made outside the strategy's scope: make it "
-                "under `with strategy.scope():`, or pass its name to compile(). "
-                f"Received: optimizer={optimizer}"
-            )
+        check_optimizer(strategy, optimizer)
         optimizer = getattr(optimizer, "inner_optimizer", None)
     for name in ("metrics", "weighted_metrics"):
         for metric in tree.flatten(arguments.get(name)):
             if isinstance(metric, metrics_module.Metric):
                 _check_in_scope(strategy, metric.variables, f"metric '{metric.name}'")
+
+
+def check_optimizer(
+    strategy: tf.distribute.Strategy, optimizer: keras.optimizers.Optimizer
+) -> None:
+    """Raises ValueError if an optimizer was made outside the strategy's scope."""
+    if optimizer._distribution_strategy is not strategy:
+        raise ValueError(
+            f"The optimizer '{optimizer.name}' was made outside the strategy's scope: make it "
+            "under `with strategy.scope():`, or pass its name to compile(). "
+            f"Received: optimizer={optimizer}"
+        )
 
 
 def check_accumulation(updates: Updates | None, optimizer: keras.optimizers.Optimizer) -> None:

@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import contextlib
 import os
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from typing import TYPE_CHECKING, Any
 
 import tensorflow as tf
 
-from keras_psplus.core import checks, gradient_path, losses, saving
+from keras_psplus.core import building, checks, gradient_path, losses, saving
 from keras_psplus.core.optimizers import optimizers_of
 from keras_psplus.core.strategy_engine import StrategyEngine
 from keras_psplus.engine import Original
@@ -28,6 +28,7 @@ class DistributedEngine(StrategyEngine):
         super().__init__(strategy)
         # While metrics are those of an evaluation.
         self._evaluates = False
+        self._builder = building.Builder(self.trace_step)
 
     # The trainer.
 
@@ -53,9 +54,21 @@ class DistributedEngine(StrategyEngine):
         if iterator is not None:
             # Keras would draw a batch to see its shapes; a generator's batch would be lost by that.
             data_batch = symbolic_batch(iterator.batch_spec)
+        step_name = "test_step" if self._evaluates else "train_step"
         with self.strategy.scope():
-            model._symbolic_build(data_batch=data_batch)
+            self._builder.build(model, step_name, data_batch)
         checks.check_variables(self.strategy, model)
+
+    def trace_step(self, model: keras.Model, step: Callable[..., Any], batch_spec: Any) -> None:
+        """Traces a step that makes variables, and runs nothing of it.
+
+        Args:
+            model: The model.
+            step: Its `train_step` or `test_step`.
+            batch_spec: Type specification of a batch.
+        """
+        step = model._autoconvert_optionals(step)
+        building.trace(lambda batch: self.strategy.run(step, args=(batch,)), batch_spec)
 
     def train(self, original: Original, model: keras.Model, *args: Any, **kwargs: Any) -> Any:
         with self.translate_errors():

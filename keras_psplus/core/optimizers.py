@@ -59,6 +59,12 @@ def optimizers_of(model: keras.Model) -> dict[str, keras.optimizers.Optimizer]:
     return found
 
 
+def optimizers_of_step(model: keras.Model) -> list[keras.optimizers.Optimizer]:
+    """Optimizers that are a model's own attributes, and those that they wrap."""
+    found = [one for name, one in _found(model) if "_of_layer_" not in name]
+    return [*found, *(one.inner_optimizer for one in found if hasattr(one, "inner_optimizer"))]
+
+
 def variables_of_optimizers(model: keras.Model) -> list[keras.Variable]:
     """All variables of a model's optimizers and of what wraps them, each of them once."""
     return list({id(v): v for _, one in _found(model) for v in one.variables}.values())

@@ -14,12 +14,13 @@ from keras_psplus.callbacks import CommunicationMonitor, step_report
 from keras_psplus.cluster import roles
 from keras_psplus.core import backup, data_position, plan_request, saving
 from keras_psplus.core.background_writer import BackgroundWriter
+from keras_psplus.core.building import lifted
 from keras_psplus.core.fit_progress import FitProgress
 from keras_psplus.core.optimizers import optimizers_of
 from keras_psplus.core.unknown_length import UnknownLength
 from keras_psplus.datasets import service as data_service
 from keras_psplus.engine import Engine, Original
-from keras_psplus.keras_parts import tf_dataset_adapter
+from keras_psplus.keras_parts import stateless_scope, tf_dataset_adapter
 
 if TYPE_CHECKING:
     import keras
@@ -254,7 +255,10 @@ class StrategyEngine(Engine):
         self, original: Original, variable: keras.Variable, *args: Any, **kwargs: Any
     ) -> Any:
         variable._made_by = weakref.ref(self)
-        return original(variable, *args, **kwargs)
+        if stateless_scope.in_stateless_scope():
+            return original(variable, *args, **kwargs)
+        with lifted(self.strategy):
+            return original(variable, *args, **kwargs)
 
     def to_float(self, original: Original, variable: keras.Variable) -> float:
         return _to_number(float, original, variable)

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 import tensorflow as tf
 
 from keras_psplus.core import duplicate_rows, gradient_path, iterator_release, losses, saving
+from keras_psplus.core.building import lifted
 from keras_psplus.core.distributed_engine import DistributedEngine
 from keras_psplus.core.optimizers import variables_of_apply
 from keras_psplus.core.replica_step import current_step
@@ -217,6 +218,18 @@ class ParameterServerEngine(DistributedEngine):
     def reads_rows(self, variable: keras.Variable) -> bool:
         is_other = stateless_scope.in_stateless_scope()
         return not is_other and variable_kinds.on_ps(variable._value)
+
+    def add_slot(
+        self,
+        original: Original,
+        optimizer: keras.optimizers.Optimizer,
+        reference_variable: keras.Variable,
+        name: str | None = None,
+        initializer: Any = "zeros",
+    ) -> keras.Variable:
+        # On its variable's server, which Keras asks for in the graph of a step that makes it.
+        with lifted(self.strategy):
+            return original(optimizer, reference_variable, name, initializer)
 
     # Optimizers.
 

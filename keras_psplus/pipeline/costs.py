@@ -1,8 +1,8 @@
 """Costs of each layer of a model, computed from its graph."""
 
 import dataclasses
-from collections.abc import Sequence
-from typing import Any
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple
 
 import keras
 import numpy as np
@@ -52,27 +52,35 @@ class LayerCost:
         return _bytes_of(self.layer.trainable_variables)
 
 
-class _Recorder(ReplicaStep):
-    """Context of a trace that notes which layer has made which operations."""
+class Recorder(ReplicaStep):
+    """Context of a trace that notes which layer has made which operations.
+
+    A step that is traced in it computes no gradients and updates nothing.
+
+    Attributes:
+        calls: List of a layer, the operations of one of its calls, and with what it was called.
+        applied: List of pairs: an optimizer that the step has called, and its variables.
+    """
 
     has_batch_fraction = False
 
-    def __init__(self, engine):
+    def __init__(self, engine: Any) -> None:
         super().__init__(engine)
         self._inside = False
-        # A layer, the operations of one of its calls, and with what it was called.
-        self.calls = []
+        self.calls: list[Any] = []
+        self.applied: list[Any] = []
         # What was there before any layer was called is made of the batch alone.
-        self._given = None
+        self._given: set[tf.Operation] | None = None
 
-    def call(self, original, layer, args, kwargs):
+    def call(self, original: Callable[..., Any], layer: keras.Layer, args: Any, kwargs: Any) -> Any:
+        """Calls a layer and notes the call."""
         if self._inside or not is_cut(layer) or _is_of_shapes(args, kwargs):
             return original(layer, *args, **kwargs)
         graph = tf.compat.v1.get_default_graph()
         before = len(graph.get_operations())
         if self._given is None:
             self._given = set(graph.get_operations())
-        call = layer_call.note(args, kwargs, _ROWS, lambda tensor: tensor.op in self._given)
+        call = layer_call.note(args, kwargs, _ROWS, self._is_given)
         self._inside = True
         try:
             return original(layer, *args, **kwargs)
@@ -80,34 +88,60 @@ class _Recorder(ReplicaStep):
             self._inside = False
             self.calls.append((layer, graph.get_operations()[before:], call))
 
+    def _is_given(self, tensor):
+        # Eager tensors are the model's own, as the edges of a graph network are.
+        return hasattr(tensor, "numpy") or tensor.op in (self._given or ())
+
+    def gradient(self, sources: Any) -> Any:
+        """What stands for gradients by some sources."""
+        return tree.map_structure(lambda source: tf.zeros(source.shape, source.dtype), sources)
+
 
 def is_cut(layer: keras.Layer) -> bool:
     """Whether a layer is placed on a stage whole; models are cut between layers."""
     return not isinstance(layer, models.Model)
 
 
-def of_layers(engine: Any, model: keras.Model, spec: Any) -> tuple[list[LayerCost], bool]:
+class ModelCosts(NamedTuple):
+    """Costs of a model's layers.
+
+    Attributes:
+        layers: List of `LayerCost`, in the order of the first calls.
+        has_masks: Whether outputs have masks.
+        applied: As in `Recorder`.
+    """
+
+    layers: list[LayerCost]
+    has_masks: bool
+    applied: list[Any]
+
+
+def of_layers(
+    engine: Any, model: keras.Model, spec: Any, step: Callable[[Any], Any] | None = None
+) -> ModelCosts:
     """Costs of a model's layers.
 
     Args:
         engine: `PipelineEngine`.
         model: Keras model; what is not built yet is built.
         spec: Structure of what the model is called with: something with a shape and a dtype.
-
-    Returns:
-        List of `LayerCost`, in the order of the first calls, and whether outputs have masks.
+        step: A step of the model's own, called in its place with a batch that `spec` describes.
     """
-    recorder = _Recorder(engine)
+    recorder = Recorder(engine)
     specs, masks = tree.map_structure(_with_rows, spec), []
 
     def trace(inputs):
         with recorder:
+            if step is not None:
+                engine.strategy.run(step, args=(inputs,))
+                return
             training = {"training": False} if model._call_has_training_arg else {}
             outputs = model(inputs, **training)
         masks.extend(get_keras_mask(leaf) for leaf in tree.flatten(outputs))
 
     graph = tf.function(trace, autograph=False).get_concrete_function(specs).graph
-    return _costs(graph, recorder.calls), any(mask is not None for mask in masks)
+    has_masks = any(mask is not None for mask in masks)
+    return ModelCosts(_costs(graph, recorder.calls), has_masks, recorder.applied)
 
 
 def _is_of_shapes(args, kwargs):

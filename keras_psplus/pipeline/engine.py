@@ -11,17 +11,19 @@ import keras
 import tensorflow as tf
 
 from keras_psplus.core import iterator_release, saving
+from keras_psplus.core.building import lifted
 from keras_psplus.core.distributed_engine import DistributedEngine
 from keras_psplus.core.replica_step import current_step
 from keras_psplus.core.worker_files import WorkerFiles
 from keras_psplus.engine import Original
 from keras_psplus.keras_parts import epoch_iterator
 from keras_psplus.log import logger
-from keras_psplus.pipeline import failure, rows, schedule, train_step
+from keras_psplus.pipeline import costs, failure, rows, schedule, train_step
 from keras_psplus.pipeline.pipedream import PipeDreamFunction
 from keras_psplus.pipeline.step import PipelineStep, Update
 from keras_psplus.pipeline.step_function import PredictFunction, StepFunction
 from keras_psplus.pipeline.worker_files import PipelineWorkerFiles
+from keras_psplus.tf_internals import context
 
 
 class PipelineEngine(DistributedEngine):
@@ -34,6 +36,8 @@ class PipelineEngine(DistributedEngine):
         self._worker_files = PipelineWorkerFiles(strategy)
         # The function that has begun training steps and not ended them, or None.
         self.under_way: PipeDreamFunction | None = None
+        # Whether variables were given values since the last step began.
+        self._has_written = False
 
     @property
     def worker_files(self) -> WorkerFiles:
@@ -57,6 +61,20 @@ class PipelineEngine(DistributedEngine):
         if self.under_way is not None and tf.executing_eagerly() and self.under_way.has(variable):
             self.settle()
 
+    def finish_writes(self) -> None:
+        """Waits until the workers have done what was written to their variables.
+
+        To be called before a step. A chief sends eager operations and goes on, and nothing orders
+        them before the parts of a function that runs on the same worker.
+        """
+        if self._has_written:
+            self._has_written = False
+            context.context().sync_executors()
+
+    def note_written(self) -> None:
+        """Notes that variables were given values outside of steps."""
+        self._has_written = True
+
     # The trainer.
 
     def translate_errors(self) -> AbstractContextManager[None]:
@@ -73,10 +91,12 @@ class PipelineEngine(DistributedEngine):
     def train(self, original: Original, model: keras.Model, *args: Any, **kwargs: Any) -> Any:
         # What was read from a checkpoint of TensorFlow's, say, has gone past `assign`.
         self.strategy.copies.note_stale()
+        self.note_written()
         return super().train(original, model, *args, **kwargs)
 
     def evaluate(self, original: Original, model: keras.Model, *args: Any, **kwargs: Any) -> Any:
         self.strategy.copies.note_stale()
+        self.note_written()
         return super().evaluate(original, model, *args, **kwargs)
 
     predict = evaluate
@@ -167,6 +187,8 @@ class PipelineEngine(DistributedEngine):
         self.strategy.variables.ensure(variable)
         self._settle_for(variable)
         self.strategy.copies.note_changed(variable)
+        if tf.executing_eagerly():
+            self.note_written()
         return original(variable, value)
 
     def read(self, original: Original, variable: keras.Variable) -> Any:
@@ -195,6 +217,9 @@ class PipelineEngine(DistributedEngine):
         *args: Any,
         **kwargs: Any,
     ) -> Any:
+        step = current_step()
+        if isinstance(step, costs.Recorder):
+            return step.gradient(sources)
         return original(tape, target, sources, output_gradients, *args, **kwargs)
 
     def apply(
@@ -205,6 +230,10 @@ class PipelineEngine(DistributedEngine):
         trainable_variables: list[keras.Variable] | None = None,
     ) -> Any:
         step = current_step()
+        if isinstance(step, costs.Recorder):
+            known = optimizer._trainable_variables if optimizer.built else []
+            step.applied.append((optimizer, list(trainable_variables or known)))
+            return None
         if step is None or step.updates is None:
             return original(optimizer, grads, trainable_variables)
         if isinstance(optimizer, keras.optimizers.LossScaleOptimizer):
@@ -237,7 +266,8 @@ class PipelineEngine(DistributedEngine):
         initializer: Any = "zeros",
     ) -> Any:
         variables = self.strategy.variables
-        with variables.beside(reference_variable):
+        # In the replica's step, there is no scope to make a variable in.
+        with lifted(self.strategy), variables.beside(reference_variable):
             slot = original(optimizer, reference_variable, name, initializer)
         variables.note_slot(slot, reference_variable)
         return slot

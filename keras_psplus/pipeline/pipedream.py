@@ -146,6 +146,8 @@ class PipeDreamFunction:
         if turn == 0:
             # The script may have changed weights.
             self._take_versions()
+            self._engine.note_written()
+            self._engine.finish_writes()
         replaced = self._gradients.tokens.handles(turn)
         if self._versions is not None:
             replaced.update(self._versions.handles(turn))

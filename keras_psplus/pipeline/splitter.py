@@ -9,7 +9,7 @@ from typing import Any
 import keras
 
 from keras_psplus.core import plan_request
-from keras_psplus.keras_parts import unpack_x_y_sample_weight
+from keras_psplus.keras_parts import TensorFlowTrainer, unpack_x_y_sample_weight
 from keras_psplus.log import logger
 from keras_psplus.pipeline import (
     costs,
@@ -24,6 +24,12 @@ from keras_psplus.pipeline import (
 
 # Rows of a micro-batch where data do not tell.
 _ROWS = 32
+
+
+def _own_step(model, name):
+    """A model's train or predict step, if it is not Keras's: its `call` may take something else."""
+    is_own = getattr(type(model), name) is not getattr(TensorFlowTrainer, name)
+    return model._autoconvert_optionals(getattr(model, name)) if is_own else None
 
 
 class Splitter:
@@ -75,9 +81,12 @@ class Splitter:
         if model in self._plans:
             return
         x, _, _ = unpack_x_y_sample_weight(batch_spec)
+        step = _own_step(model, "train_step" if trains else "predict_step")
         with self._owner.scope():
-            found, has_mask = costs.of_layers(engine, model, x)
-        if has_mask:
+            found, has_masks, applied = costs.of_layers(
+                engine, model, x if step is None else batch_spec, step
+            )
+        if has_masks:
             self._masked.add(model)
         stages = self._owner.stages
         for cost in found:
@@ -97,6 +106,10 @@ class Splitter:
         for cost, number in zip(found, numbers):
             stages.put(cost.layer, number)
         self._put_variables(model)
+        with self._owner.scope():
+            for optimizer, variables in applied:
+                if not optimizer.built:
+                    optimizer.build(variables)
         self._plans[model] = self._owner.plan = made
         logger.info("%s", made)
 

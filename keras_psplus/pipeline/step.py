@@ -231,6 +231,7 @@ class PipelineStep(ReplicaStep):
             finally:
                 self._is_on_stage = False
 
+        args, kwargs = tree.map_structure(_in_graph, (args, kwargs))
         part, device = self._part, self._stages.device(stage, self._part.pipeline)
         replay = None
         if self._recompute:
@@ -280,3 +281,9 @@ class PipelineStep(ReplicaStep):
         if len(sizes) > 1:
             microbatches.join_losses(layers, found, sizes)
         return calls.join(lambda outputs: self.join(layer.name, outputs, sizes), sizes)
+
+
+def _in_graph(leaf):
+    """A tensor of the graph; of an eager one, which a model keeps, a copy."""
+    is_eager = isinstance(leaf, tf.Tensor) and hasattr(leaf, "numpy")
+    return tf.identity(leaf) if is_eager else leaf

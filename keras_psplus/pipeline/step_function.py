@@ -91,6 +91,7 @@ class Functions:
         given = batch if isinstance(batch, _Sent) else self._cut(batch)
         key = given.rows, shows_rows
         self._engine.strategy.copies.refresh_stale()
+        self._engine.finish_writes()
         while True:
             if key not in self._traced:
                 run = functools.partial(self._run, key=key, like=given.like)

@@ -39,6 +39,8 @@ def why_not_divided(model: keras.Model) -> str | None:
         if getattr(getattr(model, name), "__func__", None) is not getattr(owner, name):
             return f"it has its own `{name.lstrip('_')}`, which sees whole batches"
     for loss in tree.flatten(model.loss):
+        if getattr(loss, "ignore_class", None) is not None:
+            return f"its loss {loss!r} is divided by the number of entries that are not ignored"
         if loss is not None and not _is_mean_of_rows(loss):
             return f"its loss {loss!r} may compare the rows of a batch"
     return None

@@ -128,7 +128,9 @@ class Variables:
     def making_on(self, device: str) -> Iterator[None]:
         """Context in which variables are made on a device."""
         strategy = self._owner
-        with strategy.scope(), strategy.extended.making_on(device):
+        in_step = tf.distribute.get_strategy() is strategy and tf.distribute.get_replica_context()
+        scope = contextlib.nullcontext() if in_step else strategy.scope()
+        with scope, strategy.extended.making_on(device):
             yield
 
     def _emptiest(self):

@@ -88,6 +88,21 @@ def test_transformer_in_stages_equals_one_process(environment):
     assert tensors >= 0.99 and tensors == pytest.approx(round(tensors), abs=1e-3)
 
 
+def test_text_classification_by_its_documented_command(environment):
+    """In processes of its own: a strategy that is there already would hide an operation before."""
+    script = str(EXAMPLES / "text_classification.py")
+    command = [sys.executable, "-m", "keras_psplus", "run", "--workers", "2", script]
+    done = subprocess.run(
+        [*command, "--epochs", "1", "--train_size", "64"],
+        capture_output=True,
+        text=True,
+        errors="replace",
+        timeout=TIMEOUT,
+    )
+    assert done.returncode == 0, done.stdout[-2000:] + done.stderr[-4000:]
+    assert "text_classification: {" in done.stdout
+
+
 def test_ngram_embedding(environment):
     output = together(
         "ngram_embedding.py",

@@ -5,8 +5,11 @@ Run as a script in every worker of a cluster. Each behaviour returns arrays, whi
 """
 
 import argparse
+import multiprocessing
 import os
 import pathlib
+import signal
+import time
 
 from tests import quick_start  # noqa: F401
 
@@ -177,6 +180,32 @@ def lookups_read_rows(context):
     with keras.StatelessScope([(table, tf.ones((30, 4)))]):
         np.testing.assert_array_equal(layer(ids), np.ones((2, 2, 4)))
     return {"weights/table": whole}
+
+
+class EndlessBatches(keras.utils.PyDataset):
+    def __len__(self):
+        return 10_000
+
+    def __getitem__(self, index):
+        return numbered(4)
+
+
+@behaviour
+def forked_processes_end_when_terminated(context):
+    """Those of a pool of Keras's that is stopped early, too, which nobody else could end."""
+    fork = multiprocessing.get_context("fork")
+    process = fork.Process(target=time.sleep, args=(600,))
+    process.start()
+    time.sleep(0.5)
+    process.terminate()
+    process.join(30)
+    assert process.exitcode == -signal.SIGTERM, process.exitcode
+    data = EndlessBatches(workers=2, use_multiprocessing=True)
+    with context.strategy.scope():
+        model = keras.Sequential([keras.Input((3,)), keras.layers.Dense(1)])
+        model.compile("sgd", "mse")
+    model.fit(data, epochs=1, steps_per_epoch=2, verbose=0)
+    return weights_of(model)
 
 
 @behaviour

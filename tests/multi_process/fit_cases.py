@@ -203,6 +203,91 @@ def gradient_accumulation_in_loop():
     return trained(mlp(optimizer, steps_per_execution=3), *blobs(), **numpy_defaults())
 
 
+class Contrastive(keras.Model):
+    """Has no `call`, nothing that is built, and a second optimizer of its own."""
+
+    def __init__(self):
+        super().__init__()
+        self.encoder = keras.Sequential([keras.layers.Dense(6, "tanh"), keras.layers.Dense(4)])
+        self.head = keras.layers.Dense(2)
+        self.of_head = keras.optimizers.SGD(0.2, momentum=0.5)
+
+    def views(self, data):
+        x = data[0]
+        return [self.head(self.encoder(part)) for part in (x[:, :6], x[:, 6:])]
+
+    def train_step(self, data):
+        with tf.GradientTape() as tape:
+            a, b = self.views(data)
+            loss = self.compute_loss(y=tf.tanh(a), y_pred=b)
+        first, last = self.encoder.trainable_variables, self.head.trainable_variables
+        of_first, of_last = tape.gradient(loss, [first, last])
+        self.optimizer.apply(of_first, first)
+        self.of_head.apply(of_last, last)
+        return self.compute_metrics(data[0], a, b)
+
+    def test_step(self, data):
+        a, b = self.views(data)
+        self.compute_loss(y=a, y_pred=b)
+        return self.compute_metrics(data[0], a, b)
+
+
+@case
+def step_of_its_own_without_call():
+    model = Contrastive()
+    model.compile(keras.optimizers.SGD(0.1, momentum=0.9), "mse", metrics=["mae"])
+    return trained(model, *blobs(), **numpy_defaults(validation_split=0.3))
+
+
+class OfRows(keras.Model):
+    """Takes dense, ragged or sparse rows, and predicts tensors of all kinds."""
+
+    def __init__(self):
+        super().__init__()
+        self.dense = keras.layers.Dense(2)
+
+    def call(self, x):
+        if isinstance(x, tf.RaggedTensor):
+            return self.dense(tf.reduce_sum(x, 1)[:, None])
+        return self.dense(tf.ensure_shape(tf.sparse.to_dense(x), [None, 3]))
+
+    def predict_step(self, data):
+        y = self(data[0] if isinstance(data, tuple) else data)
+        ragged = tf.RaggedTensor.from_tensor(y, lengths=tf.cast(y[:, 0] > 0, tf.int32) + 1)
+        text = tf.strings.as_string(tf.cast(y > 0, tf.int32)) + "\0\u00e9"
+        return {"y": y, "ragged": ragged, "text": text, "sparse": tf.sparse.from_dense(y)}
+
+
+@case
+def on_batch_and_predict_of_ragged_and_sparse_rows():
+    ragged = tf.ragged.constant([[1.0, 2.0], [3.0], [], [4.0, 5.0, -6.0], [-7.0]])
+    sparse = tf.sparse.from_dense(tf.constant([[1.0, 0, 2], [0, 0, 0], [3, 4, 0], [0, -5, 0]]))
+    results = {}
+    for kind, x in {"ragged": ragged, "sparse": sparse}.items():
+        keras.utils.set_random_seed(1)
+        model = OfRows()
+        model.compile(keras.optimizers.SGD(0.01), "mse")
+        y = np.arange(2.0 * x.shape[0]).reshape(-1, 2)
+        for method in (model.train_on_batch, model.test_on_batch):
+            results[f"{kind}/{method.__name__}"] = np.asarray(method(x, y))
+        data = tf.data.Dataset.from_tensor_slices(x).batch(3)
+        for how, found in {
+            "on_batch": model.predict_on_batch(x),
+            "predict": model.predict(data, verbose=0),
+        }.items():
+            ragged = found["ragged"]
+            dense = tf.sparse.to_dense(found["sparse"])
+            results |= {
+                f"{kind}/{how}/y": np.asarray(found["y"]),
+                f"{kind}/{how}/ragged": ragged.flat_values.numpy(),
+                f"{kind}/{how}/lengths": ragged.row_lengths().numpy(),
+                f"{kind}/{how}/text": np.char.str_len(np.asarray(found["text"]).astype("S")),
+                f"{kind}/{how}/first": np.asarray(found["text"]).astype("S1").astype("int64"),
+                f"{kind}/{how}/sparse": dense.numpy(),
+            }
+    return model, results
+
+
 @case
 def regularisers_and_constraint():
     layers = [

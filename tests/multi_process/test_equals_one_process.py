@@ -57,7 +57,7 @@ MUCH_THE_SAME = [
     # Among what `callbacks_job.py` does with two.
     "early_stopping_and_plateau",
     # The chief reads the data, as one process does.
-    "maps_of_own_rows",
+    *("maps_of_own_rows", "on_batch_and_predict_of_ragged_and_sparse_rows"),
 ]
 # Of these, variables in shards or the steps of two workers have all that whole ones have.
 SHARDED_OR_SYNCHRONOUS = [
@@ -89,6 +89,7 @@ SYNCHRONOUS = [
     "mixed_precision_skips_overflow",
     "own_loss_with_an_empty_replica",
     *("losses_in_metrics", "logs_of_metrics"),
+    "step_of_its_own_without_call",
 ]
 SYNCHRONOUS_SHARDED = [
     *("adamw_with_schedule_and_average", "gradient_accumulation_in_loop", "much_at_once"),

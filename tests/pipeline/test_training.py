@@ -12,6 +12,7 @@ import tensorflow as tf
 
 import keras_psplus as psp
 from keras_psplus.pipeline import schedule, startup, step_function
+from keras_psplus.tf_internals import context
 
 layers = keras.layers
 CPU = "/job:localhost/replica:0/task:0/device:CPU:0"
@@ -408,3 +409,96 @@ def test_the_plan_says_what_it_comes_to(pipeline):
     assert first.flops == pytest.approx(3 * 2 * 12 * 64, rel=0.2)
     assert strategy.plan.bubble == 1 / 4
     assert "'sequential" in str(strategy.plan)
+
+
+@pytest.mark.parametrize("order", ["1f1b", "pipedream"])
+def test_what_a_callback_writes_is_there_before_the_next_step(pipeline, monkeypatch, order):
+    """On another process's device, an eager assignment is sent, and may come after the step."""
+    events, strategy = [], pipeline(schedule=order)
+    engine = strategy.engine
+    finish = engine.finish_writes
+    monkeypatch.setattr(
+        context.context(), "sync_executors", lambda: events.append("sync"), raising=False
+    )
+
+    def finish_writes():
+        events.append("about to run")
+        finish()
+
+    monkeypatch.setattr(engine, "finish_writes", finish_writes)
+
+    class Writes(keras.callbacks.Callback):
+        def on_train_batch_end(self, batch, logs=None):
+            self.model.set_weights(self.model.get_weights())
+            events.append("written")
+
+    train(strategy, skips, callbacks=[Writes()])
+    written = [i for i, event in enumerate(events) if event == "written"]
+    assert len(written) == 8
+    for i in written:
+        next_step = events.index("about to run", i)
+        assert events[next_step + 1] == "sync"
+
+
+def test_a_loss_that_ignores_a_class_sees_whole_batches(pipeline):
+    def make():
+        stack = [layers.Embedding(40, 8), layers.Dense(8), layers.Dense(4)]
+        return keras.Sequential(stack), TOKENS[:21]
+
+    loss = keras.losses.SparseCategoricalCrossentropy(from_logits=True, ignore_class=0)
+    options = dict(loss=loss, y=TOKENS[:21] % 4, metrics=(), batch_size=8)
+    expected = train(tf.distribute.get_strategy(), make, **options)
+    check_equal(train(pipeline(schedule="1f1b", microbatches=4), make, **options), expected)
+
+
+class Adversarial(keras.Model):
+    """Two models, two optimizers, nothing built, and no `call`."""
+
+    def __init__(self):
+        super().__init__()
+        self.made = keras.Sequential([layers.Dense(8, "tanh"), layers.Dense(12)])
+        self.judge = keras.Sequential([layers.Dense(8, "tanh"), layers.Dense(1)])
+        self.of_made = keras.optimizers.SGD(0.02, momentum=0.5)
+
+    def train_step(self, x):
+        for real, optimizer, model in (
+            (0.0, self.optimizer, self.judge),
+            (1.0, self.of_made, self.made),
+        ):
+            with tf.GradientTape() as tape:
+                scores = self.judge(self.made(x[:, :3]))
+                loss = tf.reduce_mean((scores - real) ** 2 + (self.judge(x) - 1.0) ** 2)
+            weights = model.trainable_variables
+            optimizer.apply(tape.gradient(loss, weights), weights)
+        return {"loss": loss}
+
+
+class OnGraph(keras.Model):
+    """Calls its layers with a tensor of its own, which no step has made."""
+
+    def __init__(self):
+        super().__init__()
+        self.nodes = tf.constant(X[:9])
+        self.hidden, self.out = layers.Dense(8, "tanh"), layers.Dense(3)
+
+    def call(self, x):
+        return self.out(tf.gather(self.hidden(self.nodes), tf.cast(x[:, 0] > 0, tf.int32)))
+
+
+@pytest.mark.parametrize("make", [Adversarial, OnGraph])
+def test_models_whose_layers_are_not_called_with_the_batch(pipeline, make):
+    def history(strategy):
+        keras.utils.set_random_seed(3)
+        with strategy.scope():
+            model = make()
+            # Small steps: two models that work against each other magnify rounding.
+            model.compile(keras.optimizers.SGD(0.01), CROSSENTROPY)
+        data = (X,) if make is Adversarial else (X, Y)
+        options = {"batch_size": 16, "epochs": 2, "verbose": 0, "shuffle": False}
+        return model.fit(*data, **options).history["loss"], model.get_weights()
+
+    loss, weights = history(tf.distribute.get_strategy())
+    found_loss, found = history(pipeline(schedule="1f1b"))
+    np.testing.assert_allclose(found_loss, loss, rtol=2e-6)
+    for own, other in zip(found, weights, strict=True):
+        np.testing.assert_allclose(own, other, rtol=2e-6, atol=2e-6)
