@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import functools
 import random
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from typing import TYPE_CHECKING, Any
 
 import keras
@@ -21,8 +21,8 @@ from keras_psplus.core.optimizers import optimizers_of
 from keras_psplus.core.replica_step import current_step
 from keras_psplus.core.strategy_engine import StrategyEngine
 from keras_psplus.engine import Original
+from keras_psplus.keras_parts import Variable, epoch_iterator, stateless_scope, tree
 from keras_psplus.keras_parts import callbacks as keras_callbacks
-from keras_psplus.keras_parts import epoch_iterator, stateless_scope, tree
 
 if TYPE_CHECKING:
     from keras_psplus.all_reduce.strategy import MultiWorkerMirroredStrategy
@@ -59,11 +59,12 @@ class MirroredEngine(StrategyEngine):
     def updating(self) -> MirroredUpdates | None:
         return self.strategy.extended.updating
 
-    def share_restored(self, variables: list[keras.Variable]) -> None:
+    def share_restored(self, variables: Iterable[keras.Variable | tf.Variable]) -> None:
         # The disk need not be shared.
         if self.control is not None:
             with tf.init_scope():
-                self.strategy.extended.broadcast([variable._value for variable in variables])
+                values = [v._value if isinstance(v, Variable) else v for v in variables]
+                self.strategy.extended.broadcast(values)
 
     def reads_rows(self, variable: keras.Variable) -> bool:
         return not stateless_scope.in_stateless_scope() and row_reads.are_enabled(variable._value)

@@ -94,7 +94,11 @@ class TaskEnds:
         if not code or name in self.terminated or name == EVALUATOR_NAME:
             return False
         chief = _CHIEF if self._of_job["chief"] else task_name("worker", 0)
-        if not name.startswith("ps-") or not self.has_ended_well(chief):
+        # Of workers that serve, one that has failed says itself what is wrong.
+        serves = name.startswith("ps-") or (
+            self._workers_serve and name.startswith("worker-") and code < 0
+        )
+        if not serves or not self.has_ended_well(chief):
             return True
         # The training is over, and nobody needs it any more.
         self._log(f"{name} has ended ({describe(code)}) after {chief} has ended well: no failure")

@@ -6,10 +6,18 @@ import json
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
-from keras_psplus.core import backup_files, backup_states, optimizers
+import tensorflow as tf
+
+from keras_psplus.core import (
+    backup_files,
+    backup_states,
+    ended_backups,
+    fit_calls,
+    optimizers,
+)
 from keras_psplus.core.chief_only import run_on_chief
 from keras_psplus.core.resumed import Resumed, weights_of_callbacks
-from keras_psplus.core.training_state import TrainingState
+from keras_psplus.core.training_state import TrainingState, build_optimizers, check_model
 from keras_psplus.core.weights_in_memory import WeightsInMemory
 from keras_psplus.keras_parts import file_utils
 from keras_psplus.log import logger
@@ -20,6 +28,22 @@ if TYPE_CHECKING:
     from keras_psplus.core.strategy_engine import StrategyEngine
 
 _WHAT = "BackupAndRestore"
+_SAID = {
+    fit_calls.PASS: (
+        logger.info,
+        "call %d of `fit` with the backup %s is passed over: it had ended before the backup was "
+        "made, in call %d, whose weights the model has now",
+    ),
+    fit_calls.AGAIN: (
+        logger.warning,
+        "call %d of `fit` is trained again, and not backed up: the backup in %s is one of another "
+        "model, of call %d. Give each call its own `backup_dir`",
+    ),
+    fit_calls.ANEW: (
+        logger.info,
+        "call %d of `fit` begins anew: the backup in %s is of call %d, which has ended",
+    ),
+}
 
 
 def end(
@@ -28,16 +52,35 @@ def end(
     callback: keras.callbacks.BackupAndRestore,
     logs: dict[str, Any] | None = None,
 ) -> Any:
-    """Deletes what `fit` no longer needs, if the callback is to."""
-    strategy = engine.strategy
-    if strategy.is_chief:
+    """Deletes what `fit` no longer needs, if the callback is to.
+
+    The training has ended: nothing that fails from here on may have it done again.
+    """
+    progress, deletes = engine.progress, callback.delete_checkpoint
+    if progress.call is not None:
+        history = callback.model.history
+        found = json.loads(json.dumps([history.epoch, history.history], default=float))
+        progress.call.has_ended, progress.call.history = True, found
+    if not progress.is_saving:
+        return None
+    if not engine.strategy.is_chief:
+        # On a disk that is shared, the chief deletes everything, when it no longer counts.
+        if deletes and not file_utils.exists(callback._weights_path):
+            engine.worker_files.delete(callback.backup_dir)
+        return None
+    if not deletes:
         engine.backup_writer.finish()
-        if callback.delete_checkpoint:
+        return None
+    try:
+        engine.backup_writer.finish()
+        if not ended_backups.keep(callback.backup_dir):
             backup_files.delete(callback)
-        return original(callback, logs)
-    # On a disk that is shared, the chief deletes everything, when it no longer counts.
-    if callback.delete_checkpoint and not file_utils.exists(callback._weights_path):
-        engine.worker_files.delete(callback.backup_dir)
+    except (OSError, tf.errors.OpError) as error:
+        logger.warning(
+            "the training has ended, but its backup could not be deleted: delete it, or a start of "
+            "the same script will resume from it. Received: %s",
+            error,
+        )
     return None
 
 
@@ -49,7 +92,7 @@ def save(
     Between the ends of epochs, where weights are in this process, a thread writes the model.
     """
     model = callback.model
-    if engine.progress.batch and model.stop_training:
+    if not engine.progress.is_saving or (engine.progress.batch and model.stop_training):
         # Resumed in the middle of this epoch, it would not stop there.
         return
     engine.backup_writer.finish()
@@ -67,9 +110,9 @@ def save(
     if callback.save_freq == "epoch" or is_remote or not engine.has_weights_in_memory:
         with backup_files.written(callback, worker_files) as folder:
             original(callback)
-            _write_others(folder, _seeds(model), _training(engine, model))
+            _write_others(folder, _seeds(model), _training(engine, callback))
         return
-    seeds, training = _seeds(model), _training(engine, model)
+    seeds, training = _seeds(model), _training(engine, callback)
     weights, epoch = WeightsInMemory(model), callback._current_epoch
 
     def write():
@@ -82,10 +125,10 @@ def save(
     engine.backup_writer.start(write)
 
 
-def _training(engine, model):
+def _training(engine, callback):
     iterator = engine.progress.iterator
     of_data = None if iterator is None else engine.data_position(iterator)
-    return engine.progress.state(model, of_data)
+    return engine.progress.state(callback.model, of_data, callback.backup_dir)
 
 
 def _seeds(model):
@@ -114,13 +157,16 @@ def restore(
     engine.backup_writer.finish()
 
     def find():
-        backup_files.recover(callback)
+        backup_files.take(callback, engine.progress.owner)
         states = backup_states.find(callback)
         backup_files.check_writable(callback)
-        return states
+        return states, _found(engine, callback, states)
 
-    states = run_on_chief(control, is_chief, _WHAT, find)
-    if not states:
+    states, found = run_on_chief(control, is_chief, _WHAT, find)
+    if not states or found["what"] == fit_calls.ANEW:
+        return None
+    if found["what"] == fit_calls.AGAIN:
+        engine.progress.is_saving = False
         return None
     problems = files.problems(folder, [state["worker_files"] for state in states])
     # An older one that is whole is better than a newer one without what workers have kept.
@@ -128,21 +174,27 @@ def restore(
     if first and is_chief:
         backup_states.warn_of_previous(callback, problems[0], states[first])
     training: list[TrainingState] = []
+    # On all workers at once: they agree on each variable that is made.
+    if model.optimizer is not None and not model.optimizer.built:
+        model.optimizer.build(model.trainable_variables)
+    build_optimizers(engine.strategy, model, found)
 
     def load():
-        number = _load_first(callback, states[first:], training)
+        number = _load_first(callback, states[first:], training, found["what"])
         return number, files.position(folder), training[0].facts if training else None
 
     number, position, facts = _on_main_thread(control, is_chief, load)
     chosen = states[first + number]
-    if model.optimizer is not None and not model.optimizer.built:
-        model.optimizer.build(model.trainable_variables)
     of_callbacks: dict[str, Any] = {}
     if facts is not None:
         state = training[0] if is_chief else None
         of_callbacks = weights_of_callbacks(model, facts, state, engine.share_restored)
+    others = optimizers.other_variables(model).values()
     of_optimizers = optimizers.variables_of_optimizers(model)
-    engine.share_restored([*model.variables, *model.metrics_variables, *of_optimizers])
+    engine.share_restored([*model.variables, *model.metrics_variables, *of_optimizers, *others])
+    if found["what"] == fit_calls.PASS:
+        engine.progress.pass_over(model, found)
+        return None
     model._initial_epoch = callback._current_epoch = chosen["epoch"]
     if facts is not None:
         engine.progress.resume(Resumed(model, facts, of_callbacks))
@@ -158,13 +210,44 @@ def restore(
     return None
 
 
-def _load_first(callback, states, training):
+def _found(engine, callback, states):
+    """Decides, on the chief, what this call of `fit` does with the newest state, and says so.
+
+    Returns:
+        Dict: `what` is to be done, and a call's `history` and `random`, if it is passed over.
+    """
+    call = engine.progress.call
+    if not states or not states[0]["has_training"]:
+        return {"what": fit_calls.RESUME}
+    facts = TrainingState.read(callback.backup_dir, states[0]["is_previous"]).facts
+    described = facts.get("optimizers", {})
+    if call is None:
+        return {"what": fit_calls.RESUME, "optimizers": described}
+    what = fit_calls.of_folder(callback.backup_dir).decide(call, facts)
+    if what == fit_calls.ANEW:
+        # The next save replaces it: it has to be one of this script's.
+        check_model(callback.model, facts, callback.backup_dir, with_optimizers=False)
+    if what in _SAID:
+        log, text = _SAID[what]
+        log(text, call.number, callback.backup_dir, len(facts["calls"]))
+    history = None
+    if what == fit_calls.PASS:
+        history = facts["calls"][call.number - 1]["history"]
+    return {
+        "what": what,
+        "optimizers": {} if what == fit_calls.PASS else described,
+        "history": history,
+        "random": facts.get("random"),
+    }
+
+
+def _load_first(callback, states, training, what):
     """Loads the first of some states that can be loaded; returns its number.
 
     Its `TrainingState` is added to a list, if it has one.
     """
     for number, state in enumerate(states):
-        problem = _load(callback, state, training)
+        problem = _load(callback, state, training, what)
         if problem is None:
             break
         if number + 1 == len(states):
@@ -177,17 +260,21 @@ def _load_first(callback, states, training):
                 variable.assign(value)
     if training:
         training[0].assign_metrics(callback.model)
+        training[0].assign_others(callback.model)
     return number
 
 
-def _load(callback, state, training):
+def _load(engine, callback, state, training, what):
     """Loads the model's weights from a backup; returns an error text, or None."""
     model = callback.model
     if state["is_previous"]:
         backup_files.use_previous(callback)
     if state["has_training"]:
         training[:] = [TrainingState.read(callback.backup_dir)]
-        training[0].check_model(model, callback.backup_dir)
+        facts = training[0].facts
+        # A later call's optimizer may be another one.
+        with_optimizers = what != fit_calls.PASS
+        check_model(model, facts, callback.backup_dir, with_optimizers)
     try:
         callback._load_model()
     except (OSError, KeyError, RuntimeError) as error:

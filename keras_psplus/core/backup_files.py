@@ -12,15 +12,16 @@ from __future__ import annotations
 import contextlib
 import errno
 import math
+import os
 import shutil
 from collections.abc import Iterator
 from typing import TYPE_CHECKING
 
 import tensorflow as tf
 
-from keras_psplus.core import backup_states
+from keras_psplus.core import backup_states, ended_backups
 from keras_psplus.core.optimizers import optimizers_of
-from keras_psplus.files import atomic
+from keras_psplus.files import atomic, ownership
 from keras_psplus.keras_parts import file_utils
 
 if TYPE_CHECKING:
@@ -48,6 +49,7 @@ def written(
     finals = callback._weights_path, callback._training_metadata_path
     try:
         with translate_file_errors(callback):
+            ownership.check(callback.backup_dir)
             _make(writing)
         callback._weights_path, callback._training_metadata_path = (
             file_utils.join(writing, _name_of(path)) for path in finals
@@ -84,6 +86,8 @@ def translate_file_errors(
     """
     try:
         yield
+    except ownership.FolderInUseError:
+        raise
     except errors as error:
         reason = getattr(error, "message", None) or f"{error}"
         raise OSError(
@@ -106,6 +110,22 @@ def use_previous(callback: keras.callbacks.BackupAndRestore) -> None:
         backup_states.copy_previous(callback, writing)
         _commit(callback)
     _put_in_place(callback, keeps_previous=False)
+
+
+def take(callback: keras.callbacks.BackupAndRestore, owner: str) -> None:
+    """Makes this process the folder's owner, and brings to its end what a kill has cut short.
+
+    Args:
+        callback: The `BackupAndRestore`.
+        owner: Name of this process, for others.
+
+    Raises:
+        OSError: If another job's process is its owner, or it cannot be written.
+    """
+    with translate_file_errors(callback):
+        ownership.claim(callback.backup_dir, owner, "backup_dir", ended_backups.job())
+        ended_backups.take_back(callback.backup_dir)
+        recover(callback)
 
 
 def recover(callback: keras.callbacks.BackupAndRestore) -> None:
@@ -131,14 +151,22 @@ def check_writable(callback: keras.callbacks.BackupAndRestore) -> None:
 
 
 def delete(callback: keras.callbacks.BackupAndRestore) -> None:
-    """Deletes all files but a marker of the deletion.
+    """Deletes all files and the folder, but a folder behind a symbolic link.
 
-    Keras deletes the marker with the folder.
+    Raises:
+        OSError: If it cannot. What is left is no state.
     """
-    if file_utils.exists(callback.backup_dir):
-        with file_utils.File(file_utils.join(callback.backup_dir, _ENDED), "w") as f:
-            f.write("")
-        _empty(callback.backup_dir)
+    folder = callback.backup_dir
+    if not file_utils.exists(folder):
+        return
+    ended = file_utils.join(folder, _ENDED)
+    with file_utils.File(ended, "w") as f:
+        f.write("")
+    _empty(folder)
+    if file_utils.is_remote_path(folder) or not os.path.islink(folder):
+        file_utils.rmtree(folder)
+    else:
+        file_utils.remove(ended)
 
 
 def _make(folder):

@@ -181,6 +181,11 @@ def watch(task: TaskConfig, post: Callable[[str], None] | None = None) -> None:
     atexit.register(_leave, task)
 
 
+def has_failed() -> bool:
+    """Whether this process has lost another one, and ends with exit code 1."""
+    return _failed_at is not None
+
+
 def _mark_failed():
     global _failed_at
     if _failed_at is None:

@@ -24,6 +24,11 @@ def note() -> None:
     _has_failed = True
 
 
+def has_failed() -> bool:
+    """Whether a part of the cluster was lost."""
+    return _has_failed
+
+
 def relevant_line(error: Exception) -> str:
     """The line of a TensorFlow error that says why a task could not be reached."""
     lines = [line.strip() for line in str(error).splitlines() if line.strip()]

@@ -6,14 +6,15 @@ from collections.abc import Iterable, Sequence
 from typing import TYPE_CHECKING, Any
 
 import keras
+import tensorflow as tf
 
-from keras_psplus.core import checks
+from keras_psplus.core import checks, reached
 from keras_psplus.keras_parts import backend
 
 if TYPE_CHECKING:
-    import tensorflow as tf
-
     from keras_psplus.updates import Updates
+
+_NO_NUMBERS = tf.string, tf.resource, tf.variant
 
 
 def variables_of_apply(
@@ -45,40 +46,59 @@ def variables_of_apply(
 
 
 def optimizers_of(model: keras.Model) -> dict[str, keras.optimizers.Optimizer]:
-    """All optimizers in a model's attributes, by name.
-
-    Lists and dicts of optimizers are searched, and so are nested models.
-
-    Those of models that it is made of are found, too.
-    """
+    """All optimizers that a model and its methods reach, by names; without their wrappers."""
     found: dict[str, keras.optimizers.Optimizer] = {}
-    for name, one in _found(model):
-        inner = getattr(one, "inner_optimizer", one)
+    for name, one in reached_optimizers(model).items():
+        inner = unwrapped(one)
         if all(inner is not other for other in found.values()):
             found[name] = inner
     return found
 
 
 def optimizers_of_step(model: keras.Model) -> list[keras.optimizers.Optimizer]:
-    """Optimizers that are a model's own attributes, and those that they wrap."""
-    found = [one for name, one in _found(model) if "_of_layer_" not in name]
-    return [*found, *(one.inner_optimizer for one in found if hasattr(one, "inner_optimizer"))]
+    """Optimizers that a model reaches, but not its layers, and those that they wrap."""
+    found = [one for name, one in reached_optimizers(model).items() if "_of_layer_" not in name]
+    return [*found, *(unwrapped(one) for one in found if unwrapped(one) is not one)]
+
+
+def reached_optimizers(model: keras.Model) -> dict[str, keras.optimizers.Optimizer]:
+    """All optimizers that a model and its methods reach, by names; wrappers as they are."""
+    return {name: one for name, one, _ in reached.objects_of(model) if _is_optimizer(one)}
 
 
 def variables_of_optimizers(model: keras.Model) -> list[keras.Variable]:
     """All variables of a model's optimizers and of what wraps them, each of them once."""
-    return list({id(v): v for _, one in _found(model) for v in one.variables}.values())
+    every = (v for one in reached_optimizers(model).values() for v in one.variables)
+    return list({id(v): v for v in every}.values())
 
 
-def _found(model):
-    for number, layer in enumerate(model._flatten_layers()):
-        for name, value in vars(layer).items():
-            name = f"{name}_of_layer_{number}" if number else name
-            if isinstance(value, dict):
-                value = list(value.values())
-            for i, one in enumerate(value if isinstance(value, (list, tuple)) else [value]):
-                if isinstance(one, keras.optimizers.Optimizer):
-                    yield f"{name}_{i}" if i else name, one
+def unwrapped(optimizer: keras.optimizers.Optimizer) -> keras.optimizers.Optimizer:
+    """The optimizer that a `LossScaleOptimizer` wraps, or the same."""
+    return getattr(optimizer, "inner_optimizer", optimizer)
+
+
+def other_variables(model: keras.Model) -> dict[str, keras.Variable | tf.Variable]:
+    """Variables that a model reaches, by names, but which Keras does not save with it."""
+    found, known = {}, [*model.variables, *model.metrics_variables]
+    for name, one, is_attribute in reached.objects_of(model):
+        if _is_optimizer(one):
+            if is_attribute:
+                known += [*one.variables, *unwrapped(one).variables]
+                continue
+            of_one = [*one.variables, *unwrapped(one).variables]
+        else:
+            of_one = one.variables if isinstance(one, keras.metrics.Metric) else [one]
+        found.update({f"{name}/{i}": variable for i, variable in enumerate(of_one)})
+    seen, others = {id(v) for v in known}, {}
+    for name, variable in found.items():
+        if id(variable) not in seen and tf.as_dtype(variable.dtype) not in _NO_NUMBERS:
+            seen.add(id(variable))
+            others[name] = variable
+    return others
+
+
+def _is_optimizer(one):
+    return isinstance(one, keras.optimizers.Optimizer)
 
 
 def averaged_with_weights(

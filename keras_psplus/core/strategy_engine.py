@@ -5,7 +5,7 @@ from __future__ import annotations
 import functools
 import json
 import weakref
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from typing import TYPE_CHECKING, Any
 
 import tensorflow as tf
@@ -53,14 +53,19 @@ class StrategyEngine(Engine):
             return original(model, *args, **kwargs)
         self.backup_writer.wait()
         # A callback may train another model.
-        outer, self.progress = self.progress, FitProgress()
+        task = self.strategy.task
+        name = "a process" if task is None else task.name
+        outer, self.progress = self.progress, FitProgress(name, self.saves_states)
         is_chief = self.strategy.is_chief
         self.progress.begin(original, model, args, kwargs, is_chief, self.saved_data_seed())
         try:
             return original(model, *args, **kwargs)
         finally:
-            self.progress.end(model)
-            self.progress = outer
+            ended, self.progress = self.progress, outer
+            ended.end(model)
+            if ended.folders:
+                self.backup_writer.wait()
+                ended.release_folders()
 
     # Backups.
 
@@ -88,8 +93,13 @@ class StrategyEngine(Engine):
             for optimizer in [*optimizers_of(model).values(), *others]:
                 self.updating.finish(optimizer)
 
-    def share_restored(self, variables: list[keras.Variable]) -> None:
-        """Gives all workers what the chief has read into Keras variables."""
+    def share_restored(self, variables: Iterable[keras.Variable | tf.Variable]) -> None:
+        """Gives all workers what the chief has read into variables."""
+
+    @property
+    def saves_states(self) -> bool:
+        """Whether the state of `fit` is saved also without a BackupAndRestore."""
+        return False
 
     def saved_data_seed(self) -> int | None:
         """The seed of the order of the next `fit`'s data, if a state has it.
@@ -185,6 +195,19 @@ class StrategyEngine(Engine):
         if has_no_target:
             callback.target = None
 
+    # Optimizers.
+
+    def build_optimizer(
+        self,
+        original: Original,
+        optimizer: keras.optimizers.Optimizer,
+        variables: Sequence[keras.Variable],
+    ) -> Any:
+        if tf.inside_function():
+            # By a step, which nobody but its train_step may know to use it.
+            self.progress.optimizers.append(optimizer)
+        return original(optimizer, variables)
+
     # Callbacks.
 
     def set_callbacks_model(
@@ -220,6 +243,7 @@ class StrategyEngine(Engine):
         logs: dict[str, Any] | None = None,
     ) -> None:
         self.progress.batch = batch + 1
+        self.progress.check_optimizers(callbacks.model)
         with self.progress.collecting():
             original(callbacks, batch, logs)
         if self.control is not None and callbacks.model.stop_training:

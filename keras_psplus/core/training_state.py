@@ -13,15 +13,16 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import tensorflow as tf
 
-from keras_psplus.core import callback_states
-from keras_psplus.core.backup_states import TRAINING
+from keras_psplus.core import callback_states, optimizer_states
+from keras_psplus.core.backup_states import TRAINING, previous_path
+from keras_psplus.core.optimizers import other_variables
 from keras_psplus.files.reading import open_file
 from keras_psplus.keras_parts import file_utils
 
 if TYPE_CHECKING:
     import keras
 
-_FACTS = "facts"
+_FACTS, _OTHERS = "facts", "others"
 
 
 class TrainingState:
@@ -52,13 +53,23 @@ class TrainingState:
         states, arrays = callback_states.states_of(callbacks)
         for i, variable in enumerate(model.metrics_variables):
             arrays[f"metrics/{i}"] = variable.numpy()
-        facts = {**position, "callbacks": states, "variables": forms(model)}
+        others = other_variables(model)
+        for name, variable in others.items():
+            arrays[f"{_OTHERS}/{name}"] = variable.numpy()
+        facts = {
+            **position,
+            "callbacks": states,
+            "variables": optimizer_states.forms(model.variables),
+            "optimizers": optimizer_states.describe(model),
+            _OTHERS: dict(zip(others, optimizer_states.forms(others.values()))),
+        }
         return cls(facts, arrays)
 
     @classmethod
-    def read(cls, folder: str) -> TrainingState:
-        """The one in a folder."""
-        with open_file(file_utils.join(folder, TRAINING)) as file:
+    def read(cls, folder: str, is_previous: bool = False) -> TrainingState:
+        """The state in a folder, or the one before."""
+        path = file_utils.join(folder, TRAINING)
+        with open_file(previous_path(path) if is_previous else path) as file:
             content = io.BytesIO(file.read())
         with np.load(content) as found:
             arrays = {name: found[name] for name in found.files}
@@ -72,22 +83,6 @@ class TrainingState:
         with tf.io.gfile.GFile(file_utils.join(folder, TRAINING), "wb") as file:
             file.write(content.getvalue())
 
-    def check_model(self, model: keras.Model, folder: str) -> None:
-        """Sees that it is one of this model.
-
-        Raises:
-            ValueError: If it is not.
-        """
-        saved, own = self.facts["variables"], forms(model)
-        if saved == own:
-            return
-        other = next(((a, b) for a, b in zip(saved, own) if a != b), (len(saved), len(own)))
-        raise ValueError(
-            "The backup is one of another model, or of one that was compiled otherwise. Give this "
-            f"job its own `backup_dir`, or delete {folder}. "
-            f"Received: {other[1]} in the model, {other[0]} in the backup"
-        )
-
     def assign_metrics(self, model: keras.Model) -> None:
         """Gives a model's metrics what they had."""
         for i, variable in enumerate(model.metrics_variables):
@@ -95,18 +90,63 @@ class TrainingState:
             if value is not None and value.shape == tuple(variable.shape):
                 variable.assign(value)
 
+    def assign_others(self, model: keras.Model) -> None:
+        """Gives the variables that Keras does not save with a model what they had."""
+        for name, variable in other_variables(model).items():
+            value = self.arrays.get(f"{_OTHERS}/{name}")
+            if value is not None:
+                variable.assign(_typed(value, variable))
+
     def weights_of_callback(self, name: str, count: int, model: keras.Model) -> list[np.ndarray]:
         """The arrays that a callback has kept of a model's weights."""
         arrays = [self.arrays[f"{name}/{i}"] for i in range(count)]
-        # NumPy's files do not know types such as bfloat16.
-        return [
-            array.view(tf.as_dtype(variable.dtype).as_numpy_dtype)
-            if array.dtype.kind == "V"
-            else array
-            for array, variable in zip(arrays, model.weights)
-        ]
+        return [_typed(array, variable) for array, variable in zip(arrays, model.weights)]
 
 
-def forms(model: keras.Model) -> list[list[Any]]:
-    """The shapes and types of a model's variables."""
-    return [[list(variable.shape), variable.dtype] for variable in model.variables]
+def build_optimizers(strategy: Any, model: keras.Model, facts: dict[str, Any]) -> None:
+    """Builds the optimizers of a model that were built when a state with these facts was saved."""
+    optimizer_states.build(strategy, model, facts.get("optimizers", {}))
+
+
+def check_model(
+    model: keras.Model, facts: dict[str, Any], folder: str, with_optimizers: bool = True
+) -> None:
+    """Sees that a state is one of a model, whose optimizers have been built.
+
+    Args:
+        model: The model.
+        facts: Facts of the state.
+        folder: Where it lies.
+        with_optimizers: Whether optimizers have to be the same.
+
+    Raises:
+        ValueError: If it is not.
+    """
+    saved, own = facts["variables"], optimizer_states.forms(model.variables)
+    differing: Any = None
+    if saved != own:
+        differing = next(((b, a) for a, b in zip(saved, own) if a != b), (len(own), len(saved)))
+    elif with_optimizers and "optimizers" in facts:  # An earlier version did not say.
+        differing = optimizer_states.difference(model, facts["optimizers"])
+        differing = differing or _different_others(model, facts[_OTHERS])
+    if differing is not None:
+        raise ValueError(
+            "The backup is one of another model, or of one that was compiled otherwise. Give this "
+            f"job its own `backup_dir`, or delete {folder}. "
+            f"Received: {differing[0]} in the model, {differing[1]} in the backup"
+        )
+
+
+def _different_others(model, saved):
+    others = other_variables(model)
+    own = dict(zip(others, optimizer_states.forms(others.values())))
+    for name in sorted({*own, *saved}):
+        if own.get(name) != saved.get(name):
+            return f"{own.get(name)} for {name}", saved.get(name)
+    return None
+
+
+def _typed(array, variable):
+    """An array of a file as a variable has it: NumPy's files do not know types such as bfloat16."""
+    is_unknown = array.dtype.kind == "V"
+    return array.view(tf.as_dtype(variable.dtype).as_numpy_dtype) if is_unknown else array

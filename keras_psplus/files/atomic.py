@@ -117,14 +117,16 @@ def _is_left(path, name, target, task):
     if match is None or path in _active:
         return False
     writer, of_target, machine, process = match.groups()
-    if machine == _machine():
-        return int(process) == os.getpid() or not _runs(int(process))
+    if machine == machine_id():
+        return int(process) == os.getpid() or not runs(int(process))
     return task is not None and (writer, of_target) == (task, _digest(target))
 
 
 def _temporary_name(target, task):
     number = next(_counter)
-    return f".keras_psplus-{task or 'local'}-{_digest(target)}-{_machine()}-{os.getpid()}-{number}"
+    return (
+        f".keras_psplus-{task or 'local'}-{_digest(target)}-{machine_id()}-{os.getpid()}-{number}"
+    )
 
 
 def _digest(text):
@@ -132,7 +134,7 @@ def _digest(text):
 
 
 @functools.lru_cache(1)
-def _machine():
+def machine_id() -> str:
     """Id of the scope in which process ids are unique.
 
     A container may have a separate scope.
@@ -144,7 +146,8 @@ def _machine():
     return _digest("\n".join(parts))
 
 
-def _runs(process):
+def runs(process: int) -> bool:
+    """Whether a process of this machine runs, by its id."""
     try:
         os.kill(process, 0)
     except ProcessLookupError:

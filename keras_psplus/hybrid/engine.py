@@ -63,6 +63,10 @@ class HybridEngine(AllReduceEngine):
         super().build(original, model, iterator, data_batch)
         self.strategy.announce()
 
+    @property
+    def saves_states(self) -> bool:
+        return self.strategy.snapshots is not None
+
     def saved_data_seed(self) -> int | None:
         return None if self.snapshots is None else self.snapshots.data_seed()
 
@@ -129,7 +133,7 @@ class HybridEngine(AllReduceEngine):
         optimizer: keras.optimizers.Optimizer,
         variables: Sequence[keras.Variable],
     ) -> None:
-        original(optimizer, variables)
+        super().build_optimizer(original, optimizer, variables)
         if hasattr(optimizer, "inner_optimizer"):
             return
         for variable in variables:

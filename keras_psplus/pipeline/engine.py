@@ -255,7 +255,7 @@ class PipelineEngine(DistributedEngine):
         # Keras looks variables up by what TensorFlow's are.
         for variable in variables:
             self.strategy.variables.ensure(variable)
-        return original(optimizer, variables)
+        return super().build_optimizer(original, optimizer, variables)
 
     def add_slot(
         self,

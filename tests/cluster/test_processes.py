@@ -297,6 +297,15 @@ def test_a_ps_that_is_killed_after_a_bad_end_or_before_is_a_failure(run, tmp_pat
     assert (result.exit_code, result.first_failure) == (137, "ps-0")
 
 
+def test_a_worker_that_is_killed_at_the_end_of_its_chief_is_no_failure(run):
+    body = "time.sleep(0.3) if name != 'worker-1' else os.kill(os.getpid(), 9)"
+    result = run(body, workers=2, ps=1, chief=True, server_grace=0.1, worker_grace=0.1)
+    assert result.exit_codes["worker-1"] == -9
+    assert result.exit_code == 0
+    result = run(body, workers=2)
+    assert (result.exit_code, result.first_failure) == (137, "worker-1")
+
+
 def test_ps_may_end_by_itself(run):
     result = run("time.sleep(0.5 * (name == 'ps-0'))", workers=1, ps=1, server_grace=30)
     assert (result.exit_code, result.terminated) == (0, ())

@@ -130,7 +130,51 @@ CASES = {
     "elastic": (arrays, {}, 3, None),
     "PyDataset": (py_dataset, {}, 3, (2, 5)),
     "dies in a write": (arrays, {}, 3, None),
+    "own train_step": (arrays, {}, 3, (2, 5)),
 }
+
+
+def with_own_train_step(model, rate):
+    """A model whose train_step changes more than Keras knows: a GAN's, say, with its optimizers.
+
+    One of its optimizers is an attribute of it, another one is in a closure, like a metric and a
+    variable.
+    """
+    of_bias = keras.optimizers.RMSprop(rate)
+    worst, count = keras.metrics.Sum(name="worst"), tf.Variable(0.0, trainable=False)
+
+    class Own(keras.Model):
+        def __init__(self):
+            super().__init__(model.inputs, model.outputs)
+            self.of_first = keras.optimizers.Adam(rate)
+
+        def train_step(self, data):
+            x, y = data
+            with tf.GradientTape() as tape:
+                loss = self.compute_loss(x, y, self(x, training=True))
+            first, biases, rest = [], [], []
+            for variable in self.trainable_variables:
+                is_bias = variable.name == "bias"
+                (biases if is_bias else rest if first else first).append(variable)
+            every = [*first, *biases, *rest]
+            grads = tape.gradient(loss, every)
+            parts = [grads[: len(first)], grads[len(first) : -len(rest)], grads[-len(rest) :]]
+            self.of_first.apply(parts[0], first)
+            of_bias.apply(parts[1], biases)
+            self.optimizer.apply(parts[2], rest)
+            count.assign_add(1.0)
+            worst.update_state(tf.reduce_sum(x))
+            self._loss_tracker.update_state(loss)
+            return {"loss": self._loss_tracker.result()}
+
+    own = Own()
+    own.to_compare = lambda: [
+        *own.of_first.variables,
+        *of_bias.variables,
+        *worst.variables,
+        count,
+    ]
+    return own
 
 
 def main():
@@ -210,6 +254,8 @@ def trainer(strategy, folder):
                     keras.layers.Dense(1),
                 ]
             )
+            if name == "own train_step":
+                model = with_own_train_step(model, 0.05)
             model.compile(keras.optimizers.Adam(0.05), "mse", metrics=["mae"], **options)
         validation = {"validation_data": (x[:20], y[:20]), "validation_batch_size": 20}
         log, counter = folder / f"{backup}.csv", Counter()
@@ -236,6 +282,7 @@ def trainer(strategy, folder):
             **(validation if name == "arrays" else {}),
         )
         variables = [*model.variables, *model.optimizer.variables]
+        variables += getattr(model, "to_compare", list)()
         found = {f"variable {i}": v.numpy().tolist() for i, v in enumerate(variables)}
         found |= {f"history of {k}": v for k, v in history.history.items()}
         found["epochs"], found["batches"] = history.epoch, counter.batches

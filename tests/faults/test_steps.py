@@ -20,8 +20,9 @@ CLUSTER = [
     "dataset that goes on",
     "dataset of unknown length",
     "PyDataset",
+    "own train_step",
 ]
-ALONE = ["epochs", "at the end of an epoch"]
+ALONE = ["epochs", "at the end of an epoch", "own train_step"]
 
 
 def lines_of(log):
