@@ -184,6 +184,16 @@ class MultiWorkerMirroredExtended(collective_all_reduce_strategy.CollectiveAllRe
             return list(distribute_lib.get_replica_context().all_reduce(_SUM, tensors))
         return gradients.sum_packed(self.launcher(), tensors)
 
+    def max_over_replicas(self, tensors: Iterable[tf.Tensor]) -> list[tf.Tensor]:
+        """Largest values of small tensors over all replicas, in replica context."""
+        # Each in its own row of a sum, as there are no sums of another kind.
+        rows = tf.one_hot(self.rank_in_context(), self._num_replicas_in_sync)
+        parts = [
+            tf.tensordot(tf.cast(rows, t.dtype), t, axes=0)
+            for t in map(tf.convert_to_tensor, tensors)
+        ]
+        return [tf.reduce_max(total, 0) for total in self.sum_over_replicas(parts)]
+
     def sum_over_group(self, tensors: Iterable[tf.Tensor]) -> list[tf.Tensor]:
         """Sums small tensors over the replicas of a topology's group, in replica context."""
         assert self._levels is not None

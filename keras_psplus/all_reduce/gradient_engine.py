@@ -95,6 +95,10 @@ class GradientEngine(DistributedEngine):
         ]
         others = [i for i in range(len(sums)) if i not in copied]
         sum_all = self.strategy.extended.reducers.sum
+        kept = [i for i in range(len(sums)) if _is_overwritten(variables[i])]
+        for i, value in zip(kept, self._largest([sums[i] for i in kept])):
+            sums[i] = value
+        copied, others = ([i for i in one if i not in kept] for one in (copied, others))
         for numbers, owner, kind in ((copied, self, "copy"), (others, optimizer, "gradient")):
             if numbers:
                 step = 0 if optimizer is None else tf.convert_to_tensor(optimizer.iterations)
@@ -103,6 +107,10 @@ class GradientEngine(DistributedEngine):
                 for i, total in zip(numbers, found):
                     sums[i] = total
         return sums
+
+    def _largest(self, values):
+        """Scales and histories of float8, which take their gradient's value, of all replicas."""
+        return self.strategy.extended.max_over_replicas(values) if values else []
 
     def _can_compress(self, optimizer):
         """Whether what is summed before `apply` is what the optimizer would sum in it."""
@@ -137,12 +145,15 @@ class GradientEngine(DistributedEngine):
         )
         parts = step.zero_if_empty([None if i in whole else g for i, g in enumerate(grads)])
         wholes = [g if i in whole else None for i, g in enumerate(grads)]
+        known = inner._trainable_variables if trainable_variables is None else trainable_variables
+        known = list(known)
+        kept = [i for i, g in enumerate(parts) if g is not None and _is_overwritten(known[i])]
+        for i, value in zip(kept, self._largest([parts[i] for i in kept])):
+            parts[i] = value
         if self.updating is not None:
             # They are summed when it is time for an update.
             wholes, whole = self._split(wholes), ()
         grads = [part if g is None else g for part, g in zip(parts, wholes)]
-        known = inner._trainable_variables if trainable_variables is None else trainable_variables
-        known = list(known)
         trainable_variables = None if trainable_variables is None else known
         # An optimizer's state changes alike on all replicas; averaging it would only cost bytes.
         step.recording = False
@@ -216,6 +227,10 @@ def _with_shape(gradient, variable):
         values = tf.ensure_shape(gradient.values, [None, *variable.shape[1:]])
         return tf.IndexedSlices(values, gradient.indices, gradient.dense_shape)
     return tf.ensure_shape(gradient, variable.shape)
+
+
+def _is_overwritten(variable):
+    return getattr(variable, "overwrite_with_gradient", False)
 
 
 class _Path(NamedTuple):

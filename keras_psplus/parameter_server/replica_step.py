@@ -124,6 +124,14 @@ class WorkerReplicaStep(ReplicaStep):
                 f"Received: {optimizer.name}.apply(), called {where}"
             )
         self._check_unused(gradients)
+        overwritten = [v.path for v in variables if getattr(v, "overwrite_with_gradient", False)]
+        if overwritten and self.engine.strategy.num_workers > 1:
+            raise ValueError(
+                'With `mode="sync"`, float8 is not supported: the parameter servers add up what '
+                "workers send, and the scales of float8 are the largest of all workers. Use "
+                'MultiWorkerMirroredStrategy, or `mode="async"`. '
+                f"Received: {', '.join(overwritten[:3])}, of a model that is quantized to float8"
+            )
         if self.first_hand_over is None:
             self.first_hand_over = len(self._graph.get_operations())
         parts = ((call.part_of(one) for call in self._calls) for one in gradients)

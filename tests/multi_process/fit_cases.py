@@ -556,6 +556,17 @@ def mixed_precision_skips_overflow():
 
 
 @case
+def float8():
+    """Scales and histories are those of the whole batch, and the same on all workers."""
+    layers = [keras.Input((12,)), keras.layers.Dense(16, activation="tanh"), keras.layers.Dense(4)]
+    model = keras.Sequential(layers)
+    model.quantize("float8")
+    loss = keras.losses.SparseCategoricalCrossentropy(from_logits=True)
+    model.compile(keras.optimizers.SGD(0.05), loss)
+    return trained(model, *blobs(101), **numpy_defaults(epochs=3))
+
+
+@case
 def bfloat16():
     layers = [keras.layers.Dense(16, activation="relu"), keras.layers.Dense(4)]
     for layer in layers:

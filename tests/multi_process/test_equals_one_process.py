@@ -47,7 +47,7 @@ LOSSLESS = [
 # Under parameter servers, a batch's logs are those of the step that came back last.
 NOT_ASYNCHRONOUS = (
     *("logs_of_every_batch", "run_eagerly"),
-    *("losses_in_metrics_eagerly", "logs_of_metrics_eagerly"),
+    *("losses_in_metrics_eagerly", "logs_of_metrics_eagerly", "float8"),
 )
 # For one worker, which has whole batches, the same as others that are run: a loss is what it is.
 MUCH_THE_SAME = [
@@ -108,6 +108,8 @@ PIPELINES = [
 TOLERANCE = dict.fromkeys(CASES + ONLY_ASYNCHRONOUS, 2e-5) | {
     **dict.fromkeys(["losses_in_metrics", "losses_in_metrics_eagerly"], 2e-6),
     **dict.fromkeys(["logs_of_metrics", "logs_of_metrics_eagerly"], 2e-6),
+    # Numbers at the border of two of float8 are rounded to either.
+    "float8": 1e-4,
     "bfloat16": 2e-2,
     "mixed_precision_skips_overflow": 2e-3,
     "maps_of_own_rows": 1e-6,
