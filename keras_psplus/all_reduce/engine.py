@@ -189,7 +189,8 @@ class AllReduceEngine(MirroredEngine, GradientEngine):
         iterator._distributed_dataset = iterator_release.Dataset(distributed.dataset)
         iterator.batch_spec = distributed.batch_spec
 
-    def share_restored(self, variables: list[keras.Variable]) -> None:
+    def share_restored(self, variables: Iterable[keras.Variable | tf.Variable]) -> None:
+        variables = list(variables)
         super().share_restored(variables)
         self.accumulators.note_assigned(variables)
 

@@ -211,7 +211,7 @@ def restore(
 
 
 def _found(engine, callback, states):
-    """Decides, on the chief, what this call of `fit` does with the newest state, and says so.
+    """Decides, on the chief, how this call of `fit` uses the newest state; logs it.
 
     Returns:
         Dict: `what` is to be done, and a call's `history` and `random`, if it is passed over.

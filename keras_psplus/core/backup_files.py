@@ -113,7 +113,7 @@ def use_previous(callback: keras.callbacks.BackupAndRestore) -> None:
 
 
 def take(callback: keras.callbacks.BackupAndRestore, owner: str) -> None:
-    """Makes this process the folder's owner, and brings to its end what a kill has cut short.
+    """Makes this process the folder's owner, and completes a commit that a kill interrupted.
 
     Args:
         callback: The `BackupAndRestore`.

@@ -56,7 +56,7 @@ def _inlined_functions():
 
 
 def trace(run: Callable[[Any], Any], batch_spec: Any) -> None:
-    """Traces a function of a batch for the variables that it makes, and runs nothing of it.
+    """Traces a function of a batch, which makes variables, without running it.
 
     Args:
         run: The function.
@@ -71,7 +71,7 @@ def trace(run: Callable[[Any], Any], batch_spec: Any) -> None:
 
 
 class Builder:
-    """Builds models as Keras does, and those with a step of their own by tracing that step.
+    """Builds models as Keras does, and models with custom steps by tracing these.
 
     Keras calls the model on the batch. A GAN, a contrastive or a diffusion model takes the batch
     apart in its `train_step`, and its `call` takes something else or does not exist.

@@ -1,4 +1,4 @@
-"""Batches of the data that a backup was made in, and of those that training is to go on with."""
+"""Layout of batches in a backup's data, compared with that of the resumed data."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ _BATCHES, _SIZE, _LAST, _STEPS = "batches", "batch_size", "rows_of_last_batch", 
 
 
 def layout_of(iterator: Any) -> dict[str, int | None]:
-    """The numbers of batches and rows of an epoch, which do not depend on the number of workers.
+    """Numbers of batches and rows of an epoch, independent of the number of workers.
 
     Args:
         iterator: Keras's epoch iterator.
@@ -29,7 +29,7 @@ def layout_of(iterator: Any) -> dict[str, int | None]:
 
 
 def check(iterator: Any, saved: dict[str, int | None], epoch: int, batch: int) -> None:
-    """Sees that training goes on with the data that it had, or says that it does not.
+    """Checks that training resumes with the same data, and logs differences.
 
     Args:
         iterator: Keras's epoch iterator.

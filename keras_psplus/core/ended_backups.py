@@ -26,7 +26,7 @@ _kept: set[str] = set()
 
 
 def job() -> str | None:
-    """What this job has had since its first start, and no other job has; None if unknown."""
+    """Id of this job, the same in all of its restarts; None if unknown."""
     if RESTART_VARIABLE in os.environ and os.environ.get(TOKEN_VARIABLE):
         return os.environ[TOKEN_VARIABLE]
     return os.environ.get(_SLURM_JOB)
@@ -63,7 +63,9 @@ def keep(folder: str | os.PathLike[str]) -> bool:
 
 
 def take_back(folder: str | os.PathLike[str]) -> None:
-    """Puts back what an earlier start of this job has kept, if nothing newer is there.
+    """Restores a backup that an earlier start of this job has kept.
+
+    Only if there is no newer one.
 
     Raises:
         OSError: If it cannot be moved.

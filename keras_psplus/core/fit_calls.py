@@ -1,4 +1,6 @@
-"""Calls of `fit` in one script that back up to the same folder, and whose a backup there is.
+"""Calls of `fit` in one script with the same backup folder.
+
+A backup belongs to one of them.
 
 A script that is started again makes the same calls. One of them finds the backup of another: a
 call that had ended before is not trained again, and takes nothing from a later one's.
@@ -47,7 +49,7 @@ class Call:
     optimizer: Callable[[], Any] = lambda: None
 
     def facts(self) -> dict[str, Any]:
-        """What a backup of a later call has to know of it."""
+        """Facts about the call for backups of later calls."""
         return {"model": self.model, "arguments": self.arguments, "history": self.history}
 
 

@@ -56,7 +56,8 @@ class FitProgress:
         self.resumed: Resumed | None = None
         self.has_resumed = False
         self.call: fit_calls.Call | None = None
-        self.is_saving, self.passed = True, None
+        self.is_saving = True
+        self.passed: dict[str, Any] | None = None
         self._saves_states = saves_states
         self.folders: list[str] = []
         # What is to be done with the backup that was there, as far as it is known.
@@ -117,7 +118,7 @@ class FitProgress:
         )
 
     def _seed_of(self, backup):
-        """The seed of the data that a backup was made in; None if there is none for this call."""
+        """Seed of the data in a backup; None if there is none for this call."""
         # What is wrong is said when the model is restored, on all workers.
         with contextlib.suppress(Exception):
             backup_files.take(backup, self.owner)
@@ -256,8 +257,6 @@ class FitProgress:
         """Context of a callback event, which defers saving until all callbacks have run.
 
         If one of them raises, nothing is saved: callbacks' states would be of different batches.
-
-        If one of them raises, nothing is: what the others know would be of different batches.
         """
         due: list[Callable[[], None]] = []
         self._due = due

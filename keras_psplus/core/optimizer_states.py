@@ -1,4 +1,4 @@
-"""Optimizers of a model in a backup: their kinds, and the variables that each of them trains.
+"""Optimizers of a model in a backup: their kinds, and their trained variables.
 
 Keras reads an optimizer's variables from a file if the optimizer has them, and only the one that
 `compile()` was given is built before the first step. Those of a train_step's own are built here, by
@@ -19,9 +19,9 @@ _KIND, _TRAINS, _VARIABLES = "class", "trains", "variables"
 
 
 def describe(model: keras.Model) -> dict[str, Any]:
-    """Describes all optimizers that a model reaches, a dict of what can be turned into JSON."""
+    """Describes all optimizers that a model reaches, as a dict for JSON."""
     places = _places(model)
-    found = {}
+    found: dict[str, Any] = {}
     for name, one in optimizers.reached_optimizers(model).items():
         inner = optimizers.unwrapped(one)
         found[name] = {_KIND: type(inner).__name__, _TRAINS: None, _VARIABLES: None}
@@ -106,7 +106,7 @@ def forms(variables: Iterable[Any]) -> list[list[Any]]:
 
 
 def _by_place(model):
-    """Variables by their number in the model, or by the name by which the model reaches them."""
+    """Variables by their number in the model, or by their name within it."""
     return {**optimizers.other_variables(model), **dict(enumerate(model.variables))}
 
 

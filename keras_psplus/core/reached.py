@@ -117,7 +117,7 @@ class _Search:
 
 
 def _functions(member):
-    """The functions of a member of a class; other members, such as optimizers, as they are."""
+    """Functions of a class's member; other members, such as optimizers, are returned unchanged."""
     if isinstance(member, property):
         return [one for one in (member.fget, member.fset) if one is not None]
     if isinstance(member, (staticmethod, classmethod)):
@@ -132,7 +132,7 @@ def _function(value):
 
 
 def _used_by(function):
-    """Pairs of names and objects: what is in a function's closure, and what it reads globally."""
+    """Named objects of a function's closure, globals and defaults."""
     for name, cell in zip(function.__code__.co_freevars, function.__closure__ or ()):
         try:
             yield name, cell.cell_contents

@@ -104,7 +104,7 @@ class TrainingState:
 
 
 def build_optimizers(strategy: Any, model: keras.Model, facts: dict[str, Any]) -> None:
-    """Builds the optimizers of a model that were built when a state with these facts was saved."""
+    """Builds those optimizers of a model that were built when a state was saved."""
     optimizer_states.build(strategy, model, facts.get("optimizers", {}))
 
 
@@ -147,6 +147,9 @@ def _different_others(model, saved):
 
 
 def _typed(array, variable):
-    """An array of a file as a variable has it: NumPy's files do not know types such as bfloat16."""
+    """Converts a file's array to a variable's dtype.
+
+    NumPy's files do not support types such as bfloat16.
+    """
     is_unknown = array.dtype.kind == "V"
     return array.view(tf.as_dtype(variable.dtype).as_numpy_dtype) if is_unknown else array

@@ -39,7 +39,7 @@ class FolderInUseError(OSError):
 def claim(
     folder: str | os.PathLike[str], owner: str, argument: str, job: str | None = None
 ) -> None:
-    """Makes this process the owner of a folder, which is made if it is not there.
+    """Makes this process the owner of a folder, creating the folder if necessary.
 
     Args:
         folder: The folder.
@@ -123,7 +123,7 @@ class _Owner:
             raise self._in_use(now)
 
     def release(self) -> None:
-        """Ends the signs of life, and removes this process's name and a folder that it has made."""
+        """Stops the heartbeat, and removes this process's name and a folder it created."""
         self._ends.set()
         self._thread.join()
         with contextlib.suppress(OSError, tf.errors.OpError, ValueError):
@@ -168,7 +168,7 @@ class _Owner:
                 raise self._in_use(now)
 
     def _read(self):
-        """The owner's facts, or None if there is none, or what is there cannot be one's."""
+        """Facts about the owner; None if there is none, or its file is invalid."""
         try:
             with tf.io.gfile.GFile(self._path, "rb") as file:
                 facts = json.loads(file.read())
@@ -201,7 +201,7 @@ def _has_ended_here(facts):
 
 
 def _start_of(process):
-    """When a process began, by which it is told from a later one with its id; None if unknown."""
+    """Start time of a process, which distinguishes reused process ids; None if unknown."""
     with contextlib.suppress(OSError, IndexError):
         fields = pathlib.Path(f"/proc/{process}/stat").read_text().rpartition(")")[2].split()
         return "ended" if fields[0] == "Z" else fields[19]

@@ -93,7 +93,7 @@ class Recorder(ReplicaStep):
         return hasattr(tensor, "numpy") or tensor.op in (self._given or ())
 
     def gradient(self, sources: Any) -> Any:
-        """What stands for gradients by some sources."""
+        """Placeholders of gradients by some sources."""
         return tree.map_structure(lambda source: tf.zeros(source.shape, source.dtype), sources)
 
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
 from typing import Any
 
@@ -250,7 +250,7 @@ class PipelineEngine(DistributedEngine):
         self,
         original: Original,
         optimizer: keras.optimizers.Optimizer,
-        variables: list[keras.Variable],
+        variables: Sequence[keras.Variable],
     ) -> Any:
         # Keras looks variables up by what TensorFlow's are.
         for variable in variables:

@@ -27,7 +27,10 @@ _ROWS = 32
 
 
 def _own_step(model, name):
-    """A model's train or predict step, if it is not Keras's: its `call` may take something else."""
+    """A model's train or predict step, if it is not Keras's.
+
+    Its `call` may take something else than the batch.
+    """
     is_own = getattr(type(model), name) is not getattr(TensorFlowTrainer, name)
     return model._autoconvert_optionals(getattr(model, name)) if is_own else None
 
