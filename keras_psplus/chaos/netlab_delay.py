@@ -152,9 +152,8 @@ class _Delays:
 
     def __init__(self) -> None:
         self.by_file: dict[int, _Queue] = {}
-        self._by_way: dict[
-            str, dict[str, _Queue]
-        ] = {}  # process id of the receiver -> address of the sender -> queue
+        # By the process id of the receiver, and then by the address of the sender.
+        self._by_way: dict[str, dict[str, _Queue]] = {}
 
     def set(self, seconds: float, sender: str, receivers: list[str]) -> None:
         """Sets the delay on the way from a sender to some receivers."""
