@@ -264,7 +264,7 @@ def _load_first(callback, states, training, what):
     return number
 
 
-def _load(engine, callback, state, training, what):
+def _load(callback, state, training, what):
     """Loads the model's weights from a backup; returns an error text, or None."""
     model = callback.model
     if state["is_previous"]:

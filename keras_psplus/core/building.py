@@ -10,8 +10,7 @@ from typing import Any
 import keras
 import tensorflow as tf
 
-from keras_psplus.core import checks
-from keras_psplus.core.optimizers import optimizers_of, optimizers_of_step
+from keras_psplus.core.optimizers import optimizers_of
 from keras_psplus.keras_parts import TensorFlowTrainer
 
 # Traces a step of a model on a batch of a specification, and runs nothing of it.
@@ -100,8 +99,6 @@ class Builder:
         if is_kerass and not any(map(_is_composite, tf.nest.flatten(batch))):
             model._symbolic_build(data_batch=batch)
             return
-        for optimizer in optimizers_of_step(model):
-            checks.check_optimizer(model.distribute_strategy, optimizer)
         left = self._left.setdefault(model, {}).setdefault(step_name, set())
         if not _unbuilt(model) <= left:
             if model.run_eagerly:

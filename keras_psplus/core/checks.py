@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Callable, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NoReturn
 
 from keras_psplus.keras_parts import base_optimizer, tree
 from keras_psplus.keras_parts import metrics as metrics_module
@@ -52,7 +52,8 @@ def check_compile_arguments(
     optimizer = arguments.get("optimizer")
     while isinstance(optimizer, base_optimizer.BaseOptimizer):
         check_accumulation(getattr(strategy, "updates", None), optimizer)
-        check_optimizer(strategy, optimizer)
+        if optimizer._distribution_strategy is not strategy:
+            refuse_optimizer(optimizer)
         optimizer = getattr(optimizer, "inner_optimizer", None)
     for name in ("metrics", "weighted_metrics"):
         for metric in tree.flatten(arguments.get(name)):
@@ -60,16 +61,13 @@ def check_compile_arguments(
                 _check_in_scope(strategy, metric.variables, f"metric '{metric.name}'")
 
 
-def check_optimizer(
-    strategy: tf.distribute.Strategy, optimizer: keras.optimizers.Optimizer
-) -> None:
-    """Raises ValueError if an optimizer was made outside the strategy's scope."""
-    if optimizer._distribution_strategy is not strategy:
-        raise ValueError(
-            f"The optimizer '{optimizer.name}' was made outside the strategy's scope: make it "
-            "under `with strategy.scope():`, or pass its name to compile(). "
-            f"Received: optimizer={optimizer}"
-        )
+def refuse_optimizer(optimizer: keras.optimizers.Optimizer) -> NoReturn:
+    """Raises ValueError for an optimizer that was made outside the strategy's scope."""
+    raise ValueError(
+        f"The optimizer '{optimizer.name}' was made outside the strategy's scope: make it "
+        "under `with strategy.scope():`, or pass its name to compile(). "
+        f"Received: optimizer={optimizer}"
+    )
 
 
 def check_accumulation(updates: Updates | None, optimizer: keras.optimizers.Optimizer) -> None:

@@ -59,7 +59,8 @@ def run_on_chief(
         control.exchange(what, json.dumps({"goes_on": True}))
     error = future.exception()
     if error is not None:
-        message = {"error": f"{error}", "kind": type(error).__name__}
+        kinds = [kind.__name__ for kind in type(error).__mro__]
+        message = {"error": f"{error}", "kind": next((k for k in kinds if k in _ERRORS), "")}
         control.exchange(what, json.dumps(message))
         raise error
     control.exchange(what, json.dumps({"result": future.result()}))

@@ -55,12 +55,6 @@ def optimizers_of(model: keras.Model) -> dict[str, keras.optimizers.Optimizer]:
     return found
 
 
-def optimizers_of_step(model: keras.Model) -> list[keras.optimizers.Optimizer]:
-    """Optimizers that a model reaches, but not its layers, and those that they wrap."""
-    found = [one for name, one in reached_optimizers(model).items() if "_of_layer_" not in name]
-    return [*found, *(unwrapped(one) for one in found if unwrapped(one) is not one)]
-
-
 def reached_optimizers(model: keras.Model) -> dict[str, keras.optimizers.Optimizer]:
     """All optimizers that a model and its methods reach, by names; wrappers as they are."""
     return {name: one for name, one, _ in reached.objects_of(model) if _is_optimizer(one)}

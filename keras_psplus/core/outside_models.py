@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 from keras_psplus.callbacks import step_report
 from keras_psplus.cluster import roles
-from keras_psplus.core import live_strategies, plan_request
+from keras_psplus.core import checks, live_strategies, plan_request
 from keras_psplus.core.thread_flag import ThreadFlag
 from keras_psplus.engine import Engine, Original
 from keras_psplus.log import info_once
@@ -52,6 +52,12 @@ class OutsideScope(Engine):
         """`predict` and `predict_on_batch`: right in each process, but not distributed."""
         note_prediction(model, original.__name__)
         return original(model, *args, **kwargs)
+
+    def apply(
+        self, original: Original, optimizer: keras.optimizers.Optimizer, *args: Any, **kwargs: Any
+    ) -> Any:
+        """`Optimizer.apply` in a step of a strategy that the optimizer was not made for."""
+        checks.refuse_optimizer(optimizer)
 
     def set_callbacks_model(
         self, original: Original, callbacks: keras.callbacks.CallbackList, model: keras.Model

@@ -74,6 +74,14 @@ def of_optimizer(optimizer: Any, *args: Any, **kwargs: Any) -> Engine | None:
     return engine_of(getattr(optimizer, "_distribution_strategy", None))
 
 
+def of_applied(optimizer: Any, *args: Any, **kwargs: Any) -> Engine | None:
+    """As `of_optimizer`; `OutsideScope` for one of no strategy that a step applies."""
+    engine = of_optimizer(optimizer)
+    if engine is None and (of_step() is not None or _in_replica()):
+        return _outside
+    return engine
+
+
 def of_scope(*args: Any, **kwargs: Any) -> Engine | None:
     """Engine of the current strategy, in a scope or in replica context."""
     return engine_of(tf.distribute.get_strategy())
@@ -83,6 +91,10 @@ def of_step(*args: Any, **kwargs: Any) -> Engine | None:
     """Engine of the replica's step that this thread is tracing or running."""
     step = replica_step.current_step()
     return None if step is None else step.engine
+
+
+def _in_replica():
+    return of_scope() is not None and not tf.distribute.in_cross_replica_context()
 
 
 def of_variable(variable: Any, *args: Any, **kwargs: Any) -> Engine | None:

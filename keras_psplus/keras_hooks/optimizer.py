@@ -4,7 +4,7 @@ Stock Keras clips each replica's own gradients and sums them afterwards, which n
 would do. The order is written down in `core/gradient_path.py`.
 """
 
-from keras_psplus.keras_hooks.finders import of_optimizer
+from keras_psplus.keras_hooks.finders import of_applied, of_optimizer
 from keras_psplus.keras_hooks.hook import Hook
 from keras_psplus.keras_parts import base_optimizer, loss_scale_optimizer, tf_optimizer
 
@@ -34,7 +34,7 @@ HOOKS = (
             owner,
             "apply",
             ["self", "grads", "trainable_variables"],
-            of_optimizer,
+            of_applied,
             "apply",
             "`updates=` says when to step; synchronous workers hand their gradients over",
         )

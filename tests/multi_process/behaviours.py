@@ -777,6 +777,45 @@ def refusal(kind, part, function):
     raise AssertionError(f"not refused: {part}")
 
 
+class Critic(keras.Model):
+    """Steps by an optimizer of its own, towards a teacher that it only calls."""
+
+    def __init__(self, optimizer, teacher=None):
+        super().__init__()
+        self.dense = keras.layers.Dense(4)
+        self.optimizers = lambda: [optimizer]
+        self.teach = lambda x, y: y if teacher is None else teacher(x)
+
+    def train_step(self, data):
+        x, y = data
+        with tf.GradientTape() as tape:
+            loss = self.compute_loss(y=self.teach(x, y), y_pred=self.dense(x))
+        variables = self.trainable_variables
+        self.optimizers()[0].apply(tape.gradient(loss, variables), variables)
+        return {"loss": loss}
+
+
+@behaviour
+def optimizers_of_a_step(context):
+    """That of a teacher, which is made in one process and steps no more, may be outside."""
+    x, y = digits_like()
+    with psp.single_process():
+        outside = keras.optimizers.SGD(name="critic")
+        teacher = keras.Sequential([keras.Input((8,)), keras.layers.Dense(4)])
+        teacher.compile("sgd", "mse")
+        teacher.fit(x, keras.utils.to_categorical(y, 4), verbose=0)
+    with context.strategy.scope():
+        model = Critic(outside)
+        model.compile("sgd", "mse")
+    message = "optimizer 'critic' was made outside the strategy's scope"
+    refusal(ValueError, message, lambda: model.fit(x, y, verbose=0))
+    with context.strategy.scope():
+        student = Critic(keras.optimizers.SGD(), teacher)
+        student.compile("sgd", "mse")
+    student.fit(x, y, batch_size=32, verbose=0)
+    return weights_of(student)
+
+
 @behaviour
 def refusals(context):
     scope = context.strategy.scope
