@@ -10,11 +10,11 @@ import keras_psplus
 ROOT = pathlib.Path(next(iter(keras_psplus.__path__)))
 # From the bottom to the top.
 LAYERS = [
+    {"log"},
     {
         "arguments",
         "errors",
         "files",
-        "log",
         "private_attributes",
         "specs",
         "text_table",

@@ -39,9 +39,9 @@ _SAID = {
         "call %d of `fit` is trained again, and not backed up: the backup in %s is one of another "
         "model, of call %d. Give each call its own `backup_dir`",
     ),
-    fit_calls.ANEW: (
+    fit_calls.FRESH: (
         logger.info,
-        "call %d of `fit` begins anew: the backup in %s is of call %d, which has ended",
+        "call %d of `fit` begins afresh: the backup in %s is of call %d, which has ended",
     ),
 }
 
@@ -163,7 +163,7 @@ def restore(
         return states, _found(engine, callback, states)
 
     states, found = run_on_chief(control, is_chief, _WHAT, find)
-    if not states or found["what"] == fit_calls.ANEW:
+    if not states or found["what"] == fit_calls.FRESH:
         return None
     if found["what"] == fit_calls.AGAIN:
         engine.progress.is_saving = False
@@ -224,7 +224,7 @@ def _found(engine, callback, states):
     if call is None:
         return {"what": fit_calls.RESUME, "optimizers": described}
     what = fit_calls.of_folder(callback.backup_dir).decide(call, facts)
-    if what == fit_calls.ANEW:
+    if what == fit_calls.FRESH:
         # The next save replaces it: it has to be one of this script's.
         check_model(callback.model, facts, callback.backup_dir, with_optimizers=False)
     if what in _SAID:

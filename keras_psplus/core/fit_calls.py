@@ -22,7 +22,7 @@ if TYPE_CHECKING:
     import keras
 
 # What a call does with the backup that it finds.
-RESUME, PASS, AGAIN, ANEW = "resume", "pass over", "train without backups", "begin anew"
+RESUME, PASS, AGAIN, FRESH = "resume", "pass over", "train without backups", "begin afresh"
 _ARGUMENTS = "epochs", "initial_epoch", "batch_size", "steps_per_epoch"
 
 
@@ -83,7 +83,7 @@ class FitCalls:
             facts: Facts of the backup's `TrainingState`, or None if it has none.
 
         Returns:
-            `RESUME`, `PASS`, `AGAIN` or `ANEW`.
+            `RESUME`, `PASS`, `AGAIN` or `FRESH`.
         """
         saved = (facts or {}).get("calls")
         if facts is None or saved is None:
@@ -101,7 +101,7 @@ class FitCalls:
         before = self._calls[number - 1]
         goes_on = facts["epoch"] < call.arguments["epochs"]
         is_next = before.model != call.model or before.optimizer() is call.optimizer()
-        return RESUME if goes_on and is_next else ANEW
+        return RESUME if goes_on and is_next else FRESH
 
     def facts_of(self, call: Call) -> list[dict[str, Any]]:
         """Facts of a call and of all before it."""

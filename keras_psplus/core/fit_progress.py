@@ -180,7 +180,7 @@ class FitProgress:
         resumes = self.resumed is not None or any(
             file_utils.exists(file_utils.join(b.backup_dir, TRAINING)) for b in backups
         )
-        if self._found in (fit_calls.ANEW, fit_calls.AGAIN):
+        if self._found in (fit_calls.FRESH, fit_calls.AGAIN):
             resumes = False
         kept = callback_states.keep_files(self._callbacks) if resumes else []
         try:
