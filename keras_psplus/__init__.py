@@ -3,6 +3,8 @@
 import importlib
 import os
 import sys
+import types
+import typing
 
 from keras_psplus.versions import __version__
 
@@ -28,7 +30,7 @@ __all__ = ["__version__", *_EXPORTS, *_MODULES]
 _is_loading = False
 
 
-def _load():
+def _load() -> None:
     """Checks versions and installs the hooks into Keras."""
     global _is_loading
     if _is_loading:
@@ -43,7 +45,7 @@ def _load():
         _is_loading = False
 
 
-def _install(versions):
+def _install(versions: types.ModuleType) -> None:
     with versions.naming_misfits():
         from keras_psplus.cluster import early_init, late_variables
 
@@ -58,7 +60,7 @@ def _install(versions):
         keras_hooks.install()
 
 
-def __getattr__(name):
+def __getattr__(name: str) -> typing.Any:
     if name not in (*_EXPORTS, *_MODULES):
         raise AttributeError(f"module 'keras_psplus' has no attribute '{name}'")
     _load()
@@ -69,13 +71,13 @@ def __getattr__(name):
     return value
 
 
-def _in_launcher():
+def _in_launcher() -> bool:
     """Whether this process is the `keras-psplus` command, which must start without TensorFlow."""
     command = os.path.basename(sys.argv[0]) if sys.argv else ""
     return command == "keras-psplus" or _module_of(sys.orig_argv[1:]) == "keras_psplus"
 
 
-def _module_of(arguments):
+def _module_of(arguments: list[str]) -> str | None:
     """The module that Python was told to run by `-m`, behind options of its own."""
     while arguments[:1] and arguments[0].startswith("-"):
         option, *arguments = arguments

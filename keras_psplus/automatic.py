@@ -121,7 +121,7 @@ def counts_of(task: TaskConfig | None) -> dict[str, Any]:
     }
 
 
-def _check_all_agree(made, entry):
+def _check_all_agree(made: Any, entry: str) -> None:
     """Refuses workers whose plans, on separate disks, have chosen differently."""
     control = getattr(getattr(made, "extended", None), "control", None)
     if control is None:

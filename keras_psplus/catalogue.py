@@ -183,14 +183,14 @@ def long_name(name: str) -> str:
     return "_".join(words)
 
 
-def _default():
+def _default() -> str:
     # Not at module level: the launcher imports this module for `find` and `names` alone.
     from keras_psplus.cluster.discovery import find_task_config
 
     return "single" if find_task_config() is None else "all_reduce"
 
 
-def _listing(name_or_file):
+def _listing(name_or_file: str | os.PathLike[str]) -> str:
     near = difflib.get_close_matches(long_name(os.fspath(name_or_file)), names(), 1)
     if near:
         return (
@@ -204,13 +204,13 @@ def _listing(name_or_file):
     )
 
 
-def _import_entry(path):
+def _import_entry(path: pathlib.Path) -> types.ModuleType:
     if _PACKAGE not in sys.modules and path.parent == _FOLDERS[1]:
         _import_package_of_checkout(path.parent)
     return importlib.import_module(f"{_PACKAGE}.{path.stem}")
 
 
-def _import_package_of_checkout(folder):
+def _import_package_of_checkout(folder: pathlib.Path) -> None:
     """Imports the checkout's `strategies/` under the name that it has when installed."""
     init = folder / "__init__.py"
     spec = importlib.util.spec_from_file_location(
@@ -218,15 +218,16 @@ def _import_package_of_checkout(folder):
     )
     if spec is None:  # no __init__.py
         spec = importlib.util.spec_from_loader(_PACKAGE, loader=None, is_package=True)
+        assert spec is not None
         spec.submodule_search_locations = [str(folder)]
     _execute(spec)
 
 
-def _load_file(path):
+def _load_file(path: pathlib.Path) -> types.ModuleType:
     # A name of its own in sys.modules: pickling and Keras's registration look modules up there.
-    return _execute(
-        importlib.util.spec_from_file_location(f"keras_psplus_strategy_{path.stem}", path)
-    )
+    spec = importlib.util.spec_from_file_location(f"keras_psplus_strategy_{path.stem}", path)
+    assert spec is not None
+    return _execute(spec)
 
 
 def _execute(spec: ModuleSpec) -> types.ModuleType:

@@ -66,12 +66,12 @@ def read(path: str | os.PathLike[str]) -> Entry:
     return Entry(title, name, options, _accepts(tree))
 
 
-def _name(call):
+def _name(call: ast.Call) -> str | None:
     """Name of the function in a call, without its module."""
     return getattr(call.func, "attr", getattr(call.func, "id", None))
 
 
-def _accepts(tree):
+def _accepts(tree: ast.Module) -> tuple[str, ...] | None:
     for node in tree.body:
         if isinstance(node, ast.FunctionDef) and node.name == "strategy":
             if node.args.kwarg is not None:

@@ -11,7 +11,7 @@ _logged: set[str] = set()
 class _Handler(logging.StreamHandler):
     """Handler that writes whole lines, also while Keras's progress bar is shown."""
 
-    def emit(self, record):
+    def emit(self, record: logging.LogRecord) -> None:
         if self.stream is None:
             return  # The process was started without a stderr.
         if self.stream.isatty():
@@ -37,7 +37,7 @@ def warn_once(message: str, *args: Any) -> None:
     _log_once(logging.WARNING, message % args)
 
 
-def _log_once(level, line):
+def _log_once(level: int, line: str) -> None:
     if line not in _logged:
         _logged.add(line)
         logger.log(level, "%s", line)

@@ -2,7 +2,7 @@
 
 import inspect
 import types
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from typing import Any
 
 
@@ -41,7 +41,7 @@ def has(owner: Any, name: str) -> bool:
     return inspect.isclass(owner) and any(name in code.co_names for code in _codes(owner))
 
 
-def _codes(cls):
+def _codes(cls: type) -> Iterator[types.CodeType]:
     for base in cls.__mro__:
         for member in vars(base).values():
             function = getattr(member, "fget", None) or getattr(member, "__func__", member)

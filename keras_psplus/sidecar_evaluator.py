@@ -9,7 +9,7 @@ import time
 import warnings
 import zipfile
 from collections.abc import Iterable, Sequence
-from typing import Any
+from typing import IO, Any
 
 import h5py
 import keras
@@ -124,7 +124,7 @@ class SidecarEvaluator:
         self._seen = {name: identity for name, (_, identity) in found.items()}
         return sorted(ready, key=lambda each: each[1][0]), len(ready) < len(new)
 
-    def _evaluate(self, path):
+    def _evaluate(self, path: pathlib.Path) -> bool:
         """Evaluates a checkpoint; returns whether that was possible."""
         model = self._model
         try:
@@ -175,7 +175,7 @@ class _TrainingEnd(threading.Event):
         if task is not None:
             threading.Thread(target=self._wait, args=(task,), daemon=True).start()
 
-    def _wait(self, task):
+    def _wait(self, task: TaskConfig) -> None:
         if os.environ.get(TRAINING_END_VARIABLE) == "stdin":
             while os.read(0, 4096):
                 pass
@@ -208,7 +208,7 @@ def _step_of(path: pathlib.Path) -> int | None:
         return _iterations(file)
 
 
-def _iterations(file):
+def _iterations(file: str | IO[bytes]) -> int | None:
     with h5py.File(file, "r") as weights:
         for name in ("optimizer/vars/0", "optimizer/inner_optimizer/vars/0"):
             if name in weights and weights[name].shape == ():

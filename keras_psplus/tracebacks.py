@@ -11,6 +11,7 @@ import re
 import sys
 import threading
 import traceback
+from types import TracebackType
 
 import keras
 import tensorflow as tf
@@ -46,7 +47,7 @@ def install() -> None:
         sys.excepthook = _show
 
 
-def _show(kind, error, trace):
+def _show(kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
     try:
         if os.environ.get(FULL_VARIABLE, "0") in ("", "0") and _keras_filters():
             sys.stderr.write(folded(error))
@@ -81,7 +82,7 @@ def folded(error: BaseException) -> str:
     return f"{before}{head}{note}{after}"
 
 
-def _fold(found, error):
+def _fold(found: traceback.TracebackException, error: BaseException) -> int:
     """Removes the libraries' frames from an exception and its causes; counts them."""
     cause = error.__cause__ if error.__cause__ is not None else error.__context__
     ours = type(error).__module__.partition(".")[0] == __name__.partition(".")[0]
@@ -101,5 +102,5 @@ def _fold(found, error):
     return hidden
 
 
-def _keras_filters():
+def _keras_filters() -> bool:
     return keras.config.is_traceback_filtering_enabled()

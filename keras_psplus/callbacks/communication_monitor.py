@@ -188,8 +188,9 @@ class CommunicationMonitor(keras.callbacks.Callback):
             "comm/seconds": spent.seconds / self._steps,
         }
 
-    def _write(self, epoch, values):
+    def _write(self, epoch: int, values: dict[str, float]) -> None:
         if self._writer is None:
+            assert self.log_dir is not None
             self._writer = tf.summary.create_file_writer(os.fspath(self.log_dir))
         with self._writer.as_default(), tf.summary.record_if(True):
             for name, value in values.items():

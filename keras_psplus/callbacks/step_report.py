@@ -74,11 +74,11 @@ class StepReport(keras.callbacks.Callback):
         self._is_training = False
 
     @property
-    def _steps(self):
+    def _steps(self) -> int:
         """Training steps of this process, as the stall inspector and `--chaos` count them."""
         return self._own_steps if self._progress is None else self._progress.steps
 
-    def _summarise(self):
+    def _summarise(self) -> None:
         now, since = self._moment(), self._since
         steps = now.step - since.step
         if steps <= 0:
@@ -97,7 +97,7 @@ class StepReport(keras.callbacks.Callback):
             wait_ms=round((now.waited - since.waited) / steps * 1e3, 3),
         )
 
-    def _moment(self):
+    def _moment(self) -> _Moment:
         traffic = [] if self._communication is None else self._communication.traffic()
         return _Moment(
             time.perf_counter(),
@@ -126,7 +126,7 @@ def add(callbacks: keras.callbacks.CallbackList) -> None:
         callbacks.callbacks.insert(0, StepReport(report))
 
 
-def _number(value):
+def _number(value: Any) -> float | None:
     try:
         return None if value is None else float(value)
     except (TypeError, ValueError):

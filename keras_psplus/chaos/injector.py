@@ -82,10 +82,10 @@ class Injector:
         self._links = links.Links(cluster.network, [task.name for task in cluster.tasks])
 
     @property
-    def _address(self):
+    def _address(self) -> str:
         return str(self._folder / "socket")
 
-    def _serve(self):
+    def _serve(self) -> None:
         while True:
             try:
                 connection, _ = self._socket.accept()
@@ -99,43 +99,46 @@ class Injector:
                     self._begin(event, step)
                 connection.sendall(b".")
 
-    def _begin(self, event, step):
+    def _begin(self, event: Event, step: int) -> None:
         self._log(f"chaos: {event} comes after step {step}")
+        assert self._cluster is not None and self._links is not None
         if event.kind in links.KINDS:
             self._disturb(event, self._links, self._ended)
             return
         begin = {"kill": self._kill, "stop": self._stop, "slow": self._slow}[event.kind]
         begin(event, self._cluster, self._ended)
 
-    def _kill(self, event, cluster, ended):
+    def _kill(self, event: Event, cluster: LocalCluster, ended: threading.Event) -> None:
         cluster.send_signal(event.task, signal.SIGKILL)
 
-    def _stop(self, event, cluster, ended):
+    def _stop(self, event: Event, cluster: LocalCluster, ended: threading.Event) -> None:
         cluster.send_signal(event.task, signal.SIGSTOP)
         if event.seconds is None:
             return
 
-        def resume():
+        def resume() -> None:
             ended.wait(event.seconds)
             cluster.send_signal(event.task, signal.SIGCONT)
             self._log(f"chaos: {event} is over")
 
         threading.Thread(target=resume, daemon=True).start()
 
-    def _slow(self, event, cluster, ended):
+    def _slow(self, event: Event, cluster: LocalCluster, ended: threading.Event) -> None:
         until = time.monotonic() + (float("inf") if event.seconds is None else event.seconds)
+        assert event.factor is not None
+        stopped = _SLICE_SECONDS * (event.factor - 1)
 
-        def slow_down():
+        def slow_down() -> None:
             while not ended.is_set() and time.monotonic() < until:
                 cluster.send_signal(event.task, signal.SIGSTOP)
-                ended.wait(_SLICE_SECONDS * (event.factor - 1))
+                ended.wait(stopped)
                 cluster.send_signal(event.task, signal.SIGCONT)
                 ended.wait(_SLICE_SECONDS)
             self._log(f"chaos: {event} is over")
 
         threading.Thread(target=slow_down, daemon=True).start()
 
-    def _disturb(self, event, of_links, ended):
+    def _disturb(self, event: Event, of_links: links.Links, ended: threading.Event) -> None:
         try:
             of_links.begin(event)
         except (OSError, RuntimeError) as error:
@@ -144,7 +147,7 @@ class Injector:
         if event.seconds is None:
             return
 
-        def mend():
+        def mend() -> None:
             ended.wait(event.seconds)
             with contextlib.suppress(OSError, RuntimeError):  # the network has ended
                 of_links.end(event)

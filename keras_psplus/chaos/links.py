@@ -36,10 +36,11 @@ class Links:
             self._present.remove(event)
             self._apply(event)
 
-    def _apply(self, changed):
+    def _apply(self, changed: Event) -> None:
+        assert self._network is not None
         rank = self._ranks[changed.task]
         same = [e for e in self._present if (e.task, e.kind) == (changed.task, changed.kind)]
         if changed.kind == "cut":
             self._network.set_link(rank, up=not same)
         else:
-            self._network.set_delay(rank, sum(event.ms for event in same) / 1e3)
+            self._network.set_delay(rank, sum(event.ms or 0.0 for event in same) / 1e3)

@@ -81,7 +81,7 @@ class Hosts:
         """A copy of an environment, without the proxies, which no host reaches."""
         return {name: value for name, value in environ.items() if name.lower() not in _PROXIES}
 
-    def _run(self, argv, **kwargs):
+    def _run(self, argv: list[str], **kwargs: Any) -> subprocess.Popen[Any]:
         kwargs = {"stdin": subprocess.DEVNULL, **kwargs}
         process = subprocess.Popen(["setpriv", "--pdeathsig", "KILL", *argv], **kwargs)
         self._processes.append(process)
@@ -171,6 +171,7 @@ class Lab(Hosts):
             return
         self._rate = rate
         for rank, host in enumerate(self._namespaces):
+            assert self._switch is not None
             for pid, device in ((host, "eth0"), (self._switch, f"h{rank}")):
                 self._limit(pid, device, rate) if rate else self._free(pid, device)
             # Or open connections would go on with pieces as large as before.
@@ -220,7 +221,7 @@ class Lab(Hosts):
     def inside(self, rank: int) -> list[str]:
         return _inside(self._namespaces[rank])
 
-    def _build(self):
+    def _build(self) -> None:
         self._switch = self._namespace()
         for rack in range(self.racks):
             self._bridge(f"br{rack}")
@@ -247,15 +248,16 @@ class Lab(Hosts):
             for rank in range(self.hosts):
                 self.set_delay(rank, self.delay)
 
-    def _bridge(self, name):
+    def _bridge(self, name: str) -> None:
+        assert self._switch is not None
         _set(self._switch, f"ip link add {name} mtu {_MTU} type bridge")
         _set(self._switch, f"ip link set {name} addrgenmode none up")
 
-    def _hold(self, argv, **kwargs):
+    def _hold(self, argv: list[str], **kwargs: Any) -> subprocess.Popen[Any]:
         # Ctrl-C is for the tasks, which may need the network to end well.
         return self._run(argv, start_new_session=True, **kwargs)
 
-    def _namespace(self):
+    def _namespace(self) -> int:
         """Starts a process that holds a new network namespace; its process id."""
         process = self._hold(["unshare", "--net", "sleep", "infinity"], stderr=subprocess.DEVNULL)
         end = time.monotonic() + 10
@@ -269,7 +271,7 @@ class Lab(Hosts):
             time.sleep(0.01)
         return process.pid
 
-    def _limit(self, pid, device, rate):
+    def _limit(self, pid: int, device: str, rate: float) -> None:
         burst = max(4 * (_MTU + 14), int(rate / 8 * 0.25e-3))
         limit = max(512 << 10, int(rate / 8 * 20e-3))
         # Or the filter would have to cut packets up, which costs much processor time.
@@ -278,7 +280,7 @@ class Lab(Hosts):
         shape = f"tbf rate {int(rate)} burst {burst} limit {limit}"
         _set(pid, f"tc qdisc replace dev {device} root {shape}")
 
-    def _free(self, pid, device):
+    def _free(self, pid: int, device: str) -> None:
         _set(pid, f"tc qdisc del dev {device} root")
         _set(pid, f"ip link set dev {device} gso_max_size {_LARGEST}")
 
@@ -300,11 +302,11 @@ def why_not(rate: float | None = None, delay: float = 0.0) -> str | None:
     return None
 
 
-def _ip(rank):
+def _ip(rank: int) -> str:
     return f"{_NETWORK}{rank + 1}"
 
 
-def _is_in(pid, namespace):
+def _is_in(pid: int, namespace: os.stat_result) -> bool:
     """Whether a process is in a namespace still, or has ended."""
     try:
         return os.path.samestat(os.stat(f"/proc/{pid}/ns/net"), namespace)
@@ -312,11 +314,11 @@ def _is_in(pid, namespace):
         return True
 
 
-def _inside(pid):
+def _inside(pid: int) -> list[str]:
     return ["nsenter", "-t", str(pid), "-n"]
 
 
-def _set(pid, command):
+def _set(pid: int, command: str) -> None:
     done = subprocess.run([*_inside(pid), *command.split()], capture_output=True, text=True)
     if done.returncode:
         raise RuntimeError(f"{done.stderr.strip() or 'failed'}. Received: {command}")

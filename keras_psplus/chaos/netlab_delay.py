@@ -31,17 +31,17 @@ _PACKET, _VERDICT_BATCH, _CONFIG = 0x300, 0x303, 0x302
 _libc = ctypes.CDLL(None, use_errno=True)
 
 
-def _checked(result, what):
+def _checked(result: int, what: str) -> None:
     if result:
         raise OSError(ctypes.get_errno(), what)
 
 
-def _enter(pid):
+def _enter(pid: str) -> None:
     with open(f"/proc/{pid}/ns/net") as file:
         _checked(_libc.setns(file.fileno(), _CLONE_NEWNET), "setns")
 
 
-def _entry(target, sender=None):
+def _entry(target: bytes, sender: str | None = None) -> bytes:
     """Rule of a table, for packets from one sender that enter by eth0.
 
     Without a sender, for all packets.
@@ -56,12 +56,12 @@ def _entry(target, sender=None):
     return bytes(address) + sizes + bytes(16) + target
 
 
-def _target(name, data):
+def _target(name: bytes, data: bytes) -> bytes:
     size = 32 + (len(data) + 7) // 8 * 8
     return struct.pack("=H29sB", size, name, 0) + data.ljust(size - 32, b"\0")
 
 
-def _set_rules(senders):
+def _set_rules(senders: list[str]) -> None:
     """Hands what each sender sends to this process's namespace to the queue of its number.
 
     As `iptables -t filter -A INPUT -s SENDER -i eth0 -j NFQUEUE --queue-num NUMBER`.
@@ -88,7 +88,7 @@ def _set_rules(senders):
         raw.setsockopt(0, _SO_SET_REPLACE, table)
 
 
-def _message(kind, flags, queue, *attributes):
+def _message(kind: int, flags: int, queue: int, *attributes: tuple[int, bytes]) -> bytes:
     body = struct.pack(">BBH", 0, 0, queue)
     for number, data in attributes:
         body += struct.pack("=HH", len(data) + 4, number) + data + bytes(-len(data) % 4)
@@ -102,9 +102,10 @@ class _Queue:
         number: The queue's.
     """
 
-    def __init__(self, number):
+    def __init__(self, number: int) -> None:
         self.delay, self._number = 0.0, number
-        self.waiting = collections.deque()
+        # When each is due, and its number.
+        self.waiting: collections.deque[tuple[float, int]] = collections.deque()
         self.socket = socket.socket(socket.AF_NETLINK, socket.SOCK_RAW, _NETLINK_NETFILTER)
         self.socket.setsockopt(socket.SOL_SOCKET, _SO_RCVBUFFORCE, 16 << 20)
         self.socket.setsockopt(_SOL_NETLINK, _NO_ENOBUFS, 1)
@@ -121,7 +122,7 @@ class _Queue:
                 raise OSError(-error, "the kernel has no queue for packets")
         self.socket.setblocking(False)
 
-    def take(self, now):
+    def take(self, now: float) -> None:
         """Notes the packets that have come."""
         due = now + self.delay
         while True:
@@ -136,7 +137,7 @@ class _Queue:
                     self.waiting.append((due, struct.unpack_from(">I", data, start + 24)[0]))
                 start += (length + 3) & ~3
 
-    def release(self, now):
+    def release(self, now: float) -> None:
         """Lets all packets go that are due."""
         last = None
         while self.waiting and self.waiting[0][0] <= now:
@@ -149,11 +150,12 @@ class _Queue:
 class _Delays:
     """All queues, by what reads them and by who sends to whom."""
 
-    def __init__(self):
-        self.by_file = {}
-        self._by_way = {}  # process id of the receiver -> address of the sender -> queue
+    def __init__(self) -> None:
+        self.by_file: dict[int, _Queue] = {}
+        # By the process id of the receiver, and then by the address of the sender.
+        self._by_way: dict[str, dict[str, _Queue]] = {}
 
-    def set(self, seconds, sender, receivers):
+    def set(self, seconds: float, sender: str, receivers: list[str]) -> None:
         """Sets the delay on the way from a sender to some receivers."""
         for pid in receivers:
             queues = self._by_way.setdefault(pid, {})

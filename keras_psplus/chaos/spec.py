@@ -3,7 +3,8 @@
 import dataclasses
 import random
 import re
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, TypeVar
 
 KINDS = {
     "kill": (),
@@ -23,6 +24,7 @@ TASK is chief, worker0, worker1, ps0, ...; N counts the chief's (or worker 0's) 
 (*) needs Linux, root, iproute2 and util-linux: each task gets its own network namespace."""
 _EVENT = re.compile(r"(\w+):([\w-]+)@(.*)", re.DOTALL)
 _DEFAULT_WITHIN = 100
+_Number = TypeVar("_Number", int, float)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -82,14 +84,14 @@ def parse(text: str, tasks: Sequence[str]) -> list[Event]:
     return sorted(events, key=lambda event: event.step)
 
 
-def _event(text, tasks):
+def _event(text: str, tasks: Sequence[str]) -> Event:
     match = _EVENT.fullmatch(text)
     if match is None:
         raise ValueError(f"{text!r} cannot be read")
     kind, task, rest = match.groups()
     if kind not in KINDS:
         raise ValueError(f"There is no fault {kind!r}, only {', '.join(KINDS)}")
-    words = {}
+    words: dict[str, Any] = {}
     for word in rest.split(","):
         name, equals, value = word.strip().partition("=")
         if not equals or name in words:
@@ -119,7 +121,7 @@ def _event(text, tasks):
     )
 
 
-def _task(name, tasks):
+def _task(name: str, tasks: Sequence[str]) -> str:
     by_name = {name: task for task in tasks for name in (task, task.replace("-", ""))}
     found = by_name.get("chief0" if name == "chief" else name)
     if found is None:
@@ -128,11 +130,17 @@ def _task(name, tasks):
     return found
 
 
-def _number(words, name, kind, least, above=False):
+def _number(
+    words: Mapping[str, Any],
+    name: str,
+    kind: Callable[[Any], _Number],
+    least: float,
+    above: bool = False,
+) -> _Number:
     if name not in words:
         raise ValueError(f"`{name}` is missing")
     try:
-        value = kind(words[name])
+        value: float = kind(words[name])
     except ValueError:
         value = float("nan")
     good = value > least if above else value >= least
@@ -140,4 +148,4 @@ def _number(words, name, kind, least, above=False):
         whole = "a whole number" if kind is int else "a number"
         bound = f"above {least}" if above else f"from {least} up"
         raise ValueError(f"`{name}` must be {whole} {bound}, not {words[name]!r}")
-    return value
+    return kind(value)

@@ -1,5 +1,8 @@
 """Checks of flags of `run` that conflict, before anything is started."""
 
+from collections.abc import Mapping
+from typing import Any
+
 from absl import flags
 
 from keras_psplus import catalogue, entries, specs
@@ -45,12 +48,14 @@ def chief_of(options: flags.FlagValues) -> bool:
     )
 
 
-def _check_spec(name, given, forms, allowed):
+def _check_spec(
+    name: str, given: Mapping[str, str], forms: Mapping[str, specs.Form], allowed: str
+) -> None:
     if name in given and specs.parse(given[name], forms) is None:
         raise UsageError(f"--{name} must be one of {allowed}. Received: --{name}={given[name]}")
 
 
-def _check_layout(entry, layout, strategy):
+def _check_layout(entry: entries.Entry, layout: Mapping[str, int], strategy: str) -> None:
     workers, ps, chief = layout["workers"], layout["ps"], layout["chief"]
     needed = None
     if entry.strategy in ("MultiWorkerMirroredStrategy", "get_strategy") and ps:
@@ -72,7 +77,7 @@ def _check_layout(entry, layout, strategy):
         raise UsageError(f"{strategy} {needed}. Received: --strategy={strategy}, {received}")
 
 
-def _check_pipelines(pipelines, workers):
+def _check_pipelines(pipelines: Any, workers: int) -> str | None:
     if not isinstance(pipelines, int) or pipelines < 1 or workers % pipelines == 0:
         return None
     few, many = workers // pipelines * pipelines, -(-workers // pipelines) * pipelines
@@ -80,7 +85,7 @@ def _check_pipelines(pipelines, workers):
     return f"has {pipelines} pipelines, each with as many workers: pass {fitting}"
 
 
-def _problem_with_updates(entry, text):
+def _problem_with_updates(entry: entries.Entry, text: str) -> str | None:
     name = text.partition(":")[0]
     plain = "take --strategy all_reduce without --ps"
     if entry.strategy == "HybridStrategy" and name != "accumulate":

@@ -7,6 +7,7 @@ import os
 import platform
 import subprocess
 import sys
+from collections.abc import Iterator, Mapping
 
 from absl import flags
 
@@ -17,6 +18,7 @@ from keras_psplus.cluster import proxies
 from keras_psplus.cluster.config import (
     ClusterConfigError,
     ClusterStartupError,
+    TaskConfig,
 )
 from keras_psplus.cluster.discovery import find_ranks, find_task_config
 from keras_psplus.cluster.environment import available_cores
@@ -101,7 +103,7 @@ def main(argv: list[str]) -> int:
     return 1
 
 
-def _flags():
+def _flags() -> flags.FlagValues:
     values = flags.FlagValues()
     flags.DEFINE_float(
         "timeout",
@@ -132,7 +134,7 @@ def _flags():
     return values
 
 
-def _software(problems):
+def _software(problems: list[str]) -> None:
     print("software")
     _row("python", f"{platform.python_version()} ({sys.executable})")
     for package in (versions.TENSORFLOW, versions.KERAS):
@@ -140,11 +142,11 @@ def _software(problems):
         problem = versions.problem(package)
         if problem is not None:
             problems.append(problem)
-    for package in ("numpy", "keras-psplus"):
-        version = _version(package)
-        _row(package, version or "not installed")
-        if version is None and package != "keras-psplus":
-            problems.append(f"{package} is not installed: `pip install {package}`")
+    for name in ("numpy", "keras-psplus"):
+        version = _version(name)
+        _row(name, version or "not installed")
+        if version is None and name != "keras-psplus":
+            problems.append(f"{name} is not installed: `pip install {name}`")
     backend = os.environ.get("KERAS_BACKEND") or "tensorflow (KERAS_BACKEND is not set)"
     _row("KERAS_BACKEND", backend)
     if not backend.startswith("tensorflow"):
@@ -154,7 +156,7 @@ def _software(problems):
         )
 
 
-def _version(package):
+def _version(package: str) -> str | None:
     try:
         return importlib.metadata.version(package)
     except importlib.metadata.PackageNotFoundError:
@@ -164,7 +166,7 @@ def _version(package):
     return versions.__version__ + " (checkout)"  # which is not installed
 
 
-def _machine(problems, with_devices, compiles):
+def _machine(problems: list[str], with_devices: bool, compiles: bool) -> None:
     print("\nmachine")
     _row("host", platform.node())
     _row("cores", f"{available_cores()} usable of {os.cpu_count()}")
@@ -202,7 +204,7 @@ def _machine(problems, with_devices, compiles):
 
 
 @contextlib.contextmanager
-def _later():
+def _later() -> Iterator[list[str]]:
     """Context that captures stderr; returns a list that receives its lines.
 
     TensorFlow's C++ writes past Python, into the middle of the table. If it ends this process, the
@@ -225,7 +227,7 @@ def _later():
             lines += keeper.stdout.read().decode(errors="replace").splitlines()
 
 
-def _tensorflow(said):
+def _tensorflow(said: list[str]) -> None:
     """Shows what was written to stderr meanwhile, but for what TensorFlow says of itself."""
     is_noise = NoiseFilter().is_noise
     lines = [line for line in said if line.strip() and not is_noise(line)]
@@ -235,7 +237,7 @@ def _tensorflow(said):
             print(f"  {line}")
 
 
-def _memory():
+def _memory() -> str:
     try:
         with open("/proc/meminfo") as file:
             fields = dict(line.split(":", 1) for line in file)
@@ -245,7 +247,7 @@ def _memory():
     return f"{free:.1f} GiB free of {total:.1f} GiB"
 
 
-def _cluster(problems, timeout):
+def _cluster(problems: list[str], timeout: float) -> None:
     try:
         given = bool(os.environ.get("TF_CONFIG", "").strip())
         ranks = None if given else find_ranks(os.environ)
@@ -273,7 +275,7 @@ def _cluster(problems, timeout):
 
 
 @contextlib.contextmanager
-def _table_alone():
+def _table_alone() -> Iterator[None]:
     """Context without the lines that tasks log, as the table says the same."""
     level = logger.level
     logger.setLevel(logging.WARNING)
@@ -283,7 +285,9 @@ def _table_alone():
         logger.setLevel(level)
 
 
-def _state(name, config, reasons, problems):
+def _state(
+    name: str, config: TaskConfig, reasons: Mapping[str, str | None], problems: list[str]
+) -> str:
     if name == config.name:
         try:
             check_local_address(config, log=lambda line: print(f"  note: {line}"))
@@ -298,7 +302,7 @@ def _state(name, config, reasons, problems):
     return f"NOT REACHABLE: {reason}"
 
 
-def _scheduler():
+def _scheduler() -> None:
     for title, variables in (("Slurm", _SLURM), ("Kubernetes", _KUBERNETES)):
         if variables[0] in os.environ:
             print(f"\n{title}")
@@ -306,5 +310,5 @@ def _scheduler():
                 _row(name, os.environ.get(name, "not set"))
 
 
-def _row(name, value):
+def _row(name: str, value: str) -> None:
     print(f"  {name:<16} {value}")

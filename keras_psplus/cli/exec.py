@@ -86,7 +86,7 @@ def _task(options: flags.FlagValues) -> TaskConfig | None:
     return find_task_config()
 
 
-def _flags():
+def _flags() -> flags.FlagValues:
     values = flags.FlagValues()
     flags.DEFINE_integer(
         "ps",

@@ -4,6 +4,7 @@ import json
 import secrets
 import shlex
 import textwrap
+from typing import Any
 
 from absl import flags
 
@@ -114,14 +115,14 @@ def manifest(options: flags.FlagValues, command: list[str]) -> str:
     return head + text
 
 
-def _quoted(word):
+def _quoted(word: str) -> str:
     # Of `$(NAME)` Kubernetes would put the variable's value in its place.
     return json.dumps(word.replace("$(", "$$("))
 
 
-def _flags():
+def _flags() -> flags.FlagValues:
     values = flags.FlagValues()
-    whole = {"flag_values": values, "lower_bound": 0}
+    whole: dict[str, Any] = {"flag_values": values, "lower_bound": 0}
     flags.DEFINE_integer("workers", 2, "Number of workers.", **whole)
     flags.DEFINE_integer("ps", 0, "Number of parameter servers.", **whole)
     flags.DEFINE_boolean(

@@ -1,7 +1,13 @@
 """`keras-psplus doctor --hooks`: the functions that are replaced, and what this Keras has."""
 
+from __future__ import annotations
+
 import json
 import os
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from keras_psplus.keras_hooks.hook import Hook
 
 os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "2")
 
@@ -31,7 +37,7 @@ def show(as_json: bool = False) -> int:
     return 0 if all(row["fits"] for row in rows) else 1
 
 
-def _row(hook):
+def _row(hook: Hook) -> dict[str, Any]:
     try:
         hook.check_signature()
         problem = None
@@ -49,7 +55,7 @@ def _row(hook):
     }
 
 
-def _text(rows):
+def _text(rows: list[dict[str, Any]]) -> str:
     lines = []
     for row in rows:
         relied = "is added" if row["is_added"] else f"({', '.join(row['parameters'])})"

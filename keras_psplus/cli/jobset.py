@@ -5,6 +5,7 @@ service. When one of its Jobs has failed, it recreates all Jobs, up to `maxResta
 """
 
 import textwrap
+from collections.abc import Mapping
 from typing import Any
 
 from keras_psplus.cli import pods
@@ -55,7 +56,7 @@ spec:
     return text.rstrip("\n")
 
 
-def _goes_on_without_a_worker(counts, strategy):
+def _goes_on_without_a_worker(counts: Mapping[str, int], strategy: str | None) -> bool:
     """Whether a worker alone is started again, as `keras-psplus run` has it."""
     known = strategy in (None, "ParameterServerStrategy")
     return known and bool(counts["chief"]) and bool(counts["ps"])

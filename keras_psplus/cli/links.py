@@ -50,6 +50,6 @@ def show(as_json: bool = False) -> int:
     return 0
 
 
-def _complain(problem):
+def _complain(problem: object) -> int:
     print(f"keras-psplus doctor: {problem}", file=sys.stderr)
     return 1

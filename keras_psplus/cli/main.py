@@ -45,7 +45,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     return importlib.import_module(f"keras_psplus.cli.{command}").main(rest)
 
 
-def _open_closed_streams():
+def _open_closed_streams() -> None:
     """Opens missing standard streams on the null device.
 
     Otherwise the next file that is opened would get what is meant for them.
@@ -63,7 +63,7 @@ def _open_closed_streams():
             setattr(sys, name, open(number, "w" if number else "r", closefd=False))
 
 
-def _help():
+def _help() -> str:
     lines = [f"  {name:<8} {text}" for name, text in _COMMANDS.items()]
     return "\n".join(
         [

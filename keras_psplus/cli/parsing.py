@@ -75,7 +75,7 @@ def remarks(flag_values: flags.FlagValues, command: list[str]) -> list[str]:
     return lines
 
 
-def _is_flag(flag_values, name):
+def _is_flag(flag_values: flags.FlagValues, name: str) -> bool:
     return name in flag_values or name.removeprefix("no") in flag_values
 
 
@@ -109,9 +109,10 @@ def complain(command: str, error: Exception) -> int:
     return 2
 
 
-def _split(flag_values, argv):
+def _split(flag_values: flags.FlagValues, argv: list[str]) -> tuple[list[str], list[str]]:
     """Splits `argv` before the first argument that is neither a flag nor a flag's value."""
-    own, position = [], 0
+    own: list[str] = []
+    position = 0
     while position < len(argv):
         word = argv[position]
         if word == "--":

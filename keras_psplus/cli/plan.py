@@ -9,6 +9,7 @@ import dataclasses
 import json
 import signal
 import sys
+from typing import Any
 
 from absl import flags
 
@@ -17,6 +18,7 @@ from keras_psplus.cli import parsing, plan_links, plan_script
 from keras_psplus.cluster.config import ClusterConfigError
 from keras_psplus.planning import choices
 from keras_psplus.planning.cost_model import Cluster
+from keras_psplus.planning.links_file import Links
 
 _USAGE = """
 usage: keras-psplus plan [flags] SCRIPT [arguments of the script]
@@ -82,7 +84,7 @@ def main(argv: list[str]) -> int:
     return 0
 
 
-def _flags():
+def _flags() -> flags.FlagValues:
     values = flags.FlagValues()
     for name, (default, least, text) in _COUNTS.items():
         text = f"{text} (default: {default})."
@@ -132,7 +134,7 @@ def _flags():
     return values
 
 
-def _check_flags(options):
+def _check_flags(options: flags.FlagValues) -> None:
     strange = _OF_STAGES if options.stages is None else _OF_CHOICES
     given = [name for name in strange if options[name].value is not None]
     if given:
@@ -149,7 +151,7 @@ def _check_flags(options):
         )
 
 
-def _cluster(options):
+def _cluster(options: flags.FlagValues) -> Cluster:
     """Cluster to plan for, without links that are yet to be measured."""
     if options.links is not None:
         links = plan_links.read(options.links, options.workers)
@@ -166,21 +168,21 @@ def _cluster(options):
     )
 
 
-def _over(cluster, links):
+def _over(cluster: Cluster, links: Links) -> Cluster:
     rate, delay = plan_links.of_cluster(links)
     return dataclasses.replace(cluster, bits_per_second=rate, delay_ms=delay)
 
 
-def _count(options, name):
+def _count(options: flags.FlagValues, name: str) -> int:
     given = options[name].value
     return _COUNTS[name][0] if given is None else given
 
 
-def _stages(answer):
+def _stages(answer: dict[str, Any]) -> tuple[Any, str]:
     return answer["plan"], answer["text"]
 
 
-def _choices(answer, cluster):
+def _choices(answer: dict[str, Any], cluster: Cluster) -> tuple[dict[str, Any], str]:
     """Predicted choices, as JSON and as text."""
     stages = [
         name

@@ -73,7 +73,7 @@ def ask(
     raise ScriptError(_problem(result, command))
 
 
-def _environment(request):
+def _environment(request: Mapping[str, Any]) -> dict[str, str]:
     # The plan is that of one process or a pipeline, whatever this shell was set up for.
     dropped = ("TF_CONFIG", *catalogue.OPTION_VARIABLES.values())
     inherited = {name: value for name, value in os.environ.items() if name not in dropped}
@@ -86,7 +86,7 @@ def _environment(request):
     }
 
 
-def _problem(result, command):
+def _problem(result: subprocess.CompletedProcess[str], command: Sequence[str]) -> str:
     """Reason why there is no plan."""
     is_noise = NoiseFilter().is_noise
     lines = [line for line in result.stdout.splitlines() if not is_noise(line)]

@@ -2,6 +2,7 @@
 
 import string
 import textwrap
+from collections.abc import Mapping
 from typing import Any
 
 PORT = 2222
@@ -101,5 +102,5 @@ def spec_of_job(
     return _filled(text, {**values, "tasks": tasks, "failures": failures, "port": PORT})
 
 
-def _filled(text, values):
+def _filled(text: str, values: Mapping[str, Any]) -> str:
     return string.Template(text.lstrip("\n")).substitute(values)

@@ -33,8 +33,9 @@ def show(result: ClusterResult, log_dir: pathlib.Path, timeout: float) -> None:
         print("\n".join(["", *say]), file=sys.stderr, flush=True)
 
 
-def _last_words(result):
+def _last_words(result: ClusterResult) -> list[str]:
     """The first failure's last traceback, or the end of its log."""
+    assert result.first_failure is not None
     lines = result.logs[result.first_failure].splitlines()
     starts = [number for number, line in enumerate(lines) if line.startswith(_TRACEBACK)]
     if not starts:

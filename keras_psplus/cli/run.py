@@ -8,6 +8,8 @@ import shlex
 import signal
 import sys
 import textwrap
+from collections.abc import Callable, Mapping
+from typing import Any
 
 from absl import flags
 
@@ -113,14 +115,14 @@ def main(argv: list[str]) -> int:
     live = "chief-0" if layout["chief"] else "worker-0"
     console = Console(live=live, quiet=not options.verbose)
 
-    def log(line):
+    def log(line: str) -> None:
         console.note(f"keras-psplus: {line}")
 
-    def log_fault(line):
+    def log_fault(line: str) -> None:
         log(line)
         record.fault(line)
 
-    def make_cluster(restart):
+    def make_cluster(restart: int) -> LocalCluster:
         record.begin_attempt(restart)
         cluster = LocalCluster(
             argv,
@@ -165,9 +167,9 @@ def main(argv: list[str]) -> int:
     return result.exit_code
 
 
-def _flags():
+def _flags() -> flags.FlagValues:
     values = flags.FlagValues()
-    whole = {"flag_values": values, "lower_bound": 0}
+    whole: dict[str, Any] = {"flag_values": values, "lower_bound": 0}
     flags.DEFINE_integer("workers", None, "Number of workers (default: 2).", **whole)
     flags.DEFINE_integer("ps", 0, "Number of parameter servers.", **whole)
     flags.DEFINE_boolean(
@@ -253,7 +255,7 @@ def _flags():
     return values
 
 
-def _layout(options):
+def _layout(options: flags.FlagValues) -> dict[str, Any]:
     chief = combinations.chief_of(options)
     workers = options.workers
     if workers is None:
@@ -269,7 +271,7 @@ def _layout(options):
     return {"workers": workers, "ps": options.ps, "chief": chief, "evaluator": evaluator}
 
 
-def _listing():
+def _listing() -> str:
     """The catalogue's entries with a line each."""
     titles = {name: entries.read(catalogue.find(name)).title for name in catalogue.names()}
     width = max(map(len, titles), default=0) + 2
@@ -279,7 +281,9 @@ def _listing():
     )
 
 
-def _network(events, chaos, tasks):
+def _network(
+    events: list[chaos_spec.Event], chaos: str | None, tasks: int
+) -> Callable[[], netlab.Lab | None]:
     """Returns a function that makes the network for an attempt, None for this machine's own."""
     if not any(event.kind in links.KINDS for event in events):
         return lambda: None
@@ -294,7 +298,9 @@ def _network(events, chaos, tasks):
     return functools.partial(netlab.Lab, tasks)
 
 
-def _recipe(argv, env, layout, hosts):
+def _recipe(
+    argv: list[str], env: Mapping[str, str], layout: dict[str, Any], hosts: list[str] | None
+) -> str:
     """The commands that start the cluster by hand, ready for a shell."""
     lines = []
     # A token of the user's own is not for the screen.

@@ -2,6 +2,7 @@
 
 import os
 import sys
+from typing import Any
 
 from absl import flags
 
@@ -52,9 +53,9 @@ def main(argv: list[str]) -> int:
     os._exit(0)
 
 
-def _flags():
+def _flags() -> flags.FlagValues:
     values = flags.FlagValues()
-    seconds = {"flag_values": values, "lower_bound": 0.0}
+    seconds: dict[str, Any] = {"flag_values": values, "lower_bound": 0.0}
     flags.DEFINE_float("startup_timeout", 300.0, "Seconds to wait for the chief.", **seconds)
     flags.DEFINE_float(
         "chief_gone",

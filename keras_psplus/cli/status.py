@@ -63,7 +63,7 @@ def main(argv: list[str]) -> int:
     return 0
 
 
-def _flags():
+def _flags() -> flags.FlagValues:
     values = flags.FlagValues()
     flags.DEFINE_boolean("json", False, "Print JSON: a list of jobs.", flag_values=values)
     flags.DEFINE_boolean(
@@ -75,7 +75,9 @@ def _flags():
     return values
 
 
-def _job(folder: pathlib.Path, job: dict[str, Any], said: dict[str, dict[str, Any]]):
+def _job(
+    folder: pathlib.Path, job: dict[str, Any], said: dict[str, dict[str, Any]]
+) -> dict[str, Any]:
     """A job as `--json` has it."""
     is_running = process_state.state_of(job["pid"], job["birth"]) != process_state.ENDED
     known = ("pid", "began", "command", "layout", "log_dir", "json_log", "restart")
@@ -87,7 +89,7 @@ def _job(folder: pathlib.Path, job: dict[str, Any], said: dict[str, dict[str, An
     }
 
 
-def _task(name, task, said):
+def _task(name: str, task: dict[str, Any], said: dict[str, Any]) -> dict[str, Any]:
     code = task["exit_code"]
     state = process_state.state_of(task["pid"], task["birth"])
     # What was said before a restart is not of the new process.
@@ -103,7 +105,7 @@ def _task(name, task, said):
     }
 
 
-def _text(job):
+def _text(job: dict[str, Any]) -> str:
     state = "running" if job["is_running"] else "ended: its launcher is gone"
     restarts = f", restart {job['restart']}" if job["restart"] else ""
     lines = [
@@ -114,7 +116,7 @@ def _text(job):
     return "\n".join([*lines, text_table.aligned(rows)])
 
 
-def _row(name, task):
+def _row(name: str, task: dict[str, Any]) -> tuple[str, ...]:
     state = task["state"]
     if task["exit_code"] is not None:
         state = describe(task["exit_code"])
@@ -130,19 +132,19 @@ def _row(name, task):
     )
 
 
-def _number(value):
+def _number(value: float | None) -> str:
     if value is None:
         return _NONE
     return f"{value:,}" if isinstance(value, int) else f"{value:.5g}"
 
 
-def _stall(stall):
+def _stall(stall: dict[str, Any]) -> str:
     if stall["is_over"]:
         return f"{_age(stall['timestamp'], ' ago')}, of {stall['seconds']:.0f} s"
     return f"now, for {stall['seconds']:.0f} s: {stall['message']}"
 
 
-def _age(timestamp, ending=""):
+def _age(timestamp: str, ending: str = "") -> str:
     began = datetime.datetime.fromisoformat(timestamp)
     seconds = max(0, round((datetime.datetime.now(datetime.UTC) - began).total_seconds()))
     return f"{seconds} s{ending}" if seconds < 120 else f"{seconds // 60} min{ending}"

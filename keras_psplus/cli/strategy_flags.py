@@ -95,5 +95,5 @@ def variables(
     return found
 
 
-def _to_stderr(line):
+def _to_stderr(line: str) -> None:
     print(f"keras-psplus: {line}", file=sys.stderr)

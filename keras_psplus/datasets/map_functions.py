@@ -52,7 +52,7 @@ def objection(function: Any, is_trusted: bool) -> str | None:
     return None
 
 
-def _objection_to(node, functions, is_trusted):
+def _objection_to(node: Any, functions: set[str], is_trusted: bool) -> str | None:
     if node.op in _READ_ONLY or node.op in _CALLS or node.op in functions:
         return None
     definition = op_def_registry.get(node.op)

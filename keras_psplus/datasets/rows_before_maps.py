@@ -10,7 +10,7 @@ positions, forbid it; so do maps that keep state from one element to the next.
 from __future__ import annotations
 
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any, NamedTuple
 
 import tensorflow as tf
@@ -182,7 +182,7 @@ def take_apart(dataset: tf.data.Dataset, is_trusted: bool) -> Pipeline | str:
     )
 
 
-def _line(dataset):
+def _line(dataset: tf.data.Dataset) -> Iterator[tf.data.Dataset]:
     """A dataset and those below it, as long as there is one."""
     while dataset is not None:
         yield dataset
@@ -190,7 +190,7 @@ def _line(dataset):
         dataset = below[0] if len(below) == 1 else None
 
 
-def _objection_to(stage, is_trusted):
+def _objection_to(stage: tf.data.Dataset, is_trusted: bool) -> str:
     """Reason why stages up to this one must see all elements; empty if none."""
     if isinstance(stage, tuple(_REMAKES)):
         return ""
@@ -204,21 +204,27 @@ def _objection_to(stage, is_trusted):
     return f"a map {found}" if found else ""
 
 
-def _name(stage):
+def _name(stage: tf.data.Dataset) -> str:
     """Name of a stage in a script, as far as its class shows."""
     words = re.findall("[A-Z][a-z]*", type(stage).__name__.removesuffix("Dataset"))
     return "_".join(word.lower() for word in words if word != "Parallel") + "()"
 
 
-def _count(maps):
+def _count(maps: int) -> str:
     return "1 map" if maps == 1 else f"{maps} maps"
 
 
-def _remake(stage, dataset):
+def _remake(stage: tf.data.Dataset, dataset: tf.data.Dataset) -> tf.data.Dataset:
     return next(make for kind, make in _REMAKES.items() if isinstance(stage, kind))(stage, dataset)
 
 
-def _rows(elements, batch_size, drops_remainder, start, count):
+def _rows(
+    elements: tf.data.Dataset,
+    batch_size: int,
+    drops_remainder: bool,
+    start: Callable[[tf.Tensor], tf.Tensor],
+    count: int,
+) -> tf.data.Dataset:
     """Selects `count` elements of each batch from `start` on.
 
     Each has the batch's number of rows with it.
@@ -227,7 +233,7 @@ def _rows(elements, batch_size, drops_remainder, start, count):
     spec = windows.element_spec
 
     @_as_it_is
-    def chosen(*window):
+    def chosen(*window: Any) -> tf.data.Dataset:
         # A dataset for each part of the elements.
         window = window if type(spec) is tuple else window[0]
         rows = tf.cast(tf.nest.flatten(window)[0].cardinality(), tf.int32)
@@ -237,13 +243,13 @@ def _rows(elements, batch_size, drops_remainder, start, count):
     return windows.flat_map(chosen)
 
 
-def _map_rows(stage, dataset):
+def _map_rows(stage: tf.data.Dataset, dataset: tf.data.Dataset) -> tf.data.Dataset:
     """A map, with the number of rows of the batch handed on."""
     function = stage._map_func.function
     spec_before, spec_after = stage._input_dataset.element_spec, stage.element_spec
 
     @_as_it_is
-    def mapped(rows, element):
+    def mapped(rows: tf.Tensor, element: Any) -> tuple[tf.Tensor, Any]:
         # Not the script's own function: traced again, it might be another one.
         tensors = function(*structure.to_tensor_list(spec_before, element))
         return rows, structure.from_tensor_list(spec_after, tensors)
@@ -258,16 +264,16 @@ def _map_rows(stage, dataset):
     )
 
 
-def _weighs_classes(stage):
+def _weighs_classes(stage: tf.data.Dataset) -> bool:
     """Whether a stage is Keras's map that applies `class_weight` row by row."""
     return isinstance(stage, _MAPS) and is_class_weight_map(stage._map_func._func)
 
 
-def _weigh_classes(stage, dataset):
+def _weigh_classes(stage: tf.data.Dataset, dataset: tf.data.Dataset) -> tf.data.Dataset:
     function, spec = stage._map_func._func, stage._input_dataset.element_spec
 
     @_as_it_is
-    def weighed(rows, batch):
+    def weighed(rows: tf.Tensor, batch: Any) -> tuple[tf.Tensor, Any]:
         return rows, function(*batch) if type(spec) is tuple else function(batch)
 
     return dataset.map(weighed)

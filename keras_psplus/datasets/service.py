@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import collections
 import os
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from typing import Any, NamedTuple
 
 import tensorflow as tf
@@ -32,10 +32,10 @@ class Reader(NamedTuple):
         consumer_index: Index among `num_consumers` that take turns; -1 without turns.
     """
 
-    job_name: str
-    sharding: str
-    dataset_id: str
-    consumer_index: int
+    job_name: str | None
+    sharding: str | None
+    dataset_id: str | None
+    consumer_index: int | None
 
 
 def readers(dataset: Any) -> list[Reader]:
@@ -60,12 +60,12 @@ def readers(dataset: Any) -> list[Reader]:
     return found
 
 
-def _reader(node, by_name):
-    def value(position):
+def _reader(node: Any, by_name: dict[str, Any]) -> Reader:
+    def value(position: int) -> Any:
         source = by_name.get(node.input[position].split(":")[0])
         return constant_value(source).item() if source and source.op == "Const" else None
 
-    def text(position):
+    def text(position: int) -> str | None:
         return None if value(position) is None else str(value(position), "utf-8", "replace")
 
     # Inputs: dataset_id, processing_mode, address, protocol, job_name, consumer_index, ...
@@ -178,5 +178,5 @@ def warn_of_restart(found: Sequence[Reader]) -> None:
         )
 
 
-def _names(jobs):
+def _names(jobs: Iterable[str]) -> str:
     return ", ".join(repr(job) for job in jobs) or "none"

@@ -7,6 +7,7 @@ written out, its zero seeds (TensorFlow's "not seeded") are set, and it is read 
 
 import re
 import zlib
+from typing import Any
 
 import tensorflow as tf
 
@@ -95,7 +96,7 @@ def serialize(dataset: tf.data.Dataset, seed: int, epoch: int = 0) -> bytes:
     return graph.SerializeToString()
 
 
-def _seed_graph(graph, seed, epoch=None):
+def _seed_graph(graph: Any, seed: int, epoch: int | None = None) -> bool:
     """Gives shuffles seeds in place; returns whether there was one to give.
 
     With an epoch, those that have seeds get others for each epoch, and all get seed generators
@@ -104,13 +105,13 @@ def _seed_graph(graph, seed, epoch=None):
     return any([_seed_nodes(nodes, seed, epoch) for nodes in scopes(graph)])
 
 
-def _seed_nodes(nodes, seed, epoch):
+def _seed_nodes(nodes: Any, seed: int, epoch: int | None) -> bool:
     """Seeds the shuffling nodes of one graph; returns whether there are any."""
     by_name = {node.name: node for node in nodes}
     changed = False
     for node in list(nodes):
         *positions, generator = _SEEDED.get(node.op, (None,))
-        constants = [by_name.get(node.input[i].split(":")[0]) for i in positions]
+        constants: list[Any] = [by_name.get(node.input[i].split(":")[0]) for i in positions]
         if not constants or any(c is None or c.op != "Const" for c in constants):
             continue
         own = [int(constant_value(constant)) for constant in constants]
@@ -120,7 +121,7 @@ def _seed_nodes(nodes, seed, epoch):
         again = any(name in node.attr and node.attr[name].b for name in _AGAIN_EACH_EPOCH)
         shift = (epoch or 0) if again else 0
         if any(own) and not shift:
-            positions = ()
+            positions = []
         for position, constant, value in zip(positions, constants, own):
             seeded = nodes.add()
             seeded.CopyFrom(constant)
@@ -137,7 +138,7 @@ def _seed_nodes(nodes, seed, epoch):
     return changed
 
 
-def _replace_resource(nodes, node, position, kind):
+def _replace_resource(nodes: Any, node: Any, position: int, kind: str) -> None:
     new = nodes.add(op=kind)
     new.name = f"{node.name.replace('/', '_')}_{kind}"
     output = ":handle:0" if ":" in node.input[position] else ""

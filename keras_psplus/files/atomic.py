@@ -112,7 +112,7 @@ def sync(path: str) -> None:
         os.close(handle)
 
 
-def _is_left(path, name, target, task):
+def _is_left(path: str, name: str, target: str, task: str | None) -> bool:
     match = _TEMPORARY.fullmatch(name)
     if match is None or path in _active:
         return False
@@ -122,14 +122,14 @@ def _is_left(path, name, target, task):
     return task is not None and (writer, of_target) == (task, _digest(target))
 
 
-def _temporary_name(target, task):
+def _temporary_name(target: str, task: str | None) -> str:
     number = next(_counter)
     return (
         f".keras_psplus-{task or 'local'}-{_digest(target)}-{machine_id()}-{os.getpid()}-{number}"
     )
 
 
-def _digest(text):
+def _digest(text: str) -> str:
     return hashlib.sha256(os.fsencode(text)).hexdigest()[:8]
 
 
@@ -157,7 +157,7 @@ def runs(process: int) -> bool:
     return True
 
 
-def _identity(path):
+def _identity(path: str) -> tuple[int, int] | None:
     """Identity of a path, which changes if it is replaced; None without one."""
     try:
         found = os.stat(path)
@@ -166,13 +166,13 @@ def _identity(path):
     return found.st_dev, found.st_ino
 
 
-def _must_stay(target):
+def _must_stay(target: str) -> bool:
     """Whether a folder cannot be replaced, so that its contents must be."""
     is_fixed = os.path.ismount(target) or not os.access(os.path.dirname(target), os.W_OK)
     return os.path.isdir(target) and is_fixed
 
 
-def _put(source, target):
+def _put(source: str, target: str) -> None:
     if not os.path.isdir(source):
         os.replace(source, target)
         return
@@ -190,7 +190,7 @@ def _put(source, target):
         _put(os.path.join(source, name), os.path.join(target, name))
 
 
-def _exchange(first, second):
+def _exchange(first: str, second: str) -> bool:
     """Swaps two folders in one step; returns whether it could."""
     rename = getattr(ctypes.CDLL(None), "renameat2", None)
     if rename is None:
@@ -199,7 +199,7 @@ def _exchange(first, second):
     return rename(_AT_FDCWD, paths[0], _AT_FDCWD, paths[1], _RENAME_EXCHANGE) == 0
 
 
-def _files_of(folder):
+def _files_of(folder: str) -> set[str]:
     """Relative paths of all files in a folder, a set."""
     return {
         os.path.relpath(os.path.join(where, name), folder)

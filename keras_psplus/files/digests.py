@@ -72,7 +72,7 @@ def from_json(text: str | bytes, must_have_digest: bool = False) -> dict[str, An
     return content
 
 
-def _of_content(content):
+def _of_content(content: Any) -> str:
     # As it will be when it is read: keys are text then, and tuples are lists.
     read = json.loads(json.dumps(content))
     return hashlib.sha256(json.dumps(read, sort_keys=True).encode()).hexdigest()

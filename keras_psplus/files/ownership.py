@@ -87,7 +87,7 @@ class _Owner:
     def __init__(self, folder: str, owner: str, argument: str, job: str | None) -> None:
         self._folder, self._argument = folder, argument
         self._path = f"{folder.rstrip('/')}/{FILE}"
-        self._facts = {
+        self._facts: dict[str, Any] = {
             "id": uuid.uuid4().hex,
             "owner": owner,
             "host": socket.gethostname(),
@@ -133,7 +133,7 @@ class _Owner:
             if self._made_folder and "://" not in self._folder:
                 os.rmdir(self._folder)  # Only if nothing is in it.
 
-    def _beat(self):
+    def _beat(self) -> None:
         seconds = _beat_seconds(self._folder)
         while not self._ends.wait(seconds):
             # What is wrong with the disk is said when a state is written to it.
@@ -144,11 +144,11 @@ class _Owner:
                 self._facts["beat"] += 1
                 self.write()
 
-    def _may_run_elsewhere(self, seen):
+    def _may_run_elsewhere(self, seen: dict[str, Any]) -> bool:
         same_job = seen["job"] is not None and seen["job"] == self._facts["job"]
         return seen["machine"] != atomic.machine_id() and not same_job
 
-    def _wait_for_beat(self, seen):
+    def _wait_for_beat(self, seen: dict[str, Any]) -> None:
         """Raises FolderInUseError at the first sign of life of an owner on another machine."""
         seconds = _MISSED_BEATS * _beat_seconds(self._folder)
         logger.info(
@@ -167,7 +167,7 @@ class _Owner:
             if (now["id"], now["beat"]) != (seen["id"], seen["beat"]):
                 raise self._in_use(now)
 
-    def _read(self):
+    def _read(self) -> dict[str, Any] | None:
         """Facts about the owner; None if there is none, or its file is invalid."""
         try:
             with tf.io.gfile.GFile(self._path, "rb") as file:
@@ -184,7 +184,7 @@ class _Owner:
             file.write(json.dumps(self._facts))
         tf.io.gfile.rename(temporary, self._path, overwrite=True)
 
-    def _in_use(self, facts):
+    def _in_use(self, facts: dict[str, Any]) -> FolderInUseError:
         return FolderInUseError(
             f"{facts['owner']} of another job (process {facts['process']} on {facts['host']}) "
             f"keeps its state in {self._folder}, and still runs. Give each job a folder of its "
@@ -193,14 +193,14 @@ class _Owner:
         )
 
 
-def _has_ended_here(facts):
+def _has_ended_here(facts: dict[str, Any]) -> bool:
     """Whether an owner was a process of this machine that runs no more."""
     if facts["machine"] != atomic.machine_id():
         return False
     return not atomic.runs(facts["process"]) or _start_of(facts["process"]) != facts["began"]
 
 
-def _start_of(process):
+def _start_of(process: int) -> str | None:
     """Start time of a process, which distinguishes reused process ids; None if unknown."""
     with contextlib.suppress(OSError, IndexError):
         fields = pathlib.Path(f"/proc/{process}/stat").read_text().rpartition(")")[2].split()
@@ -208,7 +208,7 @@ def _start_of(process):
     return None
 
 
-def _beat_seconds(folder):
+def _beat_seconds(folder: str) -> float:
     return _REMOTE_BEAT_SECONDS if "://" in folder else _BEAT_SECONDS
 
 

@@ -93,7 +93,7 @@ def of_step(*args: Any, **kwargs: Any) -> Engine | None:
     return None if step is None else step.engine
 
 
-def _in_replica():
+def _in_replica() -> bool:
     return of_scope() is not None and not tf.distribute.in_cross_replica_context()
 
 

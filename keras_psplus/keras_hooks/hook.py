@@ -8,7 +8,7 @@ import dataclasses
 import functools
 import inspect
 from collections.abc import Callable
-from typing import Any
+from typing import Any, NoReturn
 
 import keras
 
@@ -81,7 +81,7 @@ class Hook:
         find, ask = self.find, self.ask
 
         @functools.wraps(original)
-        def replaced(*args, **kwargs):
+        def replaced(*args: Any, **kwargs: Any) -> Any:
             engine = find(*args, **kwargs)
             if engine is None:
                 return original(*args, **kwargs)
@@ -92,13 +92,13 @@ class Hook:
         replaced.replaced_by = self  # type: ignore[attr-defined]
         setattr(self.owner, self.name, replaced)
 
-    def _current(self):
+    def _current(self) -> Any:
         return getattr(self.owner, self.name, None)
 
-    def _missing(self):
+    def _missing(self) -> Callable[..., Any]:
         name = self.name
 
-        def missing(*args, **kwargs):
+        def missing(*args: Any, **kwargs: Any) -> NoReturn:
             raise AttributeError(name)
 
         return missing

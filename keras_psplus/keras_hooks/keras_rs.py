@@ -6,6 +6,7 @@ rows are summed afterwards. Reference: https://keras.io/keras_rs/api/embedding_l
 
 import importlib
 import importlib.util
+from typing import Any
 
 from keras_psplus.core.table_wishes import TableWishes
 from keras_psplus.keras_hooks.hook import Hook
@@ -14,7 +15,7 @@ from keras_psplus.log import logger
 _wishes = TableWishes()
 
 
-def _of_any(*args, **kwargs):
+def _of_any(*args: Any, **kwargs: Any) -> TableWishes:
     # Also before there is a strategy: the scope in which the layer is built decides.
     return _wishes
 
@@ -55,5 +56,5 @@ def hooks() -> tuple[Hook, ...]:
     return found
 
 
-def _warn(error):
+def _warn(error: Exception) -> None:
     logger.warning("keras_psplus does not fit this version of KerasRS: %s", error)

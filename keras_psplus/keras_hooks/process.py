@@ -1,12 +1,13 @@
 """The process: how it is about to end."""
 
 import sys
+from typing import Any
 
 from keras_psplus.cluster.exit_code import EXITS
 from keras_psplus.keras_hooks.hook import Hook
 
 
-def _if_watched(*args):
+def _if_watched(*args: Any) -> object | None:
     return EXITS if EXITS.is_watching else None
 
 

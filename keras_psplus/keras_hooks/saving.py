@@ -1,12 +1,14 @@
 """Saving: files and folders appear whole, and the paths that are shown are the script's."""
 
+from typing import Any
+
 from keras_psplus.core import saving
 from keras_psplus.keras_hooks.finders import of_holder, of_scope
 from keras_psplus.keras_hooks.hook import Hook
 from keras_psplus.keras_parts import io_utils, model_module, saving_lib
 
 
-def _of_writing(message, *args, **kwargs):
+def _of_writing(message: str, *args: Any, **kwargs: Any) -> object | None:
     return saving.SHOWN if saving.SHOWN.is_writing else None
 
 

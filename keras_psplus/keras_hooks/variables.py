@@ -1,11 +1,14 @@
 """Hooks of Keras variables: creation, reads, writes, and seeds of random layers."""
 
+from typing import Any
+
+from keras_psplus.engine import Engine
 from keras_psplus.keras_hooks.finders import of_scope, of_step, of_variable
 from keras_psplus.keras_hooks.hook import Hook
 from keras_psplus.keras_parts import Variable, numpy_module, seed_generator
 
 
-def _of_taken(x, indices, axis=None):
+def _of_taken(x: Any, indices: Any, axis: int | None = None) -> Engine | None:
     return of_variable(x) if isinstance(x, Variable) else None
 
 

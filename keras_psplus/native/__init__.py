@@ -43,7 +43,7 @@ def state(compiles: bool = True) -> str:
     return _loaded()[1]
 
 
-def _unwanted():
+def _unwanted() -> str | None:
     """Reason why kernels are not used at all, or None."""
     if os.environ.get(_VARIABLE) == "0":
         return f"{_VARIABLE}=0"
@@ -51,7 +51,7 @@ def _unwanted():
 
 
 @functools.cache
-def _loaded():
+def _loaded() -> tuple[ModuleType | None, str]:
     try:
         path = build()
         # It stays open: TensorFlow would take another file under the same name for this one.

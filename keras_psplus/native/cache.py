@@ -9,11 +9,11 @@ from __future__ import annotations
 import contextlib
 import fcntl
 import hashlib
+import io
 import os
 import pathlib
 import stat
 from collections.abc import Callable, Iterator
-from typing import BinaryIO
 
 _FOLDER, _FILE = 0o700, 0o600
 # A pipe would wait for its other end.
@@ -73,7 +73,7 @@ class Folder:
     def __exit__(self, *_: object) -> None:
         os.close(self._fd)
 
-    def open(self, name: str) -> BinaryIO:
+    def open(self, name: str) -> io.BufferedReader:
         """Opens a file to be read that only this user, or root, can have written.
 
         Raises:
@@ -90,7 +90,7 @@ class Folder:
             os.close(fd)
             raise
 
-    def open_whole(self, name: str) -> BinaryIO:
+    def open_whole(self, name: str) -> io.BufferedReader:
         """Opens a file that `write_whole` has written, if it still is what it was.
 
         Raises:
@@ -134,7 +134,7 @@ class Folder:
             self._remove(new)
             raise
 
-    def _remove(self, name):
+    def _remove(self, name: str) -> None:
         with contextlib.suppress(FileNotFoundError):
             os.unlink(name, dir_fd=self._fd)
 
@@ -148,7 +148,7 @@ class Folder:
         try:
             os.fchmod(fd, _FILE)
 
-            def locked():
+            def locked() -> bool:
                 try:
                     fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
                 except BlockingIOError:
@@ -165,7 +165,7 @@ def owners() -> set[int]:
     return {os.geteuid(), 0}
 
 
-def _check_above(path):
+def _check_above(path: pathlib.Path) -> None:
     """Raises UnsafeError if anybody may replace what is in one of the folders above."""
     path = pathlib.Path(os.path.realpath(path))
     for folder in (path, *path.parents):
@@ -175,7 +175,7 @@ def _check_above(path):
                 raise UnsafeError(_writable(folder, mode))
 
 
-def _make_above(path):
+def _make_above(path: pathlib.Path) -> None:
     if not path.is_dir():
         _make_above(path.parent)
         with contextlib.suppress(FileExistsError):
@@ -183,7 +183,9 @@ def _make_above(path):
             os.chmod(path, _FOLDER)  # The umask may have taken some away.
 
 
-def _open_folder(name, above, path, make):
+def _open_folder(
+    name: str | pathlib.Path, above: int | None, path: pathlib.Path, make: bool
+) -> int:
     if make:
         with contextlib.suppress(FileExistsError):
             os.mkdir(name, _FOLDER, dir_fd=above)
@@ -199,7 +201,7 @@ def _open_folder(name, above, path, make):
 
 
 @contextlib.contextmanager
-def _links_named(path):
+def _links_named(path: pathlib.Path) -> Iterator[None]:
     """Context that names a symbolic link in errors about loops or folders."""
     try:
         yield
@@ -209,7 +211,7 @@ def _links_named(path):
         raise
 
 
-def _check(status, path, is_kind):
+def _check(status: os.stat_result, path: pathlib.Path, is_kind: Callable[[int], bool]) -> None:
     if not is_kind(status.st_mode):
         raise UnsafeError(f"{path} is of another kind. Received: mode {oct(status.st_mode)}")
     if status.st_uid not in owners():
@@ -221,18 +223,18 @@ def _check(status, path, is_kind):
         raise UnsafeError(_writable(path, status.st_mode))
 
 
-def _writable(path, mode):
+def _writable(path: pathlib.Path, mode: int) -> str:
     return (
         f"others can write to {path}; remove what is not yours, then `chmod go-w` it. "
         f"Received: mode {oct(stat.S_IMODE(mode))}"
     )
 
 
-def _digest(file):
+def _digest(file: io.BufferedReader) -> bytes:
     digest = hashlib.file_digest(file, "sha256").hexdigest().encode()
     file.seek(0)
     return digest
 
 
-def _digest_name(name):
+def _digest_name(name: str) -> str:
     return f"{name}.sha256"

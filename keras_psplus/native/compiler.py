@@ -13,6 +13,7 @@ import subprocess
 import sys
 import tempfile
 import time
+from collections.abc import Iterable, Iterator
 
 import tensorflow as tf
 
@@ -61,12 +62,13 @@ def build() -> pathlib.Path:
         raise BuildError(f"there is no folder for them: {error}; set XDG_CACHE_HOME") from error
     try:
         command = _compiler()
-        folder: pathlib.Path | None = root / f"{key}-{_digest([_version(*command)])}"
+        own = root / f"{key}-{_digest([_version(*command)])}"
+        folder: pathlib.Path | None = own
         try:
-            if not _is_whole(folder):
-                _make(folder, command, flags)
+            if not _is_whole(own):
+                _make(own, command, flags)
         except OSError as error:
-            raise BuildError(f"{folder} cannot be used: {error}") from error
+            raise BuildError(f"{own} cannot be used: {error}") from error
     except BuildError as error:
         found = filter(_is_safe_and_whole, sorted(root.glob(f"{key}-*")))
         folder = next(found, None)
@@ -108,7 +110,7 @@ def opened(library: pathlib.Path) -> int:
         return os.dup(file.fileno())
 
 
-def _is_whole(folder):
+def _is_whole(folder: pathlib.Path) -> bool:
     """Whether a folder has a library; it is said if it is damaged."""
     try:
         os.close(opened(folder / _LIBRARY))
@@ -120,14 +122,14 @@ def _is_whole(folder):
         return False
 
 
-def _is_safe_and_whole(folder):
+def _is_safe_and_whole(folder: pathlib.Path) -> bool:
     try:
         return _is_whole(folder)
     except OSError:
         return False
 
 
-def _make(path, command, flags):
+def _make(path: pathlib.Path, command: list[str], flags: list[str]) -> None:
     log = f"failed-{_digest([*command, *_identity(command)])}.log"
     with cache.Folder(path, make=True) as folder, _alone(folder, path):
         if not _is_whole(path) and not _is_recent(path / log):
@@ -147,7 +149,7 @@ def _make(path, command, flags):
             raise BuildError(f"{command[0]} has failed: see {path / log}; remove it to try again")
 
 
-def _compiler():
+def _compiler() -> list[str]:
     """The command of the compiler, as a list."""
     try:
         wanted = shlex.split(os.environ.get("CXX", ""))
@@ -160,14 +162,14 @@ def _compiler():
     return [found, *wanted[1:]]
 
 
-def _identity(command):
+def _identity(command: list[str]) -> tuple[str, str]:
     """Strings that change when the compiler is replaced."""
     file = os.stat(command[0])
     return str(file.st_size), str(file.st_mtime_ns)
 
 
 @functools.cache
-def _version(*command):
+def _version(*command: str) -> str:
     """Version text of a compiler."""
     try:
         return _run([*command, "--version"], _VERSION_TIMEOUT)[1].decode(errors="replace")
@@ -175,13 +177,13 @@ def _version(*command):
         return ""
 
 
-def _key(flags):
+def _key(flags: list[str]) -> str:
     versions = tf.version.VERSION, tf.version.GIT_VERSION, tf.version.COMPILER_VERSION
     texts = [file.read_text() for file in (*_SOURCES, *_HEADERS)]
     return _digest([*flags, *versions, _libc(), platform.machine(), *texts])
 
 
-def _libc():
+def _libc() -> str:
     """Name and version of the C library."""
     try:
         return os.confstr("CS_GNU_LIBC_VERSION") or ""
@@ -189,16 +191,16 @@ def _libc():
         return ""
 
 
-def _digest(parts):
+def _digest(parts: Iterable[str]) -> str:
     return hashlib.sha256("\0".join(parts).encode()).hexdigest()[:16]
 
 
-def _is_recent(log):
+def _is_recent(log: pathlib.Path) -> bool:
     return log.exists() and time.time() - log.stat().st_mtime < _FAILED_FOR
 
 
 @contextlib.contextmanager
-def _alone(folder, path):
+def _alone(folder: cache.Folder, path: pathlib.Path) -> Iterator[None]:
     """Waits until no other process compiles there."""
     with folder.lock() as locked:
         end = time.monotonic() + _TIMEOUT + 10
@@ -212,7 +214,7 @@ def _alone(folder, path):
         yield
 
 
-def _compile(compiler, flags):
+def _compile(compiler: list[str], flags: list[str]) -> tuple[bytes | None, bytes]:
     """Compiles the library; returns its bytes or None, and the compiler's messages."""
     with tempfile.TemporaryDirectory(prefix="keras_psplus_") as folder:
         os.chmod(folder, 0o700)  # The umask may have taken some away.
@@ -224,7 +226,7 @@ def _compile(compiler, flags):
         return None, shlex.join(command).encode() + b"\n" + said
 
 
-def _run(command, timeout):
+def _run(command: list[str], timeout: float) -> tuple[bool, bytes]:
     """Returns whether a program ends well, and what it says."""
     # In its own session: compilers are several processes, which end together.
     with subprocess.Popen(

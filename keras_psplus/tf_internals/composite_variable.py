@@ -39,7 +39,7 @@ class CompositeVariable(resource_variable_ops.BaseResourceVariable, core.Tensor)
         )
 
     @classmethod
-    def _variable_call(cls, *args, **kwargs):
+    def _variable_call(cls, *args: Any, **kwargs: Any) -> None:
         # The metaclass of tf.Variable would hand the call to the strategy's creator.
         return None
 
@@ -56,26 +56,28 @@ class CompositeVariable(resource_variable_ops.BaseResourceVariable, core.Tensor)
     def numpy(self) -> np.ndarray:
         return self.value().numpy()
 
-    def __array__(self, dtype=None, copy=None):
+    def __array__(self, dtype: np.dtype | None = None, copy: bool | None = None) -> np.ndarray:
         return np.asarray(self.numpy(), dtype)
 
-    def _dense_var_to_tensor(self, dtype=None, name=None, as_ref=False):
+    def _dense_var_to_tensor(
+        self, dtype: tf.DType | None = None, name: str | None = None, as_ref: bool = False
+    ) -> tf.Tensor:
         value = self.value()
         return value if dtype is None else tf.cast(value, dtype)
 
     def is_initialized(self, name: str | None = None) -> tf.Tensor:
         return tf.constant(True)
 
-    def _should_act_as_resource_variable(self):
+    def _should_act_as_resource_variable(self) -> None:
         pass
 
-    def _serialize_to_tensors(self):
+    def _serialize_to_tensors(self) -> dict[str, tf.Tensor]:
         return {"VARIABLE_VALUE": self.value()}
 
-    def _restore_from_tensors(self, restored_tensors):
+    def _restore_from_tensors(self, restored_tensors: dict[str, tf.Tensor]) -> Any:
         return self.assign(tf.ensure_shape(restored_tensors["VARIABLE_VALUE"], self._whole_shape))
 
-    def __getitem__(self, key):
+    def __getitem__(self, key: Any) -> tf.Tensor:
         return self.value()[key]
 
 
@@ -85,10 +87,10 @@ tensor_conversion_registry.register_tensor_conversion_function(
 )
 
 
-def _overload(operator):
+def _overload(operator: str) -> None:
     of_tensor = getattr(tf.Tensor, operator)
 
-    def of_variable(self, *args, **kwargs):
+    def of_variable(self: CompositeVariable, *args: Any, **kwargs: Any) -> Any:
         return of_tensor(self.value(), *args, **kwargs)
 
     setattr(CompositeVariable, operator, of_variable)

@@ -1,6 +1,6 @@
 """Hooks at the end of a trace, when a function's graph can still change."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 from keras_psplus.tf_internals import func_graph
@@ -21,14 +21,14 @@ def call_at_end(graph: Any, function: Callable[[Sequence[Any]], None]) -> None:
     graph.outputs.functions.append(function)
 
 
-class _Outputs(list):
+class _Outputs(list[Any]):
     """List of a graph's outputs, which TensorFlow fills when a trace ends."""
 
-    def __init__(self, outputs):
+    def __init__(self, outputs: Iterable[Any]) -> None:
         super().__init__(outputs)
-        self.functions = []
+        self.functions: list[Callable[[Sequence[Any]], None]] = []
 
-    def extend(self, outputs):
+    def extend(self, outputs: Iterable[Any]) -> None:
         # TensorFlow gives a generator, which captures what comes from outside of the graph.
         outputs, functions = list(outputs), self.functions
         self.functions = []
