@@ -113,6 +113,11 @@ class Builder:
                     model._symbolic_build(data_batch=batch)
                 except Exception:
                     raise error from None
+            metrics = model._compile_metrics
+            if metrics is not None and not metrics.built:
+                # The step leaves them out, but Keras asks for their results after each epoch.
+                with contextlib.suppress(Exception):
+                    model._symbolic_build(data_batch=batch)
             left.clear()
             left.update(_unbuilt(model))
         for layer in model._flatten_layers():

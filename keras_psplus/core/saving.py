@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Any
 
 import tensorflow as tf
 
-from keras_psplus.files import atomic
+from keras_psplus.files import atomic, unwritten
 from keras_psplus.keras_parts import file_utils
 
 if TYPE_CHECKING:
@@ -113,6 +113,18 @@ def save(
         return original(model, own, True, *args, **kwargs)
 
 
+def save_in_place(
+    original: Callable[..., Any], model: keras.Model, filepath: Any, *args: Any, **kwargs: Any
+) -> Any:
+    """Saves a model, or its weights, as Keras does, and survives a disk that is full."""
+    try:
+        return original(model, filepath, *args, **kwargs)
+    except Exception:
+        if isinstance(filepath, (str, os.PathLike)):
+            unwritten.divert(os.fspath(filepath))
+        raise
+
+
 @contextlib.contextmanager
 def written(strategy: Any, filepath: str | os.PathLike[str], makes_folders: bool) -> Iterator[str]:
     """Context that returns the path to write to instead of the script's."""
@@ -130,6 +142,7 @@ def written(strategy: Any, filepath: str | os.PathLike[str], makes_folders: bool
         try:
             yield own
         except Exception as error:
+            unwritten.divert(own)
             error.args = tuple(SHOWN.as_given(one) for one in error.args)
             if getattr(error, "filename", None):
                 error.filename = SHOWN.as_given(error.filename)  # type: ignore[attr-defined]

@@ -195,6 +195,17 @@ class StrategyEngine(Engine):
         if has_no_target:
             callback.target = None
 
+    def save(
+        self,
+        original: Original,
+        model: keras.Model,
+        filepath: Any,
+        overwrite: bool = True,
+        *args: Any,
+        **kwargs: Any,
+    ) -> Any:
+        return saving.save_in_place(original, model, filepath, overwrite, *args, **kwargs)
+
     # Optimizers.
 
     def build_optimizer(

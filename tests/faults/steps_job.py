@@ -7,6 +7,7 @@ script's seeds, so that whatever is equal after that has come from the backup. T
 lines of JSON: the case, and what differs.
 """
 
+import contextlib
 import json
 import os
 import pathlib
@@ -212,22 +213,27 @@ def refused(strategy, folder):
     """What is said of backups that cannot be."""
     (folder / "file").write_text("in the way")
 
-    def error_of(units, backup, **options):
+    def error_of(units, backup, optimizer="sgd", batch_size=2, more=(), **options):
         with strategy.scope():
             model = keras.Sequential([keras.Input((1,)), keras.layers.Dense(units)])
-            model.compile("sgd", "mse")
+            model.compile(optimizer, "mse")
         backup = keras.callbacks.BackupAndRestore(folder / backup, **options)
+        data = {"x": np.ones((8, 1)), "y": np.ones((8, units)), "batch_size": batch_size}
         try:
-            model.fit(np.ones((2, 1)), np.ones((2, units)), verbose=0, callbacks=[backup])
+            model.fit(**data, verbose=0, callbacks=[backup, *more])
         except (OSError, ValueError) as error:
             return f"{error}"
         return None
 
     assert error_of(2, "other", delete_checkpoint=False) is None
+    with contextlib.suppress(Interrupted):
+        error_of(2, "in an epoch", save_freq=1, more=[AtBatch(0, 2, interrupt)])
     return [
         error_of(2, "never", save_freq=-1),
         error_of(2, "file/backup"),
         error_of(3, "other"),
+        error_of(2, "in an epoch", "rmsprop", save_freq=1),
+        error_of(2, "in an epoch", batch_size=4, save_freq=1),
     ]
 
 

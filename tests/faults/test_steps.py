@@ -91,13 +91,19 @@ def test_a_kill_while_the_thread_writes_leaves_the_backup_before(alone, tmp_path
 
 
 def test_backups_that_cannot_be_are_refused(alone):
-    frequency, folder, model = alone["refused"]
+    frequency, folder, model, optimizer, batch_size = alone["refused"]
     assert frequency.endswith("at least 1. Received: save_freq=-1")
     assert "file/backup" in folder and "Received: " in folder
     assert "The backup is one of another model" in model
     assert model.endswith(
         "Received: [[1, 3], 'float32'] in the model, [[1, 2], 'float32'] in the backup"
     )
+    assert "The backup is one of another model, or of one that was compiled otherwise" in optimizer
+    assert optimizer.endswith(
+        "Received: RMSprop 'optimizer' in the model, SGD 'optimizer' in the backup"
+    )
+    assert "and the data come in other batches now" in batch_size
+    assert "batch_size=4 for 2" in batch_size and batch_size.endswith(" in the backup")
 
 
 def run(folder, case, workers, *options):

@@ -1,0 +1,45 @@
+"""Backup folder that two calls of `fit` share: killed in the second, and failed after both."""
+
+import json
+import os
+import pathlib
+import subprocess
+import sys
+
+JOB = pathlib.Path(__file__).with_name("shared_folder_job.py")
+
+
+def run(folder, *options):
+    """The job with two workers under the launcher: what the chief prints, and the log."""
+    command = [sys.executable, "-m", "keras_psplus", "run", "--workers", "2", *options]
+    done = subprocess.run(
+        [*command, str(JOB), str(folder)],
+        env={**os.environ, "TF_CPP_MIN_LOG_LEVEL": "2", "CUDA_VISIBLE_DEVICES": ""},
+        capture_output=True,
+        text=True,
+        timeout=170,
+        check=False,
+    )
+    log = done.stdout + done.stderr
+    assert done.returncode == 0, log[-4000:]
+    lines = [line.removeprefix("[worker-0] ") for line in log.splitlines()]
+    (found,) = [json.loads(line) for line in lines if line.startswith("[") and '"left"' in line]
+    return *found, log
+
+
+def test_each_call_goes_on_from_its_own_backup_and_nothing_is_trained_again(tmp_path):
+    whole, broken = tmp_path / "whole", tmp_path / "broken"
+    for folder in (whole, broken):
+        folder.mkdir()
+    (whole / "failed").touch()
+    trained, expected, _ = run(whole)
+    assert trained == 2 * 3 * 8
+    # The 36th batch is one of the second call.
+    chaos = ["--chaos", "kill:worker1@step=36"]
+    trained, found, log = run(broken, "--max_restarts", "2", *chaos)
+    assert "call 1 of `fit` with the backup" in log and "is passed over" in log, log[-4000:]
+    assert "restart 2 of 2 begins" in log, log[-4000:]
+    # The last start had only the end of the script to do again.
+    assert trained == 0, log[-4000:]
+    assert found == expected
+    assert found["left"] == [True, []]
