@@ -16,8 +16,9 @@ from keras_psplus import catalogue
 from keras_psplus.cluster.environment import python_path
 from keras_psplus.cluster.noise import NoiseFilter
 
-# `keras_psplus.core.plan_request.VARIABLE`, whose module needs TensorFlow.
+# `core.plan_request.VARIABLE` and `tracebacks.FULL_VARIABLE`, whose modules need TensorFlow.
 _VARIABLE = "KERAS_PSPLUS_PLAN"
+_FULL_TRACEBACK = "KERAS_PSPLUS_FULL_TRACEBACK"
 _TRACEBACK = "Traceback (most recent call last)"
 _LAST_LINES = 80
 
@@ -82,6 +83,8 @@ def _environment(request: Mapping[str, Any]) -> dict[str, str]:
         **inherited,
         catalogue.STRATEGY_VARIABLE: "single" if request["stages"] is None else "pipeline",
         _VARIABLE: json.dumps(request),
+        # `_problem` sees by the frames whether the library has refused something.
+        _FULL_TRACEBACK: "1",
         "PYTHONPATH": python_path(),
     }
 
