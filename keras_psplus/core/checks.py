@@ -6,11 +6,12 @@ import inspect
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any, NoReturn
 
+import keras
+
 from keras_psplus.keras_parts import base_optimizer, tree
 from keras_psplus.keras_parts import metrics as metrics_module
 
 if TYPE_CHECKING:
-    import keras
     import tensorflow as tf
 
     from keras_psplus.updates import Updates
@@ -34,8 +35,10 @@ def check_compile_arguments(
 
     Raises:
         ValueError: If XLA, or what the strategy cannot run eagerly, is asked for, an optimizer or
-            a metric belongs to another scope, or gradients would be accumulated twice.
+            a metric belongs to another scope, gradients would be accumulated twice, or a layer
+            keeps states of the batch's rows.
     """
+    check_stateful_layers(strategy, args[0])
     arguments = inspect.signature(compile_method).bind(*args, **kwargs).arguments
     if arguments.get("jit_compile") is True:
         raise ValueError(
@@ -81,8 +84,29 @@ def check_accumulation(updates: Updates | None, optimizer: keras.optimizers.Opti
         )
 
 
+def check_stateful_layers(strategy: tf.distribute.Strategy, model: keras.Model) -> None:
+    """Raises ValueError if a layer keeps a state for each row and several replicas share rows."""
+    # All workers of parameter servers count as one replica.
+    parts = max(strategy.num_replicas_in_sync, getattr(strategy, "num_workers", 1))
+    if parts == 1:
+        return
+    for layer in model._flatten_layers():
+        if isinstance(layer, keras.layers.RNN) and layer.stateful:
+            raise ValueError(
+                f"The layer '{layer.name}' is stateful: it goes on with the state of each row of "
+                f"the batch before, and {type(strategy).__name__} deals the rows of a batch out "
+                f"to {parts} replicas, not always in the same way. Use `stateful=False` and "
+                "longer sequences, hand states on as inputs and outputs of the model "
+                "(`initial_state`, `return_state=True`), or train it in one process "
+                "(`keras_psplus.single_process()`). "
+                f"Received: {layer.name}, stateful=True"
+            )
+
+
 def check_variables(strategy: tf.distribute.Strategy, model: keras.Model) -> None:
     """Raises ValueError if a variable of the model was made outside the strategy's scope."""
+    # Also of layers that the model makes when it is built.
+    check_stateful_layers(strategy, model)
     _check_in_scope(strategy, model.variables, f"model '{model.name}'")
     if model.optimizer is not None:
         owner = f"optimizer '{model.optimizer.name}'"

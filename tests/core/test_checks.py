@@ -1,0 +1,29 @@
+"""Layers that several replicas cannot share."""
+
+import types
+
+import keras
+import pytest
+
+from keras_psplus.core import checks
+
+
+def model(stateful=True):
+    layers = [
+        keras.Input(batch_shape=(4, 3, 2)),
+        keras.layers.Bidirectional(keras.layers.LSTM(2, stateful=stateful, name="memory")),
+    ]
+    return keras.Sequential(layers)
+
+
+@pytest.mark.parametrize("replicas, workers", [(2, 2), (1, 2), (2, 1)])
+def test_stateful_layers_are_refused_by_name(replicas, workers):
+    strategy = types.SimpleNamespace(num_replicas_in_sync=replicas, num_workers=workers)
+    with pytest.raises(ValueError, match="'forward_memory' is stateful.*Received: forward_memory"):
+        checks.check_stateful_layers(strategy, model())
+    checks.check_stateful_layers(strategy, model(stateful=False))
+
+
+def test_one_replica_may_have_stateful_layers():
+    strategy = types.SimpleNamespace(num_replicas_in_sync=1, num_workers=1)
+    checks.check_stateful_layers(strategy, model())
