@@ -53,7 +53,8 @@ class ClusterResult:
             return 128 + self.signal
         if self.first_failure is not None:
             code = self.exit_codes[self.first_failure]
-            if self.chief_has_ended_well and code < 0:
+            is_worker = self.first_failure.startswith("worker-")
+            if self.chief_has_ended_well and is_worker and code < 0:
                 return 0  # It was killed, and the chief has done without it.
             return code if code > 0 else 128 - code
         return TIMED_OUT if self.timed_out else 0
