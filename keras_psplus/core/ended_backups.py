@@ -16,7 +16,7 @@ import shutil
 from keras_psplus.cluster import exit_code
 from keras_psplus.cluster.environment import RESTART_VARIABLE, TOKEN_VARIABLE
 from keras_psplus.core import failure, job_failure
-from keras_psplus.files import atomic
+from keras_psplus.files import atomic, ownership
 
 _MARKER, _TAKING = ".keras_psplus-ended", ".keras_psplus-taken"
 _TEXT = "A job's backup after its training: keras_psplus deletes it when the job's script ends.\n"
@@ -55,10 +55,7 @@ def keep(folder: str | os.PathLike[str]) -> bool:
         atomic.sync(os.path.dirname(path))
     except OSError:
         return False  # It may be a disk of its own.
-    if not _kept:
-        exit_code.watch()
-        atexit.register(_at_exit)
-    _kept.add(kept)
+    _note(kept)
     return True
 
 
@@ -81,7 +78,7 @@ def take_back(folder: str | os.PathLike[str]) -> None:
         return
     if kept in _kept:
         return  # A call of `fit` in this process has ended, and this is another one.
-    _kept.add(kept)
+    _note(kept)
     names, taking = os.listdir(path) if os.path.isdir(path) else [], os.path.join(kept, _TAKING)
     # A kill may have come in between.
     if os.path.exists(taking) or all(name.startswith(".keras_psplus-") for name in names):
@@ -89,9 +86,18 @@ def take_back(folder: str | os.PathLike[str]) -> None:
         with open(taking, "w"):
             pass
         for name in os.listdir(kept):
-            if name not in (_MARKER, _TAKING):
+            # The folder has its present owner's name already.
+            if name not in (_MARKER, _TAKING, ownership.FILE):
                 os.rename(os.path.join(kept, name), os.path.join(path, name))
         _remove(kept)
+
+
+def _note(kept):
+    """Has a kept backup deleted when the script has ended well, whichever start has made it."""
+    if not _kept:
+        exit_code.watch()
+        atexit.register(_at_exit)
+    _kept.add(kept)
 
 
 def _kept_path(path):

@@ -1,4 +1,4 @@
-"""Backup folder that two calls of `fit` share: killed in the second, and failed after both."""
+"""Backup folder, behind a symbolic link, that two calls of `fit` share: killed in the second."""
 
 import json
 import os
@@ -27,19 +27,19 @@ def run(folder, *options):
     return *found, log
 
 
-def test_each_call_goes_on_from_its_own_backup_and_nothing_is_trained_again(tmp_path):
+def test_a_call_that_had_ended_leaves_the_backup_to_the_next(tmp_path):
     whole, broken = tmp_path / "whole", tmp_path / "broken"
     for folder in (whole, broken):
         folder.mkdir()
-    (whole / "failed").touch()
+        # Without it, the script fails after its training.
+        (folder / "failed").touch()
     trained, expected, _ = run(whole)
     assert trained == 2 * 3 * 8
     # The 36th batch is one of the second call.
     chaos = ["--chaos", "kill:worker1@step=36"]
-    trained, found, log = run(broken, "--max_restarts", "2", *chaos)
+    trained, found, log = run(broken, "--max_restarts", "1", *chaos)
     assert "call 1 of `fit` with the backup" in log and "is passed over" in log, log[-4000:]
-    assert "restart 2 of 2 begins" in log, log[-4000:]
-    # The last start had only the end of the script to do again.
-    assert trained == 0, log[-4000:]
+    # The backup was made after the 34th of 48 batches.
+    assert 0 < trained <= 14, log[-4000:]
     assert found == expected
     assert found["left"] == [True, []]
