@@ -576,6 +576,43 @@ def bfloat16():
     return None, {"predictions": model.predict(blobs(33)[0], verbose=0).astype("float32")}
 
 
+class InBatchNegatives(keras.Model):
+    """Pairs, told from those of all other rows of the global batch, as differences.md has it."""
+
+    def __init__(self):
+        super().__init__()
+        self.left, self.right = keras.layers.Dense(6), keras.layers.Dense(6)
+
+    def call(self, x):
+        return self.left(x), self.right(x[:, ::-1])
+
+    def train_step(self, data):
+        x, _, _ = keras.utils.unpack_x_y_sample_weight(data)
+        with tf.GradientTape() as tape:
+            anchors, positives = self(x, training=True)
+            context = tf.distribute.get_replica_context()
+            rank, rows = context.replica_id_in_sync_group, tf.shape(anchors)[0]
+            candidates = context.all_gather(positives, axis=0)
+            owners = context.all_gather(tf.fill([rows], rank), axis=0)
+            places = tf.where(owners == rank)[:, 0]
+            labels = tf.pad(places, [[0, rows - tf.shape(places)[0]]])
+            logits = tf.matmul(anchors, candidates, transpose_b=True)
+            loss = self.compute_loss(y=labels, y_pred=logits)
+        variables = self.trainable_variables
+        self.optimizer.apply(tape.gradient(loss, variables), variables)
+        return self.compute_metrics(x, labels, logits)
+
+
+@case
+def in_batch_negatives():
+    """The last batch has one row, so that a worker has none."""
+    model = InBatchNegatives()
+    loss = keras.losses.SparseCategoricalCrossentropy(from_logits=True)
+    model.compile(keras.optimizers.SGD(0.05), loss, metrics=["accuracy"])
+    x, _ = blobs(17)
+    return trained(model, x, None, **numpy_defaults(batch_size=8))
+
+
 @case
 def evaluate_and_predict():
     model = mlp()

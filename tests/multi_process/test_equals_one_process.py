@@ -48,6 +48,7 @@ LOSSLESS = [
 NOT_ASYNCHRONOUS = (
     *("logs_of_every_batch", "run_eagerly"),
     *("losses_in_metrics_eagerly", "logs_of_metrics_eagerly", "float8"),
+    "in_batch_negatives",
 )
 # For one worker, which has whole batches, the same as others that are run: a loss is what it is.
 MUCH_THE_SAME = [

@@ -1,5 +1,7 @@
 """Sums of gradients beside their variables: what is of another attempt does not get in."""
 
+import types
+
 import numpy as np
 import pytest
 import tensorflow as tf
@@ -123,6 +125,19 @@ def test_gradients_are_handed_over_once_for_each_optimizer():
         handed_over(twice=True)
     with pytest.raises(ValueError, match=r"called in a loop, a branch or a tf.function"):
         handed_over(in_branch=True)
+
+
+def test_scales_of_float8_are_refused_by_name():
+    scale = types.SimpleNamespace(path="dense/scale", overwrite_with_gradient=True)
+    engine = types.SimpleNamespace(strategy=types.SimpleNamespace(num_workers=2))
+
+    @tf.function(autograph=False)
+    def step(weight):
+        with WorkerReplicaStep(engine, weight, None) as replica_step:
+            replica_step.hand_over(Optimizer(), [tf.constant(1.0)], [scale])
+
+    with pytest.raises(ValueError, match="float8 is not supported.*Received: dense/scale"):
+        step.get_concrete_function(tf.TensorSpec([], tf.float64))
 
 
 def a_step(change, log=False, inside=False):
