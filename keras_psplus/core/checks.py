@@ -85,7 +85,7 @@ def check_accumulation(updates: Updates | None, optimizer: keras.optimizers.Opti
 
 
 def check_stateful_layers(strategy: tf.distribute.Strategy, model: keras.Model) -> None:
-    """Raises ValueError if a layer keeps a state for each row and several replicas share rows."""
+    """Raises ValueError if a stateful layer would share its rows among several replicas."""
     # All workers of parameter servers count as one replica.
     parts = max(strategy.num_replicas_in_sync, getattr(strategy, "num_workers", 1))
     if parts == 1:

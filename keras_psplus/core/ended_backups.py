@@ -93,7 +93,7 @@ def take_back(folder: str | os.PathLike[str]) -> None:
 
 
 def _note(kept):
-    """Has a kept backup deleted when the script has ended well, whichever start has made it."""
+    """Deletes a kept backup when the script ends well, whichever start has made it."""
     if not _kept:
         exit_code.watch()
         atexit.register(_at_exit)

@@ -116,7 +116,7 @@ def save(
 def save_in_place(
     original: Callable[..., Any], model: keras.Model, filepath: Any, *args: Any, **kwargs: Any
 ) -> Any:
-    """Saves a model, or its weights, as Keras does, and survives a disk that is full."""
+    """Saves a model, or its weights, as Keras does; a full disk is survived."""
     try:
         return original(model, filepath, *args, **kwargs)
     except Exception:

@@ -27,7 +27,7 @@ def divert(path: str) -> None:
                     _replace(descriptor)
 
 
-def _replace(descriptor):
+def _replace(descriptor: int) -> None:
     # Not the null device: HDF5 also changes the file's length.
     memory = os.memfd_create("unwritten")
     try:
