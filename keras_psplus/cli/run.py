@@ -122,12 +122,21 @@ def main(argv: list[str]) -> int:
         log(line)
         record.fault(line)
 
+    # All starts of a job have it: by that they find what an earlier one has left.
+    token = {TOKEN_VARIABLE: os.environ.get(TOKEN_VARIABLE) or secrets.token_hex(16)}
+
     def make_cluster(restart: int) -> LocalCluster:
         record.begin_attempt(restart)
         cluster = LocalCluster(
             argv,
             **layout,
-            env={**env, **chaos.environment, **record.environment, "PYTHONPATH": python_path()},
+            env={
+                **token,
+                **env,
+                **chaos.environment,
+                **record.environment,
+                "PYTHONPATH": python_path(),
+            },
             log_dir=log_dir,
             console=console,
             error_grace=_ERROR_GRACE,
