@@ -141,7 +141,9 @@ class HybridEngine(AllReduceEngine):
             if table is not None:
                 decays = optimizer.weight_decay and optimizer._use_weight_decay(variable)
                 decay = optimizer.weight_decay if decays else None
-                self.strategy.tables.set_optimizer(table, optimizer, decay)
+                # Servers are told its numbers, also where a step that is traced builds it.
+                with tf.init_scope():
+                    self.strategy.tables.set_optimizer(table, optimizer, decay)
 
     def add_slot(
         self,

@@ -1,4 +1,4 @@
-"""Backup folder behind a symbolic link, which two calls of `fit` share, in a job that fails twice."""
+"""Backup folder behind a link, shared by two calls of `fit`, in a job that fails twice."""
 
 import json
 import os
