@@ -24,9 +24,6 @@ if TYPE_CHECKING:
     from keras_psplus.all_reduce.strategy import MultiWorkerMirroredStrategy
 
 
-_is_said = False
-
-
 class Distributed(NamedTuple):
     """A data adapter's data, shared out.
 
@@ -301,12 +298,10 @@ def _policy_of_shares(strategy, dataset, proposals, readers):
 
 
 def _log_distribution(strategy, how):
-    """Logs the distribution of a process's first data, usually those of `fit`."""
-    global _is_said
-    if _is_said or not strategy.is_chief:
+    """Logs on the chief how data are distributed, once for data of the same kind."""
+    if not strategy.is_chief:
         return
-    _is_said = True
-    logger.info(
+    info_once(
         "data over %d worker(s) x %d replica(s): %s",
         strategy.num_workers,
         strategy.extended.world.local_replicas,
