@@ -116,4 +116,4 @@ def test_activations_in_fewer_bytes_learn_the_digits_as_well():
         # Something was lost, and it does not show in what has been learned.
         assert loss != exact[0]
         assert loss == pytest.approx(exact[0], rel=0.15)
-        assert accuracy == pytest.approx(exact[1], abs=0.0101)
+        assert accuracy > exact[1] - 0.0101
