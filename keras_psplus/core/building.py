@@ -104,20 +104,7 @@ class Builder:
             if model.run_eagerly:
                 # It may do what cannot be traced: its first step makes what is missing.
                 return
-            spec = tf.nest.map_structure(_spec_of, batch)
-            try:
-                self._trace(model, getattr(model, step_name), spec)
-            except Exception as error:
-                # A tf.function in the step may need AutoGraph. Keras's way remains.
-                try:
-                    model._symbolic_build(data_batch=batch)
-                except Exception:
-                    raise error from None
-            metrics = model._compile_metrics
-            if metrics is not None and not metrics.built:
-                # The step leaves them out, but Keras asks for their results after each epoch.
-                with contextlib.suppress(Exception):
-                    model._symbolic_build(data_batch=batch)
+            self._build_unbuilt(model, step_name, batch)
             left.clear()
             left.update(_unbuilt(model))
         for layer in model._flatten_layers():
@@ -125,6 +112,23 @@ class Builder:
                 layer.built = True
         if model.optimizer is not None and not model.optimizer.built:
             model.optimizer.build(model.trainable_variables)
+
+    def _build_unbuilt(self, model, step_name, batch):
+        """Builds as Keras does, by a call on the batch; by the step where that does not serve."""
+        failed = None
+        try:
+            model._symbolic_build(data_batch=batch)
+        except Exception as error:
+            failed = error
+        if failed is None and not _unbuilt(model):
+            return
+        spec = tf.nest.map_structure(_spec_of, batch)
+        try:
+            self._trace(model, getattr(model, step_name), spec)
+        except Exception:
+            # A tf.function in the step may need AutoGraph. What Keras has built remains.
+            if failed is not None:
+                raise
 
 
 def _unbuilt(model):
