@@ -114,7 +114,7 @@ class Builder:
             model.optimizer.build(model.trainable_variables)
 
     def _build_unbuilt(self, model, step_name, batch):
-        """Builds as Keras does, by a call on the batch; by the step where that does not serve."""
+        """Builds by a call on the batch, as Keras does, or else by the step."""
         failed = None
         try:
             model._symbolic_build(data_batch=batch)
