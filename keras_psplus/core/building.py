@@ -10,7 +10,7 @@ from typing import Any
 import keras
 import tensorflow as tf
 
-from keras_psplus.core.optimizers import optimizers_of
+from keras_psplus.core.optimizers import optimizers_of, unwrapped
 from keras_psplus.keras_parts import TensorFlowTrainer
 
 # Traces a step of a model on a batch of a specification, and runs nothing of it.
@@ -135,12 +135,9 @@ def _unbuilt(model):
     """Ids of what has no variables yet: layers, metrics, the loss, optimizers of the step."""
     layers = [layer for layer in model._flatten_layers() if not _is_container(layer)]
     compiled = [one for one in (model._compile_metrics, model._compile_loss) if one is not None]
-    of_step = [one for one in optimizers_of(model).values() if one is not _inner(model.optimizer)]
+    main = unwrapped(model.optimizer)
+    of_step = [one for one in optimizers_of(model).values() if one is not main]
     return {id(one) for one in (*layers, *compiled, *of_step) if not one.built}
-
-
-def _inner(optimizer):
-    return getattr(optimizer, "inner_optimizer", optimizer)
 
 
 def _is_container(layer):
