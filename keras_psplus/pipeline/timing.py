@@ -76,7 +76,10 @@ def _milliseconds(layer, call, rows, device, with_backward):
     rounds = [(seconds(1), seconds(1 + repeats)) for _ in range(_ROUNDS)]
     alone, together = (min(of_rounds) for of_rounds in zip(*rounds))
     # What a call of the function itself takes, on the way to a worker, is in both.
-    return 1e3 * max(0.0, together - min(once, alone)) / repeats
+    if (repeated := together - min(once, alone)) > 0:
+        return 1e3 * repeated / repeats
+    # Others used the processor just then: no less than it takes.
+    return 1e3 * together / (1 + repeats)
 
 
 def _repeated(layer, call, rows, device, with_backward):
