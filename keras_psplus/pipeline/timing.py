@@ -78,7 +78,7 @@ def _milliseconds(layer, call, rows, device, with_backward):
     # What a call of the function itself takes, on the way to a worker, is in both.
     if (repeated := together - min(once, alone)) > 0:
         return 1e3 * repeated / repeats
-    # Others used the processor just then: no less than it takes.
+    # Others used the processor just then: the most that it can take.
     return 1e3 * together / (1 + repeats)
 
 
