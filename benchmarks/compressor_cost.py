@@ -16,7 +16,7 @@ import time
 import tensorflow as tf
 
 from keras_psplus import compression
-from keras_psplus.cluster import memory
+from keras_psplus.cluster.process import memory
 
 NAMES = ["bf16", "fp16", "int8", "sign", "topk:0.01", "randomk:0.01", "powersgd:4", "powersgd:1"]
 # Milliseconds for a million elements, for encoding and for decoding.

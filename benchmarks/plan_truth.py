@@ -16,7 +16,7 @@ import pathlib
 from lab import figures, ideal, manual, methods, tables, work
 from lab.wire import parse_rate
 
-from keras_psplus.catalogue import long_name
+from keras_psplus.catalogue.lookup import long_name
 from keras_psplus.planning import cost_model
 from keras_psplus.planning.cost_model import Cluster
 

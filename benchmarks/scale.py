@@ -22,13 +22,14 @@ import threading
 import time
 import types
 
-from keras_psplus.all_reduce.heartbeat import HeartbeatWatch
-from keras_psplus.cluster import handshake, neighbours
+from keras_psplus.all_reduce.liveness.heartbeat import HeartbeatWatch
 from keras_psplus.cluster.config import TaskConfig
 from keras_psplus.cluster.ports import free_ports
-from keras_psplus.cluster.preflight import wait_for_cluster
-from keras_psplus.core import control as control_module
-from keras_psplus.core.control import ControlPlane
+from keras_psplus.cluster.startup import neighbours
+from keras_psplus.cluster.startup.preflight import wait_for_cluster
+from keras_psplus.cluster.wire import handshake
+from keras_psplus.core.jobs import control as control_module
+from keras_psplus.core.jobs.control import ControlPlane
 
 HEARTBEAT_TIMEOUT = 20.0
 EXCHANGES = 5

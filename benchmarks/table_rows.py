@@ -27,7 +27,7 @@ def serve(cluster, core, sync):
     _stay_on(core)
     from keras_psplus.cluster.config import TaskConfig
     from keras_psplus.cluster.secret import Secret
-    from keras_psplus.hybrid.table_server import TableServer
+    from keras_psplus.hybrid.server.table_server import TableServer
 
     options = {
         "server": 0,
@@ -76,9 +76,9 @@ class Remote:
         import tensorflow as tf
 
         from keras_psplus.cluster.secret import Secret
-        from keras_psplus.hybrid import table as table_module
-        from keras_psplus.hybrid.row_optimizer import config_of
-        from keras_psplus.hybrid.servers import Servers
+        from keras_psplus.hybrid.rows.row_optimizer import config_of
+        from keras_psplus.hybrid.rpc.servers import Servers
+        from keras_psplus.hybrid.tables import table as table_module
 
         self._process.start()
         servers = Servers(self._task, Secret(TOKEN), timeout=60, patience=5)

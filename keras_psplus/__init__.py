@@ -15,9 +15,9 @@ _EXPORTS = {
     "PeerLostError": "keras_psplus.errors",
     "PipelineStrategy": "keras_psplus.pipeline",
     "SidecarEvaluator": "keras_psplus.sidecar_evaluator",
-    "single_process": "keras_psplus.core.live_strategies",
+    "single_process": "keras_psplus.core.models.live_strategies",
     "stage": "keras_psplus.pipeline",
-    "strategy": "keras_psplus.catalogue",
+    "strategy": "keras_psplus.catalogue.lookup",
     "task_type": "keras_psplus.cluster.roles",
 }
 
@@ -47,12 +47,13 @@ def _load() -> None:
 
 def _install(versions: types.ModuleType) -> None:
     with versions.naming_misfits():
-        from keras_psplus.cluster import early_init, late_variables
+        from keras_psplus.cluster.process import early_init, late_variables
 
         # Before anything else of TensorFlow's runs, so that an early initialisation can be named.
         early_init.install()
         late_variables.warn()
-        from keras_psplus import keras_attributes, keras_hooks
+        from keras_psplus import keras_hooks
+        from keras_psplus.keras_internals import keras_attributes
         from keras_psplus.tf_internals import attributes
 
         attributes.check_tensorflow_attributes()

@@ -15,10 +15,11 @@ import h5py
 import keras
 
 from keras_psplus.arguments import folder, seconds, whole_number
-from keras_psplus.cluster import serve, task_report
 from keras_psplus.cluster.config import TaskConfig
-from keras_psplus.cluster.discovery import find_task_config
+from keras_psplus.cluster.discovery.discovery import find_task_config
 from keras_psplus.cluster.environment import TRAINING_END_VARIABLE
+from keras_psplus.cluster.monitor import task_report
+from keras_psplus.cluster.serving import serve
 from keras_psplus.log import logger
 
 _SUFFIXES = (".weights.h5", ".keras")

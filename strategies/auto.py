@@ -1,6 +1,6 @@
 """The fastest entry for this cluster by the plan, of those that train exactly."""
 
-from keras_psplus import automatic
+from keras_psplus.catalogue import automatic
 
 
 def strategy(plan=None):

@@ -5,7 +5,7 @@ import inspect
 import keras
 import pytest
 
-from keras_psplus import keras_parts
+from keras_psplus.keras_internals import keras_parts
 
 
 @pytest.mark.parametrize(

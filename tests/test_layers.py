@@ -15,37 +15,77 @@ LAYERS = [
         "arguments",
         "errors",
         "files",
-        "private_attributes",
         "specs",
         "text_table",
         "tracebacks",
     },
-    {"tf_internals", "keras_parts", "communication", "entries", "planning", "versions"},
-    {"engine", "keras_attributes"},
+    {"keras_internals"},
+    {"tf_internals", "communication", "planning", "versions"},
+    {"engine"},
     {"cluster", "native"},
     {"callbacks", "chaos", "compression", "datasets", "sidecar_evaluator", "updates"},
     {"core"},
     {"all_reduce", "parameter_server", "pipeline"},
     {"hybrid"},
     {"catalogue", "keras_hooks"},
-    {"automatic"},
     {"cli"},
 ]
+# Within a package: its folders and files, from the bottom to the top.
+FOLDERS = {
+    "all_reduce": [
+        *("worker_files", "data", "collectives", "liveness", "startup", "reduction", "topology"),
+        *("step", "reducers", "gradient_engine", "extended", "engine", "strategy"),
+    ],
+    "catalogue": ["entries", "lookup", "automatic"],
+    "cli": [
+        *("flags", "links", "hooks", "bench", "manifests", "planning", "serve", "status"),
+        *("doctor", "run", "exec", "plan", "export", "main"),
+    ],
+    "cluster": [
+        *("config", "ports", "secret", "output", "process", "environment", "wire", "discovery"),
+        *("monitor", "startup", "roles", "launcher", "serving", "processes", "testing"),
+        *("restarts", "in_process"),
+    ],
+    "compression": [
+        *("averaging", "options", "base", "wire", "no_communication", "by_variable", "rows"),
+        *("quantize", "cast", "sparse", "factors", "error_feedback", "methods", "fused"),
+    ],
+    "core": [
+        *("jobs", "base", "data", "gradient_path", "graph", "plan", "batch", "backup", "models"),
+        *("strategy_engine", "distributed_engine"),
+    ],
+    "hybrid": [
+        *("stalls", "rows", "rpc", "tables", "files", "extended", "server", "snapshots"),
+        *("engine", "strategy"),
+    ],
+    "keras_internals": ["private_attributes", "keras_parts", "keras_attributes"],
+    "parameter_server": [
+        *("modes", "startup", "step_registry", "tracing", "placement", "state", "transport"),
+        *("data", "scheduling", "extended", "reports", "overlap", "steps", "sync", "updates"),
+        *("predict_function", "train_function", "engine", "strategy"),
+    ],
+    "pipeline": [
+        *("failure", "base", "startup", "arguments", "extended", "worker_files", "stalls"),
+        *("graph", "replicas", "wire", "step", "split", "engine", "strategy"),
+    ],
+}
 # The package itself, whose import installs the hooks, and what runs the command line.
 TOP = {"__init__", "__main__"}
 
 
 def imported(path):
-    """The packages and modules of the library that a file imports."""
-    for node in ast.walk(ast.parse(path.read_text())):
+    """The modules that a file imports from the library, without the library's own name."""
+    yield from _imported(ast.parse(path.read_text()))
+
+
+def _imported(tree):
+    for node in ast.walk(tree):
         names = []
-        if isinstance(node, ast.ImportFrom) and node.module == "keras_psplus":
-            names = [f"keras_psplus.{alias.name}" for alias in node.names]
-        elif isinstance(node, ast.ImportFrom):
-            names = [node.module or ""]
+        if isinstance(node, ast.ImportFrom):
+            names = [f"{node.module}.{alias.name}" for alias in node.names]
         elif isinstance(node, ast.Import):
             names = [alias.name for alias in node.names]
-        yield from (n.split(".")[1] for n in names if n.startswith("keras_psplus."))
+        yield from (n.split(".")[1:] for n in names if n.startswith("keras_psplus."))
 
 
 def files():
@@ -65,9 +105,35 @@ def test_imports_run_downwards(layer):
     below = set().union(*LAYERS[:layer])
     for package, path in files():
         if package in LAYERS[layer]:
-            others = {name for name in imported(path) if name != package and name in known()}
+            others = {name for name, *_ in imported(path) if name != package and name in known()}
             assert others <= below, f"{path} imports {sorted(others - below)}"
 
 
 def known():
     return set().union(*LAYERS)
+
+
+@pytest.mark.parametrize("package", FOLDERS)
+def test_imports_run_downwards_in_a_package(package):
+    order = FOLDERS[package]
+    entries = [p for p in (ROOT / package).iterdir() if p.suffix == ".py" or p.is_dir()]
+    names = {p.stem for p in entries} - {"__init__", "__pycache__"}
+    assert names == set(order) and len(names) == len(order)
+    for name in order:
+        below = order[: order.index(name) + 1]
+        for path in [ROOT / package / f"{name}.py", *(ROOT / package / name).rglob("*.py")]:
+            found = {i[1] for i in _runtime_imports(path) if i[0] == package and i[1] in order}
+            assert found <= set(below), f"{path} imports {sorted(found - set(below))}"
+
+
+def _runtime_imports(path):
+    """Imports of a file that are not for types alone."""
+    if not path.exists():
+        return []
+    tree = ast.parse(path.read_text())
+    typing = [
+        n for n in ast.walk(tree) if isinstance(n, ast.If) and "TYPE_CHECKING" in ast.dump(n.test)
+    ]
+    for node in typing:
+        node.body = [ast.Pass()]
+    return [found for found in _imported(tree) if len(found) > 1]

@@ -2,7 +2,7 @@
 
 Importing both takes four seconds of a processor, and the suite starts some three hundred scripts:
 two fifths of its time. `Popen` is `subprocess.Popen`, but a script is run by a fork of a
-`keras_psplus.cluster.warm.WarmPython` that has imported what `quick_start.py` does.
+`keras_psplus.cluster.process.warm.WarmPython` that has imported what `quick_start.py` does.
 
 Two of these take turns, so that the tasks of a cluster still differ in how Python orders sets of
 strings. What a new interpreter would do differently is started in a new interpreter.
@@ -74,7 +74,7 @@ _turns = itertools.cycle(range(_PROCESSES))
 
 
 def _next():
-    from keras_psplus.cluster.warm import WarmPython
+    from keras_psplus.cluster.process.warm import WarmPython
 
     with _lock:
         if not _processes:

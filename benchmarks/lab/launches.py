@@ -7,7 +7,7 @@ import os
 import subprocess
 import sys
 
-from keras_psplus.catalogue import STRATEGY_VARIABLE
+from keras_psplus.catalogue.lookup import STRATEGY_VARIABLE
 from keras_psplus.chaos import netlab
 from lab import ideal, job, names, wire, work
 

@@ -56,10 +56,10 @@ def of_entry(path, entry=None):
 
 def catalogue():
     """Methods of all of keras_psplus's entries, those without communication first."""
-    from keras_psplus import catalogue
-    from keras_psplus import entries as sources
+    from keras_psplus.catalogue import entries as sources
+    from keras_psplus.catalogue import lookup
 
-    found = {name: catalogue.find(name) for name in catalogue.names()}
+    found = {name: lookup.find(name) for name in lookup.names()}
     # One that takes another of them is none by itself.
     entries = [
         of_entry(path, name)
@@ -120,7 +120,7 @@ def select(methods, patterns):
     Raises:
         ValueError: If a pattern fits none.
     """
-    from keras_psplus import catalogue
+    from keras_psplus.catalogue import lookup
 
     if not patterns:
         return list(methods)
@@ -128,7 +128,7 @@ def select(methods, patterns):
     def fits(method, pattern):
         names = (method.name, method.full_name)
         # Names of entries that were shorter once are still names.
-        patterns = (pattern, catalogue.long_name(pattern))
+        patterns = (pattern, lookup.long_name(pattern))
         return any(fnmatch.fnmatchcase(name, p) for name in names for p in patterns)
 
     for pattern in patterns:

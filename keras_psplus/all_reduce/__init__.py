@@ -1,6 +1,6 @@
 """Synchronous training: variables mirrored on the workers, gradients all-reduced."""
 
 from keras_psplus.all_reduce.strategy import MultiWorkerMirroredStrategy
-from keras_psplus.core.failure import PeerLostError
+from keras_psplus.core.jobs.failure import PeerLostError
 
 __all__ = ["MultiWorkerMirroredStrategy", "PeerLostError"]

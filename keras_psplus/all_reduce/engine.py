@@ -11,23 +11,25 @@ from typing import TYPE_CHECKING, Any
 import keras
 import tensorflow as tf
 
-from keras_psplus.all_reduce import data, replica_functions, row_reads, single_steps
+from keras_psplus.all_reduce.data import sharding
 from keras_psplus.all_reduce.gradient_engine import GradientEngine
+from keras_psplus.all_reduce.step import replica_functions, row_reads, single_steps
 from keras_psplus.all_reduce.worker_files import MirroredWorkerFiles
-from keras_psplus.core import failure, iterator_release
+from keras_psplus.core.base.metric_state import accumulates
+from keras_psplus.core.base.optimizers import optimizers_of
+from keras_psplus.core.batch.replica_step import current_step
+from keras_psplus.core.data import iterator_release
 from keras_psplus.core.distributed_engine import symbolic_batch
-from keras_psplus.core.metric_state import accumulates
-from keras_psplus.core.optimizers import optimizers_of
-from keras_psplus.core.replica_step import current_step
+from keras_psplus.core.jobs import failure
 from keras_psplus.core.strategy_engine import StrategyEngine
 from keras_psplus.engine import Original
-from keras_psplus.keras_parts import Variable, epoch_iterator, stateless_scope, tree
-from keras_psplus.keras_parts import callbacks as keras_callbacks
+from keras_psplus.keras_internals.keras_parts import Variable, epoch_iterator, stateless_scope, tree
+from keras_psplus.keras_internals.keras_parts import callbacks as keras_callbacks
 
 if TYPE_CHECKING:
+    from keras_psplus.all_reduce.step.updating import MirroredUpdates
     from keras_psplus.all_reduce.strategy import MultiWorkerMirroredStrategy
-    from keras_psplus.all_reduce.updating import MirroredUpdates
-    from keras_psplus.core.control import ControlPlane
+    from keras_psplus.core.jobs.control import ControlPlane
 
 # Odd, so that no two replicas of any job share a seed (mod 2 ** 31).
 _SEED_STRIDE = 0x3C6EF35F
@@ -90,7 +92,7 @@ class OneReplicaEngine(MirroredEngine):
         epoch_iterator.EpochIterator.__init__(iterator, *args, **kwargs)
         iterator._distribute_strategy = distribute_strategy
         seed = self.progress.data_seed(random.randint(1, int(1e9)))
-        dataset = data.of_one_replica(iterator.data_adapter, seed)
+        dataset = sharding.of_one_replica(iterator.data_adapter, seed)
         if not isinstance(dataset, tf.distribute.DistributedDataset):
             dataset = distribute_strategy.experimental_distribute_dataset(dataset)
         self.progress.note_data_seed(seed)
@@ -176,7 +178,7 @@ class AllReduceEngine(MirroredEngine, GradientEngine):
     ) -> None:
         epoch_iterator.EpochIterator.__init__(iterator, *args, **kwargs)
         iterator._distribute_strategy = strategy = distribute_strategy
-        distributed = data.distribute(
+        distributed = sharding.distribute(
             strategy,
             iterator.data_adapter,
             self.progress.data_seed,

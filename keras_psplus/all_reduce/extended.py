@@ -9,20 +9,16 @@ from typing import TYPE_CHECKING, Any
 
 import tensorflow as tf
 
-from keras_psplus.all_reduce import (
-    collectives,
-    gradients,
-    member_order,
-    outputs,
-    reducers,
-    row_reads,
-    updating,
-)
-from keras_psplus.all_reduce import levels as levels_module
-from keras_psplus.all_reduce.hops import Hops
-from keras_psplus.all_reduce.levels import Levels
-from keras_psplus.all_reduce.topology import Topology
-from keras_psplus.core import batches, failure
+from keras_psplus.all_reduce import reducers
+from keras_psplus.all_reduce.collectives import gradients, member_order, outputs
+from keras_psplus.all_reduce.collectives.operations import CollectiveOps, Launcher
+from keras_psplus.all_reduce.step import row_reads, updating
+from keras_psplus.all_reduce.topology import levels as levels_module
+from keras_psplus.all_reduce.topology.group_topology import Topology
+from keras_psplus.all_reduce.topology.hops import Hops
+from keras_psplus.all_reduce.topology.levels import Levels
+from keras_psplus.core.batch import batches
+from keras_psplus.core.jobs import failure
 from keras_psplus.tf_internals import (
     collective_all_reduce_strategy,
     context,
@@ -35,7 +31,7 @@ from keras_psplus.tf_internals import framework_ops as ops
 
 if TYPE_CHECKING:
     from keras_psplus.all_reduce.strategy import MultiWorkerMirroredStrategy
-    from keras_psplus.core.control import ControlPlane
+    from keras_psplus.core.jobs.control import ControlPlane
     from keras_psplus.updates import Updates
 
 # TensorFlow counts the keys of its own groups up from 1.
@@ -77,7 +73,7 @@ class MultiWorkerMirroredExtended(collective_all_reduce_strategy.CollectiveAllRe
             communication_options=communication_options,
         )
         for name in ("_cross_device_ops", "_host_cross_device_ops"):
-            operations = collectives.CollectiveOps.like(getattr(self, name))
+            operations = CollectiveOps.like(getattr(self, name))
             setattr(self, name, operations)
             if control is not None:
                 local = len(operations.launchers)
@@ -168,7 +164,7 @@ class MultiWorkerMirroredExtended(collective_all_reduce_strategy.CollectiveAllRe
         """Device of the replica whose context this is."""
         return self.worker_devices[distribute_lib.get_replica_context()._replica_id]
 
-    def launcher(self, local_replica: int | None = None) -> collectives.Launcher:
+    def launcher(self, local_replica: int | None = None) -> Launcher:
         """Collectives of a local replica; by default the one whose context this is."""
         if local_replica is None:
             local_replica = distribute_lib.get_replica_context()._replica_id

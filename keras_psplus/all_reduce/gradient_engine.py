@@ -8,13 +8,14 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 import tensorflow as tf
 
-from keras_psplus.all_reduce import local_apply
-from keras_psplus.all_reduce.accumulators import Accumulators
-from keras_psplus.core import local_traces, losses
+from keras_psplus.all_reduce.step import local_apply
+from keras_psplus.all_reduce.step.accumulators import Accumulators
+from keras_psplus.core.batch import losses
+from keras_psplus.core.batch.replica_step import current_step, current_step_with_batch_fraction
 from keras_psplus.core.distributed_engine import DistributedEngine
-from keras_psplus.core.replica_step import current_step, current_step_with_batch_fraction
+from keras_psplus.core.graph import local_traces
 from keras_psplus.engine import Original
-from keras_psplus.keras_parts import Variable
+from keras_psplus.keras_internals.keras_parts import Variable
 from keras_psplus.tf_internals import framework_ops
 from keras_psplus.updates import map_values
 

@@ -9,17 +9,17 @@ from typing import TYPE_CHECKING, Any
 
 import tensorflow as tf
 
-from keras_psplus.all_reduce.compressed import CompressedSum
-from keras_psplus.all_reduce.hops import Hops
-from keras_psplus.all_reduce.two_levels import TwoLevelSum
+from keras_psplus.all_reduce.reduction.compressed import CompressedSum
+from keras_psplus.all_reduce.topology.hops import Hops
+from keras_psplus.all_reduce.topology.two_levels import TwoLevelSum
 from keras_psplus.communication import Communication
-from keras_psplus.core import duplicate_rows
+from keras_psplus.core.base import duplicate_rows
 from keras_psplus.tf_internals import distribute_utils
 from keras_psplus.tf_internals import framework_ops as ops
 
 if TYPE_CHECKING:
-    from keras_psplus.all_reduce.collectives import Launcher
-    from keras_psplus.all_reduce.levels import Levels
+    from keras_psplus.all_reduce.collectives.operations import Launcher
+    from keras_psplus.all_reduce.topology.levels import Levels
 
 
 class Reducers:

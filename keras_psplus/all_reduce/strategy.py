@@ -13,21 +13,27 @@ import tensorflow as tf
 
 from keras_psplus import tracebacks
 from keras_psplus import updates as updates_module
-from keras_psplus.all_reduce import auto_topology, gradients, startup, stopped_peers
-from keras_psplus.all_reduce import topology as topology_module
+from keras_psplus.all_reduce import startup
+from keras_psplus.all_reduce.collectives import gradients
 from keras_psplus.all_reduce.engine import AllReduceEngine, OneReplicaEngine
 from keras_psplus.all_reduce.extended import MultiWorkerMirroredExtended
-from keras_psplus.all_reduce.heartbeat import HeartbeatWatch
-from keras_psplus.all_reduce.hops import hops_of
-from keras_psplus.all_reduce.replica_step import MirroredReplicaStep
-from keras_psplus.all_reduce.stalls import StallProbe
-from keras_psplus.all_reduce.step_marks import StepMarks
+from keras_psplus.all_reduce.liveness import stopped_peers
+from keras_psplus.all_reduce.liveness.heartbeat import HeartbeatWatch
+from keras_psplus.all_reduce.liveness.stalls import StallProbe
+from keras_psplus.all_reduce.liveness.step_marks import StepMarks
+from keras_psplus.all_reduce.step.replica_step import MirroredReplicaStep
+from keras_psplus.all_reduce.topology import auto_topology
+from keras_psplus.all_reduce.topology import group_topology as topology_module
+from keras_psplus.all_reduce.topology.hops import hops_of
 from keras_psplus.arguments import MOST, number, seconds, shown
-from keras_psplus.cluster import launch_flags, stalls
-from keras_psplus.cluster.progress import Progress
-from keras_psplus.core import batches, failure, live_strategies
-from keras_psplus.core.control import ControlPlane
-from keras_psplus.core.strategy_text import describe
+from keras_psplus.cluster.launcher import launch_flags
+from keras_psplus.cluster.monitor import stalls
+from keras_psplus.cluster.monitor.progress import Progress
+from keras_psplus.core.base.strategy_text import describe
+from keras_psplus.core.batch import batches
+from keras_psplus.core.jobs import failure
+from keras_psplus.core.jobs.control import ControlPlane
+from keras_psplus.core.models import live_strategies
 from keras_psplus.tf_internals import autograph_api as autograph
 from keras_psplus.tf_internals import autograph_context as ag_ctx
 from keras_psplus.tf_internals import def_function, distribute_utils
@@ -201,7 +207,7 @@ class MultiWorkerMirroredStrategy(tf.distribute.MultiWorkerMirroredStrategy):
 
     @property
     def progress(self) -> Progress:
-        """Progress of this process, a `keras_psplus.cluster.progress.Progress`."""
+        """Progress of this process, a `keras_psplus.cluster.monitor.progress.Progress`."""
         return self._progress
 
     @property

@@ -10,8 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 import tensorflow as tf
 
-from keras_psplus.core.optimizers import optimizers_of
-from keras_psplus.core.worker_files import (
+from keras_psplus.core.backup.worker_files import (
     WorkerFiles,
     digests_of,
     folder_in,
@@ -20,7 +19,8 @@ from keras_psplus.core.worker_files import (
     remove,
     warn_lost,
 )
-from keras_psplus.keras_parts import file_utils
+from keras_psplus.core.base.optimizers import optimizers_of
+from keras_psplus.keras_internals.keras_parts import file_utils
 
 if TYPE_CHECKING:
     import keras

@@ -8,8 +8,8 @@ from typing import Any, NamedTuple
 
 import keras
 
-from keras_psplus.cluster import task_report
-from keras_psplus.cluster.task_report import TaskReport
+from keras_psplus.cluster.monitor import task_report
+from keras_psplus.cluster.monitor.task_report import TaskReport
 from keras_psplus.communication import Communication
 
 # Between two lines of one task.

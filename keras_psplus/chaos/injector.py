@@ -13,8 +13,8 @@ from typing import Self
 
 from keras_psplus.chaos import links
 from keras_psplus.chaos.spec import Event
+from keras_psplus.cluster.monitor.progress import CHAOS_VARIABLE
 from keras_psplus.cluster.processes import LocalCluster
-from keras_psplus.cluster.progress import CHAOS_VARIABLE
 
 _SLICE_SECONDS = 0.02
 _CALL_SECONDS = 5.0

@@ -13,17 +13,17 @@ from absl import flags
 
 import keras_psplus
 from keras_psplus import versions
-from keras_psplus.cli import parsing
-from keras_psplus.cluster import proxies
+from keras_psplus.cli.flags import parsing
 from keras_psplus.cluster.config import (
     ClusterConfigError,
     ClusterStartupError,
     TaskConfig,
 )
-from keras_psplus.cluster.discovery import find_ranks, find_task_config
+from keras_psplus.cluster.discovery import proxies
+from keras_psplus.cluster.discovery.discovery import find_ranks, find_task_config
 from keras_psplus.cluster.environment import available_cores
-from keras_psplus.cluster.noise import NoiseFilter
-from keras_psplus.cluster.preflight import check_local_address, probe_peers
+from keras_psplus.cluster.output.noise import NoiseFilter
+from keras_psplus.cluster.startup.preflight import check_local_address, probe_peers
 from keras_psplus.log import logger
 
 _USAGE = """

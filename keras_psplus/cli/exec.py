@@ -5,11 +5,12 @@ import sys
 
 from absl import flags
 
-from keras_psplus.cli import combinations, parsing, strategy_flags
-from keras_psplus.cluster import layout
+from keras_psplus.cli.flags import combinations, parsing
+from keras_psplus.cli.planning import strategy_flags
 from keras_psplus.cluster.config import EVALUATOR, ClusterConfigError, TaskConfig
-from keras_psplus.cluster.console import warn
-from keras_psplus.cluster.discovery import find_ranks, find_task_config
+from keras_psplus.cluster.discovery import layout
+from keras_psplus.cluster.discovery.discovery import find_ranks, find_task_config
+from keras_psplus.cluster.output.console import warn
 
 _USAGE = """
 usage: keras-psplus exec [flags] SCRIPT [arguments of the script]

@@ -8,16 +8,11 @@ from typing import Any
 
 from absl import flags
 
-from keras_psplus import catalogue, entries
-from keras_psplus.cli import (
-    auto,
-    combinations,
-    indexed_job,
-    jobset,
-    parsing,
-    strategy_flags,
-)
-from keras_psplus.cluster import layout
+from keras_psplus.catalogue import entries, lookup
+from keras_psplus.cli.flags import combinations, parsing
+from keras_psplus.cli.manifests import indexed_job, jobset
+from keras_psplus.cli.planning import auto, strategy_flags
+from keras_psplus.cluster.discovery import layout
 from keras_psplus.cluster.environment import TOKEN_VARIABLE
 
 _USAGE = """
@@ -81,9 +76,9 @@ def manifest(options: flags.FlagValues, command: list[str]) -> str:
     )
     strategy = options.strategy
     if auto.is_auto(strategy):  # The plan is not in the image.
-        strategy = variables[catalogue.STRATEGY_VARIABLE]
+        strategy = variables[lookup.STRATEGY_VARIABLE]
     given = [("strategy", strategy)]
-    given += [(option, getattr(options, option)) for option in catalogue.OPTION_VARIABLES]
+    given += [(option, getattr(options, option)) for option in lookup.OPTION_VARIABLES]
     chosen = [f"--{option}={value}" for option, value in given if value is not None]
     words = ["keras-psplus", "exec", *chosen, *command]
     values = {
@@ -100,7 +95,7 @@ def manifest(options: flags.FlagValues, command: list[str]) -> str:
         "claim": options.backup_claim,
     }
     if options.jobset:
-        kind = None if strategy is None else entries.read(catalogue.find(strategy)).strategy
+        kind = None if strategy is None else entries.read(lookup.find(strategy)).strategy
         text = jobset.documents(values, counts, kind, options.max_restarts)
     else:
         text = indexed_job.documents(values, counts, options.max_restarts)

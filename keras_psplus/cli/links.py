@@ -6,7 +6,7 @@ import os
 import sys
 
 from keras_psplus.cluster.config import ClusterConfigError
-from keras_psplus.cluster.discovery import find_task_config
+from keras_psplus.cluster.discovery.discovery import find_task_config
 
 
 def show(as_json: bool = False) -> int:
@@ -36,7 +36,7 @@ def show(as_json: bool = False) -> int:
     workers = {job: addresses for job, addresses in task.cluster.items() if job != "ps"}
     os.environ["TF_CONFIG"] = dataclasses.replace(task, cluster=workers).to_tf_config()
     import keras_psplus
-    from keras_psplus.all_reduce import auto_topology, links
+    from keras_psplus.all_reduce.topology import auto_topology, links
 
     strategy = keras_psplus.MultiWorkerMirroredStrategy()
     decision = auto_topology.decide(strategy.extended)

@@ -13,8 +13,9 @@ from typing import Any
 
 from absl import flags
 
-from keras_psplus import automatic, catalogue, entries
-from keras_psplus.cli import parsing, plan_links, plan_script
+from keras_psplus.catalogue import automatic, entries, lookup
+from keras_psplus.cli.flags import parsing
+from keras_psplus.cli.planning import plan_links, plan_script
 from keras_psplus.cluster.config import ClusterConfigError
 from keras_psplus.planning import choices
 from keras_psplus.planning.cost_model import Cluster
@@ -186,8 +187,8 @@ def _choices(answer: dict[str, Any], cluster: Cluster) -> tuple[dict[str, Any], 
     """Predicted choices, as JSON and as text."""
     stages = [
         name
-        for name in catalogue.names()
-        if entries.read(catalogue.find(name)).strategy == "PipelineStrategy"
+        for name in lookup.names()
+        if entries.read(lookup.find(name)).strategy == "PipelineStrategy"
     ]
     made = choices.choose(choices.Facts.from_json(answer), automatic.planned(), cluster)
     return made.as_dict(), f"{made}\n{', '.join(stages)}: see keras-psplus plan --stages N"

@@ -13,26 +13,19 @@ from typing import Any
 
 from absl import flags
 
-from keras_psplus import catalogue, entries
 from keras_psplus.arguments import whole_number
+from keras_psplus.catalogue import entries, lookup
 from keras_psplus.chaos import links, netlab
 from keras_psplus.chaos import spec as chaos_spec
 from keras_psplus.chaos.injector import Injector
-from keras_psplus.cli import (
-    auto,
-    combinations,
-    outputs,
-    parsing,
-    plan_script,
-    report,
-    strategy_flags,
-)
+from keras_psplus.cli.flags import combinations, outputs, parsing, report
+from keras_psplus.cli.planning import auto, plan_script, strategy_flags
 from keras_psplus.cluster import restarts
-from keras_psplus.cluster.console import Console, drop_unwritten, warn
 from keras_psplus.cluster.environment import TOKEN_VARIABLE, plan_tasks, python_path
-from keras_psplus.cluster.job_record import JobRecord
+from keras_psplus.cluster.monitor.job_record import JobRecord
+from keras_psplus.cluster.output.console import Console, drop_unwritten, warn
+from keras_psplus.cluster.process.warm import WarmPython, WarmStartError
 from keras_psplus.cluster.processes import LocalCluster
-from keras_psplus.cluster.warm import WarmPython, WarmStartError
 
 _USAGE = """
 usage: keras-psplus run [flags] SCRIPT [arguments of the script]
@@ -152,10 +145,10 @@ def main(argv: list[str]) -> int:
         return cluster
 
     try:
-        if auto.is_auto(options.strategy) and catalogue.STRATEGY_VARIABLE not in env:
+        if auto.is_auto(options.strategy) and lookup.STRATEGY_VARIABLE not in env:
             chosen = auto.by_measuring(command, layout)
             log(str(chosen))
-            env[catalogue.STRATEGY_VARIABLE] = chosen.entry
+            env[lookup.STRATEGY_VARIABLE] = chosen.entry
         with (
             JobRecord(command, layout, log_dir, json_log) as record,
             Injector(events, log_fault) as chaos,
@@ -282,7 +275,7 @@ def _layout(options: flags.FlagValues) -> dict[str, Any]:
 
 def _listing() -> str:
     """The catalogue's entries with a line each."""
-    titles = {name: entries.read(catalogue.find(name)).title for name in catalogue.names()}
+    titles = {name: entries.read(lookup.find(name)).title for name in lookup.names()}
     width = max(map(len, titles), default=0) + 2
     return "\n".join(
         textwrap.fill(title, 100, initial_indent=name.ljust(width), subsequent_indent=" " * width)

@@ -6,12 +6,12 @@ from typing import Any
 
 from absl import flags
 
-from keras_psplus.cli import parsing
+from keras_psplus.cli.flags import parsing
 from keras_psplus.cluster.config import (
     ClusterConfigError,
     ClusterStartupError,
 )
-from keras_psplus.cluster.discovery import find_task_config
+from keras_psplus.cluster.discovery.discovery import find_task_config
 
 _USAGE = """
 usage: keras-psplus serve [flags]
@@ -38,7 +38,7 @@ def main(argv: list[str]) -> int:
             )
     except (parsing.UsageError, ClusterConfigError) as error:
         return parsing.complain("serve", error)
-    from keras_psplus.cluster.serve import ChiefLostError, serve  # not needed for --help
+    from keras_psplus.cluster.serving.serve import ChiefLostError, serve  # not needed for --help
 
     try:
         serve(config, startup_timeout=options.startup_timeout, chief_gone=options.chief_gone)

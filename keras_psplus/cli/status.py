@@ -9,9 +9,10 @@ from typing import Any
 from absl import flags
 
 from keras_psplus import text_table
-from keras_psplus.cli import parsing
-from keras_psplus.cluster import job_folder, process_state
-from keras_psplus.cluster.results import describe
+from keras_psplus.cli.flags import parsing
+from keras_psplus.cluster.launcher.results import describe
+from keras_psplus.cluster.monitor import job_folder
+from keras_psplus.cluster.process import process_state
 
 _USAGE = """
 usage: keras-psplus status [flags]

@@ -10,8 +10,8 @@ from keras_psplus.cluster.config import (
     TaskConfig,
     read_task_config,
 )
-from keras_psplus.cluster.discovery import find_task_config
-from keras_psplus.cluster.preflight import wait_for_cluster
+from keras_psplus.cluster.discovery.discovery import find_task_config
+from keras_psplus.cluster.startup.preflight import wait_for_cluster
 
 __all__ = [
     "ClusterConfigError",

@@ -14,23 +14,23 @@ from collections.abc import Mapping, Sequence
 from typing import Any, Self
 
 from keras_psplus.cluster.config import EVALUATOR
-from keras_psplus.cluster.console import Console, OutputPump, warn
 from keras_psplus.cluster.environment import (
     RESTART_VARIABLE,
     TOKEN_VARIABLE,
     TRAINING_END_VARIABLE,
     plan_tasks,
 )
-from keras_psplus.cluster.job_record import JobRecord
-from keras_psplus.cluster.kernel_kills import KernelKills
-from keras_psplus.cluster.log_file import LogFile
-from keras_psplus.cluster.results import ClusterResult, describe, exit_code_of
-from keras_psplus.cluster.task_ends import EVALUATOR_NAME, Graces, TaskEnds
-from keras_psplus.cluster.task_restarts import TaskRestarts
-from keras_psplus.cluster.warm import WarmProcess, WarmPython
+from keras_psplus.cluster.launcher.kernel_kills import KernelKills
+from keras_psplus.cluster.launcher.results import ClusterResult, describe, exit_code_of
+from keras_psplus.cluster.launcher.task_ends import EVALUATOR_NAME, Graces, TaskEnds
+from keras_psplus.cluster.launcher.task_restarts import TaskRestarts
+from keras_psplus.cluster.monitor.job_record import JobRecord
+from keras_psplus.cluster.output.console import Console, OutputPump, warn
+from keras_psplus.cluster.output.log_file import LogFile
+from keras_psplus.cluster.process.warm import WarmProcess, WarmPython
 
 _POLL = 0.05
-_WRAPPER = str(pathlib.Path(__file__).with_name("exec_with_parent.py"))
+_WRAPPER = str(pathlib.Path(__file__).with_name("process") / "exec_with_parent.py")
 
 
 class LocalCluster:

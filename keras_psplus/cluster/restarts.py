@@ -3,9 +3,9 @@
 import time
 from collections.abc import Callable
 
+from keras_psplus.cluster.launcher.results import WRONG_COMMAND_LINE, ClusterResult
+from keras_psplus.cluster.launcher.task_restarts import SHORT_SECONDS, pause_after
 from keras_psplus.cluster.processes import LocalCluster
-from keras_psplus.cluster.results import WRONG_COMMAND_LINE, ClusterResult
-from keras_psplus.cluster.task_restarts import SHORT_SECONDS, pause_after
 
 
 def run(

@@ -1,7 +1,7 @@
 """Roles of processes in their cluster, for scripts that all tasks run."""
 
 from keras_psplus.cluster.config import EVALUATOR, ClusterConfigError, TaskConfig
-from keras_psplus.cluster.discovery import find_task_config
+from keras_psplus.cluster.discovery.discovery import find_task_config
 
 
 def task_type() -> str | None:

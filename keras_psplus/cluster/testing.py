@@ -10,8 +10,8 @@ from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
 from keras_psplus.cluster.environment import python_path
+from keras_psplus.cluster.launcher.results import ClusterResult
 from keras_psplus.cluster.processes import LocalCluster
-from keras_psplus.cluster.results import ClusterResult
 
 
 def run_in_processes(

@@ -9,8 +9,11 @@ from typing import TYPE_CHECKING, Any
 
 import tensorflow as tf
 
-from keras_psplus.core import building, checks, gradient_path, losses, saving
-from keras_psplus.core.optimizers import optimizers_of
+from keras_psplus.core import gradient_path
+from keras_psplus.core.base import checks
+from keras_psplus.core.base.optimizers import optimizers_of
+from keras_psplus.core.batch import losses
+from keras_psplus.core.models import building, model_saving
 from keras_psplus.core.strategy_engine import StrategyEngine
 from keras_psplus.engine import Original
 
@@ -184,12 +187,14 @@ class DistributedEngine(StrategyEngine):
         *args: Any,
         **kwargs: Any,
     ) -> Any:
-        return saving.save(self.strategy, original, model, filepath, overwrite, *args, **kwargs)
+        return model_saving.save(
+            self.strategy, original, model, filepath, overwrite, *args, **kwargs
+        )
 
     def export(
         self, original: Original, model: keras.Model, filepath: Any, *args: Any, **kwargs: Any
     ) -> Any:
-        return saving.export(self.strategy, original, model, filepath, *args, **kwargs)
+        return model_saving.export(self.strategy, original, model, filepath, *args, **kwargs)
 
     def save_checkpoint(
         self,

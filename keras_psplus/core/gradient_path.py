@@ -20,7 +20,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from keras_psplus.keras_parts import ops
+from keras_psplus.keras_internals.keras_parts import ops
 
 if TYPE_CHECKING:
     import keras

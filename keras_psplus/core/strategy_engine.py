@@ -12,21 +12,24 @@ import tensorflow as tf
 
 from keras_psplus.callbacks import CommunicationMonitor, step_report
 from keras_psplus.cluster import roles
-from keras_psplus.core import backup, data_position, plan_request, saving
-from keras_psplus.core.background_writer import BackgroundWriter
-from keras_psplus.core.building import lifted
-from keras_psplus.core.fit_progress import FitProgress
-from keras_psplus.core.optimizers import optimizers_of
-from keras_psplus.core.unknown_length import UnknownLength
+from keras_psplus.core.backup import backup_callback
+from keras_psplus.core.backup.fit_progress import FitProgress
+from keras_psplus.core.base.background_writer import BackgroundWriter
+from keras_psplus.core.base.optimizers import optimizers_of
+from keras_psplus.core.data import data_position
+from keras_psplus.core.data.unknown_length import UnknownLength
+from keras_psplus.core.models import model_saving
+from keras_psplus.core.models.building import lifted
+from keras_psplus.core.plan import plan_request
 from keras_psplus.datasets import service as data_service
 from keras_psplus.engine import Engine, Original
-from keras_psplus.keras_parts import stateless_scope, tf_dataset_adapter
+from keras_psplus.keras_internals.keras_parts import stateless_scope, tf_dataset_adapter
 
 if TYPE_CHECKING:
     import keras
 
-    from keras_psplus.core.control import ControlPlane
-    from keras_psplus.core.worker_files import WorkerFiles
+    from keras_psplus.core.backup.worker_files import WorkerFiles
+    from keras_psplus.core.jobs.control import ControlPlane
 
 
 class StrategyEngine(Engine):
@@ -109,7 +112,7 @@ class StrategyEngine(Engine):
         return None
 
     def save_backup(self, original: Original, callback: keras.callbacks.BackupAndRestore) -> Any:
-        save = functools.partial(backup.save, self, original, callback)
+        save = functools.partial(backup_callback.save, self, original, callback)
         return None if self.progress.defer(save) else save()
 
     def restore_backup(
@@ -118,7 +121,7 @@ class StrategyEngine(Engine):
         callback: keras.callbacks.BackupAndRestore,
         logs: dict[str, Any] | None = None,
     ) -> Any:
-        return backup.restore(self, original, callback, logs)
+        return backup_callback.restore(self, original, callback, logs)
 
     def end_backup(
         self,
@@ -126,10 +129,10 @@ class StrategyEngine(Engine):
         callback: keras.callbacks.BackupAndRestore,
         logs: dict[str, Any] | None = None,
     ) -> Any:
-        return backup.end(self, original, callback, logs)
+        return backup_callback.end(self, original, callback, logs)
 
     def attributes_to_skip(self, original: Original, obj_type: str) -> set[str]:
-        return saving.attributes_to_skip(original, obj_type)
+        return model_saving.attributes_to_skip(original, obj_type)
 
     def begin_iteration(self, original: Original, iterator: Any) -> Any:
         result = original(iterator)
@@ -204,7 +207,7 @@ class StrategyEngine(Engine):
         *args: Any,
         **kwargs: Any,
     ) -> Any:
-        return saving.save_in_place(original, model, filepath, overwrite, *args, **kwargs)
+        return model_saving.save_in_place(original, model, filepath, overwrite, *args, **kwargs)
 
     # Optimizers.
 

@@ -16,7 +16,7 @@ from typing import Any, NamedTuple
 import tensorflow as tf
 
 from keras_psplus.datasets.map_functions import objection
-from keras_psplus.keras_parts import is_class_weight_map
+from keras_psplus.keras_internals.keras_parts import is_class_weight_map
 from keras_psplus.tf_internals import (
     batch_op,
     data_cardinality,

@@ -9,12 +9,12 @@ import keras
 import tensorflow as tf
 
 from keras_psplus.all_reduce.engine import AllReduceEngine
-from keras_psplus.core.replica_step import current_step
+from keras_psplus.core.batch.replica_step import current_step
 from keras_psplus.engine import Original
-from keras_psplus.hybrid import embeddings, prefetch, row_gradients
-from keras_psplus.hybrid.embeddings import table_of
-from keras_psplus.hybrid.fit_snapshots import FitSnapshots
-from keras_psplus.keras_parts import base_optimizer
+from keras_psplus.hybrid.snapshots.fit_snapshots import FitSnapshots
+from keras_psplus.hybrid.tables import embeddings, prefetch, row_gradients
+from keras_psplus.hybrid.tables.embeddings import table_of
+from keras_psplus.keras_internals.keras_parts import base_optimizer
 from keras_psplus.log import info_once
 
 if TYPE_CHECKING:

@@ -10,15 +10,16 @@ import keras
 import tensorflow as tf
 
 from keras_psplus.all_reduce.extended import MultiWorkerMirroredExtended
-from keras_psplus.core import duplicate_rows, failure
-from keras_psplus.core import replica_step as step_module
-from keras_psplus.hybrid import prefetch
-from keras_psplus.hybrid import rows as rows_module
-from keras_psplus.hybrid import table as table_module
-from keras_psplus.hybrid.barrier import Barrier
-from keras_psplus.hybrid.row_optimizer import scalars_of
-from keras_psplus.hybrid.table import Table
-from keras_psplus.hybrid.variable import TableVariable
+from keras_psplus.core.base import duplicate_rows
+from keras_psplus.core.batch import replica_step as step_module
+from keras_psplus.core.jobs import failure
+from keras_psplus.hybrid.rows import row_codec as rows_module
+from keras_psplus.hybrid.rows.row_optimizer import scalars_of
+from keras_psplus.hybrid.tables import prefetch
+from keras_psplus.hybrid.tables import table as table_module
+from keras_psplus.hybrid.tables.barrier import Barrier
+from keras_psplus.hybrid.tables.table import Table
+from keras_psplus.hybrid.tables.variable import TableVariable
 from keras_psplus.tf_internals import distribute_lib, resource_variable_ops
 from keras_psplus.tf_internals import framework_ops as ops
 

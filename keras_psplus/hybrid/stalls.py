@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from keras_psplus.all_reduce import stalls as all_reduce_stalls
-from keras_psplus.all_reduce.step_marks import StepMarks
-from keras_psplus.cluster import stalls
-from keras_psplus.cluster.progress import Progress
+from keras_psplus.all_reduce.liveness import stalls as all_reduce_stalls
+from keras_psplus.all_reduce.liveness.step_marks import StepMarks
+from keras_psplus.cluster.monitor import stalls
+from keras_psplus.cluster.monitor.progress import Progress
 
 if TYPE_CHECKING:
     from keras_psplus.hybrid.strategy import HybridStrategy

@@ -9,32 +9,37 @@ import tensorflow as tf
 
 from keras_psplus import tracebacks
 from keras_psplus import updates as updates_module
-from keras_psplus.all_reduce import gradients
-from keras_psplus.all_reduce import topology as topology_module
-from keras_psplus.all_reduce.hops import hops_of
-from keras_psplus.all_reduce.lookahead import BatchAndNext
+from keras_psplus.all_reduce.collectives import gradients
+from keras_psplus.all_reduce.data.lookahead import BatchAndNext
 from keras_psplus.all_reduce.startup import start, workers_of
 from keras_psplus.all_reduce.strategy import MultiWorkerMirroredStrategy
+from keras_psplus.all_reduce.topology import group_topology as topology_module
+from keras_psplus.all_reduce.topology.hops import hops_of
 from keras_psplus.arguments import flag, folder, seconds, text, whole_number
-from keras_psplus.cluster import config, discovery, launch_flags, roles
-from keras_psplus.cluster import serve as cluster_serve
-from keras_psplus.cluster.hello import JobSecret
-from keras_psplus.cluster.identity import PeerIdentity
-from keras_psplus.cluster.listener import Listener
-from keras_psplus.cluster.local_address import bind_local_address
+from keras_psplus.cluster import config, roles
+from keras_psplus.cluster.discovery import discovery
+from keras_psplus.cluster.launcher import launch_flags
 from keras_psplus.cluster.secret import Secret
+from keras_psplus.cluster.serving import serve as cluster_serve
+from keras_psplus.cluster.startup.local_address import bind_local_address
+from keras_psplus.cluster.wire.hello import JobSecret
+from keras_psplus.cluster.wire.identity import PeerIdentity
+from keras_psplus.cluster.wire.listener import Listener
 from keras_psplus.compression import Compressor
-from keras_psplus.hybrid import names, shard_files, stalls, table_server
-from keras_psplus.hybrid import placement as placement_module
-from keras_psplus.hybrid import prefetch as prefetch_module
-from keras_psplus.hybrid import snapshots as snapshots_module
+from keras_psplus.hybrid import stalls
 from keras_psplus.hybrid.engine import HybridEngine
 from keras_psplus.hybrid.extended import HybridExtended
-from keras_psplus.hybrid.recovery import Recovery
-from keras_psplus.hybrid.rows import RowCodec, compressor_for_rows
-from keras_psplus.hybrid.servers import Servers
-from keras_psplus.hybrid.table_saving import TableSaving
-from keras_psplus.hybrid.tables import Tables
+from keras_psplus.hybrid.files import shard_files
+from keras_psplus.hybrid.files.table_saving import TableSaving
+from keras_psplus.hybrid.rows.row_codec import RowCodec, compressor_for_rows
+from keras_psplus.hybrid.rpc import names
+from keras_psplus.hybrid.rpc.servers import Servers
+from keras_psplus.hybrid.server import table_server
+from keras_psplus.hybrid.snapshots import snapshot_schedule as snapshots_module
+from keras_psplus.hybrid.snapshots.recovery import Recovery
+from keras_psplus.hybrid.tables import placement as placement_module
+from keras_psplus.hybrid.tables import prefetch as prefetch_module
+from keras_psplus.hybrid.tables.registry import Tables
 from keras_psplus.log import logger
 from keras_psplus.updates import Updates
 

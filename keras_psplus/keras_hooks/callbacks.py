@@ -2,7 +2,7 @@
 
 from keras_psplus.keras_hooks.finders import of_callback, of_callbacks_model
 from keras_psplus.keras_hooks.hook import Hook
-from keras_psplus.keras_parts import (
+from keras_psplus.keras_internals.keras_parts import (
     backup_and_restore,
     callback_list,
     model_checkpoint,

@@ -2,7 +2,7 @@
 
 from keras_psplus.keras_hooks.finders import of_holder, of_iterator
 from keras_psplus.keras_hooks.hook import Hook
-from keras_psplus.keras_parts import epoch_iterator, tf_trainer
+from keras_psplus.keras_internals.keras_parts import epoch_iterator, tf_trainer
 
 HOOKS = (
     Hook(

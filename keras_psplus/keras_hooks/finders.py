@@ -9,9 +9,9 @@ from typing import TYPE_CHECKING, Any
 
 import tensorflow as tf
 
-from keras_psplus.core import replica_step
-from keras_psplus.core.outside_models import OutsideScope
-from keras_psplus.keras_parts import Variable
+from keras_psplus.core.batch import replica_step
+from keras_psplus.core.models.outside_models import OutsideScope
+from keras_psplus.keras_internals.keras_parts import Variable
 
 if TYPE_CHECKING:
     import keras

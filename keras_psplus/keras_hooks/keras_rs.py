@@ -8,7 +8,7 @@ import importlib
 import importlib.util
 from typing import Any
 
-from keras_psplus.core.table_wishes import TableWishes
+from keras_psplus.core.base.table_wishes import TableWishes
 from keras_psplus.keras_hooks.hook import Hook
 from keras_psplus.log import logger
 

@@ -2,7 +2,7 @@
 
 from keras_psplus.keras_hooks.finders import of_scope, of_step
 from keras_psplus.keras_hooks.hook import Hook
-from keras_psplus.keras_parts import layers
+from keras_psplus.keras_internals.keras_parts import layers
 from keras_psplus.tf_internals import distribute_lib
 
 HOOKS: tuple[Hook, ...] = (

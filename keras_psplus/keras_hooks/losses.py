@@ -11,7 +11,7 @@ import tensorflow as tf
 
 from keras_psplus.keras_hooks.finders import of_step
 from keras_psplus.keras_hooks.hook import Hook
-from keras_psplus.keras_parts import loss_module, metrics, reduction_metrics
+from keras_psplus.keras_internals.keras_parts import loss_module, metrics, reduction_metrics
 
 HOOKS = (
     *(

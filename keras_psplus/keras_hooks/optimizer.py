@@ -6,7 +6,11 @@ would do. The order is written down in `core/gradient_path.py`.
 
 from keras_psplus.keras_hooks.finders import of_applied, of_optimizer
 from keras_psplus.keras_hooks.hook import Hook
-from keras_psplus.keras_parts import base_optimizer, loss_scale_optimizer, tf_optimizer
+from keras_psplus.keras_internals.keras_parts import (
+    base_optimizer,
+    loss_scale_optimizer,
+    tf_optimizer,
+)
 
 _BASE = base_optimizer.BaseOptimizer
 _TF = tf_optimizer.TFOptimizer

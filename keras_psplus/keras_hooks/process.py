@@ -3,7 +3,7 @@
 import sys
 from typing import Any
 
-from keras_psplus.cluster.exit_code import EXITS
+from keras_psplus.cluster.process.exit_code import EXITS
 from keras_psplus.keras_hooks.hook import Hook
 
 

@@ -2,14 +2,14 @@
 
 from typing import Any
 
-from keras_psplus.core import saving
+from keras_psplus.core.models import model_saving
 from keras_psplus.keras_hooks.finders import of_holder, of_scope
 from keras_psplus.keras_hooks.hook import Hook
-from keras_psplus.keras_parts import io_utils, model_module, saving_lib
+from keras_psplus.keras_internals.keras_parts import io_utils, model_module, saving_lib
 
 
 def _of_writing(message: str, *args: Any, **kwargs: Any) -> object | None:
-    return saving.SHOWN if saving.SHOWN.is_writing else None
+    return model_saving.SHOWN if model_saving.SHOWN.is_writing else None
 
 
 HOOKS = (

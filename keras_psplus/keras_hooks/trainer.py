@@ -2,7 +2,12 @@
 
 from keras_psplus.keras_hooks.finders import of_loading, of_model, of_values
 from keras_psplus.keras_hooks.hook import Hook
-from keras_psplus.keras_parts import BaseTrainer, TensorFlowTrainer, legacy_h5_format, tf_trainer
+from keras_psplus.keras_internals.keras_parts import (
+    BaseTrainer,
+    TensorFlowTrainer,
+    legacy_h5_format,
+    tf_trainer,
+)
 
 HOOKS = (
     Hook(

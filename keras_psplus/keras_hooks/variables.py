@@ -5,7 +5,7 @@ from typing import Any
 from keras_psplus.engine import Engine
 from keras_psplus.keras_hooks.finders import of_scope, of_step, of_variable
 from keras_psplus.keras_hooks.hook import Hook
-from keras_psplus.keras_parts import Variable, numpy_module, seed_generator
+from keras_psplus.keras_internals.keras_parts import Variable, numpy_module, seed_generator
 
 
 def _of_taken(x: Any, indices: Any, axis: int | None = None) -> Engine | None:

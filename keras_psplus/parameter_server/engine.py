@@ -9,35 +9,37 @@ from typing import TYPE_CHECKING, Any
 
 import tensorflow as tf
 
-from keras_psplus.core import duplicate_rows, gradient_path, iterator_release, losses, saving
-from keras_psplus.core.building import lifted
+from keras_psplus.core import gradient_path
+from keras_psplus.core.base import duplicate_rows
+from keras_psplus.core.base.optimizers import variables_of_apply
+from keras_psplus.core.batch import losses
+from keras_psplus.core.batch.replica_step import current_step
+from keras_psplus.core.data import iterator_release
+from keras_psplus.core.data.unknown_length import UnknownLength
 from keras_psplus.core.distributed_engine import DistributedEngine
-from keras_psplus.core.optimizers import variables_of_apply
-from keras_psplus.core.replica_step import current_step
-from keras_psplus.core.unknown_length import UnknownLength
+from keras_psplus.core.models import model_saving
+from keras_psplus.core.models.building import lifted
 from keras_psplus.engine import Original
-from keras_psplus.keras_parts import Variable, epoch_iterator, global_state, layers, stateless_scope
-from keras_psplus.keras_parts import callbacks as keras_callbacks
-from keras_psplus.parameter_server import (
-    clipping,
-    data,
-    distributed_data,
-    failure,
-    local_copies,
-    local_sgd_step,
-    predict_function,
-    server_side,
-    step_registry,
-    traffic,
-    variable_kinds,
-    worker_function,
-    worker_updates,
+from keras_psplus.keras_internals.keras_parts import (
+    Variable,
+    epoch_iterator,
+    global_state,
+    layers,
+    stateless_scope,
 )
-from keras_psplus.parameter_server.chief_writes import applying
+from keras_psplus.keras_internals.keras_parts import callbacks as keras_callbacks
+from keras_psplus.parameter_server import predict_function, step_registry
+from keras_psplus.parameter_server.data import chief_data, distributed_data
+from keras_psplus.parameter_server.data.worker_data import WorkerDataset
+from keras_psplus.parameter_server.reports import variable_kinds
+from keras_psplus.parameter_server.reports.worker_files import ServedWorkerFiles
+from keras_psplus.parameter_server.scheduling import failure
+from keras_psplus.parameter_server.tracing import local_copies, traffic, worker_function
+from keras_psplus.parameter_server.tracing.chief_writes import applying
 from keras_psplus.parameter_server.train_function import StepFunction
-from keras_psplus.parameter_server.worker_data import WorkerDataset
-from keras_psplus.parameter_server.worker_files import ServedWorkerFiles
-from keras_psplus.parameter_server.worker_updates import WorkerUpdates
+from keras_psplus.parameter_server.transport import clipping, server_side
+from keras_psplus.parameter_server.updates import local_sgd_step, worker_updates
+from keras_psplus.parameter_server.updates.worker_updates import WorkerUpdates
 from keras_psplus.updates import Accumulate
 
 if TYPE_CHECKING:
@@ -136,7 +138,7 @@ class ParameterServerEngine(DistributedEngine):
         of_workers = distributed_data.take_apart(strategy, kwargs)
         epoch_iterator.EpochIterator.__init__(iterator, *args, **kwargs)
         iterator._distribute_strategy = strategy
-        worker_data = data.on_workers(
+        worker_data = chief_data.on_workers(
             strategy, iterator.data_adapter, self._in_order, of_workers, self.progress.data_seed
         )
         if worker_data is None:
@@ -398,7 +400,7 @@ class ParameterServerEngine(DistributedEngine):
         self, original: Original, model: keras.Model, filepath: Any, *args: Any, **kwargs: Any
     ) -> Any:
         step_registry.drain(self.strategy)
-        return saving.export_copies(self.strategy, original, model, filepath, *args, **kwargs)
+        return model_saving.export_copies(self.strategy, original, model, filepath, *args, **kwargs)
 
 
 def _take_bad_loss(model):

@@ -11,13 +11,13 @@ from typing import TYPE_CHECKING, Any
 
 import tensorflow as tf
 
-from keras_psplus.parameter_server import shard_sizes
-from keras_psplus.parameter_server.placement import Placement, Shard
-from keras_psplus.parameter_server.pulls import PulledVariable, updating_on_server
-from keras_psplus.parameter_server.pushes import Pushes
-from keras_psplus.parameter_server.sharded import ShardedVariable, shard_of
-from keras_psplus.parameter_server.worker_function import ClosureVariable
-from keras_psplus.parameter_server.worker_state import WorkerStates
+from keras_psplus.parameter_server.placement import shard_sizes
+from keras_psplus.parameter_server.placement.balance import Placement, Shard
+from keras_psplus.parameter_server.state.worker_state import WorkerStates
+from keras_psplus.parameter_server.tracing.worker_function import ClosureVariable
+from keras_psplus.parameter_server.transport.pulls import PulledVariable, updating_on_server
+from keras_psplus.parameter_server.transport.pushes import Pushes
+from keras_psplus.parameter_server.transport.sharded import ShardedVariable, shard_of
 from keras_psplus.tf_internals import (
     distribute_lib,
     resource_variable_ops,
@@ -28,8 +28,8 @@ from keras_psplus.tf_internals import framework_ops as ops
 from keras_psplus.tf_internals import parameter_server_strategy_v2 as stock
 
 if TYPE_CHECKING:
-    from keras_psplus.parameter_server.compressors import Compressors
     from keras_psplus.parameter_server.strategy import ParameterServerStrategy
+    from keras_psplus.parameter_server.transport.compressors import Compressors
 
 _CHIEF = "/job:chief/replica:0/task:0/device:CPU:0"
 

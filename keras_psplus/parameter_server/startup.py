@@ -2,7 +2,9 @@
 
 import os
 
-from keras_psplus.cluster import config, discovery, roles, serve
+from keras_psplus.cluster import config, roles
+from keras_psplus.cluster.discovery import discovery
+from keras_psplus.cluster.serving import serve
 
 
 def read_task() -> config.TaskConfig:

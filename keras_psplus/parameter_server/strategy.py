@@ -13,31 +13,35 @@ import tensorflow as tf
 from keras_psplus import tracebacks
 from keras_psplus import updates as updates_module
 from keras_psplus.arguments import seconds
-from keras_psplus.cluster import launch_flags, preflight, resolvers, shutdown, stalls, tuning
-from keras_psplus.cluster.claims import Claimant
 from keras_psplus.cluster.config import ClusterStartupError, TaskConfig
-from keras_psplus.cluster.progress import Progress
+from keras_psplus.cluster.discovery import resolvers
+from keras_psplus.cluster.launcher import launch_flags
+from keras_psplus.cluster.monitor import stalls
+from keras_psplus.cluster.monitor.progress import Progress
+from keras_psplus.cluster.process import tuning
+from keras_psplus.cluster.serving import shutdown
+from keras_psplus.cluster.serving.claims import Claimant
+from keras_psplus.cluster.startup import preflight
 from keras_psplus.communication import Communication
-from keras_psplus.core import job_failure, live_strategies, plan_request
-from keras_psplus.core.strategy_text import describe
-from keras_psplus.parameter_server import (
-    failure,
-    modes,
-    placement,
-    startup,
-    state_files,
-    traffic,
-)
-from keras_psplus.parameter_server.closures import Coordinator
-from keras_psplus.parameter_server.compressors import Compressors
+from keras_psplus.core.base.strategy_text import describe
+from keras_psplus.core.jobs import job_failure
+from keras_psplus.core.models import live_strategies
+from keras_psplus.core.plan import plan_request
+from keras_psplus.parameter_server import modes, startup
 from keras_psplus.parameter_server.engine import ParameterServerEngine
 from keras_psplus.parameter_server.extended import ParameterServerExtended
-from keras_psplus.parameter_server.local_sgd_updates import LocalSGDUpdates
-from keras_psplus.parameter_server.scheduler import LANES, Scheduler
-from keras_psplus.parameter_server.staleness import Clocks
-from keras_psplus.parameter_server.stalls import StallProbe
-from keras_psplus.parameter_server.step_attempts import StepAttempts
-from keras_psplus.parameter_server.worker_updates import WorkerUpdates
+from keras_psplus.parameter_server.placement import balance
+from keras_psplus.parameter_server.scheduling import failure
+from keras_psplus.parameter_server.scheduling.closures import Coordinator
+from keras_psplus.parameter_server.scheduling.scheduler import LANES, Scheduler
+from keras_psplus.parameter_server.scheduling.stalls import StallProbe
+from keras_psplus.parameter_server.state import state_files
+from keras_psplus.parameter_server.steps.staleness import Clocks
+from keras_psplus.parameter_server.sync.step_attempts import StepAttempts
+from keras_psplus.parameter_server.tracing import traffic
+from keras_psplus.parameter_server.transport.compressors import Compressors
+from keras_psplus.parameter_server.updates.local_sgd_updates import LocalSGDUpdates
+from keras_psplus.parameter_server.updates.worker_updates import WorkerUpdates
 
 if TYPE_CHECKING:
     import keras
@@ -147,8 +151,8 @@ class ParameterServerStrategy(tf.distribute.ParameterServerStrategy):
         seconds("startup_timeout", startup_timeout)
         seconds("worker_timeout", worker_timeout)
         stalls.check_stall_warning(stall_warning)
-        placement.check_weights(ps_weights)
-        placement.check_partitioner(variable_partitioner)
+        balance.check_weights(ps_weights)
+        balance.check_partitioner(variable_partitioner)
         # Before this task waits for others, or serves them.
         compressors = Compressors(compression, pull_compression)
         self._mode = modes.check_mode(mode, backup_workers, max_staleness)
@@ -160,7 +164,7 @@ class ParameterServerStrategy(tf.distribute.ParameterServerStrategy):
         else:
             self._task = startup.read_task()
             self._mode.check_workers(len(self._task.cluster["worker"]))
-            placement.weights_of(self._task.cluster["ps"], ps_weights)
+            balance.weights_of(self._task.cluster["ps"], ps_weights)
             if self._task.task_type in ("ps", "worker"):
                 startup.serve_and_exit(self._task, startup_timeout)
             tuning.tune()
@@ -172,7 +176,7 @@ class ParameterServerStrategy(tf.distribute.ParameterServerStrategy):
             )
         spec = cluster_resolver.cluster_spec().as_dict()
         self._mode.check_workers(len(spec.get("worker", [])))
-        weights = placement.weights_of(spec.get("ps", ["ps"]), ps_weights)
+        weights = balance.weights_of(spec.get("ps", ["ps"]), ps_weights)
         # As TensorFlow's constructor does, but for the implementation half.
         self._cluster_resolver = cluster_resolver
         self._verify_args_and_config(cluster_resolver)
@@ -277,7 +281,7 @@ class ParameterServerStrategy(tf.distribute.ParameterServerStrategy):
 
     @property
     def progress(self) -> Progress:
-        """Progress of the chief, a `keras_psplus.cluster.progress.Progress`."""
+        """Progress of the chief, a `keras_psplus.cluster.monitor.progress.Progress`."""
         return self._progress
 
     @property

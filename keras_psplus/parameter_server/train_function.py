@@ -7,21 +7,18 @@ from typing import TYPE_CHECKING, Any
 
 import tensorflow as tf
 
-from keras_psplus.core import batches
+from keras_psplus.core.batch import batches
 from keras_psplus.log import logger
-from keras_psplus.parameter_server import (
-    local_sgd_step,
-    placement_table,
-    step_registry,
-    worker_updates,
-)
-from keras_psplus.parameter_server.joined_batches import first_of
-from keras_psplus.parameter_server.split import split
-from keras_psplus.parameter_server.staleness import BoundedRunner
-from keras_psplus.parameter_server.step_inputs import tensors, weights
-from keras_psplus.parameter_server.steps import StepRunner
-from keras_psplus.parameter_server.sync_steps import SyncRunner
-from keras_psplus.parameter_server.worker_data import WorkerIterator
+from keras_psplus.parameter_server import step_registry
+from keras_psplus.parameter_server.data.split import split
+from keras_psplus.parameter_server.data.worker_data import WorkerIterator
+from keras_psplus.parameter_server.reports import placement_table
+from keras_psplus.parameter_server.steps.runner import StepRunner
+from keras_psplus.parameter_server.steps.staleness import BoundedRunner
+from keras_psplus.parameter_server.sync.sync_steps import SyncRunner
+from keras_psplus.parameter_server.tracing.joined_batches import first_of
+from keras_psplus.parameter_server.tracing.step_inputs import tensors, weights
+from keras_psplus.parameter_server.updates import local_sgd_step, worker_updates
 
 if TYPE_CHECKING:
     import keras

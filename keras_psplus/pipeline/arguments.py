@@ -4,7 +4,7 @@ from typing import Any
 
 from keras_psplus import compression
 from keras_psplus.compression import methods
-from keras_psplus.pipeline import schedule
+from keras_psplus.pipeline.base import schedule
 
 _FOR_ACTIVATIONS = (
     'None, "bf16", "fp16", "int8", `Cast`, `Int8`, or a compressor of your own with '

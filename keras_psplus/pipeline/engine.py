@@ -10,18 +10,22 @@ from typing import Any
 import keras
 import tensorflow as tf
 
-from keras_psplus.core import iterator_release, saving
-from keras_psplus.core.building import lifted
+from keras_psplus.core.backup.worker_files import WorkerFiles
+from keras_psplus.core.batch.replica_step import current_step
+from keras_psplus.core.data import iterator_release
 from keras_psplus.core.distributed_engine import DistributedEngine
-from keras_psplus.core.replica_step import current_step
-from keras_psplus.core.worker_files import WorkerFiles
+from keras_psplus.core.models import model_saving
+from keras_psplus.core.models.building import lifted
 from keras_psplus.engine import Original
-from keras_psplus.keras_parts import epoch_iterator
+from keras_psplus.keras_internals.keras_parts import epoch_iterator
 from keras_psplus.log import logger
-from keras_psplus.pipeline import costs, failure, rows, schedule, train_step
-from keras_psplus.pipeline.pipedream import PipeDreamFunction
-from keras_psplus.pipeline.step import PipelineStep, Update
-from keras_psplus.pipeline.step_function import PredictFunction, StepFunction
+from keras_psplus.pipeline import failure
+from keras_psplus.pipeline.base import rows, schedule
+from keras_psplus.pipeline.split import costs
+from keras_psplus.pipeline.step import train_step
+from keras_psplus.pipeline.step.pipedream import PipeDreamFunction
+from keras_psplus.pipeline.step.step_function import PredictFunction, StepFunction
+from keras_psplus.pipeline.step.traced_step import PipelineStep, Update
 from keras_psplus.pipeline.worker_files import PipelineWorkerFiles
 from keras_psplus.tf_internals import context
 
@@ -294,4 +298,4 @@ class PipelineEngine(DistributedEngine):
         self, original: Original, model: keras.Model, filepath: Any, *args: Any, **kwargs: Any
     ) -> Any:
         self.settle()
-        return saving.export_copies(self.strategy, original, model, filepath, *args, **kwargs)
+        return model_saving.export_copies(self.strategy, original, model, filepath, *args, **kwargs)

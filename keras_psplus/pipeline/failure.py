@@ -7,8 +7,8 @@ from typing import Any
 
 import tensorflow as tf
 
-from keras_psplus.cluster import stalls
-from keras_psplus.core import job_failure
+from keras_psplus.cluster.monitor import stalls
+from keras_psplus.core.jobs import job_failure
 from keras_psplus.errors import StageLostError
 
 # Errors after a task is lost. The last two come from leftovers of an earlier step.

@@ -5,9 +5,9 @@ import time
 import weakref
 from typing import Any
 
-from keras_psplus.cluster import stalls
-from keras_psplus.cluster.stalls import PendingWait
-from keras_psplus.core import job_failure
+from keras_psplus.cluster.monitor import stalls
+from keras_psplus.cluster.monitor.stalls import PendingWait
+from keras_psplus.core.jobs import job_failure
 from keras_psplus.log import logger
 from keras_psplus.pipeline import failure
 

@@ -4,8 +4,10 @@ from typing import NoReturn
 
 import tensorflow as tf
 
-from keras_psplus.cluster import config, discovery, roles, serve
-from keras_psplus.core import plan_request
+from keras_psplus.cluster import config, roles
+from keras_psplus.cluster.discovery import discovery
+from keras_psplus.cluster.serving import serve
+from keras_psplus.core.plan import plan_request
 
 
 def read_task() -> config.TaskConfig | None:

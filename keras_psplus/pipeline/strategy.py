@@ -8,24 +8,30 @@ import tensorflow as tf
 
 from keras_psplus import tracebacks
 from keras_psplus.arguments import flag, seconds, whole_number
-from keras_psplus.cluster import launch_flags, preflight, shutdown, stalls, tuning
-from keras_psplus.cluster.claims import Claimant
 from keras_psplus.cluster.config import TaskConfig
-from keras_psplus.cluster.progress import Progress
+from keras_psplus.cluster.launcher import launch_flags
+from keras_psplus.cluster.monitor import stalls
+from keras_psplus.cluster.monitor.progress import Progress
+from keras_psplus.cluster.process import tuning
+from keras_psplus.cluster.serving import shutdown
+from keras_psplus.cluster.serving.claims import Claimant
+from keras_psplus.cluster.startup import preflight
 from keras_psplus.communication import Communication
 from keras_psplus.compression import Compressor
-from keras_psplus.core import job_failure, live_strategies, plan_request
-from keras_psplus.core.strategy_text import describe
+from keras_psplus.core.base.strategy_text import describe
+from keras_psplus.core.jobs import job_failure
+from keras_psplus.core.models import live_strategies
+from keras_psplus.core.plan import plan_request
 from keras_psplus.pipeline import arguments, startup
-from keras_psplus.pipeline.copies import Copies
+from keras_psplus.pipeline.base.stages import Stages
 from keras_psplus.pipeline.engine import PipelineEngine
 from keras_psplus.pipeline.extended import PipelineExtended
-from keras_psplus.pipeline.residuals import Residuals
-from keras_psplus.pipeline.splitter import Splitter
-from keras_psplus.pipeline.stages import Stages
+from keras_psplus.pipeline.replicas.copies import Copies
+from keras_psplus.pipeline.replicas.residuals import Residuals
+from keras_psplus.pipeline.split.splitter import Splitter
+from keras_psplus.pipeline.split.variables import Variables
 from keras_psplus.pipeline.stalls import StallProbe, Watch
-from keras_psplus.pipeline.traffic import PipelineTraffic
-from keras_psplus.pipeline.variables import Variables
+from keras_psplus.pipeline.wire.traffic import PipelineTraffic
 
 
 class PipelineStrategy(tf.distribute.Strategy):
@@ -263,7 +269,7 @@ class PipelineStrategy(tf.distribute.Strategy):
 
     @property
     def progress(self) -> Progress:
-        """Progress of the chief, a `keras_psplus.cluster.progress.Progress`."""
+        """Progress of the chief, a `keras_psplus.cluster.monitor.progress.Progress`."""
         return self._progress
 
     @property

@@ -8,7 +8,7 @@ from typing import Any
 import keras
 import tensorflow as tf
 
-from keras_psplus.core.worker_files import (
+from keras_psplus.core.backup.worker_files import (
     WorkerFiles,
     digests_of,
     folder_in,
@@ -17,7 +17,7 @@ from keras_psplus.core.worker_files import (
     remove,
     warn_lost,
 )
-from keras_psplus.keras_parts import file_utils
+from keras_psplus.keras_internals.keras_parts import file_utils
 from keras_psplus.pipeline.failure import OF_TASKS
 
 _FILE = re.compile(r"^(\d+)-pipelines-step-(\d+)\.zip(\.tmp)?$")

@@ -6,7 +6,7 @@ from tensorflow.python.distribute import input_lib
 from tensorflow.python.eager.polymorphic_function.concrete_function import ConcreteFunction
 from tensorflow.python.trackable.base import Trackable
 
-from keras_psplus import private_attributes
+from keras_psplus.keras_internals import private_attributes
 from keras_psplus.tf_internals import (
     autotrackable,
     batch_op,

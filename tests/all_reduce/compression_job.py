@@ -15,7 +15,7 @@ import tensorflow as tf
 
 import keras_psplus
 from keras_psplus import cluster, compression
-from keras_psplus.compression import outer_products
+from keras_psplus.compression.factors import outer_products
 from tests.all_reduce.job_parts import Interrupt, Interrupted, compress
 
 STEPS = 6

@@ -2,8 +2,8 @@
 
 import keras
 
-from keras_psplus.all_reduce.hops import hops_of
-from keras_psplus.all_reduce.topology import FLAT
+from keras_psplus.all_reduce.topology.group_topology import FLAT
+from keras_psplus.all_reduce.topology.hops import hops_of
 
 
 def compress(strategy, compressor, bucket_bytes=3000, topology=FLAT):

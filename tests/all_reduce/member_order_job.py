@@ -12,7 +12,7 @@ from tensorflow.core.protobuf import tensorflow_server_pb2
 from tensorflow.python.distribute import cross_device_utils
 from tensorflow.python.eager import context
 
-from keras_psplus.all_reduce import collectives
+from keras_psplus.all_reduce.collectives import operations
 
 TASKS, ALL = (0, 2, 10), 11
 LEADER = "/job:worker/replica:0/task:0"
@@ -41,7 +41,7 @@ def main():
     def launcher_of(key, tasks):
         names = [f"/job:worker/replica:0/task:{task}" for task in tasks]
         keys = cross_device_utils.CollectiveKeys()
-        return collectives.Launcher(key, len(tasks), keys, device, options, names)
+        return operations.Launcher(key, len(tasks), keys, device, options, names)
 
     if index:
         launcher, rank = launcher_of(7, TASKS[1:]), TASKS[1:].index(index)

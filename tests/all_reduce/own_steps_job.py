@@ -18,9 +18,9 @@ import tensorflow as tf
 
 import keras_psplus
 from keras_psplus import updates as updates_module
-from keras_psplus.all_reduce.collectives import Launcher
-from keras_psplus.all_reduce.tape_gradients import TapeGradients
-from keras_psplus.all_reduce.updating import MirroredUpdates
+from keras_psplus.all_reduce.collectives.operations import Launcher
+from keras_psplus.all_reduce.step.tape_gradients import TapeGradients
+from keras_psplus.all_reduce.step.updating import MirroredUpdates
 from keras_psplus.cluster.in_process import logical_devices
 
 CASES = {}

@@ -6,8 +6,8 @@ import tensorflow as tf
 
 import keras_psplus
 from keras_psplus import compression
-from keras_psplus.all_reduce import compressors, routes
-from keras_psplus.all_reduce.compressed import CompressedSum
+from keras_psplus.all_reduce.reduction import compressors, routes
+from keras_psplus.all_reduce.reduction.compressed import CompressedSum
 
 
 class OnlyExchange(compression.Compressor):

@@ -8,15 +8,16 @@ from hypothesis import strategies as st
 from tensorflow.python.distribute import cross_device_utils
 
 from keras_psplus import compression
-from keras_psplus.all_reduce import collectives, gradients, routes
-from keras_psplus.all_reduce.compressed import CompressedSum
+from keras_psplus.all_reduce.collectives import gradients, operations
+from keras_psplus.all_reduce.reduction import routes
+from keras_psplus.all_reduce.reduction.compressed import CompressedSum
 
 
 @given(st.integers(0, 10_000_000))
 def test_rows_are_padded_by_an_eighth_at_most(rows):
-    padded, index = collectives._size_class(tf.constant(rows))
+    padded, index = operations._size_class(tf.constant(rows))
     assert rows <= int(padded) <= max(1, rows * 9 / 8)
-    assert 0 <= int(index) < collectives._SIZE_CLASSES
+    assert 0 <= int(index) < operations._SIZE_CLASSES
 
 
 class FakeLauncher:
@@ -130,7 +131,7 @@ def waited_for(function):
 
 
 def launcher_of_two(device):
-    return collectives.Launcher(
+    return operations.Launcher(
         *(1, 2, cross_device_utils.CollectiveKeys(), device),
         tf.distribute.experimental.CommunicationOptions(),
     )

@@ -6,7 +6,7 @@ import pytest
 import tensorflow as tf
 
 from keras_psplus.cluster.config import TaskConfig
-from keras_psplus.core import error_report, failure
+from keras_psplus.core.jobs import error_report, failure
 
 TASK = TaskConfig({"worker": ("127.0.0.1:1", "127.0.0.1:2")}, "worker", 1)
 

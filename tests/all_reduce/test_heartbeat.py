@@ -8,12 +8,12 @@ import types
 import pytest
 import tensorflow as tf
 
-from keras_psplus.all_reduce import heartbeat
-from keras_psplus.all_reduce.heartbeat import HeartbeatWatch, Silence
-from keras_psplus.cluster import neighbours
+from keras_psplus.all_reduce.liveness import heartbeat
+from keras_psplus.all_reduce.liveness.heartbeat import HeartbeatWatch, Silence
 from keras_psplus.cluster.config import TaskConfig
-from keras_psplus.cluster.silence import is_silent, place_of
-from keras_psplus.core import error_report, failure
+from keras_psplus.cluster.startup import neighbours
+from keras_psplus.cluster.wire.silence import is_silent, place_of
+from keras_psplus.core.jobs import error_report, failure
 
 
 def dead_after(stop, phase, timeout=20.0, answer=1.0, pause=0.25):

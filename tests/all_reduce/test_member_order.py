@@ -5,7 +5,7 @@ import pathlib
 from hypothesis import given
 from hypothesis import strategies as st
 
-from keras_psplus.all_reduce import member_order
+from keras_psplus.all_reduce.collectives import member_order
 from keras_psplus.cluster import TaskConfig
 from keras_psplus.cluster.testing import run_in_processes
 

@@ -4,8 +4,8 @@ import numpy as np
 import pytest
 import tensorflow as tf
 
-from keras_psplus.all_reduce.replica_step import MirroredReplicaStep
-from keras_psplus.core.batches import Batch
+from keras_psplus.all_reduce.step.replica_step import MirroredReplicaStep
+from keras_psplus.core.batch.batches import Batch
 
 
 class Barrier:

@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 import tensorflow as tf
 
-from keras_psplus.all_reduce import single_steps
+from keras_psplus.all_reduce.step import single_steps
 
 
 def numbers(*shape):

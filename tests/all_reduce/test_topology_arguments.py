@@ -10,9 +10,15 @@ import tensorflow as tf
 
 import keras_psplus
 from keras_psplus import compression
-from keras_psplus.all_reduce import auto_topology, group_routes, links, shards, topology
-from keras_psplus.all_reduce.hops import hops_of
-from keras_psplus.all_reduce.topology import Topology
+from keras_psplus.all_reduce.topology import (
+    auto_topology,
+    group_routes,
+    group_topology,
+    links,
+    shards,
+)
+from keras_psplus.all_reduce.topology.group_topology import Topology
+from keras_psplus.all_reduce.topology.hops import hops_of
 from keras_psplus.cluster import TaskConfig
 
 NAMES = ["worker-0", "worker-1", "worker-2", "worker-3"]
@@ -91,7 +97,7 @@ def test_one_ring_has_the_compressor_of_the_hop_that_there_is():
 
 
 def test_groups_are_in_rank_order_and_of_all_replicas_of_a_worker():
-    found = topology.get([["worker-3", 1], ("worker-2", "worker-0")], NAMES)
+    found = group_topology.get([["worker-3", 1], ("worker-2", "worker-0")], NAMES)
     assert found == Topology(((0, 2), (1, 3)))
     assert found.of_replicas(2) == Topology(((0, 1, 4, 5), (2, 3, 6, 7)))
     assert (
@@ -105,8 +111,8 @@ def test_groups_are_in_rank_order_and_of_all_replicas_of_a_worker():
     # The devices of a host are a group by themselves.
     assert Topology(((0,), (1,))).of_replicas(2).has_levels
     # A script for a cluster can be tried without one.
-    assert topology.get([["worker-0"], ["worker-1"]], None) == "auto"
-    assert topology.get(None, NAMES) == topology.get("flat", NAMES) == "flat"
+    assert group_topology.get([["worker-0"], ["worker-1"]], None) == "auto"
+    assert group_topology.get(None, NAMES) == group_topology.get("flat", NAMES) == "flat"
 
 
 @pytest.mark.parametrize("number", [2, 3, 4, 7, 8])

@@ -16,9 +16,9 @@ import tensorflow as tf
 
 import keras_psplus
 from keras_psplus import cluster, compression, updates
-from keras_psplus.all_reduce import auto_topology, links
-from keras_psplus.all_reduce import topology as topology_module
-from keras_psplus.all_reduce.updating import MirroredUpdates
+from keras_psplus.all_reduce.step.updating import MirroredUpdates
+from keras_psplus.all_reduce.topology import auto_topology, links
+from keras_psplus.all_reduce.topology import group_topology as topology_module
 from tests.all_reduce import updates_job
 from tests.all_reduce.job_parts import Interrupt, Interrupted, compress
 

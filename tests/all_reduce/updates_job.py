@@ -14,7 +14,7 @@ import tensorflow as tf
 
 import keras_psplus
 from keras_psplus import cluster, updates
-from keras_psplus.all_reduce.updating import MirroredUpdates
+from keras_psplus.all_reduce.step.updating import MirroredUpdates
 from tests.all_reduce.job_parts import Interrupt, Interrupted, compress
 
 ROWS, BATCH, EPOCHS = 37, 10, 3

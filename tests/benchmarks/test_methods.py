@@ -5,7 +5,7 @@ import types
 import pytest
 from lab import document, ideal, launches, methods, work
 
-from keras_psplus import catalogue
+from keras_psplus.catalogue import lookup
 
 DENSE, SPARSE = work.SIZES["full"]["dense"], work.SIZES["full"]["sparse"]
 WHOLE = 4 * (784 * 1600 + 1600 * 1600 + 1600 * 700 + 700 * 10 + 1600 + 1600 + 700 + 10)
@@ -14,7 +14,7 @@ SETTINGS = {"size": "tiny", "ps": 1, "delay": 0.0, "links": "loopback"}
 
 def test_every_entry_of_the_catalogue_is_a_method():
     entries = {m.name: m for m in methods.catalogue()}
-    assert set(catalogue.names()) - {"auto"} < set(entries) and "auto" not in entries
+    assert set(lookup.names()) - {"auto"} < set(entries) and "auto" not in entries
     assert {path.stem for path in methods.EXTRAS.glob("*.py")} < set(entries)
     paths = {name: entry.traits.path for name, entry in entries.items()}
     assert paths["single"] == "alone" and paths["hybrid"] == "hybrid"

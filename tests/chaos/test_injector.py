@@ -9,8 +9,8 @@ import pytest
 from keras_psplus.chaos import spec
 from keras_psplus.chaos.injector import Injector
 from keras_psplus.cluster.environment import python_path
+from keras_psplus.cluster.monitor.progress import Progress
 from keras_psplus.cluster.processes import LocalCluster
-from keras_psplus.cluster.progress import Progress
 
 # Worker 0 counts steps; worker 1 notes the times for which it was held up.
 JOB = """

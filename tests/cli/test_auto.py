@@ -11,8 +11,9 @@ import sys
 import numpy as np
 import pytest
 
-from keras_psplus import automatic, catalogue
-from keras_psplus.cli import auto, main
+from keras_psplus.catalogue import automatic, lookup
+from keras_psplus.cli import main
+from keras_psplus.cli.planning import auto
 from keras_psplus.cluster import environment
 from keras_psplus.cluster.environment import python_path
 from keras_psplus.cluster.testing import run_in_processes
@@ -201,7 +202,7 @@ def test_what_the_environment_may_not_say_beside_auto(capsys, monkeypatch):
     assert main.main(["run", "--strategy=auto", "--workers=1", "--dry_run", __file__]) == 2
     assert "Received: --strategy=auto, KERAS_PSPLUS_COMPRESSION=int8" in capsys.readouterr().err
     with pytest.raises(ValueError, match="auto decides itself.*Received: KERAS_PSPLUS_COMPR"):
-        catalogue.strategy("auto")
+        lookup.strategy("auto")
 
 
 @pytest.mark.parametrize(
@@ -254,11 +255,11 @@ def test_a_script_that_gives_nothing_to_plan_by(tmp_path, capsys):
 
 def test_without_a_plan_a_cluster_is_refused(monkeypatch):
     monkeypatch.delenv(automatic.PLAN_VARIABLE, raising=False)
-    monkeypatch.delenv(catalogue.STRATEGY_VARIABLE, raising=False)
+    monkeypatch.delenv(lookup.STRATEGY_VARIABLE, raising=False)
     cluster = {"worker": ["127.0.0.1:1", "127.0.0.1:2"]}
     task = {"type": "worker", "index": 0}
     monkeypatch.setenv("TF_CONFIG", json.dumps({"cluster": cluster, "task": task}))
     with pytest.raises(ValueError, match="run --strategy auto.*name that file.*Received: 2 worker"):
-        catalogue.strategy("auto")
+        lookup.strategy("auto")
     with pytest.raises(ValueError, match="cannot be read.*Received: 'none.json'"):
-        catalogue.strategy("auto", plan="none.json")
+        lookup.strategy("auto", plan="none.json")

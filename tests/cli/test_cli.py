@@ -11,9 +11,10 @@ import pytest
 import tensorflow as tf
 
 import keras_psplus
-from keras_psplus import catalogue, versions
+from keras_psplus import versions
+from keras_psplus.catalogue import lookup
 from keras_psplus.cli import bench, doctor, main, run
-from keras_psplus.cluster import progress
+from keras_psplus.cluster.monitor import progress
 from keras_psplus.cluster.ports import free_ports
 
 
@@ -63,7 +64,7 @@ def test_run_help_explains_every_flag(capsys):
 def test_run_help_names_entries_that_there_are(capsys):
     main.main(["run", "-h"])
     named = re.findall(r"--strategy (\w+)", capsys.readouterr().out)
-    assert len(named) > 1 and set(named) <= set(catalogue.names())
+    assert len(named) > 1 and set(named) <= set(lookup.names())
 
 
 def test_run_lists_the_entries(capsys):
@@ -71,7 +72,7 @@ def test_run_lists_the_entries(capsys):
     lines = capsys.readouterr().out.splitlines()
     assert max(map(len, lines)) <= 100
     found = dict(line.split(maxsplit=1) for line in lines if not line.startswith(" "))
-    assert list(found) == catalogue.names()
+    assert list(found) == lookup.names()
     assert found["hybrid"].startswith("Large embeddings on parameter servers")
 
 
@@ -382,7 +383,7 @@ def test_ctrl_c_ends_the_command(tmp_path):
 
 def test_the_launcher_does_not_import_tensorflow():
     modules = [
-        "keras_psplus.catalogue",
+        "keras_psplus.catalogue.lookup",
         "keras_psplus.cli.run",
         "keras_psplus.cluster.config",
         "keras_psplus.cluster.ports",

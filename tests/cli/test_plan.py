@@ -5,9 +5,10 @@ import textwrap
 
 import pytest
 
-from keras_psplus.cli import main, plan_script
+from keras_psplus.cli import main
 from keras_psplus.cli import plan as plan_command
-from keras_psplus.core import plan_request
+from keras_psplus.cli.planning import plan_script
+from keras_psplus.core.plan import plan_request
 
 SCRIPT = """
 import sys

@@ -5,7 +5,7 @@ import re
 
 import pytest
 
-from keras_psplus import catalogue
+from keras_psplus.catalogue import lookup
 from keras_psplus.cli import main
 from keras_psplus.cluster.testing import run_in_processes
 
@@ -87,7 +87,7 @@ def test_what_is_measured_of_a_script(kind, plan):
     assert measured["slots"] == pytest.approx(2, rel=0.01)
     names = [choice["entry"] for choice in found["choices"]]
     apart = ("auto", "pipedream", "pipeline", "pipeline_gpipe")
-    assert sorted(names) == [name for name in catalogue.names() if name not in apart]
+    assert sorted(names) == [name for name in lookup.names() if name not in apart]
     assert found["recommended"] == names[0]
     by_name = {choice["entry"]: choice for choice in found["choices"]}
     # By hand: ids up to read, ids and rows up to update, rows down; 2 x 3 / 4 of a sum.

@@ -10,8 +10,9 @@ import tempfile
 import pytest
 
 from keras_psplus.cli import main
-from keras_psplus.cluster import job_folder, process_state
-from keras_psplus.cluster.json_log import JsonLog
+from keras_psplus.cluster.monitor import job_folder
+from keras_psplus.cluster.monitor.json_log import JsonLog
+from keras_psplus.cluster.process import process_state
 
 JOB = pathlib.Path(__file__).with_name("status_job.py")
 
@@ -118,7 +119,7 @@ def test_what_a_killed_launcher_has_left(capsys):
     assert "no job of `keras-psplus run` is under way" in capsys.readouterr().out
     source = (
         "import os, pathlib, signal\n"
-        "from keras_psplus.cluster.job_record import JobRecord\n"
+        "from keras_psplus.cluster.monitor.job_record import JobRecord\n"
         "record = JobRecord(['train.py'], {'worker': 1}, pathlib.Path('/logs'))\n"
         "record.__enter__()\n"
         "record.task_started('worker-0', os.getpid(), 0)\n"
@@ -197,7 +198,7 @@ def test_status_takes_flags_alone(flag, capsys):
 def test_lines_of_several_processes_are_whole(tmp_path):
     path = tmp_path / "log.jsonl"
     source = (
-        "import sys\nfrom keras_psplus.cluster.json_log import JsonLog\n"
+        "import sys\nfrom keras_psplus.cluster.monitor.json_log import JsonLog\n"
         "log = JsonLog(sys.argv[1])\n"
         "for i in range(300): log.append('event', task=sys.argv[2], text='x' * 3000, i=i)\n"
     )

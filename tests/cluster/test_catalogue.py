@@ -3,7 +3,7 @@ import sys
 
 import pytest
 
-from keras_psplus import catalogue
+from keras_psplus.catalogue import lookup
 
 
 @pytest.fixture
@@ -19,11 +19,11 @@ def folder(tmp_path, monkeypatch):
     (folder / "relative.py").write_text(
         "from keras_psplus.strategies import _helper\n\ndef strategy():\n    return _helper.value\n"
     )
-    monkeypatch.setattr(catalogue, "_FOLDERS", (tmp_path / "none", folder))
-    monkeypatch.setattr(catalogue, "_PACKAGE", "keras_psplus_test.strategies")
+    monkeypatch.setattr(lookup, "_FOLDERS", (tmp_path / "none", folder))
+    monkeypatch.setattr(lookup, "_PACKAGE", "keras_psplus_test.strategies")
     monkeypatch.setitem(sys.modules, "keras_psplus_test", type(sys)("keras_psplus_test"))
-    monkeypatch.delenv(catalogue.STRATEGY_VARIABLE, raising=False)
-    for variable in ("TF_CONFIG", *catalogue.OPTION_VARIABLES.values()):
+    monkeypatch.delenv(lookup.STRATEGY_VARIABLE, raising=False)
+    for variable in ("TF_CONFIG", *lookup.OPTION_VARIABLES.values()):
         monkeypatch.delenv(variable, raising=False)
     (folder / "relative.py").write_text(
         "from . import _helper\n\n\ndef strategy():\n    return _helper.value\n"
@@ -39,43 +39,43 @@ def folder(tmp_path, monkeypatch):
 def test_entries_by_name(folder, with_init):
     if with_init:
         (folder / "__init__.py").write_text('"""The catalogue."""\n')
-    assert catalogue.names() == ["all_reduce", "broken", "no_function", "relative", "single"]
-    assert catalogue.load("single").strategy() == "single"
-    assert catalogue.load("relative").strategy() == "helped"
-    assert catalogue.load("single") is catalogue.load("single")
+    assert lookup.names() == ["all_reduce", "broken", "no_function", "relative", "single"]
+    assert lookup.load("single").strategy() == "single"
+    assert lookup.load("relative").strategy() == "helped"
+    assert lookup.load("single") is lookup.load("single")
 
 
 def test_file(folder, tmp_path):
     path = tmp_path / "mine.py"
     path.write_text("def strategy():\n    return 'mine'\n")
-    assert catalogue.load(path).strategy() == catalogue.load(str(path)).strategy() == "mine"
+    assert lookup.load(path).strategy() == lookup.load(str(path)).strategy() == "mine"
 
 
 def test_strategy_follows_the_environment(folder, monkeypatch):
-    assert catalogue.strategy() == "single"
-    assert catalogue.strategy(default="relative") == "helped"
+    assert lookup.strategy() == "single"
+    assert lookup.strategy(default="relative") == "helped"
     cluster = {"cluster": {"worker": ["h:1"]}, "task": {"type": "worker", "index": 0}}
     monkeypatch.setenv("TF_CONFIG", json.dumps(cluster))
-    assert catalogue.strategy() == "all_reduce"
-    monkeypatch.setenv(catalogue.STRATEGY_VARIABLE, "relative")
-    assert catalogue.strategy(default="single") == "helped"
+    assert lookup.strategy() == "all_reduce"
+    monkeypatch.setenv(lookup.STRATEGY_VARIABLE, "relative")
+    assert lookup.strategy(default="single") == "helped"
 
 
 def test_options_of_the_environment(folder, monkeypatch):
     (folder / "open.py").write_text("def strategy(**options):\n    return options\n")
-    monkeypatch.setenv(catalogue.STRATEGY_VARIABLE, "open")
-    assert catalogue.strategy() == {}
+    monkeypatch.setenv(lookup.STRATEGY_VARIABLE, "open")
+    assert lookup.strategy() == {}
     monkeypatch.setenv("KERAS_PSPLUS_COMPRESSION", "powersgd:2")
-    assert catalogue.strategy() == {"compression": "powersgd:2"}
-    monkeypatch.setenv(catalogue.STRATEGY_VARIABLE, "single")
+    assert lookup.strategy() == {"compression": "powersgd:2"}
+    monkeypatch.setenv(lookup.STRATEGY_VARIABLE, "single")
     with pytest.raises(ValueError, match="single takes no `compression`.*=powersgd:2$"):
-        catalogue.strategy()
+        lookup.strategy()
 
 
 def test_names_in_short(folder):
     (folder / "sync_parameter_server_int8.py").write_text("def strategy():\n    return 8\n")
-    assert catalogue.load("sync_ps_int8").strategy() == 8
-    assert "sync_ps_int8" not in catalogue.names()
+    assert lookup.load("sync_ps_int8").strategy() == 8
+    assert "sync_ps_int8" not in lookup.names()
 
 
 @pytest.mark.parametrize(
@@ -89,14 +89,14 @@ def test_names_in_short(folder):
 )
 def test_mistakes_list_the_entries(folder, name, message):
     with pytest.raises(ValueError) as error:
-        catalogue.load(name)
+        lookup.load(name)
     assert message in str(error.value)
     assert str(error.value).endswith(f"Received: {name!r}")
 
 
 def test_errors_in_an_entry_are_shown_as_they_are(folder, tmp_path):
     with pytest.raises(ModuleNotFoundError, match="no_such_module_at_all"):
-        catalogue.load("broken")
+        lookup.load("broken")
     with pytest.raises(ModuleNotFoundError):
-        catalogue.load(folder / "broken.py")
+        lookup.load(folder / "broken.py")
     assert "keras_psplus_strategy_broken" not in sys.modules

@@ -5,10 +5,10 @@ import socket
 
 import pytest
 
-from keras_psplus.cluster import claims as claims_module
-from keras_psplus.cluster.claims import Claims
 from keras_psplus.cluster.ports import free_ports
 from keras_psplus.cluster.secret import RefusedError, Secret, Session
+from keras_psplus.cluster.serving import claims as claims_module
+from keras_psplus.cluster.serving.claims import Claims
 
 
 @pytest.fixture

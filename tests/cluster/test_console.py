@@ -6,8 +6,8 @@ import time
 
 import pytest
 
-from keras_psplus.cluster.console import Console, OutputPump, plain, render, warn
-from keras_psplus.cluster.log_file import LogFile
+from keras_psplus.cluster.output.console import Console, OutputPump, plain, render, warn
+from keras_psplus.cluster.output.log_file import LogFile
 
 
 class Terminal(io.StringIO):

@@ -7,9 +7,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from keras_psplus.cluster import layout, proxies, ranks
 from keras_psplus.cluster.config import ClusterConfigError
-from keras_psplus.cluster.discovery import find_ranks, find_task_config
+from keras_psplus.cluster.discovery import layout, proxies, ranks
+from keras_psplus.cluster.discovery.discovery import find_ranks, find_task_config
 
 # As `srun -N2 --ntasks-per-node=2` of Slurm 22.05 sets them, for its second process.
 SLURM = {

@@ -4,7 +4,7 @@ import sys
 
 import pytest
 
-from keras_psplus.cluster import exit_code
+from keras_psplus.cluster.process import exit_code
 
 
 @pytest.fixture(autouse=True)

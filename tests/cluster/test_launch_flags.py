@@ -3,8 +3,8 @@
 import pytest
 
 import keras_psplus
-from keras_psplus import catalogue
-from keras_psplus.cluster import launch_flags
+from keras_psplus.catalogue import lookup
+from keras_psplus.cluster.launcher import launch_flags
 
 MAKERS = [
     keras_psplus.MultiWorkerMirroredStrategy,
@@ -77,9 +77,9 @@ def test_flags_without_effect_are_named(said):
 
 def test_the_catalogue_reads_the_flags_itself(said):
     flags = {"strategy": "all_reduce", "compression": "int8"}
-    assert said(catalogue.strategy, **flags)[1] == ""
-    assert said(catalogue.strategy, strategy="all_reduce_int8")[1] == ""
-    assert said(catalogue.strategy, strategy="hybrid", updates="accumulate:2")[1] == ""
+    assert said(lookup.strategy, **flags)[1] == ""
+    assert said(lookup.strategy, strategy="all_reduce_int8")[1] == ""
+    assert said(lookup.strategy, strategy="hybrid", updates="accumulate:2")[1] == ""
 
 
 def test_a_plan_is_of_what_the_script_makes(said):

@@ -2,7 +2,7 @@
 
 import pytest
 
-from keras_psplus.cluster import noise
+from keras_psplus.cluster.output import noise
 
 STARTING = """\
 WARNING: All log messages before absl::InitializeLog() is called are written to STDERR

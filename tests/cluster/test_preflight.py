@@ -9,13 +9,18 @@ import time
 
 import pytest
 
-from keras_psplus.cluster import handshake, hello, neighbours, roll_call
 from keras_psplus.cluster.config import ClusterStartupError, TaskConfig
 from keras_psplus.cluster.environment import TOKEN_VARIABLE
-from keras_psplus.cluster.hello import JobSecret
-from keras_psplus.cluster.identity import PeerIdentity, conflict
 from keras_psplus.cluster.ports import free_ports
-from keras_psplus.cluster.preflight import check_local_address, probe_peers, wait_for_cluster
+from keras_psplus.cluster.startup import neighbours, roll_call
+from keras_psplus.cluster.startup.preflight import (
+    check_local_address,
+    probe_peers,
+    wait_for_cluster,
+)
+from keras_psplus.cluster.wire import handshake, hello
+from keras_psplus.cluster.wire.hello import JobSecret
+from keras_psplus.cluster.wire.identity import PeerIdentity, conflict
 
 
 def make_cluster(workers, ps=0):
@@ -387,7 +392,7 @@ def test_a_task_that_comes_back_to_a_large_cluster_goes_on(monkeypatch):
 TENSORFLOW_TASK = """
 import sys, time
 from keras_psplus.cluster.config import read_task_config
-from keras_psplus.cluster.preflight import wait_for_cluster
+from keras_psplus.cluster.startup.preflight import wait_for_cluster
 import tensorflow as tf
 config = read_task_config()
 time.sleep(0.5 * config.task_index)

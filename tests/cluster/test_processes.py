@@ -9,12 +9,12 @@ import time
 
 import pytest
 
-from keras_psplus.cluster import kernel_kills
-from keras_psplus.cluster.console import Console
 from keras_psplus.cluster.environment import plan_tasks
-from keras_psplus.cluster.job_record import JobRecord
+from keras_psplus.cluster.launcher import kernel_kills
+from keras_psplus.cluster.launcher.results import ClusterResult
+from keras_psplus.cluster.monitor.job_record import JobRecord
+from keras_psplus.cluster.output.console import Console
 from keras_psplus.cluster.processes import LocalCluster
-from keras_psplus.cluster.results import ClusterResult
 
 HEAD = """
 import json, os, sys, time

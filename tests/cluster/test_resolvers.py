@@ -4,8 +4,8 @@ import pytest
 import tensorflow as tf
 
 from keras_psplus.all_reduce import startup
-from keras_psplus.cluster import resolvers
 from keras_psplus.cluster.config import ClusterConfigError
+from keras_psplus.cluster.discovery import resolvers
 from keras_psplus.tf_internals import slurm_cluster_resolver
 
 SPEC = tf.train.ClusterSpec({"worker": ["a:1", "b:1"]})

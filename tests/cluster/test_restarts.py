@@ -5,8 +5,8 @@ import sys
 import pytest
 
 from keras_psplus.cluster import restarts
+from keras_psplus.cluster.launcher.results import ClusterResult
 from keras_psplus.cluster.processes import LocalCluster
-from keras_psplus.cluster.results import ClusterResult
 
 
 class Attempt:

@@ -8,7 +8,7 @@ from keras_psplus.cluster.testing import run_in_processes
 TASKS = """
 import json, os, sys, time
 from keras_psplus.cluster.config import read_task_config
-from keras_psplus.cluster.preflight import wait_for_cluster
+from keras_psplus.cluster.startup.preflight import wait_for_cluster
 config = read_task_config()
 if config.task_type == "chief":
     import tensorflow as tf
@@ -35,11 +35,11 @@ def test_ps_serves_until_the_chief_has_ended():
 GREETED = """
 import os, sys, time
 from keras_psplus.cluster.config import read_task_config
-from keras_psplus.cluster.preflight import wait_for_cluster
+from keras_psplus.cluster.startup.preflight import wait_for_cluster
 config = read_task_config()
 if config.task_type == "chief":
     import tensorflow as tf
-    from keras_psplus.cluster.shutdown import ShutdownNotifier
+    from keras_psplus.cluster.serving.shutdown import ShutdownNotifier
     wait_for_cluster(config, ("ps",), timeout=60)
     cluster = {job: list(tasks) for job, tasks in config.cluster.items()}
     tf.config.experimental_connect_to_cluster(
@@ -93,7 +93,7 @@ def test_chief_that_never_comes_is_an_error():
 
 
 def test_mistakes_are_told_before_the_server_starts():
-    serve = pytest.importorskip("keras_psplus.cluster.serve")
+    serve = pytest.importorskip("keras_psplus.cluster.serving.serve")
     with socket.create_server(("127.0.0.1", 0)) as server:
         taken = f"127.0.0.1:{server.getsockname()[1]}"
         config = TaskConfig({"chief": ("127.0.0.1:1",), "ps": (taken,)}, "ps", 0)

@@ -4,8 +4,8 @@ import logging
 
 import pytest
 
-from keras_psplus.cluster import stalls
-from keras_psplus.cluster.stalls import Inspector, PendingWait, WarningSchedule
+from keras_psplus.cluster.monitor import stalls
+from keras_psplus.cluster.monitor.stalls import Inspector, PendingWait, WarningSchedule
 from keras_psplus.log import logger
 
 

@@ -7,8 +7,8 @@ import textwrap
 import pytest
 
 from keras_psplus.cluster import restarts
+from keras_psplus.cluster.launcher.task_restarts import TaskRestarts
 from keras_psplus.cluster.processes import LocalCluster
-from keras_psplus.cluster.task_restarts import TaskRestarts
 from tests.endings import wait_for_end
 
 HEAD = """

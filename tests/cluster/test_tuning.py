@@ -6,7 +6,7 @@ import pytest
 from tensorflow.core.protobuf import config_pb2
 from tensorflow.python.eager import context
 
-from keras_psplus.cluster import memory, tuning
+from keras_psplus.cluster.process import memory, tuning
 
 
 @pytest.mark.parametrize("chosen", [None, "", "event_engine_dns"])

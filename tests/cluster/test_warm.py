@@ -7,8 +7,8 @@ import textwrap
 import pytest
 
 from keras_psplus.cluster import restarts
+from keras_psplus.cluster.process.warm import WarmPython, WarmStartError
 from keras_psplus.cluster.processes import LocalCluster
-from keras_psplus.cluster.warm import WarmPython, WarmStartError
 from tests.endings import wait_for_end
 
 SCRIPT = """

@@ -3,7 +3,7 @@ import tensorflow as tf
 from tensorflow.python.framework import kernels
 
 from keras_psplus import compression
-from keras_psplus.compression import indices
+from keras_psplus.compression.sparse import indices
 from tests.compression.common import ALL
 
 pytestmark = pytest.mark.skipif(

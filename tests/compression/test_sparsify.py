@@ -5,7 +5,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from keras_psplus import compression
-from keras_psplus.compression.top_k import top_k
+from keras_psplus.compression.sparse.top_k import top_k
 from tests.compression.common import arrays, at, bytes_of, few, round_trip
 
 

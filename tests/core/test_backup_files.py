@@ -5,7 +5,7 @@ import shutil
 
 import keras
 
-from keras_psplus.core import backup_files
+from keras_psplus.core.backup import backup_files
 
 
 def test_files_that_others_delete_meanwhile_leave_nothing_behind(tmp_path, monkeypatch):

@@ -6,7 +6,7 @@ import tensorflow as tf
 from hypothesis import given
 from hypothesis import strategies as st
 
-from keras_psplus.core import batches
+from keras_psplus.core.batch import batches
 
 
 def worlds(replicas, local):

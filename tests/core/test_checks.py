@@ -5,7 +5,7 @@ import types
 import keras
 import pytest
 
-from keras_psplus.core import checks
+from keras_psplus.core.base import checks
 
 
 def model(stateful=True):

@@ -7,9 +7,9 @@ from concurrent import futures
 
 import pytest
 
-from keras_psplus.core import chief_only as module
-from keras_psplus.core.chief_only import run_on_chief
-from keras_psplus.core.failure import PeerLostError
+from keras_psplus.core.jobs import chief_only as module
+from keras_psplus.core.jobs.chief_only import run_on_chief
+from keras_psplus.core.jobs.failure import PeerLostError
 
 
 class Control:

@@ -6,11 +6,11 @@ import threading
 import pytest
 import tensorflow as tf
 
-from keras_psplus.cluster import neighbours
 from keras_psplus.cluster.config import TaskConfig
-from keras_psplus.core import control as control_module
-from keras_psplus.core import error_report, failure
-from keras_psplus.core.control import ControlPlane
+from keras_psplus.cluster.startup import neighbours
+from keras_psplus.core.jobs import control as control_module
+from keras_psplus.core.jobs import error_report, failure
+from keras_psplus.core.jobs.control import ControlPlane
 
 WORKERS = 3
 

@@ -5,11 +5,11 @@ import numpy as np
 import pytest
 import tensorflow as tf
 
-from keras_psplus.all_reduce.data import of_one_replica
-from keras_psplus.all_reduce.py_dataset import SharedOrder
-from keras_psplus.core import data_position, iterator_release
+from keras_psplus.all_reduce.data.py_dataset import SharedOrder
+from keras_psplus.all_reduce.data.sharding import of_one_replica
+from keras_psplus.core.data import data_position, iterator_release
 from keras_psplus.datasets.shuffle_seeds import seed_shuffles
-from keras_psplus.keras_parts import array_data_adapter, tf_trainer
+from keras_psplus.keras_internals.keras_parts import array_data_adapter, tf_trainer
 
 ROWS, BATCH, EPOCHS = 16, 4, 4
 

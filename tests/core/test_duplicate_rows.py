@@ -5,7 +5,7 @@ import numpy as np
 import pytest
 import tensorflow as tf
 
-from keras_psplus.core import duplicate_rows
+from keras_psplus.core.base import duplicate_rows
 
 
 def slices(dtype="float32"):

@@ -2,7 +2,7 @@
 
 import pytest
 
-from keras_psplus.core import failure
+from keras_psplus.core.jobs import failure
 
 SAYS = "ps-0 (localhost:1): no answer in time; it hangs, or the link is too slow"
 WHERE = """Graph execution error:

@@ -7,7 +7,7 @@ import weakref
 import pytest
 import tensorflow as tf
 
-from keras_psplus.core import iterator_release
+from keras_psplus.core.data import iterator_release
 
 
 @pytest.fixture

@@ -10,10 +10,10 @@ import tensorflow as tf
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from keras_psplus.core import batches
+from keras_psplus.core.batch import batches
 from keras_psplus.datasets import rows_before_maps
 from keras_psplus.datasets.rows_before_maps import take_apart
-from keras_psplus.keras_parts import tf_dataset_adapter
+from keras_psplus.keras_internals.keras_parts import tf_dataset_adapter
 
 
 def parts(dataset, world, pads):

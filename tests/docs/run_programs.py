@@ -26,7 +26,7 @@ import keras_psplus
 from keras_psplus.cli import run
 from keras_psplus.cluster.environment import plan_tasks
 from keras_psplus.cluster.in_process import InProcessCluster
-from keras_psplus.cluster.warm_server import Ending
+from keras_psplus.cluster.process.warm_server import Ending
 from tests.docs import pages
 
 TIMEOUT = 150  # seconds for a program

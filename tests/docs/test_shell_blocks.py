@@ -13,7 +13,8 @@ import tomllib
 
 import pytest
 
-from keras_psplus.cli import main, parsing
+from keras_psplus.cli import main
+from keras_psplus.cli.flags import parsing
 from keras_psplus.cluster.config import read_task_config
 from tests.docs import pages
 

@@ -16,7 +16,7 @@ import sys
 import numpy as np
 import pytest
 
-from keras_psplus import catalogue
+from keras_psplus.catalogue import lookup
 from keras_psplus.cluster.testing import run_in_processes
 
 JOB = pathlib.Path(__file__).with_name("recognised_job.py")
@@ -110,7 +110,7 @@ def check(entry, tasks, names, alone, record_property):
     """Runs examples in a cluster and compares them with one process."""
     names = those_installed(names)
     env = {"TF_CPP_MIN_LOG_LEVEL": "2", "CUDA_VISIBLE_DEVICES": ""}
-    env |= {catalogue.STRATEGY_VARIABLE: entry}
+    env |= {lookup.STRATEGY_VARIABLE: entry}
     done = run_in_processes(JOB, **tasks, timeout=TIMEOUT, env=env, args=arguments(names))
     found = results("\n".join(done.logs.values()), names)
     for name in names:

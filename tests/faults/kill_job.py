@@ -78,8 +78,8 @@ def main():
     import tensorflow as tf
 
     import keras_psplus as psp
-    from keras_psplus.core import backup
-    from keras_psplus.core.control import ControlPlane
+    from keras_psplus.core.backup import backup_callback
+    from keras_psplus.core.jobs.control import ControlPlane
 
     compressor = psp.compression.get(
         {"diloco": "int8", "accumulate": "int8"}.get(kind, "powersgd:2")
@@ -122,7 +122,7 @@ def main():
     ):
         killer.around(owner, name)
     sys.addaudithook(killer.audited)
-    save = backup.save
+    save = backup_callback.save
 
     def counted(*args):
         killer.counts = True
@@ -130,7 +130,7 @@ def main():
         killer.point()
         killer.counts = False
 
-    backup.save = counted
+    backup_callback.save = counted
 
     class Tell(keras.callbacks.Callback):
         def on_epoch_end(self, epoch, logs=None):

@@ -26,7 +26,7 @@ import numpy as np
 import tensorflow as tf
 
 import keras_psplus as psp
-from keras_psplus.core import weights_in_memory
+from keras_psplus.core.backup import weights_in_memory
 from tests.all_reduce.job_parts import Interrupted
 from tests.faults.at_batch import AtBatch
 

@@ -26,7 +26,7 @@ import numpy as np
 import tensorflow as tf
 
 import keras_psplus as psp
-from keras_psplus.hybrid import shard_files
+from keras_psplus.hybrid.files import shard_files
 
 ROWS, DIM, BATCH, PER_EPOCH = 40, 4, 8, 10
 

@@ -11,7 +11,7 @@ from tests import quick_start  # noqa: F401
 # isort: split
 import keras
 
-from keras_psplus.hybrid.shard import Shard
+from keras_psplus.hybrid.server.shard import Shard
 
 MIB, DIM, SERVERS = int(sys.argv[1]) if len(sys.argv) > 1 else 192, 32, 2
 

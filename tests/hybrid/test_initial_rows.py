@@ -9,7 +9,7 @@ import keras
 import numpy as np
 import pytest
 
-from keras_psplus.hybrid import initial_rows
+from keras_psplus.hybrid.rows import initial_rows
 
 JOB = pathlib.Path(__file__).with_name("initial_rows_job.py")
 INITIALIZERS = {

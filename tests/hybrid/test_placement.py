@@ -6,7 +6,7 @@ import sys
 
 import pytest
 
-from keras_psplus.hybrid.placement import Placement
+from keras_psplus.hybrid.tables.placement import Placement
 
 
 def placement(rule="auto", replicas=4, pull=None, push=None):

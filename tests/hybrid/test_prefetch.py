@@ -8,12 +8,12 @@ import pytest
 import tensorflow as tf
 
 from keras_psplus import HybridStrategy
-from keras_psplus.all_reduce.lookahead import with_next
+from keras_psplus.all_reduce.data.lookahead import with_next
 from keras_psplus.cluster.testing import run_in_processes
-from keras_psplus.core.batches import World, split
-from keras_psplus.hybrid import subgraph
-from keras_psplus.hybrid.row_optimizer import config_of
-from keras_psplus.hybrid.shard import Shard
+from keras_psplus.core.batch.batches import World, split
+from keras_psplus.hybrid.rows import subgraph
+from keras_psplus.hybrid.rows.row_optimizer import config_of
+from keras_psplus.hybrid.server.shard import Shard
 from tests.hybrid.prefetch_job import CASES
 from tests.hybrid.reference import ENVIRONMENT, running_reference
 from tests.results import load

@@ -4,7 +4,12 @@ import numpy as np
 import pytest
 import tensorflow as tf
 
-from keras_psplus.hybrid.rows import MESSAGE_BYTES, RowCodec, compressor_for_rows, looked_up
+from keras_psplus.hybrid.rows.row_codec import (
+    MESSAGE_BYTES,
+    RowCodec,
+    compressor_for_rows,
+    looked_up,
+)
 
 STEP = tf.constant(0, tf.int64)
 

@@ -13,12 +13,13 @@ import tensorflow as tf
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from keras_psplus.hybrid import TableFiles, shard_files
-from keras_psplus.hybrid.initial_rows import rows_of
-from keras_psplus.hybrid.row_optimizer import config_of
-from keras_psplus.hybrid.server_files import ServerFiles
-from keras_psplus.hybrid.shard import Shard
-from keras_psplus.hybrid.table_files import LIST, write_list
+from keras_psplus.hybrid import TableFiles
+from keras_psplus.hybrid.files import shard_files
+from keras_psplus.hybrid.files.table_files import LIST, write_list
+from keras_psplus.hybrid.rows.initial_rows import rows_of
+from keras_psplus.hybrid.rows.row_optimizer import config_of
+from keras_psplus.hybrid.server.server_files import ServerFiles
+from keras_psplus.hybrid.server.shard import Shard
 
 ROWS, DIM, STEM = 37, 3, "tables-1"
 NAMES = "users/embeddings", "items/embeddings"

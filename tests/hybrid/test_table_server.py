@@ -18,13 +18,13 @@ import tensorflow as tf
 from keras_psplus.cluster.config import ClusterStartupError, TaskConfig
 from keras_psplus.cluster.ports import free_ports
 from keras_psplus.cluster.secret import Secret
-from keras_psplus.hybrid import saving, snapshot_folders
-from keras_psplus.hybrid.calls import ControlLink, TableServerError, TableServerLostError
-from keras_psplus.hybrid.row_optimizer import config_of
-from keras_psplus.hybrid.servers import Servers
-from keras_psplus.hybrid.snapshots import Snapshots
-from keras_psplus.hybrid.table import Table, pull, push
-from keras_psplus.hybrid.table_server import TableServer
+from keras_psplus.hybrid.files import saving, snapshot_folders
+from keras_psplus.hybrid.rows.row_optimizer import config_of
+from keras_psplus.hybrid.rpc.calls import ControlLink, TableServerError, TableServerLostError
+from keras_psplus.hybrid.rpc.servers import Servers
+from keras_psplus.hybrid.server.table_server import TableServer
+from keras_psplus.hybrid.snapshots.snapshot_schedule import Snapshots
+from keras_psplus.hybrid.tables.table import Table, pull, push
 from keras_psplus.log import logger
 from tests.faults.damage import flip
 from tests.hybrid import stranger

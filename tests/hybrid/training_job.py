@@ -20,7 +20,7 @@ import numpy as np
 import tensorflow as tf
 
 import keras_psplus as psp
-from keras_psplus.all_reduce.updating import MirroredUpdates
+from keras_psplus.all_reduce.step.updating import MirroredUpdates
 
 ROWS, DIM, BATCH = 24, 8, 16
 optimizers, schedules = keras.optimizers, keras.optimizers.schedules

@@ -47,7 +47,7 @@ def replaced():
     # As its own command, the library changes nothing when it is imported. What it imports of Keras
     # and TensorFlow is there before.
     sys.argv[0] = "keras-psplus"
-    import keras_psplus.keras_parts
+    import keras_psplus.keras_internals.keras_parts
     import keras_psplus.tf_internals  # noqa: F401
 
     before = functions()
@@ -180,7 +180,7 @@ def save_and_load_plain(folder):
 
 
 def leave():
-    from keras_psplus.cluster import exit_code
+    from keras_psplus.cluster.process import exit_code
 
     exit_code.watch()
     with contextlib.suppress(SystemExit):

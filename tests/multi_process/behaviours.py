@@ -20,7 +20,7 @@ import tensorflow as tf
 from tensorflow.python.eager import context as tf_context
 
 import keras_psplus as psp
-from keras_psplus.core import replica_step as step_module
+from keras_psplus.core.batch import replica_step as step_module
 
 BEHAVIOURS = {}
 

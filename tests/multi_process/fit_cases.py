@@ -1010,7 +1010,7 @@ def run_eagerly():
 def strategies(kinds):
     """Yields a strategy, or none for plain Keras, for each kind of a process."""
     import keras_psplus
-    from keras_psplus.all_reduce import gradients
+    from keras_psplus.all_reduce.collectives import gradients
     from keras_psplus.cluster.in_process import InProcessCluster, logical_devices
     from tests.all_reduce.job_parts import compress
 

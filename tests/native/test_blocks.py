@@ -7,7 +7,7 @@ import pytest
 import tensorflow as tf
 
 from keras_psplus import compression, native
-from keras_psplus.all_reduce import routes
+from keras_psplus.all_reduce.reduction import routes
 from keras_psplus.compression import fused
 from tests.compression.common import at
 

@@ -13,7 +13,7 @@ import numpy as np
 import tensorflow as tf
 
 import keras_psplus as psp
-from keras_psplus.parameter_server import placement_table
+from keras_psplus.parameter_server.reports import placement_table
 
 IDS, DIM, STEPS, BATCH = 1001, 64, 12, 16
 WEIGHTS = [1, 1, 2]

@@ -20,7 +20,7 @@ import tensorflow as tf
 
 import keras_psplus as psp
 from keras_psplus.cluster.in_process import InProcessCluster
-from keras_psplus.parameter_server import shard_sizes
+from keras_psplus.parameter_server.placement import shard_sizes
 
 STEPS = 4
 

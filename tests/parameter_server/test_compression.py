@@ -14,7 +14,7 @@ import tensorflow as tf
 import keras_psplus as psp
 from keras_psplus import compression
 from keras_psplus.cluster.environment import python_path
-from keras_psplus.parameter_server.compressors import Compressors
+from keras_psplus.parameter_server.transport.compressors import Compressors
 from tests.selection import cases
 
 JOB = pathlib.Path(__file__).with_name("compression_job.py")
@@ -169,7 +169,7 @@ def test_read_values_keep_no_state():
         def init(self, shape, dtype):
             return tf.zeros(shape)
 
-    from keras_psplus.parameter_server import reads
+    from keras_psplus.parameter_server.transport import reads
 
     with tf.Graph().as_default(), pytest.raises(ValueError, match="cannot keep a state"):
         reads.read([tf.Variable(tf.zeros([64, 64]))], Stateful(), ("", "pull", None))

@@ -8,7 +8,7 @@ import pytest
 
 from keras_psplus.cluster.environment import python_path
 from keras_psplus.cluster.processes import LocalCluster
-from keras_psplus.parameter_server import shard_sizes
+from keras_psplus.parameter_server.placement import shard_sizes
 
 JOB = pathlib.Path(__file__).with_name("large_variable_job.py")
 GIB = 1 << 30

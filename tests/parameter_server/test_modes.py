@@ -8,10 +8,10 @@ from tensorflow.python.distribute.coordinator import cluster_coordinator
 
 import keras_psplus as psp
 from keras_psplus.parameter_server import modes
-from keras_psplus.parameter_server.closures import Closure
-from keras_psplus.parameter_server.scheduler import Scheduler
-from keras_psplus.parameter_server.staleness import Clocks
-from keras_psplus.parameter_server.step_attempts import Attempt, StepAttempts
+from keras_psplus.parameter_server.scheduling.closures import Closure
+from keras_psplus.parameter_server.scheduling.scheduler import Scheduler
+from keras_psplus.parameter_server.steps.staleness import Clocks
+from keras_psplus.parameter_server.sync.step_attempts import Attempt, StepAttempts
 
 CLUSTER = """{"cluster": {"chief": ["127.0.0.1:1"], "worker": ["127.0.0.1:2", "127.0.0.1:3"],
 "ps": ["127.0.0.1:4"]}, "task": {"type": "ps", "index": 0}}"""

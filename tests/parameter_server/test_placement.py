@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from keras_psplus.cluster.testing import run_in_processes
-from keras_psplus.parameter_server.placement import Placement, check_weights, weights_of
+from keras_psplus.parameter_server.placement.balance import Placement, check_weights, weights_of
 
 JOB = pathlib.Path(__file__).with_name("placement_job.py")
 ENVIRONMENT = {"TF_CPP_MIN_LOG_LEVEL": "2", "CUDA_VISIBLE_DEVICES": ""}

@@ -6,8 +6,8 @@ import types
 import pytest
 import tensorflow as tf
 
-from keras_psplus.parameter_server import recovery as recovery_module
-from keras_psplus.parameter_server.recovery import PausingRecovery
+from keras_psplus.parameter_server.scheduling import recovery as recovery_module
+from keras_psplus.parameter_server.scheduling.recovery import PausingRecovery
 
 SECONDS = 20
 

@@ -6,9 +6,9 @@ import numpy as np
 import pytest
 import tensorflow as tf
 
-from keras_psplus.parameter_server import worker_reads
-from keras_psplus.parameter_server.joined_batches import JoinedBatches, separate
-from keras_psplus.parameter_server.worker_reads import WorkerReads, fit_end_to_end
+from keras_psplus.parameter_server.data import worker_reads
+from keras_psplus.parameter_server.data.worker_reads import WorkerReads, fit_end_to_end
+from keras_psplus.parameter_server.tracing.joined_batches import JoinedBatches, separate
 
 
 @pytest.fixture(autouse=True)

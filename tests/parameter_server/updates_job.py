@@ -20,9 +20,9 @@ import numpy as np
 import keras_psplus
 from keras_psplus import updates
 from keras_psplus.cluster.in_process import InProcessCluster
-from keras_psplus.parameter_server.compressors import Compressors
-from keras_psplus.parameter_server.local_sgd_updates import LocalSGDUpdates
-from keras_psplus.parameter_server.worker_updates import WorkerUpdates
+from keras_psplus.parameter_server.transport.compressors import Compressors
+from keras_psplus.parameter_server.updates.local_sgd_updates import LocalSGDUpdates
+from keras_psplus.parameter_server.updates.worker_updates import WorkerUpdates
 from tests.all_reduce import updates_job
 from tests.all_reduce.updates_job import (
     OfParts,

@@ -7,8 +7,9 @@ import numpy as np
 import pytest
 import tensorflow as tf
 
-from keras_psplus.pipeline import costs, layer_call, measure, memory, partition, timing
-from keras_psplus.pipeline.timing import Times
+from keras_psplus.pipeline.graph import layer_call
+from keras_psplus.pipeline.split import costs, measure, memory, partition, timing
+from keras_psplus.pipeline.split.timing import Times
 from tests.pipeline.test_training import CPU, PADDED, X, Y, layers, pipeline, train
 
 __all__ = ["pipeline"]

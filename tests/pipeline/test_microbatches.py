@@ -6,8 +6,8 @@ import tensorflow as tf
 from hypothesis import given
 from hypothesis import strategies as st
 
-from keras_psplus.keras_parts import get_keras_mask, set_keras_mask
-from keras_psplus.pipeline import microbatches
+from keras_psplus.keras_internals.keras_parts import get_keras_mask, set_keras_mask
+from keras_psplus.pipeline.base import microbatches
 
 
 def cut(structure, rows, first, end):

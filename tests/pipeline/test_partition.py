@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from keras_psplus.pipeline import partition
+from keras_psplus.pipeline.split import partition
 
 
 def largest(costs, parts):

@@ -14,14 +14,15 @@ import pytest
 import tensorflow as tf
 
 import keras_psplus as psp
-from keras_psplus import catalogue
-from keras_psplus.cli import combinations
-from keras_psplus.cli.parsing import UsageError
+from keras_psplus.catalogue import lookup
+from keras_psplus.cli.flags import combinations
+from keras_psplus.cli.flags.parsing import UsageError
 from keras_psplus.cluster.environment import python_path
 from keras_psplus.cluster.processes import LocalCluster
 from keras_psplus.cluster.testing import run_in_processes
 from keras_psplus.compression import Compressor
-from keras_psplus.pipeline import arguments, batch_parts, startup
+from keras_psplus.pipeline import arguments, startup
+from keras_psplus.pipeline.base import batch_parts
 from tests.parameter_server.waiting import wait_for
 
 layers = keras.layers
@@ -303,4 +304,4 @@ def test_the_launcher_knows_pipelines(tmp_path):
         combinations.check_combination(str(path), layout, {"updates": "accumulate:2"})
     with pytest.raises(UsageError, match="has one pipeline, which sends no gradients"):
         combinations.check_combination("pipeline", layout, {"compression": "int8"})
-    assert "pipeline" in catalogue.names()
+    assert "pipeline" in lookup.names()

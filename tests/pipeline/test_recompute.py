@@ -6,7 +6,8 @@ import keras
 import pytest
 
 import keras_psplus as psp
-from keras_psplus.pipeline import recompute, schedule
+from keras_psplus.pipeline.base import schedule
+from keras_psplus.pipeline.graph import recompute
 from tests.pipeline.test_training import (  # noqa: F401
     MODELS,
     NAMES,

@@ -11,7 +11,9 @@ import pytest
 import tensorflow as tf
 
 import keras_psplus as psp
-from keras_psplus.pipeline import schedule, startup, step_function
+from keras_psplus.pipeline import startup
+from keras_psplus.pipeline.base import schedule
+from keras_psplus.pipeline.step import step_function
 from keras_psplus.tf_internals import context
 
 layers = keras.layers

@@ -5,7 +5,7 @@ import json
 
 import pytest
 
-from keras_psplus.all_reduce import member_order
+from keras_psplus.all_reduce.collectives import member_order
 from keras_psplus.cluster.config import TaskConfig, task_name
 from keras_psplus.planning import links_file
 from keras_psplus.planning.links_file import Link, Links

@@ -1,0 +1,1 @@
+"""Collective operations of TensorFlow and the order in which they start."""

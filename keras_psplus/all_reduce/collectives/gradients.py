@@ -1,0 +1,92 @@
+"""Several tensors in one collective."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Sequence
+from typing import TYPE_CHECKING, TypeVar
+
+import numpy as np
+import tensorflow as tf
+
+if TYPE_CHECKING:
+    from keras_psplus.all_reduce.collectives.operations import Launcher
+
+DEFAULT_BUCKET_BYTES = 4 << 20
+_MOST_PIECES = 8
+_Item = TypeVar("_Item")
+_Key = TypeVar("_Key")
+
+
+def pack_and_sum(launcher: Launcher, tensors: Sequence[tf.Tensor]) -> list[tf.Tensor]:
+    """Sums tensors of one dtype and static shapes over all replicas, by one collective."""
+    if len(tensors) == 1:
+        return [launcher.all_reduce(tensors[0])]
+    sizes = [int(np.prod(t.shape.as_list())) for t in tensors]
+    packed = tf.concat([tf.reshape(t, [-1]) for t in tensors], 0)
+    pieces = tf.split(launcher.all_reduce(packed), sizes)
+    return [tf.reshape(piece, t.shape) for piece, t in zip(pieces, tensors)]
+
+
+def sum_packed(launcher: Launcher, tensors: Sequence[tf.Tensor]) -> list[tf.Tensor]:
+    """Sums tensors of static shapes over all replicas, by one collective for each dtype."""
+    summed = list(tensors)
+    for dtype in sorted({t.dtype.name for t in tensors}):
+        group = [i for i, t in enumerate(tensors) if t.dtype.name == dtype]
+        for i, tensor in zip(group, pack_and_sum(launcher, [tensors[i] for i in group])):
+            summed[i] = tensor
+    return summed
+
+
+def after(operations: Sequence[tf.Operation | tf.Tensor], tensor: tf.Tensor) -> tf.Tensor:
+    """The tensor, for what is to wait for these operations (or tensors) too."""
+    if not operations:
+        return tensor
+    with tf.control_dependencies(operations):
+        return tf.identity(tensor)
+
+
+def pieces(tensor: tf.Tensor, size: int, multiple: int) -> list[tf.Tensor]:
+    """Cuts a tensor into a few flat pieces of one length, but for the last.
+
+    Args:
+        tensor: Tensor of static shape.
+        size: Bytes that each piece is to have at least.
+        multiple: Number that their length is a multiple of.
+
+    Returns:
+        List of vectors.
+    """
+    elements = tensor.shape.num_elements()
+    count = min(max(1, int(elements * tensor.dtype.size // size)), _MOST_PIECES)
+    flat, length = tf.reshape(tensor, [-1]), -(-elements // count // multiple) * multiple
+    return [flat[start : start + length] for start in range(0, elements, length)]
+
+
+def buckets(
+    items: Iterable[_Item],
+    key: Callable[[_Item], _Key],
+    size: Callable[[_Item], int],
+    bucket_bytes: int,
+) -> list[tuple[_Key, list[_Item]]]:
+    """Groups items of one key, in order, closing a bucket once it is full.
+
+    Args:
+        items: List of items.
+        key: Function of an item: only items with equal keys share a bucket.
+        size: Function of an item: its size in bytes.
+        bucket_bytes: Size at which a bucket is full.
+
+    Returns:
+        List of `(key, items)`.
+    """
+    filling: dict[_Key, list[_Item]] = {}
+    sizes: dict[_Key, int] = {}
+    full: list[tuple[_Key, list[_Item]]] = []
+    for item in items:
+        kind = key(item)
+        filling.setdefault(kind, []).append(item)
+        sizes[kind] = sizes.get(kind, 0) + size(item)
+        if sizes[kind] >= bucket_bytes:
+            full.append((kind, filling.pop(kind)))
+            sizes.pop(kind)
+    return full + list(filling.items())

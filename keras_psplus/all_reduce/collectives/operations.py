@@ -1,0 +1,380 @@
+"""TensorFlow's collectives, usable anywhere in a graph and with bounded memory.
+
+TensorFlow's own `CollectiveReplicaLauncher` feeds a fresh instance key into every call of a
+`tf.function`. That fails inside `tf.while_loop` and `tf.cond` ("You must feed a value for
+placeholder"), which is where `steps_per_execution` and gradient accumulation run, and the runtime
+never frees what it keeps for a key (about 5 kB for each executed collective).
+
+Here keys are counted in the graph, by an int32 variable per device and kind of collective, and
+cycle through a small window that is private to (kind, dtype, shape, group).
+
+TensorFlow also has each collective wait for the one before it to end, which NCCL needs: the next
+bucket of gradients is not sent before the last one is summed, and the link is idle while one of
+them is encoded or decoded. On CPUs, collectives of one signature take turns in a few lanes here,
+and only those of one lane wait for each other.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import weakref
+import zlib
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+import tensorflow as tf
+
+from keras_psplus.all_reduce.collectives import member_order
+from keras_psplus.tf_internals import (
+    collective_ops,
+    cross_device_ops,
+    cross_device_utils,
+    resource_variable_ops,
+)
+from keras_psplus.tf_internals import framework_ops as ops
+
+# A collective of one lane may still be finishing on a slow peer while a fast one starts the next of
+# the same lane: keys in turn keep the two apart.
+_WINDOW, _LANES = 8, 4
+# Rows are padded to one of these counts (eight in each octave, at most 12.5 % of waste), so that
+# gathers of ever-changing sizes need a fixed number of keys.
+_SIZE_CLASSES = 256
+_SIZES = sorted({n << k >> 3 for k in range(31) for n in range(8, 16)} - {0})[:_SIZE_CLASSES]
+# The int32 key space: TensorFlow's own keys end far below 1 << 24.
+_UNKNOWN_SHAPE_KEYS = 1 << 24
+_STATIC_KEYS, _STATIC_SLOTS = 1 << 29, 1 << 26
+_ROWS_KEYS, _ROWS_SLOTS = 1 << 30, 1 << 19
+# Bytes up to which a sum is a gather.
+_SHORT_OF_TWO, _SHORT = 1 << 18, 1 << 14
+_SHORT_DTYPES = (tf.float32, tf.float64, tf.int32, tf.int64)
+
+
+class Launcher(cross_device_utils.CollectiveReplicaLauncher):
+    """Launches the collectives of one replica, with instance keys counted in the graph.
+
+    Attributes:
+        members: Names of the tasks of the group's replicas, in rank order, as of
+            `member_order.names_of`; None where TensorFlow's order is that of ranks.
+    """
+
+    def __init__(
+        self,
+        group_key: int,
+        group_size: int,
+        collective_keys: Any,
+        device: str,
+        options: Any,
+        members: Sequence[str] | None = None,
+    ) -> None:
+        super().__init__(group_key, group_size, collective_keys, device, options)
+        self.members = members
+        self._variables: dict[Any, tf.Variable] = {}
+        self._slots: dict[tuple[int, int], str] = {}
+        self._launched: weakref.WeakKeyDictionary[tf.Graph, dict[Any, int]] = (
+            weakref.WeakKeyDictionary()
+        )
+        self._signature: Any = None
+        self._lane: int | None = None
+        self._size_class: tf.Tensor | None = None
+        self._name: str | None = None
+
+    @contextlib.contextmanager
+    def separate_order(self, name: str) -> Iterator[None]:
+        """Context whose collectives wait only for others of the same name.
+
+        Branches of a graph need it: each begins with the first lane, and would otherwise wait for
+        earlier branches.
+
+        Args:
+            name: String, the same on all replicas.
+        """
+        outer, self._name = self._name, name
+        try:
+            yield
+        finally:
+            self._name = outer
+
+    def all_reduce(
+        self,
+        input_tensor: tf.Tensor,
+        control_input: tf.Tensor | tf.Operation | None = None,
+        options: Any = None,
+    ) -> tf.Tensor:
+        tensor = tf.convert_to_tensor(input_tensor)
+        if self._group_size == 1:
+            return tensor
+        if control_input is None and self._is_short(tensor):
+            rows = self.gather(tensor[tf.newaxis])
+            return tf.add_n(tf.unstack(rows, num=self._group_size))
+        with self._keys_for("reduce", tensor):
+            return super().all_reduce(tensor, control_input, options)
+
+    def _all_gather(self, input_tensor, options=None):
+        """Concatenates tensors of one shape along axis 0, in rank order."""
+        tensor = tf.convert_to_tensor(input_tensor)
+        if self._group_size == 1:
+            return tensor
+        with self._keys_for("gather", tensor):
+            gathered = super()._all_gather(tensor, options)
+        return self._by_rank(gathered)
+
+    def gather(self, tensor: tf.Tensor) -> tf.Tensor:
+        """Concatenates tensors of one static shape along axis 0, in rank order."""
+        if not tensor.shape.num_elements():
+            # The kernel would wait for ever for nothing to come.
+            return tf.repeat(tensor, self._group_size, 0)
+        return self._all_gather(tensor)
+
+    def all_to_all(self, tensor: tf.Tensor) -> tf.Tensor:
+        """Exchanges rows: replica r gets the r-th row of each replica, in rank order.
+
+        Args:
+            tensor: Tensor of static shape, with as many rows as there are replicas.
+
+        Returns:
+            Tensor of the same shape.
+        """
+        tensor = tf.convert_to_tensor(tensor)
+        if self._group_size == 1 or not tensor.shape.num_elements():
+            return tensor
+        with self._keys_for("exchange", tensor), ops.device(self._device):
+            exchanged = collective_ops.all_to_all_v2(
+                self._by_place(tensor),
+                self._group_size,
+                self._group_key,
+                self._next_instance_key(),
+                communication_hint=self._options.implementation.value,
+                timeout=self._options.timeout_seconds or 0,
+                ordering_token=self._get_ordering_token(),
+            )
+            return self._by_rank(exchanged)
+
+    def gather_rows(self, tensor: tf.Tensor) -> tuple[tf.Tensor, tf.Tensor]:
+        """Gathers tensors whose number of rows differs between replicas.
+
+        Args:
+            tensor: Tensor of shape `(rows, ...)`; all but axis 0 equal on every replica.
+
+        Returns:
+            The rows of all replicas in rank order, and the int32 vector of their counts.
+        """
+        tensor = tf.convert_to_tensor(tensor)
+        if tensor.dtype in (tf.bfloat16, tf.bool, tf.int8, tf.uint8, tf.int16, tf.uint16):
+            # The gather kernel knows none of these; the wider type holds them exactly.
+            wide = tf.float32 if tensor.dtype == tf.bfloat16 else tf.int32
+            rows, counts = self.gather_rows(tf.cast(tensor, wide))
+            return tf.cast(rows, tensor.dtype), counts
+        with ops.device(self._device):
+            # As one vector: its shape is settled by the size class alone, and with it the keys.
+            elements = tf.reshape(tensor, [-1])
+            row_shape = tf.shape(tensor)[1:]
+            mine = tf.stack([tf.shape(tensor)[0], tf.size(tensor)])
+            gathered = tf.reshape(self._all_gather(mine), [self._group_size, 2])
+            counts, sizes = gathered[:, 0], gathered[:, 1]
+            everything = self._gather_elements(elements, tf.reduce_max(sizes))
+            parts = [everything[rank, : sizes[rank]] for rank in range(self._group_size)]
+            elements = tf.concat(parts, 0)
+            rows = tf.reshape(elements, tf.concat([[tf.reduce_sum(counts)], row_shape], 0))
+            return tf.ensure_shape(
+                rows, tf.TensorShape([None]).concatenate(tensor.shape[1:])
+            ), counts
+
+    def gather_padded(self, tensor: tf.Tensor, rows: tf.Tensor) -> tf.Tensor:
+        """Gathers matrices whose number of rows differs, zeros after those of the shorter ones.
+
+        Args:
+            tensor: Matrix of 4 bytes for each element, of as many columns on every replica.
+            rows: int32 scalar, the number of rows on the replica that has the most.
+
+        Returns:
+            Matrix of `rows` rows for each replica, in rank order.
+        """
+        columns = tensor.shape[1]
+        with ops.device(self._device):
+            everything = self._gather_elements(tf.reshape(tensor, [-1]), rows * columns)
+            return tf.reshape(everything[:, : rows * columns], [-1, columns])
+
+    def _gather_elements(self, elements, most):
+        """Gathers vectors of different lengths, of which `most` is the greatest.
+
+        Returns:
+            Matrix with a row for each replica, which has `most` elements or more.
+        """
+        padded, self._size_class = _size_class(most)
+        try:
+            with _Signature(self, ("rows", elements.dtype.name), lanes=1):
+                everything = super()._all_gather(
+                    tf.pad(elements, [[0, padded - tf.size(elements)]]), None
+                )
+        finally:
+            self._size_class = None
+        return self._by_rank(tf.reshape(everything, [self._group_size, padded]))
+
+    def all_gather(
+        self, input_tensor: tf.Tensor, axis: int | tf.Tensor, options: Any = None
+    ) -> tf.Tensor:
+        if isinstance(axis, int) and axis == 0 and not tf.executing_eagerly():
+            return self.gather_rows(input_tensor)[0]
+        return super().all_gather(input_tensor, axis, options)
+
+    def all_reduce_indexed_slices(
+        self, input_slices: tf.IndexedSlices, options: Any = None
+    ) -> tf.IndexedSlices:
+        """Concatenates the slices of all replicas, in rank order.
+
+        The order of rows is the one that a single process would have on the whole batch.
+        """
+        values, _ = self.gather_rows(input_slices.values)
+        indices, _ = self.gather_rows(input_slices.indices)
+        return tf.IndexedSlices(values, indices, input_slices.dense_shape)
+
+    def _by_rank(self, tensor):
+        """Reorders parts along axis 0 from TensorFlow's order of members to rank order."""
+        return self._parts_at(tensor, member_order.places_by_rank)
+
+    def _by_place(self, tensor):
+        """The inverse of `_by_rank`."""
+        return self._parts_at(tensor, member_order.ranks_by_place)
+
+    def _parts_at(self, tensor, order_of):
+        order = list(range(self._group_size))
+        if self.members is not None:
+            order = order_of(self.members)
+        if order == sorted(order):
+            return tensor
+        parts = tf.split(tensor, self._group_size)
+        return tf.concat([parts[i] for i in order], 0)
+
+    @property
+    def _on_cpu(self):
+        return "CPU" in self._device
+
+    def _is_short(self, tensor):
+        """Whether to sum by a gather, which needs half of a ring's consecutive messages."""
+        size = tensor.shape.num_elements()
+        if not size or tensor.dtype not in _SHORT_DTYPES or not self._on_cpu:
+            return False
+        # Two replicas send no more than in a ring; several send at most so much more.
+        limit = _SHORT_OF_TWO if self._group_size == 2 else _SHORT // (self._group_size - 1)
+        return size * tensor.dtype.size <= limit
+
+    def _keys_for(self, kind, tensor):
+        shape = tuple(tensor.shape.as_list()) if tensor.shape.rank is not None else None
+        static = shape is not None and None not in shape
+        if static:
+            return _Signature(self, (kind, tensor.dtype.name, shape))
+        return _Signature(self, None)
+
+    def _next_instance_key(self):
+        with ops.device("CPU:0"):
+            if self._signature is None:
+                # A key of its own for each execution: keys are tied to one shape.
+                counter = self._variable("unknown shape", [])
+                counter.assign_add(1, read_value=False)
+                return counter.read_value() + _UNKNOWN_SHAPE_KEYS
+            if self._size_class is None:
+                counter = self._variable((self._signature, self._lane), [])
+                counter.assign_add(1, read_value=False)
+                keys = _WINDOW // _LANES
+                turn = tf.math.floormod(counter.read_value(), keys)
+                first = _STATIC_KEYS + self._slot(_STATIC_SLOTS) * _WINDOW
+                return first + self._lane * keys + turn
+            counter = self._variable(self._signature, [_SIZE_CLASSES])
+            counter.scatter_add(tf.IndexedSlices(tf.constant([1]), [self._size_class]))
+            turn = tf.math.floormod(counter.sparse_read([self._size_class])[0], _WINDOW)
+            first = _ROWS_KEYS + self._slot(_ROWS_SLOTS) * _SIZE_CLASSES * _WINDOW
+            return first + self._size_class * _WINDOW + turn
+
+    def _get_ordering_token(self):
+        if self._lane is None or not self._on_cpu:
+            return super()._get_ordering_token()
+        name = "order", self._signature, self._lane
+        return self._variable(name, [], self._device).handle
+
+    def _next_lane(self, signature, lanes):
+        """Lanes take turns in each graph, so that all workers count alike, however they retrace."""
+        if tf.executing_eagerly():
+            return 0
+        launched = self._launched.setdefault(ops.get_default_graph(), {})
+        launched[signature] = launched.get(signature, -1) + 1
+        return launched[signature] % lanes
+
+    def _slot(self, slots):
+        """Slot of the signature in the key space.
+
+        It is a hash, so that workers need not agree on it.
+        """
+        signature = f"{self._group_key} {self._signature}"
+        slot = zlib.crc32(signature.encode()) % slots
+        while self._slots.setdefault((slots, slot), signature) != signature:
+            slot = (slot + 1) % slots
+        return slot
+
+    def _variable(self, name, shape, device="CPU:0"):
+        """An int32 variable that is kept by its name; zeros at first."""
+        if name not in self._variables:
+            with ops.init_scope(), ops.device(device):
+                self._variables[name] = resource_variable_ops.ResourceVariable(
+                    tf.zeros(shape, tf.int32), trainable=False
+                )
+        return self._variables[name]
+
+
+class _Signature:
+    """Context that selects the window of instance keys, and the lane, of collectives."""
+
+    def __init__(self, launcher, signature, lanes=_LANES):
+        self._launcher = launcher
+        named = signature is not None and launcher._name is not None
+        self._signature = (*signature, launcher._name) if named else signature
+        self._lanes = lanes
+
+    def __enter__(self):
+        launcher, signature = self._launcher, self._signature
+        self._outer = launcher._signature, launcher._lane
+        launcher._signature = signature
+        launcher._lane = None if signature is None else launcher._next_lane(signature, self._lanes)
+
+    def __exit__(self, *exc):
+        self._launcher._signature, self._launcher._lane = self._outer
+
+
+def padded_size(size: int | tf.Tensor) -> tf.Tensor:
+    """The number of elements that `gather_rows` sends for so many."""
+    return _size_class(size)[0]
+
+
+def _size_class(rows):
+    """Rounds a number of rows up to a size class.
+
+    Returns `(rounded rows, index of the class)`.
+    """
+    sizes = tf.constant(_SIZES, tf.int32)
+    index = tf.searchsorted(sizes, tf.reshape(tf.maximum(rows, 1), [1]))[0]
+    return sizes[index], index
+
+
+class CollectiveOps(cross_device_ops.CollectiveAllReduce):
+    """`CollectiveAllReduce` whose launchers are this module's."""
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        self._launchers: list[Launcher] = [
+            Launcher(
+                launcher._group_key,
+                launcher._group_size,
+                launcher._collective_keys,
+                launcher._device,
+                launcher._options,
+            )
+            for launcher in self._launchers
+        ]
+
+    @classmethod
+    def like(cls, other: cross_device_ops.CollectiveAllReduce) -> CollectiveOps:
+        """Makes the same cross-device ops as TensorFlow's `other`, with our launchers."""
+        return cls(other._devices, other._group_size, other._options, other._collective_keys)
+
+    @property
+    def launchers(self) -> list[Launcher]:
+        return self._launchers

@@ -1,0 +1,1 @@
+"""Datasets: the rows of a global batch that each replica gets."""

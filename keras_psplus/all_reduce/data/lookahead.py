@@ -1,0 +1,86 @@
+"""Batches paired with their successors, so that a step can prefetch the next."""
+
+from typing import Any, NamedTuple
+
+import tensorflow as tf
+
+from keras_psplus.core.batch import batches
+
+_as_it_is = tf.autograph.experimental.do_not_convert
+
+
+class BatchAndNext(NamedTuple):
+    """A replica's batch and the one after it.
+
+    Attributes:
+        batch: `Batch`, or a structure of tensors.
+        following: The data of the batch after it; if there is none, those of `batch`.
+        is_there: Scalar bool, whether the batch after it exists and has rows.
+    """
+
+    batch: Any
+    following: Any
+    is_there: Any
+
+    @property
+    def data(self) -> Any:
+        """Structure of tensors of the batch itself."""
+        return data_of(self.batch)
+
+
+def data_of(batch: Any) -> Any:
+    """Tensors of a batch, without its row counts."""
+    return batch.data if isinstance(batch, batches.Batch) else batch
+
+
+def with_next(dataset: tf.data.Dataset, distance: int = 1) -> tf.data.Dataset:
+    """Puts a `BatchAndNext` in the place of each batch, or of each batch of `Shards`.
+
+    Args:
+        dataset: `tf.data.Dataset`.
+        distance: How many elements later a replica's next batch comes.
+    """
+    # In optionals, elements of any structure and size can be handed on, and be missing. `scan`
+    # knows them by the one tensor that each of them is.
+    with tf.device("/CPU:0"):
+        none = tf.experimental.Optional.empty(dataset.element_spec)
+
+    def closed(optional):
+        return tf.nest.flatten(optional, expand_composites=True)[0]
+
+    def opened(tensor):
+        return tf.nest.pack_sequence_as(none, [tensor], expand_composites=True)
+
+    @_as_it_is
+    def element(batch):
+        return closed(tf.experimental.Optional.from_value(batch))
+
+    @_as_it_is
+    def shifted(before, this):
+        return (*before[1:], this), (before[0], this)
+
+    @_as_it_is
+    def joined(this, after):
+        return _joined(opened(this), opened(after))
+
+    # The tuple keeps `map` from taking the batch itself apart.
+    elements = tf.data.Dataset.zip((dataset,)).map(element)
+    elements = elements.concatenate(tf.data.Dataset.from_tensors(closed(none)).repeat(distance))
+    # The first ones have no batch, only one that comes after.
+    pairs = elements.scan((closed(none),) * distance, shifted).skip(distance)
+    return pairs.map(joined)
+
+
+def _joined(this, after):
+    is_there = after.has_value()
+    following = tf.cond(is_there, lambda: after, lambda: this).get_value()
+    this = this.get_value()
+    if not isinstance(this, batches.Shards):
+        return BatchAndNext(this, following, is_there)
+    return batches.Shards(
+        tuple(
+            # A row that does not count is not read.
+            BatchAndNext(batch, after.data, tf.logical_and(is_there, after.local_rows > 0))
+            for batch, after in zip(this.replicas, following.replicas)
+        )
+    )

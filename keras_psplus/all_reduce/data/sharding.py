@@ -1,0 +1,309 @@
+"""Data: how each kind of input that Keras takes is shared out between the workers."""
+
+from __future__ import annotations
+
+import functools
+import json
+import random
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+import tensorflow as tf
+
+from keras_psplus.all_reduce.data import data_facts, elements, global_batches, lookahead
+from keras_psplus.all_reduce.data.array_data import array_dataset, as_it_is
+from keras_psplus.all_reduce.data.py_dataset import share_order
+from keras_psplus.core.batch import batches
+from keras_psplus.core.data.unknown_length import UnknownLength
+from keras_psplus.datasets import service as data_service
+from keras_psplus.datasets.shuffle_seeds import seed_shuffles
+from keras_psplus.keras_internals.keras_parts import tree
+from keras_psplus.log import info_once, logger
+
+if TYPE_CHECKING:
+    from keras_psplus.all_reduce.strategy import MultiWorkerMirroredStrategy
+
+
+class Distributed(NamedTuple):
+    """A data adapter's data, shared out.
+
+    Attributes:
+        dataset: What the trainer iterates over: elements are `Shards`, or per-replica values.
+        adapter: The data adapter, or one that does not know its length.
+        batch_spec: Type specification of one global batch.
+        seed: What decides the order of what is shuffled.
+    """
+
+    dataset: Any
+    adapter: Any
+    batch_spec: Any
+    seed: int = 0
+
+
+class _Proposal(NamedTuple):
+    """A worker's description of its data, sent to the others as JSON."""
+
+    kind: str
+    facts: dict
+    readers: list
+    seed: int
+    maps: str = ""
+
+
+def distribute(
+    strategy: MultiWorkerMirroredStrategy,
+    adapter: Any,
+    seed_for: Callable[[int], int],
+    reads_ahead: bool = False,
+    steps: int | None = None,
+) -> Distributed:
+    """Shares a data adapter's data out over the replicas of all workers.
+
+    Args:
+        strategy: The strategy.
+        adapter: Keras's data adapter.
+        seed_for: Function of the seed that new data would get, which returns the one to use; what
+            it says on the first worker counts.
+        reads_ahead: Whether each batch comes as a `BatchAndNext`, where it can.
+        steps: Steps of an epoch that the script has set, or None.
+
+    Returns:
+        `Distributed`.
+
+    Raises:
+        ValueError: If the workers' data cannot be parts of one training.
+    """
+    kind, facts, source = data_facts.describe(adapter)
+    readers = data_service.readers(source)
+    world = strategy.extended.world
+    pipeline = global_batches.pipeline_of(source if kind == "dataset" else None, world)
+    how_maps_run = pipeline if isinstance(pipeline, str) else pipeline.summary
+    # Drawn as Keras draws its seeds, so that `keras.utils.set_random_seed` settles it.
+    seed = seed_for(random.randint(1, int(1e9)))
+    proposal = _Proposal(kind, facts, readers, seed, how_maps_run)
+    proposals = _exchange(strategy, proposal)
+    distributed = _distribute(strategy, adapter, proposals, proposal, pipeline, reads_ahead, steps)
+    return distributed._replace(seed=proposals[0].seed)
+
+
+def _distribute(strategy, adapter, proposals, own, pipeline, reads_ahead, steps):
+    kind, facts, readers, _, how_maps_run = own
+    world = strategy.extended.world
+    seed = proposals[0].seed
+    alike = all((other.kind, other.facts) == (kind, facts) for other in proposals)
+    if strategy.num_workers > 1:
+        _check_proposals(strategy, proposals, steps)
+    if kind == "array" and alike:
+        return _with_next(_array(strategy, adapter, seed), reads_ahead)
+    if kind == "own" or not alike or any(reader.job_name != "" for reader in readers):
+        return _own_share(strategy, adapter, proposals, readers, reads_ahead)
+    share_order(adapter, seed)
+    if not isinstance(pipeline, str):
+        # Workers that do differently would give shuffles other seeds.
+        if all(other.maps == how_maps_run for other in proposals):
+            of_rows = global_batches.of_own_rows(pipeline, world, seed)
+            return _split(strategy, adapter, of_rows, reads_ahead, facts)
+        pipeline = "the workers' pipelines differ"
+    dataset = adapter.get_tf_dataset()
+    # A job of the service, which a copy of the dataset would begin again, has one reader here.
+    dataset = elements.without_missing(dataset if readers else seed_shuffles(dataset, seed))
+    if kind in ("python", "generator"):
+        dataset = elements.copied(dataset)
+    return _split(
+        strategy, adapter, global_batches.whole(dataset, world, pipeline), reads_ahead, facts
+    )
+
+
+def of_one_replica(adapter: Any, seed: int) -> Any:
+    """A data adapter's batches, whole, for one replica alone.
+
+    They come in the order of `distribute`, unless the script or a service decides it.
+
+    Args:
+        adapter: Keras's data adapter.
+        seed: What decides the order.
+
+    Returns:
+        `tf.data.Dataset`, or the `tf.distribute.DistributedDataset` that the script has made.
+    """
+    kind, _, source = data_facts.describe(adapter)
+    if kind == "array":
+        shards = array_dataset(adapter, batches.World(0, 1, 1), seed)
+        return shards.map(as_it_is(lambda part: part.replicas[0].data))
+    has_own_order = kind == "own" or bool(data_service.readers(source))
+    if not has_own_order:
+        share_order(adapter, seed)
+    dataset = adapter.get_tf_dataset()
+    if has_own_order or isinstance(dataset, tf.distribute.DistributedDataset):
+        return dataset
+    return seed_shuffles(dataset, seed)
+
+
+def _exchange(strategy, proposal):
+    """The workers' `_Proposal`s, in rank order."""
+    control = strategy.extended.control
+    if not control:
+        return [proposal]
+    texts = control.exchange("data", json.dumps(proposal))
+    proposals = [_Proposal(*json.loads(text)) for text in texts]
+    return [p._replace(readers=[data_service.Reader(*r) for r in p.readers]) for p in proposals]
+
+
+def _check_proposals(strategy, proposals, steps):
+    control = strategy.extended.control
+    kinds = [proposal.kind for proposal in proposals]
+    facts = [proposal.facts for proposal in proposals]
+    data_facts.check_batch_sizes(kinds, facts, control.names, control.task)
+    # Without a policy, the script has distributed the dataset.
+    policies = {fact.get("policy", "OFF") for fact in facts}
+    readers = {name: p.readers for name, p in zip(control.names, proposals, strict=True)}
+    data_service.check_shared(readers, policies == {"OFF"}, steps)
+
+
+def split_eagerly(strategy: MultiWorkerMirroredStrategy, batch: Any) -> batches.Shards:
+    """Cuts a batch of arrays that every worker has, as `train_on_batch` gets it."""
+    while isinstance(batch, tuple) and len(batch) > 1 and batch[-1] is None:
+        batch = batch[:-1]
+    batch = tree.map_structure(
+        lambda leaf: leaf if leaf is None or tf.is_tensor(leaf) else tf.convert_to_tensor(leaf),
+        batch,
+    )
+    return batches.split(batch, strategy.extended.world)
+
+
+def _array(strategy, adapter, seed):
+    """Arrays: every worker gathers its own rows only, by one order for all."""
+    dataset = array_dataset(adapter, strategy.extended.world, seed)
+    _log_distribution(
+        strategy,
+        f"{adapter._num_samples} rows in batches of {adapter._batch_size}, each split by rows"
+        + (", shuffled alike on all workers" if adapter._shuffle else ""),
+    )
+    return Distributed(dataset, adapter, elements.batch_spec_of_shards(dataset))
+
+
+def _split(strategy, adapter, of_dataset, reads_ahead, facts):
+    if facts["batches"] != data_facts.UNKNOWN:
+        return _with_next(_lockstep(strategy, adapter, of_dataset, facts), reads_ahead)
+    return _until_all_end(strategy, adapter, of_dataset, reads_ahead)
+
+
+def _lockstep(strategy, adapter, of_dataset, facts):
+    """Equal numbers of global batches on every worker, each of which slices its rows.
+
+    Workers exchange no messages about data while training.
+    """
+    sharded = elements.in_order(of_dataset.dataset).map(
+        as_it_is(functools.partial(of_dataset.cut, pads=True)),
+        num_parallel_calls=tf.data.AUTOTUNE,
+    )
+    count = facts["batches"]
+    many = f"{count} batches" if count >= 0 else "an unlimited number of batches"
+    _log_distribution(strategy, f"{many}, each split by rows; {of_dataset.how}")
+    return Distributed(sharded.prefetch(tf.data.AUTOTUNE), adapter, of_dataset.spec)
+
+
+def _with_next(distributed, reads_ahead):
+    if not reads_ahead:
+        return distributed
+    dataset = lookahead.with_next(distributed.dataset).prefetch(tf.data.AUTOTUNE)
+    return distributed._replace(dataset=dataset)
+
+
+def _until_all_end(strategy, adapter, of_dataset, reads_ahead):
+    """Unknown length: TensorFlow asks at every step whether somebody still has data."""
+
+    @as_it_is
+    def parts(*batch):
+        # Their rows are counted later, when all replicas have them.
+        shards = of_dataset.cut(*batch, pads=False)
+        pieces = [tf.data.Dataset.from_tensors(part.data) for part in shards.replicas]
+        whole = pieces[0]
+        for piece in pieces[1:]:
+            whole = whole.concatenate(piece)
+        return whole
+
+    dataset = elements.with_any_batch_size(of_dataset.dataset)
+    dataset = elements.in_order(dataset).flat_map(parts)
+    distributed = _of_replicas(strategy, dataset, reads_ahead)
+    _log_distribution(
+        strategy,
+        "batches of unknown number, each split by rows; one small message a step finds "
+        f"out when all workers have run out; {of_dataset.how}",
+    )
+    return Distributed(distributed, adapter, of_dataset.spec)
+
+
+def _of_replicas(strategy, dataset, reads_ahead):
+    """A distributed dataset of one that has the batches of the local replicas in turn."""
+    if reads_ahead:
+        dataset = lookahead.with_next(dataset, distance=strategy.extended.world.local_replicas)
+    dataset = dataset.prefetch(tf.data.AUTOTUNE)
+    return strategy.distribute_datasets_from_function(lambda _: dataset)
+
+
+def _own_share(strategy, adapter, proposals, readers, reads_ahead):
+    """Trains each worker on separate data.
+
+    TensorFlow shards files; without that, the data are as the script read them.
+    """
+    dataset = adapter.get_tf_dataset()
+    if isinstance(dataset, tf.distribute.DistributedDataset):
+        _log_distribution(strategy, "distributed by the script")
+        if reads_ahead:
+            info_once("no rows are read ahead: the data were distributed by the script")
+        return Distributed(dataset, adapter, elements.local_spec(dataset.element_spec))
+    policy, how = _policy_of_shares(strategy, dataset, proposals, readers)
+    options = tf.data.Options()
+    options.experimental_distribute.auto_shard_policy = policy
+    spec = dataset.element_spec
+    dataset = elements.with_any_batch_size(dataset).with_options(options)
+    _log_distribution(
+        strategy,
+        f"each worker's own share ({how}); at each step one batch is made of all workers' next "
+        "rows; one that has run out joins with zero weight until all have",
+    )
+    distributed = strategy.experimental_distribute_dataset(dataset)
+    if reads_ahead:
+        # This worker's share, in batches of one replica.
+        (share,) = distributed._cloned_datasets
+        distributed = _of_replicas(strategy, share, reads_ahead)
+    return Distributed(distributed, UnknownLength(adapter), spec)
+
+
+def _policy_of_shares(strategy, dataset, proposals, readers):
+    """TensorFlow's sharding policy for a dataset, and its description for the log."""
+    policy = dataset.options().experimental_distribute.auto_shard_policy
+    if readers:
+        data_service.warn_of_restart(readers)
+        return data_facts.POLICY.OFF, data_service.description(readers)
+    all_facts = [proposal.facts for proposal in proposals]
+    # One process has nobody to differ from, and without a cluster no name.
+    who_has = (
+        data_facts.differences(all_facts, strategy.extended.control.names) if all_facts[1:] else ""
+    )
+    if who_has and {facts.get("policy") for facts in all_facts} != {"OFF"}:
+        logger.warning(
+            "the workers' data differ (%s), so each trains on all of its own. Training stays "
+            "synchronised: each step takes the next 1/%d of a batch from every worker's data and "
+            "averages the gradients over all of these rows. Rows that several workers have come "
+            "once from each. If it should be one dataset, give every worker the same; if each "
+            "one's is its own share, set AutoShardPolicy.OFF in the options of a tf.data.Dataset.",
+            who_has,
+            strategy.num_workers,
+        )
+        return data_facts.POLICY.OFF, "the workers' data differ"
+    how = f"AutoShardPolicy.{policy.name}"
+    return policy, f"{how}; {who_has}" if who_has else how
+
+
+def _log_distribution(strategy, how):
+    """Logs on the chief how data are distributed, once for data of the same kind."""
+    if not strategy.is_chief:
+        return
+    info_once(
+        "data over %d worker(s) x %d replica(s): %s",
+        strategy.num_workers,
+        strategy.extended.world.local_replicas,
+        how,
+    )

@@ -1,0 +1,1 @@
+"""Peers that are gone, stopped or slow."""

@@ -1,0 +1,140 @@
+"""Detection of the workers that have not reached a step.
+
+A worker that has waited at a step for a moment posts that in the key-value store of TensorFlow's
+coordination service. While steps go on, nothing is sent.
+"""
+
+from __future__ import annotations
+
+import threading
+from typing import TYPE_CHECKING
+
+import tensorflow as tf
+
+from keras_psplus.all_reduce.liveness.step_marks import RUNNING, StepMarks
+from keras_psplus.cluster.config import TaskConfig, task_name
+from keras_psplus.cluster.monitor import stalls
+from keras_psplus.cluster.monitor.stalls import PendingWait
+from keras_psplus.cluster.startup.neighbours import is_large
+from keras_psplus.tf_internals import context
+
+if TYPE_CHECKING:
+    from keras_psplus.cluster.monitor.progress import Progress
+
+_ASK_SECONDS = 0.5
+
+
+class StallProbe:
+    """Probe of `stalls.Inspector` on a worker.
+
+    Args:
+        task: `TaskConfig` of this process.
+        progress: `Progress` of this process.
+        marks: `StepMarks` of this process.
+    """
+
+    def __init__(self, task: TaskConfig, progress: Progress, marks: StepMarks) -> None:
+        self._task, self._progress, self._marks = task, progress, marks
+        self._others = {
+            task_name(job, index): address
+            for job, index, address in task.peers(("chief", "worker"))
+        }
+        self._asks_first_only = is_large(1 + len(self._others)) and not task.is_chief
+        self._last: int | None = None
+        self._posted: tuple[int, str] | None = None
+        self._calling: threading.Thread | None = None
+
+    def look(self) -> dict[int, PendingWait]:
+        """Waits that are pending at present, by step."""
+        at, entered = self._progress.at, self._progress.entered
+        if self._posted is not None and self._posted[0] != entered:
+            self._withdraw()
+        if at is None:
+            return {}
+        if entered == self._last:
+            self._post(entered)
+        self._last = entered
+        return {entered: PendingWait(f"{self._task.name} at {at}", lambda: self.describe(entered))}
+
+    def describe(self, entered: int) -> str:
+        """Says what is waited for, and who is missing."""
+        return f"a collective; not arrived: {self.missing(entered)}"
+
+    def missing(self, entered: int) -> str:
+        """Names the workers that have not reached a step, or the state of all.
+
+        In a large cluster the first worker asks all others, and these ask the first one only.
+
+        Args:
+            entered: The step's number, `Progress.entered`.
+        """
+        if self._asks_first_only:
+            return self._missing_by_first(entered)
+        silent = stalls.unresponsive_tasks(self._others)
+        # The first of all workers has the store.
+        can_ask = next(iter(self._others), None) not in silent or self._task.is_chief
+        states = {self._task.name: self._marks.state}
+        if can_ask:
+            states |= {n: self._state_of(n, entered) for n in self._others if n not in silent}
+        missing = [f"{name} (no answer)" for name in silent]
+        missing += [name for name, state in states.items() if state is None]
+        return ", ".join(missing) or _all_arrived(states)
+
+    def _missing_by_first(self, entered):
+        first, address = next(iter(self._others.items()))
+        if stalls.unresponsive_tasks({first: address}):
+            return f"{first} (no answer)"
+        if self._state_of(first, entered) is None:
+            return first
+        return f"one that {first} waits for, and names in its log"
+
+    def _state_of(self, name, entered):
+        """State of another worker in a step, or None if it has not reached it."""
+        try:
+            return context.context().get_config_key_value(
+                _key(name, entered), int(_ASK_SECONDS * 1000)
+            )
+        except tf.errors.OpError:
+            return None
+
+    def _post(self, entered):
+        """Lets the others know where in a step this worker is."""
+        posted = entered, self._marks.state
+        if posted != self._posted:
+            if self._posted is not None:
+                self._withdraw()
+            self._call_in_thread(context.Context.set_config_key_value, *posted)
+            self._posted = posted
+
+    def _withdraw(self):
+        self._call_in_thread(context.Context.delete_config_key_value, self._posted[0])
+        self._posted = None
+
+    def _call_in_thread(self, method, entered, *text):
+        """Calls the store from a separate thread: one that hangs would never answer."""
+
+        def call():
+            try:
+                method(context.context(), _key(self._task.name, entered), *text)
+            except (tf.errors.OpError, ValueError):
+                pass  # The job is about to end.
+
+        before, self._calling = self._calling, threading.Thread(target=call, daemon=True)
+        if before is not None:
+            # A note that changes is deleted, and then written.
+            before.join(_ASK_SECONDS)
+        self._calling.start()
+
+
+def _all_arrived(states):
+    """Describes the wait of workers that have all reached a step."""
+    if set(states.values()) == {RUNNING}:
+        return (
+            "none; all workers have their batches and have not finished the step: a computation "
+            "takes long, or a connection between them is stuck"
+        )
+    return "none; " + ", ".join(f"{name} {state}" for name, state in states.items())
+
+
+def _key(name, entered):
+    return f"keras_psplus/stalls/{entered}/{name}"

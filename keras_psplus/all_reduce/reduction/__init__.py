@@ -1,0 +1,1 @@
+"""Reduction of gradients: buckets, compressors, routes."""

@@ -1,0 +1,363 @@
+"""Sums one replica's gradients over all replicas, each by the compressor that its variable has.
+
+One collective for all gradients cannot start before the last of them is ready, and one for each is
+dominated by latency. Buckets are filled from the last layer back, the order in which backprop
+makes gradients ready, so that the first bucket travels while the rest is computed (Li et al.,
+"PyTorch Distributed: Experiences on Accelerating Data Parallel Training", VLDB 2020, section 3.2).
+"""
+
+import zlib
+from collections.abc import Sequence
+from typing import Any
+
+import tensorflow as tf
+
+from keras_psplus import compression
+from keras_psplus.all_reduce.collectives import gradients
+from keras_psplus.all_reduce.collectives.operations import Launcher, padded_size
+from keras_psplus.all_reduce.reduction import routes
+from keras_psplus.all_reduce.reduction.compression_state import States
+from keras_psplus.all_reduce.reduction.compressors import check_compressor
+from keras_psplus.all_reduce.reduction.factor_sums import sum_of_outer_products
+from keras_psplus.all_reduce.reduction.traffic import TensorTraffic, TrafficVariables
+from keras_psplus.all_reduce.reduction.whole import WHOLE
+
+# Gradients compressed more than 8x share buckets that hold 8x more uncompressed bytes.
+_STRONG_COMPRESSION = 8
+
+
+class CompressedSum:
+    """Sums the gradients of one optimizer on one replica.
+
+    Args:
+        launcher: `collectives.Launcher` of the replica.
+        rank: The replica's rank.
+        replicas: Number of replicas.
+        compressor: `Compressor`, with error feedback where it is wanted, or None.
+        bucket_bytes: Size at which a bucket is sent, in bytes of uncompressed gradients.
+        timed: Whether to measure for how long gradients are waited for.
+    """
+
+    def __init__(
+        self,
+        launcher: Launcher,
+        rank: int,
+        replicas: int,
+        compressor: compression.Compressor | None,
+        bucket_bytes: int,
+        timed: bool = True,
+    ) -> None:
+        self._launcher, self._rank, self._replicas = launcher, rank, replicas
+        self._compressor, self._bucket_bytes = compressor, bucket_bytes
+        self._timed = timed
+        self.states = States(launcher._device)
+        self.traffic_variables = TrafficVariables()
+        self._numbers: dict[int, tuple[int, Any]] = {}
+
+    def __call__(
+        self,
+        grads: Sequence[tf.Tensor | tf.IndexedSlices],
+        variables: Sequence[Any],
+        step: tf.Tensor,
+    ) -> list[tf.Tensor | tf.IndexedSlices]:
+        """Sums gradients.
+
+        Args:
+            grads: List of tensors of static shape, or `tf.IndexedSlices`. The same on every
+                replica but for the values and, in slices, the number of rows.
+            variables: Their variables, with a `path` and a `shape`.
+            step: int64 scalar, the same on all replicas.
+
+        Returns:
+            List of sums, bit-identical on all replicas. Slices come back with the rows of all
+            replicas, in rank order.
+        """
+        summed, entries = self.sum_and_count(grads, variables, step)
+        self.traffic_variables.add(entries)
+        if self._timed:
+            pairs = zip(variables, grads)
+            products = [_product(self.compressor_of(v, g), g) or g for v, g in pairs]
+            self.traffic_variables.time(tf.nest.flatten(_leaves(products)), _leaves(summed))
+        return summed
+
+    def sum_and_count(
+        self,
+        grads: Sequence[tf.Tensor | tf.IndexedSlices],
+        variables: Sequence[Any],
+        step: tf.Tensor,
+    ) -> tuple[list[tf.Tensor | tf.IndexedSlices], list[TensorTraffic]]:
+        """Sums gradients, and says what it has cost instead of adding that to the totals.
+
+        Args:
+            grads, variables, step: As for `__call__`.
+
+        Returns:
+            List of sums, and that of the `TensorTraffic` of each.
+        """
+        paths = [variable.path for variable in variables]
+        numbers = [self._number(variable) for variable in variables]
+        compressors = [self.compressor_of(v, g) for v, g in zip(variables, grads)]
+        summed = list(grads)
+        entries: list[Any] = [None] * len(grads)
+        dense = [i for i, g in enumerate(grads) if not isinstance(g, tf.IndexedSlices)]
+        sent: list[tf.Tensor] = []
+        averages = any(_route(compressors[i], grads[i]) == ("mean",) for i in dense)
+        for (route, *_), places in gradients.buckets(
+            # From the last layer back, as backprop makes them ready.
+            list(reversed(dense)),
+            lambda i: _route(compressors[i], grads[i], averages),
+            lambda i: _weight(compressors[i], grads[i]),
+            self._bucket_bytes,
+        ):
+            arguments = [
+                [sequence[i] for i in places] for sequence in (grads, compressors, paths, numbers)
+            ]
+            # Processors that encode this one before the last is on its way leave the link idle.
+            arguments[0] = [gradients.after(sent, tensor) for tensor in arguments[0]]
+            totals, counted, *own = getattr(self, f"_{route}")(*arguments, step)
+            sent = own or sent
+            for i, total, entry in zip(places, totals, counted, strict=True):
+                summed[i], entries[i] = total, entry
+        for i in set(range(len(grads))) - set(dense):
+            summed[i], entries[i] = self._slices(grads[i], compressors[i], paths[i], step)
+        return summed, entries
+
+    def compressor_of(
+        self, variable: Any, gradient: tf.Tensor | tf.IndexedSlices
+    ) -> compression.Compressor | None:
+        """The compressor of a variable's gradient, or None."""
+        if self._compressor is None:
+            return None
+        chosen: Any = self._compressor.for_variable(variable.path, variable.shape, gradient.dtype)
+        if chosen is not None:
+            # It may be one that `for_variable` has made just now.
+            check_compressor(chosen)
+            if chosen.sends_factors and not _product(chosen, gradient):
+                return chosen.inner
+        return chosen
+
+    # Each route is given tensors, their compressors and their variables' paths and numbers, and
+    # returns sums, what they have cost, and what has been sent if it took long to make.
+
+    def _sum(self, tensors, compressors, paths, numbers, step):
+        sizes = [_bytes(t) for t in tensors]
+        entries = [
+            TensorTraffic(path, None, n, n, self._by_ring(n)) for path, n in zip(paths, sizes)
+        ]
+        return gradients.pack_and_sum(self._launcher, tensors), entries
+
+    def _total(self, tensors, compressors, paths, numbers, step):
+        entries = []
+        for path, compressor, tensor in zip(paths, compressors, tensors):
+            sent = compressor.wire_bytes(tensor.shape, tensor.dtype)
+            wire = self._by_ring(sent)
+            entries.append(TensorTraffic(path, _name(compressor), _bytes(tensor), sent, wire))
+        return routes.total(self._launcher, compressors, tensors, step), entries
+
+    def _mean(self, tensors, compressors, paths, numbers, step):
+        compressors = [c or WHOLE for c in compressors]
+        names = self._names("mean", numbers)
+        states = [self._state(n, c, t) for n, c, t in zip(names, compressors, tensors)]
+        users, estimates = self._estimates(compressors, tensors)
+        launcher, replicas = self._launcher, self._replicas
+        means, states = routes.mean(launcher, replicas, users, estimates, states, step)
+        for i, (name, state) in enumerate(zip(names, states)):
+            written = self.states.write(name, state)
+            if _product(users[i], estimates[i]) is None:
+                # What made the state has read the mean by then, and the optimizer, now the last to
+                # do so, can work in the mean's memory: with PowerSGD, 4 % of a perceptron's step.
+                means[i] = gradients.after(written, means[i])
+        entries = []
+        for path, compressor, tensor in zip(paths, compressors, tensors):
+            whole, sent = _bytes(tensor), compressor.wire_bytes(tensor.shape, tensor.dtype)
+            wire = self._by_ring(sent)
+            if compressor.start_step:
+                early = step < compressor.start_step
+                sent = tf.where(early, *map(_int64, (whole, sent)))
+                wire = tf.where(early, *map(_int64, (self._by_ring(whole), wire)))
+            entries.append(TensorTraffic(path, _name(compressor), whole, sent, wire))
+        return means, entries
+
+    def _split(self, tensors, compressors, paths, numbers, step):
+        compressor, key = compressors[0], f"{zlib.crc32(repr(numbers).encode()):08x}"
+        pieces = [tensors]
+        if len(tensors) == 1:
+            # While one piece is summed, another is on its way (Peng et al., ByteScheduler, 2019).
+            multiple = self._replicas * compressor.row_multiple
+            cut = gradients.pieces(tensors[0], self._bucket_bytes, multiple)
+            pieces = [[piece] for piece in cut] if len(cut) > 1 else pieces
+        keys = [key, *(f"{key}-{i}" for i in range(1, len(pieces)))]
+        totals, wire, sent = [], 0, []
+        for name, piece in zip(self._names("split", keys), pieces):
+            piece = [gradients.after(sent, tensor) for tensor in piece]
+            state = self.states.read(
+                name, lambda piece=piece: routes.split_init(self._replicas, compressor, piece)
+            )
+            total, state, words = routes.split(
+                self._launcher, self._rank, self._replicas, compressor, piece, state, step
+            )
+            self.states.write(name, state)
+            totals, sent = [*totals, total], [words]
+            # One row to each of the others, twice.
+            _, width = routes.rows_for(self._replicas, compressor, piece)
+            wire += 2 * (self._replicas - 1) * compressor.row_bytes((width,), tf.float32)
+        sums = totals[0]
+        if len(pieces) > 1:
+            sums = [tf.reshape(tf.concat(sum(totals, []), 0), tensors[0].shape)]
+        elements = [tensor.shape.num_elements() for tensor in tensors]
+        entries = [
+            TensorTraffic(
+                path,
+                _name(compressor),
+                _bytes(tensor),
+                compressor.wire_bytes(tensor.shape, tensor.dtype),
+                # Shared out by size.
+                round(wire * n / max(1, sum(elements))),
+            )
+            for path, tensor, n in zip(paths, tensors, elements)
+        ]
+        return sums, entries, *sent
+
+    def _gather(self, tensors, compressors, paths, numbers, step):
+        names = self._names("gather", numbers)
+        states = [self._state(n, c, t) for n, c, t in zip(names, compressors, tensors)]
+        sums, states, payloads = routes.gather(
+            self._launcher, self._replicas, compressors, tensors, states, step
+        )
+        entries = []
+        for name, state in zip(names, states):
+            self.states.write(name, state)
+        for path, compressor, tensor, payload in zip(paths, compressors, tensors, payloads):
+            sent = sum(tf.size(p, tf.int64) * p.dtype.size for p in payload)
+            entries.append(
+                TensorTraffic(
+                    path, _name(compressor), _bytes(tensor), sent, sent * (self._replicas - 1)
+                )
+            )
+        return sums, entries, *payloads[-1]
+
+    def _factors(self, tensors, compressors, paths, numbers, step):
+        (tensor,), (compressor,), (path,) = tensors, compressors, paths
+
+        def whole_sum(matrix):
+            if compressor.inner is None:
+                return self._launcher.all_reduce(matrix)
+            return routes.total(self._launcher, [compressor.inner], [matrix], step)[0]
+
+        total, sent, wire = sum_of_outer_products(
+            *(self._launcher, self._replicas, compressor, _product(compressor, tensor)),
+            *(tensor.shape, whole_sum, f"factors {numbers[0]}"),
+        )
+        return [total], [TensorTraffic(path, _name(compressor), _bytes(tensor), sent, wire)]
+
+    def _own(self, tensors, compressors, paths, numbers, step):
+        own = zip(paths, compressors, tensors)
+        entries = [TensorTraffic(p, _name(c), _bytes(t), 0, 0) for p, c, t in own]
+        return [self._estimate(tensor) for tensor in tensors], entries
+
+    def _slices(self, slices, compressor, path, step):
+        rows = tf.shape(slices.indices, tf.int64)[0]
+        row = slices.values.shape[1:].num_elements() * slices.dtype.size
+        logical = rows * (row + slices.indices.dtype.size)
+        scale = tf.cast(self._replicas, slices.dtype)
+        if compressor is not None and not compressor.communicates:
+            own = tf.IndexedSlices(slices.values * scale, slices.indices, slices.dense_shape)
+            return own, TensorTraffic(path, _name(compressor), logical, 0, 0)
+        if compressor is not None and not compressor.compresses_rows:
+            compressor = None
+        used = compressor or WHOLE
+        gathered, words, counts = routes.gather_rows(self._launcher, used, slices, step)
+        word_bytes = 4 * tf.cast(tf.shape(words)[1], tf.int64)
+        # All replicas send as many as the one with the most rows, rounded up to a class.
+        padded = padded_size(tf.reduce_max(counts) * tf.shape(words)[1])
+        wire = 4 * (self._replicas - 1) * tf.cast(padded, tf.int64)
+        return gathered, TensorTraffic(path, _name(compressor), logical, rows * word_bytes, wire)
+
+    def _state(self, name, compressor, tensor):
+        return self.states.read(name, lambda: compressor.init(tensor.shape, tensor.dtype))
+
+    def _number(self, variable):
+        """A variable's number in checkpoints: paths differ from model to model, or are the same."""
+        # With the variable, or another could get its id.
+        return self._numbers.setdefault(id(variable), (len(self._numbers), variable))[0]
+
+    def _names(self, route, numbers):
+        """Names of states: what one route, or number of replicas, leaves out another cannot use."""
+        return [f"{route} {number} of {self._replicas}" for number in numbers]
+
+    def _estimate(self, tensor):
+        """This replica's own estimate of the whole gradient: the mean of these is the sum."""
+        return tensor * tf.cast(self._replicas, tensor.dtype)
+
+    def _estimates(self, compressors, tensors):
+        """Compressors, and the estimates for them; or what they multiply themselves."""
+        pairs = [
+            (compressor.times(self._replicas), tensor)
+            if isinstance(compressor, compression.ErrorFeedback) and not compressor.start_step
+            else (compressor, self._estimate(tensor))
+            for compressor, tensor in zip(compressors, tensors)
+        ]
+        return map(list, zip(*pairs))
+
+    def _by_ring(self, payload_bytes):
+        return round(2 * (self._replicas - 1) * payload_bytes / self._replicas)
+
+
+def _route(compressor, gradient, averages=False):
+    """The method that sums such a gradient; those with the same key share buckets."""
+    dtype = gradient.dtype
+    if not gradient.shape.num_elements():
+        # There are no collectives of nothing.
+        return ("own",)
+    if compressor is None:
+        # With others that are added up on their way it costs no message of its own.
+        return ("mean",) if averages and dtype.is_floating else ("sum", dtype)
+    if not compressor.communicates:
+        return ("own",)
+    if compressor.sends_factors:
+        # Factors are short, and those of one layer long before those of the next.
+        return "factors", id(gradient)
+    if compressor.reducible:
+        return ("total" if compressor.homogeneous else "mean",)
+    if compressor.splits:
+        feedback = isinstance(compressor, compression.ErrorFeedback)
+        inner = compressor.inner if feedback else compressor
+        options = (compressor.momentum, compressor.factor_masking) if feedback else ()
+        return ("split", id(inner), options)
+    return ("gather",)
+
+
+def _weight(compressor, gradient):
+    """Weight of a gradient in a bucket, in bytes."""
+    whole = _bytes(gradient)
+    if compressor is None or not whole:
+        return whole
+    sent = compressor.wire_bytes(gradient.shape, gradient.dtype)
+    return whole // _STRONG_COMPRESSION if sent * _STRONG_COMPRESSION < whole else whole
+
+
+def _name(compressor):
+    if compressor is None or compressor is WHOLE:
+        return None
+    return repr(compressor)
+
+
+def _bytes(tensor):
+    return tensor.shape.num_elements() * tensor.dtype.size
+
+
+def _int64(number):
+    return tf.constant(number, tf.int64)
+
+
+def _product(compressor, gradient):
+    """The `OuterProduct` of a gradient that need not be materialized, or None."""
+    if compressor is None or not compressor.takes_products or compressor.start_step:
+        return None
+    if isinstance(gradient, tf.IndexedSlices):
+        return None
+    return compressor.product_of(gradient)
+
+
+def _leaves(tensors):
+    return [t.values if isinstance(t, tf.IndexedSlices) else t for t in tensors]

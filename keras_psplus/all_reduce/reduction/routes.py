@@ -1,0 +1,294 @@
+"""Routes of compressed gradients, from all replicas to all replicas.
+
+Payloads whose mean is the payload of the mean are summed by all-reduce. If a compressor can encode
+pieces, each replica sums one piece, and sends its sum compressed once more. Other payloads are
+gathered. All routes use TensorFlow's collectives, and the computation afterwards is the same on all
+replicas, so the results are too, bit for bit.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING, Any
+
+import tensorflow as tf
+
+from keras_psplus import compression
+from keras_psplus.all_reduce.collectives import gradients
+from keras_psplus.compression import fused
+
+if TYPE_CHECKING:
+    from keras_psplus.all_reduce.collectives.operations import Launcher
+
+# Rows of more than so many blocks are lengthened to whole ones.
+_LONG_ROW = 32
+
+
+def total(
+    launcher: Launcher,
+    compressors: Sequence[compression.Compressor],
+    tensors: Sequence[tf.Tensor],
+    step: tf.Tensor,
+) -> list[tf.Tensor]:
+    """Sums tensors by adding up payloads of stateless, linear compressors.
+
+    Args:
+        launcher: `collectives.Launcher` of this replica.
+        compressors: List of reducible compressors that are `homogeneous`.
+        tensors: List of tensors.
+        step: int64 scalar.
+
+    Returns:
+        List of sums.
+    """
+    payloads = [c.encode(tensor, (), step)[0] for c, tensor in zip(compressors, tensors)]
+    summed = gradients.sum_packed(launcher, tf.nest.flatten(payloads))
+    sums = tf.nest.pack_sequence_as(payloads, summed)
+    return [c.decode(s, t.shape, t.dtype, step) for c, s, t in zip(compressors, sums, tensors)]
+
+
+def mean(
+    launcher: Launcher,
+    replicas: int,
+    compressors: Sequence[compression.Compressor],
+    tensors: Sequence[tf.Tensor],
+    states: list[Any],
+    step: tf.Tensor,
+) -> tuple[list[tf.Tensor], list[Any]]:
+    """Averages tensors whose payloads can be added up on their way.
+
+    Args:
+        launcher: `collectives.Launcher` of this replica.
+        replicas: Number of replicas.
+        compressors: List of reducible compressors.
+        tensors: List of tensors.
+        states: List of the compressors' states.
+        step: int64 scalar.
+
+    Returns:
+        Lists of means and of new states.
+    """
+
+    def all_mean(payloads):
+        # Divided first: sums of float16 could overflow.
+        parts = [payload / tf.cast(replicas, payload.dtype) for payload in payloads]
+        return gradients.sum_packed(launcher, parts)
+
+    means, _, states = compression.mean_all(compressors, tensors, states, step, all_mean)
+    return means, states
+
+
+def rows_for(
+    replicas: int, compressor: compression.Compressor, tensors: Sequence[tf.Tensor]
+) -> tuple[int, int]:
+    """Shape of the rows that tensors are cut into, one for each replica."""
+    size = sum(tensor.shape.num_elements() for tensor in tensors)
+    width, multiple = -(-size // replicas), compressor.row_multiple
+    if width > _LONG_ROW * multiple:
+        # Whole blocks need no copies with padding.
+        width = -(-width // multiple) * multiple
+    return replicas, width
+
+
+def split(
+    launcher: Launcher,
+    rank: int,
+    replicas: int,
+    compressor: compression.Compressor,
+    tensors: Sequence[tf.Tensor],
+    state: Any,
+    step: tf.Tensor,
+) -> tuple[list[tf.Tensor], Any, tf.Tensor]:
+    """Sums tensors piece by piece: each replica adds up the pieces of its rank.
+
+    This is a reduce-scatter by an all-to-all of compressed pieces, and an all-gather of the sums,
+    compressed again (Alistarh et al., QSGD; Tang et al., 1-bit Adam, with error feedback on both
+    sides).
+
+    Args:
+        launcher: `collectives.Launcher` of this replica.
+        rank: This replica's rank.
+        replicas: Number of replicas.
+        compressor: Compressor that `splits`, perhaps in `ErrorFeedback`.
+        tensors: List of tensors.
+        state: What `split_init` or the last step returned.
+        step: int64 scalar.
+
+    Returns:
+        List of sums, the new state, and what was sent first.
+    """
+    rows = rows_for(replicas, compressor, tensors)
+    sizes = [tensor.shape.num_elements() for tensor in tensors]
+    padding = replicas * rows[1] - sum(sizes)
+    flat = [tf.reshape(tf.cast(tensor, tf.float32), [-1]) for tensor in tensors]
+    # A copy is what it costs; large tensors have their own buckets.
+    whole = len(flat) == 1 and not padding
+    mine = tf.reshape(flat[0] if whole else tf.concat([*flat, tf.zeros([padding])], 0), rows)
+    sums, state, words = split_rows(launcher, rank, replicas, compressor, mine, state, step)
+    parts = [sums] if whole else tf.split(tf.reshape(sums, [-1]), [*sizes, padding])
+    sums = [tf.cast(tf.reshape(p, t.shape), t.dtype) for p, t in zip(parts, tensors)]
+    return sums, state, words
+
+
+def split_rows(
+    launcher: Launcher,
+    rank: int,
+    replicas: int,
+    compressor: compression.Compressor,
+    mine: tf.Tensor,
+    state: Any,
+    step: tf.Tensor,
+    further: Callable[[tf.Tensor], tf.Tensor] | None = None,
+) -> tuple[tf.Tensor, Any, tf.Tensor]:
+    """Sums a matrix over replicas, of which each adds up the row of its rank.
+
+    Args:
+        launcher, rank, replicas, compressor, step: As for `split`.
+        mine: float32 matrix of one row for each replica.
+        state: What `split_init` or the last step returned.
+        further: Function of the sum of the row that is this replica's, a matrix of one row, which
+            returns what all get in its place; None for the sum itself.
+
+    Returns:
+        The matrix of sums, the new state, and what was sent first.
+    """
+    width = mine.shape[1]
+    feedback = compressor if isinstance(compressor, compression.ErrorFeedback) else None
+    inner = feedback.inner if feedback else compressor
+    server = compression.ErrorFeedback(inner) if feedback else inner
+    own_state, piece_state = (state["worker"], state["server"]) if feedback else ((), ())
+    payload, keep = fused.encode_rows(compressor, mine, own_state, step)
+    words = compression.pack(payload, replicas)
+    received = compression.unpack(launcher.all_to_all(words), payload, replicas)
+    piece = fused.decode_sum(inner, received, width, replicas, step)
+    if further is not None:
+        piece = further(piece)
+    piece_payload, keep_piece = fused.encode_rows(server, piece, piece_state, step)
+    piece_words = compression.pack(piece_payload, 1)
+    everything = compression.unpack(launcher.gather(piece_words), payload, replicas)
+    sums = fused.decode_rows(inner, everything, width, step)
+
+    def own():
+        # There is time for what nobody waits for, if it is not done, while the sum is on its way.
+        own_payload = tuple(gradients.after([piece_words], part) for part in payload)
+        return inner.decode_rows(own_payload, (width,), tf.float32, step)
+
+    if feedback:
+        state = {"worker": keep(own), "server": keep_piece(lambda: sums[rank : rank + 1])}
+    return sums, state, words
+
+
+def split_init(
+    replicas: int, compressor: compression.Compressor, tensors: Sequence[tf.Tensor]
+) -> Any:
+    """The first state of `split`."""
+    return rows_init(compressor, *rows_for(replicas, compressor, tensors))
+
+
+def rows_init(compressor: compression.Compressor, replicas: int, width: int) -> Any:
+    """The first state of `split_rows`."""
+    if not isinstance(compressor, compression.ErrorFeedback):
+        return ()
+    return {
+        "worker": compressor.init([replicas, width], tf.float32),
+        "server": compression.ErrorFeedback(compressor.inner).init([1, width], tf.float32),
+    }
+
+
+def gather(
+    launcher: Launcher,
+    replicas: int,
+    compressors: Sequence[compression.Compressor],
+    tensors: Sequence[tf.Tensor],
+    states: Sequence[Any],
+    step: tf.Tensor,
+) -> tuple[list[tf.Tensor], list[Any], list[tuple[tf.Tensor, ...]]]:
+    """Sums tensors by gathering all payloads and adding them up in rank order.
+
+    Args:
+        launcher: `collectives.Launcher` of this replica.
+        replicas: Number of replicas.
+        compressors: List of compressors.
+        tensors: List of tensors.
+        states: List of the compressors' states.
+        step: int64 scalar.
+
+    Returns:
+        Lists of sums, of new states, and of the payloads.
+    """
+    payloads, new_states = zip(
+        *(fused.encode(c, t, s, step) for c, t, s in zip(compressors, tensors, states))
+    )
+    words = [compression.pack(payload) for payload in payloads]
+    sizes = [tf.shape(w)[1] if w.shape[1] is None else w.shape[1] for w in words]
+    everything = _gather_words(launcher, replicas, tf.concat(words, 1), compressors)
+
+    sums = [None] * len(tensors)
+    starts = [0, *itertools.accumulate(sizes)]
+    at_once = [i for i, c in enumerate(compressors) if c.adds_rows]
+    for i in at_once:
+        rows = everything[:, starts[i] : starts[i + 1]]
+        rows = compression.unpack(rows, payloads[i], tf.constant(replicas))
+        sums[i] = fused.add_rows(compressors[i], rows, tensors[i].shape, step)
+    one_by_one = [i for i in range(len(tensors)) if i not in at_once]
+
+    def add(rank, totals):
+        added = []
+        for i, total in zip(one_by_one, totals):
+            piece = everything[rank, starts[i] : starts[i + 1]]
+            payload = compression.unpack(piece[tf.newaxis], payloads[i])
+            # As it was written: kernels may need what an encoder's shapes say.
+            payload = tuple(tf.ensure_shape(p, own.shape) for p, own in zip(payload, payloads[i]))
+            added.append(compressors[i].add_to(total, payload, tensors[i].dtype, step))
+        return rank + 1, added
+
+    if one_by_one:
+        zeros = [tf.zeros(tensors[i].shape) for i in one_by_one]
+        _, totals = tf.while_loop(
+            lambda rank, _: rank < replicas, add, (0, zeros), maximum_iterations=replicas
+        )
+        for i, total in zip(one_by_one, totals):
+            sums[i] = total
+    sums = [tf.cast(total, tensor.dtype) for total, tensor in zip(sums, tensors)]
+    return sums, list(new_states), list(payloads)
+
+
+def gather_rows(
+    launcher: Launcher,
+    compressor: compression.Compressor,
+    slices: tf.IndexedSlices,
+    step: tf.Tensor,
+) -> tuple[tf.IndexedSlices, tf.Tensor, tf.Tensor]:
+    """Concatenates the slices of all replicas in rank order, values compressed row by row.
+
+    Args:
+        launcher: `collectives.Launcher` of this replica.
+        compressor: `Compressor`.
+        slices: `tf.IndexedSlices`.
+        step: int64 scalar.
+
+    Returns:
+        `tf.IndexedSlices`, the words of one row, and the vector of the replicas' rows.
+    """
+    values, indices = slices.values, slices.indices
+    payload = (*compressor.encode_rows(values, step), indices[:, tf.newaxis])
+    words = compression.pack(payload, tf.shape(indices)[0])
+    words, counts = launcher.gather_rows(words)
+    *encoded, indices = compression.unpack(words, payload, tf.shape(words)[0])
+    values = compressor.decode_rows(tuple(encoded), tuple(values.shape[1:]), values.dtype, step)
+    return tf.IndexedSlices(values, tf.reshape(indices, [-1]), slices.dense_shape), words, counts
+
+
+def _gather_words(launcher, replicas, words, compressors):
+    if words.shape.is_fully_defined():
+        return launcher.gather(words)
+    # As many on each replica, but not known to the graph: as rows of one word.
+    gathered, counts = launcher.gather_rows(tf.reshape(words, [-1, 1]))
+    same = tf.reduce_all(counts == counts[0])
+    message = (
+        "All workers must send payloads of the same length at a step; a length may depend on the "
+        f"step, not on the gradient. Received: words from each worker, by {compressors}:"
+    )
+    with tf.control_dependencies([tf.debugging.Assert(same, [message, counts], summarize=-1)]):
+        return tf.reshape(gathered, [replicas, -1])

@@ -1,0 +1,1 @@
+"""A replica's step: its gradients, its function and its updates."""

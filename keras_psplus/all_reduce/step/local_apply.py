@@ -1,0 +1,48 @@
+"""`optimizer.apply` where `updates=` says when to step."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any
+
+from keras_psplus.core.base.optimizers import averaged_with_weights, variables_of_apply
+
+if TYPE_CHECKING:
+    import keras
+    import tensorflow as tf
+
+    from keras_psplus.all_reduce.step.replica_step import MirroredReplicaStep
+    from keras_psplus.all_reduce.step.updating import MirroredUpdates
+
+
+def apply(
+    updating: MirroredUpdates,
+    step: MirroredReplicaStep,
+    original: Callable[..., Any],
+    optimizer: keras.optimizers.Optimizer,
+    grads: list[tf.Tensor | tf.IndexedSlices | None],
+    trainable_variables: list[keras.Variable] | None,
+) -> Any:
+    """Gives the gradients of one batch to what says when they are applied.
+
+    Args:
+        updating: `all_reduce.updating.MirroredUpdates`.
+        step: The replica's `MirroredReplicaStep`.
+        original: Keras's `apply`.
+        optimizer: The optimizer.
+        grads: List of tensors, `tf.IndexedSlices` or None.
+        trainable_variables: Their Keras variables, or None for the optimizer's.
+    """
+    variables = variables_of_apply(optimizer, updating.policy, grads, trainable_variables)
+    if variables is None:
+        return original(optimizer, grads, trainable_variables)
+    updating.prepare(optimizer, optimizer._trainable_variables)
+    inner = getattr(optimizer, "inner_optimizer", optimizer)
+    return updating.apply(
+        step,
+        optimizer,
+        grads,
+        variables,
+        lambda g, v: original(optimizer, g, v),
+        averaged_with_weights(inner, updating.policy, variables),
+    )

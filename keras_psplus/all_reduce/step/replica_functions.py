@@ -1,0 +1,153 @@
+"""Train, test and predict functions that run on each replica, and their results."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any
+
+import tensorflow as tf
+
+from keras_psplus.all_reduce.data import sharding
+from keras_psplus.all_reduce.step import single_steps, step_logs
+from keras_psplus.core.batch import batches
+from keras_psplus.core.batch.padding import LastRow
+from keras_psplus.core.batch.replica_step import current_step
+from keras_psplus.keras_internals.keras_parts import tree
+
+if TYPE_CHECKING:
+    import keras
+
+    from keras_psplus.all_reduce.strategy import MultiWorkerMirroredStrategy
+
+_ITERATORS = (tf.data.Iterator, tf.distribute.DistributedIterator)
+
+
+def make_function(
+    strategy: MultiWorkerMirroredStrategy,
+    original: Callable[..., Any],
+    model: keras.Model,
+    step_function: Callable[[Any], Any],
+) -> Callable[[Any], Any]:
+    """A train or test function that takes steps on all replicas.
+
+    Args:
+        strategy: The strategy.
+        original: Keras's `_make_function`.
+        model: The model.
+        step_function: Its `train_step` or `test_step`.
+
+    Returns:
+        Function of an iterator.
+    """
+    function = original(model, single_steps.after_data(_replica_step(model, step_function)))
+    of_iterator = function
+    if not model.run_eagerly:
+        of_iterator = single_steps.of_iterator(function, model.steps_per_execution)
+    progress, is_training = strategy.progress, step_function == model.train_step
+    doing = "training step" if is_training else "evaluation step"
+
+    def function_of_iterator(iterator):
+        is_iterator = isinstance(iterator, _ITERATORS)
+        if not is_iterator:
+            iterator = (sharding.split_eagerly(strategy, batch) for batch in iterator)
+        progress.begin(doing)
+        try:
+            result = of_iterator(iterator) if is_iterator else function(iterator)
+        finally:
+            progress.end()
+        if is_training:
+            progress.count(model.steps_per_execution)
+        return result
+
+    return function_of_iterator
+
+
+def make_predict_function(
+    strategy: MultiWorkerMirroredStrategy,
+    original: Callable[..., Any],
+    model: keras.Model,
+    force: bool = False,
+) -> None:
+    """Sets `model.predict_function`, which takes the distributed batches of some steps."""
+    view = _WithPredictStep(model, _predict_step(model))
+    original(view, force)
+    function = view.predict_function
+    if function is model.predict_function:
+        return
+
+    def function_of_batches(all_data):
+        all_data = [
+            b if _is_distributed(b) else sharding.split_eagerly(strategy, b) for b in all_data
+        ]
+        strategy.progress.begin("prediction step")
+        try:
+            return function(all_data)
+        finally:
+            strategy.progress.end()
+
+    model.predict_function = function_of_batches
+
+
+class _WithPredictStep:
+    """A model with another `predict_step`, as `make_predict_function` sees it."""
+
+    def __init__(self, model, predict_step):
+        self._model, self.predict_step = model, predict_step
+        self.predict_function = model.predict_function
+
+    def __getattr__(self, name):
+        return getattr(self._model, name)
+
+
+def _predict_step(model):
+    """A predict step whose outputs are those of the replica's own rows."""
+    last_row = LastRow()
+
+    def predict_step(batch):
+        step = current_step()
+        if not step.has_batch_fraction:
+            batch = _padded(step, last_row, batch, step.set_rows)
+        outputs = model.predict_step(batch)
+        return tree.map_structure(
+            lambda t: step.rows_if_any(t) if tf.is_tensor(t) and t.shape.rank else t,
+            outputs,
+        )
+
+    return predict_step
+
+
+def _padded(step, last_row, batch, note):
+    """Pads a replica's batch to at least one row, after noting its number of rows."""
+    rows = batches.rows_of(batch)
+    if rows is None:
+        return batch
+    note(rows)
+    padded = last_row.padded(batch, rows, step.rank)
+    step.engine.note_padded(batch, padded)
+    return padded
+
+
+def _is_distributed(batch):
+    return isinstance(batch, (batches.Shards, batches.Batch)) or any(
+        isinstance(leaf, tf.distribute.DistributedValues) for leaf in tree.flatten(batch)
+    )
+
+
+def _replica_step(model, step_function):
+    """A train or test step that leaves metrics, moving averages and logs equal everywhere."""
+    # Kept over traces: a step that is itself a tf.function is traced once only.
+    changed, touched, last_row = {}, set(), LastRow()
+
+    def replica_step(batch):
+        step = current_step()
+        if not step.has_batch_fraction:
+            batch = _padded(step, last_row, batch, step.agree_on_batch_fraction)
+        states = [v._value for v in model.metrics_variables]
+        step.note_baselines(states)
+        logs = step_function(batch)
+        changed.update({v.ref(): v for v in step.changed})
+        touched.update(step.touched)
+        metrics = [m for m in model.metrics if any(v._value.ref() in touched for v in m.variables)]
+        return step_logs.synchronise(step, logs, metrics, list(changed.values()))
+
+    return replica_step

@@ -1,0 +1,316 @@
+"""One replica's run of one function, and the synchronization after it.
+
+A replica's gradients and means count by its fraction of the batch, `local_rows / global_rows`, so
+that their sum over the replicas is that of the global batch, also when the batch is uneven. After
+the function has run, everything that a replica changed by itself becomes one value on all of them:
+metric states are totals over all replicas, and non-trainable floats such as BatchNormalization's
+moving averages are means weighted by rows. All of it travels in one collective for each dtype.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterable, Iterator, Sequence
+from typing import TYPE_CHECKING, Any
+
+import tensorflow as tf
+
+from keras_psplus.all_reduce.step.tape_gradients import TapeGradients
+from keras_psplus.compression.factors import outer_products
+from keras_psplus.core.batch import batches
+from keras_psplus.core.batch.replica_step import ReplicaStep
+from keras_psplus.tf_internals import framework_ops as ops
+from keras_psplus.tf_internals.own_copy import own_copy
+
+if TYPE_CHECKING:
+    from keras_psplus.all_reduce.extended import MultiWorkerMirroredExtended
+
+
+class MirroredReplicaStep(ReplicaStep):
+    """Context of one replica's run of one function.
+
+    Args:
+        engine: The strategy's engine.
+        extended: `MultiWorkerMirroredExtended` whose replica this is.
+        batch: `Batch` that the function gets, or None if its fraction is not known.
+
+    Attributes:
+        recording: Whether it notes which variables the replica changes by itself.
+        alone: Whether gradients are the replica's own, to be applied as they are.
+        tape: `TapeGradients` of the step.
+        is_eager: Whether it is run, and not traced.
+        has_pushed: Whether it has sent gradients to parameter servers since all replicas met.
+        passed_barrier: Whether all replicas have passed its barrier.
+    """
+
+    can_sum = True
+
+    def __init__(
+        self, engine: Any, extended: MultiWorkerMirroredExtended, batch: batches.Batch | None = None
+    ) -> None:
+        super().__init__(engine)
+        self._extended = extended
+        self._graph, self.is_eager = ops.get_default_graph(), tf.executing_eagerly()
+        self.tape = TapeGradients(
+            self, getattr(engine, "sum_parts", None), getattr(engine, "sums_eagerly", True)
+        )
+        # Variables whose gradients an optimizer is given as those of the global batch, by ids.
+        self.whole: frozenset[int] = frozenset()
+        # Whether the sums that an optimizer makes are those of what the tape gave.
+        self.puts_sums = False
+        self.rank = extended.rank_in_context()
+        self.replicas = extended._num_replicas_in_sync
+        self._fraction: Any = None
+        self._rows: Any = None
+        # Positive if the replica has rows; None if nobody has said how many.
+        self._has_rows: Any = None
+        self._surely_has_rows = False
+        self._changed: dict[Any, tf.Variable] = {}
+        self._baselines: dict[Any, tuple[tf.Variable, tf.Tensor]] = {}
+        self.touched: set[Any] = set()
+        self.recording = True
+        self.alone = self.has_pushed = self.passed_barrier = False
+        # Metrics whose results the step has asked for eagerly, by ids.
+        self.asked_metrics: set[int] = set()
+        if batch is not None:
+            self.set_batch_fraction(batch.local_rows, batch.global_rows)
+            # A padded batch has one row.
+            rows = batches.rows_of(batch.data)
+            self._surely_has_rows = isinstance(rows, int) and rows > 1
+
+    @property
+    def has_batch_fraction(self) -> bool:
+        return self._fraction is not None
+
+    def set_batch_fraction(self, local_rows: tf.Tensor, global_rows: tf.Tensor) -> None:
+        """Notes the replica's part of the global batch, in rows."""
+        global_rows = tf.cast(global_rows, tf.float32)
+        # Variables, not tensors: a nested tf.function that was traced in an earlier step's graph
+        # reads this step's values.
+        self._fraction = self._extended.step_variable("share")
+        self._fraction.assign(
+            tf.cast(local_rows, tf.float32) / tf.maximum(global_rows, 1.0), read_value=False
+        )
+        self._rows = self._extended.step_variable("global rows")
+        self._rows.assign(global_rows, read_value=False)
+        self._has_rows = self._fraction
+
+    def set_rows(self, local_rows: int | tf.Tensor) -> None:
+        """Notes the replica's rows, where nothing depends on those of the others."""
+        self._has_rows = self._extended.step_variable("local rows")
+        self._has_rows.assign(tf.cast(local_rows, tf.float32), read_value=False)
+
+    @property
+    def may_be_empty(self) -> bool:
+        """Whether the replica may have no rows, as far as the graph knows."""
+        # A tf.function inside may be called again where that is not so.
+        knows = self._surely_has_rows and ops.get_default_graph() is self._graph
+        return self._has_rows is not None and not knows
+
+    def has_rows(self) -> tf.Tensor:
+        """Scalar bool, whether the replica has its own rows."""
+        return tf.constant(True) if self._has_rows is None else self._has_rows.read_value() > 0
+
+    @contextlib.contextmanager
+    def applying_alone(self) -> Iterator[None]:
+        """Context in which optimizers apply the replica's gradients as they are given them."""
+        alone, recording = self.alone, self.recording
+        self.alone, self.recording = True, False
+        try:
+            yield
+        finally:
+            self.alone, self.recording = alone, recording
+
+    def rows(self) -> tuple[tf.Tensor, tf.Tensor]:
+        """Rows of the replica and of the global batch; `(fraction, 1)` if unknown."""
+        everything = tf.constant(1.0) if self._rows is None else self._rows.read_value()
+        return self.batch_fraction() * everything, everything
+
+    def agree_on_batch_fraction(self, rows: int | tf.Tensor) -> None:
+        """Computes the replica's fraction of the global batch from the rows of all replicas."""
+        rows = tf.cast(rows, tf.float32)
+        self.set_batch_fraction(rows, self._extended.sum_over_replicas([rows])[0])
+
+    def unscale_by_batch_fraction(self, value: tf.Tensor) -> tf.Tensor:
+        """Divides by the replica's fraction of the batch; zero if it has no rows."""
+        return tf.math.divide_no_nan(value, tf.cast(self.batch_fraction(), value.dtype))
+
+    def zero_if_empty(self, tensors: list[Any]) -> list[Any]:
+        """Replaces tensors of a replica without rows, which may be NaN, by zeros.
+
+        Args:
+            tensors: List of tensors, `tf.IndexedSlices` or None. Of slices, none are left.
+        """
+        if self._has_rows is None:
+            return tensors
+        # Also where the graph knows that there are rows: others may not, and all replicas have to
+        # find the same products.
+        none = _of_no_rows if self.may_be_empty else _zeros
+        kept = [i for i, tensor in enumerate(tensors) if tensor is not None]
+        parts = [self._parts_of(tensors[i]) for i in kept]
+        # A cond passes tensors through without a copy, and each as soon as it is there.
+        parts = tf.cond(
+            self.has_rows(),
+            lambda: tf.nest.map_structure(tf.identity, parts),
+            lambda: [none(part) for part in parts],
+        )
+        tensors = list(tensors)
+        for i, part in zip(kept, parts):
+            if isinstance(part, outer_products.OuterProduct):
+                part = part.whole()
+            elif isinstance(tensors[i], tf.IndexedSlices):
+                (values,), old = part, tensors[i]
+                indices = old.indices
+                if self.may_be_empty:
+                    indices = indices[: tf.shape(values)[0]]
+                part = tf.IndexedSlices(values, indices, old.dense_shape)
+            tensors[i] = part
+        return tensors
+
+    def rows_if_any(self, tensor: Any) -> Any:
+        """Rows of a tensor that a replica has computed; none if the replica has none."""
+        if not self.may_be_empty:
+            return tensor
+        if isinstance(tensor, (tf.RaggedTensor, tf.SparseTensor)):
+            rows = tf.where(self.has_rows(), batches.rows_of(tensor), 0)
+            return batches.take(tensor, 0, rows)
+        return tensor[: tf.where(self.has_rows(), tf.shape(tensor)[0], 0)]
+
+    def _parts_of(self, gradient):
+        """Components of a gradient: the values of slices, the factors of a product."""
+        if isinstance(gradient, tf.IndexedSlices):
+            return [gradient.values]
+        product = None
+        if self._extended.reducers.compresses:
+            # Perhaps nobody needs it whole.
+            product = outer_products.find_outer_product(gradient)
+        return gradient if product is None or gradient.consumers() else product
+
+    @property
+    def graph(self) -> tf.Graph:
+        """The graph that the step is traced into."""
+        return self._graph
+
+    def sum_over_replicas(self, tensors: Iterable[tf.Tensor]) -> list[tf.Tensor]:
+        """Sums small tensors over all replicas; what those without rows have computed is 0."""
+        self.tape.settle()
+        tensors = self.zero_if_empty(list(tensors)) if self.may_be_empty else tensors
+        return self._extended.sum_over_replicas(tensors)
+
+    def sum_over_group(self, tensors: Iterable[tf.Tensor]) -> list[tf.Tensor]:
+        """Sums small tensors over the replicas of this one's group in a topology."""
+        return self._extended.sum_over_group(tensors)
+
+    def batch_fraction(self) -> tf.Tensor:
+        if self._fraction is None:
+            return tf.constant(1.0 / self.replicas)
+        return self._fraction.read_value()
+
+    def note_baselines(self, variables: Iterable[tf.Variable]) -> None:
+        """Reads accumulated totals before the function adds this replica's part to them."""
+        for variable in variables:
+            if variable.ref() not in self._baselines:
+                # In the step's own graph, also when the first assignment is inside a tf.cond.
+                eager = tf.executing_eagerly()
+                with contextlib.nullcontext() if eager else self._graph.as_default():
+                    value = own_copy(variable).read_value()
+                self._baselines[variable.ref()] = (variable, value)
+
+    def record_total(self, variable: tf.Variable) -> None:
+        """Notes that the replica is about to add its part to an accumulated total."""
+        self.note_baselines([variable])
+        self.touched.add(variable.ref())
+
+    def record(self, variable: tf.Variable) -> None:
+        """Notes that the replica changed a variable by itself."""
+        self._changed[variable.ref()] = variable
+
+    @property
+    def changed(self) -> list[tf.Variable]:
+        """Variables that the replica changed by itself."""
+        return list(self._changed.values())
+
+    @property
+    def totals(self) -> list[tf.Variable]:
+        """Accumulated totals, which the replica may have added its part to."""
+        return [variable for variable, _ in self._baselines.values()]
+
+    def synchronise(
+        self,
+        means: Sequence[tf.Variable] = (),
+        tensors: Sequence[tf.Tensor] = (),
+        reads: Sequence[tuple[tf.Variable, tf.Tensor]] = (),
+    ) -> list[tf.Tensor]:
+        """Makes totals and means global.
+
+        Args:
+            means: Variables to set to their mean over all replicas, weighted by rows.
+            tensors: Float tensors of static shape to average in the same way.
+            reads: Pairs of one of `totals` and what the step has read of it.
+
+        Returns:
+            The averaged `tensors`, then of each read what one process would have read.
+        """
+        fraction = self.batch_fraction()
+
+        def unless_empty(value):
+            # What an empty replica has computed may be NaN.
+            return tf.where(fraction > 0, value, tf.zeros_like(value))
+
+        def weighted(value):
+            return unless_empty(value * tf.cast(fraction, value.dtype))
+
+        totals = list(self._baselines.values())
+        bases = [self._baselines[variable.ref()][1] for variable, _ in reads]
+        parts = [unless_empty(own_copy(variable).read_value() - base) for variable, base in totals]
+        parts += [unless_empty(value - base) for (_, value), base in zip(reads, bases)]
+        parts += [weighted(own_copy(variable).read_value()) for variable in means]
+        parts += [weighted(tensor) for tensor in tensors]
+        # Also of what is logged as it is.
+        self.tape.settle()
+        barrier = self._extended.barrier
+        meets = barrier is not None and bool(parts or self.has_pushed or not self.passed_barrier)
+        if meets:
+            parts.append(barrier.token())
+        sums = self._extended.sum_over_replicas(parts)
+        if meets:
+            barrier.release(sums.pop())
+            self.passed_barrier, self.has_pushed = True, False
+        for (variable, base), total in zip(totals, sums):
+            own_copy(variable).assign(base + total, read_value=False)
+        of_reads = [base + total for base, total in zip(bases, sums[len(totals) :])]
+        averages = sums[len(totals) + len(reads) :]
+        for variable, average in zip(means, averages):
+            own_copy(variable).assign(average, read_value=False)
+        self._baselines.clear()
+        self._changed.clear()
+        return averages[len(means) :] + of_reads
+
+    def average(self, tensors: Iterable[tf.Tensor]) -> list[tf.Tensor]:
+        """Means of floats over all replicas, weighted by rows."""
+        fraction = self.batch_fraction()
+        return self._extended.sum_over_replicas(
+            [tf.where(fraction > 0, t * tf.cast(fraction, t.dtype), 0) for t in tensors]
+        )
+
+    def synchronise_totals(self, variables: Iterable[tf.Variable]) -> None:
+        """Makes some totals global in the middle of a step that runs eagerly."""
+        known = [v for v in variables if v.ref() in self._baselines]
+        has_rows = self.batch_fraction() > 0
+        parts = [own_copy(v).read_value() - self._baselines[v.ref()][1] for v in known]
+        parts = [tf.where(has_rows, part, tf.zeros_like(part)) for part in parts]
+        for variable, total in zip(known, self._extended.sum_over_replicas(parts)):
+            value = self._baselines[variable.ref()][1] + total
+            own_copy(variable).assign(value, read_value=False)
+            self._baselines[variable.ref()] = variable, value
+
+
+def _of_no_rows(part):
+    """Equivalent of a gradient's component on a replica without rows."""
+    if isinstance(part, (list, outer_products.OuterProduct)):
+        return tf.nest.map_structure(lambda tensor: tensor[:0], part)
+    return _zeros(part)
+
+
+def _zeros(part):
+    return tf.nest.map_structure(tf.zeros_like, part)

@@ -1,0 +1,192 @@
+"""Schedules of optimizers' communication by a strategy's `updates=`, and their state."""
+
+from __future__ import annotations
+
+import functools
+import weakref
+from collections.abc import Callable, Iterable, Sequence
+from typing import TYPE_CHECKING, Any
+
+import tensorflow as tf
+
+from keras_psplus.all_reduce.reduction.compression_state import States
+from keras_psplus.core.batch import replica_step as step_module
+from keras_psplus.updates.accumulation import forms_of
+from keras_psplus.updates.base import Context
+
+if TYPE_CHECKING:
+    import keras
+
+    from keras_psplus.all_reduce.step.replica_step import MirroredReplicaStep
+    from keras_psplus.all_reduce.strategy import MultiWorkerMirroredStrategy
+    from keras_psplus.updates import Updates
+
+
+class MirroredUpdates:
+    """Takes the gradients of all optimizers, and has them applied when it is time.
+
+    Args:
+        policy: `keras_psplus.updates.Updates`.
+        strategy: The strategy.
+    """
+
+    def __init__(self, policy: Updates, strategy: MultiWorkerMirroredStrategy) -> None:
+        self.policy = policy
+        self._strategy: Callable[[], Any] = weakref.ref(strategy)
+        self._of_owner: weakref.WeakKeyDictionary[keras.optimizers.Optimizer, _OptimizerState] = (
+            weakref.WeakKeyDictionary()
+        )
+
+    def apply(
+        self,
+        step: MirroredReplicaStep,
+        optimizer: keras.optimizers.Optimizer,
+        grads: Sequence[tf.Tensor | tf.IndexedSlices | None],
+        variables: list[keras.Variable],
+        apply: Callable[[list[tf.Tensor | tf.IndexedSlices], list[keras.Variable]], Any],
+        averaged: list[keras.Variable],
+    ) -> None:
+        """Takes the gradients of one batch, in replica context, after `prepare`.
+
+        Args:
+            step: The replica's `MirroredReplicaStep`.
+            optimizer: The optimizer that they are given to.
+            grads: List of tensors, `tf.IndexedSlices` or None.
+            variables: Their Keras variables.
+            apply: Function of gradients and variables that has Keras sum and apply them.
+            averaged: Variables of the optimizer's that are averaged with the weights.
+        """
+        state = self._state_of(optimizer)
+        state.optimizer = weakref.ref(optimizer)
+        replica = tf.distribute.get_replica_context()._replica_id
+        units, states = state.units[replica], state.states[replica]
+        # An optimizer may be given one part of its variables now and another then.
+        key = tuple(id(v) for g, v in zip(grads, variables) if g is not None)
+        if key not in units:
+            name = str(len(units))
+            sums = functools.partial(self._sums, weakref.ref(_owner(optimizer)))
+            parts = self._parts(optimizer, grads, variables)
+            group_sums = None
+            if self._strategy().extended.levels is not None:
+                group_sums = functools.partial(self._group_sums, weakref.ref(_owner(optimizer)))
+            context = Context(
+                states, name, forms_of(grads), variables, parts, averaged, sums, group_sums
+            )
+            units[key] = self.policy.on_replica(context)
+        units[key].on_gradients(step, grads, variables, apply)
+
+    def prepare(
+        self, optimizer: keras.optimizers.Optimizer, variables: list[keras.Variable]
+    ) -> None:
+        """Has the rule divide an optimizer's variables, before the first step.
+
+        Args:
+            optimizer: The optimizer.
+            variables: All Keras variables that it will be given.
+        """
+        if not self.policy.local or self._state_of(optimizer).parts is not None:
+            return
+        if tf.distribute.has_strategy() and not tf.distribute.in_cross_replica_context():
+            # A loop of the script's own has begun without it.
+            tf.distribute.get_replica_context().merge_call(
+                lambda strategy: self._build(self._state_of(optimizer), variables)
+            )
+        else:
+            self._build(self._state_of(optimizer), variables)
+
+    def _build(self, state, variables):
+        with self._strategy().scope():
+            state.parts = self.policy.on_build(variables)
+
+    def finish(self, optimizer: keras.optimizers.Optimizer) -> None:
+        """Has everything applied that is still to be; on all workers.
+
+        Args:
+            optimizer: The optimizer.
+        """
+        state = self._state_of(optimizer)
+        if optimizer is not _owner(optimizer):
+            # The model may have been compiled again, with another loss scale.
+            state.optimizer = weakref.ref(optimizer)
+        number = len(state.units[0])
+        if number and state.finish[0] != (number, state.optimizer):
+
+            def finish_replica():
+                step = step_module.current_step()
+                # Or the optimizer would hand the gradients to us again.
+                step.recording = False
+                replica = tf.distribute.get_replica_context()._replica_id
+                for unit in state.units[replica].values():
+                    unit.on_finish(step, state.optimizer().apply)
+
+            run = self._strategy().run
+            state.finish = (
+                (number, state.optimizer),
+                tf.function(lambda: run(finish_replica), autograph=False),
+            )
+        if number:
+            state.finish[1]()
+
+    def training(self, variables: Iterable[keras.Variable]) -> list[keras.optimizers.Optimizer]:
+        """The optimizers that have been given gradients of some of these Keras variables."""
+        wanted = {id(variable) for variable in variables}
+        return [
+            owner
+            for owner, state in self._of_owner.items()
+            if any(not wanted.isdisjoint(key) for key in state.units[0])
+        ]
+
+    def batches(self, optimizer: keras.optimizers.Optimizer) -> int:
+        """Number of batches whose gradients wait for an update."""
+        return sum(unit.batches for unit in self._state_of(optimizer).units[0].values())
+
+    def states(self, optimizer: keras.optimizers.Optimizer) -> tf.train.Checkpoint:
+        """The state of an optimizer on this worker, as a trackable."""
+        state = self._state_of(optimizer)
+        parts = {f"replica_{i}": one for i, one in enumerate(state.states)}
+        if self.policy.local:
+            # Each replica's momenta are its own, too.
+            outers = [outer for _, outer in state.parts or () if outer is not None]
+            variables = [v for one in (_owner(optimizer), *outers) for v in one.variables]
+            for j, variable in enumerate(variables):
+                copies = self._strategy().experimental_local_results(variable.value)
+                parts |= {f"variable_{j}_of_{i}": copy for i, copy in enumerate(copies)}
+        return tf.train.Checkpoint(**parts)
+
+    def _parts(self, optimizer, grads, variables):
+        """The rule's parts of the variables, without those that have no gradient."""
+        trained = {id(v) for g, v in zip(grads, variables) if g is not None}
+        parts = self._state_of(optimizer).parts or ()
+        return [([v for v in part if id(v) in trained], outer) for part, outer in parts]
+
+    def _sums(self, owner, tensors, variables, turn, compress):
+        kind = "change" if compress else "copy"
+        reducers = self._strategy().extended.reducers
+        return reducers.sum(tensors, variables, turn, owner(), kind)
+
+    def _group_sums(self, owner, tensors, variables, turn):
+        reducers = self._strategy().extended.reducers
+        return reducers.sum(tensors, variables, turn, owner(), "group")
+
+    def _state_of(self, optimizer):
+        owner = _owner(optimizer)
+        if owner not in self._of_owner:
+            self._of_owner[owner] = _OptimizerState(self._strategy().extended.worker_devices)
+        return self._of_owner[owner]
+
+
+class _OptimizerState:
+    """State of one optimizer: its units and their variables."""
+
+    def __init__(self, devices):
+        self.states = [States(device) for device in devices]
+        self.units = [{} for _ in devices]
+        self.optimizer = None
+        self.finish = None, None
+        # What `on_build` has returned.
+        self.parts = None
+
+
+def _owner(optimizer):
+    # A loss scale is none of its business.
+    return getattr(optimizer, "inner_optimizer", optimizer)

@@ -1,0 +1,1 @@
+"""Groups of hosts and racks, and the hops between them."""

@@ -1,0 +1,115 @@
+"""The collectives of a topology's two hops, as one replica sees them."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import NamedTuple
+
+import tensorflow as tf
+
+from keras_psplus.all_reduce.collectives import gradients
+from keras_psplus.all_reduce.collectives.operations import Launcher
+from keras_psplus.all_reduce.topology.group_topology import Topology
+from keras_psplus.tf_internals import distribute_utils
+
+
+class Hop(NamedTuple):
+    """The replicas that exchange something on one hop.
+
+    Attributes:
+        launcher: Their collectives.
+        ranks: Their ranks among all replicas, in order, which is that of what is gathered.
+        place: This replica's place among them.
+    """
+
+    launcher: Launcher
+    ranks: tuple[int, ...]
+    place: int
+
+    @property
+    def size(self) -> int:
+        """Number of replicas."""
+        return len(self.ranks)
+
+
+class Levels(NamedTuple):
+    """The two hops of one replica.
+
+    Attributes:
+        within: The hop inside its group.
+        between: The hop to the other groups; None if a leader does that for it.
+        is_even: Whether each replica of a group has its own shard. Otherwise all groups have
+            a leader.
+        next_is_outside: Whether the next replica in a ring of all belongs to another group.
+    """
+
+    within: Hop
+    between: Hop | None
+    is_even: bool
+    next_is_outside: bool
+
+
+def levels_of(launcher: Launcher, rank: int, topology: Topology, first_key: int) -> Levels:
+    """Makes the two hops of a replica.
+
+    Args:
+        launcher: `collectives.Launcher` of the replica among all of them.
+        rank: Its rank.
+        topology: `Topology` of the ranks of all replicas.
+        first_key: Group key from which on `keys_of(topology)` are free.
+
+    Returns:
+        `Levels`.
+    """
+    number = topology.group_of(rank)
+    group = topology.groups[number]
+    place = group.index(rank)
+    within = Hop(launcher_like(launcher, first_key + number, group), group, place)
+    between = None
+    if topology.is_even or place == 0:
+        # Those of one place in their groups have the same shard.
+        peers = tuple(sorted(group[place] for group in topology.groups))
+        own = launcher_like(launcher, first_key + len(topology.groups) + place, peers)
+        between = Hop(own, peers, peers.index(rank))
+    after = (rank + 1) % sum(map(len, topology.groups))
+    return Levels(within, between, topology.is_even, topology.group_of(after) != number)
+
+
+def keys_of(topology: Topology) -> int:
+    """Number of group keys that `levels_of` needs."""
+    return len(topology.groups) + max(map(len, topology.groups))
+
+
+def launcher_like(launcher: Launcher, group_key: int, ranks: Sequence[int]) -> Launcher:
+    """The collectives of some replicas, one of them that of another `Launcher`."""
+    members = launcher.members and [launcher.members[rank] for rank in ranks]
+    options = launcher._collective_keys, launcher._device, launcher._options
+    return Launcher(group_key, len(ranks), *options, members)
+
+
+def sum_over_group(levels: Sequence[Levels], tensors: list[tf.Tensor]) -> list[tf.Tensor]:
+    """Sums small tensors over the replicas of this one's group, in replica context.
+
+    Args:
+        levels: `Levels` of each local replica.
+        tensors: List of tensors of static shapes.
+
+    Returns:
+        List of sums.
+    """
+    context = tf.distribute.get_replica_context()
+    if not tf.executing_eagerly():
+        return gradients.sum_packed(levels[context._replica_id].within.launcher, tensors)
+
+    @tf.function(autograph=False)
+    def sum_all(by_replica):
+        pairs = zip(levels, by_replica)
+        return [gradients.sum_packed(one.within.launcher, own) for one, own in pairs]
+
+    def merged(strategy, tensors):
+        local = [strategy.experimental_local_results(tensor) for tensor in tensors]
+        summed = sum_all([[of_all[i] for of_all in local] for i in range(len(levels))])
+        return [distribute_utils.regroup(tuple(replicas)) for replicas in zip(*summed)]
+
+    # Eager replicas run one after the other: only a merge_call lets all of them take part.
+    return context.merge_call(merged, (tensors,))

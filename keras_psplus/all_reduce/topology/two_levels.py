@@ -1,0 +1,306 @@
+"""Two-level all-reduce of one replica's gradients: inside groups, and between them.
+
+Links inside a rack or a host are fast, and shared by few. The slow links carry each gradient once
+for each group, and not once for each worker (Jia et al., "Highly Scalable Deep Learning Training
+System with Mixed-Precision", 2018; Goyal et al., "Accurate, Large Minibatch SGD", 2017, section 4).
+
+Groups of one size (`_by_shards`), here two groups of two replicas and gradients of two shards:
+
+            group 0                             group 1
+       r0           r1                     r2           r3
+    1. [a0 a1]  <-> [b0 b1]                [c0 c1]  <-> [d0 d1]     reduce-scatter inside
+    2. [a0+b0]      [a1+b1]   <- between -> [c0+d0]     [c1+d1]     all-reduce of equal shards
+    3. [s0]     <-> [s1]                   [s0]     <-> [s1]        all-gather inside
+       [s0 s1]      [s0 s1]                [s0 s1]      [s0 s1]
+
+Groups of different sizes (`_by_leaders`):
+
+    1. Each group sums its gradients, inside.
+    2. The groups' leaders sum these sums, between groups.
+    3. Each leader broadcasts the result, inside.
+
+While one bucket is between groups, the next is inside: `hop_turns.Turns` orders the sends.
+"""
+
+from __future__ import annotations
+
+import zlib
+from collections.abc import Sequence
+from typing import Any, NamedTuple
+
+import tensorflow as tf
+
+from keras_psplus import compression
+from keras_psplus.all_reduce.collectives import gradients
+from keras_psplus.all_reduce.collectives.operations import Launcher
+from keras_psplus.all_reduce.reduction import routes
+from keras_psplus.all_reduce.reduction.compressed import CompressedSum
+from keras_psplus.all_reduce.reduction.compression_state import States
+from keras_psplus.all_reduce.reduction.traffic import TensorTraffic, TrafficVariables
+from keras_psplus.all_reduce.topology import group_routes, hop_turns, shards
+from keras_psplus.all_reduce.topology.hop_turns import Turns
+from keras_psplus.all_reduce.topology.hops import Hops
+from keras_psplus.all_reduce.topology.levels import Levels
+from keras_psplus.compression import fused
+
+
+class _Piece(NamedTuple):
+    """A piece of a variable, as far as its gradient's compressor has to know it."""
+
+    path: str
+    shape: Any
+
+
+class _Part(NamedTuple):
+    """A gradient or a piece of it, with its index and its variable."""
+
+    number: int
+    tensor: tf.Tensor
+    variable: Any
+
+
+class TwoLevelSum:
+    """Sums the gradients of one optimizer on one replica; the same interface as `CompressedSum`.
+
+    `tf.IndexedSlices` go along one ring of all replicas, compressed as between groups: what has to
+    be gathered is the same for all.
+
+    Args:
+        launcher: `collectives.Launcher` of the replica among all of them.
+        rank: The replica's rank.
+        replicas: Number of replicas.
+        hops: `Hops`, the compressors.
+        bucket_bytes: Size at which a bucket is sent, in bytes of uncompressed gradients.
+        timed: Whether to measure for how long gradients are waited for.
+        levels: `Levels` of the replica.
+    """
+
+    def __init__(
+        self,
+        launcher: Launcher,
+        rank: int,
+        replicas: int,
+        hops: Hops,
+        bucket_bytes: int,
+        timed: bool,
+        levels: Levels,
+    ) -> None:
+        self._levels, self._compressor = levels, hops.within
+        # Small ones, for the hops to overlap.
+        self._bucket_bytes, self._timed = max(1, bucket_bytes // 2), timed
+        within, between = levels.within, levels.between
+
+        def sum_over(hop, compressor):
+            return CompressedSum(
+                hop.launcher, hop.place, hop.size, compressor, bucket_bytes, timed=False
+            )
+
+        self._everyone = CompressedSum(
+            launcher, rank, replicas, hops.between, bucket_bytes, timed=False
+        )
+        self._between = None if between is None else sum_over(between, hops.between)
+        self._inside = None
+        if not levels.is_even:
+            self._inside = sum_over(within, hops.within if within.size > 1 else None)
+        self._own_states = States(launcher._device)
+        states = {"within": self._own_states, "everyone": self._everyone.states}
+        for name, one in (("between", self._between), ("inside", self._inside)):
+            if one is not None:
+                states[name] = one.states
+        self.states = tf.train.Checkpoint(**states)
+        self.traffic_variables = TrafficVariables()
+        self._numbers: dict[int, tuple[int, Any]] = {}
+        self._owners: dict[int, tuple[Any, list[_Piece]]] = {}
+
+    def __call__(
+        self,
+        grads: Sequence[tf.Tensor | tf.IndexedSlices],
+        variables: Sequence[Any],
+        step: tf.Tensor,
+    ) -> list[tf.Tensor | tf.IndexedSlices]:
+        """Sums gradients, as `CompressedSum` does."""
+        summed: list[Any] = list(grads)
+        entries: list[Any] = [None] * len(grads)
+        dense = [i for i, g in enumerate(grads) if _is_dense(g)]
+        others = [i for i in range(len(grads)) if i not in dense]
+        sum_bucket = self._by_shards if self._levels.is_even else self._by_leaders
+        # From the last layer back, as backprop makes them ready.
+        parts = [part for i in reversed(dense) for part in self._parts(i, grads[i], variables[i])]
+        results: dict[int, list[tuple[tf.Tensor, TensorTraffic]]] = {i: [] for i in dense}
+        inside, between = Turns(hop_turns.INSIDE), Turns(hop_turns.BETWEEN)
+        for (_, compressed), bucket in gradients.buckets(
+            parts,
+            lambda part: (part.tensor.dtype, self._is_compressed(part.variable, part.tensor)),
+            lambda part: part.tensor.shape.num_elements() * part.tensor.dtype.size,
+            self._bucket_bytes,
+        ):
+            tensors, owners = [p.tensor for p in bucket], [p.variable for p in bucket]
+            tensors = inside.wait(tensors)
+            sums, counted = sum_bucket(tensors, owners, compressed, step, inside, between)
+            for part, total, entry in zip(bucket, sums, counted, strict=True):
+                results[part.number].append((total, entry))
+        for i, pieces in results.items():
+            totals, counted = zip(*pieces)
+            summed[i] = totals[0]
+            if len(totals) > 1:
+                summed[i] = tf.reshape(tf.concat(totals, 0), grads[i].shape)
+            entries[i] = TensorTraffic(*counted[0][:2], *map(sum, zip(*(e[2:] for e in counted))))
+        if others:
+            chosen = [grads[i] for i in others], [variables[i] for i in others]
+            sums, counted = self._everyone.sum_and_count(*chosen, step)
+            for i, total, entry in zip(others, sums, counted, strict=True):
+                outside = self._levels.next_is_outside
+                summed[i], entries[i] = total, entry._replace(between=entry.wire if outside else 0)
+        self.traffic_variables.add(entries)
+        if self._timed:
+            self.traffic_variables.time(_values(grads), _values(summed))
+        return summed
+
+    def _parts(self, number, gradient, variable):
+        """Splits a gradient into the pieces that are sent separately.
+
+        While one piece is between groups, the next is inside of one.
+        """
+        compressor = self._everyone.compressor_of(variable, gradient)
+        # The same on all replicas, in whatever group they are.
+        multiple, pieces = self._levels.within.size if self._levels.is_even else 1, [gradient]
+        if compressor is None or compressor.splits or compressor.homogeneous:
+            multiple *= 1 if compressor is None else compressor.row_multiple
+            pieces = gradients.pieces(gradient, self._bucket_bytes, multiple)
+        if len(pieces) == 1:
+            return [_Part(number, gradient, variable)]
+        # States are those of pieces. With the variable, or another could get its id.
+        _, owners = self._owners.setdefault(id(variable), (variable, []))
+        owners += [_Piece(variable.path, variable.shape) for _ in pieces[len(owners) :]]
+        return [_Part(number, *piece) for piece in zip(pieces, owners)]
+
+    def _is_compressed(self, variable, gradient):
+        """Whether a gradient is compressed inside its group."""
+        if self._compressor is None:
+            return False
+        chosen = self._compressor.for_variable(variable.path, variable.shape, gradient.dtype)
+        return chosen is not None
+
+    def _sum_between(self, tensors, variables, step, turns):
+        sums, entries = self._between.sum_and_count(turns.wait(tensors), variables, step)
+        turns.end(sums)
+        return sums, entries
+
+    # Each way is given tensors of one dtype, their variables, whether they are compressed inside
+    # the group, and the turns on both hops; it returns sums, and what they have cost.
+
+    def _by_shards(self, tensors, variables, compressed, step, inside, between):
+        hop, launcher = self._levels.within, self._levels.within.launcher
+        cuts = [shards.Cut.of(tensor, hop.size) for tensor in tensors]
+        rows = shards.rows_of(tensors, cuts)
+        counted = []
+
+        def further(row):
+            inside.end([row])
+            parts = [tf.cast(p, t.dtype) for p, t in zip(shards.shards_of(row, cuts), tensors)]
+            sums, entries = self._sum_between(parts, variables, step, between)
+            counted.extend(entries)
+            return tf.cast(shards.row_of(sums), row.dtype)
+
+        if compressed:
+            rows = tf.cast(rows, tf.float32)
+            name = self._name("split", variables)
+            state = self._own_states.read(
+                name, lambda: routes.rows_init(self._compressor, *map(int, rows.shape))
+            )
+            rows, state, _ = routes.split_rows(
+                launcher, hop.place, hop.size, self._compressor, rows, state, step, further
+            )
+            self._own_states.write(name, state)
+        else:
+            row = further(group_routes.scatter(launcher, rows))
+            rows = group_routes.gather(launcher, row, hop.size)
+        sums = [tf.cast(s, t.dtype) for s, t in zip(shards.wholes_of(rows, cuts), tensors)]
+        entries = []
+        for cut, tensor, entry in zip(cuts, tensors, counted, strict=True):
+            inside = 2 * (hop.size - 1) * self._row_bytes(cut.width, tensor.dtype, compressed)
+            entries.append(
+                entry._replace(
+                    logical=tensor.shape.num_elements() * tensor.dtype.size,
+                    # Of the whole gradient, as the group sends it.
+                    compressed=entry.compressed * hop.size,
+                    wire=entry.wire + inside,
+                    between=entry.wire,
+                )
+            )
+        return sums, entries
+
+    def _by_leaders(self, tensors, variables, compressed, step, inside, between):
+        hop = self._levels.within
+        totals, entries = self._inside.sum_and_count(tensors, variables, step)
+        inside.end(totals)
+        leads = self._between is not None
+        beyond = [TensorTraffic(e.path, e.compressor, e.logical, e.compressed, 0) for e in entries]
+        if leads:
+            totals, beyond = self._sum_between(totals, variables, step, between)
+        row = shards.row_of(totals)
+        words, decode = self._encoded(row, variables, compressed, leads, step)
+        row = decode(group_routes.spread(hop.launcher, words, leads))
+        sizes = [tensor.shape.num_elements() for tensor in tensors]
+        parts = tf.split(row, sizes, 1) if len(sizes) > 1 else [row]
+        sums = [tf.cast(tf.reshape(p, t.shape), t.dtype) for p, t in zip(parts, tensors)]
+        entries = [
+            e._replace(
+                compressor=b.compressor,
+                compressed=b.compressed,
+                # Up to the leader, between leaders, and back along a ring.
+                wire=e.wire
+                + b.wire
+                + 2 * (hop.size - 1) * self._row_bytes(n, t.dtype, compressed) // hop.size,
+                between=b.wire,
+            )
+            for e, b, n, t in zip(entries, beyond, sizes, tensors)
+        ]
+        return sums, entries
+
+    def _encoded(self, row, variables, compressed, leads, step):
+        """The words that a leader sends its group, and the function that turns them back.
+
+        Leaders have the same sums and the same residual, so that all groups decode the same.
+        """
+        if not compressed:
+            words = compression.pack((row,))
+            return words, lambda words: compression.unpack(words, (row,))[0]
+        width, row = row.shape[1], tf.cast(row, tf.float32)
+        feedback = isinstance(self._compressor, compression.ErrorFeedback)
+        inner = self._compressor.inner if feedback else self._compressor
+        server = compression.ErrorFeedback(inner) if feedback else inner
+        if not leads:
+            # For its form alone.
+            payload = inner.encode_rows(tf.zeros_like(row), step)
+        else:
+            name = self._name("spread", variables)
+            state = self._own_states.read(name, lambda: server.init([1, width], tf.float32))
+            payload, keep = fused.encode_rows(server, row, state, step)
+            state = keep(lambda: fused.decode_rows(inner, payload, width, step))
+            self._own_states.write(name, state)
+
+        def decode(words):
+            return fused.decode_rows(inner, compression.unpack(words, payload), width, step)
+
+        return compression.pack(payload), decode
+
+    def _row_bytes(self, width, dtype, compressed):
+        return self._compressor.row_bytes((width,), dtype) if compressed else width * dtype.size
+
+    def _name(self, route, variables):
+        """Name of a bucket's state inside groups: it depends on the group's size as well."""
+        numbers = [self._number(variable) for variable in variables]
+        return f"{route} {zlib.crc32(repr(numbers).encode()):08x} of {self._levels.within.size}"
+
+    def _number(self, variable):
+        # With the variable, or another could get its id.
+        return self._numbers.setdefault(id(variable), (len(self._numbers), variable))[0]
+
+
+def _is_dense(gradient):
+    return not isinstance(gradient, tf.IndexedSlices) and bool(gradient.shape.num_elements())
+
+
+def _values(tensors):
+    return [t.values if isinstance(t, tf.IndexedSlices) else t for t in tensors]

@@ -1,0 +1,1 @@
+"""Strategies by name, which `keras_psplus.strategy()` makes."""

@@ -1,0 +1,1 @@
+"""Flags and output that several commands share."""

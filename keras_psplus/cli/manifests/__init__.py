@@ -1,0 +1,1 @@
+"""Manifests of Kubernetes."""

@@ -1,0 +1,1 @@
+"""Plans for a script: links, costs, `--strategy auto`."""

@@ -1,0 +1,1 @@
+"""Discovery of a cluster from TF_CONFIG, Slurm, Kubernetes or the launcher."""

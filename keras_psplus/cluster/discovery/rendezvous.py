@@ -1,0 +1,132 @@
+"""Rendezvous: processes exchange their hosts if they know the first one's only.
+
+The others connect to the first process, at the address that it will have in the cluster, with the
+lines that tasks exchange before TensorFlow starts (`handshake`); it reads their hosts from the
+connections, and answers with all hosts once it knows them. Callers that do not know the job's
+secret are ignored.
+"""
+
+import contextlib
+import dataclasses
+import os
+import socket
+import time
+from collections.abc import Callable
+
+from keras_psplus.cluster.config import ClusterConfigError, split_address
+from keras_psplus.cluster.wire import handshake
+from keras_psplus.cluster.wire.hello import JobSecret
+from keras_psplus.cluster.wire.identity import PeerIdentity
+from keras_psplus.cluster.wire.listener import Listener
+from keras_psplus.log import logger
+
+_PAUSE, _LOG_EVERY = 0.3, 10.0
+# For those that were told, to say that they have heard it.
+_COURTESY = 10.0
+
+
+def meet(rank: int, size: int, address: str, timeout: float) -> tuple[str, ...]:
+    """Returns the host of each rank; all ranks have to call this at once.
+
+    Args:
+        rank: This process's rank.
+        size: Number of processes.
+        address: `host:port` of the first one. It listens there until all know.
+        timeout: Seconds to wait.
+
+    Raises:
+        ClusterConfigError: If the others do not come, or the first one cannot be reached.
+
+    Example:
+
+    ```python
+    meet(1, 2, "10.0.0.1:29501", timeout=60)  # ("10.0.0.1", "10.0.0.2"), in both processes
+    ```
+    """
+    mine = PeerIdentity(
+        _name(rank), "", socket.gethostname(), os.getpid(), f"{os.getpid()}-{time.monotonic_ns()}"
+    )
+    # Without a token, what only processes of this job are likely to know together.
+    job = JobSecret.of_text(f"rendezvous of {size} at {address}")
+    wait = _Wait(rank, size, address, timeout)
+    return _lead(mine, job, size, address, wait) if rank == 0 else _follow(mine, job, address, wait)
+
+
+def _lead(mine, job, size, address, wait):
+    host, port = split_address(address)
+    listener = Listener(_bind(host, port, wait), mine, job)
+    others = [_name(rank) for rank in range(1, size)]
+    try:
+        while missing := [name for name in others if name not in listener.callers_from]:
+            wait.pause(
+                listener.changed.wait,
+                lambda names=missing: f"{', '.join(names)} to call{listener.note_of_strangers()}",
+            )
+            listener.changed.clear()
+        hosts = (host, *(listener.callers_from[name] for name in others))
+        listener.identity = dataclasses.replace(mine, cluster=",".join(hosts), all_here=True)
+        deadline = time.monotonic() + _COURTESY
+        told = {f"{name}, told" for name in others}
+        while told - listener.callers and time.monotonic() < deadline:
+            listener.changed.wait(_PAUSE)
+            listener.changed.clear()
+    finally:
+        listener.close()
+    return hosts
+
+
+def _follow(mine, job, address, wait):
+    while True:
+        reason = "another server answers there"
+        try:
+            theirs = handshake.dial(address, mine, job)
+            if theirs is not None and not theirs.is_proven:
+                reason = str(handshake.StrangerError())
+            elif theirs is not None and theirs.task == _name(0):
+                if theirs.all_here:
+                    break
+                reason = "it waits for others"
+        except OSError as error:
+            reason = str(error)
+        wait.pause(time.sleep, lambda why=reason: f"{_name(0)} at {address}: {why}")
+    with contextlib.suppress(OSError):
+        handshake.dial(address, dataclasses.replace(mine, task=f"{mine.task}, told"), job)
+    return tuple(theirs.cluster.split(","))
+
+
+def _bind(host, port, wait):
+    try:
+        family = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0][0]
+        return socket.create_server(("", port), family=family, backlog=1024)
+    except OSError as error:
+        raise wait.error(f"{_name(0)} cannot listen on port {port}: {error.strerror}") from None
+
+
+class _Wait:
+    """Timeout of a rendezvous, and its log messages."""
+
+    def __init__(self, rank: int, size: int, address: str, timeout: float) -> None:
+        self._who, self._address = f"{_name(rank)} of {size}", address
+        self._began, self._timeout = time.monotonic(), timeout
+        self._next_log = self._began + _LOG_EVERY
+
+    def pause(self, pause: Callable[[float], object], what: Callable[[], str]) -> None:
+        """Waits for a moment, for what `what` returns."""
+        now = time.monotonic()
+        if now - self._began >= self._timeout:
+            raise self.error(f"waited {self._timeout:g} s for {what()}")
+        if now >= self._next_log:
+            self._next_log += _LOG_EVERY
+            logger.info("%s waits for %s", self._who, what())
+        pause(_PAUSE)
+
+    def error(self, reason: str) -> ClusterConfigError:
+        return ClusterConfigError(
+            f"{self._who} could not learn the hosts of the others: {reason}. Start all processes, "
+            "see that all hosts reach that address (MASTER_ADDR, and the port after MASTER_PORT), "
+            f"or set KERAS_PSPLUS_HOSTS or TF_CONFIG. Received: {self._address}"
+        )
+
+
+def _name(rank):
+    return f"rank {rank}"

@@ -1,0 +1,1 @@
+"""Results, restarts and flags of a job that the launcher has started."""

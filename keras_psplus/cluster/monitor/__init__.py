@@ -1,0 +1,1 @@
+"""A job's progress, records and stalls, for people and programs."""

@@ -1,0 +1,130 @@
+"""Reports of a task while it trains, for `keras-psplus status` and the JSON log."""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import os
+import pathlib
+import threading
+from typing import Any
+
+from keras_psplus.cluster.config import read_task_config
+from keras_psplus.cluster.environment import RESTART_VARIABLE
+from keras_psplus.cluster.monitor import job_folder
+from keras_psplus.cluster.monitor.json_log import JSON_LOG_VARIABLE, JsonLog, now
+from keras_psplus.log import logger
+
+
+class TaskReport:
+    """Writer of a task's reports: a state file, and lines in the JSON log.
+
+    Args:
+        name: The task's name.
+        folder: Folder of the job, or None.
+        log: A `JsonLog`, or None.
+        restart: How often the job was started before.
+    """
+
+    def __init__(
+        self, name: str, folder: pathlib.Path | None, log: JsonLog | None, restart: int = 0
+    ) -> None:
+        self._name, self._folder, self._log, self._restart = name, folder, log, restart
+        self._state: dict[str, Any] = {"task": name}
+        # The thread that trains, and the stall inspector's.
+        self._lock = threading.Lock()
+
+    def steps(self, **figures: Any) -> None:
+        """Says how far training is.
+
+        Args:
+            **figures: Step, epoch, loss and so on.
+        """
+        self._append("steps", **figures)
+        self._update(steps=figures)
+
+    def epoch_end(self, step: int, epoch: int, logs: dict[str, Any]) -> None:
+        """Says that an epoch is over.
+
+        Args:
+            step: Number of steps up to now.
+            epoch: Number of the epoch, from 1.
+            logs: What its callbacks get.
+        """
+        self._append("epoch_end", step=step, epoch=epoch, loss=logs.get("loss"), logs=logs)
+
+    def evaluation(self, checkpoint: str, step: int, logs: dict[str, Any]) -> None:
+        """Says what an evaluator has found.
+
+        Args:
+            checkpoint: Name of the file.
+            step: Number of the optimizer's steps in it.
+            logs: Results of `evaluate`.
+        """
+        loss = logs.get("loss")
+        self._append("evaluation", step=step, loss=loss, checkpoint=checkpoint, logs=logs)
+        self._update(steps={"step": step, "loss": loss})
+
+    def failed(self) -> None:
+        """Says that it has failed and said why, and stays for the others' sake alone."""
+        if self._folder is not None:
+            with contextlib.suppress(OSError):
+                job_folder.mark_failed(self._folder, self._name)
+
+    def serves(self) -> None:
+        """Says that it only serves a chief."""
+        if self._folder is not None:
+            with contextlib.suppress(OSError):
+                job_folder.mark_serving(self._folder, self._name)
+
+    def stall(self, what: str, waited: float, described: str) -> None:
+        """Says that this task has waited for long.
+
+        Args:
+            what: Who waits, and at which step.
+            waited: Seconds up to now.
+            described: For what, and for whom.
+        """
+        seconds = round(waited, 1)
+        self._append("stall", seconds=seconds, message=f"{what} waits for {described}")
+        stall = {"timestamp": now(), "seconds": seconds, "message": described, "is_over": False}
+        self._update(stall=stall)
+
+    def stall_over(self, what: str, waited: float) -> None:
+        """Says that it goes on, after some seconds."""
+        seconds = round(waited, 1)
+        self._append("stall_over", seconds=seconds, message=what)
+        self._update(stall={**self._state.get("stall", {}), "seconds": seconds, "is_over": True})
+
+    def _append(self, event, **fields):
+        if self._log is not None:
+            self._log.append(event, task=self._name, restart=self._restart, **fields)
+
+    def _update(self, **changes):
+        if self._folder is None:
+            return
+        with self._lock:
+            self._state.update(changes, timestamp=now())
+            try:
+                job_folder.write_task(self._folder, self._name, self._state)
+            except OSError as error:
+                # A launcher that has been killed, or a full disk: training goes on without.
+                logger.debug("cannot write into %s: %s", self._folder, error)
+
+
+@functools.cache
+def current() -> TaskReport | None:
+    """The `TaskReport` of this process, or None if nobody has asked for one.
+
+    The launcher does, by environment variables.
+    """
+    folder, log = os.environ.get(job_folder.FOLDER_VARIABLE), os.environ.get(JSON_LOG_VARIABLE)
+    if not folder and not log:
+        return None
+    task = read_task_config()
+    return TaskReport(
+        task.name if task else "process",
+        pathlib.Path(folder) if folder else None,
+        JsonLog(log) if log else None,
+        int(os.environ.get(RESTART_VARIABLE) or 0),
+    )

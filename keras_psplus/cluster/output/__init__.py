@@ -1,0 +1,1 @@
+"""The console and log files of tasks."""

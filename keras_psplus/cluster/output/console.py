@@ -1,0 +1,272 @@
+"""Many processes' output on one console: whole lines with a prefix, one live progress bar."""
+
+import codecs
+import contextlib
+import os
+import re
+import shutil
+import sys
+import threading
+import time
+from typing import IO, TextIO
+
+from keras_psplus.cluster.output import noise
+from keras_psplus.cluster.output.log_file import LogFile
+
+_ESCAPE = re.compile(r"\x1b\[[0-9;?]*[A-Za-z]")
+_TOKEN = re.compile(r"\x1b\[[0-9;?]*[A-Za-z]|.", re.DOTALL)
+_CONTROL = re.compile("[\r\b\x1b]")
+_REDRAW_EVERY = 0.1
+# A line that goes on beyond this is taken in parts of about this length.
+_LONGEST_LINE = 1 << 20
+_LONGEST_BAR = 4096
+
+
+def render(text: str) -> str:
+    """Returns a line as a terminal would show it after all its `\\r` and `\\b`.
+
+    Example:
+
+    ```python
+    render("step 1\\b\\b\\b\\b\\b\\b\\rstep 2")  # "step 2"
+    ```
+
+    Args:
+        text: One line without its newline; colour escapes are kept.
+
+    Returns:
+        The visible text, without trailing spaces.
+    """
+    if "\r" not in text and "\b" not in text:
+        return text.rstrip()
+    cells: list[str] = []
+    column, style = 0, ""
+    for token in _TOKEN.findall(text):
+        if token == "\r":
+            column = 0
+        elif token == "\b":
+            column = max(0, column - 1)
+        elif token.startswith("\x1b"):
+            style += token  # belongs to the cell that follows
+        else:
+            cells[column : column + 1] = [style + token]
+            column, style = column + 1, ""
+    return "".join(cells).rstrip() + style
+
+
+def plain(text: str) -> str:
+    """Returns a line without colour escapes, as it goes into a log file."""
+    return _ESCAPE.sub("", render(text)).rstrip()
+
+
+class Console:
+    """Writes the tasks' lines to one stream, from many threads.
+
+    Complete lines appear as `[worker-1] text`. On a terminal, the unfinished
+    line of the live task (its progress bar) stays at the bottom and is redrawn
+    as it changes; elsewhere only complete lines are written.
+
+    Args:
+        stream: A text stream; `sys.stdout` by default.
+        live: Name of the task whose unfinished line is shown.
+        quiet: Whether what TensorFlow writes about itself is left to the log
+            files.
+    """
+
+    def __init__(
+        self, stream: TextIO | None = None, live: str | None = None, quiet: bool = False
+    ) -> None:
+        self._stream = stream or sys.stdout
+        self.quiet = quiet
+        terminal = self._stream.isatty()
+        self._live = live if terminal else None
+        self._render = render if terminal else plain  # no colours in files and pipes
+        self._lock = threading.Lock()
+        self._shown = False  # whether an unfinished line is on the screen
+        self._partial = ""
+        self._drawn_at = 0.0
+        self._has_failed = self._is_gone = False
+
+    def line(self, task: str, text: str) -> None:
+        """Writes a complete line of a task."""
+        with self._lock:
+            self._erase()
+            self._write(f"[{task}] {self._render(text)}\n")
+            if task == self._live:
+                self._partial = ""
+            self._draw()
+
+    def partial(self, task: str, text: str) -> None:
+        """Shows the unfinished line of the live task; other tasks' is ignored."""
+        if task != self._live:
+            return
+        with self._lock:
+            self._partial = text
+            if time.monotonic() - self._drawn_at >= _REDRAW_EVERY:
+                self._erase()
+                self._draw()
+
+    def note(self, text: str) -> None:
+        """Writes a line of the launcher's own."""
+        with self._lock:
+            self._erase()
+            self._write(f"{text}\n")
+            self._draw()
+
+    def warn(self, text: str) -> None:
+        """Writes a line of the launcher's own to stderr."""
+        with self._lock:
+            self._erase()
+            warn(text)
+            self._draw()
+
+    def _erase(self):
+        if self._shown:
+            self._write("\r\x1b[K")
+            self._shown = False
+
+    def _draw(self):
+        text = render(self._partial) if self._partial else ""
+        if text:
+            width = shutil.get_terminal_size().columns - 1
+            self._write(_clip(f"[{self._live}] {text}", width))
+            self._shown = True
+            self._drawn_at = time.monotonic()
+
+    def _write(self, text):
+        if self._is_gone:
+            return
+        try:
+            try:
+                self._stream.write(text)
+            except UnicodeEncodeError:  # a console without the progress bar's characters
+                encoding = self._stream.encoding or "ascii"
+                self._stream.write(text.encode(encoding, "replace").decode(encoding))
+            self._stream.flush()
+        except (OSError, ValueError) as error:  # nobody reads any more, or the disk is full
+            self._is_gone = isinstance(error, (BrokenPipeError, ValueError))
+            if not self._has_failed:
+                self._has_failed, self._shown = True, False
+                warn(
+                    f"cannot write to the standard output ({error}); the job goes on, and its "
+                    "output is in the log files"
+                )
+
+
+def warn(text: str) -> None:
+    """Writes a line of the launcher's own to stderr, if that can be written to."""
+    with contextlib.suppress(OSError, ValueError):
+        print(f"keras-psplus: {text}", file=sys.stderr, flush=True)
+
+
+def drop_unwritten(*streams: TextIO) -> None:
+    """Drops output that streams cannot write.
+
+    Python's exit would fail on it, with exit code 120.
+
+    Args:
+        *streams: Text streams that are not written to any more.
+    """
+    for stream in streams:
+        try:
+            stream.flush()
+        except (OSError, ValueError):
+            with contextlib.suppress(OSError, ValueError):
+                null = os.open(os.devnull, os.O_WRONLY)
+                os.dup2(null, stream.fileno())
+                os.close(null)
+
+
+class OutputPump(threading.Thread):
+    """Copies one process's output, line by line, to its log file and the console.
+
+    Args:
+        task: The task's name.
+        pipe: File descriptor or binary file to read from.
+        log: Something with a method `write` for text.
+        console: A `Console`, or `None`.
+    """
+
+    def __init__(
+        self, task: str, pipe: IO[bytes], log: LogFile | TextIO, console: Console | None = None
+    ) -> None:
+        super().__init__(name=f"output of {task}", daemon=True)
+        self._task, self._pipe, self._log, self._console = task, pipe, log, console
+        self._noise = noise.NoiseFilter() if console is not None and console.quiet else None
+        self._has_failed = False
+        self._start_line()
+
+    def run(self) -> None:
+        """Reads until the last writer has closed the pipe."""
+        decoder = codecs.getincrementaldecoder("utf-8")(errors="replace")
+        data: bytes | bool = True
+        while data:
+            try:
+                data = os.read(self._pipe.fileno(), 65536)
+            except (OSError, ValueError):
+                data = b""
+            try:
+                self._feed(decoder.decode(data, final=not data))
+                while not data and self._length:
+                    self._end_line("\n")
+            except Exception as error:  # A task whose output nobody reads would stand still.
+                self._start_line()
+                if not self._has_failed:
+                    self._has_failed = True
+                    warn(f"lost some of the output of {self._task}: {error!r}; the job goes on")
+
+    def _feed(self, text):
+        *lines, rest = text.split("\n")
+        for line in lines:
+            self._add(line)
+            self._end_line("\n")
+        self._add(rest)
+        if self._length > _LONGEST_BAR and self._has_return:
+            # A progress bar writes one endless line: keep what a terminal would still show.
+            shown = render("".join(self._parts))
+            self._start_line()
+            self._add(shown)
+        if self._length > _LONGEST_LINE:
+            self._end_line("")
+        if 0 < self._length <= _LONGEST_BAR and self._console is not None:
+            self._parts = ["".join(self._parts)]
+            self._console.partial(self._task, self._parts[0])
+
+    def _start_line(self):
+        self._parts, self._length, self._has_return = [], 0, False
+
+    def _add(self, text):
+        if text:
+            self._parts.append(text)
+            self._length += len(text)
+            self._has_return = self._has_return or "\r" in text
+
+    def _end_line(self, end):
+        line = "".join(self._parts).removesuffix("\r")
+        self._start_line()
+        start = noise.log_line_in(line) if end else None
+        if start is not None:
+            # The line that it was written into, a progress bar as a rule, goes on.
+            self._add(line[:start])
+            line = line[start:]
+        text = plain(line)
+        # The end of a part may be a space that belongs to the line.
+        self._log.write(text + end if end or _CONTROL.search(line) else line)
+        if self._console is None:
+            return
+        if self._noise is None or not self._noise.is_noise(text):
+            self._console.line(self._task, line)
+        else:
+            self._console.partial(self._task, "")  # its beginning may have come before
+
+
+def _clip(text, width):
+    """Cuts a line to the screen's width: a wrapped line could not be erased."""
+    out, columns = [], 0
+    for token in _TOKEN.findall(text):
+        if not token.startswith("\x1b"):
+            if columns >= width:
+                return "".join(out) + "\x1b[0m"
+            columns += 1
+        out.append(token)
+    return "".join(out)

@@ -1,0 +1,1 @@
+"""The process of a task: start, memory, forks, exit code."""

@@ -1,0 +1,1 @@
+"""Parameter servers and workers that serve until the job ends."""

@@ -1,0 +1,232 @@
+"""Serves TensorFlow's runtime to the chief until the chief has ended."""
+
+import os
+import socket
+import sys
+import time
+from collections.abc import Callable
+from typing import NoReturn
+
+import tensorflow as tf
+
+from keras_psplus.cluster.config import ClusterConfigError, ClusterStartupError, TaskConfig
+from keras_psplus.cluster.monitor import task_report
+from keras_psplus.cluster.process import tuning
+from keras_psplus.cluster.serving import shutdown
+from keras_psplus.cluster.serving.claims import Claims
+from keras_psplus.cluster.startup.preflight import check_local_address
+from keras_psplus.cluster.wire import handshake
+from keras_psplus.errors import ChiefLostError
+
+_POLL = 0.5
+_GREETING_TIMEOUT = 2.0
+_RECONNECT = 30.0  # gRPC closes a connection that never speaks HTTP/2: ours is renewed before
+
+
+def serve(
+    config: TaskConfig,
+    startup_timeout: float = 300.0,
+    chief_gone: float = 5.0,
+    log: Callable[[str], None] | None = None,
+) -> tf.distribute.Server:
+    """Starts this task's TensorFlow server and waits for the chief's end.
+
+    The chief's end shows at its address: the connection kept to it closes and
+    no new one is accepted for `chief_gone` seconds. A chief that uses
+    `keras_psplus.ParameterServerStrategy` says whether it ends well; any
+    other's end is taken for a good one.
+
+    Example:
+
+    ```python
+    config = read_task_config()
+    if config.task_type in ("ps", "worker"):
+        serve(config)
+        os._exit(0)  # TensorFlow's server cannot be stopped in any other way
+    ```
+
+    Args:
+        config: The `TaskConfig` of a ps or worker task. Without a chief in
+            the cluster, worker 0 takes its place.
+        startup_timeout: Seconds to wait for the chief.
+        chief_gone: Seconds for which the chief cannot be reached before it
+            counts as ended.
+        log: Function that takes a line of progress; writes to stderr by
+            default.
+
+    Returns:
+        The `tf.distribute.Server`, which still runs.
+
+    Raises:
+        ClusterConfigError: If this task cannot serve anybody.
+        ClusterStartupError: If this task's address cannot be used or the
+            chief does not come.
+        ChiefLostError: If the chief has ended without having said so.
+    """
+    log = log or log_line
+    leader, address = _leader(config)
+    check_local_address(config)
+    tuning.tune()
+    listener, claims = shutdown.ShutdownListener(), Claims(config.name, address)
+    try:
+        server = tf.distribute.Server(
+            tf.train.ClusterSpec({job: list(tasks) for job, tasks in config.cluster.items()}),
+            job_name=config.task_type,
+            task_index=config.task_index,
+            protocol="grpc",
+            # A ps runs functions of all workers, a worker those of its own.
+            config=tuning.server_config(
+                len(config.cluster.get("worker", ())) if config.task_type == "ps" else 1
+            ),
+        )
+    except tf.errors.OpError as error:
+        raise ClusterStartupError(
+            f"TensorFlow's server of {config.name} cannot listen on {config.address}: "
+            f"{error.message}. Received: TF_CONFIG={config.to_tf_config()}"
+        ) from None
+    log(f"{config.name} serves on {config.address}")
+    report = task_report.current()
+    if report is not None and leader == "chief-0":
+        report.serves()
+    outlive(
+        config,
+        lambda: listener.has_chief_started,
+        lambda: listener.is_chief_lost,
+        lambda: listener.has_chief_left,
+        startup_timeout,
+        chief_gone,
+        log,
+    )
+    del claims  # TensorFlow's registry has it no longer than this function.
+    return server
+
+
+def outlive(
+    config: TaskConfig,
+    has_come: Callable[[], bool],
+    is_lost: Callable[[], bool],
+    has_left: Callable[[], bool],
+    startup_timeout: float,
+    chief_gone: float,
+    log: Callable[[str], None] | None = None,
+) -> None:
+    """Waits until the chief has come and has ended.
+
+    Args:
+        config: The `TaskConfig` of a task that serves.
+        has_come: Function that tells whether the chief has been heard of.
+        is_lost: Function that tells whether a chief that has ended has not ended well.
+        has_left: Function that tells whether the chief has said that it is about to end.
+        startup_timeout: Seconds to wait for the chief.
+        chief_gone: Seconds for which the chief cannot be reached before it counts as ended.
+        log: Function that takes a line of progress; writes to stderr by default.
+
+    Raises:
+        ClusterStartupError: If the chief does not come.
+        ChiefLostError: If the chief has ended without having said so.
+    """
+    log = log or log_line
+    leader, address = _leader(config)
+    if not _within(
+        startup_timeout,
+        lambda a: has_come() or handshake.grpc_responds(a, _GREETING_TIMEOUT),
+        address,
+    ):
+        raise ClusterStartupError(
+            f"{leader} did not come to {address} within {startup_timeout:g} s. Start it, or read "
+            f"its log if it has ended. Received: TF_CONFIG={config.to_tf_config()}"
+        )
+    _outlive(address, lambda: 0.0 if has_left() else chief_gone)
+    if is_lost():
+        raise ChiefLostError(
+            f"{leader} ({address}) has died or ended by an error. Look into its log, then start "
+            f"the whole job again. {config.name} ends with it. "
+            f"Received: no answer from {address} for {chief_gone:g} s"
+        )
+    log(f"{leader} has ended, {config.name} ends")
+
+
+def wait_for_end_of_chief(config: TaskConfig, chief_gone: float = 5.0) -> None:
+    """Waits until the chief (worker 0, if there is none) has started and has ended.
+
+    For a process beside the cluster, which receives no shutdown message.
+
+    Args:
+        config: The `TaskConfig` of this process.
+        chief_gone: Seconds for which the chief cannot be reached before it counts as ended.
+    """
+    address = config.cluster.get("chief", config.cluster.get("worker", ()))[0]
+    while not handshake.grpc_responds(address, _GREETING_TIMEOUT):
+        time.sleep(_POLL)
+    _outlive(address, lambda: chief_gone)
+
+
+def _outlive(address, chief_gone):
+    # An accepted connection is enough: a chief that is merely slow has not ended.
+    while _within(chief_gone(), _accepts, address):
+        wait_for_close(address)
+        time.sleep(_POLL)
+
+
+def end_process_after(serving: Callable[[], None]) -> NoReturn:
+    """Runs a function that serves until the chief has ended, and ends the process.
+
+    Args:
+        serving: Function without arguments. If it raises `ChiefLostError`, the exit code is 1.
+    """
+    code = 0
+    try:
+        serving()
+    except ChiefLostError as error:
+        log_line(error)
+        code = 1
+    sys.stdout.flush()
+    sys.stderr.flush()
+    # TensorFlow's servers cannot be stopped in any other way.
+    os._exit(code)
+
+
+def _leader(config):
+    leader = ("chief", 0) if "chief" in config.cluster else ("worker", 0)
+    if config.address is None or (config.task_type, config.task_index) == leader:
+        raise ClusterConfigError(
+            f"{config.name} cannot serve: ps and worker tasks serve the chief. "
+            f"Received: TF_CONFIG={config.to_tf_config()}"
+        )
+    job, index = leader
+    return f"{job}-{index}", config.cluster[job][index]
+
+
+def _within(seconds, condition, address):
+    """Waits until the condition holds; False if it did not in time."""
+    deadline = time.monotonic() + seconds
+    while not condition(address):
+        if time.monotonic() >= deadline:
+            return False
+        time.sleep(_POLL)
+    return True
+
+
+def _accepts(address):
+    try:
+        handshake.connect(address, _GREETING_TIMEOUT).close()
+    except OSError:
+        return False
+    return True
+
+
+def wait_for_close(address: str) -> None:
+    """Returns when a connection to the address breaks, or after a while."""
+    try:
+        with handshake.connect(address, _GREETING_TIMEOUT) as connection:
+            connection.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
+            connection.settimeout(_RECONNECT)
+            while connection.recv(4096):
+                pass
+    except OSError:
+        pass
+
+
+def log_line(line: str | Exception) -> None:
+    """Tells a line of progress."""
+    print(f"keras_psplus: {line}", file=sys.stderr, flush=True)

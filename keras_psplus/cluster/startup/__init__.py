@@ -1,0 +1,1 @@
+"""Checks before TensorFlow joins a cluster."""

@@ -1,0 +1,119 @@
+"""Checks of this task's address: it is on this machine, and its port is free."""
+
+import errno
+import ipaddress
+import socket
+import time
+from collections.abc import Callable
+
+from keras_psplus.cluster.config import ClusterStartupError, TaskConfig, split_address
+from keras_psplus.cluster.ports import port_holder
+from keras_psplus.cluster.wire import handshake
+from keras_psplus.cluster.wire.hello import JobSecret
+from keras_psplus.cluster.wire.identity import PeerIdentity
+
+# Tasks that call the first one of a large cluster at once; the kernel may allow less.
+_BACKLOG = 1024
+DNS_PATIENCE = 20.0  # seconds; a Kubernetes pod's own name may resolve only after a while
+
+
+def bind_local_address(
+    config: TaskConfig, mine: PeerIdentity, patience: float, log: Callable[[str], None]
+) -> socket.socket:
+    """Binds and listens on the task's own port, on all interfaces as TensorFlow does.
+
+    Args:
+        config: This process's `TaskConfig`.
+        mine: This process's `PeerIdentity`.
+        patience: Seconds that the host name may take to resolve.
+        log: Function that takes a line of warning.
+
+    Returns:
+        The listening socket.
+
+    Raises:
+        ClusterStartupError: If that is not possible; the message says why.
+    """
+    assert config.address is not None
+    host, port = split_address(config.address)
+    family = _resolve_own(config, host, patience)
+    if not is_local(host):
+        if _is_literal(host):
+            raise ClusterStartupError(
+                f"The address of {config.name}, {config.address}, is not on this machine "
+                f"({socket.gethostname()}). Start {config.name} on the machine with that address, "
+                f"or correct TF_CONFIG. Received: TF_CONFIG={config.to_tf_config()}"
+            )
+        log(
+            f"the name {host!r} of {config.name} leads to another address than this machine's "
+            "(fine behind a Kubernetes service, otherwise this task runs on the wrong host)"
+        )
+    bound = socket.socket(family, socket.SOCK_STREAM)
+    bound.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+    try:
+        bound.bind(("", port))
+        bound.listen(_BACKLOG)
+    except OSError as error:
+        bound.close()
+        raise _cannot_bind(config, mine, port, error) from None
+    return bound
+
+
+def _cannot_bind(config, mine, port, error):
+    received = f"Received: TF_CONFIG={config.to_tf_config()}"
+    if error.errno != errno.EADDRINUSE:
+        return ClusterStartupError(
+            f"{config.name} cannot listen on {config.address}: {error.strerror}. Choose another "
+            f"port (above 1023). {received}"
+        )
+    holder = port_holder(port) or "another process"
+    try:
+        theirs = handshake.dial(f"127.0.0.1:{port}", mine, JobSecret.of(config))
+    except OSError:
+        theirs = None
+    if theirs is not None:
+        holder = f"{theirs.who}, a task that was started already,"
+    return ClusterStartupError(
+        f"{config.name} cannot listen on {config.address}: {holder} uses the port. It may be a "
+        f"second process with the same task, or one left over from an earlier run: end it, or "
+        f"choose another port. {received}"
+    )
+
+
+def _resolve_own(config, host, patience):
+    deadline = time.monotonic() + patience
+    while True:
+        try:
+            return socket.getaddrinfo(host, None, type=socket.SOCK_STREAM)[0][0]
+        except OSError as error:
+            if time.monotonic() >= deadline:
+                raise ClusterStartupError(
+                    f"The host name {host!r} in the address of {config.name} does not resolve "
+                    f"({error}). Use a name that every task can resolve, or an IP address. "
+                    f"Received: TF_CONFIG={config.to_tf_config()}"
+                ) from None
+        time.sleep(min(1.0, max(deadline - time.monotonic(), 0.0)))
+
+
+def _is_literal(host):
+    try:
+        ipaddress.ip_address(host)
+    except ValueError:
+        return False
+    return True
+
+
+def is_local(host: str) -> bool:
+    """Whether one of the host's addresses is this machine's: only those can be bound."""
+    try:
+        resolved = socket.getaddrinfo(host, 0, type=socket.SOCK_STREAM)
+    except OSError:
+        return False
+    for family, kind, protocol, _, address in resolved:
+        with socket.socket(family, kind, protocol) as trial:
+            try:
+                trial.bind(address)
+                return True
+            except OSError:
+                continue
+    return False

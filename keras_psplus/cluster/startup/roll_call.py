@@ -1,0 +1,276 @@
+"""The roll call at start: which tasks answered, and why the others did not."""
+
+import concurrent.futures
+import dataclasses
+import time
+from collections.abc import Callable, Collection
+
+from keras_psplus.cluster.config import ClusterStartupError, TaskConfig, split_address, task_name
+from keras_psplus.cluster.startup.local_address import is_local
+from keras_psplus.cluster.startup.neighbours import neighbours
+from keras_psplus.cluster.wire import handshake
+from keras_psplus.cluster.wire.hello import JobSecret
+from keras_psplus.cluster.wire.identity import PeerIdentity, conflict
+from keras_psplus.cluster.wire.listener import Listener
+
+_LOG_EVERY = 10.0
+_PAUSE = 0.3
+_ROUND = 3.0  # the first task of a large cluster calls those that have not called it so often
+_COURTESY = 2.0
+_CLOSED_MEANS_UP = 3  # a proxy may accept and close; TensorFlow will find out
+
+
+class RollCall:
+    """Calls every other task until all have answered.
+
+    Args:
+        config: This process's `TaskConfig`.
+        mine: Its `PeerIdentity`.
+        job: The job's `JobSecret`.
+        listener: Its `Listener`.
+        job_types: The jobs whose tasks to call.
+    """
+
+    def __init__(
+        self,
+        config: TaskConfig,
+        mine: PeerIdentity,
+        job: JobSecret,
+        listener: Listener,
+        job_types: Collection[str],
+    ) -> None:
+        self._config, self._mine, self._job, self._listener = config, mine, job, listener
+        self._addresses = {
+            task_name(job, index): address for job, index, address in config.peers(job_types)
+        }
+        self._missing = dict(self._addresses)
+        self._reasons = dict.fromkeys(self._missing, "not tried yet")
+        self._closed = dict.fromkeys(self._missing, 0)
+        self._here: list[str] = []
+        # Those that answered from their own `wait_for_cluster`.
+        self._also_waiting: set[str] = set()
+
+    def call(self, started: float, timeout: float, log: Callable[[str], None]) -> None:
+        """Returns when all have answered.
+
+        Args:
+            started: `time.monotonic()` from which the time counts.
+            timeout: Seconds to wait.
+            log: Function that takes a line of progress.
+
+        Raises:
+            ClusterStartupError: If one does not, or is another one.
+        """
+        next_log = started + _LOG_EVERY
+        while True:
+            left = started + timeout - time.monotonic()
+            self._dial_missing(min(2.0, max(left, 0.1)))
+            if self._is_complete():
+                return self._let_others_see_me()
+            now = time.monotonic()
+            if now - started >= timeout:
+                raise self._too_late(timeout)
+            if now >= next_log:
+                next_log += _LOG_EVERY
+                log(self._progress(now - started, timeout))
+            self._pause(_PAUSE)
+
+    def _to_dial(self):
+        return list(self._missing)
+
+    def _is_complete(self):
+        return not self._missing
+
+    def _awaited(self):
+        """Names of those that are about to call."""
+        return self._also_waiting
+
+    def _let_others_see_me(self):
+        """Waits until the waiting tasks have called too, which my call makes them do.
+
+        This is a courtesy: a task that starts too late finds TensorFlow's server here a moment
+        later.
+        """
+        deadline = time.monotonic() + _COURTESY
+        while self._awaited() - self._listener.callers and time.monotonic() < deadline:
+            self._pause(0.05)
+        self._raise_problem(self._listener.problem)
+
+    def _let_the_other_ask(self):
+        """Waits until a task of another cluster, woken by this one, can have called."""
+        deadline = time.monotonic() + _COURTESY
+        while not self._listener.strangers and time.monotonic() < deadline:
+            time.sleep(0.05)
+
+    def _pause(self, seconds):
+        if self._listener.changed.wait(seconds):
+            self._listener.changed.clear()
+        self._raise_problem(self._listener.problem)
+
+    def _dial_missing(self, connect_timeout):
+        own = self._own_if_elsewhere()
+        targets = [(name, self._missing[name]) for name in self._to_dial()] + own
+        if not targets:
+            return
+        for name, call in self._dial(targets, self._mine, connect_timeout).items():
+            self._note(name, call)
+        self._raise_problem(self._listener.problem)
+
+    def _dial(self, targets, mine, connect_timeout):
+        """Futures of calls that are done, by the names of those that were called."""
+        with concurrent.futures.ThreadPoolExecutor(max_workers=min(16, len(targets))) as pool:
+            return {
+                name: pool.submit(handshake.dial, address, mine, self._job, connect_timeout)
+                for name, address in targets
+            }
+
+    def _note(self, name, call):
+        try:
+            theirs = call.result()
+        except ConnectionResetError as error:
+            if name not in self._missing:
+                return
+            self._closed[name] += 1
+            if self._closed[name] < _CLOSED_MEANS_UP:
+                self._reasons[name] = str(error) or "it closed the connection"
+                return
+            theirs = None
+        except OSError as error:
+            if name in self._missing:
+                self._reasons[name] = str(error)
+            return
+        if theirs is not None:
+            problem = conflict(self._mine, theirs, expected=name)
+            if problem and not theirs.is_proven:
+                self._let_the_other_ask()
+            self._raise_problem(problem)
+            self._also_waiting.add(name)
+        if self._missing.pop(name, None) is not None:
+            self._here.append(name)
+
+    def _own_if_elsewhere(self):
+        """My own address, if its name leads to another host: someone else may answer there."""
+        host, _ = split_address(self._config.address)
+        return [] if is_local(host) else [(self._config.name, self._config.address)]
+
+    def _raise_problem(self, problem):
+        if problem:
+            raise ClusterStartupError(
+                f"The cluster cannot start: {problem}. "
+                f"Received: TF_CONFIG={self._config.to_tf_config()}"
+            )
+
+    def _progress(self, seconds, timeout):
+        missing = ", ".join(
+            f"{name} ({address}{self._stranger_at(name)})"
+            for name, address in self._missing.items()
+        )
+        here = ", ".join([self._config.name, *self._here])
+        return f"waiting for {missing}; here: {here}; {seconds:.0f} s of {timeout:.0f} s"
+
+    def _stranger_at(self, name):
+        """Clause of a message, if another job answers at a task's address."""
+        reason = self._reasons[name]
+        return f": {reason}" if reason == str(handshake.StrangerError()) else ""
+
+    def _too_late(self, timeout):
+        here = ", ".join([f"{self._config.name} (this task, {self._config.address})", *self._here])
+        missing = "\n".join(
+            f"  {name} at {address}: {self._reasons[name]}"
+            for name, address in self._missing.items()
+        )
+        total = 1 + len(self._here) + len(self._missing)
+        return ClusterStartupError(
+            f"{len(self._missing)} of {total} tasks did not come within {timeout:.0f} s.\n"
+            f"Here: {here}.\nMissing{self._listener.note_of_strangers()}:\n{missing}\n"
+            "Start the missing tasks, read their logs if they have ended, and check that this "
+            f"host can reach their addresses. Received: timeout={timeout:g}, "
+            f"TF_CONFIG={self._config.to_tf_config()}"
+        )
+
+
+class PartialRollCall(RollCall):
+    """Roll call of a large cluster: the first task calls all, the others a few.
+
+    The first task's second call says that it has found all. A task that starts late, when the first
+    one has TensorFlow's server already, needs no such call.
+    """
+
+    def __init__(
+        self,
+        config: TaskConfig,
+        mine: PeerIdentity,
+        job: JobSecret,
+        listener: Listener,
+        job_types: Collection[str],
+    ) -> None:
+        super().__init__(config, mine, job, listener, job_types)
+        self._names = [task_name(job, i) for job, i, _ in config.tasks() if job in job_types]
+        self._leader, self._leads = self._names[0], config.name == self._names[0]
+        self._next_round, self._leader_has_answered = time.monotonic(), False
+        if not self._leads:
+            called = {self._leader, *self._neighbours_of(config.name)}
+            self._missing = {name: a for name, a in self._missing.items() if name in called}
+
+    def _neighbours_of(self, name):
+        return neighbours(self._names, self._names.index(name))
+
+    def _to_dial(self):
+        now = time.monotonic()
+        if not self._leads:
+            if not self._missing and now >= self._next_round:
+                # It may have died since, or its second call may not have come through.
+                self._missing[self._leader] = self._addresses[self._leader]
+                self._here.remove(self._leader)
+                self._leader_has_answered = True
+                self._also_waiting.discard(self._leader)
+            if self._leader in self._missing:
+                self._next_round = now + _LOG_EVERY
+            return list(self._missing)
+        if now < self._next_round:
+            return [name for name in self._missing if name in self._listener.callers]
+        # Those that have called before, and have their servers now, do not call again.
+        self._next_round = now + _ROUND
+        return list(self._missing)
+
+    def _is_complete(self):
+        if self._missing:
+            return False
+        if not self._leads:
+            return self._listener.heard_all_here or self._leader not in self._also_waiting
+        # This task may have found itself, at an address of another host.
+        waiting = self._also_waiting - {self._leader}
+        others = [(name, self._addresses[name]) for name in waiting]
+        if others:
+            self._dial(others, dataclasses.replace(self._mine, all_here=True), _COURTESY)
+        return True
+
+    def _awaited(self):
+        if self._leads or self._leader not in self._also_waiting:
+            return self._also_waiting
+        return {
+            name for name in self._names[1:] if self._config.name in self._neighbours_of(name)
+        } | {self._leader}
+
+    def _lacks_others(self):
+        """Whether called tasks are missing, beyond a first task that has answered and left."""
+        known = {self._leader} if self._leader_has_answered else set()
+        return bool(self._missing.keys() - known)
+
+    def _progress(self, seconds, timeout):
+        if self._lacks_others():
+            return super()._progress(seconds, timeout)
+        return (
+            f"waiting for {self._leader} ({self._addresses[self._leader]}) to find all "
+            f"{len(self._names)} tasks; it says which are missing; "
+            f"{seconds:.0f} s of {timeout:.0f} s"
+        )
+
+    def _too_late(self, timeout):
+        if self._lacks_others():
+            return super()._too_late(timeout)
+        return ClusterStartupError(
+            f"{self._leader} ({self._addresses[self._leader]}) did not find all "
+            f"{len(self._names)} tasks within {timeout:.0f} s. Its own error says which are "
+            f"missing. Received: timeout={timeout:g} on {self._config.name}"
+        )

@@ -1,0 +1,1 @@
+"""The handshake of two tasks before TensorFlow starts."""

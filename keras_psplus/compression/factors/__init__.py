@@ -1,0 +1,1 @@
+"""Compressors that send factors of matrices."""

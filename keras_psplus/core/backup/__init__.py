@@ -1,0 +1,1 @@
+"""Backups from which `fit` resumes at the very batch."""

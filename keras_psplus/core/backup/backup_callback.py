@@ -1,0 +1,298 @@
+"""BackupAndRestore: the chief writes the model, and all workers resume where it was written."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any
+
+import tensorflow as tf
+
+from keras_psplus.core.backup import backup_files, backup_states, ended_backups, fit_calls
+from keras_psplus.core.backup.resumed import Resumed, weights_of_callbacks
+from keras_psplus.core.backup.training_state import TrainingState, build_optimizers, check_model
+from keras_psplus.core.backup.weights_in_memory import WeightsInMemory
+from keras_psplus.core.base import optimizers
+from keras_psplus.core.jobs.chief_only import run_on_chief
+from keras_psplus.keras_internals.keras_parts import file_utils
+from keras_psplus.log import logger
+
+if TYPE_CHECKING:
+    import keras
+
+    from keras_psplus.core.strategy_engine import StrategyEngine
+
+_WHAT = "BackupAndRestore"
+_SAID = {
+    fit_calls.PASS: (
+        logger.info,
+        "call %d of `fit` with the backup %s is passed over: it had ended before the backup was "
+        "made, in call %d, whose weights the model has now",
+    ),
+    fit_calls.AGAIN: (
+        logger.warning,
+        "call %d of `fit` is trained again, and not backed up: the backup in %s is one of another "
+        "model, of call %d. Give each call its own `backup_dir`",
+    ),
+    fit_calls.FRESH: (
+        logger.info,
+        "call %d of `fit` begins afresh: the backup in %s is of call %d, which has ended",
+    ),
+}
+
+
+def end(
+    engine: StrategyEngine,
+    original: Callable[..., Any],
+    callback: keras.callbacks.BackupAndRestore,
+    logs: dict[str, Any] | None = None,
+) -> Any:
+    """Deletes what `fit` no longer needs, if the callback is to.
+
+    The training has ended: nothing that fails from here on may have it done again.
+    """
+    progress, deletes = engine.progress, callback.delete_checkpoint
+    if progress.call is not None:
+        history = callback.model.history
+        found = json.loads(json.dumps([history.epoch, history.history], default=float))
+        progress.call.has_ended, progress.call.history = True, found
+    if not progress.is_saving:
+        return None
+    if not engine.strategy.is_chief:
+        # On a disk that is shared, the chief deletes everything, when it no longer counts.
+        if deletes and not file_utils.exists(callback._weights_path):
+            engine.worker_files.delete(callback.backup_dir)
+        return None
+    if not deletes:
+        engine.backup_writer.finish()
+        return None
+    try:
+        engine.backup_writer.finish()
+        if not ended_backups.keep(callback.backup_dir):
+            backup_files.delete(callback)
+    except (OSError, tf.errors.OpError) as error:
+        logger.warning(
+            "the training has ended, but its backup could not be deleted: delete it, or a start of "
+            "the same script will resume from it. Received: %s",
+            error,
+        )
+    return None
+
+
+def save(
+    engine: StrategyEngine, original: Callable[..., Any], callback: keras.callbacks.BackupAndRestore
+) -> None:
+    """Writes the model, its training and what each worker keeps, as one state.
+
+    Between the ends of epochs, where weights are in this process, a thread writes the model.
+    """
+    model = callback.model
+    if not engine.progress.is_saving or (engine.progress.batch and model.stop_training):
+        # Resumed in the middle of this epoch, it would not stop there.
+        return
+    engine.backup_writer.finish()
+    engine.settle(model)
+    with backup_files.translate_file_errors(callback, OSError):
+        worker_files = engine.worker_files.save(
+            model,
+            callback.backup_dir,
+            _WHAT,
+            lambda: backup_states.worker_files_in_use(callback),
+        )
+    if worker_files is None or not engine.strategy.is_chief:
+        return
+    is_remote = file_utils.is_remote_path(callback.backup_dir)
+    if callback.save_freq == "epoch" or is_remote or not engine.has_weights_in_memory:
+        with backup_files.written(callback, worker_files) as folder:
+            original(callback)
+            _write_others(folder, _seeds(model), _training(engine, callback))
+        return
+    seeds, training = _seeds(model), _training(engine, callback)
+    weights, epoch = WeightsInMemory(model), callback._current_epoch
+
+    def write():
+        with backup_files.written(callback, worker_files) as folder:
+            weights.write(callback._weights_path)
+            with file_utils.File(callback._training_metadata_path, "w") as f:
+                f.write(json.dumps({"epoch": epoch, "batch": callback._last_batch_seen}))
+            _write_others(folder, seeds, training)
+
+    engine.backup_writer.start(write)
+
+
+def _training(engine, callback):
+    iterator = engine.progress.iterator
+    of_data = None if iterator is None else engine.data_position(iterator)
+    return engine.progress.state(callback.model, of_data, callback.backup_dir)
+
+
+def _seeds(model):
+    return [v.numpy().tolist() for v in _seed_states(model)]
+
+
+def _write_others(folder, seeds, training):
+    # Keras leaves the states of seed generators out, and Dropout would not resume where it was.
+    with file_utils.File(file_utils.join(folder, backup_states.SEEDS), "w") as f:
+        f.write(json.dumps(seeds))
+    if training is not None:
+        training.write(folder)
+
+
+def restore(
+    engine: StrategyEngine,
+    original: Callable[..., Any],
+    callback: keras.callbacks.BackupAndRestore,
+    logs: dict[str, Any] | None = None,
+) -> Any:
+    """Brings all workers to the newest whole state; without variables to restore, as Keras does."""
+    model, folder = callback.model, callback.backup_dir
+    if not model.built:
+        return original(callback, logs)
+    is_chief, control, files = engine.strategy.is_chief, engine.control, engine.worker_files
+    engine.backup_writer.finish()
+
+    def find():
+        backup_files.take(callback, engine.progress.owner)
+        states = backup_states.find(callback)
+        backup_files.check_writable(callback)
+        return states, _found(engine, callback, states)
+
+    states, found = run_on_chief(control, is_chief, _WHAT, find)
+    if not states or found["what"] == fit_calls.FRESH:
+        return None
+    if found["what"] == fit_calls.AGAIN:
+        engine.progress.is_saving = False
+        return None
+    problems = files.problems(folder, [state["worker_files"] for state in states])
+    # An older one that is whole is better than a newer one without what workers have kept.
+    first = next((i for i, problem in enumerate(problems) if not problem), 0)
+    if first and is_chief:
+        backup_states.warn_of_previous(callback, problems[0], states[first])
+    training: list[TrainingState] = []
+    # On all workers at once: they agree on each variable that is made.
+    if model.optimizer is not None and not model.optimizer.built:
+        model.optimizer.build(model.trainable_variables)
+    build_optimizers(engine.strategy, model, found)
+
+    def load():
+        number = _load_first(callback, states[first:], training, found["what"])
+        return number, files.position(folder), training[0].facts if training else None
+
+    number, position, facts = _on_main_thread(control, is_chief, load)
+    chosen = states[first + number]
+    of_callbacks: dict[str, Any] = {}
+    if facts is not None:
+        state = training[0] if is_chief else None
+        of_callbacks = weights_of_callbacks(model, facts, state, engine.share_restored)
+    others = optimizers.other_variables(model).values()
+    of_optimizers = optimizers.variables_of_optimizers(model)
+    engine.share_restored([*model.variables, *model.metrics_variables, *of_optimizers, *others])
+    if found["what"] == fit_calls.PASS:
+        engine.progress.pass_over(model, found)
+        return None
+    model._initial_epoch = callback._current_epoch = chosen["epoch"]
+    if facts is not None:
+        engine.progress.resume(Resumed(model, facts, of_callbacks))
+        model._initial_epoch = facts["epoch"]
+        if is_chief and facts["batch"]:
+            logger.info(
+                "training goes on after batch %d of epoch %d", facts["batch"], facts["epoch"] + 1
+            )
+    if chosen["worker_files"] is None:
+        files.restore_earlier(model, folder, position)
+    else:
+        files.restore(model, folder, chosen["worker_files"], problems[first + number])
+    return None
+
+
+def _found(engine, callback, states):
+    """Decides, on the chief, how this call of `fit` uses the newest state; logs it.
+
+    Returns:
+        Dict: `what` is to be done, and a call's `history` and `random`, if it is passed over.
+    """
+    call = engine.progress.call
+    if not states or not states[0]["has_training"]:
+        return {"what": fit_calls.RESUME}
+    facts = TrainingState.read(callback.backup_dir, states[0]["is_previous"]).facts
+    described = facts.get("optimizers", {})
+    if call is None:
+        return {"what": fit_calls.RESUME, "optimizers": described}
+    what = fit_calls.of_folder(callback.backup_dir).decide(call, facts)
+    if what == fit_calls.FRESH:
+        # The next save replaces it: it has to be one of this script's.
+        check_model(callback.model, facts, callback.backup_dir, with_optimizers=False)
+    if what in _SAID:
+        log, text = _SAID[what]
+        log(text, call.number, callback.backup_dir, len(facts["calls"]))
+    history = None
+    if what == fit_calls.PASS:
+        history = facts["calls"][call.number - 1]["history"]
+    return {
+        "what": what,
+        "optimizers": {} if what == fit_calls.PASS else described,
+        "history": history,
+        "random": facts.get("random"),
+    }
+
+
+def _load_first(callback, states, training, what):
+    """Loads the first of some states that can be loaded; returns its number.
+
+    Its `TrainingState` is added to a list, if it has one.
+    """
+    for number, state in enumerate(states):
+        problem = _load(callback, state, training, what)
+        if problem is None:
+            break
+        if number + 1 == len(states):
+            raise backup_states.damaged(callback, [problem])
+        backup_states.warn_of_previous(callback, [problem], states[number + 1])
+    seeds = file_utils.join(callback.backup_dir, backup_states.SEEDS)
+    if file_utils.exists(seeds):
+        with file_utils.File(seeds, "r") as f:
+            for variable, value in zip(_seed_states(callback.model), json.loads(f.read())):
+                variable.assign(value)
+    if training:
+        training[0].assign_metrics(callback.model)
+        training[0].assign_others(callback.model)
+    return number
+
+
+def _load(callback, state, training, what):
+    """Loads the model's weights from a backup; returns an error text, or None."""
+    model = callback.model
+    if state["is_previous"]:
+        backup_files.use_previous(callback)
+    if state["has_training"]:
+        training[:] = [TrainingState.read(callback.backup_dir)]
+        facts = training[0].facts
+        # A later call's optimizer may be another one.
+        with_optimizers = what != fit_calls.PASS
+        check_model(model, facts, callback.backup_dir, with_optimizers)
+    try:
+        callback._load_model()
+    except (OSError, KeyError, RuntimeError) as error:
+        if state["has_digests"]:
+            # It is as it was written: something else is wrong.
+            raise
+        return f"{callback._weights_path} cannot be read: {error}"
+    steps = [int(one.iterations.numpy()) for one in optimizers.optimizers_of(model).values()]
+    return backup_states.check_epoch(callback, state, sum(steps))
+
+
+def _on_main_thread(control, is_chief, work):
+    """As `run_on_chief`, for what has to be done in the thread that trains."""
+    if not is_chief or control is None:
+        return run_on_chief(control, is_chief, _WHAT, work)
+    try:
+        result = work()
+    except Exception as error:
+        said = {"error": f"{error}", "kind": type(error).__name__}
+        control.exchange(_WHAT, json.dumps(said))
+        raise
+    return json.loads(control.exchange(_WHAT, json.dumps({"result": result}))[0])["result"]
+
+
+def _seed_states(model):
+    return [v for v in model.variables if v.name == "seed_generator_state"]

@@ -1,0 +1,231 @@
+"""Atomic replacement of BackupAndRestore's files.
+
+After a kill at any moment, the folder holds one complete state: the new one or the one before.
+
+Keras overwrites the weights and then the epoch's number. Here both, and the other files of the
+state, are first written to a temporary folder beside them; renaming that folder commits the new
+state. The files are then moved to Keras's paths; a start after a kill completes that move.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import math
+import os
+import shutil
+from collections.abc import Iterator
+from typing import TYPE_CHECKING
+
+import tensorflow as tf
+
+from keras_psplus.core.backup import backup_states, ended_backups
+from keras_psplus.core.base.optimizers import optimizers_of
+from keras_psplus.files import atomic, ownership
+from keras_psplus.keras_internals.keras_parts import file_utils
+
+if TYPE_CHECKING:
+    import keras
+
+_WRITING, _COMPLETE, _ENDED = "writing", "complete", "ended"
+# What the files have beside the numbers, in bytes.
+_OVERHEAD, _OVERHEAD_OF_VARIABLE = 1 << 15, 1 << 12
+
+
+@contextlib.contextmanager
+def written(
+    callback: keras.callbacks.BackupAndRestore, worker_files: dict[str, str]
+) -> Iterator[str]:
+    """Context in which Keras and the other writers write a state; commits it on exit.
+
+    Args:
+        callback: The `BackupAndRestore`.
+        worker_files: Dict from names to digests of the files that workers have written for it.
+
+    Raises:
+        OSError: If it cannot be written. The state before stays.
+    """
+    writing = file_utils.join(callback.backup_dir, _WRITING)
+    finals = callback._weights_path, callback._training_metadata_path
+    try:
+        with translate_file_errors(callback):
+            ownership.check(callback.backup_dir)
+            _make(writing)
+        callback._weights_path, callback._training_metadata_path = (
+            file_utils.join(writing, _name_of(path)) for path in finals
+        )
+        # What TensorFlow raises here is about variables of other tasks.
+        with translate_file_errors(callback, OSError):
+            _check_room(callback.model, writing)
+            yield writing
+        with translate_file_errors(callback):
+            backup_states.write_digests(writing, worker_files)
+            _commit(callback)
+    except OSError:
+        with contextlib.suppress(OSError, tf.errors.OpError):
+            _remove(writing)
+        raise
+    finally:
+        callback._weights_path, callback._training_metadata_path = finals
+    _put_in_place(callback, callback.double_checkpoint)
+
+
+@contextlib.contextmanager
+def translate_file_errors(
+    callback: keras.callbacks.BackupAndRestore,
+    errors: type[Exception] | tuple[type[Exception], ...] = (OSError, tf.errors.OpError),
+) -> Iterator[None]:
+    """Says what to do about a disk that is full or that cannot be written.
+
+    Args:
+        callback: The `BackupAndRestore`.
+        errors: The errors that say so.
+
+    Raises:
+        OSError: In place of what TensorFlow or the system raises.
+    """
+    try:
+        yield
+    except ownership.FolderInUseError:
+        raise
+    except errors as error:
+        reason = getattr(error, "message", None) or f"{error}"
+        raise OSError(
+            f"BackupAndRestore's state could not be written to {callback.backup_dir}; the one "
+            "before stays, if there was one. Make room on that disk, or see to its rights, and "
+            f"start the job again. Received: {reason}"
+        ) from error
+
+
+def use_previous(callback: keras.callbacks.BackupAndRestore) -> None:
+    """Puts the state of `double_checkpoint` in the place of the last one, which is damaged.
+
+    Raises:
+        OSError: If it cannot be written.
+    """
+    writing = file_utils.join(callback.backup_dir, _WRITING)
+    with translate_file_errors(callback):
+        _make(writing)
+        backup_states.remove_last(callback)
+        backup_states.copy_previous(callback, writing)
+        _commit(callback)
+    _put_in_place(callback, keeps_previous=False)
+
+
+def take(callback: keras.callbacks.BackupAndRestore, owner: str) -> None:
+    """Makes this process the folder's owner, and completes a commit that a kill interrupted.
+
+    Args:
+        callback: The `BackupAndRestore`.
+        owner: Name of this process, for others.
+
+    Raises:
+        OSError: If another job's process is its owner, or it cannot be written.
+    """
+    with translate_file_errors(callback):
+        ownership.claim(callback.backup_dir, owner, "backup_dir", ended_backups.job())
+        ended_backups.take_back(callback.backup_dir)
+        recover(callback)
+
+
+def recover(callback: keras.callbacks.BackupAndRestore) -> None:
+    """Brings to its end what a kill has cut short."""
+    folder = callback.backup_dir
+    if file_utils.exists(file_utils.join(folder, _ENDED)):
+        _empty(folder)
+        file_utils.remove(file_utils.join(folder, _ENDED))
+    _put_in_place(callback, callback.double_checkpoint)
+    _remove(file_utils.join(folder, _WRITING))
+
+
+def check_writable(callback: keras.callbacks.BackupAndRestore) -> None:
+    """Sees that the folder can be written, before anything is trained.
+
+    Raises:
+        OSError: If it cannot.
+    """
+    writing = file_utils.join(callback.backup_dir, _WRITING)
+    with translate_file_errors(callback):
+        _make(writing)
+        _remove(writing)
+
+
+def delete(callback: keras.callbacks.BackupAndRestore) -> None:
+    """Deletes all files and the folder, but a folder behind a symbolic link.
+
+    Raises:
+        OSError: If it cannot. What is left is no state.
+    """
+    folder = callback.backup_dir
+    if not file_utils.exists(folder):
+        return
+    ended = file_utils.join(folder, _ENDED)
+    with file_utils.File(ended, "w") as f:
+        f.write("")
+    _empty(folder)
+    if file_utils.is_remote_path(folder) or not os.path.islink(folder):
+        file_utils.rmtree(folder)
+    else:
+        file_utils.remove(ended)
+
+
+def _make(folder):
+    _remove(folder)
+    file_utils.makedirs(folder)
+
+
+def _commit(callback):
+    """From its renaming on, what has been written counts."""
+    complete = file_utils.join(callback.backup_dir, _COMPLETE)
+    _remove(complete)
+    tf.io.gfile.rename(file_utils.join(callback.backup_dir, _WRITING), complete)
+    atomic.sync(str(callback.backup_dir))
+
+
+def _check_room(model, folder):
+    """Raises OSError if the disk has too little free space.
+
+    HDF5 may crash the process when it runs out of space while writing.
+    """
+    if file_utils.is_remote_path(folder):
+        return
+    variables = [v for one in (model, *optimizers_of(model).values()) for v in one.variables]
+    needed = _OVERHEAD + sum(
+        math.prod(v.shape) * tf.as_dtype(v.dtype).size + _OVERHEAD_OF_VARIABLE for v in variables
+    )
+    free = shutil.disk_usage(folder).free
+    if free < needed:
+        raise OSError(errno.ENOSPC, f"{needed} bytes are needed, and {free} are free")
+
+
+def _put_in_place(callback, keeps_previous):
+    complete = file_utils.join(callback.backup_dir, _COMPLETE)
+    if not file_utils.exists(complete):
+        return
+    for name in file_utils.listdir(complete):
+        final = file_utils.join(callback.backup_dir, name)
+        if keeps_previous and file_utils.exists(final):
+            tf.io.gfile.rename(final, backup_states.previous_path(final), overwrite=True)
+        tf.io.gfile.rename(file_utils.join(complete, name), final, overwrite=True)
+    _remove(complete)
+
+
+def _empty(folder):
+    for name in file_utils.listdir(folder):
+        path = file_utils.join(folder, name)
+        while name != _ENDED and file_utils.exists(path):
+            # Other workers delete files of theirs at the same time; what is left then is deleted
+            # here, so that Keras, which does not know of them, finds none to race for.
+            with contextlib.suppress(FileNotFoundError, tf.errors.NotFoundError):
+                _remove(path)
+
+
+def _remove(path):
+    if file_utils.isdir(path):
+        file_utils.rmtree(path)
+    elif file_utils.exists(path):
+        file_utils.remove(path)
+
+
+def _name_of(path):
+    return str(path).replace("\\", "/").rsplit("/", 1)[-1]

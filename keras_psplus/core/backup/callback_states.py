@@ -1,0 +1,161 @@
+"""State of callbacks in a backup, restored when a job resumes.
+
+Keras's callbacks have no method for it and reset themselves in `on_train_begin`, so their
+attributes are saved here. A script's callbacks are saved by `state_dict()` and restored by
+`load_state_dict(state)`, as in PyTorch Lightning.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+import keras
+import numpy as np
+import tensorflow as tf
+
+from keras_psplus.keras_internals.keras_parts import callbacks as keras_callbacks
+from keras_psplus.keras_internals.keras_parts import file_utils
+
+# Attributes of Keras's callbacks that change while a model trains.
+ATTRIBUTES: list[tuple[Any, str]] = [
+    (keras_callbacks.EarlyStopping, "wait stopped_epoch best best_epoch"),
+    (keras_callbacks.ReduceLROnPlateau, "best cooldown_counter wait"),
+    (keras_callbacks.ModelCheckpoint, "best _batches_seen_since_last_saving _last_batch_seen"),
+    (keras_callbacks.BackupAndRestore, "_batches_seen_since_last_saving _last_batch_seen"),
+    (keras_callbacks.History, "epoch history"),
+    (keras_callbacks.TensorBoard, "_global_train_batch _global_test_batch"),
+]
+_WEIGHTS, _OWN, _FILE = "best_weights", "state_dict", "file_bytes"
+
+
+def states_of(
+    callbacks: Sequence[keras.callbacks.Callback],
+) -> tuple[dict[str, Any], dict[str, np.ndarray]]:
+    """Collects the state of callbacks.
+
+    Args:
+        callbacks: The callbacks of a `fit`.
+
+    Returns:
+        Dict from callbacks' names to what can be turned into JSON, and a dict from names to arrays.
+
+    Raises:
+        ValueError: If a `state_dict` returns what cannot be.
+    """
+    states, arrays = {}, {}
+    for name, callback in _named(callbacks):
+        state = {a: getattr(callback, a) for a in _attributes(callback) if hasattr(callback, a)}
+        if isinstance(callback, keras_callbacks.EarlyStopping):
+            weights = callback.best_weights
+            state[_WEIGHTS] = None if weights is None else len(weights)
+            arrays.update({f"{name}/{i}": array for i, array in enumerate(weights or ())})
+        if isinstance(callback, keras_callbacks.CSVLogger) and callback.csv_file is not None:
+            callback.csv_file.flush()
+            state["keys"], state[_FILE] = callback.keys, _size(callback.filename)
+        if _has_own(callback):
+            state[_OWN] = callback.state_dict()
+        if state:
+            states[name] = _checked(name, state)
+    return states, arrays
+
+
+def restore(
+    callbacks: Sequence[keras.callbacks.Callback],
+    states: dict[str, Any],
+    weights: dict[str, list[np.ndarray]],
+) -> None:
+    """Gives callbacks what they kept; after their `on_train_begin`.
+
+    Args:
+        callbacks: The callbacks of a `fit`; those that were not there before stay as they are.
+        states: As `states_of` returns it.
+        weights: For each callback with weights, a list of them.
+    """
+    for name, callback in _named(callbacks):
+        state = states.get(name)
+        if state is None:
+            continue
+        for attribute in _attributes(callback):
+            if attribute in state:
+                # Another epoch may be written to lists and dicts, and this be restored again.
+                setattr(callback, attribute, json.loads(json.dumps(state[attribute])))
+        if isinstance(callback, keras_callbacks.EarlyStopping):
+            callback.best_weights = weights.get(name)
+        if isinstance(callback, keras_callbacks.CSVLogger) and _FILE in state:
+            _cut_file(callback, state)
+        if _OWN in state and _has_own(callback):
+            callback.load_state_dict(state[_OWN])
+
+
+def counts_of_weights(states: dict[str, Any]) -> dict[str, int]:
+    """For each callback that keeps weights, how many arrays they are."""
+    return {name: state[_WEIGHTS] for name, state in states.items() if state.get(_WEIGHTS)}
+
+
+def keep_files(callbacks: Sequence[keras.callbacks.Callback]) -> list[keras.callbacks.Callback]:
+    """Opens log files, which callbacks would begin again, to go on in them.
+
+    Args:
+        callbacks: The callbacks of a `fit`, before their `on_train_begin`.
+
+    Returns:
+        List of those for which that is so: their `append` is to be put back.
+    """
+    changed = [c for c in callbacks if isinstance(c, keras_callbacks.CSVLogger) and not c.append]
+    for callback in changed:
+        callback.append = True
+    return changed
+
+
+def _named(callbacks) -> Iterator[tuple[str, keras.callbacks.Callback]]:
+    # By number within the class: workers that are not the chief lack those that write.
+    counts: dict[str, int] = {}
+    for callback in callbacks:
+        kind = type(callback).__name__
+        number = counts[kind] = counts.get(kind, -1) + 1
+        yield f"{kind}/{number}", callback
+
+
+def _attributes(callback):
+    return [a for kind, names in ATTRIBUTES if isinstance(callback, kind) for a in names.split()]
+
+
+def _has_own(callback):
+    return callable(getattr(callback, "state_dict", None)) and callable(
+        getattr(callback, "load_state_dict", None)
+    )
+
+
+def _checked(name, state):
+    try:
+        return json.loads(json.dumps(state, default=_plain))
+    except (TypeError, ValueError) as error:
+        raise ValueError(
+            f"What the callback {name} keeps cannot be backed up: `state_dict` has to return what "
+            f"can be turned into JSON. Received: {error}"
+        ) from None
+
+
+def _plain(value):
+    if isinstance(value, (np.ndarray, np.generic)):
+        return value.tolist()
+    if isinstance(value, tf.Tensor):
+        return value.numpy().tolist()
+    raise TypeError(f"{type(value).__name__} ({value!r})")
+
+
+def _size(path):
+    return tf.io.gfile.stat(path).length if file_utils.exists(path) else 0
+
+
+def _cut_file(callback, state):
+    """Removes the rows of epochs that are trained again."""
+    size = _size(callback.filename)
+    if size > state[_FILE] and not file_utils.is_remote_path(callback.filename):
+        callback.csv_file.flush()
+        os.truncate(callback.filename, state[_FILE])
+        size = state[_FILE]
+    callback.keys, callback.append_header = state["keys"], size == 0

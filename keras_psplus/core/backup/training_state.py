@@ -1,0 +1,156 @@
+"""Training state in a backup, beside weights and seeds.
+
+The position in the data, metrics, and callbacks' states.
+"""
+
+from __future__ import annotations
+
+import io
+import json
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import tensorflow as tf
+
+from keras_psplus.core.backup import callback_states
+from keras_psplus.core.backup.backup_states import TRAINING, previous_path
+from keras_psplus.core.base import optimizer_states
+from keras_psplus.core.base.optimizers import other_variables
+from keras_psplus.files.reading import open_file
+from keras_psplus.keras_internals.keras_parts import file_utils
+
+if TYPE_CHECKING:
+    import keras
+
+_FACTS, _OTHERS = "facts", "others"
+
+
+class TrainingState:
+    """The state of a `fit`, as arrays and as what can be turned into JSON.
+
+    Args:
+        facts: Dict of what can be turned into JSON.
+        arrays: Dict from names to arrays.
+    """
+
+    def __init__(self, facts: dict[str, Any], arrays: dict[str, np.ndarray]) -> None:
+        self.facts, self.arrays = facts, arrays
+
+    @classmethod
+    def of(
+        cls,
+        model: keras.Model,
+        callbacks: Sequence[keras.callbacks.Callback],
+        position: dict[str, Any],
+    ) -> TrainingState:
+        """The present one.
+
+        Args:
+            model: The model.
+            callbacks: The callbacks of its `fit`.
+            position: Dict that says where in the data it is.
+        """
+        states, arrays = callback_states.states_of(callbacks)
+        for i, variable in enumerate(model.metrics_variables):
+            arrays[f"metrics/{i}"] = variable.numpy()
+        others = other_variables(model)
+        for name, variable in others.items():
+            arrays[f"{_OTHERS}/{name}"] = variable.numpy()
+        facts = {
+            **position,
+            "callbacks": states,
+            "variables": optimizer_states.forms(model.variables),
+            "optimizers": optimizer_states.describe(model),
+            _OTHERS: dict(zip(others, optimizer_states.forms(others.values()))),
+        }
+        return cls(facts, arrays)
+
+    @classmethod
+    def read(cls, folder: str, is_previous: bool = False) -> TrainingState:
+        """The state in a folder, or the one before."""
+        path = file_utils.join(folder, TRAINING)
+        with open_file(previous_path(path) if is_previous else path) as file:
+            content = io.BytesIO(file.read())
+        with np.load(content) as found:
+            arrays = {name: found[name] for name in found.files}
+        return cls(json.loads(arrays.pop(_FACTS).tobytes()), arrays)
+
+    def write(self, folder: str) -> None:
+        """Writes it to a folder."""
+        facts = np.frombuffer(json.dumps(self.facts).encode(), np.uint8)
+        content = io.BytesIO()
+        np.savez(content, **{_FACTS: facts}, **self.arrays)  # type: ignore[arg-type]
+        with tf.io.gfile.GFile(file_utils.join(folder, TRAINING), "wb") as file:
+            file.write(content.getvalue())
+
+    def assign_metrics(self, model: keras.Model) -> None:
+        """Gives a model's metrics what they had."""
+        for i, variable in enumerate(model.metrics_variables):
+            value = self.arrays.get(f"metrics/{i}")
+            if value is not None and value.shape == tuple(variable.shape):
+                variable.assign(value)
+
+    def assign_others(self, model: keras.Model) -> None:
+        """Gives the variables that Keras does not save with a model what they had."""
+        for name, variable in other_variables(model).items():
+            value = self.arrays.get(f"{_OTHERS}/{name}")
+            if value is not None:
+                variable.assign(_typed(value, variable))
+
+    def weights_of_callback(self, name: str, count: int, model: keras.Model) -> list[np.ndarray]:
+        """The arrays that a callback has kept of a model's weights."""
+        arrays = [self.arrays[f"{name}/{i}"] for i in range(count)]
+        return [_typed(array, variable) for array, variable in zip(arrays, model.weights)]
+
+
+def build_optimizers(strategy: Any, model: keras.Model, facts: dict[str, Any]) -> None:
+    """Builds those optimizers of a model that were built when a state was saved."""
+    optimizer_states.build(strategy, model, facts.get("optimizers", {}))
+
+
+def check_model(
+    model: keras.Model, facts: dict[str, Any], folder: str, with_optimizers: bool = True
+) -> None:
+    """Sees that a state is one of a model, whose optimizers have been built.
+
+    Args:
+        model: The model.
+        facts: Facts of the state.
+        folder: Where it lies.
+        with_optimizers: Whether optimizers have to be the same.
+
+    Raises:
+        ValueError: If it is not.
+    """
+    saved, own = facts["variables"], optimizer_states.forms(model.variables)
+    differing: Any = None
+    if saved != own:
+        differing = next(((b, a) for a, b in zip(saved, own) if a != b), (len(own), len(saved)))
+    elif with_optimizers and "optimizers" in facts:  # An earlier version did not say.
+        differing = optimizer_states.difference(model, facts["optimizers"])
+        differing = differing or _different_others(model, facts[_OTHERS])
+    if differing is not None:
+        raise ValueError(
+            "The backup is one of another model, or of one that was compiled otherwise. Give this "
+            f"job its own `backup_dir`, or delete {folder}. "
+            f"Received: {differing[0]} in the model, {differing[1]} in the backup"
+        )
+
+
+def _different_others(model, saved):
+    others = other_variables(model)
+    own = dict(zip(others, optimizer_states.forms(others.values())))
+    for name in sorted({*own, *saved}):
+        if own.get(name) != saved.get(name):
+            return f"{own.get(name)} for {name}", saved.get(name)
+    return None
+
+
+def _typed(array, variable):
+    """Converts a file's array to a variable's dtype.
+
+    NumPy's files do not support types such as bfloat16.
+    """
+    is_unknown = array.dtype.kind == "V"
+    return array.view(tf.as_dtype(variable.dtype).as_numpy_dtype) if is_unknown else array

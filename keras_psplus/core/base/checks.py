@@ -1,0 +1,124 @@
+"""Refuses, by name, what cannot work under a strategy with several replicas."""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING, Any, NoReturn
+
+import keras
+
+from keras_psplus.keras_internals.keras_parts import base_optimizer, tree
+from keras_psplus.keras_internals.keras_parts import metrics as metrics_module
+
+if TYPE_CHECKING:
+    import tensorflow as tf
+
+    from keras_psplus.updates import Updates
+
+
+def check_compile_arguments(
+    strategy: tf.distribute.Strategy,
+    compile_method: Callable[..., Any],
+    args: Sequence[Any],
+    kwargs: dict[str, Any],
+    can_run_eagerly: bool = True,
+) -> None:
+    """Checks the arguments of `compile()`.
+
+    Args:
+        strategy: The model's strategy.
+        compile_method: Keras's own `compile`, for its signature.
+        args: Positional arguments, the model first.
+        kwargs: Keyword arguments.
+        can_run_eagerly: Whether the strategy's steps can run eagerly.
+
+    Raises:
+        ValueError: If XLA, or what the strategy cannot run eagerly, is asked for, an optimizer or
+            a metric belongs to another scope, gradients would be accumulated twice, or a layer
+            keeps states of the batch's rows.
+    """
+    check_stateful_layers(strategy, args[0])
+    arguments = inspect.signature(compile_method).bind(*args, **kwargs).arguments
+    if arguments.get("jit_compile") is True:
+        raise ValueError(
+            f"`jit_compile=True` is not supported by {type(strategy).__name__}: XLA cannot compile "
+            "a step that talks to other devices; it has no collectives for CPUs. Use "
+            "`jit_compile=False` or leave the default. Received: jit_compile=True"
+        )
+    if arguments.get("run_eagerly") and not can_run_eagerly:
+        raise ValueError(
+            f"`run_eagerly=True` is not supported by {type(strategy).__name__}: a worker runs "
+            "traced functions only. To debug a step, train in one process. "
+            "Received: run_eagerly=True"
+        )
+    optimizer = arguments.get("optimizer")
+    while isinstance(optimizer, base_optimizer.BaseOptimizer):
+        check_accumulation(getattr(strategy, "updates", None), optimizer)
+        if optimizer._distribution_strategy is not strategy:
+            refuse_optimizer(optimizer)
+        optimizer = getattr(optimizer, "inner_optimizer", None)
+    for name in ("metrics", "weighted_metrics"):
+        for metric in tree.flatten(arguments.get(name)):
+            if isinstance(metric, metrics_module.Metric):
+                _check_in_scope(strategy, metric.variables, f"metric '{metric.name}'")
+
+
+def refuse_optimizer(optimizer: keras.optimizers.Optimizer) -> NoReturn:
+    """Raises ValueError for an optimizer that was made outside the strategy's scope."""
+    raise ValueError(
+        f"The optimizer '{optimizer.name}' was made outside the strategy's scope: make it "
+        "under `with strategy.scope():`, or pass its name to compile(). "
+        f"Received: optimizer={optimizer}"
+    )
+
+
+def check_accumulation(updates: Updates | None, optimizer: keras.optimizers.Optimizer) -> None:
+    """Raises ValueError if an optimizer would accumulate what `updates` accumulates."""
+    if getattr(updates, "steps", None) is not None and optimizer.gradient_accumulation_steps:
+        raise ValueError(
+            f"The optimizer '{optimizer.name}' accumulates gradients, and so does its "
+            "strategy: give `gradient_accumulation_steps` or `updates=Accumulate(steps)`. "
+            f"Received: gradient_accumulation_steps={optimizer.gradient_accumulation_steps}, "
+            f"updates={updates!r}"
+        )
+
+
+def check_stateful_layers(strategy: tf.distribute.Strategy, model: keras.Model) -> None:
+    """Raises ValueError if a stateful layer would share its rows among several replicas."""
+    # All workers of parameter servers count as one replica.
+    parts = max(strategy.num_replicas_in_sync, getattr(strategy, "num_workers", 1))
+    if parts == 1:
+        return
+    for layer in model._flatten_layers():
+        if isinstance(layer, keras.layers.RNN) and layer.stateful:
+            raise ValueError(
+                f"The layer '{layer.name}' is stateful: it goes on with the state of each row of "
+                f"the batch before, and {type(strategy).__name__} deals the rows of a batch out "
+                f"to {parts} replicas, not always in the same way. Use `stateful=False` and "
+                "longer sequences, hand states on as inputs and outputs of the model "
+                "(`initial_state`, `return_state=True`), or train it in one process "
+                "(`keras_psplus.single_process()`). "
+                f"Received: {layer.name}, stateful=True"
+            )
+
+
+def check_variables(strategy: tf.distribute.Strategy, model: keras.Model) -> None:
+    """Raises ValueError if a variable of the model was made outside the strategy's scope."""
+    # Also of layers that the model makes when it is built.
+    check_stateful_layers(strategy, model)
+    _check_in_scope(strategy, model.variables, f"model '{model.name}'")
+    if model.optimizer is not None:
+        owner = f"optimizer '{model.optimizer.name}'"
+        _check_in_scope(strategy, model.optimizer.variables, owner)
+
+
+def _check_in_scope(strategy, variables, owner):
+    for variable in variables:
+        if not strategy.extended.has_made(variable._value):
+            raise ValueError(
+                f"The variable '{variable.path}' of the {owner} was made outside the strategy's "
+                "scope, so every worker would change its own copy. Make every layer, metric and "
+                "optimizer under `with strategy.scope():`. "
+                f"Received: {variable.path}, shape={tuple(variable.shape)}"
+            )

@@ -1,0 +1,1 @@
+"""A replica's share of a batch and of the losses."""

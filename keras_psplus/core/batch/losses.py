@@ -1,0 +1,219 @@
+"""Losses in one replica's step: means over its rows, whose gradients count by its rows.
+
+The gradient of a loss that is not a scalar is that of its sum, in one process too, and needs no
+factor. See `keras_hooks/losses.py` for what stock Keras does.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import keras
+import tensorflow as tf
+
+from keras_psplus.core.batch.replica_step import current_step_with_batch_fraction
+from keras_psplus.core.graph import metric_losses
+from keras_psplus.keras_internals.keras_parts import Variable, tree
+from keras_psplus.updates import map_values
+
+_SUMS_ACTIVITY = keras.__version__.startswith("3.13.")
+
+
+def scale(original: Callable[..., Any], value: Any) -> Any:
+    """A loss as it is, where the step knows its fraction of the batch."""
+    return original(value) if current_step_with_batch_fraction() is None else value
+
+
+def gradient(
+    original: Callable[..., Any],
+    tape: tf.GradientTape,
+    target: Any,
+    sources: Any,
+    output_gradients: Any = None,
+    *args: Any,
+    **kwargs: Any,
+) -> Any:
+    """Gradients by variables of a replica's mean, times its fraction of the batch."""
+    step = current_step_with_batch_fraction()
+    # Gradients by inputs (of an energy, for a penalty) are a row's own. Given seeds are a chain
+    # rule's, as in tf.recompute_grad.
+    if (
+        step is None
+        or output_gradients is not None
+        or not any(isinstance(s, (tf.Variable, Variable)) for s in tf.nest.flatten(sources))
+    ):
+        return original(tape, target, sources, output_gradients, *args, **kwargs)
+    seeds = tf.nest.map_structure(lambda t: _seed(step, t), target)
+    return original(tape, target, sources, seeds, *args, **kwargs)
+
+
+def gradient_of_own_mean(
+    original: Callable[..., Any],
+    tape: tf.GradientTape,
+    target: Any,
+    sources: Any,
+    *args: Any,
+    **kwargs: Any,
+) -> Any:
+    """Gradients of a mean over the replica's rows, scaled by its batch fraction."""
+    step = current_step_with_batch_fraction()
+    seeds = tf.nest.map_structure(
+        lambda t: None if is_mean(t) else step.unscale_by_batch_fraction(tf.ones_like(t)), target
+    )
+    return original(tape, target, sources, seeds, *args, **kwargs)
+
+
+def note_gradients(
+    grads: Any, target: Any, sources: Any, step: Any, note: Callable[..., list[Any]]
+) -> Any:
+    """Notes a replica's parts of gradients by variables; others belong to single rows.
+
+    Args:
+        grads: What the tape has returned, scaled by the batch fraction.
+        target, sources: As the tape was given them.
+        step: The replica's step.
+        note: Function of gradients and their variables that returns what stands for them.
+    """
+    flat, found = tf.nest.flatten(sources), tf.nest.flatten(grads)
+    trained = [i for i, one in enumerate(flat) if isinstance(one, (Variable, tf.Variable))]
+    if all(is_mean(one) for one in tf.nest.flatten(target)):
+        unscale = step.unscale_by_batch_fraction
+        found = [g if i in trained else map_values(unscale, g) for i, g in enumerate(found)]
+    given = note([found[i] for i in trained], [flat[i] for i in trained])
+    for i, one in zip(trained, given):
+        found[i] = one
+    return tf.nest.pack_sequence_as(sources, found)
+
+
+def is_mean(target: Any) -> bool:
+    """Whether a tape's target is a mean over rows, not a loss per row."""
+    return tf.is_tensor(target) and target.dtype.is_floating and target.shape.rank == 0
+
+
+def _seed(step, target):
+    return step.scale_by_batch_fraction(tf.ones_like(target)) if is_mean(target) else None
+
+
+def reduce_values(
+    original: Callable[..., Any],
+    values: Any,
+    sample_weight: Any = None,
+    reduction: str | None = "sum_over_batch_size",
+) -> tf.Tensor:
+    """A loss whose gradients, times the replica's fraction, add up to those of one process."""
+    loss = original(values, sample_weight, reduction)
+    step = current_step_with_batch_fraction()
+    if step is None or reduction in (None, "none"):
+        return loss
+    known = step.metric_losses
+    if not known.are_local:
+        loss = _of_batch(step, loss, sample_weight, reduction)
+        return known.note(loss, lambda: loss)
+    correction = known.take_correction()
+
+    def of_batch():
+        corrected = loss if correction is None else loss * tf.cast(correction(), loss.dtype)
+        return _of_batch(step, corrected, sample_weight, reduction)
+
+    return known.note(loss, of_batch)
+
+
+def _of_batch(step, loss, sample_weight, reduction):
+    if tuple(loss.shape) == (0,):
+        # Eagerly, Keras leaves the loss of an empty replica as it is: a vector of no rows.
+        loss = tf.reduce_sum(loss)
+    if reduction == "sum":
+        # Not a mean: the tape's factor must not touch it.
+        return step.unscale_by_batch_fraction(loss)
+    if reduction == "mean_with_sample_weight" and sample_weight is not None and step.can_sum:
+        # One process would divide by the weight of the whole batch.
+        own = tf.cast(tf.reduce_sum(sample_weight), tf.float32)
+        everything = step.sum_over_replicas([own])[0]
+        factor = tf.cast(tf.math.divide_no_nan(own, everything), loss.dtype)
+        return step.unscale_by_batch_fraction(loss * factor)
+    return loss
+
+
+def apply_mask(
+    original: Callable[..., Any], sample_weight: Any, mask: Any, dtype: Any, reduction: str | None
+) -> Any:
+    """Weights by which a masked mean counts as in the mean over the whole batch."""
+    weight = original(sample_weight, mask, dtype, reduction)
+    step = current_step_with_batch_fraction()
+    is_mean = reduction in ("mean", "sum_over_batch_size")
+    if step is None or mask is None or not is_mean or not step.can_sum:
+        return weight
+
+    def correction():
+        # Keras divides by the replica's own number of unmasked entries; one process would divide
+        # by that of the whole batch.
+        total = tf.cast(tf.size(mask), tf.float32)
+        valid = tf.reduce_sum(tf.cast(mask, tf.float32))
+        all_total, all_valid = step.sum_over_replicas([total, valid])
+        return tf.math.divide_no_nan(all_total * valid, all_valid * total)
+
+    if step.metric_losses.are_local:
+        step.metric_losses.correction = correction
+        return weight
+    return weight * tf.cast(correction(), weight.dtype)
+
+
+def update_mean(
+    original: Callable[..., Any], metric: keras.metrics.Mean, values: Any, sample_weight: Any = None
+) -> Any:
+    """Weights a mean over the replica's rows by its fraction of the batch.
+
+    The batch counts once, as in one process.
+    """
+    step = current_step_with_batch_fraction()
+    if step is not None and sample_weight is None:
+        values = tf.convert_to_tensor(values)
+        if _is_number(values):
+            of_batch = step.metric_losses.of_batch(values)
+            values = values if of_batch is None else of_batch
+            # A mean over the replica's rows. The batch counts once, as in one process.
+            sample_weight = step.scale_by_batch_fraction(tf.ones([], metric.dtype))
+    return original(metric, values, sample_weight)
+
+
+def update_sum(
+    original: Callable[..., Any], metric: keras.metrics.Sum, values: Any, sample_weight: Any = None
+) -> Any:
+    """A loss of the batch is added once, not once by each replica."""
+    step = current_step_with_batch_fraction()
+    if step is not None and sample_weight is None:
+        values = tf.convert_to_tensor(values)
+        of_batch = step.metric_losses.of_batch(values) if _is_number(values) else None
+        values = values if of_batch is None else step.scale_by_batch_fraction(of_batch)
+    return original(metric, values, sample_weight)
+
+
+def _is_number(values):
+    return values.shape.rank == 0 and values.dtype.is_floating
+
+
+def call_metric(original: Callable[..., Any], metric: keras.metrics.Metric, name: str) -> Any:
+    """A metric's attribute; in its `update_state`, losses are those of the replica's own rows."""
+    attribute = original(metric, name)
+    step = current_step_with_batch_fraction() if name == "update_state" else None
+    if step is None:
+        return attribute
+    return metric_losses.update_state(step.metric_losses, metric, attribute)
+
+
+def call_layer(original: Callable[..., Any], layer: keras.Layer, *args: Any, **kwargs: Any) -> Any:
+    """Keras 3.13 takes activity regularisers' sums over the rows, later versions their means."""
+    outputs = original(layer, *args, **kwargs)
+    step = None
+    if _SUMS_ACTIVITY and layer.activity_regularizer is not None:
+        step = current_step_with_batch_fraction()
+    if step is None:
+        return outputs
+    # One for each output tensor, added last. Not means: the tape's factor must not touch them.
+    count = sum(tf.is_tensor(output) for output in tree.flatten(outputs))
+    if count:
+        layer._losses[-count:] = [
+            step.unscale_by_batch_fraction(loss) for loss in layer._losses[-count:]
+        ]
+    return outputs

@@ -1,0 +1,73 @@
+"""One replica's part of one step, and its fraction of the batch.
+
+A replica's gradients and means count by its fraction of the batch, `local_rows / global_rows`, so
+that their sum over the replicas is that of the global batch, also when the batch is uneven.
+"""
+
+from __future__ import annotations
+
+import threading
+from typing import TYPE_CHECKING, Any
+
+import tensorflow as tf
+
+from keras_psplus.core.graph.metric_losses import MetricLosses
+
+if TYPE_CHECKING:
+    from keras_psplus.engine import Engine
+
+_local = threading.local()
+
+
+def current_step() -> Any:
+    """The `ReplicaStep` that this thread is in, or None."""
+    return getattr(_local, "step", None)
+
+
+class ReplicaStep:
+    """Context of one replica's part of one step.
+
+    Args:
+        engine: `keras_psplus.engine.Engine` of the strategy that takes the step.
+
+    Attributes:
+        engine: The same.
+        can_sum: Whether replicas can ask each other during the step.
+        metric_losses: `MetricLosses` of the step.
+    """
+
+    can_sum = False
+
+    def __init__(self, engine: Engine) -> None:
+        self.engine = engine
+        self.metric_losses = MetricLosses()
+
+    def __enter__(self):
+        self._outer, _local.step = current_step(), self
+        return self
+
+    def __exit__(self, *exc):
+        _local.step = self._outer
+
+    @property
+    def has_batch_fraction(self) -> bool:
+        """Whether the step knows the replica's fraction of the global batch."""
+        raise NotImplementedError
+
+    def batch_fraction(self) -> tf.Tensor:
+        """The replica's fraction of the global batch, `local_rows / global_rows`, a scalar."""
+        raise NotImplementedError
+
+    def scale_by_batch_fraction(self, value: tf.Tensor) -> tf.Tensor:
+        """Multiplies by the replica's fraction of the global batch."""
+        return value * tf.cast(self.batch_fraction(), value.dtype)
+
+    def unscale_by_batch_fraction(self, value: tf.Tensor) -> tf.Tensor:
+        """Divides by the replica's fraction of the global batch."""
+        raise NotImplementedError
+
+
+def current_step_with_batch_fraction() -> Any:
+    """The current step of this thread if its batch fraction is known, else None."""
+    step = current_step()
+    return step if step is not None and step.has_batch_fraction else None

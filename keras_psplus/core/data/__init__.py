@@ -1,0 +1,1 @@
+"""Positions in datasets, and iterators."""

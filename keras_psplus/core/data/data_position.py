@@ -1,0 +1,102 @@
+"""Resumes `fit`'s data after the last trained batch."""
+
+from __future__ import annotations
+
+import sys
+from typing import Any
+
+import tensorflow as tf
+
+from keras_psplus.core.data import unread_passes
+
+
+def skip(iterator: Any, epochs: int, batches: int) -> None:
+    """Advances an epoch iterator to a batch of an epoch.
+
+    To be called when an iteration has begun. The data have the order of the first run, also when
+    they are shuffled, because an iterator is opened for each earlier epoch here, too. Batches are
+    read only where an epoch begins in the middle of the data (`steps_per_epoch`).
+
+    Args:
+        iterator: Keras's epoch iterator, of which nothing has been read.
+        epochs: How many epochs come before.
+        batches: How many batches of the present epoch do.
+
+    Raises:
+        ValueError: If the position is in the middle of an execution of several steps.
+    """
+    several = iterator.steps_per_execution
+    if batches % several and batches != iterator.num_batches:
+        raise ValueError(
+            f"The last backup was made after {batches} batches of an epoch, no multiple of "
+            "`steps_per_execution`: start the job again with the one that it had. "
+            f"Received: steps_per_execution={several}"
+        )
+    if epochs:
+        _pass_epochs(iterator, epochs)
+        # What Keras had begun.
+        iterator._epoch_iterator = iterator._enumerate_iterator()
+    for _ in range(0, batches, several):
+        begun = next(iterator._epoch_iterator, None)
+        if begun is None:
+            return
+        _draw(begun[2], several)
+
+
+def _pass_epochs(iterator, epochs):
+    """Opens and closes the iterators of earlier epochs.
+
+    With `steps_per_epoch`, the next epoch continues in the same iterator, so their batches are
+    read.
+    """
+    if iterator.steps_per_epoch:
+        for _ in range(epochs):
+            for _, _, of_epoch in iterator._enumerate_iterator():
+                _draw(of_epoch, iterator.steps_per_execution)
+        return
+    several, passes = iterator.steps_per_execution, _Passes()
+    # Keras tells the data of each epoch, in one execution, and says how often it begins them.
+    iterator.steps_per_execution = sys.maxsize
+    iterator._get_iterator = lambda: passes
+    try:
+        for _ in range(epochs):
+            steps = iterator._enumerate_iterator()
+            next(steps, None)
+            if iterator.num_batches:
+                next(steps, None)
+            else:
+                # Of an unknown number.
+                steps.close()
+                iterator.data_adapter.on_epoch_end()
+    finally:
+        iterator.steps_per_execution, iterator._current_iterator = several, None
+        del iterator._get_iterator
+    unread_passes.begin(iterator._get_iterator(), passes.count)
+
+
+class _Passes:
+    """In the place of data: counts the passes over them."""
+
+    count = 0
+
+    def __iter__(self):
+        self.count += 1
+        return iter(())
+
+
+def _draw(of_epoch, count):
+    if isinstance(of_epoch, (tf.data.Iterator, tf.distribute.DistributedIterator)):
+        _draw_in_graph(of_epoch, count)
+        return
+    for _ in range(count):
+        next(of_epoch, None)
+
+
+@tf.function(autograph=False, reduce_retracing=True)
+def _draw_in_graph(of_epoch, count):
+    def body(number):
+        # Not an error if it has ended: of `steps_per_execution`, the last may be fewer.
+        of_epoch.get_next_as_optional()
+        return (number + 1,)
+
+    tf.while_loop(lambda number: number < count, body, [0])

@@ -1,0 +1,1 @@
+"""Graphs of traced steps: stand-ins for gradients, metrics within them."""

@@ -1,0 +1,1 @@
+"""A job's control channel, failures and their reports."""

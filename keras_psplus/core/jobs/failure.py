@@ -1,0 +1,281 @@
+"""Handling of a lost worker.
+
+TensorFlow notices a killed peer at once, and `heartbeat` a peer that hangs; the pending collectives
+then fail with an error of TensorFlow's. Here the dead task's name is added to that error, and the
+process exits without TensorFlow's shutdown barrier, which would wait for the dead task. A peer that
+fails with an error has reported that before, see `error_report.py`.
+"""
+
+import atexit
+import concurrent.futures
+import contextlib
+import os
+import re
+import sys
+import time
+from collections.abc import Callable, Collection, Iterator
+from typing import NoReturn
+
+import tensorflow as tf
+
+from keras_psplus import tracebacks
+from keras_psplus.cluster.config import TaskConfig, task_name
+from keras_psplus.cluster.monitor import task_report
+from keras_psplus.cluster.wire import handshake
+from keras_psplus.cluster.wire.silence import is_silent, place_of
+from keras_psplus.core.jobs import error_report
+from keras_psplus.errors import PeerLostError
+from keras_psplus.log import logger
+from keras_psplus.tf_internals import context
+
+_SYMPTOMS = (
+    tf.errors.UnavailableError,
+    tf.errors.AbortedError,
+    tf.errors.CancelledError,
+    tf.errors.DeadlineExceededError,
+    tf.errors.FailedPreconditionError,
+    tf.errors.InternalError,
+    tf.errors.InvalidArgumentError,
+    tf.errors.UnknownError,
+)
+_CAUSE = re.compile(
+    r"unavailable|reset by peer|refused|heartbeat|socket closed|aborted|deadline", re.IGNORECASE
+)
+# Lines that TensorFlow puts before what has happened.
+_WHERE = re.compile(
+    r"Graph execution error:|Detected at node|<stack traces unavailable>|  (File )?|"
+    r"\d+ root error\(s\) found"
+)
+# What an operation of ours says begins so, wherever TensorFlow puts it.
+LOST, REFUSED = "keras_psplus lost: ", "keras_psplus refused: "
+_SAID = re.compile(f"({LOST}|{REFUSED})(.*)")
+_ENDED = re.compile(rf"{error_report.ENDED}(\S+ \((\S+)\) has ended [^.]*)\. Received: (.*)")
+_PROBE_SECONDS = 3.0
+_SILENT, _GONE = "silent", "gone"
+# How long a failed process stays, so that the others can tell it from the dead one.
+_LINGER_SECONDS = 2 * _PROBE_SECONDS
+_POLL_SECONDS = 0.1
+_MOST_THREADS = 64
+
+_failed_at = None
+_ended_address = None
+
+
+@contextlib.contextmanager
+def translate_errors(task: TaskConfig | None) -> Iterator[None]:
+    """Adds the lost worker's name to TensorFlow's error.
+
+    Args:
+        task: `TaskConfig` of this process, or None if it trains alone.
+
+    Raises:
+        PeerLostError: In place of TensorFlow's error, if a peer does not answer.
+        ValueError: If another worker has stopped the job for a reason of its own, such as
+            unequal models.
+    """
+    try:
+        yield
+    except _SYMPTOMS as error:
+        said = _SAID.search(str(error))
+        if said:
+            _mark_failed()
+            kind = PeerLostError if said.group(1) == LOST else ValueError
+            raise kind(said.group(2).rstrip("]")) from None
+        if task is None or task.num_workers == 1:
+            raise
+        raise_if_ended(task, str(error))
+        reason = re.search(r"Workers have fallen out of step.*", str(error))
+        if reason:
+            _mark_failed()
+            raise ValueError(reason.group(0)) from None
+        raise_if_peer_lost(task, error)
+        if not _blames_a_peer(task, error):
+            raise
+        _raise_peer_lost(task, "Another worker", error)
+
+
+def raise_if_peer_lost(task: TaskConfig, error: BaseException) -> None:
+    """Raises PeerLostError, with their names, if other tasks do not answer.
+
+    Args:
+        task: `TaskConfig` of this process.
+        error: TensorFlow's error that made somebody ask.
+    """
+    lost = _lost_peers(task)
+    if lost:
+        named = ", ".join(f"{name} ({address})" for name, address in lost)
+        _raise_peer_lost(task, named, error)
+
+
+def raise_if_peer_gone(task: TaskConfig, error: BaseException, silent: Collection[str]) -> None:
+    """Raises PeerLostError, with their names, if other tasks have ended, or were silent for long.
+
+    One that does not answer just now may go on.
+
+    Args:
+        task: `TaskConfig` of this process.
+        error: TensorFlow's error that made somebody ask.
+        silent: Names of those that have been silent for too long.
+    """
+    names = {task_name(job, index): address for job, index, address in task.peers()}
+    lost = [(name, address) for name, address in names.items() if name in silent]
+    lost = lost or [(name, address) for name, address, state in _states(task) if state == _GONE]
+    if lost:
+        _raise_peer_lost(task, ", ".join(f"{name} ({address})" for name, address in lost), error)
+
+
+def _raise_peer_lost(task: TaskConfig, who: str, error: BaseException) -> NoReturn:
+    _mark_failed()
+    raise PeerLostError(lost_message(who, task.name, _first_line(error))) from error
+
+
+def lost_message(lost: str, who: str, cause: str) -> str:
+    """Error message for lost workers.
+
+    Args:
+        lost: Their names and addresses.
+        who: Name of who cannot go on.
+        cause: How it showed.
+    """
+    return _without_it(f"{lost} stopped answering", who, cause)
+
+
+def raise_if_ended(task: TaskConfig, text: str) -> None:
+    """Raises PeerLostError if a text is another task's report of its failure.
+
+    The error has the cause that the report names.
+
+    Args:
+        task: `TaskConfig` of this process.
+        text: Anything.
+    """
+    global _ended_address
+    found = _ENDED.search(text)
+    if not found:
+        return
+    who_has_ended, _ended_address, cause = found.groups()
+    _mark_failed()
+    cause = cause.split(" [type.googleapis.com")[0]
+    raise PeerLostError(_without_it(who_has_ended, task.name, cause)) from None
+
+
+def _without_it(what, who, received):
+    return (
+        f"{what}, and {who} cannot go on without it. Weights can still be "
+        "read and saved in this process, but it cannot train any more. Look into that task's log, "
+        "then restart every worker; with the BackupAndRestore callback training resumes where it "
+        f"was. Received: {received}"
+    )
+
+
+def watch(task: TaskConfig, post: Callable[[str], None] | None = None) -> None:
+    """Reports this worker's failure to the others, and exits if another worker fails.
+
+    It ends past TensorFlow's shutdown barrier if a peer was lost.
+
+    Args:
+        task: `TaskConfig` of this process.
+        post: As for `error_report.report`.
+    """
+    tracebacks.install()
+    error_report.watch(task, lambda: _failed_at is None, post)
+    atexit.register(_leave, task)
+
+
+def has_failed() -> bool:
+    """Whether this process has lost another one, and ends with exit code 1."""
+    return _failed_at is not None
+
+
+def _mark_failed():
+    global _failed_at
+    if _failed_at is None:
+        _failed_at = time.monotonic()
+
+
+def _leave(task):
+    if _failed_at is None:
+        return
+    sys.stdout.flush()
+    sys.stderr.flush()
+    report = task_report.current()
+    if report is not None:
+        report.failed()  # The launcher need not wait until this process ends.
+    if _ended_address is None:
+        time.sleep(max(0.0, _LINGER_SECONDS - (time.monotonic() - _failed_at)))
+    else:
+        _wait_for_end(_ended_address)
+    logger.error("%s ends with exit code 1, because the job has failed", task.name)
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os._exit(1)
+
+
+def _wait_for_end(address):
+    """Waits until a failed task has exited, so that a launcher sees that exit first."""
+    deadline = _failed_at + _LINGER_SECONDS
+    while time.monotonic() < deadline:
+        try:
+            handshake.connect(address, _POLL_SECONDS).close()
+        except OSError:
+            time.sleep(3 * _POLL_SECONDS)  # the end of its server is not quite that of the process
+            return
+        time.sleep(_POLL_SECONDS)
+
+
+def _lost_peers(task):
+    """Tasks that do not answer, workers first, as `(name, address)`."""
+    return [(name, address) for name, address, state in _states(task) if state is not None]
+
+
+def _states(task):
+    """States of the other tasks, workers first, as `(name, address, state)`.
+
+    The state of a task that answers is None.
+
+    The state is None for those that answer.
+    """
+    peers = task.peers()
+
+    def state_of(peer):
+        job, index, address = peer
+        if job == "ps":
+            # Who has lost a server ends soon, and would be all that the others see.
+            state = silent_or_gone(address)
+            return (
+                state
+                if state == _SILENT or not handshake.grpc_responds(address, _PROBE_SECONDS)
+                else None
+            )
+        try:
+            context.context().check_collective_ops_peer_health(
+                f"/job:{job}/replica:0/task:{index}", timeout_in_ms=int(_PROBE_SECONDS * 1000)
+            )
+            return None
+        except tf.errors.DeadlineExceededError:
+            return _SILENT
+        except tf.errors.OpError:
+            return silent_or_gone(address)
+
+    def silent_or_gone(address):
+        return _SILENT if is_silent(place_of(address), _PROBE_SECONDS) else _GONE
+
+    with concurrent.futures.ThreadPoolExecutor(min(_MOST_THREADS, len(peers))) as pool:
+        states = list(pool.map(state_of, peers))
+    return [(task_name(job, i), address, state) for (job, i, address), state in zip(peers, states)]
+
+
+def _blames_a_peer(task, error):
+    """Whether an error speaks of other tasks: any error may name this one."""
+    named = re.findall(r"/job:(\w+)/(?:replica:\d+/)?task:(\d+)", str(error))
+    own = {(task.task_type, str(task.task_index)), ("localhost", "0")}
+    return bool(set(named) - own or re.search("heartbeat|coordination service", str(error)))
+
+
+def _first_line(error):
+    """The line of TensorFlow's error that says what happened to the connection."""
+    lines = [line for line in str(error).splitlines() if line.strip()]
+    # Where the operation was made comes first, if TensorFlow knows it.
+    lines = [line.strip() for line in lines if not _WHERE.match(line)]
+    telling = [line for line in lines if _CAUSE.search(line)]
+    return ((telling or lines or [type(error).__name__])[0])[:300]

@@ -1,0 +1,1 @@
+"""Models outside `fit`: other strategies', unbuilt, saved."""

@@ -1,0 +1,183 @@
+"""Saving: files and folders appear whole, with any number of writers.
+
+`model.save`, `save_weights` and `export` are called on all workers by some scripts and on the chief
+alone by others, on disks that are shared or not, so they can wait for nobody. Every caller writes
+to its own temporary folder beside the target and renames: all of them hold the same weights,
+and no reader sees half a file. Nor does the restart of a job whose parameter server died while its
+variables were being written. The target is there when the call returns, on every worker.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+from collections.abc import Callable, Iterator
+from concurrent import futures
+from typing import TYPE_CHECKING, Any
+
+import tensorflow as tf
+
+from keras_psplus.files import atomic, unwritten
+from keras_psplus.keras_internals.keras_parts import file_utils
+
+if TYPE_CHECKING:
+    import keras
+
+_skipped: dict[str, set[str]] = {}
+
+
+def attributes_to_skip(original: Callable[[str], set[str]], obj_type: str) -> set[str]:
+    """Calls `original` for a kind of object outside of every scope, and caches the result.
+
+    Keras makes an optimizer to list the attributes of each kind. In a strategy's scope that
+    optimizer's variables would be distributed, and a chief that saves by itself would wait for the
+    others.
+
+    Keras makes an optimizer to see what attributes each of them has. In a strategy's scope its
+    variables would be all workers', and a chief that saves by itself would wait for the others.
+    """
+    if obj_type not in _skipped:
+        # A separate thread is outside of the scope.
+        with futures.ThreadPoolExecutor(1) as executor:
+            _skipped[obj_type] = executor.submit(original, obj_type).result()
+    return _skipped[obj_type]
+
+
+def export(
+    strategy: Any,
+    original: Callable[..., Any],
+    model: keras.Model,
+    filepath: str | os.PathLike[str],
+    *args: Any,
+    **kwargs: Any,
+) -> Any:
+    """Exports a model to a folder that appears whole."""
+    with written(strategy, filepath, makes_folders=True) as path:
+        return original(model, path, *args, **kwargs)
+
+
+def export_copies(
+    strategy: Any,
+    original: Callable[..., Any],
+    model: keras.Model,
+    filepath: str | os.PathLike[str],
+    *args: Any,
+    **kwargs: Any,
+) -> Any:
+    """Exports a model while its variables are copies in this process.
+
+    What is exported is traced now; traced with the variables of parameter servers, it would read
+    from them, shard by shard.
+    """
+
+    def work():
+        of_servers = [(variable, variable._value) for variable in model.variables]
+        with written(strategy, filepath, makes_folders=True) as path:
+            try:
+                for variable, value in of_servers:
+                    variable._value = tf.Variable(
+                        value.numpy(), trainable=variable.trainable, name=variable.name
+                    )
+                return original(model, path, *args, **kwargs)
+            finally:
+                for variable, value in of_servers:
+                    variable._value = value
+
+    # A separate thread is outside of the strategy's scope even if the caller is inside.
+    with futures.ThreadPoolExecutor(1) as executor:
+        return executor.submit(work).result()
+
+
+def save(
+    strategy: Any,
+    original: Callable[..., Any],
+    model: keras.Model,
+    filepath: Any,
+    overwrite: bool = True,
+    *args: Any,
+    **kwargs: Any,
+) -> Any:
+    """Saves a model, or its weights, to a file or folder that appears whole."""
+    path = os.fspath(filepath) if isinstance(filepath, (str, os.PathLike)) else None
+    if path is None:
+        # A file object of the caller's own.
+        return original(model, filepath, overwrite, *args, **kwargs)
+    if path.startswith("hf://"):
+        # A commit for each worker would be as many commits of the same.
+        return original(model, filepath, overwrite, *args, **kwargs) if strategy.is_chief else None
+    if not overwrite and os.path.exists(path):
+        return original(model, filepath, overwrite, *args, **kwargs)
+    # For `save`, this is `zipped`; a folder's parents are made by Keras, a file's are not.
+    makes_folders = kwargs.get("zipped", args[0] if args else None) is False
+    with written(strategy, path, makes_folders) as own:
+        return original(model, own, True, *args, **kwargs)
+
+
+def save_in_place(
+    original: Callable[..., Any], model: keras.Model, filepath: Any, *args: Any, **kwargs: Any
+) -> Any:
+    """Saves a model, or its weights, as Keras does; a full disk is survived."""
+    try:
+        return original(model, filepath, *args, **kwargs)
+    except Exception:
+        if isinstance(filepath, (str, os.PathLike)):
+            unwritten.divert(os.fspath(filepath))
+        raise
+
+
+@contextlib.contextmanager
+def written(strategy: Any, filepath: str | os.PathLike[str], makes_folders: bool) -> Iterator[str]:
+    """Context that returns the path to write to instead of the script's."""
+    path = os.fspath(filepath)
+    folder = os.path.dirname(os.path.realpath(path))
+    if file_utils.is_remote_path(path):
+        writing: contextlib.AbstractContextManager[str] = atomic.uploaded(path)
+    elif makes_folders or os.path.isdir(folder):
+        os.makedirs(folder, exist_ok=True)
+        writing = atomic.written(path, strategy.task.name if strategy.task else None)
+    else:
+        # Keras says what is wrong with it.
+        writing = contextlib.nullcontext(path)
+    with writing as own, SHOWN.instead_of(str(own), path):
+        try:
+            yield own
+        except Exception as error:
+            unwritten.divert(own)
+            error.args = tuple(SHOWN.as_given(one) for one in error.args)
+            if getattr(error, "filename", None):
+                error.filename = SHOWN.as_given(error.filename)  # type: ignore[attr-defined]
+            raise
+
+
+class _ShownPaths:
+    """Paths that are being written, and the script's paths that they stand for."""
+
+    def __init__(self):
+        self._shown = {}
+
+    @property
+    def is_writing(self):
+        """Whether anything is being written."""
+        return bool(self._shown)
+
+    @contextlib.contextmanager
+    def instead_of(self, written_to, given):
+        """Context in which messages show the script's path instead of the one written to."""
+        self._shown[written_to] = given
+        try:
+            yield
+        finally:
+            del self._shown[written_to]
+
+    def as_given(self, text):
+        """A text of Keras's with the paths that the script has given."""
+        for pair in list(self._shown.items()) if isinstance(text, str) else ():
+            text = text.replace(*pair)
+        return text
+
+    def show_message(self, original, message, *args, **kwargs):
+        """Prints Keras's message with the script's path in it."""
+        return original(self.as_given(message), *args, **kwargs)
+
+
+SHOWN = _ShownPaths()

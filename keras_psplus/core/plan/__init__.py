@@ -1,0 +1,1 @@
+"""Measurement of a model for `keras-psplus plan`."""

@@ -1,0 +1,214 @@
+"""Measures a script's model in one process, for `keras-psplus plan`.
+
+Step times, and the sizes of gradients.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import inspect
+import math
+import statistics
+import time
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
+
+import keras
+import numpy as np
+import tensorflow as tf
+
+from keras_psplus import compression
+from keras_psplus.compression.factors.outer_products import find_outer_product
+from keras_psplus.core.base.optimizers import optimizers_of
+from keras_psplus.keras_internals.keras_parts import epoch_iterator, tree
+
+# Steps that are taken to be timed, after those in which TensorFlow prepares them.
+_FIRST, _STEPS, _SECONDS = 2, 20, 5.0
+# Batches of one worker whose distinct rows are counted, together and one by one.
+_BATCHES = 8
+# By these compressors are timed, as benchmarks/compressor_cost.py does.
+_SHAPE, _CALLS = (1000, 1000), 20
+_OF_FIT = ("x", "y", "sample_weight", "batch_size", "steps_per_epoch", "class_weight")
+
+
+def measure(
+    fit: Callable[..., Any], model: keras.Model, args: Any, kwargs: Any, workers: int
+) -> dict[str, Any]:
+    """Runs some steps of a model with one worker's batch and with the global one.
+
+    Args:
+        fit: Keras's own `fit`.
+        model: Model that the script was about to train.
+        args: Its other arguments.
+        kwargs: Its keyword arguments.
+        workers: Number of workers, which share each batch.
+
+    Returns:
+        What `keras_psplus.planning.choices.Facts` holds, as JSON has it.
+
+    Raises:
+        ValueError: If there are no data, or no optimizer is given any gradients.
+    """
+    whole = _dataset(fit, model, args, kwargs)
+    batch = next(iter(whole.take(1)), None)
+    if batch is None:
+        raise ValueError("fit() was called without any data to plan for. Received: no batch")
+    batch_rows = _rows(batch)
+    rows = max(1, math.ceil(batch_rows / workers))
+    own = whole.unbatch().batch(rows, drop_remainder=True).take(_BATCHES).cache()
+    # XLA compiles no collectives: beside them a step takes as long as without it.
+    model.jit_compile = False
+    step_ms = _milliseconds(fit, model, own.repeat())
+    single_ms = step_ms
+    if batch_rows > rows:
+        # Others use the processor as well, but more rows never take less time.
+        all_ms = _milliseconds(fit, model, whole.take(_BATCHES).cache().repeat())
+        single_ms = max(all_ms, step_ms)
+    variables, tables = _gradients(model, list(own))
+    return {
+        "model": model.name,
+        "batch_rows": batch_rows,
+        "rows": rows,
+        "step_ms": step_ms,
+        "single_ms": single_ms,
+        "variables": variables,
+        "tables": tables,
+        "slots": _slots(model),
+        "int8_ms": _int8_milliseconds(),
+    }
+
+
+def _dataset(fit, model, args, kwargs):
+    """The batches of a call of `fit`, whole."""
+    given = inspect.signature(fit).bind(model, *args, **kwargs).arguments
+    data = {name: given[name] for name in _OF_FIT if given.get(name) is not None}
+    return epoch_iterator.EpochIterator(**data).data_adapter.get_tf_dataset()
+
+
+def _rows(batch):
+    first = next(leaf for leaf in tree.flatten(batch) if leaf is not None)
+    return int(first.nrows() if isinstance(first, tf.RaggedTensor) else first.shape[0])
+
+
+class _Timer(keras.callbacks.Callback):
+    """Notes when steps end, and stops after enough of them."""
+
+    def __init__(self):
+        super().__init__()
+        self.ends: list[tuple[int, float]] = []
+
+    def on_train_batch_end(self, batch: int, logs: Any = None) -> None:
+        self.ends.append((batch, time.perf_counter()))
+        late = self.ends[-1][1] - self.ends[0][1] > _SECONDS
+        if late and len(self.ends) > _FIRST + 2:
+            self.model.stop_training = True
+
+
+def _milliseconds(fit, model, dataset):
+    """A step's milliseconds: of the faster half the median, as others use the processor, too."""
+    timer = _Timer()
+    together = max(1, int(model.steps_per_execution))
+    steps = _FIRST + math.ceil(_STEPS / together)
+    fit(model, dataset, steps_per_epoch=steps * together, verbose=0, callbacks=[timer])
+    pairs = list(zip(timer.ends, timer.ends[1:]))[_FIRST - 1 :]
+    times = [(end - start) / (later - former) for (former, start), (later, end) in pairs]
+    return 1e3 * statistics.median(sorted(times)[: math.ceil(len(times) / 2)])
+
+
+def _gradients(model, batches: Sequence[Any]):
+    """Dense gradients of a step, and the rows of sparse ones."""
+    found: dict[str, tuple[list[int], int | None]] = {}
+    sparse: dict[str, list[int]] = {}
+
+    def record(gradients: Any, variables: Any) -> dict[str, tf.Tensor]:
+        indices = {}
+        for gradient, variable in zip(gradients, variables):
+            key = f"{variable.path} {id(variable)}"  # Layers of one name may be in two models.
+            if isinstance(gradient, tf.IndexedSlices):
+                sparse[key] = [int(n) for n in variable.shape]
+                indices[key] = tf.reshape(gradient.indices, [-1])
+            elif gradient is not None:
+                product = find_outer_product(gradient)
+                rows = None if product is None else product.left.shape[0]
+                found[key] = [int(n) for n in variable.shape], rows
+        return indices
+
+    def step(batch):
+        rows: dict[str, tf.Tensor] = {}
+        with _recording(model, lambda *given: rows.update(record(*given))):
+            model.train_step(batch)
+        return rows
+
+    strategy = model.distribute_strategy
+    function = tf.function(
+        lambda batch: strategy.run(step, args=(batch,)), autograph=False, reduce_retracing=False
+    )
+    drawn = [function(batch) for batch in batches]
+    if not found and not sparse:
+        raise ValueError(
+            "no optimizer of the model was given gradients in a train step, so there is nothing "
+            f"to plan. Received: {model} with optimizers {sorted(optimizers_of(model))}"
+        )
+    variables = [{"shape": shape, "factor_rows": rows} for shape, rows in found.values()]
+    tables = [
+        {
+            "rows": shape[0],
+            "dim": math.prod(shape[1:]),
+            "touched": _touched([one[key].numpy() for one in drawn]),
+        }
+        for key, shape in sparse.items()
+    ]
+    return variables, tables
+
+
+def _touched(indices):
+    """Distinct rows in 1, 2, 4 and so on batches, on average."""
+    counts, batches = {}, 1
+    while batches <= len(indices):
+        starts = range(0, len(indices) - batches + 1, batches)
+        groups = [np.concatenate(indices[start : start + batches]) for start in starts]
+        counts[str(batches)] = float(np.mean([np.unique(group).size for group in groups]))
+        batches *= 2
+    return counts
+
+
+@contextlib.contextmanager
+def _recording(model, record: Callable[[Any, Any], None]) -> Iterator[None]:
+    """Calls a function with gradients and variables where optimizers would apply them."""
+    optimizers = [model.optimizer, *optimizers_of(model).values()]
+    optimizers = list({id(one): one for one in optimizers}.values())
+
+    def apply(optimizer):
+        def applied(grads: Any, trainable_variables: Any = None, **_: Any) -> None:
+            record(grads, trainable_variables or optimizer._trainable_variables)
+
+        return applied
+
+    for optimizer in optimizers:
+        object.__setattr__(optimizer, "apply", apply(optimizer))
+    try:
+        yield
+    finally:
+        for optimizer in optimizers:
+            object.__delattr__(optimizer, "apply")
+
+
+def _slots(model):
+    """Numbers that the optimizer keeps for each weight."""
+    weights = sum(math.prod(v.shape) for v in model.trainable_variables)
+    kept = sum(math.prod(v.shape) for v in model.optimizer.variables if v.shape)
+    return kept / weights if weights else 0.0
+
+
+def _int8_milliseconds():
+    """Milliseconds of the processor to send a million elements as int8, with error feedback."""
+    compressor = compression.ErrorFeedback(compression.get("int8"))
+    state, step = compressor.init(_SHAPE, "float32"), tf.constant(0, tf.int64)
+    gradient = tf.random.stateless_normal(_SHAPE, (1, 2))
+    encode = tf.function(lambda: compressor.encode(gradient, state, step), autograph=False)
+    times = []
+    for _ in range(_CALLS):
+        start = time.process_time()
+        encode()
+        times.append(time.process_time() - start)
+    return 1e3 * statistics.median(times)

@@ -1,0 +1,1 @@
+"""Rows of tables: their wire format, initial values and updates."""

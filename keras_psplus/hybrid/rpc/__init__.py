@@ -1,0 +1,1 @@
+"""Calls of the table servers: clients, tickets and access keys."""

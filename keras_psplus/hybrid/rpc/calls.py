@@ -1,0 +1,336 @@
+"""Calls of a parameter server's methods, from eager code and from inside a step's graph.
+
+They are TensorFlow's own RPC operations (`tf.distribute.experimental.rpc`). What fails names the
+server; what cannot have reached it is tried again for a while, so servers' methods take a call
+that comes twice for one.
+"""
+
+import itertools
+import json
+import time
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import numpy as np
+import tensorflow as tf
+from tensorflow.distribute.experimental.rpc.kernels import gen_rpc_ops
+
+from keras_psplus.cluster.secret import AnotherProcessError, RefusedError, Secret, Session
+from keras_psplus.cluster.wire import handshake
+from keras_psplus.core.jobs import failure
+from keras_psplus.errors import TableServerError, TableServerLostError
+from keras_psplus.hybrid.rpc import names
+from keras_psplus.hybrid.rpc.row_key import RowKey
+from keras_psplus.hybrid.rpc.tickets import TicketBook
+
+_OK, _CANCELLED, _DEADLINE, _UNAVAILABLE = 0, 1, 4, 14
+_AWAY = _CANCELLED, _DEADLINE, _UNAVAILABLE
+_PAUSE_SECONDS = 0.2
+_ATTEMPT_SECONDS = 10.0
+_CONNECT_SECONDS = 2.0
+_POLL_SECONDS = 0.02
+_AWAY_SECONDS = 5.0
+_ANOTHER_PROCESS = (
+    "it has been started again, and holds nothing of this job any more. Start the whole job again. "
+    "Received: an answer of another process than before"
+)
+_unique = itertools.count()
+
+
+class Link:
+    """A client of one parameter server.
+
+    Operations of a graph that share a client are run in the order in which they were traced, so
+    what may overlap needs its own link.
+
+    Args:
+        name: The server's task name, such as `"ps-0"`.
+        address: Its `host:port`.
+        timeout: Seconds that one call may take.
+        patience: Seconds for which a server that cannot be reached is called again.
+        recovers: Whether a server that is started again is given what the one before had.
+        key: `row_key.RowKey` that every call begins with, or None.
+    """
+
+    def __init__(
+        self,
+        name: str,
+        address: str,
+        timeout: float,
+        patience: float,
+        recovers: bool = False,
+        key: RowKey | None = None,
+    ) -> None:
+        self.name, self.address = name, address
+        self._timeout, self._patience, self._recovers = timeout, patience, recovers
+        self._rarely: dict[Any, Callable[..., tf.Tensor]] = {}
+        self._key = key
+        with tf.init_scope(), tf.device("/CPU:0"):
+            self._client, _ = gen_rpc_ops.rpc_client(
+                server_address=address,
+                # A call to a server that has died is answered no earlier.
+                timeout_in_ms=int(1000 * min(timeout, _ATTEMPT_SECONDS)),
+                shared_name=f"keras_psplus_{next(_unique)}",
+                list_registered_methods=False,
+            )
+
+    def start(
+        self, method: str, args: list[tf.Tensor], dtype: tf.DType, shape: Sequence[int | None]
+    ) -> Callable[[], tf.Tensor]:
+        """Begins a call.
+
+        Args:
+            method: The method's name.
+            args: List of tensors.
+            dtype: Of the one tensor that it returns.
+            shape: Its shape, as far as it is known.
+
+        Returns:
+            Function without arguments that waits for the answer and returns it.
+        """
+        args = args if self._key is None else [self._key.read(), *args]
+        future = self._call(method, args)
+        again = self._rarely_again(method, dtype, shape)
+
+        def wait():
+            code, message = self._status(future)
+            answer = tf.cond(
+                tf.equal(code, _OK),
+                lambda: _value(future, dtype, shape),
+                lambda: again(code, message, *args),
+            )
+            with tf.control_dependencies([answer]):
+                _delete(future)
+            return tf.ensure_shape(answer, shape)
+
+        return wait
+
+    def call(
+        self, method: str, args: list[tf.Tensor], dtype: tf.DType, shape: Sequence[int | None]
+    ) -> tf.Tensor:
+        """Calls a method and waits for its answer."""
+        return self.start(method, args, dtype, shape)()
+
+    def _call(self, method, args):
+        with tf.device("/CPU:0"):
+            return gen_rpc_ops.rpc_call(
+                self._client, method_name=method, args=args, timeout_in_ms=0
+            )
+
+    def _status(self, future):
+        with tf.device("/CPU:0"):
+            code, message = gen_rpc_ops.rpc_check_status(future[0])
+        return tf.ensure_shape(code, []), tf.ensure_shape(message, [])
+
+    def _rarely_again(self, method, dtype, shape):
+        """`_again` as a function of its own.
+
+        Inlined, its operations would be most of those that a step's graph has, each of them to be
+        passed over at each call.
+        """
+        key = method, dtype, tuple(shape)
+        if key not in self._rarely:
+
+            @tf.function(autograph=False, experimental_attributes={"_noinline": True})
+            def again(code, message, *args):
+                return self._again(method, list(args), dtype, shape, code, message)
+
+            self._rarely[key] = again
+        return self._rarely[key]
+
+    def _again(self, method, args, dtype, shape, code, message):
+        """Calls until it is answered or there is no more patience."""
+        began = tf.timestamp()
+        empty = tf.zeros([0 if size is None else size for size in shape], dtype)
+
+        def may_come(code, message, answer, alive_at):
+            away = tf.reduce_any(tf.equal(code, _AWAY))
+            if self._recovers:
+                # It is there, and will have its tables soon.
+                away |= tf.strings.regex_full_match(message, names.NOT_REGISTERED)
+            now = tf.timestamp()
+            in_time = tf.logical_and(
+                now < began + self._timeout - _ATTEMPT_SECONDS, now < alive_at + self._patience
+            )
+            return tf.logical_and(away, in_time)
+
+        def try_again(code, message, answer, alive_at):
+            # There is no operation that sleeps. This path is taken when a server is away only.
+            listens = tf.ensure_shape(tf.numpy_function(self._pause, [], tf.bool), [])
+            with tf.control_dependencies([listens]):
+                alive_at = tf.where(listens, tf.timestamp(), alive_at)
+                future = self._call(method, args)
+            code, message = self._status(future)
+            answer = tf.cond(
+                tf.equal(code, _OK), lambda: _value(future, dtype, shape), lambda: empty
+            )
+            with tf.control_dependencies([answer]):
+                _delete(future)
+            return code, message, tf.ensure_shape(answer, shape), alive_at
+
+        scalar = tf.TensorShape([])
+        code, message, answer, _ = tf.while_loop(
+            may_come,
+            try_again,
+            (code, message, tf.ensure_shape(empty, shape), began),
+            shape_invariants=(scalar, scalar, tf.TensorShape(shape), scalar),
+            parallel_iterations=1,
+        )
+        reason = tf.strings.regex_replace(message, r"(?s)\nAdditional GRPC.*", "")
+        listens = tf.ensure_shape(tf.numpy_function(self._listens, [], tf.bool), [])
+        silent = tf.where(
+            listens,
+            "no answer in time; it hangs, or the link is too slow",
+            "it cannot be reached any more",
+        )
+        away = tf.reduce_any(tf.equal(code, [_DEADLINE, _UNAVAILABLE]))
+        # What was traced for an optimizer calls methods that go with it.
+        replaced = tf.strings.regex_full_match(message, f"(?s).*{names.OF_OPTIMIZER}.*")
+        reason = tf.where(
+            replaced,
+            "the table's optimizer has been replaced since by another one, and a table has one at "
+            "a time. Compile the model again before it trains on",
+            reason,
+        )
+        text = tf.strings.join(
+            [
+                tf.where(replaced, failure.REFUSED, failure.LOST),
+                f"{self.name} ({self.address}) failed at {names.readable(method)}: ",
+                tf.where(away, silent, reason),
+            ]
+        )
+        with tf.control_dependencies([tf.debugging.Assert(tf.equal(code, _OK), [text])]):
+            return tf.identity(answer)
+
+    def _pause(self):
+        time.sleep(_PAUSE_SECONDS)
+        return self._listens()
+
+    def _listens(self):
+        return np.bool_(listens(self.address))
+
+
+class ControlLink(Link):
+    """Requests that are not part of training steps, as JSON, from eager code."""
+
+    def __init__(self, name: str, address: str, secret: Secret, timeout: float) -> None:
+        super().__init__(name, address, timeout, patience=0)
+        self._session = Session(secret, self._send)
+        self._tickets = TicketBook()
+
+    @property
+    def nonce(self) -> str | None:
+        """Nonce of the server's process, once it is known."""
+        return self._session.process
+
+    @nonce.setter
+    def nonce(self, nonce: str | None) -> None:
+        self._session.process = nonce
+
+    def request(self, what: str, **arguments: Any) -> dict[str, Any]:
+        """Sends a request and returns the answer, a dict.
+
+        Raises:
+            TableServerError: If it is refused, or there is no answer in time.
+        """
+        return self.begin(what, **arguments)()
+
+    def begin(self, what: str, **arguments: Any) -> Callable[[], dict[str, Any]]:
+        """Sends a request; returns a function that waits for the answer and returns it."""
+        number = self._tickets.open()
+        began = time.monotonic()
+        last_heard = [began]
+
+        def ask():
+            code, message, answer = self._ask(what, number, arguments)
+            # A server that starts again with more methods breaks calls off.
+            if code in (_CANCELLED, _UNAVAILABLE):
+                if time.monotonic() < last_heard[0] + _AWAY_SECONDS:
+                    return {"pending": True}
+            if answer is None:
+                kind = TableServerLostError if code in _AWAY else TableServerError
+                raise kind(
+                    f"{self.name} ({self.address}) does not answer as a table server of this job. "
+                    "Look into its log. "
+                    f"Received: {message.splitlines()[0] if message else code} at '{what}'"
+                )
+            last_heard[0] = time.monotonic()
+            return answer
+
+        def wait(answer):
+            progress, deadline = 0, began + self._timeout
+            while answer.get("pending"):
+                # What takes long may do so as long as it goes on.
+                if answer.get("progress", progress) != progress:
+                    progress = answer["progress"]
+                    deadline = time.monotonic() + self._timeout
+                if time.monotonic() >= deadline:
+                    raise TableServerLostError(
+                        f"{self.name} ({self.address}) has not done what it was asked for in "
+                        f"{self._timeout:g} s. Look into its log. Received: '{what}'"
+                    )
+                time.sleep(_POLL_SECONDS)
+                answer = ask()
+            if "error" in answer:
+                kind = TableServerLostError if answer.get("lost") else TableServerError
+                raise kind(f"{self.name} ({self.address}): {answer['error']}")
+            return answer
+
+        def wait_and_close(answer):
+            try:
+                return wait(answer)
+            finally:
+                self._tickets.close(number)
+
+        try:
+            first = ask()
+        except BaseException:
+            self._tickets.close(number)
+            raise
+        return lambda: wait_and_close(first)
+
+    def _ask(self, what, number, arguments):
+        ticket = self._tickets.ticket(number)
+        request = json.dumps({"what": what, "ticket": ticket, **arguments})
+        try:
+            return _OK, "", json.loads(self._session.ask(request))
+        except _NoAnswer as error:
+            return *error.args, None
+        except RefusedError as error:
+            return _OK, "", {"error": str(error)}
+        except AnotherProcessError:
+            return _OK, "", {"error": _ANOTHER_PROCESS, "lost": True}
+
+    def _send(self, text):
+        with tf.init_scope():
+            future = self._call(names.CONTROL, [tf.constant(text)])
+            code, message = self._status(future)
+            code, message = int(code), message.numpy().decode(errors="replace")
+            answer = _value(future, tf.string, []).numpy() if code == _OK else None
+            _delete(future)
+        if answer is None:
+            raise _NoAnswer(code, message)
+        return answer.decode(errors="replace")
+
+
+class _NoAnswer(Exception):
+    """A call's status, if it is none of success."""
+
+
+def _value(future, dtype, shape):
+    with tf.device("/CPU:0"):
+        return tf.ensure_shape(gen_rpc_ops.rpc_get_value(future[0], Tout=[dtype])[0], shape)
+
+
+def _delete(future):
+    with tf.device("/CPU:0"):
+        gen_rpc_ops.delete_rpc_future_resource(handle=future[0], deleter=future[1])
+
+
+def listens(address: str) -> bool:
+    """Whether a TCP connection to an address is accepted."""
+    try:
+        handshake.connect(address, _CONNECT_SECONDS).close()
+    except OSError:
+        return False
+    return True

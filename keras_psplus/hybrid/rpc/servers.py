@@ -1,0 +1,220 @@
+"""All parameter servers of a job, as a worker knows them."""
+
+import atexit
+import collections
+import time
+from collections.abc import Callable
+from typing import Any
+
+from keras_psplus.cluster.config import ClusterStartupError, TaskConfig, task_name
+from keras_psplus.cluster.process import exit_code
+from keras_psplus.cluster.secret import Secret
+from keras_psplus.hybrid.rpc.calls import ControlLink, Link, TableServerError, listens
+from keras_psplus.hybrid.rpc.row_key import RowKey
+
+_SHUTDOWN_SECONDS = 3.0
+_POLL_SECONDS = 0.2
+
+
+class Servers:
+    """The parameter servers of a job.
+
+    Args:
+        task: `TaskConfig` of this process.
+        secret: `secret.Secret` of the job's token.
+        timeout: Seconds that a call may take.
+        patience: Seconds for which a server that cannot be reached is called again.
+        recovers: Whether a server that is started again is given what the one before had.
+    """
+
+    def __init__(
+        self,
+        task: TaskConfig,
+        secret: Secret,
+        timeout: float,
+        patience: float,
+        recovers: bool = False,
+    ) -> None:
+        self._task, self._secret = task, secret
+        self._peers = [
+            (task_name(job, index), address) for job, index, address in task.tasks() if job == "ps"
+        ]
+        self._timeout, self._patience, self._recovers = timeout, patience, recovers
+        # What a server would have to hear to take the place of another one.
+        self._greeting: dict[str, Any] = {}
+        self._made: list[tuple[str, dict[str, Any]]] = []
+        self._assigned: collections.Counter[tuple[int, int]] = collections.Counter()
+        # Links that reach whatever process is there; those of the stall inspector's thread.
+        self._unnamed: dict[int, ControlLink] = {}
+        self._watching: dict[int, ControlLink] = {}
+        self._at_good_end: list[Callable[[], None]] = []
+        self._control = [ControlLink(*peer, secret, timeout) for peer in self._peers]
+        self._row_keys = [RowKey(secret) for _ in self._peers]
+        # Of the servers' first processes, by which row keys go.
+        self._first_processes: list[str | None] = [None] * len(self._peers)
+        self._startup_timeout = timeout
+
+    def __len__(self) -> int:
+        return len(self._peers)
+
+    def new_links(self) -> list[Link]:
+        """A new link to each server."""
+        return [
+            Link(*peer, self._timeout, self._patience, self._recovers, key)
+            for peer, key in zip(self._peers, self._row_keys)
+        ]
+
+    def greet(self, agreed: str, replicas: int, timeout: float) -> None:
+        """Says hello to all servers, and that it shuts down when this process ends well.
+
+        Args:
+            agreed: Text that has to be equal in all processes of the job.
+            replicas: Number of replicas, as well.
+            timeout: Seconds to wait for a server.
+
+        Raises:
+            ClusterStartupError: If one does not come, or is another job's.
+        """
+        self._startup_timeout = timeout
+        self._greeting = {"agreed": agreed, "replicas": replicas}
+        deadline = time.monotonic() + timeout
+        for index, ((name, address), link) in enumerate(zip(self._peers, self._control)):
+            # Before it is called: a client whose call has failed waits longer each time.
+            while not listens(address):
+                if time.monotonic() >= deadline:
+                    raise ClusterStartupError(
+                        f"{name} did not come to {address} within {timeout:g} s. Start it, or read "
+                        f"its log if it has ended. Received: TF_CONFIG={self._task.to_tf_config()}"
+                    )
+                time.sleep(_POLL_SECONDS)
+            try:
+                answer = link.request("hello", **self._greeting)
+            except TableServerError as error:
+                raise ClusterStartupError(f"{error}") from None
+            link.nonce, self._first_processes[index] = answer["nonce"], answer["first_process"]
+            self._row_keys[index].set(answer["first_process"])
+        if self._task.is_chief:
+            exit_code.watch()
+            atexit.register(self._at_exit)
+
+    def at_good_end(self, function: Callable[[], None]) -> None:
+        """Has a function called before this process, the chief's, ends well."""
+        self._at_good_end.append(function)
+
+    def make(self, what: str, **arguments: Any) -> None:
+        """Has all servers make something, and waits until it can be called."""
+        self.ask_all(what, **arguments)
+        self._made.append((what, arguments))
+
+    def ask_all(self, what: str, **arguments: Any) -> None:
+        """Asks all servers for something, and waits until all of them have done it.
+
+        Raises:
+            TableServerError: The first one's, if some have not.
+        """
+        errors, waits = [], []
+        for link in self._control:
+            try:
+                waits.append(link.begin(what, **arguments))
+            except TableServerError as error:
+                errors.append(error)
+        for wait in waits:
+            try:
+                wait()
+            except TableServerError as error:
+                errors.append(error)
+        if errors:
+            raise errors[0]
+
+    @property
+    def peers(self) -> list[tuple[str, str]]:
+        """Pairs of names and addresses of all servers."""
+        return list(self._peers)
+
+    def find_restarted(self, index: int) -> ControlLink | None:
+        """Connects to a server that has restarted; returns None if it has not.
+
+        Raises:
+            TableServerError: If it does not answer.
+        """
+        if index not in self._unnamed:
+            self._unnamed[index] = ControlLink(*self._peers[index], self._secret, self._timeout)
+        nonce = self._unnamed[index].request("who")["nonce"]
+        if nonce == self._control[index].nonce:
+            return None
+        link = self._unnamed.pop(index)
+        link.nonce = nonce
+        return link
+
+    def recover(self, index: int, link: ControlLink, load: dict[str, Any]) -> None:
+        """Gives a server that was started again what the one before had.
+
+        Args:
+            index: The server's index.
+            link: What `find_restarted` has returned.
+            load: From where it loads its rows: arguments of the request `"load"`.
+
+        Raises:
+            TableServerError: If it cannot.
+        """
+        assigned = [(*where, count) for where, count in self._assigned.items()] if not index else []
+        link.request(
+            "recover",
+            greeting=self._greeting,
+            first_process=self._first_processes[index],
+            made=self._made,
+            assigned=assigned,
+            load=load,
+        )
+        self._control[index] = link
+
+    @property
+    def addresses(self) -> dict[str, str]:
+        """Dict from the servers' names to their addresses."""
+        return dict(self._peers)
+
+    def pushes(self) -> list[list[int]]:
+        """Number of pushes of each replica to each shard: a list of lists."""
+        found = []
+        for index, peer in enumerate(self._peers):
+            # From another thread than the one that trains.
+            if index not in self._watching:
+                self._watching[index] = ControlLink(*peer, self._secret, _SHUTDOWN_SECONDS)
+            found += self._watching[index].request("pushes")["pushes"]
+        return found
+
+    def count_assignment(self, key: int, slot: int) -> None:
+        """Says that all of a table, or of a slot of it, has been set."""
+        self._assigned[key, slot] += 1
+        self._control[0].request("assigned", key=key, slot=slot)
+
+    def assignments(self, key: int, slot: int) -> int:
+        """Number of assignments reported for a table's slot."""
+        return self._control[0].request("assignments", key=key, slot=slot)["count"]
+
+    def wait_for_assignment(self, key: int, slot: int, count: int, name: str) -> None:
+        """Waits until that has been said a number of times.
+
+        Raises:
+            TableServerError: If it is not, for longer than the chief may take to start.
+        """
+        deadline = time.monotonic() + self._startup_timeout
+        while self.assignments(key, slot) < count:
+            if time.monotonic() >= deadline:
+                raise TableServerError(
+                    f"{self._task.name} has assigned the table '{name}', and the chief, whose "
+                    f"value counts, has not in {self._startup_timeout:g} s. All workers must load "
+                    f"or set weights at the same point of the script. Received: slot {slot}"
+                )
+            time.sleep(_POLL_SECONDS)
+
+    def _at_exit(self):
+        if exit_code.is_bad():
+            return
+        for function in self._at_good_end:
+            function()
+        for name, address in self._peers:
+            try:
+                ControlLink(name, address, self._secret, _SHUTDOWN_SECONDS).request("shutdown")
+            except TableServerError:
+                pass  # It has ended, or hangs.

@@ -1,0 +1,297 @@
+"""One parameter server's rows of one table, and the methods by which workers reach them.
+
+Row `r` of the table is row `r // servers` on server `r % servers`, so that a range of frequent ids
+is shared out between them.
+"""
+
+import functools
+from typing import Any
+
+import numpy as np
+import tensorflow as tf
+
+from keras_psplus.compression import Compressor
+from keras_psplus.hybrid.rows.initial_rows import make_variable, rows_of
+from keras_psplus.hybrid.rows.missing_updates import MissingUpdates
+from keras_psplus.hybrid.rows.row_codec import RowCodec
+from keras_psplus.hybrid.rows.row_optimizer import RowOptimizer
+from keras_psplus.hybrid.rows.row_undo_log import RowUndoLog
+
+_INT, _LONG, _FLOAT = tf.int32, tf.int64, tf.float32
+# More parts than one step's rows could ever need.
+PARTS = 1 << 20
+
+
+class Shard:
+    """Rows of one table, with the optimizer that updates them.
+
+    Args:
+        spec: Dict with the table's `key` (a number), `name`, `rows`, `dim` and `initializer` (a
+            serialized initializer, or None for zeros).
+        server: Index of this server.
+        servers: Number of servers.
+        pull_compressor: Compressor of rows that workers read, or None.
+        push_compressor: Compressor of gradients that they send, or None.
+        replicas: Replicas that push at each step.
+        sync: Whether a step's pushes are summed and applied once.
+        keeps_undo_log: Whether the rows of the step before can be read.
+    """
+
+    def __init__(
+        self,
+        spec: dict[str, Any],
+        server: int,
+        servers: int,
+        pull_compressor: Compressor | None,
+        push_compressor: Compressor | None,
+        replicas: int,
+        sync: bool,
+        keeps_undo_log: bool = False,
+    ) -> None:
+        self.spec = spec
+        self.name, self.dim = spec["name"], spec["dim"]
+        self.rows = rows_of(spec["rows"], server, servers)
+        self._pull = RowCodec(pull_compressor, self.dim)
+        self._push = RowCodec(push_compressor, self.dim)
+        self._replicas, self._sync = replicas, sync
+        self.weights = make_variable(spec, server, servers)
+        self.optimizer: RowOptimizer | None = None
+        self._optimizer_number = self._first_slot = 0
+        self._methods: dict[str, tf.types.experimental.PolymorphicFunction] = {}
+        # Ends with the number of steps that were applied.
+        self.version = tf.Variable(0, dtype=_LONG, trainable=False)
+        self._undo_log = RowUndoLog(self.weights, self.version) if keeps_undo_log else None
+        self._seen = tf.Variable(tf.fill([replicas], tf.constant(-1, _LONG)), trainable=False)
+        self.missing_updates = MissingUpdates(replicas, PARTS)
+        self._arrived = tf.Variable(0, dtype=_INT, trainable=False)
+        self._lock = tf.CriticalSection(name=f"table_{spec['key']}")
+        self._inbox = tf.queue.FIFOQueue(1 << 20, [_LONG, _INT, _FLOAT])
+        self._sum_ids = tf.Variable(tf.zeros([0], _INT), shape=[None], trainable=False)
+        self._sum_rows = tf.Variable(
+            tf.zeros([0, self.dim]), shape=[None, self.dim], trainable=False
+        )
+
+    @property
+    def variables(self) -> dict[int, tf.Variable]:
+        """The rows and the optimizer's slots of them, by the numbers that workers give them."""
+        return {0: self.weights, **dict(enumerate(self.slots, self._first_slot))}
+
+    @property
+    def slots(self) -> list[tf.Variable]:
+        """The optimizer's variables of the rows."""
+        return self.optimizer.slots if self.optimizer else []
+
+    def counts(self) -> tf.Tensor:
+        """Number of updates, and the last one of each replica, for `take_up`."""
+        return tf.concat([[self.version.read_value()], self._seen.read_value()], 0)
+
+    def take_up(self, counts: np.ndarray) -> None:
+        """Goes on where another process was, while workers go on where they are."""
+        self.version.assign(counts[0])
+        self._seen.assign(counts[1:])
+        self.missing_updates.begin()
+
+    def set_optimizer(self, config: dict[str, Any], number: int, first_slot: int) -> None:
+        """Makes an optimizer and its slots, in the place of the last one.
+
+        Args:
+            config: What `config_of` has made of it.
+            number: Its number among those that this table has had.
+            first_slot: The number of its first slot; those of earlier optimizers come before.
+        """
+        self.optimizer = RowOptimizer(config, self.weights)
+        self._optimizer_number, self._first_slot = number, first_slot
+
+    def methods(self) -> dict[str, tf.types.experimental.PolymorphicFunction]:
+        """Functions with signatures, by what they do; each of them is traced once."""
+        makers = {"lookup": self._lookup}
+        if self._undo_log is not None:
+            undo_log = self._undo_log
+            makers["lookup_at"] = lambda: undo_log.lookup(self._lock, self._pull.encode)
+        for i, variable in self.variables.items():
+            makers[f"read{i}"] = functools.partial(self._read, variable)
+            makers[f"write{i}"] = functools.partial(self._write, variable)
+        if self.optimizer is not None:
+            # What was traced for an earlier optimizer must not reach this one.
+            number = self._optimizer_number
+            makers[f"push{number}"] = self._push_function
+            if self._sync:
+                makers[f"norm{number}"], makers[f"commit{number}"] = self._norm, self._commit
+        known = self._methods
+        self._methods = {
+            what: known[what] if what in known else make() for what, make in makers.items()
+        }
+        return self._methods
+
+    def pushes(self) -> list[int]:
+        """Number of pushes of each replica."""
+        return [1 + int(key) // PARTS for key in self._seen.numpy()]
+
+    def _lookup(self):
+        @_traced(tf.TensorSpec([None], _INT))
+        def lookup(ids):
+            return self._pull.encode(self.weights.sparse_read(ids), self.version.read_value())
+
+        return lookup
+
+    def _read(self, variable):
+        @_traced(tf.TensorSpec([], _INT), tf.TensorSpec([], _INT))
+        def read(first, count):
+            return variable.sparse_read(tf.range(first, first + count))
+
+        return read
+
+    def _write(self, variable):
+        @_traced(tf.TensorSpec([], _INT), tf.TensorSpec([None, self.dim], _FLOAT))
+        def write(first, rows):
+            ids = tf.range(first, first + tf.shape(rows)[0])
+            with tf.control_dependencies(
+                [
+                    tf.raw_ops.ResourceScatterUpdate(
+                        resource=variable.handle, indices=ids, updates=rows
+                    )
+                ]
+            ):
+                return tf.shape(rows)[0]
+
+        return write
+
+    def _push_function(self):
+        # Replica, its number of pushes before this one, part of it, whether that is the last,
+        # whether to wait for `commit`, and the optimizer's iterations.
+        header = tf.TensorSpec([6], _LONG)
+        numbers = tf.TensorSpec([1 + self.optimizer.scalars], _FLOAT)
+        ids = tf.TensorSpec([None], _INT)
+        words = tf.TensorSpec([None, self._push.width], _FLOAT)
+
+        @_traced(header, numbers, ids, words)
+        def push(header, numbers, ids, words):
+            replica, step, part, last, waits, iterations = tf.unstack(header)
+            gradient = self._push.decode(words, step)
+            key = step * PARTS + part
+            last_seen = self._seen.read_value()[replica]
+            is_new = key > last_seen
+
+            def take():
+                noted = [] if self._sync else [self.missing_updates.note(replica, key, last_seen)]
+                with tf.control_dependencies(noted):
+                    seen = tf.raw_ops.ResourceScatterUpdate(
+                        resource=self._seen.handle, indices=replica, updates=key
+                    )
+                with tf.control_dependencies([seen]):
+                    if not self._sync:
+                        return self._take_at_once(ids, gradient, numbers, iterations)
+                    return self._take_in(
+                        replica * PARTS + part, ids, gradient, numbers, iterations, last, waits
+                    )
+
+            def locked():
+                # One that comes again, as its answer was lost, has been taken.
+                return tf.cond(is_new, take, self.version.read_value)
+
+            return self._lock.execute(locked)
+
+        return push
+
+    def _take_at_once(self, ids, gradient, numbers, iterations):
+        gradient = self.optimizer.regularized(ids, gradient)
+        return self._apply(ids, gradient, numbers, iterations)
+
+    def _apply(self, ids, gradient, numbers, iterations):
+        if self._undo_log is not None:
+            self._undo_log.record(ids)
+        done = self.optimizer.apply(ids, gradient, numbers[0], numbers[1:], iterations)
+        with tf.control_dependencies([done]):
+            return self.version.assign_add(1, read_value=True)
+
+    def _take_in(self, place, ids, gradient, numbers, iterations, last, waits):
+        with tf.control_dependencies([self._inbox.enqueue((place, ids, gradient))]):
+            arrived = self._arrived.assign_add(tf.cast(last, _INT), read_value=True)
+
+        def complete():
+            ids, gradient = self._sum()
+            gradient = self.optimizer.regularized(ids, gradient)
+
+            def keep():
+                self._sum_ids.assign(ids)
+                self._sum_rows.assign(gradient)
+                return self.version.read_value()
+
+            def apply():
+                return self._apply(ids, gradient, numbers, iterations)
+
+            with tf.control_dependencies([self._arrived.assign(0, read_value=False)]):
+                return tf.cond(waits > 0, keep, apply)
+
+        return tf.cond(tf.equal(arrived, self._replicas), complete, self.version.read_value)
+
+    def _sum(self):
+        """Sums received gradients in the order of replicas, independently of arrival."""
+        # A loop costs more than what is summed, and there is seldom more than a part of each.
+        places, sizes, ids, rows = tf.cond(
+            tf.equal(self._inbox.size(), self._replicas), self._part_of_each, self._all_parts
+        )
+        order, starts = tf.argsort(places), tf.cumsum(sizes, exclusive=True)
+        in_order = tf.ragged.range(
+            tf.gather(starts, order), tf.gather(starts + sizes, order)
+        ).flat_values
+        unique, positions = tf.unique(tf.gather(ids, in_order))
+        rows = tf.gather(rows, in_order)
+        return unique, tf.math.unsorted_segment_sum(rows, positions, tf.size(unique))
+
+    def _next_part(self):
+        place, ids, rows = self._inbox.dequeue()
+        ids = tf.ensure_shape(ids, [None])
+        rows = tf.ensure_shape(rows, [None, self.dim])
+        return tf.ensure_shape(place, []), tf.size(ids), ids, rows
+
+    def _part_of_each(self):
+        places, sizes, ids, rows = zip(*[self._next_part() for _ in range(self._replicas)])
+        return tf.stack(places), tf.stack(sizes), tf.concat(ids, 0), tf.concat(rows, 0)
+
+    def _all_parts(self):
+        count = self._inbox.size()
+        shapes = [], [], [None], [None, self.dim]
+        start = [
+            tf.TensorArray(dtype, count, infer_shape=False, element_shape=shape)
+            for dtype, shape in zip((_LONG, _INT, _INT, _FLOAT), shapes)
+        ]
+
+        def take(i, *arrays):
+            return i + 1, *(a.write(i, part) for a, part in zip(arrays, self._next_part()))
+
+        _, places, sizes, ids, rows = tf.while_loop(
+            lambda i, *_: i < count, take, (0, *start), parallel_iterations=1
+        )
+        return places.stack(), sizes.stack(), ids.concat(), rows.concat()
+
+    def _norm(self):
+        @_traced(tf.TensorSpec([], _INT))
+        def norm(unused):
+            return tf.reduce_sum(tf.square(self._sum_rows.read_value()))
+
+        return norm
+
+    def _commit(self):
+        numbers = tf.TensorSpec([2 + self.optimizer.scalars], _FLOAT)
+
+        @_traced(tf.TensorSpec([2], _LONG), numbers)
+        def commit(header, numbers):
+            step, iterations = tf.unstack(header)
+
+            def apply():
+                gradient = self._sum_rows.read_value() * numbers[0]
+                return self._apply(self._sum_ids.read_value(), gradient, numbers[1:], iterations)
+
+            def locked():
+                # All replicas say it; the first one counts.
+                version = self.version.read_value()
+                return tf.cond(tf.equal(version, step), apply, lambda: version)
+
+            return self._lock.execute(locked)
+
+        return commit
+
+
+def _traced(*signature):
+    return tf.function(input_signature=signature, autograph=False)

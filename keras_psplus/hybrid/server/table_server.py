@@ -1,0 +1,339 @@
+"""A parameter server of `HybridStrategy`: it holds shards of tables until the chief has ended.
+
+TensorFlow's RPC server takes methods only before it starts. When a table is added, a second server
+is started on the same port (they may share it) and the first is ended; clients notice nothing but
+a call that has to be repeated.
+"""
+
+import collections
+import json
+import queue
+import threading
+from collections.abc import Callable, Iterable
+from typing import Any
+
+import tensorflow as tf
+
+from keras_psplus.cluster.config import ClusterStartupError, TaskConfig
+from keras_psplus.cluster.environment import TOKEN_VARIABLE
+from keras_psplus.cluster.process import tuning
+from keras_psplus.cluster.secret import Gate, Secret
+from keras_psplus.cluster.serving import serve as cluster_serve
+from keras_psplus.cluster.startup.preflight import check_local_address
+from keras_psplus.hybrid.files import shard_files, snapshot_folders
+from keras_psplus.hybrid.rows.row_optimizer import check_elementwise
+from keras_psplus.hybrid.rpc import names
+from keras_psplus.hybrid.rpc.calls import ControlLink, TableServerError
+from keras_psplus.hybrid.rpc.row_key import RowKey, with_key_check
+from keras_psplus.hybrid.rpc.tickets import Tickets
+from keras_psplus.hybrid.server.folders import Folders
+from keras_psplus.hybrid.server.server_files import ServerFiles
+from keras_psplus.hybrid.server.shard import Shard
+
+_POLL_SECONDS = 0.1
+_ANSWER_SECONDS = 20.0
+# Of one address, as gRPC reads it.
+_SPELLINGS = "", "dns:///", "dns:"
+
+
+class TableServer:
+    """Serves this task's shards.
+
+    Args:
+        task: `TaskConfig` of this process.
+        secret: What every client has to know, the `secret.Secret` of the job's token.
+        options: Dict of what `Shard` takes beside its table.
+        agreed: Text that has to be equal in all processes of the job.
+        log: Function that takes a line of progress.
+        folders: Paths of the folders below which it may write.
+    """
+
+    def __init__(
+        self,
+        task: TaskConfig,
+        secret: Secret,
+        options: dict[str, Any],
+        agreed: str,
+        log: Callable[[str], None],
+        folders: Iterable[str] = (),
+    ) -> None:
+        self._task, self._options, self._agreed = task, options, agreed
+        self._log, self._folders = log, Folders(folders)
+        self._gate = Gate(
+            secret,
+            f"{task.name} belongs to another job: its token differs. Start all tasks with the same "
+            f"TF_CONFIG cluster, and the same {TOKEN_VARIABLE} or `job_token`. Received: another "
+            "token",
+        )
+        self._row_key = RowKey(secret)
+        self._checked_methods: dict[tuple[int, str], tuple[Any, Any]] = {}
+        # Its own, or that of the process whose place it has taken.
+        self._first_process = self.nonce
+        self._row_key.set(self._first_process)
+        self._shards: dict[int, Shard] = {}
+        self._files = ServerFiles(self._shards, options)
+        self._assignments: collections.Counter[tuple[int, int]] = collections.Counter()
+        self._requests: queue.SimpleQueue[tuple[str, int, dict[str, Any]]] = queue.SimpleQueue()
+        self._tickets = Tickets()
+        self._server = None
+        self._generation = self._served = self._starts = 0
+        self.was_greeted = self.was_left = False
+        self.listens = threading.Event()
+        self._control = self._make_control()
+
+    def serve(self, ended: threading.Event) -> None:
+        """Answers until the event `ended` is set."""
+        self._restart()
+        self.listens.set()
+        self._log(f"{self._task.name} serves tables on {self._task.address}")
+        while not ended.is_set():
+            try:
+                client, number, request = self._requests.get(timeout=_POLL_SECONDS)
+            except queue.Empty:
+                continue
+            try:
+                answer = self._handle(**request)
+            except Exception as error:  # Sent to the client that has asked.
+                answer = {"error": f"{error}"}
+            if self._served < self._generation:
+                # Before the answer, by which the new methods can be called.
+                self._restart()
+            self._tickets.put(client, number, answer)
+
+    @property
+    def nonce(self) -> str:
+        """Tells this process from others at the same address."""
+        return self._gate.process
+
+    def _make_control(self):
+        def handle(text):
+            try:
+                return json.dumps(self._ask(json.loads(text)))
+            except (ValueError, KeyError, TypeError) as error:
+                return json.dumps({"error": f"This is no request. Received: {error}"})
+
+        def answer(text):
+            return self._gate.answer(text, handle).encode()
+
+        @tf.function(input_signature=[tf.TensorSpec([], tf.string)], autograph=False)
+        def control(text):
+            return tf.ensure_shape(tf.numpy_function(answer, [text], tf.string), [])
+
+        return control
+
+    def _ask(self, request):
+        """Notes a request, for the main thread to answer them one by one.
+
+        TensorFlow's threads call this, of which there may be few: none of them may wait here.
+        """
+        client, number, read = request.pop("ticket")
+        if self._tickets.take(client, number, read):
+            self._requests.put((client, number, request))
+        answer = self._tickets.answer(client, number)
+        return {"pending": True, "progress": self._files.progress} if answer is None else answer
+
+    def _handle(self, what, **arguments):
+        handler = getattr(self, f"_on_{what}", None)
+        if handler is None:
+            raise ValueError(f"There is no such request. Received: {what!r}")
+        if "directory" in arguments and what != "load":
+            self._folders.check_allowed(arguments["directory"], arguments.get("stem", "none"))
+        return handler(**arguments)
+
+    def _on_hello(self, agreed, replicas):
+        known = self._options.setdefault("replicas", replicas)
+        if agreed != self._agreed or replicas != known:
+            raise ValueError(
+                f"{self._task.name} was started with another strategy: all must run the same "
+                f"script. Received: {agreed} with {replicas} replicas, for {self._agreed} with "
+                f"{known} on {self._task.name}"
+            )
+        self.was_greeted = True
+        return {"nonce": self.nonce, "first_process": self._first_process}
+
+    def _on_who(self):
+        return {"nonce": self.nonce}
+
+    def _on_shutdown(self):
+        self.was_left = True
+        return {}
+
+    def _on_table(self, spec):
+        key = spec["key"]
+        shard = self._shards.get(key)
+        if shard is None:
+            self._shards[key] = Shard(spec, **self._options)
+            self._generation += 1
+        elif shard.spec != spec:
+            raise ValueError(
+                f"Table {key} of {self._task.name} is another one. "
+                f"Received: {_described(spec)} for {_described(shard.spec)}"
+            )
+        return {}
+
+    def _on_optimizer(self, key, config, number, first_slot):
+        shard = self._shards[key]
+        check_elementwise(config)
+        shard.set_optimizer(config, number, first_slot)
+        self._generation += 1
+        return {}
+
+    def _on_assigned(self, key, slot):
+        self._assignments[key, slot] += 1
+        return {}
+
+    def _on_assignments(self, key, slot):
+        return {"count": self._assignments[key, slot]}
+
+    def _on_pushes(self):
+        return {"pushes": [shard.pushes() for shard in self._shards.values()]}
+
+    def _on_check_directory(self, directory):
+        shard_files.check_writable(directory, self._task.name)
+        others = snapshot_folders.others(directory)
+        if others:
+            self._log(f"{self._task.name}: {others}")
+        return {}
+
+    def _on_claim_folder(self, directory):
+        snapshot_folders.claim(directory)
+        return {}
+
+    def _on_save(self, directory, stem):
+        self._files.save(directory, stem)
+        return {}
+
+    def _on_load(self, **where):
+        self._files.load(**where)
+        return {}
+
+    def _on_keep(self, directory, stem):
+        self._files.keep(directory, stem)
+        return {}
+
+    def _on_keep_folders(self, directory, names):
+        snapshot_folders.keep_only(directory, names)
+        return {}
+
+    def _on_recover(self, greeting, first_process, made, assigned, load):
+        if self._shards:
+            raise ValueError(f"It has tables already. Received: a request to recover {load}")
+        try:
+            self._on_hello(**greeting)
+            self._first_process = first_process
+            self._row_key.set(first_process)
+            for what, arguments in made:
+                self._handle(what, **arguments)
+            self._files.load(**load)
+            tables = [(key, stored) for key, stored, _ in load["tables"]]
+            self._files.take_up(load["directory"], load["stem"], tables)
+        except Exception:
+            # Nobody must reach half of it.
+            self._shards.clear()
+            self._generation = self._served
+            raise
+        self._assignments.update({(key, slot): count for key, slot, count in assigned})
+        self._log(f"{self._task.name} has read its rows of the tables in {load['directory']}")
+        return {}
+
+    def _on_lost(self):
+        counts = {shard.name: shard.missing_updates.counted() for shard in self._shards.values()}
+        return {"lost": counts}
+
+    def _restart(self):
+        generation = self._generation
+        methods = {names.CONTROL: self._control}
+        for key, shard in self._shards.items():
+            for what, function in shard.methods().items():
+                methods[names.method(key, what)] = self._with_key_check(key, what, function)
+        # TensorFlow takes a second server of the same text for the first, until that is gone.
+        self._starts += 1
+        address = _SPELLINGS[self._starts % len(_SPELLINGS)] + self._task.address
+        server = tf.distribute.experimental.rpc.Server.create("grpc", address)
+        for name, function in methods.items():
+            server.register(name, function)
+        server.start()
+        # A server ends with its last reference, which must be that thread's: it waits for calls
+        # that may be waiting for this one, and 20 s for a connection that does not answer.
+        old, self._server, self._served = [self._server], server, generation
+        threading.Thread(target=old.clear, daemon=True).start()
+
+    def _with_key_check(self, key, what, function):
+        """The method that is served for a shard's; it is traced once."""
+        of, method = self._checked_methods.get((key, what), (None, None))
+        if of is not function:
+            method = with_key_check(function, self._row_key)
+            self._checked_methods[key, what] = function, method
+        return method
+
+
+def serve(
+    task: TaskConfig,
+    secret: Secret,
+    options: dict[str, Any],
+    agreed: str,
+    startup_timeout: float,
+    folders: Iterable[str] = (),
+    chief_gone: float = 5.0,
+) -> None:
+    """Serves tables until the chief has ended.
+
+    Args:
+        task: `TaskConfig` of this ps task.
+        secret: `secret.Secret` of the job's token.
+        options: Dict of what `Shard` takes beside its table.
+        agreed: Text that has to be equal in all processes of the job.
+        startup_timeout: Seconds to wait for the chief.
+        folders: Paths of the folders below which it may write.
+        chief_gone: Seconds for which the chief cannot be reached before it counts as ended.
+
+    Raises:
+        keras_psplus.cluster.ClusterStartupError: If this task's address cannot be used or the
+            chief does not come.
+        keras_psplus.cluster.serving.serve.ChiefLostError: If the chief has ended without having
+            said so.
+    """
+    check_local_address(task)
+    tuning.tune()
+    ended, problem = threading.Event(), []
+    server = TableServer(task, secret, options, agreed, cluster_serve.log_line, folders)
+
+    def watch():
+        try:
+            _check_that_it_answers(server, task, secret)
+            cluster_serve.outlive(
+                task,
+                lambda: server.was_greeted,
+                lambda: server.was_greeted and not server.was_left,
+                lambda: False,  # Other workers may not have ended.
+                startup_timeout,
+                chief_gone,
+            )
+        except Exception as error:  # Raised again by the main thread.
+            problem.append(error)
+        ended.set()
+
+    threading.Thread(target=watch, daemon=True).start()
+    server.serve(ended)
+    if problem:
+        raise problem[0]
+
+
+def _check_that_it_answers(server, task, secret):
+    """TensorFlow's server says nothing if it cannot listen, or if somebody else does there."""
+    server.listens.wait()
+    link = ControlLink(task.name, task.address, secret, timeout=_ANSWER_SECONDS)
+    try:
+        nonce, said = link.request("who")["nonce"], ""
+    except TableServerError as error:
+        nonce, said = None, f" ({error})"
+    if nonce != server.nonce:
+        raise ClusterStartupError(
+            f"{task.name} cannot be reached at {task.address}, its own address: another process "
+            "uses the port, or the host's name leads elsewhere. "
+            f"Received: TF_CONFIG={task.to_tf_config()}{said}"
+        )
+
+
+def _described(spec):
+    return f"'{spec['name']}' of shape ({spec['rows']}, {spec['dim']})"

@@ -1,0 +1,1 @@
+"""Snapshots of a job: tables by the servers, all else by the chief."""

@@ -1,0 +1,70 @@
+"""Restores a restarted parameter server from the last snapshot.
+
+With `sync=False` only: the workers repeat the calls that failed, and continue with rows that lack
+the last updates. A synchronous job cannot continue.
+"""
+
+import threading
+import time
+
+from keras_psplus.cluster.serving.serve import wait_for_close
+from keras_psplus.hybrid.rpc.calls import TableServerError, listens
+from keras_psplus.hybrid.rpc.servers import Servers
+from keras_psplus.hybrid.snapshots.snapshot_schedule import Snapshots
+from keras_psplus.log import logger
+
+_POLL_SECONDS = 0.5
+
+
+class Recovery:
+    """Watches over all servers, in threads of the chief.
+
+    Args:
+        servers: `servers.Servers`.
+        snapshots: `snapshots.Snapshots`.
+        timeout: Seconds to wait for pushes that tell how much was lost.
+    """
+
+    def __init__(self, servers: Servers, snapshots: Snapshots, timeout: float) -> None:
+        self._servers, self._snapshots, self._timeout = servers, snapshots, timeout
+
+    def start(self) -> None:
+        """Begins to watch."""
+        for index in range(len(self._servers)):
+            threading.Thread(target=self._watch, args=(index,), daemon=True).start()
+
+    def _watch(self, index):
+        name, address = self._servers.peers[index]
+        while True:
+            wait_for_close(address)
+            time.sleep(_POLL_SECONDS)
+            # A link whose call has failed waits longer each time.
+            if not listens(address):
+                continue
+            try:
+                link = self._servers.find_restarted(index)
+                if link is not None:
+                    self._recover(index, link, name, address)
+            except (TableServerError, ValueError, OSError) as error:
+                logger.error("%s (%s) does not take its place again: %s", name, address, error)
+
+    def _recover(self, index, link, name, address):
+        with self._snapshots.lock:
+            latest = self._snapshots.latest_of_this_job()
+            if latest is None:
+                raise ValueError(f"There is no snapshot yet. Received: {self._snapshots.directory}")
+            folder, listed = latest
+            self._servers.recover(index, link, self._snapshots.request_of(folder))
+        deadline = time.monotonic() + self._timeout
+        lost = link.request("lost")["lost"]
+        while not all(heard for _, heard in lost.values()) and time.monotonic() < deadline:
+            time.sleep(_POLL_SECONDS)
+            lost = link.request("lost")["lost"]
+        logger.warning(
+            "%s (%s) was started again, and goes on with its rows of the tables as they were at "
+            "step %d. What workers had sent to it since is lost: %s",
+            name,
+            address,
+            listed["step"],
+            ", ".join(f"{count} updates of {table}" for table, (count, _) in lost.items()),
+        )

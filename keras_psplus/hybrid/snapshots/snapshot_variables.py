@@ -1,0 +1,75 @@
+"""Variables of a snapshot beside the tables, and their comparison with a model's."""
+
+from collections.abc import Iterable
+from typing import Any
+
+import keras
+
+from keras_psplus.core.base import optimizers
+from keras_psplus.hybrid.tables.variable import TableVariable
+from keras_psplus.log import logger
+
+
+def variables_of(model: keras.Model) -> dict[str, keras.Variable]:
+    """All that a job keeps beside the tables, by names in files."""
+    every: Any = [
+        *model.variables,
+        *model.metrics_variables,
+        *optimizers.variables_of_optimizers(model),
+    ]
+    every = {id(v): v for v in every if not _is_table(v)}
+    return {f"{i}/{variable.path}": variable for i, variable in enumerate(every.values())}
+
+
+def form(name: str, variable: keras.Variable) -> list[Any]:
+    """Properties of a variable that must be equal in a snapshot and a model."""
+    return [name, list(variable.shape), variable.dtype]
+
+
+def forms(variables: dict[str, keras.Variable]) -> list[list[Any]]:
+    """The forms of all variables of a dict, a list."""
+    return [form(name, variable) for name, variable in variables.items()]
+
+
+def log_passed_over(fits: int, model: keras.Model, step: int, values: Iterable[str]) -> None:
+    """Says that a `fit` is passed over, and which weights are not in the snapshot."""
+    logger.info(
+        "call %d of `fit` is passed over: it had ended before the snapshot of step %d, whose "
+        "weights the model has now",
+        fits,
+        step,
+    )
+    found = {name.partition("/")[2] for name in values}
+    missing = [v.path for v in model.weights if v.path not in found and not _is_table(v)]
+    if missing:
+        logger.warning(
+            "weights of a model that was trained before the snapshot are not in it, and have their "
+            "first values. Save them between calls of `fit`. Received: %s",
+            ", ".join(missing),
+        )
+
+
+def _is_table(variable):
+    return isinstance(variable._value, TableVariable)
+
+
+def check_same_variables(
+    folder: str, listed: dict[str, Any], variables: dict[str, keras.Variable]
+) -> None:
+    """Sees that a snapshot is one of these variables.
+
+    Raises:
+        ValueError: If it is not.
+    """
+    own = forms(variables)
+    if own == listed["variables"]:
+        return
+    other = next(
+        (pair for pair in zip(listed["variables"], own) if pair[0] != pair[1]),
+        (len(listed["variables"]), len(own)),
+    )
+    raise ValueError(
+        "The last snapshot is one of another model, or of one that was compiled otherwise. Give "
+        "this job its own `snapshot_dir`, or delete what is in it. "
+        f"Received: {other[1]} for {other[0]} in {folder}"
+    )

@@ -1,0 +1,1 @@
+"""Tables as workers see them: variables, placement, gradients of rows, prefetch."""

@@ -1,0 +1,152 @@
+"""Placement of embeddings: as tables on parameter servers, or on the workers."""
+
+import dataclasses
+import fnmatch
+from collections.abc import Callable
+
+from keras_psplus import text_table
+from keras_psplus.arguments import shown
+from keras_psplus.core.base.table_wishes import AUTO, MIRRORED, PARAMETER_SERVER
+
+_Rule = str | dict[str, str] | Callable[[str, int, int], str]
+_CHOICES = (AUTO, PARAMETER_SERVER, MIRRORED)
+
+
+@dataclasses.dataclass(frozen=True)
+class Decision:
+    """Placement of one embedding's table, and the reason."""
+
+    path: str
+    rows: int
+    dim: int
+    where: str
+    why: str
+
+    @property
+    def on_servers(self) -> bool:
+        """Whether it lies on parameter servers."""
+        return self.where == PARAMETER_SERVER
+
+
+class Placement:
+    """Decides where tables lie.
+
+    Args:
+        rule: `"auto"`, `"parameter_server"`, `"mirrored"`, a dict from patterns of variables' paths
+            to one of these, or a function of a path, a number of rows and one of numbers in a row
+            that returns one of these.
+        min_table_bytes: Smaller tables stay on the workers under `"auto"`.
+        replicas: Number of replicas.
+        pull_width: Function from the numbers in a row to the words that a worker reads for it.
+        push_width: The same for a row's gradient.
+
+    Raises:
+        ValueError: If the rule is none of these.
+    """
+
+    def __init__(
+        self,
+        rule: _Rule,
+        min_table_bytes: int,
+        replicas: int,
+        pull_width: Callable[[int], int],
+        push_width: Callable[[int], int],
+    ) -> None:
+        self._rule = check_placement(rule)
+        self._min_table_bytes = min_table_bytes
+        self._replicas = replicas
+        self._widths = pull_width, push_width
+        self.decisions: list[Decision] = []
+        self._reported = 0
+
+    def decide(self, path: str, rows: int, dim: int, wish: str | None = None) -> Decision:
+        """The `Decision` on a table; it is noted for `report`.
+
+        Args:
+            path: Path of the variable.
+            rows: Number of rows.
+            dim: Numbers in a row.
+            wish: What the layer itself says, before any rule, or None.
+        """
+        choice, why = (wish, "as the layer says") if wish else self._choose(path, rows, dim)
+        if choice == AUTO:
+            choice, why = self._by_bytes(rows, dim)
+        decision = Decision(path, rows, dim, choice, why)
+        self.decisions.append(decision)
+        return decision
+
+    def _choose(self, path, rows, dim):
+        if callable(self._rule):
+            choice = self._rule(path, rows, dim)
+            if choice not in _CHOICES:
+                choices = ", ".join(map(repr, _CHOICES))
+                raise ValueError(
+                    f"The function `placement` must return one of {choices}. "
+                    f"Received: {shown(choice)} for {path!r}"
+                )
+            return choice, "as `placement` says"
+        if isinstance(self._rule, dict):
+            for pattern, choice in self._rule.items():
+                if fnmatch.fnmatchcase(path, pattern):
+                    return choice, f"by the rule {pattern!r}"
+            return AUTO, ""
+        return self._rule, "as `placement` says"
+
+    def _by_bytes(self, rows, dim):
+        size = 4 * rows * dim
+        if size < self._min_table_bytes:
+            return MIRRORED, f"smaller than min_table_bytes={self._min_table_bytes}"
+        served, gathered = self._bytes_for_a_row(dim)
+        if served > gathered:
+            return MIRRORED, (
+                f"{gathered} bytes for a row that a worker touches, {served} by parameter servers"
+            )
+        return PARAMETER_SERVER, (
+            f"{served} bytes for a row that a worker touches, {gathered} by all-reduce"
+        )
+
+    def _bytes_for_a_row(self, dim):
+        """Bytes per row that a worker sends and receives, on servers or mirrored."""
+        pull, push = (width(dim) for width in self._widths)
+        # A row number with each.
+        served = 4 * (pull + 1) + 4 * (push + 1)
+        # Slices are gathered: each worker passes on what the others have.
+        gathered = 2 * (self._replicas - 1) * (4 * dim + 8)
+        return served, gathered
+
+    @property
+    def has_news(self) -> bool:
+        """Whether there are decisions that `report` has not shown."""
+        return self._reported < len(self.decisions)
+
+    def report(self) -> str:
+        """A table of the decisions since the last one, as a string."""
+        new, self._reported = self.decisions[self._reported :], len(self.decisions)
+        lines = [("table", "shape", "MB", "where", "why")]
+        lines += [
+            (
+                d.path,
+                f"({d.rows}, {d.dim})",
+                f"{4e-6 * d.rows * d.dim:.3g}",
+                "parameter servers" if d.on_servers else "workers",
+                d.why,
+            )
+            for d in new
+        ]
+        return text_table.aligned(lines)
+
+
+def check_placement(rule: _Rule) -> _Rule:
+    """Returns a rule that a user gives for `placement`.
+
+    Raises:
+        ValueError: If it is none.
+    """
+    choices = list(rule.values()) if isinstance(rule, dict) else [rule]
+    if not callable(rule) and any(choice not in _CHOICES for choice in choices):
+        raise ValueError(
+            f"`placement` must be one of {', '.join(map(repr, _CHOICES))}, a dict from patterns of "
+            "variables' paths to these, or a function of a path, rows and numbers in a row that "
+            f"returns one. Received: placement={shown(rule)}"
+        )
+    return rule

@@ -1,0 +1,219 @@
+"""Prefetch of the next batch's rows while a step computes.
+
+    step t      | lookup | forward, backward     | push |
+    prefetch    |        | rows of batch t+1     |      |
+    step t+1                                            | lookup | ...
+
+1. Step t has the batch after its own (`BatchAndNext`). It computes the ids that batch t+1 will look
+   up, by repeating the operations that made the ids of batch t (`subgraph`).
+2. It requests these rows and stores them with their ids in a `Buffer`. Where workers are
+   synchronous, the rows are as before the update of step t (`row_undo_log`).
+3. Step t+1 uses the buffer if the ids are those that it looks up, and if this replica has not
+   pushed to the table since step t. Otherwise it pulls its rows: a wrong prefetch costs time only.
+"""
+
+from __future__ import annotations
+
+import collections
+import functools
+import threading
+from collections.abc import Callable, Mapping
+from typing import TYPE_CHECKING, Any, Self
+
+import tensorflow as tf
+
+from keras_psplus.all_reduce.data.lookahead import BatchAndNext
+from keras_psplus.hybrid.rows import subgraph
+from keras_psplus.hybrid.tables.table import Table
+from keras_psplus.log import info_once
+from keras_psplus.tf_internals import framework_ops as ops
+from keras_psplus.tf_internals import resource_variable_ops
+
+if TYPE_CHECKING:
+    from keras_psplus.hybrid.extended import HybridExtended
+
+_LONG = tf.int64
+_STAMP = "read ahead"
+_local = threading.local()
+
+
+def current_lookahead() -> Lookahead | None:
+    """Lookahead to the next batch in this replica's step, or None."""
+    return getattr(_local, "lookahead", None)
+
+
+def with_lookahead(extended: HybridExtended, fn: Callable[..., Any]) -> Callable[..., Any]:
+    """A replica's function of a batch, as one of `BatchAndNext`."""
+
+    @functools.wraps(fn)
+    def of_pair(pair, *args, **kwargs):
+        with Lookahead(extended, pair):
+            return fn(pair.batch, *args, **kwargs)
+
+    return of_pair
+
+
+class Buffer:
+    """Rows that one lookup of one replica will ask for, if all goes as expected.
+
+    Args:
+        dim: Numbers in a row.
+    """
+
+    def __init__(self, dim: int) -> None:
+        with ops.init_scope(), ops.device("/CPU:0"):
+            self._ids = resource_variable_ops.ResourceVariable(
+                tf.zeros([0], _LONG), shape=[None], trainable=False
+            )
+            self._rows = resource_variable_ops.ResourceVariable(
+                tf.zeros([0, dim]), shape=[None, dim], trainable=False
+            )
+
+    def read(self) -> tuple[tf.Tensor, tf.Tensor]:
+        """The ids of the rows, and the rows."""
+        return self._ids.read_value(), self._rows.read_value()
+
+    def write(self, ids: tf.Tensor, rows: tf.Tensor) -> None:
+        """Puts others in their place."""
+        self._ids.assign(ids, read_value=False)
+        self._rows.assign(rows, read_value=False)
+
+
+class Lookahead:
+    """Context of one replica's step that knows the batch after its own.
+
+    Args:
+        extended: `HybridExtended` whose replica this is.
+        pair: `BatchAndNext`.
+    """
+
+    def __init__(self, extended: HybridExtended, pair: BatchAndNext) -> None:
+        self._extended, self._is_there = extended, pair.is_there
+        self._graph = ops.get_default_graph()
+        own, following = (
+            tf.nest.flatten(data, expand_composites=True) for data in (pair.data, pair.following)
+        )
+        self._following = {t.ref(): f for t, f in zip(own, following) if tf.is_tensor(t)}
+        self._lookups: collections.Counter[Table] = collections.Counter()
+        self._coming: dict[Table, list[tf.Tensor]] = collections.defaultdict(list)
+        self._updated: set[Table] = set()
+
+    def __enter__(self) -> Self:
+        self._outer, _local.lookahead = current_lookahead(), self
+        return self
+
+    def __exit__(self, kind, *exc):
+        _local.lookahead = self._outer
+        if kind is None:
+            for table in self._coming:
+                pushes = self._extended.counter(table, "pushes").read_value()
+                self._extended.counter(table, _STAMP).assign(pushes, read_value=False)
+
+    def note_padded(self, batch: Any, padded: Any) -> None:
+        """Notes what the step computes with in the place of its batch.
+
+        Args:
+            batch: Structure of tensors, the step's batch.
+            padded: As `batch`.
+        """
+        pairs = zip(*(tf.nest.flatten(data, expand_composites=True) for data in (batch, padded)))
+        for own, other in pairs:
+            if tf.is_tensor(own) and own.ref() in self._following:
+                self._following[other.ref()] = self._following[own.ref()]
+
+    def lookup(
+        self,
+        table: Table,
+        indices: tf.Tensor,
+        ids: tf.Tensor,
+        ready: list[tf.Tensor],
+        pull: Callable[..., tf.Tensor],
+    ) -> tf.Tensor | None:
+        """Takes rows that have been read ahead, and reads ahead.
+
+        Args:
+            table: `Table`.
+            indices: What the step looks up.
+            ids: The same as distinct row numbers in range.
+            ready: List of tensors that are there when the table can be read.
+            pull: Function of ids and options of `table.pull` that brings rows.
+
+        Returns:
+            The rows, or None if nothing is known of what the next batch looks up.
+        """
+        indices = self._of_next(table, indices)
+        if indices is None:
+            return None
+        buffer = self._extended.buffer(table, self._lookups[table])
+        self._lookups[table] += 1
+        pushes = self._extended.counter(table, "pushes").read_value()
+        asked, rows = buffer.read()
+        is_same = _equal(asked, ids)
+        is_new = tf.equal(self._extended.counter(table, _STAMP).read_value(), pushes)
+        rows = tf.cond(
+            tf.logical_and(is_same, is_new), lambda: tf.identity(rows), lambda: pull(ids)
+        )
+        coming = distinct(table, indices)[0]
+        # An id that is out of range is named by the step that looks it up.
+        is_good = tf.logical_not(tf.reduce_any(wrong(table, coming)))
+        is_asked = tf.logical_and(self._is_there, is_good)
+        with tf.control_dependencies(ready):
+            coming = coming[: tf.where(is_asked, tf.size(coming), 0)]
+        step = pushes if self._extended.barrier is not None else None
+        brought = pull(coming, purpose="ahead", step=step)
+        buffer.write(coming, brought)
+        self._coming[table].append(brought)
+        return rows
+
+    def before_update(self, table: Table) -> list[tf.Tensor]:
+        """Tensors that have to be there before a table's gradients are sent.
+
+        Servers know the rows as they were before the last update, but not before two of them.
+        """
+        is_first = table not in self._updated
+        self._updated.add(table)
+        return [] if is_first else self._coming[table]
+
+    def _of_next(self, table, indices):
+        """Next batch's equivalent of `indices`, or None."""
+        try:
+            if tf.executing_eagerly() or indices.graph is not self._graph:
+                raise subgraph.NotRepeatable("it is looked up in another function")
+            if ops.get_default_graph() is not self._graph:
+                raise subgraph.NotRepeatable("it is looked up in a branch")
+            if self._updated:
+                raise subgraph.NotRepeatable("it is looked up after an update")
+            return subgraph.repeat(indices, self._following)
+        except subgraph.NotRepeatable as reason:
+            info_once(
+                "rows of '%s' are not read ahead in one of its lookups: %s", table.name, reason
+            )
+            return None
+
+
+def forget(counters: Mapping[tuple[int, str, int], tf.Variable]) -> None:
+    """Has all that was read ahead be read again.
+
+    Args:
+        counters: Dict of `HybridExtended`'s counters.
+    """
+    for (_, what, _), variable in counters.items():
+        if what == _STAMP:
+            variable.assign(-1)
+
+
+def distinct(table: Table, indices: tf.Tensor) -> tuple[tf.Tensor, tf.Tensor]:
+    """Distinct row numbers of a lookup, and the index of each id among them."""
+    ids = tf.reshape(tf.cast(indices, _LONG), [-1])
+    return tf.unique(tf.where(ids < 0, ids + table.rows, ids))
+
+
+def wrong(table: Table, ids: tf.Tensor) -> tf.Tensor:
+    """For each id, whether it is none of the table."""
+    return tf.logical_or(ids < 0, ids >= table.rows)
+
+
+def _equal(one, other):
+    least = tf.minimum(tf.size(one), tf.size(other))
+    as_many = tf.equal(tf.size(one), tf.size(other))
+    return tf.logical_and(as_many, tf.reduce_all(tf.equal(one[:least], other[:least])))

@@ -1,0 +1,134 @@
+"""Tables of one strategy, created on the servers by the chief.
+
+They are known to all workers.
+"""
+
+from collections.abc import Callable
+from typing import Any
+
+import keras
+
+from keras_psplus.communication import Traffic
+from keras_psplus.compression import Compressor
+from keras_psplus.core.jobs.control import ControlPlane
+from keras_psplus.hybrid.rows.row_optimizer import config_of
+from keras_psplus.hybrid.rpc.servers import Servers
+from keras_psplus.hybrid.tables.table import Table
+
+
+class Tables:
+    """Makes tables and their optimizers, in the same order on all workers.
+
+    Args:
+        servers: `servers.Servers`.
+        control: `all_reduce.control.ControlPlane`, or None if there is one worker.
+        is_chief: Whether this worker speaks for all.
+        pull_compressor: Compressor of rows that are read, or None.
+        push_compressor: Compressor of gradients, or None.
+    """
+
+    def __init__(
+        self,
+        servers: Servers,
+        control: ControlPlane | None,
+        is_chief: bool,
+        pull_compressor: Compressor | None,
+        push_compressor: Compressor | None,
+    ) -> None:
+        self._servers, self._control, self._is_chief = servers, control, is_chief
+        self.compressors = pull_compressor, push_compressor
+        self.all: list[Table] = []
+
+    def make(self, name: str, shape: tuple[int, int], initializer: dict[str, Any] | None) -> Table:
+        """Makes a table.
+
+        Args:
+            name: Path of its variable.
+            shape: Rows and numbers in a row.
+            initializer: Serialized initializer.
+
+        Returns:
+            `Table`.
+        """
+        key = len(self.all)
+        spec = {"key": key, "name": name, "rows": shape[0], "dim": shape[1]}
+        if self._is_chief:
+            self._servers.make("table", spec={**spec, "initializer": initializer})
+        self._agree("table", f"{spec}", f"{name} {shape}")
+        table = Table(self._servers, key, name, shape, *self.compressors)
+        self.all.append(table)
+        return table
+
+    def set_optimizer(
+        self, table: Table, optimizer: keras.optimizers.Optimizer, weight_decay: float | None
+    ) -> None:
+        """Gives a table the optimizer that updates it from now on.
+
+        Raises:
+            ValueError: If it cannot.
+        """
+        if table.optimizer is optimizer:
+            return
+        config = config_of(optimizer, weight_decay, table.constraint, table.regularizer)
+        if self._is_chief:
+            self._servers.make(
+                "optimizer",
+                key=table.key,
+                config=config,
+                number=table.optimizers + 1,
+                first_slot=table.first_slot_of(optimizer),
+            )
+        self._agree("optimizer of a table", table.name, f"{table.name}, {optimizer.name}")
+        table.optimizer = optimizer
+        table.optimizers += 1
+
+    def note_assigned(self, table: Table, slot: int) -> None:
+        """Waits until the chief has assigned a whole table, or a slot of it.
+
+        This worker has made the same assignment.
+
+        Raises:
+            TableServerError: If the chief does not.
+        """
+        if self._control is None:
+            return
+        if self._is_chief:
+            self._servers.count_assignment(table.key, slot)
+            return
+        count = table.assignments.get(slot, 0) + 1
+        self._servers.wait_for_assignment(table.key, slot, count, table.name)
+        table.assignments[slot] = count
+
+    def note_followed(self, table: Table, slot: int) -> None:
+        """Notes an assignment to a table, or a slot, that only the chief has made."""
+        if self._control is not None and not self._is_chief:
+            table.assignments[slot] = self._servers.assignments(table.key, slot)
+
+    def traffic(self, counted: Callable[[Table, str], int]) -> list[Traffic]:
+        """List of `Traffic` of the tables.
+
+        Args:
+            counted: Function of a table and `"pulled"` or `"pushed"` that counts rows.
+        """
+        entries = []
+        for table in self.all:
+            for direction, what, codec, compressor in (
+                ("pull", "pulled", table.pull_codec, self.compressors[0]),
+                ("gradient", "pushed", table.push_codec, self.compressors[1]),
+            ):
+                rows = counted(table, what)
+                entries.append(
+                    Traffic(
+                        table.name,
+                        direction,
+                        None if compressor is None else repr(compressor),
+                        4 * rows * table.dim,
+                        4 * rows * codec.width,
+                        4 * rows * (codec.width + 1),
+                    )
+                )
+        return entries
+
+    def _agree(self, kind, fingerprint, description):
+        if self._control is not None:
+            self._control.check_same(kind, fingerprint, description)

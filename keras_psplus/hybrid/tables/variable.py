@@ -1,0 +1,130 @@
+"""Tables as variables of Keras and of the tape, which are read by rows."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any, Self
+
+import numpy as np
+import tensorflow as tf
+
+from keras_psplus.hybrid.tables.table import Table
+from keras_psplus.tf_internals import framework_ops as ops
+from keras_psplus.tf_internals import resource_variable_ops
+from keras_psplus.tf_internals.composite_variable import CompositeVariable
+
+if TYPE_CHECKING:
+    from keras_psplus.hybrid.strategy import HybridStrategy
+
+
+class TableVariable(CompositeVariable):
+    """Variable for a table on parameter servers, or for a slot of its optimizer.
+
+    Args:
+        table: `table.Table`.
+        name: The variable's name.
+        trainable: Whether it is trained.
+        strategy: The strategy, for whom a lookup is part of a step.
+        slot: 0 for the table itself, else the number of the slot.
+    """
+
+    def __init__(
+        self, table: Table, name: str, trainable: bool, strategy: HybridStrategy, slot: int = 0
+    ) -> None:
+        self.table, self.slot, self._strategy = table, slot, strategy
+        with tf.init_scope(), tf.device("/CPU:0"):
+            # What the tape knows the table by.
+            self._proxy = resource_variable_ops.ResourceVariable(
+                tf.zeros([0, table.dim]), trainable=trainable, name=name
+            )
+        unique_id = f"keras_psplus_table_{table.key}_{slot}"
+        super().__init__(trainable, [table.rows, table.dim], tf.float32, unique_id, name)
+
+    @property
+    def handle(self) -> tf.Tensor:
+        return self._proxy.handle
+
+    @property
+    def device(self) -> str:
+        return "/job:ps"
+
+    def numpy(self) -> np.ndarray:
+        """The whole of it; the servers send it in parts."""
+        return self.table.read(self.slot)
+
+    def value(self) -> tf.Tensor:
+        if not tf.executing_eagerly():
+            raise ValueError(
+                f"The table '{self.table.name}' on parameter servers cannot be read whole inside a "
+                "step, which reads tables by rows. Use `keras.ops.take`, or keep this variable on "
+                f'the workers: `placement={{"{self.table.name}": "mirrored"}}`. '
+                f"Received: a read of shape={tuple(self.shape)}"
+            )
+        return tf.constant(self.numpy())
+
+    def sparse_read(self, indices: tf.Tensor, name: str | None = None) -> tf.Tensor:
+        """Looks rows up: each of them comes once, and no others do."""
+        return self._strategy.extended.lookup(self, indices)
+
+    def assign(
+        self,
+        value: Any,
+        use_locking: bool | None = None,
+        name: str | None = None,
+        read_value: bool = True,
+    ) -> Self:
+        """Sets the whole of it; of all workers, the chief does."""
+        if not tf.executing_eagerly():
+            raise ValueError(
+                f"The table '{self.table.name}' on parameter servers cannot be assigned inside a "
+                f"step. Assign it outside of tf.function. Received: shape={tuple(self.shape)}"
+            )
+        if self._strategy.is_chief:
+            self.table.write(self.slot, value)
+        assert self._strategy.tables is not None
+        self._strategy.tables.note_assigned(self.table, self.slot)
+        self._strategy.extended.forget_ahead()
+        return self
+
+    def __repr__(self):
+        return f"<TableVariable '{self.table.name}' shape={tuple(self.shape)} slot={self.slot}>"
+
+    def with_gradient(self, rows: tf.Tensor, unique: tf.Tensor, positions: tf.Tensor) -> tf.Tensor:
+        """Gathers looked-up rows, with a gradient for the table's rows.
+
+        Args:
+            rows: The values of the distinct rows.
+            unique: int64 vector of their ids.
+            positions: For each place, the index of its row in `rows`.
+        """
+        rows_of_table = min(self.table.rows, tf.int32.max)
+
+        @tf.custom_gradient
+        def take(proxy, rows, unique, positions):
+            def gradient(upstream):
+                _check_not_of_a_loop(self.table)
+                # An int32, as TensorFlow gives to a branch of tf.cond without a lookup: both must
+                # have one. Nobody reads it.
+                whole = tf.constant([rows_of_table, self.table.dim])
+                summed = tf.math.unsorted_segment_sum(upstream, positions, tf.size(unique))
+                return tf.IndexedSlices(summed, unique, whole), None, None, None
+
+            return tf.gather(rows, positions), gradient
+
+        return take(self._proxy.read_value(), rows, unique, positions)
+
+
+def _check_not_of_a_loop(table):
+    """Raises ValueError if a gradient crosses a loop.
+
+    TensorFlow would sum it up as a whole table.
+    """
+    graph = ops.get_default_graph()
+    while graph is not None:
+        if type(graph).__name__ == "_WhileBodyGradFuncGraph":
+            raise ValueError(
+                f"The table '{table.name}' on parameter servers is looked up inside a loop of the "
+                "graph, through which its gradient cannot be sent by rows. Look all rows up before "
+                "the loop, use a Python loop, or keep the table on the workers: "
+                f'`placement={{"{table.name}": "mirrored"}}`. Received: a lookup in tf.while_loop'
+            )
+        graph = getattr(graph, "outer_graph", None)

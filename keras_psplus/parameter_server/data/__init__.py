@@ -1,0 +1,1 @@
+"""Datasets: read by the chief, or by each worker for itself."""

@@ -1,0 +1,346 @@
+"""Data that the workers read themselves: each its share, into its own memory.
+
+Every worker has an iterator over a share of the dataset, made there from the dataset's graph. The
+chief asks for the next batches of every share a little ahead of the steps, so that it knows when
+the data end; the batches stay where they are. A share whose worker is lost is read on by another
+one, from where its steps had got to.
+"""
+
+from __future__ import annotations
+
+import functools
+import threading
+import weakref
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import tensorflow as tf
+
+from keras_psplus.datasets.shuffle_seeds import serialize
+from keras_psplus.log import logger
+from keras_psplus.parameter_server.data.worker_reads import WorkerReads, fit_end_to_end
+from keras_psplus.parameter_server.tracing import step_errors
+from keras_psplus.parameter_server.tracing.joined_batches import Batches, JoinedBatches
+from keras_psplus.parameter_server.tracing.remote import is_of_worker, on_worker
+from keras_psplus.tf_internals import data_distribute as distribute
+from keras_psplus.tf_internals import dataset_ops
+
+_READ_AHEAD = 2
+# Ready for a worker's next steps: while a step is asked for its result, its worker answers nothing.
+_TICKETS_AHEAD = 4
+_RETRY_SECONDS = 0.5
+
+
+class WorkerDataset:
+    """A dataset that is read on the workers; iterating over it makes a `WorkerIterator`.
+
+    Args:
+        dataset: `tf.data.Dataset` of batches.
+        policy: `tf.data.experimental.AutoShardPolicy`: FILE or DATA.
+        num_workers: Number of workers.
+        seed: What unseeded shuffles are seeded with, alike on all workers.
+
+    Raises:
+        ValueError: If the dataset needs something of this process.
+    """
+
+    def __init__(
+        self,
+        dataset: tf.data.Dataset,
+        policy: tf.data.experimental.AutoShardPolicy | None,
+        num_workers: int,
+        seed: int | None,
+    ) -> None:
+        self._dataset, self._policy = dataset, policy
+        self._num_workers, self._seed = num_workers, seed
+        self._epoch = 0
+        # Batches that were taken from each share, in the present pass.
+        self._taken = [0] * num_workers
+        self._begins_at: list[int] | None = None
+        self._options = dataset.options()
+        self._reads: list[tuple[Any, WorkerReads]] = []
+        self.element_spec = dataset.element_spec
+        # Now, so that a dataset which cannot be sent is found before anything is read.
+        self._first_graphs = self._graphs()
+
+    def _graphs(self):
+        """The graph of each worker's data for the next epoch, and what its elements are."""
+        graph = serialize(self._dataset, self._seed, self._epoch)
+        return [(graph, self.element_spec)] * self._num_workers
+
+    def __iter__(self):
+        graphs, self._first_graphs = self._first_graphs, None
+        if graphs is None:
+            graphs = self._graphs()
+        self._epoch += 1
+        self._taken, self._begins_at = self._begins_at or [0] * self._num_workers, None
+        return WorkerIterator(
+            [self._share(*graph, index) for index, graph in enumerate(graphs)],
+            self._num_workers,
+            self.element_spec,
+            self._taken,
+        )
+
+    @property
+    def seed(self) -> int:
+        """Seed of unseeded shuffles."""
+        return self._seed or 0
+
+    @property
+    def position(self) -> dict[str, Any]:
+        """Position in the present epoch, for `begin_at`."""
+        return {"pass": self._epoch, "taken": list(self._taken)}
+
+    def begin_at(self, position: dict[str, Any]) -> None:
+        """Has the next pass be the one of a position, and begin there.
+
+        Args:
+            position: A `position` of the same data. With another number of workers, each share is
+                begun after as many batches as there were of a share on the average.
+        """
+        taken = position["taken"]
+        if len(taken) != self._num_workers:
+            taken = [sum(taken) // self._num_workers] * self._num_workers
+        self._epoch, self._begins_at = max(0, position["pass"] - 1), list(taken)
+        self._first_graphs = None
+
+    def _share(self, graph, element_spec, index):
+        reads = self._reads_of(element_spec)
+
+        def open_at(worker, position):
+            """Opens the share on a worker, that many batches from its beginning."""
+            with on_worker(worker):
+                variant = tf.raw_ops.DatasetFromGraph(graph_def=graph)
+                share = self._cut(dataset_ops._VariantDataset(variant, element_spec), index)
+                iterator = iter(share.skip(position).prefetch(_READ_AHEAD))
+            return functools.partial(reads.take, iterator, worker)
+
+        return open_at
+
+    def _reads_of(self, element_spec):
+        """Readers of an element type, cached with their traced functions."""
+        for spec, reads in self._reads:
+            if spec == element_spec:
+                return reads
+        joins = fit_end_to_end(self.element_spec)
+        self._reads.append((element_spec, WorkerReads(element_spec, joins)))
+        return self._reads[-1][1]
+
+    def _cut(self, dataset, index):
+        """A worker's share of the data."""
+        if self._policy == tf.data.experimental.AutoShardPolicy.FILE:
+            dataset = dataset.with_options(self._options)
+            return distribute._AutoShardDataset(dataset, self._num_workers, index)
+        return dataset.shard(self._num_workers, index)
+
+
+class DatasetOfEachWorker(WorkerDataset):
+    """Datasets of which each worker reads one, to its end.
+
+    Args:
+        datasets: List of pairs of a `tf.data.Dataset` of batches and the seed that its unseeded
+            shuffles get, one for each worker.
+        element_spec: Type specification that the batches of all of them meet.
+
+    Raises:
+        ValueError: If a dataset needs something of this process.
+    """
+
+    def __init__(self, datasets: Sequence[tuple[tf.data.Dataset, int]], element_spec: Any) -> None:
+        self._datasets = datasets
+        super().__init__(datasets[0][0], None, len(datasets), None)
+        self.element_spec = element_spec
+
+    def _graphs(self):
+        return [
+            (serialize(dataset, seed, self._epoch), dataset.element_spec)
+            for dataset, seed in self._datasets
+        ]
+
+    def _cut(self, dataset, index):
+        return dataset
+
+
+class Ticket:
+    """Some batches that are ready on a worker.
+
+    Attributes:
+        home: Index of that worker.
+        share: Number of the share that they are from.
+        batches: List of batches, or `JoinedBatches`: tensors in that worker's memory.
+    """
+
+    def __init__(
+        self,
+        home: int,
+        share: int,
+        batches: Batches,
+        read_again: Callable[[int, int], Batches],
+    ) -> None:
+        self.home, self.share, self.batches = home, share, batches
+        self._read_again = read_again
+        self._is_used = False
+
+    def payload_on(self, worker: int) -> Any:
+        """A step's argument in a worker's memory; batches are read again if they were lost."""
+        batches = self.batches
+        if worker != self.home or self._is_used:
+            batches = self._read_again(worker, len(batches))
+        else:
+            self._is_used = True
+        return batches.payload if isinstance(batches, JoinedBatches) else batches
+
+
+class WorkerIterator:
+    """One pass over a dataset that the workers read.
+
+    Args:
+        shares: Functions `(worker, position)` that open a share of the data and return a function
+            that takes a number of batches from it.
+        num_workers: Number of workers.
+        element_spec: Type specification of a batch.
+        taken: List of how many batches of each share come before; those taken are added.
+    """
+
+    def __init__(
+        self,
+        shares: Sequence[Callable[[int, int], Callable[[int], list[Any]]]],
+        num_workers: int,
+        element_spec: Any,
+        taken: list[int],
+    ) -> None:
+        self.element_spec, self._taken = element_spec, taken
+        self._queue = _Tickets()
+        self._readers = [
+            _ShareReader(self._queue, share, number, num_workers, taken[number])
+            for number, share in enumerate(shares)
+        ]
+        self._is_started = False
+        weakref.finalize(self, self._queue.close)
+
+    def __next__(self):
+        raise NotImplementedError("The batches are the workers': `take` says where they are.")
+
+    def take(
+        self, count: int, loads: Callable[[], Mapping[int, int]], while_waiting: Callable[[], None]
+    ) -> Ticket | None:
+        """Takes the next batches, of whichever share has some for the least busy worker.
+
+        Args:
+            count: Number of batches; the last ones of a share may be fewer.
+            loads: Function that returns the number of steps under way by worker.
+            while_waiting: Called now and then while no batches come; may raise.
+
+        Returns:
+            A `Ticket`, or None at the end of the data.
+        """
+        if not self._is_started:
+            self._is_started = True
+            for reader in self._readers:
+                reader.start(count)
+        ticket = self._queue.take(self._readers, loads, while_waiting)
+        if ticket is not None:
+            self._taken[ticket.share] += len(ticket.batches)
+        return ticket
+
+
+class _Tickets:
+    """Batches that readers have ready, shared with the chief's thread."""
+
+    def __init__(self):
+        self.changed = threading.Condition()
+        self.is_closed = False
+        self.error = None
+
+    def close(self):
+        self.is_closed = True
+        if self.changed.acquire(blocking=False):
+            self.changed.notify_all()
+            self.changed.release()
+
+    def take(self, readers, loads, while_waiting):
+        while True:
+            with self.changed:
+                ready = [reader for reader in readers if reader.tickets]
+                if ready:
+                    busy = loads()
+                    first = min(ready, key=lambda reader: busy.get(reader.tickets[0].home, 0))
+                    self.changed.notify_all()
+                    return first.tickets.pop(0)
+                if self.error is not None:
+                    raise self.error
+                if all(reader.is_done for reader in readers):
+                    return None
+                self.changed.wait(_RETRY_SECONDS)
+            while_waiting()
+
+
+class _ShareReader:
+    """Reads one share ahead, on one worker after another if need be."""
+
+    def __init__(self, queue, open_at, number, num_workers, position):
+        self._queue, self._open_at, self._number = queue, open_at, number
+        self._home, self._num_workers = number, num_workers
+        self._take_next, self._position = None, position
+        self.tickets = []
+        self.is_done = False
+
+    def start(self, count):
+        threading.Thread(target=self._run, args=(count,), daemon=True).start()
+
+    def _run(self, count):
+        while not self.is_done:
+            with self._queue.changed:
+                while len(self.tickets) >= _TICKETS_AHEAD and not self._queue.is_closed:
+                    self._queue.changed.wait(_RETRY_SECONDS)
+            if self._queue.is_closed:
+                return
+            try:
+                ticket = self._next(count)
+            except Exception as error:
+                if not is_of_worker(error):
+                    self._give_up(self._translated(error))
+                    return
+                self._move()
+                continue
+            with self._queue.changed:
+                self.tickets += [ticket] if len(ticket.batches) else []
+                self.is_done = len(ticket.batches) < count
+                self._queue.changed.notify_all()
+
+    def _next(self, count):
+        if self._take_next is None:
+            self._take_next = self._open_at(self._home, self._position)
+        batches = self._take_next(count)
+        position, self._position = self._position, self._position + len(batches)
+        return Ticket(
+            self._home,
+            self._number,
+            batches,
+            lambda worker, n: self._open_at(worker, position)(n),
+        )
+
+    def _move(self):
+        lost, self._home = self._home, (self._home + 1) % self._num_workers
+        self._take_next = None
+        logger.warning(
+            "worker-%d does not answer; worker-%d reads its share of the data on, from batch %d",
+            lost,
+            self._home,
+            self._position,
+        )
+        with self._queue.changed:
+            self._queue.changed.wait(_RETRY_SECONDS)
+
+    def _translated(self, error):
+        if not step_errors.is_of_step(error):
+            return error
+        return step_errors.translate_error(
+            error, f"worker-{self._home}", f"data, batch {self._position} of the worker's share"
+        )
+
+    def _give_up(self, error):
+        with self._queue.changed:
+            self._queue.error = error
+            self.is_done = True
+            self._queue.changed.notify_all()

@@ -1,0 +1,1 @@
+"""Updates that overlap with the next step."""

@@ -1,0 +1,115 @@
+"""Update that starts before all gradients have arrived, and reads of its results."""
+
+from __future__ import annotations
+
+import concurrent.futures
+import threading
+from collections.abc import Callable, Collection, Sequence
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from keras_psplus.parameter_server.scheduling import uncancelled
+from keras_psplus.parameter_server.tracing.remote import is_of_worker, on_worker
+
+if TYPE_CHECKING:
+    from keras_psplus.parameter_server.overlap.sync_overlap import OverlappedStep
+    from keras_psplus.parameter_server.tracing.traffic import TrafficTotals
+
+_LOOK_FOR_LOSSES_SECONDS = 0.5
+# Of workers whose step is given up; what they read is read again.
+_GIVE_UP_SECONDS = 5.0
+
+
+class OverlappedUpdate:
+    """An update that is under way from its making on.
+
+    Args:
+        overlapped: `OverlappedStep`.
+        stamp: Number of the attempt.
+        count: How many gradients make it.
+        scale: What their sum is multiplied by.
+        readers: Numbers of the workers that bring the new values to their copies.
+        totals: `TrafficTotals` that count what they bring.
+
+    Attributes:
+        readers: The same numbers, a list.
+    """
+
+    def __init__(
+        self,
+        overlapped: OverlappedStep,
+        stamp: int,
+        count: int,
+        scale: float,
+        readers: Sequence[int],
+        totals: TrafficTotals,
+    ) -> None:
+        self._overlapped, self._stamp, self._count = overlapped, stamp, count
+        self._totals, self._can_undo = totals, False
+        self.readers = list(readers)
+        self._update = _start("Update", self._run, scale, len(readers))
+        self._fetches = {worker: _start("Fetch", self._fetch, worker) for worker in readers}
+
+    def _run(self, scale, readers):
+        self._overlapped.undo.keep()
+        self._can_undo = True
+        self._overlapped.apply(self._stamp, self._count, scale, readers)
+
+    def _fetch(self, worker):
+        fetch = self._overlapped.fetch
+        with on_worker(worker, device=None):
+            (counts,) = uncancelled.call(fetch.concrete)
+        self._totals.add(fetch.costs, np.asarray(counts))
+
+    def finish(self, lost_workers: Callable[[], Collection[int]]) -> set[int]:
+        """Waits for its end; all gradients have been added.
+
+        Args:
+            lost_workers: Function that returns the numbers of workers that are not waited for.
+
+        Returns:
+            Numbers of the workers whose copies are those of this update.
+        """
+        try:
+            self._update.result()
+        except BaseException:
+            self._undo()
+            raise
+        fresh = set()
+        for worker, fetch in self._fetches.items():
+            while not fetch.done() and worker not in lost_workers():
+                concurrent.futures.wait([fetch], _LOOK_FOR_LOSSES_SECONDS)
+            error = fetch.exception() if fetch.done() else None
+            if error is not None and not is_of_worker(error):
+                raise error
+            if fetch.done() and error is None:
+                fresh.add(worker)
+        return fresh
+
+    def abort(self) -> None:
+        """Has all variables be as before; gradients may be missing."""
+        self._overlapped.release(self._stamp, self._count)
+        try:
+            self._update.result()
+        finally:
+            concurrent.futures.wait(self._fetches.values(), _GIVE_UP_SECONDS)
+            self._undo()
+
+    def _undo(self):
+        if self._can_undo:
+            self._overlapped.undo.restore()
+
+
+def _start(name: str, function: Callable[..., Any], *args: Any) -> concurrent.futures.Future[Any]:
+    """Calls a function in a daemon thread, which does not delay the process's exit."""
+    future: concurrent.futures.Future[Any] = concurrent.futures.Future()
+
+    def run():
+        try:
+            future.set_result(function(*args))
+        except BaseException as error:
+            future.set_exception(error)
+
+    threading.Thread(target=run, name=name, daemon=True).start()
+    return future

@@ -1,0 +1,109 @@
+"""Overlapping steps: the workers whose copies are current, and updates under way."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Any
+
+from keras_psplus.log import warn_once
+from keras_psplus.parameter_server.overlap.overlapped_update import OverlappedUpdate
+from keras_psplus.parameter_server.tracing.chief_writes import writes
+
+if TYPE_CHECKING:
+    from keras_psplus.parameter_server.overlap.sync_overlap import OverlappedStep
+    from keras_psplus.parameter_server.strategy import ParameterServerStrategy
+    from keras_psplus.parameter_server.sync.sync_functions import SyncFunction, SyncFunctions
+
+
+class Overlapping:
+    """The overlapping steps of one runner.
+
+    Args:
+        strategy: `ParameterServerStrategy`.
+        functions: `SyncFunctions`.
+    """
+
+    def __init__(self, strategy: ParameterServerStrategy, functions: SyncFunctions) -> None:
+        self._strategy, self._functions = strategy, functions
+        # By worker: the state of what its copies are of.
+        self._copies: dict[int, Any] = {}
+
+    def functions(
+        self, calls: Sequence[tuple[SyncFunction, Any]], batch: Any
+    ) -> OverlappedStep | None:
+        """Functions of a step that overlaps with the next one; None if it does not.
+
+        Args:
+            calls: List of pairs of the `SyncFunction` of a share and its argument.
+            batch: Batch of one of them.
+        """
+        function = calls[0][0]
+        if not self._strategy.overlaps_steps or any(one is not function for one, _ in calls):
+            return None
+        if self._strategy.scheduler.lost_workers:
+            # TensorFlow cannot give new functions to all tasks, and says so at length.
+            return None
+        if writes.are_traced:
+            warn_once(
+                "a function of the script assigns to variables on parameter servers, which may "
+                "happen between any two steps; steps do not overlap. Received: overlap_steps=True"
+            )
+            return None
+        return function.overlapped(batch)
+
+    def recovering(self) -> contextlib.AbstractContextManager[None]:
+        """Context of an attempt at a step: the cluster is not mended meanwhile."""
+        recovery = self._strategy.scheduler.recovery
+        return contextlib.nullcontext() if recovery is None else recovery.running()
+
+    @property
+    def has_to_give_way(self) -> bool:
+        """Whether a worker is back, and waits for the present attempt to end."""
+        recovery = self._strategy.scheduler.recovery
+        return recovery is not None and recovery.is_due
+
+    @property
+    def _workers(self):
+        lost = self._strategy.scheduler.lost_workers
+        return [worker for worker in range(self._strategy.num_workers) if worker not in lost]
+
+    @property
+    def _state(self):
+        """State that changes with every write that workers' copies do not include."""
+        return writes.count, self._strategy.extended.worker_states.losses
+
+    def has_copies(self, worker: int) -> bool:
+        """Whether a worker has copies of the weights as they are."""
+        return self._copies.get(worker) == self._state
+
+    def all_have_copies(self) -> bool:
+        """Whether all workers have, of those that can be reached."""
+        return all(self.has_copies(worker) for worker in self._workers)
+
+    def start(
+        self, overlapped: OverlappedStep, stamp: int, count: int, scale: float
+    ) -> OverlappedUpdate:
+        """Begins with an update; see `OverlappedUpdate`."""
+        totals = self._strategy.totals
+        return OverlappedUpdate(overlapped, stamp, count, scale, self._workers, totals)
+
+    def finish(self, update: OverlappedUpdate) -> None:
+        """Waits until an update is made, and workers have read it."""
+        # Another model of the same weights has copies of its own.
+        writes.count += 1
+        state = self._state
+        scheduler = self._strategy.scheduler
+        fresh = update.finish(lambda: scheduler.lost_workers)
+        if len(fresh) < len(update.readers):
+            self.forget()
+        self._copies = dict.fromkeys(fresh, state)
+
+    def forget_copies(self) -> None:
+        """Has all workers read the servers in the next step."""
+        writes.count += 1
+
+    def forget(self) -> None:
+        """The same, and nothing is shared with functions that may still be under way."""
+        self.forget_copies()
+        self._functions.begin_generation()

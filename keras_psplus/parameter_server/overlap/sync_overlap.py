@@ -1,0 +1,221 @@
+"""Overlap of synchronous steps: workers fetch new weights while gradients are being sent.
+
+A worker's link is used in both directions, and training is the same. For variables w1 to w3, whose
+gradients g3 to g1 are computed from the last layer back:
+
+    worker -> server   | forward |    g3   g2   g1  |
+    server             |              u3   u2   u1  |    u: update, once all workers' g are there
+    server -> worker   |                w3   w2   w1|    into the worker's copies
+    next step                                       | forward |
+
+1. Each worker computes on its copies, and adds each gradient to the sum on the variable's server as
+   soon as it is computed.
+2. Meanwhile the update runs: for each variable it waits for all workers' gradients, writes the new
+   value, and announces it to every worker. `Undo` keeps the values from before.
+3. Each worker fetches announced values into its copies, from which the next step starts.
+4. If a worker is lost, zeros complete the sums (`release`), and `Undo` restores the variables.
+"""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Callable, Iterator, Sequence
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+import tensorflow as tf
+
+from keras_psplus.log import logger
+from keras_psplus.parameter_server.overlap.undo import Undo
+from keras_psplus.parameter_server.overlap.worker_copies import WorkerCopies
+from keras_psplus.parameter_server.transport import aggregation
+from keras_psplus.parameter_server.transport.pulls import Pulls
+from keras_psplus.parameter_server.transport.sharded import ShardedVariable
+from keras_psplus.tf_internals import auto_control_deps_utils as resource_inputs
+from keras_psplus.tf_internals import framework_ops as ops
+
+if TYPE_CHECKING:
+    from keras_psplus.parameter_server.steps.step_functions import StepFunction
+    from keras_psplus.parameter_server.strategy import ParameterServerStrategy
+    from keras_psplus.parameter_server.tracing.traffic import CountedFunction
+
+_GATHERS = ("ResourceGather", "ResourceGatherNd")
+
+
+class OverlappedStep(NamedTuple):
+    """The functions of a step that overlaps with the next one.
+
+    Attributes:
+        step: A worker's part, which reads the worker's copies.
+        undo: `Undo` of what the update writes.
+        release: Function of a stamp and a count; lets an update end whose gradients will not come.
+        apply: Function of a stamp, the number of gradients, a factor and the number of workers that
+            fetch; updates each variable when its gradients are there.
+        fetch: Function of a worker that brings its copies when they may be read.
+    """
+
+    step: StepFunction
+    undo: Undo
+    release: Callable[..., Any]
+    apply: Callable[..., Any]
+    fetch: CountedFunction
+
+
+class Overlaps:
+    """Makes the `OverlappedStep`s of a strategy's steps.
+
+    Args:
+        strategy: `ParameterServerStrategy`.
+        on_chief: Function that makes a call of the chief out of a function and its arguments'
+            specifications; the call has the `concrete` function.
+    """
+
+    def __init__(self, strategy: ParameterServerStrategy, on_chief: Callable[..., Any]) -> None:
+        self._strategy, self._on_chief = strategy, on_chief
+        # By graph: what the function that is traced has read of its copies.
+        self._read: weakref.WeakKeyDictionary[tf.Graph, list[tf.Operation]] = (
+            weakref.WeakKeyDictionary()
+        )
+        self._copies: WorkerCopies | None = None
+
+    def begin(self, pulls: Pulls) -> None:
+        """Has the function that is being traced read copies."""
+        assert self._copies is not None
+        self._copies.keep_in(pulls)
+        graph = ops.get_default_graph()
+        self._read[graph] = [op for op in graph.get_operations() if op.type == "ReadVariableOp"]
+
+    def before_adding(self) -> Callable[[tf.Variable], list[tf.Operation]]:
+        """Reads that must precede the adding of a gradient, for `aggregation.add`."""
+        graph = ops.get_default_graph()
+        if graph not in self._read:
+            return lambda target: []
+        with ops.control_dependencies(self._read[graph]), ops.device(None):
+            is_read = tf.no_op()
+        # One message to each server instead of one for each variable.
+        of_servers: dict[str, tf.Operation] = {}
+        gathers: dict[int, list[tf.Operation]] = {}
+        for op, handle in _uses(graph):
+            if op.type in _GATHERS:
+                gathers.setdefault(id(handle), []).append(op)
+
+        def before(target):
+            if target.device not in of_servers:
+                with ops.device(target.device), ops.control_dependencies([is_read]):
+                    of_servers[target.device] = tf.no_op()
+            return [of_servers[target.device], *gathers.get(id(target.handle), ())]
+
+        return before
+
+    def make(
+        self,
+        step: StepFunction,
+        added: Sequence[Any],
+        apply: Callable[..., Any],
+        generation: int,
+        trace: Callable[[], StepFunction],
+    ) -> OverlappedStep | None:
+        """The functions for a step that has been traced; None if it cannot overlap.
+
+        Args:
+            step: `StepFunction` that reads the servers.
+            added: List of `Added`, as it has handed them over.
+            apply: Function of a stamp, a number of gradients and a factor that updates.
+            generation: Number of the functions, which no others share.
+            trace: Function that traces the step once more, with `begin`.
+        """
+        undo = Undo(_written_by(added), self._prefix, self._on_chief)
+        written = undo.handles
+        whole = [
+            read
+            for read in step.replica_step.whole_reads
+            if any(id(part.handle) in written for part in read.parts)
+        ]
+        self._copies = copies = WorkerCopies(self._strategy, whole)
+        on_copies = trace()
+        problem = _problem(step, on_copies, written)
+
+        def update(stamp, count, scale, readers):
+            apply(stamp, count, scale)
+            copies.announce(readers, generation)
+            return tf.constant(True)
+
+        updating = self._on_chief(update, *aggregation.TAKE_SPECS, aggregation.COUNT)
+        others = [h for h in _writes(updating.concrete.graph) if id(h) not in written]
+        if others and not problem:
+            problem = f"its update writes to {others[0]!r}"
+        if problem:
+            logger.warning(
+                "steps do not overlap, as %s; training goes on without. Received: "
+                "overlap_steps=True",
+                problem,
+            )
+            return None
+
+        def release(stamp, count):
+            for one in added:
+                aggregation.release(one.sums, stamp, count)
+            return tf.constant(True)
+
+        return OverlappedStep(
+            on_copies,
+            undo,
+            self._on_chief(release, aggregation.STAMP, aggregation.COUNT),
+            updating,
+            copies.trace_fetch(generation),
+        )
+
+    @property
+    def _prefix(self):
+        return f"keras_psplus/{self._strategy.extended.worker_states.run}"
+
+
+def _problem(step, on_copies, written):
+    """Reason why a function cannot read its copies, a clause; None if it can."""
+    same = len(step.variables) == len(on_copies.variables) and all(
+        a is b for a, b in zip(step.variables, on_copies.variables)
+    )
+    if not same:
+        return "it does not take the same way each time that it is traced"
+    late = on_copies.replica_step.first_hand_over
+    graph = on_copies.concrete.graph
+    order = {op: i for i, op in enumerate(graph.get_operations())}
+    for op, handle in _uses(graph):
+        if id(handle) in written and (op.type not in _GATHERS or order[op] > late):
+            return (
+                f"it reads a variable by {op.type} ({op.name}) that is updated meanwhile: in a "
+                "branch, a loop or a tf.function of its own, or after the optimizer's turn"
+            )
+    return None
+
+
+def _uses(graph: Any) -> Iterator[tuple[tf.Operation, Any]]:
+    """Operations of a function paired with the outer variable handles that they use."""
+    outside = {id(inside): external for external, inside in graph.captures}
+    for op in graph.get_operations():
+        for tensor in op.inputs:
+            if tensor.dtype == tf.resource and id(tensor) in outside:
+                yield op, outside[id(tensor)]
+
+
+def _writes(graph):
+    """Handles of variables that a function may write to."""
+    outside = {id(inside): external for external, inside in graph.captures}
+    for op in graph.get_operations():
+        if any(tensor.dtype == tf.resource for tensor in op.inputs):
+            for tensor in resource_inputs.get_read_write_resource_inputs(op)[1]:
+                if id(tensor) in outside:
+                    yield outside[id(tensor)]
+
+
+def _written_by(added):
+    """Variables, or shards, that the optimizers of a step may write to."""
+    found = {}
+    for optimizer, _, variables in added:
+        inner = getattr(optimizer, "inner_optimizer", None)
+        of_optimizers = [*optimizer.variables, *(inner.variables if inner else ())]
+        for variable in [*variables, *of_optimizers]:
+            value = variable._value
+            for part in value.shards if isinstance(value, ShardedVariable) else [value]:
+                if "/job:ps" in part.device:
+                    found[id(part)] = part
+    return list(found.values())

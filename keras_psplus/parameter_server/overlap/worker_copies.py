@@ -1,0 +1,118 @@
+"""Copies of a step's weights on each worker, updated during the step.
+
+A worker's function of a step reads its copies. As soon as a variable's update is made on its
+server, which is when the gradients of all workers for it have arrived there, the new value is sent
+to the copies for the next step, while other gradients are still being sent.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, NamedTuple
+
+import tensorflow as tf
+
+from keras_psplus.parameter_server.state.worker_variables import WorkerVariable
+from keras_psplus.parameter_server.tracing.traffic import CountedFunction, TrafficCounter
+from keras_psplus.parameter_server.transport import reads
+from keras_psplus.parameter_server.transport.pulls import Pulls, WholeRead
+from keras_psplus.tf_internals import framework_ops as ops
+
+if TYPE_CHECKING:
+    from keras_psplus.parameter_server.strategy import ParameterServerStrategy
+
+
+class _Part(NamedTuple):
+    """A variable or a shard, of which there are copies."""
+
+    variable: tf.Variable
+    read: WholeRead
+    name: str
+
+
+class WorkerCopies:
+    """Copies of the variables that a step reads whole.
+
+    Args:
+        strategy: `ParameterServerStrategy`.
+        whole_reads: List of `pulls.WholeRead`.
+    """
+
+    def __init__(self, strategy: ParameterServerStrategy, whole_reads: Sequence[WholeRead]) -> None:
+        self._strategy, self._states = strategy, strategy.extended.worker_states
+        self._reads = list(whole_reads)
+        self._parts = {
+            id(part): _Part(part, read, f"copies/{part._unique_id}")
+            for read in self._reads
+            for part in read.parts
+        }
+        parts = list(self._parts.values())
+        groups = reads.groups([part.variable for part in parts])
+        self._groups = [[parts[place] for place in places] for places in groups]
+        forms = {p.name: (p.variable.shape, p.variable.dtype) for p in self._parts.values()}
+        self._states.register(forms, are_saved=False)
+
+    def keep_in(self, pulls: Pulls) -> None:
+        """Has the function that is being traced read the copies, before anything else."""
+        for read in self._reads:
+            values = [self._copy(self._parts[id(part)]).read_value() for part in read.parts]
+            value = values[0] if len(values) == 1 else tf.concat(values, 0)
+            pulls.keep(read.variable, read.parts, value)
+
+    def _copy(self, part):
+        form = part.variable.shape, part.variable.dtype
+        return WorkerVariable(self._states.handle(part.name, *form), *form)
+
+    def announce(self, readers: tf.Tensor, generation: int) -> None:
+        """Lets workers read what the function that is being traced has updated.
+
+        Args:
+            readers: Int32 scalar, the number of workers that will.
+            generation: Number of the functions that read, which no others share.
+        """
+        for number, group in enumerate(self._groups):
+            # Out here: a function makes its handles in order, and would wait for values in between.
+            queue = self._queue(number, generation)
+            with tf.device(group[0].variable.device):
+                # After their updates, in the order of the function.
+                values = [reads.raw_read(part.variable) for part in group]
+                with tf.control_dependencies(values):
+                    tf.raw_ops.QueueEnqueueManyV2(
+                        handle=queue, components=[tf.zeros([readers], tf.int32)]
+                    )
+
+    def trace_fetch(self, generation: int) -> CountedFunction:
+        """A function of a worker that brings each copy once it may be read."""
+        counters = []
+
+        def fetch():
+            with TrafficCounter() as counter:
+                for number, group in enumerate(self._groups):
+                    self._fetch(group, self._queue(number, generation))
+                counters.append(counter)
+                return counter.counts([])
+
+        function = tf.function(fetch, autograph=False)
+        with self._strategy.scope():
+            concrete = function.get_concrete_function()
+        return CountedFunction(concrete, counters[-1].summary(concrete.graph), function)
+
+    def _fetch(self, group, queue):
+        with tf.device(group[0].variable.device):
+            token = tf.raw_ops.QueueDequeueV2(handle=queue, component_types=[tf.int32])
+        variables = [part.variable for part in group]
+        compressors = [part.read.compressor for part in group]
+        keys = [reads.key_of(part.read.variable, part.read.compressor) for part in group]
+        with ops.control_dependencies([token[0].op]):
+            values = reads.read_together(variables, compressors, keys)
+        for part, value in zip(group, values):
+            self._copy(part).assign(value)
+
+    def _queue(self, number, generation):
+        """Queue on a group's server, with a token for each worker yet to read it."""
+        with tf.device(self._groups[number][0].variable.device):
+            return tf.raw_ops.FIFOQueueV2(
+                component_types=[tf.int32],
+                shapes=[[]],
+                shared_name=f"keras_psplus/{self._states.run}/updated/{generation}/{number}",
+            )

@@ -1,0 +1,1 @@
+"""Placement of variables on the servers: which server holds which rows."""

@@ -1,0 +1,199 @@
+"""Placement of variables and shards on parameter servers.
+
+Variables are created one after the other, and later ones are unknown. So a large variable is cut
+over all servers, which leaves their balance unchanged, and a variable that is too small for that is
+placed on the least loaded server. In that way servers are balanced whatever the order, and a step's
+reads and gradients use all their links from the first byte to the last.
+"""
+
+from __future__ import annotations
+
+import collections
+from collections.abc import Mapping, Sequence
+from typing import NamedTuple
+
+import tensorflow as tf
+
+from keras_psplus.arguments import shown
+from keras_psplus.parameter_server.placement import shard_sizes
+
+# Below this a message costs more than its bytes.
+LEAST_SHARD_BYTES = 32 << 10
+# Above this, cutting further wins nothing.
+MOST_LEAST_SHARD_BYTES = 1 << 20
+# Of shards that are sent, updated and read one after the other: each has an update of its own.
+FINE_SHARD_BYTES, _MOST_FINE_SHARDS = 1 << 20, 8
+# Of a server's bytes: what is not cut has less than two of these, a tenth.
+_LEAST_PART = 0.05
+
+
+class Shard(NamedTuple):
+    """Some rows of a variable.
+
+    Attributes:
+        ps: Number of the parameter server that they go to; None for the least loaded.
+        first: The first row.
+        end: The row after the last one.
+    """
+
+    ps: int | None
+    first: int
+    end: int
+
+
+class Placement:
+    """Bytes of each parameter server, and the choice of the next server.
+
+    Args:
+        weights: A positive number for each server, which its part of the bytes is proportional to.
+        cuts_finely: Whether a server may have several shards of a large variable, each of which is
+            sent, updated and read by itself.
+    """
+
+    def __init__(self, weights: Sequence[float], cuts_finely: bool = False) -> None:
+        self._cuts_finely = cuts_finely
+        self._weights = [weight / sum(weights) for weight in weights]
+        # What is trained has an optimizer's slots beside it, so that each kind is balanced alone.
+        self._bytes = {is_trained: [0] * len(weights) for is_trained in (True, False)}
+
+    @property
+    def weights(self) -> list[float]:
+        """The servers' parts of the bytes, with a sum of 1."""
+        return list(self._weights)
+
+    @property
+    def bytes_on_ps(self) -> list[int]:
+        """Bytes on each server, in order."""
+        return [sum(both) for both in zip(*self._bytes.values())]
+
+    def least_loaded(self, size: int, is_trained: bool) -> int:
+        """The server that is to have a variable, or a shard, of some bytes."""
+        have, all_have = self._bytes[is_trained], self.bytes_on_ps
+        return min(
+            range(len(have)),
+            key=lambda ps: (
+                (have[ps] + size) / self._weights[ps],
+                all_have[ps] / self._weights[ps],
+            ),
+        )
+
+    def add(self, ps: int, size: int, is_trained: bool) -> None:
+        """Notes bytes on a server."""
+        self._bytes[is_trained][ps] += size
+
+    def cut(
+        self, shape: tf.TensorShape | Sequence[int], dtype: tf.DType | str, is_trained: bool
+    ) -> list[Shard]:
+        """Cuts a variable by rows so that all servers' bytes stay balanced.
+
+        Args:
+            shape: The variable's shape, of at least one dimension.
+            dtype: Its type.
+            is_trained: Whether it is trained.
+
+        Returns:
+            List of `Shard`s, in order; one of all rows if it stays whole.
+
+        Raises:
+            ValueError: If a row is too large to be sent.
+        """
+        rows = shape[0]
+        row_bytes = shard_sizes.row_bytes_of(shape, dtype)
+        size = rows * row_bytes
+        if not size:
+            return [Shard(self.least_loaded(0, is_trained), 0, rows)]
+        wanted = self._wanted(size, is_trained)
+        total = sum(self._bytes[is_trained]) + size
+        least = _LEAST_PART * total / len(wanted)
+        least = min(max(least, LEAST_SHARD_BYTES), MOST_LEAST_SHARD_BYTES)
+        while len(wanted) > 1:
+            scale = size / sum(wanted.values())
+            smallest = min(wanted, key=lambda ps: wanted[ps])
+            enough_rows = len(wanted) <= rows
+            if enough_rows and wanted[smallest] * scale >= least:
+                break
+            del wanted[smallest]
+        if len(wanted) == 1:
+            wanted = {self.least_loaded(size, is_trained): 1.0}
+        most = shard_sizes.LARGE_BYTES
+        if self._cuts_finely:
+            most = max(FINE_SHARD_BYTES, size // (_MOST_FINE_SHARDS * len(wanted)))
+        return _shards(_whole_rows(wanted, rows), row_bytes, most)
+
+    def _wanted(self, size, is_trained):
+        """By server, how many of a variable's bytes would make up its part."""
+        have = self._bytes[is_trained]
+        total = sum(have) + size
+        wanted = {ps: weight * total - have[ps] for ps, weight in enumerate(self._weights)}
+        return {ps: missing for ps, missing in wanted.items() if missing > 0}
+
+
+def _whole_rows(wanted: Mapping[int, float], rows: int) -> dict[int, int]:
+    """Rows of each server, as near to what is wanted as whole ones can be."""
+    scale = rows / sum(wanted.values())
+    counts = {ps: int(part * scale) for ps, part in wanted.items()}
+    by_rest = sorted(wanted, key=lambda ps: counts[ps] - wanted[ps] * scale)
+    for ps in by_rest[: rows - sum(counts.values())]:
+        counts[ps] += 1
+    return {ps: count for ps, count in sorted(counts.items()) if count}
+
+
+def _shards(counts, row_bytes, most):
+    shards, first = [], 0
+    for ps, rows in counts.items():
+        count = -(-rows * row_bytes // most)
+        offsets = shard_sizes.offsets_of_rows(rows, row_bytes, count, keeps_whole=False)
+        shards += [Shard(ps, first + a, first + b) for a, b in zip(offsets, offsets[1:])]
+        first += rows
+    return shards
+
+
+def weights_of(addresses: Sequence[str], weights: Sequence[float] | None) -> list[float]:
+    """Weights of the servers, to which their parts of the bytes are proportional.
+
+    Args:
+        addresses: Addresses of the servers, in order.
+        weights: The script's weights; None for equal weights of hosts, whose servers share a link.
+
+    Raises:
+        ValueError: If the script's weights do not fit the servers.
+    """
+    if weights is None:
+        hosts = [address.rpartition(":")[0] for address in addresses]
+        servers = collections.Counter(hosts)
+        return [1.0 / servers[host] for host in hosts]
+    check_weights(weights)
+    if len(weights) != len(addresses):
+        raise ValueError(
+            f"`ps_weights` needs a number for each parameter server, of which there are "
+            f"{len(addresses)}. Received: ps_weights={weights!r}"
+        )
+    return [float(weight) for weight in weights]
+
+
+def check_partitioner(given: object) -> None:
+    """Raises `ValueError` for what is no partitioner of variables."""
+    is_auto = isinstance(given, str) and given == "auto"
+    if given is not None and not is_auto and not callable(given):
+        raise ValueError(
+            '`variable_partitioner` must be "auto", None, or one of '
+            "`tf.distribute.experimental.partitioners`. "
+            f"Received: variable_partitioner={shown(given)}"
+        )
+
+
+def check_weights(weights: Sequence[float] | None) -> None:
+    """Raises ValueError unless weights are positive numbers, or None."""
+    if weights is None:
+        return
+    is_list = isinstance(weights, (list, tuple)) and len(weights) > 0
+    if not is_list or not all(_is_positive(weight) for weight in weights):
+        raise ValueError(
+            "`ps_weights` must be None or a list of positive numbers, one for each parameter "
+            f"server. Received: ps_weights={weights!r}"
+        )
+
+
+def _is_positive(number):
+    is_number = isinstance(number, (int, float)) and not isinstance(number, bool)
+    return is_number and 0 < number < float("inf")

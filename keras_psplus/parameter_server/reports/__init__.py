@@ -1,0 +1,1 @@
+"""Tables and files for users: placement, kinds of variables, workers' files."""

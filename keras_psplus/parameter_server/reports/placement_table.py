@@ -1,0 +1,87 @@
+"""Table for the log of the variables on each parameter server."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Iterable
+from typing import TYPE_CHECKING
+
+import tensorflow as tf
+
+from keras_psplus import text_table
+from keras_psplus.log import warn_once
+from keras_psplus.parameter_server.placement import shard_sizes
+from keras_psplus.parameter_server.reports import variable_kinds
+from keras_psplus.parameter_server.transport.sharded import ShardedVariable
+
+if TYPE_CHECKING:
+    import keras
+
+    from keras_psplus.parameter_server.strategy import ParameterServerStrategy
+
+_NEED_WHOLE_TENSORS = ("Lamb", "Muon")
+
+
+def bytes_on_ps(variables: Iterable[keras.Variable], num_ps: int) -> list[int]:
+    """Bytes of Keras variables on each parameter server, in order."""
+    sizes = [0] * num_ps
+    for part in itertools.chain.from_iterable(_parts(variable) for variable in variables):
+        ps = tf.DeviceSpec.from_string(part.device).task
+        sizes[ps] += shard_sizes.size_of(part.shape, part.dtype)
+    return sizes
+
+
+def report(strategy: ParameterServerStrategy, model: keras.Model) -> str:
+    """Describes a model's variables, with a table of the servers that hold them.
+
+    Args:
+        strategy: `ParameterServerStrategy`.
+        model: The model, whose optimizer has its variables.
+    """
+    addresses = strategy.cluster_resolver.cluster_spec().as_dict()["ps"]
+    optimizer = getattr(model, "optimizer", None)
+    slots = list(optimizer.variables) if optimizer is not None else []
+    own = {id(variable) for variable in slots}
+    variables = [variable for variable in model.variables if id(variable) not in own]
+    of_model, of_optimizer = (bytes_on_ps(these, len(addresses)) for these in (variables, slots))
+    both = [sum(pair) for pair in zip(of_model, of_optimizer)]
+    total = max(sum(both), 1)
+    rows = [("ps", "address", "variables MB", "optimizer MB", "part", "of its due")]
+    for ps, weight in enumerate(strategy.extended.placement.weights):
+        rows.append(
+            (
+                f"ps-{ps}",
+                addresses[ps],
+                f"{of_model[ps] / 1e6:.2f}",
+                f"{of_optimizer[ps] / 1e6:.2f}",
+                f"{both[ps] / total:.1%}",
+                f"{both[ps] / total / weight:.2f}",
+            )
+        )
+    on_ps = [variable for variable in variables if _parts(variable)]
+    cut = sum(isinstance(variable._value, ShardedVariable) for variable in on_ps)
+    return (
+        f"'{model.name}' on {len(addresses)} parameter servers: {len(on_ps)} variables, {cut} of "
+        f"them cut, {total / 1e6:.1f} MB with the optimizer's\n{text_table.aligned(rows)}"
+    )
+
+
+def warn_of_whole_tensors(model: keras.Model) -> None:
+    """Warns once of an optimizer that needs whole tensors of a sharded variable."""
+    optimizer = getattr(model, "optimizer", None)
+    optimizer = getattr(optimizer, "inner_optimizer", optimizer)
+    name = type(optimizer).__name__
+    is_cut = any(isinstance(v._value, ShardedVariable) for v in model.trainable_variables)
+    if name in _NEED_WHOLE_TENSORS and is_cut:
+        warn_once(
+            "%s looks at a whole tensor at once, and sees each shard of a variable that is cut "
+            "alone: pass `variable_partitioner=None` to the strategy to keep variables whole",
+            name,
+        )
+
+
+def _parts(variable):
+    """A variable's shards, or itself, if they lie on parameter servers."""
+    own = variable._value
+    parts = own.shards if isinstance(own, ShardedVariable) else [own]
+    return [part for part in parts if variable_kinds.on_ps(part)]

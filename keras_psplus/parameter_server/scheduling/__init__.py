@@ -1,0 +1,1 @@
+"""Closures on workers: their queue, their recovery and the failures of tasks."""

@@ -1,0 +1,77 @@
+"""Detection of closures that do not return, and of other answers that are overdue."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Mapping, Sequence
+from typing import TYPE_CHECKING, Any
+
+from keras_psplus.cluster.monitor import stalls
+from keras_psplus.cluster.monitor.stalls import PendingWait
+
+if TYPE_CHECKING:
+    from keras_psplus.cluster.monitor.progress import Progress
+    from keras_psplus.parameter_server.scheduling.scheduler import Scheduler
+
+
+class StallProbe:
+    """Probe of `stalls.Inspector` on the chief.
+
+    Args:
+        scheduler: `Scheduler`.
+        progress: `Progress` of the chief.
+        spec: Dict from jobs to lists of addresses.
+    """
+
+    def __init__(
+        self, scheduler: Scheduler, progress: Progress, spec: Mapping[str, Sequence[str]]
+    ) -> None:
+        self._scheduler, self._progress = scheduler, progress
+        self._workers, self._servers = (
+            {f"{job}-{i}": address for i, address in enumerate(spec[job])}
+            for job in ("worker", "ps")
+        )
+
+    def look(self) -> dict[Any, PendingWait]:
+        """Waits that are pending at present, by closure or call."""
+        # Of several closures that a worker has under way, the first one.
+        oldest: dict[int | None, Any] = {}
+        for closure in self._scheduler.closures:
+            first = oldest.get(closure.tried_on)
+            if closure.started and (first is None or closure.started < first.started):
+                oldest[closure.tried_on] = closure
+        waits: dict[Any, PendingWait] = {
+            (id(closure), closure.started): PendingWait(
+                f"chief-0 at {closure.about}",
+                functools.partial(self._of_closure, f"worker-{closure.tried_on}"),
+                closure.started,
+            )
+            for closure in oldest.values()
+        }
+        at = self._progress.at
+        if at is not None and not waits:
+            # Its own calls wait for answers, too, also for those to what it has sent before.
+            waits[self._progress.entered] = PendingWait(f"chief-0 at {at}", self._of_call)
+        return waits
+
+    def _of_closure(self, worker):
+        asked = {worker: self._workers[worker], **self._servers}
+        silent = stalls.unresponsive_tasks(asked)
+        slow = {} if silent else stalls.slow_tasks(asked)
+        if worker in silent:
+            missing = f"{worker} (no answer; end its process, and another takes the closure)"
+        elif silent:
+            missing = f"{worker}, which is held up by {', '.join(silent)} (no answer)"
+        elif slow:
+            listed = ", ".join(
+                f"{name} (answers after {took:.1f} s)" for name, took in slow.items()
+            )
+            missing = f"{worker}; slow: {listed}"
+        else:
+            missing = f"{worker}, which answers: it is slow, or has no data"
+        return f"the closure; not arrived: {missing}"
+
+    def _of_call(self):
+        silent = stalls.unresponsive_tasks({**self._workers, **self._servers})
+        missing = ", ".join(f"{name} (no answer)" for name in silent)
+        return f"an answer; not arrived: {missing or 'none; it may still trace, or wait for data'}"

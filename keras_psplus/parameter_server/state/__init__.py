@@ -1,0 +1,1 @@
+"""State of compressors and update rules that lives on workers."""

@@ -1,0 +1,237 @@
+"""State of each worker from step to step, for compressors and `updates`.
+
+A state is a resource of the worker that is found by its name, not by a handle: a step's function is
+the same for all workers, and each has a separate state. It is created when a step first needs it,
+so a worker that was restarted starts with an empty state.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import itertools
+import uuid
+import weakref
+from collections.abc import Callable, Mapping
+from typing import TYPE_CHECKING, Any
+
+import tensorflow as tf
+
+from keras_psplus.log import logger
+from keras_psplus.parameter_server.tracing.remote import is_of_worker, on_worker
+from keras_psplus.tf_internals import control_flow_func_graphs as control_flow
+from keras_psplus.tf_internals import framework_ops as ops
+from keras_psplus.tf_internals import nest, resource_variable_ops
+
+if TYPE_CHECKING:
+    import keras
+    import numpy as np
+
+_HANDLES = "keras_psplus_worker_state"
+
+
+class WorkerStates:
+    """Named states of all workers, accessed in steps and by the chief.
+
+    The chief reads and writes them between steps.
+
+    Args:
+        num_workers: Number of workers.
+    """
+
+    def __init__(self, num_workers: int) -> None:
+        self._num_workers = num_workers
+        # A worker may serve one job after another.
+        self._run = uuid.uuid4().hex
+        self._owners: weakref.WeakKeyDictionary[keras.optimizers.Optimizer, str] = (
+            weakref.WeakKeyDictionary()
+        )
+        # By name: the shape and dtype.
+        self._leaves: dict[str, tuple[tf.TensorShape, tf.DType]] = {}
+        self._unsaved: set[str] = set()
+        # By worker and name: values that no step has asked for yet.
+        self._to_restore: dict[int, dict[str, np.ndarray]] = {}
+        self._ownerless: list[str] = []
+        # How often all states have been forgotten.
+        self.losses = 0
+
+    @property
+    def run(self) -> str:
+        """A name for this run of the job, which no other has."""
+        return self._run
+
+    @property
+    def has_any(self) -> bool:
+        """Whether steps keep anything that is to be saved."""
+        return not self._unsaved.issuperset(self._leaves)
+
+    def owner(self, owner: keras.optimizers.Optimizer) -> str:
+        """Name of an optimizer, whose states are deleted with it."""
+        if owner not in self._owners:
+            self._destroy_ownerless()
+            # The object's own if possible, which the same script finds again when it resumes.
+            names = (f"{owner.name}#{i}" if i else owner.name for i in itertools.count())
+            name = next(name for name in names if name not in self._owners.values())
+            self._owners[owner] = name
+            # Later, as this may happen at any moment.
+            weakref.finalize(owner, self._ownerless.append, name).atexit = False
+        return self._owners[owner]
+
+    def read(self, name: str, init: Callable[[], Any]) -> tuple[Any, Callable[[Any], None]]:
+        """Reads a state of the worker that runs the current graph.
+
+        Args:
+            name: Name of the state.
+            init: Function that makes the first one, a nested structure of tensors.
+
+        Returns:
+            The structure of tensors, and a function that writes another like it.
+        """
+        with tf.Graph().as_default():
+            first = init()
+            leaves = nest.flatten_with_joined_string_paths(first)
+            forms = {f"{name}/{path}": (leaf.shape, leaf.dtype) for path, leaf in leaves}
+        structure = tf.nest.map_structure(lambda _: 0, first)
+        if not forms:
+            return structure, lambda state: None
+        self.register(forms)
+        handles = [self.handle(leaf, *form) for leaf, form in forms.items()]
+
+        def begin():
+            for handle, value in zip(handles, tf.nest.flatten(init())):
+                tf.raw_ops.AssignVariableOp(resource=handle, value=value)
+            return tf.constant(True)
+
+        is_there = [tf.raw_ops.VarIsInitializedOp(resource=handle) for handle in handles]
+        tf.cond(tf.reduce_all(tf.stack(is_there)), lambda: tf.constant(True), begin)
+        values = []
+        for handle, (shape, dtype) in zip(handles, forms.values()):
+            value = tf.raw_ops.ReadVariableOp(resource=handle, dtype=dtype)
+            value.set_shape(shape)
+            values.append(value)
+
+        def write(state):
+            tf.nest.assert_same_structure(structure, state)
+            for handle, value in zip(handles, tf.nest.flatten(state)):
+                tf.raw_ops.AssignVariableOp(resource=handle, value=value)
+
+        return tf.nest.pack_sequence_as(structure, values), write
+
+    def handle(self, name: str, shape: tf.TensorShape, dtype: tf.DType) -> tf.Tensor:
+        """Handle of a state in the function being traced.
+
+        One handle per state keeps its uses in order.
+        """
+        graph = ops.get_default_graph()
+        while isinstance(graph, control_flow.ControlFlowFuncGraph):
+            graph = graph.outer_graph
+        known = graph.get_collection_ref(_HANDLES)
+        if not known:
+            known.append({})
+        if name not in known[0]:
+            with graph.as_default(), ops.control_dependencies(None), ops.device(None):
+                known[0][name] = resource_variable_ops._variable_handle_from_shape_and_dtype(
+                    shape, dtype, self._shared_name(name), "worker_state", True
+                )
+        return known[0][name]
+
+    def _shared_name(self, name):
+        return f"keras_psplus/{self._run}/{name}"
+
+    def register(
+        self, forms: Mapping[str, tuple[tf.TensorShape, tf.DType]], are_saved: bool = True
+    ) -> None:
+        """Notes leaves, and gives them the values that wait to be restored.
+
+        Args:
+            forms: Dict from names to shapes and dtypes.
+            are_saved: Whether `fetch` brings them.
+        """
+        self._leaves.update(forms)
+        if not are_saved:
+            self._unsaved.update(forms)
+        for worker, values in self._to_restore.items():
+            self._assign(worker, {name: values.pop(name) for name in forms if name in values})
+
+    def fetch(self, worker: int) -> dict[str, np.ndarray] | None:
+        """Saved states of a worker, as a dict of arrays; None if unreachable."""
+        fetched = {}
+        try:
+            with on_worker(worker, device=None):
+                for name, (shape, dtype) in self._leaves.items():
+                    if name in self._unsaved:
+                        continue
+                    handle = self._eager_handle(name, shape, dtype)
+                    if tf.raw_ops.VarIsInitializedOp(resource=handle).numpy():
+                        value = tf.raw_ops.ReadVariableOp(resource=handle, dtype=dtype)
+                        fetched[name] = value.numpy()
+        except tf.errors.OpError as error:
+            if not is_of_worker(error):
+                raise
+            return None
+        return fetched
+
+    def restore(self, values: Mapping[int, Mapping[str, np.ndarray]]) -> None:
+        """Gives all workers the states that they are to go on from.
+
+        Args:
+            values: Dict from workers to what `fetch` returned. A state that is not there begins
+                again.
+        """
+        # Those of optimizers that are gone, now: the next one may come to have such a name.
+        self._destroy_ownerless()
+        self.destroy()
+        self._to_restore = {worker: dict(of_worker) for worker, of_worker in values.items()}
+        self.register(dict(self._leaves))
+
+    def _assign(self, worker, values):
+        fitting = {}
+        for name, value in values.items():
+            shape, dtype = self._leaves[name]
+            if shape.is_compatible_with(value.shape) and value.dtype == dtype.as_numpy_dtype:
+                fitting[name] = value
+            else:
+                logger.warning(
+                    "what worker-%d has kept of its gradients is not restored for %s: it has the "
+                    "shape %s, not %s",
+                    worker,
+                    name,
+                    value.shape,
+                    shape,
+                )
+        try:
+            with ops.init_scope(), on_worker(worker, device=None):
+                for name, value in fitting.items():
+                    handle = self._eager_handle(name, *self._leaves[name])
+                    tf.raw_ops.AssignVariableOp(resource=handle, value=tf.constant(value))
+        except tf.errors.OpError as error:
+            if not is_of_worker(error):
+                raise
+            logger.warning("worker-%d cannot be reached; its gradients' state begins empty", worker)
+
+    def destroy(self, of_owner: str = "") -> None:
+        """Lets all workers forget their states, or those of one owner."""
+        self.losses += not of_owner
+        names = [name for name in self._leaves if name.startswith(of_owner)]
+        for worker in range(self._num_workers if names else 0):
+            try:
+                with ops.init_scope(), on_worker(worker, device=None):
+                    for name in names:
+                        handle = self._eager_handle(name, *self._leaves[name])
+                        tf.raw_ops.DestroyResourceOp(resource=handle, ignore_lookup_error=True)
+            except tf.errors.OpError as error:
+                if not is_of_worker(error):
+                    raise
+
+    def end(self) -> None:
+        """Lets the workers forget everything, as this process ends, if they can be reached."""
+        with contextlib.suppress(Exception):
+            self.destroy()
+
+    def _destroy_ownerless(self):
+        while self._ownerless:
+            owner = f"{self._ownerless.pop()}/"
+            self.destroy(owner)
+            self._leaves = {n: form for n, form in self._leaves.items() if not n.startswith(owner)}
+
+    def _eager_handle(self, name, shape, dtype):
+        return tf.raw_ops.VarHandleOp(shape=shape, dtype=dtype, shared_name=self._shared_name(name))

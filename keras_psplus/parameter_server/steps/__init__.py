@@ -1,0 +1,1 @@
+"""Asynchronous steps, with the staleness that they may have."""

@@ -1,0 +1,181 @@
+"""The functions that workers run, traced once for each form of the batches."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Iterable
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+import numpy as np
+import tensorflow as tf
+
+from keras_psplus.parameter_server.tracing.joined_batches import (
+    Batches,
+    JoinedBatches,
+    can_be_joined,
+    first_of,
+    separate,
+    spec_of,
+)
+from keras_psplus.parameter_server.tracing.joined_batches import join as join_batches
+from keras_psplus.parameter_server.tracing.traffic import TrafficCounter, TrafficSummary
+from keras_psplus.parameter_server.tracing.turns import ReadTurn
+from keras_psplus.parameter_server.tracing.worker_function import ClosureVariable, Trace
+from keras_psplus.parameter_server.transport.pulls import Pulls
+
+if TYPE_CHECKING:
+    from keras_psplus.parameter_server.strategy import ParameterServerStrategy
+
+
+class StepFunction(NamedTuple):
+    """A worker function for batches of one form.
+
+    Attributes:
+        concrete: The concrete function, of the closure variables' values and the batches.
+        variables: The closure variables, in order.
+        overwritten: Those of them that are given values instead of being added to.
+        notes: What `collect` noted while the function was traced.
+        costs: What a call costs, a `traffic.TrafficSummary`.
+        may_overlap: Whether a worker may run it beside another call of it.
+        replica_step: What the context of tracing was, or None.
+        origin: The function that it is traced from; TensorFlow holds it weakly.
+    """
+
+    concrete: tf.types.experimental.ConcreteFunction
+    variables: list[ClosureVariable]
+    overwritten: list[ClosureVariable]
+    notes: Any
+    costs: TrafficSummary
+    may_overlap: bool
+    replica_step: Any
+    origin: Any
+
+    def split(self, vector: np.ndarray | tf.Tensor) -> list[np.ndarray]:
+        """Splits a call's result vector into the output of `collect` and the traffic counts."""
+        vector = np.asarray(vector)
+        return np.split(vector, [len(vector) - self.costs.size])
+
+
+class StepFunctions:
+    """Worker functions of one step function, one for each form of its batches.
+
+    Args:
+        strategy: `ParameterServerStrategy`.
+        step: Function of one batch.
+        collect: Function of the `Trace` and the list of what single steps return. Returns a float64
+            vector and a structure of tensors, which the worker function returns, and notes about
+            them.
+        weights: Function that returns variables which steps may be expected to read.
+        replica_step: Optional function of the vector that carries the closure variables' values;
+            makes the context, a `WorkerReplicaStep`, in which steps are traced.
+        overlap: Whether a worker may run several of the functions at a time.
+        begin: Optional function of the `Pulls` of a function, called before its steps are traced.
+    """
+
+    def __init__(
+        self,
+        strategy: ParameterServerStrategy,
+        step: Callable[..., Any],
+        collect: Callable[[Trace, list[Any]], tuple[tf.Tensor, Any, Any]],
+        weights: Callable[[], Iterable[tf.Variable]],
+        replica_step: Callable[[tf.Tensor], Any] | None = None,
+        overlap: bool = False,
+        begin: Callable[[Pulls], None] = lambda pulls: None,
+    ) -> None:
+        self._strategy, self._step, self._collect = strategy, step, collect
+        self._begin = begin
+        self._weights, self._make_replica_step = weights, replica_step or _no_replica_step
+        self._overlap = overlap
+        self._functions: dict[str, StepFunction] = {}
+
+    def __call__(
+        self, batches: Batches, element_spec: Any = None, join: bool = True
+    ) -> tuple[StepFunction, Any]:
+        """The function for some batches.
+
+        Args:
+            batches: List of batches, or `JoinedBatches`.
+            element_spec: Type specification of the dataset's elements, if there is one.
+            join: Whether the batches may be put together, to be sent in fewer messages.
+
+        Returns:
+            The `StepFunction`, and its argument besides the closure variables' values.
+        """
+        batch_spec = element_spec or tf.nest.map_structure(_with_any_batch_size, first_of(batches))
+        payload: Any = batches
+        spec: Any = [batch_spec] * len(batches)
+        form = f"{len(batches)} apart"
+        if join and not isinstance(batches, JoinedBatches) and can_be_joined(batches):
+            batches = join_batches(batches)
+        if isinstance(batches, JoinedBatches):
+            payload, spec = batches.payload, spec_of(batches, batch_spec)
+            form = repr(spec)
+        # Of one batch's form only: that of ten takes a tenth of what the chief does for a closure.
+        key = f"{batch_spec!r} {form}"
+        if key not in self._functions:
+            self._functions[key] = self._trace(spec, batch_spec)
+        return self._functions[key], payload
+
+    def _trace(self, spec, batch_spec):
+        variables, overwritten, stay = [], [], set()
+
+        def worker_function(initial, payload):
+            with (
+                self._make_replica_step(initial) as replica_step,
+                Trace(initial) as trace,
+                TrafficCounter() as counter,
+                Pulls(
+                    self._weights(), stay, self._strategy.extended.compressors, self._turn(counter)
+                ) as pulls,
+            ):
+                self._begin(pulls)
+                batches = separate(payload, batch_spec)
+                results = [self._strategy.run(self._step, args=(batch,)) for batch in batches]
+                vector, outputs, notes = self._collect(trace, results)
+                # In the same tensor: each would cost a separate message.
+                vector = tf.concat([vector, counter.counts([vector, outputs])], 0)
+            # A sum of gradients is read and written from step to step.
+            may_overlap = self._overlap and not self._strategy.updating.keeps_in(trace)
+            traced[:] = counter, replica_step, may_overlap, notes
+            variables[:], overwritten[:] = trace.variables, trace.overwritten()
+            written_in_loops.update(pulls.written_in_loops())
+            return vector, outputs
+
+        while True:
+            traced = []
+            written_in_loops = set()
+            function = tf.function(worker_function, autograph=False)
+            with self._strategy.scope():
+                concrete = function.get_concrete_function(tf.TensorSpec([None], tf.float64), spec)
+            if written_in_loops <= stay:
+                counter, replica_step, may_overlap, notes = traced
+                costs = counter.summary(concrete.graph)
+                return StepFunction(
+                    concrete,
+                    variables,
+                    overwritten,
+                    notes,
+                    costs,
+                    may_overlap,
+                    replica_step,
+                    function,
+                )
+            stay |= written_in_loops
+
+    def _turn(self, counter):
+        """Lock for the first reads of the function being traced; None without overlap."""
+        if not self._overlap:
+            return None
+        turn = ReadTurn(f"keras_psplus/{self._strategy.extended.worker_states.run}")
+        counter.timer.at_arrival = turn.end
+        return turn
+
+
+def _no_replica_step(initial):
+    return contextlib.nullcontext()
+
+
+def _with_any_batch_size(leaf):
+    if isinstance(leaf, tf.Tensor) and leaf.shape.rank:
+        return tf.TensorSpec([None] + leaf.shape.as_list()[1:], leaf.dtype)
+    return tf.type_spec_from_value(leaf) if leaf is not None else None

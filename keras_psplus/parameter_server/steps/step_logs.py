@@ -1,0 +1,160 @@
+"""Logs of workers' steps: a step's result vector, and the chief's computation from it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, NamedTuple
+
+import numpy as np
+import tensorflow as tf
+
+from keras_psplus.core.graph import metric_logs
+from keras_psplus.parameter_server.tracing.worker_function import Trace
+
+CHIEF = "/job:chief/replica:0/task:0/device:CPU:0"
+
+
+class LogNotes(NamedTuple):
+    """Layout of the logs in a step's result vector.
+
+    Attributes:
+        names: List of pairs of a log's name and NumPy dtype.
+        computed: `metric_logs.MetricLogs`: the logs that the chief computes once more.
+        states: Numbers of the closure variables that are the states of metrics.
+        size: How many numbers of the vector are logs, and what these are computed from.
+    """
+
+    names: list[tuple[str, Any]]
+    computed: metric_logs.MetricLogs
+    states: list[int]
+    size: int
+
+    def split(self, vector: np.ndarray) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+        """Splits vectors, along the last axis, into changes, logs, and inputs of logs."""
+        first = vector.shape[-1] - self.size
+        changes, logs, inputs = np.split(vector, [first, first + len(self.names)], -1)
+        return changes, logs, inputs
+
+
+def changes_and_logs(
+    trace: Trace, results: Sequence[dict[str, Any]]
+) -> tuple[tf.Tensor, tuple[()], LogNotes]:
+    """Concatenates a step's changes and logs to one tensor.
+
+    Each would cost a separate message.
+    """
+    logs = _scalars(results[-1])
+    states = [i for i, variable in enumerate(trace.variables) if variable.kind == "total"]
+    handles = [trace.handle_of(trace.variables[i]) for i in states]
+    graph = tf.compat.v1.get_default_graph()
+    here = {n: value for n, value in logs.items() if getattr(value, "graph", None) is graph}
+    # The first write of a state is that of its value before the step.
+    computed = metric_logs.MetricLogs(here, handles, 1, _can_read, can_average=False)
+    names = [(name, value.dtype.as_numpy_dtype) for name, value in logs.items()]
+    values = [*logs.values(), *computed.inputs]
+    parts = [tf.cast(tf.reshape(value, [-1]), tf.float64) for value in values]
+    size = sum(value.shape.num_elements() for value in values)
+    notes = LogNotes(names, computed, states, size)
+    return tf.concat([trace.changes(), *parts], 0), (), notes
+
+
+def changes_and_logs_of_share(
+    trace: Trace,
+    results: Sequence[dict[str, Any]],
+    metrics: Callable[[Any], Mapping[str, Any]],
+) -> tuple[tf.Tensor, tuple[()], LogNotes]:
+    """As `changes_and_logs`, of one worker's share of a step.
+
+    Args:
+        trace: The trace.
+        results: What the step has returned, in a list.
+        metrics: Function of closure variables that returns a flat dict of results of metrics.
+
+    Raises:
+        ValueError: If a log is computed from a metric in a way that the chief cannot repeat.
+    """
+    vector, outputs, notes = changes_and_logs(trace, results)
+    refused = notes.computed.refused
+    if refused:
+        # What is called as a metric is, is taken for its result.
+        named = metrics(list(trace.variables))
+        metric_logs.refuse({name: why for name, why in refused.items() if name not in named})
+    return vector, outputs, notes
+
+
+def _can_read(read):
+    return read.is_first or read.is_last
+
+
+def _scalars(logs):
+    flat = {}
+    for name, value in (logs or {}).items():
+        if isinstance(value, dict):
+            flat.update(_scalars(value))
+        else:
+            value = tf.convert_to_tensor(value)
+            flat[name] = tf.reduce_mean(value) if value.shape.rank != 0 else value
+    return flat
+
+
+class ComputedLogs:
+    """Computes logs once more, on the chief, from the totals of metrics.
+
+    Args:
+        function: `StepFunction` whose notes are `LogNotes`.
+        results: Function of closure variables that returns a flat dict of results of metrics.
+    """
+
+    def __init__(self, function: Any, results: Callable[[Any], Mapping[str, Any]]) -> None:
+        self._function, self._results = function, results
+        self._names: list[str] = []
+        origin = tf.function(self._compute, autograph=False)
+        specs = [tf.TensorSpec([None], tf.float64)] * 3
+        with tf.device(CHIEF):
+            # TensorFlow holds what it was traced from weakly.
+            self._concrete, self._origin = origin.get_concrete_function(*specs), origin
+
+    def __call__(
+        self, totals: np.ndarray, before: np.ndarray, inputs: np.ndarray
+    ) -> dict[str, np.ndarray]:
+        """The logs.
+
+        Args:
+            totals: Values of the closure variables after the step.
+            before: Those before it.
+            inputs: What the logs are computed from besides, averaged over workers.
+        """
+        with tf.device(CHIEF):
+            found = self._concrete(*(tf.constant(one) for one in (totals, before, inputs)))
+        return {name: value.numpy() for name, value in zip(self._names, found)}
+
+    def _compute(self, totals, before, inputs):
+        function, notes = self._function, self._function.notes
+        computed = notes.computed
+        with Trace(totals) as trace:
+            handles = [trace.handle_of(variable) for variable in function.variables]
+            reads = [
+                _value_of(function.variables, notes.states[read.state], before if early else totals)
+                for read in computed.reads
+                for early in [read.is_first and not read.is_last]
+            ]
+            of_states = [handles[i] for i in notes.states]
+            found = computed.rebuild(reads, _parts(inputs, computed.inputs), of_states)
+            if computed.refused:
+                by_name = self._results(function.variables)
+                found |= {n: value for n, value in by_name.items() if n in computed.refused}
+        self._names[:] = found
+        return [tf.convert_to_tensor(value) for value in found.values()]
+
+
+def _value_of(variables, number, vector):
+    """The value of a closure variable in a vector of all of them."""
+    sizes = [variable.shape.num_elements() for variable in variables]
+    first, variable = sum(sizes[:number]), variables[number]
+    value = tf.reshape(vector[first : first + sizes[number]], variable.shape)
+    return tf.cast(value, variable.dtype)
+
+
+def _parts(vector, likes):
+    parts = tf.split(vector, [like.shape.num_elements() for like in likes]) if likes else []
+    return [tf.cast(tf.reshape(p, like.shape), like.dtype) for p, like in zip(parts, likes)]

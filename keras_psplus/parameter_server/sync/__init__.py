@@ -1,0 +1,1 @@
+"""Synchronous steps: all workers' gradients in one update."""

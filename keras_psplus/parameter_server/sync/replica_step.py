@@ -1,0 +1,145 @@
+"""One worker's share of a global batch, while the step that it takes is traced.
+
+A global step's gradient is that of the mean over all rows of its batch. Each worker takes the
+gradient of the mean over its own rows, times `local_rows / global_rows`; the parameter servers add
+these up. What the step does with gradients, it does not do on the worker: it hands them over here.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any
+
+import tensorflow as tf
+
+from keras_psplus.core.batch.replica_step import ReplicaStep
+from keras_psplus.core.graph import local_traces, stand_ins
+from keras_psplus.tf_internals import framework_ops as ops
+from keras_psplus.updates import map_values
+
+if TYPE_CHECKING:
+    import keras
+
+    from keras_psplus.parameter_server.engine import ParameterServerEngine
+    from keras_psplus.parameter_server.transport.pulls import WholeRead
+
+
+class WorkerReplicaStep(ReplicaStep):
+    """Context of tracing one worker's part of a step.
+
+    Args:
+        engine: The strategy's engine.
+        weight: Float64 scalar, the share's part of the global batch's rows.
+        push: Function of an optimizer, a list of gradients and one of Keras variables that is
+            called for each optimizer of the step.
+
+    Attributes:
+        handed_over: List of what `push` has returned.
+        first_hand_over: How many operations the function had before; None before the first.
+        whole_reads: List of `pulls.WholeRead`, once the step has been traced.
+    """
+
+    has_batch_fraction = True
+
+    def __init__(
+        self, engine: ParameterServerEngine, weight: tf.Tensor, push: Callable[..., Any]
+    ) -> None:
+        super().__init__(engine)
+        self._weight, self._push = weight, push
+        self._graph = ops.get_default_graph()
+        self._optimizers: list[keras.optimizers.Optimizer] = []
+        self._calls: list[stand_ins.Call] = []
+        self.handed_over: list[Any] = []
+        self.first_hand_over: int | None = None
+        self.whole_reads: list[WholeRead] = []
+
+    def batch_fraction(self) -> tf.Tensor:
+        return self._weight
+
+    def unscale_by_batch_fraction(self, value: tf.Tensor) -> tf.Tensor:
+        return value / tf.cast(self._weight, value.dtype)
+
+    def __exit__(self, *exc):
+        super().__exit__(*exc)
+        if exc[0] is None:
+            self._check_unused(())
+
+    def note(
+        self, gradients: list[tf.Tensor | tf.IndexedSlices | None], variables: list[Any]
+    ) -> list[Any]:
+        """Stand-ins for the gradients of one call of the tape; see `core.stand_ins`."""
+        self._calls.append(stand_ins.Call(gradients, variables))
+        return self._calls[-1].given
+
+    @property
+    def is_inside(self) -> bool:
+        """Whether a function, a branch or a loop is being traced, or code for rows."""
+        graph = ops.get_default_graph()
+        return graph is not self._graph or self._is_by_row(graph)
+
+    def note_inside(self, grads: Any, sources: Any) -> Any:
+        """As `note`, of gradients of the mean over this share's own rows."""
+        if self._is_by_row(ops.get_default_graph()):
+            return grads
+        return tf.nest.pack_sequence_as(
+            sources, self.note(tf.nest.flatten(grads), tf.nest.flatten(sources))
+        )
+
+    def _is_by_row(self, graph):
+        return local_traces.is_without_collectives(graph, self._graph)
+
+    def _check_unused(self, gradients):
+        """Raises ValueError if the step has computed with this worker's part of a gradient."""
+        for call in self._calls:
+            changed = any(call.has_made(one) or call.was_changed_inside(one) for one in gradients)
+            if changed or call.is_used() or call.is_used_inside():
+                raise ValueError(
+                    'With `mode="sync"`, what `tape.gradient` returns is one worker\'s part of '
+                    "the gradient, and workers cannot ask each other within a step: a "
+                    "`train_step` gives it to the optimizer as it is, and does not compute with "
+                    "it. Clip by the optimizer's `clipnorm`, `global_clipnorm` or `clipvalue`, "
+                    'which see the sum, or use `mode="async"` or MultiWorkerMirroredStrategy. '
+                    f"Received: a step that uses the gradients of {call.describe()}"
+                )
+
+    def hand_over(
+        self,
+        optimizer: keras.optimizers.Optimizer,
+        gradients: list[tf.Tensor | tf.IndexedSlices | None],
+        variables: list[keras.Variable],
+    ) -> None:
+        """Takes the gradients that an optimizer is to apply.
+
+        Raises:
+            ValueError: If the step applies them in a loop or a branch, or more than once.
+        """
+        is_inside = ops.get_default_graph() is not self._graph
+        if is_inside or any(optimizer is other for other in self._optimizers):
+            where = "in a loop, a branch or a tf.function" if is_inside else "twice"
+            raise ValueError(
+                'With `mode="sync"`, a `train_step` applies the gradients of each optimizer once, '
+                "outside of loops, branches and functions of its own: they are applied when those "
+                "of all workers are there. Take a tf.function decorator off (`fit` compiles the "
+                'whole step), several steps as several batches, or use `mode="async"`. '
+                f"Received: {optimizer.name}.apply(), called {where}"
+            )
+        self._check_unused(gradients)
+        overwritten = [v.path for v in variables if getattr(v, "overwrite_with_gradient", False)]
+        if overwritten and self.engine.strategy.num_workers > 1:
+            raise ValueError(
+                'With `mode="sync"`, float8 is not supported: the parameter servers add up what '
+                "workers send, and the scales of float8 are the largest of all workers. Use "
+                'MultiWorkerMirroredStrategy, or `mode="async"`. '
+                f"Received: {', '.join(overwritten[:3])}, of a model that is quantized to float8"
+            )
+        if self.first_hand_over is None:
+            self.first_hand_over = len(self._graph.get_operations())
+        parts = ((call.part_of(one) for call in self._calls) for one in gradients)
+        found = [next((p for p in of_one if p is not None), None) for of_one in parts]
+        # What no tape has returned is a mean over the rows of this share, as its losses are.
+        gradients = [
+            map_values(self.scale_by_batch_fraction, g) if part is None else part
+            for g, part in zip(gradients, found)
+        ]
+        self._optimizers.append(optimizer)
+        self.handed_over.append(self._push(optimizer, gradients, variables))

@@ -1,0 +1,286 @@
+"""Functions of a synchronous step: a worker's share, and the chief's update.
+
+Without backup workers, a worker's function adds each gradient to the sums on the parameter servers
+as soon as it is computed. With backup workers it keeps the gradients until the chief knows that
+they are among the first, and a second function sends them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Sequence
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+import tensorflow as tf
+
+from keras_psplus.core.base.scalars import scalar_tensor
+from keras_psplus.core.batch import replica_step
+from keras_psplus.parameter_server.overlap.sync_overlap import OverlappedStep, Overlaps
+from keras_psplus.parameter_server.scheduling import uncancelled
+from keras_psplus.parameter_server.steps.step_functions import StepFunction, StepFunctions
+from keras_psplus.parameter_server.sync.replica_step import WorkerReplicaStep
+from keras_psplus.parameter_server.tracing import chief_writes, traffic
+from keras_psplus.parameter_server.tracing.worker_function import Trace
+from keras_psplus.parameter_server.transport import aggregation
+from keras_psplus.parameter_server.transport.pulls import current_pulls
+from keras_psplus.parameter_server.transport.sharded import Parts
+
+if TYPE_CHECKING:
+    import keras
+
+    from keras_psplus.parameter_server.strategy import ParameterServerStrategy
+
+CHIEF = "/job:chief/replica:0/task:0/device:CPU:0"
+
+
+class _PendingPush(NamedTuple):
+    """Gradients, on a worker, that an optimizer is to apply."""
+
+    optimizer: keras.optimizers.Optimizer
+    gradients: list[tf.Tensor | tf.IndexedSlices | None]
+    variables: list[keras.Variable]
+
+
+class _Added(NamedTuple):
+    """Sums on the parameter servers that an optimizer is to apply."""
+
+    optimizer: keras.optimizers.Optimizer
+    sums: list[Sequence[aggregation.GradientSum] | None]
+    variables: list[keras.Variable]
+
+
+class SyncFunction(NamedTuple):
+    """The functions of a step for batches of one form.
+
+    Attributes:
+        step: The worker's part, a `StepFunction`.
+        push: `CountedFunction` that sends what the worker's part keeps back; None if that sends
+            gradients itself.
+        apply: Function of an attempt's stamp, the number of gradients and a factor; run by the
+            chief, it lets the optimizers apply the sums.
+        discard: Function of a stamp; forgets what earlier attempts have added.
+        overlapped: Function of a batch of the same form that returns the `OverlappedStep`, or
+            None if the step cannot overlap.
+    """
+
+    step: StepFunction
+    push: traffic.CountedFunction | None
+    apply: Callable[..., Any]
+    discard: Callable[[int], None]
+    overlapped: Callable[[Any], OverlappedStep | None]
+
+
+class SyncFunctions:
+    """The functions of one step function, one `SyncFunction` for each form of its batches.
+
+    Args:
+        strategy: `ParameterServerStrategy`.
+        step: Function of one batch.
+        collect: As for `StepFunctions`.
+        weights: As for `StepFunctions`.
+    """
+
+    def __init__(
+        self,
+        strategy: ParameterServerStrategy,
+        step: Callable[..., Any],
+        collect: Callable[[Trace, list[Any]], tuple[tf.Tensor, Any, Any]],
+        weights: Callable[[], Iterable[tf.Variable]],
+    ) -> None:
+        self._strategy, self._collect = strategy, collect
+        self._pushes_later = strategy.step_attempts.backup_workers > 0
+        args = strategy, step, self._with_gradients, weights, self._replica_step
+        self._functions = StepFunctions(*args)
+        self._overlaps = Overlaps(strategy, self._on_chief)
+        self._on_copies = StepFunctions(*args, begin=self._overlaps.begin)
+        self._made: dict[int, SyncFunction] = {}
+        # Those of this generation, by the step's id.
+        self._overlapped: dict[int, OverlappedStep | None] = {}
+        self._generation = 0
+
+    def __call__(self, batch: Any) -> tuple[SyncFunction, Any]:
+        """The functions for a share's batch, and their argument besides closure variables."""
+        step, payload = self._functions([batch])
+        if id(step) not in self._made:
+            self._made[id(step)] = self._make(step)
+        return self._made[id(step)], payload
+
+    def begin_generation(self) -> None:
+        """Has overlapping steps share nothing with those so far, of which some may still wait."""
+        self._generation += 1
+        self._overlapped.clear()
+
+    def discard(self, stamp: int) -> None:
+        """Forgets what attempts before a stamp have added, with batches of any form."""
+        for function in self._made.values():
+            function.discard(stamp)
+
+    def _replica_step(self, initial):
+        stamp = tf.cast(initial[-1], tf.int64)
+        push = _PendingPush if self._pushes_later else lambda *args: self._add(stamp, *args)
+        return WorkerReplicaStep(self._strategy.engine, initial[-2], push)
+
+    def _with_gradients(self, trace, results):
+        vector, _, notes = self._collect(trace, results)
+        own = replica_step.current_step()
+        own.whole_reads = list(current_pulls().whole_reads.values())
+        outputs = ()
+        if self._pushes_later:
+            pending = replica_step.current_step().handed_over
+            outputs = [[_leaves(g) for g in of_optimizer.gradients] for of_optimizer in pending]
+        return vector, outputs, notes
+
+    def _add(self, stamp, optimizer, gradients, variables):
+        inner = getattr(optimizer, "inner_optimizer", optimizer)
+        by_value = {id(variable._value): variable for variable in variables}
+        extended = self._strategy.extended
+        graph = tf.compat.v1.get_default_graph()
+        before, after = len(graph.get_operations()), self._overlaps.before_adding()
+        pairs = extended.pushes.send(
+            gradients,
+            [variable._value for variable in variables],
+            lambda: tf.convert_to_tensor(inner.iterations),
+            inner,
+            in_turn=self._strategy.overlaps_steps,
+        )
+        prefix = f"keras_psplus/{extended.worker_states.run}"
+        sums = aggregation.add(pairs, stamp, prefix, after)
+        _time_push(gradients, graph.get_operations()[before:])
+        return _Added(optimizer, sums, [by_value[id(value)] for _, value in pairs])
+
+    def _make(self, step):
+        push, added = None, step.replica_step.handed_over
+        if self._pushes_later:
+            push, added = self._make_push(step)
+        apply = self._apply(added)
+        return SyncFunction(
+            step,
+            push,
+            self._on_chief(apply, *aggregation.TAKE_SPECS),
+            self._make_discard(added),
+            lambda batch: self._overlapped_step(step, added, apply, batch),
+        )
+
+    def _overlapped_step(self, step, added, apply, batch):
+        key = id(step)
+        if key not in self._overlapped:
+            self._overlapped[key] = self._overlaps.make(
+                step, added, apply, self._generation, lambda: self._on_copies([batch])[0]
+            )
+        return self._overlapped[key]
+
+    def _make_push(self, step):
+        pending, added, counters = step.replica_step.handed_over, [], []
+
+        def push(stamp, parts):
+            with traffic.TrafficCounter() as counter:
+                for (optimizer, gradients, variables), own in zip(pending, parts):
+                    values = [_gradient(like, leaves) for like, leaves in zip(gradients, own)]
+                    added.append(self._add(stamp, optimizer, values, variables))
+                counts = counter.counts([])
+            counters.append(counter)
+            return counts
+
+        specs = tf.nest.map_structure(
+            lambda leaf: tf.TensorSpec(leaf.shape, leaf.dtype), step.concrete.structured_outputs[1]
+        )
+        concrete, function = self._traced(push, aggregation.STAMP, specs)
+        costs = counters[-1].summary(concrete.graph)
+        return traffic.CountedFunction(concrete, costs, function), added
+
+    def _apply(self, added):
+        """The function by which optimizers apply the sums, to be traced."""
+
+        def apply(stamp, count, scale):
+            for optimizer, sums, variables in added:
+                gradients = aggregation.take(sums, stamp, count, scale)
+                if _needs_whole(optimizer):
+                    gradients = [_joined(g, v._value) for g, v in zip(gradients, variables)]
+                with chief_writes.applying.raised():
+                    if variables:
+                        optimizer.apply(gradients, variables)
+                    else:
+                        optimizer.iterations.assign_add(1)
+            return tf.constant(True)
+
+        return apply
+
+    def _make_discard(self, added):
+        def discard(stamp):
+            for _, sums, _ in added:
+                aggregation.discard(sums, stamp)
+            return tf.constant(True)
+
+        traced = []
+
+        def call(stamp):
+            # A step that has failed before it was traced has added nothing.
+            if added and not traced:
+                traced.append(self._on_chief(discard, aggregation.STAMP))
+            if traced:
+                traced[0](stamp)
+
+        return call
+
+    def _on_chief(self, function, *specs):
+        def in_replica(*args):
+            with tf.device(CHIEF):
+                return self._strategy.run(function, args)
+
+        concrete, origin = self._traced(in_replica, *specs)
+
+        def call(*args):
+            with tf.device(CHIEF):
+                given = (scalar_tensor(a, spec.dtype) for a, spec in zip(args, specs))
+                return uncancelled.call(concrete, *given)
+
+        call.concrete, call.origin = concrete, origin
+        return call
+
+    def _traced(self, function, *specs):
+        function = tf.function(function, autograph=False)
+        with self._strategy.scope():
+            return function.get_concrete_function(*specs), function
+
+
+def _time_push(gradients, operations):
+    if traffic.current_counter() is not None:
+        traffic.current_counter().timer.note_push(gradients, operations)
+
+
+def _leaves(gradient):
+    if gradient is None:
+        return ()
+    if isinstance(gradient, tf.IndexedSlices):
+        return gradient.values, gradient.indices
+    return (tf.convert_to_tensor(gradient),)
+
+
+def _gradient(like, leaves):
+    if like is None:
+        return None
+    return tf.IndexedSlices(*leaves) if isinstance(like, tf.IndexedSlices) else leaves[0]
+
+
+def _needs_whole(optimizer):
+    """Whether an optimizer computes with a gradient before it updates the variable's shards."""
+    inner = getattr(optimizer, "inner_optimizer", optimizer)
+    return bool(
+        inner is not optimizer or inner.gradient_accumulation_steps or inner.loss_scale_factor
+    )
+
+
+def _joined(gradient, variable):
+    if not isinstance(gradient, Parts):
+        return gradient
+    if not isinstance(gradient[0], tf.IndexedSlices):
+        return tf.concat(gradient, 0)
+    indices = [
+        part.indices + tf.cast(first, part.indices.dtype)
+        for part, first in zip(gradient, variable.offsets)
+    ]
+    indices = tf.concat(indices, 0)
+    return tf.IndexedSlices(
+        tf.concat([part.values for part in gradient], 0),
+        indices,
+        tf.constant(variable.shape.as_list(), indices.dtype),
+    )

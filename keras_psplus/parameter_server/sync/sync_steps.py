@@ -1,0 +1,224 @@
+"""Synchronous training: all workers take each step together, from the same weights.
+
+The chief cuts a global batch into shares, one for each worker. The parameter servers add up the
+gradients; once those of a step are there, the chief lets the optimizer apply their mean, and the
+next step begins. Nothing is applied before, so a worker that is lost costs the attempt at a step,
+never half an update.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+from collections.abc import Callable, Iterable, Mapping
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import tensorflow as tf
+
+from keras_psplus.log import logger
+from keras_psplus.parameter_server.overlap.overlapping import Overlapping
+from keras_psplus.parameter_server.steps.runner import StepRunner, are_same, describe
+from keras_psplus.parameter_server.steps.step_logs import changes_and_logs_of_share
+from keras_psplus.parameter_server.sync.replica_step_closure import ReplicaStepClosure
+from keras_psplus.parameter_server.sync.sync_functions import SyncFunctions
+from keras_psplus.parameter_server.tracing.worker_function import ClosureVariable, pack
+
+if TYPE_CHECKING:
+    from keras_psplus.parameter_server.data.worker_data import Ticket
+    from keras_psplus.parameter_server.strategy import ParameterServerStrategy
+
+# Odd, so that no two shares of any step share a seed (mod 2 ** 31).
+_SEED_STRIDE = 0x3C6EF35F
+
+
+class SyncRunner(StepRunner):
+    """Takes global steps and keeps the totals of metrics and seeds.
+
+    Args:
+        strategy: `ParameterServerStrategy`.
+        step: Function of one batch that returns a dict of scalar logs.
+        weights: Function that returns variables which steps may be expected to read.
+        results: As for `StepRunner`.
+        split: Function of a batch and a number of workers. Returns the list of the shares that have
+            rows, pairs of a share's part of all rows and its batch.
+    """
+
+    def __init__(
+        self,
+        strategy: ParameterServerStrategy,
+        step: Callable[..., Any],
+        weights: Callable[[], Iterable[tf.Variable]],
+        results: Callable[[list[ClosureVariable]], Mapping[str, Any]],
+        split: Callable[[Any, int], list[tuple[float, Any]]],
+    ) -> None:
+        super().__init__(strategy, step, weights, results)
+        collect = functools.partial(changes_and_logs_of_share, metrics=results)
+        self._functions = SyncFunctions(strategy, step, collect, weights)
+        self._overlapping = Overlapping(strategy, self._functions)
+        self._split = split
+        self._failures = 0
+
+    def submit(self, batches: Any, element_spec: Any = None, ticket: Ticket | None = None) -> None:
+        """Takes a global step for each batch.
+
+        Args:
+            batches: List of batches.
+            element_spec: Unused: shares have fewer rows than the dataset's elements.
+            ticket: None, as the chief reads the data.
+        """
+        for batch in batches:
+            self._take_step(batch)
+
+    def _take_step(self, batch):
+        shares = self._split(batch, self._strategy.num_workers)
+        weights = [weight for weight, _ in shares]
+        calls = [self._functions(share) for _, share in shares]
+        functions = calls[0][0]
+        variables = functions.step.variables
+        if self._variables is not None and not are_same(variables, self._variables):
+            self._write_totals()
+        with self._lock:
+            if self._totals is None:
+                self._variables, self._totals = variables, pack(variables)
+        try:
+            attempt = self._complete(calls, shares, describe([batch], self._sent))
+        except BaseException:
+            self._strategy.step_attempts.failures += 1
+            raise
+        whole = sum(weights[share] for share in attempt.results)
+        self._merge(
+            functions.step, {i: (weights[i] / whole, r) for i, r in attempt.results.items()}
+        )
+        self._strategy.step_attempts.count(attempt, len(shares))
+        self._sent += 1
+        self._steps += 1
+
+    def _complete(self, calls, shares, about):
+        """Takes a step, as often as a worker is lost with it; returns the `Attempt`."""
+        attempts = self._strategy.step_attempts
+        is_unclean, self._failures = attempts.failures != self._failures, attempts.failures
+        while True:
+            overlapped = self._overlapping.functions(calls, shares[0][1])
+            with self._overlapping.recovering():
+                attempt = attempts.begin(len(calls))
+                if is_unclean:
+                    self._functions.discard(attempt.stamp)
+                self._try(attempt, calls, [weight for weight, _ in shares], overlapped, about)
+            if not attempt.is_void:
+                return attempt
+            is_unclean = True
+            logger.warning(
+                "%s begins again, because a worker was lost with it; no weight has changed", about
+            )
+
+    def _try(self, attempt, calls, weights, overlapped, about):
+        """Lets workers compute and add up the gradients of a step, and makes the update."""
+        overlapping, scheduler = self._overlapping, self._strategy.scheduler
+        on_copies = overlapped if overlapped and overlapping.all_have_copies() else None
+        of_update = attempt.stamp, len(calls), 1.0 / sum(weights)
+        update = overlapping.start(overlapped, *of_update) if on_copies else None
+        try:
+            closures = [
+                self._start(attempt, share, call, weight, on_copies, f"{about}, share {share}")
+                for share, (call, weight) in enumerate(zip(calls, weights))
+            ]
+            scheduler.wait_for(lambda: attempt.is_over or overlapping.has_to_give_way)
+            attempt.is_void = attempt.is_void or not attempt.is_over
+            scheduler.withdraw(closures)
+        except BaseException:
+            if update is not None:
+                # What cannot be undone lies on a server that is lost, and the error says so.
+                with contextlib.suppress(tf.errors.OpError):
+                    self._abort(update)
+            raise
+        if attempt.is_void:
+            if update is not None:
+                self._abort(update)
+        elif overlapped is None:
+            overlapping.forget_copies()
+            whole = sum(weights[share] for share in attempt.results)
+            calls[0][0].apply(attempt.stamp, len(attempt.results), 1.0 / whole)
+        else:
+            self._strategy.step_attempts.overlapped += update is not None
+            overlapping.finish(update or overlapping.start(overlapped, *of_update))
+
+    def _abort(self, update):
+        self._overlapping.forget()
+        update.abort()
+
+    def _start(self, attempt, share, call, weight, on_copies, about):
+        functions, payload = call
+        step = functions.step if on_copies is None else on_copies.step
+
+        def done(result, worker):
+            if not result:
+                return
+            vector, costs = step.split(result[0])
+            self._strategy.totals.add(step.costs, costs)
+            if len(result) == 1:
+                return
+            if functions.push is not None:
+                self._strategy.totals.add(functions.push.costs, np.asarray(result[1]))
+            attempt.finish(share, vector)
+
+        scheduler = self._strategy.scheduler
+        initial = np.append(self._initial(share), [weight, attempt.stamp])
+        closure = ReplicaStepClosure(
+            functions,
+            scheduler.cancellation_manager,
+            (tf.constant(initial), payload),
+            attempt,
+            share,
+            on_copies,
+            self._overlapping.has_copies,
+        )
+        scheduler.start(closure, done, about, share)
+        return closure
+
+    def _initial(self, share):
+        """Values of closure variables for a share: every share draws from its own seeds."""
+        initial = self._totals + self._seeds_after(self._steps)
+        for first in self._seed_places():
+            initial[first] = (initial[first] + share * _SEED_STRIDE) % (1 << 31)
+        return initial
+
+    def _merge(self, function, shares):
+        """Merges the shares of a step into the totals, and makes its logs.
+
+        Args:
+            function: `StepFunction`.
+            shares: Dict from numbers of shares to their parts of all rows, and their vectors.
+        """
+        notes = function.notes
+        weights = np.array([weight for weight, _ in shares.values()])
+        changes, logs, inputs = notes.split(np.stack([vector for _, vector in shares.values()]))
+        is_seed = self._is_seed()
+        if self._draws is None:
+            self._draws = np.where(is_seed, changes[0], 0.0)
+        means = weights @ changes
+        means = np.where(self._is_integer(), np.rint(means), means)
+        merged = np.where(self._is_sum(function), changes.sum(0), means)
+        before = self._totals
+        with self._lock:
+            self._totals = before + np.where(is_seed, 0.0, merged)
+        logs = {n: value.astype(dtype) for (n, dtype), value in zip(notes.names, weights @ logs)}
+        self._logs = logs | self._compute_logs(function, self._totals, before, weights @ inputs)
+
+    def final_logs(self) -> dict[str, Any]:
+        return {}
+
+    def _seed_places(self):
+        first = 0
+        for variable in self._variables:
+            if variable.is_seed:
+                yield first
+            first += variable.shape.num_elements()
+
+    def _is_sum(self, function):
+        """Flags of the values that shares add up; the rest are means weighted by rows."""
+        replaced = [id(variable) for variable in function.overwritten]
+        return self._flags(lambda v: v.kind == "total" and id(v) not in replaced)
+
+    def _is_integer(self):
+        return self._flags(lambda v: v.dtype.is_integer)

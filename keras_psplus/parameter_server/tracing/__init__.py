@@ -1,0 +1,1 @@
+"""Functions that workers trace: their inputs, transfers, turns and errors."""

@@ -1,0 +1,238 @@
+"""Counts what worker functions send and read, and for how long they wait for it.
+
+What a function sends at each call is known once it is traced; the chief adds it up when a call
+comes back. How many rows a lookup brings, and whether a branch is taken, the function has to count
+itself; its counts come back with the rest of what it returns.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Sequence
+from typing import Any, NamedTuple
+
+import numpy as np
+import tensorflow as tf
+
+from keras_psplus.communication import Traffic
+from keras_psplus.log import warn_once
+from keras_psplus.parameter_server.tracing.transfer_timer import TransferTimer
+from keras_psplus.tf_internals import context, func_graph, resource_variable_ops
+from keras_psplus.tf_internals import control_flow_func_graphs as control_flow
+from keras_psplus.tf_internals import framework_ops as ops
+
+_SECONDS = object()
+_local = threading.local()
+
+
+def current_counter() -> TrafficCounter | None:
+    """The traffic counter of the worker function that this thread is tracing, or None."""
+    return getattr(_local, "counter", None)
+
+
+def count(
+    key: tuple[str, str, str | None],
+    logical: int | tf.Tensor,
+    compressed: int | tf.Tensor,
+    tensor: tf.Tensor | None = None,
+) -> None:
+    """Counts in the counter of the function being traced, if any; see `add`."""
+    counter = current_counter()
+    if counter is not None:
+        counter.add(key, logical, compressed, tensor)
+
+
+class TrafficCounter:
+    """Traffic of one worker function at each call, recorded while it is traced."""
+
+    def __init__(self) -> None:
+        self._graph = ops.get_default_graph()
+        self._certain: list[tuple[Any, int, int, tf.Tensor | None]] = []
+        self._counters: dict[Any, tf.Tensor] = {}
+        self._seconds: list[tf.Tensor] = []
+        self.timer = TransferTimer(self._add_seconds)
+
+    def __enter__(self) -> TrafficCounter:
+        self._outer, _local.counter = current_counter(), self
+        return self
+
+    def __exit__(self, *exc: object) -> None:
+        _local.counter = self._outer
+
+    def add(
+        self,
+        key: tuple[str, str, str | None],
+        logical: int | tf.Tensor,
+        compressed: int | tf.Tensor,
+        tensor: tf.Tensor | None = None,
+    ) -> None:
+        """Counts what the current place in the graph sends whenever it is run.
+
+        Args:
+            key: Path, direction and description of the compressor, as in `Traffic`.
+            logical: Bytes of the tensor: int, or a scalar.
+            compressed: Bytes of what is sent in its place.
+            tensor: Optional tensor of what is sent, if nothing may come to need it: what nothing
+                needs is not sent.
+        """
+        graph = ops.get_default_graph()
+        if graph is self._graph and isinstance(logical, int) and isinstance(compressed, int):
+            self._certain.append((key, logical, compressed, tensor))
+        elif self._is_outermost_function(graph):
+            numbers = [tf.cast(number, tf.float64) for number in (logical, compressed)]
+            self._add_in_graph(key, tf.stack(numbers))
+        else:
+            # Such a function is traced once for all of its callers.
+            warn_once(
+                "what a tf.function inside of a step sends to the parameter servers is not counted "
+                "in `strategy.communication`"
+            )
+
+    def _is_outermost_function(self, graph):
+        while isinstance(graph, control_flow.ControlFlowFuncGraph):
+            graph = graph.outer_graph
+        return graph is self._graph
+
+    def _add_in_graph(self, key, numbers):
+        if key not in self._counters:
+            # In the function itself, also if a branch of a tf.cond comes upon it first.
+            with self._graph.as_default(), ops.control_dependencies(None), ops.device(None):
+                handle = resource_variable_ops._variable_handle_from_shape_and_dtype(
+                    numbers.shape, numbers.dtype, context.anonymous_name(), "counter", True
+                )
+                zeros = tf.zeros(numbers.shape, numbers.dtype)
+                tf.raw_ops.AssignVariableOp(resource=handle, value=zeros)
+            self._counters[key] = handle
+        tf.raw_ops.AssignAddVariableOp(resource=self._counters[key], value=numbers)
+
+    def _add_seconds(self, seconds):
+        graph = ops.get_default_graph()
+        if graph is self._graph:
+            self._seconds.append(seconds)
+        elif self._is_outermost_function(graph):
+            self._add_in_graph(_SECONDS, tf.stack([seconds, tf.zeros([], tf.float64)]))
+
+    def counts(self, results: Any) -> tf.Tensor:
+        """Counts that the function has made at run time, a float64 vector.
+
+        Args:
+            results: Structure of the other results of the function.
+        """
+        leaves = tf.nest.flatten(results, expand_composites=True)
+        self.timer.end_of_pulls([leaf for leaf in leaves if isinstance(leaf, tf.Tensor)])
+        seconds = tf.add_n([tf.zeros([], tf.float64), *self._seconds])
+        counted = [
+            tf.raw_ops.ReadVariableOp(resource=handle, dtype=tf.float64)
+            for handle in self._counters.values()
+        ]
+        return tf.concat([*counted, seconds[tf.newaxis]], 0)
+
+    def summary(self, graph: tf.Graph) -> TrafficSummary:
+        """Costs of a call, once the function has been traced into a graph."""
+        needed = _needed_operations(graph)
+
+        def is_sent(tensor):
+            return tensor is None or any(consumer in needed for consumer in tensor.consumers())
+
+        certain: dict[Any, np.ndarray] = {}
+        for key, logical, compressed, tensor in self._certain:
+            if is_sent(tensor):
+                so_far = certain.setdefault(key, np.zeros(2))
+                so_far += (logical, compressed)
+        return TrafficSummary(certain, list(self._counters))
+
+
+class TrafficSummary:
+    """Costs of a worker function's calls, as recorded by `TrafficCounter`.
+
+    Args:
+        certain: Dict from keys to what every call sends.
+        counted: Keys of what a call counts itself, in order.
+    """
+
+    def __init__(
+        self, certain: dict[tuple[str, str, str | None], np.ndarray], counted: Sequence[Any]
+    ) -> None:
+        self.certain, self._counted = certain, counted
+
+    @property
+    def size(self) -> int:
+        """Length of the vector that a call returns."""
+        return 2 * len(self._counted) + 1
+
+    def of_call(
+        self, counts: np.ndarray
+    ) -> tuple[list[tuple[tuple[str, str, str | None], np.ndarray]], float]:
+        """The bytes of one call, as a list of keys and pairs, and its seconds."""
+        counted = dict(zip(self._counted, np.reshape(counts[:-1], [-1, 2])))
+        seconds = counts[-1] + counted.pop(_SECONDS, [0.0])[0]
+        return [*self.certain.items(), *counted.items()], float(seconds)
+
+
+class CountedFunction(NamedTuple):
+    """A function of a worker, beside its step, and what a call costs.
+
+    Attributes:
+        concrete: The concrete function.
+        costs: `TrafficSummary`.
+        origin: The function that it is traced from; TensorFlow holds it weakly.
+    """
+
+    concrete: tf.types.experimental.ConcreteFunction
+    costs: TrafficSummary
+    origin: Any
+
+
+class TrafficTotals:
+    """All that came back from workers, added up on the chief."""
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._bytes: dict[tuple[str, str, str | None], np.ndarray] = {}
+        self._seconds = 0.0
+
+    def add(self, summary: TrafficSummary, counts: np.ndarray) -> None:
+        """Adds what one call has cost."""
+        counted, seconds = summary.of_call(counts)
+        with self._lock:
+            self._seconds += seconds
+            for key, numbers in counted:
+                self._bytes[key] = self._bytes.get(key, 0) + numbers
+
+    @property
+    def seconds(self) -> float:
+        """Seconds for which workers have waited."""
+        return self._seconds
+
+    def traffic(self) -> list[Traffic]:
+        """List of `Traffic`."""
+        with self._lock:
+            totals = {key: [int(n) for n in numbers] for key, numbers in self._bytes.items()}
+        return [
+            Traffic(*key, logical, compressed, wire_bytes=compressed)
+            for key, (logical, compressed) in totals.items()
+        ]
+
+
+def size_in_bytes(tensors: Sequence[tf.Tensor]) -> int | tf.Tensor:
+    """Bytes of some tensors: an int if all shapes are known, else a scalar."""
+    sizes = [tensor.shape.num_elements() for tensor in tensors]
+    sizes = [
+        (tf.size(tensor, tf.int64) if size is None else size) * tensor.dtype.size
+        for size, tensor in zip(sizes, tensors)
+    ]
+    return sum(sizes)
+
+
+def _needed_operations(graph):
+    """Operations of a function that its outputs and its side effects need."""
+    assert isinstance(graph, func_graph.FuncGraph)
+    waiting = [tensor.op for tensor in graph.outputs] + list(graph.control_outputs)
+    needed = set()
+    while waiting:
+        operation = waiting.pop()
+        if operation not in needed:
+            needed.add(operation)
+            waiting += [tensor.op for tensor in operation.inputs]
+            waiting += operation.control_inputs
+    return needed

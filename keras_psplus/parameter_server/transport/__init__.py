@@ -1,0 +1,1 @@
+"""Reads from the servers and pushes to them, compressed or whole."""

@@ -1,0 +1,265 @@
+"""Sums the gradients of a global step on the variables' parameter servers.
+
+Dense gradients are added to TensorFlow's conditional accumulators, which accept gradients with the
+stamp of the present attempt at a step and drop those with an earlier one. Rows of embeddings wait
+in queues and stay separate, as an optimizer receives them in one process.
+"""
+
+from collections.abc import Callable, Sequence
+from typing import NamedTuple
+
+import tensorflow as tf
+
+from keras_psplus.parameter_server.transport.sharded import Parts, ShardedVariable
+
+# Of the number of an attempt, of a number of gradients, and of what `take` has.
+STAMP, COUNT = tf.TensorSpec([], tf.int64), tf.TensorSpec([], tf.int32)
+TAKE_SPECS = STAMP, COUNT, tf.TensorSpec([], tf.float32)
+
+
+class GradientSum(NamedTuple):
+    """A gradient, or a shard's part of one, that is being added up.
+
+    Attributes:
+        name: Name of the resource on the server.
+        target: The variable or shard that it belongs to.
+        has_rows: Whether it consists of rows, `tf.IndexedSlices`.
+        dtype: The gradient's type.
+        index_dtype: That of the rows' numbers.
+    """
+
+    name: str
+    target: tf.Variable
+    has_rows: bool
+    dtype: tf.DType
+    index_dtype: tf.DType | None
+
+    @property
+    def wide(self) -> tf.DType:
+        """The type in which it is added up."""
+        return tf.float64 if self.dtype == tf.float64 else tf.float32
+
+    @property
+    def _row_shape(self):
+        return tf.TensorShape([None]).concatenate(self.target.shape[1:])
+
+    def _accumulator(self):
+        return tf.raw_ops.ResourceConditionalAccumulator(
+            dtype=self.wide,
+            shape=self.target.shape,
+            shared_name=self.name,
+            reduction_type="SUM",
+        )
+
+    def _queue(self):
+        return tf.raw_ops.FIFOQueueV2(
+            component_types=[tf.int64, self.dtype, self.index_dtype], shared_name=self.name
+        )
+
+    def add(self, gradient: tf.Tensor | tf.IndexedSlices, stamp: tf.Tensor) -> None:
+        """Adds a gradient of an attempt."""
+        with tf.device(self.target.device):
+            if self.has_rows:
+                tf.raw_ops.QueueEnqueueV2(
+                    handle=self._queue(), components=[stamp, gradient.values, gradient.indices]
+                )
+            else:
+                tf.raw_ops.ResourceAccumulatorApplyGradient(
+                    handle=self._accumulator(),
+                    local_step=stamp,
+                    gradient=tf.cast(gradient, self.wide),
+                )
+
+    def take(
+        self, stamp: tf.Tensor, count: tf.Tensor, scale: tf.Tensor
+    ) -> tf.Tensor | tf.IndexedSlices:
+        """The sum of the gradients of an attempt, all of which have been added."""
+        with tf.device(self.target.device):
+            if self.has_rows:
+                return self._rows(stamp, count, scale)
+            handle = self._accumulator()
+            total = tf.raw_ops.ResourceAccumulatorTakeGradient(
+                handle=handle, num_required=count, dtype=self.wide
+            )
+            with tf.control_dependencies([total]):
+                tf.raw_ops.ResourceAccumulatorSetGlobalStep(
+                    handle=handle, new_global_step=stamp + 1
+                )
+            total = tf.ensure_shape(total, self.target.shape)
+            return tf.cast(total * tf.cast(scale, total.dtype), self.dtype)
+
+    def _rows(self, stamp, count, scale):
+        queue = self._queue()
+
+        def take_one(found, values, indices):
+            with tf.device(self.target.device):
+                its_stamp, more, numbers = tf.raw_ops.QueueDequeueV2(
+                    handle=queue, component_types=[tf.int64, self.dtype, self.index_dtype]
+                )
+                # What a worker that was given up has sent since is not of this attempt.
+                is_ours = tf.cast(tf.equal(tf.ensure_shape(its_stamp, []), stamp), tf.int32)
+                rows = is_ours * tf.shape(numbers)[0]
+                values = tf.concat([values, tf.ensure_shape(more, self._row_shape)[:rows]], 0)
+                indices = tf.concat([indices, tf.ensure_shape(numbers, [None])[:rows]], 0)
+            return found + is_ours, values, indices
+
+        _, values, indices = tf.while_loop(
+            lambda found, *_: found < count,
+            take_one,
+            (
+                tf.constant(0),
+                tf.zeros([0, *self.target.shape[1:]], self.dtype),
+                tf.zeros([0], self.index_dtype),
+            ),
+            shape_invariants=(
+                tf.TensorShape([]),
+                self._row_shape,
+                tf.TensorShape([None]),
+            ),
+        )
+        return tf.IndexedSlices(
+            values * tf.cast(scale, values.dtype),
+            indices,
+            tf.constant(self.target.shape.as_list(), indices.dtype),
+        )
+
+    def release(self, stamp: tf.Tensor, count: tf.Tensor) -> None:
+        """Adds zeros instead of gradients that will not come, so that nobody waits for them."""
+        zeros = tf.zeros(self.target.shape, self.dtype)
+        if self.has_rows:
+            shape = tf.constant(self.target.shape.as_list(), self.index_dtype)
+            none = tf.zeros([0], self.index_dtype)
+            zeros = tf.IndexedSlices(zeros[:0], none, shape)
+
+        def add_one(left):
+            self.add(zeros, stamp)
+            return left - 1
+
+        with tf.device(self.target.device):
+            tf.while_loop(lambda left: left > 0, add_one, [count], parallel_iterations=1)
+
+    def discard(self, stamp: tf.Tensor) -> None:
+        """Discards accumulated gradients; afterwards accepts the stamp or later ones."""
+        with tf.device(self.target.device):
+            if self.has_rows:
+                self._empty_queue()
+                return
+            handle = self._accumulator()
+            tf.raw_ops.ResourceAccumulatorSetGlobalStep(handle=handle, new_global_step=stamp)
+            count = tf.raw_ops.ResourceAccumulatorNumAccumulated(handle=handle)
+
+            def take():
+                with tf.device(self.target.device):
+                    tf.raw_ops.ResourceAccumulatorTakeGradient(
+                        handle=handle, num_required=1, dtype=self.wide
+                    )
+                    # Taking counts as a step.
+                    tf.raw_ops.ResourceAccumulatorSetGlobalStep(
+                        handle=handle, new_global_step=stamp
+                    )
+                return count
+
+            tf.cond(count > 0, take, lambda: count)
+
+    def _empty_queue(self):
+        queue = self._queue()
+
+        def take_one(left):
+            with tf.device(self.target.device):
+                tf.raw_ops.QueueDequeueV2(
+                    handle=queue, component_types=[tf.int64, self.dtype, self.index_dtype]
+                )
+            return left - 1
+
+        size = tf.raw_ops.QueueSizeV2(handle=queue)
+        tf.while_loop(lambda left: left > 0, take_one, [size])
+
+
+def add(
+    pairs: Sequence[tuple[tf.Tensor | tf.IndexedSlices | Parts | None, tf.Variable]],
+    stamp: tf.Tensor,
+    prefix: str,
+    after: Callable[[tf.Variable], Sequence[tf.Operation]] = lambda target: (),
+) -> list[Sequence[GradientSum] | None]:
+    """Adds gradients that have been brought to their variables' servers.
+
+    Args:
+        pairs: List of pairs of a gradient, or a sharded variable's `Parts`, or None, and a
+            variable.
+        stamp: Int64 scalar, the number of the attempt.
+        prefix: Of the resources' names.
+        after: Function of a variable or shard that returns operations which have to be done before
+            its gradient is added.
+
+    Returns:
+        For each pair a list of one `GradientSum`, the `Parts` of a sharded variable, or None.
+    """
+    sums: list[Sequence[GradientSum] | None] = []
+    for gradient, variable in pairs:
+        if gradient is None:
+            sums.append(None)
+            continue
+        parts = gradient if isinstance(gradient, Parts) else [gradient]
+        targets = variable.shards if isinstance(variable, ShardedVariable) else [variable]
+        own = []
+        for i, (part, target) in enumerate(zip(parts, targets, strict=True)):
+            has_rows = isinstance(part, tf.IndexedSlices)
+            kind = "sum"
+            if has_rows:
+                # A queue's types are fixed; the next batches may be looked up by other integers.
+                kind = f"rows/{part.dtype.name}/{part.indices.dtype.name}"
+            one = GradientSum(
+                f"{prefix}/{variable._unique_id}/{i}/{kind}",
+                target,
+                has_rows,
+                part.dtype,
+                part.indices.dtype if has_rows else None,
+            )
+            with tf.control_dependencies(after(target)):
+                one.add(part, stamp)
+            own.append(one)
+        sums.append(Parts(own) if isinstance(gradient, Parts) else own)
+    return sums
+
+
+def take(
+    sums: Sequence[Sequence[GradientSum] | None],
+    stamp: tf.Tensor,
+    count: tf.Tensor,
+    scale: tf.Tensor,
+) -> list[tf.Tensor | tf.IndexedSlices | Parts | None]:
+    """The sums of an attempt's gradients, on their variables' servers.
+
+    Args:
+        sums: What `add` has returned.
+        stamp: Int64 scalar, the number of the attempt.
+        count: Int32 scalar, how many workers have added theirs.
+        scale: Scalar to multiply by.
+
+    Returns:
+        List of tensors, `tf.IndexedSlices`, `Parts` of these, or None.
+    """
+    gradients: list[tf.Tensor | tf.IndexedSlices | Parts | None] = []
+    for of_shards in sums:
+        if of_shards is None:
+            gradients.append(None)
+            continue
+        parts = [one.take(stamp, count, scale) for one in of_shards]
+        gradients.append(Parts(parts) if isinstance(of_shards, Parts) else parts[0])
+    return gradients
+
+
+def release(
+    sums: Sequence[Sequence[GradientSum] | None], stamp: tf.Tensor, count: tf.Tensor
+) -> None:
+    """Adds zeros instead of gradients of an attempt that will not come; `count` of each."""
+    for of_shards in sums:
+        for one in of_shards or ():
+            one.release(stamp, count)
+
+
+def discard(sums: Sequence[Sequence[GradientSum] | None], stamp: tf.Tensor) -> None:
+    """Forgets the gradients of attempts before a stamp."""
+    for of_shards in sums:
+        for one in of_shards or ():
+            one.discard(stamp)

@@ -1,0 +1,345 @@
+"""Cached reads of parameter servers' variables in a worker function.
+
+Every read of a variable on a parameter server copies its whole value over the network: a read in an
+RNN's loop at each time step, one by a regulariser in addition to the layer's. While a worker
+function is traced, reads are cached and reused until an operation writes to the variable; reads in
+loops are moved before the loop. Small variables of one server are read together. Trainable
+variables may be sent compressed; an update runs on the variable's server and uses its exact value.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import threading
+from collections.abc import Container, Iterable, Sequence
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+import tensorflow as tf
+
+from keras_psplus.core.base.thread_flag import ThreadFlag
+from keras_psplus.parameter_server.tracing import local_copies, traffic
+from keras_psplus.parameter_server.tracing.chief_writes import writes
+from keras_psplus.parameter_server.tracing.transfer import SMALL_BYTES
+from keras_psplus.parameter_server.transport import reads
+from keras_psplus.parameter_server.transport.lookups import lookup
+from keras_psplus.tf_internals import auto_control_deps_utils as resource_inputs
+from keras_psplus.tf_internals import control_flow_func_graphs as control_flow
+from keras_psplus.tf_internals import framework_ops as ops
+from keras_psplus.tf_internals import func_graph, record, resource_variable_ops
+
+if TYPE_CHECKING:
+    from keras_psplus.compression import Compressor
+    from keras_psplus.parameter_server.tracing.turns import ReadTurn
+    from keras_psplus.parameter_server.transport.compressors import Compressors
+
+_LOOPS = (control_flow.WhileBodyFuncGraph, control_flow.WhileCondFuncGraph)
+_WRITING_METHODS = (
+    *("assign", "assign_add", "assign_sub", "batch_scatter_update", "_restore_from_tensors"),
+    *(f"scatter_{how}" for how in ("add", "sub", "max", "min", "mul", "div", "update")),
+    *(f"scatter_nd_{how}" for how in ("add", "sub", "max", "min", "update")),
+)
+_local = threading.local()
+# Raised while worker functions read exact values: those that are to be written again.
+exact = ThreadFlag()
+
+
+def current_pulls() -> Pulls | None:
+    """The pulls of the worker function that this thread is tracing, or None."""
+    return getattr(_local, "pulls", None)
+
+
+class WholeRead(NamedTuple):
+    """A variable that a worker function reads whole.
+
+    Attributes:
+        variable: The variable, as the tape knows it.
+        parts: Its shards, or itself.
+        compressor: `Compressor` that it comes through, or None.
+    """
+
+    variable: tf.Variable
+    parts: Sequence[tf.Variable]
+    compressor: Compressor | None
+
+
+class Pulls:
+    """Reads of a worker function, while it is traced.
+
+    Args:
+        together: Variables that are read together, those of each server, when one of them is.
+        stay: Ids of variables that a loop both reads and writes: reads stay in the loop.
+        compressors: Optional `Compressors`.
+        turn: Optional `ReadTurn`, in which the function reads.
+
+    Attributes:
+        whole_reads: By variables' ids, the `WholeRead`s so far.
+    """
+
+    def __init__(
+        self,
+        together: Iterable[tf.Variable] = (),
+        stay: Container[int] = (),
+        compressors: Compressors | None = None,
+        turn: ReadTurn | None = None,
+    ) -> None:
+        self._stay, self.turn = stay, turn
+        self.whole_reads: dict[int, WholeRead] = {}
+        self._compressors = compressors
+        self._values: dict[tuple[int, int, bool], tf.Tensor] = {}
+        self._readers: dict[int, set[int]] = {}
+        self._written: set[tuple[int, int]] = set()
+        self._seen: dict[int, tuple[tf.Graph | None, int]] = {}
+        self._read_ahead: list[tuple[tf.Variable, list[tf.Tensor], tf.Graph]] = []
+        self._groups: dict[tuple[str, tf.DType], list[tf.Variable]] = {}
+        for variable in together:
+            if isinstance(variable, PulledVariable) and size_in_bytes(variable) <= SMALL_BYTES:
+                group = self._groups.setdefault((variable.device, variable.dtype), [])
+                group.append(variable)
+
+    def __enter__(self) -> Pulls:
+        self._outer, _local.pulls = current_pulls(), self
+        return self
+
+    def __exit__(self, *exc: object) -> None:
+        _local.pulls = self._outer
+
+    def value(
+        self, variable: tf.Variable, parts: Sequence[tf.Variable], needs_function: bool = False
+    ) -> tf.Tensor:
+        """A variable's value as of now, on the worker.
+
+        Args:
+            variable: The variable, as the tape knows it.
+            parts: Its shards, or itself.
+            needs_function: Whether to read outside of conditionals too, for the tape's sake.
+        """
+        resource_variable_ops.variable_accessed(variable)
+        with record.stop_recording():
+            value = self._find_or_read(variable, parts, needs_function)
+        # Reads that are shared, or lie outside of the loop, are not the tape's own.
+        record.record_operation(
+            "ReadVariableOp",
+            [value],
+            [variable.handle],
+            backward_function=lambda gradient: [gradient],
+            forward_function=lambda tangent: [tangent],
+        )
+        return value
+
+    def compressor_of(self, variable: tf.Variable) -> Compressor | None:
+        """The compressor that a variable is read through here, or None."""
+        if self._compressors is None or exact:
+            return None
+        if local_copies.handle_of(getattr(variable, "shards", [variable])[0]) is not None:
+            return None
+        return self._compressors.of_value(variable)
+
+    def _find_or_read(self, variable, parts, needs_function):
+        handles = [part.handle for part in parts]
+        graphs = _graphs_outwards()
+        for graph in graphs:
+            self._look_for_writes(graph)
+        loops = []
+        for graph, outer in zip(graphs, [*graphs[1:], None]):
+            value = self._values.get(self._key(graph, variable))
+            if value is not None:
+                break
+            is_loop = isinstance(graph, _LOOPS)
+            if (
+                outer is None
+                or self._is_written(graph, handles)
+                or (is_loop and id(variable) in self._stay)
+            ):
+                around = loops[-1][1] if loops else graphs[0]
+                home = graph if needs_function else around
+                value = self._read(variable, parts, home)
+                break
+            if is_loop:
+                loops.append((graph, outer))
+        self._read_ahead += [(variable, handles, loop) for loop, _ in loops]
+        return value
+
+    def _read(self, variable, parts, home):
+        group = self._groups.get((variable.device, variable.dtype), ())
+        others = [v for v in group if self._key(home, v) not in self._values]
+        # In a branch or a loop most of a group may not be needed.
+        together = any(v is variable for v in others) and not _is_control_flow(home)
+        wanted = others if together else [variable]
+        compressors = [self.compressor_of(v) for v in wanted]
+        keys = [reads.key_of(v, compressor) for v, compressor in zip(wanted, compressors)]
+        with _in(home), ops.control_dependencies(None), ops.device(None):
+            if together:
+                with self._in_turn(variable, home):
+                    values = reads.read_together(wanted, compressors, keys)
+            else:
+                values = [
+                    reads.read(
+                        parts, compressors[0], keys[0], lambda part: self._in_turn(part, home)
+                    )
+                ]
+            for other, compressor, value in zip(wanted, compressors, values):
+                of_other = parts if other is variable else [other]
+                self._keep(home, other, of_other, value)
+                if not exact:
+                    self.whole_reads[id(other)] = WholeRead(other, of_other, compressor)
+            value = self._values[self._key(home, variable)]
+            if traffic.current_counter() is not None and variable.trainable:
+                traffic.current_counter().timer.note_pull(value)
+        return value
+
+    def _in_turn(self, part, home):
+        """Context of reading on a server."""
+        if self.turn is None or local_copies.handle_of(part) is not None:
+            return contextlib.nullcontext()
+        return ops.control_dependencies(self.turn.start_on(part.device, home))
+
+    def _key(self, graph, variable):
+        return id(graph), id(variable), self.compressor_of(variable) is None
+
+    def _is_written(self, graph, handles):
+        return any((id(graph), id(handle)) in self._written for handle in handles)
+
+    def keep(self, variable: tf.Variable, parts: Sequence[tf.Variable], value: tf.Tensor) -> None:
+        """Caches a variable's value for the function being traced, which then reads none."""
+        self._keep(ops.get_default_graph(), variable, parts, value)
+
+    def _keep(self, graph, variable, parts, value):
+        self._values[self._key(graph, variable)] = value
+        for part in parts:
+            self._readers.setdefault(id(part.handle), set()).add(id(variable))
+
+    def _look_for_writes(self, graph):
+        """Forgets what operations made since the last look have written to."""
+        _, count = self._seen.get(id(graph), (None, 0))
+        made = graph.get_operations()
+        # The graph is kept, or another could get its id.
+        self._seen[id(graph)] = graph, len(made)
+        written = _written_by(made[count:], graph)
+        self._written |= {(id(graph), handle) for handle in written}
+        stale = set().union(*(self._readers.get(handle, ()) for handle in written))
+        if stale:
+            self._values = {key: v for key, v in self._values.items() if key[1] not in stale}
+
+    def written_in_loops(self) -> set[int]:
+        """Ids of variables that were read before a loop that writes to them."""
+        written = {}
+        for _, _, loop in self._read_ahead:
+            if id(loop) not in written:
+                written[id(loop)] = _written_by(loop.get_operations(), loop)
+        return {
+            id(variable)
+            for variable, handles, loop in self._read_ahead
+            if any(id(handle) in written[id(loop)] for handle in handles)
+        }
+
+
+class PulledVariable(resource_variable_ops.ResourceVariable):
+    """A whole variable on a parameter server, whose reads in a worker function are shared."""
+
+    @property
+    def handle(self) -> tf.Tensor:
+        copy = local_copies.handle_of(self)
+        return self._handle if copy is None else copy
+
+    def _read_variable_op(self, no_copy=False):
+        pulls = current_pulls()
+        if pulls is None or _is_updating_on_server(self):
+            return super()._read_variable_op(no_copy)
+        return pulls.value(self, [self])
+
+    def sparse_read(self, indices: Any, name: str | None = None) -> tf.Tensor:
+        pulls = current_pulls()
+        if pulls is None or _is_updating_on_server(self) or is_in_inner_function():
+            return super().sparse_read(indices, name)
+        compressor = pulls.compressor_of(self)
+        key = reads.key_of(self, compressor)
+        return lookup(
+            self, self.shape, indices, lambda rows: reads.gather(self, rows, compressor, key)
+        )
+
+
+def _noting(name):
+    """A method that writes, and says so."""
+    original = getattr(resource_variable_ops.ResourceVariable, name)
+
+    @functools.wraps(original)
+    def method(self, *args, **kwargs):
+        if current_pulls() is None:
+            writes.note()
+        return original(self, *args, **kwargs)
+
+    return method
+
+
+for _name in _WRITING_METHODS:
+    setattr(PulledVariable, _name, _noting(_name))
+
+
+def size_in_bytes(variable: tf.Variable) -> int:
+    """Bytes of a variable's value."""
+    return variable.shape.num_elements() * variable.dtype.size
+
+
+class updating_on_server:
+    """Context of an update that runs on a variable's own server."""
+
+    def __init__(self, variable: tf.Variable) -> None:
+        self._device = variable.device
+
+    def __enter__(self) -> None:
+        self._outer, _local.server = getattr(_local, "server", None), self._device
+
+    def __exit__(self, *exc: object) -> None:
+        _local.server = self._outer
+
+
+def _is_updating_on_server(variable):
+    return getattr(_local, "server", None) == variable.device
+
+
+def is_in_inner_function() -> bool:
+    """Whether the function that is being traced is called by another one."""
+    function = _graphs_outwards()[-1]
+    return isinstance(function, func_graph.FuncGraph) and isinstance(
+        function.outer_graph, func_graph.FuncGraph
+    )
+
+
+def _is_control_flow(graph):
+    return isinstance(graph, control_flow.ControlFlowFuncGraph)
+
+
+def _graphs_outwards():
+    """The current graph and its outer graphs, up to the function around control flow."""
+    graphs = [ops.get_default_graph()]
+    while _is_control_flow(graphs[-1]):
+        graphs.append(graphs[-1].outer_graph)
+    return graphs
+
+
+def _in(graph):
+    # Entering the current graph again would cut it off from its own devices.
+    return contextlib.nullcontext() if graph is ops.get_default_graph() else graph.as_default()
+
+
+def _written_by(operations, graph):
+    """Ids of the outermost handles that operations of a graph may write to."""
+    handles = set()
+    for operation in operations:
+        if any(tensor.dtype == tf.resource for tensor in operation.inputs):
+            handles.update(
+                id(_outermost(tensor, graph))
+                for tensor in resource_inputs.get_read_write_resource_inputs(operation)[1]
+            )
+    return handles
+
+
+def _outermost(tensor, graph):
+    """Tensor outside of all capturing functions that an operation's input stands for."""
+    while isinstance(graph, func_graph.FuncGraph):
+        outer = next((ext for ext, internal in graph.captures if internal is tensor), None)
+        if outer is None:
+            break
+        tensor, graph = outer, getattr(outer, "graph", None)
+    return tensor

@@ -1,0 +1,148 @@
+"""Reads of parameter servers' variables, exact or compressed."""
+
+import contextlib
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager
+
+import tensorflow as tf
+
+from keras_psplus.compression import Compressor
+from keras_psplus.parameter_server.tracing import local_copies, traffic, transfer
+from keras_psplus.parameter_server.transport.compressors import path_of
+from keras_psplus.tf_internals import framework_ops as ops
+
+# Reads belong to no step of an optimizer; evaluation has none.
+_STEP = 0
+
+
+def raw_read(variable: tf.Variable) -> tf.Tensor:
+    """Reads a whole variable, unknown to the tape."""
+    value = tf.raw_ops.ReadVariableOp(resource=variable.handle, dtype=variable.dtype)
+    value.set_shape(variable.shape)
+    return value
+
+
+def raw_gather(variable: tf.Variable, rows: tf.Tensor) -> tf.Tensor:
+    """Gathers rows of a whole variable, unknown to the tape."""
+    return tf.raw_ops.ResourceGather(
+        resource=variable.handle, indices=rows, dtype=variable.dtype, validate_indices=True
+    )
+
+
+def read(
+    parts: Sequence[tf.Variable],
+    compressor: Compressor | None,
+    key: tuple[str, str, str | None],
+    in_turn: Callable[[tf.Variable], AbstractContextManager[None]] | None = None,
+) -> tf.Tensor:
+    """Brings a variable's value to the worker.
+
+    Args:
+        parts: The variable's shards, or itself.
+        compressor: `Compressor` or None.
+        key: What the traffic counter counts it as.
+        in_turn: Optional function of a part that returns the context of reading it on its server.
+
+    Returns:
+        The value.
+    """
+    values = []
+    for part in parts:
+        with in_turn(part) if in_turn is not None else contextlib.nullcontext():
+            payload = _encode(part, compressor, key)
+        values.append(_decode(payload, part, compressor))
+    return values[0] if len(parts) == 1 else tf.concat(values, 0)
+
+
+def groups(variables: Sequence[tf.Variable]) -> list[list[int]]:
+    """Places of the variables that `read_together` brings: small ones of a server, others alone."""
+    found: dict[str | int, list[int]] = {}
+    for place, variable in enumerate(variables):
+        is_small = traffic.size_in_bytes([variable]) <= transfer.SMALL_BYTES
+        found.setdefault(variable.device if is_small else place, []).append(place)
+    return list(found.values())
+
+
+def read_together(
+    variables: Sequence[tf.Variable],
+    compressors: Sequence[Compressor | None],
+    keys: Sequence[tuple[str, str, str | None]],
+) -> list[tf.Tensor]:
+    """Reads variables of one server, small ones in one message.
+
+    Args:
+        variables: List of whole variables or shards.
+        compressors: List of their `Compressor`s or None.
+        keys: List of their keys in the traffic counter.
+
+    Returns:
+        List of the values.
+    """
+    payloads = [_encode(*one) for one in zip(variables, compressors, keys)]
+    tensors = [tensor for payload in payloads for tensor in payload]
+    with ops.device(variables[0].device):
+        arrived = iter(transfer.send_coalesced(tensors, [None] * len(tensors)))
+    own = [[next(arrived) for _ in payload] for payload in payloads]
+    return [_decode(*one) for one in zip(own, variables, compressors)]
+
+
+def gather(
+    variable: tf.Variable,
+    rows: tf.Tensor,
+    compressor: Compressor | None,
+    key: tuple[str, str, str | None],
+) -> tf.Tensor:
+    """Brings rows of a whole variable, or of a shard, to the worker.
+
+    Args:
+        variable: The variable.
+        rows: Vector of row numbers, on the worker.
+        compressor: `Compressor` or None.
+        key: What the traffic counter counts it as.
+
+    Returns:
+        The rows.
+    """
+    row_shape, dtype = variable.shape[1:], variable.dtype
+    values = raw_gather(variable, rows)
+    row_bytes = compressed = row_shape.num_elements() * dtype.size
+    if compressor is not None:
+        with ops.device(variable.device):
+            payload = compressor.encode_rows(values, _STEP)
+        compressed = compressor.row_bytes(row_shape, dtype)
+        values = compressor.decode_rows(payload, row_shape, dtype, _STEP)
+    # With what is asked for.
+    count, asked = tf.size(rows, tf.int64), rows.dtype.size
+    if local_copies.handle_of(variable) is None:
+        traffic.count(key, count * (row_bytes + asked), count * (compressed + asked))
+    return values
+
+
+def key_of(variable: tf.Variable, compressor: Compressor | None) -> tuple[str, str, str | None]:
+    """Key under which a traffic counter counts the reads of a variable."""
+    return path_of(variable), "pull", None if compressor is None else repr(compressor)
+
+
+def _encode(variable, compressor, key):
+    with ops.device(variable.device):
+        value = raw_read(variable)
+        payload = (value,)
+        if compressor is not None:
+            state = compressor.init(value.shape, value.dtype)
+            if tf.nest.flatten(state):
+                raise ValueError(
+                    "`pull_compression` cannot keep a state: a server serves all workers alike. "
+                    f"Received: pull_compression={compressor!r}, whose `init` returned {state!r}"
+                )
+            payload, _ = compressor.encode(value, state, _STEP)
+    if local_copies.handle_of(variable) is None:
+        traffic.count(
+            key, traffic.size_in_bytes([value]), traffic.size_in_bytes(payload), payload[0]
+        )
+    return payload
+
+
+def _decode(payload, variable, compressor):
+    if compressor is None:
+        return payload[0]
+    return compressor.decode(tuple(payload), variable.shape, variable.dtype, _STEP)

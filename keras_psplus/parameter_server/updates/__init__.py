@@ -1,0 +1,1 @@
+"""Update rules on workers: sums of several steps, local SGD."""

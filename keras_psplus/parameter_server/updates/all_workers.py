@@ -1,0 +1,63 @@
+"""Has every worker run a function once, between steps."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any
+
+import tensorflow as tf
+
+from keras_psplus.parameter_server.scheduling.closures import Closure
+from keras_psplus.parameter_server.steps.step_functions import StepFunctions
+from keras_psplus.parameter_server.tracing.worker_function import Trace, pack
+
+if TYPE_CHECKING:
+    import numpy as np
+
+    from keras_psplus.parameter_server.strategy import ParameterServerStrategy
+
+
+class AllWorkersFunction:
+    """Runs a function on all workers that can be reached.
+
+    Args:
+        strategy: `ParameterServerStrategy`.
+        function: Function without arguments, of which the graph is made once, as of a step.
+        collect: Function of the `Trace` that returns a float64 vector.
+    """
+
+    def __init__(
+        self,
+        strategy: ParameterServerStrategy,
+        function: Callable[[], Any],
+        collect: Callable[[Trace], tf.Tensor],
+    ) -> None:
+        self._strategy = strategy
+        self._functions = StepFunctions(
+            strategy,
+            lambda nothing: function(),
+            lambda trace, results: (collect(trace), (), ()),
+            lambda: (),
+        )
+
+    def __call__(self, on_done: Callable[[np.ndarray, int], None]) -> None:
+        """Runs the function, and waits until it is done.
+
+        Args:
+            on_done: Called with the vector of each worker and the worker's number.
+        """
+        strategy, scheduler = self._strategy, self._strategy.scheduler
+        scheduler.join()
+        function, payload = self._functions([()])
+
+        def done(result, worker):
+            vector, costs = function.split(result[0])
+            strategy.totals.add(function.costs, costs)
+            on_done(vector, worker)
+
+        for worker in sorted(set(range(strategy.num_workers)) - scheduler.lost_workers):
+            arguments = tf.constant(pack(function.variables)), payload
+            closure = Closure(function.concrete, scheduler.cancellation_manager, arguments)
+            closure.after_loss = "what it was to finish is gone"
+            scheduler.start(closure, done, "finishing its updates", worker)
+        scheduler.join()

@@ -1,0 +1,210 @@
+"""Rounds of steps that a worker takes alone, on copies of an optimizer's variables.
+
+A round begins by reading the variables. Its steps change copies, on the worker. It ends by sending
+what has changed, over the number of workers: what the workers send in the same time adds up to the
+mean of their changes, as if they had averaged.
+"""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Callable
+from typing import TYPE_CHECKING, NamedTuple
+
+import tensorflow as tf
+
+from keras_psplus.parameter_server.state.worker_variables import WorkerVariables
+from keras_psplus.parameter_server.tracing import traffic, transfer
+from keras_psplus.parameter_server.transport import reads
+from keras_psplus.parameter_server.transport.sharded import Parts, ShardedVariable
+
+if TYPE_CHECKING:
+    import keras
+
+    from keras_psplus.parameter_server.strategy import ParameterServerStrategy
+    from keras_psplus.updates import LocalSGD
+
+
+class LocalSGDVariables(NamedTuple):
+    """TensorFlow's variables of one optimizer, by what becomes of them.
+
+    Attributes:
+        weights: What it trains: read when a round begins; changes are sent, compressed.
+        averages: Moving averages and the like: the same, but as they are.
+        slots: Each worker keeps its own.
+        counters: Read when a round begins; what is added to them is added for all.
+    """
+
+    weights: list[tf.Variable]
+    averages: list[tf.Variable]
+    slots: list[tf.Variable]
+    counters: list[tf.Variable]
+
+
+class LocalSGDRounds:
+    """The rounds of one optimizer.
+
+    Args:
+        strategy: `ParameterServerStrategy`.
+        policy: `keras_psplus.updates.LocalSGD`.
+        optimizer: Weak reference to the optimizer, which states belong to.
+        variables: Its `LocalSGDVariables`.
+        constrain: Function of weights that has them satisfy their constraints.
+    """
+
+    def __init__(
+        self,
+        strategy: ParameterServerStrategy,
+        policy: LocalSGD,
+        optimizer: weakref.ref[keras.optimizers.Optimizer],
+        variables: LocalSGDVariables,
+        constrain: Callable[[list[tf.Variable]], None],
+    ) -> None:
+        self.extended, self.num_workers = strategy.extended, strategy.num_workers
+        self.policy, self.optimizer = policy, optimizer
+        self.variables, self.constrain = variables, constrain
+
+    def open(self) -> LocalSGDRound:
+        """The optimizer's `LocalSGDRound` in the function that is being traced, begun."""
+        return LocalSGDRound(self)
+
+    def names(self, kind: str) -> WorkerVariables:
+        """A maker of variables, of this optimizer's own."""
+        states = self.extended.worker_states
+        return WorkerVariables(states, f"{states.owner(self.optimizer())}/{kind}")
+
+
+class LocalSGDRound:
+    """The present round of the worker that runs the function which is being traced.
+
+    Args:
+        rounds: `LocalSGDRounds`.
+    """
+
+    def __init__(self, rounds: LocalSGDRounds) -> None:
+        self._rounds, self._variables = rounds, rounds.variables
+        pulled = [*self._variables.weights, *self._variables.averages, *self._variables.counters]
+        # All workers read them again after a restart.
+        copies = rounds.names("local")
+        copies.is_saved = False
+        self._count = copies.variable("count", [], tf.int64)
+        self._copies = {id(v): _like(v, copies, f"copy {i}") for i, v in enumerate(pulled)}
+        self._anchors = {id(v): _like(v, copies, f"anchor {i}") for i, v in enumerate(pulled)}
+        copies.begin()
+        if self._variables.slots:
+            slots = rounds.names("slots")
+            for i, slot in enumerate(self._variables.slots):
+                self._copies[id(slot)] = _like(slot, slots, f"{i}")
+            # As the model's file has them.
+            slots.begin(
+                lambda: self._pull(self._variables.slots, [None] * len(self._variables.slots))
+            )
+        tf.cond(self.count > 0, lambda: None, self._begin)
+
+    @property
+    def count(self) -> tf.Tensor:
+        """Steps since the round began, a tensor."""
+        return self._count.read_value()
+
+    def handles(self) -> dict[int, tf.Tensor]:
+        """Dict from ids of variables to the handles of the worker's copies."""
+        own = self._variables
+        handles = {}
+        for variables in (own.weights, own.averages, own.slots, own.counters):
+            for variable in variables:
+                for part, copy in zip(_parts(variable), self._copies[id(variable)]):
+                    handles[id(part)] = copy.handle
+        return handles
+
+    def _begin(self):
+        own = self._variables
+        compressors = [self._rounds.extended.compressors.of_value(v) for v in own.weights]
+        others = [*own.averages, *own.counters]
+        pulled = [*own.weights, *others]
+        self._pull(pulled, [*compressors, *[None] * len(others)])
+        for variable in pulled:
+            for copy, anchor in zip(self._copies[id(variable)], self._anchors[id(variable)]):
+                anchor.assign(copy.read_value())
+
+    def _pull(self, variables, compressors):
+        """Reads variables into their copies; small ones of one server come together."""
+        asked = [
+            (part, compressor, reads.key_of(variable, compressor), copy)
+            for variable, compressor in zip(variables, compressors)
+            for part, copy in zip(_parts(variable), self._copies[id(variable)])
+        ]
+        for places in reads.groups([part for part, *_ in asked]):
+            parts, compressors, keys, copies = zip(*(asked[place] for place in places))
+            for copy, value in zip(copies, reads.read_together(parts, compressors, keys)):
+                copy.assign(value)
+
+    def step(self) -> None:
+        """Counts a step; ends the round after the last one."""
+        self._count.assign_add(1)
+        policy, every = self._rounds.policy, self._rounds.policy.every
+        if policy.start_step and self._variables.counters:
+            (steps, *_) = self._copies[id(self._variables.counters[0])]
+            every = tf.where(steps.read_value() <= policy.start_step, 1, every)
+        tf.cond(self.count >= tf.cast(every, tf.int64), self._push, lambda: None)
+
+    def finish(self) -> None:
+        """Ends the round, and shows the servers the worker's slots."""
+        tf.cond(self.count > 0, self._push, lambda: None)
+        slots = self._variables.slots
+        targets = [part for slot in slots for part in _parts(slot)]
+        values = [copy.read_value() for slot in slots for copy in self._copies[id(slot)]]
+        arrived = transfer.send_coalesced(values, [target.device for target in targets])
+        for target, value in zip(targets, arrived):
+            with tf.device(target.device):
+                change = (value - reads.raw_read(target)) / self._rounds.num_workers
+                target.assign_add(change, read_value=False)
+
+    def _push(self):
+        own, extended = self._variables, self._rounds.extended
+        scale = 1.0 / self._rounds.num_workers
+        graph = tf.compat.v1.get_default_graph()
+        before = len(graph.get_operations())
+        sent = []
+        for variables, compressed in ((own.weights, True), (own.averages, False)):
+            changes = [self._change(variable) for variable in variables]
+            changes = [change * tf.cast(scale, change.dtype) for change in changes]
+            sent += changes
+            for change, variable in extended.pushes.send(
+                changes, variables, self._number, self._rounds.optimizer(), compressed
+            ):
+                _add(change, variable)
+        for counter in own.counters:
+            _add(self._change(counter), counter)
+        if traffic.current_counter() is not None:
+            traffic.current_counter().timer.note_push(sent, graph.get_operations()[before:])
+        self._rounds.constrain(own.weights)
+        self._count.assign(0)
+
+    def _number(self):
+        (anchor,) = self._anchors[id(self._variables.counters[0])]
+        return anchor.read_value()
+
+    def _change(self, variable):
+        parts = [
+            copy.read_value() - anchor.read_value()
+            for copy, anchor in zip(self._copies[id(variable)], self._anchors[id(variable)])
+        ]
+        return parts[0] if len(parts) == 1 else tf.concat(parts, 0)
+
+
+def _parts(variable):
+    return variable.shards if isinstance(variable, ShardedVariable) else [variable]
+
+
+def _like(variable, maker, name):
+    return [
+        maker.variable(f"{name} part {i}", part.shape, part.dtype)
+        for i, part in enumerate(_parts(variable))
+    ]
+
+
+def _add(change, variable):
+    parts = change if isinstance(change, Parts) else [change]
+    for part, target in zip(parts, _parts(variable), strict=True):
+        with tf.device(target.device):
+            target.assign_add(part, read_value=False)

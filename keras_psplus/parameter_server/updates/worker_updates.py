@@ -1,0 +1,307 @@
+"""Gradient accumulation on workers, and the chief's record of it.
+
+Each worker sums the gradients of the batches that it happens to run, and updates when they are
+enough, independently of the others.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import threading
+import weakref
+from collections.abc import Callable, Iterator, Sequence
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+import tensorflow as tf
+
+from keras_psplus.log import logger
+from keras_psplus.parameter_server.state.worker_variables import WorkerVariables
+from keras_psplus.parameter_server.tracing import worker_function
+from keras_psplus.parameter_server.updates.all_workers import AllWorkersFunction
+from keras_psplus.updates.accumulation import Form, forms_of
+from keras_psplus.updates.base import Context
+
+if TYPE_CHECKING:
+    import keras
+    import numpy as np
+
+    from keras_psplus.parameter_server.strategy import ParameterServerStrategy
+    from keras_psplus.updates import Updates
+
+_NOTHING = -1
+_local = threading.local()
+
+
+def is_applying() -> bool:
+    """Whether an optimizer of this thread is given sums, not a batch's gradients."""
+    return getattr(_local, "applying", False)
+
+
+@contextlib.contextmanager
+def batch_of(rows: int | tf.Tensor | None) -> Iterator[None]:
+    """Context of tracing the step on a batch.
+
+    Args:
+        rows: Number of its rows, an int or a scalar; None if it has none.
+    """
+    outer, _local.rows = getattr(_local, "rows", None), rows
+    try:
+        yield
+    finally:
+        _local.rows = outer
+
+
+class _Unit(NamedTuple):
+    """Variables whose gradients are summed together.
+
+    Attributes:
+        name: What tells them from others of the same optimizer.
+        policy: The `Updates` that says when to update.
+        forms: The `Form`s of their gradients.
+        variables: Keras's variables; without them, other ones might come to have their ids.
+        is_by_rows: Whether batches count by their rows, and a flush updates.
+        optimizer: Weak reference to the optimizer that applies them.
+    """
+
+    name: str
+    policy: Updates
+    forms: list[Form | None]
+    variables: list[keras.Variable]
+    is_by_rows: bool
+    optimizer: weakref.ref[keras.optimizers.Optimizer]
+
+
+class WorkerUpdates:
+    """Gradient accumulation by `updates` or by Keras's `gradient_accumulation_steps`.
+
+    Args:
+        strategy: `ParameterServerStrategy`.
+        policy: `keras_psplus.updates.Updates` or None.
+    """
+
+    _LOST = (
+        "worker-%d was lost with the gradients of %d batch(es) that it had summed and not sent "
+        "yet; they are missing from training"
+    )
+
+    def __init__(self, strategy: ParameterServerStrategy, policy: Updates | None) -> None:
+        self.policy = policy
+        self._strategy: Callable[[], Any] = weakref.ref(strategy)
+        self._units: weakref.WeakKeyDictionary[
+            keras.optimizers.Optimizer, dict[tuple[int, ...], _Unit]
+        ] = weakref.WeakKeyDictionary()
+        self._in_trace: weakref.WeakKeyDictionary[worker_function.Trace, list[Any]] = (
+            weakref.WeakKeyDictionary()
+        )
+        self._on_all_workers: weakref.WeakKeyDictionary[
+            keras.optimizers.Optimizer, tuple[int, Any]
+        ] = weakref.WeakKeyDictionary()
+        self._finished: weakref.WeakKeyDictionary[keras.optimizers.Optimizer, int] = (
+            weakref.WeakKeyDictionary()
+        )
+        self._pending: dict[int, int] = {}
+        self._steps, self._are_steps_counted = 0, True
+        strategy.scheduler.on_worker_lost = self._note_loss
+
+    def take(
+        self,
+        optimizer: keras.optimizers.Optimizer,
+        gradients: Sequence[tf.Tensor | tf.IndexedSlices | None],
+        variables: Sequence[keras.Variable],
+    ) -> None:
+        """Takes the gradients of a batch, in the function of a worker.
+
+        Args:
+            optimizer: The Keras optimizer that they are given to.
+            gradients: List of tensors, `tf.IndexedSlices` or None.
+            variables: Their Keras variables.
+        """
+        assert self.policy is not None
+        # Another worker's update may change the scale between this worker's batches.
+        gradients = [_over(g, _scale_of(optimizer)) for g in gradients]
+        self.accumulate(
+            optimizer,
+            self.policy,
+            gradients,
+            variables,
+            lambda means, of: _apply(optimizer, means, of),
+            is_by_rows=True,
+        )
+
+    def accumulate(
+        self,
+        optimizer: keras.optimizers.Optimizer,
+        policy: Updates,
+        gradients: Sequence[tf.Tensor | tf.IndexedSlices | None],
+        variables: Sequence[keras.Variable],
+        apply: Callable[..., Any],
+        is_by_rows: bool = False,
+    ) -> None:
+        """Adds gradients to those that their worker has, and updates if these are enough.
+
+        Args:
+            optimizer: The Keras optimizer that they are given to.
+            policy: `Updates` that is not `local`.
+            gradients: List of tensors, `tf.IndexedSlices` or None.
+            variables: Their Keras variables.
+            apply: Function of the mean gradients and the variables that makes the update.
+            is_by_rows: Whether batches count by their rows; otherwise all count alike.
+        """
+        units = self._units.setdefault(_owner(optimizer), {})
+        # An optimizer may be given one part of its variables now and another then.
+        key = tuple(id(v) for g, v in zip(gradients, variables) if g is not None)
+        if key not in units:
+            units[key] = _Unit(
+                str(len(units)),
+                policy,
+                forms_of(gradients),
+                list(variables),
+                is_by_rows,
+                weakref.ref(optimizer),
+            )
+        accumulation = self._begin(optimizer, units[key])
+        accumulation.on_gradients(_Batch(is_by_rows), gradients, variables, apply)
+
+    def _begin(self, optimizer, unit):
+        states = self._strategy().extended.worker_states
+        state = WorkerVariables(states, f"{states.owner(_owner(optimizer))}/updates")
+        context = Context(state, unit.name, unit.forms, unit.variables)
+        accumulation = unit.policy.on_replica(context)
+        state.begin()
+        self._note(accumulation)
+        return accumulation
+
+    def _note(self, part):
+        """Notes a part of the function that is being traced which has a `count`."""
+        trace = worker_function.current_trace()
+        if trace is not None:
+            self._in_trace.setdefault(trace, []).append(part)
+        else:
+            # The steps of a script's own loop are not seen here.
+            self._are_steps_counted = False
+
+    def _finisher(self, owner):
+        """Number of accumulators to flush, and a worker function that flushes them."""
+        units = [unit for unit in self._units.get(owner, {}).values() if unit.is_by_rows]
+        owner_ref = weakref.ref(owner)
+
+        def finish():
+            for unit in units:
+                by = unit.optimizer() or owner_ref()
+                accumulation = self._begin(by, unit)
+                accumulation.on_finish(None, lambda means, of, by=by: _apply(by, means, of))
+
+        return len(units), finish
+
+    def finish(self, optimizer: keras.optimizers.Optimizer) -> None:
+        """Has every worker send what it has, if there may be anything.
+
+        Args:
+            optimizer: The Keras optimizer.
+        """
+        owner, strategy = _owner(optimizer), self._strategy()
+        strategy.scheduler.join()
+        count, finish = self._finisher(owner)
+        is_finished = self._are_steps_counted and self._finished.get(owner) == self._steps
+        if not count or is_finished:
+            return
+        known, run_on_all_workers = self._on_all_workers.get(owner, (0, None))
+        if known != count:
+            run_on_all_workers = AllWorkersFunction(strategy, finish, self._pending_in)
+            self._on_all_workers[owner] = count, run_on_all_workers
+        run_on_all_workers(self._note_pending)
+        self._finished[owner] = self._steps
+
+    def training(self, variables: Sequence[keras.Variable]) -> list[keras.optimizers.Optimizer]:
+        """The optimizers that train some of these Keras variables, so far as they are known."""
+        wanted = {id(variable) for variable in variables}
+        return [
+            owner
+            for owner, units in self._units.items()
+            if any(not wanted.isdisjoint(key) for key in units)
+        ]
+
+    def _pending_in(self, trace):
+        """Of how many batches the worker that runs a function has something left, a vector."""
+        counts = [one.count for one in self._in_trace.get(trace, ())]
+        pending = tf.reduce_max(tf.stack(counts)) if counts else _NOTHING
+        return tf.cast(tf.reshape(pending, [1]), tf.float64)
+
+    def keeps_in(self, trace: worker_function.Trace) -> bool:
+        """Whether a worker function keeps gradients, or copies of variables, from step to step."""
+        return bool(self._in_trace.get(trace))
+
+    def with_pending(
+        self, collect: Callable[[worker_function.Trace, list[Any]], tuple[tf.Tensor, Any, Any]]
+    ) -> Callable[[worker_function.Trace, list[Any]], tuple[tf.Tensor, Any, Any]]:
+        """A `collect`, as for `StepFunctions`, whose vector ends with what `take_pending` takes."""
+
+        def collect_with_pending(trace, results):
+            vector, outputs, notes = collect(trace, results)
+            return tf.concat([vector, self._pending_in(trace)], 0), outputs, notes
+
+        return collect_with_pending
+
+    def take_pending(self, vector: np.ndarray, worker: int) -> np.ndarray:
+        """Notes a step's pending batches on a worker; returns the rest of the vector."""
+        if vector[-1] != _NOTHING:
+            self._steps += 1
+        self._note_pending(vector[-1:], worker)
+        return vector[:-1]
+
+    def _note_pending(self, vector, worker):
+        if vector[0] != _NOTHING:
+            self._pending[worker] = int(vector[0])
+
+    @property
+    def pending(self) -> dict[int, int]:
+        """Of how many batches each worker has what it has not sent: a dict."""
+        return {worker: count for worker, count in sorted(self._pending.items()) if count}
+
+    def _note_loss(self, worker):
+        count = self._pending.pop(worker, 0)
+        if count:
+            logger.warning(self._LOST, worker, count)
+
+
+class _Batch:
+    """Weight of a batch: its rows, or 1."""
+
+    def __init__(self, is_by_rows):
+        self._rows = getattr(_local, "rows", None) if is_by_rows else None
+
+    def rows(self):
+        rows = 1 if self._rows is None else self._rows
+        return rows, rows
+
+
+def _apply(optimizer, means, variables):
+    scale = _scale_of(optimizer)
+    outer, _local.applying = is_applying(), True
+    try:
+        optimizer.apply([_times(mean, scale) for mean in means], variables)
+    finally:
+        _local.applying = outer
+
+
+def _owner(optimizer):
+    return getattr(optimizer, "inner_optimizer", optimizer)
+
+
+def _scale_of(optimizer):
+    """The factor in the gradients that an optimizer is given, if it changes; else None."""
+    scale = getattr(optimizer, "dynamic_scale", None)
+    return None if scale is None else tf.convert_to_tensor(scale)
+
+
+def _over(gradient, scale):
+    return _times(gradient, None if scale is None else 1.0 / scale)
+
+
+def _times(gradient, factor):
+    if gradient is None or factor is None:
+        return gradient
+    if isinstance(gradient, tf.IndexedSlices):
+        values = gradient.values * tf.cast(factor, gradient.dtype)
+        return tf.IndexedSlices(values, gradient.indices, gradient.dense_shape)
+    return gradient * tf.cast(factor, gradient.dtype)

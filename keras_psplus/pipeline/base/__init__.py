@@ -1,0 +1,1 @@
+"""Stages, micro-batches, rows and schedules: what has no graph."""

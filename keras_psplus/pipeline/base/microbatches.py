@@ -1,0 +1,164 @@
+"""Splits what a model is called with into micro-batches, and joins what the calls return."""
+
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import keras
+import tensorflow as tf
+
+from keras_psplus.core.batch import batches
+from keras_psplus.keras_internals.keras_parts import get_keras_mask, set_keras_mask, tree
+
+
+def bounds(rows: int, count: int) -> list[tuple[int, int]]:
+    """First and one past the last row of each micro-batch; none is empty.
+
+    Args:
+        rows: Rows of the batch.
+        count: Number of micro-batches; of a batch of fewer rows, there are as many as it has rows.
+
+    Returns:
+        List of pairs of ints.
+    """
+    count = max(1, min(rows, count))
+    edges = [-(-i * rows // count) for i in range(count + 1)]
+    return list(zip(edges, edges[1:]))
+
+
+def has_rows(leaf: Any) -> bool:
+    """Whether something is a tensor that can be cut by rows."""
+    return is_tensor(leaf) and bool(leaf.shape.rank)
+
+
+def rows_of(structure: Any) -> int | None:
+    """Number of rows of a batch; None if it is unknown, or there are none."""
+    return next((leaf.shape[0] for leaf in tree.flatten(structure) if has_rows(leaf)), None)
+
+
+def with_unknown_rows(leaf: Any) -> Any:
+    """Clears the static number of rows of a tensor; returns other leaves unchanged.
+
+    Keras weights some means by rows where their number is known, and by batches where it is not.
+    """
+    if not isinstance(leaf, tf.Tensor) or not leaf.shape.rank:
+        return leaf
+    shape = [None, *leaf.shape[1:]]
+
+    @tf.custom_gradient
+    def same(tensor):
+        other = tf.raw_ops.PlaceholderWithDefault(input=tensor, shape=shape)
+        return other, lambda gradient: gradient
+
+    other, mask = same(leaf), get_keras_mask(leaf)
+    if mask is not None:
+        set_keras_mask(other, with_unknown_rows(mask))
+    return other
+
+
+def take(
+    structure: Any,
+    rows: int,
+    first: int,
+    end: int,
+    rows_of_leaf: Callable[[Any], int | None],
+    parts: Mapping[int, Any] = {},
+) -> Any:
+    """Slices a micro-batch from a structure: tensors with the batch's rows are cut.
+
+    Args:
+        structure: Structure of tensors and of other things.
+        rows: Rows of the batch.
+        first: The micro-batch's first row.
+        end: One past its last row.
+        rows_of_leaf: Function of a tensor that returns its number of rows, or None.
+        parts: Dict from ids of tensors to the micro-batch's known parts of them.
+    """
+
+    def cut(leaf):
+        own = batches.take(leaf, first, end)
+        if isinstance(own, tf.Tensor):
+            own.set_shape([end - first, *own.shape[1:]])
+        return own
+
+    def part(leaf):
+        if not has_rows(leaf) or rows_of_leaf(leaf) != rows:
+            return leaf
+        if id(leaf) in parts:
+            return parts[id(leaf)]
+        own, mask = cut(leaf), get_keras_mask(leaf)
+        if mask is not None:
+            set_keras_mask(own, cut(mask))
+        return own
+
+    return tree.map_structure(part, structure)
+
+
+def join(name: str, parts: list[Any], sizes: Sequence[int]) -> Any:
+    """Joins what the calls of a layer have returned.
+
+    Args:
+        name: The layer's name.
+        parts: List of structures.
+        sizes: Rows of each micro-batch.
+
+    Returns:
+        A structure like one of `parts`, with all rows.
+
+    Raises:
+        ValueError: If an output has no row for each row of its micro-batch.
+    """
+    if len(parts) == 1:
+        return parts[0]
+
+    def one(*leaves):
+        if not is_tensor(leaves[0]):
+            return leaves[0]
+        for leaf, size in zip(leaves, sizes):
+            if not leaf.shape.rank or leaf.shape[0] not in (None, size):
+                raise ValueError(
+                    f"The layer '{name}' is called with micro-batches, and must return tensors "
+                    "with a row for each row that it is given. Reduce over rows in the loss, or "
+                    f"pass `microbatches=1` to the strategy. Received: {leaf} for {size} rows"
+                )
+        joined = concat(leaves)
+        masks = [get_keras_mask(leaf) for leaf in leaves]
+        if all(mask is not None for mask in masks):
+            set_keras_mask(joined, tf.concat(masks, 0))
+        return joined
+
+    return tree.map_structure(one, *parts)
+
+
+def join_losses(
+    layers: list[keras.Layer], found: list[list[list[tf.Tensor]]], sizes: Sequence[int]
+) -> None:
+    """Gives layers the losses of the batch, of those that they have added for micro-batches.
+
+    A loss is a mean over rows, as everywhere in Keras, and counts by the rows of its micro-batch.
+
+    Args:
+        layers: List of layers.
+        found: For each micro-batch, a list of the losses of each layer.
+        sizes: Rows of each micro-batch.
+    """
+    rows = sum(sizes)
+    for i, layer in enumerate(layers):
+        own = [of_microbatch[i] for of_microbatch in found]
+        layer._losses = [
+            tf.add_n([loss * (size / rows) for loss, size in zip(losses, sizes)])
+            for losses in zip(*own)
+        ]
+
+
+def is_tensor(leaf: Any) -> bool:
+    """Whether something is a tensor, of any kind."""
+    return isinstance(leaf, (tf.Tensor, tf.SparseTensor, tf.RaggedTensor))
+
+
+def concat(leaves: Sequence[Any]) -> Any:
+    """Joins tensors of one kind by rows."""
+    if len(leaves) == 1:
+        return leaves[0]
+    if isinstance(leaves[0], tf.SparseTensor):
+        return tf.sparse.concat(0, list(leaves))
+    return tf.concat(list(leaves), 0)

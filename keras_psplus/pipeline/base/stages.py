@@ -1,0 +1,115 @@
+"""Stages of layers, and devices of their variables."""
+
+import contextlib
+import contextvars
+import weakref
+from collections.abc import Iterator, Sequence
+
+import keras
+import tensorflow as tf
+
+from keras_psplus.keras_internals.keras_parts import global_state, layers
+
+_given: contextvars.ContextVar[int | None]
+_given = contextvars.ContextVar("keras_psplus_stage", default=None)
+
+
+@contextlib.contextmanager
+def stage(number: int) -> Iterator[None]:
+    """Context in which layers are made that belong to one stage of a pipeline.
+
+    Under other strategies, and without one, it does nothing.
+
+    Args:
+        number: Number of the stage, from 0.
+
+    Example:
+
+    ```python
+    strategy = keras_psplus.PipelineStrategy()
+    with strategy.scope():
+        with keras_psplus.stage(0):
+            first = keras.layers.Dense(256, activation="relu")
+        with keras_psplus.stage(1):
+            second = keras.layers.Dense(10)
+        model = keras.Sequential([first, second])
+    ```
+
+    Raises:
+        ValueError: If the strategy has no such stage.
+    """
+    count = getattr(tf.distribute.get_strategy(), "num_stages", None)
+    is_number = isinstance(number, int) and not isinstance(number, bool) and number >= 0
+    if not is_number or (count is not None and number >= count):
+        has = "" if count is None else f" This strategy has the stages 0 to {count - 1}."
+        raise ValueError(f"`stage` takes the number of a stage.{has} Received: {number!r}")
+    token = _given.set(number)
+    try:
+        yield
+    finally:
+        _given.reset(token)
+
+
+class Stages:
+    """The stages of one strategy.
+
+    Args:
+        devices: Names of the workers' devices: those of the first pipeline's stages, then those of
+            the second's.
+        pipelines: Number of pipelines, each of which has all stages.
+
+    Attributes:
+        devices: Names of the devices of the first pipeline's stages.
+        all_devices: As the argument `devices`.
+        pipelines: As the argument.
+    """
+
+    def __init__(self, devices: Sequence[str], pipelines: int = 1) -> None:
+        self.all_devices, self.pipelines = list(devices), pipelines
+        self.devices = self.all_devices[: len(devices) // pipelines]
+        self._of_layers: weakref.WeakKeyDictionary[keras.Layer, int] = weakref.WeakKeyDictionary()
+
+    def note_made(self, layer: keras.Layer) -> None:
+        """Assigns a layer under construction to the stage of the `stage` context."""
+        number = _given.get()
+        if number is not None:
+            self._of_layers[layer] = number
+
+    def put(self, layer: keras.Layer, number: int) -> None:
+        """Puts a layer on a stage."""
+        self._of_layers[layer] = number
+
+    def of(self, layer: keras.Layer) -> int | None:
+        """The stage that a layer was put on, or None."""
+        return self._of_layers.get(layer)
+
+    def device(self, number: int, pipeline: int) -> str:
+        """Name of the device of a pipeline's stage."""
+        return self.all_devices[pipeline * len(self.devices) + number]
+
+    def others_of(self, number: int) -> tuple[str, ...]:
+        """Names of a stage's devices in the pipelines after the first."""
+        return tuple(self.device(number, pipeline) for pipeline in range(1, self.pipelines))
+
+    def pipeline_of(self, device: str) -> int | None:
+        """The pipeline that a device belongs to; None if it is no stage's."""
+        if device not in self.all_devices:
+            return None
+        return self.all_devices.index(device) // len(self.devices)
+
+    def of_device(self, device: str) -> int:
+        """The stage that is on a device."""
+        return self.all_devices.index(device) % len(self.devices)
+
+    def of_scope(self) -> int | None:
+        """Stage of the innermost layer that is creating variables and has a stage."""
+        for entry in reversed(global_state.get_global_attribute("name_scope_stack") or ()):
+            if isinstance(entry.caller, layers.Layer) and self.of(entry.caller) is not None:
+                return self.of(entry.caller)
+        return None
+
+
+def is_in_layer() -> bool:
+    """Whether a layer makes variables just now."""
+    scopes = global_state.get_global_attribute("name_scope_stack")
+    return bool(scopes) and isinstance(scopes[-1].caller, layers.Layer)

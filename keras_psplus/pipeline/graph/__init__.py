@@ -1,0 +1,1 @@
+"""The model's graph: boundaries of stages, devices, recomputation."""

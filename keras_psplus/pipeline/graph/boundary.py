@@ -1,0 +1,86 @@
+"""Runs a layer on a device: its operations, and those of its gradients."""
+
+from collections.abc import Callable
+from typing import Any
+
+import tensorflow as tf
+
+from keras_psplus.keras_internals.keras_parts import get_keras_mask, set_keras_mask, tree
+from keras_psplus.pipeline.base.gradients import differentiable
+from keras_psplus.tf_internals import framework_ops as ops
+from keras_psplus.tf_internals import record
+
+
+def call(
+    device: str,
+    function: Callable[..., Any],
+    args: tuple[Any, ...],
+    kwargs: dict[str, Any],
+    forward: Any,
+    backward: Callable[[], Any],
+    replay: Any = None,
+) -> Any:
+    """Calls a function on a device.
+
+    A tape alone would leave the operations of gradients to the device on which it is asked for
+    them. So what the function does is recorded as one operation, whose gradient is computed on the
+    function's own device, by its own tape.
+
+    Args:
+        device: Name of the device.
+        function: Function that is called.
+        args: Its arguments.
+        kwargs: Its keyword arguments.
+        forward: Context in which the function is called. It has a method `ends_with` for the
+            tensors that are computed last, and for those that other stages may need.
+        backward: Function of no arguments that returns such a context, in which gradients are
+            computed.
+        replay: `recompute.StageReplay`, if the function is called once more for its gradients.
+
+    Returns:
+        What the function returns.
+    """
+    inputs = differentiable((args, kwargs))
+    with ops.device(device), forward, tf.GradientTape(persistent=True) as tape:
+        tape.watch(inputs)
+        outputs = function(*args, **kwargs)
+    inside = differentiable(outputs)
+    if not inside:
+        return outputs
+    with record.stop_recording(), ops.device(device):
+        outside = [_masked_as(tensor, tf.identity(tensor)) for tensor in inside]
+    forward.ends_with(outside, outside)
+    repeated = None if replay is None else replay.note_outputs(inside, outside)
+    variables = tape.watched_variables()
+    sources = [*inputs, *variables]
+
+    def gradients(*of_outputs):
+        with ops.device(device), backward() as context:
+            if repeated is None:
+                found = tape.gradient(inside, sources, output_gradients=list(of_outputs))
+            else:
+                again, results, given = replay.again(repeated, of_outputs)
+                found = again.gradient(
+                    results, [*given, *variables], output_gradients=list(of_outputs)
+                )
+            of_inputs = [one for one in found[: len(inputs)] if one is not None]
+            # Nobody needs gradients by the batch itself: they must not be waited for.
+            last = [_values(one) for one in found[len(inputs) :] if one is not None] or of_inputs
+            context.ends_with(last, of_inputs)
+        return found
+
+    handles = [variable.handle for variable in variables]
+    record.record_operation("PipelineStage", outside, [*inputs, *handles], gradients)
+    pairs = {id(old): new for old, new in zip(inside, outside)}
+    return tree.map_structure(lambda leaf: pairs.get(id(leaf), leaf), outputs)
+
+
+def _masked_as(tensor, other):
+    mask = get_keras_mask(tensor)
+    if mask is not None:
+        set_keras_mask(other, mask)
+    return other
+
+
+def _values(gradient):
+    return gradient.values if isinstance(gradient, tf.IndexedSlices) else gradient

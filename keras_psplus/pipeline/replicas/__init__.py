@@ -1,0 +1,1 @@
+"""Several copies of a pipeline: their sums and residuals."""

@@ -1,0 +1,218 @@
+"""Copies of weights: each pipeline computes with its copies, and steps update one of them.
+
+Of each variable that was made to be trained, one pipeline has the primary: the Keras variable's
+value between steps, beside its optimizer slots. The others have copies, which are given the
+primary's value before a step uses them, in the same traced function: what a step needs first is
+sent first, and nothing that a callback or a file has changed can be missed. What is not trained
+(moving statistics, states of seed generators) has no copies: micro-batches read and change it in
+turn.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import weakref
+from collections.abc import Iterable
+from typing import Any
+
+import keras
+import tensorflow as tf
+
+from keras_psplus.core.batch.replica_step import current_step
+from keras_psplus.tf_internals import framework_ops as ops
+from keras_psplus.tf_internals import record
+
+
+@dataclasses.dataclass(eq=False)
+class Copied:
+    """A variable that every pipeline has.
+
+    Attributes:
+        variable: Weak reference to the Keras variable.
+        primary: Its value.
+        pipeline: The pipeline that has the primary.
+        copies: By pipeline, the variables that have the same value.
+        is_state: Whether micro-batches change it: then they read and change the primary.
+        changes: Whether steps change it though it is not trained.
+    """
+
+    variable: Any
+    primary: tf.Variable
+    pipeline: int
+    copies: dict[int, tf.Variable]
+    is_state: bool = False
+    changes: bool = False
+
+    @property
+    def path(self) -> str | None:
+        """Path of the Keras variable; None if that is gone."""
+        variable = self.variable()
+        return None if variable is None else variable.path
+
+    def refresh(self) -> None:
+        """Gives the copies the value of the primary."""
+        for copy in self.copies.values():
+            # The tapes of a training step have nothing to do with it.
+            with record.stop_recording(), ops.device(copy.device):
+                copy.assign(self.primary.read_value(), read_value=False)
+
+
+class Reads:
+    """Context in which Keras's variables are those of one pipeline.
+
+    Args:
+        copied: Iterable of `Copied`.
+        pipeline: Number of the pipeline.
+    """
+
+    def __init__(self, copied: Iterable[Copied], pipeline: int) -> None:
+        self._pairs = [
+            (one.variable, one.copies[pipeline]) for one in copied if pipeline in one.copies
+        ]
+        self._before: list[list[tuple[Any, Any]]] = []
+
+    def __enter__(self) -> Reads:
+        variables = [(variable(), copy) for variable, copy in self._pairs]
+        self._before.append([(v, v._value) for v, _ in variables if v is not None])
+        for variable, copy in variables:
+            if variable is not None:
+                variable._value = copy
+        return self
+
+    def __exit__(self, *exc: Any) -> None:
+        for variable, value in self._before.pop():
+            variable._value = value
+
+
+class Copies:
+    """The copies of one strategy.
+
+    Args:
+        strategy: `PipelineStrategy`.
+    """
+
+    def __init__(self, strategy: Any) -> None:
+        self._strategy = weakref.ref(strategy)
+        # Bytes of the primaries, by stage and pipeline.
+        self._bytes: dict[tuple[int, int], int] = {}
+        # By ids of Keras variables, and of their values and copies.
+        self._of_variable: dict[int, Copied] = {}
+        self._of_value: dict[int, tuple[Copied, int]] = {}
+        self._is_stale = False
+        self._refresh_all: Any = None
+
+    @property
+    def _owner(self) -> Any:
+        return self._strategy()
+
+    @property
+    def _pipelines(self) -> int:
+        return self._owner.stages.pipelines
+
+    def pipeline_for(self, variable: keras.Variable, stage: int) -> int:
+        """The pipeline whose worker is to have a variable's primary.
+
+        A stage's primaries are dealt out by bytes, so that the workers' links have as much to send,
+        and their memory as many slots.
+        """
+        if not self._is_copied(variable):
+            return 0
+        held = [self._bytes.get((stage, pipeline), 0) for pipeline in range(self._pipelines)]
+        pipeline = held.index(min(held))
+        elements = tf.TensorShape(variable.shape).num_elements()
+        size = elements * tf.as_dtype(variable._dtype).size
+        self._bytes[stage, pipeline] = held[pipeline] + size
+        return pipeline
+
+    def make(self, variable: keras.Variable, stage: int, pipeline: int) -> None:
+        """Makes the copies of a variable whose primary was placed."""
+        if not self._is_copied(variable):
+            return
+        primary, strategy = variable._value, self._owner
+        copies = {}
+        for other in set(range(self._pipelines)) - {pipeline}:
+            device = strategy.stages.device(stage, other)
+            with tf.device(device):
+                value = primary.read_value()
+            with strategy.variables.making_on(device), tf.device(device):
+                copies[other] = tf.Variable(
+                    value, trainable=primary.trainable, name=f"{variable.name}_{other}"
+                )
+        key = id(variable)
+        copied = Copied(weakref.ref(variable), primary, pipeline, copies)
+        weakref.finalize(variable, self._forget, key, copied).atexit = False
+        self._of_variable[key] = copied
+        for number, value in [(pipeline, primary), *copies.items()]:
+            self._of_value[id(value)] = copied, number
+        self._refresh_all = None
+
+    def pipeline_of(self, variable: keras.Variable) -> int:
+        """The pipeline that has a variable's primary."""
+        copied = self.of(variable)
+        return 0 if copied is None else copied.pipeline
+
+    def of(self, variable: keras.Variable) -> Copied | None:
+        """The copies of a Keras variable, or None."""
+        copied = self._of_variable.get(id(variable))
+        return copied if copied is not None and copied.variable() is variable else None
+
+    def find(self, value: tf.Variable) -> tuple[Copied, int] | None:
+        """To which variable a primary or a copy belongs, and to which pipeline; or None."""
+        return self._of_value.get(id(value))
+
+    def of_layer(self, layer: keras.Layer) -> list[Copied]:
+        """Copied variables of a layer and of all layers inside it."""
+        if self._pipelines == 1:
+            return []
+        found = {}
+        for one in layer._flatten_layers():
+            for variable in (*one._trainable_variables, *one._non_trainable_variables):
+                copied = self.of(variable)
+                if copied is not None and not copied.is_state:
+                    found[id(variable)] = copied
+        return list(found.values())
+
+    def every(self) -> list[Copied]:
+        """All variables that have copies."""
+        return list(self._of_variable.values())
+
+    def note_stale(self) -> None:
+        """Notes that primaries may have changed since the copies were given their values."""
+        self._is_stale = True
+
+    def note_changed(self, variable: keras.Variable | tf.Variable) -> None:
+        """Notes an assignment to a variable, in a traced step or outside of one."""
+        if self._pipelines == 1:
+            return
+        copied = self.of(variable) or (self.find(variable) or (None,))[0]
+        note = getattr(current_step(), "note_changed", None)
+        if note is None:
+            self._is_stale = True
+        elif copied is not None:
+            note(copied)
+
+    def refresh_stale(self) -> None:
+        """Gives all copies their values before a step, if that may be necessary."""
+        if not self._is_stale or not self._of_variable:
+            return
+        if self._refresh_all is None:
+            copied = self.every()
+
+            def refresh_all():
+                for one in copied:
+                    one.refresh()
+
+            self._refresh_all = tf.function(refresh_all, autograph=False)
+        self._refresh_all()
+        self._is_stale = False
+
+    def _is_copied(self, variable):
+        is_weight = getattr(variable, "_is_made_to_train", False)
+        return self._pipelines > 1 and is_weight and tf.as_dtype(variable._dtype).is_floating
+
+    def _forget(self, key, copied):
+        if self._of_variable.get(key) is copied:
+            del self._of_variable[key]
+        for value in (copied.primary, *copied.copies.values()):
+            self._of_value.pop(id(value), None)
+        self._refresh_all = None

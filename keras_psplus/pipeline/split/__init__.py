@@ -1,0 +1,1 @@
+"""Partition of a model into stages, by costs that are counted or measured."""

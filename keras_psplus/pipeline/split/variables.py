@@ -1,0 +1,147 @@
+"""Variables of layers, which are made on their stage once that is known.
+
+A model's first values must not come together on the chief, which may have less memory than all
+stages. So a variable whose stage is not known yet is not made: Keras itself knows variables without
+a value. It is made when it is given a value or read, on the stage that has the least.
+"""
+
+import contextlib
+import weakref
+from collections.abc import Iterator
+from contextlib import AbstractContextManager
+from typing import Any
+
+import keras
+import tensorflow as tf
+
+from keras_psplus.pipeline.base import stages as stages_module
+
+
+class Variables:
+    """Makes and moves the variables of one strategy.
+
+    Args:
+        strategy: `PipelineStrategy`.
+    """
+
+    def __init__(self, strategy: Any) -> None:
+        self._strategy = weakref.ref(strategy)
+        self._bytes = [0] * len(strategy.stages.devices)
+        # By ids, as Keras's variables have no hash: variables with their stages, and slots with the
+        # variables that they belong to.
+        self._placed: dict[int, tuple[Any, int]] = {}
+        self._slots: dict[int, tuple[Any, Any]] = {}
+
+    @property
+    def _owner(self) -> Any:
+        return self._strategy()
+
+    @property
+    def _stages(self):
+        return self._owner.stages
+
+    def initialize(self, variable: keras.Variable, initializer: Any) -> None:
+        """Makes a variable that a layer or something else makes, or leaves it for later."""
+        device = self._owner.extended.device_of_making
+        number = self._stages.of_scope()
+        if device is not None:
+            self._make(variable, initializer, self._stages.of_device(device), device)
+        elif number is not None:
+            self._make(variable, initializer, number)
+        elif not stages_module.is_in_layer():
+            self._make(variable, initializer, len(self._bytes) - 1)
+        elif variable._initializer is not None:
+            # Keras forgets the initializer of a variable that it had deferred.
+            self._make(variable, initializer, self._emptiest())
+        else:
+            variable._value, variable._initializer = None, initializer
+
+    def beside(self, variable: keras.Variable) -> AbstractContextManager[None]:
+        """Context in which variables are made where another one is."""
+        self.ensure(variable)
+        return self.making_on(variable._value.device)
+
+    def ensure(self, variable: keras.Variable) -> None:
+        """Makes a variable that is not made yet."""
+        if variable._value is None and variable._initializer is not None:
+            self.put(variable, self._emptiest())
+
+    def put(self, variable: keras.Variable, number: int, pipeline: int = 0) -> None:
+        """Makes a variable on a pipeline's stage, or moves it there."""
+        device = self._stages.device(number, pipeline)
+        if variable._value is None and variable._initializer is not None:
+            initializer, variable._initializer = variable._initializer, None
+            self._make(variable, initializer, number, device)
+        elif isinstance(variable._value, tf.Variable) and variable._value.device != device:
+            old = variable._value
+            with self.making_on(device):
+                variable._value = tf.Variable(
+                    _on(device, old.read_value), trainable=old.trainable, name=variable.name
+                )
+            # Optimizers know a variable by this.
+            variable._value._unique_id = old._unique_id
+
+    def place(self, variable: keras.Variable, number: int) -> None:
+        """Puts a variable on a stage for good: traced functions know it there."""
+        if self.stage_of_placed(variable) is None:
+            copies = self._owner.copies
+            pipeline = copies.pipeline_for(variable, number)
+            self.put(variable, number, pipeline)
+            self._placed[id(variable)] = weakref.ref(variable), number
+            copies.make(variable, number, pipeline)
+
+    def stage_of_placed(self, variable: keras.Variable) -> int | None:
+        """The stage on which a variable was placed, or None."""
+        known, number = self._placed.get(id(variable), (lambda: None, None))
+        return number if known() is variable else None
+
+    def note_slot(self, slot: keras.Variable, reference: keras.Variable) -> None:
+        """Notes a slot of an optimizer, which follows its variable."""
+        self._slots[id(slot)] = weakref.ref(slot), weakref.ref(reference)
+
+    def place_slots(self) -> None:
+        """Puts slots where their variables were placed since."""
+        for key, (slot, reference) in list(self._slots.items()):
+            if slot() is None or reference() is None:
+                del self._slots[key]
+                continue
+            number = self.stage_of_placed(reference())
+            if number is not None and self.stage_of_placed(slot()) is None:
+                pipeline = self._owner.copies.pipeline_of(reference())
+                self.put(slot(), number, pipeline)
+                self._placed[key] = slot, number
+
+    def _make(self, variable, initializer, number, device=None):
+        device, trainable = device or self._stages.devices[number], variable._trainable
+        # It may be frozen before it is made, and thawed after.
+        variable._trainable = getattr(variable, "_is_made_to_train", trainable)
+        try:
+            with self.making_on(device):
+                variable._initialize(
+                    _on(device, lambda: initializer(variable._shape, dtype=variable._dtype))
+                )
+        finally:
+            variable._trainable = trainable
+        self._bytes[number] += variable._value.shape.num_elements() * variable._value.dtype.size
+
+    @contextlib.contextmanager
+    def making_on(self, device: str) -> Iterator[None]:
+        """Context in which variables are made on a device."""
+        strategy = self._owner
+        in_step = tf.distribute.get_strategy() is strategy and tf.distribute.get_replica_context()
+        scope = contextlib.nullcontext() if in_step else strategy.scope()
+        with scope, strategy.extended.making_on(device):
+            yield
+
+    def _emptiest(self):
+        return self._bytes.index(min(self._bytes))
+
+
+def _on(device, function):
+    """A function without arguments that runs on a device, also where TensorFlow clears devices."""
+
+    def on_device():
+        with tf.device(device):
+            return function()
+
+    return on_device

@@ -1,0 +1,1 @@
+"""A pipeline's traced step, by schedule."""

@@ -1,0 +1,217 @@
+"""`schedule="pipedream"`: two batches are under way at the same time.
+
+The gradients of a batch are those by the weights from before the last update, on all stages alike:
+
+    weights[t + 1] = update(weights[t], gradients(batch[t], weights[t - 1]))
+
+So the gradients of batch `t + 1` can be computed while those of batch `t` still are, and no stage
+waits for the end of a batch. This is PipeDream-2BW. PipeDream itself updates after each
+micro-batch, by gradients of weights that are `stages - 1 - k` updates old on stage `k`, and keeps
+as many versions of them.
+
+Reference: Narayanan et al., "Memory-Efficient Pipeline-Parallel DNN Training", ICML 2021;
+"PipeDream: Generalized Pipeline Parallelism for DNN Training", SOSP 2019.
+"""
+
+from __future__ import annotations
+
+import collections
+import concurrent.futures
+import functools
+from collections.abc import Callable
+from typing import Any
+
+import keras
+import tensorflow as tf
+
+from keras_psplus.pipeline.base import background, schedule
+from keras_psplus.pipeline.graph import call_order, devices
+from keras_psplus.pipeline.step import train_step
+from keras_psplus.pipeline.step.feed import Feed, is_ahead
+from keras_psplus.pipeline.step.step_function import Functions
+from keras_psplus.pipeline.step.traced_step import PipelineStep, Update
+from keras_psplus.pipeline.step.weight_versions import WeightVersions
+
+# Batches that are under way at the same time.
+_DEPTH = 2
+# How long those are waited for that have begun after one that has failed.
+_SECONDS_TO_END = 10
+
+
+class _Gradients(Functions):
+    """A train step whose gradients are results, in the place of updates.
+
+    Attributes:
+        update: What the train step traced last has asked of its optimizer, or None.
+        tokens: What orders the calls.
+    """
+
+    _counts = True
+
+    def __init__(self, engine, function, order):
+        super().__init__(engine, function, order)
+        self.update: Update | None = None
+        self.tokens = call_order.Tokens()
+
+    def _run_in_step(self, step, batch):
+        step.updates = []
+        logs = super()._run_in_step(step, batch)
+        if len(step.updates) > 1:
+            raise ValueError(
+                'With `schedule="pipedream"`, a train step updates weights once, when the next '
+                'batch has begun. Pass `schedule="gpipe"` to the strategy. Received: '
+                f"{len(step.updates)} updates in one train step"
+            )
+        self.update = step.updates[0] if step.updates else None
+        return logs, self.update.grads if self.update else []
+
+    def _end_trace(self, graph):
+        variables = self.update.variables if self.update else ()
+        weights = {id(v._value.handle): v.path for v in variables}
+        changed = call_order.changed(graph, weights)
+        if changed:
+            raise ValueError(
+                'With `schedule="pipedream"`, trainable weights are changed by their optimizer '
+                'alone. Pass `schedule="gpipe"` to the strategy. Received: a train step that '
+                f"assigns {', '.join(weights[one] for one in changed)}"
+            )
+        self.tokens.chain(call_order.state_operations(graph, weights))
+        devices.keep_results_where_they_are(graph)
+
+
+class PipeDreamFunction:
+    """Train function of `fit`, which starts a step and finishes the one before the last.
+
+    Args:
+        engine: `PipelineEngine`.
+        model: Keras model.
+        divides: Whether losses and gradients are computed micro-batch by micro-batch.
+    """
+
+    def __init__(self, engine: Any, model: keras.Model, divides: bool) -> None:
+        self._engine, self._model, self._progress = engine, model, engine.strategy.progress
+        function = train_step.of(model) if divides else model.train_step
+        self._gradients = _Gradients(engine, function, schedule.one_f_one_b if divides else None)
+        self._feed = Feed(self._gradients.send)
+        self._versions: WeightVersions | None = None
+        self._apply: list[Callable[..., Any]] = []
+        self._begun = 0
+        self._under_way: collections.deque[tuple[int, concurrent.futures.Future[Any]]]
+        self._under_way = collections.deque()
+        self._logs: Any = None
+
+    def __call__(self, iterator: Any) -> Any:
+        steps = 0
+        self._progress.begin("training step")
+        try:
+            for batch, shows_rows in self._feed.batches(iterator, self._model.steps_per_execution):
+                self._begin(batch, shows_rows)
+                steps += 1
+        finally:
+            self._progress.end()
+        if not steps:
+            raise StopIteration
+        if not is_ahead(iterator):
+            self.finish()
+        self._progress.count(steps)
+        return self._logs
+
+    def finish(self) -> Any:
+        """Ends the steps that are under way.
+
+        Returns:
+            The logs of the last one.
+        """
+        self._progress.begin("training step")
+        try:
+            while self._under_way:
+                self._end_oldest()
+        finally:
+            self._progress.end()
+        self._engine.under_way = None
+        if self._begun:
+            self._begun = 0
+            self._gradients.tokens.reset()
+        return self._logs
+
+    def has(self, variable: keras.Variable) -> bool:
+        """Whether a variable is one of the model's, which steps may change."""
+        return any(variable is one for one in self._model.variables)
+
+    def _begin(self, batch, shows_rows):
+        if len(self._under_way) == _DEPTH:
+            self._end_oldest()
+        function, batch = self._gradients.of(
+            batch, shows_rows, lambda one, given: (one.get_concrete_function(given), given)
+        )
+        turn = self._begun
+        if turn == 0:
+            # The script may have changed weights.
+            self._take_versions()
+            self._engine.note_written()
+            self._engine.finish_writes()
+        replaced = self._gradients.tokens.handles(turn)
+        if self._versions is not None:
+            replaced.update(self._versions.handles(turn))
+        captured = [replaced.get(id(one), one) for one in function.captured_inputs]
+        leaves = tf.nest.flatten(batch, expand_composites=True)
+        tensors = [leaf for leaf in leaves if isinstance(leaf, tf.Tensor)]
+        # There is no public way to call a graph with other variables than it was traced with.
+        call = background.start(
+            functools.partial(function._call_flat, tensors, captured), "pipeline step"
+        )
+        self._under_way.append((turn, call))
+        self._engine.under_way = self
+        self._begun += 1
+        if turn == 0:
+            # There are no logs yet, and Keras wants some.
+            self._logs, _ = self._results_of(call)
+
+    def _end_oldest(self):
+        turn, call = self._under_way.popleft()
+        self._logs, grads = self._results_of(call)
+        if self._versions is not None:
+            self._apply[turn % _DEPTH](grads)
+
+    def _results_of(self, call):
+        try:
+            return call.result()
+        except BaseException:
+            # The next one would wait for the token of this one.
+            self._gradients.tokens.reset()
+            concurrent.futures.wait([one for _, one in self._under_way], _SECONDS_TO_END)
+            self._under_way.clear()
+            self._begun, self._engine.under_way = 0, None
+            raise
+
+    def _take_versions(self):
+        update = self._gradients.update
+        if update is None:
+            self._versions = None
+        elif self._versions is None or not self._versions.are_of(update.variables):
+            self._versions = versions = WeightVersions(update.variables)
+            self._apply = [
+                tf.function(
+                    functools.partial(self._update, update, versions, turn),
+                    autograph=False,
+                    reduce_retracing=True,
+                )
+                for turn in range(_DEPTH)
+            ]
+        else:
+            for turn in range(_DEPTH):
+                self._versions.assign(turn)
+
+    def _update(self, update, versions, turn, grads):
+        graph = tf.compat.v1.get_default_graph()
+        before = len(graph.get_operations())
+        grads = [_on(v._value.device, one) for v, one in zip(update.variables, grads)]
+        with PipelineStep(self._engine, 1):
+            self._engine.strategy.run(update.optimizer.apply, args=(grads, update.variables))
+        versions.assign(turn)
+        devices.place(graph, before, self._engine.strategy.stages)
+
+
+def _on(device, gradient):
+    with tf.device(device):
+        return tf.nest.map_structure(tf.identity, gradient, expand_composites=True)

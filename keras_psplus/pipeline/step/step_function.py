@@ -1,0 +1,228 @@
+"""Step functions over all stages' devices, traced once per form of batch."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import keras
+import tensorflow as tf
+
+from keras_psplus.keras_internals.keras_parts import tree
+from keras_psplus.pipeline.base import batch_parts, microbatches, schedule
+from keras_psplus.pipeline.graph import devices
+from keras_psplus.pipeline.replicas.pipeline_sums import TraceAgain
+from keras_psplus.pipeline.step import train_step
+from keras_psplus.pipeline.step.feed import Feed, as_tensors
+from keras_psplus.pipeline.step.traced_step import PipelineStep
+from keras_psplus.pipeline.wire import crossings
+from keras_psplus.pipeline.wire.gradient_compression import GradientCompression
+
+
+class _Sent(NamedTuple):
+    """A batch as a traced function takes it.
+
+    Attributes:
+        rows: Its number of rows, or None.
+        batch: Structure of tensors; with several pipelines, `batch_parts.Parts.leaves`.
+        like: With several pipelines, a structure like the batch; else None.
+    """
+
+    rows: int | None
+    batch: Any
+    like: Any
+
+
+class Functions:
+    """One traced function of a batch for each number of rows.
+
+    How a batch is cut is a part of the graph, so the number of rows is known when it is traced;
+    the other dimensions may differ from batch to batch.
+
+    Args:
+        engine: `PipelineEngine`.
+        function: Function of a batch.
+        order: The order of the stages' actions, as for `PipelineStep`.
+        trains: The Keras model that it trains, if it does.
+    """
+
+    # Whether calls count in `strategy.communication`, which evaluation does not.
+    _counts = False
+
+    def __init__(
+        self,
+        engine: Any,
+        function: Callable[..., Any],
+        order: Callable[..., Any] | None = None,
+        trains: keras.Model | None = None,
+    ) -> None:
+        self._engine, self._function, self._order = engine, function, order
+        self._trains = trains
+        self._counts = self._counts or trains is not None
+        self._traced: dict[Any, Callable[..., Any]] = {}
+        # Devices on which the parts of a batch are used, None for the chief's.
+        self._used_on: dict[Any, list[str | None]] = {}
+
+    def __call__(self, batch: Any, shows_rows: bool) -> Any:
+        """Calls the function.
+
+        Args:
+            batch: Structure of tensors, or what `send` has made of it.
+            shows_rows: Whether the function's tensors tell the number of rows.
+        """
+        return self.of(batch, shows_rows, lambda function, given: function(given))
+
+    def of(self, batch: Any, shows_rows: bool, use: Callable[[Any, Any], Any]) -> Any:
+        """Does something with the `tf.function` for a batch.
+
+        Args:
+            batch: As for a call.
+            shows_rows: As for a call.
+            use: Function of the `tf.function` and of its argument.
+
+        Returns:
+            What `use` returns.
+        """
+        given = batch if isinstance(batch, _Sent) else self._cut(batch)
+        key = given.rows, shows_rows
+        self._engine.strategy.copies.refresh_stale()
+        self._engine.finish_writes()
+        while True:
+            if key not in self._traced:
+                run = functools.partial(self._run, key=key, like=given.like)
+                self._traced[key] = tf.function(run, autograph=False, reduce_retracing=True)
+            try:
+                return use(self._traced[key], given.batch)
+            except TraceAgain:
+                del self._traced[key]
+
+    def _cut(self, batch):
+        """A batch as the function takes it."""
+        strategy = self._engine.strategy
+        if strategy.stages.pipelines > 1:
+            parts = batch_parts.cut(batch, strategy.microbatches, strategy.stages.pipelines)
+            if parts is not None:
+                like = tree.map_structure(lambda _: 0, batch)
+                return _Sent(parts.rows, parts.leaves, like)
+        return _Sent(microbatches.rows_of(batch), batch, None)
+
+    def send(self, batch: Any, shows_rows: bool) -> Any:
+        """A batch, on the devices that use its parts, if that is known."""
+        given = self._cut(batch)
+        used_on = self._used_on.get((given.rows, shows_rows))
+        if used_on is None:
+            return given
+        leaves = [
+            _on(device, leaf) if device and isinstance(leaf, tf.Tensor) else leaf
+            for device, leaf in zip(used_on, tree.flatten(given.batch))
+        ]
+        return given._replace(batch=tree.pack_sequence_as(given.batch, leaves))
+
+    def _run(self, batch, key, like):
+        strategy = self._engine.strategy
+        graph, given = tf.compat.v1.get_default_graph(), batch
+        before = len(graph.get_operations())
+        rows, count = None if key[1] else key[0], strategy.microbatches
+        if rows is not None and like is None:
+            batch = tree.map_structure(microbatches.with_unknown_rows, batch)
+        trains, compression = self._trains is not None, None
+        if trains and strategy.compression is not None:
+            compression = GradientCompression(
+                strategy.compression, strategy.residuals, self._trains
+            )
+        with PipelineStep(self._engine, count, rows, self._order, trains) as step:
+            if like is not None:
+                parts = batch_parts.Parts(key[0], batch)
+                batch = batch_parts.join(parts, like, count * strategy.stages.pipelines, step)
+            if rows is not None:
+                step.note_of_batch(batch)
+            results = self._run_in_step(step, batch)
+        step.over_pipelines.check()
+        step.finish_backward()
+        encoded = []
+        if compression is not None:
+            encoded += compression.compress(graph, step.over_pipelines.crossings, results)
+        between = devices.place(graph, before, strategy.stages)
+        if strategy.activation_compression is not None:
+            encoded += crossings.compress(
+                graph, step.activations, between, strategy.stages, strategy.activation_compression
+            )
+        self._used_on[key] = [
+            devices.of_consumers([leaf]) if isinstance(leaf, tf.Tensor) else None
+            for leaf in tree.flatten(given)
+        ]
+        self._end_trace(graph)
+        if self._counts:
+            strategy.traffic.count(strategy, graph, results, step.over_pipelines.crossings, encoded)
+        return results
+
+    def _run_in_step(self, step, batch):
+        return self._engine.strategy.run(self._function, args=(batch,))
+
+    def _end_trace(self, graph):
+        """Called when all operations of a graph have their devices."""
+
+
+class StepFunction:
+    """Train or test function of `fit` and `evaluate`, called with an iterator.
+
+    Args:
+        engine: `PipelineEngine`.
+        model: Keras model.
+        step_function: Its `train_step` or `test_step`.
+    """
+
+    def __init__(self, engine: Any, model: keras.Model, step_function: Callable[..., Any]) -> None:
+        self._model, self._progress = model, engine.strategy.progress
+        self._is_training = step_function == model.train_step
+        trains = model if self._is_training else None
+        self._functions = Functions(engine, step_function, trains=trains)
+        if self._is_training and engine.divides_train_step(model):
+            self._functions = Functions(engine, train_step.of(model), schedule.one_f_one_b, trains)
+        self._feed = Feed(self._functions.send)
+        self._doing = "training step" if self._is_training else "evaluation step"
+
+    def __call__(self, iterator: Any) -> Any:
+        results, steps = None, 0
+        self._progress.begin(self._doing)
+        try:
+            for batch, shows_rows in self._feed.batches(iterator, self._model.steps_per_execution):
+                results = self._functions(batch, shows_rows)
+                steps += 1
+        finally:
+            self._progress.end()
+        if not steps:
+            raise StopIteration
+        if self._is_training:
+            self._progress.count(steps)
+        return results
+
+
+class PredictFunction:
+    """Predict function, called with the batches of some steps.
+
+    Args:
+        engine: `PipelineEngine`.
+        model: Keras model.
+    """
+
+    def __init__(self, engine: Any, model: keras.Model) -> None:
+        self._engine, self._model = engine, model
+        self._functions = Functions(engine, model.predict_step)
+        self._progress = engine.strategy.progress
+
+    def __call__(self, batches: list[Any]) -> Any:
+        batches = [as_tensors(batch) for batch in batches]
+        self._engine.split(self._model, batches[0], trains=False)
+        self._progress.begin("prediction step")
+        try:
+            results = [self._functions(batch, shows_rows=True) for batch in batches]
+        finally:
+            self._progress.end()
+        return tree.map_structure(lambda *parts: tf.concat(parts, 0), *results)
+
+
+def _on(device, tensor):
+    with tf.device(device):
+        return tf.identity(tensor)

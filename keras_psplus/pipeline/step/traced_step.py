@@ -1,0 +1,290 @@
+"""One step of a pipeline while it is traced: micro-batches, stages, and their order."""
+
+from __future__ import annotations
+
+import collections
+import dataclasses
+import functools
+from collections.abc import Callable
+from typing import Any
+
+import keras
+import tensorflow as tf
+
+from keras_psplus.core.batch import losses
+from keras_psplus.core.batch.replica_step import ReplicaStep
+from keras_psplus.keras_internals.keras_parts import tree
+from keras_psplus.pipeline.base import gradients, microbatches, schedule
+from keras_psplus.pipeline.base.gradients import JoinedCalls
+from keras_psplus.pipeline.graph import boundary, weight_gradients
+from keras_psplus.pipeline.graph.recompute import StageReplay
+from keras_psplus.pipeline.graph.weight_gradients import BackwardOperations
+from keras_psplus.pipeline.replicas.copies import Copied
+from keras_psplus.pipeline.replicas.pipeline_sums import PipelineSums
+from keras_psplus.pipeline.step.turns import Microbatch, Turn
+
+
+@dataclasses.dataclass
+class Update:
+    """Update that a train step requests from an optimizer.
+
+    Attributes:
+        optimizer: Keras optimizer.
+        grads: List of gradients; some may be None.
+        variables: List of their Keras variables.
+    """
+
+    optimizer: keras.optimizers.Optimizer
+    grads: list[tf.Tensor | tf.IndexedSlices | None]
+    variables: list[keras.Variable]
+
+
+class PipelineStep(ReplicaStep):
+    """Context of tracing one step.
+
+    The outermost layer that the step calls, the model as a rule, is called once for each
+    micro-batch, and gets its outputs joined. Inside, each layer that is on a stage runs on that
+    stage's device. What is between layers is left to `devices.place`.
+
+    Args:
+        engine: `PipelineEngine`.
+        count: Number of micro-batches.
+        rows: Rows of the batch, where tensors do not tell; None if they do.
+        order: Schedule of the stages, by which a micro-batch waits for the gradients of earlier
+            ones; None for none that does.
+        trains: Whether weights may change in this step, or have changed since the one before.
+
+    Attributes:
+        rows: As the argument.
+        activations: What layers have returned, and gradients by what they were called with.
+        updates: List of what the train step asks of optimizers, for later; None if it is done at
+            once.
+        traced: For each worker, what it does for which micro-batch, in the order of the trace.
+        over_pipelines: Sums gradients over pipelines: a `pipeline_sums.PipelineSums`.
+    """
+
+    can_sum = True
+
+    def __init__(
+        self,
+        engine: Any,
+        count: int,
+        rows: int | None = None,
+        order: Callable[[int, int], list[schedule.Actions]] | None = None,
+        trains: bool = False,
+    ) -> None:
+        super().__init__(engine)
+        self._count, self._order, self.rows = count, order, rows
+        self._stages = engine.strategy.stages
+        self.over_pipelines = PipelineSums(engine.strategy, trains)
+        self._part: Microbatch | None = None
+        self._is_on_stage = False
+        self._recompute = trains and engine.strategy.recompute
+        # By stage and micro-batch, and that of the layer that is called just now.
+        self._replays: dict[tuple[int, int], StageReplay] = {}
+        self._replay: StageReplay | None = None
+        # By ids.
+        self._of_batch: dict[int, Any] = {}
+        self._parts: dict[int, tuple[Any, list[tf.Tensor]]] = {}
+        self.activations: list[tf.Tensor] = []
+        self.updates: list[Update] | None = None
+        self.traced: list[schedule.Actions] = [[] for _ in self._stages.all_devices]
+        # The last tensors of each action, and what it has to wait for, by worker.
+        self._done: list[dict[tuple[str, int], list[tf.Tensor]]]
+        self._done = [{} for _ in self._stages.all_devices]
+        self._before: list[dict[tuple[str, int], list[tuple[str, int]]]]
+        self._before = [{} for _ in self._stages.all_devices]
+        # By worker and micro-batch; those of a branch or a loop are left out.
+        self._backward: dict[tuple[int, int], BackwardOperations]
+        self._backward = collections.defaultdict(BackwardOperations)
+        self._graph = tf.compat.v1.get_default_graph()
+        # Pairs of a stand-in and one micro-batch's part, for each sum over micro-batches.
+        self._sums: list[list[tuple[tf.Tensor, tf.Tensor]]] = []
+
+    @property
+    def has_batch_fraction(self) -> bool:
+        return self._part is not None
+
+    def batch_fraction(self) -> Any:
+        assert self._part is not None
+        return self._part.fraction
+
+    def unscale_by_batch_fraction(self, value: tf.Tensor) -> tf.Tensor:
+        return value / tf.cast(self.batch_fraction(), value.dtype)
+
+    def sum_over_replicas(self, tensors: list[tf.Tensor]) -> list[tf.Tensor]:
+        """Sums tensors over the micro-batches, the later of which are yet to be traced."""
+        assert self._part is not None
+        stand_ins = []
+        for tensor in tensors:
+            stand_ins.append(tf.raw_ops.PlaceholderWithDefault(input=tensor, shape=tensor.shape))
+            if self._part.sums == len(self._sums):
+                self._sums.append([])
+            self._sums[self._part.sums].append((stand_ins[-1], tensor))
+            self._part.sums += 1
+        return stand_ins
+
+    def finish_sums(self) -> None:
+        """Puts sums in the place of their stand-ins, when all micro-batches are traced."""
+        for pairs in self._sums:
+            total = tf.add_n([part for _, part in pairs])
+            for stand_in, _ in pairs:
+                stand_in.op._update_input(0, total)
+        self._sums.clear()
+
+    def microbatches(self, rows: int | None, layer: keras.Layer) -> list[Microbatch]:
+        """The micro-batches of a batch; each is a context in which layers run for it.
+
+        Args:
+            rows: Rows of the batch; None if that is not known, and it is not cut.
+            layer: The layer that is called with them.
+        """
+        pipelines, stages = self._stages.pipelines, len(self._stages.devices)
+        bounds = microbatches.bounds(rows or 1, self._count * pipelines)
+        if self._order is not None:
+            counts = [len(range(i, len(bounds), pipelines)) for i in range(pipelines)]
+            actions = [of_stage for count in counts for of_stage in self._order(stages, count)]
+            self._before = [schedule.before(of_stage) for of_stage in actions]
+        reads = self.over_pipelines.reads(layer)
+        return [
+            Microbatch(self, number, first, end, (end - first) / (rows or 1), reads)
+            for number, (first, end) in enumerate(bounds)
+        ]
+
+    def note_backward(
+        self, worker: int, turn: int, made: list[tf.Operation], of_inputs: list[tf.Tensor]
+    ) -> None:
+        """Notes the operations of a layer's backward pass, in a turn of a worker."""
+        if tf.compat.v1.get_default_graph() is self._graph:
+            self._backward[worker, turn].note(made, of_inputs)
+
+    def finish_backward(self) -> None:
+        """Puts gradients by weights after those by inputs, when all is traced.
+
+        Not where a stage has the gradients of all micro-batches to compute at once, as the last one
+        has under GPipe: it would do the first part of all of them before any second one.
+        """
+        if self._order is not None:
+            weight_gradients.delay(self._backward.values())
+        self._backward.clear()
+
+    def note_changed(self, copied: Copied) -> None:
+        """Notes that the step gives a variable a value that pipelines have copies of."""
+        self.over_pipelines.note_changed(copied, in_microbatch=self._part is not None)
+
+    def note_parts(self, leaf: tf.Tensor, parts: list[tf.Tensor]) -> None:
+        """Notes the micro-batches of a part of the batch, which have come by themselves."""
+        self._parts[id(leaf)] = leaf, parts
+
+    def note_of_batch(self, structure: Any) -> None:
+        """Marks tensors that have the batch's rows, unknown to TensorFlow."""
+        self._of_batch.update((id(leaf), leaf) for leaf in tree.flatten(structure))
+
+    def rows_of(self, structure: Any) -> int | None:
+        """Number of rows of a structure's first tensor; None if it is unknown."""
+        leaf = next((leaf for leaf in tree.flatten(structure) if microbatches.has_rows(leaf)), None)
+        return None if leaf is None else self._rows_of_leaf(leaf)
+
+    def _rows_of_leaf(self, leaf):
+        return self.rows if id(leaf) in self._of_batch else leaf.shape[0]
+
+    def take(self, structure: Any, rows: int | None, part: Microbatch) -> Any:
+        """Slices a micro-batch from a structure; all of it if the rows are unknown."""
+        if rows is None:
+            return structure
+        parts = {
+            key: gradients.as_rows_of(leaf, own[part.number], part.first, rows - part.end)
+            for key, (leaf, own) in self._parts.items()
+            if own[part.number].shape[0] == part.end - part.first
+        }
+        return microbatches.take(structure, rows, part.first, part.end, self._rows_of_leaf, parts)
+
+    def as_the_batch(self, leaf: Any) -> Any:
+        """A tensor whose number of rows is known if that of the batch is."""
+        return leaf if self.rows is None else microbatches.with_unknown_rows(leaf)
+
+    def join(self, name: str, outputs: list[Any], sizes: list[int]) -> Any:
+        """Joins a layer's outputs for micro-batches to its output for the batch."""
+        joined = microbatches.join(name, outputs, sizes)
+        if self.rows is not None and sum(sizes) == self.rows:
+            joined = tree.map_structure(microbatches.with_unknown_rows, joined)
+            self.note_of_batch(joined)
+        return joined
+
+    def call(
+        self,
+        original: Callable[..., Any],
+        layer: keras.Layer,
+        args: tuple[Any, ...],
+        kwargs: dict[str, Any],
+    ) -> Any:
+        """Calls a layer, in micro-batches or on its stage."""
+        if self._part is None:
+            return self._in_microbatches(original, layer, args, kwargs)
+        stage = None if self._is_on_stage else self._stages.of(layer)
+        if stage is None:
+            return losses.call_layer(original, layer, *args, **kwargs)
+
+        def function(*args, **kwargs):
+            self._is_on_stage = True
+            try:
+                return losses.call_layer(original, layer, *args, **kwargs)
+            finally:
+                self._is_on_stage = False
+
+        args, kwargs = tree.map_structure(_in_graph, (args, kwargs))
+        part, device = self._part, self._stages.device(stage, self._part.pipeline)
+        replay = None
+        if self._recompute:
+            replay = self._replays.setdefault((stage, part.number), StageReplay())
+            function = functools.partial(self._call_to_repeat, replay, layer, part, function)
+        return boundary.call(
+            device,
+            function,
+            args,
+            kwargs,
+            Turn(self, stage, part, schedule.FORWARD),
+            lambda: Turn(self, stage, part, schedule.BACKWARD),
+            replay,
+        )
+
+    def _call_to_repeat(self, replay, layer, part, function, *args, **kwargs):
+        def in_microbatch(*args, **kwargs):
+            outer, self._part, self._replay = self._part, part, replay
+            try:
+                return function(*args, **kwargs)
+            finally:
+                self._part, self._replay = outer, None
+
+        return replay.call(layer, in_microbatch, args, kwargs)
+
+    @property
+    def is_replaying(self) -> bool:
+        """Whether a layer is called once more, for its gradients."""
+        return self._replay is not None and self._replay.is_replaying
+
+    def next_seed(self, draw: Callable[[], tf.Tensor]) -> tf.Tensor:
+        """A seed of a layer; the same if it is called once more."""
+        return draw() if self._replay is None else self._replay.next_seed(draw)
+
+    def _in_microbatches(self, original, layer, args, kwargs):
+        rows = self.rows_of((args, kwargs))
+        calls, found, sizes = JoinedCalls(self.over_pipelines.of_variables), [], []
+        layers = list(layer._flatten_layers())
+        for part in self.microbatches(rows, layer):
+            own = self.take((args, kwargs), rows, part)
+            with part:
+                calls.call(functools.partial(self.call, original, layer, *own), own)
+            sizes.append(part.end - part.first)
+            # The next call clears them.
+            found.append([list(one._losses) for one in layers])
+        self.finish_sums()
+        if len(sizes) > 1:
+            microbatches.join_losses(layers, found, sizes)
+        return calls.join(lambda outputs: self.join(layer.name, outputs, sizes), sizes)
+
+
+def _in_graph(leaf):
+    """A tensor of the graph; of an eager one, which a model keeps, a copy."""
+    is_eager = isinstance(leaf, tf.Tensor) and hasattr(leaf, "numpy")
+    return tf.identity(leaf) if is_eager else leaf
