@@ -29,7 +29,7 @@ import keras
 import numpy as np
 
 import keras_psplus as psp
-from keras_psplus import automatic
+from keras_psplus.catalogue import automatic
 
 strategy = psp.strategy("auto")
 keras.utils.set_random_seed(3)

@@ -4,7 +4,7 @@ import sys
 
 import pytest
 
-INSTALL = "from keras_psplus.cluster import early_init\nearly_init.install()\n"
+INSTALL = "from keras_psplus.cluster.process import early_init\nearly_init.install()\n"
 CASES = {
     "in a function of the user's": (
         INSTALL

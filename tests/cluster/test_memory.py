@@ -26,7 +26,7 @@ def faults_of_a_block():
 def measure(**environment):
     """What was told, and the faults, in a process of its own."""
     code = (
-        "from keras_psplus.cluster import memory\n"
+        "from keras_psplus.cluster.process import memory\n"
         "from tests.cluster.test_memory import faults_of_a_block\n"
         "print(memory.keep_freed_memory(), faults_of_a_block())\n"
     )

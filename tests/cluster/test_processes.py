@@ -180,7 +180,7 @@ def test_others_that_have_said_what_they_saw_are_not_waited_for(run, tmp_path):
 
 def test_who_only_serves_is_not_waited_for_when_the_chief_has_failed(run, tmp_path):
     body = """
-        from keras_psplus.cluster import task_report
+        from keras_psplus.cluster.monitor import task_report
         if name == "chief-0":
             while "serves" not in "".join(os.listdir(os.environ["KERAS_PSPLUS_JOB_DIR"])):
                 time.sleep(0.05)

@@ -19,10 +19,10 @@ READS = ("keras_psplus", "strategies", "pyproject.toml", "setup.cfg", "setup.py"
 SCRIPT = """
 import pathlib, sys
 import keras_psplus as psp
-from keras_psplus import catalogue
+from keras_psplus.catalogue import lookup
 folder = pathlib.Path(psp.__file__).parent
 assert folder.is_relative_to(sys.argv[1]), folder
-assert catalogue.find("all_reduce") == folder / "strategies" / "all_reduce.py"
+assert lookup.find("all_reduce") == folder / "strategies" / "all_reduce.py"
 import keras, numpy as np
 strategy = psp.strategy()
 with strategy.scope():
