@@ -24,7 +24,7 @@ from keras_psplus.cluster.listener import Listener
 from keras_psplus.cluster.local_address import bind_local_address
 from keras_psplus.cluster.secret import Secret
 from keras_psplus.compression import Compressor
-from keras_psplus.hybrid import names, shard_files, stalls, table_server
+from keras_psplus.hybrid import names, serve, shard_files, stalls
 from keras_psplus.hybrid import placement as placement_module
 from keras_psplus.hybrid import prefetch as prefetch_module
 from keras_psplus.hybrid import snapshots as snapshots_module
@@ -319,5 +319,5 @@ def _serve_and_exit(task, secret, agreed, startup_timeout, folders, pull, push, 
         "keeps_undo_log": sync and prefetch,
     }
     cluster_serve.end_process_after(
-        lambda: table_server.serve(task, secret, options, agreed, startup_timeout, folders)
+        lambda: serve.serve(task, secret, options, agreed, startup_timeout, folders)
     )
