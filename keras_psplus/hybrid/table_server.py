@@ -76,7 +76,7 @@ class TableServer:
         self._server = None
         self._generation = self._served = self._starts = 0
         self.was_greeted = self.was_left = False
-        # Processes of this start of the job, by workers' names; whoever has started again, if any.
+        # Processes of this start of the job by workers' names; the worker that has started again.
         self._processes: dict[str, str] = {}
         self.restarted: str | None = None
         self._ends_at = math.inf

@@ -182,7 +182,7 @@ def test_a_snapshot_of_which_a_worker_has_lost_its_file_is_passed_over(tmp_path)
     resumed, log = run("second")
     assert "training goes on after step 25: " in log, log
     assert re.search("resumes from another one, of step 25. Received: .*/worker-1-", log), log
-    assert "is lost" not in log
+    assert "are lost" not in log
     assert resumed == whole
     steps = [path.name for path in (tmp_path / "snapshots").glob("step-*")]
     assert sorted(steps) == ["step-0000000025", "step-0000000030"]
