@@ -1,14 +1,13 @@
 """The example scripts as a user runs them: in processes of their own, on their own data."""
 
+import ast
 import pathlib
 import re
+import shlex
 import subprocess
 import sys
 
 import pytest
-
-from keras_psplus import catalogue
-from keras_psplus.cluster.processes import LocalCluster
 
 EXAMPLES = pathlib.Path(__file__).parents[2] / "examples"
 TIMEOUT = 150
@@ -27,13 +26,24 @@ def alone(script, *arguments):
     return process.stdout
 
 
-def together(script, *arguments, **cluster):
-    """Runs a script on two workers, and returns what all tasks printed."""
-    command = [sys.executable, str(EXAMPLES / script), *arguments]
-    with LocalCluster(command, workers=2, log_dir=pathlib.Path("logs"), **cluster) as cluster:
-        result = cluster.wait(timeout=TIMEOUT)
-    assert result.exit_code == 0, result.tails()
-    return "\n".join(result.logs.values())
+def documented(script):
+    """The commands of a script's docstring that start a cluster."""
+    text = ast.get_docstring(ast.parse((EXAMPLES / script).read_text()))
+    return re.findall(r"^ +keras-psplus (run .*)$", text, re.MULTILINE)
+
+
+def together(script, *arguments):
+    """Runs a script by its docstring's last command, and returns what all tasks printed."""
+    command = shlex.split(documented(script)[-1].replace("examples/", f"{EXAMPLES}/"))
+    process = subprocess.run(
+        [sys.executable, "-m", "keras_psplus", *command, *arguments],
+        capture_output=True,
+        text=True,
+        errors="replace",
+        timeout=TIMEOUT,
+    )
+    assert process.returncode == 0, process.stdout[-4000:] + process.stderr[-4000:]
+    return process.stdout
 
 
 def values(name, output):
@@ -67,8 +77,8 @@ def test_tutorial(environment, tmp_path, run):
 
 
 def test_characters(environment):
-    result = values("characters", alone("characters.py", "--epochs", "1"))
-    assert result["workers"] == 1
+    result = values("characters", together("characters.py", "--epochs=1"))
+    assert result["workers"] == 2
     # Who knows but how common each character is hesitates among 25.
     assert result["perplexity"] < 11
 
@@ -76,7 +86,7 @@ def test_characters(environment):
 def test_transformer_in_stages_equals_one_process(environment):
     small = ("transformer.py", "--epochs=1", "--blocks=2", "--train_size=128", "--write=3")
     expected = values("transformer", alone(*small))
-    output = together(*small, chief=True, env={catalogue.STRATEGY_VARIABLE: "pipeline"})
+    output = together(*small)
     found = values("transformer", output)
     assert (expected.pop("stages"), found.pop("stages")) == (1, 2)
     print(f"seconds of fit: {expected.pop('seconds')} alone, {found.pop('seconds')} in stages")
@@ -88,28 +98,32 @@ def test_transformer_in_stages_equals_one_process(environment):
     assert tensors >= 0.99 and tensors == pytest.approx(round(tensors), abs=1e-3)
 
 
-def test_text_classification_by_its_documented_command(environment):
-    """In processes of its own: a strategy that is there already would hide an operation before."""
-    script = str(EXAMPLES / "text_classification.py")
-    command = [sys.executable, "-m", "keras_psplus", "run", "--workers", "2", script]
-    done = subprocess.run(
-        [*command, "--epochs", "1", "--train_size", "64"],
-        capture_output=True,
-        text=True,
-        errors="replace",
-        timeout=TIMEOUT,
-    )
-    assert done.returncode == 0, done.stdout[-2000:] + done.stderr[-4000:]
-    assert "text_classification: {" in done.stdout
+@pytest.mark.parametrize(
+    "script, library, small",
+    [
+        ("mnist_convnet.py", None, ["--epochs=1", "--train_size=128"]),
+        # KerasHub's tokenizer is an operation of TensorFlow: the strategy has to come before it.
+        ("text_classification.py", "keras_hub", ["--epochs=1", "--train_size=64"]),
+        ("dlrm.py", "keras_rs", ["--epochs=1", "--train_size=1000"]),
+    ],
+)
+def test_by_its_documented_command(environment, script, library, small):
+    if library:
+        pytest.importorskip(library)
+    output = together(script, *small)
+    assert re.search(rf"\b{script.removesuffix('.py')}: ", output), output[-4000:]
+
+
+def test_every_example_is_run_by_its_documented_command():
+    """Those of Ray, of parameter servers and the demonstration have tests of their own."""
+    text = pathlib.Path(__file__).read_text()
+    for path in EXAMPLES.glob("*.py"):
+        if documented(path.name) and path.name != "parameter_server_tutorial.py":
+            assert re.search(rf'"{path.name}"', text), path.name
 
 
 def test_ngram_embedding(environment):
-    output = together(
-        "ngram_embedding.py",
-        *("--epochs", "1", "--train_size", "100000"),
-        ps=1,
-        env={catalogue.STRATEGY_VARIABLE: "hybrid"},
-    )
+    output = together("ngram_embedding.py", "--epochs", "1", "--train_size", "100000")
     assert "embeddings  (200000, 16)  12.8  parameter servers" in output
     result = values("ngram_embedding", output)
     assert result["workers"] == 2

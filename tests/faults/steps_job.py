@@ -20,6 +20,7 @@ import types
 from tests import quick_start  # noqa: F401
 
 # isort: split
+import grain
 import keras
 import numpy as np
 import tensorflow as tf
@@ -120,6 +121,11 @@ def py_dataset(x, y):
     return {"x": Batches(x, y)}
 
 
+def grain_dataset(x, y):
+    rows = list(zip(x, y, strict=True))
+    return {"x": grain.MapDataset.source(rows).shuffle(seed=3).batch(BATCH)}
+
+
 # By name: data, options of compile(), how often a backup is made, and where the job ends.
 CASES = {
     "arrays": (arrays, {}, 3, (2, 5)),
@@ -130,6 +136,7 @@ CASES = {
     # Each replica would drop units of its own.
     "elastic": (arrays, {}, 3, None),
     "PyDataset": (py_dataset, {}, 3, (2, 5)),
+    "Grain": (grain_dataset, {}, 3, (2, 5)),
     "dies in a write": (arrays, {}, 3, None),
     "own train_step": (arrays, {}, 3, (2, 5)),
 }

@@ -20,9 +20,10 @@ CLUSTER = [
     "dataset that goes on",
     "dataset of unknown length",
     "PyDataset",
+    "Grain",
     "own train_step",
 ]
-ALONE = ["epochs", "at the end of an epoch", "own train_step"]
+ALONE = ["epochs", "at the end of an epoch", "Grain", "own train_step"]
 
 
 def lines_of(log):

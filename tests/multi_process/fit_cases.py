@@ -167,6 +167,16 @@ def py_dataset():
 
 
 @case
+def grain_dataset():
+    import grain  # It takes a second, which cases of other kinds need not wait for.
+
+    rows = list(zip(*blobs(203), strict=True))
+    data = grain.MapDataset.source(rows).shuffle(seed=3).batch(50)
+    validation = data.to_iter_dataset()
+    return trained(mlp(), data, epochs=2, validation_data=validation)
+
+
+@case
 def generator():
     def batches():
         data = Batches()

@@ -90,7 +90,7 @@ SYNCHRONOUS = [
     "mixed_precision_skips_overflow",
     "own_loss_with_an_empty_replica",
     *("losses_in_metrics", "logs_of_metrics"),
-    "step_of_its_own_without_call",
+    *("step_of_its_own_without_call", "grain_dataset"),
 ]
 SYNCHRONOUS_SHARDED = [
     *("adamw_with_schedule_and_average", "gradient_accumulation_in_loop", "much_at_once"),
@@ -99,6 +99,7 @@ SYNCHRONOUS_SHARDED = [
 PIPELINE = [
     *("last_batch_of_one_row", "dataset_of_unknown_length", "on_batch", "logs_of_every_batch"),
     *("moving_average_after_skipped_steps", "much_at_once", "evaluate_and_predict"),
+    "grain_dataset",
 ]
 # Two pipelines on four devices: what one does here as well is run here alone.
 PIPELINES = [
