@@ -30,6 +30,7 @@ from keras_psplus.tf_internals import (
 from keras_psplus.tf_internals import framework_ops as ops
 
 if TYPE_CHECKING:
+    from keras_psplus.all_reduce.reduction.compression_state import States
     from keras_psplus.all_reduce.strategy import MultiWorkerMirroredStrategy
     from keras_psplus.core.jobs.control import ControlPlane
     from keras_psplus.updates import Updates
@@ -155,6 +156,11 @@ class MultiWorkerMirroredExtended(collective_all_reduce_strategy.CollectiveAllRe
     def updating(self) -> updating.MirroredUpdates | None:
         """Scheduler of optimizer steps; None if they are made at every step."""
         return self._updating
+
+    @property
+    def kept_states(self) -> dict[str, States]:
+        """States that a backup keeps beside those of compressors and updates, by name."""
+        return {}
 
     def rank_in_context(self) -> int:
         """Rank among all replicas of the one whose context this is, as a Python int."""

@@ -96,7 +96,10 @@ class MirroredWorkerFiles(WorkerFiles):
     def _keeps(self):
         """Whether workers keep anything from step to step."""
         strategy = self._strategy
-        return strategy.extended.reducers.compresses or strategy.updates is not None
+        extended = strategy.extended
+        return bool(
+            extended.reducers.compresses or strategy.updates is not None or extended.kept_states
+        )
 
     def _write(self, model, folder, make_folder):
         """Writes this worker's files; returns their digests by their names."""
@@ -131,7 +134,8 @@ class MirroredWorkerFiles(WorkerFiles):
 
     def _states(self, model):
         """State of this worker to save, a `tf.train.Checkpoint`."""
-        strategy, found = self._strategy, {}
+        strategy = self._strategy
+        found = dict(strategy.extended.kept_states)
         for name, optimizer in optimizers_of(model).items():
             found[name] = strategy.compression_state(optimizer)
             if strategy.updates is not None:

@@ -10,6 +10,7 @@ import keras
 import tensorflow as tf
 
 from keras_psplus.all_reduce.extended import MultiWorkerMirroredExtended
+from keras_psplus.all_reduce.reduction.compression_state import States
 from keras_psplus.core.base import duplicate_rows
 from keras_psplus.core.batch import replica_step as step_module
 from keras_psplus.core.jobs import failure
@@ -36,6 +37,10 @@ class HybridExtended(MultiWorkerMirroredExtended):
         self._barrier = Barrier(self) if strategy.sync and strategy.has_servers else None
         self._counters: dict[tuple[int, str, int], tf.Variable] = {}
         self._buffers: dict[tuple[int, int, int], prefetch.Buffer] = {}
+        # What was read ahead, and by table and local replica whether it holds yet.
+        self._ahead = States("/CPU:0")
+        self._are_ahead: dict[tuple[int, int], tf.Variable] = {}
+        self._reads_ahead = strategy.prefetch and strategy.has_servers
         super().__init__(strategy, *args)
 
     @property
@@ -79,12 +84,26 @@ class HybridExtended(MultiWorkerMirroredExtended):
         """
         key = table.key, number, _replica()
         if key not in self._buffers:
-            self._buffers[key] = prefetch.Buffer(table.dim)
+            name = "/".join(map(str, key))
+            self._buffers[key] = prefetch.Buffer(self._ahead, name, table.dim)
         return self._buffers[key]
+
+    def is_ahead(self, table: Table) -> tf.Variable:
+        """An int64: 1 while this replica has not pushed to a table since it read ahead."""
+        key = table.key, _replica()
+        if key not in self._are_ahead:
+            name = "/".join(map(str, key))
+            self._are_ahead[key] = self._ahead.variable(f"{name}/is_ahead", [], _LONG)
+        return self._are_ahead[key]
 
     def forget_ahead(self) -> None:
         """Has rows that were read ahead be read again."""
-        prefetch.forget(self._counters)
+        for variable in self._are_ahead.values():
+            variable.assign(0)
+
+    @property
+    def kept_states(self) -> dict[str, States]:
+        return {"rows_read_ahead": self._ahead} if self._reads_ahead else {}
 
     def lookup(self, variable: TableVariable, indices: tf.Tensor) -> tf.Tensor:
         """Rows of a table.
@@ -164,7 +183,7 @@ class HybridExtended(MultiWorkerMirroredExtended):
         numbers = _numbers(optimizer, learning_rate)
         answers = send(table, (ids, rows), _replica(), header, numbers, most)
         if not waits:
-            clock.assign_add(1, read_value=False)
+            self._count_push(table, clock)
         self._note(answers)
 
     def square_of(self, tables: Sequence[Table]) -> list[tf.Tensor]:
@@ -187,7 +206,12 @@ class HybridExtended(MultiWorkerMirroredExtended):
             header = clock.read_value(), _iterations(optimizer)
         numbers = tf.concat([[tf.cast(scale, tf.float32)], _numbers(optimizer, learning_rate)], 0)
         self._note(table_module.commit(table, _replica(), header, numbers))
+        self._count_push(table, clock)
+
+    def _count_push(self, table, clock):
         clock.assign_add(1, read_value=False)
+        if self._reads_ahead:
+            self.is_ahead(table).assign(0, read_value=False)
 
     def _note(self, answers):
         if self._barrier is not None:

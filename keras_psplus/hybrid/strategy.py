@@ -34,7 +34,7 @@ from keras_psplus.hybrid.files.table_saving import TableSaving
 from keras_psplus.hybrid.rows.row_codec import RowCodec, compressor_for_rows
 from keras_psplus.hybrid.rpc import names
 from keras_psplus.hybrid.rpc.servers import Servers
-from keras_psplus.hybrid.server import table_server
+from keras_psplus.hybrid.server import serve
 from keras_psplus.hybrid.snapshots import snapshot_schedule as snapshots_module
 from keras_psplus.hybrid.snapshots.recovery import Recovery
 from keras_psplus.hybrid.tables import placement as placement_module
@@ -324,5 +324,5 @@ def _serve_and_exit(task, secret, agreed, startup_timeout, folders, pull, push, 
         "keeps_undo_log": sync and prefetch,
     }
     cluster_serve.end_process_after(
-        lambda: table_server.serve(task, secret, options, agreed, startup_timeout, folders)
+        lambda: serve.serve(task, secret, options, agreed, startup_timeout, folders)
     )

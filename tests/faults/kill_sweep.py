@@ -98,7 +98,7 @@ def sweep(kind, points, folder, own=False, epochs=None, grace=0.5, log=print):
         was_killed = any(f"kills {kill[1]}" in log for log in result.logs.values()) if kill else 0
         assert was_killed or result.exit_code == 0, result.tails(60)
         bad = [f"{task}: epoch {e}" for task, e, weights in found if weights != expected[e]]
-        lost = [log for log in result.logs.values() if " is lost: " in log]
+        lost = [log for log in result.logs.values() if " are lost: " in log]
         wrong += [f"{kill}: {text}" for text in bad]
         wrong += [f"{kill}: what workers keep is lost" for _ in lost]
         epoch = found[0][1] if found else "-"

@@ -32,7 +32,7 @@ def test_all_workers_resume_from_the_state_that_is_whole_on_all_of_them(run):
     # What worker 1 had kept of the last one is damaged; with the one before, nothing is lost.
     assert found["other worker"] == [([0, 1, 2, 3], whole)] * 2
     assert "training resumes from the one before, at epoch 2. Received: " in log
-    assert "is lost" not in log.split('["all"')[0]
+    assert "are lost" not in log.split('["all"')[0]
 
 
 def test_files_of_an_earlier_version_are_found(run):

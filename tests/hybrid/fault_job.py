@@ -9,7 +9,8 @@ at the end whether the table is what it has to be. With `backup=1` it resumes fr
 `snapshot=STEPS` has snapshots written to the folder, in two calls of `fit`, of arrays that are
 shuffled if `shuffled=1`; `die=TASK:NUMBER` kills a server while it writes that one; `tables=1` has
 the tables written to the folder at the end, and read again; `exit=CODE` ends with that code;
-`accumulate=STEPS` gives workers something to keep.
+`accumulate=STEPS` gives workers something to keep; `own=1` has a train_step of the model's own,
+with optimizers and a count of steps that are no attributes of the model.
 """
 
 import json
@@ -39,6 +40,27 @@ class AddBias(keras.layers.Layer):
 
     def call(self, rows):
         return rows[:, 0] + self.bias
+
+
+def with_own_train_step(model, optimizers):
+    """A model whose train_step has an optimizer for each of its variables, and counts steps."""
+    count = tf.Variable(0, trainable=False)
+
+    class Own(keras.Model):
+        def train_step(self, data):
+            ids, zeros = data
+            with tf.GradientTape() as tape:
+                loss = self.compute_loss(ids, zeros, self(ids, training=True))
+            variables = self.trainable_variables
+            grads = tape.gradient(loss, variables)
+            for optimizer, variable, grad in zip(optimizers, variables, grads):
+                optimizer.apply([grad], [variable])
+            count.assign_add(1)
+            return {"loss": loss}
+
+    own = Own(model.inputs, model.outputs)
+    own.count = lambda: int(count.numpy())
+    return own
 
 
 def expected(ids, momentum):
@@ -110,23 +132,21 @@ def main():
         ids[7 * BATCH + BATCH - 1] = ROWS + 3
 
     with strategy.scope():
-        model = keras.Sequential(
-            [
-                keras.Input((1,), dtype="int32"),
-                keras.layers.Embedding(ROWS, DIM, embeddings_initializer="zeros"),
-                AddBias(),
-            ],
-        )
+        embedding = keras.layers.Embedding(ROWS, DIM, embeddings_initializer="zeros")
+        model = keras.Sequential([keras.Input((1,), dtype="int32"), embedding, AddBias()])
         momentum = float(options.get("momentum", 0))
+        optimizers = [keras.optimizers.SGD(1.0, momentum=momentum) for _ in range(3)]
+        if options.get("own"):
+            model = with_own_train_step(model, optimizers)
         model.compile(
-            optimizer=keras.optimizers.SGD(1.0, momentum=momentum),
+            optimizer=optimizers[-1 if options.get("own") else 0],
             loss=lambda y, rows: tf.reduce_mean(rows, axis=-1),
         )
 
     class Tell(keras.callbacks.Callback):
         def on_train_batch_end(self, batch, logs=None):
             time.sleep(pause)
-            print(f"batch {int(self.model.optimizer.iterations.numpy())}.", flush=True)
+            print(f"batch {int(optimizers[0].iterations.numpy())}.", flush=True)
 
     callbacks, repeats, shuffled = [Tell()], 1, bool(options.get("shuffled"))
     if options.get("backup") or snapshot_every:
@@ -140,7 +160,7 @@ def main():
     if shuffled:
         arguments.update(x=ids, y=zeros, batch_size=BATCH)
         model.fit(**arguments, validation_data=(ids[:BATCH], zeros[:BATCH]))
-        print(f"between: {np.count_nonzero(model.layers[0].get_weights()[0])}", flush=True)
+        print(f"between: {np.count_nonzero(embedding.get_weights()[0])}", flush=True)
         model.fit(**arguments, initial_epoch=1, epochs=repeats)
     else:
         data = tf.data.Dataset.from_tensor_slices((ids, zeros)).batch(BATCH)
@@ -152,9 +172,11 @@ def main():
     difference = max(float(np.abs(f - w).max()) for f, w in zip(found, right))
     missing = next(float((f - w)[:, 0].sum()) for f, w in zip(found, right) if f.ndim == 2)
     print(
-        f"end iterations={int(model.optimizer.iterations.numpy())} off={difference:.1e} "
+        f"end iterations={int(optimizers[0].iterations.numpy())} off={difference:.1e} "
         f"missing={missing * BATCH * DIM:g}"
     )
+    if options.get("own"):
+        print(f"count={model.count()}")
     print("weights", *(float(abs(w).sum()) for w in found))
     if options.get("tables"):
         strategy.save_tables(folder / "tables")
@@ -162,7 +184,7 @@ def main():
         read_by_all(folder)
         model.set_weights([np.zeros_like(w) for w in found])
         strategy.load_tables(folder / "tables")
-        table = model.layers[0].get_weights()[0]
+        table = embedding.get_weights()[0]
         print(f"loaded off={np.abs(table - right[0]).max():.1e}")
     sys.exit(int(options.get("exit", 0)))
 

@@ -6,6 +6,7 @@ The one process holds the tables itself, and reads them as they were before the 
 except in the first batch of an epoch whose data begin anew: that is what reading ahead comes to.
 """
 
+import contextlib
 import os
 import pathlib
 import sys
@@ -17,6 +18,7 @@ import numpy as np
 import tensorflow as tf
 
 import keras_psplus as psp
+from tests.faults.at_batch import AtBatch
 from tests.hybrid.training_job import BATCH, DIM, ROWS, OneHot, head, initializer, run_cases
 
 AutoShardPolicy = tf.data.experimental.AutoShardPolicy
@@ -212,7 +214,27 @@ def unending(embedding, x, y):
     return model, results
 
 
-CASES = {case.__name__: case for case in (arrays, stream, unending)}
+class BrokenOff(Exception):
+    """What ends a `fit`."""
+
+
+def break_off():
+    raise BrokenOff
+
+
+def broken_off(embedding, x, y):
+    """A `fit` that goes on from its backup, with the rows that were read ahead then."""
+    model = compiled(one_table(embedding), keras.optimizers.Adagrad(0.5))
+    options = {"batch_size": BATCH, "epochs": 2, "verbose": 0, "shuffle": False}
+    if embedding is Late:
+        return model, model.fit(x, y, callbacks=[Follow()], **options).history
+    backup = keras.callbacks.BackupAndRestore(pathlib.Path(sys.argv[1]) / "backup", save_freq=3)
+    with contextlib.suppress(BrokenOff):
+        model.fit(x, y, callbacks=[backup, AtBatch(0, 4, break_off)], **options)
+    return model, model.fit(x, y, callbacks=[backup], **options).history
+
+
+CASES = {case.__name__: case for case in (arrays, stream, unending, broken_off)}
 
 
 def main():

@@ -12,6 +12,7 @@ import numpy as np
 from keras_psplus.cluster.environment import python_path
 from keras_psplus.cluster.processes import LocalCluster
 from keras_psplus.cluster.testing import run_in_processes
+from keras_psplus.files import ownership
 from keras_psplus.hybrid import TableFiles
 from tests.faults.damage import flip
 from tests.hybrid import stranger
@@ -112,7 +113,7 @@ def test_an_asynchronous_job_counts_every_gradient():
 
 
 def test_a_job_with_snapshots_resumes_at_the_step_of_the_last_whole_one(tmp_path):
-    args = (30, tmp_path, "snapshot=4", "momentum=0.5", "shuffled=1")
+    args = (30, tmp_path, "snapshot=4", "momentum=0.5", "shuffled=1", "own=1")
     snapshots = tmp_path / "snapshots"
 
     def run(name, *more, ps=2):
@@ -121,6 +122,20 @@ def test_a_job_with_snapshots_resumes_at_the_step_of_the_last_whole_one(tmp_path
         assert not result.timed_out, result.tails(40)
         return result
 
+    # Another job's, which is this process.
+    ownership.claim(snapshots, "worker-0", "snapshot_dir")
+    try:
+        result = run("refused", ps=1)
+    finally:
+        ownership.release(snapshots)
+    for name in ("worker-0", "worker-1"):
+        assert result.exit_codes[name] == 1
+        assert re.search(
+            rf"worker-0 of another job \(process {os.getpid()} on .*\) keeps its state in "
+            rf".*/snapshots, and still runs.* Received: snapshot_dir='.*/snapshots'",
+            result.logs[name],
+        )
+        assert "batch 1." not in result.logs[name]
     # A server dies in the second `fit`, when it has written a part of the fourth one.
     result = run("first", "die=ps-1:4")
     for name in ("worker-0", "worker-1"):
@@ -141,6 +156,7 @@ def test_a_job_with_snapshots_resumes_at_the_step_of_the_last_whole_one(tmp_path
         assert "batch 12." not in result.logs[name]
         ending = re.search(r"end iterations=30 off=(\S+)", result.logs[name])
         assert ending and float(ending[1]) < 1e-6, result.tails(40)
+        assert "count=30\n" in result.logs[name]
         assert "loaded off=0.0e+00" in result.logs[name]
     # Whoever starts it again after an exit code of failure needs them.
     assert len(list(snapshots.glob("*/tables.json"))) == 2
@@ -166,7 +182,7 @@ def test_a_snapshot_of_which_a_worker_has_lost_its_file_is_passed_over(tmp_path)
     resumed, log = run("second")
     assert "training goes on after step 25: " in log, log
     assert re.search("resumes from another one, of step 25. Received: .*/worker-1-", log), log
-    assert "is lost" not in log
+    assert "are lost" not in log
     assert resumed == whole
     steps = [path.name for path in (tmp_path / "snapshots").glob("step-*")]
     assert sorted(steps) == ["step-0000000025", "step-0000000030"]

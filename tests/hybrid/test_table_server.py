@@ -20,6 +20,7 @@ from keras_psplus.cluster.ports import free_ports
 from keras_psplus.cluster.secret import Secret
 from keras_psplus.hybrid.files import saving, snapshot_folders
 from keras_psplus.hybrid.rows.row_optimizer import config_of
+from keras_psplus.hybrid.rpc import servers as servers_module
 from keras_psplus.hybrid.rpc.calls import ControlLink, TableServerError, TableServerLostError
 from keras_psplus.hybrid.rpc.servers import Servers
 from keras_psplus.hybrid.server.table_server import TableServer
@@ -34,11 +35,13 @@ SECRET, AGREED = Secret("token"), "agreed"
 HOST = "127.0.0.2"
 SPEC = {"key": 0, "name": "users/embeddings", "rows": 9, "dim": 3, "initializer": None}
 LONG = tf.int64
+# A worker that has not greeted yet.
+NEW = {"worker": "worker-1", "process": "its own"}
 
 
-@pytest.fixture(scope="module")
-def server():
-    """A server in a thread of this process, in a cluster with one worker."""
+@contextlib.contextmanager
+def serving():
+    """A server in a thread of this process, in a cluster with one worker; and the thread."""
     worker, ps = free_ports(2)
     cluster = {"worker": (f"127.0.0.1:{worker}",), "ps": (f"{HOST}:{ps}",)}
     options = {
@@ -60,9 +63,15 @@ def server():
     thread = threading.Thread(target=server.serve, args=(ended,))
     thread.start()
     assert server.listens.wait(30)
-    yield server
+    yield server, thread
     ended.set()
     thread.join(10)
+
+
+@pytest.fixture(scope="module")
+def server():
+    with serving() as (server, _):
+        yield server
 
 
 @pytest.fixture(scope="module")
@@ -102,8 +111,8 @@ def test_it_listens_on_its_own_host_only(task, table):
     "request_, message",
     [
         (("table", {"spec": {**SPEC, "rows": 10}}), "is another one.*\\(10, 3\\).*\\(9, 3\\)"),
-        (("hello", {"agreed": "other", "replicas": 2}), "started with another strategy"),
-        (("hello", {"agreed": AGREED, "replicas": 3}), "3 replicas"),
+        (("hello", {**NEW, "agreed": "other", "replicas": 2}), "started with another strategy"),
+        (("hello", {**NEW, "agreed": AGREED, "replicas": 3}), "3 replicas"),
         (("format_disk", {}), "no such request.*format_disk"),
         (("optimizer", {"key": 7, "config": {}, "number": 1, "first_slot": 1}), "7"),
     ],
@@ -225,6 +234,19 @@ def test_an_optimizer_that_is_not_by_rows_is_refused(task, table):
     config = config_of(tf.keras.optimizers.Lamb(), None, None, None)
     with pytest.raises(TableServerError, match="cannot be applied to the rows"):
         control(task).request("optimizer", key=1, config=config, number=1, first_slot=1)
+
+
+def test_a_worker_that_is_started_again_gets_no_tables_of_the_start_before(monkeypatch):
+    with serving() as (server, thread):
+        task = TaskConfig(server._task.cluster, "worker", 0)
+        Servers(task, SECRET, timeout=20, patience=2).greet(AGREED, 2, 20)
+        # Another process of the same name, in which pushes are counted from the beginning.
+        monkeypatch.setattr(servers_module, "_own_ids", {})
+        # It waits for the next server, which does not come here.
+        with pytest.raises(ClusterStartupError, match="ps-0 did not come to .* Start it"):
+            Servers(task, SECRET, timeout=20, patience=2).greet(AGREED, 2, 2)
+        thread.join(10)
+        assert not thread.is_alive() and server.restarted == "worker-0"
 
 
 def test_a_process_in_the_place_of_the_one_that_is_meant_is_refused(task, table):

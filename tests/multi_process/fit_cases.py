@@ -298,6 +298,50 @@ def on_batch_and_predict_of_ragged_and_sparse_rows():
     return model, results
 
 
+class RaggedSums(keras.layers.Layer):
+    """Sums of rows of any length, in two features."""
+
+    def call(self, x):
+        sums = tf.reduce_sum(x, 1)[:, None]
+        return tf.concat([sums, sums**2], 1)
+
+    def compute_output_shape(self, shape):
+        return shape[0], 2
+
+
+@case
+def fit_of_ragged_and_sparse_rows():
+    """Through layers of a functional model, and in a model of its own."""
+    rng = np.random.default_rng(0)
+    lengths = rng.integers(0, 6, 41)
+    ragged = tf.RaggedTensor.from_row_lengths(rng.normal(size=sum(lengths)), lengths)
+    ragged = tf.cast(ragged, tf.float32)
+    dense = rng.normal(size=(41, 3)) * (rng.uniform(size=(41, 3)) < 0.5)
+    sparse = tf.sparse.from_dense(dense.astype("float32"))
+    y, results = rng.normal(size=(41, 2)), {}
+    is_plain = not hasattr(tf.distribute.get_strategy(), "engine")
+    for kind, x in {"ragged": ragged, "sparse": sparse}.items():
+        keras.utils.set_random_seed(1)
+        if kind == "ragged":
+            inputs = keras.Input((None,), ragged=True)
+            hidden = RaggedSums()(inputs)
+        else:
+            inputs = hidden = keras.Input((3,), sparse=True)
+        functional = keras.Model(inputs, keras.layers.Dense(2)(hidden))
+        own = OfRows()
+        if is_plain:
+            # Keras's own build calls it with dense tensors.
+            own(x)
+        for name, model in {"functional": functional, "own": own}.items():
+            model.compile(keras.optimizers.SGD(0.01, momentum=0.9), "mse", metrics=["mae"])
+            data = tf.data.Dataset.from_tensor_slices((x, y)).batch(8)
+            found = fit(model, data, epochs=2, validation_data=data.take(2))
+            results |= {f"{kind}/{name}/{key}": value for key, value in found.items()}
+            weights = enumerate(model.get_weights())
+            results |= {f"{kind}/{name}/weights/{i}": weight for i, weight in weights}
+    return None, results
+
+
 @case
 def regularisers_and_constraint():
     layers = [
@@ -765,6 +809,26 @@ def losses_in_metrics():
 @case
 def losses_in_metrics_eagerly():
     return with_losses_in_metrics(run_eagerly=True)
+
+
+@case
+def perplexity_of_keras_hub():
+    """Of masked entries, plain and weighted: a loss in a metric that the script has not written."""
+    import keras_hub
+
+    def perplexity(name):
+        return keras_hub.metrics.Perplexity(from_logits=True, mask_token_id=0, name=name)
+
+    x, y = tokens()
+    layers = [keras.layers.Embedding(30, 6), keras.layers.Dense(5)]
+    model = compiled(
+        layers,
+        metrics=[perplexity("plain")],
+        weighted_metrics=[perplexity("weighted")],
+    )
+    weights = np.random.default_rng(5).uniform(0, 2, x.shape).astype("float32")
+    options = numpy_defaults(batch_size=20, sample_weight=weights)
+    return trained(model, x, x % 5, **options, validation_data=(x[:31], x[:31] % 5))
 
 
 class Rates(keras.Sequential):

@@ -1,6 +1,6 @@
 """Trains models in two pipelines of two stages each, on four devices or workers, and alone.
 
-pipelines_job.py SCHEDULE CASE...
+pipelines_job.py SCHEDULE CASE... [writes]
 """
 
 import os
@@ -16,6 +16,7 @@ import tensorflow as tf
 import keras_psplus as psp
 from keras_psplus.cluster.in_process import logical_devices
 from keras_psplus.pipeline import startup
+from tests.pipeline import slow_writes
 
 layers = keras.layers
 RANDOM = np.random.RandomState(0)
@@ -152,6 +153,9 @@ def main():
         logical_devices(4)
     strategy = psp.PipelineStrategy(2, **options)
     for case in cases:
+        if case == "writes":
+            slow_writes.check(strategy)
+            continue
         found = train(strategy, case)
         print(strategy.plan)
         for key, value in alone(case).items():

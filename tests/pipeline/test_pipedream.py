@@ -138,14 +138,15 @@ def test_whoever_looks_sees_all_updates(pipeline, tmp_path):  # noqa: F811
     class Looks(keras.callbacks.Callback):
         def on_train_batch_end(self, batch, logs=None):
             iterations = self.model.optimizer.iterations
-            before = int(iterations)
+            # Not by Keras's variable, which ends the steps.
+            before = int(iterations.value)
             (
                 self.model.trainable_variables[0].numpy,
                 lambda: self.model.save_weights(tmp_path / "w.weights.h5"),
                 lambda: self.model.evaluate(X[:8], Y[:8], verbose=0),
                 lambda: self.model.predict(X[:8], verbose=0),
             )[batch]()
-            found.append((before, int(iterations)))
+            found.append((before, int(iterations.value)))
 
     found = []
     model, _ = fit(pipeline(2, schedule="pipedream"), skips, [Looks()], epochs=1)

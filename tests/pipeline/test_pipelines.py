@@ -96,9 +96,10 @@ def test_four_devices_equal_one_process(schedule):
 
 def test_four_workers_equal_one_process():
     log = run_in_processes(
-        JOB, workers=4, chief=True, timeout=150, env=ENVIRONMENT, args=["1f1b", "dense"]
+        JOB, workers=4, chief=True, timeout=150, env=ENVIRONMENT, args=["1f1b", "dense", "writes"]
     ).logs["chief-0"]
     assert "dense is equal" in log
+    assert "what was written is right" in log
     assert re.search(r"^0 +worker-0, worker-2 ", log, re.MULTILINE)
 
 

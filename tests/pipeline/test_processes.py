@@ -34,7 +34,7 @@ def train(folder, *args):
 def uninterrupted(tmp_path_factory):
     """The folder and the log of a job that nothing befalls."""
     folder = tmp_path_factory.mktemp("uninterrupted")
-    return folder, train(folder, *ARGUMENTS, *PIPEDREAM)
+    return folder, train(folder, *ARGUMENTS, *PIPEDREAM, "--writes")
 
 
 def on_worker(log, part):
@@ -57,10 +57,22 @@ def test_variables_and_slots_are_on_the_stage_of_their_pattern(uninterrupted):
     check_places(*uninterrupted, {"embedding": {0}, "recurrent": {0}, "dense": {1}})
 
 
-def test_variables_and_slots_are_on_the_stage_of_their_context(tmp_path):
-    log = train(tmp_path, "--stages", "contexts")
+@pytest.fixture(scope="module")
+def in_contexts(tmp_path_factory):
+    """The folder and the log of a job whose stages are contexts."""
+    folder = tmp_path_factory.mktemp("in_contexts")
+    return folder, train(folder, "--stages", "contexts", "--writes")
+
+
+def test_variables_and_slots_are_on_the_stage_of_their_context(in_contexts):
     # Layers that are made outside of contexts are on the stage of the layer before.
-    check_places(tmp_path, log, {"embedding": {1}, "recurrent": {0}, "dense": {0}})
+    check_places(*in_contexts, {"embedding": {1}, "recurrent": {0}, "dense": {0}})
+
+
+@pytest.mark.parametrize("job", ["in_contexts", "uninterrupted"])
+def test_what_a_callback_writes_is_there_in_the_next_step(job, request):
+    """The workers are still computing it when the step begins, by one schedule or the other."""
+    assert "what was written is right" in request.getfixturevalue(job)[1]
 
 
 def weights_of(log):

@@ -453,6 +453,16 @@ def test_a_loss_that_ignores_a_class_sees_whole_batches(pipeline):
     check_equal(train(pipeline(schedule="1f1b", microbatches=4), make, **options), expected)
 
 
+@pytest.mark.parametrize("count", [1, 2])
+def test_states_of_rows_are_refused(pipeline, count):
+    with pipeline(microbatches=count).scope():
+        inputs = keras.Input(batch_shape=(16, 9), dtype="int32")
+        h = layers.GRU(8, stateful=True)(layers.Embedding(40, 8)(inputs))
+        model = keras.Model(inputs, layers.Dense(3)(h))
+        with pytest.raises(ValueError, match="'gru.*' is stateful.*to micro-batches.*Received"):
+            model.compile("sgd", CROSSENTROPY)
+
+
 class Adversarial(keras.Model):
     """Two models, two optimizers, nothing built, and no `call`."""
 

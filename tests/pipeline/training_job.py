@@ -2,7 +2,7 @@
 
 training_job.py FOLDER [--epochs N] [--pause SECONDS] [--backup] [--stages auto|patterns|contexts]
     [--schedule gpipe|1f1b|pipedream]
-                [--pipelines N] [--compression NAME]
+                [--pipelines N] [--compression NAME] [--writes]
 """
 
 import argparse
@@ -17,6 +17,7 @@ import keras
 import numpy as np
 
 import keras_psplus as psp
+from tests.pipeline import slow_writes
 
 PATTERNS = [["embedding", "recurrent"], ["dense*", "dropout"]]
 
@@ -31,6 +32,7 @@ def parse():
     parser.add_argument("--schedule", default="gpipe")
     parser.add_argument("--pipelines", type=int, default=1)
     parser.add_argument("--compression")
+    parser.add_argument("--writes", action="store_true")
     parser.add_argument("--heartbeat", type=float, default=20.0)
     return parser.parse_args()
 
@@ -104,6 +106,8 @@ def main():
         print(f"{path} is on {device}", flush=True)
     args.folder.mkdir(exist_ok=True)
     model.save(args.folder / "model.keras")
+    if args.writes:
+        slow_writes.check(strategy)
 
 
 if __name__ == "__main__":

@@ -273,7 +273,11 @@ class FitProgress:
     # What is saved.
 
     def state(
-        self, model: keras.Model, of_data: Any, backup_dir: str | None = None
+        self,
+        model: keras.Model,
+        of_data: Any,
+        backup_dir: str | None = None,
+        has_value: Callable[[Any], bool] = lambda variable: True,
     ) -> TrainingState | None:
         """State of a model's `fit` to save; None outside of `fit`.
 
@@ -281,6 +285,7 @@ class FitProgress:
             model: The model.
             of_data: What is to be known of the position in the data, beside numbers of batches.
             backup_dir: The folder, of a BackupAndRestore.
+            has_value: Function of a variable that tells whether its value belongs to the state.
         """
         if self._callbacks is None:
             return None
@@ -296,7 +301,7 @@ class FitProgress:
         if self.call is not None and backup_dir is not None:
             position["calls"] = fit_calls.of_folder(backup_dir).facts_of(self.call)
             position["random"] = self.call.random
-        return TrainingState.of(model, self._callbacks, position)
+        return TrainingState.of(model, self._callbacks, position, has_value)
 
     def _restore_callbacks(self):
         assert self.resumed is not None and self._callbacks is not None

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import io
 import json
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -43,6 +43,7 @@ class TrainingState:
         model: keras.Model,
         callbacks: Sequence[keras.callbacks.Callback],
         position: dict[str, Any],
+        has_value: Callable[[Any], bool] = lambda variable: True,
     ) -> TrainingState:
         """The present one.
 
@@ -50,13 +51,15 @@ class TrainingState:
             model: The model.
             callbacks: The callbacks of its `fit`.
             position: Dict that says where in the data it is.
+            has_value: Function of a variable that tells whether its value belongs to the state.
         """
         states, arrays = callback_states.states_of(callbacks)
         for i, variable in enumerate(model.metrics_variables):
             arrays[f"metrics/{i}"] = variable.numpy()
         others = other_variables(model)
         for name, variable in others.items():
-            arrays[f"{_OTHERS}/{name}"] = variable.numpy()
+            if has_value(variable):
+                arrays[f"{_OTHERS}/{name}"] = variable.numpy()
         facts = {
             **position,
             "callbacks": states,
@@ -95,7 +98,7 @@ class TrainingState:
         """Gives the variables that Keras does not save with a model what they had."""
         for name, variable in other_variables(model).items():
             value = self.arrays.get(f"{_OTHERS}/{name}")
-            if value is not None:
+            if value is not None and value.shape == tuple(variable.shape):
                 variable.assign(_typed(value, variable))
 
     def weights_of_callback(self, name: str, count: int, model: keras.Model) -> list[np.ndarray]:
@@ -127,15 +130,30 @@ def check_model(
     differing: Any = None
     if saved != own:
         differing = next(((b, a) for a, b in zip(saved, own) if a != b), (len(own), len(saved)))
-    elif with_optimizers and "optimizers" in facts:  # An earlier version did not say.
-        differing = optimizer_states.difference(model, facts["optimizers"])
-        differing = differing or _different_others(model, facts[_OTHERS])
+    elif with_optimizers:
+        differing = difference_beside_weights(model, facts)
     if differing is not None:
         raise ValueError(
             "The backup is one of another model, or of one that was compiled otherwise. Give this "
             f"job its own `backup_dir`, or delete {folder}. "
             f"Received: {differing[0]} in the model, {differing[1]} in the backup"
         )
+
+
+def difference_beside_weights(model: keras.Model, facts: dict[str, Any]) -> Any:
+    """Finds what differs between a model's optimizers and other variables and those of a state.
+
+    Args:
+        model: The model, whose optimizers have been built.
+        facts: Facts of the state.
+
+    Returns:
+        Pair of what the model and the state have, or None if they are the same.
+    """
+    if "optimizers" not in facts:  # An earlier version did not say.
+        return None
+    differing = optimizer_states.difference(model, facts["optimizers"])
+    return differing or _different_others(model, facts[_OTHERS])
 
 
 def _different_others(model, saved):

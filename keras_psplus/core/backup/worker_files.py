@@ -1,8 +1,9 @@
 """Files of each worker's state beside a backup or a snapshot.
 
-They hold the state of compressors and of `updates`. Residuals and accumulated gradients differ from
-worker to worker, and state that is equal on all workers (PowerSGD's factors, counters of batches)
-has to stay equal: either all workers resume with their state, or none does.
+They hold the state of compressors and of `updates`, and rows that were read ahead. Residuals and
+accumulated gradients differ from worker to worker, and state that is equal on all workers
+(PowerSGD's factors, counters of batches) has to stay equal: either all workers resume with their
+state, or none does.
 
 Every worker's file is written before the job's state that it belongs to is committed, and no file
 is removed that a state needs. A state lists the names and the digests of its files.
@@ -149,8 +150,8 @@ def problems_of(files: dict[str, str], folder: str) -> list[str]:
 def warn_lost(why: str, where: str) -> None:
     """Says that all workers begin with nothing kept."""
     logger.warning(
-        "what compressors had left out and what was accumulated before the last backup is "
-        "lost: %s. Training goes on with none of it. Received: %s",
+        "what compressors had left out, accumulated gradients and rows read ahead before the last "
+        "backup are lost: %s. Training goes on with none of it. Received: %s",
         why,
         where,
     )

@@ -88,14 +88,17 @@ def check_stateful_layers(strategy: tf.distribute.Strategy, model: keras.Model) 
     """Raises ValueError if a stateful layer would share its rows among several replicas."""
     # All workers of parameter servers count as one replica.
     parts = max(strategy.num_replicas_in_sync, getattr(strategy, "num_workers", 1))
-    if parts == 1:
+    # A pipeline with one micro-batch calls layers with other numbers of rows, too: to plan.
+    in_stages = hasattr(strategy, "microbatches")
+    among = "micro-batches" if in_stages else f"{parts} replicas"
+    if parts == 1 and not in_stages:
         return
     for layer in model._flatten_layers():
         if isinstance(layer, keras.layers.RNN) and layer.stateful:
             raise ValueError(
                 f"The layer '{layer.name}' is stateful: it goes on with the state of each row of "
                 f"the batch before, and {type(strategy).__name__} deals the rows of a batch out "
-                f"to {parts} replicas, not always in the same way. Use `stateful=False` and "
+                f"to {among}, not always in the same way. Use `stateful=False` and "
                 "longer sequences, hand states on as inputs and outputs of the model "
                 "(`initial_state`, `return_state=True`), or train it in one process "
                 "(`keras_psplus.single_process()`). "

@@ -137,6 +137,26 @@ class Call:
             for op in _sources(_leaves(gradient))
         )
 
+    def was_changed_outside(self, gradient: tf.Tensor | tf.IndexedSlices | None) -> bool:
+        """Whether a gradient was computed of a stand-in that a finished function has returned."""
+        if gradient is None or not self._is_finished:
+            return False
+        seen, waiting = set(), [(tensor, False) for tensor in _leaves(gradient)]
+        while waiting:
+            tensor, is_changed = waiting.pop()
+            if isinstance(tensor, framework_ops.EagerTensor) or id(tensor) in seen:
+                continue
+            seen.add(id(tensor))
+            graph = _graph_of_call(tensor.op)
+            if self._graph is not None and graph is self._graph:
+                ends = _sources([graph.outputs[tensor.value_index]], self._ops)
+                if is_changed and any(id(op) in self._ops for op in ends):
+                    return True
+                continue
+            is_changed = is_changed or tensor.op.type != "Identity"
+            waiting += [(one, is_changed) for one in tensor.op.inputs]
+        return False
+
     def close(self, sums: Sequence[tf.Tensor | tf.IndexedSlices]) -> None:
         """Puts sums in the place of all stand-ins."""
         for i, (own, total) in enumerate(zip(self._own, sums)):

@@ -10,6 +10,7 @@ from typing import Any
 import keras
 import tensorflow as tf
 
+from keras_psplus import log
 from keras_psplus.core.base.optimizers import optimizers_of, unwrapped
 from keras_psplus.keras_internals.keras_parts import TensorFlowTrainer
 
@@ -125,10 +126,17 @@ class Builder:
         spec = tf.nest.map_structure(_spec_of, batch)
         try:
             self._trace(model, getattr(model, step_name), spec)
-        except Exception:
+        except Exception as error:
             # A tf.function in the step may need AutoGraph. What Keras has built remains.
             if failed is not None:
                 raise
+            reason = next(iter(str(error).splitlines()), "")
+            log.warn_once(
+                "the %s of the model '%s' cannot be traced to build what it alone uses; it goes on "
+                "with what a call of the model has built. If its first step asks for variables, "
+                "build layers, metrics and optimizers before `fit`. Received: %s: %s",
+                *(step_name, model.name, type(error).__name__, reason),
+            )
 
 
 def _unbuilt(model):

@@ -16,7 +16,7 @@ from collections.abc import Callable, Iterator, Sequence
 import numpy as np
 import tensorflow as tf
 
-from keras_psplus.files import atomic
+from keras_psplus.files import atomic, ownership
 from keras_psplus.hybrid.rows.initial_rows import rows_of
 
 # What is read at once, and what is written at once and makes one file.
@@ -45,6 +45,8 @@ def translate_file_errors(what: str, directory: str) -> Iterator[None]:
     """
     try:
         yield
+    except ownership.FolderInUseError:
+        raise
     except (OSError, tf.errors.OpError) as error:
         reason = _NODE.sub("", getattr(error, "message", None) or str(error))
         fix = {

@@ -2,7 +2,9 @@
 
 import atexit
 import collections
+import os
 import time
+import uuid
 from collections.abc import Callable
 from typing import Any
 
@@ -11,9 +13,12 @@ from keras_psplus.cluster.process import exit_code
 from keras_psplus.cluster.secret import Secret
 from keras_psplus.hybrid.rpc.calls import ControlLink, Link, TableServerError, listens
 from keras_psplus.hybrid.rpc.row_key import RowKey
+from keras_psplus.log import logger
 
 _SHUTDOWN_SECONDS = 3.0
 _POLL_SECONDS = 0.2
+# By process, as a fork has its parent's.
+_own_ids: dict[int, str] = {}
 
 
 class Servers:
@@ -76,26 +81,49 @@ class Servers:
             ClusterStartupError: If one does not come, or is another job's.
         """
         self._startup_timeout = timeout
-        self._greeting = {"agreed": agreed, "replicas": replicas}
+        process = _own_ids.setdefault(os.getpid(), uuid.uuid4().hex)
+        own = {"worker": self._task.name, "process": process}
+        self._greeting = {"agreed": agreed, "replicas": replicas, **own}
         deadline = time.monotonic() + timeout
-        for index, ((name, address), link) in enumerate(zip(self._peers, self._control)):
-            # Before it is called: a client whose call has failed waits longer each time.
-            while not listens(address):
-                if time.monotonic() >= deadline:
-                    raise ClusterStartupError(
-                        f"{name} did not come to {address} within {timeout:g} s. Start it, or read "
-                        f"its log if it has ended. Received: TF_CONFIG={self._task.to_tf_config()}"
-                    )
-                time.sleep(_POLL_SECONDS)
-            try:
-                answer = link.request("hello", **self._greeting)
-            except TableServerError as error:
-                raise ClusterStartupError(f"{error}") from None
-            link.nonce, self._first_processes[index] = answer["nonce"], answer["first_process"]
+        for index in range(len(self)):
+            answer = self._greet(index, deadline)
+            self._control[index].nonce = answer["nonce"]
+            self._first_processes[index] = answer["first_process"]
             self._row_keys[index].set(answer["first_process"])
         if self._task.is_chief:
             exit_code.watch()
             atexit.register(self._at_exit)
+
+    def _greet(self, index, deadline):
+        """Says hello to a server that begins with this start of the job; returns its answer."""
+        name, address = self._peers[index]
+        while True:
+            # Before it is called: a client whose call has failed waits longer each time.
+            self._wait_until(lambda: listens(address), name, address, deadline)
+            try:
+                answer = self._control[index].request("hello", **self._greeting)
+            except TableServerError as error:
+                raise ClusterStartupError(f"{error}") from None
+            if not answer.get("is_of_earlier_start"):
+                return answer
+            logger.warning(
+                "%s (%s) has the tables of an earlier start of this job, and ends: waiting for "
+                "the one that is started in its place",
+                name,
+                address,
+            )
+            self._wait_until(lambda: not listens(address), name, address, deadline)
+            self._control[index] = ControlLink(name, address, self._secret, self._timeout)
+
+    def _wait_until(self, is_so, name, address, deadline):
+        while not is_so():
+            if time.monotonic() >= deadline:
+                raise ClusterStartupError(
+                    f"{name} did not come to {address} within {self._startup_timeout:g} s. Start "
+                    "it, or read its log if it has ended. "
+                    f"Received: TF_CONFIG={self._task.to_tf_config()}"
+                )
+            time.sleep(_POLL_SECONDS)
 
     def at_good_end(self, function: Callable[[], None]) -> None:
         """Has a function called before this process, the chief's, ends well."""

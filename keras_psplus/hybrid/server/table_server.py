@@ -7,23 +7,21 @@ a call that has to be repeated.
 
 import collections
 import json
+import math
 import queue
 import threading
+import time
 from collections.abc import Callable, Iterable
 from typing import Any
 
 import tensorflow as tf
 
-from keras_psplus.cluster.config import ClusterStartupError, TaskConfig
+from keras_psplus.cluster.config import TaskConfig
 from keras_psplus.cluster.environment import TOKEN_VARIABLE
-from keras_psplus.cluster.process import tuning
 from keras_psplus.cluster.secret import Gate, Secret
-from keras_psplus.cluster.serving import serve as cluster_serve
-from keras_psplus.cluster.startup.preflight import check_local_address
 from keras_psplus.hybrid.files import shard_files, snapshot_folders
 from keras_psplus.hybrid.rows.row_optimizer import check_elementwise
 from keras_psplus.hybrid.rpc import names
-from keras_psplus.hybrid.rpc.calls import ControlLink, TableServerError
 from keras_psplus.hybrid.rpc.row_key import RowKey, with_key_check
 from keras_psplus.hybrid.rpc.tickets import Tickets
 from keras_psplus.hybrid.server.folders import Folders
@@ -31,7 +29,8 @@ from keras_psplus.hybrid.server.server_files import ServerFiles
 from keras_psplus.hybrid.server.shard import Shard
 
 _POLL_SECONDS = 0.1
-_ANSWER_SECONDS = 20.0
+# For a worker to fetch the answer that this server ends.
+_LAST_ANSWER_SECONDS = 1.0
 # Of one address, as gRPC reads it.
 _SPELLINGS = "", "dns:///", "dns:"
 
@@ -78,15 +77,19 @@ class TableServer:
         self._server = None
         self._generation = self._served = self._starts = 0
         self.was_greeted = self.was_left = False
+        # Processes of this start of the job by workers' names; the worker that has started again.
+        self._processes: dict[str, str] = {}
+        self.restarted: str | None = None
+        self._ends_at = math.inf
         self.listens = threading.Event()
         self._control = self._make_control()
 
     def serve(self, ended: threading.Event) -> None:
-        """Answers until the event `ended` is set."""
+        """Answers until the event `ended` is set, or a worker has been started again."""
         self._restart()
         self.listens.set()
         self._log(f"{self._task.name} serves tables on {self._task.address}")
-        while not ended.is_set():
+        while not ended.is_set() and time.monotonic() < self._ends_at:
             try:
                 client, number, request = self._requests.get(timeout=_POLL_SECONDS)
             except queue.Empty:
@@ -140,7 +143,11 @@ class TableServer:
             self._folders.check_allowed(arguments["directory"], arguments.get("stem", "none"))
         return handler(**arguments)
 
-    def _on_hello(self, agreed, replicas):
+    def _on_hello(self, agreed, replicas, worker, process):
+        if self._processes.setdefault(worker, process) != process:
+            # Its pushes would be taken for those that the process before has sent already.
+            self.restarted, self._ends_at = worker, time.monotonic() + _LAST_ANSWER_SECONDS
+            return {"is_of_earlier_start": True}
         known = self._options.setdefault("replicas", replicas)
         if agreed != self._agreed or replicas != known:
             raise ValueError(
@@ -265,74 +272,6 @@ class TableServer:
             method = with_key_check(function, self._row_key)
             self._checked_methods[key, what] = function, method
         return method
-
-
-def serve(
-    task: TaskConfig,
-    secret: Secret,
-    options: dict[str, Any],
-    agreed: str,
-    startup_timeout: float,
-    folders: Iterable[str] = (),
-    chief_gone: float = 5.0,
-) -> None:
-    """Serves tables until the chief has ended.
-
-    Args:
-        task: `TaskConfig` of this ps task.
-        secret: `secret.Secret` of the job's token.
-        options: Dict of what `Shard` takes beside its table.
-        agreed: Text that has to be equal in all processes of the job.
-        startup_timeout: Seconds to wait for the chief.
-        folders: Paths of the folders below which it may write.
-        chief_gone: Seconds for which the chief cannot be reached before it counts as ended.
-
-    Raises:
-        keras_psplus.cluster.ClusterStartupError: If this task's address cannot be used or the
-            chief does not come.
-        keras_psplus.cluster.serving.serve.ChiefLostError: If the chief has ended without having
-            said so.
-    """
-    check_local_address(task)
-    tuning.tune()
-    ended, problem = threading.Event(), []
-    server = TableServer(task, secret, options, agreed, cluster_serve.log_line, folders)
-
-    def watch():
-        try:
-            _check_that_it_answers(server, task, secret)
-            cluster_serve.outlive(
-                task,
-                lambda: server.was_greeted,
-                lambda: server.was_greeted and not server.was_left,
-                lambda: False,  # Other workers may not have ended.
-                startup_timeout,
-                chief_gone,
-            )
-        except Exception as error:  # Raised again by the main thread.
-            problem.append(error)
-        ended.set()
-
-    threading.Thread(target=watch, daemon=True).start()
-    server.serve(ended)
-    if problem:
-        raise problem[0]
-
-
-def _check_that_it_answers(server, task, secret):
-    """TensorFlow's server says nothing if it cannot listen, or if somebody else does there."""
-    server.listens.wait()
-    link = ControlLink(task.name, task.address, secret, timeout=_ANSWER_SECONDS)
-    try:
-        nonce, said = link.request("who")["nonce"], ""
-    except TableServerError as error:
-        nonce, said = None, f" ({error})"
-    if nonce != server.nonce:
-        raise ClusterStartupError(
-            f"{task.name} cannot be reached at {task.address}, its own address: another process "
-            "uses the port, or the host's name leads elsewhere. "
-            f"Received: TF_CONFIG={task.to_tf_config()}{said}"
-        )
 
 
 def _described(spec):

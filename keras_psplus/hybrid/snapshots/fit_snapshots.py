@@ -15,7 +15,8 @@ from typing import TYPE_CHECKING, Any
 import keras
 
 from keras_psplus.core.backup.resumed import Resumed, weights_of_callbacks
-from keras_psplus.core.backup.training_state import TrainingState
+from keras_psplus.core.backup.training_state import TrainingState, build_optimizers
+from keras_psplus.core.base.optimizers import other_variables
 from keras_psplus.core.jobs import failure
 from keras_psplus.core.jobs.chief_only import run_on_chief
 from keras_psplus.hybrid.files import snapshot_folders
@@ -52,6 +53,7 @@ class FitSnapshots:
         self.found: tuple[str, dict[str, Any]] | None = None
         # On the chief, from the first question for them on.
         self._at_start: list[tuple[str, dict[str, Any]]] | None = None
+        self._not_taken: OSError | None = None
         self.is_passed = False
         self.random: Any = None
 
@@ -66,6 +68,12 @@ class FitSnapshots:
     def data_seed(self) -> int | None:
         """Data seed of the `fit` that is about to begin, if a snapshot has it."""
         if not self._strategy.is_chief:
+            return None
+        self._not_taken = None
+        try:
+            self._strategy.snapshots.take()
+        except OSError as error:
+            self._not_taken = error  # Raised when all workers ask for snapshots.
             return None
         found = [self.found] if self.fits and self.found else self._whole()
         seeds = [
@@ -143,7 +151,7 @@ class FitSnapshots:
         facts, values = {}, {}
         if strategy.is_chief:
             variables = snapshot_variables.variables_of(model)
-            training = engine.progress.state(model, None)
+            training = engine.progress.state(model, None, has_value=_is_dense)
             values = {name: variable.numpy() for name, variable in variables.items()}
             values.update(training.arrays)
             facts = {
@@ -168,12 +176,20 @@ class FitSnapshots:
         """Restores the last snapshot, if it was written in this `fit` or later."""
         strategy, control = self._strategy, self._engine().control
         snapshots, files_of_workers = strategy.snapshots, self._engine().worker_files
+        candidates = run_on_chief(control, strategy.is_chief, _WHAT, lambda: self._find())
+        problems = files_of_workers.problems(
+            snapshots.directory, [one["worker_files"] for one in candidates]
+        )
+        # On all workers at once, who agree on each variable that is made: for the one to be read.
+        newest = [one for one, lost in zip(candidates, problems) if not lost] or candidates
+        if newest:
+            build_optimizers(strategy, model, newest[-1])
         variables, values = snapshot_variables.variables_of(model), {}
 
         def read(folder, listed):
             is_passed = listed["fit"] > self.fits
             if not is_passed:
-                snapshot_variables.check_same_variables(folder, listed, variables)
+                snapshot_variables.check_same_model(folder, listed, model, variables)
             dtypes = {
                 n: v.dtype
                 for n, v in variables.items()
@@ -185,31 +201,23 @@ class FitSnapshots:
             shared = {name: listed[name] for name in _SHARED}
             return {"is_passed": is_passed, "worker_files": files, **shared}
 
-        def of_workers():
-            with _lost_for_all(strategy):
-                snapshots.check_writable()
-            return [listed.get("worker_files") for _, listed in self._whole()]
-
-        problems = []
-        if self.fits == 1:
-            of_all = run_on_chief(control, strategy.is_chief, _WHAT, of_workers)
-            problems = files_of_workers.problems(snapshots.directory, of_all)
-
         def work():
             with _lost_for_all(strategy):
                 if self.fits == 1:
                     self.found, result = snapshots.read_newest(self._whole(), read, problems)
                     return result
-                if self.found is None or self.found[1]["fit"] < self.fits:
-                    return None
                 return read(*self.found)
 
+        if self.fits > 1 and not candidates:
+            return
         shared = run_on_chief(control, strategy.is_chief, _WHAT, work)
         if shared is None:
             return
         for name in variables.keys() & values.keys():
             variables[name].assign(values[name])
-        self._engine().share_restored(variables.values())
+        TrainingState({}, values).assign_others(model)
+        others = filter(_is_dense, other_variables(model).values())
+        self._engine().share_restored([*variables.values(), *others])
         self.random = shared["random"]
         if shared["is_passed"]:
             # Done before the job was broken off. What the script does next, saving for example,
@@ -222,6 +230,27 @@ class FitSnapshots:
         (problems,) = files_of_workers.problems(snapshots.directory, [files])
         files_of_workers.restore(model, snapshots.directory, files, problems)
         self._go_on(model, shared, values)
+
+    def _find(self):
+        """What all workers need to know of the snapshots that may be read; on the chief."""
+        if self._not_taken is not None:
+            raise self._not_taken
+        if self.fits == 1:
+            with _lost_for_all(self._strategy):
+                self._strategy.snapshots.check_writable()
+            found = self._whole()
+        else:
+            found = [self.found] if self.found and self.found[1]["fit"] >= self.fits else []
+        return [
+            {
+                "worker_files": listed.get("worker_files"),
+                # A later call of `fit` may have had others.
+                "optimizers": listed["training"].get("optimizers", {})
+                if listed["fit"] == self.fits
+                else {},
+            }
+            for _, listed in found
+        ]
 
     def _go_on(self, model, shared, values):
         """Has `fit` go on where the snapshot was taken."""
@@ -238,6 +267,10 @@ class FitSnapshots:
                 facts["batch"],
                 facts["epoch"] + 1,
             )
+
+
+def _is_dense(variable):
+    return not snapshot_variables.is_table(variable)
 
 
 @contextlib.contextmanager

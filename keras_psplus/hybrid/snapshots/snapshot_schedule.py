@@ -16,6 +16,8 @@ import numpy as np
 import tensorflow as tf
 
 from keras_psplus import arguments
+from keras_psplus.core.backup import ended_backups
+from keras_psplus.files import ownership
 from keras_psplus.hybrid.files import saving, shard_files, snapshot_folders
 from keras_psplus.hybrid.files.table_files import LIST, read_list
 from keras_psplus.hybrid.rpc.calls import TableServerError, TableServerLostError
@@ -72,6 +74,16 @@ class Snapshots:
         # By path: why one that cannot be read is passed over.
         self._damaged: dict[str, str] = {}
 
+    def take(self) -> None:
+        """Makes this process the owner of the folder, before anything in it is read.
+
+        Raises:
+            FolderInUseError: If another job's process is its owner.
+            OSError: If it cannot be written.
+        """
+        with self._named(), shard_files.translate_file_errors("write", self.directory):
+            ownership.claim(self.directory, self._name, "snapshot_dir", ended_backups.job())
+
     def check_writable(self) -> None:
         """Sees that all tasks can write, and says what else is in the folder.
 
@@ -95,9 +107,11 @@ class Snapshots:
             tensors: Dict from names to arrays, everything but the tables.
 
         Raises:
+            FolderInUseError: If another job has taken the folder.
             OSError: If the chief cannot write.
             TableServerError: If a server cannot, or is lost.
         """
+        ownership.check(self.directory)
         folder = snapshot_folders.unused(self.directory, step)
         stem = f"dense-{uuid.uuid4().hex[:12]}"
 
@@ -238,6 +252,7 @@ class Snapshots:
         with contextlib.suppress(TableServerError):
             self._keep([])
         snapshot_folders.remove(os.path.join(self.directory, snapshot_folders.STATES))
+        ownership.release(self.directory)
         left = [folder for folder, _ in self.whole()]
         if left:
             logger.warning(
@@ -261,6 +276,8 @@ class Snapshots:
     def _named(self):
         try:
             yield
+        except ownership.FolderInUseError:
+            raise
         except OSError as error:
             raise OSError(f"{self._name} {error}") from None
 

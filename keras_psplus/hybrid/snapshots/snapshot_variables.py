@@ -5,6 +5,7 @@ from typing import Any
 
 import keras
 
+from keras_psplus.core.backup import training_state
 from keras_psplus.core.base import optimizers
 from keras_psplus.hybrid.tables.variable import TableVariable
 from keras_psplus.log import logger
@@ -17,7 +18,7 @@ def variables_of(model: keras.Model) -> dict[str, keras.Variable]:
         *model.metrics_variables,
         *optimizers.variables_of_optimizers(model),
     ]
-    every = {id(v): v for v in every if not _is_table(v)}
+    every = {id(v): v for v in every if not is_table(v)}
     return {f"{i}/{variable.path}": variable for i, variable in enumerate(every.values())}
 
 
@@ -40,7 +41,7 @@ def log_passed_over(fits: int, model: keras.Model, step: int, values: Iterable[s
         step,
     )
     found = {name.partition("/")[2] for name in values}
-    missing = [v.path for v in model.weights if v.path not in found and not _is_table(v)]
+    missing = [v.path for v in model.weights if v.path not in found and not is_table(v)]
     if missing:
         logger.warning(
             "weights of a model that was trained before the snapshot are not in it, and have their "
@@ -49,27 +50,29 @@ def log_passed_over(fits: int, model: keras.Model, step: int, values: Iterable[s
         )
 
 
-def _is_table(variable):
-    return isinstance(variable._value, TableVariable)
+def is_table(variable: Any) -> bool:
+    """Whether servers keep a variable, and write it to snapshots."""
+    return isinstance(getattr(variable, "_value", None), TableVariable)
 
 
-def check_same_variables(
-    folder: str, listed: dict[str, Any], variables: dict[str, keras.Variable]
+def check_same_model(
+    folder: str, listed: dict[str, Any], model: keras.Model, variables: dict[str, keras.Variable]
 ) -> None:
-    """Sees that a snapshot is one of these variables.
+    """Sees that a snapshot is one of this model, whose variables `variables_of` has found.
 
     Raises:
         ValueError: If it is not.
     """
-    own = forms(variables)
-    if own == listed["variables"]:
+    own, saved = forms(variables), listed["variables"]
+    if own == saved:
+        differing = training_state.difference_beside_weights(model, listed["training"])
+    else:
+        pairs = zip(own, saved)
+        differing = next((pair for pair in pairs if pair[0] != pair[1]), (len(own), len(saved)))
+    if differing is None:
         return
-    other = next(
-        (pair for pair in zip(listed["variables"], own) if pair[0] != pair[1]),
-        (len(listed["variables"]), len(own)),
-    )
     raise ValueError(
         "The last snapshot is one of another model, or of one that was compiled otherwise. Give "
         "this job its own `snapshot_dir`, or delete what is in it. "
-        f"Received: {other[1]} for {other[0]} in {folder}"
+        f"Received: {differing[0]} for {differing[1]} in {folder}"
     )

@@ -17,7 +17,7 @@ from __future__ import annotations
 import collections
 import functools
 import threading
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from typing import TYPE_CHECKING, Any, Self
 
 import tensorflow as tf
@@ -27,13 +27,12 @@ from keras_psplus.hybrid.rows import subgraph
 from keras_psplus.hybrid.tables.table import Table
 from keras_psplus.log import info_once
 from keras_psplus.tf_internals import framework_ops as ops
-from keras_psplus.tf_internals import resource_variable_ops
 
 if TYPE_CHECKING:
+    from keras_psplus.all_reduce.reduction.compression_state import States
     from keras_psplus.hybrid.extended import HybridExtended
 
 _LONG = tf.int64
-_STAMP = "read ahead"
 _local = threading.local()
 
 
@@ -57,17 +56,14 @@ class Buffer:
     """Rows that one lookup of one replica will ask for, if all goes as expected.
 
     Args:
+        states: `States` that a backup or a snapshot keeps.
+        name: Its name there.
         dim: Numbers in a row.
     """
 
-    def __init__(self, dim: int) -> None:
-        with ops.init_scope(), ops.device("/CPU:0"):
-            self._ids = resource_variable_ops.ResourceVariable(
-                tf.zeros([0], _LONG), shape=[None], trainable=False
-            )
-            self._rows = resource_variable_ops.ResourceVariable(
-                tf.zeros([0, dim]), shape=[None, dim], trainable=False
-            )
+    def __init__(self, states: States, name: str, dim: int) -> None:
+        self._ids = states.variable(f"{name}/ids", [None], _LONG)
+        self._rows = states.variable(f"{name}/rows", [None, dim], tf.float32)
 
     def read(self) -> tuple[tf.Tensor, tf.Tensor]:
         """The ids of the rows, and the rows."""
@@ -106,8 +102,7 @@ class Lookahead:
         _local.lookahead = self._outer
         if kind is None:
             for table in self._coming:
-                pushes = self._extended.counter(table, "pushes").read_value()
-                self._extended.counter(table, _STAMP).assign(pushes, read_value=False)
+                self._extended.is_ahead(table).assign(1, read_value=False)
 
     def note_padded(self, batch: Any, padded: Any) -> None:
         """Notes what the step computes with in the place of its batch.
@@ -149,7 +144,7 @@ class Lookahead:
         pushes = self._extended.counter(table, "pushes").read_value()
         asked, rows = buffer.read()
         is_same = _equal(asked, ids)
-        is_new = tf.equal(self._extended.counter(table, _STAMP).read_value(), pushes)
+        is_new = self._extended.is_ahead(table).read_value() > 0
         rows = tf.cond(
             tf.logical_and(is_same, is_new), lambda: tf.identity(rows), lambda: pull(ids)
         )
@@ -189,17 +184,6 @@ class Lookahead:
                 "rows of '%s' are not read ahead in one of its lookups: %s", table.name, reason
             )
             return None
-
-
-def forget(counters: Mapping[tuple[int, str, int], tf.Variable]) -> None:
-    """Has all that was read ahead be read again.
-
-    Args:
-        counters: Dict of `HybridExtended`'s counters.
-    """
-    for (_, what, _), variable in counters.items():
-        if what == _STAMP:
-            variable.assign(-1)
 
 
 def distinct(table: Table, indices: tf.Tensor) -> tuple[tf.Tensor, tf.Tensor]:

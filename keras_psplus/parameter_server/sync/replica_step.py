@@ -91,7 +91,10 @@ class WorkerReplicaStep(ReplicaStep):
     def _check_unused(self, gradients):
         """Raises ValueError if the step has computed with this worker's part of a gradient."""
         for call in self._calls:
-            changed = any(call.has_made(one) or call.was_changed_inside(one) for one in gradients)
+            changed = any(
+                call.has_made(one) or call.was_changed_inside(one) or call.was_changed_outside(one)
+                for one in gradients
+            )
             if changed or call.is_used() or call.is_used_inside():
                 raise ValueError(
                     'With `mode="sync"`, what `tape.gradient` returns is one worker\'s part of '

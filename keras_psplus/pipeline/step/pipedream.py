@@ -24,6 +24,7 @@ from typing import Any
 import keras
 import tensorflow as tf
 
+from keras_psplus.core.base.optimizers import optimizers_of
 from keras_psplus.pipeline.base import background, schedule
 from keras_psplus.pipeline.graph import call_order, devices
 from keras_psplus.pipeline.step import train_step
@@ -135,8 +136,12 @@ class PipeDreamFunction:
         return self._logs
 
     def has(self, variable: keras.Variable) -> bool:
-        """Whether a variable is one of the model's, which steps may change."""
-        return any(variable is one for one in self._model.variables)
+        """Whether a variable is one that steps may read or change.
+
+        That is one of the model, its metrics or its optimizers.
+        """
+        owners = (self._model, *self._model.metrics, *optimizers_of(self._model).values())
+        return any(variable is one for owner in owners for one in owner.variables)
 
     def _begin(self, batch, shows_rows):
         if len(self._under_way) == _DEPTH:

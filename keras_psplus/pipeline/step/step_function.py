@@ -86,8 +86,9 @@ class Functions:
         """
         given = batch if isinstance(batch, _Sent) else self._cut(batch)
         key = given.rows, shows_rows
-        self._engine.strategy.copies.refresh_stale()
         self._engine.finish_writes()
+        # Reads what was written.
+        self._engine.strategy.copies.refresh_stale()
         while True:
             if key not in self._traced:
                 run = functools.partial(self._run, key=key, like=given.like)
@@ -153,6 +154,9 @@ class Functions:
             for leaf in tree.flatten(given)
         ]
         self._end_trace(graph)
+        # A trace makes variables too (compressors' states, slots), and its function runs at once.
+        self._engine.note_written()
+        self._engine.finish_writes()
         if self._counts:
             strategy.traffic.count(strategy, graph, results, step.over_pipelines.crossings, encoded)
         return results

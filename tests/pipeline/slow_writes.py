@@ -1,0 +1,64 @@
+"""Weights that a callback writes while their workers have something else to do first."""
+
+import keras
+import numpy as np
+import tensorflow as tf
+
+import keras_psplus as psp
+
+layers = keras.layers
+RANDOM = np.random.RandomState(0)
+X, Y = RANDOM.randn(40, 12).astype("float32"), RANDOM.randint(0, 3, 40)
+
+
+def delay(variable):
+    """Has the worker that has a variable compute some tenths of a second, before anything else."""
+    with tf.device(variable.value.device):
+        product = tf.zeros((1000, 1000))
+        for _ in range(8):
+            # `tf.matmul` would wait for the shape.
+            product = tf.raw_ops.MatMul(a=product, b=product)
+
+
+class SlowWrites(keras.callbacks.Callback):
+    """Reads all weights after each step, and writes them."""
+
+    def __init__(self):
+        super().__init__()
+        self.read = []
+
+    def on_train_batch_end(self, batch, logs=None):
+        # Half of the steps' length, from the next step on.
+        rate = self.model.optimizer.learning_rate
+        rate.assign(0.5 * float(rate))
+        self.read.append(self.model.get_weights())
+        # Last: who reads waits for what the worker was asked before.
+        for variable, value in zip(self.model.weights, self.read[-1]):
+            delay(variable)
+            variable.assign(0.8 * value)
+
+
+def train(strategy):
+    keras.backend.clear_session()
+    keras.utils.set_random_seed(3)
+    with strategy.scope():
+        model = keras.Sequential([layers.Dense(8), layers.Dense(8, "tanh"), layers.Dense(3)])
+        model.build((None, 12))
+        # Not trained: with several pipelines, a step does not send it to the copies.
+        model.layers[1].trainable = False
+        loss = keras.losses.SparseCategoricalCrossentropy(from_logits=True)
+        model.compile(keras.optimizers.SGD(0.5, momentum=0.9), loss)
+    callback = SlowWrites()
+    options = {"batch_size": 8, "shuffle": False, "verbose": 0, "callbacks": [callback]}
+    losses = model.fit(X, Y, **options).history["loss"]
+    return [losses, *(one for read in callback.read for one in read), *model.get_weights()]
+
+
+def check(strategy):
+    """Raises AssertionError if a step did not have what was written before it."""
+    found = train(strategy)
+    with psp.single_process():
+        expected = train(tf.distribute.get_strategy())
+    for own, other in zip(found, expected, strict=True):
+        np.testing.assert_allclose(own, other, rtol=2e-5, atol=2e-6)
+    print("what was written is right", flush=True)
