@@ -39,8 +39,8 @@ def serve(
     Raises:
         keras_psplus.cluster.ClusterStartupError: If this task's address cannot be used or the
             chief does not come.
-        keras_psplus.cluster.serving.serve.ChiefLostError: If the chief has ended without having said so,
-            or a worker has been started again.
+        keras_psplus.cluster.serving.serve.ChiefLostError: If the chief has ended without having
+            said so, or a worker has been started again.
     """
     check_local_address(task)
     tuning.tune()
