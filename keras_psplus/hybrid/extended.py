@@ -89,7 +89,7 @@ class HybridExtended(MultiWorkerMirroredExtended):
         return self._buffers[key]
 
     def is_ahead(self, table: Table) -> tf.Variable:
-        """An int64: 1 while this replica has not pushed to a table since it read ahead."""
+        """An int64: 1 while this replica has pushed nothing since it read ahead."""
         key = table.key, _replica()
         if key not in self._are_ahead:
             name = "/".join(map(str, key))

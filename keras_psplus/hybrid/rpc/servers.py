@@ -95,7 +95,7 @@ class Servers:
             atexit.register(self._at_exit)
 
     def _greet(self, index, deadline):
-        """Says hello to a server that begins with this start of the job; returns its answer."""
+        """Says hello to a server that begins with the job; returns its answer."""
         name, address = self._peers[index]
         while True:
             # Before it is called: a client whose call has failed waits longer each time.

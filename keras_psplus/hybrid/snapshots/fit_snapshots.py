@@ -232,7 +232,7 @@ class FitSnapshots:
         self._go_on(model, shared, values)
 
     def _find(self):
-        """What all workers need to know of the snapshots that may be read; on the chief."""
+        """Facts on readable snapshots for all workers; on the chief."""
         if self._not_taken is not None:
             raise self._not_taken
         if self.fits == 1:
