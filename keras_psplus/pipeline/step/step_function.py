@@ -154,9 +154,6 @@ class Functions:
             for leaf in tree.flatten(given)
         ]
         self._end_trace(graph)
-        # A trace makes variables too (compressors' states, slots), and its function runs at once.
-        self._engine.note_written()
-        self._engine.finish_writes()
         if self._counts:
             strategy.traffic.count(strategy, graph, results, step.over_pipelines.crossings, encoded)
         return results
