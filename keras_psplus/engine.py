@@ -126,7 +126,7 @@ class Engine:
         """Called where data end before the steps that Keras expects."""
         return original(iterator)
 
-    def wait_for_steps(self, original: Original, iterator: Any) -> Any:
+    def drain(self, original: Original, iterator: Any) -> Any:
         """Called where Keras needs the results of all steps up to now."""
         return original(iterator)
 

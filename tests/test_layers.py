@@ -48,7 +48,7 @@ FOLDERS = {
     ],
     "compression": [
         *("averaging", "options", "base", "wire", "no_communication", "by_variable", "rows"),
-        *("quantize", "cast", "sparse", "factors", "error_feedback", "methods", "fused"),
+        *("quantize", "cast", "sparse", "factors", "error_feedback", "methods", "kernels"),
     ],
     "core": [
         *("jobs", "base", "data", "gradient_path", "graph", "plan", "batch", "backup", "models"),

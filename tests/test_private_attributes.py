@@ -23,7 +23,7 @@ OWN = {
     "_last_batch",
     "_made_by",
     "_of_rows",
-    "_placement_wish",
+    "_keras_rs_placement",
 }
 # Asked for with a default, since not all objects have it.
 OPTIONAL = {"_default_device_embedding_layers", "_device_iterators", "_distribution_strategy"}

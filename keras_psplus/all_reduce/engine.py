@@ -61,7 +61,7 @@ class MirroredEngine(StrategyEngine):
     def updating(self) -> MirroredUpdates | None:
         return self.strategy.extended.updating
 
-    def share_restored(self, variables: Iterable[keras.Variable | tf.Variable]) -> None:
+    def broadcast_restored(self, variables: Iterable[keras.Variable | tf.Variable]) -> None:
         # The disk need not be shared.
         if self.control is not None:
             with tf.init_scope():
@@ -158,7 +158,7 @@ class AllReduceEngine(MirroredEngine, GradientEngine):
             gather = tf.function(gather, autograph=False)
         return tree.map_structure(gather, values)
 
-    def note_padded(self, batch: Any, padded: Any) -> None:
+    def on_padded_batch(self, batch: Any, padded: Any) -> None:
         """Hears of a batch of no rows in whose place a replica computes with another."""
 
     # Data.
@@ -191,9 +191,9 @@ class AllReduceEngine(MirroredEngine, GradientEngine):
         iterator._distributed_dataset = iterator_release.Dataset(distributed.dataset)
         iterator.batch_spec = distributed.batch_spec
 
-    def share_restored(self, variables: Iterable[keras.Variable | tf.Variable]) -> None:
+    def broadcast_restored(self, variables: Iterable[keras.Variable | tf.Variable]) -> None:
         variables = list(variables)
-        super().share_restored(variables)
+        super().broadcast_restored(variables)
         self.accumulators.note_assigned(variables)
 
     # Variables.

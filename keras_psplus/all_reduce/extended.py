@@ -94,11 +94,11 @@ class MultiWorkerMirroredExtended(collective_all_reduce_strategy.CollectiveAllRe
         if self._control is not None:
             self._control.check_same("topology", str(topology), f"topology {topology}")
         self._levels = self._levels_of(topology)
-        self._reducers = reducers.Reducers(
+        self._reducers = reducers.GradientReducer(
             self._cross_device_ops.launchers,
             self.world.rank,
             self._num_replicas_in_sync,
-            self._hops if self._levels else self._hops.of_one_ring(topology),
+            self._hops if self._levels else self._hops.collapse_to_ring(topology),
             self._bucket_bytes,
             self._levels,
         )
@@ -143,8 +143,8 @@ class MultiWorkerMirroredExtended(collective_all_reduce_strategy.CollectiveAllRe
         return None
 
     @property
-    def reducers(self) -> reducers.Reducers:
-        """Reducers that sum gradients over all replicas."""
+    def reducers(self) -> reducers.GradientReducer:
+        """Reducer that sums gradients over all replicas."""
         return self._reducers
 
     @property

@@ -158,7 +158,7 @@ class GradientEngine(DistributedEngine):
         trainable_variables = None if trainable_variables is None else known
         # An optimizer's state changes alike on all replicas; averaging it would only cost bytes.
         step.recording = False
-        step.whole, step.puts_sums = frozenset(id(known[i]) for i in whole), is_plain
+        step.whole, step.writes_back_sums = frozenset(id(known[i]) for i in whole), is_plain
         try:
             if self.updating is None:
                 return original(optimizer, grads, trainable_variables)
@@ -166,7 +166,7 @@ class GradientEngine(DistributedEngine):
                 self.updating, step, original, optimizer, grads, trainable_variables
             )
         finally:
-            step.recording, step.whole, step.puts_sums = True, frozenset(), False
+            step.recording, step.whole, step.writes_back_sums = True, frozenset(), False
 
     def check_finite(
         self,
@@ -197,7 +197,7 @@ class GradientEngine(DistributedEngine):
         of_own = [variables[i] for i in own]
         number = tf.cast(tf.convert_to_tensor(optimizer.iterations), tf.int64)
         sums = self.strategy.extended.reducers.sum(parts, of_own, number, owner=optimizer)
-        if step is not None and step.puts_sums:
+        if step is not None and step.writes_back_sums:
             step.tape.put_sums(of_own, sums)
         grads = list(grads)
         for i, total in zip(own, sums):

@@ -22,7 +22,7 @@ if TYPE_CHECKING:
     from keras_psplus.all_reduce.topology.levels import Levels
 
 
-class Reducers:
+class GradientReducer:
     """Sums gradients in replica context; what is kept belongs to the optimizer they are for.
 
     Args:

@@ -24,7 +24,7 @@ from keras_psplus.all_reduce.liveness.step_marks import StepMarks
 from keras_psplus.all_reduce.step.replica_step import MirroredReplicaStep
 from keras_psplus.all_reduce.topology import auto_topology
 from keras_psplus.all_reduce.topology import group_topology as topology_module
-from keras_psplus.all_reduce.topology.hops import hops_of
+from keras_psplus.all_reduce.topology.hops import compressors_per_hop
 from keras_psplus.arguments import MOST, number, seconds, shown
 from keras_psplus.cluster.launcher import launch_flags
 from keras_psplus.cluster.monitor import stalls
@@ -128,7 +128,7 @@ class MultiWorkerMirroredStrategy(tf.distribute.MultiWorkerMirroredStrategy):
         startup.check_communication_options(communication_options)
         workers = startup.workers_of(startup.task_of(cluster_resolver))
         self._topology = topology_module.get(topology, workers)
-        hops = hops_of(compression, self._topology)
+        hops = compressors_per_hop(compression, self._topology)
         self._updates = updates_module.get(updates)
         self._task = self._start(cluster_resolver, startup_timeout, heartbeat_timeout)
         multi_worker = self._task is not None and self._task.num_workers > 1

@@ -44,7 +44,7 @@ class Injector:
     def __init__(self, events: Sequence[Event], log: Callable[[str], None]) -> None:
         self._left, self._log = list(events), log
         self._cluster: LocalCluster | None = None
-        self._links: links.Links | None = None
+        self._links: links.LinkFaults | None = None
         self._ended = threading.Event()
         self._folder = pathlib.Path(tempfile.mkdtemp(prefix="keras_psplus_chaos_"))
         self._socket = socket.socket(socket.AF_UNIX)
@@ -79,7 +79,7 @@ class Injector:
         """Turns to another `LocalCluster`; what was begun with the last one is over."""
         self._ended.set()
         self._cluster, self._ended = cluster, threading.Event()
-        self._links = links.Links(cluster.network, [task.name for task in cluster.tasks])
+        self._links = links.LinkFaults(cluster.network, [task.name for task in cluster.tasks])
 
     @property
     def _address(self) -> str:
@@ -138,7 +138,7 @@ class Injector:
 
         threading.Thread(target=slow_down, daemon=True).start()
 
-    def _disturb(self, event: Event, of_links: links.Links, ended: threading.Event) -> None:
+    def _disturb(self, event: Event, of_links: links.LinkFaults, ended: threading.Event) -> None:
         try:
             of_links.begin(event)
         except (OSError, RuntimeError) as error:

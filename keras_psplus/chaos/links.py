@@ -9,7 +9,7 @@ from keras_psplus.chaos.spec import Event
 KINDS = ("cut", "delay")
 
 
-class Links:
+class LinkFaults:
     """Overlapping faults of links.
 
     Delays add up, and a link is up when no cut is left.

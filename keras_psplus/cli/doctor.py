@@ -22,7 +22,7 @@ from keras_psplus.cluster.config import (
 from keras_psplus.cluster.discovery import proxies
 from keras_psplus.cluster.discovery.discovery import find_ranks, find_task_config
 from keras_psplus.cluster.environment import available_cores
-from keras_psplus.cluster.output.noise import NoiseFilter
+from keras_psplus.cluster.output.log_filter import NoiseFilter
 from keras_psplus.cluster.startup.preflight import check_local_address, probe_peers
 from keras_psplus.log import logger
 

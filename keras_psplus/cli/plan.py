@@ -170,7 +170,7 @@ def _cluster(options: flags.FlagValues) -> Cluster:
 
 
 def _over(cluster: Cluster, links: Links) -> Cluster:
-    rate, delay = plan_links.of_cluster(links)
+    rate, delay = plan_links.links_of_cluster(links)
     return dataclasses.replace(cluster, bits_per_second=rate, delay_ms=delay)
 
 

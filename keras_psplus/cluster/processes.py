@@ -22,7 +22,7 @@ from keras_psplus.cluster.environment import (
 )
 from keras_psplus.cluster.launcher.kernel_kills import KernelKills
 from keras_psplus.cluster.launcher.results import ClusterResult, describe, exit_code_of
-from keras_psplus.cluster.launcher.task_ends import EVALUATOR_NAME, Graces, TaskEnds
+from keras_psplus.cluster.launcher.task_ends import EVALUATOR_NAME, GracePeriods, TaskEnds
 from keras_psplus.cluster.launcher.task_restarts import TaskRestarts
 from keras_psplus.cluster.monitor.job_record import JobRecord
 from keras_psplus.cluster.output.console import Console, OutputPump, warn
@@ -122,7 +122,7 @@ class LocalCluster:
         self.log_dir = pathlib.Path(log_dir or tempfile.mkdtemp(prefix="keras_psplus_"))
         self._console = console
         self._restart, self._kill_grace = restart, kill_grace
-        graces = Graces(
+        graces = GracePeriods(
             failure=failure_grace,
             error=failure_grace if error_grace is None else error_grace,
             idle=failure_grace if idle_grace is None else idle_grace,

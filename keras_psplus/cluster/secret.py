@@ -42,7 +42,7 @@ class Secret:
         return [int.from_bytes(signature[i : i + 8], "big", signed=True) for i in (0, 8)]
 
 
-class Gate:
+class Authenticator:
     """Lets requests in that are signed with the job's token.
 
     It keeps nothing of a caller before that, so that nobody can fill it.
@@ -97,7 +97,7 @@ class Gate:
 
 
 class Session:
-    """A caller's side of a `Gate`.
+    """A caller's side of a `Authenticator`.
 
     Args:
         secret: `Secret`.

@@ -5,7 +5,7 @@ from typing import Any
 
 from keras_psplus import specs
 from keras_psplus.arguments import shown
-from keras_psplus.compression.averaging import mean_all
+from keras_psplus.compression.averaging import exchange_means
 from keras_psplus.compression.base import Compressor
 from keras_psplus.compression.by_variable import ByVariable
 from keras_psplus.compression.cast import Cast
@@ -32,7 +32,7 @@ __all__ = [
     "SufficientFactors",
     "TopK",
     "get",
-    "mean_all",
+    "exchange_means",
     "pack",
     "unpack",
     "with_error_feedback",

@@ -11,7 +11,7 @@ if TYPE_CHECKING:
     from keras_psplus.compression.base import Compressor
 
 
-def mean_all(
+def exchange_means(
     compressors: Sequence[Compressor],
     tensors: Sequence[tf.Tensor],
     states: Sequence[Any],

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 import tensorflow as tf
 
-from keras_psplus.compression.averaging import mean_all
+from keras_psplus.compression.averaging import exchange_means
 
 if TYPE_CHECKING:
     from keras_psplus.compression.factors.outer_products import OuterProduct
@@ -33,24 +33,25 @@ class Compressor:
             further from the tensor than zeros are, with which residuals would grow for ever.
         reducible: Whether the mean of payloads is the payload of the mean, so that workers can
             all-reduce payloads as they are. If so, `mean` serves.
-        homogeneous: True if `encode` is also stateless and linear in scale, so payloads can be
+        is_linear: True if `encode` is also stateless and linear in scale, so payloads can be
             summed directly.
-        splits: Whether pieces of a tensor, as rows of `encode_rows`, are encoded as well as the
-            whole, so that a sum over workers may be shared out among them.
+        supports_reduce_scatter: Whether pieces of a tensor, as rows of `encode_rows`, are encoded
+            as well as the whole, so that a sum over workers may be shared out among them.
         communicates: Whether anything is sent at all. If not, each worker uses its own gradient.
         start_step: Before this step tensors are sent whole.
         compresses_rows: Whether strategies compress the rows of `tf.IndexedSlices`, which have no
             residual, as well. If not, rows are sent whole.
         row_multiple: Rows of `encode_rows` are best of a multiple of so many elements.
-        adds_rows: Whether there is an `add_rows`, which decodes and sums the payloads of all
+        has_sum_decode: Whether there is an `add_rows`, which decodes and sums the payloads of all
             workers at once.
         compresses_vectors: Whether strategies compress gradients of vectors, such as biases. If
             not, these are sent whole: they are small, and models mind what is left out of them.
-        takes_products: Whether a gradient that `product_of` finds to be a product need not be made.
-        sends_factors: Whether of such a gradient the factors are sent. All replicas gather them and
-            multiply, unless one has more rows than `most_rows`. It has `most_rows`, `factor_bytes`
-            and `inner` as `SufficientFactors` has them. Of other gradients, `inner` takes care.
-        serves_values: Whether what comes out of `decode` is near to the tensor in each of its
+        accepts_factored: Whether a gradient that `factored` finds to be a product need not be made.
+        gathers_factors: Whether of such a gradient the factors are sent. All replicas gather them
+            and multiply, unless one has more rows than `most_rows`. It has `most_rows`,
+            `factor_bytes` and `inner` as `SufficientFactors` has them. Of other gradients, `inner`
+            takes care.
+        supports_values: Whether what comes out of `decode` is near to the tensor in each of its
             elements and at every step, so that values of variables can be read through it, too.
 
     Example:
@@ -74,17 +75,17 @@ class Compressor:
     feedback_options: dict[str, Any] = {}
     takes_feedback = True
     reducible = False
-    homogeneous = False
-    splits = False
+    is_linear = False
+    supports_reduce_scatter = False
     communicates = True
     start_step = 0
     compresses_rows = True
     compresses_vectors = True
     row_multiple = 1
-    adds_rows = False
-    takes_products = False
-    sends_factors = False
-    serves_values = False
+    has_sum_decode = False
+    accepts_factored = False
+    gathers_factors = False
+    supports_values = False
 
     def init(self, shape: tf.TensorShape | Sequence[int], dtype: tf.DType | str) -> Any:
         """Makes the state before the first step.
@@ -174,7 +175,7 @@ class Compressor:
         row_shape: tf.TensorShape | Sequence[int],
         step: tf.Tensor | int,
     ) -> tf.Tensor:
-        """Sums decoded payloads; only called if `adds_rows`.
+        """Sums decoded payloads; only called if `has_sum_decode`.
 
         Args:
             payload: Those of `encode` of all workers, joined in rank order along axis 0, of which
@@ -256,7 +257,7 @@ class Compressor:
         size: int = tf.TensorShape(row_shape).num_elements() * tf.as_dtype(dtype).size
         return size
 
-    def product_of(self, tensor: tf.Tensor) -> OuterProduct | None:
+    def factored(self, tensor: tf.Tensor) -> OuterProduct | None:
         """Finds of which product a tensor need not be made.
 
         Args:
@@ -276,7 +277,7 @@ class Compressor:
 
         It yields a list of tensors and is sent the list of their means over the workers, as often
         as the method needs. Strategies run the generators of many variables side by side and put
-        what they yield into one collective (`mean_all`). It does not look at `start_step`.
+        what they yield into one collective (`exchange_means`). It does not look at `start_step`.
 
         Args:
             tensor: Floating tensor of static shape.
@@ -309,7 +310,7 @@ class Compressor:
         Returns:
             The mean, what error feedback has to subtract for this worker, and the new state.
         """
-        means, owns, states = mean_all([self], [tensor], [state], step, all_mean)
+        means, owns, states = exchange_means([self], [tensor], [state], step, all_mean)
         return means[0], owns[0], states[0]
 
     def for_variable(

@@ -38,8 +38,8 @@ class Cast(RowCompressor):
     """
 
     reducible = True
-    homogeneous = True
-    serves_values = True
+    is_linear = True
+    supports_values = True
 
     def __init__(self, dtype: tf.DType | str = "bfloat16", error_feedback: bool = False) -> None:
         if not isinstance(dtype, (str, tf.DType, np.dtype)) or dtype not in _DTYPES:

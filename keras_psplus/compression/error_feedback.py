@@ -50,7 +50,7 @@ class ErrorFeedback(Compressor):
     """
 
     takes_feedback = False
-    takes_products = True
+    accepts_factored = True
 
     def __init__(
         self, inner: Compressor, momentum: float = 0.0, factor_masking: bool = False
@@ -67,12 +67,12 @@ class ErrorFeedback(Compressor):
         self.momentum = number("momentum", momentum, "in [0, 1)", lambda m: 0 <= m < 1)
         self.factor_masking = flag("factor_masking", factor_masking)
         self.reducible = inner.reducible
-        self.splits = inner.splits
+        self.supports_reduce_scatter = inner.supports_reduce_scatter
         self.communicates = inner.communicates
         self.start_step = inner.start_step
         self.compresses_rows = inner.compresses_rows
         self.row_multiple = inner.row_multiple
-        self.adds_rows = inner.adds_rows
+        self.has_sum_decode = inner.has_sum_decode
 
     def init(self, shape: tf.TensorShape | Sequence[int], dtype: tf.DType | str) -> dict[str, Any]:
         state = {"residual": tf.zeros(shape), "inner": self.inner.init(shape, dtype)}
@@ -162,15 +162,15 @@ class ErrorFeedback(Compressor):
         own = self.inner.decode(payload, tensor.shape, tensor.dtype, step)
         return payload, self.keep(tensor, total, payload, own, inner_state, state)
 
-    def product_of(self, tensor: tf.Tensor) -> outer_products.OuterProduct | None:
+    def factored(self, tensor: tf.Tensor) -> outer_products.OuterProduct | None:
         # A momentum is none, and others may add and keep something else.
         takes = type(self) is ErrorFeedback and not self.momentum
-        return self.inner.product_of(tensor) if takes else None
+        return self.inner.factored(tensor) if takes else None
 
     def exchange(
         self, tensor: tf.Tensor, state: Any, step: tf.Tensor | int
     ) -> Generator[list[tf.Tensor], list[tf.Tensor], tuple[tf.Tensor, Any, Any]]:
-        product = self.product_of(tensor)
+        product = self.factored(tensor)
         if product is None:
             total = self.add(tensor, state)
             summed = saturating_cast(total, tensor.dtype)

@@ -41,7 +41,7 @@ class Int8(RowCompressor):
     [Dettmers, 2015](https://arxiv.org/abs/1511.04561).
     """
 
-    serves_values = True
+    supports_values = True
     compresses_vectors = False
 
     def __init__(

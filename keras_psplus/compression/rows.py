@@ -16,7 +16,7 @@ class RowCompressor(Compressor):
     leading axis of 1, so that those of several workers, joined along it, can be decoded as rows.
     """
 
-    splits = True
+    supports_reduce_scatter = True
 
     def encode(
         self, tensor: tf.Tensor, state: Any, step: tf.Tensor | int

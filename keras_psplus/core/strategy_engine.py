@@ -96,7 +96,7 @@ class StrategyEngine(Engine):
             for optimizer in [*optimizers_of(model).values(), *others]:
                 self.updating.finish(optimizer)
 
-    def share_restored(self, variables: Iterable[keras.Variable | tf.Variable]) -> None:
+    def broadcast_restored(self, variables: Iterable[keras.Variable | tf.Variable]) -> None:
         """Gives all workers what the chief has read into variables."""
 
     @property

@@ -12,7 +12,7 @@ _CHUNK_BYTES = 4 << 20
 _KEY = "sha256"
 
 
-def of_file(path: str) -> str:
+def digest_of_file(path: str) -> str:
     """The SHA-256 digest of a file's bytes, in hexadecimal."""
     digest = hashlib.sha256()
     with open_file(path) as file:
@@ -26,7 +26,7 @@ def problem_of(path: str, expected: str) -> str | None:
 
     Args:
         path: Its path.
-        expected: `of_file` when it was written.
+        expected: `digest_of_file` when it was written.
 
     Returns:
         A text that names the file, or None if it is as it was written.
@@ -34,7 +34,7 @@ def problem_of(path: str, expected: str) -> str | None:
     if not tf.io.gfile.exists(path):
         return f"{path} is missing"
     try:
-        found = of_file(path)
+        found = digest_of_file(path)
     except (OSError, tf.errors.OpError) as error:
         return f"{path} cannot be read: {error}"
     if found != expected:

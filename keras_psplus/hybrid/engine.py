@@ -52,10 +52,10 @@ class HybridEngine(AllReduceEngine):
         awaited, self._awaits_data = self._awaits_data, False
         return awaited
 
-    def note_padded(self, batch: Any, padded: Any) -> None:
+    def on_padded_batch(self, batch: Any, padded: Any) -> None:
         ahead = prefetch.current_lookahead()
         if ahead is not None:
-            ahead.note_padded(batch, padded)
+            ahead.on_padded_batch(batch, padded)
 
     def build(
         self, original: Original, model: keras.Model, iterator: Any = None, data_batch: Any = None

@@ -14,7 +14,7 @@ from keras_psplus.all_reduce.data.lookahead import BatchAndNext
 from keras_psplus.all_reduce.startup import start, workers_of
 from keras_psplus.all_reduce.strategy import MultiWorkerMirroredStrategy
 from keras_psplus.all_reduce.topology import group_topology as topology_module
-from keras_psplus.all_reduce.topology.hops import hops_of
+from keras_psplus.all_reduce.topology.hops import compressors_per_hop
 from keras_psplus.arguments import flag, folder, seconds, text, whole_number
 from keras_psplus.cluster import config, roles
 from keras_psplus.cluster.discovery import discovery
@@ -165,7 +165,7 @@ class HybridStrategy(TableSaving, MultiWorkerMirroredStrategy):
         task = discovery.find_task_config()
         roles.refuse_evaluator("HybridStrategy", task)
         # Also in `ps` tasks, which would wait for workers that have refused it.
-        hops_of(compression, topology_module.get(topology, workers_of(task)))
+        compressors_per_hop(compression, topology_module.get(topology, workers_of(task)))
         if task is not None and not task.num_ps:
             raise config.ClusterConfigError(
                 "HybridStrategy needs at least one `ps` task for its tables: add it to TF_CONFIG's "
@@ -223,7 +223,7 @@ class HybridStrategy(TableSaving, MultiWorkerMirroredStrategy):
         recovers = snapshot_every is not None and not sync
         self._servers = Servers(task, secret, table_timeout, patience, recovers)
         self._servers.greet(agreed, self.num_replicas_in_sync, startup_timeout)
-        self._placement = placement_module.Placement(
+        self._placement = placement_module.TablePlacer(
             placement,
             min_table_bytes,
             self.num_replicas_in_sync,
@@ -293,7 +293,7 @@ class HybridStrategy(TableSaving, MultiWorkerMirroredStrategy):
         return self._snapshots
 
     @property
-    def placement(self) -> placement_module.Placement | None:
+    def placement(self) -> placement_module.TablePlacer | None:
         """Placement of tables, on parameter servers or not; None without a cluster."""
         return self._placement
 

@@ -18,7 +18,7 @@ HOOKS = (
         "tf_sync",
         ["self"],
         of_holder,
-        "wait_for_steps",
+        "drain",
         "steps that were sent to workers are waited for",
     ),
     Hook(

@@ -8,14 +8,14 @@ import importlib
 import importlib.util
 from typing import Any
 
-from keras_psplus.core.base.table_wishes import TableWishes
+from keras_psplus.core.base.keras_rs_placement import KerasRSPlacement
 from keras_psplus.keras_hooks.hook import Hook
 from keras_psplus.log import logger
 
-_wishes = TableWishes()
+_wishes = KerasRSPlacement()
 
 
-def _of_any(*args: Any, **kwargs: Any) -> TableWishes:
+def _of_any(*args: Any, **kwargs: Any) -> KerasRSPlacement:
     # Also before there is a strategy: the scope in which the layer is built decides.
     return _wishes
 

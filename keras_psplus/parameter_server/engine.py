@@ -35,8 +35,8 @@ from keras_psplus.parameter_server.reports import variable_kinds
 from keras_psplus.parameter_server.reports.worker_files import ServedWorkerFiles
 from keras_psplus.parameter_server.scheduling import failure
 from keras_psplus.parameter_server.tracing import local_copies, traffic, worker_function
-from keras_psplus.parameter_server.tracing.chief_writes import applying
-from keras_psplus.parameter_server.train_function import StepFunction
+from keras_psplus.parameter_server.tracing.chief_writes import applying_sums_flag
+from keras_psplus.parameter_server.train_function import TrainFunction
 from keras_psplus.parameter_server.transport import clipping, server_side
 from keras_psplus.parameter_server.updates import local_sgd_step, worker_updates
 from keras_psplus.parameter_server.updates.worker_updates import WorkerUpdates
@@ -91,9 +91,9 @@ class ParameterServerEngine(DistributedEngine):
 
     def make_function(
         self, original: Original, model: keras.Model, step_function: Callable[..., Any]
-    ) -> StepFunction:
+    ) -> TrainFunction:
         is_training = step_function == model.train_step
-        function = StepFunction(model, self.strategy, step_function, is_training)
+        function = TrainFunction(model, self.strategy, step_function, is_training)
         step_registry.register(self.strategy, function)
         return function
 
@@ -166,7 +166,7 @@ class ParameterServerEngine(DistributedEngine):
             for _ in range(0, batches, iterator.steps_per_execution):
                 next(iterator._epoch_iterator, None)
 
-    def wait_for_steps(self, original: Original, iterator: Any) -> None:
+    def drain(self, original: Original, iterator: Any) -> None:
         step_registry.drain(self.strategy)
 
     # Variables.
@@ -321,7 +321,7 @@ class ParameterServerEngine(DistributedEngine):
         grads: list[Any],
         variables: list[keras.Variable],
     ) -> list[Any]:
-        if applying:
+        if applying_sums_flag:
             return clipping.clip(optimizer, grads)
         return super().clip(optimizer, grads, variables)
 
@@ -347,7 +347,7 @@ class ParameterServerEngine(DistributedEngine):
     ) -> list[tuple[Any, Any]]:
         # On the chief, which keeps nothing; the sums of a step, which are there already; or to a
         # worker's own copies.
-        is_there = tf.executing_eagerly() or applying or local_copies.are_in_use()
+        is_there = tf.executing_eagerly() or applying_sums_flag or local_copies.are_in_use()
         if is_there or not tf.distribute.get_replica_context():
             return super().sum_gradients(original, optimizer, grads_and_vars)
         gradients, variables = zip(*grads_and_vars)

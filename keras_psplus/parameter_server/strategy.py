@@ -20,7 +20,7 @@ from keras_psplus.cluster.monitor import stalls
 from keras_psplus.cluster.monitor.progress import Progress
 from keras_psplus.cluster.process import tuning
 from keras_psplus.cluster.serving import shutdown
-from keras_psplus.cluster.serving.claims import Claimant
+from keras_psplus.cluster.serving.claims import ServerLease
 from keras_psplus.cluster.startup import preflight
 from keras_psplus.communication import Communication
 from keras_psplus.core.base.strategy_text import describe
@@ -73,7 +73,7 @@ class ParameterServerStrategy(tf.distribute.ParameterServerStrategy):
             variables' paths to these, or None to send them as they are. What one step leaves out
             its worker sends in later ones (error feedback), where the compressor needs it.
         pull_compression: How workers read variables: `"bf16"`, `"fp16"`, `"int8"`, a compressor
-            whose `serves_values` is True, a dict from patterns to these, or None to read them
+            whose `supports_values` is True, a dict from patterns to these, or None to read them
             exactly. What was made to be trained is read so, but for vectors and variables of
             fewer than 1,024 elements. The chief reads exactly, and updates run on the exact values.
         mode: `"async"`; or `"sync"`, in which each batch is split over the workers, the parameter
@@ -191,12 +191,12 @@ class ParameterServerStrategy(tf.distribute.ParameterServerStrategy):
         }
         self._cluster_coordinator = None
         self._engine = ParameterServerEngine(self)
-        self._claimant = Claimant(spec, self._task)
+        self._claimant = ServerLease(spec, self._task)
         self._claimant.claim_all()
         self._connect_to_cluster(coordinator_name="chief")
         self._chief = None
         if self._task is not None:
-            job_failure.watch()
+            job_failure.install_exit_hook()
             self._chief = shutdown.ShutdownNotifier(
                 {
                     f"{job}-{i}": f"/job:{job}/replica:0/task:{i}/device:CPU:0"

@@ -26,7 +26,7 @@ if TYPE_CHECKING:
     from keras_psplus.parameter_server.strategy import ParameterServerStrategy
 
 
-class StepFunction:
+class TrainFunction:
     """A train or test function whose steps run on the workers, several at a time."""
 
     def __init__(

@@ -8,7 +8,7 @@ from keras_psplus.pipeline.base import schedule
 
 _FOR_ACTIVATIONS = (
     'None, "bf16", "fp16", "int8", `Cast`, `Int8`, or a compressor of your own with '
-    "`serves_values = True`"
+    "`supports_values = True`"
 )
 
 
@@ -113,7 +113,7 @@ def check_compression(given: Any) -> compression.Compressor | None:
         ValueError: If it is none, or does not keep every element nearly as it is.
     """
     compressor = compression.get(given, "activation_compression", _FOR_ACTIVATIONS)
-    if compressor is not None and not getattr(compressor, "serves_values", False):
+    if compressor is not None and not getattr(compressor, "supports_values", False):
         raise ValueError(
             "`activation_compression` must keep every element of an activation nearly as it is: "
             f"{_FOR_ACTIVATIONS}. Received: activation_compression={given!r}"

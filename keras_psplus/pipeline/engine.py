@@ -24,7 +24,7 @@ from keras_psplus.pipeline.base import rows, schedule
 from keras_psplus.pipeline.split import costs
 from keras_psplus.pipeline.step import train_step
 from keras_psplus.pipeline.step.pipedream import PipeDreamFunction
-from keras_psplus.pipeline.step.step_function import PredictFunction, StepFunction
+from keras_psplus.pipeline.step.step_function import PipelineTrainFunction, PredictFunction
 from keras_psplus.pipeline.step.traced_step import PipelineStep, Update
 from keras_psplus.pipeline.worker_files import PipelineWorkerFiles
 from keras_psplus.tf_internals import context
@@ -136,7 +136,7 @@ class PipelineEngine(DistributedEngine):
         self.settle()
         if self.strategy.schedule == schedule.PIPEDREAM and step_function == model.train_step:
             return PipeDreamFunction(self, model, self.divides_train_step(model))
-        return StepFunction(self, model, step_function)
+        return PipelineTrainFunction(self, model, step_function)
 
     def make_predict_function(
         self, original: Original, model: keras.Model, force: bool = False
@@ -165,7 +165,7 @@ class PipelineEngine(DistributedEngine):
         dataset = iterator.data_adapter.get_tf_dataset()
         iterator._distributed_dataset = iterator_release.Dataset(dataset)
         iterator.batch_spec = dataset.element_spec
-        iterator.batch_rows = rows.of_data(iterator.data_adapter, dataset)
+        iterator.batch_rows = rows.rows_of_data(iterator.data_adapter, dataset)
 
     # Variables and layers.
 

@@ -29,7 +29,7 @@ def translate_errors(strategy: Any) -> Iterator[None]:
         number = None if strategy.task is None else _lost_worker(strategy, str(error))
         if number is None:
             raise
-        job_failure.note()
+        job_failure.mark_failed()
         raise lost(strategy, number, job_failure.relevant_line(error)) from error
 
 

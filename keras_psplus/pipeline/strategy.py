@@ -14,7 +14,7 @@ from keras_psplus.cluster.monitor import stalls
 from keras_psplus.cluster.monitor.progress import Progress
 from keras_psplus.cluster.process import tuning
 from keras_psplus.cluster.serving import shutdown
-from keras_psplus.cluster.serving.claims import Claimant
+from keras_psplus.cluster.serving.claims import ServerLease
 from keras_psplus.cluster.startup import preflight
 from keras_psplus.communication import Communication
 from keras_psplus.compression import Compressor
@@ -76,7 +76,7 @@ class PipelineStrategy(tf.distribute.Strategy):
             compressor, its short name (`"bf16"`, `"int8"`, `"sign"`, `"topk:0.01"`) or a dict by
             variable; None to send them as they are.
         activation_compression: How activations and their gradients go from stage to stage:
-            `"bf16"`, `"fp16"`, `"int8"`, or a compressor whose `serves_values` is True; None to
+            `"bf16"`, `"fp16"`, `"int8"`, or a compressor whose `supports_values` is True; None to
             send them as they are. It loses precision.
         startup_timeout: Seconds to wait for the other tasks to start.
         heartbeat_timeout: Seconds for which a worker may not answer before the job is ended.
@@ -178,11 +178,11 @@ class PipelineStrategy(tf.distribute.Strategy):
 
     def _connect(self):
         spec = {job: list(tasks) for job, tasks in self._task.cluster.items()}
-        Claimant(spec, self._task).claim_all()
+        ServerLease(spec, self._task).claim_all()
         tf.config.experimental_connect_to_cluster(
             tf.train.ClusterSpec(spec), job_name="chief", task_index=0, protocol="grpc"
         )
-        job_failure.watch()
+        job_failure.install_exit_hook()
         count = len(spec["worker"])
         self._chief = shutdown.ShutdownNotifier(
             {f"worker-{i}": startup.device_of_worker(i, "CPU") for i in range(count)}

@@ -103,7 +103,7 @@ class Prediction:
     memory: float
 
 
-class Parts(NamedTuple):
+class StepParts(NamedTuple):
     """Milliseconds of the parts of a step, by the names that tables give them.
 
     Attributes:
@@ -148,12 +148,12 @@ def milliseconds(traits: Traits, work: Work, step_ms: float, cluster: Cluster) -
     return sum(parts(traits, work, step_ms, cluster))
 
 
-def parts(traits: Traits, work: Work, step_ms: float, cluster: Cluster) -> Parts:
+def parts(traits: Traits, work: Work, step_ms: float, cluster: Cluster) -> StepParts:
     """Parts of a step's milliseconds, with arguments as of `predict`."""
     if traits.path == "alone":
-        return Parts(step_ms)
+        return StepParts(step_ms)
     moved = flows(traits, work, cluster.workers)
-    return Parts(
+    return StepParts(
         step_ms + _factors_ms(traits, work, step_ms, cluster),
         _compressors_ms(traits, work, cluster),
         _messages_ms(traits, moved, cluster),
@@ -190,7 +190,7 @@ def scales_to(
     if traits.path == "alone":
         return 1, None
 
-    def of(workers: int) -> Parts:
+    def of(workers: int) -> StepParts:
         return parts(traits, work, step_ms, dataclasses.replace(cluster, workers=workers))
 
     # A ring takes half as much again with four workers as with two, but little more with eight, so
@@ -201,7 +201,7 @@ def scales_to(
     if workers == _MOST_WORKERS:
         return workers, None
     grown = [after - before for before, after in zip(of(workers), of(2 * workers))]
-    return workers, Parts._fields[grown.index(max(grown))]
+    return workers, StepParts._fields[grown.index(max(grown))]
 
 
 def memory(traits: Traits, work: Work, slots: float) -> float:

@@ -12,7 +12,7 @@ from keras_psplus.planning.choices import Facts
 from keras_psplus.planning.cost_model import Cluster
 
 
-class Plan(NamedTuple):
+class PlanFile(NamedTuple):
     """Measurements of a plan, from which another cluster's choice can be computed.
 
     Attributes:
@@ -24,14 +24,14 @@ class Plan(NamedTuple):
     cluster: Cluster
 
 
-def read(path: str | os.PathLike[str]) -> Plan:
+def read(path: str | os.PathLike[str]) -> PlanFile:
     """Reads and checks a plan.
 
     Args:
         path: Path of a file with what `keras-psplus plan --json` has printed.
 
     Returns:
-        `Plan`, with a processor that counts once, as `choices.choose` takes it.
+        `PlanFile`, with a processor that counts once, as `choices.choose` takes it.
 
     Raises:
         ValueError: If it cannot be read, or is no such plan.
@@ -51,7 +51,7 @@ def read(path: str | os.PathLike[str]) -> Plan:
             "a plan is what `keras-psplus plan --json train.py` prints, without --stages. "
             f"{type(error).__name__}: {error}. Received: {path}"
         ) from None
-    return Plan(facts, cluster)
+    return PlanFile(facts, cluster)
 
 
 def _check(facts: Facts, cluster: Cluster) -> None:

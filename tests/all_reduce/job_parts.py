@@ -3,13 +3,13 @@
 import keras
 
 from keras_psplus.all_reduce.topology.group_topology import FLAT
-from keras_psplus.all_reduce.topology.hops import hops_of
+from keras_psplus.all_reduce.topology.hops import compressors_per_hop
 
 
 def compress(strategy, compressor, bucket_bytes=3000, topology=FLAT):
     """Gives a strategy other compressors, as a process has one strategy, and counts anew."""
     extended = strategy.extended
-    extended._hops = hops_of(compressor, topology)
+    extended._hops = compressors_per_hop(compressor, topology)
     extended._bucket_bytes = bucket_bytes
     extended.set_topology(topology)
 

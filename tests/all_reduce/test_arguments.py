@@ -13,8 +13,8 @@ from keras_psplus.all_reduce.reduction.compressed import CompressedSum
 class OnlyExchange(compression.Compressor):
     """Averages in a round of its own, with nothing to encode."""
 
-    def __init__(self, reducible=True, homogeneous=False):
-        self.reducible, self.homogeneous = reducible, homogeneous
+    def __init__(self, reducible=True, is_linear=False):
+        self.reducible, self.is_linear = reducible, is_linear
 
     def exchange(self, tensor, state, step):
         (mean,) = yield [tensor]
@@ -68,7 +68,7 @@ def summed(compressor):
     [
         (compression.Compressor(), "encode"),
         (OnlyExchange(reducible=False), "encode"),
-        (OnlyExchange(homogeneous=True), "encode"),
+        (OnlyExchange(is_linear=True), "encode"),
         ({"*": OnlyExchange(reducible=False)}, "encode"),
         (compression.ErrorFeedback(OnlyExchange(reducible=False)), "encode"),
         (Undecoded(), "decode"),
@@ -96,7 +96,7 @@ def test_unbiased_scaling_with_error_feedback_is_refused_before_anything_starts(
     "fit",
     [
         OnlyExchange(),
-        compression.ErrorFeedback(OnlyExchange(homogeneous=True)),
+        compression.ErrorFeedback(OnlyExchange(is_linear=True)),
         compression.NoCommunication(),
         compression.PowerSGD(1),
         compression.RandomK(0.1, unbiased=True),
@@ -113,7 +113,7 @@ def test_what_has_what_its_way_needs_is_taken(fit):
     "fit",
     [
         OnlyExchange(),
-        compression.ErrorFeedback(OnlyExchange(homogeneous=True)),
+        compression.ErrorFeedback(OnlyExchange(is_linear=True)),
         Chooser(OnlyExchange()),
     ],
     ids=repr,

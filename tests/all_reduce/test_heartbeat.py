@@ -11,8 +11,8 @@ import tensorflow as tf
 from keras_psplus.all_reduce.liveness import heartbeat
 from keras_psplus.all_reduce.liveness.heartbeat import HeartbeatWatch, Silence
 from keras_psplus.cluster.config import TaskConfig
-from keras_psplus.cluster.startup import neighbours
-from keras_psplus.cluster.wire.silence import is_silent, place_of
+from keras_psplus.cluster.startup import peer_sampling
+from keras_psplus.cluster.wire.unresponsive import is_silent, place_of
 from keras_psplus.core.jobs import error_report, failure
 
 
@@ -106,7 +106,7 @@ def test_a_silent_worker_is_named_in_the_error_of_collectives(monkeypatch):
 
 
 def test_in_a_large_cluster_neighbours_are_asked_and_the_others_are_told(monkeypatch):
-    monkeypatch.setattr(neighbours, "EVERYBODY", 4)
+    monkeypatch.setattr(peer_sampling, "EVERYBODY", 4)
     monkeypatch.setattr(error_report, "_reported_at", None)
     aborted, told = [], []
     runtime = types.SimpleNamespace(

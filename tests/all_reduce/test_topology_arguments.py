@@ -18,7 +18,7 @@ from keras_psplus.all_reduce.topology import (
     shards,
 )
 from keras_psplus.all_reduce.topology.group_topology import Topology
-from keras_psplus.all_reduce.topology.hops import hops_of
+from keras_psplus.all_reduce.topology.hops import compressors_per_hop
 from keras_psplus.cluster import TaskConfig
 
 NAMES = ["worker-0", "worker-1", "worker-2", "worker-3"]
@@ -62,9 +62,9 @@ def test_groups_that_are_none_are_refused_before_anything_starts(
     [
         ({"within": "bf16"}, None, '"within" and "between" are the hops of a topology'),
         ({"between": "int8"}, "flat", '"within" and "between" are the hops of a topology'),
-        ({"within": "topk:0.1"}, PAIRS.groups, "inside groups .* `splits`"),
-        ({"within": {"*": "int8"}}, PAIRS.groups, "inside groups .* `splits`"),
-        ({"within": "powersgd:2"}, "auto", "inside groups .* `splits`"),
+        ({"within": "topk:0.1"}, PAIRS.groups, "inside groups .* `supports_reduce_scatter`"),
+        ({"within": {"*": "int8"}}, PAIRS.groups, "inside groups .* `supports_reduce_scatter`"),
+        ({"within": "powersgd:2"}, "auto", "inside groups .* `supports_reduce_scatter`"),
         ({"between": "int8", "*kernel": "bf16"}, PAIRS.groups, "must have no other keys"),
         ({"between": "int9"}, PAIRS.groups, "`compression` must be"),
         ("factors", PAIRS.groups, "gathered by all workers"),
@@ -81,19 +81,19 @@ def test_hops_that_are_not_there_are_refused_before_anything_starts(
 
 
 def test_one_value_is_for_the_hop_between_groups():
-    within, between = hops_of("int8", PAIRS)
+    within, between = compressors_per_hop("int8", PAIRS)
     assert within is None and isinstance(between.inner, compression.Int8)
-    within, between = hops_of({"within": "bf16", "between": {"*kernel": "sign"}}, PAIRS)
+    within, between = compressors_per_hop({"within": "bf16", "between": {"*kernel": "sign"}}, PAIRS)
     assert isinstance(within, compression.Cast)
     assert isinstance(between, compression.ByVariable)
-    assert hops_of({"within": None}, PAIRS) == (None, None)
+    assert compressors_per_hop({"within": None}, PAIRS) == (None, None)
 
 
 def test_one_ring_has_the_compressor_of_the_hop_that_there_is():
-    both = hops_of({"within": "bf16", "between": "int8"}, "auto")
-    assert both.of_one_ring("flat") == (None, both.between)
-    assert both.of_one_ring(Topology(((0,), (1,)))) == (None, both.between)
-    assert both.of_one_ring(Topology(((0, 1),))) == (None, both.within)
+    both = compressors_per_hop({"within": "bf16", "between": "int8"}, "auto")
+    assert both.collapse_to_ring("flat") == (None, both.between)
+    assert both.collapse_to_ring(Topology(((0,), (1,)))) == (None, both.between)
+    assert both.collapse_to_ring(Topology(((0, 1),))) == (None, both.within)
 
 
 def test_groups_are_in_rank_order_and_of_all_replicas_of_a_worker():
@@ -128,7 +128,7 @@ def measured(racks, far=10.0, noise=1.3):
     """Links of workers by the racks that they are in; those inside differ by up to `noise`."""
     workers = range(len(racks))
     return {
-        (a, b): links.Link(1e-4, far if racks[a] != racks[b] else noise ** ((a + b) % 2))
+        (a, b): links.MeasuredLink(1e-4, far if racks[a] != racks[b] else noise ** ((a + b) % 2))
         for a, b in itertools.combinations(workers, 2)
     }
 
@@ -152,13 +152,13 @@ def test_links_make_groups(racks, groups):
 def test_links_that_make_no_groups_are_one_ring():
     # A chain: the second is near to the first and the third, which are far apart.
     chain = {(0, 1): 1.0, (1, 2): 1.0, (0, 2): 10.0}
-    chain = {pair: links.Link(1e-4, seconds) for pair, seconds in chain.items()}
+    chain = {pair: links.MeasuredLink(1e-4, seconds) for pair, seconds in chain.items()}
     assert not auto_topology.groups_of(chain, 3).has_levels
     assert not auto_topology.groups_of(measured("aabb", far=1.7, noise=1.0), 4).has_levels
 
 
 def test_table_of_links():
-    table = links.table({(0, 1): links.Link(1e-3, 1e-3 + 32 * 65536 / 1e8)}, NAMES[:2])
+    table = links.table({(0, 1): links.MeasuredLink(1e-3, 1e-3 + 32 * 65536 / 1e8)}, NAMES[:2])
     assert table.split("\n")[1].split() == ["worker-0", "1.0", "ms", "100", "Mbit/s"]
 
 

@@ -169,7 +169,7 @@ def automatic(make, topology, out, key):
     groups = topology_module.get(TOPOLOGIES[topology], NAMES)
     with mock.patch.object(auto_topology.links_module, "measure") as measure:
         measure.return_value = {
-            pair: links.Link(
+            pair: links.MeasuredLink(
                 1e-4, 1.0 if groups.group_of(pair[0]) == groups.group_of(pair[1]) else 9.0
             )
             for pair in measured

@@ -8,7 +8,7 @@ import time
 import pytest
 
 from keras_psplus.chaos import netlab, spec
-from keras_psplus.chaos.links import Links
+from keras_psplus.chaos.links import LinkFaults
 
 ECHO = """
 import socket
@@ -45,7 +45,7 @@ class Network:
 
 def test_faults_of_one_link_may_overlap():
     network, tasks = Network(), ["worker-0", "worker-1"]
-    links = Links(network, tasks)
+    links = LinkFaults(network, tasks)
     text = "cut:worker1@step=1;cut:worker1@step=2;delay:worker1@step=3,ms=50;"
     cut, again, delay, more, other = spec.parse(
         text + "delay:worker1@step=4,ms=25;delay:worker0@step=5,ms=1", tasks

@@ -8,13 +8,13 @@ import pytest
 from keras_psplus.cluster.ports import free_ports
 from keras_psplus.cluster.secret import RefusedError, Secret, Session
 from keras_psplus.cluster.serving import claims as claims_module
-from keras_psplus.cluster.serving.claims import Claims
+from keras_psplus.cluster.serving.claims import LeaseHolder
 
 
 @pytest.fixture
 def claims():
     (port,) = free_ports(1)
-    return Claims("ps-0", f"127.0.0.1:{port}")
+    return LeaseHolder("ps-0", f"127.0.0.1:{port}")
 
 
 def ask(claims, secret, **own):
@@ -54,7 +54,7 @@ def test_one_that_is_started_again_takes_its_place(claims):
 @pytest.mark.parametrize("mine, theirs", [("this", "other"), ("this", ""), ("", "other")])
 def test_another_token_is_refused(monkeypatch, mine, theirs):
     monkeypatch.setenv(claims_module.TOKEN_VARIABLE, mine)
-    claims = Claims("ps-0", "127.0.0.1:1")
+    claims = LeaseHolder("ps-0", "127.0.0.1:1")
     own = {"who": "first", "host": "a", "process": "x", "address": "a:1"}
     with pytest.raises(RefusedError, match="ps-0 belongs to another job: its token differs"):
         ask(claims, Secret(theirs), **own)

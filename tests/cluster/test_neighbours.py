@@ -2,7 +2,7 @@
 
 import pytest
 
-from keras_psplus.cluster.startup.neighbours import EVERYBODY, neighbours
+from keras_psplus.cluster.startup.peer_sampling import EVERYBODY, neighbours
 
 
 def test_in_a_small_cluster_each_asks_each_other():

@@ -12,7 +12,7 @@ import pytest
 from keras_psplus.chaos import netlab
 from keras_psplus.cluster.config import ClusterConfigError
 from keras_psplus.cluster.discovery.discovery import find_task_config
-from keras_psplus.cluster.discovery.rendezvous import meet
+from keras_psplus.cluster.discovery.rendezvous import exchange_hosts
 from keras_psplus.cluster.ports import free_ports
 from keras_psplus.cluster.wire import handshake
 from keras_psplus.cluster.wire.hello import JobSecret
@@ -29,7 +29,7 @@ class Meeting(threading.Thread):
 
     def run(self):
         try:
-            self.outcome = meet(*self.arguments)
+            self.outcome = exchange_hosts(*self.arguments)
         except ClusterConfigError as error:
             self.outcome = f"{error}"
 

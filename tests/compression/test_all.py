@@ -114,7 +114,7 @@ def test_rows_of_indexed_slices(compressor, row_shape):
     assert in_graph(values[:0], at(1))[1].shape == (0, *row_shape)
 
 
-@pytest.mark.parametrize("compressor", [c for c in ALL if c.splits], ids=repr)
+@pytest.mark.parametrize("compressor", [c for c in ALL if c.supports_reduce_scatter], ids=repr)
 def test_payloads_of_workers_are_rows_of_one(compressor):
     """What a quantised all-reduce relies on: gathered payloads are decoded together."""
     inner = getattr(compressor, "inner", compressor)

@@ -63,12 +63,12 @@ def test_many_tensors_share_the_rounds():
     compressors = [feedback, compression.Cast(), compression.NoCommunication(), feedback]
     tensors = [tf.random.normal([40, 30]) for _ in compressors]
     states = [c.init(t.shape, t.dtype) for c, t in zip(compressors, tensors)]
-    means, owns, states = compression.mean_all(compressors, tensors, states, at(0), all_mean)
+    means, owns, states = compression.exchange_means(compressors, tensors, states, at(0), all_mean)
     # Both factors of the matrices; the cast one goes with the first.
     assert calls == [3, 2]
     assert means[2] is tensors[2]
     assert [len(result) for result in (means, owns, states)] == [4, 4, 4]
-    assert compression.mean_all([], [], [], at(0), all_mean) == ([], [], [])
+    assert compression.exchange_means([], [], [], at(0), all_mean) == ([], [], [])
 
 
 def test_the_first_steps_are_averaged_whole():
@@ -84,7 +84,7 @@ def test_the_first_steps_are_averaged_whole():
 
     @tf.function(input_signature=[tf.TensorSpec([], tf.int64)])
     def average(step):
-        return compression.mean_all(compressors, tensors, states, step, all_mean)[0]
+        return compression.exchange_means(compressors, tensors, states, step, all_mean)[0]
 
     np.testing.assert_array_equal(average(at(4))[0], tensors[0])
     assert np.linalg.matrix_rank(average(at(5))[0]) == 2

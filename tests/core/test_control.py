@@ -7,7 +7,7 @@ import pytest
 import tensorflow as tf
 
 from keras_psplus.cluster.config import TaskConfig
-from keras_psplus.cluster.startup import neighbours
+from keras_psplus.cluster.startup import peer_sampling
 from keras_psplus.core.jobs import control as control_module
 from keras_psplus.core.jobs import error_report, failure
 from keras_psplus.core.jobs.control import ControlPlane
@@ -63,7 +63,7 @@ def on_all_workers(function, workers=WORKERS):
 
 @pytest.mark.parametrize("large", [False, True])
 def test_everybody_gets_everybodys_text(store, monkeypatch, large):
-    monkeypatch.setattr(neighbours, "EVERYBODY", 2 if large else 32)
+    monkeypatch.setattr(peer_sampling, "EVERYBODY", 2 if large else 32)
 
     def exchange(plane):
         plane.check_same("variable", "kernel", "a kernel")
@@ -74,7 +74,7 @@ def test_everybody_gets_everybodys_text(store, monkeypatch, large):
 
 @pytest.mark.parametrize("large", [False, True])
 def test_what_all_have_read_is_deleted(store, monkeypatch, large):
-    monkeypatch.setattr(neighbours, "EVERYBODY", 2 if large else 32)
+    monkeypatch.setattr(peer_sampling, "EVERYBODY", 2 if large else 32)
 
     def run(plane):
         for i in range(100):
@@ -96,7 +96,7 @@ def test_what_an_exchange_costs_grows_with_the_workers_not_with_their_square(sto
 
 
 def test_in_a_large_cluster_all_learn_why_one_has_ended(store, monkeypatch):
-    monkeypatch.setattr(neighbours, "EVERYBODY", 2)
+    monkeypatch.setattr(peer_sampling, "EVERYBODY", 2)
     monkeypatch.setattr(failure, "_failed_at", None)
     monkeypatch.setattr(failure, "_ended_address", None)
     ended = f"{error_report.ENDED}worker-2 (h:3) has ended by an error. Received: OSError: disk"
@@ -112,7 +112,7 @@ def test_in_a_large_cluster_all_learn_why_one_has_ended(store, monkeypatch):
 
 
 def test_in_a_large_cluster_another_kind_is_named(store, monkeypatch):
-    monkeypatch.setattr(neighbours, "EVERYBODY", 2)
+    monkeypatch.setattr(peer_sampling, "EVERYBODY", 2)
     monkeypatch.setattr(error_report, "report", lambda message: None)
 
     def run(plane):

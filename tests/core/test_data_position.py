@@ -5,7 +5,7 @@ import numpy as np
 import pytest
 import tensorflow as tf
 
-from keras_psplus.all_reduce.data.py_dataset import SharedOrder
+from keras_psplus.all_reduce.data.py_dataset import SharedShuffle
 from keras_psplus.all_reduce.data.sharding import of_one_replica
 from keras_psplus.core.data import data_position, iterator_release
 from keras_psplus.datasets.shuffle_seeds import seed_shuffles
@@ -70,7 +70,7 @@ DATA = {
     ),
     "with random numbers": lambda rows: in_two_passes(rows).batch(BATCH),
     "arrays": of_arrays,
-    "PyDataset": lambda rows: SharedOrder(Batches(rows), 3),
+    "PyDataset": lambda rows: SharedShuffle(Batches(rows), 3),
     "distributed": lambda rows: tf.distribute.MirroredStrategy(
         ["CPU:0"]
     ).distribute_datasets_from_function(lambda _: rows.dataset.shuffle(ROWS, seed=3).batch(BATCH)),

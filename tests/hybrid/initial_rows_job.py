@@ -11,7 +11,7 @@ from tests import quick_start  # noqa: F401
 # isort: split
 import keras
 
-from keras_psplus.hybrid.server.shard import Shard
+from keras_psplus.hybrid.server.shard import TableShard
 
 MIB, DIM, SERVERS = int(sys.argv[1]) if len(sys.argv) > 1 else 192, 32, 2
 
@@ -24,7 +24,7 @@ def memory(what):
 def make(rows, initializer):
     config = keras.initializers.serialize(initializer)
     spec = {"key": 0, "name": "table", "rows": rows, "dim": DIM, "initializer": config}
-    return Shard(spec, 0, SERVERS, None, None, replicas=1, sync=True)
+    return TableShard(spec, 0, SERVERS, None, None, replicas=1, sync=True)
 
 
 def main():

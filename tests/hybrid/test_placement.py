@@ -6,12 +6,12 @@ import sys
 
 import pytest
 
-from keras_psplus.hybrid.tables.placement import Placement
+from keras_psplus.hybrid.tables.placement import TablePlacer
 
 
 def placement(rule="auto", replicas=4, pull=None, push=None):
     same = lambda dim: dim  # noqa: E731
-    return Placement(rule, 1 << 20, replicas, pull or same, push or same)
+    return TablePlacer(rule, 1 << 20, replicas, pull or same, push or same)
 
 
 def test_auto_goes_by_size_and_bytes():

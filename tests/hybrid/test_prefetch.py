@@ -13,7 +13,7 @@ from keras_psplus.cluster.testing import run_in_processes
 from keras_psplus.core.batch.batches import World, split
 from keras_psplus.hybrid.rows import subgraph
 from keras_psplus.hybrid.rows.row_optimizer import config_of
-from keras_psplus.hybrid.server.shard import Shard
+from keras_psplus.hybrid.server.shard import TableShard
 from tests.hybrid.prefetch_job import CASES
 from tests.hybrid.reference import ENVIRONMENT, running_reference
 from tests.results import load
@@ -138,7 +138,7 @@ def test_what_must_not_be_repeated_is_refused():
 
 def test_rows_can_be_read_as_they_were_before_the_last_update():
     spec = {"key": 0, "name": "t", "rows": 6, "dim": 2, "initializer": None}
-    shard = Shard(spec, 0, 1, None, None, replicas=1, sync=True, keeps_undo_log=True)
+    shard = TableShard(spec, 0, 1, None, None, replicas=1, sync=True, keeps_undo_log=True)
     config = config_of(tf.keras.optimizers.SGD(1.0), None, None, None)
     shard.set_optimizer(config, number=1, first_slot=1)
     methods = shard.methods()

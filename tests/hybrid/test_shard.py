@@ -8,7 +8,7 @@ import pytest
 import tensorflow as tf
 
 from keras_psplus.hybrid.rows.row_optimizer import config_of
-from keras_psplus.hybrid.server.shard import Shard
+from keras_psplus.hybrid.server.shard import TableShard
 
 ROWS, DIM = 12, 3
 # Sums of numbers of so many sizes have other bits in another order.
@@ -32,7 +32,7 @@ SEVERAL = [
 
 def table_after(parts):
     spec = {"key": 0, "name": "table", "rows": ROWS, "dim": DIM, "initializer": None}
-    shard = Shard(spec, 0, 1, None, None, replicas=3, sync=True)
+    shard = TableShard(spec, 0, 1, None, None, replicas=3, sync=True)
     shard.set_optimizer(config_of(keras.optimizers.SGD(1.0), None, None, None), 1, 1)
     push, numbers = shard.methods()["push1"], tf.constant([1.0])
     for step in range(2):
@@ -71,7 +71,7 @@ def test_the_order_of_arrival_does_not_change_a_bit(parts):
 @pytest.mark.parametrize("sync, expected", [(True, 0), (False, -3)])
 def test_a_sum_or_each_push_is_regularized_clipped_and_decays(sync, expected):
     spec = {"key": 0, "name": "table", "rows": 1, "dim": 1, "initializer": None}
-    shard = Shard(spec, 0, 1, None, None, replicas=2, sync=sync)
+    shard = TableShard(spec, 0, 1, None, None, replicas=2, sync=sync)
     shard.weights.assign([[8.0]])
     optimizer, regularizer = keras.optimizers.SGD(1.0, clipvalue=4.0), keras.regularizers.L2(0.125)
     shard.set_optimizer(config_of(optimizer, 0.5, None, regularizer), 1, 1)

@@ -19,7 +19,7 @@ from keras_psplus.hybrid.files.table_files import LIST, write_list
 from keras_psplus.hybrid.rows.initial_rows import rows_of
 from keras_psplus.hybrid.rows.row_optimizer import config_of
 from keras_psplus.hybrid.server.server_files import ServerFiles
-from keras_psplus.hybrid.server.shard import Shard
+from keras_psplus.hybrid.server.shard import TableShard
 
 ROWS, DIM, STEM = 37, 3, "tables-1"
 NAMES = "users/embeddings", "items/embeddings"
@@ -34,7 +34,7 @@ def server_of(index, servers, rows=ROWS):
     shards = {}
     for key, name in enumerate(NAMES):
         spec = {"key": key, "name": name, "rows": rows, "dim": DIM, "initializer": None}
-        shards[key] = Shard(spec, index, servers, None, None, replicas=2, sync=False)
+        shards[key] = TableShard(spec, index, servers, None, None, replicas=2, sync=False)
     shards[1].set_optimizer(config_of(keras.optimizers.Adagrad(), None, None, None), 1, 1)
     return ServerFiles(shards, {"server": index, "servers": servers}), shards
 
@@ -161,7 +161,7 @@ def test_a_full_disk_leaves_what_was_there(tmp_path):
     write(tmp_path, 1)
     before = sorted(os.listdir(tmp_path))
     spec = {"key": 0, "name": NAMES[0], "rows": 1 << 18, "dim": 4, "initializer": None}
-    shards = {0: Shard(spec, 0, 1, None, None, replicas=1, sync=True)}
+    shards = {0: TableShard(spec, 0, 1, None, None, replicas=1, sync=True)}
     files = ServerFiles(shards, {"server": 0, "servers": 1})
     with full_disk(), pytest.raises(OSError, match="cannot write .*Free space there.*Received: "):
         files.save(str(tmp_path), "tables-2")

@@ -1114,7 +1114,7 @@ def lossless():
 
     class Same(compression.RowCompressor):
         def __init__(self, reducible=False, splits=False, error_feedback=False):
-            self.reducible, self.splits = reducible, splits
+            self.reducible, self.supports_reduce_scatter = reducible, splits
             self.error_feedback = error_feedback
 
         def encode_rows(self, values, step):

@@ -8,7 +8,7 @@ import tensorflow as tf
 
 from keras_psplus import compression, native
 from keras_psplus.all_reduce.reduction import routes
-from keras_psplus.compression import fused
+from keras_psplus.compression import kernels as fused
 from tests.compression.common import at
 
 kernels = native.kernels()

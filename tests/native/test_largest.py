@@ -7,7 +7,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from keras_psplus import compression, native
-from keras_psplus.compression import fused
+from keras_psplus.compression import kernels as fused
 from tests.compression.common import at
 
 kernels = native.kernels()

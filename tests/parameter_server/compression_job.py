@@ -37,7 +37,7 @@ class Levels(compression.Compressor):
     """One of one's own: 256 levels between the smallest and the largest element."""
 
     error_feedback = True
-    serves_values = True
+    supports_values = True
 
     def encode(self, tensor, state, step):
         low = tf.reduce_min(tensor)

@@ -79,8 +79,10 @@ def test_names_and_seeds_are_those_of_the_script(pipeline, monkeypatch):
         return model, history, later.name, later.get_weights(), drawn
 
     timed = []
-    of_call = timing.of_call
-    monkeypatch.setattr(timing, "of_call", lambda *args: timed.append(args) or of_call(*args))
+    of_call = timing.time_layer_call
+    monkeypatch.setattr(
+        timing, "time_layer_call", lambda *args: timed.append(args) or of_call(*args)
+    )
     # What is measured differs from run to run.
     monkeypatch.setattr(partition, "balance", lambda times, *_: [0, 0, 1, 1, 1])
     counted = run("flops")
@@ -136,7 +138,7 @@ def test_layers_that_are_alike_are_measured_once(pipeline, monkeypatch):
         timed.append((layer.name, rows, device))
         return Times(1.0, 2.0)
 
-    monkeypatch.setattr(timing, "of_call", of_call)
+    monkeypatch.setattr(timing, "time_layer_call", of_call)
 
     def make():
         return keras.Sequential([layers.Dense(12) for _ in range(9)] + [layers.Dense(3)])
@@ -155,14 +157,14 @@ def test_a_layer_that_cannot_be_measured_is_counted(pipeline, monkeypatch, caplo
 
     with pytest.raises(timing.CannotBeTimed, match=r"effects.*Received: "):
         form = layer_call.TensorForm((32, 4), "float32", False, True)
-        timing.of_call(Writes(), layer_call.LayerCall((form,), {}, 32), 8, CPU)
+        timing.time_layer_call(Writes(), layer_call.LayerCall((form,), {}, 32), 8, CPU)
 
     def of_call(layer, *args):
         if layer.units == 6:
             raise ValueError("out of luck")
         return Times(3.0, 5.0)
 
-    monkeypatch.setattr(timing, "of_call", of_call)
+    monkeypatch.setattr(timing, "time_layer_call", of_call)
     found = costs_of(
         pipeline(2),
         lambda: keras.Sequential([layers.Dense(12), layers.Dense(6)]),

@@ -13,7 +13,7 @@ def element(batch: tuple[Any, ...], spec: Any) -> Any:
     return batch if type(spec) is tuple else batch[0]
 
 
-def in_order(dataset: tf.data.Dataset) -> tf.data.Dataset:
+def to_tuple(dataset: tf.data.Dataset) -> tf.data.Dataset:
     """The dataset with its elements in one order on all workers."""
     # Parallel stages that hand over what is ready first would do so differently on each worker.
     options = tf.data.Options()
@@ -21,7 +21,7 @@ def in_order(dataset: tf.data.Dataset) -> tf.data.Dataset:
     return dataset.with_options(options)
 
 
-def without_missing(dataset: tf.data.Dataset) -> tf.data.Dataset:
+def drop_none(dataset: tf.data.Dataset) -> tf.data.Dataset:
     """The dataset without the last parts of its elements that are optionals without a value."""
     # Keras makes an empty optional of a generator's None, which TensorFlow cannot distribute.
     spec = dataset.element_spec
@@ -33,7 +33,7 @@ def without_missing(dataset: tf.data.Dataset) -> tf.data.Dataset:
     return dataset.map(as_it_is(lambda *batch: batch[:kept]))
 
 
-def copied(dataset: tf.data.Dataset) -> tf.data.Dataset:
+def clone_spec(dataset: tf.data.Dataset) -> tf.data.Dataset:
     """The dataset with tensors that share no memory with others."""
 
     # Tensors of a Python generator may share memory with the user's arrays, and kernels reuse the

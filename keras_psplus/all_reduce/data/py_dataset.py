@@ -12,7 +12,7 @@ if TYPE_CHECKING:
     import keras
 
 
-class SharedOrder(py_dataset_adapter.PyDataset):
+class SharedShuffle(py_dataset_adapter.PyDataset):
     """A `PyDataset` whose batches are shuffled again each epoch, by a shared seed.
 
     Args:
@@ -49,13 +49,13 @@ class SharedOrder(py_dataset_adapter.PyDataset):
         self._draw()
 
 
-def share_order(adapter: Any, seed: int) -> None:
+def share_shuffle(adapter: Any, seed: int) -> None:
     """Makes a shuffling `PyDatasetAdapter` shuffle by the seed; leaves all else as it is."""
     if not isinstance(adapter, py_dataset_adapter.PyDatasetAdapter) or not adapter.shuffle:
         return
     if adapter.py_dataset.num_batches is None:
         return
-    adapter.py_dataset = SharedOrder(adapter.py_dataset, seed)
+    adapter.py_dataset = SharedShuffle(adapter.py_dataset, seed)
     adapter.shuffle = False
     if adapter.enqueuer is not None:
         adapter.enqueuer.py_dataset = adapter.py_dataset

@@ -12,7 +12,7 @@ import tensorflow as tf
 
 from keras_psplus.all_reduce.data import data_facts, elements, global_batches, lookahead
 from keras_psplus.all_reduce.data.array_data import array_dataset, as_it_is
-from keras_psplus.all_reduce.data.py_dataset import share_order
+from keras_psplus.all_reduce.data.py_dataset import share_shuffle
 from keras_psplus.core.batch import batches
 from keras_psplus.core.data.unknown_length import UnknownLength
 from keras_psplus.datasets import service as data_service
@@ -97,7 +97,7 @@ def _distribute(strategy, adapter, proposals, own, pipeline, reads_ahead, steps)
         return _with_next(_array(strategy, adapter, seed), reads_ahead)
     if kind == "own" or not alike or any(reader.job_name != "" for reader in readers):
         return _own_share(strategy, adapter, proposals, readers, reads_ahead)
-    share_order(adapter, seed)
+    share_shuffle(adapter, seed)
     if not isinstance(pipeline, str):
         # Workers that do differently would give shuffles other seeds.
         if all(other.maps == how_maps_run for other in proposals):
@@ -106,9 +106,9 @@ def _distribute(strategy, adapter, proposals, own, pipeline, reads_ahead, steps)
         pipeline = "the workers' pipelines differ"
     dataset = adapter.get_tf_dataset()
     # A job of the service, which a copy of the dataset would begin again, has one reader here.
-    dataset = elements.without_missing(dataset if readers else seed_shuffles(dataset, seed))
+    dataset = elements.drop_none(dataset if readers else seed_shuffles(dataset, seed))
     if kind in ("python", "generator"):
-        dataset = elements.copied(dataset)
+        dataset = elements.clone_spec(dataset)
     return _split(
         strategy, adapter, global_batches.whole(dataset, world, pipeline), reads_ahead, facts
     )
@@ -132,7 +132,7 @@ def of_one_replica(adapter: Any, seed: int) -> Any:
         return shards.map(as_it_is(lambda part: part.replicas[0].data))
     has_own_order = kind == "own" or bool(data_service.readers(source))
     if not has_own_order:
-        share_order(adapter, seed)
+        share_shuffle(adapter, seed)
     dataset = adapter.get_tf_dataset()
     if has_own_order or isinstance(dataset, tf.distribute.DistributedDataset):
         return dataset
@@ -193,7 +193,7 @@ def _lockstep(strategy, adapter, of_dataset, facts):
 
     Workers exchange no messages about data while training.
     """
-    sharded = elements.in_order(of_dataset.dataset).map(
+    sharded = elements.to_tuple(of_dataset.dataset).map(
         as_it_is(functools.partial(of_dataset.cut, pads=True)),
         num_parallel_calls=tf.data.AUTOTUNE,
     )
@@ -224,7 +224,7 @@ def _until_all_end(strategy, adapter, of_dataset, reads_ahead):
         return whole
 
     dataset = elements.with_any_batch_size(of_dataset.dataset)
-    dataset = elements.in_order(dataset).flat_map(parts)
+    dataset = elements.to_tuple(dataset).flat_map(parts)
     distributed = _of_replicas(strategy, dataset, reads_ahead)
     _log_distribution(
         strategy,

@@ -17,8 +17,8 @@ from typing import TYPE_CHECKING
 import tensorflow as tf
 
 from keras_psplus.cluster.config import TaskConfig, task_name
-from keras_psplus.cluster.startup.neighbours import is_large, neighbours
-from keras_psplus.cluster.wire.silence import is_silent, place_of
+from keras_psplus.cluster.startup.peer_sampling import is_large, neighbours
+from keras_psplus.cluster.wire.unresponsive import is_silent, place_of
 from keras_psplus.core.jobs import error_report, failure
 from keras_psplus.log import logger
 from keras_psplus.tf_internals import context

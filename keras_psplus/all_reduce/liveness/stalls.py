@@ -15,7 +15,7 @@ from keras_psplus.all_reduce.liveness.step_marks import RUNNING, StepMarks
 from keras_psplus.cluster.config import TaskConfig, task_name
 from keras_psplus.cluster.monitor import stalls
 from keras_psplus.cluster.monitor.stalls import PendingWait
-from keras_psplus.cluster.startup.neighbours import is_large
+from keras_psplus.cluster.startup.peer_sampling import is_large
 from keras_psplus.tf_internals import context
 
 if TYPE_CHECKING:

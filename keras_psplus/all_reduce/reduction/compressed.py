@@ -19,8 +19,8 @@ from keras_psplus.all_reduce.reduction import routes
 from keras_psplus.all_reduce.reduction.compression_state import States
 from keras_psplus.all_reduce.reduction.compressors import check_compressor
 from keras_psplus.all_reduce.reduction.factor_sums import sum_of_outer_products
+from keras_psplus.all_reduce.reduction.identity import IDENTITY
 from keras_psplus.all_reduce.reduction.traffic import TensorTraffic, TrafficVariables
-from keras_psplus.all_reduce.reduction.whole import WHOLE
 
 # Gradients compressed more than 8x share buckets that hold 8x more uncompressed bytes.
 _STRONG_COMPRESSION = 8
@@ -132,7 +132,7 @@ class CompressedSum:
         if chosen is not None:
             # It may be one that `for_variable` has made just now.
             check_compressor(chosen)
-            if chosen.sends_factors and not _product(chosen, gradient):
+            if chosen.gathers_factors and not _product(chosen, gradient):
                 return chosen.inner
         return chosen
 
@@ -155,7 +155,7 @@ class CompressedSum:
         return routes.total(self._launcher, compressors, tensors, step), entries
 
     def _mean(self, tensors, compressors, paths, numbers, step):
-        compressors = [c or WHOLE for c in compressors]
+        compressors = [c or IDENTITY for c in compressors]
         names = self._names("mean", numbers)
         states = [self._state(n, c, t) for n, c, t in zip(names, compressors, tensors)]
         users, estimates = self._estimates(compressors, tensors)
@@ -265,7 +265,7 @@ class CompressedSum:
             return own, TensorTraffic(path, _name(compressor), logical, 0, 0)
         if compressor is not None and not compressor.compresses_rows:
             compressor = None
-        used = compressor or WHOLE
+        used = compressor or IDENTITY
         gathered, words, counts = routes.gather_rows(self._launcher, used, slices, step)
         word_bytes = 4 * tf.cast(tf.shape(words)[1], tf.int64)
         # All replicas send as many as the one with the most rows, rounded up to a class.
@@ -314,12 +314,12 @@ def _route(compressor, gradient, averages=False):
         return ("mean",) if averages and dtype.is_floating else ("sum", dtype)
     if not compressor.communicates:
         return ("own",)
-    if compressor.sends_factors:
+    if compressor.gathers_factors:
         # Factors are short, and those of one layer long before those of the next.
         return "factors", id(gradient)
     if compressor.reducible:
-        return ("total" if compressor.homogeneous else "mean",)
-    if compressor.splits:
+        return ("total" if compressor.is_linear else "mean",)
+    if compressor.supports_reduce_scatter:
         feedback = isinstance(compressor, compression.ErrorFeedback)
         inner = compressor.inner if feedback else compressor
         options = (compressor.momentum, compressor.factor_masking) if feedback else ()
@@ -337,7 +337,7 @@ def _weight(compressor, gradient):
 
 
 def _name(compressor):
-    if compressor is None or compressor is WHOLE:
+    if compressor is None or compressor is IDENTITY:
         return None
     return repr(compressor)
 
@@ -352,11 +352,11 @@ def _int64(number):
 
 def _product(compressor, gradient):
     """The `OuterProduct` of a gradient that need not be materialized, or None."""
-    if compressor is None or not compressor.takes_products or compressor.start_step:
+    if compressor is None or not compressor.accepts_factored or compressor.start_step:
         return None
     if isinstance(gradient, tf.IndexedSlices):
         return None
-    return compressor.product_of(gradient)
+    return compressor.factored(gradient)
 
 
 def _leaves(tensors):

@@ -35,11 +35,11 @@ def check_compressor(compressor: compression.Compressor) -> None:
     Args:
         compressor: `Compressor` that has been chosen for a variable.
     """
-    if compressor.sends_factors:
+    if compressor.gathers_factors:
         return
     needed = ["wire_bytes"]
-    # Payloads of homogeneous ones are added up without `exchange`.
-    by_exchange = compressor.reducible and not compressor.homogeneous
+    # Payloads of linear ones are added up without `exchange`.
+    by_exchange = compressor.reducible and not compressor.is_linear
     by_exchange = by_exchange and not methods.missing(compressor, "exchange")
     if compressor.communicates and not by_exchange:
         needed = ["encode", "decode", *needed]
@@ -47,6 +47,6 @@ def check_compressor(compressor: compression.Compressor) -> None:
     if method:
         raise ValueError(
             "`compression` must have `encode`, `decode` and `wire_bytes`, or, if it is `reducible` "
-            "and not `homogeneous`, `exchange` and `wire_bytes`. "
+            "and not `is_linear`, `exchange` and `wire_bytes`. "
             f"Received: compression={compressor!r}, without `{method}`"
         )

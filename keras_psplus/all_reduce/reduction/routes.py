@@ -16,7 +16,7 @@ import tensorflow as tf
 
 from keras_psplus import compression
 from keras_psplus.all_reduce.collectives import gradients
-from keras_psplus.compression import fused
+from keras_psplus.compression import kernels
 
 if TYPE_CHECKING:
     from keras_psplus.all_reduce.collectives.operations import Launcher
@@ -35,7 +35,7 @@ def total(
 
     Args:
         launcher: `collectives.Launcher` of this replica.
-        compressors: List of reducible compressors that are `homogeneous`.
+        compressors: List of reducible compressors that are `is_linear`.
         tensors: List of tensors.
         step: int64 scalar.
 
@@ -75,7 +75,7 @@ def mean(
         parts = [payload / tf.cast(replicas, payload.dtype) for payload in payloads]
         return gradients.sum_packed(launcher, parts)
 
-    means, _, states = compression.mean_all(compressors, tensors, states, step, all_mean)
+    means, _, states = compression.exchange_means(compressors, tensors, states, step, all_mean)
     return means, states
 
 
@@ -110,7 +110,7 @@ def split(
         launcher: `collectives.Launcher` of this replica.
         rank: This replica's rank.
         replicas: Number of replicas.
-        compressor: Compressor that `splits`, perhaps in `ErrorFeedback`.
+        compressor: Compressor that `supports_reduce_scatter`, perhaps in `ErrorFeedback`.
         tensors: List of tensors.
         state: What `split_init` or the last step returned.
         step: int64 scalar.
@@ -158,16 +158,16 @@ def split_rows(
     inner = feedback.inner if feedback else compressor
     server = compression.ErrorFeedback(inner) if feedback else inner
     own_state, piece_state = (state["worker"], state["server"]) if feedback else ((), ())
-    payload, keep = fused.encode_rows(compressor, mine, own_state, step)
+    payload, keep = kernels.encode_rows(compressor, mine, own_state, step)
     words = compression.pack(payload, replicas)
     received = compression.unpack(launcher.all_to_all(words), payload, replicas)
-    piece = fused.decode_sum(inner, received, width, replicas, step)
+    piece = kernels.decode_sum(inner, received, width, replicas, step)
     if further is not None:
         piece = further(piece)
-    piece_payload, keep_piece = fused.encode_rows(server, piece, piece_state, step)
+    piece_payload, keep_piece = kernels.encode_rows(server, piece, piece_state, step)
     piece_words = compression.pack(piece_payload, 1)
     everything = compression.unpack(launcher.gather(piece_words), payload, replicas)
-    sums = fused.decode_rows(inner, everything, width, step)
+    sums = kernels.decode_rows(inner, everything, width, step)
 
     def own():
         # There is time for what nobody waits for, if it is not done, while the sum is on its way.
@@ -218,7 +218,7 @@ def gather(
         Lists of sums, of new states, and of the payloads.
     """
     payloads, new_states = zip(
-        *(fused.encode(c, t, s, step) for c, t, s in zip(compressors, tensors, states))
+        *(kernels.encode(c, t, s, step) for c, t, s in zip(compressors, tensors, states))
     )
     words = [compression.pack(payload) for payload in payloads]
     sizes = [tf.shape(w)[1] if w.shape[1] is None else w.shape[1] for w in words]
@@ -226,11 +226,11 @@ def gather(
 
     sums = [None] * len(tensors)
     starts = [0, *itertools.accumulate(sizes)]
-    at_once = [i for i, c in enumerate(compressors) if c.adds_rows]
+    at_once = [i for i, c in enumerate(compressors) if c.has_sum_decode]
     for i in at_once:
         rows = everything[:, starts[i] : starts[i + 1]]
         rows = compression.unpack(rows, payloads[i], tf.constant(replicas))
-        sums[i] = fused.add_rows(compressors[i], rows, tensors[i].shape, step)
+        sums[i] = kernels.add_rows(compressors[i], rows, tensors[i].shape, step)
     one_by_one = [i for i in range(len(tensors)) if i not in at_once]
 
     def add(rank, totals):

@@ -123,7 +123,7 @@ def _padded(step, last_row, batch, note):
         return batch
     note(rows)
     padded = last_row.padded(batch, rows, step.rank)
-    step.engine.note_padded(batch, padded)
+    step.engine.on_padded_batch(batch, padded)
     return padded
 
 

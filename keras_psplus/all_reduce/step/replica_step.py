@@ -57,7 +57,7 @@ class MirroredReplicaStep(ReplicaStep):
         # Variables whose gradients an optimizer is given as those of the global batch, by ids.
         self.whole: frozenset[int] = frozenset()
         # Whether the sums that an optimizer makes are those of what the tape gave.
-        self.puts_sums = False
+        self.writes_back_sums = False
         self.rank = extended.rank_in_context()
         self.replicas = extended._num_replicas_in_sync
         self._fraction: Any = None

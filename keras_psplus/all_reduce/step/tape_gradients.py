@@ -68,9 +68,9 @@ class TapeGradients:
         sums_eagerly: bool = True,
     ) -> None:
         self._step, self._sum_parts, self._sums_eagerly = step, sum_parts, sums_eagerly
-        self._calls: list[stand_ins.Call] = []
+        self._calls: list[stand_ins.TapeCall] = []
         # Those that have left a loop, and are the replica's.
-        self._of_loops: list[stand_ins.Call] = []
+        self._of_loops: list[stand_ins.TapeCall] = []
         # Graphs of functions, branches and loops in which there are some of the calls.
         self._inner: list[tf.Graph] = []
         self._is_summing = False
@@ -88,7 +88,7 @@ class TapeGradients:
             List of the same form.
         """
         self.settle()
-        call = stand_ins.Call(grads, variables)
+        call = stand_ins.TapeCall(grads, variables)
         self._calls.append(call)
         if tf.executing_eagerly() and self._sums_eagerly:
             # Nothing can be put in a tensor's place later.

@@ -27,7 +27,7 @@ _WINS = 0.85
 _ELEMENTS, _ROUNDS = 1 << 18, 3
 
 
-class Decision(NamedTuple):
+class ChosenTopology(NamedTuple):
     """A chosen topology, and the measurements behind it.
 
     Attributes:
@@ -41,7 +41,7 @@ class Decision(NamedTuple):
     links: Links
 
 
-def decide(extended: MultiWorkerMirroredExtended) -> Decision:
+def decide(extended: MultiWorkerMirroredExtended) -> ChosenTopology:
     """Measures links, finds groups, and tries one ring and two levels; on all workers.
 
     Args:
@@ -49,7 +49,7 @@ def decide(extended: MultiWorkerMirroredExtended) -> Decision:
     """
     control, local = extended.control, len(extended.worker_devices)
     if control is None:
-        return Decision(FLAT, "one worker: one ring", {})
+        return ChosenTopology(FLAT, "one worker: one ring", {})
     names = control.names
     begin = time.monotonic()
     links = links_module.measure(extended)
@@ -58,7 +58,7 @@ def decide(extended: MultiWorkerMirroredExtended) -> Decision:
     if not groups.of_replicas(local).has_levels:
         took = time.monotonic() - begin
         report = f"{table}\none ring: no links are faster than others ({took:.1f} s)"
-        return Decision(FLAT, report, links)
+        return ChosenTopology(FLAT, report, links)
     milliseconds = _tried(extended, groups)
     wins = milliseconds[1] < _WINS * milliseconds[0]
     took = time.monotonic() - begin
@@ -67,7 +67,7 @@ def decide(extended: MultiWorkerMirroredExtended) -> Decision:
         f"{table}\n{choice}: {_ELEMENTS * 4 / 2**20:.0f} MiB take {milliseconds[0]:.0f} ms along "
         f"one ring, {milliseconds[1]:.0f} ms in groups {groups.describe(names)} ({took:.1f} s)"
     )
-    return Decision(groups if wins else FLAT, report, links)
+    return ChosenTopology(groups if wins else FLAT, report, links)
 
 
 def groups_of(links: Links, workers: int) -> Topology:

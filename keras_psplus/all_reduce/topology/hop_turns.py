@@ -17,7 +17,7 @@ from keras_psplus.all_reduce.collectives import gradients
 INSIDE, BETWEEN = 1, 2
 
 
-class Turns:
+class HopOrder:
     """Limits the number of concurrent sends along one hop.
 
     All replicas of a hop have to send in the same order.

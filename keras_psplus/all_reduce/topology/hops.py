@@ -23,7 +23,7 @@ class Hops(NamedTuple):
     within: Compressor | None
     between: Compressor | None
 
-    def of_one_ring(self, topology: Topology | str) -> Hops:
+    def collapse_to_ring(self, topology: Topology | str) -> Hops:
         """Compressors for a single ring.
 
         They are those between groups, or inside if the topology is one group.
@@ -32,7 +32,7 @@ class Hops(NamedTuple):
         return Hops(None, self.within if is_one else self.between)
 
 
-def hops_of(compression: Any, topology: Topology | str) -> Hops:
+def compressors_per_hop(compression: Any, topology: Topology | str) -> Hops:
     """Makes the compressors of a strategy.
 
     Args:
@@ -85,16 +85,16 @@ def hops_of(compression: Any, topology: Topology | str) -> Hops:
 
 def _check_within(compressor, compression):
     """Raises ValueError if a compressor inside groups cannot encode piece by piece."""
-    if compressor is not None and not compressor.splits:
+    if compressor is not None and not compressor.supports_reduce_scatter:
         raise ValueError(
             'inside groups gradients can be sent by "bf16", "fp16", "int8", "sign", or a '
-            "compressor that `splits`: each replica sums one piece. "
+            "compressor that `supports_reduce_scatter`: each replica sums one piece. "
             f"Received: compression={shown(compression)}"
         )
 
 
 def _check_factors(hops, compression):
-    if any(compressor.sends_factors for compressor in methods.each(hops.between)):
+    if any(compressor.gathers_factors for compressor in methods.each(hops.between)):
         raise ValueError(
             '"factors" of gradients are gathered by all workers along one ring, and cannot cross a '
             "hop of a topology: leave `topology` out, or give another `compression`. "

@@ -22,7 +22,7 @@ _SHORT, _LONG = 1, 1 << 16
 _ROUNDS, _BATCH = 3, 2
 
 
-class Link(NamedTuple):
+class MeasuredLink(NamedTuple):
     """One pair of workers.
 
     Attributes:
@@ -39,7 +39,7 @@ class Link(NamedTuple):
         return 32.0 * _LONG / max(self.transfer - self.latency, 1e-9)
 
 
-Links = dict[tuple[int, int], Link]
+Links = dict[tuple[int, int], MeasuredLink]
 
 
 def rounds_of_pairs(number: int) -> list[list[tuple[int, int]]]:
@@ -69,7 +69,7 @@ def measure(extended: MultiWorkerMirroredExtended) -> Links:
         extended: The strategy's. The first replica of each worker sends and receives.
 
     Returns:
-        Dict from pairs of workers' numbers to `Link`, the same on all workers.
+        Dict from pairs of workers' numbers to `MeasuredLink`, the same on all workers.
     """
     workers, mine = extended._num_workers, extended._id_in_cluster
     local = len(extended.worker_devices)
@@ -90,8 +90,8 @@ def measure(extended: MultiWorkerMirroredExtended) -> Links:
     for one in extended.control.exchange("links", text):
         for first, second, *seconds in json.loads(one):
             # Of what both have measured, the longer.
-            before = slowest.get((first, second), Link(0.0, 0.0))
-            slowest[first, second] = Link(*map(max, zip(before, seconds)))
+            before = slowest.get((first, second), MeasuredLink(0.0, 0.0))
+            slowest[first, second] = MeasuredLink(*map(max, zip(before, seconds)))
     return dict(sorted(slowest.items()))
 
 

@@ -19,7 +19,7 @@ Groups of different sizes (`_by_leaders`):
     2. The groups' leaders sum these sums, between groups.
     3. Each leader broadcasts the result, inside.
 
-While one bucket is between groups, the next is inside: `hop_turns.Turns` orders the sends.
+While one bucket is between groups, the next is inside: `hop_turns.HopOrder` orders the sends.
 """
 
 from __future__ import annotations
@@ -38,10 +38,10 @@ from keras_psplus.all_reduce.reduction.compressed import CompressedSum
 from keras_psplus.all_reduce.reduction.compression_state import States
 from keras_psplus.all_reduce.reduction.traffic import TensorTraffic, TrafficVariables
 from keras_psplus.all_reduce.topology import group_routes, hop_turns, shards
-from keras_psplus.all_reduce.topology.hop_turns import Turns
+from keras_psplus.all_reduce.topology.hop_turns import HopOrder
 from keras_psplus.all_reduce.topology.hops import Hops
 from keras_psplus.all_reduce.topology.levels import Levels
-from keras_psplus.compression import fused
+from keras_psplus.compression import kernels
 
 
 class _Piece(NamedTuple):
@@ -127,7 +127,7 @@ class TwoLevelSum:
         # From the last layer back, as backprop makes them ready.
         parts = [part for i in reversed(dense) for part in self._parts(i, grads[i], variables[i])]
         results: dict[int, list[tuple[tf.Tensor, TensorTraffic]]] = {i: [] for i in dense}
-        inside, between = Turns(hop_turns.INSIDE), Turns(hop_turns.BETWEEN)
+        inside, between = HopOrder(hop_turns.INSIDE), HopOrder(hop_turns.BETWEEN)
         for (_, compressed), bucket in gradients.buckets(
             parts,
             lambda part: (part.tensor.dtype, self._is_compressed(part.variable, part.tensor)),
@@ -164,7 +164,7 @@ class TwoLevelSum:
         compressor = self._everyone.compressor_of(variable, gradient)
         # The same on all replicas, in whatever group they are.
         multiple, pieces = self._levels.within.size if self._levels.is_even else 1, [gradient]
-        if compressor is None or compressor.splits or compressor.homogeneous:
+        if compressor is None or compressor.supports_reduce_scatter or compressor.is_linear:
             multiple *= 1 if compressor is None else compressor.row_multiple
             pieces = gradients.pieces(gradient, self._bucket_bytes, multiple)
         if len(pieces) == 1:
@@ -276,12 +276,12 @@ class TwoLevelSum:
         else:
             name = self._name("spread", variables)
             state = self._own_states.read(name, lambda: server.init([1, width], tf.float32))
-            payload, keep = fused.encode_rows(server, row, state, step)
-            state = keep(lambda: fused.decode_rows(inner, payload, width, step))
+            payload, keep = kernels.encode_rows(server, row, state, step)
+            state = keep(lambda: kernels.decode_rows(inner, payload, width, step))
             self._own_states.write(name, state)
 
         def decode(words):
-            return fused.decode_rows(inner, compression.unpack(words, payload), width, step)
+            return kernels.decode_rows(inner, compression.unpack(words, payload), width, step)
 
         return compression.pack(payload), decode
 

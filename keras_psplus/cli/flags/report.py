@@ -5,7 +5,7 @@ import pathlib
 import sys
 
 from keras_psplus.cluster.launcher.results import ClusterResult
-from keras_psplus.cluster.output.noise import NoiseFilter
+from keras_psplus.cluster.output.log_filter import NoiseFilter
 
 _TRACEBACK = "Traceback (most recent call last)"
 _LAST_LINES = 80

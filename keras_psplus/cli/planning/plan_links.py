@@ -100,7 +100,7 @@ def measure() -> Links | None:
     return links_file.parse(result.stdout, " ".join(command[1:]))
 
 
-def of_cluster(links: Links) -> tuple[float, float]:
+def links_of_cluster(links: Links) -> tuple[float, float]:
     """Bits per second and milliseconds of delay, as `cost_model.Cluster` has them.
 
     A ring is as slow as its slowest link. Of a short message's time, the model counts what tasks

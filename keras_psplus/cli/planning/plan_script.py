@@ -14,7 +14,7 @@ from typing import Any
 import keras_psplus
 from keras_psplus.catalogue import lookup
 from keras_psplus.cluster.environment import python_path
-from keras_psplus.cluster.output.noise import NoiseFilter
+from keras_psplus.cluster.output.log_filter import NoiseFilter
 
 # `core.plan_request.VARIABLE` and `tracebacks.FULL_VARIABLE`, whose modules need TensorFlow.
 _VARIABLE = "KERAS_PSPLUS_PLAN"

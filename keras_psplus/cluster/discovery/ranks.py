@@ -81,7 +81,7 @@ class Ranks:
             return ["127.0.0.1"] * self.size
         if self.first_host is not None:
             address = f"{_bracketed(self.first_host)}:{port}"
-            return rendezvous.meet(self.rank, self.size, address, timeout)
+            return rendezvous.exchange_hosts(self.rank, self.size, address, timeout)
         raise ClusterConfigError(
             f"{self.source} says that this is process {self.rank} of {self.size}, but not on which "
             f"hosts the others are. Set {HOSTS_VARIABLE} to the hosts, in the order of the ranks, "

@@ -25,7 +25,7 @@ _PAUSE, _LOG_EVERY = 0.3, 10.0
 _COURTESY = 10.0
 
 
-def meet(rank: int, size: int, address: str, timeout: float) -> tuple[str, ...]:
+def exchange_hosts(rank: int, size: int, address: str, timeout: float) -> tuple[str, ...]:
     """Returns the host of each rank; all ranks have to call this at once.
 
     Args:

@@ -14,7 +14,7 @@ _CHIEF = task_name("chief", 0)
 
 
 @dataclasses.dataclass(frozen=True)
-class Graces:
+class GracePeriods:
     """Seconds that tasks have after others have ended.
 
     Attributes:
@@ -40,7 +40,7 @@ class TaskEnds:
     Args:
         tasks: The cluster's tasks.
         workers_serve: Whether workers serve a chief.
-        graces: `Graces`.
+        graces: `GracePeriods`.
         record: A `JobRecord` by which tasks say what they do, or None.
         log: Function that takes a line of progress.
 
@@ -53,7 +53,7 @@ class TaskEnds:
         self,
         tasks: Sequence[Task],
         workers_serve: bool,
-        graces: Graces,
+        graces: GracePeriods,
         record: JobRecord | None,
         log: Callable[[str], None],
     ) -> None:

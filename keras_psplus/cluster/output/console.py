@@ -10,7 +10,7 @@ import threading
 import time
 from typing import IO, TextIO
 
-from keras_psplus.cluster.output import noise
+from keras_psplus.cluster.output import log_filter
 from keras_psplus.cluster.output.log_file import LogFile
 
 _ESCAPE = re.compile(r"\x1b\[[0-9;?]*[A-Za-z]")
@@ -192,7 +192,7 @@ class OutputPump(threading.Thread):
     ) -> None:
         super().__init__(name=f"output of {task}", daemon=True)
         self._task, self._pipe, self._log, self._console = task, pipe, log, console
-        self._noise = noise.NoiseFilter() if console is not None and console.quiet else None
+        self._noise = log_filter.NoiseFilter() if console is not None and console.quiet else None
         self._has_failed = False
         self._start_line()
 
@@ -244,7 +244,7 @@ class OutputPump(threading.Thread):
     def _end_line(self, end):
         line = "".join(self._parts).removesuffix("\r")
         self._start_line()
-        start = noise.log_line_in(line) if end else None
+        start = log_filter.log_line_in(line) if end else None
         if start is not None:
             # The line that it was written into, a progress bar as a rule, goes on.
             self._add(line[:start])

@@ -20,7 +20,13 @@ import tensorflow as tf
 
 from keras_psplus.cluster.config import ClusterStartupError, TaskConfig
 from keras_psplus.cluster.environment import TOKEN_VARIABLE
-from keras_psplus.cluster.secret import AnotherProcessError, Gate, RefusedError, Secret, Session
+from keras_psplus.cluster.secret import (
+    AnotherProcessError,
+    Authenticator,
+    RefusedError,
+    Secret,
+    Session,
+)
 from keras_psplus.cluster.wire import handshake
 from keras_psplus.cluster.wire.identity import PeerIdentity
 from keras_psplus.tf_internals import script_ops
@@ -32,7 +38,7 @@ _START_SECONDS = 30.0
 _CONNECT_SECONDS = 1.0
 
 
-class Claims:
+class LeaseHolder:
     """Notes, in a task that serves, which chief it belongs to.
 
     Args:
@@ -44,7 +50,7 @@ class Claims:
         self._leader = leader
         self._holder: dict[str, Any] | None = None
         self._lock = threading.Lock()
-        self._gate = Gate(
+        self._gate = Authenticator(
             _secret(),
             f"{name} belongs to another job: its token differs. Start all tasks with the same "
             f"{TOKEN_VARIABLE}, or all without. Received: another token",
@@ -92,8 +98,8 @@ class Claims:
         return json.dumps({"held": self.claim(**json.loads(body))})
 
 
-class Claimant:
-    """A chief's side of `Claims`.
+class ServerLease:
+    """A chief's side of `LeaseHolder`.
 
     Args:
         cluster: Dict from job names to lists of addresses.
@@ -147,7 +153,7 @@ class Claimant:
 
 
 class _Line:
-    """Calls the function of `Claims` in one server."""
+    """Calls the function of `LeaseHolder` in one server."""
 
     def __init__(self, job, index, address):
         task = f"/job:{job}/task:{index}"

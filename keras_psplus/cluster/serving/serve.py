@@ -13,7 +13,7 @@ from keras_psplus.cluster.config import ClusterConfigError, ClusterStartupError,
 from keras_psplus.cluster.monitor import task_report
 from keras_psplus.cluster.process import tuning
 from keras_psplus.cluster.serving import shutdown
-from keras_psplus.cluster.serving.claims import Claims
+from keras_psplus.cluster.serving.claims import LeaseHolder
 from keras_psplus.cluster.startup.preflight import check_local_address
 from keras_psplus.cluster.wire import handshake
 from keras_psplus.errors import ChiefLostError
@@ -67,7 +67,7 @@ def serve(
     leader, address = _leader(config)
     check_local_address(config)
     tuning.tune()
-    listener, claims = shutdown.ShutdownListener(), Claims(config.name, address)
+    listener, claims = shutdown.ShutdownListener(), LeaseHolder(config.name, address)
     try:
         server = tf.distribute.Server(
             tf.train.ClusterSpec({job: list(tasks) for job, tasks in config.cluster.items()}),

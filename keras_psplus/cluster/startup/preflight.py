@@ -7,8 +7,8 @@ from collections.abc import Callable, Collection
 
 from keras_psplus.cluster.config import TaskConfig, task_name
 from keras_psplus.cluster.startup.local_address import DNS_PATIENCE, bind_local_address
-from keras_psplus.cluster.startup.neighbours import is_large
-from keras_psplus.cluster.startup.roll_call import PartialRollCall, RollCall
+from keras_psplus.cluster.startup.peer_discovery import PeerDiscovery, SparsePeerDiscovery
+from keras_psplus.cluster.startup.peer_sampling import is_large
 from keras_psplus.cluster.wire import handshake
 from keras_psplus.cluster.wire.hello import JobSecret
 from keras_psplus.cluster.wire.identity import PeerIdentity
@@ -62,7 +62,7 @@ def wait_for_cluster(
     bound = bind_local_address(config, mine, min(timeout, DNS_PATIENCE), log)
     listener = Listener(bound, mine, job)
     tasks = [task for task in config.tasks() if task[0] in job_types]
-    kind = PartialRollCall if all_wait and is_large(len(tasks)) else RollCall
+    kind = SparsePeerDiscovery if all_wait and is_large(len(tasks)) else PeerDiscovery
     try:
         kind(config, mine, job, listener, job_types).call(started, timeout, log)
     finally:

@@ -128,7 +128,7 @@ class PowerSGD(Compressor):
             return size_of(shape) * element_size
         return 4 * (rows + columns) * rank
 
-    def product_of(self, tensor: tf.Tensor) -> outer_products.OuterProduct | None:
+    def factored(self, tensor: tf.Tensor) -> outer_products.OuterProduct | None:
         # Those of others that are derived from this one take tensors.
         takes = type(self).exchange is PowerSGD.exchange and self._layout(tensor.shape)[2]
         return outer_products.find_outer_product(tensor) if takes else None

@@ -38,8 +38,8 @@ class SufficientFactors(Compressor):
     """
 
     takes_feedback = False
-    takes_products = True
-    sends_factors = True
+    accepts_factored = True
+    gathers_factors = True
     compresses_vectors = False
 
     def __init__(
@@ -54,7 +54,7 @@ class SufficientFactors(Compressor):
             lambda n: n >= 1e-6,
         )
 
-    def product_of(self, tensor: tf.Tensor) -> outer_products.OuterProduct | None:
+    def factored(self, tensor: tf.Tensor) -> outer_products.OuterProduct | None:
         return outer_products.find_outer_product(tensor)
 
     def wire_bytes(

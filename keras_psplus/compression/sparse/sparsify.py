@@ -46,8 +46,8 @@ class TopK(RowCompressor):
     Reference: [Lin et al., 2017](https://arxiv.org/abs/1712.01887).
     """
 
-    splits = False
-    adds_rows = True
+    supports_reduce_scatter = False
+    has_sum_decode = True
     compresses_vectors = False
 
     def __init__(
@@ -182,7 +182,7 @@ class RandomK(RowCompressor):
     """
 
     reducible = True
-    homogeneous = True
+    is_linear = True
     compresses_vectors = False
 
     def __init__(

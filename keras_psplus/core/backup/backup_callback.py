@@ -183,10 +183,10 @@ def restore(
     of_callbacks: dict[str, Any] = {}
     if facts is not None:
         state = training[0] if is_chief else None
-        of_callbacks = weights_of_callbacks(model, facts, state, engine.share_restored)
+        of_callbacks = weights_of_callbacks(model, facts, state, engine.broadcast_restored)
     others = optimizers.other_variables(model).values()
     of_optimizers = optimizers.variables_of_optimizers(model)
-    engine.share_restored([*model.variables, *model.metrics_variables, *of_optimizers, *others])
+    engine.broadcast_restored([*model.variables, *model.metrics_variables, *of_optimizers, *others])
     if found["what"] == fit_calls.PASS:
         engine.progress.pass_over(model, found)
         return None
@@ -218,7 +218,7 @@ def _found(engine, callback, states):
     described = facts.get("optimizers", {})
     if call is None:
         return {"what": fit_calls.RESUME, "optimizers": described}
-    what = fit_calls.of_folder(callback.backup_dir).decide(call, facts)
+    what = fit_calls.calls_of_folder(callback.backup_dir).decide(call, facts)
     if what == fit_calls.FRESH:
         # The next save replaces it: it has to be one of this script's.
         check_model(callback.model, facts, callback.backup_dir, with_optimizers=False)

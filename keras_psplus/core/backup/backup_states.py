@@ -38,7 +38,7 @@ def write_digests(folder: str, worker_files: dict[str, str]) -> None:
         folder: The folder, with all files of a state.
         worker_files: Dict from names to digests of the files that workers have written for it.
     """
-    files = {name: digests.of_file(file_utils.join(folder, name)) for name in _names(folder)}
+    files = {name: digests.digest_of_file(file_utils.join(folder, name)) for name in _names(folder)}
     content = {"format": _FORMAT, "files": files, "worker_files": worker_files}
     with file_utils.File(file_utils.join(folder, _DIGESTS), "w") as file:
         file.write(digests.to_json(content, indent=1))

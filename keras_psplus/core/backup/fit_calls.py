@@ -27,7 +27,7 @@ _ARGUMENTS = "epochs", "initial_epoch", "batch_size", "steps_per_epoch"
 
 
 @dataclasses.dataclass
-class Call:
+class FitCall:
     """One call of `fit`.
 
     Attributes:
@@ -57,10 +57,10 @@ class FitCalls:
     """The calls of `fit` with one folder, in this process."""
 
     def __init__(self) -> None:
-        self._calls: list[Call] = []
+        self._calls: list[FitCall] = []
         self._models: list[Callable[[], Any]] = []
 
-    def begin(self, model: keras.Model, arguments: dict[str, Any]) -> Call:
+    def begin(self, model: keras.Model, arguments: dict[str, Any]) -> FitCall:
         """Begins a call, in the place of the one before if that has failed."""
         if self._calls and not self._calls[-1].has_ended:
             self._calls.pop()
@@ -68,13 +68,13 @@ class FitCalls:
         if number is None:
             number = len(self._models)
             self._models.append(weakref.ref(model))
-        call = Call(len(self._calls) + 1, number, arguments, random.getstate())
+        call = FitCall(len(self._calls) + 1, number, arguments, random.getstate())
         if model.optimizer is not None:
             call.optimizer = weakref.ref(model.optimizer)
         self._calls.append(call)
         return call
 
-    def decide(self, call: Call, facts: dict[str, Any] | None) -> str:
+    def decide(self, call: FitCall, facts: dict[str, Any] | None) -> str:
         """Decides what a call does with a backup.
 
         Args:
@@ -103,19 +103,19 @@ class FitCalls:
         is_next = before.model != call.model or before.optimizer() is call.optimizer()
         return RESUME if goes_on and is_next else FRESH
 
-    def facts_of(self, call: Call) -> list[dict[str, Any]]:
+    def facts_of(self, call: FitCall) -> list[dict[str, Any]]:
         """Facts of a call and of all before it."""
         return [one.facts() for one in self._calls[: call.number]]
 
     def _skip_to(self, call, saved):
         before = [
-            Call(i + 1, one["model"], one["arguments"], None, one["history"], True)
+            FitCall(i + 1, one["model"], one["arguments"], None, one["history"], True)
             for i, one in enumerate(saved[:-1])
         ]
         self._calls, call.number = [*before, call], len(saved)
 
 
-def of_folder(folder: str | os.PathLike[str]) -> FitCalls:
+def calls_of_folder(folder: str | os.PathLike[str]) -> FitCalls:
     """The calls with a folder."""
     path = os.fspath(folder)
     return _BY_FOLDER.setdefault(path if "://" in path else os.path.realpath(path), FitCalls())

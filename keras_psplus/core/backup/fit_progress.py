@@ -38,7 +38,7 @@ class FitProgress:
         first_epoch: The first epoch of this `fit`, whether it was in this process or not.
         resumed: What a backup says, from when it was read until the training goes on.
         has_resumed: Whether the present epoch was begun before.
-        call: On the chief, the `fit_calls.Call` of a `fit` with a BackupAndRestore, else None.
+        call: On the chief, the `fit_calls.FitCall` of a `fit` with a BackupAndRestore, else None.
         is_saving: Whether BackupAndRestore saves: not in a call that has ended before.
         passed: What is to be had of this call, which is passed over, or None.
         folders: Folders of which this process is the owner.
@@ -51,7 +51,7 @@ class FitProgress:
         self.first_epoch: int | None = None
         self.resumed: Resumed | None = None
         self.has_resumed = False
-        self.call: fit_calls.Call | None = None
+        self.call: fit_calls.FitCall | None = None
         self.is_saving = True
         self.passed: dict[str, Any] | None = None
         self._saves_states = saves_states
@@ -100,7 +100,7 @@ class FitProgress:
             callbacks = given.get("callbacks")
             for backup in _backups(getattr(callbacks, "callbacks", callbacks)):
                 self.folders.append(backup.backup_dir)
-                calls = fit_calls.of_folder(backup.backup_dir)
+                calls = fit_calls.calls_of_folder(backup.backup_dir)
                 arguments = fit_calls.arguments_of(fit, model, args, kwargs)
                 self.call = calls.begin(model, arguments)
                 self._saved_seed = self._seed_of(backup)
@@ -119,7 +119,7 @@ class FitProgress:
         with contextlib.suppress(Exception):
             backup_files.take(backup, self.owner)
             facts = TrainingState.read(backup.backup_dir).facts
-            self._found = fit_calls.of_folder(backup.backup_dir).decide(self.call, facts)
+            self._found = fit_calls.calls_of_folder(backup.backup_dir).decide(self.call, facts)
             if self._found == fit_calls.RESUME:
                 return facts["data_seed"]
         return None
@@ -299,7 +299,7 @@ class FitProgress:
             "layout": None if self.iterator is None else data_layout.layout_of(self.iterator),
         }
         if self.call is not None and backup_dir is not None:
-            position["calls"] = fit_calls.of_folder(backup_dir).facts_of(self.call)
+            position["calls"] = fit_calls.calls_of_folder(backup_dir).facts_of(self.call)
             position["random"] = self.call.random
         return TrainingState.of(model, self._callbacks, position, has_value)
 

@@ -136,7 +136,7 @@ def digests_of(names: Iterable[str], folder: str) -> dict[str, str]:
     for name in names:
         path = file_utils.join(folder_in(folder), name)
         atomic.sync(path)
-        found[name] = digests.of_file(path)
+        found[name] = digests.digest_of_file(path)
     return found
 
 

@@ -18,7 +18,7 @@ _DIFFERING = "Random", "Iterator", "Optional", "PyFunc", "Multinomial", "Shuffle
 _STATEFUL = "StatefulPartitionedCall", "If", "While", "Case"
 
 
-class Call:
+class TapeCall:
     """Gradients of one call of a tape, and the placeholders returned for them.
 
     Args:
@@ -199,7 +199,7 @@ class Call:
         return op.type == "Identity" and id(op.outputs[0]) in outputs
 
 
-def is_made_of(calls: Sequence[Call], gradient: tf.Tensor | tf.IndexedSlices | None) -> bool:
+def is_made_of(calls: Sequence[TapeCall], gradient: tf.Tensor | tf.IndexedSlices | None) -> bool:
     """Whether a gradient is equal on all replicas, as sums are.
 
     It is if it was computed of those and of nothing that may differ from replica to replica: rows

@@ -17,7 +17,7 @@ import tensorflow as tf
 
 from keras_psplus.cluster.config import TaskConfig, task_name
 from keras_psplus.cluster.monitor import stalls
-from keras_psplus.cluster.startup.neighbours import is_large
+from keras_psplus.cluster.startup.peer_sampling import is_large
 from keras_psplus.core.jobs import error_report, failure
 from keras_psplus.log import logger
 from keras_psplus.tf_internals import context

@@ -22,7 +22,7 @@ from keras_psplus import tracebacks
 from keras_psplus.cluster.config import TaskConfig, task_name
 from keras_psplus.cluster.monitor import task_report
 from keras_psplus.cluster.wire import handshake
-from keras_psplus.cluster.wire.silence import is_silent, place_of
+from keras_psplus.cluster.wire.unresponsive import is_silent, place_of
 from keras_psplus.core.jobs import error_report
 from keras_psplus.errors import PeerLostError
 from keras_psplus.log import logger

@@ -12,13 +12,13 @@ from keras_psplus.log import logger
 _has_failed = False
 
 
-def watch() -> None:
+def install_exit_hook() -> None:
     """Ends this process without TensorFlow's own end if a part of the cluster was lost."""
     tracebacks.install()
     atexit.register(_exit_if_failed)
 
 
-def note() -> None:
+def mark_failed() -> None:
     """Notes that a part of the cluster was lost."""
     global _has_failed
     _has_failed = True

@@ -14,7 +14,7 @@ MESSAGE_BYTES = (4 << 20) - (64 << 10)
 
 _ALLOWED = (
     'None, "bf16", "fp16", "int8", `Cast`, `Int8`, or a compressor of your own with `encode_rows` '
-    "and `serves_values = True`"
+    "and `supports_values = True`"
 )
 
 
@@ -87,7 +87,7 @@ def compressor_for_rows(
         return None
     inner = getattr(compressor, "inner", compressor)
     by_rows = type(inner).encode_rows is not compression.Compressor.encode_rows
-    if not by_rows or not inner.serves_values:
+    if not by_rows or not inner.supports_values:
         raise ValueError(
             f"`{argument}` must keep every number of a row nearly as it is, as rows have no "
             f"residual: {_ALLOWED}. Received: {argument}={shown(value)}"

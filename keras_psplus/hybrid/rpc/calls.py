@@ -20,7 +20,7 @@ from keras_psplus.cluster.wire import handshake
 from keras_psplus.core.jobs import failure
 from keras_psplus.errors import TableServerError, TableServerLostError
 from keras_psplus.hybrid.rpc import names
-from keras_psplus.hybrid.rpc.row_key import RowKey
+from keras_psplus.hybrid.rpc.rpc_auth import RowKey
 from keras_psplus.hybrid.rpc.tickets import TicketBook
 
 _OK, _CANCELLED, _DEADLINE, _UNAVAILABLE = 0, 1, 4, 14
@@ -37,7 +37,7 @@ _ANOTHER_PROCESS = (
 _unique = itertools.count()
 
 
-class Link:
+class RpcClient:
     """A client of one parameter server.
 
     Operations of a graph that share a client are run in the order in which they were traced, so
@@ -49,7 +49,7 @@ class Link:
         timeout: Seconds that one call may take.
         patience: Seconds for which a server that cannot be reached is called again.
         recovers: Whether a server that is started again is given what the one before had.
-        key: `row_key.RowKey` that every call begins with, or None.
+        key: `rpc_auth.RowKey` that every call begins with, or None.
     """
 
     def __init__(
@@ -210,7 +210,7 @@ class Link:
         return np.bool_(listens(self.address))
 
 
-class ControlLink(Link):
+class ControlLink(RpcClient):
     """Requests that are not part of training steps, as JSON, from eager code."""
 
     def __init__(self, name: str, address: str, secret: Secret, timeout: float) -> None:

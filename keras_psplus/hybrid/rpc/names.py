@@ -1,7 +1,7 @@
 """Names of parameter servers' methods, which anybody can list, and the token.
 
-Names contain nothing that would help an attacker: `secret.Gate` and `row_key.with_key_check`
-authenticate calls.
+Names contain nothing that would help an attacker: `secret.Authenticator` and
+`rpc_auth.with_key_check` authenticate calls.
 """
 
 import json

@@ -11,8 +11,8 @@ from typing import Any
 from keras_psplus.cluster.config import ClusterStartupError, TaskConfig, task_name
 from keras_psplus.cluster.process import exit_code
 from keras_psplus.cluster.secret import Secret
-from keras_psplus.hybrid.rpc.calls import ControlLink, Link, TableServerError, listens
-from keras_psplus.hybrid.rpc.row_key import RowKey
+from keras_psplus.hybrid.rpc.calls import ControlLink, RpcClient, TableServerError, listens
+from keras_psplus.hybrid.rpc.rpc_auth import RowKey
 from keras_psplus.log import logger
 
 _SHUTDOWN_SECONDS = 3.0
@@ -62,10 +62,10 @@ class Servers:
     def __len__(self) -> int:
         return len(self._peers)
 
-    def new_links(self) -> list[Link]:
+    def new_links(self) -> list[RpcClient]:
         """A new link to each server."""
         return [
-            Link(*peer, self._timeout, self._patience, self._recovers, key)
+            RpcClient(*peer, self._timeout, self._patience, self._recovers, key)
             for peer, key in zip(self._peers, self._row_keys)
         ]
 

@@ -9,7 +9,7 @@ import tensorflow as tf
 
 from keras_psplus.hybrid.files import shard_files
 from keras_psplus.hybrid.files.table_files import STEM, name_of
-from keras_psplus.hybrid.server.shard import Shard
+from keras_psplus.hybrid.server.shard import TableShard
 
 # What this module and TensorFlow's operations for it write.
 _OWN = re.compile(
@@ -21,11 +21,11 @@ class ServerFiles:
     """The files of one parameter server.
 
     Args:
-        shards: Dict from tables' numbers to `Shard`s, as the server fills it.
+        shards: Dict from tables' numbers to `TableShard`s, as the server fills it.
         options: Dict with `server`, its index, and `servers`, their number.
     """
 
-    def __init__(self, shards: dict[int, Shard], options: dict[str, Any]) -> None:
+    def __init__(self, shards: dict[int, TableShard], options: dict[str, Any]) -> None:
         self._shards = shards
         self._server, self._servers = options["server"], options["servers"]
         # Grows while there is something to wait for.

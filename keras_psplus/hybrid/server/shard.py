@@ -12,7 +12,7 @@ import tensorflow as tf
 
 from keras_psplus.compression import Compressor
 from keras_psplus.hybrid.rows.initial_rows import make_variable, rows_of
-from keras_psplus.hybrid.rows.missing_updates import MissingUpdates
+from keras_psplus.hybrid.rows.lost_updates import MissingUpdates
 from keras_psplus.hybrid.rows.row_codec import RowCodec
 from keras_psplus.hybrid.rows.row_optimizer import RowOptimizer
 from keras_psplus.hybrid.rows.row_undo_log import RowUndoLog
@@ -22,7 +22,7 @@ _INT, _LONG, _FLOAT = tf.int32, tf.int64, tf.float32
 PARTS = 1 << 20
 
 
-class Shard:
+class TableShard:
     """Rows of one table, with the optimizer that updates them.
 
     Args:

@@ -18,15 +18,15 @@ import tensorflow as tf
 
 from keras_psplus.cluster.config import TaskConfig
 from keras_psplus.cluster.environment import TOKEN_VARIABLE
-from keras_psplus.cluster.secret import Gate, Secret
+from keras_psplus.cluster.secret import Authenticator, Secret
 from keras_psplus.hybrid.files import shard_files, snapshot_folders
 from keras_psplus.hybrid.rows.row_optimizer import check_elementwise
 from keras_psplus.hybrid.rpc import names
-from keras_psplus.hybrid.rpc.row_key import RowKey, with_key_check
+from keras_psplus.hybrid.rpc.rpc_auth import RowKey, with_key_check
 from keras_psplus.hybrid.rpc.tickets import Tickets
 from keras_psplus.hybrid.server.folders import Folders
 from keras_psplus.hybrid.server.server_files import ServerFiles
-from keras_psplus.hybrid.server.shard import Shard
+from keras_psplus.hybrid.server.shard import TableShard
 
 _POLL_SECONDS = 0.1
 # For a worker to fetch the answer that this server ends.
@@ -41,7 +41,7 @@ class TableServer:
     Args:
         task: `TaskConfig` of this process.
         secret: What every client has to know, the `secret.Secret` of the job's token.
-        options: Dict of what `Shard` takes beside its table.
+        options: Dict of what `TableShard` takes beside its table.
         agreed: Text that has to be equal in all processes of the job.
         log: Function that takes a line of progress.
         folders: Paths of the folders below which it may write.
@@ -58,7 +58,7 @@ class TableServer:
     ) -> None:
         self._task, self._options, self._agreed = task, options, agreed
         self._log, self._folders = log, Folders(folders)
-        self._gate = Gate(
+        self._gate = Authenticator(
             secret,
             f"{task.name} belongs to another job: its token differs. Start all tasks with the same "
             f"TF_CONFIG cluster, and the same {TOKEN_VARIABLE} or `job_token`. Received: another "
@@ -69,7 +69,7 @@ class TableServer:
         # Its own, or that of the process whose place it has taken.
         self._first_process = self.nonce
         self._row_key.set(self._first_process)
-        self._shards: dict[int, Shard] = {}
+        self._shards: dict[int, TableShard] = {}
         self._files = ServerFiles(self._shards, options)
         self._assignments: collections.Counter[tuple[int, int]] = collections.Counter()
         self._requests: queue.SimpleQueue[tuple[str, int, dict[str, Any]]] = queue.SimpleQueue()
@@ -169,7 +169,7 @@ class TableServer:
         key = spec["key"]
         shard = self._shards.get(key)
         if shard is None:
-            self._shards[key] = Shard(spec, **self._options)
+            self._shards[key] = TableShard(spec, **self._options)
             self._generation += 1
         elif shard.spec != spec:
             raise ValueError(

@@ -217,7 +217,7 @@ class FitSnapshots:
             variables[name].assign(values[name])
         TrainingState({}, values).assign_others(model)
         others = filter(_is_dense, other_variables(model).values())
-        self._engine().share_restored([*variables.values(), *others])
+        self._engine().broadcast_restored([*variables.values(), *others])
         self.random = shared["random"]
         if shared["is_passed"]:
             # Done before the job was broken off. What the script does next, saving for example,
@@ -256,7 +256,7 @@ class FitSnapshots:
         """Has `fit` go on where the snapshot was taken."""
         engine, facts = self._engine(), shared["training"]
         state = TrainingState(facts, values) if self._strategy.is_chief else None
-        of_callbacks = weights_of_callbacks(model, facts, state, engine.share_restored)
+        of_callbacks = weights_of_callbacks(model, facts, state, engine.broadcast_restored)
         engine.progress.resume(Resumed(model, facts, of_callbacks))
         model._initial_epoch = facts["epoch"]
         self.step, self.batch = shared["step"], facts["batch"]

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 import keras
 import tensorflow as tf
 
-from keras_psplus.hybrid.tables.placement import Decision
+from keras_psplus.hybrid.tables.placement import TablePlacement
 from keras_psplus.hybrid.tables.table import Table
 from keras_psplus.hybrid.tables.variable import TableVariable
 from keras_psplus.keras_internals.keras_parts import (
@@ -59,7 +59,7 @@ def is_table(variable: keras.Variable) -> bool:
 
 def decide(
     strategy: HybridStrategy, shape: Sequence[int], name: str | None, dtype: Any
-) -> Decision | None:
+) -> TablePlacement | None:
     """Placement of the variable that a layer is creating; None if it is no table."""
     scopes = global_state.get_global_attribute("name_scope_stack")
     layer = scopes[-1].caller if scopes else None
@@ -75,13 +75,13 @@ def decide(
     path = f"{backend.common.name_scope.current_path()}/{name}"
     assert strategy.placement is not None
     rows, dim = shape
-    return strategy.placement.decide(path, rows, dim, getattr(layer, "_placement_wish", None))
+    return strategy.placement.decide(path, rows, dim, getattr(layer, "_keras_rs_placement", None))
 
 
 def make(
     strategy: HybridStrategy,
     variable: keras.Variable,
-    decision: Decision,
+    decision: TablePlacement,
     initializer: Callable[..., tf.Tensor],
 ) -> None:
     """Makes the table of a Keras variable, on the servers."""

@@ -6,14 +6,14 @@ from collections.abc import Callable
 
 from keras_psplus import text_table
 from keras_psplus.arguments import shown
-from keras_psplus.core.base.table_wishes import AUTO, MIRRORED, PARAMETER_SERVER
+from keras_psplus.core.base.keras_rs_placement import AUTO, MIRRORED, PARAMETER_SERVER
 
 _Rule = str | dict[str, str] | Callable[[str, int, int], str]
 _CHOICES = (AUTO, PARAMETER_SERVER, MIRRORED)
 
 
 @dataclasses.dataclass(frozen=True)
-class Decision:
+class TablePlacement:
     """Placement of one embedding's table, and the reason."""
 
     path: str
@@ -28,7 +28,7 @@ class Decision:
         return self.where == PARAMETER_SERVER
 
 
-class Placement:
+class TablePlacer:
     """Decides where tables lie.
 
     Args:
@@ -56,11 +56,11 @@ class Placement:
         self._min_table_bytes = min_table_bytes
         self._replicas = replicas
         self._widths = pull_width, push_width
-        self.decisions: list[Decision] = []
+        self.decisions: list[TablePlacement] = []
         self._reported = 0
 
-    def decide(self, path: str, rows: int, dim: int, wish: str | None = None) -> Decision:
-        """The `Decision` on a table; it is noted for `report`.
+    def decide(self, path: str, rows: int, dim: int, wish: str | None = None) -> TablePlacement:
+        """The `TablePlacement` on a table; it is noted for `report`.
 
         Args:
             path: Path of the variable.
@@ -71,7 +71,7 @@ class Placement:
         choice, why = (wish, "as the layer says") if wish else self._choose(path, rows, dim)
         if choice == AUTO:
             choice, why = self._by_bytes(rows, dim)
-        decision = Decision(path, rows, dim, choice, why)
+        decision = TablePlacement(path, rows, dim, choice, why)
         self.decisions.append(decision)
         return decision
 

@@ -104,7 +104,7 @@ class Lookahead:
             for table in self._coming:
                 self._extended.is_ahead(table).assign(1, read_value=False)
 
-    def note_padded(self, batch: Any, padded: Any) -> None:
+    def on_padded_batch(self, batch: Any, padded: Any) -> None:
         """Notes what the step computes with in the place of its batch.
 
         Args:

@@ -10,7 +10,7 @@ from keras_psplus.compression import Compressor
 from keras_psplus.hybrid.rows.initial_rows import rows_of
 from keras_psplus.hybrid.rows.row_codec import MESSAGE_BYTES, RowCodec
 from keras_psplus.hybrid.rpc import names
-from keras_psplus.hybrid.rpc.calls import Link
+from keras_psplus.hybrid.rpc.calls import RpcClient
 from keras_psplus.hybrid.rpc.servers import Servers
 
 _INT, _LONG, _FLOAT = tf.int32, tf.int64, tf.float32
@@ -50,7 +50,7 @@ class Table:
         self._first_slot, self._slots_of = 1, None
         # By slot, how often all of it was set.
         self.assignments: dict[int, int] = {}
-        self._links: dict[tuple[str, int], list[Link]] = {}
+        self._links: dict[tuple[str, int], list[RpcClient]] = {}
 
     def method(self, what: str) -> str:
         """The name of a method of this table."""
@@ -78,7 +78,7 @@ class Table:
         """The name of a method that belongs to the table's present optimizer."""
         return self.method(f"{what}{self.optimizers}")
 
-    def links(self, purpose: str, replica: int = 0) -> list[Link]:
+    def links(self, purpose: str, replica: int = 0) -> list[RpcClient]:
         """A link to each server for one purpose of one local replica."""
         if (purpose, replica) not in self._links:
             self._links[purpose, replica] = self.servers.new_links()

@@ -13,7 +13,7 @@ from keras_psplus.parameter_server.scheduling import uncancelled
 from keras_psplus.parameter_server.tracing.remote import is_of_worker, on_worker
 
 if TYPE_CHECKING:
-    from keras_psplus.parameter_server.overlap.sync_overlap import OverlappedStep
+    from keras_psplus.parameter_server.overlap.sync_overlap import OverlapFunctions
     from keras_psplus.parameter_server.tracing.traffic import TrafficTotals
 
 _LOOK_FOR_LOSSES_SECONDS = 0.5
@@ -21,11 +21,11 @@ _LOOK_FOR_LOSSES_SECONDS = 0.5
 _GIVE_UP_SECONDS = 5.0
 
 
-class OverlappedUpdate:
+class PipelinedUpdate:
     """An update that is under way from its making on.
 
     Args:
-        overlapped: `OverlappedStep`.
+        overlapped: `OverlapFunctions`.
         stamp: Number of the attempt.
         count: How many gradients make it.
         scale: What their sum is multiplied by.
@@ -38,7 +38,7 @@ class OverlappedUpdate:
 
     def __init__(
         self,
-        overlapped: OverlappedStep,
+        overlapped: OverlapFunctions,
         stamp: int,
         count: int,
         scale: float,

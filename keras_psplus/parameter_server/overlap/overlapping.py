@@ -1,4 +1,4 @@
-"""Overlapping steps: the workers whose copies are current, and updates under way."""
+"""OverlapState steps: the workers whose copies are current, and updates under way."""
 
 from __future__ import annotations
 
@@ -7,16 +7,16 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
 from keras_psplus.log import warn_once
-from keras_psplus.parameter_server.overlap.overlapped_update import OverlappedUpdate
+from keras_psplus.parameter_server.overlap.overlapped_update import PipelinedUpdate
 from keras_psplus.parameter_server.tracing.chief_writes import writes
 
 if TYPE_CHECKING:
-    from keras_psplus.parameter_server.overlap.sync_overlap import OverlappedStep
+    from keras_psplus.parameter_server.overlap.sync_overlap import OverlapFunctions
     from keras_psplus.parameter_server.strategy import ParameterServerStrategy
     from keras_psplus.parameter_server.sync.sync_functions import SyncFunction, SyncFunctions
 
 
-class Overlapping:
+class OverlapState:
     """The overlapping steps of one runner.
 
     Args:
@@ -31,7 +31,7 @@ class Overlapping:
 
     def functions(
         self, calls: Sequence[tuple[SyncFunction, Any]], batch: Any
-    ) -> OverlappedStep | None:
+    ) -> OverlapFunctions | None:
         """Functions of a step that overlaps with the next one; None if it does not.
 
         Args:
@@ -82,13 +82,13 @@ class Overlapping:
         return all(self.has_copies(worker) for worker in self._workers)
 
     def start(
-        self, overlapped: OverlappedStep, stamp: int, count: int, scale: float
-    ) -> OverlappedUpdate:
-        """Begins with an update; see `OverlappedUpdate`."""
+        self, overlapped: OverlapFunctions, stamp: int, count: int, scale: float
+    ) -> PipelinedUpdate:
+        """Begins with an update; see `PipelinedUpdate`."""
         totals = self._strategy.totals
-        return OverlappedUpdate(overlapped, stamp, count, scale, self._workers, totals)
+        return PipelinedUpdate(overlapped, stamp, count, scale, self._workers, totals)
 
-    def finish(self, update: OverlappedUpdate) -> None:
+    def finish(self, update: PipelinedUpdate) -> None:
         """Waits until an update is made, and workers have read it."""
         # Another model of the same weights has copies of its own.
         writes.count += 1

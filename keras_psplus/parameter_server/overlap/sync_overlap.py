@@ -34,14 +34,14 @@ from keras_psplus.tf_internals import auto_control_deps_utils as resource_inputs
 from keras_psplus.tf_internals import framework_ops as ops
 
 if TYPE_CHECKING:
-    from keras_psplus.parameter_server.steps.step_functions import StepFunction
+    from keras_psplus.parameter_server.steps.step_functions import TracedStep
     from keras_psplus.parameter_server.strategy import ParameterServerStrategy
     from keras_psplus.parameter_server.tracing.traffic import CountedFunction
 
 _GATHERS = ("ResourceGather", "ResourceGatherNd")
 
 
-class OverlappedStep(NamedTuple):
+class OverlapFunctions(NamedTuple):
     """The functions of a step that overlaps with the next one.
 
     Attributes:
@@ -53,15 +53,15 @@ class OverlappedStep(NamedTuple):
         fetch: Function of a worker that brings its copies when they may be read.
     """
 
-    step: StepFunction
+    step: TracedStep
     undo: Undo
     release: Callable[..., Any]
     apply: Callable[..., Any]
     fetch: CountedFunction
 
 
-class Overlaps:
-    """Makes the `OverlappedStep`s of a strategy's steps.
+class OverlapPlanner:
+    """Makes the `OverlapFunctions`s of a strategy's steps.
 
     Args:
         strategy: `ParameterServerStrategy`.
@@ -108,16 +108,16 @@ class Overlaps:
 
     def make(
         self,
-        step: StepFunction,
+        step: TracedStep,
         added: Sequence[Any],
         apply: Callable[..., Any],
         generation: int,
-        trace: Callable[[], StepFunction],
-    ) -> OverlappedStep | None:
+        trace: Callable[[], TracedStep],
+    ) -> OverlapFunctions | None:
         """The functions for a step that has been traced; None if it cannot overlap.
 
         Args:
-            step: `StepFunction` that reads the servers.
+            step: `TracedStep` that reads the servers.
             added: List of `Added`, as it has handed them over.
             apply: Function of a stamp, a number of gradients and a factor that updates.
             generation: Number of the functions, which no others share.
@@ -156,7 +156,7 @@ class Overlaps:
                 aggregation.release(one.sums, stamp, count)
             return tf.constant(True)
 
-        return OverlappedStep(
+        return OverlapFunctions(
             on_copies,
             undo,
             self._on_chief(release, aggregation.STAMP, aggregation.COUNT),

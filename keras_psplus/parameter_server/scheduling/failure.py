@@ -33,7 +33,7 @@ def translate_errors(strategy: ParameterServerStrategy) -> Iterator[None]:
             raise
         index = int(found.group(1))
         addresses = strategy.cluster_resolver.cluster_spec().as_dict()["ps"]
-        job_failure.note()
+        job_failure.mark_failed()
         raise ParameterServerLostError(
             f"ps-{index} ({addresses[index]}) stopped answering; the variables that it held are "
             "lost. Look into that task's log, then start the whole job again: with the "
@@ -63,7 +63,7 @@ class WorkerWatch:
         self._gone_since = self._gone_since or now
         named = ", ".join(f"worker-{i} ({a})" for i, a in enumerate(self._addresses))
         if now - self._gone_since > self._timeout:
-            job_failure.note()
+            job_failure.mark_failed()
             raise WorkersLostError(
                 f"None of the workers has been reachable for {self._timeout:.0f} s: {named}. Look "
                 "into their logs and start them again; a job whose chief still runs takes up its "

@@ -19,7 +19,7 @@ from keras_psplus.parameter_server.tracing.joined_batches import (
 )
 from keras_psplus.parameter_server.tracing.joined_batches import join as join_batches
 from keras_psplus.parameter_server.tracing.traffic import TrafficCounter, TrafficSummary
-from keras_psplus.parameter_server.tracing.turns import ReadTurn
+from keras_psplus.parameter_server.tracing.turns import ReadLock
 from keras_psplus.parameter_server.tracing.worker_function import ClosureVariable, Trace
 from keras_psplus.parameter_server.transport.pulls import Pulls
 
@@ -27,7 +27,7 @@ if TYPE_CHECKING:
     from keras_psplus.parameter_server.strategy import ParameterServerStrategy
 
 
-class StepFunction(NamedTuple):
+class TracedStep(NamedTuple):
     """A worker function for batches of one form.
 
     Attributes:
@@ -86,11 +86,11 @@ class StepFunctions:
         self._begin = begin
         self._weights, self._make_replica_step = weights, replica_step or _no_replica_step
         self._overlap = overlap
-        self._functions: dict[str, StepFunction] = {}
+        self._functions: dict[str, TracedStep] = {}
 
     def __call__(
         self, batches: Batches, element_spec: Any = None, join: bool = True
-    ) -> tuple[StepFunction, Any]:
+    ) -> tuple[TracedStep, Any]:
         """The function for some batches.
 
         Args:
@@ -99,7 +99,7 @@ class StepFunctions:
             join: Whether the batches may be put together, to be sent in fewer messages.
 
         Returns:
-            The `StepFunction`, and its argument besides the closure variables' values.
+            The `TracedStep`, and its argument besides the closure variables' values.
         """
         batch_spec = element_spec or tf.nest.map_structure(_with_any_batch_size, first_of(batches))
         payload: Any = batches
@@ -150,7 +150,7 @@ class StepFunctions:
             if written_in_loops <= stay:
                 counter, replica_step, may_overlap, notes = traced
                 costs = counter.summary(concrete.graph)
-                return StepFunction(
+                return TracedStep(
                     concrete,
                     variables,
                     overwritten,
@@ -166,7 +166,7 @@ class StepFunctions:
         """Lock for the first reads of the function being traced; None without overlap."""
         if not self._overlap:
             return None
-        turn = ReadTurn(f"keras_psplus/{self._strategy.extended.worker_states.run}")
+        turn = ReadLock(f"keras_psplus/{self._strategy.extended.worker_states.run}")
         counter.timer.at_arrival = turn.end
         return turn
 

@@ -101,7 +101,7 @@ class ComputedLogs:
     """Computes logs once more, on the chief, from the totals of metrics.
 
     Args:
-        function: `StepFunction` whose notes are `LogNotes`.
+        function: `TracedStep` whose notes are `LogNotes`.
         results: Function of closure variables that returns a flat dict of results of metrics.
     """
 

@@ -48,7 +48,7 @@ class WorkerReplicaStep(ReplicaStep):
         self._weight, self._push = weight, push
         self._graph = ops.get_default_graph()
         self._optimizers: list[keras.optimizers.Optimizer] = []
-        self._calls: list[stand_ins.Call] = []
+        self._calls: list[stand_ins.TapeCall] = []
         self.handed_over: list[Any] = []
         self.first_hand_over: int | None = None
         self.whole_reads: list[WholeRead] = []
@@ -68,7 +68,7 @@ class WorkerReplicaStep(ReplicaStep):
         self, gradients: list[tf.Tensor | tf.IndexedSlices | None], variables: list[Any]
     ) -> list[Any]:
         """Stand-ins for the gradients of one call of the tape; see `core.stand_ins`."""
-        self._calls.append(stand_ins.Call(gradients, variables))
+        self._calls.append(stand_ins.TapeCall(gradients, variables))
         return self._calls[-1].given
 
     @property

@@ -12,7 +12,7 @@ from keras_psplus.parameter_server.scheduling.closures import Closure
 from keras_psplus.tf_internals import context
 
 if TYPE_CHECKING:
-    from keras_psplus.parameter_server.overlap.sync_overlap import OverlappedStep
+    from keras_psplus.parameter_server.overlap.sync_overlap import OverlapFunctions
     from keras_psplus.parameter_server.sync.step_attempts import Attempt
     from keras_psplus.parameter_server.sync.sync_functions import SyncFunction
 
@@ -29,7 +29,7 @@ class ReplicaStepClosure(Closure):
         args: Arguments of the step's function.
         attempt: `Attempt`.
         share: Number of the share.
-        overlapped: `OverlappedStep` that reads copies, instead of the step's function; or None.
+        overlapped: `OverlapFunctions` that reads copies, instead of the step's function; or None.
         has_copies: Function of a worker's number that returns whether its copies are up to date.
     """
 
@@ -42,7 +42,7 @@ class ReplicaStepClosure(Closure):
         args: tuple[Any, ...],
         attempt: Attempt,
         share: int,
-        overlapped: OverlappedStep | None = None,
+        overlapped: OverlapFunctions | None = None,
         has_copies: Callable[[int], bool] = lambda worker: True,
     ) -> None:
         step = functions.step if overlapped is None else overlapped.step

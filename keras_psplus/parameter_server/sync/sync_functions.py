@@ -14,15 +14,15 @@ import tensorflow as tf
 
 from keras_psplus.core.base.scalars import scalar_tensor
 from keras_psplus.core.batch import replica_step
-from keras_psplus.parameter_server.overlap.sync_overlap import OverlappedStep, Overlaps
+from keras_psplus.parameter_server.overlap.sync_overlap import OverlapFunctions, OverlapPlanner
 from keras_psplus.parameter_server.scheduling import uncancelled
-from keras_psplus.parameter_server.steps.step_functions import StepFunction, StepFunctions
+from keras_psplus.parameter_server.steps.step_functions import StepFunctions, TracedStep
 from keras_psplus.parameter_server.sync.replica_step import WorkerReplicaStep
 from keras_psplus.parameter_server.tracing import chief_writes, traffic
 from keras_psplus.parameter_server.tracing.worker_function import Trace
 from keras_psplus.parameter_server.transport import aggregation
 from keras_psplus.parameter_server.transport.pulls import current_pulls
-from keras_psplus.parameter_server.transport.sharded import Parts
+from keras_psplus.parameter_server.transport.sharded import ShardParts
 
 if TYPE_CHECKING:
     import keras
@@ -52,21 +52,21 @@ class SyncFunction(NamedTuple):
     """The functions of a step for batches of one form.
 
     Attributes:
-        step: The worker's part, a `StepFunction`.
+        step: The worker's part, a `TracedStep`.
         push: `CountedFunction` that sends what the worker's part keeps back; None if that sends
             gradients itself.
         apply: Function of an attempt's stamp, the number of gradients and a factor; run by the
             chief, it lets the optimizers apply the sums.
         discard: Function of a stamp; forgets what earlier attempts have added.
-        overlapped: Function of a batch of the same form that returns the `OverlappedStep`, or
+        overlapped: Function of a batch of the same form that returns the `OverlapFunctions`, or
             None if the step cannot overlap.
     """
 
-    step: StepFunction
+    step: TracedStep
     push: traffic.CountedFunction | None
     apply: Callable[..., Any]
     discard: Callable[[int], None]
-    overlapped: Callable[[Any], OverlappedStep | None]
+    overlapped: Callable[[Any], OverlapFunctions | None]
 
 
 class SyncFunctions:
@@ -90,11 +90,11 @@ class SyncFunctions:
         self._pushes_later = strategy.step_attempts.backup_workers > 0
         args = strategy, step, self._with_gradients, weights, self._replica_step
         self._functions = StepFunctions(*args)
-        self._overlaps = Overlaps(strategy, self._on_chief)
+        self._overlaps = OverlapPlanner(strategy, self._on_chief)
         self._on_copies = StepFunctions(*args, begin=self._overlaps.begin)
         self._made: dict[int, SyncFunction] = {}
         # Those of this generation, by the step's id.
-        self._overlapped: dict[int, OverlappedStep | None] = {}
+        self._overlapped: dict[int, OverlapFunctions | None] = {}
         self._generation = 0
 
     def __call__(self, batch: Any) -> tuple[SyncFunction, Any]:
@@ -195,7 +195,7 @@ class SyncFunctions:
                 gradients = aggregation.take(sums, stamp, count, scale)
                 if _needs_whole(optimizer):
                     gradients = [_joined(g, v._value) for g, v in zip(gradients, variables)]
-                with chief_writes.applying.raised():
+                with chief_writes.applying_sums_flag.raised():
                     if variables:
                         optimizer.apply(gradients, variables)
                     else:
@@ -270,7 +270,7 @@ def _needs_whole(optimizer):
 
 
 def _joined(gradient, variable):
-    if not isinstance(gradient, Parts):
+    if not isinstance(gradient, ShardParts):
         return gradient
     if not isinstance(gradient[0], tf.IndexedSlices):
         return tf.concat(gradient, 0)

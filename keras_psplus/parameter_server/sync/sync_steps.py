@@ -17,7 +17,7 @@ import numpy as np
 import tensorflow as tf
 
 from keras_psplus.log import logger
-from keras_psplus.parameter_server.overlap.overlapping import Overlapping
+from keras_psplus.parameter_server.overlap.overlapping import OverlapState
 from keras_psplus.parameter_server.steps.runner import StepRunner, are_same, describe
 from keras_psplus.parameter_server.steps.step_logs import changes_and_logs_of_share
 from keras_psplus.parameter_server.sync.replica_step_closure import ReplicaStepClosure
@@ -55,7 +55,7 @@ class SyncRunner(StepRunner):
         super().__init__(strategy, step, weights, results)
         collect = functools.partial(changes_and_logs_of_share, metrics=results)
         self._functions = SyncFunctions(strategy, step, collect, weights)
-        self._overlapping = Overlapping(strategy, self._functions)
+        self._overlapping = OverlapState(strategy, self._functions)
         self._split = split
         self._failures = 0
 
@@ -187,7 +187,7 @@ class SyncRunner(StepRunner):
         """Merges the shares of a step into the totals, and makes its logs.
 
         Args:
-            function: `StepFunction`.
+            function: `TracedStep`.
             shares: Dict from numbers of shares to their parts of all rows, and their vectors.
         """
         notes = function.notes

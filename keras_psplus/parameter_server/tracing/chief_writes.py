@@ -9,7 +9,7 @@ import tensorflow as tf
 from keras_psplus.core.base.thread_flag import ThreadFlag
 
 # Raised by a thread while an optimizer is given the sums of a global step.
-applying = ThreadFlag()
+applying_sums_flag = ThreadFlag()
 
 
 class ChiefWrites:
@@ -25,7 +25,7 @@ class ChiefWrites:
 
     def note(self) -> None:
         """Notes that a variable is assigned to, eagerly or in a traced function."""
-        if applying:
+        if applying_sums_flag:
             return
         if tf.executing_eagerly():
             self.count += 1

@@ -15,7 +15,7 @@ import tensorflow as tf
 from keras_psplus.tf_internals import framework_ops as ops
 
 
-class ReadTurn:
+class ReadLock:
     """Lock that a worker function holds while it reads its first values.
 
     Created while the function is traced. A step that fails releases the lock.
@@ -57,7 +57,7 @@ class ReadTurn:
 
 
 @contextlib.contextmanager
-def writing_states(turn: ReadTurn | None, after: Sequence[tf.Tensor]) -> Iterator[None]:
+def writing_states(turn: ReadLock | None, after: Sequence[tf.Tensor]) -> Iterator[None]:
     """Context that locks a worker's states for reading and writing.
 
     Args:

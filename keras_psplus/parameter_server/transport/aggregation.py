@@ -10,7 +10,7 @@ from typing import NamedTuple
 
 import tensorflow as tf
 
-from keras_psplus.parameter_server.transport.sharded import Parts, ShardedVariable
+from keras_psplus.parameter_server.transport.sharded import ShardedVariable, ShardParts
 
 # Of the number of an attempt, of a number of gradients, and of what `take` has.
 STAMP, COUNT = tf.TensorSpec([], tf.int64), tf.TensorSpec([], tf.int32)
@@ -176,7 +176,7 @@ class GradientSum(NamedTuple):
 
 
 def add(
-    pairs: Sequence[tuple[tf.Tensor | tf.IndexedSlices | Parts | None, tf.Variable]],
+    pairs: Sequence[tuple[tf.Tensor | tf.IndexedSlices | ShardParts | None, tf.Variable]],
     stamp: tf.Tensor,
     prefix: str,
     after: Callable[[tf.Variable], Sequence[tf.Operation]] = lambda target: (),
@@ -184,7 +184,7 @@ def add(
     """Adds gradients that have been brought to their variables' servers.
 
     Args:
-        pairs: List of pairs of a gradient, or a sharded variable's `Parts`, or None, and a
+        pairs: List of pairs of a gradient, or a sharded variable's `ShardParts`, or None, and a
             variable.
         stamp: Int64 scalar, the number of the attempt.
         prefix: Of the resources' names.
@@ -192,14 +192,14 @@ def add(
             its gradient is added.
 
     Returns:
-        For each pair a list of one `GradientSum`, the `Parts` of a sharded variable, or None.
+        For each pair a list of one `GradientSum`, the `ShardParts` of a sharded variable, or None.
     """
     sums: list[Sequence[GradientSum] | None] = []
     for gradient, variable in pairs:
         if gradient is None:
             sums.append(None)
             continue
-        parts = gradient if isinstance(gradient, Parts) else [gradient]
+        parts = gradient if isinstance(gradient, ShardParts) else [gradient]
         targets = variable.shards if isinstance(variable, ShardedVariable) else [variable]
         own = []
         for i, (part, target) in enumerate(zip(parts, targets, strict=True)):
@@ -218,7 +218,7 @@ def add(
             with tf.control_dependencies(after(target)):
                 one.add(part, stamp)
             own.append(one)
-        sums.append(Parts(own) if isinstance(gradient, Parts) else own)
+        sums.append(ShardParts(own) if isinstance(gradient, ShardParts) else own)
     return sums
 
 
@@ -227,7 +227,7 @@ def take(
     stamp: tf.Tensor,
     count: tf.Tensor,
     scale: tf.Tensor,
-) -> list[tf.Tensor | tf.IndexedSlices | Parts | None]:
+) -> list[tf.Tensor | tf.IndexedSlices | ShardParts | None]:
     """The sums of an attempt's gradients, on their variables' servers.
 
     Args:
@@ -237,15 +237,15 @@ def take(
         scale: Scalar to multiply by.
 
     Returns:
-        List of tensors, `tf.IndexedSlices`, `Parts` of these, or None.
+        List of tensors, `tf.IndexedSlices`, `ShardParts` of these, or None.
     """
-    gradients: list[tf.Tensor | tf.IndexedSlices | Parts | None] = []
+    gradients: list[tf.Tensor | tf.IndexedSlices | ShardParts | None] = []
     for of_shards in sums:
         if of_shards is None:
             gradients.append(None)
             continue
         parts = [one.take(stamp, count, scale) for one in of_shards]
-        gradients.append(Parts(parts) if isinstance(of_shards, Parts) else parts[0])
+        gradients.append(ShardParts(parts) if isinstance(of_shards, ShardParts) else parts[0])
     return gradients
 
 

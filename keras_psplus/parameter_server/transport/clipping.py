@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 import tensorflow as tf
 
 from keras_psplus.keras_internals.keras_parts import ops
-from keras_psplus.parameter_server.transport.sharded import Parts
+from keras_psplus.parameter_server.transport.sharded import ShardParts
 
 if TYPE_CHECKING:
     import keras
@@ -16,8 +16,8 @@ if TYPE_CHECKING:
 
 def clip(
     optimizer: keras.optimizers.Optimizer,
-    grads: Sequence[tf.Tensor | tf.IndexedSlices | Parts | None],
-) -> list[tf.Tensor | tf.IndexedSlices | Parts | None]:
+    grads: Sequence[tf.Tensor | tf.IndexedSlices | ShardParts | None],
+) -> list[tf.Tensor | tf.IndexedSlices | ShardParts | None]:
     """Clips the sums of a global step on their servers, as the optimizer's arguments say.
 
     Elsewhere, each would cross the network twice more.
@@ -30,7 +30,7 @@ def clip(
         return [_times(gradient, factor) for gradient in grads]
     return [
         _times(gradient, optimizer.clipnorm / ops.maximum(_norm([gradient]), optimizer.clipnorm))
-        if by_norm and isinstance(gradient, Parts)
+        if by_norm and isinstance(gradient, ShardParts)
         else _run_on_server(lambda g: optimizer._clip_gradients([g])[0], gradient)
         for gradient in grads
     ]
@@ -39,7 +39,7 @@ def clip(
 def _norm(gradients):
     squares = []
     for gradient in gradients:
-        for part in gradient if isinstance(gradient, Parts) else [gradient]:
+        for part in gradient if isinstance(gradient, ShardParts) else [gradient]:
             if part is not None:
                 with tf.device(part.device):
                     squares.append(ops.cast(ops.sum(ops.square(part)), "float32"))
@@ -54,7 +54,7 @@ def _run_on_server(function, gradient):
     """Applies a function to a gradient, or each of its parts, on its server."""
     if gradient is None:
         return None
-    if isinstance(gradient, Parts):
-        return Parts(_run_on_server(function, part) for part in gradient)
+    if isinstance(gradient, ShardParts):
+        return ShardParts(_run_on_server(function, part) for part in gradient)
     with tf.device(gradient.device):
         return function(gradient)

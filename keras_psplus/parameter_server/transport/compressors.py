@@ -12,7 +12,7 @@ if TYPE_CHECKING:
 
 _FOR_VALUES = (
     'None, "bf16", "fp16", "int8", `Cast`, `Int8`, a `ByVariable` or dict of these, or a '
-    "compressor of your own with `serves_values = True`"
+    "compressor of your own with `supports_values = True`"
 )
 
 
@@ -88,7 +88,7 @@ def _check_that_it_encodes(argument, compressor):
 
 
 def _check_that_it_serves_values(compressor):
-    if not compressor.serves_values:
+    if not compressor.supports_values:
         raise ValueError(
             "`pull_compression` must keep every element of a variable nearly as it is, at every "
             f"read: {_FOR_VALUES}. Signs, some of the elements and low ranks are for gradients, "

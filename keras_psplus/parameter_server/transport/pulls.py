@@ -30,7 +30,7 @@ from keras_psplus.tf_internals import func_graph, record, resource_variable_ops
 
 if TYPE_CHECKING:
     from keras_psplus.compression import Compressor
-    from keras_psplus.parameter_server.tracing.turns import ReadTurn
+    from keras_psplus.parameter_server.tracing.turns import ReadLock
     from keras_psplus.parameter_server.transport.compressors import Compressors
 
 _LOOPS = (control_flow.WhileBodyFuncGraph, control_flow.WhileCondFuncGraph)
@@ -41,7 +41,7 @@ _WRITING_METHODS = (
 )
 _local = threading.local()
 # Raised while worker functions read exact values: those that are to be written again.
-exact = ThreadFlag()
+exact_reads_flag = ThreadFlag()
 
 
 def current_pulls() -> Pulls | None:
@@ -70,7 +70,7 @@ class Pulls:
         together: Variables that are read together, those of each server, when one of them is.
         stay: Ids of variables that a loop both reads and writes: reads stay in the loop.
         compressors: Optional `Compressors`.
-        turn: Optional `ReadTurn`, in which the function reads.
+        turn: Optional `ReadLock`, in which the function reads.
 
     Attributes:
         whole_reads: By variables' ids, the `WholeRead`s so far.
@@ -81,7 +81,7 @@ class Pulls:
         together: Iterable[tf.Variable] = (),
         stay: Container[int] = (),
         compressors: Compressors | None = None,
-        turn: ReadTurn | None = None,
+        turn: ReadLock | None = None,
     ) -> None:
         self._stay, self.turn = stay, turn
         self.whole_reads: dict[int, WholeRead] = {}
@@ -129,7 +129,7 @@ class Pulls:
 
     def compressor_of(self, variable: tf.Variable) -> Compressor | None:
         """The compressor that a variable is read through here, or None."""
-        if self._compressors is None or exact:
+        if self._compressors is None or exact_reads_flag:
             return None
         if local_copies.handle_of(getattr(variable, "shards", [variable])[0]) is not None:
             return None
@@ -181,7 +181,7 @@ class Pulls:
             for other, compressor, value in zip(wanted, compressors, values):
                 of_other = parts if other is variable else [other]
                 self._keep(home, other, of_other, value)
-                if not exact:
+                if not exact_reads_flag:
                     self.whole_reads[id(other)] = WholeRead(other, of_other, compressor)
             value = self._values[self._key(home, variable)]
             if traffic.current_counter() is not None and variable.trainable:

@@ -18,7 +18,7 @@ from keras_psplus.parameter_server.tracing import traffic, transfer
 from keras_psplus.parameter_server.tracing.turns import writing_states
 from keras_psplus.parameter_server.transport.compressors import path_of
 from keras_psplus.parameter_server.transport.pulls import current_pulls
-from keras_psplus.parameter_server.transport.sharded import Parts, ShardedVariable
+from keras_psplus.parameter_server.transport.sharded import ShardedVariable, ShardParts
 
 if TYPE_CHECKING:
     import keras
@@ -65,7 +65,7 @@ class Pushes:
         owner: keras.optimizers.Optimizer,
         compressed: bool = True,
         in_turn: bool = False,
-    ) -> list[tuple[tf.Tensor | tf.IndexedSlices | Parts | None, tf.Variable]]:
+    ) -> list[tuple[tf.Tensor | tf.IndexedSlices | ShardParts | None, tf.Variable]]:
         """Sends gradients to their variables' servers.
 
         Args:
@@ -136,7 +136,7 @@ class Pushes:
                 with tf.device(piece.device):
                     decoded.append(piece.decode(own))
             is_sharded = isinstance(variable, ShardedVariable)
-            pairs.append((Parts(decoded) if is_sharded else decoded[0], variable))
+            pairs.append((ShardParts(decoded) if is_sharded else decoded[0], variable))
         return pairs
 
     def _pieces(self, gradient, variable, compressor, name, step):

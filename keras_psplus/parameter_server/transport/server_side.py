@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 import tensorflow as tf
 
 from keras_psplus.keras_internals.keras_parts import ops
-from keras_psplus.parameter_server.transport.pulls import PulledVariable, exact
+from keras_psplus.parameter_server.transport.pulls import PulledVariable, exact_reads_flag
 
 if TYPE_CHECKING:
     import keras
@@ -37,7 +37,7 @@ def constrain(
             _run_on_server(strategy, variable, lambda v, c: v.assign(c(v)), (variable, constraint))
         else:
             # That of a sharded variable may need all of its rows.
-            with exact.raised():
+            with exact_reads_flag.raised():
                 variable.assign(constraint(variable))
 
 

@@ -30,7 +30,7 @@ def shard_of(index: int) -> Iterator[None]:
         _local.index = outer
 
 
-class Parts(tuple):
+class ShardParts(tuple):
     """An update's argument that is in parts already, one for each shard."""
 
 
@@ -202,7 +202,7 @@ class ShardedVariable(CompositeVariable):
 
     def split(self, argument: Any) -> list[Any]:
         """Splits an update's argument (a gradient, a scalar, ...) into one per shard."""
-        if isinstance(argument, Parts):
+        if isinstance(argument, ShardParts):
             return list(argument)
         if isinstance(argument, tf.IndexedSlices):
             return self._decompose_slices(argument)

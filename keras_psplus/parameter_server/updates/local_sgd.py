@@ -16,7 +16,7 @@ import tensorflow as tf
 from keras_psplus.parameter_server.state.worker_variables import WorkerVariables
 from keras_psplus.parameter_server.tracing import traffic, transfer
 from keras_psplus.parameter_server.transport import reads
-from keras_psplus.parameter_server.transport.sharded import Parts, ShardedVariable
+from keras_psplus.parameter_server.transport.sharded import ShardedVariable, ShardParts
 
 if TYPE_CHECKING:
     import keras
@@ -204,7 +204,7 @@ def _like(variable, maker, name):
 
 
 def _add(change, variable):
-    parts = change if isinstance(change, Parts) else [change]
+    parts = change if isinstance(change, ShardParts) else [change]
     for part, target in zip(parts, _parts(variable), strict=True):
         with tf.device(target.device):
             target.assign_add(part, read_value=False)

@@ -11,7 +11,7 @@ from keras_psplus.keras_internals.keras_parts import tree
 from keras_psplus.pipeline.base import microbatches
 
 
-class Parts(NamedTuple):
+class CutBatch(NamedTuple):
     """A batch that is cut.
 
     Attributes:
@@ -24,7 +24,7 @@ class Parts(NamedTuple):
     leaves: list[Any]
 
 
-def cut(batch: Any, count: int, pipelines: int) -> Parts | None:
+def cut(batch: Any, count: int, pipelines: int) -> CutBatch | None:
     """Cuts a batch, where it is.
 
     Args:
@@ -33,7 +33,7 @@ def cut(batch: Any, count: int, pipelines: int) -> Parts | None:
         pipelines: Number of pipelines. Micro-batch `i` belongs to pipeline `i % pipelines`.
 
     Returns:
-        `Parts`; None if the number of rows is not known.
+        `CutBatch`; None if the number of rows is not known.
     """
     rows = microbatches.rows_of(batch)
     if rows is None:
@@ -46,10 +46,10 @@ def cut(batch: Any, count: int, pipelines: int) -> Parts | None:
         own = [[batches.take(leaf, *b) for b in bounds[i::pipelines]] for i in range(pipelines)]
         return tuple(microbatches.concat(some) for some in own if some)
 
-    return Parts(rows, [parts(leaf) for leaf in tree.flatten(batch)])
+    return CutBatch(rows, [parts(leaf) for leaf in tree.flatten(batch)])
 
 
-def join(parts: Parts, structure: Any, count: int, step: Any) -> Any:
+def join(parts: CutBatch, structure: Any, count: int, step: Any) -> Any:
     """The batch again, in a function that is being traced.
 
     Args:

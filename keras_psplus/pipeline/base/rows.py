@@ -9,7 +9,7 @@ import tensorflow as tf
 from keras_psplus.keras_internals.keras_parts import tree
 
 
-def of_spec(structure: Any) -> int | None:
+def rows_of_spec(structure: Any) -> int | None:
     """Rows of a batch, by its first part that tells; None if none does.
 
     Args:
@@ -19,7 +19,7 @@ def of_spec(structure: Any) -> int | None:
     return next((shape[0] for shape in shapes if shape and shape[0]), None)
 
 
-def of_data(adapter: Any, dataset: tf.data.Dataset) -> int | None:
+def rows_of_data(adapter: Any, dataset: tf.data.Dataset) -> int | None:
     """Rows of a full batch of `fit`'s data; None if it does not tell.
 
     Args:

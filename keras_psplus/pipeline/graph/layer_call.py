@@ -81,7 +81,9 @@ class LayerCall:
         return shape
 
 
-def note(args: Any, kwargs: Any, rows: int, is_given: Callable[[Any], bool]) -> LayerCall | None:
+def record_call(
+    args: Any, kwargs: Any, rows: int, is_given: Callable[[Any], bool]
+) -> LayerCall | None:
     """Notes a call.
 
     Args:

@@ -20,7 +20,7 @@ class TraceAgain(Exception):
 
 
 @dataclasses.dataclass(eq=False)
-class Crossing:
+class ReplicaTransfer:
     """A gradient on its way from one pipeline to another, which has the primary.
 
     Attributes:
@@ -47,7 +47,7 @@ class PipelineSums:
         trains: Whether weights may change in this step, or have changed since the one before.
 
     Attributes:
-        crossings: List of the `Crossing`s that were traced.
+        crossings: List of the `ReplicaTransfer`s that were traced.
     """
 
     def __init__(self, strategy: Any, trains: bool) -> None:
@@ -57,7 +57,7 @@ class PipelineSums:
         self._fresh: set[int] = set()
         self._frozen: set[int] = set()
         self._must_trace_again = False
-        self.crossings: list[Crossing] = []
+        self.crossings: list[ReplicaTransfer] = []
 
     def reads(self, layer: keras.Layer) -> list[Reads]:
         """For each pipeline, a context in which a layer's weights are the pipeline's copies."""
@@ -147,7 +147,7 @@ class PipelineSums:
                     continue
                 if copied is not None and not copied.is_state:
                     arrived = tf.nest.map_structure(tf.identity, gradient, expand_composites=True)
-                    self.crossings.append(Crossing(copied, pipeline, gradient, arrived))
+                    self.crossings.append(ReplicaTransfer(copied, pipeline, gradient, arrived))
                     gradient = arrived
                 total = gradients.add(total, gradient)
         return total

@@ -81,7 +81,7 @@ class Recorder(ReplicaStep):
         before = len(graph.get_operations())
         if self._given is None:
             self._given = set(graph.get_operations())
-        call = layer_call.note(args, kwargs, _ROWS, self._is_given)
+        call = layer_call.record_call(args, kwargs, _ROWS, self._is_given)
         self._inside = True
         try:
             return original(layer, *args, **kwargs)
@@ -169,7 +169,11 @@ def _costs(graph, calls):
         number = number_of[id(layer)]
         # First values of weights are drawn in this graph, but in no step.
         costs[number].flops += (
-            sum(flops.of(op) for op in operations if any(id(t) in of_batch for t in op.outputs))
+            sum(
+                flops.flops_of(op)
+                for op in operations
+                if any(id(t) in of_batch for t in op.outputs)
+            )
             / _ROWS
         )
         costs[number].calls.append(call)

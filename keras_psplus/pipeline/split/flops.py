@@ -8,7 +8,7 @@ import numpy as np
 import tensorflow as tf
 
 
-def of(op: tf.Operation) -> float:
+def flops_of(op: tf.Operation) -> float:
     """Floating-point operations of an operation; a dimension that is not known counts as 1."""
     sizes = [elements(tensor) for tensor in op.outputs]
     size = max(sizes, default=0)
@@ -26,7 +26,7 @@ def of(op: tf.Operation) -> float:
         return 2 * size * max(1, elements(op.inputs[0]) * elements(op.inputs[1]) // size) ** 0.5
     if op.type in LOOPS:
         operations = list(body_of(op))
-        return steps_of(op) * sum(map(of, operations)) if operations else size
+        return steps_of(op) * sum(map(flops_of, operations)) if operations else size
     return size if op.outputs and op.outputs[0].dtype.is_floating else 0
 
 

@@ -13,8 +13,8 @@ from keras_psplus.keras_internals.keras_parts import tree
 from keras_psplus.log import logger
 from keras_psplus.pipeline.split import timing
 from keras_psplus.pipeline.split.costs import LayerCost
+from keras_psplus.pipeline.split.isolated_global_state import isolated_global_state
 from keras_psplus.pipeline.split.timing import Times
-from keras_psplus.pipeline.split.undisturbed import undisturbed
 
 # Seconds after which no other layer is measured.
 _BUDGET = 20.0
@@ -100,8 +100,8 @@ def measured(costs: Sequence[LayerCost], rows: int, device: str) -> list[Times] 
 def _of_layer(cost, rows, device):
     if None in cost.calls:
         raise timing.CannotBeTimed("it is called with something else than dense tensors")
-    with undisturbed():
-        times = [timing.of_call(cost.layer, call, rows, device) for call in cost.calls]
+    with isolated_global_state():
+        times = [timing.time_layer_call(cost.layer, call, rows, device) for call in cost.calls]
     return Times(sum(one.forward for one in times), sum(one.backward for one in times))
 
 

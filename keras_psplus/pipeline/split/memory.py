@@ -51,7 +51,9 @@ class Memory:
         return self.weights + self.gradients + self.slots + self.activations
 
 
-def of_stage(costs: Sequence[LayerCost], rows: float, slots: int | None, received: float) -> Memory:
+def memory_of_stage(
+    costs: Sequence[LayerCost], rows: float, slots: int | None, received: float
+) -> Memory:
     """Memory of a stage that consists of some layers.
 
     Args:
@@ -74,14 +76,14 @@ class MemoryOfParts:
     Args:
         costs: The layers' costs, in the order of their calls.
         rows: For each stage, the rows of the micro-batches whose activations are kept at once.
-        slots: As for `of_stage`.
+        slots: As for `memory_of_stage`.
     """
 
     def __init__(
         self, costs: Sequence[LayerCost], rows: Sequence[float], slots: int | None
     ) -> None:
         self._rows = rows
-        alone = [of_stage([cost], 0, slots, 0).total for cost in costs]
+        alone = [memory_of_stage([cost], 0, slots, 0).total for cost in costs]
         kept = [0.0 if slots is None else cost.kept for cost in costs]
         self._fixed, self._kept = _sums(alone), _sums(kept)
         # For each first layer, the bytes for a row that come from before it, by their first users.

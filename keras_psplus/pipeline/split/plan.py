@@ -232,7 +232,7 @@ def make(
                 sum(cost.bytes for cost in own),
                 _PASSES * sum(cost.flops for cost in own),
                 sent,
-                memory.of_stage(own, split.kept_rows[number], split.slots, received),
+                memory.memory_of_stage(own, split.kept_rows[number], split.slots, received),
                 busy[number] / total,
                 split.microbatches * busy[number] if are_milliseconds else None,
                 split.other_devices[number],

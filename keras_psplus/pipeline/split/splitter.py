@@ -91,7 +91,7 @@ class Splitter:
             known = next((number for number in placed if number is not None), None)
             if known is not None:
                 stages.put(cost.layer, known)
-        split = self._split(model, batch_rows or rows.of_spec(x))
+        split = self._split(model, batch_rows or rows.rows_of_spec(x))
         times = self._measured(found, split)
         are_milliseconds = times is not None
         times = times or measure.counted(found)

@@ -37,7 +37,7 @@ class CannotBeTimed(Exception):
     """
 
 
-def of_call(layer: keras.Layer, call: LayerCall, rows: int, device: str) -> Times:
+def time_layer_call(layer: keras.Layer, call: LayerCall, rows: int, device: str) -> Times:
     """Milliseconds of one call of a layer in training.
 
     The layer is called with tensors of the same forms in the place of its inputs and variables, so

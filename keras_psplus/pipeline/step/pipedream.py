@@ -91,7 +91,7 @@ class PipeDreamFunction:
 
     def __init__(self, engine: Any, model: keras.Model, divides: bool) -> None:
         self._engine, self._model, self._progress = engine, model, engine.strategy.progress
-        function = train_step.of(model) if divides else model.train_step
+        function = train_step.step_of(model) if divides else model.train_step
         self._gradients = _Gradients(engine, function, schedule.one_f_one_b if divides else None)
         self._feed = Feed(self._gradients.send)
         self._versions: WeightVersions | None = None

@@ -20,12 +20,12 @@ from keras_psplus.pipeline.wire import crossings
 from keras_psplus.pipeline.wire.gradient_compression import GradientCompression
 
 
-class _Sent(NamedTuple):
+class _GivenBatch(NamedTuple):
     """A batch as a traced function takes it.
 
     Attributes:
         rows: Its number of rows, or None.
-        batch: Structure of tensors; with several pipelines, `batch_parts.Parts.leaves`.
+        batch: Structure of tensors; with several pipelines, `batch_parts.CutBatch.leaves`.
         like: With several pipelines, a structure like the batch; else None.
     """
 
@@ -84,7 +84,7 @@ class Functions:
         Returns:
             What `use` returns.
         """
-        given = batch if isinstance(batch, _Sent) else self._cut(batch)
+        given = batch if isinstance(batch, _GivenBatch) else self._cut(batch)
         key = given.rows, shows_rows
         self._engine.finish_writes()
         # Reads what was written.
@@ -105,8 +105,8 @@ class Functions:
             parts = batch_parts.cut(batch, strategy.microbatches, strategy.stages.pipelines)
             if parts is not None:
                 like = tree.map_structure(lambda _: 0, batch)
-                return _Sent(parts.rows, parts.leaves, like)
-        return _Sent(microbatches.rows_of(batch), batch, None)
+                return _GivenBatch(parts.rows, parts.leaves, like)
+        return _GivenBatch(microbatches.rows_of(batch), batch, None)
 
     def send(self, batch: Any, shows_rows: bool) -> Any:
         """A batch, on the devices that use its parts, if that is known."""
@@ -134,7 +134,7 @@ class Functions:
             )
         with PipelineStep(self._engine, count, rows, self._order, trains) as step:
             if like is not None:
-                parts = batch_parts.Parts(key[0], batch)
+                parts = batch_parts.CutBatch(key[0], batch)
                 batch = batch_parts.join(parts, like, count * strategy.stages.pipelines, step)
             if rows is not None:
                 step.note_of_batch(batch)
@@ -146,7 +146,7 @@ class Functions:
             encoded += compression.compress(graph, step.over_pipelines.crossings, results)
         between = devices.place(graph, before, strategy.stages)
         if strategy.activation_compression is not None:
-            encoded += crossings.compress(
+            encoded += crossings.compress_activations(
                 graph, step.activations, between, strategy.stages, strategy.activation_compression
             )
         self._used_on[key] = [
@@ -165,7 +165,7 @@ class Functions:
         """Called when all operations of a graph have their devices."""
 
 
-class StepFunction:
+class PipelineTrainFunction:
     """Train or test function of `fit` and `evaluate`, called with an iterator.
 
     Args:
@@ -180,7 +180,9 @@ class StepFunction:
         trains = model if self._is_training else None
         self._functions = Functions(engine, step_function, trains=trains)
         if self._is_training and engine.divides_train_step(model):
-            self._functions = Functions(engine, train_step.of(model), schedule.one_f_one_b, trains)
+            self._functions = Functions(
+                engine, train_step.step_of(model), schedule.one_f_one_b, trains
+            )
         self._feed = Feed(self._functions.send)
         self._doing = "training step" if self._is_training else "evaluation step"
 

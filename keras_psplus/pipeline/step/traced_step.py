@@ -21,7 +21,7 @@ from keras_psplus.pipeline.graph.recompute import StageReplay
 from keras_psplus.pipeline.graph.weight_gradients import BackwardOperations
 from keras_psplus.pipeline.replicas.copies import Copied
 from keras_psplus.pipeline.replicas.pipeline_sums import PipelineSums
-from keras_psplus.pipeline.step.turns import Microbatch, Turn
+from keras_psplus.pipeline.step.turns import Microbatch, StageAction
 
 
 @dataclasses.dataclass
@@ -243,8 +243,8 @@ class PipelineStep(ReplicaStep):
             function,
             args,
             kwargs,
-            Turn(self, stage, part, schedule.FORWARD),
-            lambda: Turn(self, stage, part, schedule.BACKWARD),
+            StageAction(self, stage, part, schedule.FORWARD),
+            lambda: StageAction(self, stage, part, schedule.BACKWARD),
             replay,
         )
 

@@ -59,7 +59,7 @@ def _is_mean_of_rows(loss):
     return is_kerass and name.title() not in _COUPLING
 
 
-def of(model: keras.Model) -> Callable[[Any], Any]:
+def step_of(model: keras.Model) -> Callable[[Any], Any]:
     """The train step of a model.
 
     Args:

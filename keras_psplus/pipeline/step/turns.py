@@ -55,7 +55,7 @@ class Microbatch:
         self.reads.__exit__(*exc)
 
 
-class Turn:
+class StageAction:
     """Context of a stage's action on one micro-batch, after its previous action.
 
     Without that order, a stage with one thread would do a part of every micro-batch before it sends
@@ -73,7 +73,7 @@ class Turn:
         self._worker = part.pipeline * len(step._stages.devices) + stage
         self._of_inputs: list[tf.Tensor] = []
 
-    def __enter__(self) -> Turn:
+    def __enter__(self) -> StageAction:
         self._context = contextlib.ExitStack()
         if self._action[0] == schedule.BACKWARD:
             self._graph = tf.compat.v1.get_default_graph()

@@ -15,7 +15,7 @@ from keras_psplus.tf_internals import framework_ops as ops
 _LEAST_ELEMENTS = 1024
 
 
-def compress(
+def compress_activations(
     graph: tf.Graph,
     activations: Iterable[tf.Tensor],
     between: Iterable[tf.Operation],

@@ -13,7 +13,7 @@ import tensorflow as tf
 
 from keras_psplus.compression import Compressor, with_error_feedback
 from keras_psplus.pipeline.base import needed
-from keras_psplus.pipeline.replicas.pipeline_sums import Crossing
+from keras_psplus.pipeline.replicas.pipeline_sums import ReplicaTransfer
 from keras_psplus.pipeline.replicas.residuals import Residuals
 from keras_psplus.pipeline.wire.traffic import Encoded
 from keras_psplus.tf_internals import framework_ops as ops
@@ -40,7 +40,9 @@ class GradientCompression:
             # Residuals are those of gradients without it, as it changes.
             self._scale = tf.identity(optimizer.dynamic_scale.value)
 
-    def compress(self, graph: tf.Graph, crossings: list[Crossing], results: Any) -> list[Encoded]:
+    def compress(
+        self, graph: tf.Graph, crossings: list[ReplicaTransfer], results: Any
+    ) -> list[Encoded]:
         """Encodes and decodes gradients.
 
         Args:

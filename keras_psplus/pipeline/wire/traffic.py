@@ -18,7 +18,7 @@ from keras_psplus.compression import Compressor
 from keras_psplus.pipeline.base import needed
 from keras_psplus.pipeline.base.stages import Stages
 from keras_psplus.pipeline.graph import devices
-from keras_psplus.pipeline.replicas.pipeline_sums import Crossing
+from keras_psplus.pipeline.replicas.pipeline_sums import ReplicaTransfer
 from keras_psplus.tf_internals import framework_ops as ops
 from keras_psplus.tf_internals import resource_variable_ops
 
@@ -61,7 +61,7 @@ class PipelineTraffic:
         strategy: Any,
         graph: tf.Graph,
         results: Any,
-        crossings: Iterable[Crossing],
+        crossings: Iterable[ReplicaTransfer],
         encoded: Iterable[Encoded],
     ) -> None:
         """Lets each call of a step that is being traced count what it sends.
@@ -101,7 +101,7 @@ class PipelineTraffic:
         ]
 
 
-class _Sent(NamedTuple):
+class _Transfer(NamedTuple):
     """A tensor that goes from one worker to another: their pipelines, and their stages."""
 
     tensor: tf.Tensor
@@ -115,7 +115,7 @@ def _order(sent):
     return crosses, sent.stages if not crosses else ()
 
 
-def _sent(graph: tf.Graph, results: Any, stages: Stages) -> Iterator[_Sent]:
+def _sent(graph: tf.Graph, results: Any, stages: Stages) -> Iterator[_Transfer]:
     """Tensors that a step sends between workers."""
     run, device_of = needed.operations(graph, results), devices.where_run(graph)
     # Not in the order of the set, which differs from trace to trace.
@@ -132,7 +132,7 @@ def _sent(graph: tf.Graph, results: Any, stages: Stages) -> Iterator[_Sent]:
         # The chief's batches and results are not counted.
         if first is not None and last is not None:
             of_stages = stages.of_device(source), stages.of_device(destination)
-            yield _Sent(tensor, (first, last), of_stages)
+            yield _Transfer(tensor, (first, last), of_stages)
 
 
 def _is_data(tensor):

@@ -14,7 +14,7 @@ _SEED_GENERATOR, _NAMES = "global_seed_generator", "object_name_uids"
 
 
 @contextlib.contextmanager
-def undisturbed() -> Iterator[None]:
+def isolated_global_state() -> Iterator[None]:
     """Context after which seeds and the counters of names are what they were.
 
     A layer may make layers, or draw numbers of a generator that is made then, in its `call`. What

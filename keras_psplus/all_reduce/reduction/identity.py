@@ -9,7 +9,7 @@ import tensorflow as tf
 from keras_psplus import compression
 
 
-class Whole(compression.Compressor):
+class IdentityCompressor(compression.Compressor):
     """Sends a tensor as it is, together with others that are compressed."""
 
     reducible = True
@@ -28,4 +28,4 @@ class Whole(compression.Compressor):
         return tf.TensorShape(shape).num_elements() * tf.as_dtype(dtype).size
 
 
-WHOLE = Whole()
+IDENTITY = IdentityCompressor()

@@ -7,7 +7,7 @@ from collections.abc import Callable, Collection
 
 from keras_psplus.cluster.config import ClusterStartupError, TaskConfig, split_address, task_name
 from keras_psplus.cluster.startup.local_address import is_local
-from keras_psplus.cluster.startup.neighbours import neighbours
+from keras_psplus.cluster.startup.peer_sampling import neighbours
 from keras_psplus.cluster.wire import handshake
 from keras_psplus.cluster.wire.hello import JobSecret
 from keras_psplus.cluster.wire.identity import PeerIdentity, conflict
@@ -20,7 +20,7 @@ _COURTESY = 2.0
 _CLOSED_MEANS_UP = 3  # a proxy may accept and close; TensorFlow will find out
 
 
-class RollCall:
+class PeerDiscovery:
     """Calls every other task until all have answered.
 
     Args:
@@ -189,7 +189,7 @@ class RollCall:
         )
 
 
-class PartialRollCall(RollCall):
+class SparsePeerDiscovery(PeerDiscovery):
     """Roll call of a large cluster: the first task calls all, the others a few.
 
     The first task's second call says that it has found all. A task that starts late, when the first

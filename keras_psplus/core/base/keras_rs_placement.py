@@ -12,7 +12,7 @@ PARAMETER_SERVER, MIRRORED, AUTO = "parameter_server", "mirrored", "auto"
 _KERAS_RS_MIRRORED = "default_device"
 
 
-class TableWishes(Engine):
+class KerasRSPlacement(Engine):
     """Notes for each embedding where its table wants to lie, whatever the strategy will be."""
 
     def take_in(
@@ -44,4 +44,4 @@ class TableWishes(Engine):
             wish = config.table.placement
             if wish != AUTO:
                 embedding = layer._default_device_embedding_layers[path]
-                embedding._placement_wish = MIRRORED if wish == _KERAS_RS_MIRRORED else wish
+                embedding._keras_rs_placement = MIRRORED if wish == _KERAS_RS_MIRRORED else wish
