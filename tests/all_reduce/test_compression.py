@@ -86,7 +86,7 @@ def simulated(name, workers):
 def _routes(compressor):
     chosen = {k: compressor.for_variable(f"linear/{k}", s, "float32") for k, s in LAYER.items()}
     split = [k for k in ("bias", "kernel") if chosen[k] and not chosen[k].reducible]
-    split = [k for k in split if chosen[k].splits]
+    split = [k for k in split if chosen[k].supports_reduce_scatter]
 
     def means(grads, states, step):
         result, new = {}, [dict(s or {}) for s in states]
