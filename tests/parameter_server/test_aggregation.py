@@ -140,8 +140,14 @@ def test_scales_of_float8_are_refused_by_name():
         step.get_concrete_function(tf.TensorSpec([], tf.float64))
 
 
-def a_step(change, log=False, inside=False):
-    """Traces a worker's part of a step that computes with what the tape gives."""
+def a_step(change, log=False, changes=None):
+    """Traces a worker's part of a step that computes with what the tape gives.
+
+    Args:
+        change: Function of the list of gradients.
+        log: Whether the step computes with them after they are handed over.
+        changes: "inside" or "outside" of the function that computes them, or None without one.
+    """
     variable = tf.Variable([1.0, 2.0])
     pushed = []
 
@@ -155,8 +161,10 @@ def a_step(change, log=False, inside=False):
         nonlocal replica_step
         replica_step = WorkerReplicaStep(None, weight, lambda *args: pushed.append(args))
         with replica_step:
-            given = tf.function(lambda: change(gradients()))() if inside else gradients()
-            replica_step.hand_over(Optimizer(), given if inside else change(given), [variable])
+            inner = (lambda: change(gradients())) if changes == "inside" else gradients
+            given = tf.function(inner)() if changes else gradients()
+            handed = given if changes == "inside" else change(given)
+            replica_step.hand_over(Optimizer(), handed, [variable])
             if log:
                 tf.linalg.global_norm(given)
 
@@ -167,17 +175,19 @@ def a_step(change, log=False, inside=False):
 
 def test_a_worker_hands_its_part_of_a_gradient_on_as_it_is():
     assert a_step(list) == 1
-    assert a_step(list, inside=True) == 1
+    assert a_step(list, changes="inside") == 1
+    assert a_step(list, changes="outside") == 1
 
 
 @pytest.mark.parametrize(
     "arguments",
     [
         {"change": lambda grads: tf.clip_by_global_norm(grads, 0.1)[0]},
-        {"change": lambda grads: tf.clip_by_global_norm(grads, 0.1)[0], "inside": True},
+        {"change": lambda grads: tf.clip_by_global_norm(grads, 0.1)[0], "changes": "inside"},
+        {"change": lambda grads: tf.clip_by_global_norm(grads, 0.1)[0], "changes": "outside"},
         {"change": list, "log": True},
     ],
-    ids=["changed", "changed in a function", "used afterwards"],
+    ids=["changed", "changed in a function", "changed behind one", "used afterwards"],
 )
 def test_a_step_that_computes_with_its_part_of_a_gradient_is_refused(arguments):
     with pytest.raises(ValueError, match=r"one worker's part.*global_clipnorm.*Received: "):
