@@ -18,13 +18,16 @@ _EXPORTS = {
     "single_process": "keras_psplus.core.models.live_strategies",
     "stage": "keras_psplus.pipeline",
     "strategy": "keras_psplus.catalogue.lookup",
+    "strategy_from_env": "keras_psplus.catalogue.lookup",
     "task_type": "keras_psplus.cluster.roles",
 }
 
 # Modules that `import keras_psplus` need not import, but whose contents can be used after it.
 _MODULES = ("callbacks", "compression", "errors", "updates")
 
-__all__ = ["__version__", *_EXPORTS, *_MODULES]
+# Names that work for one more version.
+_DEPRECATED = ("strategy",)
+__all__ = ["__version__", *(name for name in _EXPORTS if name not in _DEPRECATED), *_MODULES]
 
 
 _is_loading = False

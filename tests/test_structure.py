@@ -10,7 +10,7 @@ FILES = {
     "keras_psplus/engine.py": 528,
     "keras_psplus/parameter_server/engine.py": 417,
     "keras_psplus/cluster/processes.py": 390,
-    "keras_psplus/parameter_server/strategy.py": 413,
+    "keras_psplus/parameter_server/strategy.py": 418,
     "keras_psplus/all_reduce/collectives/operations.py": 380,
     "keras_psplus/all_reduce/reduction/compressed.py": 363,
     "keras_psplus/all_reduce/strategy.py": 372,

@@ -114,7 +114,11 @@ class OneReplicaEngine(MirroredEngine):
 
 
 class AllReduceEngine(MirroredEngine, GradientEngine):
-    """For replicas that take each step together."""
+    """For replicas that take each step together.
+
+    Args:
+        strategy: `MultiWorkerMirroredStrategy`.
+    """
 
     def __init__(self, strategy: MultiWorkerMirroredStrategy) -> None:
         super().__init__(strategy)

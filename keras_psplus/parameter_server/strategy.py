@@ -12,7 +12,7 @@ import tensorflow as tf
 
 from keras_psplus import tracebacks
 from keras_psplus import updates as updates_module
-from keras_psplus.arguments import seconds
+from keras_psplus.arguments import renamed, seconds
 from keras_psplus.cluster.config import ClusterStartupError, TaskConfig
 from keras_psplus.cluster.discovery import resolvers
 from keras_psplus.cluster.launcher import launch_flags
@@ -67,7 +67,7 @@ class ParameterServerStrategy(tf.distribute.ParameterServerStrategy):
             latter two, what comes to 2 GiB on one server, which TensorFlow cannot send, is cut all
             the same.
         startup_timeout: Seconds to wait for the other tasks to start.
-        worker_timeout: Seconds for which no worker at all may be reachable before training ends.
+        heartbeat_timeout: Seconds for which no worker at all may be reachable before training ends.
         compression: How gradients are sent: a name such as `"bf16"`, `"int8"`, `"topk:0.01"` or
             `"powersgd:4"`, a `keras_psplus.compression.Compressor`, a dict from patterns of
             variables' paths to these, or None to send them as they are. What one step leaves out
@@ -97,6 +97,7 @@ class ParameterServerStrategy(tf.distribute.ParameterServerStrategy):
         ps_weights: List of a positive number for each parameter server, such as its link's rate:
             its part of the variables' bytes is proportional to that. None for as many bytes on
             each host, whose servers share its link.
+        worker_timeout: Deprecated name of `heartbeat_timeout`.
 
     Raises:
         ValueError: If an argument is out of range, a combination of them has no meaning, or a
@@ -133,7 +134,7 @@ class ParameterServerStrategy(tf.distribute.ParameterServerStrategy):
         | None = "auto",
         *,
         startup_timeout: float = 300.0,
-        worker_timeout: float = 60.0,
+        heartbeat_timeout: float = 60.0,
         compression: Compressor | str | dict[Any, Any] | None = None,
         pull_compression: Compressor | str | dict[Any, Any] | None = None,
         mode: str = "async",
@@ -143,13 +144,17 @@ class ParameterServerStrategy(tf.distribute.ParameterServerStrategy):
         stall_warning: float | None = 60.0,
         overlap_steps: bool = False,
         ps_weights: Sequence[float] | None = None,
+        worker_timeout: float | None = None,
     ) -> None:
+        heartbeat_timeout = renamed(
+            "worker_timeout", worker_timeout, "heartbeat_timeout", heartbeat_timeout
+        )
         compression, updates = launch_flags.fill(
             type(self).__name__, compression=compression, updates=updates
         )
         tracebacks.install()
         seconds("startup_timeout", startup_timeout)
-        seconds("worker_timeout", worker_timeout)
+        seconds("heartbeat_timeout", heartbeat_timeout)
         stalls.check_stall_warning(stall_warning)
         balance.check_weights(ps_weights)
         balance.check_partitioner(variable_partitioner)
@@ -229,7 +234,7 @@ class ParameterServerStrategy(tf.distribute.ParameterServerStrategy):
         self._scheduler = Scheduler(
             Coordinator(self),
             self._num_workers,
-            failure.WorkerWatch(spec["worker"], worker_timeout).check_workers,
+            failure.WorkerWatch(spec["worker"], heartbeat_timeout).check_workers,
             self._greet_again if self._chief else None,
             self.overlaps_steps,
             1 if self._mode.is_sync else LANES,

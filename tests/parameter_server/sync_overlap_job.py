@@ -282,7 +282,7 @@ CASES = [
 
 if __name__ == "__main__":
     strategy = psp.ParameterServerStrategy(
-        startup_timeout=60, worker_timeout=30, mode="sync", overlap_steps=True
+        startup_timeout=60, heartbeat_timeout=30, mode="sync", overlap_steps=True
     )
     fit_cases.run(
         [name for name in sys.argv[2].split(",") if name], strategy, "cluster", sys.argv[1]
