@@ -51,14 +51,18 @@ def test_a_worker_has_its_stage_alone_and_the_chief_none(whole, tmp_path):
     ]
     with LocalCluster(command, workers=4, chief=True, env=ENVIRONMENT, log_dir=tmp_path) as cluster:
         peaks, log = {}, cluster.log_path("chief-0")
-        while "ended" not in (text := log.read_text() if log.exists() else ""):
+
+        def said():
+            return log.read_text() if log.exists() else ""
+
+        while "ended" not in (text := said()):
             for name, pid in cluster.pids.items():
                 try:
                     now = peak(pid)
                 except FileNotFoundError:
                     now = 0.0  # It has ended, like one that shows no memory.
-                if not now and "ended" not in log.read_text():
-                    pytest.fail(f"{name} has ended: {log.read_text()[-3000:]}")
+                if not now and "ended" not in said():
+                    pytest.fail(f"{name} has ended: {said()[-3000:]}")
                 peaks[name] = max(now, peaks.get(name, 0.0))
             time.sleep(0.1)
         cluster.wait(timeout=60)
