@@ -147,7 +147,7 @@ class _Lane:
 
 
 def as_loss(error: Exception, device_name: str) -> Exception:
-    """Names the worker in an error of TensorFlow's that comes while the worker is taken back.
+    """Names the worker in TensorFlow's error for one on its way back.
 
     A function that starts just then finds no such device and has not run. TensorFlow's coordinator
     knows the error as a loss, but only if its text names a worker.
