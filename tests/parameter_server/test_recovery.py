@@ -6,9 +6,9 @@ import types
 import pytest
 import tensorflow as tf
 
-from keras_psplus.parameter_server.scheduling import lanes
 from keras_psplus.parameter_server.scheduling import recovery as recovery_module
 from keras_psplus.parameter_server.scheduling.recovery import PausingRecovery
+from keras_psplus.parameter_server.tracing import step_errors
 from keras_psplus.tf_internals import cluster_coordinator
 
 SECONDS = 20
@@ -126,6 +126,6 @@ def test_a_function_that_meets_a_worker_on_its_way_back_is_sent_again(is_lost):
     text = "Primary device is not remote" if is_lost else "Shapes do not match"
     error = tf.errors.InvalidArgumentError(None, None, f"{text} [Op:__inference_step_376]")
     assert not cluster_coordinator._is_worker_failure(error)
-    found = lanes.as_loss(error, "/job:worker/replica:0/task:1")
+    found = step_errors.as_loss(error, "/job:worker/replica:0/task:1")
     assert cluster_coordinator._is_worker_failure(found) == is_lost
     assert is_lost or found is error

@@ -47,9 +47,10 @@ class Closure(cluster_coordinator.Closure):
             if self.ticket is not None:
                 self._args = (*self._args[:-1], self.ticket.payload_on(index))
             self.run_on(worker)
-        except tf.errors.OpError as error:
+        except tf.errors.OpError as raised:
+            error = step_errors.as_loss(raised, worker.device_name)
             if not step_errors.is_of_step(error):
-                raise
+                raise error from None
             raise step_errors.translate_error(error, f"worker-{index}", self.about) from None
 
     def run_on(self, worker: Any) -> None:

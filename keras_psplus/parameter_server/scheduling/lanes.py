@@ -11,12 +11,8 @@ import threading
 from collections.abc import Callable
 from typing import Any
 
-import tensorflow as tf
-
 from keras_psplus.parameter_server.scheduling.recovery import PausingRecovery
 from keras_psplus.tf_internals import cluster_coordinator, executor
-
-_NOT_REMOTE = "Primary device is not remote"
 
 
 class Lanes:
@@ -114,8 +110,7 @@ class _Lane:
             with self._recovery.running():
                 closure.execute_on(self)
                 closure.maybe_call_with_output_remote_value(lambda result: result.get())
-        except Exception as raised:
-            error = as_loss(raised, self.device_name)
+        except Exception as error:
             if not cluster_coordinator._is_worker_failure(error):
                 self._handle(closure, error)
             elif self._lanes.claim_loss(losses):
@@ -144,21 +139,3 @@ class _Lane:
                 lambda result: result._set_error(final_error)
             )
             self._queue.mark_failed(final)
-
-
-def as_loss(error: Exception, device_name: str) -> Exception:
-    """Names the worker in TensorFlow's error for one on its way back.
-
-    A function that starts just then finds no such device and has not run. TensorFlow's coordinator
-    knows the error as a loss, but only if its text names a worker.
-
-    Args:
-        error: What a closure has raised.
-        device_name: Name of the worker, e.g. `"/job:worker/replica:0/task:0"`.
-
-    Returns:
-        `tf.errors.UnavailableError` in that case, or else the error.
-    """
-    if isinstance(error, tf.errors.InvalidArgumentError) and _NOT_REMOTE in str(error):
-        return tf.errors.UnavailableError(None, None, f"{device_name}: {error}")
-    return error

@@ -19,6 +19,7 @@ _OF_STEPS = (
     tf.errors.ResourceExhaustedError,
     tf.errors.UnimplementedError,
 )
+_NOT_REMOTE = "Primary device is not remote"
 _FRAME = re.compile(r'^ *(File "(.*)", line \d+, in .*)$', re.MULTILINE)
 
 
@@ -34,6 +35,24 @@ def is_of_step(error: BaseException) -> bool:
         and not cluster_coordinator._is_worker_failure(error)
         and not cluster_coordinator._is_ps_failure(error)
     )
+
+
+def as_loss(error: tf.errors.OpError, device_name: str) -> tf.errors.OpError:
+    """Names the worker in TensorFlow's error for one on its way back.
+
+    A function that starts while a worker is taken back finds no such device, and has not run.
+    TensorFlow's coordinator knows the error as a loss, but only if its text names a worker.
+
+    Args:
+        error: What a closure has raised.
+        device_name: Name of the worker, e.g. `"/job:worker/replica:0/task:0"`.
+
+    Returns:
+        `tf.errors.UnavailableError` in that case, or else the error.
+    """
+    if isinstance(error, tf.errors.InvalidArgumentError) and _NOT_REMOTE in error.message:
+        return tf.errors.UnavailableError(None, None, f"{device_name}: {error.message}")
+    return error
 
 
 def translate_error(error: tf.errors.OpError, task: str, about: str) -> tf.errors.OpError:
