@@ -129,7 +129,7 @@ def check_model(
     saved, own = facts["variables"], optimizer_states.forms(model.variables)
     differing: Any = None
     if saved != own:
-        differing = next(((b, a) for a, b in zip(saved, own) if a != b), (len(own), len(saved)))
+        differing = optimizer_states.first_difference(own, saved)
     elif with_optimizers:
         differing = difference_beside_weights(model, facts)
     if differing is not None:

@@ -7,7 +7,7 @@ what the backup says of them.
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 import keras
@@ -69,9 +69,7 @@ def difference(model: keras.Model, described: dict[str, Any]) -> tuple[str, str]
         if ours is None or theirs is None or ours[_KIND] != theirs[_KIND]:
             return _named(name, ours), _named(name, theirs)
         if theirs[_VARIABLES] is not None and ours[_VARIABLES] != theirs[_VARIABLES]:
-            pairs = zip(ours[_VARIABLES] or (), theirs[_VARIABLES])
-            of_both = (len(ours[_VARIABLES] or ()), len(theirs[_VARIABLES]))
-            first, second = next(((a, b) for a, b in pairs if a != b), of_both)
+            first, second = first_difference(ours[_VARIABLES] or (), theirs[_VARIABLES])
             return f"{first} in {_named(name, ours)}", f"{second} in {_named(name, theirs)}"
     return None
 
@@ -98,6 +96,12 @@ def check_reached(model: keras.Model, used: Iterable[keras.optimizers.Optimizer]
             "would go on with other numbers. Make it an attribute of the model: "
             f"`model.optimizer_2 = ...`. Received: {', '.join(dict.fromkeys(lost))}"
         )
+
+
+def first_difference(own: Sequence[Any], saved: Sequence[Any]) -> tuple[Any, Any]:
+    """The first pair of elements that differ, or else the lengths."""
+    differing = ((a, b) for a, b in zip(own, saved) if a != b)
+    return next(differing, (len(own), len(saved)))
 
 
 def forms(variables: Iterable[Any]) -> list[list[Any]]:

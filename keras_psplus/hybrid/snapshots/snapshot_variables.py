@@ -6,7 +6,7 @@ from typing import Any
 import keras
 
 from keras_psplus.core.backup import training_state
-from keras_psplus.core.base import optimizers
+from keras_psplus.core.base import optimizer_states, optimizers
 from keras_psplus.hybrid.tables.variable import TableVariable
 from keras_psplus.log import logger
 
@@ -67,8 +67,7 @@ def check_same_model(
     if own == saved:
         differing = training_state.difference_beside_weights(model, listed["training"])
     else:
-        pairs = zip(own, saved)
-        differing = next((pair for pair in pairs if pair[0] != pair[1]), (len(own), len(saved)))
+        differing = optimizer_states.first_difference(own, saved)
     if differing is None:
         return
     raise ValueError(
