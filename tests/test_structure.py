@@ -8,12 +8,12 @@ LINES = 57_000
 # Files that are still longer than others may be, with what they have.
 FILES = {
     "keras_psplus/engine.py": 528,
-    "keras_psplus/parameter_server/engine.py": 417,
+    "keras_psplus/parameter_server/engine.py": 415,
     "keras_psplus/cluster/processes.py": 390,
-    "keras_psplus/parameter_server/strategy.py": 418,
+    "keras_psplus/parameter_server/strategy.py": 408,
     "keras_psplus/all_reduce/collectives/operations.py": 380,
-    "keras_psplus/all_reduce/reduction/compressed.py": 363,
-    "keras_psplus/all_reduce/strategy.py": 372,
+    "keras_psplus/all_reduce/reduction/compressed.py": 362,
+    "keras_psplus/all_reduce/strategy.py": 366,
 }
 # Circles of imports for types alone: how many modules each has, the largest first.
 CIRCLES = [29, 14, 11, 4, 2, 2, 2]

@@ -17,10 +17,8 @@ from keras_psplus.all_reduce import startup
 from keras_psplus.all_reduce.collectives import gradients
 from keras_psplus.all_reduce.engine import AllReduceEngine, OneReplicaEngine
 from keras_psplus.all_reduce.extended import MultiWorkerMirroredExtended
-from keras_psplus.all_reduce.liveness import stopped_peers
-from keras_psplus.all_reduce.liveness.heartbeat import HeartbeatWatch
+from keras_psplus.all_reduce.liveness import heartbeat, step_marks, stopped_peers
 from keras_psplus.all_reduce.liveness.stalls import StallProbe
-from keras_psplus.all_reduce.liveness.step_marks import StepMarks
 from keras_psplus.all_reduce.step.replica_step import MirroredReplicaStep
 from keras_psplus.all_reduce.topology import auto_topology
 from keras_psplus.all_reduce.topology import group_topology as topology_module
@@ -29,7 +27,7 @@ from keras_psplus.arguments import MOST, number, seconds, shown
 from keras_psplus.cluster.launcher import launch_flags
 from keras_psplus.cluster.monitor import stalls
 from keras_psplus.cluster.monitor.progress import Progress
-from keras_psplus.core.base.strategy_text import describe
+from keras_psplus.core.base import checks, strategy_text
 from keras_psplus.core.batch import batches
 from keras_psplus.core.jobs import failure
 from keras_psplus.core.jobs.control import ControlPlane
@@ -135,14 +133,14 @@ class MultiWorkerMirroredStrategy(tf.distribute.MultiWorkerMirroredStrategy):
         control: ControlPlane | None = None
         if multi_worker:
             assert self._task is not None
-            heartbeats = HeartbeatWatch(self._task, heartbeat_timeout)
+            heartbeats = heartbeat.HeartbeatWatch(self._task, heartbeat_timeout)
             control = ControlPlane(
                 self._task, startup_timeout, stall_warning, lambda: heartbeats.lost
             )
         self._options = {"compression": compression, "updates": updates, "topology": topology}
         self._engine: Engine | None = None
         self._wrapped_functions: weakref.WeakKeyDictionary[Any, Any] = weakref.WeakKeyDictionary()
-        self._step_marks = StepMarks()
+        self._step_marks = step_marks.StepMarks()
         with failure.translate_errors(self._task):
             tf.distribute.Strategy.__init__(
                 self,
@@ -191,7 +189,7 @@ class MultiWorkerMirroredStrategy(tf.distribute.MultiWorkerMirroredStrategy):
     _engine_class = AllReduceEngine
 
     def __repr__(self) -> str:
-        return describe(self, self._task, **self._options)
+        return strategy_text.describe(self, self._task, **self._options)
 
     @property
     def engine(self) -> Engine:
@@ -291,11 +289,7 @@ class MultiWorkerMirroredStrategy(tf.distribute.MultiWorkerMirroredStrategy):
 
     def _updating_of(self, optimizer):
         _check_optimizer(optimizer)
-        if self.extended.updating is None:
-            raise ValueError(
-                "This needs a strategy that was made with `updates`, such as "
-                "`updates=keras_psplus.updates.Accumulate(4)`. Received: updates=None"
-            )
+        checks.check_has_updates(self.extended.updating)
         return self.extended.updating
 
     @property

@@ -14,8 +14,7 @@ from keras_psplus.core.base import duplicate_rows
 from keras_psplus.core.base.optimizers import variables_of_apply
 from keras_psplus.core.batch import losses
 from keras_psplus.core.batch.replica_step import current_step
-from keras_psplus.core.data import iterator_release
-from keras_psplus.core.data.unknown_length import UnknownLength
+from keras_psplus.core.data import iterator_release, unknown_length
 from keras_psplus.core.distributed_engine import DistributedEngine
 from keras_psplus.core.models import model_saving
 from keras_psplus.core.models.building import lifted
@@ -39,7 +38,6 @@ from keras_psplus.parameter_server.tracing.chief_writes import applying_sums_fla
 from keras_psplus.parameter_server.train_function import TrainFunction
 from keras_psplus.parameter_server.transport import clipping, server_side
 from keras_psplus.parameter_server.updates import local_sgd_step, worker_updates
-from keras_psplus.parameter_server.updates.worker_updates import WorkerUpdates
 from keras_psplus.updates import Accumulate
 
 if TYPE_CHECKING:
@@ -66,7 +64,7 @@ class ParameterServerEngine(DistributedEngine):
         return self._worker_files
 
     @property
-    def updating(self) -> WorkerUpdates:
+    def updating(self) -> worker_updates.WorkerUpdates:
         return self.strategy.updating
 
     # The trainer.
@@ -149,7 +147,7 @@ class ParameterServerEngine(DistributedEngine):
         else:
             self.progress.note_data_seed(worker_data.seed)
             iterator._distributed_dataset = worker_data
-            iterator.data_adapter = UnknownLength(iterator.data_adapter)
+            iterator.data_adapter = unknown_length.UnknownLength(iterator.data_adapter)
             iterator._num_batches = None
         iterator.batch_spec = iterator._distributed_dataset.element_spec
 

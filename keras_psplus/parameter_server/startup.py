@@ -1,6 +1,7 @@
 """Role of a task at start-up: serve, or run the rest of the script."""
 
 import os
+from collections.abc import Mapping, Sequence
 
 from keras_psplus.cluster import config, roles
 from keras_psplus.cluster.discovery import discovery
@@ -24,6 +25,15 @@ def read_task() -> config.TaskConfig:
                 f"Received: {task.describe()}"
             )
     return task
+
+
+def devices_of_servers(spec: Mapping[str, Sequence[str]]) -> dict[str, str]:
+    """Names of one device of each task that serves, by the task's name."""
+    return {
+        f"{job}-{i}": f"/job:{job}/replica:0/task:{i}/device:CPU:0"
+        for job in ("ps", "worker")
+        for i in range(len(spec[job]))
+    }
 
 
 def serve_and_exit(task: config.TaskConfig, startup_timeout: float) -> None:

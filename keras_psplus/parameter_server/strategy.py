@@ -23,7 +23,7 @@ from keras_psplus.cluster.serving import shutdown
 from keras_psplus.cluster.serving.claims import ServerLease
 from keras_psplus.cluster.startup import preflight
 from keras_psplus.communication import Communication
-from keras_psplus.core.base.strategy_text import describe
+from keras_psplus.core.base import checks, strategy_text
 from keras_psplus.core.jobs import job_failure
 from keras_psplus.core.models import live_strategies
 from keras_psplus.core.plan import plan_request
@@ -202,13 +202,7 @@ class ParameterServerStrategy(tf.distribute.ParameterServerStrategy):
         self._chief = None
         if self._task is not None:
             job_failure.install_exit_hook()
-            self._chief = shutdown.ShutdownNotifier(
-                {
-                    f"{job}-{i}": f"/job:{job}/replica:0/task:{i}/device:CPU:0"
-                    for job in ("ps", "worker")
-                    for i in range(len(spec[job]))
-                }
-            )
+            self._chief = shutdown.ShutdownNotifier(startup.devices_of_servers(spec))
         tf.distribute.Strategy.__init__(
             self,
             ParameterServerExtended(
@@ -257,7 +251,7 @@ class ParameterServerStrategy(tf.distribute.ParameterServerStrategy):
         self._chief.greet_again(name)
 
     def __repr__(self) -> str:
-        return describe(self, self._task, **self._options)
+        return strategy_text.describe(self, self._task, **self._options)
 
     @property
     def engine(self) -> ParameterServerEngine:
@@ -377,11 +371,7 @@ class ParameterServerStrategy(tf.distribute.ParameterServerStrategy):
         strategy.finish_updates(model.optimizer)
         ```
         """
-        if self.updates is None:
-            raise ValueError(
-                "This needs a strategy that was made with `updates`, such as "
-                "`updates=keras_psplus.updates.Accumulate(4)`. Received: updates=None"
-            )
+        checks.check_has_updates(self.updates)
         self._updating.finish(optimizer)
 
     def save_compression_state(self, folder: str | os.PathLike[str], step: int) -> None:

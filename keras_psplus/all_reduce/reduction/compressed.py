@@ -15,10 +15,9 @@ import tensorflow as tf
 from keras_psplus import compression
 from keras_psplus.all_reduce.collectives import gradients
 from keras_psplus.all_reduce.collectives.operations import Launcher, padded_size
-from keras_psplus.all_reduce.reduction import routes
+from keras_psplus.all_reduce.reduction import factor_sums, routes
 from keras_psplus.all_reduce.reduction.compression_state import States
 from keras_psplus.all_reduce.reduction.compressors import check_compressor
-from keras_psplus.all_reduce.reduction.factor_sums import sum_of_outer_products
 from keras_psplus.all_reduce.reduction.identity import IDENTITY
 from keras_psplus.all_reduce.reduction.traffic import TensorTraffic, TrafficVariables
 
@@ -30,7 +29,7 @@ class CompressedSum:
     """Sums the gradients of one optimizer on one replica.
 
     Args:
-        launcher: `collectives.Launcher` of the replica.
+        launcher: `operations.Launcher` of the replica.
         rank: The replica's rank.
         replicas: Number of replicas.
         compressor: `Compressor`, with error feedback where it is wanted, or None.
@@ -244,7 +243,7 @@ class CompressedSum:
                 return self._launcher.all_reduce(matrix)
             return routes.total(self._launcher, [compressor.inner], [matrix], step)[0]
 
-        total, sent, wire = sum_of_outer_products(
+        total, sent, wire = factor_sums.sum_of_outer_products(
             *(self._launcher, self._replicas, compressor, _product(compressor, tensor)),
             *(tensor.shape, whole_sum, f"factors {numbers[0]}"),
         )

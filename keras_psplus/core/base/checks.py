@@ -17,6 +17,15 @@ if TYPE_CHECKING:
     from keras_psplus.updates import Updates
 
 
+def check_has_updates(updates: Any) -> None:
+    """Raises ValueError if a strategy has no `updates`, None."""
+    if updates is None:
+        raise ValueError(
+            "This needs a strategy that was made with `updates`, such as "
+            "`updates=keras_psplus.updates.Accumulate(4)`. Received: updates=None"
+        )
+
+
 def check_compile_arguments(
     strategy: tf.distribute.Strategy,
     compile_method: Callable[..., Any],
