@@ -26,7 +26,7 @@ class GradientReducer:
     """Sums gradients in replica context; what is kept belongs to the optimizer they are for.
 
     Args:
-        launchers: `collectives.Launcher` of each local replica.
+        launchers: `operations.Launcher` of each local replica.
         first_rank: Rank of the first local replica.
         replicas: Number of all replicas.
         hops: `hops.Hops`, the compressors with error feedback where it is wanted.

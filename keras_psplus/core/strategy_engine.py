@@ -79,7 +79,7 @@ class StrategyEngine(Engine):
 
     @property
     def worker_files(self) -> WorkerFiles:
-        """`core.worker_files.WorkerFiles`: what each worker keeps, beside a backup."""
+        """`core.backup.worker_files.WorkerFiles`: what each worker keeps, beside a backup."""
         raise NotImplementedError
 
     @property

@@ -37,7 +37,7 @@ class HybridExtended(MultiWorkerMirroredExtended):
         self._barrier = Barrier(self) if strategy.sync and strategy.has_servers else None
         self._counters: dict[tuple[int, str, int], tf.Variable] = {}
         self._buffers: dict[tuple[int, int, int], prefetch.Buffer] = {}
-        # What was read ahead, and by table and local replica whether it holds yet.
+        # Rows that were read ahead; by table and local replica, whether they hold yet.
         self._ahead = States("/CPU:0")
         self._are_ahead: dict[tuple[int, int], tf.Variable] = {}
         self._reads_ahead = strategy.prefetch and strategy.has_servers

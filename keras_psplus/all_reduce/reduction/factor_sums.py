@@ -30,10 +30,10 @@ def sum_of_outer_products(
     """Sums a matrix that each replica has as a product.
 
     Args:
-        launcher: `collectives.Launcher` of this replica.
+        launcher: `operations.Launcher` of this replica.
         replicas: Number of replicas.
         compressor: `compression.SufficientFactors`.
-        product: `compression.outer_products.OuterProduct` of this replica.
+        product: `compression.factors.outer_products.OuterProduct` of this replica.
         shape: Static shape of the matrix.
         whole_sum: Function that sums a matrix over replicas, for those with too many rows, and
             returns the sum.

@@ -34,7 +34,7 @@ def total(
     """Sums tensors by adding up payloads of stateless, linear compressors.
 
     Args:
-        launcher: `collectives.Launcher` of this replica.
+        launcher: `operations.Launcher` of this replica.
         compressors: List of reducible compressors that are `is_linear`.
         tensors: List of tensors.
         step: int64 scalar.
@@ -59,7 +59,7 @@ def mean(
     """Averages tensors whose payloads can be added up on their way.
 
     Args:
-        launcher: `collectives.Launcher` of this replica.
+        launcher: `operations.Launcher` of this replica.
         replicas: Number of replicas.
         compressors: List of reducible compressors.
         tensors: List of tensors.
@@ -107,7 +107,7 @@ def split(
     sides).
 
     Args:
-        launcher: `collectives.Launcher` of this replica.
+        launcher: `operations.Launcher` of this replica.
         rank: This replica's rank.
         replicas: Number of replicas.
         compressor: Compressor that `supports_reduce_scatter`, perhaps in `ErrorFeedback`.
@@ -207,7 +207,7 @@ def gather(
     """Sums tensors by gathering all payloads and adding them up in rank order.
 
     Args:
-        launcher: `collectives.Launcher` of this replica.
+        launcher: `operations.Launcher` of this replica.
         replicas: Number of replicas.
         compressors: List of compressors.
         tensors: List of tensors.
@@ -263,7 +263,7 @@ def gather_rows(
     """Concatenates the slices of all replicas in rank order, values compressed row by row.
 
     Args:
-        launcher: `collectives.Launcher` of this replica.
+        launcher: `operations.Launcher` of this replica.
         compressor: `Compressor`.
         slices: `tf.IndexedSlices`.
         step: int64 scalar.

@@ -26,7 +26,7 @@ def apply(
     """Gives the gradients of one batch to what says when they are applied.
 
     Args:
-        updating: `all_reduce.updating.MirroredUpdates`.
+        updating: `all_reduce.step.updating.MirroredUpdates`.
         step: The replica's `MirroredReplicaStep`.
         original: Keras's `apply`.
         optimizer: The optimizer.

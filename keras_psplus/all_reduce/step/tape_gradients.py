@@ -54,7 +54,7 @@ class TapeGradients:
     """The gradients that the tape has given in one replica's step.
 
     Args:
-        step: `all_reduce.replica_step.MirroredReplicaStep`.
+        step: `all_reduce.step.replica_step.MirroredReplicaStep`.
         sum_parts: Function of gradients, their Keras variables and an optimizer (None where there
             is none, or where its compressors cannot be used) that sums over the replicas.
         sums_eagerly: Whether eager gradients are summed at once. Otherwise compressors, or

@@ -27,7 +27,7 @@ def scatter(launcher: Launcher, rows: tf.Tensor) -> tf.Tensor:
     """Reduce-scatter: sums a matrix with one row per replica; each receives its row.
 
     Args:
-        launcher: `collectives.Launcher` of this replica in its group.
+        launcher: `operations.Launcher` of this replica in its group.
         rows: Matrix of static shape.
 
     Returns:
@@ -52,7 +52,7 @@ def gather(launcher: Launcher, row: tf.Tensor, size: int) -> tf.Tensor:
     """All replicas' rows, in the order of their places.
 
     Args:
-        launcher: `collectives.Launcher` of this replica in its group.
+        launcher: `operations.Launcher` of this replica in its group.
         row: Matrix of one row, of static shape.
         size: Number of replicas in the group.
 
@@ -73,7 +73,7 @@ def spread(launcher: Launcher, words: tf.Tensor, leads: bool) -> tf.Tensor:
     goes along a tree, and takes as long as this for two replicas, and longer for more.
 
     Args:
-        launcher: `collectives.Launcher` of this replica in its group.
+        launcher: `operations.Launcher` of this replica in its group.
         words: float32 tensor of static shape; of those who do not lead, its shape counts alone.
         leads: Whether this replica leads.
 

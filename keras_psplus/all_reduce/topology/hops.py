@@ -38,7 +38,7 @@ def compressors_per_hop(compression: Any, topology: Topology | str) -> Hops:
     Args:
         compression: What a user gives: one value for the hop between groups, or a dict with
             `"within"` and `"between"`.
-        topology: What `topology.get` has returned.
+        topology: What `group_topology.get` has returned.
 
     Returns:
         `Hops`.

@@ -53,7 +53,7 @@ def levels_of(launcher: Launcher, rank: int, topology: Topology, first_key: int)
     """Makes the two hops of a replica.
 
     Args:
-        launcher: `collectives.Launcher` of the replica among all of them.
+        launcher: `operations.Launcher` of the replica among all of them.
         rank: Its rank.
         topology: `Topology` of the ranks of all replicas.
         first_key: Group key from which on `keys_of(topology)` are free.

@@ -66,7 +66,7 @@ class TwoLevelSum:
     be gathered is the same for all.
 
     Args:
-        launcher: `collectives.Launcher` of the replica among all of them.
+        launcher: `operations.Launcher` of the replica among all of them.
         rank: The replica's rank.
         replicas: Number of replicas.
         hops: `Hops`, the compressors.

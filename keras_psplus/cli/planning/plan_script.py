@@ -16,7 +16,7 @@ from keras_psplus.catalogue import lookup
 from keras_psplus.cluster.environment import python_path
 from keras_psplus.cluster.output.log_filter import NoiseFilter
 
-# `core.plan_request.VARIABLE` and `tracebacks.FULL_VARIABLE`, whose modules need TensorFlow.
+# `core.plan.plan_request.VARIABLE` and `tracebacks.FULL_VARIABLE`, whose modules need TensorFlow.
 _VARIABLE = "KERAS_PSPLUS_PLAN"
 _FULL_TRACEBACK = "KERAS_PSPLUS_FULL_TRACEBACK"
 _TRACEBACK = "Traceback (most recent call last)"

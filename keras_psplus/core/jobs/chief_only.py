@@ -31,7 +31,7 @@ def run_on_chief(
     everywhere.
 
     Args:
-        control: `core.control.ControlPlane`, or None if there is one worker.
+        control: `core.jobs.control.ControlPlane`, or None if there is one worker.
         is_chief: Whether this is the chief.
         what: What it is, for messages.
         work: Function without arguments that returns what can be turned into JSON.

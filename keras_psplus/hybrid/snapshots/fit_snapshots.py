@@ -1,7 +1,7 @@
 """`fit` under `HybridStrategy(snapshot_every=)`: snapshots of steps, and going on from the last.
 
-They hold what BackupAndRestore's files hold (`core.training_state`), and `fit` goes on in the same
-way (`core.fit_progress`). Only the tables do not pass through the chief's memory.
+They hold what BackupAndRestore's files hold (`core.backup.training_state`), and `fit` goes on in
+the same way (`core.backup.fit_progress`). Only the tables do not pass through the chief's memory.
 """
 
 from __future__ import annotations
@@ -176,7 +176,7 @@ class FitSnapshots:
         """Restores the last snapshot, if it was written in this `fit` or later."""
         strategy, control = self._strategy, self._engine().control
         snapshots, files_of_workers = strategy.snapshots, self._engine().worker_files
-        candidates = run_on_chief(control, strategy.is_chief, _WHAT, lambda: self._find())
+        candidates = run_on_chief(control, strategy.is_chief, _WHAT, self._find)
         problems = files_of_workers.problems(
             snapshots.directory, [one["worker_files"] for one in candidates]
         )

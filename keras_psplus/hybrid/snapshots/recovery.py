@@ -21,7 +21,7 @@ class Recovery:
 
     Args:
         servers: `servers.Servers`.
-        snapshots: `snapshots.Snapshots`.
+        snapshots: `snapshot_schedule.Snapshots`.
         timeout: Seconds to wait for pushes that tell how much was lost.
     """
 

@@ -50,7 +50,7 @@ class Snapshots:
 
     Args:
         servers: `servers.Servers`.
-        tables: `tables.Tables`.
+        tables: `registry.Tables`.
         name: Task name of this process.
         directory: Folder for the snapshots' folders.
         every: Steps from one to the next.

@@ -21,7 +21,7 @@ class Tables:
 
     Args:
         servers: `servers.Servers`.
-        control: `all_reduce.control.ControlPlane`, or None if there is one worker.
+        control: `core.jobs.control.ControlPlane`, or None if there is one worker.
         is_chief: Whether this worker speaks for all.
         pull_compressor: Compressor of rows that are read, or None.
         push_compressor: Compressor of gradients, or None.

@@ -67,7 +67,7 @@ class WorkerReplicaStep(ReplicaStep):
     def note(
         self, gradients: list[tf.Tensor | tf.IndexedSlices | None], variables: list[Any]
     ) -> list[Any]:
-        """Stand-ins for the gradients of one call of the tape; see `core.stand_ins`."""
+        """Stand-ins for the gradients of one call of the tape; see `core.graph.stand_ins`."""
         self._calls.append(stand_ins.TapeCall(gradients, variables))
         return self._calls[-1].given
 
