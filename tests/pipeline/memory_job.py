@@ -1,4 +1,4 @@
-"""Trains a model of 400 MB of weights, in stages or in one process, and prints its loss.
+"""Trains a model of 256 MB of weights, in stages or in one process, and prints its loss.
 
 memory_job.py [--limit MB] [--save FILE]
 """
@@ -16,13 +16,7 @@ import tensorflow as tf
 
 import keras_psplus as psp
 
-WIDTH, LAYERS = 2500, 16
-
-
-def peak(pid="self"):
-    """A process's largest resident memory up to now, in MB."""
-    with open(f"/proc/{pid}/status") as status:
-        return next((int(line.split()[1]) / 1024 for line in status if "VmHWM" in line), 0.0)
+WIDTH, LAYERS = 2000, 16
 
 
 def main():
@@ -33,7 +27,6 @@ def main():
     if args.limit:
         # Of what is private to this process, whether it is in memory or not.
         resource.setrlimit(resource.RLIMIT_DATA, (args.limit << 20, args.limit << 20))
-    print(f"imported {peak():.0f}", flush=True)
     strategy = tf.distribute.get_strategy()
     if "TF_CONFIG" in os.environ:
         strategy = psp.PipelineStrategy(microbatches=4, schedule="1f1b", startup_timeout=60)
@@ -49,7 +42,7 @@ def main():
     print(f"trained {history['loss'][-1]:.5f}", flush=True)
     if args.save:
         model.save(args.save)
-    print(f"ended {peak():.0f}", flush=True)
+    print("ended", flush=True)
 
 
 if __name__ == "__main__":
