@@ -92,7 +92,7 @@ def test_a_worker_has_its_stage_alone_and_the_chief_none(tmp_path):
     for i in range(4):
         assert peaks[f"worker-{i}"] < 0.55 * one
     # It has also saved the model, of which the optimizer has two slots for each weight.
-    assert peaks["chief-0"] < 0.4 * one
+    assert peaks["chief-0"] < 0.45 * one
 
 
 def test_one_process_has_no_room_for_what_four_stages_train():
