@@ -118,7 +118,10 @@ def parse(argv=None):
         "--fidelity", type=pathlib.Path, metavar="JSONL", help="results of fidelity.py, to draw"
     )
     parser.add_argument(
-        "--run_fidelity", action="store_true", help="train a small set for that file first"
+        "--run_fidelity",
+        "--run-fidelity",
+        action="store_true",
+        help="train a small set for that file first",
     )
     args = parser.parse_args(argv)
     for name, value in (QUICK if args.quick else FULL).items():

@@ -261,7 +261,7 @@ def train(args):
     import keras_psplus as psp
 
     imported = time.time()
-    strategy = psp.strategy()
+    strategy = psp.strategy_from_env()
     formed, restart = time.time(), int(os.environ["KERAS_PSPLUS_RESTART"])
     serves = bool(json.loads(os.environ["TF_CONFIG"])["cluster"].get("ps"))
     steps = int(os.environ.get("SOAK_STEPS", 0))

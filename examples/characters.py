@@ -5,8 +5,8 @@
 
 The text is the manual that `help("for")` shows, which every Python brings along
 (`pydoc_data.topics`): 465,000 characters in about 80 topics, which differ a little from one version
-of Python to the next. The model predicts each character from the ones before it. `psp.strategy()`
-is the strategy that the launcher was given.
+of Python to the next. The model predicts each character from the ones before it.
+`psp.strategy_from_env()` is the strategy that the launcher was given.
 """
 
 import argparse
@@ -83,7 +83,7 @@ def main():
     keras.utils.set_random_seed(args.seed)
     train, test, alphabet = load_data()
 
-    strategy = psp.strategy()
+    strategy = psp.strategy_from_env()
     with strategy.scope():
         model = build_model(len(alphabet))
         model.compile(

@@ -4,8 +4,8 @@
     keras-psplus run --workers 2 examples/digits.py
 
 The data are scikit-learn's digits (1,797 scans of 8 x 8 pixels), which lie beside this file.
-Nothing here depends on how the model is trained: `psp.strategy()` is the strategy that the launcher
-was given.
+Nothing here depends on how the model is trained: `psp.strategy_from_env()` is the strategy that
+the launcher was given.
 """
 
 import argparse
@@ -75,7 +75,7 @@ def main():
     keras.utils.set_random_seed(args.seed)
     (x_train, y_train), (x_test, y_test) = load_data()
 
-    strategy = psp.strategy()
+    strategy = psp.strategy_from_env()
     with strategy.scope():
         model = build_model()
         model.compile(

@@ -88,7 +88,7 @@ def main():
     keras.utils.set_random_seed(args.seed)
     (x_train, y_train), (x_test, y_test) = load_data(args.train_size)
 
-    strategy = psp.strategy()
+    strategy = psp.strategy_from_env()
     with strategy.scope():
         model = build_model()
         model.compile(

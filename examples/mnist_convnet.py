@@ -73,7 +73,7 @@ def main():
     (x_train, y_train), (x_test, y_test) = load_data(args.data)
     x_train, y_train = x_train[: args.train_size], y_train[: args.train_size]
 
-    strategy = psp.strategy()
+    strategy = psp.strategy_from_env()
     with strategy.scope():
         model = build_model(args.dropout)
         model.compile(loss="categorical_crossentropy", optimizer="adam", metrics=["accuracy"])

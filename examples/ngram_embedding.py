@@ -11,8 +11,8 @@ The data are the modules of Python's own standard library, which lie on every ma
 (and differ a little from one version to the next). An example is the eight tokens before a place,
 as 26 ids of rows in a table of 200,000: one for each stretch of one to four of them (what it is,
 and where), hashed. What is to be guessed is the token at that place, one of the 999 commonest or
-"another". Gradients of the table are rows: `tf.IndexedSlices`. `psp.strategy()` is the strategy
-that the launcher was given.
+"another". Gradients of the table are rows: `tf.IndexedSlices`. `psp.strategy_from_env()` is the
+strategy that the launcher was given.
 """
 
 import argparse
@@ -103,7 +103,7 @@ def main():
     keras.utils.set_random_seed(args.seed)
     (x_train, y_train), (x_test, y_test) = load_data(args.train_size)
 
-    strategy = psp.strategy()
+    strategy = psp.strategy_from_env()
     with strategy.scope():
         model = build_model()
         model.compile(

@@ -57,7 +57,7 @@ def train_digits(config):
 
     keras.utils.set_random_seed(config["seed"])
     (x, y), _ = digits.load_data()
-    strategy = psp.strategy()
+    strategy = psp.strategy_from_env()
     with strategy.scope():
         model = digits.build_model()
         model.compile(

@@ -86,7 +86,7 @@ def main():
     train, labels = train[: args.train_size], labels[: args.train_size]
 
     # Before KerasHub's tokenizer, which runs operations of TensorFlow when it is made.
-    strategy = psp.strategy()
+    strategy = psp.strategy_from_env()
     preprocessor = build_preprocessor(train)
     with strategy.scope():
         model = build_model(preprocessor, args.dropout)

@@ -9,7 +9,8 @@ time, and writes some of its own in the end. The example of Keras, of which it i
 several blocks, is https://keras.io/examples/generative/text_generation_with_miniature_gpt/.
 
 In a pipeline, each worker has some of the blocks, and activations go from worker to worker. The
-results are those of one process. `psp.strategy()` is the strategy that the launcher was given.
+results are those of one process. `psp.strategy_from_env()` is the strategy that the
+launcher was given.
 """
 
 import argparse
@@ -84,7 +85,7 @@ def main():
     train, test, alphabet = load_data()
     train = np.random.default_rng(args.seed).permutation(train)[: args.train_size]
 
-    strategy = psp.strategy()
+    strategy = psp.strategy_from_env()
     with strategy.scope():
         model = build_model(len(alphabet), args.blocks)
         model.compile(

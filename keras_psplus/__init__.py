@@ -18,6 +18,7 @@ _EXPORTS = {
     "single_process": "keras_psplus.core.models.live_strategies",
     "stage": "keras_psplus.pipeline",
     "strategy": "keras_psplus.catalogue.lookup",
+    "strategy_from_env": "keras_psplus.catalogue.lookup",
     "task_type": "keras_psplus.cluster.roles",
 }
 

@@ -82,7 +82,7 @@ class ParameterServerLostError(TaskLostError):
 
 
 class WorkersLostError(TaskLostError):
-    """No worker has been reachable for `worker_timeout`, so that no step can run."""
+    """No worker has been reachable for `heartbeat_timeout`, so that no step can run."""
 
 
 class StageLostError(TaskLostError):

@@ -55,7 +55,7 @@ class SidecarEvaluator:
     Example:
 
     ```python
-    strategy = keras_psplus.strategy()
+    strategy = keras_psplus.strategy_from_env()
     with strategy.scope():
         model = make_compiled_model()
     if keras_psplus.task_type() == "evaluator":

@@ -35,7 +35,7 @@ def make_strategy(task):
     if task.library == "keras_psplus":
         import keras_psplus
 
-        return keras_psplus.strategy()
+        return keras_psplus.strategy_from_env()
     if task.path == "alone":
         return tf.distribute.get_strategy()
     if task.path == "all_reduce":

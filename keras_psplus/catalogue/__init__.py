@@ -1,1 +1,1 @@
-"""Strategies by name, which `keras_psplus.strategy()` makes."""
+"""Strategies by name, which `keras_psplus.strategy_from_env()` makes."""

@@ -34,7 +34,7 @@ def best_exact_strategy(plan: str | os.PathLike[str] | None = None) -> Any:
     Example:
 
     ```python
-    strategy = keras_psplus.strategy("auto", plan="plan.json")
+    strategy = keras_psplus.strategy_from_env("auto", plan="plan.json")
     with strategy.scope():
         model = ...
     ```

@@ -21,7 +21,9 @@ _HERE = pathlib.Path(__file__).resolve().parents[1]
 _FOLDERS = (_HERE / "strategies", _HERE.parent / "strategies")
 
 
-def strategy(default: str | None = None, *, plan: str | os.PathLike[str] | None = None) -> Any:
+def strategy_from_env(
+    default: str | None = None, *, plan: str | os.PathLike[str] | None = None
+) -> Any:
     """Returns the strategy that the launcher's `--strategy` names.
 
     The name is in the environment variable KERAS_PSPLUS_STRATEGY: an entry of
@@ -32,7 +34,7 @@ def strategy(default: str | None = None, *, plan: str | os.PathLike[str] | None 
     Example:
 
     ```python
-    strategy = keras_psplus.strategy()
+    strategy = keras_psplus.strategy_from_env()
     with strategy.scope():
         model = ...
     ```
@@ -75,6 +77,10 @@ def strategy(default: str | None = None, *, plan: str | os.PathLike[str] | None 
         options["plan"] = plan
     with launch_flags.settled():
         return load(name).strategy(**options)
+
+
+# The deprecated name.
+strategy = strategy_from_env
 
 
 def problem_with(entry: entries.Entry, options: Collection[str]) -> str | None:

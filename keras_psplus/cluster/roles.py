@@ -40,8 +40,8 @@ def refuse_evaluator(strategy: str, task: TaskConfig | None) -> None:
     if task is not None and task.task_type == EVALUATOR:
         raise ClusterConfigError(
             f"An evaluator is not in the cluster, and has no part in {strategy}. Make the strategy "
-            "by `keras_psplus.strategy()`, which is TensorFlow's default one in an evaluator, or "
-            "make none if `keras_psplus.task_type() == 'evaluator'`. "
+            "by `keras_psplus.strategy_from_env()`, which is TensorFlow's default one in an "
+            "evaluator, or make none if `keras_psplus.task_type() == 'evaluator'`. "
             f"Received: {task.describe()}"
         )
 

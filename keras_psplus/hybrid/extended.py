@@ -33,7 +33,7 @@ class HybridExtended(MultiWorkerMirroredExtended):
     """Additional APIs of `keras_psplus.HybridStrategy`."""
 
     def __init__(self, strategy: HybridStrategy, *args: Any) -> None:
-        self._barrier = Barrier(self) if strategy.sync and strategy.has_servers else None
+        self._barrier = Barrier(self) if strategy.sync and strategy._has_servers else None
         self._counters: dict[tuple[int, str, int], tf.Variable] = {}
         self._buffers: dict[tuple[int, int, int], prefetch.Buffer] = {}
         super().__init__(strategy, *args)
@@ -50,7 +50,7 @@ class HybridExtended(MultiWorkerMirroredExtended):
         tables = [v for v in variables if isinstance(v, TableVariable)]
         super().broadcast([v for v in variables if not isinstance(v, TableVariable)])
         for variable in tables:
-            self._container_strategy().tables.note_followed(variable.table, variable.slot)
+            self._container_strategy()._tables.note_followed(variable.table, variable.slot)
             self.forget_ahead()
 
     def counter(self, table: Table, what: str, replica: int | None = None) -> tf.Variable:

@@ -12,7 +12,7 @@ import tensorflow as tf
 
 from keras_psplus import tracebacks
 from keras_psplus import updates as updates_module
-from keras_psplus.arguments import seconds
+from keras_psplus.arguments import renamed, seconds
 from keras_psplus.cluster.config import ClusterStartupError, TaskConfig
 from keras_psplus.cluster.discovery import resolvers
 from keras_psplus.cluster.launcher import launch_flags
@@ -67,7 +67,7 @@ class ParameterServerStrategy(tf.distribute.ParameterServerStrategy):
             latter two, what comes to 2 GiB on one server, which TensorFlow cannot send, is cut all
             the same.
         startup_timeout: Seconds to wait for the other tasks to start.
-        worker_timeout: Seconds for which no worker at all may be reachable before training ends.
+        heartbeat_timeout: Seconds for which no worker at all may be reachable before training ends.
         compression: How gradients are sent: a name such as `"bf16"`, `"int8"`, `"topk:0.01"` or
             `"powersgd:4"`, a `keras_psplus.compression.Compressor`, a dict from patterns of
             variables' paths to these, or None to send them as they are. What one step leaves out
@@ -97,6 +97,7 @@ class ParameterServerStrategy(tf.distribute.ParameterServerStrategy):
         ps_weights: List of a positive number for each parameter server, such as its link's rate:
             its part of the variables' bytes is proportional to that. None for as many bytes on
             each host, whose servers share its link.
+        worker_timeout: Deprecated name of `heartbeat_timeout`.
 
     Raises:
         ValueError: If an argument is out of range, a combination of them has no meaning, or a
@@ -133,7 +134,7 @@ class ParameterServerStrategy(tf.distribute.ParameterServerStrategy):
         | None = "auto",
         *,
         startup_timeout: float = 300.0,
-        worker_timeout: float = 60.0,
+        heartbeat_timeout: float = 60.0,
         compression: Compressor | str | dict[Any, Any] | None = None,
         pull_compression: Compressor | str | dict[Any, Any] | None = None,
         mode: str = "async",
@@ -143,13 +144,17 @@ class ParameterServerStrategy(tf.distribute.ParameterServerStrategy):
         stall_warning: float | None = 60.0,
         overlap_steps: bool = False,
         ps_weights: Sequence[float] | None = None,
+        worker_timeout: float | None = None,
     ) -> None:
+        heartbeat_timeout = renamed(
+            "worker_timeout", worker_timeout, "heartbeat_timeout", heartbeat_timeout
+        )
         compression, updates = launch_flags.fill(
             type(self).__name__, compression=compression, updates=updates
         )
         tracebacks.install()
         seconds("startup_timeout", startup_timeout)
-        seconds("worker_timeout", worker_timeout)
+        seconds("heartbeat_timeout", heartbeat_timeout)
         stalls.check_stall_warning(stall_warning)
         balance.check_weights(ps_weights)
         balance.check_partitioner(variable_partitioner)
@@ -229,9 +234,9 @@ class ParameterServerStrategy(tf.distribute.ParameterServerStrategy):
         self._scheduler = Scheduler(
             Coordinator(self),
             self._num_workers,
-            failure.WorkerWatch(spec["worker"], worker_timeout).check_workers,
+            failure.WorkerWatch(spec["worker"], heartbeat_timeout).check_workers,
             self._greet_again if self._chief else None,
-            self.overlaps_steps,
+            self._overlaps_steps,
             1 if self._mode.is_sync else LANES,
             lambda: not stalls.unresponsive_tasks({a: a for a in spec["worker"]}),
         )
@@ -285,11 +290,6 @@ class ParameterServerStrategy(tf.distribute.ParameterServerStrategy):
         return self._progress
 
     @property
-    def scheduler(self) -> Scheduler:
-        """Sends steps to the workers."""
-        return self._scheduler
-
-    @property
     def mode(self) -> str:
         """`"async"` or `"sync"`."""
         return "sync" if self._mode.is_sync else "async"
@@ -315,23 +315,13 @@ class ParameterServerStrategy(tf.distribute.ParameterServerStrategy):
         return self._updating
 
     @property
-    def step_attempts(self) -> StepAttempts:
-        """The global steps of `mode="sync"`."""
-        return self._step_attempts
-
-    @property
-    def overlaps_steps(self) -> bool:
+    def _overlaps_steps(self) -> bool:
         """Whether a worker reads for its next training step before it has sent this one's.
 
         Not with one worker, whose training is that of one process; nor on servers that were started
         otherwise, which may have too few threads.
         """
         return self._overlap_steps and self._num_workers > 1 and self._task is not None
-
-    @property
-    def clocks(self) -> Clocks | None:
-        """Clocks of the workers, `staleness.Clocks`, if `max_staleness` is set; else None."""
-        return self._clocks
 
     @property
     def dropped_gradients(self) -> int:
@@ -350,11 +340,6 @@ class ParameterServerStrategy(tf.distribute.ParameterServerStrategy):
         when a result returns to the chief.
         """
         return self._communication
-
-    @property
-    def totals(self) -> traffic.TrafficTotals:
-        """Totals of the traffic counters, for `communication`."""
-        return self._totals
 
     def finish_updates(self, optimizer: keras.optimizers.Optimizer) -> None:
         """Has every worker send what it still has: sums of gradients, or changes.
@@ -407,7 +392,7 @@ class ParameterServerStrategy(tf.distribute.ParameterServerStrategy):
         self._scheduler.join()
         return state_files.restore(self.extended.worker_states, self._num_workers, folder, step)
 
-    def note_failure(self) -> None:
+    def _note_failure(self) -> None:
         """Notes that the script is about to end with an exit code of failure."""
         if self._chief is not None:
             self._chief.note_failure()

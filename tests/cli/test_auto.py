@@ -31,7 +31,7 @@ import numpy as np
 import keras_psplus as psp
 from keras_psplus.catalogue import automatic
 
-strategy = psp.strategy("auto")
+strategy = psp.strategy_from_env("auto")
 keras.utils.set_random_seed(3)
 with strategy.scope():
     layers = keras.layers

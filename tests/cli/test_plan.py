@@ -18,7 +18,7 @@ import keras_psplus as psp
 
 print("noise of the script")
 kind = sys.argv[1]
-strategy = psp.PipelineStrategy(microbatches=2) if kind == "own" else psp.strategy()
+strategy = psp.PipelineStrategy(microbatches=2) if kind == "own" else psp.strategy_from_env()
 if kind == "other":
     strategy = psp.MultiWorkerMirroredStrategy()
 with strategy.scope():

@@ -22,7 +22,7 @@ class Held(keras.callbacks.Callback):
 
 
 has_table = bool(os.environ.get("JOB_TABLE"))
-strategy = psp.strategy()
+strategy = psp.strategy_from_env()
 with strategy.scope():
     keras.utils.set_random_seed(1)
     if has_table:

@@ -33,7 +33,7 @@ class UntilEvaluated(keras.callbacks.Callback):
 def main():
     folder = pathlib.Path(sys.argv[1])
     checkpoints = folder / "checkpoints"
-    strategy = psp.strategy()
+    strategy = psp.strategy_from_env()
     keras.utils.set_random_seed(1)
     with strategy.scope():
         model = keras.Sequential(

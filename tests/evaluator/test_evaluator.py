@@ -162,7 +162,7 @@ def test_training_ends_it_and_its_failure_does_not_end_training(tmp_path):
 
 def test_an_evaluator_trains_nothing(role):
     assert psp.task_type() == "evaluator"
-    with psp.strategy().scope():
+    with psp.strategy_from_env().scope():
         model = dense()
     x, y = np.ones((4, 2), "float32"), np.zeros((4, 1), "float32")
     for train in (model.fit, model.train_on_batch):

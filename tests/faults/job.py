@@ -71,8 +71,8 @@ def main():
         "hybrid": lambda: psp.HybridStrategy(
             placement={"*/embeddings": "parameter_server"}, table_timeout=timeout, **in_step
         ),
-        "async_ps": lambda: psp.ParameterServerStrategy(worker_timeout=5, **common),
-        "sync_ps": lambda: psp.ParameterServerStrategy(mode="sync", worker_timeout=5, **common),
+        "async_ps": lambda: psp.ParameterServerStrategy(heartbeat_timeout=5, **common),
+        "sync_ps": lambda: psp.ParameterServerStrategy(mode="sync", heartbeat_timeout=5, **common),
     }[kind]()
 
     with strategy.scope():

@@ -76,7 +76,7 @@ def made():
 if __name__ == "__main__":
     kinds = {"accumulate": updates.Accumulate(4, flush=True), "local": updates.LocalSGD(5)}
     strategy = keras_psplus.ParameterServerStrategy(
-        startup_timeout=60, worker_timeout=30, updates=kinds[sys.argv[1]]
+        startup_timeout=60, heartbeat_timeout=30, updates=kinds[sys.argv[1]]
     )
     with strategy.scope():
         model = made()

@@ -26,7 +26,7 @@ gate = pathlib.Path(os.environ.get("COUNTING_JOB_GATE", "/"))
 pause = float(os.environ.get("COUNTING_JOB_PAUSE", "0"))
 strategy = psp.ParameterServerStrategy(
     startup_timeout=60,
-    worker_timeout=5,
+    heartbeat_timeout=5,
     compression=os.environ.get("COUNTING_JOB_COMPRESSION"),
     overlap_steps="COUNTING_JOB_OVERLAP" in os.environ,
 )

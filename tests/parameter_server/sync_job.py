@@ -83,7 +83,7 @@ if __name__ == "__main__":
     steps, file = int(sys.argv[1]), pathlib.Path(sys.argv[2])
     strategy = psp.ParameterServerStrategy(
         startup_timeout=60,
-        worker_timeout=30,
+        heartbeat_timeout=30,
         mode="sync",
         compression="topk:1.0",
         overlap_steps="overlap" in sys.argv,
@@ -100,6 +100,6 @@ if __name__ == "__main__":
         "steps": int(model.steps.numpy()),
         "weights": values(model.dense),
         "averages": values(model.normal),
-        "overlapped": strategy.step_attempts.overlapped,
+        "overlapped": strategy._step_attempts.overlapped,
     }
     print("result", json.dumps(result), flush=True)

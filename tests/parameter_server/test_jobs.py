@@ -147,7 +147,7 @@ def test_chief_gives_up_when_all_workers_are_gone(tmp_path):
             os.kill(cluster.pids[name], signal.SIGKILL)
         wait_for(chief, "WorkersLostError: None of the workers", seconds=60)
         assert cluster.wait(60).exit_codes["chief-0"] == 1
-    assert "Received: worker_timeout=5" in chief.read_text()
+    assert "Received: heartbeat_timeout=5" in chief.read_text()
 
 
 @pytest.mark.parametrize("missing", ["ps", "worker"])

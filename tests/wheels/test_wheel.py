@@ -24,7 +24,7 @@ folder = pathlib.Path(psp.__file__).parent
 assert folder.is_relative_to(sys.argv[1]), folder
 assert lookup.find("all_reduce") == folder / "strategies" / "all_reduce.py"
 import keras, numpy as np
-strategy = psp.strategy()
+strategy = psp.strategy_from_env()
 with strategy.scope():
     model = keras.Sequential([keras.layers.Dense(1)])
     model.compile("sgd", "mse")

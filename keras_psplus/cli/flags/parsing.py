@@ -59,7 +59,7 @@ def remarks(flag_values: flags.FlagValues, command: list[str]) -> list[str]:
     lines = []
     script = pathlib.Path(command[0]).read_text(errors="replace")
     behind = [word.partition("=")[0] for word in command[1:] if word.startswith("--")]
-    names = {word.lstrip("-").replace("-", "_") for word in behind}
+    names = {_name_of(flag_values, word.lstrip("-")) for word in behind}
     # A script that has a flag of this name is meant by it.
     ours = sorted(name for name in names if _is_flag(flag_values, name) and name not in script)
     if ours:
@@ -75,6 +75,14 @@ def remarks(flag_values: flags.FlagValues, command: list[str]) -> list[str]:
     return lines
 
 
+def _name_of(flag_values: flags.FlagValues, word: str) -> str:
+    """The name of a flag that may be written with dashes: --dry-run, --no-chief."""
+    name = word.replace("-", "_")
+    positive = name.removeprefix("no_")
+    is_negated = name != positive and name not in flag_values and positive in flag_values
+    return f"no{positive}" if is_negated and flag_values[positive].boolean else name
+
+
 def _is_flag(flag_values: flags.FlagValues, name: str) -> bool:
     return name in flag_values or name.removeprefix("no") in flag_values
 
@@ -87,7 +95,7 @@ def asks_for_help(flag_values: flags.FlagValues, argv: list[str]) -> bool:
 
 def help_text(usage: str, flag_values: flags.FlagValues) -> str:
     """Returns a command's help: its usage and its flags with their defaults."""
-    lines = [usage.strip(), "", "flags:"]
+    lines = [usage.strip(), "", "flags (with dashes, as --max-restarts, or underscores):"]
     for name in sorted(flag_values):
         flag = flag_values[name]
         default = "" if flag.default is None else f" (default: {flag.default})"
@@ -120,7 +128,7 @@ def _split(flag_values: flags.FlagValues, argv: list[str]) -> tuple[list[str], l
         if not word.startswith("-") or word == "-":
             break
         name, equals, value = word.lstrip("-").partition("=")
-        name = name.replace("-", "_")  # --dry-run is --dry_run
+        name = _name_of(flag_values, name)
         known = _is_flag(flag_values, name)
         own.append(f"--{name}{equals}{value}" if known else word)
         position += 1

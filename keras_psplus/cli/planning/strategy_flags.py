@@ -1,4 +1,4 @@
-"""The flags that say what `keras_psplus.strategy()` returns in the script."""
+"""The flags that say what `keras_psplus.strategy_from_env()` returns in the script."""
 
 import os
 import sys
@@ -17,8 +17,8 @@ def define(values: flags.FlagValues) -> None:
     flags.DEFINE_string(
         "strategy",
         None,
-        "What `keras_psplus.strategy()` returns in the script: an entry of the catalogue (--list) "
-        "or a .py file that defines `strategy()`.",
+        "What `keras_psplus.strategy_from_env()` returns in the script: an entry of the catalogue "
+        "(--list) or a .py file that defines `strategy()`.",
         flag_values=values,
     )
     flags.DEFINE_string(
@@ -50,7 +50,7 @@ def variables(
     log: Callable[[str], None] | None = None,
     may_measure: bool = False,
 ) -> dict[str, str]:
-    """The environment variables from which `keras_psplus.strategy()` learns what to make.
+    """The environment variables from which `keras_psplus.strategy_from_env()` learns what to make.
 
     Args:
         options: The parsed flags.

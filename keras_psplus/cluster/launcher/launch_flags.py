@@ -1,7 +1,7 @@
 """The launcher's `--strategy`, `--compression` and `--updates`, as the environment passes them on.
 
-`keras_psplus.strategy()` makes what they say. A strategy that the script makes itself takes those
-of its arguments that the script does not give, and says which flags have no effect.
+`keras_psplus.strategy_from_env()` makes what they say. A strategy that the script makes itself
+takes those of its arguments that the script does not give, and says which flags have no effect.
 """
 
 import contextlib
@@ -75,7 +75,7 @@ def fill(name: str, **given: Any) -> tuple[Any, ...]:
         _say(
             warn_once,
             f"--strategy {entry} ({STRATEGY_VARIABLE}) has no effect: the script makes {name}(...) "
-            "itself. Make the strategy by keras_psplus.strategy(), which reads the flag",
+            "itself. Make the strategy by keras_psplus.strategy_from_env(), which reads the flag",
             f"{STRATEGY_VARIABLE}={entry}",
         )
     return tuple(filled.values())

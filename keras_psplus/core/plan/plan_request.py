@@ -81,7 +81,7 @@ def before_training(
         if not has_stages:
             raise ValueError(
                 "`keras-psplus plan --stages` makes the plan of a pipeline. Build the model under "
-                "`with strategy.scope():`, with `strategy = keras_psplus.strategy()` or "
+                "`with strategy.scope():`, with `strategy = keras_psplus.strategy_from_env()` or "
                 f"`keras_psplus.PipelineStrategy()`. Received: fit() of a model of {strategy}"
             )
         return  # The model is cut, and the plan of that is the answer.
@@ -90,8 +90,8 @@ def before_training(
     if has_stages or original.__name__ != "fit":
         raise ValueError(
             "`keras-psplus plan` measures a model that `fit` trains as a whole: build it under "
-            "`keras_psplus.strategy()`, call `fit`, or say --stages for the plan of a pipeline. "
-            f"Received: {original.__name__}() of a model of {strategy}"
+            "`keras_psplus.strategy_from_env()`, call `fit`, or say --stages for the plan of a "
+            f"pipeline. Received: {original.__name__}() of a model of {strategy}"
         )
     request.answer(plan_measurement.measure(original, model, args, kwargs, request.workers))
 

@@ -67,7 +67,7 @@ class WorkerWatch:
             raise WorkersLostError(
                 f"None of the workers has been reachable for {self._timeout:.0f} s: {named}. Look "
                 "into their logs and start them again; a job whose chief still runs takes up its "
-                f"work by itself then. Received: worker_timeout={self._timeout:g}"
+                f"work by itself then. Received: heartbeat_timeout={self._timeout:g}"
             )
         logger.warning(
             "no worker can be reached: %s; giving up in %.0f s",
