@@ -3,7 +3,7 @@
 import keras
 
 import keras_psplus as psp
-from keras_psplus.all_reduce.engine import AllReduceEngine
+from keras_psplus.all_reduce import AllReduceEngine
 
 
 class AveragingEngine(AllReduceEngine):

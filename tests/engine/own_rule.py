@@ -1,11 +1,5 @@
-"""An update rule and a compressor of a user's own, in one file.
+"""An update rule and a compressor of one's own: own_rule.py all_reduce|parameter_server."""
 
-own_rule.py all_reduce|parameter_server
-
-Prints the weights of a model of which every second batch trains it, twice as much.
-"""
-
-import json
 import sys
 
 import keras
@@ -48,27 +42,18 @@ class Double(psp.compression.Compressor):
         return 8 * tf.TensorShape(shape).num_elements()
 
 
-def main():
-    kinds = {
-        "all_reduce": psp.MultiWorkerMirroredStrategy,
-        "parameter_server": psp.ParameterServerStrategy,
-    }
-    strategy = kinds[sys.argv[1]](updates=EverySecond(), compression=Double())
-    with strategy.scope():
-        model = keras.Sequential([keras.Input((2,)), keras.layers.Dense(1, "linear", False)])
-        model.compile(keras.optimizers.SGD(0.1), "mse")
-        rows = keras.Sequential([keras.Input(()), keras.layers.Embedding(3, 1)])
-        rows.compile(keras.optimizers.SGD(0.1), "mse")
-    rows.set_weights([np.array([[2.0], [3.0], [4.0]])])
-    data = tf.data.Dataset.from_tensor_slices((tf.range(12) % 3, tf.ones((12, 1)))).batch(2)
-    rows.fit(data, epochs=1, verbose=0)
-    print("rows", json.dumps(rows.get_weights()[0].ravel().tolist()), flush=True)
-    model.set_weights([np.array([[1.0], [2.0]])])
-    x = tf.reshape(tf.range(24, dtype=tf.float32), (12, 2)) / 24
-    data = tf.data.Dataset.from_tensor_slices((x, tf.ones((12, 1)))).batch(2)
-    model.fit(data, epochs=1, verbose=0)
-    print("weights", json.dumps(model.get_weights()[0].ravel().tolist()), flush=True)
-
-
 if __name__ == "__main__":
-    main()
+    kinds = {"all_reduce": psp.MultiWorkerMirroredStrategy}
+    kind = kinds.get(sys.argv[1], psp.ParameterServerStrategy)
+    strategy = kind(updates=EverySecond(), compression=Double())
+    x = tf.reshape(tf.range(24, dtype=tf.float32), (12, 2)) / 24
+    for kind, inputs, start in (("rows", tf.range(12) % 3, [2, 3, 4]), ("weights", x, [1, 2])):
+        with strategy.scope():
+            dense = keras.layers.Dense(1, use_bias=False)
+            layer = keras.layers.Embedding(3, 1) if kind == "rows" else dense
+            model = keras.Sequential([keras.Input(inputs.shape[1:]), layer])
+            model.compile(keras.optimizers.SGD(0.1), "mse")
+        model.set_weights([np.array(start, "float32")[:, None]])
+        data = tf.data.Dataset.from_tensor_slices((inputs, tf.ones((12, 1)))).batch(2)
+        model.fit(data, epochs=1, verbose=0)
+        print(kind, model.get_weights()[0].ravel().tolist(), flush=True)

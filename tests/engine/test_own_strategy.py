@@ -8,7 +8,7 @@ import pytest
 
 from keras_psplus.cluster.testing import run_in_processes
 
-FILE = pathlib.Path(__file__).with_name("averaging.py")
+FOLDER = pathlib.Path(__file__).parent
 RATE, STEPS = 0.1, 3
 
 
@@ -21,12 +21,10 @@ def by_hand():
     return [weight, weight]
 
 
-def test_it_is_one_small_file():
-    assert len(FILE.read_text().splitlines()) <= 60
-
-
-def test_fit_averages_weights_after_each_epoch_in_two_processes():
-    logs = run_in_processes(FILE, workers=2, timeout=120).logs
+# The neighbour of one of two is the other.
+@pytest.mark.parametrize("name", ["averaging", "gossip"])
+def test_fit_averages_weights_after_each_epoch_in_two_processes(name):
+    logs = run_in_processes(FOLDER / f"{name}.py", workers=2, timeout=120).logs
     for log in logs.values():
         found = dict(re.findall(r"^(weights|rows) (.*)$", log, re.MULTILINE))
         assert sorted(found) == ["rows", "weights"]
