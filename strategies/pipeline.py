@@ -5,4 +5,4 @@ import keras_psplus
 
 def strategy():
     """Each stage keeps the activations of as many micro-batches as stages follow it, and one."""
-    return keras_psplus.PipelineStrategy(microbatches=4, schedule="1f1b")
+    return keras_psplus.PipelineStrategy(microbatches=4)

@@ -1,21 +1,39 @@
-"""Names that a user of Keras expects, alike on all strategies, and deprecated ones."""
+"""Public names of strategies, and those that are deprecated."""
 
 import inspect
 
 import pytest
+import tensorflow as tf
 
 import keras_psplus as psp
 from keras_psplus.arguments import renamed
+from keras_psplus.cli import export, run, serve
+from keras_psplus.cli.flags import parsing
 
-STRATEGIES = (
-    psp.MultiWorkerMirroredStrategy,
-    psp.ParameterServerStrategy,
-    psp.HybridStrategy,
-    psp.PipelineStrategy,
-)
+ALL = {"communication", "engine", "is_chief", "progress", "task", "updates"}
+SYNCHRONOUS = {"compression_state", "finish_updates", "num_workers", "update_state"}
+# What a strategy has beside what `tf.distribute.Strategy` has. Parts of a strategy are not here.
+PUBLIC = {
+    psp.MultiWorkerMirroredStrategy: SYNCHRONOUS,
+    psp.HybridStrategy: {*SYNCHRONOUS, "load_tables", "prefetch", "save_tables", "sync"},
+    psp.ParameterServerStrategy: {
+        *("backup_workers", "dropped_gradients", "finish_updates", "max_staleness", "mode"),
+        *("num_workers", "restore_compression_state", "save_compression_state", "updating"),
+    },
+    psp.PipelineStrategy: {
+        *("activation_compression", "compression", "microbatches", "num_stages", "pipelines"),
+        *("recompute", "schedule"),
+    },
+}
 
 
-@pytest.mark.parametrize("kind", STRATEGIES, ids=lambda kind: kind.__name__)
+@pytest.mark.parametrize("kind", PUBLIC, ids=lambda kind: kind.__name__)
+def test_strategies_have_these_public_attributes(kind):
+    own = {n for n in dir(kind) if not n.startswith("_")} - set(dir(tf.distribute.Strategy))
+    assert own == ALL | PUBLIC[kind]
+
+
+@pytest.mark.parametrize("kind", PUBLIC, ids=lambda kind: kind.__name__)
 def test_timeouts_have_the_same_names(kind):
     parameters = inspect.signature(kind.__init__).parameters
     assert {"startup_timeout", "heartbeat_timeout", "stall_warning"} <= set(parameters)
@@ -34,3 +52,35 @@ def test_a_deprecated_argument_is_taken_and_warns():
 
 def test_the_strategy_of_the_environment_has_two_names():
     assert psp.strategy is psp.strategy_from_env
+
+
+def test_one_default_of_schedule():
+    from keras_psplus.catalogue import lookup
+
+    assert inspect.signature(psp.PipelineStrategy.__init__).parameters["schedule"].default == "1f1b"
+    entry = lookup.find("pipeline").read_text()
+    assert "schedule=" not in entry
+
+
+@pytest.mark.parametrize(
+    ("command", "words", "found"),
+    [
+        (run, ["--max-restarts=2"], ("max_restarts", 2)),
+        (run, ["--max-restarts", "2"], ("max_restarts", 2)),
+        (run, ["--max_restarts", "2"], ("max_restarts", 2)),
+        (run, ["--log-dir", "there"], ("log_dir", "there")),
+        (run, ["--nochief"], ("chief", False)),
+        (run, ["--no-chief"], ("chief", False)),
+        (run, ["--no_chief"], ("chief", False)),
+        (run, ["--nodry-run"], ("dry_run", False)),
+        (run, ["--no-dry-run"], ("dry_run", False)),
+        (export, ["--max-restarts=2"], ("max_restarts", 2)),
+        (serve, ["--startup-timeout=2"], ("startup_timeout", 2)),
+    ],
+    ids=lambda case: " ".join(case) if isinstance(case, list) else None,
+)
+def test_flags_have_dashes_or_underscores(command, words, found):
+    values = command._flags()
+    assert parsing.parse(values, words) == []
+    assert values[found[0]].value == found[1]
+    assert "--max-restarts, or underscores" in parsing.help_text("", values)

@@ -182,7 +182,7 @@ class MultiWorkerMirroredStrategy(tf.distribute.MultiWorkerMirroredStrategy):
         return self.num_replicas_in_sync > 1
 
     @property
-    def is_active(self) -> bool:
+    def _is_active(self) -> bool:
         """True if anything is distributed."""
         return self.num_replicas_in_sync > 1 or self._updates is not None
 
@@ -195,7 +195,7 @@ class MultiWorkerMirroredStrategy(tf.distribute.MultiWorkerMirroredStrategy):
     def engine(self) -> Engine:
         """Engine of the strategy, a `keras_psplus.engine.Engine`."""
         if self._engine is None:
-            self._engine = (self._engine_class if self.is_active else OneReplicaEngine)(self)
+            self._engine = (self._engine_class if self._is_active else OneReplicaEngine)(self)
         return self._engine
 
     @property
@@ -322,7 +322,7 @@ class MultiWorkerMirroredStrategy(tf.distribute.MultiWorkerMirroredStrategy):
         Returns:
             What `fn` returns, for each replica.
         """
-        if not self.is_active:
+        if not self._is_active:
             return super().run(fn, args, kwargs, options)
         args = tuple(_per_replica(arg) for arg in args)
         if isinstance(fn, def_function.Function):

@@ -61,11 +61,11 @@ class HybridEngine(AllReduceEngine):
         self, original: Original, model: keras.Model, iterator: Any = None, data_batch: Any = None
     ) -> None:
         super().build(original, model, iterator, data_batch)
-        self.strategy.announce()
+        self.strategy._announce()
 
     @property
     def saves_states(self) -> bool:
-        return self.strategy.snapshots is not None
+        return self.strategy._snapshots is not None
 
     def saved_data_seed(self) -> int | None:
         return None if self.snapshots is None else self.snapshots.data_seed()
@@ -82,7 +82,7 @@ class HybridEngine(AllReduceEngine):
         **kwargs: Any,
     ) -> Any:
         variable._decision = None
-        if self.strategy.tables is not None and shape is not None:
+        if self.strategy._tables is not None and shape is not None:
             variable._decision = embeddings.decide(
                 self.strategy, shape, kwargs.get("name"), kwargs.get("dtype")
             )
@@ -143,7 +143,7 @@ class HybridEngine(AllReduceEngine):
                 decay = optimizer.weight_decay if decays else None
                 # Servers are told its numbers, also where a step that is traced builds it.
                 with tf.init_scope():
-                    self.strategy.tables.set_optimizer(table, optimizer, decay)
+                    self.strategy._tables.set_optimizer(table, optimizer, decay)
 
     def add_slot(
         self,
@@ -234,7 +234,7 @@ class HybridEngine(AllReduceEngine):
     @property
     def snapshots(self) -> FitSnapshots | None:
         """`FitSnapshots`, or None without `snapshot_every`."""
-        if self._snapshots is None and self.strategy.snapshots is not None:
+        if self._snapshots is None and self.strategy._snapshots is not None:
             self._snapshots = FitSnapshots(self)
         return self._snapshots
 

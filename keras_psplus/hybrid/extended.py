@@ -34,13 +34,13 @@ class HybridExtended(MultiWorkerMirroredExtended):
     """Additional APIs of `keras_psplus.HybridStrategy`."""
 
     def __init__(self, strategy: HybridStrategy, *args: Any) -> None:
-        self._barrier = Barrier(self) if strategy.sync and strategy.has_servers else None
+        self._barrier = Barrier(self) if strategy.sync and strategy._has_servers else None
         self._counters: dict[tuple[int, str, int], tf.Variable] = {}
         self._buffers: dict[tuple[int, int, int], prefetch.Buffer] = {}
         # Rows that were read ahead; by table and local replica, whether they hold yet.
         self._ahead = States("/CPU:0")
         self._are_ahead: dict[tuple[int, int], tf.Variable] = {}
-        self._reads_ahead = strategy.prefetch and strategy.has_servers
+        self._reads_ahead = strategy.prefetch and strategy._has_servers
         super().__init__(strategy, *args)
 
     @property
@@ -55,7 +55,7 @@ class HybridExtended(MultiWorkerMirroredExtended):
         tables = [v for v in variables if isinstance(v, TableVariable)]
         super().broadcast([v for v in variables if not isinstance(v, TableVariable)])
         for variable in tables:
-            self._container_strategy().tables.note_followed(variable.table, variable.slot)
+            self._container_strategy()._tables.note_followed(variable.table, variable.slot)
             self.forget_ahead()
 
     def counter(self, table: Table, what: str, replica: int | None = None) -> tf.Variable:

@@ -28,7 +28,7 @@ class StallProbe(all_reduce_stalls.StallProbe):
         self._strategy = strategy
 
     def describe(self, entered: int) -> str:
-        servers = self._strategy.servers
+        servers = self._strategy._servers
         assert servers is not None
         silent = stalls.unresponsive_tasks(servers.addresses)
         if silent:

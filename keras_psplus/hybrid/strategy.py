@@ -254,23 +254,13 @@ class HybridStrategy(TableSaving, MultiWorkerMirroredStrategy):
         return start(cluster_resolver, startup_timeout, heartbeat_timeout, allow_ps=True)
 
     @property
-    def has_servers(self) -> bool:
-        """Whether there are parameter servers."""
-        return self._has_servers
-
-    @property
     def _distributes(self):
-        return self.has_servers or super()._distributes
+        return self._has_servers or super()._distributes
 
     @property
-    def is_active(self) -> bool:
+    def _is_active(self) -> bool:
         """Whether there are several replicas, or parameter servers."""
-        return self.has_servers or super().is_active
-
-    @property
-    def servers(self) -> Servers | None:
-        """The parameter servers; None without a cluster."""
-        return self._servers
+        return self._has_servers or super()._is_active
 
     @property
     def sync(self) -> bool:
@@ -281,21 +271,6 @@ class HybridStrategy(TableSaving, MultiWorkerMirroredStrategy):
     def prefetch(self) -> bool:
         """Whether `model.fit` reads the next batch's rows of tables while a step computes."""
         return self._prefetch
-
-    @property
-    def tables(self) -> Tables | None:
-        """The tables on parameter servers; None without a cluster."""
-        return self._tables
-
-    @property
-    def snapshots(self) -> snapshots_module.Snapshots | None:
-        """The job's snapshots; None without `snapshot_every`."""
-        return self._snapshots
-
-    @property
-    def placement(self) -> placement_module.TablePlacer | None:
-        """Placement of tables, on parameter servers or not; None without a cluster."""
-        return self._placement
 
     def _in_step(self, fn):
         in_step = super()._in_step(fn)
@@ -308,7 +283,7 @@ class HybridStrategy(TableSaving, MultiWorkerMirroredStrategy):
 
         return tf.autograph.experimental.do_not_convert(in_either)
 
-    def announce(self) -> None:
+    def _announce(self) -> None:
         """Says which tables lie where, if there are new ones."""
         if self._placement is not None and self.is_chief and self._placement.has_news:
             logger.info("HybridStrategy keeps\n%s", self._placement.report())

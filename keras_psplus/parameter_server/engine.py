@@ -75,12 +75,12 @@ class ParameterServerEngine(DistributedEngine):
         try:
             with failure.translate_errors(strategy):
                 yield
-            strategy.step_attempts.log_dropped()
+            strategy._step_attempts.log_dropped()
         except (failure.ParameterServerLostError, failure.WorkersLostError):
             raise  # no step will ever come back
         except BaseException as error:
             if isinstance(error, SystemExit) and error.code not in (None, 0):
-                strategy.note_failure()
+                strategy._note_failure()
             # Or the next call would begin with what this one had counted.
             for function in step_registry.functions(strategy):
                 with contextlib.suppress(Exception):
@@ -206,8 +206,8 @@ class ParameterServerEngine(DistributedEngine):
         if worker_function.current_trace() is None and tf.executing_eagerly():
             if variable_kinds.is_closure_variable(variable._value):
                 step_registry.drain(self.strategy)
-            elif variable_kinds.on_ps(variable._value) and self.strategy.scheduler.is_busy:
-                self.strategy.scheduler.join()
+            elif variable_kinds.on_ps(variable._value) and self.strategy._scheduler.is_busy:
+                self.strategy._scheduler.join()
 
     def assign_add(self, original: Original, variable: keras.Variable, value: Any) -> Any:
         return _atomically("assign_add", original, variable, value)

@@ -48,10 +48,10 @@ class _PredictFunction:
         if self._seeds is None or not are_same(self._seeds.variables, function.variables):
             self.drain()
             self._seeds = _Seeds(function.variables)
-        result = self._strategy.scheduler.submit(
+        result = self._strategy._scheduler.submit(
             function.concrete,
             (tf.constant(self._seeds.values()), payload),
-            lambda result, _: self._strategy.totals.add(
+            lambda result, _: self._strategy._totals.add(
                 function.costs, function.split(result[0])[1]
             ),
             f"predict(), {describe(batches, self._sent)}",

@@ -230,7 +230,7 @@ class ParameterServerStrategy(tf.distribute.ParameterServerStrategy):
             self._num_workers,
             failure.WorkerWatch(spec["worker"], heartbeat_timeout).check_workers,
             self._greet_again if self._chief else None,
-            self.overlaps_steps,
+            self._overlaps_steps,
             1 if self._mode.is_sync else LANES,
             lambda: not stalls.unresponsive_tasks({a: a for a in spec["worker"]}),
         )
@@ -284,11 +284,6 @@ class ParameterServerStrategy(tf.distribute.ParameterServerStrategy):
         return self._progress
 
     @property
-    def scheduler(self) -> Scheduler:
-        """Sends steps to the workers."""
-        return self._scheduler
-
-    @property
     def mode(self) -> str:
         """`"async"` or `"sync"`."""
         return "sync" if self._mode.is_sync else "async"
@@ -314,23 +309,13 @@ class ParameterServerStrategy(tf.distribute.ParameterServerStrategy):
         return self._updating
 
     @property
-    def step_attempts(self) -> StepAttempts:
-        """The global steps of `mode="sync"`."""
-        return self._step_attempts
-
-    @property
-    def overlaps_steps(self) -> bool:
+    def _overlaps_steps(self) -> bool:
         """Whether a worker reads for its next training step before it has sent this one's.
 
         Not with one worker, whose training is that of one process; nor on servers that were started
         otherwise, which may have too few threads.
         """
         return self._overlap_steps and self._num_workers > 1 and self._task is not None
-
-    @property
-    def clocks(self) -> Clocks | None:
-        """Clocks of the workers, `staleness.Clocks`, if `max_staleness` is set; else None."""
-        return self._clocks
 
     @property
     def dropped_gradients(self) -> int:
@@ -349,11 +334,6 @@ class ParameterServerStrategy(tf.distribute.ParameterServerStrategy):
         when a result returns to the chief.
         """
         return self._communication
-
-    @property
-    def totals(self) -> traffic.TrafficTotals:
-        """Totals of the traffic counters, for `communication`."""
-        return self._totals
 
     def finish_updates(self, optimizer: keras.optimizers.Optimizer) -> None:
         """Has every worker send what it still has: sums of gradients, or changes.
@@ -402,7 +382,7 @@ class ParameterServerStrategy(tf.distribute.ParameterServerStrategy):
         self._scheduler.join()
         return state_files.restore(self.extended.worker_states, self._num_workers, folder, step)
 
-    def note_failure(self) -> None:
+    def _note_failure(self) -> None:
         """Notes that the script is about to end with an exit code of failure."""
         if self._chief is not None:
             self._chief.note_failure()

@@ -37,7 +37,7 @@ class TrainFunction:
         is_training: bool,
     ) -> None:
         self._model, self._is_training = model, is_training
-        self._strategy, self._scheduler = strategy, strategy.scheduler
+        self._strategy, self._scheduler = strategy, strategy._scheduler
         step = _knowing_rows(model._autoconvert_optionals(step_function))
         if is_training:
             step = local_sgd_step.alone(strategy, model, step)
@@ -51,9 +51,9 @@ class TrainFunction:
         args = self._strategy, step, lambda: weights(self._model), self._results
         if is_training and self._strategy.mode == "sync":
             return SyncRunner(*args, split)
-        if is_training and self._strategy.clocks is not None:
+        if is_training and self._strategy._clocks is not None:
             return BoundedRunner(*args)
-        return StepRunner(*args, overlap=is_training and self._strategy.overlaps_steps)
+        return StepRunner(*args, overlap=is_training and self._strategy._overlaps_steps)
 
     def __call__(self, iterator: Any) -> dict[str, Any]:
         progress = self._strategy.progress

@@ -89,17 +89,17 @@ class PipelineEngine(DistributedEngine):
     ) -> None:
         spec = iterator.batch_spec if iterator is not None else data_batch
         batch_rows = getattr(iterator, "batch_rows", None)
-        self.strategy.splitter.split(self, model, spec, trains=True, batch_rows=batch_rows)
+        self.strategy._splitter.split(self, model, spec, trains=True, batch_rows=batch_rows)
         super().build(original, model, iterator, data_batch)
 
     def train(self, original: Original, model: keras.Model, *args: Any, **kwargs: Any) -> Any:
         # What was read from a checkpoint of TensorFlow's, say, has gone past `assign`.
-        self.strategy.copies.note_stale()
+        self.strategy._copies.note_stale()
         self.note_written()
         return super().train(original, model, *args, **kwargs)
 
     def evaluate(self, original: Original, model: keras.Model, *args: Any, **kwargs: Any) -> Any:
-        self.strategy.copies.note_stale()
+        self.strategy._copies.note_stale()
         self.note_written()
         return super().evaluate(original, model, *args, **kwargs)
 
@@ -107,14 +107,14 @@ class PipelineEngine(DistributedEngine):
 
     def split(self, model: keras.Model, batch_spec: Any, trains: bool) -> None:
         """Puts a model's layers and variables on stages, once; see `Splitter.split`."""
-        self.strategy.splitter.split(self, model, batch_spec, trains)
+        self.strategy._splitter.split(self, model, batch_spec, trains)
 
     def divides_train_step(self, model: keras.Model) -> bool:
         """Whether losses and gradients are computed micro-batch by micro-batch."""
         if self.strategy.schedule == "gpipe":
             return False
         reason = train_step.why_not_divided(model)
-        if reason is None and self.strategy.splitter.has_masks(model):
+        if reason is None and self.strategy._splitter.has_masks(model):
             reason = "its outputs have masks, by whose number of entries the loss is divided"
         if reason is not None:
             text = (
@@ -170,7 +170,7 @@ class PipelineEngine(DistributedEngine):
     # Variables and layers.
 
     def make_layer(self, original: Original, layer: keras.Layer, *args: Any, **kwargs: Any) -> Any:
-        self.strategy.stages.note_made(layer)
+        self.strategy._stages.note_made(layer)
         return original(layer, *args, **kwargs)
 
     def make_variable(
@@ -182,21 +182,21 @@ class PipelineEngine(DistributedEngine):
     def initialize_with_initializer(
         self, original: Original, variable: keras.Variable, initializer: Any
     ) -> Any:
-        self.strategy.variables.initialize(variable, initializer)
+        self.strategy._variables.initialize(variable, initializer)
 
     def assign(self, original: Original, variable: keras.Variable, value: Any) -> Any:
         step = current_step()
         if isinstance(step, PipelineStep) and step.is_replaying:
             return value  # It was given that before.
-        self.strategy.variables.ensure(variable)
+        self.strategy._variables.ensure(variable)
         self._settle_for(variable)
-        self.strategy.copies.note_changed(variable)
+        self.strategy._copies.note_changed(variable)
         if tf.executing_eagerly():
             self.note_written()
         return original(variable, value)
 
     def read(self, original: Original, variable: keras.Variable) -> Any:
-        self.strategy.variables.ensure(variable)
+        self.strategy._variables.ensure(variable)
         self._settle_for(variable)
         return original(variable)
 
@@ -258,7 +258,7 @@ class PipelineEngine(DistributedEngine):
     ) -> Any:
         # Keras looks variables up by what TensorFlow's are.
         for variable in variables:
-            self.strategy.variables.ensure(variable)
+            self.strategy._variables.ensure(variable)
         return super().build_optimizer(original, optimizer, variables)
 
     def add_slot(
@@ -269,7 +269,7 @@ class PipelineEngine(DistributedEngine):
         name: str | None = None,
         initializer: Any = "zeros",
     ) -> Any:
-        variables = self.strategy.variables
+        variables = self.strategy._variables
         # In the replica's step, there is no scope to make a variable in.
         with lifted(self.strategy), variables.beside(reference_variable):
             slot = original(optimizer, reference_variable, name, initializer)

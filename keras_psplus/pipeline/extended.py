@@ -65,7 +65,7 @@ class PipelineExtended(one_device_strategy.OneDeviceExtended):
             return fn(*args, **(kwargs or {}))
 
     def _update(self, var, fn, args, kwargs, group):
-        self._container_strategy().copies.note_changed(var)
+        self._container_strategy()._copies.note_changed(var)
         with ops.device(var.device), distribute_lib.UpdateContext(var.device):
             result = fn(var, *args, **kwargs)
         return result if group else tf.nest.map_structure(self._local_results, result)

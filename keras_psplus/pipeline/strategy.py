@@ -62,11 +62,11 @@ class PipelineStrategy(tf.distribute.Strategy):
         pipelines: Number of pipelines. Each has all stages, on workers of its own, and trains on
             its part of each batch. The number of workers is that of stages times that of
             pipelines: worker `i` has the stage `i % stages` of pipeline `i // stages`.
-        schedule: `"gpipe"`, all micro-batches forward and then all backward; or `"1f1b"`, by which
-            stage `k` keeps the activations of `stages - k` micro-batches. Both give the same
-            results. The second needs a loss of Keras that is a mean over independent rows, and
+        schedule: `"1f1b"`, by which stage `k` keeps the activations of `stages - k` micro-batches;
+            or `"gpipe"`, all micro-batches forward and then all backward. Both give the same
+            results. The first needs a loss of Keras that is a mean over independent rows, and
             Keras's own `train_step` and `compute_loss`; other models, and those with masks at their
-            outputs, are trained by the first. `"pipedream"`: two batches are under way at the same
+            outputs, are trained by the second. `"pipedream"`: two batches are under way at the same
             time, so that no stage waits for the end of a batch; the gradients of a batch are those
             by the weights from before the last update. It is PipeDream-2BW, with the actions of
             `"1f1b"`.
@@ -114,7 +114,7 @@ class PipelineStrategy(tf.distribute.Strategy):
         stages: Any = "auto",
         *,
         pipelines: int = 1,
-        schedule: str = "gpipe",
+        schedule: str = "1f1b",
         recompute: bool = False,
         compression: Any = None,
         activation_compression: Any = None,
@@ -233,11 +233,6 @@ class PipelineStrategy(tf.distribute.Strategy):
         return self._compression
 
     @property
-    def residuals(self) -> Residuals:
-        """State of gradients' compressors, a `residuals.Residuals`."""
-        return self._residuals
-
-    @property
     def recompute(self) -> bool:
         """Whether stages compute their activations once more for their gradients."""
         return self._recompute
@@ -246,26 +241,6 @@ class PipelineStrategy(tf.distribute.Strategy):
     def activation_compression(self) -> Compressor | None:
         """Compressor of activations and their gradients between stages, or None."""
         return self._activation_compression
-
-    @property
-    def stages(self) -> Stages:
-        """Stages of the layers, a `stages.Stages`."""
-        return self._stages
-
-    @property
-    def splitter(self) -> Splitter:
-        """Splitter of models into stages."""
-        return self._splitter
-
-    @property
-    def variables(self) -> Variables:
-        """Creator of variables on stages, a `variables.Variables`."""
-        return self._variables
-
-    @property
-    def copies(self) -> Copies:
-        """The copies of weights that pipelines have: a `copies.Copies`."""
-        return self._copies
 
     @property
     def progress(self) -> Progress:
@@ -282,12 +257,7 @@ class PipelineStrategy(tf.distribute.Strategy):
         """Communication between stages and pipelines."""
         return self._communication
 
-    @property
-    def traffic(self) -> PipelineTraffic:
-        """Counter of the communication, a `traffic.PipelineTraffic`."""
-        return self._traffic
-
-    def note_failure(self) -> None:
+    def _note_failure(self) -> None:
         """Notes that the script is about to end with an exit code of failure."""
         if self._chief is not None:
             self._chief.note_failure()

@@ -35,7 +35,7 @@ class PipelineWorkerFiles(WorkerFiles):
         make_folder: Callable[[str], Any] | None = None,
         waits: bool = False,
     ) -> dict[str, str] | None:
-        if not self._strategy.residuals.has_any:
+        if not self._strategy._residuals.has_any:
             return {}
         before, step = self._files(folder), number_of_steps(model)
         while step in before.values():
@@ -44,7 +44,7 @@ class PipelineWorkerFiles(WorkerFiles):
         path = file_utils.join(folder_in(folder), name)
         try:
             (make_folder or tf.io.gfile.makedirs)(folder_in(folder))
-            self._strategy.residuals.write(f"{path}.tmp")
+            self._strategy._residuals.write(f"{path}.tmp")
             tf.io.gfile.rename(f"{path}.tmp", path, overwrite=True)
             files = digests_of([name], folder)
         except OF_TASKS:
@@ -71,7 +71,7 @@ class PipelineWorkerFiles(WorkerFiles):
             if found is None or int(found[1]) != self._strategy.pipelines:
                 warn_lost("the number of pipelines has changed", path)
             else:
-                self._strategy.residuals.read(path)
+                self._strategy._residuals.read(path)
 
     def _files(self, folder):
         """Names of the files, complete or not, and their steps."""

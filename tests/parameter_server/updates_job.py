@@ -74,7 +74,7 @@ def making(strategy):
         kind = LocalSGDUpdates if policy is not None and policy.local else WorkerUpdates
         strategy._updating = kind(strategy, policy)
         strategy.extended.pushes._compressors = Compressors(compressor, None)
-        strategy.totals._bytes.clear()
+        strategy._totals._bytes.clear()
         return strategy
 
     return make

@@ -71,7 +71,7 @@ class FitSnapshots:
             return None
         self._not_taken = None
         try:
-            self._strategy.snapshots.take()
+            self._strategy._snapshots.take()
         except OSError as error:
             self._not_taken = error  # Raised when all workers ask for snapshots.
             return None
@@ -86,14 +86,14 @@ class FitSnapshots:
     def _whole(self):
         """The snapshots that are there; for the first `fit`, they are read once."""
         if self.fits > 1:
-            return self._strategy.snapshots.whole()
+            return self._strategy._snapshots.whole()
         if self._at_start is None:
-            self._at_start = self._strategy.snapshots.whole()
+            self._at_start = self._strategy._snapshots.whole()
         return self._at_start
 
     def begin(self, callbacks: keras.callbacks.CallbackList) -> None:
         """Before `fit` trains: brings the model to where the last snapshot was taken."""
-        snapshots, model = self._strategy.snapshots, callbacks.model
+        snapshots, model = self._strategy._snapshots, callbacks.model
         if any(isinstance(c, keras_callbacks.BackupAndRestore) for c in callbacks.callbacks):
             raise ValueError(
                 "`snapshot_every` resumes a job, and so does the BackupAndRestore callback, from "
@@ -120,13 +120,13 @@ class FitSnapshots:
         before = self.step
         self.step += batch + 1 - self.batch
         self.batch = batch + 1
-        every = self._strategy.snapshots.every
+        every = self._strategy._snapshots.every
         if self.step // every > before // every:
             self._save(model)
 
     def end(self) -> None:
         """Notes the end of a `fit`."""
-        self._strategy.snapshots.is_needed = self.is_passed
+        self._strategy._snapshots.is_needed = self.is_passed
         if not self.is_passed:
             self.random = random.getstate()
         elif self.random is not None:
@@ -136,7 +136,7 @@ class FitSnapshots:
     def _save(self, model):
         """Writes a snapshot; on all workers, at the same step."""
         engine, strategy = self._engine(), self._strategy
-        snapshots, files_of_workers = strategy.snapshots, engine.worker_files
+        snapshots, files_of_workers = strategy._snapshots, engine.worker_files
         # What Keras accumulates is in no worker's file.
         engine.settle(model)
         # A process that is here has sent all that belongs to this step.
@@ -175,7 +175,7 @@ class FitSnapshots:
     def _restore(self, model):
         """Restores the last snapshot, if it was written in this `fit` or later."""
         strategy, control = self._strategy, self._engine().control
-        snapshots, files_of_workers = strategy.snapshots, self._engine().worker_files
+        snapshots, files_of_workers = strategy._snapshots, self._engine().worker_files
         candidates = run_on_chief(control, strategy.is_chief, _WHAT, self._find)
         problems = files_of_workers.problems(
             snapshots.directory, [one["worker_files"] for one in candidates]
@@ -237,7 +237,7 @@ class FitSnapshots:
             raise self._not_taken
         if self.fits == 1:
             with _lost_for_all(self._strategy):
-                self._strategy.snapshots.check_writable()
+                self._strategy._snapshots.check_writable()
             found = self._whole()
         else:
             found = [self.found] if self.found and self.found[1]["fit"] >= self.fits else []

@@ -73,9 +73,9 @@ def decide(
     if not is_table:
         return None
     path = f"{backend.common.name_scope.current_path()}/{name}"
-    assert strategy.placement is not None
+    assert strategy._placement is not None
     rows, dim = shape
-    return strategy.placement.decide(path, rows, dim, getattr(layer, "_keras_rs_placement", None))
+    return strategy._placement.decide(path, rows, dim, getattr(layer, "_keras_rs_placement", None))
 
 
 def make(
@@ -86,8 +86,8 @@ def make(
 ) -> None:
     """Makes the table of a Keras variable, on the servers."""
     config = _serialized(initializer)
-    assert strategy.tables is not None
-    table = strategy.tables.make(decision.path, (decision.rows, decision.dim), config)
+    assert strategy._tables is not None
+    table = strategy._tables.make(decision.path, (decision.rows, decision.dim), config)
     variable._value = TableVariable(table, variable.name, variable.trainable, strategy)
     if config is None:
         variable._value.assign(initializer(variable._shape, dtype=variable._dtype))

@@ -80,8 +80,8 @@ class TableVariable(CompositeVariable):
             )
         if self._strategy.is_chief:
             self.table.write(self.slot, value)
-        assert self._strategy.tables is not None
-        self._strategy.tables.note_assigned(self.table, self.slot)
+        assert self._strategy._tables is not None
+        self._strategy._tables.note_assigned(self.table, self.slot)
         self._strategy.extended.forget_ahead()
         return self
 

@@ -52,7 +52,7 @@ def on_workers(
             strategy.num_workers,
         )
         return None
-    if strategy.mode == "sync" or strategy.clocks is not None:
+    if strategy.mode == "sync" or strategy._clocks is not None:
         info_once("the chief reads the data, as it decides which worker takes what")
         return None
     if in_order:

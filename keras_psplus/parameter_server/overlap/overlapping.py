@@ -39,9 +39,9 @@ class OverlapState:
             batch: Batch of one of them.
         """
         function = calls[0][0]
-        if not self._strategy.overlaps_steps or any(one is not function for one, _ in calls):
+        if not self._strategy._overlaps_steps or any(one is not function for one, _ in calls):
             return None
-        if self._strategy.scheduler.lost_workers:
+        if self._strategy._scheduler.lost_workers:
             # TensorFlow cannot give new functions to all tasks, and says so at length.
             return None
         if writes.are_traced:
@@ -54,18 +54,18 @@ class OverlapState:
 
     def recovering(self) -> contextlib.AbstractContextManager[None]:
         """Context of an attempt at a step: the cluster is not mended meanwhile."""
-        recovery = self._strategy.scheduler.recovery
+        recovery = self._strategy._scheduler.recovery
         return contextlib.nullcontext() if recovery is None else recovery.running()
 
     @property
     def has_to_give_way(self) -> bool:
         """Whether a worker is back, and waits for the present attempt to end."""
-        recovery = self._strategy.scheduler.recovery
+        recovery = self._strategy._scheduler.recovery
         return recovery is not None and recovery.is_due
 
     @property
     def _workers(self):
-        lost = self._strategy.scheduler.lost_workers
+        lost = self._strategy._scheduler.lost_workers
         return [worker for worker in range(self._strategy.num_workers) if worker not in lost]
 
     @property
@@ -85,7 +85,7 @@ class OverlapState:
         self, overlapped: OverlapFunctions, stamp: int, count: int, scale: float
     ) -> PipelinedUpdate:
         """Begins with an update; see `PipelinedUpdate`."""
-        totals = self._strategy.totals
+        totals = self._strategy._totals
         return PipelinedUpdate(overlapped, stamp, count, scale, self._workers, totals)
 
     def finish(self, update: PipelinedUpdate) -> None:
@@ -93,7 +93,7 @@ class OverlapState:
         # Another model of the same weights has copies of its own.
         writes.count += 1
         state = self._state
-        scheduler = self._strategy.scheduler
+        scheduler = self._strategy._scheduler
         fresh = update.finish(lambda: scheduler.lost_workers)
         if len(fresh) < len(update.readers):
             self.forget()

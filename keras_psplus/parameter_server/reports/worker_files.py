@@ -49,7 +49,7 @@ class ServedWorkerFiles(WorkerFiles):
         waits: bool = False,
     ) -> dict[str, str] | None:
         strategy = self._strategy
-        strategy.scheduler.join()
+        strategy._scheduler.join()
         states, place = strategy.extended.worker_states, folder_in(folder)
         if not states.has_any:
             return {}

@@ -102,7 +102,7 @@ class StepRunner:
         self._sent += count
         if self._logs is None:
             # The first step shows what the logs are called, and how often a step draws a seed.
-            self._strategy.scheduler.wait_for(lambda: self._logs is not None)
+            self._strategy._scheduler.wait_for(lambda: self._logs is not None)
 
     def _begin_as_before(self, variables):
         """Starts an epoch on all workers at once, if earlier steps have shown their outputs.
@@ -114,7 +114,7 @@ class StepRunner:
 
     def _send(self, *args):
         """Schedules a function; the arguments are those of `Scheduler.submit`."""
-        self._strategy.scheduler.submit(*args)
+        self._strategy._scheduler.submit(*args)
 
     def _wait_for_earlier_steps(self, overwritten):
         """Steps of which each needs what the last one left cannot be under way together."""
@@ -126,8 +126,8 @@ class StepRunner:
                 "leave them out of compile().",
                 names,
             )
-        if self._strategy.scheduler.is_busy:
-            self._strategy.scheduler.join()
+        if self._strategy._scheduler.is_busy:
+            self._strategy._scheduler.join()
 
     @property
     def logs(self) -> dict[str, Any]:
@@ -159,7 +159,7 @@ class StepRunner:
     def join(self) -> None:
         """Waits for all steps; on a worker's error, gives up the totals and raises it."""
         try:
-            self._strategy.scheduler.join()
+            self._strategy._scheduler.join()
         except Exception:
             self._clear()
             self._sent = 0
@@ -192,7 +192,7 @@ class StepRunner:
 
     def _add(self, count, function, result, worker):
         result, counts = function.split(result)
-        self._strategy.totals.add(function.costs, counts)
+        self._strategy._totals.add(function.costs, counts)
         result = self._strategy.updating.take_pending(result, worker)
         with self._lock:
             if self._totals is None:

@@ -113,7 +113,7 @@ class BoundedRunner(StepRunner):
             super().submit([batch], element_spec)
 
     def _send(self, function, args, on_done, about, ticket, may_overlap):
-        scheduler, clocks = self._strategy.scheduler, self._strategy.clocks
+        scheduler, clocks = self._strategy._scheduler, self._strategy._clocks
         if not scheduler.is_busy:
             clocks.settle()
         scheduler.wait_for(lambda: clocks.is_free)

@@ -87,7 +87,7 @@ class SyncFunctions:
         weights: Callable[[], Iterable[tf.Variable]],
     ) -> None:
         self._strategy, self._collect = strategy, collect
-        self._pushes_later = strategy.step_attempts.backup_workers > 0
+        self._pushes_later = strategy._step_attempts.backup_workers > 0
         args = strategy, step, self._with_gradients, weights, self._replica_step
         self._functions = StepFunctions(*args)
         self._overlaps = OverlapPlanner(strategy, self._on_chief)
@@ -140,7 +140,7 @@ class SyncFunctions:
             [variable._value for variable in variables],
             lambda: tf.convert_to_tensor(inner.iterations),
             inner,
-            in_turn=self._strategy.overlaps_steps,
+            in_turn=self._strategy._overlaps_steps,
         )
         prefix = f"keras_psplus/{extended.worker_states.run}"
         sums = aggregation.add(pairs, stamp, prefix, after)

@@ -84,19 +84,19 @@ class SyncRunner(StepRunner):
         try:
             attempt = self._complete(calls, shares, describe([batch], self._sent))
         except BaseException:
-            self._strategy.step_attempts.failures += 1
+            self._strategy._step_attempts.failures += 1
             raise
         whole = sum(weights[share] for share in attempt.results)
         self._merge(
             functions.step, {i: (weights[i] / whole, r) for i, r in attempt.results.items()}
         )
-        self._strategy.step_attempts.count(attempt, len(shares))
+        self._strategy._step_attempts.count(attempt, len(shares))
         self._sent += 1
         self._steps += 1
 
     def _complete(self, calls, shares, about):
         """Takes a step, as often as a worker is lost with it; returns the `Attempt`."""
-        attempts = self._strategy.step_attempts
+        attempts = self._strategy._step_attempts
         is_unclean, self._failures = attempts.failures != self._failures, attempts.failures
         while True:
             overlapped = self._overlapping.functions(calls, shares[0][1])
@@ -114,7 +114,7 @@ class SyncRunner(StepRunner):
 
     def _try(self, attempt, calls, weights, overlapped, about):
         """Lets workers compute and add up the gradients of a step, and makes the update."""
-        overlapping, scheduler = self._overlapping, self._strategy.scheduler
+        overlapping, scheduler = self._overlapping, self._strategy._scheduler
         on_copies = overlapped if overlapped and overlapping.all_have_copies() else None
         of_update = attempt.stamp, len(calls), 1.0 / sum(weights)
         update = overlapping.start(overlapped, *of_update) if on_copies else None
@@ -140,7 +140,7 @@ class SyncRunner(StepRunner):
             whole = sum(weights[share] for share in attempt.results)
             calls[0][0].apply(attempt.stamp, len(attempt.results), 1.0 / whole)
         else:
-            self._strategy.step_attempts.overlapped += update is not None
+            self._strategy._step_attempts.overlapped += update is not None
             overlapping.finish(update or overlapping.start(overlapped, *of_update))
 
     def _abort(self, update):
@@ -155,14 +155,14 @@ class SyncRunner(StepRunner):
             if not result:
                 return
             vector, costs = step.split(result[0])
-            self._strategy.totals.add(step.costs, costs)
+            self._strategy._totals.add(step.costs, costs)
             if len(result) == 1:
                 return
             if functions.push is not None:
-                self._strategy.totals.add(functions.push.costs, np.asarray(result[1]))
+                self._strategy._totals.add(functions.push.costs, np.asarray(result[1]))
             attempt.finish(share, vector)
 
-        scheduler = self._strategy.scheduler
+        scheduler = self._strategy._scheduler
         initial = np.append(self._initial(share), [weight, attempt.stamp])
         closure = ReplicaStepClosure(
             functions,

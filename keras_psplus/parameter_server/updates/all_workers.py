@@ -46,13 +46,13 @@ class AllWorkersFunction:
         Args:
             on_done: Called with the vector of each worker and the worker's number.
         """
-        strategy, scheduler = self._strategy, self._strategy.scheduler
+        strategy, scheduler = self._strategy, self._strategy._scheduler
         scheduler.join()
         function, payload = self._functions([()])
 
         def done(result, worker):
             vector, costs = function.split(result[0])
-            strategy.totals.add(function.costs, costs)
+            strategy._totals.add(function.costs, costs)
             on_done(vector, worker)
 
         for worker in sorted(set(range(strategy.num_workers)) - scheduler.lost_workers):

@@ -101,7 +101,7 @@ class WorkerUpdates:
         )
         self._pending: dict[int, int] = {}
         self._steps, self._are_steps_counted = 0, True
-        strategy.scheduler.on_worker_lost = self._note_loss
+        strategy._scheduler.on_worker_lost = self._note_loss
 
     def take(
         self,
@@ -200,7 +200,7 @@ class WorkerUpdates:
             optimizer: The Keras optimizer.
         """
         owner, strategy = _owner(optimizer), self._strategy()
-        strategy.scheduler.join()
+        strategy._scheduler.join()
         count, finish = self._finisher(owner)
         is_finished = self._are_steps_counted and self._finished.get(owner) == self._steps
         if not count or is_finished:

@@ -107,7 +107,7 @@ class Copies:
 
     @property
     def _pipelines(self) -> int:
-        return self._owner.stages.pipelines
+        return self._owner._stages.pipelines
 
     def pipeline_for(self, variable: keras.Variable, stage: int) -> int:
         """The pipeline whose worker is to have a variable's primary.
@@ -131,10 +131,10 @@ class Copies:
         primary, strategy = variable._value, self._owner
         copies = {}
         for other in set(range(self._pipelines)) - {pipeline}:
-            device = strategy.stages.device(stage, other)
+            device = strategy._stages.device(stage, other)
             with tf.device(device):
                 value = primary.read_value()
-            with strategy.variables.making_on(device), tf.device(device):
+            with strategy._variables.making_on(device), tf.device(device):
                 copies[other] = tf.Variable(
                     value, trainable=primary.trainable, name=f"{variable.name}_{other}"
                 )

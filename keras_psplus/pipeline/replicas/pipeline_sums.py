@@ -51,7 +51,7 @@ class PipelineSums:
     """
 
     def __init__(self, strategy: Any, trains: bool) -> None:
-        self._copies, self._pipelines = strategy.copies, strategy.stages.pipelines
+        self._copies, self._pipelines = strategy._copies, strategy._stages.pipelines
         self._trains, self._graph = trains, tf.compat.v1.get_default_graph()
         # By ids of primaries: those whose copies have their values, and those that are frozen.
         self._fresh: set[int] = set()

@@ -84,10 +84,10 @@ class Splitter:
             )
         if has_masks:
             self._masked.add(model)
-        stages = self._owner.stages
+        stages = self._owner._stages
         for cost in found:
             # Of another model that was split before, perhaps inside of one of its layers.
-            placed = [self._owner.variables.stage_of_placed(v) for v in cost.layer.variables]
+            placed = [self._owner._variables.stage_of_placed(v) for v in cost.layer.variables]
             known = next((number for number in placed if number is not None), None)
             if known is not None:
                 stages.put(cost.layer, known)
@@ -116,17 +116,17 @@ class Splitter:
         if name == "1f1b" and (model in self._masked or train_step.why_not_divided(model)):
             name = "gpipe"
         # Each pipeline has its part of the batch.
-        batch_rows = math.ceil(batch_rows / owner.stages.pipelines)
+        batch_rows = math.ceil(batch_rows / owner._stages.pipelines)
         count = min(owner.microbatches, batch_rows)
         order = schedule.SCHEDULES["1f1b" if name == schedule.PIPEDREAM else name]
         return plan.Split(
-            owner.stages.devices,
+            owner._stages.devices,
             name,
             order(owner.num_stages, count),
             count,
             batch_rows,
             memory.slots_of(getattr(model, "optimizer", None)),
-            [owner.stages.others_of(number) for number in range(owner.num_stages)],
+            [owner._stages.others_of(number) for number in range(owner.num_stages)],
         )
 
     def _measured(self, found, split):
@@ -138,7 +138,7 @@ class Splitter:
     def _stages_of(self, found, times, split, trains):
         """The stages of a model's layers, by their costs in the order of their calls."""
         names = [cost.layer.name for cost in found]
-        known = [self._owner.stages.of(cost.layer) for cost in found]
+        known = [self._owner._stages.of(cost.layer) for cost in found]
         if found and None not in known:
             return known
         if self._patterns is not None:
@@ -154,7 +154,7 @@ class Splitter:
         )
 
     def _put_variables(self, model):
-        variables, seen = self._owner.variables, set()
+        variables, seen = self._owner._variables, set()
         last = self._owner.num_stages - 1
 
         def visit(layer, number):
@@ -162,7 +162,7 @@ class Splitter:
                 return
             seen.add(id(layer))
             # What is inside a layer is where the layer is.
-            number = self._owner.stages.of(layer) if number is None else number
+            number = self._owner._stages.of(layer) if number is None else number
             of_layer = [
                 *layer._trainable_variables,
                 *layer._non_trainable_variables,

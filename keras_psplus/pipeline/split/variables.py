@@ -26,7 +26,7 @@ class Variables:
 
     def __init__(self, strategy: Any) -> None:
         self._strategy = weakref.ref(strategy)
-        self._bytes = [0] * len(strategy.stages.devices)
+        self._bytes = [0] * len(strategy._stages.devices)
         # By ids, as Keras's variables have no hash: variables with their stages, and slots with the
         # variables that they belong to.
         self._placed: dict[int, tuple[Any, int]] = {}
@@ -38,7 +38,7 @@ class Variables:
 
     @property
     def _stages(self):
-        return self._owner.stages
+        return self._owner._stages
 
     def initialize(self, variable: keras.Variable, initializer: Any) -> None:
         """Makes a variable that a layer or something else makes, or leaves it for later."""
@@ -84,7 +84,7 @@ class Variables:
     def place(self, variable: keras.Variable, number: int) -> None:
         """Puts a variable on a stage for good: traced functions know it there."""
         if self.stage_of_placed(variable) is None:
-            copies = self._owner.copies
+            copies = self._owner._copies
             pipeline = copies.pipeline_for(variable, number)
             self.put(variable, number, pipeline)
             self._placed[id(variable)] = weakref.ref(variable), number
@@ -107,7 +107,7 @@ class Variables:
                 continue
             number = self.stage_of_placed(reference())
             if number is not None and self.stage_of_placed(slot()) is None:
-                pipeline = self._owner.copies.pipeline_of(reference())
+                pipeline = self._owner._copies.pipeline_of(reference())
                 self.put(slot(), number, pipeline)
                 self._placed[key] = slot, number
 

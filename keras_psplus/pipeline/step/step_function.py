@@ -88,7 +88,7 @@ class Functions:
         key = given.rows, shows_rows
         self._engine.finish_writes()
         # Reads what was written.
-        self._engine.strategy.copies.refresh_stale()
+        self._engine.strategy._copies.refresh_stale()
         while True:
             if key not in self._traced:
                 run = functools.partial(self._run, key=key, like=given.like)
@@ -101,8 +101,8 @@ class Functions:
     def _cut(self, batch):
         """A batch as the function takes it."""
         strategy = self._engine.strategy
-        if strategy.stages.pipelines > 1:
-            parts = batch_parts.cut(batch, strategy.microbatches, strategy.stages.pipelines)
+        if strategy._stages.pipelines > 1:
+            parts = batch_parts.cut(batch, strategy.microbatches, strategy._stages.pipelines)
             if parts is not None:
                 like = tree.map_structure(lambda _: 0, batch)
                 return _GivenBatch(parts.rows, parts.leaves, like)
@@ -130,12 +130,12 @@ class Functions:
         trains, compression = self._trains is not None, None
         if trains and strategy.compression is not None:
             compression = GradientCompression(
-                strategy.compression, strategy.residuals, self._trains
+                strategy.compression, strategy._residuals, self._trains
             )
         with PipelineStep(self._engine, count, rows, self._order, trains) as step:
             if like is not None:
                 parts = batch_parts.CutBatch(key[0], batch)
-                batch = batch_parts.join(parts, like, count * strategy.stages.pipelines, step)
+                batch = batch_parts.join(parts, like, count * strategy._stages.pipelines, step)
             if rows is not None:
                 step.note_of_batch(batch)
             results = self._run_in_step(step, batch)
@@ -144,10 +144,10 @@ class Functions:
         encoded = []
         if compression is not None:
             encoded += compression.compress(graph, step.over_pipelines.crossings, results)
-        between = devices.place(graph, before, strategy.stages)
+        between = devices.place(graph, before, strategy._stages)
         if strategy.activation_compression is not None:
             encoded += crossings.compress_activations(
-                graph, step.activations, between, strategy.stages, strategy.activation_compression
+                graph, step.activations, between, strategy._stages, strategy.activation_compression
             )
         self._used_on[key] = [
             devices.of_consumers([leaf]) if isinstance(leaf, tf.Tensor) else None
@@ -155,7 +155,8 @@ class Functions:
         ]
         self._end_trace(graph)
         if self._counts:
-            strategy.traffic.count(strategy, graph, results, step.over_pipelines.crossings, encoded)
+            between_pipelines = step.over_pipelines.crossings
+            strategy._traffic.count(strategy, graph, results, between_pipelines, encoded)
         return results
 
     def _run_in_step(self, step, batch):

@@ -74,7 +74,7 @@ class PipelineTraffic:
             encoded: What is sent in fewer bytes.
         """
         sent = _Names(strategy, graph, crossings, encoded).by_key(
-            sorted(_sent(graph, results, strategy.stages), key=_order)
+            sorted(_sent(graph, results, strategy._stages), key=_order)
         )
         if not sent:
             return
@@ -153,7 +153,7 @@ class _Names:
             for crossing in crossings
             for leaf in tf.nest.flatten(crossing.sent, expand_composites=True)
         }
-        paths = {id(one.primary.handle): one.path for one in strategy.copies.every()}
+        paths = {id(one.primary.handle): one.path for one in strategy._copies.every()}
         self._weights = {
             id(inside): paths[id(outside)]
             for outside, inside in graph.captures
