@@ -60,8 +60,9 @@ FOLDERS = {
     ],
     "keras_internals": ["private_attributes", "keras_parts", "keras_attributes"],
     "parameter_server": [
-        *("modes", "startup", "step_registry", "tracing", "placement", "state", "transport"),
-        *("data", "scheduling", "extended", "reports", "overlap", "steps", "sync", "updates"),
+        *("modes", "startup", "tracing", "placement", "state", "transport"),
+        *("data", "scheduling", "extended", "context", "reports", "overlap", "steps"),
+        *("sync", "updates"),
         *("predict_function", "train_function", "engine", "strategy"),
     ],
     "pipeline": [

@@ -27,7 +27,7 @@ from keras_psplus.keras_internals.keras_parts import (
     stateless_scope,
 )
 from keras_psplus.keras_internals.keras_parts import callbacks as keras_callbacks
-from keras_psplus.parameter_server import predict_function, step_registry
+from keras_psplus.parameter_server import predict_function
 from keras_psplus.parameter_server.data import chief_data, distributed_data
 from keras_psplus.parameter_server.data.worker_data import WorkerDataset
 from keras_psplus.parameter_server.reports import variable_kinds
@@ -43,7 +43,7 @@ from keras_psplus.updates import Accumulate
 if TYPE_CHECKING:
     import keras
 
-    from keras_psplus.parameter_server.strategy import ParameterServerStrategy
+    from keras_psplus.parameter_server.context import StepContext
 
 
 class ParameterServerEngine(DistributedEngine):
@@ -51,9 +51,9 @@ class ParameterServerEngine(DistributedEngine):
 
     can_run_eagerly = False
 
-    def __init__(self, strategy: ParameterServerStrategy) -> None:
+    def __init__(self, strategy: tf.distribute.Strategy) -> None:
         super().__init__(strategy)
-        self._worker_files = ServedWorkerFiles(strategy)
+        self._worker_files = ServedWorkerFiles(strategy, lambda: self._context)
         # While results are wanted in the order of the data.
         self._in_order = False
         # The callbacks of the `fit` that a model is in.
@@ -65,24 +65,28 @@ class ParameterServerEngine(DistributedEngine):
 
     @property
     def updating(self) -> worker_updates.WorkerUpdates:
-        return self.strategy.updating
+        return self._context.updating
+
+    @property
+    def _context(self) -> StepContext:
+        return self.strategy._context
 
     # The trainer.
 
     @contextlib.contextmanager
     def translate_errors(self) -> Iterator[None]:
-        strategy = self.strategy
+        strategy, context = self.strategy, self._context
         try:
-            with failure.translate_errors(strategy):
+            with failure.translate_errors(strategy.cluster_resolver.cluster_spec()):
                 yield
-            strategy._step_attempts.log_dropped()
+            context.attempts.log_dropped()
         except (failure.ParameterServerLostError, failure.WorkersLostError):
             raise  # no step will ever come back
         except BaseException as error:
             if isinstance(error, SystemExit) and error.code not in (None, 0):
                 strategy._note_failure()
             # Or the next call would begin with what this one had counted.
-            for function in step_registry.functions(strategy):
+            for function in list(context.functions):
                 with contextlib.suppress(Exception):
                     function.drain()
             raise
@@ -90,17 +94,13 @@ class ParameterServerEngine(DistributedEngine):
     def make_function(
         self, original: Original, model: keras.Model, step_function: Callable[..., Any]
     ) -> TrainFunction:
-        is_training = step_function == model.train_step
-        function = TrainFunction(model, self.strategy, step_function, is_training)
-        step_registry.register(self.strategy, function)
-        return function
+        return TrainFunction(model, self._context, step_function, step_function == model.train_step)
 
     def make_predict_function(
         self, original: Original, model: keras.Model, force: bool = False
     ) -> Callable[..., Any]:
         if model.predict_function is None or force:
-            model.predict_function = predict_function.make(self.strategy, model)
-            step_registry.register(self.strategy, model.predict_function)
+            model.predict_function = predict_function.make(self._context, model)
         return model.predict_function
 
     def predict(self, original: Original, model: keras.Model, *args: Any, **kwargs: Any) -> Any:
@@ -132,12 +132,12 @@ class ParameterServerEngine(DistributedEngine):
         *args: Any,
         **kwargs: Any,
     ) -> None:
-        strategy = distribute_strategy
-        of_workers = distributed_data.take_apart(strategy, kwargs)
+        context, seed = self._context, self.progress.data_seed
+        of_workers = distributed_data.take_apart(context.num_workers, kwargs)
         epoch_iterator.EpochIterator.__init__(iterator, *args, **kwargs)
-        iterator._distribute_strategy = strategy
+        iterator._distribute_strategy = distribute_strategy
         worker_data = chief_data.on_workers(
-            strategy, iterator.data_adapter, self._in_order, of_workers, self.progress.data_seed
+            context, iterator.data_adapter, self._in_order, of_workers, seed
         )
         if worker_data is None:
             # A step that is given to another worker has its batch with it, and every element
@@ -165,7 +165,7 @@ class ParameterServerEngine(DistributedEngine):
                 next(iterator._epoch_iterator, None)
 
     def drain(self, original: Original, iterator: Any) -> None:
-        step_registry.drain(self.strategy)
+        self._context.drain()
 
     # Variables.
 
@@ -187,8 +187,8 @@ class ParameterServerEngine(DistributedEngine):
             shape = getattr(variable, "_shape", None)
             if shape is None and not callable(value):
                 shape = getattr(value, "shape", None)
-            kind = variable_kinds.kind_of(variable, self.strategy)
-            with self.strategy.extended.creating(variable.path, kind, shape):
+            kind = variable_kinds.kind_of(variable, self._context.is_sync)
+            with self._context.extended.creating(variable.path, kind, shape):
                 return original(variable, value)
         finally:
             variable._trainable = trainable
@@ -205,9 +205,9 @@ class ParameterServerEngine(DistributedEngine):
         # From a callback, for example: steps that were sent before come before.
         if worker_function.current_trace() is None and tf.executing_eagerly():
             if variable_kinds.is_closure_variable(variable._value):
-                step_registry.drain(self.strategy)
-            elif variable_kinds.on_ps(variable._value) and self.strategy._scheduler.is_busy:
-                self.strategy._scheduler.join()
+                self._context.drain()
+            elif variable_kinds.on_ps(variable._value) and self._context.scheduler.is_busy:
+                self._context.scheduler.join()
 
     def assign_add(self, original: Original, variable: keras.Variable, value: Any) -> Any:
         return _atomically("assign_add", original, variable, value)
@@ -271,7 +271,7 @@ class ParameterServerEngine(DistributedEngine):
         if self._is_on_worker and strategy.updates is not None and not worker_updates.is_applying():
             variables = variables_of_apply(optimizer, strategy.updates, grads, trainable_variables)
             if variables is not None and not strategy.updates.local:
-                return strategy.updating.take(optimizer, list(grads), variables)
+                return self._context.updating.take(optimizer, list(grads), variables)
             if variables is not None:
                 local_sgd_step.check_that_it_is_alone(optimizer, variables)
         inner = getattr(optimizer, "inner_optimizer", optimizer)
@@ -288,7 +288,7 @@ class ParameterServerEngine(DistributedEngine):
     def _is_on_worker(self):
         """Whether this is the function of a worker that steps by itself."""
         return (
-            self.strategy.mode == "async"
+            not self._context.is_sync
             and tf.distribute.get_replica_context() is not None
             and not tf.executing_eagerly()
         )
@@ -311,7 +311,7 @@ class ParameterServerEngine(DistributedEngine):
 
         # The counters of Keras are those of all workers together: each counts its own batches.
         policy = Accumulate(optimizer.gradient_accumulation_steps)
-        return self.strategy.updating.accumulate(optimizer, policy, grads, variables, update)
+        return self._context.updating.accumulate(optimizer, policy, grads, variables, update)
 
     def clip(
         self,
@@ -391,13 +391,13 @@ class ParameterServerEngine(DistributedEngine):
         *args: Any,
         **kwargs: Any,
     ) -> Any:
-        step_registry.drain(self.strategy)
+        self._context.drain()
         return super().save(original, model, filepath, overwrite, *args, **kwargs)
 
     def export(
         self, original: Original, model: keras.Model, filepath: Any, *args: Any, **kwargs: Any
     ) -> Any:
-        step_registry.drain(self.strategy)
+        self._context.drain()
         return model_saving.export_copies(self.strategy, original, model, filepath, *args, **kwargs)
 
 

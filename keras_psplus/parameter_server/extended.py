@@ -28,7 +28,6 @@ from keras_psplus.tf_internals import framework_ops as ops
 from keras_psplus.tf_internals import parameter_server_strategy_v2 as stock
 
 if TYPE_CHECKING:
-    from keras_psplus.parameter_server.strategy import ParameterServerStrategy
     from keras_psplus.parameter_server.transport.compressors import Compressors
 
 _CHIEF = "/job:chief/replica:0/task:0/device:CPU:0"
@@ -62,7 +61,7 @@ class ParameterServerExtended(stock.ParameterServerStrategyV2Extended):
 
     def __init__(
         self,
-        strategy: ParameterServerStrategy,
+        strategy: tf.distribute.Strategy,
         cluster_resolver: tf.distribute.cluster_resolver.ClusterResolver,
         variable_partitioner: tf.distribute.experimental.partitioners.Partitioner | str | None,
         compressors: Compressors,

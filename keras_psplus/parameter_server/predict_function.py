@@ -17,10 +17,10 @@ from keras_psplus.tf_internals import tensor_conversion_registry
 if TYPE_CHECKING:
     import keras
 
-    from keras_psplus.parameter_server.strategy import ParameterServerStrategy
+    from keras_psplus.parameter_server.context import StepContext
 
 
-def make(strategy: ParameterServerStrategy, model: keras.Model) -> _PredictFunction:
+def make(context: StepContext, model: keras.Model) -> _PredictFunction:
     """The predict function of a model: takes batches, and returns outputs that may be awaited."""
 
     def concatenated(trace, outputs):
@@ -31,16 +31,17 @@ def make(strategy: ParameterServerStrategy, model: keras.Model) -> _PredictFunct
 
     step = model._autoconvert_optionals(model.predict_step)
     return _PredictFunction(
-        strategy, StepFunctions(strategy, step, concatenated, lambda: weights(model))
+        context, StepFunctions(context, step, concatenated, lambda: weights(model))
     )
 
 
 class _PredictFunction:
     """A predict function whose steps run on the workers; their outputs are waited for later."""
 
-    def __init__(self, strategy, functions):
-        self._strategy, self._functions = strategy, functions
+    def __init__(self, context, functions):
+        self._context, self._functions = context, functions
         self._sent, self._seeds = 0, None
+        context.functions.add(self)
 
     def __call__(self, batches):
         batches = [tensors(batch) for batch in batches]
@@ -48,10 +49,10 @@ class _PredictFunction:
         if self._seeds is None or not are_same(self._seeds.variables, function.variables):
             self.drain()
             self._seeds = _Seeds(function.variables)
-        result = self._strategy._scheduler.submit(
+        result = self._context.scheduler.submit(
             function.concrete,
             (tf.constant(self._seeds.values()), payload),
-            lambda result, _: self._strategy._totals.add(
+            lambda result, _: self._context.totals.add(
                 function.costs, function.split(result[0])[1]
             ),
             f"predict(), {describe(batches, self._sent)}",

@@ -28,6 +28,7 @@ from keras_psplus.core.jobs import job_failure
 from keras_psplus.core.models import live_strategies
 from keras_psplus.core.plan import plan_request
 from keras_psplus.parameter_server import modes, startup
+from keras_psplus.parameter_server.context import StepContext
 from keras_psplus.parameter_server.engine import ParameterServerEngine
 from keras_psplus.parameter_server.extended import ParameterServerExtended
 from keras_psplus.parameter_server.placement import balance
@@ -36,7 +37,7 @@ from keras_psplus.parameter_server.scheduling.closures import Coordinator
 from keras_psplus.parameter_server.scheduling.scheduler import LANES, Scheduler
 from keras_psplus.parameter_server.scheduling.stalls import StallProbe
 from keras_psplus.parameter_server.state import state_files
-from keras_psplus.parameter_server.steps.staleness import Clocks
+from keras_psplus.parameter_server.steps.clocks import Clocks
 from keras_psplus.parameter_server.sync.step_attempts import StepAttempts
 from keras_psplus.parameter_server.tracing import traffic
 from keras_psplus.parameter_server.transport.compressors import Compressors
@@ -217,31 +218,46 @@ class ParameterServerStrategy(tf.distribute.ParameterServerStrategy):
         if self._task is None:
             # Servers that are not of this job's launch may go on without their chief.
             atexit.register(self.extended.worker_states.end)
-        self._step_attempts = StepAttempts(self._num_workers, self._mode.backup_workers)
-        self._totals = traffic.TrafficTotals()
+        totals = traffic.TrafficTotals()
         self._communication = Communication()
-        self._communication.add_source(self._totals.traffic, lambda: self._totals.seconds)
+        self._communication.add_source(totals.traffic, lambda: totals.seconds)
         self._is_parameter_server_strategy_v2 = True
         self._should_use_with_coordinator = True
         self._canonicalize_devices = False
+        # Not with one worker, whose training is that of one process; nor on servers that were
+        # started otherwise, which may have too few threads.
+        overlaps = self._overlap_steps and self._num_workers > 1 and self._task is not None
         # Here, so that `ClusterCoordinator(strategy)` in the script is the same one.
-        self._scheduler = Scheduler(
+        scheduler = Scheduler(
             Coordinator(self),
             self._num_workers,
             failure.WorkerWatch(spec["worker"], heartbeat_timeout).check_workers,
             self._greet_again if self._chief else None,
-            self._overlaps_steps,
+            overlaps,
             1 if self._mode.is_sync else LANES,
             lambda: not stalls.unresponsive_tasks({a: a for a in spec["worker"]}),
         )
-        self._progress = Progress(leads=True)
-        stalls.Inspector(stall_warning, StallProbe(self._scheduler, self._progress, spec).look)
-        kind: Any = LocalSGDUpdates if updates is not None and updates.local else WorkerUpdates
-        self._updating = kind(self, updates)
-        self._clocks = None
+        progress = Progress(leads=True)
+        stalls.Inspector(stall_warning, StallProbe(scheduler, progress, spec).look)
+        clocks = None
         if self._mode.max_staleness is not None:
-            self._clocks = Clocks(self._num_workers, self._mode.max_staleness)
-            self._clocks.watch(self._scheduler.workers)
+            clocks = Clocks(self._num_workers, self._mode.max_staleness)
+            clocks.watch(scheduler.workers)
+        self._context = StepContext(
+            strategy=self,
+            extended=self.extended,
+            engine=self._engine,
+            num_workers=self._num_workers,
+            is_sync=self._mode.is_sync,
+            overlaps_steps=overlaps,
+            scheduler=scheduler,
+            attempts=StepAttempts(self._num_workers, self._mode.backup_workers),
+            totals=totals,
+            clocks=clocks,
+            progress=progress,
+        )
+        kind: Any = LocalSGDUpdates if updates is not None and updates.local else WorkerUpdates
+        self._context.updating = kind(self._context, updates)
         live_strategies.note(self, in_cluster=self._task is not None)
 
     def _greet_again(self, name):
@@ -281,7 +297,7 @@ class ParameterServerStrategy(tf.distribute.ParameterServerStrategy):
     @property
     def progress(self) -> Progress:
         """Progress of the chief, a `keras_psplus.cluster.monitor.progress.Progress`."""
-        return self._progress
+        return self._context.progress
 
     @property
     def mode(self) -> str:
@@ -301,21 +317,12 @@ class ParameterServerStrategy(tf.distribute.ParameterServerStrategy):
     @property
     def updates(self) -> updates_module.Updates | None:
         """The `updates` argument."""
-        return self._updating.policy
+        return self._context.updating.policy
 
     @property
     def updating(self) -> WorkerUpdates:
         """Gradients accumulated on workers, and the schedule of sending them."""
-        return self._updating
-
-    @property
-    def _overlaps_steps(self) -> bool:
-        """Whether a worker reads for its next training step before it has sent this one's.
-
-        Not with one worker, whose training is that of one process; nor on servers that were started
-        otherwise, which may have too few threads.
-        """
-        return self._overlap_steps and self._num_workers > 1 and self._task is not None
+        return self._context.updating
 
     @property
     def dropped_gradients(self) -> int:
@@ -324,7 +331,7 @@ class ParameterServerStrategy(tf.distribute.ParameterServerStrategy):
         Each step drops `backup_workers` gradients: those that arrived late, and those that a worker
         did not compute, as it was still busy with an earlier step.
         """
-        return self._step_attempts.dropped
+        return self._context.attempts.dropped
 
     @property
     def communication(self) -> Communication:
@@ -352,7 +359,7 @@ class ParameterServerStrategy(tf.distribute.ParameterServerStrategy):
         ```
         """
         checks.check_has_updates(self.updates)
-        self._updating.finish(optimizer)
+        self._context.updating.finish(optimizer)
 
     def save_compression_state(self, folder: str | os.PathLike[str], step: int) -> None:
         """Writes what workers keep for compressors and `updates`: residuals, sums, own momenta.
@@ -364,7 +371,7 @@ class ParameterServerStrategy(tf.distribute.ParameterServerStrategy):
             folder: Path of the folder for the files, one for each worker.
             step: Number of the step, for `restore_compression_state`.
         """
-        self._scheduler.join()
+        self._context.scheduler.join()
         state_files.save(self.extended.worker_states, self._num_workers, folder, step)
 
     def restore_compression_state(self, folder: str | os.PathLike[str], step: int) -> bool:
@@ -379,7 +386,7 @@ class ParameterServerStrategy(tf.distribute.ParameterServerStrategy):
         Returns:
             Whether there was anything to restore.
         """
-        self._scheduler.join()
+        self._context.scheduler.join()
         return state_files.restore(self.extended.worker_states, self._num_workers, folder, step)
 
     def _note_failure(self) -> None:

@@ -9,7 +9,6 @@ import tensorflow as tf
 
 from keras_psplus.core.batch import batches
 from keras_psplus.log import logger
-from keras_psplus.parameter_server import step_registry
 from keras_psplus.parameter_server.data.split import split
 from keras_psplus.parameter_server.data.worker_data import WorkerIterator
 from keras_psplus.parameter_server.reports import placement_table
@@ -23,7 +22,7 @@ from keras_psplus.parameter_server.updates import local_sgd_step, worker_updates
 if TYPE_CHECKING:
     import keras
 
-    from keras_psplus.parameter_server.strategy import ParameterServerStrategy
+    from keras_psplus.parameter_server.context import StepContext
 
 
 class TrainFunction:
@@ -32,31 +31,32 @@ class TrainFunction:
     def __init__(
         self,
         model: keras.Model,
-        strategy: ParameterServerStrategy,
+        context: StepContext,
         step_function: Callable[..., Any],
         is_training: bool,
     ) -> None:
         self._model, self._is_training = model, is_training
-        self._strategy, self._scheduler = strategy, strategy._scheduler
+        self._context, self._scheduler = context, context.scheduler
         step = _knowing_rows(model._autoconvert_optionals(step_function))
         if is_training:
-            step = local_sgd_step.alone(strategy, model, step)
+            step = local_sgd_step.alone(context, model, step)
         self._runner = self._runner_of(step, is_training)
         # One dict for a whole epoch: Keras keeps the last that it got, and gets to see in it what
         # steps bring back later.
         self._logs: dict[str, Any] = {}
         self._is_reported = False
+        context.functions.add(self)
 
     def _runner_of(self, step, is_training):
-        args = self._strategy, step, lambda: weights(self._model), self._results
-        if is_training and self._strategy.mode == "sync":
+        args = self._context, step, lambda: weights(self._model), self._results
+        if is_training and self._context.is_sync:
             return SyncRunner(*args, split)
-        if is_training and self._strategy._clocks is not None:
+        if is_training and self._context.clocks is not None:
             return BoundedRunner(*args)
-        return StepRunner(*args, overlap=is_training and self._strategy._overlaps_steps)
+        return StepRunner(*args, overlap=is_training and self._context.overlaps_steps)
 
     def __call__(self, iterator: Any) -> dict[str, Any]:
-        progress = self._strategy.progress
+        progress = self._context.progress
         progress.begin("training step" if self._is_training else "evaluation step")
         try:
             logs, steps = self._take_steps(iterator)
@@ -79,7 +79,7 @@ class TrainFunction:
             # Keras does not synchronise when it runs out of data: the totals are written here.
             self.drain()
             raise StopIteration
-        step_registry.drain(self._strategy, but=self)
+        self._context.drain(but=self)
         self._runner.submit(batches, _tensors_spec(element_spec, batches), ticket)
         self._report_placement()
         self._logs.clear()
@@ -95,10 +95,15 @@ class TrainFunction:
 
     def _report_placement(self):
         """Logs the placement of the variables after the first step, which creates the last."""
-        if self._is_training and not self._is_reported and self._strategy.extended._num_ps > 1:
-            logger.info("%s", placement_table.report(self._strategy, self._model))
+        if self._is_training and not self._is_reported and self._context.extended._num_ps > 1:
+            logger.info("%s", self._placement())
             placement_table.warn_of_whole_tensors(self._model)
         self._is_reported = True
+
+    def _placement(self):
+        cluster = self._context.strategy.cluster_resolver.cluster_spec().as_dict()
+        weights = self._context.extended.placement.weights
+        return placement_table.report(cluster["ps"], weights, self._model)
 
     def begin_training(self) -> None:
         """Called when a `fit` begins, before its first step."""

@@ -50,7 +50,7 @@ class UnderWay(keras.callbacks.Callback):
 def every_step_counts_once(strategy, compression):
     with strategy.scope():
         model = make("plain", keras.optimizers.SGD(0.01))
-    under_way = UnderWay(strategy._scheduler)
+    under_way = UnderWay(strategy._context.scheduler)
     history = model.fit(x, y, batch_size=BATCH, epochs=5, verbose=0, callbacks=[under_way]).history
     assert int(model.optimizer.iterations.numpy()) == 5 * STEPS
     assert under_way.most > 1, under_way.most
@@ -65,7 +65,7 @@ def sums_of_gradients_are_not_shared(strategy, compression):
     """A worker's sum goes on from step to step, so its steps come one after the other."""
     with strategy.scope():
         model = make("sums", keras.optimizers.SGD(0.01, gradient_accumulation_steps=4))
-    under_way = UnderWay(strategy._scheduler)
+    under_way = UnderWay(strategy._context.scheduler)
     model.fit(x, y, batch_size=BATCH, epochs=2, verbose=0, callbacks=[under_way])
     assert under_way.most <= 1, under_way.most
 

@@ -100,6 +100,6 @@ if __name__ == "__main__":
         "steps": int(model.steps.numpy()),
         "weights": values(model.dense),
         "averages": values(model.normal),
-        "overlapped": strategy._step_attempts.overlapped,
+        "overlapped": strategy._context.attempts.overlapped,
     }
     print("result", json.dumps(result), flush=True)

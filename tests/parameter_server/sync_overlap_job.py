@@ -28,7 +28,7 @@ y = (x[:, :1] * x[:, 1:2] > 0).astype("float32")
 def trained(strategy, make=keras.Sequential, callbacks=(), data=x, labels=y, layers=None, **kwargs):
     """A model, and the number of its steps that have begun from copies."""
     keras.utils.set_random_seed(3)
-    before = 0 if strategy is None else strategy._step_attempts.overlapped
+    before = 0 if strategy is None else strategy._context.attempts.overlapped
     with strategy.scope() if strategy else psp.single_process():
         model = make((layers or dense)())
         model.compile(keras.optimizers.Adam(0.01), "mse")
@@ -37,7 +37,7 @@ def trained(strategy, make=keras.Sequential, callbacks=(), data=x, labels=y, lay
         labels, fit = None, {"verbose": 0}
     with contextlib.nullcontext() if strategy else psp.single_process():
         model.fit(data, labels, **{**fit, **kwargs}, callbacks=list(callbacks))
-    after = 0 if strategy is None else strategy._step_attempts.overlapped
+    after = 0 if strategy is None else strategy._context.attempts.overlapped
     return model, after - before
 
 
@@ -244,9 +244,9 @@ def models_of_the_same_weights(strategy):
         return first
 
     alone = psp.single_process()
-    before = strategy._step_attempts.overlapped
+    before = strategy._context.attempts.overlapped
     model = train(strategy.scope())
-    assert strategy._step_attempts.overlapped == before + 2
+    assert strategy._context.attempts.overlapped == before + 2
     compare(model, train(alone))
 
 

@@ -10,7 +10,7 @@ import keras_psplus as psp
 from keras_psplus.parameter_server import modes
 from keras_psplus.parameter_server.scheduling.closures import Closure
 from keras_psplus.parameter_server.scheduling.scheduler import Scheduler
-from keras_psplus.parameter_server.steps.staleness import Clocks
+from keras_psplus.parameter_server.steps.clocks import Clocks
 from keras_psplus.parameter_server.sync.step_attempts import Attempt, StepAttempts
 
 CLUSTER = """{"cluster": {"chief": ["127.0.0.1:1"], "worker": ["127.0.0.1:2", "127.0.0.1:3"],

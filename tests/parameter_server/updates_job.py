@@ -72,9 +72,9 @@ def making(strategy):
         gc.collect()
         keras.backend.clear_session()
         kind = LocalSGDUpdates if policy is not None and policy.local else WorkerUpdates
-        strategy._updating = kind(strategy, policy)
+        strategy._context.updating = kind(strategy._context, policy)
         strategy.extended.pushes._compressors = Compressors(compressor, None)
-        strategy._totals._bytes.clear()
+        strategy._context.totals._bytes.clear()
         return strategy
 
     return make

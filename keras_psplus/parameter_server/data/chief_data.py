@@ -17,13 +17,13 @@ from keras_psplus.log import info_once, logger, warn_once
 from keras_psplus.parameter_server.data.worker_data import DatasetOfEachWorker, WorkerDataset
 
 if TYPE_CHECKING:
-    from keras_psplus.parameter_server.strategy import ParameterServerStrategy
+    from keras_psplus.parameter_server.context import StepContext
 
 _POLICY = tf.data.experimental.AutoShardPolicy
 
 
 def on_workers(
-    strategy: ParameterServerStrategy,
+    context: StepContext,
     adapter: Any,
     in_order: bool,
     of_workers: Sequence[tuple[tf.data.Dataset, int]] | None,
@@ -32,7 +32,7 @@ def on_workers(
     """Makes a dataset that the workers read; None if the chief reads the data.
 
     Args:
-        strategy: `ParameterServerStrategy`.
+        context: The strategy's `StepContext`.
         adapter: Keras's data adapter.
         in_order: Whether results are wanted in the order of the data.
         of_workers: List of pairs of a `tf.data.Dataset` and its seed, one for each worker, if the
@@ -40,7 +40,7 @@ def on_workers(
         seed_for: Function of the seed that new data would get, which returns the one to use.
     """
     if not isinstance(adapter, tf_dataset_adapter.TFDatasetAdapter):
-        _say_that_the_chief_reads(strategy, adapter)
+        _say_that_the_chief_reads(context, adapter)
         return None
     dataset = adapter.get_tf_dataset()
     policy = dataset.options().experimental_distribute.auto_shard_policy
@@ -49,10 +49,10 @@ def on_workers(
             "data over %d worker(s): the chief reads them and sends each batch with its step, over "
             "its own network; set AutoShardPolicy.FILE or DATA in the dataset's options to have "
             "the workers read them",
-            strategy.num_workers,
+            context.num_workers,
         )
         return None
-    if strategy.mode == "sync" or strategy._clocks is not None:
+    if context.is_sync or context.clocks is not None:
         info_once("the chief reads the data, as it decides which worker takes what")
         return None
     if in_order:
@@ -64,7 +64,7 @@ def on_workers(
         if of_workers is not None:
             workers: WorkerDataset = DatasetOfEachWorker(of_workers, dataset.element_spec)
         else:
-            workers = WorkerDataset(dataset, policy, strategy.num_workers, seed)
+            workers = WorkerDataset(dataset, policy, context.num_workers, seed)
     except ValueError as error:
         logger.warning(
             "this dataset cannot be sent to the workers (%s), so the chief reads it and sends each "
@@ -75,22 +75,22 @@ def on_workers(
     if of_workers is not None:
         info_once(
             "data over %d worker(s): each reads what the script's function has made for it",
-            strategy.num_workers,
+            context.num_workers,
         )
         return workers
     info_once(
         "data over %d worker(s): each reads its own share (AutoShardPolicy.%s)",
-        strategy.num_workers,
+        context.num_workers,
         policy.name,
     )
     return workers
 
 
-def _say_that_the_chief_reads(strategy, adapter):
+def _say_that_the_chief_reads(context, adapter):
     if isinstance(adapter, array_data_adapter.ArrayDataAdapter):
         info_once(
             "data over %d worker(s): arrays; the chief sends each batch with its step",
-            strategy.num_workers,
+            context.num_workers,
         )
         return
     kind = "PyDataset" if isinstance(adapter, py_dataset_adapter.PyDatasetAdapter) else "generator"

@@ -7,24 +7,21 @@ something that is built on the workers only, so that it has no length and no bat
 from __future__ import annotations
 
 import random
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import tensorflow as tf
 
 from keras_psplus.datasets.shuffle_seeds import seed_shuffles
 from keras_psplus.keras_internals.keras_parts import tf_dataset_adapter
 
-if TYPE_CHECKING:
-    from keras_psplus.parameter_server.strategy import ParameterServerStrategy
-
 
 def take_apart(
-    strategy: ParameterServerStrategy, arguments: dict[str, Any]
+    num_workers: int, arguments: dict[str, Any]
 ) -> list[tuple[tf.data.Dataset, int]] | None:
     """Puts a `tf.data.Dataset` in the place of one that was distributed.
 
     Args:
-        strategy: `ParameterServerStrategy`.
+        num_workers: Number of workers.
         arguments: Keyword arguments of Keras's `EpochIterator`; `x` is changed.
 
     Returns:
@@ -47,7 +44,7 @@ def take_apart(
             "`distribute_datasets_from_function` has returned, or the tf.data.Dataset itself. "
             f"Received: {x}"
         )
-    contexts = [_Context(strategy.num_workers, i, 1) for i in range(strategy.num_workers)]
+    contexts = [_Context(num_workers, i, 1) for i in range(num_workers)]
     datasets = [_made_for(function, context) for context in contexts]
     # Who shards what it has shuffled needs one order for all; who reads everything, its own.
     is_sharded = any(context.is_asked for context in contexts)

@@ -11,8 +11,8 @@ from keras_psplus.parameter_server.overlap.overlapped_update import PipelinedUpd
 from keras_psplus.parameter_server.tracing.chief_writes import writes
 
 if TYPE_CHECKING:
+    from keras_psplus.parameter_server.context import StepContext
     from keras_psplus.parameter_server.overlap.sync_overlap import OverlapFunctions
-    from keras_psplus.parameter_server.strategy import ParameterServerStrategy
     from keras_psplus.parameter_server.sync.sync_functions import SyncFunction, SyncFunctions
 
 
@@ -20,12 +20,12 @@ class OverlapState:
     """The overlapping steps of one runner.
 
     Args:
-        strategy: `ParameterServerStrategy`.
+        context: The strategy's `StepContext`.
         functions: `SyncFunctions`.
     """
 
-    def __init__(self, strategy: ParameterServerStrategy, functions: SyncFunctions) -> None:
-        self._strategy, self._functions = strategy, functions
+    def __init__(self, context: StepContext, functions: SyncFunctions) -> None:
+        self._context, self._functions = context, functions
         # By worker: the state of what its copies are of.
         self._copies: dict[int, Any] = {}
 
@@ -39,9 +39,9 @@ class OverlapState:
             batch: Batch of one of them.
         """
         function = calls[0][0]
-        if not self._strategy._overlaps_steps or any(one is not function for one, _ in calls):
+        if not self._context.overlaps_steps or any(one is not function for one, _ in calls):
             return None
-        if self._strategy._scheduler.lost_workers:
+        if self._context.scheduler.lost_workers:
             # TensorFlow cannot give new functions to all tasks, and says so at length.
             return None
         if writes.are_traced:
@@ -54,24 +54,24 @@ class OverlapState:
 
     def recovering(self) -> contextlib.AbstractContextManager[None]:
         """Context of an attempt at a step: the cluster is not mended meanwhile."""
-        recovery = self._strategy._scheduler.recovery
+        recovery = self._context.scheduler.recovery
         return contextlib.nullcontext() if recovery is None else recovery.running()
 
     @property
     def has_to_give_way(self) -> bool:
         """Whether a worker is back, and waits for the present attempt to end."""
-        recovery = self._strategy._scheduler.recovery
+        recovery = self._context.scheduler.recovery
         return recovery is not None and recovery.is_due
 
     @property
     def _workers(self):
-        lost = self._strategy._scheduler.lost_workers
-        return [worker for worker in range(self._strategy.num_workers) if worker not in lost]
+        lost = self._context.scheduler.lost_workers
+        return [worker for worker in range(self._context.num_workers) if worker not in lost]
 
     @property
     def _state(self):
         """State that changes with every write that workers' copies do not include."""
-        return writes.count, self._strategy.extended.worker_states.losses
+        return writes.count, self._context.extended.worker_states.losses
 
     def has_copies(self, worker: int) -> bool:
         """Whether a worker has copies of the weights as they are."""
@@ -85,7 +85,7 @@ class OverlapState:
         self, overlapped: OverlapFunctions, stamp: int, count: int, scale: float
     ) -> PipelinedUpdate:
         """Begins with an update; see `PipelinedUpdate`."""
-        totals = self._strategy._totals
+        totals = self._context.totals
         return PipelinedUpdate(overlapped, stamp, count, scale, self._workers, totals)
 
     def finish(self, update: PipelinedUpdate) -> None:
@@ -93,7 +93,7 @@ class OverlapState:
         # Another model of the same weights has copies of its own.
         writes.count += 1
         state = self._state
-        scheduler = self._strategy._scheduler
+        scheduler = self._context.scheduler
         fresh = update.finish(lambda: scheduler.lost_workers)
         if len(fresh) < len(update.readers):
             self.forget()

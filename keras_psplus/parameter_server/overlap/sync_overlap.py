@@ -34,8 +34,8 @@ from keras_psplus.tf_internals import auto_control_deps_utils as resource_inputs
 from keras_psplus.tf_internals import framework_ops as ops
 
 if TYPE_CHECKING:
+    from keras_psplus.parameter_server.context import StepContext
     from keras_psplus.parameter_server.steps.step_functions import TracedStep
-    from keras_psplus.parameter_server.strategy import ParameterServerStrategy
     from keras_psplus.parameter_server.tracing.traffic import CountedFunction
 
 _GATHERS = ("ResourceGather", "ResourceGatherNd")
@@ -64,13 +64,13 @@ class OverlapPlanner:
     """Makes the `OverlapFunctions`s of a strategy's steps.
 
     Args:
-        strategy: `ParameterServerStrategy`.
+        context: The strategy's `StepContext`.
         on_chief: Function that makes a call of the chief out of a function and its arguments'
             specifications; the call has the `concrete` function.
     """
 
-    def __init__(self, strategy: ParameterServerStrategy, on_chief: Callable[..., Any]) -> None:
-        self._strategy, self._on_chief = strategy, on_chief
+    def __init__(self, context: StepContext, on_chief: Callable[..., Any]) -> None:
+        self._context, self._on_chief = context, on_chief
         # By graph: what the function that is traced has read of its copies.
         self._read: weakref.WeakKeyDictionary[tf.Graph, list[tf.Operation]] = (
             weakref.WeakKeyDictionary()
@@ -130,7 +130,7 @@ class OverlapPlanner:
             for read in step.replica_step.whole_reads
             if any(id(part.handle) in written for part in read.parts)
         ]
-        self._copies = copies = WorkerCopies(self._strategy, whole)
+        self._copies = copies = WorkerCopies(self._context, whole)
         on_copies = trace()
         problem = _problem(step, on_copies, written)
 
@@ -166,7 +166,7 @@ class OverlapPlanner:
 
     @property
     def _prefix(self):
-        return f"keras_psplus/{self._strategy.extended.worker_states.run}"
+        return f"keras_psplus/{self._context.extended.worker_states.run}"
 
 
 def _problem(step, on_copies, written):

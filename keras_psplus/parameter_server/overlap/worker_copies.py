@@ -19,7 +19,7 @@ from keras_psplus.parameter_server.transport.pulls import Pulls, WholeRead
 from keras_psplus.tf_internals import framework_ops as ops
 
 if TYPE_CHECKING:
-    from keras_psplus.parameter_server.strategy import ParameterServerStrategy
+    from keras_psplus.parameter_server.context import StepContext
 
 
 class _Part(NamedTuple):
@@ -34,12 +34,12 @@ class WorkerCopies:
     """Copies of the variables that a step reads whole.
 
     Args:
-        strategy: `ParameterServerStrategy`.
+        context: The strategy's `StepContext`.
         whole_reads: List of `pulls.WholeRead`.
     """
 
-    def __init__(self, strategy: ParameterServerStrategy, whole_reads: Sequence[WholeRead]) -> None:
-        self._strategy, self._states = strategy, strategy.extended.worker_states
+    def __init__(self, context: StepContext, whole_reads: Sequence[WholeRead]) -> None:
+        self._context, self._states = context, context.extended.worker_states
         self._reads = list(whole_reads)
         self._parts = {
             id(part): _Part(part, read, f"copies/{part._unique_id}")
@@ -93,7 +93,7 @@ class WorkerCopies:
                 return counter.counts([])
 
         function = tf.function(fetch, autograph=False)
-        with self._strategy.scope():
+        with self._context.strategy.scope():
             concrete = function.get_concrete_function()
         return CountedFunction(concrete, counters[-1].summary(concrete.graph), function)
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from typing import TYPE_CHECKING
 
 import tensorflow as tf
@@ -17,8 +17,6 @@ from keras_psplus.parameter_server.transport.sharded import ShardedVariable
 if TYPE_CHECKING:
     import keras
 
-    from keras_psplus.parameter_server.strategy import ParameterServerStrategy
-
 _NEED_WHOLE_TENSORS = ("Lamb", "Muon")
 
 
@@ -31,14 +29,14 @@ def bytes_on_ps(variables: Iterable[keras.Variable], num_ps: int) -> list[int]:
     return sizes
 
 
-def report(strategy: ParameterServerStrategy, model: keras.Model) -> str:
+def report(addresses: Sequence[str], weights: Sequence[float], model: keras.Model) -> str:
     """Describes a model's variables, with a table of the servers that hold them.
 
     Args:
-        strategy: `ParameterServerStrategy`.
+        addresses: Addresses of the parameter servers, in order.
+        weights: The part of all bytes that each is due.
         model: The model, whose optimizer has its variables.
     """
-    addresses = strategy.cluster_resolver.cluster_spec().as_dict()["ps"]
     optimizer = getattr(model, "optimizer", None)
     slots = list(optimizer.variables) if optimizer is not None else []
     own = {id(variable) for variable in slots}
@@ -47,7 +45,7 @@ def report(strategy: ParameterServerStrategy, model: keras.Model) -> str:
     both = [sum(pair) for pair in zip(of_model, of_optimizer)]
     total = max(sum(both), 1)
     rows = [("ps", "address", "variables MB", "optimizer MB", "part", "of its due")]
-    for ps, weight in enumerate(strategy.extended.placement.weights):
+    for ps, weight in enumerate(weights):
         rows.append(
             (
                 f"ps-{ps}",

@@ -13,19 +13,17 @@ from keras_psplus.parameter_server.tracing.worker_function import ClosureVariabl
 if TYPE_CHECKING:
     import keras
 
-    from keras_psplus.parameter_server.strategy import ParameterServerStrategy
-
 # Elements. A closure variable crosses the chief's network with every share of a step.
 _LARGEST_STATE = 1 << 16
 
 
-def kind_of(variable: keras.Variable, strategy: ParameterServerStrategy) -> str | None:
+def kind_of(variable: keras.Variable, is_sync: bool) -> str | None:
     """Kind of a closure variable, or None for a variable that is none."""
     if variable._name == "seed_generator_state":
         return "seed"
     if accumulates(variable):
         return "total"
-    return "state" if strategy.mode == "sync" and _is_state(variable) else None
+    return "state" if is_sync and _is_state(variable) else None
 
 
 def _is_state(variable):

@@ -24,7 +24,7 @@ from keras_psplus.parameter_server.state import state_files
 if TYPE_CHECKING:
     import keras
 
-    from keras_psplus.parameter_server.strategy import ParameterServerStrategy
+    from keras_psplus.parameter_server.context import StepContext
 
 # More than all workers together can have accumulated.
 _MANY = 1 << 20
@@ -33,10 +33,18 @@ _UNREACHABLE_SECONDS = 60.0
 
 
 class ServedWorkerFiles(WorkerFiles):
-    """Worker files of parameter servers: the chief fetches states and writes the files."""
+    """Worker files of parameter servers: the chief fetches states and writes the files.
 
-    def __init__(self, strategy: ParameterServerStrategy) -> None:
+    Args:
+        strategy: The strategy.
+        context: Function that returns its `StepContext`.
+    """
+
+    def __init__(
+        self, strategy: tf.distribute.Strategy, context: Callable[[], StepContext]
+    ) -> None:
         super().__init__(strategy)
+        self._context = context
         self._unreachable_since: float | None = None
 
     def save(
@@ -48,9 +56,9 @@ class ServedWorkerFiles(WorkerFiles):
         make_folder: Callable[..., Any] | None = None,
         waits: bool = False,
     ) -> dict[str, str] | None:
-        strategy = self._strategy
-        strategy._scheduler.join()
-        states, place = strategy.extended.worker_states, folder_in(folder)
+        context = self._context()
+        context.scheduler.join()
+        states, place = context.extended.worker_states, folder_in(folder)
         if not states.has_any:
             return {}
         before, step = state_files.steps(place), self._number_of_batches(model)
@@ -58,7 +66,7 @@ class ServedWorkerFiles(WorkerFiles):
             step += 1
         names: list[str] = []
         try:
-            names, unreachable = state_files.write(states, strategy.num_workers, place, step)
+            names, unreachable = state_files.write(states, context.num_workers, place, step)
             if self._is_too_early(unreachable):
                 remove(names, folder)
                 logger.warning(
@@ -109,4 +117,4 @@ class ServedWorkerFiles(WorkerFiles):
         """A number that grows with every batch."""
         if self._strategy.updates is None:
             return sum(int(one._iterations.numpy()) for one in optimizers_of(model).values())
-        return number_of_steps(model) * _MANY + sum(self._strategy.updating.pending.values())
+        return number_of_steps(model) * _MANY + sum(self._context().updating.pending.values())

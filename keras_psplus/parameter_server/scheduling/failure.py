@@ -7,7 +7,6 @@ import re
 import socket
 import time
 from collections.abc import Iterator, Sequence
-from typing import TYPE_CHECKING
 
 import tensorflow as tf
 
@@ -16,14 +15,11 @@ from keras_psplus.core.jobs import job_failure
 from keras_psplus.errors import ParameterServerLostError, WorkersLostError
 from keras_psplus.log import logger
 
-if TYPE_CHECKING:
-    from keras_psplus.parameter_server.strategy import ParameterServerStrategy
-
 _CONNECT_SECONDS = 2.0
 
 
 @contextlib.contextmanager
-def translate_errors(strategy: ParameterServerStrategy) -> Iterator[None]:
+def translate_errors(cluster: tf.train.ClusterSpec) -> Iterator[None]:
     """Adds the lost server's name to TensorFlow's error."""
     try:
         yield
@@ -32,7 +28,7 @@ def translate_errors(strategy: ParameterServerStrategy) -> Iterator[None]:
         if not found:
             raise
         index = int(found.group(1))
-        addresses = strategy.cluster_resolver.cluster_spec().as_dict()["ps"]
+        addresses = cluster.as_dict()["ps"]
         job_failure.mark_failed()
         raise ParameterServerLostError(
             f"ps-{index} ({addresses[index]}) stopped answering; the variables that it held are "

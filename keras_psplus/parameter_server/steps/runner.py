@@ -16,15 +16,15 @@ from keras_psplus.parameter_server.tracing.joined_batches import Batches, first_
 from keras_psplus.parameter_server.tracing.worker_function import ClosureVariable, pack, unpack
 
 if TYPE_CHECKING:
+    from keras_psplus.parameter_server.context import StepContext
     from keras_psplus.parameter_server.data.worker_data import Ticket
-    from keras_psplus.parameter_server.strategy import ParameterServerStrategy
 
 
 class StepRunner:
     """Sends train or test steps and keeps the totals of metrics and seeds.
 
     Args:
-        strategy: `ParameterServerStrategy`.
+        context: The strategy's `StepContext`.
         step: Function of one batch that returns a dict of scalar logs.
         weights: Function that returns variables which steps may be expected to read.
         results: Function of closure variables that returns a flat dict of results of metrics.
@@ -33,18 +33,18 @@ class StepRunner:
 
     def __init__(
         self,
-        strategy: ParameterServerStrategy,
+        context: StepContext,
         step: Callable[..., Any],
         weights: Callable[[], Iterable[tf.Variable]],
         results: Callable[[list[ClosureVariable]], Mapping[str, Any]],
         overlap: bool = False,
     ) -> None:
-        self._strategy, self._results = strategy, results
+        self._context, self._results = context, results
         self._computed_logs: dict[int, ComputedLogs] = {}
         self._functions: Any = StepFunctions(
-            strategy,
+            context,
             step,
-            strategy.updating.with_pending(changes_and_logs),
+            context.updating.with_pending(changes_and_logs),
             weights,
             overlap=overlap,
         )
@@ -102,7 +102,7 @@ class StepRunner:
         self._sent += count
         if self._logs is None:
             # The first step shows what the logs are called, and how often a step draws a seed.
-            self._strategy._scheduler.wait_for(lambda: self._logs is not None)
+            self._context.scheduler.wait_for(lambda: self._logs is not None)
 
     def _begin_as_before(self, variables):
         """Starts an epoch on all workers at once, if earlier steps have shown their outputs.
@@ -114,20 +114,20 @@ class StepRunner:
 
     def _send(self, *args):
         """Schedules a function; the arguments are those of `Scheduler.submit`."""
-        self._strategy._scheduler.submit(*args)
+        self._context.scheduler.submit(*args)
 
     def _wait_for_earlier_steps(self, overwritten):
         """Steps of which each needs what the last one left cannot be under way together."""
         names = ", ".join(sorted({variable.name.split(":")[0] for variable in overwritten}))
-        if self._strategy.num_workers > 1:
+        if self._context.num_workers > 1:
             warn_once(
                 "metric state that a step replaces instead of adding to it (%s) makes every step "
                 "wait for the one before: one worker at a time. Write such metrics as sums, or "
                 "leave them out of compile().",
                 names,
             )
-        if self._strategy._scheduler.is_busy:
-            self._strategy._scheduler.join()
+        if self._context.scheduler.is_busy:
+            self._context.scheduler.join()
 
     @property
     def logs(self) -> dict[str, Any]:
@@ -159,7 +159,7 @@ class StepRunner:
     def join(self) -> None:
         """Waits for all steps; on a worker's error, gives up the totals and raises it."""
         try:
-            self._strategy._scheduler.join()
+            self._context.scheduler.join()
         except Exception:
             self._clear()
             self._sent = 0
@@ -192,8 +192,8 @@ class StepRunner:
 
     def _add(self, count, function, result, worker):
         result, counts = function.split(result)
-        self._strategy._totals.add(function.costs, counts)
-        result = self._strategy.updating.take_pending(result, worker)
+        self._context.totals.add(function.costs, counts)
+        result = self._context.updating.take_pending(result, worker)
         with self._lock:
             if self._totals is None:
                 return

@@ -24,7 +24,7 @@ from keras_psplus.parameter_server.tracing.worker_function import ClosureVariabl
 from keras_psplus.parameter_server.transport.pulls import Pulls
 
 if TYPE_CHECKING:
-    from keras_psplus.parameter_server.strategy import ParameterServerStrategy
+    from keras_psplus.parameter_server.context import StepContext
 
 
 class TracedStep(NamedTuple):
@@ -60,7 +60,7 @@ class StepFunctions:
     """Worker functions of one step function, one for each form of its batches.
 
     Args:
-        strategy: `ParameterServerStrategy`.
+        context: The strategy's `StepContext`.
         step: Function of one batch.
         collect: Function of the `Trace` and the list of what single steps return. Returns a float64
             vector and a structure of tensors, which the worker function returns, and notes about
@@ -74,7 +74,7 @@ class StepFunctions:
 
     def __init__(
         self,
-        strategy: ParameterServerStrategy,
+        context: StepContext,
         step: Callable[..., Any],
         collect: Callable[[Trace, list[Any]], tuple[tf.Tensor, Any, Any]],
         weights: Callable[[], Iterable[tf.Variable]],
@@ -82,7 +82,7 @@ class StepFunctions:
         overlap: bool = False,
         begin: Callable[[Pulls], None] = lambda pulls: None,
     ) -> None:
-        self._strategy, self._step, self._collect = strategy, step, collect
+        self._context, self._step, self._collect = context, step, collect
         self._begin = begin
         self._weights, self._make_replica_step = weights, replica_step or _no_replica_step
         self._overlap = overlap
@@ -125,17 +125,19 @@ class StepFunctions:
                 Trace(initial) as trace,
                 TrafficCounter() as counter,
                 Pulls(
-                    self._weights(), stay, self._strategy.extended.compressors, self._turn(counter)
+                    self._weights(), stay, self._context.extended.compressors, self._turn(counter)
                 ) as pulls,
             ):
                 self._begin(pulls)
                 batches = separate(payload, batch_spec)
-                results = [self._strategy.run(self._step, args=(batch,)) for batch in batches]
+                results = [
+                    self._context.strategy.run(self._step, args=(batch,)) for batch in batches
+                ]
                 vector, outputs, notes = self._collect(trace, results)
                 # In the same tensor: each would cost a separate message.
                 vector = tf.concat([vector, counter.counts([vector, outputs])], 0)
             # A sum of gradients is read and written from step to step.
-            may_overlap = self._overlap and not self._strategy.updating.keeps_in(trace)
+            may_overlap = self._overlap and not self._context.updating.keeps_in(trace)
             traced[:] = counter, replica_step, may_overlap, notes
             variables[:], overwritten[:] = trace.variables, trace.overwritten()
             written_in_loops.update(pulls.written_in_loops())
@@ -145,7 +147,7 @@ class StepFunctions:
             traced = []
             written_in_loops = set()
             function = tf.function(worker_function, autograph=False)
-            with self._strategy.scope():
+            with self._context.strategy.scope():
                 concrete = function.get_concrete_function(tf.TensorSpec([None], tf.float64), spec)
             if written_in_loops <= stay:
                 counter, replica_step, may_overlap, notes = traced
@@ -166,7 +168,7 @@ class StepFunctions:
         """Lock for the first reads of the function being traced; None without overlap."""
         if not self._overlap:
             return None
-        turn = ReadLock(f"keras_psplus/{self._strategy.extended.worker_states.run}")
+        turn = ReadLock(f"keras_psplus/{self._context.extended.worker_states.run}")
         counter.timer.at_arrival = turn.end
         return turn
 

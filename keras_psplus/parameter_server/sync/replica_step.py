@@ -20,7 +20,7 @@ from keras_psplus.updates import map_values
 if TYPE_CHECKING:
     import keras
 
-    from keras_psplus.parameter_server.engine import ParameterServerEngine
+    from keras_psplus.engine import Engine
     from keras_psplus.parameter_server.transport.pulls import WholeRead
 
 
@@ -41,9 +41,7 @@ class WorkerReplicaStep(ReplicaStep):
 
     has_batch_fraction = True
 
-    def __init__(
-        self, engine: ParameterServerEngine, weight: tf.Tensor, push: Callable[..., Any]
-    ) -> None:
+    def __init__(self, engine: Engine, weight: tf.Tensor, push: Callable[..., Any]) -> None:
         super().__init__(engine)
         self._weight, self._push = weight, push
         self._graph = ops.get_default_graph()

@@ -27,7 +27,7 @@ from keras_psplus.parameter_server.transport.sharded import ShardParts
 if TYPE_CHECKING:
     import keras
 
-    from keras_psplus.parameter_server.strategy import ParameterServerStrategy
+    from keras_psplus.parameter_server.context import StepContext
 
 CHIEF = "/job:chief/replica:0/task:0/device:CPU:0"
 
@@ -73,7 +73,7 @@ class SyncFunctions:
     """The functions of one step function, one `SyncFunction` for each form of its batches.
 
     Args:
-        strategy: `ParameterServerStrategy`.
+        context: The strategy's `StepContext`.
         step: Function of one batch.
         collect: As for `StepFunctions`.
         weights: As for `StepFunctions`.
@@ -81,16 +81,16 @@ class SyncFunctions:
 
     def __init__(
         self,
-        strategy: ParameterServerStrategy,
+        context: StepContext,
         step: Callable[..., Any],
         collect: Callable[[Trace, list[Any]], tuple[tf.Tensor, Any, Any]],
         weights: Callable[[], Iterable[tf.Variable]],
     ) -> None:
-        self._strategy, self._collect = strategy, collect
-        self._pushes_later = strategy._step_attempts.backup_workers > 0
-        args = strategy, step, self._with_gradients, weights, self._replica_step
+        self._context, self._collect = context, collect
+        self._pushes_later = context.attempts.backup_workers > 0
+        args = context, step, self._with_gradients, weights, self._replica_step
         self._functions = StepFunctions(*args)
-        self._overlaps = OverlapPlanner(strategy, self._on_chief)
+        self._overlaps = OverlapPlanner(context, self._on_chief)
         self._on_copies = StepFunctions(*args, begin=self._overlaps.begin)
         self._made: dict[int, SyncFunction] = {}
         # Those of this generation, by the step's id.
@@ -117,7 +117,7 @@ class SyncFunctions:
     def _replica_step(self, initial):
         stamp = tf.cast(initial[-1], tf.int64)
         push = _PendingPush if self._pushes_later else lambda *args: self._add(stamp, *args)
-        return WorkerReplicaStep(self._strategy.engine, initial[-2], push)
+        return WorkerReplicaStep(self._context.engine, initial[-2], push)
 
     def _with_gradients(self, trace, results):
         vector, _, notes = self._collect(trace, results)
@@ -132,7 +132,7 @@ class SyncFunctions:
     def _add(self, stamp, optimizer, gradients, variables):
         inner = getattr(optimizer, "inner_optimizer", optimizer)
         by_value = {id(variable._value): variable for variable in variables}
-        extended = self._strategy.extended
+        extended = self._context.extended
         graph = tf.compat.v1.get_default_graph()
         before, after = len(graph.get_operations()), self._overlaps.before_adding()
         pairs = extended.pushes.send(
@@ -140,7 +140,7 @@ class SyncFunctions:
             [variable._value for variable in variables],
             lambda: tf.convert_to_tensor(inner.iterations),
             inner,
-            in_turn=self._strategy._overlaps_steps,
+            in_turn=self._context.overlaps_steps,
         )
         prefix = f"keras_psplus/{extended.worker_states.run}"
         sums = aggregation.add(pairs, stamp, prefix, after)
@@ -224,7 +224,7 @@ class SyncFunctions:
     def _on_chief(self, function, *specs):
         def in_replica(*args):
             with tf.device(CHIEF):
-                return self._strategy.run(function, args)
+                return self._context.strategy.run(function, args)
 
         concrete, origin = self._traced(in_replica, *specs)
 
@@ -238,7 +238,7 @@ class SyncFunctions:
 
     def _traced(self, function, *specs):
         function = tf.function(function, autograph=False)
-        with self._strategy.scope():
+        with self._context.strategy.scope():
             return function.get_concrete_function(*specs), function
 
 

@@ -25,8 +25,8 @@ from keras_psplus.parameter_server.sync.sync_functions import SyncFunctions
 from keras_psplus.parameter_server.tracing.worker_function import ClosureVariable, pack
 
 if TYPE_CHECKING:
+    from keras_psplus.parameter_server.context import StepContext
     from keras_psplus.parameter_server.data.worker_data import Ticket
-    from keras_psplus.parameter_server.strategy import ParameterServerStrategy
 
 # Odd, so that no two shares of any step share a seed (mod 2 ** 31).
 _SEED_STRIDE = 0x3C6EF35F
@@ -36,7 +36,7 @@ class SyncRunner(StepRunner):
     """Takes global steps and keeps the totals of metrics and seeds.
 
     Args:
-        strategy: `ParameterServerStrategy`.
+        context: The strategy's `StepContext`.
         step: Function of one batch that returns a dict of scalar logs.
         weights: Function that returns variables which steps may be expected to read.
         results: As for `StepRunner`.
@@ -46,16 +46,16 @@ class SyncRunner(StepRunner):
 
     def __init__(
         self,
-        strategy: ParameterServerStrategy,
+        context: StepContext,
         step: Callable[..., Any],
         weights: Callable[[], Iterable[tf.Variable]],
         results: Callable[[list[ClosureVariable]], Mapping[str, Any]],
         split: Callable[[Any, int], list[tuple[float, Any]]],
     ) -> None:
-        super().__init__(strategy, step, weights, results)
+        super().__init__(context, step, weights, results)
         collect = functools.partial(changes_and_logs_of_share, metrics=results)
-        self._functions = SyncFunctions(strategy, step, collect, weights)
-        self._overlapping = OverlapState(strategy, self._functions)
+        self._functions = SyncFunctions(context, step, collect, weights)
+        self._overlapping = OverlapState(context, self._functions)
         self._split = split
         self._failures = 0
 
@@ -71,7 +71,7 @@ class SyncRunner(StepRunner):
             self._take_step(batch)
 
     def _take_step(self, batch):
-        shares = self._split(batch, self._strategy.num_workers)
+        shares = self._split(batch, self._context.num_workers)
         weights = [weight for weight, _ in shares]
         calls = [self._functions(share) for _, share in shares]
         functions = calls[0][0]
@@ -84,19 +84,19 @@ class SyncRunner(StepRunner):
         try:
             attempt = self._complete(calls, shares, describe([batch], self._sent))
         except BaseException:
-            self._strategy._step_attempts.failures += 1
+            self._context.attempts.failures += 1
             raise
         whole = sum(weights[share] for share in attempt.results)
         self._merge(
             functions.step, {i: (weights[i] / whole, r) for i, r in attempt.results.items()}
         )
-        self._strategy._step_attempts.count(attempt, len(shares))
+        self._context.attempts.count(attempt, len(shares))
         self._sent += 1
         self._steps += 1
 
     def _complete(self, calls, shares, about):
         """Takes a step, as often as a worker is lost with it; returns the `Attempt`."""
-        attempts = self._strategy._step_attempts
+        attempts = self._context.attempts
         is_unclean, self._failures = attempts.failures != self._failures, attempts.failures
         while True:
             overlapped = self._overlapping.functions(calls, shares[0][1])
@@ -114,7 +114,7 @@ class SyncRunner(StepRunner):
 
     def _try(self, attempt, calls, weights, overlapped, about):
         """Lets workers compute and add up the gradients of a step, and makes the update."""
-        overlapping, scheduler = self._overlapping, self._strategy._scheduler
+        overlapping, scheduler = self._overlapping, self._context.scheduler
         on_copies = overlapped if overlapped and overlapping.all_have_copies() else None
         of_update = attempt.stamp, len(calls), 1.0 / sum(weights)
         update = overlapping.start(overlapped, *of_update) if on_copies else None
@@ -140,7 +140,7 @@ class SyncRunner(StepRunner):
             whole = sum(weights[share] for share in attempt.results)
             calls[0][0].apply(attempt.stamp, len(attempt.results), 1.0 / whole)
         else:
-            self._strategy._step_attempts.overlapped += update is not None
+            self._context.attempts.overlapped += update is not None
             overlapping.finish(update or overlapping.start(overlapped, *of_update))
 
     def _abort(self, update):
@@ -155,14 +155,14 @@ class SyncRunner(StepRunner):
             if not result:
                 return
             vector, costs = step.split(result[0])
-            self._strategy._totals.add(step.costs, costs)
+            self._context.totals.add(step.costs, costs)
             if len(result) == 1:
                 return
             if functions.push is not None:
-                self._strategy._totals.add(functions.push.costs, np.asarray(result[1]))
+                self._context.totals.add(functions.push.costs, np.asarray(result[1]))
             attempt.finish(share, vector)
 
-        scheduler = self._strategy._scheduler
+        scheduler = self._context.scheduler
         initial = np.append(self._initial(share), [weight, attempt.stamp])
         closure = ReplicaStepClosure(
             functions,

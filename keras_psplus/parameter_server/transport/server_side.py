@@ -17,19 +17,17 @@ from keras_psplus.parameter_server.transport.pulls import PulledVariable, exact_
 if TYPE_CHECKING:
     import keras
 
-    from keras_psplus.parameter_server.strategy import ParameterServerStrategy
-
 _merge_call = tf.__internal__.distribute.interim.maybe_merge_call
 
 
 def constrain(
-    strategy: ParameterServerStrategy,
+    strategy: tf.distribute.Strategy,
     constraints: Sequence[tuple[keras.Variable, Callable[..., Any]]],
 ) -> None:
     """Has variables satisfy their constraints, on their servers.
 
     Args:
-        strategy: `ParameterServerStrategy`.
+        strategy: The strategy that the variables are of.
         constraints: List of pairs of a Keras variable and its constraint.
     """
     for variable, constraint in constraints:
@@ -42,12 +40,12 @@ def constrain(
 
 
 def apply_and_constrain(
-    strategy: ParameterServerStrategy, variables: Sequence[keras.Variable], apply: Callable[[], Any]
+    strategy: tf.distribute.Strategy, variables: Sequence[keras.Variable], apply: Callable[[], Any]
 ) -> None:
     """Has an optimizer apply gradients, and variables satisfy their constraints on their servers.
 
     Args:
-        strategy: `ParameterServerStrategy`.
+        strategy: The strategy that the variables are of.
         variables: Keras variables.
         apply: Function without arguments that has Keras do so.
     """
@@ -63,7 +61,7 @@ def apply_and_constrain(
 
 
 def average(
-    strategy: ParameterServerStrategy,
+    strategy: tf.distribute.Strategy,
     optimizer: keras.optimizers.Optimizer,
     variables: Sequence[keras.Variable],
 ) -> None:

@@ -14,27 +14,27 @@ from keras_psplus.parameter_server.tracing.worker_function import Trace, pack
 if TYPE_CHECKING:
     import numpy as np
 
-    from keras_psplus.parameter_server.strategy import ParameterServerStrategy
+    from keras_psplus.parameter_server.context import StepContext
 
 
 class AllWorkersFunction:
     """Runs a function on all workers that can be reached.
 
     Args:
-        strategy: `ParameterServerStrategy`.
+        context: The strategy's `StepContext`.
         function: Function without arguments, of which the graph is made once, as of a step.
         collect: Function of the `Trace` that returns a float64 vector.
     """
 
     def __init__(
         self,
-        strategy: ParameterServerStrategy,
+        context: StepContext,
         function: Callable[[], Any],
         collect: Callable[[Trace], tf.Tensor],
     ) -> None:
-        self._strategy = strategy
+        self._context = context
         self._functions = StepFunctions(
-            strategy,
+            context,
             lambda nothing: function(),
             lambda trace, results: (collect(trace), (), ()),
             lambda: (),
@@ -46,16 +46,16 @@ class AllWorkersFunction:
         Args:
             on_done: Called with the vector of each worker and the worker's number.
         """
-        strategy, scheduler = self._strategy, self._strategy._scheduler
+        context, scheduler = self._context, self._context.scheduler
         scheduler.join()
         function, payload = self._functions([()])
 
         def done(result, worker):
             vector, costs = function.split(result[0])
-            strategy._totals.add(function.costs, costs)
+            context.totals.add(function.costs, costs)
             on_done(vector, worker)
 
-        for worker in sorted(set(range(strategy.num_workers)) - scheduler.lost_workers):
+        for worker in sorted(set(range(context.num_workers)) - scheduler.lost_workers):
             arguments = tf.constant(pack(function.variables)), payload
             closure = Closure(function.concrete, scheduler.cancellation_manager, arguments)
             closure.after_loss = "what it was to finish is gone"

@@ -21,7 +21,7 @@ from keras_psplus.parameter_server.transport.sharded import ShardedVariable, Sha
 if TYPE_CHECKING:
     import keras
 
-    from keras_psplus.parameter_server.strategy import ParameterServerStrategy
+    from keras_psplus.parameter_server.context import StepContext
     from keras_psplus.updates import LocalSGD
 
 
@@ -45,7 +45,7 @@ class LocalSGDRounds:
     """The rounds of one optimizer.
 
     Args:
-        strategy: `ParameterServerStrategy`.
+        context: The strategy's `StepContext`.
         policy: `keras_psplus.updates.LocalSGD`.
         optimizer: Weak reference to the optimizer, which states belong to.
         variables: Its `LocalSGDVariables`.
@@ -54,13 +54,13 @@ class LocalSGDRounds:
 
     def __init__(
         self,
-        strategy: ParameterServerStrategy,
+        context: StepContext,
         policy: LocalSGD,
         optimizer: weakref.ref[keras.optimizers.Optimizer],
         variables: LocalSGDVariables,
         constrain: Callable[[list[tf.Variable]], None],
     ) -> None:
-        self.extended, self.num_workers = strategy.extended, strategy.num_workers
+        self.extended, self.num_workers = context.extended, context.num_workers
         self.policy, self.optimizer = policy, optimizer
         self.variables, self.constrain = variables, constrain
 

@@ -13,24 +13,23 @@ from keras_psplus.parameter_server.updates.local_sgd import LocalSGDVariables
 if TYPE_CHECKING:
     import keras
 
-    from keras_psplus.parameter_server.strategy import ParameterServerStrategy
+    from keras_psplus.parameter_server.context import StepContext
 
 
-def alone(
-    strategy: ParameterServerStrategy, model: keras.Model, step: Callable[..., Any]
-) -> Callable[..., Any]:
+def alone(context: StepContext, model: keras.Model, step: Callable[..., Any]) -> Callable[..., Any]:
     """Wraps a model's step to run on a worker's copies, if `updates` is local.
 
     Otherwise returns the step unchanged.
     """
-    if strategy.updates is None or not strategy.updates.local:
+    policy = context.updating.policy
+    if policy is None or not policy.local:
         return step
 
     def step_alone(batch):
         optimizers = [one for one in optimizers_of(model).values() if one.built]
         variables_of, seen = {}, set()
         for one in optimizers:
-            variables_of[one] = _variables_of(one, strategy.updates, seen)
+            variables_of[one] = _variables_of(one, policy, seen)
         constraints = [
             (variable, variable.constraint)
             for one in optimizers
@@ -42,9 +41,9 @@ def alone(
             known = {id(weight) for weight in weights}
             own = [(v, c) for v, c in constraints if id(v._value) in known]
             # A mean of weights that satisfy a constraint need not.
-            server_side.constrain(strategy, own)
+            server_side.constrain(context.strategy, own)
 
-        with strategy.updating.alone(variables_of, satisfied):
+        with context.updating.alone(variables_of, satisfied):
             return step(batch)
 
     return step_alone

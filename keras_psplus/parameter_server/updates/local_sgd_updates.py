@@ -15,7 +15,7 @@ if TYPE_CHECKING:
     import keras
     import tensorflow as tf
 
-    from keras_psplus.parameter_server.strategy import ParameterServerStrategy
+    from keras_psplus.parameter_server.context import StepContext
     from keras_psplus.parameter_server.updates.local_sgd import LocalSGDVariables
     from keras_psplus.updates import LocalSGD
 
@@ -24,7 +24,7 @@ class LocalSGDUpdates(WorkerUpdates):
     """`updates.LocalSGD`: each worker takes steps alone, and sends what they have changed.
 
     Args:
-        strategy: `ParameterServerStrategy`.
+        context: The strategy's `StepContext`.
         policy: `keras_psplus.updates.LocalSGD`.
     """
 
@@ -34,8 +34,8 @@ class LocalSGDUpdates(WorkerUpdates):
         "missing from training"
     )
 
-    def __init__(self, strategy: ParameterServerStrategy, policy: LocalSGD) -> None:
-        super().__init__(strategy, policy)
+    def __init__(self, context: StepContext, policy: LocalSGD) -> None:
+        super().__init__(context, policy)
         self._rounds: weakref.WeakKeyDictionary[keras.optimizers.Optimizer, LocalSGDRounds] = (
             weakref.WeakKeyDictionary()
         )
@@ -56,7 +56,7 @@ class LocalSGDUpdates(WorkerUpdates):
         for optimizer, of_optimizer in variables.items():
             if optimizer not in self._rounds:
                 self._rounds[optimizer] = LocalSGDRounds(
-                    self._strategy(), self.policy, weakref.ref(optimizer), of_optimizer, constrain
+                    self._context(), self.policy, weakref.ref(optimizer), of_optimizer, constrain
                 )
             rounds.append(self._rounds[optimizer].open())
         handles: dict[int, tf.Tensor] = {}

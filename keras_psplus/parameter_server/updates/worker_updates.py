@@ -25,7 +25,7 @@ if TYPE_CHECKING:
     import keras
     import numpy as np
 
-    from keras_psplus.parameter_server.strategy import ParameterServerStrategy
+    from keras_psplus.parameter_server.context import StepContext
     from keras_psplus.updates import Updates
 
 _NOTHING = -1
@@ -75,7 +75,7 @@ class WorkerUpdates:
     """Gradient accumulation by `updates` or by Keras's `gradient_accumulation_steps`.
 
     Args:
-        strategy: `ParameterServerStrategy`.
+        context: The strategy's `StepContext`.
         policy: `keras_psplus.updates.Updates` or None.
     """
 
@@ -84,9 +84,9 @@ class WorkerUpdates:
         "yet; they are missing from training"
     )
 
-    def __init__(self, strategy: ParameterServerStrategy, policy: Updates | None) -> None:
+    def __init__(self, context: StepContext, policy: Updates | None) -> None:
         self.policy = policy
-        self._strategy: Callable[[], Any] = weakref.ref(strategy)
+        self._context: Callable[[], Any] = weakref.ref(context)
         self._units: weakref.WeakKeyDictionary[
             keras.optimizers.Optimizer, dict[tuple[int, ...], _Unit]
         ] = weakref.WeakKeyDictionary()
@@ -101,7 +101,7 @@ class WorkerUpdates:
         )
         self._pending: dict[int, int] = {}
         self._steps, self._are_steps_counted = 0, True
-        strategy._scheduler.on_worker_lost = self._note_loss
+        context.scheduler.on_worker_lost = self._note_loss
 
     def take(
         self,
@@ -163,7 +163,7 @@ class WorkerUpdates:
         accumulation.on_gradients(_Batch(is_by_rows), gradients, variables, apply)
 
     def _begin(self, optimizer, unit):
-        states = self._strategy().extended.worker_states
+        states = self._context().extended.worker_states
         state = WorkerVariables(states, f"{states.owner(_owner(optimizer))}/updates")
         context = Context(state, unit.name, unit.forms, unit.variables)
         accumulation = unit.policy.on_replica(context)
@@ -199,15 +199,15 @@ class WorkerUpdates:
         Args:
             optimizer: The Keras optimizer.
         """
-        owner, strategy = _owner(optimizer), self._strategy()
-        strategy._scheduler.join()
+        owner, context = _owner(optimizer), self._context()
+        context.scheduler.join()
         count, finish = self._finisher(owner)
         is_finished = self._are_steps_counted and self._finished.get(owner) == self._steps
         if not count or is_finished:
             return
         known, run_on_all_workers = self._on_all_workers.get(owner, (0, None))
         if known != count:
-            run_on_all_workers = AllWorkersFunction(strategy, finish, self._pending_in)
+            run_on_all_workers = AllWorkersFunction(context, finish, self._pending_in)
             self._on_all_workers[owner] = count, run_on_all_workers
         run_on_all_workers(self._note_pending)
         self._finished[owner] = self._steps

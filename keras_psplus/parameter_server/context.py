@@ -1,0 +1,64 @@
+"""The objects of a strategy that its steps are made with."""
+
+from __future__ import annotations
+
+import dataclasses
+import weakref
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    import tensorflow as tf
+
+    from keras_psplus.cluster.monitor.progress import Progress
+    from keras_psplus.engine import Engine
+    from keras_psplus.parameter_server.extended import ParameterServerExtended
+    from keras_psplus.parameter_server.scheduling.scheduler import Scheduler
+    from keras_psplus.parameter_server.steps.clocks import Clocks
+    from keras_psplus.parameter_server.sync.step_attempts import StepAttempts
+    from keras_psplus.parameter_server.tracing.traffic import TrafficTotals
+    from keras_psplus.parameter_server.updates.worker_updates import WorkerUpdates
+
+
+@dataclasses.dataclass(eq=False)
+class StepContext:
+    """The objects of a `ParameterServerStrategy` that its steps are made with.
+
+    Parts take this instead of the strategy, which makes all of them.
+
+    Attributes:
+        strategy: The strategy, whose replica context steps run in.
+        extended: Its implementation half: variables, compressors, the workers' states.
+        engine: Its engine.
+        num_workers: Number of workers that take steps.
+        is_sync: Whether all workers take each step together.
+        overlaps_steps: Whether a worker reads for its next training step before it has sent this
+            one's.
+        scheduler: Sends steps to the workers.
+        attempts: The global steps of `mode="sync"`.
+        totals: Totals of the traffic counters, for `communication`.
+        clocks: Clocks of the workers, if `max_staleness` is set; else None.
+        progress: Progress of the chief.
+        updating: Gradients accumulated on workers, and the schedule of sending them.
+        functions: Functions of models whose steps may be under way, each with a method `drain`;
+            held weakly.
+    """
+
+    strategy: tf.distribute.Strategy
+    extended: ParameterServerExtended
+    engine: Engine
+    num_workers: int
+    is_sync: bool
+    overlaps_steps: bool
+    scheduler: Scheduler
+    attempts: StepAttempts
+    totals: TrafficTotals
+    clocks: Clocks | None
+    progress: Progress
+    updating: WorkerUpdates = dataclasses.field(init=False)
+    functions: weakref.WeakSet[Any] = dataclasses.field(default_factory=weakref.WeakSet)
+
+    def drain(self, but: Any = None) -> None:
+        """Waits for the steps of all functions, and has them write what they have counted."""
+        for function in list(self.functions):
+            if function is not but:
+                function.drain()
