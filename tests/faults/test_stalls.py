@@ -35,7 +35,7 @@ def hybrid(pushes, sync=True):
     servers = types.SimpleNamespace(addresses={"ps-0": "a:3", "ps-1": "a:4"}, pushes=lambda: pushes)
     extended = types.SimpleNamespace(world=world)
     waits = HybridStallProbe(
-        types.SimpleNamespace(task=TASK, servers=servers, sync=sync, extended=extended),
+        types.SimpleNamespace(task=TASK, _servers=servers, sync=sync, extended=extended),
         Progress(),
         types.SimpleNamespace(state="has its batch"),
     )

@@ -65,6 +65,7 @@ CASES = {
 def train(devices, make=dense, **options):
     startup.local_devices = lambda: devices[: 2 * options.get("pipelines", 1)]
     keras.backend.clear_session()
+    options = {"schedule": "gpipe", **options}
     strategy = psp.PipelineStrategy(2, stages=[["a", "b"], ["c", "d"]], **options)
     with strategy.scope():
         model, data = make()
