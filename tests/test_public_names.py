@@ -7,6 +7,7 @@ import tensorflow as tf
 
 import keras_psplus as psp
 from keras_psplus.arguments import renamed
+from keras_psplus.catalogue import lookup
 from keras_psplus.cli import export, run, serve
 from keras_psplus.cli.flags import parsing
 
@@ -55,8 +56,6 @@ def test_the_strategy_of_the_environment_has_two_names():
 
 
 def test_one_default_of_schedule():
-    from keras_psplus.catalogue import lookup
-
     assert inspect.signature(psp.PipelineStrategy.__init__).parameters["schedule"].default == "1f1b"
     entry = lookup.find("pipeline").read_text()
     assert "schedule=" not in entry

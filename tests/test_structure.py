@@ -10,7 +10,7 @@ FILES = {
     "keras_psplus/engine.py": 528,
     "keras_psplus/parameter_server/engine.py": 415,
     "keras_psplus/cluster/processes.py": 390,
-    "keras_psplus/parameter_server/strategy.py": 408,
+    "keras_psplus/parameter_server/strategy.py": 395,
     "keras_psplus/all_reduce/collectives/operations.py": 380,
     "keras_psplus/all_reduce/reduction/compressed.py": 362,
     "keras_psplus/all_reduce/strategy.py": 366,

@@ -57,6 +57,10 @@ class StepContext:
     updating: WorkerUpdates = dataclasses.field(init=False)
     functions: weakref.WeakSet[Any] = dataclasses.field(default_factory=weakref.WeakSet)
 
+    def server_addresses(self) -> list[str]:
+        """Addresses of the parameter servers, in order; the resolver is asked."""
+        return self.strategy.cluster_resolver.cluster_spec().as_dict()["ps"]
+
     def drain(self, but: Any = None) -> None:
         """Waits for the steps of all functions, and has them write what they have counted."""
         for function in list(self.functions):

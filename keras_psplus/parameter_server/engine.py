@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 import weakref
 from collections.abc import Callable, Iterable, Iterator
 from typing import TYPE_CHECKING, Any
@@ -53,15 +54,14 @@ class ParameterServerEngine(DistributedEngine):
 
     def __init__(self, strategy: tf.distribute.Strategy) -> None:
         super().__init__(strategy)
-        self._worker_files = ServedWorkerFiles(strategy, lambda: self._context)
         # While results are wanted in the order of the data.
         self._in_order = False
         # The callbacks of the `fit` that a model is in.
         self._callbacks: weakref.WeakKeyDictionary[keras.Model, Any] = weakref.WeakKeyDictionary()
 
-    @property
+    @functools.cached_property
     def worker_files(self) -> ServedWorkerFiles:
-        return self._worker_files
+        return ServedWorkerFiles(self._context)
 
     @property
     def updating(self) -> worker_updates.WorkerUpdates:
@@ -75,16 +75,16 @@ class ParameterServerEngine(DistributedEngine):
 
     @contextlib.contextmanager
     def translate_errors(self) -> Iterator[None]:
-        strategy, context = self.strategy, self._context
+        context = self._context
         try:
-            with failure.translate_errors(strategy.cluster_resolver.cluster_spec()):
+            with failure.translate_errors(context.server_addresses):
                 yield
             context.attempts.log_dropped()
         except (failure.ParameterServerLostError, failure.WorkersLostError):
             raise  # no step will ever come back
         except BaseException as error:
             if isinstance(error, SystemExit) and error.code not in (None, 0):
-                strategy._note_failure()
+                self.strategy._note_failure()
             # Or the next call would begin with what this one had counted.
             for function in list(context.functions):
                 with contextlib.suppress(Exception):
@@ -132,12 +132,12 @@ class ParameterServerEngine(DistributedEngine):
         *args: Any,
         **kwargs: Any,
     ) -> None:
-        context, seed = self._context, self.progress.data_seed
+        context, seed_for = self._context, self.progress.data_seed
         of_workers = distributed_data.take_apart(context.num_workers, kwargs)
         epoch_iterator.EpochIterator.__init__(iterator, *args, **kwargs)
         iterator._distribute_strategy = distribute_strategy
         worker_data = chief_data.on_workers(
-            context, iterator.data_adapter, self._in_order, of_workers, seed
+            context, iterator.data_adapter, self._in_order, of_workers, seed_for
         )
         if worker_data is None:
             # A step that is given to another worker has its batch with it, and every element

@@ -163,7 +163,7 @@ class ParameterServerStrategy(tf.distribute.ParameterServerStrategy):
         compressors = Compressors(compression, pull_compression)
         self._mode = modes.check_mode(mode, backup_workers, max_staleness)
         updates = modes.check_updates(updates_module.get(updates), self._mode)
-        self._overlap_steps = modes.check_overlap(overlap_steps, self._mode, updates)
+        overlap_steps = modes.check_overlap(overlap_steps, self._mode, updates)
         self._task = None
         if cluster_resolver is not None:
             resolvers.check(cluster_resolver)
@@ -212,7 +212,7 @@ class ParameterServerStrategy(tf.distribute.ParameterServerStrategy):
                 variable_partitioner,
                 compressors,
                 weights,
-                self._mode.is_sync and self._overlap_steps,
+                self._mode.is_sync and overlap_steps,
             ),
         )
         if self._task is None:
@@ -226,7 +226,7 @@ class ParameterServerStrategy(tf.distribute.ParameterServerStrategy):
         self._canonicalize_devices = False
         # Not with one worker, whose training is that of one process; nor on servers that were
         # started otherwise, which may have too few threads.
-        overlaps = self._overlap_steps and self._num_workers > 1 and self._task is not None
+        overlaps = overlap_steps and self._num_workers > 1 and self._task is not None
         # Here, so that `ClusterCoordinator(strategy)` in the script is the same one.
         scheduler = Scheduler(
             Coordinator(self),

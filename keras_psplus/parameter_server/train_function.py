@@ -96,14 +96,11 @@ class TrainFunction:
     def _report_placement(self):
         """Logs the placement of the variables after the first step, which creates the last."""
         if self._is_training and not self._is_reported and self._context.extended._num_ps > 1:
-            logger.info("%s", self._placement())
+            addresses = self._context.server_addresses()
+            due = self._context.extended.placement.weights
+            logger.info("%s", placement_table.report(addresses, due, self._model))
             placement_table.warn_of_whole_tensors(self._model)
         self._is_reported = True
-
-    def _placement(self):
-        cluster = self._context.strategy.cluster_resolver.cluster_spec().as_dict()
-        weights = self._context.extended.placement.weights
-        return placement_table.report(cluster["ps"], weights, self._model)
 
     def begin_training(self) -> None:
         """Called when a `fit` begins, before its first step."""

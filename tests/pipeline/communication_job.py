@@ -62,11 +62,12 @@ CASES = {
 }
 
 
-def train(devices, make=dense, **options):
+def train(devices, make=dense, schedule="gpipe", **options):
     startup.local_devices = lambda: devices[: 2 * options.get("pipelines", 1)]
     keras.backend.clear_session()
-    options = {"schedule": "gpipe", **options}
-    strategy = psp.PipelineStrategy(2, stages=[["a", "b"], ["c", "d"]], **options)
+    strategy = psp.PipelineStrategy(
+        2, stages=[["a", "b"], ["c", "d"]], schedule=schedule, **options
+    )
     with strategy.scope():
         model, data = make()
         loss = keras.losses.SparseCategoricalCrossentropy(from_logits=True)

@@ -36,14 +36,11 @@ class ServedWorkerFiles(WorkerFiles):
     """Worker files of parameter servers: the chief fetches states and writes the files.
 
     Args:
-        strategy: The strategy.
-        context: Function that returns its `StepContext`.
+        context: The strategy's `StepContext`.
     """
 
-    def __init__(
-        self, strategy: tf.distribute.Strategy, context: Callable[[], StepContext]
-    ) -> None:
-        super().__init__(strategy)
+    def __init__(self, context: StepContext) -> None:
+        super().__init__(context.strategy)
         self._context = context
         self._unreachable_since: float | None = None
 
@@ -56,7 +53,7 @@ class ServedWorkerFiles(WorkerFiles):
         make_folder: Callable[..., Any] | None = None,
         waits: bool = False,
     ) -> dict[str, str] | None:
-        context = self._context()
+        context = self._context
         context.scheduler.join()
         states, place = context.extended.worker_states, folder_in(folder)
         if not states.has_any:
@@ -117,4 +114,4 @@ class ServedWorkerFiles(WorkerFiles):
         """A number that grows with every batch."""
         if self._strategy.updates is None:
             return sum(int(one._iterations.numpy()) for one in optimizers_of(model).values())
-        return number_of_steps(model) * _MANY + sum(self._context().updating.pending.values())
+        return number_of_steps(model) * _MANY + sum(self._context.updating.pending.values())

@@ -6,7 +6,7 @@ import contextlib
 import re
 import socket
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 
 import tensorflow as tf
 
@@ -19,8 +19,8 @@ _CONNECT_SECONDS = 2.0
 
 
 @contextlib.contextmanager
-def translate_errors(cluster: tf.train.ClusterSpec) -> Iterator[None]:
-    """Adds the lost server's name to TensorFlow's error."""
+def translate_errors(server_addresses: Callable[[], Sequence[str]]) -> Iterator[None]:
+    """Adds the lost server's name, and its address, to TensorFlow's error."""
     try:
         yield
     except (tf.errors.UnavailableError, tf.errors.AbortedError) as error:
@@ -28,7 +28,7 @@ def translate_errors(cluster: tf.train.ClusterSpec) -> Iterator[None]:
         if not found:
             raise
         index = int(found.group(1))
-        addresses = cluster.as_dict()["ps"]
+        addresses = server_addresses()
         job_failure.mark_failed()
         raise ParameterServerLostError(
             f"ps-{index} ({addresses[index]}) stopped answering; the variables that it held are "
