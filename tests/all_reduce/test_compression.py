@@ -45,7 +45,7 @@ def results_of(workers, folder, *args):
     logs = run_in_processes(
         JOB,
         workers=workers,
-        timeout=280,
+        timeout=560,
         env={"TF_CPP_MIN_LOG_LEVEL": "2", "CUDA_VISIBLE_DEVICES": ""},
         args=["--out", folder, *args],
     ).logs

@@ -32,7 +32,7 @@ def in_one_process(*args):
         stdout=subprocess.PIPE,
         stderr=subprocess.STDOUT,
         text=True,
-        timeout=280,
+        timeout=560,
     )
     assert done.returncode == 0, done.stdout[-5000:]
     return done.stdout
@@ -58,7 +58,7 @@ def two_workers(request, tmp_path_factory):
     rules = cases(request, "test_with_updates_as_well", argument="rule")
     updates = {rule: UPDATES[rule] for rule in UPDATES if rule in rules}
     args = [folder, *names, "--updates", json.dumps(updates)]
-    return folder, run_in_processes(JOB, workers=2, timeout=400, env=ENVIRONMENT, args=args).logs
+    return folder, run_in_processes(JOB, workers=2, timeout=560, env=ENVIRONMENT, args=args).logs
 
 
 def check(case, alone, workers, suffix=""):

@@ -47,7 +47,7 @@ def run(request, tmp_path_factory):
     logs = run_in_processes(
         JOB,
         workers=WORKERS,
-        timeout=400,
+        timeout=560,
         env=ENVIRONMENT,
         args=["--out", folder, *cases(request)],
     ).logs
@@ -76,7 +76,7 @@ def alone(request, tmp_path_factory):
             stdout=subprocess.PIPE,
             stderr=subprocess.STDOUT,
             text=True,
-            timeout=280,
+            timeout=560,
         )
         results[devices] = load(folder, 0, done.stdout)
     return results

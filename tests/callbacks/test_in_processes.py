@@ -16,7 +16,7 @@ STEPS = 6
 def run(folder, kind, **tasks):
     run_in_processes(
         JOB,
-        timeout=150,
+        timeout=560,
         env={"TF_CPP_MIN_LOG_LEVEL": "2", "CUDA_VISIBLE_DEVICES": ""},
         args=[folder, kind],
         **tasks,

@@ -101,7 +101,7 @@ def one_process(script, tmp_path_factory):
         env=environment | {"PYTHONPATH": python_path(os.environ)},
         capture_output=True,
         text=True,
-        timeout=300,
+        timeout=560,
     )
     assert done.returncode == 0, done.stderr[-5000:]
     assert "keras_psplus: auto: single, as one process trains alone" in done.stderr
@@ -146,7 +146,7 @@ def test_a_plan_of_a_file_in_a_cluster_with_servers(script, plan, one_process, t
         workers=1,
         chief=True,
         ps=1,
-        timeout=200,
+        timeout=560,
         env={**ENVIRONMENT, automatic.PLAN_VARIABLE: str(plan)},
         args=[tmp_path],
     )

@@ -40,7 +40,7 @@ def test_the_call_that_started_the_runtime_is_named(name, tmp_path):
         env={**os.environ, "TF_CPP_MIN_LOG_LEVEL": "2"},
         capture_output=True,
         text=True,
-        timeout=100,
+        timeout=560,
     )
     assert done.returncode == 0, done.stderr
     assert all(text in done.stdout for text in expected), done.stdout

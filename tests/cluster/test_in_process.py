@@ -42,7 +42,7 @@ def test_in_process_cluster_and_logical_devices():
         env={**os.environ, "TF_CPP_MIN_LOG_LEVEL": "2"},
         capture_output=True,
         text=True,
-        timeout=120,
+        timeout=560,
     )
     assert done.returncode == 0, done.stderr
     assert "value 5.0" in done.stdout

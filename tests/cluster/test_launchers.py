@@ -36,7 +36,7 @@ def started(*commands):
         for command in commands
     ]
     try:
-        said = [process.communicate(timeout=120)[0] for process in running]
+        said = [process.communicate(timeout=560)[0] for process in running]
     finally:
         for process in running:
             process.kill()

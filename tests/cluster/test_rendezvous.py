@@ -95,7 +95,7 @@ def test_processes_on_two_hosts_train_by_the_variables_of_torchrun():
             lab.start(rank, [sys.executable, JOB], env={**variables, "RANK": f"{rank}"}, **pipes)
             for rank in range(2)
         ]
-        texts = [process.communicate(timeout=120)[0] for process in processes]
+        texts = [process.communicate(timeout=560)[0] for process in processes]
     for rank, text in enumerate(texts):
         assert f"this is worker-{rank} of 2 worker, at 10.77.0.{rank + 1}:29501" in text, text
     # Once, by the one that has the job's log.

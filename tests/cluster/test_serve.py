@@ -25,7 +25,7 @@ else:
 
 
 def test_ps_serves_until_the_chief_has_ended():
-    result = run_in_processes(TASKS, workers=0, chief=True, ps=1, timeout=100)
+    result = run_in_processes(TASKS, workers=0, chief=True, ps=1, timeout=560)
     assert "chief ends" in result.logs["chief-0"]
     assert "ps-0 serves on 127.0.0.1" in result.logs["ps-0"]
     assert "chief-0 has ended, ps-0 ends" in result.logs["ps-0"]
@@ -65,7 +65,7 @@ def test_a_ps_knows_whether_its_chief_ended_well(end, code):
         workers=0,
         chief=True,
         ps=1,
-        timeout=100,
+        timeout=560,
         args=[end],
         expect_failure=bool(code),
         failure_grace=60,

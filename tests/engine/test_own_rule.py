@@ -36,7 +36,7 @@ def rows_by_hand():
     ],
 )
 def test_engines_call_it(kind, cluster):
-    logs = run_in_processes(FILE, **cluster, args=[kind], timeout=120).logs
+    logs = run_in_processes(FILE, **cluster, args=[kind], timeout=560).logs
     for name, expected in (("weights", by_hand()), ("rows", rows_by_hand())):
         pattern = re.compile(rf"^{name} (.*)$", re.MULTILINE)
         found = [weights for log in logs.values() for weights in pattern.findall(log)]

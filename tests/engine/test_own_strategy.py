@@ -24,7 +24,7 @@ def by_hand():
 # The neighbour of one of two is the other.
 @pytest.mark.parametrize("name", ["averaging", "gossip"])
 def test_fit_averages_weights_after_each_epoch_in_two_processes(name):
-    logs = run_in_processes(FOLDER / f"{name}.py", workers=2, timeout=120).logs
+    logs = run_in_processes(FOLDER / f"{name}.py", workers=2, timeout=560).logs
     for log in logs.values():
         found = dict(re.findall(r"^(weights|rows) (.*)$", log, re.MULTILINE))
         assert sorted(found) == ["rows", "weights"]

@@ -52,7 +52,7 @@ def run(*args):
         env={**os.environ, "CUDA_VISIBLE_DEVICES": ""},
         capture_output=True,
         text=True,
-        timeout=200,
+        timeout=560,
         check=False,
     )
     assert done.returncode == 0, done.stderr[-4000:]

@@ -60,7 +60,7 @@ class Job:
                 return cluster
 
             self.exit_code = restarts.run(
-                make_cluster, faults.count("kill"), timeout=300, log=self.lines.append
+                make_cluster, faults.count("kill"), timeout=560, log=self.lines.append
             ).exit_code
         self.logs = {path.stem: path.read_text() for path in folder.glob("*.log")}
         self.leader = self.logs[leader_of(kind)]

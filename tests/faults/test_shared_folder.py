@@ -17,7 +17,7 @@ def run(folder, *options):
         env={**os.environ, "TF_CPP_MIN_LOG_LEVEL": "2", "CUDA_VISIBLE_DEVICES": ""},
         capture_output=True,
         text=True,
-        timeout=170,
+        timeout=560,
         check=False,
     )
     log = done.stdout + done.stderr

@@ -32,7 +32,7 @@ def run(name, folder, tasks, *options):
         **tasks,
         args=[name, folder, *options],
         env=ENVIRONMENT,
-        timeout=170,
+        timeout=560,
         expect_failure=any(option.startswith("kill") for option in options),
         failure_grace=20,
     )

@@ -40,7 +40,7 @@ def cluster(request, tmp_path_factory):
         "test_a_job_whose_worker_is_killed_resumes_at_the_step",
     )
     wanted = cases(request, *functions, argument="name")
-    logs = run_in_processes(JOB, workers=2, args=[folder, *wanted], env=ENVIRONMENT, timeout=170)
+    logs = run_in_processes(JOB, workers=2, args=[folder, *wanted], env=ENVIRONMENT, timeout=560)
     return {task: lines_of(log) for task, log in logs.logs.items()}
 
 
@@ -58,7 +58,7 @@ def run_alone(*args):
         env={**os.environ, **ENVIRONMENT},
         capture_output=True,
         text=True,
-        timeout=170,
+        timeout=560,
         check=False,
     )
 
@@ -115,7 +115,7 @@ def run(folder, case, workers, *options):
         env={**os.environ, **ENVIRONMENT},
         capture_output=True,
         text=True,
-        timeout=170,
+        timeout=560,
         check=False,
     )
     log = done.stdout + done.stderr

@@ -16,7 +16,7 @@ def run(tmp_path_factory):
     """By what was done: what each worker prints; and the workers' logs."""
     env = {"TF_CPP_MIN_LOG_LEVEL": "2", "CUDA_VISIBLE_DEVICES": ""}
     args = [tmp_path_factory.mktemp("states")]
-    logs = run_in_processes(JOB, workers=2, args=args, env=env, timeout=150).logs
+    logs = run_in_processes(JOB, workers=2, args=args, env=env, timeout=560).logs
     found = {}
     for log in logs.values():
         for line in log.splitlines():

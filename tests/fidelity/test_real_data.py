@@ -33,7 +33,7 @@ def results(request):
         capture_output=True,
         text=True,
         errors="replace",
-        timeout=300,
+        timeout=560,
     )
     assert end.returncode == 0, end.stdout[-2000:] + end.stderr[-4000:]
     (line,) = [line for line in end.stdout.splitlines() if line.startswith("results: ")]

@@ -41,7 +41,7 @@ def that_fails(*options, failure_grace):
         JOB,
         workers=2,
         ps=1,
-        timeout=120,
+        timeout=560,
         env=ENVIRONMENT,
         args=[20, "-", *options],
         expect_failure=True,
@@ -106,7 +106,7 @@ def test_a_server_that_hangs_is_named(tmp_path):
 
 def test_an_asynchronous_job_counts_every_gradient():
     args = [30, "-", "sync=0", "prefetch=1"]
-    result = run_in_processes(JOB, workers=2, ps=2, timeout=120, env=ENVIRONMENT, args=args)
+    result = run_in_processes(JOB, workers=2, ps=2, timeout=560, env=ENVIRONMENT, args=args)
     assert "end iterations=30 off=0.0e+00" in result.logs["worker-0"]
     for name in ("ps-0", "ps-1"):
         assert f"worker-0 has ended, {name} ends" in result.logs[name]

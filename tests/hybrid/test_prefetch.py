@@ -29,7 +29,7 @@ def job(request, tmp_path_factory):
     folder = tmp_path_factory.mktemp("prefetch")
     args = [folder, ",".join(cases(request))]
     with running_reference(JOB, *args, seconds=100):
-        result = run_in_processes(JOB, workers=2, ps=2, timeout=300, env=ENVIRONMENT, args=args)
+        result = run_in_processes(JOB, workers=2, ps=2, timeout=560, env=ENVIRONMENT, args=args)
     return folder, result.logs
 
 

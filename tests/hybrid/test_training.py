@@ -21,7 +21,7 @@ def job(request, tmp_path_factory):
     folder, wanted = tmp_path_factory.mktemp("hybrid"), cases(request)
     args = [folder, ",".join(name for name in CASES if name in wanted)]
     with running_reference(JOB, *args, seconds=60):
-        done = run_in_processes(JOB, workers=2, ps=2, timeout=300, env=ENVIRONMENT, args=args)
+        done = run_in_processes(JOB, workers=2, ps=2, timeout=560, env=ENVIRONMENT, args=args)
     return folder, done.logs
 
 

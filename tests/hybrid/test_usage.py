@@ -22,7 +22,7 @@ def run(folder, cases, *options):
     args = [folder, cases, *options]
     # A proxy that nobody reaches: tasks do not go through it.
     env = ENVIRONMENT | {"http_proxy": "http://127.0.0.1:9"}
-    run_in_processes(JOB, workers=2, ps=2, timeout=240, env=env, args=args)
+    run_in_processes(JOB, workers=2, ps=2, timeout=560, env=env, args=args)
 
 
 @pytest.fixture(scope="module")

@@ -39,7 +39,7 @@ def run(request, tmp_path_factory):
         result = run_in_processes(
             SOURCE,
             workers=WORKERS,
-            timeout=280,
+            timeout=560,
             env=env,
             args=["--out", folder, "--only", names, "--service", address],
         )

@@ -28,7 +28,7 @@ def test_strategies_keep_it_where_they_compute(strategy, ps, chief):
         f"strategy = psp.{strategy}()\n"
         "print('faults', faults_of_a_block(), flush=True)\n"
     )
-    result = run_in_processes(code, workers=2, ps=ps, chief=chief, timeout=120)
+    result = run_in_processes(code, workers=2, ps=ps, chief=chief, timeout=560)
     assert len(result.logs) >= 2 + ps + chief
     for name, log in result.logs.items():
         said = [line.split()[-1] for line in log.splitlines() if "faults" in line]

@@ -74,7 +74,7 @@ def test_of_several_processes_one_compiles(compiler):
         )
         for _ in range(3)
     ]
-    ends = [job.communicate(timeout=120) for job in jobs]
+    ends = [job.communicate(timeout=560) for job in jobs]
     assert len({out.splitlines()[-1] for out, _ in ends}) == 1 and calls() == 1
     said = [err.count("keras_psplus: compiling C++ kernels into") for _, err in ends]
     assert sorted(said) == [0, 0, 1]

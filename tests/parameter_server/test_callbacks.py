@@ -22,7 +22,7 @@ def job(request, tmp_path_factory):
         workers=2,
         ps=1,
         chief=True,
-        timeout=200,
+        timeout=560,
         env={"TF_CPP_MIN_LOG_LEVEL": "2", "CUDA_VISIBLE_DEVICES": ""},
         args=[folder, *cases(request, argument="name")],
     ).logs

@@ -44,7 +44,7 @@ def job(tmp_path, *args, workers=2, ps=1, env=None):
 
 def test_no_update_of_three_workers_is_lost():
     result = run_in_processes(
-        JOB, workers=3, ps=1, chief=True, timeout=150, env=ENVIRONMENT, args=[600]
+        JOB, workers=3, ps=1, chief=True, timeout=560, env=ENVIRONMENT, args=[600]
     )
     assert counts(result.logs["chief-0"]) == [600, 600, 1200]
     # Nor is a byte that any of them has sent.

@@ -116,7 +116,7 @@ def test_unfit_weights_are_refused(weights):
 
 
 def test_training_with_cut_variables_in_processes():
-    result = run_in_processes(JOB, workers=2, ps=3, chief=True, timeout=150, env=ENVIRONMENT)
+    result = run_in_processes(JOB, workers=2, ps=3, chief=True, timeout=560, env=ENVIRONMENT)
     log = result.logs["chief-0"]
     assert "all cases are as expected" in log
     assert "'placed' on 3 parameter servers: 6 variables, 2 of them cut" in log
@@ -124,5 +124,5 @@ def test_training_with_cut_variables_in_processes():
 
 def test_synchronous_training_with_cut_variables_equals_one_process():
     env = {**ENVIRONMENT, "PLACEMENT_MODE": "sync"}
-    result = run_in_processes(JOB, workers=2, ps=3, chief=True, timeout=150, env=env)
+    result = run_in_processes(JOB, workers=2, ps=3, chief=True, timeout=560, env=env)
     assert "all cases are as expected" in result.logs["chief-0"]

@@ -119,7 +119,7 @@ def stragglers(tmp_path_factory):
         workers=2,
         ps=1,
         chief=True,
-        timeout=150,
+        timeout=560,
         env=ENVIRONMENT,
         args=[tmp_path_factory.mktemp("stragglers"), *modes],
     ).logs["chief-0"]

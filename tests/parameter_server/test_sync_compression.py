@@ -19,7 +19,7 @@ ENVIRONMENT = {"TF_CPP_MIN_LOG_LEVEL": "2", "CUDA_VISIBLE_DEVICES": ""}
 def weights(request, tmp_path_factory):
     folder = tmp_path_factory.mktemp("sync_compression")
     args = [folder, *cases(request, argument="name")]
-    run_in_processes(JOB, workers=2, ps=1, chief=True, timeout=240, env=ENVIRONMENT, args=args)
+    run_in_processes(JOB, workers=2, ps=1, chief=True, timeout=560, env=ENVIRONMENT, args=args)
     with np.load(folder / "weights.npz") as arrays:
         return dict(arrays)
 

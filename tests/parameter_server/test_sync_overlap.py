@@ -32,7 +32,7 @@ def job(request, tmp_path_factory):
         workers=2,
         ps=2,
         chief=True,
-        timeout=240,
+        timeout=560,
         env=ENVIRONMENT,
         args=[folder, ",".join(wanted)],
     )

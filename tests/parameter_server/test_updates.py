@@ -46,7 +46,7 @@ def job(request, tmp_path_factory):
         stdout=subprocess.PIPE,
         stderr=subprocess.STDOUT,
         text=True,
-        timeout=500,
+        timeout=560,
     )
     assert done.returncode == 0, done.stdout[-8000:]
     with np.load(folder / "results.npz") as arrays:
@@ -190,7 +190,7 @@ def test_a_killed_worker_loses_what_it_has_summed_and_no_more(tmp_path):
 
 def test_two_workers_add_up_what_they_have_changed(tmp_path):
     result = run_in_processes(
-        REAL_JOB, workers=2, ps=1, chief=True, timeout=150, env=ENVIRONMENT, args=["local"]
+        REAL_JOB, workers=2, ps=1, chief=True, timeout=560, env=ENVIRONMENT, args=["local"]
     )
     found = result_of(result.logs["chief-0"])
     # Each step counts once, and its change by half; callbacks see all of it at an epoch's end.

@@ -44,7 +44,7 @@ def check_that_each_was_seen_once(log, label):
 def test_each_element_is_seen_once_an_epoch(numbers):
     kinds = "FILE,DATA,DISTRIBUTED,FUNCTION"
     result = run_in_processes(
-        JOB, workers=2, ps=1, chief=True, timeout=300, env=ENVIRONMENT, args=[numbers, kinds]
+        JOB, workers=2, ps=1, chief=True, timeout=560, env=ENVIRONMENT, args=[numbers, kinds]
     )
     log = result.logs["chief-0"]
     for policy, steps_per_execution in (("FILE", 3), ("DATA", 1)):
@@ -74,7 +74,7 @@ def test_the_chief_reads_what_was_distributed_where_it_decides():
         stdout=subprocess.PIPE,
         stderr=subprocess.STDOUT,
         text=True,
-        timeout=120,
+        timeout=560,
     )
     assert done.returncode == 0, done.stdout[-4000:]
     assert done.stdout.count("done ") == 2, done.stdout[-4000:]

@@ -31,7 +31,7 @@ def counted():
         [sys.executable, str(JOB)],
         capture_output=True,
         text=True,
-        timeout=240,
+        timeout=560,
         env={**os.environ, **ENVIRONMENT, "PYTHONPATH": python_path(os.environ)},
     )
     assert process.returncode == 0, process.stderr[-4000:]

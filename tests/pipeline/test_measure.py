@@ -19,6 +19,7 @@ __all__ = ["pipeline"]
 def small_models_are_measured(monkeypatch):
     monkeypatch.setattr(measure, "_LEAST_FLOPS", 0.0)
     monkeypatch.setattr(timing, "_REPEATED", 0.001)
+    monkeypatch.setattr(measure, "_BUDGET", 300.0)
 
 
 def costs_of(strategy, make, spec):

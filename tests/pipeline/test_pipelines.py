@@ -86,7 +86,7 @@ def test_four_devices_equal_one_process(schedule):
         stdout=subprocess.PIPE,
         stderr=subprocess.STDOUT,
         text=True,
-        timeout=300,
+        timeout=560,
     )
     assert done.returncode == 0, done.stdout[-5000:]
     assert re.findall(r"^(\w+) is equal$", done.stdout, re.MULTILINE) == CASES[schedule]
@@ -96,7 +96,7 @@ def test_four_devices_equal_one_process(schedule):
 
 def test_four_workers_equal_one_process():
     log = run_in_processes(
-        JOB, workers=4, chief=True, timeout=150, env=ENVIRONMENT, args=["1f1b", "dense", "writes"]
+        JOB, workers=4, chief=True, timeout=560, env=ENVIRONMENT, args=["1f1b", "dense", "writes"]
     ).logs["chief-0"]
     assert "dense is equal" in log
     assert "what was written is right" in log

@@ -26,7 +26,7 @@ PIPEDREAM = ("--schedule", "pipedream")
 
 def train(folder, *args):
     return run_in_processes(
-        JOB, workers=2, chief=True, timeout=150, env=ENVIRONMENT, args=[folder, *args]
+        JOB, workers=2, chief=True, timeout=560, env=ENVIRONMENT, args=[folder, *args]
     ).logs["chief-0"]
 
 
@@ -117,7 +117,7 @@ def test_activations_in_fewer_bytes_learn_the_digits_as_well():
         stdout=subprocess.PIPE,
         stderr=subprocess.STDOUT,
         text=True,
-        timeout=200,
+        timeout=560,
     )
     assert done.returncode == 0, done.stdout[-5000:]
     found = re.findall(r"^(None|bf16|int8) (\S+) (\S+)$", done.stdout, re.MULTILINE)

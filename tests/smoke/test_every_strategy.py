@@ -41,7 +41,7 @@ def folder(tmp_path_factory):
         stdout=subprocess.PIPE,
         stderr=subprocess.STDOUT,
         text=True,
-        timeout=300,
+        timeout=560,
     )
     assert done.returncode == 0, done.stdout[-5000:]
     return folder
@@ -51,7 +51,7 @@ def folder(tmp_path_factory):
 def test_it_equals_one_process(name, folder):
     tasks, processes = STRATEGIES[name]
     env = ENVIRONMENT | {"KERAS_PSPLUS_JSON_LOG": str(folder / f"{name}.jsonl")}
-    run_in_processes(JOB, **tasks, timeout=300, env=env, args=[folder, name])
+    run_in_processes(JOB, **tasks, timeout=560, env=env, args=[folder, name])
     check_log(folder, name, processes)
     expected = np.load(folder / "one_process-process.npz")
     for process in processes:
