@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 import tensorflow as tf
 
 from keras_psplus.all_reduce import reducers
-from keras_psplus.all_reduce.collectives import gradients, member_order, outputs
+from keras_psplus.all_reduce.collectives import gradients, implementation, member_order, outputs
 from keras_psplus.all_reduce.collectives.operations import CollectiveOps, Launcher
 from keras_psplus.all_reduce.step import row_reads, updating
 from keras_psplus.all_reduce.topology import levels as levels_module
@@ -73,8 +73,14 @@ class MultiWorkerMirroredExtended(collective_all_reduce_strategy.CollectiveAllRe
             cluster_resolver=cluster_resolver,
             communication_options=communication_options,
         )
-        for name in ("_cross_device_ops", "_host_cross_device_ops"):
-            operations = CollectiveOps.like(getattr(self, name))
+        between_replicas = implementation.choose(
+            communication_options, list(self.worker_devices), control
+        )
+        for name, options in (
+            ("_cross_device_ops", between_replicas),
+            ("_host_cross_device_ops", communication_options),
+        ):
+            operations = CollectiveOps.like(getattr(self, name), options)
             setattr(self, name, operations)
             if control is not None:
                 local = len(operations.launchers)
@@ -266,20 +272,21 @@ class MultiWorkerMirroredExtended(collective_all_reduce_strategy.CollectiveAllRe
         return False
 
     def _initialize_local_devices(self, cluster_resolver, worker_device):
-        devices, kind = super()._initialize_local_devices(cluster_resolver, worker_device)
-        if kind == "CPU":
+        # Not as many GPUs as the resolver knows of: most say that there are none.
+        kind, count = "GPU", context.context().num_gpus()
+        if not count:
             # Several logical CPU devices are several replicas, as several GPUs are.
-            cpus = len(context.context().list_logical_devices("CPU"))
-            if worker_device:
-                here = device_util.canonicalize(worker_device + "/device:CPU:0")
-                spec = tf.DeviceSpec.from_string(here)
-                cpus = sum(
-                    tf.DeviceSpec.from_string(d.name).task == spec.task
-                    and tf.DeviceSpec.from_string(d.name).job == spec.job
-                    for d in context.context().list_logical_devices("CPU")
-                )
-            devices = tuple(f"{worker_device}/device:CPU:{i}" for i in range(max(1, cpus)))
-        return devices, kind
+            kind, count = "CPU", len(self._own_cpus(worker_device))
+        return tuple(f"{worker_device}/device:{kind}:{i}" for i in range(max(1, count))), kind
+
+    def _own_cpus(self, worker_device):
+        cpus = [
+            tf.DeviceSpec.from_string(d.name) for d in context.context().list_logical_devices("CPU")
+        ]
+        if not worker_device:
+            return cpus
+        here = tf.DeviceSpec.from_string(device_util.canonicalize(worker_device + "/device:CPU:0"))
+        return [cpu for cpu in cpus if (cpu.job, cpu.task) == (here.job, here.task)]
 
     def _create_variable(self, next_creator, **kwargs):
         of_keras = getattr(self._creating, "value", None)

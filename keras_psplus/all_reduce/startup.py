@@ -1,10 +1,12 @@
 """From `TF_CONFIG` to a TensorFlow runtime that all workers have joined."""
 
+import os
+
 import tensorflow as tf
 
 from keras_psplus.all_reduce.liveness import heartbeat
 from keras_psplus.arguments import shown
-from keras_psplus.cluster import config
+from keras_psplus.cluster import config, gpus
 from keras_psplus.cluster.discovery import discovery, resolvers
 from keras_psplus.cluster.process import early_init, tuning
 from keras_psplus.cluster.startup import preflight
@@ -32,6 +34,8 @@ def start(
     """
     task = task_of(cluster_resolver)
     if task is None:
+        if _is_evaluator(cluster_resolver) and gpus.VISIBLE not in os.environ:
+            tuning.hide_gpus()
         return None
     if task.num_ps and not allow_ps:
         raise config.ClusterConfigError(
@@ -67,11 +71,19 @@ def task_of(
     Args:
         cluster_resolver: `ClusterResolver`, or None to read `TF_CONFIG`.
     """
-    if cluster_resolver is not None:
-        task = resolvers.task_of(cluster_resolver)
-    else:
-        task = discovery.find_task_config()
+    task = _found(cluster_resolver)
     return None if task is None or task.task_type == "evaluator" else task
+
+
+def _found(cluster_resolver):
+    if cluster_resolver is not None:
+        return resolvers.task_of(cluster_resolver)
+    return discovery.find_task_config()
+
+
+def _is_evaluator(cluster_resolver):
+    task = _found(cluster_resolver)
+    return task is not None and task.task_type == "evaluator"
 
 
 def check_communication_options(given: object) -> None:

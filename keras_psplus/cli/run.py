@@ -20,7 +20,7 @@ from keras_psplus.chaos import spec as chaos_spec
 from keras_psplus.chaos.injector import Injector
 from keras_psplus.cli.flags import combinations, outputs, parsing, report
 from keras_psplus.cli.planning import auto, plan_script, strategy_flags
-from keras_psplus.cluster import restarts
+from keras_psplus.cluster import gpus, restarts
 from keras_psplus.cluster.environment import TOKEN_VARIABLE, plan_tasks, python_path
 from keras_psplus.cluster.monitor.job_record import JobRecord
 from keras_psplus.cluster.output.console import Console, drop_unwritten, warn
@@ -88,6 +88,13 @@ def main(argv: list[str]) -> int:
                 f"Received: --restart=task, --ps={layout['ps']}"
             )
         starts = not (options.dry_run or options.hosts)
+        if options.gpus_per_worker is not None:
+            if options.hosts:
+                raise parsing.UsageError(
+                    "--hosts starts nothing, so that there are no GPUs to divide. "
+                    f"Received: --gpus_per_worker={options.gpus_per_worker}"
+                )
+            plan_tasks(**layout, gpus_per_worker=options.gpus_per_worker)  # raises ValueError
         env = strategy_flags.variables(options, layout, may_measure=starts)
         events = []
         if options.chaos is not None:
@@ -96,7 +103,7 @@ def main(argv: list[str]) -> int:
         if not starts:
             # Another host has its own Python, found on its own path.
             shown = ["python", *command] if options.hosts else argv
-            print(_recipe(shown, env, layout, options.hosts))
+            print(_recipe(shown, env, layout, options.hosts, options.gpus_per_worker))
             return 0
         make_network = _network(events, options.chaos, sum(layout.values()))
         log_dir = outputs.log_dir(options.log_dir)
@@ -140,7 +147,12 @@ def main(argv: list[str]) -> int:
             network=make_network(),
             record=record,
             warm=warm,
+            gpus_per_worker=options.gpus_per_worker,
         )
+        if restart == 0:
+            seen = gpus.describe({task.name: task.variables for task in cluster.tasks})
+            if seen:
+                log(seen)
         chaos.watch(cluster)
         return cluster
 
@@ -186,6 +198,13 @@ def _flags() -> flags.FlagValues:
         False,
         "Whether an evaluator runs beside the cluster, which evaluates checkpoints.",
         flag_values=values,
+    )
+    flags.DEFINE_integer(
+        "gpus_per_worker",
+        None,
+        "GPUs of this machine that each worker sees (default: all, divided among the workers; if "
+        "there are fewer than workers, they share them). Other tasks see none.",
+        **whole,
     )
     strategy_flags.define(values)
     flags.DEFINE_boolean("list", False, "List the catalogue's entries.", flag_values=values)
@@ -301,14 +320,18 @@ def _network(
 
 
 def _recipe(
-    argv: list[str], env: Mapping[str, str], layout: dict[str, Any], hosts: list[str] | None
+    argv: list[str],
+    env: Mapping[str, str],
+    layout: dict[str, Any],
+    hosts: list[str] | None,
+    gpus_per_worker: int | None,
 ) -> str:
     """The commands that start the cluster by hand, ready for a shell."""
     lines = []
     # A token of the user's own is not for the screen.
     needs_token = hosts and not os.environ.get(TOKEN_VARIABLE)
     token = {TOKEN_VARIABLE: secrets.token_hex(16)} if needs_token else {}
-    for task in plan_tasks(**layout, hosts=hosts):
+    for task in plan_tasks(**layout, hosts=hosts, gpus_per_worker=gpus_per_worker):
         variables = {**env, **token, **task.variables}
         lines.append(f"# {task.name} on {task.config.address or 'any host'}")
         lines.append(

@@ -7,6 +7,7 @@ import pathlib
 import sysconfig
 from collections.abc import Mapping, Sequence
 
+from keras_psplus.cluster import gpus
 from keras_psplus.cluster.config import EVALUATOR, TaskConfig, read_task_config
 from keras_psplus.cluster.ports import free_ports
 
@@ -41,6 +42,7 @@ def plan_tasks(
     environ: Mapping[str, str] | None = None,
     share_cores: bool | None = None,
     evaluator: bool = False,
+    gpus_per_worker: int | None = None,
 ) -> list[Task]:
     """Gives each task of a cluster its address and its environment variables.
 
@@ -63,12 +65,16 @@ def plan_tasks(
         share_cores: Whether all tasks run on this machine and share its
             cores; by default, without `hosts`.
         evaluator: Whether an evaluator runs beside the cluster, on any host.
+        gpus_per_worker: Number of this machine's GPUs that each worker sees, if the
+            tasks share it; by default all are divided, one for each worker at most
+            if a chief drives them. Tasks of other kinds see none.
 
     Returns:
         A list of `Task`, chief first, then workers, then ps, then the evaluator.
 
     Raises:
-        ValueError: If the numbers make no cluster, or do not fit `hosts`.
+        ValueError: If the numbers make no cluster, or do not fit `hosts` or the
+            machine's GPUs.
     """
     counts = {"chief": int(bool(chief)), "worker": workers, "ps": ps}
     if min(counts.values()) < 0 or counts["chief"] + workers == 0:
@@ -88,9 +94,10 @@ def plan_tasks(
         start += count
     places = [(job, index) for job in cluster for index in range(len(cluster[job]))]
     places += [(EVALUATOR, 0)] if evaluator else []
+    seen = _gpus(counts, environ, gpus_per_worker) if share_cores else {}
     tasks = [
-        Task(config, {"TF_CONFIG": config.to_tf_config(), **variables})
-        for config in (TaskConfig(cluster, *place) for place in places)
+        Task(config, {"TF_CONFIG": config.to_tf_config(), **variables, **seen.get(place, {})})
+        for place, config in ((place, TaskConfig(cluster, *place)) for place in places)
     ]
     if hosts:
         read_task_config(tasks[0].variables)  # as the tasks will, on the other machines
@@ -147,6 +154,21 @@ def _next_address(host, used):
 
 def _has_port(host):
     return host.rpartition("]")[2].count(":") == 1
+
+
+def _gpus(counts, environ, per_worker):
+    """Variables of each task that say which GPUs it sees; none on a machine without."""
+    found = gpus.visible(environ)
+    if not found and not per_worker:
+        return {}
+    trains = [("worker", index) for index in range(counts["worker"])]
+    if counts["chief"] and counts["ps"] and per_worker is None:
+        found = found[: max(1, len(trains))]  # ParameterServerStrategy takes one for each
+    elif counts["chief"] and not counts["ps"] and len(found) > len(trains):
+        trains.append(("chief", 0))  # under all-reduce, it is one of those that train
+    seen = dict(zip(trains, gpus.split(found, len(trains), per_worker)))
+    others = [("chief", 0), (EVALUATOR, 0), *(("ps", index) for index in range(counts["ps"]))]
+    return {**{place: {gpus.VISIBLE: ""} for place in others}, **seen}
 
 
 def _thread_split(compute_tasks, environ):

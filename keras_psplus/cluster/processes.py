@@ -82,6 +82,7 @@ class LocalCluster:
         network: A `chaos.netlab.Lab` with a host for each task, which begins
             and ends with the cluster; None for this machine's own network.
         warm: A `WarmPython` whose forks run a Python script; None starts the command.
+        gpus_per_worker: As for `plan_tasks`.
     """
 
     def __init__(
@@ -107,6 +108,7 @@ class LocalCluster:
         evaluator: bool = False,
         evaluator_grace: float = 600.0,
         warm: WarmPython | None = None,
+        gpus_per_worker: int | None = None,
     ) -> None:
         self._argv = [os.fspath(arg) for arg in argv]
         self._environ = {**os.environ, **(env or {})}
@@ -117,7 +119,9 @@ class LocalCluster:
         hosts = None if network is None else network.addresses
         if hosts is not None and evaluator:
             hosts = hosts[:-1]  # It has a host, and no address.
-        self.tasks = plan_tasks(workers, ps, chief, hosts, self._environ, True, evaluator)
+        self.tasks = plan_tasks(
+            workers, ps, chief, hosts, self._environ, True, evaluator, gpus_per_worker
+        )
         self._serving_workers = bool(chief and ps)
         self.log_dir = pathlib.Path(log_dir or tempfile.mkdtemp(prefix="keras_psplus_"))
         self._console = console

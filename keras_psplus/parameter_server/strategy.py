@@ -174,6 +174,7 @@ class ParameterServerStrategy(tf.distribute.ParameterServerStrategy):
             if self._task.task_type in ("ps", "worker"):
                 startup.serve_and_exit(self._task, startup_timeout)
             tuning.tune()
+            tuning.hide_gpus()
             preflight.wait_for_cluster(
                 self._task, job_types=("chief", "worker", "ps"), timeout=startup_timeout
             )

@@ -148,6 +148,7 @@ class PipelineStrategy(tf.distribute.Strategy):
             if self._task.task_type == "worker":
                 startup.serve_and_exit(self._task, startup_timeout)
             tuning.tune()
+            tuning.hide_gpus()
             preflight.wait_for_cluster(
                 self._task, job_types=("chief", "worker"), timeout=startup_timeout
             )

@@ -8,16 +8,16 @@ from hypothesis import strategies as st
 from tensorflow.python.distribute import cross_device_utils
 
 from keras_psplus import compression
-from keras_psplus.all_reduce.collectives import gradients, operations
+from keras_psplus.all_reduce.collectives import gradients, operations, size_classes
 from keras_psplus.all_reduce.reduction import routes
 from keras_psplus.all_reduce.reduction.compressed import CompressedSum
 
 
 @given(st.integers(0, 10_000_000))
 def test_rows_are_padded_by_an_eighth_at_most(rows):
-    padded, index = operations._size_class(tf.constant(rows))
+    padded, index = size_classes.of(tf.constant(rows))
     assert rows <= int(padded) <= max(1, rows * 9 / 8)
-    assert 0 <= int(index) < operations._SIZE_CLASSES
+    assert 0 <= int(index) < size_classes.COUNT
 
 
 class FakeLauncher:
@@ -130,10 +130,12 @@ def waited_for(function):
     return [sorted(numbers[name] for name in needed(op) if name in numbers) for op in collective]
 
 
-def launcher_of_two(device):
+def launcher_of_two(device, implementation="AUTO", key=1):
     return operations.Launcher(
-        *(1, 2, cross_device_utils.CollectiveKeys(), device),
-        tf.distribute.experimental.CommunicationOptions(),
+        *(key, 2, cross_device_utils.CollectiveKeys(), device),
+        tf.distribute.experimental.CommunicationOptions(
+            implementation=tf.distribute.experimental.CommunicationImplementation[implementation]
+        ),
     )
 
 
@@ -210,15 +212,19 @@ def test_keys_stay_the_same_if_one_worker_traces_once_more():
     assert not set(keys[0][2:4]) & set(keys[1][2:4])
 
 
-def test_collectives_of_gpus_are_launched_in_order():
+def test_collectives_of_nccl_are_launched_in_order():
     # Placed on a CPU in the end, where there is no GPU.
-    launcher = launcher_of_two("/device:GPU:0")
+    launcher = launcher_of_two("/device:GPU:0", "NCCL")
+    of_others = launcher_of_two("/device:GPU:0", "NCCL", key=2)
+    of_others.share_order(launcher)
+    ring = launcher_of_two("/device:GPU:0")
 
     @tf.function(input_signature=[LONG])
     def step(tensor):
-        return [launcher.all_reduce(tensor) for _ in range(3)]
+        nccl = launcher.all_reduce(tensor), of_others.all_reduce(tensor), launcher.gather(tensor)
+        return nccl, [ring.all_reduce(tensor) for _ in range(2)]
 
-    assert waited_for(step.get_concrete_function()) == [[], [0], [0, 1]]
+    assert waited_for(step.get_concrete_function()) == [[], [0], [0, 1], [], []]
 
 
 @pytest.mark.parametrize("own_kernels", ["0", "1"])

@@ -10,8 +10,8 @@ cycle through a small window that is private to (kind, dtype, shape, group).
 
 TensorFlow also has each collective wait for the one before it to end, which NCCL needs: the next
 bucket of gradients is not sent before the last one is summed, and the link is idle while one of
-them is encoded or decoded. On CPUs, collectives of one signature take turns in a few lanes here,
-and only those of one lane wait for each other.
+them is encoded or decoded. Without NCCL, collectives of one signature take turns in a few lanes
+here, and only those of one lane wait for each other.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from typing import Any
 
 import tensorflow as tf
 
-from keras_psplus.all_reduce.collectives import member_order
+from keras_psplus.all_reduce.collectives import gpu_sums, member_order, size_classes
 from keras_psplus.tf_internals import (
     collective_ops,
     cross_device_ops,
@@ -36,10 +36,6 @@ from keras_psplus.tf_internals import framework_ops as ops
 # A collective of one lane may still be finishing on a slow peer while a fast one starts the next of
 # the same lane: keys in turn keep the two apart.
 _WINDOW, _LANES = 8, 4
-# Rows are padded to one of these counts (eight in each octave, at most 12.5 % of waste), so that
-# gathers of ever-changing sizes need a fixed number of keys.
-_SIZE_CLASSES = 256
-_SIZES = sorted({n << k >> 3 for k in range(31) for n in range(8, 16)} - {0})[:_SIZE_CLASSES]
 # The int32 key space: TensorFlow's own keys end far below 1 << 24.
 _UNKNOWN_SHAPE_KEYS = 1 << 24
 _STATIC_KEYS, _STATIC_SLOTS = 1 << 29, 1 << 26
@@ -67,7 +63,7 @@ class Launcher(cross_device_utils.CollectiveReplicaLauncher):
         members: Sequence[str] | None = None,
     ) -> None:
         super().__init__(group_key, group_size, collective_keys, device, options)
-        self.members = members
+        self.members, self._follows = members, self
         self._variables: dict[Any, tf.Variable] = {}
         self._slots: dict[tuple[int, int], str] = {}
         self._launched: weakref.WeakKeyDictionary[tf.Graph, dict[Any, int]] = (
@@ -106,6 +102,11 @@ class Launcher(cross_device_utils.CollectiveReplicaLauncher):
         if control_input is None and self._is_short(tensor):
             rows = self.gather(tensor[tf.newaxis])
             return tf.add_n(tf.unstack(rows, num=self._group_size))
+        if not self._on_cpu and tensor.dtype in gpu_sums.DTYPES:
+            with ops.device(self._device):
+                return gpu_sums.all_reduce(
+                    tensor, self._group_size, self.all_reduce, self.all_to_all, self.gather
+                )
         with self._keys_for("reduce", tensor):
             return super().all_reduce(tensor, control_input, options)
 
@@ -200,7 +201,7 @@ class Launcher(cross_device_utils.CollectiveReplicaLauncher):
         Returns:
             Matrix with a row for each replica, which has `most` elements or more.
         """
-        padded, self._size_class = _size_class(most)
+        padded, self._size_class = size_classes.of(most)
         try:
             with _Signature(self, ("rows", elements.dtype.name), lanes=1):
                 everything = super()._all_gather(
@@ -245,6 +246,14 @@ class Launcher(cross_device_utils.CollectiveReplicaLauncher):
         parts = tf.split(tensor, self._group_size)
         return tf.concat([parts[i] for i in order], 0)
 
+    def share_order(self, other: Launcher) -> None:
+        """Has the collectives of two groups of one GPU follow each other.
+
+        Those of NCCL run on one stream: replicas that began them in different orders would wait for
+        each other without end.
+        """
+        self._follows = other._follows
+
     @property
     def _on_cpu(self):
         return "CPU" in self._device
@@ -279,17 +288,19 @@ class Launcher(cross_device_utils.CollectiveReplicaLauncher):
                 turn = tf.math.floormod(counter.read_value(), keys)
                 first = _STATIC_KEYS + self._slot(_STATIC_SLOTS) * _WINDOW
                 return first + self._lane * keys + turn
-            counter = self._variable(self._signature, [_SIZE_CLASSES])
+            counter = self._variable(self._signature, [size_classes.COUNT])
             counter.scatter_add(tf.IndexedSlices(tf.constant([1]), [self._size_class]))
             turn = tf.math.floormod(counter.sparse_read([self._size_class])[0], _WINDOW)
-            first = _ROWS_KEYS + self._slot(_ROWS_SLOTS) * _SIZE_CLASSES * _WINDOW
+            first = _ROWS_KEYS + self._slot(_ROWS_SLOTS) * size_classes.COUNT * _WINDOW
             return first + self._size_class * _WINDOW + turn
 
     def _get_ordering_token(self):
-        if self._lane is None or not self._on_cpu:
+        if not self._on_cpu and self._options.implementation.value == "NCCL":
+            return self._follows._ordering_token.handle
+        if self._lane is None:
             return super()._get_ordering_token()
         name = "order", self._signature, self._lane
-        return self._variable(name, [], self._device).handle
+        return self._variable(name, [], self._device, tf.float32).handle
 
     def _next_lane(self, signature, lanes):
         """Lanes take turns in each graph, so that all workers count alike, however they retrace."""
@@ -310,12 +321,12 @@ class Launcher(cross_device_utils.CollectiveReplicaLauncher):
             slot = (slot + 1) % slots
         return slot
 
-    def _variable(self, name, shape, device="CPU:0"):
-        """An int32 variable that is kept by its name; zeros at first."""
+    def _variable(self, name, shape, device="CPU:0", dtype=tf.int32):
+        """A variable that is kept by its name; zeros at first."""
         if name not in self._variables:
             with ops.init_scope(), ops.device(device):
                 self._variables[name] = resource_variable_ops.ResourceVariable(
-                    tf.zeros(shape, tf.int32), trainable=False
+                    tf.zeros(shape, dtype), trainable=False
                 )
         return self._variables[name]
 
@@ -339,21 +350,6 @@ class _Signature:
         self._launcher._signature, self._launcher._lane = self._outer
 
 
-def padded_size(size: int | tf.Tensor) -> tf.Tensor:
-    """The number of elements that `gather_rows` sends for so many."""
-    return _size_class(size)[0]
-
-
-def _size_class(rows):
-    """Rounds a number of rows up to a size class.
-
-    Returns `(rounded rows, index of the class)`.
-    """
-    sizes = tf.constant(_SIZES, tf.int32)
-    index = tf.searchsorted(sizes, tf.reshape(tf.maximum(rows, 1), [1]))[0]
-    return sizes[index], index
-
-
 class CollectiveOps(cross_device_ops.CollectiveAllReduce):
     """`CollectiveAllReduce` whose launchers are this module's."""
 
@@ -371,9 +367,14 @@ class CollectiveOps(cross_device_ops.CollectiveAllReduce):
         ]
 
     @classmethod
-    def like(cls, other: cross_device_ops.CollectiveAllReduce) -> CollectiveOps:
-        """Makes the same cross-device ops as TensorFlow's `other`, with our launchers."""
-        return cls(other._devices, other._group_size, other._options, other._collective_keys)
+    def like(cls, other: cross_device_ops.CollectiveAllReduce, options: Any) -> CollectiveOps:
+        """Makes the same cross-device ops as TensorFlow's `other`, with our launchers.
+
+        Args:
+            other: TensorFlow's.
+            options: `tf.distribute.experimental.CommunicationOptions` to use instead of its own.
+        """
+        return cls(other._devices, other._group_size, options, other._collective_keys)
 
     @property
     def launchers(self) -> list[Launcher]:

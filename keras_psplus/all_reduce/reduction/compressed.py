@@ -14,7 +14,8 @@ import tensorflow as tf
 
 from keras_psplus import compression
 from keras_psplus.all_reduce.collectives import gradients
-from keras_psplus.all_reduce.collectives.operations import Launcher, padded_size
+from keras_psplus.all_reduce.collectives.operations import Launcher
+from keras_psplus.all_reduce.collectives.size_classes import padded_size
 from keras_psplus.all_reduce.reduction import factor_sums, routes
 from keras_psplus.all_reduce.reduction.compression_state import States
 from keras_psplus.all_reduce.reduction.compressors import check_compressor

@@ -12,7 +12,8 @@ from typing import TYPE_CHECKING
 import tensorflow as tf
 
 from keras_psplus import compression
-from keras_psplus.all_reduce.collectives.operations import Launcher, padded_size
+from keras_psplus.all_reduce.collectives.operations import Launcher
+from keras_psplus.all_reduce.collectives.size_classes import padded_size
 
 if TYPE_CHECKING:
     from keras_psplus.compression.factors.outer_products import OuterProduct

@@ -84,7 +84,9 @@ def launcher_like(launcher: Launcher, group_key: int, ranks: Sequence[int]) -> L
     """The collectives of some replicas, one of them that of another `Launcher`."""
     members = launcher.members and [launcher.members[rank] for rank in ranks]
     options = launcher._collective_keys, launcher._device, launcher._options
-    return Launcher(group_key, len(ranks), *options, members)
+    made = Launcher(group_key, len(ranks), *options, members)
+    made.share_order(launcher)
+    return made
 
 
 def sum_over_group(levels: Sequence[Levels], tensors: list[tf.Tensor]) -> list[tf.Tensor]:

@@ -35,6 +35,16 @@ def tune() -> None:
         _sleep_at_once()
 
 
+def hide_gpus() -> None:
+    """Keeps this process from GPUs, of which TensorFlow would take all memory.
+
+    For tasks that train nothing. Nothing is done where TensorFlow has begun to use GPUs.
+    """
+    runtime = context.context()
+    if not runtime._initialized:
+        runtime.set_visible_devices([], "GPU")
+
+
 def server_config(workers: int) -> config_pb2.ConfigProto:
     """Configuration of a task's TensorFlow server.
 

@@ -67,6 +67,8 @@ def serve(
     leader, address = _leader(config)
     check_local_address(config)
     tuning.tune()
+    if config.task_type == "ps":
+        tuning.hide_gpus()
     listener, claims = shutdown.ShutdownListener(), LeaseHolder(config.name, address)
     try:
         server = tf.distribute.Server(

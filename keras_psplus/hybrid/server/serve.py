@@ -44,6 +44,7 @@ def serve(
     """
     check_local_address(task)
     tuning.tune()
+    tuning.hide_gpus()
     ended, problem = threading.Event(), []
     server = TableServer(task, secret, options, agreed, cluster_serve.log_line, folders)
 

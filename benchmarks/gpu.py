@@ -1,0 +1,149 @@
+"""What works on one GPU, and how fast.
+
+    python benchmarks/gpu.py --json gpu.json
+    python benchmarks/gpu.py --cpu          # logical CPU devices stand for GPUs
+
+Each check is a job of its own, with a time limit. Those that are timed run one after the other, the
+rest `--jobs` at a time. One GPU shows kernels, placement and figures; it cannot show NCCL between
+GPUs, nor hosts: two replicas of one GPU use TensorFlow's ring.
+"""
+
+import argparse
+import concurrent.futures
+import json
+import os
+import pathlib
+import subprocess
+import sys
+import time
+
+from keras_psplus.cluster.testing import run_in_processes
+
+TASK = pathlib.Path(__file__).with_name("gpu_task.py")
+MIRRORED, PIPELINE = "MultiWorkerMirroredStrategy", "PipelineStrategy"
+SERVERS, HYBRID = "ParameterServerStrategy", "HybridStrategy"
+# Losses of synchronous training are those of one process, to what the order of sums changes.
+EXACT, LOSSY, TIMED = "exact", "lossy", "timed"
+ALONE = {"workers": 1}
+
+
+def checks():
+    """By name: kind, tasks of the job, arguments of `gpu_task.py`."""
+    found = {}
+
+    def add(name, kind, tasks=None, check="fit", strategy=None, given=None, **flags):
+        arguments = [check] + [f"--{key}={value}" for key, value in flags.items()]
+        if strategy:
+            arguments += [f"--strategy={strategy}", f"--arguments={json.dumps(given or {})}"]
+        found[name] = kind, tasks or ALONE, arguments
+
+    for model, width in (("dense", 1024), ("transformer", 512)):
+        for jit in ("auto", "no", "yes"):
+            flags = {"model": model, "width": width, "jit": jit}
+            add(f"{model} alone, jit {jit}", TIMED, **flags)
+            add(f"{model} strategy, jit {jit}", TIMED, strategy=MIRRORED, **flags)
+        for jit in ("no", "yes"):
+            flags = {"model": model, "width": width, "jit": jit, "logical": 2}
+            add(f"{model} two logical, jit {jit}", TIMED, strategy=MIRRORED, **flags)
+    add("compressors", TIMED, check="compressors", width=100_000_000)
+    for policy in ("mixed_float16", "mixed_bfloat16"):
+        add(policy, LOSSY, strategy=MIRRORED, policy=policy, logical=2)
+    for name in ("bf16", "int8", "topk:0.01", "powersgd:4", "sign"):
+        given = {"compression": name}
+        add(f"two logical, {name}", LOSSY, strategy=MIRRORED, given=given, logical=2)
+    add("two logical, sums", EXACT, check="sums", strategy=MIRRORED, logical=2)
+    add("two logical, table", EXACT, strategy=MIRRORED, model="table", width=64, logical=2)
+    two = {"workers": 2}
+    add("two processes", EXACT, two, strategy=MIRRORED)
+    add("two processes, sums", EXACT, two, "sums", MIRRORED)
+    add("two processes, bf16", LOSSY, two, strategy=MIRRORED, given={"compression": "bf16"})
+    given = {"topology": [[0, 1], [2]]}
+    add("uneven topology", EXACT, {"workers": 3}, strategy=MIRRORED, given=given)
+    add("pipeline, 1f1b", EXACT, strategy=PIPELINE, given={"microbatches": 4}, logical=2)
+    given = {"microbatches": 4, "schedule": "pipedream"}
+    add("pipeline, pipedream", LOSSY, strategy=PIPELINE, given=given, logical=2)
+    servers = {"workers": 1, "ps": 1, "chief": True}
+    add("servers, sync", EXACT, servers, strategy=SERVERS, given={"mode": "sync"})
+    add("servers, int8", LOSSY, servers, strategy=SERVERS, given={"compression": "int8"})
+    given = {"placement": "parameter_server", "row_compression": "int8"}
+    tasks = {"workers": 1, "ps": 1}
+    add("hybrid, int8", LOSSY, tasks, strategy=HYBRID, given=given, model="table", width=64)
+    add("nccl of one", EXACT, check="nccl")
+    return found
+
+
+def run(tasks, arguments, cpu, limit):
+    """Result of one job, or the end of its logs."""
+    env = {"KERAS_PSPLUS_FULL_TRACEBACK": "1", "CUDA_CACHE_MAXSIZE": str(1 << 32)}
+    if cpu:
+        env["CUDA_VISIBLE_DEVICES"] = ""
+        arguments = [*arguments, "--cpu"]
+    start = time.monotonic()
+    try:
+        if tasks == ALONE:
+            logs = {"": _alone(arguments, env, limit)}
+        else:
+            logs = run_in_processes(TASK, **tasks, env=env, args=arguments, timeout=limit).logs
+    except (AssertionError, subprocess.SubprocessError) as error:
+        return {"error": str(getattr(error, "output", None) or error)[-3000:]}
+    lines = [line for text in logs.values() for line in text.splitlines()]
+    found = [line[7:] for line in lines if line.startswith("RESULT ")]
+    seconds = round(time.monotonic() - start, 1)
+    return {**json.loads(found[0]), "seconds": seconds} if found else {"error": "\n".join(lines)}
+
+
+def _alone(arguments, env, limit):
+    done = subprocess.run(
+        [sys.executable, TASK, *arguments],
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        env={**os.environ, **env},
+        text=True,
+        timeout=limit,
+        check=True,
+    )
+    return done.stdout
+
+
+def main():
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--cpu", action="store_true", help="logical CPU devices stand for GPUs")
+    parser.add_argument("--json", help="file for the results")
+    parser.add_argument("--only", default="", help="parts of checks' names, by commas")
+    parser.add_argument("--jobs", type=int, default=2, help="checks at a time that are not timed")
+    parser.add_argument("--limit", type=float, default=150, help="seconds for each check")
+    options = parser.parse_args()
+    wanted = {
+        name: check
+        for name, check in checks().items()
+        if any(part in name for part in options.only.split(","))
+        and not (options.cpu and name == "nccl of one")
+    }
+    results = {}
+
+    def one(name):
+        kind, tasks, arguments = wanted[name]
+        results[name] = {"kind": kind, **run(tasks, arguments, options.cpu, options.limit)}
+        print(f"{name:34} {_line(results[name])}", flush=True)
+        if options.json:
+            pathlib.Path(options.json).write_text(json.dumps(results, indent=1))
+
+    for name, (kind, *_) in wanted.items():
+        if kind == TIMED:
+            one(name)
+    rest = [name for name, (kind, *_) in wanted.items() if kind != TIMED]
+    with concurrent.futures.ThreadPoolExecutor(options.jobs) as threads:
+        list(threads.map(one, rest))
+    return any("error" in result or result.get("good") is False for result in results.values())
+
+
+def _line(result):
+    if "error" in result:
+        return "FAILED  " + " | ".join(result["error"].strip().splitlines()[-2:])[-300:]
+    shown = {key: result[key] for key in ("ms", "device", "jit", "good", "right") if key in result}
+    losses = [round(loss, 5) for loss in result.get("losses", [])]
+    return f"{json.dumps(shown)} {losses or ''} {result['seconds']} s"
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,25 @@
+"""Size classes of rows that are gathered."""
+
+from __future__ import annotations
+
+import tensorflow as tf
+
+# Rows are padded to one of these counts (eight in each octave, at most 12.5 % of waste), so that
+# gathers of ever-changing sizes need a fixed number of keys.
+COUNT = 256
+_SIZES = sorted({n << k >> 3 for k in range(31) for n in range(8, 16)} - {0})[:COUNT]
+
+
+def padded_size(size: int | tf.Tensor) -> tf.Tensor:
+    """The number of elements that `gather_rows` sends for so many."""
+    return of(size)[0]
+
+
+def of(rows: int | tf.Tensor) -> tuple[tf.Tensor, tf.Tensor]:
+    """Rounds a number of rows up to a size class.
+
+    Returns `(rounded rows, index of the class)`.
+    """
+    sizes = tf.constant(_SIZES, tf.int32)
+    index = tf.searchsorted(sizes, tf.reshape(tf.maximum(rows, 1), [1]))[0]
+    return sizes[index], index
