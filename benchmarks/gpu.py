@@ -1,4 +1,4 @@
-"""What works on one GPU, and how fast.
+"""Checks and figures of one GPU.
 
     python benchmarks/gpu.py --json gpu.json
     python benchmarks/gpu.py --cpu          # logical CPU devices stand for GPUs

@@ -1,4 +1,4 @@
-"""One check of `gpu.py`, in the processes of one job; prints `RESULT` and a line of JSON."""
+"""One check of `gpu.py`, in the processes of one job."""
 
 import argparse
 import contextlib
@@ -65,7 +65,7 @@ def transformer(width):
 
 
 def table(width):
-    """A model of an embedding and of dense layers, of which slices of rows are sent."""
+    """A model with an embedding, of whose gradient rows are sent."""
     inputs = keras.Input((8,), dtype="int32")
     rows = keras.layers.Flatten()(keras.layers.Embedding(20_000, width)(inputs))
     return keras.Model(inputs, keras.layers.Dense(10, dtype="float32")(rows))

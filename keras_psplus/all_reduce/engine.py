@@ -125,6 +125,13 @@ class AllReduceEngine(MirroredEngine, GradientEngine):
         # While callbacks of a worker that is not the chief keep track of what the chief writes.
         self._writes_nothing = False
 
+    can_compile = True
+
+    @property
+    def compiles_by_default(self) -> bool:
+        # On an H200, the step of a transformer took 17.5 instead of 24.4 ms.
+        return "GPU" in self.strategy.extended.worker_devices[0]
+
     # The trainer.
 
     def translate_errors(self) -> contextlib.AbstractContextManager[None]:
@@ -144,12 +151,15 @@ class AllReduceEngine(MirroredEngine, GradientEngine):
     def make_function(
         self, original: Original, model: keras.Model, step_function: Callable[..., Any]
     ) -> Callable[..., Any]:
-        return replica_functions.make_function(self.strategy, original, model, step_function)
+        return replica_functions.make_function(
+            self.strategy, original, model, step_function, self.compiled_calls(model)
+        )
 
     def make_predict_function(
         self, original: Original, model: keras.Model, force: bool = False
     ) -> None:
-        replica_functions.make_predict_function(self.strategy, original, model, force)
+        compiled = self.compiled_calls(model)
+        replica_functions.make_predict_function(self.strategy, original, model, force, compiled)
 
     def reduce_outputs(
         self, original: Original, values: Any, strategy: tf.distribute.Strategy, reduction: str

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 import os
+import weakref
 from collections.abc import Callable, Iterable
 from typing import TYPE_CHECKING, Any
 
@@ -13,9 +15,12 @@ from keras_psplus.core import gradient_path
 from keras_psplus.core.base import checks
 from keras_psplus.core.base.optimizers import optimizers_of
 from keras_psplus.core.batch import losses
+from keras_psplus.core.batch.replica_step import current_step
+from keras_psplus.core.graph.compiled_calls import CompiledCalls
 from keras_psplus.core.models import building, model_saving
 from keras_psplus.core.strategy_engine import StrategyEngine
 from keras_psplus.engine import Original
+from keras_psplus.keras_internals.keras_parts import trainer
 
 if TYPE_CHECKING:
     import keras
@@ -24,14 +29,20 @@ if TYPE_CHECKING:
 class DistributedEngine(StrategyEngine):
     """Refuses what cannot work, scales losses by rows, and has updates settled in time."""
 
-    # Whether steps can run eagerly.
-    can_run_eagerly = True
+    # Whether steps can run eagerly, and whether XLA can compile parts of them.
+    can_run_eagerly, can_compile = True, False
+
+    @property
+    def compiles_by_default(self) -> bool:
+        """Whether `jit_compile="auto"` has XLA compile them."""
+        return False
 
     def __init__(self, strategy: tf.distribute.Strategy) -> None:
         super().__init__(strategy)
         # While metrics are those of an evaluation.
         self._evaluates = False
         self._builder = building.Builder(self.trace_step)
+        self._ask_for_xla: weakref.WeakSet[keras.Model] = weakref.WeakSet()
 
     # The trainer.
 
@@ -40,16 +51,23 @@ class DistributedEngine(StrategyEngine):
         raise NotImplementedError
 
     def compile(self, original: Original, model: keras.Model, *args: Any, **kwargs: Any) -> Any:
-        checks.check_compile_arguments(
-            self.strategy, original, (model, *args), kwargs, self.can_run_eagerly
+        jit_compile = checks.check_compile_arguments(
+            *(self.strategy, original, (model, *args), kwargs),
+            *(self.can_run_eagerly, self.can_compile),
         )
         # An optimizer given by name makes its variables here: also when compile() is called
         # outside.
         with self.strategy.scope():
             result = original(model, *args, **kwargs)
-        if model.jit_compile:
-            model.jit_compile = False
+        if jit_compile == "auto":
+            # Keras leaves models of a strategy uncompiled.
+            model.jit_compile = self.compiles_by_default and trainer.model_supports_jit(model)
+        (self._ask_for_xla.add if jit_compile is True else self._ask_for_xla.discard)(model)
         return result
+
+    def compiled_calls(self, model: keras.Model) -> CompiledCalls | None:
+        """Compiler of the calls in a new function of a model; None without XLA."""
+        return CompiledCalls(model, model in self._ask_for_xla) if model.jit_compile else None
 
     def build(
         self, original: Original, model: keras.Model, iterator: Any = None, data_batch: Any = None
@@ -132,7 +150,12 @@ class DistributedEngine(StrategyEngine):
         return losses.call_metric(original, metric, name)
 
     def call_layer(self, original: Original, layer: keras.Layer, *args: Any, **kwargs: Any) -> Any:
-        return losses.call_layer(original, layer, *args, **kwargs)
+        step = current_step()
+        compiled = None if step is None else step.compiled_calls
+        if compiled is None or not compiled.takes(layer):
+            return losses.call_layer(original, layer, *args, **kwargs)
+        inside = functools.partial(losses.call_layer, original)
+        return compiled.call(inside, layer, *args, **kwargs)
 
     def gradient(
         self,

@@ -25,6 +25,8 @@ class HybridEngine(AllReduceEngine):
     """For replicas that take steps together, and parameter servers that have tables."""
 
     has_weights_in_memory = False
+    # XLA has no operations for rows of tables.
+    compiles_by_default = False
 
     def __init__(self, strategy: HybridStrategy) -> None:
         super().__init__(strategy)

@@ -20,7 +20,7 @@ from keras.src.models import model as model_module
 from keras.src.optimizers import base_optimizer, loss_scale_optimizer
 from keras.src.random import seed_generator
 from keras.src.saving import saving_lib
-from keras.src.trainers import epoch_iterator
+from keras.src.trainers import epoch_iterator, trainer
 from keras.src.trainers.data_adapters import (
     array_data_adapter,
     array_slicing,
@@ -68,6 +68,7 @@ __all__ = [
     "tf_dataset_adapter",
     "tf_optimizer",
     "tf_trainer",
+    "trainer",
     "tree",
     "unpack_x_y_sample_weight",
 ]

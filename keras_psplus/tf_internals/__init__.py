@@ -46,6 +46,7 @@ from tensorflow.python.framework import (
     op_def_registry,
     tensor_conversion_registry,
 )
+from tensorflow.python.framework import kernels as registered_kernels
 from tensorflow.python.framework import ops as framework_ops
 from tensorflow.python.ops import (
     collective_ops,
@@ -99,6 +100,7 @@ __all__ = [
     "parameter_server_strategy_v2",
     "prefetch_op",
     "record",
+    "registered_kernels",
     "repeat_op",
     "resource_variable_ops",
     "script_ops",

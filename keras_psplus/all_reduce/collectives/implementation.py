@@ -62,7 +62,7 @@ def choose(given: Any, devices: list[str], control: ControlPlane | None) -> Any:
 
 
 def _own_gpus(replicas):
-    """Name of the GPU that each replica of this process uses, as far as it can be told."""
+    """Name of the GPU that each replica of this process uses."""
     host = socket.gethostname()
     physical = tf.config.get_visible_devices("GPU")
     if len(physical) != replicas:

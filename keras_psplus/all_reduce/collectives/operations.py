@@ -160,6 +160,8 @@ class Launcher(cross_device_utils.CollectiveReplicaLauncher):
             The rows of all replicas in rank order, and the int32 vector of their counts.
         """
         tensor = tf.convert_to_tensor(tensor)
+        if self._group_size == 1:
+            return tensor, tf.shape(tensor)[:1]
         if tensor.dtype in (tf.bfloat16, tf.bool, tf.int8, tf.uint8, tf.int16, tf.uint16):
             # The gather kernel knows none of these; the wider type holds them exactly.
             wide = tf.float32 if tensor.dtype == tf.bfloat16 else tf.int32
@@ -296,7 +298,7 @@ class Launcher(cross_device_utils.CollectiveReplicaLauncher):
 
     def _get_ordering_token(self):
         if not self._on_cpu and self._options.implementation.value == "NCCL":
-            return self._follows._ordering_token.handle
+            return super(Launcher, self._follows)._get_ordering_token()
         if self._lane is None:
             return super()._get_ordering_token()
         name = "order", self._signature, self._lane

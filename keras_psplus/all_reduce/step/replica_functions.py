@@ -12,6 +12,7 @@ from keras_psplus.all_reduce.step import single_steps, step_logs
 from keras_psplus.core.batch import batches
 from keras_psplus.core.batch.padding import LastRow
 from keras_psplus.core.batch.replica_step import current_step
+from keras_psplus.core.graph.compiled_calls import CompiledCalls, without_compilation
 from keras_psplus.keras_internals.keras_parts import tree
 
 if TYPE_CHECKING:
@@ -27,6 +28,7 @@ def make_function(
     original: Callable[..., Any],
     model: keras.Model,
     step_function: Callable[[Any], Any],
+    compiled: CompiledCalls | None,
 ) -> Callable[[Any], Any]:
     """A train or test function that takes steps on all replicas.
 
@@ -35,11 +37,14 @@ def make_function(
         original: Keras's `_make_function`.
         model: The model.
         step_function: Its `train_step` or `test_step`.
+        compiled: What compiles the calls of models in it; None if XLA is not to be used.
 
     Returns:
         Function of an iterator.
     """
-    function = original(model, single_steps.after_data(_replica_step(model, step_function)))
+    step = single_steps.after_data(_replica_step(model, step_function, compiled))
+    with without_compilation(model):
+        function = original(model, step)
     of_iterator = function
     if not model.run_eagerly:
         of_iterator = single_steps.of_iterator(function, model.steps_per_execution)
@@ -66,11 +71,13 @@ def make_predict_function(
     strategy: MultiWorkerMirroredStrategy,
     original: Callable[..., Any],
     model: keras.Model,
-    force: bool = False,
+    force: bool,
+    compiled: CompiledCalls | None,
 ) -> None:
     """Sets `model.predict_function`, which takes the distributed batches of some steps."""
-    view = _WithPredictStep(model, _predict_step(model))
-    original(view, force)
+    view = _WithPredictStep(model, _predict_step(model, compiled))
+    with without_compilation(model):
+        original(view, force)
     function = view.predict_function
     if function is model.predict_function:
         return
@@ -99,12 +106,13 @@ class _WithPredictStep:
         return getattr(self._model, name)
 
 
-def _predict_step(model):
+def _predict_step(model, compiled):
     """A predict step whose outputs are those of the replica's own rows."""
     last_row = LastRow()
 
     def predict_step(batch):
         step = current_step()
+        step.compiled_calls = compiled
         if not step.has_batch_fraction:
             batch = _padded(step, last_row, batch, step.set_rows)
         outputs = model.predict_step(batch)
@@ -133,7 +141,7 @@ def _is_distributed(batch):
     )
 
 
-def _replica_step(model, step_function):
+def _replica_step(model, step_function, compiled):
     """A train or test step that leaves metrics, moving averages and logs equal everywhere."""
     # Kept over traces: a step that is itself a tf.function is traced once only.
     changed, touched, last_row = {}, set(), LastRow()
@@ -144,7 +152,10 @@ def _replica_step(model, step_function):
             batch = _padded(step, last_row, batch, step.agree_on_batch_fraction)
         states = [v._value for v in model.metrics_variables]
         step.note_baselines(states)
+        step.compiled_calls = compiled
         logs = step_function(batch)
+        if compiled is not None:
+            compiled.check()
         changed.update({v.ref(): v for v in step.changed})
         touched.update(step.touched)
         metrics = [m for m in model.metrics if any(v._value.ref() in touched for v in m.variables)]

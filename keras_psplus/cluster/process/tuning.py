@@ -1,6 +1,9 @@
 """Settings of TensorFlow and of libraries below it, applied before communication starts."""
 
+import contextlib
 import os
+
+import tensorflow as tf
 
 from keras_psplus.cluster.process import forks, memory
 from keras_psplus.tf_internals import config_pb2, context
@@ -40,9 +43,8 @@ def hide_gpus() -> None:
 
     For tasks that train nothing. Nothing is done where TensorFlow has begun to use GPUs.
     """
-    runtime = context.context()
-    if not runtime._initialized:
-        runtime.set_visible_devices([], "GPU")
+    with contextlib.suppress(RuntimeError):
+        tf.config.set_visible_devices([], "GPU")
 
 
 def server_config(workers: int) -> config_pb2.ConfigProto:

@@ -32,7 +32,8 @@ def check_compile_arguments(
     args: Sequence[Any],
     kwargs: dict[str, Any],
     can_run_eagerly: bool = True,
-) -> None:
+    can_compile: bool = False,
+) -> Any:
     """Checks the arguments of `compile()`.
 
     Args:
@@ -41,6 +42,10 @@ def check_compile_arguments(
         args: Positional arguments, the model first.
         kwargs: Keyword arguments.
         can_run_eagerly: Whether the strategy's steps can run eagerly.
+        can_compile: Whether XLA can compile parts of them.
+
+    Returns:
+        The `jit_compile` argument.
 
     Raises:
         ValueError: If XLA, or what the strategy cannot run eagerly, is asked for, an optimizer or
@@ -49,7 +54,7 @@ def check_compile_arguments(
     """
     check_stateful_layers(strategy, args[0])
     arguments = inspect.signature(compile_method).bind(*args, **kwargs).arguments
-    if arguments.get("jit_compile") is True:
+    if arguments.get("jit_compile") is True and not can_compile:
         raise ValueError(
             f"`jit_compile=True` is not supported by {type(strategy).__name__}: XLA cannot compile "
             "a step that talks to other devices; it has no collectives for CPUs. Use "
@@ -71,6 +76,7 @@ def check_compile_arguments(
         for metric in tree.flatten(arguments.get(name)):
             if isinstance(metric, metrics_module.Metric):
                 _check_in_scope(strategy, metric.variables, f"metric '{metric.name}'")
+    return arguments.get("jit_compile", "auto")
 
 
 def refuse_optimizer(optimizer: keras.optimizers.Optimizer) -> NoReturn:

@@ -14,6 +14,7 @@ import tensorflow as tf
 from keras_psplus.core.graph.metric_losses import MetricLosses
 
 if TYPE_CHECKING:
+    from keras_psplus.core.graph.compiled_calls import CompiledCalls
     from keras_psplus.engine import Engine
 
 _local = threading.local()
@@ -34,6 +35,7 @@ class ReplicaStep:
         engine: The same.
         can_sum: Whether replicas can ask each other during the step.
         metric_losses: `MetricLosses` of the step.
+        compiled_calls: `CompiledCalls` if XLA is to compile calls of models, else None.
     """
 
     can_sum = False
@@ -41,6 +43,7 @@ class ReplicaStep:
     def __init__(self, engine: Engine) -> None:
         self.engine = engine
         self.metric_losses = MetricLosses()
+        self.compiled_calls: CompiledCalls | None = None
 
     def __enter__(self):
         self._outer, _local.step = current_step(), self

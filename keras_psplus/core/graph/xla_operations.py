@@ -1,0 +1,47 @@
+"""Operations of a graph that XLA cannot compile."""
+
+from __future__ import annotations
+
+import functools
+
+import tensorflow as tf
+
+from keras_psplus.tf_internals import registered_kernels
+
+_REFUSED = ("Collective", "While", "StatelessWhile")
+_DEVICES = {"XLA_CPU_JIT", "XLA_GPU_JIT"}
+# What a function is made of, and compilation replaces.
+_OF_FUNCTIONS = {"Placeholder", "_Arg", "_Retval", "NoOp", "PlaceholderWithDefault"}
+
+
+def missing(graph: tf.Graph) -> list[str]:
+    """Types of operations of a graph and its functions that XLA lacks.
+
+    Collectives count as lacking: XLA has none for CPUs. So do loops: what they keep for their
+    gradient cannot leave a compiled function.
+
+    Args:
+        graph: Graph of a function.
+
+    Returns:
+        Sorted list of names.
+    """
+    definition = graph.as_graph_def()
+    functions = {one.signature.name: one.node_def for one in definition.library.function}
+    nodes = [*definition.node, *(node for body in functions.values() for node in body)]
+    types = {node.op for node in nodes} - _OF_FUNCTIONS - set(functions)
+    return sorted(name for name in types if name.startswith(_REFUSED) or not _has(name))
+
+
+@functools.cache
+def _has(name):
+    _register()
+    kernels = registered_kernels.get_registered_kernels_for_op(name).kernel
+    return any(kernel.device_type in _DEVICES for kernel in kernels)
+
+
+@functools.cache
+def _register():
+    # They are registered when the first function is compiled.
+    with tf.init_scope(), tf.device("/CPU:0"):
+        tf.function(lambda x: x + 1.0, autograph=False, jit_compile=True)(tf.zeros([]))

@@ -1,0 +1,55 @@
+"""Calls of models that XLA compiles under two replicas."""
+
+import json
+import pathlib
+import subprocess
+import sys
+
+import numpy as np
+import pytest
+import tensorflow as tf
+
+from keras_psplus.core.graph import xla_operations
+
+JOB = "tests.all_reduce.compiled_job"
+
+
+@pytest.fixture(scope="module")
+def results(tmp_path_factory):
+    path = tmp_path_factory.mktemp("compiled") / "results.json"
+    done = subprocess.run(
+        [sys.executable, "-m", JOB, path], capture_output=True, text=True, timeout=560
+    )
+    assert done.returncode == 0, done.stdout + done.stderr
+    return json.loads(pathlib.Path(path).read_text())
+
+
+@pytest.mark.parametrize(("name", "calls"), [("dense", 2), ("pair", 4)])
+def test_two_replicas_equal_one_compiled_process(name, calls, results):
+    # Each replica's, once in the trace.
+    assert results[f"{name} calls"] >= calls
+    two, one = results[name], results[f"{name} alone"]
+    assert set(two["logs"]) == set(one["logs"])
+    for key, values in one["logs"].items():
+        np.testing.assert_allclose(two["logs"][key], values, rtol=2e-5, atol=2e-5, err_msg=key)
+    for found, expected in zip(two["weights"], one["weights"]):
+        np.testing.assert_allclose(found, expected, rtol=2e-5, atol=2e-5)
+
+
+def test_what_xla_cannot_compile_is_refused_by_name(results):
+    assert "none that XLA can compile: the call of " in results["loop"]
+    assert "cannot compile its While" in results["loop"]
+    assert "Received: jit_compile=True" in results["loop"]
+
+
+def test_operations_are_looked_up_in_called_functions():
+    @tf.function(autograph=False)
+    def hashed(words):
+        return tf.strings.to_hash_bucket_fast(words, 5)
+
+    @tf.function(autograph=False)
+    def step(words, values):
+        return hashed(words), tf.matmul(values, values)
+
+    graph = step.get_concrete_function(tf.TensorSpec([2], tf.string), tf.TensorSpec([3, 3])).graph
+    assert xla_operations.missing(graph) == ["StringToHashBucketFast"]
