@@ -56,8 +56,8 @@ FOLDERS = {
         *("strategy_engine", "distributed_engine"),
     ],
     "hybrid": [
-        *("stalls", "rows", "rpc", "tables", "files", "extended", "server", "snapshots"),
-        *("engine", "strategy"),
+        *("rows", "rpc", "stalls", "tables", "files", "extended", "server", "snapshots"),
+        *("context", "engine", "strategy"),
     ],
     "keras_internals": ["private_attributes", "keras_parts", "keras_attributes"],
     "parameter_server": [
