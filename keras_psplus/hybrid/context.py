@@ -10,13 +10,9 @@ from keras_psplus.hybrid.tables.registry import Tables
 
 @dataclasses.dataclass(eq=False)
 class TableContext:
-    """The objects of a `HybridStrategy` with parameter servers.
+    """The objects of a `HybridStrategy` that its tables are made with.
 
-    Attributes:
-        servers: The parameter servers.
-        tables: The tables on them.
-        placer: Decides which tables lie there.
-        snapshots: Copies of the job's state, with `snapshot_every`; else None.
+    Parts take this, or what they use of it, instead of the strategy, which makes all of them.
     """
 
     servers: Servers

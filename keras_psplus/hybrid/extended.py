@@ -29,17 +29,7 @@ _LONG = tf.int64
 
 
 class HybridExtended(MultiWorkerMirroredExtended):
-    """Additional APIs of `keras_psplus.HybridStrategy`.
-
-    Args:
-        strategy: The strategy.
-        args: Those of `MultiWorkerMirroredExtended`.
-        is_sync: Whether servers apply a step's gradients of all workers at once.
-        reads_ahead: Whether a step may read the next one's rows.
-
-    Attributes:
-        rows_ahead: `RowsAhead` of this process.
-    """
+    """Additional APIs of `keras_psplus.HybridStrategy`."""
 
     def __init__(
         self, strategy: tf.distribute.Strategy, *args: Any, is_sync: bool, reads_ahead: bool

@@ -15,9 +15,7 @@ class StallProbe(all_reduce_stalls.StallProbe):
     """Probe of `stalls.Inspector` on a worker.
 
     Args:
-        task: `TaskConfig` of this process.
-        progress: `Progress` of this process.
-        marks: `StepMarks` of this process.
+        task, progress, marks: As for all-reduce.
         world: `World` of this process's replicas.
         is_sync: Whether servers apply a step's gradients of all workers at once.
         servers: Function that returns the `Servers`, which are there before the first step.

@@ -49,7 +49,7 @@ class FitSnapshots:
     """
 
     def __init__(self, engine: StrategyEngine, snapshots: Snapshots, is_sync: bool) -> None:
-        self._engine = weakref.ref(engine)
+        self._engine: Any = weakref.ref(engine)
         self._snapshots, self._is_sync = snapshots, is_sync
         self.fits = self.step = self.batch = 0
         self.found: tuple[str, dict[str, Any]] | None = None
@@ -62,10 +62,6 @@ class FitSnapshots:
     @property
     def _strategy(self):
         return self._engine().strategy
-
-    @property
-    def _progress(self):
-        return self._engine().progress
 
     def data_seed(self) -> int | None:
         """Data seed of the `fit` that is about to begin, if a snapshot has it."""
@@ -115,7 +111,7 @@ class FitSnapshots:
 
     def begin_epoch(self) -> None:
         """Notes the beginning of an epoch."""
-        self.batch = self._progress.batch
+        self.batch = self._engine().progress.batch
 
     def end_batch(self, model: keras.Model, batch: int) -> None:
         """Notes the end of a batch, and writes a snapshot if one is due."""

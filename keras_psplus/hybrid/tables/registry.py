@@ -93,18 +93,13 @@ class Tables:
         """
         if self._is_chief:
             table.write(slot, value)
-        self._note_assigned(table, slot)
+            if self._control is not None:
+                self._servers.count_assignment(table.key, slot)
+        else:
+            count = table.assignments.get(slot, 0) + 1
+            self._servers.wait_for_assignment(table.key, slot, count, table.name)
+            table.assignments[slot] = count
         self._rows_ahead.forget()
-
-    def _note_assigned(self, table, slot):
-        if self._control is None:
-            return
-        if self._is_chief:
-            self._servers.count_assignment(table.key, slot)
-            return
-        count = table.assignments.get(slot, 0) + 1
-        self._servers.wait_for_assignment(table.key, slot, count, table.name)
-        table.assignments[slot] = count
 
     def note_followed(self, table: Table, slot: int) -> None:
         """Notes an assignment to a table, or a slot, that only the chief has made."""
