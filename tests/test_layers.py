@@ -67,8 +67,8 @@ FOLDERS = {
         *("predict_function", "train_function", "engine", "strategy"),
     ],
     "pipeline": [
-        *("failure", "base", "startup", "arguments", "extended", "worker_files", "stalls"),
-        *("graph", "replicas", "wire", "step", "split", "engine", "strategy"),
+        *("failure", "base", "startup", "arguments", "extended", "stalls", "graph", "replicas"),
+        *("worker_files", "wire", "step", "split", "context", "engine", "strategy"),
     ],
 }
 # The package itself, whose import installs the hooks, and what runs the command line.
