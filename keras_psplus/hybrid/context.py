@@ -13,6 +13,12 @@ class TableContext:
     """The objects of a `HybridStrategy` that its tables are made with.
 
     Parts take this, or what they use of it, instead of the strategy, which makes all of them.
+
+    Attributes:
+        servers: The parameter servers.
+        tables: The tables on them.
+        placer: Decides which tables lie there.
+        snapshots: Copies of the job's state, with `snapshot_every`; else None.
     """
 
     servers: Servers

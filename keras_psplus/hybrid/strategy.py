@@ -251,9 +251,14 @@ class HybridStrategy(TableSaving, MultiWorkerMirroredStrategy):
                 Recovery(servers, snapshots, table_timeout).start()
 
     def _waits(self):
-        of_process = self._task, self.progress, self._step_marks
-        world, servers = self.extended.world, lambda: self._context.servers
-        return stalls.StallProbe(*of_process, world, self._sync, servers)
+        return stalls.StallProbe(
+            self._task,
+            self.progress,
+            self._step_marks,
+            self.extended.world,
+            self._sync,
+            lambda: self._context.servers,
+        )
 
     @staticmethod
     def _start(cluster_resolver, startup_timeout, heartbeat_timeout):

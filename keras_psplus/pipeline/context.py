@@ -15,6 +15,14 @@ class PipelineContext:
     """The objects of a `PipelineStrategy` that its steps are made with.
 
     Parts take this, or what they use of it, instead of the strategy, which makes all of them.
+
+    Attributes:
+        stages: Stages of layers, and the workers' devices.
+        splitter: Splits models into stages.
+        variables: Makes and moves variables of layers.
+        copies: Copies of weights, with several pipelines.
+        residuals: State of the compressors of gradients.
+        traffic: Totals of what steps send.
     """
 
     stages: Stages
