@@ -56,8 +56,8 @@ FOLDERS = {
         *("strategy_engine", "distributed_engine"),
     ],
     "hybrid": [
-        *("stalls", "rows", "rpc", "tables", "files", "extended", "server", "snapshots"),
-        *("engine", "strategy"),
+        *("rows", "rpc", "stalls", "tables", "files", "extended", "server", "snapshots"),
+        *("context", "engine", "strategy"),
     ],
     "keras_internals": ["private_attributes", "keras_parts", "keras_attributes"],
     "parameter_server": [
@@ -67,8 +67,8 @@ FOLDERS = {
         *("predict_function", "train_function", "engine", "strategy"),
     ],
     "pipeline": [
-        *("failure", "base", "startup", "arguments", "extended", "worker_files", "stalls"),
-        *("graph", "replicas", "wire", "step", "split", "engine", "strategy"),
+        *("failure", "base", "startup", "arguments", "extended", "stalls", "graph", "replicas"),
+        *("worker_files", "wire", "step", "split", "context", "engine", "strategy"),
     ],
 }
 # The package itself, whose import installs the hooks, and what runs the command line.

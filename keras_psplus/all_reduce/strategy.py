@@ -173,7 +173,7 @@ class MultiWorkerMirroredStrategy(tf.distribute.MultiWorkerMirroredStrategy):
     def _waits(self):
         return StallProbe(self._task, self._progress, self._step_marks)
 
-    _extended_class: type[MultiWorkerMirroredExtended] = MultiWorkerMirroredExtended
+    _extended_class: Callable[..., MultiWorkerMirroredExtended] = MultiWorkerMirroredExtended
     _start = staticmethod(startup.start)
 
     @property

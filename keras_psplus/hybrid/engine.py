@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import keras
 import tensorflow as tf
@@ -11,14 +11,12 @@ import tensorflow as tf
 from keras_psplus.all_reduce.engine import AllReduceEngine
 from keras_psplus.core.batch.replica_step import current_step
 from keras_psplus.engine import Original
+from keras_psplus.hybrid.context import TableContext
 from keras_psplus.hybrid.snapshots.fit_snapshots import FitSnapshots
 from keras_psplus.hybrid.tables import embeddings, prefetch, row_gradients
 from keras_psplus.hybrid.tables.embeddings import table_of
 from keras_psplus.keras_internals.keras_parts import base_optimizer
-from keras_psplus.log import info_once
-
-if TYPE_CHECKING:
-    from keras_psplus.hybrid.strategy import HybridStrategy
+from keras_psplus.log import info_once, logger
 
 
 class HybridEngine(AllReduceEngine):
@@ -28,11 +26,16 @@ class HybridEngine(AllReduceEngine):
     # XLA has no operations for rows of tables.
     compiles_by_default = False
 
-    def __init__(self, strategy: HybridStrategy) -> None:
+    def __init__(self, strategy: tf.distribute.Strategy) -> None:
         super().__init__(strategy)
         # Until `fit` makes the iterator over its data; those of validation come later.
         self._awaits_data = False
         self._snapshots: FitSnapshots | None = None
+
+    @property
+    def _context(self) -> TableContext | None:
+        """What tables are made with; None without parameter servers."""
+        return self.strategy._context
 
     # The trainer and its data.
 
@@ -40,7 +43,7 @@ class HybridEngine(AllReduceEngine):
         if original.__name__ != "fit" or not self.strategy.prefetch:
             return super().train(original, model, *args, **kwargs)
         # What was read for a batch that did not come any more.
-        self.strategy.extended.forget_ahead()
+        self.strategy.extended.rows_ahead.forget()
         if model.run_eagerly:
             info_once("no rows are read ahead: the model runs eagerly")
         outer, self._awaits_data = self._awaits_data, not model.run_eagerly
@@ -63,11 +66,12 @@ class HybridEngine(AllReduceEngine):
         self, original: Original, model: keras.Model, iterator: Any = None, data_batch: Any = None
     ) -> None:
         super().build(original, model, iterator, data_batch)
-        self.strategy._announce()
+        if self._context is not None and self.strategy.is_chief and self._context.placer.has_news:
+            logger.info("HybridStrategy keeps\n%s", self._context.placer.report())
 
     @property
     def saves_states(self) -> bool:
-        return self.strategy._snapshots is not None
+        return self._context is not None and self._context.snapshots is not None
 
     def saved_data_seed(self) -> int | None:
         return None if self.snapshots is None else self.snapshots.data_seed()
@@ -84,9 +88,9 @@ class HybridEngine(AllReduceEngine):
         **kwargs: Any,
     ) -> Any:
         variable._decision = None
-        if self.strategy._tables is not None and shape is not None:
+        if self._context is not None and shape is not None:
             variable._decision = embeddings.decide(
-                self.strategy, shape, kwargs.get("name"), kwargs.get("dtype")
+                self._context.placer, shape, kwargs.get("name"), kwargs.get("dtype")
             )
         return super().make_variable(original, variable, initializer, shape, *args, **kwargs)
 
@@ -99,7 +103,9 @@ class HybridEngine(AllReduceEngine):
         decision = getattr(variable, "_decision", None)
         if decision is None or not decision.on_servers:
             return original(variable, initializer)
-        return embeddings.make(self.strategy, variable, decision, initializer)
+        assert self._context is not None
+        lookup = self.strategy.extended.lookup
+        return embeddings.make(self._context.tables, lookup, variable, decision, initializer)
 
     def add_weight(
         self, original: Original, layer: keras.Layer, *args: Any, **kwargs: Any
@@ -144,8 +150,9 @@ class HybridEngine(AllReduceEngine):
                 decays = optimizer.weight_decay and optimizer._use_weight_decay(variable)
                 decay = optimizer.weight_decay if decays else None
                 # Servers are told its numbers, also where a step that is traced builds it.
+                assert self._context is not None
                 with tf.init_scope():
-                    self.strategy._tables.set_optimizer(table, optimizer, decay)
+                    self._context.tables.set_optimizer(table, optimizer, decay)
 
     def add_slot(
         self,
@@ -236,8 +243,8 @@ class HybridEngine(AllReduceEngine):
     @property
     def snapshots(self) -> FitSnapshots | None:
         """`FitSnapshots`, or None without `snapshot_every`."""
-        if self._snapshots is None and self.strategy._snapshots is not None:
-            self._snapshots = FitSnapshots(self)
+        if self._snapshots is None and self._context is not None and self._context.snapshots:
+            self._snapshots = FitSnapshots(self, self._context.snapshots, self.strategy.sync)
         return self._snapshots
 
     def begin_training(

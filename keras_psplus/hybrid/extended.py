@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Iterable, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import keras
 import tensorflow as tf
@@ -19,13 +19,11 @@ from keras_psplus.hybrid.rows.row_optimizer import scalars_of
 from keras_psplus.hybrid.tables import prefetch
 from keras_psplus.hybrid.tables import table as table_module
 from keras_psplus.hybrid.tables.barrier import Barrier
+from keras_psplus.hybrid.tables.rows_ahead import RowsAhead, current_replica
 from keras_psplus.hybrid.tables.table import Table
 from keras_psplus.hybrid.tables.variable import TableVariable
 from keras_psplus.tf_internals import distribute_lib, resource_variable_ops
 from keras_psplus.tf_internals import framework_ops as ops
-
-if TYPE_CHECKING:
-    from keras_psplus.hybrid.strategy import HybridStrategy
 
 _LONG = tf.int64
 
@@ -33,14 +31,12 @@ _LONG = tf.int64
 class HybridExtended(MultiWorkerMirroredExtended):
     """Additional APIs of `keras_psplus.HybridStrategy`."""
 
-    def __init__(self, strategy: HybridStrategy, *args: Any) -> None:
-        self._barrier = Barrier(self) if strategy.sync and strategy._has_servers else None
+    def __init__(
+        self, strategy: tf.distribute.Strategy, *args: Any, is_sync: bool, reads_ahead: bool
+    ) -> None:
+        self._barrier = Barrier(self) if is_sync else None
         self._counters: dict[tuple[int, str, int], tf.Variable] = {}
-        self._buffers: dict[tuple[int, int, int], prefetch.Buffer] = {}
-        # Rows that were read ahead; by table and local replica, whether they hold yet.
-        self._ahead = States("/CPU:0")
-        self._are_ahead: dict[tuple[int, int], tf.Variable] = {}
-        self._reads_ahead = strategy.prefetch and strategy._has_servers
+        self.rows_ahead, self._reads_ahead = RowsAhead(), reads_ahead
         super().__init__(strategy, *args)
 
     @property
@@ -55,19 +51,17 @@ class HybridExtended(MultiWorkerMirroredExtended):
         tables = [v for v in variables if isinstance(v, TableVariable)]
         super().broadcast([v for v in variables if not isinstance(v, TableVariable)])
         for variable in tables:
-            self._container_strategy()._tables.note_followed(variable.table, variable.slot)
-            self.forget_ahead()
+            variable.note_followed()
 
-    def counter(self, table: Table, what: str, replica: int | None = None) -> tf.Variable:
+    def _counter(self, table, what):
         """An int64 of a local replica that counts something of a table."""
-        replica = _replica() if replica is None else replica
-        if (table.key, what, replica) not in self._counters:
+        key = table.key, what, current_replica()
+        if key not in self._counters:
             with ops.init_scope(), ops.device("/CPU:0"):
-                variable = resource_variable_ops.ResourceVariable(
+                self._counters[key] = resource_variable_ops.ResourceVariable(
                     tf.constant(0, _LONG), trainable=False
                 )
-            self._counters[table.key, what, replica] = variable
-        return self._counters[table.key, what, replica]
+        return self._counters[key]
 
     def counted(self, table: Table, what: str) -> int:
         """The sum of a counter over the local replicas, as an int."""
@@ -77,33 +71,9 @@ class HybridExtended(MultiWorkerMirroredExtended):
             if (key, kind) == (table.key, what)
         )
 
-    def buffer(self, table: Table, number: int) -> prefetch.Buffer:
-        """Buffer of prefetched rows for one lookup of a table, by its number.
-
-        Each local replica has separate buffers.
-        """
-        key = table.key, number, _replica()
-        if key not in self._buffers:
-            name = "/".join(map(str, key))
-            self._buffers[key] = prefetch.Buffer(self._ahead, name, table.dim)
-        return self._buffers[key]
-
-    def is_ahead(self, table: Table) -> tf.Variable:
-        """An int64: 1 while this replica has pushed nothing since it read ahead."""
-        key = table.key, _replica()
-        if key not in self._are_ahead:
-            name = "/".join(map(str, key))
-            self._are_ahead[key] = self._ahead.variable(f"{name}/is_ahead", [], _LONG)
-        return self._are_ahead[key]
-
-    def forget_ahead(self) -> None:
-        """Has rows that were read ahead be read again."""
-        for variable in self._are_ahead.values():
-            variable.assign(0)
-
     @property
     def kept_states(self) -> dict[str, States]:
-        return {"rows_read_ahead": self._ahead} if self._reads_ahead else {}
+        return {"rows_read_ahead": self.rows_ahead.states} if self._reads_ahead else {}
 
     def lookup(self, variable: TableVariable, indices: tf.Tensor) -> tf.Tensor:
         """Rows of a table.
@@ -131,7 +101,8 @@ class HybridExtended(MultiWorkerMirroredExtended):
             wanted = step.rows_if_any(unique)
         ahead, rows = prefetch.current_lookahead(), None
         if ahead is not None:
-            rows = ahead.lookup(table, indices, wanted, ready, pull)
+            pull_ahead = functools.partial(self._pull_ahead, table, most)
+            rows = ahead.lookup(table, indices, wanted, ready, pull, pull_ahead)
         if rows is None:
             rows = pull(wanted)
         if step is not None and step.may_be_empty:
@@ -145,8 +116,12 @@ class HybridExtended(MultiWorkerMirroredExtended):
         return tf.ensure_shape(rows, [*indices.shape, table.dim])
 
     def _pull(self, table, most, ids, **options):
-        self.counter(table, "pulled").assign_add(tf.size(ids, _LONG), read_value=False)
-        return table_module.pull(table, ids, _replica(), most, **options)
+        self._counter(table, "pulled").assign_add(tf.size(ids, _LONG), read_value=False)
+        return table_module.pull(table, ids, current_replica(), most, **options)
+
+    def _pull_ahead(self, table, most, ids):
+        step = None if self._barrier is None else self._counter(table, "pushes").read_value()
+        return self._pull(table, most, ids, purpose="ahead", step=step)
 
     def push_rows(
         self,
@@ -175,13 +150,13 @@ class HybridExtended(MultiWorkerMirroredExtended):
                 most = rows.shape[0]
                 distinct = duplicate_rows.summed(tf.IndexedSlices(rows, ids))
                 ids, rows = distinct.indices, distinct.values
-        self.counter(table, "pushed").assign_add(tf.size(ids, _LONG), read_value=False)
-        clock = self.counter(table, "pushes")
+        self._counter(table, "pushed").assign_add(tf.size(ids, _LONG), read_value=False)
+        clock = self._counter(table, "pushes")
         rank = tf.constant(self.rank_in_context(), _LONG)
         header = rank, clock.read_value(), _iterations(optimizer)
         send = table_module.push_to_wait if waits else table_module.push
         numbers = _numbers(optimizer, learning_rate)
-        answers = send(table, (ids, rows), _replica(), header, numbers, most)
+        answers = send(table, (ids, rows), current_replica(), header, numbers, most)
         if not waits:
             self._count_push(table, clock)
         self._note(answers)
@@ -191,7 +166,7 @@ class HybridExtended(MultiWorkerMirroredExtended):
         assert self._barrier is not None
         before = self._barrier.wait()
         with tf.control_dependencies([before]):
-            return [tf.add_n(table_module.norms(table, _replica())) for table in tables]
+            return [tf.add_n(table_module.norms(table, current_replica())) for table in tables]
 
     def commit(
         self,
@@ -201,17 +176,17 @@ class HybridExtended(MultiWorkerMirroredExtended):
         scale: tf.Tensor,
     ) -> None:
         """Has the servers apply what they were sent, times `scale`."""
-        clock = self.counter(table, "pushes")
+        clock = self._counter(table, "pushes")
         with tf.control_dependencies(_before_update(table)):
             header = clock.read_value(), _iterations(optimizer)
         numbers = tf.concat([[tf.cast(scale, tf.float32)], _numbers(optimizer, learning_rate)], 0)
-        self._note(table_module.commit(table, _replica(), header, numbers))
+        self._note(table_module.commit(table, current_replica(), header, numbers))
         self._count_push(table, clock)
 
     def _count_push(self, table, clock):
         clock.assign_add(1, read_value=False)
         if self._reads_ahead:
-            self.is_ahead(table).assign(0, read_value=False)
+            self.rows_ahead.hold(table).assign(0, read_value=False)
 
     def _note(self, answers):
         if self._barrier is not None:
@@ -227,11 +202,6 @@ class HybridExtended(MultiWorkerMirroredExtended):
         # A step of the user's own that looks up what it has updated.
         step.has_pushed = False
         return self._barrier.wait()
-
-
-def _replica():
-    context = distribute_lib.get_replica_context()
-    return 0 if context is None else context._replica_id
 
 
 def _before_update(table):

@@ -27,6 +27,7 @@ from keras_psplus.cluster.wire.identity import PeerIdentity
 from keras_psplus.cluster.wire.listener import Listener
 from keras_psplus.compression import Compressor
 from keras_psplus.hybrid import stalls
+from keras_psplus.hybrid.context import TableContext
 from keras_psplus.hybrid.engine import HybridEngine
 from keras_psplus.hybrid.extended import HybridExtended
 from keras_psplus.hybrid.files import shard_files
@@ -114,7 +115,6 @@ class HybridStrategy(TableSaving, MultiWorkerMirroredStrategy):
     Networks", EuroSys 2019.
     """
 
-    _extended_class = HybridExtended
     _engine_class = HybridEngine
 
     def __init__(
@@ -174,7 +174,10 @@ class HybridStrategy(TableSaving, MultiWorkerMirroredStrategy):
             )
         self._sync, self._has_servers = sync, task is not None
         self._prefetch = prefetch and task is not None
-        self._servers = self._tables = self._placement = self._snapshots = None
+        self._context: TableContext | None = None
+        self._extended_class = functools.partial(
+            HybridExtended, is_sync=sync and self._has_servers, reads_ahead=self._prefetch
+        )
         if task is not None:
             secret = Secret(names.token_of(task, job_token))
             agreed = json.dumps(
@@ -221,33 +224,41 @@ class HybridStrategy(TableSaving, MultiWorkerMirroredStrategy):
             self._listener = Listener(bound, mine, JobSecret.of(task))
         patience = _PATIENCE if sync else table_timeout
         recovers = snapshot_every is not None and not sync
-        self._servers = Servers(task, secret, table_timeout, patience, recovers)
-        self._servers.greet(agreed, self.num_replicas_in_sync, startup_timeout)
-        self._placement = placement_module.TablePlacer(
+        servers = Servers(task, secret, table_timeout, patience, recovers)
+        servers.greet(agreed, self.num_replicas_in_sync, startup_timeout)
+        placer = placement_module.TablePlacer(
             placement,
             min_table_bytes,
             self.num_replicas_in_sync,
             lambda dim: RowCodec(pull, dim).width,
             lambda dim: RowCodec(push, dim).width,
         )
-        self._tables = Tables(self._servers, self.extended.control, self.is_chief, pull, push)
+        extended = self.extended
+        tables = Tables(servers, extended.control, self.is_chief, pull, push, extended.rows_ahead)
+        self._context = TableContext(servers, tables, placer)
         # Steps overlap what they wait for from servers: seconds of that are not counted.
-        self.communication.add_source(
-            lambda: self._tables.traffic(self.extended.counted), lambda: 0.0
-        )
+        self.communication.add_source(lambda: tables.traffic(extended.counted), lambda: 0.0)
         if snapshot_every is None:
             return
         assert self.task is not None and snapshot_dir is not None
-        self._snapshots = snapshots_module.Snapshots(
-            self._servers, self._tables, self.task.name, snapshot_dir, snapshot_every
+        snapshots = snapshots_module.Snapshots(
+            servers, tables, self.task.name, snapshot_dir, snapshot_every
         )
+        self._context.snapshots = snapshots
         if self.is_chief:
-            self._servers.at_good_end(self._snapshots.delete)
+            servers.at_good_end(snapshots.delete)
             if recovers:
-                Recovery(self._servers, self._snapshots, table_timeout).start()
+                Recovery(servers, snapshots, table_timeout).start()
 
     def _waits(self):
-        return stalls.StallProbe(self, self.progress, self._step_marks)
+        return stalls.StallProbe(
+            self._task,
+            self.progress,
+            self._step_marks,
+            self.extended.world,
+            self._sync,
+            lambda: self._context.servers,
+        )
 
     @staticmethod
     def _start(cluster_resolver, startup_timeout, heartbeat_timeout):
@@ -274,7 +285,7 @@ class HybridStrategy(TableSaving, MultiWorkerMirroredStrategy):
 
     def _in_step(self, fn):
         in_step = super()._in_step(fn)
-        with_lookahead = prefetch_module.with_lookahead(self.extended, in_step)
+        with_lookahead = prefetch_module.with_lookahead(self.extended.rows_ahead, in_step)
 
         @functools.wraps(fn)
         def in_either(*args, **kwargs):
@@ -282,11 +293,6 @@ class HybridStrategy(TableSaving, MultiWorkerMirroredStrategy):
             return (with_lookahead if has_next else in_step)(*args, **kwargs)
 
         return tf.autograph.experimental.do_not_convert(in_either)
-
-    def _announce(self) -> None:
-        """Says which tables lie where, if there are new ones."""
-        if self._placement is not None and self.is_chief and self._placement.has_news:
-            logger.info("HybridStrategy keeps\n%s", self._placement.report())
 
 
 def _serve_and_exit(task, secret, agreed, startup_timeout, folders, pull, push, sync, prefetch):

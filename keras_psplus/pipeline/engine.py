@@ -21,13 +21,14 @@ from keras_psplus.keras_internals.keras_parts import epoch_iterator
 from keras_psplus.log import logger
 from keras_psplus.pipeline import failure
 from keras_psplus.pipeline.base import rows, schedule
+from keras_psplus.pipeline.context import PipelineContext
 from keras_psplus.pipeline.split import costs
 from keras_psplus.pipeline.step import train_step
 from keras_psplus.pipeline.step.pipedream import PipeDreamFunction
 from keras_psplus.pipeline.step.step_function import PipelineTrainFunction, PredictFunction
 from keras_psplus.pipeline.step.traced_step import PipelineStep, Update
 from keras_psplus.pipeline.worker_files import PipelineWorkerFiles
-from keras_psplus.tf_internals import context
+from keras_psplus.tf_internals import context as tf_context
 
 
 class PipelineEngine(DistributedEngine):
@@ -35,9 +36,10 @@ class PipelineEngine(DistributedEngine):
 
     can_run_eagerly = False
 
-    def __init__(self, strategy: Any) -> None:
+    def __init__(self, strategy: tf.distribute.Strategy, context: PipelineContext) -> None:
         super().__init__(strategy)
-        self._worker_files = PipelineWorkerFiles(strategy)
+        self.context = context
+        self._worker_files = PipelineWorkerFiles(strategy, context.residuals)
         # The function that has begun training steps and not ended them, or None.
         self.under_way: PipeDreamFunction | None = None
         # Whether variables were given values since the last step began.
@@ -73,7 +75,7 @@ class PipelineEngine(DistributedEngine):
         """
         if self._has_written:
             self._has_written = False
-            context.context().sync_executors()
+            tf_context.context().sync_executors()
 
     def note_written(self) -> None:
         """Notes that variables were given values outside of steps."""
@@ -89,32 +91,28 @@ class PipelineEngine(DistributedEngine):
     ) -> None:
         spec = iterator.batch_spec if iterator is not None else data_batch
         batch_rows = getattr(iterator, "batch_rows", None)
-        self.strategy._splitter.split(self, model, spec, trains=True, batch_rows=batch_rows)
+        self.context.splitter.split(self, model, spec, trains=True, batch_rows=batch_rows)
         super().build(original, model, iterator, data_batch)
 
     def train(self, original: Original, model: keras.Model, *args: Any, **kwargs: Any) -> Any:
         # What was read from a checkpoint of TensorFlow's, say, has gone past `assign`.
-        self.strategy._copies.note_stale()
+        self.context.copies.note_stale()
         self.note_written()
         return super().train(original, model, *args, **kwargs)
 
     def evaluate(self, original: Original, model: keras.Model, *args: Any, **kwargs: Any) -> Any:
-        self.strategy._copies.note_stale()
+        self.context.copies.note_stale()
         self.note_written()
         return super().evaluate(original, model, *args, **kwargs)
 
     predict = evaluate
-
-    def split(self, model: keras.Model, batch_spec: Any, trains: bool) -> None:
-        """Puts a model's layers and variables on stages, once; see `Splitter.split`."""
-        self.strategy._splitter.split(self, model, batch_spec, trains)
 
     def divides_train_step(self, model: keras.Model) -> bool:
         """Whether losses and gradients are computed micro-batch by micro-batch."""
         if self.strategy.schedule == "gpipe":
             return False
         reason = train_step.why_not_divided(model)
-        if reason is None and self.strategy._splitter.has_masks(model):
+        if reason is None and self.context.splitter.has_masks(model):
             reason = "its outputs have masks, by whose number of entries the loss is divided"
         if reason is not None:
             text = (
@@ -170,7 +168,7 @@ class PipelineEngine(DistributedEngine):
     # Variables and layers.
 
     def make_layer(self, original: Original, layer: keras.Layer, *args: Any, **kwargs: Any) -> Any:
-        self.strategy._stages.note_made(layer)
+        self.context.stages.note_made(layer)
         return original(layer, *args, **kwargs)
 
     def make_variable(
@@ -182,21 +180,21 @@ class PipelineEngine(DistributedEngine):
     def initialize_with_initializer(
         self, original: Original, variable: keras.Variable, initializer: Any
     ) -> Any:
-        self.strategy._variables.initialize(variable, initializer)
+        self.context.variables.initialize(variable, initializer)
 
     def assign(self, original: Original, variable: keras.Variable, value: Any) -> Any:
         step = current_step()
         if isinstance(step, PipelineStep) and step.is_replaying:
             return value  # It was given that before.
-        self.strategy._variables.ensure(variable)
+        self.context.variables.ensure(variable)
         self._settle_for(variable)
-        self.strategy._copies.note_changed(variable)
+        self.context.copies.note_changed(variable)
         if tf.executing_eagerly():
             self.note_written()
         return original(variable, value)
 
     def read(self, original: Original, variable: keras.Variable) -> Any:
-        self.strategy._variables.ensure(variable)
+        self.context.variables.ensure(variable)
         self._settle_for(variable)
         return original(variable)
 
@@ -258,7 +256,7 @@ class PipelineEngine(DistributedEngine):
     ) -> Any:
         # Keras looks variables up by what TensorFlow's are.
         for variable in variables:
-            self.strategy._variables.ensure(variable)
+            self.context.variables.ensure(variable)
         return super().build_optimizer(original, optimizer, variables)
 
     def add_slot(
@@ -269,7 +267,7 @@ class PipelineEngine(DistributedEngine):
         name: str | None = None,
         initializer: Any = "zeros",
     ) -> Any:
-        variables = self.strategy._variables
+        variables = self.context.variables
         # In the replica's step, there is no scope to make a variable in.
         with lifted(self.strategy), variables.beside(reference_variable):
             slot = original(optimizer, reference_variable, name, initializer)

@@ -2,7 +2,7 @@
 
 import contextlib
 import contextvars
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import tensorflow as tf
@@ -19,6 +19,7 @@ class PipelineExtended(one_device_strategy.OneDeviceExtended):
         devices: Names of the devices of the first pipeline's stages.
         all_devices: Names of the devices of all pipelines' stages.
         host: Name of the chief's device, which reads the data.
+        note_changed: Function of a variable that is called before it is updated.
     """
 
     def __init__(
@@ -27,9 +28,11 @@ class PipelineExtended(one_device_strategy.OneDeviceExtended):
         devices: list[str],
         all_devices: list[str],
         host: str,
+        note_changed: Callable[[tf.Variable], None],
     ) -> None:
         super().__init__(strategy, host)
         self._devices, self._all_devices = list(devices), list(all_devices)
+        self._note_changed = note_changed
         self._making_on: contextvars.ContextVar[str | None]
         self._making_on = contextvars.ContextVar("making_on", default=None)
 
@@ -65,10 +68,19 @@ class PipelineExtended(one_device_strategy.OneDeviceExtended):
             return fn(*args, **(kwargs or {}))
 
     def _update(self, var, fn, args, kwargs, group):
-        self._container_strategy()._copies.note_changed(var)
+        self._note_changed(var)
         with ops.device(var.device), distribute_lib.UpdateContext(var.device):
             result = fn(var, *args, **kwargs)
         return result if group else tf.nest.map_structure(self._local_results, result)
 
     def _replica_ctx_all_reduce(self, reduce_op, value, options=None):
         return value
+
+
+@contextlib.contextmanager
+def making_on(strategy: tf.distribute.Strategy, device: str) -> Iterator[None]:
+    """Context in which variables of a `PipelineStrategy` are made on a device."""
+    in_step = tf.distribute.get_strategy() is strategy and tf.distribute.get_replica_context()
+    scope = contextlib.nullcontext() if in_step else strategy.scope()
+    with scope, strategy.extended.making_on(device):
+        yield

@@ -3,7 +3,6 @@
 import contextlib
 import re
 from collections.abc import Iterator
-from typing import Any
 
 import tensorflow as tf
 
@@ -21,7 +20,7 @@ OF_TASKS = (
 
 
 @contextlib.contextmanager
-def translate_errors(strategy: Any) -> Iterator[None]:
+def translate_errors(strategy: tf.distribute.Strategy) -> Iterator[None]:
     """Adds the lost stage's name to TensorFlow's error."""
     try:
         yield
@@ -43,7 +42,7 @@ def _lost_worker(strategy, message):
     return next((int(name) for name in stalls.unresponsive_tasks(workers)), None)
 
 
-def lost(strategy: Any, number: int, received: str) -> StageLostError:
+def lost(strategy: tf.distribute.Strategy, number: int, received: str) -> StageLostError:
     """The error that names a stage, its worker and its layers."""
     address = strategy.task.cluster["worker"][number]
     stage = number % strategy.num_stages
@@ -56,7 +55,7 @@ def lost(strategy: Any, number: int, received: str) -> StageLostError:
     )
 
 
-def stage_of_worker(strategy: Any, number: int) -> str:
+def stage_of_worker(strategy: tf.distribute.Strategy, number: int) -> str:
     """Description of a worker's stage, and of its pipeline if there are several."""
     pipeline, stage = divmod(number, strategy.num_stages)
     return f"stage {stage} of pipeline {pipeline}" if strategy.pipelines > 1 else f"stage {stage}"

@@ -3,7 +3,8 @@
 import threading
 import time
 import weakref
-from typing import Any
+
+import tensorflow as tf
 
 from keras_psplus.cluster.monitor import stalls
 from keras_psplus.cluster.monitor.stalls import PendingWait
@@ -21,7 +22,7 @@ class StallProbe:
         strategy: `PipelineStrategy`.
     """
 
-    def __init__(self, strategy: Any) -> None:
+    def __init__(self, strategy: tf.distribute.Strategy) -> None:
         self._strategy = weakref.ref(strategy)
 
     def look(self) -> dict[int, PendingWait]:
@@ -55,7 +56,7 @@ class Watch:
         timeout: Seconds for which a worker may not answer.
     """
 
-    def __init__(self, strategy: Any, timeout: float) -> None:
+    def __init__(self, strategy: tf.distribute.Strategy, timeout: float) -> None:
         self._strategy, self._timeout = weakref.ref(strategy), timeout
         threading.Thread(target=self._run, name="pipeline watch", daemon=True).start()
 
@@ -81,7 +82,7 @@ class Watch:
             del strategy
 
 
-def addresses(strategy: Any) -> dict[str, str]:
+def addresses(strategy: tf.distribute.Strategy) -> dict[str, str]:
     """Addresses of the workers, by their names."""
     if strategy is None or strategy.task is None:
         return {}

@@ -24,6 +24,7 @@ from keras_psplus.core.models import live_strategies
 from keras_psplus.core.plan import plan_request
 from keras_psplus.pipeline import arguments, startup
 from keras_psplus.pipeline.base.stages import Stages
+from keras_psplus.pipeline.context import PipelineContext
 from keras_psplus.pipeline.engine import PipelineEngine
 from keras_psplus.pipeline.extended import PipelineExtended
 from keras_psplus.pipeline.replicas.copies import Copies
@@ -153,7 +154,6 @@ class PipelineStrategy(tf.distribute.Strategy):
                 self._task, job_types=("chief", "worker"), timeout=startup_timeout
             )
             devices, host = self._connect()
-        self._splitter = Splitter(self, patterns, measures=stages == "auto")
         self.plan = None
         self._options = {
             "microbatches": microbatches,
@@ -163,15 +163,18 @@ class PipelineStrategy(tf.distribute.Strategy):
             "compression": compression,
             "activation_compression": activation_compression,
         }
-        self._stages = Stages(devices, pipelines)
-        self._copies, self._residuals = Copies(self), Residuals(self)
-        self._variables = Variables(self)
-        self._engine = PipelineEngine(self)
+        self._stages = made = Stages(devices, pipelines)
+        copies = Copies(self, made)
+        variables = Variables(self, made, copies)
+        splitter = Splitter(made, variables, patterns, measures=stages == "auto")
+        traffic = PipelineTraffic(host, made, copies)
+        context = PipelineContext(made, splitter, variables, copies, Residuals(self), traffic)
+        self._engine = PipelineEngine(self, context)
         self._progress = Progress(leads=True)
-        self._communication, self._traffic = Communication(), PipelineTraffic(host)
+        self._communication = Communication()
         # What a step waits for is not measured.
-        self._communication.add_source(self._traffic.traffic, lambda: 0.0)
-        super().__init__(PipelineExtended(self, self._stages.devices, devices, host))
+        self._communication.add_source(traffic.traffic, lambda: 0.0)
+        super().__init__(PipelineExtended(self, made.devices, devices, host, copies.note_changed))
         if self._task is not None:
             Watch(self, heartbeat_timeout)
         stalls.Inspector(stall_warning, StallProbe(self).look)

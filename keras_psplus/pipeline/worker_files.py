@@ -19,12 +19,17 @@ from keras_psplus.core.backup.worker_files import (
 )
 from keras_psplus.keras_internals.keras_parts import file_utils
 from keras_psplus.pipeline.failure import OF_TASKS
+from keras_psplus.pipeline.replicas.residuals import Residuals
 
 _FILE = re.compile(r"^(\d+)-pipelines-step-(\d+)\.zip(\.tmp)?$")
 
 
 class PipelineWorkerFiles(WorkerFiles):
     """The residuals of all pipelines; no file, where there are none."""
+
+    def __init__(self, strategy: tf.distribute.Strategy, residuals: Residuals) -> None:
+        super().__init__(strategy)
+        self._residuals = residuals
 
     def save(
         self,
@@ -35,7 +40,7 @@ class PipelineWorkerFiles(WorkerFiles):
         make_folder: Callable[[str], Any] | None = None,
         waits: bool = False,
     ) -> dict[str, str] | None:
-        if not self._strategy._residuals.has_any:
+        if not self._residuals.has_any:
             return {}
         before, step = self._files(folder), number_of_steps(model)
         while step in before.values():
@@ -44,7 +49,7 @@ class PipelineWorkerFiles(WorkerFiles):
         path = file_utils.join(folder_in(folder), name)
         try:
             (make_folder or tf.io.gfile.makedirs)(folder_in(folder))
-            self._strategy._residuals.write(f"{path}.tmp")
+            self._residuals.write(f"{path}.tmp")
             tf.io.gfile.rename(f"{path}.tmp", path, overwrite=True)
             files = digests_of([name], folder)
         except OF_TASKS:
@@ -71,7 +76,7 @@ class PipelineWorkerFiles(WorkerFiles):
             if found is None or int(found[1]) != self._strategy.pipelines:
                 warn_lost("the number of pipelines has changed", path)
             else:
-                self._strategy._residuals.read(path)
+                self._residuals.read(path)
 
     def _files(self, folder):
         """Names of the files, complete or not, and their steps."""

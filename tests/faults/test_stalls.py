@@ -33,12 +33,8 @@ def silent(monkeypatch):
 def hybrid(pushes, sync=True):
     world = types.SimpleNamespace(rank=0, local_replicas=1)
     servers = types.SimpleNamespace(addresses={"ps-0": "a:3", "ps-1": "a:4"}, pushes=lambda: pushes)
-    extended = types.SimpleNamespace(world=world)
-    waits = HybridStallProbe(
-        types.SimpleNamespace(task=TASK, _servers=servers, sync=sync, extended=extended),
-        Progress(),
-        types.SimpleNamespace(state="has its batch"),
-    )
+    marks = types.SimpleNamespace(state="has its batch")
+    waits = HybridStallProbe(TASK, Progress(), marks, world, sync, lambda: servers)
     waits._state_of = lambda name, entered: None
     return waits.describe(7)
 

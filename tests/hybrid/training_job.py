@@ -301,7 +301,7 @@ def main():
             results = CASES[name].fit(embedding, reference, x, y)
         leave(results, name, strategy, folder, reference)
     if not reference and strategy.is_chief:
-        print(f"tables {len(strategy._tables.all)}")
+        print(f"tables {len(strategy._context.tables.all)}")
 
 
 if __name__ == "__main__":

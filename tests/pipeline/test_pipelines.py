@@ -168,7 +168,10 @@ def test_what_is_sent_without_loss_equals_plain_keras(pipelines):
         expected = train(tf.distribute.get_strategy(), optimizer)
     strategy = pipelines(schedule="1f1b", compression=Whole())
     check_equal(train(strategy, optimizer), expected)
-    kept = {name: state.numpy() for name, (state, *_) in strategy._residuals._states.items()}
+    kept = {
+        name: state.numpy()
+        for name, (state, *_) in strategy.engine.context.residuals._states.items()
+    }
     # One of two pipelines sends the gradient of each weight, four times in each epoch.
     counts = {name: count for name, count in kept.items() if name.endswith("/count")}
     assert len(counts) == len(kept) / 2 == 6
@@ -201,7 +204,7 @@ def test_gradients_that_nobody_asks_for_leave_no_residual(pipelines):
         model = Adversarial()
         model.compile(keras.optimizers.SGD(0.1), CROSSENTROPY)
     model.fit(X, Y, batch_size=16, verbose=0)
-    names = strategy._residuals._states
+    names = strategy.engine.context.residuals._states
     assert names and all("made" in name for name in names)
 
 
@@ -220,14 +223,14 @@ def test_compressors_lose_little(name, pipelines, exact):
     model, history = train(strategy, epochs=4)
     assert history["loss"][-1] == pytest.approx(exact[-1], rel=0.05)
     assert history["loss"] != exact
-    assert bool(strategy._residuals._states) == (name != "bf16")
+    assert bool(strategy.engine.context.residuals._states) == (name != "bf16")
 
 
 def test_residuals_are_written_and_read(pipelines, tmp_path):
     strategy = pipelines(compression="sign")
     model, _ = train(strategy)
     weights = model.get_weights()
-    strategy._residuals.write(tmp_path / "residuals.zip")
+    strategy.engine.context.residuals.write(tmp_path / "residuals.zip")
 
     def go_on():
         model.set_weights(weights)
@@ -235,7 +238,7 @@ def test_residuals_are_written_and_read(pipelines, tmp_path):
 
     losses = go_on()
     assert go_on() != losses
-    strategy._residuals.read(tmp_path / "residuals.zip")
+    strategy.engine.context.residuals.read(tmp_path / "residuals.zip")
     assert go_on() == losses
 
 

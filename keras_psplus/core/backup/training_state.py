@@ -107,7 +107,9 @@ class TrainingState:
         return [_typed(array, variable) for array, variable in zip(arrays, model.weights)]
 
 
-def build_optimizers(strategy: Any, model: keras.Model, facts: dict[str, Any]) -> None:
+def build_optimizers(
+    strategy: tf.distribute.Strategy, model: keras.Model, facts: dict[str, Any]
+) -> None:
     """Builds those optimizers of a model that were built when a state was saved."""
     optimizer_states.build(strategy, model, facts.get("optimizers", {}))
 

@@ -23,6 +23,7 @@ from keras_psplus.log import logger
 
 if TYPE_CHECKING:
     import keras
+    import tensorflow as tf
 
 
 class WorkerFiles:
@@ -32,7 +33,7 @@ class WorkerFiles:
         strategy: The strategy.
     """
 
-    def __init__(self, strategy: Any) -> None:
+    def __init__(self, strategy: tf.distribute.Strategy) -> None:
         self._strategy = strategy
 
     def save(

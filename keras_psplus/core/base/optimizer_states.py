@@ -31,7 +31,7 @@ def describe(model: keras.Model) -> dict[str, Any]:
     return found
 
 
-def build(strategy: Any, model: keras.Model, described: dict[str, Any]) -> None:
+def build(strategy: tf.distribute.Strategy, model: keras.Model, described: dict[str, Any]) -> None:
     """Builds optimizers that were built when the backup was made; in each process alike.
 
     Args:

@@ -44,7 +44,7 @@ def attributes_to_skip(original: Callable[[str], set[str]], obj_type: str) -> se
 
 
 def export(
-    strategy: Any,
+    strategy: tf.distribute.Strategy,
     original: Callable[..., Any],
     model: keras.Model,
     filepath: str | os.PathLike[str],
@@ -57,7 +57,7 @@ def export(
 
 
 def export_copies(
-    strategy: Any,
+    strategy: tf.distribute.Strategy,
     original: Callable[..., Any],
     model: keras.Model,
     filepath: str | os.PathLike[str],
@@ -89,7 +89,7 @@ def export_copies(
 
 
 def save(
-    strategy: Any,
+    strategy: tf.distribute.Strategy,
     original: Callable[..., Any],
     model: keras.Model,
     filepath: Any,
@@ -126,7 +126,9 @@ def save_in_place(
 
 
 @contextlib.contextmanager
-def written(strategy: Any, filepath: str | os.PathLike[str], makes_folders: bool) -> Iterator[str]:
+def written(
+    strategy: tf.distribute.Strategy, filepath: str | os.PathLike[str], makes_folders: bool
+) -> Iterator[str]:
     """Context that returns the path to write to instead of the script's."""
     path = os.fspath(filepath)
     folder = os.path.dirname(os.path.realpath(path))

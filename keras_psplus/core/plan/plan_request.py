@@ -59,7 +59,11 @@ def stand_in() -> tf.distribute.Strategy | None:
 
 
 def before_training(
-    strategy: Any, original: Any, model: Any, args: tuple[Any, ...], kwargs: dict[str, Any]
+    strategy: tf.distribute.Strategy | None,
+    original: Any,
+    model: Any,
+    args: tuple[Any, ...],
+    kwargs: dict[str, Any],
 ) -> None:
     """Answers a request, when a method that trains is called; returns if there is none.
 

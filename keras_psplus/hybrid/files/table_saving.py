@@ -1,10 +1,15 @@
 """The part of `HybridStrategy` by which a script saves and loads tables."""
 
+from __future__ import annotations
+
 import os
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from keras_psplus.core.jobs.chief_only import run_on_chief
 from keras_psplus.hybrid.files import saving, shard_files
+
+if TYPE_CHECKING:
+    from keras_psplus.hybrid.context import TableContext
 
 
 class TableSaving:
@@ -13,8 +18,7 @@ class TableSaving:
     # Of the strategy.
     extended: Any
     is_chief: Any
-    _servers: Any
-    _tables: Any
+    _context: TableContext | None
 
     def save_tables(self, directory: str | os.PathLike[str]) -> None:
         """Has the parameter servers write the tables, each its own rows, past the workers' memory.
@@ -39,9 +43,9 @@ class TableSaving:
         strategy.save_tables("/shared/tables")
         ```
         """
-        if self.is_chief and self._servers is not None:
+        if self.is_chief and self._context is not None:
             path = shard_files.full_path(directory)
-            saving.save(self._servers, self._tables.all, path)
+            saving.save(self._context.servers, self._context.tables.all, path)
 
     def load_tables(self, directory: str | os.PathLike[str]) -> None:
         """Has the parameter servers read what `save_tables` has written; on all workers.
@@ -57,13 +61,13 @@ class TableSaving:
             ValueError: If it does not have all tables, in these shapes.
             TableServerError: If a server cannot read there, or is lost.
         """
-        if self._servers is None:
+        if (context := self._context) is None:
             return
         path = shard_files.full_path(directory)
         run_on_chief(
             self.extended.control,
             self.is_chief,
             "load_tables",
-            lambda: saving.load(self._servers, self._tables.all, path),
+            lambda: saving.load(context.servers, context.tables.all, path),
         )
-        self.extended.forget_ahead()
+        self.extended.rows_ahead.forget()

@@ -10,7 +10,7 @@ import contextlib
 import random
 import sys
 import weakref
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import keras
 
@@ -19,14 +19,13 @@ from keras_psplus.core.backup.training_state import TrainingState, build_optimiz
 from keras_psplus.core.base.optimizers import other_variables
 from keras_psplus.core.jobs import failure
 from keras_psplus.core.jobs.chief_only import run_on_chief
+from keras_psplus.core.strategy_engine import StrategyEngine
 from keras_psplus.hybrid.files import snapshot_folders
 from keras_psplus.hybrid.rpc.calls import TableServerLostError
 from keras_psplus.hybrid.snapshots import snapshot_variables
+from keras_psplus.hybrid.snapshots.snapshot_schedule import Snapshots
 from keras_psplus.keras_internals.keras_parts import callbacks as keras_callbacks
 from keras_psplus.log import logger
-
-if TYPE_CHECKING:
-    from keras_psplus.hybrid.engine import HybridEngine
 
 _WHAT = "snapshot"
 _SHARED = "step", "random", "training"
@@ -36,7 +35,9 @@ class FitSnapshots:
     """The snapshots of a job's calls of `fit`, and how far this process has come.
 
     Args:
-        engine: `HybridEngine` of a strategy with `snapshot_every`.
+        engine: The strategy's engine.
+        snapshots: Its `Snapshots`.
+        is_sync: Whether a lost server ends the job.
 
     Attributes:
         fits: How many calls of `fit` have begun.
@@ -47,8 +48,9 @@ class FitSnapshots:
         is_passed: Whether the present `fit` had ended before that snapshot.
     """
 
-    def __init__(self, engine: HybridEngine) -> None:
-        self._engine = weakref.ref(engine)
+    def __init__(self, engine: StrategyEngine, snapshots: Snapshots, is_sync: bool) -> None:
+        self._engine: Any = weakref.ref(engine)
+        self._snapshots, self._is_sync = snapshots, is_sync
         self.fits = self.step = self.batch = 0
         self.found: tuple[str, dict[str, Any]] | None = None
         # On the chief, from the first question for them on.
@@ -61,17 +63,13 @@ class FitSnapshots:
     def _strategy(self):
         return self._engine().strategy
 
-    @property
-    def _progress(self):
-        return self._engine().progress
-
     def data_seed(self) -> int | None:
         """Data seed of the `fit` that is about to begin, if a snapshot has it."""
         if not self._strategy.is_chief:
             return None
         self._not_taken = None
         try:
-            self._strategy._snapshots.take()
+            self._snapshots.take()
         except OSError as error:
             self._not_taken = error  # Raised when all workers ask for snapshots.
             return None
@@ -86,14 +84,14 @@ class FitSnapshots:
     def _whole(self):
         """The snapshots that are there; for the first `fit`, they are read once."""
         if self.fits > 1:
-            return self._strategy._snapshots.whole()
+            return self._snapshots.whole()
         if self._at_start is None:
-            self._at_start = self._strategy._snapshots.whole()
+            self._at_start = self._snapshots.whole()
         return self._at_start
 
     def begin(self, callbacks: keras.callbacks.CallbackList) -> None:
         """Before `fit` trains: brings the model to where the last snapshot was taken."""
-        snapshots, model = self._strategy._snapshots, callbacks.model
+        snapshots, model = self._snapshots, callbacks.model
         if any(isinstance(c, keras_callbacks.BackupAndRestore) for c in callbacks.callbacks):
             raise ValueError(
                 "`snapshot_every` resumes a job, and so does the BackupAndRestore callback, from "
@@ -108,25 +106,25 @@ class FitSnapshots:
 
     def save_first(self, model: keras.Model) -> None:
         """Writes a snapshot for a server that restarts before the first regular one."""
-        if not self._strategy.sync and not self.is_passed:
+        if not self._is_sync and not self.is_passed:
             self._save(model)
 
     def begin_epoch(self) -> None:
         """Notes the beginning of an epoch."""
-        self.batch = self._progress.batch
+        self.batch = self._engine().progress.batch
 
     def end_batch(self, model: keras.Model, batch: int) -> None:
         """Notes the end of a batch, and writes a snapshot if one is due."""
         before = self.step
         self.step += batch + 1 - self.batch
         self.batch = batch + 1
-        every = self._strategy._snapshots.every
+        every = self._snapshots.every
         if self.step // every > before // every:
             self._save(model)
 
     def end(self) -> None:
         """Notes the end of a `fit`."""
-        self._strategy._snapshots.is_needed = self.is_passed
+        self._snapshots.is_needed = self.is_passed
         if not self.is_passed:
             self.random = random.getstate()
         elif self.random is not None:
@@ -136,7 +134,7 @@ class FitSnapshots:
     def _save(self, model):
         """Writes a snapshot; on all workers, at the same step."""
         engine, strategy = self._engine(), self._strategy
-        snapshots, files_of_workers = strategy._snapshots, engine.worker_files
+        snapshots, files_of_workers = self._snapshots, engine.worker_files
         # What Keras accumulates is in no worker's file.
         engine.settle(model)
         # A process that is here has sent all that belongs to this step.
@@ -165,7 +163,7 @@ class FitSnapshots:
 
         def work():
             try:
-                with _lost_for_all(strategy):
+                with _lost_for_all(self._is_sync):
                     snapshots.save(self.step, facts, values)
             except TableServerLostError as error:
                 logger.warning("there is no snapshot of step %d: %s", self.step, error)
@@ -175,7 +173,7 @@ class FitSnapshots:
     def _restore(self, model):
         """Restores the last snapshot, if it was written in this `fit` or later."""
         strategy, control = self._strategy, self._engine().control
-        snapshots, files_of_workers = strategy._snapshots, self._engine().worker_files
+        snapshots, files_of_workers = self._snapshots, self._engine().worker_files
         candidates = run_on_chief(control, strategy.is_chief, _WHAT, self._find)
         problems = files_of_workers.problems(
             snapshots.directory, [one["worker_files"] for one in candidates]
@@ -202,7 +200,7 @@ class FitSnapshots:
             return {"is_passed": is_passed, "worker_files": files, **shared}
 
         def work():
-            with _lost_for_all(strategy):
+            with _lost_for_all(self._is_sync):
                 if self.fits == 1:
                     self.found, result = snapshots.read_newest(self._whole(), read, problems)
                     return result
@@ -236,8 +234,8 @@ class FitSnapshots:
         if self._not_taken is not None:
             raise self._not_taken
         if self.fits == 1:
-            with _lost_for_all(self._strategy):
-                self._strategy._snapshots.check_writable()
+            with _lost_for_all(self._is_sync):
+                self._snapshots.check_writable()
             found = self._whole()
         else:
             found = [self.found] if self.found and self.found[1]["fit"] >= self.fits else []
@@ -274,11 +272,11 @@ def _is_dense(variable):
 
 
 @contextlib.contextmanager
-def _lost_for_all(strategy):
+def _lost_for_all(is_sync):
     """Context in which a lost server ends a synchronous job."""
     try:
         yield
     except TableServerLostError as error:
-        if not strategy.sync:
+        if not is_sync:
             raise
         raise failure.PeerLostError(f"{error}") from None

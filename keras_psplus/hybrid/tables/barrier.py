@@ -4,26 +4,21 @@ A variable of each replica connects its pushes, the step's last collective and i
 TensorFlow keeps operations on one variable in their order, also over branches and loops.
 """
 
-from __future__ import annotations
-
-from typing import TYPE_CHECKING
-
 import tensorflow as tf
 
-if TYPE_CHECKING:
-    from keras_psplus.hybrid.extended import HybridExtended
+from keras_psplus.all_reduce.extended import MultiWorkerMirroredExtended
 
 
 class Barrier:
     """Barrier after each step's pushes, which adds a number to an existing collective.
 
     Args:
-        extended: `HybridExtended`.
+        extended: `MultiWorkerMirroredExtended`: the replicas, and variables of their steps.
     """
 
     _NAME = "tables"
 
-    def __init__(self, extended: HybridExtended) -> None:
+    def __init__(self, extended: MultiWorkerMirroredExtended) -> None:
         self._extended = extended
 
     def _variable(self):

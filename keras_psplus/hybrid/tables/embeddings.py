@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import keras
 import tensorflow as tf
 
-from keras_psplus.hybrid.tables.placement import TablePlacement
+from keras_psplus.hybrid.tables.placement import TablePlacement, TablePlacer
+from keras_psplus.hybrid.tables.registry import Tables
 from keras_psplus.hybrid.tables.table import Table
 from keras_psplus.hybrid.tables.variable import TableVariable
 from keras_psplus.keras_internals.keras_parts import (
@@ -18,9 +19,6 @@ from keras_psplus.keras_internals.keras_parts import (
     standardize_dtype,
     stateless_scope,
 )
-
-if TYPE_CHECKING:
-    from keras_psplus.hybrid.strategy import HybridStrategy
 
 # KerasRS's embedding, which sums what Keras's own has looked up.
 _EMBED_REDUCE = "keras_rs.src.layers.embedding.embed_reduce.EmbedReduce.call"
@@ -42,8 +40,7 @@ class Slot:
 
     def variable(self, name: str) -> TableVariable:
         """The `TableVariable` of the slot."""
-        table, strategy = self._value.table, self._value._strategy
-        return TableVariable(table, name, False, strategy, self._number)
+        return self._value.of_slot(name, self._number)
 
 
 def table_of(variable: keras.Variable | tf.Variable) -> Table | None:
@@ -58,7 +55,7 @@ def is_table(variable: keras.Variable) -> bool:
 
 
 def decide(
-    strategy: HybridStrategy, shape: Sequence[int], name: str | None, dtype: Any
+    placer: TablePlacer, shape: Sequence[int], name: str | None, dtype: Any
 ) -> TablePlacement | None:
     """Placement of the variable that a layer is creating; None if it is no table."""
     scopes = global_state.get_global_attribute("name_scope_stack")
@@ -73,22 +70,21 @@ def decide(
     if not is_table:
         return None
     path = f"{backend.common.name_scope.current_path()}/{name}"
-    assert strategy._placement is not None
     rows, dim = shape
-    return strategy._placement.decide(path, rows, dim, getattr(layer, "_keras_rs_placement", None))
+    return placer.decide(path, rows, dim, getattr(layer, "_keras_rs_placement", None))
 
 
 def make(
-    strategy: HybridStrategy,
+    tables: Tables,
+    lookup: Callable[[TableVariable, tf.Tensor], tf.Tensor],
     variable: keras.Variable,
     decision: TablePlacement,
     initializer: Callable[..., tf.Tensor],
 ) -> None:
-    """Makes the table of a Keras variable, on the servers."""
+    """Makes the table of a Keras variable on the servers; `lookup` is its `TableVariable`'s."""
     config = _serialized(initializer)
-    assert strategy._tables is not None
-    table = strategy._tables.make(decision.path, (decision.rows, decision.dim), config)
-    variable._value = TableVariable(table, variable.name, variable.trainable, strategy)
+    table = tables.make(decision.path, (decision.rows, decision.dim), config)
+    variable._value = TableVariable(table, variable.name, variable.trainable, tables, lookup)
     if config is None:
         variable._value.assign(initializer(variable._shape, dtype=variable._dtype))
     _give_to_servers(variable)

@@ -6,7 +6,7 @@
 
 1. Step t has the batch after its own (`BatchAndNext`). It computes the ids that batch t+1 will look
    up, by repeating the operations that made the ids of batch t (`subgraph`).
-2. It requests these rows and stores them with their ids in a `Buffer`. Where workers are
+2. It requests these rows and stores them with their ids in a buffer. Where workers are
    synchronous, the rows are as before the update of step t (`row_undo_log`).
 3. Step t+1 uses the buffer if the ids are those that it looks up, and if this replica has not
    pushed to the table since step t. Otherwise it pulls its rows: a wrong prefetch costs time only.
@@ -18,19 +18,16 @@ import collections
 import functools
 import threading
 from collections.abc import Callable
-from typing import TYPE_CHECKING, Any, Self
+from typing import Any, Self
 
 import tensorflow as tf
 
 from keras_psplus.all_reduce.data.lookahead import BatchAndNext
 from keras_psplus.hybrid.rows import subgraph
+from keras_psplus.hybrid.tables.rows_ahead import RowsAhead
 from keras_psplus.hybrid.tables.table import Table
 from keras_psplus.log import info_once
 from keras_psplus.tf_internals import framework_ops as ops
-
-if TYPE_CHECKING:
-    from keras_psplus.all_reduce.reduction.compression_state import States
-    from keras_psplus.hybrid.extended import HybridExtended
 
 _LONG = tf.int64
 _local = threading.local()
@@ -41,50 +38,27 @@ def current_lookahead() -> Lookahead | None:
     return getattr(_local, "lookahead", None)
 
 
-def with_lookahead(extended: HybridExtended, fn: Callable[..., Any]) -> Callable[..., Any]:
+def with_lookahead(rows_ahead: RowsAhead, fn: Callable[..., Any]) -> Callable[..., Any]:
     """A replica's function of a batch, as one of `BatchAndNext`."""
 
     @functools.wraps(fn)
     def of_pair(pair, *args, **kwargs):
-        with Lookahead(extended, pair):
+        with Lookahead(rows_ahead, pair):
             return fn(pair.batch, *args, **kwargs)
 
     return of_pair
-
-
-class Buffer:
-    """Rows that one lookup of one replica will ask for, if all goes as expected.
-
-    Args:
-        states: `States` that a backup or a snapshot keeps.
-        name: Its name there.
-        dim: Numbers in a row.
-    """
-
-    def __init__(self, states: States, name: str, dim: int) -> None:
-        self._ids = states.variable(f"{name}/ids", [None], _LONG)
-        self._rows = states.variable(f"{name}/rows", [None, dim], tf.float32)
-
-    def read(self) -> tuple[tf.Tensor, tf.Tensor]:
-        """The ids of the rows, and the rows."""
-        return self._ids.read_value(), self._rows.read_value()
-
-    def write(self, ids: tf.Tensor, rows: tf.Tensor) -> None:
-        """Puts others in their place."""
-        self._ids.assign(ids, read_value=False)
-        self._rows.assign(rows, read_value=False)
 
 
 class Lookahead:
     """Context of one replica's step that knows the batch after its own.
 
     Args:
-        extended: `HybridExtended` whose replica this is.
+        rows_ahead: `RowsAhead` of this process.
         pair: `BatchAndNext`.
     """
 
-    def __init__(self, extended: HybridExtended, pair: BatchAndNext) -> None:
-        self._extended, self._is_there = extended, pair.is_there
+    def __init__(self, rows_ahead: RowsAhead, pair: BatchAndNext) -> None:
+        self._rows_ahead, self._is_there = rows_ahead, pair.is_there
         self._graph = ops.get_default_graph()
         own, following = (
             tf.nest.flatten(data, expand_composites=True) for data in (pair.data, pair.following)
@@ -102,7 +76,7 @@ class Lookahead:
         _local.lookahead = self._outer
         if kind is None:
             for table in self._coming:
-                self._extended.is_ahead(table).assign(1, read_value=False)
+                self._rows_ahead.hold(table).assign(1, read_value=False)
 
     def on_padded_batch(self, batch: Any, padded: Any) -> None:
         """Notes what the step computes with in the place of its batch.
@@ -122,7 +96,8 @@ class Lookahead:
         indices: tf.Tensor,
         ids: tf.Tensor,
         ready: list[tf.Tensor],
-        pull: Callable[..., tf.Tensor],
+        pull: Callable[[tf.Tensor], tf.Tensor],
+        pull_ahead: Callable[[tf.Tensor], tf.Tensor],
     ) -> tf.Tensor | None:
         """Takes rows that have been read ahead, and reads ahead.
 
@@ -131,7 +106,8 @@ class Lookahead:
             indices: What the step looks up.
             ids: The same as distinct row numbers in range.
             ready: List of tensors that are there when the table can be read.
-            pull: Function of ids and options of `table.pull` that brings rows.
+            pull: Function of ids that brings rows.
+            pull_ahead: The same for rows as they are before this step's update.
 
         Returns:
             The rows, or None if nothing is known of what the next batch looks up.
@@ -139,12 +115,11 @@ class Lookahead:
         indices = self._of_next(table, indices)
         if indices is None:
             return None
-        buffer = self._extended.buffer(table, self._lookups[table])
+        buffer = self._rows_ahead.buffer(table, self._lookups[table])
         self._lookups[table] += 1
-        pushes = self._extended.counter(table, "pushes").read_value()
-        asked, rows = buffer.read()
+        asked, rows = (variable.read_value() for variable in buffer)
         is_same = _equal(asked, ids)
-        is_new = self._extended.is_ahead(table).read_value() > 0
+        is_new = self._rows_ahead.hold(table).read_value() > 0
         rows = tf.cond(
             tf.logical_and(is_same, is_new), lambda: tf.identity(rows), lambda: pull(ids)
         )
@@ -154,9 +129,9 @@ class Lookahead:
         is_asked = tf.logical_and(self._is_there, is_good)
         with tf.control_dependencies(ready):
             coming = coming[: tf.where(is_asked, tf.size(coming), 0)]
-        step = pushes if self._extended.barrier is not None else None
-        brought = pull(coming, purpose="ahead", step=step)
-        buffer.write(coming, brought)
+        brought = pull_ahead(coming)
+        for variable, value in zip(buffer, (coming, brought)):
+            variable.assign(value, read_value=False)
         self._coming[table].append(brought)
         return rows
 

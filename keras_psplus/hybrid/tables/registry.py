@@ -13,6 +13,7 @@ from keras_psplus.compression import Compressor
 from keras_psplus.core.jobs.control import ControlPlane
 from keras_psplus.hybrid.rows.row_optimizer import config_of
 from keras_psplus.hybrid.rpc.servers import Servers
+from keras_psplus.hybrid.tables.rows_ahead import RowsAhead
 from keras_psplus.hybrid.tables.table import Table
 
 
@@ -25,6 +26,7 @@ class Tables:
         is_chief: Whether this worker speaks for all.
         pull_compressor: Compressor of rows that are read, or None.
         push_compressor: Compressor of gradients, or None.
+        rows_ahead: `RowsAhead` of this process.
     """
 
     def __init__(
@@ -34,9 +36,10 @@ class Tables:
         is_chief: bool,
         pull_compressor: Compressor | None,
         push_compressor: Compressor | None,
+        rows_ahead: RowsAhead,
     ) -> None:
         self._servers, self._control, self._is_chief = servers, control, is_chief
-        self.compressors = pull_compressor, push_compressor
+        self.compressors, self._rows_ahead = (pull_compressor, push_compressor), rows_ahead
         self.all: list[Table] = []
 
     def make(self, name: str, shape: tuple[int, int], initializer: dict[str, Any] | None) -> Table:
@@ -82,27 +85,27 @@ class Tables:
         table.optimizer = optimizer
         table.optimizers += 1
 
-    def note_assigned(self, table: Table, slot: int) -> None:
-        """Waits until the chief has assigned a whole table, or a slot of it.
-
-        This worker has made the same assignment.
+    def assign(self, table: Table, slot: int, value: Any) -> None:
+        """Sets a whole table, or a slot of it: the chief does, for which the others wait.
 
         Raises:
             TableServerError: If the chief does not.
         """
-        if self._control is None:
-            return
         if self._is_chief:
-            self._servers.count_assignment(table.key, slot)
-            return
-        count = table.assignments.get(slot, 0) + 1
-        self._servers.wait_for_assignment(table.key, slot, count, table.name)
-        table.assignments[slot] = count
+            table.write(slot, value)
+            if self._control is not None:
+                self._servers.count_assignment(table.key, slot)
+        else:
+            count = table.assignments.get(slot, 0) + 1
+            self._servers.wait_for_assignment(table.key, slot, count, table.name)
+            table.assignments[slot] = count
+        self._rows_ahead.forget()
 
     def note_followed(self, table: Table, slot: int) -> None:
         """Notes an assignment to a table, or a slot, that only the chief has made."""
         if self._control is not None and not self._is_chief:
             table.assignments[slot] = self._servers.assignments(table.key, slot)
+        self._rows_ahead.forget()
 
     def traffic(self, counted: Callable[[Table, str], int]) -> list[Traffic]:
         """List of `Traffic` of the tables.

@@ -2,18 +2,17 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any, Self
+from collections.abc import Callable
+from typing import Any, Self
 
 import numpy as np
 import tensorflow as tf
 
+from keras_psplus.hybrid.tables.registry import Tables
 from keras_psplus.hybrid.tables.table import Table
 from keras_psplus.tf_internals import framework_ops as ops
 from keras_psplus.tf_internals import resource_variable_ops
 from keras_psplus.tf_internals.composite_variable import CompositeVariable
-
-if TYPE_CHECKING:
-    from keras_psplus.hybrid.strategy import HybridStrategy
 
 
 class TableVariable(CompositeVariable):
@@ -23,14 +22,21 @@ class TableVariable(CompositeVariable):
         table: `table.Table`.
         name: The variable's name.
         trainable: Whether it is trained.
-        strategy: The strategy, for whom a lookup is part of a step.
+        tables: `registry.Tables` of the job, with all workers of which it is assigned.
+        lookup: Function of this variable and of ids that looks rows up, as a part of a step.
         slot: 0 for the table itself, else the number of the slot.
     """
 
     def __init__(
-        self, table: Table, name: str, trainable: bool, strategy: HybridStrategy, slot: int = 0
+        self,
+        table: Table,
+        name: str,
+        trainable: bool,
+        tables: Tables,
+        lookup: Callable[[TableVariable, tf.Tensor], tf.Tensor],
+        slot: int = 0,
     ) -> None:
-        self.table, self.slot, self._strategy = table, slot, strategy
+        self.table, self.slot, self._tables, self._lookup = table, slot, tables, lookup
         with tf.init_scope(), tf.device("/CPU:0"):
             # What the tape knows the table by.
             self._proxy = resource_variable_ops.ResourceVariable(
@@ -63,7 +69,7 @@ class TableVariable(CompositeVariable):
 
     def sparse_read(self, indices: tf.Tensor, name: str | None = None) -> tf.Tensor:
         """Looks rows up: each of them comes once, and no others do."""
-        return self._strategy.extended.lookup(self, indices)
+        return self._lookup(self, indices)
 
     def assign(
         self,
@@ -78,12 +84,16 @@ class TableVariable(CompositeVariable):
                 f"The table '{self.table.name}' on parameter servers cannot be assigned inside a "
                 f"step. Assign it outside of tf.function. Received: shape={tuple(self.shape)}"
             )
-        if self._strategy.is_chief:
-            self.table.write(self.slot, value)
-        assert self._strategy._tables is not None
-        self._strategy._tables.note_assigned(self.table, self.slot)
-        self._strategy.extended.forget_ahead()
+        self._tables.assign(self.table, self.slot, value)
         return self
+
+    def note_followed(self) -> None:
+        """Notes an assignment that only the chief has made."""
+        self._tables.note_followed(self.table, self.slot)
+
+    def of_slot(self, name: str, slot: int) -> TableVariable:
+        """A variable for another slot of the same table."""
+        return TableVariable(self.table, name, False, self._tables, self._lookup, slot)
 
     def __repr__(self):
         return f"<TableVariable '{self.table.name}' shape={tuple(self.shape)} slot={self.slot}>"

@@ -19,6 +19,8 @@ import keras
 import tensorflow as tf
 
 from keras_psplus.core.batch.replica_step import current_step
+from keras_psplus.pipeline.base.stages import Stages
+from keras_psplus.pipeline.extended import making_on
 from keras_psplus.tf_internals import framework_ops as ops
 from keras_psplus.tf_internals import record
 
@@ -89,10 +91,12 @@ class Copies:
 
     Args:
         strategy: `PipelineStrategy`.
+        stages: Its `Stages`.
     """
 
-    def __init__(self, strategy: Any) -> None:
-        self._strategy = weakref.ref(strategy)
+    def __init__(self, strategy: tf.distribute.Strategy, stages: Stages) -> None:
+        self._strategy, self._stages = weakref.ref(strategy), stages
+        self.pipelines = stages.pipelines
         # Bytes of the primaries, by stage and pipeline.
         self._bytes: dict[tuple[int, int], int] = {}
         # By ids of Keras variables, and of their values and copies.
@@ -100,14 +104,6 @@ class Copies:
         self._of_value: dict[int, tuple[Copied, int]] = {}
         self._is_stale = False
         self._refresh_all: Any = None
-
-    @property
-    def _owner(self) -> Any:
-        return self._strategy()
-
-    @property
-    def _pipelines(self) -> int:
-        return self._owner._stages.pipelines
 
     def pipeline_for(self, variable: keras.Variable, stage: int) -> int:
         """The pipeline whose worker is to have a variable's primary.
@@ -117,7 +113,7 @@ class Copies:
         """
         if not self._is_copied(variable):
             return 0
-        held = [self._bytes.get((stage, pipeline), 0) for pipeline in range(self._pipelines)]
+        held = [self._bytes.get((stage, pipeline), 0) for pipeline in range(self.pipelines)]
         pipeline = held.index(min(held))
         elements = tf.TensorShape(variable.shape).num_elements()
         size = elements * tf.as_dtype(variable._dtype).size
@@ -128,13 +124,12 @@ class Copies:
         """Makes the copies of a variable whose primary was placed."""
         if not self._is_copied(variable):
             return
-        primary, strategy = variable._value, self._owner
-        copies = {}
-        for other in set(range(self._pipelines)) - {pipeline}:
-            device = strategy._stages.device(stage, other)
+        primary, copies = variable._value, {}
+        for other in set(range(self.pipelines)) - {pipeline}:
+            device = self._stages.device(stage, other)
             with tf.device(device):
                 value = primary.read_value()
-            with strategy._variables.making_on(device), tf.device(device):
+            with making_on(self._strategy(), device), tf.device(device):
                 copies[other] = tf.Variable(
                     value, trainable=primary.trainable, name=f"{variable.name}_{other}"
                 )
@@ -162,7 +157,7 @@ class Copies:
 
     def of_layer(self, layer: keras.Layer) -> list[Copied]:
         """Copied variables of a layer and of all layers inside it."""
-        if self._pipelines == 1:
+        if self.pipelines == 1:
             return []
         found = {}
         for one in layer._flatten_layers():
@@ -182,7 +177,7 @@ class Copies:
 
     def note_changed(self, variable: keras.Variable | tf.Variable) -> None:
         """Notes an assignment to a variable, in a traced step or outside of one."""
-        if self._pipelines == 1:
+        if self.pipelines == 1:
             return
         copied = self.of(variable) or (self.find(variable) or (None,))[0]
         note = getattr(current_step(), "note_changed", None)
@@ -208,7 +203,7 @@ class Copies:
 
     def _is_copied(self, variable):
         is_weight = getattr(variable, "_is_made_to_train", False)
-        return self._pipelines > 1 and is_weight and tf.as_dtype(variable._dtype).is_floating
+        return self.pipelines > 1 and is_weight and tf.as_dtype(variable._dtype).is_floating
 
     def _forget(self, key, copied):
         if self._of_variable.get(key) is copied:

@@ -10,7 +10,7 @@ import keras
 import tensorflow as tf
 
 from keras_psplus.pipeline.base import gradients
-from keras_psplus.pipeline.replicas.copies import Copied, Reads
+from keras_psplus.pipeline.replicas.copies import Copied, Copies, Reads
 from keras_psplus.tf_internals import framework_ops as ops
 from keras_psplus.tf_internals import record, resource_variable_ops
 
@@ -43,15 +43,15 @@ class PipelineSums:
     crosses to the variable's primary.
 
     Args:
-        strategy: `PipelineStrategy`.
+        copies: `Copies` of the strategy.
         trains: Whether weights may change in this step, or have changed since the one before.
 
     Attributes:
         crossings: List of the `ReplicaTransfer`s that were traced.
     """
 
-    def __init__(self, strategy: Any, trains: bool) -> None:
-        self._copies, self._pipelines = strategy._copies, strategy._stages.pipelines
+    def __init__(self, copies: Copies, trains: bool) -> None:
+        self._copies, self._pipelines = copies, copies.pipelines
         self._trains, self._graph = trains, tf.compat.v1.get_default_graph()
         # By ids of primaries: those whose copies have their values, and those that are frozen.
         self._fresh: set[int] = set()

@@ -24,7 +24,7 @@ class Residuals:
         strategy: `PipelineStrategy`.
     """
 
-    def __init__(self, strategy: Any) -> None:
+    def __init__(self, strategy: tf.distribute.Strategy) -> None:
         self._strategy = weakref.ref(strategy)
         # By name: the variable, a function that makes its first value, and the weight that it is
         # for.

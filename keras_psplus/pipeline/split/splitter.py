@@ -12,7 +12,9 @@ from keras_psplus.core.plan import plan_request
 from keras_psplus.keras_internals.keras_parts import TensorFlowTrainer, unpack_x_y_sample_weight
 from keras_psplus.log import logger
 from keras_psplus.pipeline.base import rows, schedule
+from keras_psplus.pipeline.base.stages import Stages
 from keras_psplus.pipeline.split import costs, measure, memory, partition, plan
+from keras_psplus.pipeline.split.variables import Variables
 from keras_psplus.pipeline.step import train_step
 
 # Rows of a micro-batch where data do not tell.
@@ -32,23 +34,24 @@ class Splitter:
     """Splits the models of one strategy.
 
     Args:
-        strategy: `PipelineStrategy`.
+        stages: `Stages` of the strategy.
+        variables: `Variables` of the strategy.
         patterns: For each stage, a list of patterns of layers' names; None for none.
         measures: Whether layers are measured, or their floating-point operations counted.
     """
 
     def __init__(
-        self, strategy: Any, patterns: list[list[str]] | None, measures: bool = True
+        self,
+        stages: Stages,
+        variables: Variables,
+        patterns: list[list[str]] | None,
+        measures: bool = True,
     ) -> None:
-        self._strategy, self._patterns = weakref.ref(strategy), patterns
-        self._measures = measures
+        self._stages, self._variables = stages, variables
+        self._patterns, self._measures = patterns, measures
         self._plans: weakref.WeakKeyDictionary[keras.Model, plan.Plan] = weakref.WeakKeyDictionary()
         # Models whose outputs have masks.
         self._masked: weakref.WeakSet[keras.Model] = weakref.WeakSet()
-
-    @property
-    def _owner(self) -> Any:
-        return self._strategy()
 
     def has_masks(self, model: keras.Model) -> bool:
         """Whether a model's outputs have masks."""
@@ -76,22 +79,22 @@ class Splitter:
         """
         if model in self._plans:
             return
+        strategy = engine.strategy
         x, _, _ = unpack_x_y_sample_weight(batch_spec)
         step = _own_step(model, "train_step" if trains else "predict_step")
-        with self._owner.scope():
+        with strategy.scope():
             found, has_masks, applied = costs.of_layers(
                 engine, model, x if step is None else batch_spec, step
             )
         if has_masks:
             self._masked.add(model)
-        stages = self._owner._stages
         for cost in found:
             # Of another model that was split before, perhaps inside of one of its layers.
-            placed = [self._owner._variables.stage_of_placed(v) for v in cost.layer.variables]
+            placed = [self._variables.stage_of_placed(v) for v in cost.layer.variables]
             known = next((number for number in placed if number is not None), None)
             if known is not None:
-                stages.put(cost.layer, known)
-        split = self._split(model, batch_rows or rows.rows_of_spec(x))
+                self._stages.put(cost.layer, known)
+        split = self._split(strategy, model, batch_rows or rows.rows_of_spec(x))
         times = self._measured(found, split)
         are_milliseconds = times is not None
         times = times or measure.counted(found)
@@ -100,33 +103,32 @@ class Splitter:
         if (request := plan_request.read()) is not None:
             request.answer({"text": str(made), "plan": made.as_dict()})
         for cost, number in zip(found, numbers):
-            stages.put(cost.layer, number)
+            self._stages.put(cost.layer, number)
         self._put_variables(model)
-        with self._owner.scope():
+        with strategy.scope():
             for optimizer, variables in applied:
                 if not optimizer.built:
                     optimizer.build(variables)
-        self._plans[model] = self._owner.plan = made
+        self._plans[model] = strategy.plan = made
         logger.info("%s", made)
 
-    def _split(self, model, batch_rows):
-        owner = self._owner
-        batch_rows = batch_rows or _ROWS * owner.microbatches
-        name = owner.schedule
+    def _split(self, strategy, model, batch_rows):
+        stages, name = self._stages, strategy.schedule
+        batch_rows = batch_rows or _ROWS * strategy.microbatches
         if name == "1f1b" and (model in self._masked or train_step.why_not_divided(model)):
             name = "gpipe"
         # Each pipeline has its part of the batch.
-        batch_rows = math.ceil(batch_rows / owner._stages.pipelines)
-        count = min(owner.microbatches, batch_rows)
+        batch_rows = math.ceil(batch_rows / stages.pipelines)
+        count = min(strategy.microbatches, batch_rows)
         order = schedule.SCHEDULES["1f1b" if name == schedule.PIPEDREAM else name]
         return plan.Split(
-            owner._stages.devices,
+            stages.devices,
             name,
-            order(owner.num_stages, count),
+            order(len(stages.devices), count),
             count,
             batch_rows,
             memory.slots_of(getattr(model, "optimizer", None)),
-            [owner._stages.others_of(number) for number in range(owner.num_stages)],
+            [stages.others_of(number) for number in range(len(stages.devices))],
         )
 
     def _measured(self, found, split):
@@ -138,14 +140,14 @@ class Splitter:
     def _stages_of(self, found, times, split, trains):
         """The stages of a model's layers, by their costs in the order of their calls."""
         names = [cost.layer.name for cost in found]
-        known = [self._owner._stages.of(cost.layer) for cost in found]
+        known = [self._stages.of(cost.layer) for cost in found]
         if found and None not in known:
             return known
         if self._patterns is not None:
             return partition.by_patterns(names, self._patterns, all_fit=not self._plans)
         if any(number is not None for number in known):
             return partition.with_neighbours(known)
-        stages = self._owner.num_stages
+        stages = len(self._stages.devices)
         return partition.balance(
             [one.total for one in times],
             stages if trains else min(stages, len(found)),
@@ -154,24 +156,23 @@ class Splitter:
         )
 
     def _put_variables(self, model):
-        variables, seen = self._owner._variables, set()
-        last = self._owner.num_stages - 1
+        seen, last = set(), len(self._stages.devices) - 1
 
         def visit(layer, number):
             if id(layer) in seen:
                 return
             seen.add(id(layer))
             # What is inside a layer is where the layer is.
-            number = self._owner._stages.of(layer) if number is None else number
+            number = self._stages.of(layer) if number is None else number
             of_layer = [
                 *layer._trainable_variables,
                 *layer._non_trainable_variables,
                 *(generator.state for generator in layer._seed_generators),
             ]
             for variable in of_layer:
-                variables.place(variable, last if number is None else number)
+                self._variables.place(variable, last if number is None else number)
             for inner in layer._layers:
                 visit(inner, number)
 
         visit(model, None)
-        variables.place_slots()
+        self._variables.place_slots()

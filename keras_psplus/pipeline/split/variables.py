@@ -5,16 +5,16 @@ stages. So a variable whose stage is not known yet is not made: Keras itself kno
 a value. It is made when it is given a value or read, on the stage that has the least.
 """
 
-import contextlib
 import weakref
-from collections.abc import Iterator
 from contextlib import AbstractContextManager
 from typing import Any
 
 import keras
 import tensorflow as tf
 
-from keras_psplus.pipeline.base import stages as stages_module
+from keras_psplus.pipeline.base.stages import Stages, is_in_layer
+from keras_psplus.pipeline.extended import making_on
+from keras_psplus.pipeline.replicas.copies import Copies
 
 
 class Variables:
@@ -22,33 +22,28 @@ class Variables:
 
     Args:
         strategy: `PipelineStrategy`.
+        stages: Its `Stages`.
+        copies: Its `Copies`.
     """
 
-    def __init__(self, strategy: Any) -> None:
-        self._strategy = weakref.ref(strategy)
-        self._bytes = [0] * len(strategy._stages.devices)
+    def __init__(self, strategy: tf.distribute.Strategy, stages: Stages, copies: Copies) -> None:
+        self._strategy: Any = weakref.ref(strategy)
+        self._stages, self._copies = stages, copies
+        self._bytes = [0] * len(stages.devices)
         # By ids, as Keras's variables have no hash: variables with their stages, and slots with the
         # variables that they belong to.
         self._placed: dict[int, tuple[Any, int]] = {}
         self._slots: dict[int, tuple[Any, Any]] = {}
 
-    @property
-    def _owner(self) -> Any:
-        return self._strategy()
-
-    @property
-    def _stages(self):
-        return self._owner._stages
-
     def initialize(self, variable: keras.Variable, initializer: Any) -> None:
         """Makes a variable that a layer or something else makes, or leaves it for later."""
-        device = self._owner.extended.device_of_making
+        device = self._strategy().extended.device_of_making
         number = self._stages.of_scope()
         if device is not None:
             self._make(variable, initializer, self._stages.of_device(device), device)
         elif number is not None:
             self._make(variable, initializer, number)
-        elif not stages_module.is_in_layer():
+        elif not is_in_layer():
             self._make(variable, initializer, len(self._bytes) - 1)
         elif variable._initializer is not None:
             # Keras forgets the initializer of a variable that it had deferred.
@@ -59,7 +54,7 @@ class Variables:
     def beside(self, variable: keras.Variable) -> AbstractContextManager[None]:
         """Context in which variables are made where another one is."""
         self.ensure(variable)
-        return self.making_on(variable._value.device)
+        return making_on(self._strategy(), variable._value.device)
 
     def ensure(self, variable: keras.Variable) -> None:
         """Makes a variable that is not made yet."""
@@ -74,7 +69,7 @@ class Variables:
             self._make(variable, initializer, number, device)
         elif isinstance(variable._value, tf.Variable) and variable._value.device != device:
             old = variable._value
-            with self.making_on(device):
+            with making_on(self._strategy(), device):
                 variable._value = tf.Variable(
                     _on(device, old.read_value), trainable=old.trainable, name=variable.name
                 )
@@ -84,11 +79,10 @@ class Variables:
     def place(self, variable: keras.Variable, number: int) -> None:
         """Puts a variable on a stage for good: traced functions know it there."""
         if self.stage_of_placed(variable) is None:
-            copies = self._owner._copies
-            pipeline = copies.pipeline_for(variable, number)
+            pipeline = self._copies.pipeline_for(variable, number)
             self.put(variable, number, pipeline)
             self._placed[id(variable)] = weakref.ref(variable), number
-            copies.make(variable, number, pipeline)
+            self._copies.make(variable, number, pipeline)
 
     def stage_of_placed(self, variable: keras.Variable) -> int | None:
         """The stage on which a variable was placed, or None."""
@@ -107,7 +101,7 @@ class Variables:
                 continue
             number = self.stage_of_placed(reference())
             if number is not None and self.stage_of_placed(slot()) is None:
-                pipeline = self._owner._copies.pipeline_of(reference())
+                pipeline = self._copies.pipeline_of(reference())
                 self.put(slot(), number, pipeline)
                 self._placed[key] = slot, number
 
@@ -116,22 +110,13 @@ class Variables:
         # It may be frozen before it is made, and thawed after.
         variable._trainable = getattr(variable, "_is_made_to_train", trainable)
         try:
-            with self.making_on(device):
+            with making_on(self._strategy(), device):
                 variable._initialize(
                     _on(device, lambda: initializer(variable._shape, dtype=variable._dtype))
                 )
         finally:
             variable._trainable = trainable
         self._bytes[number] += variable._value.shape.num_elements() * variable._value.dtype.size
-
-    @contextlib.contextmanager
-    def making_on(self, device: str) -> Iterator[None]:
-        """Context in which variables are made on a device."""
-        strategy = self._owner
-        in_step = tf.distribute.get_strategy() is strategy and tf.distribute.get_replica_context()
-        scope = contextlib.nullcontext() if in_step else strategy.scope()
-        with scope, strategy.extended.making_on(device):
-            yield
 
     def _emptiest(self):
         return self._bytes.index(min(self._bytes))

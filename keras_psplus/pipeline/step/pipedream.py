@@ -214,7 +214,7 @@ class PipeDreamFunction:
         with PipelineStep(self._engine, 1):
             self._engine.strategy.run(update.optimizer.apply, args=(grads, update.variables))
         versions.assign(turn)
-        devices.place(graph, before, self._engine.strategy._stages)
+        devices.place(graph, before, self._engine.context.stages)
 
 
 def _on(device, gradient):

@@ -88,7 +88,7 @@ class Functions:
         key = given.rows, shows_rows
         self._engine.finish_writes()
         # Reads what was written.
-        self._engine.strategy._copies.refresh_stale()
+        self._engine.context.copies.refresh_stale()
         while True:
             if key not in self._traced:
                 run = functools.partial(self._run, key=key, like=given.like)
@@ -101,8 +101,8 @@ class Functions:
     def _cut(self, batch):
         """A batch as the function takes it."""
         strategy = self._engine.strategy
-        if strategy._stages.pipelines > 1:
-            parts = batch_parts.cut(batch, strategy.microbatches, strategy._stages.pipelines)
+        if strategy.pipelines > 1:
+            parts = batch_parts.cut(batch, strategy.microbatches, strategy.pipelines)
             if parts is not None:
                 like = tree.map_structure(lambda _: 0, batch)
                 return _GivenBatch(parts.rows, parts.leaves, like)
@@ -121,7 +121,7 @@ class Functions:
         return given._replace(batch=tree.pack_sequence_as(given.batch, leaves))
 
     def _run(self, batch, key, like):
-        strategy = self._engine.strategy
+        strategy, context = self._engine.strategy, self._engine.context
         graph, given = tf.compat.v1.get_default_graph(), batch
         before = len(graph.get_operations())
         rows, count = None if key[1] else key[0], strategy.microbatches
@@ -129,13 +129,11 @@ class Functions:
             batch = tree.map_structure(microbatches.with_unknown_rows, batch)
         trains, compression = self._trains is not None, None
         if trains and strategy.compression is not None:
-            compression = GradientCompression(
-                strategy.compression, strategy._residuals, self._trains
-            )
+            compression = GradientCompression(strategy.compression, context.residuals, self._trains)
         with PipelineStep(self._engine, count, rows, self._order, trains) as step:
             if like is not None:
                 parts = batch_parts.CutBatch(key[0], batch)
-                batch = batch_parts.join(parts, like, count * strategy._stages.pipelines, step)
+                batch = batch_parts.join(parts, like, count * strategy.pipelines, step)
             if rows is not None:
                 step.note_of_batch(batch)
             results = self._run_in_step(step, batch)
@@ -144,10 +142,10 @@ class Functions:
         encoded = []
         if compression is not None:
             encoded += compression.compress(graph, step.over_pipelines.crossings, results)
-        between = devices.place(graph, before, strategy._stages)
+        between = devices.place(graph, before, context.stages)
         if strategy.activation_compression is not None:
             encoded += crossings.compress_activations(
-                graph, step.activations, between, strategy._stages, strategy.activation_compression
+                graph, step.activations, between, context.stages, strategy.activation_compression
             )
         self._used_on[key] = [
             devices.of_consumers([leaf]) if isinstance(leaf, tf.Tensor) else None
@@ -155,8 +153,7 @@ class Functions:
         ]
         self._end_trace(graph)
         if self._counts:
-            between_pipelines = step.over_pipelines.crossings
-            strategy._traffic.count(strategy, graph, results, between_pipelines, encoded)
+            context.traffic.count(graph, results, step.over_pipelines.crossings, encoded)
         return results
 
     def _run_in_step(self, step, batch):
@@ -218,7 +215,7 @@ class PredictFunction:
 
     def __call__(self, batches: list[Any]) -> Any:
         batches = [as_tensors(batch) for batch in batches]
-        self._engine.split(self._model, batches[0], trains=False)
+        self._engine.context.splitter.split(self._engine, self._model, batches[0], trains=False)
         self._progress.begin("prediction step")
         try:
             results = [self._functions(batch, shows_rows=True) for batch in batches]

@@ -75,8 +75,8 @@ class PipelineStep(ReplicaStep):
     ) -> None:
         super().__init__(engine)
         self._count, self._order, self.rows = count, order, rows
-        self._stages = engine.strategy._stages
-        self.over_pipelines = PipelineSums(engine.strategy, trains)
+        self._stages = engine.context.stages
+        self.over_pipelines = PipelineSums(engine.context.copies, trains)
         self._part: Microbatch | None = None
         self._is_on_stage = False
         self._recompute = trains and engine.strategy.recompute

@@ -18,6 +18,7 @@ from keras_psplus.compression import Compressor
 from keras_psplus.pipeline.base import needed
 from keras_psplus.pipeline.base.stages import Stages
 from keras_psplus.pipeline.graph import devices
+from keras_psplus.pipeline.replicas.copies import Copies
 from keras_psplus.pipeline.replicas.pipeline_sums import ReplicaTransfer
 from keras_psplus.tf_internals import framework_ops as ops
 from keras_psplus.tf_internals import resource_variable_ops
@@ -49,16 +50,17 @@ class PipelineTraffic:
 
     Args:
         host: Name of the chief's device.
+        stages: `Stages` of the strategy.
+        copies: `Copies` of the strategy.
     """
 
-    def __init__(self, host: str) -> None:
-        self._host = host
+    def __init__(self, host: str, stages: Stages, copies: Copies) -> None:
+        self._host, self._stages, self._copies = host, stages, copies
         # By what a step sends: logical and compressed bytes of each.
         self._totals: dict[tuple[_Key, ...], tf.Variable] = {}
 
     def count(
         self,
-        strategy: Any,
         graph: tf.Graph,
         results: Any,
         crossings: Iterable[ReplicaTransfer],
@@ -67,14 +69,13 @@ class PipelineTraffic:
         """Lets each call of a step that is being traced count what it sends.
 
         Args:
-            strategy: `PipelineStrategy`.
             graph: Graph of the step, all of whose operations have devices.
             results: Structure of what the step returns.
             crossings: The gradients that go from pipeline to pipeline.
             encoded: What is sent in fewer bytes.
         """
-        sent = _Names(strategy, graph, crossings, encoded).by_key(
-            sorted(_sent(graph, results, strategy._stages), key=_order)
+        sent = _Names(self._copies, graph, crossings, encoded).by_key(
+            sorted(_sent(graph, results, self._stages), key=_order)
         )
         if not sent:
             return
@@ -145,7 +146,7 @@ def _is_data(tensor):
 class _Names:
     """Names of sent tensors: the weight, or the pair of stages, that each belongs to."""
 
-    def __init__(self, strategy, graph, crossings, encoded):
+    def __init__(self, copies, graph, crossings, encoded):
         # By ids of tensors.
         self._encoded = {id(one): whole for whole in encoded for one in whole.payload}
         self._gradients = {
@@ -153,7 +154,7 @@ class _Names:
             for crossing in crossings
             for leaf in tf.nest.flatten(crossing.sent, expand_composites=True)
         }
-        paths = {id(one.primary.handle): one.path for one in strategy._copies.every()}
+        paths = {id(one.primary.handle): one.path for one in copies.every()}
         self._weights = {
             id(inside): paths[id(outside)]
             for outside, inside in graph.captures
