@@ -8,6 +8,7 @@ import tensorflow as tf
 from keras_psplus.arguments import flag, whole_number
 from keras_psplus.compression.options import seed_number
 from keras_psplus.compression.rows import RowCompressor, rows_and_size
+from keras_psplus.native.devices import has_gpus
 
 # Below this, a block's scale or its inverse would leave float32's normal range.
 _TINY = 1.5e-36
@@ -157,7 +158,9 @@ class Sign(RowCompressor):
         numbers = tf.cast(
             tf.matmul(bits, tf.constant(2.0 ** np.arange(16)[:, None], tf.float32)), tf.uint16
         )
-        words = tf.bitcast(tf.reshape(numbers, [rows, halves // 2, 2]), tf.int32)
+        # GPUs would take slices of int32 in the host's memory.
+        word = tf.float32 if has_gpus() else tf.int32
+        words = tf.bitcast(tf.reshape(numbers, [rows, halves // 2, 2]), word)
         return words[:, : -(-size // 32)], scales
 
     def decode_rows(

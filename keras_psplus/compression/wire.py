@@ -55,11 +55,11 @@ def unpack(
 
 def _to_words(tensor: tf.Tensor, rows: int | tf.Tensor) -> tf.Tensor:
     size = _row_size(tensor, rows)
-    flat = tf.reshape(tensor, [rows, size])
-    if tensor.dtype == tf.float32:
-        return flat
     if tensor.dtype.size >= 4:
-        return tf.reshape(tf.bitcast(flat, tf.float32), [rows, size * tensor.dtype.size // 4])
+        # Never reshaped as int32, which GPUs do in the host's memory.
+        words = tensor if tensor.dtype == tf.float32 else tf.bitcast(tensor, tf.float32)
+        return tf.reshape(words, [rows, size * tensor.dtype.size // 4])
+    flat = tf.reshape(tensor, [rows, size])
     # As bytes first: there is no kernel to pad some of the small types.
     octets = tf.reshape(tf.bitcast(flat, tf.uint8), [rows, size * tensor.dtype.size])
     missing = -size * tensor.dtype.size % 4
@@ -76,9 +76,10 @@ def _from_words(
     if like.dtype == tf.float32:
         return tf.reshape(words, shape)
     if width == 8:
-        words = tf.reshape(words, [rows, size, 2])
-    if width >= 4:
-        return tf.reshape(tf.bitcast(words, like.dtype), shape)
+        return tf.reshape(tf.bitcast(tf.reshape(words, [rows, size, 2]), like.dtype), shape)
+    if width == 4:
+        # See `_to_words`.
+        return tf.bitcast(tf.reshape(words, shape), like.dtype)
     octets = tf.reshape(tf.bitcast(words, tf.uint8), [rows, -(-size * width // 4) * 4])
     octets = octets[:, : size * width]
     if width > 1:

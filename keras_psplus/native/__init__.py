@@ -8,6 +8,7 @@ import tensorflow as tf
 
 from keras_psplus.log import info_once
 from keras_psplus.native.compiler import BuildError, build, is_built, opened
+from keras_psplus.native.devices import has_gpus
 
 _VARIABLE = "KERAS_PSPLUS_NATIVE"
 
@@ -47,7 +48,7 @@ def _unwanted() -> str | None:
     """Reason why kernels are not used at all, or None."""
     if os.environ.get(_VARIABLE) == "0":
         return f"{_VARIABLE}=0"
-    return "there are GPUs" if tf.config.list_logical_devices("GPU") else None
+    return "there are GPUs" if has_gpus() else None
 
 
 @functools.cache

@@ -2,6 +2,8 @@
 
 import tensorflow as tf
 
+from keras_psplus.native.devices import has_gpus
+
 SEGMENT = 1 << 16
 
 
@@ -13,7 +15,7 @@ def encode_indices_u16(indices: tf.Tensor, size: int) -> tuple[tf.Tensor, ...]:
     a gap may be longer than they can say).
 
     Args:
-        indices: int32 tensor of shape `(rows, count)`, ascending in each row.
+        indices: int32 or int64 tensor of shape `(rows, count)`, ascending in each row.
         size: Int: how long a row is.
 
     Returns:
@@ -23,7 +25,7 @@ def encode_indices_u16(indices: tf.Tensor, size: int) -> tuple[tf.Tensor, ...]:
     if size <= SEGMENT:
         return (tf.cast(indices, tf.uint16),)
     low = tf.cast(tf.bitwise.bitwise_and(indices, SEGMENT - 1), tf.uint16)
-    firsts = tf.range(SEGMENT, size, SEGMENT)
+    firsts = tf.range(SEGMENT, size, SEGMENT, indices.dtype)
     firsts = tf.broadcast_to(firsts, [tf.shape(indices)[0], tf.size(firsts)])
     # With int32 as the type of what comes out, there is no such kernel for GPUs.
     starts = tf.searchsorted(indices, firsts, out_type=tf.int64)
@@ -33,13 +35,13 @@ def encode_indices_u16(indices: tf.Tensor, size: int) -> tuple[tf.Tensor, ...]:
 
 
 def decode_indices_u16(low: tf.Tensor, *starts: tf.Tensor) -> tf.Tensor:
-    """The inverse of `encode_indices_u16`."""
-    low = tf.cast(low, tf.int32)
+    """The inverse of `encode_indices_u16`; int64 on GPUs, and otherwise int32."""
+    low = tf.cast(low, tf.int64 if has_gpus() else tf.int32)
     if not starts:
         return low
     rows, count = tf.unstack(tf.shape(low))
-    of_rows = _by_sums if tf.config.list_logical_devices("GPU") else _by_ranges
-    return low + tf.reshape(of_rows(starts[0], rows, count), [rows, count])
+    of_rows = _by_search if has_gpus() else _by_ranges
+    return low + of_rows(starts[0], rows, count)
 
 
 def _by_ranges(starts: tf.Tensor, rows: tf.Tensor, count: tf.Tensor) -> tf.Tensor:
@@ -53,21 +55,20 @@ def _by_ranges(starts: tf.Tensor, rows: tf.Tensor, count: tf.Tensor) -> tf.Tenso
     return tf.reshape(rising, [rows, count]) - tf.range(count)
 
 
-def _by_sums(starts: tf.Tensor, rows: tf.Tensor, count: tf.Tensor) -> tf.Tensor:
-    """The same by a sum, five times as slow on processors."""
-    # One column more, for segments that begin after the last index.
-    at = starts + (count + 1) * tf.range(rows)[:, tf.newaxis]
-    begun = tf.math.unsorted_segment_sum(tf.ones_like(at), at, rows * (count + 1))
-    return SEGMENT * tf.cumsum(tf.reshape(begun, [rows, count + 1])[:, :count], axis=1)
+def _by_search(starts: tf.Tensor, rows: tf.Tensor, count: tf.Tensor) -> tf.Tensor:
+    """The same by binary search, with kernels for GPUs; slower on processors."""
+    places = tf.broadcast_to(tf.range(tf.cast(count, tf.int64)), [rows, count])
+    begun = tf.searchsorted(tf.cast(starts, tf.int64), places, "right", out_type=tf.int64)
+    return SEGMENT * begun
 
 
-def scatter_rows(values: tf.Tensor, indices: tf.Tensor, size: int) -> tf.Tensor:
+def scatter_rows(values: tf.Tensor, indices: tf.Tensor, size: int | tf.Tensor) -> tf.Tensor:
     """Makes rows of zeros, or of False, with values at their indices.
 
     Args:
         values: Tensor of shape `(rows, count)`, or a scalar for all indices.
-        indices: int32 tensor of shape `(rows, count)`, without repetitions in a row.
-        size: Int: how long a row is.
+        indices: int32 or int64 tensor of shape `(rows, count)`, without repetitions in a row.
+        size: How long a row is: an int, or an int64 scalar.
 
     Returns:
         Tensor of shape `(rows * size,)`.

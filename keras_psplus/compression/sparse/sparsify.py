@@ -17,6 +17,7 @@ from keras_psplus.compression.sparse.indices import (
     scatter_rows,
 )
 from keras_psplus.compression.sparse.top_k import top_k
+from keras_psplus.native.devices import has_gpus
 
 
 class TopK(RowCompressor):
@@ -105,7 +106,7 @@ class TopK(RowCompressor):
     ) -> tf.Tensor:
         values, indices = payload[0], decode_indices_u16(*payload[1:])
         size = tf.TensorShape(row_shape).num_elements()
-        if tf.config.list_logical_devices("GPU"):
+        if has_gpus():
             # There the order of additions to one element is not always the same.
             total = tf.add_n([_scatter(v, p, row_shape) for v, p in _rows_of(values, indices)])
         else:
@@ -246,7 +247,7 @@ class RandomK(RowCompressor):
         offsets = tf.cast(drawn * tf.cast(lengths, tf.float32), tf.int64)
         # The product may be rounded up to the length.
         indices = bounds[:-1] + tf.minimum(offsets, lengths - 1)
-        return tf.cast(indices, tf.int32), lengths
+        return indices, lengths
 
 
 def _scatter(

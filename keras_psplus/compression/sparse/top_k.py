@@ -7,6 +7,7 @@ import numpy as np
 import tensorflow as tf
 
 from keras_psplus.compression.sparse.indices import scatter_rows
+from keras_psplus.native.devices import has_gpus
 
 # A sample of this many magnitudes finds a threshold; smaller tensors are sorted as they are.
 _SAMPLE = 1 << 14
@@ -25,8 +26,8 @@ def top_k(matrix: tf.Tensor, count: int | tf.Tensor) -> tuple[tf.Tensor, ...]:
         count: Int, or a scalar tensor.
 
     Returns:
-        float32 tensor of the elements and int32 tensor of their indices, ascending in each row, of
-        shape `(rows, count)`.
+        float32 tensor of the elements and int32 tensor (on GPUs, int64) of their indices, ascending
+        in each row, of shape `(rows, count)`.
     """
     rows, size = matrix.shape
     if rows != 1 or not isinstance(count, int) or size < 4 * _SAMPLE or count > size // 8:
@@ -40,7 +41,11 @@ def top_k(matrix: tf.Tensor, count: int | tf.Tensor) -> tuple[tf.Tensor, ...]:
     # NaN, which compares with nothing, is not among the small.
     candidates = _indices_of_false(tf.abs(row) <= threshold)
 
-    def of_candidates() -> tuple[tf.Tensor, tf.Tensor]:
+    def sort_candidates() -> tuple[tf.Tensor, tf.Tensor]:
+        found, chosen = _by_sorting(tf.gather(row, candidates)[tf.newaxis], count)
+        return found, tf.gather(candidates, chosen)
+
+    def select_candidates() -> tuple[tf.Tensor, tf.Tensor]:
         found = tf.cast(candidates, tf.int32)
         values = tf.gather(row, found)
         left = _magnitudes(values)
@@ -52,6 +57,8 @@ def top_k(matrix: tf.Tensor, count: int | tf.Tensor) -> tuple[tf.Tensor, ...]:
         chosen = tf.cond(tf.size(chosen) == count, lambda: chosen, if_equal)
         return tf.gather(values, chosen)[tf.newaxis], tf.gather(found, chosen)[tf.newaxis]
 
+    # GPUs have no kernel to find the last one that is wanted, and sort few numbers fast.
+    of_candidates = sort_candidates if has_gpus() else select_candidates
     found = tf.cond(tf.size(candidates) >= count, of_candidates, lambda: _by_sorting(matrix, count))
     return tuple(tf.reshape(part, [1, count]) for part in found)
 
@@ -85,10 +92,15 @@ def _indices_of_false(mask: tf.Tensor) -> tf.Tensor:
 def _by_sorting(matrix: tf.Tensor, count: int | tf.Tensor) -> tuple[tf.Tensor, tf.Tensor]:
     indices = tf.math.top_k(_magnitudes(matrix), count, sorted=False).indices
     # What a sort leaves is in no order of indices; to mark them is less work than another sort.
-    marks = scatter_rows(tf.constant(True), indices, matrix.shape[1])
+    marks = scatter_rows(tf.constant(True), indices, _size(matrix))
     found = tf.where(tf.reshape(marks, tf.shape(matrix)))[:, 1]
-    indices = tf.reshape(tf.cast(found, tf.int32), tf.shape(indices))
+    indices = tf.reshape(found if has_gpus() else tf.cast(found, tf.int32), tf.shape(indices))
     return tf.gather(matrix, indices, batch_dims=1), indices
+
+
+def _size(matrix: tf.Tensor) -> int | tf.Tensor:
+    size: int | None = matrix.shape[1]
+    return tf.shape(matrix, tf.int64)[1] if size is None else size
 
 
 def _magnitudes(values: tf.Tensor) -> tf.Tensor:
