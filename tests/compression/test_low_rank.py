@@ -5,6 +5,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from keras_psplus import compression
+from keras_psplus.compression.factors.gram_schmidt import gram_schmidt
 from tests.compression.common import few, round_trip
 
 
@@ -114,3 +115,60 @@ def test_options_are_checked():
 def test_states_start_alike_on_all_workers():
     first, second = (compression.PowerSGD(2).init([30, 30], tf.float32) for _ in range(2))
     np.testing.assert_array_equal(first["q"], second["q"])
+
+
+@pytest.fixture
+def gpus(monkeypatch):
+    """As if there were some; all is computed on the CPU."""
+
+    def use(number):
+        devices = [tf.config.LogicalDevice("/device:GPU:0", "GPU")] * number
+        monkeypatch.setattr(tf.config, "list_logical_devices", lambda kind: devices)
+
+    return use
+
+
+@pytest.mark.parametrize("rank", [1, 4, 32])
+@pytest.mark.parametrize("scale", [1e-5, 1.0, 1e4])
+def test_gpus_compute_the_same_without_a_qr_decomposition(rank, scale, gpus):
+    powersgd = compression.PowerSGD(rank, min_compression_rate=0)
+    steps = [scale * (matrix(70, 50, 45, i) + 1) for i in range(4)]
+    results = []
+    for number in 0, 1:
+        gpus(number)
+        state, results = None, [*results, []]
+        for step, array in enumerate(steps):
+            decoded, state = round_trip(powersgd, array, state, step)
+            results[-1].append(decoded / scale)
+    np.testing.assert_allclose(results[1], results[0], atol=1e-4 * np.max(np.abs(results[0])))
+
+
+def test_orthonormal_columns_span_those_of_a_matrix():
+    rng = np.random.default_rng(0)
+    # Nearly dependent ones, and of very different lengths.
+    array = (rng.normal(size=[200, 6]) + 100) * np.logspace(-15, 15, 6)
+    array = array.astype("f4")
+    found = gram_schmidt(tf.constant(array)).numpy()
+    np.testing.assert_allclose(found.T @ found, np.eye(6), atol=1e-5)
+    normal = array / np.linalg.norm(array, axis=0)
+    np.testing.assert_allclose(found @ (found.T @ normal), normal, atol=1e-5)
+
+
+def test_zeros_stand_for_dependent_columns():
+    a, b = matrix(100, 2, 2).T
+    found = gram_schmidt(tf.stack([a, 0 * a, b, a + 3 * b], 1)).numpy()
+    np.testing.assert_array_equal(found[:, [1, 3]], np.zeros([100, 2]))
+    kept = found[:, [0, 2]]
+    np.testing.assert_allclose(kept.T @ kept, np.eye(2), atol=1e-6)
+
+
+def test_gpus_keep_all_columns_after_gradients_of_lower_rank(gpus):
+    gpus(1)
+    powersgd = compression.PowerSGD(4, min_compression_rate=0)
+    for lower in 0, 1, 3:
+        decoded, state = round_trip(powersgd, matrix(40, 30, lower))
+        np.testing.assert_allclose(decoded, matrix(40, 30, lower), atol=2e-3)
+        again = matrix(40, 30, 4, seed=1)
+        for step in 1, 2:
+            decoded, state = round_trip(powersgd, again, state, step)
+        np.testing.assert_allclose(decoded, again, atol=2e-3)

@@ -22,7 +22,9 @@ from keras_psplus.arguments import flag, number, whole_number
 from keras_psplus.compression.base import Compressor
 from keras_psplus.compression.cast import saturating_cast
 from keras_psplus.compression.factors import outer_products
+from keras_psplus.compression.factors.gram_schmidt import gram_schmidt
 from keras_psplus.compression.options import check_floating, seed_number, size_of
+from keras_psplus.native.devices import has_gpus
 
 # No matrix is so large that more would save anything.
 _LARGEST_RANK = 2**20
@@ -212,5 +214,6 @@ def _orthonormal(p: tf.Tensor) -> tf.Tensor:
     """Orthonormal columns that span those of `p` (and more, if these are dependent)."""
     # What becomes of NaN in a QR decomposition differs between libraries.
     finite = tf.reduce_all(tf.math.is_finite(p))
-    orthonormal = tf.linalg.qr(tf.where(finite, p, 0.0))[0]
+    p = tf.where(finite, p, 0.0)
+    orthonormal = gram_schmidt(p) if has_gpus() else tf.linalg.qr(p)[0]
     return tf.where(finite, orthonormal, np.float32(np.nan))
