@@ -22,7 +22,7 @@ BENCH ?=
 DEMO ?=
 VERSIONS ?=
 # What needs no cluster, or a short one.
-FAST := tests/smoke tests/engine tests/keras_hooks tests/core tests/compression tests/updates \
+FAST := tests/smoke tests/gpu tests/engine tests/keras_hooks tests/core tests/compression tests/updates \
 	tests/native tests/chaos tests/test_arguments.py tests/test_layers.py tests/test_log.py \
 	tests/datasets tests/files tests/test_versions.py tests/test_project.py tests/test_structure.py tests/test_errors.py
 PIP := $(BIN)/python -m pip --disable-pip-version-check

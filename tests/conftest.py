@@ -37,7 +37,12 @@ LONG = (
 WARM = (
     *("multi_process", "parameter_server", "hybrid", "all_reduce", "callbacks", "faults"),
     *("pipeline", "smoke", "engine", "cli", "evaluator", "examples", "fidelity"),
-    *("cluster/test_serve.py", "cluster/test_rendezvous.py", "keras_hooks/test_hooks.py"),
+    *(
+        "gpu/test_steps.py",
+        "cluster/test_serve.py",
+        "cluster/test_rendezvous.py",
+        "keras_hooks/test_hooks.py",
+    ),
 )
 
 

@@ -1,27 +1,21 @@
 import pytest
 import tensorflow as tf
-from tensorflow.python.framework import kernels
 
 from keras_psplus import compression
 from keras_psplus.compression.sparse import indices
 from tests.compression.common import ALL
+from tests.gpu import kernels
 
 pytestmark = pytest.mark.skipif(
-    all(k.device_type != "GPU" for k in kernels.get_registered_kernels_for_op("MatMul").kernel),
-    reason="this TensorFlow was built without GPU kernels",
+    not kernels.are_registered(), reason="this TensorFlow was built without GPU kernels"
 )
 
 
-def runs_on_gpu(op):
-    """Whether TensorFlow has a kernel of this op, for its types, that a GPU's graph can use."""
-    types = {name: op.node_def.attr[name].type for name in op.node_def.attr}
-    for kernel in kernels.get_registered_kernels_for_op(op.type).kernel:
-        allowed = {c.name: c.allowed_values.list.type for c in kernel.constraint}
-        if kernel.device_type in ("GPU", "DEFAULT") and all(
-            types[name] in values for name, values in allowed.items()
-        ):
-            return True
-    return False
+@pytest.fixture(autouse=True)
+def gpu(monkeypatch):
+    """For which compressors choose other operations."""
+    device = tf.config.LogicalDevice("/device:GPU:0", "GPU")
+    monkeypatch.setattr(tf.config, "list_logical_devices", lambda kind: [device])
 
 
 def functions_of(graph):
@@ -34,28 +28,26 @@ def for_processors_only(function, *specs):
     """Types of a function's ops that have no such kernel."""
     graph = function.get_concrete_function(*specs).graph
     ops = [op for each in functions_of(graph) for op in each.get_operations()]
-    return {op.type for op in ops if not runs_on_gpu(op)}
+    return {op.type for op in ops if kernels.kernel_for(op) is None}
 
 
+@pytest.mark.parametrize("shape", [[40, 30], [400, 300]], ids=str)
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 @pytest.mark.parametrize("compressor", ALL, ids=repr)
-def test_every_op_has_a_kernel_for_gpus(compressor, dtype):
+def test_every_op_has_a_kernel_for_gpus(compressor, dtype, shape):
     """No GPU is needed to ask; where there is none, TensorFlow would fall back to the CPU."""
 
     @tf.function(autograph=False)
     def there_and_back(tensor, step):
-        payload, state = compressor.encode(tensor, compressor.init([40, 30], dtype), step)
+        payload, state = compressor.encode(tensor, compressor.init(shape, dtype), step)
         payload = compression.unpack(compression.pack(payload), payload)
-        return compressor.decode(payload, [40, 30], dtype, step), state
+        return compressor.decode(payload, shape, dtype, step), state
 
-    specs = tf.TensorSpec([40, 30], dtype), tf.TensorSpec([], tf.int64)
+    specs = tf.TensorSpec(shape, dtype), tf.TensorSpec([], tf.int64)
     assert for_processors_only(there_and_back, *specs) == set()
 
 
-def test_indices_in_long_rows_have_kernels_for_gpus(monkeypatch):
-    gpu = tf.config.LogicalDevice("/device:GPU:0", "GPU")
-    monkeypatch.setattr(tf.config, "list_logical_devices", lambda kind: [gpu])
-
+def test_indices_in_long_rows_have_kernels_for_gpus():
     @tf.function(autograph=False)
     def there_and_back(found):
         return indices.decode_indices_u16(*indices.encode_indices_u16(found, 300_000))
@@ -66,4 +58,4 @@ def test_indices_in_long_rows_have_kernels_for_gpus(monkeypatch):
 def test_an_op_for_cpus_only_would_be_found():
     with tf.Graph().as_default():
         shuffled = tf.random.experimental.index_shuffle(tf.range(3), [1, 2], 2)
-    assert not runs_on_gpu(shuffled.op)
+    assert kernels.kernel_for(shuffled.op) is None

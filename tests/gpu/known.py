@@ -1,0 +1,92 @@
+"""What is known to be slow on GPUs, or to fail there, each with its reason."""
+
+import fnmatch
+import typing
+
+from tests.gpu.findings import COPY, INT32, NO_KERNEL
+
+
+class Known(typing.NamedTuple):
+    """Findings that are no news.
+
+    Attributes:
+        reason: Why it is so.
+        kinds: Kinds of findings.
+        ops: Types of operations.
+        where: Patterns of files and functions, as in a shell.
+        dtypes: Pattern of types.
+        is_mended: Whether it may be gone: others are mending it.
+    """
+
+    reason: str
+    kinds: tuple[str, ...]
+    ops: tuple[str, ...]
+    where: tuple[str, ...]
+    dtypes: str = "*"
+    is_mended: bool = False
+
+    def covers(self, finding):
+        """Whether a finding is one of these."""
+        return (
+            finding["kind"] in self.kinds
+            and finding["op"] in self.ops
+            and fnmatch.fnmatchcase(finding["dtypes"], self.dtypes)
+            and any(fnmatch.fnmatchcase(finding["where"], pattern) for pattern in self.where)
+        )
+
+
+KNOWN = [
+    Known(
+        "the time is read on the host; it waits for control edges only, and nothing waits for it",
+        (NO_KERNEL,),
+        ("Timestamp",),
+        ("parameter_server/tracing/transfer_timer.py *", "hybrid/rpc/*"),
+    ),
+    Known(
+        "names and error messages of calls to servers are text, which is always on the host",
+        (NO_KERNEL,),
+        (
+            *("AsString", "Const", "SelectV2", "StaticRegexFullMatch", "StaticRegexReplace"),
+            "StringJoin",
+        ),
+        ("hybrid/*",),
+        dtypes="*string*",
+    ),
+    Known(
+        "Python looks after servers that do not answer: once a call has failed",
+        (NO_KERNEL,),
+        ("PyFunc",),
+        ("hybrid/rpc/*",),
+    ),
+    Known(
+        "ids and rows of tables cross to the servers, as they must",
+        (COPY, INT32),
+        ("EnsureShape", "Identity", "If", "RpcCall", "While"),
+        ("hybrid/rpc/*",),
+    ),
+    Known(
+        "numbers of rows that an embedding has looked up: four bytes for each id of the batch",
+        (COPY, INT32),
+        ("PlaceholderWithDefault", "Reshape", "UnsortedSegmentSum"),
+        (
+            *("all_reduce/reduction/routes.py gather_rows", "compression/wire.py _from_words"),
+            *("core/graph/stand_ins.py _of_any_length", "engine.py update_variables"),
+        ),
+        dtypes="int32",
+    ),
+    Known(
+        "one or two counts from each replica, by which the host chooses a branch, or pads rows",
+        (COPY, INT32),
+        ("Max", "Reshape"),
+        ("all_reduce/reduction/factor_sums.py *", "all_reduce/collectives/* gather_rows"),
+        dtypes="int32",
+    ),
+    Known(
+        "zeros that uneven groups' followers add to the leader's words: copied, not waited for",
+        (COPY, INT32),
+        ("Cast", "Fill"),
+        ("all_reduce/collectives/gpu_sums.py *", "all_reduce/topology/group_routes.py spread"),
+        dtypes="int32",
+        is_mended=True,
+    ),
+]
