@@ -5,6 +5,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from keras_psplus import compression
+from keras_psplus.compression.sparse.bisection import nth_largest, ordered_bits
 from keras_psplus.compression.sparse.top_k import top_k
 from tests.compression.common import arrays, at, bytes_of, few, round_trip
 
@@ -127,3 +128,15 @@ def test_other_options_are_checked():
         compression.TopK(0.1, momentum_correction=1.0)
     with pytest.raises(ValueError, match="choose one. Received: unbiased=True"):
         compression.RandomK(0.1, unbiased=True, error_feedback=True)
+
+
+@given(arrays(max_dims=1), st.data())
+@few
+def test_the_nth_largest_is_found_by_bisection(array, data):
+    array = np.abs(array)
+    n = data.draw(st.integers(1, max(1, array.size)))
+    if array.size:
+        bits = ordered_bits(tf.constant(array))
+        for digit in 1, 2, 4:
+            found = tf.cast(nth_largest(bits, n, digit), tf.int32)
+            assert tf.bitcast(found, tf.float32) == np.sort(array)[-n]

@@ -6,11 +6,14 @@ import math
 import numpy as np
 import tensorflow as tf
 
+from keras_psplus.compression.sparse.bisection import find_largest
 from keras_psplus.compression.sparse.indices import scatter_rows
 from keras_psplus.native.devices import has_gpus
 
 # A sample of this many magnitudes finds a threshold; smaller tensors are sorted as they are.
 _SAMPLE = 1 << 14
+# Bits that one pass of a bisection finds: of many elements, the passes are more and smaller.
+_DIGIT_OF_FEW, _DIGIT_OF_MANY = 4, 1
 # Eight of them, in a byte each.
 _ALL_TRUE = 0x0101010101010101
 
@@ -30,8 +33,11 @@ def top_k(matrix: tf.Tensor, count: int | tf.Tensor) -> tuple[tf.Tensor, ...]:
         in each row, of shape `(rows, count)`.
     """
     rows, size = matrix.shape
-    if rows != 1 or not isinstance(count, int) or size < 4 * _SAMPLE or count > size // 8:
+    if rows != 1 or not isinstance(count, int) or size < 4 * _SAMPLE:
         return _by_sorting(matrix, count)
+    of_all = _by_bisection if has_gpus() else _by_sorting
+    if count > size // 8:
+        return of_all(matrix, count)
     row = matrix[0]
     # Odd, so as not to fall in with the columns of a matrix.
     sample = _magnitudes(row[:: size // _SAMPLE | 1])
@@ -41,9 +47,10 @@ def top_k(matrix: tf.Tensor, count: int | tf.Tensor) -> tuple[tf.Tensor, ...]:
     # NaN, which compares with nothing, is not among the small.
     candidates = _indices_of_false(tf.abs(row) <= threshold)
 
-    def sort_candidates() -> tuple[tf.Tensor, tf.Tensor]:
-        found, chosen = _by_sorting(tf.gather(row, candidates)[tf.newaxis], count)
-        return found, tf.gather(candidates, chosen)
+    def bisect_candidates() -> tuple[tf.Tensor, tf.Tensor]:
+        values = tf.gather(row, candidates)
+        chosen = find_largest(_magnitudes(values), count, _DIGIT_OF_FEW)
+        return tf.gather(values, chosen)[tf.newaxis], tf.gather(candidates, chosen)[tf.newaxis]
 
     def select_candidates() -> tuple[tf.Tensor, tf.Tensor]:
         found = tf.cast(candidates, tf.int32)
@@ -57,9 +64,9 @@ def top_k(matrix: tf.Tensor, count: int | tf.Tensor) -> tuple[tf.Tensor, ...]:
         chosen = tf.cond(tf.size(chosen) == count, lambda: chosen, if_equal)
         return tf.gather(values, chosen)[tf.newaxis], tf.gather(found, chosen)[tf.newaxis]
 
-    # GPUs have no kernel to find the last one that is wanted, and sort few numbers fast.
-    of_candidates = sort_candidates if has_gpus() else select_candidates
-    found = tf.cond(tf.size(candidates) >= count, of_candidates, lambda: _by_sorting(matrix, count))
+    # See `bisection`.
+    of_candidates = bisect_candidates if has_gpus() else select_candidates
+    found = tf.cond(tf.size(candidates) >= count, of_candidates, lambda: of_all(matrix, count))
     return tuple(tf.reshape(part, [1, count]) for part in found)
 
 
@@ -92,15 +99,15 @@ def _indices_of_false(mask: tf.Tensor) -> tf.Tensor:
 def _by_sorting(matrix: tf.Tensor, count: int | tf.Tensor) -> tuple[tf.Tensor, tf.Tensor]:
     indices = tf.math.top_k(_magnitudes(matrix), count, sorted=False).indices
     # What a sort leaves is in no order of indices; to mark them is less work than another sort.
-    marks = scatter_rows(tf.constant(True), indices, _size(matrix))
+    marks = scatter_rows(tf.constant(True), indices, matrix.shape[1])
     found = tf.where(tf.reshape(marks, tf.shape(matrix)))[:, 1]
     indices = tf.reshape(found if has_gpus() else tf.cast(found, tf.int32), tf.shape(indices))
     return tf.gather(matrix, indices, batch_dims=1), indices
 
 
-def _size(matrix: tf.Tensor) -> int | tf.Tensor:
-    size: int | None = matrix.shape[1]
-    return tf.shape(matrix, tf.int64)[1] if size is None else size
+def _by_bisection(matrix: tf.Tensor, count: int) -> tuple[tf.Tensor, tf.Tensor]:
+    chosen = find_largest(_magnitudes(matrix[0]), count, _DIGIT_OF_MANY)
+    return tf.gather(matrix[0], chosen)[tf.newaxis], chosen[tf.newaxis]
 
 
 def _magnitudes(values: tf.Tensor) -> tf.Tensor:
