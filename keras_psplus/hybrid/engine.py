@@ -34,7 +34,7 @@ class HybridEngine(AllReduceEngine):
 
     @property
     def _context(self) -> TableContext | None:
-        """What tables are made with; None without parameter servers."""
+        """Context that tables are made with; None without parameter servers."""
         return self.strategy._context
 
     # The trainer and its data.

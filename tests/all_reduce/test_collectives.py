@@ -212,12 +212,12 @@ def test_keys_stay_the_same_if_one_worker_traces_once_more():
     assert not set(keys[0][2:4]) & set(keys[1][2:4])
 
 
-def test_collectives_of_nccl_are_launched_in_order():
-    # Placed on a CPU in the end, where there is no GPU.
-    launcher = launcher_of_two("/device:GPU:0", "NCCL")
-    of_others = launcher_of_two("/device:GPU:0", "NCCL", key=2)
+def test_collectives_of_nccl_are_launched_in_order(monkeypatch):
+    monkeypatch.setattr(operations.Launcher, "_on_cpu", False)
+    launcher = launcher_of_two("/device:CPU:0", "NCCL")
+    of_others = launcher_of_two("/device:CPU:0", "NCCL", key=2)
     of_others.share_order(launcher)
-    ring = launcher_of_two("/device:GPU:0")
+    ring = launcher_of_two("/device:CPU:0")
 
     @tf.function(input_signature=[LONG])
     def step(tensor):

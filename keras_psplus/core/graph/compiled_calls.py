@@ -60,7 +60,7 @@ class CompiledCalls:
     def call(
         self, original: Callable[..., Any], layer: keras.Layer, *args: Any, **kwargs: Any
     ) -> Any:
-        """Calls a layer in a compiled function, or as it is where XLA cannot compile it.
+        """Calls a layer in a compiled function, if XLA can compile the call.
 
         Args:
             original: Function of the layer and its arguments that calls it.

@@ -86,7 +86,7 @@ class Tables:
         table.optimizers += 1
 
     def assign(self, table: Table, slot: int, value: Any) -> None:
-        """Sets a whole table, or a slot of it: the chief does, for which the others wait.
+        """Sets a whole table or slot, on the chief; the others wait for it.
 
         Raises:
             TableServerError: If the chief does not.

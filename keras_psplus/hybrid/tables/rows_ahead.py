@@ -1,4 +1,4 @@
-"""Rows of tables that were read ahead for the next batch's lookups, and whether they hold yet."""
+"""Rows of tables that were read ahead for the next batch's lookups."""
 
 import tensorflow as tf
 
@@ -22,7 +22,7 @@ class RowsAhead:
         self._hold: dict[tuple[int, int], tf.Variable] = {}
 
     def buffer(self, table: Table, number: int) -> tuple[tf.Variable, tf.Variable]:
-        """Ids and rows that this replica has read ahead for a lookup of a table, by its number."""
+        """Ids and rows that this replica has read ahead for a numbered lookup."""
         key = table.key, number, current_replica()
         if key not in self._buffers:
             name = "/".join(map(str, key))
@@ -33,7 +33,7 @@ class RowsAhead:
         return self._buffers[key]
 
     def hold(self, table: Table) -> tf.Variable:
-        """An int64: 1 while this replica has pushed nothing to a table since it read ahead."""
+        """An int64, 1 until this replica pushes to a table after reading ahead."""
         key = table.key, current_replica()
         if key not in self._hold:
             name = "/".join(map(str, key))
@@ -47,6 +47,6 @@ class RowsAhead:
 
 
 def current_replica() -> int:
-    """Number among the local replicas of the one whose context this is; 0 outside of a step."""
+    """Number of the replica whose context this is; 0 outside of a step."""
     context = distribute_lib.get_replica_context()
     return 0 if context is None else context._replica_id
