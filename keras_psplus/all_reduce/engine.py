@@ -28,7 +28,6 @@ from keras_psplus.keras_internals.keras_parts import callbacks as keras_callback
 
 if TYPE_CHECKING:
     from keras_psplus.all_reduce.step.updating import MirroredUpdates
-    from keras_psplus.all_reduce.strategy import MultiWorkerMirroredStrategy
     from keras_psplus.core.jobs.control import ControlPlane
 
 # Odd, so that no two replicas of any job share a seed (mod 2 ** 31).
@@ -45,7 +44,7 @@ class MirroredEngine(StrategyEngine):
 
     has_weights_in_memory = True
 
-    def __init__(self, strategy: MultiWorkerMirroredStrategy) -> None:
+    def __init__(self, strategy: tf.distribute.Strategy) -> None:
         super().__init__(strategy)
         self._worker_files = MirroredWorkerFiles(strategy)
 
@@ -114,13 +113,9 @@ class OneReplicaEngine(MirroredEngine):
 
 
 class AllReduceEngine(MirroredEngine, GradientEngine):
-    """For replicas that take each step together.
+    """For replicas that take each step together."""
 
-    Args:
-        strategy: `MultiWorkerMirroredStrategy`.
-    """
-
-    def __init__(self, strategy: MultiWorkerMirroredStrategy) -> None:
+    def __init__(self, strategy: tf.distribute.Strategy) -> None:
         super().__init__(strategy)
         # While callbacks of a worker that is not the chief keep track of what the chief writes.
         self._writes_nothing = False
@@ -150,15 +145,18 @@ class AllReduceEngine(MirroredEngine, GradientEngine):
     def make_function(
         self, original: Original, model: keras.Model, step_function: Callable[..., Any]
     ) -> Callable[..., Any]:
+        strategy, compiled = self.strategy, self.compiled_calls(model)
         return replica_functions.make_function(
-            self.strategy, original, model, step_function, self.compiled_calls(model)
+            strategy.progress, strategy.extended.world, original, model, step_function, compiled
         )
 
     def make_predict_function(
         self, original: Original, model: keras.Model, force: bool = False
     ) -> None:
-        compiled = self.compiled_calls(model)
-        replica_functions.make_predict_function(self.strategy, original, model, force, compiled)
+        strategy, compiled = self.strategy, self.compiled_calls(model)
+        replica_functions.make_predict_function(
+            strategy.progress, strategy.extended.world, original, model, force, compiled
+        )
 
     def reduce_outputs(
         self, original: Original, values: Any, strategy: tf.distribute.Strategy, reduction: str

@@ -31,7 +31,6 @@ from keras_psplus.tf_internals import framework_ops as ops
 
 if TYPE_CHECKING:
     from keras_psplus.all_reduce.reduction.compression_state import States
-    from keras_psplus.all_reduce.strategy import MultiWorkerMirroredStrategy
     from keras_psplus.core.jobs.control import ControlPlane
     from keras_psplus.updates import Updates
 
@@ -55,7 +54,7 @@ class MultiWorkerMirroredExtended(collective_all_reduce_strategy.CollectiveAllRe
 
     def __init__(
         self,
-        strategy: MultiWorkerMirroredStrategy,
+        strategy: tf.distribute.Strategy,
         cluster_resolver: tf.distribute.cluster_resolver.ClusterResolver,
         communication_options: tf.distribute.experimental.CommunicationOptions,
         control: ControlPlane | None,

@@ -6,7 +6,7 @@ import functools
 import json
 import random
 from collections.abc import Callable
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import Any, NamedTuple
 
 import tensorflow as tf
 
@@ -19,9 +19,6 @@ from keras_psplus.datasets import service as data_service
 from keras_psplus.datasets.shuffle_seeds import seed_shuffles
 from keras_psplus.keras_internals.keras_parts import tree
 from keras_psplus.log import info_once, logger
-
-if TYPE_CHECKING:
-    from keras_psplus.all_reduce.strategy import MultiWorkerMirroredStrategy
 
 
 class Distributed(NamedTuple):
@@ -51,7 +48,7 @@ class _Proposal(NamedTuple):
 
 
 def distribute(
-    strategy: MultiWorkerMirroredStrategy,
+    strategy: tf.distribute.Strategy,
     adapter: Any,
     seed_for: Callable[[int], int],
     reads_ahead: bool = False,
@@ -160,7 +157,7 @@ def _check_proposals(strategy, proposals, steps):
     data_service.check_shared(readers, policies == {"OFF"}, steps)
 
 
-def split_eagerly(strategy: MultiWorkerMirroredStrategy, batch: Any) -> batches.Shards:
+def split_eagerly(world: batches.World, batch: Any) -> batches.Shards:
     """Cuts a batch of arrays that every worker has, as `train_on_batch` gets it."""
     while isinstance(batch, tuple) and len(batch) > 1 and batch[-1] is None:
         batch = batch[:-1]
@@ -168,7 +165,7 @@ def split_eagerly(strategy: MultiWorkerMirroredStrategy, batch: Any) -> batches.
         lambda leaf: leaf if leaf is None or tf.is_tensor(leaf) else tf.convert_to_tensor(leaf),
         batch,
     )
-    return batches.split(batch, strategy.extended.world)
+    return batches.split(batch, world)
 
 
 def _array(strategy, adapter, seed):

@@ -27,8 +27,6 @@ from keras_psplus.tf_internals.own_copy import own_copy
 if TYPE_CHECKING:
     import keras
 
-    from keras_psplus.all_reduce.strategy import MultiWorkerMirroredStrategy
-
 
 class Accumulators:
     """The accumulated gradients of all optimizers of a strategy.
@@ -40,7 +38,7 @@ class Accumulators:
     """
 
     def __init__(
-        self, strategy: MultiWorkerMirroredStrategy, sum_all: Callable[..., list[tf.Tensor]]
+        self, strategy: tf.distribute.Strategy, sum_all: Callable[..., list[tf.Tensor]]
     ) -> None:
         self._strategy: Callable[[], Any] = weakref.ref(strategy)
         self._sum_all = sum_all

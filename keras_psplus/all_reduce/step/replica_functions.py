@@ -18,13 +18,14 @@ from keras_psplus.keras_internals.keras_parts import tree
 if TYPE_CHECKING:
     import keras
 
-    from keras_psplus.all_reduce.strategy import MultiWorkerMirroredStrategy
+    from keras_psplus.cluster.monitor.progress import Progress
 
 _ITERATORS = (tf.data.Iterator, tf.distribute.DistributedIterator)
 
 
 def make_function(
-    strategy: MultiWorkerMirroredStrategy,
+    progress: Progress,
+    world: batches.World,
     original: Callable[..., Any],
     model: keras.Model,
     step_function: Callable[[Any], Any],
@@ -33,7 +34,8 @@ def make_function(
     """A train or test function that takes steps on all replicas.
 
     Args:
-        strategy: The strategy.
+        progress: Progress of this process.
+        world: Position of its replicas among all replicas.
         original: Keras's `_make_function`.
         model: The model.
         step_function: Its `train_step` or `test_step`.
@@ -48,13 +50,13 @@ def make_function(
     of_iterator = function
     if not model.run_eagerly:
         of_iterator = single_steps.of_iterator(function, model.steps_per_execution)
-    progress, is_training = strategy.progress, step_function == model.train_step
+    is_training = step_function == model.train_step
     doing = "training step" if is_training else "evaluation step"
 
     def function_of_iterator(iterator):
         is_iterator = isinstance(iterator, _ITERATORS)
         if not is_iterator:
-            iterator = (sharding.split_eagerly(strategy, batch) for batch in iterator)
+            iterator = (sharding.split_eagerly(world, batch) for batch in iterator)
         progress.begin(doing)
         try:
             result = of_iterator(iterator) if is_iterator else function(iterator)
@@ -68,7 +70,8 @@ def make_function(
 
 
 def make_predict_function(
-    strategy: MultiWorkerMirroredStrategy,
+    progress: Progress,
+    world: batches.World,
     original: Callable[..., Any],
     model: keras.Model,
     force: bool,
@@ -83,14 +86,12 @@ def make_predict_function(
         return
 
     def function_of_batches(all_data):
-        all_data = [
-            b if _is_distributed(b) else sharding.split_eagerly(strategy, b) for b in all_data
-        ]
-        strategy.progress.begin("prediction step")
+        all_data = [b if _is_distributed(b) else sharding.split_eagerly(world, b) for b in all_data]
+        progress.begin("prediction step")
         try:
             return function(all_data)
         finally:
-            strategy.progress.end()
+            progress.end()
 
     model.predict_function = function_of_batches
 

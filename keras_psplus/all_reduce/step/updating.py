@@ -18,7 +18,6 @@ if TYPE_CHECKING:
     import keras
 
     from keras_psplus.all_reduce.step.replica_step import MirroredReplicaStep
-    from keras_psplus.all_reduce.strategy import MultiWorkerMirroredStrategy
     from keras_psplus.updates import Updates
 
 
@@ -30,7 +29,7 @@ class MirroredUpdates:
         strategy: The strategy.
     """
 
-    def __init__(self, policy: Updates, strategy: MultiWorkerMirroredStrategy) -> None:
+    def __init__(self, policy: Updates, strategy: tf.distribute.Strategy) -> None:
         self.policy = policy
         self._strategy: Callable[[], Any] = weakref.ref(strategy)
         self._of_owner: weakref.WeakKeyDictionary[keras.optimizers.Optimizer, _OptimizerState] = (
