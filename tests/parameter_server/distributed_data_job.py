@@ -11,6 +11,7 @@ import tensorflow as tf
 
 import keras_psplus as psp
 from keras_psplus.cluster.in_process import InProcessCluster
+from keras_psplus.parameter_server.scheduling.scheduler import Scheduler
 
 ROWS, BATCH = 22, 4
 BATCHES = 7  # of two workers: 3 batches of the even rows and 4 of the odd ones
@@ -23,6 +24,27 @@ def of_worker(context):
     rows = rows.concatenate(tf.data.Dataset.range(1, 3, 2)) if odd else rows
     rows = rows.concatenate(rows.take(2)) if odd else rows
     return rows.batch(BATCH).map(lambda n: (tf.ones([tf.size(n), 1]), tf.cast(n, tf.float32)))
+
+
+def waits_in_epochs(cluster, epochs):
+    """How often the chief has waited for one step alone."""
+    waits, original = [], Scheduler.wait_for
+
+    def counted(self, condition):
+        waits.append(condition)
+        original(self, condition)
+
+    Scheduler.wait_for = counted
+    try:
+        strategy = psp.ParameterServerStrategy(cluster.cluster_resolver)
+        with strategy.scope():
+            model = keras.Sequential([keras.Input((1,)), keras.layers.Dense(1)])
+            model.compile("sgd", "mse")
+        x = tf.ones([24, 1])
+        model.fit(x, x, BATCH, epochs=epochs, verbose=0)
+    finally:
+        Scheduler.wait_for = original
+    return len(waits)
 
 
 def main():
@@ -49,6 +71,8 @@ def main():
             for loss in found["loss"] + found["val_loss"]:
                 assert abs(loss - (ROWS - 1) / 2) < 1e-4, (options, found)
             print(f"done {options}", flush=True)
+        # The first step shows what logs are called; of later epochs that is known.
+        assert waits_in_epochs(cluster, 3) == 1
     sys.stdout.flush()
     # The servers cannot be stopped in any other way.
     os._exit(0)

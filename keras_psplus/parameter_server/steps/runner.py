@@ -51,7 +51,6 @@ class StepRunner:
         self._lock = threading.Lock()
         self._sent = 0
         self._bad_loss = None
-        self._overlap = overlap
         # Of the steps of an epoch before, in the same `fit`: what the logs were, and how often a
         # step drew a seed.
         self._known: tuple[list[ClosureVariable], Any, dict[str, Any]] | None = None
@@ -109,7 +108,7 @@ class StepRunner:
 
         Until a step of this epoch has returned, the logs are those of the epoch before.
         """
-        if self._overlap and self._known is not None and are_same(variables, self._known[0]):
+        if self._known is not None and are_same(variables, self._known[0]):
             _, self._draws, self._logs = self._known
 
     def _send(self, *args):
