@@ -821,7 +821,6 @@ def refusals(context):
     scope = context.strategy.scope
     with scope():
         model = keras.Sequential([keras.Input((8,)), keras.layers.Dense(4)])
-    refusal(ValueError, "jit_compile", lambda: model.compile("sgd", "mse", jit_compile=True))
     outside = keras.optimizers.SGD()
     refusal(ValueError, "outside the strategy's scope", lambda: model.compile(outside, "mse"))
     metric = keras.metrics.Mean(name="stray")

@@ -39,6 +39,12 @@ def waits_in_epochs(cluster, epochs):
         strategy = psp.ParameterServerStrategy(cluster.cluster_resolver)
         with strategy.scope():
             model = keras.Sequential([keras.Input((1,)), keras.layers.Dense(1)])
+            try:
+                model.compile("sgd", "mse", jit_compile=True)
+            except ValueError as error:
+                assert "not supported by ParameterServerStrategy" in str(error), error
+            else:
+                raise AssertionError("XLA was not refused")
             model.compile("sgd", "mse")
         x = tf.ones([24, 1])
         model.fit(x, x, BATCH, epochs=epochs, verbose=0)
