@@ -1,5 +1,6 @@
 """What goes for all tests."""
 
+import collections
 import gc
 import os
 import pathlib
@@ -46,6 +47,9 @@ WARM = (
 )
 
 
+_FAILED_SETUPS = collections.Counter()
+
+
 def pytest_configure(config):
     config.addinivalue_line("markers", "cases(*names): what a test looks at; see selection.py")
     config.addinivalue_line("markers", "extended: what `make test` leaves out; see extended.py")
@@ -74,3 +78,18 @@ def pytest_collection_modifyitems(config, items):
 
 def pytest_collection_finish():
     gc.freeze()
+
+
+@pytest.hookimpl(tryfirst=True)
+def pytest_runtest_setup(item):
+    if _FAILED_SETUPS[item.path] > 1:
+        pytest.fail("Not tried: what this module's tests need has failed twice.", pytrace=False)
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_runtest_makereport(item, call):
+    report = yield
+    if report.when == "setup" and report.failed:
+        # A job that all tests of a module look at takes minutes, and would be run for each again.
+        _FAILED_SETUPS[item.path] += 1
+    return report
