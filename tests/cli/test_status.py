@@ -3,6 +3,7 @@
 import json
 import os
 import pathlib
+import re
 import subprocess
 import sys
 import tempfile
@@ -88,10 +89,14 @@ def test_a_worker_that_is_waited_for(tmp_path):
     flags = ["--workers=2", "--chaos=stop:worker1@step=6,for=6"]
     lines, jobs = run_job(tmp_path, *flags, event="stall_over", task="worker-0")
     # It is told again when the wait has doubled.
-    begin = next(i for i, line in enumerate(lines) if "step 7 waits" in line.get("message", ""))
-    end = max(i for i, line in enumerate(lines) if line["event"] == "stall_over")
-    assert begin < end and lines[begin]["task"] == lines[end]["task"] == "worker-0"
-    assert "worker-0 at training step 7 waits for a collective" in lines[begin]["message"]
+    said = "waits for a collective"
+    of_first = {i: line for i, line in enumerate(lines) if line.get("task") == "worker-0"}
+    begin = next(i for i, line in of_first.items() if said in line.get("message", ""))
+    end = max(i for i, line in of_first.items() if line["event"] == "stall_over")
+    assert begin < end
+    # On a busy machine, worker-1 has taken further steps when the launcher stops it.
+    found = re.search(rf"worker-0 at training step (\d+) {said}", lines[begin]["message"])
+    assert found and int(found[1]) >= 7, lines[begin]["message"]
     assert "worker-1 (no answer)" in lines[begin]["message"]
     stall = jobs[0]["tasks"]["worker-0"]["stall"]
     assert stall["is_over"] and stall["seconds"] == lines[end]["seconds"] >= 1

@@ -244,10 +244,10 @@ def test_a_task_with_another_token_is_no_task_of_the_job(monkeypatch):
     monkeypatch.setattr(peer_discovery, "_LOG_EVERY", 0.5)
     monkeypatch.setenv(TOKEN_VARIABLE, "one")
     cluster = make_cluster(2)
-    first = Waiting(TaskConfig(cluster, "worker", 0), timeout=6)
+    first = Waiting(TaskConfig(cluster, "worker", 0), timeout=10)
     _dial_until_up(cluster["worker"][0], TaskConfig(cluster, "worker", 1))
     monkeypatch.setenv(TOKEN_VARIABLE, "another")
-    second = Waiting(TaskConfig(cluster, "worker", 1), timeout=6)
+    second = Waiting(TaskConfig(cluster, "worker", 1), timeout=10)
     for task in (first, second):
         message = str(task.result())
         assert "does not know this job's secret (KERAS_PSPLUS_JOB_TOKEN differs" in message
