@@ -22,53 +22,51 @@ from keras_psplus.cluster.testing import run_in_processes
 TASK = pathlib.Path(__file__).with_name("gpu_task.py")
 MIRRORED, PIPELINE = "MultiWorkerMirroredStrategy", "PipelineStrategy"
 SERVERS, HYBRID = "ParameterServerStrategy", "HybridStrategy"
-# Losses of synchronous training are those of one process, to what the order of sums changes.
-EXACT, LOSSY, TIMED = "exact", "lossy", "timed"
 ALONE = {"workers": 1}
 
 
 def checks():
-    """By name: kind, tasks of the job, arguments of `gpu_task.py`."""
+    """By name: tasks of the job, arguments of `gpu_task.py`, whether it is timed."""
     found = {}
 
-    def add(name, kind, tasks=None, check="fit", strategy=None, given=None, **flags):
+    def add(name, tasks=None, check="fit", strategy=None, given=None, is_timed=False, **flags):
         arguments = [check] + [f"--{key}={value}" for key, value in flags.items()]
         if strategy:
             arguments += [f"--strategy={strategy}", f"--arguments={json.dumps(given or {})}"]
-        found[name] = kind, tasks or ALONE, arguments
+        found[name] = tasks or ALONE, arguments, is_timed
 
     for model, width in (("dense", 1024), ("transformer", 512)):
         for jit in ("auto", "no", "yes"):
             flags = {"model": model, "width": width, "jit": jit}
-            add(f"{model} alone, jit {jit}", TIMED, **flags)
-            add(f"{model} strategy, jit {jit}", TIMED, strategy=MIRRORED, **flags)
+            add(f"{model} alone, jit {jit}", is_timed=True, **flags)
+            add(f"{model} strategy, jit {jit}", is_timed=True, strategy=MIRRORED, **flags)
         for jit in ("no", "yes"):
             flags = {"model": model, "width": width, "jit": jit, "logical": 2}
-            add(f"{model} two logical, jit {jit}", TIMED, strategy=MIRRORED, **flags)
-    add("compressors", TIMED, check="compressors", width=100_000_000)
+            add(f"{model} two logical, jit {jit}", is_timed=True, strategy=MIRRORED, **flags)
+    add("compressors", is_timed=True, check="compressors", width=100_000_000)
     for policy in ("mixed_float16", "mixed_bfloat16"):
-        add(policy, LOSSY, strategy=MIRRORED, policy=policy, logical=2)
+        add(policy, strategy=MIRRORED, policy=policy, logical=2)
     for name in ("bf16", "int8", "topk:0.01", "powersgd:4", "sign"):
         given = {"compression": name}
-        add(f"two logical, {name}", LOSSY, strategy=MIRRORED, given=given, logical=2)
-    add("two logical, sums", EXACT, check="sums", strategy=MIRRORED, logical=2)
-    add("two logical, table", EXACT, strategy=MIRRORED, model="table", width=64, logical=2)
+        add(f"two logical, {name}", strategy=MIRRORED, given=given, logical=2)
+    add("two logical, sums", check="sums", strategy=MIRRORED, logical=2)
+    add("two logical, table", strategy=MIRRORED, model="table", width=64, logical=2)
     two = {"workers": 2}
-    add("two processes", EXACT, two, strategy=MIRRORED)
-    add("two processes, sums", EXACT, two, "sums", MIRRORED)
-    add("two processes, bf16", LOSSY, two, strategy=MIRRORED, given={"compression": "bf16"})
+    add("two processes", two, strategy=MIRRORED)
+    add("two processes, sums", two, "sums", MIRRORED)
+    add("two processes, bf16", two, strategy=MIRRORED, given={"compression": "bf16"})
     given = {"topology": [[0, 1], [2]]}
-    add("uneven topology", EXACT, {"workers": 3}, strategy=MIRRORED, given=given)
-    add("pipeline, 1f1b", EXACT, strategy=PIPELINE, given={"microbatches": 4}, logical=2)
+    add("uneven topology", {"workers": 3}, strategy=MIRRORED, given=given)
+    add("pipeline, 1f1b", strategy=PIPELINE, given={"microbatches": 4}, logical=2)
     given = {"microbatches": 4, "schedule": "pipedream"}
-    add("pipeline, pipedream", LOSSY, strategy=PIPELINE, given=given, logical=2)
+    add("pipeline, pipedream", strategy=PIPELINE, given=given, logical=2)
     servers = {"workers": 1, "ps": 1, "chief": True}
-    add("servers, sync", EXACT, servers, strategy=SERVERS, given={"mode": "sync"})
-    add("servers, int8", LOSSY, servers, strategy=SERVERS, given={"compression": "int8"})
+    add("servers, sync", servers, strategy=SERVERS, given={"mode": "sync"})
+    add("servers, int8", servers, strategy=SERVERS, given={"compression": "int8"})
     given = {"placement": "parameter_server", "row_compression": "int8"}
     tasks = {"workers": 1, "ps": 1}
-    add("hybrid, int8", LOSSY, tasks, strategy=HYBRID, given=given, model="table", width=64)
-    add("nccl of one", EXACT, check="nccl")
+    add("hybrid, int8", tasks, strategy=HYBRID, given=given, model="table", width=64)
+    add("nccl of one", check="nccl")
     return found
 
 
@@ -122,16 +120,16 @@ def main():
     results = {}
 
     def one(name):
-        kind, tasks, arguments = wanted[name]
-        results[name] = {"kind": kind, **run(tasks, arguments, options.cpu, options.limit)}
+        tasks, arguments, _ = wanted[name]
+        results[name] = run(tasks, arguments, options.cpu, options.limit)
         print(f"{name:34} {_line(results[name])}", flush=True)
         if options.json:
             pathlib.Path(options.json).write_text(json.dumps(results, indent=1))
 
-    for name, (kind, *_) in wanted.items():
-        if kind == TIMED:
+    for name, (*_, is_timed) in wanted.items():
+        if is_timed:
             one(name)
-    rest = [name for name, (kind, *_) in wanted.items() if kind != TIMED]
+    rest = [name for name, (*_, is_timed) in wanted.items() if not is_timed]
     with concurrent.futures.ThreadPoolExecutor(options.jobs) as threads:
         list(threads.map(one, rest))
     return any("error" in result or result.get("good") is False for result in results.values())

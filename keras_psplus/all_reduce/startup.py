@@ -32,9 +32,11 @@ def start(
     Returns:
         `TaskConfig` of this process, or None if it trains alone.
     """
-    task = task_of(cluster_resolver)
+    task = _found(cluster_resolver)
     if task is None:
-        if _is_evaluator(cluster_resolver) and gpus.VISIBLE not in os.environ:
+        return None
+    if task.task_type == config.EVALUATOR:
+        if gpus.VISIBLE not in os.environ:
             tuning.hide_gpus()
         return None
     if task.num_ps and not allow_ps:
@@ -72,18 +74,13 @@ def task_of(
         cluster_resolver: `ClusterResolver`, or None to read `TF_CONFIG`.
     """
     task = _found(cluster_resolver)
-    return None if task is None or task.task_type == "evaluator" else task
+    return None if task is None or task.task_type == config.EVALUATOR else task
 
 
 def _found(cluster_resolver):
     if cluster_resolver is not None:
         return resolvers.task_of(cluster_resolver)
     return discovery.find_task_config()
-
-
-def _is_evaluator(cluster_resolver):
-    task = _found(cluster_resolver)
-    return task is not None and task.task_type == "evaluator"
 
 
 def check_communication_options(given: object) -> None:

@@ -21,10 +21,20 @@ def visible(environ: Mapping[str, str] | None = None) -> list[str]:
     Args:
         environ: Environment variables; `os.environ` by default.
     """
+    found = named(environ)
+    return [str(number) for number in range(_count())] if found is None else found
+
+
+def named(environ: Mapping[str, str] | None = None) -> list[str] | None:
+    """Names in `CUDA_VISIBLE_DEVICES`, or None if it is not set.
+
+    Args:
+        environ: Environment variables; `os.environ` by default.
+    """
     environ = os.environ if environ is None else environ
-    if VISIBLE in environ:
-        return [name.strip() for name in environ[VISIBLE].split(",") if name.strip()]
-    return [str(number) for number in range(_count())]
+    if VISIBLE not in environ:
+        return None
+    return [name.strip() for name in environ[VISIBLE].split(",") if name.strip()]
 
 
 @functools.cache
@@ -69,9 +79,9 @@ def split(gpus: Sequence[str], workers: int, per_worker: int | None = None) -> l
             f"{workers} workers of {per_worker} GPUs need {workers * per_worker}, and this machine "
             f"has {len(gpus)}. Received: --gpus_per_worker={per_worker}, --workers={workers}"
         )
-    each = len(gpus) // workers if per_worker is None and workers else per_worker or 0
-    if per_worker is None and gpus and not each:
+    if per_worker is None and 0 < len(gpus) < workers:
         return [{VISIBLE: gpus[i % len(gpus)], **_GROWTH} for i in range(workers)]
+    each = len(gpus) // max(1, workers) if per_worker is None else per_worker
     return [{VISIBLE: ",".join(gpus[i * each : (i + 1) * each])} for i in range(workers)]
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import inspect
 import os
 import weakref
 from collections.abc import Callable, Iterable
@@ -51,10 +52,11 @@ class DistributedEngine(StrategyEngine):
         raise NotImplementedError
 
     def compile(self, original: Original, model: keras.Model, *args: Any, **kwargs: Any) -> Any:
-        jit_compile = checks.check_compile_arguments(
-            *(self.strategy, original, (model, *args), kwargs),
-            *(self.can_run_eagerly, self.can_compile),
+        arguments = inspect.signature(original).bind(model, *args, **kwargs).arguments
+        checks.check_compile_arguments(
+            self.strategy, model, arguments, self.can_run_eagerly, self.can_compile
         )
+        jit_compile = arguments.get("jit_compile", "auto")
         # An optimizer given by name makes its variables here: also when compile() is called
         # outside.
         with self.strategy.scope():

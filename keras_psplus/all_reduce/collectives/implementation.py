@@ -9,12 +9,12 @@ import collections
 import ctypes.util
 import importlib.util
 import json
-import os
 import socket
 from typing import TYPE_CHECKING, Any
 
 import tensorflow as tf
 
+from keras_psplus.cluster import gpus
 from keras_psplus.log import logger
 
 if TYPE_CHECKING:
@@ -48,13 +48,13 @@ def choose(given: Any, devices: list[str], control: ControlPlane | None) -> Any:
         return given
     mine = json.dumps(_own_gpus(len(devices)))
     texts = [mine] if control is None else control.exchange("GPUs", mine)
-    gpus = [gpu for text in texts for gpu in json.loads(text)]
-    if len(gpus) == 1:
+    found = [gpu for text in texts for gpu in json.loads(text)]
+    if len(found) == 1:
         return given
-    reason = _why_not_nccl(gpus)
+    reason = _why_not_nccl(found)
     if control is None or control.task.name == control.names[0]:
         how = f"TensorFlow's ring, as {reason}" if reason else "NCCL"
-        logger.info("gradients travel between %d GPUs by %s", len(gpus), how)
+        logger.info("gradients travel between %d GPUs by %s", len(found), how)
     implementation = _Implementation.RING if reason else _Implementation.NCCL
     return tf.distribute.experimental.CommunicationOptions(
         given.bytes_per_pack, given.timeout_seconds, implementation
@@ -67,15 +67,14 @@ def _own_gpus(replicas):
     physical = tf.config.get_visible_devices("GPU")
     if len(physical) != replicas:
         return [f"GPU 0 of {host}"] * replicas  # logical devices, which share one
-    visible = os.environ.get("CUDA_VISIBLE_DEVICES")
+    names = gpus.named()
     numbers = [int(device.name.rpartition(":")[2]) for device in physical]
-    names = visible.split(",") if visible else [str(number) for number in range(1 + max(numbers))]
-    return [f"GPU {names[number].strip()} of {host}" for number in numbers]
+    return [f"GPU {names[number] if names else number} of {host}" for number in numbers]
 
 
-def _why_not_nccl(gpus):
+def _why_not_nccl(names):
     """The reason why NCCL cannot be used, or None."""
-    name, replicas = collections.Counter(gpus).most_common(1)[0]
+    name, replicas = collections.Counter(names).most_common(1)[0]
     if replicas > 1:
         return f"{replicas} replicas share {name}"
     if not (ctypes.util.find_library("nccl") or _is_installed("nvidia.nccl")):

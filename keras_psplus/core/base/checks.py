@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-import inspect
-from collections.abc import Callable, Sequence
+from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any, NoReturn
 
 import keras
@@ -28,32 +27,26 @@ def check_has_updates(updates: Any) -> None:
 
 def check_compile_arguments(
     strategy: tf.distribute.Strategy,
-    compile_method: Callable[..., Any],
-    args: Sequence[Any],
-    kwargs: dict[str, Any],
+    model: keras.Model,
+    arguments: Mapping[str, Any],
     can_run_eagerly: bool = True,
     can_compile: bool = False,
-) -> Any:
+) -> None:
     """Checks the arguments of `compile()`.
 
     Args:
         strategy: The model's strategy.
-        compile_method: Keras's own `compile`, for its signature.
-        args: Positional arguments, the model first.
-        kwargs: Keyword arguments.
+        model: The model.
+        arguments: Those that `compile` was given, by name.
         can_run_eagerly: Whether the strategy's steps can run eagerly.
         can_compile: Whether XLA can compile parts of them.
-
-    Returns:
-        The `jit_compile` argument.
 
     Raises:
         ValueError: If XLA, or what the strategy cannot run eagerly, is asked for, an optimizer or
             a metric belongs to another scope, gradients would be accumulated twice, or a layer
             keeps states of the batch's rows.
     """
-    check_stateful_layers(strategy, args[0])
-    arguments = inspect.signature(compile_method).bind(*args, **kwargs).arguments
+    check_stateful_layers(strategy, model)
     if arguments.get("jit_compile") is True and not can_compile:
         raise ValueError(
             f"`jit_compile=True` is not supported by {type(strategy).__name__}: XLA cannot compile "
@@ -76,7 +69,6 @@ def check_compile_arguments(
         for metric in tree.flatten(arguments.get(name)):
             if isinstance(metric, metrics_module.Metric):
                 _check_in_scope(strategy, metric.variables, f"metric '{metric.name}'")
-    return arguments.get("jit_compile", "auto")
 
 
 def refuse_optimizer(optimizer: keras.optimizers.Optimizer) -> NoReturn:

@@ -108,7 +108,7 @@ class _Call:
         self._flat = tree.flatten(self._given)
         self._places = [i for i, one in enumerate(self._flat) if tf.is_tensor(one)]
         self._tensors = [self._flat[i] for i in self._places]
-        # What the trace has found: the structure of outputs, and layers by their losses.
+        # Found by the trace: the structure of outputs, and layers by their losses.
         self._structure, self._owners = None, []
         self._function = tf.function(self._run, autograph=False, jit_compile=True)
 

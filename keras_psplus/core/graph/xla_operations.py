@@ -10,7 +10,7 @@ from keras_psplus.tf_internals import registered_kernels
 
 _REFUSED = ("Collective", "While", "StatelessWhile")
 _DEVICES = {"XLA_CPU_JIT", "XLA_GPU_JIT"}
-# What a function is made of, and compilation replaces.
+# Parts of a function, which compilation replaces.
 _OF_FUNCTIONS = {"Placeholder", "_Arg", "_Retval", "NoOp", "PlaceholderWithDefault"}
 
 
