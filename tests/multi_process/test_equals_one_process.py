@@ -44,7 +44,7 @@ LOSSLESS = [
     *("last_batch_of_one_row", "steps_per_execution", "embeddings_of_several_widths"),
     "run_eagerly",
 ]
-# Under parameter servers, a batch's logs are those of the step that came back last.
+# Under parameter servers, a batch's logs are those of the last step that has come back.
 NOT_ASYNCHRONOUS = (
     *("logs_of_every_batch", "run_eagerly"),
     *("losses_in_metrics_eagerly", "logs_of_metrics_eagerly", "float8"),

@@ -2,6 +2,7 @@
 
 import os
 import sys
+import time
 
 from tests import quick_start  # noqa: F401
 
@@ -53,6 +54,45 @@ def waits_in_epochs(cluster, epochs):
     return len(waits)
 
 
+class Overtaken(keras.Sequential):
+    """Whose test steps take long, but for that of the last batch."""
+
+    def __init__(self, layers):
+        super().__init__(layers)
+        self.seen = keras.metrics.Sum(name="seen")
+
+    @property
+    def metrics(self):
+        return [*super().metrics, self.seen]
+
+    def test_step(self, data):
+        number = tf.reduce_max(data[1])
+        number = tf.numpy_function(self._slowly, [number], tf.float32)
+        number.set_shape([])
+        before = self.seen.result()
+        self.seen.update_state(number)
+        return {"number": number, "seen": self.seen.result(), "added": self.seen.result() - before}
+
+    @staticmethod
+    def _slowly(number):
+        time.sleep(0.0 if number == ROWS - 1 else 0.5)
+        return number
+
+
+def check_logs_of_the_last_batch(cluster):
+    """Whichever step comes back last, the logs are the last batch's."""
+    for mode in ("sync", "async"):
+        strategy = psp.ParameterServerStrategy(cluster.cluster_resolver, mode=mode)
+        with strategy.scope():
+            model = Overtaken([keras.Input((1,)), keras.layers.Dense(1)])
+            model.compile("sgd", "mse")
+        y = tf.reshape(tf.range(ROWS, dtype=tf.float32), [-1, 1])
+        for _ in range(2):
+            found = model.evaluate(tf.ones_like(y), y, BATCH, verbose=0, return_dict=True)
+            expected = {"number": 21.0, "seen": 3 + 7 + 11 + 15 + 19 + 21, "added": 21.0}
+            assert found == expected, (mode, found)
+
+
 def main():
     expected = sum(range(ROWS)) + 1 + 1 + 3
     rows = ROWS + 3
@@ -79,6 +119,7 @@ def main():
             print(f"done {options}", flush=True)
         # The first step shows what logs are called; of later epochs that is known.
         assert waits_in_epochs(cluster, 3) == 1
+        check_logs_of_the_last_batch(cluster)
     sys.stdout.flush()
     # The servers cannot be stopped in any other way.
     os._exit(0)

@@ -60,9 +60,9 @@ class StepRunner:
         self._variables, self._totals = None, None
         self._steps, self._draws = 0, None
         self._logs = None
-        # The function of the step that came back last, what its logs are computed from, and the
-        # totals before it.
-        self._last: tuple[Any, np.ndarray, np.ndarray] | None = None
+        # Of the last batch whose step has returned, however steps overtake one another: its
+        # number, its function, what its logs are computed from, and what it added to the totals.
+        self._last: tuple[int, Any, np.ndarray, np.ndarray] | None = None
 
     def submit(
         self, batches: Batches, element_spec: Any = None, ticket: Ticket | None = None
@@ -89,12 +89,12 @@ class StepRunner:
                 self._begin_as_before(variables)
             initial = self._totals + self._seeds_after(self._steps)
             self._steps += len(batches)
-        count = len(batches)
+        count, number = len(batches), self._sent
         self._send(
             function.concrete,
             (tf.constant(initial), payload),
-            lambda result, worker: self._add(count, function, result[0].numpy(), worker),
-            describe(batches, self._sent),
+            lambda result, worker: self._add(number, count, function, result[0].numpy(), worker),
+            describe(batches, number),
             ticket,
             function.may_overlap,
         )
@@ -130,7 +130,7 @@ class StepRunner:
 
     @property
     def logs(self) -> dict[str, Any]:
-        """The logs of the step that came back last, of totals over all workers."""
+        """The logs of the last batch whose step has returned, of totals over all workers."""
         with self._lock:
             return dict(self._logs or {})
 
@@ -168,8 +168,9 @@ class StepRunner:
         """Logs computed from the metrics of all steps, once all have returned."""
         if self._last is None:
             return {}
-        function, inputs, before = self._last
-        return self._compute_logs(function, self._totals, before, inputs)
+        _, function, inputs, changes = self._last
+        # As one process has them, for whom the last batch is the last step.
+        return self._compute_logs(function, self._totals, self._totals - changes, inputs)
 
     def _compute_logs(self, function, totals, before, inputs):
         if id(function) not in self._computed_logs:
@@ -189,22 +190,25 @@ class StepRunner:
                 unpack(self._variables, self._totals + self._seeds_after(self._steps))
         self._clear()
 
-    def _add(self, count, function, result, worker):
+    def _add(self, number, count, function, result, worker):
         result, counts = function.split(result)
         self._context.totals.add(function.costs, counts)
         result = self._context.updating.take_pending(result, worker)
         with self._lock:
             if self._totals is None:
                 return
-            changes, logs, inputs = function.notes.split(result)
-            self._last = function, inputs, self._totals
+            changes, values, inputs = function.notes.split(result)
             is_seed = self._is_seed()
             if self._draws is None:
                 self._draws = np.where(is_seed, changes / count, 0.0)
-            self._totals = self._totals + np.where(is_seed, 0.0, changes)
+            changes = np.where(is_seed, 0.0, changes)
+            self._totals = self._totals + changes
             names = function.notes.names
-            self._logs = {name: value.astype(dtype) for (name, dtype), value in zip(names, logs)}
-            loss = self._logs.get("loss")
+            logs = {name: value.astype(dtype) for (name, dtype), value in zip(names, values)}
+            if self._last is None or number > self._last[0]:
+                self._last = number, function, inputs, changes
+                self._logs = logs
+            loss = logs.get("loss")
             if loss is not None and not np.isfinite(loss):
                 self._bad_loss = loss
 
