@@ -94,8 +94,7 @@ def main():
     counters = [
         int(tf.reduce_sum(variable))
         for launcher in strategy.extended._cross_device_ops.launchers
-        for name, variable in launcher._variables.items()
-        if name[0] != "order"
+        for variable in launcher.keys.counters.values()
     ]
     print(f"{calls} calls, {sum(counters)} collectives, the longest call {longest:.1f} s")
 

@@ -11,7 +11,6 @@ FILES = {
     "keras_psplus/parameter_server/engine.py": 415,
     "keras_psplus/cluster/processes.py": 394,
     "keras_psplus/parameter_server/strategy.py": 396,
-    "keras_psplus/all_reduce/collectives/operations.py": 383,
     "keras_psplus/all_reduce/reduction/compressed.py": 363,
     "keras_psplus/all_reduce/strategy.py": 366,
 }

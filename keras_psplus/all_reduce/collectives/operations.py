@@ -1,45 +1,22 @@
 """TensorFlow's collectives, usable anywhere in a graph and with bounded memory.
 
-TensorFlow's own `CollectiveReplicaLauncher` feeds a fresh instance key into every call of a
-`tf.function`. That fails inside `tf.while_loop` and `tf.cond` ("You must feed a value for
-placeholder"), which is where `steps_per_execution` and gradient accumulation run, and the runtime
-never frees what it keeps for a key (about 5 kB for each executed collective).
-
-Here keys are counted in the graph, by an int32 variable per device and kind of collective, and
-cycle through a small window that is private to (kind, dtype, shape, group).
-
-TensorFlow also has each collective wait for the one before it to end, which NCCL needs: the next
-bucket of gradients is not sent before the last one is summed, and the link is idle while one of
-them is encoded or decoded. Without NCCL, collectives of one signature take turns in a few lanes
-here, and only those of one lane wait for each other.
+They are launched as TensorFlow launches its own, with other instance keys and in another order; see
+`instance_keys.py`. With NCCL, each waits for the one before it, as NCCL needs.
 """
 
 from __future__ import annotations
 
-import contextlib
-import weakref
-import zlib
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
+from contextlib import AbstractContextManager
 from typing import Any
 
 import tensorflow as tf
 
 from keras_psplus.all_reduce.collectives import gpu_sums, member_order, size_classes
-from keras_psplus.tf_internals import (
-    collective_ops,
-    cross_device_ops,
-    cross_device_utils,
-    resource_variable_ops,
-)
+from keras_psplus.all_reduce.collectives.instance_keys import InstanceKeys
+from keras_psplus.tf_internals import collective_ops, cross_device_ops, cross_device_utils
 from keras_psplus.tf_internals import framework_ops as ops
 
-# A collective of one lane may still be finishing on a slow peer while a fast one starts the next of
-# the same lane: keys in turn keep the two apart.
-_WINDOW, _LANES = 8, 4
-# The int32 key space: TensorFlow's own keys end far below 1 << 24.
-_UNKNOWN_SHAPE_KEYS = 1 << 24
-_STATIC_KEYS, _STATIC_SLOTS = 1 << 29, 1 << 26
-_ROWS_KEYS, _ROWS_SLOTS = 1 << 30, 1 << 19
 # Bytes up to which a sum is a gather.
 _SHORT_OF_TWO, _SHORT = 1 << 18, 1 << 14
 _SHORT_DTYPES = (tf.float32, tf.float64, tf.int32, tf.int64)
@@ -49,6 +26,7 @@ class Launcher(cross_device_utils.CollectiveReplicaLauncher):
     """Launches the collectives of one replica, with instance keys counted in the graph.
 
     Attributes:
+        keys: The `InstanceKeys` of its collectives.
         members: Names of the tasks of the group's replicas, in rank order, as of
             `member_order.names_of`; None where TensorFlow's order is that of ranks.
     """
@@ -64,18 +42,9 @@ class Launcher(cross_device_utils.CollectiveReplicaLauncher):
     ) -> None:
         super().__init__(group_key, group_size, collective_keys, device, options)
         self.members, self._follows = members, self
-        self._variables: dict[Any, tf.Variable] = {}
-        self._slots: dict[tuple[int, int], str] = {}
-        self._launched: weakref.WeakKeyDictionary[tf.Graph, dict[Any, int]] = (
-            weakref.WeakKeyDictionary()
-        )
-        self._signature: Any = None
-        self._lane: int | None = None
-        self._size_class: tf.Tensor | None = None
-        self._name: str | None = None
+        self.keys = InstanceKeys(group_key)
 
-    @contextlib.contextmanager
-    def separate_order(self, name: str) -> Iterator[None]:
+    def separate_order(self, name: str) -> AbstractContextManager[None]:
         """Context whose collectives wait only for others of the same name.
 
         Branches of a graph need it: each begins with the first lane, and would otherwise wait for
@@ -84,11 +53,7 @@ class Launcher(cross_device_utils.CollectiveReplicaLauncher):
         Args:
             name: String, the same on all replicas.
         """
-        outer, self._name = self._name, name
-        try:
-            yield
-        finally:
-            self._name = outer
+        return self.keys.named(name)
 
     def all_reduce(
         self,
@@ -203,14 +168,12 @@ class Launcher(cross_device_utils.CollectiveReplicaLauncher):
         Returns:
             Matrix with a row for each replica, which has `most` elements or more.
         """
-        padded, self._size_class = size_classes.of(most)
-        try:
-            with _Signature(self, ("rows", elements.dtype.name), lanes=1):
-                everything = super()._all_gather(
-                    tf.pad(elements, [[0, padded - tf.size(elements)]]), None
-                )
-        finally:
-            self._size_class = None
+        padded, size_class = size_classes.of(most)
+        signature = "rows", elements.dtype.name
+        with self.keys.of(signature, lanes=1, size_class=size_class):
+            everything = super()._all_gather(
+                tf.pad(elements, [[0, padded - tf.size(elements)]]), None
+            )
         return self._by_rank(tf.reshape(everything, [self._group_size, padded]))
 
     def all_gather(
@@ -270,86 +233,19 @@ class Launcher(cross_device_utils.CollectiveReplicaLauncher):
         return size * tensor.dtype.size <= limit
 
     def _keys_for(self, kind, tensor):
-        shape = tuple(tensor.shape.as_list()) if tensor.shape.rank is not None else None
-        static = shape is not None and None not in shape
-        if static:
-            return _Signature(self, (kind, tensor.dtype.name, shape))
-        return _Signature(self, None)
+        is_static = tensor.shape.is_fully_defined()
+        return self.keys.of(
+            (kind, tensor.dtype.name, tuple(tensor.shape.as_list())) if is_static else None
+        )
 
     def _next_instance_key(self):
-        with ops.device("CPU:0"):
-            if self._signature is None:
-                # A key of its own for each execution: keys are tied to one shape.
-                counter = self._variable("unknown shape", [])
-                counter.assign_add(1, read_value=False)
-                return counter.read_value() + _UNKNOWN_SHAPE_KEYS
-            if self._size_class is None:
-                counter = self._variable((self._signature, self._lane), [])
-                counter.assign_add(1, read_value=False)
-                keys = _WINDOW // _LANES
-                turn = tf.math.floormod(counter.read_value(), keys)
-                first = _STATIC_KEYS + self._slot(_STATIC_SLOTS) * _WINDOW
-                return first + self._lane * keys + turn
-            counter = self._variable(self._signature, [size_classes.COUNT])
-            counter.scatter_add(tf.IndexedSlices(tf.constant([1]), [self._size_class]))
-            turn = tf.math.floormod(counter.sparse_read([self._size_class])[0], _WINDOW)
-            first = _ROWS_KEYS + self._slot(_ROWS_SLOTS) * size_classes.COUNT * _WINDOW
-            return first + self._size_class * _WINDOW + turn
+        return self.keys.next()
 
     def _get_ordering_token(self):
         if not self._on_cpu and self._options.implementation.value == "NCCL":
             return super(Launcher, self._follows)._get_ordering_token()
-        if self._lane is None:
-            return super()._get_ordering_token()
-        name = "order", self._signature, self._lane
-        return self._variable(name, [], self._device, tf.float32).handle
-
-    def _next_lane(self, signature, lanes):
-        """Lanes take turns in each graph, so that all workers count alike, however they retrace."""
-        if tf.executing_eagerly():
-            return 0
-        launched = self._launched.setdefault(ops.get_default_graph(), {})
-        launched[signature] = launched.get(signature, -1) + 1
-        return launched[signature] % lanes
-
-    def _slot(self, slots):
-        """Slot of the signature in the key space.
-
-        It is a hash, so that workers need not agree on it.
-        """
-        signature = f"{self._group_key} {self._signature}"
-        slot = zlib.crc32(signature.encode()) % slots
-        while self._slots.setdefault((slots, slot), signature) != signature:
-            slot = (slot + 1) % slots
-        return slot
-
-    def _variable(self, name, shape, device="CPU:0", dtype=tf.int32):
-        """A variable that is kept by its name; zeros at first."""
-        if name not in self._variables:
-            with ops.init_scope(), ops.device(device):
-                self._variables[name] = resource_variable_ops.ResourceVariable(
-                    tf.zeros(shape, dtype), trainable=False
-                )
-        return self._variables[name]
-
-
-class _Signature:
-    """Context that selects the window of instance keys, and the lane, of collectives."""
-
-    def __init__(self, launcher, signature, lanes=_LANES):
-        self._launcher = launcher
-        named = signature is not None and launcher._name is not None
-        self._signature = (*signature, launcher._name) if named else signature
-        self._lanes = lanes
-
-    def __enter__(self):
-        launcher, signature = self._launcher, self._signature
-        self._outer = launcher._signature, launcher._lane
-        launcher._signature = signature
-        launcher._lane = None if signature is None else launcher._next_lane(signature, self._lanes)
-
-    def __exit__(self, *exc):
-        self._launcher._signature, self._launcher._lane = self._outer
+        order = self.keys.order(self._device)
+        return super()._get_ordering_token() if order is None else order
 
 
 class CollectiveOps(cross_device_ops.CollectiveAllReduce):
