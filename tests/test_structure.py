@@ -4,12 +4,11 @@ import importlib
 
 from tests import structure
 
-LINES = 58_000
+LINES = 58_400
 # Files that are still longer than others may be, with what they have.
 FILES = {
     "keras_psplus/engine.py": 528,
     "keras_psplus/parameter_server/engine.py": 415,
-    "keras_psplus/cluster/processes.py": 394,
     "keras_psplus/parameter_server/strategy.py": 396,
     "keras_psplus/all_reduce/reduction/compressed.py": 363,
     "keras_psplus/all_reduce/strategy.py": 366,

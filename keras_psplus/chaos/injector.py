@@ -105,11 +105,19 @@ class Injector:
         if event.kind in links.KINDS:
             self._disturb(event, self._links, self._ended)
             return
-        begin = {"kill": self._kill, "stop": self._stop, "slow": self._slow}[event.kind]
+        begin = {
+            "kill": self._kill,
+            "preempt": self._preempt,
+            "stop": self._stop,
+            "slow": self._slow,
+        }[event.kind]
         begin(event, self._cluster, self._ended)
 
     def _kill(self, event: Event, cluster: LocalCluster, ended: threading.Event) -> None:
         cluster.send_signal(event.task, signal.SIGKILL)
+
+    def _preempt(self, event: Event, cluster: LocalCluster, ended: threading.Event) -> None:
+        cluster.send_signal(event.task, signal.SIGTERM, to_children=False)
 
     def _stop(self, event: Event, cluster: LocalCluster, ended: threading.Event) -> None:
         cluster.send_signal(event.task, signal.SIGSTOP)

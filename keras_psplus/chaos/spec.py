@@ -8,6 +8,7 @@ from typing import Any, TypeVar
 
 KINDS = {
     "kill": (),
+    "preempt": (),
     "stop": ("for",),
     "slow": ("factor", "for"),
     "cut": ("for",),
@@ -15,6 +16,7 @@ KINDS = {
 }
 GRAMMAR = """faults are KIND:TASK@step=N, separated by ';'
   kill:worker1@step=20                      killed by SIGKILL
+  preempt:worker1@step=20                   told to end by SIGTERM, as by a scheduler
   stop:ps0@step=10,for=5                    stopped for 5 s; without `for`, for good
   slow:worker1@step=5,factor=5,for=20       5 times as slow for 20 s
   cut:worker1@step=20,for=5                 cut off from all others for 5 s (*)

@@ -141,6 +141,7 @@ def main(argv: list[str]) -> int:
             console=console,
             error_grace=_ERROR_GRACE,
             idle_grace=_IDLE_GRACE,
+            grace=options.grace,
             restart=restart,
             task_restarts=options.max_restarts - restart if options.restart != "job" else 0,
             server_restarts=options.restart == "task",
@@ -223,6 +224,12 @@ def _flags() -> flags.FlagValues:
     )
     flags.DEFINE_float(
         "timeout", 0.0, "Seconds after which the cluster is ended; 0: never.", **whole
+    )
+    flags.DEFINE_float(
+        "grace",
+        0.0,
+        "Seconds that tasks have after SIGTERM to save the job (BackupAndRestore, snapshots).",
+        **whole,
     )
     flags.DEFINE_integer(
         "max_restarts",

@@ -1,12 +1,9 @@
 """A cluster of local processes: started, watched, and ended as one."""
 
-import contextlib
 import os
 import pathlib
 import secrets
 import signal
-import subprocess
-import sys
 import tempfile
 import threading
 import time
@@ -21,16 +18,16 @@ from keras_psplus.cluster.environment import (
     plan_tasks,
 )
 from keras_psplus.cluster.launcher.kernel_kills import KernelKills
-from keras_psplus.cluster.launcher.results import ClusterResult, describe, exit_code_of
+from keras_psplus.cluster.launcher.results import ClusterResult, describe
 from keras_psplus.cluster.launcher.task_ends import EVALUATOR_NAME, GracePeriods, TaskEnds
+from keras_psplus.cluster.launcher.task_processes import TaskProcesses
 from keras_psplus.cluster.launcher.task_restarts import TaskRestarts
 from keras_psplus.cluster.monitor.job_record import JobRecord
-from keras_psplus.cluster.output.console import Console, OutputPump, warn
-from keras_psplus.cluster.output.log_file import LogFile
-from keras_psplus.cluster.process.warm import WarmProcess, WarmPython
+from keras_psplus.cluster.output.console import Console
+from keras_psplus.cluster.process.termination import GRACE_VARIABLE
+from keras_psplus.cluster.process.warm import WarmPython
 
 _POLL = 0.05
-_WRAPPER = str(pathlib.Path(__file__).with_name("process") / "exec_with_parent.py")
 
 
 class LocalCluster:
@@ -66,6 +63,8 @@ class LocalCluster:
         worker_grace: The same for workers that serve a chief (clusters with a
             chief and parameter servers), which may have work left.
         kill_grace: Seconds from SIGTERM to SIGKILL.
+        grace: Seconds in which the tasks that train may save the job after SIGTERM, at the end of a
+            step; 0 for none.
         error_grace: As `failure_grace`, which is the default, if that task was
             not killed by a signal: it has said itself what was wrong.
         idle_grace: The same for tasks that only serve others, from the end of
@@ -98,6 +97,7 @@ class LocalCluster:
         server_grace: float = 10.0,
         worker_grace: float = 60.0,
         kill_grace: float = 3.0,
+        grace: float = 0.0,
         error_grace: float | None = None,
         idle_grace: float | None = None,
         restart: int = 0,
@@ -125,7 +125,7 @@ class LocalCluster:
         self._serving_workers = bool(chief and ps)
         self.log_dir = pathlib.Path(log_dir or tempfile.mkdtemp(prefix="keras_psplus_"))
         self._console = console
-        self._restart, self._kill_grace = restart, kill_grace
+        self._restart, self._kill_grace, self._grace = restart, kill_grace, grace
         graces = GracePeriods(
             failure=failure_grace,
             error=failure_grace if error_grace is None else error_grace,
@@ -143,16 +143,9 @@ class LocalCluster:
         self._task_restarts = TaskRestarts(task_restarts, self._log, jobs)
         self._kills = KernelKills()
         self._began: dict[str, float] = {}
-        self._processes: dict[str, subprocess.Popen[bytes] | WarmProcess] = {}
-        self._pumps: list[OutputPump] = []
-        self._logs: dict[str, LogFile] = {}
-        self._log_starts: dict[str, int] = {}
-        # Of tasks that were started again.
-        self._replaced: list[tuple[subprocess.Popen[bytes] | WarmProcess, LogFile]] = []
+        self._processes = TaskProcesses(self._argv, self.log_dir, console, network, warm)
         self._signals: list[int] = []
         self._old_handlers: dict[signal.Signals, Any] = {}
-        self._released = False
-        self._release_lock = threading.Lock()
 
     def __enter__(self) -> Self:
         self.start()
@@ -164,7 +157,7 @@ class LocalCluster:
     @property
     def pids(self) -> dict[str, int]:
         """Dict from task name to process id."""
-        return {name: process.pid for name, process in self._processes.items()}
+        return self._processes.pids
 
     def log_path(self, name: str) -> pathlib.Path:
         """Returns the path of a task's log file.
@@ -172,7 +165,7 @@ class LocalCluster:
         Args:
             name: The task, such as `"worker-1"`.
         """
-        return self.log_dir / f"{name}.log"
+        return self._processes.log_path(name)
 
     def environment(self, name: str) -> dict[str, str]:
         """Returns the dict of environment variables with which a task is started.
@@ -183,6 +176,7 @@ class LocalCluster:
         (task,) = (task for task in self.tasks if task.name == name)
         shared = self._environ if self.network is None else self.network.environment(self._environ)
         told = {TRAINING_END_VARIABLE: "stdin"} if name == EVALUATOR_NAME else {}
+        told[GRACE_VARIABLE] = f"{self._grace:g}"
         return {**shared, "PYTHONUNBUFFERED": "1", **task.variables, **told}
 
     def start(self) -> None:
@@ -220,13 +214,15 @@ class LocalCluster:
                 break
             self._start_again()
             time.sleep(_POLL)
+        if self._signals[:1] == [signal.SIGTERM] and self._grace:
+            self._let_save()
         self.stop()
         return ClusterResult(
             exit_codes=self._ends.codes,
             log_paths={task.name: self.log_path(task.name) for task in self.tasks},
             chief_has_ended_well=self._serving_workers and self._ends.has_ended_well("chief-0"),
-            log_starts=self._log_starts,
-            unwritten={name: log.lost for name, log in self._logs.items() if log.lost},
+            log_starts=self._processes.log_starts,
+            unwritten=self._processes.unwritten,
             first_failure=self._ends.first_failure,
             terminated=tuple(self._ends.terminated),
             timed_out=timed_out,
@@ -234,20 +230,33 @@ class LocalCluster:
             task_restarts=self._task_restarts.used,
         )
 
-    def send_signal(self, name: str, number: int) -> None:
-        """Sends a signal to a task and its child processes, unless the cluster has ended.
+    def send_signal(self, name: str, number: int, to_children: bool = True) -> None:
+        """Sends a signal to a task, unless the cluster has ended.
 
         Args:
             name: The task, such as `"worker-1"`.
             number: The signal's number.
+            to_children: Whether to its child processes as well.
         """
-        with self._release_lock:
-            if not self._released:
-                self._signal_groups([name], number)
+        self._processes.signal([name], number, to_children)
+
+    def _let_save(self):
+        """Tells the tasks that train to save the job and end, and waits for them."""
+        self._forget_restarts()
+        running = self._running()
+        trains = [n for n in self._ends.trains if n in running and not self._ends.is_serving(n)]
+        self._ends.told += trains
+        # Not what they have started, such as processes that read their data.
+        self._processes.signal(trains, signal.SIGTERM, to_children=False)
+        deadline = time.monotonic() + self._grace
+        while time.monotonic() < deadline and len(self._signals) < 2:
+            if not set(trains).intersection(self._running()):
+                break
+            time.sleep(_POLL)
 
     def stop(self) -> None:
         """Ends every process that still runs: SIGTERM, then SIGKILL."""
-        if self._released:
+        if self._processes.is_released:
             return
         self._forget_restarts()
         running = self._running()
@@ -256,17 +265,22 @@ class LocalCluster:
             # TensorFlow keeps SIGTERM from ending a task. One that has said why it ends, or has
             # nothing to say, needs no time.
             done = [name for name in running if self._ends.needs_no_time(name)]
-            self._signal_groups(done, signal.SIGKILL)
-            self._signal_groups([name for name in running if name not in done], signal.SIGTERM)
+            self._processes.signal(done, signal.SIGKILL)
+            self._processes.signal([n for n in running if n not in done], signal.SIGTERM)
             deadline = time.monotonic() + self._kill_grace
             while self._running() and time.monotonic() < deadline and len(self._signals) < 2:
                 time.sleep(_POLL)
             # Also the groups of tasks that have ended: what they started ends with the cluster.
-            self._signal_groups(self._processes, signal.SIGKILL)
+            self._processes.kill()
             while self._running():
                 time.sleep(_POLL)
         finally:
-            self._release()
+            self._processes.release()
+            if self.network is not None:
+                self.network.__exit__(None, None, None)
+            for number, handler in self._old_handlers.items():
+                signal.signal(number, handler)
+            self._old_handlers = {}
 
     def _start_again(self):
         """Starts the tasks whose time has come."""
@@ -274,64 +288,31 @@ class LocalCluster:
             self._forget_restarts()  # Nobody needs them any more.
             if EVALUATOR_NAME in self._processes:
                 # By the end of its input the evaluator knows that no checkpoint is to come.
-                self._processes[EVALUATOR_NAME].stdin.close()
+                self._processes.close_input(EVALUATOR_NAME)
         due = self._task_restarts.pop_due()
         for rank, task in enumerate(self.tasks):
             if task.name in due:
-                process = self._processes[task.name]
-                self._signal_groups([task.name], signal.SIGKILL)  # What it has started.
-                with self._release_lock:
-                    process.wait()  # Its id may be another process's from here on.
-                    self._replaced.append((process, self._logs[task.name]))
-                    self._start_task(rank, task, is_again=True)
+                self._processes.signal([task.name], signal.SIGKILL)  # What it has started.
+                self._start_task(rank, task)
 
     def _forget_restarts(self):
         for name, code in self._task_restarts.pop_all().items():
             self._ends.note(name, code)
 
-    def _start_task(self, rank, task, is_again=False):
-        self._logs[task.name] = log = self._open_log(task.name, is_again)
-        self._began[task.name] = time.monotonic()
-        self._processes[task.name] = process = self._start_process(rank, task.name)
-        if self._record is not None:
-            number = self._restart + self._task_restarts.used
-            self._record.task_started(task.name, process.pid, number)
-        pump = OutputPump(task.name, process.stdout, log, self._console)
-        self._pumps.append(pump)
-        pump.start()
-
-    def _start_process(self, rank, name):
-        environ = self.environment(name)
-        if self._warm is not None and self.network is None:
-            return self._warm.start(self._argv[1:], environ, has_input=name == EVALUATOR_NAME)
-        command = self._argv
-        if self.network is not None:
-            command = [*self.network.inside(rank), *command]
-        if sys.platform == "linux":
-            command = [sys.executable, "-I", "-S", _WRAPPER, str(os.getpid()), *command]
-        return subprocess.Popen(
-            command,
-            stdin=subprocess.PIPE if name == EVALUATOR_NAME else subprocess.DEVNULL,
-            stdout=subprocess.PIPE,
-            stderr=subprocess.STDOUT,
-            env=environ,
-            start_new_session=True,  # its own group: signals reach what it starts as well
-        )
-
-    def _open_log(self, name, is_again):
-        on_warning = warn if self._console is None else self._console.warn
-        goes_on = is_again or bool(self._restart)
+    def _start_task(self, rank, task):
         number = self._restart + self._task_restarts.used
-        heading = f"keras-psplus: restart {number}\n" if goes_on else ""
-        log = LogFile(self.log_path(name), goes_on, on_warning, heading)
-        self._log_starts.setdefault(name, log.size)
-        return log
+        self._began[task.name] = time.monotonic()
+        pid = self._processes.start(
+            rank, task.name, self.environment(task.name), number, task.name == EVALUATOR_NAME
+        )
+        if self._record is not None:
+            self._record.task_started(task.name, pid, number)
 
     def _running(self):
         """Names of the tasks that have not ended; notes the ends of the others."""
         codes = {
-            name: exit_code_of(process)
-            for name, process in self._processes.items()
+            name: self._processes.exit_code(name)
+            for name in self._processes
             if name not in self._ends and name not in self._task_restarts
         }
         fresh = {n: self._kills.named(code) for n, code in codes.items() if code is not None}
@@ -359,32 +340,6 @@ class LocalCluster:
             self._ends.forget(EVALUATOR_NAME)
         else:
             self._log(f"{EVALUATOR_NAME} has failed ({describe(code)}), and the others go on")
-
-    def _signal_groups(self, names, number):
-        for name in names:
-            # The processes are not reaped before `_release`, so that the ids are still theirs.
-            with contextlib.suppress(ProcessLookupError, PermissionError):
-                os.killpg(self._processes[name].pid, number)
-
-    def _release(self):
-        with self._release_lock:
-            self._released = True  # from here on, a process id may be another process's
-        for process in self._processes.values():
-            process.wait()
-        for pump in self._pumps:
-            pump.join(5.0)
-        for process in [*self._processes.values(), *(process for process, _ in self._replaced)]:
-            process.stdout.close()
-            if process.stdin is not None:
-                process.stdin.close()
-        for log in [*self._logs.values(), *(log for _, log in self._replaced)]:
-            log.close()
-        self._pumps = []
-        if self.network is not None:
-            self.network.__exit__(None, None, None)
-        for number, handler in self._old_handlers.items():
-            signal.signal(number, handler)
-        self._old_handlers = {}
 
     def _on_signal(self, number, _):
         self._signals.append(number)

@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 import functools
-import json
 import weakref
 from collections.abc import Iterable, Iterator, Sequence
 from typing import TYPE_CHECKING, Any
 
 import tensorflow as tf
 
-from keras_psplus.callbacks import CommunicationMonitor, step_report
+from keras_psplus.callbacks import step_report
 from keras_psplus.cluster import roles
 from keras_psplus.core.backup import backup_callback
 from keras_psplus.core.backup.fit_progress import FitProgress
@@ -18,6 +17,8 @@ from keras_psplus.core.base.background_writer import BackgroundWriter
 from keras_psplus.core.base.optimizers import optimizers_of
 from keras_psplus.core.data import data_position
 from keras_psplus.core.data.unknown_length import UnknownLength
+from keras_psplus.core.jobs import epoch_votes
+from keras_psplus.core.jobs.preemption import Preemption
 from keras_psplus.core.models import model_saving
 from keras_psplus.core.models.building import lifted
 from keras_psplus.core.plan import plan_request
@@ -65,6 +66,7 @@ class StrategyEngine(Engine):
             return original(model, *args, **kwargs)
         finally:
             ended, self.progress = self.progress, outer
+            self.preemption.unwatch(outer)
             ended.end(model)
             if ended.folders:
                 self.backup_writer.wait()
@@ -76,6 +78,8 @@ class StrategyEngine(Engine):
     def control(self) -> ControlPlane | None:
         """Control plane between the workers that run the script, or None."""
         return None
+
+    preemption = functools.cached_property(lambda self: Preemption.of(self.strategy, self.control))
 
     @property
     def worker_files(self) -> WorkerFiles:
@@ -237,7 +241,9 @@ class StrategyEngine(Engine):
         logs: dict[str, Any] | None = None,
     ) -> Any:
         with self.progress.beginning(callbacks):
-            return original(callbacks, logs)
+            result = original(callbacks, logs)
+        self.preemption.watch(self.progress)
+        return result
 
     def begin_epoch(
         self,
@@ -261,8 +267,18 @@ class StrategyEngine(Engine):
         with self.progress.collecting():
             original(callbacks, batch, logs)
         if self.control is not None and callbacks.model.stop_training:
-            where = f"after batch {batch + 1} of epoch {self.progress.epoch + 1}"
-            self.control.post_stop(self.strategy.progress.steps, where)
+            self.control.post_stop(self.strategy.progress.steps, self.progress.at)
+        self.batch_has_ended(callbacks.model, batch)
+        self.preemption.check(self.progress, callbacks, self.save_now)
+
+    def batch_has_ended(self, model: keras.Model, batch: int) -> None:
+        """Called when all callbacks have heard of the end of a batch (from 0)."""
+
+    def save_now(self, callbacks: keras.callbacks.CallbackList) -> None:
+        """Saves the state of `fit`."""
+        for backup in self.progress.backups:
+            backup._save_model()
+        self.backup_writer.finish()
 
     def end_epoch(
         self,
@@ -274,18 +290,7 @@ class StrategyEngine(Engine):
         self.progress.epoch, self.progress.batch = epoch + 1, 0
         with self.progress.collecting():
             original(callbacks, epoch, logs)
-        monitors = [c for c in callbacks.callbacks if isinstance(c, CommunicationMonitor)]
-        seconds = max((c.seconds for c in monitors if c.seconds is not None), default=None)
-        all_seconds = [seconds]
-        if self.control is not None:
-            # A callback that stops one worker only would leave the others waiting for its
-            # gradients. All workers come here, also those whose callbacks have nothing to say.
-            vote = json.dumps([bool(callbacks.model.stop_training), seconds])
-            votes = [json.loads(v) for v in self.control.exchange("epoch end", vote)]
-            callbacks.model.stop_training = any(stops for stops, _ in votes)
-            all_seconds = [seconds for _, seconds in votes]
-        for monitor in monitors:
-            monitor.write(all_seconds)
+        epoch_votes.exchange(self.control, callbacks)
 
     # Variables.
 

@@ -271,16 +271,14 @@ class HybridEngine(AllReduceEngine):
         if self.snapshots is not None:
             self.snapshots.begin_epoch()
 
-    def end_batch(
-        self,
-        original: Original,
-        callbacks: keras.callbacks.CallbackList,
-        batch: int,
-        logs: dict[str, Any] | None = None,
-    ) -> None:
-        super().end_batch(original, callbacks, batch, logs)
+    def batch_has_ended(self, model: keras.Model, batch: int) -> None:
         if self.snapshots is not None:
-            self.snapshots.end_batch(callbacks.model, batch)
+            self.snapshots.end_batch(model, batch)
+
+    def save_now(self, callbacks: keras.callbacks.CallbackList) -> None:
+        super().save_now(callbacks)
+        if self.snapshots is not None:
+            self.snapshots.save(callbacks.model)
 
     def end_training(
         self,

@@ -21,7 +21,8 @@ from keras_psplus.keras_internals.keras_parts import (
 ATTRIBUTES = [
     (
         backup_and_restore.BackupAndRestore,
-        "_current_epoch _last_batch_seen _load_model _training_metadata_path _weights_path",
+        "_current_epoch _last_batch_seen _load_model _save_model _training_metadata_path "
+        "_weights_path",
     ),
     (
         base_optimizer.BaseOptimizer,

@@ -23,6 +23,7 @@ def test_events_are_read_in_the_order_of_their_steps():
 def test_what_is_shown_can_be_read_again():
     for text in (
         "kill:worker1@step=20",
+        "preempt:worker1@step=20",
         "slow:ps0@step=5,factor=2.5,for=7",
         "stop:chief0@step=1",
         "cut:worker1@step=20,for=5",
@@ -53,7 +54,7 @@ def test_a_seed_draws_the_same_again_and_another_seed_something_else():
         ("kill:worker1", "'kill:worker1' cannot be read"),
         ("kill:worker1@20", "'20' in 'kill:worker1@20' cannot be read"),
         ("kill:worker1@step=2,step=3", "'step=3' in"),
-        ("end:worker1@step=2", "no fault 'end', only kill, stop, slow, cut, delay"),
+        ("end:worker1@step=2", "no fault 'end', only kill, preempt, stop, slow, cut, delay"),
         ("kill:worker7@step=2", "no task 'worker7', but chief0, worker0, worker1, ps0"),
         ("kill:worker1@for=2", "kill does not take 'for'"),
         ("stop:worker1@for=2", "`step` is missing"),

@@ -3,7 +3,7 @@
 `model.stop_training = True` after a batch ends the epoch on that worker; the others would wait in
 their next step for its gradients. The worker posts its stop in the key-value store of TensorFlow's
 coordination service, once; a worker that waits in a step reads it. While steps go on, nothing is
-sent.
+sent. In the same way it learns that another one is told to end; see `core/jobs/preemption.py`.
 
 With `updates=`, workers may step without each other, and a worker that has stopped is missed only
 in a step that needs it. There a step has to wait for longer before it reads.
@@ -11,6 +11,7 @@ in a step that needs it. There a step has to wait for longer before it reads.
 
 from __future__ import annotations
 
+import contextlib
 import threading
 import time
 from typing import TYPE_CHECKING
@@ -50,6 +51,9 @@ def _run(control, progress, marks, takes_steps_alone):
     while True:
         time.sleep(seconds)
         before, last = last, progress.entered
+        if before == last and progress.doing is not None:
+            with contextlib.suppress(tf.errors.OpError, ValueError):
+                control.on_wait()
         stands = before == last and progress.doing == "training step"
         if stands and takes_steps_alone:
             # One that is traced, or has no data, waits for no worker either.

@@ -47,6 +47,7 @@ class TaskEnds:
     Attributes:
         first_failure: Name of the task that has failed first, or None.
         terminated: Names of the tasks that the launcher ends. Their ends are no failures.
+        told: Names of the tasks that are told to save and end, which is no failure either.
     """
 
     def __init__(
@@ -66,6 +67,7 @@ class TaskEnds:
         self._ends: dict[str, tuple[int, float]] = {}  # task name -> (exit code, time)
         self.first_failure: str | None = None
         self.terminated: list[str] = []
+        self.told: list[str] = []
 
     def __contains__(self, name: str) -> bool:
         return name in self._ends
@@ -91,7 +93,7 @@ class TaskEnds:
     def is_failure(self, name: str) -> bool:
         """Whether a task that has ended has failed the job."""
         code = self._ends[name][0]
-        if not code or name in self.terminated or name == EVALUATOR_NAME:
+        if not code or name in (*self.terminated, *self.told, EVALUATOR_NAME):
             return False
         chief = _CHIEF if self._of_job["chief"] else task_name("worker", 0)
         # Of workers that serve, one that has failed says itself what is wrong.
@@ -115,17 +117,21 @@ class TaskEnds:
         """Whether a task has ended by the exit code 0."""
         return name in self._ends and self._ends[name][0] == 0
 
+    @property
+    def trains(self) -> list[str]:
+        """Names of the tasks that train, and do not only serve others."""
+        return self._of_job["chief"] + ([] if self._workers_serve else self._of_job["worker"])
+
     def has_trained(self) -> bool:
         """Whether all tasks that train have ended."""
-        workers = [] if self._workers_serve else self._of_job["worker"]
-        return self._all(self._of_job["chief"] + workers)
+        return self._all(self.trains)
 
     def needs_no_time(self, name: str) -> bool:
         """Whether a task that runs has said why it ends, or has nothing to say.
 
         It has failed and said so, or only serves a chief that has ended.
         """
-        return self._have_failed([name]) or (_CHIEF in self._ends and self._is_serving(name))
+        return self._have_failed([name]) or (_CHIEF in self._ends and self.is_serving(name))
 
     def deadline(self) -> float:
         """The `time.monotonic()` at which those that still run are to be ended."""
@@ -143,7 +149,7 @@ class TaskEnds:
 
     def _deadline_after_failure(self, served):
         assert self.first_failure is not None
-        served = [name for name in served if not self._is_serving(name)]
+        served = [name for name in served if not self.is_serving(name)]
         waited_for = [name for name in served if name not in self._ends]
         if waited_for and self._have_failed(waited_for):
             return 0.0  # They have said what they saw.
@@ -157,7 +163,7 @@ class TaskEnds:
         """Whether tasks that still run have said that they have failed, and why."""
         return self._record is not None and self._record.have_failed(names)
 
-    def _is_serving(self, name):
+    def is_serving(self, name: str) -> bool:
         """Whether a task has said that it only serves a chief."""
         return self._record is not None and self._record.is_serving(name)
 

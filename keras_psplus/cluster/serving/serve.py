@@ -11,7 +11,7 @@ import tensorflow as tf
 
 from keras_psplus.cluster.config import ClusterConfigError, ClusterStartupError, TaskConfig
 from keras_psplus.cluster.monitor import task_report
-from keras_psplus.cluster.process import tuning
+from keras_psplus.cluster.process import termination, tuning
 from keras_psplus.cluster.serving import shutdown
 from keras_psplus.cluster.serving.claims import LeaseHolder
 from keras_psplus.cluster.startup.preflight import check_local_address
@@ -129,6 +129,8 @@ def outlive(
     """
     log = log or log_line
     leader, address = _leader(config)
+    # A scheduler that tells all tasks to end leaves the chief time to save what this one has.
+    termination.SIGNAL.watch()
     if not _within(
         startup_timeout,
         lambda a: has_come() or handshake.grpc_responds(a, _GREETING_TIMEOUT),
@@ -174,14 +176,15 @@ def end_process_after(serving: Callable[[], None]) -> NoReturn:
     """Runs a function that serves until the chief has ended, and ends the process.
 
     Args:
-        serving: Function without arguments. If it raises `ChiefLostError`, the exit code is 1.
+        serving: Function without arguments. If it raises `ChiefLostError`, the exit code is 1, or
+            143 after SIGTERM.
     """
     code = 0
     try:
         serving()
     except ChiefLostError as error:
         log_line(error)
-        code = 1
+        code = termination.EXIT_CODE if termination.SIGNAL.is_noted else 1
     sys.stdout.flush()
     sys.stderr.flush()
     # TensorFlow's servers cannot be stopped in any other way.

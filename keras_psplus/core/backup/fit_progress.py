@@ -198,7 +198,7 @@ class FitProgress:
         model._initial_epoch = self._initial_epoch
         self.epoch, self.batch, self.has_resumed = epoch, 0, False
         resumed, self.resumed = self.resumed, None
-        for backup in _backups(self._callbacks or ()):
+        for backup in self.backups:
             backup._current_epoch = epoch
         if resumed is not None:
             self.first_epoch = resumed.facts["first_epoch"]
@@ -245,8 +245,23 @@ class FitProgress:
             ValueError: If it would lack one.
         """
         built, self.optimizers = self.optimizers, []
-        if built and (self._saves_states or _backups(self._callbacks or ())):
+        if built and (self._saves_states or self.backups):
             optimizer_states.check_reached(model, built)
+
+    @property
+    def at(self) -> str:
+        """The place in the epochs, for people."""
+        return f"after batch {self.batch} of epoch {self.epoch + 1}"
+
+    @property
+    def can_save(self) -> bool:
+        """Whether something of `fit` can be saved at any batch."""
+        return self.is_saving and (self._saves_states or bool(self.backups))
+
+    @property
+    def backups(self) -> list[keras.callbacks.BackupAndRestore]:
+        """The BackupAndRestore callbacks of `fit`."""
+        return _backups(self._callbacks or ())
 
     @contextlib.contextmanager
     def collecting(self) -> Iterator[None]:

@@ -45,6 +45,9 @@ class ControlPlane:
         timeout: Seconds to wait for a peer at the same point of the script before giving up.
         stall_warning: Seconds after which it is said for whom it waits; None for never.
         silent: Function that returns the names of workers that have been silent for too long.
+
+    Attributes:
+        on_wait: Function that is called now and then while this process waits for others.
     """
 
     def __init__(
@@ -58,6 +61,7 @@ class ControlPlane:
         self._names = [task_name(job, index) for job, index, _ in task.tasks() if job != "ps"]
         self._timeout, self._stall_warning = timeout, stall_warning
         self._sequence = 0
+        self.on_wait: Callable[[], None] = lambda: None
         # This worker's messages that others may be yet to read: numbers and keys.
         self._posted: list[tuple[int, str]] = []
 
@@ -165,6 +169,41 @@ class ControlPlane:
         steps, name, where = text.split("\n")
         return Stop(int(steps), name, where)
 
+    def post(self, name: str, text: str) -> bool:
+        """Posts a text that is no step of the sequence, once in a job.
+
+        Args:
+            name: Name of the text.
+            text: The text.
+
+        Returns:
+            False if a text of that name is there already.
+        """
+        try:
+            self._call(context.context().set_config_key_value, _posted_key(name), text)
+        except tf.errors.AlreadyExistsError:
+            return False
+        return True
+
+    def look(self, name: str) -> str | None:
+        """The text that was posted by that name, or None."""
+        try:
+            return context.context().get_config_key_value(
+                _posted_key(name), int(_ASK_SECONDS * 1000)
+            )
+        except tf.errors.DeadlineExceededError:
+            return None
+
+    def wait_for(self, name: str, whom: str, kind: str) -> str:
+        """Waits for a text that another worker posts, as `exchange` waits.
+
+        Args:
+            name: Name of the text.
+            whom: The worker.
+            kind: What this one is doing.
+        """
+        return self._wait(_posted_key(name), whom, kind)
+
     def end_after(self, stop: Stop, at: str | None) -> None:
         """Ends the steps of all workers, as one has stopped.
 
@@ -208,8 +247,10 @@ class ControlPlane:
         return f"keras_psplus/{sequence}/{name or self._task.name}"
 
     def _get(self, name, kind, for_all=False):
-        key = self._key(self._sequence, name)
         whom = f"one that {self._names[0]} waits for" if name == _ALL else name
+        return self._wait(self._key(self._sequence, name), whom, kind, for_all)
+
+    def _wait(self, key, whom, kind, for_all=False):
         start, schedule = time.monotonic(), stalls.WarningSchedule(self._stall_warning)
         while True:
             try:
@@ -230,6 +271,7 @@ class ControlPlane:
                 return text
             except tf.errors.DeadlineExceededError as error:
                 failure.raise_if_peer_gone(self._task, error, self._silent())
+                self.on_wait()
                 waited = time.monotonic() - start
                 if waited > self._timeout:
                     raise RuntimeError(
@@ -269,6 +311,10 @@ class ControlPlane:
             if error is not None:
                 raise error
             return value
+
+
+def _posted_key(name):
+    return f"keras_psplus/posted/{name}"
 
 
 def _readable(message):

@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING
 
 import tensorflow as tf
 
-from keras_psplus.cluster.process import exit_code
+from keras_psplus.cluster.process import exit_code, termination
 from keras_psplus.log import logger
 from keras_psplus.tf_internals import context
 
@@ -86,7 +86,7 @@ def watch(
 
 
 def _at_exit(task, is_cause, post):
-    if not is_cause():
+    if not is_cause() or termination.SIGNAL.has_saved:
         return
     if exit_code.is_bad() and _reported_at is None:
         report(_message(task, "early", f"exit code {exit_code.last()}"), post)

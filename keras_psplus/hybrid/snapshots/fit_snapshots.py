@@ -107,7 +107,7 @@ class FitSnapshots:
     def save_first(self, model: keras.Model) -> None:
         """Writes a snapshot for a server that restarts before the first regular one."""
         if not self._is_sync and not self.is_passed:
-            self._save(model)
+            self.save(model)
 
     def begin_epoch(self) -> None:
         """Notes the beginning of an epoch."""
@@ -120,7 +120,7 @@ class FitSnapshots:
         self.batch = batch + 1
         every = self._snapshots.every
         if self.step // every > before // every:
-            self._save(model)
+            self.save(model)
 
     def end(self) -> None:
         """Notes the end of a `fit`."""
@@ -131,7 +131,7 @@ class FitSnapshots:
             version, numbers, gauss = self.random
             random.setstate((version, tuple(numbers), gauss))
 
-    def _save(self, model):
+    def save(self, model: keras.Model) -> None:
         """Writes a snapshot; on all workers, at the same step."""
         engine, strategy = self._engine(), self._strategy
         snapshots, files_of_workers = self._snapshots, engine.worker_files

@@ -1,0 +1,151 @@
+"""Preemption: a process that is told to end by SIGTERM saves the job first.
+
+Schedulers send SIGTERM before they take a machine away: Slurm's preemption and time limits, the
+eviction of a pod, a spot machine's end. `fit` with a BackupAndRestore, or with snapshots, then
+saves and ends the process, so that the job resumes at that very step.
+
+Workers that train together have to save after the same batch. Say that worker 1 is told so in its
+batch s, and no worker takes more than n steps without the others (n is 1 but for `updates=`):
+
+    worker 1   batch s | posts "save after batch s + n" . . waits . . | batches to s + n | saves
+    worker 0   batch s |   batch s + 1 waits for worker 1 | confirms  |  ... to s + n    | saves
+
+Nobody can be done with batch s + n before worker 1 has begun with batch s + 1, which it does when
+all have confirmed. A worker reads the post when it waits in a step, or for the others at the end of
+an epoch: while steps go on, nothing is sent.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable
+from typing import TYPE_CHECKING, NoReturn
+
+from keras_psplus.cluster.process.termination import EXIT_CODE, SIGNAL
+from keras_psplus.log import logger
+
+if TYPE_CHECKING:
+    import keras
+    import tensorflow as tf
+
+    from keras_psplus.core.backup.fit_progress import FitProgress
+    from keras_psplus.core.jobs.control import ControlPlane
+
+_POST, _WHAT = "preempted", "saving before the end"
+
+
+class Preemption:
+    """End of one process's training by SIGTERM, after the same batch on all workers.
+
+    Args:
+        control: `ControlPlane` between the workers that run the script, or None.
+        name: Name of this process, for messages.
+        alone: How many steps a worker may take without waiting for another.
+    """
+
+    def __init__(self, control: ControlPlane | None, name: str, alone: int = 1) -> None:
+        self._control, self._name, self._alone = control, name, alone
+        self._batches = 0
+        if control is not None:
+            control.on_wait = self.look
+        self._until: int | None = None
+
+    @classmethod
+    def of(cls, strategy: tf.distribute.Strategy, control: ControlPlane | None) -> Preemption:
+        """Makes the one of a strategy's process."""
+        task, updates = strategy.task, strategy.updates
+        alone = 1 if updates is None else getattr(updates, "every", updates.steps)
+        return cls(control, "this process" if task is None else task.name, alone)
+
+    def watch(self, progress: FitProgress) -> None:
+        """Notes SIGTERM from now on, if something of a `fit` can be saved."""
+        if progress.can_save:
+            SIGNAL.watch()
+
+    def unwatch(self, outer: FitProgress) -> None:
+        """Has SIGTERM end this process again after a `fit`, unless there is one around it."""
+        if not outer.can_save:
+            SIGNAL.ignore()
+
+    def check(
+        self,
+        progress: FitProgress,
+        callbacks: keras.callbacks.CallbackList,
+        save: Callable[[keras.callbacks.CallbackList], None],
+    ) -> None:
+        """Saves the job after a batch, and ends this process, if one has got SIGTERM.
+
+        Args:
+            progress: Progress of a `fit`.
+            callbacks: Its callbacks, which have heard of the end of the batch.
+            save: Function of these that saves it.
+        """
+        is_told = SIGNAL.is_noted
+        if progress.can_save and self.end_batch(_is_last(progress, callbacks), is_told):
+            save(callbacks)
+            self.end(progress.at)
+
+    def look(self) -> None:
+        """Takes notice of another worker's post; called while this one waits for the others."""
+        if self._until is not None or self._control is None:
+            return
+        text = self._control.look(_POST)
+        if text is not None:
+            self._until = int(text)
+            self._control.post(_confirmation(self._name), "")
+
+    def end_batch(self, is_last: bool, is_told: bool) -> bool:
+        """Counts a batch; returns whether all workers save after it, and end.
+
+        Args:
+            is_last: Whether `fit` ends with this batch, so that there is nothing to save for.
+            is_told: Whether this process is told to end.
+        """
+        self._batches += 1
+        if is_told and self._until is None and not is_last:
+            self._until = self._batches if self._control is None else self._agree(self._control)
+        return self._until is not None and self._batches >= self._until
+
+    def _agree(self, control):
+        until = self._batches + self._alone
+        if not control.post(_POST, str(until)):
+            # Another one was told before.
+            self.look()
+            return self._until
+        logger.info(
+            "%s is told to end (SIGTERM); all workers save after its batch %d", self._name, until
+        )
+        for name in control.names:
+            if name != self._name:
+                control.wait_for(_confirmation(name), name, _WHAT)
+        return until
+
+    def end(self, where: str) -> NoReturn:
+        """Ends this process, as the job is saved.
+
+        Args:
+            where: The place in the training, for people.
+        """
+        if self._control is not None:
+            # The chief has written everything, and nobody's end is another one's failure.
+            self._control.exchange(_WHAT, "")
+        SIGNAL.has_saved = True
+        logger.warning(
+            "%s was told to end (SIGTERM) and has saved the job %s, where it resumes when it is "
+            "started again. Received: exit code %d",
+            self._name,
+            where,
+            EXIT_CODE,
+        )
+        sys.exit(EXIT_CODE)
+
+
+def _confirmation(name):
+    return f"{_POST}/{name}"
+
+
+def _is_last(progress, callbacks):
+    """Whether `fit` is known to end with the batch that has ended."""
+    place = progress.epoch + 1, progress.batch
+    end = callbacks.params.get("epochs"), callbacks.params.get("steps")
+    return callbacks.model.stop_training or place == end

@@ -1,0 +1,180 @@
+"""Workers that are told to end agree on the batch after which they save."""
+
+import os
+import random
+import signal
+import subprocess
+import sys
+import threading
+import time
+
+import pytest
+
+from keras_psplus.cluster.process import termination
+from keras_psplus.core.jobs import preemption
+
+
+class Store:
+    """Posts of all workers; `wait_for` fails after some seconds."""
+
+    def __init__(self):
+        self.texts, self.changed = {}, threading.Condition()
+
+
+class Control:
+    """A worker's control plane, by which it looks while it waits for the others."""
+
+    def __init__(self, store, names):
+        self._store, self.names, self.on_wait = store, names, lambda: None
+
+    def post(self, name, text):
+        with self._store.changed:
+            is_new = name not in self._store.texts
+            self._store.texts.setdefault(name, text)
+            self._store.changed.notify_all()
+        return is_new
+
+    def look(self, name):
+        return self._store.texts.get(name)
+
+    def wait_for(self, name, whom, kind):
+        with self._store.changed:
+            assert self._store.changed.wait_for(lambda: name in self._store.texts, 20), (whom, kind)
+            return self._store.texts[name]
+
+
+def saved_after(workers, told, alone, seed):
+    """The batches after which workers save, who are told to end while they take steps.
+
+    Args:
+        workers: Number of workers.
+        told: Dict from workers to the batch in which each is told.
+        alone: Steps that a worker takes without the others.
+        seed: Seed of how long steps take.
+    """
+    names, store = [f"worker-{i}" for i in range(workers)], Store()
+    barrier, numbers = threading.Barrier(workers, timeout=20), random.Random(seed)
+    seconds = [[numbers.random() / 300 for _ in range(60)] for _ in names]
+    found = [None] * workers
+
+    def train(i):
+        control = Control(store, names)
+        one = preemption.Preemption(control, names[i], alone)
+        is_noted = False
+        for batch in range(1, 60):
+            time.sleep(seconds[i][batch])
+            if batch % alone == 0:
+                # As the thread does that looks while a step waits.
+                arrival = Arrival(barrier)
+                while not arrival.wait(0.002):
+                    control.on_wait()
+            is_noted = is_noted or told.get(i) == batch
+            if one.end_batch(False, is_noted):
+                found[i] = batch
+                return
+
+    threads = [threading.Thread(target=train, args=[i], daemon=True) for i in range(workers)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(30)
+    return found
+
+
+class Arrival:
+    """A wait at a barrier, in a thread of its own."""
+
+    def __init__(self, barrier):
+        self._is_over = threading.Event()
+        threading.Thread(target=self._wait, args=[barrier], daemon=True).start()
+
+    def _wait(self, barrier):
+        barrier.wait()
+        self._is_over.set()
+
+    def wait(self, seconds):
+        return self._is_over.wait(seconds)
+
+
+@pytest.mark.parametrize("alone", [1, 3])
+@pytest.mark.parametrize("seed", range(8))
+def test_all_workers_save_after_the_same_batch(alone, seed):
+    numbers = random.Random(seed)
+    workers = numbers.choice([2, 3, 4])
+    told = {i: numbers.randint(1, 20) for i in range(workers) if numbers.random() < 0.6}
+    told = told or {0: 5}
+    found = saved_after(workers, told, alone, seed)
+    first = min(told.values())
+    assert len(set(found)) == 1 and first < found[0] <= first + 2 * alone, (told, found)
+
+
+def test_one_process_saves_after_the_batch_in_which_it_was_told():
+    one = preemption.Preemption(None, "this process")
+    assert not one.end_batch(False, False)
+    # There is nothing to save for.
+    assert not one.end_batch(True, True)
+    assert one.end_batch(False, True)
+
+
+SOURCE = """
+import os, signal, sys, threading, time
+from keras_psplus.cluster.process.termination import SIGNAL
+
+def me():
+    os.kill(os.getpid(), signal.SIGTERM)
+
+for i, source in enumerate(sys.argv[1:]):
+    if not (child := os.fork()):
+        exec(source)
+        os._exit(0)
+    print(i, os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]), flush=True)
+"""
+# By name: a script, and the exit code of its process, or the signal that ends it.
+SCRIPTS = {
+    "once": ("SIGNAL.watch(); me(); os._exit(7 if SIGNAL.is_noted else 0)", 7),
+    "twice": ("SIGNAL.watch(); me(); me(); time.sleep(9)", termination.EXIT_CODE),
+    "after fit": ("SIGNAL.watch(); SIGNAL.ignore(); me(); time.sleep(9)", -signal.SIGTERM),
+    # The launcher ends its tasks at once.
+    "no grace": (
+        "os.environ['KERAS_PSPLUS_GRACE'] = '0'; SIGNAL.watch(); me(); time.sleep(9)",
+        -signal.SIGTERM,
+    ),
+    "another thread": (
+        "t = threading.Thread(target=SIGNAL.watch); t.start(); t.join(); me(); time.sleep(9)",
+        -signal.SIGTERM,
+    ),
+    # Such as one that reads its data.
+    "a process that it has forked": (
+        "SIGNAL.watch()\n"
+        "if child := os.fork():\n"
+        "    time.sleep(0.5)\n"
+        "    os.kill(os.getpid() if SIGNAL.is_noted else child, signal.SIGTERM)\n"
+        "    os._exit(8 if os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == -15 else 9)\n"
+        "time.sleep(9)",
+        8,
+    ),
+    "a handler of its own": (
+        "signal.signal(signal.SIGTERM, lambda *_: os._exit(6)); SIGNAL.watch(); me()",
+        6,
+    ),
+}
+
+
+@pytest.fixture(scope="module")
+def exit_codes():
+    scripts = [script for script, _ in SCRIPTS.values()]
+    done = subprocess.run(
+        [sys.executable, "-c", SOURCE, *scripts],
+        env={**os.environ, "CUDA_VISIBLE_DEVICES": ""},
+        capture_output=True,
+        text=True,
+        timeout=100,
+        check=False,
+    )
+    assert done.returncode == 0, done.stderr
+    return dict(zip(SCRIPTS, (int(line.split()[1]) for line in done.stdout.splitlines())))
+
+
+@pytest.mark.parametrize("name", SCRIPTS)
+def test_a_process_that_is_told_to_end(name, exit_codes):
+    assert exit_codes[name] == SCRIPTS[name][1]
