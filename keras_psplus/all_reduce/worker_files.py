@@ -65,28 +65,13 @@ class MirroredWorkerFiles(WorkerFiles):
                 remove(set(self._files(folder)).difference(files, answers[0]["in_use"]), folder)
         return {name: digest for one in answers for name, digest in one["files"].items()}
 
-    def problems(self, folder: str, saved: Sequence[dict[str, str] | None]) -> list[list[str]]:
-        own = [self._problems(folder, files) if files is not None else [] for files in saved]
+    def problems(self, folder: str, saved: Sequence[dict[str, str]]) -> list[list[str]]:
+        own = [self._problems(folder, files) for files in saved]
         control = self._strategy.extended.control
         if control is None or not self._keeps:
             return own
         answers = control.exchange(_WHAT, json.dumps(own))
         return [sum(of_state, []) for of_state in zip(*map(json.loads, answers))]
-
-    def restore_earlier(self, model: keras.Model, folder: str, position: int | None = None) -> None:
-        if not self._keeps:
-            return
-        steps, of_update = number_of_steps(model), self._batches_of_update
-        fits = position is not None and position // of_update == steps
-        path = self._path(folder, position if fits else steps * of_update)
-        found, control = file_utils.exists(f"{path}.index"), self._strategy.extended.control
-        votes = control.exchange(_WHAT, str(int(found))) if control else [found]
-        if all(int(vote) for vote in votes):
-            # States are made by the first step, and get their values then.
-            self._states(model).read(path).expect_partial()
-        else:
-            missing = ", ".join(f"worker {i}" for i, vote in enumerate(votes) if not int(vote))
-            warn_lost(f"{missing} has no file for this step", path)
 
     def delete(self, folder: str) -> None:
         with contextlib.suppress(OSError, tf.errors.OpError):
@@ -117,7 +102,9 @@ class MirroredWorkerFiles(WorkerFiles):
             raise
 
     def _read(self, model, folder, files):
-        if self._keeps:
+        if self._keeps and not files:
+            warn_lost("it has no files of workers", folder)
+        elif self._keeps:
             (name, *_) = self._own(files)
             path = file_utils.join(folder_in(folder), name.rpartition(".")[0])
             # States are made by the first step, and get their values then.
@@ -125,7 +112,7 @@ class MirroredWorkerFiles(WorkerFiles):
 
     def _problems(self, folder, files):
         """Errors of this worker's files for a state."""
-        if not self._keeps:
+        if not self._keeps or not files:
             return []
         files = self._own(files)
         if not files:

@@ -62,11 +62,8 @@ class PipelineWorkerFiles(WorkerFiles):
                 remove(set(before).difference(in_use), folder)
         return files
 
-    def problems(self, folder: str, saved: Sequence[dict[str, str] | None]) -> list[list[str]]:
-        return [problems_of(files, folder) if files else [] for files in saved]
-
-    def restore_earlier(self, model: keras.Model, folder: str, position: int | None = None) -> None:
-        pass  # Versions that wrote no digests had no such files.
+    def problems(self, folder: str, saved: Sequence[dict[str, str]]) -> list[list[str]]:
+        return [problems_of(files, folder) for files in saved]
 
     def _read(self, model, folder, files):
         for name in files:

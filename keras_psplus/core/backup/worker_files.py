@@ -11,11 +11,9 @@ is removed that a state needs. A state lists the names and the digests of its fi
 
 from __future__ import annotations
 
-import json
 from collections.abc import Callable, Collection, Iterable, Sequence
 from typing import TYPE_CHECKING, Any
 
-from keras_psplus.core.backup.backup_states import STEP
 from keras_psplus.core.base.optimizers import optimizers_of
 from keras_psplus.files import atomic, digests
 from keras_psplus.keras_internals.keras_parts import file_utils
@@ -69,13 +67,12 @@ class WorkerFiles:
         """
         raise NotImplementedError
 
-    def problems(self, folder: str, saved: Sequence[dict[str, str] | None]) -> list[list[str]]:
+    def problems(self, folder: str, saved: Sequence[dict[str, str]]) -> list[list[str]]:
         """Checks the workers' files of some states; on all workers.
 
         Args:
             folder: The folder of what is saved, on this worker.
-            saved: List of dicts as `save` has returned them, or None for a state of an earlier
-                version.
+            saved: List of dicts as `save` has returned them.
 
         Returns:
             List of lists of texts, one list for each state.
@@ -98,29 +95,8 @@ class WorkerFiles:
         else:
             self._read(model, folder, files)
 
-    def restore_earlier(self, model: keras.Model, folder: str, position: int | None = None) -> None:
-        """Reads files of versions that wrote no digests, on all workers or on none.
-
-        Such a file has the number of a step in its name, which is compared with the model's
-        iterations.
-
-        Args:
-            model: The model, as the chief has restored it.
-            folder: The folder of what was saved, on this worker.
-            position: The step that was noted with the model, or None.
-        """
-        raise NotImplementedError
-
     def delete(self, folder: str) -> None:
         """Deletes this worker's files."""
-
-    def position(self, folder: str) -> int | None:
-        """The step of an earlier version's state, where its variables do not tell; else None."""
-        path = file_utils.join(folder, STEP)
-        if self._strategy.updates is None or not file_utils.exists(path):
-            return None
-        with file_utils.File(path, "r") as f:
-            return json.loads(f.read())
 
     def _read(self, model: keras.Model, folder: str, files: dict[str, str]) -> None:
         raise NotImplementedError

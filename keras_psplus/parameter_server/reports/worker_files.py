@@ -86,15 +86,8 @@ class ServedWorkerFiles(WorkerFiles):
                 remove(set(before).difference(in_use), folder)
         return files
 
-    def problems(self, folder: str, saved: Sequence[dict[str, str] | None]) -> list[list[str]]:
-        return [problems_of(files, folder) if files is not None else [] for files in saved]
-
-    def restore_earlier(self, model: keras.Model, folder: str, position: int | None = None) -> None:
-        number = self._number_of_batches(model)
-        # Of another model, if the chief died before it had noted this one's.
-        fits = position is not None and position // _MANY == number // _MANY
-        step = position if fits else number
-        self._strategy.restore_compression_state(folder_in(folder), step)
+    def problems(self, folder: str, saved: Sequence[dict[str, str]]) -> list[list[str]]:
+        return [problems_of(files, folder) for files in saved]
 
     def _read(self, model, folder, files):
         steps = state_files.steps(folder_in(folder))
