@@ -21,6 +21,7 @@ from keras_psplus.core.data.unknown_length import UnknownLength
 from keras_psplus.core.models import model_saving
 from keras_psplus.core.models.building import lifted
 from keras_psplus.core.plan import plan_request
+from keras_psplus.core.state.worker_files import WorkerFiles
 from keras_psplus.datasets import service as data_service
 from keras_psplus.engine import Engine, Original
 from keras_psplus.keras_internals.keras_parts import stateless_scope, tf_dataset_adapter
@@ -28,8 +29,8 @@ from keras_psplus.keras_internals.keras_parts import stateless_scope, tf_dataset
 if TYPE_CHECKING:
     import keras
 
-    from keras_psplus.core.backup.worker_files import WorkerFiles
     from keras_psplus.core.jobs.control import ControlPlane
+    from keras_psplus.core.state.worker_state import WorkerState
 
 
 class StrategyEngine(Engine):
@@ -78,9 +79,14 @@ class StrategyEngine(Engine):
         return None
 
     @property
-    def worker_files(self) -> WorkerFiles:
-        """`core.backup.worker_files.WorkerFiles`: what each worker keeps, beside a backup."""
+    def worker_state(self) -> WorkerState:
+        """State that workers keep from step to step."""
         raise NotImplementedError
+
+    @functools.cached_property
+    def worker_files(self) -> WorkerFiles:
+        """Files of that state, beside a backup."""
+        return WorkerFiles(self.strategy, self.worker_state)
 
     @property
     def updating(self) -> Any:

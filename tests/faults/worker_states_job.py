@@ -54,7 +54,7 @@ def main():
         return folder / shutil.copytree(folder / "interrupted", folder / name)
 
     def file_of_worker_1(backup):
-        (path, *_) = sorted(backup.glob("compression/worker-1-*.data*"))[-1:]
+        (path, *_) = sorted(backup.glob("compression/worker-1-*.zip"))[-1:]
         return path
 
     train("whole", folder / "whole")
