@@ -16,7 +16,6 @@ import pathlib
 from lab import figures, ideal, manual, methods, tables, work
 from lab.wire import parse_rate
 
-from keras_psplus.catalogue.lookup import long_name
 from keras_psplus.planning import cost_model
 from keras_psplus.planning.cost_model import Cluster
 
@@ -49,7 +48,7 @@ def measured(text):
     """Yields the work, the workers, the method, the rate and the milliseconds of our rows."""
     for row in manual.rows(text):
         if row.library == "keras_psplus":
-            yield row.work, row.workers, long_name(row.method), row.rate, row.median
+            yield row.work, row.workers, row.method, row.rate, row.median
 
 
 def compare(text):

@@ -33,7 +33,7 @@ LAYERS = [
 # Within a package: its folders and files, from the bottom to the top.
 FOLDERS = {
     "all_reduce": [
-        *("worker_files", "data", "collectives", "liveness", "startup", "reduction", "topology"),
+        *("data", "collectives", "liveness", "startup", "reduction", "topology"),
         *("step", "reducers", "gradient_engine", "extended", "engine", "strategy"),
     ],
     "catalogue": ["entries", "lookup", "automatic"],
@@ -52,7 +52,8 @@ FOLDERS = {
         *("quantize", "cast", "sparse", "factors", "error_feedback", "methods", "kernels"),
     ],
     "core": [
-        *("jobs", "base", "data", "gradient_path", "graph", "plan", "batch", "backup", "models"),
+        *("jobs", "base", "state", "data", "gradient_path", "graph", "plan", "batch", "backup"),
+        "models",
         *("strategy_engine", "distributed_engine"),
     ],
     "hybrid": [
@@ -68,7 +69,7 @@ FOLDERS = {
     ],
     "pipeline": [
         *("failure", "base", "startup", "arguments", "extended", "stalls", "graph", "replicas"),
-        *("worker_files", "wire", "step", "split", "context", "engine", "strategy"),
+        *("wire", "step", "split", "context", "engine", "strategy"),
     ],
 }
 # The package itself, whose import installs the hooks, and what runs the command line.

@@ -11,15 +11,18 @@ from keras_psplus.catalogue import lookup
 from keras_psplus.cli import export, run, serve
 from keras_psplus.cli.flags import parsing
 
-ALL = {"communication", "engine", "is_chief", "progress", "task", "updates"}
-SYNCHRONOUS = {"compression_state", "finish_updates", "num_workers", "update_state"}
+ALL = {
+    *("communication", "engine", "is_chief", "load_state_dict", "progress", "state_dict", "task"),
+    "updates",
+}
+SYNCHRONOUS = {"finish_updates", "num_workers"}
 # What a strategy has beside what `tf.distribute.Strategy` has. Parts of a strategy are not here.
 PUBLIC = {
     psp.MultiWorkerMirroredStrategy: SYNCHRONOUS,
     psp.HybridStrategy: {*SYNCHRONOUS, "load_tables", "prefetch", "save_tables", "sync"},
     psp.ParameterServerStrategy: {
         *("backup_workers", "dropped_gradients", "finish_updates", "max_staleness", "mode"),
-        *("num_workers", "restore_compression_state", "save_compression_state", "updating"),
+        *("num_workers", "updating"),
     },
     psp.PipelineStrategy: {
         *("activation_compression", "compression", "microbatches", "num_stages", "pipelines"),

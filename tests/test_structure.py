@@ -4,14 +4,13 @@ import importlib
 
 from tests import structure
 
-LINES = 58_400
+LINES = 58_500
 # Files that are still longer than others may be, with what they have.
 FILES = {
     "keras_psplus/engine.py": 528,
     "keras_psplus/parameter_server/engine.py": 415,
-    "keras_psplus/parameter_server/strategy.py": 396,
-    "keras_psplus/all_reduce/reduction/compressed.py": 363,
-    "keras_psplus/all_reduce/strategy.py": 366,
+    "keras_psplus/parameter_server/strategy.py": 367,
+    "keras_psplus/all_reduce/reduction/compressed.py": 362,
 }
 # Circles of imports for types alone: how many modules each has, the largest first.
 CIRCLES = [4, 4, 4, 2, 2, 2]

@@ -120,16 +120,12 @@ def select(methods, patterns):
     Raises:
         ValueError: If a pattern fits none.
     """
-    from keras_psplus.catalogue import lookup
-
     if not patterns:
         return list(methods)
 
     def fits(method, pattern):
         names = (method.name, method.full_name)
-        # Names of entries that were shorter once are still names.
-        patterns = (pattern, lookup.long_name(pattern))
-        return any(fnmatch.fnmatchcase(name, p) for name in names for p in patterns)
+        return any(fnmatch.fnmatchcase(name, pattern) for name in names)
 
     for pattern in patterns:
         if not any(fits(method, pattern) for method in methods):

@@ -14,7 +14,6 @@ import tensorflow as tf
 from keras_psplus.all_reduce.data import sharding
 from keras_psplus.all_reduce.gradient_engine import GradientEngine
 from keras_psplus.all_reduce.step import replica_functions, row_reads, single_steps
-from keras_psplus.all_reduce.worker_files import MirroredWorkerFiles
 from keras_psplus.core.base.metric_state import accumulates
 from keras_psplus.core.base.optimizers import optimizers_of
 from keras_psplus.core.batch.replica_step import current_step
@@ -27,6 +26,7 @@ from keras_psplus.keras_internals.keras_parts import Variable, epoch_iterator, s
 from keras_psplus.keras_internals.keras_parts import callbacks as keras_callbacks
 
 if TYPE_CHECKING:
+    from keras_psplus.all_reduce.reduction.mirrored_state import MirroredState
     from keras_psplus.all_reduce.step.updating import MirroredUpdates
     from keras_psplus.core.jobs.control import ControlPlane
 
@@ -44,17 +44,13 @@ class MirroredEngine(StrategyEngine):
 
     has_weights_in_memory = True
 
-    def __init__(self, strategy: tf.distribute.Strategy) -> None:
-        super().__init__(strategy)
-        self._worker_files = MirroredWorkerFiles(strategy)
-
     @property
     def control(self) -> ControlPlane | None:
         return self.strategy.extended.control
 
     @property
-    def worker_files(self) -> MirroredWorkerFiles:
-        return self._worker_files
+    def worker_state(self) -> MirroredState:
+        return self.strategy.extended.worker_state
 
     @property
     def updating(self) -> MirroredUpdates | None:

@@ -12,6 +12,7 @@ import tensorflow as tf
 from keras_psplus.all_reduce import reducers
 from keras_psplus.all_reduce.collectives import gradients, implementation, member_order, outputs
 from keras_psplus.all_reduce.collectives.operations import CollectiveOps, Launcher
+from keras_psplus.all_reduce.reduction.mirrored_state import MirroredState
 from keras_psplus.all_reduce.step import row_reads, updating
 from keras_psplus.all_reduce.topology import levels as levels_module
 from keras_psplus.all_reduce.topology.group_topology import Topology
@@ -30,7 +31,6 @@ from keras_psplus.tf_internals import (
 from keras_psplus.tf_internals import framework_ops as ops
 
 if TYPE_CHECKING:
-    from keras_psplus.all_reduce.reduction.compression_state import States
     from keras_psplus.core.jobs.control import ControlPlane
     from keras_psplus.updates import Updates
 
@@ -85,6 +85,14 @@ class MultiWorkerMirroredExtended(collective_all_reduce_strategy.CollectiveAllRe
                 local = len(operations.launchers)
                 for launcher in operations.launchers:
                     launcher.members = member_order.names_of(control.task, local)
+        self._worker_state = MirroredState(
+            self.worker_devices,
+            self.world,
+            control,
+            f"worker-{self._id_in_cluster}-of-{self._num_workers}",
+            lambda: self._reducers.compresses or self._updating is not None,
+            lambda *args: self._updating.momenta(*args) if self._updating else {},
+        )
         # A replica that trains alone has nobody to send to.
         self._hops = hops if self._num_replicas_in_sync > 1 else Hops(None, None)
         self._bucket_bytes, self._next_group_key = bucket_bytes, _GROUP_KEYS
@@ -106,6 +114,7 @@ class MultiWorkerMirroredExtended(collective_all_reduce_strategy.CollectiveAllRe
             self._hops if self._levels else self._hops.collapse_to_ring(topology),
             self._bucket_bytes,
             self._levels,
+            self._worker_state,
         )
 
     def take_group_keys(self, number: int) -> int:
@@ -163,9 +172,9 @@ class MultiWorkerMirroredExtended(collective_all_reduce_strategy.CollectiveAllRe
         return self._updating
 
     @property
-    def kept_states(self) -> dict[str, States]:
-        """States that a backup keeps beside those of compressors and updates, by name."""
-        return {}
+    def worker_state(self) -> MirroredState:
+        """State that replicas keep from step to step."""
+        return self._worker_state
 
     def rank_in_context(self) -> int:
         """Rank among all replicas of the one whose context this is, as a Python int."""

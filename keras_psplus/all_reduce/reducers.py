@@ -19,6 +19,7 @@ from keras_psplus.tf_internals import framework_ops as ops
 
 if TYPE_CHECKING:
     from keras_psplus.all_reduce.collectives.operations import Launcher
+    from keras_psplus.all_reduce.reduction.mirrored_state import MirroredState
     from keras_psplus.all_reduce.topology.levels import Levels
 
 
@@ -32,6 +33,7 @@ class GradientReducer:
         hops: `hops.Hops`, the compressors with error feedback where it is wanted.
         bucket_bytes: Size in bytes at which a bucket of gradients is sent.
         levels: `levels.Levels` of each local replica; None for one ring of all replicas.
+        state: `MirroredState` of the replicas.
     """
 
     def __init__(
@@ -41,11 +43,12 @@ class GradientReducer:
         replicas: int,
         hops: Hops,
         bucket_bytes: int,
-        levels: Sequence[Levels] | None = None,
+        levels: Sequence[Levels] | None,
+        state: MirroredState,
     ) -> None:
         self._launchers, self._first_rank = launchers, first_rank
         self._replicas, self._hops, self._bucket_bytes = replicas, hops, bucket_bytes
-        self._levels = levels
+        self._levels, self._state = levels, state
         self._of_owner: weakref.WeakKeyDictionary[Any, dict[str, list[Any]]] = (
             weakref.WeakKeyDictionary()
         )
@@ -135,7 +138,10 @@ class GradientReducer:
             # Replicas of one graph would wait for each other's clocks, and so for ever: TensorFlow
             # keeps stateful operations in order.
             timed = len(self._launchers) == 1
-            sums = [self._make_sum(i, kind, timed) for i in range(len(self._launchers))]
+            sums = [
+                self._make_sum(i, kind, timed, states.within(kind))
+                for i, states in enumerate(self._state.states_of(owner))
+            ]
             of_owner[kind] = sums
             # That of one replica stands for all: each sends the same. It outlives the optimizer,
             # as totals are of all that was ever sent.
@@ -145,30 +151,16 @@ class GradientReducer:
             )
         return of_owner[kind]
 
-    def _make_sum(self, replica, kind, timed):
+    def _make_sum(self, replica, kind, timed, states):
         launcher, rank = self._launchers[replica], self._first_rank + replica
         hops = Hops(None, None) if kind == "copy" else self._hops
         if kind == "group":
             assert self._levels is not None
             hop, size = self._levels[replica].within, self._bucket_bytes
             compressor = hops.within if hop.size > 1 else None
-            return CompressedSum(hop.launcher, hop.place, hop.size, compressor, size, timed)
+            return CompressedSum(hop.launcher, hop.place, hop.size, compressor, size, timed, states)
         if self._levels is None:
             compressor, size = hops.between, self._bucket_bytes
-            return CompressedSum(launcher, rank, self._replicas, compressor, size, timed)
+            return CompressedSum(launcher, rank, self._replicas, compressor, size, timed, states)
         size, levels = self._bucket_bytes, self._levels[replica]
-        return TwoLevelSum(launcher, rank, self._replicas, hops, size, timed, levels)
-
-    def states(self, owner: Any, changes: bool) -> tf.train.Checkpoint:
-        """Trackable state of an optimizer's compressors on this worker.
-
-        Args:
-            owner: The optimizer.
-            changes: Whether there is a `"change"` beside gradients.
-        """
-        states = {f"replica_{i}": one.states for i, one in enumerate(self._sums(owner, "gradient"))}
-        for i, one in enumerate(self._sums(owner, "change") if changes else ()):
-            states[f"changes_of_replica_{i}"] = one.states
-        for i, one in enumerate(self._sums(owner, "group") if changes and self._levels else ()):
-            states[f"group_of_replica_{i}"] = one.states
-        return tf.train.Checkpoint(**states)
+        return TwoLevelSum(launcher, rank, self._replicas, hops, size, timed, levels, states)

@@ -23,7 +23,7 @@ from keras_psplus.all_reduce.step.replica_step import MirroredReplicaStep
 from keras_psplus.all_reduce.topology import auto_topology
 from keras_psplus.all_reduce.topology import group_topology as topology_module
 from keras_psplus.all_reduce.topology.hops import compressors_per_hop
-from keras_psplus.arguments import MOST, number, seconds, shown
+from keras_psplus.arguments import MOST, number, seconds
 from keras_psplus.cluster.launcher import launch_flags
 from keras_psplus.cluster.monitor import stalls
 from keras_psplus.cluster.monitor.progress import Progress
@@ -32,6 +32,7 @@ from keras_psplus.core.batch import batches
 from keras_psplus.core.jobs import failure
 from keras_psplus.core.jobs.control import ControlPlane
 from keras_psplus.core.models import live_strategies
+from keras_psplus.core.state.state_dicts import StateDicts
 from keras_psplus.tf_internals import autograph_api as autograph
 from keras_psplus.tf_internals import autograph_context as ag_ctx
 from keras_psplus.tf_internals import def_function, distribute_utils
@@ -45,7 +46,7 @@ if TYPE_CHECKING:
     from keras_psplus.engine import Engine
 
 
-class MultiWorkerMirroredStrategy(tf.distribute.MultiWorkerMirroredStrategy):
+class MultiWorkerMirroredStrategy(StateDicts, tf.distribute.MultiWorkerMirroredStrategy):
     """Synchronous training on several workers, for `model.fit` of Keras 3.
 
     Every worker runs the same script, with its own `TF_CONFIG`. Variables are mirrored on all
@@ -218,53 +219,6 @@ class MultiWorkerMirroredStrategy(tf.distribute.MultiWorkerMirroredStrategy):
         """Communication costs of gradients, a `keras_psplus.communication.Communication`."""
         return self.extended.reducers.communication
 
-    def compression_state(self, optimizer: keras.optimizers.Optimizer) -> tf.train.Checkpoint:
-        """State of compressors on this worker: residuals and factors.
-
-        It differs from worker to worker, and no `.keras` file holds it. `BackupAndRestore` saves
-        and restores it. Beside your checkpoints, write it on every worker to a path that is unique
-        to the worker.
-
-        Args:
-            optimizer: The model's optimizer.
-
-        Returns:
-            A trackable object, which can be restored before the first step as well.
-
-        Raises:
-            ValueError: If it is no optimizer.
-
-        Example:
-
-        ```python
-        checkpoint = tf.train.Checkpoint(state=strategy.compression_state(model.optimizer))
-        checkpoint.write(f"{folder}/residuals-{strategy.task.name}")
-        ```
-        """
-        _check_optimizer(optimizer)
-        # A loss scale is none of its business.
-        optimizer = getattr(optimizer, "inner_optimizer", optimizer)
-        return self.extended.reducers.states(optimizer, changes=self.updates is not None)
-
-    def update_state(self, optimizer: keras.optimizers.Optimizer) -> tf.train.Checkpoint:
-        """State of `updates` on this worker.
-
-        It holds sums of gradients, counters, and, where workers step alone, the momenta of their
-        optimizer and of the outer one. As `compression_state`, it differs from worker to worker;
-        `BackupAndRestore` saves and restores it. Beside your checkpoints, call `finish_updates`
-        first, or save all workers' weights with it.
-
-        Args:
-            optimizer: The model's optimizer.
-
-        Returns:
-            A trackable object, which can be restored before the first step as well.
-
-        Raises:
-            ValueError: If it is no optimizer, or the strategy has no `updates`.
-        """
-        return self._updating_of(optimizer).states(optimizer)
-
     def finish_updates(self, optimizer: keras.optimizers.Optimizer) -> None:
         """Applies the pending update or average, from the gradients accumulated so far.
 
@@ -288,7 +242,7 @@ class MultiWorkerMirroredStrategy(tf.distribute.MultiWorkerMirroredStrategy):
         self._updating_of(optimizer).finish(optimizer)
 
     def _updating_of(self, optimizer):
-        _check_optimizer(optimizer)
+        checks.check_optimizer(optimizer)
         checks.check_has_updates(self.extended.updating)
         return self.extended.updating
 
@@ -350,13 +304,6 @@ class MultiWorkerMirroredStrategy(tf.distribute.MultiWorkerMirroredStrategy):
             return result
 
         return tf.autograph.experimental.do_not_convert(in_step)
-
-
-def _check_optimizer(optimizer):
-    if not hasattr(optimizer, "iterations"):
-        raise ValueError(
-            f"`optimizer` must be a Keras optimizer. Received: optimizer={shown(optimizer)}"
-        )
 
 
 def _per_replica(arg):

@@ -157,11 +157,10 @@ def find(name_or_file: str | os.PathLike[str]) -> pathlib.Path:
         if path.is_file():
             return path.resolve()
         raise ValueError(f"There is no file {str(path)!r}. {_listing(name_or_file)}")
-    for name in (str(name_or_file), long_name(str(name_or_file))):
-        for folder in _FOLDERS:
-            path = folder / f"{name}.py"
-            if path.is_file() and not path.name.startswith("_"):
-                return path
+    for folder in _FOLDERS:
+        path = folder / f"{name_or_file}.py"
+        if path.is_file() and not path.name.startswith("_"):
+            return path
     raise ValueError(f"The catalogue has no entry {str(name_or_file)!r}. {_listing(name_or_file)}")
 
 
@@ -183,12 +182,6 @@ def is_entry(name_or_file: str | os.PathLike[str]) -> bool:
     return not (text.endswith(".py") or os.sep in text)
 
 
-def long_name(name: str) -> str:
-    """The name of an entry whose name was written with `ps`, as some were before."""
-    words = ["parameter_server" if word == "ps" else word for word in name.split("_")]
-    return "_".join(words)
-
-
 def _default() -> str:
     # Not at module level: the launcher imports this module for `find` and `names` alone.
     from keras_psplus.cluster.discovery.discovery import find_task_config
@@ -197,7 +190,7 @@ def _default() -> str:
 
 
 def _listing(name_or_file: str | os.PathLike[str]) -> str:
-    near = difflib.get_close_matches(long_name(os.fspath(name_or_file)), names(), 1)
+    near = difflib.get_close_matches(os.fspath(name_or_file), names(), 1)
     if near:
         return (
             f"Did you mean {near[0]!r}? `keras-psplus run --list` shows all. "

@@ -15,22 +15,21 @@ from keras_psplus.core.backup import backup_callback
 from keras_psplus.core.backup.fit_progress import FitProgress
 from keras_psplus.core.base.background_writer import BackgroundWriter
 from keras_psplus.core.base.optimizers import optimizers_of
-from keras_psplus.core.data import data_position
-from keras_psplus.core.data.unknown_length import UnknownLength
+from keras_psplus.core.data import data_position, unknown_length
 from keras_psplus.core.jobs import epoch_votes
 from keras_psplus.core.jobs.preemption import Preemption
 from keras_psplus.core.models import model_saving
 from keras_psplus.core.models.building import lifted
 from keras_psplus.core.plan import plan_request
-from keras_psplus.datasets import service as data_service
+from keras_psplus.core.state.worker_files import WorkerFiles
 from keras_psplus.engine import Engine, Original
-from keras_psplus.keras_internals.keras_parts import stateless_scope, tf_dataset_adapter
+from keras_psplus.keras_internals.keras_parts import stateless_scope
 
 if TYPE_CHECKING:
     import keras
 
-    from keras_psplus.core.backup.worker_files import WorkerFiles
     from keras_psplus.core.jobs.control import ControlPlane
+    from keras_psplus.core.state.worker_state import WorkerState
 
 
 class StrategyEngine(Engine):
@@ -82,9 +81,14 @@ class StrategyEngine(Engine):
     preemption = functools.cached_property(lambda self: Preemption.of(self.strategy, self.control))
 
     @property
-    def worker_files(self) -> WorkerFiles:
-        """`core.backup.worker_files.WorkerFiles`: what each worker keeps, beside a backup."""
+    def worker_state(self) -> WorkerState:
+        """State that workers keep from step to step."""
         raise NotImplementedError
+
+    @functools.cached_property
+    def worker_files(self) -> WorkerFiles:
+        """Files of that state, beside a backup."""
+        return WorkerFiles(self.strategy, self.worker_state)
 
     @property
     def updating(self) -> Any:
@@ -185,7 +189,7 @@ class StrategyEngine(Engine):
 
     def warn_of_early_end(self, original: Original, iterator: Any) -> Any:
         if iterator._steps_seen <= iterator.steps_per_execution:
-            _check_that_data_came(iterator.data_adapter)
+            unknown_length.check_rows_came(iterator.data_adapter)
         elif iterator.steps_per_epoch is None and iterator.data_adapter.num_batches is None:
             return None  # this is how data of unknown length end
         return original(iterator)
@@ -340,10 +344,3 @@ def _to_number(number, original, variable):
     if isinstance(variable._value, tf.distribute.DistributedValues):
         return number(variable._value.numpy())
     return original(variable)
-
-
-def _check_that_data_came(adapter):
-    if isinstance(adapter, UnknownLength):
-        adapter = adapter.of
-    if isinstance(adapter, tf_dataset_adapter.TFDatasetAdapter):
-        data_service.check_rows_came(adapter.get_tf_dataset())

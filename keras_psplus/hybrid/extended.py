@@ -10,7 +10,6 @@ import keras
 import tensorflow as tf
 
 from keras_psplus.all_reduce.extended import MultiWorkerMirroredExtended
-from keras_psplus.all_reduce.reduction.compression_state import States
 from keras_psplus.core.base import duplicate_rows
 from keras_psplus.core.batch import replica_step as step_module
 from keras_psplus.core.jobs import failure
@@ -38,6 +37,8 @@ class HybridExtended(MultiWorkerMirroredExtended):
         self._counters: dict[tuple[int, str, int], tf.Variable] = {}
         self.rows_ahead, self._reads_ahead = RowsAhead(), reads_ahead
         super().__init__(strategy, *args)
+        if reads_ahead:
+            self.worker_state.add("rows_read_ahead", self.rows_ahead, self.rows_ahead.states)
 
     @property
     def barrier(self) -> Barrier | None:
@@ -70,10 +71,6 @@ class HybridExtended(MultiWorkerMirroredExtended):
             for (key, kind, _), variable in self._counters.items()
             if (key, kind) == (table.key, what)
         )
-
-    @property
-    def kept_states(self) -> dict[str, States]:
-        return {"rows_read_ahead": self.rows_ahead.states} if self._reads_ahead else {}
 
     def lookup(self, variable: TableVariable, indices: tf.Tensor) -> tf.Tensor:
         """Rows of a table.

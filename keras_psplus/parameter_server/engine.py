@@ -32,8 +32,8 @@ from keras_psplus.parameter_server import predict_function
 from keras_psplus.parameter_server.data import chief_data, distributed_data
 from keras_psplus.parameter_server.data.worker_data import WorkerDataset
 from keras_psplus.parameter_server.reports import variable_kinds
-from keras_psplus.parameter_server.reports.worker_files import ServedWorkerFiles
 from keras_psplus.parameter_server.scheduling import failure
+from keras_psplus.parameter_server.state.served_state import ServedState
 from keras_psplus.parameter_server.tracing import local_copies, traffic, worker_function
 from keras_psplus.parameter_server.tracing.chief_writes import applying_sums_flag
 from keras_psplus.parameter_server.train_function import TrainFunction
@@ -60,8 +60,8 @@ class ParameterServerEngine(DistributedEngine):
         self._callbacks: weakref.WeakKeyDictionary[keras.Model, Any] = weakref.WeakKeyDictionary()
 
     @functools.cached_property
-    def worker_files(self) -> ServedWorkerFiles:
-        return ServedWorkerFiles(self._context)
+    def worker_state(self) -> ServedState:
+        return ServedState(self._context.extended.worker_states, self._context.scheduler.join)
 
     @property
     def updating(self) -> worker_updates.WorkerUpdates:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import atexit
 import contextlib
-import os
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
@@ -27,6 +26,7 @@ from keras_psplus.core.base import checks, strategy_text
 from keras_psplus.core.jobs import job_failure
 from keras_psplus.core.models import live_strategies
 from keras_psplus.core.plan import plan_request
+from keras_psplus.core.state.state_dicts import StateDicts
 from keras_psplus.parameter_server import modes, startup
 from keras_psplus.parameter_server.context import StepContext
 from keras_psplus.parameter_server.engine import ParameterServerEngine
@@ -36,7 +36,6 @@ from keras_psplus.parameter_server.scheduling import failure
 from keras_psplus.parameter_server.scheduling.closures import Coordinator
 from keras_psplus.parameter_server.scheduling.scheduler import LANES, Scheduler
 from keras_psplus.parameter_server.scheduling.stalls import StallProbe
-from keras_psplus.parameter_server.state import state_files
 from keras_psplus.parameter_server.steps.clocks import Clocks
 from keras_psplus.parameter_server.sync.step_attempts import StepAttempts
 from keras_psplus.parameter_server.tracing import traffic
@@ -50,7 +49,7 @@ if TYPE_CHECKING:
     from keras_psplus.compression import Compressor
 
 
-class ParameterServerStrategy(tf.distribute.ParameterServerStrategy):
+class ParameterServerStrategy(StateDicts, tf.distribute.ParameterServerStrategy):
     """Training with variables on parameter servers, for `model.fit` of Keras 3.
 
     One script in every task of a cluster with a `chief`, `worker` and `ps` tasks. In `worker` and
@@ -361,34 +360,6 @@ class ParameterServerStrategy(tf.distribute.ParameterServerStrategy):
         """
         checks.check_has_updates(self.updates)
         self._context.updating.finish(optimizer)
-
-    def save_compression_state(self, folder: str | os.PathLike[str], step: int) -> None:
-        """Writes what workers keep for compressors and `updates`: residuals, sums, own momenta.
-
-        A worker that cannot be reached is left out, with a warning. Files of earlier steps are
-        removed, but for the last. If nothing is kept, nothing is written.
-
-        Args:
-            folder: Path of the folder for the files, one for each worker.
-            step: Number of the step, for `restore_compression_state`.
-        """
-        self._context.scheduler.join()
-        state_files.save(self.extended.worker_states, self._num_workers, folder, step)
-
-    def restore_compression_state(self, folder: str | os.PathLike[str], step: int) -> bool:
-        """Gives the workers what `save_compression_state` has written.
-
-        States that do not fit the model begin again, with a warning.
-
-        Args:
-            folder: Path of the folder.
-            step: Number of the step at which it was saved.
-
-        Returns:
-            Whether there was anything to restore.
-        """
-        self._context.scheduler.join()
-        return state_files.restore(self.extended.worker_states, self._num_workers, folder, step)
 
     def _note_failure(self) -> None:
         """Notes that the script is about to end with an exit code of failure."""

@@ -10,7 +10,6 @@ from typing import Any
 import keras
 import tensorflow as tf
 
-from keras_psplus.core.backup.worker_files import WorkerFiles
 from keras_psplus.core.batch.replica_step import current_step
 from keras_psplus.core.data import iterator_release
 from keras_psplus.core.distributed_engine import DistributedEngine
@@ -22,12 +21,12 @@ from keras_psplus.log import logger
 from keras_psplus.pipeline import failure
 from keras_psplus.pipeline.base import rows, schedule
 from keras_psplus.pipeline.context import PipelineContext
+from keras_psplus.pipeline.replicas.residuals import Residuals
 from keras_psplus.pipeline.split import costs
 from keras_psplus.pipeline.step import train_step
 from keras_psplus.pipeline.step.pipedream import PipeDreamFunction
 from keras_psplus.pipeline.step.step_function import PipelineTrainFunction, PredictFunction
 from keras_psplus.pipeline.step.traced_step import PipelineStep, Update
-from keras_psplus.pipeline.worker_files import PipelineWorkerFiles
 from keras_psplus.tf_internals import context as tf_context
 
 
@@ -39,15 +38,15 @@ class PipelineEngine(DistributedEngine):
     def __init__(self, strategy: tf.distribute.Strategy, context: PipelineContext) -> None:
         super().__init__(strategy)
         self.context = context
-        self._worker_files = PipelineWorkerFiles(strategy, context.residuals)
+        context.residuals.finish_steps = self.settle
         # The function that has begun training steps and not ended them, or None.
         self.under_way: PipeDreamFunction | None = None
         # Whether variables were given values since the last step began.
         self._has_written = False
 
     @property
-    def worker_files(self) -> WorkerFiles:
-        return self._worker_files
+    def worker_state(self) -> Residuals:
+        return self.context.residuals
 
     # Steps that are under way.
 

@@ -22,6 +22,7 @@ from keras_psplus.core.base.strategy_text import describe
 from keras_psplus.core.jobs import job_failure
 from keras_psplus.core.models import live_strategies
 from keras_psplus.core.plan import plan_request
+from keras_psplus.core.state.state_dicts import StateDicts
 from keras_psplus.pipeline import arguments, startup
 from keras_psplus.pipeline.base.stages import Stages
 from keras_psplus.pipeline.context import PipelineContext
@@ -35,7 +36,7 @@ from keras_psplus.pipeline.stalls import StallProbe, Watch
 from keras_psplus.pipeline.wire.traffic import PipelineTraffic
 
 
-class PipelineStrategy(tf.distribute.Strategy):
+class PipelineStrategy(StateDicts, tf.distribute.Strategy):
     """Trains a model in stages, for `model.fit` of Keras 3.
 
     One script in every task of a cluster with a `chief` and one `worker` for each stage (of each

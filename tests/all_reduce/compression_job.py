@@ -110,19 +110,46 @@ def own_checkpoint(make, out, folder):
         strategy = make("sign")
         with strategy.scope():
             model = linear(keras.optimizers.SGD(0.1))
-        state = tf.train.Checkpoint(residuals=strategy.compression_state(model.optimizer))
         if path:
-            state.read(path)
+            with np.load(path + ".npz") as state:
+                strategy.load_state_dict(model.optimizer, state)
             model.load_weights(path + ".weights.h5")
         fit(strategy, model, epochs=last, initial_epoch=first)
-        return model, state
+        return model, strategy
 
     path = os.path.join(folder, f"own-{os.getpid()}")
-    model, state = train(0, 2)
-    state.write(path)
+    model, strategy = train(0, 2)
+    state = strategy.state_dict(model.optimizer)
+    np.savez(path + ".npz", **state)
     model.save_weights(path + ".weights.h5")
     out["resumed by hand"] = {"weights": train(2, 4, path)[0].get_weights()}
     out["whole by hand"] = {"weights": train(0, 4)[0].get_weights()}
+
+    def error_of(optimizer, state, model=None):
+        try:
+            strategy.load_state_dict(optimizer, state)
+            if model is not None:
+                fit(strategy, model, epochs=1)
+        except ValueError as error:
+            return str(error)
+
+    others = {
+        name.replace(f"-{own}-of-", f"-{1 - own}-of-"): array
+        for own in (0, 1)
+        for name, array in state.items()
+        if f"-{own}-of-" in name
+    }
+    assert "Each worker loads what" in error_of(model.optimizer, others)
+    fewer = {name.replace("-of-2/", "-of-3/"): array for name, array in state.items()}
+    assert "the state is one of 3 replicas, and there are 2" in error_of(model.optimizer, fewer)
+    assert "it has nothing for gradient/" in error_of(model.optimizer, {})
+    assert "scope" in error_of(keras.optimizers.SGD(0.1), state)
+    # Before the first step, which finds that the state is one of another compressor.
+    strategy = make("powersgd:1")
+    with strategy.scope():
+        model = linear(keras.optimizers.SGD(0.1))
+    error = error_of(model.optimizer, state, model)
+    assert "it comes from another model, compressor or" in error, error
 
 
 def not_finite(make, out, names):

@@ -237,6 +237,14 @@ def test_resumed_training_is_as_if_never_interrupted(name, run):
             np.testing.assert_array_equal(weight, expected)
 
 
+@pytest.mark.cases("by_hand")
+def test_training_goes_on_from_a_state_of_the_scripts_own(run):
+    for worker, _ in run:
+        whole, resumed = (weights_of(worker, f"{kind} by hand") for kind in ("whole", "resumed"))
+        for weight, expected in zip(resumed, whole, strict=True):
+            np.testing.assert_array_equal(weight, expected)
+
+
 @pytest.mark.cases("parts")
 @pytest.mark.cases(*CASES, others=True)
 def test_workers_end_with_the_same_bits(run):

@@ -316,10 +316,35 @@ def resumed(make, out, folder, cases):
         out[f"whole {name}"] = train(*([whole] if policy.local else []))
 
 
+def by_hand(make, out):
+    """A state is loaded before the first step, which makes the outer optimizer and residuals."""
+
+    def build():
+        strategy = make(updates.DiLoCo(2), "int8")
+        keras.utils.set_random_seed(1)
+        with strategy.scope():
+            model = dense(keras.optimizers.SGD(0.1, momentum=0.9))
+            model.optimizer.build(model.trainable_variables)
+        return strategy, model, [*model.variables, *model.optimizer.variables]
+
+    strategy, model, variables = build()
+    fit(model, 2)
+    strategy.finish_updates(model.optimizer)
+    values, state = [v.numpy() for v in variables], strategy.state_dict(model.optimizer)
+    fit(model, 2)
+    out["whole by hand"] = {"weights": model.get_weights()}
+    strategy, model, variables = build()
+    for variable, value in zip(variables, values, strict=True):
+        variable.assign(value)
+    strategy.load_state_dict(model.optimizer, state)
+    fit(model, 2)
+    out["resumed by hand"] = {"weights": model.get_weights()}
+
+
 CASES = [
     *(f"accumulated {name}" for name in ACCUMULATED),
     *(f"local {name}" for name in LOCAL),
-    *("meetings", "parts"),
+    *("meetings", "parts", "by_hand"),
     *(f"resumed {name}" for name in RESUMED),
 ]
 
@@ -362,6 +387,8 @@ def main():
                 meetings(make, out, options.out)
             elif kind == "parts":
                 parts(make, out)
+            elif kind == "by_hand":
+                by_hand(make, out)
             else:
                 resumed(make, out, options.out, {name: RESUMED[name]})
     arrays = {

@@ -32,13 +32,6 @@ def test_every_entry_of_the_catalogue_is_a_method():
     assert entries["hybrid_8_steps"].traits == methods.Traits("hybrid", together=8)
 
 
-def test_former_names_are_found():
-    entries = methods.catalogue()
-    for name in ("async_ps_int8", "keras_psplus/async_ps_int8"):
-        chosen = [m.name for m in methods.select(entries, [name]) if m.traits.path != "alone"]
-        assert chosen == ["async_parameter_server_int8"]
-
-
 def test_what_else_an_entry_sets_is_passed_over():
     source = 'import os\nos.environ["A"] = "1"\na, b = 1, 2\nos.c = 3\ndel a\n'
     assert methods.traits_of(source).together == 1

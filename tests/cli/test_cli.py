@@ -76,19 +76,6 @@ def test_run_lists_the_entries(capsys):
     assert found["hybrid"].startswith("Large embeddings on parameter servers")
 
 
-@pytest.mark.parametrize(
-    ("name", "entry"),
-    [
-        ("async_ps", "async_parameter_server"),
-        ("async_ps_int8", "async_parameter_server_int8"),
-        ("local_sgd_ps", "local_sgd_parameter_server"),
-    ],
-)
-def test_short_names_of_entries(name, entry, capsys, script):
-    tasks = dry_run(capsys, "--ps=1", f"--strategy={name}", "--dry_run", script)
-    assert tasks["worker-0"][0]["KERAS_PSPLUS_STRATEGY"] == entry
-
-
 def test_what_the_strategy_is_made_with(capsys, script, tmp_path):
     mine = tmp_path / "mine.py"
     mine.write_text("def strategy(compression=None, updates=None):\n    pass\n")
@@ -104,10 +91,10 @@ def test_what_the_strategy_is_made_with(capsys, script, tmp_path):
     [
         ("--ps 1 --strategy all_reduce", "leave out --ps, or take one of accumulated_parameter"),
         ("--ps 1 --strategy single", "has no use for parameter servers"),
-        ("--strategy async_ps", "async_ps needs parameter servers: add --ps 1"),
+        ("--strategy async_parameter_server", "server needs parameter servers: add --ps 1"),
         ("--strategy hybrid", "hybrid needs parameter servers: add --ps 1"),
-        ("--ps 1 --nochief --strategy sync_ps", "leave out --nochief"),
-        ("--ps 1 --workers 0 --strategy sync_ps", "needs a chief and workers"),
+        ("--ps 1 --nochief --strategy sync_parameter_server", "leave out --nochief"),
+        ("--ps 1 --workers 0 --strategy sync_parameter_server", "needs a chief and workers"),
         ("--compression lzma", '--compression must be one of "bf16"'),
         ("--compression topk", "Received: --compression=topk"),
         ("--updates diloco", '--updates must be one of "accumulate:4"'),
@@ -116,11 +103,14 @@ def test_what_the_strategy_is_made_with(capsys, script, tmp_path):
         ("--strategy diloco --updates diloco:100", "take --strategy all_reduce, which does not"),
         ("--strategy single --compression bf16", "single has no `compression`"),
         (
-            "--ps 1 --strategy async_ps --updates diloco:9",
+            "--ps 1 --strategy async_parameter_server --updates diloco:9",
             "all_reduce without --ps",
         ),
-        ("--ps 1 --strategy sync_ps --updates accumulate:2", "need --strategy async_parameter_s"),
-        ("--ps 1 --strategy stale_sync_ps --updates local_sgd:2", "takes no updates"),
+        (
+            "--ps 1 --strategy sync_parameter_server --updates accumulate:2",
+            "need --strategy async_parameter_s",
+        ),
+        ("--ps 1 --strategy stale_sync_parameter_server --updates local_sgd:2", "takes no updates"),
         ("--ps 1 --strategy hybrid --updates local_sgd:2", "takes accumulate alone"),
         ("--strategy MINE --compression bf16", "write `def strategy(**options)` there"),
         ("--strategy BROKEN", "cannot be read"),

@@ -101,8 +101,8 @@ def test_a_damaged_state_is_named_or_an_older_one_is_used(alone, case):
 
 
 def test_states_without_digests_are_used(alone):
-    assert alone["earlier"] == [
-        ("an earlier version", ["", [2.0, 2]]),
+    assert alone["without digests"] == [
+        ("digests deleted", ["", [2.0, 2]]),
         ("Keras", ["", [3.0, 3]]),
     ]
 

@@ -35,9 +35,12 @@ def test_all_workers_resume_from_the_state_that_is_whole_on_all_of_them(run):
     assert "are lost" not in log.split('["all"')[0]
 
 
-def test_files_of_an_earlier_version_are_found(run):
-    found, _ = run
-    assert found["earlier version"] == [([2, 3], found["whole"][0][1])] * 2
+def test_a_state_whose_digests_are_deleted_is_taken_as_it_is(run):
+    found, log = run
+    ((epochs, weights), other) = found["no digests"]
+    # The newest, without what workers had kept; all are told so, and stay equal.
+    assert epochs == [2, 3] and other == (epochs, weights)
+    assert "are lost: it has no files of workers" in log
 
 
 def test_all_workers_refuse_a_damaged_state(run):

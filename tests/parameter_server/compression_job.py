@@ -329,22 +329,17 @@ def without_communication_nothing_moves(strategy):
     assert sum(t.logical_bytes for t in gradients if t.direction == "gradient") > 0
 
 
-def states_of(strategy, name):
-    states = strategy.extended.worker_states.fetch(0)
-    return {key: value for key, value in states.items() if f"/{name}/" in key}
-
-
 @behaviour
 def nan_reaches_the_weights_but_no_state(strategy):
     for name in ("topk", "powersgd"):
         with strategy.scope():
             model = dense(name)
         model.train_on_batch(*batch(0))
-        before = states_of(strategy, name)
+        before = strategy.state_dict(model.optimizer)
         assert any("hidden/kernel" in key for key in before), before
         model.train_on_batch(np.full((BATCH, WIDTH), np.nan, "float32"), labels[:BATCH])
         assert not np.isfinite(model.get_weights()[0]).all(), name
-        for key, value in states_of(strategy, name).items():
+        for key, value in strategy.state_dict(model.optimizer).items():
             # What is behind the first kernel may be spared.
             assert np.isfinite(value).all(), key
             if "hidden/kernel" in key:
@@ -358,13 +353,13 @@ def skipped_steps_change_no_state(strategy):
         model = dense("int8", optimizer, steps_per_execution=2)
     x, y = rows[: 4 * BATCH].copy(), labels[: 4 * BATCH]
     model.fit(x, y, batch_size=BATCH, shuffle=False, verbose=0)
-    # The optimizer's name tells its states from those of others, as it has none that is alive.
-    before = states_of(strategy, "int8")
+    before = strategy.state_dict(optimizer)
+    assert before
     weights = model.get_weights()
     x[:] = np.inf
     model.fit(x, y, batch_size=BATCH, shuffle=False, verbose=0)
     assert_same(model.get_weights(), weights, 0.0)
-    for key, value in states_of(strategy, "int8").items():
+    for key, value in strategy.state_dict(optimizer).items():
         np.testing.assert_array_equal(value, before[key], err_msg=key)
 
 
@@ -447,29 +442,36 @@ def bytes_that_differ_from_step_to_step_are_counted(strategy):
 
 @behaviour
 def state_is_saved_and_restored(strategy):
-    folder = pathlib.Path(sys.argv[1], "state")
+    folder = pathlib.Path(sys.argv[1])
     with strategy.scope():
         model = dense("powersgd", keras.optimizers.SGD(0.1, name="saved"))
     for i in range(3):
         model.train_on_batch(*batch(i))
-    for step in (1, 2, 3):
-        strategy.save_compression_state(str(folder), step)
-    # The model of the last step may not have been written yet: that of the one before is there.
-    names = sorted(path.name for path in folder.iterdir())
-    assert names == [f"compression_worker_0_step_{step}.npz" for step in (2, 3)], names
+    state = strategy.state_dict(model.optimizer)
+    assert state and all(name.startswith("worker-0-of-1/") for name in state), list(state)
+    np.savez(folder / "state.npz", **state)
     saved, iterations = model.get_weights(), model.optimizer.iterations.numpy()
-    np.savez(folder.parent / "saved.npz", *saved)
+    np.savez(folder / "saved.npz", *saved)
     for i in range(3, 6):
         model.train_on_batch(*batch(i))
     after = model.get_weights()
-    np.savez(folder.parent / "after.npz", *after)
+    np.savez(folder / "after.npz", *after)
     model.set_weights(saved)
     model.optimizer.iterations.assign(iterations)
-    assert not strategy.restore_compression_state(str(folder), 1)
-    assert strategy.restore_compression_state(str(folder), 3)
+    strategy.load_state_dict(model.optimizer, state)
     for i in range(3, 6):
         model.train_on_batch(*batch(i))
     assert_same(model.get_weights(), after, 0.0)
+    # A state that lacks something leaves what there is.
+    before, lacking = strategy.state_dict(model.optimizer), dict(list(state.items())[1:])
+    try:
+        strategy.load_state_dict(model.optimizer, lacking)
+    except ValueError as error:
+        assert "it has nothing for " in str(error), error
+    else:
+        raise AssertionError("a state without one of its names was loaded")
+    for name, value in strategy.state_dict(model.optimizer).items():
+        np.testing.assert_array_equal(value, before[name], err_msg=name)
 
 
 @behaviour
@@ -505,9 +507,10 @@ def backup_and_restore_keeps_states(strategy):
 def resume(strategy):
     """What `state_is_saved_and_restored` goes on with in a new process, exactly."""
     folder = pathlib.Path(sys.argv[1])
-    assert strategy.restore_compression_state(str(folder / "state"), 3)
     with strategy.scope():
-        model = dense("powersgd", keras.optimizers.SGD(0.1, name="saved"))
+        model = dense("powersgd", keras.optimizers.SGD(0.1, name="another_process"))
+    with np.load(folder / "state.npz") as state:
+        strategy.load_state_dict(model.optimizer, state)
     with np.load(folder / "saved.npz") as arrays:
         model.set_weights(list(arrays.values()))
     model.optimizer.iterations.assign(3)

@@ -17,9 +17,9 @@ from keras_psplus.all_reduce.collectives import gradients
 from keras_psplus.all_reduce.collectives.operations import Launcher
 from keras_psplus.all_reduce.collectives.size_classes import padded_size
 from keras_psplus.all_reduce.reduction import factor_sums, routes
-from keras_psplus.all_reduce.reduction.compression_state import States
 from keras_psplus.all_reduce.reduction.compressors import check_compressor
 from keras_psplus.all_reduce.reduction.identity import IDENTITY
+from keras_psplus.all_reduce.reduction.replica_states import ReplicaStates
 from keras_psplus.all_reduce.reduction.traffic import TensorTraffic, TrafficVariables
 
 # Gradients compressed more than 8x share buckets that hold 8x more uncompressed bytes.
@@ -36,6 +36,7 @@ class CompressedSum:
         compressor: `Compressor`, with error feedback where it is wanted, or None.
         bucket_bytes: Size at which a bucket is sent, in bytes of uncompressed gradients.
         timed: Whether to measure for how long gradients are waited for.
+        states: `ReplicaStates` for what compressors keep; by default, nobody else has them.
     """
 
     def __init__(
@@ -46,11 +47,11 @@ class CompressedSum:
         compressor: compression.Compressor | None,
         bucket_bytes: int,
         timed: bool = True,
+        states: ReplicaStates | None = None,
     ) -> None:
         self._launcher, self._rank, self._replicas = launcher, rank, replicas
-        self._compressor, self._bucket_bytes = compressor, bucket_bytes
-        self._timed = timed
-        self.states = States(launcher._device)
+        self._compressor, self._bucket_bytes, self._timed = compressor, bucket_bytes, timed
+        self.states = states or ReplicaStates(launcher._device)
         self.traffic_variables = TrafficVariables()
         self._numbers: dict[int, tuple[int, Any]] = {}
 
@@ -337,9 +338,7 @@ def _weight(compressor, gradient):
 
 
 def _name(compressor):
-    if compressor is None or compressor is IDENTITY:
-        return None
-    return repr(compressor)
+    return None if compressor is None or compressor is IDENTITY else repr(compressor)
 
 
 def _bytes(tensor):

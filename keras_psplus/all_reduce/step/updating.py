@@ -9,7 +9,6 @@ from typing import TYPE_CHECKING, Any
 
 import tensorflow as tf
 
-from keras_psplus.all_reduce.reduction.compression_state import States
 from keras_psplus.core.batch import replica_step as step_module
 from keras_psplus.updates.accumulation import forms_of
 from keras_psplus.updates.base import Context
@@ -96,6 +95,7 @@ class MirroredUpdates:
     def _build(self, state, variables):
         with self._strategy().scope():
             state.parts = self.policy.on_build(variables)
+        self._strategy().extended.worker_state.claim(state.owner())
 
     def finish(self, optimizer: keras.optimizers.Optimizer) -> None:
         """Has everything applied that is still to be; on all workers.
@@ -139,18 +139,14 @@ class MirroredUpdates:
         """Number of batches whose gradients wait for an update."""
         return sum(unit.batches for unit in self._state_of(optimizer).units[0].values())
 
-    def states(self, optimizer: keras.optimizers.Optimizer) -> tf.train.Checkpoint:
-        """The state of an optimizer on this worker, as a trackable."""
-        state = self._state_of(optimizer)
-        parts = {f"replica_{i}": one for i, one in enumerate(state.states)}
-        if self.policy.local:
-            # Each replica's momenta are its own, too.
-            outers = [outer for _, outer in state.parts or () if outer is not None]
-            variables = [v for one in (_owner(optimizer), *outers) for v in one.variables]
-            for j, variable in enumerate(variables):
-                copies = self._strategy().experimental_local_results(variable.value)
-                parts |= {f"variable_{j}_of_{i}": copy for i, copy in enumerate(copies)}
-        return tf.train.Checkpoint(**parts)
+    def momenta(self, owner: keras.optimizers.Optimizer, replica: int) -> dict[str, tf.Variable]:
+        """A local replica's variables of an optimizer and of outer ones, if it steps alone."""
+        if not self.policy.local:
+            return {}
+        outers = [outer for _, outer in self._state_of(owner).parts or () if outer is not None]
+        variables = [v for one in (owner, *outers) for v in one.variables]
+        local = self._strategy().experimental_local_results
+        return {f"momenta/{j}": local(v.value)[replica] for j, v in enumerate(variables)}
 
     def _parts(self, optimizer, grads, variables):
         """The rule's parts of the variables, without those that have no gradient."""
@@ -170,16 +166,17 @@ class MirroredUpdates:
     def _state_of(self, optimizer):
         owner = _owner(optimizer)
         if owner not in self._of_owner:
-            self._of_owner[owner] = _OptimizerState(self._strategy().extended.worker_devices)
+            states = self._strategy().extended.worker_state.states_of(owner)
+            self._of_owner[owner] = _OptimizerState(owner, [s.within("updates") for s in states])
         return self._of_owner[owner]
 
 
 class _OptimizerState:
     """State of one optimizer: its units and their variables."""
 
-    def __init__(self, devices):
-        self.states = [States(device) for device in devices]
-        self.units = [{} for _ in devices]
+    def __init__(self, owner, states):
+        self.owner, self.states = weakref.ref(owner), states
+        self.units = [{} for _ in states]
         self.optimizer = None
         self.finish = None, None
         # What `on_build` has returned.

@@ -35,7 +35,7 @@ from keras_psplus.all_reduce.collectives import gradients
 from keras_psplus.all_reduce.collectives.operations import Launcher
 from keras_psplus.all_reduce.reduction import routes
 from keras_psplus.all_reduce.reduction.compressed import CompressedSum
-from keras_psplus.all_reduce.reduction.compression_state import States
+from keras_psplus.all_reduce.reduction.replica_states import ReplicaStates
 from keras_psplus.all_reduce.reduction.traffic import TensorTraffic, TrafficVariables
 from keras_psplus.all_reduce.topology import group_routes, hop_turns, shards
 from keras_psplus.all_reduce.topology.hop_turns import HopOrder
@@ -84,30 +84,25 @@ class TwoLevelSum:
         bucket_bytes: int,
         timed: bool,
         levels: Levels,
+        states: ReplicaStates,
     ) -> None:
         self._levels, self._compressor = levels, hops.within
         # Small ones, for the hops to overlap.
         self._bucket_bytes, self._timed = max(1, bucket_bytes // 2), timed
         within, between = levels.within, levels.between
 
-        def sum_over(hop, compressor):
-            return CompressedSum(
-                hop.launcher, hop.place, hop.size, compressor, bucket_bytes, timed=False
-            )
+        def sum_over(place, compressor, name):
+            return CompressedSum(*place, compressor, bucket_bytes, False, states.within(name))
 
-        self._everyone = CompressedSum(
-            launcher, rank, replicas, hops.between, bucket_bytes, timed=False
-        )
-        self._between = None if between is None else sum_over(between, hops.between)
-        self._inside = None
+        self._everyone = sum_over((launcher, rank, replicas), hops.between, "everyone")
+        self._between = self._inside = None
+        if between is not None:
+            place = between.launcher, between.place, between.size
+            self._between = sum_over(place, hops.between, "between")
         if not levels.is_even:
-            self._inside = sum_over(within, hops.within if within.size > 1 else None)
-        self._own_states = States(launcher._device)
-        states = {"within": self._own_states, "everyone": self._everyone.states}
-        for name, one in (("between", self._between), ("inside", self._inside)):
-            if one is not None:
-                states[name] = one.states
-        self.states = tf.train.Checkpoint(**states)
+            place = within.launcher, within.place, within.size
+            self._inside = sum_over(place, hops.within if within.size > 1 else None, "inside")
+        self._own_states = states.within("within")
         self.traffic_variables = TrafficVariables()
         self._numbers: dict[int, tuple[int, Any]] = {}
         self._owners: dict[int, tuple[Any, list[_Piece]]] = {}

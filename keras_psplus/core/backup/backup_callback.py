@@ -176,9 +176,9 @@ def restore(
 
     def load():
         number = _load_first(callback, states[first:], training, found["what"])
-        return number, files.position(folder), training[0].facts if training else None
+        return number, training[0].facts if training else None
 
-    number, position, facts = _on_main_thread(control, is_chief, load)
+    number, facts = _on_main_thread(control, is_chief, load)
     chosen = states[first + number]
     of_callbacks: dict[str, Any] = {}
     if facts is not None:
@@ -198,10 +198,7 @@ def restore(
             logger.info(
                 "training goes on after batch %d of epoch %d", facts["batch"], facts["epoch"] + 1
             )
-    if chosen["worker_files"] is None:
-        files.restore_earlier(model, folder, position)
-    else:
-        files.restore(model, folder, chosen["worker_files"], problems[first + number])
+    files.restore(model, folder, chosen["worker_files"], problems[first + number])
     return None
 
 
@@ -213,9 +210,9 @@ def _found(engine, callback, states):
     """
     call = engine.progress.call
     if not states or not states[0]["has_training"]:
-        return {"what": fit_calls.RESUME}
+        return {"what": fit_calls.RESUME, "optimizers": {}}
     facts = TrainingState.read(callback.backup_dir, states[0]["is_previous"]).facts
-    described = facts.get("optimizers", {})
+    described = facts["optimizers"]
     if call is None:
         return {"what": fit_calls.RESUME, "optimizers": described}
     what = fit_calls.calls_of_folder(callback.backup_dir).decide(call, facts)
@@ -232,7 +229,7 @@ def _found(engine, callback, states):
         "what": what,
         "optimizers": {} if what == fit_calls.PASS else described,
         "history": history,
-        "random": facts.get("random"),
+        "random": facts["random"],
     }
 
 

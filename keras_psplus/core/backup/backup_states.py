@@ -2,13 +2,12 @@
 
 A state is the weights, the epoch and what else belongs to them. `digests.json`, which is written
 with them, has the SHA-256 of each file, and those of the files that workers have written for the
-same step. States of Keras itself, and of earlier versions, have none, and are checked by what they
-say.
+same step. States of Keras itself, and those whose digests were deleted, are checked by what they
+say, and have no workers' files.
 """
 
 from __future__ import annotations
 
-import contextlib
 from collections.abc import Iterable
 from typing import TYPE_CHECKING, Any
 
@@ -24,8 +23,6 @@ if TYPE_CHECKING:
 SEEDS = "seed_generators.json"
 TRAINING = "training_state.npz"
 _DIGESTS = "digests.json"
-# Of versions that wrote no digests.
-STEP = "step.json"
 _FORMAT = 1
 # What Keras adds to the names of the state before, with `double_checkpoint`.
 _PREVIOUS = ".bkp"
@@ -129,21 +126,19 @@ def worker_files_in_use(callback: keras.callbacks.BackupAndRestore) -> list[str]
     """
     names = set()
     for suffix in ("", _PREVIOUS):
-        weights, _, listed = _paths(callback, suffix)
+        *_, listed = _paths(callback, suffix)
         if file_utils.exists(listed):
-            with contextlib.suppress(ValueError, OSError, tf.errors.OpError, KeyError):
+            try:
                 names.update(_listed(listed)["worker_files"])
-                continue
-            return None
-        if file_utils.exists(weights):
-            return None
+            except (ValueError, OSError, tf.errors.OpError, KeyError):
+                return None
     return sorted(names)
 
 
 def remove_last(callback: keras.callbacks.BackupAndRestore) -> None:
     """Removes the files of the last state, which is damaged."""
     # In this order, so that what is left is never taken for a state without digests.
-    others = (file_utils.join(callback.backup_dir, name) for name in (SEEDS, STEP, TRAINING))
+    others = (file_utils.join(callback.backup_dir, name) for name in (SEEDS, TRAINING))
     for path in (*_paths(callback, ""), *others):
         if file_utils.exists(path):
             file_utils.remove(path)
@@ -175,7 +170,7 @@ def _read(
     """The state with a suffix, or None, and what is wrong with it."""
     weights, metadata, listed = _paths(callback, suffix)
     state = {"is_previous": bool(suffix), "has_digests": file_utils.exists(listed)}
-    state["worker_files"], state["has_training"] = None, False
+    state["worker_files"], state["has_training"] = {}, False
     if state["has_digests"]:
         try:
             content = _listed(listed)

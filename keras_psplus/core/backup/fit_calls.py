@@ -74,20 +74,18 @@ class FitCalls:
         self._calls.append(call)
         return call
 
-    def decide(self, call: FitCall, facts: dict[str, Any] | None) -> str:
+    def decide(self, call: FitCall, facts: dict[str, Any]) -> str:
         """Decides what a call does with a backup.
 
         Args:
             call: The call, the last that has begun. It gets the number of the backup's if the
                 script has left out the calls before.
-            facts: Facts of the backup's `TrainingState`, or None if it has none.
+            facts: Facts of the backup's `TrainingState`.
 
         Returns:
             `RESUME`, `PASS`, `AGAIN` or `FRESH`.
         """
-        saved = (facts or {}).get("calls")
-        if facts is None or saved is None:
-            return RESUME  # Of Keras, or of an earlier version.
+        saved = facts["calls"]
         number = len(saved)
         if number == call.number:
             return RESUME

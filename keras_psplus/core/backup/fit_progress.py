@@ -204,7 +204,7 @@ class FitProgress:
             self.first_epoch = resumed.facts["first_epoch"]
             self.batch = resumed.facts["batch"]
             self._skips = epoch - self.first_epoch, self.batch, resumed.facts["data"]
-            self._layout = resumed.facts.get("layout")
+            self._layout = resumed.facts["layout"]
             if self.batch:
                 # Callbacks had heard of its beginning before, and may have acted on it again.
                 self.has_resumed = True

@@ -111,7 +111,7 @@ def build_optimizers(
     strategy: tf.distribute.Strategy, model: keras.Model, facts: dict[str, Any]
 ) -> None:
     """Builds those optimizers of a model that were built when a state was saved."""
-    optimizer_states.build(strategy, model, facts.get("optimizers", {}))
+    optimizer_states.build(strategy, model, facts["optimizers"])
 
 
 def check_model(
@@ -152,8 +152,6 @@ def difference_beside_weights(model: keras.Model, facts: dict[str, Any]) -> Any:
     Returns:
         Pair of what the model and the state have, or None if they are the same.
     """
-    if "optimizers" not in facts:  # An earlier version did not say.
-        return None
     differing = optimizer_states.difference(model, facts["optimizers"])
     return differing or _different_others(model, facts[_OTHERS])
 

@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Any, NoReturn
 
 import keras
 
+from keras_psplus.arguments import shown
 from keras_psplus.keras_internals.keras_parts import base_optimizer, tree
 from keras_psplus.keras_internals.keras_parts import metrics as metrics_module
 
@@ -69,6 +70,14 @@ def check_compile_arguments(
         for metric in tree.flatten(arguments.get(name)):
             if isinstance(metric, metrics_module.Metric):
                 _check_in_scope(strategy, metric.variables, f"metric '{metric.name}'")
+
+
+def check_optimizer(optimizer: Any) -> None:
+    """Raises ValueError for what is no Keras optimizer."""
+    if not isinstance(optimizer, base_optimizer.BaseOptimizer):
+        raise ValueError(
+            f"`optimizer` must be a Keras optimizer. Received: optimizer={shown(optimizer)}"
+        )
 
 
 def refuse_optimizer(optimizer: keras.optimizers.Optimizer) -> NoReturn:

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from keras_psplus.keras_internals.keras_parts import data_adapter
+from keras_psplus.datasets import service
+from keras_psplus.keras_internals.keras_parts import data_adapter, tf_dataset_adapter
 
 if TYPE_CHECKING:
     import tensorflow as tf
@@ -36,3 +37,10 @@ class UnknownLength(data_adapter.DataAdapter):
     @property
     def batch_size(self) -> int | None:
         return self.of.batch_size
+
+
+def check_rows_came(adapter: data_adapter.DataAdapter) -> None:
+    """Sees that a data service that is lost is not taken for the end of the data."""
+    adapter = adapter.of if isinstance(adapter, UnknownLength) else adapter
+    if isinstance(adapter, tf_dataset_adapter.TFDatasetAdapter):
+        service.check_rows_came(adapter.get_tf_dataset())

@@ -75,9 +75,7 @@ class FitSnapshots:
             return None
         found = [self.found] if self.fits and self.found else self._whole()
         seeds = [
-            listed["training"]["data_seed"]
-            for _, listed in found
-            if listed["fit"] == self.fits + 1 and "training" in listed
+            listed["training"]["data_seed"] for _, listed in found if listed["fit"] == self.fits + 1
         ]
         return seeds[-1] if seeds else None
 
@@ -241,9 +239,9 @@ class FitSnapshots:
             found = [self.found] if self.found and self.found[1]["fit"] >= self.fits else []
         return [
             {
-                "worker_files": listed.get("worker_files"),
+                "worker_files": listed["worker_files"],
                 # A later call of `fit` may have had others.
-                "optimizers": listed["training"].get("optimizers", {})
+                "optimizers": listed["training"]["optimizers"]
                 if listed["fit"] == self.fits
                 else {},
             }

@@ -183,12 +183,9 @@ class Snapshots:
             )
         return None, None
 
-    def worker_files_in_use(self) -> list[str] | None:
-        """Names of the workers' files that snapshots need, or None if that is not known."""
-        files = [listed.get("worker_files") for _, listed in self.whole()]
-        return (
-            None if None in files else sorted({name for one in files for name in one})  # type: ignore[union-attr]
-        )
+    def worker_files_in_use(self) -> list[str]:
+        """Names of the workers' files that snapshots need."""
+        return sorted({name for _, listed in self.whole() for name in listed["worker_files"]})
 
     def latest(self) -> tuple[str, dict[str, Any]] | None:
         """The folder of the last whole one and what is in it, or None."""
@@ -211,7 +208,7 @@ class Snapshots:
                 self._damaged[path] = f"{error}"
                 continue
             if listed is not None and "training" not in listed:
-                self._damaged[path] = f"{path} is of an earlier version of the library"
+                self._damaged[path] = f"{path} has no training state"
             elif listed is not None:
                 found.append((path, listed))
         return sorted(found, key=lambda one: one[1]["step"])

@@ -2,7 +2,7 @@
 
 import tensorflow as tf
 
-from keras_psplus.all_reduce.reduction.compression_state import States
+from keras_psplus.all_reduce.reduction.replica_states import ReplicaStates
 from keras_psplus.hybrid.tables.table import Table
 from keras_psplus.tf_internals import distribute_lib
 
@@ -13,11 +13,11 @@ class RowsAhead:
     """Rows that this process's replicas have read ahead, by lookup.
 
     Attributes:
-        states: `States` of all of them, which a backup or a snapshot keeps.
+        states: `ReplicaStates` of all of them, which a backup or a snapshot keeps.
     """
 
     def __init__(self) -> None:
-        self.states = States("/CPU:0")
+        self.states = ReplicaStates("/CPU:0")
         self._buffers: dict[tuple[int, int, int], tuple[tf.Variable, tf.Variable]] = {}
         self._hold: dict[tuple[int, int], tf.Variable] = {}
 

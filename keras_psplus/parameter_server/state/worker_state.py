@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING, Any
 
 import tensorflow as tf
 
+from keras_psplus.core.state.waiting_values import WaitingValues
 from keras_psplus.log import logger
 from keras_psplus.parameter_server.tracing.remote import is_of_worker, on_worker
 from keras_psplus.tf_internals import control_flow_func_graphs as control_flow
@@ -36,10 +37,13 @@ class WorkerStates:
 
     Args:
         num_workers: Number of workers.
+
+    Attributes:
+        num_workers: As given.
     """
 
     def __init__(self, num_workers: int) -> None:
-        self._num_workers = num_workers
+        self.num_workers = num_workers
         # A worker may serve one job after another.
         self._run = uuid.uuid4().hex
         self._owners: weakref.WeakKeyDictionary[keras.optimizers.Optimizer, str] = (
@@ -48,8 +52,8 @@ class WorkerStates:
         # By name: the shape and dtype.
         self._leaves: dict[str, tuple[tf.TensorShape, tf.DType]] = {}
         self._unsaved: set[str] = set()
-        # By worker and name: values that no step has asked for yet.
-        self._to_restore: dict[int, dict[str, np.ndarray]] = {}
+        # By owner and worker.
+        self._waiting: dict[str, dict[int, WaitingValues]] = {}
         self._ownerless: list[str] = []
         # How often all states have been forgotten.
         self.losses = 0
@@ -146,21 +150,23 @@ class WorkerStates:
             forms: Dict from names to shapes and dtypes.
             are_saved: Whether `fetch` brings them.
         """
+        new = {name: form for name, form in forms.items() if name not in self._leaves}
         self._leaves.update(forms)
         if not are_saved:
             self._unsaved.update(forms)
-        for worker, values in self._to_restore.items():
-            self._assign(worker, {name: values.pop(name) for name in forms if name in values})
+            return
+        for owner, by_worker in self._waiting.items():
+            own = _of_owner(owner, new)
+            for worker, waiting in by_worker.items() if own else ():
+                self._assign(worker, owner, waiting.take(own))
 
-    def fetch(self, worker: int) -> dict[str, np.ndarray] | None:
-        """Saved states of a worker, as a dict of arrays; None if unreachable."""
+    def fetch(self, worker: int, owner: str) -> dict[str, np.ndarray] | None:
+        """Saved states of a worker, by names without the owner's; None if unreachable."""
         fetched = {}
         try:
             with on_worker(worker, device=None):
-                for name, (shape, dtype) in self._leaves.items():
-                    if name in self._unsaved:
-                        continue
-                    handle = self._eager_handle(name, shape, dtype)
+                for name, (shape, dtype) in self._saved(owner).items():
+                    handle = self._eager_handle(f"{owner}/{name}", shape, dtype)
                     if tf.raw_ops.VarIsInitializedOp(resource=handle).numpy():
                         value = tf.raw_ops.ReadVariableOp(resource=handle, dtype=dtype)
                         fetched[name] = value.numpy()
@@ -170,37 +176,41 @@ class WorkerStates:
             return None
         return fetched
 
-    def restore(self, values: Mapping[int, Mapping[str, np.ndarray]]) -> None:
-        """Gives all workers the states that they are to go on from.
+    def load(
+        self, owner: str, values: Mapping[int, Mapping[str, np.ndarray]], is_strict: bool
+    ) -> None:
+        """Gives all workers the states of an owner that they are to go on from.
 
         Args:
+            owner: Name of the owner.
             values: Dict from workers to what `fetch` returned. A state that is not there begins
                 again.
+            is_strict: Whether to raise ValueError for what does not fit; a worker may have none.
         """
         # Those of optimizers that are gone, now: the next one may come to have such a name.
         self._destroy_ownerless()
-        self.destroy()
-        self._to_restore = {worker: dict(of_worker) for worker, of_worker in values.items()}
-        self.register(dict(self._leaves))
+        forms = self._saved(owner)
+        waiting = {worker: WaitingValues() for worker in values}
+        found = {
+            worker: waiting[worker].put(of_worker, forms, is_strict and bool(of_worker))
+            for worker, of_worker in values.items()
+        }
+        self.destroy(f"{owner}/")
+        self.losses += 1
+        self._waiting[owner] = waiting
+        for worker, fitting in found.items():
+            self._assign(worker, owner, fitting)
 
-    def _assign(self, worker, values):
-        fitting = {}
-        for name, value in values.items():
-            shape, dtype = self._leaves[name]
-            if shape.is_compatible_with(value.shape) and value.dtype == dtype.as_numpy_dtype:
-                fitting[name] = value
-            else:
-                logger.warning(
-                    "what worker-%d has kept of its gradients is not restored for %s: it has the "
-                    "shape %s, not %s",
-                    worker,
-                    name,
-                    value.shape,
-                    shape,
-                )
+    def _saved(self, owner):
+        """Shapes and dtypes of an owner's states that are saved, by names without the owner's."""
+        saved = {name: form for name, form in self._leaves.items() if name not in self._unsaved}
+        return _of_owner(owner, saved)
+
+    def _assign(self, worker, owner, values):
         try:
             with ops.init_scope(), on_worker(worker, device=None):
-                for name, value in fitting.items():
+                for name, value in values.items():
+                    name = f"{owner}/{name}"
                     handle = self._eager_handle(name, *self._leaves[name])
                     tf.raw_ops.AssignVariableOp(resource=handle, value=tf.constant(value))
         except tf.errors.OpError as error:
@@ -212,7 +222,7 @@ class WorkerStates:
         """Lets all workers forget their states, or those of one owner."""
         self.losses += not of_owner
         names = [name for name in self._leaves if name.startswith(of_owner)]
-        for worker in range(self._num_workers if names else 0):
+        for worker in range(self.num_workers if names else 0):
             try:
                 with ops.init_scope(), on_worker(worker, device=None):
                     for name in names:
@@ -229,9 +239,16 @@ class WorkerStates:
 
     def _destroy_ownerless(self):
         while self._ownerless:
-            owner = f"{self._ownerless.pop()}/"
+            name = self._ownerless.pop()
+            self._waiting.pop(name, None)
+            owner = f"{name}/"
             self.destroy(owner)
             self._leaves = {n: form for n, form in self._leaves.items() if not n.startswith(owner)}
 
     def _eager_handle(self, name, shape, dtype):
         return tf.raw_ops.VarHandleOp(shape=shape, dtype=dtype, shared_name=self._shared_name(name))
+
+
+def _of_owner(owner, forms):
+    prefix = f"{owner}/"
+    return {n.removeprefix(prefix): form for n, form in forms.items() if n.startswith(prefix)}

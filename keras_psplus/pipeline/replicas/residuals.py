@@ -3,35 +3,50 @@
 from __future__ import annotations
 
 import functools
-import os
 import weakref
-import zipfile
-from typing import Any
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Any, NamedTuple
 
+import keras
 import numpy as np
 import tensorflow as tf
 
-from keras_psplus.files.reading import open_file
+from keras_psplus.core.state.waiting_values import WaitingValues
+from keras_psplus.core.state.worker_state import WorkerState
+from keras_psplus.pipeline.failure import OF_TASKS
 from keras_psplus.pipeline.replicas.copies import Copied
 from keras_psplus.tf_internals import framework_ops as ops
 from keras_psplus.tf_internals import nest
 
 
-class Residuals:
+class _Residual(NamedTuple):
+    """Variable on a device, with what makes its first value, and its weight."""
+
+    variable: tf.Variable
+    first: Callable[[], tf.Tensor]
+    weight: Callable[[], Any]
+
+
+class Residuals(WorkerState):
     """States of compressors: TensorFlow variables on the devices that send.
 
     Args:
         strategy: `PipelineStrategy`.
     """
 
+    kind = "pipeline"
+    lost_errors = OF_TASKS
+
     def __init__(self, strategy: tf.distribute.Strategy) -> None:
-        self._strategy = weakref.ref(strategy)
-        # By name: the variable, a function that makes its first value, and the weight that it is
-        # for.
-        self._states: dict[str, tuple[tf.Variable, Any, Any]] = {}
+        super().__init__()
+        self._strategy: Callable[[], Any] = weakref.ref(strategy)
+        # By pipeline and name.
+        self._states: dict[tuple[int, str], _Residual] = {}
         # By path: the weights that have it, which may be of several models.
         self._paths: dict[str, list[Any]] = {}
-        self._to_restore: dict[str, np.ndarray] = {}
+        self._waiting: weakref.WeakKeyDictionary[Any, dict[int, WaitingValues]] = (
+            weakref.WeakKeyDictionary()
+        )
 
     def of(self, copied: Copied, pipeline: int, device: str, first: Any) -> Any:
         """State for a pipeline's gradient of a weight, created if there is none.
@@ -45,14 +60,22 @@ class Residuals:
         Returns:
             Structure of TensorFlow variables.
         """
-        prefix = f"{self._name(copied)}/{pipeline}"
         with tf.Graph().as_default():
-            forms = first()
-        leaves = []
-        for i, (path, _) in enumerate(nest.flatten_with_joined_string_paths(forms)):
-            begin = functools.partial(_leaf, first, i, device)
-            leaves.append(self._variable(f"{prefix}/{path}", begin, copied.variable, device))
-        return tf.nest.pack_sequence_as(forms, leaves)
+            structure = first()
+        leaves = nest.flatten_with_joined_string_paths(structure)
+        prefix = self._name(copied)
+        forms = {f"{prefix}/{path}": (leaf.shape, leaf.dtype) for path, leaf in leaves}
+        known = [self._states.get((pipeline, name)) for name in forms]
+        if any(one is None or one.weight is not copied.variable for one in known):
+            loaded = self._loaded(copied.variable(), pipeline, forms)
+            with ops.init_scope(), self._strategy().extended.making_on(device), tf.device(device):
+                for i, name in enumerate(forms):
+                    begin = functools.partial(_leaf, first, i, device)
+                    value = loaded.get(name, begin())
+                    variable = tf.Variable(value, trainable=False, name="residual")
+                    self._states[pipeline, name] = _Residual(variable, begin, copied.variable)
+        variables = [self._states[pipeline, name].variable for name in forms]
+        return tf.nest.pack_sequence_as(structure, variables)
 
     def _name(self, copied):
         path = copied.variable().path
@@ -63,63 +86,61 @@ class Residuals:
         number = next(i for i, one in enumerate(known) if one() is copied.variable())
         return f"{path}#{number}" if number else path
 
-    def _variable(self, name, begin, weight, device):
-        known = self._states.get(name)
-        if known is not None and known[2] is weight:
-            return known[0]
-        with ops.init_scope(), self._strategy().extended.making_on(device), tf.device(device):
-            state = tf.Variable(begin(), trainable=False, name="residual")
-            self._restore(state, self._to_restore.pop(name, None))
-        self._states[name] = state, begin, weight
-        return state
+    def _loaded(self, weight, pipeline, forms):
+        """Values that were loaded for the optimizer of a weight."""
+        for owner, waiting in self._waiting.items():
+            if any(one is weight for one in owner._trainable_variables):
+                return waiting[pipeline].take(forms)
+        return {}
 
     @property
     def has_any(self) -> bool:
-        """Whether anything is kept."""
         return bool(self._alive())
 
+    @property
+    def may_keep(self) -> bool:
+        return self._strategy().compression is not None
+
+    @property
+    def units(self) -> Sequence[int]:
+        return range(self.total)
+
+    @property
+    def total(self) -> int:
+        return self._strategy().pipelines
+
+    @property
+    def layout(self) -> str:
+        return f"{self.total}-pipelines"
+
+    def arrays(
+        self, owner: keras.optimizers.Optimizer, unit: int
+    ) -> Iterator[tuple[str, np.ndarray]]:
+        for name, residual in self._of_owner(owner, unit).items():
+            yield name, residual.variable.numpy()
+
+    def assign(
+        self, owner: Any, values: Mapping[int, Mapping[str, np.ndarray]], is_strict: bool
+    ) -> None:
+        waiting = self._waiting[owner] = {unit: WaitingValues() for unit in self.units}
+        for unit, of_unit in values.items():
+            known = self._of_owner(owner, unit)
+            forms = {n: (one.variable.shape, one.variable.dtype) for n, one in known.items()}
+            found = waiting[unit].put(of_unit, forms, is_strict)
+            for name, residual in known.items():
+                residual.variable.assign(found.get(name, residual.first()))
+
     def _alive(self):
-        self._states = {n: found for n, found in self._states.items() if found[2]() is not None}
+        self._states = {k: one for k, one in self._states.items() if one.weight() is not None}
         return self._states
 
-    def write(self, path: str | os.PathLike[str]) -> None:
-        """Writes all states to a file, one after the other to bound the chief's memory."""
-        with tf.io.gfile.GFile(path, "wb") as file:
-            stream: Any = _Stream(file)
-            with zipfile.ZipFile(stream, "w") as archive:
-                self._write(archive)
-
-    def _write(self, archive):
-        for name, (state, _, _) in self._alive().items():
-            with archive.open(f"{name}.npy", "w", force_zip64=True) as part:
-                np.lib.format.write_array(part, np.ascontiguousarray(state.numpy()))
-
-    def read(self, path: str | os.PathLike[str]) -> None:
-        """Reads a file of `write`; states created later receive their values then."""
-        found = {}
-        with open_file(path) as file, zipfile.ZipFile(file) as archive:
-            for name in archive.namelist():
-                with archive.open(name) as part:
-                    found[name.removesuffix(".npy")] = np.lib.format.read_array(part)
-        for name, (state, begin, _) in self._alive().items():
-            state.assign(begin())
-            self._restore(state, found.pop(name, None))
-        self._to_restore = found
-
-    def _restore(self, state, value):
-        if value is not None and state.shape == value.shape:
-            state.assign(value)
-
-
-class _Stream:
-    """Sequential file without seeking, all that TensorFlow's files support."""
-
-    def __init__(self, file):
-        self._file, self.flush = file, file.flush
-
-    def write(self, data):
-        self._file.write(bytes(data))
-        return len(data)
+    def _of_owner(self, owner, unit):
+        trained = {id(variable) for variable in owner._trainable_variables}
+        return {
+            name: residual
+            for (pipeline, name), residual in self._alive().items()
+            if pipeline == unit and id(residual.weight()) in trained
+        }
 
 
 def _leaf(first, index, device):

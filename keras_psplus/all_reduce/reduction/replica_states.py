@@ -1,0 +1,111 @@
+"""State that lasts from step to step, as variables of one replica."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import numpy as np
+import tensorflow as tf
+
+from keras_psplus.core.state.waiting_values import WaitingValues
+from keras_psplus.tf_internals import framework_ops as ops
+from keras_psplus.tf_internals import nest, resource_variable_ops
+
+
+class ReplicaStates:
+    """Variables of one replica that no other replica shares, found by name.
+
+    They are made when they are first asked for, which may be inside a `tf.function` or a branch.
+    Values that were loaded before are given to them then.
+
+    Args:
+        device: Device of the replica.
+
+    Attributes:
+        variables: Dict from names to variables, also those of `within`.
+        waiting: Values of variables that are not made yet.
+    """
+
+    def __init__(self, device: str) -> None:
+        self._device, self._prefix = device, ""
+        self.variables: dict[str, tf.Variable] = {}
+        self.waiting = WaitingValues()
+        self._states: dict[str, tuple[Any, list[tf.Variable]]] = {}
+
+    def within(self, name: str) -> ReplicaStates:
+        """The same variables, by names that begin with another one."""
+        part = ReplicaStates(self._device)
+        part._prefix, part.variables, part.waiting = (
+            f"{self._prefix}{name}/",
+            self.variables,
+            self.waiting,
+        )
+        return part
+
+    def read(self, name: str, init: Callable[[], Any]) -> Any:
+        """Reads a state.
+
+        Args:
+            name: Its name.
+            init: Function that makes the first state, a nested structure of tensors.
+
+        Returns:
+            The structure of tensors, as of now.
+        """
+        if name not in self._states:
+            with ops.init_scope(), ops.device(self._device):
+                first = init()
+                leaves = nest.flatten_with_joined_string_paths(first)
+                variables = self._make({f"{name}/{path}": leaf for path, leaf in leaves})
+            self._states[name] = tf.nest.map_structure(lambda _: 0, first), variables
+        structure, variables = self._states[name]
+        return tf.nest.pack_sequence_as(structure, [v.read_value() for v in variables])
+
+    def variable(self, name: str, shape: Any, dtype: tf.DType | str) -> tf.Variable:
+        """Makes a variable of zeros, to be read and written as any.
+
+        Args:
+            name: A name that is not given twice.
+            shape: Its shape; the number of rows may be None, and is 0 at first.
+            dtype: Its dtype.
+
+        Returns:
+            The variable.
+        """
+        with ops.init_scope(), ops.device(self._device):
+            zeros = tf.zeros([size or 0 for size in tf.TensorShape(shape).as_list()], dtype)
+            return self._make({name: zeros}, tf.TensorShape(shape))[0]
+
+    def write(self, name: str, state: Any) -> list[tf.Operation]:
+        """Writes a state, which has been read before; returns the operations that do so."""
+        _, variables = self._states[name]
+        return [
+            variable.assign(value, read_value=False)
+            for variable, value in zip(variables, tf.nest.flatten(state), strict=True)
+        ]
+
+    def _make(self, values, shape=None):
+        values = {self._prefix + name: value for name, value in values.items()}
+        forms = {name: (shape or value.shape, value.dtype) for name, value in values.items()}
+        loaded = self.waiting.take(forms)
+        made = {
+            name: resource_variable_ops.ResourceVariable(
+                loaded.get(name, value), trainable=False, shape=shape, dtype=value.dtype
+            )
+            for name, value in values.items()
+        }
+        self.variables.update(made)
+        return list(made.values())
+
+
+def assign(variables: Mapping[str, tf.Variable], values: Mapping[str, np.ndarray]) -> None:
+    """Gives variables their values, by names."""
+    with ops.init_scope():
+        for name, value in values.items():
+            variables[name].assign(value)
+
+
+def forms_of(variables: Mapping[str, tf.Variable]) -> dict[str, tuple[tf.TensorShape, tf.DType]]:
+    """Shapes and dtypes of variables, by names."""
+    return {name: (variable.shape, variable.dtype) for name, variable in variables.items()}
