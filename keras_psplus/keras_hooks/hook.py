@@ -1,7 +1,7 @@
 """Replacement of one function of Keras: its contract, its reason, and its engine.
 
-Each name is replaced once. The replacement finds the engine from its arguments, and calls the
-engine's method; without an engine it calls Keras's function.
+Each name is replaced once. The replacement finds the engine from one of its arguments, and calls
+the engine's method; without an engine it calls Keras's function.
 """
 
 import dataclasses
@@ -21,9 +21,10 @@ class Hook:
         owner: The class or module that has it.
         name: Its name there.
         parameters: Names of its parameters that are relied on, in order.
-        find: Function of its arguments that returns the engine to ask, or None.
+        find: Function of one of its arguments that returns the engine to ask, or None.
         ask: Name of the engine's method.
         why: Why it is replaced, for people.
+        by: Number of the argument that `find` is given.
         is_added: Whether Keras has no such function: where there is no engine, it is as if there
             were none.
     """
@@ -34,6 +35,7 @@ class Hook:
     find: Callable[..., Any]
     ask: str
     why: str
+    by: int = 0
     is_added: bool = False
 
     @property
@@ -70,6 +72,11 @@ class Hook:
                 f"Install a supported version of Keras. Received: {found}"
             )
 
+    def engine(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """The engine that a call with these arguments asks, or None."""
+        name = self.parameters[self.by]
+        return self.find(args[self.by] if len(args) > self.by else kwargs.get(name))
+
     def install(self) -> None:
         """Replaces the function.
 
@@ -78,11 +85,12 @@ class Hook:
         """
         self.check_signature()
         original = self._missing() if self.is_added else self._current()
-        find, ask = self.find, self.ask
+        find, ask, by, name = self.find, self.ask, self.by, self.parameters[self.by]
 
         @functools.wraps(original)
         def replaced(*args: Any, **kwargs: Any) -> Any:
-            engine = find(*args, **kwargs)
+            # As `engine`, without a call more: this is asked for each attribute of a metric.
+            engine = find(args[by] if len(args) > by else kwargs.get(name))
             if engine is None:
                 return original(*args, **kwargs)
             return getattr(engine, ask)(original, *args, **kwargs)

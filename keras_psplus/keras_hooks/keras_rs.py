@@ -15,7 +15,7 @@ from keras_psplus.log import logger
 _wishes = KerasRSPlacement()
 
 
-def _of_any(*args: Any, **kwargs: Any) -> KerasRSPlacement:
+def _of_any(_: Any) -> KerasRSPlacement:
     # Also before there is a strategy: the scope in which the layer is built decides.
     return _wishes
 

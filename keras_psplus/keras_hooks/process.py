@@ -7,7 +7,7 @@ from keras_psplus.cluster.process.exit_code import EXITS
 from keras_psplus.keras_hooks.hook import Hook
 
 
-def _if_watched(*args: Any) -> object | None:
+def _if_watched(_: Any) -> object | None:
     return EXITS if EXITS.is_watching else None
 
 

@@ -1,5 +1,7 @@
 """Trains on two devices in one process and prints, in JSON, which hooks asked an engine.
 
+Before, it prints the way of a gradient: see `gradient_trace.py`.
+
 With `--replaced`, prints which functions `import keras_psplus` has replaced instead.
 """
 
@@ -68,6 +70,11 @@ def asked():
     from keras_psplus.keras_hooks import HOOKS
 
     logical_devices(2)
+    from tests.keras_hooks import gradient_trace
+
+    way = gradient_trace.trace()
+    functions = {file: sorted(names) for file, names in sorted(way.functions.items())}
+    print(json.dumps([functions, way.hooks]))
     seen = set()
 
     def watch(hook):
@@ -75,7 +82,7 @@ def asked():
 
         @functools.wraps(installed)
         def watched(*args, **kwargs):
-            if hook.find(*args, **kwargs) is not None:
+            if hook.engine(args, kwargs) is not None:
                 seen.add(hook.where)
             return installed(*args, **kwargs)
 

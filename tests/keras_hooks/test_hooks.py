@@ -8,6 +8,7 @@ import sys
 import keras
 import pytest
 
+from keras_psplus import native
 from keras_psplus.cli import main
 from keras_psplus.engine import Engine
 from keras_psplus.keras_hooks import HOOKS, hook
@@ -15,22 +16,70 @@ from keras_psplus.keras_hooks import HOOKS, hook
 JOB = pathlib.Path(__file__).with_name("hooks_job.py")
 
 
+# The files that a gradient passes, under int8 all-reduce, from the tape to the collectives and back
+# to its variable. It comes from the tape to the optimizer, and then goes down and up again.
+GRADIENT_PATH = {
+    # The replica's gradient comes from the tape, by its fraction of the batch.
+    "keras_hooks/hook.py",
+    "all_reduce/gradient_engine.py",
+    "core/batch/losses.py",
+    "all_reduce/step/tape_gradients.py",
+    "core/graph/stand_ins.py",
+    # The optimizer is given it.
+    "all_reduce/step/replica_step.py",
+    "core/gradient_path.py",
+    "engine.py",
+    # The sums are those of this optimizer on this replica, by buckets and routes.
+    "all_reduce/reducers.py",
+    "all_reduce/reduction/compressed.py",
+    "all_reduce/reduction/routes.py",
+    # Each piece is encoded, with what is left of it, and packed into words.
+    "compression/kernels.py",
+    "compression/quantize.py",
+    "compression/error_feedback.py",
+    "compression/wire.py",
+    "all_reduce/reduction/compression_state.py",
+    # TensorFlow's collectives, of several small tensors at once.
+    "all_reduce/collectives/gradients.py",
+    "all_reduce/collectives/operations.py",
+}
+HOOKS_OF_GRADIENTS = [
+    "gradient",
+    "apply",
+    "_backend_apply_gradients",
+    "_backend_update_step",
+]
+
+
 def run_job(*args):
     result = subprocess.run(
         [sys.executable, str(JOB), *args], capture_output=True, text=True, timeout=300
     )
     assert result.returncode == 0, result.stderr[-5000:]
-    return json.loads(result.stdout.splitlines()[-1])
+    return [json.loads(line) for line in result.stdout.splitlines() if line.startswith("[")]
 
 
 def test_what_is_replaced_is_in_the_list_and_nothing_else():
-    changed, listed = run_job("--replaced")
+    ((changed, listed),) = run_job("--replaced")
     assert changed == listed
 
 
 @pytest.fixture(scope="module")
-def asked():
+def job():
     return run_job()
+
+
+@pytest.fixture(scope="module")
+def asked(job):
+    return job[-1]
+
+
+@pytest.mark.skipif(native.kernels() is None, reason="no C++ compiler, or a GPU: other encoders")
+def test_files_that_a_gradient_passes(job):
+    (functions, hooks), _ = job
+    assert set(functions) == GRADIENT_PATH, functions
+    assert len(GRADIENT_PATH) <= 18
+    assert hooks == HOOKS_OF_GRADIENTS
 
 
 def test_no_name_is_replaced_twice():
