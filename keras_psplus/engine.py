@@ -22,20 +22,18 @@ import weakref
 from collections.abc import Callable, Iterator, Sequence
 from typing import TYPE_CHECKING, Any
 
+from keras_psplus import activation
+
 if TYPE_CHECKING:
     import keras
     import numpy as np
     import tensorflow as tf
 
-# What a method of an engine takes the place of: the function of Keras, to be called or not.
 Original = Callable[..., Any]
 
 
 class Engine:
     """Answers as plain Keras does.
-
-    Methods are asked in place of functions of Keras, which their docstrings name. `original` is
-    that function; the other arguments are those of the function.
 
     Args:
         strategy: The strategy whose engine this is; None for what belongs to no strategy.
@@ -43,6 +41,8 @@ class Engine:
 
     def __init__(self, strategy: tf.distribute.Strategy | None = None) -> None:
         self._strategy = None if strategy is None else weakref.ref(strategy)
+        if strategy is not None:
+            activation.activate()
 
     @property
     def strategy(self) -> Any:

@@ -8,7 +8,7 @@ LINES = 58_000
 # Files that are still longer than others may be, with what they have.
 FILES = {
     "keras_psplus/engine.py": 528,
-    "keras_psplus/parameter_server/engine.py": 415,
+    "keras_psplus/parameter_server/engine.py": 414,
     "keras_psplus/cluster/processes.py": 394,
     "keras_psplus/parameter_server/strategy.py": 396,
     "keras_psplus/all_reduce/collectives/operations.py": 383,
