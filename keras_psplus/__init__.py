@@ -1,5 +1,6 @@
 """Distribution strategies that Keras 3 on TensorFlow lacks, driven by plain `model.fit`."""
 
+import functools
 import importlib
 import os
 import sys
@@ -30,38 +31,45 @@ _DEPRECATED = ("strategy",)
 __all__ = ["__version__", *(name for name in _EXPORTS if name not in _DEPRECATED), *_MODULES]
 
 
-_is_loading = False
+_is_loading = _is_loaded = False
 
 
 def _load() -> None:
-    """Checks versions and installs the hooks into Keras."""
+    """Checks versions, and has the first strategy install the hooks into Keras."""
     global _is_loading
-    if _is_loading:
+    if _is_loading or _is_loaded:
         return  # What is imported below asks for parts of this package.
     from keras_psplus import versions
 
     versions.check_versions()
     _is_loading = True
     try:
-        _install(versions)
+        _prepare(versions)
     finally:
         _is_loading = False
 
 
-def _install(versions: types.ModuleType) -> None:
+def _prepare(versions: types.ModuleType) -> None:
+    global _is_loaded
     with versions.naming_misfits():
         from keras_psplus.cluster.process import early_init, late_variables
 
         # Before anything else of TensorFlow's runs, so that an early initialisation can be named.
         early_init.install()
-        late_variables.warn()
-        from keras_psplus import keras_hooks
+        from keras_psplus import activation, keras_hooks
+        from keras_psplus.core.plan import plan_request
         from keras_psplus.keras_internals import keras_attributes
         from keras_psplus.tf_internals import attributes
 
         attributes.check_tensorflow_attributes()
         keras_attributes.check_keras_attributes()
-        keras_hooks.install()
+        keras_hooks.check()
+    activation.at_activation(functools.partial(late_variables.warn, dict(os.environ)))
+    activation.at_activation(keras_hooks.install)
+    _is_loaded = True
+    if plan_request.read() is not None:
+        # `keras-psplus plan` has started this process, also of a script without a strategy.
+        activation.activate()
 
 
 def __getattr__(name: str) -> typing.Any:

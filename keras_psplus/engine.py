@@ -19,23 +19,21 @@ class LoggingEngine(Engine):
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from typing import TYPE_CHECKING, Any
+
+from keras_psplus import activation
 
 if TYPE_CHECKING:
     import keras
     import numpy as np
     import tensorflow as tf
 
-# What a method of an engine takes the place of: the function of Keras, to be called or not.
 Original = Callable[..., Any]
 
 
 class Engine:
     """Answers as plain Keras does.
-
-    Methods are asked in place of functions of Keras, which their docstrings name. `original` is
-    that function; the other arguments are those of the function.
 
     Args:
         strategy: The strategy whose engine this is; None for what belongs to no strategy.
@@ -43,6 +41,8 @@ class Engine:
 
     def __init__(self, strategy: tf.distribute.Strategy | None = None) -> None:
         self._strategy = None if strategy is None else weakref.ref(strategy)
+        if strategy is not None:
+            activation.activate()
 
     @property
     def strategy(self) -> Any:
@@ -343,15 +343,6 @@ class Engine:
         """Changes variables and slots; some optimizers change more of their own before."""
         return original(optimizer, grads, trainable_variables, learning_rate)
 
-    def sum_gradients(
-        self,
-        original: Original,
-        optimizer: keras.optimizers.Optimizer,
-        grads_and_vars: Iterable[tuple[tf.Tensor | tf.IndexedSlices, keras.Variable]],
-    ) -> list[tuple[tf.Tensor | tf.IndexedSlices, keras.Variable]]:
-        """Sums gradients over replicas, in the middle of an update, where Keras does."""
-        return original(optimizer, grads_and_vars)
-
     # What `core.gradient_path` asks for, in its order.
 
     def accumulate(
@@ -393,6 +384,15 @@ class Engine:
     ) -> None:
         """Changes variables and slots by gradients, which are those of all replicas."""
         optimizer._backend_update_step(grads, variables, optimizer.learning_rate)
+
+    def push(
+        self,
+        optimizer: keras.optimizers.Optimizer,
+        grads: Sequence[tf.Tensor | tf.IndexedSlices],
+        variables: Sequence[Any],
+    ) -> list[tuple[Any, Any]]:
+        """Sends gradients to where variables are; returns pairs that are still to be updated."""
+        return list(zip(grads, variables))
 
     def average(
         self, optimizer: keras.optimizers.Optimizer, variables: list[keras.Variable]

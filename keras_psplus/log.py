@@ -1,9 +1,15 @@
-"""Logger of the library, which writes one line on stderr per event."""
+"""Logger of the library, which writes one line on stderr per event.
+
+Importing the library changes nothing of a program's logging. The first strategy, the command line
+and whatever else begins the library's work show the lines, unless the program has handlers of its
+own: then these decide what is shown, and how.
+"""
 
 import logging
 from typing import Any
 
 logger = logging.getLogger("keras_psplus")
+logger.addHandler(logging.NullHandler())
 
 _logged: set[str] = set()
 
@@ -19,12 +25,30 @@ class _Handler(logging.StreamHandler):
         super().emit(record)
 
 
-if not logger.handlers:
-    _handler = _Handler()
-    _handler.setFormatter(logging.Formatter("keras_psplus: %(message)s"))
-    logger.addHandler(_handler)
-    logger.setLevel(logging.INFO)
+def show() -> None:
+    """Shows the library's lines on stderr, from INFO on, unless the program has handlers."""
+    own = [one for one in logger.handlers if not isinstance(one, logging.NullHandler)]
+    if own or _shows_by_itself():
+        return
+    handler = _Handler()
+    handler.setFormatter(logging.Formatter("keras_psplus: %(message)s"))
+    logger.addHandler(handler)
+    # Or they would come twice, as soon as something that TensorFlow says makes absl a handler.
     logger.propagate = False
+    if logger.level == logging.NOTSET:
+        logger.setLevel(logging.INFO)
+
+
+def _shows_by_itself() -> bool:
+    """Whether the program has configured logging, by more than a `basicConfig` without arguments.
+
+    absl calls that when TensorFlow or Keras has something to say.
+    """
+    root = logging.getLogger()
+    plain = [one for one in root.handlers if type(one) is logging.StreamHandler]
+    if len(plain) < len(root.handlers) or root.level != logging.WARNING:
+        return bool(root.handlers)
+    return any(getattr(one.formatter, "_fmt", None) != logging.BASIC_FORMAT for one in plain)
 
 
 def info_once(message: str, *args: Any) -> None:

@@ -14,6 +14,7 @@ from typing import IO, Any
 import h5py
 import keras
 
+from keras_psplus import activation
 from keras_psplus.arguments import folder, seconds, whole_number
 from keras_psplus.cluster.config import TaskConfig
 from keras_psplus.cluster.discovery.discovery import find_task_config
@@ -78,6 +79,7 @@ class SidecarEvaluator:
         *,
         poll_seconds: float = 1.0,
     ) -> None:
+        activation.activate()
         if not isinstance(model, keras.Model) or not model.built or not model.compiled:
             raise ValueError(
                 "`model` must be a compiled Keras model whose variables are made: begin it with "

@@ -11,7 +11,9 @@ import re
 import sys
 import threading
 import traceback
+from collections.abc import Callable
 from types import TracebackType
+from typing import Any
 
 import keras
 import tensorflow as tf
@@ -37,14 +39,38 @@ def is_library(path: str | os.PathLike[str]) -> bool:
     return path in _BETWEEN or any(path.startswith(folder + os.sep) for folder in _LIBRARIES)
 
 
-def install() -> None:
-    """Shows exceptions that end the process without the frames of libraries.
+class _Uncaught:
+    """Exceptions that end the process, which `sys.excepthook` is called with.
 
-    Not if the environment has `KERAS_PSPLUS_FULL_TRACEBACK=1`, if Keras shows all of its frames
-    (`keras.config.disable_traceback_filtering()`), or if another hook shows exceptions.
+    They are shown without the frames of libraries. Not if the environment has
+    `KERAS_PSPLUS_FULL_TRACEBACK=1`, if Keras shows all of its frames
+    (`keras.config.disable_traceback_filtering()`), or if the script shows them by its own function.
+
+    Attributes:
+        reporters: List of functions of an exception's class and the exception, called before it is
+            shown. Each returns a function to be called afterwards, or None.
     """
-    if sys.excepthook is sys.__excepthook__:
-        sys.excepthook = _show
+
+    def __init__(self) -> None:
+        self.reporters: list[Callable[[type[BaseException], BaseException], Any]] = []
+
+    def show(
+        self,
+        original: Callable[..., Any],
+        kind: type[BaseException],
+        error: BaseException,
+        trace: TracebackType | None,
+    ) -> None:
+        """`sys.excepthook`, replaced like functions of Keras; see `keras_hooks.runtime`."""
+        waits = [report(kind, error) for report in self.reporters]
+        show = _show if original is sys.__excepthook__ else original
+        show(kind, error, trace)
+        for wait in waits:
+            if wait is not None:
+                wait()
+
+
+UNCAUGHT = _Uncaught()
 
 
 def _show(kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:

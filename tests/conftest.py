@@ -2,6 +2,7 @@
 
 import collections
 import gc
+import logging
 import os
 import pathlib
 import signal
@@ -12,6 +13,9 @@ import pytest
 # Python's garbage collector would walk through TensorFlow and Keras again and again, also while the
 # tests import them. What children of this process do is not changed; see quick_start.py for that.
 gc.set_threshold(50_000, 20, 20)
+
+# pytest's handlers are given the library's lines, as `log.show` would show them.
+logging.getLogger("keras_psplus").setLevel(logging.INFO)
 
 # What a shell starts with `&` ignores SIGINT, and so would all that tests start and interrupt.
 if signal.getsignal(signal.SIGINT) == signal.SIG_IGN:

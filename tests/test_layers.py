@@ -11,6 +11,7 @@ ROOT = pathlib.Path(next(iter(keras_psplus.__path__)))
 # From the bottom to the top.
 LAYERS = [
     {"log"},
+    {"activation"},
     {
         "arguments",
         "errors",

@@ -17,17 +17,21 @@ LISTED = {
 }
 # What this library sets on objects of Keras's and TensorFlow's.
 OWN = {
+    "_clocks",
     "_decision",
+    "_end",
     "_is_made_to_train",
     "_is_of_layer",
+    "_lanes",
     "_last_batch",
     "_made_by",
     "_of_rows",
     "_keras_rs_placement",
+    "_row_reads",
 }
 # Asked for with a default, since not all objects have it.
 OPTIONAL = {"_default_device_embedding_layers", "_device_iterators", "_distribution_strategy"}
-PYTHON = {"_exit"}
+PYTHON = {"_exit", "_fmt"}
 
 
 def trees():

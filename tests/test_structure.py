@@ -4,11 +4,11 @@ import importlib
 
 from tests import structure
 
-LINES = 58_500
+LINES = 58_700
 # Files that are still longer than others may be, with what they have.
 FILES = {
     "keras_psplus/engine.py": 528,
-    "keras_psplus/parameter_server/engine.py": 415,
+    "keras_psplus/parameter_server/engine.py": 414,
     "keras_psplus/parameter_server/strategy.py": 367,
     "keras_psplus/all_reduce/reduction/compressed.py": 362,
 }

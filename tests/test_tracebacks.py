@@ -94,20 +94,19 @@ def test_causes_of_the_users_are_shown():
 
 @pytest.mark.parametrize("full", ["nothing", "variable", "keras"])
 def test_all_frames_on_demand(full, monkeypatch, capsys):
-    monkeypatch.setattr(sys, "excepthook", sys.__excepthook__)
     monkeypatch.delenv(tracebacks.FULL_VARIABLE, raising=False)
     if full == "variable":
         monkeypatch.setenv(tracebacks.FULL_VARIABLE, "1")
     if full == "keras":
         monkeypatch.setattr(keras.config, "is_traceback_filtering_enabled", lambda: False)
-    tracebacks.install()
     error = raised(own)
-    sys.excepthook(type(error), error, error.__traceback__)
+    arguments = type(error), error, error.__traceback__
+    tracebacks.UNCAUGHT.show(sys.__excepthook__, *arguments)
     assert ("made_up.py" in capsys.readouterr().err) == (full != "nothing")
 
 
-def test_another_hook_stays(monkeypatch):
-    hook = lambda *_: None  # noqa: E731
-    monkeypatch.setattr(sys, "excepthook", hook)
-    tracebacks.install()
-    assert sys.excepthook is hook
+def test_another_hook_stays(capsys):
+    shown = []
+    tracebacks.UNCAUGHT.show(lambda *args: shown.append(args), KeyError, KeyError("x"), None)
+    assert [kind for kind, _, _ in shown] == [KeyError]
+    assert capsys.readouterr().err == ""

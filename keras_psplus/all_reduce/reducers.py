@@ -13,6 +13,7 @@ from keras_psplus.all_reduce.reduction.compressed import CompressedSum
 from keras_psplus.all_reduce.topology.hops import Hops
 from keras_psplus.all_reduce.topology.two_levels import TwoLevelSum
 from keras_psplus.communication import Communication
+from keras_psplus.compression import methods
 from keras_psplus.core.base import duplicate_rows
 from keras_psplus.tf_internals import distribute_utils
 from keras_psplus.tf_internals import framework_ops as ops
@@ -61,6 +62,13 @@ class GradientReducer:
     def compresses(self) -> bool:
         """Whether there is a compressor."""
         return any(compressor is not None for compressor in self._hops)
+
+    @functools.cached_property
+    def takes_products(self) -> bool:
+        """Whether a compressor may take the factors of a gradient that is a product."""
+        chosen = [one for compressor in self._hops for one in methods.each(compressor)]
+        # One that has a choice of its own may choose any.
+        return any(not methods.missing(c, n) for c in chosen for n in ("factored", "for_variable"))
 
     def sum(
         self,
@@ -129,7 +137,12 @@ class GradientReducer:
 
     def _sum(self, replica, grads, variables, step, owner, kind):
         with ops.device(self._launchers[replica]._device):
-            grads = [duplicate_rows.summed_for(owner, gradient) for gradient in grads]
+            grads = [
+                duplicate_rows.summed_for(owner, gradient)
+                if isinstance(gradient, tf.IndexedSlices)
+                else gradient
+                for gradient in grads
+            ]
             return self._sums(owner, kind)[replica](grads, variables, step)
 
     def _sums(self, owner, kind):

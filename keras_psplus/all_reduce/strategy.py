@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 import tensorflow as tf
 
-from keras_psplus import tracebacks
+from keras_psplus import activation
 from keras_psplus import updates as updates_module
 from keras_psplus.all_reduce import startup
 from keras_psplus.all_reduce.collectives import gradients
@@ -116,10 +116,10 @@ class MultiWorkerMirroredStrategy(StateDicts, tf.distribute.MultiWorkerMirroredS
         updates: str | updates_module.Updates | None = None,
         topology: str | Sequence[Sequence[str | int]] | None = None,
     ) -> None:
+        activation.activate()
         compression, updates = launch_flags.fill(
             type(self).__name__, compression=compression, updates=updates
         )
-        tracebacks.install()
         seconds("startup_timeout", startup_timeout)
         seconds("heartbeat_timeout", heartbeat_timeout)
         number("bucket_bytes", bucket_bytes, "a positive, finite number", lambda b: 0 < b <= MOST)

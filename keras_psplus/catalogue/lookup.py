@@ -56,10 +56,10 @@ def strategy_from_env(
             does not take what the environment asks for.
     """
     # Not at module level: the launcher imports this module for `find` and `names` alone.
-    from keras_psplus import tracebacks
+    from keras_psplus import activation
     from keras_psplus.cluster.roles import is_evaluator
 
-    tracebacks.install()
+    activation.activate()
     if is_evaluator():
         return load("single").strategy()
     name = os.environ.get(STRATEGY_VARIABLE) or default or _default()

@@ -5,7 +5,7 @@ import os
 import sys
 from collections.abc import Sequence
 
-from keras_psplus import versions
+from keras_psplus import log, versions
 
 _COMMANDS = {
     "run": "starts a script in every task of a local cluster, or prints how to on other hosts",
@@ -30,6 +30,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         The exit code.
     """
     _open_closed_streams()
+    log.show()
     argv = list(sys.argv[1:] if argv is None else argv)
     if argv[:1] in (["--version"], ["version"]):
         print(f"keras-psplus {versions.__version__}")

@@ -1,5 +1,6 @@
 """Roles of processes in their cluster, for scripts that all tasks run."""
 
+from keras_psplus import activation
 from keras_psplus.cluster.config import EVALUATOR, ClusterConfigError, TaskConfig
 from keras_psplus.cluster.discovery.discovery import find_task_config
 
@@ -22,6 +23,7 @@ def task_type() -> str | None:
     Raises:
         ClusterConfigError: If the cluster is described wrongly.
     """
+    activation.activate()
     task = find_task_config()
     return None if task is None else task.task_type
 

@@ -7,7 +7,7 @@ import functools
 import inspect
 import os
 import weakref
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
 import tensorflow as tf
@@ -121,35 +121,13 @@ class DistributedEngine(StrategyEngine):
 
     # Losses and gradients.
 
-    def scale_loss(self, original: Original, value: Any) -> Any:
-        return losses.scale(original, value)
-
-    def reduce_loss(
-        self,
-        original: Original,
-        values: Any,
-        sample_weight: Any = None,
-        reduction: str | None = "sum_over_batch_size",
-    ) -> tf.Tensor:
-        return losses.reduce_values(original, values, sample_weight, reduction)
-
-    def mask_loss(
-        self, original: Original, sample_weight: Any, mask: Any, dtype: Any, reduction: str | None
-    ) -> Any:
-        return losses.apply_mask(original, sample_weight, mask, dtype, reduction)
-
-    def update_mean(
-        self, original: Original, metric: keras.metrics.Mean, values: Any, sample_weight: Any = None
-    ) -> Any:
-        return losses.update_mean(original, metric, values, sample_weight)
-
-    def update_sum(
-        self, original: Original, metric: keras.metrics.Sum, values: Any, sample_weight: Any = None
-    ) -> Any:
-        return losses.update_sum(original, metric, values, sample_weight)
-
-    def metric_attribute(self, original: Original, metric: keras.metrics.Metric, name: str) -> Any:
-        return losses.call_metric(original, metric, name)
+    scale_loss = staticmethod(losses.scale)
+    reduce_loss = staticmethod(losses.reduce_values)
+    mask_loss = staticmethod(losses.apply_mask)
+    update_mean = staticmethod(losses.update_mean)
+    update_sum = staticmethod(losses.update_sum)
+    metric_attribute = staticmethod(losses.call_metric)
+    gradient = staticmethod(losses.gradient)
 
     def call_layer(self, original: Original, layer: keras.Layer, *args: Any, **kwargs: Any) -> Any:
         step = current_step()
@@ -159,47 +137,11 @@ class DistributedEngine(StrategyEngine):
         inside = functools.partial(losses.call_layer, original)
         return compiled.call(inside, layer, *args, **kwargs)
 
-    def gradient(
-        self,
-        original: Original,
-        tape: tf.GradientTape,
-        target: Any,
-        sources: Any,
-        output_gradients: Any = None,
-        *args: Any,
-        **kwargs: Any,
-    ) -> Any:
-        return losses.gradient(original, tape, target, sources, output_gradients, *args, **kwargs)
-
     # Optimizers.
 
-    def apply_gradients(
-        self,
-        original: Original,
-        optimizer: keras.optimizers.Optimizer,
-        grads: list[tf.Tensor | tf.IndexedSlices],
-        trainable_variables: list[keras.Variable],
-    ) -> Any:
-        if not tf.distribute.get_replica_context():
-            return original(optimizer, grads, trainable_variables)
-        return gradient_path.apply_gradients(self, optimizer, grads, trainable_variables)
-
-    def accumulate(
-        self,
-        optimizer: keras.optimizers.Optimizer,
-        grads: list[tf.Tensor | tf.IndexedSlices],
-        variables: list[keras.Variable],
-    ) -> None:
-        gradient_path.accumulate(self, optimizer, grads, variables)
-
-    def sum_gradients(
-        self,
-        original: Original,
-        optimizer: keras.optimizers.Optimizer,
-        grads_and_vars: Iterable[tuple[tf.Tensor | tf.IndexedSlices, keras.Variable]],
-    ) -> list[tuple[tf.Tensor | tf.IndexedSlices, keras.Variable]]:
-        # They are reduced already.
-        return list(grads_and_vars)
+    apply_gradients = gradient_path.apply_gradients
+    accumulate = gradient_path.accumulate
+    update_variables = gradient_path.update_variables
 
     # Saving.
 

@@ -7,7 +7,8 @@
         reduce       Engine.reduce: the gradients of the global batch, of those of each replica
         clip         Engine.clip
         decay        Engine.decay
-        update       Engine.update
+        update       Engine.update, and what an optimizer does before its variables' updates
+          push       Engine.push: gradients of variables on servers go there
       average        Engine.average: moving averages of weights
       constrain      Keras, or Engine.apply beside the variables
 
@@ -18,35 +19,44 @@ every so many batches, so that nothing is sent in between.
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any
 
-from keras_psplus.keras_internals.keras_parts import ops
+import tensorflow as tf
+
+from keras_psplus.keras_internals.keras_parts import Variable, ops
 
 if TYPE_CHECKING:
     import keras
-    import tensorflow as tf
 
     from keras_psplus.engine import Engine
+
+_merge_call = tf.__internal__.distribute.interim.maybe_merge_call
 
 
 def apply_gradients(
     engine: Engine,
+    original: Callable[..., Any],
     optimizer: keras.optimizers.Optimizer,
     grads: list[tf.Tensor | tf.IndexedSlices],
-    variables: list[keras.Variable],
+    trainable_variables: list[keras.Variable],
 ) -> None:
     """Applies the unscaled gradients of one batch.
 
     Args:
         engine: The engine of the optimizer's strategy.
+        original: Keras's `_backend_apply_gradients`, which applies them outside of replicas.
         optimizer: A Keras optimizer that is built, and no loss scale around one.
         grads: List of tensors or `tf.IndexedSlices`.
-        variables: Their Keras variables.
+        trainable_variables: Their Keras variables.
     """
+    if not tf.distribute.get_replica_context():
+        original(optimizer, grads, trainable_variables)
+        return
     if optimizer.gradient_accumulation_steps:
-        engine.accumulate(optimizer, grads, variables)
+        engine.accumulate(optimizer, grads, trainable_variables)
     else:
-        update(engine, optimizer, grads, variables)
+        update(engine, optimizer, grads, trainable_variables)
     if optimizer.use_ema:
         _average(engine, optimizer)
 
@@ -62,6 +72,27 @@ def update(
     grads = engine.clip(optimizer, grads, variables)
     engine.decay(optimizer, variables)
     engine.update(optimizer, grads, variables)
+
+
+def update_variables(
+    engine: Engine,
+    original: Callable[..., Any],
+    optimizer: keras.optimizers.Optimizer,
+    grads: list[tf.Tensor | tf.IndexedSlices],
+    trainable_variables: list[keras.Variable],
+    learning_rate: Any,
+) -> None:
+    """Takes the place of Keras's `_backend_update_step`, which sums over replicas at its start."""
+    values = [v.value if isinstance(v, Variable) else v for v in trainable_variables]
+    pairs = list(zip(grads, values))
+    if tf.distribute.get_replica_context():
+        pairs = engine.push(optimizer, grads, values)
+    _merge_call(
+        optimizer._distributed_tf_update_step,
+        optimizer._distribution_strategy,
+        pairs,
+        learning_rate,
+    )
 
 
 def accumulate(

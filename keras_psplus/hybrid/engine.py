@@ -222,21 +222,18 @@ class HybridEngine(AllReduceEngine):
     ) -> None:
         super().decay(optimizer, [v for v in variables if table_of(v) is None])
 
-    def update_variables(
+    def push(
         self,
-        original: Original,
         optimizer: keras.optimizers.Optimizer,
         grads: Sequence[Any],
-        trainable_variables: Sequence[keras.Variable],
-        learning_rate: tf.Tensor | float,
-    ) -> Any:
-        tables, dense = row_gradients.split(trainable_variables)
+        variables: Sequence[Any],
+    ) -> list[tuple[Any, Any]]:
+        tables, dense = row_gradients.split(variables)
         for i in tables:
             row_gradients.apply_on_servers(
-                self.strategy.extended, optimizer, grads[i], trainable_variables[i], learning_rate
+                self.strategy.extended, optimizer, grads[i], variables[i], optimizer.learning_rate
             )
-        grads, variables = [grads[i] for i in dense], [trainable_variables[i] for i in dense]
-        return super().update_variables(original, optimizer, grads, variables, learning_rate)
+        return super().push(optimizer, [grads[i] for i in dense], [variables[i] for i in dense])
 
     # Callbacks.
 

@@ -7,7 +7,7 @@ from collections.abc import Callable, Sequence
 
 import tensorflow as tf
 
-from keras_psplus import tracebacks
+from keras_psplus import activation
 from keras_psplus import updates as updates_module
 from keras_psplus.all_reduce.collectives import gradients
 from keras_psplus.all_reduce.data.lookahead import BatchAndNext
@@ -140,10 +140,10 @@ class HybridStrategy(TableSaving, MultiWorkerMirroredStrategy):
         updates: str | Updates | None = None,
         topology: str | Sequence[Sequence[str | int]] | None = None,
     ) -> None:
+        activation.activate()
         compression, updates = launch_flags.fill(
             type(self).__name__, compression=compression, updates=updates
         )
-        tracebacks.install()
         placement_module.check_placement(placement)
         min_table_bytes = whole_number("min_table_bytes", min_table_bytes, 0)
         seconds("table_timeout", table_timeout)

@@ -1,7 +1,7 @@
-"""Hooks into Keras: all replaced functions, and the engine methods that they call.
+"""Hooks into Keras, TensorFlow and Python: all replaced functions, and the methods that they call.
 
-`HOOKS` is the list of all replaced functions. Each module has those of one part of Keras.
-`keras-psplus doctor --hooks` prints it.
+`HOOKS` is the list of all replaced functions. Each module has those of one part of Keras, `runtime`
+those of TensorFlow and Python. `keras-psplus doctor --hooks` prints it.
 """
 
 from keras_psplus.keras_hooks import (
@@ -11,7 +11,7 @@ from keras_psplus.keras_hooks import (
     layers,
     losses,
     optimizer,
-    process,
+    runtime,
     saving,
     trainer,
     variables,
@@ -26,7 +26,7 @@ HOOKS = (
     *optimizer.HOOKS,
     *callbacks.HOOKS,
     *saving.HOOKS,
-    *process.HOOKS,
+    *runtime.HOOKS,
     *keras_rs.hooks(),
 )
 
@@ -34,18 +34,28 @@ HOOKS = (
 _installed = False
 
 
+def check() -> None:
+    """Checks that all functions are there.
+
+    Raises:
+        ImportError: If this Keras, or TensorFlow, has no function that is to be replaced, or one
+            that takes other parameters.
+    """
+    for hook in HOOKS:
+        hook.check_signature()
+
+
 def install() -> None:
     """Installs all hooks, once.
 
     Raises:
-        ImportError: If this Keras has no function that is to be replaced, or one that takes other
-            parameters. None is replaced then.
+        ImportError: As `check`. None is replaced then.
     """
     global _installed
     if _installed:
         return
-    for hook in HOOKS:
-        hook.check_signature()
+    check()
+    keras_rs.warn_of_misfit()
     for hook in HOOKS:
         hook.install()
     _installed = True

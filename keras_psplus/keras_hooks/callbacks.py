@@ -1,6 +1,6 @@
 """Callbacks: the chief alone writes, all workers stop together, and backups are of all workers."""
 
-from keras_psplus.keras_hooks.finders import of_callback, of_callbacks_model
+from keras_psplus.keras_hooks.finders import of_callback, of_model
 from keras_psplus.keras_hooks.hook import Hook
 from keras_psplus.keras_internals.keras_parts import (
     backup_and_restore,
@@ -17,9 +17,10 @@ HOOKS = (
         _LIST,
         "set_model",
         ["self", "model"],
-        of_callbacks_model,
+        of_model,
         "set_callbacks_model",
         "callbacks that only write are left out on workers that are not the chief",
+        by=1,
     ),
     Hook(
         _LIST,

@@ -1,6 +1,6 @@
 """Data: the iterator over epochs, and how many steps an epoch has."""
 
-from keras_psplus.keras_hooks.finders import of_holder, of_iterator
+from keras_psplus.keras_hooks.finders import engine_of, of_holder
 from keras_psplus.keras_hooks.hook import Hook
 from keras_psplus.keras_internals.keras_parts import epoch_iterator, tf_trainer
 
@@ -9,9 +9,10 @@ HOOKS = (
         tf_trainer.TFEpochIterator,
         "__init__",
         ["self", "distribute_strategy"],
-        of_iterator,
+        engine_of,
         "make_iterator",
         "each process reads its part of the global batches, or steps take them with them",
+        by=1,
     ),
     Hook(
         tf_trainer.TFEpochIterator,

@@ -1,6 +1,7 @@
 """Finders of the engine that a hook calls.
 
-It is that of the strategy of a model, an optimizer, a scope, or a step.
+It is that of the strategy of a model, an optimizer, a scope, or a step. A finder is given one
+argument of the function that is called: `Hook.by` says which.
 """
 
 from __future__ import annotations
@@ -26,55 +27,35 @@ def engine_of(strategy: Any) -> Engine | None:
     return getattr(strategy, "engine", None)
 
 
-def of_model(model: keras.Model, *args: Any, **kwargs: Any) -> Engine | None:
+def of_model(model: keras.Model | None) -> Engine | None:
     """Engine of a model's strategy; `OutsideScope` for a model that has none."""
+    if model is None:
+        return None
     strategy = getattr(model, "_distribute_strategy", None)
     return _outside if strategy is None else engine_of(strategy)
 
 
-def of_loading(*args: Any, **kwargs: Any) -> Engine:
+def of_loading(_: Any) -> Engine:
     """`OutsideScope`, which has to know what is compiled because a file says so."""
     return _outside
 
 
-def of_holder(holder: Any, *args: Any, **kwargs: Any) -> Engine | None:
+def of_holder(holder: Any) -> Engine | None:
     """Engine of an object's strategy, as Keras has stored it."""
     return engine_of(getattr(holder, "_distribute_strategy", None))
 
 
-def of_callback(callback: Any, *args: Any, **kwargs: Any) -> Engine | None:
+def of_callback(callback: Any) -> Engine | None:
     """Engine of a callback's model, or of a list of callbacks."""
     return of_holder(getattr(callback, "_model", None))
 
 
-def of_callbacks_model(
-    callbacks: keras.callbacks.CallbackList, model: keras.Model
-) -> Engine | None:
-    """Engine of the model that a list of callbacks is assigned, as by `of_model`."""
-    return None if model is None else of_model(model)
-
-
-def of_iterator(
-    iterator: Any,
-    distribute_strategy: tf.distribute.Strategy | None = None,
-    *args: Any,
-    **kwargs: Any,
-) -> Engine | None:
-    """Engine of the strategy for which an iterator over epochs is made."""
-    return engine_of(distribute_strategy)
-
-
-def of_values(values: Any, strategy: tf.distribute.Strategy, reduction: str) -> Engine | None:
-    """Engine of the strategy whose replicas have returned some values."""
-    return engine_of(strategy)
-
-
-def of_optimizer(optimizer: Any, *args: Any, **kwargs: Any) -> Engine | None:
+def of_optimizer(optimizer: Any) -> Engine | None:
     """Engine of the strategy in whose scope an optimizer was made."""
     return engine_of(getattr(optimizer, "_distribution_strategy", None))
 
 
-def of_applied(optimizer: Any, *args: Any, **kwargs: Any) -> Engine | None:
+def of_applied(optimizer: Any) -> Engine | None:
     """As `of_optimizer`; `OutsideScope` for one of no strategy that a step applies."""
     engine = of_optimizer(optimizer)
     if engine is None and (of_step() is not None or _in_replica()):
@@ -82,12 +63,12 @@ def of_applied(optimizer: Any, *args: Any, **kwargs: Any) -> Engine | None:
     return engine
 
 
-def of_scope(*args: Any, **kwargs: Any) -> Engine | None:
+def of_scope(_: Any = None) -> Engine | None:
     """Engine of the current strategy, in a scope or in replica context."""
     return engine_of(tf.distribute.get_strategy())
 
 
-def of_step(*args: Any, **kwargs: Any) -> Engine | None:
+def of_step(_: Any = None) -> Engine | None:
     """Engine of the replica's step that this thread is tracing or running."""
     step = replica_step.current_step()
     return None if step is None else step.engine
@@ -97,7 +78,7 @@ def _in_replica() -> bool:
     return of_scope() is not None and not tf.distribute.in_cross_replica_context()
 
 
-def of_variable(variable: Any, *args: Any, **kwargs: Any) -> Engine | None:
+def of_variable(variable: Any) -> Engine | None:
     """Engine of the present step, or of a Keras variable's strategy."""
     engine = of_step()
     if engine is not None or not isinstance(variable, Variable):

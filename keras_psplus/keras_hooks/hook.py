@@ -1,7 +1,7 @@
-"""Replacement of one function of Keras: its contract, its reason, and its engine.
+"""Replacement of one function of Keras, TensorFlow or Python: its contract, reason, and engine.
 
-Each name is replaced once. The replacement finds the engine from its arguments, and calls the
-engine's method; without an engine it calls Keras's function.
+Each name is replaced once. The replacement finds the engine from one of its arguments, and calls
+the engine's method; without an engine it calls Keras's function.
 """
 
 import dataclasses
@@ -11,19 +11,22 @@ from collections.abc import Callable
 from typing import Any, NoReturn
 
 import keras
+import tensorflow as tf
 
 
 @dataclasses.dataclass(frozen=True)
 class Hook:
-    """A function of Keras that is replaced.
+    """A function that is replaced.
 
     Attributes:
         owner: The class or module that has it.
         name: Its name there.
         parameters: Names of its parameters that are relied on, in order.
-        find: Function of its arguments that returns the engine to ask, or None.
-        ask: Name of the engine's method.
+        find: Function of one of its arguments that returns the engine to ask, or None. None for
+            what a module changes on objects of its own.
+        ask: Name of the engine's method, or of that module.
         why: Why it is replaced, for people.
+        by: Number of the argument that `find` is given.
         is_added: Whether Keras has no such function: where there is no engine, it is as if there
             were none.
     """
@@ -31,9 +34,10 @@ class Hook:
     owner: Any
     name: str
     parameters: list[str]
-    find: Callable[..., Any]
+    find: Callable[..., Any] | None
     ask: str
     why: str
+    by: int = 0
     is_added: bool = False
 
     @property
@@ -55,7 +59,8 @@ class Hook:
             function = function.__wrapped__
         if function is None or self.is_added and self.is_installed:
             return None
-        return list(inspect.signature(function).parameters)
+        # Anything may be in the place of what nothing is relied on of.
+        return list(inspect.signature(function).parameters) if self.parameters else []
 
     def check_signature(self) -> None:
         """Raises ImportError if this Keras has no such function, or it takes other parameters."""
@@ -65,10 +70,22 @@ class Hook:
             relied = f"{self.where} with the parameters {self.parameters}"
             if self.is_added:
                 relied = f"the absence of {self.where}"
+            package, version = "Keras", keras.__version__
+            if self.where.startswith("tensorflow."):
+                package, version = "TensorFlow", tf.__version__
             raise ImportError(
-                f"keras_psplus does not fit Keras {keras.__version__}: it relies on {relied}. "
-                f"Install a supported version of Keras. Received: {found}"
+                f"keras_psplus does not fit {package} {version}: it relies on {relied}. "
+                f"Install a supported version of {package}. Received: {found}"
             )
+
+    def engine(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """The engine that a call with these arguments asks, or None."""
+        assert self.find is not None
+        return self.find(args[self.by] if len(args) > self.by else kwargs.get(self._by_name))
+
+    @property
+    def _by_name(self) -> str:
+        return self.parameters[self.by] if self.parameters else ""
 
     def install(self) -> None:
         """Replaces the function.
@@ -77,18 +94,22 @@ class Hook:
             ImportError: If it does not fit.
         """
         self.check_signature()
+        find, ask, by, name = self.find, self.ask, self.by, self._by_name
+        if find is None:
+            return
         original = self._missing() if self.is_added else self._current()
-        find, ask = self.find, self.ask
 
         @functools.wraps(original)
         def replaced(*args: Any, **kwargs: Any) -> Any:
-            engine = find(*args, **kwargs)
+            # As `engine`, without a call more: this is asked for each attribute of a metric.
+            engine = find(args[by] if len(args) > by else kwargs.get(name))
             if engine is None:
                 return original(*args, **kwargs)
             return getattr(engine, ask)(original, *args, **kwargs)
 
-        # Keras looks at the arguments of constructors, and does not follow wrappers there.
-        replaced.__signature__ = inspect.signature(original)  # type: ignore[attr-defined]
+        if self.parameters:
+            # Keras looks at the arguments of constructors, and does not follow wrappers there.
+            replaced.__signature__ = inspect.signature(original)  # type: ignore[attr-defined]
         replaced.replaced_by = self  # type: ignore[attr-defined]
         setattr(self.owner, self.name, replaced)
 

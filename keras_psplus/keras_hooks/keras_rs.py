@@ -13,9 +13,10 @@ from keras_psplus.keras_hooks.hook import Hook
 from keras_psplus.log import logger
 
 _wishes = KerasRSPlacement()
+_misfits: list[Exception] = []
 
 
-def _of_any(*args: Any, **kwargs: Any) -> KerasRSPlacement:
+def _of_any(_: Any) -> KerasRSPlacement:
     # Also before there is a strategy: the scope in which the layer is built decides.
     return _wishes
 
@@ -27,7 +28,7 @@ def hooks() -> tuple[Hook, ...]:
     try:
         layer = importlib.import_module("keras_rs").layers.DistributedEmbedding
     except (ImportError, AttributeError) as error:
-        _warn(error)
+        _misfits.append(error)
         return ()
     found = (
         Hook(
@@ -51,10 +52,12 @@ def hooks() -> tuple[Hook, ...]:
         for hook in found:
             hook.check_signature()
     except ImportError as error:
-        _warn(error)
+        _misfits.append(error)
         return ()
     return found
 
 
-def _warn(error: Exception) -> None:
-    logger.warning("keras_psplus does not fit this version of KerasRS: %s", error)
+def warn_of_misfit() -> None:
+    """Warns of a KerasRS that has other functions, and is left as it is."""
+    for error in _misfits:
+        logger.warning("keras_psplus does not fit this version of KerasRS: %s", error)

@@ -66,14 +66,6 @@ HOOKS = (
         ["self", "grads", "trainable_variables", "learning_rate"],
         of_optimizer,
         "update_variables",
-        "gradients of rows go to their servers",
-    ),
-    Hook(
-        _TF,
-        "_all_reduce_sum_gradients",
-        ["self", "grads_and_vars"],
-        of_optimizer,
-        "sum_gradients",
-        "gradients are reduced already, or pushed to their servers here",
+        "gradients are reduced already; those of variables on servers are pushed there",
     ),
 )

@@ -8,7 +8,7 @@ from keras_psplus.keras_hooks.hook import Hook
 from keras_psplus.keras_internals.keras_parts import io_utils, model_module, saving_lib
 
 
-def _of_writing(message: str, *args: Any, **kwargs: Any) -> object | None:
+def _of_writing(_: Any) -> object | None:
     return model_saving.SHOWN if model_saving.SHOWN.is_writing else None
 
 

@@ -1,6 +1,6 @@
 """The trainer: `compile`, `fit`, `evaluate`, `predict` and the functions that take steps."""
 
-from keras_psplus.keras_hooks.finders import of_loading, of_model, of_values
+from keras_psplus.keras_hooks.finders import engine_of, of_loading, of_model
 from keras_psplus.keras_hooks.hook import Hook
 from keras_psplus.keras_internals.keras_parts import (
     BaseTrainer,
@@ -103,8 +103,9 @@ HOOKS = (
         tf_trainer,
         "reduce_per_replica",
         ["values", "strategy", "reduction"],
-        of_values,
+        engine_of,
         "reduce_outputs",
         "steps have made logs equal already; outputs are gathered in rank order",
+        by=1,
     ),
 )

@@ -8,7 +8,7 @@ from keras_psplus.keras_hooks.hook import Hook
 from keras_psplus.keras_internals.keras_parts import Variable, numpy_module, seed_generator
 
 
-def _of_taken(x: Any, indices: Any, axis: int | None = None) -> Engine | None:
+def _of_taken(x: Any) -> Engine | None:
     return of_variable(x) if isinstance(x, Variable) else None
 
 

@@ -15,6 +15,7 @@ from keras_psplus.keras_internals.keras_parts import (
     loss_scale_optimizer,
     model_module,
     saving_lib,
+    tf_optimizer,
     tf_trainer,
 )
 
@@ -32,6 +33,7 @@ ATTRIBUTES = [
         "_model_variables_moving_average _overwrite_model_variables_with_average_value "
         "_trainable_variables _update_model_variables_moving_average _use_weight_decay",
     ),
+    (tf_optimizer.TFOptimizer, "_distributed_tf_update_step _distribution_strategy"),
     (loss_scale_optimizer.LossScaleOptimizer, "inner_optimizer dynamic_scale"),
     (
         epoch_iterator.EpochIterator,

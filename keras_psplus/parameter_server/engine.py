@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import functools
 import weakref
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from typing import TYPE_CHECKING, Any
 
 import tensorflow as tf
@@ -333,25 +333,24 @@ class ParameterServerEngine(DistributedEngine):
     ) -> None:
         counter, graph = traffic.current_counter(), tf.compat.v1.get_default_graph()
         before = 0 if counter is None else len(graph.get_operations())
-        original(optimizer, grads, trainable_variables, learning_rate)
+        super().update_variables(original, optimizer, grads, trainable_variables, learning_rate)
         if counter is not None:
             counter.timer.note_push(grads, graph.get_operations()[before:])
 
-    def sum_gradients(
+    def push(
         self,
-        original: Original,
         optimizer: keras.optimizers.Optimizer,
-        grads_and_vars: Iterable[tuple[Any, Any]],
+        grads: Sequence[Any],
+        variables: Sequence[Any],
     ) -> list[tuple[Any, Any]]:
         # On the chief, which keeps nothing; the sums of a step, which are there already; or to a
         # worker's own copies.
-        is_there = tf.executing_eagerly() or applying_sums_flag or local_copies.are_in_use()
-        if is_there or not tf.distribute.get_replica_context():
-            return super().sum_gradients(original, optimizer, grads_and_vars)
-        gradients, variables = zip(*grads_and_vars)
-        return self.strategy.extended.pushes.send(
-            gradients, variables, lambda: tf.convert_to_tensor(optimizer.iterations), optimizer
-        )
+        if tf.executing_eagerly() or applying_sums_flag or local_copies.are_in_use():
+            return super().push(optimizer, grads, variables)
+        context, number = self._context, lambda: tf.convert_to_tensor(optimizer.iterations)
+        # Sums begin to be applied with the first that are whole.
+        in_turn = context.is_sync and context.overlaps_steps
+        return context.extended.pushes.send(grads, variables, number, optimizer, in_turn=in_turn)
 
     def average(
         self, optimizer: keras.optimizers.Optimizer, variables: list[keras.Variable]

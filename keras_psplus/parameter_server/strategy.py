@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 import tensorflow as tf
 
-from keras_psplus import tracebacks
+from keras_psplus import activation
 from keras_psplus import updates as updates_module
 from keras_psplus.arguments import renamed, seconds
 from keras_psplus.cluster.config import ClusterStartupError, TaskConfig
@@ -146,13 +146,13 @@ class ParameterServerStrategy(StateDicts, tf.distribute.ParameterServerStrategy)
         ps_weights: Sequence[float] | None = None,
         worker_timeout: float | None = None,
     ) -> None:
+        activation.activate()
         heartbeat_timeout = renamed(
             "worker_timeout", worker_timeout, "heartbeat_timeout", heartbeat_timeout
         )
         compression, updates = launch_flags.fill(
             type(self).__name__, compression=compression, updates=updates
         )
-        tracebacks.install()
         seconds("startup_timeout", startup_timeout)
         seconds("heartbeat_timeout", heartbeat_timeout)
         stalls.check_stall_warning(stall_warning)

@@ -6,7 +6,7 @@ from typing import Any
 
 import tensorflow as tf
 
-from keras_psplus import tracebacks
+from keras_psplus import activation
 from keras_psplus.arguments import flag, seconds, whole_number
 from keras_psplus.cluster.config import TaskConfig
 from keras_psplus.cluster.launcher import launch_flags
@@ -124,7 +124,7 @@ class PipelineStrategy(StateDicts, tf.distribute.Strategy):
         heartbeat_timeout: float = 20.0,
         stall_warning: float | None = 60.0,
     ) -> None:
-        tracebacks.install()
+        activation.activate()
         microbatches, schedule = plan_request.override(microbatches, schedule)
         self._microbatches = whole_number("microbatches", microbatches, 1)
         pipelines = whole_number("pipelines", pipelines, 1)

@@ -108,10 +108,7 @@ ATTRIBUTES = [
         cluster_coordinator._CoordinatedClosureQueue,
         "_cancellation_mgr _closures_queued_condition _error _queue_lock _tagged_queue",
     ),
-    (
-        cluster_coordinator.Worker,
-        "_on_closure_failure _on_worker_recovery _process_closure",
-    ),
+    (cluster_coordinator.Worker, "_on_closure_failure _on_worker_recovery"),
     (
         cluster_coordinator.WorkerPreemptionHandler,
         "_cluster_due_for_update_or_finish _cluster_update_lock _error_from_recovery "

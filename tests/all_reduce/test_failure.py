@@ -5,6 +5,7 @@ import sys
 import pytest
 import tensorflow as tf
 
+from keras_psplus import tracebacks
 from keras_psplus.cluster.config import TaskConfig
 from keras_psplus.core.jobs import error_report, failure
 
@@ -75,17 +76,20 @@ def test_what_is_reported_of_an_exception(monkeypatch, error, cause):
     sent, shown = [], []
     monkeypatch.setattr(error_report, "report", lambda message, post: sent.append(message))
     monkeypatch.setattr(error_report.atexit, "register", lambda *_: None)
-    monkeypatch.setattr(sys, "excepthook", lambda *args: shown.append(args))
-    monkeypatch.setattr(sys, "exit", sys.exit)
+    monkeypatch.setattr(tracebacks.UNCAUGHT, "reporters", [])
     causes = [True, False]  # the second time, it is another one's failure
     error_report.watch(TASK, lambda: causes.pop(0))
+
+    def show():
+        tracebacks.UNCAUGHT.show(lambda *args: shown.append(args), type(error), error, None)
+
     for _ in range(2):
-        sys.excepthook(type(error), error, None)
+        show()
     assert sent == [
         f"keras_psplus ended: worker-1 (127.0.0.1:2) has ended by an error. Received: {cause}"
     ]
     assert shown == [(type(error), error, None)] * 2
     monkeypatch.setattr(sys, "ps1", ">>> ", raising=False)
     causes.append(True)
-    sys.excepthook(type(error), error, None)
+    show()
     assert len(sent) == 1 and len(shown) == 3

@@ -4,7 +4,10 @@ import numpy as np
 import pytest
 import tensorflow as tf
 
+from keras_psplus import compression
+from keras_psplus.all_reduce.reducers import GradientReducer
 from keras_psplus.all_reduce.step.replica_step import MirroredReplicaStep
+from keras_psplus.all_reduce.topology.hops import compressors_per_hop
 from keras_psplus.core.batch.batches import Batch
 
 
@@ -61,7 +64,7 @@ def test_without_tables_nothing_is_added():
 class OfRows(Extended):
     """One that knows how many rows its replica has, and compresses products by their factors."""
 
-    reducers = types.SimpleNamespace(compresses=True)
+    reducers = types.SimpleNamespace(takes_products=True)
 
     def __init__(self):
         super().__init__(None)
@@ -69,6 +72,27 @@ class OfRows(Extended):
 
     def step_variable(self, name):
         return self.variables[name]
+
+
+class OwnChoice(compression.Int8):
+    def for_variable(self, path, shape, dtype):
+        return compression.PowerSGD(1)
+
+
+@pytest.mark.parametrize(
+    "chosen, expected",
+    [
+        (None, False),
+        ("int8", False),
+        ("powersgd:2", True),
+        ("factors", True),
+        ({"*kernel": "powersgd:2", "*": "int8"}, True),
+        (OwnChoice(), True),
+    ],
+)
+def test_products_are_looked_for_where_a_compressor_may_take_them(chosen, expected):
+    hops = compressors_per_hop(chosen, "flat")
+    assert GradientReducer([], 0, 2, hops, 1).takes_products is expected
 
 
 @pytest.mark.parametrize("local_rows", [0, 1, 3])

@@ -70,7 +70,7 @@ KNOWN = [
         ("PlaceholderWithDefault", "Reshape", "UnsortedSegmentSum"),
         (
             *("all_reduce/reduction/routes.py gather_rows", "compression/wire.py _from_words"),
-            *("core/graph/stand_ins.py _of_any_length", "engine.py update_variables"),
+            *("core/graph/stand_ins.py _of_any_length", "core/gradient_path.py update_variables"),
         ),
         dtypes="int32",
     ),

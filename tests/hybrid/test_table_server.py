@@ -26,7 +26,6 @@ from keras_psplus.hybrid.rpc.servers import Servers
 from keras_psplus.hybrid.server.table_server import TableServer
 from keras_psplus.hybrid.snapshots.snapshot_schedule import Snapshots
 from keras_psplus.hybrid.tables.table import Table, pull, push
-from keras_psplus.log import logger
 from tests.faults.damage import flip
 from tests.hybrid import stranger
 
@@ -349,10 +348,7 @@ def test_a_folder_for_states_is_deleted_with_what_is_in_it(task, table, tmp_path
 
 
 @pytest.mark.parametrize("damaged", ["dense-*.data*", "tables-*.data*", "tables.json", "garbage"])
-def test_an_older_snapshot_is_read_if_the_last_is_damaged(
-    table, tmp_path, caplog, monkeypatch, damaged
-):
-    monkeypatch.setattr(logger, "propagate", True)
+def test_an_older_snapshot_is_read_if_the_last_is_damaged(table, tmp_path, caplog, damaged):
     snapshots = Snapshots(
         table.servers, types.SimpleNamespace(all=[table]), "worker-0", str(tmp_path), 10
     )

@@ -1,6 +1,9 @@
 """Trains on two devices in one process and prints, in JSON, which hooks asked an engine.
 
-With `--replaced`, prints which functions `import keras_psplus` has replaced instead.
+Before, it prints the way of a gradient: see `gradient_trace.py`.
+
+With `--replaced`, prints which functions `import keras_psplus` and its first strategy have replaced
+instead; with `--servers`, which hooks asked when it trains with parameter servers.
 """
 
 import contextlib
@@ -20,7 +23,7 @@ _PACKAGES = ("keras", "keras_rs", "tensorflow")
 
 def functions():
     """All functions of Keras, TensorFlow and KerasRS by names, and what Python's exit is."""
-    found = {"sys.exit": sys.exit}
+    found = {"sys.exit": sys.exit, "sys.excepthook": sys.excepthook}
     for module in list(sys.modules.values()):
         name = getattr(module, "__name__", "")
         if name.split(".")[0] not in _PACKAGES:
@@ -56,36 +59,119 @@ def replaced():
     keras_psplus._load()
     from keras_psplus.keras_hooks import HOOKS
 
+    by_import = changed_since(before)
+    keras_psplus.MultiWorkerMirroredStrategy()
+    listed = sorted(hook.where for hook in HOOKS if hook.find is not None)
+    print(json.dumps([by_import, changed_since(before), listed]))
+
+
+def changed_since(before):
     after = functions()
     changed = {name for name in before if name in after and before[name] is not after[name]}
     # Functions that a class had of another class, or not at all.
     changed |= {name for name in after if name not in before and is_of_library(after[name])}
-    print(json.dumps([sorted(changed), sorted(hook.where for hook in HOOKS)]))
+    return sorted(changed)
 
 
 def asked():
     from keras_psplus.cluster.in_process import logical_devices
+    from keras_psplus.cluster.process import early_init
     from keras_psplus.keras_hooks import HOOKS
+    from keras_psplus.tf_internals import trace_end
 
     logical_devices(2)
-    seen = set()
+    with watching(HOOKS) as seen:
+        traces = []
+        note_calls(trace_end._Outputs, "extend", lambda *args: traces.append(args))
+        train()
+        leave()
+    if traces:
+        seen.add("tensorflow.python.framework.func_graph.func_graph_from_py_func")
+    if early_init._state.frames:
+        seen.add("tensorflow.python.eager.context.Context.ensure_initialized")
+    print(json.dumps(sorted(seen)))
+    from tests.keras_hooks import gradient_trace
+
+    way = gradient_trace.trace()
+    functions = {file: sorted(names) for file, names in sorted(way.functions.items())}
+    print(json.dumps([functions, way.hooks]))
+
+
+def note_calls(owner, name, note):
+    original = getattr(owner, name)
+
+    @functools.wraps(original)
+    def noted(*args, **kwargs):
+        note(*args, **kwargs)
+        return original(*args, **kwargs)
+
+    setattr(owner, name, noted)
+
+
+@contextlib.contextmanager
+def watching(hooks):
+    """Context that yields the names of the hooks which ask an engine in it."""
+    from keras_psplus import activation
+
+    activation.activate()
+    seen, installed = set(), []
 
     def watch(hook):
-        installed = getattr(hook.owner, hook.name)
-
-        @functools.wraps(installed)
-        def watched(*args, **kwargs):
-            if hook.find(*args, **kwargs) is not None:
+        def note(*args, **kwargs):
+            if hook.engine(args, kwargs) is not None:
                 seen.add(hook.where)
-            return installed(*args, **kwargs)
 
-        setattr(hook.owner, hook.name, watched)
+        installed.append((hook, getattr(hook.owner, hook.name)))
+        note_calls(hook.owner, hook.name, note)
 
-    for hook in HOOKS:
-        watch(hook)
-    train()
-    leave()
-    print(json.dumps([sorted(seen), sorted(hook.where for hook in HOOKS)]))
+    for hook in hooks:
+        if hook.find is not None:
+            watch(hook)
+    try:
+        yield seen
+    finally:
+        for hook, function in installed:
+            setattr(hook.owner, hook.name, function)
+
+
+def servers():
+    """A worker and a server in this process, with what a job of several processes has besides."""
+    import keras_psplus
+    from keras_psplus.cluster.in_process import InProcessCluster
+    from keras_psplus.cluster.serving.claims import LeaseHolder
+    from keras_psplus.keras_hooks import HOOKS
+    from keras_psplus.parameter_server.scheduling.lanes import Lanes
+    from keras_psplus.parameter_server.scheduling.recovery import PausingRecovery
+    from keras_psplus.parameter_server.transport.pulls import PulledVariable
+
+    with InProcessCluster(workers=1, ps=1) as cluster, watching(HOOKS) as seen:
+        holder = LeaseHolder("ps-0", "localhost:1")
+        strategy = keras_psplus.ParameterServerStrategy(cluster.cluster_resolver, max_staleness=1)
+        with strategy.scope():
+            model = keras.Sequential([keras.Input((2,)), keras.layers.Dense(1)])
+            model.compile("sgd", "mse")
+        coordinator = strategy._cluster_coordinator
+        handler, workers = coordinator._cluster.failure_handler, coordinator._cluster.workers
+        thread = handler._preemption_handler_thread
+        recovery = PausingRecovery(handler, lambda: True)
+        Lanes(workers[0], 2, recovery)
+        model.fit(np.ones((4, 2)), np.ones((4, 1)), batch_size=2, verbose=0)
+        with contextlib.suppress(Exception):
+            workers[0]._on_closure_failure(None, None)
+        with contextlib.suppress(Exception):
+            workers[0]._on_worker_recovery()
+        coordinator.__del__()
+        others = {
+            "tensorflow.python.ops.script_ops.FuncRegistry.insert": holder._holder,
+            "tensorflow.python.ops.resource_variable_ops.ResourceVariable._read_variable_op": (
+                isinstance(model.trainable_variables[0].value, PulledVariable)
+            ),
+            "tensorflow.python.distribute.coordinator.cluster_coordinator."
+            "WorkerPreemptionHandler._preemption_handler": not thread.is_alive(),
+        }
+    print(json.dumps(sorted(seen | {name for name, is_asked in others.items() if is_asked})))
+    sys.stdout.flush()
+    os._exit(0)
 
 
 class Model(keras.Model):
@@ -106,7 +192,18 @@ class Model(keras.Model):
         context = tf.distribute.get_replica_context()
         context.all_gather(tf.ones([1, 1]), axis=0)
         tf.gather(self.embed.embeddings, [0, 1])
-        return super().train_step(data)
+        tf.gather_nd(self.embed.embeddings._value, [[0], [1]])
+        logs = super().train_step(data)
+        kernel = self.out.kernel.value
+
+        @tf.function
+        def gradient_in_a_function():
+            with tf.GradientTape() as tape:
+                loss = tf.reduce_sum(tf.square(kernel))
+            return tape.gradient(loss, kernel)
+
+        gradient_in_a_function()
+        return logs
 
 
 class Total(keras.metrics.Sum):
@@ -185,8 +282,10 @@ def leave():
     exit_code.watch()
     with contextlib.suppress(SystemExit):
         sys.exit(0)
+    sys.excepthook(ArithmeticError, ArithmeticError("shown by the job"), None)
 
 
 if __name__ == "__main__":
     os.environ["TF_CPP_MIN_LOG_LEVEL"] = "3"
-    replaced() if "--replaced" in sys.argv else asked()
+    jobs = {"--replaced": replaced, "--servers": servers}
+    jobs.get(sys.argv[-1], asked)()

@@ -64,7 +64,10 @@ def test_it_is_compiled_once(compiler):
 def test_of_several_processes_one_compiles(compiler):
     # Long enough for all to have come.
     calls = compiler('echo library > "$made"', seconds=5)
-    script = "from keras_psplus.native.compiler import build; print(build())"
+    script = (
+        "from keras_psplus import log; from keras_psplus.native.compiler import build; "
+        "log.show(); print(build())"
+    )
     jobs = [
         subprocess.Popen(
             [sys.executable, "-c", script],

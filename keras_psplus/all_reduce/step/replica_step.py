@@ -181,7 +181,7 @@ class MirroredReplicaStep(ReplicaStep):
         if isinstance(gradient, tf.IndexedSlices):
             return [gradient.values]
         product = None
-        if self._extended.reducers.compresses:
+        if self._extended.reducers.takes_products:
             # Perhaps nobody needs it whole.
             product = outer_products.find_outer_product(gradient)
         return gradient if product is None or gradient.consumers() else product

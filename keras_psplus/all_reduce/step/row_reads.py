@@ -5,12 +5,37 @@ they have none, and are read whole: which is a copy of a whole table at each ste
 rows has been made to it.
 """
 
-import weakref
+from __future__ import annotations
+
+from collections.abc import Callable
 from typing import Any
 
 import tensorflow as tf
 
 from keras_psplus.tf_internals import distributed_values, values_util
+
+
+class _RowReads:
+    """Reads of rows by mirrored variables; see `keras_hooks.runtime`."""
+
+    def sparse_read(
+        self, original: Callable[..., Any], variable: Any, indices: Any, name: str | None = None
+    ) -> tf.Tensor:
+        """Rows of the copy on this device."""
+        indices = tf.convert_to_tensor(indices)
+        if indices.dtype not in (tf.int32, tf.int64):
+            # The kernel that reads whole values takes smaller integers, too.
+            indices = tf.cast(indices, tf.int32)
+        return _component(variable).sparse_read(indices, name=name)
+
+    def gather_nd(
+        self, original: Callable[..., Any], variable: Any, indices: Any, name: str | None = None
+    ) -> tf.Tensor:
+        """Slices of the copy on this device."""
+        return _component(variable).gather_nd(indices, name=name)
+
+
+_ROW_READS = _RowReads()
 
 
 def enable(variable: Any) -> None:
@@ -21,28 +46,16 @@ def enable(variable: Any) -> None:
     """
     if not isinstance(variable, distributed_values.DistributedVariable):
         return
-    if not variable._is_mirrored() or variable._packed_var is not None:
-        return
-    own = weakref.ref(variable)
-
-    def component():
-        if values_util.is_saving_non_distributed():
-            return own()._primary
-        return own()._get_on_device_or_primary()
-
-    def sparse_read(indices, name=None):
-        indices = tf.convert_to_tensor(indices)
-        if indices.dtype not in (tf.int32, tf.int64):
-            # The kernel that reads whole values takes smaller integers, too.
-            indices = tf.cast(indices, tf.int32)
-        return component().sparse_read(indices, name=name)
-
-    def gather_nd(indices, name=None):
-        return component().gather_nd(indices, name=name)
-
-    variable.sparse_read, variable.gather_nd = sparse_read, gather_nd
+    if variable._is_mirrored() and variable._packed_var is None:
+        variable._row_reads = _ROW_READS
 
 
 def are_enabled(variable: Any) -> bool:
     """Whether `enable` has done so."""
-    return "sparse_read" in getattr(variable, "__dict__", {})
+    return "_row_reads" in getattr(variable, "__dict__", {})
+
+
+def _component(variable):
+    if values_util.is_saving_non_distributed():
+        return variable._primary
+    return variable._get_on_device_or_primary()

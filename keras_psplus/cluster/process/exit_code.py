@@ -18,7 +18,7 @@ class _Exits:
         self.codes: list[Any] = []
 
     def note(self, original: Callable[[Any], None], status: Any = None, /) -> None:
-        """`sys.exit`, which is replaced like functions of Keras; see `keras_hooks.process`."""
+        """`sys.exit`, which is replaced like functions of Keras; see `keras_hooks.runtime`."""
         self.codes.append(status)
         original(status)
 

@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING
 
 import tensorflow as tf
 
+from keras_psplus import tracebacks
 from keras_psplus.cluster.process import exit_code, termination
 from keras_psplus.log import logger
 from keras_psplus.tf_internals import context
@@ -67,21 +68,18 @@ def watch(
         post: As for `report`.
     """
     exit_code.watch()
-    show = sys.excepthook
 
-    def report_and_show(kind, error, trace):
-        thread = None
+    def report_error(kind, error):
         # At a prompt, an exception does not end the process.
-        if is_cause() and not (hasattr(sys, "ps1") or sys.flags.interactive):
-            message = _message(task, "by an error", _described(kind, error))
-            # A coordination service that hangs must not keep the traceback back.
-            thread = threading.Thread(target=report, args=[message, post], daemon=True)
-            thread.start()
-        show(kind, error, trace)
-        if thread is not None:
-            thread.join(_REPORT_SECONDS)
+        if not is_cause() or hasattr(sys, "ps1") or sys.flags.interactive:
+            return None
+        message = _message(task, "by an error", _described(kind, error))
+        # A coordination service that hangs must not keep the traceback back.
+        thread = threading.Thread(target=report, args=[message, post], daemon=True)
+        thread.start()
+        return lambda: thread.join(_REPORT_SECONDS)
 
-    sys.excepthook = report_and_show
+    tracebacks.UNCAUGHT.reporters.append(report_error)
     atexit.register(_at_exit, task, is_cause, post)
 
 

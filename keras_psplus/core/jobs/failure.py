@@ -18,7 +18,6 @@ from typing import NoReturn
 
 import tensorflow as tf
 
-from keras_psplus import tracebacks
 from keras_psplus.cluster.config import TaskConfig, task_name
 from keras_psplus.cluster.monitor import task_report
 from keras_psplus.cluster.wire import handshake
@@ -177,7 +176,6 @@ def watch(task: TaskConfig, post: Callable[[str], None] | None = None) -> None:
         task: `TaskConfig` of this process.
         post: As for `error_report.report`.
     """
-    tracebacks.install()
     error_report.watch(task, lambda: _failed_at is None, post)
     atexit.register(_leave, task)
 

@@ -6,7 +6,6 @@ import re
 import sys
 from typing import NoReturn
 
-from keras_psplus import tracebacks
 from keras_psplus.log import logger
 
 _has_failed = False
@@ -14,7 +13,6 @@ _has_failed = False
 
 def install_exit_hook() -> None:
     """Ends this process without TensorFlow's own end if a part of the cluster was lost."""
-    tracebacks.install()
     atexit.register(_exit_if_failed)
 
 

@@ -13,6 +13,7 @@ import weakref
 from collections.abc import Iterator
 from typing import TYPE_CHECKING
 
+from keras_psplus import activation
 from keras_psplus.core.base.thread_flag import ThreadFlag
 
 if TYPE_CHECKING:
@@ -78,5 +79,6 @@ def single_process() -> Iterator[None]:
         baseline.fit(x, y)
     ```
     """
+    activation.activate()
     with _single.raised():
         yield

@@ -97,5 +97,12 @@ class Coordinator(cluster_coordinator.ClusterCoordinator):
         handler = self._cluster.failure_handler
         handler._should_preemption_thread_run = False
         handler._cluster_due_for_update_or_finish.set()
-        handler.stop = lambda: None
+        handler._end = _End()
         super().__del__()
+
+
+class _End:
+    """End of TensorFlow's handler of lost workers, which has been told already."""
+
+    def leave(self, original: Callable[..., None], handler: Any) -> None:
+        """`WorkerPreemptionHandler.stop`: nothing is left to do."""

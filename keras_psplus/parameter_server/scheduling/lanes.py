@@ -33,14 +33,14 @@ class Lanes:
         self._count = count
         self._free = [_Lane(worker, self, recovery) for _ in range(count)]
         self._is_lost, self._losses = False, 0
-        worker._process_closure = self._process
+        worker._lanes = self
 
     @property
     def losses(self) -> int:
         """Number of times that the worker was lost and returned."""
         return self._losses
 
-    def _process(self, closure):
+    def process(self, original: Callable[..., Any], worker: Any, closure: Any) -> None:
         """Runs a closure that TensorFlow's thread has dequeued, on a free lane."""
         is_alone = not getattr(closure, "may_overlap", False)
         if is_alone:

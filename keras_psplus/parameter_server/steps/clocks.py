@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-import functools
 import threading
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from typing import Any
 
 _STEPS_PER_WORKER = 2
@@ -27,17 +26,22 @@ class Clocks:
         self._live = set(range(num_workers))
 
     def watch(self, workers: Iterable[Any]) -> None:
-        """Learns of losses and recoveries from TensorFlow's `Worker`s.
+        """Learns of losses and recoveries from TensorFlow's `Worker`s; see `keras_hooks.runtime`.
 
         A worker that is lost holds up nobody, and one that comes back is where the slowest is.
         """
         for worker in workers:
-            for name, note in (
-                ("_on_closure_failure", self.lose),
-                ("_on_worker_recovery", self.welcome),
-            ):
-                noted = functools.partial(_noted, note, worker.worker_index, getattr(worker, name))
-                setattr(worker, name, noted)
+            worker._clocks = self
+
+    def lost(self, original: Callable[..., Any], worker: Any, *args: Any) -> Any:
+        """Does what TensorFlow does about a closure that has failed as its worker is lost."""
+        self.lose(worker.worker_index)
+        return original(worker, *args)
+
+    def recovered(self, original: Callable[..., Any], worker: Any, *args: Any) -> Any:
+        """Does what TensorFlow does when a worker is back."""
+        self.welcome(worker.worker_index)
+        return original(worker, *args)
 
     def lose(self, worker: int) -> None:
         """Notes that a worker is lost."""
@@ -93,8 +97,3 @@ class Clocks:
         """Notes that a worker has done a step."""
         with self._lock:
             self._done[worker] += 1
-
-
-def _noted(note, worker, method, *args):
-    note(worker)
-    return method(*args)

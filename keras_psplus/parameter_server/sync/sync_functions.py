@@ -135,13 +135,8 @@ class SyncFunctions:
         extended = self._context.extended
         graph = tf.compat.v1.get_default_graph()
         before, after = len(graph.get_operations()), self._overlaps.before_adding()
-        pairs = extended.pushes.send(
-            gradients,
-            [variable._value for variable in variables],
-            lambda: tf.convert_to_tensor(inner.iterations),
-            inner,
-            in_turn=self._context.overlaps_steps,
-        )
+        values = [variable._value for variable in variables]
+        pairs = self._context.engine.push(inner, gradients, values)
         prefix = f"keras_psplus/{extended.worker_states.run}"
         sums = aggregation.add(pairs, stamp, prefix, after)
         _time_push(gradients, graph.get_operations()[before:])
