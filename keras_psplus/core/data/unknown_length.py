@@ -40,7 +40,7 @@ class UnknownLength(data_adapter.DataAdapter):
 
 
 def check_rows_came(adapter: data_adapter.DataAdapter) -> None:
-    """Sees that a data service that is lost is not taken for the end of the data."""
+    """Sees that a lost data service is not taken for the end of data."""
     adapter = adapter.of if isinstance(adapter, UnknownLength) else adapter
     if isinstance(adapter, tf_dataset_adapter.TFDatasetAdapter):
         service.check_rows_came(adapter.get_tf_dataset())
