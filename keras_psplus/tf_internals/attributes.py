@@ -4,11 +4,9 @@ import tensorflow as tf
 from tensorflow.python.data.ops import iterator_ops, structured_function
 from tensorflow.python.distribute import input_lib
 from tensorflow.python.eager.polymorphic_function.concrete_function import ConcreteFunction
-from tensorflow.python.trackable.base import Trackable
 
 from keras_psplus.keras_internals import private_attributes
 from keras_psplus.tf_internals import (
-    autotrackable,
     batch_op,
     cluster_coordinator,
     collective_all_reduce_strategy,
@@ -48,11 +46,9 @@ ATTRIBUTES = [
     (script_ops, "_py_funcs"),
     (script_ops.FuncRegistry, "_funcs"),
     # Variables and checkpoints.
-    (autotrackable.AutoTrackable, "_no_dependency"),
     (resource_variable_ops, "_variable_handle_from_shape_and_dtype"),
     (resource_variable_ops.BaseResourceVariable, "_handle_name"),
     (sharded_variable.ShardedVariableMixin, "_var_offsets"),
-    (Trackable, "_handle_deferred_dependencies _track_trackable"),
     # Data.
     (batch_op, "_BatchDataset _ParallelBatchDataset"),
     (batch_op._BatchDataset, "_batch_size _drop_remainder"),

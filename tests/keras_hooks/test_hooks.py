@@ -38,7 +38,7 @@ GRADIENT_PATH = {
     "compression/quantize.py",
     "compression/error_feedback.py",
     "compression/wire.py",
-    "all_reduce/reduction/compression_state.py",
+    "all_reduce/reduction/replica_states.py",
     # TensorFlow's collectives, of several small tensors at once.
     "all_reduce/collectives/gradients.py",
     "all_reduce/collectives/operations.py",
