@@ -55,7 +55,6 @@ from tensorflow.python.ops import (
     script_ops,
 )
 from tensorflow.python.ops import control_flow_v2_func_graphs as control_flow_func_graphs
-from tensorflow.python.trackable import autotrackable
 from tensorflow.python.trackable import base as trackable_base
 from tensorflow.python.types import core as types_core
 from tensorflow.python.util import nest
@@ -64,7 +63,6 @@ __all__ = [
     "auto_control_deps_utils",
     "autograph_api",
     "autograph_context",
-    "autotrackable",
     "batch_op",
     "cluster_coordinator",
     "collective_all_reduce_strategy",

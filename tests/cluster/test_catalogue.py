@@ -72,12 +72,6 @@ def test_options_of_the_environment(folder, monkeypatch):
         lookup.strategy()
 
 
-def test_names_in_short(folder):
-    (folder / "sync_parameter_server_int8.py").write_text("def strategy():\n    return 8\n")
-    assert lookup.load("sync_ps_int8").strategy() == 8
-    assert "sync_ps_int8" not in lookup.names()
-
-
 @pytest.mark.parametrize(
     ("name", "message"),
     [

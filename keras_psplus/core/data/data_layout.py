@@ -22,10 +22,17 @@ def layout_of(iterator: Any) -> dict[str, int | None]:
     found = {
         _BATCHES: adapter.num_batches,
         _SIZE: adapter.batch_size,
-        _LAST: adapter.partial_batch_size,
+        _LAST: _rows_of_last_batch(adapter),
         _STEPS: iterator.steps_per_epoch,
     }
     return {name: None if count is None else int(count) for name, count in found.items()}
+
+
+def _rows_of_last_batch(adapter):
+    try:
+        return adapter.partial_batch_size
+    except NotImplementedError:
+        return None  # Keras does not say it of PyDatasets and generators.
 
 
 def check(iterator: Any, saved: dict[str, int | None], epoch: int, batch: int) -> None:
