@@ -9,7 +9,7 @@ from keras_psplus.arguments import shown
 from keras_psplus.updates import Updates
 
 # Packages above this one, by name, as a file in `strategies/` is.
-_ENGINES = {"optimizer": "keras_psplus.sharding.engine"}
+_PACKAGES = {"optimizer": "keras_psplus.sharding"}
 
 
 def check(shard: str | None, updates: Updates | None, is_plain: bool, **others: Any) -> str | None:
@@ -26,7 +26,7 @@ def check(shard: str | None, updates: Updates | None, is_plain: bool, **others: 
     """
     if shard is None:
         return None
-    if shard not in _ENGINES:
+    if shard not in _PACKAGES:
         raise ValueError(
             '`shard` must be None or "optimizer", which leaves to each worker a part of the '
             f"optimizer's state. Received: shard={shown(shard)}"
@@ -62,7 +62,8 @@ def check_devices(shard: str | None, devices: int) -> None:
         )
 
 
-def classes(shard: str) -> tuple[type, type]:
+def classes(shard: str) -> tuple[Any, Any]:
     """Engine and implementation half of a strategy with `shard`."""
-    module = importlib.import_module(_ENGINES[shard])
-    return module.ShardedEngine, module.ShardedExtended
+    package = _PACKAGES[shard]
+    engine, extended = (importlib.import_module(f"{package}.{n}") for n in ("engine", "extended"))
+    return engine.ShardedEngine, extended.ShardedExtended

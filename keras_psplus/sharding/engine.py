@@ -1,16 +1,15 @@
-"""Engine and implementation half of all-reduce with the optimizer's state in shares."""
+"""Engine of all-reduce with the optimizer's state in shares."""
 
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
 import keras
 import tensorflow as tf
 
 from keras_psplus.all_reduce.engine import AllReduceEngine
-from keras_psplus.all_reduce.extended import MultiWorkerMirroredExtended
 from keras_psplus.all_reduce.reduction.traffic import TensorTraffic, TrafficVariables
 from keras_psplus.core.base.optimizers import optimizers_of
 from keras_psplus.core.batch.replica_step import current_step
@@ -20,75 +19,12 @@ from keras_psplus.keras_internals.keras_parts import base_optimizer, ops
 from keras_psplus.log import logger
 from keras_psplus.sharding import sums
 from keras_psplus.sharding.plan import OptimizerPlan
-from keras_psplus.sharding.store import ShareStore
 from keras_psplus.sharding.variable import ParameterPart, ShareVariable, in_update
 
 if TYPE_CHECKING:
     from keras_psplus.sharding.places import Place
 
 _CONSTANTS = (keras.initializers.Zeros, keras.initializers.Ones, keras.initializers.Constant)
-_Gradient = tf.Tensor | tf.IndexedSlices
-
-
-class ShardedExtended(MultiWorkerMirroredExtended):
-    """Additional APIs of a strategy with `shard="optimizer"`."""
-
-    _store: ShareStore | None = None
-
-    @property
-    def store(self) -> ShareStore:
-        """All variables in shares."""
-        if self._store is None:
-            assert self._control is not None
-            progress = self._container_strategy().progress
-            self._store = ShareStore(
-                self.launcher(0),
-                self._host_cross_device_ops.launchers[0],
-                self.take_group_keys(1),
-                self._control,
-                self.world.rank,
-                lambda: progress.steps,
-            )
-        return self._store
-
-    def has_made(self, variable: Any) -> bool:
-        return isinstance(variable, ShareVariable) or super().has_made(variable)
-
-    def update(
-        self,
-        var: Any,
-        fn: Callable[..., Any],
-        args: tuple[Any, ...] = (),
-        kwargs: dict[str, Any] | None = None,
-        group: bool = True,
-    ) -> Any:
-        if isinstance(var, (ParameterPart, ShareVariable)):
-            return fn(var, *args, **(kwargs or {}))
-        return super().update(var, fn, args, kwargs, group)
-
-    def broadcast(self, variables: Sequence[Any]) -> None:
-        of_all = [v for v in variables if not isinstance(v, ShareVariable)]
-        super().broadcast(of_all)
-        for variable in variables:
-            if isinstance(variable, ShareVariable):
-                super().broadcast([_Restored(variable, self._is_chief)])
-
-
-class _Restored:
-    """The whole of a variable in shares, which the chief alone has read from a file."""
-
-    def __init__(self, variable, is_chief):
-        self._variable, self._is_chief, self.dtype = variable, is_chief, variable.dtype
-
-    def read_value(self):
-        if not self._is_chief:
-            return tf.zeros(self._variable.shape, self.dtype)
-        restored = self._variable.restored
-        return self._variable.value() if restored is None else restored
-
-    def assign(self, value):
-        self._variable.assign(value)
-        self._variable.restored = None
 
 
 class ShardedEngine(AllReduceEngine):
@@ -121,15 +57,17 @@ class ShardedEngine(AllReduceEngine):
     def _move(self, state, place):
         """Leaves what every worker has made to the one whose updates change it."""
         mirrored, rank = state._value, self.strategy.extended.world.rank
+        store = self.strategy.extended.store
         with lifted(self.strategy):
             state._value = ShareVariable(
-                self.strategy.extended.store,
+                store,
                 mirrored.shape,
                 mirrored.dtype,
                 state.path,
                 lambda: place,
                 lambda of, shape: of.local_part(mirrored.read_value(), rank),
             )
+        _release_with(state, store)
 
     # Variables.
 
@@ -173,15 +111,16 @@ class ShardedEngine(AllReduceEngine):
         find_place = self._place_of_slot
         if find_place is None:
             return super().initialize_with_initializer(original, variable, initializer)
-        dtype = variable._dtype
+        dtype, store = variable._dtype, self.strategy.extended.store
         variable._value = ShareVariable(
-            self.strategy.extended.store,
+            store,
             tuple(variable._shape),
             dtype,
             variable.path,
             find_place,
             lambda place, shape: initializer(tuple(shape), dtype=dtype),
         )
+        _release_with(variable, store)
         return None
 
     def restore_backup(
@@ -202,7 +141,7 @@ class ShardedEngine(AllReduceEngine):
     def reduce(
         self,
         optimizer: keras.optimizers.Optimizer,
-        grads: list[_Gradient],
+        grads: list[tf.Tensor | tf.IndexedSlices],
         variables: list[keras.Variable],
     ) -> list[Any]:
         places, step = self._placed(optimizer, variables), current_step()
@@ -354,14 +293,22 @@ class ShardedEngine(AllReduceEngine):
     def average(
         self, optimizer: keras.optimizers.Optimizer, variables: list[keras.Variable]
     ) -> None:
-        pairs = zip(variables, self._placed(optimizer, variables))
-        targets = [self._target(variable, place) for variable, place in pairs]
-        averages = optimizer._model_variables_moving_average
-        held = [i for i, target in enumerate(targets) if target is not None]
+        places = self._placed(optimizer, variables)
         with in_update.raised():
-            # Keras's own, of what this worker has.
-            optimizer._model_variables_moving_average = [averages[i] for i in held]
-            try:
-                super().average(optimizer, [targets[i] for i in held])
-            finally:
-                optimizer._model_variables_moving_average = averages
+            if all(place.is_everywhere for place in places):
+                super().average(optimizer, variables)
+                return
+            averages = optimizer._model_variables_moving_average
+            for variable, place, average in zip(variables, places, averages):
+                target = self._target(variable, place)
+                if average is None or target is None:
+                    continue
+                # As Keras computes it; its variable's own `assign` would look at the whole shape.
+                is_later = ops.cast(ops.not_equal(optimizer.iterations, 0), variable.dtype)
+                kept = is_later * optimizer.ema_momentum
+                average._value.assign(kept * average + (1 - kept) * target)
+
+
+def _release_with(variable, store):
+    """Frees this worker's part after a Keras variable, once all workers have let go of it."""
+    weakref.finalize(variable, store.release, variable._value.number).atexit = False

@@ -3,29 +3,31 @@
 from __future__ import annotations
 
 import atexit
+import collections
 import contextlib
 import itertools
 import json
-import sys
 import threading
 import time
-import weakref
 from collections.abc import Iterator
 from typing import TYPE_CHECKING, Any
 
 import tensorflow as tf
 
 from keras_psplus.all_reduce.topology.levels import launcher_like
+from keras_psplus.cluster.process import exit_code
 from keras_psplus.core.jobs import failure
 from keras_psplus.log import logger
 from keras_psplus.tf_internals import context
 
 if TYPE_CHECKING:
     from keras_psplus.all_reduce.collectives.operations import Launcher
+    from keras_psplus.cluster.monitor.progress import Progress
     from keras_psplus.core.jobs.control import ControlPlane
     from keras_psplus.sharding.variable import ShareVariable
 
-_POLL_SECONDS = 3.0
+_POLL_SECONDS, _POLL = 3.0, 3000
+_SILENT_SECONDS = 8.0
 _numbers = itertools.count()
 
 
@@ -44,7 +46,7 @@ class ShareStore:
         group_key: Group key of the thread's collectives.
         control: The control plane.
         rank: Rank of this worker.
-        progress: Function without arguments that returns how many steps this process has done.
+        progress: `Progress` of this process.
     """
 
     def __init__(
@@ -54,7 +56,7 @@ class ShareStore:
         group_key: int,
         control: ControlPlane,
         rank: int,
-        progress: Any,
+        progress: Progress,
     ) -> None:
         self.launcher, self.rank, self.workers = launcher, rank, len(control.names)
         self.device: str = launcher._device
@@ -62,13 +64,19 @@ class ShareStore:
         self._control, self._progress = control, progress
         self._host = launcher_like(host, group_key, tuple(range(self.workers)))
         self._prefix = f"keras_psplus/shares/{next(_numbers)}"
-        self._variables: list[weakref.ref[ShareVariable]] = []
+        # They are kept until all workers have let go of them: a script that has ended on one worker
+        # may save on another.
+        self._variables: list[ShareVariable | None] = []
+        self._released: list[int] = []
+        self._releases: collections.Counter[int] = collections.Counter()
         self._reading, self._changed = threading.Lock(), threading.Condition()
-        # The next request, and the answers to this worker's own.
-        self._next = 0
+        # The number of the next request, this worker's own, and the answers to them.
+        self._next, self._own = 0, list[int]()
         self._answers: dict[int, Any] = {}
         self._error: Exception | None = None
         self._thread: threading.Thread | None = None
+        # Whether a worker has ended, and at which step of this one that was seen.
+        self._has_left, self._seen_in = False, 0
 
     def add(self, variable: ShareVariable, form: str, name: str) -> int:
         """Registers a variable; returns its number.
@@ -80,12 +88,16 @@ class ShareStore:
         """
         with failure.translate_errors(self._control.task):
             self._control.check_same("variable in shares", form, f"{name} ({form})")
-        self._variables.append(weakref.ref(variable))
+        self._variables.append(variable)
         if self._thread is None:
-            self._thread = threading.Thread(target=self._serve, daemon=True)
+            self._thread = threading.Thread(target=self._serve, name="shares", daemon=True)
             self._thread.start()
             atexit.register(self._leave)
         return len(self._variables) - 1
+
+    def release(self, number: int) -> None:
+        """Lets go of a variable, by its number; it may be called while objects are collected."""
+        self._released.append(number)
 
     @contextlib.contextmanager
     def restores(self) -> Iterator[None]:
@@ -95,26 +107,38 @@ class ShareStore:
             yield
         finally:
             self.restoring = False
-            for variable in filter(None, (reference() for reference in self._variables)):
+            for variable in filter(None, self._variables):
                 variable.restored = None
 
     def read(self, variable: ShareVariable) -> tf.Tensor:
         """The whole value of a variable; the other workers need not ask for it."""
-        request = {"by": self.rank, "variable": variable.number, "steps": self._progress()}
+        return self._submit(variable=variable.number, steps=self._progress.steps)
+
+    def _submit(self, **request):
+        """Has all workers answer a request of this one; returns the answer."""
         with failure.translate_errors(self._control.task), self._reading:
             while True:
-                with self._changed:
-                    number = self._next
-                # Another worker may have been quicker: then it is its number.
-                with contextlib.suppress(tf.errors.OpError, ValueError):
-                    context.context().set_config_key_value(self._key(number), json.dumps(request))
+                number = self._offer(request)
                 with self._changed:
                     while self._next == number and self._error is None:
                         self._changed.wait(_POLL_SECONDS)
+                        self._check_peers()
                     if number in self._answers:
                         return self._answers.pop(number)
                     if self._error is not None:
                         raise self._error
+
+    def _offer(self, request):
+        """Writes a request under the next number, which another worker may have taken."""
+        number, text = self._next, json.dumps({"by": self.rank, **request})
+        with contextlib.suppress(tf.errors.OpError, ValueError):
+            context.context().set_config_key_value(self._key(number), text)
+        return number
+
+    def _check_peers(self):
+        if self._control.lost:
+            error = TimeoutError("a worker that has parts of the optimizer's state is gone")
+            failure.raise_if_peer_gone(self._control.task, error, self._control.lost)
 
     def _key(self, name):
         return f"{self._prefix}/{name}"
@@ -122,10 +146,12 @@ class ShareStore:
     def _serve(self):
         try:
             while True:
+                if self._released:
+                    self._offer({"released": list(self._released)})
                 try:
-                    wait = int(_POLL_SECONDS * 1000)
-                    text = context.context().get_config_key_value(self._key(self._next), wait)
+                    text = context.context().get_config_key_value(self._key(self._next), _POLL)
                 except tf.errors.DeadlineExceededError:
+                    self._look_at_step()
                     continue
                 self._answer(json.loads(text))
         except Exception as error:  # Raised again by who reads.
@@ -133,55 +159,68 @@ class ShareStore:
                 self._error = error
                 self._changed.notify_all()
 
+    def _look_at_step(self):
+        """Says so if a step here has waited since a worker has left."""
+        progress = self._progress
+        if self._has_left and progress.doing is not None and progress.entered == self._seen_in:
+            with contextlib.suppress(tf.errors.OpError, ValueError):
+                context.context().set_config_key_value(self._key("waiting"), "")
+        self._seen_in = progress.entered
+
     def _answer(self, request):
-        mine = request["by"] == self.rank
-        while self._progress() < request["steps"]:
-            # Here, the step is not over that the asking worker has done.
-            time.sleep(0.002)
-        variable = self._variables[request["variable"]]()
-        if variable is None:
-            raise RuntimeError(
-                "A variable in shares that another worker reads is gone here: every worker must "
-                f"keep the same models and optimizers. Received: variable {request['variable']}"
-            )
-        with tf.device(self._host._device):
-            value = variable.gathered(self._host)
+        mine, answer = request["by"] == self.rank, None
+        self._has_left |= "left" in request
+        for number in request.get("released", ()):
+            self._releases[number] += 1
+            if self._releases[number] == self.workers:
+                self._variables[number] = None
+            if mine:
+                self._released.remove(number)
+        if "variable" in request:
+            variable = self._variables[request["variable"]]
+            assert variable is not None
+            while self._progress.steps < request["steps"]:
+                # Here, the step is not over that the asking worker has done.
+                time.sleep(0.002)
+            with tf.device(self._host._device):
+                answer = variable.gathered(self._host)
         with self._changed:
             if mine:
-                self._answers[self._next] = value
+                self._own.append(self._next)
+                self._answers[self._next] = answer if "released" not in request else None
             self._next += 1
             self._changed.notify_all()
-        if mine:
-            # All have read it: they have taken part.
-            context.context().delete_config_key_value(self._key(self._next - 1))
+        if "variable" in request:
+            # All have taken part, and so have read all requests up to this one.
+            for number in self._own:
+                context.context().delete_config_key_value(self._key(number))
+            self._own = []
 
     def _leave(self):
-        """Waits until no worker can ask any more."""
-        if failure.has_failed() or self._error is not None or hasattr(sys, "last_value"):
+        """Waits until no worker can ask any more, or one waits for this one in a step."""
+        if exit_code.is_bad() or failure.has_failed() or self._error is not None:
             return
-        others = [f"end/{name}" for name in self._control.names]
+        names, begin = self._control.names, time.monotonic()
         try:
-            mine = self._key(f"end/{self._control.names[self.rank]}")
-            context.context().set_config_key_value(mine, "")
-            says = True
-            for other in others:
-                start = time.monotonic()
-                while True:
-                    try:
-                        context.context().get_config_key_value(
-                            self._key(other), int(_POLL_SECONDS * 1000)
+            self._submit(left=True)
+            context.context().set_config_key_value(self._key(f"end/{names[self.rank]}"), "")
+            for name in names:
+                while not self._has(f"end/{name}", _POLL):
+                    if self._has("waiting", 1) or self._error is not None or self._control.lost:
+                        return
+                    if begin is not None and time.monotonic() - begin > _SILENT_SECONDS:
+                        begin = None
+                        logger.info(
+                            "%s has ended its script, and stays until %s ends: that may read parts "
+                            "of the optimizer's state that are here",
+                            *(names[self.rank], name),
                         )
-                        break
-                    except tf.errors.DeadlineExceededError:
-                        if failure.has_failed() or self._error is not None:
-                            return
-                        if says and time.monotonic() - start > 2 * _POLL_SECONDS:
-                            says = False
-                            logger.info(
-                                "%s has ended, and stays until %s ends: that may save parts of "
-                                "the optimizer that are here",
-                                self._control.names[self.rank],
-                                other.partition("/")[2],
-                            )
-        except (tf.errors.OpError, ValueError):
+        except (tf.errors.OpError, ValueError, RuntimeError):
             return  # The chief, which has the keys, has ended.
+
+    def _has(self, name, milliseconds):
+        try:
+            context.context().get_config_key_value(self._key(name), milliseconds)
+        except tf.errors.DeadlineExceededError:
+            return False
+        return True

@@ -46,7 +46,10 @@ class ShareVariable(CompositeVariable):
         find_place: Callable[[], Place],
         initial: Callable[[Place, tf.TensorShape], Any],
     ) -> None:
-        self._store, self._find_place, self._initial = store, find_place, initial
+        self._store = store
+        # None once they are no longer needed: they keep other objects alive.
+        self._find_place: Callable[[], Place] | None = find_place
+        self._initial: Callable[[Place, tf.TensorShape], Any] | None = initial
         self._place: Place | None = None
         self._part: Any = None
         # The whole, from the moment the chief has read it from a backup until all have it.
@@ -60,19 +63,22 @@ class ShareVariable(CompositeVariable):
     def place(self) -> Place:
         """`places.Place` of its state."""
         if self._place is None:
-            self._place = self._find_place()
+            assert self._find_place is not None
+            self._place, self._find_place = self._find_place(), None
         return self._place
 
     @property
     def part(self) -> tf.Variable:
         """This worker's part."""
         if self._part is None:
+            assert self._initial is not None
             place, rank = self.place, self._store.rank
             shape = place.local_shape(self._whole_shape, rank)
             with tf.init_scope(), tf.device(self._store.device):
                 self._part = resource_variable_ops.ResourceVariable(
                     tf.cast(self._initial(place, shape), self.dtype), trainable=False
                 )
+            self._initial = None
         return self._part
 
     @property
@@ -146,6 +152,7 @@ class ParameterPart(CompositeVariable):
 
     def __init__(self, variable: keras.Variable, place: Place, rank: int) -> None:
         mirrored = variable._value
+        assert place.cut is not None
         self.variable, self.cut, self.path = variable, place.cut, variable.path
         self._now = place.local_part(mirrored.read_value(), rank)
         # By its id an optimizer finds slots, and by its name what weight decay leaves out.
