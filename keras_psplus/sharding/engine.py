@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import weakref
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
@@ -177,7 +178,7 @@ class ShardedEngine(AllReduceEngine):
         for i, part in zip(numbers, parts):
             grads[i] = part
         widths = [cut.width for cut in cuts]
-        self._count(optimizer, [variables[i] for i in numbers], tensors, widths, parts)
+        self._count(optimizer, [variables[i] for i in numbers], widths).time(tensors, parts)
 
     def _scatter_to_owners(self, optimizer, grads, variables, places, numbers):
         launcher, rank = self.strategy.extended.launcher(0), self.strategy.extended.world.rank
@@ -186,10 +187,9 @@ class ShardedEngine(AllReduceEngine):
             totals = layout.scatter(launcher, tensors, rank)
             for i, total in zip(own, totals):
                 grads[i] = total
-            share = -(-layout.elements // len(own))
-            of_own = [variables[i] for i in own]
+            of_own, widths = [variables[i] for i in own], layout.widths
             mine = [total for total in totals if total is not None]
-            self._count(optimizer, of_own, tensors, [share] * len(own), mine)
+            self._count(optimizer, of_own, widths).time(tensors, mine)
 
     def _layouts(self, variables, places, numbers):
         """Yields numbers of variables of one dtype that have owners, and their layout."""
@@ -199,20 +199,20 @@ class ShardedEngine(AllReduceEngine):
             shapes = [tf.TensorShape(variables[i].shape) for i in own]
             yield own, sums.OwnerLayout(shapes, [places[i].owner for i in own], workers)
 
-    def _count(self, optimizer, variables, tensors, widths, sums_of_all):
-        """Counts bytes: each worker sends a part to each of the others, and one of the values."""
+    def _count(self, optimizer, variables, widths, is_gradient=True):
+        """Counts so many elements for each of the other workers; returns the counters."""
         traffic = self._traffic.get(optimizer)
         if traffic is None:
             traffic = self._traffic[optimizer] = TrafficVariables()
             self.strategy.communication.add_source(traffic.traffic, lambda: traffic.seconds)
         others = self.strategy.extended.world.replicas - 1
         entries = []
-        for variable, tensor, width in zip(variables, tensors, widths):
-            size = tensor.shape.num_elements() * tensor.dtype.size
-            wire = 2 * others * width * tensor.dtype.size
-            entries.append(TensorTraffic(variable.path, None, size, size, wire))
+        for variable, width in zip(variables, widths):
+            bits = tf.as_dtype(variable.dtype).size
+            size = math.prod(variable.shape) * bits * is_gradient
+            entries.append(TensorTraffic(variable.path, None, size, size, others * width * bits))
         traffic.add(entries)
-        traffic.time(tensors, sums_of_all)
+        return traffic
 
     def clip(
         self,
@@ -283,12 +283,15 @@ class ShardedEngine(AllReduceEngine):
                 optimizer.learning_rate,
             )
         sums.gather_parts(extended.launcher(0), parts, extended.bucket_bytes)
+        cut_ones = [part.variable for part in parts]
+        self._count(optimizer, cut_ones, [part.cut.width for part in parts], is_gradient=False)
         owned = [i for i, place in enumerate(places) if place.owner is not None]
         for own, layout in self._layouts(variables, places, owned):
             values = [variables[i]._value.read_value() for i in own]
             found = layout.gather(extended.launcher(0), values, extended.world.rank)
             for i, value in zip(own, found):
                 variables[i]._value.assign(value, read_value=False)
+            self._count(optimizer, [variables[i] for i in own], layout.widths, is_gradient=False)
 
     def average(
         self, optimizer: keras.optimizers.Optimizer, variables: list[keras.Variable]

@@ -66,7 +66,7 @@ class ShareStore:
         self._prefix = f"keras_psplus/shares/{next(_numbers)}"
         # They are kept until all workers have let go of them: a script that has ended on one worker
         # may save on another.
-        self._variables: list[ShareVariable | None] = []
+        self._variables: list[Any] = []
         self._released: list[int] = []
         self._releases: collections.Counter[int] = collections.Counter()
         self._reading, self._changed = threading.Lock(), threading.Condition()
@@ -177,11 +177,15 @@ class ShareStore:
             if mine:
                 self._released.remove(number)
         if "variable" in request:
-            variable = self._variables[request["variable"]]
-            assert variable is not None
-            while self._progress.steps < request["steps"]:
-                # Here, the step is not over that the asking worker has done.
+            number = request["variable"]
+            while (
+                len(self._variables) <= number
+                or not self._variables[number].is_placed
+                or self._progress.steps < request["steps"]
+            ):
+                # Here, it is not made, or the step not over that the asking worker has done.
                 time.sleep(0.002)
+            variable = self._variables[number]
             with tf.device(self._host._device):
                 answer = variable.gathered(self._host)
         with self._changed:

@@ -72,10 +72,12 @@ class OwnerLayout:
         self._width = max(sum(self._sizes[i] for i in row) for row in self._of_row)
 
     @property
-    def elements(self) -> int:
-        """Number of elements that a worker sends to each of the others, filled up."""
-        total = sum(self._sizes)
-        return self._width if self._is_balanced else -(-2 * total // self._workers)
+    def widths(self) -> list[int]:
+        """Elements for each tensor that a worker sends to each of the others, filled up."""
+        total = max(1, sum(self._sizes))
+        # An all-reduce sends two parts to each.
+        each = self._width if self._is_balanced else -(-2 * total // self._workers)
+        return [-(-each * size // total) for size in self._sizes]
 
     @property
     def _is_balanced(self):

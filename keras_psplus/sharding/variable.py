@@ -60,6 +60,11 @@ class ShareVariable(CompositeVariable):
         super().__init__(False, shape, tf.as_dtype(dtype), f"{name}_in_shares_{self.number}", name)
 
     @property
+    def is_placed(self) -> bool:
+        """Whether it is known what each worker keeps."""
+        return self._place is not None
+
+    @property
     def place(self) -> Place:
         """`places.Place` of its state."""
         if self._place is None:

@@ -10,6 +10,7 @@ import os
 import pathlib
 import sys
 import time
+import traceback
 
 from tests import quick_start  # noqa: F401
 
@@ -136,20 +137,19 @@ def fit(model, x, epochs=2, **kwargs):
 
 
 def left(model, history, others=()):
-    optimizers = [model.optimizer, *others]
+    slots = [v for optimizer in [model.optimizer, *others] for v in optimizer.variables]
     return (
         {f"history/{name}": np.asarray(values) for name, values in history.items()}
         | {f"weights/{i}": value for i, value in enumerate(model.get_weights())}
-        | {
-            f"slots/{i}": v.numpy()
-            for i, v in enumerate(v for o in optimizers for v in o.variables)
-        }
+        | {f"slots/{i}": variable.numpy() for i, variable in enumerate(slots)}
     )
 
 
 def trained(name):
     kind, _, optimizer = name.rpartition("/")
     model, x = (embedding if kind else mlp)(OPTIMIZERS[optimizer]())
+    # By `fit`, Keras builds it in a trace, where the first values of ScheduleFreeAdamW are lost.
+    model.optimizer.build(model.trainable_variables)
     return model, x, left(model, fit(model, x))
 
 
@@ -231,8 +231,15 @@ def main(folder, names):
     task = strategy.task.name if strategy else "one"
     for name in names:
         keras.backend.clear_session()
-        with strategy.scope() if strategy else contextlib.nullcontext():
-            found = others[name]() if name in others else trained(name)[2]
+        try:
+            with strategy.scope() if strategy else contextlib.nullcontext():
+                found = others[name]() if name in others else trained(name)[2]
+        except Exception:
+            if name == "failing":
+                raise
+            # Its test finds no file, and shows this; other cases go on.
+            traceback.print_exc()
+            continue
         np.savez(folder / f"{name.replace('/', '_')}.{task}.npz", **found)
 
 
