@@ -51,6 +51,10 @@ class ShardedEngine(AllReduceEngine):
             plan = self._plans[optimizer] = OptimizerPlan(optimizer, extended.world.replicas)
             for state, place in plan.states_to_move(optimizer):
                 self._move(state, place)
+            for slot in optimizer.variables:
+                if isinstance(slot._value, ShareVariable):
+                    # Other workers may ask for it from now on.
+                    assert slot._value.place is not None
             if self.strategy.is_chief:
                 logger.info("%s", plan.describe(optimizer, extended.control.names))
         return plan
@@ -208,9 +212,9 @@ class ShardedEngine(AllReduceEngine):
         others = self.strategy.extended.world.replicas - 1
         entries = []
         for variable, width in zip(variables, widths):
-            bits = tf.as_dtype(variable.dtype).size
-            size = math.prod(variable.shape) * bits * is_gradient
-            entries.append(TensorTraffic(variable.path, None, size, size, others * width * bits))
+            each = tf.as_dtype(variable.dtype).size
+            size = math.prod(variable.shape) * each * is_gradient
+            entries.append(TensorTraffic(variable.path, None, size, size, others * width * each))
         traffic.add(entries)
         return traffic
 

@@ -16,7 +16,7 @@ import tensorflow as tf
 
 from keras_psplus.all_reduce.topology.levels import launcher_like
 from keras_psplus.cluster.process import exit_code
-from keras_psplus.core.jobs import failure
+from keras_psplus.core.jobs import error_report, failure
 from keras_psplus.log import logger
 from keras_psplus.tf_internals import context
 
@@ -27,7 +27,7 @@ if TYPE_CHECKING:
     from keras_psplus.sharding.variable import ShareVariable
 
 _POLL_SECONDS, _POLL = 3.0, 3000
-_SILENT_SECONDS = 8.0
+_SILENT_SECONDS, _PATIENCE_SECONDS = 8.0, 120.0
 _numbers = itertools.count()
 
 
@@ -177,15 +177,7 @@ class ShareStore:
             if mine:
                 self._released.remove(number)
         if "variable" in request:
-            number = request["variable"]
-            while (
-                len(self._variables) <= number
-                or not self._variables[number].is_placed
-                or self._progress.steps < request["steps"]
-            ):
-                # Here, it is not made, or the step not over that the asking worker has done.
-                time.sleep(0.002)
-            variable = self._variables[number]
+            variable = self._wait_for(request["variable"], request["steps"])
             with tf.device(self._host._device):
                 answer = variable.gathered(self._host)
         with self._changed:
@@ -199,6 +191,24 @@ class ShareStore:
             for number in self._own:
                 context.context().delete_config_key_value(self._key(number))
             self._own = []
+
+    def _wait_for(self, number, steps):
+        """Waits for a variable to be made here, and for the step that the asking worker has done."""
+        begin = time.monotonic()
+        while True:
+            made = self._variables[number] if number < len(self._variables) else None
+            if made is not None and made.is_placed and self._progress.steps >= steps:
+                return made
+            if time.monotonic() - begin > _PATIENCE_SECONDS:
+                # Collectives of the asking worker end with it.
+                message = (
+                    "A worker reads a variable of an optimizer that another has not made or used, "
+                    "or is steps ahead. Every worker must run the same script. Received: variable "
+                    f"{number} after {steps} steps, which {self._control.names[self.rank]} lacks"
+                )
+                error_report.report(message)
+                raise RuntimeError(message)
+            time.sleep(0.002)
 
     def _leave(self):
         """Waits until no worker can ask any more, or one waits for this one in a step."""
