@@ -183,7 +183,8 @@ class ShareStore:
         with self._changed:
             if mine:
                 self._own.append(self._next)
-                self._answers[self._next] = answer if "released" not in request else None
+                if "released" not in request:
+                    self._answers[self._next] = answer
             self._next += 1
             self._changed.notify_all()
         if "variable" in request:
@@ -193,7 +194,7 @@ class ShareStore:
             self._own = []
 
     def _wait_for(self, number, steps):
-        """Waits for a variable to be made here, and for the step that the asking worker has done."""
+        """Waits for a variable to be made here, and for the step that the asking one has done."""
         begin = time.monotonic()
         while True:
             made = self._variables[number] if number < len(self._variables) else None
@@ -229,8 +230,8 @@ class ShareStore:
                             "of the optimizer's state that are here",
                             *(names[self.rank], name),
                         )
-        except (tf.errors.OpError, ValueError, RuntimeError):
-            return  # The chief, which has the keys, has ended.
+        except Exception:
+            return  # The chief, which has the keys, has ended, or the job has failed.
 
     def _has(self, name, milliseconds):
         try:
