@@ -21,6 +21,7 @@ from keras_psplus.log import logger
 from keras_psplus.sharding import sums
 from keras_psplus.sharding.plan import OptimizerPlan
 from keras_psplus.sharding.variable import ParameterPart, ShareVariable, in_update
+from keras_psplus.updates import map_values
 
 if TYPE_CHECKING:
     from keras_psplus.sharding.places import Place
@@ -228,7 +229,8 @@ class ShardedEngine(AllReduceEngine):
         limit = optimizer.clipnorm or optimizer.global_clipnorm
         if not limit or limit <= 0 or all(place.is_everywhere for place in places):
             found = iter(optimizer._clip_gradients([g for g in grads if g is not None]))
-            return [None if g is None else next(found) for g in grads]
+            clipped = [None if g is None else next(found) for g in grads]
+            return self._cut_if_dense(grads, clipped, places)
         # Of what is cut, each worker has a part of the squares; rows are on all workers.
         squares = [tf.zeros([]) if g is None else ops.sum(ops.square(g)) for g in grads]
         cut = [
@@ -247,8 +249,26 @@ class ShardedEngine(AllReduceEngine):
             # As in Keras: nothing that is not finite remains hidden.
             scale = limit * tf.minimum(1.0 / norm, 1.0 / limit) + (norm - norm)
             scales = [scale] * len(grads)
+        clipped = []
+        for g, scale in zip(grads, scales):
+            scale = tf.cast(scale, variables[0].dtype if g is None else g.dtype)
+            if optimizer.clipnorm and isinstance(g, tf.IndexedSlices):
+                clipped.append(map_values(lambda values, by=scale: values * by, g))
+            else:
+                # By its global norm, Keras makes a gradient of rows dense.
+                clipped.append(None if g is None else g * scale)
+        return self._cut_if_dense(grads, clipped, places)
+
+    def _cut_if_dense(self, before, clipped, places):
+        """This worker's parts of gradients that were rows until they were clipped."""
+        rank = self.strategy.extended.world.rank
         return [
-            None if g is None else g * tf.cast(scale, g.dtype) for g, scale in zip(grads, scales)
+            place.local_part(after, rank)
+            if place.cut is not None
+            and isinstance(one, tf.IndexedSlices)
+            and not isinstance(after, tf.IndexedSlices)
+            else after
+            for one, after, place in zip(before, clipped, places)
         ]
 
     def _target(self, variable, place):
