@@ -107,8 +107,9 @@ class ShareStore:
             yield
         finally:
             self.restoring = False
-            for variable in filter(None, self._variables):
-                variable.restored = None
+            for variable in self._variables:
+                if variable is not None:
+                    variable.restored = None
 
     def read(self, variable: ShareVariable) -> tf.Tensor:
         """The whole value of a variable; the other workers need not ask for it."""

@@ -157,6 +157,8 @@ def two_optimizers():
     keras.utils.set_random_seed(3)
     model = compiled(TwoOptimizers(), O.Adam(0.01))
     x = np.random.RandomState(1).randn(50, 7).astype("float32")
+    model(x[:1])
+    model.other.build(model.second.trainable_variables)
     return left(model, fit(model, x), [model.other])
 
 
