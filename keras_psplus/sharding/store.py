@@ -24,7 +24,6 @@ if TYPE_CHECKING:
     from keras_psplus.all_reduce.collectives.operations import Launcher
     from keras_psplus.cluster.monitor.progress import Progress
     from keras_psplus.core.jobs.control import ControlPlane
-    from keras_psplus.sharding.variable import ShareVariable
 
 _POLL_SECONDS, _POLL = 3.0, 3000
 _SILENT_SECONDS, _PATIENCE_SECONDS = 8.0, 120.0
@@ -78,11 +77,11 @@ class ShareStore:
         # Whether a worker has ended, and at which step of this one that was seen.
         self._has_left, self._seen_in = False, 0
 
-    def add(self, variable: ShareVariable, form: str, name: str) -> int:
+    def add(self, variable: Any, form: str, name: str) -> int:
         """Registers a variable; returns its number.
 
         Args:
-            variable: The variable.
+            variable: The `variable.ShareVariable`.
             form: Its shape and dtype, as text that must be equal on all workers.
             name: Its name, for messages.
         """
@@ -111,7 +110,7 @@ class ShareStore:
                 if variable is not None:
                     variable.restored = None
 
-    def read(self, variable: ShareVariable) -> tf.Tensor:
+    def read(self, variable: Any) -> tf.Tensor:
         """The whole value of a variable; the other workers need not ask for it."""
         return self._submit(variable=variable.number, steps=self._progress.steps)
 

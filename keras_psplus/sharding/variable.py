@@ -165,7 +165,7 @@ class ParameterPart(CompositeVariable):
 
     @property
     def handle(self) -> tf.Tensor:
-        raise AttributeError("a part of a mirrored variable has no handle")
+        raise AttributeError  # By which optimizers see that it is no variable of TensorFlow's.
 
     def value(self) -> tf.Tensor:
         return self._now
