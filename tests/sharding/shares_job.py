@@ -155,7 +155,8 @@ def trained(name):
 
 def two_optimizers():
     keras.utils.set_random_seed(3)
-    model = compiled(TwoOptimizers(), O.Adam(0.01))
+    model = TwoOptimizers()
+    model.compile(O.Adam(0.01), keras.losses.SparseCategoricalCrossentropy(from_logits=True))
     x = np.random.RandomState(1).randn(50, 7).astype("float32")
     model(x[:1])
     model.other.build(model.second.trainable_variables)
