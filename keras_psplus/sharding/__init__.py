@@ -1,4 +1,4 @@
-"""State in shares among the workers: each keeps, and updates, a part (ZeRO stages 1 and 2).
+"""State in shares: each worker keeps and updates a part (ZeRO stages 1 and 2).
 
 The paper: Rajbhandari et al., "ZeRO: Memory Optimizations Toward Training Trillion Parameter
 Models", SC 2020. The step of `shard="optimizer"`, with workers w0 and w1 and a gradient of the

@@ -82,7 +82,7 @@ class ShardedEngine(AllReduceEngine):
     ) -> None:
         super().build(original, model, iterator, data_batch)
         for optimizer in optimizers_of(model).values():
-            if optimizer.built and not hasattr(optimizer, "_inner_optimizers"):
+            if optimizer.built and not hasattr(optimizer, "optimizers"):
                 self.plan_of(optimizer)
 
     def add_slot(
@@ -272,7 +272,7 @@ class ShardedEngine(AllReduceEngine):
         ]
 
     def _target(self, variable, place):
-        """What an update changes on this worker: a part, all of it, or nothing (None)."""
+        """Variable, or part of one, that an update changes on this worker; or None."""
         rank = self.strategy.extended.world.rank
         if not place.holds(rank):
             return None
@@ -337,5 +337,5 @@ class ShardedEngine(AllReduceEngine):
 
 
 def _release_with(variable, store):
-    """Frees this worker's part after a Keras variable, once all workers have let go of it."""
+    """Frees a worker's part after its Keras variable is gone on all workers."""
     weakref.finalize(variable, store.release, variable._value.number).atexit = False

@@ -56,7 +56,7 @@ class ShardedExtended(MultiWorkerMirroredExtended):
 
 
 class _Restored:
-    """The whole of a variable in shares, which the chief alone has read from a file."""
+    """Whole value of a variable in shares that only the chief has read."""
 
     def __init__(self, variable, is_chief):
         self._variable, self._is_chief, self.dtype = variable, is_chief, variable.dtype

@@ -1,4 +1,4 @@
-"""Decides what of an optimizer's state is cut, and what lies whole on one worker or on all."""
+"""Decides whether an optimizer's state is cut, or whole on one worker, or on all."""
 
 from __future__ import annotations
 
@@ -127,7 +127,7 @@ def _foreign_method(optimizer):
 
 
 def _other_states(optimizer: Any) -> Iterator[tuple[keras.Variable, int | None]]:
-    """Yields variables that are no slots in shares, and the number of the one that each is for.
+    """Yields variables that are no slots in shares, and numbers of their model variables.
 
     What an optimizer has in a list, one for each variable, is for the variable of that place, which
     is how optimizers look it up.

@@ -1,4 +1,4 @@
-"""All variables in shares of one strategy, and reads of them that one worker asks for alone."""
+"""Variables in shares of one strategy, and reads by one worker alone."""
 
 from __future__ import annotations
 
@@ -95,7 +95,7 @@ class ShareStore:
         return len(self._variables) - 1
 
     def release(self, number: int) -> None:
-        """Lets go of a variable, by its number; it may be called while objects are collected."""
+        """Lets go of a variable, by its number; also while objects are collected."""
         self._released.append(number)
 
     @contextlib.contextmanager
@@ -194,7 +194,7 @@ class ShareStore:
             self._own = []
 
     def _wait_for(self, number, steps):
-        """Waits for a variable to be made here, and for the step that the asking one has done."""
+        """Waits for a variable to be made here, and for the asking worker's step."""
         begin = time.monotonic()
         while True:
             made = self._variables[number] if number < len(self._variables) else None
@@ -212,7 +212,7 @@ class ShareStore:
             time.sleep(0.002)
 
     def _leave(self):
-        """Waits until no worker can ask any more, or one waits for this one in a step."""
+        """Waits until all workers have ended, or one waits for this in a step."""
         if exit_code.is_bad() or failure.has_failed() or self._error is not None:
             return
         names, begin = self._control.names, time.monotonic()

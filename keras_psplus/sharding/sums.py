@@ -1,4 +1,4 @@
-"""Sums of gradients that each worker receives its part of, and the way back for values."""
+"""Reduce-scatter of gradients, and gathering of the new values."""
 
 from __future__ import annotations
 
@@ -53,7 +53,7 @@ def gather_parts(launcher: Launcher, parts: Sequence[ParameterPart], bucket_byte
 
 
 class OwnerLayout:
-    """Tensors of one dtype as a matrix whose r-th row holds those that worker r owns.
+    """Tensors of one dtype as a matrix: its r-th row is worker r's.
 
     Args:
         shapes: Static shapes of the tensors.
@@ -129,7 +129,7 @@ class OwnerLayout:
 
 
 def part_of_slices(slices: tf.IndexedSlices, cut: shards.Cut, rank: int) -> tf.IndexedSlices:
-    """A worker's part of a gradient of rows, element by element, in the order of its rows.
+    """A worker's part of a gradient of rows, element by element.
 
     What comes twice stays so: Keras squares the rows of a batch one by one.
     """

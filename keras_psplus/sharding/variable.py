@@ -1,4 +1,4 @@
-"""Variables of which each worker keeps a part, and parts of mirrored ones in an update."""
+"""Variables in shares, and parts of mirrored variables in an update."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ in_update = ThreadFlag()
 
 
 class ShareVariable(CompositeVariable):
-    """A variable that is whole outside of updates, and of which each worker keeps a part.
+    """A variable of which each worker keeps a part; whole outside of updates.
 
     Its memory is allocated when it is first used: an optimizer has all of its variables by then,
     and it is known whether they can be cut.
@@ -147,7 +147,7 @@ class ShareVariable(CompositeVariable):
 
 
 class ParameterPart(CompositeVariable):
-    """This worker's part of a mirrored variable in an update; it has no memory of its own.
+    """This worker's part of a mirrored variable in an update, without memory.
 
     Args:
         variable: Keras variable of the model.

@@ -159,6 +159,7 @@ def two_optimizers():
     model.compile(O.Adam(0.01), keras.losses.SparseCategoricalCrossentropy(from_logits=True))
     x = np.random.RandomState(1).randn(50, 7).astype("float32")
     model(x[:1])
+    model.optimizer.build(model.first.trainable_variables)
     model.other.build(model.second.trainable_variables)
     return left(model, fit(model, x), [model.other])
 
