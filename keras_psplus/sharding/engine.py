@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import math
 import weakref
 from collections.abc import Callable
@@ -253,7 +254,7 @@ class ShardedEngine(AllReduceEngine):
         for g, scale in zip(grads, scales):
             scale = tf.cast(scale, variables[0].dtype if g is None else g.dtype)
             if optimizer.clipnorm and isinstance(g, tf.IndexedSlices):
-                clipped.append(map_values(lambda values, by=scale: values * by, g))
+                clipped.append(map_values(functools.partial(tf.multiply, scale), g))
             else:
                 # By its global norm, Keras makes a gradient of rows dense.
                 clipped.append(None if g is None else g * scale)
