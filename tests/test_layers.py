@@ -27,14 +27,14 @@ LAYERS = [
     {"callbacks", "chaos", "compression", "datasets", "sidecar_evaluator", "updates"},
     {"core"},
     {"all_reduce", "parameter_server", "pipeline"},
-    {"hybrid"},
+    {"hybrid", "sharding"},
     {"catalogue", "keras_hooks"},
     {"cli"},
 ]
 # Within a package: its folders and files, from the bottom to the top.
 FOLDERS = {
     "all_reduce": [
-        *("data", "collectives", "liveness", "startup", "reduction", "topology"),
+        *("shard_option", "data", "collectives", "liveness", "startup", "reduction", "topology"),
         *("step", "reducers", "gradient_engine", "extended", "engine", "strategy"),
     ],
     "catalogue": ["entries", "lookup", "automatic"],
@@ -72,6 +72,7 @@ FOLDERS = {
         *("failure", "base", "startup", "arguments", "extended", "stalls", "graph", "replicas"),
         *("wire", "step", "split", "context", "engine", "strategy"),
     ],
+    "sharding": ["places", "variable", "sums", "store", "plan", "extended", "engine"],
 }
 # The package itself, whose import installs the hooks, and what runs the command line.
 TOP = {"__init__", "__main__"}

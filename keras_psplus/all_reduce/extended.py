@@ -157,6 +157,11 @@ class MultiWorkerMirroredExtended(collective_all_reduce_strategy.CollectiveAllRe
         return None
 
     @property
+    def bucket_bytes(self) -> int:
+        """Size in bytes of the buckets in which gradients are sent."""
+        return self._bucket_bytes
+
+    @property
     def reducers(self) -> reducers.GradientReducer:
         """Reducer that sums gradients over all replicas."""
         return self._reducers

@@ -13,7 +13,7 @@ import tensorflow as tf
 
 from keras_psplus import activation
 from keras_psplus import updates as updates_module
-from keras_psplus.all_reduce import startup
+from keras_psplus.all_reduce import shard_option, startup
 from keras_psplus.all_reduce.collectives import gradients
 from keras_psplus.all_reduce.engine import AllReduceEngine, OneReplicaEngine
 from keras_psplus.all_reduce.extended import MultiWorkerMirroredExtended
@@ -81,10 +81,12 @@ class MultiWorkerMirroredStrategy(StateDicts, tf.distribute.MultiWorkerMirroredS
         updates: When the workers communicate: `keras_psplus.updates.Accumulate(steps)`,
             `LocalSGD(every)` or `DiLoCo(every)`, or a text such as `"accumulate:4"`,
             `"local_sgd:8"` or `"diloco:100"`; None for every step.
+        shard: `"optimizer"` to leave each worker a part of the optimizer's state and of the summed
+            gradients (ZeRO stages 1 and 2); None for all of it on every worker.
 
     Raises:
-        ValueError: If an argument is out of range, `compression` or `updates` is unknown, or
-            `topology` has not each worker in one group.
+        ValueError: If an argument is out of range, `compression`, `updates` or `shard` is unknown,
+            `topology` has not each worker in one group, or `shard` cannot be combined with others.
         keras_psplus.cluster.ClusterConfigError: If `TF_CONFIG` is wrong.
         keras_psplus.cluster.ClusterStartupError: If a worker does not come up in time.
         RuntimeError: If TensorFlow was initialised before the strategy was made.
@@ -115,6 +117,7 @@ class MultiWorkerMirroredStrategy(StateDicts, tf.distribute.MultiWorkerMirroredS
         compression: str | Compressor | dict[str, Any] | None = None,
         updates: str | updates_module.Updates | None = None,
         topology: str | Sequence[Sequence[str | int]] | None = None,
+        shard: str | None = None,
     ) -> None:
         activation.activate()
         compression, updates = launch_flags.fill(
@@ -129,6 +132,9 @@ class MultiWorkerMirroredStrategy(StateDicts, tf.distribute.MultiWorkerMirroredS
         self._topology = topology_module.get(topology, workers)
         hops = compressors_per_hop(compression, self._topology)
         self._updates = updates_module.get(updates)
+        others = {"compression": compression, "topology": topology}
+        is_plain = self._engine_class is AllReduceEngine
+        shard_option.check(shard, self._updates, is_plain, **others)
         self._task = self._start(cluster_resolver, startup_timeout, heartbeat_timeout)
         multi_worker = self._task is not None and self._task.num_workers > 1
         control: ControlPlane | None = None
@@ -139,6 +145,9 @@ class MultiWorkerMirroredStrategy(StateDicts, tf.distribute.MultiWorkerMirroredS
                 self._task, startup_timeout, stall_warning, lambda: heartbeats.lost
             )
         self._options = {"compression": compression, "updates": updates, "topology": topology}
+        self._options["shard"] = shard
+        if shard is not None and multi_worker:
+            self._engine_class, self._extended_class = shard_option.classes(shard)
         self._engine: Engine | None = None
         self._wrapped_functions: weakref.WeakKeyDictionary[Any, Any] = weakref.WeakKeyDictionary()
         self._step_marks = step_marks.StepMarks()
@@ -156,6 +165,7 @@ class MultiWorkerMirroredStrategy(StateDicts, tf.distribute.MultiWorkerMirroredS
                     self._topology,
                 ),
             )
+            shard_option.check_devices(shard, len(self.extended.worker_devices))
             if self._topology == topology_module.AUTO:
                 self._topology = auto_topology.choose(self.extended)
         self._progress = Progress(leads=self._task is not None and self._task.is_chief)

@@ -71,6 +71,11 @@ class ControlPlane:
         return self._task
 
     @property
+    def lost(self) -> Collection[str]:
+        """Names of workers that have been silent for too long."""
+        return self._silent()
+
+    @property
     def names(self) -> list[str]:
         """Names of all workers, in rank order."""
         return list(self._names)

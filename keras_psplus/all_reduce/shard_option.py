@@ -1,0 +1,69 @@
+"""The argument `shard=` of `MultiWorkerMirroredStrategy`."""
+
+from __future__ import annotations
+
+import importlib
+from typing import Any
+
+from keras_psplus.arguments import shown
+from keras_psplus.updates import Updates
+
+# Packages above this one, by name, as a file in `strategies/` is.
+_PACKAGES = {"optimizer": "keras_psplus.sharding"}
+
+
+def check(shard: str | None, updates: Updates | None, is_plain: bool, **others: Any) -> str | None:
+    """Returns `shard`, if it is known and can be combined with the other arguments.
+
+    Args:
+        shard: The argument.
+        updates: The strategy's `updates`.
+        is_plain: Whether the strategy's engine is that of all-reduce.
+        **others: Other arguments, which have to be None.
+
+    Raises:
+        ValueError: If it is not, or cannot.
+    """
+    if shard is None:
+        return None
+    if shard not in _PACKAGES:
+        raise ValueError(
+            '`shard` must be None or "optimizer", which leaves to each worker a part of the '
+            f"optimizer's state. Received: shard={shown(shard)}"
+        )
+    if updates is not None and updates.local:
+        raise ValueError(
+            "`shard` needs workers that update their weights together: with `LocalSGD` and "
+            "`DiLoCo` each has an optimizer of its own between two exchanges, whose state is not "
+            "that of the others. Leave one of them out. "
+            f"Received: shard={shard!r}, updates={updates!r}"
+        )
+    for name, value in {"updates": updates, **others}.items():
+        if value is not None and value != "flat":
+            raise ValueError(
+                f"`shard` cannot be combined with `{name}` yet. Leave one of them out. "
+                f"Received: shard={shard!r}, {name}={shown(value)}"
+            )
+    if not is_plain:
+        raise ValueError(
+            "`shard` is for strategies with the engine of MultiWorkerMirroredStrategy. "
+            f"Received: shard={shard!r}"
+        )
+    return shard
+
+
+def check_devices(shard: str | None, devices: int) -> None:
+    """Raises ValueError if workers with several devices are to shard."""
+    if shard is not None and devices > 1:
+        raise ValueError(
+            "`shard` needs workers with one device each: start a worker for each GPU "
+            "(CUDA_VISIBLE_DEVICES), as `keras-psplus run` can. "
+            f"Received: shard={shard!r}, {devices} devices"
+        )
+
+
+def classes(shard: str) -> tuple[Any, Any]:
+    """Engine and implementation half of a strategy with `shard`."""
+    package = _PACKAGES[shard]
+    engine, extended = (importlib.import_module(f"{package}.{n}") for n in ("engine", "extended"))
+    return engine.ShardedEngine, extended.ShardedExtended

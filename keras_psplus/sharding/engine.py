@@ -1,0 +1,342 @@
+"""Engine of all-reduce with the optimizer's state in shares."""
+
+from __future__ import annotations
+
+import functools
+import math
+import weakref
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any
+
+import keras
+import tensorflow as tf
+
+from keras_psplus.all_reduce.engine import AllReduceEngine
+from keras_psplus.all_reduce.reduction.traffic import TensorTraffic, TrafficVariables
+from keras_psplus.core.base.optimizers import optimizers_of
+from keras_psplus.core.batch.replica_step import current_step
+from keras_psplus.core.models.building import lifted
+from keras_psplus.engine import Original
+from keras_psplus.keras_internals.keras_parts import base_optimizer, ops
+from keras_psplus.log import logger
+from keras_psplus.sharding import sums
+from keras_psplus.sharding.plan import OptimizerPlan
+from keras_psplus.sharding.variable import ParameterPart, ShareVariable, in_update
+from keras_psplus.updates import map_values
+
+if TYPE_CHECKING:
+    from keras_psplus.sharding.places import Place
+
+_CONSTANTS = (keras.initializers.Zeros, keras.initializers.Ones, keras.initializers.Constant)
+
+
+class ShardedEngine(AllReduceEngine):
+    """Cuts what an optimizer keeps and updates; see `keras_psplus.sharding`."""
+
+    can_run_eagerly = False
+
+    def __init__(self, strategy: tf.distribute.Strategy) -> None:
+        super().__init__(strategy)
+        self._plans: weakref.WeakKeyDictionary[Any, OptimizerPlan] = weakref.WeakKeyDictionary()
+        self._traffic: weakref.WeakKeyDictionary[Any, TrafficVariables] = (
+            weakref.WeakKeyDictionary()
+        )
+        # What makes the slot that is being made; and the parts of variables in this update.
+        self._place_of_slot: Callable[[], Place] | None = None
+        self._targets: dict[int, Any] = {}
+
+    def plan_of(self, optimizer: keras.optimizers.Optimizer) -> OptimizerPlan:
+        """Places of an optimizer's state; decided when the first of it is used."""
+        plan = self._plans.get(optimizer)
+        if plan is None:
+            extended = self.strategy.extended
+            plan = self._plans[optimizer] = OptimizerPlan(optimizer, extended.world.replicas)
+            for state, place in plan.states_to_move(optimizer):
+                self._move(state, place)
+            for slot in optimizer.variables:
+                if isinstance(slot._value, ShareVariable):
+                    # Other workers may ask for it from now on.
+                    assert slot._value.place is not None
+            if self.strategy.is_chief:
+                logger.info("%s", plan.describe(optimizer, extended.control.names))
+        return plan
+
+    def _move(self, state, place):
+        """Leaves what every worker has made to the one whose updates change it."""
+        mirrored, rank = state._value, self.strategy.extended.world.rank
+        store = self.strategy.extended.store
+        with lifted(self.strategy):
+            state._value = ShareVariable(
+                store,
+                mirrored.shape,
+                mirrored.dtype,
+                state.path,
+                lambda: place,
+                lambda of, shape: of.local_part(mirrored.read_value(), rank),
+            )
+        _release_with(state, store)
+
+    # Variables.
+
+    def build(
+        self, original: Original, model: keras.Model, iterator: Any = None, data_batch: Any = None
+    ) -> None:
+        super().build(original, model, iterator, data_batch)
+        for optimizer in optimizers_of(model).values():
+            if optimizer.built and not hasattr(optimizer, "optimizers"):
+                self.plan_of(optimizer)
+
+    def add_slot(
+        self,
+        original: Original,
+        optimizer: keras.optimizers.Optimizer,
+        reference_variable: keras.Variable,
+        name: str | None = None,
+        initializer: Any = "zeros",
+    ) -> keras.Variable:
+        if name == "gradient_accumulator" or not isinstance(
+            keras.initializers.get(initializer), _CONSTANTS
+        ):
+            # Each worker adds up its own gradients.
+            return super().add_slot(original, optimizer, reference_variable, name, initializer)
+        of, number = weakref.ref(optimizer), optimizer._get_variable_index
+        outer, self._place_of_slot = (
+            self._place_of_slot,
+            lambda: self.plan_of(of()).places[number(reference_variable)],
+        )
+        try:
+            # Not TensorFlow's half of Keras, which asks for the place of a mirrored variable.
+            return base_optimizer.BaseOptimizer.add_variable_from_reference(
+                optimizer, reference_variable, name=name, initializer=initializer
+            )
+        finally:
+            self._place_of_slot = outer
+
+    def initialize_with_initializer(
+        self, original: Original, variable: keras.Variable, initializer: Any
+    ) -> Any:
+        find_place = self._place_of_slot
+        if find_place is None:
+            return super().initialize_with_initializer(original, variable, initializer)
+        dtype, store = variable._dtype, self.strategy.extended.store
+        variable._value = ShareVariable(
+            store,
+            tuple(variable._shape),
+            dtype,
+            variable.path,
+            find_place,
+            lambda place, shape: initializer(tuple(shape), dtype=dtype),
+        )
+        _release_with(variable, store)
+        return None
+
+    def restore_backup(
+        self,
+        original: Original,
+        callback: keras.callbacks.BackupAndRestore,
+        logs: dict[str, Any] | None = None,
+    ) -> Any:
+        with self.strategy.extended.store.restores():
+            return super().restore_backup(original, callback, logs)
+
+    # The way of a gradient.
+
+    def _placed(self, optimizer, variables):
+        places = self.plan_of(optimizer).places
+        return [places[optimizer._get_variable_index(v)] for v in variables]
+
+    def reduce(
+        self,
+        optimizer: keras.optimizers.Optimizer,
+        grads: list[tf.Tensor | tf.IndexedSlices],
+        variables: list[keras.Variable],
+    ) -> list[Any]:
+        places, step = self._placed(optimizer, variables), current_step()
+        grads, count = list(grads), range(len(grads))
+        in_rows = {i for i in count if isinstance(grads[i], tf.IndexedSlices)}
+        known = {i for i in count if step is not None and id(variables[i]) in step.whole}
+        cut = [i for i in count if places[i].cut is not None and i not in in_rows]
+        owned = [i for i in count if places[i].owner is not None and i not in in_rows]
+        rest = sorted(set(count).difference(cut, owned))
+        if rest:
+            chosen = [grads[i] for i in rest], [variables[i] for i in rest]
+            for i, total in zip(rest, super().reduce(optimizer, *chosen)):
+                grads[i] = total
+        for i in [*cut, *owned]:
+            grads[i] = tf.ensure_shape(grads[i], variables[i].shape)
+        rank = self.strategy.extended.world.rank
+        for i in known.intersection([*cut, *owned]):
+            # They are summed already: the step has computed with them.
+            grads[i] = places[i].local_part(grads[i], rank) if places[i].holds(rank) else None
+        parts = [i for i in cut if i not in known]
+        self._scatter(optimizer, grads, variables, places, parts)
+        self._scatter_to_owners(
+            optimizer, grads, variables, places, [i for i in owned if i not in known]
+        )
+        return grads
+
+    def _scatter(self, optimizer, grads, variables, places, numbers):
+        if not numbers:
+            return
+        extended = self.strategy.extended
+        tensors, cuts = [grads[i] for i in numbers], [places[i].cut for i in numbers]
+        parts = sums.scatter_parts(extended.launcher(0), tensors, cuts, extended.bucket_bytes)
+        for i, part in zip(numbers, parts):
+            grads[i] = part
+        widths = [cut.width for cut in cuts]
+        self._count(optimizer, [variables[i] for i in numbers], widths).time(tensors, parts)
+
+    def _scatter_to_owners(self, optimizer, grads, variables, places, numbers):
+        launcher, rank = self.strategy.extended.launcher(0), self.strategy.extended.world.rank
+        for own, layout in self._layouts(variables, places, numbers):
+            tensors = [grads[i] for i in own]
+            totals = layout.scatter(launcher, tensors, rank)
+            for i, total in zip(own, totals):
+                grads[i] = total
+            of_own, widths = [variables[i] for i in own], layout.widths
+            mine = [total for total in totals if total is not None]
+            self._count(optimizer, of_own, widths).time(tensors, mine)
+
+    def _layouts(self, variables, places, numbers):
+        """Yields numbers of variables of one dtype that have owners, and their layout."""
+        workers = self.strategy.extended.world.replicas
+        for dtype in sorted({str(variables[i].dtype) for i in numbers}):
+            own = [i for i in numbers if str(variables[i].dtype) == dtype]
+            shapes = [tf.TensorShape(variables[i].shape) for i in own]
+            yield own, sums.OwnerLayout(shapes, [places[i].owner for i in own], workers)
+
+    def _count(self, optimizer, variables, widths, is_gradient=True):
+        """Counts so many elements for each of the other workers; returns the counters."""
+        traffic = self._traffic.get(optimizer)
+        if traffic is None:
+            traffic = self._traffic[optimizer] = TrafficVariables()
+            self.strategy.communication.add_source(traffic.traffic, lambda: traffic.seconds)
+        others = self.strategy.extended.world.replicas - 1
+        entries = []
+        for variable, width in zip(variables, widths):
+            each = tf.as_dtype(variable.dtype).size
+            size = math.prod(variable.shape) * each * is_gradient
+            entries.append(TensorTraffic(variable.path, None, size, size, others * width * each))
+        traffic.add(entries)
+        return traffic
+
+    def clip(
+        self,
+        optimizer: keras.optimizers.Optimizer,
+        grads: list[Any],
+        variables: list[keras.Variable],
+    ) -> list[Any]:
+        places = self._placed(optimizer, variables)
+        limit = optimizer.clipnorm or optimizer.global_clipnorm
+        if not limit or limit <= 0 or all(place.is_everywhere for place in places):
+            found = iter(optimizer._clip_gradients([g for g in grads if g is not None]))
+            clipped = [None if g is None else next(found) for g in grads]
+            return self._cut_if_dense(grads, clipped, places)
+        # Of what is cut, each worker has a part of the squares; rows are on all workers.
+        squares = [tf.zeros([]) if g is None else ops.sum(ops.square(g)) for g in grads]
+        cut = [
+            i
+            for i, (g, place) in enumerate(zip(grads, places))
+            if not (place.is_everywhere or isinstance(g, tf.IndexedSlices))
+        ]
+        parts = [tf.cast(squares[i], tf.float32) for i in cut]
+        for i, total in zip(cut, self.strategy.extended.sum_over_replicas(parts)):
+            squares[i] = total
+        norms = [ops.sqrt(tf.cast(square, tf.float32)) for square in squares]
+        if optimizer.clipnorm:
+            scales = [limit / tf.maximum(norm, limit) for norm in norms]
+        else:
+            norm = ops.sqrt(tf.add_n([tf.cast(square, tf.float32) for square in squares]))
+            # As in Keras: nothing that is not finite remains hidden.
+            scale = limit * tf.minimum(1.0 / norm, 1.0 / limit) + (norm - norm)
+            scales = [scale] * len(grads)
+        clipped = []
+        for g, scale in zip(grads, scales):
+            scale = tf.cast(scale, variables[0].dtype if g is None else g.dtype)
+            if optimizer.clipnorm and isinstance(g, tf.IndexedSlices):
+                clipped.append(map_values(functools.partial(tf.multiply, scale), g))
+            else:
+                # By its global norm, Keras makes a gradient of rows dense.
+                clipped.append(None if g is None else g * scale)
+        return self._cut_if_dense(grads, clipped, places)
+
+    def _cut_if_dense(self, before, clipped, places):
+        """This worker's parts of gradients that were rows until they were clipped."""
+        rank = self.strategy.extended.world.rank
+        return [
+            place.local_part(after, rank)
+            if place.cut is not None
+            and isinstance(one, tf.IndexedSlices)
+            and not isinstance(after, tf.IndexedSlices)
+            else after
+            for one, after, place in zip(before, clipped, places)
+        ]
+
+    def _target(self, variable, place):
+        """Variable, or part of one, that an update changes on this worker; or None."""
+        rank = self.strategy.extended.world.rank
+        if not place.holds(rank):
+            return None
+        return variable if place.cut is None else ParameterPart(variable, place, rank)
+
+    def decay(self, optimizer: keras.optimizers.Optimizer, variables: list[keras.Variable]) -> None:
+        pairs = zip(variables, self._placed(optimizer, variables))
+        self._targets = {id(v): self._target(v, place) for v, place in pairs}
+        optimizer._apply_weight_decay([t for t in self._targets.values() if t is not None])
+
+    def update(
+        self,
+        optimizer: keras.optimizers.Optimizer,
+        grads: list[Any],
+        variables: list[keras.Variable],
+    ) -> None:
+        extended, places = self.strategy.extended, self._placed(optimizer, variables)
+        targets, self._targets = [self._targets[id(v)] for v in variables], {}
+        mine, parts = [], []
+        for gradient, target, place in zip(grads, targets, places):
+            if target is None:
+                continue
+            if place.cut is not None:
+                parts.append(target)
+                if isinstance(gradient, tf.IndexedSlices):
+                    gradient = sums.part_of_slices(gradient, place.cut, extended.world.rank)
+            mine.append((gradient, target))
+        with in_update.raised():
+            optimizer._backend_update_step(
+                [gradient for gradient, _ in mine],
+                [target for _, target in mine],
+                optimizer.learning_rate,
+            )
+        sums.gather_parts(extended.launcher(0), parts, extended.bucket_bytes)
+        cut_ones = [part.variable for part in parts]
+        self._count(optimizer, cut_ones, [part.cut.width for part in parts], is_gradient=False)
+        owned = [i for i, place in enumerate(places) if place.owner is not None]
+        for own, layout in self._layouts(variables, places, owned):
+            values = [variables[i]._value.read_value() for i in own]
+            found = layout.gather(extended.launcher(0), values, extended.world.rank)
+            for i, value in zip(own, found):
+                variables[i]._value.assign(value, read_value=False)
+            self._count(optimizer, [variables[i] for i in own], layout.widths, is_gradient=False)
+
+    def average(
+        self, optimizer: keras.optimizers.Optimizer, variables: list[keras.Variable]
+    ) -> None:
+        places = self._placed(optimizer, variables)
+        with in_update.raised():
+            if all(place.is_everywhere for place in places):
+                super().average(optimizer, variables)
+                return
+            averages = optimizer._model_variables_moving_average
+            for variable, place, average in zip(variables, places, averages):
+                target = self._target(variable, place)
+                if average is None or target is None:
+                    continue
+                # As Keras computes it; its variable's own `assign` would look at the whole shape.
+                is_later = ops.cast(ops.not_equal(optimizer.iterations, 0), variable.dtype)
+                kept = is_later * optimizer.ema_momentum
+                average._value.assign(kept * average + (1 - kept) * target)
+
+
+def _release_with(variable, store):
+    """Frees a worker's part after its Keras variable is gone on all workers."""
+    weakref.finalize(variable, store.release, variable._value.number).atexit = False

@@ -1,0 +1,72 @@
+"""Implementation half of all-reduce with the optimizer's state in shares."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import tensorflow as tf
+
+from keras_psplus.all_reduce.extended import MultiWorkerMirroredExtended
+from keras_psplus.sharding.store import ShareStore
+from keras_psplus.sharding.variable import ParameterPart, ShareVariable
+
+
+class ShardedExtended(MultiWorkerMirroredExtended):
+    """Additional APIs of a strategy with `shard="optimizer"`."""
+
+    _store: ShareStore | None = None
+
+    @property
+    def store(self) -> ShareStore:
+        """All variables in shares."""
+        if self._store is None:
+            assert self._control is not None
+            self._store = ShareStore(
+                self.launcher(0),
+                self._host_cross_device_ops.launchers[0],
+                self.take_group_keys(1),
+                self._control,
+                self.world.rank,
+                self._container_strategy().progress,
+            )
+        return self._store
+
+    def has_made(self, variable: Any) -> bool:
+        return isinstance(variable, ShareVariable) or super().has_made(variable)
+
+    def update(
+        self,
+        var: Any,
+        fn: Callable[..., Any],
+        args: tuple[Any, ...] = (),
+        kwargs: dict[str, Any] | None = None,
+        group: bool = True,
+    ) -> Any:
+        if isinstance(var, (ParameterPart, ShareVariable)):
+            return fn(var, *args, **(kwargs or {}))
+        return super().update(var, fn, args, kwargs, group)
+
+    def broadcast(self, variables: Sequence[Any]) -> None:
+        of_all = [v for v in variables if not isinstance(v, ShareVariable)]
+        super().broadcast(of_all)
+        for variable in variables:
+            if isinstance(variable, ShareVariable):
+                super().broadcast([_Restored(variable, self._is_chief)])
+
+
+class _Restored:
+    """Whole value of a variable in shares that only the chief has read."""
+
+    def __init__(self, variable, is_chief):
+        self._variable, self._is_chief, self.dtype = variable, is_chief, variable.dtype
+
+    def read_value(self):
+        if not self._is_chief:
+            return tf.zeros(self._variable.shape, self.dtype)
+        restored = self._variable.restored
+        return self._variable.value() if restored is None else restored
+
+    def assign(self, value):
+        self._variable.assign(value)
+        self._variable.restored = None

@@ -1,0 +1,50 @@
+"""Places of a variable's state among the workers."""
+
+from __future__ import annotations
+
+import math
+from typing import NamedTuple
+
+import tensorflow as tf
+
+from keras_psplus.all_reduce.topology.shards import Cut
+
+
+class Place(NamedTuple):
+    """Workers that keep the state of one variable of the model.
+
+    Attributes:
+        cut: Layout of equal flat parts, one for each worker; None if it is not cut.
+        owner: Rank of the one worker that has all of it; None if there is no single one. Without
+            both, every worker has all of it.
+    """
+
+    cut: Cut | None = None
+    owner: int | None = None
+
+    @classmethod
+    def of_parts(cls, shape: tf.TensorShape | tuple[int, ...], workers: int) -> Place:
+        """Cuts a tensor of static shape into parts of `ceil(size / workers)` elements."""
+        width = -(-math.prod(shape) // workers)
+        return cls(Cut(tf.TensorShape(shape), (width,), workers))
+
+    @property
+    def is_everywhere(self) -> bool:
+        """Whether every worker has all of it."""
+        return self.cut is None and self.owner is None
+
+    def local_shape(self, shape: tf.TensorShape, rank: int) -> tf.TensorShape:
+        """Static shape of what a worker keeps of a tensor: none of another owner's."""
+        if self.cut is not None:
+            return tf.TensorShape(self.cut.shard)
+        return shape if self.owner in (None, rank) else tf.TensorShape([0])
+
+    def local_part(self, value: tf.Tensor, rank: int) -> tf.Tensor:
+        """A worker's part of a whole value."""
+        if self.cut is not None:
+            return self.cut.rows(value)[rank]
+        return value if self.owner in (None, rank) else tf.zeros([0], value.dtype)
+
+    def holds(self, rank: int) -> bool:
+        """Whether a worker updates the variable, or a part of it."""
+        return self.owner in (None, rank)

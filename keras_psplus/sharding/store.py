@@ -1,0 +1,241 @@
+"""Variables in shares of one strategy, and reads by one worker alone."""
+
+from __future__ import annotations
+
+import atexit
+import collections
+import contextlib
+import itertools
+import json
+import threading
+import time
+from collections.abc import Iterator
+from typing import TYPE_CHECKING, Any
+
+import tensorflow as tf
+
+from keras_psplus.all_reduce.topology.levels import launcher_like
+from keras_psplus.cluster.process import exit_code
+from keras_psplus.core.jobs import error_report, failure
+from keras_psplus.log import logger
+from keras_psplus.tf_internals import context
+
+if TYPE_CHECKING:
+    from keras_psplus.all_reduce.collectives.operations import Launcher
+    from keras_psplus.cluster.monitor.progress import Progress
+    from keras_psplus.core.jobs.control import ControlPlane
+
+_POLL_SECONDS, _POLL = 3.0, 3000
+_SILENT_SECONDS, _PATIENCE_SECONDS = 8.0, 120.0
+_numbers = itertools.count()
+
+
+class ShareStore:
+    """Variables in shares, by numbers that are the same on all workers.
+
+    A script may save on the chief alone, while the other workers go on or have ended. So a thread
+    on each worker waits for requests, which are numbered keys of TensorFlow's coordination service
+    (the first that writes a key has the number), and takes part in one gathering for each. What a
+    worker gives is of the step that the asking one has done: the next update of all of them waits
+    for the asking one's gradients. At its end, a process waits for the ends of the others.
+
+    Args:
+        launcher: Collectives of this worker's replica, for steps.
+        host: Collectives between the workers' hosts, which the thread's resemble.
+        group_key: Group key of the thread's collectives.
+        control: The control plane.
+        rank: Rank of this worker.
+        progress: `Progress` of this process.
+    """
+
+    def __init__(
+        self,
+        launcher: Launcher,
+        host: Launcher,
+        group_key: int,
+        control: ControlPlane,
+        rank: int,
+        progress: Progress,
+    ) -> None:
+        self.launcher, self.rank, self.workers = launcher, rank, len(control.names)
+        self.device: str = launcher._device
+        self.restoring = False
+        self._control, self._progress = control, progress
+        self._host = launcher_like(host, group_key, tuple(range(self.workers)))
+        self._prefix = f"keras_psplus/shares/{next(_numbers)}"
+        # They are kept until all workers have let go of them: a script that has ended on one worker
+        # may save on another.
+        self._variables: list[Any] = []
+        self._released: list[int] = []
+        self._releases: collections.Counter[int] = collections.Counter()
+        self._reading, self._changed = threading.Lock(), threading.Condition()
+        # The number of the next request, this worker's own, and the answers to them.
+        self._next, self._own = 0, list[int]()
+        self._answers: dict[int, Any] = {}
+        self._error: Exception | None = None
+        self._thread: threading.Thread | None = None
+        # Whether a worker has ended, and at which step of this one that was seen.
+        self._has_left, self._seen_in = False, 0
+
+    def add(self, variable: Any, form: str, name: str) -> int:
+        """Registers a variable; returns its number.
+
+        Args:
+            variable: The `variable.ShareVariable`.
+            form: Its shape and dtype, as text that must be equal on all workers.
+            name: Its name, for messages.
+        """
+        with failure.translate_errors(self._control.task):
+            self._control.check_same("variable in shares", form, f"{name} ({form})")
+        self._variables.append(variable)
+        if self._thread is None:
+            self._thread = threading.Thread(target=self._serve, name="shares", daemon=True)
+            self._thread.start()
+            atexit.register(self._leave)
+        return len(self._variables) - 1
+
+    def release(self, number: int) -> None:
+        """Lets go of a variable, by its number; also while objects are collected."""
+        self._released.append(number)
+
+    @contextlib.contextmanager
+    def restores(self) -> Iterator[None]:
+        """Context in which the chief reads wholes that the other workers have not read yet."""
+        self.restoring = True
+        try:
+            yield
+        finally:
+            self.restoring = False
+            for variable in self._variables:
+                if variable is not None:
+                    variable.restored = None
+
+    def read(self, variable: Any) -> tf.Tensor:
+        """The whole value of a variable; the other workers need not ask for it."""
+        return self._submit(variable=variable.number, steps=self._progress.steps)
+
+    def _submit(self, **request):
+        """Has all workers answer a request of this one; returns the answer."""
+        with failure.translate_errors(self._control.task), self._reading:
+            while True:
+                number = self._offer(request)
+                with self._changed:
+                    while self._next == number and self._error is None:
+                        self._changed.wait(_POLL_SECONDS)
+                        self._check_peers()
+                    if number in self._answers:
+                        return self._answers.pop(number)
+                    if self._error is not None:
+                        raise self._error
+
+    def _offer(self, request):
+        """Writes a request under the next number, which another worker may have taken."""
+        number, text = self._next, json.dumps({"by": self.rank, **request})
+        with contextlib.suppress(tf.errors.OpError, ValueError):
+            context.context().set_config_key_value(self._key(number), text)
+        return number
+
+    def _check_peers(self):
+        if self._control.lost:
+            error = TimeoutError("a worker that has parts of the optimizer's state is gone")
+            failure.raise_if_peer_gone(self._control.task, error, self._control.lost)
+
+    def _key(self, name):
+        return f"{self._prefix}/{name}"
+
+    def _serve(self):
+        try:
+            while True:
+                if self._released:
+                    self._offer({"released": list(self._released)})
+                try:
+                    text = context.context().get_config_key_value(self._key(self._next), _POLL)
+                except tf.errors.DeadlineExceededError:
+                    self._look_at_step()
+                    continue
+                self._answer(json.loads(text))
+        except Exception as error:  # Raised again by who reads.
+            with self._changed:
+                self._error = error
+                self._changed.notify_all()
+
+    def _look_at_step(self):
+        """Says so if a step here has waited since a worker has left."""
+        progress = self._progress
+        if self._has_left and progress.doing is not None and progress.entered == self._seen_in:
+            with contextlib.suppress(tf.errors.OpError, ValueError):
+                context.context().set_config_key_value(self._key("waiting"), "")
+        self._seen_in = progress.entered
+
+    def _answer(self, request):
+        mine, answer = request["by"] == self.rank, None
+        self._has_left |= "left" in request
+        for number in request.get("released", ()):
+            self._releases[number] += 1
+            if self._releases[number] == self.workers:
+                self._variables[number] = None
+            if mine:
+                self._released.remove(number)
+        if "variable" in request:
+            variable = self._wait_for(request["variable"], request["steps"])
+            with tf.device(self._host._device):
+                answer = variable.gathered(self._host)
+        with self._changed:
+            if mine:
+                self._own.append(self._next)
+                if "released" not in request:
+                    self._answers[self._next] = answer
+            self._next += 1
+            self._changed.notify_all()
+        if "variable" in request:
+            # All have taken part, and so have read all requests up to this one.
+            for number in self._own:
+                context.context().delete_config_key_value(self._key(number))
+            self._own = []
+
+    def _wait_for(self, number, steps):
+        """Waits for a variable to be made here, and for the asking worker's step."""
+        begin = time.monotonic()
+        while True:
+            made = self._variables[number] if number < len(self._variables) else None
+            if made is not None and made.is_placed and self._progress.steps >= steps:
+                return made
+            if time.monotonic() - begin > _PATIENCE_SECONDS:
+                # Collectives of the asking worker end with it.
+                message = (
+                    "A worker reads a variable of an optimizer that another has not made or used, "
+                    "or is steps ahead. Every worker must run the same script. Received: variable "
+                    f"{number} after {steps} steps, which {self._control.names[self.rank]} lacks"
+                )
+                error_report.report(message)
+                raise RuntimeError(message)
+            time.sleep(0.002)
+
+    def _leave(self):
+        """Waits until all workers have ended, or one waits for this in a step."""
+        if exit_code.is_bad() or failure.has_failed() or self._error is not None:
+            return
+        names, begin = self._control.names, time.monotonic()
+        try:
+            self._submit(left=True)
+            context.context().set_config_key_value(self._key(f"end/{names[self.rank]}"), "")
+            for name in names:
+                while not self._has(f"end/{name}", _POLL):
+                    if self._has("waiting", 1) or self._error is not None or self._control.lost:
+                        return
+                    if begin is not None and time.monotonic() - begin > _SILENT_SECONDS:
+                        begin = None
+                        logger.info(
+                            "%s has ended its script, and stays until %s ends: that may read parts "
+                            "of the optimizer's state that are here",
+                            *(names[self.rank], name),
+                        )
+        except Exception:
+            return  # The chief, which has the keys, has ended, or the job has failed.
+
+    def _has(self, name, milliseconds):
+        try:
+            context.context().get_config_key_value(self._key(name), milliseconds)
+        except tf.errors.DeadlineExceededError:
+            return False
+        return True

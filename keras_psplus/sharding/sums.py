@@ -1,0 +1,148 @@
+"""Reduce-scatter of gradients, and gathering of the new values."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Any
+
+import tensorflow as tf
+
+from keras_psplus.all_reduce.collectives import gradients
+from keras_psplus.all_reduce.topology import group_routes, shards
+from keras_psplus.sharding.variable import ParameterPart, gather_row
+
+if TYPE_CHECKING:
+    from keras_psplus.all_reduce.collectives.operations import Launcher
+
+
+def scatter_parts(
+    launcher: Launcher,
+    tensors: Sequence[tf.Tensor],
+    cuts: Sequence[shards.Cut],
+    bucket_bytes: int,
+) -> list[tf.Tensor]:
+    """Sums tensors over the workers; each receives its flat part of every sum."""
+    parts: list[Any] = [None] * len(tensors)
+    # From the last layer back, as backprop makes them ready.
+    for _, numbers in gradients.buckets(
+        reversed(range(len(tensors))),
+        lambda i: tensors[i].dtype,
+        lambda i: tensors[i].shape.num_elements() * tensors[i].dtype.size,
+        bucket_bytes,
+    ):
+        own = [cuts[i] for i in numbers]
+        row = group_routes.scatter(launcher, shards.rows_of([tensors[i] for i in numbers], own))
+        for i, part in zip(numbers, shards.shards_of(row, own)):
+            parts[i] = part
+    return parts
+
+
+def gather_parts(launcher: Launcher, parts: Sequence[ParameterPart], bucket_bytes: int) -> None:
+    """Gives mirrored variables what the workers have made of their parts."""
+    for _, bucket in gradients.buckets(
+        reversed(parts),
+        lambda part: part.dtype,
+        lambda part: part.cut.number * part.cut.width * part.dtype.size,
+        bucket_bytes,
+    ):
+        row = shards.row_of([part.value() for part in bucket])
+        rows = gather_row(launcher, row, bucket[0].cut.number)
+        for part, whole in zip(bucket, shards.wholes_of(rows, [one.cut for one in bucket])):
+            part.variable._value.assign(whole, read_value=False)
+
+
+class OwnerLayout:
+    """Tensors of one dtype as a matrix: its r-th row is worker r's.
+
+    Args:
+        shapes: Static shapes of the tensors.
+        owners: Their owners' ranks.
+        workers: Number of workers.
+    """
+
+    def __init__(
+        self, shapes: Sequence[tf.TensorShape], owners: Sequence[int], workers: int
+    ) -> None:
+        self._shapes, self._workers = shapes, workers
+        self._sizes = [math.prod(shape) for shape in shapes]
+        self._of_row = [
+            [i for i, owner in enumerate(owners) if owner == rank] for rank in range(workers)
+        ]
+        self._width = max(sum(self._sizes[i] for i in row) for row in self._of_row)
+
+    @property
+    def widths(self) -> list[int]:
+        """Elements for each tensor that a worker sends to each of the others, filled up."""
+        total = max(1, sum(self._sizes))
+        # An all-reduce sends two parts to each.
+        each = self._width if self._is_balanced else -(-2 * total // self._workers)
+        return [-(-each * size // total) for size in self._sizes]
+
+    @property
+    def _is_balanced(self):
+        """Whether filled rows are fewer bytes than an all-reduce of everything."""
+        return self._workers * self._width <= 2 * sum(self._sizes)
+
+    def scatter(
+        self, launcher: Launcher, tensors: Sequence[tf.Tensor], rank: int
+    ) -> list[tf.Tensor | None]:
+        """Sums tensors over the workers; their owners receive the sums, and others None."""
+        sums: list[tf.Tensor | None] = [None] * len(tensors)
+        if not self._is_balanced:
+            totals = gradients.pack_and_sum(launcher, tensors)
+            for i in self._of_row[rank]:
+                sums[i] = totals[i]
+            return sums
+        dtype = tensors[0].dtype
+        rows = tf.stack([self._row([tensors[i] for i in row], dtype) for row in self._of_row])
+        total = group_routes.scatter(launcher, rows)[0]
+        for i, value in zip(self._of_row[rank], self._split(total, rank)):
+            sums[i] = value
+        return sums
+
+    def gather(self, launcher: Launcher, values: Sequence[tf.Tensor], rank: int) -> list[tf.Tensor]:
+        """Returns all values on all workers; of those given, the owner's count."""
+        if not self._is_balanced:
+            owned = self._of_row[rank]
+            own = [v if i in owned else tf.zeros_like(v) for i, v in enumerate(values)]
+            return gradients.pack_and_sum(launcher, own)
+        row = self._row([values[i] for i in self._of_row[rank]], values[0].dtype)
+        rows = gather_row(launcher, row[tf.newaxis], self._workers)
+        found = list(values)
+        for other, numbers in enumerate(self._of_row):
+            for i, value in zip(numbers, self._split(rows[other], other)):
+                found[i] = value
+        return found
+
+    def _row(self, tensors, dtype):
+        if not tensors:
+            return tf.zeros([self._width], dtype)
+        flat = tf.concat([tf.reshape(tensor, [-1]) for tensor in tensors], 0)
+        return tf.pad(flat, [[0, self._width - flat.shape[0]]])
+
+    def _split(self, row, rank):
+        numbers = self._of_row[rank]
+        sizes = [self._sizes[i] for i in numbers]
+        pieces = tf.split(row, [*sizes, self._width - sum(sizes)])
+        return [tf.reshape(piece, self._shapes[i]) for i, piece in zip(numbers, pieces)]
+
+
+def part_of_slices(slices: tf.IndexedSlices, cut: shards.Cut, rank: int) -> tf.IndexedSlices:
+    """A worker's part of a gradient of rows, element by element.
+
+    What comes twice stays so: Keras squares the rows of a batch one by one.
+    """
+    columns = math.prod(slices.values.shape[1:])
+    first = rank * cut.width
+    starts = tf.cast(slices.indices, tf.int64) * columns
+    touches = tf.logical_and(starts < first + cut.width, starts + columns > first)
+    starts = tf.boolean_mask(starts, touches)
+    values = tf.reshape(tf.boolean_mask(slices.values, touches), [-1])
+    indices = tf.reshape(starts[:, tf.newaxis] + tf.range(columns, dtype=tf.int64) - first, [-1])
+    inside = tf.logical_and(indices >= 0, indices < cut.width)
+    return tf.IndexedSlices(
+        tf.boolean_mask(values, inside),
+        tf.boolean_mask(indices, inside),
+        tf.constant([cut.width], tf.int64),
+    )

@@ -1,0 +1,198 @@
+"""Variables in shares, and parts of mirrored variables in an update."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any
+
+import keras
+import tensorflow as tf
+
+from keras_psplus.all_reduce.topology import group_routes
+from keras_psplus.core.base.thread_flag import ThreadFlag
+from keras_psplus.tf_internals import resource_variable_ops
+from keras_psplus.tf_internals.composite_variable import CompositeVariable
+
+if TYPE_CHECKING:
+    from keras_psplus.all_reduce.collectives.operations import Launcher
+    from keras_psplus.sharding.places import Place
+    from keras_psplus.sharding.store import ShareStore
+
+# In an update, variables in shares are their parts; elsewhere they are whole.
+in_update = ThreadFlag()
+
+
+class ShareVariable(CompositeVariable):
+    """A variable of which each worker keeps a part; whole outside of updates.
+
+    Its memory is allocated when it is first used: an optimizer has all of its variables by then,
+    and it is known whether they can be cut.
+
+    Args:
+        store: The strategy's `store.ShareStore`.
+        shape: Static shape of the whole.
+        dtype: Its `tf.DType`.
+        name: Its name.
+        find_place: Function without arguments that returns its `places.Place`.
+        initial: Function of that place and the shape of the part; returns the part's first value.
+    """
+
+    def __init__(
+        self,
+        store: ShareStore,
+        shape: Any,
+        dtype: Any,
+        name: str,
+        find_place: Callable[[], Place],
+        initial: Callable[[Place, tf.TensorShape], Any],
+    ) -> None:
+        self._store = store
+        # None once they are no longer needed: they keep other objects alive.
+        self._find_place: Callable[[], Place] | None = find_place
+        self._initial: Callable[[Place, tf.TensorShape], Any] | None = initial
+        self._place: Place | None = None
+        self._part: Any = None
+        # The whole, from the moment the chief has read it from a backup until all have it.
+        self.restored: tf.Tensor | None = None
+        self.number = store.add(
+            self, f"shape={tuple(shape)}, dtype={tf.as_dtype(dtype).name}", name
+        )
+        super().__init__(False, shape, tf.as_dtype(dtype), f"{name}_in_shares_{self.number}", name)
+
+    @property
+    def is_placed(self) -> bool:
+        """Whether it is known what each worker keeps."""
+        return self._place is not None
+
+    @property
+    def place(self) -> Place:
+        """`places.Place` of its state."""
+        if self._place is None:
+            assert self._find_place is not None
+            self._place, self._find_place = self._find_place(), None
+        return self._place
+
+    @property
+    def part(self) -> tf.Variable:
+        """This worker's part."""
+        if self._part is None:
+            assert self._initial is not None
+            place, rank = self.place, self._store.rank
+            shape = place.local_shape(self._whole_shape, rank)
+            with tf.init_scope(), tf.device(self._store.device):
+                self._part = resource_variable_ops.ResourceVariable(
+                    tf.cast(self._initial(place, shape), self.dtype), trainable=False
+                )
+            self._initial = None
+        return self._part
+
+    @property
+    def handle(self) -> tf.Tensor:
+        return self.part.handle
+
+    @property
+    def device(self) -> str:
+        return self._store.device
+
+    @property
+    def shape(self) -> tf.TensorShape:
+        return self.part.shape if in_update else self._whole_shape
+
+    def value(self) -> tf.Tensor:
+        if in_update or self.place.is_everywhere:
+            return self.part.value()
+        if tf.executing_eagerly():
+            # One worker may ask alone, as a chief that saves does.
+            return self._store.read(self)
+        return self.gathered(self._store.launcher)
+
+    def gathered(self, launcher: Launcher) -> tf.Tensor:
+        """The whole value, by a collective that all workers take part in."""
+        place, part = self.place, self.part.value()
+        if place.cut is not None:
+            return place.cut.whole(gather_row(launcher, part[tf.newaxis], self._store.workers))
+        mine = place.owner == self._store.rank
+        return launcher.all_reduce(part if mine else tf.zeros(self._whole_shape, self.dtype))
+
+    def _write(self, method, value):
+        value = tf.cast(value, self.dtype)
+        if not in_update:
+            if self._store.restoring and tf.executing_eagerly():
+                self.restored = value
+            value = self.place.local_part(value, self._store.rank)
+            if tf.executing_eagerly():
+                # A slice shares the buffer of the whole, and would keep it alive.
+                value = tf.raw_ops.DeepCopy(x=value)
+        return getattr(self.part, method)(value, read_value=False)
+
+    def assign(self, value: Any, *args: Any, **kwargs: Any) -> Any:
+        return self._write("assign", value)
+
+    def assign_add(self, delta: Any, *args: Any, **kwargs: Any) -> Any:
+        return self._write("assign_add", delta)
+
+    def assign_sub(self, delta: Any, *args: Any, **kwargs: Any) -> Any:
+        return self._write("assign_sub", delta)
+
+    # Rows of gradients that are `tf.IndexedSlices`, in an update.
+
+    def scatter_add(self, sparse_delta: tf.IndexedSlices, *args: Any, **kwargs: Any) -> Any:
+        return self.part.scatter_add(sparse_delta)
+
+    def scatter_sub(self, sparse_delta: tf.IndexedSlices, *args: Any, **kwargs: Any) -> Any:
+        return self.part.scatter_sub(sparse_delta)
+
+    def scatter_update(self, sparse_delta: tf.IndexedSlices, *args: Any, **kwargs: Any) -> Any:
+        return self.part.scatter_update(sparse_delta)
+
+
+class ParameterPart(CompositeVariable):
+    """This worker's part of a mirrored variable in an update, without memory.
+
+    Args:
+        variable: Keras variable of the model.
+        place: Its `places.Place`, which is cut.
+        rank: Rank of this worker.
+    """
+
+    def __init__(self, variable: keras.Variable, place: Place, rank: int) -> None:
+        mirrored = variable._value
+        assert place.cut is not None
+        self.variable, self.cut, self.path = variable, place.cut, variable.path
+        self._now = place.local_part(mirrored.read_value(), rank)
+        # By its id an optimizer finds slots, and by its name what weight decay leaves out.
+        super().__init__(True, self._now.shape, mirrored.dtype, mirrored._unique_id, mirrored.name)
+
+    @property
+    def handle(self) -> tf.Tensor:
+        raise AttributeError  # By which optimizers see that it is no variable of TensorFlow's.
+
+    def value(self) -> tf.Tensor:
+        return self._now
+
+    def assign(self, value: Any, *args: Any, **kwargs: Any) -> None:
+        self._now = tf.cast(value, self.dtype)
+
+    def assign_add(self, delta: Any, *args: Any, **kwargs: Any) -> None:
+        self._now = self._now + tf.cast(delta, self.dtype)
+
+    def assign_sub(self, delta: Any, *args: Any, **kwargs: Any) -> None:
+        self._now = self._now - tf.cast(delta, self.dtype)
+
+    def scatter_add(self, sparse_delta: tf.IndexedSlices, *args: Any, **kwargs: Any) -> None:
+        self._scatter(tf.tensor_scatter_nd_add, sparse_delta)
+
+    def scatter_sub(self, sparse_delta: tf.IndexedSlices, *args: Any, **kwargs: Any) -> None:
+        self._scatter(tf.tensor_scatter_nd_sub, sparse_delta)
+
+    def scatter_update(self, sparse_delta: tf.IndexedSlices, *args: Any, **kwargs: Any) -> None:
+        self._scatter(tf.tensor_scatter_nd_update, sparse_delta)
+
+    def _scatter(self, function, slices):
+        self._now = function(self._now, slices.indices[:, tf.newaxis], slices.values)
+
+
+def gather_row(launcher: Launcher, row: tf.Tensor, workers: int) -> tf.Tensor:
+    """All workers' rows as one matrix of static shape."""
+    rows = group_routes.gather(launcher, row, workers)
+    return tf.ensure_shape(rows, [workers, row.shape[1]])

@@ -1,0 +1,32 @@
+"""What `shard=` cannot be combined with is refused before anything starts."""
+
+import pytest
+
+import keras_psplus as psp
+from keras_psplus.all_reduce import shard_option
+
+
+@pytest.mark.parametrize(
+    "given, text",
+    [
+        (dict(shard="all"), '`shard` must be None or "optimizer"'),
+        (dict(shard="optimizer", compression="int8"), "with `compression` yet"),
+        (dict(shard="optimizer", updates="accumulate:2"), "with `updates` yet"),
+        (dict(shard="optimizer", updates="local_sgd:4"), "update their weights together"),
+        (dict(shard="optimizer", topology="auto"), "with `topology` yet"),
+    ],
+)
+def test_refused(given, text):
+    with pytest.raises(ValueError, match=text) as error:
+        psp.MultiWorkerMirroredStrategy(**given)
+    assert "Received: shard=" in str(error.value)
+
+
+def test_several_devices_are_refused():
+    with pytest.raises(ValueError, match="one device each.*Received: shard='optimizer', 2 devices"):
+        shard_option.check_devices("optimizer", 2)
+
+
+def test_one_process_has_nothing_to_cut():
+    strategy = psp.MultiWorkerMirroredStrategy(shard="optimizer")
+    assert "shard='optimizer'" in repr(strategy) and strategy.num_workers == 1

@@ -1,0 +1,43 @@
+"""Owners, and rows of gradients element by element."""
+
+import numpy as np
+import tensorflow as tf
+
+from keras_psplus.sharding import sums
+from keras_psplus.sharding.places import Place
+
+
+class Alone:
+    """Collectives of a worker whose peers have sent zeros, or the same."""
+
+    all_to_all = staticmethod(lambda rows: tf.concat([rows[:1], tf.zeros_like(rows[1:])], 0))
+    gather = staticmethod(lambda row: tf.repeat(row, 2, 0))
+    all_reduce = staticmethod(tf.identity)
+
+
+def test_parts_of_rows_add_up_to_the_gradient():
+    values = tf.random.normal([6, 3])
+    slices = tf.IndexedSlices(values, tf.constant([4, 0, 4, 2, 1, 0]), tf.constant([5, 3]))
+    place = Place.of_parts((5, 3), 4)
+    parts = [sums.part_of_slices(slices, place.cut, rank) for rank in range(4)]
+    assert sum(part.values.shape[0] for part in parts) == 18
+    whole = place.cut.whole(tf.stack([tf.convert_to_tensor(part) for part in parts]))
+    np.testing.assert_allclose(whole, tf.convert_to_tensor(slices), rtol=1e-6)
+
+
+def test_owners_receive_their_sums():
+    shapes = [tf.TensorShape(shape) for shape in ([2, 2], [3], [4])]
+    tensors = [tf.ones([2, 2]), tf.range(3.0), 2 * tf.ones([4])]
+    layout = sums.OwnerLayout(shapes, [0, 1, 1], 2)
+    found = layout.scatter(Alone(), tensors, 0)
+    np.testing.assert_array_equal(found[0], np.ones((2, 2)))
+    assert found[1] is None and found[2] is None
+    assert layout.widths == [-(-7 * n // 11) for n in (4, 3, 4)]
+
+
+def test_one_large_tensor_is_all_reduced():
+    layout = sums.OwnerLayout([tf.TensorShape([90]), tf.TensorShape([2])], [0, 1], 3)
+    found = layout.scatter(Alone(), [tf.ones([90]), tf.ones([2])], 1)
+    assert found[0] is None and found[1].shape == (2,)
+    # No more than twice an all-reduce, with the values: 2 / 3 of all to each of the others.
+    assert sum(layout.widths) <= 2 * 92 / 3 + 2

@@ -1,0 +1,120 @@
+"""The optimizer's state in shares: equal to one process, in files too, and of known size."""
+
+import os
+import pathlib
+import subprocess
+import sys
+
+import numpy as np
+import pytest
+
+from keras_psplus.cluster.environment import python_path
+from keras_psplus.cluster.testing import run_in_processes
+from tests.results import assert_close, load
+from tests.sharding.shares_job import OPTIMIZERS
+
+pytestmark = pytest.mark.timeout(1500)
+
+JOB = pathlib.Path(__file__).with_name("shares_job.py")
+EMBEDDINGS = ["embedding/adamw", "embedding/momentum_clipnorm", "embedding/adagrad"]
+CASES = [*OPTIMIZERS, *EMBEDDINGS, "two_optimizers", "files"]
+THREE = ["adamw", "muon", "adafactor", "embedding/adamw", "average", "files"]
+TOLERANCE = 5e-6
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory):
+    return tmp_path_factory.mktemp("shares")
+
+
+@pytest.fixture(scope="module")
+def alone(folder):
+    """What one process leaves, in a folder."""
+    return _alone(folder / "alone", [*CASES, "resumed"])
+
+
+def _alone(path, cases, **env):
+    path.mkdir()
+    env = {**os.environ, **env, "PYTHONPATH": python_path(os.environ)}
+    command = [sys.executable, str(JOB), str(path), ",".join(cases)]
+    done = subprocess.run(command, env=env, capture_output=True, text=True, timeout=600)
+    assert not done.returncode, done.stderr[-4000:]
+    return path
+
+
+def _cluster(path, workers, cases, **kwargs):
+    path.mkdir(exist_ok=True)
+    args = [path, ",".join(cases)]
+    return path, run_in_processes(JOB, workers=workers, timeout=600, args=args, **kwargs)
+
+
+@pytest.fixture(scope="module")
+def two(folder):
+    return _cluster(folder / "two", 2, [*CASES, "bytes", "ended"])
+
+
+@pytest.fixture(scope="module")
+def three(folder, two):
+    env = {"LOADED": str(two[0] / "all.worker-0.keras")}
+    return _cluster(folder / "three", 3, [*THREE, "load"], env=env)
+
+
+def _check(alone, cluster, case):
+    path, result = cluster
+    name = case.replace("/", "_")
+    expected = load(alone / f"{name}.one.npz", "")
+    for task, log in result.logs.items():
+        assert_close(load(path / f"{name}.{task}.npz", log), expected, TOLERANCE)
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_two_workers_equal_one_process(alone, two, case):
+    _check(alone, two, case)
+
+
+@pytest.mark.parametrize("case", THREE)
+def test_three_workers_equal_one_process(alone, three, case):
+    _check(alone, three, case)
+
+
+def test_state_and_bytes(two):
+    path, result = two
+    found = load(path / "bytes.worker-1.npz", result.logs["worker-1"])
+    np.testing.assert_array_equal(found["kept"], -(-found["whole"] // 2))
+    # Momentum and velocity are as many numbers each as the gradients, of which an all-reduce of
+    # two workers sends as many bytes as they have.
+    all_reduced = 4 * found["whole"].sum() / 2
+    assert all_reduced <= found["wire"] <= 1.1 * all_reduced
+
+
+def test_table(two):
+    log = two[1].logs["worker-0"]
+    assert "in shares: the slots of 6 variables are cut into equal parts" in log
+    assert "lie whole on one worker each (its update is not known to be element-wise)" in log
+    assert "nothing is cut (variable 'counting_sgd/count' is of no one variable" in log
+
+
+def test_slots_can_be_read_when_other_workers_have_ended(two):
+    path, result = two
+    found = load(path / "ended.worker-0.npz", result.logs["worker-0"])
+    expected = load(path / "adamw.worker-0.npz", "")
+    assert found
+    for name, value in found.items():
+        np.testing.assert_array_equal(value, expected[name.replace("ended", "slots")])
+
+
+def test_files_go_on_elsewhere(folder, alone, two, three):
+    expected = load(alone / "files.one.npz", "")
+    slots = {k.replace("slots", "read"): v for k, v in expected.items() if k.startswith("slots")}
+    later = {k: v for k, v in expected.items() if k.startswith("later")}
+    env = {"LOADED": str(two[0] / "all.worker-1.keras")}
+    one = load(_alone(folder / "loaded", ["load"], **env) / "load.one.npz", "")
+    assert_close(one, slots | later, TOLERANCE)
+    for task, log in three[1].logs.items():
+        assert_close(load(three[0] / f"load.{task}.npz", log), slots | later, TOLERANCE)
+
+
+def test_backup_goes_on_with_another_number_of_workers(folder, alone):
+    _cluster(folder / "backup", 3, ["failing"], expect_failure=True)
+    resumed = _cluster(folder / "backup", 2, ["resumed"])
+    _check(alone, resumed, "resumed")
