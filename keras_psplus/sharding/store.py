@@ -26,6 +26,9 @@ if TYPE_CHECKING:
     from keras_psplus.core.jobs.control import ControlPlane
 
 _POLL_SECONDS, _POLL = 3.0, 3000
+# TensorFlow keeps some 20 kB on the worker, and more on the leader, for each request for a key that
+# nobody has written in time.
+_LONG_POLL = 600_000
 _SILENT_SECONDS, _PATIENCE_SECONDS = 8.0, 120.0
 _numbers = itertools.count()
 
@@ -91,6 +94,7 @@ class ShareStore:
         if self._thread is None:
             self._thread = threading.Thread(target=self._serve, name="shares", daemon=True)
             self._thread.start()
+            threading.Thread(target=self._watch, name="shares watch", daemon=True).start()
             atexit.register(self._leave)
         return len(self._variables) - 1
 
@@ -146,18 +150,26 @@ class ShareStore:
     def _serve(self):
         try:
             while True:
-                if self._released:
-                    self._offer({"released": list(self._released)})
+                key = self._key(self._next)
                 try:
-                    text = context.context().get_config_key_value(self._key(self._next), _POLL)
+                    text = context.context().get_config_key_value(key, _LONG_POLL)
                 except tf.errors.DeadlineExceededError:
-                    self._look_at_step()
                     continue
                 self._answer(json.loads(text))
         except Exception as error:  # Raised again by who reads.
             with self._changed:
                 self._error = error
                 self._changed.notify_all()
+
+    def _watch(self):
+        """Says now and then which variables are released, and whether a step here waits."""
+        offered = -1
+        while self._error is None:
+            time.sleep(_POLL_SECONDS)
+            if self._released and self._next > offered:
+                # Once at a time: all workers count the releases.
+                offered = self._offer({"released": list(self._released)})
+            self._look_at_step()
 
     def _look_at_step(self):
         """Says so if a step here has waited since a worker has left."""

@@ -22,10 +22,10 @@ class Store:
 
 
 class Control:
-    """A worker's control plane, by which it looks while it waits for the others."""
+    """A worker's control plane."""
 
     def __init__(self, store, names):
-        self._store, self.names, self.on_wait = store, names, lambda: None
+        self._store, self.names = store, names
 
     def post(self, name, text):
         with self._store.changed:
@@ -34,13 +34,19 @@ class Control:
             self._store.changed.notify_all()
         return is_new
 
-    def look(self, name):
-        return self._store.texts.get(name)
-
     def wait_for(self, name, whom, kind):
         with self._store.changed:
             assert self._store.changed.wait_for(lambda: name in self._store.texts, 20), (whom, kind)
             return self._store.texts[name]
+
+    def listen(self, name):
+        return self.wait_for(name, "another", "listening")
+
+
+class Fit:
+    """A `fit` that can be saved."""
+
+    can_save = True
 
 
 def saved_after(workers, told, alone, seed):
@@ -58,16 +64,13 @@ def saved_after(workers, told, alone, seed):
     found = [None] * workers
 
     def train(i):
-        control = Control(store, names)
-        one = preemption.Preemption(control, names[i], alone)
+        one = preemption.Preemption(Control(store, names), names[i], alone)
+        one.watch(Fit)
         is_noted = False
         for batch in range(1, 60):
             time.sleep(seconds[i][batch])
             if batch % alone == 0:
-                # As the thread does that looks while a step waits.
-                arrival = Arrival(barrier)
-                while not arrival.wait(0.002):
-                    control.on_wait()
+                barrier.wait()
             is_noted = is_noted or told.get(i) == batch
             if one.end_batch(False, is_noted):
                 found[i] = batch
@@ -79,21 +82,6 @@ def saved_after(workers, told, alone, seed):
     for thread in threads:
         thread.join(30)
     return found
-
-
-class Arrival:
-    """A wait at a barrier, in a thread of its own."""
-
-    def __init__(self, barrier):
-        self._is_over = threading.Event()
-        threading.Thread(target=self._wait, args=[barrier], daemon=True).start()
-
-    def _wait(self, barrier):
-        barrier.wait()
-        self._is_over.set()
-
-    def wait(self, seconds):
-        return self._is_over.wait(seconds)
 
 
 @pytest.mark.parametrize("alone", [1, 3])

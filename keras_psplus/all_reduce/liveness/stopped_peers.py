@@ -3,7 +3,8 @@
 `model.stop_training = True` after a batch ends the epoch on that worker; the others would wait in
 their next step for its gradients. The worker posts its stop in the key-value store of TensorFlow's
 coordination service, once; a worker that waits in a step reads it. While steps go on, nothing is
-sent. In the same way it learns that another one is told to end; see `core/jobs/preemption.py`.
+sent: TensorFlow keeps some 20 kB for each request for a key that nobody has written, so that only
+those steps are looked at that take longer than others do, and more and more seldom.
 
 With `updates=`, workers may step without each other, and a worker that has stopped is missed only
 in a step that needs it. There a step has to wait for longer before it reads.
@@ -11,7 +12,6 @@ in a step that needs it. There a step has to wait for longer before it reads.
 
 from __future__ import annotations
 
-import contextlib
 import threading
 import time
 from typing import TYPE_CHECKING
@@ -47,20 +47,24 @@ def watch(
 
 def _run(control, progress, marks, takes_steps_alone):
     last, seconds = None, _LOOK_SECONDS * max(1, len(control.names) / _WORKERS)
-    still, least = 0.0, _ALONE_SECONDS if takes_steps_alone else seconds
+    least = _ALONE_SECONDS if takes_steps_alone else seconds
+    # How long this step has stood still, those before it, and when it is to be looked at.
+    still, usual, due = 0.0, 0.0, least
     while True:
         time.sleep(seconds)
         before, last = last, progress.entered
-        if before == last and progress.doing is not None:
-            with contextlib.suppress(tf.errors.OpError, ValueError):
-                control.on_wait()
         stands = before == last and progress.doing == "training step"
         if stands and takes_steps_alone:
             # One that is traced, or has no data, waits for no worker either.
             stands = marks.state == RUNNING
-        still = still + seconds if stands else 0.0
-        if still < least:
+        if not stands:
+            usual, still = max(usual / 2, still), 0.0
+            due = max(least, 1.5 * usual)
             continue
+        still += seconds
+        if still < due:
+            continue
+        due = 2 * still
         try:
             stop = control.stop_of_another()
             if stop is not None and stop.steps <= progress.steps and last == progress.entered:

@@ -26,6 +26,8 @@ _POLL_SECONDS = 3.0
 _ALL = "all"  # in a large cluster, the place of all workers' texts
 _STOP = "stop"  # the place of who has stopped within an epoch
 _ASK_SECONDS = 0.5
+# TensorFlow keeps some 20 kB for each request for a key that nobody has written in time.
+_LISTEN = 3_600_000
 _FALLEN_OUT = "Workers have fallen out of step: "
 
 
@@ -45,9 +47,6 @@ class ControlPlane:
         timeout: Seconds to wait for a peer at the same point of the script before giving up.
         stall_warning: Seconds after which it is said for whom it waits; None for never.
         silent: Function that returns the names of workers that have been silent for too long.
-
-    Attributes:
-        on_wait: Function that is called now and then while this process waits for others.
     """
 
     def __init__(
@@ -61,7 +60,6 @@ class ControlPlane:
         self._names = [task_name(job, index) for job, index, _ in task.tasks() if job != "ps"]
         self._timeout, self._stall_warning = timeout, stall_warning
         self._sequence = 0
-        self.on_wait: Callable[[], None] = lambda: None
         # This worker's messages that others may be yet to read: numbers and keys.
         self._posted: list[tuple[int, str]] = []
 
@@ -190,14 +188,17 @@ class ControlPlane:
             return False
         return True
 
-    def look(self, name: str) -> str | None:
-        """The text that was posted by that name, or None."""
-        try:
-            return context.context().get_config_key_value(
-                _posted_key(name), int(_ASK_SECONDS * 1000)
-            )
-        except tf.errors.DeadlineExceededError:
-            return None
+    def listen(self, name: str) -> str:
+        """Waits for a text that another worker posts, without end: for a separate thread.
+
+        Args:
+            name: Name of the text.
+        """
+        while True:
+            try:
+                return context.context().get_config_key_value(_posted_key(name), _LISTEN)
+            except tf.errors.DeadlineExceededError:
+                continue
 
     def wait_for(self, name: str, whom: str, kind: str) -> str:
         """Waits for a text that another worker posts, as `exchange` waits.
@@ -276,7 +277,6 @@ class ControlPlane:
                 return text
             except tf.errors.DeadlineExceededError as error:
                 failure.raise_if_peer_gone(self._task, error, self._silent())
-                self.on_wait()
                 waited = time.monotonic() - start
                 if waited > self._timeout:
                     raise RuntimeError(

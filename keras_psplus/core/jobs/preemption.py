@@ -11,22 +11,24 @@ batch s, and no worker takes more than n steps without the others (n is 1 but fo
     worker 0   batch s |   batch s + 1 waits for worker 1 | confirms  |  ... to s + n    | saves
 
 Nobody can be done with batch s + n before worker 1 has begun with batch s + 1, which it does when
-all have confirmed. A worker reads the post when it waits in a step, or for the others at the end of
-an epoch: while steps go on, nothing is sent.
+all have confirmed. A thread of each worker waits for the post: while steps go on, nothing is sent.
 """
 
 from __future__ import annotations
 
+import contextlib
 import sys
+import threading
 from collections.abc import Callable
 from typing import TYPE_CHECKING, NoReturn
+
+import tensorflow as tf
 
 from keras_psplus.cluster.process.termination import EXIT_CODE, SIGNAL
 from keras_psplus.log import logger
 
 if TYPE_CHECKING:
     import keras
-    import tensorflow as tf
 
     from keras_psplus.core.backup.fit_progress import FitProgress
     from keras_psplus.core.jobs.control import ControlPlane
@@ -46,8 +48,7 @@ class Preemption:
     def __init__(self, control: ControlPlane | None, name: str, alone: int = 1) -> None:
         self._control, self._name, self._alone = control, name, alone
         self._batches = 0
-        if control is not None:
-            control.on_wait = self.look
+        self._thread: threading.Thread | None = None
         self._until: int | None = None
 
     @classmethod
@@ -59,8 +60,13 @@ class Preemption:
 
     def watch(self, progress: FitProgress) -> None:
         """Notes SIGTERM from now on, if something of a `fit` can be saved."""
-        if progress.can_save:
-            SIGNAL.watch()
+        if not progress.can_save:
+            return
+        SIGNAL.watch()
+        if self._control is not None and self._thread is None:
+            args = (self._control,)
+            self._thread = threading.Thread(target=self._listen, args=args, daemon=True)
+            self._thread.start()
 
     def unwatch(self, outer: FitProgress) -> None:
         """Has SIGTERM end this process again after a `fit`, unless there is one around it."""
@@ -85,14 +91,15 @@ class Preemption:
             save(callbacks)
             self.end(progress.at)
 
-    def look(self) -> None:
-        """Takes notice of another worker's post; called while this one waits for the others."""
-        if self._until is not None or self._control is None:
-            return
-        text = self._control.look(_POST)
-        if text is not None:
-            self._until = int(text)
-            self._control.post(_confirmation(self._name), "")
+    def _listen(self, control):
+        # When the job is about to end, there is nothing to wait for.
+        with contextlib.suppress(tf.errors.OpError, ValueError):
+            self._take(control, control.listen(_POST))
+
+    def _take(self, control, text):
+        """Takes notice of what a worker has posted, before it says so."""
+        self._until = int(text)
+        control.post(_confirmation(self._name), "")
 
     def end_batch(self, is_last: bool, is_told: bool) -> bool:
         """Counts a batch; returns whether all workers save after it, and end.
@@ -110,7 +117,7 @@ class Preemption:
         until = self._batches + self._alone
         if not control.post(_POST, str(until)):
             # Another one was told before.
-            self.look()
+            self._take(control, control.wait_for(_POST, "another", _WHAT))
             return self._until
         logger.info(
             "%s is told to end (SIGTERM); all workers save after its batch %d", self._name, until
