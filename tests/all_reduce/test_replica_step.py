@@ -92,7 +92,8 @@ class OwnChoice(compression.Int8):
 )
 def test_products_are_looked_for_where_a_compressor_may_take_them(chosen, expected):
     hops = compressors_per_hop(chosen, "flat")
-    assert GradientReducer([], 0, 2, hops, 1).takes_products is expected
+    reducer = GradientReducer([], 0, 2, hops, 1, levels=None, state=None)
+    assert reducer.takes_products is expected
 
 
 @pytest.mark.parametrize("local_rows", [0, 1, 3])

@@ -129,8 +129,6 @@ def outlive(
     """
     log = log or log_line
     leader, address = _leader(config)
-    # A scheduler that tells all tasks to end leaves the chief time to save what this one has.
-    termination.SIGNAL.watch()
     if not _within(
         startup_timeout,
         lambda a: has_come() or handshake.grpc_responds(a, _GREETING_TIMEOUT),
@@ -140,6 +138,8 @@ def outlive(
             f"{leader} did not come to {address} within {startup_timeout:g} s. Start it, or read "
             f"its log if it has ended. Received: TF_CONFIG={config.to_tf_config()}"
         )
+    # A scheduler that tells all tasks to end leaves the chief time to save what this one has.
+    termination.SIGNAL.watch()
     _outlive(address, lambda: 0.0 if has_left() else chief_gone)
     if is_lost():
         raise ChiefLostError(
