@@ -25,6 +25,7 @@ OWN = {
     "_lanes",
     "_last_batch",
     "_made_by",
+    "_made_in",
     "_of_rows",
     "_keras_rs_placement",
     "_row_reads",

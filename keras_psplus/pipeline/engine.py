@@ -174,6 +174,8 @@ class PipelineEngine(DistributedEngine):
         self, original: Original, variable: keras.Variable, *args: Any, **kwargs: Any
     ) -> Any:
         super().make_variable(original, variable, *args, **kwargs)
+        # As TensorFlow's variables have theirs: without the strategy, it cannot be read.
+        variable._made_in = self.strategy
         variable._is_made_to_train = variable._trainable
 
     def initialize_with_initializer(
