@@ -57,6 +57,7 @@ def _prepare(versions: types.ModuleType) -> None:
         # Before anything else of TensorFlow's runs, so that an early initialisation can be named.
         early_init.install()
         from keras_psplus import activation, keras_hooks
+        from keras_psplus.cluster.monitor import task_report
         from keras_psplus.core.plan import plan_request
         from keras_psplus.keras_internals import keras_attributes
         from keras_psplus.tf_internals import attributes
@@ -67,8 +68,8 @@ def _prepare(versions: types.ModuleType) -> None:
     activation.at_activation(functools.partial(late_variables.warn, dict(os.environ)))
     activation.at_activation(keras_hooks.install)
     _is_loaded = True
-    if plan_request.read() is not None:
-        # `keras-psplus plan` has started this process, also of a script without a strategy.
+    if plan_request.read() is not None or task_report.is_wanted():
+        # `keras-psplus` has started this process, also of a script without a strategy.
         activation.activate()
 
 

@@ -113,14 +113,19 @@ class TaskReport:
 
 
 @functools.cache
+def is_wanted() -> bool:
+    """Whether somebody has asked for reports of this process, as the launcher does."""
+    return any(os.environ.get(name) for name in (job_folder.FOLDER_VARIABLE, JSON_LOG_VARIABLE))
+
+
 def current() -> TaskReport | None:
     """The `TaskReport` of this process, or None if nobody has asked for one.
 
     The launcher does, by environment variables.
     """
-    folder, log = os.environ.get(job_folder.FOLDER_VARIABLE), os.environ.get(JSON_LOG_VARIABLE)
-    if not folder and not log:
+    if not is_wanted():
         return None
+    folder, log = os.environ.get(job_folder.FOLDER_VARIABLE), os.environ.get(JSON_LOG_VARIABLE)
     task = read_task_config()
     return TaskReport(
         task.name if task else "process",
