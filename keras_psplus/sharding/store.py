@@ -116,7 +116,8 @@ class ShareStore:
 
     def read(self, variable: Any) -> tf.Tensor:
         """The whole value of a variable; the other workers need not ask for it."""
-        return self._submit(variable=variable.number, steps=self._progress.steps)
+        steps, writes = self._progress.steps, variable.writes
+        return self._submit(variable=variable.number, steps=steps, writes=writes)
 
     def _submit(self, **request):
         """Has all workers answer a request of this one; returns the answer."""
@@ -189,7 +190,7 @@ class ShareStore:
             if mine:
                 self._released.remove(number)
         if "variable" in request:
-            variable = self._wait_for(request["variable"], request["steps"])
+            variable = self._wait_for(request["variable"], request["steps"], request["writes"])
             with tf.device(self._host._device):
                 answer = variable.gathered(self._host)
         with self._changed:
@@ -205,12 +206,13 @@ class ShareStore:
                 context.context().delete_config_key_value(self._key(number))
             self._own = []
 
-    def _wait_for(self, number, steps):
-        """Waits for a variable to be made here, and for the asking worker's step."""
+    def _wait_for(self, number, steps, writes):
+        """Waits for a variable, for the asking worker's step, and for what it has loaded."""
         begin = time.monotonic()
         while True:
             made = self._variables[number] if number < len(self._variables) else None
-            if made is not None and made.is_placed and self._progress.steps >= steps:
+            is_there = made is not None and made.is_placed and made.writes >= writes
+            if is_there and self._progress.steps >= steps:
                 return made
             if time.monotonic() - begin > _PATIENCE_SECONDS:
                 # Collectives of the asking worker end with it.

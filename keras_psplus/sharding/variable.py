@@ -57,6 +57,8 @@ class ShareVariable(CompositeVariable):
         self.number = store.add(
             self, f"shape={tuple(shape)}, dtype={tf.as_dtype(dtype).name}", name
         )
+        # How often the script has given it a value, as a file that is loaded does.
+        self.writes = 0
         super().__init__(False, shape, tf.as_dtype(dtype), f"{name}_in_shares_{self.number}", name)
 
     @property
@@ -123,7 +125,10 @@ class ShareVariable(CompositeVariable):
             if tf.executing_eagerly():
                 # A slice shares the buffer of the whole, and would keep it alive.
                 value = tf.raw_ops.DeepCopy(x=value)
-        return getattr(self.part, method)(value, read_value=False)
+        written = getattr(self.part, method)(value, read_value=False)
+        if tf.executing_eagerly() and not self._store.restoring:
+            self.writes += 1
+        return written
 
     def assign(self, value: Any, *args: Any, **kwargs: Any) -> Any:
         return self._write("assign", value)

@@ -112,12 +112,12 @@ class TaskReport:
                 logger.debug("cannot write into %s: %s", self._folder, error)
 
 
-@functools.cache
 def is_wanted() -> bool:
     """Whether somebody has asked for reports of this process, as the launcher does."""
     return any(os.environ.get(name) for name in (job_folder.FOLDER_VARIABLE, JSON_LOG_VARIABLE))
 
 
+@functools.cache
 def current() -> TaskReport | None:
     """The `TaskReport` of this process, or None if nobody has asked for one.
 
