@@ -36,7 +36,7 @@ def measure(**environment):
         env={**kept, **environment},
         capture_output=True,
         text=True,
-        timeout=60,
+        timeout=200,
         check=True,
     ).stdout
     told, faults = output.split()[-2:]
