@@ -24,5 +24,5 @@ def activate() -> None:
     with _lock:
         while _steps:
             _steps[0]()
-            # What fails, as hooks that do not fit, fails for the next strategy too.
+            # A step that fails, as hooks that do not fit, fails for the next strategy too.
             del _steps[0]

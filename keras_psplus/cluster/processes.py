@@ -292,7 +292,7 @@ class LocalCluster:
         due = self._task_restarts.pop_due()
         for rank, task in enumerate(self.tasks):
             if task.name in due:
-                self._processes.signal([task.name], signal.SIGKILL)  # What it has started.
+                self._processes.signal([task.name], signal.SIGKILL)  # Its child processes.
                 self._start_task(rank, task)
 
     def _forget_restarts(self):

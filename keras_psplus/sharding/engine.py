@@ -41,7 +41,7 @@ class ShardedEngine(AllReduceEngine):
         self._traffic: weakref.WeakKeyDictionary[Any, TrafficVariables] = (
             weakref.WeakKeyDictionary()
         )
-        # What makes the slot that is being made; and the parts of variables in this update.
+        # Place of the slot that is being made; and the parts of variables in this update.
         self._place_of_slot: Callable[[], Place] | None = None
         self._targets: dict[int, Any] = {}
 

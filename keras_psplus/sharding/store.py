@@ -17,6 +17,7 @@ import tensorflow as tf
 from keras_psplus.all_reduce.topology.levels import launcher_like
 from keras_psplus.cluster.process import exit_code
 from keras_psplus.core.jobs import error_report, failure
+from keras_psplus.core.jobs.control import listen
 from keras_psplus.log import logger
 from keras_psplus.tf_internals import context
 
@@ -26,9 +27,6 @@ if TYPE_CHECKING:
     from keras_psplus.core.jobs.control import ControlPlane
 
 _POLL_SECONDS, _POLL = 3.0, 3000
-# TensorFlow keeps some 20 kB on the worker, and more on the leader, for each request for a key that
-# nobody has written in time.
-_LONG_POLL = 600_000
 _SILENT_SECONDS, _PATIENCE_SECONDS = 8.0, 120.0
 _numbers = itertools.count()
 
@@ -151,12 +149,7 @@ class ShareStore:
     def _serve(self):
         try:
             while True:
-                key = self._key(self._next)
-                try:
-                    text = context.context().get_config_key_value(key, _LONG_POLL)
-                except tf.errors.DeadlineExceededError:
-                    continue
-                self._answer(json.loads(text))
+                self._answer(json.loads(listen(self._key(self._next))))
         except Exception as error:  # Raised again by who reads.
             with self._changed:
                 self._error = error

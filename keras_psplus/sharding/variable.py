@@ -57,7 +57,7 @@ class ShareVariable(CompositeVariable):
         self.number = store.add(
             self, f"shape={tuple(shape)}, dtype={tf.as_dtype(dtype).name}", name
         )
-        # How often the script has given it a value, as a file that is loaded does.
+        # Number of values that the script has given it, as by a file that is loaded.
         self.writes = 0
         super().__init__(False, shape, tf.as_dtype(dtype), f"{name}_in_shares_{self.number}", name)
 

@@ -48,7 +48,7 @@ def watch(
 def _run(control, progress, marks, takes_steps_alone):
     last, seconds = None, _LOOK_SECONDS * max(1, len(control.names) / _WORKERS)
     least = _ALONE_SECONDS if takes_steps_alone else seconds
-    # How long this step has stood still, those before it, and when it is to be looked at.
+    # Seconds that this step has stood still, and those before it; and when to look at it.
     still, usual, due = 0.0, 0.0, least
     while True:
         time.sleep(seconds)

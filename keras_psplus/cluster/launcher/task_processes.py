@@ -32,6 +32,7 @@ class TaskProcesses:
 
     Attributes:
         log_starts: Dict from task name to the bytes that its log had before.
+        is_released: Whether all have ended, and their ids may be those of other processes.
     """
 
     def __init__(
@@ -50,7 +51,7 @@ class TaskProcesses:
         # Of tasks that were started again.
         self._replaced: list[tuple[subprocess.Popen[bytes] | WarmProcess, LogFile]] = []
         self.log_starts: dict[str, int] = {}
-        self._is_released = False
+        self.is_released = False
         self._lock = threading.Lock()
 
     def __iter__(self) -> Iterator[str]:
@@ -58,11 +59,6 @@ class TaskProcesses:
 
     def __contains__(self, name: str) -> bool:
         return name in self._processes
-
-    @property
-    def is_released(self) -> bool:
-        """Whether all have ended, and their ids may be those of other processes."""
-        return self._is_released
 
     @property
     def pids(self) -> dict[str, int]:
@@ -147,7 +143,7 @@ class TaskProcesses:
         """
         send = os.killpg if to_children else os.kill
         with self._lock:
-            for name in [] if self._is_released else names:
+            for name in [] if self.is_released else names:
                 # They are not reaped before `release`, so that the ids are still theirs.
                 with contextlib.suppress(ProcessLookupError, PermissionError):
                     send(self._processes[name].pid, number)
@@ -159,7 +155,7 @@ class TaskProcesses:
     def release(self) -> None:
         """Reaps all, once they have ended."""
         with self._lock:
-            self._is_released = True  # from here on, a process id may be another process's
+            self.is_released = True  # from here on, a process id may be another process's
         for process in self._processes.values():
             process.wait()
         for pump in self._pumps:

@@ -5,7 +5,6 @@ from __future__ import annotations
 import os
 import signal
 import threading
-from typing import Any
 
 EXIT_CODE = 128 + signal.SIGTERM
 # Seconds that the launcher leaves its tasks to save the job after SIGTERM; 0 for none.
@@ -22,7 +21,6 @@ class _Signal:
 
     def __init__(self) -> None:
         self.is_noted = self.has_saved = False
-        self._before: Any = None
         self._is_watched = self._is_for_forks = False
 
     def watch(self) -> None:

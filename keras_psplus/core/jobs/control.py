@@ -26,7 +26,7 @@ _POLL_SECONDS = 3.0
 _ALL = "all"  # in a large cluster, the place of all workers' texts
 _STOP = "stop"  # the place of who has stopped within an epoch
 _ASK_SECONDS = 0.5
-# TensorFlow keeps some 20 kB for each request for a key that nobody has written in time.
+# TensorFlow keeps some 20 kB, and more on the leader, for each request that runs out of time.
 _LISTEN = 3_600_000
 _FALLEN_OUT = "Workers have fallen out of step: "
 
@@ -194,11 +194,7 @@ class ControlPlane:
         Args:
             name: Name of the text.
         """
-        while True:
-            try:
-                return context.context().get_config_key_value(_posted_key(name), _LISTEN)
-            except tf.errors.DeadlineExceededError:
-                continue
+        return listen(_posted_key(name))
 
     def wait_for(self, name: str, whom: str, kind: str) -> str:
         """Waits for a text that another worker posts, as `exchange` waits.
@@ -316,6 +312,15 @@ class ControlPlane:
             if error is not None:
                 raise error
             return value
+
+
+def listen(key: str) -> str:
+    """Waits without end until a key is written in the store, and returns its text."""
+    while True:
+        try:
+            return context.context().get_config_key_value(key, _LISTEN)
+        except tf.errors.DeadlineExceededError:
+            continue
 
 
 def _posted_key(name):

@@ -100,7 +100,7 @@ class WorkerState:
         """
         raise NotImplementedError
 
-    # What all have in common.
+    # Common to all back ends.
 
     def entries(
         self, owners: Mapping[str, Any], lost: list[int]
