@@ -68,7 +68,9 @@ class StepReport(keras.callbacks.Callback):
         with self._lock:
             self._loss = (logs or {}).get("loss", self._loss)
             self._summarise()
-            self._report.epoch_end(self._steps, epoch + 1, dict(logs or {}))
+            strategy = getattr(self.model, "distribute_strategy", None)
+            by_worker = getattr(strategy, "steps_by_worker", None)
+            self._report.epoch_end(self._steps, epoch + 1, dict(logs or {}), by_worker)
 
     def on_train_end(self, logs: dict[str, Any] | None = None) -> None:
         self._is_training = False

@@ -80,7 +80,7 @@ HOOKS = (
             ["self"],
             _in("_clocks"),
             ask,
-            "with `max_staleness`, nobody waits for a worker that is lost",
+            "steps are given to the workers that are there, and none waits for a lost one",
         )
         for name, ask in (("_on_closure_failure", "lost"), ("_on_worker_recovery", "recovered"))
     ),

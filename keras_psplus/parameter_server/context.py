@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import collections
 import dataclasses
 import weakref
 from typing import TYPE_CHECKING, Any
@@ -13,7 +14,6 @@ if TYPE_CHECKING:
     from keras_psplus.engine import Engine
     from keras_psplus.parameter_server.extended import ParameterServerExtended
     from keras_psplus.parameter_server.scheduling.scheduler import Scheduler
-    from keras_psplus.parameter_server.steps.clocks import Clocks
     from keras_psplus.parameter_server.sync.step_attempts import StepAttempts
     from keras_psplus.parameter_server.tracing.traffic import TrafficTotals
     from keras_psplus.parameter_server.updates.worker_updates import WorkerUpdates
@@ -36,9 +36,11 @@ class StepContext:
         scheduler: Sends steps to the workers.
         attempts: The global steps of `mode="sync"`.
         totals: Totals of the traffic counters, for `communication`.
-        clocks: Clocks of the workers, if `max_staleness` is set; else None.
+        max_staleness: Maximum number of training steps that a worker is ahead of the slowest one;
+            None for no limit.
         progress: Progress of the chief.
         updating: Gradients accumulated on workers, and the schedule of sending them.
+        steps_by_worker: Number of training steps of the present epoch by worker.
         functions: Functions of models whose steps may be under way, each with a method `drain`;
             held weakly.
     """
@@ -52,9 +54,12 @@ class StepContext:
     scheduler: Scheduler
     attempts: StepAttempts
     totals: TrafficTotals
-    clocks: Clocks | None
+    max_staleness: int | None
     progress: Progress
     updating: WorkerUpdates = dataclasses.field(init=False)
+    steps_by_worker: collections.Counter[int] = dataclasses.field(
+        default_factory=collections.Counter
+    )
     functions: weakref.WeakSet[Any] = dataclasses.field(default_factory=weakref.WeakSet)
 
     def server_addresses(self) -> list[str]:

@@ -14,6 +14,7 @@ import tensorflow as tf
 from keras_psplus.parameter_server.placement import shard_sizes
 from keras_psplus.parameter_server.placement.balance import Placement, Shard
 from keras_psplus.parameter_server.state.worker_state import WorkerStates
+from keras_psplus.parameter_server.tracing.remote import CHIEF
 from keras_psplus.parameter_server.tracing.worker_function import ClosureVariable
 from keras_psplus.parameter_server.transport.pulls import PulledVariable, updating_on_server
 from keras_psplus.parameter_server.transport.pushes import Pushes
@@ -29,8 +30,6 @@ from keras_psplus.tf_internals import parameter_server_strategy_v2 as stock
 
 if TYPE_CHECKING:
     from keras_psplus.parameter_server.transport.compressors import Compressors
-
-_CHIEF = "/job:chief/replica:0/task:0/device:CPU:0"
 
 
 def gpus_per_worker(devices: Sequence[str], num_workers: int) -> int:
@@ -164,7 +163,7 @@ class ParameterServerExtended(stock.ParameterServerStrategyV2Extended):
                 kwargs.pop(name, None)
             with (
                 ops.colocate_with(None, ignore_existing=True),
-                ops.device(_CHIEF),
+                ops.device(CHIEF),
             ):
                 return ClosureVariable(next_creator(**kwargs), kind)
         whole = kwargs.get("colocate_with")
@@ -187,7 +186,7 @@ class ParameterServerExtended(stock.ParameterServerStrategyV2Extended):
         shape, dtype = shard_sizes.form_of(kwargs, shape)
         if self._cuts_evenly and shape is None and callable(initial_value) and not is_of_checkpoint:
             # The script's own variable, whose shape nobody has said.
-            with ops.device(_CHIEF):
+            with ops.device(CHIEF):
                 kwargs["initial_value"] = initial_value()
             shape, dtype = shard_sizes.form_of(kwargs, None)
         if shape is None or shape.rank == 0:
@@ -212,7 +211,7 @@ class ParameterServerExtended(stock.ParameterServerStrategyV2Extended):
         creator = self._create_var_creator(next_creator, **kwargs)
         is_of_checkpoint = hasattr(initial_value, "checkpoint_position")
         if not is_of_checkpoint:
-            with ops.device(_CHIEF):
+            with ops.device(CHIEF):
                 value = initial_value() if callable(initial_value) else initial_value
                 value = tf.convert_to_tensor(value, dtype=kwargs.get("dtype"))
         parts = []
@@ -228,7 +227,7 @@ class ParameterServerExtended(stock.ParameterServerStrategyV2Extended):
                     ),
                 )
             else:
-                with ops.device(_CHIEF):
+                with ops.device(CHIEF):
                     own = value[first:end]
             parts.append(
                 self._create_on_ps(

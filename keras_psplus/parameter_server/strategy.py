@@ -36,7 +36,6 @@ from keras_psplus.parameter_server.scheduling import failure
 from keras_psplus.parameter_server.scheduling.closures import Coordinator
 from keras_psplus.parameter_server.scheduling.scheduler import LANES, Scheduler
 from keras_psplus.parameter_server.scheduling.stalls import StallProbe
-from keras_psplus.parameter_server.steps.clocks import Clocks
 from keras_psplus.parameter_server.sync.step_attempts import StepAttempts
 from keras_psplus.parameter_server.tracing import traffic
 from keras_psplus.parameter_server.transport.compressors import Compressors
@@ -239,10 +238,6 @@ class ParameterServerStrategy(StateDicts, tf.distribute.ParameterServerStrategy)
         )
         progress = Progress(leads=True)
         stalls.Inspector(stall_warning, StallProbe(scheduler, progress, spec).look)
-        clocks = None
-        if self._mode.max_staleness is not None:
-            clocks = Clocks(self._num_workers, self._mode.max_staleness)
-            clocks.watch(scheduler.workers)
         self._context = StepContext(
             strategy=self,
             extended=self.extended,
@@ -253,7 +248,7 @@ class ParameterServerStrategy(StateDicts, tf.distribute.ParameterServerStrategy)
             scheduler=scheduler,
             attempts=StepAttempts(self._num_workers, self._mode.backup_workers),
             totals=totals,
-            clocks=clocks,
+            max_staleness=self._mode.max_staleness,
             progress=progress,
         )
         kind: Any = LocalSGDUpdates if updates is not None and updates.local else WorkerUpdates
@@ -332,6 +327,11 @@ class ParameterServerStrategy(StateDicts, tf.distribute.ParameterServerStrategy)
         did not compute, as it was still busy with an earlier step.
         """
         return self._context.attempts.dropped
+
+    @property
+    def steps_by_worker(self) -> list[int]:
+        """Training steps of each worker in the present epoch, or the last."""
+        return [self._context.steps_by_worker[worker] for worker in range(self._num_workers)]
 
     @property
     def communication(self) -> Communication:

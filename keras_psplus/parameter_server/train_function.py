@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
@@ -13,7 +14,6 @@ from keras_psplus.parameter_server.data.split import split
 from keras_psplus.parameter_server.data.worker_data import WorkerIterator
 from keras_psplus.parameter_server.reports import placement_table
 from keras_psplus.parameter_server.steps.runner import StepRunner
-from keras_psplus.parameter_server.steps.staleness import BoundedRunner
 from keras_psplus.parameter_server.sync.sync_steps import SyncRunner
 from keras_psplus.parameter_server.tracing.joined_batches import first_of
 from keras_psplus.parameter_server.tracing.step_inputs import tensors, weights
@@ -45,15 +45,17 @@ class TrainFunction:
         # steps bring back later.
         self._logs: dict[str, Any] = {}
         self._is_reported = False
+        is_bounded = is_training and context.max_staleness is not None
+        self._bound = context.max_staleness if is_bounded else math.inf
         context.functions.add(self)
 
     def _runner_of(self, step, is_training):
         args = self._context, step, lambda: weights(self._model), self._results
         if is_training and self._context.is_sync:
             return SyncRunner(*args, split)
-        if is_training and self._context.clocks is not None:
-            return BoundedRunner(*args)
-        return StepRunner(*args, overlap=is_training and self._context.overlaps_steps)
+        overlaps = is_training and self._context.overlaps_steps
+        counts = self._context.steps_by_worker if is_training else None
+        return StepRunner(*args, overlaps, counts)
 
     def __call__(self, iterator: Any) -> dict[str, Any]:
         progress = self._context.progress
@@ -67,6 +69,8 @@ class TrainFunction:
         return logs
 
     def _take_steps(self, iterator):
+        if not self._runner.is_open:
+            self._begin()
         ticket = None
         if isinstance(iterator, WorkerIterator):
             ticket = self._scheduler.take(iterator, self._model.steps_per_execution)
@@ -79,8 +83,10 @@ class TrainFunction:
             # Keras does not synchronise when it runs out of data: the totals are written here.
             self.drain()
             raise StopIteration
-        self._context.drain(but=self)
-        self._runner.submit(batches, _tensors_spec(element_spec, batches), ticket)
+        spec = _tensors_spec(element_spec, batches)
+        # A limit of staleness counts steps.
+        for part in [batches] if self._bound == math.inf else [[batch] for batch in batches]:
+            self._runner.submit(part, spec, ticket)
         self._report_placement()
         self._logs.clear()
         self._logs.update(self._runner.logs)
@@ -92,6 +98,13 @@ class TrainFunction:
         if not isinstance(iterator, (tf.data.Iterator, WorkerIterator)):
             self.drain()
         return logs, len(batches)
+
+    def _begin(self):
+        """Begins an epoch, or a step of `train_on_batch`, with no step under way."""
+        self._context.drain(but=self)
+        self._scheduler.clocks.begin(self._bound)
+        if self._is_training:
+            self._context.steps_by_worker.clear()
 
     def _report_placement(self):
         """Logs the placement of the variables after the first step, which creates the last."""

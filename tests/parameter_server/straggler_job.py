@@ -2,8 +2,9 @@
 
 straggler_job.py FOLDER MODE...
 
-Each MODE is `sync`, `backup`, `async`, or `stale:N` for `max_staleness=N`. For each, some steps are
-taken, and a line says by which worker, how far one was ahead of the other, and how long it took.
+Each MODE is `sync`, `backup`, `async`, `shares` (the workers read the data), `equal` (both sleep as
+long), or `stale:N` for `max_staleness=N`. For each, some steps are taken, and a line says by which
+worker, how far one was ahead of the other, and how long it took.
 """
 
 import json
@@ -33,6 +34,7 @@ name = f"{task['type']}-{task['index']}"
 os.chdir(folder / name)
 pathlib.Path("number").write_text(str(task["index"]))
 pathlib.Path("sleep").write_text(str(int(5e5 * SECONDS.get(name, 0))))
+pathlib.Path("equal").write_text(str(int(5e5 * SECONDS["worker-0"])))
 
 
 def own(file, x):
@@ -42,8 +44,9 @@ def own(file, x):
 
 
 class Slow(keras.Model):
-    def __init__(self):
+    def __init__(self, file):
         super().__init__()
+        self.file = file
         self.dense = keras.layers.Dense(1)
         counts = dict(shape=(2,), initializer="zeros", trainable=False)
         self.begun = self.add_weight(name="begun", **counts)
@@ -60,7 +63,7 @@ class Slow(keras.Model):
         ahead = before - tf.reduce_min(self.done)
         self.begun.assign_add(me)
         self.ahead.assign_add(me * tf.nn.relu(ahead - tf.reduce_sum(self.ahead * me)))
-        sleeping = tf.data.Dataset.range(1).apply(testing.sleep(own("sleep", x)))
+        sleeping = tf.data.Dataset.range(1).apply(testing.sleep(own(self.file, x)))
         slept = sleeping.reduce(tf.constant(0, tf.int64), lambda total, i: total + i)
         logs = super().train_step((x + tf.cast(slept, x.dtype), y))
         with tf.control_dependencies([slept]):
@@ -72,7 +75,7 @@ def arguments(mode):
     return {
         "sync": dict(mode="sync"),
         "backup": dict(mode="sync", backup_workers=1),
-        "async": dict(),
+        **dict.fromkeys(("async", "shares", "equal"), {}),
         "stale": dict(max_staleness=int(mode.partition(":")[2] or 0)),
     }[mode.partition(":")[0]]
 
@@ -83,20 +86,31 @@ for mode in modes:
     # The first has made itself known to the other tasks.
     resolver = tf.distribute.cluster_resolver.TFConfigClusterResolver(rpc_layer="grpc")
     with strategy.scope():
-        model = Slow()
+        model = Slow("equal" if mode == "equal" else "sleep")
         model.compile(keras.optimizers.SGD(0.01), "mse")
     x = np.ones((2 * STEPS, 4), "float32")
     model.fit(x[:2], x[:2, :1], batch_size=2, verbose=0)
-    taken_before = model.begun.numpy()
+    # Workers are level when an epoch begins, whoever took the step before.
+    for counter in (model.begun, model.done, model.ahead):
+        counter.assign(np.zeros(2))
     begin = time.monotonic()
-    model.fit(x, x[:, :1], batch_size=2, verbose=0)
+    if mode == "shares":
+        options = tf.data.Options()
+        options.experimental_distribute.auto_shard_policy = (
+            tf.data.experimental.AutoShardPolicy.DATA
+        )
+        data = tf.data.Dataset.from_tensor_slices((x, x[:, :1])).batch(2).with_options(options)
+        model.fit(data, verbose=0)
+    else:
+        model.fit(x, x[:, :1], batch_size=2, verbose=0)
     print(
         mode,
         json.dumps(
             {
                 "steps": int(model.optimizer.iterations.numpy()) - 1,
-                "taken": (model.begun.numpy() - taken_before).round(3).tolist(),
+                "taken": model.begun.numpy().round(3).tolist(),
                 "ahead": model.ahead.numpy().tolist(),
+                "counted": strategy.steps_by_worker,
                 "dropped": strategy.dropped_gradients,
                 "seconds": round(time.monotonic() - begin, 2),
             }

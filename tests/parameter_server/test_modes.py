@@ -3,18 +3,22 @@
 import threading
 import types
 
+import numpy as np
 import pytest
 from tensorflow.python.distribute.coordinator import cluster_coordinator
 
 import keras_psplus as psp
 from keras_psplus.parameter_server import modes
+from keras_psplus.parameter_server.scheduling.clocks import Clocks
 from keras_psplus.parameter_server.scheduling.closures import Closure
 from keras_psplus.parameter_server.scheduling.scheduler import Scheduler
-from keras_psplus.parameter_server.steps.clocks import Clocks
 from keras_psplus.parameter_server.sync.step_attempts import Attempt, StepAttempts
 
 CLUSTER = """{"cluster": {"chief": ["127.0.0.1:1"], "worker": ["127.0.0.1:2", "127.0.0.1:3"],
 "ps": ["127.0.0.1:4"]}, "task": {"type": "ps", "index": 0}}"""
+
+# Steps that keep a worker busy.
+WINDOW = 2
 
 
 @pytest.mark.parametrize(
@@ -92,39 +96,92 @@ def test_many_threads_ask_and_few_are_admitted():
     assert sum(admitted) == 3
 
 
+def give(clocks):
+    worker = clocks.free(WINDOW)[0]
+    clocks.give(worker)
+    return worker
+
+
 @pytest.mark.parametrize("bound", [0, 1, 4])
 def test_clocks_hold_a_worker_that_is_ahead(bound):
-    clocks = Clocks(num_workers=2, bound=bound)
-    given = [clocks.give(), clocks.give()]
+    clocks = Clocks(num_workers=2)
+    clocks.begin(bound)
+    given = [give(clocks), give(clocks)]
     assert sorted(given) == [0, 1]
     begun = 1
     for _ in range(10):
         # Worker 0 is fast, and worker 1 does not come to an end.
         clocks.finish(0)
-        while clocks.is_free:
-            begun += clocks.give() == 0
+        while clocks.free(WINDOW):
+            begun += give(clocks) == 0
     assert begun == bound + 1
+    assert clocks.slower(0) is None
     clocks.finish(1)
-    assert clocks.is_free
+    assert clocks.free(WINDOW)
 
 
 def test_a_lost_worker_holds_up_nobody_and_comes_back_where_the_slowest_is():
-    clocks = Clocks(num_workers=2, bound=1)
-    assert {clocks.give(), clocks.give()} == {0, 1}
+    clocks = Clocks(num_workers=2)
+    clocks.begin(1)
+    assert {give(clocks), give(clocks)} == {0, 1}
     clocks.lose(1)
     clocks.move(1, 0)
     clocks.finish(0)
     clocks.finish(0)
     for _ in range(8):
-        assert clocks.give() == 0
+        assert give(clocks) == 0
         clocks.finish(0)
     clocks.welcome(1)
-    assert {clocks.give(), clocks.give()} == {0, 1}
+    assert {give(clocks), give(clocks)} == {0, 1}
     clocks.lose(0)
     clocks.lose(1)
-    assert not clocks.is_free
+    assert not clocks.free(WINDOW)
     clocks.welcome(0)
-    assert clocks.is_free
+    assert clocks.free(WINDOW)
+
+
+def simulated(steps, seconds, noise=0.0, seed=0):
+    """Steps by worker, and the seconds of all, with a queue for each worker."""
+    random = np.random.default_rng(seed)
+    clocks, done = Clocks(len(seconds)), [0] * len(seconds)
+    clocks.begin()
+    queued, ends, now = [0] * len(seconds), {}, 0.0
+    while steps or ends or any(queued):
+        while steps and clocks.free(WINDOW):
+            queued[give(clocks)] += 1
+            steps -= 1
+        for worker, count in enumerate(queued):
+            if count and worker not in ends:
+                queued[worker] -= 1
+                ends[worker] = now + seconds[worker] * (1 + noise * random.uniform(-1, 1))
+        worker = min(ends, key=ends.get)
+        now = ends.pop(worker)
+        done[worker] += 1
+        clocks.finish(worker)
+        slower = clocks.slower(worker) if not steps else None
+        if slower is not None and queued[slower]:
+            clocks.move(slower, worker)
+            queued[slower] -= 1
+            queued[worker] += 1
+    return done, now
+
+
+@pytest.mark.parametrize("steps", [1, 2, 3, 7, 80, 81, 200])
+@pytest.mark.parametrize("workers", [1, 2, 4])
+def test_equally_fast_workers_take_as_many_steps(steps, workers):
+    for seed in range(10):
+        done, _ = simulated(steps, [1.0] * workers, 0.2, seed)
+        assert sum(done) == steps
+        assert max(done) - min(done) <= 1
+
+
+@pytest.mark.parametrize("seconds", [[1.0, 3.0], [1.0, 1.0, 2.0], [1.0, 10.0]])
+def test_slower_workers_take_fewer_steps_and_hold_up_nobody(seconds):
+    done, now = simulated(400, seconds, 0.1)
+    speeds = 1 / np.array(seconds)
+    np.testing.assert_allclose(done, 400 * speeds / speeds.sum(), atol=7)
+    # All but the step that a slower one is at work on.
+    assert now <= 400 / speeds.sum() + 1.2 * max(seconds)
 
 
 def test_a_worker_whose_step_is_taken_back_after_its_loss_gets_no_other():

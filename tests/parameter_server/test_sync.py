@@ -113,7 +113,7 @@ def test_workers_are_killed_and_no_update_is_wrong(how, request):
 @pytest.fixture(scope="module")
 def stragglers(tmp_path_factory):
     """What two workers have done in each mode, of which one takes five times as long."""
-    modes = ["sync", "backup", "async", "stale:2", "stale:0"]
+    modes = ["sync", "backup", "async", "shares", "equal", "stale:2", "stale:0"]
     log = run_in_processes(
         HERE / "straggler_job.py",
         workers=2,
@@ -149,11 +149,17 @@ def test_backup_workers_do_not_wait_for_a_slow_worker(stragglers):
     )
 
 
-def test_asynchronous_steps_do_not_wait_for_a_slow_worker(stragglers):
-    found = stragglers[0]["async"]
+@pytest.mark.parametrize("mode", ["async", "shares"])
+def test_asynchronous_steps_do_not_wait_for_a_slow_worker(mode, stragglers):
+    found = stragglers[0][mode]
+    assert found["counted"] == found["taken"]
     assert sum(found["taken"]) == found["steps"] == 16
     assert found["taken"][0] > 1.5 * found["taken"][1]
     assert found["ahead"][0] > 2
+
+
+def test_equally_fast_workers_take_as_many_steps(stragglers):
+    assert stragglers[0]["equal"]["counted"] == [8, 8]
 
 
 @pytest.mark.parametrize("bound", [2, 0])

@@ -43,15 +43,19 @@ class TaskReport:
         self._append("steps", **figures)
         self._update(steps=figures)
 
-    def epoch_end(self, step: int, epoch: int, logs: dict[str, Any]) -> None:
+    def epoch_end(
+        self, step: int, epoch: int, logs: dict[str, Any], steps_by_worker: list[int] | None = None
+    ) -> None:
         """Says that an epoch is over.
 
         Args:
             step: Number of steps up to now.
             epoch: Number of the epoch, from 1.
             logs: What its callbacks get.
+            steps_by_worker: Under parameter servers, steps of the epoch by worker.
         """
-        self._append("epoch_end", step=step, epoch=epoch, loss=logs.get("loss"), logs=logs)
+        more = {} if steps_by_worker is None else {"steps_by_worker": steps_by_worker}
+        self._append("epoch_end", step=step, epoch=epoch, loss=logs.get("loss"), logs=logs, **more)
 
     def evaluation(self, checkpoint: str, step: int, logs: dict[str, Any]) -> None:
         """Says what an evaluator has found.

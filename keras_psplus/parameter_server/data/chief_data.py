@@ -52,7 +52,7 @@ def on_workers(
             context.num_workers,
         )
         return None
-    if context.is_sync or context.clocks is not None:
+    if context.is_sync or context.max_staleness is not None:
         info_once("the chief reads the data, as it decides which worker takes what")
         return None
     if in_order:

@@ -11,16 +11,16 @@ from __future__ import annotations
 import functools
 import threading
 import weakref
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import tensorflow as tf
 
 from keras_psplus.datasets.shuffle_seeds import serialize
 from keras_psplus.log import logger
+from keras_psplus.parameter_server.data.tickets import RETRY_SECONDS, Ticket, TicketQueue
 from keras_psplus.parameter_server.data.worker_reads import WorkerReads, fit_end_to_end
 from keras_psplus.parameter_server.tracing import step_errors
-from keras_psplus.parameter_server.tracing.joined_batches import Batches, JoinedBatches
 from keras_psplus.parameter_server.tracing.remote import is_of_worker, on_worker
 from keras_psplus.tf_internals import data_distribute as distribute
 from keras_psplus.tf_internals import dataset_ops
@@ -28,7 +28,6 @@ from keras_psplus.tf_internals import dataset_ops
 _READ_AHEAD = 2
 # Ready for a worker's next steps: while a step is asked for its result, its worker answers nothing.
 _TICKETS_AHEAD = 4
-_RETRY_SECONDS = 0.5
 
 
 class WorkerDataset:
@@ -161,36 +160,6 @@ class DatasetOfEachWorker(WorkerDataset):
         return dataset
 
 
-class Ticket:
-    """Some batches that are ready on a worker.
-
-    Attributes:
-        home: Index of that worker.
-        share: Number of the share that they are from.
-        batches: List of batches, or `JoinedBatches`: tensors in that worker's memory.
-    """
-
-    def __init__(
-        self,
-        home: int,
-        share: int,
-        batches: Batches,
-        read_again: Callable[[int, int], Batches],
-    ) -> None:
-        self.home, self.share, self.batches = home, share, batches
-        self._read_again = read_again
-        self._is_used = False
-
-    def payload_on(self, worker: int) -> Any:
-        """A step's argument in a worker's memory; batches are read again if they were lost."""
-        batches = self.batches
-        if worker != self.home or self._is_used:
-            batches = self._read_again(worker, len(batches))
-        else:
-            self._is_used = True
-        return batches.payload if isinstance(batches, JoinedBatches) else batches
-
-
 class WorkerIterator:
     """One pass over a dataset that the workers read.
 
@@ -210,7 +179,7 @@ class WorkerIterator:
         taken: list[int],
     ) -> None:
         self.element_spec, self._taken = element_spec, taken
-        self._queue = _Tickets()
+        self._queue = TicketQueue()
         self._readers = [
             _ShareReader(self._queue, share, number, num_workers, taken[number])
             for number, share in enumerate(shares)
@@ -222,13 +191,13 @@ class WorkerIterator:
         raise NotImplementedError("The batches are the workers': `take` says where they are.")
 
     def take(
-        self, count: int, loads: Callable[[], Mapping[int, int]], while_waiting: Callable[[], None]
+        self, count: int, free: Callable[[], list[int]], while_waiting: Callable[[], None]
     ) -> Ticket | None:
-        """Takes the next batches, of whichever share has some for the least busy worker.
+        """Takes the next batches for a free worker, of its share if that has some.
 
         Args:
             count: Number of batches; the last ones of a share may be fewer.
-            loads: Function that returns the number of steps under way by worker.
+            free: Function that returns the workers that may be given a step, the next one first.
             while_waiting: Called now and then while no batches come; may raise.
 
         Returns:
@@ -238,41 +207,10 @@ class WorkerIterator:
             self._is_started = True
             for reader in self._readers:
                 reader.start(count)
-        ticket = self._queue.take(self._readers, loads, while_waiting)
+        ticket = self._queue.take(self._readers, free, while_waiting)
         if ticket is not None:
             self._taken[ticket.share] += len(ticket.batches)
         return ticket
-
-
-class _Tickets:
-    """Batches that readers have ready, shared with the chief's thread."""
-
-    def __init__(self):
-        self.changed = threading.Condition()
-        self.is_closed = False
-        self.error = None
-
-    def close(self):
-        self.is_closed = True
-        if self.changed.acquire(blocking=False):
-            self.changed.notify_all()
-            self.changed.release()
-
-    def take(self, readers, loads, while_waiting):
-        while True:
-            with self.changed:
-                ready = [reader for reader in readers if reader.tickets]
-                if ready:
-                    busy = loads()
-                    first = min(ready, key=lambda reader: busy.get(reader.tickets[0].home, 0))
-                    self.changed.notify_all()
-                    return first.tickets.pop(0)
-                if self.error is not None:
-                    raise self.error
-                if all(reader.is_done for reader in readers):
-                    return None
-                self.changed.wait(_RETRY_SECONDS)
-            while_waiting()
 
 
 class _ShareReader:
@@ -292,7 +230,7 @@ class _ShareReader:
         while not self.is_done:
             with self._queue.changed:
                 while len(self.tickets) >= _TICKETS_AHEAD and not self._queue.is_closed:
-                    self._queue.changed.wait(_RETRY_SECONDS)
+                    self._queue.changed.wait(RETRY_SECONDS)
             if self._queue.is_closed:
                 return
             try:
@@ -330,7 +268,7 @@ class _ShareReader:
             self._position,
         )
         with self._queue.changed:
-            self._queue.changed.wait(_RETRY_SECONDS)
+            self._queue.changed.wait(RETRY_SECONDS)
 
     def _translated(self, error):
         if not step_errors.is_of_step(error):

@@ -13,7 +13,7 @@ from keras_psplus.tf_internals import cluster_coordinator
 from keras_psplus.tf_internals import coordinator_values as values
 
 if TYPE_CHECKING:
-    from keras_psplus.parameter_server.data.worker_data import Ticket
+    from keras_psplus.parameter_server.data.tickets import Ticket
 
 
 class Closure(cluster_coordinator.Closure):
@@ -24,11 +24,13 @@ class Closure(cluster_coordinator.Closure):
     ticket: Ticket | None
     tried_on: int | None
     started: float | None
+    # The worker that it counts for, or None if `Clocks` did not choose one.
+    home: int | None
 
     about, scheduler, ticket = "", None, None
     may_overlap = False
     after_loss = "its update may be applied twice"
-    tried_on, started = None, None
+    tried_on, started, home = None, None, None
 
     def __init__(
         self, function: Callable[..., Any], cancellation_manager: Any, args: tuple[Any, ...]

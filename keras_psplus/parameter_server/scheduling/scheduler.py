@@ -1,19 +1,19 @@
 """Sends steps to the workers and collects what they return.
 
-Steps are closures of TensorFlow's `ClusterCoordinator`, which gives each to whichever worker is
-free and gives it to another if the worker dies. A few are kept under way for every worker; their
-results are taken as they come, so that a slow worker holds up nobody.
+Steps are closures of TensorFlow's `ClusterCoordinator`, which gives them to another worker if one
+dies. A few are kept under way for every worker; their results are taken as they come, so that a
+slow worker holds up nobody. `Clocks` says which worker is next.
 """
 
 from __future__ import annotations
 
-import collections
 import threading
 import time
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any
 
 from keras_psplus.log import logger
+from keras_psplus.parameter_server.scheduling.clocks import Clocks
 from keras_psplus.parameter_server.scheduling.closures import Closure
 from keras_psplus.parameter_server.scheduling.lanes import Lanes
 from keras_psplus.parameter_server.scheduling.recovery import PausingRecovery
@@ -21,7 +21,8 @@ from keras_psplus.parameter_server.scheduling.recovery import PausingRecovery
 if TYPE_CHECKING:
     import tensorflow as tf
 
-    from keras_psplus.parameter_server.data.worker_data import Ticket, WorkerIterator
+    from keras_psplus.parameter_server.data.tickets import Ticket
+    from keras_psplus.parameter_server.data.worker_data import WorkerIterator
 
 _STEPS_PER_WORKER = 2
 # Training steps that a worker has under way: one that reads, one that computes, one that sends.
@@ -46,6 +47,7 @@ class Scheduler:
     Attributes:
         on_worker_lost: None, or a function that is called with the number of a worker that is lost.
         recovery: `PausingRecovery`, or None without `overlap`.
+        clocks: `Clocks` of the workers, for the steps that any of them may take.
     """
 
     on_worker_lost: Callable[[int], None] | None
@@ -62,12 +64,14 @@ class Scheduler:
     ) -> None:
         self._on_worker_back, self.on_worker_lost = on_worker_back, None
         self._coordinator = coordinator
-        self._num_workers = num_workers
         self.recovery: PausingRecovery | None = None
         if overlap:
             self.recovery = PausingRecovery(coordinator._cluster.failure_handler, are_workers_back)
             for worker in self.workers if lanes > 1 else ():
                 Lanes(worker, lanes, self.recovery)
+        self.clocks = Clocks(num_workers)
+        self.clocks.watch(self.workers)
+        self._window = _STEPS_PER_WORKER
         self._check_workers = check_workers
         self._changed = threading.Condition()
         # By the result's id: the result and its closure.
@@ -81,12 +85,27 @@ class Scheduler:
         return self._coordinator._cluster.closure_queue
 
     def take(self, iterator: WorkerIterator, count: int) -> Ticket | None:
-        """Reserves batches of an iterator that workers read; None at the end of its data."""
-        return iterator.take(count, self._loads, self._check_for_errors)
+        """Reserves batches of an iterator that workers read, and a worker for their steps.
 
-    def _loads(self):
-        tickets = [closure.ticket for closure in self.closures]
-        return collections.Counter(ticket.home for ticket in tickets if ticket)
+        Args:
+            iterator: `WorkerIterator`.
+            count: Number of batches; the last ones of a share may be fewer.
+
+        Returns:
+            A `Ticket`, or None at the end of the data.
+        """
+        self._wait_until_free()
+        ticket = iterator.take(
+            count, lambda: self.clocks.free(self._window), self._check_for_errors
+        )
+        if ticket is not None:
+            self.clocks.give(ticket.worker)
+        return ticket
+
+    def _wait_until_free(self):
+        if not self._under_way:
+            self.clocks.settle()
+        self._wait_until(lambda: self.clocks.free(self._window))
 
     def submit(
         self,
@@ -97,7 +116,7 @@ class Scheduler:
         ticket: Ticket | None = None,
         may_overlap: bool = False,
     ) -> tf.distribute.coordinator.RemoteValue:
-        """Schedules a function once fewer than the window's steps are under way.
+        """Schedules a function once a worker has room for it in its queue.
 
         Args:
             function: Concrete function.
@@ -111,11 +130,19 @@ class Scheduler:
         Returns:
             The result as a `RemoteValue`.
         """
-        per_worker = LANES + 1 if may_overlap else _STEPS_PER_WORKER
-        self._wait_until(lambda: len(self._under_way) < per_worker * self._num_workers)
+        self._window = LANES + 1 if may_overlap else _STEPS_PER_WORKER
+        if ticket is None:
+            self._wait_until_free()
         closure = Closure(function, self._queue._cancellation_mgr, args)
         closure.ticket, closure.may_overlap = ticket, may_overlap
-        return self.start(closure, on_done, about, None if ticket is None else ticket.home)
+        if ticket is not None:
+            closure.home = ticket.worker
+        elif free := self.clocks.free(self._window):
+            closure.home = free[0]
+            self.clocks.give(free[0])
+        # With a lost worker's steps in the queue, others follow them there.
+        is_in_turn = closure.home is None or not self._queue._queue.empty()
+        return self.start(closure, on_done, about, None if is_in_turn else closure.home)
 
     @property
     def workers(self) -> Sequence[Any]:
@@ -200,6 +227,9 @@ class Scheduler:
             if self._on_worker_back is not None:
                 self._on_worker_back(f"worker-{worker}")
         closure.tried_on, closure.started = worker, time.monotonic()
+        if closure.home is not None and closure.home != worker:
+            self.clocks.move(closure.home, worker)
+            closure.home = worker
 
     def _note_loss(self, worker):
         self._failed_workers.add(worker)
@@ -222,9 +252,30 @@ class Scheduler:
                 on_done(result._fetched_tensors, worker)
         finally:
             with self._changed:
-                self._under_way.pop(id(result), None)
+                _, closure = self._under_way.pop(id(result), (None, None))
+                home = closure.home if closure is not None else None
+                if home is not None:
+                    self.clocks.finish(home)
                 self._last_result = time.monotonic()
                 self._changed.notify_all()
+            if home is not None:
+                self._take_from_slower(home)
+
+    def _take_from_slower(self, idle):
+        """Gives an idle worker a step that waits for a slower one."""
+        slower = self.clocks.slower(idle)
+        if slower is None:
+            return
+        with self._queue._queue_lock:
+            waiting = self._queue._tagged_queue[slower]
+            if not waiting.queue or waiting.queue[-1].home is None:
+                return
+            # The last that it was given.
+            closure = waiting.queue.pop()
+            self.clocks.move(slower, idle)
+            closure.home = closure.tag = idle
+            self._queue._tagged_queue[idle].put(closure, block=False)
+            self._queue._closures_queued_condition.notify_all()
 
     def wait_for(self, condition: Callable[[], bool]) -> None:
         """Waits until a condition holds that results bring about; raises a worker's error."""

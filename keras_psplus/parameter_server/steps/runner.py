@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import collections
 import threading
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
@@ -17,7 +18,7 @@ from keras_psplus.parameter_server.tracing.worker_function import ClosureVariabl
 
 if TYPE_CHECKING:
     from keras_psplus.parameter_server.context import StepContext
-    from keras_psplus.parameter_server.data.worker_data import Ticket
+    from keras_psplus.parameter_server.data.tickets import Ticket
 
 
 class StepRunner:
@@ -29,6 +30,7 @@ class StepRunner:
         weights: Function that returns variables which steps may be expected to read.
         results: Function of closure variables that returns a flat dict of results of metrics.
         overlap: Whether a worker may begin with a step before it is done with the one before.
+        counts: Counter that steps are added to by worker, or None.
     """
 
     def __init__(
@@ -38,8 +40,9 @@ class StepRunner:
         weights: Callable[[], Iterable[tf.Variable]],
         results: Callable[[list[ClosureVariable]], Mapping[str, Any]],
         overlap: bool = False,
+        counts: collections.Counter[int] | None = None,
     ) -> None:
-        self._context, self._results = context, results
+        self._context, self._results, self._counts = context, results, counts
         self._computed_logs: dict[int, ComputedLogs] = {}
         self._functions: Any = StepFunctions(
             context,
@@ -90,7 +93,7 @@ class StepRunner:
             initial = self._totals + self._seeds_after(self._steps)
             self._steps += len(batches)
         count, number = len(batches), self._sent
-        self._send(
+        self._context.scheduler.submit(
             function.concrete,
             (tf.constant(initial), payload),
             lambda result, worker: self._add(number, count, function, result[0].numpy(), worker),
@@ -110,10 +113,6 @@ class StepRunner:
         """
         if self._known is not None and are_same(variables, self._known[0]):
             _, self._draws, self._logs = self._known
-
-    def _send(self, *args):
-        """Schedules a function; the arguments are those of `Scheduler.submit`."""
-        self._context.scheduler.submit(*args)
 
     def _wait_for_earlier_steps(self, overwritten):
         """Steps of which each needs what the last one left cannot be under way together."""
@@ -197,6 +196,8 @@ class StepRunner:
         with self._lock:
             if self._totals is None:
                 return
+            if self._counts is not None:
+                self._counts[worker] += count
             changes, values, inputs = function.notes.split(result)
             is_seed = self._is_seed()
             if self._draws is None:

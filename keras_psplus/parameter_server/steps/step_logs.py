@@ -9,9 +9,8 @@ import numpy as np
 import tensorflow as tf
 
 from keras_psplus.core.graph import metric_logs
+from keras_psplus.parameter_server.tracing.remote import CHIEF
 from keras_psplus.parameter_server.tracing.worker_function import Trace
-
-CHIEF = "/job:chief/replica:0/task:0/device:CPU:0"
 
 
 class LogNotes(NamedTuple):

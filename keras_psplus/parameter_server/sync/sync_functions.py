@@ -19,6 +19,7 @@ from keras_psplus.parameter_server.scheduling import uncancelled
 from keras_psplus.parameter_server.steps.step_functions import StepFunctions, TracedStep
 from keras_psplus.parameter_server.sync.replica_step import WorkerReplicaStep
 from keras_psplus.parameter_server.tracing import chief_writes, traffic
+from keras_psplus.parameter_server.tracing.remote import CHIEF
 from keras_psplus.parameter_server.tracing.worker_function import Trace
 from keras_psplus.parameter_server.transport import aggregation
 from keras_psplus.parameter_server.transport.pulls import current_pulls
@@ -28,8 +29,6 @@ if TYPE_CHECKING:
     import keras
 
     from keras_psplus.parameter_server.context import StepContext
-
-CHIEF = "/job:chief/replica:0/task:0/device:CPU:0"
 
 
 class _PendingPush(NamedTuple):

@@ -26,7 +26,7 @@ from keras_psplus.parameter_server.tracing.worker_function import ClosureVariabl
 
 if TYPE_CHECKING:
     from keras_psplus.parameter_server.context import StepContext
-    from keras_psplus.parameter_server.data.worker_data import Ticket
+    from keras_psplus.parameter_server.data.tickets import Ticket
 
 # Odd, so that no two shares of any step share a seed (mod 2 ** 31).
 _SEED_STRIDE = 0x3C6EF35F
@@ -91,6 +91,7 @@ class SyncRunner(StepRunner):
             functions.step, {i: (weights[i] / whole, r) for i, r in attempt.results.items()}
         )
         self._context.attempts.count(attempt, len(shares))
+        self._context.steps_by_worker.update(list(attempt.results))
         self._sent += 1
         self._steps += 1
 

@@ -1,0 +1,147 @@
+"""Clocks of workers: steps given and done, and choice of the next worker.
+
+    steps of an epoch ─► [ fewest steps first ] ─┬─► worker 0: running, waiting, waiting  (is full)
+                                                 └─► worker 1: running, waiting
+
+1. Equally fast workers get equally many: the one with the fewest steps is next, and may have some
+   more in its queue than the others, so that noise in the times of steps decides nothing.
+2. A slower worker's queue fills up; the others get the steps then, in proportion to their speed.
+3. At the end of an epoch, an idle worker takes steps that wait in a slower one's queue.
+"""
+
+from __future__ import annotations
+
+import math
+import threading
+from collections.abc import Callable, Iterable
+from typing import Any
+
+# Steps by which equally fast workers may be apart for a while.
+_NOISE = 4
+
+
+class Clocks:
+    """Clocks of the workers: steps given and steps done in the present epoch.
+
+    Args:
+        num_workers: Number of workers.
+    """
+
+    def __init__(self, num_workers: int) -> None:
+        self._num_workers, self._bound = num_workers, math.inf
+        self._lock = threading.Lock()
+        self._given = [0] * num_workers
+        self._done = [0] * num_workers
+        self._live = set(range(num_workers))
+        # Who is next if all have as many, so that it is not always the same one.
+        self._first = 0
+
+    def watch(self, workers: Iterable[Any]) -> None:
+        """Learns of losses and recoveries from TensorFlow's `Worker`s; see `keras_hooks.runtime`.
+
+        A worker that is lost holds up nobody, and one that comes back is where the slowest is.
+        """
+        for worker in workers:
+            worker._clocks = self
+
+    def lost(self, original: Callable[..., Any], worker: Any, *args: Any) -> Any:
+        """Does what TensorFlow does about a closure that has failed as its worker is lost."""
+        self.lose(worker.worker_index)
+        return original(worker, *args)
+
+    def recovered(self, original: Callable[..., Any], worker: Any, *args: Any) -> Any:
+        """Does what TensorFlow does when a worker is back."""
+        self.welcome(worker.worker_index)
+        return original(worker, *args)
+
+    def begin(self, bound: float = math.inf) -> None:
+        """Starts to count from zero, while no step is under way.
+
+        Args:
+            bound: Maximum number of steps given to a worker beyond those that the slowest worker
+                has done, when it is given another.
+        """
+        with self._lock:
+            self._bound = bound
+            self._given, self._done = [0] * self._num_workers, [0] * self._num_workers
+            self._first += 1
+
+    def settle(self) -> None:
+        """Forgets unfinished steps, while none is under way: an error has ended them."""
+        with self._lock:
+            self._given = list(self._done)
+
+    def lose(self, worker: int) -> None:
+        """Notes that a worker is lost."""
+        with self._lock:
+            self._live.discard(worker)
+
+    def welcome(self, worker: int) -> None:
+        """Notes that a worker is back."""
+        with self._lock:
+            behind = self._slowest() - self._done[worker] if self._live else 0
+            self._live.add(worker)
+            if behind > 0:
+                self._done[worker] += behind
+                self._given[worker] += behind
+
+    def _slowest(self) -> int:
+        return min(self._done[worker] for worker in self._live)
+
+    def _waiting(self, worker: int) -> int:
+        return self._given[worker] - self._done[worker]
+
+    def free(self, window: int) -> list[int]:
+        """Workers that may be given a step, the next one first.
+
+        Args:
+            window: Number of steps that keep a worker busy.
+        """
+        with self._lock:
+            able = [w for w in self._live if self._given[w] - self._slowest() <= self._bound]
+            if all(self._waiting(worker) >= window for worker in able):
+                return []
+            return sorted(
+                (worker for worker in able if self._waiting(worker) < window + _NOISE),
+                key=lambda w: (
+                    *(self._given[w], self._waiting(w)),
+                    (w - self._first) % self._num_workers,
+                ),
+            )
+
+    def give(self, worker: int) -> None:
+        """Notes that a worker is given a step."""
+        with self._lock:
+            self._given[worker] += 1
+
+    def slower(self, idle: int) -> int | None:
+        """Worker whose waiting step one that has nothing to do may take, or None.
+
+        Args:
+            idle: Number of the worker that would take it.
+        """
+        with self._lock:
+            given, done = self._given, self._done
+            if self._waiting(idle) or idle not in self._live:
+                return None
+            if given[idle] - self._slowest() > self._bound:
+                return None
+            # Noise adds up as the square root of the number of steps.
+            ahead = done[idle] - 2 - math.sqrt(done[idle]) / 2
+            slower = [
+                w
+                for w in self._live
+                if self._waiting(w) > 1 and (given[w] > given[idle] or done[w] < ahead)
+            ]
+            return max(slower, key=self._waiting, default=None)
+
+    def move(self, giver: int, taker: int) -> None:
+        """Notes that a worker takes another one's step."""
+        with self._lock:
+            self._given[giver] -= 1
+            self._given[taker] += 1
+
+    def finish(self, worker: int) -> None:
+        """Notes that a worker has done a step."""
+        with self._lock:
+            self._done[worker] += 1
