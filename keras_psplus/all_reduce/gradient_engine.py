@@ -14,8 +14,7 @@ from keras_psplus.core.batch import losses
 from keras_psplus.core.batch.replica_step import current_step, current_step_with_batch_fraction
 from keras_psplus.core.distributed_engine import DistributedEngine
 from keras_psplus.core.graph import local_traces
-from keras_psplus.engine import Original
-from keras_psplus.keras_internals.keras_parts import Variable
+from keras_psplus.engine import Call, answers
 from keras_psplus.tf_internals import framework_ops
 from keras_psplus.updates import map_values
 
@@ -26,30 +25,14 @@ if TYPE_CHECKING:
 class GradientEngine(DistributedEngine):
     """Sums gradients in the optimizer, or as soon as a step computes with them."""
 
-    def gradient(
-        self,
-        original: Original,
-        tape: tf.GradientTape,
-        target: Any,
-        sources: Any,
-        output_gradients: Any = None,
-        *args: Any,
-        **kwargs: Any,
-    ) -> Any:
+    def gradient(self, call: Call) -> Any:
         step = current_step_with_batch_fraction()
-        if (
-            step is None
-            or output_gradients is not None
-            or self.strategy.num_replicas_in_sync == 1
-            or not any(isinstance(s, (Variable, tf.Variable)) for s in tf.nest.flatten(sources))
-        ):
-            return super().gradient(
-                original, tape, target, sources, output_gradients, *args, **kwargs
-            )
+        is_alone = step is None or self.strategy.num_replicas_in_sync == 1
+        if is_alone or not losses.is_by_variables(call):
+            return losses.gradient(call)
         if self._keeps_own_gradients(step):
-            return losses.gradient_of_own_mean(original, tape, target, sources, *args, **kwargs)
-        grads = super().gradient(original, tape, target, sources, None, *args, **kwargs)
-        return losses.note_gradients(grads, target, sources, step, step.tape.note)
+            return losses.gradient_of_own_mean(call)
+        return losses.note_gradients(call, losses.gradient(call), step, step.tape.note)
 
     @property
     def _steps_alone(self):
@@ -127,17 +110,12 @@ class GradientEngine(DistributedEngine):
         replicas = self.strategy.num_replicas_in_sync
         return [map_values(lambda values: values / replicas, gradient) for gradient in grads]
 
-    def apply(
-        self,
-        original: Original,
-        optimizer: keras.optimizers.Optimizer,
-        grads: list[tf.Tensor | tf.IndexedSlices | None],
-        trainable_variables: list[keras.Variable] | None = None,
-    ) -> Any:
-        step = current_step()
+    def apply(self, call: Call) -> Any:
+        step, optimizer = current_step(), call.owner
         if step is None or not step.recording:
             # The inner optimizer of a LossScaleOptimizer gets what that has been given.
-            return original(optimizer, grads, trainable_variables)
+            return call.proceed()
+        grads, trainable_variables = call.get("grads"), call.get("trainable_variables")
         is_plain = self._can_compress(optimizer)
         inner = getattr(optimizer, "inner_optimizer", optimizer)
         accumulates = bool(inner.gradient_accumulation_steps)
@@ -161,20 +139,16 @@ class GradientEngine(DistributedEngine):
         step.whole, step.writes_back_sums = frozenset(id(known[i]) for i in whole), is_plain
         try:
             if self.updating is None:
-                return original(optimizer, grads, trainable_variables)
+                return call.proceed(grads=grads, trainable_variables=trainable_variables)
             return local_apply.apply(
-                self.updating, step, original, optimizer, grads, trainable_variables
+                self.updating, step, call.original, optimizer, grads, trainable_variables
             )
         finally:
             step.recording, step.whole, step.writes_back_sums = True, frozenset(), False
 
-    def check_finite(
-        self,
-        original: Original,
-        optimizer: keras.optimizers.Optimizer,
-        grads: list[tf.Tensor | tf.IndexedSlices | None],
-    ) -> tf.Tensor:
-        finite = original(optimizer, grads)
+    @answers("check_finite")
+    def _check_finite(self, call: Call) -> tf.Tensor:
+        finite = call.proceed()
         if not tf.distribute.get_replica_context():
             return finite
         # One replica's overflow must skip the step on all: they would take different branches.
