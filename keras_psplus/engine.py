@@ -9,10 +9,6 @@ Example:
 
 ```python
 class LoggingEngine(AllReduceEngine):
-    def run(self, call):
-        print(f"{call.name} on {self.strategy.num_replicas_in_sync} replicas")
-        return super().run(call)
-
     def on(self, event):
         if event.name == "epoch_end":
             print("epoch", event.get("epoch"), event.get("logs"))
@@ -22,6 +18,7 @@ class LoggingEngine(AllReduceEngine):
 
 from __future__ import annotations
 
+import dataclasses
 import weakref
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any, ClassVar, TypeVar
@@ -39,10 +36,11 @@ if TYPE_CHECKING:
 Method = TypeVar("Method", bound=Callable[..., Any])
 
 
+@dataclasses.dataclass(slots=True, eq=False)
 class Call:
     """A call of a function of Keras or TensorFlow, which `proceed` makes.
 
-    Args:
+    Attributes:
         original: The function.
         owner: Its first argument: a model, a layer, a variable, an optimizer, a list of callbacks.
         args: Its other positional arguments.
@@ -52,62 +50,37 @@ class Call:
         parameters: Names of the first parameters after the owner.
     """
 
-    __slots__ = ("args", "engine", "kwargs", "name", "original", "owner", "parameters")
-
-    def __init__(
-        self,
-        original: Callable[..., Any],
-        owner: Any = None,
-        args: tuple[Any, ...] = (),
-        kwargs: dict[str, Any] | None = None,
-        name: str = "",
-        engine: Any = None,
-        parameters: Sequence[str] = (),
-    ) -> None:
-        self.original, self.owner, self.args = original, owner, args
-        self.kwargs = {} if kwargs is None else kwargs
-        self.name, self.engine, self.parameters = name, engine, parameters
+    original: Callable[..., Any]
+    owner: Any = None
+    args: tuple[Any, ...] = ()
+    kwargs: dict[str, Any] = dataclasses.field(default_factory=dict)
+    name: str = ""
+    engine: Any = None
+    parameters: Sequence[str] = ()
 
     def get(self, name: str, default: Any = None) -> Any:
-        """An argument by its name; `default` if the caller has left it out.
-
-        Args:
-            name: Name of the parameter.
-            default: The function's own default.
-        """
+        """An argument by its name; `default` if the caller has left it out."""
         place = self.parameters.index(name) if name in self.parameters else len(self.args)
         return self.args[place] if place < len(self.args) else self.kwargs.get(name, default)
 
-    def changed(self, **changed: Any) -> Call:
-        """The same call with other arguments.
-
-        Args:
-            **changed: Arguments that take the place of the caller's.
-        """
-        args, kwargs = list(self.args), {**self.kwargs, **changed}
+    def changed(self, **arguments: Any) -> Call:
+        """The same call with other arguments, by their names."""
+        args, kwargs = list(self.args), {**self.kwargs, **arguments}
         for place, name in enumerate(self.parameters[: len(args)]):
-            if name in changed:
+            if name in arguments:
                 args[place] = kwargs.pop(name)
-        others = self.name, self.engine, self.parameters
-        return Call(self.original, self.owner, tuple(args), kwargs, *others)
+        return dataclasses.replace(self, args=tuple(args), kwargs=kwargs)
 
-    def proceed(self, **changed: Any) -> Any:
-        """Calls the function and returns its result.
-
-        Args:
-            **changed: Arguments that take the place of the caller's.
-        """
-        call = self.changed(**changed) if changed else self
+    def proceed(self, **arguments: Any) -> Any:
+        """Calls the function, with other arguments if some are given; returns its result."""
+        call = self.changed(**arguments) if arguments else self
         return call.original(call.owner, *call.args, **call.kwargs)
 
 
 def answers(*names: str) -> Callable[[Method], Method]:
-    """Decorator of an engine's method that takes the calls of some names.
+    """Decorator of an engine's method that answers the calls of some names.
 
-    A method of the same name in a subclass takes its place.
-
-    Args:
-        *names: Names of calls.
+    A subclass's method of the same name takes its place.
     """
 
     def mark(method):
@@ -120,9 +93,8 @@ def answers(*names: str) -> Callable[[Method], Method]:
 class Engine:
     """Answers as plain Keras does.
 
-    A method that takes a call gives it to the engine's method that is decorated with
-    `answers(name)`, by the call's name; without one, Keras's function answers. A subclass overrides
-    the method, and calls `super()`'s for the names that it leaves alone.
+    A method that takes a call has the method answer that is decorated with `answers(call.name)`, or
+    Keras's function. A subclass overrides either; `super()` has the answer to names that it leaves.
 
     Args:
         strategy: The strategy whose engine this is; None for what belongs to no strategy.
@@ -159,18 +131,13 @@ class Engine:
     # Around what a script calls, and what it hears.
 
     def run(self, call: Call) -> Any:
-        """Runs a method of a model.
-
-        That is `compile`, `fit`, `train_on_batch`, `evaluate`, `test_on_batch`, `predict` or
-        `predict_on_batch`.
-        """
+        """Runs `compile`, `fit`, `evaluate`, `predict`, or `*_on_batch` of a model."""
         return self._answer(call)
 
     def save(self, call: Call) -> Any:
-        """Writes a model.
+        """Writes a model: by `save`, `save_weights` or `export`.
 
-        `save`, `save_weights` and `export` are a model's methods; `has_memory_for_file` returns
-        whether a whole file may be in memory while it is written or read.
+        `has_memory_for_file` returns whether a file may be in memory while it is written or read.
         """
         return self._answer(call)
 
@@ -178,9 +145,9 @@ class Engine:
         """Has callbacks hear of an event of `fit`, or do what they do to files.
 
         `set_model`, `train_begin`, `epoch_begin`, `batch_end`, `epoch_end` and `train_end` go to a
-        list of callbacks. `steps_end` returns the logs of a model's epoch, before its validation
-        and `epoch_end`; `test_steps_end` those of an evaluation. `checkpoint` is `ModelCheckpoint`
-        writing; `backup`, `restore` and `end_backup` are what `BackupAndRestore` does.
+        list of callbacks. `steps_end` returns the logs of a model's epoch, before validation;
+        `test_steps_end` those of an evaluation. `checkpoint` is `ModelCheckpoint` writing;
+        `backup`, `restore` and `end_backup` are what `BackupAndRestore` does.
         """
         return self._answer(event)
 
@@ -193,16 +160,14 @@ class Engine:
     def make_step(self, call: Call) -> Any:
         """Makes a function that takes steps.
 
-        `make_function` returns one of an iterator, for training or evaluation;
-        `make_predict_function` sets `model.predict_function`.
+        `make_function` returns that of `fit` or `evaluate`; `make_predict_function` sets one.
         """
         return self._answer(call)
 
     def data(self, call: Call) -> Any:
         """Chooses the data that this process reads.
 
-        `make_iterator` is the constructor of the iterator over epochs; `drain` is called where
-        Keras needs the results of all steps up to now.
+        `make_iterator` is the constructor of Keras's epoch iterator; `drain` waits for all steps.
         """
         return self._answer(call)
 
@@ -222,10 +187,9 @@ class Engine:
         return self._answer(call)
 
     def read(self, call: Call) -> Any:
-        """Reads a variable.
+        """Reads a variable: all of it by `numpy`, rows by `take` or `sparse_read`.
 
-        `numpy` is of the whole, `take` (`keras.ops.take`) and `sparse_read` are of rows. Keras's
-        variables have no `sparse_read`: its answer is AttributeError.
+        Keras's variables have no `sparse_read`, so that its answer is AttributeError.
         """
         return self._answer(call)
 

@@ -104,12 +104,8 @@ class DistributedEngine(StrategyEngine):
 
     @answers("evaluate", "test_on_batch", "predict", "predict_on_batch")
     def _evaluate(self, call: Call) -> Any:
-        outer, self.evaluates = self.evaluates, True
-        try:
-            self.settle(call.owner)
-            return call.proceed()
-        finally:
-            self.evaluates = outer
+        self.settle(call.owner)
+        return super()._evaluate(call)
 
     @answers("steps_end", "test_steps_end")
     def _end_steps(self, event: Call) -> dict[str, Any]:

@@ -56,8 +56,7 @@ class Hook:
     def answered_by(self) -> str:
         """The method or function that is asked, and by which name of the call."""
         if isinstance(self.ask, str):
-            name = self.call or self.name
-            return self.ask if self.find is None or self.ask == name else f"{self.ask}: {name}"
+            return self.ask if self.find is None else f'{self.ask}("{self.call or self.name}")'
         return f"{self.ask.__module__}.{self.ask.__name__}"
 
     @property

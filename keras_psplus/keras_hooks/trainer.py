@@ -14,8 +14,8 @@ from keras_psplus.keras_internals.keras_parts import (
 )
 
 
-def _end_steps(call: Call) -> Any:
-    # Keras asks for an epoch's logs in `fit`, and in `evaluate`, of which callbacks know the end.
+def end_of_steps(call: Call) -> Any:
+    """`Engine.on("steps_end")`, or `"test_steps_end"`: Keras asks in `fit` and in `evaluate`."""
     call.name = "test_steps_end" if call.engine.evaluates else "steps_end"
     return call.engine.on(call)
 
@@ -108,7 +108,7 @@ HOOKS = (
         "_get_metrics_result_or_logs",
         ["self", "logs"],
         of_model,
-        _end_steps,
+        end_of_steps,
         "the end of an epoch's steps: workers agree on weights before validation and callbacks",
     ),
     Hook(
