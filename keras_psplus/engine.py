@@ -1,4 +1,4 @@
-"""The one interface between Keras and a strategy: calls of Keras, and what a strategy answers.
+"""Interface between Keras and a strategy: calls of Keras, and what an engine answers.
 
 `keras_psplus.keras_hooks` makes a `Call` of each call of a replaced function, finds the engine of
 the strategy that it belongs to, and asks one of the engine's methods. What calls which method, by

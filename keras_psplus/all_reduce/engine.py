@@ -3,26 +3,29 @@
 from __future__ import annotations
 
 import contextlib
-import random
-from collections.abc import Callable, Iterable
+import functools
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 import keras
 import tensorflow as tf
 
 from keras_psplus.all_reduce.data import sharding
-from keras_psplus.all_reduce.gradient_engine import GradientEngine
-from keras_psplus.all_reduce.step import broadcast, replica_functions, row_reads, single_steps
+from keras_psplus.all_reduce.reducers import is_overwritten, with_shape
+from keras_psplus.all_reduce.step import broadcast, local_apply, replica_functions, row_reads
+from keras_psplus.all_reduce.step.accumulators import Accumulators
 from keras_psplus.core.base.metric_state import accumulates
 from keras_psplus.core.base.optimizers import optimizers_of
-from keras_psplus.core.batch.replica_step import current_step
+from keras_psplus.core.batch import losses
+from keras_psplus.core.batch.replica_step import current_step, current_step_with_batch_fraction
 from keras_psplus.core.data import epochs, iterator_release
-from keras_psplus.core.distributed_engine import symbolic_batch
+from keras_psplus.core.distributed_engine import DistributedEngine
+from keras_psplus.core.graph import local_traces
 from keras_psplus.core.jobs import failure
-from keras_psplus.core.strategy_engine import StrategyEngine
 from keras_psplus.engine import Call, answers
 from keras_psplus.keras_internals.keras_parts import callbacks as keras_callbacks
-from keras_psplus.keras_internals.keras_parts import tree
+from keras_psplus.tf_internals import framework_ops
+from keras_psplus.updates import map_values
 
 # Odd, so that no two replicas of any job share a seed (mod 2 ** 31).
 _SEED_STRIDE = 0x3C6EF35F
@@ -33,55 +36,12 @@ _WRITE_ONLY = (
 )
 
 
-class OneReplicaEngine(StrategyEngine):
-    """For one replica that trains alone: backups that survive a kill."""
-
-    has_weights_in_memory = True
-
-    # In a cluster of one, data come in the order in which more workers would read them, so that a
-    # job can go on with another number of them.
-
-    @answers("make_iterator")
-    def _make_iterator(self, call: Call) -> None:
-        if self.strategy.task is None:
-            call.proceed()
-            return
-        iterator = epochs.make_without_data(call)
-        seed = self.progress.data_seed(random.randint(1, int(1e9)))
-        dataset = sharding.of_one_replica(iterator.data_adapter, seed)
-        if not isinstance(dataset, tf.distribute.DistributedDataset):
-            dataset = iterator._distribute_strategy.experimental_distribute_dataset(dataset)
-        self.progress.note_data_seed(seed)
-        iterator._distributed_dataset = dataset
-
-    def build(self, call: Call) -> None:
-        iterator, data_batch = call.get("iterator"), call.get("data_batch")
-        if iterator is not None:
-            # Keras would draw a batch to see its shapes, and shuffles that change their order from
-            # pass to pass would be one pass further than in one process.
-            data_batch = symbolic_batch(iterator._distributed_dataset.element_spec)
-        call.proceed(iterator=None, data_batch=data_batch)
-
-    @answers("make_function")
-    def _make_function(self, call: Call) -> Callable[..., Any]:
-        return call.proceed(step_function=single_steps.after_data(call.get("step_function")))
-
-    def broadcast_restored(self, variables: Iterable[keras.Variable | tf.Variable]) -> None:
-        broadcast.from_chief(self.strategy, variables)
-
-    def reads_rows(self, variable: keras.Variable) -> bool:
-        return row_reads.can_read(variable)
-
-
-class AllReduceEngine(GradientEngine):
+class AllReduceEngine(DistributedEngine):
     """For replicas that take each step together."""
 
-    def __init__(self, strategy: tf.distribute.Strategy) -> None:
-        super().__init__(strategy)
-        # While callbacks of a worker that is not the chief keep track of what the chief writes.
-        self._writes_nothing = False
-
     has_weights_in_memory = can_compile = True
+    # While callbacks of a worker that is not the chief keep track of what the chief writes.
+    _writes_nothing = False
 
     @property
     def compiles_by_default(self) -> bool:
@@ -116,14 +76,7 @@ class AllReduceEngine(GradientEngine):
 
     @answers("reduce_outputs")
     def _reduce_outputs(self, call: Call) -> Any:
-        values, strategy = call.owner, call.get("strategy")
-        if call.get("reduction") == "auto":
-            # The replica step has made them equal on all replicas.
-            return tree.map_structure(lambda v: strategy.experimental_local_results(v)[0], values)
-        gather = strategy.extended.gather_rows
-        if tf.executing_eagerly():
-            gather = tf.function(gather, autograph=False)
-        return tree.map_structure(gather, values)
+        return replica_functions.reduce_outputs(call)
 
     def on_padded_batch(self, batch: Any, padded: Any) -> None:
         """Hears of a batch of no rows in whose place a replica computes with another."""
@@ -217,6 +170,147 @@ class AllReduceEngine(GradientEngine):
                 lambda t: t if _is_count(t) else step.rows_if_any(tf.convert_to_tensor(t)), value
             )
         return call.proceed(value=value)
+
+    # Gradients: summed in the optimizer, or as soon as a step computes with them.
+
+    def gradient(self, call: Call) -> Any:
+        step = current_step_with_batch_fraction()
+        is_alone = step is None or self.strategy.num_replicas_in_sync == 1
+        if is_alone or not losses.is_by_variables(call):
+            return losses.gradient(call)
+        if self._keeps_own_gradients(step):
+            return losses.gradient_of_own_mean(call)
+        return losses.note_gradients(call, losses.gradient(call), step, step.tape.note)
+
+    @property
+    def _steps_alone(self):
+        """Whether replicas take steps by themselves, with `LocalSGD` or `DiLoCo`."""
+        return self.strategy.updates is not None and self.strategy.updates.local
+
+    def _keeps_own_gradients(self, step):
+        """Whether replicas do not ask each other about the gradients that are being taken."""
+        if self._steps_alone:
+            return True
+        graph = framework_ops.get_default_graph()
+        # Eager replicas run one after the other: inside a function, one would wait for the next.
+        has_others = self.strategy.extended.world.local_replicas > 1
+        would_wait = has_others and step.is_eager and not tf.executing_eagerly()
+        return would_wait or local_traces.is_without_collectives(graph, step.graph)
+
+    @functools.cached_property
+    def accumulators(self) -> Accumulators:
+        """Accumulators of optimizers with `gradient_accumulation_steps`."""
+        return Accumulators(self.strategy, self.sum_parts)
+
+    def settle(self, model: keras.Model) -> None:
+        super().settle(model)
+        if not self._steps_alone:
+            self.accumulators.make_global(model)
+
+    @property
+    def sums_eagerly(self) -> bool:
+        """Whether gradients of eager steps are summed as soon as the tape has them."""
+        return self.updating is None and not self.strategy.extended.reducers.compresses
+
+    def sum_parts(
+        self, parts: Sequence[Any], variables: Sequence[Any], optimizer: Any
+    ) -> list[tf.Tensor | tf.IndexedSlices]:
+        """Sums replicas' parts of gradients, by an optimizer's compressors if there is one."""
+        reducers = self.strategy.extended.reducers
+        return reducers.sum_parts(parts, variables, optimizer, self, self._largest)
+
+    def _largest(self, values):
+        """Scales and histories of float8, which take their gradient's value, of all replicas."""
+        return self.strategy.extended.max_over_replicas(values) if values else []
+
+    def _can_compress(self, optimizer):
+        """Whether what is summed before `apply` is what the optimizer would sum in it."""
+        return (
+            self.strategy.updates is None
+            and not hasattr(optimizer, "inner_optimizer")
+            and optimizer.loss_scale_factor is None
+            and not optimizer.gradient_accumulation_steps
+        )
+
+    def _split(self, grads):
+        """Gradients of the global batch as parts of each replica, which add up to them."""
+        replicas = self.strategy.num_replicas_in_sync
+        return [map_values(lambda values: values / replicas, gradient) for gradient in grads]
+
+    def apply(self, call: Call) -> Any:
+        step, optimizer = current_step(), call.owner
+        if step is None or not step.recording:
+            # The inner optimizer of a LossScaleOptimizer gets what that has been given.
+            return call.proceed()
+        grads, trainable_variables = call.get("grads"), call.get("trainable_variables")
+        is_plain = self._can_compress(optimizer)
+        inner = getattr(optimizer, "inner_optimizer", optimizer)
+        accumulates = bool(inner.gradient_accumulation_steps)
+        grads, whole = step.tape.take(
+            list(grads), optimizer if is_plain else None, wants_parts=accumulates
+        )
+        parts = step.zero_if_empty([None if i in whole else g for i, g in enumerate(grads)])
+        wholes = [g if i in whole else None for i, g in enumerate(grads)]
+        known = inner._trainable_variables if trainable_variables is None else trainable_variables
+        known = list(known)
+        kept = [i for i, g in enumerate(parts) if g is not None and is_overwritten(known[i])]
+        for i, value in zip(kept, self._largest([parts[i] for i in kept])):
+            parts[i] = value
+        if self.updating is not None:
+            # They are summed when it is time for an update.
+            wholes, whole = self._split(wholes), ()
+        grads = [part if g is None else g for part, g in zip(parts, wholes)]
+        trainable_variables = None if trainable_variables is None else known
+        # An optimizer's state changes alike on all replicas; averaging it would only cost bytes.
+        step.recording = False
+        step.whole, step.writes_back_sums = frozenset(id(known[i]) for i in whole), is_plain
+        try:
+            if self.updating is None:
+                return call.proceed(grads=grads, trainable_variables=trainable_variables)
+            return local_apply.apply(
+                self.updating, step, call.original, optimizer, grads, trainable_variables
+            )
+        finally:
+            step.recording, step.whole, step.writes_back_sums = True, frozenset(), False
+
+    @answers("check_finite")
+    def _check_finite(self, call: Call) -> tf.Tensor:
+        finite = call.proceed()
+        if not tf.distribute.get_replica_context():
+            return finite
+        # One replica's overflow must skip the step on all: they would take different branches.
+        bad = tf.cast(tf.logical_not(finite), tf.float32)
+        return tf.equal(self.strategy.extended.sum_over_replicas([bad])[0], 0.0)
+
+    def reduce(self, optimizer: Any, grads: list[Any], variables: list[Any]) -> list[Any]:
+        step = current_step()
+        if step is not None and step.alone:
+            return grads
+        own = [i for i, v in enumerate(variables) if step is None or id(v) not in step.whole]
+        if not own:
+            return grads
+        parts = [with_shape(grads[i], variables[i]) for i in own]
+        of_own = [variables[i] for i in own]
+        number = tf.cast(tf.convert_to_tensor(optimizer.iterations), tf.int64)
+        sums = self.strategy.extended.reducers.sum(parts, of_own, number, owner=optimizer)
+        if step is not None and step.writes_back_sums:
+            step.tape.put_sums(of_own, sums)
+        grads = list(grads)
+        for i, total in zip(own, sums):
+            grads[i] = total
+        return grads
+
+    def accumulate(self, optimizer: Any, grads: list[Any], variables: list[Any]) -> None:
+        step = current_step()
+        if step is not None and not self._steps_alone:
+            self.accumulators.begin_step(optimizer)
+        if step is None or not step.whole:
+            return super().accumulate(optimizer, grads, variables)
+        # They are summed when it is time for an update.
+        is_whole, step.whole = [id(v) in step.whole for v in variables], frozenset()
+        split = self._split(grads)
+        grads = [part if one else g for one, part, g in zip(is_whole, split, grads)]
+        return super().accumulate(optimizer, grads, variables)
 
     # Callbacks and saving.
 

@@ -24,7 +24,7 @@ JOB = pathlib.Path(__file__).with_name("hooks_job.py")
 GRADIENT_PATH = {
     # The replica's gradient comes from the tape, by its fraction of the batch.
     "keras_hooks/hook.py",
-    "all_reduce/gradient_engine.py",
+    "all_reduce/engine.py",
     "core/batch/losses.py",
     "all_reduce/step/tape_gradients.py",
     "core/graph/stand_ins.py",

@@ -1,4 +1,4 @@
-"""Broadcast of the values that the chief has read from a disk, which the workers need not share."""
+"""Broadcast of values that the chief alone has read from a disk."""
 
 from collections.abc import Iterable
 

@@ -91,6 +91,18 @@ def make_predict_function(
     model.predict_function = function_of_batches
 
 
+def reduce_outputs(call: Call) -> Any:
+    """One value of what the replicas' steps have returned: Keras's `reduce_per_replica`."""
+    values, strategy = call.owner, call.get("strategy")
+    if call.get("reduction") == "auto":
+        # The replica step has made them equal on all replicas.
+        return tree.map_structure(lambda v: strategy.experimental_local_results(v)[0], values)
+    gather = strategy.extended.gather_rows
+    if tf.executing_eagerly():
+        gather = tf.function(gather, autograph=False)
+    return tree.map_structure(gather, values)
+
+
 class _WithPredictStep:
     """A model with another `predict_step`, as `make_predict_function` sees it."""
 

@@ -1,4 +1,4 @@
-"""Epochs of Keras's iterator: as long as their data, begun where a restored `fit` goes on.
+"""Epochs of Keras's iterator, as long as their data, or their rest.
 
 Keras counts the steps of the first epoch where data do not say how many they are, and takes no more
 in later ones. Data that come shuffled out over workers, or from a service, have another number in
@@ -42,7 +42,7 @@ def enumerate_steps(call: Call) -> Iterator[Any]:
 
 
 def warn_of_early_end(call: Call) -> Any:
-    """Warns of data that end before the steps that Keras expects, if their length is known."""
+    """Warns of data of known length that end before the steps that Keras expects."""
     iterator = call.owner
     if iterator._steps_seen <= iterator.steps_per_execution:
         unknown_length.check_rows_came(iterator.data_adapter)
@@ -52,7 +52,7 @@ def warn_of_early_end(call: Call) -> Any:
 
 
 def end_progress(call: Call) -> None:
-    """Leaves the progress bar without a number of steps if it had none before the epoch."""
+    """Leaves the progress bar without a number of steps if it had none."""
     has_no_target = call.owner.target is None
     call.proceed()
     if has_no_target:

@@ -25,7 +25,7 @@ _skipped: dict[str, set[str]] = {}
 
 
 def attributes_to_skip(call: Call) -> set[str]:
-    """Attributes of a kind of object that are not saved, asked for outside of every scope, once.
+    """Attributes that are not saved, asked for outside of every scope, once.
 
     Keras makes an optimizer to list the attributes of each kind. In a strategy's scope that
     optimizer's variables would be distributed, and a chief that saves by itself would wait for the
