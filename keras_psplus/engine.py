@@ -32,6 +32,7 @@ if TYPE_CHECKING:
 
     Gradients = list[tf.Tensor | tf.IndexedSlices]
     Variables = list[keras.Variable]
+    Pairs = list[tuple[Any, Any]]
 
 Method = TypeVar("Method", bound=Callable[..., Any])
 
@@ -47,7 +48,7 @@ class Call:
         kwargs: Its keyword arguments.
         name: Name of the call, by which engines tell calls apart.
         engine: The engine that is asked.
-        parameters: Names of the first parameters after the owner.
+        parameters: Names of the parameters after the owner, in their order.
     """
 
     original: Callable[..., Any]
@@ -59,7 +60,12 @@ class Call:
     parameters: Sequence[str] = ()
 
     def get(self, name: str, default: Any = None) -> Any:
-        """An argument by its name; `default` if the caller has left it out."""
+        """An argument by its name.
+
+        Args:
+            name: Name of the parameter.
+            default: Value if the caller has left it out.
+        """
         place = self.parameters.index(name) if name in self.parameters else len(self.args)
         return self.args[place] if place < len(self.args) else self.kwargs.get(name, default)
 
@@ -128,8 +134,6 @@ class Engine:
         method = self._answers.get(call.name)
         return call.proceed() if method is None else getattr(self, method)(call)
 
-    # Around what a script calls, and what it hears.
-
     def run(self, call: Call) -> Any:
         """Runs `compile`, `fit`, `evaluate`, `predict`, or `*_on_batch` of a model."""
         return self._answer(call)
@@ -150,8 +154,6 @@ class Engine:
         `backup`, `restore` and `end_backup` are what `BackupAndRestore` does.
         """
         return self._answer(event)
-
-    # Before the first step.
 
     def build(self, call: Call) -> Any:
         """Makes the variables of a model, its metrics and optimizer."""
@@ -239,9 +241,7 @@ class Engine:
         """Changes variables and slots by gradients, which are those of all replicas."""
         optimizer._backend_update_step(grads, variables, optimizer.learning_rate)
 
-    def push(
-        self, optimizer: Optimizer, grads: Sequence[Any], variables: Sequence[Any]
-    ) -> list[tuple[Any, Any]]:
+    def push(self, optimizer: Optimizer, grads: Sequence[Any], variables: Sequence[Any]) -> Pairs:
         """Sends gradients to where variables are; returns pairs that are still to be updated."""
         return list(zip(grads, variables))
 

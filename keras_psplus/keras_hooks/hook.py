@@ -110,7 +110,7 @@ class Hook:
         if find is None:
             return
         original = self._missing() if self.is_added else self._current()
-        first, *others = self.parameters or [""]
+        first, *others = self._positional(original) or [""]
         called = self.call or self.name
 
         @functools.wraps(original)
@@ -128,6 +128,14 @@ class Hook:
             replaced.__signature__ = inspect.signature(original)  # type: ignore[attr-defined]
         replaced.replaced_by = self  # type: ignore[attr-defined]
         setattr(self.owner, self.name, replaced)
+
+    def _positional(self, original: Callable[..., Any]) -> list[str]:
+        """Names of the parameters that may be given without their names."""
+        if self.is_added or not self.parameters:
+            return self.parameters
+        kinds = (inspect.Parameter.POSITIONAL_ONLY, inspect.Parameter.POSITIONAL_OR_KEYWORD)
+        parameters = inspect.signature(original).parameters.items()
+        return [name for name, one in parameters if one.kind in kinds]
 
     def _current(self) -> Any:
         return getattr(self.owner, self.name, None)

@@ -81,6 +81,15 @@ def test_a_call_knows_its_arguments_by_name():
     assert changed.proceed() == ("owner", 3, 9, (8,), 0)
 
 
+def test_arguments_on_which_nothing_relies_have_names_too(owner):
+    class Asks(Engine):
+        def run(self, call):
+            return call.get("a"), call.get("b")
+
+    hook(owner, find=lambda *args, **kwargs: Asks()).install()
+    assert owner().method(1, 2) == owner().method(b=2, a=1) == owner().method(1, b=2) == (1, 2)
+
+
 def test_a_first_argument_may_be_given_by_name(owner):
     hook(owner, parameters=("self", "a"), find=lambda *args, **kwargs: Tenfold()).install()
     assert owner.method(self=owner(), a=1) == 20

@@ -81,8 +81,8 @@ def save(strategy: tf.distribute.Strategy, call: Call) -> Any:
         return call.proceed() if strategy.is_chief else None
     if not overwrite and os.path.exists(path):
         return call.proceed()
-    # For `save`, the next is `zipped`; a folder's parents are made by Keras, a file's are not.
-    makes_folders = call.kwargs.get("zipped", call.args[2] if len(call.args) > 2 else None) is False
+    # A folder's parents are made by Keras, a file's are not.
+    makes_folders = call.get("zipped") is False
     with written(strategy, path, makes_folders) as own:
         return call.proceed(filepath=own, overwrite=True)
 
