@@ -54,16 +54,11 @@ class _Uncaught:
     def __init__(self) -> None:
         self.reporters: list[Callable[[type[BaseException], BaseException], Any]] = []
 
-    def show(
-        self,
-        original: Callable[..., Any],
-        kind: type[BaseException],
-        error: BaseException,
-        trace: TracebackType | None,
-    ) -> None:
+    def show(self, call: Any) -> None:
         """`sys.excepthook`, replaced like functions of Keras; see `keras_hooks.runtime`."""
+        kind, (error, trace) = call.owner, call.args
         waits = [report(kind, error) for report in self.reporters]
-        show = _show if original is sys.__excepthook__ else original
+        show = _show if call.original is sys.__excepthook__ else call.original
         show(kind, error, trace)
         for wait in waits:
             if wait is not None:

@@ -35,7 +35,7 @@ LAYERS = [
 FOLDERS = {
     "all_reduce": [
         *("shard_option", "data", "collectives", "liveness", "startup", "reduction", "topology"),
-        *("step", "reducers", "gradient_engine", "extended", "engine", "strategy"),
+        *("step", "reducers", "extended", "one_replica_engine", "engine", "strategy"),
     ],
     "catalogue": ["entries", "lookup", "automatic"],
     "cli": [

@@ -9,6 +9,7 @@ import tensorflow as tf
 
 from keras_psplus import tracebacks
 from keras_psplus.all_reduce import PeerLostError
+from keras_psplus.engine import Call
 
 IN_KERAS = os.path.join(os.path.dirname(keras.__file__), "src", "made_up.py")
 STACK = f"""Graph execution error:
@@ -101,12 +102,13 @@ def test_all_frames_on_demand(full, monkeypatch, capsys):
         monkeypatch.setattr(keras.config, "is_traceback_filtering_enabled", lambda: False)
     error = raised(own)
     arguments = type(error), error, error.__traceback__
-    tracebacks.UNCAUGHT.show(sys.__excepthook__, *arguments)
+    tracebacks.UNCAUGHT.show(Call(sys.__excepthook__, arguments[0], arguments[1:]))
     assert ("made_up.py" in capsys.readouterr().err) == (full != "nothing")
 
 
 def test_another_hook_stays(capsys):
     shown = []
-    tracebacks.UNCAUGHT.show(lambda *args: shown.append(args), KeyError, KeyError("x"), None)
+    call = Call(lambda *args: shown.append(args), KeyError, (KeyError("x"), None))
+    tracebacks.UNCAUGHT.show(call)
     assert [kind for kind, _, _ in shown] == [KeyError]
     assert capsys.readouterr().err == ""

@@ -4,31 +4,28 @@ from __future__ import annotations
 
 import contextlib
 import functools
-import random
-from collections.abc import Callable, Iterable
-from typing import TYPE_CHECKING, Any
+from collections.abc import Callable, Iterable, Sequence
+from typing import Any
 
 import keras
 import tensorflow as tf
 
 from keras_psplus.all_reduce.data import sharding
-from keras_psplus.all_reduce.gradient_engine import GradientEngine
-from keras_psplus.all_reduce.step import replica_functions, row_reads, single_steps
+from keras_psplus.all_reduce.reducers import is_overwritten, with_shape
+from keras_psplus.all_reduce.step import broadcast, local_apply, replica_functions, row_reads
+from keras_psplus.all_reduce.step.accumulators import Accumulators
 from keras_psplus.core.base.metric_state import accumulates
 from keras_psplus.core.base.optimizers import optimizers_of
-from keras_psplus.core.batch.replica_step import current_step
-from keras_psplus.core.data import iterator_release
-from keras_psplus.core.distributed_engine import symbolic_batch
+from keras_psplus.core.batch import losses
+from keras_psplus.core.batch.replica_step import current_step, current_step_with_batch_fraction
+from keras_psplus.core.data import epochs, iterator_release
+from keras_psplus.core.distributed_engine import DistributedEngine
+from keras_psplus.core.graph import local_traces
 from keras_psplus.core.jobs import failure
-from keras_psplus.core.strategy_engine import StrategyEngine
-from keras_psplus.engine import Original
-from keras_psplus.keras_internals.keras_parts import Variable, epoch_iterator, stateless_scope, tree
+from keras_psplus.engine import Call, answers
 from keras_psplus.keras_internals.keras_parts import callbacks as keras_callbacks
-
-if TYPE_CHECKING:
-    from keras_psplus.all_reduce.reduction.mirrored_state import MirroredState
-    from keras_psplus.all_reduce.step.updating import MirroredUpdates
-    from keras_psplus.core.jobs.control import ControlPlane
+from keras_psplus.tf_internals import framework_ops
+from keras_psplus.updates import map_values
 
 # Odd, so that no two replicas of any job share a seed (mod 2 ** 31).
 _SEED_STRIDE = 0x3C6EF35F
@@ -39,84 +36,12 @@ _WRITE_ONLY = (
 )
 
 
-class MirroredEngine(StrategyEngine):
-    """For replicas that have all weights: backups that survive a kill."""
-
-    has_weights_in_memory = True
-
-    @property
-    def control(self) -> ControlPlane | None:
-        return self.strategy.extended.control
-
-    @property
-    def worker_state(self) -> MirroredState:
-        return self.strategy.extended.worker_state
-
-    @property
-    def updating(self) -> MirroredUpdates | None:
-        return self.strategy.extended.updating
-
-    def broadcast_restored(self, variables: Iterable[keras.Variable | tf.Variable]) -> None:
-        # The disk need not be shared.
-        if self.control is not None:
-            with tf.init_scope():
-                values = [v._value if isinstance(v, Variable) else v for v in variables]
-                self.strategy.extended.broadcast(values)
-
-    def reads_rows(self, variable: keras.Variable) -> bool:
-        return not stateless_scope.in_stateless_scope() and row_reads.are_enabled(variable._value)
-
-
-class OneReplicaEngine(MirroredEngine):
-    """For one replica that trains alone."""
-
-    # In a cluster of one, data come in the order in which more workers would read them, so that a
-    # job can go on with another number of them.
-
-    def make_iterator(
-        self,
-        original: Original,
-        iterator: Any,
-        distribute_strategy: Any = None,
-        *args: Any,
-        **kwargs: Any,
-    ) -> None:
-        if self.strategy.task is None:
-            original(iterator, distribute_strategy, *args, **kwargs)
-            return
-        epoch_iterator.EpochIterator.__init__(iterator, *args, **kwargs)
-        iterator._distribute_strategy = distribute_strategy
-        seed = self.progress.data_seed(random.randint(1, int(1e9)))
-        dataset = sharding.of_one_replica(iterator.data_adapter, seed)
-        if not isinstance(dataset, tf.distribute.DistributedDataset):
-            dataset = distribute_strategy.experimental_distribute_dataset(dataset)
-        self.progress.note_data_seed(seed)
-        iterator._distributed_dataset = dataset
-
-    def build(
-        self, original: Original, model: keras.Model, iterator: Any = None, data_batch: Any = None
-    ) -> None:
-        if iterator is not None:
-            # Keras would draw a batch to see its shapes, and shuffles that change their order from
-            # pass to pass would be one pass further than in one process.
-            data_batch = symbolic_batch(iterator._distributed_dataset.element_spec)
-        original(model, data_batch=data_batch)
-
-    def make_function(
-        self, original: Original, model: keras.Model, step_function: Callable[..., Any]
-    ) -> Callable[..., Any]:
-        return original(model, single_steps.after_data(step_function))
-
-
-class AllReduceEngine(MirroredEngine, GradientEngine):
+class AllReduceEngine(DistributedEngine):
     """For replicas that take each step together."""
 
-    def __init__(self, strategy: tf.distribute.Strategy) -> None:
-        super().__init__(strategy)
-        # While callbacks of a worker that is not the chief keep track of what the chief writes.
-        self._writes_nothing = False
-
-    can_compile = True
+    has_weights_in_memory = can_compile = True
+    # While callbacks of a worker that is not the chief keep track of what the chief writes.
+    _writes_nothing = False
 
     @property
     def compiles_by_default(self) -> bool:
@@ -127,43 +52,31 @@ class AllReduceEngine(MirroredEngine, GradientEngine):
     def translate_errors(self) -> contextlib.AbstractContextManager[None]:
         return failure.translate_errors(self.strategy.task)
 
-    def build(
-        self, original: Original, model: keras.Model, iterator: Any = None, data_batch: Any = None
-    ) -> None:
-        super().build(original, model, iterator, data_batch)
+    def build(self, call: Call) -> None:
+        super().build(call)
         if self.strategy.updates is not None:
-            assert self.updating is not None
             # Before the first step.
-            for optimizer in optimizers_of(model).values():
+            for optimizer in optimizers_of(call.owner).values():
                 if optimizer.built:
                     self.updating.prepare(optimizer, optimizer._trainable_variables)
 
-    def make_function(
-        self, original: Original, model: keras.Model, step_function: Callable[..., Any]
-    ) -> Callable[..., Any]:
-        strategy, compiled = self.strategy, self.compiled_calls(model)
+    @answers("make_function")
+    def _make_function(self, call: Call) -> Callable[..., Any]:
+        strategy, compiled = self.strategy, self.compiled_calls(call.owner)
         return replica_functions.make_function(
-            strategy.progress, strategy.extended.world, original, model, step_function, compiled
+            strategy.progress, strategy.extended.world, call, compiled
         )
 
-    def make_predict_function(
-        self, original: Original, model: keras.Model, force: bool = False
-    ) -> None:
-        strategy, compiled = self.strategy, self.compiled_calls(model)
+    @answers("make_predict_function")
+    def _make_predict_function(self, call: Call) -> None:
+        strategy, compiled = self.strategy, self.compiled_calls(call.owner)
         replica_functions.make_predict_function(
-            strategy.progress, strategy.extended.world, original, model, force, compiled
+            strategy.progress, strategy.extended.world, call, compiled
         )
 
-    def reduce_outputs(
-        self, original: Original, values: Any, strategy: tf.distribute.Strategy, reduction: str
-    ) -> Any:
-        if reduction == "auto":
-            # The replica step has made them equal on all replicas.
-            return tree.map_structure(lambda v: strategy.experimental_local_results(v)[0], values)
-        gather = strategy.extended.gather_rows
-        if tf.executing_eagerly():
-            gather = tf.function(gather, autograph=False)
-        return tree.map_structure(gather, values)
+    @answers("reduce_outputs")
+    def _reduce_outputs(self, call: Call) -> Any:
+        return replica_functions.reduce_outputs(call)
 
     def on_padded_batch(self, batch: Any, padded: Any) -> None:
         """Hears of a batch of no rows in whose place a replica computes with another."""
@@ -175,18 +88,11 @@ class AllReduceEngine(MirroredEngine, GradientEngine):
         """Whether the data that are being distributed are to come with the next batch."""
         return False
 
-    def make_iterator(
-        self,
-        original: Original,
-        iterator: Any,
-        distribute_strategy: Any = None,
-        *args: Any,
-        **kwargs: Any,
-    ) -> None:
-        epoch_iterator.EpochIterator.__init__(iterator, *args, **kwargs)
-        iterator._distribute_strategy = strategy = distribute_strategy
+    @answers("make_iterator")
+    def _make_iterator(self, call: Call) -> None:
+        iterator = epochs.make_without_data(call)
         distributed = sharding.distribute(
-            strategy,
+            iterator._distribute_strategy,
             iterator.data_adapter,
             self.progress.data_seed,
             self.reads_ahead,
@@ -200,32 +106,33 @@ class AllReduceEngine(MirroredEngine, GradientEngine):
 
     def broadcast_restored(self, variables: Iterable[keras.Variable | tf.Variable]) -> None:
         variables = list(variables)
-        super().broadcast_restored(variables)
+        broadcast.from_chief(self.strategy, variables)
         self.accumulators.note_assigned(variables)
 
     # Variables.
 
-    def initialize(self, original: Original, variable: keras.Variable, value: Any) -> Any:
+    def reads_rows(self, variable: keras.Variable) -> bool:
+        return row_reads.can_read(variable)
+
+    @answers("initialize")
+    def _initialize(self, call: Call) -> Any:
         # Metric states are made global within the step. As TensorFlow's SyncOnRead variables they
         # would cost a collective for each read, and a chief that saves alone would wait for ever.
+        variable = call.owner
         with self.strategy.extended.creating(variable.path, accumulates(variable)):
-            return original(variable, value)
+            return call.proceed()
 
-    def add_slot(
-        self,
-        original: Original,
-        optimizer: keras.optimizers.Optimizer,
-        reference_variable: keras.Variable,
-        name: str | None = None,
-        initializer: Any = "zeros",
-    ) -> keras.Variable:
+    @answers("add_slot")
+    def _add_slot(self, call: Call) -> keras.Variable:
+        initializer = call.get("initializer", "zeros")
         if type(keras.initializers.get(initializer)) is not keras.initializers.Zeros:
-            return original(optimizer, reference_variable, name, initializer)
+            return call.proceed()
         with self.strategy.extended.creating_zeros():
-            return original(optimizer, reference_variable, name, initializer)
+            return call.proceed()
 
-    def assign(self, original: Original, variable: keras.Variable, value: Any) -> Any:
-        step = current_step()
+    @answers("assign")
+    def _assign(self, call: Call) -> Any:
+        step, variable = current_step(), call.owner
         if step is None:
             self.accumulators.note_assigned([variable])
         elif step.recording:
@@ -233,105 +140,203 @@ class AllReduceEngine(MirroredEngine, GradientEngine):
                 step.record_total(variable._value)
             elif variable._value.dtype.is_floating:
                 step.record(variable._value)
-        return original(variable, value)
+        return call.proceed()
 
-    def metric_attribute(self, original: Original, metric: keras.metrics.Metric, name: str) -> Any:
-        attribute = super().metric_attribute(original, metric, name)
-        if name != "result" or not tf.executing_eagerly():
-            return attribute
-        # What the step computes from the result cannot be computed once more.
-        return functools.partial(_global_result, current_step(), metric, attribute)
-
-    def next_seed(
-        self, original: Original, generator: keras.random.SeedGenerator, ordered: bool = True
-    ) -> tf.Tensor:
+    @answers("next_seed")
+    def _next_seed(self, call: Call) -> tf.Tensor:
         # The state stays one value on all replicas, so that it can be saved and restored; what is
         # drawn from it differs, or all replicas would drop the same units of different rows.
-        seed, offset = original(generator, ordered), current_step().rank * _SEED_STRIDE % (1 << 31)
+        seed, offset = call.proceed(), current_step().rank * _SEED_STRIDE % (1 << 31)
         return seed + tf.constant([offset, 0], seed.dtype) if offset else seed
 
     # What layers and users' steps ask of all replicas: one without its own rows adds none.
     # Gradients of such sums and gathers are sums as well, and pass here.
 
-    def all_reduce_in_step(
-        self,
-        original: Original,
-        context: tf.distribute.ReplicaContext,
-        reduce_op: tf.distribute.ReduceOp | str,
-        value: Any,
-        *args: Any,
-        **kwargs: Any,
-    ) -> Any:
-        step = current_step()
+    @answers("all_reduce")
+    def _all_reduce(self, call: Call) -> Any:
+        step, value = current_step(), call.get("value")
         step.tape.settle()
-        if step.may_be_empty and _is_sum(reduce_op):
+        if step.may_be_empty and _is_sum(call.get("reduce_op")):
             flat = step.zero_if_empty(tf.nest.flatten(value))
             value = tf.nest.pack_sequence_as(value, flat)
-        return original(context, reduce_op, value, *args, **kwargs)
+        return call.proceed(value=value)
 
-    def all_gather_in_step(
-        self,
-        original: Original,
-        context: tf.distribute.ReplicaContext,
-        value: Any,
-        axis: int,
-        *args: Any,
-        **kwargs: Any,
-    ) -> Any:
-        step = current_step()
+    @answers("all_gather")
+    def _all_gather(self, call: Call) -> Any:
+        step, value = current_step(), call.get("value")
         step.tape.settle()
-        if axis == 0:
+        if call.get("axis") == 0:
             value = tf.nest.map_structure(
                 lambda t: t if _is_count(t) else step.rows_if_any(tf.convert_to_tensor(t)), value
             )
-        return original(context, value, axis, *args, **kwargs)
+        return call.proceed(value=value)
 
-    # Callbacks.
+    # Gradients: summed in the optimizer, or as soon as a step computes with them.
 
-    def set_callbacks_model(
-        self, original: Original, callbacks: keras.callbacks.CallbackList, model: keras.Model
-    ) -> Any:
+    def gradient(self, call: Call) -> Any:
+        step = current_step_with_batch_fraction()
+        is_alone = step is None or self.strategy.num_replicas_in_sync == 1
+        if is_alone or not losses.is_by_variables(call):
+            return losses.gradient(call)
+        if self._keeps_own_gradients(step):
+            return losses.gradient_of_own_mean(call)
+        return losses.note_gradients(call, losses.gradient(call), step, step.tape.note)
+
+    @property
+    def _steps_alone(self):
+        """Whether replicas take steps by themselves, with `LocalSGD` or `DiLoCo`."""
+        return self.strategy.updates is not None and self.strategy.updates.local
+
+    def _keeps_own_gradients(self, step):
+        """Whether replicas do not ask each other about the gradients that are being taken."""
+        if self._steps_alone:
+            return True
+        graph = framework_ops.get_default_graph()
+        # Eager replicas run one after the other: inside a function, one would wait for the next.
+        has_others = self.strategy.extended.world.local_replicas > 1
+        would_wait = has_others and step.is_eager and not tf.executing_eagerly()
+        return would_wait or local_traces.is_without_collectives(graph, step.graph)
+
+    @functools.cached_property
+    def accumulators(self) -> Accumulators:
+        """Accumulators of optimizers with `gradient_accumulation_steps`."""
+        return Accumulators(self.strategy, self.sum_parts)
+
+    def settle(self, model: keras.Model) -> None:
+        super().settle(model)
+        if not self._steps_alone:
+            self.accumulators.make_global(model)
+
+    @property
+    def sums_eagerly(self) -> bool:
+        """Whether gradients of eager steps are summed as soon as the tape has them."""
+        return self.updating is None and not self.strategy.extended.reducers.compresses
+
+    def sum_parts(
+        self, parts: Sequence[Any], variables: Sequence[Any], optimizer: Any
+    ) -> list[tf.Tensor | tf.IndexedSlices]:
+        """Sums replicas' parts of gradients, by an optimizer's compressors if there is one."""
+        reducers = self.strategy.extended.reducers
+        return reducers.sum_parts(parts, variables, optimizer, self, self._largest)
+
+    def _largest(self, values):
+        """Scales and histories of float8, which take their gradient's value, of all replicas."""
+        return self.strategy.extended.max_over_replicas(values) if values else []
+
+    def _can_compress(self, optimizer):
+        """Whether what is summed before `apply` is what the optimizer would sum in it."""
+        return (
+            self.strategy.updates is None
+            and not hasattr(optimizer, "inner_optimizer")
+            and optimizer.loss_scale_factor is None
+            and not optimizer.gradient_accumulation_steps
+        )
+
+    def _split(self, grads):
+        """Gradients of the global batch as parts of each replica, which add up to them."""
+        replicas = self.strategy.num_replicas_in_sync
+        return [map_values(lambda values: values / replicas, gradient) for gradient in grads]
+
+    def apply(self, call: Call) -> Any:
+        step, optimizer = current_step(), call.owner
+        if step is None or not step.recording:
+            # The inner optimizer of a LossScaleOptimizer gets what that has been given.
+            return call.proceed()
+        grads, trainable_variables = call.get("grads"), call.get("trainable_variables")
+        is_plain = self._can_compress(optimizer)
+        inner = getattr(optimizer, "inner_optimizer", optimizer)
+        accumulates = bool(inner.gradient_accumulation_steps)
+        grads, whole = step.tape.take(
+            list(grads), optimizer if is_plain else None, wants_parts=accumulates
+        )
+        parts = step.zero_if_empty([None if i in whole else g for i, g in enumerate(grads)])
+        wholes = [g if i in whole else None for i, g in enumerate(grads)]
+        known = inner._trainable_variables if trainable_variables is None else trainable_variables
+        known = list(known)
+        kept = [i for i, g in enumerate(parts) if g is not None and is_overwritten(known[i])]
+        for i, value in zip(kept, self._largest([parts[i] for i in kept])):
+            parts[i] = value
+        if self.updating is not None:
+            # They are summed when it is time for an update.
+            wholes, whole = self._split(wholes), ()
+        grads = [part if g is None else g for part, g in zip(parts, wholes)]
+        trainable_variables = None if trainable_variables is None else known
+        # An optimizer's state changes alike on all replicas; averaging it would only cost bytes.
+        step.recording = False
+        step.whole, step.writes_back_sums = frozenset(id(known[i]) for i in whole), is_plain
+        try:
+            if self.updating is None:
+                return call.proceed(grads=grads, trainable_variables=trainable_variables)
+            return local_apply.apply(
+                self.updating, step, call.original, optimizer, grads, trainable_variables
+            )
+        finally:
+            step.recording, step.whole, step.writes_back_sums = True, frozenset(), False
+
+    @answers("check_finite")
+    def _check_finite(self, call: Call) -> tf.Tensor:
+        finite = call.proceed()
+        if not tf.distribute.get_replica_context():
+            return finite
+        # One replica's overflow must skip the step on all: they would take different branches.
+        bad = tf.cast(tf.logical_not(finite), tf.float32)
+        return tf.equal(self.strategy.extended.sum_over_replicas([bad])[0], 0.0)
+
+    def reduce(self, optimizer: Any, grads: list[Any], variables: list[Any]) -> list[Any]:
+        step = current_step()
+        if step is not None and step.alone:
+            return grads
+        own = [i for i, v in enumerate(variables) if step is None or id(v) not in step.whole]
+        if not own:
+            return grads
+        parts = [with_shape(grads[i], variables[i]) for i in own]
+        of_own = [variables[i] for i in own]
+        number = tf.cast(tf.convert_to_tensor(optimizer.iterations), tf.int64)
+        sums = self.strategy.extended.reducers.sum(parts, of_own, number, owner=optimizer)
+        if step is not None and step.writes_back_sums:
+            step.tape.put_sums(of_own, sums)
+        grads = list(grads)
+        for i, total in zip(own, sums):
+            grads[i] = total
+        return grads
+
+    def accumulate(self, optimizer: Any, grads: list[Any], variables: list[Any]) -> None:
+        step = current_step()
+        if step is not None and not self._steps_alone:
+            self.accumulators.begin_step(optimizer)
+        if step is None or not step.whole:
+            return super().accumulate(optimizer, grads, variables)
+        # They are summed when it is time for an update.
+        is_whole, step.whole = [id(v) in step.whole for v in variables], frozenset()
+        split = self._split(grads)
+        grads = [part if one else g for one, part, g in zip(is_whole, split, grads)]
+        return super().accumulate(optimizer, grads, variables)
+
+    # Callbacks and saving.
+
+    @answers("set_model")
+    def _set_model(self, event: Call) -> Any:
         if not self.strategy.is_chief:
+            callbacks = event.owner
             kept = [c for c in callbacks.callbacks if not isinstance(c, _WRITE_ONLY)]
             callbacks.callbacks = kept
-        return super().set_callbacks_model(original, callbacks, model)
+        return super()._set_model(event)
 
-    def save_checkpoint(
-        self,
-        original: Original,
-        callback: keras.callbacks.ModelCheckpoint,
-        epoch: int,
-        batch: int | None,
-        logs: dict[str, Any] | None,
-    ) -> Any:
+    @answers("checkpoint")
+    def _save_checkpoint(self, event: Call) -> Any:
         # A worker that is not the chief keeps track of the best value, and writes nothing.
         outer, self._writes_nothing = self._writes_nothing, not self.strategy.is_chief
         try:
-            return super().save_checkpoint(original, callback, epoch, batch, logs)
+            return super()._save_checkpoint(event)
         finally:
             self._writes_nothing = outer
 
-    def save(
-        self,
-        original: Original,
-        model: keras.Model,
-        filepath: Any,
-        overwrite: bool = True,
-        *args: Any,
-        **kwargs: Any,
-    ) -> Any:
+    @answers("save", "save_weights")
+    def _save(self, call: Call) -> Any:
         if self._writes_nothing:
             return None
-        self.accumulators.warn_if_partial(model)
-        return super().save(original, model, filepath, overwrite, *args, **kwargs)
-
-
-def _global_result(step, metric, result, *args, **kwargs):
-    """Calls a metric's `result` in an eager step, with the states of all replicas."""
-    if tf.executing_eagerly() and step is current_step() and step.has_batch_fraction:
-        step.asked_metrics.add(id(metric))
-        step.synchronise_totals([variable._value for variable in metric.variables])
-    return result(*args, **kwargs)
+        self.accumulators.warn_if_partial(call.owner)
+        return super()._save(call)
 
 
 def _is_sum(reduce_op):

@@ -5,7 +5,7 @@ from __future__ import annotations
 import functools
 import weakref
 from collections.abc import Callable, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import tensorflow as tf
 
@@ -121,6 +121,43 @@ class GradientReducer:
         summed = functions[key](by_replica, local(step)[0])
         return [distribute_utils.regroup(tuple(replicas)) for replicas in zip(*summed)]
 
+    def sum_parts(
+        self,
+        parts: Sequence[tf.Tensor | tf.IndexedSlices],
+        variables: Sequence[Any],
+        optimizer: Any,
+        engine: Any,
+        largest: Callable[[list[Any]], list[Any]],
+    ) -> list[tf.Tensor | tf.IndexedSlices]:
+        """Sums replicas' parts of gradients, by an optimizer's compressors if there is one.
+
+        Args:
+            parts: List of tensors or `tf.IndexedSlices`, in replica context.
+            variables: Their variables, Keras's or TensorFlow's.
+            optimizer: The optimizer, or None for sums without a compressor.
+            engine: Owner of what is not compressed.
+            largest: Function of gradients that overwrite their variables.
+        """
+        variables = [_with_path(variable) for variable in variables]
+        sums = [with_shape(g, v) for g, v in zip(parts, variables)]
+        # A row that came twice stays so, as in one process: the step may take norms of rows.
+        copied = [
+            i for i, g in enumerate(sums) if optimizer is None or isinstance(g, tf.IndexedSlices)
+        ]
+        others = [i for i in range(len(sums)) if i not in copied]
+        kept = [i for i in range(len(sums)) if is_overwritten(variables[i])]
+        for i, value in zip(kept, largest([sums[i] for i in kept])):
+            sums[i] = value
+        copied, others = ([i for i in one if i not in kept] for one in (copied, others))
+        for numbers, owner, kind in ((copied, engine, "copy"), (others, optimizer, "gradient")):
+            if numbers:
+                step = 0 if optimizer is None else tf.convert_to_tensor(optimizer.iterations)
+                chosen = [sums[i] for i in numbers], [variables[i] for i in numbers]
+                found = self.sum(*chosen, tf.cast(step, tf.int64), owner, kind)
+                for i, total in zip(numbers, found):
+                    sums[i] = total
+        return sums
+
     def sum_on(
         self,
         replica: int,
@@ -177,3 +214,27 @@ class GradientReducer:
             return CompressedSum(launcher, rank, self._replicas, compressor, size, timed, states)
         size, levels = self._bucket_bytes, self._levels[replica]
         return TwoLevelSum(launcher, rank, self._replicas, hops, size, timed, levels, states)
+
+
+def with_shape(gradient: Any, variable: Any) -> Any:
+    """A gradient with its variable's shape: some reach us without a static one."""
+    if isinstance(gradient, tf.IndexedSlices):
+        values = tf.ensure_shape(gradient.values, [None, *variable.shape[1:]])
+        return tf.IndexedSlices(values, gradient.indices, gradient.dense_shape)
+    return tf.ensure_shape(gradient, variable.shape)
+
+
+def is_overwritten(variable: Any) -> bool:
+    """Whether a variable takes its gradient's value, as scales of float8 do."""
+    return getattr(variable, "overwrite_with_gradient", False)
+
+
+class _Path(NamedTuple):
+    """Path of a TensorFlow variable, as needed to sum its gradients."""
+
+    path: str
+    shape: Any
+
+
+def _with_path(variable):
+    return variable if hasattr(variable, "path") else _Path(variable.name, variable.shape)

@@ -15,10 +15,11 @@ from keras_psplus import activation
 from keras_psplus import updates as updates_module
 from keras_psplus.all_reduce import shard_option, startup
 from keras_psplus.all_reduce.collectives import gradients
-from keras_psplus.all_reduce.engine import AllReduceEngine, OneReplicaEngine
+from keras_psplus.all_reduce.engine import AllReduceEngine
 from keras_psplus.all_reduce.extended import MultiWorkerMirroredExtended
 from keras_psplus.all_reduce.liveness import heartbeat, step_marks, stopped_peers
 from keras_psplus.all_reduce.liveness.stalls import StallProbe
+from keras_psplus.all_reduce.one_replica_engine import OneReplicaEngine
 from keras_psplus.all_reduce.step.replica_step import MirroredReplicaStep
 from keras_psplus.all_reduce.topology import auto_topology
 from keras_psplus.all_reduce.topology import group_topology as topology_module

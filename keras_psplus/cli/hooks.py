@@ -50,7 +50,7 @@ def _row(hook: Hook) -> dict[str, Any]:
         "is_added": hook.is_added,
         "fits": problem is None,
         "problem": problem,
-        "answered_by": hook.ask,
+        "answered_by": hook.answered_by,
         "why": hook.why,
     }
 

@@ -20,7 +20,7 @@ from keras_psplus.core.batch.replica_step import current_step
 from keras_psplus.core.graph.compiled_calls import CompiledCalls
 from keras_psplus.core.models import building, model_saving
 from keras_psplus.core.strategy_engine import StrategyEngine
-from keras_psplus.engine import Original
+from keras_psplus.engine import Call, answers
 from keras_psplus.keras_internals.keras_parts import trainer
 
 if TYPE_CHECKING:
@@ -30,8 +30,11 @@ if TYPE_CHECKING:
 class DistributedEngine(StrategyEngine):
     """Refuses what cannot work, scales losses by rows, and has updates settled in time."""
 
+    is_distributed = True
     # Whether steps can run eagerly, and whether XLA can compile parts of them.
     can_run_eagerly, can_compile = True, False
+    # Whether variables are copied to this process to be exported.
+    exports_copies = False
 
     @property
     def compiles_by_default(self) -> bool:
@@ -40,8 +43,6 @@ class DistributedEngine(StrategyEngine):
 
     def __init__(self, strategy: tf.distribute.Strategy) -> None:
         super().__init__(strategy)
-        # While metrics are those of an evaluation.
-        self._evaluates = False
         self._builder = building.Builder(self.trace_step)
         self._ask_for_xla: weakref.WeakSet[keras.Model] = weakref.WeakSet()
 
@@ -51,8 +52,11 @@ class DistributedEngine(StrategyEngine):
         """Context in which errors of lost tasks are this library's."""
         raise NotImplementedError
 
-    def compile(self, original: Original, model: keras.Model, *args: Any, **kwargs: Any) -> Any:
-        arguments = inspect.signature(original).bind(model, *args, **kwargs).arguments
+    @answers("compile")
+    def _compile(self, call: Call) -> Any:
+        model = call.owner
+        bound = inspect.signature(call.original).bind(model, *call.args, **call.kwargs)
+        arguments = bound.arguments
         checks.check_compile_arguments(
             self.strategy, model, arguments, self.can_run_eagerly, self.can_compile
         )
@@ -60,7 +64,7 @@ class DistributedEngine(StrategyEngine):
         # An optimizer given by name makes its variables here: also when compile() is called
         # outside.
         with self.strategy.scope():
-            result = original(model, *args, **kwargs)
+            result = call.proceed()
         if jit_compile == "auto":
             # Keras leaves models of a strategy uncompiled.
             model.jit_compile = self.compiles_by_default and trainer.model_supports_jit(model)
@@ -71,16 +75,15 @@ class DistributedEngine(StrategyEngine):
         """Compiler of the calls in a new function of a model; None without XLA."""
         return CompiledCalls(model, model in self._ask_for_xla) if model.jit_compile else None
 
-    def build(
-        self, original: Original, model: keras.Model, iterator: Any = None, data_batch: Any = None
-    ) -> None:
+    def build(self, call: Call) -> None:
+        iterator, data_batch = call.get("iterator"), call.get("data_batch")
         if iterator is not None:
             # Keras would draw a batch to see its shapes; a generator's batch would be lost by that.
             data_batch = symbolic_batch(iterator.batch_spec)
-        step_name = "test_step" if self._evaluates else "train_step"
+        step_name = "test_step" if self.evaluates else "train_step"
         with self.strategy.scope():
-            self._builder.build(model, step_name, data_batch)
-        checks.check_variables(self.strategy, model)
+            self._builder.build(call.owner, step_name, data_batch)
+        checks.check_variables(self.strategy, call.owner)
 
     def trace_step(self, model: keras.Model, step: Callable[..., Any], batch_spec: Any) -> None:
         """Traces a step that makes variables, and runs nothing of it.
@@ -93,90 +96,64 @@ class DistributedEngine(StrategyEngine):
         step = model._autoconvert_optionals(step)
         building.trace(lambda batch: self.strategy.run(step, args=(batch,)), batch_spec)
 
-    def train(self, original: Original, model: keras.Model, *args: Any, **kwargs: Any) -> Any:
+    def run(self, call: Call) -> Any:
+        if call.name == "compile":
+            return super().run(call)
         with self.translate_errors():
-            return super().train(original, model, *args, **kwargs)
+            return super().run(call)
 
-    def evaluate(self, original: Original, model: keras.Model, *args: Any, **kwargs: Any) -> Any:
-        outer, self._evaluates = self._evaluates, True
-        try:
-            with self.translate_errors():
-                self.settle(model)
-                return original(model, *args, **kwargs)
-        finally:
-            self._evaluates = outer
+    @answers("evaluate", "test_on_batch", "predict", "predict_on_batch")
+    def _evaluate(self, call: Call) -> Any:
+        self.settle(call.owner)
+        return super()._evaluate(call)
 
-    predict = evaluate
-
-    def end_of_training_epoch(
-        self, original: Original, model: keras.Model, logs: dict[str, Any] | None
-    ) -> dict[str, Any]:
+    @answers("steps_end", "test_steps_end")
+    def _end_steps(self, event: Call) -> dict[str, Any]:
         # Keras asks for an epoch's metrics before validation and before callbacks see its end.
-        if not self._evaluates:
-            self.settle(model)
+        if event.name == "steps_end":
+            self.settle(event.owner)
             if self.strategy.updates is not None and self.strategy.updates.flush:
-                for optimizer in optimizers_of(model).values():
+                for optimizer in optimizers_of(event.owner).values():
                     self.updating.finish(optimizer)
-        return super().end_of_training_epoch(original, model, logs)
+        return super()._end_steps(event)
 
-    # Losses and gradients.
-
-    scale_loss = staticmethod(losses.scale)
-    reduce_loss = staticmethod(losses.reduce_values)
-    mask_loss = staticmethod(losses.apply_mask)
-    update_mean = staticmethod(losses.update_mean)
-    update_sum = staticmethod(losses.update_sum)
-    metric_attribute = staticmethod(losses.call_metric)
-    gradient = staticmethod(losses.gradient)
-
-    def call_layer(self, original: Original, layer: keras.Layer, *args: Any, **kwargs: Any) -> Any:
-        step = current_step()
+    @answers("call_layer")
+    def _call_layer(self, call: Call) -> Any:
+        step, layer = current_step(), call.owner
         compiled = None if step is None else step.compiled_calls
         if compiled is None or not compiled.takes(layer):
-            return losses.call_layer(original, layer, *args, **kwargs)
-        inside = functools.partial(losses.call_layer, original)
-        return compiled.call(inside, layer, *args, **kwargs)
+            return losses.call_layer(call.original, layer, *call.args, **call.kwargs)
+        inside = functools.partial(losses.call_layer, call.original)
+        return compiled.call(inside, layer, *call.args, **call.kwargs)
 
-    # Optimizers.
-
-    apply_gradients = gradient_path.apply_gradients
-    accumulate = gradient_path.accumulate
-    update_variables = gradient_path.update_variables
+    def accumulate(self, optimizer: Any, grads: list[Any], variables: list[Any]) -> None:
+        gradient_path.accumulate(self, optimizer, grads, variables)
 
     # Saving.
 
-    def save(
-        self,
-        original: Original,
-        model: keras.Model,
-        filepath: Any,
-        overwrite: bool = True,
-        *args: Any,
-        **kwargs: Any,
-    ) -> Any:
-        return model_saving.save(
-            self.strategy, original, model, filepath, overwrite, *args, **kwargs
-        )
+    def finish_steps(self) -> None:
+        """Waits for the steps that are under way, before a model is written."""
 
-    def export(
-        self, original: Original, model: keras.Model, filepath: Any, *args: Any, **kwargs: Any
-    ) -> Any:
-        return model_saving.export(self.strategy, original, model, filepath, *args, **kwargs)
+    @answers("save", "save_weights")
+    def _save(self, call: Call) -> Any:
+        self.finish_steps()
+        return model_saving.save(self.strategy, call)
 
-    def save_checkpoint(
-        self,
-        original: Original,
-        callback: keras.callbacks.ModelCheckpoint,
-        epoch: int,
-        batch: int | None,
-        logs: dict[str, Any] | None,
-    ) -> Any:
+    @answers("export")
+    def _export(self, call: Call) -> Any:
+        self.finish_steps()
+        export = model_saving.export_copies if self.exports_copies else model_saving.export
+        return export(self.strategy, call)
+
+    @answers("checkpoint")
+    def _save_checkpoint(self, event: Call) -> Any:
+        callback = event.owner
         self.settle(callback.model)
         folder = os.path.dirname(callback.filepath)
         if folder and "://" not in folder and "{" not in folder:
             # Keras makes it if it is not there, and fails where another worker was quicker.
             os.makedirs(folder, exist_ok=True)
-        return original(callback, epoch, batch, logs)
+        return event.proceed()
 
 
 def symbolic_batch(spec: Any) -> Any:

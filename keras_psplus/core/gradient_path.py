@@ -2,7 +2,7 @@
 
     apply            Engine.apply: `updates=` may keep gradients, or workers hand them over
       unscale        Keras, by the loss scale
-      check finite   Engine.check_finite, for a dynamic loss scale: on all replicas alike
+      check finite   Engine.collective, for a dynamic loss scale: on all replicas alike
       accumulate     Engine.accumulate, with `gradient_accumulation_steps`
         reduce       Engine.reduce: the gradients of the global batch, of those of each replica
         clip         Engine.clip
@@ -19,8 +19,7 @@ every so many batches, so that nothing is sent in between.
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import tensorflow as tf
 
@@ -29,30 +28,22 @@ from keras_psplus.keras_internals.keras_parts import Variable, ops
 if TYPE_CHECKING:
     import keras
 
-    from keras_psplus.engine import Engine
+    from keras_psplus.engine import Call, Engine
 
 _merge_call = tf.__internal__.distribute.interim.maybe_merge_call
 
 
-def apply_gradients(
-    engine: Engine,
-    original: Callable[..., Any],
-    optimizer: keras.optimizers.Optimizer,
-    grads: list[tf.Tensor | tf.IndexedSlices],
-    trainable_variables: list[keras.Variable],
-) -> None:
-    """Applies the unscaled gradients of one batch.
+def apply_gradients(call: Call) -> None:
+    """Applies the unscaled gradients of one batch: Keras's `_backend_apply_gradients`.
 
     Args:
-        engine: The engine of the optimizer's strategy.
-        original: Keras's `_backend_apply_gradients`, which applies them outside of replicas.
-        optimizer: A Keras optimizer that is built, and no loss scale around one.
-        grads: List of tensors or `tf.IndexedSlices`.
-        trainable_variables: Their Keras variables.
+        call: The call, of an optimizer that is built, and no loss scale around one.
     """
-    if not tf.distribute.get_replica_context():
-        original(optimizer, grads, trainable_variables)
+    engine, optimizer = call.engine, call.owner
+    if not engine.is_distributed or not tf.distribute.get_replica_context():
+        call.proceed()
         return
+    grads, trainable_variables = call.get("grads"), call.get("trainable_variables")
     if optimizer.gradient_accumulation_steps:
         engine.accumulate(optimizer, grads, trainable_variables)
     else:
@@ -74,24 +65,22 @@ def update(
     engine.update(optimizer, grads, variables)
 
 
-def update_variables(
-    engine: Engine,
-    original: Callable[..., Any],
-    optimizer: keras.optimizers.Optimizer,
-    grads: list[tf.Tensor | tf.IndexedSlices],
-    trainable_variables: list[keras.Variable],
-    learning_rate: Any,
-) -> None:
+def update_variables(call: Call) -> None:
     """Takes the place of Keras's `_backend_update_step`, which sums over replicas at its start."""
+    if not call.engine.is_distributed:
+        call.proceed()
+        return
+    optimizer, grads = call.owner, call.get("grads")
+    trainable_variables = call.get("trainable_variables")
     values = [v.value if isinstance(v, Variable) else v for v in trainable_variables]
     pairs = list(zip(grads, values))
     if tf.distribute.get_replica_context():
-        pairs = engine.push(optimizer, grads, values)
+        pairs = call.engine.push(optimizer, grads, values)
     _merge_call(
         optimizer._distributed_tf_update_step,
         optimizer._distribution_strategy,
         pairs,
-        learning_rate,
+        call.get("learning_rate"),
     )
 
 

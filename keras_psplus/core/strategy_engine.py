@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 import weakref
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable
 from typing import TYPE_CHECKING, Any
 
 import tensorflow as tf
@@ -15,14 +15,14 @@ from keras_psplus.core.backup import backup_callback
 from keras_psplus.core.backup.fit_progress import FitProgress
 from keras_psplus.core.base.background_writer import BackgroundWriter
 from keras_psplus.core.base.optimizers import optimizers_of
-from keras_psplus.core.data import data_position, unknown_length
+from keras_psplus.core.data import data_position
 from keras_psplus.core.jobs import epoch_votes
 from keras_psplus.core.jobs.preemption import Preemption
 from keras_psplus.core.models import model_saving
 from keras_psplus.core.models.building import lifted
 from keras_psplus.core.plan import plan_request
 from keras_psplus.core.state.worker_files import WorkerFiles
-from keras_psplus.engine import Engine, Original
+from keras_psplus.engine import Call, Engine, answers
 from keras_psplus.keras_internals.keras_parts import stateless_scope
 
 if TYPE_CHECKING:
@@ -48,21 +48,23 @@ class StrategyEngine(Engine):
         # Read once: `train_on_batch` comes here at each step.
         return roles.is_evaluator()
 
-    def train(self, original: Original, model: keras.Model, *args: Any, **kwargs: Any) -> Any:
+    @answers("fit", "train_on_batch")
+    def _train(self, call: Call) -> Any:
         if self._is_evaluator:
-            roles.refuse_training(original.__name__)
-        plan_request.before_training(self.strategy, original, model, args, kwargs)
-        if original.__name__ != "fit":
-            return original(model, *args, **kwargs)
+            roles.refuse_training(call.name)
+        plan_request.before_training(self.strategy, call)
+        if call.name != "fit":
+            return call.proceed()
         self.backup_writer.wait()
         # A callback may train another model.
         task = self.strategy.task
         name = "a process" if task is None else task.name
         outer, self.progress = self.progress, FitProgress(name, self.saves_states)
         is_chief = self.strategy.is_chief
-        self.progress.begin(original, model, args, kwargs, is_chief, self.saved_data_seed())
+        model, seed = call.owner, self.saved_data_seed()
+        self.progress.begin(call.original, model, call.args, call.kwargs, is_chief, seed)
         try:
-            return original(model, *args, **kwargs)
+            return call.proceed()
         finally:
             ended, self.progress = self.progress, outer
             self.preemption.unwatch(outer)
@@ -71,19 +73,27 @@ class StrategyEngine(Engine):
                 self.backup_writer.wait()
                 ended.release_folders()
 
+    @answers("evaluate", "test_on_batch", "predict", "predict_on_batch")
+    def _evaluate(self, call: Call) -> Any:
+        outer, self.evaluates = self.evaluates, True
+        try:
+            return call.proceed()
+        finally:
+            self.evaluates = outer
+
     # Backups.
 
     @property
     def control(self) -> ControlPlane | None:
         """Control plane between the workers that run the script, or None."""
-        return None
+        return getattr(self.strategy.extended, "control", None)
 
     preemption = functools.cached_property(lambda self: Preemption.of(self.strategy, self.control))
 
     @property
     def worker_state(self) -> WorkerState:
         """State that workers keep from step to step."""
-        raise NotImplementedError
+        return self.strategy.extended.worker_state
 
     @functools.cached_property
     def worker_files(self) -> WorkerFiles:
@@ -93,7 +103,7 @@ class StrategyEngine(Engine):
     @property
     def updating(self) -> Any:
         """Scheduler of optimizer steps, according to the strategy's `updates`."""
-        raise NotImplementedError
+        return self.strategy.extended.updating
 
     def settle(self, model: keras.Model) -> None:
         """Gives all workers the same weights, or servers theirs, if they step alone."""
@@ -119,35 +129,19 @@ class StrategyEngine(Engine):
         """
         return None
 
-    def save_backup(self, original: Original, callback: keras.callbacks.BackupAndRestore) -> Any:
-        save = functools.partial(backup_callback.save, self, original, callback)
+    @answers("backup")
+    def _backup(self, event: Call) -> Any:
+        save = functools.partial(backup_callback.save, self, event.original, event.owner)
         return None if self.progress.defer(save) else save()
 
-    def restore_backup(
-        self,
-        original: Original,
-        callback: keras.callbacks.BackupAndRestore,
-        logs: dict[str, Any] | None = None,
-    ) -> Any:
-        return backup_callback.restore(self, original, callback, logs)
+    @answers("restore")
+    def _restore(self, event: Call) -> Any:
+        logs = event.get("logs")
+        return backup_callback.restore(self, event.original, event.owner, logs)
 
-    def end_backup(
-        self,
-        original: Original,
-        callback: keras.callbacks.BackupAndRestore,
-        logs: dict[str, Any] | None = None,
-    ) -> Any:
-        return backup_callback.end(self, original, callback, logs)
-
-    def attributes_to_skip(self, original: Original, obj_type: str) -> set[str]:
-        return model_saving.attributes_to_skip(original, obj_type)
-
-    def begin_iteration(self, original: Original, iterator: Any) -> Any:
-        result = original(iterator)
-        before = self.progress.begin_iteration(iterator)
-        if before is not None:
-            self.skip_data(iterator, *before)
-        return result
+    @answers("end_backup")
+    def _end_backup(self, event: Call) -> Any:
+        return backup_callback.end(self, event.original, event.owner, event.get("logs"))
 
     def data_position(self, iterator: Any) -> Any:
         """Position in the data to save, beside the numbers of batches and epochs.
@@ -171,105 +165,43 @@ class StrategyEngine(Engine):
         """
         data_position.skip(iterator, epochs, batches)
 
-    def end_of_training_epoch(
-        self, original: Original, model: keras.Model, logs: dict[str, Any] | None
-    ) -> dict[str, Any]:
-        if self.progress.has_resumed and not logs:
+    @answers("steps_end", "test_steps_end")
+    def _end_steps(self, event: Call) -> dict[str, Any]:
+        if self.progress.has_resumed and not event.get("logs"):
             # An epoch of which nothing was left to train.
-            logs = model.get_metrics_result()
-        return original(model, logs)
+            return event.proceed(logs=event.owner.get_metrics_result())
+        return event.proceed()
 
-    # Epochs. Keras counts the steps of the first epoch where data do not say how many they are, and
-    # takes no more in later ones. Data that come shuffled out over workers, or from a service, have
-    # another number in each epoch.
-
-    def enumerate_steps(self, original: Original, iterator: Any) -> Iterator[Any]:
-        iterator._num_batches = iterator.data_adapter.num_batches
-        return original(iterator)
-
-    def warn_of_early_end(self, original: Original, iterator: Any) -> Any:
-        if iterator._steps_seen <= iterator.steps_per_execution:
-            unknown_length.check_rows_came(iterator.data_adapter)
-        elif iterator.steps_per_epoch is None and iterator.data_adapter.num_batches is None:
-            return None  # this is how data of unknown length end
-        return original(iterator)
-
-    def end_progress(
-        self,
-        original: Original,
-        callback: keras.callbacks.ProgbarLogger,
-        epoch: int,
-        logs: dict[str, Any] | None = None,
-    ) -> None:
-        has_no_target = callback.target is None
-        original(callback, epoch, logs)
-        if has_no_target:
-            callback.target = None
-
-    def save(
-        self,
-        original: Original,
-        model: keras.Model,
-        filepath: Any,
-        overwrite: bool = True,
-        *args: Any,
-        **kwargs: Any,
-    ) -> Any:
-        return model_saving.save_in_place(original, model, filepath, overwrite, *args, **kwargs)
-
-    # Optimizers.
-
-    def build_optimizer(
-        self,
-        original: Original,
-        optimizer: keras.optimizers.Optimizer,
-        variables: Sequence[keras.Variable],
-    ) -> Any:
-        if tf.inside_function():
-            # By a step, which nobody but its train_step may know to use it.
-            self.progress.optimizers.append(optimizer)
-        return original(optimizer, variables)
+    @answers("save", "save_weights")
+    def _save(self, call: Call) -> Any:
+        return model_saving.save_in_place(call)
 
     # Callbacks.
 
-    def set_callbacks_model(
-        self, original: Original, callbacks: keras.callbacks.CallbackList, model: keras.Model
-    ) -> Any:
-        step_report.add(callbacks)
-        return original(callbacks, model)
+    @answers("set_model")
+    def _set_model(self, event: Call) -> Any:
+        step_report.add(event.owner)
+        return event.proceed()
 
-    def begin_training(
-        self,
-        original: Original,
-        callbacks: keras.callbacks.CallbackList,
-        logs: dict[str, Any] | None = None,
-    ) -> Any:
-        with self.progress.beginning(callbacks):
-            result = original(callbacks, logs)
+    @answers("train_begin")
+    def _begin_training(self, event: Call) -> Any:
+        with self.progress.beginning(event.owner):
+            result = event.proceed()
         self.preemption.watch(self.progress)
         return result
 
-    def begin_epoch(
-        self,
-        original: Original,
-        callbacks: keras.callbacks.CallbackList,
-        epoch: int,
-        logs: dict[str, Any] | None = None,
-    ) -> None:
-        original(callbacks, epoch, logs)
-        self.progress.begin_epoch(callbacks._model, epoch)
+    @answers("epoch_begin")
+    def _begin_epoch(self, event: Call) -> None:
+        event.proceed()
+        self.progress.begin_epoch(event.owner._model, event.get("epoch"))
 
-    def end_batch(
-        self,
-        original: Original,
-        callbacks: keras.callbacks.CallbackList,
-        batch: int,
-        logs: dict[str, Any] | None = None,
-    ) -> None:
+    @answers("batch_end")
+    def _end_batch(self, event: Call) -> None:
+        callbacks, batch = event.owner, event.get("batch")
         self.progress.batch = batch + 1
         self.progress.check_optimizers(callbacks.model)
         with self.progress.collecting():
-            original(callbacks, batch, logs)
+            event.proceed()
         if self.control is not None and callbacks.model.stop_training:
             self.control.post_stop(self.strategy.progress.steps, self.progress.at)
         self.batch_has_ended(callbacks.model, batch)
@@ -284,53 +216,48 @@ class StrategyEngine(Engine):
             backup._save_model()
         self.backup_writer.finish()
 
-    def end_epoch(
-        self,
-        original: Original,
-        callbacks: keras.callbacks.CallbackList,
-        epoch: int,
-        logs: dict[str, Any] | None = None,
-    ) -> None:
-        self.progress.epoch, self.progress.batch = epoch + 1, 0
+    @answers("epoch_end")
+    def _end_epoch(self, event: Call) -> None:
+        self.progress.epoch, self.progress.batch = event.get("epoch") + 1, 0
         with self.progress.collecting():
-            original(callbacks, epoch, logs)
-        epoch_votes.exchange(self.control, callbacks)
+            event.proceed()
+        epoch_votes.exchange(self.control, event.owner)
 
     # Variables.
 
-    def make_variable(
-        self, original: Original, variable: keras.Variable, *args: Any, **kwargs: Any
-    ) -> Any:
-        variable._made_by = weakref.ref(self)
+    @answers("make_variable")
+    def _make_variable(self, call: Call) -> Any:
+        call.owner._made_by = weakref.ref(self)
         if stateless_scope.in_stateless_scope():
-            return original(variable, *args, **kwargs)
+            return call.proceed()
         with lifted(self.strategy):
-            return original(variable, *args, **kwargs)
+            return call.proceed()
 
-    def to_float(self, original: Original, variable: keras.Variable) -> float:
-        return _to_number(float, original, variable)
-
-    def to_int(self, original: Original, variable: keras.Variable) -> int:
-        return _to_number(int, original, variable)
+    @answers("build_optimizer")
+    def _build_optimizer(self, call: Call) -> Any:
+        if tf.inside_function():
+            # By a step, which nobody but its train_step may know to use it.
+            self.progress.optimizers.append(call.owner)
+        return call.proceed()
 
     def reads_rows(self, variable: keras.Variable) -> bool:
         """Whether rows of a Keras variable are looked up without reading all of it."""
         return False
 
-    def read_rows(
-        self,
-        original: Original,
-        variable: keras.Variable,
-        indices: tf.Tensor,
-        name: str | None = None,
-    ) -> tf.Tensor:
+    @answers("sparse_read")
+    def _read_rows(self, call: Call) -> tf.Tensor:
+        variable = call.owner
         if not self.reads_rows(variable):
-            return original(variable, indices, name)
-        return variable._maybe_autocast(variable._value.sparse_read(indices, name=name))
+            return call.proceed()
+        rows = variable._value.sparse_read(call.get("indices"), name=call.get("name"))
+        return variable._maybe_autocast(rows)
 
-    def take(self, original: Original, x: Any, indices: Any, axis: int | None = None) -> Any:
-        if axis != 0 or isinstance(indices, tf.SparseTensor) or not self.reads_rows(x):
-            return original(x, indices, axis)
+    @answers("take")
+    def _take(self, call: Call) -> Any:
+        x, indices = call.owner, call.get("indices")
+        is_sparse = isinstance(indices, tf.SparseTensor)
+        if call.get("axis") != 0 or is_sparse or not self.reads_rows(x):
+            return call.proceed()
         if isinstance(indices, tf.RaggedTensor):
             return indices.with_flat_values(self._rows(x, indices.flat_values))
         return self._rows(x, tf.convert_to_tensor(indices))
@@ -338,9 +265,3 @@ class StrategyEngine(Engine):
     def _rows(self, variable, indices):
         count = tf.cast(variable.shape[0], indices.dtype)
         return variable.sparse_read(tf.where(indices < 0, indices + count, indices))
-
-
-def _to_number(number, original, variable):
-    if isinstance(variable._value, tf.distribute.DistributedValues):
-        return number(variable._value.numpy())
-    return original(variable)

@@ -10,7 +10,7 @@ import tensorflow as tf
 
 from keras_psplus.all_reduce.engine import AllReduceEngine
 from keras_psplus.core.batch.replica_step import current_step
-from keras_psplus.engine import Original
+from keras_psplus.engine import Call, answers
 from keras_psplus.hybrid.context import TableContext
 from keras_psplus.hybrid.snapshots.fit_snapshots import FitSnapshots
 from keras_psplus.hybrid.tables import embeddings, prefetch, row_gradients
@@ -39,16 +39,18 @@ class HybridEngine(AllReduceEngine):
 
     # The trainer and its data.
 
-    def train(self, original: Original, model: keras.Model, *args: Any, **kwargs: Any) -> Any:
-        if original.__name__ != "fit" or not self.strategy.prefetch:
-            return super().train(original, model, *args, **kwargs)
+    @answers("fit", "train_on_batch")
+    def _train(self, call: Call) -> Any:
+        if call.name != "fit" or not self.strategy.prefetch:
+            return super()._train(call)
         # What was read for a batch that did not come any more.
         self.strategy.extended.rows_ahead.forget()
-        if model.run_eagerly:
+        runs_eagerly = call.owner.run_eagerly
+        if runs_eagerly:
             info_once("no rows are read ahead: the model runs eagerly")
-        outer, self._awaits_data = self._awaits_data, not model.run_eagerly
+        outer, self._awaits_data = self._awaits_data, not runs_eagerly
         try:
-            return super().train(original, model, *args, **kwargs)
+            return super()._train(call)
         finally:
             self._awaits_data = outer
 
@@ -62,10 +64,8 @@ class HybridEngine(AllReduceEngine):
         if ahead is not None:
             ahead.on_padded_batch(batch, padded)
 
-    def build(
-        self, original: Original, model: keras.Model, iterator: Any = None, data_batch: Any = None
-    ) -> None:
-        super().build(original, model, iterator, data_batch)
+    def build(self, call: Call) -> None:
+        super().build(call)
         if self._context is not None and self.strategy.is_chief and self._context.placer.has_news:
             logger.info("HybridStrategy keeps\n%s", self._context.placer.report())
 
@@ -78,39 +78,32 @@ class HybridEngine(AllReduceEngine):
 
     # Variables.
 
-    def make_variable(
-        self,
-        original: Original,
-        variable: keras.Variable,
-        initializer: Any,
-        shape: Sequence[int] | None = None,
-        *args: Any,
-        **kwargs: Any,
-    ) -> Any:
+    @answers("make_variable")
+    def _make_variable(self, call: Call) -> Any:
+        variable, shape = call.owner, call.get("shape")
         variable._decision = None
         if self._context is not None and shape is not None:
             variable._decision = embeddings.decide(
-                self._context.placer, shape, kwargs.get("name"), kwargs.get("dtype")
+                self._context.placer, shape, call.kwargs.get("name"), call.kwargs.get("dtype")
             )
-        return super().make_variable(original, variable, initializer, shape, *args, **kwargs)
+        return super()._make_variable(call)
 
-    def initialize_with_initializer(
-        self, original: Original, variable: keras.Variable, initializer: Any
-    ) -> None:
+    @answers("initialize_with_initializer")
+    def _initialize_with_initializer(self, call: Call) -> None:
+        variable, initializer = call.owner, call.get("initializer")
         if isinstance(initializer, embeddings.Slot):
             variable._value = initializer.variable(variable.name)
             return None
         decision = getattr(variable, "_decision", None)
         if decision is None or not decision.on_servers:
-            return original(variable, initializer)
+            return call.proceed()
         assert self._context is not None
         lookup = self.strategy.extended.lookup
         return embeddings.make(self._context.tables, lookup, variable, decision, initializer)
 
-    def add_weight(
-        self, original: Original, layer: keras.Layer, *args: Any, **kwargs: Any
-    ) -> keras.Variable:
-        variable = original(layer, *args, **kwargs)
+    @answers("add_weight")
+    def _add_weight(self, call: Call) -> keras.Variable:
+        variable = call.proceed()
         decision = getattr(variable, "_decision", None)
         if decision is not None and decision.on_servers:
             embeddings.take_over(variable)
@@ -121,11 +114,14 @@ class HybridEngine(AllReduceEngine):
             return not embeddings.has_other_value(variable)
         return super().reads_rows(variable)
 
-    def take(self, original: Original, x: Any, indices: Any, axis: int | None = None) -> Any:
-        if isinstance(indices, tf.SparseTensor) and axis == 0 and embeddings.is_table(x):
+    @answers("take")
+    def _take(self, call: Call) -> Any:
+        indices = call.get("indices")
+        is_sparse = isinstance(indices, tf.SparseTensor) and call.get("axis") == 0
+        if is_sparse and embeddings.is_table(call.owner):
             # As Keras has it: what is missing is row 0.
-            indices = tf.sparse.to_dense(indices)
-        return super().take(original, x, indices, axis)
+            call = call.changed(indices=tf.sparse.to_dense(indices))
+        return super()._take(call)
 
     def _rows(self, variable, indices):
         if embeddings.is_table(variable):
@@ -135,16 +131,13 @@ class HybridEngine(AllReduceEngine):
 
     # Optimizers.
 
-    def build_optimizer(
-        self,
-        original: Original,
-        optimizer: keras.optimizers.Optimizer,
-        variables: Sequence[keras.Variable],
-    ) -> None:
-        super().build_optimizer(original, optimizer, variables)
+    @answers("build_optimizer")
+    def _build_optimizer(self, call: Call) -> None:
+        super()._build_optimizer(call)
+        optimizer = call.owner
         if hasattr(optimizer, "inner_optimizer"):
             return
-        for variable in variables:
+        for variable in call.get("variables"):
             table = table_of(variable)
             if table is not None:
                 decays = optimizer.weight_decay and optimizer._use_weight_decay(variable)
@@ -154,22 +147,16 @@ class HybridEngine(AllReduceEngine):
                 with tf.init_scope():
                     self._context.tables.set_optimizer(table, optimizer, decay)
 
-    def add_slot(
-        self,
-        original: Original,
-        optimizer: keras.optimizers.Optimizer,
-        reference_variable: keras.Variable,
-        name: str | None = None,
-        initializer: Any = "zeros",
-    ) -> Any:
-        table = table_of(reference_variable)
+    @answers("add_slot")
+    def _add_slot(self, call: Call) -> Any:
+        optimizer, reference = call.owner, call.get("reference_variable")
+        table = table_of(reference)
         if table is None:
-            return super().add_slot(original, optimizer, reference_variable, name, initializer)
+            return super()._add_slot(call)
         # Made on the servers already, with all others, in this order: there is nothing to place.
-        value = getattr(reference_variable, "_value", reference_variable)
-        slot = embeddings.Slot(value, table.new_slot(optimizer))
+        slot = embeddings.Slot(getattr(reference, "_value", reference), table.new_slot(optimizer))
         return base_optimizer.BaseOptimizer.add_variable_from_reference(
-            optimizer, reference_variable, name=name, initializer=slot
+            optimizer, reference, name=call.get("name"), initializer=slot
         )
 
     def reduce(
@@ -244,27 +231,18 @@ class HybridEngine(AllReduceEngine):
             self._snapshots = FitSnapshots(self, self._context.snapshots, self.strategy.sync)
         return self._snapshots
 
-    def begin_training(
-        self,
-        original: Original,
-        callbacks: keras.callbacks.CallbackList,
-        logs: dict[str, Any] | None = None,
-    ) -> Any:
+    @answers("train_begin")
+    def _begin_training(self, event: Call) -> Any:
         if self.snapshots is None:
-            return super().begin_training(original, callbacks, logs)
-        self.snapshots.begin(callbacks)
-        result = super().begin_training(original, callbacks, logs)
-        self.snapshots.save_first(callbacks.model)
+            return super()._begin_training(event)
+        self.snapshots.begin(event.owner)
+        result = super()._begin_training(event)
+        self.snapshots.save_first(event.owner.model)
         return result
 
-    def begin_epoch(
-        self,
-        original: Original,
-        callbacks: keras.callbacks.CallbackList,
-        epoch: int,
-        logs: dict[str, Any] | None = None,
-    ) -> None:
-        super().begin_epoch(original, callbacks, epoch, logs)
+    @answers("epoch_begin")
+    def _begin_epoch(self, event: Call) -> None:
+        super()._begin_epoch(event)
         if self.snapshots is not None:
             self.snapshots.begin_epoch()
 
@@ -277,12 +255,8 @@ class HybridEngine(AllReduceEngine):
         if self.snapshots is not None:
             self.snapshots.save(callbacks.model)
 
-    def end_training(
-        self,
-        original: Original,
-        callbacks: keras.callbacks.CallbackList,
-        logs: dict[str, Any] | None = None,
-    ) -> None:
-        super().end_training(original, callbacks, logs)
+    @answers("train_end")
+    def _end_training(self, event: Call) -> None:
+        event.proceed()
         if self.snapshots is not None:
             self.snapshots.end()

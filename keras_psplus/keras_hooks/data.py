@@ -1,5 +1,6 @@
 """Data: the iterator over epochs, and how many steps an epoch has."""
 
+from keras_psplus.core.data import epochs
 from keras_psplus.keras_hooks.finders import engine_of, of_holder
 from keras_psplus.keras_hooks.hook import Hook
 from keras_psplus.keras_internals.keras_parts import epoch_iterator, tf_trainer
@@ -10,8 +11,9 @@ HOOKS = (
         "__init__",
         ["self", "distribute_strategy"],
         engine_of,
-        "make_iterator",
+        "data",
         "each process reads its part of the global batches, or steps take them with them",
+        call="make_iterator",
         by=1,
     ),
     Hook(
@@ -19,15 +21,16 @@ HOOKS = (
         "tf_sync",
         ["self"],
         of_holder,
-        "drain",
+        "data",
         "steps that were sent to workers are waited for",
+        call="drain",
     ),
     Hook(
         epoch_iterator.EpochIterator,
         "__iter__",
         ["self"],
         of_holder,
-        "begin_iteration",
+        epochs.begin,
         "training goes on after the batch of a snapshot",
     ),
     Hook(
@@ -35,7 +38,7 @@ HOOKS = (
         "_enumerate_iterator",
         ["self"],
         of_holder,
-        "enumerate_steps",
+        epochs.enumerate_steps,
         "an epoch has as many steps as its data, not as the first epoch's",
     ),
     Hook(
@@ -43,7 +46,7 @@ HOOKS = (
         "_interrupted_warning",
         ["self"],
         of_holder,
-        "warn_of_early_end",
+        epochs.warn_of_early_end,
         "data of unknown length end like that, without a warning",
     ),
 )

@@ -1,7 +1,7 @@
 """Replacement of one function of Keras, TensorFlow or Python: its contract, reason, and engine.
 
-Each name is replaced once. The replacement finds the engine from one of its arguments, and calls
-the engine's method; without an engine it calls Keras's function.
+Each name is replaced once. The replacement finds the engine from one of its arguments, and gives it
+a `Call`; without an engine it calls Keras's function.
 """
 
 import dataclasses
@@ -12,6 +12,8 @@ from typing import Any, NoReturn
 
 import keras
 import tensorflow as tf
+
+from keras_psplus.engine import Call
 
 
 @dataclasses.dataclass(frozen=True)
@@ -24,8 +26,10 @@ class Hook:
         parameters: Names of its parameters that are relied on, in order.
         find: Function of one of its arguments that returns the engine to ask, or None. None for
             what a module changes on objects of its own.
-        ask: Name of the engine's method, or of that module.
+        ask: Name of the engine's method; a function of the `Call`, where all engines answer alike;
+            or the name of that module.
         why: Why it is replaced, for people.
+        call: Name of the call for the engine; if empty, the function's own.
         by: Number of the argument that `find` is given.
         is_added: Whether Keras has no such function: where there is no engine, it is as if there
             were none.
@@ -35,8 +39,9 @@ class Hook:
     name: str
     parameters: list[str]
     find: Callable[..., Any] | None
-    ask: str
+    ask: str | Callable[[Call], Any]
     why: str
+    call: str = ""
     by: int = 0
     is_added: bool = False
 
@@ -46,6 +51,13 @@ class Hook:
         if inspect.ismodule(self.owner):
             return f"{self.owner.__name__}.{self.name}"
         return f"{self.owner.__module__}.{self.owner.__name__}.{self.name}"
+
+    @property
+    def answered_by(self) -> str:
+        """The method or function that is asked, and by which name of the call."""
+        if isinstance(self.ask, str):
+            return self.ask if self.find is None else f'{self.ask}("{self.call or self.name}")'
+        return f"{self.ask.__module__}.{self.ask.__name__}"
 
     @property
     def is_installed(self) -> bool:
@@ -98,6 +110,8 @@ class Hook:
         if find is None:
             return
         original = self._missing() if self.is_added else self._current()
+        first, *others = self._positional(original) or [""]
+        called = self.call or self.name
 
         @functools.wraps(original)
         def replaced(*args: Any, **kwargs: Any) -> Any:
@@ -105,13 +119,23 @@ class Hook:
             engine = find(args[by] if len(args) > by else kwargs.get(name))
             if engine is None:
                 return original(*args, **kwargs)
-            return getattr(engine, ask)(original, *args, **kwargs)
+            owner, args = (args[0], args[1:]) if args else (kwargs.pop(first, None), ())
+            call = Call(original, owner, args, kwargs, called, engine, others)
+            return ask(call) if callable(ask) else getattr(engine, ask)(call)
 
         if self.parameters:
             # Keras looks at the arguments of constructors, and does not follow wrappers there.
             replaced.__signature__ = inspect.signature(original)  # type: ignore[attr-defined]
         replaced.replaced_by = self  # type: ignore[attr-defined]
         setattr(self.owner, self.name, replaced)
+
+    def _positional(self, original: Callable[..., Any]) -> list[str]:
+        """Names of the parameters that may be given without their names."""
+        if self.is_added or not self.parameters:
+            return self.parameters
+        kinds = (inspect.Parameter.POSITIONAL_ONLY, inspect.Parameter.POSITIONAL_OR_KEYWORD)
+        parameters = inspect.signature(original).parameters.items()
+        return [name for name, one in parameters if one.kind in kinds]
 
     def _current(self) -> Any:
         return getattr(self.owner, self.name, None)

@@ -9,6 +9,7 @@ then the gradient of the mean over the global batch.
 
 import tensorflow as tf
 
+from keras_psplus.core.batch import losses
 from keras_psplus.keras_hooks.finders import of_step
 from keras_psplus.keras_hooks.hook import Hook
 from keras_psplus.keras_internals.keras_parts import loss_module, metrics, reduction_metrics
@@ -20,7 +21,7 @@ HOOKS = (
             name,
             ["value"],
             of_step,
-            "scale_loss",
+            losses.scale,
             "a loss is not divided by the number of replicas: its gradient is scaled by rows",
         )
         for name in ("scale_loss_for_distribution", "unscale_loss_for_distribution")
@@ -30,7 +31,7 @@ HOOKS = (
         "reduce_values",
         ["values", "sample_weight", "reduction"],
         of_step,
-        "reduce_loss",
+        losses.reduce_values,
         "sums are no means, and weighted means divide by the whole batch's weight",
     ),
     Hook(
@@ -38,7 +39,7 @@ HOOKS = (
         "apply_mask",
         ["sample_weight", "mask", "dtype", "reduction"],
         of_step,
-        "mask_loss",
+        losses.apply_mask,
         "masked means divide by the whole batch's number of entries",
     ),
     Hook(
@@ -46,7 +47,7 @@ HOOKS = (
         "update_state",
         ["self", "values", "sample_weight"],
         of_step,
-        "update_mean",
+        losses.update_mean,
         "a mean over a replica's rows counts by its rows",
     ),
     Hook(
@@ -54,7 +55,7 @@ HOOKS = (
         "update_state",
         ["self", "values", "sample_weight"],
         of_step,
-        "update_sum",
+        losses.update_sum,
         "a loss of the batch is added once, not once by each replica",
     ),
     Hook(
@@ -62,7 +63,7 @@ HOOKS = (
         "__getattribute__",
         ["self", "name"],
         of_step,
-        "metric_attribute",
+        losses.get_attribute,
         "in any metric's `update_state`, losses are numbers of the replica's own rows",
     ),
     Hook(

@@ -4,6 +4,7 @@ Stock Keras clips each replica's own gradients and sums them afterwards, which n
 would do. The order is written down in `core/gradient_path.py`.
 """
 
+from keras_psplus.core import gradient_path
 from keras_psplus.keras_hooks.finders import of_applied, of_optimizer
 from keras_psplus.keras_hooks.hook import Hook
 from keras_psplus.keras_internals.keras_parts import (
@@ -22,16 +23,18 @@ HOOKS = (
         "build",
         ["self", "variables"],
         of_optimizer,
-        "build_optimizer",
+        "make_variable",
         "the servers of a table learn which optimizer updates it",
+        call="build_optimizer",
     ),
     Hook(
         _TF,
         "add_variable_from_reference",
         ["self", "reference_variable", "name", "initializer"],
         of_optimizer,
-        "add_slot",
+        "make_variable",
         "the slots of a table are on its servers",
+        call="add_slot",
     ),
     *(
         Hook(
@@ -49,7 +52,7 @@ HOOKS = (
         "check_finite",
         ["self", "grads"],
         of_optimizer,
-        "check_finite",
+        "collective",
         "one replica's overflow must skip the step on all",
     ),
     Hook(
@@ -57,7 +60,7 @@ HOOKS = (
         "_backend_apply_gradients",
         ["self", "grads", "trainable_variables"],
         of_optimizer,
-        "apply_gradients",
+        gradient_path.apply_gradients,
         "gradients are reduced before they are clipped; updates run beside their variables",
     ),
     Hook(
@@ -65,7 +68,7 @@ HOOKS = (
         "_backend_update_step",
         ["self", "grads", "trainable_variables", "learning_rate"],
         of_optimizer,
-        "update_variables",
+        gradient_path.update_variables,
         "gradients are reduced already; those of variables on servers are pushed there",
     ),
 )

@@ -29,7 +29,7 @@ HOOKS = (
         "export",
         ["self", "filepath"],
         of_holder,
-        "export",
+        "save",
         "folders appear whole; variables of parameter servers are copied to the chief",
     ),
     Hook(
@@ -37,7 +37,7 @@ HOOKS = (
         "get_attr_skipset",
         ["obj_type"],
         of_scope,
-        "attributes_to_skip",
+        model_saving.attributes_to_skip,
         "Keras makes an optimizer to see its attributes, which must not be in the scope",
     ),
     Hook(
@@ -45,8 +45,9 @@ HOOKS = (
         "is_memory_sufficient",
         ["model"],
         of_holder,
-        "has_memory_for_file",
+        "save",
         "Keras has a whole model in memory before it is in a file, if this machine has room for it",
+        call="has_memory_for_file",
     ),
     Hook(
         io_utils,

@@ -1,5 +1,9 @@
 """The trainer: `compile`, `fit`, `evaluate`, `predict` and the functions that take steps."""
 
+from typing import Any
+
+from keras_psplus.core.models import outside_models
+from keras_psplus.engine import Call
 from keras_psplus.keras_hooks.finders import engine_of, of_loading, of_model
 from keras_psplus.keras_hooks.hook import Hook
 from keras_psplus.keras_internals.keras_parts import (
@@ -9,13 +13,20 @@ from keras_psplus.keras_internals.keras_parts import (
     tf_trainer,
 )
 
+
+def end_of_steps(call: Call) -> Any:
+    """`Engine.on("steps_end")`, or `"test_steps_end"`: Keras asks in `fit` and in `evaluate`."""
+    call.name = "test_steps_end" if call.engine.evaluates else "steps_end"
+    return call.engine.on(call)
+
+
 HOOKS = (
     Hook(
         BaseTrainer,
         "compile",
         ["self", "optimizer", "loss"],
         of_model,
-        "compile",
+        "run",
         "what cannot work is refused, and an optimizer given by name is made in the scope",
     ),
     Hook(
@@ -23,7 +34,7 @@ HOOKS = (
         "compile_from_config",
         ["self", "config"],
         of_loading,
-        "compile_loaded",
+        outside_models.load,
         "a model that is loaded from a file outside the scope need not be trained",
     ),
     Hook(
@@ -31,7 +42,7 @@ HOOKS = (
         "load_model_from_hdf5",
         ["filepath"],
         of_loading,
-        "compile_loaded",
+        outside_models.load,
         "a model that is loaded from a file outside the scope need not be trained",
     ),
     Hook(
@@ -47,15 +58,16 @@ HOOKS = (
         "_make_function",
         ["self", "step_function"],
         of_model,
-        "make_function",
+        "make_step",
         "a step runs on all replicas and makes metrics global, or is sent to a worker",
+        call="make_function",
     ),
     Hook(
         TensorFlowTrainer,
         "make_predict_function",
         ["self", "force"],
         of_model,
-        "make_predict_function",
+        "make_step",
         "outputs are those of a replica's own rows, in the order of the data",
     ),
     *(
@@ -64,7 +76,7 @@ HOOKS = (
             name,
             ["self", "x", "y"],
             of_model,
-            "train",
+            "run",
             "errors of lost tasks are translated; steps under way are waited for",
         )
         for name in ("fit", "train_on_batch")
@@ -75,7 +87,7 @@ HOOKS = (
             name,
             ["self", "x"],
             of_model,
-            "evaluate",
+            "run",
             "updates of workers that step alone are settled; errors are translated",
         )
         for name in ("evaluate", "test_on_batch")
@@ -86,7 +98,7 @@ HOOKS = (
             name,
             ["self", "x"],
             of_model,
-            "predict",
+            "run",
             "updates of workers that step alone are settled; results keep the data's order",
         )
         for name in ("predict", "predict_on_batch")
@@ -96,7 +108,7 @@ HOOKS = (
         "_get_metrics_result_or_logs",
         ["self", "logs"],
         of_model,
-        "end_of_training_epoch",
+        end_of_steps,
         "the end of an epoch's steps: workers agree on weights before validation and callbacks",
     ),
     Hook(
@@ -104,8 +116,9 @@ HOOKS = (
         "reduce_per_replica",
         ["values", "strategy", "reduction"],
         engine_of,
-        "reduce_outputs",
+        "collective",
         "steps have made logs equal already; outputs are gathered in rank order",
+        call="reduce_outputs",
         by=1,
     ),
 )

@@ -1,8 +1,11 @@
 """Hooks of Keras variables: creation, reads, writes, and seeds of random layers."""
 
+from collections.abc import Callable
 from typing import Any
 
-from keras_psplus.engine import Engine
+import tensorflow as tf
+
+from keras_psplus.engine import Call, Engine
 from keras_psplus.keras_hooks.finders import of_scope, of_step, of_variable
 from keras_psplus.keras_hooks.hook import Hook
 from keras_psplus.keras_internals.keras_parts import Variable, numpy_module, seed_generator
@@ -12,38 +15,58 @@ def _of_taken(x: Any) -> Engine | None:
     return of_variable(x) if isinstance(x, Variable) else None
 
 
+def to_float(call: Call) -> float:
+    """`float(variable)`."""
+    return _to_number(float, call)
+
+
+def to_int(call: Call) -> int:
+    """`int(variable)`."""
+    return _to_number(int, call)
+
+
+def _to_number(number: Callable[[Any], Any], call: Call) -> Any:
+    if isinstance(call.owner._value, tf.distribute.DistributedValues):
+        return number(call.owner._value.numpy())
+    return call.proceed()
+
+
 HOOKS = (
     Hook(
         Variable,
         "__init__",
-        ["self", "initializer"],
+        ["self", "initializer", "shape"],
         of_scope,
         "make_variable",
         "what is read, changed or looked up later is asked of the strategy that made it",
+        call="make_variable",
     ),
     Hook(
         Variable,
         "_initialize",
         ["self", "value"],
         of_scope,
-        "initialize",
+        "make_variable",
         "totals and means are made global once a step; variables get their place",
+        call="initialize",
     ),
     Hook(
         Variable,
         "_initialize_with_initializer",
         ["self", "initializer"],
         of_scope,
-        "initialize_with_initializer",
+        "make_variable",
         "the rows of a table are drawn by the servers that have them",
+        call="initialize_with_initializer",
     ),
     Hook(
         Variable,
         "_direct_assign",
         ["self", "value"],
         of_variable,
-        "assign",
+        "write",
         "what a replica changes by itself is made global; steps under way come before",
+        call="assign",
     ),
     Hook(
         Variable,
@@ -58,7 +81,7 @@ HOOKS = (
         "assign_add",
         ["self", "value"],
         of_variable,
-        "assign_add",
+        "write",
         "Keras reads, adds and writes: another worker's update in between would be lost",
     ),
     Hook(
@@ -66,7 +89,7 @@ HOOKS = (
         "assign_sub",
         ["self", "value"],
         of_variable,
-        "assign_sub",
+        "write",
         "Keras reads, subtracts and writes: another worker's update in between would be lost",
     ),
     Hook(
@@ -74,7 +97,7 @@ HOOKS = (
         "__float__",
         ["self"],
         of_variable,
-        "to_float",
+        to_float,
         "TensorFlow's mirrored variables lack what callbacks do with a learning rate",
     ),
     Hook(
@@ -82,7 +105,7 @@ HOOKS = (
         "__int__",
         ["self"],
         of_variable,
-        "to_int",
+        to_int,
         "TensorFlow's mirrored variables lack what callbacks do with a counter",
     ),
     Hook(
@@ -90,7 +113,7 @@ HOOKS = (
         "sparse_read",
         ["self", "indices", "name"],
         of_variable,
-        "read_rows",
+        "read",
         "tf.gather asks for it: without it, each lookup reads the whole value",
         is_added=True,
     ),
@@ -99,7 +122,7 @@ HOOKS = (
         "take",
         ["x", "indices", "axis"],
         _of_taken,
-        "take",
+        "read",
         "Keras reads the whole value for its shape",
     ),
     Hook(
@@ -107,7 +130,8 @@ HOOKS = (
         "next",
         ["self", "ordered"],
         of_step,
-        "next_seed",
+        "layer",
         "replicas draw different numbers from one state",
+        call="next_seed",
     ),
 )

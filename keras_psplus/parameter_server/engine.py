@@ -15,19 +15,16 @@ from keras_psplus.core.base import duplicate_rows
 from keras_psplus.core.base.optimizers import variables_of_apply
 from keras_psplus.core.batch import losses
 from keras_psplus.core.batch.replica_step import current_step
-from keras_psplus.core.data import iterator_release, unknown_length
+from keras_psplus.core.data import epochs, iterator_release, unknown_length
 from keras_psplus.core.distributed_engine import DistributedEngine
-from keras_psplus.core.models import model_saving
 from keras_psplus.core.models.building import lifted
-from keras_psplus.engine import Original
+from keras_psplus.engine import Call, answers
+from keras_psplus.keras_internals.keras_parts import callbacks as keras_callbacks
 from keras_psplus.keras_internals.keras_parts import (
-    Variable,
-    epoch_iterator,
     global_state,
     layers,
     stateless_scope,
 )
-from keras_psplus.keras_internals.keras_parts import callbacks as keras_callbacks
 from keras_psplus.parameter_server import predict_function
 from keras_psplus.parameter_server.data import chief_data, distributed_data
 from keras_psplus.parameter_server.data.worker_data import WorkerDataset
@@ -51,6 +48,7 @@ class ParameterServerEngine(DistributedEngine):
     """For a chief that sends steps to workers."""
 
     can_run_eagerly = False
+    exports_copies = True
 
     def __init__(self, strategy: tf.distribute.Strategy) -> None:
         super().__init__(strategy)
@@ -91,51 +89,45 @@ class ParameterServerEngine(DistributedEngine):
                     function.drain()
             raise
 
-    def make_function(
-        self, original: Original, model: keras.Model, step_function: Callable[..., Any]
-    ) -> TrainFunction:
+    @answers("make_function")
+    def _make_function(self, call: Call) -> TrainFunction:
+        model, step_function = call.owner, call.get("step_function")
         return TrainFunction(model, self._context, step_function, step_function == model.train_step)
 
-    def make_predict_function(
-        self, original: Original, model: keras.Model, force: bool = False
-    ) -> Callable[..., Any]:
-        if model.predict_function is None or force:
+    @answers("make_predict_function")
+    def _make_predict_function(self, call: Call) -> Callable[..., Any]:
+        model = call.owner
+        if model.predict_function is None or call.get("force"):
             model.predict_function = predict_function.make(self._context, model)
         return model.predict_function
 
-    def predict(self, original: Original, model: keras.Model, *args: Any, **kwargs: Any) -> Any:
-        outer, self._in_order = self._in_order, original.__name__ == "predict"
+    @answers("predict", "predict_on_batch")
+    def _predict(self, call: Call) -> Any:
+        outer, self._in_order = self._in_order, call.name == "predict"
         try:
-            return super().predict(original, model, *args, **kwargs)
+            return self._evaluate(call)
         finally:
             self._in_order = outer
 
-    def end_of_training_epoch(
-        self, original: Original, model: keras.Model, logs: dict[str, Any] | None
-    ) -> Any:
+    @answers("steps_end", "test_steps_end")
+    def _end_steps(self, event: Call) -> Any:
         # Asked for before validation, and before other callbacks see the epoch's end and save.
-        if not self._evaluates and model in self._callbacks:
+        model = event.owner
+        if event.name == "steps_end" and model in self._callbacks:
             loss, callbacks = _take_bad_loss(model), self._callbacks[model]()
             if loss is not None and callbacks is not None:
                 for callback in callbacks.callbacks:
                     if isinstance(callback, keras_callbacks.TerminateOnNaN):
                         callback.on_train_batch_end(callbacks._last_batch, {"loss": loss})
-        return super().end_of_training_epoch(original, model, logs)
+        return super()._end_steps(event)
 
     # Data.
 
-    def make_iterator(
-        self,
-        original: Original,
-        iterator: Any,
-        distribute_strategy: Any = None,
-        *args: Any,
-        **kwargs: Any,
-    ) -> None:
+    @answers("make_iterator")
+    def _make_iterator(self, call: Call) -> None:
         context, seed_for = self._context, self.progress.data_seed
-        of_workers = distributed_data.take_apart(context.num_workers, kwargs)
-        epoch_iterator.EpochIterator.__init__(iterator, *args, **kwargs)
-        iterator._distribute_strategy = distribute_strategy
+        of_workers = distributed_data.take_apart(context.num_workers, call.kwargs)
+        iterator = epochs.make_without_data(call)
         worker_data = chief_data.on_workers(
             context, iterator.data_adapter, self._in_order, of_workers, seed_for
         )
@@ -164,23 +156,28 @@ class ParameterServerEngine(DistributedEngine):
             for _ in range(0, batches, iterator.steps_per_execution):
                 next(iterator._epoch_iterator, None)
 
-    def drain(self, original: Original, iterator: Any) -> None:
+    @answers("drain")
+    def _drain(self, call: Call) -> None:
+        self.finish_steps()
+
+    def finish_steps(self) -> None:
         self._context.drain()
 
     # Variables.
 
-    def make_variable(
-        self, original: Original, variable: keras.Variable, *args: Any, **kwargs: Any
-    ) -> None:
+    @answers("make_variable")
+    def _make_variable(self, call: Call) -> None:
         # Here, as some are initialized later, when nothing tells any more.
-        scopes = global_state.get_global_attribute("name_scope_stack")
+        variable, scopes = call.owner, global_state.get_global_attribute("name_scope_stack")
         variable._is_of_layer = bool(scopes) and isinstance(scopes[-1].caller, layers.Layer)
-        super().make_variable(original, variable, *args, **kwargs)
+        super()._make_variable(call)
         variable._is_made_to_train = variable._trainable
 
-    def initialize(self, original: Original, variable: keras.Variable, value: Any) -> Any:
+    @answers("initialize")
+    def _initialize(self, call: Call) -> Any:
         # A frozen layer's weights are initialized after they were frozen. They may come to be
         # trained.
+        variable, value = call.owner, call.get("value")
         trainable = variable._trainable
         variable._trainable = getattr(variable, "_is_made_to_train", trainable)
         try:
@@ -189,17 +186,14 @@ class ParameterServerEngine(DistributedEngine):
                 shape = getattr(value, "shape", None)
             kind = variable_kinds.kind_of(variable, self._context.is_sync)
             with self._context.extended.creating(variable.path, kind, shape):
-                return original(variable, value)
+                return call.proceed()
         finally:
             variable._trainable = trainable
 
-    def assign(self, original: Original, variable: keras.Variable, value: Any) -> Any:
-        self._wait_for_earlier_steps(variable)
-        return original(variable, value)
-
-    def read(self, original: Original, variable: keras.Variable) -> Any:
-        self._wait_for_earlier_steps(variable)
-        return original(variable)
+    @answers("assign", "numpy")
+    def _wait_and_proceed(self, call: Call) -> Any:
+        self._wait_for_earlier_steps(call.owner)
+        return call.proceed()
 
     def _wait_for_earlier_steps(self, variable):
         # From a callback, for example: steps that were sent before come before.
@@ -209,65 +203,42 @@ class ParameterServerEngine(DistributedEngine):
             elif variable_kinds.on_ps(variable._value) and self._context.scheduler.is_busy:
                 self._context.scheduler.join()
 
-    def assign_add(self, original: Original, variable: keras.Variable, value: Any) -> Any:
-        return _atomically("assign_add", original, variable, value)
-
-    def assign_sub(self, original: Original, variable: keras.Variable, value: Any) -> Any:
-        return _atomically("assign_sub", original, variable, value)
+    @answers("assign_add", "assign_sub")
+    def _change(self, call: Call) -> Any:
+        own = call.owner._value
+        is_shared = variable_kinds.on_ps(own) or variable_kinds.is_closure_variable(own)
+        if stateless_scope.in_stateless_scope() or not is_shared or tf.executing_eagerly():
+            return call.proceed()
+        # Keras reads, adds and writes: another worker's step in between would be lost.
+        value = tf.cast(call.get("value"), own.dtype)
+        return getattr(own, call.name)(value, read_value=False)
 
     def reads_rows(self, variable: keras.Variable) -> bool:
         is_other = stateless_scope.in_stateless_scope()
         return not is_other and variable_kinds.on_ps(variable._value)
 
-    def add_slot(
-        self,
-        original: Original,
-        optimizer: keras.optimizers.Optimizer,
-        reference_variable: keras.Variable,
-        name: str | None = None,
-        initializer: Any = "zeros",
-    ) -> keras.Variable:
+    @answers("add_slot")
+    def _add_slot(self, call: Call) -> keras.Variable:
         # On its variable's server, which Keras asks for in the graph of a step that makes it.
         with lifted(self.strategy):
-            return original(optimizer, reference_variable, name, initializer)
+            return call.proceed()
 
     # Optimizers.
 
-    def gradient(
-        self,
-        original: Original,
-        tape: tf.GradientTape,
-        target: Any,
-        sources: Any,
-        output_gradients: Any = None,
-        *args: Any,
-        **kwargs: Any,
-    ) -> Any:
+    def gradient(self, call: Call) -> Any:
         step = current_step()
-        if (
-            step is None
-            or output_gradients is not None
-            or self.strategy.num_workers == 1
-            or not any(isinstance(s, (Variable, tf.Variable)) for s in tf.nest.flatten(sources))
-        ):
-            return super().gradient(
-                original, tape, target, sources, output_gradients, *args, **kwargs
-            )
+        is_alone = step is None or self.strategy.num_workers == 1
+        if is_alone or not losses.is_by_variables(call):
+            return losses.gradient(call)
         if step.is_inside:
             # What leaves a function, or is computed row by row, counts when it is handed over.
-            grads = losses.gradient_of_own_mean(original, tape, target, sources, *args, **kwargs)
-            return step.note_inside(grads, sources)
-        grads = super().gradient(original, tape, target, sources, None, *args, **kwargs)
-        return losses.note_gradients(grads, target, sources, step, step.note)
+            grads = losses.gradient_of_own_mean(call)
+            return step.note_inside(grads, call.get("sources"))
+        return losses.note_gradients(call, losses.gradient(call), step, step.note)
 
-    def apply(
-        self,
-        original: Original,
-        optimizer: keras.optimizers.Optimizer,
-        grads: list[tf.Tensor | tf.IndexedSlices | None],
-        trainable_variables: list[keras.Variable] | None = None,
-    ) -> Any:
-        strategy, step = self.strategy, current_step()
+    def apply(self, call: Call) -> Any:
+        strategy, step, optimizer = self.strategy, current_step(), call.owner
+        grads, trainable_variables = call.get("grads"), call.get("trainable_variables")
         if self._is_on_worker and strategy.updates is not None and not worker_updates.is_applying():
             variables = variables_of_apply(optimizer, strategy.updates, grads, trainable_variables)
             if variables is not None and not strategy.updates.local:
@@ -279,10 +250,8 @@ class ParameterServerEngine(DistributedEngine):
         if step is not None and len(grads):
             return step.hand_over(optimizer, list(grads), list(known))
         if inner is not optimizer or not tf.distribute.get_replica_context():
-            return original(optimizer, grads, trainable_variables)
-        return server_side.apply_and_constrain(
-            strategy, known, lambda: original(optimizer, grads, trainable_variables)
-        )
+            return call.proceed()
+        return server_side.apply_and_constrain(strategy, known, call.proceed)
 
     @property
     def _is_on_worker(self):
@@ -293,12 +262,7 @@ class ParameterServerEngine(DistributedEngine):
             and not tf.executing_eagerly()
         )
 
-    def accumulate(
-        self,
-        optimizer: keras.optimizers.Optimizer,
-        grads: list[tf.Tensor | tf.IndexedSlices],
-        variables: list[keras.Variable],
-    ) -> None:
+    def accumulate(self, optimizer: Any, grads: list[Any], variables: list[Any]) -> None:
         if not self._is_on_worker:
             return super().accumulate(optimizer, grads, variables)
 
@@ -313,35 +277,20 @@ class ParameterServerEngine(DistributedEngine):
         policy = Accumulate(optimizer.gradient_accumulation_steps)
         return self._context.updating.accumulate(optimizer, policy, grads, variables, update)
 
-    def clip(
-        self,
-        optimizer: keras.optimizers.Optimizer,
-        grads: list[Any],
-        variables: list[keras.Variable],
-    ) -> list[Any]:
+    def clip(self, optimizer: Any, grads: list[Any], variables: list[Any]) -> list[Any]:
         if applying_sums_flag:
             return clipping.clip(optimizer, grads)
         return super().clip(optimizer, grads, variables)
 
-    def update_variables(
-        self,
-        original: Original,
-        optimizer: keras.optimizers.Optimizer,
-        grads: list[Any],
-        trainable_variables: list[keras.Variable],
-        learning_rate: Any,
-    ) -> None:
+    def update(self, optimizer: Any, grads: list[Any], variables: list[Any]) -> None:
         counter, graph = traffic.current_counter(), tf.compat.v1.get_default_graph()
         before = 0 if counter is None else len(graph.get_operations())
-        super().update_variables(original, optimizer, grads, trainable_variables, learning_rate)
+        super().update(optimizer, grads, variables)
         if counter is not None:
             counter.timer.note_push(grads, graph.get_operations()[before:])
 
     def push(
-        self,
-        optimizer: keras.optimizers.Optimizer,
-        grads: Sequence[Any],
-        variables: Sequence[Any],
+        self, optimizer: Any, grads: Sequence[Any], variables: Sequence[Any]
     ) -> list[tuple[Any, Any]]:
         # On the chief, which keeps nothing; the sums of a step, which are there already; or to a
         # worker's own copies.
@@ -352,63 +301,26 @@ class ParameterServerEngine(DistributedEngine):
         in_turn = context.is_sync and context.overlaps_steps
         return context.extended.pushes.send(grads, variables, number, optimizer, in_turn=in_turn)
 
-    def average(
-        self, optimizer: keras.optimizers.Optimizer, variables: list[keras.Variable]
-    ) -> None:
+    def average(self, optimizer: Any, variables: list[Any]) -> None:
         server_side.average(self.strategy, optimizer, variables)
 
     # Callbacks and saving.
 
-    def begin_training(
-        self,
-        original: Original,
-        callbacks: keras.callbacks.CallbackList,
-        logs: dict[str, Any] | None = None,
-    ) -> Any:
+    @answers("train_begin")
+    def _begin_training(self, event: Call) -> Any:
+        callbacks = event.owner
         self._callbacks[callbacks._model] = weakref.ref(callbacks)
         begin = getattr(callbacks._model.train_function, "begin_training", None)
         if begin is not None:
             begin()
-        return super().begin_training(original, callbacks, logs)
+        return super()._begin_training(event)
 
-    def end_batch(
-        self,
-        original: Original,
-        callbacks: keras.callbacks.CallbackList,
-        batch: int,
-        logs: dict[str, Any] | None = None,
-    ) -> Any:
-        callbacks._last_batch = batch
-        super().end_batch(original, callbacks, batch, logs)
-
-    def save(
-        self,
-        original: Original,
-        model: keras.Model,
-        filepath: Any,
-        overwrite: bool = True,
-        *args: Any,
-        **kwargs: Any,
-    ) -> Any:
-        self._context.drain()
-        return super().save(original, model, filepath, overwrite, *args, **kwargs)
-
-    def export(
-        self, original: Original, model: keras.Model, filepath: Any, *args: Any, **kwargs: Any
-    ) -> Any:
-        self._context.drain()
-        return model_saving.export_copies(self.strategy, original, model, filepath, *args, **kwargs)
+    @answers("batch_end")
+    def _end_batch(self, event: Call) -> None:
+        event.owner._last_batch = event.get("batch")
+        super()._end_batch(event)
 
 
 def _take_bad_loss(model):
     take = getattr(model.train_function, "take_bad_loss", None)
     return take() if take is not None else None
-
-
-def _atomically(method, original, variable, value):
-    own = variable._value
-    is_shared = variable_kinds.on_ps(own) or variable_kinds.is_closure_variable(own)
-    if stateless_scope.in_stateless_scope() or not is_shared or tf.executing_eagerly():
-        return original(variable, value)
-    # Keras reads, adds and writes: another worker's step in between would be lost.
-    return getattr(own, method)(tf.cast(value, own.dtype), read_value=False)

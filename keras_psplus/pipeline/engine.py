@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import functools
-from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
 from typing import Any
 
@@ -11,12 +9,10 @@ import keras
 import tensorflow as tf
 
 from keras_psplus.core.batch.replica_step import current_step
-from keras_psplus.core.data import iterator_release
+from keras_psplus.core.data import epochs, iterator_release
 from keras_psplus.core.distributed_engine import DistributedEngine
-from keras_psplus.core.models import model_saving
 from keras_psplus.core.models.building import lifted
-from keras_psplus.engine import Original
-from keras_psplus.keras_internals.keras_parts import epoch_iterator
+from keras_psplus.engine import Call, answers
 from keras_psplus.log import logger
 from keras_psplus.pipeline import failure
 from keras_psplus.pipeline.base import rows, schedule
@@ -34,6 +30,7 @@ class PipelineEngine(DistributedEngine):
     """For a chief that traces steps over the devices of all stages."""
 
     can_run_eagerly = False
+    exports_copies = True
 
     def __init__(self, strategy: tf.distribute.Strategy, context: PipelineContext) -> None:
         super().__init__(strategy)
@@ -54,12 +51,11 @@ class PipelineEngine(DistributedEngine):
         if self.under_way is not None:
             self.under_way.finish()
 
-    def end_of_training_epoch(
-        self, original: Original, model: keras.Model, logs: dict[str, Any] | None
-    ) -> dict[str, Any]:
-        if self.under_way is not None and not self._evaluates:
-            logs = self.under_way.finish()
-        return super().end_of_training_epoch(original, model, logs)
+    @answers("steps_end", "test_steps_end")
+    def _end_steps(self, event: Call) -> dict[str, Any]:
+        if self.under_way is not None and event.name == "steps_end":
+            event = event.changed(logs=self.under_way.finish())
+        return super()._end_steps(event)
 
     def _settle_for(self, variable):
         """Ends the steps that may change a variable."""
@@ -85,26 +81,19 @@ class PipelineEngine(DistributedEngine):
     def translate_errors(self) -> AbstractContextManager[None]:
         return failure.translate_errors(self.strategy)
 
-    def build(
-        self, original: Original, model: keras.Model, iterator: Any = None, data_batch: Any = None
-    ) -> None:
-        spec = iterator.batch_spec if iterator is not None else data_batch
+    def build(self, call: Call) -> None:
+        iterator = call.get("iterator")
+        spec = iterator.batch_spec if iterator is not None else call.get("data_batch")
         batch_rows = getattr(iterator, "batch_rows", None)
-        self.context.splitter.split(self, model, spec, trains=True, batch_rows=batch_rows)
-        super().build(original, model, iterator, data_batch)
+        self.context.splitter.split(self, call.owner, spec, trains=True, batch_rows=batch_rows)
+        super().build(call)
 
-    def train(self, original: Original, model: keras.Model, *args: Any, **kwargs: Any) -> Any:
-        # What was read from a checkpoint of TensorFlow's, say, has gone past `assign`.
-        self.context.copies.note_stale()
-        self.note_written()
-        return super().train(original, model, *args, **kwargs)
-
-    def evaluate(self, original: Original, model: keras.Model, *args: Any, **kwargs: Any) -> Any:
-        self.context.copies.note_stale()
-        self.note_written()
-        return super().evaluate(original, model, *args, **kwargs)
-
-    predict = evaluate
+    def run(self, call: Call) -> Any:
+        if call.name != "compile":
+            # What was read from a checkpoint of TensorFlow's, say, has gone past `assign`.
+            self.context.copies.note_stale()
+            self.note_written()
+        return super().run(call)
 
     def divides_train_step(self, model: keras.Model) -> bool:
         """Whether losses and gradients are computed micro-batch by micro-batch."""
@@ -127,38 +116,30 @@ class PipelineEngine(DistributedEngine):
             logger.info(text, model.name, reason)
         return reason is None
 
-    def make_function(
-        self, original: Original, model: keras.Model, step_function: Callable[..., Any]
-    ) -> Any:
+    @answers("make_function")
+    def _make_function(self, call: Call) -> Any:
+        model, step_function = call.owner, call.get("step_function")
         self.settle()
         if self.strategy.schedule == schedule.PIPEDREAM and step_function == model.train_step:
             return PipeDreamFunction(self, model, self.divides_train_step(model))
         return PipelineTrainFunction(self, model, step_function)
 
-    def make_predict_function(
-        self, original: Original, model: keras.Model, force: bool = False
-    ) -> Any:
-        if model.predict_function is None or force:
+    @answers("make_predict_function")
+    def _make_predict_function(self, call: Call) -> Any:
+        model = call.owner
+        if model.predict_function is None or call.get("force"):
             model.predict_function = PredictFunction(self, model)
         return model.predict_function
 
-    def reduce_outputs(
-        self, original: Original, values: Any, strategy: tf.distribute.Strategy, reduction: str
-    ) -> Any:
-        return values
+    @answers("reduce_outputs")
+    def _reduce_outputs(self, call: Call) -> Any:
+        return call.owner
 
     # Data.
 
-    def make_iterator(
-        self,
-        original: Original,
-        iterator: Any,
-        distribute_strategy: tf.distribute.Strategy | None = None,
-        *args: Any,
-        **kwargs: Any,
-    ) -> None:
-        epoch_iterator.EpochIterator.__init__(iterator, *args, **kwargs)
-        iterator._distribute_strategy = distribute_strategy
+    @answers("make_iterator")
+    def _make_iterator(self, call: Call) -> None:
+        iterator = epochs.make_without_data(call)
         dataset = iterator.data_adapter.get_tf_dataset()
         iterator._distributed_dataset = iterator_release.Dataset(dataset)
         iterator.batch_spec = dataset.element_spec
@@ -166,79 +147,68 @@ class PipelineEngine(DistributedEngine):
 
     # Variables and layers.
 
-    def make_layer(self, original: Original, layer: keras.Layer, *args: Any, **kwargs: Any) -> Any:
-        self.context.stages.note_made(layer)
-        return original(layer, *args, **kwargs)
+    @answers("make_layer")
+    def _make_layer(self, call: Call) -> Any:
+        self.context.stages.note_made(call.owner)
+        return call.proceed()
 
-    def make_variable(
-        self, original: Original, variable: keras.Variable, *args: Any, **kwargs: Any
-    ) -> Any:
-        super().make_variable(original, variable, *args, **kwargs)
+    @answers("make_variable")
+    def _make_variable(self, call: Call) -> Any:
+        super()._make_variable(call)
         # As TensorFlow's variables have theirs: without the strategy, it cannot be read.
+        variable = call.owner
         variable._made_in = self.strategy
         variable._is_made_to_train = variable._trainable
 
-    def initialize_with_initializer(
-        self, original: Original, variable: keras.Variable, initializer: Any
-    ) -> Any:
-        self.context.variables.initialize(variable, initializer)
+    @answers("initialize_with_initializer")
+    def _initialize_with_initializer(self, call: Call) -> Any:
+        self.context.variables.initialize(call.owner, call.get("initializer"))
 
-    def assign(self, original: Original, variable: keras.Variable, value: Any) -> Any:
-        step = current_step()
+    @answers("assign")
+    def _assign(self, call: Call) -> Any:
+        step, variable = current_step(), call.owner
         if isinstance(step, PipelineStep) and step.is_replaying:
-            return value  # It was given that before.
+            return call.get("value")  # It was given that before.
         self.context.variables.ensure(variable)
         self._settle_for(variable)
         self.context.copies.note_changed(variable)
         if tf.executing_eagerly():
             self.note_written()
-        return original(variable, value)
+        return call.proceed()
 
-    def read(self, original: Original, variable: keras.Variable) -> Any:
-        self.context.variables.ensure(variable)
-        self._settle_for(variable)
-        return original(variable)
+    @answers("numpy")
+    def _read(self, call: Call) -> Any:
+        self.context.variables.ensure(call.owner)
+        self._settle_for(call.owner)
+        return call.proceed()
 
-    def next_seed(
-        self, original: Original, generator: keras.random.SeedGenerator, ordered: bool = True
-    ) -> tf.Tensor:
-        draw, step = functools.partial(original, generator, ordered), current_step()
-        return step.next_seed(draw) if isinstance(step, PipelineStep) else draw()
+    @answers("next_seed")
+    def _next_seed(self, call: Call) -> tf.Tensor:
+        step = current_step()
+        return step.next_seed(call.proceed) if isinstance(step, PipelineStep) else call.proceed()
 
-    def call_layer(self, original: Original, layer: keras.Layer, *args: Any, **kwargs: Any) -> Any:
-        return current_step().call(original, layer, args, kwargs)
+    @answers("call_layer")
+    def _call_layer(self, call: Call) -> Any:
+        return current_step().call(call.original, call.owner, call.args, call.kwargs)
 
     # Gradients and optimizers: those of the whole batch, as in one process.
 
-    def gradient(
-        self,
-        original: Original,
-        tape: tf.GradientTape,
-        target: Any,
-        sources: Any,
-        output_gradients: Any = None,
-        *args: Any,
-        **kwargs: Any,
-    ) -> Any:
+    def gradient(self, call: Call) -> Any:
         step = current_step()
         if isinstance(step, costs.Recorder):
-            return step.gradient(sources)
-        return original(tape, target, sources, output_gradients, *args, **kwargs)
+            return step.gradient(call.get("sources"))
+        return call.proceed()
 
-    def apply(
-        self,
-        original: Original,
-        optimizer: keras.optimizers.Optimizer,
-        grads: list[tf.Tensor | tf.IndexedSlices | None],
-        trainable_variables: list[keras.Variable] | None = None,
-    ) -> Any:
+    def apply(self, call: Call) -> Any:
+        optimizer, grads = call.owner, call.get("grads")
+        trainable_variables = call.get("trainable_variables")
         step = current_step()
         if isinstance(step, costs.Recorder):
             known = optimizer._trainable_variables if optimizer.built else []
             step.applied.append((optimizer, list(trainable_variables or known)))
             return None
         if step is None or step.updates is None:
-            return original(optimizer, grads, trainable_variables)
+            return call.proceed()
         if isinstance(optimizer, keras.optimizers.LossScaleOptimizer):
             raise ValueError(
                 'A loss scale changes between batches, and `schedule="pipedream"` computes two of '
@@ -249,52 +219,28 @@ class PipelineEngine(DistributedEngine):
             trainable_variables = optimizer._trainable_variables
         step.updates.append(Update(optimizer, list(grads), list(trainable_variables)))
 
-    def build_optimizer(
-        self,
-        original: Original,
-        optimizer: keras.optimizers.Optimizer,
-        variables: Sequence[keras.Variable],
-    ) -> Any:
+    @answers("build_optimizer")
+    def _build_optimizer(self, call: Call) -> Any:
         # Keras looks variables up by what TensorFlow's are.
-        for variable in variables:
+        for variable in call.get("variables"):
             self.context.variables.ensure(variable)
-        return super().build_optimizer(original, optimizer, variables)
+        return super()._build_optimizer(call)
 
-    def add_slot(
-        self,
-        original: Original,
-        optimizer: keras.optimizers.Optimizer,
-        reference_variable: keras.Variable,
-        name: str | None = None,
-        initializer: Any = "zeros",
-    ) -> Any:
-        variables = self.context.variables
+    @answers("add_slot")
+    def _add_slot(self, call: Call) -> Any:
+        variables, reference = self.context.variables, call.get("reference_variable")
         # In the replica's step, there is no scope to make a variable in.
-        with lifted(self.strategy), variables.beside(reference_variable):
-            slot = original(optimizer, reference_variable, name, initializer)
-        variables.note_slot(slot, reference_variable)
+        with lifted(self.strategy), variables.beside(reference):
+            slot = call.proceed()
+        variables.note_slot(slot, reference)
         return slot
 
     # Saving.
 
-    def save(
-        self,
-        original: Original,
-        model: keras.Model,
-        filepath: Any,
-        overwrite: bool = True,
-        *args: Any,
-        **kwargs: Any,
-    ) -> Any:
+    def finish_steps(self) -> None:
         self.settle()
-        return super().save(original, model, filepath, overwrite, *args, **kwargs)
 
-    def has_memory_for_file(self, original: Original, model: keras.Model) -> bool:
+    @answers("has_memory_for_file")
+    def _has_memory_for_file(self, call: Call) -> bool:
         # The chief need not have room for a model that is on all stages.
         return False
-
-    def export(
-        self, original: Original, model: keras.Model, filepath: Any, *args: Any, **kwargs: Any
-    ) -> Any:
-        self.settle()
-        return model_saving.export_copies(self.strategy, original, model, filepath, *args, **kwargs)

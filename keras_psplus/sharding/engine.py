@@ -16,7 +16,7 @@ from keras_psplus.all_reduce.reduction.traffic import TensorTraffic, TrafficVari
 from keras_psplus.core.base.optimizers import optimizers_of
 from keras_psplus.core.batch.replica_step import current_step
 from keras_psplus.core.models.building import lifted
-from keras_psplus.engine import Original
+from keras_psplus.engine import Call, answers
 from keras_psplus.keras_internals.keras_parts import base_optimizer, ops
 from keras_psplus.log import logger
 from keras_psplus.sharding import sums
@@ -78,27 +78,21 @@ class ShardedEngine(AllReduceEngine):
 
     # Variables.
 
-    def build(
-        self, original: Original, model: keras.Model, iterator: Any = None, data_batch: Any = None
-    ) -> None:
-        super().build(original, model, iterator, data_batch)
-        for optimizer in optimizers_of(model).values():
+    def build(self, call: Call) -> None:
+        super().build(call)
+        for optimizer in optimizers_of(call.owner).values():
             if optimizer.built and not hasattr(optimizer, "optimizers"):
                 self.plan_of(optimizer)
 
-    def add_slot(
-        self,
-        original: Original,
-        optimizer: keras.optimizers.Optimizer,
-        reference_variable: keras.Variable,
-        name: str | None = None,
-        initializer: Any = "zeros",
-    ) -> keras.Variable:
+    @answers("add_slot")
+    def _add_slot(self, call: Call) -> keras.Variable:
+        name, initializer = call.get("name"), call.get("initializer", "zeros")
         if name == "gradient_accumulator" or not isinstance(
             keras.initializers.get(initializer), _CONSTANTS
         ):
             # Each worker adds up its own gradients.
-            return super().add_slot(original, optimizer, reference_variable, name, initializer)
+            return super()._add_slot(call)
+        optimizer, reference_variable = call.owner, call.get("reference_variable")
         of, number = weakref.ref(optimizer), optimizer._get_variable_index
         outer, self._place_of_slot = (
             self._place_of_slot,
@@ -112,12 +106,12 @@ class ShardedEngine(AllReduceEngine):
         finally:
             self._place_of_slot = outer
 
-    def initialize_with_initializer(
-        self, original: Original, variable: keras.Variable, initializer: Any
-    ) -> Any:
+    @answers("initialize_with_initializer")
+    def _initialize_with_initializer(self, call: Call) -> Any:
         find_place = self._place_of_slot
         if find_place is None:
-            return super().initialize_with_initializer(original, variable, initializer)
+            return call.proceed()
+        variable, initializer = call.owner, call.get("initializer")
         dtype, store = variable._dtype, self.strategy.extended.store
         variable._value = ShareVariable(
             store,
@@ -130,14 +124,10 @@ class ShardedEngine(AllReduceEngine):
         _release_with(variable, store)
         return None
 
-    def restore_backup(
-        self,
-        original: Original,
-        callback: keras.callbacks.BackupAndRestore,
-        logs: dict[str, Any] | None = None,
-    ) -> Any:
+    @answers("restore")
+    def _restore(self, event: Call) -> Any:
         with self.strategy.extended.store.restores():
-            return super().restore_backup(original, callback, logs)
+            return super()._restore(event)
 
     # The way of a gradient.
 

@@ -8,6 +8,7 @@ import tensorflow as tf
 from keras_psplus import tracebacks
 from keras_psplus.cluster.config import TaskConfig
 from keras_psplus.core.jobs import error_report, failure
+from keras_psplus.engine import Call
 
 TASK = TaskConfig({"worker": ("127.0.0.1:1", "127.0.0.1:2")}, "worker", 1)
 
@@ -81,7 +82,7 @@ def test_what_is_reported_of_an_exception(monkeypatch, error, cause):
     error_report.watch(TASK, lambda: causes.pop(0))
 
     def show():
-        tracebacks.UNCAUGHT.show(lambda *args: shown.append(args), type(error), error, None)
+        tracebacks.UNCAUGHT.show(Call(lambda *args: shown.append(args), type(error), (error, None)))
 
     for _ in range(2):
         show()

@@ -14,10 +14,11 @@ class GossipEngine(AllReduceEngine):
         replicas = self.strategy.num_replicas_in_sync
         return [psp.updates.map_values(lambda v: v * replicas, gradient) for gradient in grads]
 
-    def end_of_training_epoch(self, original, model, logs):
-        if not self._evaluates:
-            self._exchange([variable.value for variable in model.trainable_variables])
-        return super().end_of_training_epoch(original, model, logs)
+    def on(self, event):
+        # The steps of an epoch are done; its validation and callbacks come afterwards.
+        if event.name == "steps_end":
+            self._exchange([variable.value for variable in event.owner.trainable_variables])
+        return super().on(event)
 
     def _exchange(self, variables):
         replicas = self.strategy.num_replicas_in_sync

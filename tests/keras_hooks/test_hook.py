@@ -1,7 +1,7 @@
 import keras
 import pytest
 
-from keras_psplus.engine import Engine
+from keras_psplus.engine import Call, Engine, answers
 from keras_psplus.keras_hooks.hook import Hook
 
 
@@ -11,10 +11,11 @@ class Owner:
 
 
 class Tenfold(Engine):
-    def method(self, original, owner, a, b=1):
-        return 10 * original(owner, a, b)
+    @answers("method")
+    def _multiply(self, call):
+        return 10 * call.proceed()
 
-    def added(self, original, owner):
+    def added(self, call):
         return "added"
 
 
@@ -24,7 +25,8 @@ def owner():
 
 
 def hook(owner, name="method", parameters=("self", "a"), find=lambda *args, **kwargs: None, **more):
-    return Hook(owner, name, list(parameters), find, name, "to test", **more)
+    ask = "added" if name == "added" else "run"
+    return Hook(owner, name, list(parameters), find, ask, "to test", **more)
 
 
 def test_the_engine_that_is_found_gets_the_original(owner):
@@ -65,3 +67,46 @@ def test_what_keras_does_not_have_is_added(owner):
 def test_what_keras_has_itself_is_not_added(owner):
     with pytest.raises(ImportError, match="the absence of"):
         hook(owner, is_added=True).install()
+
+
+def test_a_call_knows_its_arguments_by_name():
+    def function(owner, a, b=1, *more, c=2):
+        return owner, a, b, more, c
+
+    call = Call(function, "owner", (3,), {"c": 4}, parameters=("a", "b"))
+    assert [call.get("a"), call.get("b", 1), call.get("c"), call.get("d")] == [3, 1, 4, None]
+    assert call.proceed() == ("owner", 3, 1, (), 4)
+    assert call.proceed(a=5, b=6) == ("owner", 5, 6, (), 4)
+    changed = Call(function, "owner", (3, 7, 8), {}, parameters=("a", "b")).changed(b=9, c=0)
+    assert changed.proceed() == ("owner", 3, 9, (8,), 0)
+
+
+def test_arguments_on_which_nothing_relies_have_names_too(owner):
+    class Asks(Engine):
+        def run(self, call):
+            return call.get("a"), call.get("b")
+
+    hook(owner, find=lambda *args, **kwargs: Asks()).install()
+    assert owner().method(1, 2) == owner().method(b=2, a=1) == owner().method(1, b=2) == (1, 2)
+
+
+def test_a_first_argument_may_be_given_by_name(owner):
+    hook(owner, parameters=("self", "a"), find=lambda *args, **kwargs: Tenfold()).install()
+    assert owner.method(self=owner(), a=1) == 20
+
+
+class Once(Tenfold):
+    def _multiply(self, call):
+        return super()._multiply(call.changed(a=0)) + 1
+
+    @answers("other")
+    def _other(self, call):
+        return "other"
+
+
+def test_a_subclass_answers_by_its_own_method():
+    call = Call(lambda owner, a: a + 1, None, (5,), name="method", parameters=("a",))
+    assert Tenfold().run(call) == 60
+    assert Once().run(call) == 11
+    other = Call(lambda owner: "Keras", name="other")
+    assert (Tenfold().on(other), Once().on(other)) == ("Keras", "other")

@@ -1,5 +1,7 @@
 """The list of hooks is what is replaced, and each of them asks an engine in a real fit."""
 
+import importlib
+import inspect
 import json
 import pathlib
 import subprocess
@@ -10,6 +12,7 @@ import pytest
 
 from keras_psplus import native
 from keras_psplus.cli import main
+from keras_psplus.core import gradient_path
 from keras_psplus.engine import Engine
 from keras_psplus.keras_hooks import HOOKS, hook
 
@@ -21,7 +24,7 @@ JOB = pathlib.Path(__file__).with_name("hooks_job.py")
 GRADIENT_PATH = {
     # The replica's gradient comes from the tape, by its fraction of the batch.
     "keras_hooks/hook.py",
-    "all_reduce/gradient_engine.py",
+    "all_reduce/engine.py",
     "core/batch/losses.py",
     "all_reduce/step/tape_gradients.py",
     "core/graph/stand_ins.py",
@@ -94,11 +97,43 @@ def test_each_hook_asks_an_engine_in_a_real_fit(asked, where):
     assert where in asked
 
 
-def test_engines_answer_what_hooks_ask_of_keras():
+def engines(kind=Engine):
+    yield kind
+    for subclass in kind.__subclasses__():
+        yield from engines(subclass)
+
+
+def public(kind):
+    return {name for name, value in vars(kind).items() if callable(value) and name[0] != "_"}
+
+
+def test_an_engine_has_few_methods_each_of_which_is_asked():
+    methods = public(Engine)
+    assert len(methods) <= 20
+    source = inspect.getsource(gradient_path)
+    assert all(
+        f"engine.{name}(" in source or name in {one.ask for one in HOOKS} or name == "on"
+        for name in methods
+    )
     # Others have an object of their own to ask.
-    others = {"show_message", "take_in", "make_layers"}
-    of_keras = [one for one in HOOKS if one.where.startswith("keras.")]
-    assert all(hasattr(Engine, one.ask) for one in of_keras if one.ask not in others)
+    of_keras = [one for one in HOOKS if one.where.startswith("keras.") and isinstance(one.ask, str)]
+    assert {one.ask for one in of_keras} - methods == {"show_message"}
+
+
+def test_engines_answer_calls_that_hooks_make():
+    names = {one.call or one.name for one in HOOKS} | {"steps_end", "test_steps_end"}
+    for package in ("all_reduce", "parameter_server", "hybrid", "pipeline", "sharding"):
+        importlib.import_module(f"keras_psplus.{package}.engine")
+    for engine in engines():
+        if engine.__module__.startswith("keras_psplus."):
+            assert set(engine._answers) <= names
+            # A chain: the strategy's own, those that it has in common with others, the base.
+            assert len(engine.__bases__) == 1
+
+
+@pytest.mark.parametrize("name", sorted({one.call for one in HOOKS} - {""}))
+def test_the_base_class_names_each_call(name):
+    assert any(f"`{name}`" in (getattr(Engine, method).__doc__) for method in public(Engine))
 
 
 def test_doctor_lists_the_hooks(capsys):

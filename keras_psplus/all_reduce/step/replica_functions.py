@@ -13,11 +13,10 @@ from keras_psplus.core.batch import batches
 from keras_psplus.core.batch.padding import LastRow
 from keras_psplus.core.batch.replica_step import current_step
 from keras_psplus.core.graph.compiled_calls import CompiledCalls, without_compilation
+from keras_psplus.engine import Call
 from keras_psplus.keras_internals.keras_parts import tree
 
 if TYPE_CHECKING:
-    import keras
-
     from keras_psplus.cluster.monitor.progress import Progress
 
 _ITERATORS = (tf.data.Iterator, tf.distribute.DistributedIterator)
@@ -26,9 +25,7 @@ _ITERATORS = (tf.data.Iterator, tf.distribute.DistributedIterator)
 def make_function(
     progress: Progress,
     world: batches.World,
-    original: Callable[..., Any],
-    model: keras.Model,
-    step_function: Callable[[Any], Any],
+    call: Call,
     compiled: CompiledCalls | None,
 ) -> Callable[[Any], Any]:
     """A train or test function that takes steps on all replicas.
@@ -36,17 +33,16 @@ def make_function(
     Args:
         progress: Progress of this process.
         world: Position of its replicas among all replicas.
-        original: Keras's `_make_function`.
-        model: The model.
-        step_function: Its `train_step` or `test_step`.
+        call: The call of a model's `_make_function`.
         compiled: What compiles the calls of models in it; None if XLA is not to be used.
 
     Returns:
         Function of an iterator.
     """
+    model, step_function = call.owner, call.get("step_function")
     step = single_steps.after_data(_replica_step(model, step_function, compiled))
     with without_compilation(model):
-        function = original(model, step)
+        function = call.proceed(step_function=step)
     of_iterator = function
     if not model.run_eagerly:
         of_iterator = single_steps.of_iterator(function, model.steps_per_execution)
@@ -72,15 +68,14 @@ def make_function(
 def make_predict_function(
     progress: Progress,
     world: batches.World,
-    original: Callable[..., Any],
-    model: keras.Model,
-    force: bool,
+    call: Call,
     compiled: CompiledCalls | None,
 ) -> None:
     """Sets `model.predict_function`, which takes the distributed batches of some steps."""
+    model = call.owner
     view = _WithPredictStep(model, _predict_step(model, compiled))
     with without_compilation(model):
-        original(view, force)
+        call.original(view, *call.args, **call.kwargs)
     function = view.predict_function
     if function is model.predict_function:
         return
@@ -94,6 +89,18 @@ def make_predict_function(
             progress.end()
 
     model.predict_function = function_of_batches
+
+
+def reduce_outputs(call: Call) -> Any:
+    """One value of what the replicas' steps have returned: Keras's `reduce_per_replica`."""
+    values, strategy = call.owner, call.get("strategy")
+    if call.get("reduction") == "auto":
+        # The replica step has made them equal on all replicas.
+        return tree.map_structure(lambda v: strategy.experimental_local_results(v)[0], values)
+    gather = strategy.extended.gather_rows
+    if tf.executing_eagerly():
+        gather = tf.function(gather, autograph=False)
+    return tree.map_structure(gather, values)
 
 
 class _WithPredictStep:

@@ -10,7 +10,8 @@ moving averages are means weighted by rows. All of it travels in one collective 
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterable, Iterator, Sequence
+import functools
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import TYPE_CHECKING, Any
 
 import tensorflow as tf
@@ -18,11 +19,13 @@ import tensorflow as tf
 from keras_psplus.all_reduce.step.tape_gradients import TapeGradients
 from keras_psplus.compression.factors import outer_products
 from keras_psplus.core.batch import batches
-from keras_psplus.core.batch.replica_step import ReplicaStep
+from keras_psplus.core.batch.replica_step import ReplicaStep, current_step
 from keras_psplus.tf_internals import framework_ops as ops
 from keras_psplus.tf_internals.own_copy import own_copy
 
 if TYPE_CHECKING:
+    import keras
+
     from keras_psplus.all_reduce.extended import MultiWorkerMirroredExtended
 
 
@@ -130,6 +133,18 @@ class MirroredReplicaStep(ReplicaStep):
         """Computes the replica's fraction of the global batch from the rows of all replicas."""
         rows = tf.cast(rows, tf.float32)
         self.set_batch_fraction(rows, self._extended.sum_over_replicas([rows])[0])
+
+    def result_of(self, metric: keras.metrics.Metric, result: Callable[..., Any]) -> Any:
+        # What the step computes from the result cannot be computed once more.
+        eager = tf.executing_eagerly()
+        return functools.partial(self._global_result, metric, result) if eager else result
+
+    def _global_result(self, metric, result, *args, **kwargs):
+        """Calls a metric's `result` in an eager step, with the states of all replicas."""
+        if tf.executing_eagerly() and self is current_step() and self.has_batch_fraction:
+            self.asked_metrics.add(id(metric))
+            self.synchronise_totals([variable._value for variable in metric.variables])
+        return result(*args, **kwargs)
 
     def unscale_by_batch_fraction(self, value: tf.Tensor) -> tf.Tensor:
         """Divides by the replica's fraction of the batch; zero if it has no rows."""

@@ -7,32 +7,29 @@ rows has been made to it.
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import Any
 
 import tensorflow as tf
 
+from keras_psplus.engine import Call
+from keras_psplus.keras_internals.keras_parts import stateless_scope
 from keras_psplus.tf_internals import distributed_values, values_util
 
 
 class _RowReads:
     """Reads of rows by mirrored variables; see `keras_hooks.runtime`."""
 
-    def sparse_read(
-        self, original: Callable[..., Any], variable: Any, indices: Any, name: str | None = None
-    ) -> tf.Tensor:
+    def sparse_read(self, call: Call) -> tf.Tensor:
         """Rows of the copy on this device."""
-        indices = tf.convert_to_tensor(indices)
+        indices = tf.convert_to_tensor(call.get("indices"))
         if indices.dtype not in (tf.int32, tf.int64):
             # The kernel that reads whole values takes smaller integers, too.
             indices = tf.cast(indices, tf.int32)
-        return _component(variable).sparse_read(indices, name=name)
+        return _component(call.owner).sparse_read(indices, name=call.get("name"))
 
-    def gather_nd(
-        self, original: Callable[..., Any], variable: Any, indices: Any, name: str | None = None
-    ) -> tf.Tensor:
+    def gather_nd(self, call: Call) -> tf.Tensor:
         """Slices of the copy on this device."""
-        return _component(variable).gather_nd(indices, name=name)
+        return _component(call.owner).gather_nd(call.get("indices"), name=call.get("name"))
 
 
 _ROW_READS = _RowReads()
@@ -59,3 +56,8 @@ def _component(variable):
     if values_util.is_saving_non_distributed():
         return variable._primary
     return variable._get_on_device_or_primary()
+
+
+def can_read(variable: Any) -> bool:
+    """Whether rows of a Keras variable can be read, not only the whole."""
+    return not stateless_scope.in_stateless_scope() and are_enabled(variable._value)

@@ -1,8 +1,9 @@
 """Exit code of this process, which Python does not pass to `atexit` functions."""
 
 import sys
-from collections.abc import Callable
 from typing import Any
+
+from keras_psplus.engine import Call
 
 
 class _Exits:
@@ -17,10 +18,10 @@ class _Exits:
         self.is_watching = False
         self.codes: list[Any] = []
 
-    def note(self, original: Callable[[Any], None], status: Any = None, /) -> None:
+    def note(self, call: Call) -> None:
         """`sys.exit`, which is replaced like functions of Keras; see `keras_hooks.runtime`."""
-        self.codes.append(status)
-        original(status)
+        self.codes.append(call.owner)
+        call.proceed()
 
 
 EXITS = _Exits()

@@ -12,69 +12,59 @@ from typing import Any
 import keras
 import tensorflow as tf
 
-from keras_psplus.core.batch.replica_step import current_step_with_batch_fraction
+from keras_psplus.core.batch.replica_step import current_step, current_step_with_batch_fraction
 from keras_psplus.core.graph import metric_losses
+from keras_psplus.engine import Call
 from keras_psplus.keras_internals.keras_parts import Variable, tree
 from keras_psplus.updates import map_values
 
 _SUMS_ACTIVITY = keras.__version__.startswith("3.13.")
 
 
-def scale(original: Callable[..., Any], value: Any) -> Any:
+def scale(call: Call) -> Any:
     """A loss as it is, where the step knows its fraction of the batch."""
-    return original(value) if current_step_with_batch_fraction() is None else value
+    return call.proceed() if current_step_with_batch_fraction() is None else call.owner
 
 
-def gradient(
-    original: Callable[..., Any],
-    tape: tf.GradientTape,
-    target: Any,
-    sources: Any,
-    output_gradients: Any = None,
-    *args: Any,
-    **kwargs: Any,
-) -> Any:
+def gradient(call: Call) -> Any:
     """Gradients by variables of a replica's mean, times its fraction of the batch."""
     step = current_step_with_batch_fraction()
     # Gradients by inputs (of an energy, for a penalty) are a row's own. Given seeds are a chain
     # rule's, as in tf.recompute_grad.
-    if (
-        step is None
-        or output_gradients is not None
-        or not any(isinstance(s, (tf.Variable, Variable)) for s in tf.nest.flatten(sources))
-    ):
-        return original(tape, target, sources, output_gradients, *args, **kwargs)
-    seeds = tf.nest.map_structure(lambda t: _seed(step, t), target)
-    return original(tape, target, sources, seeds, *args, **kwargs)
+    if step is None or not is_by_variables(call):
+        return call.proceed()
+    seeds = tf.nest.map_structure(lambda t: _seed(step, t), call.get("target"))
+    return call.proceed(output_gradients=seeds)
 
 
-def gradient_of_own_mean(
-    original: Callable[..., Any],
-    tape: tf.GradientTape,
-    target: Any,
-    sources: Any,
-    *args: Any,
-    **kwargs: Any,
-) -> Any:
+def is_by_variables(call: Call) -> bool:
+    """Whether a tape is asked for gradients by variables, without seeds of the caller's."""
+    sources = tf.nest.flatten(call.get("sources"))
+    return call.get("output_gradients") is None and any(
+        isinstance(source, (tf.Variable, Variable)) for source in sources
+    )
+
+
+def gradient_of_own_mean(call: Call) -> Any:
     """Gradients of a mean over the replica's rows, scaled by its batch fraction."""
     step = current_step_with_batch_fraction()
     seeds = tf.nest.map_structure(
-        lambda t: None if is_mean(t) else step.unscale_by_batch_fraction(tf.ones_like(t)), target
+        lambda t: None if is_mean(t) else step.unscale_by_batch_fraction(tf.ones_like(t)),
+        call.get("target"),
     )
-    return original(tape, target, sources, seeds, *args, **kwargs)
+    return call.proceed(output_gradients=seeds)
 
 
-def note_gradients(
-    grads: Any, target: Any, sources: Any, step: Any, note: Callable[..., list[Any]]
-) -> Any:
+def note_gradients(call: Call, grads: Any, step: Any, note: Callable[..., list[Any]]) -> Any:
     """Notes a replica's parts of gradients by variables; others belong to single rows.
 
     Args:
+        call: The call of the tape.
         grads: What the tape has returned, scaled by the batch fraction.
-        target, sources: As the tape was given them.
         step: The replica's step.
         note: Function of gradients and their variables that returns what stands for them.
     """
+    target, sources = call.get("target"), call.get("sources")
     flat, found = tf.nest.flatten(sources), tf.nest.flatten(grads)
     trained = [i for i, one in enumerate(flat) if isinstance(one, (Variable, tf.Variable))]
     if all(is_mean(one) for one in tf.nest.flatten(target)):
@@ -95,14 +85,11 @@ def _seed(step, target):
     return step.scale_by_batch_fraction(tf.ones_like(target)) if is_mean(target) else None
 
 
-def reduce_values(
-    original: Callable[..., Any],
-    values: Any,
-    sample_weight: Any = None,
-    reduction: str | None = "sum_over_batch_size",
-) -> tf.Tensor:
+def reduce_values(call: Call) -> tf.Tensor:
     """A loss whose gradients, times the replica's fraction, add up to those of one process."""
-    loss = original(values, sample_weight, reduction)
+    loss = call.proceed()
+    sample_weight = call.get("sample_weight")
+    reduction = call.get("reduction", "sum_over_batch_size")
     step = current_step_with_batch_fraction()
     if step is None or reduction in (None, "none"):
         return loss
@@ -135,11 +122,9 @@ def _of_batch(step, loss, sample_weight, reduction):
     return loss
 
 
-def apply_mask(
-    original: Callable[..., Any], sample_weight: Any, mask: Any, dtype: Any, reduction: str | None
-) -> Any:
+def apply_mask(call: Call) -> Any:
     """Weights by which a masked mean counts as in the mean over the whole batch."""
-    weight = original(sample_weight, mask, dtype, reduction)
+    weight, mask, reduction = call.proceed(), call.get("mask"), call.get("reduction")
     step = current_step_with_batch_fraction()
     is_mean = reduction in ("mean", "sum_over_batch_size")
     if step is None or mask is None or not is_mean or not step.can_sum:
@@ -159,47 +144,48 @@ def apply_mask(
     return weight * tf.cast(correction(), weight.dtype)
 
 
-def update_mean(
-    original: Callable[..., Any], metric: keras.metrics.Mean, values: Any, sample_weight: Any = None
-) -> Any:
+def update_mean(call: Call) -> Any:
     """Weights a mean over the replica's rows by its fraction of the batch.
 
     The batch counts once, as in one process.
     """
     step = current_step_with_batch_fraction()
-    if step is not None and sample_weight is None:
-        values = tf.convert_to_tensor(values)
-        if _is_number(values):
-            of_batch = step.metric_losses.of_batch(values)
-            values = values if of_batch is None else of_batch
-            # A mean over the replica's rows. The batch counts once, as in one process.
-            sample_weight = step.scale_by_batch_fraction(tf.ones([], metric.dtype))
-    return original(metric, values, sample_weight)
+    if step is None or call.get("sample_weight") is not None:
+        return call.proceed()
+    values = tf.convert_to_tensor(call.get("values"))
+    if not _is_number(values):
+        return call.proceed(values=values)
+    of_batch = step.metric_losses.of_batch(values)
+    values = values if of_batch is None else of_batch
+    # A mean over the replica's rows. The batch counts once, as in one process.
+    fraction = step.scale_by_batch_fraction(tf.ones([], call.owner.dtype))
+    return call.proceed(values=values, sample_weight=fraction)
 
 
-def update_sum(
-    original: Callable[..., Any], metric: keras.metrics.Sum, values: Any, sample_weight: Any = None
-) -> Any:
+def update_sum(call: Call) -> Any:
     """A loss of the batch is added once, not once by each replica."""
     step = current_step_with_batch_fraction()
-    if step is not None and sample_weight is None:
-        values = tf.convert_to_tensor(values)
-        of_batch = step.metric_losses.of_batch(values) if _is_number(values) else None
-        values = values if of_batch is None else step.scale_by_batch_fraction(of_batch)
-    return original(metric, values, sample_weight)
+    if step is None or call.get("sample_weight") is not None:
+        return call.proceed()
+    values = tf.convert_to_tensor(call.get("values"))
+    of_batch = step.metric_losses.of_batch(values) if _is_number(values) else None
+    values = values if of_batch is None else step.scale_by_batch_fraction(of_batch)
+    return call.proceed(values=values)
 
 
 def _is_number(values):
     return values.shape.rank == 0 and values.dtype.is_floating
 
 
-def call_metric(original: Callable[..., Any], metric: keras.metrics.Metric, name: str) -> Any:
+def get_attribute(call: Call) -> Any:
     """A metric's attribute; in its `update_state`, losses are those of the replica's own rows."""
-    attribute = original(metric, name)
+    attribute, name = call.proceed(), call.get("name")
+    if name == "result":
+        return current_step().result_of(call.owner, attribute)
     step = current_step_with_batch_fraction() if name == "update_state" else None
     if step is None:
         return attribute
-    return metric_losses.update_state(step.metric_losses, metric, attribute)
+    return metric_losses.update_state(step.metric_losses, call.owner, attribute)
 
 
 def call_layer(original: Callable[..., Any], layer: keras.Layer, *args: Any, **kwargs: Any) -> Any:

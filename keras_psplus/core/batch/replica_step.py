@@ -7,6 +7,7 @@ that their sum over the replicas is that of the global batch, also when the batc
 from __future__ import annotations
 
 import threading
+from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
 import tensorflow as tf
@@ -14,6 +15,8 @@ import tensorflow as tf
 from keras_psplus.core.graph.metric_losses import MetricLosses
 
 if TYPE_CHECKING:
+    import keras
+
     from keras_psplus.core.graph.compiled_calls import CompiledCalls
     from keras_psplus.engine import Engine
 
@@ -64,6 +67,10 @@ class ReplicaStep:
     def scale_by_batch_fraction(self, value: tf.Tensor) -> tf.Tensor:
         """Multiplies by the replica's fraction of the global batch."""
         return value * tf.cast(self.batch_fraction(), value.dtype)
+
+    def result_of(self, metric: keras.metrics.Metric, result: Callable[..., Any]) -> Any:
+        """A metric's method `result`, as this step's code is to call it."""
+        return result
 
     def unscale_by_batch_fraction(self, value: tf.Tensor) -> tf.Tensor:
         """Divides by the replica's fraction of the global batch."""

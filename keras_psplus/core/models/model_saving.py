@@ -11,59 +11,40 @@ from __future__ import annotations
 
 import contextlib
 import os
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from concurrent import futures
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import tensorflow as tf
 
+from keras_psplus.engine import Call
 from keras_psplus.files import atomic, unwritten
 from keras_psplus.keras_internals.keras_parts import file_utils
-
-if TYPE_CHECKING:
-    import keras
 
 _skipped: dict[str, set[str]] = {}
 
 
-def attributes_to_skip(original: Callable[[str], set[str]], obj_type: str) -> set[str]:
-    """Calls `original` for a kind of object outside of every scope, and caches the result.
+def attributes_to_skip(call: Call) -> set[str]:
+    """Attributes that are not saved, asked for outside of every scope, once.
 
     Keras makes an optimizer to list the attributes of each kind. In a strategy's scope that
     optimizer's variables would be distributed, and a chief that saves by itself would wait for the
     others.
-
-    Keras makes an optimizer to see what attributes each of them has. In a strategy's scope its
-    variables would be all workers', and a chief that saves by itself would wait for the others.
     """
-    if obj_type not in _skipped:
+    if call.owner not in _skipped:
         # A separate thread is outside of the scope.
         with futures.ThreadPoolExecutor(1) as executor:
-            _skipped[obj_type] = executor.submit(original, obj_type).result()
-    return _skipped[obj_type]
+            _skipped[call.owner] = executor.submit(call.proceed).result()
+    return _skipped[call.owner]
 
 
-def export(
-    strategy: tf.distribute.Strategy,
-    original: Callable[..., Any],
-    model: keras.Model,
-    filepath: str | os.PathLike[str],
-    *args: Any,
-    **kwargs: Any,
-) -> Any:
+def export(strategy: tf.distribute.Strategy, call: Call) -> Any:
     """Exports a model to a folder that appears whole."""
-    with written(strategy, filepath, makes_folders=True) as path:
-        return original(model, path, *args, **kwargs)
+    with written(strategy, call.get("filepath"), makes_folders=True) as path:
+        return call.proceed(filepath=path)
 
 
-def export_copies(
-    strategy: tf.distribute.Strategy,
-    original: Callable[..., Any],
-    model: keras.Model,
-    filepath: str | os.PathLike[str],
-    *args: Any,
-    **kwargs: Any,
-) -> Any:
+def export_copies(strategy: tf.distribute.Strategy, call: Call) -> Any:
     """Exports a model while its variables are copies in this process.
 
     What is exported is traced now; traced with the variables of parameter servers, it would read
@@ -71,14 +52,14 @@ def export_copies(
     """
 
     def work():
-        of_servers = [(variable, variable._value) for variable in model.variables]
-        with written(strategy, filepath, makes_folders=True) as path:
+        of_servers = [(variable, variable._value) for variable in call.owner.variables]
+        with written(strategy, call.get("filepath"), makes_folders=True) as path:
             try:
                 for variable, value in of_servers:
                     variable._value = tf.Variable(
                         value.numpy(), trainable=variable.trainable, name=variable.name
                     )
-                return original(model, path, *args, **kwargs)
+                return call.proceed(filepath=path)
             finally:
                 for variable, value in of_servers:
                     variable._value = value
@@ -88,38 +69,30 @@ def export_copies(
         return executor.submit(work).result()
 
 
-def save(
-    strategy: tf.distribute.Strategy,
-    original: Callable[..., Any],
-    model: keras.Model,
-    filepath: Any,
-    overwrite: bool = True,
-    *args: Any,
-    **kwargs: Any,
-) -> Any:
+def save(strategy: tf.distribute.Strategy, call: Call) -> Any:
     """Saves a model, or its weights, to a file or folder that appears whole."""
+    filepath, overwrite = call.get("filepath"), call.get("overwrite", True)
     path = os.fspath(filepath) if isinstance(filepath, (str, os.PathLike)) else None
     if path is None:
         # A file object of the caller's own.
-        return original(model, filepath, overwrite, *args, **kwargs)
+        return call.proceed()
     if path.startswith("hf://"):
         # A commit for each worker would be as many commits of the same.
-        return original(model, filepath, overwrite, *args, **kwargs) if strategy.is_chief else None
+        return call.proceed() if strategy.is_chief else None
     if not overwrite and os.path.exists(path):
-        return original(model, filepath, overwrite, *args, **kwargs)
-    # For `save`, this is `zipped`; a folder's parents are made by Keras, a file's are not.
-    makes_folders = kwargs.get("zipped", args[0] if args else None) is False
+        return call.proceed()
+    # A folder's parents are made by Keras, a file's are not.
+    makes_folders = call.get("zipped") is False
     with written(strategy, path, makes_folders) as own:
-        return original(model, own, True, *args, **kwargs)
+        return call.proceed(filepath=own, overwrite=True)
 
 
-def save_in_place(
-    original: Callable[..., Any], model: keras.Model, filepath: Any, *args: Any, **kwargs: Any
-) -> Any:
+def save_in_place(call: Call) -> Any:
     """Saves a model, or its weights, as Keras does; a full disk is survived."""
     try:
-        return original(model, filepath, *args, **kwargs)
+        return call.proceed()
     except Exception:
+        filepath = call.get("filepath")
         if isinstance(filepath, (str, os.PathLike)):
             unwritten.divert(os.fspath(filepath))
         raise
@@ -177,9 +150,9 @@ class _ShownPaths:
             text = text.replace(*pair)
         return text
 
-    def show_message(self, original, message, *args, **kwargs):
+    def show_message(self, call):
         """Prints Keras's message with the script's path in it."""
-        return original(self.as_given(message), *args, **kwargs)
+        return call.original(self.as_given(call.owner), *call.args, **call.kwargs)
 
 
 SHOWN = _ShownPaths()

@@ -11,7 +11,7 @@ from keras_psplus.core.base import checks
 from keras_psplus.core.base.thread_flag import ThreadFlag
 from keras_psplus.core.models import live_strategies
 from keras_psplus.core.plan import plan_request
-from keras_psplus.engine import Engine, Original
+from keras_psplus.engine import Call, Engine, answers
 from keras_psplus.log import info_once
 
 if TYPE_CHECKING:
@@ -26,48 +26,38 @@ class OutsideScope(Engine):
     def __init__(self) -> None:
         super().__init__()
         # Raised while a file is loaded: what its model is compiled with need not be used.
-        self._loading = ThreadFlag()
+        self.loading = ThreadFlag()
 
-    def compile_loaded(self, original: Original, *args: Any, **kwargs: Any) -> Any:
-        """Compiles a model with what its file says."""
-        with self._loading.raised():
-            return original(*args, **kwargs)
-
-    def compile(self, original: Original, model: keras.Model, *args: Any, **kwargs: Any) -> Any:
-        """`Model.compile`."""
+    @answers("compile")
+    def _compile(self, call: Call) -> Any:
         if not self._is_left_to_fit():
-            check_built_in_scope(model, "compile")
-        return original(model, *args, **kwargs)
+            check_built_in_scope(call.owner, "compile")
+        return call.proceed()
 
-    def train(self, original: Original, model: keras.Model, *args: Any, **kwargs: Any) -> Any:
-        """`fit` and `train_on_batch`."""
+    @answers("fit", "train_on_batch", "evaluate", "test_on_batch")
+    def _train(self, call: Call) -> Any:
         if not live_strategies.in_single_process():
-            if original.__name__ in _TRAINING:
-                roles.refuse_training(original.__name__)
-            plan_request.before_training(None, original, model, args, kwargs)
-        check_built_in_scope(model, original.__name__)
-        return original(model, *args, **kwargs)
+            if call.name in _TRAINING:
+                roles.refuse_training(call.name)
+            plan_request.before_training(None, call)
+        check_built_in_scope(call.owner, call.name)
+        return call.proceed()
 
-    evaluate = train
+    @answers("predict", "predict_on_batch")
+    def _predict(self, call: Call) -> Any:
+        # Right in each process, but not distributed.
+        note_prediction(call.owner, call.name)
+        return call.proceed()
 
-    def predict(self, original: Original, model: keras.Model, *args: Any, **kwargs: Any) -> Any:
-        """`predict` and `predict_on_batch`: right in each process, but not distributed."""
-        note_prediction(model, original.__name__)
-        return original(model, *args, **kwargs)
+    def apply(self, call: Call) -> Any:
+        """Refuses an optimizer in a step of a strategy that it was not made for."""
+        checks.refuse_optimizer(call.owner)
 
-    def apply(
-        self, original: Original, optimizer: keras.optimizers.Optimizer, *args: Any, **kwargs: Any
-    ) -> Any:
-        """`Optimizer.apply` in a step of a strategy that the optimizer was not made for."""
-        checks.refuse_optimizer(optimizer)
-
-    def set_callbacks_model(
-        self, original: Original, callbacks: keras.callbacks.CallbackList, model: keras.Model
-    ) -> Any:
-        """Gives a list of callbacks its model."""
+    @answers("set_model")
+    def _set_model(self, event: Call) -> Any:
         if not live_strategies.exist():  # Else this is not the job's training.
-            step_report.add(callbacks)
-        return original(callbacks, model)
+            step_report.add(event.owner)
+        return event.proceed()
 
     def _is_left_to_fit(self):
         """Whether `compile` may be of a model that is never trained.
@@ -75,7 +65,13 @@ class OutsideScope(Engine):
         One that is loaded from a file may be for `predict` alone. A tuner's constructor builds a
         model to see its hyperparameters, before it has looked at its `distribution_strategy`.
         """
-        return bool(self._loading) or "keras_tuner" in sys.modules
+        return bool(self.loading) or "keras_tuner" in sys.modules
+
+
+def load(call: Call) -> Any:
+    """Compiles a model with what its file says."""
+    with call.engine.loading.raised():
+        return call.proceed()
 
 
 def check_built_in_scope(model: keras.Model, method: str) -> None:

@@ -18,6 +18,7 @@ import tensorflow as tf
 
 from keras_psplus.cluster.launcher import launch_flags
 from keras_psplus.core.plan import plan_measurement
+from keras_psplus.engine import Call
 
 VARIABLE = launch_flags.PLAN_REQUEST_VARIABLE
 
@@ -58,21 +59,12 @@ def stand_in() -> tf.distribute.Strategy | None:
     return tf.distribute.get_strategy() if request and request.stages is None else None
 
 
-def before_training(
-    strategy: tf.distribute.Strategy | None,
-    original: Any,
-    model: Any,
-    args: tuple[Any, ...],
-    kwargs: dict[str, Any],
-) -> None:
+def before_training(strategy: tf.distribute.Strategy | None, call: Call) -> None:
     """Answers a request, when a method that trains is called; returns if there is none.
 
     Args:
         strategy: The strategy of the model, or None.
-        original: Keras's own method.
-        model: Its model.
-        args: Its other arguments.
-        kwargs: Its keyword arguments.
+        call: The call of the model's method.
 
     Raises:
         ValueError: If a plan was asked for that this call has nothing for.
@@ -89,15 +81,16 @@ def before_training(
                 f"`keras_psplus.PipelineStrategy()`. Received: fit() of a model of {strategy}"
             )
         return  # The model is cut, and the plan of that is the answer.
-    if original.__name__ not in ("fit", "train_on_batch"):
+    if call.name not in ("fit", "train_on_batch"):
         return
-    if has_stages or original.__name__ != "fit":
+    if has_stages or call.name != "fit":
         raise ValueError(
             "`keras-psplus plan` measures a model that `fit` trains as a whole: build it under "
             "`keras_psplus.strategy_from_env()`, call `fit`, or say --stages for the plan of a "
-            f"pipeline. Received: {original.__name__}() of a model of {strategy}"
+            f"pipeline. Received: {call.name}() of a model of {strategy}"
         )
-    request.answer(plan_measurement.measure(original, model, args, kwargs, request.workers))
+    given = call.original, call.owner, call.args, call.kwargs
+    request.answer(plan_measurement.measure(*given, request.workers))
 
 
 def override(microbatches: Any, schedule_name: Any) -> tuple[Any, Any]:

@@ -13,8 +13,10 @@ from __future__ import annotations
 
 import math
 import threading
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable
 from typing import Any
+
+from keras_psplus.engine import Call
 
 # Steps by which equally fast workers may be apart for a while.
 _NOISE = 4
@@ -44,15 +46,15 @@ class Clocks:
         for worker in workers:
             worker._clocks = self
 
-    def lost(self, original: Callable[..., Any], worker: Any, *args: Any) -> Any:
+    def lost(self, call: Call) -> Any:
         """Does what TensorFlow does about a closure that has failed as its worker is lost."""
-        self.lose(worker.worker_index)
-        return original(worker, *args)
+        self.lose(call.owner.worker_index)
+        return call.proceed()
 
-    def recovered(self, original: Callable[..., Any], worker: Any, *args: Any) -> Any:
+    def recovered(self, call: Call) -> Any:
         """Does what TensorFlow does when a worker is back."""
-        self.welcome(worker.worker_index)
-        return original(worker, *args)
+        self.welcome(call.owner.worker_index)
+        return call.proceed()
 
     def begin(self, bound: float = math.inf) -> None:
         """Starts to count from zero, while no step is under way.

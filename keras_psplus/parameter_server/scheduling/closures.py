@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 import tensorflow as tf
 
+from keras_psplus.engine import Call
 from keras_psplus.parameter_server.tracing import step_errors
 from keras_psplus.tf_internals import cluster_coordinator
 from keras_psplus.tf_internals import coordinator_values as values
@@ -106,5 +107,5 @@ class Coordinator(cluster_coordinator.ClusterCoordinator):
 class _End:
     """End of TensorFlow's handler of lost workers, which has been told already."""
 
-    def leave(self, original: Callable[..., None], handler: Any) -> None:
+    def leave(self, call: Call) -> None:
         """`WorkerPreemptionHandler.stop`: nothing is left to do."""

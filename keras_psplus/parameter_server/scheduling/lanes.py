@@ -11,6 +11,7 @@ import threading
 from collections.abc import Callable
 from typing import Any
 
+from keras_psplus.engine import Call
 from keras_psplus.parameter_server.scheduling.recovery import PausingRecovery
 from keras_psplus.tf_internals import cluster_coordinator, executor
 
@@ -40,8 +41,9 @@ class Lanes:
         """Number of times that the worker was lost and returned."""
         return self._losses
 
-    def process(self, original: Callable[..., Any], worker: Any, closure: Any) -> None:
+    def process(self, call: Call) -> None:
         """Runs a closure that TensorFlow's thread has dequeued, on a free lane."""
+        closure = call.get("closure")
         is_alone = not getattr(closure, "may_overlap", False)
         if is_alone:
             self._wait_until(lambda: len(self._free) == self._count or self._is_lost)

@@ -1,0 +1,57 @@
+"""Engine of `MultiWorkerMirroredStrategy` where one replica trains alone."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable, Iterable
+from typing import Any
+
+import keras
+import tensorflow as tf
+
+from keras_psplus.all_reduce.data import sharding
+from keras_psplus.all_reduce.step import broadcast, row_reads, single_steps
+from keras_psplus.core.data import epochs
+from keras_psplus.core.distributed_engine import symbolic_batch
+from keras_psplus.core.strategy_engine import StrategyEngine
+from keras_psplus.engine import Call, answers
+
+
+class OneReplicaEngine(StrategyEngine):
+    """For one replica that trains alone: backups that survive a kill."""
+
+    has_weights_in_memory = True
+
+    # In a cluster of one, data come in the order in which more workers would read them, so that a
+    # job can go on with another number of them.
+
+    @answers("make_iterator")
+    def _make_iterator(self, call: Call) -> None:
+        if self.strategy.task is None:
+            call.proceed()
+            return
+        iterator = epochs.make_without_data(call)
+        seed = self.progress.data_seed(random.randint(1, int(1e9)))
+        dataset = sharding.of_one_replica(iterator.data_adapter, seed)
+        if not isinstance(dataset, tf.distribute.DistributedDataset):
+            dataset = iterator._distribute_strategy.experimental_distribute_dataset(dataset)
+        self.progress.note_data_seed(seed)
+        iterator._distributed_dataset = dataset
+
+    def build(self, call: Call) -> None:
+        iterator, data_batch = call.get("iterator"), call.get("data_batch")
+        if iterator is not None:
+            # Keras would draw a batch to see its shapes, and shuffles that change their order from
+            # pass to pass would be one pass further than in one process.
+            data_batch = symbolic_batch(iterator._distributed_dataset.element_spec)
+        call.proceed(iterator=None, data_batch=data_batch)
+
+    @answers("make_function")
+    def _make_function(self, call: Call) -> Callable[..., Any]:
+        return call.proceed(step_function=single_steps.after_data(call.get("step_function")))
+
+    def broadcast_restored(self, variables: Iterable[keras.Variable | tf.Variable]) -> None:
+        broadcast.from_chief(self.strategy, variables)
+
+    def reads_rows(self, variable: keras.Variable) -> bool:
+        return row_reads.can_read(variable)
