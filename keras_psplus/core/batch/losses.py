@@ -7,7 +7,7 @@ factor. See `keras_hooks/losses.py` for what stock Keras does.
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import keras
 import tensorflow as tf
@@ -16,6 +16,10 @@ from keras_psplus.core.batch.replica_step import current_step_with_batch_fractio
 from keras_psplus.core.graph import metric_losses
 from keras_psplus.keras_internals.keras_parts import Variable, tree
 from keras_psplus.updates import map_values
+
+if TYPE_CHECKING:
+    from keras_psplus.core.batch.replica_step import ReplicaStep
+
 
 _SUMS_ACTIVITY = keras.__version__.startswith("3.13.")
 
@@ -88,10 +92,10 @@ def note_gradients(
 
 def is_mean(target: Any) -> bool:
     """Whether a tape's target is a mean over rows, not a loss per row."""
-    return tf.is_tensor(target) and target.dtype.is_floating and target.shape.rank == 0
+    return bool(tf.is_tensor(target) and target.dtype.is_floating and target.shape.rank == 0)
 
 
-def _seed(step, target):
+def _seed(step: ReplicaStep, target: Any) -> tf.Tensor | None:
     return step.scale_by_batch_fraction(tf.ones_like(target)) if is_mean(target) else None
 
 
@@ -112,14 +116,16 @@ def reduce_values(
         return known.note(loss, lambda: loss)
     correction = known.take_correction()
 
-    def of_batch():
+    def of_batch() -> tf.Tensor:
         corrected = loss if correction is None else loss * tf.cast(correction(), loss.dtype)
         return _of_batch(step, corrected, sample_weight, reduction)
 
     return known.note(loss, of_batch)
 
 
-def _of_batch(step, loss, sample_weight, reduction):
+def _of_batch(
+    step: ReplicaStep, loss: tf.Tensor, sample_weight: Any, reduction: str | None
+) -> tf.Tensor:
     if tuple(loss.shape) == (0,):
         # Eagerly, Keras leaves the loss of an empty replica as it is: a vector of no rows.
         loss = tf.reduce_sum(loss)
@@ -145,7 +151,7 @@ def apply_mask(
     if step is None or mask is None or not is_mean or not step.can_sum:
         return weight
 
-    def correction():
+    def correction() -> tf.Tensor:
         # Keras divides by the replica's own number of unmasked entries; one process would divide
         # by that of the whole batch.
         total = tf.cast(tf.size(mask), tf.float32)
@@ -189,8 +195,8 @@ def update_sum(
     return original(metric, values, sample_weight)
 
 
-def _is_number(values):
-    return values.shape.rank == 0 and values.dtype.is_floating
+def _is_number(values: tf.Tensor) -> bool:
+    return bool(values.shape.rank == 0 and values.dtype.is_floating)
 
 
 def call_metric(original: Callable[..., Any], metric: keras.metrics.Metric, name: str) -> Any:

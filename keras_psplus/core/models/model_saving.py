@@ -70,7 +70,7 @@ def export_copies(
     from them, shard by shard.
     """
 
-    def work():
+    def work() -> Any:
         of_servers = [(variable, variable._value) for variable in model.variables]
         with written(strategy, filepath, makes_folders=True) as path:
             try:
@@ -154,16 +154,16 @@ def written(
 class _ShownPaths:
     """Paths that are being written, and the script's paths that they stand for."""
 
-    def __init__(self):
-        self._shown = {}
+    def __init__(self) -> None:
+        self._shown: dict[str, str] = {}
 
     @property
-    def is_writing(self):
+    def is_writing(self) -> bool:
         """Whether anything is being written."""
         return bool(self._shown)
 
     @contextlib.contextmanager
-    def instead_of(self, written_to, given):
+    def instead_of(self, written_to: str, given: str) -> Iterator[None]:
         """Context in which messages show the script's path instead of the one written to."""
         self._shown[written_to] = given
         try:
@@ -171,13 +171,15 @@ class _ShownPaths:
         finally:
             del self._shown[written_to]
 
-    def as_given(self, text):
+    def as_given(self, text: Any) -> Any:
         """A text of Keras's with the paths that the script has given."""
         for pair in list(self._shown.items()) if isinstance(text, str) else ():
             text = text.replace(*pair)
         return text
 
-    def show_message(self, original, message, *args, **kwargs):
+    def show_message(
+        self, original: Callable[..., Any], message: Any, *args: Any, **kwargs: Any
+    ) -> Any:
         """Prints Keras's message with the script's path in it."""
         return original(self.as_given(message), *args, **kwargs)
 
