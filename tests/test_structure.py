@@ -10,7 +10,7 @@ FILES = {
     "keras_psplus/engine.py": 528,
     "keras_psplus/parameter_server/engine.py": 414,
     "keras_psplus/parameter_server/strategy.py": 367,
-    "keras_psplus/all_reduce/reduction/compressed.py": 362,
+    "keras_psplus/all_reduce/reduction/compressed.py": 379,
 }
 # Circles of imports for types alone: how many modules each has, the largest first.
 CIRCLES = [4, 4, 4, 2, 2, 2]

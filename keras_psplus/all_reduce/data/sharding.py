@@ -6,7 +6,7 @@ import functools
 import json
 import random
 from collections.abc import Callable
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import tensorflow as tf
 
@@ -19,6 +19,10 @@ from keras_psplus.datasets import service as data_service
 from keras_psplus.datasets.shuffle_seeds import seed_shuffles
 from keras_psplus.keras_internals.keras_parts import tree
 from keras_psplus.log import info_once, logger
+
+if TYPE_CHECKING:
+    from keras_psplus.all_reduce.data.global_batches import GlobalBatches
+    from keras_psplus.datasets.rows_before_maps import Pipeline
 
 
 class Distributed(NamedTuple):
@@ -83,7 +87,15 @@ def distribute(
     return distributed._replace(seed=proposals[0].seed)
 
 
-def _distribute(strategy, adapter, proposals, own, pipeline, reads_ahead, steps):
+def _distribute(
+    strategy: tf.distribute.Strategy,
+    adapter: Any,
+    proposals: list[_Proposal],
+    own: _Proposal,
+    pipeline: Pipeline | str,
+    reads_ahead: bool,
+    steps: int | None,
+) -> Distributed:
     kind, facts, readers, _, how_maps_run = own
     world = strategy.extended.world
     seed = proposals[0].seed
@@ -136,7 +148,7 @@ def of_one_replica(adapter: Any, seed: int) -> Any:
     return seed_shuffles(dataset, seed)
 
 
-def _exchange(strategy, proposal):
+def _exchange(strategy: tf.distribute.Strategy, proposal: _Proposal) -> list[_Proposal]:
     """The workers' `_Proposal`s, in rank order."""
     control = strategy.extended.control
     if not control:
@@ -146,7 +158,9 @@ def _exchange(strategy, proposal):
     return [p._replace(readers=[data_service.Reader(*r) for r in p.readers]) for p in proposals]
 
 
-def _check_proposals(strategy, proposals, steps):
+def _check_proposals(
+    strategy: tf.distribute.Strategy, proposals: list[_Proposal], steps: int | None
+) -> None:
     control = strategy.extended.control
     kinds = [proposal.kind for proposal in proposals]
     facts = [proposal.facts for proposal in proposals]
@@ -168,7 +182,7 @@ def split_eagerly(world: batches.World, batch: Any) -> batches.Shards:
     return batches.split(batch, world)
 
 
-def _array(strategy, adapter, seed):
+def _array(strategy: tf.distribute.Strategy, adapter: Any, seed: int) -> Distributed:
     """Arrays: every worker gathers its own rows only, by one order for all."""
     dataset = array_dataset(adapter, strategy.extended.world, seed)
     _log_distribution(
@@ -179,13 +193,21 @@ def _array(strategy, adapter, seed):
     return Distributed(dataset, adapter, elements.batch_spec_of_shards(dataset))
 
 
-def _split(strategy, adapter, of_dataset, reads_ahead, facts):
+def _split(
+    strategy: tf.distribute.Strategy,
+    adapter: Any,
+    of_dataset: GlobalBatches,
+    reads_ahead: bool,
+    facts: dict[str, Any],
+) -> Distributed:
     if facts["batches"] != data_facts.UNKNOWN:
         return _with_next(_lockstep(strategy, adapter, of_dataset, facts), reads_ahead)
     return _until_all_end(strategy, adapter, of_dataset, reads_ahead)
 
 
-def _lockstep(strategy, adapter, of_dataset, facts):
+def _lockstep(
+    strategy: tf.distribute.Strategy, adapter: Any, of_dataset: GlobalBatches, facts: dict[str, Any]
+) -> Distributed:
     """Equal numbers of global batches on every worker, each of which slices its rows.
 
     Workers exchange no messages about data while training.
@@ -200,18 +222,20 @@ def _lockstep(strategy, adapter, of_dataset, facts):
     return Distributed(sharded.prefetch(tf.data.AUTOTUNE), adapter, of_dataset.spec)
 
 
-def _with_next(distributed, reads_ahead):
+def _with_next(distributed: Distributed, reads_ahead: bool) -> Distributed:
     if not reads_ahead:
         return distributed
     dataset = lookahead.with_next(distributed.dataset).prefetch(tf.data.AUTOTUNE)
     return distributed._replace(dataset=dataset)
 
 
-def _until_all_end(strategy, adapter, of_dataset, reads_ahead):
+def _until_all_end(
+    strategy: tf.distribute.Strategy, adapter: Any, of_dataset: GlobalBatches, reads_ahead: bool
+) -> Distributed:
     """Unknown length: TensorFlow asks at every step whether somebody still has data."""
 
     @as_it_is
-    def parts(*batch):
+    def parts(*batch: Any) -> tf.data.Dataset:
         # Their rows are counted later, when all replicas have them.
         shards = of_dataset.cut(*batch, pads=False)
         pieces = [tf.data.Dataset.from_tensors(part.data) for part in shards.replicas]
@@ -231,7 +255,9 @@ def _until_all_end(strategy, adapter, of_dataset, reads_ahead):
     return Distributed(distributed, adapter, of_dataset.spec)
 
 
-def _of_replicas(strategy, dataset, reads_ahead):
+def _of_replicas(
+    strategy: tf.distribute.Strategy, dataset: tf.data.Dataset, reads_ahead: bool
+) -> tf.distribute.DistributedDataset:
     """A distributed dataset of one that has the batches of the local replicas in turn."""
     if reads_ahead:
         dataset = lookahead.with_next(dataset, distance=strategy.extended.world.local_replicas)
@@ -239,7 +265,13 @@ def _of_replicas(strategy, dataset, reads_ahead):
     return strategy.distribute_datasets_from_function(lambda _: dataset)
 
 
-def _own_share(strategy, adapter, proposals, readers, reads_ahead):
+def _own_share(
+    strategy: tf.distribute.Strategy,
+    adapter: Any,
+    proposals: list[_Proposal],
+    readers: list[Any],
+    reads_ahead: bool,
+) -> Distributed:
     """Trains each worker on separate data.
 
     TensorFlow shards files; without that, the data are as the script read them.
@@ -268,7 +300,12 @@ def _own_share(strategy, adapter, proposals, readers, reads_ahead):
     return Distributed(distributed, UnknownLength(adapter), spec)
 
 
-def _policy_of_shares(strategy, dataset, proposals, readers):
+def _policy_of_shares(
+    strategy: tf.distribute.Strategy,
+    dataset: tf.data.Dataset,
+    proposals: list[_Proposal],
+    readers: list[Any],
+) -> tuple[Any, str]:
     """TensorFlow's sharding policy for a dataset, and its description for the log."""
     policy = dataset.options().experimental_distribute.auto_shard_policy
     if readers:
@@ -294,7 +331,7 @@ def _policy_of_shares(strategy, dataset, proposals, readers):
     return policy, f"{how}; {who_has}" if who_has else how
 
 
-def _log_distribution(strategy, how):
+def _log_distribution(strategy: tf.distribute.Strategy, how: str) -> None:
     """Logs on the chief how data are distributed, once for data of the same kind."""
     if not strategy.is_chief:
         return

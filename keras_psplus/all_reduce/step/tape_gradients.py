@@ -28,6 +28,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import tensorflow as tf
 
 from keras_psplus.core.graph import local_traces, loop_results, stand_ins
+from keras_psplus.core.graph.stand_ins import Gradient
 from keras_psplus.keras_internals.keras_parts import Variable
 from keras_psplus.tf_internals.trace_end import call_at_end
 from keras_psplus.updates import map_values
@@ -107,7 +108,7 @@ class TapeGradients:
             if call.is_open and call.is_used() and not self._is_in_loop(call):
                 self._sum(call)
 
-    def _end_inner(self, graph, outputs):
+    def _end_inner(self, graph: tf.Graph, outputs: Sequence[tf.Tensor]) -> None:
         """Settles what the trace of a function, a branch or a loop's body leaves behind."""
         for call in self._calls:
             if call.is_open and call.is_in(graph) and call.is_used(outputs):
@@ -118,10 +119,10 @@ class TapeGradients:
                 else:
                     self._sum(call)
 
-    def _is_in_loop(self, call):
+    def _is_in_loop(self, call: stand_ins.TapeCall) -> bool:
         return bool(local_traces.loops_around(call.graph, self._step.graph))
 
-    def _check_loops(self, gradient):
+    def _check_loops(self, gradient: Gradient) -> None:
         """Refuses what is not linear in gradients that were taken, and left, in a loop."""
         for call in self._of_loops:
             bodies = local_traces.loops_around(call.graph, self._step.graph)
@@ -174,7 +175,7 @@ class TapeGradients:
             own.append(part)
         return Summed(own, whole)
 
-    def _take_eagerly(self, grads, wants_parts):
+    def _take_eagerly(self, grads: Sequence[Gradient | None], wants_parts: bool) -> Summed:
         parts = [self._part_of(gradient) for gradient in grads]
         changed = [i for i, part in enumerate(parts) if part is None and grads[i] is not None]
         is_eager = any(call.is_eager for call in self._calls)
@@ -193,7 +194,7 @@ class TapeGradients:
         whole = {i for i, g in enumerate(grads) if g is not None and i not in changed}
         return Summed(summed, whole)
 
-    def _part_of_mean(self, gradient):
+    def _part_of_mean(self, gradient: Gradient | None) -> Gradient | None:
         """A replica's part of the mean over the rows of all of them."""
         if not self._step.has_batch_fraction:
             return gradient
@@ -207,7 +208,7 @@ class TapeGradients:
             if call.is_open:
                 call.put_sums(variables, sums)
 
-    def _part_of(self, gradient):
+    def _part_of(self, gradient: Gradient | None) -> Gradient | None:
         """A replica's part, if a gradient is a stand-in for it that nothing has used."""
         for call in self._calls:
             if call.is_open or tf.executing_eagerly():
@@ -216,7 +217,10 @@ class TapeGradients:
                     return part
         return None
 
-    def _sum(self, call, optimizer=None):
+    def _sum(
+        self, call: stand_ins.TapeCall, optimizer: keras.optimizers.Optimizer | None = None
+    ) -> None:
+        assert self._sum_parts is not None
         outer, self._is_summing = self._is_summing, True
         try:
             with call.graph_context():
@@ -226,5 +230,5 @@ class TapeGradients:
             self._is_summing = outer
 
 
-def _is_variable(gradient):
+def _is_variable(gradient: Any) -> bool:
     return isinstance(gradient, (Variable, tf.Variable))

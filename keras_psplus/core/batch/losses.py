@@ -7,19 +7,15 @@ factor. See `keras_hooks/losses.py` for what stock Keras does.
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import keras
 import tensorflow as tf
 
-from keras_psplus.core.batch.replica_step import current_step_with_batch_fraction
+from keras_psplus.core.batch.replica_step import ReplicaStep, current_step_with_batch_fraction
 from keras_psplus.core.graph import metric_losses
 from keras_psplus.keras_internals.keras_parts import Variable, tree
 from keras_psplus.updates import map_values
-
-if TYPE_CHECKING:
-    from keras_psplus.core.batch.replica_step import ReplicaStep
-
 
 _SUMS_ACTIVITY = keras.__version__.startswith("3.13.")
 
