@@ -5,12 +5,19 @@ the whole stack of Keras: hundreds of lines, without the batch, and all of that 
 log.
 """
 
+from __future__ import annotations
+
 import re
+from typing import TYPE_CHECKING
 
 import tensorflow as tf
 
 from keras_psplus.tf_internals import cluster_coordinator
 from keras_psplus.tracebacks import is_library
+
+if TYPE_CHECKING:
+    import logging
+
 
 _OF_STEPS = (
     tf.errors.InvalidArgumentError,
@@ -84,11 +91,11 @@ def translate_error(error: tf.errors.OpError, task: str, about: str) -> tf.error
     return marked(None, None, "\n".join(lines))
 
 
-def _without_counts(text):
+def _without_counts(text: str) -> str:
     return re.sub(r"^\s*(\d+ root error\(s\) found\.\s*\(0\)\s*)?([A-Z_]+:)?\s*", "", text)
 
 
-def _is_unreported(record):
+def _is_unreported(record: logging.LogRecord) -> bool:
     arguments = record.args if isinstance(record.args, tuple) else ()
     if any(isinstance(argument, _TranslatedError) for argument in arguments):
         return False

@@ -40,10 +40,10 @@ class GradientSum(NamedTuple):
         return tf.float64 if self.dtype == tf.float64 else tf.float32
 
     @property
-    def _row_shape(self):
+    def _row_shape(self) -> tf.TensorShape:
         return tf.TensorShape([None]).concatenate(self.target.shape[1:])
 
-    def _accumulator(self):
+    def _accumulator(self) -> tf.Tensor:
         return tf.raw_ops.ResourceConditionalAccumulator(
             dtype=self.wide,
             shape=self.target.shape,
@@ -51,7 +51,7 @@ class GradientSum(NamedTuple):
             reduction_type="SUM",
         )
 
-    def _queue(self):
+    def _queue(self) -> tf.Tensor:
         return tf.raw_ops.FIFOQueueV2(
             component_types=[tf.int64, self.dtype, self.index_dtype], shared_name=self.name
         )
@@ -88,10 +88,12 @@ class GradientSum(NamedTuple):
             total = tf.ensure_shape(total, self.target.shape)
             return tf.cast(total * tf.cast(scale, total.dtype), self.dtype)
 
-    def _rows(self, stamp, count, scale):
+    def _rows(self, stamp: tf.Tensor, count: tf.Tensor, scale: tf.Tensor) -> tf.IndexedSlices:
         queue = self._queue()
 
-        def take_one(found, values, indices):
+        def take_one(
+            found: tf.Tensor, values: tf.Tensor, indices: tf.Tensor
+        ) -> tuple[tf.Tensor, tf.Tensor, tf.Tensor]:
             with tf.device(self.target.device):
                 its_stamp, more, numbers = tf.raw_ops.QueueDequeueV2(
                     handle=queue, component_types=[tf.int64, self.dtype, self.index_dtype]
@@ -131,7 +133,7 @@ class GradientSum(NamedTuple):
             none = tf.zeros([0], self.index_dtype)
             zeros = tf.IndexedSlices(zeros[:0], none, shape)
 
-        def add_one(left):
+        def add_one(left: tf.Tensor) -> tf.Tensor:
             self.add(zeros, stamp)
             return left - 1
 
@@ -148,7 +150,7 @@ class GradientSum(NamedTuple):
             tf.raw_ops.ResourceAccumulatorSetGlobalStep(handle=handle, new_global_step=stamp)
             count = tf.raw_ops.ResourceAccumulatorNumAccumulated(handle=handle)
 
-            def take():
+            def take() -> tf.Tensor:
                 with tf.device(self.target.device):
                     tf.raw_ops.ResourceAccumulatorTakeGradient(
                         handle=handle, num_required=1, dtype=self.wide
@@ -161,10 +163,10 @@ class GradientSum(NamedTuple):
 
             tf.cond(count > 0, take, lambda: count)
 
-    def _empty_queue(self):
+    def _empty_queue(self) -> None:
         queue = self._queue()
 
-        def take_one(left):
+        def take_one(left: tf.Tensor) -> tf.Tensor:
             with tf.device(self.target.device):
                 tf.raw_ops.QueueDequeueV2(
                     handle=queue, component_types=[tf.int64, self.dtype, self.index_dtype]
