@@ -7,7 +7,7 @@ takes those of its arguments that the script does not give, and says which flags
 import contextlib
 import contextvars
 import os
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any
 
 from keras_psplus.cluster.config import read_task_config
@@ -81,7 +81,7 @@ def fill(name: str, **given: Any) -> tuple[Any, ...]:
     return tuple(filled.values())
 
 
-def _say(log, line, received=None):
+def _say(log: Callable[..., None], line: str, received: str | None = None) -> None:
     """Logs a line once, where the job has its log."""
     task = read_task_config()
     if task is None or task.is_chief:

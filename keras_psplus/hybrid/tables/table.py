@@ -1,6 +1,7 @@
 """A table from a worker's side: how its rows come and its gradients go."""
 
-from typing import Any
+from collections.abc import Callable, Sequence
+from typing import Any, TypeAlias
 
 import keras
 import numpy as np
@@ -14,6 +15,8 @@ from keras_psplus.hybrid.rpc.calls import RpcClient
 from keras_psplus.hybrid.rpc.servers import Servers
 
 _INT, _LONG, _FLOAT = tf.int32, tf.int64, tf.float32
+# Of a call that has been started: a function that waits for the answer.
+_Answer: TypeAlias = Callable[[], tf.Tensor]
 
 
 class Table:
@@ -164,15 +167,23 @@ def pull(
     return tf.ensure_shape(tf.dynamic_stitch([p for _, p in parts], rows), [None, table.dim])
 
 
-def _pull_from(link, method, first, ids, shape, limit, most):
+def _pull_from(
+    link: RpcClient,
+    method: str,
+    first: Sequence[tf.Tensor],
+    ids: tf.Tensor,
+    shape: Any,
+    limit: int,
+    most: int | None,
+) -> _Answer:
     if most is not None and most <= limit:
         return link.start(method, [*first, ids], _FLOAT, shape)
 
-    def in_parts():
+    def in_parts() -> tf.Tensor:
         count = (tf.size(ids) + limit - 1) // limit
         rows = tf.TensorArray(_FLOAT, count, infer_shape=False, element_shape=shape)
 
-        def one(i, rows):
+        def one(i: tf.Tensor, rows: tf.TensorArray) -> tuple[tf.Tensor, tf.TensorArray]:
             own = ids[i * limit : (i + 1) * limit]
             part = link.call(method, [*first, own], _FLOAT, shape)
             return i + 1, rows.write(i, part)
@@ -222,12 +233,20 @@ def push_to_wait(
     return _push(table, slices, replica, header, numbers, most, waits=1)
 
 
-def _push(table, slices, replica, header, numbers, most, waits):
+def _push(
+    table: Table,
+    slices: tuple[tf.Tensor, tf.Tensor],
+    replica: int,
+    header: tuple[Any, Any, Any],
+    numbers: tf.Tensor,
+    most: int | None,
+    waits: int,
+) -> list[tf.Tensor]:
     codec, method = table.push_codec, table.method_of_optimizer("push")
     ids, rows = slices
     rank, step, iterations = header
 
-    def arguments(part, last, ids, words):
+    def arguments(part: Any, last: tf.Tensor, ids: tf.Tensor, words: tf.Tensor) -> list[tf.Tensor]:
         head = tf.stack(
             [rank, step, tf.cast(part, _LONG), last, tf.constant(waits, _LONG), iterations]
         )
@@ -241,18 +260,28 @@ def _push(table, slices, replica, header, numbers, most, waits):
     return [wait() for wait in finish]
 
 
-def _push_to(link, method, arguments, ids, words, codec, most, one, none):
+def _push_to(
+    link: RpcClient,
+    method: str,
+    arguments: Callable[..., list[tf.Tensor]],
+    ids: tf.Tensor,
+    words: tf.Tensor,
+    codec: RowCodec,
+    most: int | None,
+    one: tf.Tensor,
+    none: tf.Tensor,
+) -> _Answer:
     limit = codec.rows_per_message
     if most is not None and most <= limit:
         return link.start(method, arguments(0, one, ids, words), _LONG, [])
 
-    def whole():
+    def whole() -> tf.Tensor:
         return link.call(method, arguments(0, one, ids, words), _LONG, [])
 
-    def in_parts():
+    def in_parts() -> tf.Tensor:
         last = (tf.size(ids) - 1) // limit
 
-        def send(i, answer):
+        def send(i: tf.Tensor, answer: tf.Tensor) -> tuple[tf.Tensor, tf.Tensor]:
             own = slice(i * limit, (i + 1) * limit)
             args = arguments(i, none, ids[own], words[own])
             with tf.control_dependencies([answer]):
