@@ -194,7 +194,8 @@ class OutputPump(threading.Thread):
         self._task, self._pipe, self._log, self._console = task, pipe, log, console
         self._noise = log_filter.NoiseFilter() if console is not None and console.quiet else None
         self._has_failed = False
-        self._start_line()
+        self._parts: list[str] = []
+        self._length, self._has_return = 0, False
 
     def run(self) -> None:
         """Reads until the last writer has closed the pipe."""
@@ -233,8 +234,7 @@ class OutputPump(threading.Thread):
             self._console.partial(self._task, self._parts[0])
 
     def _start_line(self) -> None:
-        self._parts: list[str] = []
-        self._length, self._has_return = 0, False
+        self._parts, self._length, self._has_return = [], 0, False
 
     def _add(self, text: str) -> None:
         if text:
