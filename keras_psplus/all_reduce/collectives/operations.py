@@ -6,9 +6,10 @@ They are launched as TensorFlow launches its own, with other instance keys and i
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import tensorflow as tf
 
@@ -16,10 +17,6 @@ from keras_psplus.all_reduce.collectives import gpu_sums, member_order, size_cla
 from keras_psplus.all_reduce.collectives.instance_keys import InstanceKeys
 from keras_psplus.tf_internals import collective_ops, cross_device_ops, cross_device_utils
 from keras_psplus.tf_internals import framework_ops as ops
-
-if TYPE_CHECKING:
-    import contextlib
-
 
 # Bytes up to which a sum is a gather.
 _SHORT_OF_TWO, _SHORT = 1 << 18, 1 << 14

@@ -6,12 +6,10 @@ makes gradients ready, so that the first bucket travels while the rest is comput
 "PyTorch Distributed: Experiences on Accelerating Data Parallel Training", VLDB 2020, section 3.2).
 """
 
-from __future__ import annotations
-
 import functools
 import zlib
 from collections.abc import Iterable, Iterator, Sequence
-from typing import TYPE_CHECKING, Any, TypeAlias
+from typing import Any, TypeAlias
 
 import tensorflow as tf
 
@@ -25,10 +23,7 @@ from keras_psplus.all_reduce.reduction.identity import IDENTITY
 from keras_psplus.all_reduce.reduction.replica_states import ReplicaStates
 from keras_psplus.all_reduce.reduction.traffic import TensorTraffic, TrafficVariables
 from keras_psplus.compression import Compressor
-
-if TYPE_CHECKING:
-    from keras_psplus.compression.factors.outer_products import OuterProduct
-
+from keras_psplus.compression.factors.outer_products import OuterProduct
 
 _Sums: TypeAlias = tuple[list[Any], list[TensorTraffic]]
 # Gradients compressed more than 8x share buckets that hold 8x more uncompressed bytes.

@@ -119,8 +119,7 @@ def _predict_step(model: keras.Model, compiled: CompiledCalls | None) -> Callabl
             batch = _padded(step, last_row, batch, step.set_rows)
         outputs = model.predict_step(batch)
         return tree.map_structure(
-            lambda t: step.rows_if_any(t) if tf.is_tensor(t) and t.shape.rank else t,
-            outputs,
+            lambda t: step.rows_if_any(t) if tf.is_tensor(t) and t.shape.rank else t, outputs
         )
 
     return predict_step

@@ -15,10 +15,7 @@ from keras_psplus.log import info_once, warn_once
 
 STRATEGY_VARIABLE = "KERAS_PSPLUS_STRATEGY"
 # Arguments of the strategy, and the variables that they are taken from.
-OPTION_VARIABLES = {
-    "compression": "KERAS_PSPLUS_COMPRESSION",
-    "updates": "KERAS_PSPLUS_UPDATES",
-}
+OPTION_VARIABLES = {"compression": "KERAS_PSPLUS_COMPRESSION", "updates": "KERAS_PSPLUS_UPDATES"}
 # What `keras-psplus plan` asks of the script, whatever strategy it makes.
 PLAN_REQUEST_VARIABLE = "KERAS_PSPLUS_PLAN"
 # What the catalogue's entries are variants of.

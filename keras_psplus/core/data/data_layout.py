@@ -2,13 +2,11 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from keras_psplus.core.data.unknown_length import UnknownLength
+from keras_psplus.keras_internals.keras_parts import data_adapter
 from keras_psplus.log import logger
-
-if TYPE_CHECKING:
-    from keras_psplus.keras_internals.keras_parts import data_adapter
 
 _BATCHES, _SIZE, _LAST, _STEPS = "batches", "batch_size", "rows_of_last_batch", "steps_per_epoch"
 

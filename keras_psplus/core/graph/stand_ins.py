@@ -4,19 +4,14 @@ A placeholder is an identity operation. Its input can be changed for as long as 
 built.
 """
 
-from __future__ import annotations
-
 import contextlib
 from collections.abc import Collection, Iterable, Iterator, Sequence
-from typing import TYPE_CHECKING, Any, TypeAlias
+from typing import Any, TypeAlias
 
+import keras
 import tensorflow as tf
 
 from keras_psplus.tf_internals import framework_ops, func_graph
-
-if TYPE_CHECKING:
-    import keras
-
 
 Gradient: TypeAlias = tf.Tensor | tf.IndexedSlices
 

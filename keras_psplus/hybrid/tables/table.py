@@ -1,5 +1,6 @@
 """A table from a worker's side: how its rows come and its gradients go."""
 
+import functools
 from collections.abc import Callable, Sequence
 from typing import Any, TypeAlias
 
@@ -203,6 +204,7 @@ def push(
     header: tuple[tf.Tensor, tf.Tensor, tf.Tensor],
     numbers: tf.Tensor,
     most: int | None = None,
+    waits: int = 0,
 ) -> list[tf.Tensor]:
     """Sends gradients of rows.
 
@@ -214,34 +216,11 @@ def push(
             and the optimizer's iterations.
         numbers: float32 vector: learning rate and scalars of the optimizer.
         most: How many ids there are at most, if the graph can tell.
+        waits: 1 if the servers wait for `commit` before they apply the sum.
 
     Returns:
         List of tensors that are there once every server has taken its part.
     """
-    return _push(table, slices, replica, header, numbers, most, waits=0)
-
-
-def push_to_wait(
-    table: Table,
-    slices: tuple[tf.Tensor, tf.Tensor],
-    replica: int,
-    header: tuple[tf.Tensor, tf.Tensor, tf.Tensor],
-    numbers: tf.Tensor,
-    most: int | None = None,
-) -> list[tf.Tensor]:
-    """As `push`, but the servers wait for `commit` before they apply the sum."""
-    return _push(table, slices, replica, header, numbers, most, waits=1)
-
-
-def _push(
-    table: Table,
-    slices: tuple[tf.Tensor, tf.Tensor],
-    replica: int,
-    header: tuple[Any, Any, Any],
-    numbers: tf.Tensor,
-    most: int | None,
-    waits: int,
-) -> list[tf.Tensor]:
     codec, method = table.push_codec, table.method_of_optimizer("push")
     ids, rows = slices
     rank, step, iterations = header
@@ -252,12 +231,14 @@ def _push(
         )
         return [head, numbers, ids, words]
 
-    one, none = tf.constant(1, _LONG), tf.constant(0, _LONG)
     finish = []
     for link, (own, own_rows, _) in zip(table.links("push", replica), table.split(ids, rows)):
         words = codec.encode(own_rows, step)
-        finish.append(_push_to(link, method, arguments, own, words, codec, most, one, none))
+        finish.append(_push_to(link, method, arguments, own, words, codec, most))
     return [wait() for wait in finish]
+
+
+push_to_wait = functools.partial(push, waits=1)
 
 
 def _push_to(
@@ -268,10 +249,8 @@ def _push_to(
     words: tf.Tensor,
     codec: RowCodec,
     most: int | None,
-    one: tf.Tensor,
-    none: tf.Tensor,
 ) -> _Answer:
-    limit = codec.rows_per_message
+    limit, one, none = codec.rows_per_message, tf.constant(1, _LONG), tf.constant(0, _LONG)
     if most is not None and most <= limit:
         return link.start(method, arguments(0, one, ids, words), _LONG, [])
 

@@ -173,11 +173,7 @@ class Ticket:
     """
 
     def __init__(
-        self,
-        home: int,
-        share: int,
-        batches: Batches,
-        read_again: Callable[[int, int], Batches],
+        self, home: int, share: int, batches: Batches, read_again: Callable[[int, int], Batches]
     ) -> None:
         self.home, self.share, self.batches = home, share, batches
         self._read_again = read_again
@@ -205,11 +201,7 @@ class WorkerIterator:
     """
 
     def __init__(
-        self,
-        shares: Sequence[OpenShare],
-        num_workers: int,
-        element_spec: Any,
-        taken: list[int],
+        self, shares: Sequence[OpenShare], num_workers: int, element_spec: Any, taken: list[int]
     ) -> None:
         self.element_spec, self._taken = element_spec, taken
         self._queue = _Tickets()
@@ -324,10 +316,7 @@ class _ShareReader:
         batches = self._take_next(count)
         position, self._position = self._position, self._position + len(batches)
         return Ticket(
-            self._home,
-            self._number,
-            batches,
-            lambda worker, n: self._open_at(worker, position)(n),
+            self._home, self._number, batches, lambda worker, n: self._open_at(worker, position)(n)
         )
 
     def _move(self) -> None:

@@ -5,19 +5,13 @@ the whole stack of Keras: hundreds of lines, without the batch, and all of that 
 log.
 """
 
-from __future__ import annotations
-
+import logging
 import re
-from typing import TYPE_CHECKING
 
 import tensorflow as tf
 
 from keras_psplus.tf_internals import cluster_coordinator
 from keras_psplus.tracebacks import is_library
-
-if TYPE_CHECKING:
-    import logging
-
 
 _OF_STEPS = (
     tf.errors.InvalidArgumentError,

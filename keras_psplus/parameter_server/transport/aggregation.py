@@ -45,10 +45,7 @@ class GradientSum(NamedTuple):
 
     def _accumulator(self) -> tf.Tensor:
         return tf.raw_ops.ResourceConditionalAccumulator(
-            dtype=self.wide,
-            shape=self.target.shape,
-            shared_name=self.name,
-            reduction_type="SUM",
+            dtype=self.wide, shape=self.target.shape, shared_name=self.name, reduction_type="SUM"
         )
 
     def _queue(self) -> tf.Tensor:
@@ -113,11 +110,7 @@ class GradientSum(NamedTuple):
                 tf.zeros([0, *self.target.shape[1:]], self.dtype),
                 tf.zeros([0], self.index_dtype),
             ),
-            shape_invariants=(
-                tf.TensorShape([]),
-                self._row_shape,
-                tf.TensorShape([None]),
-            ),
+            shape_invariants=(tf.TensorShape([]), self._row_shape, tf.TensorShape([None])),
         )
         return tf.IndexedSlices(
             values * tf.cast(scale, values.dtype),

@@ -5,9 +5,10 @@ from __future__ import annotations
 import math
 import weakref
 from collections.abc import Callable, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import keras
+import tensorflow as tf
 
 from keras_psplus.core.plan import plan_request
 from keras_psplus.keras_internals.keras_parts import TensorFlowTrainer, unpack_x_y_sample_weight
@@ -15,15 +16,10 @@ from keras_psplus.log import logger
 from keras_psplus.pipeline.base import rows, schedule
 from keras_psplus.pipeline.base.stages import Stages
 from keras_psplus.pipeline.split import costs, measure, memory, partition, plan
+from keras_psplus.pipeline.split.costs import LayerCost
+from keras_psplus.pipeline.split.timing import Times
 from keras_psplus.pipeline.split.variables import Variables
 from keras_psplus.pipeline.step import train_step
-
-if TYPE_CHECKING:
-    import tensorflow as tf
-
-    from keras_psplus.pipeline.split.costs import LayerCost
-    from keras_psplus.pipeline.split.timing import Times
-
 
 # Rows of a micro-batch where data do not tell.
 _ROWS = 32

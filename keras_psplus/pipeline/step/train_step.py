@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Callable, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import keras
 import tensorflow as tf
@@ -23,10 +23,7 @@ from keras_psplus.keras_internals.keras_parts import (
     unpack_x_y_sample_weight,
 )
 from keras_psplus.pipeline.base import gradients
-
-if TYPE_CHECKING:
-    from keras_psplus.pipeline.step.turns import Microbatch
-
+from keras_psplus.pipeline.step.turns import Microbatch
 
 # Losses of Keras that compare the rows of a batch, or divide by sums over them.
 _COUPLING = ("Circle", "Dice", "Tversky")
