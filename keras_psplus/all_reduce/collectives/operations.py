@@ -203,9 +203,7 @@ class Launcher(cross_device_utils.CollectiveReplicaLauncher):
         """The inverse of `_by_rank`."""
         return self._parts_at(tensor, member_order.ranks_by_place)
 
-    def _parts_at(
-        self, tensor: tf.Tensor, order_of: Callable[[Sequence[str]], list[int]]
-    ) -> tf.Tensor:
+    def _parts_at(self, tensor: tf.Tensor, order_of: Callable[..., list[int]]) -> tf.Tensor:
         order = list(range(self._group_size))
         if self.members is not None:
             order = order_of(self.members)

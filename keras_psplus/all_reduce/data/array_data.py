@@ -54,9 +54,7 @@ def array_dataset(adapter: Any, world: batches.World, seed: int) -> tf.data.Data
     even = rows % batch_size == 0 and batch_size % world.replicas == 0
 
     @as_it_is
-    def shards(
-        order_and_step: tuple[tf.Tensor, tf.Tensor, tf.Tensor], inputs: Any
-    ) -> batches.Shards:
+    def shards(order_and_step: tuple[tf.Tensor, ...], inputs: Any) -> batches.Shards:
         order, number, epoch_seed = order_and_step
         start = number * batch_size
         count = tf.cast(tf.minimum(rows - start, batch_size), tf.int32)

@@ -296,9 +296,7 @@ class CompressedSum:
         """This replica's own estimate of the whole gradient: the mean of these is the sum."""
         return tensor * tf.cast(self._replicas, tensor.dtype)
 
-    def _estimates(
-        self, compressors: list[Compressor], tensors: list[tf.Tensor]
-    ) -> Iterator[list[Any]]:
+    def _estimates(self, compressors: list[Any], tensors: list[tf.Tensor]) -> Iterator[list[Any]]:
         """Compressors, and the estimates for them; or what they multiply themselves."""
         pairs = [
             (compressor.times(self._replicas), tensor)

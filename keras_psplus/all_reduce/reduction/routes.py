@@ -291,10 +291,7 @@ def gather_rows(
 
 
 def _gather_words(
-    launcher: Launcher,
-    replicas: int,
-    words: tf.Tensor,
-    compressors: Sequence[compression.Compressor],
+    launcher: Launcher, replicas: int, words: tf.Tensor, compressors: Sequence[object]
 ) -> tf.Tensor:
     if words.shape.is_fully_defined():
         return launcher.gather(words)

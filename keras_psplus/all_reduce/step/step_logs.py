@@ -6,7 +6,7 @@ Logs that are computed from metrics are computed once more from the states of al
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from typing import TYPE_CHECKING, Any
 
 import tensorflow as tf
@@ -81,9 +81,7 @@ def synchronise(
     return tf.nest.pack_sequence_as(logs, [new.get(p, leaf) for p, leaf in zip(paths, leaves)])
 
 
-def _read_again(
-    read: Read, states: Sequence[tf.Variable], summed: Mapping[Any, tf.Tensor]
-) -> tf.Tensor:
+def _read_again(read: Read, states: list[tf.Variable], summed: dict[Any, tf.Tensor]) -> tf.Tensor:
     if read.is_first:
         return read.tensor
     if read.is_last:

@@ -155,9 +155,7 @@ def run(ending: Ending) -> None:
         exec(compile(source, path, "exec"), module.__dict__)
 
 
-def _show(
-    kind: type[BaseException], error: BaseException, trace: types.TracebackType | None
-) -> None:
+def _show(kind: type, error: BaseException, trace: types.TracebackType | None) -> None:
     """Shows an exception without the frames of this file."""
     while trace is not None and trace.tb_frame.f_code.co_filename == __file__:
         trace = trace.tb_next

@@ -26,10 +26,10 @@ _INTERNAL = ("_self_", "_tracker", "_distribute_strategy", "_inbound", "_outboun
 # Of objects that are looked at; more are no optimizers, but data.
 _MOST_OBJECTS, _MOST_ELEMENTS, _MOST_DEPTH = 20_000, 1_000, 12
 _FOUND = (keras.optimizers.Optimizer, keras.metrics.Metric, keras.Variable, tf.Variable)
-_Found: TypeAlias = tuple[str, Any, bool]
+_Finds: TypeAlias = Iterator[tuple[str, Any, bool]]
 
 
-def objects_of(model: keras.Model) -> Iterator[_Found]:
+def objects_of(model: keras.Model) -> Iterator[tuple[str, Any, bool]]:
     """Finds optimizers, metrics and variables by their names.
 
     Args:
@@ -49,7 +49,7 @@ class _Search:
         # Objects by id, as an id may be another's once an object is gone.
         self._seen: dict[int, Any] = {}
 
-    def in_layers(self, prefix: str, model: keras.Layer) -> Iterator[_Found]:
+    def in_layers(self, prefix: str, model: keras.Layer) -> _Finds:
         """Looks through a model and the layers that it has."""
         layers = list(model._flatten_layers())
         self._seen.update((id(layer), layer) for layer in layers)
@@ -66,9 +66,7 @@ class _Search:
         for number, layer in enumerate(layers):
             yield from self._look_at_class(f"{prefix}layer_{number}", layer, 0)
 
-    def _look(
-        self, name: str, value: Any, depth: int, is_attribute: bool = False
-    ) -> Iterator[_Found]:
+    def _look(self, name: str, value: Any, depth: int, is_attribute: bool = False) -> _Finds:
         if id(value) in self._seen or _is_plain(value) or depth > _MOST_DEPTH:
             return
         if len(self._seen) > _MOST_OBJECTS:
@@ -89,11 +87,11 @@ class _Search:
         else:
             yield from self._look_into(name, value, depth)
 
-    def _look_at(self, name: str, values: Iterable[Any], depth: int) -> Iterator[_Found]:
+    def _look_at(self, name: str, values: Iterable[Any], depth: int) -> _Finds:
         for i, value in enumerate(values):
             yield from self._look(f"{name}/{i}", value, depth + 1)
 
-    def _look_into(self, name: str, value: Any, depth: int) -> Iterator[_Found]:
+    def _look_into(self, name: str, value: Any, depth: int) -> _Finds:
         """Looks at what a function uses, or at an object's attributes and methods."""
         if isinstance(value, functools.partial):
             parts = [value.func, *value.args, *value.keywords.values()]
@@ -109,7 +107,7 @@ class _Search:
                 yield from self._look(f"{name}/{attribute}", one, depth + 1)
             yield from self._look_at_class(name, value, depth)
 
-    def _look_at_class(self, name: str, value: object, depth: int) -> Iterator[_Found]:
+    def _look_at_class(self, name: str, value: object, depth: int) -> _Finds:
         """Looks at what the methods of an object's class use."""
         for cls in type(value).__mro__:
             if _is_of_library(cls.__module__):

@@ -93,9 +93,7 @@ def _draw(of_epoch: Any, count: int) -> None:
         next(of_epoch, None)
 
 
-def _draw_batches(
-    of_epoch: tf.data.Iterator | tf.distribute.DistributedIterator, count: int
-) -> None:
+def _draw_all(of_epoch: tf.data.Iterator | tf.distribute.DistributedIterator, count: int) -> None:
     def body(number: tf.Tensor) -> tuple[tf.Tensor]:
         # Not an error if it has ended: of `steps_per_execution`, the last may be fewer.
         of_epoch.get_next_as_optional()
@@ -104,4 +102,4 @@ def _draw_batches(
     tf.while_loop(lambda number: number < count, body, [0])
 
 
-_draw_in_graph = tf.function(_draw_batches, autograph=False, reduce_retracing=True)
+_draw_in_graph = tf.function(_draw_all, autograph=False, reduce_retracing=True)

@@ -44,6 +44,14 @@ class _Piece(NamedTuple):
     decode: Callable[[list[tf.Tensor]], tf.Tensor | tf.IndexedSlices]
 
 
+class _Encoding(NamedTuple):
+    """How a gradient is encoded: by what, with which state, at which step."""
+
+    compressor: Compressor | None
+    name: str
+    step: _Once
+
+
 # A variable, the key of its traffic, and the pieces of its gradient; None if it has none.
 _Push: TypeAlias = tuple[tf.Variable, Any, list[_Piece] | None]
 
@@ -116,8 +124,8 @@ class Pushes:
             elif compressor is not None and not compressor.communicates:
                 _keep_alone(gradient, key)
             else:
-                pieces = self._pieces(gradient, variable, compressor, name, number)
-                pushes.append((variable, key, pieces))
+                encoding = _Encoding(compressor, name, number)
+                pushes.append((variable, key, self._pieces(gradient, variable, encoding)))
         return pushes
 
     def _name(self, owner: keras.optimizers.Optimizer, variable: tf.Variable) -> str:
@@ -152,32 +160,21 @@ class Pushes:
         return pairs
 
     def _pieces(
-        self,
-        gradient: Gradient,
-        variable: tf.Variable,
-        compressor: Compressor | None,
-        name: str,
-        step: _Once,
+        self, gradient: Gradient, variable: tf.Variable, encoding: _Encoding
     ) -> list[_Piece]:
         if isinstance(variable, ShardedVariable):
             targets = [*zip(variable.split(gradient), variable.shards)]
         else:
             targets = [(gradient, variable)]
         return [
-            self._rows(part, target, compressor, step)
+            self._rows(part, target, encoding)
             if isinstance(part, tf.IndexedSlices)
-            else self._whole(part, target, compressor, f"{name}/{i}", step)
+            else self._whole(part, target, encoding._replace(name=f"{encoding.name}/{i}"))
             for i, (part, target) in enumerate(targets)
         ]
 
-    def _whole(
-        self,
-        gradient: tf.Tensor,
-        target: tf.Variable,
-        compressor: Compressor | None,
-        name: str,
-        step: _Once,
-    ) -> _Piece:
+    def _whole(self, gradient: tf.Tensor, target: tf.Variable, encoding: _Encoding) -> _Piece:
+        compressor, name, step = encoding
         gradient = tf.ensure_shape(gradient, target.shape)
         shape, dtype = gradient.shape, gradient.dtype
         logical = shape.num_elements() * dtype.size
@@ -193,14 +190,8 @@ class Pushes:
             lambda sent: compressor.decode(tuple(sent), shape, dtype, step()),
         )
 
-    def _rows(
-        self,
-        gradient: tf.IndexedSlices,
-        target: tf.Variable,
-        compressor: Compressor | None,
-        step: _Once,
-    ) -> _Piece:
-        compressor = compressor or _AS_THEY_ARE
+    def _rows(self, gradient: tf.IndexedSlices, target: tf.Variable, by: _Encoding) -> _Piece:
+        compressor, step = by.compressor or _AS_THEY_ARE, by.step
         values, dtype = gradient.values, gradient.values.dtype
         row_shape = target.shape[1:]
         values = tf.ensure_shape(values, tf.TensorShape([None]).concatenate(row_shape))

@@ -124,9 +124,7 @@ def key_of(variable: tf.Variable, compressor: Compressor | None) -> tuple[str, s
     return path_of(variable), "pull", None if compressor is None else repr(compressor)
 
 
-def _encode(
-    variable: tf.Variable, compressor: Compressor | None, key: Any
-) -> tuple[tf.Tensor, ...]:
+def _encode(variable: tf.Variable, compressor: Compressor | None, key: Any) -> tuple[Any, ...]:
     with ops.device(variable.device):
         value = raw_read(variable)
         payload = (value,)

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import keras
@@ -181,9 +181,7 @@ def _as_before(call: _Call) -> Iterator[None]:
             del layer._losses[count:]
 
 
-def _can_be_repeated(
-    layer: keras.Layer, graph: tf.Graph, operations: Iterable[tf.Operation]
-) -> bool:
+def _can_be_repeated(layer: keras.Layer, graph: tf.Graph, operations: list[tf.Operation]) -> bool:
     """Whether a layer's call can be repeated.
 
     It changes no state but that which `StageReplay` handles.

@@ -167,9 +167,7 @@ class _Names:
             if id(outside) in paths
         }
 
-    def by_key(
-        self, found: Iterable[_Transfer]
-    ) -> dict[_Key, tuple[list[tf.Tensor], list[tf.Tensor]]]:
+    def by_key(self, found: list[_Transfer]) -> dict[_Key, tuple[list[tf.Tensor], list[tf.Tensor]]]:
         """Groups sent tensors by key, as lists before and after compression."""
         result: dict[_Key, tuple[list[tf.Tensor], list[tf.Tensor]]] = {}
         seen = set()
