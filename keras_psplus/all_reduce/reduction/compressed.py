@@ -24,6 +24,7 @@ from keras_psplus.all_reduce.reduction.replica_states import ReplicaStates
 from keras_psplus.all_reduce.reduction.traffic import TensorTraffic, TrafficVariables
 from keras_psplus.compression import Compressor
 from keras_psplus.compression.factors.outer_products import OuterProduct
+from keras_psplus.core.graph.stand_ins import Gradient
 
 _Sums: TypeAlias = tuple[list[Any], list[TensorTraffic]]
 # Gradients compressed more than 8x share buckets that hold 8x more uncompressed bytes.
@@ -60,11 +61,8 @@ class CompressedSum:
         self._numbers: dict[int, tuple[int, Any]] = {}
 
     def __call__(
-        self,
-        grads: Sequence[tf.Tensor | tf.IndexedSlices],
-        variables: Sequence[Any],
-        step: tf.Tensor,
-    ) -> list[tf.Tensor | tf.IndexedSlices]:
+        self, grads: Sequence[Gradient], variables: Sequence[Any], step: tf.Tensor
+    ) -> list[Gradient]:
         """Sums gradients.
 
         Args:
@@ -86,11 +84,8 @@ class CompressedSum:
         return summed
 
     def sum_and_count(
-        self,
-        grads: Sequence[tf.Tensor | tf.IndexedSlices],
-        variables: Sequence[Any],
-        step: tf.Tensor,
-    ) -> tuple[list[tf.Tensor | tf.IndexedSlices], list[TensorTraffic]]:
+        self, grads: Sequence[Gradient], variables: Sequence[Any], step: tf.Tensor
+    ) -> tuple[list[Gradient], list[TensorTraffic]]:
         """Sums gradients, and says what it has cost instead of adding that to the totals.
 
         Args:
@@ -126,9 +121,7 @@ class CompressedSum:
             summed[i], entries[i] = self._slices(grads[i], compressors[i], paths[i], step)
         return summed, entries
 
-    def compressor_of(
-        self, variable: Any, gradient: tf.Tensor | tf.IndexedSlices
-    ) -> compression.Compressor | None:
+    def compressor_of(self, variable: Any, gradient: Gradient) -> compression.Compressor | None:
         """The compressor of a variable's gradient, or None."""
         if self._compressor is None:
             return None
@@ -357,9 +350,7 @@ def _int64(number: int) -> tf.Tensor:
     return tf.constant(number, tf.int64)
 
 
-def _product(
-    compressor: Compressor | None, gradient: tf.Tensor | tf.IndexedSlices
-) -> OuterProduct | None:
+def _product(compressor: Compressor | None, gradient: Gradient) -> OuterProduct | None:
     """The `OuterProduct` of a gradient that need not be materialized, or None."""
     if compressor is None or not compressor.accepts_factored or compressor.start_step:
         return None

@@ -47,7 +47,7 @@ class Summed(NamedTuple):
         whole: Set of numbers of those that are global gradients already.
     """
 
-    grads: list[tf.Tensor | tf.IndexedSlices | None]
+    grads: list[Gradient | None]
     whole: set[int]
 
 
@@ -77,8 +77,8 @@ class TapeGradients:
         self._is_summing = False
 
     def note(
-        self, grads: Sequence[tf.Tensor | tf.IndexedSlices | None], variables: Sequence[Any]
-    ) -> list[tf.Tensor | tf.IndexedSlices | None]:
+        self, grads: Sequence[Gradient | None], variables: Sequence[Any]
+    ) -> list[Gradient | None]:
         """Stand-ins for the gradients of one call of the tape.
 
         Args:
@@ -138,7 +138,7 @@ class TapeGradients:
 
     def take(
         self,
-        grads: list[tf.Tensor | tf.IndexedSlices | None],
+        grads: list[Gradient | None],
         optimizer: keras.optimizers.Optimizer | None,
         wants_parts: bool = False,
     ) -> Summed:
@@ -162,7 +162,7 @@ class TapeGradients:
             if call.is_open and (call.is_used() or any(call.has_made(one) for one in grads)):
                 self._sum(call, optimizer)
         closed = [c for c in self._calls if not c.is_open and c not in self._of_loops]
-        own: list[tf.Tensor | tf.IndexedSlices | None] = []
+        own: list[Gradient | None] = []
         whole: set[int] = set()
         for i, gradient in enumerate(grads):
             part = self._part_of(gradient)
@@ -200,9 +200,7 @@ class TapeGradients:
             return gradient
         return map_values(self._step.scale_by_batch_fraction, gradient)
 
-    def put_sums(
-        self, variables: Sequence[Any], sums: Sequence[tf.Tensor | tf.IndexedSlices]
-    ) -> None:
+    def put_sums(self, variables: Sequence[Any], sums: Sequence[Gradient]) -> None:
         """Writes an optimizer's sums back to the stand-ins that it was called with."""
         for call in self._calls:
             if call.is_open:

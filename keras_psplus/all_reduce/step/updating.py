@@ -5,7 +5,7 @@ from __future__ import annotations
 import functools
 import weakref
 from collections.abc import Callable, Iterable, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeAlias
 
 import tensorflow as tf
 
@@ -19,6 +19,9 @@ if TYPE_CHECKING:
     from keras_psplus.all_reduce.reduction.replica_states import ReplicaStates
     from keras_psplus.all_reduce.step.replica_step import MirroredReplicaStep
     from keras_psplus.updates import Updates
+
+# Weak reference to the optimizer that states belong to.
+_Owner: TypeAlias = Callable[[], Any]
 
 
 class MirroredUpdates:
@@ -162,7 +165,7 @@ class MirroredUpdates:
 
     def _sums(
         self,
-        owner: Callable[[], Any],
+        owner: _Owner,
         tensors: Sequence[tf.Tensor],
         variables: Sequence[Any],
         turn: tf.Tensor,
@@ -173,11 +176,7 @@ class MirroredUpdates:
         return reducers.sum(tensors, variables, turn, owner(), kind)
 
     def _group_sums(
-        self,
-        owner: Callable[[], Any],
-        tensors: Sequence[tf.Tensor],
-        variables: Sequence[Any],
-        turn: tf.Tensor,
+        self, owner: _Owner, tensors: list[tf.Tensor], variables: list[Any], turn: tf.Tensor
     ) -> list[tf.Tensor]:
         reducers = self._strategy().extended.reducers
         return reducers.sum(tensors, variables, turn, owner(), "group")

@@ -43,6 +43,7 @@ from keras_psplus.all_reduce.topology.hop_turns import HopOrder
 from keras_psplus.all_reduce.topology.hops import Hops
 from keras_psplus.all_reduce.topology.levels import Levels
 from keras_psplus.compression import kernels
+from keras_psplus.core.graph.stand_ins import Gradient
 
 _Sums: TypeAlias = tuple[list[tf.Tensor], list[TensorTraffic]]
 
@@ -113,11 +114,8 @@ class TwoLevelSum:
         self._owners: dict[int, tuple[Any, list[_Piece]]] = {}
 
     def __call__(
-        self,
-        grads: Sequence[tf.Tensor | tf.IndexedSlices],
-        variables: Sequence[Any],
-        step: tf.Tensor,
-    ) -> list[tf.Tensor | tf.IndexedSlices]:
+        self, grads: Sequence[Gradient], variables: Sequence[Any], step: tf.Tensor
+    ) -> list[Gradient]:
         """Sums gradients, as `CompressedSum` does."""
         summed: list[Any] = list(grads)
         entries: list[Any] = [None] * len(grads)
@@ -322,7 +320,7 @@ class TwoLevelSum:
         return self._numbers.setdefault(id(variable), (len(self._numbers), variable))[0]
 
 
-def _is_dense(gradient: tf.Tensor | tf.IndexedSlices) -> bool:
+def _is_dense(gradient: Gradient) -> bool:
     return not isinstance(gradient, tf.IndexedSlices) and bool(gradient.shape.num_elements())
 
 

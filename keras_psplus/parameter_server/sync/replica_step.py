@@ -63,9 +63,7 @@ class WorkerReplicaStep(ReplicaStep):
         if exc[0] is None:
             self._check_unused(())
 
-    def note(
-        self, gradients: list[tf.Tensor | tf.IndexedSlices | None], variables: list[Any]
-    ) -> list[Any]:
+    def note(self, gradients: list[Gradient | None], variables: list[Any]) -> list[Any]:
         """Stand-ins for the gradients of one call of the tape; see `core.graph.stand_ins`."""
         self._calls.append(stand_ins.TapeCall(gradients, variables))
         return self._calls[-1].given
@@ -107,7 +105,7 @@ class WorkerReplicaStep(ReplicaStep):
     def hand_over(
         self,
         optimizer: keras.optimizers.Optimizer,
-        gradients: list[tf.Tensor | tf.IndexedSlices | None],
+        gradients: list[Gradient | None],
         variables: list[keras.Variable],
     ) -> None:
         """Takes the gradients that an optimizer is to apply.

@@ -37,7 +37,7 @@ class _PendingPush(NamedTuple):
     """Gradients, on a worker, that an optimizer is to apply."""
 
     optimizer: keras.optimizers.Optimizer
-    gradients: list[tf.Tensor | tf.IndexedSlices | None]
+    gradients: list[Gradient | None]
     variables: list[keras.Variable]
 
 

@@ -10,6 +10,7 @@ from typing import NamedTuple
 
 import tensorflow as tf
 
+from keras_psplus.core.graph.stand_ins import Gradient
 from keras_psplus.parameter_server.transport.sharded import ShardedVariable, ShardParts
 
 # Of the number of an attempt, of a number of gradients, and of what `take` has.
@@ -53,7 +54,7 @@ class GradientSum(NamedTuple):
             component_types=[tf.int64, self.dtype, self.index_dtype], shared_name=self.name
         )
 
-    def add(self, gradient: tf.Tensor | tf.IndexedSlices, stamp: tf.Tensor) -> None:
+    def add(self, gradient: Gradient, stamp: tf.Tensor) -> None:
         """Adds a gradient of an attempt."""
         with tf.device(self.target.device):
             if self.has_rows:
@@ -67,9 +68,7 @@ class GradientSum(NamedTuple):
                     gradient=tf.cast(gradient, self.wide),
                 )
 
-    def take(
-        self, stamp: tf.Tensor, count: tf.Tensor, scale: tf.Tensor
-    ) -> tf.Tensor | tf.IndexedSlices:
+    def take(self, stamp: tf.Tensor, count: tf.Tensor, scale: tf.Tensor) -> Gradient:
         """The sum of the gradients of an attempt, all of which have been added."""
         with tf.device(self.target.device):
             if self.has_rows:
@@ -171,7 +170,7 @@ class GradientSum(NamedTuple):
 
 
 def add(
-    pairs: Sequence[tuple[tf.Tensor | tf.IndexedSlices | ShardParts | None, tf.Variable]],
+    pairs: Sequence[tuple[Gradient | ShardParts | None, tf.Variable]],
     stamp: tf.Tensor,
     prefix: str,
     after: Callable[[tf.Variable], Sequence[tf.Operation]] = lambda target: (),
@@ -222,7 +221,7 @@ def take(
     stamp: tf.Tensor,
     count: tf.Tensor,
     scale: tf.Tensor,
-) -> list[tf.Tensor | tf.IndexedSlices | ShardParts | None]:
+) -> list[Gradient | ShardParts | None]:
     """The sums of an attempt's gradients, on their variables' servers.
 
     Args:
@@ -234,7 +233,7 @@ def take(
     Returns:
         List of tensors, `tf.IndexedSlices`, `ShardParts` of these, or None.
     """
-    gradients: list[tf.Tensor | tf.IndexedSlices | ShardParts | None] = []
+    gradients: list[Gradient | ShardParts | None] = []
     for of_shards in sums:
         if of_shards is None:
             gradients.append(None)

@@ -41,7 +41,7 @@ class _Piece(NamedTuple):
     device: str
     logical: int | tf.Tensor
     sent: list[tf.Tensor]
-    decode: Callable[[list[tf.Tensor]], tf.Tensor | tf.IndexedSlices]
+    decode: Callable[[list[tf.Tensor]], Gradient]
 
 
 class _Encoding(NamedTuple):
@@ -72,13 +72,13 @@ class Pushes:
 
     def send(
         self,
-        gradients: Sequence[tf.Tensor | tf.IndexedSlices | None],
+        gradients: Sequence[Gradient | None],
         variables: Sequence[tf.Variable],
         step: Callable[[], tf.Tensor],
         owner: keras.optimizers.Optimizer,
         compressed: bool = True,
         in_turn: bool = False,
-    ) -> list[tuple[tf.Tensor | tf.IndexedSlices | ShardParts | None, tf.Variable]]:
+    ) -> list[tuple[Gradient | ShardParts | None, tf.Variable]]:
         """Sends gradients to their variables' servers.
 
         Args:

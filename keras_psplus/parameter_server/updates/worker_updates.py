@@ -107,7 +107,7 @@ class WorkerUpdates:
     def take(
         self,
         optimizer: keras.optimizers.Optimizer,
-        gradients: Sequence[tf.Tensor | tf.IndexedSlices | None],
+        gradients: Sequence[Gradient | None],
         variables: Sequence[keras.Variable],
     ) -> None:
         """Takes the gradients of a batch, in the function of a worker.
@@ -133,7 +133,7 @@ class WorkerUpdates:
         self,
         optimizer: keras.optimizers.Optimizer,
         policy: Updates,
-        gradients: Sequence[tf.Tensor | tf.IndexedSlices | None],
+        gradients: Sequence[Gradient | None],
         variables: Sequence[keras.Variable],
         apply: Callable[..., Any],
         is_by_rows: bool = False,

@@ -5,7 +5,7 @@ from __future__ import annotations
 import collections
 import dataclasses
 import functools
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from typing import Any
 
 import keras
@@ -220,7 +220,7 @@ class PipelineStep(ReplicaStep):
     ) -> Any:
         """Calls a layer, in micro-batches or on its stage."""
         if self._part is None:
-            return self._in_microbatches(original, layer, args, kwargs)
+            return self._in_microbatches(original, layer, (args, kwargs))
         stage = None if self._is_on_stage else self._stages.of(layer)
         if stage is None:
             return losses.call_layer(original, layer, *args, **kwargs)
@@ -276,17 +276,13 @@ class PipelineStep(ReplicaStep):
         return draw() if self._replay is None else self._replay.next_seed(draw)
 
     def _in_microbatches(
-        self,
-        original: Callable[..., Any],
-        layer: keras.Layer,
-        args: tuple[Any, ...],
-        kwargs: Mapping[str, Any],
+        self, original: Callable[..., Any], layer: keras.Layer, given: tuple[Any, Any]
     ) -> Any:
-        rows = self.rows_of((args, kwargs))
+        rows = self.rows_of(given)
         calls, found, sizes = JoinedCalls(self.over_pipelines.of_variables), [], []
         layers = list(layer._flatten_layers())
         for part in self.microbatches(rows, layer):
-            own = self.take((args, kwargs), rows, part)
+            own = self.take(given, rows, part)
             with part:
                 calls.call(functools.partial(self.call, original, layer, *own), own)
             sizes.append(part.end - part.first)

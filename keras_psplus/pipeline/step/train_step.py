@@ -8,7 +8,7 @@ metrics see the outputs of the whole batch, as in Keras's own step.
 from __future__ import annotations
 
 import warnings
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from typing import Any
 
 import keras
@@ -81,7 +81,7 @@ def step_of(model: keras.Model) -> Callable[[Any], Any]:
         for part in step.microbatches(rows, model):
             own = step.take((x, y, sample_weight), rows, part)
             with part:
-                output, loss, grads = _forward_and_backward(model, part, weights, *own)
+                output, loss, grads = _forward_and_backward(model, part, weights, own)
             outputs.append(output)
             losses.append(loss * part.fraction)
             before = sums.get(part.pipeline)
@@ -106,14 +106,10 @@ def step_of(model: keras.Model) -> Callable[[Any], Any]:
 
 
 def _forward_and_backward(
-    model: keras.Model,
-    part: Microbatch,
-    weights: Sequence[keras.Variable],
-    x: Any,
-    y: Any,
-    sample_weight: Any,
+    model: keras.Model, part: Microbatch, weights: list[keras.Variable], data: tuple[Any, Any, Any]
 ) -> tuple[Any, tf.Tensor, list[Any]]:
     """Outputs, loss, and gradients of a micro-batch, times its part of the batch's rows."""
+    x, y, sample_weight = data
     with tf.GradientTape() as tape:
         y_pred = model(x, training=True) if model._call_has_training_arg else model(x)
         if any(get_keras_mask(leaf) is not None for leaf in tree.flatten(y_pred)):
