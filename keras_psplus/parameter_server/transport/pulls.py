@@ -13,7 +13,7 @@ import contextlib
 import functools
 import threading
 from collections.abc import Callable, Container, Iterable, Sequence
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple, TypeAlias
 
 import tensorflow as tf
 
@@ -33,6 +33,8 @@ if TYPE_CHECKING:
     from keras_psplus.parameter_server.tracing.turns import ReadLock
     from keras_psplus.parameter_server.transport.compressors import Compressors
 
+# A variable's shards, or itself.
+Parts: TypeAlias = Sequence[tf.Variable]
 _LOOPS = (control_flow.WhileBodyFuncGraph, control_flow.WhileCondFuncGraph)
 _WRITING_METHODS = (
     *("assign", "assign_add", "assign_sub", "batch_scatter_update", "_restore_from_tensors"),
@@ -59,7 +61,7 @@ class WholeRead(NamedTuple):
     """
 
     variable: tf.Variable
-    parts: Sequence[tf.Variable]
+    parts: Parts
     compressor: Compressor | None
 
 
@@ -104,9 +106,7 @@ class Pulls:
     def __exit__(self, *exc: object) -> None:
         _local.pulls = self._outer
 
-    def value(
-        self, variable: tf.Variable, parts: Sequence[tf.Variable], needs_function: bool = False
-    ) -> tf.Tensor:
+    def value(self, variable: tf.Variable, parts: Parts, needs_function: bool = False) -> tf.Tensor:
         """A variable's value as of now, on the worker.
 
         Args:
@@ -135,9 +135,7 @@ class Pulls:
             return None
         return self._compressors.of_value(variable)
 
-    def _find_or_read(
-        self, variable: tf.Variable, parts: Sequence[tf.Variable], needs_function: bool
-    ) -> tf.Tensor:
+    def _find_or_read(self, variable: tf.Variable, parts: Parts, needs_function: bool) -> tf.Tensor:
         handles = [part.handle for part in parts]
         graphs = _graphs_outwards()
         for graph in graphs:
@@ -162,9 +160,7 @@ class Pulls:
         self._read_ahead += [(variable, handles, loop) for loop, _ in loops]
         return value
 
-    def _read(
-        self, variable: tf.Variable, parts: Sequence[tf.Variable], home: tf.Graph
-    ) -> tf.Tensor:
+    def _read(self, variable: tf.Variable, parts: Parts, home: tf.Graph) -> tf.Tensor:
         group = self._groups.get((variable.device, variable.dtype), ())
         others = [v for v in group if self._key(home, v) not in self._values]
         # In a branch or a loop most of a group may not be needed.
@@ -204,13 +200,11 @@ class Pulls:
     def _is_written(self, graph: tf.Graph, handles: Iterable[tf.Tensor]) -> bool:
         return any((id(graph), id(handle)) in self._written for handle in handles)
 
-    def keep(self, variable: tf.Variable, parts: Sequence[tf.Variable], value: tf.Tensor) -> None:
+    def keep(self, variable: tf.Variable, parts: Parts, value: tf.Tensor) -> None:
         """Caches a variable's value for the function being traced, which then reads none."""
         self._keep(ops.get_default_graph(), variable, parts, value)
 
-    def _keep(
-        self, graph: tf.Graph, variable: tf.Variable, parts: Sequence[tf.Variable], value: tf.Tensor
-    ) -> None:
+    def _keep(self, graph: tf.Graph, variable: tf.Variable, parts: Parts, value: tf.Tensor) -> None:
         self._values[self._key(graph, variable)] = value
         for part in parts:
             self._readers.setdefault(id(part.handle), set()).add(id(variable))

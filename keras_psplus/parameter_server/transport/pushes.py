@@ -45,7 +45,7 @@ class _Piece(NamedTuple):
 
 
 class _Encoding(NamedTuple):
-    """How a gradient is encoded: by what, with which state, at which step."""
+    """Method of encoding a gradient: compressor, name of its state, step."""
 
     compressor: Compressor | None
     name: str
