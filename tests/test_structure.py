@@ -4,11 +4,11 @@ import importlib
 
 from tests import structure
 
-LINES = 60_000
+LINES = 60_260
 # Files that are still longer than others may be, with what they have.
 FILES = {
     "keras_psplus/parameter_server/strategy.py": 367,
-    "keras_psplus/all_reduce/reduction/compressed.py": 362,
+    "keras_psplus/all_reduce/reduction/compressed.py": 363,
 }
 # Circles of imports for types alone: how many modules each has, the largest first.
 CIRCLES = [4, 4, 4, 2, 2, 2]

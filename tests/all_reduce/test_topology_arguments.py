@@ -227,12 +227,11 @@ def test_a_better_order_of_workers_is_named():
     addresses = tuple(f"h{i}:1" for i in range(4))
     task = TaskConfig({"worker": addresses}, "worker", 0)
     control = types.SimpleNamespace(task=task, names=[f"worker-{i}" for i in range(4)])
-    extended = types.SimpleNamespace(control=control)
 
     def line(racks):
         pairs = measured(racks)
         groups = auto_topology.groups_of(pairs, 4)
-        return auto_topology._better_order(pairs, groups, extended)
+        return auto_topology._better_order(pairs, groups, control)
 
     assert "in TF_CONFIG or --hosts: worker-0 worker-2 worker-1 worker-3 (" in line("abab")
     assert line("aabb") == line("aaaa") == ""

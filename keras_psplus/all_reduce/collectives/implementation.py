@@ -10,6 +10,7 @@ import ctypes.util
 import importlib.util
 import json
 import socket
+from collections.abc import Iterable
 from typing import TYPE_CHECKING, Any
 
 import tensorflow as tf
@@ -61,7 +62,7 @@ def choose(given: Any, devices: list[str], control: ControlPlane | None) -> Any:
     )
 
 
-def _own_gpus(replicas):
+def _own_gpus(replicas: int) -> list[str]:
     """Name of the GPU that each replica of this process uses."""
     host = socket.gethostname()
     physical = tf.config.get_visible_devices("GPU")
@@ -72,7 +73,7 @@ def _own_gpus(replicas):
     return [f"GPU {names[number] if names else number} of {host}" for number in numbers]
 
 
-def _why_not_nccl(names):
+def _why_not_nccl(names: Iterable[str]) -> str | None:
     """The reason why NCCL cannot be used, or None."""
     name, replicas = collections.Counter(names).most_common(1)[0]
     if replicas > 1:
@@ -82,7 +83,7 @@ def _why_not_nccl(names):
     return None
 
 
-def _is_installed(package):
+def _is_installed(package: str) -> bool:
     try:
         return importlib.util.find_spec(package) is not None
     except ModuleNotFoundError:

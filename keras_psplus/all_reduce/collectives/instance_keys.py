@@ -131,7 +131,7 @@ class InstanceKeys:
         name = self._signature, self._lane
         return _kept(self._orders, name, [], device, tf.float32).handle
 
-    def _next_lane(self, signature, lanes):
+    def _next_lane(self, signature: tuple[Any, ...], lanes: int) -> int:
         """Lanes take turns in each graph, so that all workers count alike, however they retrace."""
         if tf.executing_eagerly():
             return 0
@@ -139,7 +139,7 @@ class InstanceKeys:
         launched[signature] = launched.get(signature, -1) + 1
         return launched[signature] % lanes
 
-    def _slot(self, slots):
+    def _slot(self, slots: int) -> int:
         """Slot of the signature in the key space.
 
         It is a hash, so that workers need not agree on it.
@@ -150,11 +150,13 @@ class InstanceKeys:
             slot = (slot + 1) % slots
         return slot
 
-    def _counter(self, name, shape):
+    def _counter(self, name: Any, shape: list[int]) -> tf.Variable:
         return _kept(self.counters, name, shape, "CPU:0", tf.int32)
 
 
-def _kept(variables, name, shape, device, dtype):
+def _kept(
+    variables: dict[Any, tf.Variable], name: Any, shape: list[int], device: str, dtype: tf.DType
+) -> tf.Variable:
     """The variable of a name in a dict, made of zeros at first."""
     if name not in variables:
         with ops.init_scope(), ops.device(device):

@@ -6,7 +6,8 @@ They are launched as TensorFlow launches its own, with other instance keys and i
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import contextlib
+from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
 from typing import Any
 
@@ -75,7 +76,7 @@ class Launcher(cross_device_utils.CollectiveReplicaLauncher):
         with self._keys_for("reduce", tensor):
             return super().all_reduce(tensor, control_input, options)
 
-    def _all_gather(self, input_tensor, options=None):
+    def _all_gather(self, input_tensor: tf.Tensor, options: Any = None) -> tf.Tensor:
         """Concatenates tensors of one shape along axis 0, in rank order."""
         tensor = tf.convert_to_tensor(input_tensor)
         if self._group_size == 1:
@@ -162,7 +163,7 @@ class Launcher(cross_device_utils.CollectiveReplicaLauncher):
             everything = self._gather_elements(tf.reshape(tensor, [-1]), rows * columns)
             return tf.reshape(everything[:, : rows * columns], [-1, columns])
 
-    def _gather_elements(self, elements, most):
+    def _gather_elements(self, elements: tf.Tensor, most: tf.Tensor) -> tf.Tensor:
         """Gathers vectors of different lengths, of which `most` is the greatest.
 
         Returns:
@@ -194,15 +195,15 @@ class Launcher(cross_device_utils.CollectiveReplicaLauncher):
         indices, _ = self.gather_rows(input_slices.indices)
         return tf.IndexedSlices(values, indices, input_slices.dense_shape)
 
-    def _by_rank(self, tensor):
+    def _by_rank(self, tensor: tf.Tensor) -> tf.Tensor:
         """Reorders parts along axis 0 from TensorFlow's order of members to rank order."""
         return self._parts_at(tensor, member_order.places_by_rank)
 
-    def _by_place(self, tensor):
+    def _by_place(self, tensor: tf.Tensor) -> tf.Tensor:
         """The inverse of `_by_rank`."""
         return self._parts_at(tensor, member_order.ranks_by_place)
 
-    def _parts_at(self, tensor, order_of):
+    def _parts_at(self, tensor: tf.Tensor, order_of: Callable[..., list[int]]) -> tf.Tensor:
         order = list(range(self._group_size))
         if self.members is not None:
             order = order_of(self.members)
@@ -220,10 +221,10 @@ class Launcher(cross_device_utils.CollectiveReplicaLauncher):
         self._follows = other._follows
 
     @property
-    def _on_cpu(self):
+    def _on_cpu(self) -> bool:
         return "CPU" in self._device
 
-    def _is_short(self, tensor):
+    def _is_short(self, tensor: tf.Tensor) -> bool:
         """Whether to sum by a gather, which needs half of a ring's consecutive messages."""
         size = tensor.shape.num_elements()
         if not size or tensor.dtype not in _SHORT_DTYPES or not self._on_cpu:
@@ -232,16 +233,16 @@ class Launcher(cross_device_utils.CollectiveReplicaLauncher):
         limit = _SHORT_OF_TWO if self._group_size == 2 else _SHORT // (self._group_size - 1)
         return size * tensor.dtype.size <= limit
 
-    def _keys_for(self, kind, tensor):
+    def _keys_for(self, kind: str, tensor: tf.Tensor) -> contextlib.AbstractContextManager[None]:
         is_static = tensor.shape.is_fully_defined()
         return self.keys.of(
             (kind, tensor.dtype.name, tuple(tensor.shape.as_list())) if is_static else None
         )
 
-    def _next_instance_key(self):
+    def _next_instance_key(self) -> Any:
         return self.keys.next()
 
-    def _get_ordering_token(self):
+    def _get_ordering_token(self) -> Any:
         if not self._on_cpu and self._options.implementation.value == "NCCL":
             return super(Launcher, self._follows)._get_ordering_token()
         order = self.keys.order(self._device)

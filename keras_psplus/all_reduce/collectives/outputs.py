@@ -42,7 +42,7 @@ def gather_rows(launcher: Launcher, rank: int, value: Any) -> Any:
     return launcher.gather_rows(value)[0]
 
 
-def _gather_strings(launcher, value):
+def _gather_strings(launcher: Launcher, value: tf.Tensor) -> tf.Tensor:
     flat = tf.reshape(value, [-1])
     lengths, _ = launcher.gather_rows(tf.strings.length(flat))
     rows, _ = launcher.gather_rows(tf.shape(value)[:1])

@@ -28,21 +28,21 @@ def array_dataset(adapter: Any, world: batches.World, seed: int) -> tf.data.Data
     inputs = tree.lists_to_tuples(inputs)
     steps = -(-rows // batch_size)
 
-    def order(epoch_seed):
+    def order(epoch_seed: tf.Tensor) -> tf.Tensor:
         if shuffle and shuffle != "batch":
             everything = tf.range(rows, dtype=tf.int64)
             return tf.random.experimental.stateless_shuffle(everything, [epoch_seed, 0])
         return tf.range(rows, dtype=tf.int64)
 
     @as_it_is
-    def steps_of(epoch_seed):
+    def steps_of(epoch_seed: tf.Tensor) -> tf.data.Dataset:
         indices = tf.data.Dataset.from_tensors(order(epoch_seed)).repeat(steps)
         return tf.data.Dataset.zip((indices, tf.data.Dataset.range(steps))).map(
             as_it_is(lambda order, number: (order, number, epoch_seed))
         )
 
-    def take(indices, inputs):
-        def take_leaf(leaf):
+    def take(indices: tf.Tensor, inputs: Any) -> Any:
+        def take_leaf(leaf: Any) -> Any:
             if isinstance(leaf, array_slicing.TensorflowSparseWrapper):
                 return array_slicing.slice_tensorflow_sparse_wrapper(leaf, indices)
             if isinstance(leaf, (list, tuple, dict)):
@@ -54,7 +54,7 @@ def array_dataset(adapter: Any, world: batches.World, seed: int) -> tf.data.Data
     even = rows % batch_size == 0 and batch_size % world.replicas == 0
 
     @as_it_is
-    def shards(order_and_step, inputs):
+    def shards(order_and_step: tuple[tf.Tensor, ...], inputs: Any) -> batches.Shards:
         order, number, epoch_seed = order_and_step
         start = number * batch_size
         count = tf.cast(tf.minimum(rows - start, batch_size), tf.int32)

@@ -63,9 +63,9 @@ def describe(adapter: Any) -> Data:
     return Data("generator", {"data": "generator", "batches": UNKNOWN})
 
 
-def _describe_dataset(dataset):
+def _describe_dataset(dataset: tf.data.Dataset | tf.distribute.DistributedDataset) -> Data:
     if isinstance(dataset, tf.distribute.DistributedDataset):
-        facts = {"data": "distributed by the script"}
+        facts: dict[str, Any] = {"data": "distributed by the script"}
         original = getattr(dataset, "_original_dataset", None)
         if original is not None:
             facts["policy"] = original.options().experimental_distribute.auto_shard_policy.name
@@ -82,7 +82,7 @@ def _describe_dataset(dataset):
     return Data("dataset", facts if size is None else {**facts, "batch_size": size}, dataset)
 
 
-def _batch_size(dataset):
+def _batch_size(dataset: tf.data.Dataset) -> int | None:
     """Rows per batch of the last batching stage; None if there is no such stage."""
     while getattr(dataset, "_batch_size", None) is None:
         below = dataset._inputs()
@@ -142,6 +142,6 @@ def check_batch_sizes(
     )
 
 
-def _list(names):
+def _list(names: Sequence[str]) -> str:
     more = len(names) - _NAMES_SHOWN
     return ", ".join(names[:_NAMES_SHOWN]) + (f" and {more} more" if more > 0 else "")

@@ -38,7 +38,7 @@ def clone_spec(dataset: tf.data.Dataset) -> tf.data.Dataset:
 
     # Tensors of a Python generator may share memory with the user's arrays, and kernels reuse the
     # buffers of their inputs: a step would write into the user's labels.
-    def copy(leaf):
+    def copy(leaf: Any) -> Any:
         if isinstance(leaf, tf.Tensor) and leaf.dtype not in (tf.string, tf.variant, tf.resource):
             return tf.raw_ops.DeepCopy(x=leaf)
         return leaf
@@ -51,7 +51,7 @@ def with_any_batch_size(dataset: tf.data.Dataset) -> tf.data.Dataset:
     """The dataset with a specification that leaves the number of rows open."""
 
     # A worker that has run out joins with a batch of no rows, which a static shape would forbid.
-    def relax(leaf):
+    def relax(leaf: Any) -> Any:
         if isinstance(leaf, tf.Tensor) and leaf.shape.rank:
             return tf.raw_ops.PlaceholderWithDefault(
                 input=leaf, shape=[None] + leaf.shape.as_list()[1:]
@@ -66,7 +66,7 @@ def batch_spec_of_shards(dataset: tf.data.Dataset) -> Any:
     """The specification of a global batch, of a dataset of `Shards`."""
     spec = dataset.element_spec.replicas[0].data
 
-    def relax(leaf):
+    def relax(leaf: Any) -> Any:
         if isinstance(leaf, tf.TensorSpec) and leaf.shape.rank:
             return tf.TensorSpec([None] + leaf.shape.as_list()[1:], leaf.dtype)
         return leaf
@@ -77,7 +77,7 @@ def batch_spec_of_shards(dataset: tf.data.Dataset) -> Any:
 def local_spec(spec: Any) -> Any:
     """The specification of one replica's part of distributed values."""
 
-    def local(leaf):
+    def local(leaf: Any) -> Any:
         return leaf._value_specs[0] if hasattr(leaf, "_value_specs") else leaf
 
     return tf.nest.map_structure(local, spec)

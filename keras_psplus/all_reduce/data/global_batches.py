@@ -56,7 +56,7 @@ def whole(dataset: tf.data.Dataset, world: batches.World, reason: str) -> Global
     """
     spec = dataset.element_spec
 
-    def cut(*batch, pads):
+    def cut(*batch: Any, pads: bool) -> batches.Shards:
         return batches.split(elements.element(batch, spec), world, pads)
 
     how = "every worker runs the whole pipeline" + f", as {reason}" * bool(reason)

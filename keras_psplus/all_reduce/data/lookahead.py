@@ -45,22 +45,22 @@ def with_next(dataset: tf.data.Dataset, distance: int = 1) -> tf.data.Dataset:
     with tf.device("/CPU:0"):
         none = tf.experimental.Optional.empty(dataset.element_spec)
 
-    def closed(optional):
+    def closed(optional: tf.experimental.Optional) -> tf.Tensor:
         return tf.nest.flatten(optional, expand_composites=True)[0]
 
-    def opened(tensor):
+    def opened(tensor: tf.Tensor) -> tf.experimental.Optional:
         return tf.nest.pack_sequence_as(none, [tensor], expand_composites=True)
 
     @_as_it_is
-    def element(batch):
+    def element(batch: Any) -> tf.Tensor:
         return closed(tf.experimental.Optional.from_value(batch))
 
     @_as_it_is
-    def shifted(before, this):
+    def shifted(before: tuple[tf.Tensor, ...], this: tf.Tensor) -> tuple[Any, Any]:
         return (*before[1:], this), (before[0], this)
 
     @_as_it_is
-    def joined(this, after):
+    def joined(this: tf.Tensor, after: tf.Tensor) -> Any:
         return _joined(opened(this), opened(after))
 
     # The tuple keeps `map` from taking the batch itself apart.
@@ -71,7 +71,7 @@ def with_next(dataset: tf.data.Dataset, distance: int = 1) -> tf.data.Dataset:
     return pairs.map(joined)
 
 
-def _joined(this, after):
+def _joined(this: tf.experimental.Optional, after: tf.experimental.Optional) -> Any:
     is_there = after.has_value()
     following = tf.cond(is_there, lambda: after, lambda: this).get_value()
     this = this.get_value()

@@ -28,17 +28,17 @@ class SharedShuffle(py_dataset_adapter.PyDataset):
         )
         self._py_dataset = py_dataset
         self._random = np.random.default_rng(seed)
-        self._order = None
+        self._order: np.ndarray[Any, Any]
         self._draw()
 
-    def _draw(self):
+    def _draw(self) -> None:
         self._order = self._random.permutation(self._py_dataset.num_batches)
 
     @property
     def num_batches(self) -> int:
         return self._py_dataset.num_batches
 
-    def __getitem__(self, index):
+    def __getitem__(self, index: int) -> Any:
         return self._py_dataset[int(self._order[index])]
 
     def on_epoch_begin(self) -> None:

@@ -12,10 +12,12 @@ import tensorflow as tf
 
 from keras_psplus.all_reduce.data import data_facts, elements, global_batches, lookahead
 from keras_psplus.all_reduce.data.array_data import array_dataset, as_it_is
+from keras_psplus.all_reduce.data.global_batches import GlobalBatches
 from keras_psplus.all_reduce.data.py_dataset import share_shuffle
 from keras_psplus.core.batch import batches
 from keras_psplus.core.data.unknown_length import UnknownLength
 from keras_psplus.datasets import service as data_service
+from keras_psplus.datasets.rows_before_maps import Pipeline
 from keras_psplus.datasets.shuffle_seeds import seed_shuffles
 from keras_psplus.keras_internals.keras_parts import tree
 from keras_psplus.log import info_once, logger
@@ -45,6 +47,15 @@ class _Proposal(NamedTuple):
     readers: list
     seed: int
     maps: str = ""
+
+
+class _Given(NamedTuple):
+    """Data, with what `distribute` is told of them."""
+
+    strategy: tf.distribute.Strategy
+    adapter: Any
+    reads_ahead: bool
+    steps: int | None
 
 
 def distribute(
@@ -79,36 +90,38 @@ def distribute(
     seed = seed_for(random.randint(1, int(1e9)))
     proposal = _Proposal(kind, facts, readers, seed, how_maps_run)
     proposals = _exchange(strategy, proposal)
-    distributed = _distribute(strategy, adapter, proposals, proposal, pipeline, reads_ahead, steps)
+    given = _Given(strategy, adapter, reads_ahead, steps)
+    distributed = _distribute(given, proposals, proposal, pipeline)
     return distributed._replace(seed=proposals[0].seed)
 
 
-def _distribute(strategy, adapter, proposals, own, pipeline, reads_ahead, steps):
+def _distribute(
+    given: _Given, proposals: list[_Proposal], own: _Proposal, pipeline: Pipeline | str
+) -> Distributed:
+    strategy, adapter, reads_ahead, _ = given
     kind, facts, readers, _, how_maps_run = own
     world = strategy.extended.world
     seed = proposals[0].seed
     alike = all((other.kind, other.facts) == (kind, facts) for other in proposals)
     if strategy.num_workers > 1:
-        _check_proposals(strategy, proposals, steps)
+        _check_proposals(given, proposals)
     if kind == "array" and alike:
         return _with_next(_array(strategy, adapter, seed), reads_ahead)
     if kind == "own" or not alike or any(reader.job_name != "" for reader in readers):
-        return _own_share(strategy, adapter, proposals, readers, reads_ahead)
+        return _own_share(given, proposals, readers)
     share_shuffle(adapter, seed)
     if not isinstance(pipeline, str):
         # Workers that do differently would give shuffles other seeds.
         if all(other.maps == how_maps_run for other in proposals):
             of_rows = global_batches.of_own_rows(pipeline, world, seed)
-            return _split(strategy, adapter, of_rows, reads_ahead, facts)
+            return _split(given, of_rows, facts)
         pipeline = "the workers' pipelines differ"
     dataset = adapter.get_tf_dataset()
     # A job of the service, which a copy of the dataset would begin again, has one reader here.
     dataset = elements.drop_none(dataset if readers else seed_shuffles(dataset, seed))
     if kind in ("python", "generator"):
         dataset = elements.clone_spec(dataset)
-    return _split(
-        strategy, adapter, global_batches.whole(dataset, world, pipeline), reads_ahead, facts
-    )
+    return _split(given, global_batches.whole(dataset, world, pipeline), facts)
 
 
 def of_one_replica(adapter: Any, seed: int) -> Any:
@@ -136,7 +149,7 @@ def of_one_replica(adapter: Any, seed: int) -> Any:
     return seed_shuffles(dataset, seed)
 
 
-def _exchange(strategy, proposal):
+def _exchange(strategy: tf.distribute.Strategy, proposal: _Proposal) -> list[_Proposal]:
     """The workers' `_Proposal`s, in rank order."""
     control = strategy.extended.control
     if not control:
@@ -146,15 +159,15 @@ def _exchange(strategy, proposal):
     return [p._replace(readers=[data_service.Reader(*r) for r in p.readers]) for p in proposals]
 
 
-def _check_proposals(strategy, proposals, steps):
-    control = strategy.extended.control
+def _check_proposals(given: _Given, proposals: list[_Proposal]) -> None:
+    control = given.strategy.extended.control
     kinds = [proposal.kind for proposal in proposals]
     facts = [proposal.facts for proposal in proposals]
     data_facts.check_batch_sizes(kinds, facts, control.names, control.task)
     # Without a policy, the script has distributed the dataset.
     policies = {fact.get("policy", "OFF") for fact in facts}
     readers = {name: p.readers for name, p in zip(control.names, proposals, strict=True)}
-    data_service.check_shared(readers, policies == {"OFF"}, steps)
+    data_service.check_shared(readers, policies == {"OFF"}, given.steps)
 
 
 def split_eagerly(world: batches.World, batch: Any) -> batches.Shards:
@@ -168,7 +181,7 @@ def split_eagerly(world: batches.World, batch: Any) -> batches.Shards:
     return batches.split(batch, world)
 
 
-def _array(strategy, adapter, seed):
+def _array(strategy: tf.distribute.Strategy, adapter: Any, seed: int) -> Distributed:
     """Arrays: every worker gathers its own rows only, by one order for all."""
     dataset = array_dataset(adapter, strategy.extended.world, seed)
     _log_distribution(
@@ -179,39 +192,37 @@ def _array(strategy, adapter, seed):
     return Distributed(dataset, adapter, elements.batch_spec_of_shards(dataset))
 
 
-def _split(strategy, adapter, of_dataset, reads_ahead, facts):
+def _split(given: _Given, of_dataset: GlobalBatches, facts: dict[str, Any]) -> Distributed:
     if facts["batches"] != data_facts.UNKNOWN:
-        return _with_next(_lockstep(strategy, adapter, of_dataset, facts), reads_ahead)
-    return _until_all_end(strategy, adapter, of_dataset, reads_ahead)
+        return _with_next(_lockstep(given, of_dataset, facts["batches"]), given.reads_ahead)
+    return _until_all_end(given, of_dataset)
 
 
-def _lockstep(strategy, adapter, of_dataset, facts):
+def _lockstep(given: _Given, of_dataset: GlobalBatches, count: int) -> Distributed:
     """Equal numbers of global batches on every worker, each of which slices its rows.
 
     Workers exchange no messages about data while training.
     """
     sharded = elements.to_tuple(of_dataset.dataset).map(
-        as_it_is(functools.partial(of_dataset.cut, pads=True)),
-        num_parallel_calls=tf.data.AUTOTUNE,
+        as_it_is(functools.partial(of_dataset.cut, pads=True)), num_parallel_calls=tf.data.AUTOTUNE
     )
-    count = facts["batches"]
     many = f"{count} batches" if count >= 0 else "an unlimited number of batches"
-    _log_distribution(strategy, f"{many}, each split by rows; {of_dataset.how}")
-    return Distributed(sharded.prefetch(tf.data.AUTOTUNE), adapter, of_dataset.spec)
+    _log_distribution(given.strategy, f"{many}, each split by rows; {of_dataset.how}")
+    return Distributed(sharded.prefetch(tf.data.AUTOTUNE), given.adapter, of_dataset.spec)
 
 
-def _with_next(distributed, reads_ahead):
+def _with_next(distributed: Distributed, reads_ahead: bool) -> Distributed:
     if not reads_ahead:
         return distributed
     dataset = lookahead.with_next(distributed.dataset).prefetch(tf.data.AUTOTUNE)
     return distributed._replace(dataset=dataset)
 
 
-def _until_all_end(strategy, adapter, of_dataset, reads_ahead):
+def _until_all_end(given: _Given, of_dataset: GlobalBatches) -> Distributed:
     """Unknown length: TensorFlow asks at every step whether somebody still has data."""
 
     @as_it_is
-    def parts(*batch):
+    def parts(*batch: Any) -> tf.data.Dataset:
         # Their rows are counted later, when all replicas have them.
         shards = of_dataset.cut(*batch, pads=False)
         pieces = [tf.data.Dataset.from_tensors(part.data) for part in shards.replicas]
@@ -222,35 +233,37 @@ def _until_all_end(strategy, adapter, of_dataset, reads_ahead):
 
     dataset = elements.with_any_batch_size(of_dataset.dataset)
     dataset = elements.to_tuple(dataset).flat_map(parts)
-    distributed = _of_replicas(strategy, dataset, reads_ahead)
+    distributed = _of_replicas(given, dataset)
     _log_distribution(
-        strategy,
+        given.strategy,
         "batches of unknown number, each split by rows; one small message a step finds "
         f"out when all workers have run out; {of_dataset.how}",
     )
-    return Distributed(distributed, adapter, of_dataset.spec)
+    return Distributed(distributed, given.adapter, of_dataset.spec)
 
 
-def _of_replicas(strategy, dataset, reads_ahead):
+def _of_replicas(given: _Given, dataset: tf.data.Dataset) -> tf.distribute.DistributedDataset:
     """A distributed dataset of one that has the batches of the local replicas in turn."""
-    if reads_ahead:
-        dataset = lookahead.with_next(dataset, distance=strategy.extended.world.local_replicas)
+    if given.reads_ahead:
+        replicas = given.strategy.extended.world.local_replicas
+        dataset = lookahead.with_next(dataset, distance=replicas)
     dataset = dataset.prefetch(tf.data.AUTOTUNE)
-    return strategy.distribute_datasets_from_function(lambda _: dataset)
+    return given.strategy.distribute_datasets_from_function(lambda _: dataset)
 
 
-def _own_share(strategy, adapter, proposals, readers, reads_ahead):
+def _own_share(given: _Given, proposals: list[_Proposal], readers: list[Any]) -> Distributed:
     """Trains each worker on separate data.
 
     TensorFlow shards files; without that, the data are as the script read them.
     """
+    strategy, adapter, reads_ahead, _ = given
     dataset = adapter.get_tf_dataset()
     if isinstance(dataset, tf.distribute.DistributedDataset):
         _log_distribution(strategy, "distributed by the script")
         if reads_ahead:
             info_once("no rows are read ahead: the data were distributed by the script")
         return Distributed(dataset, adapter, elements.local_spec(dataset.element_spec))
-    policy, how = _policy_of_shares(strategy, dataset, proposals, readers)
+    policy, how = _policy_of_shares(given, dataset, proposals, readers)
     options = tf.data.Options()
     options.experimental_distribute.auto_shard_policy = policy
     spec = dataset.element_spec
@@ -264,21 +277,21 @@ def _own_share(strategy, adapter, proposals, readers, reads_ahead):
     if reads_ahead:
         # This worker's share, in batches of one replica.
         (share,) = distributed._cloned_datasets
-        distributed = _of_replicas(strategy, share, reads_ahead)
+        distributed = _of_replicas(given, share)
     return Distributed(distributed, UnknownLength(adapter), spec)
 
 
-def _policy_of_shares(strategy, dataset, proposals, readers):
+def _policy_of_shares(
+    given: _Given, dataset: tf.data.Dataset, proposals: list[_Proposal], readers: list[Any]
+) -> tuple[Any, str]:
     """TensorFlow's sharding policy for a dataset, and its description for the log."""
     policy = dataset.options().experimental_distribute.auto_shard_policy
     if readers:
         data_service.warn_of_restart(readers)
         return data_facts.POLICY.OFF, data_service.description(readers)
-    all_facts = [proposal.facts for proposal in proposals]
+    all_facts, control = [one.facts for one in proposals], given.strategy.extended.control
     # One process has nobody to differ from, and without a cluster no name.
-    who_has = (
-        data_facts.differences(all_facts, strategy.extended.control.names) if all_facts[1:] else ""
-    )
+    who_has = data_facts.differences(all_facts, control.names) if all_facts[1:] else ""
     if who_has and {facts.get("policy") for facts in all_facts} != {"OFF"}:
         logger.warning(
             "the workers' data differ (%s), so each trains on all of its own. Training stays "
@@ -287,14 +300,14 @@ def _policy_of_shares(strategy, dataset, proposals, readers):
             "once from each. If it should be one dataset, give every worker the same; if each "
             "one's is its own share, set AutoShardPolicy.OFF in the options of a tf.data.Dataset.",
             who_has,
-            strategy.num_workers,
+            given.strategy.num_workers,
         )
         return data_facts.POLICY.OFF, "the workers' data differ"
     how = f"AutoShardPolicy.{policy.name}"
     return policy, f"{how}; {who_has}" if who_has else how
 
 
-def _log_distribution(strategy, how):
+def _log_distribution(strategy: tf.distribute.Strategy, how: str) -> None:
     """Logs on the chief how data are distributed, once for data of the same kind."""
     if not strategy.is_chief:
         return

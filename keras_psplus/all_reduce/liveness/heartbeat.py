@@ -112,14 +112,16 @@ class HeartbeatWatch:
             target=self._run, args=(progress,), name="heartbeat watch", daemon=True
         ).start()
 
-    def _run(self, progress):
+    def _run(self, progress: Progress) -> None:
         places = {name: place_of(address) for name, address in self._addresses.items()}
-        silence, entered = Silence(self._timeout, self._answer), None
+        silence = Silence(self._timeout, self._answer)
+        entered: int | None = None
         with concurrent.futures.ThreadPoolExecutor(min(_MOST_THREADS, len(places))) as pool:
             while not self._lost:
                 time.sleep(self._answer / 4)
                 before, entered = entered, progress.entered
-                asked, silent = time.monotonic(), []
+                asked = time.monotonic()
+                silent: list[str] = []
                 if before == entered:
                     limits = [self._answer] * len(places)
                     try:
@@ -132,7 +134,7 @@ class HeartbeatWatch:
                     self._lost = tuple(dead)
                     self._end(max(dead.values()))
 
-    def _end(self, span):
+    def _end(self, span: float) -> None:
         named = ", ".join(f"{name} ({self._addresses[name]})" for name in self._lost)
         cause = f"no answer for {span:.0f} s, with heartbeat_timeout={self._timeout:g}"
         message = failure.LOST + failure.lost_message(named, self._task.name, cause)

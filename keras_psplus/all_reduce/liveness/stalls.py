@@ -7,7 +7,8 @@ coordination service. While steps go on, nothing is sent.
 from __future__ import annotations
 
 import threading
-from typing import TYPE_CHECKING
+from collections.abc import Callable, Mapping
+from typing import TYPE_CHECKING, Any
 
 import tensorflow as tf
 
@@ -73,14 +74,14 @@ class StallProbe:
         silent = stalls.unresponsive_tasks(self._others)
         # The first of all workers has the store.
         can_ask = next(iter(self._others), None) not in silent or self._task.is_chief
-        states = {self._task.name: self._marks.state}
+        states: dict[str, str | None] = {self._task.name: self._marks.state}
         if can_ask:
             states |= {n: self._state_of(n, entered) for n in self._others if n not in silent}
         missing = [f"{name} (no answer)" for name in silent]
         missing += [name for name, state in states.items() if state is None]
         return ", ".join(missing) or _all_arrived(states)
 
-    def _missing_by_first(self, entered):
+    def _missing_by_first(self, entered: int) -> str:
         first, address = next(iter(self._others.items()))
         if stalls.unresponsive_tasks({first: address}):
             return f"{first} (no answer)"
@@ -88,7 +89,7 @@ class StallProbe:
             return first
         return f"one that {first} waits for, and names in its log"
 
-    def _state_of(self, name, entered):
+    def _state_of(self, name: str, entered: int) -> str | None:
         """State of another worker in a step, or None if it has not reached it."""
         try:
             return context.context().get_config_key_value(
@@ -97,23 +98,23 @@ class StallProbe:
         except tf.errors.OpError:
             return None
 
-    def _post(self, entered):
+    def _post(self, entered: int) -> None:
         """Lets the others know where in a step this worker is."""
         posted = entered, self._marks.state
         if posted != self._posted:
-            if self._posted is not None:
-                self._withdraw()
+            self._withdraw()
             self._call_in_thread(context.Context.set_config_key_value, *posted)
             self._posted = posted
 
-    def _withdraw(self):
-        self._call_in_thread(context.Context.delete_config_key_value, self._posted[0])
+    def _withdraw(self) -> None:
+        if self._posted is not None:
+            self._call_in_thread(context.Context.delete_config_key_value, self._posted[0])
         self._posted = None
 
-    def _call_in_thread(self, method, entered, *text):
+    def _call_in_thread(self, method: Callable[..., Any], entered: int, *text: str) -> None:
         """Calls the store from a separate thread: one that hangs would never answer."""
 
-        def call():
+        def call() -> None:
             try:
                 method(context.context(), _key(self._task.name, entered), *text)
             except (tf.errors.OpError, ValueError):
@@ -126,7 +127,7 @@ class StallProbe:
         self._calling.start()
 
 
-def _all_arrived(states):
+def _all_arrived(states: Mapping[str, str | None]) -> str:
     """Describes the wait of workers that have all reached a step."""
     if set(states.values()) == {RUNNING}:
         return (
@@ -136,5 +137,5 @@ def _all_arrived(states):
     return "none; " + ", ".join(f"{name} {state}" for name, state in states.items())
 
 
-def _key(name, entered):
+def _key(name: str, entered: int) -> str:
     return f"keras_psplus/stalls/{entered}/{name}"

@@ -49,13 +49,13 @@ class StepMarks:
         # A replica whose counts are equal has not got its batch.
         return NO_DATA if any(received == done for received, done in counts) else RUNNING
 
-    def _count(self, device, at, structure):
+    def _count(self, device: str, at: int, structure: Any) -> None:
         tensors = [t for t in tf.nest.flatten(structure, expand_composites=True) if tf.is_tensor(t)]
         with tf.control_dependencies(tensors[:1] if at == 0 else tensors):
             one = [1 - at, at]
             self._of(device).assign_add(tf.constant(one, tf.int64), read_value=False)
 
-    def _of(self, device):
+    def _of(self, device: str) -> tf.Variable:
         if device not in self._counts:
             with ops.init_scope(), ops.device(device):
                 self._counts[device] = resource_variable_ops.ResourceVariable(

@@ -45,7 +45,9 @@ def watch(
     threading.Thread(target=_run, args=args, name="stop watch", daemon=True).start()
 
 
-def _run(control, progress, marks, takes_steps_alone):
+def _run(
+    control: ControlPlane, progress: Progress, marks: StepMarks, takes_steps_alone: bool
+) -> None:
     last, seconds = None, _LOOK_SECONDS * max(1, len(control.names) / _WORKERS)
     least = _ALONE_SECONDS if takes_steps_alone else seconds
     # Seconds that this step has stood still, and those before it; and when to look at it.

@@ -6,9 +6,10 @@ makes gradients ready, so that the first bucket travels while the rest is comput
 "PyTorch Distributed: Experiences on Accelerating Data Parallel Training", VLDB 2020, section 3.2).
 """
 
+import functools
 import zlib
-from collections.abc import Sequence
-from typing import Any
+from collections.abc import Iterable, Iterator, Sequence
+from typing import Any, TypeAlias
 
 import tensorflow as tf
 
@@ -21,7 +22,11 @@ from keras_psplus.all_reduce.reduction.compressors import check_compressor
 from keras_psplus.all_reduce.reduction.identity import IDENTITY
 from keras_psplus.all_reduce.reduction.replica_states import ReplicaStates
 from keras_psplus.all_reduce.reduction.traffic import TensorTraffic, TrafficVariables
+from keras_psplus.compression import Compressor
+from keras_psplus.compression.factors.outer_products import OuterProduct
+from keras_psplus.core.graph.stand_ins import Gradient
 
+_Sums: TypeAlias = tuple[list[Any], list[TensorTraffic]]
 # Gradients compressed more than 8x share buckets that hold 8x more uncompressed bytes.
 _STRONG_COMPRESSION = 8
 
@@ -56,11 +61,8 @@ class CompressedSum:
         self._numbers: dict[int, tuple[int, Any]] = {}
 
     def __call__(
-        self,
-        grads: Sequence[tf.Tensor | tf.IndexedSlices],
-        variables: Sequence[Any],
-        step: tf.Tensor,
-    ) -> list[tf.Tensor | tf.IndexedSlices]:
+        self, grads: Sequence[Gradient], variables: Sequence[Any], step: tf.Tensor
+    ) -> list[Gradient]:
         """Sums gradients.
 
         Args:
@@ -82,11 +84,8 @@ class CompressedSum:
         return summed
 
     def sum_and_count(
-        self,
-        grads: Sequence[tf.Tensor | tf.IndexedSlices],
-        variables: Sequence[Any],
-        step: tf.Tensor,
-    ) -> tuple[list[tf.Tensor | tf.IndexedSlices], list[TensorTraffic]]:
+        self, grads: Sequence[Gradient], variables: Sequence[Any], step: tf.Tensor
+    ) -> tuple[list[Gradient], list[TensorTraffic]]:
         """Sums gradients, and says what it has cost instead of adding that to the totals.
 
         Args:
@@ -110,12 +109,11 @@ class CompressedSum:
             lambda i: _weight(compressors[i], grads[i]),
             self._bucket_bytes,
         ):
-            arguments = [
-                [sequence[i] for i in places] for sequence in (grads, compressors, paths, numbers)
-            ]
+            sequences: tuple[Sequence[Any], ...] = grads, compressors, paths, numbers
+            bucket = routes.Bucket(*([sequence[i] for i in places] for sequence in sequences))
             # Processors that encode this one before the last is on its way leave the link idle.
-            arguments[0] = [gradients.after(sent, tensor) for tensor in arguments[0]]
-            totals, counted, *own = getattr(self, f"_{route}")(*arguments, step)
+            bucket = bucket._replace(tensors=[gradients.after(sent, t) for t in bucket.tensors])
+            totals, counted, *own = getattr(self, f"_{route}")(bucket, step)
             sent = own or sent
             for i, total, entry in zip(places, totals, counted, strict=True):
                 summed[i], entries[i] = total, entry
@@ -123,9 +121,7 @@ class CompressedSum:
             summed[i], entries[i] = self._slices(grads[i], compressors[i], paths[i], step)
         return summed, entries
 
-    def compressor_of(
-        self, variable: Any, gradient: tf.Tensor | tf.IndexedSlices
-    ) -> compression.Compressor | None:
+    def compressor_of(self, variable: Any, gradient: Gradient) -> compression.Compressor | None:
         """The compressor of a variable's gradient, or None."""
         if self._compressor is None:
             return None
@@ -137,17 +133,15 @@ class CompressedSum:
                 return chosen.inner
         return chosen
 
-    # Each route is given tensors, their compressors and their variables' paths and numbers, and
-    # returns sums, what they have cost, and what has been sent if it took long to make.
+    # Each route returns sums, what they have cost, and what has been sent if it took long to make.
 
-    def _sum(self, tensors, compressors, paths, numbers, step):
-        sizes = [_bytes(t) for t in tensors]
-        entries = [
-            TensorTraffic(path, None, n, n, self._by_ring(n)) for path, n in zip(paths, sizes)
-        ]
-        return gradients.pack_and_sum(self._launcher, tensors), entries
+    def _sum(self, bucket: routes.Bucket, step: tf.Tensor) -> _Sums:
+        sizes = zip(bucket.paths, map(_bytes, bucket.tensors))
+        entries = [TensorTraffic(path, None, n, n, self._by_ring(n)) for path, n in sizes]
+        return gradients.pack_and_sum(self._launcher, bucket.tensors), entries
 
-    def _total(self, tensors, compressors, paths, numbers, step):
+    def _total(self, bucket: routes.Bucket, step: tf.Tensor) -> _Sums:
+        tensors, compressors, paths, _ = bucket
         entries = []
         for path, compressor, tensor in zip(paths, compressors, tensors):
             sent = compressor.wire_bytes(tensor.shape, tensor.dtype)
@@ -155,9 +149,10 @@ class CompressedSum:
             entries.append(TensorTraffic(path, _name(compressor), _bytes(tensor), sent, wire))
         return routes.total(self._launcher, compressors, tensors, step), entries
 
-    def _mean(self, tensors, compressors, paths, numbers, step):
-        compressors = [c or IDENTITY for c in compressors]
-        names = self._names("mean", numbers)
+    def _mean(self, bucket: routes.Bucket, step: tf.Tensor) -> _Sums:
+        tensors, paths = bucket.tensors, bucket.paths
+        compressors = [c or IDENTITY for c in bucket.compressors]
+        names = self._names("mean", bucket.numbers)
         states = [self._state(n, c, t) for n, c, t in zip(names, compressors, tensors)]
         users, estimates = self._estimates(compressors, tensors)
         launcher, replicas = self._launcher, self._replicas
@@ -179,7 +174,8 @@ class CompressedSum:
             entries.append(TensorTraffic(path, _name(compressor), whole, sent, wire))
         return means, entries
 
-    def _split(self, tensors, compressors, paths, numbers, step):
+    def _split(self, bucket: routes.Bucket, step: tf.Tensor) -> tuple[Any, ...]:
+        tensors, compressors, paths, numbers = bucket
         compressor, key = compressors[0], f"{zlib.crc32(repr(numbers).encode()):08x}"
         pieces = [tensors]
         if len(tensors) == 1:
@@ -188,12 +184,13 @@ class CompressedSum:
             cut = gradients.pieces(tensors[0], self._bucket_bytes, multiple)
             pieces = [[piece] for piece in cut] if len(cut) > 1 else pieces
         keys = [key, *(f"{key}-{i}" for i in range(1, len(pieces)))]
-        totals, wire, sent = [], 0, []
+        totals: list[list[tf.Tensor]] = []
+        sent: list[tf.Tensor] = []
+        wire = 0
         for name, piece in zip(self._names("split", keys), pieces):
             piece = [gradients.after(sent, tensor) for tensor in piece]
-            state = self.states.read(
-                name, lambda piece=piece: routes.split_init(self._replicas, compressor, piece)
-            )
+            first = functools.partial(routes.split_init, self._replicas, compressor, piece)
+            state = self.states.read(name, first)
             total, state, words = routes.split(
                 self._launcher, self._rank, self._replicas, compressor, piece, state, step
             )
@@ -219,7 +216,8 @@ class CompressedSum:
         ]
         return sums, entries, *sent
 
-    def _gather(self, tensors, compressors, paths, numbers, step):
+    def _gather(self, bucket: routes.Bucket, step: tf.Tensor) -> tuple[Any, ...]:
+        tensors, compressors, paths, numbers = bucket
         names = self._names("gather", numbers)
         states = [self._state(n, c, t) for n, c, t in zip(names, compressors, tensors)]
         sums, states, payloads = routes.gather(
@@ -230,33 +228,34 @@ class CompressedSum:
             self.states.write(name, state)
         for path, compressor, tensor, payload in zip(paths, compressors, tensors, payloads):
             sent = sum(tf.size(p, tf.int64) * p.dtype.size for p in payload)
-            entries.append(
-                TensorTraffic(
-                    path, _name(compressor), _bytes(tensor), sent, sent * (self._replicas - 1)
-                )
-            )
+            wire = sent * (self._replicas - 1)
+            entries.append(TensorTraffic(path, _name(compressor), _bytes(tensor), sent, wire))
         return sums, entries, *payloads[-1]
 
-    def _factors(self, tensors, compressors, paths, numbers, step):
-        (tensor,), (compressor,), (path,) = tensors, compressors, paths
+    def _factors(self, bucket: routes.Bucket, step: tf.Tensor) -> _Sums:
+        (tensor,), (compressor,), (path,), (number,) = bucket
+        product = _product(compressor, tensor)
+        assert product is not None
 
-        def whole_sum(matrix):
+        def whole_sum(matrix: tf.Tensor) -> tf.Tensor:
             if compressor.inner is None:
                 return self._launcher.all_reduce(matrix)
             return routes.total(self._launcher, [compressor.inner], [matrix], step)[0]
 
         total, sent, wire = factor_sums.sum_of_outer_products(
-            *(self._launcher, self._replicas, compressor, _product(compressor, tensor)),
-            *(tensor.shape, whole_sum, f"factors {numbers[0]}"),
+            *(self._launcher, self._replicas, compressor, product),
+            *(tensor.shape, whole_sum, f"factors {number}"),
         )
         return [total], [TensorTraffic(path, _name(compressor), _bytes(tensor), sent, wire)]
 
-    def _own(self, tensors, compressors, paths, numbers, step):
-        own = zip(paths, compressors, tensors)
+    def _own(self, bucket: routes.Bucket, step: tf.Tensor) -> _Sums:
+        own = zip(bucket.paths, bucket.compressors, bucket.tensors)
         entries = [TensorTraffic(p, _name(c), _bytes(t), 0, 0) for p, c, t in own]
-        return [self._estimate(tensor) for tensor in tensors], entries
+        return [self._estimate(tensor) for tensor in bucket.tensors], entries
 
-    def _slices(self, slices, compressor, path, step):
+    def _slices(
+        self, slices: tf.IndexedSlices, compressor: Compressor | None, path: str, step: tf.Tensor
+    ) -> tuple[tf.IndexedSlices, TensorTraffic]:
         rows = tf.shape(slices.indices, tf.int64)[0]
         row = slices.values.shape[1:].num_elements() * slices.dtype.size
         logical = rows * (row + slices.indices.dtype.size)
@@ -274,23 +273,23 @@ class CompressedSum:
         wire = 4 * (self._replicas - 1) * tf.cast(padded, tf.int64)
         return gathered, TensorTraffic(path, _name(compressor), logical, rows * word_bytes, wire)
 
-    def _state(self, name, compressor, tensor):
+    def _state(self, name: str, compressor: Compressor, tensor: tf.Tensor) -> Any:
         return self.states.read(name, lambda: compressor.init(tensor.shape, tensor.dtype))
 
-    def _number(self, variable):
+    def _number(self, variable: Any) -> int:
         """A variable's number in checkpoints: paths differ from model to model, or are the same."""
         # With the variable, or another could get its id.
         return self._numbers.setdefault(id(variable), (len(self._numbers), variable))[0]
 
-    def _names(self, route, numbers):
+    def _names(self, route: str, numbers: Iterable[Any]) -> list[str]:
         """Names of states: what one route, or number of replicas, leaves out another cannot use."""
         return [f"{route} {number} of {self._replicas}" for number in numbers]
 
-    def _estimate(self, tensor):
+    def _estimate(self, tensor: tf.Tensor) -> tf.Tensor:
         """This replica's own estimate of the whole gradient: the mean of these is the sum."""
         return tensor * tf.cast(self._replicas, tensor.dtype)
 
-    def _estimates(self, compressors, tensors):
+    def _estimates(self, compressors: list[Any], tensors: list[tf.Tensor]) -> Iterator[list[Any]]:
         """Compressors, and the estimates for them; or what they multiply themselves."""
         pairs = [
             (compressor.times(self._replicas), tensor)
@@ -300,11 +299,13 @@ class CompressedSum:
         ]
         return map(list, zip(*pairs))
 
-    def _by_ring(self, payload_bytes):
+    def _by_ring(self, payload_bytes: int) -> int:
         return round(2 * (self._replicas - 1) * payload_bytes / self._replicas)
 
 
-def _route(compressor, gradient, averages=False):
+def _route(
+    compressor: Compressor | None, gradient: tf.Tensor, averages: bool = False
+) -> tuple[Any, ...]:
     """The method that sums such a gradient; those with the same key share buckets."""
     dtype = gradient.dtype
     if not gradient.shape.num_elements():
@@ -321,14 +322,14 @@ def _route(compressor, gradient, averages=False):
     if compressor.reducible:
         return ("total" if compressor.is_linear else "mean",)
     if compressor.supports_reduce_scatter:
-        feedback = isinstance(compressor, compression.ErrorFeedback)
-        inner = compressor.inner if feedback else compressor
-        options = (compressor.momentum, compressor.factor_masking) if feedback else ()
+        feedback = compressor if isinstance(compressor, compression.ErrorFeedback) else None
+        inner = feedback.inner if feedback else compressor
+        options = (feedback.momentum, feedback.factor_masking) if feedback else ()
         return ("split", id(inner), options)
     return ("gather",)
 
 
-def _weight(compressor, gradient):
+def _weight(compressor: Compressor | None, gradient: tf.Tensor) -> int:
     """Weight of a gradient in a bucket, in bytes."""
     whole = _bytes(gradient)
     if compressor is None or not whole:
@@ -337,19 +338,19 @@ def _weight(compressor, gradient):
     return whole // _STRONG_COMPRESSION if sent * _STRONG_COMPRESSION < whole else whole
 
 
-def _name(compressor):
+def _name(compressor: Compressor | None) -> str | None:
     return None if compressor is None or compressor is IDENTITY else repr(compressor)
 
 
-def _bytes(tensor):
+def _bytes(tensor: tf.Tensor) -> int:
     return tensor.shape.num_elements() * tensor.dtype.size
 
 
-def _int64(number):
+def _int64(number: int) -> tf.Tensor:
     return tf.constant(number, tf.int64)
 
 
-def _product(compressor, gradient):
+def _product(compressor: Compressor | None, gradient: Gradient) -> OuterProduct | None:
     """The `OuterProduct` of a gradient that need not be materialized, or None."""
     if compressor is None or not compressor.accepts_factored or compressor.start_step:
         return None
@@ -358,5 +359,5 @@ def _product(compressor, gradient):
     return compressor.factored(gradient)
 
 
-def _leaves(tensors):
+def _leaves(tensors: Iterable[Any]) -> list[Any]:
     return [t.values if isinstance(t, tf.IndexedSlices) else t for t in tensors]

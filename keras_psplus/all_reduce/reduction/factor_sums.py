@@ -48,7 +48,7 @@ def sum_of_outer_products(
         most = tf.reduce_max(counts)
     sent = compressor.factor_bytes(shape, tf.cast(tf.shape(product.left)[0], tf.int64))
 
-    def gathered(factor, columns, side):
+    def gathered(factor: tf.Tensor, columns: int, side: str) -> tuple[tf.Tensor, int]:
         payload = (tf.ensure_shape(factor, [None, columns]),)
         if compressor.inner is not None:
             payload = compressor.inner.encode_rows(*payload, step=None)
@@ -58,14 +58,14 @@ def sum_of_outer_products(
         factors = compression.unpack(words, payload, tf.shape(words)[0])
         return tf.reshape(tf.cast(factors[0], tf.float32), [-1, columns]), words.shape[1]
 
-    def of_factors():
+    def of_factors() -> tuple[tf.Tensor, tf.Tensor, tf.Tensor]:
         left, left_words = gathered(product.left, shape[0], "left")
         right, right_words = gathered(product.right, shape[1], "right")
         padded = sum(padded_size(most * words) for words in (left_words, right_words))
         wire = 4 * (replicas - 1) * tf.cast(padded, tf.int64)
         return tf.matmul(left, right, transpose_a=True), sent, wire
 
-    def of_wholes():
+    def of_wholes() -> tuple[tf.Tensor, tf.Tensor, tf.Tensor]:
         whole = compressor.wire_bytes(shape, tf.float32)
         wire = round(2 * (replicas - 1) * whole / replicas)
         with launcher.separate_order(f"{name} whole"):

@@ -102,7 +102,7 @@ class MirroredState(WorkerState):
             variables = self._variables(owner, i)
             assign(variables, states.waiting.put(values[unit], forms_of(variables), is_strict))
 
-    def _variables(self, owner, replica):
+    def _variables(self, owner: Any, replica: int) -> dict[str, tf.Variable]:
         if owner in self._others.values():
             return self.states_of(owner)[0].variables if replica == 0 else {}
         return {**self._momenta(owner, replica), **self.states_of(owner)[replica].variables}

@@ -85,7 +85,9 @@ class ReplicaStates:
             for variable, value in zip(variables, tf.nest.flatten(state), strict=True)
         ]
 
-    def _make(self, values, shape=None):
+    def _make(
+        self, values: Mapping[str, tf.Tensor], shape: tf.TensorShape | None = None
+    ) -> list[tf.Variable]:
         values = {self._prefix + name: value for name, value in values.items()}
         forms = {name: (shape or value.shape, value.dtype) for name, value in values.items()}
         loaded = self.waiting.take(forms)

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Callable, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import tensorflow as tf
 
@@ -23,6 +23,16 @@ if TYPE_CHECKING:
 
 # Rows of more than so many blocks are lengthened to whole ones.
 _LONG_ROW = 32
+
+
+class Bucket(NamedTuple):
+    """Gradients that are summed together: what is known of each, in one order."""
+
+    tensors: list[tf.Tensor]
+    # None for those that are sent as they are.
+    compressors: list[Any]
+    paths: list[str]
+    numbers: list[int]
 
 
 def total(
@@ -70,7 +80,7 @@ def mean(
         Lists of means and of new states.
     """
 
-    def all_mean(payloads):
+    def all_mean(payloads: Sequence[tf.Tensor]) -> list[tf.Tensor]:
         # Divided first: sums of float16 could overflow.
         parts = [payload / tf.cast(replicas, payload.dtype) for payload in payloads]
         return gradients.sum_packed(launcher, parts)
@@ -169,7 +179,7 @@ def split_rows(
     everything = compression.unpack(launcher.gather(piece_words), payload, replicas)
     sums = kernels.decode_rows(inner, everything, width, step)
 
-    def own():
+    def own() -> tf.Tensor:
         # There is time for what nobody waits for, if it is not done, while the sum is on its way.
         own_payload = tuple(gradients.after([piece_words], part) for part in payload)
         return inner.decode_rows(own_payload, (width,), tf.float32, step)
@@ -233,7 +243,7 @@ def gather(
         sums[i] = kernels.add_rows(compressors[i], rows, tensors[i].shape, step)
     one_by_one = [i for i in range(len(tensors)) if i not in at_once]
 
-    def add(rank, totals):
+    def add(rank: tf.Tensor, totals: Sequence[tf.Tensor]) -> tuple[tf.Tensor, list[tf.Tensor]]:
         added = []
         for i, total in zip(one_by_one, totals):
             piece = everything[rank, starts[i] : starts[i + 1]]
@@ -280,7 +290,9 @@ def gather_rows(
     return tf.IndexedSlices(values, tf.reshape(indices, [-1]), slices.dense_shape), words, counts
 
 
-def _gather_words(launcher, replicas, words, compressors):
+def _gather_words(
+    launcher: Launcher, replicas: int, words: tf.Tensor, compressors: Sequence[object]
+) -> tf.Tensor:
     if words.shape.is_fully_defined():
         return launcher.gather(words)
     # As many on each replica, but not known to the graph: as rows of one word.

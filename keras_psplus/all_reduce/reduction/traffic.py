@@ -88,6 +88,6 @@ class TrafficVariables:
         ]
 
 
-def _zeros(shape, dtype):
+def _zeros(shape: Sequence[int], dtype: tf.DType) -> tf.Variable:
     with ops.init_scope(), ops.device("CPU:0"):
         return resource_variable_ops.ResourceVariable(tf.zeros(shape, dtype), trainable=False)

@@ -52,7 +52,7 @@ class Accumulators:
         device, rank = extended.device_in_context(), extended.rank_in_context()
         is_global = self._of_optimizer.setdefault(optimizer, _State()).flag(device)
 
-        def leave():
+        def leave() -> None:
             for variable in _accumulators(optimizer) if rank else ():
                 own = own_copy(variable._value)
                 own.assign(tf.zeros(own.shape, own.dtype), read_value=False)
@@ -98,16 +98,16 @@ class Accumulators:
                     steps,
                 )
 
-    def _are_global(self, optimizer, steps):
+    def _are_global(self, optimizer: keras.optimizers.Optimizer, steps: int) -> bool:
         state = self._of_optimizer.get(optimizer)
         if state is None or int(optimizer._iterations.numpy()) % steps == 0:
             return True
         return all(flag.numpy() for flag in state.flags.values())
 
-    def _sum(self, optimizer, state):
+    def _sum(self, optimizer: keras.optimizers.Optimizer, state: _State) -> None:
         strategy, variables = self._strategy(), _accumulators(optimizer)
 
-        def sum_on_replica():
+        def sum_on_replica() -> None:
             extended = strategy.extended
             is_global = state.flag(extended.device_in_context()).read_value()
             counts = tf.logical_or(not extended.rank_in_context(), tf.logical_not(is_global))
@@ -128,9 +128,9 @@ class _State:
         summed_at: The number of batches after which they were last summed.
     """
 
-    def __init__(self):
+    def __init__(self) -> None:
         self.flags: dict[str, Any] = {}
-        self.summed_at = None
+        self.summed_at: int | None = None
 
     def flag(self, device: str) -> Any:
         if device not in self.flags:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any
 
 import tensorflow as tf
@@ -17,6 +17,9 @@ from keras_psplus.engine import Call
 from keras_psplus.keras_internals.keras_parts import tree
 
 if TYPE_CHECKING:
+    import keras
+
+    from keras_psplus.all_reduce.step.replica_step import MirroredReplicaStep
     from keras_psplus.cluster.monitor.progress import Progress
 
 _ITERATORS = (tf.data.Iterator, tf.distribute.DistributedIterator)
@@ -49,7 +52,7 @@ def make_function(
     is_training = step_function == model.train_step
     doing = "training step" if is_training else "evaluation step"
 
-    def function_of_iterator(iterator):
+    def function_of_iterator(iterator: Any) -> Any:
         is_iterator = isinstance(iterator, _ITERATORS)
         if not is_iterator:
             iterator = (sharding.split_eagerly(world, batch) for batch in iterator)
@@ -80,7 +83,7 @@ def make_predict_function(
     if function is model.predict_function:
         return
 
-    def function_of_batches(all_data):
+    def function_of_batches(all_data: Sequence[Any]) -> Any:
         all_data = [b if _is_distributed(b) else sharding.split_eagerly(world, b) for b in all_data]
         progress.begin("prediction step")
         try:
@@ -106,33 +109,34 @@ def reduce_outputs(call: Call) -> Any:
 class _WithPredictStep:
     """A model with another `predict_step`, as `make_predict_function` sees it."""
 
-    def __init__(self, model, predict_step):
+    def __init__(self, model: keras.Model, predict_step: Callable[[Any], Any]) -> None:
         self._model, self.predict_step = model, predict_step
         self.predict_function = model.predict_function
 
-    def __getattr__(self, name):
+    def __getattr__(self, name: str) -> Any:
         return getattr(self._model, name)
 
 
-def _predict_step(model, compiled):
+def _predict_step(model: keras.Model, compiled: CompiledCalls | None) -> Callable[[Any], Any]:
     """A predict step whose outputs are those of the replica's own rows."""
     last_row = LastRow()
 
-    def predict_step(batch):
+    def predict_step(batch: Any) -> Any:
         step = current_step()
         step.compiled_calls = compiled
         if not step.has_batch_fraction:
             batch = _padded(step, last_row, batch, step.set_rows)
         outputs = model.predict_step(batch)
         return tree.map_structure(
-            lambda t: step.rows_if_any(t) if tf.is_tensor(t) and t.shape.rank else t,
-            outputs,
+            lambda t: step.rows_if_any(t) if tf.is_tensor(t) and t.shape.rank else t, outputs
         )
 
     return predict_step
 
 
-def _padded(step, last_row, batch, note):
+def _padded(
+    step: MirroredReplicaStep, last_row: LastRow, batch: Any, note: Callable[[Any], None]
+) -> Any:
     """Pads a replica's batch to at least one row, after noting its number of rows."""
     rows = batches.rows_of(batch)
     if rows is None:
@@ -143,18 +147,20 @@ def _padded(step, last_row, batch, note):
     return padded
 
 
-def _is_distributed(batch):
+def _is_distributed(batch: Any) -> bool:
     return isinstance(batch, (batches.Shards, batches.Batch)) or any(
         isinstance(leaf, tf.distribute.DistributedValues) for leaf in tree.flatten(batch)
     )
 
 
-def _replica_step(model, step_function, compiled):
+def _replica_step(
+    model: keras.Model, step_function: Callable[[Any], Any], compiled: CompiledCalls | None
+) -> Callable[[Any], Any]:
     """A train or test step that leaves metrics, moving averages and logs equal everywhere."""
     # Kept over traces: a step that is itself a tf.function is traced once only.
     changed, touched, last_row = {}, set(), LastRow()
 
-    def replica_step(batch):
+    def replica_step(batch: Any) -> Any:
         step = current_step()
         if not step.has_batch_fraction:
             batch = _padded(step, last_row, batch, step.agree_on_batch_fraction)

@@ -47,6 +47,7 @@ class MirroredReplicaStep(ReplicaStep):
     """
 
     can_sum = True
+    engine: Any
 
     def __init__(
         self, engine: Any, extended: MultiWorkerMirroredExtended, batch: batches.Batch | None = None
@@ -139,7 +140,9 @@ class MirroredReplicaStep(ReplicaStep):
         eager = tf.executing_eagerly()
         return functools.partial(self._global_result, metric, result) if eager else result
 
-    def _global_result(self, metric, result, *args, **kwargs):
+    def _global_result(
+        self, metric: keras.metrics.Metric, result: Callable[..., Any], *args: Any, **kwargs: Any
+    ) -> Any:
         """Calls a metric's `result` in an eager step, with the states of all replicas."""
         if tf.executing_eagerly() and self is current_step() and self.has_batch_fraction:
             self.asked_metrics.add(id(metric))
@@ -191,7 +194,7 @@ class MirroredReplicaStep(ReplicaStep):
             return batches.take(tensor, 0, rows)
         return tensor[: tf.where(self.has_rows(), tf.shape(tensor)[0], 0)]
 
-    def _parts_of(self, gradient):
+    def _parts_of(self, gradient: tf.Tensor | tf.IndexedSlices) -> Any:
         """Components of a gradient: the values of slices, the factors of a product."""
         if isinstance(gradient, tf.IndexedSlices):
             return [gradient.values]
@@ -268,11 +271,11 @@ class MirroredReplicaStep(ReplicaStep):
         """
         fraction = self.batch_fraction()
 
-        def unless_empty(value):
+        def unless_empty(value: tf.Tensor) -> tf.Tensor:
             # What an empty replica has computed may be NaN.
             return tf.where(fraction > 0, value, tf.zeros_like(value))
 
-        def weighted(value):
+        def weighted(value: tf.Tensor) -> tf.Tensor:
             return unless_empty(value * tf.cast(fraction, value.dtype))
 
         totals = list(self._baselines.values())
@@ -320,12 +323,12 @@ class MirroredReplicaStep(ReplicaStep):
             self._baselines[variable.ref()] = variable, value
 
 
-def _of_no_rows(part):
+def _of_no_rows(part: Any) -> Any:
     """Equivalent of a gradient's component on a replica without rows."""
     if isinstance(part, (list, outer_products.OuterProduct)):
         return tf.nest.map_structure(lambda tensor: tensor[:0], part)
     return _zeros(part)
 
 
-def _zeros(part):
+def _zeros(part: Any) -> Any:
     return tf.nest.map_structure(tf.zeros_like, part)

@@ -52,7 +52,7 @@ def are_enabled(variable: Any) -> bool:
     return "_row_reads" in getattr(variable, "__dict__", {})
 
 
-def _component(variable):
+def _component(variable: Any) -> tf.Variable:
     if values_util.is_saving_non_distributed():
         return variable._primary
     return variable._get_on_device_or_primary()

@@ -40,7 +40,7 @@ def after_data(step: Callable[[Any], Any]) -> Callable[[Any], Any]:
     """
 
     @functools.wraps(step)
-    def step_after_data(batch):
+    def step_after_data(batch: Any) -> Any:
         tensors = [t for t in tf.nest.flatten(batch, expand_composites=True) if tf.is_tensor(t)]
         with tf.control_dependencies(tensors):
             return step(batch)
@@ -49,15 +49,16 @@ def after_data(step: Callable[[Any], Any]) -> Callable[[Any], Any]:
 
 
 class _SingleSteps:
-    def __init__(self, function):
+    def __init__(self, function: Callable[[Any], Any]) -> None:
         @tf.autograph.experimental.do_not_convert
-        def step(iterator):
+        def step(iterator: Any) -> Any:
             return function([iterator.get_next()])
 
         self._step = tf.function(step, reduce_retracing=True)
-        self._graph, self._iterator = None, lambda: None
+        self._graph: Any = None
+        self._iterator: Callable[[], Any] = lambda: None
 
-    def __call__(self, iterator):
+    def __call__(self, iterator: Any) -> Any:
         if tf.config.functions_run_eagerly():
             return self._step(iterator)
         if self._iterator() is not iterator:

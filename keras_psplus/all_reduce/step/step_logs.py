@@ -6,7 +6,7 @@ Logs that are computed from metrics are computed once more from the states of al
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from typing import TYPE_CHECKING, Any
 
 import tensorflow as tf
@@ -19,6 +19,7 @@ if TYPE_CHECKING:
     import keras
 
     from keras_psplus.all_reduce.step.replica_step import MirroredReplicaStep
+    from keras_psplus.core.graph.metric_logs import Read
 
 
 def synchronise(
@@ -80,7 +81,7 @@ def synchronise(
     return tf.nest.pack_sequence_as(logs, [new.get(p, leaf) for p, leaf in zip(paths, leaves)])
 
 
-def _read_again(read, states, summed):
+def _read_again(read: Read, states: list[tf.Variable], summed: dict[Any, tf.Tensor]) -> tf.Tensor:
     if read.is_first:
         return read.tensor
     if read.is_last:
@@ -88,12 +89,19 @@ def _read_again(read, states, summed):
     return summed[read.tensor.ref()]
 
 
-def _averaged(step, logs):
+def _averaged(step: MirroredReplicaStep, logs: dict[str, tf.Tensor]) -> dict[str, tf.Tensor]:
     names = [name for name, value in logs.items() if _is_averaged(value)]
     return logs | dict(zip(names, step.average(logs[name] for name in names)))
 
 
-def _synchronise_eagerly(step, logs, metrics, means, paths, leaves):
+def _synchronise_eagerly(
+    step: MirroredReplicaStep,
+    logs: Any,
+    metrics: Sequence[keras.metrics.Metric],
+    means: Sequence[tf.Variable],
+    paths: list[str],
+    leaves: list[Any],
+) -> Any:
     # A tf.function inside does not know of the other replicas.
     inside = [metric for metric in metrics if id(metric) not in step.asked_metrics]
     names = _results(inside)
@@ -105,14 +113,14 @@ def _synchronise_eagerly(step, logs, metrics, means, paths, leaves):
     return tf.nest.pack_sequence_as(logs, leaves)
 
 
-def _flatten(logs):
+def _flatten(logs: Any) -> tuple[list[str], list[Any]]:
     pairs = tf.nest.flatten(logs)
     paths = [path for path, _ in _with_paths(logs)]
     leaves = [tf.convert_to_tensor(leaf) if isinstance(leaf, Variable) else leaf for leaf in pairs]
     return paths, leaves
 
 
-def _with_paths(logs, path=()):
+def _with_paths(logs: Any, path: tuple[str, ...] = ()) -> Iterator[tuple[str, Any]]:
     """Pairs of a leaf's path and the leaf, in the order of `tf.nest.flatten`."""
     if not tf.nest.is_nested(logs):
         yield "/".join(path), logs
@@ -124,13 +132,13 @@ def _with_paths(logs, path=()):
             yield "/".join((*path, str(i))), leaf
 
 
-def _is_averaged(leaf):
+def _is_averaged(leaf: Any) -> bool:
     return tf.is_tensor(leaf) and leaf.dtype.is_floating and leaf.shape.is_fully_defined()
 
 
-def _results(metrics):
+def _results(metrics: Iterable[keras.metrics.Metric]) -> dict[str, Any]:
     """The results of metrics by the names that they have in logs."""
-    found = {}
+    found: dict[str, Any] = {}
     for metric in metrics:
         result = metric.result()
         found |= result if isinstance(result, dict) else {metric.name: result}

@@ -28,6 +28,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import tensorflow as tf
 
 from keras_psplus.core.graph import local_traces, loop_results, stand_ins
+from keras_psplus.core.graph.stand_ins import Gradient
 from keras_psplus.keras_internals.keras_parts import Variable
 from keras_psplus.tf_internals.trace_end import call_at_end
 from keras_psplus.updates import map_values
@@ -46,7 +47,7 @@ class Summed(NamedTuple):
         whole: Set of numbers of those that are global gradients already.
     """
 
-    grads: list[tf.Tensor | tf.IndexedSlices | None]
+    grads: list[Gradient | None]
     whole: set[int]
 
 
@@ -76,8 +77,8 @@ class TapeGradients:
         self._is_summing = False
 
     def note(
-        self, grads: Sequence[tf.Tensor | tf.IndexedSlices | None], variables: Sequence[Any]
-    ) -> list[tf.Tensor | tf.IndexedSlices | None]:
+        self, grads: Sequence[Gradient | None], variables: Sequence[Any]
+    ) -> list[Gradient | None]:
         """Stand-ins for the gradients of one call of the tape.
 
         Args:
@@ -107,7 +108,7 @@ class TapeGradients:
             if call.is_open and call.is_used() and not self._is_in_loop(call):
                 self._sum(call)
 
-    def _end_inner(self, graph, outputs):
+    def _end_inner(self, graph: tf.Graph, outputs: Sequence[tf.Tensor]) -> None:
         """Settles what the trace of a function, a branch or a loop's body leaves behind."""
         for call in self._calls:
             if call.is_open and call.is_in(graph) and call.is_used(outputs):
@@ -118,10 +119,10 @@ class TapeGradients:
                 else:
                     self._sum(call)
 
-    def _is_in_loop(self, call):
+    def _is_in_loop(self, call: stand_ins.TapeCall) -> bool:
         return bool(local_traces.loops_around(call.graph, self._step.graph))
 
-    def _check_loops(self, gradient):
+    def _check_loops(self, gradient: Gradient) -> None:
         """Refuses what is not linear in gradients that were taken, and left, in a loop."""
         for call in self._of_loops:
             bodies = local_traces.loops_around(call.graph, self._step.graph)
@@ -137,7 +138,7 @@ class TapeGradients:
 
     def take(
         self,
-        grads: list[tf.Tensor | tf.IndexedSlices | None],
+        grads: list[Gradient | None],
         optimizer: keras.optimizers.Optimizer | None,
         wants_parts: bool = False,
     ) -> Summed:
@@ -161,7 +162,7 @@ class TapeGradients:
             if call.is_open and (call.is_used() or any(call.has_made(one) for one in grads)):
                 self._sum(call, optimizer)
         closed = [c for c in self._calls if not c.is_open and c not in self._of_loops]
-        own: list[tf.Tensor | tf.IndexedSlices | None] = []
+        own: list[Gradient | None] = []
         whole: set[int] = set()
         for i, gradient in enumerate(grads):
             part = self._part_of(gradient)
@@ -174,7 +175,7 @@ class TapeGradients:
             own.append(part)
         return Summed(own, whole)
 
-    def _take_eagerly(self, grads, wants_parts):
+    def _take_eagerly(self, grads: Sequence[Gradient | None], wants_parts: bool) -> Summed:
         parts = [self._part_of(gradient) for gradient in grads]
         changed = [i for i, part in enumerate(parts) if part is None and grads[i] is not None]
         is_eager = any(call.is_eager for call in self._calls)
@@ -193,21 +194,19 @@ class TapeGradients:
         whole = {i for i, g in enumerate(grads) if g is not None and i not in changed}
         return Summed(summed, whole)
 
-    def _part_of_mean(self, gradient):
+    def _part_of_mean(self, gradient: Gradient | None) -> Gradient | None:
         """A replica's part of the mean over the rows of all of them."""
         if not self._step.has_batch_fraction:
             return gradient
         return map_values(self._step.scale_by_batch_fraction, gradient)
 
-    def put_sums(
-        self, variables: Sequence[Any], sums: Sequence[tf.Tensor | tf.IndexedSlices]
-    ) -> None:
+    def put_sums(self, variables: Sequence[Any], sums: Sequence[Gradient]) -> None:
         """Writes an optimizer's sums back to the stand-ins that it was called with."""
         for call in self._calls:
             if call.is_open:
                 call.put_sums(variables, sums)
 
-    def _part_of(self, gradient):
+    def _part_of(self, gradient: Gradient | None) -> Gradient | None:
         """A replica's part, if a gradient is a stand-in for it that nothing has used."""
         for call in self._calls:
             if call.is_open or tf.executing_eagerly():
@@ -216,7 +215,10 @@ class TapeGradients:
                     return part
         return None
 
-    def _sum(self, call, optimizer=None):
+    def _sum(
+        self, call: stand_ins.TapeCall, optimizer: keras.optimizers.Optimizer | None = None
+    ) -> None:
+        assert self._sum_parts is not None
         outer, self._is_summing = self._is_summing, True
         try:
             with call.graph_context():
@@ -226,5 +228,5 @@ class TapeGradients:
             self._is_summing = outer
 
 
-def _is_variable(gradient):
+def _is_variable(gradient: Any) -> bool:
     return isinstance(gradient, (Variable, tf.Variable))

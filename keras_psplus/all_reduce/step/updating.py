@@ -5,7 +5,7 @@ from __future__ import annotations
 import functools
 import weakref
 from collections.abc import Callable, Iterable, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeAlias
 
 import tensorflow as tf
 
@@ -16,8 +16,12 @@ from keras_psplus.updates.base import Context
 if TYPE_CHECKING:
     import keras
 
+    from keras_psplus.all_reduce.reduction.replica_states import ReplicaStates
     from keras_psplus.all_reduce.step.replica_step import MirroredReplicaStep
     from keras_psplus.updates import Updates
+
+# Weak reference to the optimizer that states belong to.
+_Owner: TypeAlias = Callable[[], Any]
 
 
 class MirroredUpdates:
@@ -92,7 +96,7 @@ class MirroredUpdates:
         else:
             self._build(self._state_of(optimizer), variables)
 
-    def _build(self, state, variables):
+    def _build(self, state: _OptimizerState, variables: list[keras.Variable]) -> None:
         with self._strategy().scope():
             state.parts = self.policy.on_build(variables)
         self._strategy().extended.worker_state.claim(state.owner())
@@ -110,7 +114,7 @@ class MirroredUpdates:
         number = len(state.units[0])
         if number and state.finish[0] != (number, state.optimizer):
 
-            def finish_replica():
+            def finish_replica() -> None:
                 step = step_module.current_step()
                 # Or the optimizer would hand the gradients to us again.
                 step.recording = False
@@ -148,22 +152,36 @@ class MirroredUpdates:
         local = self._strategy().experimental_local_results
         return {f"momenta/{j}": local(v.value)[replica] for j, v in enumerate(variables)}
 
-    def _parts(self, optimizer, grads, variables):
+    def _parts(
+        self,
+        optimizer: keras.optimizers.Optimizer,
+        grads: Sequence[Any],
+        variables: Sequence[keras.Variable],
+    ) -> list[tuple[Any, Any]]:
         """The rule's parts of the variables, without those that have no gradient."""
         trained = {id(v) for g, v in zip(grads, variables) if g is not None}
         parts = self._state_of(optimizer).parts or ()
         return [([v for v in part if id(v) in trained], outer) for part, outer in parts]
 
-    def _sums(self, owner, tensors, variables, turn, compress):
+    def _sums(
+        self,
+        owner: _Owner,
+        tensors: Sequence[tf.Tensor],
+        variables: Sequence[Any],
+        turn: tf.Tensor,
+        compress: bool,
+    ) -> list[tf.Tensor]:
         kind = "change" if compress else "copy"
         reducers = self._strategy().extended.reducers
         return reducers.sum(tensors, variables, turn, owner(), kind)
 
-    def _group_sums(self, owner, tensors, variables, turn):
+    def _group_sums(
+        self, owner: _Owner, tensors: list[tf.Tensor], variables: list[Any], turn: tf.Tensor
+    ) -> list[tf.Tensor]:
         reducers = self._strategy().extended.reducers
         return reducers.sum(tensors, variables, turn, owner(), "group")
 
-    def _state_of(self, optimizer):
+    def _state_of(self, optimizer: keras.optimizers.Optimizer) -> _OptimizerState:
         owner = _owner(optimizer)
         if owner not in self._of_owner:
             states = self._strategy().extended.worker_state.states_of(owner)
@@ -174,15 +192,15 @@ class MirroredUpdates:
 class _OptimizerState:
     """State of one optimizer: its units and their variables."""
 
-    def __init__(self, owner, states):
+    def __init__(self, owner: keras.optimizers.Optimizer, states: Sequence[ReplicaStates]) -> None:
         self.owner, self.states = weakref.ref(owner), states
-        self.units = [{} for _ in states]
-        self.optimizer = None
-        self.finish = None, None
+        self.units: list[dict[Any, Any]] = [{} for _ in states]
+        self.optimizer: Any = None
+        self.finish: tuple[Any, Any] = None, None
         # What `on_build` has returned.
-        self.parts = None
+        self.parts: Any = None
 
 
-def _owner(optimizer):
+def _owner(optimizer: keras.optimizers.Optimizer) -> keras.optimizers.Optimizer:
     # A loss scale is none of its business.
     return getattr(optimizer, "inner_optimizer", optimizer)

@@ -19,6 +19,7 @@ from keras_psplus.tf_internals import framework_ops as ops
 
 if TYPE_CHECKING:
     from keras_psplus.all_reduce.extended import MultiWorkerMirroredExtended
+    from keras_psplus.core.jobs.control import ControlPlane
 
 # How many times as long a message takes between groups as inside of one, at least.
 _APART = 1.8
@@ -54,12 +55,12 @@ def decide(extended: MultiWorkerMirroredExtended) -> ChosenTopology:
     begin = time.monotonic()
     links = links_module.measure(extended)
     groups = groups_of(links, len(names))
-    table = links_module.table(links, names) + _better_order(links, groups, extended)
+    table = links_module.table(links, names) + _better_order(links, groups, control)
     if not groups.of_replicas(local).has_levels:
         took = time.monotonic() - begin
         report = f"{table}\none ring: no links are faster than others ({took:.1f} s)"
         return ChosenTopology(FLAT, report, links)
-    milliseconds = _tried(extended, groups)
+    milliseconds = _tried(extended, control, groups)
     wins = milliseconds[1] < _WINS * milliseconds[0]
     took = time.monotonic() - begin
     choice = f"groups {groups.describe(names)}" if wins else "one ring"
@@ -103,12 +104,11 @@ def groups_of(links: Links, workers: int) -> Topology:
     return everyone if len(groups) == 1 else found
 
 
-def _better_order(links, groups, extended):
+def _better_order(links: Links, groups: Topology, control: ControlPlane) -> str:
     """Describes a faster order of the workers in a ring; an empty text if none.
 
     The order cannot be changed here: rings have the order of tasks' names.
     """
-    control = extended.control
     found = ring_order.better(
         links_module.as_file(links, control.names),
         member_order.ranks_by_place(member_order.names_of(control.task, 1)),
@@ -125,14 +125,16 @@ def _better_order(links, groups, extended):
     )
 
 
-def _tried(extended, groups):
+def _tried(
+    extended: MultiWorkerMirroredExtended, control: ControlPlane, groups: Topology
+) -> list[float]:
     """Milliseconds of a sum along one ring, and in groups, as gradients would take."""
     own = []
     for topology in (FLAT, groups):
         extended.set_topology(topology)
         own.append(_seconds(extended))
     extended.set_topology(FLAT)
-    everyone = [json.loads(one) for one in extended.control.exchange("sums", json.dumps(own))]
+    everyone = [json.loads(one) for one in control.exchange("sums", json.dumps(own))]
     return [1e3 * max(of_one) for of_one in zip(*everyone)]
 
 
@@ -145,13 +147,13 @@ class _Owner:
     """Owner of the trial's residuals, which are deleted with it."""
 
 
-def _seconds(extended):
+def _seconds(extended: MultiWorkerMirroredExtended) -> float:
     shape = tf.TensorShape([_ELEMENTS // 512, 512])
     variable, owner = _Variable("links", shape), _Owner()
     step = tf.constant(0, tf.int64)
 
     @tf.function(autograph=False)
-    def sum_all():
+    def sum_all() -> list[tf.Tensor]:
         totals = []
         for replica, launcher in enumerate(extended._cross_device_ops.launchers):
             with ops.device(launcher._device):
@@ -159,7 +161,7 @@ def _seconds(extended):
             totals += extended.reducers.sum_on(replica, [gradient], [variable], step, owner)
         return [tf.reduce_sum(total) for total in totals]
 
-    def run():
+    def run() -> float:
         begin = time.perf_counter()
         for total in sum_all():
             total.numpy()

@@ -41,7 +41,7 @@ def scatter(launcher: Launcher, rows: tf.Tensor) -> tf.Tensor:
     return tf.cast(total, rows.dtype)[tf.newaxis]
 
 
-def _exchanged(launcher, rows, size):
+def _exchanged(launcher: Launcher, rows: tf.Tensor, size: int) -> tf.Tensor:
     if rows.dtype == tf.float32:
         return launcher.all_to_all(rows)
     words = launcher.all_to_all(compression.pack((rows,), size))

@@ -107,7 +107,7 @@ def get(topology: Any, names: Sequence[str] | None) -> Topology | str:
     return Topology(tuple(sorted(tuple(sorted(group)) for group in groups)))
 
 
-def _number(worker, names, topology):
+def _number(worker: Any, names: Sequence[str], topology: Any) -> int:
     if isinstance(worker, int) and not isinstance(worker, bool) and 0 <= worker < len(names):
         return worker
     if isinstance(worker, str) and worker in names:
@@ -119,5 +119,5 @@ def _number(worker, names, topology):
     )
 
 
-def _is_list(value):
+def _is_list(value: Any) -> bool:
     return isinstance(value, (list, tuple))

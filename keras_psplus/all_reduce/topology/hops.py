@@ -83,7 +83,7 @@ def compressors_per_hop(compression: Any, topology: Topology | str) -> Hops:
     return _check_factors(hops, compression)
 
 
-def _check_within(compressor, compression):
+def _check_within(compressor: Compressor | None, compression: Any) -> None:
     """Raises ValueError if a compressor inside groups cannot encode piece by piece."""
     if compressor is not None and not compressor.supports_reduce_scatter:
         raise ValueError(
@@ -93,7 +93,7 @@ def _check_within(compressor, compression):
         )
 
 
-def _check_factors(hops, compression):
+def _check_factors(hops: Hops, compression: Any) -> Hops:
     if any(compressor.gathers_factors for compressor in methods.each(hops.between)):
         raise ValueError(
             '"factors" of gradients are gathered by all workers along one ring, and cannot cross a '

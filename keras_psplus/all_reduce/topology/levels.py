@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import tensorflow as tf
 
@@ -104,11 +104,11 @@ def sum_over_group(levels: Sequence[Levels], tensors: list[tf.Tensor]) -> list[t
         return gradients.sum_packed(levels[context._replica_id].within.launcher, tensors)
 
     @tf.function(autograph=False)
-    def sum_all(by_replica):
+    def sum_all(by_replica: Sequence[list[tf.Tensor]]) -> list[list[tf.Tensor]]:
         pairs = zip(levels, by_replica)
         return [gradients.sum_packed(one.within.launcher, own) for one, own in pairs]
 
-    def merged(strategy, tensors):
+    def merged(strategy: tf.distribute.Strategy, tensors: Sequence[Any]) -> list[Any]:
         local = [strategy.experimental_local_results(tensor) for tensor in tensors]
         summed = sum_all([[of_all[i] for of_all in local] for i in range(len(levels))])
         return [distribute_utils.regroup(tuple(replicas)) for replicas in zip(*summed)]

@@ -15,6 +15,7 @@ from keras_psplus.planning import links_file
 from keras_psplus.tf_internals import framework_ops as ops
 
 if TYPE_CHECKING:
+    from keras_psplus.all_reduce.collectives.operations import Launcher
     from keras_psplus.all_reduce.extended import MultiWorkerMirroredExtended
 
 # What both of a pair send each other to find how long a message takes, and how long its bytes do.
@@ -95,11 +96,11 @@ def measure(extended: MultiWorkerMirroredExtended) -> Links:
     return dict(sorted(slowest.items()))
 
 
-def _seconds(launcher, size):
+def _seconds(launcher: Launcher, size: int) -> float:
     """Least seconds of one exchange, after a first call that connects the workers."""
 
     @tf.function(autograph=False)
-    def exchange():
+    def exchange() -> tf.Tensor:
         with ops.device(launcher._device):
             found = tf.zeros([2, size])
             for _ in range(_BATCH):

@@ -75,9 +75,9 @@ def row_of(shards: Sequence[tf.Tensor]) -> tf.Tensor:
     return _side_by_side([tf.reshape(shard, [1, -1]) for shard in shards])
 
 
-def _side_by_side(matrices):
+def _side_by_side(matrices: Sequence[tf.Tensor]) -> tf.Tensor:
     return matrices[0] if len(matrices) == 1 else tf.concat(matrices, 1)
 
 
-def _split(rows, cuts):
+def _split(rows: tf.Tensor, cuts: Sequence[Cut]) -> list[tf.Tensor]:
     return [rows] if len(cuts) == 1 else tf.split(rows, [cut.width for cut in cuts], 1)

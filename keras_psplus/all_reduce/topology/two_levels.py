@@ -24,9 +24,10 @@ While one bucket is between groups, the next is inside: `hop_turns.HopOrder` ord
 
 from __future__ import annotations
 
+import functools
 import zlib
-from collections.abc import Sequence
-from typing import Any, NamedTuple
+from collections.abc import Callable, Iterable, Sequence
+from typing import Any, NamedTuple, TypeAlias
 
 import tensorflow as tf
 
@@ -42,6 +43,9 @@ from keras_psplus.all_reduce.topology.hop_turns import HopOrder
 from keras_psplus.all_reduce.topology.hops import Hops
 from keras_psplus.all_reduce.topology.levels import Levels
 from keras_psplus.compression import kernels
+from keras_psplus.core.graph.stand_ins import Gradient
+
+_Sums: TypeAlias = tuple[list[tf.Tensor], list[TensorTraffic]]
 
 
 class _Piece(NamedTuple):
@@ -91,7 +95,9 @@ class TwoLevelSum:
         self._bucket_bytes, self._timed = max(1, bucket_bytes // 2), timed
         within, between = levels.within, levels.between
 
-        def sum_over(place, compressor, name):
+        def sum_over(
+            place: tuple[Launcher, int, int], compressor: compression.Compressor | None, name: str
+        ) -> CompressedSum:
             return CompressedSum(*place, compressor, bucket_bytes, False, states.within(name))
 
         self._everyone = sum_over((launcher, rank, replicas), hops.between, "everyone")
@@ -108,11 +114,8 @@ class TwoLevelSum:
         self._owners: dict[int, tuple[Any, list[_Piece]]] = {}
 
     def __call__(
-        self,
-        grads: Sequence[tf.Tensor | tf.IndexedSlices],
-        variables: Sequence[Any],
-        step: tf.Tensor,
-    ) -> list[tf.Tensor | tf.IndexedSlices]:
+        self, grads: Sequence[Gradient], variables: Sequence[Any], step: tf.Tensor
+    ) -> list[Gradient]:
         """Sums gradients, as `CompressedSum` does."""
         summed: list[Any] = list(grads)
         entries: list[Any] = [None] * len(grads)
@@ -135,15 +138,15 @@ class TwoLevelSum:
             for part, total, entry in zip(bucket, sums, counted, strict=True):
                 results[part.number].append((total, entry))
         for i, pieces in results.items():
-            totals, counted = zip(*pieces)
+            totals, costs = zip(*pieces)
             summed[i] = totals[0]
             if len(totals) > 1:
                 summed[i] = tf.reshape(tf.concat(totals, 0), grads[i].shape)
-            entries[i] = TensorTraffic(*counted[0][:2], *map(sum, zip(*(e[2:] for e in counted))))
+            entries[i] = TensorTraffic(*costs[0][:2], *map(sum, zip(*(e[2:] for e in costs))))
         if others:
             chosen = [grads[i] for i in others], [variables[i] for i in others]
-            sums, counted = self._everyone.sum_and_count(*chosen, step)
-            for i, total, entry in zip(others, sums, counted, strict=True):
+            sums, of_ring = self._everyone.sum_and_count(*chosen, step)
+            for i, total, entry in zip(others, sums, of_ring, strict=True):
                 outside = self._levels.next_is_outside
                 summed[i], entries[i] = total, entry._replace(between=entry.wire if outside else 0)
         self.traffic_variables.add(entries)
@@ -151,7 +154,7 @@ class TwoLevelSum:
             self.traffic_variables.time(_values(grads), _values(summed))
         return summed
 
-    def _parts(self, number, gradient, variable):
+    def _parts(self, number: int, gradient: tf.Tensor, variable: Any) -> list[_Part]:
         """Splits a gradient into the pieces that are sent separately.
 
         While one piece is between groups, the next is inside of one.
@@ -169,14 +172,17 @@ class TwoLevelSum:
         owners += [_Piece(variable.path, variable.shape) for _ in pieces[len(owners) :]]
         return [_Part(number, *piece) for piece in zip(pieces, owners)]
 
-    def _is_compressed(self, variable, gradient):
+    def _is_compressed(self, variable: Any, gradient: tf.Tensor) -> bool:
         """Whether a gradient is compressed inside its group."""
         if self._compressor is None:
             return False
         chosen = self._compressor.for_variable(variable.path, variable.shape, gradient.dtype)
         return chosen is not None
 
-    def _sum_between(self, tensors, variables, step, turns):
+    def _sum_between(
+        self, tensors: list[tf.Tensor], variables: list[Any], step: tf.Tensor, turns: HopOrder
+    ) -> _Sums:
+        assert self._between is not None
         sums, entries = self._between.sum_and_count(turns.wait(tensors), variables, step)
         turns.end(sums)
         return sums, entries
@@ -184,27 +190,35 @@ class TwoLevelSum:
     # Each way is given tensors of one dtype, their variables, whether they are compressed inside
     # the group, and the turns on both hops; it returns sums, and what they have cost.
 
-    def _by_shards(self, tensors, variables, compressed, step, inside, between):
+    def _by_shards(
+        self,
+        tensors: list[tf.Tensor],
+        variables: list[Any],
+        compressed: bool,
+        step: tf.Tensor,
+        inside: HopOrder,
+        between: HopOrder,
+    ) -> _Sums:
         hop, launcher = self._levels.within, self._levels.within.launcher
         cuts = [shards.Cut.of(tensor, hop.size) for tensor in tensors]
         rows = shards.rows_of(tensors, cuts)
         counted = []
 
-        def further(row):
+        def further(row: tf.Tensor) -> tf.Tensor:
             inside.end([row])
             parts = [tf.cast(p, t.dtype) for p, t in zip(shards.shards_of(row, cuts), tensors)]
             sums, entries = self._sum_between(parts, variables, step, between)
             counted.extend(entries)
             return tf.cast(shards.row_of(sums), row.dtype)
 
-        if compressed:
+        compressor = self._compressor if compressed else None
+        if compressor is not None:
             rows = tf.cast(rows, tf.float32)
             name = self._name("split", variables)
-            state = self._own_states.read(
-                name, lambda: routes.rows_init(self._compressor, *map(int, rows.shape))
-            )
+            first = functools.partial(routes.rows_init, compressor, *map(int, rows.shape))
+            state = self._own_states.read(name, first)
             rows, state, _ = routes.split_rows(
-                launcher, hop.place, hop.size, self._compressor, rows, state, step, further
+                launcher, hop.place, hop.size, compressor, rows, state, step, further
             )
             self._own_states.write(name, state)
         else:
@@ -213,20 +227,29 @@ class TwoLevelSum:
         sums = [tf.cast(s, t.dtype) for s, t in zip(shards.wholes_of(rows, cuts), tensors)]
         entries = []
         for cut, tensor, entry in zip(cuts, tensors, counted, strict=True):
-            inside = 2 * (hop.size - 1) * self._row_bytes(cut.width, tensor.dtype, compressed)
+            within = 2 * (hop.size - 1) * self._row_bytes(cut.width, tensor.dtype, compressed)
             entries.append(
                 entry._replace(
                     logical=tensor.shape.num_elements() * tensor.dtype.size,
                     # Of the whole gradient, as the group sends it.
                     compressed=entry.compressed * hop.size,
-                    wire=entry.wire + inside,
+                    wire=entry.wire + within,
                     between=entry.wire,
                 )
             )
         return sums, entries
 
-    def _by_leaders(self, tensors, variables, compressed, step, inside, between):
+    def _by_leaders(
+        self,
+        tensors: list[tf.Tensor],
+        variables: list[Any],
+        compressed: bool,
+        step: tf.Tensor,
+        inside: HopOrder,
+        between: HopOrder,
+    ) -> _Sums:
         hop = self._levels.within
+        assert self._inside is not None
         totals, entries = self._inside.sum_and_count(tensors, variables, step)
         inside.end(totals)
         leads = self._between is not None
@@ -253,17 +276,20 @@ class TwoLevelSum:
         ]
         return sums, entries
 
-    def _encoded(self, row, variables, compressed, leads, step):
+    def _encoded(
+        self, row: tf.Tensor, variables: list[Any], compressed: bool, leads: bool, step: tf.Tensor
+    ) -> tuple[tf.Tensor, Callable[[tf.Tensor], tf.Tensor]]:
         """The words that a leader sends its group, and the function that turns them back.
 
         Leaders have the same sums and the same residual, so that all groups decode the same.
         """
-        if not compressed:
+        if not compressed or self._compressor is None:
             words = compression.pack((row,))
             return words, lambda words: compression.unpack(words, (row,))[0]
         width, row = row.shape[1], tf.cast(row, tf.float32)
-        feedback = isinstance(self._compressor, compression.ErrorFeedback)
-        inner = self._compressor.inner if feedback else self._compressor
+        own = self._compressor
+        feedback = own if isinstance(own, compression.ErrorFeedback) else None
+        inner = feedback.inner if feedback else own
         server = compression.ErrorFeedback(inner) if feedback else inner
         if not leads:
             # For its form alone.
@@ -275,27 +301,28 @@ class TwoLevelSum:
             state = keep(lambda: kernels.decode_rows(inner, payload, width, step))
             self._own_states.write(name, state)
 
-        def decode(words):
+        def decode(words: tf.Tensor) -> tf.Tensor:
             return kernels.decode_rows(inner, compression.unpack(words, payload), width, step)
 
         return compression.pack(payload), decode
 
-    def _row_bytes(self, width, dtype, compressed):
-        return self._compressor.row_bytes((width,), dtype) if compressed else width * dtype.size
+    def _row_bytes(self, width: int, dtype: tf.DType, compressed: bool) -> int:
+        own = self._compressor if compressed else None
+        return int(width * dtype.size) if own is None else own.row_bytes((width,), dtype)
 
-    def _name(self, route, variables):
+    def _name(self, route: str, variables: Iterable[Any]) -> str:
         """Name of a bucket's state inside groups: it depends on the group's size as well."""
         numbers = [self._number(variable) for variable in variables]
         return f"{route} {zlib.crc32(repr(numbers).encode()):08x} of {self._levels.within.size}"
 
-    def _number(self, variable):
+    def _number(self, variable: Any) -> int:
         # With the variable, or another could get its id.
         return self._numbers.setdefault(id(variable), (len(self._numbers), variable))[0]
 
 
-def _is_dense(gradient):
+def _is_dense(gradient: Gradient) -> bool:
     return not isinstance(gradient, tf.IndexedSlices) and bool(gradient.shape.num_elements())
 
 
-def _values(tensors):
+def _values(tensors: Iterable[Any]) -> list[tf.Tensor]:
     return [t.values if isinstance(t, tf.IndexedSlices) else t for t in tensors]

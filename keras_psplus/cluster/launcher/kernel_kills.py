@@ -27,7 +27,7 @@ class KernelKills:
         return OutOfMemory(code)
 
 
-def _count():
+def _count() -> int:
     try:
         lines = _STATISTICS.read_text().splitlines()
     except OSError:

@@ -7,7 +7,7 @@ takes those of its arguments that the script does not give, and says which flags
 import contextlib
 import contextvars
 import os
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any
 
 from keras_psplus.cluster.config import read_task_config
@@ -15,10 +15,7 @@ from keras_psplus.log import info_once, warn_once
 
 STRATEGY_VARIABLE = "KERAS_PSPLUS_STRATEGY"
 # Arguments of the strategy, and the variables that they are taken from.
-OPTION_VARIABLES = {
-    "compression": "KERAS_PSPLUS_COMPRESSION",
-    "updates": "KERAS_PSPLUS_UPDATES",
-}
+OPTION_VARIABLES = {"compression": "KERAS_PSPLUS_COMPRESSION", "updates": "KERAS_PSPLUS_UPDATES"}
 # What `keras-psplus plan` asks of the script, whatever strategy it makes.
 PLAN_REQUEST_VARIABLE = "KERAS_PSPLUS_PLAN"
 # What the catalogue's entries are variants of.
@@ -81,7 +78,7 @@ def fill(name: str, **given: Any) -> tuple[Any, ...]:
     return tuple(filled.values())
 
 
-def _say(log, line, received=None):
+def _say(log: Callable[..., None], line: str, received: str | None = None) -> None:
     """Logs a line once, where the job has its log."""
     task = read_task_config()
     if task is None or task.is_chief:

@@ -73,7 +73,7 @@ class ClusterResult:
         names = sorted(self.log_paths, key=lambda name: name == self.first_failure)
         return "\n".join(self._tail(name, lines) for name in names)
 
-    def _tail(self, name, lines):
+    def _tail(self, name: str, lines: int) -> str:
         text = self.logs[name].splitlines()
         left_out = len(text) - lines
         head = [f"... ({left_out} lines before)"] if left_out > 0 else []

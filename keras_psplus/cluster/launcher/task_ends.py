@@ -2,7 +2,7 @@
 
 import dataclasses
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 
 from keras_psplus.cluster.config import EVALUATOR, JOB_TYPES, task_name
 from keras_psplus.cluster.environment import Task
@@ -147,7 +147,7 @@ class TaskEnds:
             return self._last(chief + workers) + max(grace, self._graces.server)
         return self._last(served) + max(grace, self._graces.worker)
 
-    def _deadline_after_failure(self, served):
+    def _deadline_after_failure(self, served: Iterable[str]) -> float:
         assert self.first_failure is not None
         served = [name for name in served if not self.is_serving(name)]
         waited_for = [name for name in served if name not in self._ends]
@@ -159,7 +159,7 @@ class TaskEnds:
             end = min(end, self._last(served) + self._graces.idle)
         return end
 
-    def _have_failed(self, names):
+    def _have_failed(self, names: Iterable[str]) -> bool:
         """Whether tasks that still run have said that they have failed, and why."""
         return self._record is not None and self._record.have_failed(names)
 
@@ -167,8 +167,8 @@ class TaskEnds:
         """Whether a task has said that it only serves a chief."""
         return self._record is not None and self._record.is_serving(name)
 
-    def _all(self, names):
+    def _all(self, names: Iterable[str]) -> bool:
         return all(name in self._ends for name in names)
 
-    def _last(self, names):
+    def _last(self, names: Iterable[str]) -> float:
         return max(self._ends[name][1] for name in names)

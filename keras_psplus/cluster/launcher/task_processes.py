@@ -101,12 +101,15 @@ class TaskProcesses:
             self.log_starts.setdefault(name, log.size)
             process = self._process(rank, dict(environ), has_input)
             self._processes[name] = process
+        assert process.stdout is not None
         pump = OutputPump(name, process.stdout, log, self._console)
         self._pumps.append(pump)
         pump.start()
         return process.pid
 
-    def _process(self, rank, environ, has_input):
+    def _process(
+        self, rank: int, environ: dict[str, str], has_input: bool
+    ) -> subprocess.Popen[bytes] | WarmProcess:
         if self._warm is not None and self._network is None:
             return self._warm.start(self._argv[1:], environ, has_input=has_input)
         command = self._argv

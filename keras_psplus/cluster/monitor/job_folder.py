@@ -43,7 +43,7 @@ def make() -> pathlib.Path:
     )
 
 
-def _clear(above):
+def _clear(above: pathlib.Path) -> None:
     """Removes what launchers have left that were killed."""
     with contextlib.suppress(OSError):
         for folder in above.iterdir():
@@ -151,13 +151,13 @@ def remove(folder: pathlib.Path) -> None:
     shutil.rmtree(folder, ignore_errors=True)
 
 
-def _replace(path, value):
+def _replace(path: pathlib.Path, value: Any) -> None:
     own = path.with_name(f".{path.name}.{os.getpid()}")
     own.write_text(encode(value))
     os.replace(own, path)
 
 
-def _read(path):
+def _read(path: pathlib.Path) -> dict[str, Any] | None:
     try:
         value = json.loads(path.read_text())
     except (OSError, ValueError):

@@ -125,11 +125,11 @@ class JobRecord:
         """Notes the end of the job, with its exit code."""
         self._append("job_ended", exit_code=code)
 
-    def _append(self, event, **fields):
+    def _append(self, event: str, **fields: Any) -> None:
         if self._log is not None:
             self._log.append(event, **fields)
 
-    def _write(self):
+    def _write(self) -> None:
         if self._folder is None:
             return
         try:

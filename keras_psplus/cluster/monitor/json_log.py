@@ -63,7 +63,7 @@ class JsonLog:
                 self._has_failed = True
                 logger.warning("cannot write %s (%s); the job goes on", self._path, error)
 
-    def _open(self):
+    def _open(self) -> int:
         flags = os.O_WRONLY | os.O_APPEND | os.O_CREAT | os.O_CLOEXEC
         return os.open(self._path, flags, 0o666)
 
@@ -78,7 +78,7 @@ def encode(value: Any) -> str:
     return json.dumps(_finite(value), allow_nan=False, default=_of_other)
 
 
-def _finite(value):
+def _finite(value: Any) -> Any:
     if isinstance(value, dict):
         return {name: _finite(each) for name, each in value.items()}
     if isinstance(value, (list, tuple)):
@@ -88,7 +88,7 @@ def _finite(value):
     return value
 
 
-def _of_other(value):
+def _of_other(value: Any) -> Any:
     """Converts a number of NumPy's or TensorFlow's to a float, anything else to text."""
     try:
         return _finite(float(value))

@@ -51,7 +51,7 @@ class Progress:
         """Counts training steps that are done."""
         self.steps += steps
 
-    def _count_and_call(self, steps):
+    def _count_and_call(self, steps: int) -> None:
         self.steps += steps
         left = [step for step in self._planned if step > self.steps]
         if len(left) == len(self._planned):

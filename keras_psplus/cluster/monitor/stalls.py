@@ -81,7 +81,7 @@ class Inspector:
             self.seconds = min(limit / _LOOKS_PER_LIMIT, _LONGEST_LOOK_SECONDS)
             threading.Thread(target=self._run, name="stall inspector", daemon=True).start()
 
-    def _run(self):
+    def _run(self) -> None:
         while True:
             time.sleep(self.seconds)
             try:
@@ -89,7 +89,7 @@ class Inspector:
             except Exception as error:  # It must not end what it only watches.
                 logger.warning("could not find out what is waited for: %s", error)
 
-    def _inspect(self, now):
+    def _inspect(self, now: float) -> None:
         waits, report = self._look(), task_report.current()
         for key in [key for key in self._known if key not in waits]:
             wait, since, schedule = self._known.pop(key)
@@ -145,7 +145,7 @@ def slow_tasks(addresses: Mapping[str, str]) -> dict[str, float]:
     return {name: took for name, took in seconds.items() if slow <= took < _ANSWER_SECONDS}
 
 
-def _seconds_to_answer(address):
+def _seconds_to_answer(address: str) -> float:
     begin = time.monotonic()
     return (
         time.monotonic() - begin

@@ -100,11 +100,11 @@ class TaskReport:
         self._append("stall_over", seconds=seconds, message=what)
         self._update(stall={**self._state.get("stall", {}), "seconds": seconds, "is_over": True})
 
-    def _append(self, event, **fields):
+    def _append(self, event: str, **fields: Any) -> None:
         if self._log is not None:
             self._log.append(event, task=self._name, restart=self._restart, **fields)
 
-    def _update(self, **changes):
+    def _update(self, **changes: Any) -> None:
         if self._folder is None:
             return
         with self._lock:

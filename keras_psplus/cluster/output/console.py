@@ -120,12 +120,12 @@ class Console:
             warn(text)
             self._draw()
 
-    def _erase(self):
+    def _erase(self) -> None:
         if self._shown:
             self._write("\r\x1b[K")
             self._shown = False
 
-    def _draw(self):
+    def _draw(self) -> None:
         text = render(self._partial) if self._partial else ""
         if text:
             width = shutil.get_terminal_size().columns - 1
@@ -133,7 +133,7 @@ class Console:
             self._shown = True
             self._drawn_at = time.monotonic()
 
-    def _write(self, text):
+    def _write(self, text: str) -> None:
         if self._is_gone:
             return
         try:
@@ -194,7 +194,8 @@ class OutputPump(threading.Thread):
         self._task, self._pipe, self._log, self._console = task, pipe, log, console
         self._noise = log_filter.NoiseFilter() if console is not None and console.quiet else None
         self._has_failed = False
-        self._start_line()
+        self._parts: list[str] = []
+        self._length, self._has_return = 0, False
 
     def run(self) -> None:
         """Reads until the last writer has closed the pipe."""
@@ -215,7 +216,7 @@ class OutputPump(threading.Thread):
                     self._has_failed = True
                     warn(f"lost some of the output of {self._task}: {error!r}; the job goes on")
 
-    def _feed(self, text):
+    def _feed(self, text: str) -> None:
         *lines, rest = text.split("\n")
         for line in lines:
             self._add(line)
@@ -232,16 +233,16 @@ class OutputPump(threading.Thread):
             self._parts = ["".join(self._parts)]
             self._console.partial(self._task, self._parts[0])
 
-    def _start_line(self):
+    def _start_line(self) -> None:
         self._parts, self._length, self._has_return = [], 0, False
 
-    def _add(self, text):
+    def _add(self, text: str) -> None:
         if text:
             self._parts.append(text)
             self._length += len(text)
             self._has_return = self._has_return or "\r" in text
 
-    def _end_line(self, end):
+    def _end_line(self, end: str) -> None:
         line = "".join(self._parts).removesuffix("\r")
         self._start_line()
         start = log_filter.log_line_in(line) if end else None
@@ -260,9 +261,10 @@ class OutputPump(threading.Thread):
             self._console.partial(self._task, "")  # its beginning may have come before
 
 
-def _clip(text, width):
+def _clip(text: str, width: int) -> str:
     """Cuts a line to the screen's width: a wrapped line could not be erased."""
-    out, columns = [], 0
+    out: list[str] = []
+    columns = 0
     for token in _TOKEN.findall(text):
         if not token.startswith("\x1b"):
             if columns >= width:

@@ -82,5 +82,5 @@ def log_line_in(text: str) -> int | None:
     return None if found is None else found.start()
 
 
-def _is_of_no_gpu(text):
+def _is_of_no_gpu(text: str) -> bool:
     return bool(_OF_CUDA.search(text)) and not os.path.exists(_GPU_DRIVER)

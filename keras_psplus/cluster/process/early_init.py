@@ -9,6 +9,7 @@ import dataclasses
 import linecache
 import sysconfig
 import traceback
+from typing import Any
 
 from keras_psplus.tf_internals import context as _tf_context
 
@@ -36,7 +37,7 @@ def install() -> None:
     _state.installed = True
     original = context.ensure_initialized
 
-    def record_and_initialize():
+    def record_and_initialize() -> Any:
         _remove(context)
         _state.frames = _user_frames(traceback.extract_stack())
         return original()
@@ -85,20 +86,21 @@ def check_not_initialized(what: str) -> None:
     )
 
 
-def _remove(context):
+def _remove(context: Any) -> None:
     context.__dict__.pop("ensure_initialized", None)
 
 
-def _user_frames(stack):
+def _user_frames(stack: traceback.StackSummary) -> tuple[tuple[str, int, str], ...]:
     """The innermost calls that are neither TensorFlow's, Keras's, Python's nor ours."""
+    library_paths: tuple[str, ...]
     library_paths = (sysconfig.get_path("purelib"), sysconfig.get_path("platlib"))
     library_paths += (sysconfig.get_path("stdlib"), __file__.rpartition("cluster")[0], "<frozen")
     # Packages may lie elsewhere, as those of a user or of another environment do.
     library_paths += (_tf_context.__file__.rpartition("tensorflow")[0],)
     users = [f for f in stack if not f.filename.startswith(library_paths)]
-    return tuple((f.filename, f.lineno, f.name) for f in users[-_MAX_FRAMES:])
+    return tuple((f.filename, f.lineno or 0, f.name) for f in users[-_MAX_FRAMES:])
 
 
-def _describe(filename, line, function):
+def _describe(filename: str, line: int, function: str) -> str:
     source = linecache.getline(filename, line).strip()
     return f"{filename}:{line} in {function}" + (f": {source}" if source else "")

@@ -16,7 +16,7 @@ def end_by_sigterm() -> None:
     os.register_at_fork(after_in_child=_restore)
 
 
-def _restore():
+def _restore() -> None:
     handler = signal.getsignal(signal.SIGTERM)
     if handler is not None:  # as the process that started Python has set it
         signal.signal(signal.SIGTERM, handler)

@@ -44,7 +44,7 @@ def state_of(pid: int, birth: int | None) -> str:
     return STOPPED if fields[0] in "Tt" else RUNNING
 
 
-def _fields(pid):
+def _fields(pid: int) -> list[str] | None:
     """Fields of `/proc/PID/stat` from the state on, after the process's name.
 
     The name may hold any characters.
@@ -55,7 +55,7 @@ def _fields(pid):
         return None
 
 
-def _answers(pid):
+def _answers(pid: int) -> bool:
     """Whether there is such a process, where the system does not say more."""
     if os.path.isdir("/proc/self"):
         return False

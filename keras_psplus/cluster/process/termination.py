@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import signal
 import threading
+from typing import Any
 
 EXIT_CODE = 128 + signal.SIGTERM
 # Seconds that the launcher leaves its tasks to save the job after SIGTERM; 0 for none.
@@ -42,7 +43,7 @@ class _Signal:
             signal.signal(signal.SIGTERM, signal.SIG_DFL)
         self._is_watched = False
 
-    def _note(self, number, frame):
+    def _note(self, number: int, frame: Any) -> None:
         if self.is_noted:
             os._exit(EXIT_CODE)  # It was told twice.
         self.is_noted = True

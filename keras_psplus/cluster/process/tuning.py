@@ -67,7 +67,7 @@ def server_config(workers: int) -> config_pb2.ConfigProto:
     return config
 
 
-def _sleep_at_once():
+def _sleep_at_once() -> None:
     """Has TensorFlow's threads sleep as soon as they have nothing to do."""
     # There is no public way to what the runtime is started with, beyond what tf.config knows.
     runtime, config = context.context(), config_pb2.ConfigProto()

@@ -17,7 +17,7 @@ import subprocess
 import sys
 import tempfile
 import threading
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import IO, Any, Self
 
 _PR_SET_CHILD_SUBREAPER = 36
@@ -69,8 +69,9 @@ class WarmPython:
         with self._lock:
             self._end()
 
-    def _end(self):
+    def _end(self) -> None:
         if self._process is not None:
+            assert self._connection is not None and self._output is not None
             self._connection.close()
             self._process.wait()
             self._output.close()
@@ -159,7 +160,8 @@ class WarmPython:
                 )
         return pid
 
-    def _ask(self, text, files):
+    def _ask(self, text: bytes, files: Iterable[int]) -> int | None:
+        assert self._connection is not None
         prctl = ctypes.CDLL(None).prctl
         # An orphan goes to the next of its ancestors that asks for it.
         prctl(_PR_SET_CHILD_SUBREAPER, 1)
@@ -173,14 +175,14 @@ class WarmPython:
             prctl(_PR_SET_CHILD_SUBREAPER, 0)
         return int.from_bytes(answer, "big") if len(answer) == 8 else None
 
-    def _begin(self):
+    def _begin(self) -> None:
         self._connection, theirs = socket.socketpair()
         # TensorFlow says something when it is imported; it is shown if it cannot be.
         self._output = tempfile.TemporaryFile()
         with theirs:
             self._process = subprocess.Popen(
                 [sys.executable, _SERVER, str(theirs.fileno()), *self._modules],
-                env=dict(self._environ),
+                env=self._environ,
                 pass_fds=[theirs.fileno()],
                 stdin=subprocess.DEVNULL,
                 stdout=self._output,

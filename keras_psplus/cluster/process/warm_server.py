@@ -26,7 +26,7 @@ from collections.abc import Iterator
 _PR_SET_PDEATHSIG = 1
 # Name of a module by which a process knows that it has started so, and in which environment.
 WARM_START = "keras_psplus_warm_start"
-_FILE = io.IOBase.__base__
+_FILE = io.IOBase.__mro__[1]
 
 
 def serve(connection: socket.socket) -> tuple[dict, list[int]]:
@@ -123,7 +123,7 @@ class Ending:
         else:
             self._code = 0
 
-    def _end(self):
+    def _end(self) -> None:
         if self._code is None:
             return  # By Ctrl-C, of which Python itself makes a signal; or it is the server.
         # What was open before the fork is not among these.
@@ -155,7 +155,7 @@ def run(ending: Ending) -> None:
         exec(compile(source, path, "exec"), module.__dict__)
 
 
-def _show(kind, error, trace):
+def _show(kind: type, error: BaseException, trace: types.TracebackType | None) -> None:
     """Shows an exception without the frames of this file."""
     while trace is not None and trace.tb_frame.f_code.co_filename == __file__:
         trace = trace.tb_next

@@ -59,7 +59,9 @@ def bind_local_address(
     return bound
 
 
-def _cannot_bind(config, mine, port, error):
+def _cannot_bind(
+    config: TaskConfig, mine: PeerIdentity, port: int, error: OSError
+) -> ClusterStartupError:
     received = f"Received: TF_CONFIG={config.to_tf_config()}"
     if error.errno != errno.EADDRINUSE:
         return ClusterStartupError(
@@ -80,7 +82,7 @@ def _cannot_bind(config, mine, port, error):
     )
 
 
-def _resolve_own(config, host, patience):
+def _resolve_own(config: TaskConfig, host: str, patience: float) -> socket.AddressFamily:
     deadline = time.monotonic() + patience
     while True:
         try:
@@ -95,7 +97,7 @@ def _resolve_own(config, host, patience):
         time.sleep(min(1.0, max(deadline - time.monotonic(), 0.0)))
 
 
-def _is_literal(host):
+def _is_literal(host: str) -> bool:
     try:
         ipaddress.ip_address(host)
     except ValueError:

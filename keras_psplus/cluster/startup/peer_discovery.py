@@ -3,7 +3,8 @@
 import concurrent.futures
 import dataclasses
 import time
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Collection, Sequence
+from typing import TypeAlias
 
 from keras_psplus.cluster.config import ClusterStartupError, TaskConfig, split_address, task_name
 from keras_psplus.cluster.startup.local_address import is_local
@@ -18,6 +19,9 @@ _PAUSE = 0.3
 _ROUND = 3.0  # the first task of a large cluster calls those that have not called it so often
 _COURTESY = 2.0
 _CLOSED_MEANS_UP = 3  # a proxy may accept and close; TensorFlow will find out
+
+# A call of another task, and what it has said of itself.
+_Call: TypeAlias = concurrent.futures.Future[PeerIdentity | None]
 
 
 class PeerDiscovery:
@@ -75,17 +79,17 @@ class PeerDiscovery:
                 log(self._progress(now - started, timeout))
             self._pause(_PAUSE)
 
-    def _to_dial(self):
+    def _to_dial(self) -> list[str]:
         return list(self._missing)
 
-    def _is_complete(self):
+    def _is_complete(self) -> bool:
         return not self._missing
 
-    def _awaited(self):
+    def _awaited(self) -> set[str]:
         """Names of those that are about to call."""
         return self._also_waiting
 
-    def _let_others_see_me(self):
+    def _let_others_see_me(self) -> None:
         """Waits until the waiting tasks have called too, which my call makes them do.
 
         This is a courtesy: a task that starts too late finds TensorFlow's server here a moment
@@ -96,18 +100,18 @@ class PeerDiscovery:
             self._pause(0.05)
         self._raise_problem(self._listener.problem)
 
-    def _let_the_other_ask(self):
+    def _let_the_other_ask(self) -> None:
         """Waits until a task of another cluster, woken by this one, can have called."""
         deadline = time.monotonic() + _COURTESY
         while not self._listener.strangers and time.monotonic() < deadline:
             time.sleep(0.05)
 
-    def _pause(self, seconds):
+    def _pause(self, seconds: float) -> None:
         if self._listener.changed.wait(seconds):
             self._listener.changed.clear()
         self._raise_problem(self._listener.problem)
 
-    def _dial_missing(self, connect_timeout):
+    def _dial_missing(self, connect_timeout: float) -> None:
         own = self._own_if_elsewhere()
         targets = [(name, self._missing[name]) for name in self._to_dial()] + own
         if not targets:
@@ -116,7 +120,9 @@ class PeerDiscovery:
             self._note(name, call)
         self._raise_problem(self._listener.problem)
 
-    def _dial(self, targets, mine, connect_timeout):
+    def _dial(
+        self, targets: Sequence[tuple[str, str]], mine: PeerIdentity, connect_timeout: float
+    ) -> dict[str, _Call]:
         """Futures of calls that are done, by the names of those that were called."""
         with concurrent.futures.ThreadPoolExecutor(max_workers=min(16, len(targets))) as pool:
             return {
@@ -124,7 +130,7 @@ class PeerDiscovery:
                 for name, address in targets
             }
 
-    def _note(self, name, call):
+    def _note(self, name: str, call: _Call) -> None:
         try:
             theirs = call.result()
         except ConnectionResetError as error:
@@ -148,19 +154,20 @@ class PeerDiscovery:
         if self._missing.pop(name, None) is not None:
             self._here.append(name)
 
-    def _own_if_elsewhere(self):
+    def _own_if_elsewhere(self) -> list[tuple[str, str]]:
         """My own address, if its name leads to another host: someone else may answer there."""
+        assert self._config.address is not None
         host, _ = split_address(self._config.address)
         return [] if is_local(host) else [(self._config.name, self._config.address)]
 
-    def _raise_problem(self, problem):
+    def _raise_problem(self, problem: str | None) -> None:
         if problem:
             raise ClusterStartupError(
                 f"The cluster cannot start: {problem}. "
                 f"Received: TF_CONFIG={self._config.to_tf_config()}"
             )
 
-    def _progress(self, seconds, timeout):
+    def _progress(self, seconds: float, timeout: float) -> str:
         missing = ", ".join(
             f"{name} ({address}{self._stranger_at(name)})"
             for name, address in self._missing.items()
@@ -168,12 +175,12 @@ class PeerDiscovery:
         here = ", ".join([self._config.name, *self._here])
         return f"waiting for {missing}; here: {here}; {seconds:.0f} s of {timeout:.0f} s"
 
-    def _stranger_at(self, name):
+    def _stranger_at(self, name: str) -> str:
         """Clause of a message, if another job answers at a task's address."""
         reason = self._reasons[name]
         return f": {reason}" if reason == str(handshake.StrangerError()) else ""
 
-    def _too_late(self, timeout):
+    def _too_late(self, timeout: float) -> ClusterStartupError:
         here = ", ".join([f"{self._config.name} (this task, {self._config.address})", *self._here])
         missing = "\n".join(
             f"  {name} at {address}: {self._reasons[name]}"
@@ -212,10 +219,10 @@ class SparsePeerDiscovery(PeerDiscovery):
             called = {self._leader, *self._neighbours_of(config.name)}
             self._missing = {name: a for name, a in self._missing.items() if name in called}
 
-    def _neighbours_of(self, name):
+    def _neighbours_of(self, name: str) -> list[str]:
         return neighbours(self._names, self._names.index(name))
 
-    def _to_dial(self):
+    def _to_dial(self) -> list[str]:
         now = time.monotonic()
         if not self._leads:
             if not self._missing and now >= self._next_round:
@@ -233,7 +240,7 @@ class SparsePeerDiscovery(PeerDiscovery):
         self._next_round = now + _ROUND
         return list(self._missing)
 
-    def _is_complete(self):
+    def _is_complete(self) -> bool:
         if self._missing:
             return False
         if not self._leads:
@@ -245,19 +252,19 @@ class SparsePeerDiscovery(PeerDiscovery):
             self._dial(others, dataclasses.replace(self._mine, all_here=True), _COURTESY)
         return True
 
-    def _awaited(self):
+    def _awaited(self) -> set[str]:
         if self._leads or self._leader not in self._also_waiting:
             return self._also_waiting
         return {
             name for name in self._names[1:] if self._config.name in self._neighbours_of(name)
         } | {self._leader}
 
-    def _lacks_others(self):
+    def _lacks_others(self) -> bool:
         """Whether called tasks are missing, beyond a first task that has answered and left."""
         known = {self._leader} if self._leader_has_answered else set()
         return bool(self._missing.keys() - known)
 
-    def _progress(self, seconds, timeout):
+    def _progress(self, seconds: float, timeout: float) -> str:
         if self._lacks_others():
             return super()._progress(seconds, timeout)
         return (
@@ -266,7 +273,7 @@ class SparsePeerDiscovery(PeerDiscovery):
             f"{seconds:.0f} s of {timeout:.0f} s"
         )
 
-    def _too_late(self, timeout):
+    def _too_late(self, timeout: float) -> ClusterStartupError:
         if self._lacks_others():
             return super()._too_late(timeout)
         return ClusterStartupError(

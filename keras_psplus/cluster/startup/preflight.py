@@ -94,7 +94,7 @@ def probe_peers(config: TaskConfig, timeout: float = 3.0) -> dict[str, str | Non
         Dict from task name to `None` (reachable) or the reason why not.
     """
 
-    def probe(address):
+    def probe(address: str) -> str | None:
         try:
             handshake.connect(address, timeout).close()
         except OSError as error:
@@ -110,5 +110,5 @@ def probe_peers(config: TaskConfig, timeout: float = 3.0) -> dict[str, str | Non
     }
 
 
-def _log(line):
+def _log(line: str) -> None:
     print(f"keras_psplus: {line}", file=sys.stderr, flush=True)

@@ -24,7 +24,7 @@ class BackgroundWriter:
         """
         self.finish()
 
-        def run():
+        def run() -> None:
             try:
                 write()
             except BaseException as error:  # Raised by the next call.

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from typing import TYPE_CHECKING, Any, NoReturn
 
 import keras
@@ -132,7 +132,9 @@ def check_variables(strategy: tf.distribute.Strategy, model: keras.Model) -> Non
         _check_in_scope(strategy, model.optimizer.variables, owner)
 
 
-def _check_in_scope(strategy, variables, owner):
+def _check_in_scope(
+    strategy: tf.distribute.Strategy, variables: Iterable[keras.Variable], owner: str
+) -> None:
     for variable in variables:
         if not strategy.extended.has_made(variable._value):
             raise ValueError(

@@ -49,7 +49,7 @@ def summed_for(
     return summed(gradient) if _is_linear(optimizer) else gradient
 
 
-def _is_linear(optimizer):
+def _is_linear(optimizer: Any) -> bool:
     """Whether an update changes weights and momenta by multiples of the gradient."""
     inner = getattr(optimizer, "inner_optimizer", optimizer)
     clips = any(getattr(one, name, None) for one in (optimizer, inner) for name in _CLIPS)

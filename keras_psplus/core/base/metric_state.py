@@ -10,4 +10,4 @@ if TYPE_CHECKING:
 
 def accumulates(variable: keras.Variable) -> bool:
     """Whether a Keras variable is a metric's state, a total over replicas."""
-    return variable.synchronization == "on_read" and variable.aggregation == "sum"
+    return bool(variable.synchronization == "on_read" and variable.aggregation == "sum")

@@ -7,7 +7,7 @@ what the backup says of them.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 import keras
@@ -109,14 +109,14 @@ def forms(variables: Iterable[Any]) -> list[list[Any]]:
     return [[list(variable.shape), tf.as_dtype(variable.dtype).name] for variable in variables]
 
 
-def _by_place(model):
+def _by_place(model: keras.Model) -> dict[int | str, keras.Variable | tf.Variable]:
     """Variables by their number in the model, or by their name within it."""
-    return {**optimizers.other_variables(model), **dict(enumerate(model.variables))}
+    return dict([*optimizers.other_variables(model).items(), *enumerate(model.variables)])
 
 
-def _places(model):
+def _places(model: keras.Model) -> dict[int, int | str]:
     return {id(variable): place for place, variable in _by_place(model).items()}
 
 
-def _named(name, of_one):
+def _named(name: str, of_one: Mapping[str, Any] | None) -> str:
     return "no" if of_one is None else f"{of_one[_KIND]} '{name}'"

@@ -91,7 +91,7 @@ def other_variables(model: keras.Model) -> dict[str, keras.Variable | tf.Variabl
     return others
 
 
-def _is_optimizer(one):
+def _is_optimizer(one: object) -> bool:
     return isinstance(one, keras.optimizers.Optimizer)
 
 

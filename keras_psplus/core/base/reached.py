@@ -10,8 +10,8 @@ import dis
 import functools
 import sys
 import types
-from collections.abc import Iterator
-from typing import Any
+from collections.abc import Iterable, Iterator
+from typing import Any, TypeAlias
 
 import keras
 import tensorflow as tf
@@ -26,6 +26,7 @@ _INTERNAL = ("_self_", "_tracker", "_distribute_strategy", "_inbound", "_outboun
 # Of objects that are looked at; more are no optimizers, but data.
 _MOST_OBJECTS, _MOST_ELEMENTS, _MOST_DEPTH = 20_000, 1_000, 12
 _FOUND = (keras.optimizers.Optimizer, keras.metrics.Metric, keras.Variable, tf.Variable)
+_Finds: TypeAlias = Iterator[tuple[str, Any, bool]]
 
 
 def objects_of(model: keras.Model) -> Iterator[tuple[str, Any, bool]]:
@@ -44,11 +45,11 @@ def objects_of(model: keras.Model) -> Iterator[tuple[str, Any, bool]]:
 class _Search:
     """One walk through the objects that a model reaches; each of them is seen once."""
 
-    def __init__(self):
+    def __init__(self) -> None:
         # Objects by id, as an id may be another's once an object is gone.
         self._seen: dict[int, Any] = {}
 
-    def in_layers(self, prefix, model):
+    def in_layers(self, prefix: str, model: keras.Layer) -> _Finds:
         """Looks through a model and the layers that it has."""
         layers = list(model._flatten_layers())
         self._seen.update((id(layer), layer) for layer in layers)
@@ -65,7 +66,7 @@ class _Search:
         for number, layer in enumerate(layers):
             yield from self._look_at_class(f"{prefix}layer_{number}", layer, 0)
 
-    def _look(self, name, value, depth, is_attribute=False):
+    def _look(self, name: str, value: Any, depth: int, is_attribute: bool = False) -> _Finds:
         if id(value) in self._seen or _is_plain(value) or depth > _MOST_DEPTH:
             return
         if len(self._seen) > _MOST_OBJECTS:
@@ -86,11 +87,11 @@ class _Search:
         else:
             yield from self._look_into(name, value, depth)
 
-    def _look_at(self, name, values, depth):
+    def _look_at(self, name: str, values: Iterable[Any], depth: int) -> _Finds:
         for i, value in enumerate(values):
             yield from self._look(f"{name}/{i}", value, depth + 1)
 
-    def _look_into(self, name, value, depth):
+    def _look_into(self, name: str, value: Any, depth: int) -> _Finds:
         """Looks at what a function uses, or at an object's attributes and methods."""
         if isinstance(value, functools.partial):
             parts = [value.func, *value.args, *value.keywords.values()]
@@ -106,7 +107,7 @@ class _Search:
                 yield from self._look(f"{name}/{attribute}", one, depth + 1)
             yield from self._look_at_class(name, value, depth)
 
-    def _look_at_class(self, name, value, depth):
+    def _look_at_class(self, name: str, value: object, depth: int) -> _Finds:
         """Looks at what the methods of an object's class use."""
         for cls in type(value).__mro__:
             if _is_of_library(cls.__module__):
@@ -116,7 +117,7 @@ class _Search:
                     yield from self._look(f"{name}/{attribute}", one, depth + 1)
 
 
-def _functions(member):
+def _functions(member: Any) -> list[Any]:
     """Functions of a class's member; other members, such as optimizers, are returned unchanged."""
     if isinstance(member, property):
         return [one for one in (member.fget, member.fset) if one is not None]
@@ -125,13 +126,13 @@ def _functions(member):
     return [member]
 
 
-def _function(value):
+def _function(value: Any) -> Any:
     """The Python function of what wraps one, as `tf.function` does."""
     value = getattr(value, "python_function", value)
     return getattr(value, "__wrapped__", value) if callable(value) else value
 
 
-def _used_by(function):
+def _used_by(function: types.FunctionType) -> Iterator[tuple[str, Any]]:
     """Named objects of a function's closure, globals and defaults."""
     for name, cell in zip(function.__code__.co_freevars, function.__closure__ or ()):
         try:
@@ -146,7 +147,7 @@ def _used_by(function):
 
 
 @functools.lru_cache(4096)
-def _global_names(code):
+def _global_names(code: types.CodeType) -> tuple[str, ...]:
     names = {
         one.argval
         for one in dis.get_instructions(code)
@@ -158,11 +159,11 @@ def _global_names(code):
     return tuple(sorted(names))
 
 
-def _is_plain(value):
+def _is_plain(value: object) -> bool:
     return value is None or isinstance(
         value, (bool, int, float, complex, str, bytes, type, types.ModuleType, tf.Tensor, set)
     )
 
 
-def _is_of_library(module):
+def _is_of_library(module: str | None) -> bool:
     return (module or "").partition(".")[0] in _LIBRARIES

@@ -28,5 +28,5 @@ def describe(strategy: object, task: TaskConfig | None, **options: Any) -> str:
     return f"<{type(strategy).__name__}({', '.join(given)}): {where}>"
 
 
-def _is_default(value):
+def _is_default(value: object) -> bool:
     return value is None or value is False or (isinstance(value, int) and value == 0)

@@ -87,7 +87,7 @@ class World(NamedTuple):
         # It is so in each R sizes on end; where replicas have no rows, it is not.
         smallest = batch_size if is_even else max(1, batch_size - 2 * self.replicas)
         spans = [self.span(rows) for rows in range(smallest, batch_size + 1)]
-        return max(end - first for first, end in spans)
+        return int(max(end - first for first, end in spans))
 
 
 def rows_of(data: Any) -> int | tf.Tensor | None:
@@ -166,7 +166,9 @@ def split(data: Any, world: World, pads: bool = True) -> Shards:
     return _shards(data, world, rows, pads)
 
 
-def _shards(data, world, rows, pads, start=0):
+def _shards(
+    data: Any, world: World, rows: int | tf.Tensor, pads: bool, start: int | tf.Tensor = 0
+) -> Shards:
     """Makes a worker's `Shards` from data that start at row `start` of the batch."""
     shards = []
     for local_replica in range(world.local_replicas):

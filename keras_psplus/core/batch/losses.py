@@ -12,7 +12,11 @@ from typing import Any
 import keras
 import tensorflow as tf
 
-from keras_psplus.core.batch.replica_step import current_step, current_step_with_batch_fraction
+from keras_psplus.core.batch.replica_step import (
+    ReplicaStep,
+    current_step,
+    current_step_with_batch_fraction,
+)
 from keras_psplus.core.graph import metric_losses
 from keras_psplus.engine import Call
 from keras_psplus.keras_internals.keras_parts import Variable, tree
@@ -78,10 +82,10 @@ def note_gradients(call: Call, grads: Any, step: Any, note: Callable[..., list[A
 
 def is_mean(target: Any) -> bool:
     """Whether a tape's target is a mean over rows, not a loss per row."""
-    return tf.is_tensor(target) and target.dtype.is_floating and target.shape.rank == 0
+    return bool(tf.is_tensor(target) and target.dtype.is_floating and target.shape.rank == 0)
 
 
-def _seed(step, target):
+def _seed(step: ReplicaStep, target: Any) -> tf.Tensor | None:
     return step.scale_by_batch_fraction(tf.ones_like(target)) if is_mean(target) else None
 
 
@@ -99,14 +103,16 @@ def reduce_values(call: Call) -> tf.Tensor:
         return known.note(loss, lambda: loss)
     correction = known.take_correction()
 
-    def of_batch():
+    def of_batch() -> tf.Tensor:
         corrected = loss if correction is None else loss * tf.cast(correction(), loss.dtype)
         return _of_batch(step, corrected, sample_weight, reduction)
 
     return known.note(loss, of_batch)
 
 
-def _of_batch(step, loss, sample_weight, reduction):
+def _of_batch(
+    step: ReplicaStep, loss: tf.Tensor, sample_weight: Any, reduction: str | None
+) -> tf.Tensor:
     if tuple(loss.shape) == (0,):
         # Eagerly, Keras leaves the loss of an empty replica as it is: a vector of no rows.
         loss = tf.reduce_sum(loss)
@@ -130,7 +136,7 @@ def apply_mask(call: Call) -> Any:
     if step is None or mask is None or not is_mean or not step.can_sum:
         return weight
 
-    def correction():
+    def correction() -> tf.Tensor:
         # Keras divides by the replica's own number of unmasked entries; one process would divide
         # by that of the whole batch.
         total = tf.cast(tf.size(mask), tf.float32)
@@ -173,8 +179,8 @@ def update_sum(call: Call) -> Any:
     return call.proceed(values=values)
 
 
-def _is_number(values):
-    return values.shape.rank == 0 and values.dtype.is_floating
+def _is_number(values: tf.Tensor) -> bool:
+    return bool(values.shape.rank == 0 and values.dtype.is_floating)
 
 
 def get_attribute(call: Call) -> Any:

@@ -47,7 +47,7 @@ class LastRow:
                 variable.assign(leaf[-1:], read_value=False)
         return data
 
-    def _variable(self, place, leaf):
+    def _variable(self, place: tuple[Any, int], leaf: tf.Tensor) -> tf.Variable:
         key = *place, leaf.dtype, leaf.shape.rank
         if key not in self._variables:
             with ops.init_scope(), ops.device("/CPU:0"):
@@ -93,17 +93,17 @@ def padded(data: Any, rows: tf.Tensor, instead: Sequence[tf.Tensor | None] | Non
     return tf.nest.pack_sequence_as(data, leaves)
 
 
-def _is_dense(leaf):
+def _is_dense(leaf: Any) -> bool:
     return isinstance(leaf, tf.Tensor) and bool(leaf.shape.rank)
 
 
-def _sizes_of_row(leaf, shape):
+def _sizes_of_row(leaf: tf.Tensor | tf.SparseTensor, shape: tf.Tensor) -> list[int | tf.Tensor]:
     """Sizes of a tensor's rows, at least 1; ints where they are static."""
     sizes = enumerate(leaf.shape.as_list())
     return [tf.maximum(shape[i], 1) if size is None else size for i, size in sizes][1:]
 
 
-def _padded_ragged(leaf):
+def _padded_ragged(leaf: tf.RaggedTensor) -> tf.RaggedTensor:
     if leaf.uniform_row_length is not None:
         return leaf
     missing = 1 - tf.minimum(leaf.nrows(), 1)
@@ -111,7 +111,7 @@ def _padded_ragged(leaf):
     return tf.RaggedTensor.from_row_splits(leaf.values, splits, validate=False)
 
 
-def _padded_sparse(leaf):
+def _padded_sparse(leaf: tf.SparseTensor) -> tf.SparseTensor:
     rows = tf.maximum(leaf.dense_shape[0], 1)
     shape = tf.stack([rows, *_sizes_of_row(leaf, leaf.dense_shape)])
     return tf.SparseTensor(leaf.indices, leaf.values, shape)

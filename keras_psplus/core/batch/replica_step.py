@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Self
 
 import tensorflow as tf
 
@@ -48,11 +48,11 @@ class ReplicaStep:
         self.metric_losses = MetricLosses()
         self.compiled_calls: CompiledCalls | None = None
 
-    def __enter__(self):
+    def __enter__(self) -> Self:
         self._outer, _local.step = current_step(), self
         return self
 
-    def __exit__(self, *exc):
+    def __exit__(self, *exc: object) -> None:
         _local.step = self._outer
 
     @property
@@ -74,6 +74,10 @@ class ReplicaStep:
 
     def unscale_by_batch_fraction(self, value: tf.Tensor) -> tf.Tensor:
         """Divides by the replica's fraction of the global batch."""
+        raise NotImplementedError
+
+    def sum_over_replicas(self, tensors: list[tf.Tensor]) -> list[tf.Tensor]:
+        """Sums small tensors over all replicas, of a step that `can_sum`."""
         raise NotImplementedError
 
 

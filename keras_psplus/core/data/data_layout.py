@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from keras_psplus.core.data.unknown_length import UnknownLength
+from keras_psplus.keras_internals.keras_parts import data_adapter
 from keras_psplus.log import logger
 
 _BATCHES, _SIZE, _LAST, _STEPS = "batches", "batch_size", "rows_of_last_batch", "steps_per_epoch"
@@ -28,9 +29,10 @@ def layout_of(iterator: Any) -> dict[str, int | None]:
     return {name: None if count is None else int(count) for name, count in found.items()}
 
 
-def _rows_of_last_batch(adapter):
+def _rows_of_last_batch(adapter: data_adapter.DataAdapter) -> int | None:
     try:
-        return adapter.partial_batch_size
+        rows: int | None = adapter.partial_batch_size
+        return rows
     except NotImplementedError:
         return None  # Keras does not say it of PyDatasets and generators.
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import sys
+from collections.abc import Iterator
 from typing import Any
 
 import tensorflow as tf
@@ -43,7 +44,7 @@ def skip(iterator: Any, epochs: int, batches: int) -> None:
         _draw(begun[2], several)
 
 
-def _pass_epochs(iterator, epochs):
+def _pass_epochs(iterator: Any, epochs: int) -> None:
     """Opens and closes the iterators of earlier epochs.
 
     With `steps_per_epoch`, the next epoch continues in the same iterator, so their batches are
@@ -79,12 +80,12 @@ class _Passes:
 
     count = 0
 
-    def __iter__(self):
+    def __iter__(self) -> Iterator[Any]:
         self.count += 1
         return iter(())
 
 
-def _draw(of_epoch, count):
+def _draw(of_epoch: Any, count: int) -> None:
     if isinstance(of_epoch, (tf.data.Iterator, tf.distribute.DistributedIterator)):
         _draw_in_graph(of_epoch, count)
         return
@@ -92,11 +93,13 @@ def _draw(of_epoch, count):
         next(of_epoch, None)
 
 
-@tf.function(autograph=False, reduce_retracing=True)
-def _draw_in_graph(of_epoch, count):
-    def body(number):
+def _draw_all(of_epoch: tf.data.Iterator | tf.distribute.DistributedIterator, count: int) -> None:
+    def body(number: tf.Tensor) -> tuple[tf.Tensor]:
         # Not an error if it has ended: of `steps_per_execution`, the last may be fewer.
         of_epoch.get_next_as_optional()
         return (number + 1,)
 
     tf.while_loop(lambda number: number < count, body, [0])
+
+
+_draw_in_graph = tf.function(_draw_all, autograph=False, reduce_retracing=True)

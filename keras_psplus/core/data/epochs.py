@@ -38,7 +38,8 @@ def begin(call: Call) -> Any:
 def enumerate_steps(call: Call) -> Iterator[Any]:
     """Yields the steps of one epoch, as many as its data have."""
     call.owner._num_batches = call.owner.data_adapter.num_batches
-    return call.proceed()
+    steps: Iterator[Any] = call.proceed()
+    return steps
 
 
 def warn_of_early_end(call: Call) -> Any:

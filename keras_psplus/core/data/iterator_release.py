@@ -60,7 +60,7 @@ def release_elsewhere(iterator: Any) -> None:
         _releaser.add(_handles(iterator))
 
 
-def _handles(iterator):
+def _handles(iterator: tf.data.Iterator | tf.distribute.DistributedIterator) -> list[tf.Tensor]:
     """The tensors by which Python keeps an iterator alive."""
     handles = list(tf.nest.flatten(iterator, expand_composites=True))
     for of_worker in getattr(iterator, "_iterators", ()):
@@ -87,7 +87,7 @@ class _Releaser:
         self._is_running = False
         self._threads: weakref.WeakSet[threading.Thread] = weakref.WeakSet()
 
-    def add(self, handles):
+    def add(self, handles: list[tf.Tensor]) -> None:
         """Keeps the handles of one more iterator."""
         with self._lock:
             self.kept.append(handles)
@@ -95,7 +95,7 @@ class _Releaser:
                 self._is_running = True
                 threading.Thread(target=self._run, name="iterator release", daemon=True).start()
 
-    def _run(self):
+    def _run(self) -> None:
         while True:
             time.sleep(_LOOK_SECONDS)
             with self._lock:
@@ -104,18 +104,18 @@ class _Releaser:
                     self._is_running = False
                     return
 
-    def release_unused(self):
+    def release_unused(self) -> None:
         """Begins to destroy the iterators that nobody else refers to."""
         for handles in [handles for handles in self.kept if _are_unused(handles)]:
             self._destroy(handles)
 
-    def _destroy(self, handles):
+    def _destroy(self, handles: list[tf.Tensor]) -> None:
         self.kept = [others for others in self.kept if others is not handles]
         thread = threading.Thread(target=handles.clear, name="iterator end", daemon=True)
         self._threads.add(thread)
         thread.start()
 
-    def leave(self):
+    def leave(self) -> None:
         """Destroys what is left, as the process ends, and waits a little for it.
 
         What something still refers to is left to the end of the process: Python would destroy it
@@ -134,7 +134,7 @@ class _Releaser:
             thread.join(max(0.0, end - time.monotonic()))
 
 
-def _are_unused(handles):
+def _are_unused(handles: list[tf.Tensor]) -> bool:
     # By indices: a loop over the values would be one more reference.
     return all(sys.getrefcount(handles[i]) == _UNUSED for i in range(len(handles)))
 

@@ -36,7 +36,8 @@ class UnknownLength(data_adapter.DataAdapter):
 
     @property
     def batch_size(self) -> int | None:
-        return self.of.batch_size
+        size: int | None = self.of.batch_size
+        return size
 
 
 def check_rows_came(adapter: data_adapter.DataAdapter) -> None:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterator
+from collections.abc import Collection, Iterator, Mapping
 from typing import Any
 
 import tensorflow as tf
@@ -36,7 +36,7 @@ def dependent_outputs(operation: tf.Operation, inputs: Collection[int]) -> set[i
     return set(range(len(operation.outputs))) if found is None else found
 
 
-def _dependent(graph, node, inputs):
+def _dependent(graph: tf.Graph, node: Any, inputs: set[int]) -> set[int] | None:
     """Numbers of a node's outputs that depend on inputs; None for all of them."""
     if not inputs:
         return set()
@@ -57,7 +57,7 @@ def _dependent(graph, node, inputs):
     return set().union(*(_dependent_in(graph, name, given) for name in names))
 
 
-def _dependent_in(graph, name, inputs):
+def _dependent_in(graph: tf.Graph, name: str, inputs: set[int]) -> set[int]:
     """Numbers of a function's outputs that depend on some of its arguments."""
     definition = _definition(graph, name)
     arguments = [argument.name for argument in definition.signature.input_arg]
@@ -76,19 +76,20 @@ def _dependent_in(graph, name, inputs):
     return {i for i, one in enumerate(outputs) if _is_known(definition.ret[one], known)}
 
 
-def _is_known(text, known):
+def _is_known(text: str, known: Mapping[str, set[int] | None]) -> bool:
     name, *rest = text.split(":")
     if name not in known:
         return False
-    return known[name] is None or int(rest[-1]) in known[name]
+    numbers = known[name]
+    return numbers is None or int(rest[-1]) in numbers
 
 
-def _names(node):
+def _names(node: Any) -> Iterator[str]:
     for attribute in ATTRIBUTES:
         if attribute in node.attr:
             value = node.attr[attribute]
             yield from filter(None, [value.func.name, *(one.name for one in value.list.func)])
 
 
-def _definition(graph, name):
+def _definition(graph: tf.Graph, name: str) -> Any:
     return graph._get_function(name).cached_definition

@@ -11,7 +11,7 @@ gradient is one too, as TensorFlow compiles the gradient of what it compiles.
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 import keras
@@ -80,7 +80,7 @@ class CompiledCalls:
             self.count += 1
             return call.outputs()
 
-    def _note(self, reason):
+    def _note(self, reason: str) -> None:
         if reason not in self.reasons:
             self.reasons.append(reason)
             logger.info("not compiled in '%s': %s", self._model.name, reason)
@@ -103,16 +103,23 @@ class _Call:
     the tensors.
     """
 
-    def __init__(self, original, layer, args, kwargs):
+    def __init__(
+        self,
+        original: Callable[..., Any],
+        layer: keras.Layer,
+        args: Sequence[Any],
+        kwargs: Mapping[str, Any],
+    ) -> None:
         self._original, self._layer, self._given = original, layer, (args, kwargs)
         self._flat = tree.flatten(self._given)
         self._places = [i for i, one in enumerate(self._flat) if tf.is_tensor(one)]
         self._tensors = [self._flat[i] for i in self._places]
         # Found by the trace: the structure of outputs, and layers by their losses.
-        self._structure, self._owners = None, []
+        self._structure: Any = None
+        self._owners: list[tuple[keras.Layer, int]] = []
         self._function = tf.function(self._run, autograph=False, jit_compile=True)
 
-    def why_not(self):
+    def why_not(self) -> str | None:
         """The reason why XLA cannot compile the call, or None."""
         if not all(isinstance(one, tf.Tensor) for one in self._tensors):
             return "its inputs are ragged or sparse"
@@ -122,7 +129,7 @@ class _Call:
         missing = xla_operations.missing(graph)
         return "XLA cannot compile its " + ", ".join(missing[:_LISTED]) if missing else None
 
-    def outputs(self):
+    def outputs(self) -> Any:
         """Calls the function; returns the layer's outputs."""
         outputs, masks, added = self._function(*self._inputs())
         for output, mask in zip(outputs, masks):
@@ -133,10 +140,12 @@ class _Call:
             layer._losses[:] = [next(losses) for _ in range(count)]
         return tree.pack_sequence_as(self._structure, outputs)
 
-    def _inputs(self):
+    def _inputs(self) -> tuple[list[tf.Tensor], list[tf.Tensor | None]]:
         return self._tensors, [get_keras_mask(one) for one in self._tensors]
 
-    def _run(self, tensors, masks):
+    def _run(
+        self, tensors: Sequence[tf.Tensor], masks: Sequence[tf.Tensor | None]
+    ) -> tuple[list[tf.Tensor], list[tf.Tensor | None], list[tf.Tensor]]:
         flat = list(self._flat)
         for i, tensor, mask in zip(self._places, tensors, masks):
             flat[i] = tensor

@@ -50,16 +50,16 @@ def nonlinear_use(
                 or (op.type in _QUOTIENTS and used == [True, False])
             )
             if not is_linear:
-                return op.type
+                return str(op.type)
             new = [one for one in op.outputs if id(one) not in marked]
             marked.update(map(id, new))
             waiting += new
     return None
 
 
-def _is_loop(op, bodies):
+def _is_loop(op: tf.Operation, bodies: Collection[str]) -> bool:
     return op.type in _LOOPS and op.get_attr("body").name in bodies
 
 
-def _shape(tensor):
+def _shape(tensor: tf.Tensor) -> tuple[int | None, ...] | None:
     return None if tensor.shape.rank is None else tuple(tensor.shape)

@@ -11,7 +11,7 @@ What else goes into such a log is averaged over the replicas first, as logs of a
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import tensorflow as tf
@@ -89,7 +89,7 @@ class MetricLogs:
         self.inputs = [t for t in self._part.inputs if _is_averaged(t)]
         self.depends_on_rows = _depends_on_rows(self._part)
 
-    def _reads_of(self, state, first_writes):
+    def _reads_of(self, state: int, first_writes: int) -> Iterator[Read]:
         consumers = [one for one in self._handles[state].consumers() if one.name in self._order]
         places = sorted(self._order[one.name] for one in consumers if _writes(one))[first_writes:]
         for one in consumers:
@@ -102,7 +102,7 @@ class MetricLogs:
                     all(write > place for write in places),
                 )
 
-    def _why_not(self, part, wanted, early):
+    def _why_not(self, part: Subgraph, wanted: set[Any], early: set[Any]) -> str | None:
         """Reason why a part of the graph must not be repeated, or None."""
         if early & _used(part, wanted):
             return _UPDATED_AFTER
@@ -110,7 +110,7 @@ class MetricLogs:
             return "it is computed from rows of the batch, which only one worker has"
         return next(filter(None, map(self._why_not_operation, part.operations)), None)
 
-    def _why_not_operation(self, operation):
+    def _why_not_operation(self, operation: tf.Operation) -> str | None:
         """Reason why an operation must not be repeated, or None."""
         handles = [t for t in operation.inputs if any(t is handle for handle in self._handles)]
         if handles and _writes(operation):
@@ -157,20 +157,20 @@ def refuse(refused: Mapping[str, str]) -> None:
         )
 
 
-def _used(part, wanted):
+def _used(part: Subgraph, wanted: set[Any]) -> set[Any]:
     """References of the tensors that a part of a graph uses, and its results."""
     return wanted | {t.ref() for operation in part.operations for t in operation.inputs}
 
 
-def _is_averaged(tensor):
-    return tensor.dtype.is_floating and tensor.shape.is_fully_defined()
+def _is_averaged(tensor: tf.Tensor) -> bool:
+    return bool(tensor.dtype.is_floating and tensor.shape.is_fully_defined())
 
 
-def _depends_on_rows(part):
+def _depends_on_rows(part: Subgraph) -> bool:
     return any(t.dtype.is_floating and not _is_averaged(t) for t in part.inputs)
 
 
-def _writes(operation):
+def _writes(operation: tf.Operation) -> bool:
     if operation.type in _READS or operation.type.startswith("ResourceGather"):
         return False
     functions = list(nodes_of(operation))

@@ -83,7 +83,7 @@ class MetricLosses:
         return part.repeat(values, "loss_of_batch")[0]
 
 
-def _graph_of(tensor):
+def _graph_of(tensor: tf.Tensor) -> tf.Graph | None:
     return getattr(tensor, "graph", None) if hasattr(tensor, "op") else None
 
 
@@ -97,7 +97,7 @@ def update_state(losses: MetricLosses, metric: keras.metrics.Metric, update: Any
     """
 
     @functools.wraps(update)
-    def update_with_local_losses(*args, **kwargs):
+    def update_with_local_losses(*args: Any, **kwargs: Any) -> Any:
         with losses.inside(metric):
             return update(*args, **kwargs)
 

@@ -5,12 +5,15 @@ built.
 """
 
 import contextlib
-from collections.abc import Iterator, Sequence
-from typing import Any
+from collections.abc import Collection, Iterable, Iterator, Sequence
+from typing import Any, TypeAlias
 
+import keras
 import tensorflow as tf
 
 from keras_psplus.tf_internals import framework_ops, func_graph
+
+Gradient: TypeAlias = tf.Tensor | tf.IndexedSlices
 
 _CALLS = "PartitionedCall", "StatefulPartitionedCall"
 # Types of operations: those that give on rows or draw random numbers, and those that may inside.
@@ -32,9 +35,7 @@ class TapeCall:
         is_open: Whether the stand-ins are still in the place of the parts.
     """
 
-    def __init__(
-        self, grads: Sequence[tf.Tensor | tf.IndexedSlices | None], variables: Sequence[Any]
-    ) -> None:
+    def __init__(self, grads: Sequence[Gradient | None], variables: Sequence[Any]) -> None:
         kept = [i for i, gradient in enumerate(grads) if gradient is not None]
         self.parts = [grads[i] for i in kept]
         self.variables = [variables[i] for i in kept]
@@ -49,7 +50,7 @@ class TapeCall:
         self.is_open = bool(kept)
 
     @property
-    def given(self) -> list[tf.Tensor | tf.IndexedSlices | None]:
+    def given(self) -> list[Gradient | None]:
         kept, size = self._places
         found = [None] * size
         for i, one in zip(kept, self._own):
@@ -96,9 +97,7 @@ class TapeCall:
             not self._is_returned(consumer) for t in self._tensors for consumer in t.consumers()
         )
 
-    def part_of(
-        self, gradient: tf.Tensor | tf.IndexedSlices | None
-    ) -> tf.Tensor | tf.IndexedSlices | None:
+    def part_of(self, gradient: Gradient | None) -> Gradient | None:
         """The part that a gradient is the stand-in for, or None."""
         for i, (own, part) in enumerate(zip(self._own, self.parts)):
             if _is_same(own, gradient):
@@ -111,12 +110,12 @@ class TapeCall:
                 return part
         return None
 
-    def has_made(self, gradient: tf.Tensor | tf.IndexedSlices | None) -> bool:
+    def has_made(self, gradient: Gradient | None) -> bool:
         """Whether a gradient was computed of a stand-in, and is none itself."""
         is_own = any(_is_same(own, gradient) for own in self._own)
         return not is_own and self.leads_to(gradient)
 
-    def leads_to(self, gradient: tf.Tensor | tf.IndexedSlices | None) -> bool:
+    def leads_to(self, gradient: Gradient | None) -> bool:
         """Whether a gradient is a stand-in or was computed of one."""
         if gradient is None or self._is_finished:
             return False
@@ -125,7 +124,7 @@ class TapeCall:
             return True
         return any(id(op) in self._ops for op in _sources(_leaves(gradient), self._ops))
 
-    def was_changed_inside(self, gradient: tf.Tensor | tf.IndexedSlices | None) -> bool:
+    def was_changed_inside(self, gradient: Gradient | None) -> bool:
         """Whether a gradient comes from a finished function that has changed a stand-in."""
         if gradient is None or not self._is_finished or not self.is_used_inside():
             return False
@@ -137,7 +136,7 @@ class TapeCall:
             for op in _sources(_leaves(gradient))
         )
 
-    def was_changed_outside(self, gradient: tf.Tensor | tf.IndexedSlices | None) -> bool:
+    def was_changed_outside(self, gradient: Gradient | None) -> bool:
         """Whether a gradient was computed of a stand-in that a finished function has returned."""
         if gradient is None or not self._is_finished:
             return False
@@ -157,7 +156,7 @@ class TapeCall:
             waiting += [(one, is_changed) for one in tensor.op.inputs]
         return False
 
-    def close(self, sums: Sequence[tf.Tensor | tf.IndexedSlices]) -> None:
+    def close(self, sums: Sequence[Gradient]) -> None:
         """Puts sums in the place of all stand-ins."""
         for i, (own, total) in enumerate(zip(self._own, sums)):
             if self._graph is None:
@@ -166,9 +165,7 @@ class TapeCall:
                 _replace(own, total)
         self.is_open = False
 
-    def put_sums(
-        self, variables: Sequence[Any], sums: Sequence[tf.Tensor | tf.IndexedSlices]
-    ) -> None:
+    def put_sums(self, variables: Sequence[Any], sums: Sequence[Gradient]) -> None:
         """Puts sums in the place of the stand-ins of parts that an optimizer has taken.
 
         Sums that are in another graph, as in a branch, are left out.
@@ -182,7 +179,7 @@ class TapeCall:
         self.is_open = self._put < len(self.parts)
 
     @property
-    def _is_finished(self):
+    def _is_finished(self) -> bool:
         """Whether the graph was that of a function whose tracing is over."""
         graph = self._graph
         if not isinstance(graph, func_graph.FuncGraph):
@@ -194,12 +191,12 @@ class TapeCall:
             current = getattr(current, "outer_graph", None)
         return True
 
-    def _is_returned(self, op):
-        outputs = {id(output) for output in self._graph.outputs}
+    def _is_returned(self, op: tf.Operation) -> bool:
+        outputs = {id(output) for output in getattr(self._graph, "outputs", ())}
         return op.type == "Identity" and id(op.outputs[0]) in outputs
 
 
-def is_made_of(calls: Sequence[TapeCall], gradient: tf.Tensor | tf.IndexedSlices | None) -> bool:
+def is_made_of(calls: Sequence[TapeCall], gradient: Gradient | None) -> bool:
     """Whether a gradient is equal on all replicas, as sums are.
 
     It is if it was computed of those and of nothing that may differ from replica to replica: rows
@@ -231,26 +228,26 @@ def is_made_of(calls: Sequence[TapeCall], gradient: tf.Tensor | tf.IndexedSlices
     return found
 
 
-def _graph_of_call(op):
+def _graph_of_call(op: tf.Operation) -> tf.Graph | None:
     """The graph of the function that an operation calls, or None."""
     if op.type not in _CALLS:
         return None
     return getattr(op.graph._get_function(op.get_attr("f").name), "graph", None)
 
 
-def _given(placeholder, callers):
+def _given(placeholder: tf.Tensor, callers: Sequence[tf.Operation]) -> list[tf.Tensor]:
     """Arguments of a function's calls for one of its inputs."""
     inputs = placeholder.graph.inputs if callers else ()
     places = [i for i, one in enumerate(inputs) if one is placeholder]
     return [op.inputs[i] for op in callers for i in places]
 
 
-def sources(gradient: tf.Tensor | tf.IndexedSlices) -> Iterator[tf.Operation]:
+def sources(gradient: Gradient) -> Iterator[tf.Operation]:
     """All operations that a gradient was computed by."""
     return _sources(_leaves(gradient))
 
 
-def _stand_in(gradient):
+def _stand_in(gradient: Gradient) -> Gradient:
     if tf.executing_eagerly():
         return gradient
     if isinstance(gradient, tf.IndexedSlices):
@@ -261,12 +258,12 @@ def _stand_in(gradient):
     return tf.identity(gradient)
 
 
-def _of_any_length(tensor):
+def _of_any_length(tensor: tf.Tensor) -> tf.Tensor:
     shape = [None, *tensor.shape[1:]]
     return tf.raw_ops.PlaceholderWithDefault(input=tensor, shape=shape)
 
 
-def _nothing_like(tensor):
+def _nothing_like(tensor: tf.Tensor) -> tf.Tensor:
     shape = [0 if size is None else size for size in tensor.shape]
     with tensor.graph.as_default(), tf.control_dependencies(None):
         nothing = tf.zeros(shape, tensor.dtype)
@@ -274,30 +271,30 @@ def _nothing_like(tensor):
         return tf.raw_ops.PlaceholderWithDefault(input=nothing, shape=tensor.shape)
 
 
-def _replace(own, total):
+def _replace(own: Gradient, total: Gradient) -> None:
     if isinstance(own, tf.IndexedSlices) and not isinstance(total, tf.IndexedSlices):
         raise TypeError(f"The sum of rows must be one of rows. Received: {total}")
     for tensor, other in zip(_leaves(own), _leaves(total)):
         tensor.op._update_input(0, other)
 
 
-def _leaves(gradient):
+def _leaves(gradient: Gradient) -> list[tf.Tensor]:
     if isinstance(gradient, tf.IndexedSlices):
         return [gradient.values, gradient.indices]
     return [gradient]
 
 
-def _identity(variable):
+def _identity(variable: keras.Variable | tf.Variable) -> int:
     return id(getattr(variable, "_value", variable))
 
 
-def _is_same(own, gradient):
+def _is_same(own: Gradient, gradient: Gradient | None) -> bool:
     if isinstance(own, tf.IndexedSlices):
         return isinstance(gradient, tf.IndexedSlices) and gradient.values is own.values
     return own is gradient
 
 
-def _sources(tensors, ends=()):
+def _sources(tensors: Iterable[tf.Tensor], ends: Collection[int] = ()) -> Iterator[tf.Operation]:
     """All operations that tensors were computed by, also those outside of a function or branch.
 
     Beyond operations whose ids are in `ends`, none is looked for.
@@ -317,7 +314,7 @@ def _sources(tensors, ends=()):
             waiting += _captured(op)
 
 
-def _captured(op):
+def _captured(op: tf.Operation) -> list[tf.Tensor]:
     """The tensors of outer graphs that a placeholder of a function stands for."""
     if not isinstance(op.graph, func_graph.FuncGraph):
         return []

@@ -106,11 +106,11 @@ def operations_before(tensors: Sequence[tf.Tensor], sources: Any) -> list[tf.Ope
     return ordered
 
 
-def _is_pure(operation):
+def _is_pure(operation: tf.Operation) -> bool:
     return operation.type not in _INPUTS and not operation.op_def.is_stateful
 
 
-def _move(nodes, graph):
+def _move(nodes: tf.compat.v1.GraphDef, graph: tf.Graph) -> None:
     """Has nodes of one graph fit into another."""
     for node in nodes.node:
         node.device = ""
@@ -118,7 +118,7 @@ def _move(nodes, graph):
         nodes.library.CopyFrom(graph.as_graph_def().library)
 
 
-def _node(operation):
+def _node(operation: tf.Operation) -> tf.compat.v1.NodeDef:
     node = tf.compat.v1.NodeDef()
     node.CopyFrom(operation.node_def)
     # Control inputs, such as checks, have run before.

@@ -34,14 +34,14 @@ def missing(graph: tf.Graph) -> list[str]:
 
 
 @functools.cache
-def _has(name):
+def _has(name: str) -> bool:
     _register()
     kernels = registered_kernels.get_registered_kernels_for_op(name).kernel
     return any(kernel.device_type in _DEVICES for kernel in kernels)
 
 
 @functools.cache
-def _register():
+def _register() -> None:
     # They are registered when the first function is compiled.
     with tf.init_scope(), tf.device("/CPU:0"):
         tf.function(lambda x: x + 1.0, autograph=False, jit_compile=True)(tf.zeros([]))

@@ -37,12 +37,12 @@ def lifted(strategy: tf.distribute.Strategy) -> Iterator[None]:
         yield
 
 
-def _create_eagerly(next_creator, **kwargs):
+def _create_eagerly(next_creator: Callable[..., Any], **kwargs: Any) -> Any:
     return next_creator(**{**kwargs, "experimental_enable_variable_lifting": False})
 
 
 @contextlib.contextmanager
-def _inlined_functions():
+def _inlined_functions() -> Iterator[None]:
     """Context in which what a `tf.function` does is traced with its caller.
 
     Of a function that was traced before, the step would not see what it does with variables.
@@ -63,7 +63,7 @@ def trace(run: Callable[[Any], Any], batch_spec: Any) -> None:
         batch_spec: Type specification of the batch.
     """
 
-    def traced(batch):
+    def traced(batch: Any) -> None:
         with _inlined_functions():
             run(batch)
 
@@ -114,7 +114,7 @@ class Builder:
         if model.optimizer is not None and not model.optimizer.built:
             model.optimizer.build(model.trainable_variables)
 
-    def _build_unbuilt(self, model, step_name, batch):
+    def _build_unbuilt(self, model: keras.Model, step_name: str, batch: Any) -> None:
         """Builds by a call on the batch, as Keras does, or else by the step."""
         failed = None
         try:
@@ -139,7 +139,7 @@ class Builder:
             )
 
 
-def _unbuilt(model):
+def _unbuilt(model: keras.Model) -> set[int]:
     """Ids of what has no variables yet: layers, metrics, the loss, optimizers of the step."""
     layers = [layer for layer in model._flatten_layers() if not _is_container(layer)]
     compiled = [one for one in (model._compile_metrics, model._compile_loss) if one is not None]
@@ -148,17 +148,17 @@ def _unbuilt(model):
     return {id(one) for one in (*layers, *compiled, *of_step) if not one.built}
 
 
-def _is_container(layer):
+def _is_container(layer: keras.Layer) -> bool:
     """Whether a layer has no weights but those of its layers."""
     return isinstance(layer, keras.Model) and type(layer).build is keras.Model.build
 
 
-def _is_composite(leaf):
+def _is_composite(leaf: Any) -> bool:
     kinds = (tf.RaggedTensor, tf.SparseTensor, tf.RaggedTensorSpec, tf.SparseTensorSpec)
     return isinstance(leaf, kinds)
 
 
-def _spec_of(leaf):
+def _spec_of(leaf: Any) -> Any:
     if leaf is None or isinstance(leaf, tf.TypeSpec):
         return leaf
     spec = tf.type_spec_from_value(leaf if tf.is_tensor(leaf) else tf.convert_to_tensor(leaf))

@@ -51,7 +51,7 @@ def export_copies(strategy: tf.distribute.Strategy, call: Call) -> Any:
     from them, shard by shard.
     """
 
-    def work():
+    def work() -> Any:
         of_servers = [(variable, variable._value) for variable in call.owner.variables]
         with written(strategy, call.get("filepath"), makes_folders=True) as path:
             try:
@@ -127,16 +127,16 @@ def written(
 class _ShownPaths:
     """Paths that are being written, and the script's paths that they stand for."""
 
-    def __init__(self):
-        self._shown = {}
+    def __init__(self) -> None:
+        self._shown: dict[str, str] = {}
 
     @property
-    def is_writing(self):
+    def is_writing(self) -> bool:
         """Whether anything is being written."""
         return bool(self._shown)
 
     @contextlib.contextmanager
-    def instead_of(self, written_to, given):
+    def instead_of(self, written_to: str, given: str) -> Iterator[None]:
         """Context in which messages show the script's path instead of the one written to."""
         self._shown[written_to] = given
         try:
@@ -144,13 +144,13 @@ class _ShownPaths:
         finally:
             del self._shown[written_to]
 
-    def as_given(self, text):
+    def as_given(self, text: Any) -> Any:
         """A text of Keras's with the paths that the script has given."""
         for pair in list(self._shown.items()) if isinstance(text, str) else ():
             text = text.replace(*pair)
         return text
 
-    def show_message(self, call):
+    def show_message(self, call: Call) -> Any:
         """Prints Keras's message with the script's path in it."""
         return call.original(self.as_given(call.owner), *call.args, **call.kwargs)
 

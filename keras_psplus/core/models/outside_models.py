@@ -59,7 +59,7 @@ class OutsideScope(Engine):
             step_report.add(event.owner)
         return event.proceed()
 
-    def _is_left_to_fit(self):
+    def _is_left_to_fit(self) -> bool:
         """Whether `compile` may be of a model that is never trained.
 
         One that is loaded from a file may be for `predict` alone. A tuner's constructor builds a
@@ -113,7 +113,7 @@ def note_prediction(model: keras.Model, method: str) -> None:
         )
 
 
-def _is_outside(model):
+def _is_outside(model: keras.Model) -> bool:
     return (
         getattr(model, "_distribute_strategy", None) is None
         and not live_strategies.in_single_process()
@@ -121,7 +121,7 @@ def _is_outside(model):
     )
 
 
-def _kind_of_error():
+def _kind_of_error() -> type[Exception]:
     # KerasTuner goes on to the next trial after all other errors, without a word.
     errors = getattr(sys.modules.get("keras_tuner"), "errors", None)
     return getattr(errors, "FatalValueError", ValueError)

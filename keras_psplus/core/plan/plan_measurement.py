@@ -78,14 +78,16 @@ def measure(
     }
 
 
-def _dataset(fit, model, args, kwargs):
+def _dataset(
+    fit: Callable[..., Any], model: keras.Model, args: Any, kwargs: Any
+) -> tf.data.Dataset:
     """The batches of a call of `fit`, whole."""
     given = inspect.signature(fit).bind(model, *args, **kwargs).arguments
     data = {name: given[name] for name in _OF_FIT if given.get(name) is not None}
     return epoch_iterator.EpochIterator(**data).data_adapter.get_tf_dataset()
 
 
-def _rows(batch):
+def _rows(batch: Any) -> int:
     first = next(leaf for leaf in tree.flatten(batch) if leaf is not None)
     return int(first.nrows() if isinstance(first, tf.RaggedTensor) else first.shape[0])
 
@@ -93,7 +95,7 @@ def _rows(batch):
 class _Timer(keras.callbacks.Callback):
     """Notes when steps end, and stops after enough of them."""
 
-    def __init__(self):
+    def __init__(self) -> None:
         super().__init__()
         self.ends: list[tuple[int, float]] = []
 
@@ -104,7 +106,7 @@ class _Timer(keras.callbacks.Callback):
             self.model.stop_training = True
 
 
-def _milliseconds(fit, model, dataset):
+def _milliseconds(fit: Callable[..., Any], model: keras.Model, dataset: tf.data.Dataset) -> float:
     """A step's milliseconds: of the faster half the median, as others use the processor, too."""
     timer = _Timer()
     together = max(1, int(model.steps_per_execution))
@@ -115,7 +117,9 @@ def _milliseconds(fit, model, dataset):
     return 1e3 * statistics.median(sorted(times)[: math.ceil(len(times) / 2)])
 
 
-def _gradients(model, batches: Sequence[Any]):
+def _gradients(
+    model: keras.Model, batches: Sequence[Any]
+) -> tuple[list[dict[str, Any]], list[dict[str, Any]]]:
     """Dense gradients of a step, and the rows of sparse ones."""
     found: dict[str, tuple[list[int], int | None]] = {}
     sparse: dict[str, list[int]] = {}
@@ -133,7 +137,7 @@ def _gradients(model, batches: Sequence[Any]):
                 found[key] = [int(n) for n in variable.shape], rows
         return indices
 
-    def step(batch):
+    def step(batch: Any) -> dict[str, tf.Tensor]:
         rows: dict[str, tf.Tensor] = {}
         with _recording(model, lambda *given: rows.update(record(*given))):
             model.train_step(batch)
@@ -161,7 +165,7 @@ def _gradients(model, batches: Sequence[Any]):
     return variables, tables
 
 
-def _touched(indices):
+def _touched(indices: Sequence[np.ndarray[Any, Any]]) -> dict[str, float]:
     """Distinct rows in 1, 2, 4 and so on batches, on average."""
     counts, batches = {}, 1
     while batches <= len(indices):
@@ -173,12 +177,12 @@ def _touched(indices):
 
 
 @contextlib.contextmanager
-def _recording(model, record: Callable[[Any, Any], None]) -> Iterator[None]:
+def _recording(model: keras.Model, record: Callable[[Any, Any], None]) -> Iterator[None]:
     """Calls a function with gradients and variables where optimizers would apply them."""
     optimizers = [model.optimizer, *optimizers_of(model).values()]
     optimizers = list({id(one): one for one in optimizers}.values())
 
-    def apply(optimizer):
+    def apply(optimizer: keras.optimizers.Optimizer) -> Callable[..., None]:
         def applied(grads: Any, trainable_variables: Any = None, **_: Any) -> None:
             record(grads, trainable_variables or optimizer._trainable_variables)
 
@@ -193,16 +197,16 @@ def _recording(model, record: Callable[[Any, Any], None]) -> Iterator[None]:
             object.__delattr__(optimizer, "apply")
 
 
-def _slots(model):
+def _slots(model: keras.Model) -> float:
     """Numbers that the optimizer keeps for each weight."""
     weights = sum(math.prod(v.shape) for v in model.trainable_variables)
     kept = sum(math.prod(v.shape) for v in model.optimizer.variables if v.shape)
     return kept / weights if weights else 0.0
 
 
-def _int8_milliseconds():
+def _int8_milliseconds() -> float:
     """Milliseconds of the processor to send a million elements as int8, with error feedback."""
-    compressor = compression.ErrorFeedback(compression.get("int8"))
+    compressor = compression.ErrorFeedback(compression.Int8())
     state, step = compressor.init(_SHAPE, "float32"), tf.constant(0, tf.int64)
     gradient = tf.random.stateless_normal(_SHAPE, (1, 2))
     encode = tf.function(lambda: compressor.encode(gradient, state, step), autograph=False)

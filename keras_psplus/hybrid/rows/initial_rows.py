@@ -1,5 +1,6 @@
 """Rows of a table on a server, and their initialization in parts."""
 
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 import keras
@@ -43,7 +44,9 @@ def make_variable(spec: dict[str, Any], server: int, servers: int) -> tf.Variabl
     return variable
 
 
-def _parts(spec, own, server, servers):
+def _parts(
+    spec: Mapping[str, Any], own: int, server: int, servers: int
+) -> Iterator[tuple[int, tf.Tensor]]:
     """Initial values of the server's rows, as pairs of a first row and values."""
     rows, dim = spec["rows"], spec["dim"]
     # Small beside the server's part.
@@ -63,7 +66,7 @@ def _parts(spec, own, server, servers):
             yield block + first, values
 
 
-def _ranges(config, shape, little):
+def _ranges(config: Any, shape: tuple[int, int], little: int) -> Iterator[tuple[int, tf.Tensor]]:
     """Initial values of a shape in ranges, as pairs of a first row and rows.
 
     Args:
@@ -84,7 +87,7 @@ def _ranges(config, shape, little):
         yield first, part(first, min(step, rows - first))
 
 
-def _by_ranges(initializer, rows, dim):
+def _by_ranges(initializer: Any, rows: int, dim: int) -> Callable[[int, int], tf.Tensor] | None:
     """Function of a first row and a count that initializes only these rows.
 
     None if the initializer does more than random numbers, constants and elementwise operations.
@@ -94,7 +97,7 @@ def _by_ranges(initializer, rows, dim):
     @tf.function(
         input_signature=[tf.TensorSpec([], tf.int64), tf.TensorSpec([], tf.int32)], autograph=False
     )
-    def part(first, count):
+    def part(first: tf.Tensor, count: tf.Tensor) -> tf.Tensor:
         nonlocal is_possible
         # Nobody needs this one's value, so that it is not computed.
         whole = initializer((rows, dim), dtype="float32")
@@ -109,7 +112,7 @@ def _by_ranges(initializer, rows, dim):
     return part if is_possible else None
 
 
-def _sources(whole):
+def _sources(whole: tf.Tensor) -> list[tf.Tensor] | None:
     """Source tensors of elementwise operations that compute a tensor, or None."""
     found, tensors = [], [whole]
     while tensors:
@@ -125,7 +128,7 @@ def _sources(whole):
     return found
 
 
-def _of_range(source, first, count, dim):
+def _of_range(source: tf.Tensor, first: tf.Tensor, count: tf.Tensor, dim: int) -> tf.Tensor:
     """Equivalent of an operation for a range of its rows."""
     kind, shape = source.op.type, [count, dim]
     if kind == "Fill":

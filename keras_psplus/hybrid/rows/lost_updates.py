@@ -34,7 +34,7 @@ class MissingUpdates:
             A tensor to wait for.
         """
 
-        def count():
+        def count() -> tf.Tensor:
             whole = tf.maximum(push // self._parts - last_push // self._parts - 1, 0)
             # The first parts of this one may be lost as well.
             lost = whole + tf.cast(push % self._parts > 0, _LONG)

@@ -5,6 +5,7 @@ a step has touched: what it computes element by element is then right for these 
 others stay as they are, momenta and all ("lazily", as TensorFlow's sparse kernels do).
 """
 
+from collections.abc import Mapping
 from typing import Any
 
 import keras
@@ -39,7 +40,7 @@ class RowVariable:
         return self._variable.name
 
     @property
-    def _unique_id(self):
+    def _unique_id(self) -> str:
         return self._variable._unique_id
 
     def begin(self, ids: tf.Tensor) -> None:
@@ -61,19 +62,19 @@ class RowVariable:
     def assign_sub(self, value: tf.Tensor) -> None:
         self.assign(self.value - tf.cast(value, self.dtype))
 
-    def __tf_tensor__(self, dtype=None, name=None):
+    def __tf_tensor__(self, dtype: Any = None, name: str | None = None) -> tf.Tensor:
         return self.value if dtype is None else tf.cast(self.value, dtype)
 
-    def __array__(self, dtype=None, copy=None):
+    def __array__(self, dtype: Any = None, copy: bool | None = None) -> np.ndarray:
         return np.asarray(self.value, dtype)
 
 
 for _operator in tf.Tensor.OVERLOADABLE_OPERATORS - {"__eq__", "__ne__"}:
 
-    def _overload(name=_operator):
+    def _overload(name: str = _operator) -> None:
         of_tensor = getattr(tf.Tensor, name)
 
-        def of_rows(self, *args, **kwargs):
+        def of_rows(self: RowVariable, *args: Any, **kwargs: Any) -> Any:
             return of_tensor(self.value, *args, **kwargs)
 
         setattr(RowVariable, name, of_rows)
@@ -99,7 +100,9 @@ class RowOptimizer:
         self._slots: list[RowVariable] = []
         optimizer = self._optimizer
 
-        def add_slot(reference_variable, name=None, initializer="zeros"):
+        def add_slot(
+            reference_variable: RowVariable, name: str | None = None, initializer: Any = "zeros"
+        ) -> RowVariable:
             initializer = keras.initializers.get(initializer)
             value = initializer(reference_variable.shape, dtype="float32")
             slot = RowVariable(tf.Variable(value, trainable=False, name=name))
@@ -250,7 +253,7 @@ def check_elementwise(config: dict[str, Any]) -> None:
         raise ValueError(_refusal(config, "a step on all rows at once differs from one by one"))
 
 
-def _refusal(config, why):
+def _refusal(config: Mapping[str, Any], why: str) -> str:
     name = config["optimizer"]["class_name"]
     return (
         f"{name} cannot be applied to the rows of a table by themselves ({why}). Use an optimizer "

@@ -55,8 +55,8 @@ class RowUndoLog:
         signature = [tf.TensorSpec([], _LONG), tf.TensorSpec([None], _INT)]
 
         @tf.function(input_signature=signature, autograph=False)
-        def lookup_at(step, ids):
-            def locked():
+        def lookup_at(step: tf.Tensor, ids: tf.Tensor) -> tf.Tensor:
+            def locked() -> tf.Tensor:
                 return tf.cond(
                     tf.equal(step + 1, self._version.read_value()),
                     lambda: self._before(ids),
@@ -68,7 +68,7 @@ class RowUndoLog:
 
         return lookup_at
 
-    def _before(self, ids):
+    def _before(self, ids: tf.Tensor) -> tf.Tensor:
         changed = self._ids.read_value()
         order = tf.argsort(changed)
         in_order = tf.gather(changed, order)

@@ -35,7 +35,7 @@ def repeat(tensor: tf.Tensor, sources: Mapping[Any, tf.Tensor]) -> tf.Tensor:
     )[0]
 
 
-def _check_repeatable(operation):
+def _check_repeatable(operation: tf.Operation) -> None:
     kind = operation.type
     if kind in _INPUTS or kind.startswith("LookupTable") or not operation.op_def.is_stateful:
         return

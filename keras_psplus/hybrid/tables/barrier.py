@@ -21,7 +21,7 @@ class Barrier:
     def __init__(self, extended: MultiWorkerMirroredExtended) -> None:
         self._extended = extended
 
-    def _variable(self):
+    def _variable(self) -> tf.Variable:
         return self._extended.step_variable(self._NAME)
 
     def note_pushed(self, answers: list[tf.Tensor]) -> None:

@@ -35,7 +35,7 @@ class Slot:
     def __init__(self, value: TableVariable, number: int) -> None:
         self._value, self._number = value, number
 
-    def __call__(self, shape, dtype=None):
+    def __call__(self, shape: Any, dtype: Any = None) -> tf.Tensor:
         return tf.zeros(shape, dtype)
 
     def variable(self, name: str) -> TableVariable:
@@ -103,19 +103,20 @@ def has_other_value(variable: keras.Variable) -> bool:
     return scope is not None and scope.get_current_value(variable) is not None
 
 
-def _give_to_servers(variable):
+def _give_to_servers(variable: keras.Variable) -> None:
     # Either of the two may come first: the table, or what its layer wants done to rows.
-    if variable._value is not None and hasattr(variable, "_of_rows"):
-        table_of(variable).regularizer, table_of(variable).constraint = variable._of_rows
+    table = table_of(variable)
+    if table is not None and hasattr(variable, "_of_rows"):
+        table.regularizer, table.constraint = variable._of_rows
 
 
-def _reads_by_rows(call):
+def _reads_by_rows(call: Callable[..., Any]) -> bool:
     return (
         call is layers.Embedding.call or f"{call.__module__}.{call.__qualname__}" == _EMBED_REDUCE
     )
 
 
-def _serialized(initializer):
+def _serialized(initializer: Any) -> dict[str, Any] | None:
     """An initializer that the servers can make again, or None if they cannot."""
     if not isinstance(initializer, keras.initializers.Initializer):
         return None

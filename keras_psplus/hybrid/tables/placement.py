@@ -75,7 +75,7 @@ class TablePlacer:
         self.decisions.append(decision)
         return decision
 
-    def _choose(self, path, rows, dim):
+    def _choose(self, path: str, rows: int, dim: int) -> tuple[str, str]:
         if callable(self._rule):
             choice = self._rule(path, rows, dim)
             if choice not in _CHOICES:
@@ -92,7 +92,7 @@ class TablePlacer:
             return AUTO, ""
         return self._rule, "as `placement` says"
 
-    def _by_bytes(self, rows, dim):
+    def _by_bytes(self, rows: int, dim: int) -> tuple[str, str]:
         size = 4 * rows * dim
         if size < self._min_table_bytes:
             return MIRRORED, f"smaller than min_table_bytes={self._min_table_bytes}"
@@ -105,7 +105,7 @@ class TablePlacer:
             f"{served} bytes for a row that a worker touches, {gathered} by all-reduce"
         )
 
-    def _bytes_for_a_row(self, dim):
+    def _bytes_for_a_row(self, dim: int) -> tuple[int, int]:
         """Bytes per row that a worker sends and receives, on servers or mirrored."""
         pull, push = (width(dim) for width in self._widths)
         # A row number with each.

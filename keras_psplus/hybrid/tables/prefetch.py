@@ -42,7 +42,7 @@ def with_lookahead(rows_ahead: RowsAhead, fn: Callable[..., Any]) -> Callable[..
     """A replica's function of a batch, as one of `BatchAndNext`."""
 
     @functools.wraps(fn)
-    def of_pair(pair, *args, **kwargs):
+    def of_pair(pair: BatchAndNext, *args: Any, **kwargs: Any) -> Any:
         with Lookahead(rows_ahead, pair):
             return fn(pair.batch, *args, **kwargs)
 
@@ -72,7 +72,7 @@ class Lookahead:
         self._outer, _local.lookahead = current_lookahead(), self
         return self
 
-    def __exit__(self, kind, *exc):
+    def __exit__(self, kind: type[BaseException] | None, *exc: object) -> None:
         _local.lookahead = self._outer
         if kind is None:
             for table in self._coming:
@@ -144,7 +144,7 @@ class Lookahead:
         self._updated.add(table)
         return [] if is_first else self._coming[table]
 
-    def _of_next(self, table, indices):
+    def _of_next(self, table: Table, indices: tf.Tensor) -> tf.Tensor | None:
         """Next batch's equivalent of `indices`, or None."""
         try:
             if tf.executing_eagerly() or indices.graph is not self._graph:
@@ -172,7 +172,7 @@ def wrong(table: Table, ids: tf.Tensor) -> tf.Tensor:
     return tf.logical_or(ids < 0, ids >= table.rows)
 
 
-def _equal(one, other):
+def _equal(one: tf.Tensor, other: tf.Tensor) -> tf.Tensor:
     least = tf.minimum(tf.size(one), tf.size(other))
     as_many = tf.equal(tf.size(one), tf.size(other))
     return tf.logical_and(as_many, tf.reduce_all(tf.equal(one[:least], other[:least])))

@@ -132,6 +132,6 @@ class Tables:
                 )
         return entries
 
-    def _agree(self, kind, fingerprint, description):
+    def _agree(self, kind: str, fingerprint: str, description: str) -> None:
         if self._control is not None:
             self._control.check_same(kind, fingerprint, description)

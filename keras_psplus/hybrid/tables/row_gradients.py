@@ -115,10 +115,10 @@ def apply_on_servers(
         extended.push_rows(table, gradient, optimizer, learning_rate)
 
 
-def _values(gradient):
+def _values(gradient: tf.Tensor | tf.IndexedSlices) -> tf.Tensor:
     return gradient.values if isinstance(gradient, tf.IndexedSlices) else gradient
 
 
-def _scale_of_norm(norm, limit):
+def _scale_of_norm(norm: tf.Tensor, limit: float) -> tf.Tensor:
     # A norm that is not finite makes all gradients so, as in Keras.
     return limit / tf.maximum(norm, limit) + (norm - norm)

@@ -1,6 +1,8 @@
 """A table from a worker's side: how its rows come and its gradients go."""
 
-from typing import Any
+import functools
+from collections.abc import Callable, Sequence
+from typing import Any, TypeAlias
 
 import keras
 import numpy as np
@@ -14,6 +16,8 @@ from keras_psplus.hybrid.rpc.calls import RpcClient
 from keras_psplus.hybrid.rpc.servers import Servers
 
 _INT, _LONG, _FLOAT = tf.int32, tf.int64, tf.float32
+# Of a call that has been started: a function that waits for the answer.
+_Answer: TypeAlias = Callable[[], tf.Tensor]
 
 
 class Table:
@@ -164,15 +168,23 @@ def pull(
     return tf.ensure_shape(tf.dynamic_stitch([p for _, p in parts], rows), [None, table.dim])
 
 
-def _pull_from(link, method, first, ids, shape, limit, most):
+def _pull_from(
+    link: RpcClient,
+    method: str,
+    first: Sequence[tf.Tensor],
+    ids: tf.Tensor,
+    shape: Any,
+    limit: int,
+    most: int | None,
+) -> _Answer:
     if most is not None and most <= limit:
         return link.start(method, [*first, ids], _FLOAT, shape)
 
-    def in_parts():
+    def in_parts() -> tf.Tensor:
         count = (tf.size(ids) + limit - 1) // limit
         rows = tf.TensorArray(_FLOAT, count, infer_shape=False, element_shape=shape)
 
-        def one(i, rows):
+        def one(i: tf.Tensor, rows: tf.TensorArray) -> tuple[tf.Tensor, tf.TensorArray]:
             own = ids[i * limit : (i + 1) * limit]
             part = link.call(method, [*first, own], _FLOAT, shape)
             return i + 1, rows.write(i, part)
@@ -192,6 +204,7 @@ def push(
     header: tuple[tf.Tensor, tf.Tensor, tf.Tensor],
     numbers: tf.Tensor,
     most: int | None = None,
+    waits: int = 0,
 ) -> list[tf.Tensor]:
     """Sends gradients of rows.
 
@@ -203,56 +216,51 @@ def push(
             and the optimizer's iterations.
         numbers: float32 vector: learning rate and scalars of the optimizer.
         most: How many ids there are at most, if the graph can tell.
+        waits: 1 if the servers wait for `commit` before they apply the sum.
 
     Returns:
         List of tensors that are there once every server has taken its part.
     """
-    return _push(table, slices, replica, header, numbers, most, waits=0)
-
-
-def push_to_wait(
-    table: Table,
-    slices: tuple[tf.Tensor, tf.Tensor],
-    replica: int,
-    header: tuple[tf.Tensor, tf.Tensor, tf.Tensor],
-    numbers: tf.Tensor,
-    most: int | None = None,
-) -> list[tf.Tensor]:
-    """As `push`, but the servers wait for `commit` before they apply the sum."""
-    return _push(table, slices, replica, header, numbers, most, waits=1)
-
-
-def _push(table, slices, replica, header, numbers, most, waits):
     codec, method = table.push_codec, table.method_of_optimizer("push")
     ids, rows = slices
     rank, step, iterations = header
 
-    def arguments(part, last, ids, words):
+    def arguments(part: Any, last: tf.Tensor, ids: tf.Tensor, words: tf.Tensor) -> list[tf.Tensor]:
         head = tf.stack(
             [rank, step, tf.cast(part, _LONG), last, tf.constant(waits, _LONG), iterations]
         )
         return [head, numbers, ids, words]
 
-    one, none = tf.constant(1, _LONG), tf.constant(0, _LONG)
     finish = []
     for link, (own, own_rows, _) in zip(table.links("push", replica), table.split(ids, rows)):
         words = codec.encode(own_rows, step)
-        finish.append(_push_to(link, method, arguments, own, words, codec, most, one, none))
+        finish.append(_push_to(link, method, arguments, own, words, codec, most))
     return [wait() for wait in finish]
 
 
-def _push_to(link, method, arguments, ids, words, codec, most, one, none):
-    limit = codec.rows_per_message
+push_to_wait = functools.partial(push, waits=1)
+
+
+def _push_to(
+    link: RpcClient,
+    method: str,
+    arguments: Callable[..., list[tf.Tensor]],
+    ids: tf.Tensor,
+    words: tf.Tensor,
+    codec: RowCodec,
+    most: int | None,
+) -> _Answer:
+    limit, one, none = codec.rows_per_message, tf.constant(1, _LONG), tf.constant(0, _LONG)
     if most is not None and most <= limit:
         return link.start(method, arguments(0, one, ids, words), _LONG, [])
 
-    def whole():
+    def whole() -> tf.Tensor:
         return link.call(method, arguments(0, one, ids, words), _LONG, [])
 
-    def in_parts():
+    def in_parts() -> tf.Tensor:
         last = (tf.size(ids) - 1) // limit
 
-        def send(i, answer):
+        def send(i: tf.Tensor, answer: tf.Tensor) -> tuple[tf.Tensor, tf.Tensor]:
             own = slice(i * limit, (i + 1) * limit)
             args = arguments(i, none, ids[own], words[own])
             with tf.control_dependencies([answer]):

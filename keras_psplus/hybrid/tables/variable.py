@@ -95,7 +95,7 @@ class TableVariable(CompositeVariable):
         """A variable for another slot of the same table."""
         return TableVariable(self.table, name, False, self._tables, self._lookup, slot)
 
-    def __repr__(self):
+    def __repr__(self) -> str:
         return f"<TableVariable '{self.table.name}' shape={tuple(self.shape)} slot={self.slot}>"
 
     def with_gradient(self, rows: tf.Tensor, unique: tf.Tensor, positions: tf.Tensor) -> tf.Tensor:
@@ -109,8 +109,10 @@ class TableVariable(CompositeVariable):
         rows_of_table = min(self.table.rows, tf.int32.max)
 
         @tf.custom_gradient
-        def take(proxy, rows, unique, positions):
-            def gradient(upstream):
+        def take(
+            proxy: tf.Tensor, rows: tf.Tensor, unique: tf.Tensor, positions: tf.Tensor
+        ) -> tuple[tf.Tensor, Callable[..., Any]]:
+            def gradient(upstream: tf.Tensor) -> tuple[Any, ...]:
                 _check_not_of_a_loop(self.table)
                 # An int32, as TensorFlow gives to a branch of tf.cond without a lookup: both must
                 # have one. Nobody reads it.
@@ -123,7 +125,7 @@ class TableVariable(CompositeVariable):
         return take(self._proxy.read_value(), rows, unique, positions)
 
 
-def _check_not_of_a_loop(table):
+def _check_not_of_a_loop(table: Table) -> None:
     """Raises ValueError if a gradient crosses a loop.
 
     TensorFlow would sum it up as a whole table.

@@ -86,7 +86,7 @@ def on_workers(
     return workers
 
 
-def _say_that_the_chief_reads(context, adapter):
+def _say_that_the_chief_reads(context: StepContext, adapter: Any) -> None:
     if isinstance(adapter, array_data_adapter.ArrayDataAdapter):
         info_once(
             "data over %d worker(s): arrays; the chief sends each batch with its step",

@@ -7,6 +7,7 @@ something that is built on the workers only, so that it has no length and no bat
 from __future__ import annotations
 
 import random
+from collections.abc import Callable
 from typing import Any
 
 import tensorflow as tf
@@ -67,12 +68,12 @@ class _Context(tf.distribute.InputContext):
     is_asked = False
 
     @property
-    def input_pipeline_id(self):
+    def input_pipeline_id(self) -> int:
         self.is_asked = True
         return super().input_pipeline_id
 
 
-def _made_for(function, context):
+def _made_for(function: Callable[..., Any], context: tf.distribute.InputContext) -> tf.data.Dataset:
     dataset = function(context)
     if not isinstance(dataset, tf.data.Dataset):
         raise ValueError(

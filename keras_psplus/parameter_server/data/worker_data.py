@@ -12,7 +12,7 @@ import functools
 import threading
 import weakref
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, NoReturn, TypeAlias
 
 import tensorflow as tf
 
@@ -21,10 +21,13 @@ from keras_psplus.log import logger
 from keras_psplus.parameter_server.data.tickets import RETRY_SECONDS, Ticket, TicketQueue
 from keras_psplus.parameter_server.data.worker_reads import WorkerReads, fit_end_to_end
 from keras_psplus.parameter_server.tracing import step_errors
+from keras_psplus.parameter_server.tracing.joined_batches import Batches
 from keras_psplus.parameter_server.tracing.remote import is_of_worker, on_worker
 from keras_psplus.tf_internals import data_distribute as distribute
 from keras_psplus.tf_internals import dataset_ops
 
+# Function of a worker and a position that opens a share there, for a reader of some batches.
+OpenShare: TypeAlias = Callable[[int, int], Callable[[int], Batches]]
 _READ_AHEAD = 2
 # Ready for a worker's next steps: while a step is asked for its result, its worker answers nothing.
 _TICKETS_AHEAD = 4
@@ -48,7 +51,7 @@ class WorkerDataset:
         dataset: tf.data.Dataset,
         policy: tf.data.experimental.AutoShardPolicy | None,
         num_workers: int,
-        seed: int | None,
+        seed: int,
     ) -> None:
         self._dataset, self._policy = dataset, policy
         self._num_workers, self._seed = num_workers, seed
@@ -60,14 +63,14 @@ class WorkerDataset:
         self._reads: list[tuple[Any, WorkerReads]] = []
         self.element_spec = dataset.element_spec
         # Now, so that a dataset which cannot be sent is found before anything is read.
-        self._first_graphs = self._graphs()
+        self._first_graphs: list[tuple[tf.Tensor, Any]] | None = self._graphs()
 
-    def _graphs(self):
+    def _graphs(self) -> list[tuple[tf.Tensor, Any]]:
         """The graph of each worker's data for the next epoch, and what its elements are."""
         graph = serialize(self._dataset, self._seed, self._epoch)
         return [(graph, self.element_spec)] * self._num_workers
 
-    def __iter__(self):
+    def __iter__(self) -> WorkerIterator:
         graphs, self._first_graphs = self._first_graphs, None
         if graphs is None:
             graphs = self._graphs()
@@ -103,10 +106,10 @@ class WorkerDataset:
         self._epoch, self._begins_at = max(0, position["pass"] - 1), list(taken)
         self._first_graphs = None
 
-    def _share(self, graph, element_spec, index):
+    def _share(self, graph: tf.Tensor, element_spec: Any, index: int) -> OpenShare:
         reads = self._reads_of(element_spec)
 
-        def open_at(worker, position):
+        def open_at(worker: int, position: int) -> Callable[[int], Batches]:
             """Opens the share on a worker, that many batches from its beginning."""
             with on_worker(worker):
                 variant = tf.raw_ops.DatasetFromGraph(graph_def=graph)
@@ -116,7 +119,7 @@ class WorkerDataset:
 
         return open_at
 
-    def _reads_of(self, element_spec):
+    def _reads_of(self, element_spec: Any) -> WorkerReads:
         """Readers of an element type, cached with their traced functions."""
         for spec, reads in self._reads:
             if spec == element_spec:
@@ -125,7 +128,7 @@ class WorkerDataset:
         self._reads.append((element_spec, WorkerReads(element_spec, joins)))
         return self._reads[-1][1]
 
-    def _cut(self, dataset, index):
+    def _cut(self, dataset: tf.data.Dataset, index: int) -> tf.data.Dataset:
         """A worker's share of the data."""
         if self._policy == tf.data.experimental.AutoShardPolicy.FILE:
             dataset = dataset.with_options(self._options)
@@ -147,16 +150,16 @@ class DatasetOfEachWorker(WorkerDataset):
 
     def __init__(self, datasets: Sequence[tuple[tf.data.Dataset, int]], element_spec: Any) -> None:
         self._datasets = datasets
-        super().__init__(datasets[0][0], None, len(datasets), None)
+        super().__init__(datasets[0][0], None, len(datasets), datasets[0][1])
         self.element_spec = element_spec
 
-    def _graphs(self):
+    def _graphs(self) -> list[tuple[tf.Tensor, Any]]:
         return [
             (serialize(dataset, seed, self._epoch), dataset.element_spec)
             for dataset, seed in self._datasets
         ]
 
-    def _cut(self, dataset, index):
+    def _cut(self, dataset: tf.data.Dataset, index: int) -> tf.data.Dataset:
         return dataset
 
 
@@ -172,11 +175,7 @@ class WorkerIterator:
     """
 
     def __init__(
-        self,
-        shares: Sequence[Callable[[int, int], Callable[[int], list[Any]]]],
-        num_workers: int,
-        element_spec: Any,
-        taken: list[int],
+        self, shares: Sequence[OpenShare], num_workers: int, element_spec: Any, taken: list[int]
     ) -> None:
         self.element_spec, self._taken = element_spec, taken
         self._queue = TicketQueue()
@@ -187,7 +186,7 @@ class WorkerIterator:
         self._is_started = False
         weakref.finalize(self, self._queue.close)
 
-    def __next__(self):
+    def __next__(self) -> NoReturn:
         raise NotImplementedError("The batches are the workers': `take` says where they are.")
 
     def take(
@@ -216,17 +215,20 @@ class WorkerIterator:
 class _ShareReader:
     """Reads one share ahead, on one worker after another if need be."""
 
-    def __init__(self, queue, open_at, number, num_workers, position):
+    def __init__(
+        self, queue: TicketQueue, open_at: OpenShare, number: int, num_workers: int, position: int
+    ) -> None:
         self._queue, self._open_at, self._number = queue, open_at, number
         self._home, self._num_workers = number, num_workers
-        self._take_next, self._position = None, position
-        self.tickets = []
+        self._take_next: Callable[[int], Batches] | None = None
+        self._position = position
+        self.tickets: list[Ticket] = []
         self.is_done = False
 
-    def start(self, count):
+    def start(self, count: int) -> None:
         threading.Thread(target=self._run, args=(count,), daemon=True).start()
 
-    def _run(self, count):
+    def _run(self, count: int) -> None:
         while not self.is_done:
             with self._queue.changed:
                 while len(self.tickets) >= _TICKETS_AHEAD and not self._queue.is_closed:
@@ -246,19 +248,16 @@ class _ShareReader:
                 self.is_done = len(ticket.batches) < count
                 self._queue.changed.notify_all()
 
-    def _next(self, count):
+    def _next(self, count: int) -> Ticket:
         if self._take_next is None:
             self._take_next = self._open_at(self._home, self._position)
         batches = self._take_next(count)
         position, self._position = self._position, self._position + len(batches)
         return Ticket(
-            self._home,
-            self._number,
-            batches,
-            lambda worker, n: self._open_at(worker, position)(n),
+            self._home, self._number, batches, lambda worker, n: self._open_at(worker, position)(n)
         )
 
-    def _move(self):
+    def _move(self) -> None:
         lost, self._home = self._home, (self._home + 1) % self._num_workers
         self._take_next = None
         logger.warning(
@@ -270,14 +269,14 @@ class _ShareReader:
         with self._queue.changed:
             self._queue.changed.wait(RETRY_SECONDS)
 
-    def _translated(self, error):
+    def _translated(self, error: BaseException) -> BaseException:
         if not step_errors.is_of_step(error):
             return error
         return step_errors.translate_error(
             error, f"worker-{self._home}", f"data, batch {self._position} of the worker's share"
         )
 
-    def _give_up(self, error):
+    def _give_up(self, error: BaseException) -> None:
         with self._queue.changed:
             self._queue.error = error
             self.is_done = True

@@ -8,6 +8,7 @@ be joined are read one by one.
 from __future__ import annotations
 
 import functools
+from collections.abc import Iterable
 from typing import Any
 
 import tensorflow as tf
@@ -55,7 +56,7 @@ class WorkerReads:
             return []
         return JoinedBatches(tf.nest.pack_sequence_as(self._spec, whole), rows)
 
-    def _take_one_by_one(self, iterator, worker, count):
+    def _take_one_by_one(self, iterator: tf.data.Iterator, worker: int, count: int) -> list[Any]:
         batches = []
         with on_worker(worker):
             for _ in range(count):
@@ -72,8 +73,8 @@ class WorkerReads:
                 batches.append(structure.from_compatible_tensor_list(self._spec, flat))
         return batches
 
-    def _trace(self, count):
-        def take(iterator):
+    def _trace(self, count: int) -> tuple[Any, Any]:
+        def take(iterator: tf.Tensor) -> tuple[tf.Tensor, ...]:
             taken = [self._next_or_nothing(iterator) for _ in range(count)]
             whole = [tf.concat(parts, 0) for parts in zip(*(leaves for leaves, _ in taken))]
             rows = tf.transpose(
@@ -86,7 +87,7 @@ class WorkerReads:
         function = tf.function(take, autograph=False)
         return function.get_concrete_function(tf.TensorSpec([], tf.resource)), function
 
-    def _next_or_nothing(self, iterator):
+    def _next_or_nothing(self, iterator: tf.Tensor) -> tuple[list[tf.Tensor], tf.Tensor]:
         types, shapes = self._types, self._shapes
         optional = tf.raw_ops.IteratorGetNextAsOptional(
             iterator=iterator, output_types=types, output_shapes=shapes
@@ -108,9 +109,9 @@ def fit_end_to_end(element_spec: Any) -> bool:
     return bool(specs) and all(type(s) is tf.TensorSpec and _has_rows(s.shape) for s in specs)
 
 
-def _has_rows(shape):
+def _has_rows(shape: tf.TensorShape) -> bool:
     return bool(shape.rank) and shape[1:].is_fully_defined()
 
 
-def _no_rows(types, shapes):
+def _no_rows(types: Iterable[tf.DType], shapes: Iterable[tf.TensorShape]) -> list[tf.Tensor]:
     return [tf.zeros([0, *shape[1:]], dtype) for dtype, shape in zip(types, shapes)]

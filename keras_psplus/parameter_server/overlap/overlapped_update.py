@@ -51,12 +51,12 @@ class PipelinedUpdate:
         self._update = _start("Update", self._run, scale, len(readers))
         self._fetches = {worker: _start("Fetch", self._fetch, worker) for worker in readers}
 
-    def _run(self, scale, readers):
+    def _run(self, scale: float, readers: int) -> None:
         self._overlapped.undo.keep()
         self._can_undo = True
         self._overlapped.apply(self._stamp, self._count, scale, readers)
 
-    def _fetch(self, worker):
+    def _fetch(self, worker: int) -> None:
         fetch = self._overlapped.fetch
         with on_worker(worker, device=None):
             (counts,) = uncancelled.call(fetch.concrete)
@@ -96,7 +96,7 @@ class PipelinedUpdate:
             concurrent.futures.wait(self._fetches.values(), _GIVE_UP_SECONDS)
             self._undo()
 
-    def _undo(self):
+    def _undo(self) -> None:
         if self._can_undo:
             self._overlapped.undo.restore()
 
@@ -105,7 +105,7 @@ def _start(name: str, function: Callable[..., Any], *args: Any) -> concurrent.fu
     """Calls a function in a daemon thread, which does not delay the process's exit."""
     future: concurrent.futures.Future[Any] = concurrent.futures.Future()
 
-    def run():
+    def run() -> None:
         try:
             future.set_result(function(*args))
         except BaseException as error:

@@ -64,12 +64,12 @@ class OverlapState:
         return recovery is not None and recovery.is_due
 
     @property
-    def _workers(self):
+    def _workers(self) -> list[int]:
         lost = self._context.scheduler.lost_workers
         return [worker for worker in range(self._context.num_workers) if worker not in lost]
 
     @property
-    def _state(self):
+    def _state(self) -> tuple[int, int]:
         """State that changes with every write that workers' copies do not include."""
         return writes.count, self._context.extended.worker_states.losses
 

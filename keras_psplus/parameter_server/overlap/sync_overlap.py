@@ -19,7 +19,7 @@ gradients g3 to g1 are computed from the last layer back:
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Container, Iterable, Iterator, Sequence
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import tensorflow as tf
@@ -98,7 +98,7 @@ class OverlapPlanner:
             if op.type in _GATHERS:
                 gathers.setdefault(id(handle), []).append(op)
 
-        def before(target):
+        def before(target: tf.Variable) -> list[tf.Operation]:
             if target.device not in of_servers:
                 with ops.device(target.device), ops.control_dependencies([is_read]):
                     of_servers[target.device] = tf.no_op()
@@ -134,7 +134,9 @@ class OverlapPlanner:
         on_copies = trace()
         problem = _problem(step, on_copies, written)
 
-        def update(stamp, count, scale, readers):
+        def update(
+            stamp: tf.Tensor, count: tf.Tensor, scale: tf.Tensor, readers: tf.Tensor
+        ) -> tf.Tensor:
             apply(stamp, count, scale)
             copies.announce(readers, generation)
             return tf.constant(True)
@@ -151,7 +153,7 @@ class OverlapPlanner:
             )
             return None
 
-        def release(stamp, count):
+        def release(stamp: tf.Tensor, count: tf.Tensor) -> tf.Tensor:
             for one in added:
                 aggregation.release(one.sums, stamp, count)
             return tf.constant(True)
@@ -165,11 +167,11 @@ class OverlapPlanner:
         )
 
     @property
-    def _prefix(self):
+    def _prefix(self) -> str:
         return f"keras_psplus/{self._context.extended.worker_states.run}"
 
 
-def _problem(step, on_copies, written):
+def _problem(step: TracedStep, on_copies: TracedStep, written: Container[int]) -> str | None:
     """Reason why a function cannot read its copies, a clause; None if it can."""
     same = len(step.variables) == len(on_copies.variables) and all(
         a is b for a, b in zip(step.variables, on_copies.variables)
@@ -197,7 +199,7 @@ def _uses(graph: Any) -> Iterator[tuple[tf.Operation, Any]]:
                 yield op, outside[id(tensor)]
 
 
-def _writes(graph):
+def _writes(graph: tf.Graph) -> Iterator[tf.Tensor]:
     """Handles of variables that a function may write to."""
     outside = {id(inside): external for external, inside in graph.captures}
     for op in graph.get_operations():
@@ -207,7 +209,7 @@ def _writes(graph):
                     yield outside[id(tensor)]
 
 
-def _written_by(added):
+def _written_by(added: Iterable[Any]) -> list[tf.Variable]:
     """Variables, or shards, that the optimizers of a step may write to."""
     found = {}
     for optimizer, _, variables in added:

@@ -37,20 +37,20 @@ class Undo:
         """Ids of the handles of the variables."""
         return {id(part.handle) for part in self._parts}
 
-    def _keep(self):
+    def _keep(self) -> tf.Tensor:
         for part in self._parts:
             with tf.device(part.device):
                 tf.raw_ops.AssignVariableOp(resource=self._kept(part), value=reads.raw_read(part))
         return tf.constant(True)
 
-    def _restore(self):
+    def _restore(self) -> tf.Tensor:
         for part in self._parts:
             with tf.device(part.device):
                 value = tf.raw_ops.ReadVariableOp(resource=self._kept(part), dtype=part.dtype)
                 tf.raw_ops.AssignVariableOp(resource=part.handle, value=value)
         return tf.constant(True)
 
-    def _kept(self, part):
+    def _kept(self, part: tf.Variable) -> tf.Tensor:
         return tf.raw_ops.VarHandleOp(
             shape=part.shape,
             dtype=part.dtype,

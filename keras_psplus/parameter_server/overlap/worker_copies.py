@@ -59,7 +59,7 @@ class WorkerCopies:
             value = values[0] if len(values) == 1 else tf.concat(values, 0)
             pulls.keep(read.variable, read.parts, value)
 
-    def _copy(self, part):
+    def _copy(self, part: _Part) -> WorkerVariable:
         form = part.variable.shape, part.variable.dtype
         return WorkerVariable(self._states.handle(part.name, *form), *form)
 
@@ -85,7 +85,7 @@ class WorkerCopies:
         """A function of a worker that brings each copy once it may be read."""
         counters = []
 
-        def fetch():
+        def fetch() -> tf.Tensor:
             with TrafficCounter() as counter:
                 for number, group in enumerate(self._groups):
                     self._fetch(group, self._queue(number, generation))
@@ -97,7 +97,7 @@ class WorkerCopies:
             concrete = function.get_concrete_function()
         return CountedFunction(concrete, counters[-1].summary(concrete.graph), function)
 
-    def _fetch(self, group, queue):
+    def _fetch(self, group: list[_Part], queue: tf.Tensor) -> None:
         with tf.device(group[0].variable.device):
             token = tf.raw_ops.QueueDequeueV2(handle=queue, component_types=[tf.int32])
         variables = [part.variable for part in group]
@@ -108,7 +108,7 @@ class WorkerCopies:
         for part, value in zip(group, values):
             self._copy(part).assign(value)
 
-    def _queue(self, number, generation):
+    def _queue(self, number: int, generation: int) -> tf.Tensor:
         """Queue on a group's server, with a token for each worker yet to read it."""
         with tf.device(self._groups[number][0].variable.device):
             return tf.raw_ops.FIFOQueueV2(

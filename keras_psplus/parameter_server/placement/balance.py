@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import collections
 from collections.abc import Mapping, Sequence
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import tensorflow as tf
 
@@ -120,7 +120,7 @@ class Placement:
             most = max(FINE_SHARD_BYTES, size // (_MOST_FINE_SHARDS * len(wanted)))
         return _shards(_whole_rows(wanted, rows), row_bytes, most)
 
-    def _wanted(self, size, is_trained):
+    def _wanted(self, size: int, is_trained: bool) -> dict[int, float]:
         """By server, how many of a variable's bytes would make up its part."""
         have = self._bytes[is_trained]
         total = sum(have) + size
@@ -138,7 +138,7 @@ def _whole_rows(wanted: Mapping[int, float], rows: int) -> dict[int, int]:
     return {ps: count for ps, count in sorted(counts.items()) if count}
 
 
-def _shards(counts, row_bytes, most):
+def _shards(counts: Mapping[int, int], row_bytes: int, most: int) -> list[Shard]:
     shards, first = [], 0
     for ps, rows in counts.items():
         count = -(-rows * row_bytes // most)
@@ -194,6 +194,6 @@ def check_weights(weights: Sequence[float] | None) -> None:
         )
 
 
-def _is_positive(number):
+def _is_positive(number: Any) -> bool:
     is_number = isinstance(number, (int, float)) and not isinstance(number, bool)
     return is_number and 0 < number < float("inf")

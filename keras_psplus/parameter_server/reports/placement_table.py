@@ -78,7 +78,7 @@ def warn_of_whole_tensors(model: keras.Model) -> None:
         )
 
 
-def _parts(variable):
+def _parts(variable: keras.Variable) -> list[tf.Variable]:
     """A variable's shards, or itself, if they lie on parameter servers."""
     own = variable._value
     parts = own.shards if isinstance(own, ShardedVariable) else [own]

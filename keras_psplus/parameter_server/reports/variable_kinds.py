@@ -26,7 +26,7 @@ def kind_of(variable: keras.Variable, is_sync: bool) -> str | None:
     return "state" if is_sync and _is_state(variable) else None
 
 
-def _is_state(variable):
+def _is_state(variable: keras.Variable) -> bool:
     """Whether a variable is a layer's own, which steps change otherwise than by gradients."""
     dtype = tf.as_dtype(variable.dtype)
     return (

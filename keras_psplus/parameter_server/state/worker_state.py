@@ -100,7 +100,7 @@ class WorkerStates:
         self.register(forms)
         handles = [self.handle(leaf, *form) for leaf, form in forms.items()]
 
-        def begin():
+        def begin() -> tf.Tensor:
             for handle, value in zip(handles, tf.nest.flatten(init())):
                 tf.raw_ops.AssignVariableOp(resource=handle, value=value)
             return tf.constant(True)
@@ -113,7 +113,7 @@ class WorkerStates:
             value.set_shape(shape)
             values.append(value)
 
-        def write(state):
+        def write(state: Any) -> None:
             tf.nest.assert_same_structure(structure, state)
             for handle, value in zip(handles, tf.nest.flatten(state)):
                 tf.raw_ops.AssignVariableOp(resource=handle, value=value)
@@ -138,7 +138,7 @@ class WorkerStates:
                 )
         return known[0][name]
 
-    def _shared_name(self, name):
+    def _shared_name(self, name: str) -> str:
         return f"keras_psplus/{self._run}/{name}"
 
     def register(
@@ -201,12 +201,12 @@ class WorkerStates:
         for worker, fitting in found.items():
             self._assign(worker, owner, fitting)
 
-    def _saved(self, owner):
+    def _saved(self, owner: str) -> dict[str, tuple[tf.TensorShape, tf.DType]]:
         """Shapes and dtypes of an owner's states that are saved, by names without the owner's."""
         saved = {name: form for name, form in self._leaves.items() if name not in self._unsaved}
         return _of_owner(owner, saved)
 
-    def _assign(self, worker, owner, values):
+    def _assign(self, worker: int, owner: str, values: Mapping[str, np.ndarray]) -> None:
         try:
             with ops.init_scope(), on_worker(worker, device=None):
                 for name, value in values.items():
@@ -237,7 +237,7 @@ class WorkerStates:
         with contextlib.suppress(Exception):
             self.destroy()
 
-    def _destroy_ownerless(self):
+    def _destroy_ownerless(self) -> None:
         while self._ownerless:
             name = self._ownerless.pop()
             self._waiting.pop(name, None)
@@ -245,10 +245,10 @@ class WorkerStates:
             self.destroy(owner)
             self._leaves = {n: form for n, form in self._leaves.items() if not n.startswith(owner)}
 
-    def _eager_handle(self, name, shape, dtype):
+    def _eager_handle(self, name: str, shape: tf.TensorShape, dtype: tf.DType) -> tf.Tensor:
         return tf.raw_ops.VarHandleOp(shape=shape, dtype=dtype, shared_name=self._shared_name(name))
 
 
-def _of_owner(owner, forms):
+def _of_owner(owner: str, forms: Mapping[str, Any]) -> dict[str, Any]:
     prefix = f"{owner}/"
     return {n.removeprefix(prefix): form for n, form in forms.items() if n.startswith(prefix)}

@@ -84,7 +84,7 @@ class WorkerVariables:
         forms = {name: (v.shape, v.dtype) for name, v in self._made.items()}
         self._states.register(forms, self.is_saved)
 
-        def make():
+        def make() -> tf.Tensor:
             for variable in self._made.values():
                 sizes = [size or 0 for size in variable.shape.as_list()]
                 variable.assign(tf.zeros(sizes, variable.dtype))

@@ -7,7 +7,7 @@ these up. What the step does with gradients, it does not do on the worker: it ha
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from typing import TYPE_CHECKING, Any
 
 import tensorflow as tf
@@ -20,6 +20,7 @@ from keras_psplus.updates import map_values
 if TYPE_CHECKING:
     import keras
 
+    from keras_psplus.core.graph.stand_ins import Gradient
     from keras_psplus.engine import Engine
     from keras_psplus.parameter_server.transport.pulls import WholeRead
 
@@ -57,14 +58,12 @@ class WorkerReplicaStep(ReplicaStep):
     def unscale_by_batch_fraction(self, value: tf.Tensor) -> tf.Tensor:
         return value / tf.cast(self._weight, value.dtype)
 
-    def __exit__(self, *exc):
+    def __exit__(self, *exc: Any) -> None:
         super().__exit__(*exc)
         if exc[0] is None:
             self._check_unused(())
 
-    def note(
-        self, gradients: list[tf.Tensor | tf.IndexedSlices | None], variables: list[Any]
-    ) -> list[Any]:
+    def note(self, gradients: list[Gradient | None], variables: list[Any]) -> list[Any]:
         """Stand-ins for the gradients of one call of the tape; see `core.graph.stand_ins`."""
         self._calls.append(stand_ins.TapeCall(gradients, variables))
         return self._calls[-1].given
@@ -83,10 +82,10 @@ class WorkerReplicaStep(ReplicaStep):
             sources, self.note(tf.nest.flatten(grads), tf.nest.flatten(sources))
         )
 
-    def _is_by_row(self, graph):
+    def _is_by_row(self, graph: tf.Graph) -> bool:
         return local_traces.is_without_collectives(graph, self._graph)
 
-    def _check_unused(self, gradients):
+    def _check_unused(self, gradients: Iterable[Gradient | None]) -> None:
         """Raises ValueError if the step has computed with this worker's part of a gradient."""
         for call in self._calls:
             changed = any(
@@ -106,7 +105,7 @@ class WorkerReplicaStep(ReplicaStep):
     def hand_over(
         self,
         optimizer: keras.optimizers.Optimizer,
-        gradients: list[tf.Tensor | tf.IndexedSlices | None],
+        gradients: list[Gradient | None],
         variables: list[keras.Variable],
     ) -> None:
         """Takes the gradients that an optimizer is to apply.

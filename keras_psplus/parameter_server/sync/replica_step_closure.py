@@ -72,8 +72,8 @@ class ReplicaStepClosure(Closure):
             counts = self._push(scalar_tensor(self._attempt.stamp, tf.int64), gradients)
         self._set((vector, counts))
 
-    def _is_admitted(self):
+    def _is_admitted(self) -> bool:
         return self._attempt.admit(self._share)
 
-    def _set(self, values):
+    def _set(self, values: Any) -> None:
         self.maybe_call_with_output_remote_value(lambda r: r._set_values(values))

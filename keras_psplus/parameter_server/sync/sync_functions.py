@@ -28,6 +28,7 @@ from keras_psplus.parameter_server.transport.sharded import ShardParts
 if TYPE_CHECKING:
     import keras
 
+    from keras_psplus.core.graph.stand_ins import Gradient
     from keras_psplus.parameter_server.context import StepContext
 
 
@@ -35,7 +36,7 @@ class _PendingPush(NamedTuple):
     """Gradients, on a worker, that an optimizer is to apply."""
 
     optimizer: keras.optimizers.Optimizer
-    gradients: list[tf.Tensor | tf.IndexedSlices | None]
+    gradients: list[Gradient | None]
     variables: list[keras.Variable]
 
 
@@ -113,22 +114,28 @@ class SyncFunctions:
         for function in self._made.values():
             function.discard(stamp)
 
-    def _replica_step(self, initial):
+    def _replica_step(self, initial: tf.Tensor) -> WorkerReplicaStep:
         stamp = tf.cast(initial[-1], tf.int64)
         push = _PendingPush if self._pushes_later else lambda *args: self._add(stamp, *args)
         return WorkerReplicaStep(self._context.engine, initial[-2], push)
 
-    def _with_gradients(self, trace, results):
+    def _with_gradients(self, trace: Trace, results: list[Any]) -> tuple[tf.Tensor, Any, Any]:
         vector, _, notes = self._collect(trace, results)
-        own = replica_step.current_step()
-        own.whole_reads = list(current_pulls().whole_reads.values())
-        outputs = ()
+        own, pulls = replica_step.current_step(), current_pulls()
+        assert pulls is not None
+        own.whole_reads = list(pulls.whole_reads.values())
+        outputs: Any = ()
         if self._pushes_later:
-            pending = replica_step.current_step().handed_over
-            outputs = [[_leaves(g) for g in of_optimizer.gradients] for of_optimizer in pending]
+            outputs = [[_leaves(g) for g in one.gradients] for one in own.handed_over]
         return vector, outputs, notes
 
-    def _add(self, stamp, optimizer, gradients, variables):
+    def _add(
+        self,
+        stamp: tf.Tensor,
+        optimizer: keras.optimizers.Optimizer,
+        gradients: Sequence[Gradient | None],
+        variables: Sequence[keras.Variable],
+    ) -> _Added:
         inner = getattr(optimizer, "inner_optimizer", optimizer)
         by_value = {id(variable._value): variable for variable in variables}
         extended = self._context.extended
@@ -141,7 +148,7 @@ class SyncFunctions:
         _time_push(gradients, graph.get_operations()[before:])
         return _Added(optimizer, sums, [by_value[id(value)] for _, value in pairs])
 
-    def _make(self, step):
+    def _make(self, step: TracedStep) -> SyncFunction:
         push, added = None, step.replica_step.handed_over
         if self._pushes_later:
             push, added = self._make_push(step)
@@ -154,7 +161,9 @@ class SyncFunctions:
             lambda batch: self._overlapped_step(step, added, apply, batch),
         )
 
-    def _overlapped_step(self, step, added, apply, batch):
+    def _overlapped_step(
+        self, step: TracedStep, added: list[_Added], apply: Callable[..., Any], batch: Any
+    ) -> OverlapFunctions | None:
         key = id(step)
         if key not in self._overlapped:
             self._overlapped[key] = self._overlaps.make(
@@ -162,10 +171,10 @@ class SyncFunctions:
             )
         return self._overlapped[key]
 
-    def _make_push(self, step):
+    def _make_push(self, step: TracedStep) -> tuple[traffic.CountedFunction, list[_Added]]:
         pending, added, counters = step.replica_step.handed_over, [], []
 
-        def push(stamp, parts):
+        def push(stamp: tf.Tensor, parts: Any) -> tf.Tensor:
             with traffic.TrafficCounter() as counter:
                 for (optimizer, gradients, variables), own in zip(pending, parts):
                     values = [_gradient(like, leaves) for like, leaves in zip(gradients, own)]
@@ -181,10 +190,10 @@ class SyncFunctions:
         costs = counters[-1].summary(concrete.graph)
         return traffic.CountedFunction(concrete, costs, function), added
 
-    def _apply(self, added):
+    def _apply(self, added: list[_Added]) -> Callable[..., tf.Tensor]:
         """The function by which optimizers apply the sums, to be traced."""
 
-        def apply(stamp, count, scale):
+        def apply(stamp: tf.Tensor, count: tf.Tensor, scale: tf.Tensor) -> tf.Tensor:
             for optimizer, sums, variables in added:
                 gradients = aggregation.take(sums, stamp, count, scale)
                 if _needs_whole(optimizer):
@@ -198,15 +207,15 @@ class SyncFunctions:
 
         return apply
 
-    def _make_discard(self, added):
-        def discard(stamp):
+    def _make_discard(self, added: list[_Added]) -> Callable[[int], None]:
+        def discard(stamp: tf.Tensor) -> tf.Tensor:
             for _, sums, _ in added:
                 aggregation.discard(sums, stamp)
             return tf.constant(True)
 
-        traced = []
+        traced: list[Callable[[int], Any]] = []
 
-        def call(stamp):
+        def call(stamp: int) -> None:
             # A step that has failed before it was traced has added nothing.
             if added and not traced:
                 traced.append(self._on_chief(discard, aggregation.STAMP))
@@ -215,33 +224,35 @@ class SyncFunctions:
 
         return call
 
-    def _on_chief(self, function, *specs):
-        def in_replica(*args):
+    def _on_chief(self, function: Callable[..., Any], *specs: tf.TensorSpec) -> Any:
+        def in_replica(*args: tf.Tensor) -> Any:
             with tf.device(CHIEF):
                 return self._context.strategy.run(function, args)
 
         concrete, origin = self._traced(in_replica, *specs)
 
-        def call(*args):
+        def call(*args: Any) -> Any:
             with tf.device(CHIEF):
                 given = (scalar_tensor(a, spec.dtype) for a, spec in zip(args, specs))
                 return uncancelled.call(concrete, *given)
 
-        call.concrete, call.origin = concrete, origin
+        vars(call).update(concrete=concrete, origin=origin)
         return call
 
-    def _traced(self, function, *specs):
-        function = tf.function(function, autograph=False)
+    def _traced(
+        self, function: Callable[..., Any], *specs: Any
+    ) -> tuple[tf.types.experimental.ConcreteFunction, Any]:
+        made = tf.function(function, autograph=False)
         with self._context.strategy.scope():
-            return function.get_concrete_function(*specs), function
+            return made.get_concrete_function(*specs), made
 
 
-def _time_push(gradients, operations):
-    if traffic.current_counter() is not None:
-        traffic.current_counter().timer.note_push(gradients, operations)
+def _time_push(gradients: Sequence[Any], operations: Sequence[tf.Operation]) -> None:
+    if (counter := traffic.current_counter()) is not None:
+        counter.timer.note_push(gradients, operations)
 
 
-def _leaves(gradient):
+def _leaves(gradient: Gradient | None) -> tuple[tf.Tensor, ...]:
     if gradient is None:
         return ()
     if isinstance(gradient, tf.IndexedSlices):
@@ -249,13 +260,13 @@ def _leaves(gradient):
     return (tf.convert_to_tensor(gradient),)
 
 
-def _gradient(like, leaves):
+def _gradient(like: Gradient | None, leaves: Sequence[tf.Tensor]) -> Gradient | None:
     if like is None:
         return None
     return tf.IndexedSlices(*leaves) if isinstance(like, tf.IndexedSlices) else leaves[0]
 
 
-def _needs_whole(optimizer):
+def _needs_whole(optimizer: keras.optimizers.Optimizer) -> bool:
     """Whether an optimizer computes with a gradient before it updates the variable's shards."""
     inner = getattr(optimizer, "inner_optimizer", optimizer)
     return bool(
@@ -263,7 +274,7 @@ def _needs_whole(optimizer):
     )
 
 
-def _joined(gradient, variable):
+def _joined(gradient: Any, variable: Any) -> Any:
     if not isinstance(gradient, ShardParts):
         return gradient
     if not isinstance(gradient[0], tf.IndexedSlices):

@@ -10,8 +10,8 @@ from __future__ import annotations
 
 import contextlib
 import functools
-from collections.abc import Callable, Iterable, Mapping
-from typing import TYPE_CHECKING, Any
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from typing import TYPE_CHECKING, Any, TypeAlias
 
 import numpy as np
 import tensorflow as tf
@@ -21,15 +21,22 @@ from keras_psplus.parameter_server.overlap.overlapping import OverlapState
 from keras_psplus.parameter_server.steps.runner import StepRunner, are_same, describe
 from keras_psplus.parameter_server.steps.step_logs import changes_and_logs_of_share
 from keras_psplus.parameter_server.sync.replica_step_closure import ReplicaStepClosure
-from keras_psplus.parameter_server.sync.sync_functions import SyncFunctions
+from keras_psplus.parameter_server.sync.sync_functions import SyncFunction, SyncFunctions
 from keras_psplus.parameter_server.tracing.worker_function import ClosureVariable, pack
 
 if TYPE_CHECKING:
     from keras_psplus.parameter_server.context import StepContext
     from keras_psplus.parameter_server.data.tickets import Ticket
+    from keras_psplus.parameter_server.overlap.overlapped_update import PipelinedUpdate
+    from keras_psplus.parameter_server.overlap.sync_overlap import OverlapFunctions
+    from keras_psplus.parameter_server.steps.step_functions import TracedStep
+    from keras_psplus.parameter_server.sync.step_attempts import Attempt
 
 # Odd, so that no two shares of any step share a seed (mod 2 ** 31).
 _SEED_STRIDE = 0x3C6EF35F
+
+# The functions for a share, and what they are given of it.
+_Call: TypeAlias = tuple[SyncFunction, Any]
 
 
 class SyncRunner(StepRunner):
@@ -70,7 +77,7 @@ class SyncRunner(StepRunner):
         for batch in batches:
             self._take_step(batch)
 
-    def _take_step(self, batch):
+    def _take_step(self, batch: Any) -> None:
         shares = self._split(batch, self._context.num_workers)
         weights = [weight for weight, _ in shares]
         calls = [self._functions(share) for _, share in shares]
@@ -95,7 +102,7 @@ class SyncRunner(StepRunner):
         self._sent += 1
         self._steps += 1
 
-    def _complete(self, calls, shares, about):
+    def _complete(self, calls: list[_Call], shares: list[tuple[float, Any]], about: str) -> Attempt:
         """Takes a step, as often as a worker is lost with it; returns the `Attempt`."""
         attempts = self._context.attempts
         is_unclean, self._failures = attempts.failures != self._failures, attempts.failures
@@ -113,12 +120,19 @@ class SyncRunner(StepRunner):
                 "%s begins again, because a worker was lost with it; no weight has changed", about
             )
 
-    def _try(self, attempt, calls, weights, overlapped, about):
+    def _try(
+        self,
+        attempt: Attempt,
+        calls: list[_Call],
+        weights: list[float],
+        overlapped: OverlapFunctions | None,
+        about: str,
+    ) -> None:
         """Lets workers compute and add up the gradients of a step, and makes the update."""
         overlapping, scheduler = self._overlapping, self._context.scheduler
         on_copies = overlapped if overlapped and overlapping.all_have_copies() else None
         of_update = attempt.stamp, len(calls), 1.0 / sum(weights)
-        update = overlapping.start(overlapped, *of_update) if on_copies else None
+        update = overlapping.start(on_copies, *of_update) if on_copies else None
         try:
             closures = [
                 self._start(attempt, share, call, weight, on_copies, f"{about}, share {share}")
@@ -144,15 +158,23 @@ class SyncRunner(StepRunner):
             self._context.attempts.overlapped += update is not None
             overlapping.finish(update or overlapping.start(overlapped, *of_update))
 
-    def _abort(self, update):
+    def _abort(self, update: PipelinedUpdate) -> None:
         self._overlapping.forget()
         update.abort()
 
-    def _start(self, attempt, share, call, weight, on_copies, about):
+    def _start(
+        self,
+        attempt: Attempt,
+        share: int,
+        call: _Call,
+        weight: float,
+        on_copies: OverlapFunctions | None,
+        about: str,
+    ) -> ReplicaStepClosure:
         functions, payload = call
         step = functions.step if on_copies is None else on_copies.step
 
-        def done(result, worker):
+        def done(result: Any, worker: int) -> None:
             if not result:
                 return
             vector, costs = step.split(result[0])
@@ -177,14 +199,14 @@ class SyncRunner(StepRunner):
         scheduler.start(closure, done, about, share)
         return closure
 
-    def _initial(self, share):
+    def _initial(self, share: int) -> np.ndarray:
         """Values of closure variables for a share: every share draws from its own seeds."""
         initial = self._totals + self._seeds_after(self._steps)
         for first in self._seed_places():
             initial[first] = (initial[first] + share * _SEED_STRIDE) % (1 << 31)
         return initial
 
-    def _merge(self, function, shares):
+    def _merge(self, function: TracedStep, shares: Mapping[int, tuple[float, np.ndarray]]) -> None:
         """Merges the shares of a step into the totals, and makes its logs.
 
         Args:
@@ -209,17 +231,17 @@ class SyncRunner(StepRunner):
     def final_logs(self) -> dict[str, Any]:
         return {}
 
-    def _seed_places(self):
+    def _seed_places(self) -> Iterator[int]:
         first = 0
         for variable in self._variables:
             if variable.is_seed:
                 yield first
             first += variable.shape.num_elements()
 
-    def _is_sum(self, function):
+    def _is_sum(self, function: TracedStep) -> np.ndarray:
         """Flags of the values that shares add up; the rest are means weighted by rows."""
         replaced = [id(variable) for variable in function.overwritten]
         return self._flags(lambda v: v.kind == "total" and id(v) not in replaced)
 
-    def _is_integer(self):
+    def _is_integer(self) -> np.ndarray:
         return self._flags(lambda v: v.dtype.is_integer)

@@ -45,7 +45,7 @@ def can_be_joined(batches: Sequence[Any]) -> bool:
     return None not in forms[0] and all(form == forms[0] for form in forms)
 
 
-def _row_form(leaf):
+def _row_form(leaf: Any) -> tuple[tf.DType, list[int | None]] | None:
     is_dense = isinstance(leaf, tf.Tensor) and leaf.shape.rank
     return (leaf.dtype, leaf.shape[1:].as_list()) if is_dense else None
 

@@ -5,6 +5,7 @@ the whole stack of Keras: hundreds of lines, without the batch, and all of that 
 log.
 """
 
+import logging
 import re
 
 import tensorflow as tf
@@ -84,11 +85,11 @@ def translate_error(error: tf.errors.OpError, task: str, about: str) -> tf.error
     return marked(None, None, "\n".join(lines))
 
 
-def _without_counts(text):
+def _without_counts(text: str) -> str:
     return re.sub(r"^\s*(\d+ root error\(s\) found\.\s*\(0\)\s*)?([A-Z_]+:)?\s*", "", text)
 
 
-def _is_unreported(record):
+def _is_unreported(record: logging.LogRecord) -> bool:
     arguments = record.args if isinstance(record.args, tuple) else ()
     if any(isinstance(argument, _TranslatedError) for argument in arguments):
         return False

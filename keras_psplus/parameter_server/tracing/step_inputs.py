@@ -13,7 +13,7 @@ def tensors(batch: Any) -> Any:
     while isinstance(batch, tuple) and len(batch) > 1 and batch[-1] is None:
         batch = batch[:-1]
 
-    def convert(leaf):
+    def convert(leaf: Any) -> Any:
         if leaf is None or isinstance(leaf, tf.experimental.Optional):
             return None
         if isinstance(leaf, (tf.RaggedTensor, tf.SparseTensor)):

@@ -88,12 +88,12 @@ class TrafficCounter:
                 "in `strategy.communication`"
             )
 
-    def _is_outermost_function(self, graph):
+    def _is_outermost_function(self, graph: tf.Graph) -> bool:
         while isinstance(graph, control_flow.ControlFlowFuncGraph):
             graph = graph.outer_graph
         return graph is self._graph
 
-    def _add_in_graph(self, key, numbers):
+    def _add_in_graph(self, key: Any, numbers: tf.Tensor) -> None:
         if key not in self._counters:
             # In the function itself, also if a branch of a tf.cond comes upon it first.
             with self._graph.as_default(), ops.control_dependencies(None), ops.device(None):
@@ -105,7 +105,7 @@ class TrafficCounter:
             self._counters[key] = handle
         tf.raw_ops.AssignAddVariableOp(resource=self._counters[key], value=numbers)
 
-    def _add_seconds(self, seconds):
+    def _add_seconds(self, seconds: tf.Tensor) -> None:
         graph = ops.get_default_graph()
         if graph is self._graph:
             self._seconds.append(seconds)
@@ -131,7 +131,7 @@ class TrafficCounter:
         """Costs of a call, once the function has been traced into a graph."""
         needed = _needed_operations(graph)
 
-        def is_sent(tensor):
+        def is_sent(tensor: tf.Tensor | None) -> bool:
             return tensor is None or any(consumer in needed for consumer in tensor.consumers())
 
         certain: dict[Any, np.ndarray] = {}
@@ -224,7 +224,7 @@ def size_in_bytes(tensors: Sequence[tf.Tensor]) -> int | tf.Tensor:
     return sum(sizes)
 
 
-def _needed_operations(graph):
+def _needed_operations(graph: tf.Graph) -> set[tf.Operation]:
     """Operations of a function that its outputs and its side effects need."""
     assert isinstance(graph, func_graph.FuncGraph)
     waiting = [tensor.op for tensor in graph.outputs] + list(graph.control_outputs)

@@ -69,7 +69,7 @@ def send_in_turn(tensors: Sequence[tf.Tensor], devices: Sequence[str]) -> list[t
     return send_coalesced(gated, devices)
 
 
-def _is_small(tensor):
+def _is_small(tensor: tf.Tensor) -> bool:
     size = tensor.shape.num_elements()
     # Of what is shorter than a byte, or complex, there are no words.
     can_be_packed = tensor.dtype.is_floating or tensor.dtype.is_integer

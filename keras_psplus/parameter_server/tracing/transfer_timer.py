@@ -79,7 +79,7 @@ class TransferTimer:
             if self.at_arrival is not None:
                 self.at_arrival(arrival)
 
-    def _arrival_of(self, values):
+    def _arrival_of(self, values: Iterable[tf.Tensor]) -> tf.Operation:
         """An operation on the worker that has needed the values themselves.
 
         TensorFlow takes out what only control dependencies hang on, and would wait for the servers'
@@ -94,7 +94,7 @@ class TransferTimer:
         return tf.raw_ops.AssignVariableOp(resource=self._arrivals, value=tf.concat(firsts, 0))
 
 
-def _needed_for(tensors):
+def _needed_for(tensors: Iterable[tf.Tensor]) -> set[tf.Operation]:
     """Operations that tensors depend on, also outside of their branch."""
     waiting, needed = list(tensors), set()
     captures = {}

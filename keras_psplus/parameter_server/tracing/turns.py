@@ -80,7 +80,7 @@ def writing_states(turn: ReadLock | None, after: Sequence[tf.Tensor]) -> Iterato
         tf.raw_ops.ConsumeMutexLock(mutex_lock=lock)
 
 
-def _acquire(name):
+def _acquire(name: str) -> tf.Tensor:
     with ops.device(None):
         mutex = tf.raw_ops.MutexV2(shared_name=name)
         return tf.raw_ops.MutexLock(mutex=mutex)

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Sequence
+from typing import Any
 
 import numpy as np
 import tensorflow as tf
@@ -70,7 +71,7 @@ class Trace:
         """Closure variables, but for seeds, that are given values not made by adding."""
         return [v for v in self.variables if not v.is_seed and self._is_overwritten(v)]
 
-    def _is_overwritten(self, variable):
+    def _is_overwritten(self, variable: ClosureVariable) -> bool:
         handle = self._handles[id(variable)]
         # The first assignment is that of the initial value.
         writes = [op for op in handle.consumers() if op.type not in _READS][1:]
@@ -97,7 +98,7 @@ class Trace:
         return tf.concat([*values, tf.zeros([0], tf.float64)], 0) - self._initial[: self._size]
 
 
-def _adds_to(handle, value):
+def _adds_to(handle: tf.Tensor, value: tf.Tensor) -> bool:
     """Whether a value is a sum of a variable's value and something else."""
     op = _source(value)
     if op.type not in ("Add", "AddV2", "Sub"):
@@ -107,7 +108,7 @@ def _adds_to(handle, value):
     return any(op.type == "ReadVariableOp" and op.inputs[0] is handle for op in sources)
 
 
-def _source(tensor):
+def _source(tensor: tf.Tensor) -> tf.Operation:
     op = tensor.op
     while op.type in ("Identity", "Cast", "EnsureShape", "Reshape"):
         op = op.inputs[0].op
@@ -152,11 +153,11 @@ class ClosureVariable(resource_variable_ops.BaseResourceVariable, core.Tensor):
         return self._chief_variable.device
 
     @classmethod
-    def _variable_call(cls, *args, **kwargs):
+    def _variable_call(cls, *args: Any, **kwargs: Any) -> None:
         # The metaclass of tf.Variable would hand the call to the strategy's creator.
         return None
 
-    def _should_act_as_resource_variable(self):
+    def _should_act_as_resource_variable(self) -> None:
         pass
 
 

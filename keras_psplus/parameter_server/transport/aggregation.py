@@ -10,6 +10,7 @@ from typing import NamedTuple
 
 import tensorflow as tf
 
+from keras_psplus.core.graph.stand_ins import Gradient
 from keras_psplus.parameter_server.transport.sharded import ShardedVariable, ShardParts
 
 # Of the number of an attempt, of a number of gradients, and of what `take` has.
@@ -40,23 +41,20 @@ class GradientSum(NamedTuple):
         return tf.float64 if self.dtype == tf.float64 else tf.float32
 
     @property
-    def _row_shape(self):
+    def _row_shape(self) -> tf.TensorShape:
         return tf.TensorShape([None]).concatenate(self.target.shape[1:])
 
-    def _accumulator(self):
+    def _accumulator(self) -> tf.Tensor:
         return tf.raw_ops.ResourceConditionalAccumulator(
-            dtype=self.wide,
-            shape=self.target.shape,
-            shared_name=self.name,
-            reduction_type="SUM",
+            dtype=self.wide, shape=self.target.shape, shared_name=self.name, reduction_type="SUM"
         )
 
-    def _queue(self):
+    def _queue(self) -> tf.Tensor:
         return tf.raw_ops.FIFOQueueV2(
             component_types=[tf.int64, self.dtype, self.index_dtype], shared_name=self.name
         )
 
-    def add(self, gradient: tf.Tensor | tf.IndexedSlices, stamp: tf.Tensor) -> None:
+    def add(self, gradient: Gradient, stamp: tf.Tensor) -> None:
         """Adds a gradient of an attempt."""
         with tf.device(self.target.device):
             if self.has_rows:
@@ -70,9 +68,7 @@ class GradientSum(NamedTuple):
                     gradient=tf.cast(gradient, self.wide),
                 )
 
-    def take(
-        self, stamp: tf.Tensor, count: tf.Tensor, scale: tf.Tensor
-    ) -> tf.Tensor | tf.IndexedSlices:
+    def take(self, stamp: tf.Tensor, count: tf.Tensor, scale: tf.Tensor) -> Gradient:
         """The sum of the gradients of an attempt, all of which have been added."""
         with tf.device(self.target.device):
             if self.has_rows:
@@ -88,10 +84,12 @@ class GradientSum(NamedTuple):
             total = tf.ensure_shape(total, self.target.shape)
             return tf.cast(total * tf.cast(scale, total.dtype), self.dtype)
 
-    def _rows(self, stamp, count, scale):
+    def _rows(self, stamp: tf.Tensor, count: tf.Tensor, scale: tf.Tensor) -> tf.IndexedSlices:
         queue = self._queue()
 
-        def take_one(found, values, indices):
+        def take_one(
+            found: tf.Tensor, values: tf.Tensor, indices: tf.Tensor
+        ) -> tuple[tf.Tensor, tf.Tensor, tf.Tensor]:
             with tf.device(self.target.device):
                 its_stamp, more, numbers = tf.raw_ops.QueueDequeueV2(
                     handle=queue, component_types=[tf.int64, self.dtype, self.index_dtype]
@@ -111,11 +109,7 @@ class GradientSum(NamedTuple):
                 tf.zeros([0, *self.target.shape[1:]], self.dtype),
                 tf.zeros([0], self.index_dtype),
             ),
-            shape_invariants=(
-                tf.TensorShape([]),
-                self._row_shape,
-                tf.TensorShape([None]),
-            ),
+            shape_invariants=(tf.TensorShape([]), self._row_shape, tf.TensorShape([None])),
         )
         return tf.IndexedSlices(
             values * tf.cast(scale, values.dtype),
@@ -131,7 +125,7 @@ class GradientSum(NamedTuple):
             none = tf.zeros([0], self.index_dtype)
             zeros = tf.IndexedSlices(zeros[:0], none, shape)
 
-        def add_one(left):
+        def add_one(left: tf.Tensor) -> tf.Tensor:
             self.add(zeros, stamp)
             return left - 1
 
@@ -148,7 +142,7 @@ class GradientSum(NamedTuple):
             tf.raw_ops.ResourceAccumulatorSetGlobalStep(handle=handle, new_global_step=stamp)
             count = tf.raw_ops.ResourceAccumulatorNumAccumulated(handle=handle)
 
-            def take():
+            def take() -> tf.Tensor:
                 with tf.device(self.target.device):
                     tf.raw_ops.ResourceAccumulatorTakeGradient(
                         handle=handle, num_required=1, dtype=self.wide
@@ -161,10 +155,10 @@ class GradientSum(NamedTuple):
 
             tf.cond(count > 0, take, lambda: count)
 
-    def _empty_queue(self):
+    def _empty_queue(self) -> None:
         queue = self._queue()
 
-        def take_one(left):
+        def take_one(left: tf.Tensor) -> tf.Tensor:
             with tf.device(self.target.device):
                 tf.raw_ops.QueueDequeueV2(
                     handle=queue, component_types=[tf.int64, self.dtype, self.index_dtype]
@@ -176,7 +170,7 @@ class GradientSum(NamedTuple):
 
 
 def add(
-    pairs: Sequence[tuple[tf.Tensor | tf.IndexedSlices | ShardParts | None, tf.Variable]],
+    pairs: Sequence[tuple[Gradient | ShardParts | None, tf.Variable]],
     stamp: tf.Tensor,
     prefix: str,
     after: Callable[[tf.Variable], Sequence[tf.Operation]] = lambda target: (),
@@ -227,7 +221,7 @@ def take(
     stamp: tf.Tensor,
     count: tf.Tensor,
     scale: tf.Tensor,
-) -> list[tf.Tensor | tf.IndexedSlices | ShardParts | None]:
+) -> list[Gradient | ShardParts | None]:
     """The sums of an attempt's gradients, on their variables' servers.
 
     Args:
@@ -239,7 +233,7 @@ def take(
     Returns:
         List of tensors, `tf.IndexedSlices`, `ShardParts` of these, or None.
     """
-    gradients: list[tf.Tensor | tf.IndexedSlices | ShardParts | None] = []
+    gradients: list[Gradient | ShardParts | None] = []
     for of_shards in sums:
         if of_shards is None:
             gradients.append(None)

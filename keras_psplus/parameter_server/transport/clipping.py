@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from typing import TYPE_CHECKING
+from collections.abc import Callable, Iterable, Sequence
+from typing import TYPE_CHECKING, Any
 
 import tensorflow as tf
 
@@ -36,7 +36,7 @@ def clip(
     ]
 
 
-def _norm(gradients):
+def _norm(gradients: Iterable[Any]) -> tf.Tensor:
     squares = []
     for gradient in gradients:
         for part in gradient if isinstance(gradient, ShardParts) else [gradient]:
@@ -46,11 +46,11 @@ def _norm(gradients):
     return ops.sqrt(ops.sum(ops.stack(squares)))
 
 
-def _times(gradient, factor):
+def _times(gradient: Any, factor: tf.Tensor) -> Any:
     return _run_on_server(lambda g: g * ops.cast(factor, g.dtype), gradient)
 
 
-def _run_on_server(function, gradient):
+def _run_on_server(function: Callable[[Any], Any], gradient: Any) -> Any:
     """Applies a function to a gradient, or each of its parts, on its server."""
     if gradient is None:
         return None

@@ -71,13 +71,13 @@ def path_of(variable: tf.Variable) -> str:
     return getattr(variable, "keras_path", None) or variable.name.split(":")[0]
 
 
-def _chosen(compressor, variable):
+def _chosen(compressor: Compressor | None, variable: tf.Variable) -> Compressor | None:
     if compressor is None or not variable.dtype.is_floating:
         return None
     return compressor.for_variable(path_of(variable), variable.shape, variable.dtype)
 
 
-def _check_that_it_encodes(argument, compressor):
+def _check_that_it_encodes(argument: str, compressor: Compressor) -> None:
     method = methods.missing(compressor, "encode", "decode")
     if method:
         raise ValueError(
@@ -87,7 +87,7 @@ def _check_that_it_encodes(argument, compressor):
         )
 
 
-def _check_that_it_serves_values(compressor):
+def _check_that_it_serves_values(compressor: Compressor) -> None:
     if not compressor.supports_values:
         raise ValueError(
             "`pull_compression` must keep every element of a variable nearly as it is, at every "

@@ -34,7 +34,7 @@ def lookup(
         rows = tf.reshape(rows, tf.concat([tf.shape(indices), row_shape.as_list()], 0))
         rows.set_shape(indices.shape.concatenate(row_shape))
 
-    def backward(gradient):
+    def backward(gradient: tf.Tensor) -> list[tf.IndexedSlices]:
         # Repeated rows stay apart, as Keras's optimizers get them in one process; see
         # `duplicate_rows`, which may sum them before they are sent.
         values = tf.reshape(gradient, [-1, *row_shape.as_list()])

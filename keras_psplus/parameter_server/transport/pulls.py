@@ -12,8 +12,8 @@ from __future__ import annotations
 import contextlib
 import functools
 import threading
-from collections.abc import Container, Iterable, Sequence
-from typing import TYPE_CHECKING, Any, NamedTuple
+from collections.abc import Callable, Container, Iterable, Sequence
+from typing import TYPE_CHECKING, Any, NamedTuple, TypeAlias
 
 import tensorflow as tf
 
@@ -33,6 +33,8 @@ if TYPE_CHECKING:
     from keras_psplus.parameter_server.tracing.turns import ReadLock
     from keras_psplus.parameter_server.transport.compressors import Compressors
 
+# A variable's shards, or itself.
+Parts: TypeAlias = Sequence[tf.Variable]
 _LOOPS = (control_flow.WhileBodyFuncGraph, control_flow.WhileCondFuncGraph)
 _WRITING_METHODS = (
     *("assign", "assign_add", "assign_sub", "batch_scatter_update", "_restore_from_tensors"),
@@ -59,7 +61,7 @@ class WholeRead(NamedTuple):
     """
 
     variable: tf.Variable
-    parts: Sequence[tf.Variable]
+    parts: Parts
     compressor: Compressor | None
 
 
@@ -104,9 +106,7 @@ class Pulls:
     def __exit__(self, *exc: object) -> None:
         _local.pulls = self._outer
 
-    def value(
-        self, variable: tf.Variable, parts: Sequence[tf.Variable], needs_function: bool = False
-    ) -> tf.Tensor:
+    def value(self, variable: tf.Variable, parts: Parts, needs_function: bool = False) -> tf.Tensor:
         """A variable's value as of now, on the worker.
 
         Args:
@@ -135,12 +135,12 @@ class Pulls:
             return None
         return self._compressors.of_value(variable)
 
-    def _find_or_read(self, variable, parts, needs_function):
+    def _find_or_read(self, variable: tf.Variable, parts: Parts, needs_function: bool) -> tf.Tensor:
         handles = [part.handle for part in parts]
         graphs = _graphs_outwards()
         for graph in graphs:
             self._look_for_writes(graph)
-        loops = []
+        loops: list[tuple[tf.Graph, tf.Graph]] = []
         for graph, outer in zip(graphs, [*graphs[1:], None]):
             value = self._values.get(self._key(graph, variable))
             if value is not None:
@@ -160,7 +160,7 @@ class Pulls:
         self._read_ahead += [(variable, handles, loop) for loop, _ in loops]
         return value
 
-    def _read(self, variable, parts, home):
+    def _read(self, variable: tf.Variable, parts: Parts, home: tf.Graph) -> tf.Tensor:
         group = self._groups.get((variable.device, variable.dtype), ())
         others = [v for v in group if self._key(home, v) not in self._values]
         # In a branch or a loop most of a group may not be needed.
@@ -184,32 +184,32 @@ class Pulls:
                 if not exact_reads_flag:
                     self.whole_reads[id(other)] = WholeRead(other, of_other, compressor)
             value = self._values[self._key(home, variable)]
-            if traffic.current_counter() is not None and variable.trainable:
-                traffic.current_counter().timer.note_pull(value)
+            if (counter := traffic.current_counter()) is not None and variable.trainable:
+                counter.timer.note_pull(value)
         return value
 
-    def _in_turn(self, part, home):
+    def _in_turn(self, part: tf.Variable, home: tf.Graph) -> contextlib.AbstractContextManager[Any]:
         """Context of reading on a server."""
         if self.turn is None or local_copies.handle_of(part) is not None:
             return contextlib.nullcontext()
         return ops.control_dependencies(self.turn.start_on(part.device, home))
 
-    def _key(self, graph, variable):
+    def _key(self, graph: tf.Graph, variable: tf.Variable) -> tuple[int, int, bool]:
         return id(graph), id(variable), self.compressor_of(variable) is None
 
-    def _is_written(self, graph, handles):
+    def _is_written(self, graph: tf.Graph, handles: Iterable[tf.Tensor]) -> bool:
         return any((id(graph), id(handle)) in self._written for handle in handles)
 
-    def keep(self, variable: tf.Variable, parts: Sequence[tf.Variable], value: tf.Tensor) -> None:
+    def keep(self, variable: tf.Variable, parts: Parts, value: tf.Tensor) -> None:
         """Caches a variable's value for the function being traced, which then reads none."""
         self._keep(ops.get_default_graph(), variable, parts, value)
 
-    def _keep(self, graph, variable, parts, value):
+    def _keep(self, graph: tf.Graph, variable: tf.Variable, parts: Parts, value: tf.Tensor) -> None:
         self._values[self._key(graph, variable)] = value
         for part in parts:
             self._readers.setdefault(id(part.handle), set()).add(id(variable))
 
-    def _look_for_writes(self, graph):
+    def _look_for_writes(self, graph: tf.Graph) -> None:
         """Forgets what operations made since the last look have written to."""
         _, count = self._seen.get(id(graph), (None, 0))
         made = graph.get_operations()
@@ -242,7 +242,7 @@ class PulledVariable(resource_variable_ops.ResourceVariable):
         copy = local_copies.handle_of(self)
         return self._handle if copy is None else copy
 
-    def _read_variable_op(self, no_copy=False):
+    def _read_variable_op(self, no_copy: bool = False) -> tf.Tensor:
         pulls = current_pulls()
         if pulls is None or _is_updating_on_server(self):
             return super()._read_variable_op(no_copy)
@@ -259,12 +259,12 @@ class PulledVariable(resource_variable_ops.ResourceVariable):
         )
 
 
-def _noting(name):
+def _noting(name: str) -> Callable[..., Any]:
     """A method that writes, and says so."""
     original = getattr(resource_variable_ops.ResourceVariable, name)
 
     @functools.wraps(original)
-    def method(self, *args, **kwargs):
+    def method(self: PulledVariable, *args: Any, **kwargs: Any) -> Any:
         if current_pulls() is None:
             writes.note()
         return original(self, *args, **kwargs)
@@ -294,7 +294,7 @@ class updating_on_server:
         _local.server = self._outer
 
 
-def _is_updating_on_server(variable):
+def _is_updating_on_server(variable: tf.Variable) -> bool:
     return getattr(_local, "server", None) == variable.device
 
 
@@ -306,11 +306,11 @@ def is_in_inner_function() -> bool:
     )
 
 
-def _is_control_flow(graph):
+def _is_control_flow(graph: tf.Graph) -> bool:
     return isinstance(graph, control_flow.ControlFlowFuncGraph)
 
 
-def _graphs_outwards():
+def _graphs_outwards() -> list[tf.Graph]:
     """The current graph and its outer graphs, up to the function around control flow."""
     graphs = [ops.get_default_graph()]
     while _is_control_flow(graphs[-1]):
@@ -318,14 +318,14 @@ def _graphs_outwards():
     return graphs
 
 
-def _in(graph):
+def _in(graph: tf.Graph) -> contextlib.AbstractContextManager[Any]:
     # Entering the current graph again would cut it off from its own devices.
     return contextlib.nullcontext() if graph is ops.get_default_graph() else graph.as_default()
 
 
-def _written_by(operations, graph):
+def _written_by(operations: Iterable[tf.Operation], graph: tf.Graph) -> set[int]:
     """Ids of the outermost handles that operations of a graph may write to."""
-    handles = set()
+    handles: set[int] = set()
     for operation in operations:
         if any(tensor.dtype == tf.resource for tensor in operation.inputs):
             handles.update(
@@ -335,7 +335,7 @@ def _written_by(operations, graph):
     return handles
 
 
-def _outermost(tensor, graph):
+def _outermost(tensor: tf.Tensor, graph: tf.Graph) -> tf.Tensor:
     """Tensor outside of all capturing functions that an operation's input stands for."""
     while isinstance(graph, func_graph.FuncGraph):
         outer = next((ext for ext, internal in graph.captures if internal is tensor), None)

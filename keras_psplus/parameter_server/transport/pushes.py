@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Callable, Sequence
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple, TypeAlias
 
 import tensorflow as tf
 
@@ -23,6 +23,7 @@ from keras_psplus.parameter_server.transport.sharded import ShardedVariable, Sha
 if TYPE_CHECKING:
     import keras
 
+    from keras_psplus.core.graph.stand_ins import Gradient
     from keras_psplus.parameter_server.state.worker_state import WorkerStates
     from keras_psplus.parameter_server.transport.compressors import Compressors
 
@@ -40,7 +41,19 @@ class _Piece(NamedTuple):
     device: str
     logical: int | tf.Tensor
     sent: list[tf.Tensor]
-    decode: Callable[[list[tf.Tensor]], tf.Tensor | tf.IndexedSlices]
+    decode: Callable[[list[tf.Tensor]], Gradient]
+
+
+class _Encoding(NamedTuple):
+    """Method of encoding a gradient: compressor, name of its state, step."""
+
+    compressor: Compressor | None
+    name: str
+    step: _Once
+
+
+# A variable, the key of its traffic, and the pieces of its gradient; None if it has none.
+_Push: TypeAlias = tuple[tf.Variable, Any, list[_Piece] | None]
 
 
 class Pushes:
@@ -59,13 +72,13 @@ class Pushes:
 
     def send(
         self,
-        gradients: Sequence[tf.Tensor | tf.IndexedSlices | None],
+        gradients: Sequence[Gradient | None],
         variables: Sequence[tf.Variable],
         step: Callable[[], tf.Tensor],
         owner: keras.optimizers.Optimizer,
         compressed: bool = True,
         in_turn: bool = False,
-    ) -> list[tuple[tf.Tensor | tf.IndexedSlices | ShardParts | None, tf.Variable]]:
+    ) -> list[tuple[Gradient | ShardParts | None, tf.Variable]]:
         """Sends gradients to their variables' servers.
 
         Args:
@@ -92,8 +105,15 @@ class Pushes:
             pushes = self._encode(gradients, variables, names, number, compressed)
         return self._send(pushes, in_turn)
 
-    def _encode(self, gradients, variables, names, number, compressed):
-        pushes = []
+    def _encode(
+        self,
+        gradients: Sequence[Gradient | None],
+        variables: Sequence[tf.Variable],
+        names: Sequence[str],
+        number: _Once,
+        compressed: bool,
+    ) -> list[_Push]:
+        pushes: list[_Push] = []
         for gradient, variable, name in zip(gradients, variables, names):
             compressor = self._compressors.of_gradient(variable) if compressed else None
             if isinstance(gradient, tf.IndexedSlices) and compressor is not None:
@@ -104,11 +124,11 @@ class Pushes:
             elif compressor is not None and not compressor.communicates:
                 _keep_alone(gradient, key)
             else:
-                pieces = self._pieces(gradient, variable, compressor, name, number)
-                pushes.append((variable, key, pieces))
+                encoding = _Encoding(compressor, name, number)
+                pushes.append((variable, key, self._pieces(gradient, variable, encoding)))
         return pushes
 
-    def _name(self, owner, variable):
+    def _name(self, owner: keras.optimizers.Optimizer, variable: tf.Variable) -> str:
         """Unique name for a variable's state, also if another has its path."""
         path = path_of(variable)
         known = self._known.setdefault(owner, {}).setdefault(path, [])
@@ -118,13 +138,13 @@ class Pushes:
         path = f"{self._states.owner(owner)}/{path}"
         return f"{path}#{number}" if number else path
 
-    def _send(self, pushes, in_turn):
+    def _send(self, pushes: list[_Push], in_turn: bool) -> list[tuple[Any, tf.Variable]]:
         pieces = [piece for _, _, parts in pushes for piece in parts or ()]
         tensors = [tensor for piece in pieces for tensor in piece.sent]
         devices = [piece.device for piece in pieces for _ in piece.sent]
         send = transfer.send_in_turn if in_turn else transfer.send_coalesced
         arrived = iter(send(tensors, devices))
-        pairs = []
+        pairs: list[tuple[Any, tf.Variable]] = []
         for variable, key, parts in pushes:
             if parts is None:
                 pairs.append((None, variable))
@@ -139,19 +159,22 @@ class Pushes:
             pairs.append((ShardParts(decoded) if is_sharded else decoded[0], variable))
         return pairs
 
-    def _pieces(self, gradient, variable, compressor, name, step):
+    def _pieces(
+        self, gradient: Gradient, variable: tf.Variable, encoding: _Encoding
+    ) -> list[_Piece]:
         if isinstance(variable, ShardedVariable):
-            targets = zip(variable.split(gradient), variable.shards)
+            targets = [*zip(variable.split(gradient), variable.shards)]
         else:
             targets = [(gradient, variable)]
         return [
-            self._rows(part, target, compressor, step)
+            self._rows(part, target, encoding)
             if isinstance(part, tf.IndexedSlices)
-            else self._whole(part, target, compressor, f"{name}/{i}", step)
+            else self._whole(part, target, encoding._replace(name=f"{encoding.name}/{i}"))
             for i, (part, target) in enumerate(targets)
         ]
 
-    def _whole(self, gradient, target, compressor, name, step):
+    def _whole(self, gradient: tf.Tensor, target: tf.Variable, encoding: _Encoding) -> _Piece:
+        compressor, name, step = encoding
         gradient = tf.ensure_shape(gradient, target.shape)
         shape, dtype = gradient.shape, gradient.dtype
         logical = shape.num_elements() * dtype.size
@@ -167,14 +190,14 @@ class Pushes:
             lambda sent: compressor.decode(tuple(sent), shape, dtype, step()),
         )
 
-    def _rows(self, gradient, target, compressor, step):
-        compressor = compressor or _AS_THEY_ARE
+    def _rows(self, gradient: tf.IndexedSlices, target: tf.Variable, by: _Encoding) -> _Piece:
+        compressor, step = by.compressor or _AS_THEY_ARE, by.step
         values, dtype = gradient.values, gradient.values.dtype
         row_shape = target.shape[1:]
         values = tf.ensure_shape(values, tf.TensorShape([None]).concatenate(row_shape))
         payload = list(compressor.encode_rows(values, step()))
 
-        def decode(sent):
+        def decode(sent: list[tf.Tensor]) -> tf.IndexedSlices:
             *payload, indices = sent
             decoded = compressor.decode_rows(tuple(payload), row_shape, dtype, step())
             return tf.IndexedSlices(
@@ -191,16 +214,16 @@ _AS_THEY_ARE = Compressor()
 class _Once:
     """A function whose result is asked for once, and then known."""
 
-    def __init__(self, function):
+    def __init__(self, function: Callable[[], Any]) -> None:
         self._function, self._result = function, None
 
-    def __call__(self):
+    def __call__(self) -> Any:
         if self._result is None:
             self._result = self._function()
         return self._result
 
 
-def _keep_alone(gradient, key):
+def _keep_alone(gradient: Gradient, key: Any) -> None:
     """Computes a gradient that is not sent, because its cost is part of each step."""
     leaves = tf.nest.flatten(gradient, expand_composites=True)
     with tf.control_dependencies(leaves):

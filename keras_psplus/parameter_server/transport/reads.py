@@ -3,6 +3,7 @@
 import contextlib
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
+from typing import Any
 
 import tensorflow as tf
 
@@ -123,7 +124,7 @@ def key_of(variable: tf.Variable, compressor: Compressor | None) -> tuple[str, s
     return path_of(variable), "pull", None if compressor is None else repr(compressor)
 
 
-def _encode(variable, compressor, key):
+def _encode(variable: tf.Variable, compressor: Compressor | None, key: Any) -> tuple[Any, ...]:
     with ops.device(variable.device):
         value = raw_read(variable)
         payload = (value,)
@@ -142,7 +143,9 @@ def _encode(variable, compressor, key):
     return payload
 
 
-def _decode(payload, variable, compressor):
+def _decode(
+    payload: Sequence[tf.Tensor], variable: tf.Variable, compressor: Compressor | None
+) -> tf.Tensor:
     if compressor is None:
         return payload[0]
     return compressor.decode(tuple(payload), variable.shape, variable.dtype, _STEP)

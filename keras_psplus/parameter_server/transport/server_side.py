@@ -73,16 +73,21 @@ def average(
             _run_on_server(strategy, variable, _average, (variable, average, momentum))
 
 
-def _average(variable, average, momentum):
+def _average(variable: keras.Variable, average: keras.Variable, momentum: float) -> None:
     # TensorFlow's variables: of a sharded one these are the shards that are updated now.
     value = momentum * average._value.value() + (1 - momentum) * variable._value.value()
     average._value.assign(value)
 
 
-def _run_on_server(strategy, variable, update, args):
+def _run_on_server(
+    strategy: tf.distribute.Strategy,
+    variable: keras.Variable,
+    update: Callable[..., Any],
+    args: tuple[Any, ...],
+) -> None:
     """Runs an update on the server, or servers, that a variable lies on."""
 
-    def merged(distribution):
+    def merged(distribution: tf.distribute.Strategy) -> None:
         distribution.extended.update(variable._value, lambda _: update(*args), group=False)
 
     _merge_call(merged, strategy)

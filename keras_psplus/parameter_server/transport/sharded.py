@@ -55,11 +55,11 @@ class ShardedVariable(CompositeVariable):
             first.name.split("/part_")[0],
         )
 
-    def _shard(self):
+    def _shard(self) -> tf.Variable | None:
         index = getattr(_local, "index", None)
         return None if index is None else self.shards[index]
 
-    def _shard_or_first(self):
+    def _shard_or_first(self) -> tf.Variable:
         return self.shards[getattr(_local, "index", None) or 0]
 
     @property
@@ -87,7 +87,7 @@ class ShardedVariable(CompositeVariable):
         # its body captures, which has to be the value and not the shards' handles.
         return pulled.value(self, self.shards, needs_function=True)
 
-    def _refuse_inner_functions(self):
+    def _refuse_inner_functions(self) -> None:
         # A tape around the function would see shards only, not the variable that they are of.
         if pulls.is_in_inner_function():
             raise ValueError(
@@ -105,7 +105,7 @@ class ShardedVariable(CompositeVariable):
         self._refuse_inner_functions()
         return lookup(self, self._whole_shape, indices, self._rows)
 
-    def _rows(self, unique):
+    def _rows(self, unique: tf.Tensor) -> tf.Tensor:
         of_shards, owners = self._decompose(unique)
         places = tf.dynamic_partition(tf.range(tf.size(unique)), owners, len(self.shards))
         pulled = pulls.current_pulls()
@@ -116,7 +116,7 @@ class ShardedVariable(CompositeVariable):
         ]
         return tf.dynamic_stitch(places, rows)
 
-    def _decompose(self, indices):
+    def _decompose(self, indices: tf.Tensor) -> tuple[list[tf.Tensor], tf.Tensor]:
         """Splits row numbers by shard, and returns the shard of each.
 
         TensorFlow's method supports shards of equal sizes only.
@@ -129,7 +129,7 @@ class ShardedVariable(CompositeVariable):
         # What is out of range belongs to the first or the last shard, which says so.
         return tf.dynamic_partition(indices - first, owners, len(self.shards)), owners
 
-    def _decompose_slices(self, slices):
+    def _decompose_slices(self, slices: tf.IndexedSlices) -> list[tf.IndexedSlices]:
         """Rows' gradients, or values, by shard."""
         of_shards, owners = self._decompose(slices.indices)
         values = tf.dynamic_partition(slices.values, owners, len(self.shards))
@@ -138,7 +138,7 @@ class ShardedVariable(CompositeVariable):
             for own, indices, part in zip(values, of_shards, self.shards)
         ]
 
-    def _write(self, method, value):
+    def _write(self, method: str, value: Any) -> Any:
         shard = self._shard()
         if shard is not None:
             return getattr(shard, method)(value)
@@ -174,7 +174,7 @@ class ShardedVariable(CompositeVariable):
     ) -> Any:
         return self._write("assign_sub", delta)
 
-    def _scatter(self, method, slices):
+    def _scatter(self, method: str, slices: tf.IndexedSlices) -> Any:
         shard = self._shard()
         if shard is not None:
             return getattr(shard, method)(slices)
@@ -197,7 +197,7 @@ class ShardedVariable(CompositeVariable):
     ) -> Any:
         return self._scatter("scatter_update", sparse_delta)
 
-    def __repr__(self):
+    def __repr__(self) -> str:
         return f"<ShardedVariable shape={self._whole_shape} shards={len(self.shards)}>"
 
     def split(self, argument: Any) -> list[Any]:

@@ -50,7 +50,7 @@ class AllWorkersFunction:
         scheduler.join()
         function, payload = self._functions([()])
 
-        def done(result, worker):
+        def done(result: Any, worker: int) -> None:
             vector, costs = function.split(result[0])
             context.totals.add(function.costs, costs)
             on_done(vector, worker)

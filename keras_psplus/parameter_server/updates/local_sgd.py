@@ -8,12 +8,12 @@ mean of their changes, as if they had averaged.
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable
-from typing import TYPE_CHECKING, NamedTuple
+from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import tensorflow as tf
 
-from keras_psplus.parameter_server.state.worker_variables import WorkerVariables
+from keras_psplus.parameter_server.state.worker_variables import WorkerVariable, WorkerVariables
 from keras_psplus.parameter_server.tracing import traffic, transfer
 from keras_psplus.parameter_server.transport import reads
 from keras_psplus.parameter_server.transport.sharded import ShardedVariable, ShardParts
@@ -116,7 +116,7 @@ class LocalSGDRound:
                     handles[id(part)] = copy.handle
         return handles
 
-    def _begin(self):
+    def _begin(self) -> None:
         own = self._variables
         compressors = [self._rounds.extended.compressors.of_value(v) for v in own.weights]
         others = [*own.averages, *own.counters]
@@ -126,7 +126,7 @@ class LocalSGDRound:
             for copy, anchor in zip(self._copies[id(variable)], self._anchors[id(variable)]):
                 anchor.assign(copy.read_value())
 
-    def _pull(self, variables, compressors):
+    def _pull(self, variables: Sequence[tf.Variable], compressors: Sequence[Any]) -> None:
         """Reads variables into their copies; small ones of one server come together."""
         asked = [
             (part, compressor, reads.key_of(variable, compressor), copy)
@@ -159,7 +159,7 @@ class LocalSGDRound:
                 change = (value - reads.raw_read(target)) / self._rounds.num_workers
                 target.assign_add(change, read_value=False)
 
-    def _push(self):
+    def _push(self) -> None:
         own, extended = self._variables, self._rounds.extended
         scale = 1.0 / self._rounds.num_workers
         graph = tf.compat.v1.get_default_graph()
@@ -175,16 +175,16 @@ class LocalSGDRound:
                 _add(change, variable)
         for counter in own.counters:
             _add(self._change(counter), counter)
-        if traffic.current_counter() is not None:
-            traffic.current_counter().timer.note_push(sent, graph.get_operations()[before:])
+        if (counter := traffic.current_counter()) is not None:
+            counter.timer.note_push(sent, graph.get_operations()[before:])
         self._rounds.constrain(own.weights)
         self._count.assign(0)
 
-    def _number(self):
+    def _number(self) -> tf.Tensor:
         (anchor,) = self._anchors[id(self._variables.counters[0])]
         return anchor.read_value()
 
-    def _change(self, variable):
+    def _change(self, variable: tf.Variable) -> tf.Tensor:
         parts = [
             copy.read_value() - anchor.read_value()
             for copy, anchor in zip(self._copies[id(variable)], self._anchors[id(variable)])
@@ -192,18 +192,18 @@ class LocalSGDRound:
         return parts[0] if len(parts) == 1 else tf.concat(parts, 0)
 
 
-def _parts(variable):
+def _parts(variable: tf.Variable) -> list[tf.Variable]:
     return variable.shards if isinstance(variable, ShardedVariable) else [variable]
 
 
-def _like(variable, maker, name):
+def _like(variable: tf.Variable, maker: WorkerVariables, name: str) -> list[WorkerVariable]:
     return [
         maker.variable(f"{name} part {i}", part.shape, part.dtype)
         for i, part in enumerate(_parts(variable))
     ]
 
 
-def _add(change, variable):
+def _add(change: Any, variable: tf.Variable) -> None:
     parts = change if isinstance(change, ShardParts) else [change]
     for part, target in zip(parts, _parts(variable), strict=True):
         with tf.device(target.device):

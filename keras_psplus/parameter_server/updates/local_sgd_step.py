@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import TYPE_CHECKING, Any
 
 from keras_psplus.core.base.optimizers import optimizers_of
@@ -12,8 +12,10 @@ from keras_psplus.parameter_server.updates.local_sgd import LocalSGDVariables
 
 if TYPE_CHECKING:
     import keras
+    import tensorflow as tf
 
     from keras_psplus.parameter_server.context import StepContext
+    from keras_psplus.updates import Updates
 
 
 def alone(context: StepContext, model: keras.Model, step: Callable[..., Any]) -> Callable[..., Any]:
@@ -21,13 +23,16 @@ def alone(context: StepContext, model: keras.Model, step: Callable[..., Any]) ->
 
     Otherwise returns the step unchanged.
     """
-    policy = context.updating.policy
+    # Of a local rule, `LocalSGDUpdates`.
+    updating: Any = context.updating
+    policy = updating.policy
     if policy is None or not policy.local:
         return step
 
-    def step_alone(batch):
+    def step_alone(batch: Any) -> Any:
         optimizers = [one for one in optimizers_of(model).values() if one.built]
-        variables_of, seen = {}, set()
+        variables_of = {}
+        seen: set[int] = set()
         for one in optimizers:
             variables_of[one] = _variables_of(one, policy, seen)
         constraints = [
@@ -37,19 +42,21 @@ def alone(context: StepContext, model: keras.Model, step: Callable[..., Any]) ->
             if variable.constraint is not None
         ]
 
-        def satisfied(weights):
+        def satisfied(weights: Iterable[tf.Variable]) -> None:
             known = {id(weight) for weight in weights}
             own = [(v, c) for v, c in constraints if id(v._value) in known]
             # A mean of weights that satisfy a constraint need not.
             server_side.constrain(context.strategy, own)
 
-        with context.updating.alone(variables_of, satisfied):
+        with updating.alone(variables_of, satisfied):
             return step(batch)
 
     return step_alone
 
 
-def _variables_of(optimizer, policy, seen):
+def _variables_of(
+    optimizer: keras.optimizers.Optimizer, policy: Updates, seen: set[int]
+) -> LocalSGDVariables:
     # A weight that two optimizers change has one copy.
     weights = [v for v in optimizer._trainable_variables if id(v) not in seen]
     seen.update(id(variable) for variable in weights)

@@ -68,10 +68,11 @@ class LocalSGDUpdates(WorkerUpdates):
         for one in rounds:
             one.step()
 
-    def _finisher(self, owner):
+    def _finisher(self, owner: keras.optimizers.Optimizer) -> tuple[int, Callable[[], None]]:
         rounds = self._rounds.get(owner)
 
-        def finish():
+        def finish() -> None:
+            assert rounds is not None
             one = rounds.open()
             self._note(one)
             one.finish()

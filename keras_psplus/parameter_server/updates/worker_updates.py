@@ -9,7 +9,7 @@ from __future__ import annotations
 import contextlib
 import threading
 import weakref
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import tensorflow as tf
@@ -25,6 +25,7 @@ if TYPE_CHECKING:
     import keras
     import numpy as np
 
+    from keras_psplus.core.graph.stand_ins import Gradient
     from keras_psplus.parameter_server.context import StepContext
     from keras_psplus.updates import Updates
 
@@ -106,7 +107,7 @@ class WorkerUpdates:
     def take(
         self,
         optimizer: keras.optimizers.Optimizer,
-        gradients: Sequence[tf.Tensor | tf.IndexedSlices | None],
+        gradients: Sequence[Gradient | None],
         variables: Sequence[keras.Variable],
     ) -> None:
         """Takes the gradients of a batch, in the function of a worker.
@@ -132,7 +133,7 @@ class WorkerUpdates:
         self,
         optimizer: keras.optimizers.Optimizer,
         policy: Updates,
-        gradients: Sequence[tf.Tensor | tf.IndexedSlices | None],
+        gradients: Sequence[Gradient | None],
         variables: Sequence[keras.Variable],
         apply: Callable[..., Any],
         is_by_rows: bool = False,
@@ -162,7 +163,7 @@ class WorkerUpdates:
         accumulation = self._begin(optimizer, units[key])
         accumulation.on_gradients(_Batch(is_by_rows), gradients, variables, apply)
 
-    def _begin(self, optimizer, unit):
+    def _begin(self, optimizer: keras.optimizers.Optimizer, unit: _Unit) -> Any:
         states = self._context().extended.worker_states
         state = WorkerVariables(states, f"{states.owner(_owner(optimizer))}/updates")
         context = Context(state, unit.name, unit.forms, unit.variables)
@@ -171,7 +172,7 @@ class WorkerUpdates:
         self._note(accumulation)
         return accumulation
 
-    def _note(self, part):
+    def _note(self, part: Any) -> None:
         """Notes a part of the function that is being traced which has a `count`."""
         trace = worker_function.current_trace()
         if trace is not None:
@@ -180,12 +181,12 @@ class WorkerUpdates:
             # The steps of a script's own loop are not seen here.
             self._are_steps_counted = False
 
-    def _finisher(self, owner):
+    def _finisher(self, owner: keras.optimizers.Optimizer) -> tuple[int, Callable[[], None]]:
         """Number of accumulators to flush, and a worker function that flushes them."""
         units = [unit for unit in self._units.get(owner, {}).values() if unit.is_by_rows]
         owner_ref = weakref.ref(owner)
 
-        def finish():
+        def finish() -> None:
             for unit in units:
                 by = unit.optimizer() or owner_ref()
                 accumulation = self._begin(by, unit)
@@ -221,7 +222,7 @@ class WorkerUpdates:
             if any(not wanted.isdisjoint(key) for key in units)
         ]
 
-    def _pending_in(self, trace):
+    def _pending_in(self, trace: worker_function.Trace) -> tf.Tensor:
         """Of how many batches the worker that runs a function has something left, a vector."""
         counts = [one.count for one in self._in_trace.get(trace, ())]
         pending = tf.reduce_max(tf.stack(counts)) if counts else _NOTHING
@@ -236,7 +237,9 @@ class WorkerUpdates:
     ) -> Callable[[worker_function.Trace, list[Any]], tuple[tf.Tensor, Any, Any]]:
         """A `collect`, as for `StepFunctions`, whose vector ends with what `take_pending` takes."""
 
-        def collect_with_pending(trace, results):
+        def collect_with_pending(
+            trace: worker_function.Trace, results: list[Any]
+        ) -> tuple[tf.Tensor, Any, Any]:
             vector, outputs, notes = collect(trace, results)
             return tf.concat([vector, self._pending_in(trace)], 0), outputs, notes
 
@@ -249,7 +252,7 @@ class WorkerUpdates:
         self._note_pending(vector[-1:], worker)
         return vector[:-1]
 
-    def _note_pending(self, vector, worker):
+    def _note_pending(self, vector: np.ndarray, worker: int) -> None:
         if vector[0] != _NOTHING:
             self._pending[worker] = int(vector[0])
 
@@ -258,7 +261,7 @@ class WorkerUpdates:
         """Of how many batches each worker has what it has not sent: a dict."""
         return {worker: count for worker, count in sorted(self._pending.items()) if count}
 
-    def _note_loss(self, worker):
+    def _note_loss(self, worker: int) -> None:
         count = self._pending.pop(worker, 0)
         if count:
             logger.warning(self._LOST, worker, count)
@@ -267,15 +270,19 @@ class WorkerUpdates:
 class _Batch:
     """Weight of a batch: its rows, or 1."""
 
-    def __init__(self, is_by_rows):
+    def __init__(self, is_by_rows: bool) -> None:
         self._rows = getattr(_local, "rows", None) if is_by_rows else None
 
-    def rows(self):
+    def rows(self) -> tuple[Any, Any]:
         rows = 1 if self._rows is None else self._rows
         return rows, rows
 
 
-def _apply(optimizer, means, variables):
+def _apply(
+    optimizer: keras.optimizers.Optimizer,
+    means: Iterable[Gradient | None],
+    variables: Sequence[keras.Variable],
+) -> None:
     scale = _scale_of(optimizer)
     outer, _local.applying = is_applying(), True
     try:
@@ -284,21 +291,21 @@ def _apply(optimizer, means, variables):
         _local.applying = outer
 
 
-def _owner(optimizer):
+def _owner(optimizer: keras.optimizers.Optimizer) -> keras.optimizers.Optimizer:
     return getattr(optimizer, "inner_optimizer", optimizer)
 
 
-def _scale_of(optimizer):
+def _scale_of(optimizer: keras.optimizers.Optimizer) -> tf.Tensor | None:
     """The factor in the gradients that an optimizer is given, if it changes; else None."""
     scale = getattr(optimizer, "dynamic_scale", None)
     return None if scale is None else tf.convert_to_tensor(scale)
 
 
-def _over(gradient, scale):
+def _over(gradient: Gradient | None, scale: tf.Tensor | None) -> Gradient | None:
     return _times(gradient, None if scale is None else 1.0 / scale)
 
 
-def _times(gradient, factor):
+def _times(gradient: Gradient | None, factor: tf.Tensor | None) -> Gradient | None:
     if gradient is None or factor is None:
         return gradient
     if isinstance(gradient, tf.IndexedSlices):

@@ -21,7 +21,7 @@ def start(function: Callable[[], Any], name: str) -> concurrent.futures.Future[A
     """
     future: concurrent.futures.Future[Any] = concurrent.futures.Future()
 
-    def run():
+    def run() -> None:
         try:
             future.set_result(function())
         except BaseException as error:

@@ -40,7 +40,7 @@ def cut(batch: Any, count: int, pipelines: int) -> CutBatch | None:
         return None
     bounds = microbatches.bounds(rows, count * pipelines)
 
-    def parts(leaf):
+    def parts(leaf: Any) -> Any:
         if not _has_rows(leaf, rows):
             return leaf
         own = [[batches.take(leaf, *b) for b in bounds[i::pipelines]] for i in range(pipelines)]
@@ -61,7 +61,7 @@ def join(parts: CutBatch, structure: Any, count: int, step: Any) -> Any:
     """
     bounds = microbatches.bounds(parts.rows, count)
 
-    def joined(leaf):
+    def joined(leaf: Any) -> tuple[Any, list[Any] | None]:
         if not isinstance(leaf, tuple):
             return leaf, None
         pieces, first = [], [0] * len(leaf)
@@ -85,5 +85,5 @@ def join(parts: CutBatch, structure: Any, count: int, step: Any) -> Any:
     return tree.pack_sequence_as(structure, leaves)
 
 
-def _has_rows(leaf, rows):
+def _has_rows(leaf: Any, rows: int) -> bool:
     return microbatches.has_rows(leaf) and leaf.shape[0] == rows

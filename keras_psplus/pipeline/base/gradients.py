@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from typing import Any
 
 import tensorflow as tf
@@ -66,7 +66,7 @@ class JoinedCalls:
         inputs = [tensor for _, given, _ in self._calls for tensor in given]
         asked_for, total = self._total(variables)
 
-        def gradients(*of_joined):
+        def gradients(*of_joined: Any) -> list[Any]:
             of_inputs, sums, first = [], [None] * len(variables), 0
             for (tape, given, outputs), size in zip(self._calls, sizes):
                 inside = [leaf for leaf in tree.flatten(outputs) if _has_gradient(leaf)]
@@ -119,7 +119,7 @@ def as_rows_of(tensor: Any, rows: Any, before: int, after: int) -> Any:
     with record.stop_recording():
         same = tf.identity(rows)
 
-    def gradient(of_rows):
+    def gradient(of_rows: tf.Tensor | tf.IndexedSlices) -> list[tf.Tensor]:
         others = [[0, 0]] * (rows.shape.rank - 1)
         return [tf.pad(tf.convert_to_tensor(of_rows), [[before, after], *others])]
 
@@ -127,16 +127,16 @@ def as_rows_of(tensor: Any, rows: Any, before: int, after: int) -> Any:
     return same
 
 
-def _rows(tensor, first, count):
+def _rows(tensor: tf.Tensor, first: int, count: int) -> tf.Tensor:
     rows = tensor[first : first + count]
     # TensorFlow may not know how many rows the batch has.
     rows.set_shape([count, *rows.shape[1:]])
     return rows
 
 
-def _has_gradient(leaf):
+def _has_gradient(leaf: Any) -> bool:
     return isinstance(leaf, tf.Tensor) and (leaf.dtype.is_floating or leaf.dtype.is_complex)
 
 
-def _unique(found):
+def _unique(found: Iterable[Any]) -> list[Any]:
     return list({id(one): one for one in found}.values())

@@ -45,7 +45,7 @@ def with_unknown_rows(leaf: Any) -> Any:
     shape = [None, *leaf.shape[1:]]
 
     @tf.custom_gradient
-    def same(tensor):
+    def same(tensor: tf.Tensor) -> tuple[tf.Tensor, Callable[[tf.Tensor], tf.Tensor]]:
         other = tf.raw_ops.PlaceholderWithDefault(input=tensor, shape=shape)
         return other, lambda gradient: gradient
 
@@ -74,13 +74,13 @@ def take(
         parts: Dict from ids of tensors to the micro-batch's known parts of them.
     """
 
-    def cut(leaf):
+    def cut(leaf: Any) -> Any:
         own = batches.take(leaf, first, end)
         if isinstance(own, tf.Tensor):
             own.set_shape([end - first, *own.shape[1:]])
         return own
 
-    def part(leaf):
+    def part(leaf: Any) -> Any:
         if not has_rows(leaf) or rows_of_leaf(leaf) != rows:
             return leaf
         if id(leaf) in parts:
@@ -110,7 +110,7 @@ def join(name: str, parts: list[Any], sizes: Sequence[int]) -> Any:
     if len(parts) == 1:
         return parts[0]
 
-    def one(*leaves):
+    def one(*leaves: Any) -> Any:
         if not is_tensor(leaves[0]):
             return leaves[0]
         for leaf, size in zip(leaves, sizes):

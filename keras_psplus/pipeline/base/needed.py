@@ -43,5 +43,5 @@ def with_inputs(waiting: list[tf.Operation]) -> set[tf.Operation]:
     return found
 
 
-def _is_in(leaf):
+def _is_in(leaf: Any) -> bool:
     return tf.is_tensor(leaf) and hasattr(leaf, "graph")

@@ -34,5 +34,5 @@ def rows_of_data(adapter: Any, dataset: tf.data.Dataset) -> int | None:
     return None if size is None else int(size)
 
 
-def _has_rank(leaf):
+def _has_rank(leaf: Any) -> bool:
     return hasattr(leaf, "shape") and getattr(leaf.shape, "rank", True) is not None

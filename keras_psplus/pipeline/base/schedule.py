@@ -56,7 +56,7 @@ def one_f_one_b(stages: int, microbatches: int) -> list[Actions]:
     ]
 
 
-def _one_f_one_b_of_stage(ahead, microbatches):
+def _one_f_one_b_of_stage(ahead: int, microbatches: int) -> Actions:
     actions = [(FORWARD, i) for i in range(ahead)]
     for i in range(microbatches):
         actions.append((BACKWARD, i))

@@ -54,7 +54,7 @@ def call(
     variables = tape.watched_variables()
     sources = [*inputs, *variables]
 
-    def gradients(*of_outputs):
+    def gradients(*of_outputs: Any) -> list[Any]:
         with ops.device(device), backward() as context:
             if repeated is None:
                 found = tape.gradient(inside, sources, output_gradients=list(of_outputs))
@@ -75,12 +75,12 @@ def call(
     return tree.map_structure(lambda leaf: pairs.get(id(leaf), leaf), outputs)
 
 
-def _masked_as(tensor, other):
+def _masked_as(tensor: tf.Tensor, other: tf.Tensor) -> tf.Tensor:
     mask = get_keras_mask(tensor)
     if mask is not None:
         set_keras_mask(other, mask)
     return other
 
 
-def _values(gradient):
+def _values(gradient: tf.Tensor | tf.IndexedSlices) -> tf.Tensor:
     return gradient.values if isinstance(gradient, tf.IndexedSlices) else gradient

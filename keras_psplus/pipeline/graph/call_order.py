@@ -109,7 +109,7 @@ class Tokens:
             self._queues[device] = _make_queues(device)
 
 
-def _make_queues(device):
+def _make_queues(device: str) -> tuple[tf.queue.FIFOQueue, tf.queue.FIFOQueue]:
     """Two queues, of which the first has the token."""
     with tf.init_scope(), tf.device(_device_of_queues(device)):
         pair = tuple(tf.queue.FIFOQueue(1, [tf.int32], [[]]) for _ in range(2))
@@ -117,7 +117,7 @@ def _make_queues(device):
     return pair
 
 
-def _device_of_queues(device):
+def _device_of_queues(device: str) -> str:
     """The device itself, or its task's CPU for a GPU, which has no queues."""
     spec = tf.DeviceSpec.from_string(device)
     if spec.device_type == "GPU":

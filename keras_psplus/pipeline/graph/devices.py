@@ -9,7 +9,7 @@ used.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 
 import tensorflow as tf
 
@@ -44,9 +44,9 @@ def place(graph: tf.Graph, first: int, stages: Stages) -> list[tf.Operation]:
                 placed.append(op)
     for op in reversed(operations):
         if not op.device and op.type not in ("Placeholder", *_SHAPES):
-            device = of_consumers(op.outputs)
-            if device:
-                op._set_device(device)
+            of_users = of_consumers(op.outputs)
+            if of_users:
+                op._set_device(of_users)
                 placed.append(op)
     for op in operations:
         if not op.device and op.type in _SHAPES:
@@ -74,7 +74,7 @@ def keep_results_where_they_are(graph: tf.Graph) -> None:
     TensorFlow adds one for each result of a function, which would send it to the chief.
     """
 
-    def device_of_inputs(op):
+    def device_of_inputs(op: tf.Operation) -> str:
         return op.device or next((tensor.device for tensor in op.inputs if tensor.device), "")
 
     graph._add_device_to_stack(device_of_inputs)
@@ -89,7 +89,7 @@ def of_consumers(tensors: list[tf.Tensor]) -> str | None:
     return None
 
 
-def _devices_of_captures(graph):
+def _devices_of_captures(graph: tf.Graph) -> dict[int, str]:
     """Devices of captured resources, by the ids of the tensors that represent them."""
     return {
         id(inside): outside.device
@@ -98,14 +98,14 @@ def _devices_of_captures(graph):
     }
 
 
-def _resource_device(op, captured):
+def _resource_device(op: tf.Operation, captured: Mapping[int, str]) -> str | None:
     for tensor in op.inputs:
         if tensor.dtype == tf.resource:
             return captured.get(id(tensor)) or tensor.op.device
     return None
 
 
-def _device_of_largest(op, stages):
+def _device_of_largest(op: tf.Operation, stages: Stages) -> str:
     largest, device = -1, ""
     for tensor in op.inputs:
         size, own = _size(tensor), tensor.op.device
@@ -116,7 +116,7 @@ def _device_of_largest(op, stages):
     return device
 
 
-def _is_nearer(op, one, other, stages):
+def _is_nearer(op: tf.Operation, one: str, other: str, stages: Stages) -> bool:
     """Whether what an operation computes is needed on one device rather than on another.
 
     A residual connection's sum is needed on the later stage, and a sum of gradients on the earlier.
@@ -129,7 +129,7 @@ def _is_nearer(op, one, other, stages):
     return of_one < of_other if op.type == "AddN" else of_one > of_other
 
 
-def _size(tensor):
+def _size(tensor: tf.Tensor) -> int:
     if tensor.shape.rank is None:
         return _UNKNOWN
     size = max(1, tensor.dtype.size)

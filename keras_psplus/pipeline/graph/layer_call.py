@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from typing import Any
 
 import tensorflow as tf
@@ -59,7 +59,7 @@ class LayerCall:
         """
         sources = []
 
-        def one(leaf):
+        def one(leaf: Any) -> Any:
             if not isinstance(leaf, TensorForm):
                 return leaf
             shape = self._shape(leaf.shape, rows)
@@ -74,11 +74,11 @@ class LayerCall:
         made = tree.map_structure(one, (self.args, self.kwargs))
         return *made, sources
 
-    def _shape(self, shape, rows):
-        shape = [_UNKNOWN if size is None else size for size in shape]
-        if shape and shape[0] % self.rows == 0:
-            shape[0] = shape[0] // self.rows * rows
-        return shape
+    def _shape(self, shape: Iterable[int | None], rows: int) -> list[int]:
+        sizes = [_UNKNOWN if size is None else size for size in shape]
+        if sizes and sizes[0] % self.rows == 0:
+            sizes[0] = sizes[0] // self.rows * rows
+        return sizes
 
 
 def record_call(
@@ -100,7 +100,7 @@ def record_call(
     if not all(isinstance(leaf, _PLAIN) or _has_form(leaf) for leaf in leaves):
         return None
 
-    def form(leaf):
+    def form(leaf: Any) -> Any:
         if not isinstance(leaf, tf.Tensor):
             return leaf
         has_mask = get_keras_mask(leaf) is not None
@@ -109,5 +109,5 @@ def record_call(
     return LayerCall(tree.map_structure(form, args), tree.map_structure(form, kwargs), rows)
 
 
-def _has_form(leaf):
+def _has_form(leaf: Any) -> bool:
     return isinstance(leaf, tf.Tensor) and leaf.shape.rank is not None

@@ -139,7 +139,7 @@ class StageReplay:
                     self._repeat(one)
         return self._results[id(call)]
 
-    def _repeat(self, call):
+    def _repeat(self, call: _Call) -> None:
         args, kwargs = tree.map_structure(self._input, (call.args, call.kwargs))
         inputs = differentiable((args, kwargs))
         self._seeds = iter(call.seeds)
@@ -153,7 +153,7 @@ class StageReplay:
         self._found.update({id(old): new for old, new in zip(call.outputs, inside)})
         self._results[id(call)] = tape, inside, inputs
 
-    def _input(self, leaf):
+    def _input(self, leaf: Any) -> Any:
         """Returns the recomputed tensor for `leaf`, or `leaf` itself."""
         if not isinstance(leaf, tf.Tensor):
             return leaf
@@ -167,7 +167,7 @@ class StageReplay:
 
 
 @contextlib.contextmanager
-def _as_before(call):
+def _as_before(call: _Call) -> Iterator[None]:
     """Context in which Keras repeats a layer's call without recording its losses again."""
     layers = list(call.layer._flatten_layers())
     counts = [len(layer._losses) for layer in layers]
@@ -181,7 +181,7 @@ def _as_before(call):
             del layer._losses[count:]
 
 
-def _can_be_repeated(layer, graph, operations):
+def _can_be_repeated(layer: keras.Layer, graph: tf.Graph, operations: list[tf.Operation]) -> bool:
     """Whether a layer's call can be repeated.
 
     It changes no state but that which `StageReplay` handles.

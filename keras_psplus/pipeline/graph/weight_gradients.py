@@ -9,7 +9,7 @@ backward pass have separate places in the schedule.
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Iterable
+from collections.abc import Collection, Iterable
 
 import tensorflow as tf
 
@@ -52,7 +52,7 @@ def delay(turns: Iterable[BackwardOperations]) -> None:
                     op._add_control_input(tensor.op)
 
 
-def _last(turn, inside):
+def _last(turn: BackwardOperations, inside: set[tf.Operation]) -> list[tf.Tensor]:
     """Gradients of inputs from which the turn computes no further gradients of inputs."""
     found = {id(tensor): tensor for tensor in turn.of_inputs[-1]} if turn.of_inputs else {}
     for tensors in turn.of_inputs:
@@ -62,7 +62,7 @@ def _last(turn, inside):
     return list(found.values())
 
 
-def _begins(op, inside, needed):
+def _begins(op: tf.Operation, inside: set[tf.Operation], needed: Collection[tf.Operation]) -> bool:
     """Whether an operation is given something, and nothing by those that wait for it."""
     givers = [tensor.op for tensor in op.inputs]
     return bool(givers) and all(giver in needed or giver not in inside for giver in givers)

@@ -193,7 +193,7 @@ class Copies:
         if self._refresh_all is None:
             copied = self.every()
 
-            def refresh_all():
+            def refresh_all() -> None:
                 for one in copied:
                     one.refresh()
 
@@ -201,11 +201,11 @@ class Copies:
         self._refresh_all()
         self._is_stale = False
 
-    def _is_copied(self, variable):
+    def _is_copied(self, variable: keras.Variable) -> bool:
         is_weight = getattr(variable, "_is_made_to_train", False)
         return self.pipelines > 1 and is_weight and tf.as_dtype(variable._dtype).is_floating
 
-    def _forget(self, key, copied):
+    def _forget(self, key: int, copied: Copied) -> None:
         if self._of_variable.get(key) is copied:
             del self._of_variable[key]
         for value in (copied.primary, *copied.copies.values()):

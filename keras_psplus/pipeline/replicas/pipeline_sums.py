@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import keras
@@ -67,7 +67,7 @@ class PipelineSums:
             _note_copies(copied)
         return [Reads(found, pipeline) for pipeline in range(self._pipelines)]
 
-    def _refresh(self, copied):
+    def _refresh(self, copied: Copied) -> None:
         key = id(copied.primary)
         if key in self._fresh or key in self._frozen:
             return
@@ -111,7 +111,7 @@ class PipelineSums:
             if any(primary is not variable for variable in variables):
                 resource_variable_ops.variable_accessed(primary)
 
-        def total(sums):
+        def total(sums: Sequence[Any]) -> list[Any]:
             parts: dict[int, dict[int, Any]] = {}
             for variable, known, gradient in zip(variables, found, sums):
                 if known is None:
@@ -135,7 +135,7 @@ class PipelineSums:
             for i, weight in enumerate(weights)
         ]
 
-    def _total(self, primary, parts):
+    def _total(self, primary: tf.Variable, parts: dict[int, Any]) -> Any:
         """The sum of the gradients of some pipelines, on the device of the primary."""
         if len(parts) == 1 and self._pipelines == 1:
             return next(iter(parts.values()))
@@ -153,7 +153,7 @@ class PipelineSums:
         return total
 
 
-def _note_copies(copied):
+def _note_copies(copied: Copied) -> None:
     """Lets gradients of gradients, which tapes outside compute by copies, count for the primary."""
     resource_variable_ops.variable_accessed(copied.primary)
     for copy in copied.copies.values():

@@ -77,7 +77,7 @@ class Residuals(WorkerState):
         variables = [self._states[pipeline, name].variable for name in forms]
         return tf.nest.pack_sequence_as(structure, variables)
 
-    def _name(self, copied):
+    def _name(self, copied: Copied) -> str:
         path = copied.variable().path
         known = self._paths.setdefault(path, [])
         known[:] = [one for one in known if one() is not None]
@@ -86,7 +86,9 @@ class Residuals(WorkerState):
         number = next(i for i, one in enumerate(known) if one() is copied.variable())
         return f"{path}#{number}" if number else path
 
-    def _loaded(self, weight, pipeline, forms):
+    def _loaded(
+        self, weight: keras.Variable, pipeline: int, forms: dict[str, Any]
+    ) -> dict[str, Any]:
         """Values that were loaded for the optimizer of a weight."""
         for owner, waiting in self._waiting.items():
             if any(one is weight for one in owner._trainable_variables):
@@ -130,11 +132,11 @@ class Residuals(WorkerState):
             for name, residual in known.items():
                 residual.variable.assign(found.get(name, residual.first()))
 
-    def _alive(self):
+    def _alive(self) -> dict[tuple[int, str], _Residual]:
         self._states = {k: one for k, one in self._states.items() if one.weight() is not None}
         return self._states
 
-    def _of_owner(self, owner, unit):
+    def _of_owner(self, owner: keras.optimizers.Optimizer, unit: int) -> dict[str, _Residual]:
         trained = {id(variable) for variable in owner._trainable_variables}
         return {
             name: residual
@@ -143,6 +145,6 @@ class Residuals(WorkerState):
         }
 
 
-def _leaf(first, index, device):
+def _leaf(first: Callable[[], Any], index: int, device: str) -> tf.Tensor:
     with tf.device(device):
         return tf.nest.flatten(first())[index]

@@ -1,7 +1,7 @@
 """Costs of each layer of a model, computed from its graph."""
 
 import dataclasses
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import keras
@@ -89,7 +89,7 @@ class Recorder(ReplicaStep):
             self._inside = False
             self.calls.append((layer, graph.get_operations()[before:], call))
 
-    def _is_given(self, tensor):
+    def _is_given(self, tensor: tf.Tensor) -> bool:
         # Eager tensors are the model's own, as the edges of a graph network are.
         return hasattr(tensor, "numpy") or tensor.op in (self._given or ())
 
@@ -129,9 +129,10 @@ def of_layers(
         step: A step of the model's own, called in its place with a batch that `spec` describes.
     """
     recorder = Recorder(engine)
-    specs, masks = tree.map_structure(_with_rows, spec), []
+    specs = tree.map_structure(_with_rows, spec)
+    masks: list[tf.Tensor | None] = []
 
-    def trace(inputs):
+    def trace(inputs: Any) -> None:
         with recorder:
             if step is not None:
                 engine.strategy.run(step, args=(inputs,))
@@ -145,22 +146,23 @@ def of_layers(
     return ModelCosts(_costs(graph, recorder.calls), has_masks, recorder.applied)
 
 
-def _is_of_shapes(args, kwargs):
+def _is_of_shapes(args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> bool:
     """Whether Keras calls a layer to infer its output shapes while building a model."""
     leaves = tree.flatten((args, kwargs))
     is_symbolic = any(isinstance(leaf, keras.KerasTensor) for leaf in leaves)
     return is_symbolic or stateless_scope.in_stateless_scope()
 
 
-def _with_rows(leaf):
+def _with_rows(leaf: Any) -> tf.TensorSpec | None:
     if leaf is None:
         return None
     shape = tf.TensorShape(leaf.shape)
     return tf.TensorSpec([_ROWS, *shape[1:]] if shape.rank else shape, tf.as_dtype(leaf.dtype))
 
 
-def _costs(graph, calls):
-    costs, number_of, makers, kept = [], {}, {}, set()
+def _costs(graph: tf.Graph, calls: Sequence[Any]) -> list[LayerCost]:
+    costs: list[LayerCost] = []
+    number_of, makers, kept = {}, {}, set()
     of_batch = _of_batch(graph)
     for layer, operations, call in calls:
         if id(layer) not in number_of:
@@ -183,21 +185,21 @@ def _costs(graph, calls):
             if key not in kept:
                 kept.add(key)
                 costs[makers.get(tensor.op, number)].kept += size / _ROWS
-    users = {}
+    users: dict[int, tuple[tf.Tensor, int, set[int]]] = {}
     for op in graph.get_operations():
         # What is between layers belongs to the last of those that it uses.
         own = [makers[tensor.op] for tensor in op.inputs if tensor.op in makers]
-        number = makers.setdefault(op, max(own)) if own else makers.get(op)
+        user = makers.setdefault(op, max(own)) if own else makers.get(op)
         for tensor in op.inputs:
             maker = makers.get(tensor.op)
-            if number is not None and maker is not None and maker != number:
-                users.setdefault(id(tensor), (tensor, maker, set()))[2].add(number)
+            if user is not None and maker is not None and maker != user:
+                users.setdefault(id(tensor), (tensor, maker, set()))[2].add(user)
     for tensor, maker, numbers in users.values():
         costs[maker].tensors.append((flops.size_of(tensor) / _ROWS, sorted(numbers)))
     return costs
 
 
-def _of_batch(graph):
+def _of_batch(graph: tf.Graph) -> set[int]:
     """Ids of the tensors that depend on the batch.
 
     Others are computed from weights and constants alone.
@@ -210,7 +212,7 @@ def _of_batch(graph):
     return found
 
 
-def _bytes_of(variables):
+def _bytes_of(variables: Iterable[keras.Variable]) -> int:
     return sum(int(np.prod(v.shape)) * tf.as_dtype(v.dtype).size for v in variables)
 
 

@@ -97,7 +97,7 @@ def measured(costs: Sequence[LayerCost], rows: int, device: str) -> list[Times] 
     ]
 
 
-def _of_layer(cost, rows, device):
+def _of_layer(cost: LayerCost, rows: int, device: str) -> Times:
     if None in cost.calls:
         raise timing.CannotBeTimed("it is called with something else than dense tensors")
     with isolated_global_state():
@@ -105,13 +105,13 @@ def _of_layer(cost, rows, device):
     return Times(sum(one.forward for one in times), sum(one.backward for one in times))
 
 
-def _key(cost):
+def _key(cost: LayerCost) -> tuple[Any, ...]:
     """Key of a layer, equal for layers that take equally long."""
     layer = cost.layer
     try:
         config = json.dumps(_without_names(layer.get_config()), sort_keys=True, default=str)
     except Exception:  # It cannot be saved either.
-        config = id(layer)
+        config = str(id(layer))
     variables = tuple((tuple(v.shape), str(v.dtype), v.trainable) for v in layer.variables)
     calls = tuple(
         (str(tree.flatten((call.args, call.kwargs))) if call else None) for call in cost.calls
@@ -119,7 +119,7 @@ def _key(cost):
     return type(layer), config, variables, calls, cost.flops
 
 
-def _without_names(config):
+def _without_names(config: Any) -> Any:
     if isinstance(config, dict):
         return {key: _without_names(value) for key, value in config.items() if key != "name"}
     return [_without_names(one) for one in config] if isinstance(config, (list, tuple)) else config

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import itertools
-from collections.abc import Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from typing import Any
 
 from keras_psplus.keras_internals.keras_parts import loss_scale_optimizer
@@ -95,7 +95,7 @@ class MemoryOfParts:
         received = self._received[first][end] - self._received[first][first]
         return self._fixed[end] - self._fixed[first] + self._rows[stage] * (kept + received)
 
-    def _received_by(self, costs, trains):
+    def _received_by(self, costs: Sequence[LayerCost], trains: bool) -> Iterator[list[float]]:
         for first in range(len(costs)):
             received = [0.0] * len(costs)
             for cost in costs[:first] if trains else ():
@@ -106,7 +106,7 @@ class MemoryOfParts:
             yield received
 
 
-def _sums(numbers):
+def _sums(numbers: Iterable[float]) -> list[float]:
     return [0.0, *itertools.accumulate(numbers)]
 
 

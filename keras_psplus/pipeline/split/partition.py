@@ -56,7 +56,7 @@ def balance(
         )
     sums = [0.0, *itertools.accumulate(costs)]
 
-    def time(part, first, end):
+    def time(part: int, first: int, end: int) -> float:
         return sums[end] - sums[first]
 
     fastest = _cut(count, stages, time)
@@ -77,10 +77,16 @@ def balance(
     return _numbers(_cut(count, stages, lambda *part: _if(memory(*part) <= limit, time(*part))))
 
 
-def _sending_least(count, stages, time, most, sent):
+def _sending_least(
+    count: int,
+    stages: int,
+    time: Callable[[int, int, int], float],
+    most: float,
+    sent: Callable[[int], float],
+) -> list[tuple[int, int]]:
     """The fastest partition of those within a time that send the fewest bytes."""
 
-    def sends(_, first, end):
+    def sends(_: int, first: int, end: int) -> float:
         return sent(end) if end < count else 0.0
 
     least = _cut(count, stages, lambda *part: _if(time(*part) <= most, sends(*part)))
@@ -88,7 +94,7 @@ def _sending_least(count, stages, time, most, sent):
     return _cut(count, stages, lambda *part: _if(sends(*part) <= limit, time(*part)))
 
 
-def _cut(count, stages, cost):
+def _cut(count: int, stages: int, cost: Callable[[int, int, int], float]) -> list[tuple[int, int]]:
     """Partition into contiguous parts that minimizes the largest part's cost.
 
     Parts are pairs `[first, end)`.
@@ -110,11 +116,11 @@ def _cut(count, stages, cost):
     return parts[::-1]
 
 
-def _numbers(parts):
+def _numbers(parts: Sequence[tuple[int, int]]) -> list[int]:
     return [number for number, (first, end) in enumerate(parts) for _ in range(first, end)]
 
 
-def _if(allowed, cost):
+def _if(allowed: bool, cost: float) -> float:
     return cost if allowed else math.inf
 
 

@@ -109,7 +109,7 @@ class Plan:
         """
         return dataclasses.asdict(self) | {"bubble": self.bubble}
 
-    def __str__(self):
+    def __str__(self) -> str:
         names = "stage,device,layers,parameters,MB,activations MB,work,ms,sends MB"
         rows = [tuple(names.split(","))]
         for stage in self.stages:
@@ -250,7 +250,7 @@ def make(
     )
 
 
-def _short(device):
+def _short(device: str) -> str:
     """A device's name for people: the worker's, if it has one device."""
     spec = tf.DeviceSpec.from_string(device)
     if spec.job != "worker":

@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import math
 import weakref
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import keras
+import tensorflow as tf
 
 from keras_psplus.core.plan import plan_request
 from keras_psplus.keras_internals.keras_parts import TensorFlowTrainer, unpack_x_y_sample_weight
@@ -14,6 +16,8 @@ from keras_psplus.log import logger
 from keras_psplus.pipeline.base import rows, schedule
 from keras_psplus.pipeline.base.stages import Stages
 from keras_psplus.pipeline.split import costs, measure, memory, partition, plan
+from keras_psplus.pipeline.split.costs import LayerCost
+from keras_psplus.pipeline.split.timing import Times
 from keras_psplus.pipeline.split.variables import Variables
 from keras_psplus.pipeline.step import train_step
 
@@ -21,7 +25,7 @@ from keras_psplus.pipeline.step import train_step
 _ROWS = 32
 
 
-def _own_step(model, name):
+def _own_step(model: keras.Model, name: str) -> Callable[..., Any] | None:
     """A model's train or predict step, if it is not Keras's.
 
     Its `call` may take something else than the batch.
@@ -112,7 +116,9 @@ class Splitter:
         self._plans[model] = strategy.plan = made
         logger.info("%s", made)
 
-    def _split(self, strategy, model, batch_rows):
+    def _split(
+        self, strategy: tf.distribute.Strategy, model: keras.Model, batch_rows: int | None
+    ) -> plan.Split:
         stages, name = self._stages, strategy.schedule
         batch_rows = batch_rows or _ROWS * strategy.microbatches
         if name == "1f1b" and (model in self._masked or train_step.why_not_divided(model)):
@@ -131,21 +137,24 @@ class Splitter:
             [stages.others_of(number) for number in range(len(stages.devices))],
         )
 
-    def _measured(self, found, split):
+    def _measured(self, found: Sequence[LayerCost], split: plan.Split) -> list[Times] | None:
         """Measured times of layers for a micro-batch; None if not wanted or not worthwhile."""
         if not self._measures or not measure.is_worth_it(found, split.rows):
             return None
         return measure.measured(found, split.rows_of_microbatch, split.devices[0])
 
-    def _stages_of(self, found, times, split, trains):
+    def _stages_of(
+        self, found: Sequence[LayerCost], times: Sequence[Times], split: plan.Split, trains: bool
+    ) -> list[int]:
         """The stages of a model's layers, by their costs in the order of their calls."""
         names = [cost.layer.name for cost in found]
         known = [self._stages.of(cost.layer) for cost in found]
-        if found and None not in known:
-            return known
+        placed = [number for number in known if number is not None]
+        if found and len(placed) == len(found):
+            return placed
         if self._patterns is not None:
             return partition.by_patterns(names, self._patterns, all_fit=not self._plans)
-        if any(number is not None for number in known):
+        if placed:
             return partition.with_neighbours(known)
         stages = len(self._stages.devices)
         return partition.balance(
@@ -155,10 +164,10 @@ class Splitter:
             [costs.sent_before(found, number) for number in range(len(found))].__getitem__,
         )
 
-    def _put_variables(self, model):
+    def _put_variables(self, model: keras.Model) -> None:
         seen, last = set(), len(self._stages.devices) - 1
 
-        def visit(layer, number):
+        def visit(layer: keras.Layer, number: int | None) -> None:
             if id(layer) in seen:
                 return
             seen.add(id(layer))

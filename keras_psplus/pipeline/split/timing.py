@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from collections.abc import Sequence
 from typing import NamedTuple
 
 import keras
@@ -58,11 +59,13 @@ def time_layer_call(layer: keras.Layer, call: LayerCall, rows: int, device: str)
     return Times(min(forward, both), max(0.0, both - forward))
 
 
-def _milliseconds(layer, call, rows, device, with_backward):
+def _milliseconds(
+    layer: keras.Layer, call: LayerCall, rows: int, device: str, with_backward: bool
+) -> float:
     function = _repeated(layer, call, rows, device, with_backward)
     _check(function.graph)
 
-    def seconds(repeats):
+    def seconds(repeats: int) -> float:
         start = time.perf_counter()
         # Arguments that are not known when the graph is made: nothing is computed beforehand.
         function(tf.constant(repeats), tf.constant([1, 2]), tf.constant(0.05)).numpy()
@@ -82,11 +85,13 @@ def _milliseconds(layer, call, rows, device, with_backward):
     return 1e3 * together / (1 + repeats)
 
 
-def _repeated(layer, call, rows, device, with_backward):
+def _repeated(
+    layer: keras.Layer, call: LayerCall, rows: int, device: str, with_backward: bool
+) -> tf.types.experimental.ConcreteFunction:
     """A function that calls a layer some times, one after the other."""
 
-    def run(repeats, seed, value):
-        def draw(shape, dtype):
+    def run(repeats: tf.Tensor, seed: tf.Tensor, value: tf.Tensor) -> tf.Tensor:
+        def draw(shape: Sequence[int], dtype: tf.DType) -> tf.Tensor:
             if dtype.is_floating:
                 return tf.cast(tf.random.stateless_uniform(shape, seed), dtype)
             if dtype.is_integer and isinstance(getattr(layer, "input_dim", None), int):
@@ -102,7 +107,7 @@ def _repeated(layer, call, rows, device, with_backward):
         trained = {id(v) for v in layer.trainable_variables}
         sources += [one for v, one in weights if id(v) in trained]
 
-        def body(number, total):
+        def body(number: tf.Tensor, total: tf.Tensor) -> tuple[tf.Tensor, tf.Tensor]:
             with tf.GradientTape() as tape, keras.StatelessScope(weights):
                 tape.watch(sources)
                 outputs = tree.flatten(layer(*args, **kwargs))
@@ -121,7 +126,7 @@ def _repeated(layer, call, rows, device, with_backward):
             parallel_iterations=1,
         )[1]
 
-    def run_on_device(*args):
+    def run_on_device(*args: tf.Tensor) -> tf.Tensor:
         with tf.device(device):
             return run(*args)
 
@@ -130,13 +135,13 @@ def _repeated(layer, call, rows, device, with_backward):
     )
 
 
-def _first(found):
+def _first(found: tf.Tensor | tf.IndexedSlices) -> tf.Tensor:
     """The first element of a tensor or a gradient."""
     values = found.values if isinstance(found, tf.IndexedSlices) else found
     return tf.reduce_sum(tf.cast(tf.reshape(values, [-1])[:1], tf.float32))
 
 
-def _check(graph):
+def _check(graph: tf.Graph) -> None:
     definition = graph.as_graph_def()
     nodes = [*definition.node, *(n for f in definition.library.function for n in f.node_def)]
     effects = sorted({node.op for node in nodes if node.op in _EFFECTS})

@@ -6,6 +6,7 @@ a value. It is made when it is given a value or read, on the stage that has the 
 """
 
 import weakref
+from collections.abc import Callable
 from contextlib import AbstractContextManager
 from typing import Any
 
@@ -105,7 +106,13 @@ class Variables:
                 self.put(slot(), number, pipeline)
                 self._placed[key] = slot, number
 
-    def _make(self, variable, initializer, number, device=None):
+    def _make(
+        self,
+        variable: keras.Variable,
+        initializer: Callable[..., Any],
+        number: int,
+        device: str | None = None,
+    ) -> None:
         device, trainable = device or self._stages.devices[number], variable._trainable
         # It may be frozen before it is made, and thawed after.
         variable._trainable = getattr(variable, "_is_made_to_train", trainable)
@@ -118,14 +125,14 @@ class Variables:
             variable._trainable = trainable
         self._bytes[number] += variable._value.shape.num_elements() * variable._value.dtype.size
 
-    def _emptiest(self):
+    def _emptiest(self) -> int:
         return self._bytes.index(min(self._bytes))
 
 
-def _on(device, function):
+def _on(device: str, function: Callable[[], tf.Tensor]) -> Callable[[], tf.Tensor]:
     """A function without arguments that runs on a device, also where TensorFlow clears devices."""
 
-    def on_device():
+    def on_device() -> tf.Tensor:
         with tf.device(device):
             return function()
 

@@ -55,12 +55,12 @@ class Feed:
             self._next = self._draw(iterator, shows_rows)
             yield batch, shows_rows
 
-    def _forget(self, reference):
+    def _forget(self, reference: Callable[[], Any]) -> None:
         if self._iterator is reference:
             self._next = None
 
-    def _draw(self, iterator, shows_rows):
-        def draw():
+    def _draw(self, iterator: Iterator[Any], shows_rows: bool) -> concurrent.futures.Future[Any]:
+        def draw() -> Any:
             try:
                 return self._send(as_tensors(next(iterator)), shows_rows)
             except (StopIteration, tf.errors.OutOfRangeError):
@@ -81,7 +81,7 @@ def as_tensors(batch: Any) -> Any:
     )
 
 
-def _shows_rows(iterator):
+def _shows_rows(iterator: Any) -> bool:
     """Whether all batches of an iterator have the same number of rows, which it knows."""
     leaves = tree.flatten(iterator.element_spec)
     shapes = (leaf.shape for leaf in leaves if hasattr(leaf, "shape"))

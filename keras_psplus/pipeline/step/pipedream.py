@@ -18,7 +18,7 @@ from __future__ import annotations
 import collections
 import concurrent.futures
 import functools
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import keras
@@ -49,12 +49,14 @@ class _Gradients(Functions):
 
     _counts = True
 
-    def __init__(self, engine, function, order):
+    def __init__(
+        self, engine: Any, function: Callable[..., Any], order: Callable[..., Any] | None
+    ) -> None:
         super().__init__(engine, function, order)
         self.update: Update | None = None
         self.tokens = call_order.Tokens()
 
-    def _run_in_step(self, step, batch):
+    def _run_in_step(self, step: PipelineStep, batch: Any) -> tuple[Any, list[Any]]:
         step.updates = []
         logs = super()._run_in_step(step, batch)
         if len(step.updates) > 1:
@@ -66,7 +68,7 @@ class _Gradients(Functions):
         self.update = step.updates[0] if step.updates else None
         return logs, self.update.grads if self.update else []
 
-    def _end_trace(self, graph):
+    def _end_trace(self, graph: tf.Graph) -> None:
         variables = self.update.variables if self.update else ()
         weights = {id(v._value.handle): v.path for v in variables}
         changed = call_order.changed(graph, weights)
@@ -143,7 +145,7 @@ class PipeDreamFunction:
         owners = (self._model, *self._model.metrics, *optimizers_of(self._model).values())
         return any(variable is one for owner in owners for one in owner.variables)
 
-    def _begin(self, batch, shows_rows):
+    def _begin(self, batch: Any, shows_rows: bool) -> None:
         if len(self._under_way) == _DEPTH:
             self._end_oldest()
         function, batch = self._gradients.of(
@@ -172,13 +174,13 @@ class PipeDreamFunction:
             # There are no logs yet, and Keras wants some.
             self._logs, _ = self._results_of(call)
 
-    def _end_oldest(self):
+    def _end_oldest(self) -> None:
         turn, call = self._under_way.popleft()
         self._logs, grads = self._results_of(call)
         if self._versions is not None:
             self._apply[turn % _DEPTH](grads)
 
-    def _results_of(self, call):
+    def _results_of(self, call: concurrent.futures.Future[Any]) -> Any:
         try:
             return call.result()
         except BaseException:
@@ -189,7 +191,7 @@ class PipeDreamFunction:
             self._begun, self._engine.under_way = 0, None
             raise
 
-    def _take_versions(self):
+    def _take_versions(self) -> None:
         update = self._gradients.update
         if update is None:
             self._versions = None
@@ -207,7 +209,9 @@ class PipeDreamFunction:
             for turn in range(_DEPTH):
                 self._versions.assign(turn)
 
-    def _update(self, update, versions, turn, grads):
+    def _update(
+        self, update: Update, versions: WeightVersions, turn: int, grads: Sequence[Any]
+    ) -> None:
         graph = tf.compat.v1.get_default_graph()
         before = len(graph.get_operations())
         grads = [_on(v._value.device, one) for v, one in zip(update.variables, grads)]
@@ -217,6 +221,6 @@ class PipeDreamFunction:
         devices.place(graph, before, self._engine.context.stages)
 
 
-def _on(device, gradient):
+def _on(device: str, gradient: tf.Tensor | tf.IndexedSlices) -> tf.Tensor | tf.IndexedSlices:
     with tf.device(device):
         return tf.nest.map_structure(tf.identity, gradient, expand_composites=True)

@@ -98,7 +98,7 @@ class Functions:
             except TraceAgain:
                 del self._traced[key]
 
-    def _cut(self, batch):
+    def _cut(self, batch: Any) -> _GivenBatch:
         """A batch as the function takes it."""
         strategy = self._engine.strategy
         if strategy.pipelines > 1:
@@ -120,7 +120,7 @@ class Functions:
         ]
         return given._replace(batch=tree.pack_sequence_as(given.batch, leaves))
 
-    def _run(self, batch, key, like):
+    def _run(self, batch: Any, key: tuple[int | None, bool], like: Any) -> Any:
         strategy, context = self._engine.strategy, self._engine.context
         graph, given = tf.compat.v1.get_default_graph(), batch
         before = len(graph.get_operations())
@@ -132,6 +132,7 @@ class Functions:
             compression = GradientCompression(strategy.compression, context.residuals, self._trains)
         with PipelineStep(self._engine, count, rows, self._order, trains) as step:
             if like is not None:
+                assert key[0] is not None
                 parts = batch_parts.CutBatch(key[0], batch)
                 batch = batch_parts.join(parts, like, count * strategy.pipelines, step)
             if rows is not None:
@@ -156,10 +157,10 @@ class Functions:
             context.traffic.count(graph, results, step.over_pipelines.crossings, encoded)
         return results
 
-    def _run_in_step(self, step, batch):
+    def _run_in_step(self, step: PipelineStep, batch: Any) -> Any:
         return self._engine.strategy.run(self._function, args=(batch,))
 
-    def _end_trace(self, graph):
+    def _end_trace(self, graph: tf.Graph) -> None:
         """Called when all operations of a graph have their devices."""
 
 
@@ -224,6 +225,6 @@ class PredictFunction:
         return tree.map_structure(lambda *parts: tf.concat(parts, 0), *results)
 
 
-def _on(device, tensor):
+def _on(device: str, tensor: tf.Tensor) -> tf.Tensor:
     with tf.device(device):
         return tf.identity(tensor)

@@ -185,7 +185,7 @@ class PipelineStep(ReplicaStep):
         leaf = next((leaf for leaf in tree.flatten(structure) if microbatches.has_rows(leaf)), None)
         return None if leaf is None else self._rows_of_leaf(leaf)
 
-    def _rows_of_leaf(self, leaf):
+    def _rows_of_leaf(self, leaf: Any) -> int | None:
         return self.rows if id(leaf) in self._of_batch else leaf.shape[0]
 
     def take(self, structure: Any, rows: int | None, part: Microbatch) -> Any:
@@ -220,12 +220,12 @@ class PipelineStep(ReplicaStep):
     ) -> Any:
         """Calls a layer, in micro-batches or on its stage."""
         if self._part is None:
-            return self._in_microbatches(original, layer, args, kwargs)
+            return self._in_microbatches(original, layer, (args, kwargs))
         stage = None if self._is_on_stage else self._stages.of(layer)
         if stage is None:
             return losses.call_layer(original, layer, *args, **kwargs)
 
-        def function(*args, **kwargs):
+        def function(*args: Any, **kwargs: Any) -> Any:
             self._is_on_stage = True
             try:
                 return losses.call_layer(original, layer, *args, **kwargs)
@@ -248,8 +248,16 @@ class PipelineStep(ReplicaStep):
             replay,
         )
 
-    def _call_to_repeat(self, replay, layer, part, function, *args, **kwargs):
-        def in_microbatch(*args, **kwargs):
+    def _call_to_repeat(
+        self,
+        replay: StageReplay,
+        layer: keras.Layer,
+        part: Microbatch,
+        function: Callable[..., Any],
+        *args: Any,
+        **kwargs: Any,
+    ) -> Any:
+        def in_microbatch(*args: Any, **kwargs: Any) -> Any:
             outer, self._part, self._replay = self._part, part, replay
             try:
                 return function(*args, **kwargs)
@@ -267,12 +275,14 @@ class PipelineStep(ReplicaStep):
         """A seed of a layer; the same if it is called once more."""
         return draw() if self._replay is None else self._replay.next_seed(draw)
 
-    def _in_microbatches(self, original, layer, args, kwargs):
-        rows = self.rows_of((args, kwargs))
+    def _in_microbatches(
+        self, original: Callable[..., Any], layer: keras.Layer, given: tuple[Any, Any]
+    ) -> Any:
+        rows = self.rows_of(given)
         calls, found, sizes = JoinedCalls(self.over_pipelines.of_variables), [], []
         layers = list(layer._flatten_layers())
         for part in self.microbatches(rows, layer):
-            own = self.take((args, kwargs), rows, part)
+            own = self.take(given, rows, part)
             with part:
                 calls.call(functools.partial(self.call, original, layer, *own), own)
             sizes.append(part.end - part.first)
@@ -284,7 +294,7 @@ class PipelineStep(ReplicaStep):
         return calls.join(lambda outputs: self.join(layer.name, outputs, sizes), sizes)
 
 
-def _in_graph(leaf):
+def _in_graph(leaf: Any) -> Any:
     """A tensor of the graph; of an eager one, which a model keeps, a copy."""
     is_eager = isinstance(leaf, tf.Tensor) and hasattr(leaf, "numpy")
     return tf.identity(leaf) if is_eager else leaf

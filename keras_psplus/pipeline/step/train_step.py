@@ -23,6 +23,7 @@ from keras_psplus.keras_internals.keras_parts import (
     unpack_x_y_sample_weight,
 )
 from keras_psplus.pipeline.base import gradients
+from keras_psplus.pipeline.step.turns import Microbatch
 
 # Losses of Keras that compare the rows of a batch, or divide by sums over them.
 _COUPLING = ("Circle", "Dice", "Tversky")
@@ -46,7 +47,7 @@ def why_not_divided(model: keras.Model) -> str | None:
     return None
 
 
-def _is_mean_of_rows(loss):
+def _is_mean_of_rows(loss: Any) -> bool:
     """Whether a loss is known to be computed for each row by itself."""
     if isinstance(loss, str):
         loss = keras.losses.get(loss)
@@ -69,7 +70,7 @@ def step_of(model: keras.Model) -> Callable[[Any], Any]:
         Function of a batch that returns logs. It is called in a `PipelineStep`.
     """
 
-    def train_step(data):
+    def train_step(data: Any) -> Any:
         step = current_step()
         x, y, sample_weight = unpack_x_y_sample_weight(data)
         weights = model.trainable_weights
@@ -80,7 +81,7 @@ def step_of(model: keras.Model) -> Callable[[Any], Any]:
         for part in step.microbatches(rows, model):
             own = step.take((x, y, sample_weight), rows, part)
             with part:
-                output, loss, grads = _forward_and_backward(model, part, weights, *own)
+                output, loss, grads = _forward_and_backward(model, part, weights, own)
             outputs.append(output)
             losses.append(loss * part.fraction)
             before = sums.get(part.pipeline)
@@ -104,8 +105,11 @@ def step_of(model: keras.Model) -> Callable[[Any], Any]:
     return train_step
 
 
-def _forward_and_backward(model, part, weights, x, y, sample_weight):
+def _forward_and_backward(
+    model: keras.Model, part: Microbatch, weights: list[keras.Variable], data: tuple[Any, Any, Any]
+) -> tuple[Any, tf.Tensor, list[Any]]:
     """Outputs, loss, and gradients of a micro-batch, times its part of the batch's rows."""
+    x, y, sample_weight = data
     with tf.GradientTape() as tape:
         y_pred = model(x, training=True) if model._call_has_training_arg else model(x)
         if any(get_keras_mask(leaf) is not None for leaf in tree.flatten(y_pred)):

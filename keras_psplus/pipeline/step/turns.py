@@ -31,13 +31,7 @@ class Microbatch:
     """
 
     def __init__(
-        self,
-        step: Any,
-        number: int,
-        first: int,
-        end: int,
-        fraction: float,
-        reads: list[Reads],
+        self, step: Any, number: int, first: int, end: int, fraction: float, reads: list[Reads]
     ) -> None:
         self._step = step
         self.number, self.first, self.end, self.fraction = number, first, end, fraction

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
+from typing import Any
 
 import tensorflow as tf
 
@@ -61,7 +62,7 @@ def compress_activations(
     return encoded
 
 
-def _is_worth_it(tensor):
+def _is_worth_it(tensor: tf.Tensor) -> bool:
     shape = tensor.shape
     if tensor.dtype != tf.float32 or not shape.rank:
         return False
@@ -70,7 +71,9 @@ def _is_worth_it(tensor):
     return of_row is not None and of_row * (shape[0] or 1) >= _LEAST_ELEMENTS
 
 
-def _over(graph, tensor, device, compressor):
+def _over(
+    graph: tf.Graph, tensor: tf.Tensor, device: str, compressor: Compressor
+) -> tuple[Any, tf.Tensor]:
     step = tf.constant(0, tf.int64)
     with graph.as_default(), ops.control_dependencies(None):
         with ops.device(tensor.device):

@@ -68,21 +68,23 @@ class GradientCompression:
                 encoded.append(self._encoded(crossing, payload))
         return encoded
 
-    def _encoded(self, crossing, payload):
+    def _encoded(self, crossing: ReplicaTransfer, payload: Any) -> Encoded:
         path, sent, payload = crossing.copied.path, [crossing.sent], tf.nest.flatten(payload)
         if isinstance(crossing.sent, tf.IndexedSlices):
             sent = [crossing.sent.values, crossing.sent.indices]
             payload.append(crossing.sent.indices)
-        return Encoded(sent, payload, self._of(crossing), path)
+        compressor = self._of(crossing)
+        assert compressor is not None
+        return Encoded(sent, payload, compressor, path)
 
-    def _of(self, crossing):
+    def _of(self, crossing: ReplicaTransfer) -> Compressor | None:
         weight = crossing.copied.variable()
         primary = crossing.copied.primary
         if self._compressor is None or weight is None:
             return None
         return self._compressor.for_variable(weight.path, primary.shape, primary.dtype)
 
-    def _whole(self, crossing):
+    def _whole(self, crossing: ReplicaTransfer) -> tuple[tf.Tensor | None, Any]:
         compressor, sent = self._of(crossing), crossing.sent
         if compressor is None:
             return None, None
@@ -101,7 +103,7 @@ class GradientCompression:
             decoded = self._scaled(compressor.decode(payload, shape, dtype, self._step))
         return decoded, payload
 
-    def _rows(self, crossing):
+    def _rows(self, crossing: ReplicaTransfer) -> tuple[tf.Tensor | None, Any]:
         compressor, sent = self._of(crossing), crossing.sent.values
         if compressor is None or not compressor.compresses_rows:
             return None, None
@@ -113,8 +115,8 @@ class GradientCompression:
             decoded = compressor.decode_rows(payload, row_shape, sent.dtype, self._step)
         return decoded, payload
 
-    def _unscaled(self, tensor):
+    def _unscaled(self, tensor: tf.Tensor) -> tf.Tensor:
         return tensor if self._scale is None else tensor / tf.cast(self._scale, tensor.dtype)
 
-    def _scaled(self, tensor):
+    def _scaled(self, tensor: tf.Tensor) -> tf.Tensor:
         return tensor if self._scale is None else tensor * tf.cast(self._scale, tensor.dtype)

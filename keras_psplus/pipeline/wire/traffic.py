@@ -8,7 +8,7 @@ known only when the step runs: those are measured where they are.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from typing import Any, NamedTuple
 
 import tensorflow as tf
@@ -110,7 +110,7 @@ class _Transfer(NamedTuple):
     stages: tuple[int, int]
 
 
-def _order(sent):
+def _order(sent: _Transfer) -> tuple[bool, tuple[int, ...]]:
     """Stages first, each way by itself, then what crosses between pipelines."""
     crosses = sent.pipelines[0] != sent.pipelines[1]
     return crosses, sent.stages if not crosses else ()
@@ -136,7 +136,7 @@ def _sent(graph: tf.Graph, results: Any, stages: Stages) -> Iterator[_Transfer]:
             yield _Transfer(tensor, (first, last), of_stages)
 
 
-def _is_data(tensor):
+def _is_data(tensor: tf.Tensor) -> bool:
     """Whether a tensor is more than a number or a shape."""
     if tensor.dtype in (tf.resource, tf.variant, tf.string) or tensor.op.type in _NOT_SENT:
         return False
@@ -146,7 +146,13 @@ def _is_data(tensor):
 class _Names:
     """Names of sent tensors: the weight, or the pair of stages, that each belongs to."""
 
-    def __init__(self, copies, graph, crossings, encoded):
+    def __init__(
+        self,
+        copies: Copies,
+        graph: tf.Graph,
+        crossings: Iterable[ReplicaTransfer],
+        encoded: Iterable[Encoded],
+    ) -> None:
         # By ids of tensors.
         self._encoded = {id(one): whole for whole in encoded for one in whole.payload}
         self._gradients = {
@@ -161,7 +167,7 @@ class _Names:
             if id(outside) in paths
         }
 
-    def by_key(self, found):
+    def by_key(self, found: list[_Transfer]) -> dict[_Key, tuple[list[tf.Tensor], list[tf.Tensor]]]:
         """Groups sent tensors by key, as lists before and after compression."""
         result: dict[_Key, tuple[list[tf.Tensor], list[tf.Tensor]]] = {}
         seen = set()
@@ -178,7 +184,7 @@ class _Names:
                 logical += whole.tensors
         return result
 
-    def _path(self, sent, whole):
+    def _path(self, sent: _Transfer, whole: Encoded | None) -> tuple[str, str]:
         of_gradient = self._gradients.get(id(sent.tensor)) if whole is None else whole.path
         (source, destination), stages = sent.pipelines, sent.stages
         if source == destination:
@@ -195,9 +201,10 @@ class _Names:
         return f"pipeline {source} -> pipeline {destination}", direction
 
 
-def _bytes(tensors):
+def _bytes(tensors: Iterable[tf.Tensor]) -> tuple[int, list[tf.Tensor]]:
     """Bytes of some tensors: an int, and a scalar per device with unknown shapes."""
-    known, measured = 0, {}
+    known = 0
+    measured: dict[str, list[tf.Tensor]] = {}
     for tensor in tensors:
         count = tensor.shape.num_elements()
         if count is not None:
@@ -213,7 +220,7 @@ def _bytes(tensors):
     return known, totals
 
 
-def _as_tensor(numbers):
+def _as_tensor(numbers: Sequence[Sequence[tuple[int, list[tf.Tensor]]]]) -> tf.Tensor:
     if not any(measured for pair in numbers for _, measured in pair):
         return tf.constant([[known for known, _ in pair] for pair in numbers], tf.int64)
     return tf.stack(
