@@ -447,15 +447,6 @@ class Engine:
         """`on_epoch_end` of a list of callbacks, after validation."""
         return original(callbacks, epoch, logs)
 
-    def end_training(
-        self,
-        original: Original,
-        callbacks: keras.callbacks.CallbackList,
-        logs: dict[str, Any] | None = None,
-    ) -> Any:
-        """`on_train_end` of a list of callbacks."""
-        return original(callbacks, logs)
-
     def end_progress(
         self,
         original: Original,

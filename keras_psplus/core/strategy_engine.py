@@ -12,6 +12,7 @@ import tensorflow as tf
 from keras_psplus.callbacks import step_report
 from keras_psplus.cluster import roles
 from keras_psplus.core.backup import backup_callback
+from keras_psplus.core.backup.backup_tables import BackupTables
 from keras_psplus.core.backup.fit_progress import FitProgress
 from keras_psplus.core.base.background_writer import BackgroundWriter
 from keras_psplus.core.base.optimizers import optimizers_of
@@ -58,9 +59,9 @@ class StrategyEngine(Engine):
         # A callback may train another model.
         task = self.strategy.task
         name = "a process" if task is None else task.name
-        outer, self.progress = self.progress, FitProgress(name, self.saves_states)
+        outer, self.progress = self.progress, FitProgress(name)
         is_chief = self.strategy.is_chief
-        self.progress.begin(original, model, args, kwargs, is_chief, self.saved_data_seed())
+        self.progress.begin(original, model, args, kwargs, is_chief)
         try:
             return original(model, *args, **kwargs)
         finally:
@@ -90,6 +91,11 @@ class StrategyEngine(Engine):
         """Files of that state, beside a backup."""
         return WorkerFiles(self.strategy, self.worker_state)
 
+    @functools.cached_property
+    def backup_tables(self) -> BackupTables:
+        """Tables that servers write to backups."""
+        return BackupTables()
+
     @property
     def updating(self) -> Any:
         """Scheduler of optimizer steps, according to the strategy's `updates`."""
@@ -106,18 +112,6 @@ class StrategyEngine(Engine):
 
     def broadcast_restored(self, variables: Iterable[keras.Variable | tf.Variable]) -> None:
         """Gives all workers what the chief has read into variables."""
-
-    @property
-    def saves_states(self) -> bool:
-        """Whether the state of `fit` is saved also without a BackupAndRestore."""
-        return False
-
-    def saved_data_seed(self) -> int | None:
-        """The seed of the order of the next `fit`'s data, if a state has it.
-
-        BackupAndRestore's is found by its callback.
-        """
-        return None
 
     def save_backup(self, original: Original, callback: keras.callbacks.BackupAndRestore) -> Any:
         save = functools.partial(backup_callback.save, self, original, callback)
@@ -272,11 +266,7 @@ class StrategyEngine(Engine):
             original(callbacks, batch, logs)
         if self.control is not None and callbacks.model.stop_training:
             self.control.post_stop(self.strategy.progress.steps, self.progress.at)
-        self.batch_has_ended(callbacks.model, batch)
         self.preemption.check(self.progress, callbacks, self.save_now)
-
-    def batch_has_ended(self, model: keras.Model, batch: int) -> None:
-        """Called when all callbacks have heard of the end of a batch (from 0)."""
 
     def save_now(self, callbacks: keras.callbacks.CallbackList) -> None:
         """Saves the state of `fit`."""

@@ -28,7 +28,7 @@ HOOKS = (
         ["self", "logs"],
         of_callback,
         "begin_training",
-        "a job resumes from its last snapshot",
+        "a job resumes from its last backup",
     ),
     Hook(
         _LIST,
@@ -44,7 +44,7 @@ HOOKS = (
         ["self", "batch", "logs"],
         of_callback,
         "end_batch",
-        "snapshots are taken every so many steps; TerminateOnNaN hears of late losses",
+        "a process that is told to end saves the job; TerminateOnNaN hears of late losses",
     ),
     Hook(
         _LIST,
@@ -53,14 +53,6 @@ HOOKS = (
         of_callback,
         "end_epoch",
         "all workers stop if one does",
-    ),
-    Hook(
-        _LIST,
-        "on_train_end",
-        ["self", "logs"],
-        of_callback,
-        "end_training",
-        "snapshots are no longer needed",
     ),
     Hook(
         progbar_logger.ProgbarLogger,

@@ -28,7 +28,7 @@ HOOKS = (
         ["self"],
         of_holder,
         "begin_iteration",
-        "training goes on after the batch of a snapshot",
+        "training goes on after the batch of a backup",
     ),
     Hook(
         epoch_iterator.EpochIterator,

@@ -26,24 +26,26 @@ from tests.faults.at_batch import AtBatch
 ROWS, BATCH, EPOCHS, IDS = 70, 10, 4, 50
 SAVE_FREQ = 3
 # Strategies whose jobs go on with another number of workers, too.
-WORKERS_CHANGE = "snapshots", "sync", "all_reduce", "mirrored"
+WORKERS_CHANGE = "hybrid", "placement", "sync", "all_reduce", "mirrored"
 # Those that are killed, and end, in the middle of an accumulation.
 ACCUMULATE = "all_reduce", "mirrored"
 
 
+def servers():
+    return len(json.loads(os.environ["TF_CONFIG"])["cluster"]["ps"])
+
+
 def sharded():
-    servers = len(json.loads(os.environ["TF_CONFIG"])["cluster"]["ps"])
-    return tf.distribute.experimental.partitioners.FixedShardsPartitioner(servers)
+    return tf.distribute.experimental.partitioners.FixedShardsPartitioner(servers())
 
 
 STRATEGIES = {
     "all_reduce": psp.MultiWorkerMirroredStrategy,
     "mirrored": lambda: psp.HybridStrategy(placement="mirrored"),
     "hybrid": lambda: psp.HybridStrategy(placement="parameter_server"),
-    "snapshots": lambda: psp.HybridStrategy(
-        placement="parameter_server",
-        snapshot_every=SAVE_FREQ,
-        snapshot_dir=pathlib.Path(sys.argv[2], "snapshots"),
+    # Tables that servers have written are those of workers then, and the other way round.
+    "placement": lambda: psp.HybridStrategy(
+        placement="mirrored" if servers() == 1 else "parameter_server"
     ),
     "sync": lambda: psp.ParameterServerStrategy(variable_partitioner=sharded(), mode="sync"),
     # With one worker its steps have an order.
@@ -89,10 +91,8 @@ def main():
             dropout = 0.0 if name in WORKERS_CHANGE else 0.3
             model = make(dropout, 5 if name in ACCUMULATE else None)
         log = folder / f"{backup}-{strategy.task.name}.csv"
-        if name != "snapshots":
-            path = folder / backup
-            callbacks = (keras.callbacks.BackupAndRestore(path, save_freq=SAVE_FREQ), *callbacks)
         callbacks = [
+            keras.callbacks.BackupAndRestore(folder / backup, save_freq=SAVE_FREQ),
             keras.callbacks.ReduceLROnPlateau("loss", patience=1, min_delta=1.0),
             keras.callbacks.CSVLogger(log),
             *callbacks,

@@ -13,10 +13,10 @@ import tensorflow as tf
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
+from keras_psplus.files import shard_files
+from keras_psplus.files.shard_files import rows_of
+from keras_psplus.files.table_files import LIST, write_list
 from keras_psplus.hybrid import TableFiles
-from keras_psplus.hybrid.files import shard_files
-from keras_psplus.hybrid.files.table_files import LIST, write_list
-from keras_psplus.hybrid.rows.initial_rows import rows_of
 from keras_psplus.hybrid.rows.row_optimizer import config_of
 from keras_psplus.hybrid.server.server_files import ServerFiles
 from keras_psplus.hybrid.server.shard import TableShard
@@ -216,7 +216,7 @@ def test_old_files_are_deleted_and_others_kept(tmp_path):
     (tmp_path / "mine.txt").write_text("")
     (tmp_path / "tables-1-of-mine").write_text("")
     (tmp_path / "tables-best-0-of-2.index").write_text("")
-    server_of(0, 2)[0].keep(str(tmp_path), "tables-2")
+    server_of(0, 2)[0].keep(str(tmp_path), ["tables-2"])
     kept = os.listdir(tmp_path)
     foreign = {"mine.txt", "tables-1-of-mine", "tables-best-0-of-2.index"}
     own = {name for name in kept if name.startswith("tables-")} - foreign
