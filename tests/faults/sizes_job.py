@@ -58,7 +58,7 @@ def kill_this_process():
     os.kill(os.getpid(), signal.SIGKILL)
 
 
-def make(dropout, accumulation_steps):
+def make(dropout, optimizer):
     # Of drawn initial rows, servers draw those of tables.
     layers = keras.layers
     model = keras.Sequential(
@@ -72,7 +72,6 @@ def make(dropout, accumulation_steps):
             layers.Dense(1),
         ]
     )
-    optimizer = keras.optimizers.Adam(0.05, gradient_accumulation_steps=accumulation_steps)
     model.compile(optimizer, "mse", metrics=["mae"])
     return model
 
@@ -89,7 +88,13 @@ def main():
         with strategy.scope():
             # Each worker drops units of its own.
             dropout = 0.0 if name in WORKERS_CHANGE else 0.3
-            model = make(dropout, 5 if name in ACCUMULATE else None)
+            if name == "placement":
+                # Rows that no step touches stay as they are, on workers too.
+                optimizer = keras.optimizers.Adagrad(0.05)
+            else:
+                steps = 5 if name in ACCUMULATE else None
+                optimizer = keras.optimizers.Adam(0.05, gradient_accumulation_steps=steps)
+            model = make(dropout, optimizer)
         log = folder / f"{backup}-{strategy.task.name}.csv"
         callbacks = [
             keras.callbacks.BackupAndRestore(folder / backup, save_freq=SAVE_FREQ),

@@ -28,6 +28,7 @@ import tensorflow as tf
 
 import keras_psplus as psp
 from keras_psplus.files import shard_files
+from keras_psplus.hybrid.tables.table import Table
 
 ROWS, DIM, BATCH, PER_EPOCH = 40, 4, 8, 10
 
@@ -96,6 +97,24 @@ def die_in_backup(task, number):
     shard_files.tf.raw_ops.MergeV2Checkpoints = write
 
 
+def whole_tables():
+    """Names of this process's reads and writes of whole tables, a list that grows."""
+    found = []
+
+    def counted(name):
+        original = getattr(Table, name)
+
+        def call(*args):
+            found.append(name)
+            return original(*args)
+
+        setattr(Table, name, call)
+
+    counted("read")
+    counted("write")
+    return found
+
+
 def read_by_all(folder, seconds=60):
     """Waits until each worker has come here."""
     config = json.loads(os.environ["TF_CONFIG"])
@@ -147,6 +166,7 @@ def main():
             time.sleep(pause)
             print(f"batch {int(optimizers[0].iterations.numpy())}.", flush=True)
 
+    whole = whole_tables()
     callbacks, repeats, shuffled = [Tell()], 1, bool(options.get("shuffled"))
     if save_freq:
         # Of shuffled ones, none may come twice in a batch.
@@ -164,12 +184,15 @@ def main():
     if shuffled:
         arguments.update(x=ids, y=zeros, batch_size=BATCH)
         model.fit(**arguments, validation_data=(ids[:BATCH], zeros[:BATCH]))
+        print(f"whole tables: {whole}", flush=True)
         print(f"between: {np.count_nonzero(embedding.get_weights()[0])}", flush=True)
+        whole.clear()
         model.fit(**arguments, initial_epoch=1, epochs=repeats)
     else:
         data = tf.data.Dataset.from_tensor_slices((ids, zeros)).batch(BATCH)
         for epochs in (1, repeats - 1) if in_two else (repeats,):
             model.fit(data, epochs=epochs, **arguments)
+    print(f"whole tables: {whole}", flush=True)
     found, right = model.get_weights(), expected(np.tile(ids, (repeats, 1)), momentum)
     # In Keras's order of weights.
     right = [next(w for w in right if w.shape == f.shape) for f in found]

@@ -149,6 +149,8 @@ def test_a_job_resumes_at_the_step_of_its_last_whole_backup(tmp_path):
         ending = re.search(r"end iterations=30 off=(\S+)", result.logs[name])
         assert ending and float(ending[1]) < 1e-6, result.tails(40)
         assert "count=30\n" in result.logs[name]
+        # No table has passed through a worker, neither one that was written nor one that was read.
+        assert result.logs[name].count("whole tables: []") == 2
         assert "loaded off=0.0e+00" in result.logs[name]
     files = TableFiles(tmp_path / "tables")
     assert files.names == ["sequential/embedding/embeddings"]

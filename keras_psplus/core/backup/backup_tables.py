@@ -33,18 +33,18 @@ class BackupTables:
 
     def any_of(self, model: keras.Model) -> bool:
         """Whether servers have a table of a model."""
-        return any(map(self.is_on_servers, by_place(model).values()))
+        return False
 
     def parts_on_servers(self, model: keras.Model) -> list[Any]:
         """Tables of a model, and slots of them, that servers write."""
-        return list(filter(self.is_on_servers, _with_slots(model)))
+        return []
 
     def slots_of(self, variable: Any, model: keras.Model) -> list[Any]:
         """The optimizer's slots of a variable, in the order in which they were made."""
         name, shape = f"{variable.path.replace('/', '_')}_", tuple(variable.shape)
         return [
             slot
-            for slot in _with_slots(model)
+            for slot in with_slots(model)
             if tuple(slot.shape) == shape
             and getattr(slot, "path", slot.name).rpartition("/")[2].startswith(name)
         ]
@@ -164,6 +164,7 @@ def without_rows(variables: Iterable[Any]) -> Iterator[None]:
             variable._value, variable._shape = value, shape
 
 
-def _with_slots(model):
+def with_slots(model: keras.Model) -> list[Any]:
+    """All variables of a model and of its optimizers."""
     every = *model.variables, *variables_of_optimizers(model), *other_variables(model).values()
     return list({id(variable): variable for variable in every}.values())

@@ -11,7 +11,7 @@ from typing import Any
 import keras
 import tensorflow as tf
 
-from keras_psplus.core.backup.backup_tables import BackupTables
+from keras_psplus.core.backup.backup_tables import BackupTables, with_slots
 from keras_psplus.core.base.optimizer_states import by_place
 from keras_psplus.core.jobs import failure
 from keras_psplus.files.table_files import LIST
@@ -45,6 +45,12 @@ class ServerTables(BackupTables):
 
     def is_on_servers(self, variable: Any) -> bool:
         return isinstance(getattr(variable, "_value", None), TableVariable)
+
+    def any_of(self, model: keras.Model) -> bool:
+        return bool(self._places(model))
+
+    def parts_on_servers(self, model: keras.Model) -> list[Any]:
+        return list(filter(self.is_on_servers, with_slots(model)))
 
     def slots_of(self, variable: Any, model: keras.Model) -> list[Any]:
         if not self.is_on_servers(variable):
