@@ -89,8 +89,8 @@ def main():
             # Each worker drops units of its own.
             dropout = 0.0 if name in WORKERS_CHANGE else 0.3
             if name == "placement":
-                # Rows that no step touches stay as they are, on workers too.
-                optimizer = keras.optimizers.Adagrad(0.05)
+                # The same on servers and on workers, where slots of other rows decay, too.
+                optimizer = keras.optimizers.SGD(0.5)
             else:
                 steps = 5 if name in ACCUMULATE else None
                 optimizer = keras.optimizers.Adam(0.05, gradient_accumulation_steps=steps)
