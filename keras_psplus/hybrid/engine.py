@@ -255,6 +255,6 @@ class HybridEngine(AllReduceEngine):
         return result
 
     def _watch_servers(self):
-        """Has the job saved when a server is told to end, as if this process were."""
+        """Saves the job when a server is told to end, as if this process were."""
         self._context.servers.wait_until_told()
         self.preemption.is_server_told = True

@@ -1,4 +1,4 @@
-"""Loading of a backup's state on the chief, or of the one before if it is damaged."""
+"""Loading of the newest backup that is whole, on the chief."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ def read_tables(
     states: Sequence[dict[str, Any]],
     is_strict: bool,
 ) -> int:
-    """Has servers read the tables of the first state that they can read; returns its number.
+    """Loads tables into servers, of the first state that they can read; returns its number.
 
     Args:
         tables: Tables of backups.

@@ -213,7 +213,7 @@ def _read(
 
 
 def _tables(callback, suffix):
-    """The list of tables of a state, or None; a state that has none leaves an earlier one's."""
+    """The list of tables of a state, or None, also if an earlier one's is there."""
     *_, listed = _paths(callback, suffix)
     if file_utils.exists(listed) and LIST not in _listed(listed)["files"]:
         return None

@@ -28,7 +28,7 @@ class BackupTables:
     """Base class, of strategies that keep all variables with workers."""
 
     def is_on_servers(self, variable: Any) -> bool:
-        """Whether a variable of a model or of an optimizer is a table, or a slot of one."""
+        """Whether a variable is a table on servers, or a slot of one."""
         return False
 
     def any_of(self, model: keras.Model) -> bool:
@@ -94,7 +94,7 @@ class BackupTables:
         return None
 
     def note_ended(self, folder: str, kept: str | None) -> None:
-        """Deletes files of a folder, or notes where they are kept until the job has ended."""
+        """Deletes files of a folder, or notes where they are kept."""
 
     @contextlib.contextmanager
     def set_aside(
@@ -147,7 +147,7 @@ def read_here(
 
 @contextlib.contextmanager
 def without_rows(variables: Iterable[Any]) -> Iterator[None]:
-    """Context in which Keras variables have no rows, for Keras to save or load all others."""
+    """Context in which Keras saves or loads variables without rows."""
     before = []
     try:
         for variable in variables:

@@ -120,7 +120,7 @@ class ServerTables(BackupTables):
             self._servers.at_good_end(lambda: self._delete_unlisted(folder))
 
     def recovery_request(self, folder: str, content: dict[str, Any]) -> dict[str, Any]:
-        """Request to one server of this job to read its rows of what it has written."""
+        """Request to a server that was started again to read its rows."""
         stored = {entry["key"]: entry for entry in content["tables"]}
         lacking = [table.name for table in self._tables.all if table.key not in stored]
         if lacking:
