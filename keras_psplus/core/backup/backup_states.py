@@ -213,7 +213,7 @@ def _read(
 
 
 def _tables(callback, suffix):
-    """The list of tables of a state, or None, also if an earlier one's is there."""
+    """List of tables of a state, or None, also beside an earlier one's."""
     *_, listed = _paths(callback, suffix)
     if file_utils.exists(listed) and LIST not in _listed(listed)["files"]:
         return None
