@@ -148,7 +148,7 @@ class Engine:
     def on(self, event: Call) -> Any:
         """Has callbacks hear of an event of `fit`, or do what they do to files.
 
-        `set_model`, `train_begin`, `epoch_begin`, `batch_end`, `epoch_end` and `train_end` go to a
+        `set_model`, `train_begin`, `epoch_begin`, `batch_end` and `epoch_end` go to a
         list of callbacks. `steps_end` returns the logs of a model's epoch, before validation;
         `test_steps_end` those of an evaluation. `checkpoint` is `ModelCheckpoint` writing;
         `backup`, `restore` and `end_backup` are what `BackupAndRestore` does.

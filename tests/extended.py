@@ -160,7 +160,7 @@ TESTS = {
         "test_a_share_of_a_worker_s_own_is_read_ahead*",
     ],
     "hybrid/test_faults.py": [
-        "test_a_snapshot_of_which_a_worker_has_lost_its_file_is_passed_over",
+        "test_a_backup_of_which_a_server_has_lost_rows_is_passed_over",
         "test_an_asynchronous_job_goes_on_with_a_server_that_was_started_again",
         "test_a_server_that_hangs_is_named",
         "test_an_asynchronous_job_counts_every_gradient",
@@ -225,7 +225,7 @@ TESTS = {
         f"test_compressed_training_learns_as_much[{name}]" for name in ("bf16", "factors:bf16")
     ],
     "faults/test_steps.py": ["*[dataset of unknown length]", "*[PyDataset]"],
-    "faults/test_sizes.py": ["*[async]", "*[pipeline]", "*[snapshots]", "*[sync]"],
+    "faults/test_sizes.py": ["*[async]", "*[pipeline]", "*[placement]", "*[sync]"],
     "cluster/test_slurm.py": [
         *("test_a_cancelled_job_ends", "test_a_job_goes_on_with_another_number_of_tasks"),
     ],

@@ -58,7 +58,7 @@ FOLDERS = {
         *("strategy_engine", "distributed_engine"),
     ],
     "hybrid": [
-        *("rows", "rpc", "stalls", "tables", "files", "extended", "server", "snapshots"),
+        *("rows", "rpc", "stalls", "tables", "files", "extended", "server"),
         *("context", "engine", "strategy"),
     ],
     "keras_internals": ["private_attributes", "keras_parts", "keras_attributes"],

@@ -228,7 +228,7 @@ def _flags() -> flags.FlagValues:
     flags.DEFINE_float(
         "grace",
         0.0,
-        "Seconds that tasks have after SIGTERM to save the job (BackupAndRestore, snapshots).",
+        "Seconds that tasks have after SIGTERM to save the job (BackupAndRestore).",
         **whole,
     )
     flags.DEFINE_integer(
@@ -244,7 +244,7 @@ def _flags() -> flags.FlagValues:
         ["task", "job"],
         "What is started again: the worker that has failed, while the others go on (default in a "
         "cluster with a chief and parameter servers), or the job. Without a chief, `task` starts a "
-        "parameter server again by itself, as HybridStrategy with sync=False and snapshots takes "
+        "parameter server again by itself, as HybridStrategy with sync=False and backups takes "
         "it in.",
         flag_values=values,
     )

@@ -12,6 +12,7 @@ import tensorflow as tf
 from keras_psplus.callbacks import step_report
 from keras_psplus.cluster import roles
 from keras_psplus.core.backup import backup_callback
+from keras_psplus.core.backup.backup_tables import BackupTables
 from keras_psplus.core.backup.fit_progress import FitProgress
 from keras_psplus.core.base.background_writer import BackgroundWriter
 from keras_psplus.core.base.optimizers import optimizers_of
@@ -59,16 +60,15 @@ class StrategyEngine(Engine):
         # A callback may train another model.
         task = self.strategy.task
         name = "a process" if task is None else task.name
-        outer, self.progress = self.progress, FitProgress(name, self.saves_states)
+        outer, self.progress = self.progress, FitProgress(name)
         is_chief = self.strategy.is_chief
-        model, seed = call.owner, self.saved_data_seed()
-        self.progress.begin(call.original, model, call.args, call.kwargs, is_chief, seed)
+        self.progress.begin(call.original, call.owner, call.args, call.kwargs, is_chief)
         try:
             return call.proceed()
         finally:
             ended, self.progress = self.progress, outer
             self.preemption.unwatch(outer)
-            ended.end(model)
+            ended.end(call.owner)
             if ended.folders:
                 self.backup_writer.wait()
                 ended.release_folders()
@@ -100,6 +100,11 @@ class StrategyEngine(Engine):
         """Files of that state, beside a backup."""
         return WorkerFiles(self.strategy, self.worker_state)
 
+    @functools.cached_property
+    def backup_tables(self) -> BackupTables:
+        """Tables that servers write to backups."""
+        return BackupTables()
+
     @property
     def updating(self) -> Any:
         """Scheduler of optimizer steps, according to the strategy's `updates`."""
@@ -116,18 +121,6 @@ class StrategyEngine(Engine):
 
     def broadcast_restored(self, variables: Iterable[keras.Variable | tf.Variable]) -> None:
         """Gives all workers what the chief has read into variables."""
-
-    @property
-    def saves_states(self) -> bool:
-        """Whether the state of `fit` is saved also without a BackupAndRestore."""
-        return False
-
-    def saved_data_seed(self) -> int | None:
-        """The seed of the order of the next `fit`'s data, if a state has it.
-
-        BackupAndRestore's is found by its callback.
-        """
-        return None
 
     @answers("backup")
     def _backup(self, event: Call) -> Any:
@@ -204,11 +197,7 @@ class StrategyEngine(Engine):
             event.proceed()
         if self.control is not None and callbacks.model.stop_training:
             self.control.post_stop(self.strategy.progress.steps, self.progress.at)
-        self.batch_has_ended(callbacks.model, batch)
         self.preemption.check(self.progress, callbacks, self.save_now)
-
-    def batch_has_ended(self, model: keras.Model, batch: int) -> None:
-        """Called when all callbacks have heard of the end of a batch (from 0)."""
 
     def save_now(self, callbacks: keras.callbacks.CallbackList) -> None:
         """Saves the state of `fit`."""

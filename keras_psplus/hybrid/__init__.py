@@ -1,6 +1,6 @@
 """`HybridStrategy`: embedding tables on parameter servers, everything else all-reduced."""
 
-from keras_psplus.hybrid.files.table_files import TableFiles
+from keras_psplus.files.table_files import TableFiles
 from keras_psplus.hybrid.rpc.calls import TableServerError
 from keras_psplus.hybrid.strategy import HybridStrategy
 

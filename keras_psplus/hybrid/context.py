@@ -2,8 +2,8 @@
 
 import dataclasses
 
+from keras_psplus.hybrid.files.server_tables import ServerTables
 from keras_psplus.hybrid.rpc.servers import Servers
-from keras_psplus.hybrid.snapshots.snapshot_schedule import Snapshots
 from keras_psplus.hybrid.tables.placement import TablePlacer
 from keras_psplus.hybrid.tables.registry import Tables
 
@@ -18,10 +18,10 @@ class TableContext:
         servers: The parameter servers.
         tables: The tables on them.
         placer: Decides which tables lie there.
-        snapshots: Copies of the job's state, with `snapshot_every`; else None.
+        backup_tables: Tables of backups.
     """
 
     servers: Servers
     tables: Tables
     placer: TablePlacer
-    snapshots: Snapshots | None = None
+    backup_tables: ServerTables

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import functools
+import threading
 from collections.abc import Sequence
 from typing import Any
 
@@ -9,10 +11,11 @@ import keras
 import tensorflow as tf
 
 from keras_psplus.all_reduce.engine import AllReduceEngine
+from keras_psplus.core.backup.backup_tables import BackupTables
 from keras_psplus.core.batch.replica_step import current_step
 from keras_psplus.engine import Call, answers
 from keras_psplus.hybrid.context import TableContext
-from keras_psplus.hybrid.snapshots.fit_snapshots import FitSnapshots
+from keras_psplus.hybrid.rpc.servers import Servers
 from keras_psplus.hybrid.tables import embeddings, prefetch, row_gradients
 from keras_psplus.hybrid.tables.embeddings import table_of
 from keras_psplus.keras_internals.keras_parts import base_optimizer
@@ -22,7 +25,6 @@ from keras_psplus.log import info_once, logger
 class HybridEngine(AllReduceEngine):
     """For replicas that take steps together, and parameter servers that have tables."""
 
-    has_weights_in_memory = False
     # XLA has no operations for rows of tables.
     compiles_by_default = False
 
@@ -30,7 +32,7 @@ class HybridEngine(AllReduceEngine):
         super().__init__(strategy)
         # Until `fit` makes the iterator over its data; those of validation come later.
         self._awaits_data = False
-        self._snapshots: FitSnapshots | None = None
+        self._watch: threading.Thread | None = None
 
     @property
     def _context(self) -> TableContext | None:
@@ -68,13 +70,6 @@ class HybridEngine(AllReduceEngine):
         super().build(call)
         if self._context is not None and self.strategy.is_chief and self._context.placer.has_news:
             logger.info("HybridStrategy keeps\n%s", self._context.placer.report())
-
-    @property
-    def saves_states(self) -> bool:
-        return self._context is not None and self._context.snapshots is not None
-
-    def saved_data_seed(self) -> int | None:
-        return None if self.snapshots is None else self.snapshots.data_seed()
 
     # Variables.
 
@@ -222,41 +217,30 @@ class HybridEngine(AllReduceEngine):
             )
         return super().push(optimizer, [grads[i] for i in dense], [variables[i] for i in dense])
 
-    # Callbacks.
+    # Backups.
 
-    @property
-    def snapshots(self) -> FitSnapshots | None:
-        """`FitSnapshots`, or None without `snapshot_every`."""
-        if self._snapshots is None and self._context is not None and self._context.snapshots:
-            self._snapshots = FitSnapshots(self, self._context.snapshots, self.strategy.sync)
-        return self._snapshots
+    @functools.cached_property
+    def backup_tables(self) -> BackupTables:
+        return BackupTables() if self._context is None else self._context.backup_tables
 
     @answers("train_begin")
     def _begin_training(self, event: Call) -> Any:
-        if self.snapshots is None:
-            return super()._begin_training(event)
-        self.snapshots.begin(event.owner)
         result = super()._begin_training(event)
-        self.snapshots.save_first(event.owner.model)
+        model, context = event.owner.model, self._context
+        if self.progress.can_save and self.strategy.is_chief and context is not None:
+            if self._watch is None:
+                self._watch = threading.Thread(
+                    target=self._watch_servers, args=(context.servers,), daemon=True
+                )
+                self._watch.start()
+        if not self.strategy.sync and self.backup_tables.any_of(model) and self.progress.can_save:
+            # For a server that is started again before the first regular one.
+            if model.optimizer is not None and not model.optimizer.built:
+                model.optimizer.build(model.trainable_variables)
+            self.save_now(event.owner)
         return result
 
-    @answers("epoch_begin")
-    def _begin_epoch(self, event: Call) -> None:
-        super()._begin_epoch(event)
-        if self.snapshots is not None:
-            self.snapshots.begin_epoch()
-
-    def batch_has_ended(self, model: keras.Model, batch: int) -> None:
-        if self.snapshots is not None:
-            self.snapshots.end_batch(model, batch)
-
-    def save_now(self, callbacks: keras.callbacks.CallbackList) -> None:
-        super().save_now(callbacks)
-        if self.snapshots is not None:
-            self.snapshots.save(callbacks.model)
-
-    @answers("train_end")
-    def _end_training(self, event: Call) -> None:
-        event.proceed()
-        if self.snapshots is not None:
-            self.snapshots.end()
+    def _watch_servers(self, servers: Servers) -> None:
+        """Saves the job when a server is told to end, as if this process were."""
+        servers.wait_until_told()
+        self.preemption.is_server_told = True

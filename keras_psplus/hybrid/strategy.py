@@ -26,22 +26,21 @@ from keras_psplus.cluster.wire.hello import JobSecret
 from keras_psplus.cluster.wire.identity import PeerIdentity
 from keras_psplus.cluster.wire.listener import Listener
 from keras_psplus.compression import Compressor
+from keras_psplus.files import shard_files
 from keras_psplus.hybrid import stalls
 from keras_psplus.hybrid.context import TableContext
 from keras_psplus.hybrid.engine import HybridEngine
 from keras_psplus.hybrid.extended import HybridExtended
-from keras_psplus.hybrid.files import shard_files
+from keras_psplus.hybrid.files.recovery import Recovery
+from keras_psplus.hybrid.files.server_tables import ServerTables
 from keras_psplus.hybrid.files.table_saving import TableSaving
 from keras_psplus.hybrid.rows.row_codec import RowCodec, compressor_for_rows
 from keras_psplus.hybrid.rpc import names
 from keras_psplus.hybrid.rpc.servers import Servers
 from keras_psplus.hybrid.server import serve
-from keras_psplus.hybrid.snapshots import snapshot_schedule as snapshots_module
-from keras_psplus.hybrid.snapshots.recovery import Recovery
 from keras_psplus.hybrid.tables import placement as placement_module
 from keras_psplus.hybrid.tables import prefetch as prefetch_module
 from keras_psplus.hybrid.tables.registry import Tables
-from keras_psplus.log import logger
 from keras_psplus.updates import Updates
 
 # For which a server that cannot be reached is called again before the job counts as lost.
@@ -76,13 +75,8 @@ class HybridStrategy(TableSaving, MultiWorkerMirroredStrategy):
             with `encode_rows`, or None to send them as they are.
         pull_compression: The same for rows that workers read.
         table_timeout: Seconds that a parameter server may take to answer.
-        snapshot_every: Number of steps of `fit` after which all that the job needs to go on is
-            written to `snapshot_dir`: by the servers their tables, by the chief everything else.
-            The same script started again resumes there. None for no snapshots.
-        snapshot_dir: Folder for them, of this job alone. All tasks have to reach it, or each has
-            to be started again on the same host.
-        tables_dir: Folder below which `save_tables` may have the servers write, beside
-            `snapshot_dir`; by default the one in which their tasks were started.
+        tables_dir: Folder below which backups and `save_tables` may have the servers write. By
+            default any, or the one in which their tasks were started if the job has no token.
         job_token: Secret that all tasks of the job have in common, a long random text, by which
             servers know who may call them. It is never sent. By default the environment's
             `KERAS_PSPLUS_JOB_TOKEN`, or the cluster's description, which is no secret.
@@ -128,8 +122,6 @@ class HybridStrategy(TableSaving, MultiWorkerMirroredStrategy):
         row_compression: str | Compressor | None = None,
         pull_compression: str | Compressor | None = None,
         table_timeout: float = 60.0,
-        snapshot_every: int | None = None,
-        snapshot_dir: str | os.PathLike[str] | None = None,
         tables_dir: str | os.PathLike[str] | None = None,
         job_token: str | None = None,
         startup_timeout: float = 300.0,
@@ -151,7 +143,6 @@ class HybridStrategy(TableSaving, MultiWorkerMirroredStrategy):
         sync, prefetch = flag("sync", sync), flag("prefetch", prefetch)
         text("job_token", job_token)
         folder("tables_dir", tables_dir)
-        snapshot_every = snapshots_module.check_arguments(snapshot_every, snapshot_dir)
         push = compressor_for_rows("row_compression", row_compression)
         pull = compressor_for_rows("pull_compression", pull_compression)
         updates = updates_module.get(updates)
@@ -180,12 +171,10 @@ class HybridStrategy(TableSaving, MultiWorkerMirroredStrategy):
         )
         if task is not None:
             secret = Secret(names.token_of(task, job_token))
-            agreed = json.dumps(
-                [sync, prefetch, repr(pull), repr(push), snapshot_every, task.cluster]
-            )
+            agreed = json.dumps([sync, prefetch, repr(pull), repr(push), task.cluster])
             if task.task_type == "ps":
-                folders = [snapshot_dir, tables_dir or os.getcwd()]
-                folders = [shard_files.full_path(path) for path in folders if path is not None]
+                is_free = tables_dir is None and names.is_secret(job_token)
+                folders = None if is_free else [shard_files.full_path(tables_dir or os.getcwd())]
                 _serve_and_exit(
                     task, secret, agreed, startup_timeout, folders, pull, push, sync, prefetch
                 )
@@ -207,15 +196,8 @@ class HybridStrategy(TableSaving, MultiWorkerMirroredStrategy):
             "prefetch": prefetch,
             "row_compression": row_compression,
             "pull_compression": pull_compression,
-            "snapshot_every": snapshot_every,
         }
         if task is None:
-            if snapshot_every is not None:
-                logger.warning(
-                    "without a cluster there are no snapshots: use the BackupAndRestore callback. "
-                    "Received: snapshot_every=%s",
-                    snapshot_every,
-                )
             return
         if task.num_workers == 1:
             # Nothing else is at this address, by which the servers see that the job goes on.
@@ -223,8 +205,7 @@ class HybridStrategy(TableSaving, MultiWorkerMirroredStrategy):
             bound = bind_local_address(task, mine, startup_timeout, print)
             self._listener = Listener(bound, mine, JobSecret.of(task))
         patience = _PATIENCE if sync else table_timeout
-        recovers = snapshot_every is not None and not sync
-        servers = Servers(task, secret, table_timeout, patience, recovers)
+        servers = Servers(task, secret, table_timeout, patience, recovers=not sync)
         servers.greet(agreed, self.num_replicas_in_sync, startup_timeout)
         placer = placement_module.TablePlacer(
             placement,
@@ -235,20 +216,12 @@ class HybridStrategy(TableSaving, MultiWorkerMirroredStrategy):
         )
         extended = self.extended
         tables = Tables(servers, extended.control, self.is_chief, pull, push, extended.rows_ahead)
-        self._context = TableContext(servers, tables, placer)
+        backup_tables = ServerTables(servers, tables, sync)
+        self._context = TableContext(servers, tables, placer, backup_tables)
         # Steps overlap what they wait for from servers: seconds of that are not counted.
         self.communication.add_source(lambda: tables.traffic(extended.counted), lambda: 0.0)
-        if snapshot_every is None:
-            return
-        assert self.task is not None and snapshot_dir is not None
-        snapshots = snapshots_module.Snapshots(
-            servers, tables, self.task.name, snapshot_dir, snapshot_every
-        )
-        self._context.snapshots = snapshots
-        if self.is_chief:
-            servers.at_good_end(snapshots.delete)
-            if recovers:
-                Recovery(servers, snapshots, table_timeout).start()
+        if self.is_chief and not sync:
+            Recovery(servers, backup_tables, table_timeout).start()
 
     def _waits(self):
         return stalls.StallProbe(

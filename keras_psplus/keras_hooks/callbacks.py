@@ -30,7 +30,7 @@ HOOKS = (
         ["self", "logs"],
         of_callback,
         "on",
-        "a job resumes from its last snapshot",
+        "a job resumes from its last backup",
         call="train_begin",
     ),
     Hook(
@@ -48,7 +48,7 @@ HOOKS = (
         ["self", "batch", "logs"],
         of_callback,
         "on",
-        "snapshots are taken every so many steps; TerminateOnNaN hears of late losses",
+        "a process that is told to end saves the job; TerminateOnNaN hears of late losses",
         call="batch_end",
     ),
     Hook(
@@ -59,15 +59,6 @@ HOOKS = (
         "on",
         "all workers stop if one does",
         call="epoch_end",
-    ),
-    Hook(
-        _LIST,
-        "on_train_end",
-        ["self", "logs"],
-        of_callback,
-        "on",
-        "snapshots are no longer needed",
-        call="train_end",
     ),
     Hook(
         progbar_logger.ProgbarLogger,

@@ -31,7 +31,7 @@ HOOKS = (
         ["self"],
         of_holder,
         epochs.begin,
-        "training goes on after the batch of a snapshot",
+        "training goes on after the batch of a backup",
     ),
     Hook(
         epoch_iterator.EpochIterator,

@@ -7,6 +7,7 @@ import numpy as np
 import pytest
 import tensorflow as tf
 
+from keras_psplus.cluster.monitor.progress import Progress
 from keras_psplus.core.state import array_file
 from keras_psplus.core.state.waiting_values import WaitingValues
 from keras_psplus.core.state.worker_files import WorkerFiles
@@ -65,7 +66,11 @@ def test_values_wait_for_the_states_that_are_made_later():
     waiting = WaitingValues()
     assert_equal(waiting.put(VALUES, {"a": FORMS["a"]}, True), {"a": VALUES["a"]})
     assert_equal(waiting.take({"b": FORMS["b"]}), {"b": VALUES["b"]})
-    # Nothing waits any more: a state that is new begins as ever.
+    # Nothing waits any more, and the step that makes the last one finds no value.
+    with pytest.raises(ValueError, match="it has nothing for c. Received: a state with nothing$"):
+        waiting.take({"c": FORMS["b"]})
+    Progress().count(1)
+    # A state that a later step makes begins as ever.
     assert waiting.take({"c": FORMS["b"]}) == {}
 
 

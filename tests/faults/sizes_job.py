@@ -26,24 +26,26 @@ from tests.faults.at_batch import AtBatch
 ROWS, BATCH, EPOCHS, IDS = 70, 10, 4, 50
 SAVE_FREQ = 3
 # Strategies whose jobs go on with another number of workers, too.
-WORKERS_CHANGE = "snapshots", "sync", "all_reduce", "mirrored"
+WORKERS_CHANGE = "hybrid", "placement", "sync", "all_reduce", "mirrored"
 # Those that are killed, and end, in the middle of an accumulation.
 ACCUMULATE = "all_reduce", "mirrored"
 
 
+def servers():
+    return len(json.loads(os.environ["TF_CONFIG"])["cluster"]["ps"])
+
+
 def sharded():
-    servers = len(json.loads(os.environ["TF_CONFIG"])["cluster"]["ps"])
-    return tf.distribute.experimental.partitioners.FixedShardsPartitioner(servers)
+    return tf.distribute.experimental.partitioners.FixedShardsPartitioner(servers())
 
 
 STRATEGIES = {
     "all_reduce": psp.MultiWorkerMirroredStrategy,
     "mirrored": lambda: psp.HybridStrategy(placement="mirrored"),
     "hybrid": lambda: psp.HybridStrategy(placement="parameter_server"),
-    "snapshots": lambda: psp.HybridStrategy(
-        placement="parameter_server",
-        snapshot_every=SAVE_FREQ,
-        snapshot_dir=pathlib.Path(sys.argv[2], "snapshots"),
+    # Tables that servers have written are those of workers then, and the other way round.
+    "placement": lambda: psp.HybridStrategy(
+        placement="mirrored" if servers() == 1 else "parameter_server"
     ),
     "sync": lambda: psp.ParameterServerStrategy(variable_partitioner=sharded(), mode="sync"),
     # With one worker its steps have an order.
@@ -56,7 +58,7 @@ def kill_this_process():
     os.kill(os.getpid(), signal.SIGKILL)
 
 
-def make(dropout, accumulation_steps):
+def make(dropout, optimizer):
     # Of drawn initial rows, servers draw those of tables.
     layers = keras.layers
     model = keras.Sequential(
@@ -70,7 +72,6 @@ def make(dropout, accumulation_steps):
             layers.Dense(1),
         ]
     )
-    optimizer = keras.optimizers.Adam(0.05, gradient_accumulation_steps=accumulation_steps)
     model.compile(optimizer, "mse", metrics=["mae"])
     return model
 
@@ -87,12 +88,16 @@ def main():
         with strategy.scope():
             # Each worker drops units of its own.
             dropout = 0.0 if name in WORKERS_CHANGE else 0.3
-            model = make(dropout, 5 if name in ACCUMULATE else None)
+            if name == "placement":
+                # The same on servers and on workers, where slots of other rows decay, too.
+                optimizer = keras.optimizers.SGD(0.5)
+            else:
+                steps = 5 if name in ACCUMULATE else None
+                optimizer = keras.optimizers.Adam(0.05, gradient_accumulation_steps=steps)
+            model = make(dropout, optimizer)
         log = folder / f"{backup}-{strategy.task.name}.csv"
-        if name != "snapshots":
-            path = folder / backup
-            callbacks = (keras.callbacks.BackupAndRestore(path, save_freq=SAVE_FREQ), *callbacks)
         callbacks = [
+            keras.callbacks.BackupAndRestore(folder / backup, save_freq=SAVE_FREQ),
             keras.callbacks.ReduceLROnPlateau("loss", patience=1, min_delta=1.0),
             keras.callbacks.CSVLogger(log),
             *callbacks,

@@ -13,7 +13,7 @@ import pytest
 JOB = pathlib.Path(__file__).with_name("preemption_job.py")
 CLUSTERS = {
     "all_reduce": ["--workers=2"],
-    "snapshots": ["--workers=2", "--ps=1", "--nochief"],
+    "hybrid": ["--workers=2", "--ps=1", "--nochief"],
     "sync_parameter_server": ["--workers=2", "--ps=1"],
     "pipeline": ["--workers=2", "--chief"],
 }
@@ -64,10 +64,11 @@ def test_a_job_whose_launcher_is_told_to_end(kind, expected, tmp_path):
     check(tmp_path, expected)
 
 
-def test_a_job_of_which_one_worker_is_told_to_end(expected, tmp_path):
+@pytest.mark.parametrize(("kind", "task"), [("all_reduce", "worker1"), ("hybrid", "ps0")])
+def test_a_job_of_which_one_task_is_told_to_end(kind, task, expected, tmp_path):
     (tmp_path / "told").touch()
-    flags = [f"--grace={GRACE}", "--max_restarts=1", "--chaos=preempt:worker1@step=8"]
-    exit_code, log = run(tmp_path, "all_reduce", *flags)
+    flags = [f"--grace={GRACE}", "--max_restarts=1", f"--chaos=preempt:{task}@step=8"]
+    exit_code, log = run(tmp_path, kind, *flags)
     assert exit_code == 0, log[-4000:]
     assert "worker-0 was told to end (SIGTERM) and has saved the job after batch" in log
     assert "restart 1 of 1 begins" in log

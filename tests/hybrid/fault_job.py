@@ -3,14 +3,14 @@
 fault_job.py STEPS FOLDER [name=value ...]
 
 Each step adds to the rows of its ids what plain gradient descent adds; the chief prints steps, and
-at the end whether the table is what it has to be. With `backup=1` it resumes from the folder;
-`bad_id=1` has worker 1 ask for a row that is not there; `pause=SECONDS` makes steps slow;
-`stranger=1` gives worker 1 another job's token.
-`snapshot=STEPS` has snapshots written to the folder, in two calls of `fit`, of arrays that are
-shuffled if `shuffled=1`; `die=TASK:NUMBER` kills a server while it writes that one; `tables=1` has
-the tables written to the folder at the end, and read again; `exit=CODE` ends with that code;
-`accumulate=STEPS` gives workers something to keep; `own=1` has a train_step of the model's own,
-with optimizers and a count of steps that are no attributes of the model.
+at the end whether the table is what it has to be. With `backup=epoch` or `backup=STEPS` it resumes
+from the folder, with STEPS in two calls of `fit`, of arrays that are shuffled if `shuffled=1`;
+`double=1` keeps the last two backups, also at the end; `die=TASK:NUMBER` kills a server while it
+writes that one; `bad_id=1` has worker 1 ask for a row that is not there; `pause=SECONDS` makes
+steps slow; `stranger=1` gives worker 1 another job's token; `tables=1` has the tables written to
+the folder at the end, and read again; `exit=CODE` ends with that code; `accumulate=STEPS` gives
+workers something to keep; `own=1` has a train_step of the model's own, with optimizers and a count
+of steps that are no attributes of the model.
 """
 
 import json
@@ -27,7 +27,8 @@ import numpy as np
 import tensorflow as tf
 
 import keras_psplus as psp
-from keras_psplus.hybrid.files import shard_files
+from keras_psplus.files import shard_files
+from keras_psplus.hybrid.tables.table import Table
 
 ROWS, DIM, BATCH, PER_EPOCH = 40, 4, 8, 10
 
@@ -81,8 +82,8 @@ def own_task():
     return f"{own['type']}-{own['index']}"
 
 
-def die_in_snapshot(task, number):
-    """Kills the server of that name when it has written parts of that snapshot, but not all."""
+def die_in_backup(task, number):
+    """Kills the server of that name when it has written parts of that backup, but not all."""
     if task != own_task():
         return
     merge, times = shard_files.tf.raw_ops.MergeV2Checkpoints, []
@@ -94,6 +95,24 @@ def die_in_snapshot(task, number):
         return merge(*args, **kwargs)
 
     shard_files.tf.raw_ops.MergeV2Checkpoints = write
+
+
+def whole_tables():
+    """Names of this process's reads and writes of whole tables, a list that grows."""
+    found = []
+
+    def counted(name):
+        original = getattr(Table, name)
+
+        def call(*args):
+            found.append(name)
+            return original(*args)
+
+        setattr(Table, name, call)
+
+    counted("read")
+    counted("write")
+    return found
 
 
 def read_by_all(folder, seconds=60):
@@ -112,10 +131,11 @@ def main():
     options = dict(word.split("=") for word in sys.argv[3:])
     pause = float(options.get("pause", 0))
     if options.get("die"):
-        die_in_snapshot(*options["die"].split(":"))
+        die_in_backup(*options["die"].split(":"))
     is_stranger = options.get("stranger") and own_task() == "worker-1"
     accumulate = int(options.get("accumulate", 0))
-    snapshot_every = int(options["snapshot"]) if options.get("snapshot") else None
+    save_freq = options.get("backup")
+    in_two = save_freq not in (None, "epoch")
     strategy = psp.HybridStrategy(
         placement={"*/embeddings": "parameter_server"},
         sync=options.get("sync", "1") == "1",
@@ -123,8 +143,6 @@ def main():
         table_timeout=float(options.get("timeout", 60)),
         job_token="another job" if is_stranger else "this job",
         updates=psp.updates.Accumulate(accumulate) if accumulate else None,
-        snapshot_every=snapshot_every,
-        snapshot_dir=folder / "snapshots" if snapshot_every else None,
         tables_dir=folder if options.get("tables") else None,
     )
     ids = np.arange(BATCH * steps).astype("int32").reshape(-1, 1) % ROWS
@@ -148,24 +166,33 @@ def main():
             time.sleep(pause)
             print(f"batch {int(optimizers[0].iterations.numpy())}.", flush=True)
 
+    whole = whole_tables()
     callbacks, repeats, shuffled = [Tell()], 1, bool(options.get("shuffled"))
-    if options.get("backup") or snapshot_every:
+    if save_freq:
         # Of shuffled ones, none may come twice in a batch.
         per_epoch = ROWS // BATCH if shuffled else PER_EPOCH
         repeats, ids = steps // per_epoch, ids[: BATCH * per_epoch]
-    if options.get("backup"):
-        callbacks.append(keras.callbacks.BackupAndRestore(folder / "backup"))
+        save_freq = int(save_freq) if in_two else save_freq
+        kept = options.get("double") == "1"
+        callbacks.append(
+            keras.callbacks.BackupAndRestore(
+                folder / "backup", save_freq, double_checkpoint=kept, delete_checkpoint=not kept
+            )
+        )
     zeros = np.zeros((len(ids), 1), "float32")
     arguments = {"verbose": 0, "callbacks": callbacks}
     if shuffled:
         arguments.update(x=ids, y=zeros, batch_size=BATCH)
         model.fit(**arguments, validation_data=(ids[:BATCH], zeros[:BATCH]))
+        print(f"whole tables: {whole}", flush=True)
         print(f"between: {np.count_nonzero(embedding.get_weights()[0])}", flush=True)
+        whole.clear()
         model.fit(**arguments, initial_epoch=1, epochs=repeats)
     else:
         data = tf.data.Dataset.from_tensor_slices((ids, zeros)).batch(BATCH)
-        for epochs in (1, repeats - 1) if snapshot_every else (repeats,):
+        for epochs in (1, repeats - 1) if in_two else (repeats,):
             model.fit(data, epochs=epochs, **arguments)
+    print(f"whole tables: {whole}", flush=True)
     found, right = model.get_weights(), expected(np.tile(ids, (repeats, 1)), momentum)
     # In Keras's order of weights.
     right = [next(w for w in right if w.shape == f.shape) for f in found]

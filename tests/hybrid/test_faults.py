@@ -1,5 +1,6 @@
 """What becomes of a job whose tables' server or worker dies, or that asks for what is not there."""
 
+import json
 import os
 import pathlib
 import re
@@ -7,12 +8,12 @@ import signal
 import sys
 import time
 
+import h5py
 import numpy as np
 
 from keras_psplus.cluster.environment import python_path
 from keras_psplus.cluster.processes import LocalCluster
 from keras_psplus.cluster.testing import run_in_processes
-from keras_psplus.files import ownership
 from keras_psplus.hybrid import TableFiles
 from tests.faults.damage import flip
 from tests.hybrid import stranger
@@ -71,7 +72,7 @@ def test_a_worker_with_another_token_is_refused():
 
 
 def test_a_job_that_lost_a_server_resumes_where_it_was(tmp_path):
-    args = (30, tmp_path, "backup=1", "momentum=0", "prefetch=1")
+    args = (30, tmp_path, "backup=epoch", "momentum=0", "prefetch=1")
     with cluster(tmp_path / "first", *args, "pause=0.1") as job:
         wait_for(job.log_path("worker-0"), "batch 15.", seconds=120)
         os.kill(job.pids["ps-1"], signal.SIGKILL)
@@ -112,9 +113,9 @@ def test_an_asynchronous_job_counts_every_gradient():
         assert f"worker-0 has ended, {name} ends" in result.logs[name]
 
 
-def test_a_job_with_snapshots_resumes_at_the_step_of_the_last_whole_one(tmp_path):
-    args = (30, tmp_path, "snapshot=4", "momentum=0.5", "shuffled=1", "own=1")
-    snapshots = tmp_path / "snapshots"
+def test_a_job_resumes_at_the_step_of_its_last_whole_backup(tmp_path):
+    args = (30, tmp_path, "backup=4", "momentum=0.5", "shuffled=1", "own=1")
+    backup = tmp_path / "backup"
 
     def run(name, *more, ps=2):
         with cluster(tmp_path / name, *args, *more, ps=ps) as job:
@@ -122,77 +123,66 @@ def test_a_job_with_snapshots_resumes_at_the_step_of_the_last_whole_one(tmp_path
         assert not result.timed_out, result.tails(40)
         return result
 
-    # Another job's, which is this process.
-    ownership.claim(snapshots, "worker-0", "snapshot_dir")
-    try:
-        result = run("refused", ps=1)
-    finally:
-        ownership.release(snapshots)
-    for name in ("worker-0", "worker-1"):
-        assert result.exit_codes[name] == 1
-        assert re.search(
-            rf"worker-0 of another job \(process {os.getpid()} on .*\) keeps its state in "
-            rf".*/snapshots, and still runs.* Received: snapshot_dir='.*/snapshots'",
-            result.logs[name],
-        )
-        assert "batch 1." not in result.logs[name]
     # A server dies in the second `fit`, when it has written a part of the fourth one.
     result = run("first", "die=ps-1:4")
     for name in ("worker-0", "worker-1"):
         assert result.exit_codes[name] == 1
         assert re.search(r"PeerLostError: ps-1 \(127.0.0.1:\d+\)", result.logs[name])
-    assert sorted(p.parent.name for p in snapshots.glob("*/tables.json")) == [
-        "step-0000000008",
-        "step-0000000012",
-    ]
+    # Everybody can read the tables of the one before, which counts.
+    files = TableFiles(backup)
+    before = files.read(files.names[0])
+    assert np.all(before < 0) and files.slots(files.names[0]) == 1
+    # In the chief's file, they have no rows.
+    with h5py.File(backup / "latest.weights.h5") as file:
+        shapes = []
+        file.visititems(lambda _, one: shapes.append(getattr(one, "shape", None)))
+    assert (0, 4) in shapes and (40, 4) not in shapes
     # With one server in the place of two. Every row has its turn in the epoch that goes on, whose
     # order is that of the `fit` after one that has had validation data, and began at epoch 2.
     result = run("second", "tables=1", "exit=3", ps=1)
     assert result.exit_codes["worker-0"] == 3, result.tails(40)
-    assert "training goes on after step 12: batch 2 of epoch 3" in result.logs["worker-0"]
-    assert "call 1 of `fit` is passed over" in result.logs["worker-0"]
+    assert "training goes on after batch 2 of epoch 3" in result.logs["worker-0"]
+    assert "call 1 of `fit` with the backup" in result.logs["worker-0"]
     assert "between: 160" in result.logs["worker-1"]
     for name in ("worker-0", "worker-1"):
         assert "batch 12." not in result.logs[name]
         ending = re.search(r"end iterations=30 off=(\S+)", result.logs[name])
         assert ending and float(ending[1]) < 1e-6, result.tails(40)
         assert "count=30\n" in result.logs[name]
+        # No table has passed through a worker, neither one that was written nor one that was read.
+        assert result.logs[name].count("whole tables: []") == 2
         assert "loaded off=0.0e+00" in result.logs[name]
-    # Whoever starts it again after an exit code of failure needs them.
-    assert len(list(snapshots.glob("*/tables.json"))) == 2
     files = TableFiles(tmp_path / "tables")
     assert files.names == ["sequential/embedding/embeddings"]
     assert files.shape(files.names[0]) == (40, 4) and files.slots(files.names[0]) == 1
     assert np.all(files.read(files.names[0]) < 0)
 
 
-def test_a_snapshot_of_which_a_worker_has_lost_its_file_is_passed_over(tmp_path):
-    args = ("snapshot=5", "accumulate=3", "exit=3")
+def test_a_backup_of_which_a_server_has_lost_rows_is_passed_over(tmp_path):
+    args = ("backup=5", "accumulate=3", "double=1")
 
     def run(name):
         with cluster(tmp_path / name, 30, tmp_path, *args, ps=1) as job:
             result = job.wait(120)
-        assert result.exit_codes["worker-0"] == 3, result.tails(40)
+        assert result.exit_codes["worker-0"] == 0, result.tails(40)
         return re.search("^weights .*$", result.logs["worker-0"], re.M)[0], result.logs["worker-0"]
 
     whole, _ = run("first")
-    # Of the last snapshot. What it keeps in the one before is a part of an update.
-    *_, path = sorted((tmp_path / "snapshots").glob("compression/worker-1-*.zip"))
+    backup = tmp_path / "backup"
+    stem = json.loads((backup / "tables.json").read_text())["stem"]
+    (path,) = backup.glob(f"{stem}-0-of-1.data-00000-*")
     flip(path)
     resumed, log = run("second")
-    assert "training goes on after step 25: " in log, log
-    assert re.search("resumes from another one, of step 25. Received: .*/worker-1-", log), log
+    assert "training goes on after batch 5 of epoch 2" in log, log
+    assert re.search("resumes from the one before, at epoch 2. Received: ps-0 .*cannot read", log)
     assert "are lost" not in log
     assert resumed == whole
-    steps = [path.name for path in (tmp_path / "snapshots").glob("step-*")]
-    assert sorted(steps) == ["step-0000000025", "step-0000000030"]
+    # Those of the last two, and no others.
+    assert len({p.name.split("-")[1] for p in backup.glob("tables-*")}) == 2
 
 
 def test_an_asynchronous_job_goes_on_with_a_server_that_was_started_again(tmp_path):
-    args = (40, tmp_path, "sync=0", "snapshot=10", "pause=0.1", "timeout=120")
-    foreign = tmp_path / "snapshots" / "compression" / "mine.txt"
-    foreign.parent.mkdir(parents=True)
-    foreign.write_text("mine")
+    args = (40, tmp_path, "sync=0", "backup=10", "pause=0.1", "timeout=120")
     # As under `keras-psplus run --restart task --max_restarts 1`.
     with cluster(tmp_path / "logs", *args, task_restarts=1, server_restarts=True) as job:
         log = job.log_path("worker-0")
@@ -208,15 +198,13 @@ def test_an_asynchronous_job_goes_on_with_a_server_that_was_started_again(tmp_pa
     assert result.task_restarts == 1
     told = re.search(
         r"ps-1 \(127.0.0.1:\d+\) was started again, and goes on with its rows of the tables as "
-        r"they were at step [123]0. .*: (\d+) updates of sequential/embedding/embeddings",
+        r"they were after batch \d+ of epoch \d. .*: (\d+) updates of sequential/embedding",
         text,
     )
     assert told, text
     assert not (tmp_path / "his").exists()
     # It has ended well, and nobody needs them.
-    assert not list((tmp_path / "snapshots").glob("step-*"))
-    assert foreign.read_text() == "mine"
-    assert "holds what this strategy has not made" in text
+    assert not [path for path in tmp_path.iterdir() if "backup" in path.name]
     # At each step, each worker sends this server two rows.
     ending = re.search(r"end iterations=40 off=\S+ missing=(\d+)", text)
     assert ending and int(ending[1]) == 2 * int(told[1]) > 0, text

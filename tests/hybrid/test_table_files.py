@@ -13,10 +13,11 @@ import tensorflow as tf
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
+from keras_psplus.core.backup.backup_tables import BackupTables, read_here
+from keras_psplus.files import shard_files
+from keras_psplus.files.shard_files import rows_of
+from keras_psplus.files.table_files import LIST, read_list, write_list
 from keras_psplus.hybrid import TableFiles
-from keras_psplus.hybrid.files import shard_files
-from keras_psplus.hybrid.files.table_files import LIST, write_list
-from keras_psplus.hybrid.rows.initial_rows import rows_of
 from keras_psplus.hybrid.rows.row_optimizer import config_of
 from keras_psplus.hybrid.server.server_files import ServerFiles
 from keras_psplus.hybrid.server.shard import TableShard
@@ -216,7 +217,7 @@ def test_old_files_are_deleted_and_others_kept(tmp_path):
     (tmp_path / "mine.txt").write_text("")
     (tmp_path / "tables-1-of-mine").write_text("")
     (tmp_path / "tables-best-0-of-2.index").write_text("")
-    server_of(0, 2)[0].keep(str(tmp_path), "tables-2")
+    server_of(0, 2)[0].keep(str(tmp_path), ["tables-2"])
     kept = os.listdir(tmp_path)
     foreign = {"mine.txt", "tables-1-of-mine", "tables-best-0-of-2.index"}
     own = {name for name in kept if name.startswith("tables-")} - foreign
@@ -232,3 +233,32 @@ def test_old_files_are_deleted_and_others_kept(tmp_path):
 def test_a_folder_that_another_task_deletes_at_the_same_moment_holds_nothing(tmp_path, monkeypatch):
     monkeypatch.setattr(tf.io.gfile, "isdir", lambda path: True)
     assert shard_files.find(str(tmp_path / "gone"), "*") == []
+
+
+def test_a_worker_reads_tables_of_a_backup_that_lie_with_it_now(written):
+    folder, _ = written
+    keras.backend.clear_session()
+    embedding = keras.layers.Embedding(ROWS, DIM)
+    model = keras.Sequential([keras.Input((2,), dtype="int32"), embedding, keras.layers.Dense(1)])
+    listed = read_list(str(folder))
+    for entry, place in zip(listed["tables"], (None, 0), strict=True):
+        entry["place"] = place
+
+    def read(optimizer, is_strict):
+        model.compile(optimizer)
+        optimizer.build(model.trainable_variables)
+        with BackupTables().set_aside(model, listed) as here:
+            assert embedding.embeddings.shape == (0, DIM)
+            aside = [v.shape for v in optimizer.variables if tuple(v.shape) == (0, DIM)]
+            assert model.layers[-1].kernel.shape == (DIM, 1)
+        assert embedding.embeddings.shape == (ROWS, DIM)
+        problem = read_here(str(folder), here, is_strict)
+        np.testing.assert_array_equal(embedding.embeddings.numpy(), value(1, 0))
+        return problem, aside, [v for v in optimizer.variables if v.shape == (ROWS, DIM)]
+
+    problem, aside, (accumulator,) = read(keras.optimizers.Adagrad(), True)
+    assert problem is None and len(aside) == 1
+    np.testing.assert_array_equal(accumulator.numpy(), value(1, 1))
+    # The backup of a later call of `fit` may be one of another optimizer.
+    assert read(keras.optimizers.SGD(), False)[0] is None
+    assert "has 1 slots of items/embeddings" in read(keras.optimizers.SGD(), True)[0]

@@ -3,13 +3,10 @@
 import contextlib
 import json
 import os
-import re
-import shutil
 import socket
 import tempfile
 import threading
 import time
-import types
 
 import numpy as np
 import pytest
@@ -18,15 +15,15 @@ import tensorflow as tf
 from keras_psplus.cluster.config import ClusterStartupError, TaskConfig
 from keras_psplus.cluster.ports import free_ports
 from keras_psplus.cluster.secret import Secret
-from keras_psplus.hybrid.files import saving, snapshot_folders
+from keras_psplus.files.table_files import read_list
+from keras_psplus.hybrid.files import saving
 from keras_psplus.hybrid.rows.row_optimizer import config_of
 from keras_psplus.hybrid.rpc import servers as servers_module
 from keras_psplus.hybrid.rpc.calls import ControlLink, TableServerError, TableServerLostError
 from keras_psplus.hybrid.rpc.servers import Servers
+from keras_psplus.hybrid.server.folders import Folders
 from keras_psplus.hybrid.server.table_server import TableServer
-from keras_psplus.hybrid.snapshots.snapshot_schedule import Snapshots
 from keras_psplus.hybrid.tables.table import Table, pull, push
-from tests.faults.damage import flip
 from tests.hybrid import stranger
 
 SECRET, AGREED = Secret("token"), "agreed"
@@ -173,9 +170,14 @@ def test_it_writes_only_where_it_may(task, table, tmp_path):
     for directory, stem in forbidden.items():
         with pytest.raises(TableServerError, match="ps-0 .* writes only below .*`tables_dir=`"):
             control(task).request("save", directory=directory, stem=stem)
-    for what in ("check_directory", "keep", "keep_folders"):
+    for what in ("check_directory", "keep"):
         with pytest.raises(TableServerError, match="writes only below"):
             control(task).request(what, directory="/work-of-others")
+    # In a job with a secret, the chief may name any folder, but not any file.
+    everywhere = Folders(None)
+    everywhere.check_allowed("/work-of-others", "tables-1")
+    with pytest.raises(ValueError, match="writes only below"):
+        everywhere.check_allowed("/work-of-others", "../tables-1")
 
 
 def test_garbage_does_no_harm(task, table):
@@ -255,142 +257,6 @@ def test_a_process_in_the_place_of_the_one_that_is_meant_is_refused(task, table)
         link.request("save", directory="/", stem="tables")
 
 
-def test_the_last_whole_snapshot_counts(table, tmp_path, monkeypatch):
-    tables = types.SimpleNamespace(all=[table])
-    snapshots = Snapshots(table.servers, tables, "worker-0", str(tmp_path), 10)
-    snapshots.check_writable()
-    assert snapshots.latest() is None and snapshots.latest_of_this_job() is None
-    for step in (10, 20, 30):
-        table.write(0, np.full((9, 3), step, "float32"))
-        snapshots.save(step, {"epoch": step, "training": {}}, {"bias": np.array([step], "float32")})
-    assert sorted(os.listdir(tmp_path)) == ["step-0000000020", "step-0000000030"]
-    # A chief that ends before the list is there, and then one without the power to tidy up.
-    table.write(0, np.full((9, 3), 40, "float32"))
-    with monkeypatch.context() as patch:
-        patch.setattr(saving, "write_list", lambda *args: 1 / 0)
-        patch.setattr(table.servers, "ask_all", lambda what, **arguments: None)
-        with pytest.raises(ZeroDivisionError):
-            snapshots.save(40, {"training": {}}, {"bias": np.array([40.0], "float32")})
-    assert "step-0000000040" in os.listdir(tmp_path)
-    folder, listed = snapshots.latest()
-    assert (listed["step"], listed["epoch"]) == (30, 30)
-    assert snapshots.load(folder, listed, {"bias": "float32"}) == {"bias": [30.0]}
-    assert (table.read(0) == 30).all()
-    # The next one tidies up.
-    snapshots.save(50, {"training": {}}, {"bias": np.array([50.0], "float32")})
-    assert sorted(os.listdir(tmp_path)) == ["step-0000000030", "step-0000000050"]
-    assert snapshots.latest_of_this_job() == snapshots.latest()
-    # A process that trains nothing, to look at the model for example.
-    other = Snapshots(table.servers, tables, "worker-0", str(tmp_path), 10)
-    assert other.latest() and other.latest_of_this_job() is None
-    other.delete()
-    assert len(os.listdir(tmp_path)) == 2
-    snapshots.is_needed = False
-    snapshots.delete()
-    assert not os.listdir(tmp_path)
-
-
-def test_snapshots_delete_their_own_folders_only(task, table, tmp_path, caplog):
-    tables = types.SimpleNamespace(all=[table])
-    snapshots = Snapshots(table.servers, tables, "worker-0", str(tmp_path), 10)
-    foreign = {
-        "step-notes/mine.txt",
-        "step-0000000007/mine.txt",
-        "step-0000000030/mine.txt",
-        "compression/mine.txt",
-        ".worker-0",
-        ".ps-0",
-        "step-9",
-    }
-    for name in foreign:
-        (tmp_path / name).parent.mkdir(exist_ok=True)
-        (tmp_path / name).write_text("mine")
-    with caplog.at_level("WARNING", "keras_psplus"):
-        snapshots.check_writable()
-    (said,) = [r.message for r in caplog.records if "has not made" in r.message]
-    assert said.endswith(
-        "Received: compression, step-0000000007, step-0000000030, step-9, step-notes"
-    )
-    for step in (10, 20, 30, 40, 50):
-        snapshot_folders.claim(str(tmp_path / snapshot_folders.STATES))
-        snapshots.save(step, {"training": {}}, {"bias": np.array([step], "float32")})
-        if step == 30:
-            assert snapshots.latest()[0].endswith("/step-00000000030")
-    # Copies that somebody keeps, of which one was made before there was a marker.
-    shutil.copytree(tmp_path / "step-0000000050", tmp_path / "step-0000000050-best")
-    shutil.copytree(tmp_path / "step-0000000040", tmp_path / "step-0000000060")
-    (tmp_path / "step-0000000060" / snapshot_folders.MARKER).unlink()
-    snapshots.is_needed = False
-    with caplog.at_level("WARNING", "keras_psplus"):
-        snapshots.delete()
-    assert re.search("will resume from .*/step-0000000060$", caplog.records[-1].message)
-    left = {str(p.relative_to(tmp_path)) for p in tmp_path.rglob("*") if p.is_file()}
-    copies = {name for name in left if name.startswith(("step-0000000050-best", "step-0000000060"))}
-    assert left - copies == foreign
-    assert {path.split("/")[0] for path in copies if path.endswith("/tables.json")} == {
-        "step-0000000050-best",
-        "step-0000000060",
-    }
-    assert all((tmp_path / name).read_text() == "mine" for name in foreign)
-
-
-def test_a_folder_for_states_is_deleted_with_what_is_in_it(task, table, tmp_path, caplog):
-    tables = types.SimpleNamespace(all=[table])
-    snapshots = Snapshots(table.servers, tables, "worker-0", str(tmp_path), 10)
-    snapshot_folders.claim(str(tmp_path / snapshot_folders.STATES))
-    snapshot_folders.claim(str(tmp_path / snapshot_folders.STATES))
-    (tmp_path / "compression" / "worker-0-of-1-step-3.index").write_text("")
-    snapshots.check_writable()
-    assert not caplog.records
-    snapshots.is_needed = False
-    snapshots.delete()
-    assert not os.listdir(tmp_path)
-
-
-@pytest.mark.parametrize("damaged", ["dense-*.data*", "tables-*.data*", "tables.json", "garbage"])
-def test_an_older_snapshot_is_read_if_the_last_is_damaged(table, tmp_path, caplog, damaged):
-    snapshots = Snapshots(
-        table.servers, types.SimpleNamespace(all=[table]), "worker-0", str(tmp_path), 10
-    )
-
-    def damage(step):
-        paths = list(tmp_path.glob(f"step-*{step}/{damaged.replace('garbage', 'tables.json')}"))
-        assert paths
-        for path in paths:
-            if damaged == "garbage":
-                path.write_bytes(b"{\xff")
-            elif damaged.startswith("tables-"):
-                # Everywhere: other tests give the table slots, which are not read here.
-                path.write_bytes(bytes(byte ^ 4 for byte in path.read_bytes()))
-            else:
-                flip(path)
-
-    def read(folder, listed):
-        return snapshots.load(folder, listed, {"bias": "float32"})["bias"].tolist()
-
-    for step in (10, 20):
-        table.write(0, np.full((9, 3), step, "float32"))
-        snapshots.save(step, {"training": {}}, {"bias": np.full(64, step, "float32")})
-    damage(20)
-    with caplog.at_level("WARNING"):
-        found, bias = snapshots.read_newest(snapshots.whole(), read, [[]] * 2)
-    assert found[1]["step"] == 10 and bias == [10] * 64
-    assert (table.read(0) == 10).all()
-    assert "training resumes from another one, of step 10. Received: " in caplog.text
-    assert "step-0000000020" in caplog.text
-    # It is written again, and is none of those that are kept.
-    for step in (20, 30):
-        snapshots.save(step, {"training": {}}, {"bias": np.full(64, step, "float32")})
-        assert snapshots.read_newest(snapshots.whole(), read, [[]] * 2)[1] == [step] * 64
-    assert sorted(os.listdir(tmp_path)) == ["step-0000000020", "step-0000000030"]
-    # Nothing is better: workers go on without what one of them has lost.
-    assert snapshots.read_newest(snapshots.whole(), read, [["lost"], ["lost"]])[1] == [30] * 64
-    damage(20)
-    damage(30)
-    with pytest.raises(OSError, match="No snapshot in .* Put the files back.* Received: .*step-0"):
-        snapshots.read_newest(snapshots.whole(), read, [[]] * 2)
-
-
 def test_tables_that_are_not_those_that_were_saved_are_refused(task, table, tmp_path):
     folder = str(tmp_path / "tables")
     (tmp_path / "file").write_text("")
@@ -408,7 +274,9 @@ def test_tables_that_are_not_those_that_were_saved_are_refused(task, table, tmp_
     table.optimizer = tf.keras.optimizers.Adam()
     try:
         saving.load(table.servers, [table], folder)
+        listed = read_list(folder)
+        pairs = [(table, listed["tables"][0])]
         with pytest.raises(ValueError, match="another optimizer.*Received: None for Adam"):
-            saving.load(table.servers, [table], folder, strict=True)
+            saving.request_of(pairs, folder, listed, is_strict=True)
     finally:
         table.optimizer = None

@@ -21,7 +21,10 @@ class Progress:
         doing: What it does at present, such as `"training step"`; None between two steps.
         entered: How many times it has begun with something.
         steps: How many training steps it has done.
+        total: The same of all strategies of this process together.
     """
+
+    total = 0
 
     def __init__(self, leads: bool = False) -> None:
         self.doing: str | None = None
@@ -50,9 +53,10 @@ class Progress:
     def count(self, steps: int) -> None:
         """Counts training steps that are done."""
         self.steps += steps
+        Progress.total += steps
 
     def _count_and_call(self, steps: int) -> None:
-        self.steps += steps
+        Progress.count(self, steps)
         left = [step for step in self._planned if step > self.steps]
         if len(left) == len(self._planned):
             return

@@ -9,11 +9,15 @@ from typing import TYPE_CHECKING, Any
 import tensorflow as tf
 
 from keras_psplus.core.backup import backup_files, backup_states, ended_backups, fit_calls
+from keras_psplus.core.backup.backup_loading import load_first, read_tables, seed_states
+from keras_psplus.core.backup.backup_tables import without_rows
 from keras_psplus.core.backup.resumed import Resumed, weights_of_callbacks
 from keras_psplus.core.backup.training_state import TrainingState, build_optimizers, check_model
 from keras_psplus.core.backup.weights_in_memory import WeightsInMemory
 from keras_psplus.core.base import optimizers
 from keras_psplus.core.jobs.chief_only import run_on_chief
+from keras_psplus.files.shard_files import full_path
+from keras_psplus.files.table_files import write_list
 from keras_psplus.keras_internals.keras_parts import file_utils
 from keras_psplus.log import logger
 
@@ -68,7 +72,9 @@ def end(
         return None
     try:
         engine.backup_writer.finish()
-        if not ended_backups.keep(callback.backup_dir):
+        kept = ended_backups.keep(callback.backup_dir)
+        engine.backup_tables.note_ended(full_path(callback.backup_dir), kept)
+        if kept is None:
             backup_files.delete(callback)
     except (OSError, tf.errors.OpError) as error:
         logger.warning(
@@ -84,50 +90,83 @@ def save(
 ) -> None:
     """Writes the model, its training and what each worker keeps, as one state.
 
-    Between the ends of epochs, where weights are in this process, a thread writes the model.
+    1. Every worker writes what it keeps, and all of them wait until all have.
+    2. Servers write their tables, while workers wait.
+    3. The chief writes the rest, and renames its folder: from then on the new state counts.
+
+    Between the ends of epochs, where weights are in this process, a thread does the third.
     """
-    model = callback.model
+    model, tables, listed = callback.model, engine.backup_tables, None
+    folder = full_path(callback.backup_dir)
     if not engine.progress.is_saving or (engine.progress.batch and model.stop_training):
         # Resumed in the middle of this epoch, it would not stop there.
         return
     engine.backup_writer.finish()
     engine.settle(model)
+    on_servers = tables.any_of(model)
     with backup_files.translate_file_errors(callback, OSError):
         worker_files = engine.worker_files.save(
             model,
             callback.backup_dir,
             _WHAT,
             lambda: backup_states.worker_files_in_use(callback),
+            # A process that is here has sent all that belongs to this step.
+            waits=on_servers,
         )
+    if on_servers:
+        listed = run_on_chief(
+            engine.control,
+            engine.strategy.is_chief,
+            _WHAT,
+            lambda: tables.write(model, folder, backup_states.stems_in_use(callback)),
+        )
+        if listed is None:
+            return
     if worker_files is None or not engine.strategy.is_chief:
         return
+    seeds, training, at = _seeds(model), _training(engine, callback), engine.progress.at
+    parts = tables.parts_on_servers(model)
+    with without_rows(parts):
+        needed = backup_files.bytes_of(model)
+
+    def write(write_model):
+        with backup_files.written(callback, worker_files, needed) as writing:
+            write_model()
+            _write_others(writing, seeds, training)
+            if listed is not None:
+                write_list(writing, listed)
+        if listed is not None:
+            tables.note_written(folder, listed, at)
+
     is_remote = file_utils.is_remote_path(callback.backup_dir)
     if callback.save_freq == "epoch" or is_remote or not engine.has_weights_in_memory:
-        with backup_files.written(callback, worker_files) as folder:
-            original(callback)
-            _write_others(folder, _seeds(model), _training(engine, callback))
+        with without_rows(parts):
+            write(lambda: original(callback))
         return
-    seeds, training = _seeds(model), _training(engine, callback)
-    weights, epoch = WeightsInMemory(model), callback._current_epoch
+    with without_rows(parts):
+        weights, epoch = WeightsInMemory(model), callback._current_epoch
 
-    def write():
-        with backup_files.written(callback, worker_files) as folder:
-            weights.write(callback._weights_path)
-            with file_utils.File(callback._training_metadata_path, "w") as f:
-                f.write(json.dumps({"epoch": epoch, "batch": callback._last_batch_seen}))
-            _write_others(folder, seeds, training)
+    def write_copy():
+        weights.write(callback._weights_path)
+        with file_utils.File(callback._training_metadata_path, "w") as f:
+            f.write(json.dumps({"epoch": epoch, "batch": callback._last_batch_seen}))
 
-    engine.backup_writer.start(write)
+    engine.backup_writer.start(lambda: write(write_copy))
 
 
 def _training(engine, callback):
     iterator = engine.progress.iterator
     of_data = None if iterator is None else engine.data_position(iterator)
-    return engine.progress.state(callback.model, of_data, callback.backup_dir)
+    return engine.progress.state(
+        callback.model,
+        of_data,
+        callback.backup_dir,
+        lambda variable: not engine.backup_tables.is_on_servers(variable),
+    )
 
 
 def _seeds(model):
-    return [v.numpy().tolist() for v in _seed_states(model)]
+    return [v.numpy().tolist() for v in seed_states(model)]
 
 
 def _write_others(folder, seeds, training):
@@ -155,6 +194,7 @@ def restore(
         backup_files.take(callback, engine.progress.owner)
         states = backup_states.find(callback)
         backup_files.check_writable(callback)
+        engine.backup_tables.check_writable(model, full_path(folder))
         return states, _found(engine, callback, states)
 
     states, found = run_on_chief(control, is_chief, _WHAT, find)
@@ -168,14 +208,21 @@ def restore(
     first = next((i for i, problem in enumerate(problems) if not problem), 0)
     if first and is_chief:
         backup_states.warn_of_previous(callback, problems[0], states[first])
-    training: list[TrainingState] = []
     # On all workers at once: they agree on each variable that is made.
     if model.optimizer is not None and not model.optimizer.built:
         model.optimizer.build(model.trainable_variables)
     build_optimizers(engine.strategy, model, found)
+    is_strict = found["what"] != fit_calls.PASS
+    first += run_on_chief(
+        control,
+        is_chief,
+        _WHAT,
+        lambda: read_tables(engine.backup_tables, callback, states[first:], is_strict),
+    )
+    training: list[TrainingState] = []
 
     def load():
-        number = _load_first(callback, states[first:], training, found["what"])
+        number = load_first(engine.backup_tables, callback, states[first:], training, is_strict)
         return number, training[0].facts if training else None
 
     number, facts = _on_main_thread(control, is_chief, load)
@@ -233,51 +280,6 @@ def _found(engine, callback, states):
     }
 
 
-def _load_first(callback, states, training, what):
-    """Loads the first of some states that can be loaded; returns its number.
-
-    Its `TrainingState` is added to a list, if it has one.
-    """
-    for number, state in enumerate(states):
-        problem = _load(callback, state, training, what)
-        if problem is None:
-            break
-        if number + 1 == len(states):
-            raise backup_states.damaged(callback, [problem])
-        backup_states.warn_of_previous(callback, [problem], states[number + 1])
-    seeds = file_utils.join(callback.backup_dir, backup_states.SEEDS)
-    if file_utils.exists(seeds):
-        with file_utils.File(seeds, "r") as f:
-            for variable, value in zip(_seed_states(callback.model), json.loads(f.read())):
-                variable.assign(value)
-    if training:
-        training[0].assign_metrics(callback.model)
-        training[0].assign_others(callback.model)
-    return number
-
-
-def _load(callback, state, training, what):
-    """Loads the model's weights from a backup; returns an error text, or None."""
-    model = callback.model
-    if state["is_previous"]:
-        backup_files.use_previous(callback)
-    if state["has_training"]:
-        training[:] = [TrainingState.read(callback.backup_dir)]
-        facts = training[0].facts
-        # A later call's optimizer may be another one.
-        with_optimizers = what != fit_calls.PASS
-        check_model(model, facts, callback.backup_dir, with_optimizers)
-    try:
-        callback._load_model()
-    except (OSError, KeyError, RuntimeError) as error:
-        if state["has_digests"]:
-            # It is as it was written: something else is wrong.
-            raise
-        return f"{callback._weights_path} cannot be read: {error}"
-    steps = [int(one.iterations.numpy()) for one in optimizers.optimizers_of(model).values()]
-    return backup_states.check_epoch(callback, state, sum(steps))
-
-
 def _on_main_thread(control, is_chief, work):
     """As `run_on_chief`, for what has to be done in the thread that trains."""
     if not is_chief or control is None:
@@ -289,7 +291,3 @@ def _on_main_thread(control, is_chief, work):
         control.exchange(_WHAT, json.dumps(said))
         raise
     return json.loads(control.exchange(_WHAT, json.dumps({"result": result}))[0])["result"]
-
-
-def _seed_states(model):
-    return [v for v in model.variables if v.name == "seed_generator_state"]

@@ -34,13 +34,14 @@ _OVERHEAD, _OVERHEAD_OF_VARIABLE = 1 << 15, 1 << 12
 
 @contextlib.contextmanager
 def written(
-    callback: keras.callbacks.BackupAndRestore, worker_files: dict[str, str]
+    callback: keras.callbacks.BackupAndRestore, worker_files: dict[str, str], needed: int
 ) -> Iterator[str]:
     """Context in which Keras and the other writers write a state; commits it on exit.
 
     Args:
         callback: The `BackupAndRestore`.
         worker_files: Dict from names to digests of the files that workers have written for it.
+        needed: Bytes that this process writes at least.
 
     Raises:
         OSError: If it cannot be written. The state before stays.
@@ -56,7 +57,7 @@ def written(
         )
         # What TensorFlow raises here is about variables of other tasks.
         with translate_file_errors(callback, OSError):
-            _check_room(callback.model, writing)
+            _check_room(needed, writing)
             yield writing
         with translate_file_errors(callback):
             backup_states.write_digests(writing, worker_files)
@@ -182,17 +183,21 @@ def _commit(callback):
     atomic.sync(str(callback.backup_dir))
 
 
-def _check_room(model, folder):
+def bytes_of(model: keras.Model) -> int:
+    """Size of what Keras writes of a model, as its variables are now."""
+    variables = [v for one in (model, *optimizers_of(model).values()) for v in one.variables]
+    return _OVERHEAD + sum(
+        math.prod(v.shape) * tf.as_dtype(v.dtype).size + _OVERHEAD_OF_VARIABLE for v in variables
+    )
+
+
+def _check_room(needed, folder):
     """Raises OSError if the disk has too little free space.
 
     HDF5 may crash the process when it runs out of space while writing.
     """
     if file_utils.is_remote_path(folder):
         return
-    variables = [v for one in (model, *optimizers_of(model).values()) for v in one.variables]
-    needed = _OVERHEAD + sum(
-        math.prod(v.shape) * tf.as_dtype(v.dtype).size + _OVERHEAD_OF_VARIABLE for v in variables
-    )
     free = shutil.disk_usage(folder).free
     if free < needed:
         raise OSError(errno.ENOSPC, f"{needed} bytes are needed, and {free} are free")

@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Any
 import tensorflow as tf
 
 from keras_psplus.files import atomic, digests, reading
+from keras_psplus.files.table_files import LIST, read_list
 from keras_psplus.keras_internals.keras_parts import file_utils
 from keras_psplus.log import logger
 
@@ -52,8 +53,9 @@ def find(callback: keras.callbacks.BackupAndRestore) -> list[dict[str, Any]]:
 
     Returns:
         List of dicts: `is_previous`, whether it is the one of `double_checkpoint`; `epoch`;
-        `worker_files`, names and digests of workers' files; `has_digests`; and `has_training`,
-        whether it says where in an epoch it was.
+        `worker_files`, names and digests of workers' files; `has_digests`; `has_training`,
+        whether it says where in an epoch it was; and `tables`, the list of tables that servers
+        have written, or None.
 
     Raises:
         OSError: If there are states, but no whole one.
@@ -66,7 +68,7 @@ def find(callback: keras.callbacks.BackupAndRestore) -> list[dict[str, Any]]:
                 problems.append(problem)
                 continue
             found.append(state)
-            if state["has_digests"] and not state["worker_files"]:
+            if state["has_digests"] and not state["worker_files"] and state["tables"] is None:
                 # Nothing can be wrong with it any more: the one before need not be read.
                 break
     if problems and not found:
@@ -135,10 +137,22 @@ def worker_files_in_use(callback: keras.callbacks.BackupAndRestore) -> list[str]
     return sorted(names)
 
 
+def stems_in_use(callback: keras.callbacks.BackupAndRestore) -> list[str] | None:
+    """Beginnings of the names of servers' files that the folder's states need.
+
+    None if that is not known.
+    """
+    try:
+        lists = [_tables(callback, suffix) for suffix in ("", _PREVIOUS)]
+    except (ValueError, OSError, tf.errors.OpError):
+        return None
+    return [listed["stem"] for listed in lists if listed is not None]
+
+
 def remove_last(callback: keras.callbacks.BackupAndRestore) -> None:
     """Removes the files of the last state, which is damaged."""
     # In this order, so that what is left is never taken for a state without digests.
-    others = (file_utils.join(callback.backup_dir, name) for name in (SEEDS, TRAINING))
+    others = (file_utils.join(callback.backup_dir, name) for name in (SEEDS, TRAINING, LIST))
     for path in (*_paths(callback, ""), *others):
         if file_utils.exists(path):
             file_utils.remove(path)
@@ -187,11 +201,23 @@ def _read(
         if not file_utils.exists(path):
             return None, f"{path} is missing"
     try:
+        state["tables"] = _tables(callback, suffix)
+    except (ValueError, OSError, tf.errors.OpError) as error:
+        return None, f"{error}"
+    try:
         reading.check_regular(weights)
         state["epoch"] = _epoch(metadata)
     except (ValueError, OSError, tf.errors.OpError) as error:
         return None, f"{getattr(error, 'filename', None) or metadata} cannot be read: {error}"
     return state, None
+
+
+def _tables(callback, suffix):
+    """List of tables of a state, or None, also beside an earlier one's."""
+    *_, listed = _paths(callback, suffix)
+    if file_utils.exists(listed) and LIST not in _listed(listed)["files"]:
+        return None
+    return read_list(callback.backup_dir, f"{LIST}{suffix}")
 
 
 def _listed(path):

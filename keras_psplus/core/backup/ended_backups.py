@@ -32,18 +32,18 @@ def job() -> str | None:
     return os.environ.get(_SLURM_JOB)
 
 
-def keep(folder: str | os.PathLike[str]) -> bool:
+def keep(folder: str | os.PathLike[str]) -> str | None:
     """Keeps a backup for the job's next start, if there may be one.
 
     Args:
         folder: The folder, which is gone after that; a symbolic link leads to an empty one.
 
     Returns:
-        Whether it is kept. Otherwise it is as it was.
+        Path where it is kept, or None: then it is as it was.
     """
     path = os.path.realpath(folder)
     if job() is None or "://" in os.fspath(folder) or not os.path.isdir(path):
-        return False
+        return None
     kept = _kept_path(path)
     try:
         with open(os.path.join(path, _MARKER), "w") as file:
@@ -54,9 +54,9 @@ def keep(folder: str | os.PathLike[str]) -> bool:
             os.mkdir(path)
         atomic.sync(os.path.dirname(path))
     except OSError:
-        return False  # It may be a disk of its own.
+        return None  # It may be a disk of its own.
     _note(kept)
-    return True
+    return kept
 
 
 def take_back(folder: str | os.PathLike[str]) -> None:

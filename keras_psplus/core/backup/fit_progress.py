@@ -30,7 +30,6 @@ class FitProgress:
 
     Args:
         owner: Name of this process, as the owner of a backup's folder.
-        saves_states: Whether states are saved also without a BackupAndRestore.
 
     Attributes:
         owner: As given.
@@ -45,7 +44,7 @@ class FitProgress:
         optimizers: Those that steps have built.
     """
 
-    def __init__(self, owner: str = "a process", saves_states: bool = False) -> None:
+    def __init__(self, owner: str = "a process") -> None:
         self.owner = owner
         self.epoch = self.batch = 0
         self.first_epoch: int | None = None
@@ -54,7 +53,6 @@ class FitProgress:
         self.call: fit_calls.FitCall | None = None
         self.is_saving = True
         self.passed: dict[str, Any] | None = None
-        self._saves_states = saves_states
         self.folders: list[str] = []
         # What is to be done with the backup that was there, as far as it is known.
         self._found: str | None = None
@@ -79,7 +77,6 @@ class FitProgress:
         args: tuple[Any, ...],
         kwargs: dict[str, Any],
         is_chief: bool,
-        saved_seed: int | None = None,
     ) -> None:
         """Starts tracking a call of `fit`, whose data keep the order of the first run.
 
@@ -88,10 +85,8 @@ class FitProgress:
             model: The model.
             args, kwargs: Its other arguments.
             is_chief: Whether this worker speaks for all.
-            saved_seed: The seed of the order of its data, where BackupAndRestore does not have it.
         """
         self._awaits_data, self._initial_epoch = True, model._initial_epoch
-        self._saved_seed = saved_seed
         if not is_chief:
             return
         with contextlib.suppress(TypeError):
@@ -245,7 +240,7 @@ class FitProgress:
             ValueError: If it would lack one.
         """
         built, self.optimizers = self.optimizers, []
-        if built and (self._saves_states or self.backups):
+        if built and self.backups:
             optimizer_states.check_reached(model, built)
 
     @property
@@ -256,7 +251,7 @@ class FitProgress:
     @property
     def can_save(self) -> bool:
         """Whether something of `fit` can be saved at any batch."""
-        return self.is_saving and (self._saves_states or bool(self.backups))
+        return self.is_saving and bool(self.backups)
 
     @property
     def backups(self) -> list[keras.callbacks.BackupAndRestore]:
@@ -313,6 +308,9 @@ class FitProgress:
             "stops": bool(model.stop_training),
             "layout": None if self.iterator is None else data_layout.layout_of(self.iterator),
         }
+        if self.resumed is not None:
+            # Nothing has been read of the data yet.
+            position.update({name: self.resumed.facts[name] for name in ("data", "layout")})
         if self.call is not None and backup_dir is not None:
             position["calls"] = fit_calls.calls_of_folder(backup_dir).facts_of(self.call)
             position["random"] = self.call.random

@@ -40,14 +40,14 @@ def build(strategy: tf.distribute.Strategy, model: keras.Model, described: dict[
         described: What `describe` has returned then.
     """
     own = optimizers.reached_optimizers(model)
-    by_place = None
+    places = None
     for name, of_backup in described.items():
         one = own.get(name)
         if one is None or one.built or of_backup[_TRAINS] is None:
             continue
-        if by_place is None:
-            by_place = _by_place(model)
-        trained = [by_place.get(place) for place in of_backup[_TRAINS]]
+        if places is None:
+            places = by_place(model)
+        trained = [places.get(place) for place in of_backup[_TRAINS]]
         if all(variable is not None for variable in trained):
             with strategy.scope():
                 one.build(trained)
@@ -109,13 +109,13 @@ def forms(variables: Iterable[Any]) -> list[list[Any]]:
     return [[list(variable.shape), tf.as_dtype(variable.dtype).name] for variable in variables]
 
 
-def _by_place(model: keras.Model) -> dict[int | str, keras.Variable | tf.Variable]:
+def by_place(model: keras.Model) -> dict[Any, Any]:
     """Variables by their number in the model, or by their name within it."""
     return dict([*optimizers.other_variables(model).items(), *enumerate(model.variables)])
 
 
 def _places(model: keras.Model) -> dict[int, int | str]:
-    return {id(variable): place for place, variable in _by_place(model).items()}
+    return {id(variable): place for place, variable in by_place(model).items()}
 
 
 def _named(name: str, of_one: Mapping[str, Any] | None) -> str:

@@ -1,7 +1,7 @@
 """Preemption: a process that is told to end by SIGTERM saves the job first.
 
 Schedulers send SIGTERM before they take a machine away: Slurm's preemption and time limits, the
-eviction of a pod, a spot machine's end. `fit` with a BackupAndRestore, or with snapshots, then
+eviction of a pod, a spot machine's end. `fit` with a BackupAndRestore then
 saves and ends the process, so that the job resumes at that very step.
 
 Workers that train together have to save after the same batch. Say that worker 1 is told so in its
@@ -47,6 +47,8 @@ class Preemption:
 
     def __init__(self, control: ControlPlane | None, name: str, alone: int = 1) -> None:
         self._control, self._name, self._alone = control, name, alone
+        # Whether a process that serves this one is told to end.
+        self.is_server_told = False
         self._batches = 0
         self._thread: threading.Thread | None = None
         self._until: int | None = None
@@ -86,7 +88,7 @@ class Preemption:
             callbacks: Its callbacks, which have heard of the end of the batch.
             save: Function of these that saves it.
         """
-        is_told = SIGNAL.is_noted
+        is_told = SIGNAL.is_noted or self.is_server_told
         if progress.can_save and self.end_batch(_is_last(progress, callbacks), is_told):
             save(callbacks)
             self.end(progress.at)

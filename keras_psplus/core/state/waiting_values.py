@@ -7,6 +7,7 @@ from collections.abc import Mapping
 import numpy as np
 import tensorflow as tf
 
+from keras_psplus.cluster.monitor.progress import Progress
 from keras_psplus.log import logger
 
 Forms = Mapping[str, tuple[tf.TensorShape, tf.DType]]
@@ -16,12 +17,15 @@ _MOST_NAMES = 3
 class WaitingValues:
     """Values by the names of states, which are made when a step is traced.
 
-    Values of a backup that do not fit are left out; those of `load_state_dict` raise.
+    Values of a backup that do not fit are left out; those of `load_state_dict` raise: the next step
+    has to make all states that have values, and no others.
     """
 
     def __init__(self) -> None:
         self._values: dict[str, np.ndarray] = {}
         self._is_strict = False
+        # Training steps of this process when values were put.
+        self._steps = 0
 
     def put(
         self, values: Mapping[str, np.ndarray], forms: Forms, is_strict: bool
@@ -44,7 +48,7 @@ class WaitingValues:
             raise _misfit(f"it has nothing for {_listed(missing)}", values)
         fitting = self._fitting({n: values[n] for n in forms if n in values}, forms, is_strict)
         self._values = {name: value for name, value in values.items() if name not in forms}
-        self._is_strict = is_strict
+        self._is_strict, self._steps = is_strict and bool(values), Progress.total
         return fitting
 
     def take(self, forms: Forms, is_partial: bool = False) -> dict[str, np.ndarray]:
@@ -60,7 +64,7 @@ class WaitingValues:
         found = {name: self._values.pop(name) for name in forms if name in self._values}
         if self._is_strict and not is_partial and len(found) < len(forms):
             others = {**found, **self._values}
-            if others:
+            if others or Progress.total == self._steps:
                 raise _misfit(
                     f"it has nothing for {_listed(n for n in forms if n not in found)}", others
                 )

@@ -1,4 +1,4 @@
-"""Files of each worker's state beside a backup or a snapshot.
+"""Files of each worker's state beside a backup.
 
 Residuals and accumulated gradients differ from worker to worker, and state that is equal on all
 workers (PowerSGD's factors, counters of batches) has to stay equal: either all workers resume with
@@ -56,7 +56,6 @@ class WorkerFiles:
         folder: str,
         what: str,
         names_in_use: Callable[[], Collection[str] | None],
-        make_folder: Callable[[str], Any] | None = None,
         waits: bool = False,
     ) -> dict[str, str] | None:
         """Writes what every worker keeps; when this returns, all workers have written theirs.
@@ -68,8 +67,6 @@ class WorkerFiles:
             names_in_use: Function without arguments that is called on the chief and returns the
                 names of the files that are needed as long as the new ones do not count, or None
                 if it is not known.
-            make_folder: Function that makes the folder of workers' files, by its path; by default
-                `tf.io.gfile.makedirs`.
             waits: Whether workers wait for each other even if they keep nothing.
 
         Returns:
@@ -89,7 +86,7 @@ class WorkerFiles:
             return {}
         if state.has_any:
             try:
-                files = self._write(model, folder, make_folder or tf.io.gfile.makedirs, lost)
+                files = self._write(model, folder, lost)
             except state.lost_errors:
                 raise
             except _FILE_ERRORS as error:
@@ -165,9 +162,9 @@ class WorkerFiles:
         """Deletes this worker's files."""
         _remove(self._files(folder), folder)
 
-    def _write(self, model, folder, make_folder, lost):
+    def _write(self, model, folder, lost):
         """Writes this process's file; returns its digest by its name."""
-        make_folder(_folder_in(folder))
+        tf.io.gfile.makedirs(_folder_in(folder))
         used, number = set(self._files(folder).values()), _number_of_steps(model)
         while number in used:
             # Of a state that counts, or of one that was never written to its end.

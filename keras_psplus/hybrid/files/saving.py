@@ -2,88 +2,119 @@
 
 import contextlib
 import uuid
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable, Sequence
 from typing import Any
 
-from keras_psplus.hybrid.files.table_files import STEM, read_list, write_list
+from keras_psplus.files.table_files import STEM, read_list, write_list
 from keras_psplus.hybrid.rpc.calls import TableServerError, TableServerLostError
 from keras_psplus.hybrid.rpc.servers import Servers
 from keras_psplus.hybrid.tables.table import Table
 from keras_psplus.log import logger
 
 
-def save(
-    servers: Servers,
-    tables: Iterable[Table],
-    directory: str,
-    also: Callable[[], dict[str, Any]] = lambda: {},
-) -> None:
+def save(servers: Servers, tables: Iterable[Table], directory: str) -> None:
     """Writes all tables; what was there before is deleted when it is no longer needed.
 
     Args:
         servers: `servers.Servers`.
         tables: List of `Table`s.
         directory: The folder; `full_path` has made it one path for all tasks.
-        also: Function that writes what else belongs there, and returns what else the list has to
-            hold, a dict.
 
     Raises:
         TableServerError: If a server cannot write, or is lost.
         OSError: If this process cannot write.
     """
     before = read_list(directory)
+    content = write(servers, tables, directory, [before["stem"]] if before else [])
+    write_list(directory, content)
+    servers.ask_all("keep", directory=directory, stems=[content["stem"]])
+
+
+def write(
+    servers: Servers, tables: Iterable[Table], directory: str, stems: Sequence[str] | None
+) -> dict[str, Any]:
+    """Has all servers write their rows of tables, which count once a list has them.
+
+    Args:
+        servers: `servers.Servers`.
+        tables: List of `Table`s.
+        directory: The folder.
+        stems: Beginnings of the names of files that stay if a server cannot write; None if that
+            is not known.
+
+    Returns:
+        Content of the list.
+
+    Raises:
+        TableServerError: If a server cannot write, or is lost.
+    """
     stem = f"{STEM}-{uuid.uuid4().hex[:12]}"
     try:
         servers.ask_all("save", directory=directory, stem=stem)
-        described = [_described(name, table) for name, table in named(tables).items()]
-        content = {"stem": stem, "servers": len(servers), "tables": described, **also()}
-        write_list(directory, content)
     except TableServerLostError:
         raise  # The next one that is written deletes what there is of this.
-    except BaseException:
-        with contextlib.suppress(TableServerError):
-            servers.ask_all("keep", directory=directory, stem=before["stem"] if before else "none")
+    except TableServerError:
+        if stems is not None:
+            with contextlib.suppress(TableServerError):
+                servers.ask_all("keep", directory=directory, stems=stems)
         raise
-    servers.ask_all("keep", directory=directory, stem=stem)
+    described = [_described(name, table) for name, table in named(tables).items()]
+    return {"stem": stem, "servers": len(servers), "tables": described}
 
 
-def load(servers: Servers, tables: Iterable[Table], directory: str, strict: bool = False) -> None:
-    """Reads all tables.
+def load(servers: Servers, tables: Iterable[Table], directory: str) -> None:
+    """Reads all tables, which are found by their names.
 
     Args:
         servers: `servers.Servers`, any number of them.
         tables: List of `Table`s.
         directory: The folder.
-        strict: Whether the optimizers must be those that the tables had.
 
     Raises:
         ValueError: If the folder has no such tables.
         TableServerError: If a server cannot read.
     """
-    where = request_of(tables, directory, strict)
-    servers.ask_all("load", **where)
-
-
-def request_of(tables: Iterable[Table], directory: str, strict: bool = False) -> dict[str, Any]:
-    """Request to a server to read its rows of tables, a dict."""
     listed = read_list(directory)
     if listed is None:
         raise ValueError(
             "There are no tables there, or they were not written to the end. Give a folder that "
             f"`save_tables` has written. Received: directory={directory!r}"
         )
-    stored = {table["name"]: table for table in listed["tables"]}
-    places = []
+    stored = {entry["name"]: entry for entry in listed["tables"]}
+    pairs = []
     for name, table in named(tables).items():
-        there = stored.get(name)
-        if there is None or (there["rows"], there["dim"]) != (table.rows, table.dim):
+        entry = stored.get(name)
+        if entry is None or (entry["rows"], entry["dim"]) != (table.rows, table.dim):
             known = ", ".join(f"{t['name']} ({t['rows']}, {t['dim']})" for t in listed["tables"])
             raise ValueError(
                 f"The table '{name}' of shape ({table.rows}, {table.dim}) is not in {directory}, "
                 f"which has {known or 'none'}. Build the same model as when it was written. "
                 f"Received: {name}"
             )
-        places.append((table.key, there["key"], _slots_to_read(name, table, there, strict)))
+        pairs.append((table, entry))
+    servers.ask_all("load", **request_of(pairs, directory, listed))
+
+
+def request_of(
+    pairs: Iterable[tuple[Table, dict[str, Any]]],
+    directory: str,
+    listed: dict[str, Any],
+    is_strict: bool = False,
+) -> dict[str, Any]:
+    """Request to a server to read its rows of tables.
+
+    Args:
+        pairs: Tables and their entries in the list.
+        directory: The folder.
+        listed: Content of the list.
+        is_strict: Whether the optimizers must be those that the tables had.
+
+    Raises:
+        ValueError: If one is another.
+    """
+    places = [
+        (table.key, entry["key"], _slots_to_read(table, entry, is_strict)) for table, entry in pairs
+    ]
     return {
         "directory": directory,
         "stem": listed["stem"],
@@ -116,21 +147,21 @@ def _optimizer(table):
     return type(table.optimizer).__name__ if table.optimizer is not None else None
 
 
-def _slots_to_read(name, table, there, strict):
+def _slots_to_read(table, there, is_strict):
     same = (there["optimizer"], there["slots"]) == (_optimizer(table), table.slots_in_use)
     if same:
         return table.slots_in_use
     what = f"{there['optimizer']} for {_optimizer(table)}"
-    if strict:
+    if is_strict:
         raise ValueError(
-            f"The table '{name}' was saved with another optimizer. Compile the model as it was "
-            f"then. Received: {what}"
+            f"The table '{table.name}' was saved with another optimizer. Compile the model as it "
+            f"was then. Received: {what}"
         )
     if table.slots_in_use:
         logger.warning(
             "the table '%s' was saved with another optimizer: what its own one keeps of each row "
             "stays as it is. Received: %s",
-            name,
+            table.name,
             what,
         )
     return 0

@@ -6,7 +6,8 @@ import os
 from typing import TYPE_CHECKING, Any
 
 from keras_psplus.core.jobs.chief_only import run_on_chief
-from keras_psplus.hybrid.files import saving, shard_files
+from keras_psplus.files import shard_files
+from keras_psplus.hybrid.files import saving
 
 if TYPE_CHECKING:
     from keras_psplus.hybrid.context import TableContext

@@ -6,6 +6,7 @@ from typing import Any
 import keras
 import tensorflow as tf
 
+from keras_psplus.files.shard_files import rows_of
 from keras_psplus.hybrid.rows.subgraph import repeat
 
 # Larger tables are not made whole on every server, so their rows differ from one process's.
@@ -21,11 +22,6 @@ _COUNTS = {
 }
 _GROUP = 4
 _ELEMENTWISE = {"AddV2", "Cast", "Identity", "Mul", "Sub"}
-
-
-def rows_of(rows: int, server: int, servers: int) -> int:
-    """Number of rows of a table on one server."""
-    return (rows - server + servers - 1) // servers
 
 
 def make_variable(spec: dict[str, Any], server: int, servers: int) -> tf.Variable:

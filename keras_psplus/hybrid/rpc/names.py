@@ -38,6 +38,11 @@ def token_of(task: TaskConfig, given: str | None) -> str:
     return token
 
 
+def is_secret(given: str | None) -> bool:
+    """Whether the job's token is more than the cluster's description."""
+    return given is not None or bool(os.environ.get(TOKEN_VARIABLE))
+
+
 def method(table: int, what: str) -> str:
     """The name of one method of one table, by the table's number."""
     return f"{table}/{what}"

@@ -2,6 +2,7 @@
 
 import atexit
 import collections
+import contextlib
 import os
 import time
 import uuid
@@ -17,6 +18,7 @@ from keras_psplus.log import logger
 
 _SHUTDOWN_SECONDS = 3.0
 _POLL_SECONDS = 0.2
+_TOLD_SECONDS = 0.5
 # By process, as a fork has its parent's.
 _own_ids: dict[int, str] = {}
 
@@ -210,6 +212,17 @@ class Servers:
                 self._watching[index] = ControlLink(*peer, self._secret, _SHUTDOWN_SECONDS)
             found += self._watching[index].request("pushes")["pushes"]
         return found
+
+    def wait_until_told(self) -> None:
+        """Waits without end until a server has got SIGTERM; in a thread."""
+        links = [ControlLink(*peer, self._secret, _SHUTDOWN_SECONDS) for peer in self._peers]
+        while True:
+            for link in links:
+                # One that is away, or was started again, is not told.
+                with contextlib.suppress(TableServerError):
+                    if link.request("who")["is_told_to_end"]:
+                        return
+            time.sleep(_TOLD_SECONDS)
 
     def count_assignment(self, key: int, slot: int) -> None:
         """Says that all of a table, or of a slot of it, has been set."""

@@ -22,7 +22,7 @@ def serve(
     options: dict[str, Any],
     agreed: str,
     startup_timeout: float,
-    folders: Iterable[str] = (),
+    folders: Iterable[str] | None = (),
     chief_gone: float = 5.0,
 ) -> None:
     """Serves tables until the chief has ended.
@@ -33,7 +33,7 @@ def serve(
         options: Dict of what `Shard` takes beside its table.
         agreed: Text that has to be equal in all processes of the job.
         startup_timeout: Seconds to wait for the chief.
-        folders: Paths of the folders below which it may write.
+        folders: Paths of the folders below which it may write; None for all.
         chief_gone: Seconds for which the chief cannot be reached before it counts as ended.
 
     Raises:
@@ -70,7 +70,7 @@ def serve(
     if server.restarted is not None:
         raise ChiefLostError(
             f"{server.restarted} has been started again, and {task.name} holds tables of the start "
-            "before: it ends. Start it again, too; with snapshots or the BackupAndRestore callback "
+            "before: it ends. Start it again, too; with the BackupAndRestore callback "
             f"training resumes where it was. Received: another process of {server.restarted}"
         )
 

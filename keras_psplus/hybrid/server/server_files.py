@@ -1,5 +1,6 @@
 """Files of a parameter server: writes and reads its rows of the tables."""
 
+import contextlib
 import os
 import re
 from collections.abc import Sequence
@@ -7,8 +8,8 @@ from typing import Any
 
 import tensorflow as tf
 
-from keras_psplus.hybrid.files import shard_files
-from keras_psplus.hybrid.files.table_files import STEM, name_of
+from keras_psplus.files import shard_files
+from keras_psplus.files.table_files import STEM, name_of
 from keras_psplus.hybrid.server.shard import TableShard
 
 # What this module and TensorFlow's operations for it write.
@@ -84,12 +85,16 @@ class ServerFiles:
                 counts = shard_files.read_tensor(path, _counts(stored), tf.int64)
                 self._shards[key].take_up(counts)
 
-    def keep(self, directory: str, stem: str) -> None:
+    def keep(self, directory: str, stems: Sequence[str]) -> None:
         """Deletes the files of tables in a folder, but for those whose names begin so."""
+        kept = tuple(f"{stem}-" for stem in stems)
         for path in shard_files.find(directory, f"{STEM}-*-of-*"):
             name = os.path.basename(path)
-            if _OWN.fullmatch(name) and not name.startswith(f"{stem}-"):
+            if _OWN.fullmatch(name) and not name.startswith(kept):
                 shard_files.remove_tree(path)
+        if not stems:
+            with contextlib.suppress(OSError):
+                os.rmdir(directory)  # On a disk of this server's own, nothing else is in it.
 
     def _path(self, directory, stem):
         return shard_files.path_of(directory, stem, self._server, self._servers)

@@ -18,8 +18,9 @@ import tensorflow as tf
 
 from keras_psplus.cluster.config import TaskConfig
 from keras_psplus.cluster.environment import TOKEN_VARIABLE
+from keras_psplus.cluster.process.termination import SIGNAL
 from keras_psplus.cluster.secret import Authenticator, Secret
-from keras_psplus.hybrid.files import shard_files, snapshot_folders
+from keras_psplus.files import shard_files
 from keras_psplus.hybrid.rows.row_optimizer import check_elementwise
 from keras_psplus.hybrid.rpc import names
 from keras_psplus.hybrid.rpc.rpc_auth import RowKey, with_key_check
@@ -44,7 +45,7 @@ class TableServer:
         options: Dict of what `TableShard` takes beside its table.
         agreed: Text that has to be equal in all processes of the job.
         log: Function that takes a line of progress.
-        folders: Paths of the folders below which it may write.
+        folders: Paths of the folders below which it may write; None for all.
     """
 
     def __init__(
@@ -54,7 +55,7 @@ class TableServer:
         options: dict[str, Any],
         agreed: str,
         log: Callable[[str], None],
-        folders: Iterable[str] = (),
+        folders: Iterable[str] | None = (),
     ) -> None:
         self._task, self._options, self._agreed = task, options, agreed
         self._log, self._folders = log, Folders(folders)
@@ -90,6 +91,9 @@ class TableServer:
         self.listens.set()
         self._log(f"{self._task.name} serves tables on {self._task.address}")
         while not ended.is_set() and time.monotonic() < self._ends_at:
+            if self.was_greeted:
+                # The chief, which asks for it, saves the job first.
+                SIGNAL.watch()
             try:
                 client, number, request = self._requests.get(timeout=_POLL_SECONDS)
             except queue.Empty:
@@ -159,7 +163,7 @@ class TableServer:
         return {"nonce": self.nonce, "first_process": self._first_process}
 
     def _on_who(self):
-        return {"nonce": self.nonce}
+        return {"nonce": self.nonce, "is_told_to_end": SIGNAL.is_noted}
 
     def _on_shutdown(self):
         self.was_left = True
@@ -197,13 +201,6 @@ class TableServer:
 
     def _on_check_directory(self, directory):
         shard_files.check_writable(directory, self._task.name)
-        others = snapshot_folders.others(directory)
-        if others:
-            self._log(f"{self._task.name}: {others}")
-        return {}
-
-    def _on_claim_folder(self, directory):
-        snapshot_folders.claim(directory)
         return {}
 
     def _on_save(self, directory, stem):
@@ -214,12 +211,8 @@ class TableServer:
         self._files.load(**where)
         return {}
 
-    def _on_keep(self, directory, stem):
-        self._files.keep(directory, stem)
-        return {}
-
-    def _on_keep_folders(self, directory, names):
-        snapshot_folders.keep_only(directory, names)
+    def _on_keep(self, directory, stems):
+        self._files.keep(directory, stems)
         return {}
 
     def _on_recover(self, greeting, first_process, made, assigned, load):

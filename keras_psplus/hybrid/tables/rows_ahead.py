@@ -13,7 +13,7 @@ class RowsAhead:
     """Rows that this process's replicas have read ahead, by lookup.
 
     Attributes:
-        states: `ReplicaStates` of all of them, which a backup or a snapshot keeps.
+        states: `ReplicaStates` of all of them, which a backup keeps.
     """
 
     def __init__(self) -> None:

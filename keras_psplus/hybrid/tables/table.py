@@ -9,7 +9,7 @@ import numpy as np
 import tensorflow as tf
 
 from keras_psplus.compression import Compressor
-from keras_psplus.hybrid.rows.initial_rows import rows_of
+from keras_psplus.files.shard_files import rows_of
 from keras_psplus.hybrid.rows.row_codec import MESSAGE_BYTES, RowCodec
 from keras_psplus.hybrid.rpc import names
 from keras_psplus.hybrid.rpc.calls import RpcClient

@@ -11,10 +11,8 @@ from typing import Any
 import numpy as np
 import tensorflow as tf
 
-from keras_psplus.files import digests
+from keras_psplus.files import digests, shard_files
 from keras_psplus.files.reading import open_file
-from keras_psplus.hybrid.files import shard_files
-from keras_psplus.hybrid.rows.initial_rows import rows_of
 
 LIST, STEM = "tables.json", "tables"
 _FORMAT = 1
@@ -117,9 +115,10 @@ class TableFiles:
         for server in range(servers):
             path = shard_files.path_of(self._directory, self._list["stem"], server, servers)
             # Those of its rows that come before `first`, and before the end.
-            skipped, end = (rows_of(row, server, servers) for row in (first, first + count))
+            ends = first, first + count
+            skipped, end = (shard_files.rows_of(row, server, servers) for row in ends)
             own = rows[(server - first) % servers :: servers]
-            shape = rows_of(table["rows"], server, servers), table["dim"]
+            shape = shard_files.rows_of(table["rows"], server, servers), table["dim"]
             for at, size in shard_files.slices(end - skipped, table["dim"]):
                 own[at : at + size] = shard_files.read(
                     path, name_of(table["key"], slot), shape, skipped + at, size
@@ -144,7 +143,7 @@ class TableFiles:
         for first in range(0, total, rows):
             yield first, self.read(name, first, min(rows, total - first), slot)
 
-    def _table(self, name):
+    def _table(self, name: str) -> dict[str, Any]:
         if name not in self._tables:
             raise ValueError(
                 f"There is no such table in '{self._directory}', which has {self.names}. "
@@ -167,13 +166,17 @@ def write_list(directory: str, content: dict[str, Any]) -> None:
     shard_files.write_text(path, digests.to_json({"format": _FORMAT, **content}, indent=1))
 
 
-def read_list(directory: str) -> dict[str, Any] | None:
+def read_list(directory: str, name: str = LIST) -> dict[str, Any] | None:
     """Contents of a folder, a dict, or None if it is incomplete.
+
+    Args:
+        directory: The folder.
+        name: The list's name there.
 
     Raises:
         ValueError: If it is damaged, or another version of the library has written it.
     """
-    path = os.path.join(directory, LIST)
+    path = os.path.join(directory, name)
     if not tf.io.gfile.exists(path):
         return None
     with open_file(path) as file:

@@ -1,4 +1,4 @@
-"""Restores a restarted parameter server from the last snapshot.
+"""Restores a restarted parameter server from the last backup.
 
 With `sync=False` only: the workers repeat the calls that failed, and continue with rows that lack
 the last updates. A synchronous job cannot continue.
@@ -8,9 +8,9 @@ import threading
 import time
 
 from keras_psplus.cluster.serving.serve import wait_for_close
+from keras_psplus.hybrid.files.server_tables import ServerTables
 from keras_psplus.hybrid.rpc.calls import TableServerError, listens
 from keras_psplus.hybrid.rpc.servers import Servers
-from keras_psplus.hybrid.snapshots.snapshot_schedule import Snapshots
 from keras_psplus.log import logger
 
 _POLL_SECONDS = 0.5
@@ -21,12 +21,12 @@ class Recovery:
 
     Args:
         servers: `servers.Servers`.
-        snapshots: `snapshot_schedule.Snapshots`.
+        tables: `server_tables.ServerTables`.
         timeout: Seconds to wait for pushes that tell how much was lost.
     """
 
-    def __init__(self, servers: Servers, snapshots: Snapshots, timeout: float) -> None:
-        self._servers, self._snapshots, self._timeout = servers, snapshots, timeout
+    def __init__(self, servers: Servers, tables: ServerTables, timeout: float) -> None:
+        self._servers, self._tables, self._timeout = servers, tables, timeout
 
     def start(self) -> None:
         """Begins to watch."""
@@ -49,22 +49,33 @@ class Recovery:
                 logger.error("%s (%s) does not take its place again: %s", name, address, error)
 
     def _recover(self, index, link, name, address):
-        with self._snapshots.lock:
-            latest = self._snapshots.latest_of_this_job()
+        with self._tables.lock:
+            latest = self._tables.latest
             if latest is None:
-                raise ValueError(f"There is no snapshot yet. Received: {self._snapshots.directory}")
-            folder, listed = latest
-            self._servers.recover(index, link, self._snapshots.request_of(folder))
+                raise ValueError(
+                    "There is no backup yet: give `fit` keras.callbacks.BackupAndRestore. "
+                    "Received: none"
+                )
+            (folder, *others), content, at = latest
+            try:
+                self._read(index, link, folder, content)
+            except TableServerError:
+                if not others:
+                    raise
+                self._read(index, link, others[0], content)
         deadline = time.monotonic() + self._timeout
         lost = link.request("lost")["lost"]
         while not all(heard for _, heard in lost.values()) and time.monotonic() < deadline:
             time.sleep(_POLL_SECONDS)
             lost = link.request("lost")["lost"]
         logger.warning(
-            "%s (%s) was started again, and goes on with its rows of the tables as they were at "
-            "step %d. What workers had sent to it since is lost: %s",
+            "%s (%s) was started again, and goes on with its rows of the tables as they were "
+            "%s. What workers had sent to it since is lost: %s",
             name,
             address,
-            listed["step"],
+            at,
             ", ".join(f"{count} updates of {table}" for table, (count, _) in lost.items()),
         )
+
+    def _read(self, index, link, folder, content):
+        self._servers.recover(index, link, self._tables.recovery_request(folder, content))

@@ -17,13 +17,17 @@ import numpy as np
 import tensorflow as tf
 
 from keras_psplus.files import atomic, ownership
-from keras_psplus.hybrid.rows.initial_rows import rows_of
 
 # What is read at once, and what is written at once and makes one file.
 _SLICE_BYTES = 4 << 20
 _FILE_BYTES = 128 << 20
 # Where TensorFlow's operation was, which says nothing to people.
 _NODE = re.compile(r"\{\{.*?\}\}\s*")
+
+
+def rows_of(rows: int, server: int, servers: int) -> int:
+    """Number of rows of a table on one server."""
+    return (rows - server + servers - 1) // servers
 
 
 def full_path(directory: str | os.PathLike[str]) -> str:
@@ -96,7 +100,7 @@ def write(
     folder = f"{path}.parts"
     parts: list[str] = []
 
-    def put(names, specs, values):
+    def put(names: list[str], specs: list[str], values: list[tf.Tensor]) -> None:
         parts.append(os.path.join(folder, str(len(parts))))
         tf.raw_ops.SaveV2(
             prefix=parts[-1], tensor_names=names, shape_and_slices=specs, tensors=values
@@ -228,11 +232,11 @@ def remove_tree(path: str) -> None:
         pass  # It is gone.
 
 
-def _files_of(path):
+def _files_of(path: str) -> list[str]:
     return find(os.path.dirname(path), f"{os.path.basename(path)}.*")
 
 
-def _batches(variables):
+def _batches(variables: dict[str, tf.Variable]) -> Iterator[list[tuple[str, tuple[int, int]]]]:
     """Lists of names and ranges of rows, each list of which fits into one file."""
     batch, size = [], 0
     for name, variable in variables.items():
@@ -247,16 +251,16 @@ def _batches(variables):
         yield batch
 
 
-def _rows(variable, first, count):
+def _rows(variable: tf.Variable, first: int, count: int) -> tf.Tensor:
     return variable.sparse_read(tf.range(first, first + count))
 
 
-def _spec(shape, first, count):
+def _spec(shape: Sequence[int], first: int, count: int) -> str:
     rows, dim = shape
     return f"{rows} {dim} {first},{count}:-"
 
 
-def _restore(path, name, spec, dtype):
+def _restore(path: str, name: str, spec: str, dtype: tf.DType | str) -> np.ndarray:
     with tf.device("/CPU:0"):
         return tf.raw_ops.RestoreV2(
             prefix=path, tensor_names=[name], shape_and_slices=[spec], dtypes=[dtype]

@@ -1,0 +1,116 @@
+"""Loading of the newest backup that is whole, on the chief."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Any
+
+from keras_psplus.core.backup import backup_files, backup_states
+from keras_psplus.core.backup.backup_tables import BackupTables, read_here
+from keras_psplus.core.backup.training_state import TrainingState, check_model
+from keras_psplus.core.base import optimizers
+from keras_psplus.files.shard_files import full_path
+from keras_psplus.keras_internals.keras_parts import file_utils
+
+if TYPE_CHECKING:
+    import keras
+
+
+def read_tables(
+    tables: BackupTables,
+    callback: keras.callbacks.BackupAndRestore,
+    states: Sequence[dict[str, Any]],
+    is_strict: bool,
+) -> int:
+    """Loads tables into servers, of the first state that they can read; returns its number.
+
+    Args:
+        tables: Tables of backups.
+        callback: The `BackupAndRestore`.
+        states: States of `backup_states.find`.
+        is_strict: Whether optimizers have to be the same.
+
+    Raises:
+        OSError: If there is none.
+        ValueError: If a state is one of another model.
+    """
+    model, folder = callback.model, callback.backup_dir
+    for number, state in enumerate(states):
+        if state["has_training"]:
+            facts = TrainingState.read(folder, state["is_previous"]).facts
+            # A later call's optimizer may be another one.
+            check_model(model, facts, folder, with_optimizers=is_strict)
+        if (listed := state["tables"]) is None:
+            break
+        problem = tables.read(model, full_path(folder), listed, is_strict)
+        if problem is None:
+            break
+        if number + 1 == len(states):
+            raise backup_states.damaged(callback, [problem])
+        backup_states.warn_of_previous(callback, [problem], states[number + 1])
+    return number
+
+
+def load_first(
+    tables: BackupTables,
+    callback: keras.callbacks.BackupAndRestore,
+    states: Sequence[dict[str, Any]],
+    training: list[TrainingState],
+    is_strict: bool,
+) -> int:
+    """Loads the first of some states that can be loaded; returns its number.
+
+    Args:
+        tables: Tables of backups, which servers have read.
+        callback: The `BackupAndRestore`.
+        states: States of `backup_states.find`.
+        training: List to which its `TrainingState` is added, if it has one.
+        is_strict: Whether optimizers have to be the same.
+
+    Raises:
+        OSError: If there is none.
+    """
+    for number, state in enumerate(states):
+        problem = _load(tables, callback, state, training, is_strict)
+        if problem is None:
+            break
+        if number + 1 == len(states):
+            raise backup_states.damaged(callback, [problem])
+        backup_states.warn_of_previous(callback, [problem], states[number + 1])
+    seeds = file_utils.join(callback.backup_dir, backup_states.SEEDS)
+    if file_utils.exists(seeds):
+        with file_utils.File(seeds, "r") as f:
+            for variable, value in zip(seed_states(callback.model), json.loads(f.read())):
+                variable.assign(value)
+    if training:
+        training[0].assign_metrics(callback.model)
+        training[0].assign_others(callback.model)
+    return number
+
+
+def _load(tables, callback, state, training, is_strict):
+    """Loads the model's weights from a backup; returns an error text, or None."""
+    model = callback.model
+    if state["is_previous"]:
+        backup_files.use_previous(callback)
+    if state["has_training"]:
+        training[:] = [TrainingState.read(callback.backup_dir)]
+    try:
+        with tables.set_aside(model, state["tables"]) as here:
+            callback._load_model()
+    except (OSError, KeyError, RuntimeError) as error:
+        if state["has_digests"]:
+            # It is as it was written: something else is wrong.
+            raise
+        return f"{callback._weights_path} cannot be read: {error}"
+    problem = read_here(callback.backup_dir, here, is_strict)
+    if problem is not None:
+        return problem
+    steps = [int(one.iterations.numpy()) for one in optimizers.optimizers_of(model).values()]
+    return backup_states.check_epoch(callback, state, sum(steps))
+
+
+def seed_states(model: keras.Model) -> list[keras.Variable]:
+    """States of a model's seed generators."""
+    return [v for v in model.variables if v.name == "seed_generator_state"]

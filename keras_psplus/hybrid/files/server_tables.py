@@ -1,0 +1,156 @@
+"""Tables of backups, written and read by the parameter servers."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import threading
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+import keras
+import tensorflow as tf
+
+from keras_psplus.core.backup.backup_tables import BackupTables, with_slots
+from keras_psplus.core.base.optimizer_states import by_place
+from keras_psplus.core.jobs import failure
+from keras_psplus.files.table_files import LIST
+from keras_psplus.hybrid.files import saving
+from keras_psplus.hybrid.rpc.calls import TableServerError, TableServerLostError
+from keras_psplus.hybrid.rpc.servers import Servers
+from keras_psplus.hybrid.tables.registry import Tables
+from keras_psplus.hybrid.tables.variable import TableVariable
+from keras_psplus.log import logger
+
+
+class ServerTables(BackupTables):
+    """Tables of one job's backups; methods that write and read are for the chief.
+
+    Args:
+        servers: `servers.Servers`.
+        tables: `registry.Tables`.
+        is_sync: Whether a lost server ends the job.
+
+    Attributes:
+        lock: Held while servers write tables, or read them.
+        latest: Folders that may have the last state that this job has written, the content of its
+            list, and its place in the training; None before the first.
+    """
+
+    def __init__(self, servers: Servers, tables: Tables, is_sync: bool) -> None:
+        self._servers, self._tables, self._is_sync = servers, tables, is_sync
+        self.lock = threading.Lock()
+        self.latest: tuple[list[str], dict[str, Any], str] | None = None
+        self._kept: set[str] = set()
+
+    def is_on_servers(self, variable: Any) -> bool:
+        return isinstance(getattr(variable, "_value", None), TableVariable)
+
+    def any_of(self, model: keras.Model) -> bool:
+        return bool(self._places(model))
+
+    def parts_on_servers(self, model: keras.Model) -> list[Any]:
+        return list(filter(self.is_on_servers, with_slots(model)))
+
+    def slots_of(self, variable: Any, model: keras.Model) -> list[Any]:
+        if not self.is_on_servers(variable):
+            return super().slots_of(variable, model)
+        table = variable._value.table
+        parts = self.parts_on_servers(model)
+        return [v for v in parts if v._value.table is table and v._value.slot]
+
+    def check_writable(self, model: keras.Model, folder: str) -> None:
+        if self.any_of(model):
+            with self._lost_for_all():
+                self._servers.ask_all("check_directory", directory=folder)
+
+    def write(
+        self, model: keras.Model, folder: str, stems: Sequence[str] | None
+    ) -> dict[str, Any] | None:
+        places = self._places(model)
+        try:
+            with self._lost_for_all(), self.lock:
+                if stems is not None:
+                    if self.latest is not None and folder in self.latest[0]:
+                        # Also of a `fit` that has ended: a restart of the job may need them.
+                        stems = [*stems, self.latest[1]["stem"]]
+                    self._servers.ask_all("keep", directory=folder, stems=stems)
+                content = saving.write(self._servers, self._tables.all, folder, stems)
+        except TableServerLostError as error:
+            logger.warning("there is no backup of this step: %s", error)
+            return None
+        for entry in content["tables"]:
+            entry["place"] = places.get(entry["key"])
+        return content
+
+    def note_written(self, folder: str, content: dict[str, Any], at: str) -> None:
+        with self.lock:
+            self.latest = [folder], content, at
+
+    def read(
+        self, model: keras.Model, folder: str, content: dict[str, Any], is_strict: bool
+    ) -> str | None:
+        keys = {place: key for key, place in self._places(model).items()}
+        pairs = [
+            (self._tables.all[keys[entry["place"]]], entry)
+            for entry in content["tables"]
+            if entry["place"] in keys
+        ]
+        request = saving.request_of(pairs, folder, content, is_strict)
+        try:
+            with self._lost_for_all(), self.lock:
+                self._servers.ask_all("load", **request)
+        except TableServerLostError:
+            raise
+        except TableServerError as error:
+            return f"{error}"
+        return None
+
+    def note_ended(self, folder: str, kept: str | None) -> None:
+        with self.lock:
+            is_latest = self.latest is not None and folder in self.latest[0]
+            if kept is None:
+                self.latest = None if is_latest else self.latest
+                self._delete(folder)
+            elif self.latest is not None and is_latest:
+                # On disks of their own, servers have them where they were.
+                self.latest = [kept, folder], *self.latest[1:]
+        if kept is not None and folder not in self._kept:
+            self._kept.add(folder)
+            self._servers.at_good_end(lambda: self._delete_unlisted(folder))
+
+    def recovery_request(self, folder: str, content: dict[str, Any]) -> dict[str, Any]:
+        """Request to a server that was started again to read its rows."""
+        stored = {entry["key"]: entry for entry in content["tables"]}
+        lacking = [table.name for table in self._tables.all if table.key not in stored]
+        if lacking:
+            raise ValueError(f"The last backup is older than some tables. Received: {lacking}")
+        pairs = [(table, stored[table.key]) for table in self._tables.all]
+        return saving.request_of(pairs, folder, content, is_strict=False)
+
+    def _delete(self, folder):
+        with contextlib.suppress(TableServerError):
+            self._servers.ask_all("keep", directory=folder, stems=[])
+
+    def _delete_unlisted(self, folder):
+        # Another `fit` may have left its state there.
+        if not tf.io.gfile.exists(os.path.join(folder, LIST)):
+            self._delete(folder)
+
+    def _places(self, model):
+        """Places of a model's tables in it, by the tables' numbers."""
+        return {
+            variable._value.table.key: place
+            for place, variable in by_place(model).items()
+            if self.is_on_servers(variable) and not variable._value.slot
+        }
+
+    @contextlib.contextmanager
+    def _lost_for_all(self) -> Iterator[None]:
+        """Context in which a lost server ends a synchronous job."""
+        try:
+            yield
+        except TableServerLostError as error:
+            if not self._is_sync:
+                raise
+            raise failure.PeerLostError(f"{error}") from None

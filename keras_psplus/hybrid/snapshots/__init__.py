@@ -1,1 +1,0 @@
-"""Snapshots of a job: tables by the servers, all else by the chief."""
