@@ -21,10 +21,8 @@ from keras_psplus.cluster.discovery import discovery
 from keras_psplus.cluster.launcher import launch_flags
 from keras_psplus.cluster.secret import Secret
 from keras_psplus.cluster.serving import serve as cluster_serve
-from keras_psplus.cluster.startup.local_address import bind_local_address
-from keras_psplus.cluster.wire.hello import JobSecret
+from keras_psplus.cluster.startup.local_address import listen_on_own_address
 from keras_psplus.cluster.wire.identity import PeerIdentity
-from keras_psplus.cluster.wire.listener import Listener
 from keras_psplus.compression import Compressor
 from keras_psplus.hybrid import stalls
 from keras_psplus.hybrid.context import TableContext
@@ -219,9 +217,9 @@ class HybridStrategy(TableSaving, MultiWorkerMirroredStrategy):
             return
         if task.num_workers == 1:
             # Nothing else is at this address, by which the servers see that the job goes on.
-            mine = PeerIdentity.of(task)
-            bound = bind_local_address(task, mine, startup_timeout, print)
-            self._listener = Listener(bound, mine, JobSecret.of(task))
+            self._listener = listen_on_own_address(
+                task, PeerIdentity.of(task), startup_timeout, print
+            )
         patience = _PATIENCE if sync else table_timeout
         recovers = snapshot_every is not None and not sync
         servers = Servers(task, secret, table_timeout, patience, recovers)

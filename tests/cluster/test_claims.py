@@ -5,8 +5,9 @@ import socket
 
 import pytest
 
+from keras_psplus.cluster.channel.sessions import RefusedError, Session
 from keras_psplus.cluster.ports import free_ports
-from keras_psplus.cluster.secret import RefusedError, Secret, Session
+from keras_psplus.cluster.secret import Secret
 from keras_psplus.cluster.serving import claims as claims_module
 from keras_psplus.cluster.serving.claims import LeaseHolder
 

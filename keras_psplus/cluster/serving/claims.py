@@ -18,15 +18,15 @@ from typing import Any
 
 import tensorflow as tf
 
-from keras_psplus.cluster.config import ClusterStartupError, TaskConfig
-from keras_psplus.cluster.environment import TOKEN_VARIABLE
-from keras_psplus.cluster.secret import (
+from keras_psplus.cluster.channel.sessions import (
     AnotherProcessError,
     Authenticator,
     RefusedError,
-    Secret,
     Session,
 )
+from keras_psplus.cluster.config import ClusterStartupError, TaskConfig
+from keras_psplus.cluster.environment import TOKEN_VARIABLE
+from keras_psplus.cluster.secret import Secret
 from keras_psplus.cluster.wire import handshake
 from keras_psplus.cluster.wire.identity import PeerIdentity
 from keras_psplus.tf_internals import script_ops

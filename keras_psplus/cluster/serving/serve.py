@@ -131,7 +131,7 @@ def outlive(
     leader, address = _leader(config)
     if not _within(
         startup_timeout,
-        lambda a: has_come() or handshake.grpc_responds(a, _GREETING_TIMEOUT),
+        lambda a: has_come() or handshake.tensorflow_responds(a, _GREETING_TIMEOUT),
         address,
     ):
         raise ClusterStartupError(
@@ -160,7 +160,7 @@ def wait_for_end_of_chief(config: TaskConfig, chief_gone: float = 5.0) -> None:
         chief_gone: Seconds for which the chief cannot be reached before it counts as ended.
     """
     address = config.cluster.get("chief", config.cluster.get("worker", ()))[0]
-    while not handshake.grpc_responds(address, _GREETING_TIMEOUT):
+    while not handshake.tensorflow_responds(address, _GREETING_TIMEOUT):
         time.sleep(_POLL)
     _outlive(address, lambda: chief_gone)
 

@@ -5,11 +5,11 @@ import dataclasses
 import time
 from collections.abc import Callable, Collection
 
+from keras_psplus.cluster.channel.sessions import JobSecret
 from keras_psplus.cluster.config import ClusterStartupError, TaskConfig, split_address, task_name
 from keras_psplus.cluster.startup.local_address import is_local
 from keras_psplus.cluster.startup.peer_sampling import neighbours
 from keras_psplus.cluster.wire import handshake
-from keras_psplus.cluster.wire.hello import JobSecret
 from keras_psplus.cluster.wire.identity import PeerIdentity, conflict
 from keras_psplus.cluster.wire.listener import Listener
 

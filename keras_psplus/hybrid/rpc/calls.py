@@ -15,7 +15,8 @@ import numpy as np
 import tensorflow as tf
 from tensorflow.distribute.experimental.rpc.kernels import gen_rpc_ops
 
-from keras_psplus.cluster.secret import AnotherProcessError, RefusedError, Secret, Session
+from keras_psplus.cluster.channel.sessions import AnotherProcessError, RefusedError, Session
+from keras_psplus.cluster.secret import Secret
 from keras_psplus.cluster.wire import handshake
 from keras_psplus.core.jobs import failure
 from keras_psplus.errors import TableServerError, TableServerLostError

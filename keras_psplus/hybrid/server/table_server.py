@@ -16,9 +16,10 @@ from typing import Any
 
 import tensorflow as tf
 
+from keras_psplus.cluster.channel.sessions import Authenticator
 from keras_psplus.cluster.config import TaskConfig
 from keras_psplus.cluster.environment import TOKEN_VARIABLE
-from keras_psplus.cluster.secret import Authenticator, Secret
+from keras_psplus.cluster.secret import Secret
 from keras_psplus.hybrid.files import shard_files, snapshot_folders
 from keras_psplus.hybrid.rows.row_optimizer import check_elementwise
 from keras_psplus.hybrid.rpc import names
