@@ -19,9 +19,11 @@ from keras_psplus.cluster.channel.sessions import (
     Session,
 )
 from keras_psplus.cluster.config import ClusterConfigError, TaskConfig
+from keras_psplus.cluster.environment import TOKEN_VARIABLE
 from keras_psplus.cluster.ports import free_ports
 from keras_psplus.cluster.secret import Secret
 from keras_psplus.cluster.startup import preflight
+from keras_psplus.cluster.testing import run_in_processes
 from keras_psplus.cluster.wire import handshake
 from keras_psplus.cluster.wire.identity import PeerIdentity
 from keras_psplus.cluster.wire.listener import Listener
@@ -117,7 +119,7 @@ def test_garbage_and_silence_are_bounded():
             answer = json.loads(client.send(text, 5))
             assert set(answer) in ({"error"}, {"session", "process", "hint"})
         with pytest.raises(ChannelError, match="larger than max"):
-            client.send("x" * 100_000, 5)
+            client.send("x" * 1_100_000, 5)
         host, port = echo.address.split(":")
         silent = [socket.create_connection((host, int(port)), 5) for _ in range(300)]
         for number, connection in enumerate(silent):
@@ -271,3 +273,38 @@ def test_files_that_do_not_go_together_are_named(monkeypatch, pki, tmp_path):
         with pytest.raises(ClusterConfigError, match=message) as error:
             tls.Tls.from_env()
         assert "Received: KERAS_PSPLUS_TLS_CERT=" in str(error.value)
+
+
+JOB = """
+import os
+os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "2")
+import sys
+import keras, numpy as np
+import keras_psplus as psp
+
+kind = {"hybrid": psp.HybridStrategy, "ps": psp.ParameterServerStrategy}[sys.argv[1]]
+strategy = kind(min_table_bytes=1) if sys.argv[1] == "hybrid" else kind()
+with strategy.scope():
+    model = keras.Sequential([keras.Input((3,), dtype="int32"), keras.layers.Embedding(20, 4)])
+    model.add(keras.layers.Flatten())
+    model.add(keras.layers.Dense(1))
+    model.compile("sgd", "mse")
+x = np.arange(48).reshape(16, 3) % 20
+loss = model.fit(x, np.ones((16, 1)), batch_size=8, epochs=2, verbose=0).history["loss"]
+print("losses", loss[0] > loss[1])
+"""
+
+
+@pytest.mark.parametrize("kind", ["hybrid", "ps"])
+def test_a_job_with_a_token_and_mutual_tls_trains(pki, kind):
+    result = run_in_processes(
+        JOB,
+        workers=1 + (kind == "hybrid"),
+        ps=1,
+        chief=kind == "ps",
+        args=[kind],
+        env={**pki["mutual"], TOKEN_VARIABLE: "of the job", "CUDA_VISIBLE_DEVICES": ""},
+        timeout=300,
+    )
+    assert "losses True" in result.logs["chief-0" if kind == "ps" else "worker-0"]
+    assert set(result.exit_codes.values()) == {0}

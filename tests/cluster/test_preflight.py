@@ -446,7 +446,7 @@ def _call(address, identity, proof):
         call = {"caller": "n", "session": json.loads(opened)["session"], "number": 1}
         call |= {"body": identity, "proof": proof}
         with pytest.raises(ChannelError, match="larger than max"):
-            client.send(json.dumps(call) + " " * 100_000, 5)
+            client.send(json.dumps(call) + " " * 1_100_000, 5)
         return opened, client.send(json.dumps(call), 5)
 
 

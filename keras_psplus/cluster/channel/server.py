@@ -15,7 +15,7 @@ from keras_psplus.cluster.channel.tls import Tls
 
 METHOD = "/keras_psplus.Control/Call"
 _THREADS, _MOST_CALLS = 8, 64
-_LONGEST = 1 << 16  # bytes: the hosts of some thousand tasks
+_LONGEST = 1 << 20  # bytes: what describes some thousand tasks or tables
 _HANDSHAKE_SECONDS, _IDLE_SECONDS, _KEEPALIVE_SECONDS, _ALIVE_SECONDS = 5, 40, 10, 10
 _MOST_CONNECTIONS = 4096
 
@@ -29,7 +29,6 @@ class ChannelServer:
         handle: Function of a request's text and of the caller's host that returns the answer's.
         hint: Function that returns what anybody is told who calls.
         refuse: Function of the host of a caller without a proof.
-        longest: Bytes of a message.
 
     Raises:
         OSError: If it cannot listen there.
@@ -42,7 +41,6 @@ class ChannelServer:
         handle: Callable[[str, str], str],
         hint: Callable[[], Any] = lambda: None,
         refuse: Callable[[str], None] = lambda host: None,
-        longest: int = _LONGEST,
     ) -> None:
         grpc = grpc_module.load()
         tls = Tls.from_env()
@@ -53,7 +51,7 @@ class ChannelServer:
             maximum_concurrent_rpcs=_MOST_CALLS,
             options=[
                 ("grpc.so_reuseport", 0),
-                ("grpc.max_receive_message_length", longest),
+                ("grpc.max_receive_message_length", _LONGEST),
                 ("grpc.max_metadata_size", 8192),
                 ("grpc.max_allowed_incoming_connections", _MOST_CONNECTIONS),
                 ("grpc.server_handshake_timeout_ms", 1000 * _HANDSHAKE_SECONDS),

@@ -12,7 +12,7 @@ import tensorflow as tf
 from keras_psplus.cluster.config import ClusterConfigError, ClusterStartupError, TaskConfig
 from keras_psplus.cluster.monitor import task_report
 from keras_psplus.cluster.process import termination, tuning
-from keras_psplus.cluster.serving import shutdown
+from keras_psplus.cluster.serving import control, shutdown
 from keras_psplus.cluster.serving.claims import LeaseHolder
 from keras_psplus.cluster.startup.preflight import check_local_address
 from keras_psplus.cluster.wire import handshake
@@ -69,7 +69,11 @@ def serve(
     tuning.tune()
     if config.task_type == "ps":
         tuning.hide_gpus()
-    listener, claims = shutdown.ShutdownListener(), LeaseHolder(config.name, address)
+    listener = shutdown.ShutdownListener()
+    # Before TensorFlow's server, by which a chief sees that this task is here.
+    channel = control.listen_to_chief(
+        config, {"claim": LeaseHolder(address).claim, "word": listener.receive}
+    )
     try:
         server = tf.distribute.Server(
             tf.train.ClusterSpec({job: list(tasks) for job, tasks in config.cluster.items()}),
@@ -99,7 +103,7 @@ def serve(
         chief_gone,
         log,
     )
-    del claims  # TensorFlow's registry has it no longer than this function.
+    channel.close()
     return server
 
 

@@ -43,17 +43,7 @@ def listen_on_own_address(
 def check_own_address(
     config: TaskConfig, mine: PeerIdentity, patience: float, log: Callable[[str], None]
 ) -> None:
-    """Checks that the task's own port can be listened on.
-
-    Args:
-        config: This process's `TaskConfig`.
-        mine: This process's `PeerIdentity`.
-        patience: Seconds that the host name may take to resolve.
-        log: Function that takes a line of warning.
-
-    Raises:
-        ClusterStartupError: If that is not possible; the message says why.
-    """
+    """Checks that the task's own port can be listened on, as `listen_on_own_address` does it."""
     assert config.address is not None
     host, port = split_address(config.address)
     family = _resolve_own(config, host, patience)

@@ -16,7 +16,7 @@ from keras_psplus.cluster.wire.listener import Listener
 _LOG_EVERY = 10.0
 _PAUSE = 0.3
 _ROUND = 3.0  # the first task of a large cluster calls those that have not called it so often
-_COURTESY = 2.0
+_COURTESY, _TRIES = 2.0, 2
 _CLOSED_MEANS_UP = 3  # a proxy may accept and close; TensorFlow will find out
 
 
@@ -241,8 +241,11 @@ class SparsePeerDiscovery(PeerDiscovery):
         # This task may have found itself, at an address of another host.
         waiting = self._also_waiting - {self._leader}
         others = [(name, self._addresses[name]) for name in waiting]
-        if others:
-            self._dial(others, dataclasses.replace(self._mine, all_here=True), _COURTESY)
+        for _ in range(_TRIES if others else 0):
+            calls = self._dial(others, dataclasses.replace(self._mine, all_here=True), _COURTESY)
+            others = [other for other in others if calls[other[0]].exception() is not None]
+            if not others:
+                break
         return True
 
     def _awaited(self):

@@ -14,7 +14,7 @@ from keras_psplus.cluster.config import split_address
 from keras_psplus.cluster.environment import TOKEN_VARIABLE
 from keras_psplus.cluster.wire.identity import PeerIdentity
 
-ANSWER_TIMEOUT = 1.0  # a peer that accepts and stays silent runs another server: it is up
+ANSWER_TIMEOUT = 2.0  # a peer that accepts and stays silent runs another server: it is up
 
 
 class StrangerError(OSError):
@@ -66,17 +66,32 @@ def dial(
                 raise OSError("it stopped answering") from None
             if error.code in ("UNIMPLEMENTED", "DEADLINE_EXCEEDED"):
                 return None
-            return _without_tls(address, own_tls, error)
+            if explain_tls(address, own_tls, str(error)):
+                return None
+            # A listener that has just ended; its TensorFlow server comes up there in a moment.
+            raise ConnectionResetError("it closed the connection") from None
 
 
-def _without_tls(address, own, error):
-    """Says of a server that breaks calls off whether TLS is why; None for TensorFlow's."""
+def explain_tls(address: str, own: tls.Tls | None, met: str) -> bool:
+    """Raises if a server breaks calls off because of TLS.
+
+    Args:
+        address: The server's `host:port`.
+        own: `Tls` of this process.
+        met: Text of the error that the call has met.
+
+    Returns:
+        Whether it is a server that knows nothing of this library, such as TensorFlow's.
+
+    Raises:
+        OSError: If one of the two speaks TLS and the other does not, or does not trust it.
+    """
     if tls.is_spoken_at(address, ANSWER_TIMEOUT):
         if own is None:
             raise OSError(f"it speaks TLS, and this task does not: set {tls.CERT} here, too")
         raise OSError(
             f"the TLS handshake failed: see that {tls.CERT} and {tls.CA} of both tasks go together "
-            f"({_short(error)})"
+            f"({_short(met)})"
         )
     if own is not None:
         with ChannelClient(address, None) as client:
@@ -84,15 +99,14 @@ def _without_tls(address, own, error):
                 client.send(json.dumps({"open": ""}), ANSWER_TIMEOUT)
             except ChannelError as plain:
                 if plain.code in ("UNIMPLEMENTED", "DEADLINE_EXCEEDED"):
-                    return None
+                    return True
             else:
                 raise OSError(f"it does not speak TLS, and this task does: set {tls.CERT} there")
-    # A listener that has just ended; its TensorFlow server comes up on the same port in a moment.
-    raise ConnectionResetError("it closed the connection")
+    return False
 
 
-def _short(error):
-    return str(error).rpartition("last error: ")[2].partition("\n")[0][:200]
+def _short(text):
+    return text.rpartition("last error: ")[2].partition("\n")[0][:200]
 
 
 def connect(address: str, timeout: float) -> socket.socket:
