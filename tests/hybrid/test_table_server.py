@@ -18,10 +18,11 @@ import tensorflow as tf
 from keras_psplus.cluster.config import ClusterStartupError, TaskConfig
 from keras_psplus.cluster.ports import free_ports
 from keras_psplus.cluster.secret import Secret
+from keras_psplus.errors import TableServerError, TableServerLostError
 from keras_psplus.hybrid.files import saving, snapshot_folders
 from keras_psplus.hybrid.rows.row_optimizer import config_of
 from keras_psplus.hybrid.rpc import servers as servers_module
-from keras_psplus.hybrid.rpc.calls import ControlLink, TableServerError, TableServerLostError
+from keras_psplus.hybrid.rpc.control_link import ControlLink
 from keras_psplus.hybrid.rpc.servers import Servers
 from keras_psplus.hybrid.server.table_server import TableServer
 from keras_psplus.hybrid.snapshots.snapshot_schedule import Snapshots
