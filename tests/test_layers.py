@@ -43,8 +43,8 @@ FOLDERS = {
         *("doctor", "run", "exec", "plan", "export", "main"),
     ],
     "cluster": [
-        *("config", "gpus", "ports", "secret", "output", "process", "environment", "wire"),
-        "discovery",
+        *("config", "gpus", "ports", "secret", "output", "process", "environment", "channel"),
+        *("wire", "discovery"),
         *("monitor", "startup", "roles", "launcher", "serving", "processes", "testing"),
         *("restarts", "in_process"),
     ],

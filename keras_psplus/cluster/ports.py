@@ -8,10 +8,24 @@ import socket
 _LOWEST, _HIGHEST = 10000, 65535
 _EPHEMERAL_FILE = "/proc/sys/net/ipv4/ip_local_port_range"
 _TRIES_PER_PORT = 200
+_TO_CONTROL = 1000
+
+
+def control_port(port: int) -> int:
+    """Returns the port of the control channel of a task that serves, by that of TensorFlow."""
+    return port + _TO_CONTROL if port + _TO_CONTROL <= 65535 else port - _TO_CONTROL
+
+
+def control_address(address: str) -> str:
+    """Returns `host:port` of the control channel, by a task's own."""
+    host, _, port = address.rpartition(":")
+    return f"{host}:{control_port(int(port))}"
 
 
 def free_ports(n: int, host: str = "127.0.0.1") -> list[int]:
     """Finds distinct free TCP ports for servers that start a little later.
+
+    The ports of their control channels are free, too.
 
     Ports outside the ephemeral range are preferred: the kernel hands
     ephemeral ports to outgoing connections of any process, which could take
@@ -44,9 +58,14 @@ def free_ports(n: int, host: str = "127.0.0.1") -> list[int]:
                 break
             port = chooser.choice(candidates) if candidates else 0
             bound = _bind(host, port)
-            if bound is not None:
-                held.append(bound)  # keeps the next choices distinct
-                ports.append(bound.getsockname()[1])
+            if bound is None:
+                continue
+            held.append(bound)  # keeps the next choices distinct
+            number = bound.getsockname()[1]
+            control = _bind(host, control_port(number))
+            if control is not None:
+                held.append(control)
+                ports.append(number)
     finally:
         for bound in held:
             bound.close()

@@ -21,10 +21,8 @@ from keras_psplus.cluster.discovery import discovery
 from keras_psplus.cluster.launcher import launch_flags
 from keras_psplus.cluster.secret import Secret
 from keras_psplus.cluster.serving import serve as cluster_serve
-from keras_psplus.cluster.startup.local_address import bind_local_address
-from keras_psplus.cluster.wire.hello import JobSecret
+from keras_psplus.cluster.startup.local_address import listen_on_own_address
 from keras_psplus.cluster.wire.identity import PeerIdentity
-from keras_psplus.cluster.wire.listener import Listener
 from keras_psplus.compression import Compressor
 from keras_psplus.files import shard_files
 from keras_psplus.hybrid import stalls
@@ -201,9 +199,9 @@ class HybridStrategy(TableSaving, MultiWorkerMirroredStrategy):
             return
         if task.num_workers == 1:
             # Nothing else is at this address, by which the servers see that the job goes on.
-            mine = PeerIdentity.of(task)
-            bound = bind_local_address(task, mine, startup_timeout, print)
-            self._listener = Listener(bound, mine, JobSecret.of(task))
+            self._listener = listen_on_own_address(
+                task, PeerIdentity.of(task), startup_timeout, print
+            )
         patience = _PATIENCE if sync else table_timeout
         servers = Servers(task, secret, table_timeout, patience, recovers=not sync)
         servers.greet(agreed, self.num_replicas_in_sync, startup_timeout)

@@ -17,7 +17,6 @@ from keras_psplus.tf_internals import (
     distributed_values,
     func_graph,
     resource_variable_ops,
-    script_ops,
 )
 
 _WORKER = cluster_coordinator.Worker
@@ -107,14 +106,6 @@ HOOKS = (
         None,
         "parameter_server.extended",
         "a variable on a server is given a class whose reads a worker's function shares",
-    ),
-    Hook(
-        script_ops.FuncRegistry,
-        "insert",
-        ["self", "func"],
-        None,
-        "cluster.serving",
-        "a chief calls functions of its servers, by tokens that both know",
     ),
     Hook(
         func_graph,

@@ -27,12 +27,10 @@ def read_task() -> config.TaskConfig:
     return task
 
 
-def devices_of_servers(spec: Mapping[str, Sequence[str]]) -> dict[str, str]:
-    """Names of one device of each task that serves, by the task's name."""
+def addresses_of_servers(spec: Mapping[str, Sequence[str]]) -> dict[str, str]:
+    """Addresses of the tasks that serve, by their names."""
     return {
-        f"{job}-{i}": f"/job:{job}/replica:0/task:{i}/device:CPU:0"
-        for job in ("ps", "worker")
-        for i in range(len(spec[job]))
+        f"{job}-{i}": address for job in ("ps", "worker") for i, address in enumerate(spec[job])
     }
 
 

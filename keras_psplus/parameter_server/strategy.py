@@ -202,7 +202,7 @@ class ParameterServerStrategy(StateDicts, tf.distribute.ParameterServerStrategy)
         self._chief = None
         if self._task is not None:
             job_failure.install_exit_hook()
-            self._chief = shutdown.ShutdownNotifier(startup.devices_of_servers(spec))
+            self._chief = shutdown.ShutdownNotifier(startup.addresses_of_servers(spec))
         tf.distribute.Strategy.__init__(
             self,
             ParameterServerExtended(
@@ -259,7 +259,7 @@ class ParameterServerStrategy(StateDicts, tf.distribute.ParameterServerStrategy)
         # It is another process, to which this chief is one of many.
         with contextlib.suppress(ClusterStartupError):
             self._claimant.claim(name)
-        self._chief.greet_again(name)
+        self._chief.greet(name)
 
     def __repr__(self) -> str:
         return strategy_text.describe(self, self._task, **self._options)

@@ -190,7 +190,7 @@ class PipelineStrategy(StateDicts, tf.distribute.Strategy):
         job_failure.install_exit_hook()
         count = len(spec["worker"])
         self._chief = shutdown.ShutdownNotifier(
-            {f"worker-{i}": startup.device_of_worker(i, "CPU") for i in range(count)}
+            {f"worker-{i}": address for i, address in enumerate(spec["worker"])}
         )
         return startup.devices_of_workers(count), "/job:chief/replica:0/task:0/device:CPU:0"
 

@@ -52,7 +52,6 @@ from tensorflow.python.ops import (
     collective_ops,
     control_flow_util,
     resource_variable_ops,
-    script_ops,
 )
 from tensorflow.python.ops import control_flow_v2_func_graphs as control_flow_func_graphs
 from tensorflow.python.trackable import base as trackable_base
@@ -101,7 +100,6 @@ __all__ = [
     "registered_kernels",
     "repeat_op",
     "resource_variable_ops",
-    "script_ops",
     "shard_op",
     "sharded_variable",
     "skip_op",

@@ -26,7 +26,6 @@ from keras_psplus.tf_internals import (
     prefetch_op,
     repeat_op,
     resource_variable_ops,
-    script_ops,
     shard_op,
     sharded_variable,
     skip_op,
@@ -43,8 +42,6 @@ ATTRIBUTES = [
         framework_ops.Operation,
         "_add_control_input _is_stateful _set_device _update_input",
     ),
-    (script_ops, "_py_funcs"),
-    (script_ops.FuncRegistry, "_funcs"),
     # Variables and checkpoints.
     (resource_variable_ops, "_variable_handle_from_shape_and_dtype"),
     (resource_variable_ops.BaseResourceVariable, "_handle_name"),

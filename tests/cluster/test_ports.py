@@ -11,8 +11,11 @@ def test_ports_are_distinct_and_can_be_bound():
     chosen = free_ports(20)
     assert len(set(chosen)) == 20
     for port in chosen:
-        with socket.socket() as trial:
-            trial.bind(("127.0.0.1", port))
+        for number in (port, ports.control_port(port)):
+            with socket.socket() as trial:
+                trial.bind(("127.0.0.1", number))
+    assert ports.control_address("[::1]:2222") == "[::1]:3222"
+    assert ports.control_port(65_000) == 64_000
 
 
 def test_ports_lie_outside_the_ephemeral_range(monkeypatch):

@@ -9,6 +9,8 @@ import time
 
 import pytest
 
+from keras_psplus.cluster.channel.client import ChannelClient, ChannelError
+from keras_psplus.cluster.channel.sessions import JobSecret
 from keras_psplus.cluster.config import ClusterStartupError, TaskConfig
 from keras_psplus.cluster.environment import TOKEN_VARIABLE
 from keras_psplus.cluster.ports import free_ports
@@ -18,8 +20,7 @@ from keras_psplus.cluster.startup.preflight import (
     probe_peers,
     wait_for_cluster,
 )
-from keras_psplus.cluster.wire import handshake, hello
-from keras_psplus.cluster.wire.hello import JobSecret
+from keras_psplus.cluster.wire import handshake
 from keras_psplus.cluster.wire.identity import PeerIdentity, conflict
 
 
@@ -167,12 +168,7 @@ def test_task_at_anothers_address_is_named():
     [
         b"GET / HTTP/1.1\r\n\r\n",
         b"\x00" * 5000,
-        b"keras-psplus hello 2 nonsense\n",
-        b"keras-psplus hello 2 {}\n",
-        b'keras-psplus hello 2 ["a"]\n',
-        b'keras-psplus hello 2 {"nonce": Infinity}\n',
-        b"keras-psplus hello 2 " + b"[" * 30_000 + b"\n",
-        b"keras-psplus hello 2 " + b"x" * 100_000,
+        b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n" + b"\xff" * 100_000,
         b"",
     ],
 )
@@ -218,10 +214,11 @@ def test_strangers_who_know_the_protocol_are_not_listened_to(monkeypatch, capfd,
     ]
     for number, text in enumerate(texts):
         proof = ["", "0" * 64, "\ud800"][number % 3]
-        answer = _call(address, text, proof)
+        opened, answer = _call(address, text, proof)
         # Nothing that would help is said to them: no address of the cluster.
-        assert cluster["worker"][1].encode() not in answer
-        assert not (token and answer)
+        assert cluster["worker"][1] not in opened + answer
+        assert not (token and json.loads(opened)["hint"])
+        assert json.loads(answer) == {"error": ""}
     assert first.is_alive()
     second = Waiting(TaskConfig(cluster, "worker", 1))
     assert (first.result(), second.result()) == (None, None)
@@ -443,15 +440,14 @@ def _start(config):
 
 
 def _call(address, identity, proof):
-    """Says hello with any text; returns what came back for it."""
-    host, port = address.split(":")
-    with socket.create_connection((host, int(port)), 5) as connection, contextlib.suppress(OSError):
-        connection.sendall(hello.line_of(nonce="n"))
-        line = connection.recv(4096)
-        assert hello.fields_of(line, "nonce")
-        connection.sendall(hello.line_of(identity=identity, proof=proof))
-        return connection.recv(65536)
-    return b""
+    """Calls with any text instead of an identity; returns what came back for it."""
+    with ChannelClient(address, None) as client:
+        opened = client.send(json.dumps({"open": "n"}), 5)
+        call = {"caller": "n", "session": json.loads(opened)["session"], "number": 1}
+        call |= {"body": identity, "proof": proof}
+        with pytest.raises(ChannelError, match="larger than max"):
+            client.send(json.dumps(call) + " " * 1_100_000, 5)
+        return opened, client.send(json.dumps(call), 5)
 
 
 def _dial_until_up(address, config):

@@ -45,7 +45,7 @@ if config.task_type == "chief":
     tf.config.experimental_connect_to_cluster(
         tf.train.ClusterSpec(cluster), job_name="chief", protocol="grpc"
     )
-    ShutdownNotifier({"ps-0": "/job:ps/replica:0/task:0/device:CPU:0"})
+    ShutdownNotifier({"ps-0": config.cluster["ps"][0]})
     if sys.argv[1] == "killed":
         os.kill(os.getpid(), 9)
     if sys.argv[1] == "raises":

@@ -1,7 +1,7 @@
 """Rendezvous: processes exchange their hosts if they know the first one's only.
 
 The others connect to the first process, at the address that it will have in the cluster, with the
-lines that tasks exchange before TensorFlow starts (`handshake`); it reads their hosts from the
+handshake of tasks before TensorFlow starts (`handshake`); it reads their hosts from the
 connections, and answers with all hosts once it knows them. Callers that do not know the job's
 secret are ignored.
 """
@@ -13,9 +13,9 @@ import socket
 import time
 from collections.abc import Callable
 
+from keras_psplus.cluster.channel.sessions import JobSecret
 from keras_psplus.cluster.config import ClusterConfigError, split_address
 from keras_psplus.cluster.wire import handshake
-from keras_psplus.cluster.wire.hello import JobSecret
 from keras_psplus.cluster.wire.identity import PeerIdentity
 from keras_psplus.cluster.wire.listener import Listener
 from keras_psplus.log import logger
@@ -54,7 +54,10 @@ def exchange_hosts(rank: int, size: int, address: str, timeout: float) -> tuple[
 
 def _lead(mine, job, size, address, wait):
     host, port = split_address(address)
-    listener = Listener(_bind(host, port, wait), mine, job)
+    try:
+        listener = Listener(port, mine, job)
+    except OSError:
+        raise wait.error(f"{_name(0)} cannot listen on port {port}") from None
     others = [_name(rank) for rank in range(1, size)]
     try:
         while missing := [name for name in others if name not in listener.callers_from]:
@@ -92,14 +95,6 @@ def _follow(mine, job, address, wait):
     with contextlib.suppress(OSError):
         handshake.dial(address, dataclasses.replace(mine, task=f"{mine.task}, told"), job)
     return tuple(theirs.cluster.split(","))
-
-
-def _bind(host, port, wait):
-    try:
-        family = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0][0]
-        return socket.create_server(("", port), family=family, backlog=1024)
-    except OSError as error:
-        raise wait.error(f"{_name(0)} cannot listen on port {port}: {error.strerror}") from None
 
 
 class _Wait:

@@ -1,38 +1,25 @@
 """Leases of serving tasks: a server belongs to the first chief that claims it.
 
 TensorFlow's servers accept requests from anybody, and two chiefs with the same servers wait for
-each other without end. So a chief claims its servers before it connects to them: by a session of
-TensorFlow 1, which touches nothing of the jobs that a server has, and a function in the server's
-process. A claim ends with its chief.
+each other without end. So a chief claims its servers before it connects to them, by their control
+channels. A claim ends with its chief.
 """
 
 import concurrent.futures
 import functools
-import json
-import os
 import threading
 import time
 import uuid
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-import tensorflow as tf
-
+from keras_psplus.cluster.channel.sessions import RefusedError
 from keras_psplus.cluster.config import ClusterStartupError, TaskConfig
-from keras_psplus.cluster.environment import TOKEN_VARIABLE
-from keras_psplus.cluster.secret import (
-    AnotherProcessError,
-    Authenticator,
-    RefusedError,
-    Secret,
-    Session,
-)
+from keras_psplus.cluster.ports import control_address
+from keras_psplus.cluster.serving import control
 from keras_psplus.cluster.wire import handshake
 from keras_psplus.cluster.wire.identity import PeerIdentity
-from keras_psplus.tf_internals import script_ops
 
-_TOKEN = "keras_psplus_chief_claims"
-_ANSWER_SECONDS = 15.0
 # From a claim until the chief's own server must accept connections.
 _START_SECONDS = 30.0
 _CONNECT_SECONDS = 1.0
@@ -42,22 +29,13 @@ class LeaseHolder:
     """Notes, in a task that serves, which chief it belongs to.
 
     Args:
-        name: This task's name.
         leader: Address of the chief that it expects.
     """
 
-    def __init__(self, name: str, leader: str) -> None:
+    def __init__(self, leader: str) -> None:
         self._leader = leader
         self._holder: dict[str, Any] | None = None
         self._lock = threading.Lock()
-        self._gate = Authenticator(
-            _secret(),
-            f"{name} belongs to another job: its token differs. Start all tasks with the same "
-            f"{TOKEN_VARIABLE}, or all without. Received: another token",
-        )
-        # TensorFlow's registry holds functions weakly.
-        self._function = self._hear
-        script_ops._py_funcs._funcs[_TOKEN] = self._function
 
     def claim(self, who: str, host: str, process: str, address: str | None) -> str | None:
         """Gives this task to a chief, unless another one has it.
@@ -91,12 +69,6 @@ class LeaseHolder:
             return True
         return False
 
-    def _hear(self, text):
-        return self._gate.answer(text.decode(errors="replace"), self._answer).encode()
-
-    def _answer(self, body):
-        return json.dumps({"held": self.claim(**json.loads(body))})
-
 
 class ServerLease:
     """A chief's side of `LeaseHolder`.
@@ -111,7 +83,7 @@ class ServerLease:
     ) -> None:
         # A server that two jobs share by mistake is a ps more often than a worker.
         self._servers = {
-            f"{job}-{index}": (job, index, address)
+            f"{job}-{index}": address
             for job in ("ps", "worker")
             for index, address in enumerate(cluster.get(job, ()))
         }
@@ -134,16 +106,19 @@ class ServerLease:
 
     def claim(self, name: str) -> None:
         """Claims one server; one that knows nothing of claims is left as it is."""
-        job, index, address = self._servers[name]
+        address = self._servers[name]
         received = f"TF_CONFIG={self._config.to_tf_config()}" if self._config else address
         try:
-            with _Line(job, index, address) as line:
-                answer = Session(_secret(), line.send).ask(json.dumps(self._own))
-        except (tf.errors.OpError, AnotherProcessError):
-            return  # TensorFlow's own server, or it is busy.
+            holder = control.ask(address, "claim", self._own)
         except RefusedError as error:
             raise ClusterStartupError(f"{name} ({address}): {error}. {received}") from None
-        holder = json.loads(answer)["held"]
+        except ConnectionError:
+            return  # TensorFlow's own server.
+        except OSError as error:
+            raise ClusterStartupError(
+                f"{name} cannot be claimed at {control_address(address)}, the address of its "
+                f"control channel: {error}. Received: {received}"
+            ) from None
         if holder is not None:
             raise ClusterStartupError(
                 f"{name} ({address}) serves another chief: {holder}. {self._own['who']} cannot use "
@@ -152,38 +127,7 @@ class ServerLease:
             )
 
 
-class _Line:
-    """Calls the function of `LeaseHolder` in one server."""
-
-    def __init__(self, job, index, address):
-        task = f"/job:{job}/task:{index}"
-        graph = tf.Graph()
-        with graph.as_default(), tf.device(f"{task}/device:CPU:0"):
-            self._text = tf.compat.v1.placeholder(tf.string, [])
-            (self._answer,) = tf.raw_ops.PyFunc(input=[self._text], token=_TOKEN, Tout=[tf.string])
-        config = tf.compat.v1.ConfigProto(
-            # Otherwise the server would look for all of its cluster first.
-            device_filters=[task],
-            operation_timeout_in_ms=int(1000 * _ANSWER_SECONDS),
-        )
-        self._session = tf.compat.v1.Session(f"grpc://{address}", graph=graph, config=config)
-
-    def __enter__(self):
-        return self
-
-    def __exit__(self, *_):
-        self._session.close()
-
-    def send(self, text):
-        return self._session.run(self._answer, {self._text: text}).decode()
-
-
 @functools.cache
 def _process(pid):
     """Unique id of this process, for all of its strategies; a fork has another."""
     return f"{pid}-{uuid.uuid4().hex}"
-
-
-def _secret():
-    # Without a token the first chief that comes has the servers all the same.
-    return Secret(os.environ.get(TOKEN_VARIABLE) or "")

@@ -12,7 +12,7 @@ import tensorflow as tf
 from keras_psplus.cluster.config import ClusterConfigError, ClusterStartupError, TaskConfig
 from keras_psplus.cluster.monitor import task_report
 from keras_psplus.cluster.process import termination, tuning
-from keras_psplus.cluster.serving import shutdown
+from keras_psplus.cluster.serving import control, shutdown
 from keras_psplus.cluster.serving.claims import LeaseHolder
 from keras_psplus.cluster.startup.preflight import check_local_address
 from keras_psplus.cluster.wire import handshake
@@ -69,7 +69,11 @@ def serve(
     tuning.tune()
     if config.task_type == "ps":
         tuning.hide_gpus()
-    listener, claims = shutdown.ShutdownListener(), LeaseHolder(config.name, address)
+    listener = shutdown.ShutdownListener()
+    # Before TensorFlow's server, by which a chief sees that this task is here.
+    channel = control.listen_to_chief(
+        config, {"claim": LeaseHolder(address).claim, "word": listener.receive}
+    )
     try:
         server = tf.distribute.Server(
             tf.train.ClusterSpec({job: list(tasks) for job, tasks in config.cluster.items()}),
@@ -99,7 +103,7 @@ def serve(
         chief_gone,
         log,
     )
-    del claims  # TensorFlow's registry has it no longer than this function.
+    channel.close()
     return server
 
 
@@ -131,7 +135,7 @@ def outlive(
     leader, address = _leader(config)
     if not _within(
         startup_timeout,
-        lambda a: has_come() or handshake.grpc_responds(a, _GREETING_TIMEOUT),
+        lambda a: has_come() or handshake.tensorflow_responds(a, _GREETING_TIMEOUT),
         address,
     ):
         raise ClusterStartupError(
@@ -160,7 +164,7 @@ def wait_for_end_of_chief(config: TaskConfig, chief_gone: float = 5.0) -> None:
         chief_gone: Seconds for which the chief cannot be reached before it counts as ended.
     """
     address = config.cluster.get("chief", config.cluster.get("worker", ()))[0]
-    while not handshake.grpc_responds(address, _GREETING_TIMEOUT):
+    while not handshake.tensorflow_responds(address, _GREETING_TIMEOUT):
         time.sleep(_POLL)
     _outlive(address, lambda: chief_gone)
 

@@ -1,23 +1,22 @@
 """Shutdown messages of a chief to the tasks that serve it.
 
 From outside, a chief that is done looks like one that was killed: its address stops answering. So
-the chief greets its servers when it starts and sends a shutdown message at its end, each by one
-operation on the server's device, which runs a function of the server's process there. A server that
-was greeted and received no shutdown message knows that its chief has died.
+the chief greets its servers when it starts and sends a shutdown message at its end, by their
+control channels. A server that was greeted and received no shutdown message knows that its chief
+has died.
 """
 
 import atexit
+import concurrent.futures
 import sys
 import threading
+from collections.abc import Mapping
 
-import tensorflow as tf
+from keras_psplus.cluster.channel.sessions import RefusedError
+from keras_psplus.cluster.serving import control
 
-from keras_psplus.tf_internals import script_ops
-
-_TOKEN = "keras_psplus_chief_says"
 _HELLO, _SHUTDOWN = "hello", "shutdown"
 _SHUTDOWN_SECONDS = 3.0
-_TRIES = 3
 
 
 class ShutdownListener:
@@ -25,14 +24,10 @@ class ShutdownListener:
 
     def __init__(self) -> None:
         self._received: set[str] = set()
-        # TensorFlow makes up a token for each function, and the chief has to know this one's. Its
-        # registry holds functions weakly.
-        self._function = self._receive
-        script_ops._py_funcs._funcs[_TOKEN] = self._function
 
-    def _receive(self, word):
-        self._received.add(word.decode())
-        return True
+    def receive(self, word: str) -> None:
+        """Notes a word of the chief."""
+        self._received.add(word)
 
     @property
     def has_chief_started(self) -> bool:
@@ -56,14 +51,16 @@ class ShutdownNotifier:
     A script that ends by an exception does not end well.
 
     Args:
-        devices: Names of one device of each server, by the server's task name.
+        addresses: The servers' addresses, by their task names.
     """
 
-    def __init__(self, devices: dict[str, str]) -> None:
-        self._devices = devices
+    def __init__(self, addresses: Mapping[str, str]) -> None:
+        self._addresses = dict(addresses)
         self._has_ended = threading.Event()
         self._has_failed = False
-        self._send(_HELLO, devices.values())
+        self._here: set[str] = set()
+        with concurrent.futures.ThreadPoolExecutor(max_workers=16) as pool:
+            list(pool.map(self.greet, addresses))
         # At the interpreter's end no thread can be started any more.
         self._shutdown_thread = threading.Thread(
             target=self._send_shutdown, name="keras_psplus-shutdown"
@@ -72,9 +69,9 @@ class ShutdownNotifier:
         self._shutdown_thread.start()
         atexit.register(self._at_exit)
 
-    def greet_again(self, task: str) -> None:
-        """Greets a server that was started again."""
-        self._send(_HELLO, [self._devices[task]])
+    def greet(self, task: str) -> None:
+        """Greets a server that is there, or was started again."""
+        self._send(_HELLO, [task])
 
     def note_failure(self) -> None:
         """Notes that this process is about to end, but not well."""
@@ -88,19 +85,12 @@ class ShutdownNotifier:
 
     def _send_shutdown(self):
         self._has_ended.wait()
-        self._send(_SHUTDOWN, self._devices.values())
+        self._send(_SHUTDOWN, list(self._here))
 
-    def _send(self, word, devices):
-        for device in devices:
-            for _ in range(_TRIES):
-                try:
-                    with tf.device(device):
-                        received = tf.raw_ops.PyFunc(
-                            input=[tf.constant(word)], token=_TOKEN, Tout=[tf.bool]
-                        )
-                    received[0].numpy()  # operations on other tasks may return before they are done
-                    break
-                except tf.errors.UnavailableError:
-                    continue  # it is busy, or has died
-                except tf.errors.OpError:
-                    break  # TensorFlow's own server runs there, without `serve`
+    def _send(self, word, tasks):
+        for task in tasks:
+            try:
+                control.ask(self._addresses[task], "word", {"word": word}, _SHUTDOWN_SECONDS)
+                self._here.add(task)
+            except (OSError, RefusedError):
+                self._here.discard(task)  # It has died, or is TensorFlow's own, without `serve`.

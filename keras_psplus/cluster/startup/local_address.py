@@ -6,21 +6,20 @@ import socket
 import time
 from collections.abc import Callable
 
+from keras_psplus.cluster.channel.sessions import JobSecret
 from keras_psplus.cluster.config import ClusterStartupError, TaskConfig, split_address
 from keras_psplus.cluster.ports import port_holder
 from keras_psplus.cluster.wire import handshake
-from keras_psplus.cluster.wire.hello import JobSecret
 from keras_psplus.cluster.wire.identity import PeerIdentity
+from keras_psplus.cluster.wire.listener import Listener
 
-# Tasks that call the first one of a large cluster at once; the kernel may allow less.
-_BACKLOG = 1024
 DNS_PATIENCE = 20.0  # seconds; a Kubernetes pod's own name may resolve only after a while
 
 
-def bind_local_address(
+def listen_on_own_address(
     config: TaskConfig, mine: PeerIdentity, patience: float, log: Callable[[str], None]
-) -> socket.socket:
-    """Binds and listens on the task's own port, on all interfaces as TensorFlow does.
+) -> Listener:
+    """Answers handshakes on the task's own port, on all interfaces as TensorFlow does.
 
     Args:
         config: This process's `TaskConfig`.
@@ -28,12 +27,23 @@ def bind_local_address(
         patience: Seconds that the host name may take to resolve.
         log: Function that takes a line of warning.
 
-    Returns:
-        The listening socket.
-
     Raises:
         ClusterStartupError: If that is not possible; the message says why.
     """
+    check_own_address(config, mine, patience, log)
+    assert config.address is not None
+    _, port = split_address(config.address)
+    try:
+        return Listener(port, mine, JobSecret.of(config))
+    except OSError:
+        taken = OSError(errno.EADDRINUSE, "")  # since it has been checked
+        raise _cannot_bind(config, mine, port, taken) from None
+
+
+def check_own_address(
+    config: TaskConfig, mine: PeerIdentity, patience: float, log: Callable[[str], None]
+) -> None:
+    """Checks that the task's own port can be listened on, as `listen_on_own_address` does it."""
     assert config.address is not None
     host, port = split_address(config.address)
     family = _resolve_own(config, host, patience)
@@ -48,15 +58,12 @@ def bind_local_address(
             f"the name {host!r} of {config.name} leads to another address than this machine's "
             "(fine behind a Kubernetes service, otherwise this task runs on the wrong host)"
         )
-    bound = socket.socket(family, socket.SOCK_STREAM)
-    bound.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-    try:
-        bound.bind(("", port))
-        bound.listen(_BACKLOG)
-    except OSError as error:
-        bound.close()
-        raise _cannot_bind(config, mine, port, error) from None
-    return bound
+    with socket.socket(family, socket.SOCK_STREAM) as trial:
+        trial.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        try:
+            trial.bind(("", port))
+        except OSError as error:
+            raise _cannot_bind(config, mine, port, error) from None
 
 
 def _cannot_bind(

@@ -6,18 +6,18 @@ import time
 from collections.abc import Callable, Collection, Sequence
 from typing import TypeAlias
 
+from keras_psplus.cluster.channel.sessions import JobSecret
 from keras_psplus.cluster.config import ClusterStartupError, TaskConfig, split_address, task_name
 from keras_psplus.cluster.startup.local_address import is_local
 from keras_psplus.cluster.startup.peer_sampling import neighbours
 from keras_psplus.cluster.wire import handshake
-from keras_psplus.cluster.wire.hello import JobSecret
 from keras_psplus.cluster.wire.identity import PeerIdentity, conflict
 from keras_psplus.cluster.wire.listener import Listener
 
 _LOG_EVERY = 10.0
 _PAUSE = 0.3
 _ROUND = 3.0  # the first task of a large cluster calls those that have not called it so often
-_COURTESY = 2.0
+_COURTESY, _TRIES = 2.0, 2
 _CLOSED_MEANS_UP = 3  # a proxy may accept and close; TensorFlow will find out
 
 # A call of another task, and what it has said of itself.
@@ -248,8 +248,11 @@ class SparsePeerDiscovery(PeerDiscovery):
         # This task may have found itself, at an address of another host.
         waiting = self._also_waiting - {self._leader}
         others = [(name, self._addresses[name]) for name in waiting]
-        if others:
-            self._dial(others, dataclasses.replace(self._mine, all_here=True), _COURTESY)
+        for _ in range(_TRIES if others else 0):
+            calls = self._dial(others, dataclasses.replace(self._mine, all_here=True), _COURTESY)
+            others = [other for other in others if calls[other[0]].exception() is not None]
+            if not others:
+                break
         return True
 
     def _awaited(self) -> set[str]:

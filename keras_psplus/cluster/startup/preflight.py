@@ -5,14 +5,17 @@ import sys
 import time
 from collections.abc import Callable, Collection
 
+from keras_psplus.cluster.channel.sessions import JobSecret
 from keras_psplus.cluster.config import TaskConfig, task_name
-from keras_psplus.cluster.startup.local_address import DNS_PATIENCE, bind_local_address
+from keras_psplus.cluster.startup.local_address import (
+    DNS_PATIENCE,
+    check_own_address,
+    listen_on_own_address,
+)
 from keras_psplus.cluster.startup.peer_discovery import PeerDiscovery, SparsePeerDiscovery
 from keras_psplus.cluster.startup.peer_sampling import is_large
 from keras_psplus.cluster.wire import handshake
-from keras_psplus.cluster.wire.hello import JobSecret
 from keras_psplus.cluster.wire.identity import PeerIdentity
-from keras_psplus.cluster.wire.listener import Listener
 
 
 def wait_for_cluster(
@@ -59,8 +62,7 @@ def wait_for_cluster(
     log = log or _log
     started = time.monotonic()
     mine, job = PeerIdentity.of(config), JobSecret.of(config)
-    bound = bind_local_address(config, mine, min(timeout, DNS_PATIENCE), log)
-    listener = Listener(bound, mine, job)
+    listener = listen_on_own_address(config, mine, min(timeout, DNS_PATIENCE), log)
     tasks = [task for task in config.tasks() if task[0] in job_types]
     kind = SparsePeerDiscovery if all_wait and is_large(len(tasks)) else PeerDiscovery
     try:
@@ -80,7 +82,7 @@ def check_local_address(config: TaskConfig, log: Callable[[str], None] | None = 
         ClusterStartupError: If another process holds the port, or the address
             is not this machine's.
     """
-    bind_local_address(config, PeerIdentity.of(config), 0.0, log or _log).close()
+    check_own_address(config, PeerIdentity.of(config), 0.0, log or _log)
 
 
 def probe_peers(config: TaskConfig, timeout: float = 3.0) -> dict[str, str | None]:

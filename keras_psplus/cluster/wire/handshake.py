@@ -1,19 +1,20 @@
-"""Handshake of two tasks before TensorFlow starts: one line with task and cluster.
+"""Handshake of two tasks before TensorFlow starts: each learns task and cluster of the other.
 
-A task listens on its address and connects to its peers'. Other programs that answer there
-(TensorFlow's gRPC server, a port scanner) are recognised by their bytes.
+A task listens on its address and calls its peers', by the control channel. Other programs that
+answer there (TensorFlow's gRPC server, a port scanner) are recognised by how they answer.
 """
 
+import json
 import socket
-import time
 
+from keras_psplus.cluster.channel import tls
+from keras_psplus.cluster.channel.client import ChannelClient, ChannelError
+from keras_psplus.cluster.channel.sessions import JobSecret, RefusedError, Session
 from keras_psplus.cluster.config import split_address
 from keras_psplus.cluster.environment import TOKEN_VARIABLE
-from keras_psplus.cluster.wire import hello
-from keras_psplus.cluster.wire.hello import JobSecret
 from keras_psplus.cluster.wire.identity import PeerIdentity
 
-ANSWER_TIMEOUT = 1.0  # a peer that accepts and stays silent runs another server: it is up
+ANSWER_TIMEOUT = 2.0  # a peer that accepts and stays silent runs another server: it is up
 
 
 class StrangerError(OSError):
@@ -29,7 +30,7 @@ class StrangerError(OSError):
 def dial(
     address: str, mine: PeerIdentity, job: JobSecret, timeout: float = 2.0
 ) -> PeerIdentity | None:
-    """Calls a task and says hello.
+    """Calls a task and says who this is.
 
     Args:
         address: The task's `host:port`.
@@ -46,33 +47,66 @@ def dial(
         StrangerError: If a task of another job answers, and this one has a token.
         OSError: If nobody is there; the message says how it showed.
     """
-    with connect(address, timeout) as connection:
-        deadline = time.monotonic() + ANSWER_TIMEOUT
-        nonce = hello.new_nonce()
+    own_tls = tls.Tls.from_env()
+    connect(address, timeout).close()
+    with ChannelClient(address, own_tls) as client:
+        session = Session(job.secret, lambda text: client.send(text, ANSWER_TIMEOUT))
+        has_answered = False
         try:
-            connection.settimeout(ANSWER_TIMEOUT)
-            connection.sendall(hello.line_of(nonce=nonce))
-            line = _read_line(connection, deadline)
-        except TimeoutError:
-            return None
-        if not line:
-            # It closed without a word: a listener that has just ended; its TensorFlow server
-            # comes up on the same port in a moment.
-            raise ConnectionResetError("it closed the connection")
-        theirs = hello.fields_of(line, "nonce")
-        if theirs is None:
-            return None
-        try:
-            connection.sendall(hello.introduction(mine, job, hello.CALLER, (nonce, *theirs)))
-            line = _read_line(connection, deadline)
-        except TimeoutError:
-            raise OSError("it stopped answering") from None
-        except OSError:
-            line = b""  # It hangs up on strangers.
-        identity = hello.introduced(line, job, hello.LISTENER, (nonce, *theirs))
-        if identity is None or (job.is_token and not identity.is_proven):
-            raise StrangerError
-        return identity
+            stranger = session.open()
+            has_answered = True
+            return PeerIdentity.decode(session.ask(mine.encode()), True)
+        except RefusedError:
+            unproven = None if job.is_token else PeerIdentity.decode(stranger, False)
+            if unproven is None:
+                raise StrangerError from None
+            return unproven
+        except ChannelError as error:
+            if has_answered:
+                raise OSError("it stopped answering") from None
+            if error.code in ("UNIMPLEMENTED", "DEADLINE_EXCEEDED"):
+                return None
+            if explain_tls(address, own_tls, str(error)):
+                return None
+            # A listener that has just ended; its TensorFlow server comes up there in a moment.
+            raise ConnectionResetError("it closed the connection") from None
+
+
+def explain_tls(address: str, own: tls.Tls | None, met: str) -> bool:
+    """Raises if a server breaks calls off because of TLS.
+
+    Args:
+        address: The server's `host:port`.
+        own: `Tls` of this process.
+        met: Text of the error that the call has met.
+
+    Returns:
+        Whether it is a server that knows nothing of this library, such as TensorFlow's.
+
+    Raises:
+        OSError: If one of the two speaks TLS and the other does not, or does not trust it.
+    """
+    if tls.is_spoken_at(address, ANSWER_TIMEOUT):
+        if own is None:
+            raise OSError(f"it speaks TLS, and this task does not: set {tls.CERT} here, too")
+        raise OSError(
+            f"the TLS handshake failed: see that {tls.CERT} and {tls.CA} of both tasks go together "
+            f"({_short(met)})"
+        )
+    if own is not None:
+        with ChannelClient(address, None) as client:
+            try:
+                client.send(json.dumps({"open": ""}), ANSWER_TIMEOUT)
+            except ChannelError as plain:
+                if plain.code in ("UNIMPLEMENTED", "DEADLINE_EXCEEDED"):
+                    return True
+            else:
+                raise OSError(f"it does not speak TLS, and this task does: set {tls.CERT} there")
+    return False
+
+
+def _short(text):
+    return text.rpartition("last error: ")[2].partition("\n")[0][:200]
 
 
 def connect(address: str, timeout: float) -> socket.socket:
@@ -94,7 +128,7 @@ def connect(address: str, timeout: float) -> socket.socket:
 
 
 def grpc_responds(address: str, timeout: float) -> bool:
-    """Whether a gRPC server answers: it speaks first, a waiting `listener.Listener` does not."""
+    """Whether a gRPC server answers, which speaks first."""
     try:
         with connect(address, timeout) as connection:
             connection.settimeout(timeout)
@@ -103,12 +137,13 @@ def grpc_responds(address: str, timeout: float) -> bool:
         return False
 
 
-def _read_line(connection, deadline):
-    line = b""
-    while not hello.is_whole(line):
-        connection.settimeout(max(deadline - time.monotonic(), 0.001))
-        chunk = connection.recv(4096)
-        if not chunk:
-            break
-        line += chunk
-    return line
+def tensorflow_responds(address: str, timeout: float) -> bool:
+    """Whether TensorFlow's server answers, and no `listener.Listener` that waits for it."""
+    if not grpc_responds(address, timeout):
+        return False
+    with ChannelClient(address, None) as client:
+        try:
+            client.send("{}", timeout)
+        except ChannelError as error:
+            return error.code == "UNIMPLEMENTED"
+    return False

@@ -1,4 +1,4 @@
-"""Calls of a parameter server's methods, from eager code and from inside a step's graph.
+"""Calls of a parameter server's methods, from inside a step's graph and from eager code.
 
 They are TensorFlow's own RPC operations (`tf.distribute.experimental.rpc`). What fails names the
 server; what cannot have reached it is tried again for a while, so servers' methods take a call
@@ -6,7 +6,6 @@ that comes twice for one.
 """
 
 import itertools
-import json
 import time
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -15,25 +14,18 @@ import numpy as np
 import tensorflow as tf
 from tensorflow.distribute.experimental.rpc.kernels import gen_rpc_ops
 
-from keras_psplus.cluster.secret import AnotherProcessError, RefusedError, Secret, Session
 from keras_psplus.cluster.wire import handshake
 from keras_psplus.core.jobs import failure
-from keras_psplus.errors import TableServerError, TableServerLostError
+from keras_psplus.errors import TableServerError as TableServerError
+from keras_psplus.errors import TableServerLostError as TableServerLostError
 from keras_psplus.hybrid.rpc import names
 from keras_psplus.hybrid.rpc.rpc_auth import RowKey
-from keras_psplus.hybrid.rpc.tickets import TicketBook
 
 _OK, _CANCELLED, _DEADLINE, _UNAVAILABLE = 0, 1, 4, 14
 _AWAY = _CANCELLED, _DEADLINE, _UNAVAILABLE
 _PAUSE_SECONDS = 0.2
 _ATTEMPT_SECONDS = 10.0
 _CONNECT_SECONDS = 2.0
-_POLL_SECONDS = 0.02
-_AWAY_SECONDS = 5.0
-_ANOTHER_PROCESS = (
-    "it has been started again, and holds nothing of this job any more. Start the whole job again. "
-    "Received: an answer of another process than before"
-)
 _unique = itertools.count()
 
 
@@ -208,113 +200,6 @@ class RpcClient:
 
     def _listens(self):
         return np.bool_(listens(self.address))
-
-
-class ControlLink(RpcClient):
-    """Requests that are not part of training steps, as JSON, from eager code."""
-
-    def __init__(self, name: str, address: str, secret: Secret, timeout: float) -> None:
-        super().__init__(name, address, timeout, patience=0)
-        self._session = Session(secret, self._send)
-        self._tickets = TicketBook()
-
-    @property
-    def nonce(self) -> str | None:
-        """Nonce of the server's process, once it is known."""
-        return self._session.process
-
-    @nonce.setter
-    def nonce(self, nonce: str | None) -> None:
-        self._session.process = nonce
-
-    def request(self, what: str, **arguments: Any) -> dict[str, Any]:
-        """Sends a request and returns the answer, a dict.
-
-        Raises:
-            TableServerError: If it is refused, or there is no answer in time.
-        """
-        return self.begin(what, **arguments)()
-
-    def begin(self, what: str, **arguments: Any) -> Callable[[], dict[str, Any]]:
-        """Sends a request; returns a function that waits for the answer and returns it."""
-        number = self._tickets.open()
-        began = time.monotonic()
-        last_heard = [began]
-
-        def ask():
-            code, message, answer = self._ask(what, number, arguments)
-            # A server that starts again with more methods breaks calls off.
-            if code in (_CANCELLED, _UNAVAILABLE):
-                if time.monotonic() < last_heard[0] + _AWAY_SECONDS:
-                    return {"pending": True}
-            if answer is None:
-                kind = TableServerLostError if code in _AWAY else TableServerError
-                raise kind(
-                    f"{self.name} ({self.address}) does not answer as a table server of this job. "
-                    "Look into its log. "
-                    f"Received: {message.splitlines()[0] if message else code} at '{what}'"
-                )
-            last_heard[0] = time.monotonic()
-            return answer
-
-        def wait(answer):
-            progress, deadline = 0, began + self._timeout
-            while answer.get("pending"):
-                # What takes long may do so as long as it goes on.
-                if answer.get("progress", progress) != progress:
-                    progress = answer["progress"]
-                    deadline = time.monotonic() + self._timeout
-                if time.monotonic() >= deadline:
-                    raise TableServerLostError(
-                        f"{self.name} ({self.address}) has not done what it was asked for in "
-                        f"{self._timeout:g} s. Look into its log. Received: '{what}'"
-                    )
-                time.sleep(_POLL_SECONDS)
-                answer = ask()
-            if "error" in answer:
-                kind = TableServerLostError if answer.get("lost") else TableServerError
-                raise kind(f"{self.name} ({self.address}): {answer['error']}")
-            return answer
-
-        def wait_and_close(answer):
-            try:
-                return wait(answer)
-            finally:
-                self._tickets.close(number)
-
-        try:
-            first = ask()
-        except BaseException:
-            self._tickets.close(number)
-            raise
-        return lambda: wait_and_close(first)
-
-    def _ask(self, what, number, arguments):
-        ticket = self._tickets.ticket(number)
-        request = json.dumps({"what": what, "ticket": ticket, **arguments})
-        try:
-            return _OK, "", json.loads(self._session.ask(request))
-        except _NoAnswer as error:
-            return *error.args, None
-        except RefusedError as error:
-            return _OK, "", {"error": str(error)}
-        except AnotherProcessError:
-            return _OK, "", {"error": _ANOTHER_PROCESS, "lost": True}
-
-    def _send(self, text):
-        with tf.init_scope():
-            future = self._call(names.CONTROL, [tf.constant(text)])
-            code, message = self._status(future)
-            code, message = int(code), message.numpy().decode(errors="replace")
-            answer = _value(future, tf.string, []).numpy() if code == _OK else None
-            _delete(future)
-        if answer is None:
-            raise _NoAnswer(code, message)
-        return answer.decode(errors="replace")
-
-
-class _NoAnswer(Exception):
-    """A call's status, if it is none of success."""
 
 
 def _value(future, dtype, shape):

@@ -1,6 +1,6 @@
 """Names of parameter servers' methods, which anybody can list, and the token.
 
-Names contain nothing that would help an attacker: `secret.Authenticator` and
+Names contain nothing that would help an attacker: `sessions.Authenticator` and
 `rpc_auth.with_key_check` authenticate calls.
 """
 
@@ -12,7 +12,6 @@ from keras_psplus.cluster.config import TaskConfig
 from keras_psplus.cluster.environment import TOKEN_VARIABLE
 from keras_psplus.log import logger
 
-CONTROL = "control"
 # How TensorFlow says that there is no such method.
 NOT_REGISTERED = "(?s).* is not registered.*"
 # The same of those that go with an optimizer.

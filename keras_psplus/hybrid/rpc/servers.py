@@ -12,7 +12,9 @@ from typing import Any
 from keras_psplus.cluster.config import ClusterStartupError, TaskConfig, task_name
 from keras_psplus.cluster.process import exit_code
 from keras_psplus.cluster.secret import Secret
-from keras_psplus.hybrid.rpc.calls import ControlLink, RpcClient, TableServerError, listens
+from keras_psplus.errors import TableServerError
+from keras_psplus.hybrid.rpc.calls import RpcClient, listens
+from keras_psplus.hybrid.rpc.control_link import ControlLink
 from keras_psplus.hybrid.rpc.rpc_auth import RowKey
 from keras_psplus.log import logger
 

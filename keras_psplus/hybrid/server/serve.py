@@ -9,8 +9,9 @@ from keras_psplus.cluster.process import tuning
 from keras_psplus.cluster.secret import Secret
 from keras_psplus.cluster.serving import serve as cluster_serve
 from keras_psplus.cluster.startup.preflight import check_local_address
-from keras_psplus.errors import ChiefLostError
-from keras_psplus.hybrid.rpc.calls import ControlLink, TableServerError
+from keras_psplus.cluster.wire import handshake
+from keras_psplus.errors import ChiefLostError, TableServerError
+from keras_psplus.hybrid.rpc.control_link import ControlLink
 from keras_psplus.hybrid.server.table_server import TableServer
 
 _ANSWER_SECONDS = 20.0
@@ -81,6 +82,8 @@ def _check_that_it_answers(server, task, secret):
     link = ControlLink(task.name, task.address, secret, timeout=_ANSWER_SECONDS)
     try:
         nonce, said = link.request("who")["nonce"], ""
+        if not handshake.grpc_responds(task.address, _ANSWER_SECONDS):
+            nonce = None
     except TableServerError as error:
         nonce, said = None, f" ({error})"
     if nonce != server.nonce:

@@ -16,10 +16,12 @@ from typing import Any
 
 import tensorflow as tf
 
+from keras_psplus.cluster.channel.sessions import Authenticator
 from keras_psplus.cluster.config import TaskConfig
 from keras_psplus.cluster.environment import TOKEN_VARIABLE
 from keras_psplus.cluster.process.termination import SIGNAL
-from keras_psplus.cluster.secret import Authenticator, Secret
+from keras_psplus.cluster.secret import Secret
+from keras_psplus.cluster.serving import control
 from keras_psplus.files import shard_files
 from keras_psplus.hybrid.rows.row_optimizer import check_elementwise
 from keras_psplus.hybrid.rpc import names
@@ -83,13 +85,19 @@ class TableServer:
         self.restarted: str | None = None
         self._ends_at = math.inf
         self.listens = threading.Event()
-        self._control = self._make_control()
 
     def serve(self, ended: threading.Event) -> None:
         """Answers until the event `ended` is set, or a worker has been started again."""
-        self._restart()
-        self.listens.set()
-        self._log(f"{self._task.name} serves tables on {self._task.address}")
+        channel = self._listen()
+        try:
+            self._restart()
+            self.listens.set()
+            self._log(f"{self._task.name} serves tables on {self._task.address}")
+            self._answer_until(ended)
+        finally:
+            channel.close()
+
+    def _answer_until(self, ended):
         while not ended.is_set() and time.monotonic() < self._ends_at:
             if self.was_greeted:
                 # The chief, which asks for it, saves the job first.
@@ -112,26 +120,20 @@ class TableServer:
         """Tells this process from others at the same address."""
         return self._gate.process
 
-    def _make_control(self):
-        def handle(text):
+    def _listen(self):
+        def handle(text, _):
             try:
                 return json.dumps(self._ask(json.loads(text)))
             except (ValueError, KeyError, TypeError) as error:
                 return json.dumps({"error": f"This is no request. Received: {error}"})
 
-        def answer(text):
-            return self._gate.answer(text, handle).encode()
-
-        @tf.function(input_signature=[tf.TensorSpec([], tf.string)], autograph=False)
-        def control(text):
-            return tf.ensure_shape(tf.numpy_function(answer, [text], tf.string), [])
-
-        return control
+        host = self._task.address.rpartition(":")[0]
+        return control.listen(self._task, self._gate, handle, host)
 
     def _ask(self, request):
         """Notes a request, for the main thread to answer them one by one.
 
-        TensorFlow's threads call this, of which there may be few: none of them may wait here.
+        The channel's threads call this, of which there are few: none of them may wait here.
         """
         client, number, read = request.pop("ticket")
         if self._tickets.take(client, number, read):
@@ -242,7 +244,7 @@ class TableServer:
 
     def _restart(self):
         generation = self._generation
-        methods = {names.CONTROL: self._control}
+        methods = {}
         for key, shard in self._shards.items():
             for what, function in shard.methods().items():
                 methods[names.method(key, what)] = self._with_key_check(key, what, function)

@@ -1,0 +1,78 @@
+"""Client of the control channel."""
+
+from typing import Any, Self
+
+from keras_psplus.cluster.channel import grpc_module
+from keras_psplus.cluster.channel.server import METHOD
+from keras_psplus.cluster.channel.tls import Tls
+
+_KEEPALIVE_SECONDS, _ALIVE_SECONDS = 15, 10
+
+
+class ChannelError(OSError):
+    """A call has not been answered.
+
+    Attributes:
+        code: Name of gRPC's status, such as `"UNAVAILABLE"`.
+    """
+
+    def __init__(self, code: str, details: str) -> None:
+        super().__init__(f"{details or code}")
+        self.code = code
+
+
+class ChannelClient:
+    """Sends messages to one server; connects when the first is sent.
+
+    Args:
+        address: The server's `host:port`.
+        tls: `Tls` of this process, or None for a plain connection.
+    """
+
+    def __init__(self, address: str, tls: Tls | None) -> None:
+        self._address, self._tls = address, tls
+        self._channel: Any = None
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+    def close(self) -> None:
+        """Ends the connection; the next message opens another one."""
+        if self._channel is not None:
+            self._channel.close()
+            self._channel = None
+
+    def send(self, text: str, timeout: float) -> str:
+        """Sends a message and returns the answer's text.
+
+        Raises:
+            ChannelError: If there is none.
+        """
+        grpc = grpc_module.load()
+        if self._channel is None:
+            self._channel = self._connect(grpc)
+        try:
+            answer = self._channel.unary_unary(METHOD)(text.encode(), timeout=timeout)
+        except grpc.RpcError as error:
+            raise ChannelError(error.code().name, error.details()) from None
+        return answer.decode(errors="replace")
+
+    def _connect(self, grpc):
+        options = [
+            # As TCP would: tasks are named by addresses that lead to each other.
+            ("grpc.enable_http_proxy", 0),
+            ("grpc.use_local_subchannel_pool", 1),
+            ("grpc.enable_retries", 0),
+            ("grpc.keepalive_time_ms", 1000 * _KEEPALIVE_SECONDS),
+            ("grpc.keepalive_timeout_ms", 1000 * _ALIVE_SECONDS),
+            ("grpc.initial_reconnect_backoff_ms", 100),
+            ("grpc.max_reconnect_backoff_ms", 1000),
+        ]
+        if self._tls is None:
+            return grpc.insecure_channel(self._address, options)
+        if self._tls.name is not None:
+            options.append(("grpc.ssl_target_name_override", self._tls.name))
+        return grpc.secure_channel(self._address, self._tls.of_caller(), options)

@@ -1,0 +1,95 @@
+"""Server of the control channel: one method, which answers signed messages.
+
+What anybody can make it do is bounded: messages are small, calls few at once, and connections that
+say nothing are closed.
+"""
+
+import concurrent.futures
+import urllib.parse
+from collections.abc import Callable
+from typing import Any
+
+from keras_psplus.cluster.channel import grpc_module
+from keras_psplus.cluster.channel.sessions import Authenticator
+from keras_psplus.cluster.channel.tls import Tls
+
+METHOD = "/keras_psplus.Control/Call"
+_THREADS, _MOST_CALLS = 8, 64
+_LONGEST = 1 << 20  # bytes: what describes some thousand tasks or tables
+_HANDSHAKE_SECONDS, _IDLE_SECONDS, _KEEPALIVE_SECONDS, _ALIVE_SECONDS = 5, 40, 10, 10
+_MOST_CONNECTIONS = 4096
+
+
+class ChannelServer:
+    """Listens for signed requests until it is closed.
+
+    Args:
+        address: `host:port` to listen on, such as `"[::]:2222"` for all interfaces.
+        gate: `Authenticator` of the job's secret.
+        handle: Function of a request's text and of the caller's host that returns the answer's.
+        hint: Function that returns what anybody is told who calls.
+        refuse: Function of the host of a caller without a proof.
+
+    Raises:
+        OSError: If it cannot listen there.
+    """
+
+    def __init__(
+        self,
+        address: str,
+        gate: Authenticator,
+        handle: Callable[[str, str], str],
+        hint: Callable[[], Any] = lambda: None,
+        refuse: Callable[[str], None] = lambda host: None,
+    ) -> None:
+        grpc = grpc_module.load()
+        tls = Tls.from_env()
+        self._gate, self._handle, self._hint, self._refuse = gate, handle, hint, refuse
+        pool = concurrent.futures.ThreadPoolExecutor(_THREADS, "keras_psplus-channel")
+        self._server = grpc.server(
+            pool,
+            maximum_concurrent_rpcs=_MOST_CALLS,
+            options=[
+                ("grpc.so_reuseport", 0),
+                ("grpc.max_receive_message_length", _LONGEST),
+                ("grpc.max_metadata_size", 8192),
+                ("grpc.max_allowed_incoming_connections", _MOST_CONNECTIONS),
+                ("grpc.server_handshake_timeout_ms", 1000 * _HANDSHAKE_SECONDS),
+                ("grpc.max_connection_idle_ms", 1000 * _IDLE_SECONDS),
+                ("grpc.keepalive_time_ms", 1000 * _KEEPALIVE_SECONDS),
+                ("grpc.keepalive_timeout_ms", 1000 * _ALIVE_SECONDS),
+            ],
+        )
+        answer = grpc.unary_unary_rpc_method_handler(self._answer)
+
+        service, _, method = METHOD.strip("/").partition("/")
+        methods = grpc.method_handlers_generic_handler(service, {method: answer})
+        self._server.add_generic_rpc_handlers((methods,))
+        try:
+            if tls is None:
+                self._server.add_insecure_port(address)
+            else:
+                self._server.add_secure_port(address, tls.of_server())
+        except RuntimeError as error:
+            pool.shutdown()
+            raise OSError(f"{error}") from None
+        self._server.start()
+
+    def close(self, patience: float = 0.5) -> None:
+        """Stops listening; calls that have begun are answered within `patience` seconds."""
+        self._server.stop(patience).wait()
+
+    def _answer(self, message, context):
+        host = _host_of(context.peer())
+        return self._gate.answer(
+            message.decode(errors="replace"),
+            lambda body: self._handle(body, host),
+            self._hint,
+            lambda: self._refuse(host),
+        ).encode()
+
+
+def _host_of(peer):
+    """The host in gRPC's words for a caller, such as `ipv6:%5B::1%5D:2222`."""
+    host = urllib.parse.unquote(peer).partition(":")[2].rpartition(":")[0].strip("[]")
+    return host.removeprefix("::ffff:")

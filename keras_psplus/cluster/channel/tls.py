@@ -1,0 +1,109 @@
+"""TLS of the control channel, by the files that the environment names.
+
+With a certificate authority both ends show certificates that it has signed (mutual TLS). Without
+one, all tasks have the same certificate, which is the one that they trust.
+"""
+
+import contextlib
+import dataclasses
+import os
+import socket
+import ssl
+from collections.abc import Mapping
+from typing import Any, Self
+
+from keras_psplus.cluster.channel import grpc_module
+from keras_psplus.cluster.config import ClusterConfigError, split_address
+
+CERT, KEY, CA = (f"KERAS_PSPLUS_TLS_{name}" for name in ("CERT", "KEY", "CA"))
+# Name in all certificates; without it, each has the host's in its task's address.
+NAME = "KERAS_PSPLUS_TLS_NAME"
+
+
+@dataclasses.dataclass(frozen=True)
+class Tls:
+    """Contents of the files of one process.
+
+    Attributes:
+        cert: This task's certificate, with those that lead to the authority.
+        key: Its key.
+        ca: Certificates of the authority; None without one.
+        name: Name in all certificates; None if each has its host's.
+    """
+
+    cert: bytes
+    key: bytes
+    ca: bytes | None
+    name: str | None
+
+    @classmethod
+    def from_env(cls, environ: Mapping[str, str] = os.environ) -> Self | None:
+        """Reads the files that the environment names; None if it names none.
+
+        Raises:
+            ClusterConfigError: If one is missing, cannot be read, or does not go with the others.
+        """
+        paths = {name: environ.get(name, "") for name in (CERT, KEY, CA)}
+        received = "Received: " + ", ".join(f"{name}={path}" for name, path in paths.items())
+        if not any(paths.values()):
+            return None
+        for name in (CERT, KEY):
+            if not paths[name]:
+                raise ClusterConfigError(
+                    f"{name} is not set: TLS takes a certificate and its key ({CERT}, {KEY}), and "
+                    f"{CA} for certificates of an authority. {received}"
+                )
+        contents = {name: _read(name, path, received) for name, path in paths.items() if path}
+        try:
+            ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER).load_cert_chain(
+                paths[CERT], paths[KEY], password=_no_password
+            )
+        except (ssl.SSLError, ValueError) as error:
+            raise ClusterConfigError(
+                f"{CERT} and {KEY} must be a certificate and its own key, in PEM files without a "
+                f"password: {getattr(error, 'reason', None) or error}. {received}"
+            ) from None
+        try:
+            ssl.create_default_context(cafile=paths[CA] or paths[CERT])
+        except ssl.SSLError as error:
+            raise ClusterConfigError(
+                f"{CA} must be a PEM file of certificates: {error.reason or error}. {received}"
+            ) from None
+        return cls(contents[CERT], contents[KEY], contents.get(CA), environ.get(NAME) or None)
+
+    def of_server(self) -> Any:
+        """Returns gRPC's credentials of a server."""
+        return grpc_module.load().ssl_server_credentials(
+            [(self.key, self.cert)],
+            root_certificates=self.ca,
+            require_client_auth=self.ca is not None,
+        )
+
+    def of_caller(self) -> Any:
+        """Returns gRPC's credentials of a caller."""
+        return grpc_module.load().ssl_channel_credentials(self.ca or self.cert, self.key, self.cert)
+
+
+def is_spoken_at(address: str, timeout: float) -> bool:
+    """Whether what listens at `host:port` answers a TLS handshake."""
+    context = ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT)
+    context.check_hostname, context.verify_mode = False, ssl.CERT_NONE
+    with contextlib.suppress(OSError):
+        with socket.create_connection(split_address(address), timeout) as connection:
+            with context.wrap_socket(connection):
+                return True
+    return False
+
+
+def _read(name, path, received):
+    try:
+        with open(path, "rb") as file:
+            return file.read()
+    except OSError as error:
+        raise ClusterConfigError(
+            f"The file in {name} cannot be read: {error.strerror}. {received}"
+        ) from None
+
+
+def _no_password():
+    raise ValueError("the key has a password")

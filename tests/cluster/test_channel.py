@@ -1,0 +1,310 @@
+"""The control channel: who is listened to, and what others can make a server do."""
+
+import json
+import os
+import socket
+import threading
+import time
+
+import pytest
+
+from keras_psplus.cluster.channel import tls
+from keras_psplus.cluster.channel.client import ChannelClient, ChannelError
+from keras_psplus.cluster.channel.server import METHOD, ChannelServer
+from keras_psplus.cluster.channel.sessions import (
+    AnotherProcessError,
+    Authenticator,
+    JobSecret,
+    RefusedError,
+    Session,
+)
+from keras_psplus.cluster.config import ClusterConfigError, TaskConfig
+from keras_psplus.cluster.environment import TOKEN_VARIABLE
+from keras_psplus.cluster.ports import free_ports
+from keras_psplus.cluster.secret import Secret
+from keras_psplus.cluster.startup import preflight
+from keras_psplus.cluster.testing import run_in_processes
+from keras_psplus.cluster.wire import handshake
+from keras_psplus.cluster.wire.identity import PeerIdentity
+from keras_psplus.cluster.wire.listener import Listener
+from tests.cluster import certificates
+
+VARIABLES = (tls.CERT, tls.KEY, tls.CA, tls.NAME)
+
+
+@pytest.fixture(autouse=True)
+def no_tls(monkeypatch):
+    for name in VARIABLES:
+        monkeypatch.delenv(name, raising=False)
+
+
+class Echo:
+    """A server that notes what it is asked, and says it again."""
+
+    def __init__(self, token="of the job"):
+        (port,) = free_ports(1)
+        self.address, self.heard, self.refused = f"127.0.0.1:{port}", [], []
+        self.gate = Authenticator(Secret(token), "another token")
+        self._server = ChannelServer(
+            self.address, self.gate, self._handle, refuse=self.refused.append
+        )
+
+    def _handle(self, body, host):
+        self.heard.append((body, host))
+        return f"heard {body}"
+
+    def __enter__(self):
+        return self
+
+    def __exit__(self, *_):
+        self._server.close()
+
+
+def session(client, token="of the job", sent=None):
+    def send(text):
+        if sent is not None:
+            sent.append(text)
+        return client.send(text, 5)
+
+    return Session(Secret(token), send)
+
+
+def test_who_knows_the_token_is_answered_and_nobody_else():
+    with Echo() as echo, ChannelClient(echo.address, None) as client:
+        sent = []
+        mine = session(client, sent=sent)
+        assert [mine.ask(f"{n}") for n in range(600)][::599] == ["heard 0", "heard 599"]
+        assert not any("of the job" in text for text in sent)
+        for token in ("another", ""):
+            with pytest.raises(RefusedError, match="another token"):
+                session(client, token).ask("x")
+        assert echo.refused == ["127.0.0.1"] * 2
+        assert [body for body, _ in echo.heard] == [f"{n}" for n in range(600)]
+        # Nothing that was overheard says anything anew, to this process or to the next.
+        for text in (sent[-1], sent[1], sent[-1].replace('"number": 600', '"number": 601')):
+            assert client.send(text, 5) in ('{"unknown": true}', '{"error": "another token"}')
+        assert len(echo.heard) == 600
+
+
+def test_an_answer_of_another_call_or_process_is_none():
+    with Echo() as echo, ChannelClient(echo.address, None) as client:
+        answers = []
+
+        def replayed(text):
+            answers.append(client.send(text, 5))
+            return answers[1] if len(answers) > 2 else answers[-1]
+
+        mine = Session(Secret("of the job"), replayed)
+        assert mine.ask("one") == "heard one"
+        with pytest.raises(RefusedError, match="without proof"):
+            mine.ask("two")
+        meant = Session(Secret("of the job"), lambda text: client.send(text, 5), process="another")
+        with pytest.raises(AnotherProcessError):
+            meant.ask("three")
+
+
+def test_a_first_request_that_comes_late_opens_the_session_again(monkeypatch):
+    with Echo() as echo, ChannelClient(echo.address, None) as client:
+        sent = []
+        mine = session(client, sent=sent)
+        mine.open()
+        monkeypatch.setattr(echo.gate, "_began", time.monotonic() - 120)
+        assert mine.ask("x") == "heard x"
+        assert sum("open" in json.loads(text) for text in sent) == 2
+
+
+def test_garbage_and_silence_are_bounded():
+    with Echo() as echo, ChannelClient(echo.address, None) as client:
+        for text in ("", "[", "{}", '"', "[" * 5000, '{"open": {}}', '{"caller": 1e400}'):
+            answer = json.loads(client.send(text, 5))
+            assert set(answer) in ({"error"}, {"session", "process", "hint"})
+        with pytest.raises(ChannelError, match="larger than max"):
+            client.send("x" * 1_100_000, 5)
+        host, port = echo.address.split(":")
+        silent = [socket.create_connection((host, int(port)), 5) for _ in range(300)]
+        for number, connection in enumerate(silent):
+            connection.sendall(b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n"[: number % 20])
+        began = time.monotonic()
+        with ChannelClient(echo.address, None) as another:
+            assert session(another).ask("x") == "heard x"
+        assert time.monotonic() - began < 2
+        for connection in silent:
+            connection.settimeout(max(0.1, began + 9 - time.monotonic()))
+            try:
+                while connection.recv(4096):
+                    pass
+            except ConnectionResetError:
+                pass
+            connection.close()
+        assert not echo.refused and [body for body, _ in echo.heard] == ["x"]
+
+
+def test_a_fork_of_a_process_with_a_channel_says_what_it_cannot():
+    with Echo() as echo, ChannelClient(echo.address, None) as client:
+        assert session(client).ask("parent") == "heard parent"
+        pid = os.fork()
+        if not pid:
+            code = 1
+            try:
+                session(client).ask("child")
+            except RuntimeError as error:
+                code = "fork of one that has joined a cluster" not in str(error)
+            finally:
+                os._exit(code)
+        assert os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) == 0
+        assert session(client).ask("parent again") == "heard parent again"
+
+
+def setenv(monkeypatch, variables):
+    for name in VARIABLES:
+        monkeypatch.delenv(name, raising=False)
+    for name, value in variables.items():
+        monkeypatch.setenv(name, value)
+
+
+@pytest.fixture(scope="module")
+def pki(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("pki")
+    authority, other = (certificates.make(folder, name) for name in ("ca", "other-ca"))
+    return {
+        "plain": {},
+        "shared": authority,
+        "mutual": certificates.make(folder, "task", authority),
+        "other": certificates.make(folder, "other-task", other),
+        # Trusts the authority, and has a certificate of another one.
+        "stranger": {**certificates.make(folder, "stranger"), tls.CA: authority[tls.CERT]},
+    }
+
+
+@pytest.mark.parametrize(
+    "server, caller, problem",
+    [
+        ("shared", "shared", None),
+        ("mutual", "mutual", None),
+        ("mutual", "other", "the TLS handshake failed.*CERTIFICATE_VERIFY_FAILED"),
+        ("mutual", "stranger", "the TLS handshake failed"),
+        ("mutual", "plain", "it speaks TLS, and this task does not"),
+        ("shared", "plain", "it speaks TLS, and this task does not"),
+        ("plain", "mutual", "it does not speak TLS, and this task does"),
+    ],
+)
+def test_tasks_know_each_other_by_certificates(monkeypatch, pki, server, caller, problem):
+    (port,) = free_ports(1)
+    address, job = f"127.0.0.1:{port}", JobSecret(Secret("x"), True)
+    setenv(monkeypatch, pki[server])
+    listener = Listener(port, PeerIdentity("worker-0", "{}", "a", 1, "x"), job)
+    try:
+        setenv(monkeypatch, pki[caller])
+        mine = PeerIdentity("worker-1", "{}", "b", 1, "y")
+        if problem is None:
+            assert handshake.dial(address, mine, job).task == "worker-0"
+            assert listener.callers == {"worker-1"}
+            with pytest.raises(handshake.StrangerError):
+                handshake.dial(address, mine, JobSecret(Secret("y"), True))
+        else:
+            with pytest.raises(OSError, match=problem):
+                handshake.dial(address, mine, job)
+            assert not listener.callers
+    finally:
+        listener.close()
+
+
+def test_mutual_tls_takes_no_caller_without_a_certificate(monkeypatch, pki):
+    setenv(monkeypatch, pki["mutual"])
+    with Echo() as echo:
+        own = tls.Tls.from_env()
+        grpc = pytest.importorskip("grpc")
+        with grpc.secure_channel(echo.address, grpc.ssl_channel_credentials(own.ca)) as channel:
+            with pytest.raises(grpc.RpcError) as error:
+                channel.unary_unary(METHOD)(b'{"open": "x"}', timeout=5)
+        assert error.value.code() == grpc.StatusCode.UNAVAILABLE
+        with ChannelClient(echo.address, own) as client:
+            assert session(client).ask("x") == "heard x"
+
+
+def test_tensorflows_server_counts_as_up_under_tls(monkeypatch, pki):
+    """It speaks no TLS, and knows no such method."""
+    grpc = pytest.importorskip("grpc")
+    from concurrent import futures
+
+    server = grpc.server(futures.ThreadPoolExecutor(1))
+    address = f"127.0.0.1:{server.add_insecure_port('127.0.0.1:0')}"
+    server.start()
+    setenv(monkeypatch, pki["mutual"])
+    mine = PeerIdentity("worker-1", "{}", "b", 1, "y")
+    try:
+        assert handshake.dial(address, mine, JobSecret(Secret("x"), True)) is None
+        assert handshake.tensorflow_responds(address, 5)
+    finally:
+        server.stop(0).wait()
+
+
+def test_tasks_find_each_other_by_tls(monkeypatch, pki):
+    setenv(monkeypatch, pki["mutual"])
+    ports = free_ports(2)
+    cluster = {"worker": tuple(f"127.0.0.1:{port}" for port in ports)}
+    outcomes = {}
+
+    def wait(index):
+        preflight.wait_for_cluster(TaskConfig(cluster, "worker", index), timeout=20)
+        outcomes[index] = "found"
+
+    threads = [threading.Thread(target=wait, args=(index,), daemon=True) for index in range(2)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(30)
+    assert outcomes == {0: "found", 1: "found"}
+
+
+def test_files_that_do_not_go_together_are_named(monkeypatch, pki, tmp_path):
+    task, other = pki["mutual"], pki["other"]
+    for variables, message in [
+        ({tls.CERT: task[tls.CERT]}, "KERAS_PSPLUS_TLS_KEY is not set"),
+        ({tls.CA: task[tls.CA]}, "KERAS_PSPLUS_TLS_CERT is not set"),
+        ({**task, tls.KEY: other[tls.KEY]}, "its own key.*MISMATCH"),
+        (
+            {**task, tls.KEY: str(tmp_path / "none")},
+            "TLS_KEY cannot be read: No such",
+        ),
+        ({**task, tls.CA: task[tls.KEY]}, "KERAS_PSPLUS_TLS_CA must be a PEM file of certificates"),
+    ]:
+        setenv(monkeypatch, variables)
+        with pytest.raises(ClusterConfigError, match=message) as error:
+            tls.Tls.from_env()
+        assert "Received: KERAS_PSPLUS_TLS_CERT=" in str(error.value)
+
+
+JOB = """
+import os
+os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "2")
+import sys
+import keras, numpy as np
+import keras_psplus as psp
+
+kind = {"hybrid": psp.HybridStrategy, "ps": psp.ParameterServerStrategy}[sys.argv[1]]
+strategy = kind(min_table_bytes=1) if sys.argv[1] == "hybrid" else kind()
+with strategy.scope():
+    model = keras.Sequential([keras.Input((3,), dtype="int32"), keras.layers.Embedding(20, 4)])
+    model.add(keras.layers.Flatten())
+    model.add(keras.layers.Dense(1))
+    model.compile("sgd", "mse")
+x = np.arange(48).reshape(16, 3) % 20
+loss = model.fit(x, np.ones((16, 1)), batch_size=8, epochs=2, verbose=0).history["loss"]
+print("losses", loss[0] > loss[1])
+"""
+
+
+@pytest.mark.parametrize("kind", ["hybrid", "ps"])
+def test_a_job_with_a_token_and_mutual_tls_trains(pki, kind):
+    result = run_in_processes(
+        JOB,
+        workers=1 + (kind == "hybrid"),
+        ps=1,
+        chief=kind == "ps",
+        args=[kind],
+        env={**pki["mutual"], TOKEN_VARIABLE: "of the job", "CUDA_VISIBLE_DEVICES": ""},
+        timeout=300,
+    )
+    assert "losses True" in result.logs["chief-0" if kind == "ps" else "worker-0"]
+    assert set(result.exit_codes.values()) == {0}
