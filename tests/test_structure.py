@@ -4,7 +4,7 @@ import importlib
 
 from tests import structure
 
-LINES = 60_000
+LINES = 60_700
 # Files that are still longer than others may be, with what they have.
 FILES = {
     "keras_psplus/engine.py": 528,
