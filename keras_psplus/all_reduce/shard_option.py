@@ -57,6 +57,17 @@ def check(shard: str | None, updates: Updates | None, is_plain: bool, **others: 
     return shard
 
 
+def check_reshard(shard: str | None, reshard_after_forward: bool) -> bool:
+    """Returns `reshard_after_forward`; raises ValueError if there is nothing that it is for."""
+    if reshard_after_forward is not True and (shard != "all" or reshard_after_forward is not False):
+        raise ValueError(
+            '`reshard_after_forward` must be True or False, and is for `shard="all"`, whose '
+            "weights it frees between forward and backward. "
+            f"Received: reshard_after_forward={shown(reshard_after_forward)}, shard={shard!r}"
+        )
+    return reshard_after_forward
+
+
 def check_devices(shard: str | None, devices: int) -> None:
     """Raises ValueError if workers with several devices are to shard."""
     if shard is not None and devices > 1:

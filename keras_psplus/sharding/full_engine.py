@@ -40,7 +40,8 @@ class FullyShardedEngine(ShardedEngine):
     def units(self) -> Units:
         """Units of the steps."""
         extended = self.strategy.extended
-        units = Units(extended.launcher(0), extended.bucket_bytes, True)
+        frees = self.strategy.reshard_after_forward
+        units = Units(extended.launcher(0), extended.bucket_bytes, frees)
         self.strategy.communication.add_source(units.traffic.traffic, lambda: 0.0)
         return units
 

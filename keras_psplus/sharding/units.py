@@ -26,12 +26,17 @@ from keras_psplus.all_reduce.topology import shards
 from keras_psplus.core.batch.replica_step import current_step
 from keras_psplus.keras_internals.keras_parts import get_keras_mask, set_keras_mask, tree
 from keras_psplus.sharding.variable import gather_row
-from keras_psplus.tf_internals import framework_ops, record
+from keras_psplus.tf_internals import control_flow_func_graphs, framework_ops, record
 
 if TYPE_CHECKING:
     from keras_psplus.all_reduce.collectives.operations import Launcher
     from keras_psplus.sharding.weight import WeightShare
 
+_CONTROL_FLOW = (
+    control_flow_func_graphs.CondBranchFuncGraph,
+    control_flow_func_graphs.WhileBodyFuncGraph,
+    control_flow_func_graphs.WhileCondFuncGraph,
+)
 # Units that are gathered before they are needed.
 _AHEAD = 1
 
@@ -135,11 +140,15 @@ class Units:
 
     def read(self, weight: WeightShare) -> tf.Tensor:
         """The whole of a weight, in a graph: what its unit has gathered, or gathered now."""
-        found = self._now.get(id(weight))
-        if found is None and self._backwards:
+        found = None
+        if self._call is not None:
+            found = self._now.get(id(weight))
+        elif self._backwards:
             # In backward, where a layer is recomputed.
             found = self._backwards[-1].of_weight.get(id(weight))
-        return self._gather([weight], ())[0] if found is None else found
+        if found is None or not _reaches(found.graph):
+            return self._gather([weight], ())[0]
+        return found
 
     def call(
         self,
@@ -254,6 +263,16 @@ class Units:
             ]
         )
         return wholes
+
+
+def _reaches(home):
+    """Whether the graph is of branches and loops of another; a function may be called elsewhere."""
+    graph = framework_ops.get_default_graph()
+    while graph is not home:
+        if not isinstance(graph, _CONTROL_FLOW):
+            return False
+        graph = graph.outer_graph
+    return True
 
 
 def _has_gradient(leaf):

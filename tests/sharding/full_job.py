@@ -6,9 +6,11 @@ A case is one of `shares_job.py`, or one of the models here. What each leaves is
 `<folder>/<case>.<task>.npz`.
 """
 
+import json
 import os
 import pathlib
 import sys
+import time
 
 from tests.sharding import shares_job
 
@@ -16,6 +18,8 @@ from tests.sharding import shares_job
 import keras
 import numpy as np
 import tensorflow as tf
+
+from keras_psplus.sharding import units as units_module
 
 L, O = keras.layers, keras.optimizers  # noqa: E741
 
@@ -88,6 +92,14 @@ def tied():
     return keras.Model(inputs, Tied(embedding)(x))
 
 
+class Traced(L.Dense):
+    """A layer that computes in a function of its own, which all graphs call."""
+
+    @tf.function
+    def call(self, x):
+        return super().call(x)
+
+
 class Penalty(keras.Model):
     """A model with weights of its own, whose step clips gradients and takes a second one."""
 
@@ -138,7 +150,7 @@ class Recomputed(L.Dense):
 
 
 def remat():
-    layers = [Recomputed(6, activation="tanh") for _ in range(3)]
+    layers = [kind(6, activation="tanh") for kind in (Recomputed, Traced, Recomputed)]
     return keras.Sequential([keras.Input((7,)), *layers, L.Dense(3)])
 
 
@@ -181,11 +193,58 @@ def trained(name):
     return found | {"predicted": model.predict(x, batch_size=8, verbose=0)}
 
 
+def units(is_chief):
+    """Parts, bytes and gatherings of a step; and reads while others change weights."""
+    calls, found = [], {}
+
+    class Call(units_module.UnitCall):
+        def __init__(self, *args):
+            super().__init__(*args)
+            calls.append(self)
+
+    class Backward(units_module.Backward):
+        def redirect(self):
+            super().redirect()
+            if not self._replacements:
+                return
+            own = [call for call in calls if call.graph is self._graph]
+            later = {op.name for op in self._graph.get_operations()[self._replacements[0][0] :]}
+            users = {op.name for call in own for one in call.wholes for op in one.consumers()}
+            found.update(forward=len(own), backward=len(self.found), left=len(later & users))
+
+    units_module.UnitCall, units_module.Backward = Call, Backward
+    keras.utils.set_random_seed(3)
+    layers = [L.Dense(80, activation="tanh") for _ in range(3)]
+    model = keras.Sequential([keras.Input((7,)), *layers, L.Dense(3)])
+    model.compile(O.SGD(0.1), keras.losses.SparseCategoricalCrossentropy(from_logits=True))
+    x = np.random.RandomState(1).randn(48, 7).astype("float32")
+    before = tf.distribute.get_strategy().communication.wire_bytes
+    shares_job.fit(model, x, epochs=1)
+    wire = tf.distribute.get_strategy().communication.wire_bytes - before
+    for weight in model.trainable_variables:
+        # The chief is ahead, and reads what the other has still to read and change.
+        time.sleep(0 if is_chief else 0.1)
+        weight.assign(weight.numpy() * 0.5)
+    alone = model.layers[0].kernel.numpy().sum() if is_chief else None
+    together = model.layers[0].kernel.numpy().sum()
+    weights = model.trainable_variables
+    return found | {
+        "wire": np.asarray(wire / 6),
+        "kept": np.asarray([one._value.part.shape.num_elements() for one in weights]),
+        "whole": np.asarray([np.prod(one.shape) for one in weights]),
+        "read": together,
+        "read alone": together if alone is None else alone,
+    }
+
+
 if __name__ == "__main__":
-    names = sys.argv[2].split(",")
+    cases = {name: lambda name=name: trained(name) for name in MODELS}
+    is_chief = json.loads(os.environ.get("TF_CONFIG", "{}")).get("task", {}).get("index") == 0
+    cases["units"] = lambda: units(is_chief)
     shares_job.main(
         pathlib.Path(sys.argv[1]),
-        names,
-        os.environ.get("SHARD", "all"),
-        {name: lambda name=name: trained(name) for name in MODELS},
+        sys.argv[2].split(","),
+        cases,
+        shard="all",
+        reshard_after_forward="KEEPS" not in os.environ,
     )

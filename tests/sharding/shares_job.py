@@ -219,10 +219,10 @@ def bytes_and_state(strategy):
     }
 
 
-def main(folder, names, shard="optimizer", cases=()):
+def main(folder, names, cases=(), **options):
     strategy = None
     if os.environ.get("TF_CONFIG"):
-        strategy = psp.MultiWorkerMirroredStrategy(shard=shard)
+        strategy = psp.MultiWorkerMirroredStrategy(**{"shard": "optimizer", **options})
     others = {
         **dict(cases),
         "two_optimizers": two_optimizers,

@@ -23,6 +23,13 @@ def test_refused(given, text):
     assert "Received: shard=" in str(error.value)
 
 
+@pytest.mark.parametrize("given", [dict(), dict(shard="optimizer"), dict(shard="all")])
+def test_resharding_is_for_weights(given):
+    value = 2 if given.get("shard") == "all" else False
+    with pytest.raises(ValueError, match='must be True or False, and is for `shard="all"`'):
+        psp.MultiWorkerMirroredStrategy(**given, reshard_after_forward=value)
+
+
 def test_several_devices_are_refused():
     with pytest.raises(ValueError, match="one device each.*Received: shard='optimizer', 2 devices"):
         shard_option.check_devices("optimizer", 2)
