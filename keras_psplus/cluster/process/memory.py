@@ -1,4 +1,4 @@
-"""Keeps freed memory in the process instead of returning it to the kernel, or returns it at once.
+"""Keeps freed memory in the process, or returns it to the kernel at once.
 
 The C library's `malloc` requests large blocks from the kernel and returns them as soon as they are
 freed; the kernel clears the pages of a new block one by one, at their first use. A step of training
