@@ -139,7 +139,7 @@ class Units:
         return self._call is not None
 
     def read(self, weight: WeightShare) -> tf.Tensor:
-        """The whole of a weight, in a graph: what its unit has gathered, or gathered now."""
+        """The whole of a weight: what its unit has gathered, or gathered now."""
         found = None
         if self._call is not None:
             found = self._now.get(id(weight))
@@ -235,7 +235,7 @@ class Units:
             self._backwards.pop()
 
     def _gather(self, weights, reasons):
-        """Whole weights, by a collective for each bucket of a dtype, after what they wait for."""
+        """Whole weights, by a collective for each bucket of a dtype."""
         wholes: list[Any] = [None] * len(weights)
         size = [one.place.cut.number * one.place.cut.width * one.dtype.size for one in weights]
         with record.stop_recording(), tf.control_dependencies(reasons):
@@ -266,7 +266,7 @@ class Units:
 
 
 def _reaches(home):
-    """Whether the graph is of branches and loops of another; a function may be called elsewhere."""
+    """Whether the graph is of branches or loops of another, and no function."""
     graph = framework_ops.get_default_graph()
     while graph is not home:
         if not isinstance(graph, _CONTROL_FLOW):

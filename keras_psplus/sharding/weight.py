@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 
 
 class WeightShare(ShareVariable):
-    """A weight of which each worker keeps a part; a step computes with what its unit gathers.
+    """A weight of which each worker keeps a part, gathered for a step's units.
 
     Args:
         store: The strategy's `store.ShareStore`.
@@ -72,7 +72,7 @@ class WeightShare(ShareVariable):
 
 
 class WholeWeight(TensorVariable):
-    """The whole value of a weight in shares, in an update on the worker that makes it.
+    """The whole value of a weight in shares, in an update.
 
     Args:
         weight: The `WeightShare`.
