@@ -72,7 +72,10 @@ FOLDERS = {
         *("failure", "base", "startup", "arguments", "extended", "stalls", "graph", "replicas"),
         *("wire", "step", "split", "context", "engine", "strategy"),
     ],
-    "sharding": ["places", "variable", "sums", "store", "plan", "extended", "engine"],
+    "sharding": [
+        *("places", "variable", "sums", "store", "weight", "units", "plan", "extended"),
+        *("engine", "full_engine"),
+    ],
 }
 # The package itself, whose import installs the hooks, and what runs the command line.
 TOP = {"__init__", "__main__"}

@@ -8,8 +8,12 @@ from typing import Any
 from keras_psplus.arguments import shown
 from keras_psplus.updates import Updates
 
-# Packages above this one, by name, as a file in `strategies/` is.
-_PACKAGES = {"optimizer": "keras_psplus.sharding"}
+# Modules of a package above this one, by name, as a file in `strategies/` is.
+_ENGINES = {
+    "optimizer": ("keras_psplus.sharding.engine", "ShardedEngine"),
+    "all": ("keras_psplus.sharding.full_engine", "FullyShardedEngine"),
+}
+_EXTENDED = "keras_psplus.sharding.extended", "ShardedExtended"
 
 
 def check(shard: str | None, updates: Updates | None, is_plain: bool, **others: Any) -> str | None:
@@ -26,10 +30,11 @@ def check(shard: str | None, updates: Updates | None, is_plain: bool, **others: 
     """
     if shard is None:
         return None
-    if shard not in _PACKAGES:
+    if shard not in _ENGINES:
         raise ValueError(
-            '`shard` must be None or "optimizer", which leaves to each worker a part of the '
-            f"optimizer's state. Received: shard={shown(shard)}"
+            '`shard` must be None, "optimizer", which leaves to each worker a part of the '
+            'optimizer\'s state, or "all", which leaves it a part of the weights, too. '
+            f"Received: shard={shown(shard)}"
         )
     if updates is not None and updates.local:
         raise ValueError(
@@ -52,6 +57,17 @@ def check(shard: str | None, updates: Updates | None, is_plain: bool, **others: 
     return shard
 
 
+def check_reshard(shard: str | None, reshard_after_forward: bool) -> bool:
+    """Returns `reshard_after_forward`; raises ValueError if there is nothing that it is for."""
+    if reshard_after_forward is not True and (shard != "all" or reshard_after_forward is not False):
+        raise ValueError(
+            '`reshard_after_forward` must be True or False, and is for `shard="all"`, whose '
+            "weights it frees between forward and backward. "
+            f"Received: reshard_after_forward={shown(reshard_after_forward)}, shard={shard!r}"
+        )
+    return reshard_after_forward
+
+
 def check_devices(shard: str | None, devices: int) -> None:
     """Raises ValueError if workers with several devices are to shard."""
     if shard is not None and devices > 1:
@@ -64,6 +80,8 @@ def check_devices(shard: str | None, devices: int) -> None:
 
 def classes(shard: str) -> tuple[Any, Any]:
     """Engine and implementation half of a strategy with `shard`."""
-    package = _PACKAGES[shard]
-    engine, extended = (importlib.import_module(f"{package}.{n}") for n in ("engine", "extended"))
-    return engine.ShardedEngine, extended.ShardedExtended
+    engine, extended = (
+        getattr(importlib.import_module(module), name)
+        for module, name in (_ENGINES[shard], _EXTENDED)
+    )
+    return engine, extended

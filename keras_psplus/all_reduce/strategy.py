@@ -28,6 +28,7 @@ from keras_psplus.arguments import MOST, number, seconds
 from keras_psplus.cluster.launcher import launch_flags
 from keras_psplus.cluster.monitor import stalls
 from keras_psplus.cluster.monitor.progress import Progress
+from keras_psplus.cluster.process import memory
 from keras_psplus.core.base import checks, strategy_text
 from keras_psplus.core.batch import batches
 from keras_psplus.core.jobs import failure
@@ -83,7 +84,10 @@ class MultiWorkerMirroredStrategy(StateDicts, tf.distribute.MultiWorkerMirroredS
             `LocalSGD(every)` or `DiLoCo(every)`, or a text such as `"accumulate:4"`,
             `"local_sgd:8"` or `"diloco:100"`; None for every step.
         shard: `"optimizer"` to leave each worker a part of the optimizer's state and of the summed
-            gradients (ZeRO stages 1 and 2); None for all of it on every worker.
+            gradients (ZeRO stages 1 and 2); `"all"` for a part of the weights, too (ZeRO stage 3,
+            or FSDP); None for all of it on every worker.
+        reshard_after_forward: Whether weights of `shard="all"` are freed between forward and
+            backward, which gathers them once more; without, fewer bytes are sent.
 
     Raises:
         ValueError: If an argument is out of range, `compression`, `updates` or `shard` is unknown,
@@ -119,6 +123,7 @@ class MultiWorkerMirroredStrategy(StateDicts, tf.distribute.MultiWorkerMirroredS
         updates: str | updates_module.Updates | None = None,
         topology: str | Sequence[Sequence[str | int]] | None = None,
         shard: str | None = None,
+        reshard_after_forward: bool = True,
     ) -> None:
         activation.activate()
         compression, updates = launch_flags.fill(
@@ -136,6 +141,7 @@ class MultiWorkerMirroredStrategy(StateDicts, tf.distribute.MultiWorkerMirroredS
         others = {"compression": compression, "topology": topology}
         is_plain = self._engine_class is AllReduceEngine
         shard_option.check(shard, self._updates, is_plain, **others)
+        self.reshard_after_forward = shard_option.check_reshard(shard, reshard_after_forward)
         self._task = self._start(cluster_resolver, startup_timeout, heartbeat_timeout)
         multi_worker = self._task is not None and self._task.num_workers > 1
         control: ControlPlane | None = None
@@ -149,6 +155,8 @@ class MultiWorkerMirroredStrategy(StateDicts, tf.distribute.MultiWorkerMirroredS
         self._options["shard"] = shard
         if shard is not None and multi_worker:
             self._engine_class, self._extended_class = shard_option.classes(shard)
+            # What is freed would stay in the process, which then is as large as without shares.
+            memory.return_freed_memory()
         self._engine: Engine | None = None
         self._wrapped_functions: weakref.WeakKeyDictionary[Any, Any] = weakref.WeakKeyDictionary()
         self._step_marks = step_marks.StepMarks()

@@ -74,7 +74,7 @@ class ShardedEngine(AllReduceEngine):
                 lambda: place,
                 lambda of, shape: of.local_part(mirrored.read_value(), rank),
             )
-        _release_with(state, store)
+        state._value.release_with(state)
 
     # Variables.
 
@@ -121,7 +121,7 @@ class ShardedEngine(AllReduceEngine):
             find_place,
             lambda place, shape: initializer(tuple(shape), dtype=dtype),
         )
-        _release_with(variable, store)
+        variable._value.release_with(variable)
         return None
 
     @answers("restore")
@@ -272,7 +272,8 @@ class ShardedEngine(AllReduceEngine):
     def decay(self, optimizer: keras.optimizers.Optimizer, variables: list[keras.Variable]) -> None:
         pairs = zip(variables, self._placed(optimizer, variables))
         self._targets = {id(v): self._target(v, place) for v, place in pairs}
-        optimizer._apply_weight_decay([t for t in self._targets.values() if t is not None])
+        with in_update.raised():
+            optimizer._apply_weight_decay([t for t in self._targets.values() if t is not None])
 
     def update(
         self,
@@ -282,14 +283,12 @@ class ShardedEngine(AllReduceEngine):
     ) -> None:
         extended, places = self.strategy.extended, self._placed(optimizer, variables)
         targets, self._targets = [self._targets[id(v)] for v in variables], {}
-        mine, parts = [], []
+        mine = []
         for gradient, target, place in zip(grads, targets, places):
             if target is None:
                 continue
-            if place.cut is not None:
-                parts.append(target)
-                if isinstance(gradient, tf.IndexedSlices):
-                    gradient = sums.part_of_slices(gradient, place.cut, extended.world.rank)
+            if place.cut is not None and isinstance(gradient, tf.IndexedSlices):
+                gradient = sums.part_of_slices(gradient, place.cut, extended.world.rank)
             mine.append((gradient, target))
         with in_update.raised():
             optimizer._backend_update_step(
@@ -297,16 +296,26 @@ class ShardedEngine(AllReduceEngine):
                 [target for _, target in mine],
                 optimizer.learning_rate,
             )
+        parts = [target for target in targets if isinstance(target, ParameterPart)]
         sums.gather_parts(extended.launcher(0), parts, extended.bucket_bytes)
         cut_ones = [part.variable for part in parts]
         self._count(optimizer, cut_ones, [part.cut.width for part in parts], is_gradient=False)
+        self._spread_wholes(optimizer, variables, places, targets)
+
+    def _spread_wholes(self, optimizer, variables, places, targets):
+        """Gives all workers the new values of variables that are whole in an update."""
+        extended = self.strategy.extended
         owned = [i for i, place in enumerate(places) if place.owner is not None]
         for own, layout in self._layouts(variables, places, owned):
-            values = [variables[i]._value.read_value() for i in own]
+            values = [self._whole_value(variables[i], targets[i]) for i in own]
             found = layout.gather(extended.launcher(0), values, extended.world.rank)
             for i, value in zip(own, found):
                 variables[i]._value.assign(value, read_value=False)
             self._count(optimizer, [variables[i] for i in own], layout.widths, is_gradient=False)
+
+    def _whole_value(self, variable, target):
+        """The value that an update has made of a variable on its owner."""
+        return variable._value.read_value()
 
     def average(
         self, optimizer: keras.optimizers.Optimizer, variables: list[keras.Variable]
@@ -325,8 +334,3 @@ class ShardedEngine(AllReduceEngine):
                 is_later = ops.cast(ops.not_equal(optimizer.iterations, 0), variable.dtype)
                 kept = is_later * optimizer.ema_momentum
                 average._value.assign(kept * average + (1 - kept) * target)
-
-
-def _release_with(variable, store):
-    """Frees a worker's part after its Keras variable is gone on all workers."""
-    weakref.finalize(variable, store.release, variable._value.number).atexit = False

@@ -2,18 +2,20 @@
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager
 from typing import Any
 
 import tensorflow as tf
 
 from keras_psplus.all_reduce.extended import MultiWorkerMirroredExtended
 from keras_psplus.sharding.store import ShareStore
-from keras_psplus.sharding.variable import ParameterPart, ShareVariable
+from keras_psplus.sharding.variable import ShareVariable, TensorVariable
 
 
 class ShardedExtended(MultiWorkerMirroredExtended):
-    """Additional APIs of a strategy with `shard="optimizer"`."""
+    """Additional APIs of a strategy with `shard=`."""
 
     _store: ShareStore | None = None
 
@@ -35,6 +37,12 @@ class ShardedExtended(MultiWorkerMirroredExtended):
     def has_made(self, variable: Any) -> bool:
         return isinstance(variable, ShareVariable) or super().has_made(variable)
 
+    def colocate_vars_with(self, colocate_with_variable: Any) -> AbstractContextManager[Any]:
+        if isinstance(colocate_with_variable, ShareVariable):
+            # What `gradient_accumulation_steps` adds up is mirrored.
+            return contextlib.nullcontext()
+        return super().colocate_vars_with(colocate_with_variable)
+
     def update(
         self,
         var: Any,
@@ -43,7 +51,7 @@ class ShardedExtended(MultiWorkerMirroredExtended):
         kwargs: dict[str, Any] | None = None,
         group: bool = True,
     ) -> Any:
-        if isinstance(var, (ParameterPart, ShareVariable)):
+        if isinstance(var, (TensorVariable, ShareVariable)):
             return fn(var, *args, **(kwargs or {}))
         return super().update(var, fn, args, kwargs, group)
 

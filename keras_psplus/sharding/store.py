@@ -29,6 +29,8 @@ if TYPE_CHECKING:
 _POLL_SECONDS, _POLL = 3.0, 3000
 _SILENT_SECONDS, _PATIENCE_SECONDS = 8.0, 120.0
 _numbers = itertools.count()
+# The answer to what another worker cannot give before it is answered itself.
+_NOT_YET = object()
 
 
 class ShareStore:
@@ -119,6 +121,7 @@ class ShareStore:
 
     def _submit(self, **request):
         """Has all workers answer a request of this one; returns the answer."""
+        begin = time.monotonic()
         with failure.translate_errors(self._control.task), self._reading:
             while True:
                 number = self._offer(request)
@@ -126,10 +129,13 @@ class ShareStore:
                     while self._next == number and self._error is None:
                         self._changed.wait(_POLL_SECONDS)
                         self._check_peers()
-                    if number in self._answers:
-                        return self._answers.pop(number)
+                    answer = self._answers.pop(number, _NOT_YET)
+                    if answer is not _NOT_YET:
+                        return answer
                     if self._error is not None:
                         raise self._error
+                    if time.monotonic() - begin > _PATIENCE_SECONDS:
+                        raise self._lack(request)
 
     def _offer(self, request):
         """Writes a request under the next number, which another worker may have taken."""
@@ -140,7 +146,7 @@ class ShareStore:
 
     def _check_peers(self):
         if self._control.lost:
-            error = TimeoutError("a worker that has parts of the optimizer's state is gone")
+            error = TimeoutError("a worker that has parts of variables is gone")
             failure.raise_if_peer_gone(self._control.task, error, self._control.lost)
 
     def _key(self, name):
@@ -183,9 +189,14 @@ class ShareStore:
             if mine:
                 self._released.remove(number)
         if "variable" in request:
-            variable = self._wait_for(request["variable"], request["steps"], request["writes"])
+            variable = self._wait_for(request)
             with tf.device(self._host._device):
-                answer = variable.gathered(self._host)
+                # One may have to read something else before it has what is asked for.
+                ready = self._host.all_reduce(tf.constant(float(variable is not None)))
+                if int(ready) == self.workers:
+                    answer = variable.gathered(self._host)
+                else:
+                    answer = _NOT_YET
         with self._changed:
             if mine:
                 self._own.append(self._next)
@@ -199,24 +210,34 @@ class ShareStore:
                 context.context().delete_config_key_value(self._key(number))
             self._own = []
 
-    def _wait_for(self, number, steps, writes):
-        """Waits for a variable, for the asking worker's step, and for what it has loaded."""
-        begin = time.monotonic()
+    def _wait_for(self, request):
+        """Waits for a variable, for the asking worker's step, and for what it has loaded.
+
+        Returns:
+            The variable; None if this worker's script waits for an answer, too.
+        """
+        begin, number = time.monotonic(), request["variable"]
         while True:
             made = self._variables[number] if number < len(self._variables) else None
-            is_there = made is not None and made.is_placed and made.writes >= writes
-            if is_there and self._progress.steps >= steps:
+            is_there = made is not None and made.is_placed and made.writes >= request["writes"]
+            if is_there and self._progress.steps >= request["steps"]:
                 return made
+            if request["by"] != self.rank and self._reading.locked():
+                return None
             if time.monotonic() - begin > _PATIENCE_SECONDS:
                 # Collectives of the asking worker end with it.
-                message = (
-                    "A worker reads a variable of an optimizer that another has not made or used, "
-                    "or is steps ahead. Every worker must run the same script. Received: variable "
-                    f"{number} after {steps} steps, which {self._control.names[self.rank]} lacks"
-                )
-                error_report.report(message)
-                raise RuntimeError(message)
+                error = self._lack(request)
+                error_report.report(str(error))
+                raise error
             time.sleep(0.002)
+
+    def _lack(self, request):
+        return RuntimeError(
+            "A worker reads a variable in shares that another has not made or used, or is steps "
+            "ahead. Every worker must run the same script. Received: variable "
+            f"{request.get('variable')} after {request.get('steps')} steps, on "
+            f"{self._control.names[self.rank]}"
+        )
 
     def _leave(self):
         """Waits until all workers have ended, or one waits for this in a step."""
@@ -234,7 +255,7 @@ class ShareStore:
                         begin = None
                         logger.info(
                             "%s has ended its script, and stays until %s ends: that may read parts "
-                            "of the optimizer's state that are here",
+                            "of variables that are here",
                             *(names[self.rank], name),
                         )
         except Exception:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
@@ -35,6 +36,7 @@ class ShareVariable(CompositeVariable):
         name: Its name.
         find_place: Function without arguments that returns its `places.Place`.
         initial: Function of that place and the shape of the part; returns the part's first value.
+        trainable: Whether tapes watch it.
     """
 
     def __init__(
@@ -45,6 +47,7 @@ class ShareVariable(CompositeVariable):
         name: str,
         find_place: Callable[[], Place],
         initial: Callable[[Place, tf.TensorShape], Any],
+        trainable: bool = False,
     ) -> None:
         self._store = store
         # None once they are no longer needed: they keep other objects alive.
@@ -59,7 +62,12 @@ class ShareVariable(CompositeVariable):
         )
         # Number of values that the script has given it, as by a file that is loaded.
         self.writes = 0
-        super().__init__(False, shape, tf.as_dtype(dtype), f"{name}_in_shares_{self.number}", name)
+        unique_id = f"{name}_in_shares_{self.number}"
+        super().__init__(trainable, shape, tf.as_dtype(dtype), unique_id, name)
+
+    def release_with(self, variable: keras.Variable) -> None:
+        """Frees a worker's part after its Keras variable is gone on all workers."""
+        weakref.finalize(variable, self._store.release, self.number).atexit = False
 
     @property
     def is_placed(self) -> bool:
@@ -117,15 +125,19 @@ class ShareVariable(CompositeVariable):
         return launcher.all_reduce(part if mine else tf.zeros(self._whole_shape, self.dtype))
 
     def _write(self, method, value):
-        value = tf.cast(value, self.dtype)
-        if not in_update:
+        other = getattr(value, "_value", value)
+        if isinstance(other, ShareVariable) and other.place == self.place and not in_update:
+            # As of averages: each worker has its part of both.
+            value = other.part.read_value()
+        elif not in_update:
+            value = tf.cast(value, self.dtype)
             if self._store.restoring and tf.executing_eagerly():
                 self.restored = value
             value = self.place.local_part(value, self._store.rank)
             if tf.executing_eagerly():
                 # A slice shares the buffer of the whole, and would keep it alive.
                 value = tf.raw_ops.DeepCopy(x=value)
-        written = getattr(self.part, method)(value, read_value=False)
+        written = getattr(self.part, method)(tf.cast(value, self.dtype), read_value=False)
         if tf.executing_eagerly() and not self._store.restoring:
             self.writes += 1
         return written
@@ -151,22 +163,18 @@ class ShareVariable(CompositeVariable):
         return self.part.scatter_update(sparse_delta)
 
 
-class ParameterPart(CompositeVariable):
-    """This worker's part of a mirrored variable in an update, without memory.
+class TensorVariable(CompositeVariable):
+    """A tensor that an update changes as a variable, without memory.
 
     Args:
-        variable: Keras variable of the model.
-        place: Its `places.Place`, which is cut.
-        rank: Rank of this worker.
+        value: Its first value.
+        mirrored: The variable of TensorFlow's that it stands for.
     """
 
-    def __init__(self, variable: keras.Variable, place: Place, rank: int) -> None:
-        mirrored = variable._value
-        assert place.cut is not None
-        self.variable, self.cut, self.path = variable, place.cut, variable.path
-        self._now = place.local_part(mirrored.read_value(), rank)
+    def __init__(self, value: tf.Tensor, mirrored: tf.Variable) -> None:
+        self._now = value
         # By its id an optimizer finds slots, and by its name what weight decay leaves out.
-        super().__init__(True, self._now.shape, mirrored.dtype, mirrored._unique_id, mirrored.name)
+        super().__init__(True, value.shape, mirrored.dtype, mirrored._unique_id, mirrored.name)
 
     @property
     def handle(self) -> tf.Tensor:
@@ -195,6 +203,22 @@ class ParameterPart(CompositeVariable):
 
     def _scatter(self, function, slices):
         self._now = function(self._now, slices.indices[:, tf.newaxis], slices.values)
+
+
+class ParameterPart(TensorVariable):
+    """This worker's part of a mirrored variable in an update.
+
+    Args:
+        variable: Keras variable of the model.
+        place: Its `places.Place`, which is cut.
+        rank: Rank of this worker.
+    """
+
+    def __init__(self, variable: keras.Variable, place: Place, rank: int) -> None:
+        mirrored = variable._value
+        assert place.cut is not None
+        self.variable, self.cut, self.path = variable, place.cut, variable.path
+        super().__init__(place.local_part(mirrored.read_value(), rank), mirrored)
 
 
 def gather_row(launcher: Launcher, row: tf.Tensor, workers: int) -> tf.Tensor:

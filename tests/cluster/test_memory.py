@@ -23,12 +23,12 @@ def faults_of_a_block():
     return min(found[1:])
 
 
-def measure(**environment):
+def measure(function="keep_freed_memory", **environment):
     """What was told, and the faults, in a process of its own."""
     code = (
         "from keras_psplus.cluster.process import memory\n"
         "from tests.cluster.test_memory import faults_of_a_block\n"
-        "print(memory.keep_freed_memory(), faults_of_a_block())\n"
+        f"memory.keep_freed_memory()\nprint(memory.{function}(), faults_of_a_block())\n"
     )
     kept = {k: v for k, v in os.environ.items() if "MALLOC_" not in k and k != "GLIBC_TUNABLES"}
     output = subprocess.run(
@@ -47,6 +47,12 @@ def test_freed_blocks_are_kept():
     told, faults = measure()
     assert told
     assert faults < PAGES // 100
+
+
+def test_freed_blocks_are_returned():
+    told, faults = measure("return_freed_memory")
+    assert told
+    assert faults > PAGES // 2
 
 
 @pytest.mark.parametrize(

@@ -219,11 +219,12 @@ def bytes_and_state(strategy):
     }
 
 
-def main(folder, names):
+def main(folder, names, cases=(), **options):
     strategy = None
     if os.environ.get("TF_CONFIG"):
-        strategy = psp.MultiWorkerMirroredStrategy(shard="optimizer")
+        strategy = psp.MultiWorkerMirroredStrategy(**{"shard": "optimizer", **options})
     others = {
+        **dict(cases),
         "two_optimizers": two_optimizers,
         "files": lambda: files(folder, strategy),
         "ended": lambda: ended(strategy),

@@ -9,7 +9,8 @@ from keras_psplus.all_reduce import shard_option
 @pytest.mark.parametrize(
     "given, text",
     [
-        (dict(shard="all"), '`shard` must be None or "optimizer"'),
+        (dict(shard="weights"), '`shard` must be None, "optimizer", .* or "all"'),
+        (dict(shard="all", compression="int8"), "with `compression` yet"),
         (dict(shard="optimizer", compression="int8"), "with `compression` yet"),
         (dict(shard="optimizer", updates="accumulate:2"), "with `updates` yet"),
         (dict(shard="optimizer", updates="local_sgd:4"), "update their weights together"),
@@ -20,6 +21,13 @@ def test_refused(given, text):
     with pytest.raises(ValueError, match=text) as error:
         psp.MultiWorkerMirroredStrategy(**given)
     assert "Received: shard=" in str(error.value)
+
+
+@pytest.mark.parametrize("given", [dict(), dict(shard="optimizer"), dict(shard="all")])
+def test_resharding_is_for_weights(given):
+    value = 2 if given.get("shard") == "all" else False
+    with pytest.raises(ValueError, match='must be True or False, and is for `shard="all"`'):
+        psp.MultiWorkerMirroredStrategy(**given, reshard_after_forward=value)
 
 
 def test_several_devices_are_refused():

@@ -30,51 +30,51 @@ def folder(tmp_path_factory):
 @pytest.fixture(scope="module")
 def alone(folder):
     """What one process leaves, in a folder."""
-    return _alone(folder / "alone", [*CASES, "resumed"])
+    return train_alone(folder / "alone", [*CASES, "resumed"])
 
 
-def _alone(path, cases, **env):
+def train_alone(path, cases, job=JOB, **env):
     path.mkdir()
     env = {**os.environ, **env, "PYTHONPATH": python_path(os.environ)}
-    command = [sys.executable, str(JOB), str(path), ",".join(cases)]
+    command = [sys.executable, str(job), str(path), ",".join(cases)]
     done = subprocess.run(command, env=env, capture_output=True, text=True, timeout=600)
     assert not done.returncode, done.stderr[-4000:]
     return path
 
 
-def _cluster(path, workers, cases, **kwargs):
+def train_in_cluster(path, workers, cases, job=JOB, **kwargs):
     path.mkdir(exist_ok=True)
     args = [path, ",".join(cases)]
-    return path, run_in_processes(JOB, workers=workers, timeout=600, args=args, **kwargs)
+    return path, run_in_processes(job, workers=workers, timeout=600, args=args, **kwargs)
 
 
 @pytest.fixture(scope="module")
 def two(folder):
-    return _cluster(folder / "two", 2, [*CASES, "bytes", "ended"])
+    return train_in_cluster(folder / "two", 2, [*CASES, "bytes", "ended"])
 
 
 @pytest.fixture(scope="module")
 def three(folder, two):
     env = {"LOADED": str(two[0] / "all.worker-0.keras")}
-    return _cluster(folder / "three", 3, [*THREE, "load"], env=env)
+    return train_in_cluster(folder / "three", 3, [*THREE, "load"], env=env)
 
 
-def _check(alone, cluster, case):
+def check(alone, cluster, case, tolerance=TOLERANCE):
     path, result = cluster
     name = case.replace("/", "_")
     expected = load(alone / f"{name}.one.npz", "")
     for task, log in result.logs.items():
-        assert_close(load(path / f"{name}.{task}.npz", log), expected, TOLERANCE)
+        assert_close(load(path / f"{name}.{task}.npz", log), expected, tolerance)
 
 
 @pytest.mark.parametrize("case", CASES)
 def test_two_workers_equal_one_process(alone, two, case):
-    _check(alone, two, case)
+    check(alone, two, case)
 
 
 @pytest.mark.parametrize("case", THREE)
 def test_three_workers_equal_one_process(alone, three, case):
-    _check(alone, three, case)
+    check(alone, three, case)
 
 
 def test_state_and_bytes(two):
@@ -108,13 +108,13 @@ def test_files_go_on_elsewhere(folder, alone, two, three):
     slots = {k.replace("slots", "read"): v for k, v in expected.items() if k.startswith("slots")}
     later = {k: v for k, v in expected.items() if k.startswith("later")}
     env = {"LOADED": str(two[0] / "all.worker-1.keras")}
-    one = load(_alone(folder / "loaded", ["load"], **env) / "load.one.npz", "")
+    one = load(train_alone(folder / "loaded", ["load"], **env) / "load.one.npz", "")
     assert_close(one, slots | later, TOLERANCE)
     for task, log in three[1].logs.items():
         assert_close(load(three[0] / f"load.{task}.npz", log), slots | later, TOLERANCE)
 
 
 def test_backup_goes_on_with_another_number_of_workers(folder, alone):
-    _cluster(folder / "backup", 3, ["failing"], expect_failure=True)
-    resumed = _cluster(folder / "backup", 2, ["resumed"])
-    _check(alone, resumed, "resumed")
+    train_in_cluster(folder / "backup", 3, ["failing"], expect_failure=True)
+    resumed = train_in_cluster(folder / "backup", 2, ["resumed"])
+    check(alone, resumed, "resumed")

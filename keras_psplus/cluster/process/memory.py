@@ -1,4 +1,4 @@
-"""Keeps freed memory in the process instead of returning it to the kernel.
+"""Keeps freed memory in the process, or returns it to the kernel at once.
 
 The C library's `malloc` requests large blocks from the kernel and returns them as soon as they are
 freed; the kernel clears the pages of a new block one by one, at their first use. A step of training
@@ -30,17 +30,33 @@ def keep_freed_memory() -> bool:
     Returns:
         Whether it was told.
     """
+    return _tell(
+        {
+            _MMAP_THRESHOLD: 1 << 30,
+            _TRIM_THRESHOLD: (1 << 31) - 1,  # the most that it can be told
+            # Without this, whole heaps of threads, of 64 MiB each, would still be returned.
+            _TOP_PAD: 64 << 20,
+            _ARENA_MAX: max(2, len(os.sched_getaffinity(0))),
+        }
+    )
+
+
+def return_freed_memory() -> bool:
+    """Tells glibc's `malloc` to return large blocks as soon as they are freed.
+
+    For processes that have to be small: pages of each block are cleared by the kernel. The user's
+    settings are kept, as by `keep_freed_memory`, which this takes back.
+
+    Returns:
+        Whether it was told.
+    """
+    return _tell({_MMAP_THRESHOLD: 1 << 20, _TRIM_THRESHOLD: 1 << 20, _TOP_PAD: 1 << 17})
+
+
+def _tell(settings):
+    """Sets parameters of `malloc`, unless the user has chosen some or it is not glibc's."""
     chosen = any(name in os.environ for name in _VARIABLES)
     if chosen or "glibc.malloc." in os.environ.get("GLIBC_TUNABLES", ""):
         return False
     mallopt = getattr(ctypes.CDLL(None), "mallopt", None)
-    if mallopt is None:
-        return False
-    settings = {
-        _MMAP_THRESHOLD: 1 << 30,
-        _TRIM_THRESHOLD: (1 << 31) - 1,  # the most that it can be told
-        # Without this, whole heaps of threads, of 64 MiB each, would still be returned.
-        _TOP_PAD: 64 << 20,
-        _ARENA_MAX: max(2, len(os.sched_getaffinity(0))),
-    }
-    return all([mallopt(*setting) for setting in settings.items()])
+    return mallopt is not None and all([mallopt(*setting) for setting in settings.items()])

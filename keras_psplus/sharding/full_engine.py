@@ -1,0 +1,147 @@
+"""Engine of all-reduce with weights, gradients and the optimizer's state in shares."""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import math
+import weakref
+from typing import Any
+
+import keras
+import tensorflow as tf
+
+from keras_psplus import text_table
+from keras_psplus.engine import Call, answers
+from keras_psplus.keras_internals.keras_parts import ops
+from keras_psplus.log import logger
+from keras_psplus.sharding.engine import ShardedEngine
+from keras_psplus.sharding.units import Units
+from keras_psplus.sharding.variable import in_update
+from keras_psplus.sharding.weight import WeightShare, WholeWeight
+
+
+class FullyShardedEngine(ShardedEngine):
+    """Cuts the weights, too: ZeRO stage 3, or FSDP."""
+
+    can_compile, exports_copies = False, True
+    # The chief need not have room for the model.
+    has_weights_in_memory = False
+
+    def __init__(self, strategy: tf.distribute.Strategy) -> None:
+        super().__init__(strategy)
+        self._described: weakref.WeakSet[keras.Model] = weakref.WeakSet()
+
+    @property
+    def compiles_by_default(self) -> bool:
+        return False
+
+    @functools.cached_property
+    def units(self) -> Units:
+        """Units of the steps."""
+        extended = self.strategy.extended
+        frees = self.strategy.reshard_after_forward
+        units = Units(extended.launcher(0), extended.bucket_bytes, frees)
+        self.strategy.communication.add_source(units.traffic.traffic, lambda: 0.0)
+        return units
+
+    # Variables.
+
+    def build(self, call: Call) -> None:
+        super().build(call)
+        model = call.owner
+        if self.strategy.is_chief and model not in self._described:
+            self._described.add(model)
+            logger.info("%s", _describe(model, self.strategy.extended.control.names))
+
+    @answers("initialize")
+    def _initialize(self, call: Call) -> Any:
+        variable, value = call.owner, call.get("value")
+        is_float = tf.as_dtype(variable._dtype).is_floating
+        if not (variable.trainable and is_float) or isinstance(value, tf.Variable):
+            return super()._initialize(call)
+        extended = self.strategy.extended
+        with tf.device(extended.store.device):
+            value = tf.cast(value() if callable(value) else value, variable._dtype)
+            weight = WeightShare(extended.store, self.units.read, variable)
+            # Those of the chief, of which the others keep their parts.
+            weight.restored = value
+            extended.broadcast([weight])
+        variable._value = weight
+        weight.release_with(variable)
+        return None
+
+    # A step.
+
+    @answers("call_layer")
+    def _call_layer(self, call: Call) -> Any:
+        layer = call.owner
+        weights: list[WeightShare] = []
+        if not (isinstance(layer, keras.Model) or self.units.is_in_call or tf.executing_eagerly()):
+            values = {id(variable._value): variable._value for variable in layer.variables}
+            weights = [one for one in values.values() if isinstance(one, WeightShare)]
+        if not weights:
+            return super()._call_layer(call)
+        return self.units.call(weights, super()._call_layer, call)
+
+    def gradient(self, call: Call) -> Any:
+        def regathering(*args: Any, **kwargs: Any) -> Any:
+            with self.units.backward():
+                return call.original(*args, **kwargs)
+
+        return super().gradient(dataclasses.replace(call, original=regathering))
+
+    def _target(self, variable, place):
+        weight = variable._value
+        if not isinstance(weight, WeightShare):
+            return super()._target(variable, place)
+        if place.cut is not None:
+            return variable
+        # All workers gather, also for one alone.
+        whole = weight.gathered(self.strategy.extended.launcher(0))
+        return (
+            WholeWeight(weight, whole) if place.holds(self.strategy.extended.world.rank) else None
+        )
+
+    def _whole_value(self, variable, target):
+        if not isinstance(variable._value, WeightShare):
+            return super()._whole_value(variable, target)
+        return tf.zeros(variable.shape, variable.dtype) if target is None else target.value()
+
+    def _spread_wholes(self, optimizer, variables, places, targets):
+        super()._spread_wholes(optimizer, variables, places, targets)
+        for variable, place, target in zip(variables, places, targets):
+            if place.is_everywhere and isinstance(target, WholeWeight):
+                variable._value.assign(target.value())
+
+    def average(
+        self, optimizer: keras.optimizers.Optimizer, variables: list[keras.Variable]
+    ) -> None:
+        targets = [
+            self._target(v, p) for v, p in zip(variables, self._placed(optimizer, variables))
+        ]
+        with in_update.raised():
+            averages = optimizer._model_variables_moving_average
+            for variable, target, average in zip(variables, targets, averages):
+                if average is None or target is None:
+                    continue
+                # As Keras computes it; its variable's own `assign` would look at the whole shape.
+                is_later = ops.cast(ops.not_equal(optimizer.iterations, 0), variable.dtype)
+                kept = is_later * optimizer.ema_momentum
+                average._value.assign(kept * average + (1 - kept) * target)
+
+
+def _describe(model, names):
+    """Table of what each worker keeps of a model's weights."""
+    sizes = [math.prod(v.shape) * tf.as_dtype(v.dtype).size for v in model.variables]
+    cut = [v._value.place.cut for v in model.variables if isinstance(v._value, WeightShare)]
+    rows = [("worker", "weights MB", "of all")]
+    own = sum(sizes)
+    for variable, size in zip(model.variables, sizes):
+        if isinstance(variable._value, WeightShare):
+            own += variable._value.place.cut.width * variable._value.dtype.size - size
+    rows += [(name, f"{own / 1e6:.2f}", f"{own / max(1, sum(sizes)):.0%}") for name in names]
+    return (
+        f"'{model.name}' in shares: {len(cut)} of {len(sizes)} variables are cut into equal parts, "
+        f"of {sum(sizes) / 1e6:.2f} MB\n{text_table.aligned(rows)}"
+    )

@@ -1,0 +1,287 @@
+"""Units: layers whose weights are gathered together, and freed until backward.
+
+A unit is the outermost layer that is called and no `keras.Model`: a Dense layer of a Sequential, a
+block of a transformer. With units 1, 2 and 3, and each gathering started by what is in brackets:
+
+    forward     gather 1 [-]    gather 2 [-]     gather 3 [inputs of 2]
+    backward    gather 3, gather 2 [gradient of 3's outputs]     gather 1 [gradient of 2's]
+
+TensorFlow begins all that waits for nothing, and would gather the whole model at once. The second
+gathering takes the place of the first in the operations of backward, which then is no longer
+needed when forward is done.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import weakref
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from typing import TYPE_CHECKING, Any
+
+import tensorflow as tf
+
+from keras_psplus.all_reduce.collectives import gradients
+from keras_psplus.all_reduce.reduction.traffic import TensorTraffic, TrafficVariables
+from keras_psplus.all_reduce.topology import shards
+from keras_psplus.core.batch.replica_step import current_step
+from keras_psplus.engine import Call
+from keras_psplus.keras_internals.keras_parts import get_keras_mask, set_keras_mask, tree
+from keras_psplus.sharding.variable import gather_row
+from keras_psplus.tf_internals import control_flow_func_graphs, framework_ops, record
+
+if TYPE_CHECKING:
+    from keras_psplus.all_reduce.collectives.operations import Launcher
+    from keras_psplus.sharding.weight import WeightShare
+
+_CONTROL_FLOW = (
+    control_flow_func_graphs.CondBranchFuncGraph,
+    control_flow_func_graphs.WhileBodyFuncGraph,
+    control_flow_func_graphs.WhileCondFuncGraph,
+)
+# Units that are gathered before they are needed.
+_AHEAD = 1
+
+
+class UnitCall:
+    """One call of a unit in a step.
+
+    Args:
+        weights: The unit's `WeightShare`s, each once.
+        inputs: Tensors that it is called with.
+        number: Number of the call in its step.
+    """
+
+    def __init__(self, weights: Sequence[WeightShare], inputs: list[Any], number: int) -> None:
+        self.weights, self.inputs, self.number = weights, inputs, number
+        self.graph = framework_ops.get_default_graph()
+        self.wholes: list[tf.Tensor] = []
+        self.is_recorded = False
+        # Operations of weights alone, such as casts, in order.
+        self._derived: list[tf.Operation] = []
+
+    def note_derived(self, operations: Iterable[tf.Operation]) -> None:
+        """Notes which of the call's operations compute with nothing but weights."""
+        made = {whole.name for whole in self.wholes}
+        for op in operations:
+            names = [one.name for one in op.inputs]
+            if op._is_stateful or op.control_inputs or made.isdisjoint(names):
+                continue
+            if all(n in made or one.op.type == "Const" for n, one in zip(names, op.inputs)):
+                self._derived.append(op)
+                made.update(output.name for output in op.outputs)
+
+    def replacements(self, again: Sequence[tf.Tensor]) -> dict[str, tf.Tensor]:
+        """Tensors by the names of those whose places they take, of the second gathering."""
+        found = {old.name: new for old, new in zip(self.wholes, again)}
+        for op in self._derived:
+            attributes = op.node_def.attr
+            copy = self.graph.create_op(
+                op.type,
+                [found.get(one.name, one) for one in op.inputs],
+                [output.dtype for output in op.outputs],
+                attrs={name: attributes[name] for name in attributes},
+            )
+            found.update({old.name: new for old, new in zip(op.outputs, copy.outputs)})
+        return found
+
+
+class Backward:
+    """The second gatherings of one call of a tape."""
+
+    def __init__(self) -> None:
+        self.found: dict[int, list[tf.Tensor]] = {}
+        self.of_weight: dict[int, tf.Tensor] = {}
+        # Replacements for operations that are made after so many.
+        self._replacements: list[tuple[int, dict[str, tf.Tensor]]] = []
+        self._graph = framework_ops.get_default_graph()
+
+    def add(self, call: UnitCall, again: list[tf.Tensor]) -> None:
+        """Notes what a unit has gathered once more."""
+        self.found[id(call)] = again
+        self.of_weight.update({id(w): one for w, one in zip(call.weights, again)})
+        replacements = call.replacements(again)
+        self._replacements.append((len(self._graph.get_operations()), replacements))
+
+    def redirect(self) -> None:
+        """Has operations of backward compute with the second gatherings."""
+        if not self._replacements:
+            return
+        operations, known = self._graph.get_operations(), dict[str, tf.Tensor]()
+        # What was made before a gathering keeps to the first: it may come before its reasons.
+        ends = [number for number, _ in self._replacements[1:]] + [len(operations)]
+        for (begin, replacements), end in zip(self._replacements, ends):
+            known.update(replacements)
+            for op in operations[begin:end]:
+                for i, one in enumerate(op.inputs):
+                    if one.name in known:
+                        op._update_input(i, known[one.name])
+
+
+class Units:
+    """Gathers weights for the units of a strategy's steps.
+
+    Args:
+        launcher: Collectives of this worker's replica.
+        bucket_bytes: Size in bytes up to which weights share a collective.
+        frees: Whether weights are freed between forward and backward.
+    """
+
+    def __init__(self, launcher: Launcher, bucket_bytes: int, frees: bool) -> None:
+        self._launcher, self._bucket_bytes, self._frees = launcher, bucket_bytes, frees
+        self._calls: weakref.WeakKeyDictionary[Any, list[UnitCall]] = weakref.WeakKeyDictionary()
+        self._call: UnitCall | None = None
+        self._now: dict[int, tf.Tensor] = {}
+        self._backwards: list[Backward] = []
+        self.traffic = TrafficVariables()
+
+    @property
+    def is_in_call(self) -> bool:
+        """Whether a unit is being called."""
+        return self._call is not None
+
+    def read(self, weight: WeightShare) -> tf.Tensor:
+        """The whole of a weight: what its unit has gathered, or gathered now."""
+        found = None
+        if self._call is not None:
+            found = self._now.get(id(weight))
+        elif self._backwards:
+            # In backward, where a layer is recomputed.
+            found = self._backwards[-1].of_weight.get(id(weight))
+        if found is None or not _reaches(found.graph):
+            return self._gather([weight], ())[0]
+        return found
+
+    def call(
+        self,
+        weights: Sequence[WeightShare],
+        proceed: Callable[[Call], Any],
+        of_layer: Call,
+    ) -> Any:
+        """Calls a unit between the gathering of its weights and their release.
+
+        Args:
+            weights: Its weights, each once.
+            proceed: Function that makes the call.
+            of_layer: Call of the layer.
+        """
+        calls = self._calls.setdefault(current_step(), [])
+        inputs = [
+            one
+            for one in tree.flatten((of_layer.args, of_layer.kwargs))
+            if isinstance(one, tf.Tensor)
+        ]
+        call = UnitCall(weights, inputs, len(calls))
+        call.wholes = self._gather(weights, self._reasons(calls, call))
+        calls.append(call)
+        before = len(call.graph.get_operations())
+        self._call, self._now = call, {id(w): one for w, one in zip(weights, call.wholes)}
+        try:
+            outputs = proceed(of_layer)
+        finally:
+            self._call, self._now = None, {}
+        if not self._frees or not record.could_possibly_record():
+            return outputs
+        call.note_derived(call.graph.get_operations()[before:])
+        return self._gated(call, outputs)
+
+    def _reasons(self, calls, call):
+        """Tensors that the gathering of a call waits for."""
+        if len(calls) < max(1, _AHEAD):
+            return ()
+        last = calls[-1]
+        return [one for one in (*calls[-_AHEAD].inputs, *last.wholes) if one.graph is call.graph]
+
+    def _gated(self, call, outputs):
+        """Outputs whose gradients have the unit's weights gathered once more."""
+        inside = list(
+            {id(leaf): leaf for leaf in tree.flatten(outputs) if _has_gradient(leaf)}.values()
+        )
+        if not inside:
+            return outputs
+        with record.stop_recording():
+            outside = [tf.identity(leaf) for leaf in inside]
+        for old, new in zip(inside, outside):
+            if get_keras_mask(old) is not None:
+                set_keras_mask(new, get_keras_mask(old))
+
+        def gradient(*grads):
+            self._arrive(call, [one for one in grads if one is not None])
+            return grads
+
+        record.record_operation("ShardedUnit", outside, inside, gradient)
+        call.is_recorded = True
+        pairs = {id(old): new for old, new in zip(inside, outside)}
+        return tree.map_structure(lambda leaf: pairs.get(id(leaf), leaf), outputs)
+
+    def _arrive(self, call, grads):
+        """Gathers weights once more, as the gradients of a unit's outputs have come."""
+        if not self._backwards or framework_ops.get_default_graph() is not call.graph:
+            return
+        backward, reasons = self._backwards[-1], _tensors(grads)
+        calls = self._calls.get(current_step(), [call])
+        for one in reversed(calls[max(0, call.number - _AHEAD) : call.number + 1]):
+            if id(one) not in backward.found and one.graph is call.graph and one.is_recorded:
+                backward.add(one, self._gather(one.weights, reasons))
+            reasons = [*reasons, *backward.found.get(id(one), ())]
+
+    @contextlib.contextmanager
+    def backward(self) -> Iterator[None]:
+        """Context in which a tape makes the operations of backward."""
+        if tf.executing_eagerly() or not self._frees:
+            yield
+            return
+        self._backwards.append(Backward())
+        try:
+            yield
+            self._backwards[-1].redirect()
+        finally:
+            self._backwards.pop()
+
+    def _gather(self, weights, reasons):
+        """Whole weights, by a collective for each bucket of a dtype."""
+        wholes: list[Any] = [None] * len(weights)
+        size = [one.place.cut.number * one.place.cut.width * one.dtype.size for one in weights]
+        with record.stop_recording(), tf.control_dependencies(reasons):
+            for _, bucket in gradients.buckets(
+                range(len(weights)),
+                lambda i: weights[i].dtype,
+                lambda i: size[i],
+                self._bucket_bytes,
+            ):
+                cuts = [weights[i].place.cut for i in bucket]
+                row = shards.row_of([tf.identity(weights[i].part.value()) for i in bucket])
+                rows = gather_row(self._launcher, row, cuts[0].number)
+                for i, whole in zip(bucket, shards.wholes_of(rows, cuts)):
+                    wholes[i] = tf.ensure_shape(whole, cuts[bucket.index(i)].shape)
+        self.traffic.add(
+            [
+                TensorTraffic(
+                    one.path,
+                    None,
+                    0,
+                    0,
+                    size[i] // one.place.cut.number * (one.place.cut.number - 1),
+                )
+                for i, one in enumerate(weights)
+            ]
+        )
+        return wholes
+
+
+def _reaches(home):
+    """Whether the graph is of branches or loops of another, and no function."""
+    graph = framework_ops.get_default_graph()
+    while graph is not home:
+        if not isinstance(graph, _CONTROL_FLOW):
+            return False
+        graph = graph.outer_graph
+    return True
+
+
+def _has_gradient(leaf):
+    return isinstance(leaf, tf.Tensor) and (leaf.dtype.is_floating or leaf.dtype.is_complex)
+
+
+def _tensors(grads):
+    """Tensors of gradients, which may be `tf.IndexedSlices`."""
+    return [one.values if isinstance(one, tf.IndexedSlices) else one for one in grads]

@@ -1,0 +1,84 @@
+"""Weights in shares, and whole weights in updates that are not element by element."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any
+
+import keras
+import tensorflow as tf
+
+from keras_psplus.core.batch.replica_step import current_step
+from keras_psplus.keras_internals.keras_parts import global_state
+from keras_psplus.sharding.places import Place
+from keras_psplus.sharding.variable import ShareVariable, TensorVariable, in_update
+from keras_psplus.tf_internals import record, resource_variable_ops
+
+if TYPE_CHECKING:
+    from keras_psplus.sharding.store import ShareStore
+
+
+class WeightShare(ShareVariable):
+    """A weight of which each worker keeps a part, gathered for a step's units.
+
+    Args:
+        store: The strategy's `store.ShareStore`.
+        read: Function of a weight that returns the whole of it, in the graph of a step.
+        variable: The Keras variable whose value this is.
+    """
+
+    def __init__(
+        self, store: ShareStore, read: Callable[[Any], tf.Tensor], variable: keras.Variable
+    ) -> None:
+        shape, dtype = tuple(variable._shape), tf.as_dtype(variable._dtype)
+        place = Place.of_parts(shape, store.workers)
+        self._read, self.path = read, variable.path
+        super().__init__(
+            store,
+            shape,
+            dtype,
+            variable.name,
+            lambda: place,
+            lambda place, shape: tf.zeros(shape, dtype),
+            trainable=True,
+        )
+        assert self.place is place
+
+    def value(self) -> tf.Tensor:
+        if in_update:
+            return self.part.value()
+        if tf.executing_eagerly():
+            if current_step() is not None:
+                raise RuntimeError(
+                    'With `shard="all"`, a replica computes with weights in a `tf.function` alone: '
+                    "eager replicas cannot gather them. Call `strategy.run` in a `tf.function`. "
+                    f"Received: an eager step that reads '{self.path}'"
+                )
+            return super().value()
+        if global_state.get_global_attribute("symbolic_scope") is not None:
+            # Keras asks for shapes: nothing is computed.
+            return tf.zeros(self._whole_shape, self.dtype)
+        resource_variable_ops.variable_accessed(self)
+        whole = self._read(self)
+        # Of what has been gathered, the tape knows nothing; gradients are those by the whole.
+        record.record_operation(
+            "ReadVariableOp",
+            [whole],
+            [self.handle],
+            backward_function=lambda gradient: [gradient],
+            forward_function=lambda tangent: [tangent],
+        )
+        return whole
+
+
+class WholeWeight(TensorVariable):
+    """The whole value of a weight in shares, in an update.
+
+    Args:
+        weight: The `WeightShare`.
+        value: Its value, gathered.
+    """
+
+    def __init__(self, weight: WeightShare, value: tf.Tensor) -> None:
+        self.path = weight.path
+        super().__init__(value, weight)

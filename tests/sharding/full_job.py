@@ -1,0 +1,250 @@
+"""Trains with weights in shares, or in one process.
+
+full_job.py FOLDER CASE,CASE...
+
+A case is one of `shares_job.py`, or one of the models here. What each leaves is written to
+`<folder>/<case>.<task>.npz`.
+"""
+
+import json
+import os
+import pathlib
+import sys
+import time
+
+from tests.sharding import shares_job
+
+# isort: split
+import keras
+import numpy as np
+import tensorflow as tf
+
+from keras_psplus.sharding import units as units_module
+
+L, O = keras.layers, keras.optimizers  # noqa: E741
+
+
+class Block(L.Layer):
+    """A block of a transformer, which is one unit; with weights of its own."""
+
+    def __init__(self, **kwargs):
+        super().__init__(**kwargs)
+        self.attention, self.norm = L.MultiHeadAttention(2, 4), L.LayerNormalization()
+        self.inside, self.outside = L.Dense(12, activation="gelu"), L.Dense(8)
+        self.supports_masking = True
+
+    def build(self, shape):
+        self.scale = self.add_weight(shape=(8,), initializer="ones", name="scale")
+        self.attention.build(shape, shape)
+        self.norm.build(shape)
+        self.inside.build(shape)
+        self.outside.build((*shape[:-1], 12))
+
+    def call(self, x, mask=None):
+        x = x + self.attention(x, x, query_mask=mask) * self.scale
+        return self.norm(x + self.outside(self.inside(x)))
+
+
+def transformer():
+    inputs = keras.Input((6,), dtype="int32")
+    x = L.Embedding(11, 8, mask_zero=True)(inputs)
+    for _ in range(3):
+        x = Block()(x)
+    return keras.Model(inputs, L.Dense(3, dtype="float32")(L.GlobalAveragePooling1D()(x)))
+
+
+def convolutional():
+    inputs = keras.Input((6, 6, 2))
+    x = L.Conv2D(5, 3, activation="tanh", kernel_regularizer="l2")(inputs)
+    x = L.BatchNormalization(synchronized=True)(x)
+    x = L.SeparableConv2D(3, 2, bias_constraint=keras.constraints.MaxNorm(0.01))(x)
+    x = L.GroupNormalization(3)(x)
+    return keras.Model(inputs, L.Dense(3)(L.Flatten()(x)))
+
+
+def recurrent():
+    inputs = keras.Input((5, 4))
+    x = L.LSTM(6, return_sequences=True, activity_regularizer="l2")(inputs)
+    x = L.Bidirectional(L.GRU(3))(x)
+    return keras.Model(inputs, L.Dense(3)(x))
+
+
+class Tied(L.Layer):
+    """Computes its logits with the embedding of another layer."""
+
+    def __init__(self, embedding, **kwargs):
+        super().__init__(**kwargs)
+        self.embedding = embedding
+
+    def call(self, x):
+        return tf.matmul(x, self.embedding.embeddings, transpose_b=True)
+
+
+def tied():
+    """A shared layer, a nested model, a frozen layer, and an embedding that is the last, too."""
+    inputs, shared = keras.Input((6,), dtype="int32"), L.Dense(4, activation="tanh")
+    embedding = L.Embedding(3, 4)
+    x = L.GlobalAveragePooling1D()(embedding(inputs))
+    frozen = L.Dense(4, activation="tanh")
+    nested = keras.Sequential([keras.Input((4,)), L.Dense(5, activation="tanh"), frozen])
+    x = shared(nested(shared(x)))
+    frozen.trainable = False
+    return keras.Model(inputs, Tied(embedding)(x))
+
+
+class Traced(L.Dense):
+    """A layer that computes in a function of its own, which all graphs call."""
+
+    @tf.function
+    def call(self, x):
+        return super().call(x)
+
+
+class Penalty(keras.Model):
+    """A model with weights of its own, whose step clips gradients and takes a second one."""
+
+    def __init__(self):
+        super().__init__()
+        self.first, self.second = L.Dense(5, activation="tanh"), L.Dense(3)
+        self.scale = self.add_weight(shape=(5,), initializer="ones")
+        self.norm = keras.metrics.Mean("norm")
+
+    def call(self, x):
+        return self.second(self.first(x) * self.scale)
+
+    def train_step(self, data):
+        x, y = data
+        with tf.GradientTape() as tape:
+            with tf.GradientTape() as inner:
+                inner.watch(x)
+                y_pred = self(x, training=True)
+                total = tf.reduce_sum(y_pred)
+            slope = inner.gradient(total, x)
+            loss = self.compute_loss(y=y, y_pred=y_pred) + tf.reduce_mean(slope**2)
+        grads = tape.gradient(loss, self.trainable_variables)
+        grads, norm = tf.clip_by_global_norm(grads, 0.5)
+        self.norm.update_state(norm)
+        self.optimizer.apply(grads, self.trainable_variables)
+        return {"loss": loss, "norm": self.norm.result()}
+
+
+def penalty():
+    model = Penalty()
+    model(np.zeros((1, 7), "float32"))
+    return model
+
+
+def mixed():
+    keras.config.set_dtype_policy("mixed_bfloat16")
+    try:
+        return transformer()
+    finally:
+        keras.config.set_dtype_policy("float32")
+
+
+class Recomputed(L.Dense):
+    """A layer whose activations, and with them its weights, backward computes once more."""
+
+    def call(self, x):
+        return keras.remat(super().call)(x)
+
+
+def remat():
+    layers = [kind(6, activation="tanh") for kind in (Recomputed, Traced, Recomputed)]
+    return keras.Sequential([keras.Input((7,)), *layers, L.Dense(3)])
+
+
+TOKENS = "transformer", "tied", "mixed"
+SHAPES = {"convolutional": (6, 6, 2), "recurrent": (5, 4), "penalty": (7,), "remat": (7,)}
+MODELS = {
+    "transformer": (
+        transformer,
+        lambda: O.SGD(0.1, momentum=0.9, use_ema=True, ema_overwrite_frequency=3),
+    ),
+    "convolutional": (convolutional, lambda: O.SGD(0.05, momentum=0.9, weight_decay=0.1)),
+    "recurrent": (recurrent, lambda: O.RMSprop(1e-3)),
+    "tied": (tied, lambda: O.SGD(0.1, momentum=0.9)),
+    "penalty": (penalty, lambda: O.Adam(1e-2)),
+    "mixed": (mixed, lambda: O.LossScaleOptimizer(O.SGD(0.05, momentum=0.9))),
+    "remat": (remat, lambda: O.SGD(0.05, momentum=0.9)),
+}
+
+
+def trained(name):
+    """A model that was trained, evaluated and asked for predictions."""
+    make, optimizer = MODELS[name]
+    keras.utils.set_random_seed(3)
+    model = make()
+    if name == "penalty":
+        model.compile(optimizer(), keras.losses.SparseCategoricalCrossentropy(from_logits=True))
+    else:
+        shares_job.compiled(model, optimizer())
+    model.optimizer.build(model.trainable_variables)
+    rng = np.random.RandomState(1)
+    x = rng.randn(50, *SHAPES.get(name, ())).astype("float32")
+    if name in TOKENS:
+        x = rng.randint(0, 3 if name == "tied" else 7, (50, 6))
+    y = np.random.RandomState(2).randint(0, 3, 50)
+    initial = model.get_weights()
+    history = shares_job.fit(model, x, validation_data=(x[:20], y[:20]))
+    found = shares_job.left(model, history)
+    found |= {f"initial/{i}": value for i, value in enumerate(initial)}
+    found["evaluated"] = np.asarray(model.evaluate(x, y, batch_size=8, verbose=0))
+    return found | {"predicted": model.predict(x, batch_size=8, verbose=0)}
+
+
+def units(is_chief):
+    """Parts, bytes and gatherings of a step; and reads while others change weights."""
+    calls, found = [], {}
+
+    class Call(units_module.UnitCall):
+        def __init__(self, *args):
+            super().__init__(*args)
+            calls.append(self)
+
+    class Backward(units_module.Backward):
+        def redirect(self):
+            super().redirect()
+            if not self._replacements:
+                return
+            own = [call for call in calls if call.graph is self._graph]
+            later = {op.name for op in self._graph.get_operations()[self._replacements[0][0] :]}
+            users = {op.name for call in own for one in call.wholes for op in one.consumers()}
+            found.update(forward=len(own), backward=len(self.found), left=len(later & users))
+
+    units_module.UnitCall, units_module.Backward = Call, Backward
+    keras.utils.set_random_seed(3)
+    layers = [L.Dense(80, activation="tanh") for _ in range(3)]
+    model = keras.Sequential([keras.Input((7,)), *layers, L.Dense(3)])
+    model.compile(O.SGD(0.1), keras.losses.SparseCategoricalCrossentropy(from_logits=True))
+    x = np.random.RandomState(1).randn(48, 7).astype("float32")
+    before = tf.distribute.get_strategy().communication.wire_bytes
+    shares_job.fit(model, x, epochs=1)
+    wire = tf.distribute.get_strategy().communication.wire_bytes - before
+    for weight in model.trainable_variables:
+        # The chief is ahead, and reads what the other has still to read and change.
+        time.sleep(0 if is_chief else 0.1)
+        weight.assign(weight.numpy() * 0.5)
+    alone = model.layers[0].kernel.numpy().sum() if is_chief else None
+    together = model.layers[0].kernel.numpy().sum()
+    weights = model.trainable_variables
+    return found | {
+        "wire": np.asarray(wire / 6),
+        "kept": np.asarray([one._value.part.shape.num_elements() for one in weights]),
+        "whole": np.asarray([np.prod(one.shape) for one in weights]),
+        "read": together,
+        "read alone": together if alone is None else alone,
+    }
+
+
+if __name__ == "__main__":
+    cases = {name: lambda name=name: trained(name) for name in MODELS}
+    is_chief = json.loads(os.environ.get("TF_CONFIG", "{}")).get("task", {}).get("index") == 0
+    cases["units"] = lambda: units(is_chief)
+    shares_job.main(
+        pathlib.Path(sys.argv[1]),
+        sys.argv[2].split(","),
+        cases,
+        shard="all",
+        reshard_after_forward="KEEPS" not in os.environ,
+    )

@@ -1,0 +1,101 @@
+"""Weights in shares: equal to one process, in files too, with known bytes, and freed by units."""
+
+import pathlib
+
+import numpy as np
+import pytest
+
+from tests.results import assert_close, load
+from tests.sharding.full_job import MODELS
+from tests.sharding.test_shares import check, train_alone, train_in_cluster
+
+pytestmark = pytest.mark.timeout(1500)
+
+JOB = pathlib.Path(__file__).with_name("full_job.py")
+# Element by element, whole on one worker, whole on all.
+OPTIMIZERS = ["average", "accumulate", "loss_scale", "schedule_free", "muon", "counting"]
+CASES = [*MODELS, *OPTIMIZERS, "embedding/momentum_clipnorm", "two_optimizers", "files"]
+THREE = ["transformer", "convolutional", "tied", "muon", "adamw"]
+# Of bfloat16, sums in another order differ in the third digit.
+TOLERANCES = {"mixed": 3e-2}
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory):
+    return tmp_path_factory.mktemp("full_shares")
+
+
+@pytest.fixture(scope="module")
+def alone(folder):
+    return train_alone(folder / "alone", [*CASES, "adamw", "resumed"], JOB)
+
+
+@pytest.fixture(scope="module")
+def two(folder):
+    cases = [*CASES, "ended", "units"]
+    return train_in_cluster(folder / "two", 2, cases, JOB)
+
+
+@pytest.fixture(scope="module")
+def three(folder, two):
+    env = {"LOADED": str(two[0] / "all.worker-0.keras")}
+    cases = [*THREE, "load", "units"]
+    return train_in_cluster(folder / "three", 3, cases, JOB, env={**env, "KEEPS": "1"})
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_two_workers_equal_one_process(alone, two, case):
+    check(alone, two, case, TOLERANCES.get(case, 2e-5))
+
+
+@pytest.mark.parametrize("case", THREE)
+def test_three_workers_equal_one_process(alone, three, case):
+    check(alone, three, case, 2e-5)
+
+
+def test_state_bytes_and_units(two):
+    """Parts of weights, one and a half times an all-reduce's bytes, and a step's gatherings."""
+    path, result = two
+    found = load(path / "units.worker-1.npz", result.logs["worker-1"])
+    np.testing.assert_array_equal(found["kept"], -(-found["whole"] // 2))
+    all_reduced = 4 * found["whole"].sum()
+    assert 1.5 * all_reduced <= found["wire"] <= 1.52 * all_reduced
+    # Nothing of backward computes with what forward has gathered.
+    assert found["forward"] == found["backward"] == 4
+    assert found["left"] == 0
+    assert found["read alone"] == pytest.approx(found["read"])
+    log = result.logs["worker-0"]
+    assert "in shares: 8 of 8 variables are cut into equal parts" in log
+
+
+def test_weights_that_are_kept_send_no_more_than_all_reduce(three):
+    path, result = three
+    found = load(path / "units.worker-0.npz", result.logs["worker-0"])
+    all_reduced = 4 * found["whole"].sum() * 4 / 3
+    assert all_reduced <= found["wire"] <= 1.02 * all_reduced
+    assert "backward" not in found
+
+
+def test_slots_can_be_read_when_other_workers_have_ended(alone, two):
+    path, result = two
+    found = load(path / "ended.worker-0.npz", result.logs["worker-0"])
+    expected = load(alone / "adamw.one.npz", "")
+    slots = {k.replace("slots", "ended"): v for k, v in expected.items() if k.startswith("slots")}
+    assert_close(found, slots, 2e-5)
+
+
+def test_files_go_on_elsewhere(folder, alone, two, three):
+    expected = load(alone / "files.one.npz", "")
+    slots = {k.replace("slots", "read"): v for k, v in expected.items() if k.startswith("slots")}
+    later = {k: v for k, v in expected.items() if k.startswith("later")}
+    env = {"LOADED": str(two[0] / "all.worker-1.keras")}
+    one = load(train_alone(folder / "loaded", ["load"], JOB, **env) / "load.one.npz", "")
+    assert_close(one, slots | later, 2e-5)
+    for task, log in three[1].logs.items():
+        assert_close(load(three[0] / f"load.{task}.npz", log), slots | later, 2e-5)
+
+
+def test_backup_goes_on_with_another_number_of_workers(folder, alone):
+    train_in_cluster(folder / "backup", 3, ["failing"], JOB, expect_failure=True)
+    resumed = train_in_cluster(folder / "backup", 2, ["resumed"], JOB)
+    check(alone, resumed, "resumed", 2e-5)
