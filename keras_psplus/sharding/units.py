@@ -165,11 +165,8 @@ class Units:
             of_layer: Call of the layer.
         """
         calls = self._calls.setdefault(current_step(), [])
-        inputs = [
-            one
-            for one in tree.flatten((of_layer.args, of_layer.kwargs))
-            if isinstance(one, tf.Tensor)
-        ]
+        given = tree.flatten((of_layer.args, of_layer.kwargs))
+        inputs = [one for one in given if isinstance(one, tf.Tensor)]
         call = UnitCall(weights, inputs, len(calls))
         call.wholes = self._gather(weights, self._reasons(calls, call))
         calls.append(call)

@@ -53,7 +53,7 @@ def return_freed_memory() -> bool:
     return _tell({_MMAP_THRESHOLD: 1 << 20, _TRIM_THRESHOLD: 1 << 20, _TOP_PAD: 1 << 17})
 
 
-def _tell(settings):
+def _tell(settings: dict[int, int]) -> bool:
     """Sets parameters of `malloc`, unless the user has chosen some or it is not glibc's."""
     chosen = any(name in os.environ for name in _VARIABLES)
     if chosen or "glibc.malloc." in os.environ.get("GLIBC_TUNABLES", ""):
