@@ -12,7 +12,7 @@ _TO_CONTROL = 1000
 
 
 def control_port(port: int) -> int:
-    """Returns the port of the control channel of a task that serves, by that of TensorFlow."""
+    """Returns the port of a serving task's control channel, by that of TensorFlow."""
     return port + _TO_CONTROL if port + _TO_CONTROL <= 65535 else port - _TO_CONTROL
 
 

@@ -148,7 +148,7 @@ class Units:
             # In backward, where a layer is recomputed.
             found = self._backwards[-1].of_weight.get(id(weight))
         if found is None or not _reaches(found.graph):
-            return self._gather([weight], ())[0]
+            return _with_gradient(self._gather([weight], ())[0], weight)
         return found
 
     def call(
@@ -263,6 +263,22 @@ class Units:
             ]
         )
         return wholes
+
+
+@tf.RegisterGradient("ShardedRead")
+def _gradient_of_read(op: tf.Operation, grad: tf.Tensor, _: Any) -> tuple[None, tf.Tensor]:
+    return None, grad
+
+
+def _with_gradient(whole: tf.Tensor, weight: WeightShare) -> tf.Tensor:
+    """A whole weight whose gradient is the weight's, also in a function within the step.
+
+    What calls such a function differentiates its operations, of which no tape has a record.
+    """
+    graph = framework_ops.get_default_graph()
+    with record.stop_recording(), graph.gradient_override_map({"IdentityN": "ShardedRead"}):
+        read: tf.Tensor = tf.raw_ops.IdentityN(input=[whole, weight.handle])[0]
+    return read
 
 
 def _reaches(home):

@@ -1,1 +1,1 @@
-"""The control channel between tasks: signed requests over gRPC, by TLS where it is asked for."""
+"""Control channel between tasks: signed requests over gRPC, by TLS on request."""
