@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 import weakref
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from typing import TYPE_CHECKING, Any
 
 import tensorflow as tf
@@ -180,7 +180,7 @@ class StrategyEngine(Engine):
     def _begin_training(self, event: Call) -> Any:
         with self.progress.beginning(event.owner):
             result = event.proceed()
-        self.preemption.watch(self.progress)
+        self.preemption.watch(self.progress, self.wait_for_preempted_servers)
         return result
 
     @answers("epoch_begin")
@@ -198,6 +198,11 @@ class StrategyEngine(Engine):
         if self.control is not None and callbacks.model.stop_training:
             self.control.post_stop(self.strategy.progress.steps, self.progress.at)
         self.preemption.check(self.progress, callbacks, self.save_now)
+
+    @property
+    def wait_for_preempted_servers(self) -> Callable[[], None] | None:
+        """Function that returns when a serving process is told to end, or None."""
+        return None
 
     def save_now(self, callbacks: keras.callbacks.CallbackList) -> None:
         """Saves the state of `fit`."""

@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import functools
-import threading
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import keras
@@ -15,7 +14,6 @@ from keras_psplus.core.backup.backup_tables import BackupTables
 from keras_psplus.core.batch.replica_step import current_step
 from keras_psplus.engine import Call, answers
 from keras_psplus.hybrid.context import TableContext
-from keras_psplus.hybrid.rpc.servers import Servers
 from keras_psplus.hybrid.tables import embeddings, prefetch, row_gradients
 from keras_psplus.hybrid.tables.embeddings import table_of
 from keras_psplus.keras_internals.keras_parts import base_optimizer
@@ -32,7 +30,6 @@ class HybridEngine(AllReduceEngine):
         super().__init__(strategy)
         # Until `fit` makes the iterator over its data; those of validation come later.
         self._awaits_data = False
-        self._watch: threading.Thread | None = None
 
     @property
     def _context(self) -> TableContext | None:
@@ -226,13 +223,7 @@ class HybridEngine(AllReduceEngine):
     @answers("train_begin")
     def _begin_training(self, event: Call) -> Any:
         result = super()._begin_training(event)
-        model, context = event.owner.model, self._context
-        if self.progress.can_save and self.strategy.is_chief and context is not None:
-            if self._watch is None:
-                self._watch = threading.Thread(
-                    target=self._watch_servers, args=(context.servers,), daemon=True
-                )
-                self._watch.start()
+        model = event.owner.model
         if not self.strategy.sync and self.backup_tables.any_of(model) and self.progress.can_save:
             # For a server that is started again before the first regular one.
             if model.optimizer is not None and not model.optimizer.built:
@@ -240,7 +231,8 @@ class HybridEngine(AllReduceEngine):
             self.save_now(event.owner)
         return result
 
-    def _watch_servers(self, servers: Servers) -> None:
-        """Saves the job when a server is told to end, as if this process were."""
-        servers.wait_until_told()
-        self.preemption.is_server_told = True
+    @property
+    def wait_for_preempted_servers(self) -> Callable[[], None] | None:
+        if self._context is None or not self.strategy.is_chief:
+            return None
+        return self._context.servers.wait_until_told

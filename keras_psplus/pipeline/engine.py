@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import functools
+from collections.abc import Callable
 from contextlib import AbstractContextManager
 from typing import Any
 
@@ -44,6 +46,11 @@ class PipelineEngine(DistributedEngine):
     @property
     def worker_state(self) -> Residuals:
         return self.context.residuals
+
+    @property
+    def wait_for_preempted_servers(self) -> Callable[[], None] | None:
+        chief = self.strategy._chief
+        return None if chief is None else functools.partial(chief.wait_until_told, "worker")
 
     # Steps that are under way.
 

@@ -38,7 +38,7 @@ def tell_launcher():
         while not termination.SIGNAL.is_noted:
             assert time.monotonic() < deadline
             time.sleep(0.01)
-    elif kind == "hybrid":
+    elif kind != "all_reduce":
         time.sleep(3)  # In which the chief hears of a server that is told.
 
 

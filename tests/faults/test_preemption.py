@@ -64,12 +64,20 @@ def test_a_job_whose_launcher_is_told_to_end(kind, expected, tmp_path):
     check(tmp_path, expected)
 
 
-@pytest.mark.parametrize(("kind", "task"), [("all_reduce", "worker1"), ("hybrid", "ps0")])
-def test_a_job_of_which_one_task_is_told_to_end(kind, task, expected, tmp_path):
+@pytest.mark.parametrize(
+    ("kind", "task", "saves"),
+    [
+        ("all_reduce", "worker1", "worker-0"),
+        ("hybrid", "ps0", "worker-0"),
+        ("sync_parameter_server", "ps0", "chief-0"),
+        ("pipeline", "worker1", "chief-0"),
+    ],
+)
+def test_a_job_of_which_one_task_is_told_to_end(kind, task, saves, expected, tmp_path):
     (tmp_path / "told").touch()
     flags = [f"--grace={GRACE}", "--max_restarts=1", f"--chaos=preempt:{task}@step=8"]
     exit_code, log = run(tmp_path, kind, *flags)
     assert exit_code == 0, log[-4000:]
-    assert "worker-0 was told to end (SIGTERM) and has saved the job after batch" in log
+    assert f"{saves} was told to end (SIGTERM) and has saved the job after batch" in log
     assert "restart 1 of 1 begins" in log
     check(tmp_path, expected)

@@ -72,7 +72,12 @@ def serve(
     listener = shutdown.ShutdownListener()
     # Before TensorFlow's server, by which a chief sees that this task is here.
     channel = control.listen_to_chief(
-        config, {"claim": LeaseHolder(address).claim, "word": listener.receive}
+        config,
+        {
+            "claim": LeaseHolder(address).claim,
+            "word": listener.receive,
+            "is_told_to_end": lambda: termination.SIGNAL.is_noted,
+        },
     )
     try:
         server = tf.distribute.Server(

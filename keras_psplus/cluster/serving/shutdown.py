@@ -8,8 +8,10 @@ has died.
 
 import atexit
 import concurrent.futures
+import contextlib
 import sys
 import threading
+import time
 from collections.abc import Mapping
 
 from keras_psplus.cluster.channel.sessions import RefusedError
@@ -17,6 +19,7 @@ from keras_psplus.cluster.serving import control
 
 _HELLO, _SHUTDOWN = "hello", "shutdown"
 _SHUTDOWN_SECONDS = 3.0
+_TOLD_SECONDS = 1.0
 
 
 class ShutdownListener:
@@ -72,6 +75,16 @@ class ShutdownNotifier:
     def greet(self, task: str) -> None:
         """Greets a server that is there, or was started again."""
         self._send(_HELLO, [task])
+
+    def wait_until_told(self, job: str) -> None:
+        """Waits without end until a task of a job has got SIGTERM; in a thread."""
+        while True:
+            for task in [task for task in self._here if task.startswith(f"{job}-")]:
+                # One that is away is not told.
+                with contextlib.suppress(OSError, RefusedError):
+                    if control.ask(self._addresses[task], "is_told_to_end", {}, _SHUTDOWN_SECONDS):
+                        return
+            time.sleep(_TOLD_SECONDS)
 
     def note_failure(self) -> None:
         """Notes that this process is about to end, but not well."""

@@ -48,9 +48,10 @@ class Preemption:
     def __init__(self, control: ControlPlane | None, name: str, alone: int = 1) -> None:
         self._control, self._name, self._alone = control, name, alone
         # Whether a process that serves this one is told to end.
-        self.is_server_told = False
+        self._is_server_told = False
         self._batches = 0
         self._thread: threading.Thread | None = None
+        self._server_thread: threading.Thread | None = None
         self._until: int | None = None
 
     @classmethod
@@ -60,15 +61,32 @@ class Preemption:
         alone = 1 if updates is None else getattr(updates, "every", updates.steps)
         return cls(control, "this process" if task is None else task.name, alone)
 
-    def watch(self, progress: FitProgress) -> None:
-        """Notes SIGTERM from now on, if something of a `fit` can be saved."""
+    def watch(
+        self, progress: FitProgress, wait_for_servers: Callable[[], None] | None = None
+    ) -> None:
+        """Notes SIGTERM from now on, if something of a `fit` can be saved.
+
+        Args:
+            progress: Progress of the `fit`.
+            wait_for_servers: Function that returns when a process that serves this one has got
+                SIGTERM; it runs in a thread.
+        """
         if not progress.can_save:
             return
         SIGNAL.watch()
+        if wait_for_servers is not None and self._server_thread is None:
+            self._server_thread = threading.Thread(
+                target=self._watch, args=(wait_for_servers,), daemon=True
+            )
+            self._server_thread.start()
         if self._control is not None and self._thread is None:
             args = (self._control,)
             self._thread = threading.Thread(target=self._listen, args=args, daemon=True)
             self._thread.start()
+
+    def _watch(self, wait_for_servers):
+        wait_for_servers()
+        self._is_server_told = True
 
     def unwatch(self, outer: FitProgress) -> None:
         """Has SIGTERM end this process again after a `fit`, unless there is one around it."""
@@ -88,7 +106,7 @@ class Preemption:
             callbacks: Its callbacks, which have heard of the end of the batch.
             save: Function of these that saves it.
         """
-        is_told = SIGNAL.is_noted or self.is_server_told
+        is_told = SIGNAL.is_noted or self._is_server_told
         if progress.can_save and self.end_batch(_is_last(progress, callbacks), is_told):
             save(callbacks)
             self.end(progress.at)
