@@ -63,7 +63,8 @@ class FullyShardedEngine(ShardedEngine):
         extended = self.strategy.extended
         with tf.device(extended.store.device):
             value = tf.cast(value() if callable(value) else value, variable._dtype)
-            weight = WeightShare(extended.store, self.units.read, variable)
+            units = self.units
+            weight = WeightShare(extended.store, units.read, units.note_write, variable)
             # Those of the chief, of which the others keep their parts.
             weight.restored = value
             extended.broadcast([weight])
