@@ -134,7 +134,7 @@ class Units:
         self._call: UnitCall | None = None
         self._now: dict[int, tf.Tensor] = {}
         self._backwards: list[Backward] = []
-        # Ids of the weights that a graph's operations change.
+        # Ids of the weights that a graph's operations change, also by functions and branches.
         self._written: weakref.WeakKeyDictionary[Any, set[int]] = weakref.WeakKeyDictionary()
         self.traffic = TrafficVariables()
 
@@ -160,7 +160,10 @@ class Units:
         if tf.executing_eagerly():
             return
         self._now.pop(id(weight), None)
-        self._written.setdefault(framework_ops.get_default_graph(), set()).add(id(weight))
+        graph = framework_ops.get_default_graph()
+        while graph is not None:
+            self._written.setdefault(graph, set()).add(id(weight))
+            graph = getattr(graph, "outer_graph", None)
         step = current_step()
         for call in () if step is None else self._calls.get(step, ()):
             # Backward is that of the values with which forward has computed.
@@ -199,9 +202,7 @@ class Units:
 
     def _reasons(self, calls):
         """Tensors that the gathering of a call waits for."""
-        if len(calls) < max(1, _AHEAD):
-            return ()
-        return [*calls[-_AHEAD].inputs, *calls[-1].wholes]
+        return [*calls[-_AHEAD].inputs, *calls[-1].wholes] if len(calls) >= _AHEAD else ()
 
     def _gated(self, call, outputs):
         """Outputs whose gradients have the unit's weights gathered once more."""
@@ -269,29 +270,17 @@ class Units:
         wholes: list[Any] = [None] * len(weights)
         size = [one.place.cut.number * one.place.cut.width * one.dtype.size for one in weights]
         with record.stop_recording(), tf.control_dependencies(reasons):
-            for _, bucket in gradients.buckets(
-                range(len(weights)),
-                lambda i: weights[i].dtype,
-                lambda i: size[i],
-                self._bucket_bytes,
-            ):
+            numbers, dtypes = range(len(weights)), [one.dtype for one in weights]
+            of_number = dtypes.__getitem__, size.__getitem__
+            for _, bucket in gradients.buckets(numbers, *of_number, self._bucket_bytes):
                 cuts = [weights[i].place.cut for i in bucket]
                 row = shards.row_of([tf.identity(weights[i].part.value()) for i in bucket])
                 rows = gather_row(self._launcher, row, cuts[0].number)
                 for i, whole in zip(bucket, shards.wholes_of(rows, cuts)):
                     wholes[i] = tf.ensure_shape(whole, cuts[bucket.index(i)].shape)
-        self.traffic.add(
-            [
-                TensorTraffic(
-                    one.path,
-                    None,
-                    0,
-                    0,
-                    size[i] // one.place.cut.number * (one.place.cut.number - 1),
-                )
-                for i, one in enumerate(weights)
-            ]
-        )
+        cuts = [one.place.cut for one in weights]
+        sent = [bytes_ // cut.number * (cut.number - 1) for bytes_, cut in zip(size, cuts)]
+        self.traffic.add([TensorTraffic(one.path, None, 0, 0, n) for one, n in zip(weights, sent)])
         return wholes
 
 
