@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import keras
 import tensorflow as tf
@@ -18,6 +18,11 @@ from keras_psplus.hybrid.tables import embeddings, prefetch, row_gradients
 from keras_psplus.hybrid.tables.embeddings import table_of
 from keras_psplus.keras_internals.keras_parts import base_optimizer
 from keras_psplus.log import info_once, logger
+
+if TYPE_CHECKING:
+    from keras.optimizers import Optimizer
+
+    from keras_psplus.engine import Gradients, Pairs, Variables
 
 
 class HybridEngine(AllReduceEngine):
@@ -76,7 +81,7 @@ class HybridEngine(AllReduceEngine):
         variable._decision = None
         if self._context is not None and shape is not None:
             variable._decision = embeddings.decide(
-                self._context.placer, shape, call.kwargs.get("name"), call.kwargs.get("dtype")
+                self._context.placer, shape, call.get("name"), call.get("dtype")
             )
         return super()._make_variable(call)
 
@@ -151,12 +156,7 @@ class HybridEngine(AllReduceEngine):
             optimizer, reference, name=call.get("name"), initializer=slot
         )
 
-    def reduce(
-        self,
-        optimizer: keras.optimizers.Optimizer,
-        grads: list[tf.Tensor | tf.IndexedSlices],
-        variables: list[keras.Variable],
-    ) -> list[tf.Tensor | tf.IndexedSlices]:
+    def reduce(self, optimizer: Optimizer, grads: Gradients, variables: Variables) -> Gradients:
         tables, dense = row_gradients.split(variables)
         if not tables:
             return super().reduce(optimizer, grads, variables)
@@ -176,12 +176,7 @@ class HybridEngine(AllReduceEngine):
                 extended.push_rows(table, grads[i], optimizer, 0.0, waits=True)
         return row_gradients.on_dense(super().reduce, optimizer, grads, variables, dense)
 
-    def clip(
-        self,
-        optimizer: keras.optimizers.Optimizer,
-        grads: list[tf.Tensor | tf.IndexedSlices],
-        variables: list[keras.Variable],
-    ) -> list[Any]:
+    def clip(self, optimizer: Optimizer, grads: Gradients, variables: Variables) -> list[Any]:
         tables, dense = row_gradients.split(variables)
         if not tables:
             return super().clip(optimizer, grads, variables)
@@ -196,17 +191,10 @@ class HybridEngine(AllReduceEngine):
             )
         return grads
 
-    def decay(
-        self, optimizer: keras.optimizers.Optimizer, variables: Sequence[keras.Variable]
-    ) -> None:
+    def decay(self, optimizer: Optimizer, variables: Sequence[keras.Variable]) -> None:
         super().decay(optimizer, [v for v in variables if table_of(v) is None])
 
-    def push(
-        self,
-        optimizer: keras.optimizers.Optimizer,
-        grads: Sequence[Any],
-        variables: Sequence[Any],
-    ) -> list[tuple[Any, Any]]:
+    def push(self, optimizer: Optimizer, grads: Sequence[Any], variables: Sequence[Any]) -> Pairs:
         tables, dense = row_gradients.split(variables)
         for i in tables:
             row_gradients.apply_on_servers(

@@ -25,6 +25,9 @@ from keras_psplus.sharding.variable import ParameterPart, ShareVariable, in_upda
 from keras_psplus.updates import map_values
 
 if TYPE_CHECKING:
+    from keras.optimizers import Optimizer
+
+    from keras_psplus.engine import Gradients, Variables
     from keras_psplus.sharding.places import Place
 
 _CONSTANTS = (keras.initializers.Zeros, keras.initializers.Ones, keras.initializers.Constant)
@@ -34,6 +37,8 @@ class ShardedEngine(AllReduceEngine):
     """Cuts what an optimizer keeps and updates; see `keras_psplus.sharding`."""
 
     can_run_eagerly = False
+    # Whether each worker keeps all of the weights.
+    has_whole_weights = True
 
     def __init__(self, strategy: tf.distribute.Strategy) -> None:
         super().__init__(strategy)
@@ -45,7 +50,7 @@ class ShardedEngine(AllReduceEngine):
         self._place_of_slot: Callable[[], Place] | None = None
         self._targets: dict[int, Any] = {}
 
-    def plan_of(self, optimizer: keras.optimizers.Optimizer) -> OptimizerPlan:
+    def plan_of(self, optimizer: Optimizer) -> OptimizerPlan:
         """Places of an optimizer's state; decided when the first of it is used."""
         plan = self._plans.get(optimizer)
         if plan is None:
@@ -135,12 +140,7 @@ class ShardedEngine(AllReduceEngine):
         places = self.plan_of(optimizer).places
         return [places[optimizer._get_variable_index(v)] for v in variables]
 
-    def reduce(
-        self,
-        optimizer: keras.optimizers.Optimizer,
-        grads: list[tf.Tensor | tf.IndexedSlices],
-        variables: list[keras.Variable],
-    ) -> list[Any]:
+    def reduce(self, optimizer: Optimizer, grads: Gradients, variables: Variables) -> list[Any]:
         places, step = self._placed(optimizer, variables), current_step()
         grads, count = list(grads), range(len(grads))
         in_rows = {i for i in count if isinstance(grads[i], tf.IndexedSlices)}
@@ -210,12 +210,7 @@ class ShardedEngine(AllReduceEngine):
         traffic.add(entries)
         return traffic
 
-    def clip(
-        self,
-        optimizer: keras.optimizers.Optimizer,
-        grads: list[Any],
-        variables: list[keras.Variable],
-    ) -> list[Any]:
+    def clip(self, optimizer: Optimizer, grads: list[Any], variables: Variables) -> list[Any]:
         places = self._placed(optimizer, variables)
         limit = optimizer.clipnorm or optimizer.global_clipnorm
         if not limit or limit <= 0 or all(place.is_everywhere for place in places):
@@ -269,18 +264,13 @@ class ShardedEngine(AllReduceEngine):
             return None
         return variable if place.cut is None else ParameterPart(variable, place, rank)
 
-    def decay(self, optimizer: keras.optimizers.Optimizer, variables: list[keras.Variable]) -> None:
+    def decay(self, optimizer: Optimizer, variables: Variables) -> None:
         pairs = zip(variables, self._placed(optimizer, variables))
         self._targets = {id(v): self._target(v, place) for v, place in pairs}
         with in_update.raised():
             optimizer._apply_weight_decay([t for t in self._targets.values() if t is not None])
 
-    def update(
-        self,
-        optimizer: keras.optimizers.Optimizer,
-        grads: list[Any],
-        variables: list[keras.Variable],
-    ) -> None:
+    def update(self, optimizer: Optimizer, grads: list[Any], variables: Variables) -> None:
         extended, places = self.strategy.extended, self._placed(optimizer, variables)
         targets, self._targets = [self._targets[id(v)] for v in variables], {}
         mine = []
@@ -317,12 +307,10 @@ class ShardedEngine(AllReduceEngine):
         """The value that an update has made of a variable on its owner."""
         return variable._value.read_value()
 
-    def average(
-        self, optimizer: keras.optimizers.Optimizer, variables: list[keras.Variable]
-    ) -> None:
+    def average(self, optimizer: Optimizer, variables: Variables) -> None:
         places = self._placed(optimizer, variables)
         with in_update.raised():
-            if all(place.is_everywhere for place in places):
+            if self.has_whole_weights and all(place.is_everywhere for place in places):
                 super().average(optimizer, variables)
                 return
             averages = optimizer._model_variables_moving_average

@@ -13,28 +13,22 @@ import tensorflow as tf
 
 from keras_psplus import text_table
 from keras_psplus.engine import Call, answers
-from keras_psplus.keras_internals.keras_parts import ops
 from keras_psplus.log import logger
 from keras_psplus.sharding.engine import ShardedEngine
 from keras_psplus.sharding.units import Units
-from keras_psplus.sharding.variable import in_update
 from keras_psplus.sharding.weight import WeightShare, WholeWeight
 
 
 class FullyShardedEngine(ShardedEngine):
     """Cuts the weights, too: ZeRO stage 3, or FSDP."""
 
-    can_compile, exports_copies = False, True
+    can_compile, compiles_by_default, exports_copies = False, False, True
     # The chief need not have room for the model.
-    has_weights_in_memory = False
+    has_weights_in_memory = has_whole_weights = False
 
     def __init__(self, strategy: tf.distribute.Strategy) -> None:
         super().__init__(strategy)
         self._described: weakref.WeakSet[keras.Model] = weakref.WeakSet()
-
-    @property
-    def compiles_by_default(self) -> bool:
-        return False
 
     @functools.cached_property
     def units(self) -> Units:
@@ -63,7 +57,8 @@ class FullyShardedEngine(ShardedEngine):
         extended = self.strategy.extended
         with tf.device(extended.store.device):
             value = tf.cast(value() if callable(value) else value, variable._dtype)
-            weight = WeightShare(extended.store, self.units.read, variable)
+            units = self.units
+            weight = WeightShare(extended.store, units.read, units.note_write, variable)
             # Those of the chief, of which the others keep their parts.
             weight.restored = value
             extended.broadcast([weight])
@@ -99,9 +94,8 @@ class FullyShardedEngine(ShardedEngine):
             return variable
         # All workers gather, also for one alone.
         whole = weight.gathered(self.strategy.extended.launcher(0))
-        return (
-            WholeWeight(weight, whole) if place.holds(self.strategy.extended.world.rank) else None
-        )
+        holds = place.holds(self.strategy.extended.world.rank)
+        return WholeWeight(weight, whole) if holds else None
 
     def _whole_value(self, variable, target):
         if not isinstance(variable._value, WeightShare):
@@ -113,22 +107,6 @@ class FullyShardedEngine(ShardedEngine):
         for variable, place, target in zip(variables, places, targets):
             if place.is_everywhere and isinstance(target, WholeWeight):
                 variable._value.assign(target.value())
-
-    def average(
-        self, optimizer: keras.optimizers.Optimizer, variables: list[keras.Variable]
-    ) -> None:
-        targets = [
-            self._target(v, p) for v, p in zip(variables, self._placed(optimizer, variables))
-        ]
-        with in_update.raised():
-            averages = optimizer._model_variables_moving_average
-            for variable, target, average in zip(variables, targets, averages):
-                if average is None or target is None:
-                    continue
-                # As Keras computes it; its variable's own `assign` would look at the whole shape.
-                is_later = ops.cast(ops.not_equal(optimizer.iterations, 0), variable.dtype)
-                kept = is_later * optimizer.ema_momentum
-                average._value.assign(kept * average + (1 - kept) * target)
 
 
 def _describe(model, names):

@@ -56,6 +56,8 @@ class UnitCall:
         self.graph = framework_ops.get_default_graph()
         self.wholes: list[tf.Tensor] = []
         self.is_recorded = False
+        # Whether the step has changed some of the weights since.
+        self.is_stale = False
         # Operations of weights alone, such as casts, in order.
         self._derived: list[tf.Operation] = []
 
@@ -132,6 +134,8 @@ class Units:
         self._call: UnitCall | None = None
         self._now: dict[int, tf.Tensor] = {}
         self._backwards: list[Backward] = []
+        # Ids of the weights that a graph's operations change, also by functions and branches.
+        self._written: weakref.WeakKeyDictionary[Any, set[int]] = weakref.WeakKeyDictionary()
         self.traffic = TrafficVariables()
 
     @property
@@ -148,8 +152,22 @@ class Units:
             # In backward, where a layer is recomputed.
             found = self._backwards[-1].of_weight.get(id(weight))
         if found is None or not _reaches(found.graph):
-            return _with_gradient(self._gather([weight], ())[0], weight)
+            return self._gather_to_compute([weight], ())[0]
         return found
+
+    def note_write(self, weight: WeightShare) -> None:
+        """Notes that a weight changes: what was gathered before no longer stands for it."""
+        if tf.executing_eagerly():
+            return
+        self._now.pop(id(weight), None)
+        graph = framework_ops.get_default_graph()
+        while graph is not None:
+            self._written.setdefault(graph, set()).add(id(weight))
+            graph = getattr(graph, "outer_graph", None)
+        step = current_step()
+        for call in () if step is None else self._calls.get(step, ()):
+            # Backward is that of the values with which forward has computed.
+            call.is_stale |= any(one is weight for one in call.weights)
 
     def call(
         self,
@@ -168,7 +186,7 @@ class Units:
         given = tree.flatten((of_layer.args, of_layer.kwargs))
         inputs = [one for one in given if isinstance(one, tf.Tensor)]
         call = UnitCall(weights, inputs, len(calls))
-        call.wholes = self._gather(weights, self._reasons(calls, call))
+        call.wholes = self._gather_to_compute(weights, self._reasons(calls))
         calls.append(call)
         before = len(call.graph.get_operations())
         self._call, self._now = call, {id(w): one for w, one in zip(weights, call.wholes)}
@@ -176,17 +194,15 @@ class Units:
             outputs = proceed(of_layer)
         finally:
             self._call, self._now = None, {}
-        if not self._frees or not record.could_possibly_record():
+        is_in_step = all(whole.graph is call.graph for whole in call.wholes)
+        if not (self._frees and is_in_step and record.could_possibly_record()):
             return outputs
         call.note_derived(call.graph.get_operations()[before:])
         return self._gated(call, outputs)
 
-    def _reasons(self, calls, call):
+    def _reasons(self, calls):
         """Tensors that the gathering of a call waits for."""
-        if len(calls) < max(1, _AHEAD):
-            return ()
-        last = calls[-1]
-        return [one for one in (*calls[-_AHEAD].inputs, *last.wholes) if one.graph is call.graph]
+        return [*calls[-_AHEAD].inputs, *calls[-1].wholes] if len(calls) >= _AHEAD else ()
 
     def _gated(self, call, outputs):
         """Outputs whose gradients have the unit's weights gathered once more."""
@@ -217,7 +233,8 @@ class Units:
         backward, reasons = self._backwards[-1], _tensors(grads)
         calls = self._calls.get(current_step(), [call])
         for one in reversed(calls[max(0, call.number - _AHEAD) : call.number + 1]):
-            if id(one) not in backward.found and one.graph is call.graph and one.is_recorded:
+            may = one.graph is call.graph and one.is_recorded and not one.is_stale
+            if may and id(one) not in backward.found:
                 backward.add(one, self._gather(one.weights, reasons))
             reasons = [*reasons, *backward.found.get(id(one), ())]
 
@@ -234,39 +251,47 @@ class Units:
         finally:
             self._backwards.pop()
 
+    def _gather_to_compute(self, weights, reasons):
+        """Whole weights that have gradients, for all branches of conditions alike."""
+        own = graph = framework_ops.get_default_graph()
+        numbers = {id(one) for one in weights}
+        while isinstance(graph, control_flow_func_graphs.CondBranchFuncGraph):
+            if not numbers.isdisjoint(self._written.get(graph, ())):
+                break
+            graph = graph.outer_graph
+        # Entering the current graph again would cut it off from its own devices.
+        with contextlib.nullcontext() if graph is own else graph.as_default():
+            reasons = [one for one in reasons if one.graph is graph]
+            pairs = zip(self._gather(weights, reasons), weights)
+            return [_with_gradient(whole, weight) for whole, weight in pairs]
+
     def _gather(self, weights, reasons):
         """Whole weights, by a collective for each bucket of a dtype."""
         wholes: list[Any] = [None] * len(weights)
         size = [one.place.cut.number * one.place.cut.width * one.dtype.size for one in weights]
         with record.stop_recording(), tf.control_dependencies(reasons):
-            for _, bucket in gradients.buckets(
-                range(len(weights)),
-                lambda i: weights[i].dtype,
-                lambda i: size[i],
-                self._bucket_bytes,
-            ):
+            numbers, dtypes = range(len(weights)), [one.dtype for one in weights]
+            of_number = dtypes.__getitem__, size.__getitem__
+            for _, bucket in gradients.buckets(numbers, *of_number, self._bucket_bytes):
                 cuts = [weights[i].place.cut for i in bucket]
                 row = shards.row_of([tf.identity(weights[i].part.value()) for i in bucket])
                 rows = gather_row(self._launcher, row, cuts[0].number)
                 for i, whole in zip(bucket, shards.wholes_of(rows, cuts)):
                     wholes[i] = tf.ensure_shape(whole, cuts[bucket.index(i)].shape)
-        self.traffic.add(
-            [
-                TensorTraffic(
-                    one.path,
-                    None,
-                    0,
-                    0,
-                    size[i] // one.place.cut.number * (one.place.cut.number - 1),
-                )
-                for i, one in enumerate(weights)
-            ]
-        )
+        cuts = [one.place.cut for one in weights]
+        sent = [bytes_ // cut.number * (cut.number - 1) for bytes_, cut in zip(size, cuts)]
+        self.traffic.add([TensorTraffic(one.path, None, 0, 0, n) for one, n in zip(weights, sent)])
         return wholes
 
 
 @tf.RegisterGradient("ShardedRead")
 def _gradient_of_read(op: tf.Operation, grad: tf.Tensor, _: Any) -> tuple[None, tf.Tensor]:
+    if isinstance(op.graph, control_flow_func_graphs.WhileBodyFuncGraph):
+        raise ValueError(
+            'With `shard="all"`, `tf.while_loop` has no gradients of weights its body gathers. '
+            "Put the loop into the `call` of a layer, whose weights are gathered before it. "
+            f"Received: the body '{op.graph.name}'"
+        )
     return None, grad
 
 

@@ -97,6 +97,11 @@ class ShareVariable(CompositeVariable):
         return self._part
 
     @property
+    def written(self) -> tf.Variable:
+        """This worker's part, to be written to."""
+        return self.part
+
+    @property
     def handle(self) -> tf.Tensor:
         return self.part.handle
 
@@ -137,7 +142,7 @@ class ShareVariable(CompositeVariable):
             if tf.executing_eagerly():
                 # A slice shares the buffer of the whole, and would keep it alive.
                 value = tf.raw_ops.DeepCopy(x=value)
-        written = getattr(self.part, method)(tf.cast(value, self.dtype), read_value=False)
+        written = getattr(self.written, method)(tf.cast(value, self.dtype), read_value=False)
         if tf.executing_eagerly() and not self._store.restoring:
             self.writes += 1
         return written
@@ -154,13 +159,13 @@ class ShareVariable(CompositeVariable):
     # Rows of gradients that are `tf.IndexedSlices`, in an update.
 
     def scatter_add(self, sparse_delta: tf.IndexedSlices, *args: Any, **kwargs: Any) -> Any:
-        return self.part.scatter_add(sparse_delta)
+        return self.written.scatter_add(sparse_delta)
 
     def scatter_sub(self, sparse_delta: tf.IndexedSlices, *args: Any, **kwargs: Any) -> Any:
-        return self.part.scatter_sub(sparse_delta)
+        return self.written.scatter_sub(sparse_delta)
 
     def scatter_update(self, sparse_delta: tf.IndexedSlices, *args: Any, **kwargs: Any) -> Any:
-        return self.part.scatter_update(sparse_delta)
+        return self.written.scatter_update(sparse_delta)
 
 
 class TensorVariable(CompositeVariable):

@@ -24,15 +24,20 @@ class WeightShare(ShareVariable):
     Args:
         store: The strategy's `store.ShareStore`.
         read: Function of a weight that returns the whole of it, in the graph of a step.
+        note_write: Function of a weight that such a graph is about to change.
         variable: The Keras variable whose value this is.
     """
 
     def __init__(
-        self, store: ShareStore, read: Callable[[Any], tf.Tensor], variable: keras.Variable
+        self,
+        store: ShareStore,
+        read: Callable[[Any], tf.Tensor],
+        note_write: Callable[[Any], None],
+        variable: keras.Variable,
     ) -> None:
         shape, dtype = tuple(variable._shape), tf.as_dtype(variable._dtype)
         place = Place.of_parts(shape, store.workers)
-        self._read, self.path = read, variable.path
+        self._read, self._note_write, self.path = read, note_write, variable.path
         super().__init__(
             store,
             shape,
@@ -69,6 +74,11 @@ class WeightShare(ShareVariable):
             forward_function=lambda tangent: [tangent],
         )
         return whole
+
+    @property
+    def written(self) -> tf.Variable:
+        self._note_write(self)
+        return self.part
 
 
 class WholeWeight(TensorVariable):

@@ -184,16 +184,43 @@ def test_slower_workers_take_fewer_steps_and_hold_up_nobody(seconds):
     assert now <= 400 / speeds.sum() + 1.2 * max(seconds)
 
 
+def start_closure(scheduler, home, counts_for=None):
+    closure = Closure.__new__(Closure)
+    closure._output_type_spec, closure.home = None, counts_for
+    scheduler.start(closure, lambda result, worker: None, "batch 0", home=home)
+    return closure
+
+
+def test_an_error_ends_steps_that_follow_a_lost_workers_in_the_queue():
+    queue = cluster_coordinator._CoordinatedClosureQueue()
+    cluster = types.SimpleNamespace(closure_queue=queue, workers=[])
+    coordinator = types.SimpleNamespace(_cluster=cluster, join=queue.wait)
+    scheduler = Scheduler(coordinator, 2, lambda: None)
+    for worker, place in [(1, 1), (1, 1), (1, 1), (0, None)]:
+        scheduler.clocks.give(worker)
+        start_closure(scheduler, place, worker)
+    queue._error = ValueError("of a step")
+    raised = []
+
+    def join():
+        try:
+            scheduler.join()
+        except ValueError as error:
+            raised.append(error)
+
+    thread = threading.Thread(target=join, daemon=True)
+    thread.start()
+    thread.join(20)
+    assert raised
+
+
 def test_a_worker_whose_step_is_taken_back_after_its_loss_gets_no_other():
     queue = cluster_coordinator._CoordinatedClosureQueue()
     cluster = types.SimpleNamespace(closure_queue=queue, workers=[])
     scheduler = Scheduler(types.SimpleNamespace(_cluster=cluster), 3, lambda: None)
 
     def start():
-        closure = Closure.__new__(Closure)
-        closure._output_type_spec = None
-        scheduler.start(closure, lambda result, worker: None, "batch 0", home=2)
-        return closure
+        return start_closure(scheduler, home=2)
 
     first = start()
     assert queue.get(tag=2) is first

@@ -134,6 +134,41 @@ def penalty():
     return model
 
 
+class Writing(L.Layer):
+    """Computes with its weight before and after it has changed it."""
+
+    def build(self, shape):
+        self.scale = self.add_weight(shape=shape[-1:], initializer="ones", name="scale")
+
+    def call(self, x, training=False):
+        x = x * self.scale
+        if training:
+            self.scale.assign(self.scale * 0.9)
+        return x * self.scale
+
+
+class Branching(keras.Model):
+    """A model with a function of its own, of layers that change weights and are in branches."""
+
+    def __init__(self):
+        super().__init__()
+        self.normal = L.SpectralNormalization(L.Dense(5, activation="tanh"))
+        self.writing, self.left, self.right = Writing(), L.Dense(4, activation="tanh"), L.Dense(3)
+        self.other = L.Dense(3)
+
+    @tf.function
+    def call(self, x, training=False):
+        x = self.writing(self.normal(x, training=training), training=training)
+        is_left = tf.shape(x)[1] == 5
+        return tf.cond(is_left, lambda: self.right(self.left(x)), lambda: self.other(x))
+
+
+def branching():
+    model = Branching()
+    model(np.zeros((1, 7), "float32"))
+    return model
+
+
 def mixed():
     keras.config.set_dtype_policy("mixed_bfloat16")
     try:
@@ -155,7 +190,8 @@ def remat():
 
 
 TOKENS = "transformer", "tied", "mixed"
-SHAPES = {"convolutional": (6, 6, 2), "recurrent": (5, 4), "penalty": (7,), "remat": (7,)}
+SHAPES = {"convolutional": (6, 6, 2), "recurrent": (5, 4), "branching": (7,)}
+SHAPES |= {"penalty": (7,), "remat": (7,)}
 MODELS = {
     "transformer": (
         transformer,
@@ -164,6 +200,7 @@ MODELS = {
     "convolutional": (convolutional, lambda: O.SGD(0.05, momentum=0.9, weight_decay=0.1)),
     "recurrent": (recurrent, lambda: O.RMSprop(1e-3)),
     "tied": (tied, lambda: O.SGD(0.1, momentum=0.9)),
+    "branching": (branching, lambda: O.SGD(0.05, momentum=0.9)),
     "penalty": (penalty, lambda: O.Adam(1e-2)),
     "mixed": (mixed, lambda: O.LossScaleOptimizer(O.SGD(0.05, momentum=0.9))),
     "remat": (remat, lambda: O.SGD(0.05, momentum=0.9)),

@@ -137,9 +137,12 @@ class Scheduler:
         closure.ticket, closure.may_overlap = ticket, may_overlap
         if ticket is not None:
             closure.home = ticket.worker
-        elif free := self.clocks.free(self._window):
-            closure.home = free[0]
-            self.clocks.give(free[0])
+        else:
+            # Meanwhile nobody takes a slower worker's step, which would count, too.
+            with self._queue._queue_lock:
+                if free := self.clocks.free(self._window):
+                    closure.home = free[0]
+                    self.clocks.give(free[0])
         # With a lost worker's steps in the queue, others follow them there.
         is_in_turn = closure.home is None or not self._queue._queue.empty()
         return self.start(closure, on_done, about, None if is_in_turn else closure.home)
@@ -258,17 +261,16 @@ class Scheduler:
                     self.clocks.finish(home)
                 self._last_result = time.monotonic()
                 self._changed.notify_all()
-            if home is not None:
+            # Not of a step that is cancelled, which happens under the queue's lock.
+            if home is not None and result._error is None:
                 self._take_from_slower(home)
 
     def _take_from_slower(self, idle):
         """Gives an idle worker a step that waits for a slower one."""
-        slower = self.clocks.slower(idle)
-        if slower is None:
-            return
         with self._queue._queue_lock:
-            waiting = self._queue._tagged_queue[slower]
-            if not waiting.queue or waiting.queue[-1].home is None:
+            slower = self.clocks.slower(idle)
+            waiting = None if slower is None else self._queue._tagged_queue[slower]
+            if not waiting or not waiting.queue or getattr(waiting.queue[-1], "home", None) is None:
                 return
             # The last that it was given.
             closure = waiting.queue.pop()

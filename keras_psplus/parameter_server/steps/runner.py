@@ -75,7 +75,7 @@ class StepRunner:
         Args:
             batches: List of batches, or `JoinedBatches`.
             element_spec: Type specification of the dataset's elements, if there is one.
-            ticket: `worker_data.Ticket` that they are from, if the workers read them.
+            ticket: `tickets.Ticket` that they are from, if the workers read them.
         """
         # Batches that workers read stay on the workers, unpacked.
         function, payload = self._functions(batches, element_spec, join=ticket is None)
