@@ -13,7 +13,7 @@ _TO_CONTROL = 1000
 
 def control_port(port: int) -> int:
     """Returns the port of a serving task's control channel, by that of TensorFlow."""
-    return port + _TO_CONTROL if port + _TO_CONTROL <= 65535 else port - _TO_CONTROL
+    return port + _TO_CONTROL if port + _TO_CONTROL <= _HIGHEST else port - _TO_CONTROL
 
 
 def control_address(address: str) -> str:
@@ -79,8 +79,9 @@ def free_ports(n: int, host: str = "127.0.0.1") -> list[int]:
 
 def _candidates():
     low, high = _ephemeral_range()
-    outside = [*range(_LOWEST, min(low, _HIGHEST + 1)), *range(high + 1, _HIGHEST + 1)]
-    return outside if len(outside) >= 1000 else []  # too few: let the kernel choose
+    outside = {*range(_LOWEST, min(low, _HIGHEST + 1)), *range(high + 1, _HIGHEST + 1)}
+    both = [port for port in outside if control_port(port) in outside]
+    return both if len(both) >= 1000 else []  # too few: let the kernel choose
 
 
 def _ephemeral_range():

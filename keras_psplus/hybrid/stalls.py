@@ -35,7 +35,7 @@ class StallProbe(all_reduce_stalls.StallProbe):
 
     def describe(self, entered: int) -> str:
         servers = self._servers()
-        silent = stalls.unresponsive_tasks(servers.addresses)
+        silent = stalls.unresponsive_tasks(dict(servers.peers))
         if silent:
             return f"a table; not arrived: {', '.join(silent)} (no answer)"
         if self._is_sync and self._is_ahead(servers.pushes()):

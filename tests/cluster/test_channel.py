@@ -8,6 +8,9 @@ import time
 
 import pytest
 
+from keras_psplus.cluster.channel import client as client_module
+from keras_psplus.cluster.channel import server as server_module
+from keras_psplus.cluster.channel import sessions as sessions_module
 from keras_psplus.cluster.channel import tls
 from keras_psplus.cluster.channel.client import ChannelClient, ChannelError
 from keras_psplus.cluster.channel.server import METHOD, ChannelServer
@@ -20,13 +23,14 @@ from keras_psplus.cluster.channel.sessions import (
 )
 from keras_psplus.cluster.config import ClusterConfigError, TaskConfig
 from keras_psplus.cluster.environment import TOKEN_VARIABLE
-from keras_psplus.cluster.ports import free_ports
+from keras_psplus.cluster.ports import control_address, free_ports
 from keras_psplus.cluster.secret import Secret
 from keras_psplus.cluster.startup import preflight
 from keras_psplus.cluster.testing import run_in_processes
 from keras_psplus.cluster.wire import handshake
 from keras_psplus.cluster.wire.identity import PeerIdentity
 from keras_psplus.cluster.wire.listener import Listener
+from keras_psplus.hybrid.rpc.control_link import ControlLink
 from tests.cluster import certificates
 
 VARIABLES = (tls.CERT, tls.KEY, tls.CA, tls.NAME)
@@ -113,11 +117,60 @@ def test_a_first_request_that_comes_late_opens_the_session_again(monkeypatch):
         assert sum("open" in json.loads(text) for text in sent) == 2
 
 
-def test_garbage_and_silence_are_bounded():
+def test_a_server_forgets_sessions_that_began_long_ago(monkeypatch):
+    monkeypatch.setattr(sessions_module, "_MOST_SESSIONS", 3)
+    with Echo() as echo, ChannelClient(echo.address, None) as client:
+        sent = []
+        old = session(client, sent=sent)
+        assert old.ask("x") == "heard x"
+        monkeypatch.setattr(echo.gate, "_began", time.monotonic() - 120)
+        for _ in range(5):
+            session(client).ask("y")
+        assert len(echo.gate._seen) == 5
+        assert client.send(sent[1], 5) == '{"unknown": true}'
+        assert old.ask("z") == "heard z" and len(echo.heard) == 7
+
+
+def test_a_busy_server_is_asked_again(monkeypatch):
+    monkeypatch.setattr(server_module, "_MOST_CALLS", 1)
+    inside, goes_on = threading.Event(), threading.Event()
+
+    def handle(body, host):
+        inside.set()
+        goes_on.wait(20)
+        return "{}"
+
+    (port,) = free_ports(1)
+    address, secret = f"127.0.0.1:{port}", Secret("of the job")
+    held = ChannelServer(control_address(address), Authenticator(secret, ""), handle)
+    link = ControlLink("ps-0", address, secret, 20)
+    first = threading.Thread(target=lambda: link.request("first"))
+    try:
+        first.start()
+        assert inside.wait(10)
+        with pytest.raises(OSError, match="busy"):
+            job, mine = JobSecret(secret, True), PeerIdentity("worker-1", "{}", "b", 1, "y")
+            handshake.dial(control_address(address), mine, job)
+        wait = ControlLink("ps-0", address, secret, 20).begin("second")
+        goes_on.set()
+        assert wait() == {}
+    finally:
+        goes_on.set()
+        first.join()
+        held.close()
+    for thread in held._pool._threads:
+        thread.join(10)
+        assert not thread.is_alive()
+
+
+def test_garbage_and_silence_are_bounded(monkeypatch):
     with Echo() as echo, ChannelClient(echo.address, None) as client:
         for text in ("", "[", "{}", '"', "[" * 5000, '{"open": {}}', '{"caller": 1e400}'):
             answer = json.loads(client.send(text, 5))
             assert set(answer) in ({"error"}, {"session", "process", "hint"})
+        with pytest.raises(ChannelError, match="1100000 bytes is larger than"):
+            client.send("x" * 1_100_000, 5)
+        monkeypatch.setattr(client_module, "LONGEST", 1 << 30)
         with pytest.raises(ChannelError, match="larger than max"):
             client.send("x" * 1_100_000, 5)
         host, port = echo.address.split(":")
@@ -262,6 +315,7 @@ def test_files_that_do_not_go_together_are_named(monkeypatch, pki, tmp_path):
     for variables, message in [
         ({tls.CERT: task[tls.CERT]}, "KERAS_PSPLUS_TLS_KEY is not set"),
         ({tls.CA: task[tls.CA]}, "KERAS_PSPLUS_TLS_CERT is not set"),
+        ({tls.NAME: "task"}, "KERAS_PSPLUS_TLS_CERT is not set.*TLS_NAME=task"),
         ({**task, tls.KEY: other[tls.KEY]}, "its own key.*MISMATCH"),
         (
             {**task, tls.KEY: str(tmp_path / "none")},
@@ -273,6 +327,8 @@ def test_files_that_do_not_go_together_are_named(monkeypatch, pki, tmp_path):
         with pytest.raises(ClusterConfigError, match=message) as error:
             tls.Tls.from_env()
         assert "Received: KERAS_PSPLUS_TLS_CERT=" in str(error.value)
+    setenv(monkeypatch, task)
+    assert "PRIVATE" not in repr(tls.Tls.from_env())
 
 
 JOB = """

@@ -10,6 +10,7 @@ from keras_psplus.cluster.ports import free_ports
 from keras_psplus.cluster.serving import claims as claims_module
 from keras_psplus.cluster.serving import control, shutdown
 from keras_psplus.cluster.serving.claims import LeaseHolder, ServerLease
+from keras_psplus.cluster.wire import handshake
 from tests.cluster import certificates
 
 
@@ -49,7 +50,7 @@ def test_one_that_is_started_again_takes_its_place(claims):
 
 
 @pytest.mark.parametrize("mine, theirs", [("this", "other"), ("this", ""), ("", "other")])
-def test_another_token_is_refused(monkeypatch, tmp_path, mine, theirs):
+def test_another_token_is_refused(monkeypatch, caplog, tmp_path, mine, theirs):
     monkeypatch.setenv(TOKEN_VARIABLE, mine)
     (port,) = free_ports(1)
     task = TaskConfig({"chief": ("127.0.0.1:1",), "ps": (f"127.0.0.1:{port}",)}, "ps", 0)
@@ -82,3 +83,11 @@ def test_another_token_is_refused(monkeypatch, tmp_path, mine, theirs):
     finally:
         channel.close()
     lease.claim("ps-0")  # as TensorFlow's own server
+    assert not caplog.records
+
+    def dropped(*_):
+        raise TimeoutError("no answer")
+
+    monkeypatch.setattr(handshake, "connect", dropped)
+    lease.claim("ps-0")
+    assert "ps-0 cannot be reached on its control channel, 127" in caplog.text

@@ -20,7 +20,9 @@ def test_ports_are_distinct_and_can_be_bound():
 
 def test_ports_lie_outside_the_ephemeral_range(monkeypatch):
     monkeypatch.setattr(ports, "_ephemeral_range", lambda: (32768, 60999))
-    assert all(not 32768 <= port <= 60999 for port in free_ports(20))
+    chosen = {port for port in free_ports(20)} | set(ports._candidates())
+    for port in chosen | {ports.control_port(port) for port in chosen}:
+        assert not 32768 <= port <= 60999
 
 
 def test_kernel_chooses_where_everything_is_ephemeral(monkeypatch):

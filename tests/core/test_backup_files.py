@@ -1,11 +1,14 @@
-"""Deleting what BackupAndRestore no longer needs, while other workers delete files of theirs."""
+"""Order in which parts of a backup are read and deleted, and what others delete meanwhile."""
 
 import os
 import shutil
+import types
 
 import keras
 
-from keras_psplus.core.backup import backup_files
+from keras_psplus.core.backup import backup_callback, backup_files, backup_loading
+from keras_psplus.core.backup.backup_tables import BackupTables
+from keras_psplus.core.backup.fit_progress import FitProgress
 
 
 def test_files_that_others_delete_meanwhile_leave_nothing_behind(tmp_path, monkeypatch):
@@ -28,3 +31,38 @@ def test_files_that_others_delete_meanwhile_leave_nothing_behind(tmp_path, monke
     assert not folder.exists()
     # The folder within it twice, and then the whole.
     assert len(calls) == 3
+
+
+def test_a_backup_ends_before_the_tables_that_its_list_names(tmp_path):
+    """A kill in between must not leave a state whose tables are gone."""
+    folder, found = tmp_path / "backup", []
+    folder.mkdir()
+    (folder / "latest.weights.h5").write_text("")
+
+    class Tables(BackupTables):
+        def note_ended(self, folder, kept):
+            found.append((os.path.exists(folder), kept))
+
+    engine = types.SimpleNamespace(
+        progress=FitProgress(),
+        strategy=types.SimpleNamespace(is_chief=True),
+        backup_writer=types.SimpleNamespace(finish=lambda: None),
+        backup_tables=Tables(),
+    )
+    backup_callback.end(engine, None, keras.callbacks.BackupAndRestore(str(folder)))
+    assert found == [(False, None)]
+
+
+def test_an_older_state_comes_with_its_own_tables(tmp_path, monkeypatch):
+    """Servers have the tables of the newer one when its weights turn out to be damaged."""
+    problems, read, state = ["its weights", None], [], {"has_training": False, "epoch": 0}
+    states = [{**state, "tables": {"stem": name}} for name in ("new", "old")]
+
+    class Tables(BackupTables):
+        def read(self, model, folder, content, is_strict):
+            read.append(content["stem"])
+
+    monkeypatch.setattr(backup_loading, "_load", lambda *_: problems.pop(0))
+    callback = keras.callbacks.BackupAndRestore(str(tmp_path))
+    assert backup_loading.load_first(Tables(), callback, states, [], True) == 1
+    assert read == ["old"]

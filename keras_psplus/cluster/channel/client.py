@@ -3,9 +3,11 @@
 from typing import Any, Self
 
 from keras_psplus.cluster.channel import grpc_module
-from keras_psplus.cluster.channel.server import METHOD
+from keras_psplus.cluster.channel.server import LONGEST, METHOD
 from keras_psplus.cluster.channel.tls import Tls
 
+# Of a server that has too many calls at once.
+BUSY = "RESOURCE_EXHAUSTED"
 _KEEPALIVE_SECONDS, _ALIVE_SECONDS = 15, 10
 
 
@@ -51,11 +53,15 @@ class ChannelClient:
         Raises:
             ChannelError: If there is none.
         """
-        grpc = grpc_module.load()
+        grpc, message = grpc_module.load(), text.encode()
+        if len(message) > LONGEST:
+            raise ChannelError(
+                "INVALID_ARGUMENT", f"a message of {len(message)} bytes is larger than {LONGEST}"
+            )
         if self._channel is None:
             self._channel = self._connect(grpc)
         try:
-            answer = self._channel.unary_unary(METHOD)(text.encode(), timeout=timeout)
+            answer = self._channel.unary_unary(METHOD)(message, timeout=timeout)
         except grpc.RpcError as error:
             raise ChannelError(error.code().name, error.details()) from None
         return answer.decode(errors="replace")

@@ -6,11 +6,13 @@ It is another copy of gRPC than TensorFlow's own, in the same process. A process
 
 import functools
 import os
+import threading
 from typing import Any
 
 # Read once, by gRPC's core. It would say on stderr what is said in errors here, and would look
 # after channels at each fork of the process: none of ours is used across one.
 _AT_IMPORT = {"GRPC_VERBOSITY": "NONE", "GRPC_ENABLE_FORK_SUPPORT": "0"}
+_lock = threading.Lock()
 
 
 def load() -> Any:
@@ -20,7 +22,8 @@ def load() -> Any:
         RuntimeError: In a fork of a process that has used it, whose threads are not here: it would
             wait for them without end.
     """
-    module, pid = _load()
+    with _lock:  # Two threads at once would take each other's environment for the user's.
+        module, pid = _load()
     if pid != os.getpid():
         raise RuntimeError(
             f"Process {os.getpid()} is a fork of one that has joined a cluster, and cannot join "
@@ -32,14 +35,11 @@ def load() -> Any:
 
 @functools.cache
 def _load():
-    before = {name: os.environ.get(name) for name in _AT_IMPORT}
-    os.environ.update({name: os.environ.get(name) or value for name, value in _AT_IMPORT.items()})
+    added = {name: value for name, value in _AT_IMPORT.items() if name not in os.environ}
+    os.environ.update(added)
     try:
         import grpc
     finally:
-        for name, value in before.items():
-            if value is None:
-                del os.environ[name]
-            else:
-                os.environ[name] = value
+        for name in added:
+            del os.environ[name]
     return grpc, os.getpid()

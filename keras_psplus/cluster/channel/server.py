@@ -15,7 +15,7 @@ from keras_psplus.cluster.channel.tls import Tls
 
 METHOD = "/keras_psplus.Control/Call"
 _THREADS, _MOST_CALLS = 8, 64
-_LONGEST = 1 << 20  # bytes: what describes some thousand tasks or tables
+LONGEST = 1 << 20  # bytes: what describes some thousand tasks or tables
 _HANDSHAKE_SECONDS, _IDLE_SECONDS, _KEEPALIVE_SECONDS, _ALIVE_SECONDS = 5, 40, 10, 10
 _MOST_CONNECTIONS = 4096
 
@@ -45,13 +45,13 @@ class ChannelServer:
         grpc = grpc_module.load()
         tls = Tls.from_env()
         self._gate, self._handle, self._hint, self._refuse = gate, handle, hint, refuse
-        pool = concurrent.futures.ThreadPoolExecutor(_THREADS, "keras_psplus-channel")
+        self._pool = concurrent.futures.ThreadPoolExecutor(_THREADS, "keras_psplus-channel")
         self._server = grpc.server(
-            pool,
+            self._pool,
             maximum_concurrent_rpcs=_MOST_CALLS,
             options=[
                 ("grpc.so_reuseport", 0),
-                ("grpc.max_receive_message_length", _LONGEST),
+                ("grpc.max_receive_message_length", LONGEST),
                 ("grpc.max_metadata_size", 8192),
                 ("grpc.max_allowed_incoming_connections", _MOST_CONNECTIONS),
                 ("grpc.server_handshake_timeout_ms", 1000 * _HANDSHAKE_SECONDS),
@@ -61,7 +61,6 @@ class ChannelServer:
             ],
         )
         answer = grpc.unary_unary_rpc_method_handler(self._answer)
-
         service, _, method = METHOD.strip("/").partition("/")
         methods = grpc.method_handlers_generic_handler(service, {method: answer})
         self._server.add_generic_rpc_handlers((methods,))
@@ -71,13 +70,14 @@ class ChannelServer:
             else:
                 self._server.add_secure_port(address, tls.of_server())
         except RuntimeError as error:
-            pool.shutdown()
+            self._pool.shutdown()
             raise OSError(f"{error}") from None
         self._server.start()
 
     def close(self, patience: float = 0.5) -> None:
         """Stops listening; calls that have begun are answered within `patience` seconds."""
         self._server.stop(patience).wait()
+        self._pool.shutdown(wait=False)
 
     def _answer(self, message, context):
         host = _host_of(context.peer())

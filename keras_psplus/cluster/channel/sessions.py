@@ -28,9 +28,10 @@ from keras_psplus.cluster.config import TaskConfig
 from keras_psplus.cluster.environment import TOKEN_VARIABLE
 from keras_psplus.cluster.secret import Secret, is_same
 
-# Seconds from a session's opening to its first request, and requests of one that may overtake
-# each other.
-_TO_BEGIN, _WINDOW = 60.0, 256
+# Seconds from a session's opening to its first request, requests of one that may overtake each
+# other, and sessions that a server knows before it forgets those that began earlier.
+_TO_BEGIN, _WINDOW, _MOST_SESSIONS = 60.0, 256, 4096
+_FIELDS = "caller", "session", "number", "body", "proof"
 
 
 class RefusedError(Exception):
@@ -111,9 +112,7 @@ class Authenticator:
                 )
                 opened = {"session": session, "process": self.process, "hint": hint()}
                 return json.dumps(opened)
-            caller, session, number, body, proof = (
-                str(message[key]) for key in ("caller", "session", "number", "body", "proof")
-            )
+            caller, session, number, body, proof = (str(message[key]) for key in _FIELDS)
             random, opened_at, _ = session.split(".")
             is_mine = is_same(session, self._new_session(caller, random, int(opened_at)))
             signature = _of_request(self._secret, caller, session, self.process, number, body)
@@ -133,8 +132,16 @@ class Authenticator:
         """Notes a request; False for one that has come before, or much too late."""
         with self._lock:
             if session not in self._seen:
-                if self._now() - opened_at > _TO_BEGIN:
+                now = self._now()
+                if now - opened_at > _TO_BEGIN:
                     return False
+                if len(self._seen) >= _MOST_SESSIONS:
+                    # They are opened again; nothing of them is taken for a first request.
+                    self._seen = {
+                        one: numbers
+                        for one, numbers in self._seen.items()
+                        if now - int(one.split(".")[1]) <= _TO_BEGIN
+                    }
                 self._seen[session] = set()
             seen = self._seen[session]
             is_new = number not in seen and number > max(seen, default=0) - _WINDOW
@@ -190,14 +197,16 @@ class Session:
             AnotherProcessError: If another process answers than the one that is meant.
             RefusedError: If the other end has another token.
         """
+        opened = self._opened
         for _ in range(2):
-            if self._opened is None:
+            if opened is None:
                 self.open()
-            answer, signature = self._ask(body)
+                opened = self._opened
+            answer, signature = self._ask(opened, body)
             if not answer.get("unknown"):
                 break
-            # The process is another one than that with which it was opened.
-            self._opened = None
+            # The process is another one than that with which it was opened, or has forgotten it.
+            opened = None
         text, proof = str(answer.get("body")), str(answer.get("proof"))
         if not is_same(proof, _of_answer(self._secret, signature, text)):
             raise RefusedError(
@@ -205,15 +214,11 @@ class Session:
             )
         return text
 
-    def _ask(self, body):
-        assert self._opened is not None
-        caller, session, process = self._opened
+    def _ask(self, opened, body):
+        caller, session, process = opened
         number = next(self._numbers)
         signature = _of_request(self._secret, caller, session, process, str(number), body)
-        message = {
-            **{"caller": caller, "session": session, "number": number},
-            **{"body": body, "proof": signature},
-        }
+        message = dict(zip(_FIELDS, (caller, session, number, body, signature)))
         return self._read(self._send(json.dumps(message))), signature
 
     def _read(self, text):

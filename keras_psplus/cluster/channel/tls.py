@@ -32,7 +32,7 @@ class Tls:
     """
 
     cert: bytes
-    key: bytes
+    key: bytes = dataclasses.field(repr=False)
     ca: bytes | None
     name: str | None
 
@@ -44,8 +44,9 @@ class Tls:
             ClusterConfigError: If one is missing, cannot be read, or does not go with the others.
         """
         paths = {name: environ.get(name, "") for name in (CERT, KEY, CA)}
-        received = "Received: " + ", ".join(f"{name}={path}" for name, path in paths.items())
-        if not any(paths.values()):
+        given = {**paths, NAME: environ.get(NAME, "")}
+        received = "Received: " + ", ".join(f"{name}={text}" for name, text in given.items())
+        if not any(given.values()):
             return None
         for name in (CERT, KEY):
             if not paths[name]:
@@ -69,7 +70,7 @@ class Tls:
             raise ClusterConfigError(
                 f"{CA} must be a PEM file of certificates: {error.reason or error}. {received}"
             ) from None
-        return cls(contents[CERT], contents[KEY], contents.get(CA), environ.get(NAME) or None)
+        return cls(contents[CERT], contents[KEY], contents.get(CA), given[NAME] or None)
 
     def of_server(self) -> Any:
         """Returns gRPC's credentials of a server."""

@@ -12,8 +12,8 @@ from keras_psplus.cluster.discovery import rendezvous
 # For launchers that say nothing of hosts.
 HOSTS_VARIABLE = "KERAS_PSPLUS_HOSTS"
 PORT_VARIABLE = "KERAS_PSPLUS_PORT"
-# Below the ports that operating systems give to connections: 1,280 blocks of 16.
-_FIRST_PORT, _BLOCK, _BLOCKS = 12_288, 16, 1_280
+# Below the ports that connections get, also those of control channels: 1,216 blocks of 16.
+_FIRST_PORT, _BLOCK, _BLOCKS = 12_288, 16, 1_216
 
 
 @dataclasses.dataclass(frozen=True)
@@ -152,7 +152,7 @@ def port_of_job(*numbers: int) -> int:
 
     Args:
         *numbers: Whole numbers that name the job and its part. Two jobs whose last numbers differ
-            by less than 1,280 have different blocks of 16 ports.
+            by less than 1,216 have different blocks of 16 ports.
     """
     number = 0
     for one in numbers:

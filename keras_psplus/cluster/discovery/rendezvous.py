@@ -40,7 +40,7 @@ def exchange_hosts(rank: int, size: int, address: str, timeout: float) -> tuple[
     Example:
 
     ```python
-    meet(1, 2, "10.0.0.1:29501", timeout=60)  # ("10.0.0.1", "10.0.0.2"), in both processes
+    exchange_hosts(1, 2, "10.0.0.1:29501", timeout=60)  # in both: ("10.0.0.1", "10.0.0.2")
     ```
     """
     mine = PeerIdentity(

@@ -6,10 +6,8 @@ channels. A claim ends with its chief.
 """
 
 import concurrent.futures
-import functools
 import threading
 import time
-import uuid
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -18,11 +16,11 @@ from keras_psplus.cluster.config import ClusterStartupError, TaskConfig
 from keras_psplus.cluster.ports import control_address
 from keras_psplus.cluster.serving import control
 from keras_psplus.cluster.wire import handshake
-from keras_psplus.cluster.wire.identity import PeerIdentity
+from keras_psplus.cluster.wire.identity import PeerIdentity, own_id
+from keras_psplus.log import logger
 
 # From a claim until the chief's own server must accept connections.
 _START_SECONDS = 30.0
-_CONNECT_SECONDS = 1.0
 
 
 class LeaseHolder:
@@ -61,13 +59,8 @@ class LeaseHolder:
         holder = self._holder
         if own["address"] and all(own[key] == holder[key] for key in ("address", "host")):
             return True  # Two processes cannot have the port: the other one has ended.
-        if time.monotonic() < holder["since"] + _START_SECONDS:
-            return False
-        try:
-            handshake.connect(holder["address"] or self._leader, _CONNECT_SECONDS).close()
-        except (OSError, ValueError):
-            return True
-        return False
+        is_starting = time.monotonic() < holder["since"] + _START_SECONDS
+        return not is_starting and not handshake.listens(holder["address"] or self._leader)
 
 
 class ServerLease:
@@ -89,9 +82,8 @@ class ServerLease:
         }
         self._config = config
         me = PeerIdentity.of(config) if config else PeerIdentity.of_chief()
-        address = config.address if config else None
-        process = _process(me.pid)
-        self._own = {"who": me.who, "host": me.host, "process": process, "address": address}
+        own = {"process": own_id(me.pid), "address": config.address if config else None}
+        self._own = {"who": me.who, "host": me.host, **own}
 
     def claim_all(self) -> None:
         """Claims all servers.
@@ -114,6 +106,12 @@ class ServerLease:
             raise ClusterStartupError(f"{name} ({address}): {error}. {received}") from None
         except ConnectionError:
             return  # TensorFlow's own server.
+        except TimeoutError as error:
+            return logger.warning(
+                "%s cannot be reached on its control channel, %s, and can neither refuse another "
+                "chief nor tell this one's failure from its end. Open that port. Received: %s",
+                *(name, control_address(address), error),
+            )
         except OSError as error:
             raise ClusterStartupError(
                 f"{name} cannot be claimed at {control_address(address)}, the address of its "
@@ -125,9 +123,3 @@ class ServerLease:
                 "the same parameter servers and workers: end that job first, or give this one "
                 f"other servers. Received: {received}"
             )
-
-
-@functools.cache
-def _process(pid):
-    """Unique id of this process, for all of its strategies; a fork has another."""
-    return f"{pid}-{uuid.uuid4().hex}"

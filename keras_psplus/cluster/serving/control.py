@@ -78,13 +78,16 @@ def ask(task: str, what: str, arguments: dict[str, Any], timeout: float = _ANSWE
     Raises:
         RefusedError: If the task has another token.
         ConnectionError: If nothing of this library answers there.
+        TimeoutError: If the port cannot be reached, as behind a firewall.
         OSError: If the two disagree on TLS.
     """
     address, own_tls = control_address(task), tls.Tls.from_env()
     try:
         handshake.connect(address, _CONNECT_SECONDS).close()
+    except ConnectionRefusedError:
+        raise
     except OSError as error:
-        raise ConnectionError(f"{error}") from None
+        raise TimeoutError(f"{error}") from None
     with ChannelClient(address, own_tls) as client:
         session = Session(_secret(), lambda text: client.send(text, timeout))
         try:

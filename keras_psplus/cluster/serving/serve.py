@@ -1,5 +1,6 @@
 """Serves TensorFlow's runtime to the chief until the chief has ended."""
 
+import contextlib
 import os
 import socket
 import sys
@@ -79,36 +80,36 @@ def serve(
             "is_told_to_end": lambda: termination.SIGNAL.is_noted,
         },
     )
-    try:
-        server = tf.distribute.Server(
-            tf.train.ClusterSpec({job: list(tasks) for job, tasks in config.cluster.items()}),
-            job_name=config.task_type,
-            task_index=config.task_index,
-            protocol="grpc",
-            # A ps runs functions of all workers, a worker those of its own.
-            config=tuning.server_config(
-                len(config.cluster.get("worker", ())) if config.task_type == "ps" else 1
-            ),
+    with contextlib.closing(channel):
+        try:
+            server = tf.distribute.Server(
+                tf.train.ClusterSpec({job: list(tasks) for job, tasks in config.cluster.items()}),
+                job_name=config.task_type,
+                task_index=config.task_index,
+                protocol="grpc",
+                # A ps runs functions of all workers, a worker those of its own.
+                config=tuning.server_config(
+                    len(config.cluster.get("worker", ())) if config.task_type == "ps" else 1
+                ),
+            )
+        except tf.errors.OpError as error:
+            raise ClusterStartupError(
+                f"TensorFlow's server of {config.name} cannot listen on {config.address}: "
+                f"{error.message}. Received: TF_CONFIG={config.to_tf_config()}"
+            ) from None
+        log(f"{config.name} serves on {config.address}")
+        report = task_report.current()
+        if report is not None and leader == "chief-0":
+            report.serves()
+        outlive(
+            config,
+            lambda: listener.has_chief_started,
+            lambda: listener.is_chief_lost,
+            lambda: listener.has_chief_left,
+            startup_timeout,
+            chief_gone,
+            log,
         )
-    except tf.errors.OpError as error:
-        raise ClusterStartupError(
-            f"TensorFlow's server of {config.name} cannot listen on {config.address}: "
-            f"{error.message}. Received: TF_CONFIG={config.to_tf_config()}"
-        ) from None
-    log(f"{config.name} serves on {config.address}")
-    report = task_report.current()
-    if report is not None and leader == "chief-0":
-        report.serves()
-    outlive(
-        config,
-        lambda: listener.has_chief_started,
-        lambda: listener.is_chief_lost,
-        lambda: listener.has_chief_left,
-        startup_timeout,
-        chief_gone,
-        log,
-    )
-    channel.close()
     return server
 
 
@@ -176,7 +177,7 @@ def wait_for_end_of_chief(config: TaskConfig, chief_gone: float = 5.0) -> None:
 
 def _outlive(address, chief_gone):
     # An accepted connection is enough: a chief that is merely slow has not ended.
-    while _within(chief_gone(), _accepts, address):
+    while _within(chief_gone(), handshake.listens, address):
         wait_for_close(address)
         time.sleep(_POLL)
 
@@ -218,14 +219,6 @@ def _within(seconds, condition, address):
         if time.monotonic() >= deadline:
             return False
         time.sleep(_POLL)
-    return True
-
-
-def _accepts(address):
-    try:
-        handshake.connect(address, _GREETING_TIMEOUT).close()
-    except OSError:
-        return False
     return True
 
 

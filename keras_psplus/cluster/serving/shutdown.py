@@ -65,10 +65,7 @@ class ShutdownNotifier:
         with concurrent.futures.ThreadPoolExecutor(max_workers=16) as pool:
             list(pool.map(self.greet, addresses))
         # At the interpreter's end no thread can be started any more.
-        self._shutdown_thread = threading.Thread(
-            target=self._send_shutdown, name="keras_psplus-shutdown"
-        )
-        self._shutdown_thread.daemon = True
+        self._shutdown_thread = threading.Thread(target=self._send_shutdown, daemon=True)
         self._shutdown_thread.start()
         atexit.register(self._at_exit)
 

@@ -8,13 +8,15 @@ import json
 import socket
 
 from keras_psplus.cluster.channel import tls
-from keras_psplus.cluster.channel.client import ChannelClient, ChannelError
+from keras_psplus.cluster.channel.client import BUSY, ChannelClient, ChannelError
 from keras_psplus.cluster.channel.sessions import JobSecret, RefusedError, Session
 from keras_psplus.cluster.config import split_address
 from keras_psplus.cluster.environment import TOKEN_VARIABLE
 from keras_psplus.cluster.wire.identity import PeerIdentity
 
 ANSWER_TIMEOUT = 2.0  # a peer that accepts and stays silent runs another server: it is up
+
+_REFUSED = "connection refused (not started yet, or it has failed)"
 
 
 class StrangerError(OSError):
@@ -62,8 +64,9 @@ def dial(
                 raise StrangerError from None
             return unproven
         except ChannelError as error:
-            if has_answered:
-                raise OSError("it stopped answering") from None
+            if has_answered or error.code == BUSY:
+                reason = "it is busy with others" if error.code == BUSY else "it stopped answering"
+                raise OSError(reason) from None
             if error.code in ("UNIMPLEMENTED", "DEADLINE_EXCEEDED"):
                 return None
             if explain_tls(address, own_tls, str(error)):
@@ -89,9 +92,10 @@ def explain_tls(address: str, own: tls.Tls | None, met: str) -> bool:
     if tls.is_spoken_at(address, ANSWER_TIMEOUT):
         if own is None:
             raise OSError(f"it speaks TLS, and this task does not: set {tls.CERT} here, too")
+        reason = met.rpartition("last error: ")[2].partition("\n")[0][:200]
         raise OSError(
             f"the TLS handshake failed: see that {tls.CERT} and {tls.CA} of both tasks go together "
-            f"({_short(met)})"
+            f"({reason})"
         )
     if own is not None:
         with ChannelClient(address, None) as client:
@@ -105,10 +109,6 @@ def explain_tls(address: str, own: tls.Tls | None, met: str) -> bool:
     return False
 
 
-def _short(text):
-    return text.rpartition("last error: ")[2].partition("\n")[0][:200]
-
-
 def connect(address: str, timeout: float) -> socket.socket:
     """Opens a TCP connection to `host:port`; errors name the cause in plain words."""
     try:
@@ -118,13 +118,22 @@ def connect(address: str, timeout: float) -> socket.socket:
     except TimeoutError:
         raise OSError("no answer (host down, or a firewall drops the packets)") from None
     except ConnectionRefusedError:
-        raise OSError("connection refused (not started yet, or it has failed)") from None
+        raise ConnectionRefusedError(_REFUSED) from None
     if connection.getsockname() == connection.getpeername():
         # TCP connects a socket to itself when the dialled local port is free and happens to be
         # chosen as the source port.
         connection.close()
-        raise OSError("connection refused (not started yet, or it has failed)")
+        raise ConnectionRefusedError(_REFUSED)
     return connection
+
+
+def listens(address: str, timeout: float = 2.0) -> bool:
+    """Whether a TCP connection to `host:port` is accepted."""
+    try:
+        connect(address, timeout).close()
+    except (OSError, ValueError):
+        return False
+    return True
 
 
 def grpc_responds(address: str, timeout: float) -> bool:

@@ -1,6 +1,7 @@
 """Identities of processes: which task, in which cluster, on which host."""
 
 import dataclasses
+import functools
 import hashlib
 import json
 import os
@@ -109,6 +110,12 @@ def conflict(mine: PeerIdentity, theirs: PeerIdentity, expected: str | None = No
             "Start every task on the host that its address names"
         )
     return None
+
+
+@functools.cache
+def own_id(pid: int) -> str:
+    """Unique id of this process, for all of its strategies; a fork has another `pid`."""
+    return f"{pid}-{uuid.uuid4().hex}"
 
 
 def json_object(text: str | bytes) -> dict[str, Any]:

@@ -73,9 +73,10 @@ def end(
     try:
         engine.backup_writer.finish()
         kept = ended_backups.keep(callback.backup_dir)
-        engine.backup_tables.note_ended(full_path(callback.backup_dir), kept)
         if kept is None:
+            # Before what servers have: a state without its tables would be taken for a damaged one.
             backup_files.delete(callback)
+        engine.backup_tables.note_ended(full_path(callback.backup_dir), kept)
     except (OSError, tf.errors.OpError) as error:
         logger.warning(
             "the training has ended, but its backup could not be deleted: delete it, or a start of "

@@ -71,13 +71,14 @@ def load_first(
     Raises:
         OSError: If there is none.
     """
-    for number, state in enumerate(states):
-        problem = _load(tables, callback, state, training, is_strict)
-        if problem is None:
-            break
-        if number + 1 == len(states):
+    number = 0
+    while problem := _load(tables, callback, states[number], training, is_strict):
+        number += 1
+        if number == len(states):
             raise backup_states.damaged(callback, [problem])
-        backup_states.warn_of_previous(callback, [problem], states[number + 1])
+        backup_states.warn_of_previous(callback, [problem], states[number])
+        # Servers have those of the state that could not be loaded.
+        number += read_tables(tables, callback, states[number:], is_strict)
     seeds = file_utils.join(callback.backup_dir, backup_states.SEEDS)
     if file_utils.exists(seeds):
         with file_utils.File(seeds, "r") as f:
@@ -94,8 +95,7 @@ def _load(tables, callback, state, training, is_strict):
     model = callback.model
     if state["is_previous"]:
         backup_files.use_previous(callback)
-    if state["has_training"]:
-        training[:] = [TrainingState.read(callback.backup_dir)]
+    training[:] = [TrainingState.read(callback.backup_dir)] if state["has_training"] else []
     try:
         with tables.set_aside(model, state["tables"]) as here:
             callback._load_model()

@@ -213,9 +213,7 @@ def _wait_for_end(address):
     """Waits until a failed task has exited, so that a launcher sees that exit first."""
     deadline = _failed_at + _LINGER_SECONDS
     while time.monotonic() < deadline:
-        try:
-            handshake.connect(address, _POLL_SECONDS).close()
-        except OSError:
+        if not handshake.listens(address, _POLL_SECONDS):
             time.sleep(3 * _POLL_SECONDS)  # the end of its server is not quite that of the process
             return
         time.sleep(_POLL_SECONDS)

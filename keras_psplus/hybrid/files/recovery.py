@@ -8,8 +8,9 @@ import threading
 import time
 
 from keras_psplus.cluster.serving.serve import wait_for_close
+from keras_psplus.cluster.wire import handshake
+from keras_psplus.errors import TableServerError
 from keras_psplus.hybrid.files.server_tables import ServerTables
-from keras_psplus.hybrid.rpc.calls import TableServerError, listens
 from keras_psplus.hybrid.rpc.servers import Servers
 from keras_psplus.log import logger
 
@@ -39,7 +40,7 @@ class Recovery:
             wait_for_close(address)
             time.sleep(_POLL_SECONDS)
             # A link whose call has failed waits longer each time.
-            if not listens(address):
+            if not handshake.listens(address):
                 continue
             try:
                 link = self._servers.find_restarted(index)

@@ -5,8 +5,8 @@ import uuid
 from collections.abc import Iterable, Sequence
 from typing import Any
 
+from keras_psplus.errors import TableServerError, TableServerLostError
 from keras_psplus.files.table_files import STEM, read_list, write_list
-from keras_psplus.hybrid.rpc.calls import TableServerError, TableServerLostError
 from keras_psplus.hybrid.rpc.servers import Servers
 from keras_psplus.hybrid.tables.table import Table
 from keras_psplus.log import logger

@@ -14,9 +14,9 @@ import tensorflow as tf
 from keras_psplus.core.backup.backup_tables import BackupTables, with_slots
 from keras_psplus.core.base.optimizer_states import by_place
 from keras_psplus.core.jobs import failure
+from keras_psplus.errors import TableServerError, TableServerLostError
 from keras_psplus.files.table_files import LIST
 from keras_psplus.hybrid.files import saving
-from keras_psplus.hybrid.rpc.calls import TableServerError, TableServerLostError
 from keras_psplus.hybrid.rpc.servers import Servers
 from keras_psplus.hybrid.tables.registry import Tables
 from keras_psplus.hybrid.tables.variable import TableVariable

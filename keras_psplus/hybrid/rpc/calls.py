@@ -16,8 +16,6 @@ from tensorflow.distribute.experimental.rpc.kernels import gen_rpc_ops
 
 from keras_psplus.cluster.wire import handshake
 from keras_psplus.core.jobs import failure
-from keras_psplus.errors import TableServerError as TableServerError
-from keras_psplus.errors import TableServerLostError as TableServerLostError
 from keras_psplus.hybrid.rpc import names
 from keras_psplus.hybrid.rpc.rpc_auth import RowKey
 
@@ -25,7 +23,6 @@ _OK, _CANCELLED, _DEADLINE, _UNAVAILABLE = 0, 1, 4, 14
 _AWAY = _CANCELLED, _DEADLINE, _UNAVAILABLE
 _PAUSE_SECONDS = 0.2
 _ATTEMPT_SECONDS = 10.0
-_CONNECT_SECONDS = 2.0
 _unique = itertools.count()
 
 
@@ -199,7 +196,7 @@ class RpcClient:
         return self._listens()
 
     def _listens(self):
-        return np.bool_(listens(self.address))
+        return np.bool_(handshake.listens(self.address))
 
 
 def _value(future, dtype, shape):
@@ -210,12 +207,3 @@ def _value(future, dtype, shape):
 def _delete(future):
     with tf.device("/CPU:0"):
         gen_rpc_ops.delete_rpc_future_resource(handle=future[0], deleter=future[1])
-
-
-def listens(address: str) -> bool:
-    """Whether a TCP connection to an address is accepted."""
-    try:
-        handshake.connect(address, _CONNECT_SECONDS).close()
-    except OSError:
-        return False
-    return True

@@ -5,7 +5,7 @@ import time
 from collections.abc import Callable
 from typing import Any
 
-from keras_psplus.cluster.channel.client import ChannelClient, ChannelError
+from keras_psplus.cluster.channel.client import BUSY, ChannelClient, ChannelError
 from keras_psplus.cluster.channel.sessions import AnotherProcessError, RefusedError, Session
 from keras_psplus.cluster.channel.tls import Tls
 from keras_psplus.cluster.ports import control_address
@@ -67,9 +67,12 @@ class ControlLink:
 
         def ask():
             code, message, answer = self._ask(what, number, arguments)
-            if code in _ENDED:
-                if time.monotonic() < last_heard[0] + _AWAY_SECONDS:
-                    return {"pending": True}
+            if code == BUSY:
+                last_heard[0] = time.monotonic()
+            if code == BUSY or (
+                code in _ENDED and time.monotonic() < last_heard[0] + _AWAY_SECONDS
+            ):
+                return {"pending": True}
             if answer is None:
                 kind = TableServerLostError if code in _AWAY else TableServerError
                 raise kind(

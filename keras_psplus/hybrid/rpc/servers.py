@@ -5,15 +5,16 @@ import collections
 import contextlib
 import os
 import time
-import uuid
 from collections.abc import Callable
 from typing import Any
 
 from keras_psplus.cluster.config import ClusterStartupError, TaskConfig, task_name
 from keras_psplus.cluster.process import exit_code
 from keras_psplus.cluster.secret import Secret
+from keras_psplus.cluster.wire import handshake
+from keras_psplus.cluster.wire.identity import own_id
 from keras_psplus.errors import TableServerError
-from keras_psplus.hybrid.rpc.calls import RpcClient, listens
+from keras_psplus.hybrid.rpc.calls import RpcClient
 from keras_psplus.hybrid.rpc.control_link import ControlLink
 from keras_psplus.hybrid.rpc.rpc_auth import RowKey
 from keras_psplus.log import logger
@@ -21,8 +22,6 @@ from keras_psplus.log import logger
 _SHUTDOWN_SECONDS = 3.0
 _POLL_SECONDS = 0.2
 _TOLD_SECONDS = 0.5
-# By process, as a fork has its parent's.
-_own_ids: dict[int, str] = {}
 
 
 class Servers:
@@ -85,8 +84,7 @@ class Servers:
             ClusterStartupError: If one does not come, or is another job's.
         """
         self._startup_timeout = timeout
-        process = _own_ids.setdefault(os.getpid(), uuid.uuid4().hex)
-        own = {"worker": self._task.name, "process": process}
+        own = {"worker": self._task.name, "process": own_id(os.getpid())}
         self._greeting = {"agreed": agreed, "replicas": replicas, **own}
         deadline = time.monotonic() + timeout
         for index in range(len(self)):
@@ -103,7 +101,7 @@ class Servers:
         name, address = self._peers[index]
         while True:
             # Before it is called: a client whose call has failed waits longer each time.
-            self._wait_until(lambda: listens(address), name, address, deadline)
+            self._wait_until(lambda: handshake.listens(address), name, address, deadline)
             try:
                 answer = self._control[index].request("hello", **self._greeting)
             except TableServerError as error:
@@ -116,7 +114,7 @@ class Servers:
                 name,
                 address,
             )
-            self._wait_until(lambda: not listens(address), name, address, deadline)
+            self._wait_until(lambda: not handshake.listens(address), name, address, deadline)
             self._control[index] = ControlLink(name, address, self._secret, self._timeout)
 
     def _wait_until(self, is_so, name, address, deadline):
@@ -199,11 +197,6 @@ class Servers:
             load=load,
         )
         self._control[index] = link
-
-    @property
-    def addresses(self) -> dict[str, str]:
-        """Dict from the servers' names to their addresses."""
-        return dict(self._peers)
 
     def pushes(self) -> list[list[int]]:
         """Number of pushes of each replica to each shard: a list of lists."""
