@@ -39,9 +39,15 @@ class TrainUntil(keras.callbacks.Callback):
         assert time.monotonic() < self._deadline
         lines = pathlib.Path(os.environ["KERAS_PSPLUS_JSON_LOG"]).read_text().splitlines()
         lines = list(map(json.loads, lines))
-        # A slow machine may be waited for before the fault.
-        faults = [i for i, line in enumerate(lines) if line["event"] == "fault"]
-        since = faults[0] if faults else len(lines)
+        # A slow machine may be waited for before the fault, and go on after it.
+        is_wait = self._wanted[0] == "stall_over"
+        mark, text = ("stall", "(no answer)") if is_wait else ("fault", "")
+        marks = [
+            i
+            for i, line in enumerate(lines)
+            if line["event"] == mark and text in line.get("message", "")
+        ]
+        since = marks[0] if marks else len(lines)
         told = [(line["event"], line.get("task")) for line in lines]
         seen = [e for i, e in enumerate(told) if i > since or e[0] in ("steps", "task_started")]
         own = ("steps", "chief-0" if ("task_started", "chief-0") in seen else "worker-0")
