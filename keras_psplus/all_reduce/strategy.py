@@ -155,7 +155,7 @@ class MultiWorkerMirroredStrategy(StateDicts, tf.distribute.MultiWorkerMirroredS
         self._options["shard"] = shard
         if shard is not None and multi_worker:
             self._engine_class, self._extended_class = shard_option.classes(shard)
-            # What is freed would stay in the process, which then is as large as without shares.
+            # Freed memory would stay in the process, which then is as large as without shares.
             memory.return_freed_memory()
         self._engine: Engine | None = None
         self._wrapped_functions: weakref.WeakKeyDictionary[Any, Any] = weakref.WeakKeyDictionary()

@@ -180,7 +180,7 @@ class StrategyEngine(Engine):
     def _begin_training(self, event: Call) -> Any:
         with self.progress.beginning(event.owner):
             result = event.proceed()
-        self.preemption.watch(self.progress, self.wait_for_preempted_servers)
+        self.preemption.watch(self.progress, self.are_servers_preempted)
         return result
 
     @answers("epoch_begin")
@@ -200,8 +200,8 @@ class StrategyEngine(Engine):
         self.preemption.check(self.progress, callbacks, self.save_now)
 
     @property
-    def wait_for_preempted_servers(self) -> Callable[[], None] | None:
-        """Function that returns when a serving process is told to end, or None."""
+    def are_servers_preempted(self) -> Callable[[], bool] | None:
+        """Function that asks whether a serving process is told to end, or None."""
         return None
 
     def save_now(self, callbacks: keras.callbacks.CallbackList) -> None:

@@ -220,7 +220,7 @@ class HybridEngine(AllReduceEngine):
         return result
 
     @property
-    def wait_for_preempted_servers(self) -> Callable[[], None] | None:
+    def are_servers_preempted(self) -> Callable[[], bool] | None:
         if self._context is None or not self.strategy.is_chief:
             return None
-        return self._context.servers.wait_until_told
+        return self._context.servers.are_told_to_end

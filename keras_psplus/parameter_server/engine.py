@@ -307,10 +307,10 @@ class ParameterServerEngine(DistributedEngine):
     # Callbacks and saving.
 
     @property
-    def wait_for_preempted_servers(self) -> Callable[[], None] | None:
+    def are_servers_preempted(self) -> Callable[[], bool] | None:
         # A worker keeps nothing: others take its steps.
         chief = self.strategy._chief
-        return None if chief is None else functools.partial(chief.wait_until_told, "ps")
+        return None if chief is None else functools.partial(chief.are_told_to_end, "ps")
 
     @answers("train_begin")
     def _begin_training(self, event: Call) -> Any:

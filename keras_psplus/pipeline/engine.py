@@ -48,9 +48,9 @@ class PipelineEngine(DistributedEngine):
         return self.context.residuals
 
     @property
-    def wait_for_preempted_servers(self) -> Callable[[], None] | None:
+    def are_servers_preempted(self) -> Callable[[], bool] | None:
         chief = self.strategy._chief
-        return None if chief is None else functools.partial(chief.wait_until_told, "worker")
+        return None if chief is None else functools.partial(chief.are_told_to_end, "worker")
 
     # Steps that are under way.
 
@@ -97,7 +97,7 @@ class PipelineEngine(DistributedEngine):
 
     def run(self, call: Call) -> Any:
         if call.name != "compile":
-            # What was read from a checkpoint of TensorFlow's, say, has gone past `assign`.
+            # A checkpoint of TensorFlow's, say, was read past `assign`.
             self.context.copies.note_stale()
             self.note_written()
         return super().run(call)

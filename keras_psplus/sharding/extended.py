@@ -39,7 +39,7 @@ class ShardedExtended(MultiWorkerMirroredExtended):
 
     def colocate_vars_with(self, colocate_with_variable: Any) -> AbstractContextManager[Any]:
         if isinstance(colocate_with_variable, ShareVariable):
-            # What `gradient_accumulation_steps` adds up is mirrored.
+            # Sums of `gradient_accumulation_steps` are mirrored.
             return contextlib.nullcontext()
         return super().colocate_vars_with(colocate_with_variable)
 

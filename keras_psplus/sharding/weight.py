@@ -9,10 +9,11 @@ import keras
 import tensorflow as tf
 
 from keras_psplus.core.batch.replica_step import current_step
+from keras_psplus.core.graph.variable_read import record_read
 from keras_psplus.keras_internals.keras_parts import global_state
 from keras_psplus.sharding.places import Place
 from keras_psplus.sharding.variable import ShareVariable, TensorVariable, in_update
-from keras_psplus.tf_internals import record, resource_variable_ops
+from keras_psplus.tf_internals import resource_variable_ops
 
 if TYPE_CHECKING:
     from keras_psplus.sharding.store import ShareStore
@@ -65,14 +66,7 @@ class WeightShare(ShareVariable):
             return tf.zeros(self._whole_shape, self.dtype)
         resource_variable_ops.variable_accessed(self)
         whole = self._read(self)
-        # Of what has been gathered, the tape knows nothing; gradients are those by the whole.
-        record.record_operation(
-            "ReadVariableOp",
-            [whole],
-            [self.handle],
-            backward_function=lambda gradient: [gradient],
-            forward_function=lambda tangent: [tangent],
-        )
+        record_read(self, whole)
         return whole
 
     @property

@@ -136,7 +136,7 @@ class MirroredReplicaStep(ReplicaStep):
         self.set_batch_fraction(rows, self._extended.sum_over_replicas([rows])[0])
 
     def result_of(self, metric: keras.metrics.Metric, result: Callable[..., Any]) -> Any:
-        # What the step computes from the result cannot be computed once more.
+        # A computation with the result, in the step, cannot be made once more.
         eager = tf.executing_eagerly()
         return functools.partial(self._global_result, metric, result) if eager else result
 

@@ -11,7 +11,6 @@ import concurrent.futures
 import contextlib
 import sys
 import threading
-import time
 from collections.abc import Mapping
 
 from keras_psplus.cluster.channel.sessions import RefusedError
@@ -19,7 +18,6 @@ from keras_psplus.cluster.serving import control
 
 _HELLO, _SHUTDOWN = "hello", "shutdown"
 _SHUTDOWN_SECONDS = 3.0
-_TOLD_SECONDS = 1.0
 
 
 class ShutdownListener:
@@ -73,15 +71,14 @@ class ShutdownNotifier:
         """Greets a server that is there, or was started again."""
         self._send(_HELLO, [task])
 
-    def wait_until_told(self, job: str) -> None:
-        """Waits without end until a task of a job has got SIGTERM; in a thread."""
-        while True:
-            for task in [task for task in self._here if task.startswith(f"{job}-")]:
-                # One that is away is not told.
-                with contextlib.suppress(OSError, RefusedError):
-                    if control.ask(self._addresses[task], "is_told_to_end", {}, _SHUTDOWN_SECONDS):
-                        return
-            time.sleep(_TOLD_SECONDS)
+    def are_told_to_end(self, job: str) -> bool:
+        """Whether a task of a job that can be reached has got SIGTERM."""
+        # Another thread may greet one that was started again.
+        for task in [name for name in list(self._here) if name.startswith(f"{job}-")]:
+            with contextlib.suppress(OSError, RefusedError):
+                if control.ask(self._addresses[task], "is_told_to_end", {}, _SHUTDOWN_SECONDS):
+                    return True
+        return False
 
     def note_failure(self) -> None:
         """Notes that this process is about to end, but not well."""

@@ -19,6 +19,7 @@ from __future__ import annotations
 import contextlib
 import sys
 import threading
+import time
 from collections.abc import Callable
 from typing import TYPE_CHECKING, NoReturn
 
@@ -33,6 +34,7 @@ if TYPE_CHECKING:
     from keras_psplus.core.backup.fit_progress import FitProgress
     from keras_psplus.core.jobs.control import ControlPlane
 
+_SERVER_SECONDS = 0.5
 _POST, _WHAT = "preempted", "saving before the end"
 
 
@@ -62,21 +64,21 @@ class Preemption:
         return cls(control, "this process" if task is None else task.name, alone)
 
     def watch(
-        self, progress: FitProgress, wait_for_servers: Callable[[], None] | None = None
+        self, progress: FitProgress, are_servers_told: Callable[[], bool] | None = None
     ) -> None:
         """Notes SIGTERM from now on, if something of a `fit` can be saved.
 
         Args:
             progress: Progress of the `fit`.
-            wait_for_servers: Function that returns when a process that serves this one has got
-                SIGTERM; it runs in a thread.
+            are_servers_told: Function that asks whether a process that serves this one has got
+                SIGTERM; a thread calls it now and then.
         """
         if not progress.can_save:
             return
         SIGNAL.watch()
-        if wait_for_servers is not None and self._server_thread is None:
+        if are_servers_told is not None and self._server_thread is None:
             self._server_thread = threading.Thread(
-                target=self._watch, args=(wait_for_servers,), daemon=True
+                target=self._watch, args=(are_servers_told,), daemon=True
             )
             self._server_thread.start()
         if self._control is not None and self._thread is None:
@@ -84,8 +86,9 @@ class Preemption:
             self._thread = threading.Thread(target=self._listen, args=args, daemon=True)
             self._thread.start()
 
-    def _watch(self, wait_for_servers):
-        wait_for_servers()
+    def _watch(self, are_servers_told):
+        while not are_servers_told():
+            time.sleep(_SERVER_SECONDS)
         self._is_server_told = True
 
     def unwatch(self, outer: FitProgress) -> None:

@@ -86,7 +86,7 @@ class ControlLink:
         def wait(answer):
             progress, deadline = 0, began + self._timeout
             while answer.get("pending"):
-                # What takes long may do so as long as it goes on.
+                # A long request may take its time as long as it goes on.
                 if answer.get("progress", progress) != progress:
                     progress = answer["progress"]
                     deadline = time.monotonic() + self._timeout

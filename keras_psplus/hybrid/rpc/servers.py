@@ -3,6 +3,7 @@
 import atexit
 import collections
 import contextlib
+import functools
 import os
 import time
 from collections.abc import Callable
@@ -21,7 +22,6 @@ from keras_psplus.log import logger
 
 _SHUTDOWN_SECONDS = 3.0
 _POLL_SECONDS = 0.2
-_TOLD_SECONDS = 0.5
 
 
 class Servers:
@@ -208,16 +208,17 @@ class Servers:
             found += self._watching[index].request("pushes")["pushes"]
         return found
 
-    def wait_until_told(self) -> None:
-        """Waits without end until a server has got SIGTERM; in a thread."""
-        links = [ControlLink(*peer, self._secret, _SHUTDOWN_SECONDS) for peer in self._peers]
-        while True:
-            for link in links:
-                # One that is away, or was started again, is not told.
-                with contextlib.suppress(TableServerError):
-                    if link.request("who")["is_told_to_end"]:
-                        return
-            time.sleep(_TOLD_SECONDS)
+    @functools.cached_property
+    def _preemption_links(self) -> list[ControlLink]:
+        return [ControlLink(*peer, self._secret, _SHUTDOWN_SECONDS) for peer in self._peers]
+
+    def are_told_to_end(self) -> bool:
+        """Whether a server that can be reached has got SIGTERM; for one thread."""
+        for link in self._preemption_links:
+            with contextlib.suppress(TableServerError):
+                if link.request("who")["is_told_to_end"]:
+                    return True
+        return False
 
     def count_assignment(self, key: int, slot: int) -> None:
         """Says that all of a table, or of a slot of it, has been set."""

@@ -40,18 +40,17 @@ class Ticket:
 
     def payload_on(self, worker: int) -> Any:
         """A step's argument for a worker; batches are read again if they were lost."""
-        if self._is_used:
-            return _payload(self._read_again(worker, len(self.batches)))
-        self._is_used = True
-        payload = _payload(self.batches)
-        if worker == self.home:
-            return payload
-        try:
-            return tf.nest.map_structure(to_chief, payload, expand_composites=True)
-        except tf.errors.OpError as error:
-            if not is_of_worker(error):
-                raise
-            return _payload(self._read_again(worker, len(self.batches)))
+        if not self._is_used:
+            self._is_used = True
+            payload = _payload(self.batches)
+            if worker == self.home:
+                return payload
+            try:
+                return tf.nest.map_structure(to_chief, payload, expand_composites=True)
+            except tf.errors.OpError as error:
+                if not is_of_worker(error):
+                    raise
+        return _payload(self._read_again(worker, len(self.batches)))
 
 
 def _payload(batches: Batches) -> Any:

@@ -35,7 +35,7 @@ class Clocks:
         self._given = [0] * num_workers
         self._done = [0] * num_workers
         self._live = set(range(num_workers))
-        # Who is next if all have as many, so that it is not always the same one.
+        # The next worker if all have as many, so that it is not always the same one.
         self._first = 0
 
     def watch(self, workers: Iterable[Any]) -> None:

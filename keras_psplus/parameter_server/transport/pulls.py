@@ -18,6 +18,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple, TypeAlias
 import tensorflow as tf
 
 from keras_psplus.core.base.thread_flag import ThreadFlag
+from keras_psplus.core.graph.variable_read import record_read
 from keras_psplus.parameter_server.tracing import local_copies, traffic
 from keras_psplus.parameter_server.tracing.chief_writes import writes
 from keras_psplus.parameter_server.tracing.transfer import SMALL_BYTES
@@ -118,13 +119,7 @@ class Pulls:
         with record.stop_recording():
             value = self._find_or_read(variable, parts, needs_function)
         # Reads that are shared, or lie outside of the loop, are not the tape's own.
-        record.record_operation(
-            "ReadVariableOp",
-            [value],
-            [variable.handle],
-            backward_function=lambda gradient: [gradient],
-            forward_function=lambda tangent: [tangent],
-        )
+        record_read(variable, value)
         return value
 
     def compressor_of(self, variable: tf.Variable) -> Compressor | None:
