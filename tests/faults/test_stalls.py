@@ -32,7 +32,7 @@ def silent(monkeypatch):
 
 def hybrid(pushes, sync=True):
     world = types.SimpleNamespace(rank=0, local_replicas=1)
-    servers = types.SimpleNamespace(addresses={"ps-0": "a:3", "ps-1": "a:4"}, pushes=lambda: pushes)
+    servers = types.SimpleNamespace(peers=[("ps-0", "a:3"), ("ps-1", "a:4")], pushes=lambda: pushes)
     marks = types.SimpleNamespace(state="has its batch")
     waits = HybridStallProbe(TASK, Progress(), marks, world, sync, lambda: servers)
     waits._state_of = lambda name, entered: None
