@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import re
 import signal
 import sys
 from typing import Any
@@ -36,13 +37,15 @@ on this machine, unless the script says stages="flops".
   keras-psplus plan --workers 4 --ps 2 --link 1gbit train.py
   keras-psplus plan --workers 1024 --link 10gbit --json train.py --epochs 3
   keras-psplus plan --links links.json train.py
+  keras-psplus plan --workers 4 --memory 16GB train.py
   keras-psplus plan --stages 4 train.py
   keras-psplus plan --stages 4 --microbatches 16 --schedule 1f1b --json train.py --epochs 3
 """
 _COUNTS = {"workers": (2, 1, "Number of workers"), "ps": (2, 0, "Number of parameter servers")}
 _LINK = "1gbit"
 _OF_STAGES = ("microbatches", "schedule")
-_OF_CHOICES = ("workers", "ps", "link", "links", "delay")
+_OF_CHOICES = ("workers", "ps", "link", "links", "delay", "memory")
+_SIZE = re.compile(r"(\d+\.?\d*)([KMGT])(i?)B", re.IGNORECASE)
 
 
 def main(argv: list[str]) -> int:
@@ -110,6 +113,13 @@ def _flags() -> flags.FlagValues:
         flag_values=values,
         lower_bound=0,
     )
+    flags.DEFINE_string(
+        "memory",
+        None,
+        "Memory of a worker for weights, gradients and the optimizer's state, as 16GB or 512MiB; "
+        "entries that need more are not recommended.",
+        flag_values=values,
+    )
     flags.DEFINE_integer(
         "stages",
         None,
@@ -152,8 +162,27 @@ def _check_flags(options: flags.FlagValues) -> None:
         )
 
 
+def _memory(options: flags.FlagValues) -> float | None:
+    if options.memory is None:
+        return None
+    match = _SIZE.fullmatch(options.memory)
+    size = 0.0
+    if match:
+        power = 1 + "KMGT".index(match[2].upper())
+        size = float(match[1]) * (1024 if match[3] else 1000) ** power
+    if not size:
+        raise parsing.UsageError(
+            f"--memory is a size such as 16GB or 512MiB. Received: {options.memory!r}"
+        )
+    return size
+
+
 def _cluster(options: flags.FlagValues) -> Cluster:
     """Cluster to plan for, without links that are yet to be measured."""
+    return dataclasses.replace(_linked(options), memory=_memory(options))
+
+
+def _linked(options: flags.FlagValues) -> Cluster:
     if options.links is not None:
         links = plan_links.read(options.links, options.workers)
         cluster = Cluster(len(links.hosts), _count(options, "ps"))

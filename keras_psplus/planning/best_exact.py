@@ -79,13 +79,15 @@ def choose(
         )
         for name, number in numbers.items()
     ]
-    best = choices.best_of(found)
+    best = choices.best_of(found, link)
     others = sorted((c for c in found if c is not best), key=lambda choice: choice.prediction.ms)
     listed = ", ".join(f"{other.entry} {other.prediction.ms:.4g}" for other in others)
     reason = (
         f"the best exact entry for {tasks}: {best.prediction.ms:.4g} ms predicted for a step of "
         f"{facts.batch_rows} rows ({listed})"
     )
+    if not link.fits(best.prediction):
+        reason += f"; {best.prediction.memory / 1e6:.4g} MB on a worker are more than it has"
     if best.speedup < 1:
         alone_ms = best.prediction.ms * best.speedup
         reason += f"; one process alone would be faster, with {alone_ms:.4g} ms"

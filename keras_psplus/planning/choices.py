@@ -95,14 +95,14 @@ class Choice:
     Attributes:
         entry: Its name in the catalogue.
         loses: As of `Traits.loses`.
-        has_servers: Whether it needs parameter servers.
+        needs: Number of things that a plainer entry has not: servers, weights or state in shares.
         speedup: How many times as fast as one worker on the same rows.
         prediction: `cost_model.Prediction`.
     """
 
     entry: str
     loses: str
-    has_servers: bool
+    needs: int
     speedup: float
     prediction: cost_model.Prediction
 
@@ -132,7 +132,7 @@ class Choices:
 
     @property
     def recommended(self) -> Choice:
-        """The fastest of those that lose nothing."""
+        """The fastest of those that lose nothing and fit into a worker's memory."""
         return self.choices[0]
 
     @property
@@ -141,15 +141,29 @@ class Choices:
         best = self.recommended
         moved = max(best.prediction.sent, best.prediction.received)
         why = f"`{best.entry}` is the fastest that trains as one process does"
+        if not self.cluster.fits(best.prediction):
+            why = f"No exact entry fits into the memory of a worker; `{best.entry}` needs the least"
+        elif large := [
+            f"`{choice.entry}`"
+            for choice in self.choices[1:]
+            if choice.loses == EXACT and not self.cluster.fits(choice.prediction)
+        ]:
+            why += f" and fits into a worker's memory, unlike {', '.join(large)}"
         if best.entry == "single":
             why = "One process is the fastest that trains as one process does: the links are too "
             why += f"slow, or the steps too short, for {self.cluster.workers} workers"
             if others := [c for c in self.choices[1:] if c.loses == EXACT]:
-                why += f" (with them, `{best_of(others).entry}` is the best exact one)"
+                name = best_of(others, self.cluster).entry
+                why += f" (with them, `{name}` is the best exact one)"
         elif moved:
             part = self.cluster.ms_of(moved) / best.prediction.ms
             why += f" ({part:.0%} of its step is the link's)"
-        faster = [c for c in self.choices[1:] if c.prediction.ms < best.prediction.ms / _LEVEL]
+        faster = [
+            choice
+            for choice in self.choices[1:]
+            if choice.prediction.ms < best.prediction.ms / _LEVEL
+            and self.cluster.fits(choice.prediction)
+        ]
         rows = [c for c in faster if c.entry != "single"]
         if not rows:
             return f"{why}."
@@ -195,7 +209,7 @@ class Choices:
                     f"{choice.speedup:.2f}",
                     f"{one.sent / 1e6:.3f}",
                     f"{one.received / 1e6:.3f}",
-                    f"{one.memory / 1e6:.1f}",
+                    f"{one.memory / 1e6:.1f}{'' if cluster.fits(one) else ' too much'}",
                     f"{one.scales_to}",
                     one.ends_by or "-",
                     choice.loses,
@@ -221,7 +235,7 @@ def choose(facts: Facts, entries: Mapping[str, Traits], cluster: Cluster) -> Cho
         for name, traits in entries.items()
         if cluster.ps or not traits.has_servers
     ]
-    recommended = best_of([choice for choice in found if choice.loses == EXACT])
+    recommended = best_of([choice for choice in found if choice.loses == EXACT], cluster)
     rest = sorted((c for c in found if c is not recommended), key=lambda c: c.prediction.ms)
     cluster = dataclasses.replace(cluster, processor=facts.processor)
     return Choices(facts, cluster, (recommended, *rest))
@@ -240,12 +254,20 @@ def predict(entry: str, traits: Traits, facts: Facts, cluster: Cluster) -> Choic
     alone_ms = facts.one_worker_ms(cluster.workers)
     step_ms = alone_ms if traits.path == "alone" else facts.step_ms
     one = cost_model.predict(traits, facts.work, step_ms, cluster, facts.slots)
-    return Choice(entry, traits.loses, traits.has_servers, alone_ms / one.ms, one)
+    needs = 2 * traits.has_servers + (traits.shard is not None)
+    return Choice(entry, traits.loses, needs, alone_ms / one.ms, one)
 
 
-def best_of(choices: Iterable[Choice]) -> Choice:
-    """The fastest choice; among equals, one without servers and with the shortest name."""
+def best_of(choices: Iterable[Choice], cluster: Cluster) -> Choice:
+    """The fastest choice that fits; among equals, the plainest, with the shortest name.
+
+    If none fits into a worker's memory, the one that needs the least.
+    """
     choices = list(choices)
+    fitting = [choice for choice in choices if cluster.fits(choice.prediction)]
+    if not fitting:
+        return min(choices, key=lambda choice: choice.prediction.memory)
+    choices = fitting
     fastest = min(choice.prediction.ms for choice in choices)
     level = [choice for choice in choices if choice.prediction.ms <= _LEVEL * fastest]
-    return min(level, key=lambda choice: (choice.has_servers, len(choice.entry)))
+    return min(level, key=lambda choice: (choice.needs, len(choice.entry)))

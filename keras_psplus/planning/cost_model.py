@@ -62,6 +62,7 @@ class Cluster:
         ps: Number of parameter servers.
         bits_per_second: Of each task's link, each way; None for no limit.
         delay_ms: From host to host.
+        memory: Bytes of a worker's memory; None if they do not count.
         processor: How many times the milliseconds of docs/benchmark_tables.md the processor takes
             for compressors and messages, as where it is slower or tasks share a core.
     """
@@ -71,6 +72,11 @@ class Cluster:
     bits_per_second: float | None = 1e9
     delay_ms: float = 0.0
     processor: float = 1.0
+    memory: float | None = None
+
+    def fits(self, one: Prediction) -> bool:
+        """Whether what a worker keeps goes into its memory."""
+        return self.memory is None or one.memory <= self.memory
 
     def ms_of(self, count: float) -> float:
         """Milliseconds in which so many bytes cross a link."""
@@ -139,7 +145,7 @@ def predict(
         moved.between + moved.down,
         milliseconds(traits, work, step_ms, cluster),
         *scales_to(traits, work, step_ms, cluster),
-        memory(traits, work, slots),
+        memory(traits, work, slots, cluster.workers),
     )
 
 
@@ -204,7 +210,7 @@ def scales_to(
     return workers, StepParts._fields[grown.index(max(grown))]
 
 
-def memory(traits: Traits, work: Work, slots: float) -> float:
+def memory(traits: Traits, work: Work, slots: float, workers: int) -> float:
     """Bytes of weights, gradients and the optimizer's state on a worker, without activations."""
     rows = sum(table.rows_of(1) * table.dim for table in work.tables)
     if traits.path == "parameter_server":
@@ -217,6 +223,13 @@ def memory(traits: Traits, work: Work, slots: float) -> float:
     name = (traits.compression or "").partition(":")[0]
     residual = name in ("int8", "sign", "topk", "randomk", "powersgd")
     anchors = 2 if traits.updates == "local" else traits.updates == "accumulate"
+    if traits.shard is not None:
+        # A gradient is whole until it is summed: that of the largest variable, if not of all.
+        whole = max([v.elements for v in work.variables] + tables, default=0)
+        kept = 1 / workers if traits.shard == "all" else 1.0
+        each = kept + (1 + slots) / workers
+        of_tables = sum(tables) * (kept + slots / workers)
+        return 4.0 * (work.elements * each + of_tables + whole + rows)
     dense = work.elements * (2 + slots + residual + anchors)
     return 4.0 * (dense + sum(tables) * (1 + slots + anchors) + rows)
 
@@ -251,9 +264,10 @@ def _messages_ms(traits: Traits, moved: Flows, cluster: Cluster) -> float:
     message = MESSAGE_MS * cluster.processor + cluster.delay_ms
     total = 0.0
     if moved.between:
-        total += _ROUNDS.get((traits.compression or "").partition(":")[0], 2) * (
-            (cluster.workers - 1) * message
-        )
+        rounds = _ROUNDS.get((traits.compression or "").partition(":")[0], 2)
+        # Weights in shares are gathered for backward as well.
+        rounds += traits.shard == "all"
+        total += rounds * (cluster.workers - 1) * message
     if moved.up:
         total += 4 * cluster.delay_ms  # There and back, to read and to send.
     return total / traits.every

@@ -135,7 +135,8 @@ def flows(traits: Traits, work: Work, workers: int) -> Flows:
             rows = 2 * (workers - 1) / workers * table
         else:
             rows = (workers - 1) * _rows(work, every, traits.rows)
-        return Flows((_summed(dense, traits.compression, workers) + rows) / every)
+        summed = _summed(dense, traits.compression, workers)
+        return Flows((summed + rows) / every + _gathered(traits.shard, work, workers))
     # Rows' ids go up, and values come down; gradients go up with their ids.
     down = pulled = _rows(work, 1, traits.pull, of_each=0)
     up = _rows(work, every, traits.rows) / every + _rows(work, 1, of_row=0)
@@ -213,6 +214,16 @@ def _size(shape: Sequence[int], compression: str | None) -> float:
     if name == "randomk":
         return WORD * elements * float(argument)
     return elements * _BYTES[name or None]
+
+
+def _gathered(shard: str | None, work: Work, workers: int) -> float:
+    """Bytes of whole values that workers which share them gather beyond what all-reduce sends.
+
+    A reduce-scatter and one gather are an all-reduce, but rows of tables are not summed so.
+    """
+    dense, tables = {None: (0, 0), "optimizer": (0, 1), "all": (1, 2)}[shard]
+    elements = dense * work.elements + tables * work.table_elements
+    return (workers - 1) / workers * WORD * elements
 
 
 def _summed(payload: float, compression: str | None, workers: int) -> float:

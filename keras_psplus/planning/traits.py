@@ -33,6 +33,7 @@ class Traits:
         together: Keras's `steps_per_execution`, for strategies whose workers wait for each other.
         needs_racks: Whether it is of use only where links differ.
         prefetch: Whether rows are read of servers while the step before computes.
+        shard: As of `MultiWorkerMirroredStrategy`.
     """
 
     path: str = "all_reduce"
@@ -45,6 +46,7 @@ class Traits:
     together: int = 1
     needs_racks: bool = False
     prefetch: bool = False
+    shard: str | None = None
 
     @property
     def has_servers(self) -> bool:
@@ -98,6 +100,7 @@ def traits_of(source: str) -> Traits:
             found["pull"] = words.get("pull_compression")
             found["waits"] = path != "parameter_server" or words.get("mode") == "sync"
             found["prefetch"] = words.get("prefetch") is True
+            found["shard"] = words.get("shard")
         elif name in _UPDATES and call.args and isinstance(call.args[0], ast.Constant):
             found["updates"] = _UPDATES[name]
             found["every"] = call.args[0].value

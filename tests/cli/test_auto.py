@@ -128,7 +128,7 @@ def test_a_script_is_measured_and_trained_by_two_workers(
     (line,) = re.findall("keras-psplus: auto: .*", printed.out + printed.err)
     assert re.search(
         r"auto: all_reduce(_factors)?, the best exact entry for 2 worker\(s\): [\d.]+ ms predicted "
-        r"for a step of 16 rows \(all_reduce(_factors)? [\d.]+\)",
+        r"for a step of 16 rows \(all_reduce(_factors)? [\d.]+, zero [\d.]+, fsdp [\d.]+\)",
         line,
     )
     workers = ["worker-0", "worker-1"]

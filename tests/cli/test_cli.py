@@ -102,6 +102,7 @@ def test_what_the_strategy_is_made_with(capsys, script, tmp_path):
         ("--strategy all_reduce_int8 --compression bf16", "take --strategy all_reduce, which"),
         ("--strategy diloco --updates diloco:100", "take --strategy all_reduce, which does not"),
         ("--strategy single --compression bf16", "single has no `compression`"),
+        ("--strategy zero --compression bf16", "zero has state in shares, without `compression`"),
         (
             "--ps 1 --strategy async_parameter_server --updates diloco:9",
             "all_reduce without --ps",

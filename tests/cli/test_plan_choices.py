@@ -57,7 +57,7 @@ def plan(tmp_path, capsys, monkeypatch):
 
 @pytest.mark.parametrize("kind", ["named", "updates"])
 def test_what_is_measured_of_a_script(kind, plan):
-    flags = ["--workers=4", "--ps=2", "--link=100mbit", "--delay=1", "--json"]
+    flags = ["--workers=4", "--ps=2", "--link=100mbit", "--delay=1", "--memory=5MB", "--json"]
     code, printed = plan(*flags, kind=kind)
     assert code == 0, printed.err
     found = json.loads(printed.out)
@@ -67,6 +67,7 @@ def test_what_is_measured_of_a_script(kind, plan):
         "bits_per_second": 1e8,
         "delay_ms": 1.0,
         "processor": 1.0,
+        "memory": 5e6,
     }
     measured = found["measured"]
     assert found["cluster"]["processor"] == pytest.approx(measured["int8_ms"] / 1.67)

@@ -17,6 +17,8 @@ ENTRIES = {
     "all_reduce_topk": Traits(compression="topk:0.01"),
     "sync_parameter_server": Traits("parameter_server"),
     "hybrid": Traits("hybrid"),
+    "zero": Traits(shard="optimizer"),
+    "fsdp": Traits(shard="all"),
 }
 
 
@@ -48,7 +50,7 @@ def test_the_plainest_of_what_takes_as_long_is_recommended():
     assert made.recommended.speedup == pytest.approx(200 / made.recommended.prediction.ms)
     # Others follow by their milliseconds.
     times = [choice.prediction.ms for choice in made.choices[1:]]
-    assert times == sorted(times) and len(times) == 5
+    assert times == sorted(times) and len(times) == 7
     assert "`all_reduce_topk` takes" in made.reason and "but: lossy" in made.reason
 
 
@@ -65,6 +67,20 @@ def test_one_process_is_recommended_where_links_are_too_slow():
     made = plan(facts(), bits_per_second=1e6)
     assert made.recommended.entry == "single" and made.recommended.speedup == 1
     assert "too slow" in made.reason and "`all_reduce` is the best exact one" in made.reason
+
+
+def test_shares_are_recommended_where_all_reduce_does_not_fit():
+    given = facts(100.0, 400.0)  # a million weights, and two slots for each
+    assert plan(given, workers=4, ps=0, memory=17e6).recommended.entry == "all_reduce"
+    made = plan(given, workers=4, ps=0, memory=12e6)
+    assert made.recommended.entry == "zero"
+    fits = "fits into a worker's memory, unlike `all_reduce`, `all_reduce_factors`, `single`"
+    assert fits in made.reason
+    assert "too much" in str(made) and "all_reduce_topk` takes" not in made.reason
+    assert plan(given, workers=4, ps=0, memory=9e6).recommended.entry == "fsdp"
+    none = plan(given, workers=4, ps=0, memory=1e6)
+    assert none.recommended.entry == "fsdp"
+    assert none.reason.startswith("No exact entry fits into the memory of a worker; `fsdp`")
 
 
 def test_a_slower_processor_compresses_in_more_time():

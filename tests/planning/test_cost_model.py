@@ -105,13 +105,30 @@ def test_delay_counts_for_each_message_of_a_ring():
 
 def test_memory_of_a_worker():
     def megabytes(traits, slots=2.0):
-        return cost_model.memory(traits, SPARSE, slots) / 4
+        return cost_model.memory(traits, SPARSE, slots, 4) / 4
 
     rows = 1000 * 10
     assert megabytes(Traits()) == 100 * 4 + 1_000_000 * 3 + rows
     assert megabytes(Traits("hybrid")) == 100 * 4 + rows
     assert megabytes(Traits("parameter_server", waits=False)) == 100 * 2 + 2 * rows
     assert megabytes(Traits(compression="int8")) == megabytes(Traits()) + 100
+    # Weights and two slots, in shares or whole, and one gradient of the table's size.
+    one = 1_000_000 + rows
+    assert megabytes(Traits(shard="optimizer")) == 100 * 1.75 + 1_000_000 * 1.5 + one
+    assert megabytes(Traits(shard="all")) == 100 * 1 + 1_000_000 * 0.75 + one
+
+
+def test_bytes_of_shares():
+    def sent(shard, work):
+        return cost_model.flows(Traits(shard=shard), work, 4).between
+
+    dense = link_bytes.Work([link_bytes.Variable((1000, 10))])
+    assert sent("optimizer", dense) == sent(None, dense) == 1.5 * 40_000
+    assert sent("all", dense) == 1.5 * sent(None, dense)
+    # A table is gathered whole, though rows are all that is looked up.
+    table = 0.75 * 4 * 1_000_000
+    assert sent("optimizer", SPARSE) == sent(None, SPARSE) + table
+    assert sent("all", SPARSE) == sent(None, SPARSE) + 0.75 * 4 * 100 + 2 * table
 
 
 @pytest.mark.parametrize(
