@@ -2,14 +2,16 @@
 
     python examples/transformer.py
     keras-psplus run --workers 2 examples/transformer.py
+    keras-psplus run --workers 2 --strategy fsdp examples/transformer.py
     keras-psplus run --workers 2 --strategy pipeline examples/transformer.py
 
 It learns to continue the text of `characters.py`, Python's reference manual, one character at a
 time, and writes some of its own in the end. The example of Keras, of which it is a smaller one with
 several blocks, is https://keras.io/examples/generative/text_generation_with_miniature_gpt/.
 
-In a pipeline, each worker has some of the blocks, and activations go from worker to worker. The
-results are those of one process. `psp.strategy_from_env()` is the strategy that the
+Under `fsdp`, each worker keeps a share of every weight, and layers gather theirs to compute. In a
+pipeline, each worker has some of the blocks, and activations go from worker to worker. The results
+are those of one process. `psp.strategy_from_env()` is the strategy that the
 launcher was given.
 """
 

@@ -1,6 +1,7 @@
 """The example scripts as a user runs them: in processes of their own, on their own data."""
 
 import ast
+import functools
 import pathlib
 import re
 import shlex
@@ -13,6 +14,7 @@ EXAMPLES = pathlib.Path(__file__).parents[2] / "examples"
 TIMEOUT = 150
 
 
+@functools.cache
 def alone(script, *arguments):
     """Runs a script in one process and returns what it printed."""
     process = subprocess.run(
@@ -32,9 +34,9 @@ def documented(script):
     return re.findall(r"^ +keras-psplus (run .*)$", text, re.MULTILINE)
 
 
-def together(script, *arguments):
-    """Runs a script by its docstring's last command, and returns what all tasks printed."""
-    command = shlex.split(documented(script)[-1].replace("examples/", f"{EXAMPLES}/"))
+def together(script, *arguments, number=-1):
+    """Runs a script by a command of its docstring, and returns what all tasks printed."""
+    command = shlex.split(documented(script)[number].replace("examples/", f"{EXAMPLES}/"))
     process = subprocess.run(
         [sys.executable, "-m", "keras_psplus", *command, *arguments],
         capture_output=True,
@@ -83,8 +85,20 @@ def test_characters(environment):
     assert result["perplexity"] < 11
 
 
+SMALL_TRANSFORMER = ("transformer.py", "--epochs=1", "--blocks=2", "--train_size=128", "--write=3")
+
+
+def test_transformer_in_shares_equals_one_process(environment):
+    expected = values("transformer", alone(*SMALL_TRANSFORMER))
+    output = together(*SMALL_TRANSFORMER, number=1)
+    found = values("transformer", output)
+    del expected["seconds"], found["seconds"]
+    assert found == pytest.approx(expected, rel=1e-4)
+    assert re.search(r"in shares: \d+ of \d+ variables are cut into equal parts", output)
+
+
 def test_transformer_in_stages_equals_one_process(environment):
-    small = ("transformer.py", "--epochs=1", "--blocks=2", "--train_size=128", "--write=3")
+    small = SMALL_TRANSFORMER
     expected = values("transformer", alone(*small))
     output = together(*small)
     found = values("transformer", output)
