@@ -230,14 +230,18 @@ class MultiWorkerMirroredExtended(collective_all_reduce_strategy.CollectiveAllRe
     def broadcast(self, variables: Sequence[tf.Variable]) -> None:
         """Gives all workers the first one's values of variables that all of them have."""
         launcher = self._host_cross_device_ops.launchers[0]
-        by_dtype: dict[tf.DType, list[tf.Variable]] = {}
-        for variable in variables:
-            by_dtype.setdefault(_WIDER.get(variable.dtype, variable.dtype), []).append(variable)
-        for dtype in sorted(by_dtype, key=lambda d: d.name):
-            values = [tf.cast(v.read_value(), dtype) for v in by_dtype[dtype]]
+
+        def dtype_of(variable: tf.Variable) -> tf.DType:
+            return _WIDER.get(variable.dtype, variable.dtype)
+
+        def size_of(variable: tf.Variable) -> int:
+            return (variable.shape.num_elements() or 0) * dtype_of(variable).size
+
+        for dtype, bucket in gradients.buckets(variables, dtype_of, size_of, self._bucket_bytes):
+            values = [tf.cast(v.read_value(), dtype) for v in bucket]
             if not self._is_chief:
                 values = [tf.zeros_like(value) for value in values]
-            for variable, value in zip(by_dtype[dtype], gradients.pack_and_sum(launcher, values)):
+            for variable, value in zip(bucket, gradients.pack_and_sum(launcher, values)):
                 variable.assign(tf.cast(value, variable.dtype))
 
     def step_variable(self, name: str) -> tf.Variable:

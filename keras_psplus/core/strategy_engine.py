@@ -122,6 +122,9 @@ class StrategyEngine(Engine):
     def broadcast_restored(self, variables: Iterable[keras.Variable | tf.Variable]) -> None:
         """Gives all workers what the chief has read into variables."""
 
+    def place(self, model: keras.Model) -> None:
+        """Decides on all workers where variables lie, before the chief reads them from a file."""
+
     @answers("backup")
     def _backup(self, event: Call) -> Any:
         save = functools.partial(backup_callback.save, self, event.original, event.owner)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import math
 import weakref
@@ -85,7 +86,10 @@ class ShardedEngine(AllReduceEngine):
 
     def build(self, call: Call) -> None:
         super().build(call)
-        for optimizer in optimizers_of(call.owner).values():
+        self.place(call.owner)
+
+    def place(self, model: keras.Model) -> None:
+        for optimizer in optimizers_of(model).values():
             if optimizer.built and not hasattr(optimizer, "optimizers"):
                 self.plan_of(optimizer)
 
@@ -131,7 +135,8 @@ class ShardedEngine(AllReduceEngine):
 
     @answers("restore")
     def _restore(self, event: Call) -> Any:
-        with self.strategy.extended.store.restores():
+        reads = self.strategy.is_chief
+        with self.strategy.extended.store.restores() if reads else contextlib.nullcontext():
             return super()._restore(event)
 
     # The way of a gradient.

@@ -7,8 +7,6 @@ from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
 from typing import Any
 
-import tensorflow as tf
-
 from keras_psplus.all_reduce.extended import MultiWorkerMirroredExtended
 from keras_psplus.sharding.store import ShareStore
 from keras_psplus.sharding.variable import ShareVariable, TensorVariable
@@ -56,25 +54,5 @@ class ShardedExtended(MultiWorkerMirroredExtended):
         return super().update(var, fn, args, kwargs, group)
 
     def broadcast(self, variables: Sequence[Any]) -> None:
-        of_all = [v for v in variables if not isinstance(v, ShareVariable)]
-        super().broadcast(of_all)
-        for variable in variables:
-            if isinstance(variable, ShareVariable):
-                super().broadcast([_Restored(variable, self._is_chief)])
-
-
-class _Restored:
-    """Whole value of a variable in shares that only the chief has read."""
-
-    def __init__(self, variable, is_chief):
-        self._variable, self._is_chief, self.dtype = variable, is_chief, variable.dtype
-
-    def read_value(self):
-        if not self._is_chief:
-            return tf.zeros(self._variable.shape, self.dtype)
-        restored = self._variable.restored
-        return self._variable.value() if restored is None else restored
-
-    def assign(self, value):
-        self._variable.assign(value)
-        self._variable.restored = None
+        # What is in shares has come to all workers when the chief has read it.
+        super().broadcast([v for v in variables if not isinstance(v, ShareVariable)])

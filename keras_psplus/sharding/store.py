@@ -75,6 +75,8 @@ class ShareStore:
         # The number of the next request, this worker's own, and the answers to them.
         self._next, self._own = 0, list[int]()
         self._answers: dict[int, Any] = {}
+        # Value that this worker has and gives to the others.
+        self._given: tf.Tensor | None = None
         self._error: Exception | None = None
         self._thread: threading.Thread | None = None
         # Whether a worker has ended, and at which step of this one that was seen.
@@ -104,20 +106,23 @@ class ShareStore:
 
     @contextlib.contextmanager
     def restores(self) -> Iterator[None]:
-        """Context in which the chief reads wholes that the other workers have not read yet."""
+        """Context in which this worker alone assigns values, of which all take their parts."""
         self.restoring = True
         try:
             yield
         finally:
             self.restoring = False
-            for variable in self._variables:
-                if variable is not None:
-                    variable.restored = None
 
     def read(self, variable: Any) -> tf.Tensor:
         """The whole value of a variable; the other workers need not ask for it."""
         steps, writes = self._progress.steps, variable.writes
         return self._submit(variable=variable.number, steps=steps, writes=writes)
+
+    def give(self, variable: Any, value: tf.Tensor) -> None:
+        """Gives all workers their parts of a value; the others need not ask for it."""
+        self._given = value
+        self._submit(variable=variable.number, steps=0, writes=0, gives=True)
+        self._given = None
 
     def _submit(self, **request):
         """Has all workers answer a request of this one; returns the answer."""
@@ -193,10 +198,12 @@ class ShareStore:
             with tf.device(self._host._device):
                 # One may have to read something else before it has what is asked for.
                 ready = self._host.all_reduce(tf.constant(float(variable is not None)))
-                if int(ready) == self.workers:
-                    answer = variable.gathered(self._host)
-                else:
+                if int(ready) < self.workers:
                     answer = _NOT_YET
+                elif "gives" in request:
+                    variable.receive(self._host, self._given if mine else None)
+                else:
+                    answer = variable.gathered(self._host)
         with self._changed:
             if mine:
                 self._own.append(self._next)

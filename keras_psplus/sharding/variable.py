@@ -55,8 +55,6 @@ class ShareVariable(CompositeVariable):
         self._initial: Callable[[Place, tf.TensorShape], Any] | None = initial
         self._place: Place | None = None
         self._part: Any = None
-        # The whole, from the moment the chief has read it from a backup until all have it.
-        self.restored: tf.Tensor | None = None
         self.number = store.add(
             self, f"shape={tuple(shape)}, dtype={tf.as_dtype(dtype).name}", name
         )
@@ -129,6 +127,21 @@ class ShareVariable(CompositeVariable):
         mine = place.owner == self._store.rank
         return launcher.all_reduce(part if mine else tf.zeros(self._whole_shape, self.dtype))
 
+    def receive(self, launcher: Launcher, value: tf.Tensor | None) -> None:
+        """Takes this worker's part of a value that one worker has.
+
+        All workers take part in the collective; the others give None.
+        """
+        place = self.place
+        if place.cut is not None:
+            shape = [self._store.workers, place.cut.width]
+            rows = tf.zeros(shape, self.dtype) if value is None else place.cut.rows(value)
+            part = group_routes.scatter(launcher, rows)[0]
+        else:
+            sent = tf.zeros(self._whole_shape, self.dtype) if value is None else value
+            part = place.local_part(launcher.all_reduce(sent), self._store.rank)
+        self.part.assign(part, read_value=False)
+
     def _write(self, method, value):
         other = getattr(value, "_value", value)
         if isinstance(other, ShareVariable) and other.place == self.place and not in_update:
@@ -136,14 +149,14 @@ class ShareVariable(CompositeVariable):
             value = other.part.read_value()
         elif not in_update:
             value = tf.cast(value, self.dtype)
-            if self._store.restoring and tf.executing_eagerly():
-                self.restored = value
+            if self._store.restoring and tf.executing_eagerly() and method == "assign":
+                return self._store.give(self, value)
             value = self.place.local_part(value, self._store.rank)
             if tf.executing_eagerly():
                 # A slice shares the buffer of the whole, and would keep it alive.
                 value = tf.raw_ops.DeepCopy(x=value)
         written = getattr(self.written, method)(tf.cast(value, self.dtype), read_value=False)
-        if tf.executing_eagerly() and not self._store.restoring:
+        if tf.executing_eagerly():
             self.writes += 1
         return written
 

@@ -213,6 +213,7 @@ def restore(
     if model.optimizer is not None and not model.optimizer.built:
         model.optimizer.build(model.trainable_variables)
     build_optimizers(engine.strategy, model, found)
+    engine.place(model)
     is_strict = found["what"] != fit_calls.PASS
     first += run_on_chief(
         control,
