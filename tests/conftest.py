@@ -37,11 +37,12 @@ LONG = (
     "fidelity",
     "faults",
     "pipeline",
+    "sharding",
 )
 # Folders and files whose scripts are started by `warm.py`. The others start them as a user does.
 WARM = (
     *("multi_process", "parameter_server", "hybrid", "all_reduce", "callbacks", "faults"),
-    *("pipeline", "smoke", "engine", "cli", "evaluator", "examples", "fidelity"),
+    *("pipeline", "sharding", "smoke", "engine", "cli", "evaluator", "examples", "fidelity"),
     *(
         "gpu/test_steps.py",
         "cluster/test_serve.py",
