@@ -66,15 +66,15 @@ class ShardedExtended(MultiWorkerMirroredExtended):
 class _Restored:
     """Whole value of a variable in shares that only the chief has read."""
 
-    def __init__(self, variable, is_chief):
+    def __init__(self, variable: Any, is_chief: bool) -> None:
         self._variable, self._is_chief, self.dtype = variable, is_chief, variable.dtype
 
-    def read_value(self):
+    def read_value(self) -> tf.Tensor:
         if not self._is_chief:
             return tf.zeros(self._variable.shape, self.dtype)
         restored = self._variable.restored
         return self._variable.value() if restored is None else restored
 
-    def assign(self, value):
+    def assign(self, value: Any) -> None:
         self._variable.assign(value)
         self._variable.restored = None
