@@ -89,8 +89,8 @@ def answers(*names: str) -> Callable[[Method], Method]:
     A subclass's method of the same name takes its place.
     """
 
-    def mark(method):
-        method.answers = names
+    def mark(method: Method) -> Method:
+        vars(method)["answers"] = names
         return method
 
     return mark

@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import functools
 from collections.abc import Callable, Iterable, Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import keras
 import tensorflow as tf
@@ -26,6 +26,10 @@ from keras_psplus.engine import Call, answers
 from keras_psplus.keras_internals.keras_parts import callbacks as keras_callbacks
 from keras_psplus.tf_internals import framework_ops
 from keras_psplus.updates import map_values
+
+if TYPE_CHECKING:
+    from keras_psplus.all_reduce.step.replica_step import MirroredReplicaStep
+    from keras_psplus.engine import Gradients
 
 # Odd, so that no two replicas of any job share a seed (mod 2 ** 31).
 _SEED_STRIDE = 0x3C6EF35F
@@ -62,17 +66,15 @@ class AllReduceEngine(DistributedEngine):
 
     @answers("make_function")
     def _make_function(self, call: Call) -> Callable[..., Any]:
-        strategy, compiled = self.strategy, self.compiled_calls(call.owner)
-        return replica_functions.make_function(
-            strategy.progress, strategy.extended.world, call, compiled
-        )
+        progress, world = self.strategy.progress, self.strategy.extended.world
+        compiled = self.compiled_calls(call.owner)
+        return replica_functions.make_function(progress, world, call, compiled)
 
     @answers("make_predict_function")
     def _make_predict_function(self, call: Call) -> None:
-        strategy, compiled = self.strategy, self.compiled_calls(call.owner)
-        replica_functions.make_predict_function(
-            strategy.progress, strategy.extended.world, call, compiled
-        )
+        progress, world = self.strategy.progress, self.strategy.extended.world
+        compiled = self.compiled_calls(call.owner)
+        replica_functions.make_predict_function(progress, world, call, compiled)
 
     @answers("reduce_outputs")
     def _reduce_outputs(self, call: Call) -> Any:
@@ -183,11 +185,11 @@ class AllReduceEngine(DistributedEngine):
         return losses.note_gradients(call, losses.gradient(call), step, step.tape.note)
 
     @property
-    def _steps_alone(self):
+    def _steps_alone(self) -> bool:
         """Whether replicas take steps by themselves, with `LocalSGD` or `DiLoCo`."""
         return self.strategy.updates is not None and self.strategy.updates.local
 
-    def _keeps_own_gradients(self, step):
+    def _keeps_own_gradients(self, step: MirroredReplicaStep) -> bool:
         """Whether replicas do not ask each other about the gradients that are being taken."""
         if self._steps_alone:
             return True
@@ -219,11 +221,11 @@ class AllReduceEngine(DistributedEngine):
         reducers = self.strategy.extended.reducers
         return reducers.sum_parts(parts, variables, optimizer, self, self._largest)
 
-    def _largest(self, values):
+    def _largest(self, values: list[tf.Tensor]) -> list[tf.Tensor]:
         """Scales and histories of float8, which take their gradient's value, of all replicas."""
         return self.strategy.extended.max_over_replicas(values) if values else []
 
-    def _can_compress(self, optimizer):
+    def _can_compress(self, optimizer: keras.optimizers.Optimizer) -> bool:
         """Whether what is summed before `apply` is what the optimizer would sum in it."""
         return (
             self.strategy.updates is None
@@ -232,7 +234,7 @@ class AllReduceEngine(DistributedEngine):
             and not optimizer.gradient_accumulation_steps
         )
 
-    def _split(self, grads):
+    def _split(self, grads: Gradients) -> Gradients:
         """Gradients of the global batch as parts of each replica, which add up to them."""
         replicas = self.strategy.num_replicas_in_sync
         return [map_values(lambda values: values / replicas, gradient) for gradient in grads]
@@ -339,11 +341,10 @@ class AllReduceEngine(DistributedEngine):
         return super()._save(call)
 
 
-def _is_sum(reduce_op):
-    name = reduce_op if isinstance(reduce_op, str) else reduce_op.value
-    return name.upper() == tf.distribute.ReduceOp.SUM.value
+def _is_sum(reduce_op: tf.distribute.ReduceOp | str) -> bool:
+    return getattr(reduce_op, "value", reduce_op).upper() == tf.distribute.ReduceOp.SUM.value
 
 
-def _is_count(tensor):
+def _is_count(tensor: Any) -> bool:
     # TensorFlow gathers the numbers of rows, to find a replica's part of a gradient.
     return tf.is_tensor(tensor) and tensor.dtype == tf.int32 and tensor.shape == (1,)

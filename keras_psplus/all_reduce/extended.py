@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import threading
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import TYPE_CHECKING, Any
 
 import tensorflow as tf
@@ -31,6 +31,8 @@ from keras_psplus.tf_internals import (
 from keras_psplus.tf_internals import framework_ops as ops
 
 if TYPE_CHECKING:
+    from tensorflow.distribute.cluster_resolver import ClusterResolver
+
     from keras_psplus.core.jobs.control import ControlPlane
     from keras_psplus.updates import Updates
 
@@ -55,7 +57,7 @@ class MultiWorkerMirroredExtended(collective_all_reduce_strategy.CollectiveAllRe
     def __init__(
         self,
         strategy: tf.distribute.Strategy,
-        cluster_resolver: tf.distribute.cluster_resolver.ClusterResolver,
+        cluster_resolver: ClusterResolver,
         communication_options: tf.distribute.experimental.CommunicationOptions,
         control: ControlPlane | None,
         hops: Hops,
@@ -68,9 +70,7 @@ class MultiWorkerMirroredExtended(collective_all_reduce_strategy.CollectiveAllRe
         self._step_variables: dict[tuple[str, str], tf.Variable] = {}
         self._creating = threading.local()
         super().__init__(
-            strategy,
-            cluster_resolver=cluster_resolver,
-            communication_options=communication_options,
+            strategy, cluster_resolver=cluster_resolver, communication_options=communication_options
         )
         between_replicas = implementation.choose(
             communication_options, list(self.worker_devices), control
@@ -126,7 +126,7 @@ class MultiWorkerMirroredExtended(collective_all_reduce_strategy.CollectiveAllRe
         self._next_group_key += number
         return first
 
-    def _levels_of(self, topology):
+    def _levels_of(self, topology: Topology | str | None) -> list[Levels] | None:
         """The hops of each local replica; None for one ring."""
         if not isinstance(topology, Topology):
             return None
@@ -284,11 +284,13 @@ class MultiWorkerMirroredExtended(collective_all_reduce_strategy.CollectiveAllRe
         finally:
             self._creating.zeros = outer
 
-    def _use_merge_call(self):
+    def _use_merge_call(self) -> bool:
         # Updates run in replica context, so that they may stand inside tf.cond and tf.while_loop.
         return False
 
-    def _initialize_local_devices(self, cluster_resolver, worker_device):
+    def _initialize_local_devices(
+        self, cluster_resolver: ClusterResolver, worker_device: str
+    ) -> tuple[tuple[str, ...], str]:
         # Not as many GPUs as the resolver knows of: most say that there are none.
         kind, count = "GPU", context.context().num_gpus()
         if not count:
@@ -296,7 +298,7 @@ class MultiWorkerMirroredExtended(collective_all_reduce_strategy.CollectiveAllRe
             kind, count = "CPU", len(self._own_cpus(worker_device))
         return tuple(f"{worker_device}/device:{kind}:{i}" for i in range(max(1, count))), kind
 
-    def _own_cpus(self, worker_device):
+    def _own_cpus(self, worker_device: str) -> list[tf.config.LogicalDevice]:
         cpus = [
             tf.DeviceSpec.from_string(d.name) for d in context.context().list_logical_devices("CPU")
         ]
@@ -305,7 +307,7 @@ class MultiWorkerMirroredExtended(collective_all_reduce_strategy.CollectiveAllRe
         here = tf.DeviceSpec.from_string(device_util.canonicalize(worker_device + "/device:CPU:0"))
         return [cpu for cpu in cpus if (cpu.job, cpu.task) == (here.job, here.task)]
 
-    def _create_variable(self, next_creator, **kwargs):
+    def _create_variable(self, next_creator: Callable[..., Any], **kwargs: Any) -> Any:
         of_keras = getattr(self._creating, "value", None)
         _, accumulates = of_keras or ("", False)
         averaged = of_keras and kwargs.get("aggregation") == tf.VariableAggregation.MEAN
@@ -320,17 +322,20 @@ class MultiWorkerMirroredExtended(collective_all_reduce_strategy.CollectiveAllRe
         row_reads.enable(variable)
         return variable
 
-    def _get_variable_creator_initial_value(self, replica_id, device, primary_var, **kwargs):
+    def _get_variable_creator_initial_value(
+        self, replica_id: int, device: str, primary_var: Any, **kwargs: Any
+    ) -> Any:
         stock = super()._get_variable_creator_initial_value
         if replica_id != 0 or self._num_workers == 1:
             return stock(replica_id, device, primary_var, **kwargs)
-        path, _ = getattr(self._creating, "value", None) or (
-            kwargs.get("name") or "variable",
-            False,
-        )
+        creating = getattr(self._creating, "value", None)
+        path = creating[0] if creating else kwargs.get("name") or "variable"
         are_zeros = getattr(self._creating, "zeros", False)
 
-        def initial_value():
+        control = self._control
+        assert control is not None
+
+        def initial_value() -> tf.Tensor:
             with ops.device(device):
                 value = kwargs["initial_value"]
                 value = value() if callable(value) else value
@@ -338,8 +343,8 @@ class MultiWorkerMirroredExtended(collective_all_reduce_strategy.CollectiveAllRe
                 value = tf.convert_to_tensor(value, dtype=kwargs.get("dtype"))
             form = f"shape={tuple(value.shape.as_list())}, dtype={value.dtype.name}"
             dtype = value.dtype
-            with failure.translate_errors(self._control.task):
-                self._control.check_same("variable", form, f"{path} ({form})")
+            with failure.translate_errors(control.task):
+                control.check_same("variable", form, f"{path} ({form})")
                 if are_zeros:
                     return value
                 value = tf.cast(value, _WIDER.get(dtype, dtype))

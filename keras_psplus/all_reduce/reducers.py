@@ -21,6 +21,7 @@ from keras_psplus.tf_internals import framework_ops as ops
 if TYPE_CHECKING:
     from keras_psplus.all_reduce.collectives.operations import Launcher
     from keras_psplus.all_reduce.reduction.mirrored_state import MirroredState
+    from keras_psplus.all_reduce.reduction.replica_states import ReplicaStates
     from keras_psplus.all_reduce.topology.levels import Levels
 
 
@@ -99,7 +100,15 @@ class GradientReducer:
             return context.merge_call(merged, (list(grads), step))
         return self._sum(context._replica_id, grads, variables, step, owner, kind)
 
-    def _merged(self, strategy, grads, step, variables, owner, kind):
+    def _merged(
+        self,
+        strategy: tf.distribute.Strategy,
+        grads: Any,
+        step: tf.Tensor,
+        variables: Sequence[Any],
+        owner: Any,
+        kind: str,
+    ) -> list[Any]:
         local = strategy.experimental_local_results
         by_replica = [
             [local(gradient)[i] for gradient in grads] for i in range(len(self._launchers))
@@ -110,7 +119,7 @@ class GradientReducer:
         if key not in functions:
             own = weakref.ref(owner)
 
-            def sum_all(by_replica, step):
+            def sum_all(by_replica: Sequence[Sequence[Any]], step: tf.Tensor) -> list[list[Any]]:
                 return [
                     self._sum(i, grads, variables, step, own(), kind)
                     for i, grads in enumerate(by_replica)
@@ -172,7 +181,15 @@ class GradientReducer:
         """
         return self._sum(replica, grads, variables, step, owner, "gradient")
 
-    def _sum(self, replica, grads, variables, step, owner, kind):
+    def _sum(
+        self,
+        replica: int,
+        grads: Sequence[Any],
+        variables: Sequence[Any],
+        step: tf.Tensor,
+        owner: Any,
+        kind: str,
+    ) -> list[Any]:
         with ops.device(self._launchers[replica]._device):
             grads = [
                 duplicate_rows.summed_for(owner, gradient)
@@ -182,7 +199,7 @@ class GradientReducer:
             ]
             return self._sums(owner, kind)[replica](grads, variables, step)
 
-    def _sums(self, owner, kind):
+    def _sums(self, owner: Any, kind: str) -> list[CompressedSum | TwoLevelSum]:
         of_owner = self._of_owner.setdefault(owner, {})
         if kind not in of_owner:
             # Replicas of one graph would wait for each other's clocks, and so for ever: TensorFlow
@@ -201,7 +218,9 @@ class GradientReducer:
             )
         return of_owner[kind]
 
-    def _make_sum(self, replica, kind, timed, states):
+    def _make_sum(
+        self, replica: int, kind: str, timed: bool, states: ReplicaStates
+    ) -> CompressedSum | TwoLevelSum:
         launcher, rank = self._launchers[replica], self._first_rank + replica
         hops = Hops(None, None) if kind == "copy" else self._hops
         if kind == "group":
@@ -236,5 +255,5 @@ class _Path(NamedTuple):
     shape: Any
 
 
-def _with_path(variable):
+def _with_path(variable: Any) -> Any:
     return variable if hasattr(variable, "path") else _Path(variable.name, variable.shape)

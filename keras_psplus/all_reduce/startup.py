@@ -7,6 +7,7 @@ import tensorflow as tf
 from keras_psplus.all_reduce.liveness import heartbeat
 from keras_psplus.arguments import shown
 from keras_psplus.cluster import config, gpus
+from keras_psplus.cluster.config import TaskConfig
 from keras_psplus.cluster.discovery import discovery, resolvers
 from keras_psplus.cluster.process import early_init, tuning
 from keras_psplus.cluster.startup import preflight
@@ -77,7 +78,9 @@ def task_of(
     return None if task is None or task.task_type == config.EVALUATOR else task
 
 
-def _found(cluster_resolver):
+def _found(
+    cluster_resolver: tf.distribute.cluster_resolver.ClusterResolver | None,
+) -> TaskConfig | None:
     if cluster_resolver is not None:
         return resolvers.task_of(cluster_resolver)
     return discovery.find_task_config()
@@ -118,7 +121,7 @@ def resolver_for(
     return cluster_resolver or tf.distribute.cluster_resolver.TFConfigClusterResolver()
 
 
-def _spec_of(task):
+def _spec_of(task: TaskConfig) -> tf.train.ClusterSpec:
     return tf.train.ClusterSpec(
         {job: list(task.cluster[job]) for job in _JOBS if job in task.cluster}
     )

@@ -186,18 +186,18 @@ class MultiWorkerMirroredStrategy(StateDicts, tf.distribute.MultiWorkerMirroredS
                 control, self._progress, self._step_marks, self._updates is not None
             )
         if self._task is not None and len(self._task.tasks()) > 1:
-            stalls.Inspector(stall_warning, self._waits().look)
+            stalls.Inspector(stall_warning, self._waits(self._task).look)
         if self._distributes:
             live_strategies.note(self, in_cluster=self._task is not None)
 
-    def _waits(self):
-        return StallProbe(self._task, self._progress, self._step_marks)
+    def _waits(self, task: TaskConfig) -> StallProbe:
+        return StallProbe(task, self._progress, self._step_marks)
 
     _extended_class: Callable[..., MultiWorkerMirroredExtended] = MultiWorkerMirroredExtended
     _start = staticmethod(startup.start)
 
     @property
-    def _distributes(self):
+    def _distributes(self) -> bool:
         """Whether a model that is not this strategy's would be left out of something."""
         return self.num_replicas_in_sync > 1
 
@@ -260,7 +260,7 @@ class MultiWorkerMirroredStrategy(StateDicts, tf.distribute.MultiWorkerMirroredS
         """
         self._updating_of(optimizer).finish(optimizer)
 
-    def _updating_of(self, optimizer):
+    def _updating_of(self, optimizer: keras.optimizers.Optimizer) -> Any:
         checks.check_optimizer(optimizer)
         checks.check_has_updates(self.extended.updating)
         return self.extended.updating
@@ -307,11 +307,11 @@ class MultiWorkerMirroredStrategy(StateDicts, tf.distribute.MultiWorkerMirroredS
         converted = autograph.tf_convert(fn, ag_ctx.control_status_ctx(), convert_by_default=False)
         return super().run(self._in_step(converted), args, kwargs, options)
 
-    def _in_step(self, fn):
+    def _in_step(self, fn: Callable[..., Any]) -> Callable[..., Any]:
         @functools.wraps(fn)
-        def in_step(*args, **kwargs):
+        def in_step(*args: Any, **kwargs: Any) -> Any:
             batch = next((a for a in args if isinstance(a, batches.Batch)), None)
-            args = [a.data if isinstance(a, batches.Batch) else a for a in args]
+            args = tuple(a.data if isinstance(a, batches.Batch) else a for a in args)
             device, marks = self.extended.device_in_context(), self._step_marks
             marks.received(device, (args, kwargs))
             tracing = contextlib.nullcontext() if tf.executing_eagerly() else marks.tracing()
@@ -325,7 +325,7 @@ class MultiWorkerMirroredStrategy(StateDicts, tf.distribute.MultiWorkerMirroredS
         return tf.autograph.experimental.do_not_convert(in_step)
 
 
-def _per_replica(arg):
+def _per_replica(arg: Any) -> Any:
     """Turns the shards of a step into a per-replica batch."""
     if isinstance(arg, batches.Shards):
         return distribute_utils.regroup(arg.replicas)

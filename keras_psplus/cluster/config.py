@@ -3,7 +3,7 @@
 import dataclasses
 import json
 import os
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Mapping, Sequence
 
 from keras_psplus.errors import ClusterConfigError
 from keras_psplus.errors import ClusterStartupError as ClusterStartupError
@@ -117,7 +117,7 @@ class TaskConfig:
             lines.append(f"{self.name:<10} (beside the cluster)  <- this task")
         return "\n".join(lines)
 
-    def _jobs(self):
+    def _jobs(self) -> list[str]:
         return [job for job in JOB_TYPES if job in self.cluster]
 
 
@@ -206,14 +206,14 @@ def read_task_config(environ: Mapping[str, str] | None = None) -> TaskConfig | N
         raise _unusable(error, text) from None
 
 
-def _unusable(reason, text):
+def _unusable(reason: object, text: str) -> ClusterConfigError:
     return ClusterConfigError(
         f"TF_CONFIG cannot be used: {reason}. It should look like {_EXAMPLE}. "
         f"Received: TF_CONFIG={_shorten(text)}"
     )
 
 
-def _read_cluster(spec):
+def _read_cluster(spec: object) -> dict[str, tuple[str, ...]] | None:
     if spec is None or spec == {}:
         return None
     if not isinstance(spec, dict):
@@ -222,14 +222,14 @@ def _read_cluster(spec):
         _check_job(job, addresses)
     if "chief" not in spec and "worker" not in spec:
         raise ValueError("the cluster has neither a chief nor a worker: nothing would train")
-    seen = {}
+    seen: dict[tuple[str, int], str] = {}
     for job in JOB_TYPES:
         for index, address in enumerate(spec.get(job, ())):
             _check_address(task_name(job, index), address, seen)
     return {job: tuple(spec[job]) for job in JOB_TYPES if job in spec}
 
 
-def _check_job(job, addresses):
+def _check_job(job: str, addresses: object) -> None:
     if job == EVALUATOR:
         raise ValueError(
             "the evaluator runs outside the cluster: remove 'evaluator' from 'cluster' and "
@@ -246,7 +246,7 @@ def _check_job(job, addresses):
         raise ValueError(f"a cluster has at most one chief, this one has {len(addresses)}")
 
 
-def _check_address(name, address, seen):
+def _check_address(name: str, address: object, seen: dict[tuple[str, int], str]) -> None:
     if not isinstance(address, str):
         raise ValueError(f"the address of {name} is not a string but {address!r}")
     try:
@@ -258,7 +258,7 @@ def _check_address(name, address, seen):
         raise ValueError(f"{other} and {name} have the same address {address!r}")
 
 
-def _read_task(task, cluster):
+def _read_task(task: object, cluster: Mapping[str, Sequence[str]]) -> tuple[str, int]:
     if not isinstance(task, dict):
         raise ValueError("'task' is missing: it says which task of the cluster this process is")
     task_type, index = task.get("type"), task.get("index")
@@ -282,5 +282,5 @@ def _read_task(task, cluster):
     return task_type, index
 
 
-def _shorten(text, limit=400):
+def _shorten(text: str, limit: int = 400) -> str:
     return text if len(text) <= limit else f"{text[:limit]}... ({len(text)} characters)"

@@ -127,7 +127,7 @@ def python_path(environ: Mapping[str, str] | None = None) -> str:
     return os.pathsep.join(filter(None, [root, inherited]))
 
 
-def _addresses(hosts, total):
+def _addresses(hosts: Sequence[str] | None, total: int) -> list[str]:
     if hosts is None:
         return [f"127.0.0.1:{port}" for port in free_ports(total)]
     if len(hosts) != total:
@@ -135,7 +135,8 @@ def _addresses(hosts, total):
             f"The cluster has {total} tasks and needs as many hosts (chief, workers, ps, in this "
             f"order). Received: hosts={','.join(hosts)} ({len(hosts)})"
         )
-    addresses, used = [], set()
+    addresses: list[str] = []
+    used: set[str] = set()
     for host in hosts:
         address = host if _has_port(host) else _next_address(host, used)
         if address in used:
@@ -147,16 +148,18 @@ def _addresses(hosts, total):
     return addresses
 
 
-def _next_address(host, used):
+def _next_address(host: str, used: set[str]) -> str:
     ports = itertools.count(_DEFAULT_PORT)
     return next(address for port in ports if (address := f"{host}:{port}") not in used)
 
 
-def _has_port(host):
+def _has_port(host: str) -> bool:
     return host.rpartition("]")[2].count(":") == 1
 
 
-def _gpus(counts, environ, per_worker):
+def _gpus(
+    counts: Mapping[str, int], environ: Mapping[str, str] | None, per_worker: int | None
+) -> dict[tuple[str, int], dict[str, str]]:
     """Variables of each task that say which GPUs it sees; none on a machine without."""
     found = gpus.visible(environ)
     if not found and not per_worker:
@@ -171,7 +174,7 @@ def _gpus(counts, environ, per_worker):
     return {**{place: {gpus.VISIBLE: ""} for place in others}, **seen}
 
 
-def _thread_split(compute_tasks, environ):
+def _thread_split(compute_tasks: int, environ: Mapping[str, str] | None) -> dict[str, str]:
     environ = os.environ if environ is None else environ
     share = max(1, available_cores() // compute_tasks)
     split = {

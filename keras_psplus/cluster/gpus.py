@@ -38,7 +38,7 @@ def named(environ: Mapping[str, str] | None = None) -> list[str] | None:
 
 
 @functools.cache
-def _count():
+def _count() -> int:
     try:
         listed = subprocess.run(
             ["nvidia-smi", "--list-gpus"],

@@ -75,11 +75,11 @@ class InProcessCluster:
         """The servers' addresses in order (workers, ps), e.g. `"grpc://localhost:2222"`."""
         return [f"grpc://{task.config.address}" for task in self._tasks]
 
-    def _cluster_spec(self):
+    def _cluster_spec(self) -> tf.train.ClusterSpec:
         cluster = self._tasks[0].config.cluster
         return tf.train.ClusterSpec({job: list(tasks) for job, tasks in cluster.items()})
 
-    def _server_config(self):
+    def _server_config(self) -> tf.compat.v1.ConfigProto:
         # With fewer threads than servers, servers that wait for each other occupy all of them.
         config = tf.compat.v1.ConfigProto(
             inter_op_parallelism_threads=len(self._tasks) + 1, intra_op_parallelism_threads=1

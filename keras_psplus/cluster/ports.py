@@ -4,6 +4,7 @@ import glob
 import os
 import random
 import socket
+from collections.abc import Sequence
 
 _LOWEST, _HIGHEST = 10000, 65535
 _EPHEMERAL_FILE = "/proc/sys/net/ipv4/ip_local_port_range"
@@ -77,14 +78,14 @@ def free_ports(n: int, host: str = "127.0.0.1") -> list[int]:
     return ports
 
 
-def _candidates():
+def _candidates() -> Sequence[int]:
     low, high = _ephemeral_range()
     outside = {*range(_LOWEST, min(low, _HIGHEST + 1)), *range(high + 1, _HIGHEST + 1)}
     both = [port for port in outside if control_port(port) in outside]
     return both if len(both) >= 1000 else []  # too few: let the kernel choose
 
 
-def _ephemeral_range():
+def _ephemeral_range() -> tuple[int, int]:
     try:
         with open(_EPHEMERAL_FILE) as file:
             low, high = map(int, file.read().split())
@@ -93,7 +94,7 @@ def _ephemeral_range():
         return 49152, 65535  # IANA's range
 
 
-def _bind(host, port):
+def _bind(host: str, port: int) -> socket.socket | None:
     """Binds like TensorFlow's server (all interfaces); None if the port is taken."""
     try:
         family = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0][0]
@@ -134,7 +135,7 @@ def port_holder(port: int) -> str | None:
     return None
 
 
-def _listening_inodes(port):
+def _listening_inodes(port: int) -> set[str]:
     inodes = set()
     for table in ("/proc/net/tcp", "/proc/net/tcp6"):
         try:

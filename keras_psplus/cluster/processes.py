@@ -15,6 +15,7 @@ from keras_psplus.cluster.environment import (
     RESTART_VARIABLE,
     TOKEN_VARIABLE,
     TRAINING_END_VARIABLE,
+    Task,
     plan_tasks,
 )
 from keras_psplus.cluster.launcher.kernel_kills import KernelKills
@@ -240,7 +241,7 @@ class LocalCluster:
         """
         self._processes.signal([name], number, to_children)
 
-    def _let_save(self):
+    def _let_save(self) -> None:
         """Tells the tasks that train to save the job and end, and waits for them."""
         self._forget_restarts()
         running = self._running()
@@ -282,7 +283,7 @@ class LocalCluster:
                 signal.signal(number, handler)
             self._old_handlers = {}
 
-    def _start_again(self):
+    def _start_again(self) -> None:
         """Starts the tasks whose time has come."""
         if self._ends.has_ended_well("chief-0") or self._ends.has_trained():
             self._forget_restarts()  # Nobody needs them any more.
@@ -295,11 +296,11 @@ class LocalCluster:
                 self._processes.signal([task.name], signal.SIGKILL)  # Its child processes.
                 self._start_task(rank, task)
 
-    def _forget_restarts(self):
+    def _forget_restarts(self) -> None:
         for name, code in self._task_restarts.pop_all().items():
             self._ends.note(name, code)
 
-    def _start_task(self, rank, task):
+    def _start_task(self, rank: int, task: Task) -> None:
         number = self._restart + self._task_restarts.used
         self._began[task.name] = time.monotonic()
         pid = self._processes.start(
@@ -308,7 +309,7 @@ class LocalCluster:
         if self._record is not None:
             self._record.task_started(task.name, pid, number)
 
-    def _running(self):
+    def _running(self) -> list[str]:
         """Names of the tasks that have not ended; notes the ends of the others."""
         codes = {
             name: self._processes.exit_code(name)
@@ -332,7 +333,7 @@ class LocalCluster:
             self._ends.note_failure(failed)
         return [name for name in self._processes if name not in self._ends]
 
-    def _restart_evaluator(self, code):
+    def _restart_evaluator(self, code: int) -> None:
         """Plans the next start of an evaluator that has failed, or does without it."""
         trains = self._ends.first_failure is None and not self._ends.has_trained()
         if trains and self._task_restarts.can_take(EVALUATOR_NAME, code):
@@ -341,9 +342,9 @@ class LocalCluster:
         else:
             self._log(f"{EVALUATOR_NAME} has failed ({describe(code)}), and the others go on")
 
-    def _on_signal(self, number, _):
+    def _on_signal(self, number: int, _: object) -> None:
         self._signals.append(number)
 
-    def _log(self, text):
+    def _log(self, text: str) -> None:
         if self._console is not None:
             self._console.note(f"keras-psplus: {text}")

@@ -68,7 +68,7 @@ def run(
         sleep(pause)
 
 
-def _can_be_restarted(result):
+def _can_be_restarted(result: ClusterResult) -> bool:
     return (
         result.first_failure is not None
         and result.signal is None

@@ -81,7 +81,7 @@ def run_in_processes(
     return result
 
 
-def _check(result, timeout, expect_failure, tail_lines):
+def _check(result: ClusterResult, timeout: float, expect_failure: bool, tail_lines: int) -> None:
     if result.timed_out:
         problem = f"The processes did not end within {timeout:g} s"
     elif result.exit_code and not expect_failure:
@@ -94,12 +94,15 @@ def _check(result, timeout, expect_failure, tail_lines):
     raise AssertionError(f"{problem} ({endings}).\n{result.tails(tail_lines)}")
 
 
-def _as_file(script, folder):
+def _as_file(
+    script: Callable[[], object] | str | os.PathLike[str], folder: pathlib.Path
+) -> pathlib.Path:
     if inspect.isfunction(script):
         source = f"{textwrap.dedent(inspect.getsource(script))}\n\n{script.__name__}()\n"
     elif isinstance(script, str) and "\n" in script:
         source = textwrap.dedent(script)
     else:
+        assert not callable(script)
         path = pathlib.Path(script)
         if not path.is_file():
             raise FileNotFoundError(f"There is no script {str(path)!r}. Received: {script!r}")

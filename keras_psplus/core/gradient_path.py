@@ -94,7 +94,7 @@ def accumulate(
     steps = optimizer.gradient_accumulation_steps
     sums = [optimizer._accumulated_gradients[optimizer._get_variable_index(v)] for v in variables]
 
-    def update_by_mean():
+    def update_by_mean() -> None:
         means = [(grad + total) / steps for grad, total in zip(grads, sums)]
         update(engine, optimizer, means, variables)
         optimizer._backend_reset_gradient_accumulators()
@@ -106,7 +106,7 @@ def accumulate(
     )
 
 
-def _average(engine, optimizer):
+def _average(engine: Engine, optimizer: keras.optimizers.Optimizer) -> None:
     variables = optimizer._trainable_variables
     engine.average(optimizer, variables)
     if optimizer.ema_overwrite_frequency:

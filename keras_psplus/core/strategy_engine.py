@@ -93,7 +93,8 @@ class StrategyEngine(Engine):
     @property
     def worker_state(self) -> WorkerState:
         """State that workers keep from step to step."""
-        return self.strategy.extended.worker_state
+        state: WorkerState = self.strategy.extended.worker_state
+        return state
 
     @functools.cached_property
     def worker_files(self) -> WorkerFiles:
@@ -163,10 +164,12 @@ class StrategyEngine(Engine):
 
     @answers("steps_end", "test_steps_end")
     def _end_steps(self, event: Call) -> dict[str, Any]:
+        given = {}
         if self.progress.has_resumed and not event.get("logs"):
             # An epoch of which nothing was left to train.
-            return event.proceed(logs=event.owner.get_metrics_result())
-        return event.proceed()
+            given["logs"] = event.owner.get_metrics_result()
+        logs: dict[str, Any] = event.proceed(**given)
+        return logs
 
     @answers("save", "save_weights")
     def _save(self, call: Call) -> Any:
@@ -259,6 +262,6 @@ class StrategyEngine(Engine):
             return indices.with_flat_values(self._rows(x, indices.flat_values))
         return self._rows(x, tf.convert_to_tensor(indices))
 
-    def _rows(self, variable, indices):
+    def _rows(self, variable: Any, indices: tf.Tensor) -> tf.Tensor:
         count = tf.cast(variable.shape[0], indices.dtype)
         return variable.sparse_read(tf.where(indices < 0, indices + count, indices))

@@ -120,7 +120,7 @@ class HybridEngine(AllReduceEngine):
             call = call.changed(indices=tf.sparse.to_dense(indices))
         return super()._take(call)
 
-    def _rows(self, variable, indices):
+    def _rows(self, variable: Any, indices: tf.Tensor) -> tf.Tensor:
         if embeddings.is_table(variable):
             # Tables have their own words for ids that are out of range.
             return variable.sparse_read(indices)

@@ -54,7 +54,7 @@ class HybridExtended(MultiWorkerMirroredExtended):
         for variable in tables:
             variable.note_followed()
 
-    def _counter(self, table, what):
+    def _counter(self, table: Table, what: str) -> tf.Variable:
         """An int64 of a local replica that counts something of a table."""
         key = table.key, what, current_replica()
         if key not in self._counters:
@@ -88,7 +88,7 @@ class HybridExtended(MultiWorkerMirroredExtended):
         unique, positions = prefetch.distinct(table, indices)
         ready = []
         if self._barrier is not None and distribute_lib.get_replica_context() is not None:
-            ready.append(self._passed_barrier())
+            ready.append(_passed(self._barrier))
         with tf.control_dependencies([*ready, _check_range(table, unique)]):
             unique = tf.identity(unique)
         pull = functools.partial(self._pull, table, most)
@@ -112,11 +112,11 @@ class HybridExtended(MultiWorkerMirroredExtended):
         rows = tf.reshape(rows, tf.concat([tf.shape(indices), [table.dim]], 0))
         return tf.ensure_shape(rows, [*indices.shape, table.dim])
 
-    def _pull(self, table, most, ids, **options):
+    def _pull(self, table: Table, most: int, ids: tf.Tensor, **options: Any) -> tf.Tensor:
         self._counter(table, "pulled").assign_add(tf.size(ids, _LONG), read_value=False)
         return table_module.pull(table, ids, current_replica(), most, **options)
 
-    def _pull_ahead(self, table, most, ids):
+    def _pull_ahead(self, table: Table, most: int, ids: tf.Tensor) -> tf.Tensor:
         step = None if self._barrier is None else self._counter(table, "pushes").read_value()
         return self._pull(table, most, ids, purpose="ahead", step=step)
 
@@ -180,47 +180,48 @@ class HybridExtended(MultiWorkerMirroredExtended):
         self._note(table_module.commit(table, current_replica(), header, numbers))
         self._count_push(table, clock)
 
-    def _count_push(self, table, clock):
+    def _count_push(self, table: Table, clock: tf.Variable) -> None:
         clock.assign_add(1, read_value=False)
         if self._reads_ahead:
             self.rows_ahead.hold(table).assign(0, read_value=False)
 
-    def _note(self, answers):
+    def _note(self, answers: list[tf.Tensor]) -> None:
         if self._barrier is not None:
             self._barrier.note_pushed(answers)
             step = step_module.current_step()
             if step is not None:
                 step.has_pushed = True
 
-    def _passed_barrier(self):
-        step = step_module.current_step()
-        if step is None or not step.has_pushed:
-            return self._barrier.passed()
-        # A step of the user's own that looks up what it has updated.
-        step.has_pushed = False
-        return self._barrier.wait()
+
+def _passed(barrier: Barrier) -> tf.Tensor:
+    step = step_module.current_step()
+    if step is None or not step.has_pushed:
+        return barrier.passed()
+    # A step of the user's own that looks up what it has updated.
+    step.has_pushed = False
+    return barrier.wait()
 
 
-def _before_update(table):
+def _before_update(table: Table) -> list[tf.Operation]:
     ahead = prefetch.current_lookahead()
     return [] if ahead is None else ahead.before_update(table)
 
 
-def _iterations(optimizer):
+def _iterations(optimizer: keras.optimizers.Optimizer) -> tf.Tensor:
     return tf.cast(tf.convert_to_tensor(optimizer._iterations), _LONG)
 
 
-def _numbers(optimizer, learning_rate):
+def _numbers(optimizer: keras.optimizers.Optimizer, learning_rate: Any) -> tf.Tensor:
     scalars = [tf.cast(tf.convert_to_tensor(v), tf.float32) for v in scalars_of(optimizer)]
     return tf.stack([tf.cast(tf.convert_to_tensor(learning_rate), tf.float32), *scalars])
 
 
-def _check_range(table, unique):
+def _check_range(table: Table, unique: tf.Tensor) -> tf.Operation:
     """An assertion that ids are rows of the table."""
     wrong = prefetch.wrong(table, unique)
     good = tf.logical_not(tf.reduce_any(wrong))
 
-    def text():
+    def text() -> tf.Tensor:
         first = tf.boolean_mask(unique, wrong)[0]
         return tf.strings.join(
             [

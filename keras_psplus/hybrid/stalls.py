@@ -1,6 +1,6 @@
 """Detection of missing tasks when a worker waits for a table or for pushes."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Sequence
 
 from keras_psplus.all_reduce.liveness import stalls as all_reduce_stalls
 from keras_psplus.all_reduce.liveness.step_marks import StepMarks
@@ -42,7 +42,7 @@ class StallProbe(all_reduce_stalls.StallProbe):
             return f"the barrier of the tables; not arrived: {self.missing(entered)}"
         return super().describe(entered)
 
-    def _is_ahead(self, pushes):
+    def _is_ahead(self, pushes: Iterable[Sequence[int]]) -> bool:
         """Whether this worker has pushed at a step at which another one has not."""
         own = range(self._world.rank, self._world.rank + self._world.local_replicas)
         return any(max(of_table[i] for i in own) > min(of_table) for of_table in pushes)

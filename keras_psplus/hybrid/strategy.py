@@ -4,6 +4,7 @@ import functools
 import json
 import os
 from collections.abc import Callable, Sequence
+from typing import Any, NoReturn
 
 import tensorflow as tf
 
@@ -17,6 +18,7 @@ from keras_psplus.all_reduce.topology import group_topology as topology_module
 from keras_psplus.all_reduce.topology.hops import compressors_per_hop
 from keras_psplus.arguments import flag, folder, seconds, text, whole_number
 from keras_psplus.cluster import config, roles
+from keras_psplus.cluster.config import TaskConfig
 from keras_psplus.cluster.discovery import discovery
 from keras_psplus.cluster.launcher import launch_flags
 from keras_psplus.cluster.secret import Secret
@@ -221,22 +223,31 @@ class HybridStrategy(TableSaving, MultiWorkerMirroredStrategy):
         if self.is_chief and not sync:
             Recovery(servers, backup_tables, table_timeout).start()
 
-    def _waits(self):
+    def _waits(self, task: TaskConfig) -> stalls.StallProbe:
         return stalls.StallProbe(
-            self._task,
+            task,
             self.progress,
             self._step_marks,
             self.extended.world,
             self._sync,
-            lambda: self._context.servers,
+            self._find_servers,
         )
 
+    def _find_servers(self) -> Servers:
+        assert self._context is not None
+        return self._context.servers
+
     @staticmethod
-    def _start(cluster_resolver, startup_timeout, heartbeat_timeout):
-        return start(cluster_resolver, startup_timeout, heartbeat_timeout, allow_ps=True)
+    def _start(
+        cluster_resolver: tf.distribute.cluster_resolver.ClusterResolver | None,
+        startup_timeout: float,
+        heartbeat_timeout: float,
+        allow_ps: bool = True,
+    ) -> TaskConfig | None:
+        return start(cluster_resolver, startup_timeout, heartbeat_timeout, allow_ps)
 
     @property
-    def _distributes(self):
+    def _distributes(self) -> bool:
         return self._has_servers or super()._distributes
 
     @property
@@ -254,19 +265,29 @@ class HybridStrategy(TableSaving, MultiWorkerMirroredStrategy):
         """Whether `model.fit` reads the next batch's rows of tables while a step computes."""
         return self._prefetch
 
-    def _in_step(self, fn):
+    def _in_step(self, fn: Callable[..., Any]) -> Callable[..., Any]:
         in_step = super()._in_step(fn)
         with_lookahead = prefetch_module.with_lookahead(self.extended.rows_ahead, in_step)
 
         @functools.wraps(fn)
-        def in_either(*args, **kwargs):
+        def in_either(*args: Any, **kwargs: Any) -> Any:
             has_next = bool(args) and isinstance(args[0], BatchAndNext)
             return (with_lookahead if has_next else in_step)(*args, **kwargs)
 
         return tf.autograph.experimental.do_not_convert(in_either)
 
 
-def _serve_and_exit(task, secret, agreed, startup_timeout, folders, pull, push, sync, prefetch):
+def _serve_and_exit(
+    task: TaskConfig,
+    secret: Secret,
+    agreed: str,
+    startup_timeout: float,
+    folders: Sequence[str] | None,
+    pull: Compressor | None,
+    push: Compressor | None,
+    sync: bool,
+    prefetch: bool,
+) -> NoReturn:
     options = {
         "server": task.task_index,
         "servers": task.num_ps,

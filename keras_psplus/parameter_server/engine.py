@@ -41,6 +41,7 @@ from keras_psplus.updates import Accumulate
 if TYPE_CHECKING:
     import keras
 
+    from keras_psplus.engine import Variables
     from keras_psplus.parameter_server.context import StepContext
 
 
@@ -195,7 +196,7 @@ class ParameterServerEngine(DistributedEngine):
         self._wait_for_earlier_steps(call.owner)
         return call.proceed()
 
-    def _wait_for_earlier_steps(self, variable):
+    def _wait_for_earlier_steps(self, variable: Any) -> None:
         # From a callback, for example: steps that were sent before come before.
         if worker_function.current_trace() is None and tf.executing_eagerly():
             if variable_kinds.is_closure_variable(variable._value):
@@ -254,7 +255,7 @@ class ParameterServerEngine(DistributedEngine):
         return server_side.apply_and_constrain(strategy, known, call.proceed)
 
     @property
-    def _is_on_worker(self):
+    def _is_on_worker(self) -> bool:
         """Whether this is the function of a worker that steps by itself."""
         return (
             not self._context.is_sync
@@ -268,7 +269,7 @@ class ParameterServerEngine(DistributedEngine):
 
         # Keras's own sums are where the variables are, so that each batch would send its gradients
         # to be added, and the update would bring the sums back. Here they stay on the worker.
-        def update(means, variables):
+        def update(means: list[Any], variables: Variables) -> None:
             # Keras's sums are whole tensors: a row that came twice is one there.
             means = [duplicate_rows.distinct(mean) for mean in means]
             gradient_path.update(self, optimizer, means, variables)
@@ -327,6 +328,6 @@ class ParameterServerEngine(DistributedEngine):
         super()._end_batch(event)
 
 
-def _take_bad_loss(model):
+def _take_bad_loss(model: keras.Model) -> Any:
     take = getattr(model.train_function, "take_bad_loss", None)
     return take() if take is not None else None

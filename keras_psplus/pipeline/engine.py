@@ -64,7 +64,7 @@ class PipelineEngine(DistributedEngine):
             event = event.changed(logs=self.under_way.finish())
         return super()._end_steps(event)
 
-    def _settle_for(self, variable):
+    def _settle_for(self, variable: Any) -> None:
         """Ends the steps that may change a variable."""
         if self.under_way is not None and tf.executing_eagerly() and self.under_way.has(variable):
             self.settle()

@@ -54,26 +54,35 @@ class PipelineExtended(one_device_strategy.OneDeviceExtended):
         """Device on which variables are made just now, or None."""
         return self._making_on.get()
 
-    def _create_variable(self, next_creator, **kwargs):
+    def _create_variable(self, next_creator: Callable[..., Any], **kwargs: Any) -> Any:
         beside = kwargs.pop("colocate_with", None)
         device = self._making_on.get() or getattr(beside, "device", None) or self._devices[-1]
         with ops.colocate_with(None, ignore_existing=True), ops.device(device):
             return next_creator(**kwargs)
 
-    def _validate_colocate_with_variable(self, colocate_with_variable):
+    def _validate_colocate_with_variable(self, colocate_with_variable: Any) -> None:
         pass
 
-    def _call_for_each_replica(self, fn, args, kwargs):
+    def _call_for_each_replica(
+        self, fn: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any] | None
+    ) -> Any:
         with distribute_lib.ReplicaContext(self._container_strategy(), replica_id_in_sync_group=0):
             return fn(*args, **(kwargs or {}))
 
-    def _update(self, var, fn, args, kwargs, group):
+    def _update(
+        self,
+        var: Any,
+        fn: Callable[..., Any],
+        args: tuple[Any, ...],
+        kwargs: dict[str, Any],
+        group: bool,
+    ) -> Any:
         self._note_changed(var)
         with ops.device(var.device), distribute_lib.UpdateContext(var.device):
             result = fn(var, *args, **kwargs)
         return result if group else tf.nest.map_structure(self._local_results, result)
 
-    def _replica_ctx_all_reduce(self, reduce_op, value, options=None):
+    def _replica_ctx_all_reduce(self, reduce_op: Any, value: Any, options: Any = None) -> Any:
         return value
 
 

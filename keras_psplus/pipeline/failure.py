@@ -32,7 +32,7 @@ def translate_errors(strategy: tf.distribute.Strategy) -> Iterator[None]:
         raise lost(strategy, number, job_failure.relevant_line(error)) from error
 
 
-def _lost_worker(strategy, message):
+def _lost_worker(strategy: tf.distribute.Strategy, message: str) -> int | None:
     """Number of the worker that an error is about, or None."""
     found = re.search(r"/job:worker/replica:0/task:(\d+)", message)
     if found:

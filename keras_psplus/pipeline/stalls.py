@@ -33,7 +33,7 @@ class StallProbe:
             return {}
         return {progress.entered: PendingWait(f"chief-0 at {progress.at}", self._describe)}
 
-    def _describe(self):
+    def _describe(self) -> str:
         strategy = self._strategy()
         silent = stalls.unresponsive_tasks(addresses(strategy))
         missing = ", ".join(
@@ -60,7 +60,7 @@ class Watch:
         self._strategy, self._timeout = weakref.ref(strategy), timeout
         threading.Thread(target=self._run, name="pipeline watch", daemon=True).start()
 
-    def _run(self):
+    def _run(self) -> None:
         since: dict[str, float] = {}
         while True:
             time.sleep(min(_LOOK_SECONDS, self._timeout / 4))
@@ -89,5 +89,5 @@ def addresses(strategy: tf.distribute.Strategy) -> dict[str, str]:
     return {f"worker-{i}": a for i, a in enumerate(strategy.task.cluster["worker"])}
 
 
-def _number(name):
+def _number(name: str) -> int:
     return int(name.rpartition("-")[2])

@@ -141,7 +141,7 @@ class PipelineStrategy(StateDicts, tf.distribute.Strategy):
         seconds("heartbeat_timeout", heartbeat_timeout)
         stalls.check_stall_warning(stall_warning)
         self._task = startup.read_task()
-        self._chief = None
+        self._chief: shutdown.ShutdownNotifier | None = None
         if self._task is None:
             devices, host = startup.local_devices(), "/CPU:0"
             arguments.check_count(patterns, len(devices), pipelines)
@@ -154,7 +154,7 @@ class PipelineStrategy(StateDicts, tf.distribute.Strategy):
             preflight.wait_for_cluster(
                 self._task, job_types=("chief", "worker"), timeout=startup_timeout
             )
-            devices, host = self._connect()
+            devices, host = self._connect(self._task)
         self.plan = None
         self._options = {
             "microbatches": microbatches,
@@ -181,9 +181,9 @@ class PipelineStrategy(StateDicts, tf.distribute.Strategy):
         stalls.Inspector(stall_warning, StallProbe(self).look)
         live_strategies.note(self, in_cluster=self._task is not None)
 
-    def _connect(self):
-        spec = {job: list(tasks) for job, tasks in self._task.cluster.items()}
-        ServerLease(spec, self._task).claim_all()
+    def _connect(self, task: TaskConfig) -> tuple[list[str], str]:
+        spec = {job: list(tasks) for job, tasks in task.cluster.items()}
+        ServerLease(spec, task).claim_all()
         tf.config.experimental_connect_to_cluster(
             tf.train.ClusterSpec(spec), job_name="chief", task_index=0, protocol="grpc"
         )

@@ -6,7 +6,7 @@ import contextlib
 import functools
 import math
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Sequence
 from typing import TYPE_CHECKING, Any
 
 import keras
@@ -30,6 +30,9 @@ if TYPE_CHECKING:
 
     from keras_psplus.engine import Gradients, Variables
     from keras_psplus.sharding.places import Place
+
+    Places = Sequence[Place]
+    Numbers = Sequence[int]
 
 _CONSTANTS = (keras.initializers.Zeros, keras.initializers.Ones, keras.initializers.Constant)
 
@@ -67,7 +70,7 @@ class ShardedEngine(AllReduceEngine):
                 logger.info("%s", plan.describe(optimizer, extended.control.names))
         return plan
 
-    def _move(self, state, place):
+    def _move(self, state: keras.Variable, place: Place) -> None:
         """Leaves what every worker has made to the one whose updates change it."""
         mirrored, rank = state._value, self.strategy.extended.world.rank
         store = self.strategy.extended.store
@@ -141,7 +144,7 @@ class ShardedEngine(AllReduceEngine):
 
     # The way of a gradient.
 
-    def _placed(self, optimizer, variables):
+    def _placed(self, optimizer: Optimizer, variables: Variables) -> list[Place]:
         places = self.plan_of(optimizer).places
         return [places[optimizer._get_variable_index(v)] for v in variables]
 
@@ -170,18 +173,32 @@ class ShardedEngine(AllReduceEngine):
         )
         return grads
 
-    def _scatter(self, optimizer, grads, variables, places, numbers):
+    def _scatter(
+        self,
+        optimizer: Optimizer,
+        grads: list[Any],
+        variables: Variables,
+        places: Places,
+        numbers: Numbers,
+    ) -> None:
         if not numbers:
             return
         extended = self.strategy.extended
-        tensors, cuts = [grads[i] for i in numbers], [places[i].cut for i in numbers]
+        tensors, cuts = [grads[i] for i in numbers], [places[i].parts for i in numbers]
         parts = sums.scatter_parts(extended.launcher(0), tensors, cuts, extended.bucket_bytes)
         for i, part in zip(numbers, parts):
             grads[i] = part
         widths = [cut.width for cut in cuts]
         self._count(optimizer, [variables[i] for i in numbers], widths).time(tensors, parts)
 
-    def _scatter_to_owners(self, optimizer, grads, variables, places, numbers):
+    def _scatter_to_owners(
+        self,
+        optimizer: Optimizer,
+        grads: list[Any],
+        variables: Variables,
+        places: Places,
+        numbers: Numbers,
+    ) -> None:
         launcher, rank = self.strategy.extended.launcher(0), self.strategy.extended.world.rank
         for own, layout in self._layouts(variables, places, numbers):
             tensors = [grads[i] for i in own]
@@ -192,15 +209,20 @@ class ShardedEngine(AllReduceEngine):
             mine = [total for total in totals if total is not None]
             self._count(optimizer, of_own, widths).time(tensors, mine)
 
-    def _layouts(self, variables, places, numbers):
+    def _layouts(
+        self, variables: Variables, places: Places, numbers: Numbers
+    ) -> Iterator[tuple[list[int], sums.OwnerLayout]]:
         """Yields numbers of variables of one dtype that have owners, and their layout."""
         workers = self.strategy.extended.world.replicas
         for dtype in sorted({str(variables[i].dtype) for i in numbers}):
             own = [i for i in numbers if str(variables[i].dtype) == dtype]
             shapes = [tf.TensorShape(variables[i].shape) for i in own]
-            yield own, sums.OwnerLayout(shapes, [places[i].owner for i in own], workers)
+            owners = [owner for i in own if (owner := places[i].owner) is not None]
+            yield own, sums.OwnerLayout(shapes, owners, workers)
 
-    def _count(self, optimizer, variables, widths, is_gradient=True):
+    def _count(
+        self, optimizer: Optimizer, variables: Variables, widths: Numbers, is_gradient: bool = True
+    ) -> TrafficVariables:
         """Counts so many elements for each of the other workers; returns the counters."""
         traffic = self._traffic.get(optimizer)
         if traffic is None:
@@ -250,7 +272,7 @@ class ShardedEngine(AllReduceEngine):
                 clipped.append(None if g is None else g * scale)
         return self._cut_if_dense(grads, clipped, places)
 
-    def _cut_if_dense(self, before, clipped, places):
+    def _cut_if_dense(self, before: list[Any], clipped: list[Any], places: Places) -> list[Any]:
         """This worker's parts of gradients that were rows until they were clipped."""
         rank = self.strategy.extended.world.rank
         return [
@@ -262,7 +284,7 @@ class ShardedEngine(AllReduceEngine):
             for one, after, place in zip(before, clipped, places)
         ]
 
-    def _target(self, variable, place):
+    def _target(self, variable: keras.Variable, place: Place) -> Any:
         """Variable, or part of one, that an update changes on this worker; or None."""
         rank = self.strategy.extended.world.rank
         if not place.holds(rank):
@@ -297,7 +319,9 @@ class ShardedEngine(AllReduceEngine):
         self._count(optimizer, cut_ones, [part.cut.width for part in parts], is_gradient=False)
         self._spread_wholes(optimizer, variables, places, targets)
 
-    def _spread_wholes(self, optimizer, variables, places, targets):
+    def _spread_wholes(
+        self, optimizer: Optimizer, variables: Variables, places: Places, targets: list[Any]
+    ) -> None:
         """Gives all workers the new values of variables that are whole in an update."""
         extended = self.strategy.extended
         owned = [i for i, place in enumerate(places) if place.owner is not None]
@@ -308,7 +332,7 @@ class ShardedEngine(AllReduceEngine):
                 variables[i]._value.assign(value, read_value=False)
             self._count(optimizer, [variables[i] for i in own], layout.widths, is_gradient=False)
 
-    def _whole_value(self, variable, target):
+    def _whole_value(self, variable: keras.Variable, target: Any) -> tf.Tensor:
         """The value that an update has made of a variable on its owner."""
         return variable._value.read_value()
 

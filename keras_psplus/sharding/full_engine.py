@@ -6,7 +6,8 @@ import dataclasses
 import functools
 import math
 import weakref
-from typing import Any
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Any
 
 import keras
 import tensorflow as tf
@@ -17,6 +18,10 @@ from keras_psplus.log import logger
 from keras_psplus.sharding.engine import ShardedEngine
 from keras_psplus.sharding.units import Units
 from keras_psplus.sharding.weight import WeightShare, WholeWeight
+
+if TYPE_CHECKING:
+    from keras_psplus.engine import Variables
+    from keras_psplus.sharding.places import Place
 
 
 class FullyShardedEngine(ShardedEngine):
@@ -85,7 +90,7 @@ class FullyShardedEngine(ShardedEngine):
 
         return super().gradient(dataclasses.replace(call, original=regathering))
 
-    def _target(self, variable, place):
+    def _target(self, variable: keras.Variable, place: Place) -> Any:
         weight = variable._value
         if not isinstance(weight, WeightShare):
             return super()._target(variable, place)
@@ -96,19 +101,25 @@ class FullyShardedEngine(ShardedEngine):
         holds = place.holds(self.strategy.extended.world.rank)
         return WholeWeight(weight, whole) if holds else None
 
-    def _whole_value(self, variable, target):
+    def _whole_value(self, variable: keras.Variable, target: Any) -> tf.Tensor:
         if not isinstance(variable._value, WeightShare):
             return super()._whole_value(variable, target)
         return tf.zeros(variable.shape, variable.dtype) if target is None else target.value()
 
-    def _spread_wholes(self, optimizer, variables, places, targets):
+    def _spread_wholes(
+        self,
+        optimizer: keras.optimizers.Optimizer,
+        variables: Variables,
+        places: Sequence[Place],
+        targets: list[Any],
+    ) -> None:
         super()._spread_wholes(optimizer, variables, places, targets)
         for variable, place, target in zip(variables, places, targets):
             if place.is_everywhere and isinstance(target, WholeWeight):
                 variable._value.assign(target.value())
 
 
-def _describe(model, names):
+def _describe(model: keras.Model, names: Sequence[str]) -> str:
     """Table of what each worker keeps of a model's weights."""
     sizes = [math.prod(v.shape) * tf.as_dtype(v.dtype).size for v in model.variables]
     cut = [v._value.place.cut for v in model.variables if isinstance(v._value, WeightShare)]
@@ -116,7 +127,7 @@ def _describe(model, names):
     own = sum(sizes)
     for variable, size in zip(model.variables, sizes):
         if isinstance(variable._value, WeightShare):
-            own += variable._value.place.cut.width * variable._value.dtype.size - size
+            own += variable._value.place.parts.width * variable._value.dtype.size - size
     rows += [(name, f"{own / 1e6:.2f}", f"{own / max(1, sum(sizes)):.0%}") for name in names]
     return (
         f"'{model.name}' in shares: {len(cut)} of {len(sizes)} variables are cut into equal parts, "

@@ -29,6 +29,12 @@ class Place(NamedTuple):
         return cls(Cut(tf.TensorShape(shape), (width,), workers))
 
     @property
+    def parts(self) -> Cut:
+        """The layout of one that is cut."""
+        assert self.cut is not None
+        return self.cut
+
+    @property
     def is_everywhere(self) -> bool:
         """Whether every worker has all of it."""
         return self.cut is None and self.owner is None

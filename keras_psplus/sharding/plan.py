@@ -114,12 +114,12 @@ class OptimizerPlan:
         )
 
 
-def _defines(cls, name):
+def _defines(cls: type, name: str) -> type | None:
     """The class of an optimizer's that defines a method of it."""
     return next((base for base in cls.__mro__ if name in vars(base)), None)
 
 
-def _foreign_method(optimizer):
+def _foreign_method(optimizer: keras.optimizers.Optimizer) -> str | None:
     for name, known in _METHODS.items():
         if _defines(type(optimizer), name) not in known:
             return f"it has a `{name}` of its own"
@@ -148,7 +148,7 @@ def _other_states(optimizer: Any) -> Iterator[tuple[keras.Variable, int | None]]
             yield variable, numbers.get(id(variable))
 
 
-def _balanced(sizes, workers):
+def _balanced(sizes: Sequence[int], workers: int) -> list[int]:
     """Owners of items, the largest first, each to the worker that has least."""
     loads, owners = [0] * workers, [0] * len(sizes)
     for i in sorted(range(len(sizes)), key=lambda i: -sizes[i]):

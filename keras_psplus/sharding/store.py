@@ -124,7 +124,7 @@ class ShareStore:
         self._submit(variable=variable.number, steps=0, writes=0, gives=True)
         self._given = None
 
-    def _submit(self, **request):
+    def _submit(self, **request: Any) -> Any:
         """Has all workers answer a request of this one; returns the answer."""
         begin = time.monotonic()
         with failure.translate_errors(self._control.task), self._reading:
@@ -142,22 +142,22 @@ class ShareStore:
                     if time.monotonic() - begin > _PATIENCE_SECONDS:
                         raise self._lack(request)
 
-    def _offer(self, request):
+    def _offer(self, request: dict[str, Any]) -> int:
         """Writes a request under the next number, which another worker may have taken."""
         number, text = self._next, json.dumps({"by": self.rank, **request})
         with contextlib.suppress(tf.errors.OpError, ValueError):
             context.context().set_config_key_value(self._key(number), text)
         return number
 
-    def _check_peers(self):
+    def _check_peers(self) -> None:
         if self._control.lost:
             error = TimeoutError("a worker that has parts of variables is gone")
             failure.raise_if_peer_gone(self._control.task, error, self._control.lost)
 
-    def _key(self, name):
+    def _key(self, name: int | str) -> str:
         return f"{self._prefix}/{name}"
 
-    def _serve(self):
+    def _serve(self) -> None:
         try:
             while True:
                 self._answer(json.loads(listen(self._key(self._next))))
@@ -166,7 +166,7 @@ class ShareStore:
                 self._error = error
                 self._changed.notify_all()
 
-    def _watch(self):
+    def _watch(self) -> None:
         """Says now and then which variables are released, and whether a step here waits."""
         offered = -1
         while self._error is None:
@@ -176,7 +176,7 @@ class ShareStore:
                 offered = self._offer({"released": list(self._released)})
             self._look_at_step()
 
-    def _look_at_step(self):
+    def _look_at_step(self) -> None:
         """Says so if a step here has waited since a worker has left."""
         progress = self._progress
         if self._has_left and progress.doing is not None and progress.entered == self._seen_in:
@@ -184,7 +184,7 @@ class ShareStore:
                 context.context().set_config_key_value(self._key("waiting"), "")
         self._seen_in = progress.entered
 
-    def _answer(self, request):
+    def _answer(self, request: dict[str, Any]) -> None:
         mine, answer = request["by"] == self.rank, None
         self._has_left |= "left" in request
         for number in request.get("released", ()):
@@ -217,7 +217,7 @@ class ShareStore:
                 context.context().delete_config_key_value(self._key(number))
             self._own = []
 
-    def _wait_for(self, request):
+    def _wait_for(self, request: dict[str, Any]) -> Any:
         """Waits for a variable, for the asking worker's step, and for what it has loaded.
 
         Returns:
@@ -238,7 +238,7 @@ class ShareStore:
                 raise error
             time.sleep(0.002)
 
-    def _lack(self, request):
+    def _lack(self, request: dict[str, Any]) -> RuntimeError:
         return RuntimeError(
             "A worker reads a variable in shares that another has not made or used, or is steps "
             "ahead. Every worker must run the same script. Received: variable "
@@ -246,11 +246,11 @@ class ShareStore:
             f"{self._control.names[self.rank]}"
         )
 
-    def _leave(self):
+    def _leave(self) -> None:
         """Waits until all workers have ended, or one waits for this in a step."""
         if exit_code.is_bad() or failure.has_failed() or self._error is not None:
             return
-        names, begin = self._control.names, time.monotonic()
+        names, begin, has_said = self._control.names, time.monotonic(), False
         try:
             self._submit(left=True)
             context.context().set_config_key_value(self._key(f"end/{names[self.rank]}"), "")
@@ -258,8 +258,8 @@ class ShareStore:
                 while not self._has(f"end/{name}", _POLL):
                     if self._has("waiting", 1) or self._error is not None or self._control.lost:
                         return
-                    if begin is not None and time.monotonic() - begin > _SILENT_SECONDS:
-                        begin = None
+                    if not has_said and time.monotonic() - begin > _SILENT_SECONDS:
+                        has_said = True
                         logger.info(
                             "%s has ended its script, and stays until %s ends: that may read parts "
                             "of variables that are here",
@@ -268,7 +268,7 @@ class ShareStore:
         except Exception:
             return  # The chief, which has the keys, has ended, or the job has failed.
 
-    def _has(self, name, milliseconds):
+    def _has(self, name: str, milliseconds: int) -> bool:
         try:
             context.context().get_config_key_value(self._key(name), milliseconds)
         except tf.errors.DeadlineExceededError:

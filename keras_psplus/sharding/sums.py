@@ -80,7 +80,7 @@ class OwnerLayout:
         return [-(-each * size // total) for size in self._sizes]
 
     @property
-    def _is_balanced(self):
+    def _is_balanced(self) -> bool:
         """Whether filled rows are fewer bytes than an all-reduce of everything."""
         return self._workers * self._width <= 2 * sum(self._sizes)
 
@@ -115,13 +115,13 @@ class OwnerLayout:
                 found[i] = value
         return found
 
-    def _row(self, tensors, dtype):
+    def _row(self, tensors: Sequence[tf.Tensor], dtype: tf.DType) -> tf.Tensor:
         if not tensors:
             return tf.zeros([self._width], dtype)
         flat = tf.concat([tf.reshape(tensor, [-1]) for tensor in tensors], 0)
         return tf.pad(flat, [[0, self._width - flat.shape[0]]])
 
-    def _split(self, row, rank):
+    def _split(self, row: tf.Tensor, rank: int) -> list[tf.Tensor]:
         numbers = self._of_row[rank]
         sizes = [self._sizes[i] for i in numbers]
         pieces = tf.split(row, [*sizes, self._width - sum(sizes)])

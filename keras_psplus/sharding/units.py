@@ -200,11 +200,11 @@ class Units:
         call.note_derived(call.graph.get_operations()[before:])
         return self._gated(call, outputs)
 
-    def _reasons(self, calls):
+    def _reasons(self, calls: list[UnitCall]) -> Sequence[tf.Tensor]:
         """Tensors that the gathering of a call waits for."""
         return [*calls[-_AHEAD].inputs, *calls[-1].wholes] if len(calls) >= _AHEAD else ()
 
-    def _gated(self, call, outputs):
+    def _gated(self, call: UnitCall, outputs: Any) -> Any:
         """Outputs whose gradients have the unit's weights gathered once more."""
         inside = list(
             {id(leaf): leaf for leaf in tree.flatten(outputs) if _has_gradient(leaf)}.values()
@@ -217,7 +217,7 @@ class Units:
             if get_keras_mask(old) is not None:
                 set_keras_mask(new, get_keras_mask(old))
 
-        def gradient(*grads):
+        def gradient(*grads: Any) -> tuple[Any, ...]:
             self._arrive(call, [one for one in grads if one is not None])
             return grads
 
@@ -226,7 +226,7 @@ class Units:
         pairs = {id(old): new for old, new in zip(inside, outside)}
         return tree.map_structure(lambda leaf: pairs.get(id(leaf), leaf), outputs)
 
-    def _arrive(self, call, grads):
+    def _arrive(self, call: UnitCall, grads: list[Any]) -> None:
         """Gathers weights once more, as the gradients of a unit's outputs have come."""
         if not self._backwards or framework_ops.get_default_graph() is not call.graph:
             return
@@ -251,7 +251,9 @@ class Units:
         finally:
             self._backwards.pop()
 
-    def _gather_to_compute(self, weights, reasons):
+    def _gather_to_compute(
+        self, weights: Sequence[WeightShare], reasons: Sequence[tf.Tensor]
+    ) -> list[tf.Tensor]:
         """Whole weights that have gradients, for all branches of conditions alike."""
         own = graph = framework_ops.get_default_graph()
         numbers = {id(one) for one in weights}
@@ -265,20 +267,20 @@ class Units:
             pairs = zip(self._gather(weights, reasons), weights)
             return [_with_gradient(whole, weight) for whole, weight in pairs]
 
-    def _gather(self, weights, reasons):
+    def _gather(self, weights: Sequence[WeightShare], reasons: Sequence[tf.Tensor]) -> list[Any]:
         """Whole weights, by a collective for each bucket of a dtype."""
         wholes: list[Any] = [None] * len(weights)
-        size = [one.place.cut.number * one.place.cut.width * one.dtype.size for one in weights]
+        size = [one.place.parts.number * one.place.parts.width * one.dtype.size for one in weights]
         with record.stop_recording(), tf.control_dependencies(reasons):
             numbers, dtypes = range(len(weights)), [one.dtype for one in weights]
             of_number = dtypes.__getitem__, size.__getitem__
             for _, bucket in gradients.buckets(numbers, *of_number, self._bucket_bytes):
-                cuts = [weights[i].place.cut for i in bucket]
+                cuts = [weights[i].place.parts for i in bucket]
                 row = shards.row_of([tf.identity(weights[i].part.value()) for i in bucket])
                 rows = gather_row(self._launcher, row, cuts[0].number)
                 for i, whole in zip(bucket, shards.wholes_of(rows, cuts)):
                     wholes[i] = tf.ensure_shape(whole, cuts[bucket.index(i)].shape)
-        cuts = [one.place.cut for one in weights]
+        cuts = [one.place.parts for one in weights]
         sent = [bytes_ // cut.number * (cut.number - 1) for bytes_, cut in zip(size, cuts)]
         self.traffic.add([TensorTraffic(one.path, None, 0, 0, n) for one, n in zip(weights, sent)])
         return wholes
@@ -306,7 +308,7 @@ def _with_gradient(whole: tf.Tensor, weight: WeightShare) -> tf.Tensor:
     return read
 
 
-def _reaches(home):
+def _reaches(home: tf.Graph) -> bool:
     """Whether the graph is of branches or loops of another, and no function."""
     graph = framework_ops.get_default_graph()
     while graph is not home:
@@ -316,10 +318,10 @@ def _reaches(home):
     return True
 
 
-def _has_gradient(leaf):
+def _has_gradient(leaf: Any) -> bool:
     return isinstance(leaf, tf.Tensor) and (leaf.dtype.is_floating or leaf.dtype.is_complex)
 
 
-def _tensors(grads):
+def _tensors(grads: Iterable[Any]) -> list[tf.Tensor]:
     """Tensors of gradients, which may be `tf.IndexedSlices`."""
     return [one.values if isinstance(one, tf.IndexedSlices) else one for one in grads]

@@ -142,7 +142,7 @@ class ShareVariable(CompositeVariable):
             part = place.local_part(launcher.all_reduce(sent), self._store.rank)
         self.part.assign(part, read_value=False)
 
-    def _write(self, method, value):
+    def _write(self, method: str, value: Any) -> Any:
         other = getattr(value, "_value", value)
         if isinstance(other, ShareVariable) and other.place == self.place and not in_update:
             # As of averages: each worker has its part of both.
@@ -219,7 +219,7 @@ class TensorVariable(CompositeVariable):
     def scatter_update(self, sparse_delta: tf.IndexedSlices, *args: Any, **kwargs: Any) -> None:
         self._scatter(tf.tensor_scatter_nd_update, sparse_delta)
 
-    def _scatter(self, function, slices):
+    def _scatter(self, function: Callable[..., Any], slices: tf.IndexedSlices) -> None:
         self._now = function(self._now, slices.indices[:, tf.newaxis], slices.values)
 
 

@@ -66,8 +66,8 @@ class ChannelClient:
             raise ChannelError(error.code().name, error.details()) from None
         return answer.decode(errors="replace")
 
-    def _connect(self, grpc):
-        options = [
+    def _connect(self, grpc: Any) -> Any:
+        options: list[tuple[str, int | str]] = [
             # As TCP would: tasks are named by addresses that lead to each other.
             ("grpc.enable_http_proxy", 0),
             ("grpc.use_local_subchannel_pool", 1),

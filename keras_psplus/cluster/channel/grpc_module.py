@@ -7,6 +7,7 @@ It is another copy of gRPC than TensorFlow's own, in the same process. A process
 import functools
 import os
 import threading
+from types import ModuleType
 from typing import Any
 
 # Read once, by gRPC's core. It would say on stderr what is said in errors here, and would look
@@ -34,7 +35,7 @@ def load() -> Any:
 
 
 @functools.cache
-def _load():
+def _load() -> tuple[ModuleType, int]:
     added = {name: value for name, value in _AT_IMPORT.items() if name not in os.environ}
     os.environ.update(added)
     try:

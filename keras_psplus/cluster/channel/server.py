@@ -79,7 +79,7 @@ class ChannelServer:
         self._server.stop(patience).wait()
         self._pool.shutdown(wait=False)
 
-    def _answer(self, message, context):
+    def _answer(self, message: bytes, context: Any) -> bytes:
         host = _host_of(context.peer())
         return self._gate.answer(
             message.decode(errors="replace"),
@@ -89,7 +89,7 @@ class ChannelServer:
         ).encode()
 
 
-def _host_of(peer):
+def _host_of(peer: str) -> str:
     """The host in gRPC's words for a caller, such as `ipv6:%5B::1%5D:2222`."""
     host = urllib.parse.unquote(peer).partition(":")[2].rpartition(":")[0].strip("[]")
     return host.removeprefix("::ffff:")

@@ -128,7 +128,7 @@ class Authenticator:
         answer = handle(body)
         return json.dumps({"body": answer, "proof": _of_answer(self._secret, signature, answer)})
 
-    def _is_new(self, session, opened_at, number):
+    def _is_new(self, session: str, opened_at: int, number: int) -> bool:
         """Notes a request; False for one that has come before, or much too late."""
         with self._lock:
             if session not in self._seen:
@@ -151,10 +151,10 @@ class Authenticator:
                     self._seen[session] = {one for one in seen if one > max(seen) - _WINDOW}
             return is_new
 
-    def _now(self):
+    def _now(self) -> int:
         return int(time.monotonic() - self._began)
 
-    def _new_session(self, caller, random, opened_at):
+    def _new_session(self, caller: str, random: str, opened_at: int) -> str:
         text = json.dumps([caller, random, opened_at]).encode()
         return f"{random}.{opened_at}.{hmac.digest(self._own, text, 'sha256').hex()}"
 
@@ -202,6 +202,7 @@ class Session:
             if opened is None:
                 self.open()
                 opened = self._opened
+                assert opened is not None
             answer, signature = self._ask(opened, body)
             if not answer.get("unknown"):
                 break
@@ -214,14 +215,14 @@ class Session:
             )
         return text
 
-    def _ask(self, opened, body):
+    def _ask(self, opened: tuple[str, str, str], body: str) -> tuple[dict[str, Any], str]:
         caller, session, process = opened
         number = next(self._numbers)
         signature = _of_request(self._secret, caller, session, process, str(number), body)
         message = dict(zip(_FIELDS, (caller, session, number, body, signature)))
         return self._read(self._send(json.dumps(message))), signature
 
-    def _read(self, text):
+    def _read(self, text: str) -> dict[str, Any]:
         try:
             answer = dict(json.loads(text))
         except (ValueError, TypeError, RecursionError):
@@ -231,9 +232,11 @@ class Session:
         return answer
 
 
-def _of_request(secret, caller, session, process, number, body):
+def _of_request(
+    secret: Secret, caller: str, session: str, process: str, number: str, body: str
+) -> str:
     return secret.sign("request", caller, session, process, number, body).hex()
 
 
-def _of_answer(secret, signature, text):
+def _of_answer(secret: Secret, signature: str, text: str) -> str:
     return secret.sign("answer", signature, text).hex()

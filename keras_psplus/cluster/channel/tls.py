@@ -10,7 +10,7 @@ import os
 import socket
 import ssl
 from collections.abc import Mapping
-from typing import Any, Self
+from typing import Any, NoReturn, Self
 
 from keras_psplus.cluster.channel import grpc_module
 from keras_psplus.cluster.config import ClusterConfigError, split_address
@@ -96,7 +96,7 @@ def is_spoken_at(address: str, timeout: float) -> bool:
     return False
 
 
-def _read(name, path, received):
+def _read(name: str, path: str, received: str) -> bytes:
     try:
         with open(path, "rb") as file:
             return file.read()
@@ -106,5 +106,5 @@ def _read(name, path, received):
         ) from None
 
 
-def _no_password():
+def _no_password() -> NoReturn:
     raise ValueError("the key has a password")

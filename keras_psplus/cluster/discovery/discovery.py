@@ -86,15 +86,15 @@ def find_ranks(environ: Mapping[str, str]) -> Ranks | None:
     return next(iter(knowing + found), None)
 
 
-def _from_ranks(environ, timeout):
+def _from_ranks(environ: MutableMapping[str, str], timeout: float) -> TaskConfig | None:
     ranks = find_ranks(environ)
     text = environ.get(LAYOUT_VARIABLE, "")
     if ranks is None:
         _check_alone(environ, text)
         return None
     counts = layout.parse(text) if text else {"worker": ranks.size}
-    config = layout.task_config(counts, ranks.addresses(environ, timeout), ranks.rank)
-    environ["TF_CONFIG"] = config.to_tf_config()
+    found = layout.task_config(counts, ranks.addresses(environ, timeout), ranks.rank)
+    environ["TF_CONFIG"] = found.to_tf_config()
     # As TF_CONFIG is read: with the same errors.
     config = read_task_config(environ)
     assert config is not None
@@ -108,7 +108,7 @@ def _from_ranks(environ, timeout):
     return config
 
 
-def _check_alone(environ, text):
+def _check_alone(environ: Mapping[str, str], text: str) -> None:
     """Refuses to train alone where the environment has parts of a cluster."""
     if environ.get(CLUSTER_VARIABLE) == _NONE:
         return

@@ -57,7 +57,7 @@ def read(environ: Mapping[str, str]) -> Ranks | None:
     return Ranks(f"Kubernetes (Indexed Job, index {index})", index, size, hosts, _PORT)
 
 
-def _of_jobset(environ, index, counts):
+def _of_jobset(environ: Mapping[str, str], index: int, counts: dict[str, int]) -> Ranks | None:
     role = environ[ROLE_VARIABLE]
     if index >= counts.get(role, 0):
         raise ClusterConfigError(
@@ -79,7 +79,7 @@ def _of_jobset(environ, index, counts):
     return Ranks(f"Kubernetes (JobSet, {role}-{index})", rank, size, hosts, _PORT)
 
 
-def _names(environ, of_job, index):
+def _names(environ: Mapping[str, str], of_job: str, index: int) -> tuple[str, str]:
     """Common prefix of all pods' names, and their subdomain."""
     name = environ.get("HOSTNAME") or socket.gethostname()
     ending = f"{of_job}-{index}"

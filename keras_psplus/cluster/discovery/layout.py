@@ -76,7 +76,7 @@ def task_config(counts: dict[str, int], addresses: list[str], rank: int) -> Task
     return TaskConfig({job: cluster[job] for job in JOB_TYPES if job in cluster}, *jobs[rank])
 
 
-def _wrong(text, reason):
+def _wrong(text: str, reason: str) -> ClusterConfigError:
     return ClusterConfigError(
         f"{LAYOUT_VARIABLE} cannot be used: {reason}. It should look like {_EXAMPLE}. "
         f"Received: {LAYOUT_VARIABLE}={text}"

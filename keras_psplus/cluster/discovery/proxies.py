@@ -6,7 +6,7 @@ starts uses none, so that the cluster would seem to be well.)
 """
 
 import os
-from collections.abc import Iterable, MutableMapping
+from collections.abc import Iterable, MutableMapping, Sequence
 
 from keras_psplus.cluster.config import TaskConfig, split_address
 from keras_psplus.log import info_once
@@ -64,6 +64,6 @@ def _is_excepted(host: str, entries: Iterable[str]) -> bool:
     return any(host.lower().endswith(entry.lower()) for entry in entries)
 
 
-def _shown(hosts):
+def _shown(hosts: Sequence[str]) -> str:
     more = len(hosts) - _MOST_SHOWN
     return ", ".join(hosts[:_MOST_SHOWN]) + (f" and {more} more" if more > 0 else "")

@@ -57,6 +57,6 @@ def read_mpi(environ: Mapping[str, str]) -> Ranks | None:
     return None
 
 
-def _local_size(environ, name):
+def _local_size(environ: Mapping[str, str], name: str) -> int | None:
     text = environ.get(name, "")
     return number(name, text, 1) if text else None

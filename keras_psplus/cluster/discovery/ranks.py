@@ -64,7 +64,7 @@ class Ranks:
             )
         return addresses
 
-    def _hosts(self, environ, port, timeout):
+    def _hosts(self, environ: Mapping[str, str], port: int, timeout: float) -> Sequence[str]:
         text = environ.get(HOSTS_VARIABLE, "")
         if text:
             hosts = [_host(host.strip(), text) for host in text.split(",")]
@@ -90,7 +90,7 @@ class Ranks:
         )
 
 
-def _host(host, text):
+def _host(host: str, text: str) -> str:
     """One of the hosts that a user names, without brackets."""
     bare = host[1:-1] if host.startswith("[") and host.endswith("]") else host
     try:
@@ -107,7 +107,7 @@ def _host(host, text):
     return bare
 
 
-def _bracketed(host):
+def _bracketed(host: str) -> str:
     return f"[{host}]" if ":" in host else host
 
 

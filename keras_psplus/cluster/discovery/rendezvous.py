@@ -52,7 +52,9 @@ def exchange_hosts(rank: int, size: int, address: str, timeout: float) -> tuple[
     return _lead(mine, job, size, address, wait) if rank == 0 else _follow(mine, job, address, wait)
 
 
-def _lead(mine, job, size, address, wait):
+def _lead(
+    mine: PeerIdentity, job: JobSecret, size: int, address: str, wait: "_Wait"
+) -> tuple[str, ...]:
     host, port = split_address(address)
     try:
         listener = Listener(port, mine, job)
@@ -63,7 +65,7 @@ def _lead(mine, job, size, address, wait):
         while missing := [name for name in others if name not in listener.callers_from]:
             wait.pause(
                 listener.changed.wait,
-                lambda names=missing: f"{', '.join(names)} to call{listener.note_of_strangers()}",
+                f"{', '.join(missing)} to call{listener.note_of_strangers()}",
             )
             listener.changed.clear()
         hosts = (host, *(listener.callers_from[name] for name in others))
@@ -78,7 +80,7 @@ def _lead(mine, job, size, address, wait):
     return hosts
 
 
-def _follow(mine, job, address, wait):
+def _follow(mine: PeerIdentity, job: JobSecret, address: str, wait: "_Wait") -> tuple[str, ...]:
     while True:
         reason = "another server answers there"
         try:
@@ -91,7 +93,7 @@ def _follow(mine, job, address, wait):
                 reason = "it waits for others"
         except OSError as error:
             reason = str(error)
-        wait.pause(time.sleep, lambda why=reason: f"{_name(0)} at {address}: {why}")
+        wait.pause(time.sleep, f"{_name(0)} at {address}: {reason}")
     with contextlib.suppress(OSError):
         handshake.dial(address, dataclasses.replace(mine, task=f"{mine.task}, told"), job)
     return tuple(theirs.cluster.split(","))
@@ -105,14 +107,14 @@ class _Wait:
         self._began, self._timeout = time.monotonic(), timeout
         self._next_log = self._began + _LOG_EVERY
 
-    def pause(self, pause: Callable[[float], object], what: Callable[[], str]) -> None:
-        """Waits for a moment, for what `what` returns."""
+    def pause(self, pause: Callable[[float], object], what: str) -> None:
+        """Waits for a moment."""
         now = time.monotonic()
         if now - self._began >= self._timeout:
-            raise self.error(f"waited {self._timeout:g} s for {what()}")
+            raise self.error(f"waited {self._timeout:g} s for {what}")
         if now >= self._next_log:
             self._next_log += _LOG_EVERY
-            logger.info("%s waits for %s", self._who, what())
+            logger.info("%s waits for %s", self._who, what)
         pause(_PAUSE)
 
     def error(self, reason: str) -> ClusterConfigError:
@@ -123,5 +125,5 @@ class _Wait:
         )
 
 
-def _name(rank):
+def _name(rank: int) -> str:
     return f"rank {rank}"

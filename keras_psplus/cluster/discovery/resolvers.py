@@ -80,11 +80,11 @@ def check(resolver: object) -> None:
         )
 
 
-def _is_slurm(resolver):
+def _is_slurm(resolver: tf.distribute.cluster_resolver.ClusterResolver) -> bool:
     return isinstance(resolver, slurm_cluster_resolver.SlurmClusterResolver)
 
 
-def _what_is_wrong(resolver):
+def _what_is_wrong(resolver: tf.distribute.cluster_resolver.ClusterResolver) -> str:
     if not _is_slurm(resolver):
         return ""
     return (

@@ -9,7 +9,7 @@ from __future__ import annotations
 import re
 import shutil
 import subprocess
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 
 from keras_psplus.cluster.config import ClusterConfigError
 from keras_psplus.cluster.discovery.ranks import Ranks, number, per_host, port_of_job
@@ -54,7 +54,7 @@ def processes_outside_of_a_step(environ: Mapping[str, str]) -> int:
     return int(text) if text.isdigit() else 0
 
 
-def _hosts(environ, rank, size):
+def _hosts(environ: Mapping[str, str], rank: int, size: int) -> tuple[str, ...]:
     nodes = _expanded(environ["SLURM_STEP_NODELIST"])
     counts = _tasks_per_node(environ.get("SLURM_STEP_TASKS_PER_NODE", ""))
     if len(counts) != len(nodes) or sum(counts) != size:
@@ -76,14 +76,14 @@ def _hosts(environ, rank, size):
     )
 
 
-def _is_mine(environ, hosts, rank):
+def _is_mine(environ: Mapping[str, str], hosts: Sequence[str], rank: int) -> bool:
     """Whether this process's node and its number there are what an order of hosts says."""
     node, local = environ.get("SLURMD_NODENAME"), environ.get("SLURM_LOCALID")
     fits = node is None or hosts[rank] == node
     return fits and (local is None or hosts[:rank].count(hosts[rank]) == int(local))
 
 
-def _expanded(nodes):
+def _expanded(nodes: str) -> list[str]:
     """The names of a list of nodes, `"n[1-2],gpu1"`."""
     if "[" not in nodes:
         return nodes.split(",")
@@ -98,10 +98,11 @@ def _expanded(nodes):
     # In a container, say; not above, as it imports TensorFlow.
     from keras_psplus.tf_internals import slurm_cluster_resolver
 
-    return slurm_cluster_resolver.expand_hostlist(nodes)
+    hosts: list[str] = slurm_cluster_resolver.expand_hostlist(nodes)
+    return hosts
 
 
-def _tasks_per_node(text):
+def _tasks_per_node(text: str) -> list[int]:
     """Numbers of tasks, of `"2(x3),1"`."""
     counts = []
     for part in text.split(","):
@@ -112,7 +113,7 @@ def _tasks_per_node(text):
     return counts
 
 
-def _shown(environ):
+def _shown(environ: Mapping[str, str]) -> str:
     names = [f"SLURM_STEP_{name}" for name in ("NODELIST", "NUM_TASKS", "TASKS_PER_NODE")]
     names += ["SLURM_DISTRIBUTION", "SLURM_PROCID", "SLURM_LOCALID", "SLURMD_NODENAME"]
     return ", ".join(f"{name}={environ[name]}" for name in names if name in environ)

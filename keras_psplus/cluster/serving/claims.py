@@ -49,14 +49,14 @@ class LeaseHolder:
         """
         own = {"who": who, "host": host, "process": process, "address": address}
         with self._lock:
-            if self._holder is None or process == self._holder["process"] or self._is_free(own):
+            holder = self._holder
+            if holder is None or process == holder["process"] or self._is_free(own, holder):
                 self._holder = {**own, "since": time.monotonic()}
                 return None
-            since = time.monotonic() - self._holder["since"]
-            return f"{self._holder['who']}, which has claimed it {since:.0f} s ago"
+            since = time.monotonic() - holder["since"]
+            return f"{holder['who']}, which has claimed it {since:.0f} s ago"
 
-    def _is_free(self, own):
-        holder = self._holder
+    def _is_free(self, own: dict[str, Any], holder: dict[str, Any]) -> bool:
         if own["address"] and all(own[key] == holder[key] for key in ("address", "host")):
             return True  # Two processes cannot have the port: the other one has ended.
         is_starting = time.monotonic() < holder["since"] + _START_SECONDS

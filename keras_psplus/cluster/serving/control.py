@@ -59,7 +59,7 @@ def listen_to_chief(
         f"{TOKEN_VARIABLE}, or all without. Received: another token",
     )
 
-    def answer(body, host):
+    def answer(body: str, host: str) -> str:
         what, arguments = json.loads(body)
         return json.dumps(functions[what](**arguments))
 
@@ -97,6 +97,6 @@ def ask(task: str, what: str, arguments: dict[str, Any], timeout: float = _ANSWE
             raise ConnectionError(f"{error}") from None
 
 
-def _secret():
+def _secret() -> Secret:
     # Without a token the first chief that comes has the servers all the same.
     return Secret(os.environ.get(TOKEN_VARIABLE) or "")

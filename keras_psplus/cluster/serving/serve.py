@@ -175,7 +175,7 @@ def wait_for_end_of_chief(config: TaskConfig, chief_gone: float = 5.0) -> None:
     _outlive(address, lambda: chief_gone)
 
 
-def _outlive(address, chief_gone):
+def _outlive(address: str, chief_gone: Callable[[], float]) -> None:
     # An accepted connection is enough: a chief that is merely slow has not ended.
     while _within(chief_gone(), handshake.listens, address):
         wait_for_close(address)
@@ -201,7 +201,7 @@ def end_process_after(serving: Callable[[], None]) -> NoReturn:
     os._exit(code)
 
 
-def _leader(config):
+def _leader(config: TaskConfig) -> tuple[str, str]:
     leader = ("chief", 0) if "chief" in config.cluster else ("worker", 0)
     if config.address is None or (config.task_type, config.task_index) == leader:
         raise ClusterConfigError(
@@ -212,7 +212,7 @@ def _leader(config):
     return f"{job}-{index}", config.cluster[job][index]
 
 
-def _within(seconds, condition, address):
+def _within(seconds: float, condition: Callable[[str], bool], address: str) -> bool:
     """Waits until the condition holds; False if it did not in time."""
     deadline = time.monotonic() + seconds
     while not condition(address):

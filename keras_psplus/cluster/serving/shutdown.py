@@ -11,7 +11,7 @@ import concurrent.futures
 import contextlib
 import sys
 import threading
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 
 from keras_psplus.cluster.channel.sessions import RefusedError
 from keras_psplus.cluster.serving import control
@@ -84,17 +84,17 @@ class ShutdownNotifier:
         """Notes that this process is about to end, but not well."""
         self._has_failed = True
 
-    def _at_exit(self):
+    def _at_exit(self) -> None:
         if getattr(sys, "last_value", None) is None and not self._has_failed:
             self._has_ended.set()
             # A server that hangs must not hold up the chief.
             self._shutdown_thread.join(_SHUTDOWN_SECONDS)
 
-    def _send_shutdown(self):
+    def _send_shutdown(self) -> None:
         self._has_ended.wait()
         self._send(_SHUTDOWN, list(self._here))
 
-    def _send(self, word, tasks):
+    def _send(self, word: str, tasks: Iterable[str]) -> None:
         for task in tasks:
             try:
                 control.ask(self._addresses[task], "word", {"word": word}, _SHUTDOWN_SECONDS)

@@ -55,13 +55,13 @@ class Listener:
         """Stops listening, within a second; the port is free when this returns."""
         self._server.close()
 
-    def _hint(self):
+    def _hint(self) -> str | None:
         # A task that was started with another cluster learns that, and no address.
         return (
             None if self._job.is_token else dataclasses.replace(self.identity, cluster="").encode()
         )
 
-    def _answer(self, body, host):
+    def _answer(self, body: str, host: str) -> str:
         mine, theirs = self.identity, PeerIdentity.decode(body, True)
         if theirs is not None:
             self.problem = self.problem or conflict(mine, theirs)
@@ -71,7 +71,7 @@ class Listener:
             self.changed.set()
         return mine.encode()
 
-    def _note_stranger(self, host):
+    def _note_stranger(self, host: str) -> None:
         if host not in self.strangers and len(self.strangers) < _MOST_STRANGERS:
             self.strangers.append(host)
         if not self._job.is_token and time.monotonic() >= self._next_waking:

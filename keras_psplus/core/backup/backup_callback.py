@@ -24,6 +24,7 @@ from keras_psplus.log import logger
 if TYPE_CHECKING:
     import keras
 
+    from keras_psplus.core.jobs.control import ControlPlane
     from keras_psplus.core.strategy_engine import StrategyEngine
 
 _WHAT = "BackupAndRestore"
@@ -130,7 +131,7 @@ def save(
     with without_rows(parts):
         needed = backup_files.bytes_of(model)
 
-    def write(write_model):
+    def write(write_model: Callable[[], Any]) -> None:
         with backup_files.written(callback, worker_files, needed) as writing:
             write_model()
             _write_others(writing, seeds, training)
@@ -147,7 +148,7 @@ def save(
     with without_rows(parts):
         weights, epoch = WeightsInMemory(model), callback._current_epoch
 
-    def write_copy():
+    def write_copy() -> None:
         weights.write(callback._weights_path)
         with file_utils.File(callback._training_metadata_path, "w") as f:
             f.write(json.dumps({"epoch": epoch, "batch": callback._last_batch_seen}))
@@ -155,7 +156,9 @@ def save(
     engine.backup_writer.start(lambda: write(write_copy))
 
 
-def _training(engine, callback):
+def _training(
+    engine: StrategyEngine, callback: keras.callbacks.BackupAndRestore
+) -> TrainingState | None:
     iterator = engine.progress.iterator
     of_data = None if iterator is None else engine.data_position(iterator)
     return engine.progress.state(
@@ -166,11 +169,11 @@ def _training(engine, callback):
     )
 
 
-def _seeds(model):
+def _seeds(model: keras.Model) -> list[Any]:
     return [v.numpy().tolist() for v in seed_states(model)]
 
 
-def _write_others(folder, seeds, training):
+def _write_others(folder: str, seeds: list[Any], training: TrainingState | None) -> None:
     # Keras leaves the states of seed generators out, and Dropout would not resume where it was.
     with file_utils.File(file_utils.join(folder, backup_states.SEEDS), "w") as f:
         f.write(json.dumps(seeds))
@@ -191,7 +194,7 @@ def restore(
     is_chief, control, files = engine.strategy.is_chief, engine.control, engine.worker_files
     engine.backup_writer.finish()
 
-    def find():
+    def find() -> tuple[list[dict[str, Any]], dict[str, Any]]:
         backup_files.take(callback, engine.progress.owner)
         states = backup_states.find(callback)
         backup_files.check_writable(callback)
@@ -223,7 +226,7 @@ def restore(
     )
     training: list[TrainingState] = []
 
-    def load():
+    def load() -> tuple[int, dict[str, Any] | None]:
         number = load_first(engine.backup_tables, callback, states[first:], training, is_strict)
         return number, training[0].facts if training else None
 
@@ -251,7 +254,9 @@ def restore(
     return None
 
 
-def _found(engine, callback, states):
+def _found(
+    engine: StrategyEngine, callback: keras.callbacks.BackupAndRestore, states: list[dict[str, Any]]
+) -> dict[str, Any]:
     """Decides, on the chief, how this call of `fit` uses the newest state; logs it.
 
     Returns:
@@ -282,7 +287,7 @@ def _found(engine, callback, states):
     }
 
 
-def _on_main_thread(control, is_chief, work):
+def _on_main_thread(control: ControlPlane | None, is_chief: bool, work: Callable[[], Any]) -> Any:
     """As `run_on_chief`, for what has to be done in the thread that trains."""
     if not is_chief or control is None:
         return run_on_chief(control, is_chief, _WHAT, work)

@@ -170,12 +170,12 @@ def delete(callback: keras.callbacks.BackupAndRestore) -> None:
         file_utils.remove(ended)
 
 
-def _make(folder):
+def _make(folder: str) -> None:
     _remove(folder)
     file_utils.makedirs(folder)
 
 
-def _commit(callback):
+def _commit(callback: keras.callbacks.BackupAndRestore) -> None:
     """From its renaming on, what has been written counts."""
     complete = file_utils.join(callback.backup_dir, _COMPLETE)
     _remove(complete)
@@ -186,12 +186,11 @@ def _commit(callback):
 def bytes_of(model: keras.Model) -> int:
     """Size of what Keras writes of a model, as its variables are now."""
     variables = [v for one in (model, *optimizers_of(model).values()) for v in one.variables]
-    return _OVERHEAD + sum(
-        math.prod(v.shape) * tf.as_dtype(v.dtype).size + _OVERHEAD_OF_VARIABLE for v in variables
-    )
+    sizes = (math.prod(v.shape) * tf.as_dtype(v.dtype).size for v in variables)
+    return _OVERHEAD + sum(int(size) + _OVERHEAD_OF_VARIABLE for size in sizes)
 
 
-def _check_room(needed, folder):
+def _check_room(needed: int, folder: str) -> None:
     """Raises OSError if the disk has too little free space.
 
     HDF5 may crash the process when it runs out of space while writing.
@@ -203,7 +202,7 @@ def _check_room(needed, folder):
         raise OSError(errno.ENOSPC, f"{needed} bytes are needed, and {free} are free")
 
 
-def _put_in_place(callback, keeps_previous):
+def _put_in_place(callback: keras.callbacks.BackupAndRestore, keeps_previous: bool) -> None:
     complete = file_utils.join(callback.backup_dir, _COMPLETE)
     if not file_utils.exists(complete):
         return
@@ -215,7 +214,7 @@ def _put_in_place(callback, keeps_previous):
     _remove(complete)
 
 
-def _empty(folder):
+def _empty(folder: str) -> None:
     for name in file_utils.listdir(folder):
         path = file_utils.join(folder, name)
         while name != _ENDED and file_utils.exists(path):
@@ -225,12 +224,12 @@ def _empty(folder):
                 _remove(path)
 
 
-def _remove(path):
+def _remove(path: str) -> None:
     if file_utils.isdir(path):
         file_utils.rmtree(path)
     elif file_utils.exists(path):
         file_utils.remove(path)
 
 
-def _name_of(path):
+def _name_of(path: str | os.PathLike[str]) -> str:
     return str(path).replace("\\", "/").rsplit("/", 1)[-1]

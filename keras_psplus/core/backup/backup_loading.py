@@ -90,7 +90,13 @@ def load_first(
     return number
 
 
-def _load(tables, callback, state, training, is_strict):
+def _load(
+    tables: BackupTables,
+    callback: keras.callbacks.BackupAndRestore,
+    state: dict[str, Any],
+    training: list[TrainingState],
+    is_strict: bool,
+) -> str | None:
     """Loads the model's weights from a backup; returns an error text, or None."""
     model = callback.model
     if state["is_previous"]:

@@ -171,7 +171,7 @@ def previous_path(path: str) -> str:
     return f"{path}{_PREVIOUS}"
 
 
-def _paths(callback, suffix):
+def _paths(callback: keras.callbacks.BackupAndRestore, suffix: str) -> tuple[str, str, str]:
     """Paths of a state's weights, of its metadata and of its digests."""
     weights, metadata = str(callback._weights_path), str(callback._training_metadata_path)
     listed = file_utils.join(callback.backup_dir, _DIGESTS)
@@ -212,7 +212,7 @@ def _read(
     return state, None
 
 
-def _tables(callback, suffix):
+def _tables(callback: keras.callbacks.BackupAndRestore, suffix: str) -> dict[str, Any] | None:
     """List of tables of a state, or None, also beside an earlier one's."""
     *_, listed = _paths(callback, suffix)
     if file_utils.exists(listed) and LIST not in _listed(listed)["files"]:
@@ -220,24 +220,25 @@ def _tables(callback, suffix):
     return read_list(callback.backup_dir, f"{LIST}{suffix}")
 
 
-def _listed(path):
+def _listed(path: str) -> dict[str, Any]:
     content = digests.from_json(_bytes(path), must_have_digest=True)
     if content["format"] != _FORMAT:
         raise ValueError(f"it has the format {content['format']}, and this version knows {_FORMAT}")
     return content
 
 
-def _epoch(path):
+def _epoch(path: str) -> int:
     epoch = digests.from_json(_bytes(path)).get("epoch")
     if isinstance(epoch, bool) or not isinstance(epoch, int) or epoch < 0:
         raise ValueError(f"its epoch is {epoch!r}")
     return epoch
 
 
-def _bytes(path):
+def _bytes(path: str) -> bytes:
     with reading.open_file(str(path)) as file:
-        return file.read()
+        content: bytes = file.read()
+    return content
 
 
-def _names(folder):
+def _names(folder: str) -> list[str]:
     return sorted(name.rstrip("/") for name in file_utils.listdir(folder))

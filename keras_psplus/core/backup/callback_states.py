@@ -110,7 +110,9 @@ def keep_files(callbacks: Sequence[keras.callbacks.Callback]) -> list[keras.call
     return changed
 
 
-def _named(callbacks) -> Iterator[tuple[str, keras.callbacks.Callback]]:
+def _named(
+    callbacks: Sequence[keras.callbacks.Callback],
+) -> Iterator[tuple[str, keras.callbacks.Callback]]:
     # By number within the class: workers that are not the chief lack those that write.
     counts: dict[str, int] = {}
     for callback in callbacks:
@@ -119,17 +121,17 @@ def _named(callbacks) -> Iterator[tuple[str, keras.callbacks.Callback]]:
         yield f"{kind}/{number}", callback
 
 
-def _attributes(callback):
+def _attributes(callback: keras.callbacks.Callback) -> list[str]:
     return [a for kind, names in ATTRIBUTES if isinstance(callback, kind) for a in names.split()]
 
 
-def _has_own(callback):
+def _has_own(callback: keras.callbacks.Callback) -> bool:
     return callable(getattr(callback, "state_dict", None)) and callable(
         getattr(callback, "load_state_dict", None)
     )
 
 
-def _checked(name, state):
+def _checked(name: str, state: dict[str, Any]) -> Any:
     try:
         return json.loads(json.dumps(state, default=_plain))
     except (TypeError, ValueError) as error:
@@ -139,7 +141,7 @@ def _checked(name, state):
         ) from None
 
 
-def _plain(value):
+def _plain(value: object) -> Any:
     if isinstance(value, (np.ndarray, np.generic)):
         return value.tolist()
     if isinstance(value, tf.Tensor):
@@ -147,11 +149,11 @@ def _plain(value):
     raise TypeError(f"{type(value).__name__} ({value!r})")
 
 
-def _size(path):
+def _size(path: str) -> int:
     return tf.io.gfile.stat(path).length if file_utils.exists(path) else 0
 
 
-def _cut_file(callback, state):
+def _cut_file(callback: keras.callbacks.CSVLogger, state: dict[str, Any]) -> None:
     """Removes the rows of epochs that are trained again."""
     size = _size(callback.filename)
     if size > state[_FILE] and not file_utils.is_remote_path(callback.filename):

@@ -92,7 +92,7 @@ def take_back(folder: str | os.PathLike[str]) -> None:
         _remove(kept)
 
 
-def _note(kept):
+def _note(kept: str) -> None:
     """Deletes a kept backup when the script ends well, whichever start has made it."""
     if not _kept:
         exit_code.watch()
@@ -100,23 +100,23 @@ def _note(kept):
     _kept.add(kept)
 
 
-def _kept_path(path):
+def _kept_path(path: str) -> str:
     parent, name = os.path.split(path)
     of_job = hashlib.sha256(f"{job()}".encode()).hexdigest()[:8]
     return os.path.join(parent, f".{name}.ended-{of_job}")
 
 
-def _was_started_before():
+def _was_started_before() -> bool:
     counts = os.environ.get(RESTART_VARIABLE), os.environ.get(_SLURM_RESTARTS)
     return any(count not in (None, "", "0") for count in counts)
 
 
-def _remove(kept):
+def _remove(kept: str) -> None:
     if os.path.exists(os.path.join(kept, _MARKER)):
         shutil.rmtree(kept, ignore_errors=True)
 
 
-def _at_exit():
+def _at_exit() -> None:
     if exit_code.is_bad() or failure.has_failed() or job_failure.has_failed():
         return
     for kept in _kept:

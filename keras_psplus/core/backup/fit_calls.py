@@ -105,7 +105,7 @@ class FitCalls:
         """Facts of a call and of all before it."""
         return [one.facts() for one in self._calls[: call.number]]
 
-    def _skip_to(self, call, saved):
+    def _skip_to(self, call: FitCall, saved: list[dict[str, Any]]) -> None:
         before = [
             FitCall(i + 1, one["model"], one["arguments"], None, one["history"], True)
             for i, one in enumerate(saved[:-1])

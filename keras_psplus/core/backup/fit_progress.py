@@ -97,8 +97,8 @@ class FitProgress:
                 self.folders.append(backup.backup_dir)
                 calls = fit_calls.calls_of_folder(backup.backup_dir)
                 arguments = fit_calls.arguments_of(fit, model, args, kwargs)
-                self.call = calls.begin(model, arguments)
-                self._saved_seed = self._seed_of(backup)
+                self.call = call = calls.begin(model, arguments)
+                self._saved_seed = self._seed_of(call, backup)
 
     def resume(self, resumed: Resumed) -> None:
         """Training is to go on where a state says, which the model has been given."""
@@ -108,15 +108,18 @@ class FitProgress:
             facts[name] for name in ("epoch", "batch", "first_epoch")
         )
 
-    def _seed_of(self, backup):
+    def _seed_of(
+        self, call: fit_calls.FitCall, backup: keras.callbacks.BackupAndRestore
+    ) -> int | None:
         """Seed of the data in a backup; None if there is none for this call."""
         # What is wrong is said when the model is restored, on all workers.
         with contextlib.suppress(Exception):
             backup_files.take(backup, self.owner)
             facts = TrainingState.read(backup.backup_dir).facts
-            self._found = fit_calls.calls_of_folder(backup.backup_dir).decide(self.call, facts)
+            self._found = fit_calls.calls_of_folder(backup.backup_dir).decide(call, facts)
             if self._found == fit_calls.RESUME:
-                return facts["data_seed"]
+                seed: int | None = facts["data_seed"]
+                return seed
         return None
 
     def pass_over(self, model: keras.Model, passed: dict[str, Any]) -> None:
@@ -316,19 +319,19 @@ class FitProgress:
             position["random"] = self.call.random
         return TrainingState.of(model, self._callbacks, position, has_value)
 
-    def _restore_callbacks(self):
+    def _restore_callbacks(self) -> None:
         assert self.resumed is not None and self._callbacks is not None
         resumed = self.resumed
         callback_states.restore(self._callbacks, resumed.facts["callbacks"], resumed.weights)
 
 
-def _backups(callbacks):
+def _backups(callbacks: Any) -> list[keras.callbacks.BackupAndRestore]:
     if not isinstance(callbacks, (list, tuple)):
         callbacks = [callbacks]
     return [c for c in callbacks if isinstance(c, keras_callbacks.BackupAndRestore)]
 
 
-def _check_frequency(backup):
+def _check_frequency(backup: keras.callbacks.BackupAndRestore) -> None:
     frequency = backup.save_freq
     if frequency != "epoch" and (isinstance(frequency, bool) or frequency < 1):
         raise ValueError(

@@ -74,6 +74,6 @@ def weights_of_callbacks(
     return found
 
 
-def _rates(model):
+def _rates(model: keras.Model) -> list[keras.Variable]:
     rates = [optimizer._learning_rate for optimizer in optimizers_of(model).values()]
     return [rate for rate in rates if isinstance(rate, keras.Variable)]

@@ -156,7 +156,7 @@ def difference_beside_weights(model: keras.Model, facts: dict[str, Any]) -> Any:
     return differing or _different_others(model, facts[_OTHERS])
 
 
-def _different_others(model, saved):
+def _different_others(model: keras.Model, saved: dict[str, Any]) -> tuple[str, Any] | None:
     others = other_variables(model)
     own = dict(zip(others, optimizer_states.forms(others.values())))
     for name in sorted({*own, *saved}):
@@ -165,7 +165,7 @@ def _different_others(model, saved):
     return None
 
 
-def _typed(array, variable):
+def _typed(array: np.ndarray, variable: keras.Variable) -> np.ndarray:
     """Converts a file's array to a variable's dtype.
 
     NumPy's files do not support types such as bfloat16.

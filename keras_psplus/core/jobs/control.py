@@ -11,7 +11,7 @@ import queue
 import threading
 import time
 from collections.abc import Callable, Collection
-from typing import NamedTuple, NoReturn
+from typing import Any, NamedTuple, NoReturn
 
 import tensorflow as tf
 
@@ -19,6 +19,7 @@ from keras_psplus.cluster.config import TaskConfig, task_name
 from keras_psplus.cluster.monitor import stalls
 from keras_psplus.cluster.startup.peer_sampling import is_large
 from keras_psplus.core.jobs import error_report, failure
+from keras_psplus.errors import PeerLostError
 from keras_psplus.log import logger
 from keras_psplus.tf_internals import context
 
@@ -116,7 +117,7 @@ class ControlPlane:
         if large and self._task.name != self._names[0]:
             # Who is at something else has no texts for those that are at this.
             self._text_of(self._names[0], kind)
-            texts = json.loads(self._get(_ALL, kind))
+            texts: list[str] = json.loads(self._get(_ALL, kind))
         else:
             texts = [self._text_of(name, kind, large) for name in self._names]
             if large:
@@ -125,7 +126,7 @@ class ControlPlane:
         self._sequence += 1
         return texts
 
-    def _text_of(self, name, kind, for_all=False):
+    def _text_of(self, name: str, kind: str, for_all: bool = False) -> str:
         """Waits for a worker's message of this exchange and checks its kind."""
         theirs = self._get(name, kind, for_all)
         their_kind, _, their_text = theirs.split("\n", 2)
@@ -228,35 +229,35 @@ class ControlPlane:
         error_report.report(message)
         raise ValueError(message)
 
-    def _delete_read(self):
+    def _delete_read(self) -> None:
         """Deletes messages of earlier exchanges, which all workers have read."""
         read = [key for sequence, key in self._posted if sequence < self._sequence]
         self._posted = [one for one in self._posted if one[0] >= self._sequence]
 
-        def delete():
+        def delete() -> None:
             for key in read:
                 context.context().delete_config_key_value(key)
 
         if read:
             self._call(delete)
 
-    def _put(self, message, name=None):
+    def _put(self, message: str, name: str | None = None) -> None:
         key = self._key(self._sequence, name)
         self._posted.append((self._sequence, key))
         self._call(context.context().set_config_key_value, key, message)
 
-    def _key(self, sequence, name=None):
+    def _key(self, sequence: int, name: str | None = None) -> str:
         return f"keras_psplus/{sequence}/{name or self._task.name}"
 
-    def _get(self, name, kind, for_all=False):
+    def _get(self, name: str, kind: str, for_all: bool = False) -> str:
         whom = f"one that {self._names[0]} waits for" if name == _ALL else name
         return self._wait(self._key(self._sequence, name), whom, kind, for_all)
 
-    def _wait(self, key, whom, kind, for_all=False):
+    def _wait(self, key: str, whom: str, kind: str, for_all: bool = False) -> str:
         start, schedule = time.monotonic(), stalls.WarningSchedule(self._stall_warning)
         while True:
             try:
-                text = self._call(
+                text: str = self._call(
                     context.context().get_config_key_value, key, int(_POLL_SECONDS * 1000)
                 )
                 if schedule.has_warned:
@@ -264,7 +265,7 @@ class ControlPlane:
                     logger.warning("%s at %s goes on after %.0f s", self._task.name, kind, waited)
                 try:
                     failure.raise_if_ended(self._task, text)
-                except failure.PeerLostError:
+                except PeerLostError:
                     if for_all:
                         self._put(text, _ALL)
                     raise
@@ -291,11 +292,11 @@ class ControlPlane:
                         whom,
                     )
 
-    def _call(self, function, *args):
+    def _call(self, function: Callable[..., Any], *args: Any) -> Any:
         """Calls the service from a separate thread: a hanging leader would never answer."""
-        result = queue.SimpleQueue()
+        result: queue.SimpleQueue[tuple[Any, Exception | None]] = queue.SimpleQueue()
 
-        def call():
+        def call() -> None:
             try:
                 result.put((function(*args), None))
             except Exception as error:  # Raised again by the caller.
@@ -318,15 +319,16 @@ def listen(key: str) -> str:
     """Waits without end until a key is written in the store, and returns its text."""
     while True:
         try:
-            return context.context().get_config_key_value(key, _LISTEN)
+            text: str = context.context().get_config_key_value(key, _LISTEN)
+            return text
         except tf.errors.DeadlineExceededError:
             continue
 
 
-def _posted_key(name):
+def _posted_key(name: str) -> str:
     return f"keras_psplus/posted/{name}"
 
 
-def _readable(message):
+def _readable(message: str) -> str:
     kind, _, description = (message.split("\n", 2) + ["", ""])[:3]
     return f"{kind} {description}".strip()

@@ -32,7 +32,7 @@ _LONGEST_CAUSE = 300
 # What TensorFlow's errors say before the cause.
 _ABOUT_THE_GRAPH = re.compile(r'Graph execution error:|Detected at |File "|\[\[')
 
-_reported_at = None
+_reported_at: float | None = None
 
 
 def report(message: str, post: Callable[[str], None] | None = None) -> None:
@@ -69,7 +69,7 @@ def watch(
     """
     exit_code.watch()
 
-    def report_error(kind, error):
+    def report_error(kind: type[BaseException], error: BaseException) -> Callable[[], None] | None:
         # At a prompt, an exception does not end the process.
         if not is_cause() or hasattr(sys, "ps1") or sys.flags.interactive:
             return None
@@ -83,7 +83,9 @@ def watch(
     atexit.register(_at_exit, task, is_cause, post)
 
 
-def _at_exit(task, is_cause, post):
+def _at_exit(
+    task: TaskConfig, is_cause: Callable[[], bool], post: Callable[[str], None] | None
+) -> None:
     if not is_cause() or termination.SIGNAL.has_saved:
         return
     if exit_code.is_bad() and _reported_at is None:
@@ -92,11 +94,11 @@ def _at_exit(task, is_cause, post):
         time.sleep(max(0.0, _ARRIVAL_SECONDS - (time.monotonic() - _reported_at)))
 
 
-def _message(task, how, cause):
+def _message(task: TaskConfig, how: str, cause: str) -> str:
     return f"{ENDED}{task.name} ({task.address}) has ended {how}. Received: {cause}"
 
 
-def _described(kind, error):
+def _described(kind: type[BaseException], error: BaseException) -> str:
     lines = [line.strip() for line in str(error).splitlines()]
     lines = [line for line in lines if line and not _ABOUT_THE_GRAPH.match(line)]
     return ": ".join([kind.__name__, *lines[:1]])[:_LONGEST_CAUSE]

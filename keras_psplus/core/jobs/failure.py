@@ -56,8 +56,8 @@ _LINGER_SECONDS = 2 * _PROBE_SECONDS
 _POLL_SECONDS = 0.1
 _MOST_THREADS = 64
 
-_failed_at = None
-_ended_address = None
+_failed_at: float | None = None
+_ended_address: str | None = None
 
 
 @contextlib.contextmanager
@@ -158,7 +158,7 @@ def raise_if_ended(task: TaskConfig, text: str) -> None:
     raise PeerLostError(_without_it(who_has_ended, task.name, cause)) from None
 
 
-def _without_it(what, who, received):
+def _without_it(what: str, who: str, received: str) -> str:
     return (
         f"{what}, and {who} cannot go on without it. Weights can still be "
         "read and saved in this process, but it cannot train any more. Look into that task's log, "
@@ -185,13 +185,13 @@ def has_failed() -> bool:
     return _failed_at is not None
 
 
-def _mark_failed():
+def _mark_failed() -> None:
     global _failed_at
     if _failed_at is None:
         _failed_at = time.monotonic()
 
 
-def _leave(task):
+def _leave(task: TaskConfig) -> None:
     if _failed_at is None:
         return
     sys.stdout.flush()
@@ -202,16 +202,16 @@ def _leave(task):
     if _ended_address is None:
         time.sleep(max(0.0, _LINGER_SECONDS - (time.monotonic() - _failed_at)))
     else:
-        _wait_for_end(_ended_address)
+        _wait_for_end(_ended_address, _failed_at)
     logger.error("%s ends with exit code 1, because the job has failed", task.name)
     sys.stdout.flush()
     sys.stderr.flush()
     os._exit(1)
 
 
-def _wait_for_end(address):
+def _wait_for_end(address: str, failed_at: float) -> None:
     """Waits until a failed task has exited, so that a launcher sees that exit first."""
-    deadline = _failed_at + _LINGER_SECONDS
+    deadline = failed_at + _LINGER_SECONDS
     while time.monotonic() < deadline:
         if not handshake.listens(address, _POLL_SECONDS):
             time.sleep(3 * _POLL_SECONDS)  # the end of its server is not quite that of the process
@@ -219,21 +219,19 @@ def _wait_for_end(address):
         time.sleep(_POLL_SECONDS)
 
 
-def _lost_peers(task):
+def _lost_peers(task: TaskConfig) -> list[tuple[str, str]]:
     """Tasks that do not answer, workers first, as `(name, address)`."""
     return [(name, address) for name, address, state in _states(task) if state is not None]
 
 
-def _states(task):
+def _states(task: TaskConfig) -> list[tuple[str, str, str | None]]:
     """States of the other tasks, workers first, as `(name, address, state)`.
 
     The state of a task that answers is None.
-
-    The state is None for those that answer.
     """
     peers = task.peers()
 
-    def state_of(peer):
+    def state_of(peer: tuple[str, int, str]) -> str | None:
         job, index, address = peer
         if job == "ps":
             # Who has lost a server ends soon, and would be all that the others see.
@@ -253,7 +251,7 @@ def _states(task):
         except tf.errors.OpError:
             return silent_or_gone(address)
 
-    def silent_or_gone(address):
+    def silent_or_gone(address: str) -> str:
         return _SILENT if is_silent(place_of(address), _PROBE_SECONDS) else _GONE
 
     with concurrent.futures.ThreadPoolExecutor(min(_MOST_THREADS, len(peers))) as pool:
@@ -261,14 +259,14 @@ def _states(task):
     return [(task_name(job, i), address, state) for (job, i, address), state in zip(peers, states)]
 
 
-def _blames_a_peer(task, error):
+def _blames_a_peer(task: TaskConfig, error: BaseException) -> bool:
     """Whether an error speaks of other tasks: any error may name this one."""
     named = re.findall(r"/job:(\w+)/(?:replica:\d+/)?task:(\d+)", str(error))
     own = {(task.task_type, str(task.task_index)), ("localhost", "0")}
     return bool(set(named) - own or re.search("heartbeat|coordination service", str(error)))
 
 
-def _first_line(error):
+def _first_line(error: BaseException) -> str:
     """The line of TensorFlow's error that says what happened to the connection."""
     lines = [line for line in str(error).splitlines() if line.strip()]
     # Where the operation was made comes first, if TensorFlow knows it.

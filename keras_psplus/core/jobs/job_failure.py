@@ -44,7 +44,7 @@ def exit_now() -> NoReturn:
     os._exit(1)
 
 
-def _exit_if_failed():
+def _exit_if_failed() -> None:
     if _has_failed:
         # TensorFlow would talk to the lost tasks once more about all that it had there, and may
         # wait.

@@ -86,7 +86,7 @@ class Preemption:
             self._thread = threading.Thread(target=self._listen, args=args, daemon=True)
             self._thread.start()
 
-    def _watch(self, are_servers_told):
+    def _watch(self, are_servers_told: Callable[[], bool]) -> None:
         while not are_servers_told():
             time.sleep(_SERVER_SECONDS)
         self._is_server_told = True
@@ -114,15 +114,16 @@ class Preemption:
             save(callbacks)
             self.end(progress.at)
 
-    def _listen(self, control):
+    def _listen(self, control: ControlPlane) -> None:
         # When the job is about to end, there is nothing to wait for.
         with contextlib.suppress(tf.errors.OpError, ValueError):
             self._take(control, control.listen(_POST))
 
-    def _take(self, control, text):
-        """Takes notice of what a worker has posted, before it says so."""
-        self._until = int(text)
+    def _take(self, control: ControlPlane, text: str) -> int:
+        """Notes the batch that a worker has posted, and confirms it; returns it."""
+        self._until = until = int(text)
         control.post(_confirmation(self._name), "")
+        return until
 
     def end_batch(self, is_last: bool, is_told: bool) -> bool:
         """Counts a batch; returns whether all workers save after it, and end.
@@ -136,12 +137,11 @@ class Preemption:
             self._until = self._batches if self._control is None else self._agree(self._control)
         return self._until is not None and self._batches >= self._until
 
-    def _agree(self, control):
+    def _agree(self, control: ControlPlane) -> int:
         until = self._batches + self._alone
         if not control.post(_POST, str(until)):
             # Another one was told before.
-            self._take(control, control.wait_for(_POST, "another", _WHAT))
-            return self._until
+            return self._take(control, control.wait_for(_POST, "another", _WHAT))
         logger.info(
             "%s is told to end (SIGTERM); all workers save after its batch %d", self._name, until
         )
@@ -170,11 +170,11 @@ class Preemption:
         sys.exit(EXIT_CODE)
 
 
-def _confirmation(name):
+def _confirmation(name: str) -> str:
     return f"{_POST}/{name}"
 
 
-def _is_last(progress, callbacks):
+def _is_last(progress: FitProgress, callbacks: keras.callbacks.CallbackList) -> bool:
     """Whether `fit` is known to end with the batch that has ended."""
     place = progress.epoch + 1, progress.batch
     end = callbacks.params.get("epochs"), callbacks.params.get("steps")

@@ -46,9 +46,9 @@ def read(path: str | os.PathLike[str]) -> dict[str, np.ndarray]:
 class _Stream:
     """Sequential file without seeking, all that TensorFlow's files support."""
 
-    def __init__(self, file):
+    def __init__(self, file: tf.io.gfile.GFile) -> None:
         self._file, self.flush = file, file.flush
 
-    def write(self, data):
+    def write(self, data: bytes) -> int:
         self._file.write(bytes(data))
         return len(data)

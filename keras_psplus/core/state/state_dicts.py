@@ -12,6 +12,8 @@ from keras_psplus.core.base import checks
 if TYPE_CHECKING:
     import keras
 
+    from keras_psplus.core.state.worker_state import WorkerState
+
 
 class StateDicts:
     """Base class of strategies with state of workers; their engines have `worker_state`."""
@@ -72,8 +74,9 @@ class StateDicts:
         """
         self._state_of(optimizer).load_state_dict(optimizer, state)
 
-    def _state_of(self, optimizer):
+    def _state_of(self, optimizer: keras.optimizers.Optimizer) -> WorkerState:
         checks.check_optimizer(optimizer)
         if optimizer._distribution_strategy is not self:
             checks.refuse_optimizer(optimizer)
-        return self.engine.worker_state
+        state: WorkerState = self.engine.worker_state
+        return state

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 
 import numpy as np
 import tensorflow as tf
@@ -70,7 +70,9 @@ class WaitingValues:
                 )
         return self._fitting(found, forms, self._is_strict)
 
-    def _fitting(self, values, forms, is_strict):
+    def _fitting(
+        self, values: Mapping[str, np.ndarray], forms: Forms, is_strict: bool
+    ) -> dict[str, np.ndarray]:
         fitting = {}
         for name, value in values.items():
             shape, dtype = forms[name]
@@ -88,7 +90,7 @@ class WaitingValues:
         return fitting
 
 
-def _misfit(problem, values):
+def _misfit(problem: str, values: Iterable[str]) -> ValueError:
     return ValueError(
         "The state is not one of this optimizer's: it comes from another model, compressor or "
         f"`updates`. Load what `state_dict` has returned under the same ones: {problem}. "
@@ -96,13 +98,13 @@ def _misfit(problem, values):
     )
 
 
-def _listed(names):
+def _listed(names: Iterable[str]) -> str:
     names = sorted(names)
     more = len(names) - _MOST_NAMES
     return ", ".join(names[:_MOST_NAMES]) + (f" and {more} more" if more > 0 else "")
 
 
-def _typed(array, dtype):
+def _typed(array: np.ndarray, dtype: tf.DType) -> np.ndarray:
     """Array of a file in its dtype; NumPy's files do not support bfloat16."""
     is_unknown = array.dtype.kind == "V" and array.dtype.itemsize == dtype.size
     return array.view(dtype.as_numpy_dtype) if is_unknown else array

@@ -162,7 +162,7 @@ class WorkerFiles:
         """Deletes this worker's files."""
         _remove(self._files(folder), folder)
 
-    def _write(self, model, folder, lost):
+    def _write(self, model: keras.Model, folder: str, lost: list[int]) -> dict[str, str]:
         """Writes this process's file; returns its digest by its name."""
         tf.io.gfile.makedirs(_folder_in(folder))
         used, number = set(self._files(folder).values()), _number_of_steps(model)
@@ -181,7 +181,7 @@ class WorkerFiles:
             _remove((name, f"{name}.tmp"), folder)
             raise
 
-    def _problems_of(self, folder, files):
+    def _problems_of(self, folder: str, files: dict[str, str]) -> list[str]:
         """Errors of this worker's file for a state."""
         own = self._own(files)
         if files and not own:
@@ -190,10 +190,10 @@ class WorkerFiles:
         found = (digests.problem_of(path, digest) for path, digest in paths.items())
         return [problem for problem in found if problem]
 
-    def _own(self, files):
+    def _own(self, files: Iterable[str]) -> list[str]:
         return [name for name in files if name.startswith(f"{self._state.layout}-step-")]
 
-    def _files(self, folder):
+    def _files(self, folder: str) -> dict[str, int]:
         """Files to replace, also those that were not written to their end, and their numbers."""
         if not file_utils.exists(_folder_in(folder)):
             return {}
@@ -204,7 +204,7 @@ class WorkerFiles:
         matches = [(name, pattern.fullmatch(name)) for name in names]
         return {name: int(match[1]) for name, match in matches if match}
 
-    def _is_too_early(self, lost):
+    def _is_too_early(self, lost: list[int]) -> bool:
         """Whether to wait for workers that cannot be reached rather than go on without them."""
         if not lost:
             self._unreachable_since = None
@@ -212,7 +212,7 @@ class WorkerFiles:
         self._unreachable_since = self._unreachable_since or time.monotonic()
         return time.monotonic() - self._unreachable_since < _UNREACHABLE_SECONDS
 
-    def _problem(self, folder, error):
+    def _problem(self, folder: str, error: Exception) -> str:
         task = self._strategy.task.name if self._strategy.task else "this process"
         reason = getattr(error, "message", None) or f"{error}"
         return f"{task} cannot write to {folder}: {reason}"
@@ -234,7 +234,8 @@ def _number_of_steps(model: keras.Model) -> int:
 
 def _folder_in(folder: str) -> str:
     """Subfolder of a backup that holds the worker files."""
-    return file_utils.join(folder, "compression")
+    path: str = file_utils.join(folder, "compression")
+    return path
 
 
 def _remove(names: Iterable[str], folder: str) -> None:

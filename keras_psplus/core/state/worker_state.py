@@ -163,11 +163,11 @@ class WorkerState:
             unit,
         )
 
-    def _prefix(self, owner_name, unit):
+    def _prefix(self, owner_name: str, unit: int) -> str:
         of_owner = f"{owner_name}/" if owner_name else ""
         return f"{of_owner}{self.kind}-{unit}-of-{self.total}/"
 
-    def _check(self, state):
+    def _check(self, state: Mapping[str, np.ndarray]) -> None:
         if not isinstance(state, Mapping):
             raise ValueError(
                 "`state` must be what `state_dict` has returned, a dict of arrays by names. "

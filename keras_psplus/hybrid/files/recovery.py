@@ -6,11 +6,13 @@ the last updates. A synchronous job cannot continue.
 
 import threading
 import time
+from typing import Any
 
 from keras_psplus.cluster.serving.serve import wait_for_close
 from keras_psplus.cluster.wire import handshake
 from keras_psplus.errors import TableServerError
 from keras_psplus.hybrid.files.server_tables import ServerTables
+from keras_psplus.hybrid.rpc.control_link import ControlLink
 from keras_psplus.hybrid.rpc.servers import Servers
 from keras_psplus.log import logger
 
@@ -34,7 +36,7 @@ class Recovery:
         for index in range(len(self._servers)):
             threading.Thread(target=self._watch, args=(index,), daemon=True).start()
 
-    def _watch(self, index):
+    def _watch(self, index: int) -> None:
         name, address = self._servers.peers[index]
         while True:
             wait_for_close(address)
@@ -49,7 +51,7 @@ class Recovery:
             except (TableServerError, ValueError, OSError) as error:
                 logger.error("%s (%s) does not take its place again: %s", name, address, error)
 
-    def _recover(self, index, link, name, address):
+    def _recover(self, index: int, link: ControlLink, name: str, address: str) -> None:
         with self._tables.lock:
             latest = self._tables.latest
             if latest is None:
@@ -78,5 +80,5 @@ class Recovery:
             ", ".join(f"{count} updates of {table}" for table, (count, _) in lost.items()),
         )
 
-    def _read(self, index, link, folder, content):
+    def _read(self, index: int, link: ControlLink, folder: str, content: dict[str, Any]) -> None:
         self._servers.recover(index, link, self._tables.recovery_request(folder, content))

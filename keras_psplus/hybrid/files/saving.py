@@ -132,7 +132,7 @@ def named(tables: Iterable[Table]) -> dict[str, Table]:
     return by_name
 
 
-def _described(name, table):
+def _described(name: str, table: Table) -> dict[str, Any]:
     return {
         "name": name,
         "key": table.key,
@@ -143,11 +143,11 @@ def _described(name, table):
     }
 
 
-def _optimizer(table):
+def _optimizer(table: Table) -> str | None:
     return type(table.optimizer).__name__ if table.optimizer is not None else None
 
 
-def _slots_to_read(table, there, is_strict):
+def _slots_to_read(table: Table, there: dict[str, Any], is_strict: bool) -> int:
     same = (there["optimizer"], there["slots"]) == (_optimizer(table), table.slots_in_use)
     if same:
         return table.slots_in_use

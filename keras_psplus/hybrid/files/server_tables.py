@@ -13,8 +13,7 @@ import tensorflow as tf
 
 from keras_psplus.core.backup.backup_tables import BackupTables, with_slots
 from keras_psplus.core.base.optimizer_states import by_place
-from keras_psplus.core.jobs import failure
-from keras_psplus.errors import TableServerError, TableServerLostError
+from keras_psplus.errors import PeerLostError, TableServerError, TableServerLostError
 from keras_psplus.files.table_files import LIST
 from keras_psplus.hybrid.files import saving
 from keras_psplus.hybrid.rpc.servers import Servers
@@ -128,16 +127,16 @@ class ServerTables(BackupTables):
         pairs = [(table, stored[table.key]) for table in self._tables.all]
         return saving.request_of(pairs, folder, content, is_strict=False)
 
-    def _delete(self, folder):
+    def _delete(self, folder: str) -> None:
         with contextlib.suppress(TableServerError):
             self._servers.ask_all("keep", directory=folder, stems=[])
 
-    def _delete_unlisted(self, folder):
+    def _delete_unlisted(self, folder: str) -> None:
         # Another `fit` may have left its state there.
         if not tf.io.gfile.exists(os.path.join(folder, LIST)):
             self._delete(folder)
 
-    def _places(self, model):
+    def _places(self, model: keras.Model) -> dict[int, str]:
         """Places of a model's tables in it, by the tables' numbers."""
         return {
             variable._value.table.key: place
@@ -153,4 +152,4 @@ class ServerTables(BackupTables):
         except TableServerLostError as error:
             if not self._is_sync:
                 raise
-            raise failure.PeerLostError(f"{error}") from None
+            raise PeerLostError(f"{error}") from None

@@ -25,6 +25,10 @@ _PAUSE_SECONDS = 0.2
 _ATTEMPT_SECONDS = 10.0
 _unique = itertools.count()
 
+# An RPC under way: its resource and the deleter of that.
+Future = tuple[tf.Tensor, tf.Tensor]
+Shape = Sequence[int | None]
+
 
 class RpcClient:
     """A client of one parameter server.
@@ -64,7 +68,7 @@ class RpcClient:
             )
 
     def start(
-        self, method: str, args: list[tf.Tensor], dtype: tf.DType, shape: Sequence[int | None]
+        self, method: str, args: list[tf.Tensor], dtype: tf.DType, shape: Shape
     ) -> Callable[[], tf.Tensor]:
         """Begins a call.
 
@@ -81,7 +85,7 @@ class RpcClient:
         future = self._call(method, args)
         again = self._rarely_again(method, dtype, shape)
 
-        def wait():
+        def wait() -> tf.Tensor:
             code, message = self._status(future)
             answer = tf.cond(
                 tf.equal(code, _OK),
@@ -94,24 +98,22 @@ class RpcClient:
 
         return wait
 
-    def call(
-        self, method: str, args: list[tf.Tensor], dtype: tf.DType, shape: Sequence[int | None]
-    ) -> tf.Tensor:
+    def call(self, method: str, args: list[tf.Tensor], dtype: tf.DType, shape: Shape) -> tf.Tensor:
         """Calls a method and waits for its answer."""
         return self.start(method, args, dtype, shape)()
 
-    def _call(self, method, args):
+    def _call(self, method: str, args: list[tf.Tensor]) -> Future:
         with tf.device("/CPU:0"):
             return gen_rpc_ops.rpc_call(
                 self._client, method_name=method, args=args, timeout_in_ms=0
             )
 
-    def _status(self, future):
+    def _status(self, future: Future) -> tuple[tf.Tensor, tf.Tensor]:
         with tf.device("/CPU:0"):
             code, message = gen_rpc_ops.rpc_check_status(future[0])
         return tf.ensure_shape(code, []), tf.ensure_shape(message, [])
 
-    def _rarely_again(self, method, dtype, shape):
+    def _rarely_again(self, method: str, dtype: tf.DType, shape: Shape) -> Callable[..., tf.Tensor]:
         """`_again` as a function of its own.
 
         Inlined, its operations would be most of those that a step's graph has, each of them to be
@@ -121,18 +123,28 @@ class RpcClient:
         if key not in self._rarely:
 
             @tf.function(autograph=False, experimental_attributes={"_noinline": True})
-            def again(code, message, *args):
+            def again(code: tf.Tensor, message: tf.Tensor, *args: tf.Tensor) -> tf.Tensor:
                 return self._again(method, list(args), dtype, shape, code, message)
 
             self._rarely[key] = again
         return self._rarely[key]
 
-    def _again(self, method, args, dtype, shape, code, message):
+    def _again(
+        self,
+        method: str,
+        args: list[tf.Tensor],
+        dtype: tf.DType,
+        shape: Shape,
+        code: tf.Tensor,
+        message: tf.Tensor,
+    ) -> tf.Tensor:
         """Calls until it is answered or there is no more patience."""
         began = tf.timestamp()
         empty = tf.zeros([0 if size is None else size for size in shape], dtype)
 
-        def may_come(code, message, answer, alive_at):
+        def may_come(
+            code: tf.Tensor, message: tf.Tensor, answer: tf.Tensor, alive_at: tf.Tensor
+        ) -> tf.Tensor:
             away = tf.reduce_any(tf.equal(code, _AWAY))
             if self._recovers:
                 # It is there, and will have its tables soon.
@@ -143,7 +155,9 @@ class RpcClient:
             )
             return tf.logical_and(away, in_time)
 
-        def try_again(code, message, answer, alive_at):
+        def try_again(
+            code: tf.Tensor, message: tf.Tensor, answer: tf.Tensor, alive_at: tf.Tensor
+        ) -> tuple[tf.Tensor, ...]:
             # There is no operation that sleeps. This path is taken when a server is away only.
             listens = tf.ensure_shape(tf.numpy_function(self._pause, [], tf.bool), [])
             with tf.control_dependencies([listens]):
@@ -191,19 +205,19 @@ class RpcClient:
         with tf.control_dependencies([tf.debugging.Assert(tf.equal(code, _OK), [text])]):
             return tf.identity(answer)
 
-    def _pause(self):
+    def _pause(self) -> np.bool_:
         time.sleep(_PAUSE_SECONDS)
         return self._listens()
 
-    def _listens(self):
+    def _listens(self) -> np.bool_:
         return np.bool_(handshake.listens(self.address))
 
 
-def _value(future, dtype, shape):
+def _value(future: Future, dtype: tf.DType, shape: Shape) -> tf.Tensor:
     with tf.device("/CPU:0"):
         return tf.ensure_shape(gen_rpc_ops.rpc_get_value(future[0], Tout=[dtype])[0], shape)
 
 
-def _delete(future):
+def _delete(future: Future) -> None:
     with tf.device("/CPU:0"):
         gen_rpc_ops.delete_rpc_future_resource(handle=future[0], deleter=future[1])

@@ -65,7 +65,7 @@ class ControlLink:
         began = time.monotonic()
         last_heard = [began]
 
-        def ask():
+        def ask() -> dict[str, Any]:
             code, message, answer = self._ask(what, number, arguments)
             if code == BUSY:
                 last_heard[0] = time.monotonic()
@@ -83,7 +83,7 @@ class ControlLink:
             last_heard[0] = time.monotonic()
             return answer
 
-        def wait(answer):
+        def wait(answer: dict[str, Any]) -> dict[str, Any]:
             progress, deadline = 0, began + self._timeout
             while answer.get("pending"):
                 # A long request may take its time as long as it goes on.
@@ -102,7 +102,7 @@ class ControlLink:
                 raise kind(f"{self.name} ({self.address}): {answer['error']}")
             return answer
 
-        def wait_and_close(answer):
+        def wait_and_close(answer: dict[str, Any]) -> dict[str, Any]:
             try:
                 return wait(answer)
             finally:
@@ -115,7 +115,9 @@ class ControlLink:
             raise
         return lambda: wait_and_close(first)
 
-    def _ask(self, what, number, arguments):
+    def _ask(
+        self, what: str, number: int, arguments: dict[str, Any]
+    ) -> tuple[str | None, str, dict[str, Any] | None]:
         ticket = self._tickets.ticket(number)
         request = json.dumps({"what": what, "ticket": ticket, **arguments})
         try:
@@ -127,10 +129,10 @@ class ControlLink:
         except AnotherProcessError:
             return None, "", {"error": _ANOTHER_PROCESS, "lost": True}
 
-    def _send(self, text):
+    def _send(self, text: str) -> str:
         return self._client.send(text, min(self._timeout, _ATTEMPT_SECONDS))
 
-    def _why(self, message):
+    def _why(self, message: str) -> str:
         address = control_address(self.address)
         try:
             handshake.explain_tls(address, self._tls, message)

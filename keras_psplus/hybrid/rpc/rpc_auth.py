@@ -52,7 +52,7 @@ def with_key_check(
     @tf.function(
         input_signature=[tf.TensorSpec([2], tf.int64), *function.input_signature], autograph=False
     )
-    def method(given, *args):
+    def method(given: tf.Tensor, *args: tf.Tensor) -> tf.Tensor:
         is_right = tf.reduce_all(tf.equal(given, key.read()))
         refusal = "the caller does not know this job's token. Received: a call without its key"
         with tf.control_dependencies([tf.debugging.Assert(is_right, [refusal])]):

@@ -96,7 +96,7 @@ class Servers:
             exit_code.watch()
             atexit.register(self._at_exit)
 
-    def _greet(self, index, deadline):
+    def _greet(self, index: int, deadline: float) -> dict[str, Any]:
         """Says hello to a server that begins with the job; returns its answer."""
         name, address = self._peers[index]
         while True:
@@ -117,7 +117,9 @@ class Servers:
             self._wait_until(lambda: not handshake.listens(address), name, address, deadline)
             self._control[index] = ControlLink(name, address, self._secret, self._timeout)
 
-    def _wait_until(self, is_so, name, address, deadline):
+    def _wait_until(
+        self, is_so: Callable[[], bool], name: str, address: str, deadline: float
+    ) -> None:
         while not is_so():
             if time.monotonic() >= deadline:
                 raise ClusterStartupError(
@@ -245,7 +247,7 @@ class Servers:
                 )
             time.sleep(_POLL_SECONDS)
 
-    def _at_exit(self):
+    def _at_exit(self) -> None:
         if exit_code.is_bad():
             return
         for function in self._at_good_end:

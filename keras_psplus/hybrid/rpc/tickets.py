@@ -88,7 +88,7 @@ class _Client:
         self.read = 0
         self.answers: dict[int, dict[str, Any] | None] = {}
 
-    def forget(self, read):
+    def forget(self, read: int) -> None:
         if read > self.read:
             self.read = read
             self.answers = {n: answer for n, answer in self.answers.items() if n > read}

@@ -43,7 +43,7 @@ class Folders:
             )
 
 
-def _real(path):
+def _real(path: str) -> str:
     if "://" not in path:
         return os.path.realpath(path)
     scheme, _, rest = path.partition("://")

@@ -49,7 +49,7 @@ def serve(
     ended, problem = threading.Event(), []
     server = TableServer(task, secret, options, agreed, cluster_serve.log_line, folders)
 
-    def watch():
+    def watch() -> None:
         try:
             _check_that_it_answers(server, task, secret)
             cluster_serve.outlive(
@@ -76,9 +76,10 @@ def serve(
         )
 
 
-def _check_that_it_answers(server, task, secret):
+def _check_that_it_answers(server: TableServer, task: TaskConfig, secret: Secret) -> None:
     """TensorFlow's server says nothing if it cannot listen, or if somebody else does there."""
     server.listens.wait()
+    assert task.address is not None
     link = ControlLink(task.name, task.address, secret, timeout=_ANSWER_SECONDS)
     try:
         nonce, said = link.request("who")["nonce"], ""

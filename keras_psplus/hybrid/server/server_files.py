@@ -38,7 +38,8 @@ class ServerFiles:
         Raises:
             OSError: If it cannot.
         """
-        variables, tensors = {}, {"server": tf.constant(self._server)}
+        variables: dict[str, tf.Variable] = {}
+        tensors = {"server": tf.constant(self._server)}
         for key, shard in self._shards.items():
             variables.update(_variables(shard, key, len(shard.slots)))
             tensors[_counts(key)] = shard.counts()
@@ -96,14 +97,14 @@ class ServerFiles:
             with contextlib.suppress(OSError):
                 os.rmdir(directory)  # On a disk of this server's own, nothing else is in it.
 
-    def _path(self, directory, stem):
+    def _path(self, directory: str, stem: str) -> str:
         return shard_files.path_of(directory, stem, self._server, self._servers)
 
-    def _go_on(self):
+    def _go_on(self) -> None:
         self.progress += 1
 
 
-def _variables(shard, key, slots):
+def _variables(shard: TableShard, key: int, slots: int) -> dict[str, tf.Variable]:
     """Variables of a shard, by their names in files.
 
     The table has the number `key`.
@@ -113,5 +114,5 @@ def _variables(shard, key, slots):
     return variables
 
 
-def _counts(key):
+def _counts(key: int) -> str:
     return f"{key}/counts"

@@ -5,7 +5,8 @@ is shared out between them.
 """
 
 import functools
-from typing import Any
+from collections.abc import Callable
+from typing import Any, TypeAlias
 
 import numpy as np
 import tensorflow as tf
@@ -21,6 +22,9 @@ from keras_psplus.hybrid.rows.row_undo_log import RowUndoLog
 _INT, _LONG, _FLOAT = tf.int32, tf.int64, tf.float32
 # More parts than one step's rows could ever need.
 PARTS = 1 << 20
+
+# A function with a signature, that is served.
+Method: TypeAlias = tf.types.experimental.PolymorphicFunction
 
 
 class TableShard:
@@ -58,7 +62,7 @@ class TableShard:
         self.weights = make_variable(spec, server, servers)
         self.optimizer: RowOptimizer | None = None
         self._optimizer_number = self._first_slot = 0
-        self._methods: dict[str, tf.types.experimental.PolymorphicFunction] = {}
+        self._methods: dict[str, Method] = {}
         # Ends with the number of steps that were applied.
         self.version = tf.Variable(0, dtype=_LONG, trainable=False)
         self._undo_log = RowUndoLog(self.weights, self.version) if keeps_undo_log else None
@@ -76,6 +80,11 @@ class TableShard:
     def variables(self) -> dict[int, tf.Variable]:
         """The rows and the optimizer's slots of them, by the numbers that workers give them."""
         return {0: self.weights, **dict(enumerate(self.slots, self._first_slot))}
+
+    @property
+    def _updater(self) -> RowOptimizer:
+        assert self.optimizer is not None
+        return self.optimizer
 
     @property
     def slots(self) -> list[tf.Variable]:
@@ -103,7 +112,7 @@ class TableShard:
         self.optimizer = RowOptimizer(config, self.weights)
         self._optimizer_number, self._first_slot = number, first_slot
 
-    def methods(self) -> dict[str, tf.types.experimental.PolymorphicFunction]:
+    def methods(self) -> dict[str, Method]:
         """Functions with signatures, by what they do; each of them is traced once."""
         makers = {"lookup": self._lookup}
         if self._undo_log is not None:
@@ -128,23 +137,23 @@ class TableShard:
         """Number of pushes of each replica."""
         return [1 + int(key) // PARTS for key in self._seen.numpy()]
 
-    def _lookup(self):
+    def _lookup(self) -> Method:
         @_traced(tf.TensorSpec([None], _INT))
-        def lookup(ids):
+        def lookup(ids: tf.Tensor) -> tf.Tensor:
             return self._pull.encode(self.weights.sparse_read(ids), self.version.read_value())
 
         return lookup
 
-    def _read(self, variable):
+    def _read(self, variable: tf.Variable) -> Method:
         @_traced(tf.TensorSpec([], _INT), tf.TensorSpec([], _INT))
-        def read(first, count):
+        def read(first: tf.Tensor, count: tf.Tensor) -> tf.Tensor:
             return variable.sparse_read(tf.range(first, first + count))
 
         return read
 
-    def _write(self, variable):
+    def _write(self, variable: tf.Variable) -> Method:
         @_traced(tf.TensorSpec([], _INT), tf.TensorSpec([None, self.dim], _FLOAT))
-        def write(first, rows):
+        def write(first: tf.Tensor, rows: tf.Tensor) -> tf.Tensor:
             ids = tf.range(first, first + tf.shape(rows)[0])
             with tf.control_dependencies(
                 [
@@ -157,23 +166,25 @@ class TableShard:
 
         return write
 
-    def _push_function(self):
+    def _push_function(self) -> Method:
         # Replica, its number of pushes before this one, part of it, whether that is the last,
         # whether to wait for `commit`, and the optimizer's iterations.
         header = tf.TensorSpec([6], _LONG)
-        numbers = tf.TensorSpec([1 + self.optimizer.scalars], _FLOAT)
+        numbers = tf.TensorSpec([1 + self._updater.scalars], _FLOAT)
         ids = tf.TensorSpec([None], _INT)
         words = tf.TensorSpec([None, self._push.width], _FLOAT)
 
         @_traced(header, numbers, ids, words)
-        def push(header, numbers, ids, words):
+        def push(
+            header: tf.Tensor, numbers: tf.Tensor, ids: tf.Tensor, words: tf.Tensor
+        ) -> tf.Tensor:
             replica, step, part, last, waits, iterations = tf.unstack(header)
             gradient = self._push.decode(words, step)
             key = step * PARTS + part
             last_seen = self._seen.read_value()[replica]
             is_new = key > last_seen
 
-            def take():
+            def take() -> tf.Tensor:
                 noted = [] if self._sync else [self.missing_updates.note(replica, key, last_seen)]
                 with tf.control_dependencies(noted):
                     seen = tf.raw_ops.ResourceScatterUpdate(
@@ -186,7 +197,7 @@ class TableShard:
                         replica * PARTS + part, ids, gradient, numbers, iterations, last, waits
                     )
 
-            def locked():
+            def locked() -> tf.Tensor:
                 # One that comes again, as its answer was lost, has been taken.
                 return tf.cond(is_new, take, self.version.read_value)
 
@@ -194,31 +205,44 @@ class TableShard:
 
         return push
 
-    def _take_at_once(self, ids, gradient, numbers, iterations):
-        gradient = self.optimizer.regularized(ids, gradient)
+    def _take_at_once(
+        self, ids: tf.Tensor, gradient: tf.Tensor, numbers: tf.Tensor, iterations: tf.Tensor
+    ) -> tf.Tensor:
+        gradient = self._updater.regularized(ids, gradient)
         return self._apply(ids, gradient, numbers, iterations)
 
-    def _apply(self, ids, gradient, numbers, iterations):
+    def _apply(
+        self, ids: tf.Tensor, gradient: tf.Tensor, numbers: tf.Tensor, iterations: tf.Tensor
+    ) -> tf.Tensor:
         if self._undo_log is not None:
             self._undo_log.record(ids)
-        done = self.optimizer.apply(ids, gradient, numbers[0], numbers[1:], iterations)
+        done = self._updater.apply(ids, gradient, numbers[0], numbers[1:], iterations)
         with tf.control_dependencies([done]):
             return self.version.assign_add(1, read_value=True)
 
-    def _take_in(self, place, ids, gradient, numbers, iterations, last, waits):
+    def _take_in(
+        self,
+        place: tf.Tensor,
+        ids: tf.Tensor,
+        gradient: tf.Tensor,
+        numbers: tf.Tensor,
+        iterations: tf.Tensor,
+        last: tf.Tensor,
+        waits: tf.Tensor,
+    ) -> tf.Tensor:
         with tf.control_dependencies([self._inbox.enqueue((place, ids, gradient))]):
             arrived = self._arrived.assign_add(tf.cast(last, _INT), read_value=True)
 
-        def complete():
+        def complete() -> tf.Tensor:
             ids, gradient = self._sum()
-            gradient = self.optimizer.regularized(ids, gradient)
+            gradient = self._updater.regularized(ids, gradient)
 
-            def keep():
+            def keep() -> tf.Tensor:
                 self._sum_ids.assign(ids)
                 self._sum_rows.assign(gradient)
                 return self.version.read_value()
 
-            def apply():
+            def apply() -> tf.Tensor:
                 return self._apply(ids, gradient, numbers, iterations)
 
             with tf.control_dependencies([self._arrived.assign(0, read_value=False)]):
@@ -226,7 +250,7 @@ class TableShard:
 
         return tf.cond(tf.equal(arrived, self._replicas), complete, self.version.read_value)
 
-    def _sum(self):
+    def _sum(self) -> tuple[tf.Tensor, tf.Tensor]:
         """Sums received gradients in the order of replicas, independently of arrival."""
         # A loop costs more than what is summed, and there is seldom more than a part of each.
         places, sizes, ids, rows = tf.cond(
@@ -240,25 +264,25 @@ class TableShard:
         rows = tf.gather(rows, in_order)
         return unique, tf.math.unsorted_segment_sum(rows, positions, tf.size(unique))
 
-    def _next_part(self):
+    def _next_part(self) -> tuple[tf.Tensor, ...]:
         place, ids, rows = self._inbox.dequeue()
         ids = tf.ensure_shape(ids, [None])
         rows = tf.ensure_shape(rows, [None, self.dim])
         return tf.ensure_shape(place, []), tf.size(ids), ids, rows
 
-    def _part_of_each(self):
+    def _part_of_each(self) -> tuple[tf.Tensor, ...]:
         places, sizes, ids, rows = zip(*[self._next_part() for _ in range(self._replicas)])
         return tf.stack(places), tf.stack(sizes), tf.concat(ids, 0), tf.concat(rows, 0)
 
-    def _all_parts(self):
+    def _all_parts(self) -> tuple[tf.Tensor, ...]:
         count = self._inbox.size()
-        shapes = [], [], [None], [None, self.dim]
+        shapes: tuple[list[int | None], ...] = [], [], [None], [None, self.dim]
         start = [
             tf.TensorArray(dtype, count, infer_shape=False, element_shape=shape)
             for dtype, shape in zip((_LONG, _INT, _INT, _FLOAT), shapes)
         ]
 
-        def take(i, *arrays):
+        def take(i: tf.Tensor, *arrays: tf.TensorArray) -> tuple[Any, ...]:
             return i + 1, *(a.write(i, part) for a, part in zip(arrays, self._next_part()))
 
         _, places, sizes, ids, rows = tf.while_loop(
@@ -266,25 +290,25 @@ class TableShard:
         )
         return places.stack(), sizes.stack(), ids.concat(), rows.concat()
 
-    def _norm(self):
+    def _norm(self) -> Method:
         @_traced(tf.TensorSpec([], _INT))
-        def norm(unused):
+        def norm(unused: tf.Tensor) -> tf.Tensor:
             return tf.reduce_sum(tf.square(self._sum_rows.read_value()))
 
         return norm
 
-    def _commit(self):
-        numbers = tf.TensorSpec([2 + self.optimizer.scalars], _FLOAT)
+    def _commit(self) -> Method:
+        numbers = tf.TensorSpec([2 + self._updater.scalars], _FLOAT)
 
         @_traced(tf.TensorSpec([2], _LONG), numbers)
-        def commit(header, numbers):
+        def commit(header: tf.Tensor, numbers: tf.Tensor) -> tf.Tensor:
             step, iterations = tf.unstack(header)
 
-            def apply():
+            def apply() -> tf.Tensor:
                 gradient = self._sum_rows.read_value() * numbers[0]
                 return self._apply(self._sum_ids.read_value(), gradient, numbers[1:], iterations)
 
-            def locked():
+            def locked() -> tf.Tensor:
                 # All replicas say it; the first one counts.
                 version = self.version.read_value()
                 return tf.cond(tf.equal(version, step), apply, lambda: version)
@@ -294,5 +318,5 @@ class TableShard:
         return commit
 
 
-def _traced(*signature):
+def _traced(*signature: tf.TensorSpec) -> Callable[[Callable[..., tf.Tensor]], Method]:
     return tf.function(input_signature=signature, autograph=False)

@@ -16,6 +16,7 @@ from typing import Any
 
 import tensorflow as tf
 
+from keras_psplus.cluster.channel.server import ChannelServer
 from keras_psplus.cluster.channel.sessions import Authenticator
 from keras_psplus.cluster.config import TaskConfig
 from keras_psplus.cluster.environment import TOKEN_VARIABLE
@@ -29,7 +30,7 @@ from keras_psplus.hybrid.rpc.rpc_auth import RowKey, with_key_check
 from keras_psplus.hybrid.rpc.tickets import Tickets
 from keras_psplus.hybrid.server.folders import Folders
 from keras_psplus.hybrid.server.server_files import ServerFiles
-from keras_psplus.hybrid.server.shard import TableShard
+from keras_psplus.hybrid.server.shard import Method, TableShard
 
 _POLL_SECONDS = 0.1
 # For a worker to fetch the answer that this server ends.
@@ -59,7 +60,9 @@ class TableServer:
         log: Callable[[str], None],
         folders: Iterable[str] | None = (),
     ) -> None:
+        assert task.address is not None
         self._task, self._options, self._agreed = task, options, agreed
+        self._address = task.address
         self._log, self._folders = log, Folders(folders)
         self._gate = Authenticator(
             secret,
@@ -97,7 +100,7 @@ class TableServer:
         finally:
             channel.close()
 
-    def _answer_until(self, ended):
+    def _answer_until(self, ended: threading.Event) -> None:
         while not ended.is_set() and time.monotonic() < self._ends_at:
             if self.was_greeted:
                 # The chief, which asks for it, saves the job first.
@@ -120,17 +123,17 @@ class TableServer:
         """Tells this process from others at the same address."""
         return self._gate.process
 
-    def _listen(self):
-        def handle(text, _):
+    def _listen(self) -> ChannelServer:
+        def handle(text: str, _: str) -> str:
             try:
                 return json.dumps(self._ask(json.loads(text)))
             except (ValueError, KeyError, TypeError) as error:
                 return json.dumps({"error": f"This is no request. Received: {error}"})
 
-        host = self._task.address.rpartition(":")[0]
+        host = self._address.rpartition(":")[0]
         return control.listen(self._task, self._gate, handle, host)
 
-    def _ask(self, request):
+    def _ask(self, request: dict[str, Any]) -> dict[str, Any]:
         """Notes a request, for the main thread to answer them one by one.
 
         The channel's threads call this, of which there are few: none of them may wait here.
@@ -141,7 +144,7 @@ class TableServer:
         answer = self._tickets.answer(client, number)
         return {"pending": True, "progress": self._files.progress} if answer is None else answer
 
-    def _handle(self, what, **arguments):
+    def _handle(self, what: str, **arguments: Any) -> dict[str, Any]:
         handler = getattr(self, f"_on_{what}", None)
         if handler is None:
             raise ValueError(f"There is no such request. Received: {what!r}")
@@ -149,7 +152,7 @@ class TableServer:
             self._folders.check_allowed(arguments["directory"], arguments.get("stem", "none"))
         return handler(**arguments)
 
-    def _on_hello(self, agreed, replicas, worker, process):
+    def _on_hello(self, agreed: str, replicas: int, worker: str, process: str) -> dict[str, Any]:
         if self._processes.setdefault(worker, process) != process:
             # Its pushes would be taken for those that the process before has sent already.
             self.restarted, self._ends_at = worker, time.monotonic() + _LAST_ANSWER_SECONDS
@@ -164,14 +167,14 @@ class TableServer:
         self.was_greeted = True
         return {"nonce": self.nonce, "first_process": self._first_process}
 
-    def _on_who(self):
+    def _on_who(self) -> dict[str, Any]:
         return {"nonce": self.nonce, "is_told_to_end": SIGNAL.is_noted}
 
-    def _on_shutdown(self):
+    def _on_shutdown(self) -> dict[str, Any]:
         self.was_left = True
         return {}
 
-    def _on_table(self, spec):
+    def _on_table(self, spec: dict[str, Any]) -> dict[str, Any]:
         key = spec["key"]
         shard = self._shards.get(key)
         if shard is None:
@@ -184,40 +187,49 @@ class TableServer:
             )
         return {}
 
-    def _on_optimizer(self, key, config, number, first_slot):
+    def _on_optimizer(
+        self, key: int, config: dict[str, Any], number: int, first_slot: int
+    ) -> dict[str, Any]:
         shard = self._shards[key]
         check_elementwise(config)
         shard.set_optimizer(config, number, first_slot)
         self._generation += 1
         return {}
 
-    def _on_assigned(self, key, slot):
+    def _on_assigned(self, key: int, slot: int) -> dict[str, Any]:
         self._assignments[key, slot] += 1
         return {}
 
-    def _on_assignments(self, key, slot):
+    def _on_assignments(self, key: int, slot: int) -> dict[str, Any]:
         return {"count": self._assignments[key, slot]}
 
-    def _on_pushes(self):
+    def _on_pushes(self) -> dict[str, Any]:
         return {"pushes": [shard.pushes() for shard in self._shards.values()]}
 
-    def _on_check_directory(self, directory):
+    def _on_check_directory(self, directory: str) -> dict[str, Any]:
         shard_files.check_writable(directory, self._task.name)
         return {}
 
-    def _on_save(self, directory, stem):
+    def _on_save(self, directory: str, stem: str) -> dict[str, Any]:
         self._files.save(directory, stem)
         return {}
 
-    def _on_load(self, **where):
+    def _on_load(self, **where: Any) -> dict[str, Any]:
         self._files.load(**where)
         return {}
 
-    def _on_keep(self, directory, stems):
+    def _on_keep(self, directory: str, stems: list[str]) -> dict[str, Any]:
         self._files.keep(directory, stems)
         return {}
 
-    def _on_recover(self, greeting, first_process, made, assigned, load):
+    def _on_recover(
+        self,
+        greeting: dict[str, Any],
+        first_process: str,
+        made: list[tuple[str, dict[str, Any]]],
+        assigned: list[tuple[int, int, int]],
+        load: dict[str, Any],
+    ) -> dict[str, Any]:
         if self._shards:
             raise ValueError(f"It has tables already. Received: a request to recover {load}")
         try:
@@ -238,11 +250,11 @@ class TableServer:
         self._log(f"{self._task.name} has read its rows of the tables in {load['directory']}")
         return {}
 
-    def _on_lost(self):
+    def _on_lost(self) -> dict[str, Any]:
         counts = {shard.name: shard.missing_updates.counted() for shard in self._shards.values()}
         return {"lost": counts}
 
-    def _restart(self):
+    def _restart(self) -> None:
         generation = self._generation
         methods = {}
         for key, shard in self._shards.items():
@@ -250,7 +262,7 @@ class TableServer:
                 methods[names.method(key, what)] = self._with_key_check(key, what, function)
         # TensorFlow takes a second server of the same text for the first, until that is gone.
         self._starts += 1
-        address = _SPELLINGS[self._starts % len(_SPELLINGS)] + self._task.address
+        address = _SPELLINGS[self._starts % len(_SPELLINGS)] + self._address
         server = tf.distribute.experimental.rpc.Server.create("grpc", address)
         for name, function in methods.items():
             server.register(name, function)
@@ -260,7 +272,7 @@ class TableServer:
         old, self._server, self._served = [self._server], server, generation
         threading.Thread(target=old.clear, daemon=True).start()
 
-    def _with_key_check(self, key, what, function):
+    def _with_key_check(self, key: int, what: str, function: Method) -> Method:
         """The method that is served for a shard's; it is traced once."""
         of, method = self._checked_methods.get((key, what), (None, None))
         if of is not function:
@@ -269,5 +281,5 @@ class TableServer:
         return method
 
 
-def _described(spec):
+def _described(spec: dict[str, Any]) -> str:
     return f"'{spec['name']}' of shape ({spec['rows']}, {spec['dim']})"
