@@ -1,7 +1,7 @@
 """Probe of a gRPC server's port: it answers, is silent, or is gone.
 
 TensorFlow's servers have no control channel that keepalive could watch, and the kernel of a stopped
-process goes on accepting connections. So each probe connects anew, and the server has to speak
+process goes on accepting connections. So each probe connects again, and the server has to speak
 first, as gRPC's do.
 """
 
