@@ -16,7 +16,7 @@ from collections.abc import Callable, Iterator, Sequence
 import numpy as np
 import tensorflow as tf
 
-from keras_psplus.files import atomic, ownership
+from keras_psplus.files import atomic, file_errors
 
 # What is read at once, and what is written at once and makes one file.
 _SLICE_BYTES = 4 << 20
@@ -36,8 +36,7 @@ def full_path(directory: str | os.PathLike[str]) -> str:
     return path if "://" in path else os.path.abspath(path)
 
 
-@contextlib.contextmanager
-def translate_file_errors(what: str, directory: str) -> Iterator[None]:
+def translate_file_errors(what: str, directory: str) -> contextlib.AbstractContextManager[None]:
     """Says what to do about a disk that is full or that is another one.
 
     Args:
@@ -47,22 +46,18 @@ def translate_file_errors(what: str, directory: str) -> Iterator[None]:
     Raises:
         OSError: In place of what TensorFlow or the system raises.
     """
-    try:
-        yield
-    except ownership.FolderInUseError:
-        raise
-    except (OSError, tf.errors.OpError) as error:
-        reason = _NODE.sub("", getattr(error, "message", None) or str(error))
-        fix = {
-            "write": "Free space there, or give a directory in which this task can write. What was "
-            "whole there before is as it was.",
-            "read": "It must be a directory that this task reaches: one that all of them share, or "
-            "else each has to run on the same host as when it was written, as many as then.",
-        }[what]
-        raise OSError(
+    fix = {
+        "write": "Free space there, or give a directory in which this task can write. What was "
+        "whole there before is as it was.",
+        "read": "It must be a directory that this task reaches: one that all of them share, or "
+        "else each has to run on the same host as when it was written, as many as then.",
+    }[what]
+    return file_errors.translated(
+        lambda reason: (
             f"cannot {what} its part of what is saved in {directory}. {fix} "
-            f"Received: {reason.splitlines()[0][:300]}"
-        ) from None
+            f"Received: {_NODE.sub('', reason).splitlines()[0][:300]}"
+        )
+    )
 
 
 def check_writable(directory: str, name: str) -> None:

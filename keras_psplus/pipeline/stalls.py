@@ -6,16 +6,17 @@ import weakref
 
 import tensorflow as tf
 
+from keras_psplus.cluster.channel.connection_watch import ConnectionWatch
 from keras_psplus.cluster.monitor import stalls
-from keras_psplus.cluster.monitor.stalls import PendingWait
+from keras_psplus.cluster.ports import control_address
 from keras_psplus.core.jobs import job_failure
 from keras_psplus.log import logger
 from keras_psplus.pipeline import failure
 
-_LOOK_SECONDS = 2.0
+_LOOK_SECONDS = 1.0
 
 
-class StallProbe:
+class StallProbe(stalls.StallProbe):
     """Probe of `stalls.Inspector` on the chief.
 
     Args:
@@ -23,17 +24,10 @@ class StallProbe:
     """
 
     def __init__(self, strategy: tf.distribute.Strategy) -> None:
+        super().__init__("chief-0", strategy.progress)
         self._strategy = weakref.ref(strategy)
 
-    def look(self) -> dict[int, PendingWait]:
-        """Wait that is pending at present, by step."""
-        strategy = self._strategy()
-        progress = None if strategy is None else strategy.progress
-        if progress is None or progress.at is None:
-            return {}
-        return {progress.entered: PendingWait(f"chief-0 at {progress.at}", self._describe)}
-
-    def _describe(self) -> str:
+    def describe(self, entered: int) -> str:
         strategy = self._strategy()
         silent = stalls.unresponsive_tasks(addresses(strategy))
         missing = ", ".join(
@@ -49,7 +43,8 @@ class StallProbe:
 class Watch:
     """Watchdog that ends the job when a worker does not respond for a while.
 
-    A worker that hangs ends no call, so TensorFlow reports no error.
+    A worker that hangs ends no call, so TensorFlow reports no error. The keepalive of its control
+    channel finds that out.
 
     Args:
         strategy: `PipelineStrategy`.
@@ -58,27 +53,22 @@ class Watch:
 
     def __init__(self, strategy: tf.distribute.Strategy, timeout: float) -> None:
         self._strategy, self._timeout = weakref.ref(strategy), timeout
+        channels = {name: control_address(a) for name, a in addresses(strategy).items()}
+        self._connections = ConnectionWatch(channels, timeout)
         threading.Thread(target=self._run, name="pipeline watch", daemon=True).start()
 
     def _run(self) -> None:
-        since: dict[str, float] = {}
         while True:
-            time.sleep(min(_LOOK_SECONDS, self._timeout / 4))
+            time.sleep(min(_LOOK_SECONDS, self._timeout / 8))
             strategy = self._strategy()
             if strategy is None:
+                self._connections.close()
                 return
-            try:
-                silent = stalls.unresponsive_tasks(addresses(strategy))
-            except RuntimeError:
-                return  # This process ends, and starts no threads any more.
-            now = time.monotonic()
-            for name in silent:
-                # It may have hung since just after the look before.
-                if name in since and now - since[name] + _LOOK_SECONDS >= self._timeout:
+            for name, silence in self._connections.silences().items():
+                if silence >= self._timeout:
                     received = f"no answer for {self._timeout:g} s (heartbeat_timeout)"
                     logger.error("%s", failure.lost(strategy, _number(name), received))
                     job_failure.exit_now()
-            since = {name: since.get(name, now) for name in silent}
             del strategy
 
 

@@ -1,12 +1,12 @@
 """One replica's gradients, summed until there are enough of them for an update."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 import keras
 import tensorflow as tf
 
-from keras_psplus.updates.base import Context, ReplicaUpdates
+from keras_psplus.updates.base import Apply, Context, Grads, ReplicaUpdates
 
 
 class Form(NamedTuple):
@@ -21,7 +21,7 @@ class Form(NamedTuple):
     index_dtype: tf.DType | None
 
 
-def forms_of(grads: Sequence[tf.Tensor | tf.IndexedSlices | None]) -> list[Form | None]:
+def forms_of(grads: Grads) -> list[Form | None]:
     """The `Form` of each gradient, None for None."""
     return [
         None
@@ -62,11 +62,7 @@ class Accumulation(ReplicaUpdates):
         return self._count.read_value()
 
     def on_gradients(
-        self,
-        step: Any,
-        grads: Sequence[tf.Tensor | tf.IndexedSlices | None],
-        variables: Sequence[keras.Variable],
-        apply: Callable[[Sequence[Any], Sequence[keras.Variable]], Any],
+        self, step: Any, grads: Grads, variables: Sequence[keras.Variable], apply: Apply
     ) -> None:
         _, rows = step.rows()
         parts: list[Any] = [
@@ -87,17 +83,11 @@ class Accumulation(ReplicaUpdates):
 
         tf.cond(self.count >= self._steps, update, keep)
 
-    def on_finish(
-        self, step: Any, apply: Callable[[Sequence[Any], Sequence[keras.Variable]], Any]
-    ) -> None:
+    def on_finish(self, step: Any, apply: Apply) -> None:
         nothing = [None] * len(self._sums)
         tf.cond(self.count > 0, lambda: self._update(apply, nothing), lambda: None)
 
-    def _update(
-        self,
-        apply: Callable[[Sequence[Any], Sequence[keras.Variable]], Any],
-        parts: Sequence[Any],
-    ) -> None:
+    def _update(self, apply: Apply, parts: Sequence[Any]) -> None:
         rows = self._rows.read_value()
         means = [
             None if one is None else one.mean(part, rows) for one, part in zip(self._sums, parts)

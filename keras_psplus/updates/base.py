@@ -7,13 +7,18 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Callable, Sequence
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple, TypeAlias
 
 import keras
 import tensorflow as tf
 
 if TYPE_CHECKING:
     from keras_psplus.updates.accumulation import Form
+
+
+Grads: TypeAlias = Sequence[tf.Tensor | tf.IndexedSlices | None]
+# Applies gradients to variables.
+Apply: TypeAlias = Callable[[Sequence[Any], Sequence[keras.Variable]], Any]
 
 
 class Context(NamedTuple):
@@ -49,11 +54,7 @@ class ReplicaUpdates:
     """Base class of what an update rule does on one replica."""
 
     def on_gradients(
-        self,
-        step: Any,
-        grads: Sequence[tf.Tensor | tf.IndexedSlices | None],
-        variables: Sequence[keras.Variable],
-        apply: Callable[[Sequence[Any], Sequence[keras.Variable]], Any],
+        self, step: Any, grads: Grads, variables: Sequence[keras.Variable], apply: Apply
     ) -> None:
         """Takes the gradients of one batch, while a step is traced.
 
@@ -70,9 +71,7 @@ class ReplicaUpdates:
         """
         raise NotImplementedError
 
-    def on_finish(
-        self, step: Any, apply: Callable[[Sequence[Any], Sequence[keras.Variable]], Any]
-    ) -> None:
+    def on_finish(self, step: Any, apply: Apply) -> None:
         """Has everything applied that is still to be, and leaves all replicas the same weights.
 
         It is called before weights are read: at the end of `fit`, before validation, for saving.

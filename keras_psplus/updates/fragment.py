@@ -3,23 +3,29 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import Any, Protocol
 
 import keras
 import tensorflow as tf
 
 from keras_psplus.tf_internals.own_copy import own_copy
 
-if TYPE_CHECKING:
-    from keras_psplus.updates.diloco import DiLoCo
-    from keras_psplus.updates.local_sgd import LocalSGD
+
+class LocalPolicy(Protocol):
+    """Numbers of a rule by which replicas step alone: `LocalSGD` or `DiLoCo`."""
+
+    every: int
+    start_step: int
+    fragments: int
+    overlap_steps: int
+    alpha: float
 
 
 class Fragment:
     """Averages what one replica's variables have changed by, and steps along the mean.
 
     Args:
-        policy: `Updates` with `overlap_steps` and `alpha`.
+        policy: The rule.
         states: `States` of the replica.
         name: What tells it from others of the same optimizer.
         variables: List of Keras variables.
@@ -33,7 +39,7 @@ class Fragment:
 
     def __init__(
         self,
-        policy: LocalSGD | DiLoCo,
+        policy: LocalPolicy,
         states: Any,
         name: str,
         variables: list[keras.Variable],

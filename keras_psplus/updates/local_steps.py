@@ -2,30 +2,26 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from typing import TYPE_CHECKING, Any
+from collections.abc import Sequence
+from typing import Any
 
 import keras
 import tensorflow as tf
 
-from keras_psplus.updates.base import Context, ReplicaUpdates
-from keras_psplus.updates.fragment import Fragment
+from keras_psplus.updates.base import Apply, Context, Grads, ReplicaUpdates
+from keras_psplus.updates.fragment import Fragment, LocalPolicy
 from keras_psplus.updates.values import map_values
-
-if TYPE_CHECKING:
-    from keras_psplus.updates.diloco import DiLoCo
-    from keras_psplus.updates.local_sgd import LocalSGD
 
 
 class LocalSteps(ReplicaUpdates):
     """Applies a replica's own gradients of some variables, and has fragments of them averaged.
 
     Args:
-        policy: `Updates` with `every`, `start_step`, `fragments`, `overlap_steps` and `alpha`.
+        policy: The rule.
         context: `base.Context`, whose parts are the fragments.
     """
 
-    def __init__(self, policy: LocalSGD | DiLoCo, context: Context) -> None:
+    def __init__(self, policy: LocalPolicy, context: Context) -> None:
         states, name, _, _, parts, averaged, sums, self._group_sums = context
         assert sums is not None, "an engine gives it to each rule that averages weights"
         self._policy = policy
@@ -39,11 +35,7 @@ class LocalSteps(ReplicaUpdates):
         self._fragments[-1].averaged = averaged
 
     def on_gradients(
-        self,
-        step: Any,
-        grads: Sequence[tf.Tensor | tf.IndexedSlices | None],
-        variables: Sequence[keras.Variable],
-        apply: Callable[[Sequence[Any], Sequence[keras.Variable]], Any],
+        self, step: Any, grads: Grads, variables: Sequence[keras.Variable], apply: Apply
     ) -> None:
         start = self._policy.start_step
         if not start:
@@ -57,9 +49,7 @@ class LocalSteps(ReplicaUpdates):
             lambda: self._alone(step, grads, variables, apply),
         )
 
-    def on_finish(
-        self, step: Any, apply: Callable[[Sequence[Any], Sequence[keras.Variable]], Any]
-    ) -> None:
+    def on_finish(self, step: Any, apply: Apply) -> None:
         def finish() -> None:
             for fragment in self._fragments:
                 fragment.finish(step)
@@ -68,11 +58,7 @@ class LocalSteps(ReplicaUpdates):
         tf.cond(self._count.read_value() > 0, finish, lambda: None)
 
     def _alone(
-        self,
-        step: Any,
-        grads: Sequence[tf.Tensor | tf.IndexedSlices | None],
-        variables: Sequence[keras.Variable],
-        apply: Callable[[Sequence[Any], Sequence[keras.Variable]], Any],
+        self, step: Any, grads: Grads, variables: Sequence[keras.Variable], apply: Apply
     ) -> None:
         every, fragments = self._policy.every, self._fragments
         first = self._count.read_value() == 0
@@ -94,10 +80,7 @@ class LocalSteps(ReplicaUpdates):
             tf.cond(due, lambda fragment=fragment: fragment.send(step), lambda: None)
 
     def _of_own_rows(
-        self,
-        step: Any,
-        grads: Sequence[tf.Tensor | tf.IndexedSlices | None],
-        variables: Sequence[keras.Variable],
+        self, step: Any, grads: Grads, variables: Sequence[keras.Variable]
     ) -> list[tf.Tensor | tf.IndexedSlices | None]:
         """The gradients of the mean over the replica's own rows; with groups, over its group's."""
         if self._group_sums is None:

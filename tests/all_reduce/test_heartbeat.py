@@ -12,7 +12,7 @@ from keras_psplus.all_reduce.liveness import heartbeat
 from keras_psplus.all_reduce.liveness.heartbeat import HeartbeatWatch, Silence
 from keras_psplus.cluster.config import TaskConfig
 from keras_psplus.cluster.startup import peer_sampling
-from keras_psplus.cluster.wire.unresponsive import is_silent, place_of
+from keras_psplus.cluster.wire.unresponsive import ANSWERS, GONE, SILENT, is_silent, places_of
 from keras_psplus.core.jobs import error_report, failure
 
 
@@ -60,13 +60,13 @@ def listening():
 
 def test_who_accepts_and_says_nothing_is_silent_and_who_is_gone_is_not():
     with listening() as (server, address):
-        assert is_silent(place_of(address), 0.2)
+        assert is_silent(places_of(address), 0.2)
         server.accept()[0].close()
         with socket.create_connection(server.getsockname()):
             pass
-    assert not is_silent(place_of(address), 5)
-    assert not is_silent(place_of("no-such-host.invalid:1"), 5)
-    assert not is_silent(place_of(f"{'x' * 70}:1"), 5)
+    assert not is_silent(places_of(address), 5)
+    assert not is_silent(places_of("no-such-host.invalid:1"), 5)
+    assert not is_silent(places_of(f"{'x' * 70}:1"), 5)
 
 
 TASK = TaskConfig({"worker": ("127.0.0.1:1", "127.0.0.1:2")}, "worker", 0)
@@ -153,13 +153,13 @@ def test_nobody_is_asked_while_steps_go_on(monkeypatch):
 
 def test_what_does_not_answer_just_now_is_waited_for(monkeypatch):
     task = TaskConfig({"worker": ("a:1", "a:2", "a:3")}, "worker", 0)
-    states = [("worker-1", "a:2", failure._SILENT), ("worker-2", "a:3", None)]
+    states = [("worker-1", "a:2", SILENT), ("worker-2", "a:3", ANSWERS)]
     monkeypatch.setattr(failure, "_states", lambda task: states)
     monkeypatch.setattr(failure, "_failed_at", None)
     error = TimeoutError("no answer")
     failure.raise_if_peer_gone(task, error, ())
     with pytest.raises(failure.PeerLostError, match=r"^worker-1 \(a:2\) stopped"):
         failure.raise_if_peer_gone(task, error, ("worker-1",))
-    states[1] = ("worker-2", "a:3", failure._GONE)
+    states[1] = ("worker-2", "a:3", GONE)
     with pytest.raises(failure.PeerLostError, match=r"^worker-2 \(a:3\) stopped"):
         failure.raise_if_peer_gone(task, error, ())

@@ -2,7 +2,10 @@
 
 import json
 import os
+import signal
 import socket
+import subprocess
+import sys
 import threading
 import time
 
@@ -13,6 +16,7 @@ from keras_psplus.cluster.channel import server as server_module
 from keras_psplus.cluster.channel import sessions as sessions_module
 from keras_psplus.cluster.channel import tls
 from keras_psplus.cluster.channel.client import ChannelClient, ChannelError
+from keras_psplus.cluster.channel.connection_watch import ConnectionWatch
 from keras_psplus.cluster.channel.server import METHOD, ChannelServer
 from keras_psplus.cluster.channel.sessions import (
     AnotherProcessError,
@@ -22,7 +26,7 @@ from keras_psplus.cluster.channel.sessions import (
     Session,
 )
 from keras_psplus.cluster.config import ClusterConfigError, TaskConfig
-from keras_psplus.cluster.environment import TOKEN_VARIABLE
+from keras_psplus.cluster.environment import TOKEN_VARIABLE, python_path
 from keras_psplus.cluster.ports import control_address, free_ports
 from keras_psplus.cluster.secret import Secret
 from keras_psplus.cluster.startup import preflight
@@ -190,6 +194,61 @@ def test_garbage_and_silence_are_bounded(monkeypatch):
                 pass
             connection.close()
         assert not echo.refused and [body for body, _ in echo.heard] == ["x"]
+
+
+SERVER = """
+import sys, time
+from keras_psplus.cluster.channel.server import ChannelServer
+from keras_psplus.cluster.channel.sessions import Authenticator
+from keras_psplus.cluster.secret import Secret
+
+gate = Authenticator(Secret("of the job"), "")
+server = ChannelServer(sys.argv[1], gate, lambda body, host: body)
+print("listens", flush=True)
+time.sleep(300)
+"""
+
+
+def wait_for(condition, seconds=60):
+    end = time.monotonic() + seconds
+    while not condition():
+        assert time.monotonic() < end
+        time.sleep(0.02)
+
+
+def test_a_stopped_and_a_killed_task_are_silent_until_they_are_there_again():
+    (port,) = free_ports(1)
+    address = f"127.0.0.1:{port}"
+
+    def start():
+        command = [sys.executable, "-c", SERVER, address]
+        environment = {**os.environ, "PYTHONPATH": python_path(os.environ)}
+        process = subprocess.Popen(command, stdout=subprocess.PIPE, env=environment)
+        assert process.stdout.readline() == b"listens\n"
+        return process
+
+    server = start()
+    # Nobody has ever been at the other address.
+    watch = ConnectionWatch({"ps-0": address, "ps-1": f"127.0.0.1:{port + 1}"}, timeout=1.0)
+    try:
+        assert watch.wait_for_connection("ps-0", 0) == 1
+        time.sleep(2)
+        assert watch.silences() == {}
+        # Its kernel goes on accepting connections.
+        server.send_signal(signal.SIGSTOP)
+        wait_for(lambda: watch.silences().get("ps-0", 0.0) > 1.0)
+        server.send_signal(signal.SIGCONT)
+        made = watch.wait_for_connection("ps-0", 1)
+        assert watch.silences() == {}
+        server.kill()
+        wait_for(lambda: [*watch.silences()] == ["ps-0"])
+        server.wait()
+        server = start()
+        assert watch.wait_for_connection("ps-0", made) > made
+    finally:
+        watch.close()
+        server.kill()
+        server.wait()
 
 
 def test_a_fork_of_a_process_with_a_channel_says_what_it_cannot():

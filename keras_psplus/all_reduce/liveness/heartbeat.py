@@ -3,7 +3,9 @@
 TensorFlow's coordination service sends heartbeats at half of its timeout, so that a worker that
 stops counts as dead after anything between half of it and the whole; the first worker, which has
 the service, after what is left of a call. Here the workers ask each other as often as the figure
-needs, and TensorFlow's service is given `service_seconds`, with which it is always later.
+needs, and TensorFlow's service is given `service_seconds`, with which it is always later. Workers
+have no port but TensorFlow's while they train, and so no control channel with a keepalive; and
+while steps go on, nothing is sent.
 """
 
 from __future__ import annotations
@@ -18,7 +20,7 @@ import tensorflow as tf
 
 from keras_psplus.cluster.config import TaskConfig, task_name
 from keras_psplus.cluster.startup.peer_sampling import is_large, neighbours
-from keras_psplus.cluster.wire.unresponsive import is_silent, place_of
+from keras_psplus.cluster.wire.unresponsive import is_silent, places_of
 from keras_psplus.core.jobs import error_report, failure
 from keras_psplus.log import logger
 from keras_psplus.tf_internals import context
@@ -113,7 +115,7 @@ class HeartbeatWatch:
         ).start()
 
     def _run(self, progress: Progress) -> None:
-        places = {name: place_of(address) for name, address in self._addresses.items()}
+        places = {name: places_of(address) for name, address in self._addresses.items()}
         silence = Silence(self._timeout, self._answer)
         entered: int | None = None
         with concurrent.futures.ThreadPoolExecutor(min(_MOST_THREADS, len(places))) as pool:

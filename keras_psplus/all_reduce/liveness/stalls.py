@@ -25,7 +25,7 @@ if TYPE_CHECKING:
 _ASK_SECONDS = 0.5
 
 
-class StallProbe:
+class StallProbe(stalls.StallProbe):
     """Probe of `stalls.Inspector` on a worker.
 
     Args:
@@ -35,7 +35,8 @@ class StallProbe:
     """
 
     def __init__(self, task: TaskConfig, progress: Progress, marks: StepMarks) -> None:
-        self._task, self._progress, self._marks = task, progress, marks
+        super().__init__(task.name, progress)
+        self._task, self._marks = task, marks
         self._others = {
             task_name(job, index): address
             for job, index, address in task.peers(("chief", "worker"))
@@ -46,19 +47,16 @@ class StallProbe:
         self._calling: threading.Thread | None = None
 
     def look(self) -> dict[int, PendingWait]:
-        """Waits that are pending at present, by step."""
-        at, entered = self._progress.at, self._progress.entered
+        waits, entered = super().look(), self._progress.entered
         if self._posted is not None and self._posted[0] != entered:
             self._withdraw()
-        if at is None:
-            return {}
-        if entered == self._last:
-            self._post(entered)
-        self._last = entered
-        return {entered: PendingWait(f"{self._task.name} at {at}", lambda: self.describe(entered))}
+        if waits:
+            if entered == self._last:
+                self._post(entered)
+            self._last = entered
+        return waits
 
     def describe(self, entered: int) -> str:
-        """Says what is waited for, and who is missing."""
         return f"a collective; not arrived: {self.missing(entered)}"
 
     def missing(self, entered: int) -> str:

@@ -23,7 +23,7 @@ stays the replica's: there, a gradient is that of the mean over the replica's ro
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
 
 import tensorflow as tf
 
@@ -35,8 +35,6 @@ from keras_psplus.updates import map_values
 
 if TYPE_CHECKING:
     import keras
-
-    from keras_psplus.all_reduce.step.replica_step import MirroredReplicaStep
 
 
 class Summed(NamedTuple):
@@ -51,11 +49,27 @@ class Summed(NamedTuple):
     whole: set[int]
 
 
+class TapedStep(Protocol):
+    """Replica's step, as its tape's gradients need it: a `MirroredReplicaStep`."""
+
+    @property
+    def graph(self) -> tf.Graph: ...
+
+    @property
+    def has_batch_fraction(self) -> bool: ...
+
+    def scale_by_batch_fraction(self, value: tf.Tensor) -> tf.Tensor: ...
+
+    def unscale_by_batch_fraction(self, value: tf.Tensor) -> tf.Tensor: ...
+
+    def zero_if_empty(self, tensors: list[Any]) -> list[Any]: ...
+
+
 class TapeGradients:
     """The gradients that the tape has given in one replica's step.
 
     Args:
-        step: `all_reduce.step.replica_step.MirroredReplicaStep`.
+        step: The replica's step.
         sum_parts: Function of gradients, their Keras variables and an optimizer (None where there
             is none, or where its compressors cannot be used) that sums over the replicas.
         sums_eagerly: Whether eager gradients are summed at once. Otherwise compressors, or
@@ -64,7 +78,7 @@ class TapeGradients:
 
     def __init__(
         self,
-        step: MirroredReplicaStep,
+        step: TapedStep,
         sum_parts: Callable[..., Any] | None,
         sums_eagerly: bool = True,
     ) -> None:

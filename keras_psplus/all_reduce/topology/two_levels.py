@@ -37,13 +37,13 @@ from keras_psplus.all_reduce.collectives.operations import Launcher
 from keras_psplus.all_reduce.reduction import routes
 from keras_psplus.all_reduce.reduction.compressed import CompressedSum
 from keras_psplus.all_reduce.reduction.replica_states import ReplicaStates
-from keras_psplus.all_reduce.reduction.traffic import TensorTraffic, TrafficVariables
 from keras_psplus.all_reduce.topology import group_routes, hop_turns, shards
 from keras_psplus.all_reduce.topology.hop_turns import HopOrder
 from keras_psplus.all_reduce.topology.hops import Hops
 from keras_psplus.all_reduce.topology.levels import Levels
 from keras_psplus.compression import kernels
 from keras_psplus.core.graph.stand_ins import Gradient
+from keras_psplus.core.graph.traffic import TensorTraffic, TrafficVariables
 
 _Sums: TypeAlias = tuple[list[tf.Tensor], list[TensorTraffic]]
 
@@ -61,6 +61,25 @@ class _Part(NamedTuple):
     number: int
     tensor: tf.Tensor
     variable: Any
+
+
+class _Bucket(NamedTuple):
+    """Gradients of one dtype that are sent together.
+
+    Attributes:
+        tensors: The gradients.
+        variables: Their variables.
+        compressed: Whether they are compressed inside the group.
+        step: Number of the step.
+        inside, between: The turns on both hops.
+    """
+
+    tensors: list[tf.Tensor]
+    variables: list[Any]
+    compressed: bool
+    step: tf.Tensor
+    inside: HopOrder
+    between: HopOrder
 
 
 class TwoLevelSum:
@@ -134,7 +153,7 @@ class TwoLevelSum:
         ):
             tensors, owners = [p.tensor for p in bucket], [p.variable for p in bucket]
             tensors = inside.wait(tensors)
-            sums, counted = sum_bucket(tensors, owners, compressed, step, inside, between)
+            sums, counted = sum_bucket(_Bucket(tensors, owners, compressed, step, inside, between))
             for part, total, entry in zip(bucket, sums, counted, strict=True):
                 results[part.number].append((total, entry))
         for i, pieces in results.items():
@@ -142,7 +161,7 @@ class TwoLevelSum:
             summed[i] = totals[0]
             if len(totals) > 1:
                 summed[i] = tf.reshape(tf.concat(totals, 0), grads[i].shape)
-            entries[i] = TensorTraffic(*costs[0][:2], *map(sum, zip(*(e[2:] for e in costs))))
+            entries[i] = TensorTraffic(*costs[0][:2], *map(sum, zip(*(e[2:6] for e in costs))))
         if others:
             chosen = [grads[i] for i in others], [variables[i] for i in others]
             sums, of_ring = self._everyone.sum_and_count(*chosen, step)
@@ -187,18 +206,10 @@ class TwoLevelSum:
         turns.end(sums)
         return sums, entries
 
-    # Each way is given tensors of one dtype, their variables, whether they are compressed inside
-    # the group, and the turns on both hops; it returns sums, and what they have cost.
+    # Each way returns sums of a bucket, and what they have cost.
 
-    def _by_shards(
-        self,
-        tensors: list[tf.Tensor],
-        variables: list[Any],
-        compressed: bool,
-        step: tf.Tensor,
-        inside: HopOrder,
-        between: HopOrder,
-    ) -> _Sums:
+    def _by_shards(self, bucket: _Bucket) -> _Sums:
+        tensors, variables, compressed, step, inside, between = bucket
         hop, launcher = self._levels.within, self._levels.within.launcher
         cuts = [shards.Cut.of(tensor, hop.size) for tensor in tensors]
         rows = shards.rows_of(tensors, cuts)
@@ -239,15 +250,8 @@ class TwoLevelSum:
             )
         return sums, entries
 
-    def _by_leaders(
-        self,
-        tensors: list[tf.Tensor],
-        variables: list[Any],
-        compressed: bool,
-        step: tf.Tensor,
-        inside: HopOrder,
-        between: HopOrder,
-    ) -> _Sums:
+    def _by_leaders(self, bucket: _Bucket) -> _Sums:
+        tensors, variables, compressed, step, inside, between = bucket
         hop = self._levels.within
         assert self._inside is not None
         totals, entries = self._inside.sum_and_count(tensors, variables, step)

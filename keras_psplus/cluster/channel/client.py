@@ -1,14 +1,16 @@
 """Client of the control channel."""
 
+from collections.abc import Callable
 from typing import Any, Self
 
 from keras_psplus.cluster.channel import grpc_module
-from keras_psplus.cluster.channel.server import LONGEST, METHOD
+from keras_psplus.cluster.channel.server import LONGEST, METHOD, keepalive
 from keras_psplus.cluster.channel.tls import Tls
 
 # Of a server that has too many calls at once.
 BUSY = "RESOURCE_EXHAUSTED"
-_KEEPALIVE_SECONDS, _ALIVE_SECONDS = 15, 10
+_PING_SECONDS = 15.0
+_CONNECT_SECONDS = 5.0
 
 
 class ChannelError(OSError):
@@ -29,10 +31,11 @@ class ChannelClient:
     Args:
         address: The server's `host:port`.
         tls: `Tls` of this process, or None for a plain connection.
+        ping: Seconds after which the server is asked for a sign of life, and that it has for it.
     """
 
-    def __init__(self, address: str, tls: Tls | None) -> None:
-        self._address, self._tls = address, tls
+    def __init__(self, address: str, tls: Tls | None, ping: float = _PING_SECONDS) -> None:
+        self._address, self._tls, self._ping = address, tls, ping
         self._channel: Any = None
 
     def __enter__(self) -> Self:
@@ -58,13 +61,31 @@ class ChannelClient:
             raise ChannelError(
                 "INVALID_ARGUMENT", f"a message of {len(message)} bytes is larger than {LONGEST}"
             )
-        if self._channel is None:
-            self._channel = self._connect(grpc)
+        self._channel = self._channel or self._connect(grpc)
         try:
             answer = self._channel.unary_unary(METHOD)(message, timeout=timeout)
         except grpc.RpcError as error:
             raise ChannelError(error.code().name, error.details()) from None
         return answer.decode(errors="replace")
+
+    def watch(self, note: Callable[[bool], None]) -> None:
+        """Stays connected from now on, also while nothing is sent.
+
+        Args:
+            note: Function that a thread calls with True when the connection has been made, and with
+                False when it is broken or closed.
+        """
+        grpc = grpc_module.load()
+        self._channel = channel = self._channel or self._connect(grpc)
+
+        def on_change(state: Any) -> None:
+            note(state is grpc.ChannelConnectivity.READY)
+            if state is grpc.ChannelConnectivity.IDLE:
+                # The server has closed it: gRPC asks to be asked.
+                channel.subscribe(_ignore, try_to_connect=True)
+                channel.unsubscribe(_ignore)
+
+        channel.subscribe(on_change, try_to_connect=True)
 
     def _connect(self, grpc: Any) -> Any:
         options: list[tuple[str, int | str]] = [
@@ -72,8 +93,10 @@ class ChannelClient:
             ("grpc.enable_http_proxy", 0),
             ("grpc.use_local_subchannel_pool", 1),
             ("grpc.enable_retries", 0),
-            ("grpc.keepalive_time_ms", 1000 * _KEEPALIVE_SECONDS),
-            ("grpc.keepalive_timeout_ms", 1000 * _ALIVE_SECONDS),
+            *keepalive(self._ping, self._ping),
+            # While nothing is sent, too.
+            ("grpc.http2.max_pings_without_data", 0),
+            ("grpc.min_reconnect_backoff_ms", int(1000 * _CONNECT_SECONDS)),
             ("grpc.initial_reconnect_backoff_ms", 100),
             ("grpc.max_reconnect_backoff_ms", 1000),
         ]
@@ -82,3 +105,7 @@ class ChannelClient:
         if self._tls.name is not None:
             options.append(("grpc.ssl_target_name_override", self._tls.name))
         return grpc.secure_channel(self._address, self._tls.of_caller(), options)
+
+
+def _ignore(_: Any) -> None:
+    pass

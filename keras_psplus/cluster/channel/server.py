@@ -18,6 +18,8 @@ _THREADS, _MOST_CALLS = 8, 64
 LONGEST = 1 << 20  # bytes: what describes some thousand tasks or tables
 _HANDSHAKE_SECONDS, _IDLE_SECONDS, _KEEPALIVE_SECONDS, _ALIVE_SECONDS = 5, 40, 10, 10
 _MOST_CONNECTIONS = 4096
+# Of a client that asks more often, the connection is closed.
+LEAST_PING_SECONDS = 0.2
 
 
 class ChannelServer:
@@ -56,8 +58,8 @@ class ChannelServer:
                 ("grpc.max_allowed_incoming_connections", _MOST_CONNECTIONS),
                 ("grpc.server_handshake_timeout_ms", 1000 * _HANDSHAKE_SECONDS),
                 ("grpc.max_connection_idle_ms", 1000 * _IDLE_SECONDS),
-                ("grpc.keepalive_time_ms", 1000 * _KEEPALIVE_SECONDS),
-                ("grpc.keepalive_timeout_ms", 1000 * _ALIVE_SECONDS),
+                *keepalive(_KEEPALIVE_SECONDS, _ALIVE_SECONDS),
+                ("grpc.http2.min_ping_interval_without_data_ms", int(500 * LEAST_PING_SECONDS)),
             ],
         )
         answer = grpc.unary_unary_rpc_method_handler(self._answer)
@@ -87,6 +89,22 @@ class ChannelServer:
             self._hint,
             lambda: self._refuse(host),
         ).encode()
+
+
+def keepalive(seconds: float, timeout: float) -> list[tuple[str, int]]:
+    """gRPC's options by which a connection's end notices that the other is silent.
+
+    Args:
+        seconds: Seconds without a byte after which it pings.
+        timeout: Seconds that the other end has for the answer.
+    """
+    return [
+        ("grpc.keepalive_time_ms", int(1000 * seconds)),
+        ("grpc.keepalive_timeout_ms", int(1000 * timeout)),
+        # By this one, of a minute, newer versions wait for the answer.
+        ("grpc.http2.ping_timeout_ms", int(1000 * timeout)),
+        ("grpc.keepalive_permit_without_calls", 1),
+    ]
 
 
 def _host_of(peer: str) -> str:

@@ -10,6 +10,7 @@ from typing import Any
 
 from keras_psplus.arguments import seconds
 from keras_psplus.cluster.monitor import task_report
+from keras_psplus.cluster.monitor.progress import Progress
 from keras_psplus.cluster.wire import handshake
 from keras_psplus.log import logger
 
@@ -63,6 +64,33 @@ class PendingWait:
     what: str
     describe: Callable[[], str]
     since: float | None = None
+
+
+class StallProbe:
+    """Probe of `Inspector`: the present step of a process.
+
+    Args:
+        who: Name of the process.
+        progress: Its `Progress`.
+    """
+
+    def __init__(self, who: str, progress: Progress) -> None:
+        self._who, self._progress = who, progress
+
+    def look(self) -> dict[int, PendingWait]:
+        """Waits that are pending at present, by step."""
+        at, entered = self._progress.at, self._progress.entered
+        if at is None:
+            return {}
+        return {entered: PendingWait(f"{self._who} at {at}", lambda: self.describe(entered))}
+
+    def describe(self, entered: int) -> str:
+        """Describes what a step waits for, and who is missing.
+
+        Args:
+            entered: The step's number, `Progress.entered`.
+        """
+        raise NotImplementedError
 
 
 class Inspector:

@@ -12,6 +12,7 @@ from keras_psplus.cluster.channel.client import BUSY, ChannelClient, ChannelErro
 from keras_psplus.cluster.channel.sessions import JobSecret, RefusedError, Session
 from keras_psplus.cluster.config import split_address
 from keras_psplus.cluster.environment import TOKEN_VARIABLE
+from keras_psplus.cluster.wire import unresponsive
 from keras_psplus.cluster.wire.identity import PeerIdentity
 
 ANSWER_TIMEOUT = 2.0  # a peer that accepts and stays silent runs another server: it is up
@@ -138,12 +139,8 @@ def listens(address: str, timeout: float = 2.0) -> bool:
 
 def grpc_responds(address: str, timeout: float) -> bool:
     """Whether a gRPC server answers, which speaks first."""
-    try:
-        with connect(address, timeout) as connection:
-            connection.settimeout(timeout)
-            return bool(connection.recv(1))
-    except OSError:
-        return False
+    places = unresponsive.places_of(address)
+    return unresponsive.state_of(places, timeout) == unresponsive.ANSWERS
 
 
 def tensorflow_responds(address: str, timeout: float) -> bool:

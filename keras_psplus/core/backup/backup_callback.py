@@ -106,7 +106,7 @@ def save(
     engine.backup_writer.finish()
     engine.settle(model)
     on_servers = tables.any_of(model)
-    with backup_files.translate_file_errors(callback, OSError):
+    with backup_files.translate_file_errors(callback, (OSError,)):
         worker_files = engine.worker_files.save(
             model,
             callback.backup_dir,

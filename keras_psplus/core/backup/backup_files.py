@@ -21,7 +21,7 @@ import tensorflow as tf
 
 from keras_psplus.core.backup import backup_states, ended_backups
 from keras_psplus.core.base.optimizers import optimizers_of
-from keras_psplus.files import atomic, ownership
+from keras_psplus.files import atomic, file_errors, ownership
 from keras_psplus.keras_internals.keras_parts import file_utils
 
 if TYPE_CHECKING:
@@ -56,7 +56,7 @@ def written(
             file_utils.join(writing, _name_of(path)) for path in finals
         )
         # What TensorFlow raises here is about variables of other tasks.
-        with translate_file_errors(callback, OSError):
+        with translate_file_errors(callback, (OSError,)):
             _check_room(needed, writing)
             yield writing
         with translate_file_errors(callback):
@@ -71,11 +71,10 @@ def written(
     _put_in_place(callback, callback.double_checkpoint)
 
 
-@contextlib.contextmanager
 def translate_file_errors(
     callback: keras.callbacks.BackupAndRestore,
-    errors: type[Exception] | tuple[type[Exception], ...] = (OSError, tf.errors.OpError),
-) -> Iterator[None]:
+    errors: tuple[type[Exception], ...] = file_errors.ERRORS,
+) -> contextlib.AbstractContextManager[None]:
     """Says what to do about a disk that is full or that cannot be written.
 
     Args:
@@ -85,17 +84,14 @@ def translate_file_errors(
     Raises:
         OSError: In place of what TensorFlow or the system raises.
     """
-    try:
-        yield
-    except ownership.FolderInUseError:
-        raise
-    except errors as error:
-        reason = getattr(error, "message", None) or f"{error}"
-        raise OSError(
+    return file_errors.translated(
+        lambda reason: (
             f"BackupAndRestore's state could not be written to {callback.backup_dir}; the one "
             "before stays, if there was one. Make room on that disk, or see to its rights, and "
             f"start the job again. Received: {reason}"
-        ) from error
+        ),
+        errors,
+    )
 
 
 def use_previous(callback: keras.callbacks.BackupAndRestore) -> None:

@@ -21,7 +21,7 @@ import tensorflow as tf
 from keras_psplus.cluster.config import TaskConfig, task_name
 from keras_psplus.cluster.monitor import task_report
 from keras_psplus.cluster.wire import handshake
-from keras_psplus.cluster.wire.unresponsive import is_silent, place_of
+from keras_psplus.cluster.wire.unresponsive import ANSWERS, GONE, SILENT, places_of, state_of
 from keras_psplus.core.jobs import error_report
 from keras_psplus.errors import PeerLostError
 from keras_psplus.log import logger
@@ -50,7 +50,6 @@ LOST, REFUSED = "keras_psplus lost: ", "keras_psplus refused: "
 _SAID = re.compile(f"({LOST}|{REFUSED})(.*)")
 _ENDED = re.compile(rf"{error_report.ENDED}(\S+ \((\S+)\) has ended [^.]*)\. Received: (.*)")
 _PROBE_SECONDS = 3.0
-_SILENT, _GONE = "silent", "gone"
 # How long a failed process stays, so that the others can tell it from the dead one.
 _LINGER_SECONDS = 2 * _PROBE_SECONDS
 _POLL_SECONDS = 0.1
@@ -118,7 +117,7 @@ def raise_if_peer_gone(task: TaskConfig, error: BaseException, silent: Collectio
     """
     names = {task_name(job, index): address for job, index, address in task.peers()}
     lost = [(name, address) for name, address in names.items() if name in silent]
-    lost = lost or [(name, address) for name, address, state in _states(task) if state == _GONE]
+    lost = lost or [(name, address) for name, address, state in _states(task) if state == GONE]
     if lost:
         _raise_peer_lost(task, ", ".join(f"{name} ({address})" for name, address in lost), error)
 
@@ -221,41 +220,32 @@ def _wait_for_end(address: str, failed_at: float) -> None:
 
 def _lost_peers(task: TaskConfig) -> list[tuple[str, str]]:
     """Tasks that do not answer, workers first, as `(name, address)`."""
-    return [(name, address) for name, address, state in _states(task) if state is not None]
+    return [(name, address) for name, address, state in _states(task) if state != ANSWERS]
 
 
-def _states(task: TaskConfig) -> list[tuple[str, str, str | None]]:
-    """States of the other tasks, workers first, as `(name, address, state)`.
-
-    The state of a task that answers is None.
-    """
+def _states(task: TaskConfig) -> list[tuple[str, str, str]]:
+    """States of the other tasks, workers first, as `(name, address, state)`."""
     peers = task.peers()
 
-    def state_of(peer: tuple[str, int, str]) -> str | None:
+    def ask(peer: tuple[str, int, str]) -> str:
         job, index, address = peer
-        if job == "ps":
-            # Who has lost a server ends soon, and would be all that the others see.
-            state = silent_or_gone(address)
-            return (
-                state
-                if state == _SILENT or not handshake.grpc_responds(address, _PROBE_SECONDS)
-                else None
-            )
-        try:
-            context.context().check_collective_ops_peer_health(
-                f"/job:{job}/replica:0/task:{index}", timeout_in_ms=int(_PROBE_SECONDS * 1000)
-            )
-            return None
-        except tf.errors.DeadlineExceededError:
-            return _SILENT
-        except tf.errors.OpError:
-            return silent_or_gone(address)
-
-    def silent_or_gone(address: str) -> str:
-        return _SILENT if is_silent(place_of(address), _PROBE_SECONDS) else _GONE
+        if job != "ps":
+            try:
+                context.context().check_collective_ops_peer_health(
+                    f"/job:{job}/replica:0/task:{index}", timeout_in_ms=int(_PROBE_SECONDS * 1000)
+                )
+                return ANSWERS
+            except tf.errors.DeadlineExceededError:
+                return SILENT
+            except tf.errors.OpError:
+                pass
+        # Who has lost a server ends soon, and would be all that the others see.
+        state = state_of(places_of(address), _PROBE_SECONDS)
+        is_lost = job != "ps" and state == ANSWERS
+        return GONE if is_lost else state
 
     with concurrent.futures.ThreadPoolExecutor(min(_MOST_THREADS, len(peers))) as pool:
-        states = list(pool.map(state_of, peers))
+        states = list(pool.map(ask, peers))
     return [(task_name(job, i), address, state) for (job, i, address), state in zip(peers, states)]
 
 

@@ -1,15 +1,16 @@
 """Restores a restarted parameter server from the last backup.
 
 With `sync=False` only: the workers repeat the calls that failed, and continue with rows that lack
-the last updates. A synchronous job cannot continue.
+the last updates. A synchronous job cannot continue. A server's control channel is connected once
+more when it has been started again, or was cut off.
 """
 
 import threading
 import time
 from typing import Any
 
-from keras_psplus.cluster.serving.serve import wait_for_close
-from keras_psplus.cluster.wire import handshake
+from keras_psplus.cluster.channel.connection_watch import ConnectionWatch
+from keras_psplus.cluster.ports import control_address
 from keras_psplus.errors import TableServerError
 from keras_psplus.hybrid.files.server_tables import ServerTables
 from keras_psplus.hybrid.rpc.control_link import ControlLink
@@ -37,13 +38,10 @@ class Recovery:
             threading.Thread(target=self._watch, args=(index,), daemon=True).start()
 
     def _watch(self, index: int) -> None:
-        name, address = self._servers.peers[index]
+        (name, address), made = self._servers.peers[index], 0
+        connections = ConnectionWatch({name: control_address(address)}, self._timeout)
         while True:
-            wait_for_close(address)
-            time.sleep(_POLL_SECONDS)
-            # A link whose call has failed waits longer each time.
-            if not handshake.listens(address):
-                continue
+            made = connections.wait_for_connection(name, made)
             try:
                 link = self._servers.find_restarted(index)
                 if link is not None:

@@ -4,8 +4,6 @@ from __future__ import annotations
 
 from typing import Any, NamedTuple
 
-import tensorflow as tf
-
 from keras_psplus.core.batch import batches
 from keras_psplus.keras_internals.keras_parts import tree
 from keras_psplus.pipeline.base import microbatches
@@ -67,9 +65,7 @@ def join(parts: CutBatch, structure: Any, count: int, step: Any) -> Any:
         pieces, first = [], [0] * len(leaf)
         for i, (begin, end) in enumerate(bounds):
             pipeline, size = i % len(leaf), end - begin
-            piece = batches.take(leaf[pipeline], first[pipeline], first[pipeline] + size)
-            if isinstance(piece, tf.Tensor):
-                piece.set_shape([size, *piece.shape[1:]])
+            piece = microbatches.cut(leaf[pipeline], first[pipeline], first[pipeline] + size)
             first[pipeline] += size
             pieces.append(piece)
         return microbatches.concat(pieces), pieces

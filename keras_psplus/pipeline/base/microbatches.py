@@ -55,6 +55,14 @@ def with_unknown_rows(leaf: Any) -> Any:
     return other
 
 
+def cut(leaf: Any, first: int, end: int) -> Any:
+    """Slices rows of a tensor, whose number is known from then on."""
+    own = batches.take(leaf, first, end)
+    if isinstance(own, tf.Tensor):
+        own.set_shape([end - first, *own.shape[1:]])
+    return own
+
+
 def take(
     structure: Any,
     rows: int,
@@ -74,20 +82,14 @@ def take(
         parts: Dict from ids of tensors to the micro-batch's known parts of them.
     """
 
-    def cut(leaf: Any) -> Any:
-        own = batches.take(leaf, first, end)
-        if isinstance(own, tf.Tensor):
-            own.set_shape([end - first, *own.shape[1:]])
-        return own
-
     def part(leaf: Any) -> Any:
         if not has_rows(leaf) or rows_of_leaf(leaf) != rows:
             return leaf
         if id(leaf) in parts:
             return parts[id(leaf)]
-        own, mask = cut(leaf), get_keras_mask(leaf)
+        own, mask = cut(leaf, first, end), get_keras_mask(leaf)
         if mask is not None:
-            set_keras_mask(own, cut(mask))
+            set_keras_mask(own, cut(mask, first, end))
         return own
 
     return tree.map_structure(part, structure)

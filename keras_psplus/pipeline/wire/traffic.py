@@ -8,20 +8,20 @@ known only when the step runs: those are measured where they are.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator
 from typing import Any, NamedTuple
 
 import tensorflow as tf
 
 from keras_psplus.communication import Traffic
 from keras_psplus.compression import Compressor
+from keras_psplus.core.graph.traffic import TensorTraffic, TrafficVariables
 from keras_psplus.pipeline.base import needed
 from keras_psplus.pipeline.base.stages import Stages
 from keras_psplus.pipeline.graph import devices
 from keras_psplus.pipeline.replicas.copies import Copies
 from keras_psplus.pipeline.replicas.pipeline_sums import ReplicaTransfer
 from keras_psplus.tf_internals import framework_ops as ops
-from keras_psplus.tf_internals import resource_variable_ops
 
 # Path, direction and description of the compressor, as in `Traffic`.
 _Key = tuple[str, str, str | None]
@@ -56,8 +56,7 @@ class PipelineTraffic:
 
     def __init__(self, host: str, stages: Stages, copies: Copies) -> None:
         self._host, self._stages, self._copies = host, stages, copies
-        # By what a step sends: logical and compressed bytes of each.
-        self._totals: dict[tuple[_Key, ...], tf.Variable] = {}
+        self._totals = TrafficVariables(host)
 
     def count(
         self,
@@ -77,29 +76,19 @@ class PipelineTraffic:
         sent = _Names(self._copies, graph, crossings, encoded).by_key(
             sorted(_sent(graph, results, self._stages), key=_order)
         )
-        if not sent:
-            return
-        numbers = [[_bytes(tensors) for tensors in pair] for pair in sent.values()]
-        with ops.device(self._host):
-            keys = tuple(sent)
-            if keys not in self._totals:
-                with ops.init_scope(), ops.device(self._host):
-                    zeros = tf.zeros([len(keys), 2], tf.int64)
-                    variable = resource_variable_ops.ResourceVariable(zeros, trainable=False)
-                self._totals[keys] = variable
-            self._totals[keys].assign_add(_as_tensor(numbers), read_value=False)
+        entries = []
+        for (path, direction, compressor), tensors in sent.items():
+            logical, compressed = (_bytes(one, self._host) for one in tensors)
+            entries.append(
+                TensorTraffic(
+                    path, compressor, logical, compressed, wire=compressed, direction=direction
+                )
+            )
+        self._totals.add(entries)
 
     def traffic(self) -> list[Traffic]:
         """List of `Traffic`, of all workers together."""
-        sums: dict[_Key, tuple[int, int]] = {}
-        for keys, variable in list(self._totals.items()):
-            for key, (logical, compressed) in zip(keys, variable.numpy().tolist()):
-                before = sums.get(key, (0, 0))
-                sums[key] = before[0] + logical, before[1] + compressed
-        return [
-            Traffic(*key, logical, compressed, wire_bytes=compressed)
-            for key, (logical, compressed) in sums.items()
-        ]
+        return self._totals.traffic()
 
 
 class _Transfer(NamedTuple):
@@ -201,8 +190,8 @@ class _Names:
         return f"pipeline {source} -> pipeline {destination}", direction
 
 
-def _bytes(tensors: Iterable[tf.Tensor]) -> tuple[int, list[tf.Tensor]]:
-    """Bytes of some tensors: an int, and a scalar per device with unknown shapes."""
+def _bytes(tensors: Iterable[tf.Tensor], host: str) -> int | tf.Tensor:
+    """Bytes of some tensors: an int, or a scalar, as some shapes are unknown."""
     known = 0
     measured: dict[str, list[tf.Tensor]] = {}
     for tensor in tensors:
@@ -217,15 +206,7 @@ def _bytes(tensors: Iterable[tf.Tensor]) -> tuple[int, list[tf.Tensor]]:
     for device, sizes in measured.items():
         with ops.device(device):
             totals.append(tf.add_n(sizes))
-    return known, totals
-
-
-def _as_tensor(numbers: Sequence[Sequence[tuple[int, list[tf.Tensor]]]]) -> tf.Tensor:
-    if not any(measured for pair in numbers for _, measured in pair):
-        return tf.constant([[known for known, _ in pair] for pair in numbers], tf.int64)
-    return tf.stack(
-        [
-            tf.stack([tf.add_n([tf.constant(known, tf.int64), *measured]) for known, measured in p])
-            for p in numbers
-        ]
-    )
+    if not totals:
+        return known
+    with ops.device(host):
+        return tf.add_n([tf.constant(known, tf.int64), *totals])

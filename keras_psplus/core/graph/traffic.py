@@ -1,4 +1,4 @@
-"""Counts what one replica's gradients cost on the wire, in the graph."""
+"""Counts what a step sends, in its graph."""
 
 from __future__ import annotations
 
@@ -11,6 +11,9 @@ from keras_psplus.communication import Traffic
 from keras_psplus.tf_internals import framework_ops as ops
 from keras_psplus.tf_internals import resource_variable_ops
 
+# Path, direction and compressor, as in `Traffic`.
+_Key = tuple[str, str, str | None]
+
 
 class TensorTraffic(NamedTuple):
     """Bytes of one variable's gradient at one step: Python numbers, or scalars of the graph.
@@ -22,6 +25,7 @@ class TensorTraffic(NamedTuple):
         compressed: Bytes of the payload.
         wire: Bytes that the replica sends for it.
         between: Those of them that go to another group of the topology.
+        direction: As in `Traffic`.
     """
 
     path: str
@@ -30,40 +34,48 @@ class TensorTraffic(NamedTuple):
     compressed: Any
     wire: Any
     between: Any = 0
+    direction: str = "gradient"
 
 
 class TrafficVariables:
-    """Totals of one replica, in variables on its worker's CPU."""
+    """Totals of what steps send, in variables on a CPU.
 
-    def __init__(self) -> None:
-        self._totals: dict[tuple[tuple[str, str | None], ...], tf.Variable] = {}
+    Args:
+        device: The CPU's name; by default that of the worker.
+    """
+
+    def __init__(self, device: str = "CPU:0") -> None:
+        self._device = device
+        # By what a step sends.
+        self._totals: dict[tuple[_Key, ...], tf.Variable] = {}
         self._seconds: Any = None
 
     def add(self, entries: Sequence[TensorTraffic]) -> None:
         """Adds the entries of one step, in the graph."""
         if not entries:
             return
-        key = tuple((entry.path, entry.compressor) for entry in entries)
-        with ops.device("CPU:0"):
-            if key not in self._totals:
-                self._totals[key] = _zeros([len(entries), 4], tf.int64)
-            counted = [
+        keys = tuple((entry.path, entry.direction, entry.compressor) for entry in entries)
+        with ops.device(self._device):
+            numbers = [
                 [
-                    tf.cast(n, tf.int64) if tf.is_tensor(n) else tf.constant(n, tf.int64)
+                    tf.cast(n, tf.int64) if tf.is_tensor(n) else n
                     for n in (e.logical, e.compressed, e.wire, e.between)
                 ]
                 for e in entries
             ]
-            self._totals[key].assign_add(tf.stack(counted), read_value=False)
+            if keys not in self._totals:
+                self._totals[keys] = self._zeros([len(entries), 4], tf.int64)
+            counted = tf.convert_to_tensor(numbers, tf.int64)
+            self._totals[keys].assign_add(counted, read_value=False)
 
     def time(self, before: Sequence[tf.Tensor], after: Sequence[tf.Tensor]) -> None:
         """Adds the time between two points of the graph.
 
         Each point is reached when all of its tensors are computed.
         """
-        with ops.device("CPU:0"):
+        with ops.device(self._device):
             if self._seconds is None:
-                self._seconds = _zeros([], tf.float64)
+                self._seconds = self._zeros([], tf.float64)
             with tf.control_dependencies(before):
                 begin = tf.timestamp()
             with tf.control_dependencies([begin, *after]):
@@ -77,17 +89,14 @@ class TrafficVariables:
 
     def traffic(self) -> list[Traffic]:
         """List of `Traffic`."""
-        sums: dict[tuple[str, str | None], tuple[int, ...]] = {}
-        for key, variable in self._totals.items():
-            for entry, numbers in zip(key, variable.numpy().tolist()):
-                so_far = sums.get(entry, (0, 0, 0, 0))
-                sums[entry] = tuple(a + b for a, b in zip(so_far, numbers))
-        return [
-            Traffic(path, "gradient", compressor, *numbers)
-            for (path, compressor), numbers in sums.items()
-        ]
+        sums: dict[_Key, tuple[int, ...]] = {}
+        # Another thread may be tracing a step.
+        for keys, variable in list(self._totals.items()):
+            for key, numbers in zip(keys, variable.numpy().tolist()):
+                so_far = sums.get(key, (0, 0, 0, 0))
+                sums[key] = tuple(a + b for a, b in zip(so_far, numbers))
+        return [Traffic(*key, *numbers) for key, numbers in sums.items()]
 
-
-def _zeros(shape: Sequence[int], dtype: tf.DType) -> tf.Variable:
-    with ops.init_scope(), ops.device("CPU:0"):
-        return resource_variable_ops.ResourceVariable(tf.zeros(shape, dtype), trainable=False)
+    def _zeros(self, shape: Sequence[int], dtype: tf.DType) -> tf.Variable:
+        with ops.init_scope(), ops.device(self._device):
+            return resource_variable_ops.ResourceVariable(tf.zeros(shape, dtype), trainable=False)
