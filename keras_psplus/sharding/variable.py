@@ -10,6 +10,7 @@ import keras
 import tensorflow as tf
 
 from keras_psplus.all_reduce.topology import group_routes
+from keras_psplus.all_reduce.topology.shards import Cut
 from keras_psplus.core.base.thread_flag import ThreadFlag
 from keras_psplus.tf_internals import resource_variable_ops
 from keras_psplus.tf_internals.composite_variable import CompositeVariable
@@ -125,7 +126,8 @@ class ShareVariable(CompositeVariable):
         """The whole value, by a collective that all workers take part in."""
         place, part = self.place, self.part.value()
         if place.cut is not None:
-            return place.cut.whole(gather_row(launcher, part[tf.newaxis], self._store.workers))
+            row = tf.reshape(part, [1, place.cut.width])
+            return place.cut.whole(gather_row(launcher, row, self._store.workers))
         mine = place.owner == self._store.rank
         return launcher.all_reduce(part if mine else tf.zeros(self._whole_shape, self.dtype))
 
@@ -221,7 +223,7 @@ class ParameterPart(TensorVariable):
 
     def __init__(self, variable: keras.Variable, place: Place, rank: int) -> None:
         mirrored = variable._value
-        assert place.cut is not None
+        assert isinstance(place.cut, Cut)
         self.variable, self.cut, self.path = variable, place.cut, variable.path
         super().__init__(place.local_part(mirrored.read_value(), rank), mirrored)
 

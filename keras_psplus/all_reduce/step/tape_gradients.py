@@ -196,7 +196,7 @@ class TapeGradients:
 
     def _part_of_mean(self, gradient: Gradient | None) -> Gradient | None:
         """A replica's part of the mean over the rows of all of them."""
-        if not self._step.has_batch_fraction:
+        if not self._step.has_batch_fraction or self._step.replicas == 1:
             return gradient
         return map_values(self._step.scale_by_batch_fraction, gradient)
 
