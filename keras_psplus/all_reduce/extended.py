@@ -195,6 +195,10 @@ class MultiWorkerMirroredExtended(collective_all_reduce_strategy.CollectiveAllRe
             local_replica = distribute_lib.get_replica_context()._replica_id
         return self._cross_device_ops.launchers[local_replica]
 
+    def data_rank_of(self, worker: int) -> int:
+        """Rank, among those that divide batches, of a worker with one replica."""
+        return worker
+
     @property
     def host_launcher(self) -> Launcher:
         """Collectives between the hosts of all workers."""

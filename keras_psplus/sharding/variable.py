@@ -136,7 +136,7 @@ class ShareVariable(CompositeVariable):
         if isinstance(other, ShareVariable) and other.place == self.place and not in_update:
             # As of averages: each worker has its part of both.
             value = other.part.read_value()
-        elif not in_update:
+        elif not in_update or self._is_whole(value):
             value = tf.cast(value, self.dtype)
             if self._store.restoring and tf.executing_eagerly():
                 self.restored = value
@@ -148,6 +148,11 @@ class ShareVariable(CompositeVariable):
         if tf.executing_eagerly() and not self._store.restoring:
             self.writes += 1
         return written
+
+    def _is_whole(self, value):
+        """Whether an update gives it a whole, as Keras's zeros for accumulated gradients are."""
+        shape = tf.TensorShape(getattr(value, "shape", None))
+        return shape.rank is not None and shape == self._whole_shape != self.part.shape
 
     def assign(self, value: Any, *args: Any, **kwargs: Any) -> Any:
         return self._write("assign", value)

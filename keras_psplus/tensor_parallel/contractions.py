@@ -100,7 +100,7 @@ class _Contraction:
         layer, group, axes = self._layer, self._group, self._axes
         part = local_value(self._kernel)
         if axes.input is None:
-            inputs = group.enter(inputs)
+            inputs = self._regions.enter(inputs, group)
         else:
             inputs = local_input(inputs, axes.input, group, self._regions, part, self._kernel)
         outputs = self._compute(inputs, part)

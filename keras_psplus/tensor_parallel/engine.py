@@ -141,10 +141,16 @@ class ModelParallelEngine(ShardedEngine):
         whole = weight.gathered(self.strategy.extended.group.launcher)
         return WholeWeight(weight, whole)
 
+    def accumulate(self, optimizer: Optimizer, grads: list[Any], variables: list[Any]) -> None:
+        with in_update.raised():
+            super().accumulate(optimizer, grads, variables)
+
     def update(self, optimizer: Optimizer, grads: list[Any], variables: Variables) -> None:
         targets, self._targets = [self._targets[id(v)] for v in variables], {}
         with in_update.raised():
             optimizer._backend_update_step(grads, targets, optimizer.learning_rate)
         for variable, target in zip(variables, targets):
             if isinstance(target, WholeWeight):
-                variable._value.assign(target.value())
+                weight = variable._value
+                own = self.strategy.extended.group.own(target.value(), weight.cut.axis)
+                weight.part.assign(own, read_value=False)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
@@ -59,8 +58,11 @@ class ModelParallelExtended(ShardedExtended):
 
     @property
     def world(self) -> batches.World:
-        row, _ = self.grid.place_of(self._id_in_cluster)
-        return batches.World(row, 1, len(self.grid.rows))
+        return batches.World(self.data_rank_of(self._id_in_cluster), 1, len(self.grid.rows))
+
+    def data_rank_of(self, worker: int) -> int:
+        row, _ = self.grid.place_of(worker)
+        return row
 
     @property
     def host_launcher(self) -> Launcher:
@@ -74,12 +76,6 @@ class ModelParallelExtended(ShardedExtended):
     @property
     def sharing_launcher(self) -> Launcher:
         return self.group.launcher
-
-    @functools.cached_property
-    def everyone(self) -> Launcher:
-        """Collectives of this worker's replica with all others."""
-        key = self.take_group_keys(1)
-        return launcher_like(self.host_launcher, key, tuple(range(self._num_workers)))
 
     @property
     def _num_replicas_in_sync(self):

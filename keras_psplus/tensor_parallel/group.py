@@ -2,7 +2,8 @@
 
 Values are whole, the same on all of these workers, or local, each worker's part along one axis. The
 gradient of a whole value is whole; that of a local one is local. In Megatron-LM, `enter` is f
-and `sum` is g.
+and `sum` is g. Each is the other's gradient, and so are `stack` and `split`: there are gradients of
+gradients, too.
 """
 
 from __future__ import annotations
@@ -60,11 +61,11 @@ class ModelGroup:
 
     def enter(self, whole: tf.Tensor) -> tf.Tensor:
         """A whole tensor that each worker uses for its part: gradients are summed."""
-        return _with_gradient(tf.identity, self.reduce, whole)
+        return _with_gradient(tf.identity, self.sum, whole)
 
     def sum(self, partial: tf.Tensor) -> tf.Tensor:
         """The whole tensor of which each worker has a summand."""
-        return _with_gradient(self.reduce, tf.identity, partial)
+        return _with_gradient(self._reduce, self.enter, partial)
 
     def stack(self, local: tf.Tensor, axis: int) -> tf.Tensor:
         """The whole tensor of the workers' parts, which remembers this worker's part.
@@ -73,7 +74,7 @@ class ModelGroup:
         """
         axis %= local.shape.rank
         whole = _with_gradient(
-            lambda x: self.gather(x, axis), lambda grad: self.own(grad, axis), local
+            lambda x: self.gather(x, axis), lambda grad: self.split(grad, axis), local
         )
         whole._local_part = LocalPart(local, axis)
         return whole
@@ -82,11 +83,10 @@ class ModelGroup:
         """This worker's part of a whole tensor."""
         axis %= whole.shape.rank
         return _with_gradient(
-            lambda x: self.own(x, axis), lambda grad: self.gather(grad, axis), whole
+            lambda x: self.own(x, axis), lambda grad: self.stack(grad, axis), whole
         )
 
-    def reduce(self, partial: tf.Tensor) -> tf.Tensor:
-        """Sum of the workers' tensors, without a gradient."""
+    def _reduce(self, partial):
         wide = tf.float32 if partial.dtype.size == 2 else partial.dtype
         if self.size == 2:
             # As many bytes as around a ring, in half as many messages.

@@ -31,6 +31,8 @@ class Regions:
 
     def __init__(self) -> None:
         self.are_local = self.are_whole = False
+        # What several kernels of an attention layer multiply, with its one sum of gradients.
+        self._entered: dict[int, tuple[Any, tf.Tensor]] = {}
 
     @contextlib.contextmanager
     def local(self) -> Iterator[None]:
@@ -40,6 +42,7 @@ class Regions:
             yield
         finally:
             self.are_local = outer
+            self._entered.clear()
 
     @contextlib.contextmanager
     def whole(self) -> Iterator[None]:
@@ -49,6 +52,14 @@ class Regions:
             yield
         finally:
             self.are_whole = outer
+
+    def enter(self, whole: Any, group: ModelGroup) -> tf.Tensor:
+        """A whole tensor that each worker multiplies by its part of a kernel."""
+        if not self.are_local:
+            return group.enter(whole)
+        if id(whole) not in self._entered:
+            self._entered[id(whole)] = whole, group.enter(whole)
+        return self._entered[id(whole)][1]
 
     def finish(self, local: Any, axis: int, activation: Any, group: ModelGroup) -> Any:
         """Output of a layer of a local tensor: its activation, and the whole of it.

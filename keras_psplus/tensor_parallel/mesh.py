@@ -45,7 +45,7 @@ class DeviceMesh(keras.distribution.DeviceMesh):
             raise ValueError(f"`axis_names` must have a name of its own for each axis. {received}")
         count = math.prod(sizes)
         # Keras would ask TensorFlow for its devices, before the cluster is known.
-        devices = np.arange(count) if devices is None else np.array(devices)
+        devices = np.arange(count) if devices is None else np.array(devices, dtype=object)
         if devices.size != count:
             raise ValueError(
                 f"`devices` must name {count} workers, as many as the shape has. {received}, "
@@ -180,15 +180,16 @@ def grid_of(
             f"`batch_dim_name` must be an axis of the mesh, {' or '.join(map(repr, names))}. "
             f"Received: batch_dim_name={shown(batch_dim_name)}, {received}"
         )
-    ranks = np.vectorize(lambda device: _rank(device, workers, received), otypes=[int])(
-        mesh.devices
-    )
-    if ranks.size != len(workers) or len({*ranks.flat}) != ranks.size:
+    devices = mesh.devices.ravel().tolist()
+    fits = len(devices) == len(workers)
+    ranks = np.array([_rank(one, workers, received) for one in devices * fits])
+    if not fits or len({*ranks.tolist()}) != len(workers):
         raise ValueError(
             "a mesh must have each worker of the cluster once: change its shape, or start as many "
             f"workers. The cluster has {len(workers)}: {', '.join(workers)}. Received: {received}, "
-            f"which has {ranks.size}"
+            f"which has {len(devices)}"
         )
+    ranks = ranks.reshape(mesh.devices.shape)
     model = next((name for name in names if name != batch_dim_name), None)
     if batch_dim_name is None:
         ranks = ranks[np.newaxis]
@@ -202,8 +203,7 @@ def grid_of(
 def _rank(device: Any, workers: Sequence[str], received: str) -> int:
     if isinstance(device, str) and device in workers:
         return list(workers).index(device)
-    if isinstance(device, (int, np.integer)) and 0 <= device:
-        # One that the cluster lacks is a shape that does not fit.
+    if isinstance(device, (int, np.integer)) and 0 <= device < len(workers):
         return int(device)
     raise ValueError(
         f"`devices` of a mesh must be workers of the cluster, {', '.join(workers)}, or their "

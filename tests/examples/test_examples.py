@@ -32,9 +32,9 @@ def documented(script):
     return re.findall(r"^ +keras-psplus (run .*)$", text, re.MULTILINE)
 
 
-def together(script, *arguments):
-    """Runs a script by its docstring's last command, and returns what all tasks printed."""
-    command = shlex.split(documented(script)[-1].replace("examples/", f"{EXAMPLES}/"))
+def together(script, *arguments, number=-1):
+    """Runs a script by a command of its docstring, and returns what all tasks printed."""
+    command = shlex.split(documented(script)[number].replace("examples/", f"{EXAMPLES}/"))
     process = subprocess.run(
         [sys.executable, "-m", "keras_psplus", *command, *arguments],
         capture_output=True,
@@ -96,6 +96,16 @@ def test_transformer_in_stages_equals_one_process(environment):
     assert sent, output
     tensors = float(sent[1]) * 1e6 / (128 * 16384)
     assert tensors >= 0.99 and tensors == pytest.approx(round(tensors), abs=1e-3)
+
+
+def test_transformer_in_parts_equals_one_process(environment):
+    small = ("--epochs=1", "--blocks=1", "--train_size=64", "--write=0")
+    expected = values("transformer", alone("transformer.py", *small))
+    output = together("transformer.py", *small, number=1)
+    found = values("transformer", output)
+    assert "over 1 x 2 workers: 11 of" in output
+    del expected["seconds"], found["seconds"]
+    assert found == pytest.approx(expected, rel=1e-4)
 
 
 @pytest.mark.parametrize(
