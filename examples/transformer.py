@@ -10,8 +10,8 @@ time, and writes some of its own in the end. The example of Keras, of which it i
 several blocks, is https://keras.io/examples/generative/text_generation_with_miniature_gpt/.
 
 In a pipeline, each worker has some of the blocks, and activations go from worker to worker. With
-`--model_parallel`, each has some of the heads and of the hidden units of every block. The results are those of one process. `psp.strategy_from_env()` is the strategy that the
-launcher was given.
+`--model_parallel`, each has some of the heads and of the hidden units of every block. The results
+are those of one process. `psp.strategy_from_env()` is the strategy that the launcher was given.
 """
 
 import argparse
