@@ -3,16 +3,17 @@
     python examples/transformer.py
     keras-psplus run --workers 2 examples/transformer.py
     keras-psplus run --workers 2 --strategy fsdp examples/transformer.py
+    keras-psplus run --workers 2 examples/transformer.py --model_parallel 2
     keras-psplus run --workers 2 --strategy pipeline examples/transformer.py
 
 It learns to continue the text of `characters.py`, Python's reference manual, one character at a
 time, and writes some of its own in the end. The example of Keras, of which it is a smaller one with
 several blocks, is https://keras.io/examples/generative/text_generation_with_miniature_gpt/.
 
-Under `fsdp`, each worker keeps a share of every weight, and layers gather theirs to compute. In a
+Under `fsdp`, each worker keeps a share of every weight, and layers gather theirs to compute. With
+`--model_parallel`, each has some of the heads and of the hidden units of every block. In a
 pipeline, each worker has some of the blocks, and activations go from worker to worker. The results
-are those of one process. `psp.strategy_from_env()` is the strategy that the
-launcher was given.
+are those of one process. `psp.strategy_from_env()` is the strategy that the launcher was given.
 """
 
 import argparse
@@ -26,6 +27,16 @@ from characters import WINDOW, load_data
 import keras_psplus as psp
 
 layers = keras.layers
+# The axis of the mesh along which each weight is cut; what is not named is on every worker.
+LAYOUTS = {
+    r"embedding/embeddings": ("model", None),
+    r"attention_\d+/(query|key|value)/kernel": (None, "model", None),
+    r"attention_\d+/(query|key|value)/bias": ("model", None),
+    r"attention_\d+/attention_output/kernel": ("model", None, None),
+    r"up_\d+/kernel": (None, "model"),
+    r"up_\d+/bias": ("model",),
+    r"down_\d+/kernel": ("model", None),
+}
 
 
 class Positions(layers.Layer):
@@ -38,20 +49,23 @@ class Positions(layers.Layer):
         return x + self.vectors
 
 
-def block(x, channels, heads):
+def block(x, channels, heads, number):
     """Transformer block: causal self-attention, then a hidden layer for each position."""
     normal = layers.LayerNormalization()(x)
-    attention = layers.MultiHeadAttention(heads, channels // heads)
+    attention = layers.MultiHeadAttention(heads, channels // heads, name=f"attention_{number}")
     x = x + attention(normal, normal, use_causal_mask=True)
-    hidden = layers.Dense(4 * channels, activation="gelu")(layers.LayerNormalization()(x))
-    return x + layers.Dense(channels)(hidden)
+    up = layers.Dense(4 * channels, activation="gelu", name=f"up_{number}")
+    hidden = up(layers.LayerNormalization()(x))
+    return x + layers.Dense(channels, name=f"down_{number}")(hidden)
 
 
 def build_model(alphabet_size, blocks, channels=64, heads=4):
     inputs = keras.Input((WINDOW,), dtype="int32")
-    x = Positions()(layers.Embedding(alphabet_size, channels)(inputs))
-    for _ in range(blocks):
-        x = block(x, channels, heads)
+    # One that the workers of a mesh can divide.
+    rows = alphabet_size + alphabet_size % 2
+    x = Positions()(layers.Embedding(rows, channels, name="embedding")(inputs))
+    for number in range(blocks):
+        x = block(x, channels, heads, number)
     return keras.Model(inputs, layers.Dense(alphabet_size)(layers.LayerNormalization()(x)))
 
 
@@ -80,6 +94,7 @@ def main():
     parser.add_argument("--blocks", type=int, default=4)
     parser.add_argument("--train_size", type=int, help="windows to train on; by default, all")
     parser.add_argument("--write", type=int, default=100, help="characters to write in the end")
+    parser.add_argument("--model_parallel", type=int, help="workers that share each layer: all")
     parser.add_argument("--seed", type=int, default=1)
     args = parser.parse_args()
 
@@ -87,7 +102,11 @@ def main():
     train, test, alphabet = load_data()
     train = np.random.default_rng(args.seed).permutation(train)[: args.train_size]
 
-    strategy = psp.strategy_from_env()
+    if args.model_parallel:
+        mesh = psp.DeviceMesh((args.model_parallel,), ("model",))
+        strategy = psp.ModelParallelStrategy(layout_map=LAYOUTS, mesh=mesh)
+    else:
+        strategy = psp.strategy_from_env()
     with strategy.scope():
         model = build_model(len(alphabet), args.blocks)
         model.compile(

@@ -10,12 +10,16 @@ import typing
 from keras_psplus.versions import __version__
 
 _EXPORTS = {
+    "DeviceMesh": "keras_psplus.tensor_parallel",
     "HybridStrategy": "keras_psplus.hybrid",
+    "LayoutMap": "keras_psplus.tensor_parallel",
+    "ModelParallelStrategy": "keras_psplus.tensor_parallel",
     "MultiWorkerMirroredStrategy": "keras_psplus.all_reduce",
     "ParameterServerStrategy": "keras_psplus.parameter_server",
     "PeerLostError": "keras_psplus.errors",
     "PipelineStrategy": "keras_psplus.pipeline",
     "SidecarEvaluator": "keras_psplus.sidecar_evaluator",
+    "TensorLayout": "keras_psplus.tensor_parallel",
     "single_process": "keras_psplus.core.models.live_strategies",
     "stage": "keras_psplus.pipeline",
     "strategy": "keras_psplus.catalogue.lookup",

@@ -28,6 +28,7 @@ LAYERS = [
     {"core"},
     {"all_reduce", "parameter_server", "pipeline"},
     {"hybrid", "sharding"},
+    {"tensor_parallel"},
     {"catalogue", "keras_hooks"},
     {"cli"},
 ]
@@ -75,6 +76,10 @@ FOLDERS = {
     "sharding": [
         *("places", "variable", "sums", "store", "weight", "units", "plan", "extended"),
         *("engine", "full_engine"),
+    ],
+    "tensor_parallel": [
+        *("mesh", "group", "variable", "contractions", "embeddings", "attention", "layer_calls"),
+        *("plan", "extended", "engine", "strategy"),
     ],
 }
 # The package itself, whose import installs the hooks, and what runs the command line.

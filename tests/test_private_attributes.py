@@ -24,6 +24,7 @@ OWN = {
     "_is_of_layer",
     "_lanes",
     "_last_batch",
+    "_local_part",
     "_made_by",
     "_made_in",
     "_of_rows",
@@ -31,7 +32,12 @@ OWN = {
     "_row_reads",
 }
 # Asked for with a default, since not all objects have it.
-OPTIONAL = {"_default_device_embedding_layers", "_device_iterators", "_distribution_strategy"}
+OPTIONAL = {
+    "_default_device_embedding_layers",
+    "_device_iterators",
+    "_distribution_strategy",
+    "_gate_dense",
+}
 PYTHON = {"_exit", "_fmt"}
 
 

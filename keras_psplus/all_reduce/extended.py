@@ -195,6 +195,15 @@ class MultiWorkerMirroredExtended(collective_all_reduce_strategy.CollectiveAllRe
             local_replica = distribute_lib.get_replica_context()._replica_id
         return self._cross_device_ops.launchers[local_replica]
 
+    def data_rank_of(self, worker: int) -> int:
+        """Rank, among those that divide batches, of a worker with one replica."""
+        return worker
+
+    @property
+    def host_launcher(self) -> Launcher:
+        """Collectives between the hosts of all workers."""
+        return self._host_cross_device_ops.launchers[0]
+
     def sum_over_replicas(self, tensors: Iterable[tf.Tensor]) -> list[tf.Tensor]:
         """Sums small tensors over all replicas, in replica context."""
         tensors = list(tensors)
@@ -229,7 +238,7 @@ class MultiWorkerMirroredExtended(collective_all_reduce_strategy.CollectiveAllRe
 
     def broadcast(self, variables: Sequence[tf.Variable]) -> None:
         """Gives all workers the first one's values of variables that all of them have."""
-        launcher = self._host_cross_device_ops.launchers[0]
+        launcher = self.host_launcher
 
         def dtype_of(variable: tf.Variable) -> tf.DType:
             return _WIDER.get(variable.dtype, variable.dtype)

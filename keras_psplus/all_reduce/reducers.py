@@ -237,10 +237,16 @@ class GradientReducer:
 
 def with_shape(gradient: Any, variable: Any) -> Any:
     """A gradient with its variable's shape: some reach us without a static one."""
+    shape = gradient_shape(variable)
     if isinstance(gradient, tf.IndexedSlices):
-        values = tf.ensure_shape(gradient.values, [None, *variable.shape[1:]])
+        values = tf.ensure_shape(gradient.values, [None, *shape[1:]])
         return tf.IndexedSlices(values, gradient.indices, gradient.dense_shape)
-    return tf.ensure_shape(gradient, variable.shape)
+    return tf.ensure_shape(gradient, shape)
+
+
+def gradient_shape(variable: Any) -> Any:
+    """Shape of a variable's gradient: that of this worker's part if layers compute with parts."""
+    return getattr(getattr(variable, "_value", variable), "local_shape", variable.shape)
 
 
 def is_overwritten(variable: Any) -> bool:

@@ -48,6 +48,12 @@ ATTRIBUTES = [
         "_call_has_training_arg _flatten_layers _layers _losses _non_trainable_variables "
         "_seed_generators _trainable_variables",
     ),
+    *((cls, "_kernel") for cls in (layers.Dense, layers.EinsumDense)),
+    (layers.Embedding, "_embeddings"),
+    *(
+        (cls, "_compute_attention _key_dense _output_dense _query_dense _value_dense")
+        for cls in (layers.MultiHeadAttention, layers.GroupedQueryAttention)
+    ),
     (model_module.Model, "_flatten_layers"),
     (saving_lib, "_save_state"),
     (Variable, "_initialize _initializer _maybe_autocast _trainable _value"),

@@ -59,7 +59,7 @@ class ShardedEngine(AllReduceEngine):
         plan = self._plans.get(optimizer)
         if plan is None:
             extended = self.strategy.extended
-            plan = self._plans[optimizer] = OptimizerPlan(optimizer, extended.world.replicas)
+            plan = self._plans[optimizer] = self._make_plan(optimizer)
             for state, place in plan.states_to_move(optimizer):
                 self._move(state, place)
             for slot in optimizer.variables:
@@ -69,6 +69,9 @@ class ShardedEngine(AllReduceEngine):
             if self.strategy.is_chief:
                 logger.info("%s", plan.describe(optimizer, extended.control.names))
         return plan
+
+    def _make_plan(self, optimizer: Optimizer) -> OptimizerPlan:
+        return OptimizerPlan(optimizer, self.strategy.extended.world.replicas)
 
     def _move(self, state: keras.Variable, place: Place) -> None:
         """Leaves what every worker has made to the one whose updates change it."""
@@ -104,6 +107,10 @@ class ShardedEngine(AllReduceEngine):
         ):
             # Each worker adds up its own gradients.
             return super()._add_slot(call)
+        return self._add_slot_in_shares(call)
+
+    def _add_slot_in_shares(self, call: Call) -> keras.Variable:
+        name, initializer = call.get("name"), call.get("initializer", "zeros")
         optimizer, reference_variable = call.owner, call.get("reference_variable")
         of, number = weakref.ref(optimizer), optimizer._get_variable_index
         outer, self._place_of_slot = (
@@ -125,14 +132,14 @@ class ShardedEngine(AllReduceEngine):
             return call.proceed()
         variable, initializer = call.owner, call.get("initializer")
         dtype, store = variable._dtype, self.strategy.extended.store
-        variable._value = ShareVariable(
-            store,
-            tuple(variable._shape),
-            dtype,
-            variable.path,
-            find_place,
-            lambda place, shape: initializer(tuple(shape), dtype=dtype),
-        )
+        whole = tuple(variable._shape)
+
+        def initial(place: Place, shape: tf.TensorShape) -> Any:
+            if isinstance(initializer, _CONSTANTS):
+                return initializer(tuple(shape), dtype=dtype)
+            return place.local_part(initializer(whole, dtype=dtype), store.rank)
+
+        variable._value = ShareVariable(store, whole, dtype, variable.path, find_place, initial)
         variable._value.release_with(variable)
         return None
 
@@ -249,10 +256,10 @@ class ShardedEngine(AllReduceEngine):
         cut = [
             i
             for i, (g, place) in enumerate(zip(grads, places))
-            if not (place.is_everywhere or isinstance(g, tf.IndexedSlices))
+            if not place.is_everywhere and self._is_part(g)
         ]
         parts = [tf.cast(squares[i], tf.float32) for i in cut]
-        for i, total in zip(cut, self.strategy.extended.sum_over_replicas(parts)):
+        for i, total in zip(cut, self._sum_over_parts(parts)):
             squares[i] = total
         norms = [ops.sqrt(tf.cast(square, tf.float32)) for square in squares]
         if optimizer.clipnorm:
@@ -271,6 +278,14 @@ class ShardedEngine(AllReduceEngine):
                 # By its global norm, Keras makes a gradient of rows dense.
                 clipped.append(None if g is None else g * scale)
         return self._cut_if_dense(grads, clipped, places)
+
+    def _is_part(self, gradient: Any) -> bool:
+        """Whether a gradient of a variable in shares is of this worker's part."""
+        return not isinstance(gradient, tf.IndexedSlices)
+
+    def _sum_over_parts(self, tensors: list[tf.Tensor]) -> list[tf.Tensor]:
+        total: list[tf.Tensor] = self.strategy.extended.sum_over_replicas(tensors)
+        return total
 
     def _cut_if_dense(self, before: list[Any], clipped: list[Any], places: Places) -> list[Any]:
         """This worker's parts of gradients that were rows until they were clipped."""
@@ -305,7 +320,7 @@ class ShardedEngine(AllReduceEngine):
             if target is None:
                 continue
             if place.cut is not None and isinstance(gradient, tf.IndexedSlices):
-                gradient = sums.part_of_slices(gradient, place.cut, extended.world.rank)
+                gradient = sums.part_of_slices(gradient, place.parts, extended.world.rank)
             mine.append((gradient, target))
         with in_update.raised():
             optimizer._backend_update_step(

@@ -5,11 +5,14 @@ from __future__ import annotations
 import contextlib
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from keras_psplus.all_reduce.extended import MultiWorkerMirroredExtended
 from keras_psplus.sharding.store import ShareStore
 from keras_psplus.sharding.variable import ShareVariable, TensorVariable
+
+if TYPE_CHECKING:
+    from keras_psplus.all_reduce.collectives.operations import Launcher
 
 
 class ShardedExtended(MultiWorkerMirroredExtended):
@@ -23,14 +26,25 @@ class ShardedExtended(MultiWorkerMirroredExtended):
         if self._store is None:
             assert self._control is not None
             self._store = ShareStore(
-                self.launcher(0),
-                self._host_cross_device_ops.launchers[0],
-                self.take_group_keys(1),
+                self.sharing_launcher,
+                self.host_launcher,
+                self.take_group_keys(1 + self._num_workers),
                 self._control,
-                self.world.rank,
+                self._id_in_cluster,
                 self._container_strategy().progress,
+                self.sharing_workers,
             )
         return self._store
+
+    @property
+    def sharing_workers(self) -> Sequence[int]:
+        """Ranks of the workers that have the parts of one variable, this one among them."""
+        return range(self._num_workers)
+
+    @property
+    def sharing_launcher(self) -> Launcher:
+        """Collectives between these workers."""
+        return self.launcher(0)
 
     def has_made(self, variable: Any) -> bool:
         return isinstance(variable, ShareVariable) or super().has_made(variable)

@@ -65,7 +65,7 @@ class FullyShardedEngine(ShardedEngine):
             units = self.units
             weight = WeightShare(extended.store, units.read, units.note_write, variable)
             # Those of the chief, of which the others keep their parts.
-            weight.receive(extended.launcher(0), value if self.strategy.is_chief else None)
+            weight.receive(extended.host_launcher, value if self.strategy.is_chief else None)
         variable._value = weight
         weight.release_with(variable)
         return None

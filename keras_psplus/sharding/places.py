@@ -10,16 +10,51 @@ import tensorflow as tf
 from keras_psplus.all_reduce.topology.shards import Cut
 
 
+class AxisCut(NamedTuple):
+    """Layout of a tensor that is cut into equal parts along one axis.
+
+    Attributes:
+        shape: Static shape of the tensor.
+        axis: Number of the axis.
+        number: Number of parts.
+    """
+
+    shape: tf.TensorShape
+    axis: int
+    number: int
+
+    @property
+    def shard(self) -> tuple[int, ...]:
+        """Shape of each part."""
+        sizes = list(self.shape)
+        sizes[self.axis] //= self.number
+        return tuple(sizes)
+
+    @property
+    def width(self) -> int:
+        """Number of elements of a part."""
+        return math.prod(self.shard)
+
+    def rows(self, tensor: tf.Tensor) -> list[tf.Tensor]:
+        """The parts of a tensor."""
+        return list(tf.split(tensor, self.number, self.axis))
+
+    def whole(self, rows: tf.Tensor) -> tf.Tensor:
+        """The tensor of its parts, each of which is a row of a matrix."""
+        parts = tf.unstack(tf.reshape(rows, [self.number, *self.shard]))
+        return tf.concat(parts, self.axis)
+
+
 class Place(NamedTuple):
     """Workers that keep the state of one variable of the model.
 
     Attributes:
-        cut: Layout of equal flat parts, one for each worker; None if it is not cut.
+        cut: Layout of equal parts, one for each worker; None if it is not cut.
         owner: Rank of the one worker that has all of it; None if there is no single one. Without
             both, every worker has all of it.
     """
 
-    cut: Cut | None = None
+    cut: Cut | AxisCut | None = None
     owner: int | None = None
 
     @classmethod
@@ -30,8 +65,8 @@ class Place(NamedTuple):
 
     @property
     def parts(self) -> Cut:
-        """The layout of one that is cut."""
-        assert self.cut is not None
+        """The layout of one that is cut into flat parts."""
+        assert isinstance(self.cut, Cut)
         return self.cut
 
     @property

@@ -32,6 +32,7 @@ _METHODS = {
     "_clip_gradients": (_BASE,),
     "_update_model_variables_moving_average": (_BASE,),
 }
+_NOT_KNOWN = "its update is not known to be element-wise"
 _LISTS_OF_KERAS = ("_variables", "_trainable_variables", "_accumulated_gradients")
 
 
@@ -55,9 +56,7 @@ class OptimizerPlan:
             self.places = [Place()] * len(variables)
             return
         states = list(_other_states(optimizer))
-        if _defines(type(optimizer), "update_step") in _ELEMENTWISE and not any(
-            tuple(state.shape) for state, _ in states
-        ):
+        if _is_elementwise(optimizer) and not any(tuple(state.shape) for state, _ in states):
             self.places = [Place.of_parts(tuple(v.shape), workers) for v in variables]
             return
         shared = [state.path for state, number in states if number is None]
@@ -65,7 +64,7 @@ class OptimizerPlan:
             self.reason = f"variable '{shared[0]}' is of no one variable of the model"
             self.places = [Place()] * len(variables)
             return
-        self.reason = "its update is not known to be element-wise"
+        self.reason = _NOT_KNOWN
         sizes = [math.prod(v.shape) * tf.as_dtype(v.dtype).size for v in variables]
         self.places = [Place(owner=owner) for owner in _balanced(sizes, workers)]
 
@@ -112,6 +111,15 @@ class OptimizerPlan:
             f"'{optimizer.name}' in shares: {how}; of {whole / 1e6:.2f} MB, {on_all / 1e6:.2f} MB "
             f"are on every worker\n{text_table.aligned(rows)}"
         )
+
+
+def reason_for_wholes(optimizer: keras.optimizers.Optimizer) -> str | None:
+    """Words for why an optimizer's update needs whole weights; None if parts will do."""
+    return _foreign_method(optimizer) or (None if _is_elementwise(optimizer) else _NOT_KNOWN)
+
+
+def _is_elementwise(optimizer: keras.optimizers.Optimizer) -> bool:
+    return _defines(type(optimizer), "update_step") in _ELEMENTWISE
 
 
 def _defines(cls: type, name: str) -> type | None:

@@ -9,7 +9,7 @@ import itertools
 import json
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from typing import TYPE_CHECKING, Any
 
 import tensorflow as tf
@@ -45,10 +45,15 @@ class ShareStore:
     Args:
         launcher: Collectives of this worker's replica, for steps.
         host: Collectives between the workers' hosts, which the thread's resemble.
-        group_key: Group key of the thread's collectives.
+        group_key: The first of the group keys of the thread's collectives: one, and one a worker.
         control: The control plane.
         rank: Rank of this worker.
         progress: `Progress` of this process.
+        group: Ranks of the workers that share a variable with this one; None for all.
+
+    Attributes:
+        rank: Place of this worker among those that share a variable.
+        workers: Number of those.
     """
 
     def __init__(
@@ -59,12 +64,16 @@ class ShareStore:
         control: ControlPlane,
         rank: int,
         progress: Progress,
+        group: Sequence[int] | None = None,
     ) -> None:
-        self.launcher, self.rank, self.workers = launcher, rank, len(control.names)
+        self._number, self._everyone = rank, tuple(range(len(control.names)))
+        group = self._everyone if group is None else tuple(group)
+        self.launcher, self.rank, self.workers = launcher, group.index(rank), len(group)
         self.device: str = launcher._device
         self.restoring = False
         self._control, self._progress = control, progress
-        self._host = launcher_like(host, group_key, tuple(range(self.workers)))
+        self._host = launcher_like(host, group_key, self._everyone)
+        self._sharing = launcher_like(host, group_key + 1 + min(group), group)
         self._prefix = f"keras_psplus/shares/{next(_numbers)}"
         # They are kept until all workers have let go of them: a script that has ended on one worker
         # may save on another.
@@ -144,7 +153,7 @@ class ShareStore:
 
     def _offer(self, request: dict[str, Any]) -> int:
         """Writes a request under the next number, which another worker may have taken."""
-        number, text = self._next, json.dumps({"by": self.rank, **request})
+        number, text = self._next, json.dumps({"by": self._number, **request})
         with contextlib.suppress(tf.errors.OpError, ValueError):
             context.context().set_config_key_value(self._key(number), text)
         return number
@@ -185,11 +194,11 @@ class ShareStore:
         self._seen_in = progress.entered
 
     def _answer(self, request: dict[str, Any]) -> None:
-        mine, answer = request["by"] == self.rank, None
+        mine, answer = request["by"] == self._number, None
         self._has_left |= "left" in request
         for number in request.get("released", ()):
             self._releases[number] += 1
-            if self._releases[number] == self.workers:
+            if self._releases[number] == len(self._everyone):
                 self._variables[number] = None
             if mine:
                 self._released.remove(number)
@@ -198,12 +207,12 @@ class ShareStore:
             with tf.device(self._host._device):
                 # One may have to read something else before it has what is asked for.
                 ready = self._host.all_reduce(tf.constant(float(variable is not None)))
-                if int(ready) < self.workers:
+                if int(ready) < len(self._everyone):
                     answer = _NOT_YET
                 elif "gives" in request:
                     variable.receive(self._host, self._given if mine else None)
                 else:
-                    answer = variable.gathered(self._host)
+                    answer = variable.gathered(self._sharing)
         with self._changed:
             if mine:
                 self._own.append(self._next)
@@ -229,7 +238,7 @@ class ShareStore:
             is_there = made is not None and made.is_placed and made.writes >= request["writes"]
             if is_there and self._progress.steps >= request["steps"]:
                 return made
-            if request["by"] != self.rank and self._reading.locked():
+            if request["by"] != self._number and self._reading.locked():
                 return None
             if time.monotonic() - begin > _PATIENCE_SECONDS:
                 # Collectives of the asking worker end with it.
@@ -243,7 +252,7 @@ class ShareStore:
             "A worker reads a variable in shares that another has not made or used, or is steps "
             "ahead. Every worker must run the same script. Received: variable "
             f"{request.get('variable')} after {request.get('steps')} steps, on "
-            f"{self._control.names[self.rank]}"
+            f"{self._control.names[self._number]}"
         )
 
     def _leave(self) -> None:
@@ -253,7 +262,7 @@ class ShareStore:
         names, begin, has_said = self._control.names, time.monotonic(), False
         try:
             self._submit(left=True)
-            context.context().set_config_key_value(self._key(f"end/{names[self.rank]}"), "")
+            context.context().set_config_key_value(self._key(f"end/{names[self._number]}"), "")
             for name in names:
                 while not self._has(f"end/{name}", _POLL):
                     if self._has("waiting", 1) or self._error is not None or self._control.lost:
@@ -263,7 +272,7 @@ class ShareStore:
                         logger.info(
                             "%s has ended its script, and stays until %s ends: that may read parts "
                             "of variables that are here",
-                            *(names[self.rank], name),
+                            *(names[self._number], name),
                         )
         except Exception:
             return  # The chief, which has the keys, has ended, or the job has failed.

@@ -151,7 +151,7 @@ class Units:
         elif self._backwards:
             # In backward, where a layer is recomputed.
             found = self._backwards[-1].of_weight.get(id(weight))
-        if found is None or not _reaches(found.graph):
+        if found is None or not reaches(found.graph):
             return self._gather_to_compute([weight], ())[0]
         return found
 
@@ -308,7 +308,7 @@ def _with_gradient(whole: tf.Tensor, weight: WeightShare) -> tf.Tensor:
     return read
 
 
-def _reaches(home: tf.Graph) -> bool:
+def reaches(home: tf.Graph) -> bool:
     """Whether the graph is of branches or loops of another, and no function."""
     graph = framework_ops.get_default_graph()
     while graph is not home:

@@ -10,6 +10,7 @@ import keras
 import tensorflow as tf
 
 from keras_psplus.all_reduce.topology import group_routes
+from keras_psplus.all_reduce.topology.shards import Cut
 from keras_psplus.core.base.thread_flag import ThreadFlag
 from keras_psplus.tf_internals import resource_variable_ops
 from keras_psplus.tf_internals.composite_variable import CompositeVariable
@@ -123,31 +124,30 @@ class ShareVariable(CompositeVariable):
         """The whole value, by a collective that all workers take part in."""
         place, part = self.place, self.part.value()
         if place.cut is not None:
-            return place.cut.whole(gather_row(launcher, part[tf.newaxis], self._store.workers))
+            row = tf.reshape(part, [1, place.cut.width])
+            return place.cut.whole(gather_row(launcher, row, self._store.workers))
         mine = place.owner == self._store.rank
         return launcher.all_reduce(part if mine else tf.zeros(self._whole_shape, self.dtype))
 
     def receive(self, launcher: Launcher, value: tf.Tensor | None) -> None:
         """Takes this worker's part of a value that one worker has.
 
-        All workers take part in the collective; the others give None.
+        All workers of the job take part in the collective; the others give None.
         """
-        place = self.place
-        if place.cut is not None:
-            shape = [self._store.workers, place.cut.width]
-            rows = tf.zeros(shape, self.dtype) if value is None else place.cut.rows(value)
-            part = group_routes.scatter(launcher, rows)[0]
-        else:
-            sent = tf.zeros(self._whole_shape, self.dtype) if value is None else value
-            part = place.local_part(launcher.all_reduce(sent), self._store.rank)
-        self.part.assign(part, read_value=False)
+        # On hosts, collectives sum no numbers of two bytes.
+        wide = tf.float32 if self.dtype.size == 2 else self.dtype
+        sent = tf.zeros(self._whole_shape, wide) if value is None else tf.cast(value, wide)
+        total = tf.cast(launcher.all_reduce(sent), self.dtype)
+        part = self.place.local_part(total, self._store.rank)
+        # A slice shares the buffer of the whole, and would keep it alive.
+        self.part.assign(tf.raw_ops.DeepCopy(x=part), read_value=False)
 
     def _write(self, method: str, value: Any) -> Any:
         other = getattr(value, "_value", value)
         if isinstance(other, ShareVariable) and other.place == self.place and not in_update:
             # As of averages: each worker has its part of both.
             value = other.part.read_value()
-        elif not in_update:
+        elif not in_update or self._is_whole(value):
             value = tf.cast(value, self.dtype)
             if self._store.restoring and tf.executing_eagerly() and method == "assign":
                 return self._store.give(self, value)
@@ -159,6 +159,11 @@ class ShareVariable(CompositeVariable):
         if tf.executing_eagerly():
             self.writes += 1
         return written
+
+    def _is_whole(self, value: Any) -> bool:
+        """Whether an update gives it a whole, as Keras's zeros for accumulated gradients are."""
+        shape = tf.TensorShape(getattr(value, "shape", None))
+        return shape.rank is not None and shape == self._whole_shape != self.part.shape
 
     def assign(self, value: Any, *args: Any, **kwargs: Any) -> Any:
         return self._write("assign", value)
@@ -234,7 +239,7 @@ class ParameterPart(TensorVariable):
 
     def __init__(self, variable: keras.Variable, place: Place, rank: int) -> None:
         mirrored = variable._value
-        assert place.cut is not None
+        assert isinstance(place.cut, Cut)
         self.variable, self.cut, self.path = variable, place.cut, variable.path
         super().__init__(place.local_part(mirrored.read_value(), rank), mirrored)
 

@@ -112,6 +112,16 @@ def test_transformer_in_stages_equals_one_process(environment):
     assert tensors >= 0.99 and tensors == pytest.approx(round(tensors), abs=1e-3)
 
 
+def test_transformer_in_parts_equals_one_process(environment):
+    small = ("--epochs=1", "--blocks=1", "--train_size=64", "--write=0")
+    expected = values("transformer", alone("transformer.py", *small))
+    output = together("transformer.py", *small, number=1)
+    found = values("transformer", output)
+    assert "over 1 x 2 workers: 11 of" in output
+    del expected["seconds"], found["seconds"]
+    assert found == pytest.approx(expected, rel=1e-4)
+
+
 @pytest.mark.parametrize(
     "script, library, small",
     [

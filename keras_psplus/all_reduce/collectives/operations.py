@@ -148,6 +148,34 @@ class Launcher(cross_device_utils.CollectiveReplicaLauncher):
                 rows, tf.TensorShape([None]).concatenate(tensor.shape[1:])
             ), counts
 
+    def reduce_equal(self, tensor: tf.Tensor) -> tf.Tensor:
+        """Sums tensors of one shape, which may be known in a step alone."""
+        if tensor.shape.is_fully_defined() or self._group_size == 1:
+            return self.all_reduce(tensor)
+        padded, rows, size_class = size_classes.padded_rows(tensor)
+        with self._keys_for_rows("reduce", padded, size_class):
+            total = super().all_reduce(padded)
+        return size_classes.without_padding(total, rows, tensor)
+
+    def gather_equal(self, tensor: tf.Tensor) -> tf.Tensor:
+        """Stacks tensors as `reduce_equal` sums them."""
+        if tensor.shape.is_fully_defined() or self._group_size == 1:
+            return self.gather(tensor[tf.newaxis])
+        padded, rows, size_class = size_classes.padded_rows(tensor)
+        with self._keys_for_rows("gather", padded, size_class):
+            gathered = self._by_rank(super()._all_gather(padded))
+        parts = [
+            size_classes.without_padding(part, rows, tensor)
+            for part in tf.split(gathered, self._group_size)
+        ]
+        return tf.stack(parts)
+
+    def _keys_for_rows(
+        self, kind: str, tensor: tf.Tensor, size_class: tf.Tensor
+    ) -> contextlib.AbstractContextManager[None]:
+        signature = f"rows {kind}", tensor.dtype.name, tuple(tensor.shape[1:].as_list())
+        return self.keys.of(signature, lanes=1, size_class=size_class)
+
     def gather_padded(self, tensor: tf.Tensor, rows: tf.Tensor) -> tf.Tensor:
         """Gathers matrices whose number of rows differs, zeros after those of the shorter ones.
 
@@ -278,3 +306,11 @@ class CollectiveOps(cross_device_ops.CollectiveAllReduce):
     @property
     def launchers(self) -> list[Launcher]:
         return self._launchers
+
+    def narrow(self, launchers: list[Launcher]) -> None:
+        """Has them work between some of the replicas.
+
+        Args:
+            launchers: `Launcher` of each local replica among these.
+        """
+        self._launchers, self._group_size = launchers, launchers[0]._group_size

@@ -23,3 +23,22 @@ def of(rows: int | tf.Tensor) -> tuple[tf.Tensor, tf.Tensor]:
     sizes = tf.constant(_SIZES, tf.int32)
     index = tf.searchsorted(sizes, tf.reshape(tf.maximum(rows, 1), [1]))[0]
     return sizes[index], index
+
+
+def padded_rows(tensor: tf.Tensor) -> tuple[tf.Tensor, tf.Tensor, tf.Tensor]:
+    """Pads a tensor of unknown leading dimensions to a size class.
+
+    Returns `(matrix of rows of static shape, number of rows, index of the class)`.
+    """
+    dimensions = tensor.shape.as_list()
+    leading = 1 + max(i for i, size in enumerate(dimensions) if size is None)
+    flat = tf.reshape(tensor, [-1, *dimensions[leading:]])
+    rows = tf.shape(flat)[0]
+    padded, index = of(rows)
+    flat = tf.pad(flat, [[0, padded - rows], *[[0, 0]] * len(dimensions[leading:])])
+    return tf.ensure_shape(flat, [None, *dimensions[leading:]]), rows, index
+
+
+def without_padding(padded: tf.Tensor, rows: tf.Tensor, like: tf.Tensor) -> tf.Tensor:
+    """The inverse of `padded_rows`, for a tensor of the shape of `like`."""
+    return tf.ensure_shape(tf.reshape(padded[:rows], tf.shape(like)), like.shape)

@@ -164,6 +164,16 @@ def _check_proposals(given: _Given, proposals: list[_Proposal]) -> None:
     kinds = [proposal.kind for proposal in proposals]
     facts = [proposal.facts for proposal in proposals]
     data_facts.check_batch_sizes(kinds, facts, control.names, control.task)
+    rows = [given.strategy.extended.data_rank_of(i) for i in range(len(proposals))]
+    for worker, row in enumerate(rows):
+        first = rows.index(row)
+        if (kinds[worker], facts[worker]) != (kinds[first], facts[first]):
+            names = [control.names[i] for i in (first, worker)]
+            raise ValueError(
+                f"{names[0]} and {names[1]} train one copy of the model, and must have the same "
+                "data: give every worker the whole dataset, from which each takes its rows. "
+                f"Received: {facts[first]} and {facts[worker]}"
+            )
     # Without a policy, the script has distributed the dataset.
     policies = {fact.get("policy", "OFF") for fact in facts}
     readers = {name: p.readers for name, p in zip(control.names, proposals, strict=True)}

@@ -56,6 +56,9 @@ class TapedStep(Protocol):
     def graph(self) -> tf.Graph: ...
 
     @property
+    def replicas(self) -> int: ...
+
+    @property
     def has_batch_fraction(self) -> bool: ...
 
     def scale_by_batch_fraction(self, value: tf.Tensor) -> tf.Tensor: ...
@@ -210,7 +213,7 @@ class TapeGradients:
 
     def _part_of_mean(self, gradient: Gradient | None) -> Gradient | None:
         """A replica's part of the mean over the rows of all of them."""
-        if not self._step.has_batch_fraction:
+        if not self._step.has_batch_fraction or self._step.replicas == 1:
             return gradient
         return map_values(self._step.scale_by_batch_fraction, gradient)
 

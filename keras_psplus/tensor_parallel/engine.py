@@ -1,0 +1,155 @@
+"""Engine of `ModelParallelStrategy`."""
+
+from __future__ import annotations
+
+import functools
+import weakref
+from typing import TYPE_CHECKING, Any
+
+import keras
+import tensorflow as tf
+
+from keras_psplus.all_reduce.collectives import gradients
+from keras_psplus.all_reduce.engine import AllReduceEngine
+from keras_psplus.all_reduce.reducers import with_shape
+from keras_psplus.engine import Call, answers
+from keras_psplus.log import logger
+from keras_psplus.sharding.engine import ShardedEngine
+from keras_psplus.sharding.variable import in_update
+from keras_psplus.sharding.weight import WholeWeight
+from keras_psplus.tensor_parallel import plan
+from keras_psplus.tensor_parallel.layer_calls import LayerCalls
+from keras_psplus.tensor_parallel.variable import CutWeight, cut_of
+
+if TYPE_CHECKING:
+    from keras.optimizers import Optimizer
+
+    from keras_psplus.engine import Gradients, Variables
+
+# Between seeds of the workers of a row, where they draw for their own heads.
+_SEED_STRIDE = 0x2545F491
+
+
+class ModelParallelEngine(ShardedEngine):
+    """Cuts weights along axes of the mesh; layers compute with the parts."""
+
+    can_compile, compiles_by_default, exports_copies = False, False, True
+    has_weights_in_memory = has_whole_weights = False
+
+    def __init__(self, strategy: tf.distribute.Strategy) -> None:
+        super().__init__(strategy)
+        self._described: weakref.WeakSet[keras.Model] = weakref.WeakSet()
+
+    @functools.cached_property
+    def layer_calls(self) -> LayerCalls:
+        """Calls of the steps' layers."""
+        return LayerCalls(self.strategy.extended.group)
+
+    def _make_plan(self, optimizer):
+        return plan.CutPlan(optimizer)
+
+    # Variables.
+
+    def build(self, call: Call) -> None:
+        super().build(call)
+        model, strategy = call.owner, self.strategy
+        if model in self._described:
+            return
+        self._described.add(model)
+        unused = strategy.layouts.check_used(variable.path for variable in model.variables)
+        if strategy.is_chief:
+            logger.info("%s", plan.describe(model, strategy.layouts, unused, strategy.grid))
+
+    @answers("initialize")
+    def _initialize(self, call: Call) -> Any:
+        variable, value = call.owner, call.get("value")
+        axis = None
+        if variable.trainable and not isinstance(value, tf.Variable):
+            axis = self.strategy.layouts.axis_of(variable.path, variable._shape)
+        if axis is None:
+            return super()._initialize(call)
+        extended = self.strategy.extended
+        with tf.device(extended.store.device):
+            value = tf.cast(value() if callable(value) else value, variable._dtype)
+            weight = CutWeight(extended.store, self.layer_calls.read, variable, axis)
+            # Those of the chief, of which the others keep their parts.
+            weight.receive(extended.host_launcher, value if self.strategy.is_chief else None)
+        variable._value = weight
+        weight.release_with(variable)
+        return None
+
+    @answers("add_slot")
+    def _add_slot(self, call: Call) -> keras.Variable:
+        is_cut = cut_of(call.get("reference_variable")) is not None
+        if is_cut and plan.reason_for_wholes(call.owner) is None:
+            return self._add_slot_in_shares(call)
+        return AllReduceEngine._add_slot(self, call)
+
+    # A step.
+
+    @answers("call_layer")
+    def _call_layer(self, call: Call) -> Any:
+        return self.layer_calls.call(call, super()._call_layer)
+
+    @answers("next_seed")
+    def _next_seed(self, call: Call) -> tf.Tensor:
+        seed = super()._next_seed(call)
+        if not self.layer_calls.regions.are_local:
+            return seed
+        offset = self.strategy.extended.group.place * _SEED_STRIDE % (1 << 31)
+        return seed + tf.constant([offset, 0], seed.dtype)
+
+    @answers("check_finite")
+    def _check_finite(self, call: Call) -> tf.Tensor:
+        finite = super()._check_finite(call)
+        if not tf.distribute.get_replica_context():
+            return finite
+        # Gradients of cut weights are each worker's own.
+        bad = tf.cast(tf.logical_not(finite), tf.float32)
+        return tf.equal(self._sum_over_parts([bad])[0], 0.0)
+
+    def reduce(self, optimizer: Optimizer, grads: Gradients, variables: Variables) -> list[Any]:
+        if self.strategy.num_replicas_in_sync == 1:
+            return [with_shape(gradient, v) for gradient, v in zip(grads, variables)]
+        return AllReduceEngine.reduce(self, optimizer, list(grads), variables)
+
+    def _is_part(self, gradient):
+        return True
+
+    def _sum_over_parts(self, tensors):
+        return gradients.sum_packed(self.strategy.extended.group.launcher, tensors)
+
+    def _cut_if_dense(self, before, clipped, places):
+        return clipped
+
+    def clip(self, optimizer: Optimizer, grads: list[Any], variables: Variables) -> list[Any]:
+        if self.plan_of(optimizer).reason is not None:
+            weights = [cut_of(variable) for variable in variables]
+            grads = [g if w is None else self._whole(g, w) for g, w in zip(grads, weights)]
+        return super().clip(optimizer, grads, variables)
+
+    def _whole(self, gradient, weight):
+        """The whole gradient of a cut weight."""
+        dense = tf.ensure_shape(tf.convert_to_tensor(gradient), weight.local_shape)
+        return self.strategy.extended.group.gather(dense, weight.cut.axis)
+
+    def _target(self, variable, place):
+        weight = cut_of(variable)
+        if weight is None or place.cut is not None:
+            return variable
+        whole = weight.gathered(self.strategy.extended.group.launcher)
+        return WholeWeight(weight, whole)
+
+    def accumulate(self, optimizer: Optimizer, grads: list[Any], variables: list[Any]) -> None:
+        with in_update.raised():
+            super().accumulate(optimizer, grads, variables)
+
+    def update(self, optimizer: Optimizer, grads: list[Any], variables: Variables) -> None:
+        targets, self._targets = [self._targets[id(v)] for v in variables], {}
+        with in_update.raised():
+            optimizer._backend_update_step(grads, targets, optimizer.learning_rate)
+        for variable, target in zip(variables, targets):
+            if isinstance(target, WholeWeight):
+                weight = variable._value
+                own = self.strategy.extended.group.own(target.value(), weight.cut.axis)
+                weight.part.assign(own, read_value=False)

@@ -1,0 +1,96 @@
+"""Implementation half of `ModelParallelStrategy`: a row of the mesh is one replica of the data."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Any
+
+import tensorflow as tf
+
+from keras_psplus.all_reduce.topology.group_topology import Topology
+from keras_psplus.all_reduce.topology.levels import launcher_like
+from keras_psplus.core.batch import batches
+from keras_psplus.sharding.extended import ShardedExtended
+from keras_psplus.tensor_parallel.group import ModelGroup
+
+if TYPE_CHECKING:
+    from keras_psplus.all_reduce.collectives.operations import Launcher
+    from keras_psplus.tensor_parallel.mesh import Grid
+
+
+class ModelParallelExtended(ShardedExtended):
+    """Additional APIs of `ModelParallelStrategy`."""
+
+    _group: ModelGroup | None = None
+
+    def __init__(self, strategy: Any, *args: Any) -> None:
+        self.grid: Grid = strategy.grid
+        super().__init__(strategy, *args)
+
+    def set_topology(self, topology: Topology | str) -> None:
+        if self._group is None:
+            self._divide()
+        super().set_topology(topology)
+
+    def _divide(self):
+        """Makes the collectives of this worker's row and column."""
+        rank, rows = self._id_in_cluster, self.grid.rows
+        row, place = self.grid.place_of(rank)
+        launcher, host = (
+            one.launchers[0] for one in (self._cross_device_ops, self._host_cross_device_ops)
+        )
+        self._of_all_hosts = host
+        first = self.take_group_keys(len(rows) + 2 * len(rows[0]))
+        in_row = launcher_like(launcher, first + row, rows[row])
+        self._group = ModelGroup(in_row, place, len(rows[row]))
+        first, column = first + len(rows), self.grid.column_of(rank)
+        for i, (operations, one) in enumerate(
+            ((self._cross_device_ops, launcher), (self._host_cross_device_ops, host))
+        ):
+            key = first + i * len(rows[0]) + place
+            operations.narrow([launcher_like(one, key, column)])
+
+    @property
+    def group(self) -> ModelGroup:
+        """The workers that share weights with this one."""
+        assert self._group is not None
+        return self._group
+
+    @property
+    def world(self) -> batches.World:
+        return batches.World(self.data_rank_of(self._id_in_cluster), 1, len(self.grid.rows))
+
+    def data_rank_of(self, worker: int) -> int:
+        row, _ = self.grid.place_of(worker)
+        return row
+
+    @property
+    def host_launcher(self) -> Launcher:
+        launcher: Launcher = self._of_all_hosts
+        return launcher
+
+    @property
+    def sharing_workers(self) -> Sequence[int]:
+        return self.grid.rows[self.world.rank]
+
+    @property
+    def sharing_launcher(self) -> Launcher:
+        return self.group.launcher
+
+    @property
+    def _num_replicas_in_sync(self):
+        return len(self.grid.rows)
+
+    def _get_replica_id_in_sync_group(self, replica_id):
+        return self.world.rank
+
+    def _get_local_replica_id(self, replica_id_in_sync_group):
+        return 0
+
+    def _make_input_context(self):
+        world = self.world
+        return tf.distribute.InputContext(
+            num_input_pipelines=world.replicas,
+            input_pipeline_id=world.rank,
+            num_replicas_in_sync=world.replicas,
+        )

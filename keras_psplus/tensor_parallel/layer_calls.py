@@ -1,0 +1,166 @@
+"""Calls of layers in a step: by rules for cut weights, or with gathered ones."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import keras
+import tensorflow as tf
+
+from keras_psplus.engine import Call
+from keras_psplus.sharding.units import reaches
+from keras_psplus.tensor_parallel import attention, contractions, embeddings
+from keras_psplus.tensor_parallel.group import ModelGroup, part_of
+from keras_psplus.tensor_parallel.variable import CutWeight, cut_of
+
+# Layers that call inner ones in loops of the graph, before which all of their weights are gathered.
+_LOOPS = (keras.layers.RNN, keras.layers.TimeDistributed)
+# Layers without weights that compute each element from the same one of their input.
+_ELEMENTWISE = (keras.layers.ReLU, keras.layers.LeakyReLU, keras.layers.ELU, keras.layers.Identity)
+
+
+class Regions:
+    """Parts of a step in which tensors are local, or weights whole.
+
+    Attributes:
+        are_local: Whether outputs of cut kernels stay local, as inside of attention by heads.
+        are_whole: Whether inner layers are called with gathered weights.
+    """
+
+    def __init__(self) -> None:
+        self.are_local = self.are_whole = False
+        # What several kernels of an attention layer multiply, with its one sum of gradients.
+        self._entered: dict[int, tuple[Any, tf.Tensor]] = {}
+
+    @contextlib.contextmanager
+    def local(self) -> Iterator[None]:
+        """Context in which outputs of cut kernels stay local."""
+        outer, self.are_local = self.are_local, True
+        try:
+            yield
+        finally:
+            self.are_local = outer
+            self._entered.clear()
+
+    @contextlib.contextmanager
+    def whole(self) -> Iterator[None]:
+        """Context in which inner layers are called as in one process."""
+        outer, self.are_whole = self.are_whole, True
+        try:
+            yield
+        finally:
+            self.are_whole = outer
+
+    def enter(self, whole: Any, group: ModelGroup) -> tf.Tensor:
+        """A whole tensor that each worker multiplies by its part of a kernel."""
+        if not self.are_local:
+            return group.enter(whole)
+        if id(whole) not in self._entered:
+            self._entered[id(whole)] = whole, group.enter(whole)
+        return self._entered[id(whole)][1]
+
+    def finish(self, local: Any, axis: int, activation: Any, group: ModelGroup) -> Any:
+        """Output of a layer of a local tensor: its activation, and the whole of it.
+
+        Args:
+            local: The tensor.
+            axis: Axis along which it is cut.
+            activation: The layer's activation, or None.
+            group: The workers that have the other parts.
+        """
+        if contractions.is_elementwise(activation):
+            local = local if activation is None else activation(local)
+            return local if self.are_local else group.stack(local, axis)
+        return activation(group.stack(local, axis))
+
+
+class LayerCalls:
+    """Calls the layers of a strategy's steps.
+
+    Args:
+        group: The workers that share weights.
+    """
+
+    def __init__(self, group: ModelGroup) -> None:
+        self._group, self.regions = group, Regions()
+        # What layers that are being called have gathered, by ids of weights.
+        self._wholes: dict[int, tf.Tensor] = {}
+        # Paths of weights that were gathered for a layer.
+        self.gathered: set[str] = set()
+
+    def read(self, weight: CutWeight) -> tf.Tensor:
+        """The whole of a weight: as its layer has gathered it, or gathered now."""
+        found = self._wholes.get(id(weight))
+        return self._gather(weight) if found is None or not reaches(found.graph) else found
+
+    def _gather(self, weight: CutWeight) -> tf.Tensor:
+        self.gathered.add(weight.path)
+        return self._group.stack(weight.local(), weight.cut.axis)
+
+    def call(self, call: Call, proceed: Callable[[Call], Any]) -> Any:
+        """Calls a layer.
+
+        Args:
+            call: The call of `Layer.__call__`.
+            proceed: Function that makes it.
+        """
+        layer = call.owner
+        if tf.executing_eagerly() or self.regions.are_whole:
+            return proceed(call)
+        rule = contractions.rule_for(layer, self._group, self.regions)
+        rule = rule or embeddings.rule_for(layer, self._group, self.regions)
+        rule = rule or self._elementwise_rule(layer)
+        if rule is not None:
+            with _calling(layer, rule):
+                return proceed(call)
+        if attention.is_by_heads(layer, call.args, call.kwargs):
+            with self.regions.local():
+                return proceed(call)
+        return self._call_with_wholes(call, proceed)
+
+    def _call_with_wholes(self, call, proceed):
+        layer, loops = call.owner, isinstance(call.owner, _LOOPS)
+        variables = layer.variables if loops else layer._trainable_variables
+        weights = {id(v._value): v._value for v in variables if cut_of(v) is not None}
+        if not weights:
+            return proceed(call)
+        outer = self._wholes
+        self._wholes = outer | {number: self._gather(one) for number, one in weights.items()}
+        try:
+            with self.regions.whole() if loops else contextlib.nullcontext():
+                return proceed(call)
+        finally:
+            self._wholes = outer
+
+    def _elementwise_rule(self, layer):
+        """Call of a layer without weights, on the local part of its input."""
+        is_known = isinstance(layer, _ELEMENTWISE) and type(layer) in _ELEMENTWISE
+        is_activation = type(layer) is keras.layers.Activation
+        if not (is_known or is_activation and contractions.is_elementwise(layer.activation)):
+            return None
+
+        def call(inputs: Any) -> Any:
+            found = getattr(inputs, "_local_part", None)
+            if found is None:
+                return type(layer).call(layer, inputs)
+            assert part_of(inputs, found.axis) is not None
+            return self._group.stack(type(layer).call(layer, found.tensor), found.axis)
+
+        return call
+
+
+@contextlib.contextmanager
+def _calling(layer: Any, rule: Callable[..., Any]) -> Iterator[None]:
+    """Context in which a rule takes the place of a layer's `call`."""
+    attributes = vars(layer)
+    outer = attributes.get("call")
+    attributes["call"] = rule
+    try:
+        yield
+    finally:
+        if outer is None:
+            del attributes["call"]
+        else:
+            attributes["call"] = outer

@@ -1,0 +1,158 @@
+"""Layouts of a model's weights, and places of an optimizer's state."""
+
+from __future__ import annotations
+
+import math
+import re
+from collections.abc import Iterable, Sequence
+from typing import Any
+
+import keras
+import tensorflow as tf
+
+from keras_psplus import text_table
+from keras_psplus.sharding.places import Place
+from keras_psplus.sharding.plan import OptimizerPlan, reason_for_wholes
+from keras_psplus.tensor_parallel.mesh import Grid
+from keras_psplus.tensor_parallel.variable import cut_of
+
+
+class CutPlan(OptimizerPlan):
+    """Places of optimizer state: cut as its variable is, or whole on every worker.
+
+    Args:
+        optimizer: A Keras optimizer that is built.
+    """
+
+    def __init__(self, optimizer: keras.optimizers.Optimizer) -> None:
+        self.reason = reason_for_wholes(optimizer)
+        weights = [cut_of(variable) for variable in optimizer._trainable_variables]
+        self.places = [
+            Place() if weight is None or self.reason is not None else weight.place
+            for weight in weights
+        ]
+        self._count = sum(weight is not None for weight in weights)
+
+    def describe(self, optimizer: keras.optimizers.Optimizer, names: Sequence[str]) -> str:
+        """One line about how an optimizer updates cut weights.
+
+        Args:
+            optimizer: The optimizer.
+            names: Names of the workers, in rank order.
+        """
+        if self.reason is None:
+            return f"'{optimizer.name}' keeps the slots of {self._count} cut weights in parts"
+        return (
+            f"'{optimizer.name}' gathers {self._count} cut weights and their gradients for each "
+            f"update, and keeps whole slots on every worker ({self.reason})"
+        )
+
+
+class Layouts:
+    """Axes along which weights are cut.
+
+    Args:
+        layout_map: `keras.distribution.LayoutMap`.
+        grid: `mesh.Grid` of the workers.
+    """
+
+    def __init__(self, layout_map: keras.distribution.LayoutMap, grid: Grid) -> None:
+        self._map, self._grid = layout_map, grid
+        # Paths of weights that an axis of batches is left out of.
+        self.along_batches: set[str] = set()
+
+    def axis_of(self, path: str, shape: Sequence[int]) -> int | None:
+        """Axis along which a weight is cut; None if it is on every worker.
+
+        Args:
+            path: Its path.
+            shape: Its shape.
+
+        Raises:
+            ValueError: If its layout does not fit it.
+        """
+        layout = self._map[path]
+        if layout is None:
+            return None
+        axes = tuple(layout.axes)
+        received = f"Received: layout {axes} for '{path}' of shape {tuple(shape)}"
+        if len(axes) != len(shape):
+            raise ValueError(
+                f"the layout of a weight must have an axis, or None, for each of its "
+                f"{len(shape)} dimensions. {received}"
+            )
+        if self._grid.batch_axis in axes and len(self._grid.rows) > 1:
+            self.along_batches.add(path)
+        if self._grid.model_axis not in axes:
+            return None
+        axis, parts = axes.index(self._grid.model_axis), len(self._grid.rows[0])
+        if shape[axis] % parts:
+            raise ValueError(
+                f"dimension {axis} of '{path}' cannot be cut into {parts} equal parts: choose "
+                f"another size or mesh, or None in its layout. {received}"
+            )
+        return axis
+
+    def check_used(self, paths: Iterable[str]) -> list[str]:
+        """Patterns for weights that match none.
+
+        Args:
+            paths: Paths of all weights.
+
+        Raises:
+            ValueError: If no pattern matches any.
+        """
+        paths = list(paths)
+        patterns = [key for key in self._map if not key.endswith("/output")]
+        unused = [key for key in patterns if not any(_matches(key, path) for path in paths)]
+        if patterns and len(unused) == len(patterns):
+            raise ValueError(
+                "no pattern of `layout_map` matches a weight of the model. A pattern has to match "
+                f"all of a path. The paths are {', '.join(paths[:8])}"
+                f"{', ...' * (len(paths) > 8)}. Received: {', '.join(map(repr, unused[:8]))}"
+            )
+        return unused
+
+
+def _matches(key, path):
+    return key == path or re.fullmatch(key, path) is not None
+
+
+def describe(model: Any, layouts: Layouts, unused: Sequence[str], grid: Grid) -> str:
+    """Table of what each worker keeps of a model's weights.
+
+    Args:
+        model: The model.
+        layouts: Its `Layouts`.
+        unused: Patterns that match no weight.
+        grid: The workers' places.
+    """
+    sizes = [math.prod(v.shape) * tf.as_dtype(v.dtype).size for v in model.variables]
+    cuts = [weight for weight in map(cut_of, model.variables) if weight is not None]
+    whole, parts = sum(sizes), len(grid.rows[0])
+    own = whole
+    for weight in cuts:
+        own -= weight.cut.width * weight.dtype.size * (parts - 1)
+    rows = [("weight", "axis", "each worker has")]
+    rows += [(one.path, str(one.cut.axis), str(one.cut.shard)) for one in cuts]
+    lines = [
+        f"'{model.name}' over {len(grid.rows)} x {parts} workers: {len(cuts)} of {len(sizes)} "
+        f"variables are cut, the others are on every worker; each has {own / 1e6:.2f} of "
+        f"{whole / 1e6:.2f} MB",
+        text_table.aligned(rows),
+    ]
+    paths = {variable.path for variable in model.variables}
+    known = {one.path for one in cuts}
+    frozen = [v.path for v in model.variables if v.path not in known and _is_left_out(v, layouts)]
+    for text, named in (
+        ("matched by no weight", unused),
+        ("not cut along the axis of batches, but on all of it", layouts.along_batches & paths),
+        ("not cut, as they are made not trainable", frozen),
+    ):
+        if named:
+            lines.append(f"{text}: {', '.join(sorted(named))}")
+    return "\n".join(lines)
+
+
+def _is_left_out(variable, layouts):
+    return layouts.axis_of(variable.path, variable.shape) is not None

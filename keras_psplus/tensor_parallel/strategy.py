@@ -1,0 +1,148 @@
+"""`ModelParallelStrategy` for Keras 3 on TensorFlow."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+import keras
+import tensorflow as tf
+
+from keras_psplus import activation
+from keras_psplus.all_reduce import MultiWorkerMirroredStrategy, startup
+from keras_psplus.all_reduce.collectives.gradients import DEFAULT_BUCKET_BYTES
+from keras_psplus.arguments import shown
+from keras_psplus.cluster.process import memory
+from keras_psplus.tensor_parallel.engine import ModelParallelEngine
+from keras_psplus.tensor_parallel.extended import ModelParallelExtended
+from keras_psplus.tensor_parallel.mesh import LayoutMap, check_axes, grid_of
+from keras_psplus.tensor_parallel.plan import Layouts
+
+if TYPE_CHECKING:
+    from keras_psplus.compression import Compressor
+
+
+class ModelParallelStrategy(MultiWorkerMirroredStrategy):
+    """Tensor parallelism, alone or with data parallelism, for `model.fit` of Keras 3.
+
+    Every worker runs the same script. Weights are cut along axes that a layout map names; workers
+    of a row of the mesh compute each layer together on the same rows of a batch, and rows of the
+    mesh divide batches as `MultiWorkerMirroredStrategy` does. Weights and metrics equal those of
+    one process. Without a cluster the process trains alone, with whole weights.
+
+    Args:
+        cluster_resolver: As in `MultiWorkerMirroredStrategy`.
+        communication_options: As there.
+        layout_map: `keras_psplus.LayoutMap`, or `keras.distribution.LayoutMap` of KerasHub, from
+            patterns of variables' paths to the mesh axis of each dimension; or a dict.
+        mesh: `keras_psplus.DeviceMesh` of the workers; None for that of the layout map.
+        batch_dim_name: Name of the mesh axis along which batches are divided; None for the first
+            of two axes. The single axis of a mesh is the model's, unless it is named here.
+        startup_timeout: As in `MultiWorkerMirroredStrategy`.
+        heartbeat_timeout: As there.
+        stall_warning: As there.
+        bucket_bytes: As there, for gradients summed along the axis of batches.
+        compression: As there, of these gradients.
+
+    Raises:
+        ValueError: If an argument is out of range, or mesh, layouts and cluster do not fit.
+        keras_psplus.cluster.ClusterConfigError: If `TF_CONFIG` is wrong.
+        keras_psplus.cluster.ClusterStartupError: If a worker does not come up in time.
+        RuntimeError: If TensorFlow was initialised before the strategy was made.
+
+    Example:
+
+    ```python
+    mesh = keras_psplus.DeviceMesh((2, 2), ("batch", "model"))
+    layouts = keras_psplus.LayoutMap(mesh)
+    layouts[".*dense/kernel"] = (None, "model")
+    strategy = keras_psplus.ModelParallelStrategy(layout_map=layouts)
+    with strategy.scope():
+        model = keras.Sequential([keras.layers.Dense(64, name="dense"), keras.layers.Dense(10)])
+        model.compile(optimizer="sgd", loss="mse")
+    model.fit(x, y, batch_size=64, epochs=3)
+    ```
+
+    Reference: https://keras.io/api/distribution/model_parallel/
+    """
+
+    _engine_class = ModelParallelEngine
+
+    def __init__(
+        self,
+        cluster_resolver: tf.distribute.cluster_resolver.ClusterResolver | None = None,
+        communication_options: tf.distribute.experimental.CommunicationOptions | None = None,
+        *,
+        layout_map: keras.distribution.LayoutMap | dict[str, Any],
+        mesh: keras.distribution.DeviceMesh | None = None,
+        batch_dim_name: str | None = None,
+        startup_timeout: float = 300.0,
+        heartbeat_timeout: float = 20.0,
+        stall_warning: float | None = 60.0,
+        bucket_bytes: float = DEFAULT_BUCKET_BYTES,
+        compression: str | Compressor | dict[str, Any] | None = None,
+    ) -> None:
+        activation.activate()
+        layout_map = _layouts_of(layout_map, mesh)
+        workers = startup.workers_of(startup.task_of(cluster_resolver))
+        # Without a cluster, the process stands for what there is.
+        self.grid = workers and grid_of(layout_map.device_mesh, batch_dim_name, workers)
+        self.layouts = self.grid and Layouts(layout_map, self.grid)
+        if workers is not None and len(workers) > 1:
+            self._extended_class = ModelParallelExtended
+            # As with `shard=`, freed memory would stay in the process.
+            memory.return_freed_memory()
+        super().__init__(
+            cluster_resolver,
+            communication_options,
+            startup_timeout=startup_timeout,
+            heartbeat_timeout=heartbeat_timeout,
+            stall_warning=stall_warning,
+            bucket_bytes=bucket_bytes,
+            compression=compression,
+        )
+        devices = len(self.extended.worker_devices)
+        if self._is_active and devices > 1:
+            raise ValueError(
+                "ModelParallelStrategy needs workers with one device each: start a worker for each "
+                "GPU (CUDA_VISIBLE_DEVICES), as `keras-psplus run` can. "
+                f"Received: {devices} devices"
+            )
+        self._options = {
+            "mesh": tuple(layout_map.device_mesh.shape),
+            "axes": tuple(layout_map.device_mesh.axis_names),
+            "compression": compression,
+        }
+
+    @property
+    def _distributes(self):
+        return self.num_workers > 1
+
+    @property
+    def _is_active(self) -> bool:
+        return self.num_workers > 1
+
+
+def _layouts_of(layout_map, mesh):
+    """The layout map, whose mesh is known and has all of its axes."""
+    if mesh is not None and not isinstance(mesh, keras.distribution.DeviceMesh):
+        raise ValueError(
+            f"`mesh` must be a `keras_psplus.DeviceMesh`. Received: mesh={shown(mesh)}"
+        )
+    if isinstance(layout_map, dict) and mesh is not None:
+        layouts = LayoutMap(mesh)
+        for key, layout in layout_map.items():
+            layouts[key] = layout
+        return layouts
+    if not isinstance(layout_map, keras.distribution.LayoutMap) or layout_map.device_mesh is None:
+        raise ValueError(
+            "`layout_map` must be a `keras_psplus.LayoutMap`, or a dict if `mesh` is given. "
+            f"Received: layout_map={shown(layout_map)}, mesh={shown(mesh)}"
+        )
+    if mesh not in (None, layout_map.device_mesh):
+        raise ValueError(
+            "`mesh` must be that of `layout_map`: leave it out. "
+            f"Received: mesh={mesh}, layout_map of {layout_map.device_mesh}"
+        )
+    for key, layout in layout_map.items():
+        check_axes(layout.axes, layout_map.device_mesh, key)
+    return layout_map
