@@ -32,8 +32,7 @@ With --jobset a JobSet (https://jobset.sigs.k8s.io) of a Job for each kind of ta
 def main(argv: list[str]) -> int:
     """Runs the command; returns 0, or 2 for a wrong command line."""
     options = _flags()
-    if parsing.asks_for_help(options, argv[1:] if argv[:1] == ["kubernetes"] else argv):
-        print(parsing.help_text(_USAGE, options))
+    if parsing.shows_help(_USAGE, options, argv[1:] if argv[:1] == ["kubernetes"] else argv):
         return 0
     try:
         if argv[:1] != ["kubernetes"]:

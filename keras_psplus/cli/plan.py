@@ -54,8 +54,7 @@ def main(argv: list[str]) -> int:
     0 with a plan, 1 without, 2 for a wrong command line.
     """
     options = _flags()
-    if parsing.asks_for_help(options, argv):
-        print(parsing.help_text(_USAGE, options))
+    if parsing.shows_help(_USAGE, options, argv):
         return 0
     try:
         command = parsing.parse(options, argv)

@@ -24,8 +24,7 @@ until the chief has ended. Exits with 0, or with 1 if the chief has died.
 def main(argv: list[str]) -> int:
     """Runs the command; returns the exit code."""
     options = _flags()
-    if parsing.asks_for_help(options, argv):
-        print(parsing.help_text(_USAGE, options))
+    if parsing.shows_help(_USAGE, options, argv):
         return 0
     try:
         if parsing.parse(options, argv):

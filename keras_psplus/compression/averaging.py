@@ -8,14 +8,14 @@ from typing import TYPE_CHECKING, Any
 import tensorflow as tf
 
 if TYPE_CHECKING:
-    from keras_psplus.compression.base import Compressor
+    from keras_psplus.compression.base import Compressor, Step
 
 
 def exchange_means(
     compressors: Sequence[Compressor],
     tensors: Sequence[tf.Tensor],
     states: Sequence[Any],
-    step: tf.Tensor | int,
+    step: Step,
     all_mean: Callable[[list[tf.Tensor]], Sequence[tf.Tensor]],
 ) -> tuple[list[Any], ...]:
     """Averages many tensors over workers, each by its own compressor, in few collectives.
@@ -61,7 +61,7 @@ def _mean_from(
     compressors: Sequence[Compressor],
     tensors: list[tf.Tensor],
     states: Sequence[Any],
-    step: tf.Tensor | int,
+    step: Step,
     all_mean: Callable[[list[tf.Tensor]], Sequence[tf.Tensor]],
 ) -> tuple[list[Any], ...]:
     def whole() -> tuple[list[Any], ...]:
@@ -80,7 +80,7 @@ def _side_by_side(
     compressors: Sequence[Compressor],
     tensors: list[tf.Tensor],
     states: Sequence[Any],
-    step: tf.Tensor | int,
+    step: Step,
     all_mean: Callable[[list[tf.Tensor]], Sequence[tf.Tensor]],
 ) -> tuple[list[Any], ...]:
     """Runs generators of `exchange` in step with each other, one `all_mean` for each round."""

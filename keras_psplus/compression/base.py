@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Callable, Generator, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeAlias
 
 import tensorflow as tf
 
@@ -12,6 +12,12 @@ from keras_psplus.compression.averaging import exchange_means
 
 if TYPE_CHECKING:
     from keras_psplus.compression.factors.outer_products import OuterProduct
+
+
+Payload: TypeAlias = tuple[tf.Tensor, ...]
+Shape: TypeAlias = tf.TensorShape | Sequence[int]
+DType: TypeAlias = tf.DType | str
+Step: TypeAlias = tf.Tensor | int
 
 
 class Compressor:
@@ -87,7 +93,7 @@ class Compressor:
     gathers_factors = False
     supports_values = False
 
-    def init(self, shape: tf.TensorShape | Sequence[int], dtype: tf.DType | str) -> Any:
+    def init(self, shape: Shape, dtype: DType) -> Any:
         """Makes the state before the first step.
 
         Args:
@@ -100,7 +106,7 @@ class Compressor:
         return ()
 
     def encode(
-        self, tensor: tf.Tensor, state: Any, step: tf.Tensor | int
+        self, tensor: tf.Tensor, state: Any, step: Step
     ) -> tuple[tuple[tf.Tensor, ...], Any]:
         """Compresses a tensor.
 
@@ -115,13 +121,7 @@ class Compressor:
         """
         raise NotImplementedError
 
-    def decode(
-        self,
-        payload: tuple[tf.Tensor, ...],
-        shape: tf.TensorShape | Sequence[int],
-        dtype: tf.DType | str,
-        step: tf.Tensor | int,
-    ) -> tf.Tensor:
+    def decode(self, payload: Payload, shape: Shape, dtype: DType, step: Step) -> tf.Tensor:
         """Turns a payload back into a tensor.
 
         Args:
@@ -149,13 +149,7 @@ class Compressor:
         """
         return tf.math.is_finite(tf.reduce_sum(residual))
 
-    def add_to(
-        self,
-        total: tf.Tensor,
-        payload: tuple[tf.Tensor, ...],
-        dtype: tf.DType | str,
-        step: tf.Tensor | int,
-    ) -> tf.Tensor:
+    def add_to(self, total: tf.Tensor, payload: Payload, dtype: DType, step: Step) -> tf.Tensor:
         """Adds a decoded payload to a float32 tensor.
 
         Args:
@@ -169,12 +163,7 @@ class Compressor:
         """
         return total + tf.cast(self.decode(payload, total.shape, dtype, step), tf.float32)
 
-    def add_rows(
-        self,
-        payload: tuple[tf.Tensor, ...],
-        row_shape: tf.TensorShape | Sequence[int],
-        step: tf.Tensor | int,
-    ) -> tf.Tensor:
+    def add_rows(self, payload: Payload, row_shape: Shape, step: Step) -> tf.Tensor:
         """Sums decoded payloads; only called if `has_sum_decode`.
 
         Args:
@@ -188,9 +177,7 @@ class Compressor:
         """
         raise NotImplementedError
 
-    def wire_bytes(
-        self, shape: tf.TensorShape | Sequence[int], dtype: tf.DType | str, step: int | None = None
-    ) -> int:
+    def wire_bytes(self, shape: Shape, dtype: DType, step: int | None = None) -> int:
         """Counts the bytes of a payload.
 
         Args:
@@ -203,7 +190,7 @@ class Compressor:
         """
         raise NotImplementedError
 
-    def encode_rows(self, values: tf.Tensor, step: tf.Tensor | int) -> tuple[tf.Tensor, ...]:
+    def encode_rows(self, values: tf.Tensor, step: Step) -> Payload:
         """Compresses each row by itself, as the values of `tf.IndexedSlices` need it.
 
         Rows have no state. A compressor that can do nothing for rows sends them whole, as this
@@ -219,11 +206,7 @@ class Compressor:
         return (values,)
 
     def decode_rows(
-        self,
-        payload: tuple[tf.Tensor, ...],
-        row_shape: tf.TensorShape | Sequence[int],
-        dtype: tf.DType | str,
-        step: tf.Tensor | int,
+        self, payload: Payload, row_shape: Shape, dtype: DType, step: Step
     ) -> tf.Tensor:
         """Turns the payload of `encode_rows` back into values.
 
@@ -238,12 +221,7 @@ class Compressor:
         """
         return tf.cast(payload[0], dtype)
 
-    def row_bytes(
-        self,
-        row_shape: tf.TensorShape | Sequence[int],
-        dtype: tf.DType | str,
-        step: int | None = None,
-    ) -> int:
+    def row_bytes(self, row_shape: Shape, dtype: DType, step: int | None = None) -> int:
         """Counts the bytes that `encode_rows` makes of one row.
 
         Args:
@@ -271,7 +249,7 @@ class Compressor:
         return None
 
     def exchange(
-        self, tensor: tf.Tensor, state: Any, step: tf.Tensor | int
+        self, tensor: tf.Tensor, state: Any, step: Step
     ) -> Generator[list[tf.Tensor], list[tf.Tensor], tuple[tf.Tensor, Any, Any]]:
         """Averages over workers, as a generator that leaves the collectives to its caller.
 
@@ -296,7 +274,7 @@ class Compressor:
         self,
         tensor: tf.Tensor,
         state: Any,
-        step: tf.Tensor | int,
+        step: Step,
         all_mean: Callable[[list[tf.Tensor]], Sequence[tf.Tensor]],
     ) -> tuple[tf.Tensor, Any, Any]:
         """Averages one tensor over workers.
@@ -313,9 +291,7 @@ class Compressor:
         means, owns, states = exchange_means([self], [tensor], [state], step, all_mean)
         return means[0], owns[0], states[0]
 
-    def for_variable(
-        self, path: str, shape: tf.TensorShape | Sequence[int], dtype: tf.DType | str
-    ) -> Compressor | None:
+    def for_variable(self, path: str, shape: Shape, dtype: DType) -> Compressor | None:
         """Chooses the compressor of a variable's gradient.
 
         Args:

@@ -5,13 +5,13 @@ from __future__ import annotations
 import collections.abc
 import fnmatch
 import re
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import tensorflow as tf
 
 from keras_psplus.arguments import shown, whole_number
-from keras_psplus.compression.base import Compressor
+from keras_psplus.compression.base import Compressor, DType, Shape
 
 
 class ByVariable(Compressor):
@@ -73,9 +73,7 @@ class ByVariable(Compressor):
         self.min_size = whole_number("min_size", min_size, 0)
         self.min_rank = whole_number("min_rank", min_rank, 0)
 
-    def for_variable(
-        self, path: str, shape: tf.TensorShape | Sequence[int], dtype: tf.DType | str
-    ) -> Compressor | None:
+    def for_variable(self, path: str, shape: Shape, dtype: DType) -> Compressor | None:
         shape = tf.TensorShape(shape)
         if shape.rank < self.min_rank or shape.num_elements() < self.min_size:
             return None

@@ -1,11 +1,10 @@
 """Gradients in a floating type of 16 bits."""
 
-from collections.abc import Sequence
-
 import numpy as np
 import tensorflow as tf
 
 from keras_psplus.arguments import flag, shown
+from keras_psplus.compression.base import DType, Payload, Shape, Step
 from keras_psplus.compression.rows import RowCompressor, rows_and_size
 
 _DTYPES = ("bfloat16", "float16")
@@ -41,41 +40,32 @@ class Cast(RowCompressor):
     is_linear = True
     supports_values = True
 
-    def __init__(self, dtype: tf.DType | str = "bfloat16", error_feedback: bool = False) -> None:
+    def __init__(self, dtype: DType = "bfloat16", error_feedback: bool = False) -> None:
         if not isinstance(dtype, (str, tf.DType, np.dtype)) or dtype not in _DTYPES:
             raise ValueError(f"`dtype` must be one of {_DTYPES}. Received: dtype={shown(dtype)}")
         self.dtype = dtype
         self.error_feedback = flag("error_feedback", error_feedback)
 
-    def encode_rows(self, values: tf.Tensor, step: tf.Tensor | int) -> tuple[tf.Tensor, ...]:
+    def encode_rows(self, values: tf.Tensor, step: Step) -> Payload:
         return (saturating_cast(values, self._wire_dtype(values.dtype)),)
 
     def decode_rows(
-        self,
-        payload: tuple[tf.Tensor, ...],
-        row_shape: tf.TensorShape | Sequence[int],
-        dtype: tf.DType | str,
-        step: tf.Tensor | int,
+        self, payload: Payload, row_shape: Shape, dtype: DType, step: Step
     ) -> tf.Tensor:
         (values,) = payload
         rows, _ = rows_and_size(values)
         return tf.reshape(saturating_cast(values, dtype), [rows, *row_shape])
 
-    def row_bytes(
-        self,
-        row_shape: tf.TensorShape | Sequence[int],
-        dtype: tf.DType | str,
-        step: int | None = None,
-    ) -> int:
+    def row_bytes(self, row_shape: Shape, dtype: DType, step: int | None = None) -> int:
         size: int = tf.TensorShape(row_shape).num_elements() * self._wire_dtype(dtype).size
         return size
 
-    def _wire_dtype(self, dtype: tf.DType | str) -> tf.DType:
+    def _wire_dtype(self, dtype: DType) -> tf.DType:
         wire, dtype = tf.as_dtype(self.dtype), tf.as_dtype(dtype)
         return wire if dtype.size > wire.size else dtype
 
 
-def saturating_cast(tensor: tf.Tensor, dtype: tf.DType | str) -> tf.Tensor:
+def saturating_cast(tensor: tf.Tensor, dtype: DType) -> tf.Tensor:
     """Casts such that finite numbers stay finite in float16, and others what they are.
 
     Args:

@@ -10,7 +10,7 @@ from typing import Any
 import tensorflow as tf
 
 from keras_psplus.arguments import flag, number, shown
-from keras_psplus.compression.base import Compressor
+from keras_psplus.compression.base import Compressor, DType, Payload, Shape, Step
 from keras_psplus.compression.by_variable import ByVariable
 from keras_psplus.compression.cast import saturating_cast
 from keras_psplus.compression.factors import outer_products
@@ -74,7 +74,7 @@ class ErrorFeedback(Compressor):
         self.row_multiple = inner.row_multiple
         self.has_sum_decode = inner.has_sum_decode
 
-    def init(self, shape: tf.TensorShape | Sequence[int], dtype: tf.DType | str) -> dict[str, Any]:
+    def init(self, shape: Shape, dtype: DType) -> dict[str, Any]:
         state = {"residual": tf.zeros(shape), "inner": self.inner.init(shape, dtype)}
         if self.momentum:
             state["momentum"] = tf.zeros(shape)
@@ -153,7 +153,7 @@ class ErrorFeedback(Compressor):
         return self._if_finite(payload, residual, None, state["inner"], state)
 
     def encode(
-        self, tensor: tf.Tensor, state: Any, step: tf.Tensor | int
+        self, tensor: tf.Tensor, state: Any, step: Step
     ) -> tuple[tuple[tf.Tensor, ...], Any]:
         total = self.add(tensor, state)
         payload, inner_state = self.inner.encode(
@@ -168,7 +168,7 @@ class ErrorFeedback(Compressor):
         return self.inner.factored(tensor) if takes else None
 
     def exchange(
-        self, tensor: tf.Tensor, state: Any, step: tf.Tensor | int
+        self, tensor: tf.Tensor, state: Any, step: Step
     ) -> Generator[list[tf.Tensor], list[tf.Tensor], tuple[tf.Tensor, Any, Any]]:
         product = self.factored(tensor)
         if product is None:
@@ -192,63 +192,33 @@ class ErrorFeedback(Compressor):
             return mean, mean, state
         return mean, own, self.keep(tensor, total, payload, own, inner_state, state)
 
-    def decode(
-        self,
-        payload: tuple[tf.Tensor, ...],
-        shape: tf.TensorShape | Sequence[int],
-        dtype: tf.DType | str,
-        step: tf.Tensor | int,
-    ) -> tf.Tensor:
+    def decode(self, payload: Payload, shape: Shape, dtype: DType, step: Step) -> tf.Tensor:
         return self.inner.decode(payload, shape, dtype, step)
 
-    def add_to(
-        self,
-        total: tf.Tensor,
-        payload: tuple[tf.Tensor, ...],
-        dtype: tf.DType | str,
-        step: tf.Tensor | int,
-    ) -> tf.Tensor:
+    def add_to(self, total: tf.Tensor, payload: Payload, dtype: DType, step: Step) -> tf.Tensor:
         return self.inner.add_to(total, payload, dtype, step)
 
-    def add_rows(
-        self,
-        payload: tuple[tf.Tensor, ...],
-        row_shape: tf.TensorShape | Sequence[int],
-        step: tf.Tensor | int,
-    ) -> tf.Tensor:
+    def add_rows(self, payload: Payload, row_shape: Shape, step: Step) -> tf.Tensor:
         return self.inner.add_rows(payload, row_shape, step)
 
     def is_finite(self, residual: tf.Tensor, payload: Sequence[tf.Tensor]) -> tf.Tensor:
         return self.inner.is_finite(residual, payload)
 
-    def wire_bytes(
-        self, shape: tf.TensorShape | Sequence[int], dtype: tf.DType | str, step: int | None = None
-    ) -> int:
+    def wire_bytes(self, shape: Shape, dtype: DType, step: int | None = None) -> int:
         return self.inner.wire_bytes(shape, dtype, step)
 
-    def encode_rows(self, values: tf.Tensor, step: tf.Tensor | int) -> tuple[tf.Tensor, ...]:
+    def encode_rows(self, values: tf.Tensor, step: Step) -> Payload:
         return self.inner.encode_rows(values, step)
 
     def decode_rows(
-        self,
-        payload: tuple[tf.Tensor, ...],
-        row_shape: tf.TensorShape | Sequence[int],
-        dtype: tf.DType | str,
-        step: tf.Tensor | int,
+        self, payload: Payload, row_shape: Shape, dtype: DType, step: Step
     ) -> tf.Tensor:
         return self.inner.decode_rows(payload, row_shape, dtype, step)
 
-    def row_bytes(
-        self,
-        row_shape: tf.TensorShape | Sequence[int],
-        dtype: tf.DType | str,
-        step: int | None = None,
-    ) -> int:
+    def row_bytes(self, row_shape: Shape, dtype: DType, step: int | None = None) -> int:
         return self.inner.row_bytes(row_shape, dtype, step)
 
-    def for_variable(
-        self, path: str, shape: tf.TensorShape | Sequence[int], dtype: tf.DType | str
-    ) -> Compressor | None:
+    def for_variable(self, path: str, shape: Shape, dtype: DType) -> Compressor | None:
         inner = self.inner.for_variable(path, shape, dtype)
         return None if inner is None else ErrorFeedback(inner, self.momentum, self.factor_masking)
 

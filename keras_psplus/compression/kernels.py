@@ -3,14 +3,14 @@
 Only for graphs that run in the process that makes them: a server has no such kernels.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from types import ModuleType
 from typing import Any
 
 import tensorflow as tf
 
 from keras_psplus import native
-from keras_psplus.compression.base import Compressor
+from keras_psplus.compression.base import Compressor, Payload, Shape, Step
 from keras_psplus.compression.error_feedback import ErrorFeedback
 from keras_psplus.compression.quantize import Int8, Sign
 from keras_psplus.compression.sparse.sparsify import TopK
@@ -20,7 +20,7 @@ _CODES = {Int8: tf.int8, Sign: tf.int32}
 
 
 def encode(
-    compressor: Compressor, tensor: tf.Tensor, state: Any, step: tf.Tensor | int
+    compressor: Compressor, tensor: tf.Tensor, state: Any, step: Step
 ) -> tuple[tuple[tf.Tensor, ...], Any]:
     """Equivalent of `compressor.encode`, by one kernel if there is one.
 
@@ -45,12 +45,7 @@ def encode(
     return payload, compressor.state_after(payload, left, state)
 
 
-def add_rows(
-    compressor: Compressor,
-    payload: tuple[tf.Tensor, ...],
-    row_shape: tf.TensorShape | Sequence[int],
-    step: tf.Tensor | int,
-) -> tf.Tensor:
+def add_rows(compressor: Compressor, payload: Payload, row_shape: Shape, step: Step) -> tf.Tensor:
     """Equivalent of `compressor.add_rows`, by one kernel if there is one."""
     kernels = _kernels_for_elements(compressor)
     values, low, *starts = payload
@@ -63,7 +58,7 @@ def add_rows(
 
 
 def encode_rows(
-    compressor: Compressor, rows: tf.Tensor, state: Any, step: tf.Tensor | int
+    compressor: Compressor, rows: tf.Tensor, state: Any, step: Step
 ) -> tuple[tuple[tf.Tensor, ...], Callable[[Callable[[], tf.Tensor]], Any]]:
     """Encodes the sum of rows and residual by `encode_rows`, in one kernel if possible.
 
@@ -96,9 +91,7 @@ def encode_rows(
     return (codes, scales), lambda decode: new_state
 
 
-def decode_rows(
-    compressor: Compressor, payload: tuple[tf.Tensor, ...], width: int, step: tf.Tensor | int
-) -> tf.Tensor:
+def decode_rows(compressor: Compressor, payload: Payload, width: int, step: Step) -> tf.Tensor:
     """Equivalent of `compressor.decode_rows` for float32 rows, by one kernel if possible."""
     kernels = _kernels_for_blocks(compressor)
     if kernels is None:
@@ -107,11 +100,7 @@ def decode_rows(
 
 
 def decode_sum(
-    compressor: Compressor,
-    payload: tuple[tf.Tensor, ...],
-    width: int,
-    rows: int,
-    step: tf.Tensor | int,
+    compressor: Compressor, payload: Payload, width: int, rows: int, step: Step
 ) -> tf.Tensor:
     """The sum of so many rows that `decode_rows` returns, as a matrix of one row."""
     kernels = _kernels_for_blocks(compressor)
@@ -124,7 +113,7 @@ def decode_sum(
 
 
 def _decoded(
-    kernels: Any, compressor: Compressor, payload: tuple[tf.Tensor, ...], width: int, add_up: bool
+    kernels: Any, compressor: Compressor, payload: Payload, width: int, add_up: bool
 ) -> tf.Tensor:
     assert isinstance(compressor, (Int8, Sign))
     codes, scales = payload

@@ -1,11 +1,11 @@
 """The best speed-up possible, before accuracy is paid."""
 
-from collections.abc import Generator, Sequence
+from collections.abc import Generator
 from typing import Any
 
 import tensorflow as tf
 
-from keras_psplus.compression.base import Compressor
+from keras_psplus.compression.base import Compressor, DType, Payload, Shape, Step
 
 
 class NoCommunication(Compressor):
@@ -25,46 +25,29 @@ class NoCommunication(Compressor):
     communicates = False
 
     def encode(
-        self, tensor: tf.Tensor, state: Any, step: tf.Tensor | int
+        self, tensor: tf.Tensor, state: Any, step: Step
     ) -> tuple[tuple[tf.Tensor, ...], Any]:
         return (), state
 
-    def decode(
-        self,
-        payload: tuple[tf.Tensor, ...],
-        shape: tf.TensorShape | Sequence[int],
-        dtype: tf.DType | str,
-        step: tf.Tensor | int,
-    ) -> tf.Tensor:
+    def decode(self, payload: Payload, shape: Shape, dtype: DType, step: Step) -> tf.Tensor:
         return tf.zeros(shape, dtype)
 
-    def wire_bytes(
-        self, shape: tf.TensorShape | Sequence[int], dtype: tf.DType | str, step: int | None = None
-    ) -> int:
+    def wire_bytes(self, shape: Shape, dtype: DType, step: int | None = None) -> int:
         return 0
 
-    def encode_rows(self, values: tf.Tensor, step: tf.Tensor | int) -> tuple[tf.Tensor, ...]:
+    def encode_rows(self, values: tf.Tensor, step: Step) -> Payload:
         return ()
 
     def decode_rows(
-        self,
-        payload: tuple[tf.Tensor, ...],
-        row_shape: tf.TensorShape | Sequence[int],
-        dtype: tf.DType | str,
-        step: tf.Tensor | int,
+        self, payload: Payload, row_shape: Shape, dtype: DType, step: Step
     ) -> tf.Tensor:
         return tf.zeros([0, *row_shape], dtype)
 
-    def row_bytes(
-        self,
-        row_shape: tf.TensorShape | Sequence[int],
-        dtype: tf.DType | str,
-        step: int | None = None,
-    ) -> int:
+    def row_bytes(self, row_shape: Shape, dtype: DType, step: int | None = None) -> int:
         return 0
 
     def exchange(
-        self, tensor: tf.Tensor, state: Any, step: tf.Tensor | int
+        self, tensor: tf.Tensor, state: Any, step: Step
     ) -> Generator[list[tf.Tensor], list[tf.Tensor], tuple[tf.Tensor, Any, Any]]:
         yield []
         return tensor, tensor, state

@@ -6,6 +6,7 @@ import numpy as np
 import tensorflow as tf
 
 from keras_psplus.arguments import flag, whole_number
+from keras_psplus.compression.base import DType, Payload, Shape, Step
 from keras_psplus.compression.options import seed_number
 from keras_psplus.compression.rows import RowCompressor, rows_and_size
 from keras_psplus.native.devices import has_gpus
@@ -59,7 +60,7 @@ class Int8(RowCompressor):
         self.seed = seed_number(seed)
         self.error_feedback = flag("error_feedback", error_feedback, default=not self.stochastic)
 
-    def encode_rows(self, values: tf.Tensor, step: tf.Tensor | int) -> tuple[tf.Tensor, ...]:
+    def encode_rows(self, values: tf.Tensor, step: Step) -> Payload:
         rows, size = rows_and_size(values)
         blocks = _blocks(values, self._block(size))
         # Passes over memory are what this costs: magnitudes would be one more, and so would a sum
@@ -84,11 +85,7 @@ class Int8(RowCompressor):
         return quantized, tf.reshape(scales, [rows, blocks.shape[1]])
 
     def decode_rows(
-        self,
-        payload: tuple[tf.Tensor, ...],
-        row_shape: tf.TensorShape | Sequence[int],
-        dtype: tf.DType | str,
-        step: tf.Tensor | int,
+        self, payload: Payload, row_shape: Shape, dtype: DType, step: Step
     ) -> tf.Tensor:
         quantized, scales = payload
         rows, size = rows_and_size(quantized)
@@ -98,12 +95,7 @@ class Int8(RowCompressor):
     def is_finite(self, residual: tf.Tensor, payload: Sequence[tf.Tensor]) -> tf.Tensor:
         return tf.math.is_finite(tf.reduce_sum(payload[1]))
 
-    def row_bytes(
-        self,
-        row_shape: tf.TensorShape | Sequence[int],
-        dtype: tf.DType | str,
-        step: int | None = None,
-    ) -> int:
+    def row_bytes(self, row_shape: Shape, dtype: DType, step: int | None = None) -> int:
         size: int = tf.TensorShape(row_shape).num_elements()
         return size + 4 * -(-size // self._block(size))
 
@@ -143,7 +135,7 @@ class Sign(RowCompressor):
         self.error_feedback = flag("error_feedback", error_feedback)
         self.compresses_rows = not self.error_feedback
 
-    def encode_rows(self, values: tf.Tensor, step: tf.Tensor | int) -> tuple[tf.Tensor, ...]:
+    def encode_rows(self, values: tf.Tensor, step: Step) -> Payload:
         rows, size = rows_and_size(values)
         blocks = _blocks(values, self._block(size))
         # The last block is padded with zeros, which must not count in its mean.
@@ -164,11 +156,7 @@ class Sign(RowCompressor):
         return words[:, : -(-size // 32)], scales
 
     def decode_rows(
-        self,
-        payload: tuple[tf.Tensor, ...],
-        row_shape: tf.TensorShape | Sequence[int],
-        dtype: tf.DType | str,
-        step: tf.Tensor | int,
+        self, payload: Payload, row_shape: Shape, dtype: DType, step: Step
     ) -> tf.Tensor:
         words, scales = payload
         size = tf.TensorShape(row_shape).num_elements()
@@ -185,12 +173,7 @@ class Sign(RowCompressor):
     def is_finite(self, residual: tf.Tensor, payload: Sequence[tf.Tensor]) -> tf.Tensor:
         return tf.math.is_finite(tf.reduce_sum(payload[1]))
 
-    def row_bytes(
-        self,
-        row_shape: tf.TensorShape | Sequence[int],
-        dtype: tf.DType | str,
-        step: int | None = None,
-    ) -> int:
+    def row_bytes(self, row_shape: Shape, dtype: DType, step: int | None = None) -> int:
         size: int = tf.TensorShape(row_shape).num_elements()
         return 4 * -(-size // 32) + 4 * -(-size // self._block(size))
 

@@ -1,11 +1,10 @@
 """Compressors that treat a tensor as one row, and rows each by itself."""
 
-from collections.abc import Sequence
 from typing import Any
 
 import tensorflow as tf
 
-from keras_psplus.compression.base import Compressor
+from keras_psplus.compression.base import Compressor, DType, Payload, Shape, Step
 from keras_psplus.compression.options import check_floating, size_of
 
 
@@ -19,23 +18,15 @@ class RowCompressor(Compressor):
     supports_reduce_scatter = True
 
     def encode(
-        self, tensor: tf.Tensor, state: Any, step: tf.Tensor | int
+        self, tensor: tf.Tensor, state: Any, step: Step
     ) -> tuple[tuple[tf.Tensor, ...], Any]:
         check_floating(tensor)
         return self.encode_rows(tf.reshape(tensor, [1, size_of(tensor.shape)]), step), state
 
-    def decode(
-        self,
-        payload: tuple[tf.Tensor, ...],
-        shape: tf.TensorShape | Sequence[int],
-        dtype: tf.DType | str,
-        step: tf.Tensor | int,
-    ) -> tf.Tensor:
+    def decode(self, payload: Payload, shape: Shape, dtype: DType, step: Step) -> tf.Tensor:
         return tf.reshape(self.decode_rows(payload, (size_of(shape),), dtype, step), shape)
 
-    def wire_bytes(
-        self, shape: tf.TensorShape | Sequence[int], dtype: tf.DType | str, step: int | None = None
-    ) -> int:
+    def wire_bytes(self, shape: Shape, dtype: DType, step: int | None = None) -> int:
         # Refuses what `row_bytes` cannot count.
         size_of(shape)
         return self.row_bytes(shape, dtype, step)

@@ -87,10 +87,13 @@ def _is_flag(flag_values: flags.FlagValues, name: str) -> bool:
     return name in flag_values or name.removeprefix("no") in flag_values
 
 
-def asks_for_help(flag_values: flags.FlagValues, argv: list[str]) -> bool:
-    """Whether `--help` or `-h` is among the command's own arguments."""
+def shows_help(usage: str, flag_values: flags.FlagValues, argv: list[str]) -> bool:
+    """Prints a command's help, and returns True, if its own arguments ask for it."""
     own, rest = _split(flag_values, argv)
-    return bool({"-h", "--help"} & {*own, *rest[:1]})
+    asks = bool({"-h", "--help"} & {*own, *rest[:1]})
+    if asks:
+        print(help_text(usage, flag_values))
+    return asks
 
 
 def help_text(usage: str, flag_values: flags.FlagValues) -> str:

@@ -19,7 +19,7 @@ import numpy as np
 import tensorflow as tf
 
 from keras_psplus.arguments import flag, number, whole_number
-from keras_psplus.compression.base import Compressor
+from keras_psplus.compression.base import Compressor, DType, Payload, Shape, Step
 from keras_psplus.compression.cast import saturating_cast
 from keras_psplus.compression.factors import outer_products
 from keras_psplus.compression.factors.gram_schmidt import gram_schmidt
@@ -75,12 +75,12 @@ class PowerSGD(Compressor):
         self.seed = seed_number(seed)
         self.error_feedback = flag("error_feedback", error_feedback)
 
-    def init(self, shape: tf.TensorShape | Sequence[int], dtype: tf.DType | str) -> Any:
+    def init(self, shape: Shape, dtype: DType) -> Any:
         rows, columns, rank = self._layout(shape)
         return {"q": self._random(columns, rank, 0)} if rank and self.warm_start else ()
 
     def encode(
-        self, tensor: tf.Tensor, state: Any, step: tf.Tensor | int
+        self, tensor: tf.Tensor, state: Any, step: Step
     ) -> tuple[tuple[tf.Tensor, ...], Any]:
         rows, columns, rank = self._layout(tensor.shape)
         if not rank:
@@ -103,13 +103,7 @@ class PowerSGD(Compressor):
         )
         return (whole, p, q), state
 
-    def decode(
-        self,
-        payload: tuple[tf.Tensor, ...],
-        shape: tf.TensorShape | Sequence[int],
-        dtype: tf.DType | str,
-        step: tf.Tensor | int,
-    ) -> tf.Tensor:
+    def decode(self, payload: Payload, shape: Shape, dtype: DType, step: Step) -> tf.Tensor:
         if len(payload) == 1:
             return tf.reshape(payload[0], shape)
         *whole, p, q = payload
@@ -121,9 +115,7 @@ class PowerSGD(Compressor):
             lambda: self._product(p, q, shape, dtype),
         )
 
-    def wire_bytes(
-        self, shape: tf.TensorShape | Sequence[int], dtype: tf.DType | str, step: int | None = None
-    ) -> int:
+    def wire_bytes(self, shape: Shape, dtype: DType, step: int | None = None) -> int:
         rows, columns, rank = self._layout(shape)
         if not rank or (step is not None and step < self.start_step):
             element_size: int = tf.as_dtype(dtype).size
@@ -136,10 +128,7 @@ class PowerSGD(Compressor):
         return outer_products.find_outer_product(tensor) if takes else None
 
     def exchange(
-        self,
-        tensor: tf.Tensor | outer_products.MatrixPlusOuterProduct,
-        state: Any,
-        step: tf.Tensor | int,
+        self, tensor: tf.Tensor | outer_products.MatrixPlusOuterProduct, state: Any, step: Step
     ) -> Generator[list[tf.Tensor], list[tf.Tensor], tuple[tf.Tensor, Any, Any]]:
         rows, columns, rank = self._layout(tensor.shape)
         if not rank:
@@ -164,12 +153,10 @@ class PowerSGD(Compressor):
         sums = [tf.reduce_sum(tf.cast(part, tf.float32)) for part in payload]
         return tf.math.is_finite(tf.add_n(sums))
 
-    def for_variable(
-        self, path: str, shape: tf.TensorShape | Sequence[int], dtype: tf.DType | str
-    ) -> Compressor | None:
+    def for_variable(self, path: str, shape: Shape, dtype: DType) -> Compressor | None:
         return super().for_variable(path, shape, dtype) if self._layout(shape)[2] else None
 
-    def _layout(self, shape: tf.TensorShape | Sequence[int]) -> tuple[int, int, int]:
+    def _layout(self, shape: Shape) -> tuple[int, int, int]:
         """Rows, columns and rank; rank 0 if the tensor is to be sent whole."""
         shape = tf.TensorShape(shape)
         size = shape.num_elements()
@@ -180,10 +167,10 @@ class PowerSGD(Compressor):
         worth_it = (rows + columns) * rank * self.min_compression_rate < size
         return rows, columns, rank if worth_it else 0
 
-    def _q(self, state: Any, columns: int, rank: int, step: tf.Tensor | int) -> tf.Tensor:
+    def _q(self, state: Any, columns: int, rank: int, step: Step) -> tf.Tensor:
         return state["q"] if self.warm_start else self._random(columns, rank, step)
 
-    def _random(self, columns: int, rank: int, step: tf.Tensor | int) -> tf.Tensor:
+    def _random(self, columns: int, rank: int, step: Step) -> tf.Tensor:
         seed = tf.stack([tf.constant(self.seed, tf.int64), tf.cast(step, tf.int64)])
         return tf.random.stateless_normal([columns, rank], seed, alg="philox")
 
@@ -195,13 +182,7 @@ class PowerSGD(Compressor):
         length = tf.norm(q, axis=0)
         return {"q": tf.where(tf.math.is_finite(length) & (length > 0), q, state["q"])}
 
-    def _product(
-        self,
-        p: tf.Tensor,
-        q: tf.Tensor,
-        shape: tf.TensorShape | Sequence[int],
-        dtype: tf.DType | str,
-    ) -> tf.Tensor:
+    def _product(self, p: tf.Tensor, q: tf.Tensor, shape: Shape, dtype: DType) -> tf.Tensor:
         return tf.reshape(saturating_cast(tf.matmul(p, q, transpose_b=True), dtype), shape)
 
 

@@ -1,12 +1,11 @@
 """Gradients of dense layers as the two matrices that they are the product of."""
 
 import math
-from collections.abc import Sequence
 
 import tensorflow as tf
 
 from keras_psplus.arguments import number
-from keras_psplus.compression.base import Compressor
+from keras_psplus.compression.base import Compressor, DType, Shape
 from keras_psplus.compression.cast import Cast
 from keras_psplus.compression.factors import outer_products
 
@@ -42,9 +41,7 @@ class SufficientFactors(Compressor):
     gathers_factors = True
     compresses_vectors = False
 
-    def __init__(
-        self, dtype: tf.DType | str | None = None, min_compression_rate: float = 1
-    ) -> None:
+    def __init__(self, dtype: DType | None = None, min_compression_rate: float = 1) -> None:
         self.inner = None if dtype is None else Cast(dtype)
         self.dtype = dtype
         self.min_compression_rate = number(
@@ -57,18 +54,14 @@ class SufficientFactors(Compressor):
     def factored(self, tensor: tf.Tensor) -> outer_products.OuterProduct | None:
         return outer_products.find_outer_product(tensor)
 
-    def wire_bytes(
-        self, shape: tf.TensorShape | Sequence[int], dtype: tf.DType | str, step: int | None = None
-    ) -> int:
+    def wire_bytes(self, shape: Shape, dtype: DType, step: int | None = None) -> int:
         """Counts the bytes of a gradient that is summed as it is, as `Compressor` says."""
         if self.inner is not None:
             return self.inner.wire_bytes(shape, dtype, step)
         size: int = tf.TensorShape(shape).num_elements() * tf.as_dtype(dtype).size
         return size
 
-    def factor_bytes(
-        self, shape: tf.TensorShape | Sequence[int], rows: int | tf.Tensor
-    ) -> int | tf.Tensor:
+    def factor_bytes(self, shape: Shape, rows: int | tf.Tensor) -> int | tf.Tensor:
         """Counts the bytes of the factors of a float32 gradient.
 
         Args:
@@ -80,7 +73,7 @@ class SufficientFactors(Compressor):
         """
         return rows * sum(self._row_bytes(columns) for columns in shape)
 
-    def most_rows(self, shape: tf.TensorShape | Sequence[int], replicas: int) -> int:
+    def most_rows(self, shape: Shape, replicas: int) -> int:
         """The most rows of each worker with which factors are sent, as an int.
 
         Args:

@@ -7,6 +7,7 @@ import numpy as np
 import tensorflow as tf
 
 from keras_psplus.arguments import flag, number, whole_number
+from keras_psplus.compression.base import DType, Payload, Shape, Step
 from keras_psplus.compression.cast import saturating_cast
 from keras_psplus.compression.options import seed_number
 from keras_psplus.compression.rows import RowCompressor, rows_and_size
@@ -78,18 +79,14 @@ class TopK(RowCompressor):
             return {}
         return {"momentum": self.momentum_correction, "factor_masking": self.factor_masking}
 
-    def encode_rows(self, values: tf.Tensor, step: tf.Tensor | int) -> tuple[tf.Tensor, ...]:
+    def encode_rows(self, values: tf.Tensor, step: Step) -> Payload:
         rows, size = rows_and_size(values)
         matrix = tf.reshape(values, [rows, size])
         found, indices = top_k(tf.cast(matrix, tf.float32), self._count_at(size, step))
         return tf.cast(found, values.dtype), *encode_indices_u16(indices, size)
 
     def decode_rows(
-        self,
-        payload: tuple[tf.Tensor, ...],
-        row_shape: tf.TensorShape | Sequence[int],
-        dtype: tf.DType | str,
-        step: tf.Tensor | int,
+        self, payload: Payload, row_shape: Shape, dtype: DType, step: Step
     ) -> tf.Tensor:
         values, *indices = payload
         return tf.cast(_scatter(values, decode_indices_u16(*indices), row_shape), dtype)
@@ -98,12 +95,7 @@ class TopK(RowCompressor):
         # The largest are sent, and that is what is not finite.
         return tf.math.is_finite(tf.reduce_sum(tf.cast(payload[0], tf.float32)))
 
-    def add_rows(
-        self,
-        payload: tuple[tf.Tensor, ...],
-        row_shape: tf.TensorShape | Sequence[int],
-        step: tf.Tensor | int,
-    ) -> tf.Tensor:
+    def add_rows(self, payload: Payload, row_shape: Shape, step: Step) -> tf.Tensor:
         values, indices = payload[0], decode_indices_u16(*payload[1:])
         size = tf.TensorShape(row_shape).num_elements()
         if has_gpus():
@@ -114,12 +106,7 @@ class TopK(RowCompressor):
             total = tf.math.unsorted_segment_sum(values, tf.reshape(indices, [-1]), size)
         return tf.reshape(total, row_shape)
 
-    def row_bytes(
-        self,
-        row_shape: tf.TensorShape | Sequence[int],
-        dtype: tf.DType | str,
-        step: int | None = None,
-    ) -> int:
+    def row_bytes(self, row_shape: Shape, dtype: DType, step: int | None = None) -> int:
         size = tf.TensorShape(row_shape).num_elements()
         stage = self.warmup_epochs
         if step is not None and stage:
@@ -145,7 +132,7 @@ class TopK(RowCompressor):
         epochs = range(1, self.warmup_epochs + 2)
         return [_count(self.density ** (e / (self.warmup_epochs + 1)), size) for e in epochs]
 
-    def _count_at(self, size: int, step: tf.Tensor | int) -> int | tf.Tensor:
+    def _count_at(self, size: int, step: Step) -> int | tf.Tensor:
         counts = self._counts(size)
         if not self.warmup_epochs:
             return counts[0]
@@ -205,7 +192,7 @@ class RandomK(RowCompressor):
             )
         self.compresses_rows = not self.error_feedback
 
-    def encode_rows(self, values: tf.Tensor, step: tf.Tensor | int) -> tuple[tf.Tensor, ...]:
+    def encode_rows(self, values: tf.Tensor, step: Step) -> Payload:
         rows, size = rows_and_size(values)
         matrix = tf.reshape(values, [rows, size])
         indices, _ = self._indices(size, step)
@@ -214,11 +201,7 @@ class RandomK(RowCompressor):
         return (tf.where(finite, tf.gather(matrix, indices, axis=1), nan),)
 
     def decode_rows(
-        self,
-        payload: tuple[tf.Tensor, ...],
-        row_shape: tf.TensorShape | Sequence[int],
-        dtype: tf.DType | str,
-        step: tf.Tensor | int,
+        self, payload: Payload, row_shape: Shape, dtype: DType, step: Step
     ) -> tf.Tensor:
         values = tf.cast(payload[0], tf.float32)
         indices, lengths = self._indices(tf.TensorShape(row_shape).num_elements(), step)
@@ -227,17 +210,12 @@ class RandomK(RowCompressor):
         indices = tf.broadcast_to(indices, tf.shape(values))
         return saturating_cast(_scatter(values, indices, row_shape), dtype)
 
-    def row_bytes(
-        self,
-        row_shape: tf.TensorShape | Sequence[int],
-        dtype: tf.DType | str,
-        step: int | None = None,
-    ) -> int:
+    def row_bytes(self, row_shape: Shape, dtype: DType, step: int | None = None) -> int:
         size = tf.TensorShape(row_shape).num_elements()
         value_size: int = tf.as_dtype(dtype).size
         return _count(self.density, size) * value_size
 
-    def _indices(self, size: int, step: tf.Tensor | int) -> tuple[tf.Tensor, tf.Tensor]:
+    def _indices(self, size: int, step: Step) -> tuple[tf.Tensor, tf.Tensor]:
         """One index in each segment, and the lengths of the segments."""
         count = _count(self.density, size)
         bounds = tf.range(count + 1, dtype=tf.int64) * size // max(1, count)
@@ -250,9 +228,7 @@ class RandomK(RowCompressor):
         return indices, lengths
 
 
-def _scatter(
-    values: tf.Tensor, indices: tf.Tensor, row_shape: tf.TensorShape | Sequence[int]
-) -> tf.Tensor:
+def _scatter(values: tf.Tensor, indices: tf.Tensor, row_shape: Shape) -> tf.Tensor:
     """Scatters values to their indices in rows of zeros.
 
     In float32, for which all devices have a kernel.
