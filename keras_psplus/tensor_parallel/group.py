@@ -8,10 +8,13 @@ gradients, too.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import tensorflow as tf
+
+from keras_psplus.tf_internals import framework_ops
+from keras_psplus.tf_internals.trace_end import call_at_end
 
 if TYPE_CHECKING:
     from keras_psplus.all_reduce.collectives.operations import Launcher
@@ -65,17 +68,28 @@ class ModelGroup:
 
     def sum(self, partial: tf.Tensor) -> tf.Tensor:
         """The whole tensor of which each worker has a summand."""
-        return _with_gradient(self._reduce, self.enter, partial)
+        return _with_gradient(self.reduce, self.enter, partial)
 
     def stack(self, local: tf.Tensor, axis: int) -> tf.Tensor:
         """The whole tensor of the workers' parts, which remembers this worker's part.
 
-        What asks for the part leaves the gathering without a use, so that no worker makes it.
+        It is gathered at the end of the trace, if anything but its shape is used by then: what asks
+        for the part needs no gathering, and TensorFlow would run one that nothing uses.
         """
         axis %= local.shape.rank
-        whole = _with_gradient(
-            lambda x: self.gather(x, axis), lambda grad: self.split(grad, axis), local
-        )
+        made: list[tf.Tensor] = []
+
+        def stand_in(x: tf.Tensor) -> tf.Tensor:
+            made.append(tf.identity(_zeros_of_whole(x, axis, self.size)))
+            return made[0]
+
+        def fill(outputs: Sequence[Any]) -> None:
+            used = any(op.type != "Shape" for op in whole.consumers())
+            if used or any(one is whole for one in outputs):
+                made[0].op._update_input(0, self.gather(local, axis))
+
+        whole = _with_gradient(stand_in, lambda grad: self.split(grad, axis), local)
+        call_at_end(framework_ops.get_default_graph(), fill)
         whole._local_part = LocalPart(local, axis)
         return whole
 
@@ -86,7 +100,8 @@ class ModelGroup:
             lambda x: self.own(x, axis), lambda grad: self.stack(grad, axis), whole
         )
 
-    def _reduce(self, partial):
+    def reduce(self, partial: tf.Tensor) -> tf.Tensor:
+        """Sum of the workers' tensors, without a gradient."""
         wide = tf.float32 if partial.dtype.size == 2 else partial.dtype
         if self.size == 2:
             # As many bytes as around a ring, in half as many messages.
@@ -106,6 +121,14 @@ class ModelGroup:
             return tf.bitcast(self._stacked(tf.bitcast(tensor, tf.float16)), tf.bfloat16)
         gathered = self.launcher.gather_equal(tensor)
         return tf.ensure_shape(gathered, [self.size, *tensor.shape])
+
+
+def _zeros_of_whole(local, axis, size):
+    """Zeros of the shape that the whole of a part has."""
+    static, shape = local.shape.as_list(), tf.unstack(tf.shape(local))
+    static[axis] *= size
+    shape = [known or unknown for known, unknown in zip(static, shape)]
+    return tf.ensure_shape(tf.zeros(shape, local.dtype), static)
 
 
 def _with_gradient(

@@ -6,6 +6,7 @@ The mesh is `MODEL` (environment) workers wide, as many rows high as there are w
 each case leaves is written to `<folder>/<case>.<task>.npz`.
 """
 
+import collections
 import contextlib
 import os
 import pathlib
@@ -20,6 +21,7 @@ import numpy as np
 import tensorflow as tf
 
 import keras_psplus as psp
+from keras_psplus.tensor_parallel.group import ModelGroup
 
 L, O = keras.layers, keras.optimizers  # noqa: E741
 EPOCHS, ROWS = 2, 80  # of 8: 20 steps
@@ -35,6 +37,7 @@ LAYOUTS = {
     r".*attention_output/kernel": ("model", None, None),
     r".*conv/kernel": (None, None, "model"),
     r".*lstm/lstm_cell/.*kernel": COLUMN,
+    r"own_step.*/scales": COLUMN,
     # KerasHub's own layers.
     r"token_embedding/embeddings": ROW,
     r".*feedforward_intermediate_dense/kernel": COLUMN,
@@ -108,7 +111,7 @@ class OwnStep(keras.Model):
     def __init__(self):
         super().__init__()
         self.first, self.second = L.Dense(8, "tanh", name="own_up"), L.Dense(3, name="own_down")
-        self.scale = self.add_weight(name="up/kernel", shape=(3, 4), initializer="ones")
+        self.scale = self.add_weight(name="scales", shape=(3, 4), initializer="ones")
         self.norm = keras.metrics.Mean("norm")
 
     def call(self, x):
@@ -283,7 +286,20 @@ def backup(folder, fails):
 
 
 def parts():
-    """Sizes of what this worker keeps, and the collectives of a step."""
+    """Sizes of what this worker keeps, and the collectives that a traced step has."""
+    calls = collections.Counter()
+
+    def counting(name):
+        original = getattr(ModelGroup, name)
+
+        def counted(*args):
+            calls[name] += 1
+            return original(*args)
+
+        setattr(ModelGroup, name, counted)
+
+    counting("gather")
+    counting("reduce")
     model, x = made("transformer", "adam")
     fit(model, x, epochs=1)
     kept = [v for v in model.trainable_variables if hasattr(v._value, "local_shape")]
@@ -292,6 +308,8 @@ def parts():
         "kept": np.asarray([v._value.part.shape.num_elements() for v in kept + slots]),
         "whole": np.asarray([np.prod(v.shape) for v in kept + slots]),
         "slots": np.asarray(len(slots) / len(kept)),
+        "gathered": np.asarray(calls["gather"]),
+        "summed": np.asarray(calls["reduce"]),
     }
 
 

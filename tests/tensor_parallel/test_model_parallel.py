@@ -70,6 +70,10 @@ def test_each_worker_has_its_part(two):
         found = load(path / f"parts.{task}.npz", log)
         np.testing.assert_array_equal(2 * found["kept"], found["whole"])
         assert found["slots"] == 2  # momentum and velocity
+        # Gathered are positions, cut by width, and logits. Forward, a table and two layers of each
+        # block are summed; backward, the gradients of what two cut layers of each multiply, and
+        # those of the head.
+        assert (found["gathered"], found["summed"]) == (2, 1 + 2 * 2 + 2 * 2 + 1)
 
 
 def test_workers_of_a_row_draw_and_compute_alike(two):
