@@ -49,6 +49,7 @@ ATTRIBUTES = [
         "_seed_generators _trainable_variables",
     ),
     (model_module.Model, "_flatten_layers"),
+    (keras.Function, "_nodes_by_depth _outputs_struct _run_through_graph"),
     (saving_lib, "_save_state"),
     (Variable, "_initialize _initializer _maybe_autocast _trainable _value"),
 ]
