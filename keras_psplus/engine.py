@@ -198,8 +198,9 @@ class Engine:
     def layer(self, call: Call) -> Any:
         """Makes or calls a layer.
 
-        `make_layer` is the constructor. In a replica's step, `call_layer` is `Layer.__call__`, and
-        `next_seed` draws the next seed of a layer's generator.
+        `make_layer` is the constructor. In a replica's step, `call_layer` is `Layer.__call__`,
+        `run_graph` runs all layers of a functional model, and `next_seed` draws the next seed of a
+        layer's generator.
         """
         return self._answer(call)
 

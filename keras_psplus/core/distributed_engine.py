@@ -6,6 +6,7 @@ import contextlib
 import functools
 import inspect
 import os
+import warnings
 import weakref
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
@@ -14,10 +15,13 @@ import tensorflow as tf
 
 from keras_psplus.core import gradient_path
 from keras_psplus.core.base import checks
+from keras_psplus.core.base.compilation_count import CompilationCount
 from keras_psplus.core.base.optimizers import optimizers_of
 from keras_psplus.core.batch import losses
 from keras_psplus.core.batch.replica_step import current_step
+from keras_psplus.core.graph import compiled_calls
 from keras_psplus.core.graph.compiled_calls import CompiledCalls
+from keras_psplus.core.graph.compiled_function import CompiledFunction
 from keras_psplus.core.models import building, model_saving
 from keras_psplus.core.strategy_engine import StrategyEngine
 from keras_psplus.engine import Call, answers
@@ -33,6 +37,8 @@ class DistributedEngine(StrategyEngine):
     is_distributed = True
     # Whether steps can run eagerly, and whether XLA can compile parts of them.
     can_run_eagerly, can_compile = True, False
+    # The class of functions that it compiles, and whether this process computes them.
+    compiled_function, computes_here = CompiledFunction, False
     # Whether variables are copied to this process to be exported.
     exports_copies = False
 
@@ -45,6 +51,8 @@ class DistributedEngine(StrategyEngine):
         super().__init__(strategy)
         self._builder = building.Builder(self.trace_step)
         self._ask_for_xla: weakref.WeakSet[keras.Model] = weakref.WeakSet()
+        self._compilations: weakref.WeakKeyDictionary[keras.Model, CompilationCount]
+        self._compilations = weakref.WeakKeyDictionary()
 
     # The trainer.
 
@@ -63,7 +71,9 @@ class DistributedEngine(StrategyEngine):
         jit_compile = arguments.get("jit_compile", "auto")
         # An optimizer given by name makes its variables here: also when compile() is called
         # outside.
-        with self.strategy.scope():
+        with self.strategy.scope(), warnings.catch_warnings():
+            # Keras means whole models, of which parts are compiled here.
+            warnings.filterwarnings("ignore", "Model doesn't support `jit_compile=True`")
             result = call.proceed()
         if jit_compile == "auto":
             # Keras leaves models of a strategy uncompiled.
@@ -73,7 +83,22 @@ class DistributedEngine(StrategyEngine):
 
     def compiled_calls(self, model: keras.Model) -> CompiledCalls | None:
         """Compiler of the calls in a new function of a model; None without XLA."""
-        return CompiledCalls(model, model in self._ask_for_xla) if model.jit_compile else None
+        is_asked_for = model in self._ask_for_xla
+        if not (is_asked_for or model.jit_compile):
+            return None
+        if model not in self._compilations:
+            self._compilations[model] = CompilationCount(model.name, self.computes_here)
+        return CompiledCalls(
+            model,
+            is_asked_for,
+            self.is_remote,
+            self.compiled_function,
+            self._compilations[model],
+        )
+
+    def is_remote(self, layer: keras.Layer) -> bool:
+        """Whether a call of a layer by itself talks to servers."""
+        return False
 
     def build(self, call: Call) -> None:
         iterator, data_batch = call.get("iterator"), call.get("data_batch")
@@ -115,16 +140,29 @@ class DistributedEngine(StrategyEngine):
             if self.strategy.updates is not None and self.strategy.updates.flush:
                 for optimizer in optimizers_of(event.owner).values():
                     self.updating.finish(optimizer)
+        if event.owner in self._compilations:
+            self._compilations[event.owner].report()
         return super()._end_steps(event)
+
+    def compiled_calls_here(self) -> CompiledCalls | None:
+        """Compiler of calls in the step that this thread is tracing; None without XLA."""
+        step, alone = current_step(), compiled_calls.current()
+        if step is not None and step.compiled_calls is not None:
+            return step.compiled_calls
+        return None if alone is None else alone[1]
 
     @answers("call_layer")
     def _call_layer(self, call: Call) -> Any:
-        step, layer = current_step(), call.owner
-        compiled = None if step is None else step.compiled_calls
+        compiled, layer = self.compiled_calls_here(), call.owner
         if compiled is None or not compiled.takes(layer):
             return losses.call_layer(call.original, layer, *call.args, **call.kwargs)
         inside = functools.partial(losses.call_layer, call.original)
         return compiled.call(inside, layer, *call.args, **call.kwargs)
+
+    @answers("run_graph")
+    def _run_graph(self, call: Call) -> Any:
+        compiled = self.compiled_calls_here()
+        return call.proceed() if compiled is None else compiled.run_graph(call)
 
     def accumulate(self, optimizer: Any, grads: list[Any], variables: list[Any]) -> None:
         gradient_path.accumulate(self, optimizer, grads, variables)

@@ -28,7 +28,7 @@ if TYPE_CHECKING:
 class HybridEngine(AllReduceEngine):
     """For replicas that take steps together, and parameter servers that have tables."""
 
-    # XLA has no operations for rows of tables.
+    # Lookups of tables are not compiled, which is most of the step of many models.
     compiles_by_default = False
 
     def __init__(self, strategy: tf.distribute.Strategy) -> None:
@@ -42,6 +42,10 @@ class HybridEngine(AllReduceEngine):
         return self.strategy._context
 
     # The trainer and its data.
+
+    def is_remote(self, layer: keras.Layer) -> bool:
+        weights = (*layer._trainable_variables, *layer._non_trainable_variables)
+        return any(embeddings.is_table(one) for one in weights)
 
     @answers("fit", "train_on_batch")
     def _train(self, call: Call) -> Any:

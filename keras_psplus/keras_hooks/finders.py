@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 import tensorflow as tf
 
 from keras_psplus.core.batch import replica_step
+from keras_psplus.core.graph import compiled_calls
 from keras_psplus.core.models.outside_models import OutsideScope
 from keras_psplus.keras_internals.keras_parts import Variable
 
@@ -72,6 +73,12 @@ def of_step(_: Any = None) -> Engine | None:
     """Engine of the replica's step that this thread is tracing or running."""
     step = replica_step.current_step()
     return None if step is None else step.engine
+
+
+def of_layer_call(_: Any = None) -> Engine | None:
+    """As `of_step`; or the engine of a worker's step that XLA compiles parts of."""
+    engine, current = of_step(), compiled_calls.current()
+    return current[0] if engine is None and current is not None else engine
 
 
 def _in_replica() -> bool:

@@ -1,6 +1,8 @@
 """Layers: their weights, and what they and users' steps ask of all replicas."""
 
-from keras_psplus.keras_hooks.finders import of_scope, of_step
+import keras
+
+from keras_psplus.keras_hooks.finders import of_layer_call, of_scope, of_step
 from keras_psplus.keras_hooks.hook import Hook
 from keras_psplus.keras_internals.keras_parts import layers
 from keras_psplus.tf_internals import distribute_lib
@@ -19,10 +21,19 @@ HOOKS: tuple[Hook, ...] = (
         layers.Layer,
         "__call__",
         ["self"],
-        of_step,
+        of_layer_call,
         "layer",
         "a layer runs on its stage; Keras 3.13 sums activity regularisers over rows",
         call="call_layer",
+    ),
+    Hook(
+        keras.Function,
+        "_run_through_graph",
+        ["self", "inputs", "operation_fn"],
+        of_layer_call,
+        "layer",
+        "XLA compiles the parts of a functional model that it can, stage by stage in a pipeline",
+        call="run_graph",
     ),
     Hook(
         layers.Layer,

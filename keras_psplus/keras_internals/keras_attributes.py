@@ -55,6 +55,7 @@ ATTRIBUTES = [
         for cls in (layers.MultiHeadAttention, layers.GroupedQueryAttention)
     ),
     (model_module.Model, "_flatten_layers"),
+    (keras.Function, "_nodes_by_depth _outputs_struct _run_through_graph"),
     (saving_lib, "_save_state"),
     (Variable, "_initialize _initializer _maybe_autocast _trainable _value"),
 ]

@@ -33,6 +33,7 @@ from keras_psplus.parameter_server.scheduling import failure
 from keras_psplus.parameter_server.state.served_state import ServedState
 from keras_psplus.parameter_server.tracing import local_copies, traffic, worker_function
 from keras_psplus.parameter_server.tracing.chief_writes import applying_sums_flag
+from keras_psplus.parameter_server.tracing.compiled_step import ServedFunction
 from keras_psplus.parameter_server.train_function import TrainFunction
 from keras_psplus.parameter_server.transport import clipping, server_side
 from keras_psplus.parameter_server.updates import local_sgd_step, worker_updates
@@ -48,7 +49,8 @@ if TYPE_CHECKING:
 class ParameterServerEngine(DistributedEngine):
     """For a chief that sends steps to workers."""
 
-    can_run_eagerly = False
+    can_run_eagerly, can_compile = False, True
+    compiled_function = ServedFunction
     exports_copies = True
 
     def __init__(self, strategy: tf.distribute.Strategy) -> None:
@@ -71,6 +73,10 @@ class ParameterServerEngine(DistributedEngine):
         return self.strategy._context
 
     # The trainer.
+
+    def is_remote(self, layer: keras.Layer) -> bool:
+        # Rows are looked up, not the whole table read.
+        return isinstance(layer, layers.Embedding)
 
     @contextlib.contextmanager
     def translate_errors(self) -> Iterator[None]:

@@ -10,6 +10,7 @@ import tensorflow as tf
 from keras_psplus.keras_internals.keras_parts import tf_trainer, tree
 from keras_psplus.parameter_server.steps.runner import are_same, describe
 from keras_psplus.parameter_server.steps.step_functions import StepFunctions
+from keras_psplus.parameter_server.tracing.compiled_step import compiled_step
 from keras_psplus.parameter_server.tracing.step_inputs import tensors, weights
 from keras_psplus.parameter_server.tracing.worker_function import pack, unpack
 from keras_psplus.tf_internals import tensor_conversion_registry
@@ -29,7 +30,8 @@ def make(context: StepContext, model: keras.Model) -> _PredictFunction:
             result = tree.map_structure(lambda *parts: tf_trainer.concat(list(parts)), *outputs)
         return trace.changes(), result, ()
 
-    step = model._autoconvert_optionals(model.predict_step)
+    compiled = compiled_step(context.engine, model, model.predict_step)
+    step = model._autoconvert_optionals(compiled)
     return _PredictFunction(
         context, StepFunctions(context, step, concatenated, lambda: weights(model))
     )

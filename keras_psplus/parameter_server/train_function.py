@@ -15,6 +15,7 @@ from keras_psplus.parameter_server.data.worker_data import WorkerIterator
 from keras_psplus.parameter_server.reports import placement_table
 from keras_psplus.parameter_server.steps.runner import StepRunner
 from keras_psplus.parameter_server.sync.sync_steps import SyncRunner
+from keras_psplus.parameter_server.tracing.compiled_step import compiled_step
 from keras_psplus.parameter_server.tracing.joined_batches import first_of
 from keras_psplus.parameter_server.tracing.step_inputs import tensors, weights
 from keras_psplus.parameter_server.updates import local_sgd_step, worker_updates
@@ -37,7 +38,8 @@ class TrainFunction:
     ) -> None:
         self._model, self._is_training = model, is_training
         self._context, self._scheduler = context, context.scheduler
-        step = _knowing_rows(model._autoconvert_optionals(step_function))
+        compiled = compiled_step(context.engine, model, step_function)
+        step = _knowing_rows(model._autoconvert_optionals(compiled))
         if is_training:
             step = local_sgd_step.alone(context, model, step)
         self._runner = self._runner_of(step, is_training)

@@ -31,7 +31,7 @@ from keras_psplus.tf_internals import context as tf_context
 class PipelineEngine(DistributedEngine):
     """For a chief that traces steps over the devices of all stages."""
 
-    can_run_eagerly = False
+    can_run_eagerly, can_compile = False, True
     exports_copies = True
 
     def __init__(self, strategy: tf.distribute.Strategy, context: PipelineContext) -> None:
@@ -197,6 +197,11 @@ class PipelineEngine(DistributedEngine):
     @answers("call_layer")
     def _call_layer(self, call: Call) -> Any:
         return current_step().call(call.original, call.owner, call.args, call.kwargs)
+
+    @answers("run_graph")
+    def _run_graph(self, call: Call) -> Any:
+        step = current_step()
+        return step.run_graph(call) if isinstance(step, PipelineStep) else call.proceed()
 
     # Gradients and optimizers: those of the whole batch, as in one process.
 

@@ -24,7 +24,7 @@ def results(tmp_path_factory):
     return json.loads(pathlib.Path(path).read_text())
 
 
-@pytest.mark.parametrize(("name", "calls"), [("dense", 2), ("pair", 4)])
+@pytest.mark.parametrize(("name", "calls"), [("dense", 2), ("pair", 4), ("recurrent", 4)])
 def test_two_replicas_equal_one_compiled_process(name, calls, results):
     # Each replica's, once in the trace.
     assert results[f"{name} calls"] >= calls

@@ -49,7 +49,7 @@ class Case:
     """One way of training."""
 
     batch, epochs, steps_per_execution, policy = BATCH, 2, 1, "float32"
-    tolerance, is_whole = 2e-6, False
+    tolerance, is_whole, jit_compile = 2e-6, False, "auto"
     options = {}
 
     def optimizer(self):
@@ -69,6 +69,7 @@ class Case:
             loss=keras.losses.SparseCategoricalCrossentropy(from_logits=True),
             metrics=["accuracy"],
             steps_per_execution=self.steps_per_execution,
+            jit_compile=self.jit_compile,
         )
         history = model.fit(
             x, y, batch_size=self.batch, epochs=self.epochs, shuffle=False, verbose=0
@@ -116,7 +117,12 @@ class Own(keras.initializers.Initializer):
 
 
 class TwoTables(Case):
-    """Two tables, one of them shared by two layers' calls, one with a sum over several ids."""
+    """Two tables, one of them shared by two layers' calls, one with a sum over several ids.
+
+    What comes after them is compiled.
+    """
+
+    jit_compile, tolerance = True, 2e-5
 
     def model(self, embedding):
         ids = keras.Input((5,), dtype="int32")

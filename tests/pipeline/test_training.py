@@ -113,14 +113,16 @@ MODELS = [skips, shared, lambda: (Tied(), TOKENS), losses_of_layers, masks, atte
 NAMES = ["skips", "shared", "tied", "losses_of_layers", "masks", "attention", "nested"]
 
 
-def train(strategy, make, loss=CROSSENTROPY, y=Y, metrics=("accuracy",), **options):
+def train(
+    strategy, make, loss=CROSSENTROPY, y=Y, metrics=("accuracy",), jit_compile="auto", **options
+):
     keras.backend.clear_session()
     keras.utils.set_random_seed(3)
     with strategy.scope():
         model, x = make()
         # Not Adam: of a gradient that is 0 but for rounding, it makes a step of full length.
         optimizer = keras.optimizers.SGD(0.2, momentum=0.9, global_clipnorm=1.0)
-        model.compile(optimizer, loss, metrics=metrics)
+        model.compile(optimizer, loss, metrics=metrics, jit_compile=jit_compile)
     options = {"batch_size": 16, "epochs": 2, "verbose": 0, "shuffle": False, **options}
     history = model.fit(x, y, validation_data=(x[:5], y[:5]), **options).history
     return model, history, model.predict(x, batch_size=16, verbose=0)

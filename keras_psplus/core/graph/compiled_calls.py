@@ -5,24 +5,38 @@
 
 What talks to other replicas cannot be compiled, on CPUs at least, and sums of gradients would wait
 for the last of them. So only the call of a model in the step is one compiled function; its
-gradient is one too, as TensorFlow compiles the gradient of what it compiles.
+gradient is one too, as TensorFlow compiles the gradient of what it compiles. Of a functional model
+that XLA cannot compile, what is before and after the operations in the way is.
 """
 
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Iterator, Mapping, Sequence
+import functools
+import threading
+import weakref
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 import keras
 import tensorflow as tf
 
+from keras_psplus.core.base.compilation_count import CompilationCount
 from keras_psplus.core.base.thread_flag import ThreadFlag
 from keras_psplus.core.graph import xla_operations
-from keras_psplus.keras_internals.keras_parts import get_keras_mask, set_keras_mask, tree
+from keras_psplus.core.graph.compiled_function import CompiledFunction, why_not_given
+from keras_psplus.core.graph.model_segments import Segment, split
+from keras_psplus.engine import Call
+from keras_psplus.keras_internals.keras_parts import tree
 from keras_psplus.log import logger
 
-_LISTED = 3
+_COMPILED, _AS_IT_IS = "compiled", "as it is"
+_local = threading.local()
+
+
+def current() -> tuple[Any, CompiledCalls] | None:
+    """Engine and compiler of the step that this thread traces outside of a `ReplicaStep`."""
+    return getattr(_local, "current", None)
 
 
 @contextlib.contextmanager
@@ -36,22 +50,55 @@ def without_compilation(model: keras.Model) -> Iterator[None]:
 
 
 class CompiledCalls:
-    """Compiles the outermost calls of models in one function of a model.
+    """Compiles the outermost calls of models in one function, or parts of them.
 
     Args:
         model: The model that was compiled with `jit_compile`.
         is_asked_for: Whether by `jit_compile=True`, and not by default.
+        is_remote: Function of a layer that tells whether it talks to servers.
+        make: The class of compiled functions.
+        forms: Counts the model's compilations.
 
     Attributes:
         count: Number of calls that are compiled.
         reasons: Reasons why others are not, in words.
     """
 
-    def __init__(self, model: keras.Model, is_asked_for: bool) -> None:
-        self._model, self._is_asked_for = model, is_asked_for
+    def __init__(
+        self,
+        model: keras.Model,
+        is_asked_for: bool,
+        is_remote: Callable[[keras.Layer], bool] = lambda layer: False,
+        make: type[CompiledFunction] = CompiledFunction,
+        forms: CompilationCount | None = None,
+    ) -> None:
+        self._make, self._forms = make, forms
+        self._model, self._is_asked_for, self._is_remote = model, is_asked_for, is_remote
         self._is_inside = ThreadFlag()
+        # Operations of models that XLA cannot compile.
+        self._not_compiled: weakref.WeakSet[Any] = weakref.WeakSet()
+        # By graphs, and by what callers know functions by.
+        self._functions: weakref.WeakKeyDictionary[tf.Graph, dict[Any, CompiledFunction]]
+        self._functions = weakref.WeakKeyDictionary()
+        # By models, and by the kinds of their operations.
+        self._segments: weakref.WeakKeyDictionary[Any, dict[tuple[Any, ...], list[Segment]]]
+        self._segments = weakref.WeakKeyDictionary()
         self.count = 0
         self.reasons: list[str] = []
+
+    @property
+    def is_tracing(self) -> bool:
+        """Whether what XLA is to compile is traced just now, by this thread."""
+        return bool(self._is_inside)
+
+    @contextlib.contextmanager
+    def of_this_thread(self, engine: Any) -> Iterator[None]:
+        """Context in which this thread traces a step of a strategy's engine."""
+        outer, _local.current = current(), (engine, self)
+        try:
+            yield
+        finally:
+            _local.current = outer
 
     def takes(self, layer: keras.Layer) -> bool:
         """Whether a call of a layer is to be compiled."""
@@ -71,16 +118,153 @@ class CompiledCalls:
         Returns:
             Outputs of the layer.
         """
-        with self._is_inside.raised():
-            call = _Call(original, layer, args, kwargs)
-            reason = call.why_not()
-            if reason is not None:
-                self._note(f"the call of '{layer.name}': {reason}")
-                return original(layer, *args, **kwargs)
-            self.count += 1
-            return call.outputs()
+        function = functools.partial(original, layer)
+        compiled = None
+        if not self._has_remote(layer):
+            compiled = self.function(function, [layer], args, kwargs)
+        return function(*args, **kwargs) if compiled is None else compiled(*args, **kwargs)
 
-    def _note(self, reason: str) -> None:
+    def function(
+        self,
+        function: Callable[..., Any],
+        layers: Iterable[Any],
+        args: Sequence[Any],
+        kwargs: Mapping[str, Any],
+        key: Any = None,
+        device: str | None = None,
+    ) -> CompiledFunction | None:
+        """Makes a compiled function of calls of layers.
+
+        Args:
+            function: Function of the arguments that calls the layers.
+            layers: The layers, among other operations of a model.
+            args: Arguments.
+            kwargs: Keyword arguments.
+            key: Where a function is for several calls in one graph: what they have in common.
+            device: Name of the device that it runs on, if its variables may be on others.
+
+        Returns:
+            The function; None if XLA cannot compile it: then the reason is noted and logged.
+        """
+        layers = [layer for layer in layers if isinstance(layer, keras.Layer)]
+        names = ", ".join(f"'{layer.name}'" for layer in layers[:3])
+        known = self._functions.setdefault(tf.compat.v1.get_default_graph(), {})
+        if key is not None:
+            key = key, _forms((args, kwargs))
+        compiled = known.get(key)
+        if compiled is None:
+            flat = functools.partial(_flatten, layers)
+            with self._is_inside.raised():
+                compiled = self._make(function, flat, args, kwargs)
+            reason = compiled.why_not(device)
+            if reason is not None:
+                self.note(f"the call of {names}: {reason}")
+                return None
+            if key is not None:
+                known[key] = compiled
+        self.count += 1
+        if self._forms is not None:
+            tensors = [one for one in tree.flatten((args, kwargs)) if tf.is_tensor(one)]
+            self._forms.note(names, tensors)
+        return compiled
+
+    def run_graph(self, call: Call) -> Any:
+        """Runs the graph of a functional model, parts of it in compiled functions.
+
+        Args:
+            call: The call of `Function._run_through_graph`.
+
+        Returns:
+            Outputs of the model.
+        """
+        run = call.get("operation_fn") or _same
+
+        def kind_of(operation: Any) -> str:
+            return _COMPILED if self.is_compiled(operation) else _AS_IT_IS
+
+        def run_one(segment: Segment, found: dict[int, Any]) -> bool:
+            compiled, plain = None, functools.partial(run_segment, segment, run)
+            if segment.kind == _COMPILED and have_weights(segment.operations):
+                given = [found[id(one)] for one in segment.function.inputs]
+                compiled = self.function(plain, segment.operations, (given,), {})
+                if compiled is None and not all(map(self.is_compiled, segment.operations)):
+                    return False
+            segment.run(found, compiled or plain)
+            return True
+
+        if self._is_inside:
+            return call.proceed(operation_fn=functools.partial(self._watched, run))
+        return self.run_segments(call, kind_of, run_one)
+
+    def run_segments(
+        self,
+        call: Call,
+        kind_of: Callable[[Any], Any],
+        run_one: Callable[[Segment, dict[int, Any]], bool],
+    ) -> Any:
+        """Runs the graph of a functional model, segment by segment.
+
+        Args:
+            call: The call of `Function._run_through_graph`.
+            kind_of: Function of an operation that returns its kind, as for `split`.
+            run_one: Function of a segment, and of tensors by ids of symbolic ones, to which it adds
+                the outputs. It returns False if the segment is to be cut once more.
+        """
+        model, given = call.owner, tree.flatten(call.get("inputs"))
+        if (
+            not isinstance(model, keras.Model)
+            or call.get("call_fn") is not None
+            or tf.executing_eagerly()
+            or not all(tf.is_tensor(one) for one in given)
+        ):
+            return call.proceed()
+        found = {id(one): tensor for one, tensor in zip(model.inputs, given)}
+
+        def run(function: Any) -> None:
+            for segment in self._segments_of(function, kind_of):
+                if not run_one(segment, found):
+                    run(segment.function)
+
+        run(model)
+        return tree.pack_sequence_as(model._outputs_struct, [found[id(t)] for t in model.outputs])
+
+    def _segments_of(self, function: Any, kind_of: Callable[[Any], Any]) -> list[Segment]:
+        known = self._segments.setdefault(function, {})
+        kinds = tuple(kind_of(operation) for operation in function.operations)
+        if kinds not in known:
+            known[kinds] = split(function, kind_of)
+        return known[kinds]
+
+    def is_compiled(self, operation: Any) -> bool:
+        """Whether nothing is known that keeps XLA from compiling an operation of a model."""
+        if operation in self._not_compiled:
+            return False
+        return not isinstance(operation, keras.Layer) or not self._has_remote(operation)
+
+    def _watched(self, run: Callable[..., Any], operation: Any) -> Callable[..., Any]:
+        """Runs an operation of a model, and notes whether XLA can compile it."""
+        inner = run(operation)
+
+        def call(*args: Any, **kwargs: Any) -> Any:
+            graph = tf.compat.v1.get_default_graph()
+            before = len(graph.get_operations())
+            outputs = inner(*args, **kwargs)
+            if why_not_given(tree.flatten((args, kwargs))) or xla_operations.missing_of(
+                graph, graph.get_operations()[before:]
+            ):
+                self._not_compiled.add(operation)
+            return outputs
+
+        return call
+
+    def _has_remote(self, layer: keras.Layer) -> bool:
+        remote = [one for one in layer._flatten_layers() if self._is_remote(one)]
+        for one in remote:
+            self.note(f"the call of '{one.name}': it talks to servers")
+        return bool(remote)
+
+    def note(self, reason: str) -> None:
+        """Notes, and logs, a reason why something is not compiled."""
         if reason not in self.reasons:
             self.reasons.append(reason)
             logger.info("not compiled in '%s': %s", self._model.name, reason)
@@ -96,65 +280,40 @@ class CompiledCalls:
             )
 
 
-class _Call:
-    """One call of a layer as a function of tensors.
+def run_segment(segment: Segment, run: Callable[..., Any], given: list[Any]) -> Any:
+    """Outputs of a segment, uncompiled.
 
-    Keras hangs masks on tensors and losses on layers: both go into the function, and leave it, with
-    the tensors.
+    Args:
+        segment: The segment.
+        run: Function of an operation that returns what calls it.
+        given: List of its inputs.
     """
+    return segment.function._run_through_graph(given, operation_fn=run)
 
-    def __init__(
-        self,
-        original: Callable[..., Any],
-        layer: keras.Layer,
-        args: Sequence[Any],
-        kwargs: Mapping[str, Any],
-    ) -> None:
-        self._original, self._layer, self._given = original, layer, (args, kwargs)
-        self._flat = tree.flatten(self._given)
-        self._places = [i for i, one in enumerate(self._flat) if tf.is_tensor(one)]
-        self._tensors = [self._flat[i] for i in self._places]
-        # Found by the trace: the structure of outputs, and layers by their losses.
-        self._structure: Any = None
-        self._owners: list[tuple[keras.Layer, int]] = []
-        self._function = tf.function(self._run, autograph=False, jit_compile=True)
 
-    def why_not(self) -> str | None:
-        """The reason why XLA cannot compile the call, or None."""
-        if not all(isinstance(one, tf.Tensor) for one in self._tensors):
-            return "its inputs are ragged or sparse"
-        if any(one.dtype == tf.string for one in self._tensors):
-            return "its inputs are strings"
-        graph = self._function.get_concrete_function(*self._inputs()).graph
-        missing = xla_operations.missing(graph)
-        return "XLA cannot compile its " + ", ".join(missing[:_LISTED]) if missing else None
+def have_weights(operations: Iterable[Any]) -> bool:
+    """Whether some operations of a model are more than reshapes: whether there are weights."""
+    return any(isinstance(one, keras.Layer) and one.weights for one in operations)
 
-    def outputs(self) -> Any:
-        """Calls the function; returns the layer's outputs."""
-        outputs, masks, added = self._function(*self._inputs())
-        for output, mask in zip(outputs, masks):
-            if mask is not None:
-                set_keras_mask(output, mask)
-        losses = iter(added)
-        for layer, count in self._owners:
-            layer._losses[:] = [next(losses) for _ in range(count)]
-        return tree.pack_sequence_as(self._structure, outputs)
 
-    def _inputs(self) -> tuple[list[tf.Tensor], list[tf.Tensor | None]]:
-        return self._tensors, [get_keras_mask(one) for one in self._tensors]
+def _flatten(layers: list[keras.Layer]) -> list[keras.Layer]:
+    found = {id(one): one for layer in layers for one in layer._flatten_layers()}
+    return list(found.values())
 
-    def _run(
-        self, tensors: Sequence[tf.Tensor], masks: Sequence[tf.Tensor | None]
-    ) -> tuple[list[tf.Tensor], list[tf.Tensor | None], list[tf.Tensor]]:
-        flat = list(self._flat)
-        for i, tensor, mask in zip(self._places, tensors, masks):
-            flat[i] = tensor
-            if mask is not None:
-                set_keras_mask(tensor, mask)
-        args, kwargs = tree.pack_sequence_as(self._given, flat)
-        self._structure = self._original(self._layer, *args, **kwargs)
-        outputs = tree.flatten(self._structure)
-        layers = list(self._layer._flatten_layers())
-        self._owners = [(layer, len(layer._losses)) for layer in layers if layer._losses]
-        added = [loss for layer, _ in self._owners for loss in layer._losses]
-        return outputs, [get_keras_mask(output) for output in outputs], added
+
+def _forms(structure: Any) -> tuple[Any, ...]:
+    """Shapes, types and values by which calls can share a function."""
+
+    def form(leaf: Any) -> Any:
+        return (tuple(leaf.shape), leaf.dtype) if isinstance(leaf, tf.Tensor) else leaf
+
+    leaves = [form(leaf) for leaf in tree.flatten(structure)]
+    return tuple(leaf if _is_hashable(leaf) else id(leaf) for leaf in leaves)
+
+
+def _is_hashable(leaf: Any) -> bool:
+    return getattr(leaf, "__hash__", None) is not None
+
+
+def _same(operation: Any) -> Any:
+    return operation

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+from collections.abc import Iterable
 
 import tensorflow as tf
 
@@ -29,8 +30,40 @@ def missing(graph: tf.Graph) -> list[str]:
     definition = graph.as_graph_def()
     functions = {one.signature.name: one.node_def for one in definition.library.function}
     nodes = [*definition.node, *(node for body in functions.values() for node in body)]
-    types = {node.op for node in nodes} - _OF_FUNCTIONS - set(functions)
-    return sorted(name for name in types if name.startswith(_REFUSED) or not _has(name))
+    return _lacking({node.op for node in nodes} - set(functions))
+
+
+def missing_of(graph: tf.Graph, operations: Iterable[tf.Operation]) -> list[str]:
+    """Types of some operations, and of functions that they call, that XLA lacks.
+
+    Args:
+        graph: Graph of a function.
+        operations: Some of its operations.
+
+    Returns:
+        Sorted list of names.
+    """
+    types: set[str] = set()
+    seen: set[str] = set()
+    waiting = list(operations)
+    for op in waiting:
+        types.add(op.type)
+        for name in _called(op) - seen:
+            seen.add(name)
+            inner = getattr(graph._get_function(name), "graph", None)
+            waiting += [] if inner is None else inner.get_operations()
+    return _lacking(types)
+
+
+def _called(op: tf.Operation) -> set[str]:
+    attributes = op.node_def.attr.values()
+    return {one.func.name for one in attributes if one.WhichOneof("value") == "func"}
+
+
+def _lacking(types: set[str]) -> list[str]:
+    return sorted(
+        name for name in types - _OF_FUNCTIONS if name.startswith(_REFUSED) or not _has(name)
+    )
 
 
 @functools.cache

@@ -5,8 +5,10 @@ from typing import Any
 
 import tensorflow as tf
 
+from keras_psplus.core.graph.compiled_function import CompiledFunction
 from keras_psplus.keras_internals.keras_parts import get_keras_mask, set_keras_mask, tree
 from keras_psplus.pipeline.base.gradients import differentiable
+from keras_psplus.pipeline.graph.call_gradients import CallGradients
 from keras_psplus.tf_internals import framework_ops as ops
 from keras_psplus.tf_internals import record
 
@@ -19,6 +21,7 @@ def call(
     forward: Any,
     backward: Callable[[], Any],
     replay: Any = None,
+    compiled: CompiledFunction | None = None,
 ) -> Any:
     """Calls a function on a device.
 
@@ -36,20 +39,29 @@ def call(
         backward: Function of no arguments that returns such a context, in which gradients are
             computed.
         replay: `recompute.StageReplay`, if the function is called once more for its gradients.
+        compiled: The function, compiled by XLA, if it is to be called in its place.
 
     Returns:
         What the function returns.
     """
+    outer = differentiable((args, kwargs))
+    tape: Any = tf.GradientTape(persistent=True)
+    if compiled is not None:
+        function, tape = compiled, CallGradients(compiled.variables)
+        with record.stop_recording(), ops.device(device):
+            args, kwargs = tree.map_structure(_copied, (args, kwargs))
     inputs = differentiable((args, kwargs))
-    with ops.device(device), forward, tf.GradientTape(persistent=True) as tape:
+    with ops.device(device), forward, tape:
         tape.watch(inputs)
         outputs = function(*args, **kwargs)
-    inside = differentiable(outputs)
+    # No tape has seen the losses that layers have added in it.
+    losses = [] if compiled is None else compiled.losses
+    inside = differentiable((outputs, losses))
     if not inside:
         return outputs
     with record.stop_recording(), ops.device(device):
         outside = [_masked_as(tensor, tf.identity(tensor)) for tensor in inside]
-    forward.ends_with(outside, outside)
+    forward.ends_with(outside, outside[: len(inside) - len(losses)])
     repeated = None if replay is None else replay.note_outputs(inside, outside)
     variables = tape.watched_variables()
     sources = [*inputs, *variables]
@@ -70,9 +82,15 @@ def call(
         return found
 
     handles = [variable.handle for variable in variables]
-    record.record_operation("PipelineStage", outside, [*inputs, *handles], gradients)
+    record.record_operation("PipelineStage", outside, [*outer, *handles], gradients)
     pairs = {id(old): new for old, new in zip(inside, outside)}
+    if compiled is not None:
+        compiled.replace_losses(pairs)
     return tree.map_structure(lambda leaf: pairs.get(id(leaf), leaf), outputs)
+
+
+def _copied(leaf: Any) -> Any:
+    return _masked_as(leaf, tf.identity(leaf)) if isinstance(leaf, tf.Tensor) else leaf
 
 
 def _masked_as(tensor: tf.Tensor, other: tf.Tensor) -> tf.Tensor:

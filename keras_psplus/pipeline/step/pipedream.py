@@ -50,9 +50,13 @@ class _Gradients(Functions):
     _counts = True
 
     def __init__(
-        self, engine: Any, function: Callable[..., Any], order: Callable[..., Any] | None
+        self,
+        engine: Any,
+        function: Callable[..., Any],
+        order: Callable[..., Any] | None,
+        compiles: keras.Model,
     ) -> None:
-        super().__init__(engine, function, order)
+        super().__init__(engine, function, order, compiles=compiles)
         self.update: Update | None = None
         self.tokens = call_order.Tokens()
 
@@ -94,7 +98,8 @@ class PipeDreamFunction:
     def __init__(self, engine: Any, model: keras.Model, divides: bool) -> None:
         self._engine, self._model, self._progress = engine, model, engine.strategy.progress
         function = train_step.step_of(model) if divides else model.train_step
-        self._gradients = _Gradients(engine, function, schedule.one_f_one_b if divides else None)
+        order = schedule.one_f_one_b if divides else None
+        self._gradients = _Gradients(engine, function, order, model)
         self._feed = Feed(self._gradients.send)
         self._versions: WeightVersions | None = None
         self._apply: list[Callable[..., Any]] = []
@@ -196,7 +201,7 @@ class PipeDreamFunction:
         if update is None:
             self._versions = None
         elif self._versions is None or not self._versions.are_of(update.variables):
-            self._versions = versions = WeightVersions(update.variables)
+            self._versions = versions = WeightVersions(self._engine.strategy, update.variables)
             self._apply = [
                 tf.function(
                     functools.partial(self._update, update, versions, turn),

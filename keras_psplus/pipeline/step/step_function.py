@@ -45,6 +45,7 @@ class Functions:
         function: Function of a batch.
         order: The order of the stages' actions, as for `PipelineStep`.
         trains: The Keras model that it trains, if it does.
+        compiles: The Keras model whose `jit_compile` counts; by default the same.
     """
 
     # Whether calls count in `strategy.communication`, which evaluation does not.
@@ -56,7 +57,9 @@ class Functions:
         function: Callable[..., Any],
         order: Callable[..., Any] | None = None,
         trains: keras.Model | None = None,
+        compiles: keras.Model | None = None,
     ) -> None:
+        self._compiles = trains if compiles is None else compiles
         self._engine, self._function, self._order = engine, function, order
         self._trains = trains
         self._counts = self._counts or trains is not None
@@ -137,7 +140,11 @@ class Functions:
                 batch = batch_parts.join(parts, like, count * strategy.pipelines, step)
             if rows is not None:
                 step.note_of_batch(batch)
+            if self._compiles is not None:
+                step.compiled_calls = self._engine.compiled_calls(self._compiles)
             results = self._run_in_step(step, batch)
+            if step.compiled_calls is not None:
+                step.compiled_calls.check()
         step.over_pipelines.check()
         step.finish_backward()
         encoded = []
@@ -177,7 +184,7 @@ class PipelineTrainFunction:
         self._model, self._progress = model, engine.strategy.progress
         self._is_training = step_function == model.train_step
         trains = model if self._is_training else None
-        self._functions = Functions(engine, step_function, trains=trains)
+        self._functions = Functions(engine, step_function, None, trains, model)
         if self._is_training and engine.divides_train_step(model):
             self._functions = Functions(
                 engine, train_step.step_of(model), schedule.one_f_one_b, trains
@@ -211,7 +218,7 @@ class PredictFunction:
 
     def __init__(self, engine: Any, model: keras.Model) -> None:
         self._engine, self._model = engine, model
-        self._functions = Functions(engine, model.predict_step)
+        self._functions = Functions(engine, model.predict_step, compiles=model)
         self._progress = engine.strategy.progress
 
     def __call__(self, batches: list[Any]) -> Any:

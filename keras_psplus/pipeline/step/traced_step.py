@@ -13,6 +13,7 @@ import tensorflow as tf
 
 from keras_psplus.core.batch import losses
 from keras_psplus.core.batch.replica_step import ReplicaStep
+from keras_psplus.engine import Call
 from keras_psplus.keras_internals.keras_parts import tree
 from keras_psplus.pipeline.base import gradients, microbatches, schedule
 from keras_psplus.pipeline.base.gradients import JoinedCalls
@@ -21,6 +22,7 @@ from keras_psplus.pipeline.graph.recompute import StageReplay
 from keras_psplus.pipeline.graph.weight_gradients import BackwardOperations
 from keras_psplus.pipeline.replicas.copies import Copied
 from keras_psplus.pipeline.replicas.pipeline_sums import PipelineSums
+from keras_psplus.pipeline.step import compiled_stages
 from keras_psplus.pipeline.step.turns import Microbatch, StageAction
 
 
@@ -225,28 +227,74 @@ class PipelineStep(ReplicaStep):
         if stage is None:
             return losses.call_layer(original, layer, *args, **kwargs)
 
-        def function(*args: Any, **kwargs: Any) -> Any:
+        inside = functools.partial(losses.call_layer, original, layer)
+        return self.call_on_stage(stage, inside, [layer], args, kwargs, id(layer))
+
+    def call_on_stage(
+        self,
+        stage: int,
+        function: Callable[..., Any],
+        layers: list[Any],
+        args: tuple[Any, ...],
+        kwargs: dict[str, Any],
+        key: Any,
+    ) -> Any:
+        """Calls layers of one stage, for the micro-batch that is traced.
+
+        Args:
+            stage: Number of the stage.
+            function: What calls them.
+            layers: The layers, and other operations of the model.
+            args: Arguments of the function.
+            kwargs: Its keyword arguments.
+            key: What calls of the same function have in common.
+        """
+
+        def on_stage(*args: Any, **kwargs: Any) -> Any:
             self._is_on_stage = True
             try:
-                return losses.call_layer(original, layer, *args, **kwargs)
+                return function(*args, **kwargs)
             finally:
                 self._is_on_stage = False
 
         args, kwargs = tree.map_structure(_in_graph, (args, kwargs))
+        assert self._part is not None
         part, device = self._part, self._stages.device(stage, self._part.pipeline)
-        replay = None
+        call, replay, compiled = on_stage, None, None
         if self._recompute:
             replay = self._replays.setdefault((stage, part.number), StageReplay())
-            function = functools.partial(self._call_to_repeat, replay, layer, part, function)
+            call = functools.partial(self._call_to_repeat, replay, layers[0], part, on_stage)
+        if self.compiled_calls is not None and self._recompute:
+            self.compiled_calls.note("`recompute=True` computes activations again, layer by layer")
+        elif self.compiled_calls is not None:
+            compiled = compiled_stages.compiled(
+                self.compiled_calls,
+                device,
+                on_stage,
+                layers,
+                args,
+                kwargs,
+                (key, stage, part.pipeline, part.fraction),
+            )
         return boundary.call(
             device,
-            function,
+            call,
             args,
             kwargs,
             StageAction(self, stage, part, schedule.FORWARD),
             lambda: StageAction(self, stage, part, schedule.BACKWARD),
             replay,
+            compiled,
         )
+
+    def run_graph(self, call: Call) -> Any:
+        """Runs a functional model; the layers of a stage as one function, if compiled."""
+        compiled = self.compiled_calls
+        if compiled is None or self._recompute or self._part is None:
+            return call.proceed()
+        if self._is_on_stage:
+            return compiled.run_graph(call) if compiled.is_tracing else call.proceed()
+        return compiled_stages.run_graph(self, call, self._stages)
 
     def _call_to_repeat(
         self,

@@ -7,6 +7,8 @@ from collections.abc import Sequence
 import keras
 import tensorflow as tf
 
+from keras_psplus.pipeline.extended import making_on
+
 
 class WeightVersions:
     """Copies of variables, on their devices.
@@ -15,15 +17,20 @@ class WeightVersions:
     versions of dense weights in memory, not three.
 
     Args:
+        strategy: Their `PipelineStrategy`.
         variables: Keras variables that have values.
     """
 
-    def __init__(self, variables: Sequence[keras.Variable]) -> None:
+    def __init__(
+        self, strategy: tf.distribute.Strategy, variables: Sequence[keras.Variable]
+    ) -> None:
         self.variables = list(variables)
         self._copies: list[list[tf.Variable]] = [[], []]
         for variable in self.variables:
             for copies in self._copies:
-                with tf.init_scope(), tf.device(variable._value.device):
+                device = variable._value.device
+                # In the strategy's scope, variables are on the last stage by default.
+                with tf.init_scope(), making_on(strategy, device), tf.device(device):
                     copies.append(tf.Variable(variable._value.read_value(), trainable=False))
 
     def are_of(self, variables: Sequence[keras.Variable]) -> bool:

@@ -1,0 +1,146 @@
+"""A call as a function of its tensors, compiled by XLA with its gradient."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from typing import Any
+
+import keras
+import tensorflow as tf
+
+from keras_psplus.core.graph import xla_operations
+from keras_psplus.keras_internals.keras_parts import (
+    get_keras_mask,
+    global_state,
+    set_keras_mask,
+    tree,
+)
+
+_LISTED = 3
+_CALL_CONTEXT = "current_call_ctx"
+
+
+class CompiledFunction:
+    """Function of the tensors among a call's arguments, and of their masks.
+
+    Keras hangs masks on tensors and losses on layers: both go into the function, and leave it, with
+    the tensors.
+
+    Args:
+        function: Function of the arguments.
+        layers: Function that lists the layers that it calls, and those inside of them.
+        args: Arguments of the first call; others may differ in their tensors.
+        kwargs: Its keyword arguments.
+
+    Attributes:
+        losses: List of the losses that layers have added in the last call.
+    """
+
+    def __init__(
+        self,
+        function: Callable[..., Any],
+        layers: Callable[[], Iterable[keras.Layer]],
+        args: Sequence[Any],
+        kwargs: Mapping[str, Any],
+    ) -> None:
+        self._python, self._layers, self._given = function, layers, (args, kwargs)
+        self._flat = tree.flatten(self._given)
+        self._places = [i for i, one in enumerate(self._flat) if tf.is_tensor(one)]
+        # Found by the trace: the structure of outputs, and layers by their losses.
+        self._structure: Any = None
+        self._owners: list[tuple[keras.Layer, int]] = []
+        self.losses: list[tf.Tensor] = []
+        self._function = tf.function(self._run, autograph=False, jit_compile=True)
+        self._graph = self._function.get_concrete_function(*self._inputs(self._flat)).graph
+
+    @property
+    def variables(self) -> list[tf.Variable]:
+        """The variables that it reads or changes."""
+        return list(self._graph.variables)
+
+    @property
+    def captured(self) -> list[tf.Tensor]:
+        """Tensors outside that it uses, beside its arguments."""
+        return [outside for outside, _ in self._graph.captures]
+
+    def why_not(self, device: str | None = None) -> str | None:
+        """The reason why XLA cannot compile the function, or None.
+
+        Args:
+            device: Name of the device that it runs on, if its variables may be on others.
+        """
+        reason = why_not_given([self._flat[i] for i in self._places])
+        if reason is not None:
+            return reason
+        for variable in self.variables if device is not None else ():
+            if _task_and_device(variable.device) != _task_and_device(device):
+                return f"its variable '{variable.name}' is on {variable.device}"
+        missing = xla_operations.missing(self._graph)
+        return "XLA cannot compile its " + ", ".join(missing[:_LISTED]) if missing else None
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        """Calls the function; returns what the call of the layers would return."""
+        inputs = self._inputs(tree.flatten((args, kwargs)))
+        outputs, masks, added, changes = self._function(*inputs)
+        self._write(changes)
+        for output, mask in zip(outputs, masks):
+            if mask is not None:
+                set_keras_mask(output, mask)
+        self.losses, losses = list(added), iter(added)
+        # Keras clears the losses of earlier calls when it enters the outermost layer.
+        is_outermost = global_state.get_global_attribute(_CALL_CONTEXT) is None
+        for layer, count in self._owners:
+            if is_outermost:
+                layer._losses.clear()
+            layer._losses.extend(next(losses) for _ in range(count))
+        return tree.pack_sequence_as(self._structure, outputs)
+
+    def replace_losses(self, others: Mapping[int, tf.Tensor]) -> None:
+        """Replaces the losses that layers have added in the last call, by their ids."""
+        for layer, _ in self._owners:
+            layer._losses[:] = [others.get(id(loss), loss) for loss in layer._losses]
+
+    def _write(self, changes: list[tf.Tensor]) -> None:
+        """Gives variables values that the function has returned; it writes to them itself."""
+
+    def _inputs(self, flat: list[Any]) -> tuple[Any, ...]:
+        tensors = [flat[i] for i in self._places]
+        return tensors, [get_keras_mask(one) for one in tensors]
+
+    def _run(
+        self, tensors: Sequence[tf.Tensor], masks: Sequence[tf.Tensor | None]
+    ) -> tuple[list[tf.Tensor], list[tf.Tensor | None], list[tf.Tensor], list[tf.Tensor]]:
+        flat = list(self._flat)
+        for i, tensor, mask in zip(self._places, tensors, masks):
+            flat[i] = tensor
+            if mask is not None:
+                set_keras_mask(tensor, mask)
+        args, kwargs = tree.pack_sequence_as(self._given, flat)
+        before = {id(layer): list(layer._losses) for layer in self._layers()}
+        for layer in self._layers():
+            layer._losses.clear()
+        try:
+            self._structure = self._python(*args, **kwargs)
+        finally:
+            # The function's tensors are of no use outside of it.
+            layers = list(self._layers())
+            found = [list(layer._losses) for layer in layers]
+            for layer in layers:
+                layer._losses[:] = before.get(id(layer), ())
+        self._owners = [(layer, len(own)) for layer, own in zip(layers, found) if own]
+        outputs = tree.flatten(self._structure)
+        added = [loss for own in found for loss in own]
+        return outputs, [get_keras_mask(output) for output in outputs], added, []
+
+
+def why_not_given(tensors: Iterable[Any]) -> str | None:
+    """The reason why XLA cannot compile a function of some tensors, or None."""
+    tensors = [one for one in tensors if tf.is_tensor(one)]
+    if not all(isinstance(one, tf.Tensor) for one in tensors):
+        return "its inputs are ragged or sparse"
+    return "its inputs are strings" if any(one.dtype == tf.string for one in tensors) else None
+
+
+def _task_and_device(name: str | None) -> tuple[Any, ...]:
+    spec = tf.DeviceSpec.from_string(name or "")
+    return spec.job, spec.task, spec.device_type, spec.device_index

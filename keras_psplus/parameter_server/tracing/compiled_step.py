@@ -1,0 +1,82 @@
+"""Calls of models in a worker's step, compiled by XLA.
+
+    servers ─► values ─► [ model ] ─► loss ─► tape ─► [ gradients ] ─► pushes ─► servers
+                         compiled                      compiled
+
+XLA cannot compile what is on another machine, so that weights are read before, and what the layers
+assign is written after the call. Rows of embeddings are looked up outside.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from typing import Any
+
+import keras
+import tensorflow as tf
+
+from keras_psplus.core.graph.compiled_function import CompiledFunction
+
+
+def compiled_step(
+    engine: Any, model: keras.Model, step_function: Callable[..., Any]
+) -> Callable[..., Any]:
+    """A step function whose calls of models are compiled, if the model is compiled so.
+
+    Args:
+        engine: The strategy's engine.
+        model: The model.
+        step_function: Function of a batch.
+    """
+    calls = engine.compiled_calls(model)
+    if calls is None:
+        return step_function
+
+    @functools.wraps(step_function)
+    def step(*args: Any, **kwargs: Any) -> Any:
+        with calls.of_this_thread(engine):
+            result = step_function(*args, **kwargs)
+        calls.check()
+        return result
+
+    return step
+
+
+class ServedFunction(CompiledFunction):
+    """A compiled function whose variables are on servers: it takes and returns their values."""
+
+    def __init__(
+        self,
+        function: Callable[..., Any],
+        layers: Callable[[], Iterable[keras.Layer]],
+        args: Sequence[Any],
+        kwargs: Mapping[str, Any],
+    ) -> None:
+        found = {id(one): one for layer in layers() for one in layer.variables}
+        self._read, self._changed = list(found.values()), list[keras.Variable]()
+        super().__init__(function, layers, args, kwargs)
+
+    def why_not(self, device: str | None = None) -> str | None:
+        if any(tensor.dtype in (tf.resource, tf.variant) for tensor in self.captured):
+            return "it reads variables that are not its layers'"
+        return super().why_not(device)
+
+    def _inputs(self, flat: list[Any]) -> tuple[Any, ...]:
+        return *super()._inputs(flat), [tf.convert_to_tensor(one._value) for one in self._read]
+
+    def _run(self, tensors: Any, masks: Any, values: Any = ()) -> Any:
+        pairs = list(zip(self._read, values))
+        with keras.StatelessScope(pairs, collect_losses=True) as scope:
+            given = [scope.get_current_value(one) for one in self._read]
+            outputs, masks, added, _ = super()._run(tensors, masks)
+            now = [scope.get_current_value(one) for one in self._read]
+        changes = [(one, b) for one, a, b in zip(self._read, given, now) if a is not b]
+        self._changed = [one for one, _ in changes]
+        if scope.losses:
+            self._owners = [*self._owners, (next(iter(self._layers())), len(scope.losses))]
+        return outputs, masks, [*added, *scope.losses], [value for _, value in changes]
+
+    def _write(self, changes: list[tf.Tensor]) -> None:
+        for variable, value in zip(self._changed, changes):
+            variable.assign(value)

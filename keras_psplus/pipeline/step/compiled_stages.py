@@ -1,0 +1,105 @@
+"""A stage's forward and backward pass of a micro-batch, compiled by XLA.
+
+    stage 0: [ layers 1, 2, 3 ] ─► activations ─► stage 1: [ layers 4, 5 ] ─► loss
+             compiled                                      compiled
+
+Each function has a gradient, which is compiled too. All micro-batches of a pipeline use the same
+functions, so that there are as many compilations as stages. What crosses stages, and the
+optimizer's update, stay outside.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable
+from typing import Any
+
+import keras
+import tensorflow as tf
+
+from keras_psplus.core.graph import compiled_calls, model_segments
+from keras_psplus.core.graph.compiled_function import CompiledFunction
+from keras_psplus.engine import Call
+from keras_psplus.keras_internals.keras_parts import global_state
+from keras_psplus.pipeline.base.stages import Stages
+from keras_psplus.tf_internals import record
+
+
+class _CutAgain(Exception):
+    """Layers of a segment were found that XLA cannot compile."""
+
+
+def compiled(
+    calls: compiled_calls.CompiledCalls,
+    device: str,
+    function: Callable[..., Any],
+    layers: list[Any],
+    args: tuple[Any, ...],
+    kwargs: dict[str, Any],
+    key: Any,
+) -> CompiledFunction | None:
+    """Makes a compiled function of a call on a stage.
+
+    Args:
+        calls: `CompiledCalls` of the step.
+        device: Name of the stage's device.
+        function: Function of the arguments that calls layers.
+        layers: The layers, and other operations of the model.
+        args: Arguments.
+        kwargs: Keyword arguments.
+        key: What calls of the same function have in common.
+
+    Returns:
+        The function; None if it is called as it is.
+    """
+    if calls.is_tracing or not compiled_calls.have_weights(layers):
+        return None
+    with tf.device(device), record.stop_recording():
+        found = calls.function(function, layers, args, kwargs, (key, _training()), device)
+    if found is None and len(layers) > 1 and not all(map(calls.is_compiled, layers)):
+        raise _CutAgain
+    return found
+
+
+def run_graph(step: Any, call: Call, stages: Stages) -> Any:
+    """Runs the layers of a functional model, those of a stage in one call.
+
+    Args:
+        step: `PipelineStep` in a micro-batch.
+        call: The call of `Function._run_through_graph`.
+        stages: The pipeline's stages.
+    """
+    calls, run = step.compiled_calls, call.get("operation_fn")
+
+    def kind_of(operation: Any) -> Any:
+        layers = operation._flatten_layers() if isinstance(operation, keras.Layer) else []
+        stage = stages.of(operation) if isinstance(operation, keras.Layer) else None
+        if stage is None and any(stages.of(layer) is not None for layer in layers):
+            return None
+        if not calls.is_compiled(operation):
+            return None
+        return model_segments.INHERITED if stage is None else stage
+
+    def run_one(segment: model_segments.Segment, found: dict[int, Any]) -> bool:
+        plain = functools.partial(compiled_calls.run_segment, segment, run)
+        if segment.kind is None or not compiled_calls.have_weights(segment.operations):
+            segment.run(found, plain)
+            return True
+
+        def on_stage(given: list[tf.Tensor]) -> Any:
+            key = "segment", id(segment)
+            return step.call_on_stage(segment.kind, plain, segment.operations, (given,), {}, key)
+
+        try:
+            segment.run(found, on_stage)
+        except _CutAgain:
+            return False
+        return True
+
+    return calls.run_segments(call, kind_of, run_one)
+
+
+def _training() -> str:
+    """Text of Keras's context of the traced call: above all, whether it trains."""
+    context = global_state.get_global_attribute("current_call_ctx")
+    return repr({k: v for k, v in vars(context).items() if k != "entry_layer"}) if context else ""
