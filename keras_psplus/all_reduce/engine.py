@@ -64,7 +64,7 @@ class AllReduceEngine(DistributedEngine):
     def _make_function(self, call: Call) -> Callable[..., Any]:
         strategy, compiled = self.strategy, self.compiled_calls(call.owner)
         return replica_functions.make_function(
-            strategy.progress, strategy.extended.world, call, compiled
+            strategy.progress, strategy.step_clock, strategy.extended.world, call, compiled
         )
 
     @answers("make_predict_function")
