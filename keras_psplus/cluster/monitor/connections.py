@@ -56,7 +56,7 @@ def _connections() -> dict[_Key, tuple[float, float]]:
             with contextlib.suppress(OSError, ValueError, struct.error):
                 if not os.readlink(f"/proc/self/fd/{number}").startswith("socket:"):
                     continue
-                with socket.socket(fileno=os.dup(int(number))) as one:
+                with _copy_of(int(number)) as one:
                     if one.family not in (socket.AF_INET, socket.AF_INET6):
                         continue
                     key = one.getsockname()[:2], _plain(one.getpeername()[:2])
@@ -65,6 +65,15 @@ def _connections() -> dict[_Key, tuple[float, float]]:
                     (busy,) = struct.unpack_from("Q", info, _BUSY_US)
                     found[key] = float(acked), busy * 1e-6
     return found
+
+
+def _copy_of(number: int) -> socket.socket:
+    copied = os.dup(number)
+    try:
+        return socket.socket(fileno=copied)
+    except OSError:
+        os.close(copied)
+        raise
 
 
 def _plain(address: tuple[str, int]) -> tuple[str, int]:

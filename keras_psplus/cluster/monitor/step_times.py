@@ -97,7 +97,11 @@ class StepTimes:
 
     def packed(self) -> dict[str, Any]:
         """Fields that are not zero, of JSON's types, for `unpacked`."""
-        return {name: value for name, value in dataclasses.asdict(self).items() if value}
+        most = max((sent for sent, _ in self.peers.values()), default=0.0)
+        # Of a thousand workers, a ring's neighbours.
+        peers = {n: pair for n, pair in self.peers.items() if pair[0] >= _SIGNIFICANT * most > 0}
+        fields = {**dataclasses.asdict(self), "peers": peers}
+        return {name: value for name, value in fields.items() if value}
 
 
 _NUMBERS = tuple(
@@ -246,8 +250,15 @@ def _with_links(means: dict[str, StepTimes]) -> dict[str, StepTimes]:
     A collective is over for all at the same time, so that one slow link looks like that of each.
     The link of a worker is as good as its best connection: a bad one may be the peer's fault.
     """
+    neighbours: dict[str, set[str]] = {name: set() for name in means}
+    for name, each in means.items():
+        for peer in each.peers:
+            if peer in means:
+                neighbours[name].add(peer)
+                neighbours[peer].add(name)
     best = {
-        name: _best(_of_pair(means, name, peer) for peer in means if peer != name) for name in means
+        name: _best(_of_pair(means, name, peer) for peer in peers)
+        for name, peers in neighbours.items()
     }
     if len(best) < 3 or not all(best.values()):
         return means
