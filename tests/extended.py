@@ -11,6 +11,7 @@ import pytest
 
 # By file, patterns of the tests' names. In a name, brackets are as they are.
 TESTS = {
+    "core/test_slow_task.py": ["test_all_reduce[compute]", "test_a_slow_link"],
     "multi_process/test_equals_one_process.py": [
         *(
             f"test_two_workers[{name}]"

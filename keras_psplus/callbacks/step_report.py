@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import threading
 import time
 from typing import Any, NamedTuple
@@ -9,6 +10,8 @@ from typing import Any, NamedTuple
 import keras
 
 from keras_psplus.cluster.monitor import task_report
+from keras_psplus.cluster.monitor.goodput import EVALUATION
+from keras_psplus.cluster.monitor.step_times import StepTimes
 from keras_psplus.cluster.monitor.task_report import TaskReport
 from keras_psplus.communication import Communication
 
@@ -30,14 +33,16 @@ class StepReport(keras.callbacks.Callback):
 
     def __init__(self, report: TaskReport) -> None:
         super().__init__()
-        self._report = report
+        self._report, self._time_sheet = report, report.time_sheet
+        self._fits = 0
+        self._evaluation = contextlib.ExitStack()
         self._lock = threading.Lock()
         self._communication: Communication | None = None
         self._progress: Any = None
         self._is_training = False
-        self._own_steps = self._epoch = self._batch = 0
+        self._own_steps = self._epoch = self._batch = self._counted = 0
         self._loss: float | None = None
-        self._since = _Moment(0.0, 0, 0, 0, 0.0)
+        self._since = _Moment(0.0, 0, 0, 0, 0.0, {})
 
     def on_train_begin(self, logs: dict[str, Any] | None = None) -> None:
         strategy = getattr(self.model, "distribute_strategy", None)
@@ -45,16 +50,23 @@ class StepReport(keras.callbacks.Callback):
         self._communication = communication if isinstance(communication, Communication) else None
         self._progress = getattr(strategy, "progress", None)
         self._is_training = True
+        self._fits += 1
 
     def on_epoch_begin(self, epoch: int, logs: dict[str, Any] | None = None) -> None:
         self._epoch, self._batch, self._loss = epoch + 1, 0, None
         self._since = self._moment()
+        self._counted = self._since.step
+        if self._time_sheet is not None:
+            self._time_sheet.begin_epoch(self._fits, epoch)
 
     def on_train_batch_end(self, batch: int, logs: dict[str, Any] | None = None) -> None:
         with self._lock:
             self._own_steps += max(0, batch + 1 - self._batch)
             self._batch = max(self._batch, batch + 1)
             self._loss = (logs or {}).get("loss")
+            if self._time_sheet is not None:
+                steps, self._counted = self._steps - self._counted, self._steps
+                self._time_sheet.end_batches(self._batch, steps)
             if time.perf_counter() - self._since.seconds >= _SECONDS:
                 self._summarise()
 
@@ -63,11 +75,19 @@ class StepReport(keras.callbacks.Callback):
         if self._is_training:
             with self._lock:
                 self._summarise()
+                if self._time_sheet is not None:
+                    self._time_sheet.pause()
+                    self._evaluation.enter_context(self._time_sheet.spending(EVALUATION))
+
+    def on_test_end(self, logs: dict[str, Any] | None = None) -> None:
+        self._evaluation.close()
 
     def on_epoch_end(self, epoch: int, logs: dict[str, Any] | None = None) -> None:
         with self._lock:
             self._loss = (logs or {}).get("loss", self._loss)
             self._summarise()
+            if self._time_sheet is not None:
+                self._time_sheet.pause()
             strategy = getattr(self.model, "distribute_strategy", None)
             by_worker = getattr(strategy, "steps_by_worker", None)
             self._report.epoch_end(self._steps, epoch + 1, dict(logs or {}), by_worker)
@@ -86,7 +106,9 @@ class StepReport(keras.callbacks.Callback):
         if steps <= 0:
             return
         self._since = now
+        none = StepTimes()
         self._report.steps(
+            {name: each.since(since.times.get(name, none)) for name, each in now.times.items()},
             step=now.step,
             epoch=self._epoch,
             batch=self._batch,
@@ -107,6 +129,7 @@ class StepReport(keras.callbacks.Callback):
             sum(entry.wire_bytes for entry in traffic if entry.direction != "pull"),
             sum(entry.wire_bytes for entry in traffic if entry.direction == "pull"),
             0.0 if self._communication is None else self._communication.seconds,
+            {} if self._progress is None else self._progress.times(),
         )
 
 
@@ -118,6 +141,7 @@ class _Moment(NamedTuple):
     sent: int
     received: int
     waited: float
+    times: dict[str, StepTimes]
 
 
 def add(callbacks: keras.callbacks.CallbackList) -> None:

@@ -67,10 +67,10 @@ def main(argv: list[str]) -> int:
             return 0
         parsing.check_script(command)
         whole_number("max_restarts", options.max_restarts, 0)
-        if options.hosts and options.json_log:
+        if options.hosts and (options.json_log or options.trace):
             raise parsing.UsageError(
                 "--hosts starts nothing, so that there is nothing to log. "
-                f"Received: --json_log={options.json_log}"
+                f"Received: --json_log={options.json_log}, --trace={options.trace}"
             )
         if options.hosts and (options.max_restarts or options.chaos):
             raise parsing.UsageError(
@@ -107,6 +107,7 @@ def main(argv: list[str]) -> int:
         make_network = _network(events, options.chaos, sum(layout.values()))
         log_dir = outputs.log_dir(options.log_dir)
         json_log = outputs.json_log(options.json_log)
+        trace_to = outputs.trace(options.trace, options.trace_steps)
     except (parsing.UsageError, ValueError) as error:
         return parsing.complain("run", error)
     for remark in parsing.remarks(options, command):
@@ -162,12 +163,12 @@ def main(argv: list[str]) -> int:
             log(str(chosen))
             env[lookup.STRATEGY_VARIABLE] = chosen.entry
         with (
-            JobRecord(command, layout, log_dir, json_log) as record,
+            JobRecord(command, layout, log_dir, json_log, trace_to) as record,
             Injector(events, log_fault) as chaos,
             WarmPython() if options.warm else contextlib.nullcontext() as warm,
         ):
             result = restarts.run(make_cluster, options.max_restarts, options.timeout or None, log)
-            record.job_ended(result.exit_code)
+            record.job_ended(result.exit_code, log)
     except KeyboardInterrupt:  # between two attempts; while tasks run, the cluster sees to it
         return 128 + signal.SIGINT
     except (plan_script.ScriptError, WarmStartError) as error:
@@ -214,13 +215,7 @@ def _flags() -> flags.FlagValues:
         "Folder for the tasks' logs (default: a new one in /tmp).",
         flag_values=values,
     )
-    flags.DEFINE_string(
-        "json_log",
-        None,
-        "File to which a line of JSON is appended for each summary of training steps (about one a "
-        "second from each task), and for each start and end of a task, stall and fault.",
-        flag_values=values,
-    )
+    outputs.define(values)
     flags.DEFINE_float(
         "timeout", 0.0, "Seconds after which the cluster is ended; 0: never.", **whole
     )

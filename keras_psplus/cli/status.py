@@ -11,7 +11,7 @@ from absl import flags
 from keras_psplus import text_table
 from keras_psplus.cli.flags import parsing
 from keras_psplus.cluster.launcher.results import describe
-from keras_psplus.cluster.monitor import job_folder
+from keras_psplus.cluster.monitor import job_folder, step_times
 from keras_psplus.cluster.process import process_state
 
 _USAGE = """
@@ -19,7 +19,8 @@ usage: keras-psplus status [flags]
 
 Shows the jobs that `keras-psplus run` has under way on this machine for this user, with a line for
 each task: whether its process runs, how far its training is, and when it last waited for long.
-Milliseconds, bytes and waits are those of one step. A job whose launcher was killed is shown as
+Milliseconds, bytes and waits are those of one step. A worker or server that holds the others up is
+named, with the cause. A job whose launcher was killed is shown as
 ended, until --clear removes what it has left.
 """
 _HEADINGS = (
@@ -81,12 +82,21 @@ def _job(
     """A job as `--json` has it."""
     is_running = process_state.state_of(job["pid"], job["birth"]) != process_state.ENDED
     known = ("pid", "began", "command", "layout", "log_dir", "json_log", "restart")
+    tasks = {name: _task(name, task, said[name]) for name, task in job["tasks"].items()}
+    slowest = _slowest([said[name] for name, task in tasks.items() if task["said"] is not None])
     return {
         **{name: job[name] for name in known},
         "folder": str(folder),
         "is_running": is_running,
-        "tasks": {name: _task(name, task, said[name]) for name, task in job["tasks"].items()},
+        "slowest": None if slowest is None else {**slowest.to_json(), "text": str(slowest)},
+        "tasks": tasks,
     }
+
+
+def _slowest(said: list[dict[str, Any]]) -> step_times.Slowest | None:
+    """Finds the task that holds the others up, by the last summaries."""
+    packed = {name: times for each in said for name, times in each.get("times", {}).items()}
+    return step_times.slowest({name: step_times.unpacked(each) for name, each in packed.items()})
 
 
 def _task(name: str, task: dict[str, Any], said: dict[str, Any]) -> dict[str, Any]:
@@ -112,6 +122,8 @@ def _text(job: dict[str, Any]) -> str:
         f"{shlex.join(job['command'])}: {state} ({_age(job['began'])}{restarts})",
         f"launcher {job['pid']}, logs in {job['log_dir']}",
     ]
+    if job["slowest"]:
+        lines.append(f"slowest: {job['slowest']['text']}")
     rows = [_HEADINGS, *(_row(name, task) for name, task in job["tasks"].items())]
     return "\n".join([*lines, text_table.aligned(rows)])
 

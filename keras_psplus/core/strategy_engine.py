@@ -11,13 +11,14 @@ import tensorflow as tf
 
 from keras_psplus.callbacks import step_report
 from keras_psplus.cluster import roles
+from keras_psplus.cluster.monitor import goodput, task_report
 from keras_psplus.core.backup import backup_callback
 from keras_psplus.core.backup.backup_tables import BackupTables
 from keras_psplus.core.backup.fit_progress import FitProgress
 from keras_psplus.core.base.background_writer import BackgroundWriter
 from keras_psplus.core.base.optimizers import optimizers_of
 from keras_psplus.core.data import data_position
-from keras_psplus.core.jobs import epoch_votes
+from keras_psplus.core.jobs import epoch_times, epoch_votes
 from keras_psplus.core.jobs.preemption import Preemption
 from keras_psplus.core.models import model_saving
 from keras_psplus.core.models.building import lifted
@@ -81,7 +82,9 @@ class StrategyEngine(Engine):
         finally:
             self.evaluates = outer
 
-    # Backups.
+    # Backups and reports.
+
+    _times = functools.cached_property(lambda self: epoch_times.EpochTimes(self.strategy))
 
     @property
     def control(self) -> ControlPlane | None:
@@ -128,7 +131,10 @@ class StrategyEngine(Engine):
 
     @answers("backup")
     def _backup(self, event: Call) -> Any:
-        save = functools.partial(backup_callback.save, self, event.original, event.owner)
+        def save() -> Any:
+            with task_report.spending(goodput.SAVES):
+                return backup_callback.save(self, event.original, event.owner)
+
         return None if self.progress.defer(save) else save()
 
     @answers("restore")
@@ -169,6 +175,8 @@ class StrategyEngine(Engine):
             # An epoch of which nothing was left to train.
             given["logs"] = event.owner.get_metrics_result()
         logs: dict[str, Any] = event.proceed(**given)
+        if event.name == "steps_end":
+            self._times.end()
         return logs
 
     @answers("save", "save_weights")
@@ -193,6 +201,7 @@ class StrategyEngine(Engine):
     def _begin_epoch(self, event: Call) -> None:
         event.proceed()
         self.progress.begin_epoch(event.owner._model, event.get("epoch"))
+        self._times.begin()
 
     @answers("batch_end")
     def _end_batch(self, event: Call) -> None:
@@ -221,7 +230,8 @@ class StrategyEngine(Engine):
         self.progress.epoch, self.progress.batch = event.get("epoch") + 1, 0
         with self.progress.collecting():
             event.proceed()
-        epoch_votes.exchange(self.control, event.owner)
+        all_times = epoch_votes.exchange(self.control, event.owner, self._times.packed())
+        epoch_times.compare(all_times, event.get("epoch") + 1, self.strategy.is_chief)
 
     # Variables.
 

@@ -10,6 +10,7 @@ from typing import Any
 
 import tensorflow as tf
 
+from keras_psplus.all_reduce.liveness.step_clock import ARRIVED, DONE, StepClock
 from keras_psplus.tf_internals import framework_ops as ops
 from keras_psplus.tf_internals import resource_variable_ops
 
@@ -17,9 +18,14 @@ TRACING, NO_DATA, RUNNING = "traces its step", "waits for its data", "has its ba
 
 
 class StepMarks:
-    """Counts the batches of each local replica at two points of its steps."""
+    """Counts the batches of each local replica at two points of its steps.
+
+    Attributes:
+        clock: `StepClock` that adds up when these points are reached.
+    """
 
     def __init__(self) -> None:
+        self.clock = StepClock()
         self._counts: dict[str, tf.Variable] = {}
         self._tracing = 0
 
@@ -28,7 +34,8 @@ class StepMarks:
         """Context in which a step is traced."""
         self._tracing += 1
         try:
-            yield
+            with self.clock.tracing():
+                yield
         finally:
             self._tracing -= 1
 
@@ -51,9 +58,11 @@ class StepMarks:
 
     def _count(self, device: str, at: int, structure: Any) -> None:
         tensors = [t for t in tf.nest.flatten(structure, expand_composites=True) if tf.is_tensor(t)]
-        with tf.control_dependencies(tensors[:1] if at == 0 else tensors):
+        needed = tensors[:1] if at == 0 else tensors
+        with tf.control_dependencies(needed):
             one = [1 - at, at]
             self._of(device).assign_add(tf.constant(one, tf.int64), read_value=False)
+        self.clock.mark(DONE if at else ARRIVED, needed)
 
     def _of(self, device: str) -> tf.Variable:
         if device not in self._counts:

@@ -19,6 +19,7 @@ from keras_psplus.keras_internals.keras_parts import tree
 if TYPE_CHECKING:
     import keras
 
+    from keras_psplus.all_reduce.liveness.step_clock import StepClock
     from keras_psplus.all_reduce.step.replica_step import MirroredReplicaStep
     from keras_psplus.cluster.monitor.progress import Progress
 
@@ -27,6 +28,7 @@ _ITERATORS = (tf.data.Iterator, tf.distribute.DistributedIterator)
 
 def make_function(
     progress: Progress,
+    clock: StepClock,
     world: batches.World,
     call: Call,
     compiled: CompiledCalls | None,
@@ -35,6 +37,7 @@ def make_function(
 
     Args:
         progress: Progress of this process.
+        clock: Clock of its steps.
         world: Position of its replicas among all replicas.
         call: The call of a model's `_make_function`.
         compiled: What compiles the calls of models in it; None if XLA is not to be used.
@@ -58,7 +61,8 @@ def make_function(
             iterator = (sharding.split_eagerly(world, batch) for batch in iterator)
         progress.begin(doing)
         try:
-            result = of_iterator(iterator) if is_iterator else function(iterator)
+            with clock.call(model.steps_per_execution):
+                result = of_iterator(iterator) if is_iterator else function(iterator)
         finally:
             progress.end()
         if is_training:

@@ -3,8 +3,11 @@
 import pathlib
 import tempfile
 
+from absl import flags
+
 from keras_psplus.cli.flags import parsing
 from keras_psplus.cluster.monitor.json_log import JsonLog
+from keras_psplus.cluster.monitor.trace import STEPS as TRACE_STEPS
 
 
 def log_dir(folder: str | None) -> pathlib.Path:
@@ -46,3 +49,45 @@ def json_log(path: str | None) -> JsonLog | None:
             f"Received: --json_log={path}"
         ) from None
     return log
+
+
+def define(values: flags.FlagValues) -> None:
+    """Defines `--json_log`, `--trace` and `--trace_steps`."""
+    flags.DEFINE_string(
+        "json_log",
+        None,
+        "File to which a line of JSON is appended for each summary of training steps (about one a "
+        "second from each task), and for each start and end of a task, stall and fault.",
+        flag_values=values,
+    )
+    flags.DEFINE_string(
+        "trace",
+        None,
+        "File for a Chrome trace of some training steps of all tasks, which Perfetto opens.",
+        flag_values=values,
+    )
+    flags.DEFINE_integer(
+        "trace_steps",
+        TRACE_STEPS,
+        "Number of steps of each task in the trace, after three of warm-up.",
+        lower_bound=1,
+        flag_values=values,
+    )
+
+
+def trace(path: str | None, steps: int) -> tuple[pathlib.Path, int] | None:
+    """Creates the file of a trace, so that errors show at once.
+
+    Raises:
+        UsageError: If it cannot be written.
+    """
+    if path is None:
+        return None
+    try:
+        pathlib.Path(path).touch()
+    except OSError as error:
+        raise parsing.UsageError(
+            f"the trace cannot be written: {error}. Name a file in a folder that is there. "
+            f"Received: --trace={path}"
+        ) from None
+    return pathlib.Path(path), steps

@@ -89,6 +89,11 @@ def write_task(folder: pathlib.Path, name: str, state: dict[str, Any]) -> None:
     _replace(folder / f"{name}.json", state)
 
 
+def account_of(folder: pathlib.Path, name: str) -> pathlib.Path:
+    """Path of a task's account of its time, as of `goodput.TimeSheet`."""
+    return folder / f"{name}.account"
+
+
 def mark_failed(folder: pathlib.Path, name: str) -> None:
     """Marks a task as failed: its error has been logged, and it may be ended.
 

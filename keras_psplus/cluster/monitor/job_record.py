@@ -1,13 +1,17 @@
 """The launcher's record of a running job, for `status` and the JSON log."""
 
 import contextlib
+import json
 import os
 import pathlib
+import tempfile
 import threading
-from collections.abc import Iterable, Mapping, Sequence
+import time
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, Self
 
-from keras_psplus.cluster.monitor import job_folder
+from keras_psplus.cluster.monitor import goodput, job_folder, trace
+from keras_psplus.cluster.monitor.goodput import Goodput
 from keras_psplus.cluster.monitor.job_folder import FOLDER_VARIABLE
 from keras_psplus.cluster.monitor.json_log import JSON_LOG_VARIABLE, JsonLog, now
 from keras_psplus.cluster.output.console import warn
@@ -25,6 +29,7 @@ class JobRecord:
         layout: Numbers of tasks by job type.
         log_dir: Folder of the tasks' logs.
         json_log: A `JsonLog`, or None.
+        trace_to: Path of a trace and its number of steps, or None.
     """
 
     def __init__(
@@ -33,11 +38,18 @@ class JobRecord:
         layout: Mapping[str, int],
         log_dir: pathlib.Path,
         json_log: JsonLog | None = None,
+        trace_to: tuple[pathlib.Path, int] | None = None,
     ) -> None:
-        self._log = json_log
+        self._log, self._trace_to = json_log, trace_to
+        self._parts: tempfile.TemporaryDirectory[str] | None = None
+        if trace_to is not None:
+            self._parts = tempfile.TemporaryDirectory(prefix="keras_psplus_trace_")
         self._folder: pathlib.Path | None = None
         self._lock = threading.Lock()
         self._has_failed = False
+        self._goodput, self._last_end = Goodput(time.time()), time.time()
+        self._has_trained = False
+        self._leads = "chief-0" if layout.get("chief") else "worker-0"
         self._job: dict[str, Any] = {
             "pid": os.getpid(),
             "birth": process_state.birth_of(os.getpid()),
@@ -72,6 +84,9 @@ class JobRecord:
             variables[FOLDER_VARIABLE] = str(self._folder)
         if self._log is not None:
             variables[JSON_LOG_VARIABLE] = self._log.path
+        if self._trace_to is not None and self._parts is not None:
+            variables[trace.TRACE_VARIABLE] = self._parts.name
+            variables[trace.TRACE_STEPS_VARIABLE] = str(self._trace_to[1])
         return variables
 
     def begin_attempt(self, restart: int) -> None:
@@ -84,6 +99,7 @@ class JobRecord:
         if self._folder is not None:
             job_folder.forget_marks(self._folder)
         if restart:
+            self._note_account()
             self._append("job_restarted", restart=restart)
 
     def task_started(self, name: str, pid: int, restart: int) -> None:
@@ -114,6 +130,7 @@ class JobRecord:
         """Records a task's end: an exit code, or a signal if it is negative."""
         with self._lock:
             self._job["tasks"][name]["exit_code"] = code
+            self._last_end = time.time()
         self._append("task_ended", task=name, exit_code=code)
         self._write()
 
@@ -121,9 +138,32 @@ class JobRecord:
         """Notes a fault that was put into the job."""
         self._append("fault", message=message.removeprefix("chaos: "))
 
-    def job_ended(self, code: int) -> None:
-        """Notes the end of the job, with its exit code."""
-        self._append("job_ended", exit_code=code)
+    def job_ended(self, code: int, log: Callable[[str], None]) -> None:
+        """Notes the end of the job.
+
+        Args:
+            code: Its exit code.
+            log: Function that takes a line on its goodput, if it has trained.
+        """
+        if self._trace_to is not None and self._parts is not None:
+            try:
+                merged = trace.merge(pathlib.Path(self._parts.name))
+                self._trace_to[0].write_text(json.dumps(merged))
+            except OSError as error:
+                warn(f"the trace cannot be written: {error}")
+            self._parts.cleanup()
+        self._note_account()
+        summary = self._goodput.summary(time.time()) if self._has_trained else None
+        self._append("job_ended", exit_code=code, goodput=summary)
+        if summary is not None:
+            log(goodput.describe(summary))
+
+    def _note_account(self) -> None:
+        """Adds the start that has ended to the job's goodput."""
+        if self._folder is not None:
+            account = goodput.read(job_folder.account_of(self._folder, self._leads))
+            self._has_trained |= account is not None
+            self._goodput.add(account, self._last_end)
 
     def _append(self, event: str, **fields: Any) -> None:
         if self._log is not None:

@@ -3,6 +3,9 @@
 import contextlib
 import os
 import socket
+from collections.abc import Callable
+
+from keras_psplus.cluster.monitor.step_times import StepTimes
 
 # The steps after which the launcher of `keras-psplus run --chaos` wants a call, and where.
 CHAOS_VARIABLE = "KERAS_PSPLUS_CHAOS"
@@ -22,6 +25,8 @@ class Progress:
         entered: How many times it has begun with something.
         steps: How many training steps it has done.
         total: The same of all strategies of this process together.
+        times: Function that returns a dict from tasks to the `StepTimes` of their training steps.
+        begin_epoch: Function that is called when the steps of an epoch begin.
     """
 
     total = 0
@@ -29,6 +34,8 @@ class Progress:
     def __init__(self, leads: bool = False) -> None:
         self.doing: str | None = None
         self.entered = self.steps = 0
+        self.times: Callable[[], dict[str, StepTimes]] = dict
+        self.begin_epoch: Callable[[], None] = lambda: None
         planned = os.environ.get(CHAOS_VARIABLE) if leads else None
         if planned:
             steps, _, self._launcher = planned.partition("@")

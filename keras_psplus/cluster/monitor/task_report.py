@@ -7,12 +7,15 @@ import functools
 import os
 import pathlib
 import threading
+from collections.abc import Mapping
 from typing import Any
 
 from keras_psplus.cluster.config import read_task_config
 from keras_psplus.cluster.environment import RESTART_VARIABLE
-from keras_psplus.cluster.monitor import job_folder
+from keras_psplus.cluster.monitor import job_folder, step_times
+from keras_psplus.cluster.monitor.goodput import TimeSheet
 from keras_psplus.cluster.monitor.json_log import JSON_LOG_VARIABLE, JsonLog, now
+from keras_psplus.cluster.monitor.step_times import Slowest, StepTimes
 from keras_psplus.log import logger
 
 
@@ -34,14 +37,28 @@ class TaskReport:
         # The thread that trains, and the stall inspector's.
         self._lock = threading.Lock()
 
-    def steps(self, **figures: Any) -> None:
+    @functools.cached_property
+    def time_sheet(self) -> TimeSheet | None:
+        """Account of this process's time; None without a folder of the job."""
+        if self._folder is None:
+            return None
+        try:
+            return TimeSheet(job_folder.account_of(self._folder, self._name))
+        except OSError as error:
+            logger.debug("cannot write into %s: %s", self._folder, error)
+            return None
+
+    def steps(self, times: Mapping[str, StepTimes], **figures: Any) -> None:
         """Says how far training is.
 
         Args:
+            times: Dict from tasks to the `StepTimes` of the steps that are summed up.
             **figures: Step, epoch, loss and so on.
         """
-        self._append("steps", **figures)
-        self._update(steps=figures)
+        parts = {name: each.per_step().to_json() for name, each in times.items() if each.steps}
+        self._append("steps", **figures, parts=parts)
+        packed = {name: each.packed() for name, each in times.items()}
+        self._update(steps=figures, times=packed)
 
     def epoch_end(
         self, step: int, epoch: int, logs: dict[str, Any], steps_by_worker: list[int] | None = None
@@ -56,6 +73,21 @@ class TaskReport:
         """
         more = {} if steps_by_worker is None else {"steps_by_worker": steps_by_worker}
         self._append("epoch_end", step=step, epoch=epoch, loss=logs.get("loss"), logs=logs, **more)
+
+    def step_times(
+        self, epoch: int, times: Mapping[str, StepTimes], slowest: Slowest | None
+    ) -> None:
+        """Says what the steps of an epoch went to, for all tasks.
+
+        Args:
+            epoch: Number of the epoch, from 1.
+            times: Dict from tasks to means of their steps.
+            slowest: The task that held the others up, or None.
+        """
+        found = None if slowest is None else slowest.to_json()
+        tasks = {name: each.to_json() for name, each in times.items()}
+        servers = step_times.by_server(times)
+        self._append("step_times", epoch=epoch, tasks=tasks, servers_ms=servers, slowest=found)
 
     def evaluation(self, checkpoint: str, step: int, logs: dict[str, Any]) -> None:
         """Says what an evaluator has found.
@@ -119,6 +151,17 @@ class TaskReport:
 def is_wanted() -> bool:
     """Whether somebody has asked for reports of this process, as the launcher does."""
     return any(os.environ.get(name) for name in (job_folder.FOLDER_VARIABLE, JSON_LOG_VARIABLE))
+
+
+def spending(kind: str) -> contextlib.AbstractContextManager[None]:
+    """Context of something else than steps, in the account of this process.
+
+    Args:
+        kind: What it is, such as `goodput.SAVES`.
+    """
+    report = current()
+    time_sheet = None if report is None else report.time_sheet
+    return contextlib.nullcontext() if time_sheet is None else time_sheet.spending(kind)
 
 
 @functools.cache

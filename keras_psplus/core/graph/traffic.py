@@ -7,6 +7,7 @@ from typing import Any, NamedTuple
 
 import tensorflow as tf
 
+from keras_psplus.cluster.monitor import trace
 from keras_psplus.communication import Traffic
 from keras_psplus.tf_internals import framework_ops as ops
 from keras_psplus.tf_internals import resource_variable_ops
@@ -81,6 +82,11 @@ class TrafficVariables:
             with tf.control_dependencies([begin, *after]):
                 end = tf.timestamp()
             self._seconds.assign_add(tf.maximum(end - begin, 0.0), read_value=False)
+            recorder = trace.current()
+            if recorder is not None:
+                if recorder.collective is None:
+                    recorder.collective = _zeros([2], tf.float64)
+                recorder.collective.assign(tf.stack([begin, end]), read_value=False)
 
     @property
     def seconds(self) -> float:

@@ -1,0 +1,285 @@
+"""Seconds of training steps by task and cause, and the slowest task."""
+
+from __future__ import annotations
+
+import dataclasses
+import statistics
+from collections.abc import Iterable, Mapping
+from typing import Any, NamedTuple
+
+DATA, COMPUTE, LINK, SERVER, HOST = "data", "compute", "link", "server", "callbacks"
+_CAUSES = (DATA, COMPUTE, LINK, SERVER, HOST)
+# The slowest task is named when its steps take so many times as long as the median worker's.
+FACTOR = 1.3
+_LEAST_SECONDS = 2e-3  # less is the operating system's
+# A connection with fewer bytes says little of the link below it.
+_SIGNIFICANT = 0.25
+
+
+@dataclasses.dataclass(frozen=True)
+class StepTimes:
+    """Seconds of a task's training steps, added up since its start.
+
+    Attributes:
+        steps: Number of steps.
+        seconds: All of their time.
+        data: Waiting for batches.
+        reads: Reading batches beside the steps, which wait for what it takes longer than they do.
+        link: Sending and receiving; with parameter servers, their work included.
+        server: Work of servers, where it is known apart from the link.
+        host: Callbacks and Python between two steps.
+        meets: In collectives: the link, and waiting for others that come later.
+        wait: Waiting for others.
+        servers: Seconds by server.
+        peers: Bytes sent and seconds of sending by peer, as the operating system counts them.
+    """
+
+    steps: float = 0.0
+    seconds: float = 0.0
+    data: float = 0.0
+    reads: float = 0.0
+    link: float = 0.0
+    server: float = 0.0
+    host: float = 0.0
+    meets: float = 0.0
+    wait: float = 0.0
+    servers: Mapping[str, float] = dataclasses.field(default_factory=dict)
+    peers: Mapping[str, tuple[float, float]] = dataclasses.field(default_factory=dict)
+
+    def plus(self, other: StepTimes, sign: float = 1.0) -> StepTimes:
+        """Times of the steps of both."""
+        changed: dict[str, Any] = {
+            name: getattr(self, name) + sign * getattr(other, name) for name in _NUMBERS
+        }
+        names, none = {**self.servers, **other.servers}, (0.0, 0.0)
+        changed["servers"] = {
+            n: self.servers.get(n, 0.0) + sign * other.servers.get(n, 0.0) for n in names
+        }
+        pairs = {
+            n: (self.peers.get(n, none), other.peers.get(n, none))
+            for n in {**self.peers, **other.peers}
+        }
+        changed["peers"] = {
+            n: (a[0] + sign * b[0], a[1] + sign * b[1]) for n, (a, b) in pairs.items()
+        }
+        return StepTimes(**changed)
+
+    def since(self, before: StepTimes) -> StepTimes:
+        """Times of the steps after an earlier state."""
+        return self.plus(before, -1.0)
+
+    def per_step(self) -> StepTimes:
+        """Mean times of one step."""
+        share = 1.0 / max(self.steps, 1.0)
+        return dataclasses.replace(StepTimes().plus(self, share), steps=self.steps)
+
+    def cause(self, name: str) -> float:
+        """Seconds by a cause, one of `"data"`, `"compute"`, `"link"`, `"server"`, `"callbacks"`."""
+        if name == DATA:
+            return self.data + max(0.0, self.reads - self.seconds)
+        if name == COMPUTE:
+            rest = self.data + self.link + self.server + self.meets + self.wait
+            return max(0.0, self.seconds - rest)
+        return float(self.host if name == HOST else getattr(self, name))
+
+    @property
+    def of_its_own(self) -> float:
+        """Seconds that do not depend on when other workers arrive."""
+        return sum(self.cause(name) for name in _CAUSES)
+
+    def to_json(self) -> dict[str, Any]:
+        """Milliseconds by cause of means of one step, for the JSON log."""
+        found = {f"{name}_ms": _ms(self.cause(name)) for name in _CAUSES}
+        found["wait_ms"] = _ms(self.wait)
+        if self.meets:
+            found["collective_ms"] = _ms(self.meets)
+        return {"steps": round(self.steps), **found}
+
+    def packed(self) -> dict[str, Any]:
+        """Fields that are not zero, of JSON's types, for `unpacked`."""
+        most = max((sent for sent, _ in self.peers.values()), default=0.0)
+        # Of a thousand workers, a ring's neighbours.
+        peers = {n: pair for n, pair in self.peers.items() if pair[0] >= _SIGNIFICANT * most > 0}
+        fields = {**dataclasses.asdict(self), "peers": peers}
+        return {name: value for name, value in fields.items() if value}
+
+
+_NUMBERS = tuple(
+    f.name for f in dataclasses.fields(StepTimes) if f.name not in ("servers", "peers")
+)
+
+
+def unpacked(packed: Mapping[str, Any]) -> StepTimes:
+    """The `StepTimes` that `packed` was made of."""
+    peers = {name: (b, s) for name, (b, s) in packed.get("peers", {}).items()}
+    return StepTimes(**{**packed, "peers": peers})
+
+
+class Slowest(NamedTuple):
+    """The task that holds the others up.
+
+    Attributes:
+        task: Its name.
+        cause: What its time goes to.
+        factor: Its steps' time over the median worker's; a server's or chief's, steps with it over
+            steps without it.
+        seconds: Seconds of a step that go to the cause.
+        usual: The same of the median task of its kind.
+    """
+
+    task: str
+    cause: str
+    factor: float
+    seconds: float
+    usual: float
+
+    def __str__(self) -> str:
+        own, usual = (f"{seconds * 1e3:.1f} ms" for seconds in (self.seconds, self.usual))
+        return (
+            f"{self.task}, {self.factor:.1f} times the median worker's step, by {self.cause} "
+            f"({own} a step, median {usual})"
+        )
+
+    def to_json(self) -> dict[str, Any]:
+        """Its fields, for the JSON log."""
+        return {
+            **{"task": self.task, "cause": self.cause, "factor": round(self.factor, 2)},
+            **{f"{self.cause}_ms": _ms(self.seconds), "median_ms": _ms(self.usual)},
+        }
+
+
+def apart(times: Mapping[str, StepTimes]) -> dict[str, StepTimes]:
+    """Means of one step, with time in collectives divided into link and waiting for others.
+
+    The last to arrive waits for nobody: its time is the link's.
+
+    Args:
+        times: Dict from tasks to `StepTimes`.
+    """
+    means = {name: each.per_step() for name, each in times.items() if each.steps}
+    least = min((each.meets for each in means.values()), default=0.0)
+    return {
+        name: dataclasses.replace(
+            each, meets=0.0, link=each.link + least, wait=each.wait + each.meets - least
+        )
+        for name, each in means.items()
+    }
+
+
+def slowest(times: Mapping[str, StepTimes]) -> Slowest | None:
+    """The task that holds the others up; None if all are about alike.
+
+    Args:
+        times: Dict from tasks that train to the `StepTimes` of the same steps.
+    """
+    means = _with_links(apart(times))
+    workers = {name: each for name, each in means.items() if each.seconds}
+    if not workers:
+        return None
+    usual = statistics.median_low(each.of_its_own for each in workers.values())
+    found = [_slowest_server(workers, usual), _slow_reader(means, workers)]
+    if len(workers) > 1:
+        found.append(_slowest_worker(workers, usual))
+    return max((one for one in found if one is not None), key=lambda one: one.factor, default=None)
+
+
+def by_server(times: Mapping[str, StepTimes]) -> dict[str, float]:
+    """Milliseconds that a worker's step waits for each server, the median of all workers."""
+    workers = {name: each for name, each in times.items() if each.seconds}
+    return {name: _ms(seconds) for name, seconds in _seconds_by_server(workers).items()}
+
+
+def _slowest_worker(workers: Mapping[str, StepTimes], usual: float) -> Slowest | None:
+    name = max(workers, key=lambda name: workers[name].of_its_own)
+    excess = workers[name].of_its_own - usual
+    if excess < _LEAST_SECONDS or excess < (FACTOR - 1) * usual:
+        return None
+    medians = {
+        cause: statistics.median_low(each.cause(cause) for each in workers.values())
+        for cause in _CAUSES
+    }
+    cause = max(_CAUSES, key=lambda cause: workers[name].cause(cause) - medians[cause])
+    factor = 1 + excess / max(usual, _LEAST_SECONDS)
+    return Slowest(name, cause, factor, workers[name].cause(cause), medians[cause])
+
+
+def _slowest_server(workers: Mapping[str, StepTimes], usual: float) -> Slowest | None:
+    """Finds the server without whose excess steps would be so much faster."""
+    seconds = _seconds_by_server(workers)
+    if len(seconds) < 2:
+        return None
+    name, median = max(seconds, key=seconds.__getitem__), statistics.median_low(seconds.values())
+    return _without(name, SERVER, seconds[name], median, usual)
+
+
+def _seconds_by_server(workers: Mapping[str, StepTimes]) -> dict[str, float]:
+    names = sorted({server for each in workers.values() for server in each.servers})
+    return {
+        name: statistics.median_low(each.servers.get(name, 0.0) for each in workers.values())
+        for name in names
+    }
+
+
+def _slow_reader(
+    means: Mapping[str, StepTimes], workers: Mapping[str, StepTimes]
+) -> Slowest | None:
+    """The chief, where it reads the data of all workers, and these wait for it."""
+    busy = sum(each.steps * each.of_its_own for each in workers.values()) / len(workers)
+    for name, each in means.items():
+        if not each.seconds and each.data:
+            whole = each.data + each.wait
+            # Workers compute while it reads.
+            excess = min(each.data, whole - busy / each.steps)
+            return _without(name, DATA, excess, 0.0, whole)
+    return None
+
+
+def _without(name: str, cause: str, own: float, median: float, usual: float) -> Slowest | None:
+    excess = own - median
+    rest = max(usual - excess, _LEAST_SECONDS)
+    if excess < _LEAST_SECONDS or excess < (FACTOR - 1) * rest or own < FACTOR * median:
+        return None
+    return Slowest(name, cause, 1 + excess / rest, own, median)
+
+
+def _with_links(means: dict[str, StepTimes]) -> dict[str, StepTimes]:
+    """Attributes the link's time of collectives to the workers with slow links.
+
+    In the result, `link` is that of a worker's own link, and the rest is waiting for others.
+
+    A collective is over for all at the same time, so that one slow link looks like that of each.
+    The link of a worker is as good as its best connection: a bad one may be the peer's fault.
+    """
+    neighbours: dict[str, set[str]] = {name: set() for name in means}
+    for name, each in means.items():
+        for peer in each.peers:
+            if peer in means:
+                neighbours[name].add(peer)
+                neighbours[peer].add(name)
+    best = {
+        name: _best(_of_pair(means, name, peer) for peer in peers)
+        for name, peers in neighbours.items()
+    }
+    if len(best) < 3 or not all(best.values()):
+        return means
+    longest = max(best.values())
+    own = {name: each.link * best[name] / longest for name, each in means.items()}
+    return {
+        name: dataclasses.replace(each, link=own[name], wait=each.wait + each.link - own[name])
+        for name, each in means.items()
+    }
+
+
+def _of_pair(means: Mapping[str, StepTimes], one: str, other: str) -> tuple[float, float]:
+    ways = means[one].peers.get(other, (0.0, 0.0)), means[other].peers.get(one, (0.0, 0.0))
+    return ways[0][0] + ways[1][0], ways[0][1] + ways[1][1]
+
+
+def _best(pairs: Iterable[tuple[float, float]]) -> float:
+    pairs = list(pairs)
+    most = max((sent for sent, _ in pairs), default=0.0)
+    return min((s for sent, s in pairs if sent >= _SIGNIFICANT * most), default=0.0)
+
+
+def _ms(seconds: float) -> float:
+    return round(seconds * 1e3, 3)

@@ -1,0 +1,66 @@
+"""Step times of an epoch, which all workers compare at its end."""
+
+from __future__ import annotations
+
+import json
+from typing import TYPE_CHECKING
+
+from keras_psplus.cluster.monitor import step_times, task_report
+from keras_psplus.cluster.monitor.step_times import StepTimes
+from keras_psplus.log import logger
+
+if TYPE_CHECKING:
+    import tensorflow as tf
+
+
+class EpochTimes:
+    """Step times of the present epoch: of this process, or of a chief's workers.
+
+    Args:
+        strategy: The strategy.
+    """
+
+    def __init__(self, strategy: tf.distribute.Strategy | None) -> None:
+        self._progress = getattr(strategy, "progress", None)
+        self._begun: dict[str, StepTimes] = {}
+        self._times: dict[str, StepTimes] = {}
+
+    def begin(self) -> None:
+        """The steps of an epoch begin."""
+        if self._progress is not None:
+            self._progress.begin_epoch()
+            self._begun, self._times = self._progress.times(), {}
+
+    def end(self) -> None:
+        """The steps of an epoch are done; validation and callbacks may follow."""
+        if self._progress is not None:
+            none = StepTimes()
+            now = self._progress.times()
+            self._times = {n: each.since(self._begun.get(n, none)) for n, each in now.items()}
+
+    def packed(self) -> str:
+        """Text of the epoch's times, for the other workers."""
+        return json.dumps({name: times.packed() for name, times in self._times.items()})
+
+
+def compare(packed: list[str], epoch: int, is_chief: bool) -> None:
+    """Has the chief name the task that held the others up in an epoch.
+
+    Args:
+        packed: What `EpochTimes.packed` has returned on each worker.
+        epoch: The epoch's number, from 1.
+        is_chief: Whether this process writes logs.
+    """
+    if not is_chief:
+        return
+    times = {
+        name: step_times.unpacked(fields)
+        for text in packed
+        for name, fields in json.loads(text).items()
+    }
+    slowest = step_times.slowest(times)
+    report = task_report.current()
+    if report is not None and times:
+        report.step_times(epoch, step_times.apart(times), slowest)
+    if slowest is not None:
+        logger.warning("epoch %d, slowest: %s", epoch, slowest)

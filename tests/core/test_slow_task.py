@@ -1,0 +1,48 @@
+"""The slow worker of a job is named with its cause, in the log, the JSON log and `status`."""
+
+import json
+import pathlib
+import subprocess
+import sys
+
+import pytest
+
+from keras_psplus.chaos import netlab
+
+JOB = pathlib.Path(__file__).with_name("slow_task_job.py")
+
+
+def run(folder, kind, cause, *flags):
+    """Returns the output of a job and the `step_times` lines of its JSON log."""
+    log = folder / "log.jsonl"
+    flags = [f"--json_log={log}", f"--log_dir={folder}/logs", "--timeout=400", *flags]
+    command = [sys.executable, "-m", "keras_psplus", "run", *flags, str(JOB), kind, cause]
+    root = JOB.parents[2]
+    done = subprocess.run(command, cwd=root, capture_output=True, text=True, timeout=420)
+    assert done.returncode == 0, done.stdout[-3000:] + done.stderr[-3000:]
+    lines = [json.loads(line) for line in log.read_text().splitlines()]
+    assert all(line["parts"] for line in lines if line["event"] == "steps")
+    return done.stdout + done.stderr, [line for line in lines if line["event"] == "step_times"]
+
+
+@pytest.mark.parametrize("cause", ["data", "compute"])
+def test_all_reduce(cause, tmp_path):
+    output, lines = run(tmp_path, "MultiWorkerMirroredStrategy", cause, "--workers=2")
+    assert [line["epoch"] for line in lines] == [1, 2]
+    for line in lines:
+        assert (line["slowest"]["task"], line["slowest"]["cause"]) == ("worker-1", cause)
+        slow, other = line["tasks"]["worker-1"], line["tasks"]["worker-0"]
+        # The first epoch's first step is traced, and does not count.
+        assert slow["steps"] == other["steps"] == (11 if line["epoch"] == 1 else 12)
+        assert slow[f"{cause}_ms"] > other[f"{cause}_ms"]
+        assert other["wait_ms"] > slow["wait_ms"]
+    assert "slowest: worker-1" in output and f"by {cause}" in output
+
+
+def test_a_slow_link(tmp_path):
+    problem = netlab.why_not(delay=1e-3)
+    if problem is not None:
+        pytest.skip(f"no network namespaces here: {problem}")
+    flags = "--workers=3", "--chaos=delay:worker1@step=1,ms=15"
+    _, lines = run(tmp_path, "MultiWorkerMirroredStrategy", "none", *flags)
+    assert (lines[-1]["slowest"]["task"], lines[-1]["slowest"]["cause"]) == ("worker-1", "link")
