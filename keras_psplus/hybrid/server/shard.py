@@ -15,8 +15,8 @@ from keras_psplus.files.shard_files import rows_of
 from keras_psplus.hybrid.rows.initial_rows import make_variable
 from keras_psplus.hybrid.rows.lost_updates import MissingUpdates
 from keras_psplus.hybrid.rows.row_codec import RowCodec
-from keras_psplus.hybrid.rows.row_optimizer import RowOptimizer
 from keras_psplus.hybrid.rows.row_undo_log import RowUndoLog
+from keras_psplus.tables.rows.row_optimizer import RowOptimizer
 
 _INT, _LONG, _FLOAT = tf.int32, tf.int64, tf.float32
 # More parts than one step's rows could ever need.
@@ -38,6 +38,9 @@ class TableShard:
         keeps_undo_log: Whether the rows of the step before can be read.
     """
 
+    # Type of what workers name rows by.
+    _ids = _INT
+
     def __init__(
         self,
         spec: dict[str, Any],
@@ -51,26 +54,31 @@ class TableShard:
     ) -> None:
         self.spec = spec
         self.name, self.dim = spec["name"], spec["dim"]
-        self.rows = rows_of(spec["rows"], server, servers)
         self._pull = RowCodec(pull_compressor, self.dim)
         self._push = RowCodec(push_compressor, self.dim)
         self._replicas, self._sync = replicas, sync
-        self.weights = make_variable(spec, server, servers)
         self.optimizer: RowOptimizer | None = None
         self._optimizer_number = self._first_slot = 0
         self._methods: dict[str, tf.types.experimental.PolymorphicFunction] = {}
         # Ends with the number of steps that were applied.
         self.version = tf.Variable(0, dtype=_LONG, trainable=False)
-        self._undo_log = RowUndoLog(self.weights, self.version) if keeps_undo_log else None
+        self._undo_log: RowUndoLog | None = None
+        self._make_rows(server, servers, keeps_undo_log)
         self._seen = tf.Variable(tf.fill([replicas], tf.constant(-1, _LONG)), trainable=False)
         self.missing_updates = MissingUpdates(replicas, PARTS)
         self._arrived = tf.Variable(0, dtype=_INT, trainable=False)
         self._lock = tf.CriticalSection(name=f"table_{spec['key']}")
-        self._inbox = tf.queue.FIFOQueue(1 << 20, [_LONG, _INT, _FLOAT])
-        self._sum_ids = tf.Variable(tf.zeros([0], _INT), shape=[None], trainable=False)
+        self._inbox = tf.queue.FIFOQueue(1 << 20, [_LONG, self._ids, _FLOAT])
+        self._sum_ids = tf.Variable(tf.zeros([0], self._ids), shape=[None], trainable=False)
         self._sum_rows = tf.Variable(
             tf.zeros([0, self.dim]), shape=[None, self.dim], trainable=False
         )
+
+    def _make_rows(self, server: int, servers: int, keeps_undo_log: bool) -> None:
+        self.rows = rows_of(self.spec["rows"], server, servers)
+        self.weights = make_variable(self.spec, server, servers)
+        if keeps_undo_log:
+            self._undo_log = RowUndoLog(self.weights, self.version)
 
     @property
     def variables(self) -> dict[int, tf.Variable]:
@@ -105,6 +113,13 @@ class TableShard:
 
     def methods(self) -> dict[str, tf.types.experimental.PolymorphicFunction]:
         """Functions with signatures, by what they do; each of them is traced once."""
+        known, makers = self._methods, self._makers()
+        self._methods = {
+            what: known[what] if what in known else make() for what, make in makers.items()
+        }
+        return self._methods
+
+    def _makers(self):
         makers = {"lookup": self._lookup}
         if self._undo_log is not None:
             undo_log = self._undo_log
@@ -118,32 +133,28 @@ class TableShard:
             makers[f"push{number}"] = self._push_function
             if self._sync:
                 makers[f"norm{number}"], makers[f"commit{number}"] = self._norm, self._commit
-        known = self._methods
-        self._methods = {
-            what: known[what] if what in known else make() for what, make in makers.items()
-        }
-        return self._methods
+        return makers
 
     def pushes(self) -> list[int]:
         """Number of pushes of each replica."""
         return [1 + int(key) // PARTS for key in self._seen.numpy()]
 
     def _lookup(self):
-        @_traced(tf.TensorSpec([None], _INT))
+        @traced(tf.TensorSpec([None], _INT))
         def lookup(ids):
             return self._pull.encode(self.weights.sparse_read(ids), self.version.read_value())
 
         return lookup
 
     def _read(self, variable):
-        @_traced(tf.TensorSpec([], _INT), tf.TensorSpec([], _INT))
+        @traced(tf.TensorSpec([], _INT), tf.TensorSpec([], _INT))
         def read(first, count):
             return variable.sparse_read(tf.range(first, first + count))
 
         return read
 
     def _write(self, variable):
-        @_traced(tf.TensorSpec([], _INT), tf.TensorSpec([None, self.dim], _FLOAT))
+        @traced(tf.TensorSpec([], _INT), tf.TensorSpec([None, self.dim], _FLOAT))
         def write(first, rows):
             ids = tf.range(first, first + tf.shape(rows)[0])
             with tf.control_dependencies(
@@ -162,10 +173,10 @@ class TableShard:
         # whether to wait for `commit`, and the optimizer's iterations.
         header = tf.TensorSpec([6], _LONG)
         numbers = tf.TensorSpec([1 + self.optimizer.scalars], _FLOAT)
-        ids = tf.TensorSpec([None], _INT)
+        ids = tf.TensorSpec([None], self._ids)
         words = tf.TensorSpec([None, self._push.width], _FLOAT)
 
-        @_traced(header, numbers, ids, words)
+        @traced(header, numbers, ids, words)
         def push(header, numbers, ids, words):
             replica, step, part, last, waits, iterations = tf.unstack(header)
             gradient = self._push.decode(words, step)
@@ -255,7 +266,7 @@ class TableShard:
         shapes = [], [], [None], [None, self.dim]
         start = [
             tf.TensorArray(dtype, count, infer_shape=False, element_shape=shape)
-            for dtype, shape in zip((_LONG, _INT, _INT, _FLOAT), shapes)
+            for dtype, shape in zip((_LONG, _INT, self._ids, _FLOAT), shapes)
         ]
 
         def take(i, *arrays):
@@ -267,7 +278,7 @@ class TableShard:
         return places.stack(), sizes.stack(), ids.concat(), rows.concat()
 
     def _norm(self):
-        @_traced(tf.TensorSpec([], _INT))
+        @traced(tf.TensorSpec([], _INT))
         def norm(unused):
             return tf.reduce_sum(tf.square(self._sum_rows.read_value()))
 
@@ -276,7 +287,7 @@ class TableShard:
     def _commit(self):
         numbers = tf.TensorSpec([2 + self.optimizer.scalars], _FLOAT)
 
-        @_traced(tf.TensorSpec([2], _LONG), numbers)
+        @traced(tf.TensorSpec([2], _LONG), numbers)
         def commit(header, numbers):
             step, iterations = tf.unstack(header)
 
@@ -294,5 +305,6 @@ class TableShard:
         return commit
 
 
-def _traced(*signature):
+def traced(*signature: tf.TensorSpec) -> Any:
+    """Decorator of a method: a function with this signature."""
     return tf.function(input_signature=signature, autograph=False)
