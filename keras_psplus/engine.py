@@ -180,7 +180,8 @@ class Engine:
 
         `make_variable` is the constructor of a Keras variable; `initialize` makes TensorFlow's of a
         value, `initialize_with_initializer` of what is drawn. `add_weight` makes one of a layer,
-        `build_optimizer` all slots of an optimizer, and `add_slot` one.
+        `build_optimizer` all slots of an optimizer, and `add_slot` one. `make_table` makes the
+        value of a dynamic table.
         """
         return self._answer(call)
 

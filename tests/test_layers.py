@@ -24,8 +24,8 @@ LAYERS = [
     {"tf_internals", "communication", "planning", "versions"},
     {"engine"},
     {"cluster", "native"},
-    {"callbacks", "chaos", "compression", "datasets", "sidecar_evaluator", "updates"},
-    {"core"},
+    {"callbacks", "chaos", "compression", "datasets", "sidecar_evaluator", "tables", "updates"},
+    {"core", "layers"},
     {"all_reduce", "parameter_server", "pipeline"},
     {"hybrid", "sharding"},
     {"tensor_parallel"},
@@ -63,6 +63,7 @@ FOLDERS = {
         *("context", "engine", "strategy"),
     ],
     "keras_internals": ["private_attributes", "keras_parts", "keras_attributes"],
+    "layers": ["combiners", "dynamic_embedding"],
     "parameter_server": [
         *("modes", "startup", "tracing", "placement", "state", "transport"),
         *("data", "scheduling", "extended", "context", "reports", "overlap", "steps"),
@@ -80,6 +81,10 @@ FOLDERS = {
     "tensor_parallel": [
         *("mesh", "group", "variable", "contractions", "embeddings", "attention", "layer_calls"),
         *("plan", "extended", "engine", "strategy"),
+    ],
+    "tables": [
+        *("policies", "keys", "initial_rows", "rows", "expiry", "admission", "snapshot", "store"),
+        *("files", "row_variable", "local"),
     ],
 }
 # The package itself, whose import installs the hooks, and what runs the command line.

@@ -148,7 +148,8 @@ class DistributedEngine(StrategyEngine):
         """Compiler of calls in the step that this thread is tracing; None without XLA."""
         step, alone = current_step(), compiled_calls.current()
         if step is not None and step.compiled_calls is not None:
-            return step.compiled_calls
+            of_step: CompiledCalls = step.compiled_calls
+            return of_step
         return None if alone is None else alone[1]
 
     @answers("call_layer")

@@ -19,11 +19,14 @@ every so many batches, so that nothing is sent in between.
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from collections.abc import Iterable, Sequence
+from typing import TYPE_CHECKING, Any
 
 import tensorflow as tf
 
+from keras_psplus.core.base import duplicate_rows
 from keras_psplus.keras_internals.keras_parts import Variable, ops
+from keras_psplus.tables import local, row_variable
 
 if TYPE_CHECKING:
     import keras
@@ -40,10 +43,13 @@ def apply_gradients(call: Call) -> None:
         call: The call, of an optimizer that is built, and no loss scale around one.
     """
     engine, optimizer = call.engine, call.owner
-    if not engine.is_distributed or not tf.distribute.get_replica_context():
-        call.proceed()
-        return
     grads, trainable_variables = call.get("grads"), call.get("trainable_variables")
+    if not engine.is_distributed or not tf.distribute.get_replica_context():
+        if local.in_memory(trainable_variables):
+            _update_with_tables(optimizer, grads, trainable_variables)
+        else:
+            call.proceed()
+        return
     if optimizer.gradient_accumulation_steps:
         engine.accumulate(optimizer, grads, trainable_variables)
     else:
@@ -67,11 +73,14 @@ def update(
 
 def update_variables(call: Call) -> None:
     """Takes the place of Keras's `_backend_update_step`, which sums over replicas at its start."""
-    if not call.engine.is_distributed:
-        call.proceed()
-        return
     optimizer, grads = call.owner, call.get("grads")
     trainable_variables = call.get("trainable_variables")
+    if not call.engine.is_distributed:
+        rate = call.get("learning_rate")
+        grads, others = local.update(optimizer, grads, trainable_variables, rate)
+        if others:
+            call.proceed(grads=grads, trainable_variables=others)
+        return
     values = [v.value if isinstance(v, Variable) else v for v in trainable_variables]
     pairs = list(zip(grads, values))
     if tf.distribute.get_replica_context():
@@ -82,6 +91,38 @@ def update_variables(call: Call) -> None:
         pairs,
         call.get("learning_rate"),
     )
+
+
+def build_optimizer(call: Call) -> None:
+    """Builds an optimizer, of which tables in memory make slots."""
+    call.engine.make_variable(call)
+    if not hasattr(call.owner, "inner_optimizer"):
+        local.build(call.owner, call.get("variables"))
+
+
+def add_slot(call: Call) -> keras.Variable:
+    """Makes a variable of an optimizer: of a dynamic table, one that grows with it."""
+    reference = call.get("reference_variable")
+    if row_variable.is_keyed(reference):
+        return row_variable.add_slot(call.owner, reference, call.get("name"))
+    return call.engine.make_variable(call)
+
+
+def _update_with_tables(
+    optimizer: keras.optimizers.Optimizer, grads: Iterable[Any], variables: Sequence[Variable]
+) -> None:
+    """Keras's `_backend_apply_gradients`, without what it does to whole variables of tables."""
+    tables = [i for i, v in enumerate(variables) if local.in_memory([v])]
+    grads = list(grads)
+    slices = {i: duplicate_rows.summed(grads[i]) for i in tables}
+    for i in tables:
+        # Keras would make rows of a key's number of what it clips.
+        grads[i] = slices[i].values
+    grads = list(optimizer._clip_gradients(grads))
+    for i in tables:
+        grads[i] = tf.IndexedSlices(grads[i], slices[i].indices, slices[i].dense_shape)
+    optimizer._apply_weight_decay([v for i, v in enumerate(variables) if i not in tables])
+    optimizer._backend_update_step(grads, variables, optimizer.learning_rate)
 
 
 def accumulate(

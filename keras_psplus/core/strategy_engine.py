@@ -243,6 +243,16 @@ class StrategyEngine(Engine):
         with lifted(self.strategy):
             return call.proceed()
 
+    @answers("make_table")
+    def _make_dynamic_table(self, call: Call) -> Any:
+        if self.is_distributed:
+            raise ValueError(
+                f"{type(self.strategy).__name__} has no place for a DynamicEmbedding's table, "
+                "which every worker would make by itself. Use keras_psplus.HybridStrategy, whose "
+                f"parameter servers share it. Received: the table '{call.owner.path}'"
+            )
+        return call.proceed()
+
     @answers("build_optimizer")
     def _build_optimizer(self, call: Call) -> Any:
         if tf.inside_function():

@@ -11,7 +11,7 @@ import os
 import re
 import shutil
 import uuid
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 
 import numpy as np
 import tensorflow as tf
@@ -83,6 +83,7 @@ def write(
     variables: dict[str, tf.Variable],
     tensors: dict[str, tf.Tensor],
     progress: Callable[[], None] = lambda: None,
+    more: Iterable[dict[str, tf.Tensor]] = (),
 ) -> None:
     """Writes a checkpoint; when this returns, the disk has it.
 
@@ -91,6 +92,7 @@ def write(
         variables: Dict from names to `tf.Variable`s of rows.
         tensors: Dict from names to tensors that are written as they are.
         progress: Function that is called after every part.
+        more: Further parts, dicts from names to tensors.
     """
     folder = f"{path}.parts"
     parts: list[str] = []
@@ -109,6 +111,8 @@ def write(
                 names, ranges = [name for name, _ in batch], [own for _, own in batch]
                 specs = [_spec(variables[n].shape, *own) for n, own in batch]
                 put(names, specs, [_rows(variables[n], *own) for n, own in zip(names, ranges)])
+            for part in more:
+                put(list(part), [""] * len(part), list(part.values()))
             if tensors:
                 put(list(tensors), [""] * len(tensors), list(tensors.values()))
             tf.raw_ops.MergeV2Checkpoints(

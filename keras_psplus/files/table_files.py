@@ -54,6 +54,13 @@ class TableFiles:
         self._tables = {table["name"]: table for table in listed["tables"]}
 
     @property
+    def paths(self) -> list[str]:
+        """Paths of the servers' files, without their endings."""
+        servers = self._list["servers"]
+        stem = self._list["stem"]
+        return [shard_files.path_of(self._directory, stem, i, servers) for i in range(servers)]
+
+    @property
     def names(self) -> list[str]:
         """Paths of the tables' variables."""
         return list(self._tables)

@@ -14,7 +14,7 @@ from keras_psplus.core.backup.backup_tables import BackupTables
 from keras_psplus.core.batch.replica_step import current_step
 from keras_psplus.engine import Call, answers
 from keras_psplus.hybrid.context import TableContext
-from keras_psplus.hybrid.tables import embeddings, prefetch, row_gradients
+from keras_psplus.hybrid.tables import dynamic, embeddings, prefetch, row_gradients
 from keras_psplus.hybrid.tables.embeddings import table_of
 from keras_psplus.keras_internals.keras_parts import base_optimizer
 from keras_psplus.log import info_once, logger
@@ -88,6 +88,13 @@ class HybridEngine(AllReduceEngine):
                 self._context.placer, shape, call.get("name"), call.get("dtype")
             )
         return super()._make_variable(call)
+
+    @answers("make_table")
+    def _make_dynamic_table(self, call: Call) -> Any:
+        if self._context is None:
+            return super()._make_dynamic_table(call)
+        lookup = self.strategy.extended.lookup_keys
+        return dynamic.make(self._context.tables, lookup, call.get("spec"), call.owner.trainable)
 
     @answers("initialize_with_initializer")
     def _initialize_with_initializer(self, call: Call) -> None:

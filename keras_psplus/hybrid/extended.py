@@ -14,13 +14,14 @@ from keras_psplus.core.base import duplicate_rows
 from keras_psplus.core.batch import replica_step as step_module
 from keras_psplus.core.jobs import failure
 from keras_psplus.hybrid.rows import row_codec as rows_module
-from keras_psplus.hybrid.rows.row_optimizer import scalars_of
 from keras_psplus.hybrid.tables import prefetch
 from keras_psplus.hybrid.tables import table as table_module
 from keras_psplus.hybrid.tables.barrier import Barrier
+from keras_psplus.hybrid.tables.dynamic import DynamicVariable
 from keras_psplus.hybrid.tables.rows_ahead import RowsAhead, current_replica
 from keras_psplus.hybrid.tables.table import Table
 from keras_psplus.hybrid.tables.variable import TableVariable
+from keras_psplus.tables.rows.row_optimizer import scalars_of
 from keras_psplus.tf_internals import distribute_lib, resource_variable_ops
 from keras_psplus.tf_internals import framework_ops as ops
 
@@ -112,6 +113,34 @@ class HybridExtended(MultiWorkerMirroredExtended):
         rows = tf.reshape(rows, tf.concat([tf.shape(indices), [table.dim]], 0))
         return tf.ensure_shape(rows, [*indices.shape, table.dim])
 
+    def lookup_keys(self, variable: DynamicVariable, keys: tf.Tensor, trains: bool) -> tf.Tensor:
+        """Rows of a dynamic table.
+
+        Args:
+            variable: `DynamicVariable`.
+            keys: int64 vector.
+            trains: Whether a step trains with them.
+
+        Returns:
+            float32 matrix with a row for each key.
+        """
+        table, step = variable.table, step_module.current_step()
+        unique, positions = tf.unique(keys)
+        ready = []
+        if self._barrier is not None and distribute_lib.get_replica_context() is not None:
+            ready.append(_passed(self._barrier))
+        with tf.control_dependencies(ready):
+            unique = tf.identity(unique)
+        # Of a row that does not count, nothing is read, nothing is made.
+        kept = _all_rows if step is None else step.rows_if_any
+        wanted = kept(unique)
+        method = "lookup_training" if trains else "lookup"
+        rows = self._pull(table, keys.shape.num_elements(), wanted, method=method)
+        if step is not None and step.may_be_empty:
+            nothing = tf.zeros([tf.size(unique), table.dim])
+            rows = tf.cond(step.has_rows(), lambda: tf.identity(rows), lambda: nothing)
+        return variable.with_key_gradient(rows, unique, positions, kept)
+
     def _pull(self, table: Table, most: int, ids: tf.Tensor, **options: Any) -> tf.Tensor:
         self._counter(table, "pulled").assign_add(tf.size(ids, _LONG), read_value=False)
         return table_module.pull(table, ids, current_replica(), most, **options)
@@ -200,6 +229,10 @@ def _passed(barrier: Barrier) -> tf.Tensor:
     # A step of the user's own that looks up what it has updated.
     step.has_pushed = False
     return barrier.wait()
+
+
+def _all_rows(rows: tf.Tensor) -> tf.Tensor:
+    return rows
 
 
 def _before_update(table: Table) -> list[tf.Operation]:

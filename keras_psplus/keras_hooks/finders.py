@@ -14,6 +14,7 @@ from keras_psplus.core.batch import replica_step
 from keras_psplus.core.graph import compiled_calls
 from keras_psplus.core.models.outside_models import OutsideScope
 from keras_psplus.keras_internals.keras_parts import Variable
+from keras_psplus.tables import local
 
 if TYPE_CHECKING:
     import keras
@@ -52,16 +53,19 @@ def of_callback(callback: Any) -> Engine | None:
 
 
 def of_optimizer(optimizer: Any) -> Engine | None:
-    """Engine of the strategy in whose scope an optimizer was made."""
+    """Engine of an optimizer's strategy, or of tables in memory."""
+    return _of_strategy(optimizer) or local.engine_in_use()
+
+
+def _of_strategy(optimizer: Any) -> Engine | None:
     return engine_of(getattr(optimizer, "_distribution_strategy", None))
 
 
 def of_applied(optimizer: Any) -> Engine | None:
     """As `of_optimizer`; `OutsideScope` for one of no strategy that a step applies."""
-    engine = of_optimizer(optimizer)
-    if engine is None and (of_step() is not None or _in_replica()):
+    if _of_strategy(optimizer) is None and (of_step() is not None or _in_replica()):
         return _outside
-    return engine
+    return of_optimizer(optimizer)
 
 
 def of_scope(_: Any = None) -> Engine | None:

@@ -31,7 +31,8 @@ ATTRIBUTES = [
         "_backend_increment_gradient_accumulators _backend_reset_gradient_accumulators "
         "_backend_update_step _clip_gradients _get_variable_index _iterations _learning_rate "
         "_model_variables_moving_average _overwrite_model_variables_with_average_value "
-        "_trainable_variables _update_model_variables_moving_average _use_weight_decay",
+        "_track_variable _trainable_variables _update_model_variables_moving_average "
+        "_use_weight_decay",
     ),
     (tf_optimizer.TFOptimizer, "_distributed_tf_update_step _distribution_strategy"),
     (loss_scale_optimizer.LossScaleOptimizer, "inner_optimizer dynamic_scale"),

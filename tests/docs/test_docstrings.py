@@ -15,7 +15,8 @@ from tests.docs import docstrings, pages
 MODULES = [
     "keras_psplus",
     *(f"keras_psplus.{name}" for name in ("all_reduce", "callbacks", "cluster", "compression")),
-    *(f"keras_psplus.{name}" for name in ("hybrid", "parameter_server", "pipeline", "updates")),
+    *(f"keras_psplus.{name}" for name in ("hybrid", "layers", "parameter_server", "pipeline")),
+    *(f"keras_psplus.{name}" for name in ("tables", "updates")),
     "keras_psplus.cluster.in_process",
     "keras_psplus.errors",
 ]

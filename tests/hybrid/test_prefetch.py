@@ -12,8 +12,8 @@ from keras_psplus.all_reduce.data.lookahead import with_next
 from keras_psplus.cluster.testing import run_in_processes
 from keras_psplus.core.batch.batches import World, split
 from keras_psplus.hybrid.rows import subgraph
-from keras_psplus.hybrid.rows.row_optimizer import config_of
 from keras_psplus.hybrid.server.shard import TableShard
+from keras_psplus.tables.rows.row_optimizer import config_of
 from tests.hybrid.prefetch_job import CASES
 from tests.hybrid.reference import ENVIRONMENT, running_reference
 from tests.results import load

@@ -7,8 +7,8 @@ import numpy as np
 import pytest
 import tensorflow as tf
 
-from keras_psplus.hybrid.rows.row_optimizer import config_of
 from keras_psplus.hybrid.server.shard import TableShard
+from keras_psplus.tables.rows.row_optimizer import config_of
 
 ROWS, DIM = 12, 3
 # Sums of numbers of so many sizes have other bits in another order.

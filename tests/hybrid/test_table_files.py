@@ -18,9 +18,9 @@ from keras_psplus.files import shard_files
 from keras_psplus.files.shard_files import rows_of
 from keras_psplus.files.table_files import LIST, read_list, write_list
 from keras_psplus.hybrid import TableFiles
-from keras_psplus.hybrid.rows.row_optimizer import config_of
 from keras_psplus.hybrid.server.server_files import ServerFiles
 from keras_psplus.hybrid.server.shard import TableShard
+from keras_psplus.tables.rows.row_optimizer import config_of
 
 ROWS, DIM, STEM = 37, 3, "tables-1"
 NAMES = "users/embeddings", "items/embeddings"

@@ -18,13 +18,13 @@ from keras_psplus.cluster.secret import Secret
 from keras_psplus.errors import TableServerError, TableServerLostError
 from keras_psplus.files.table_files import read_list
 from keras_psplus.hybrid.files import saving
-from keras_psplus.hybrid.rows.row_optimizer import config_of
 from keras_psplus.hybrid.rpc import servers as servers_module
 from keras_psplus.hybrid.rpc.control_link import ControlLink
 from keras_psplus.hybrid.rpc.servers import Servers
 from keras_psplus.hybrid.server.folders import Folders
 from keras_psplus.hybrid.server.table_server import TableServer
 from keras_psplus.hybrid.tables.table import Table, pull, push
+from keras_psplus.tables.rows.row_optimizer import config_of
 from tests.hybrid import stranger
 
 SECRET, AGREED = Secret("token"), "agreed"

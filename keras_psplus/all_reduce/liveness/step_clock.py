@@ -93,10 +93,10 @@ class StepClock:
         yield
         returned = time.time()
         if recorder is not None and before is not None:
-            moments = self._read() - before + _ORIGIN
+            arrived, done = (float(one) for one in (self._read() - before + _ORIGIN)[:2])
             met = recorder.collective
             ready = [] if met is None else [float(moment) for moment in met.numpy()]
-            spans = _spans(called, returned, *moments[:2], ready if steps == 1 else None)
+            spans = _spans(called, returned, arrived, done, ready if steps == 1 else None)
             recorder.add(self._name, spans)
         ended, self._ended = self._ended, returned
         if self._traced_from is not None:

@@ -21,6 +21,8 @@ from keras_psplus.core.base.optimizers import other_variables, variables_of_opti
 from keras_psplus.errors import TableServerError
 from keras_psplus.files import shard_files
 from keras_psplus.files.table_files import TableFiles
+from keras_psplus.tables import files as dynamic_files
+from keras_psplus.tables.local import LocalTable
 from keras_psplus.tf_internals import resource_variable_ops
 
 
@@ -133,7 +135,10 @@ def read_here(
     try:
         with shard_files.translate_file_errors("read", folder):
             for entry, (variable, *slots) in tables:
-                files = TableFiles(folder)
+                files, value = TableFiles(folder), variable._value
+                if isinstance(value, LocalTable) and len(slots) == entry["slots"]:
+                    dynamic_files.load(value.store, files.paths, entry["key"], len(slots))
+                    continue
                 variable.assign(files.read(entry["name"]))
                 if len(slots) == entry["slots"]:
                     for i, slot in enumerate(slots):

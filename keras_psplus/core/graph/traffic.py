@@ -85,7 +85,7 @@ class TrafficVariables:
             recorder = trace.current()
             if recorder is not None:
                 if recorder.collective is None:
-                    recorder.collective = _zeros([2], tf.float64)
+                    recorder.collective = self._zeros([2], tf.float64)
                 recorder.collective.assign(tf.stack([begin, end]), read_value=False)
 
     @property

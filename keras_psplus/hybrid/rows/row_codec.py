@@ -24,11 +24,14 @@ class RowCodec:
     Args:
         compressor: `Compressor` whose `encode_rows` serves, or None for rows as they are.
         dim: Numbers in a row.
+        id_bytes: Bytes that a row's number, or its key, may take beside it.
     """
 
-    def __init__(self, compressor: compression.Compressor | None, dim: int) -> None:
+    def __init__(
+        self, compressor: compression.Compressor | None, dim: int, id_bytes: int = 5
+    ) -> None:
         self._compressor = compressor
-        self._dim = dim
+        self._dim, self._id_bytes = dim, id_bytes
         self._like: Any = None
         self.width = dim
         if compressor is not None:
@@ -38,8 +41,8 @@ class RowCodec:
 
     @property
     def rows_per_message(self) -> int:
-        """Rows per message, each with an int32, which takes up to 5 bytes."""
-        return MESSAGE_BYTES // (4 * self.width + 5)
+        """Rows per message, each with its number or key."""
+        return MESSAGE_BYTES // (4 * self.width + self._id_bytes)
 
     def encode(self, rows: tf.Tensor, step: tf.Tensor) -> tf.Tensor:
         """float32 rows of shape `(n, dim)` as words of shape `(n, width)`."""

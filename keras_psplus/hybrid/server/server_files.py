@@ -1,16 +1,19 @@
 """Files of a parameter server: writes and reads its rows of the tables."""
 
 import contextlib
+import itertools
 import os
 import re
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import tensorflow as tf
 
 from keras_psplus.files import shard_files
 from keras_psplus.files.table_files import STEM, name_of
+from keras_psplus.hybrid.server.dynamic_shard import DynamicShard
 from keras_psplus.hybrid.server.shard import TableShard
+from keras_psplus.tables import files as dynamic_files
 
 # What this module and TensorFlow's operations for it write.
 _OWN = re.compile(
@@ -40,12 +43,17 @@ class ServerFiles:
         """
         variables: dict[str, tf.Variable] = {}
         tensors = {"server": tf.constant(self._server)}
+        parts: list[Iterator[Any]] = []
         for key, shard in self._shards.items():
-            variables.update(_variables(shard, key, len(shard.slots)))
             tensors[_counts(key)] = shard.counts()
+            if isinstance(shard, DynamicShard):
+                parts.append(dynamic_files.parts(shard.store, key))
+            else:
+                variables.update(_variables(shard, key, len(shard.slots)))
         with shard_files.translate_file_errors("write", directory):
             tf.io.gfile.makedirs(directory)
-            shard_files.write(self._path(directory, stem), variables, tensors, self._go_on)
+            every = itertools.chain.from_iterable(parts)
+            shard_files.write(self._path(directory, stem), variables, tensors, self._go_on, every)
 
     def load(
         self, directory: str, stem: str, servers: int, tables: Sequence[Sequence[int]]
@@ -66,6 +74,10 @@ class ServerFiles:
         with shard_files.translate_file_errors("read", directory):
             for key, stored, slots in tables:
                 shard = self._shards[key]
+                if isinstance(shard, DynamicShard):
+                    place = self._server, self._servers, self._go_on
+                    dynamic_files.load(shard.store, paths, stored, slots, *place)
+                    continue
                 shape = shard.spec["rows"], shard.dim
                 for name, variable in _variables(shard, stored, slots).items():
                     shard_files.read_share(

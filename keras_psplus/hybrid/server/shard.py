@@ -16,8 +16,8 @@ from keras_psplus.files.shard_files import rows_of
 from keras_psplus.hybrid.rows.initial_rows import make_variable
 from keras_psplus.hybrid.rows.lost_updates import MissingUpdates
 from keras_psplus.hybrid.rows.row_codec import RowCodec
-from keras_psplus.hybrid.rows.row_optimizer import RowOptimizer
 from keras_psplus.hybrid.rows.row_undo_log import RowUndoLog
+from keras_psplus.tables.rows.row_optimizer import RowOptimizer
 
 _INT, _LONG, _FLOAT = tf.int32, tf.int64, tf.float32
 # More parts than one step's rows could ever need.
@@ -42,6 +42,9 @@ class TableShard:
         keeps_undo_log: Whether the rows of the step before can be read.
     """
 
+    # Type of what workers name rows by.
+    _ids = _INT
+
     def __init__(
         self,
         spec: dict[str, Any],
@@ -55,26 +58,31 @@ class TableShard:
     ) -> None:
         self.spec = spec
         self.name, self.dim = spec["name"], spec["dim"]
-        self.rows = rows_of(spec["rows"], server, servers)
         self._pull = RowCodec(pull_compressor, self.dim)
         self._push = RowCodec(push_compressor, self.dim)
         self._replicas, self._sync = replicas, sync
-        self.weights = make_variable(spec, server, servers)
         self.optimizer: RowOptimizer | None = None
         self._optimizer_number = self._first_slot = 0
         self._methods: dict[str, Method] = {}
         # Ends with the number of steps that were applied.
         self.version = tf.Variable(0, dtype=_LONG, trainable=False)
-        self._undo_log = RowUndoLog(self.weights, self.version) if keeps_undo_log else None
+        self._undo_log: RowUndoLog | None = None
+        self._make_rows(server, servers, keeps_undo_log)
         self._seen = tf.Variable(tf.fill([replicas], tf.constant(-1, _LONG)), trainable=False)
         self.missing_updates = MissingUpdates(replicas, PARTS)
         self._arrived = tf.Variable(0, dtype=_INT, trainable=False)
         self._lock = tf.CriticalSection(name=f"table_{spec['key']}")
-        self._inbox = tf.queue.FIFOQueue(1 << 20, [_LONG, _INT, _FLOAT])
-        self._sum_ids = tf.Variable(tf.zeros([0], _INT), shape=[None], trainable=False)
+        self._inbox = tf.queue.FIFOQueue(1 << 20, [_LONG, self._ids, _FLOAT])
+        self._sum_ids = tf.Variable(tf.zeros([0], self._ids), shape=[None], trainable=False)
         self._sum_rows = tf.Variable(
             tf.zeros([0, self.dim]), shape=[None, self.dim], trainable=False
         )
+
+    def _make_rows(self, server: int, servers: int, keeps_undo_log: bool) -> None:
+        self.rows = rows_of(self.spec["rows"], server, servers)
+        self.weights = make_variable(self.spec, server, servers)
+        if keeps_undo_log:
+            self._undo_log = RowUndoLog(self.weights, self.version)
 
     @property
     def variables(self) -> dict[int, tf.Variable]:
@@ -114,6 +122,13 @@ class TableShard:
 
     def methods(self) -> dict[str, Method]:
         """Functions with signatures, by what they do; each of them is traced once."""
+        known, makers = self._methods, self._makers()
+        self._methods = {
+            what: known[what] if what in known else make() for what, make in makers.items()
+        }
+        return self._methods
+
+    def _makers(self) -> dict[str, Callable[[], Method]]:
         makers = {"lookup": self._lookup}
         if self._undo_log is not None:
             undo_log = self._undo_log
@@ -127,32 +142,28 @@ class TableShard:
             makers[f"push{number}"] = self._push_function
             if self._sync:
                 makers[f"norm{number}"], makers[f"commit{number}"] = self._norm, self._commit
-        known = self._methods
-        self._methods = {
-            what: known[what] if what in known else make() for what, make in makers.items()
-        }
-        return self._methods
+        return makers
 
     def pushes(self) -> list[int]:
         """Number of pushes of each replica."""
         return [1 + int(key) // PARTS for key in self._seen.numpy()]
 
     def _lookup(self) -> Method:
-        @_traced(tf.TensorSpec([None], _INT))
+        @traced(tf.TensorSpec([None], _INT))
         def lookup(ids: tf.Tensor) -> tf.Tensor:
             return self._pull.encode(self.weights.sparse_read(ids), self.version.read_value())
 
         return lookup
 
     def _read(self, variable: tf.Variable) -> Method:
-        @_traced(tf.TensorSpec([], _INT), tf.TensorSpec([], _INT))
+        @traced(tf.TensorSpec([], _INT), tf.TensorSpec([], _INT))
         def read(first: tf.Tensor, count: tf.Tensor) -> tf.Tensor:
             return variable.sparse_read(tf.range(first, first + count))
 
         return read
 
     def _write(self, variable: tf.Variable) -> Method:
-        @_traced(tf.TensorSpec([], _INT), tf.TensorSpec([None, self.dim], _FLOAT))
+        @traced(tf.TensorSpec([], _INT), tf.TensorSpec([None, self.dim], _FLOAT))
         def write(first: tf.Tensor, rows: tf.Tensor) -> tf.Tensor:
             ids = tf.range(first, first + tf.shape(rows)[0])
             with tf.control_dependencies(
@@ -171,10 +182,10 @@ class TableShard:
         # whether to wait for `commit`, and the optimizer's iterations.
         header = tf.TensorSpec([6], _LONG)
         numbers = tf.TensorSpec([1 + self._updater.scalars], _FLOAT)
-        ids = tf.TensorSpec([None], _INT)
+        ids = tf.TensorSpec([None], self._ids)
         words = tf.TensorSpec([None, self._push.width], _FLOAT)
 
-        @_traced(header, numbers, ids, words)
+        @traced(header, numbers, ids, words)
         def push(
             header: tf.Tensor, numbers: tf.Tensor, ids: tf.Tensor, words: tf.Tensor
         ) -> tf.Tensor:
@@ -279,7 +290,7 @@ class TableShard:
         shapes: tuple[list[int | None], ...] = [], [], [None], [None, self.dim]
         start = [
             tf.TensorArray(dtype, count, infer_shape=False, element_shape=shape)
-            for dtype, shape in zip((_LONG, _INT, _INT, _FLOAT), shapes)
+            for dtype, shape in zip((_LONG, _INT, self._ids, _FLOAT), shapes)
         ]
 
         def take(i: tf.Tensor, *arrays: tf.TensorArray) -> tuple[Any, ...]:
@@ -291,7 +302,7 @@ class TableShard:
         return places.stack(), sizes.stack(), ids.concat(), rows.concat()
 
     def _norm(self) -> Method:
-        @_traced(tf.TensorSpec([], _INT))
+        @traced(tf.TensorSpec([], _INT))
         def norm(unused: tf.Tensor) -> tf.Tensor:
             return tf.reduce_sum(tf.square(self._sum_rows.read_value()))
 
@@ -300,7 +311,7 @@ class TableShard:
     def _commit(self) -> Method:
         numbers = tf.TensorSpec([2 + self._updater.scalars], _FLOAT)
 
-        @_traced(tf.TensorSpec([2], _LONG), numbers)
+        @traced(tf.TensorSpec([2], _LONG), numbers)
         def commit(header: tf.Tensor, numbers: tf.Tensor) -> tf.Tensor:
             step, iterations = tf.unstack(header)
 
@@ -318,5 +329,6 @@ class TableShard:
         return commit
 
 
-def _traced(*signature: tf.TensorSpec) -> Callable[[Callable[..., tf.Tensor]], Method]:
+def traced(*signature: tf.TensorSpec) -> Callable[[Callable[..., tf.Tensor]], Method]:
+    """Decorator of a method: a function with this signature."""
     return tf.function(input_signature=signature, autograph=False)

@@ -24,13 +24,14 @@ from keras_psplus.cluster.process.termination import SIGNAL
 from keras_psplus.cluster.secret import Secret
 from keras_psplus.cluster.serving import control
 from keras_psplus.files import shard_files
-from keras_psplus.hybrid.rows.row_optimizer import check_elementwise
 from keras_psplus.hybrid.rpc import names
 from keras_psplus.hybrid.rpc.rpc_auth import RowKey, with_key_check
 from keras_psplus.hybrid.rpc.tickets import Tickets
+from keras_psplus.hybrid.server.dynamic_shard import DynamicShard
 from keras_psplus.hybrid.server.folders import Folders
 from keras_psplus.hybrid.server.server_files import ServerFiles
 from keras_psplus.hybrid.server.shard import Method, TableShard
+from keras_psplus.tables.rows.row_optimizer import check_elementwise
 
 _POLL_SECONDS = 0.1
 # For a worker to fetch the answer that this server ends.
@@ -178,7 +179,8 @@ class TableServer:
         key = spec["key"]
         shard = self._shards.get(key)
         if shard is None:
-            self._shards[key] = TableShard(spec, **self._options)
+            kind = DynamicShard if spec.get("kind") == "dynamic" else TableShard
+            self._shards[key] = kind(spec, **self._options)
             self._generation += 1
         elif shard.spec != spec:
             raise ValueError(
@@ -282,4 +284,4 @@ class TableServer:
 
 
 def _described(spec: dict[str, Any]) -> str:
-    return f"'{spec['name']}' of shape ({spec['rows']}, {spec['dim']})"
+    return f"'{spec['name']}' of shape ({spec.get('rows', 'any')}, {spec['dim']})"

@@ -11,10 +11,10 @@ import keras
 from keras_psplus.communication import Traffic
 from keras_psplus.compression import Compressor
 from keras_psplus.core.jobs.control import ControlPlane
-from keras_psplus.hybrid.rows.row_optimizer import config_of
 from keras_psplus.hybrid.rpc.servers import Servers
 from keras_psplus.hybrid.tables.rows_ahead import RowsAhead
 from keras_psplus.hybrid.tables.table import Table
+from keras_psplus.tables.rows.row_optimizer import config_of
 
 
 class Tables:
@@ -59,6 +59,26 @@ class Tables:
             self._servers.make("table", spec={**spec, "initializer": initializer})
         self._agree("table", f"{spec}", f"{name} {shape}")
         table = Table(self._servers, key, name, shape, *self.compressors)
+        self.all.append(table)
+        return table
+
+    def make_dynamic(self, spec: dict[str, Any], make: Callable[..., Any]) -> Any:
+        """Makes a table of keys.
+
+        Args:
+            spec: What a `RowStore` takes.
+            make: `DynamicTable`.
+
+        Returns:
+            `DynamicTable`.
+        """
+        spec = {**spec, "key": len(self.all)}
+        if self._is_chief:
+            self._servers.make("table", spec=spec)
+        # Without a seed, initializers differ; the chief's counts.
+        own = {what: value for what, value in spec.items() if what != "initializer"}
+        self._agree("table", f"{own}", spec["name"])
+        table = make(self._servers, spec, *self.compressors)
         self.all.append(table)
         return table
 

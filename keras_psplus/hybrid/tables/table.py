@@ -32,6 +32,8 @@ class Table:
         push_compressor: Compressor of gradients, or None.
     """
 
+    _id_bytes = 5
+
     def __init__(
         self,
         servers: Servers,
@@ -43,8 +45,8 @@ class Table:
     ) -> None:
         self.servers, self.key, self.name = servers, key, name
         self.rows, self.dim = shape
-        self.pull_codec = RowCodec(pull_compressor, self.dim)
-        self.push_codec = RowCodec(push_compressor, self.dim)
+        self.pull_codec = RowCodec(pull_compressor, self.dim, self._id_bytes)
+        self.push_codec = RowCodec(push_compressor, self.dim, self._id_bytes)
         self.layer_name = name.rpartition("/")[0] or name
         self.regularizer: keras.regularizers.Regularizer | None = None
         self.constraint: keras.constraints.Constraint | None = None
@@ -139,6 +141,7 @@ def pull(
     most: int | None = None,
     purpose: str = "pull",
     step: tf.Tensor | None = None,
+    method: str = "lookup",
 ) -> tf.Tensor:
     """Brings rows.
 
@@ -150,12 +153,13 @@ def pull(
         purpose: Of the links; what may overlap needs its own links.
         step: int64 scalar, the number of updates after which to read, which may be one less than
             there are; None for rows as they are.
+        method: The servers' method, of rows as they are.
 
     Returns:
         float32 tensor of shape `(len(ids), dim)`.
     """
     codec, first = table.pull_codec, [] if step is None else [step]
-    method = table.method("lookup" if step is None else "lookup_at")
+    method = table.method(method if step is None else "lookup_at")
     shape = [None, codec.width]
     parts = table.split(ids)
     waits = [

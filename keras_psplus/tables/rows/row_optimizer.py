@@ -5,12 +5,14 @@ a step has touched: what it computes element by element is then right for these 
 others stay as they are, momenta and all ("lazily", as TensorFlow's sparse kernels do).
 """
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import keras
 import numpy as np
 import tensorflow as tf
+
+from keras_psplus.tables.rows.chunks import ChunkedRows
 
 _CHECK_ROWS, _CHECK_DIM = 3, 4
 
@@ -19,10 +21,10 @@ class RowVariable:
     """A variable whose value is that of some of its rows, between `begin` and `commit`.
 
     Args:
-        variable: `tf.Variable` of shape `(rows, dim)`.
+        variable: `tf.Variable` of shape `(rows, dim)`, or `ChunkedRows`.
     """
 
-    def __init__(self, variable: tf.Variable) -> None:
+    def __init__(self, variable: Any) -> None:
         self._variable = variable
         self._ids: tf.Tensor = None
         self.value: tf.Tensor = None
@@ -47,8 +49,10 @@ class RowVariable:
         """Reads the rows of a vector of distinct ids."""
         self._ids, self.value = ids, self._variable.sparse_read(ids)
 
-    def commit(self) -> tf.Operation:
+    def commit(self) -> tf.Operation | tf.Tensor:
         """Writes the rows; returns the operation."""
+        if isinstance(self._variable, ChunkedRows):
+            return self._variable.write(self._ids, self.value)
         return tf.raw_ops.ResourceScatterUpdate(
             resource=self._variable.handle, indices=self._ids, updates=self.value
         )
@@ -87,10 +91,17 @@ class RowOptimizer:
 
     Args:
         config: What `config_of` has made of the user's optimizer.
-        weights: `tf.Variable` of the table, of shape `(rows, dim)`.
+        weights: `tf.Variable` of the table, of shape `(rows, dim)`, or `ChunkedRows`.
+        make_slot: Function of an initializer and a shape that makes a slot; by default a variable
+            of that value.
     """
 
-    def __init__(self, config: dict[str, Any], weights: tf.Variable) -> None:
+    def __init__(
+        self,
+        config: dict[str, Any],
+        weights: Any,
+        make_slot: Callable[[Any, Any], Any] | None = None,
+    ) -> None:
         self._optimizer = keras.optimizers.deserialize(config["optimizer"])
         self._weight_decay = config["weight_decay"]
         self._clipvalue = config["clipvalue"]
@@ -104,8 +115,7 @@ class RowOptimizer:
             reference_variable: RowVariable, name: str | None = None, initializer: Any = "zeros"
         ) -> RowVariable:
             initializer = keras.initializers.get(initializer)
-            value = initializer(reference_variable.shape, dtype="float32")
-            slot = RowVariable(tf.Variable(value, trainable=False, name=name))
+            slot = RowVariable((make_slot or _whole_slot)(initializer, reference_variable.shape))
             self._slots.append(slot)
             return slot
 
@@ -115,8 +125,8 @@ class RowOptimizer:
         self._scalars = scalars_of(optimizer)
 
     @property
-    def slots(self) -> list[tf.Variable]:
-        """The optimizer's variables of the table's shape, `tf.Variable`s in their order."""
+    def slots(self) -> list[Any]:
+        """The optimizer's variables of the table's shape, in their order and of its kind."""
         return [slot._variable for slot in self._slots]
 
     @property
@@ -169,6 +179,10 @@ class RowOptimizer:
         if self._constraint is not None:
             self._weights.assign(self._constraint(self._weights.value))
         return tf.group(*(view.commit() for view in views))
+
+
+def _whole_slot(initializer: Any, shape: Any) -> tf.Variable:
+    return tf.Variable(initializer(shape, dtype="float32"), trainable=False)
 
 
 def scalars_of(optimizer: keras.optimizers.Optimizer) -> list[keras.Variable]:

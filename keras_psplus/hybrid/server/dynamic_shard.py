@@ -1,0 +1,119 @@
+"""One parameter server's keys and rows of a dynamic table, beside those of other tables."""
+
+import functools
+from typing import Any
+
+import tensorflow as tf
+
+from keras_psplus.hybrid.server.shard import TableShard, traced
+from keras_psplus.tables.rows.chunks import ChunkedRows
+from keras_psplus.tables.store import RowStore
+
+_INT, _LONG, _FLOAT = tf.int32, tf.int64, tf.float32
+_RANGE = tf.TensorSpec([], _INT), tf.TensorSpec([], _INT)
+_ENTRIES = tf.TensorSpec([None, 4], _LONG)
+
+
+class DynamicShard(TableShard):
+    """Keys and rows of one dynamic table, with the optimizer that updates them.
+
+    Workers name rows by keys; gradients are summed, applied and answered as a table's are.
+    """
+
+    _ids = _LONG
+
+    def _make_rows(self, server: int, servers: int, keeps_undo_log: bool) -> None:
+        self.store = RowStore(self.spec, server, servers)
+
+    @property
+    def variables(self) -> dict[int, Any]:
+        return {}
+
+    @property
+    def slots(self) -> list[Any]:
+        return self.store.slots
+
+    def set_optimizer(self, config: dict[str, Any], number: int, first_slot: int) -> None:
+        self.store.set_optimizer(config)
+        self.optimizer = self.store.optimizer
+        self._optimizer_number, self._first_slot = number, first_slot
+
+    def _makers(self):
+        makers = super()._makers()
+        makers["lookup"] = functools.partial(self._lookup_keys, False)
+        makers["lookup_training"] = functools.partial(self._lookup_keys, True)
+        makers["entries"] = lambda: traced(*_RANGE)(self.store.entries)
+        makers["insert"] = lambda: traced(_ENTRIES)(self.store.insert)
+        makers["steps"] = self._steps
+        makers["clear"] = self._clear
+        if self.store.admission.candidates is not None:
+            makers["candidates"] = lambda: traced(*_RANGE)(self.store.candidates)
+            makers["insert_candidates"] = lambda: traced(_ENTRIES)(self.store.insert_candidates)
+        if self.store.admission.filter is not None:
+            makers["filter"] = self._filter
+            makers["set_filter"] = self._set_filter
+        for i, column in enumerate([self.store.weights, *self.slots]):
+            number = self._first_slot + i - 1 if i else 0
+            makers[f"read{number}"] = functools.partial(self._read_range, column)
+            makers[f"put{number}"] = functools.partial(self._put, i)
+        return makers
+
+    def _lookup_keys(self, trains):
+        @traced(tf.TensorSpec([None], _LONG))
+        def lookup(keys):
+            return self._pull.encode(self.store.lookup(keys, trains), self.version.read_value())
+
+        return lookup
+
+    def _apply(self, ids, gradient, numbers, iterations):
+        done = self.store.apply(ids, gradient, numbers[0], numbers[1:], iterations)
+        with tf.control_dependencies([done]):
+            return self.version.assign_add(1, read_value=True)
+
+    def _read_range(self, column: ChunkedRows):
+        @traced(*_RANGE)
+        def read(first, count):
+            end = tf.minimum(first + count, self.store.key_rows.next.read_value())
+            return column.sparse_read(tf.range(first, end))
+
+        return read
+
+    def _put(self, slot):
+        @traced(tf.TensorSpec([None], _LONG), tf.TensorSpec([None, self.dim], _FLOAT))
+        def put(keys, rows):
+            return self.store.write(slot, keys, rows)
+
+        return put
+
+    def _steps(self):
+        @traced(tf.TensorSpec([], _INT))
+        def steps(unused):
+            return self.store.clock.steps.read_value()
+
+        return steps
+
+    def _clear(self):
+        @traced(tf.TensorSpec([], _LONG))
+        def clear(steps):
+            self.store.clear()
+            return self.store.clock.steps.assign(steps, read_value=True)
+
+        return clear
+
+    def _filter(self):
+        @traced(*_RANGE)
+        def read(first, count):
+            return self.store.admission.filter.read_value()[first : first + count]
+
+        return read
+
+    def _set_filter(self):
+        @traced(tf.TensorSpec([], _INT), tf.TensorSpec([None], tf.uint8))
+        def write(first, values):
+            places = tf.range(first, first + tf.size(values))
+            tf.raw_ops.ResourceScatterUpdate(
+                resource=self.store.admission.filter.handle, indices=places, updates=values
+            )
+            return tf.size(values)
+
+        return write

@@ -1,0 +1,235 @@
+"""An embedding of any key, whose table grows."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import keras
+import tensorflow as tf
+
+from keras_psplus import activation
+from keras_psplus.arguments import shown, whole_number
+from keras_psplus.engine import Call, Engine
+from keras_psplus.layers import combiners
+from keras_psplus.tables import initial_rows, policies
+from keras_psplus.tables.keys import to_keys
+from keras_psplus.tables.local import LocalTable
+from keras_psplus.tables.row_variable import KeyedVariable, is_keyed
+from keras_psplus.tables.snapshot import Snapshot
+from keras_psplus.tables.store import ZEROS
+
+_DEFAULTS = ZEROS, "initializer"
+
+
+@keras.saving.register_keras_serializable(package="keras_psplus")
+class DynamicEmbedding(keras.layers.Layer):
+    """Turns any integers or strings into rows of a growing table.
+
+    The first step that trains with a key makes its row, which is a function of the key and of the
+    initializer's seed alone. `evaluate`, `predict` and calls outside of training make nothing.
+    Without a strategy, the table is in this process's memory; under `HybridStrategy`, on its
+    parameter servers, with the same rows. Strings are known by fingerprints of 64 bits.
+
+    Args:
+        dim: Numbers in a row.
+        admit: Which keys get a row: `tables.Count`, `tables.Bloom`, `tables.Probability`, or None
+            for all.
+        expire: Which rows are dropped: `tables.Unused`, `tables.Capacity`, `tables.Norm`, several
+            of them joined by `|`, or None for none.
+        combiner: `"sum"`, `"mean"` or `"sqrtn"` of the rows along the last axis of the ids, or None
+            for each row by itself.
+        initializer: Of rows: a Keras initializer such as `RandomUniform`, `RandomNormal`,
+            `TruncatedNormal`, `Constant`, or its name.
+        default: What a key without a row is: `"zeros"`, or `"initializer"` for the row that it
+            would begin with.
+        **kwargs: As for `keras.layers.Layer`, such as `name`.
+
+    Raises:
+        ValueError: If an argument is none of these.
+
+    Example:
+
+    ```python
+    table = keras_psplus.layers.DynamicEmbedding(
+        32,
+        admit=keras_psplus.tables.Count(3),
+        expire=keras_psplus.tables.Unused(days=7) | keras_psplus.tables.Capacity(50_000_000),
+        combiner="mean",
+    )
+    ids = keras.Input((None,), dtype="int64", ragged=True)
+    model = keras.Model(ids, keras.layers.Dense(1)(table(ids)))
+    ```
+    """
+
+    def __init__(
+        self,
+        dim: int,
+        *,
+        admit: Any = None,
+        expire: Any = None,
+        combiner: str | None = None,
+        initializer: Any = "uniform",
+        default: str = ZEROS,
+        **kwargs: Any,
+    ) -> None:
+        activation.activate()
+        super().__init__(**kwargs)
+        self.dim = whole_number("dim", dim, 1, most=2**20)
+        self._admit, self._expire = policies.check_admit(admit), policies.check_expire(expire)
+        self._initializer = initial_rows.check_initializer(initializer)
+        self.combiner, self.default = combiner, default
+        if combiner not in (None, *combiners.COMBINERS):
+            raise ValueError(
+                '`combiner` must be "sum", "mean", "sqrtn" or None. '
+                f"Received: combiner={shown(combiner)}"
+            )
+        if default not in _DEFAULTS:
+            raise ValueError(
+                f'`default` must be "zeros" or "initializer". Received: default={shown(default)}'
+            )
+        # Ids are no features, which Keras would cast.
+        self._convert_input_args = False
+        self._allow_non_tensor_positional_args = True
+        self.supports_jit = False
+        self.table: KeyedVariable | None = None
+
+    def build(self, input_shape: Any = None) -> None:
+        """Makes the table.
+
+        Args:
+            input_shape: Shape of the ids, whatever it is.
+        """
+        if self.table is None:
+            self.table = KeyedVariable(self._make_table, self.dim, "table", self.trainable)
+        self.built = True
+
+    def _make_table(self, variable: KeyedVariable) -> Any:
+        spec = {
+            "kind": "dynamic",
+            "name": variable.path,
+            "dim": self.dim,
+            "initializer": self._initializer,
+            "default": self.default,
+            "admit": self._admit,
+            "expire": self._expire,
+        }
+
+        def in_memory(_: Any, spec: dict[str, Any]) -> LocalTable:
+            return LocalTable(spec, self.trainable)
+
+        strategy = tf.distribute.get_strategy()
+        engine: Engine | None = getattr(strategy, "engine", None)
+        if engine is None:
+            if tf.distribute.has_strategy():
+                raise ValueError(
+                    "A table in the memory of one process cannot be trained under a strategy of "
+                    "TensorFlow's. Use keras_psplus.HybridStrategy, or no strategy. "
+                    f"Received: {type(strategy).__name__}"
+                )
+            return in_memory(variable, spec)
+        call = Call(in_memory, variable, (spec,), {}, "make_table", engine, ["spec"])
+        return engine.make_variable(call)
+
+    def call(self, ids: Any, weights: Any = None, training: bool | None = False) -> Any:
+        """Looks rows up.
+
+        Args:
+            ids: Integers or strings: a dense, ragged or sparse tensor.
+            weights: Floats in the form of `ids`, by which rows are multiplied before a combiner
+                adds them up; 1 by default.
+            training: Whether a step trains with them.
+        """
+        assert self.table is not None
+        table = self.table._value
+        if not isinstance(ids, (tf.SparseTensor, tf.RaggedTensor)):
+            ids = tf.convert_to_tensor(ids)
+
+        def lookup(flat: tf.Tensor) -> tf.Tensor:
+            keys = to_keys(flat, self.name)
+            rows = table.lookup_keys(tf.reshape(keys, [-1]), bool(training))
+            return tf.cast(rows, self.compute_dtype)
+
+        return combiners.combine(self.combiner, ids, weights, lookup, self.dim, self.name)
+
+    def compute_output_shape(self, input_shape: Any, weights_shape: Any = None) -> tuple[Any, ...]:
+        """Shape of the output for ids of a shape.
+
+        Args:
+            input_shape: Shape of the ids.
+            weights_shape: Shape of their weights.
+        """
+        kept: Sequence[Any] = input_shape if self.combiner is None else input_shape[:-1]
+        return (*kept, self.dim)
+
+    def compute_output_spec(self, ids: Any, weights: Any = None, training: Any = False) -> Any:
+        """Specification of the output for that of ids.
+
+        Args:
+            ids: `KerasTensor`.
+            weights: `KerasTensor` of their weights, or None.
+            training: As for `call`.
+        """
+        shape = self.compute_output_shape(ids.shape)
+        ragged = self.combiner is None and bool(getattr(ids, "ragged", False))
+        return keras.KerasTensor(shape, dtype=self.compute_dtype, ragged=ragged)
+
+    # Contents.
+
+    @property
+    def keys(self) -> Any:
+        """int64 array of the keys that have a row, sorted."""
+        return self._snapshot().keys
+
+    def counts(self) -> tuple[Any, Any]:
+        """Frequency and last step of each row, in the order of `keys`.
+
+        Returns:
+            Two int64 arrays: the number of updates in which the key was, and the last one's number.
+        """
+        entries = self._snapshot().entries
+        return entries[:, 1], entries[:, 2]
+
+    def _snapshot(self) -> Snapshot:
+        if self.table is None:
+            raise ValueError(
+                f"The layer '{self.name}' has no table before it is built. Call it, or its model, "
+                "first. Received: a layer that is not built"
+            )
+        return self.table._value.read_snapshot()
+
+    def save_own_variables(self, store: Any) -> None:
+        """Writes the table: its keys and rows, and what policies have counted."""
+        # In a backup, its servers have written it.
+        if self.table is not None and is_keyed(self.table):
+            for name, array in self._snapshot().arrays().items():
+                store[name] = array
+
+    def load_own_variables(self, store: Any) -> None:
+        """Reads the table.
+
+        Raises:
+            ValueError: If the file has another one.
+        """
+        if self.table is not None and is_keyed(self.table):
+            snapshot = Snapshot.of_arrays(
+                {name: store[name][()] for name in store.keys()}, self.dim, self.table.path
+            )
+            self.table._value.write_snapshot(snapshot)
+
+    def get_config(self) -> dict[str, Any]:
+        """Configuration of the layer."""
+        initializer = self._initializer
+        config = {**initializer["config"], "seed": initializer["seed"]}
+        kind = getattr(keras.initializers, initializer["kind"])
+        known = config if "seed" in kind().get_config() else {**initializer["config"]}
+        known.pop("seed", None) if "seed" not in kind().get_config() else None
+        return {
+            **super().get_config(),
+            "dim": self.dim,
+            "admit": self._admit,
+            "expire": self._expire,
+            "combiner": self.combiner,
+            "initializer": keras.initializers.serialize(kind.from_config(known)),
+            "default": self.default,
+        }

@@ -1,0 +1,13 @@
+"""Tables for any key: admission of keys, and expiry of rows.
+
+policies                 the arguments `admit` and `expire`
+keys  initial_rows       fingerprints of keys, and rows that are functions of them
+rows                     keys to row numbers, rows that are never copied, optimizers on them
+expiry  admission        the policies on tensors
+snapshot  store          contents as arrays, and all that a table holds
+row_variable  local      the table as a variable, and in the memory of one process
+"""
+
+from keras_psplus.tables.policies import Bloom, Capacity, Count, Norm, Probability, Unused
+
+__all__ = ["Bloom", "Capacity", "Count", "Norm", "Probability", "Unused"]

@@ -1,0 +1,141 @@
+"""Expiry of rows, in a bounded time at each step.
+
+A row that was not used for so many steps counts as gone at once, for all who ask; its memory is
+free when the sweep comes by. So a table does not depend on how its rows are laid out.
+"""
+
+from typing import Any
+
+import tensorflow as tf
+
+from keras_psplus.tables import policies
+from keras_psplus.tables.keys import FREE, mixed
+from keras_psplus.tables.rows.chunks import MOST_ROWS, ChunkedRows
+from keras_psplus.tables.rows.key_rows import FREQUENCY, LAST, SEEN, KeyRows
+
+_INT, _LONG = tf.int32, tf.int64
+# What a sweep looks at in one step, and out of how many rows it takes the first to expire.
+_SWEPT, _WINDOW = 1 << 13, 1 << 16
+_SECONDS_OF_DAY = 86_400
+
+
+class Clock:
+    """Number of updates of a table, and the time of the last one."""
+
+    def __init__(self) -> None:
+        with tf.init_scope():
+            self.steps = tf.Variable(0, dtype=_LONG, trainable=False)
+            self.seconds = tf.Variable(0, dtype=_INT, trainable=False)
+
+    def step(self) -> tf.Tensor:
+        """int32 number of updates so far."""
+        return tf.cast(self.steps.read_value(), _INT)
+
+    def tick(self) -> None:
+        """Notes one more update."""
+        self.steps.assign_add(1, read_value=False)
+        self.seconds.assign(tf.cast(tf.timestamp(), _INT), read_value=False)
+
+
+class Expiry:
+    """Policies of expiry of one server's rows.
+
+    Args:
+        configs: Configurations of the policies.
+        clock: `Clock` of the table.
+        servers: Number of servers that have rows of it.
+        server: Index of this one.
+    """
+
+    def __init__(
+        self, configs: list[dict[str, Any]], clock: Clock, servers: int, server: int
+    ) -> None:
+        self._clock = clock
+        self._unused = policies.find(configs, policies.Unused)
+        self._norm = policies.find(configs, policies.Norm)
+        capacity = policies.find(configs, policies.Capacity)
+        self._policy, self._share = "lru", None
+        if capacity is not None:
+            self._policy = capacity["policy"]
+            self._share = min((capacity["rows"] - server + servers - 1) // servers, MOST_ROWS)
+        with tf.init_scope():
+            self._cursors = {
+                what: tf.Variable(0, dtype=_INT, trainable=False)
+                for what in ("rows", "candidates", "capacity")
+            }
+
+    def living(self, key_rows: KeyRows, rows: tf.Tensor) -> tf.Tensor:
+        """The same row numbers, with -1 for rows that were not used for too long."""
+        if self._unused is None:
+            return rows
+        safe = tf.maximum(rows, 0)
+        return tf.where(self._is_dead(key_rows, safe), -1, rows)
+
+    def _is_dead(self, key_rows, rows):
+        if self._unused is None:
+            return tf.zeros_like(rows, tf.bool)
+        if self._unused["steps"] is not None:
+            return self._clock.step() - key_rows.meta(rows)[:, LAST] >= self._unused["steps"]
+        most = int(self._unused["days"] * _SECONDS_OF_DAY)
+        return self._clock.seconds.read_value() - key_rows.meta(rows)[:, SEEN] >= most
+
+    def find(self, key_rows: KeyRows, hashes: tf.Tensor) -> tf.Tensor:
+        """Row numbers of keys for an update; keys that come too late lose theirs."""
+        rows = key_rows.index.find(hashes)
+        if self._unused is None:
+            return rows
+        living = self.living(key_rows, rows)
+        late = tf.boolean_mask(rows, living < rows)
+        _unless_empty(late, lambda: key_rows.remove(late))
+        return living
+
+    def after_update(self, key_rows: KeyRows, rows: tf.Tensor, weights: ChunkedRows) -> None:
+        """Removes rows that an update has made too small, and rows above the capacity."""
+        if self._norm is not None:
+            squares = tf.reduce_sum(tf.square(weights.sparse_read(rows)), 1)
+            small = tf.boolean_mask(rows, squares < self._norm["below"] ** 2)
+            _unless_empty(small, lambda: key_rows.remove(small))
+        if self._share is not None:
+            over = key_rows.count() - self._share
+            tf.cond(over > 0, lambda: self._remove_first(key_rows, over), lambda: 0)
+
+    def sweep(self, key_rows: KeyRows, what: str) -> None:
+        """Removes some of the rows that were not used for too long."""
+        if self._unused is None:
+            return
+        rows = self._window(key_rows, what, _SWEPT)
+        has_key = tf.not_equal(key_rows.keys(rows), FREE)
+        dead = tf.boolean_mask(rows, tf.logical_and(has_key, self._is_dead(key_rows, rows)))
+        _unless_empty(dead, lambda: key_rows.remove(dead))
+
+    def _remove_first(self, key_rows, over):
+        rows = self._window(key_rows, "capacity", _WINDOW)
+        keys = key_rows.keys(rows)
+        has_key = tf.not_equal(keys, FREE)
+        rows, keys = (tf.boolean_mask(of, has_key) for of in (rows, keys))
+        meta = key_rows.meta(rows)
+        # Among equals, the order of the keys' hashes.
+        tie = tf.bitcast(mixed(keys), _LONG)
+        order = tf.argsort(tie, stable=True)
+        order = tf.gather(order, tf.argsort(tf.gather(meta[:, LAST], order), stable=True))
+        if self._policy == "lfu":
+            frequency = tf.gather(meta[:, FREQUENCY], order)
+            order = tf.gather(order, tf.argsort(frequency, stable=True))
+        key_rows.remove(tf.gather(rows, order[:over]))
+        return 0
+
+    def _window(self, key_rows, what, most):
+        """The next rows that a sweep looks at."""
+        cursor, end = self._cursors[what], key_rows.next.read_value()
+        first = tf.where(cursor.read_value() < end, cursor.read_value(), 0)
+        last = tf.minimum(first + most, end)
+        cursor.assign(last, read_value=False)
+        return tf.range(first, last)
+
+
+def _unless_empty(rows, remove):
+    def some():
+        remove()
+        return 0
+
+    tf.cond(tf.size(rows) > 0, some, lambda: 0)

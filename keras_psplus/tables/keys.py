@@ -1,0 +1,107 @@
+"""Keys of tables: any int64, and fingerprints of strings."""
+
+from typing import Any
+
+import tensorflow as tf
+
+_INTEGERS = tf.int8, tf.int16, tf.int32, tf.int64, tf.uint8, tf.uint16, tf.uint32
+# Two keys that the hash table needs for itself.
+FREE, DELETED = -(2**63), -(2**63) + 1
+# Divisible by all numbers of servers up to 8, so that these have as many keys each.
+BLOCKS = 840
+_GOLDEN = 0x9E3779B97F4A7C15
+
+
+def to_keys(ids: tf.Tensor, name: str) -> tf.Tensor:
+    """Keys of ids: themselves, or 64-bit fingerprints of strings.
+
+    Two of `n` strings have one fingerprint with a probability of about `n * n / 2**65`: 3 in a
+    million for 10 million strings.
+
+    Args:
+        ids: Tensor of integers or strings.
+        name: Name of the layer, for messages.
+
+    Returns:
+        int64 tensor of the same shape.
+
+    Raises:
+        ValueError: If they are of another type.
+    """
+    if ids.dtype == tf.string:
+        flat = tf.reshape(ids, [-1])
+        return tf.reshape(tf.bitcast(tf.fingerprint(flat), tf.int64), tf.shape(ids))
+    if ids.dtype not in _INTEGERS:
+        raise ValueError(
+            f"The keys of the layer '{name}' must be integers of up to 64 bits or strings. Cast "
+            f'them, or declare the input with `dtype="int64"`. Received: dtype={ids.dtype.name}'
+        )
+    return tf.cast(ids, tf.int64)
+
+
+def mixed(keys: tf.Tensor) -> tf.Tensor:
+    """Bijection of int64 keys to uint64 of which all bits look random (splitmix64's)."""
+    return mix(tf.bitcast(keys, tf.uint64))
+
+
+def mix(bits: tf.Tensor) -> tf.Tensor:
+    """The same of uint64."""
+    bits = _shift_xor(bits, 30) * _u64(0xBF58476D1CE4E5B9)
+    bits = _shift_xor(bits, 27) * _u64(0x94D049BB133111EB)
+    return _shift_xor(bits, 31)
+
+
+def mix_number(number: int) -> int:
+    """`mix` of a Python int."""
+    mask = 2**64 - 1
+    number = ((number ^ (number >> 30)) * 0xBF58476D1CE4E5B9) & mask
+    number = ((number ^ (number >> 27)) * 0x94D049BB133111EB) & mask
+    return number ^ (number >> 31)
+
+
+def streams(keys: tf.Tensor, seed: int, count: int) -> tf.Tensor:
+    """Random uint64 that are functions of a key and a seed.
+
+    Args:
+        keys: int64 vector.
+        seed: Int.
+        count: How many for each key.
+
+    Returns:
+        uint64 tensor of shape `(len(keys), count)`.
+    """
+    start = mix(mixed(keys) + _u64(mix_number(seed % 2**64)))
+    steps = tf.constant([(_GOLDEN * i) % 2**64 for i in range(1, count + 1)], tf.uint64)
+    return mix(start[:, tf.newaxis] + steps)
+
+
+def blocks_of(hashes: tf.Tensor) -> tf.Tensor:
+    """Block of each key, of `BLOCKS`: block `b` lies on server `b % servers`."""
+    return tf.cast(_shift(hashes, 32) % _u64(BLOCKS), tf.int32)
+
+
+def _shift(bits: tf.Tensor, by: int) -> tf.Tensor:
+    return tf.bitwise.right_shift(bits, _u64(by))
+
+
+def _shift_xor(bits: tf.Tensor, by: int) -> tf.Tensor:
+    return tf.bitwise.bitwise_xor(bits, _shift(bits, by))
+
+
+def _u64(value: Any) -> tf.Tensor:
+    return tf.constant(value, tf.uint64)
+
+
+def part_of(hashes: tf.Tensor, parts: int) -> tf.Tensor:
+    """Index of a key's part of `parts`, a power of two."""
+    return tf.cast(_shift(hashes, 65 - parts.bit_length()), tf.int32)
+
+
+def uniform(bits: tf.Tensor) -> tf.Tensor:
+    """Uniform float32 between 0 and 1, of random bits.
+
+    Args:
+        bits: uint32 tensor.
+    """
+    upper = tf.cast(tf.bitwise.right_shift(bits, tf.constant(8, tf.uint32)), tf.float32)
+    return (upper + 0.5) * 2.0**-24

@@ -1,0 +1,147 @@
+"""A dynamic table, or a slot of one, as a variable.
+
+KeyedVariable    what Keras, layers and optimizers hold; of no rows, as far as shapes go
+KeyedValue       its value, by which rows are looked up: `LocalTable`, or one on servers
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any, Protocol, runtime_checkable
+
+import keras
+import numpy as np
+import tensorflow as tf
+
+from keras_psplus.keras_internals.keras_parts import backend
+from keras_psplus.tables.snapshot import Snapshot
+
+
+@runtime_checkable
+class KeyedValue(Protocol):
+    """Value of a `KeyedVariable`."""
+
+    # 0 for the table itself, else the number of an optimizer's slot.
+    slot: int
+
+    def lookup_keys(self, keys: tf.Tensor, trains: bool) -> tf.Tensor:
+        """Rows of an int64 vector of keys, with a gradient for the table."""
+
+    def new_slot(self, optimizer: keras.optimizers.Optimizer, name: str) -> Any:
+        """Value of one more slot of an optimizer."""
+
+    def read_snapshot(self) -> Snapshot:
+        """Contents of the table."""
+
+    def write_snapshot(self, snapshot: Snapshot) -> None:
+        """Sets the contents of the table."""
+
+    def read_rows(self) -> np.ndarray:
+        """Rows of the table or slot, in the order of their keys."""
+
+    def write_rows(self, rows: np.ndarray) -> None:
+        """Sets the rows of the table or slot, in the order of their keys."""
+
+
+class KeyedVariable(keras.Variable):
+    """Keras variable of a dynamic table, or of a slot of its optimizer.
+
+    Its shape is that of a table without rows, which never changes; `numpy` and `assign` are of all
+    rows, in the order of their keys.
+
+    Args:
+        make: Function of this variable that makes its value.
+        dim: Numbers in a row.
+        name: Its name.
+        trainable: Whether it is trained.
+    """
+
+    def __init__(
+        self, make: Callable[[KeyedVariable], Any], dim: int, name: str, trainable: bool
+    ) -> None:
+        self._make_value: Callable[[KeyedVariable], Any] | None = make
+        super().__init__(
+            keras.initializers.Zeros(),
+            shape=(0, dim),
+            dtype="float32",
+            trainable=trainable,
+            autocast=False,
+            name=name,
+        )
+
+    def _initialize_with_initializer(self, initializer: Any) -> None:
+        assert self._make_value is not None
+        make, self._make_value = self._make_value, None
+        with tf.init_scope():
+            self._value = make(self)
+
+    def numpy(self) -> np.ndarray:
+        return self._value.numpy()
+
+    def __array__(self, dtype: Any = None, copy: bool | None = None) -> np.ndarray:
+        return np.asarray(self.numpy(), dtype)
+
+    def assign(self, value: Any) -> Any:
+        """Sets all rows, in the order of the keys.
+
+        Raises:
+            ValueError: If there are not as many rows as keys.
+        """
+        if not is_keyed(self):
+            return super().assign(value)
+        self._value.write_rows(np.asarray(value, np.float32))
+        return value
+
+
+def is_keyed(variable: Any) -> bool:
+    """Whether a variable, or its value, is a dynamic table or a slot."""
+    return isinstance(getattr(variable, "_value", variable), KeyedValue)
+
+
+def add_slot(
+    optimizer: keras.optimizers.Optimizer, reference: KeyedVariable, name: str | None
+) -> KeyedVariable:
+    """Adds a slot for a dynamic table to an optimizer, in place of Keras's function."""
+    value: Any = getattr(reference, "_value", reference)
+    path = getattr(reference, "path", None) or reference.name
+    full = f"{path.replace('/', '_')}_{name or 'var'}"
+    with backend.name_scope(optimizer.name, caller=optimizer):
+        slot = KeyedVariable(
+            lambda _: value.new_slot(optimizer, full), value.shape[1], full, trainable=False
+        )
+    optimizer._track_variable(slot)
+    return slot
+
+
+def with_gradient(
+    proxy: tf.Tensor,
+    rows: tf.Tensor,
+    unique: tf.Tensor,
+    positions: tf.Tensor,
+    dim: int,
+    kept: Callable[[tf.Tensor], tf.Tensor] = lambda rows: rows,
+) -> tf.Tensor:
+    """Gathers looked-up rows, with a gradient by keys for the variable that has the proxy.
+
+    Args:
+        proxy: Value of the variable that the tape watches.
+        rows: Rows of the distinct keys.
+        unique: int64 vector of these keys.
+        positions: For each place, the index of its row in `rows`.
+        dim: Numbers in a row.
+        kept: Function of rows of the gradient that returns those that count.
+    """
+
+    @tf.custom_gradient
+    def take(
+        proxy: tf.Tensor, rows: tf.Tensor, unique: tf.Tensor, positions: tf.Tensor
+    ) -> tuple[tf.Tensor, Callable[..., Any]]:
+        def gradient(upstream: tf.Tensor) -> tuple[Any, ...]:
+            # An int32, as TensorFlow gives to a branch of tf.cond without a lookup.
+            whole = tf.constant([tf.int32.max, dim])
+            summed = tf.math.unsorted_segment_sum(upstream, positions, tf.size(unique))
+            return tf.IndexedSlices(kept(summed), kept(unique), whole), None, None, None
+
+        return tf.gather(rows, positions), gradient
+
+    return take(proxy, rows, unique, positions)

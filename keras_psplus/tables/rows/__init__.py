@@ -1,0 +1,1 @@
+"""Rows of keys in memory, and a Keras optimizer on them."""

@@ -1,0 +1,144 @@
+"""Rows in chunks of memory, none of which is ever copied.
+
+Each chunk is as large as all before it.
+
+    chunk        0          1              2
+    rows     0 .. n-1   n .. 2n-1     2n .. 4n-1
+
+The operating system gives a chunk memory page by page, where it is first written.
+"""
+
+import itertools
+from collections.abc import Callable
+from typing import Any
+
+import tensorflow as tf
+
+_INT = tf.int32
+_FIRST_BYTES, _LEAST_ROWS = 1 << 26, 1 << 10
+MOST_ROWS = 1 << 30
+_numbers = itertools.count()
+
+
+def traced_once(function: Callable[..., Any], *signature: tf.TensorSpec) -> Any:
+    """Function with a graph of its own, which is one operation in others."""
+    made: list[Any] = []
+
+    def call(*args: tf.Tensor) -> Any:
+        if not made:
+            with tf.init_scope():
+                of_graph = tf.function(
+                    function,
+                    input_signature=signature,
+                    autograph=False,
+                    experimental_attributes={"_noinline": True},
+                )
+                # TensorFlow would warn of many functions that are called once.
+                made.append(of_graph.get_concrete_function())
+        return made[0](*args)
+
+    return call
+
+
+class ChunkedRows:
+    """Matrix that grows by rows; its methods may be called in graphs.
+
+    Args:
+        columns: Its columns.
+        dtype: Its type.
+    """
+
+    def __init__(self, columns: int, dtype: tf.DType) -> None:
+        self.dtype, self._columns = dtype, columns
+        self.shape, self.name = tf.TensorShape([MOST_ROWS, columns]), "rows"
+        self._unique_id = f"keras_psplus_rows_{next(_numbers)}"
+        self._log = (max(_LEAST_ROWS, _FIRST_BYTES // (dtype.size * columns))).bit_length() - 1
+        first = 1 << self._log
+        self._starts, self._sizes = [0], [first]
+        while self._starts[-1] + self._sizes[-1] < MOST_ROWS:
+            self._starts.append(self._starts[-1] + self._sizes[-1])
+            self._sizes.append(self._starts[-1])
+        with tf.init_scope(), tf.device("/CPU:0"):
+            self._chunks = [
+                tf.Variable(tf.zeros([0, columns], dtype), shape=[None, columns], trainable=False)
+                for _ in self._sizes
+            ]
+            self._used = tf.Variable(0, dtype=_INT, trainable=False)
+        ids, values = tf.TensorSpec([None], _INT), tf.TensorSpec([None, columns], dtype)
+        self._allocate = traced_once(self._make_up_to, tf.TensorSpec([], _INT))
+        self._read_all = traced_once(self._read_chunks, ids)
+        self._write_all = traced_once(self._write_chunks, ids, values)
+        self.allocate(tf.constant(1))
+
+    def allocate(self, rows: tf.Tensor) -> None:
+        """Sees that there is memory for the rows below a number."""
+        used = self._used.read_value()
+        needed = tf.reduce_sum(tf.cast(tf.constant(self._starts) < rows, _INT))
+        tf.cond(needed > used, lambda: self._allocate(needed), lambda: used)
+
+    def _make_up_to(self, needed):
+        used = self._used.read_value()
+        for i in range(len(self._chunks)):
+            is_new = tf.logical_and(used <= i, i < needed)
+            tf.cond(is_new, lambda i=i: self._make(i), lambda: 0)
+        return self._used.assign(needed, read_value=True)
+
+    def _make(self, i):
+        # Assigned before anything reads the chunk: afterwards, TensorFlow would copy it.
+        shape = [self._sizes[i], self._columns]
+        self._chunks[i].assign(tf.raw_ops.Empty(shape=shape, dtype=self.dtype), read_value=False)
+        return 0
+
+    def sparse_read(self, rows: tf.Tensor) -> tf.Tensor:
+        """Rows of an int32 vector of numbers, for which there is memory."""
+        found = tf.cond(
+            self._used.read_value() > 1,
+            lambda: self._read_all(rows),
+            lambda: self._chunks[0].sparse_read(rows),
+        )
+        return tf.ensure_shape(found, [None, self._columns])
+
+    def _read_chunks(self, rows):
+        chunks, inside = self._places(rows)
+        count = len(self._chunks)
+        places = tf.dynamic_partition(tf.range(tf.size(rows)), chunks, count)
+        parts = [
+            tf.cond(
+                tf.size(own) > 0,
+                lambda i=i, own=own: self._chunks[i].sparse_read(own),
+                lambda: tf.zeros([0, self._columns], self.dtype),
+            )
+            for i, own in enumerate(tf.dynamic_partition(inside, chunks, count))
+        ]
+        return tf.dynamic_stitch(places, parts)
+
+    def write(self, rows: tf.Tensor, values: tf.Tensor) -> tf.Tensor:
+        """Writes distinct rows; returns a tensor to wait for."""
+        return tf.cond(
+            self._used.read_value() > 1,
+            lambda: self._write_all(rows, values),
+            lambda: self._write_to(0, rows, values),
+        )
+
+    def _write_chunks(self, rows, values):
+        chunks, inside = self._places(rows)
+        own = [tf.dynamic_partition(of, chunks, len(self._chunks)) for of in (inside, values)]
+        for i, (ids, part) in enumerate(zip(*own)):
+            tf.cond(
+                tf.size(ids) > 0,
+                lambda i=i, ids=ids, part=part: self._write_to(i, ids, part),
+                lambda: 0,
+            )
+        return tf.constant(0)
+
+    def _write_to(self, i, rows, values):
+        tf.raw_ops.ResourceScatterUpdate(
+            resource=self._chunks[i].handle, indices=rows, updates=values
+        )
+        return tf.constant(0)
+
+    def _places(self, rows):
+        """Chunk of each row, and its number there."""
+        starts = tf.constant(self._starts)
+        chunks = tf.searchsorted(starts, rows, side="right") - 1
+        return chunks, rows - tf.gather(starts, chunks)

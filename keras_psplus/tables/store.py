@@ -1,0 +1,215 @@
+"""All that a server, or a process that trains alone, has of a dynamic table.
+
+lookup     nothing is made: a key without a row gets its initial row, or the default
+apply      1. find the rows; those that were not used for too long are free
+           2. keys without a row: count them; make rows of those that are admitted
+           3. the optimizer, on these rows; counts; rows expire
+"""
+
+from typing import Any
+
+import numpy as np
+import tensorflow as tf
+
+from keras_psplus.tables import admission, initial_rows
+from keras_psplus.tables.expiry import Clock, Expiry
+from keras_psplus.tables.keys import FREE
+from keras_psplus.tables.rows.chunks import ChunkedRows
+from keras_psplus.tables.rows.index import hashes_of
+from keras_psplus.tables.rows.key_rows import FREQUENCY, KeyRows
+from keras_psplus.tables.rows.row_optimizer import RowOptimizer
+from keras_psplus.tables.snapshot import KEY, in_chunks, living
+
+_INT, _LONG = tf.int32, tf.int64
+ZEROS = "zeros"
+_CHUNK = 1 << 16
+
+
+class RowStore:
+    """Rows of keys, with the optimizer that updates them.
+
+    Args:
+        spec: Dict with the table's `name`, `dim`, `initializer`, `default`, `admit` and `expire`.
+        server: Index of this server.
+        servers: Number of servers that share the keys.
+    """
+
+    def __init__(self, spec: dict[str, Any], server: int = 0, servers: int = 1) -> None:
+        self._spec, self.dim = spec, spec["dim"]
+        self.clock = Clock()
+        self._expiry = Expiry(spec["expire"], self.clock, servers, server)
+        self.weights = ChunkedRows(self.dim, tf.float32)
+        self.key_rows = KeyRows(spec["name"], self.weights)
+        self.admission = admission.make(
+            spec["admit"], spec["name"], self.clock, self._expiry, server, servers
+        )
+        self._initial = initial_rows.maker(spec["initializer"], self.dim)
+        self.optimizer: RowOptimizer | None = None
+        self._slot_initializers: list[Any] = []
+
+    @property
+    def slots(self) -> list[ChunkedRows]:
+        """The optimizer's variables of the rows."""
+        return self.optimizer.slots if self.optimizer else []
+
+    def set_optimizer(self, config: dict[str, Any]) -> None:
+        """Makes an optimizer and its slots, in the place of the last one."""
+        initializers: list[Any] = []
+
+        def make_slot(initializer: Any, shape: Any) -> ChunkedRows:
+            initializers.append(initializer)
+            return ChunkedRows(self.dim, tf.float32)
+
+        with tf.init_scope():
+            self.key_rows.columns = [c for c in self.key_rows.columns if c not in self.slots]
+            self.optimizer = RowOptimizer(config, self.weights, make_slot)
+            self._slot_initializers = initializers
+            self.key_rows.columns += self.slots
+            # Of rows that there are already.
+            rows = int(self.key_rows.next.numpy())
+            for slot in self.slots:
+                slot.allocate(tf.constant(rows))
+            for first in range(0, rows, _CHUNK):
+                self._start_slots(tf.range(first, min(first + _CHUNK, rows)))
+
+    def lookup(self, keys: tf.Tensor, trains: bool) -> tf.Tensor:
+        """Rows of keys, and what there is in place of those that are missing.
+
+        Args:
+            keys: int64 vector.
+            trains: Whether a step trains with them.
+        """
+        rows = self._expiry.living(self.key_rows, self.key_rows.index.find(hashes_of(keys)))
+        values = self.weights.sparse_read(tf.maximum(rows, 0))
+        is_initial = self._spec["default"] != ZEROS or (trains and self._spec["admit"] is None)
+
+        def filled() -> tf.Tensor:
+            missing = tf.cast(tf.where(rows < 0), _INT)
+            if is_initial:
+                instead = self._initial(tf.gather(keys, missing[:, 0]))
+            else:
+                instead = tf.zeros([tf.shape(missing)[0], self.dim])
+            return tf.tensor_scatter_nd_update(values, missing, instead)
+
+        has_all = tf.reduce_all(rows >= 0)
+        return tf.ensure_shape(tf.cond(has_all, lambda: values, filled), [None, self.dim])
+
+    def apply(
+        self,
+        keys: tf.Tensor,
+        gradient: tf.Tensor,
+        learning_rate: tf.Tensor,
+        scalars: tf.Tensor,
+        iterations: tf.Tensor,
+    ) -> tf.Operation:
+        """Updates rows, and makes those of new keys; in a graph.
+
+        Args:
+            keys: int64 vector of distinct keys.
+            gradient: float32 tensor of shape `(len(keys), dim)`.
+            learning_rate: float32 scalar.
+            scalars: As for `RowOptimizer.apply`.
+            iterations: int64 scalar: updates before this one.
+
+        Returns:
+            The operation after which all is done.
+        """
+        assert self.optimizer is not None
+        key_rows, hashes = self.key_rows, hashes_of(keys)
+        rows = self._expiry.find(key_rows, hashes)
+        is_missing = rows < 0
+        rows = tf.cond(
+            tf.reduce_any(is_missing), lambda: self._make_missing(keys, hashes, rows), lambda: rows
+        )
+        has_row = rows >= 0
+        rows = tf.ensure_shape(tf.boolean_mask(rows, has_row), [None])
+        gradient = tf.boolean_mask(gradient, has_row)
+        done = self.optimizer.apply(rows, gradient, learning_rate, scalars, iterations)
+        with tf.control_dependencies([done]):
+            was_there = tf.boolean_mask(tf.logical_not(is_missing), has_row)
+            frequency = key_rows.meta(rows)[:, FREQUENCY] + tf.cast(was_there, _INT)
+            now, seconds = self.clock.step() + 1, tf.cast(tf.timestamp(), _INT)
+            key_rows.note(rows, frequency, now, seconds)
+            self._expiry.after_update(key_rows, rows, self.weights)
+            self.clock.tick()
+            self._expiry.sweep(key_rows, "rows")
+            return tf.group(self.clock.steps.read_value())
+
+    def _make_missing(self, keys, hashes, rows):
+        missing = tf.cast(tf.where(rows < 0)[:, 0], _INT)
+        keys, hashes = tf.gather(keys, missing), tf.gather(hashes, missing)
+        admitted, counts = self.admission.admit(keys, hashes)
+        keys, counts, missing = (tf.boolean_mask(of, admitted) for of in (keys, counts, missing))
+        meta = tf.pad(counts[:, tf.newaxis], [[0, 0], [0, 2]])
+        made = self.key_rows.add(keys, meta)
+        self.weights.write(made, self._initial(keys))
+        self._start_slots(made)
+        return tf.tensor_scatter_nd_update(rows, missing[:, tf.newaxis], made)
+
+    def _start_slots(self, rows):
+        for slot, initializer in zip(self.slots, self._slot_initializers):
+            slot.write(rows, initializer([tf.size(rows), self.dim], dtype="float32"))
+
+    # Contents.
+
+    def entries(self, first: tf.Tensor, count: tf.Tensor) -> tf.Tensor:
+        """As `KeyRows.entries`, of the rows that count; others have the key `FREE`."""
+        return self._entries_of(self.key_rows, first, count)
+
+    def _entries_of(self, key_rows, first, count):
+        entries = key_rows.entries(first, count)
+        rows = self._expiry.living(key_rows, first + tf.range(tf.shape(entries)[0]))
+        free = tf.constant([[FREE, 0, 0, 0]], _LONG)
+        return tf.where(rows[:, tf.newaxis] >= 0, entries, free)
+
+    def insert(self, entries: tf.Tensor) -> tf.Tensor:
+        """Makes rows for keys that have none; returns their number."""
+        rows = self.key_rows.add_entries(entries)
+        self.weights.write(rows, self._initial(entries[:, 0]))
+        self._start_slots(rows)
+        return tf.size(rows)
+
+    def write(self, slot: int, keys: tf.Tensor, values: tf.Tensor) -> tf.Tensor:
+        """Sets rows, or rows of an optimizer's slot, of keys that are there."""
+        variable = self.slots[slot - 1] if slot else self.weights
+        rows = self.key_rows.index.find(hashes_of(keys))
+        variable.write(rows, values)
+        return tf.size(rows)
+
+    def clear(self) -> None:
+        """Removes all rows and what admission has counted."""
+        self.key_rows.clear()
+        if self.admission.candidates is not None:
+            self.admission.candidates.clear()
+        if self.admission.filter is not None:
+            self.admission.filter.assign(tf.zeros_like(self.admission.filter))
+
+    def counters(self) -> tuple[np.ndarray, np.ndarray]:
+        """Counts of admission: entries of candidates, and blocks of a Bloom filter."""
+        candidates, filter_ = self.admission.candidates, self.admission.filter
+        entries = np.zeros([0, 4], np.int64)
+        if candidates is not None:
+            entries = in_chunks(lambda i, n: self.candidates(i, n).numpy(), _CHUNK)
+            entries = entries[living(entries)]
+            entries = entries[np.argsort(entries[:, KEY], kind="stable")]
+        blocks = np.zeros([0, 0], np.uint8)
+        if filter_ is not None:
+            blocks = filter_.numpy().reshape(self.admission.blocks, -1)
+        return entries, blocks
+
+    def candidates(self, first: tf.Tensor, count: tf.Tensor) -> tf.Tensor:
+        """As `entries`, of keys that are counted and have no row yet."""
+        return self._entries_of(self.admission.candidates, first, count)
+
+    def insert_candidates(self, entries: tf.Tensor) -> tf.Tensor:
+        """Adds keys that are counted; returns their number."""
+        assert self.admission.candidates is not None
+        return tf.size(self.admission.candidates.add_entries(entries))
+
+    def set_counters(self, candidates: np.ndarray, blocks: np.ndarray) -> None:
+        """Sets what admission has counted, of a table that has been cleared."""
+        if self.admission.candidates is not None:
+            self.insert_candidates(tf.constant(candidates, _LONG))
+        own = self.admission.filter
+        if own is not None and blocks.size == own.shape[0]:
+            own.assign(blocks.reshape(-1))

@@ -1,0 +1,113 @@
+"""Ways of training with a dynamic table, for a cluster and for one process that is the reference.
+
+dynamic_job.py FOLDER CASES [--reference]
+"""
+
+import os
+import pathlib
+import sys
+
+os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "2")
+
+import keras
+import numpy as np
+import tensorflow as tf
+
+import keras_psplus as psp
+from tests.hybrid.training_job import head
+
+KEYS, DIM, BATCH, STEPS = 60, 4, 16, 6
+optimizers, tables = keras.optimizers, psp.tables
+
+
+def adam():
+    return optimizers.AdamW(0.05, weight_decay=0.1, global_clipnorm=0.5)
+
+
+# By name: the layer's options, the optimizer, and whether ids are strings.
+CASES = {
+    "plain": ({}, adam, False),
+    "counted": (
+        {"admit": tables.Count(2), "expire": tables.Unused(steps=3), "default": "initializer"},
+        lambda: optimizers.Adagrad(0.3),
+        True,
+    ),
+    "filtered": (
+        {
+            "admit": tables.Bloom(2, bits=8 * 840 * 64),
+            "expire": tables.Unused(steps=4) | tables.Norm(0.06),
+            "combiner": "mean",
+        },
+        lambda: optimizers.SGD(0.5, momentum=0.9),
+        False,
+    ),
+}
+
+
+def data():
+    """Ids of which some come for a few steps only, and labels; the last batch is not full."""
+    random = np.random.default_rng(0)
+    keys = random.integers(-(2**62), 2**62, KEYS)
+    rows = BATCH * STEPS - 7
+    first = np.arange(rows)[:, np.newaxis] // BATCH * 8
+    return keys[(first + random.integers(0, 25, (rows, 5))) % KEYS], random.integers(0, 3, rows)
+
+
+def as_ids(case, x):
+    """The ids of a case: integers, or strings."""
+    return np.array([[f"id {key}" for key in row] for row in x]) if CASES[case][2] else x
+
+
+def train(case, x, y):
+    """What a case comes to."""
+    options, optimizer, is_text = CASES[case]
+    keras.utils.set_random_seed(1)
+    ids = keras.Input((5,), dtype="string" if is_text else "int64")
+    initializer = keras.initializers.RandomUniform(-0.05, 0.05, seed=7)
+    table = psp.layers.DynamicEmbedding(DIM, initializer=initializer, name="t", **options)
+    model = keras.Model(ids, head(keras.layers.Flatten()(table(ids))))
+    loss = keras.losses.SparseCategoricalCrossentropy(from_logits=True)
+    model.compile(optimizer(), loss, metrics=["accuracy"])
+    dataset = tf.data.Dataset.from_tensor_slices((x, y)).batch(BATCH)
+    results = dict(model.fit(dataset, epochs=2, verbose=0).history)
+    results["predicted"] = model.predict(dataset.unbatch().take(21).batch(8), verbose=0)
+    return model, table, results
+
+
+def train_more(model, case, x, y):
+    """Changes rows."""
+    model.fit(tf.data.Dataset.from_tensors((as_ids(case, x), y)), verbose=0)
+
+
+def contents(model, table):
+    """Keys, rows, slots and counts."""
+    arrays = {f"table_{name}": value for name, value in table._snapshot().arrays().items()}
+    arrays.pop("table_last_seconds")
+    arrays["table_candidates"] = arrays["table_candidates"][:, :3]
+    slots = [np.asarray(v) for v in model.optimizer.variables]
+    return arrays | {f"slot_{i}": slot for i, slot in enumerate(slots)}
+
+
+def main():
+    folder, names = pathlib.Path(sys.argv[1]), sys.argv[2].split(",")
+    strategy = psp.HybridStrategy()
+    x, y = data()
+    who = "reference" if "--reference" in sys.argv else strategy.task.name
+    for name in names:
+        with strategy.scope():
+            model, table, results = train(name, as_ids(name, x), y)
+            results |= contents(model, table)
+            path = folder / f"{name}-{who}.weights.h5"
+            model.save_weights(path)
+            # Into what has other rows, and from one process into a cluster.
+            train_more(model, name, x[:BATCH], y[:BATCH])
+            model.load_weights(path)
+            again = contents(model, table)
+            for what, value in again.items():
+                np.testing.assert_array_equal(value, results[what], err_msg=what)
+        np.savez(folder / f"{name}-{who}.npz", **results)
+        print(f"done {name}: {len(results['table_keys'])} keys", flush=True)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,38 @@
+"""Training with a dynamic table on parameter servers equals training in one process."""
+
+import pathlib
+
+import numpy as np
+import pytest
+
+from keras_psplus.cluster.testing import run_in_processes
+from tests.hybrid.dynamic_job import CASES
+from tests.hybrid.reference import ENVIRONMENT, running_reference
+from tests.results import load
+from tests.selection import cases
+
+JOB = pathlib.Path(__file__).with_name("dynamic_job.py")
+
+
+@pytest.fixture(scope="module")
+def job(request, tmp_path_factory):
+    """Where all have left what the cases come to, and the logs of the cluster."""
+    folder, wanted = tmp_path_factory.mktemp("dynamic"), cases(request)
+    args = [folder, ",".join(name for name in CASES if name in wanted)]
+    with running_reference(JOB, *args, seconds=300):
+        done = run_in_processes(JOB, workers=2, ps=2, timeout=500, env=ENVIRONMENT, args=args)
+    return folder, done.logs
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_equals_one_process(job, case):
+    folder, logs = job
+    expected = np.load(folder / f"{case}-reference.npz")
+    assert len(expected["table_keys"])
+    for worker in ("worker-0", "worker-1"):
+        found = load(folder / f"{case}-{worker}.npz", logs[worker])
+        assert sorted(found) == sorted(expected)
+        for name in expected:
+            np.testing.assert_allclose(
+                found[name], expected[name], rtol=1e-4, atol=2e-5, err_msg=name
+            )

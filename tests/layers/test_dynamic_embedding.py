@@ -1,0 +1,97 @@
+"""`DynamicEmbedding` in one process, by plain Keras."""
+
+import keras
+import numpy as np
+import pytest
+import tensorflow as tf
+
+import keras_psplus as psp
+
+KEYS = np.array([7, -(2**61), 2**40, 123456789, 0], np.int64)
+
+
+def layer(**options):
+    options = {"initializer": keras.initializers.RandomUniform(-1, 1, seed=2), **options}
+    return psp.layers.DynamicEmbedding(3, default="initializer", **options)
+
+
+@pytest.mark.parametrize("combiner", ["sum", "mean", "sqrtn"])
+def test_rows_are_combined_in_every_form(combiner):
+    table = layer(combiner=combiner)
+    each = layer()(KEYS).numpy()
+    groups, weights = [[0, 1, 1], [], [4, 2]], [[1.0, 2.0, 0.5], [], [3.0, 1.0]]
+    expected = np.zeros([3, 3])
+    for i, (group, own) in enumerate(zip(groups, weights)):
+        if group:
+            total = sum(w * each[j] for j, w in zip(group, own))
+            by = {"sum": 1, "mean": sum(own), "sqrtn": np.sqrt(np.square(own).sum())}[combiner]
+            expected[i] = total / by
+    ids = tf.ragged.constant([[KEYS[j] for j in group] for group in groups], tf.int64)
+    own = tf.ragged.constant(weights, tf.float32)
+    for form in (lambda of: of, lambda of: of.to_sparse()):
+        np.testing.assert_allclose(table(form(ids), form(own)), expected, atol=1e-5)
+    dense = table(KEYS[[[0, 1, 1]]], np.array([weights[0]]))
+    np.testing.assert_allclose(dense, expected[:1], atol=1e-5)
+
+
+def test_strings_have_rows_of_their_fingerprints():
+    table = layer()
+    rows = table(tf.constant([["a", "b"], ["b", ""]])).numpy()
+    np.testing.assert_array_equal(rows[0, 1], rows[1, 0])
+    assert len(np.unique(rows.reshape(-1, 3), axis=0)) == 3
+    ragged = table(tf.ragged.constant([["a"], ["b", ""]]))
+    np.testing.assert_array_equal(ragged.flat_values, rows.reshape(-1, 3)[[0, 1, 3]])
+
+
+def test_rows_are_made_by_training_alone_and_saved(tmp_path):
+    keras.utils.set_random_seed(0)
+    ids = keras.Input((2,), dtype="int64")
+    options = {"admit": psp.tables.Count(2), "expire": psp.tables.Unused(steps=9)}
+    table = psp.layers.DynamicEmbedding(3, combiner="sum", initializer="normal", **options)
+    model = keras.Model(ids, keras.layers.Dense(1)(table(ids)))
+    model.compile(keras.optimizers.Adam(0.1, clipnorm=1.0), "mse")
+    x, y = KEYS[[[0, 1], [1, 2]]], np.ones((2, 1))
+    model.evaluate(x, y, verbose=0)
+    assert not model.predict(x, verbose=0).any() and not len(table.keys)
+    model.train_on_batch(x, y)
+    assert not len(table.keys)
+    model.train_on_batch(x, y)
+    assert sorted(table.keys) == sorted(KEYS[:3])
+    for count, last in zip(*table.counts()):
+        assert (count, last) == (2, 2)
+    model.save(tmp_path / "model.keras")
+    again = keras.models.load_model(tmp_path / "model.keras")
+    for one in (model, again):
+        one.train_on_batch(KEYS[[[2, 3], [3, 3]]], y)
+        one.train_on_batch(x, y)
+    assert again.layers[1].counts()[0].tolist() == table.counts()[0].tolist() == [3, 3, 4]
+    for one, other in zip(
+        [*model.weights, *model.optimizer.variables],
+        [*again.weights, *again.optimizer.variables],
+        strict=True,
+    ):
+        np.testing.assert_allclose(one.numpy(), other.numpy(), atol=1e-6)
+
+
+def test_what_does_not_fit_is_refused():
+    with pytest.raises(ValueError, match="Received: dtype=float32"):
+        layer()(np.zeros([2], np.float32))
+    with pytest.raises(ValueError, match="Received: combiner='max'"):
+        layer(combiner="max")
+    with pytest.raises(ValueError, match="Received: initializer=.*Orthogonal"):
+        layer(initializer=keras.initializers.Orthogonal())
+    with pytest.raises(ValueError, match="Received: combiner=None"):
+        layer()(tf.sparse.from_dense([[1, 0]]))
+
+    class Twice(keras.Model):
+        def __init__(self):
+            super().__init__()
+            self.first, self.second = layer(name="t"), layer(name="t")
+
+        def call(self, ids):
+            return self.first(ids) + self.second(ids)
+
+    model = Twice()
+    model.compile("sgd", "mse")
+    with pytest.raises(ValueError, match="Two tables of a model.*Received: .*t/table"):
+        model.fit(KEYS, np.zeros([5, 3]), verbose=0)
