@@ -15,7 +15,7 @@ import tensorflow as tf
 from keras_psplus.all_reduce.engine import AllReduceEngine
 from keras_psplus.core.base.optimizers import optimizers_of
 from keras_psplus.core.batch.replica_step import current_step
-from keras_psplus.core.graph.traffic import TensorTraffic, TrafficVariables
+from keras_psplus.core.batch.traffic import TensorTraffic, TrafficVariables
 from keras_psplus.core.models.building import lifted
 from keras_psplus.engine import Call, answers
 from keras_psplus.keras_internals.keras_parts import base_optimizer, ops

@@ -23,7 +23,7 @@ import tensorflow as tf
 from keras_psplus.all_reduce.collectives import gradients
 from keras_psplus.all_reduce.topology import shards
 from keras_psplus.core.batch.replica_step import current_step
-from keras_psplus.core.graph.traffic import TensorTraffic, TrafficVariables
+from keras_psplus.core.batch.traffic import TensorTraffic, TrafficVariables
 from keras_psplus.engine import Call
 from keras_psplus.keras_internals.keras_parts import get_keras_mask, set_keras_mask, tree
 from keras_psplus.sharding.variable import gather_row

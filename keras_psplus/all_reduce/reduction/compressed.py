@@ -23,8 +23,8 @@ from keras_psplus.all_reduce.reduction.identity import IDENTITY
 from keras_psplus.all_reduce.reduction.replica_states import ReplicaStates
 from keras_psplus.compression import Compressor
 from keras_psplus.compression.factors.outer_products import OuterProduct
+from keras_psplus.core.batch.traffic import TensorTraffic, TrafficVariables
 from keras_psplus.core.graph.stand_ins import Gradient
-from keras_psplus.core.graph.traffic import TensorTraffic, TrafficVariables
 
 _Sums: TypeAlias = tuple[list[Any], list[TensorTraffic]]
 # Gradients compressed more than 8x share buckets that hold 8x more uncompressed bytes.

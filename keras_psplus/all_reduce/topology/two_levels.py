@@ -42,8 +42,8 @@ from keras_psplus.all_reduce.topology.hop_turns import HopOrder
 from keras_psplus.all_reduce.topology.hops import Hops
 from keras_psplus.all_reduce.topology.levels import Levels
 from keras_psplus.compression import kernels
+from keras_psplus.core.batch.traffic import TensorTraffic, TrafficVariables
 from keras_psplus.core.graph.stand_ins import Gradient
-from keras_psplus.core.graph.traffic import TensorTraffic, TrafficVariables
 
 _Sums: TypeAlias = tuple[list[tf.Tensor], list[TensorTraffic]]
 

@@ -15,7 +15,7 @@ import tensorflow as tf
 
 from keras_psplus.communication import Traffic
 from keras_psplus.compression import Compressor
-from keras_psplus.core.graph.traffic import TensorTraffic, TrafficVariables
+from keras_psplus.core.batch.traffic import TensorTraffic, TrafficVariables
 from keras_psplus.pipeline.base import needed
 from keras_psplus.pipeline.base.stages import Stages
 from keras_psplus.pipeline.graph import devices
