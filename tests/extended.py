@@ -202,6 +202,7 @@ TESTS = {
     "examples/test_examples.py": [
         *("test_characters", "test_tutorial[alone]", "test_digits", "test_ngram_embedding"),
         "test_transformer_in_stages_equals_one_process",
+        "test_transformer_in_parts_equals_one_process",
     ],
     "examples/test_ray.py": ["*_with_another_number_of_workers*"],
     "examples/test_recognised.py": ["test_under_other_entries*", "test_all_of_them_by_all_reduce"],

@@ -78,8 +78,8 @@ FOLDERS = {
         *("engine", "full_engine"),
     ],
     "tensor_parallel": [
-        *("mesh", "group", "variable", "contractions", "embeddings", "attention", "layer_calls"),
-        *("plan", "extended", "engine", "strategy"),
+        *("mesh", "group", "variable", "regions", "contractions", "embeddings", "attention"),
+        *("layer_calls", "plan", "extended", "engine", "strategy"),
     ],
 }
 # The package itself, whose import installs the hooks, and what runs the command line.

@@ -196,7 +196,7 @@ class MultiWorkerMirroredExtended(collective_all_reduce_strategy.CollectiveAllRe
         return self._cross_device_ops.launchers[local_replica]
 
     def data_rank_of(self, worker: int) -> int:
-        """Rank, among those that divide batches, of a worker with one replica."""
+        """Rank of a worker's replica among those that divide batches."""
         return worker
 
     @property
@@ -238,7 +238,6 @@ class MultiWorkerMirroredExtended(collective_all_reduce_strategy.CollectiveAllRe
 
     def broadcast(self, variables: Sequence[tf.Variable]) -> None:
         """Gives all workers the first one's values of variables that all of them have."""
-        launcher = self.host_launcher
         by_dtype: dict[tf.DType, list[tf.Variable]] = {}
         for variable in variables:
             by_dtype.setdefault(_WIDER.get(variable.dtype, variable.dtype), []).append(variable)
@@ -246,7 +245,9 @@ class MultiWorkerMirroredExtended(collective_all_reduce_strategy.CollectiveAllRe
             values = [tf.cast(v.read_value(), dtype) for v in by_dtype[dtype]]
             if not self._is_chief:
                 values = [tf.zeros_like(value) for value in values]
-            for variable, value in zip(by_dtype[dtype], gradients.pack_and_sum(launcher, values)):
+            for variable, value in zip(
+                by_dtype[dtype], gradients.pack_and_sum(self.host_launcher, values)
+            ):
                 variable.assign(tf.cast(value, variable.dtype))
 
     def step_variable(self, name: str) -> tf.Variable:
@@ -329,10 +330,8 @@ class MultiWorkerMirroredExtended(collective_all_reduce_strategy.CollectiveAllRe
         stock = super()._get_variable_creator_initial_value
         if replica_id != 0 or self._num_workers == 1:
             return stock(replica_id, device, primary_var, **kwargs)
-        path, _ = getattr(self._creating, "value", None) or (
-            kwargs.get("name") or "variable",
-            False,
-        )
+        unnamed = kwargs.get("name") or "variable", False
+        path, _ = getattr(self._creating, "value", None) or unnamed
         are_zeros = getattr(self._creating, "zeros", False)
 
         def initial_value():
