@@ -195,10 +195,6 @@ class MultiWorkerMirroredExtended(collective_all_reduce_strategy.CollectiveAllRe
             local_replica = distribute_lib.get_replica_context()._replica_id
         return self._cross_device_ops.launchers[local_replica]
 
-    def data_rank_of(self, worker: int) -> int:
-        """Rank of a worker's replica among those that divide batches."""
-        return worker
-
     @property
     def host_launcher(self) -> Launcher:
         """Collectives between the hosts of all workers."""
@@ -238,16 +234,14 @@ class MultiWorkerMirroredExtended(collective_all_reduce_strategy.CollectiveAllRe
 
     def broadcast(self, variables: Sequence[tf.Variable]) -> None:
         """Gives all workers the first one's values of variables that all of them have."""
-        by_dtype: dict[tf.DType, list[tf.Variable]] = {}
+        launcher, by_dtype = self.host_launcher, dict[tf.DType, list[tf.Variable]]()
         for variable in variables:
             by_dtype.setdefault(_WIDER.get(variable.dtype, variable.dtype), []).append(variable)
         for dtype in sorted(by_dtype, key=lambda d: d.name):
             values = [tf.cast(v.read_value(), dtype) for v in by_dtype[dtype]]
             if not self._is_chief:
                 values = [tf.zeros_like(value) for value in values]
-            for variable, value in zip(
-                by_dtype[dtype], gradients.pack_and_sum(self.host_launcher, values)
-            ):
+            for variable, value in zip(by_dtype[dtype], gradients.pack_and_sum(launcher, values)):
                 variable.assign(tf.cast(value, variable.dtype))
 
     def step_variable(self, name: str) -> tf.Variable:
