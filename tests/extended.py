@@ -203,10 +203,12 @@ TESTS = {
     "examples/test_examples.py": [
         *("test_characters", "test_tutorial[alone]", "test_digits", "test_ngram_embedding"),
         "test_transformer_in_stages_equals_one_process",
+        "test_transformer_in_parts_equals_one_process",
     ],
     "examples/test_ray.py": ["*_with_another_number_of_workers*"],
     "examples/test_recognised.py": ["test_under_other_entries*", "test_all_of_them_by_all_reduce"],
     "examples/test_parameter_server_tutorial.py": ["*"],
+    "tensor_parallel/test_more_cases.py": ["*"],
     # `make test-fast` and `make test-versions` run these.
     "smoke/test_every_strategy.py": [
         *("*[all_reduce]", "*[sync_parameter_server]", "*[pipeline]", "*[hybrid]"),

@@ -79,8 +79,8 @@ FOLDERS = {
         *("engine", "full_engine"),
     ],
     "tensor_parallel": [
-        *("mesh", "group", "variable", "contractions", "embeddings", "attention", "layer_calls"),
-        *("plan", "extended", "engine", "strategy"),
+        *("mesh", "group", "variable", "regions", "contractions", "embeddings", "attention"),
+        *("layer_calls", "plan", "extended", "engine", "strategy"),
     ],
     "tables": [
         *("policies", "keys", "initial_rows", "rows", "expiry", "admission", "snapshot", "store"),

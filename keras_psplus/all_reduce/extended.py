@@ -13,7 +13,7 @@ from keras_psplus.all_reduce import reducers
 from keras_psplus.all_reduce.collectives import gradients, implementation, member_order, outputs
 from keras_psplus.all_reduce.collectives.operations import CollectiveOps, Launcher
 from keras_psplus.all_reduce.reduction.mirrored_state import MirroredState
-from keras_psplus.all_reduce.step import row_reads, updating
+from keras_psplus.all_reduce.step import broadcast, row_reads, updating
 from keras_psplus.all_reduce.topology import levels as levels_module
 from keras_psplus.all_reduce.topology.group_topology import Topology
 from keras_psplus.all_reduce.topology.hops import Hops
@@ -39,16 +39,6 @@ if TYPE_CHECKING:
 # TensorFlow counts the keys of its own groups up from 1.
 _GROUP_KEYS = 1 << 20
 _SUM = tf.distribute.ReduceOp.SUM
-# The broadcast kernel rejects these dtypes; the wider one holds their values exactly.
-_WIDER = {
-    tf.bool: tf.int32,
-    tf.bfloat16: tf.float32,
-    tf.int8: tf.int32,
-    tf.uint8: tf.int32,
-    tf.int16: tf.int32,
-    tf.uint16: tf.int32,
-    tf.uint32: tf.int64,
-}
 
 
 class MultiWorkerMirroredExtended(collective_all_reduce_strategy.CollectiveAllReduceExtended):
@@ -195,10 +185,6 @@ class MultiWorkerMirroredExtended(collective_all_reduce_strategy.CollectiveAllRe
             local_replica = distribute_lib.get_replica_context()._replica_id
         return self._cross_device_ops.launchers[local_replica]
 
-    def data_rank_of(self, worker: int) -> int:
-        """Rank, among those that divide batches, of a worker with one replica."""
-        return worker
-
     @property
     def host_launcher(self) -> Launcher:
         """Collectives between the hosts of all workers."""
@@ -238,20 +224,7 @@ class MultiWorkerMirroredExtended(collective_all_reduce_strategy.CollectiveAllRe
 
     def broadcast(self, variables: Sequence[tf.Variable]) -> None:
         """Gives all workers the first one's values of variables that all of them have."""
-        launcher = self.host_launcher
-
-        def dtype_of(variable: tf.Variable) -> tf.DType:
-            return _WIDER.get(variable.dtype, variable.dtype)
-
-        def size_of(variable: tf.Variable) -> int:
-            return (variable.shape.num_elements() or 0) * dtype_of(variable).size
-
-        for dtype, bucket in gradients.buckets(variables, dtype_of, size_of, self._bucket_bytes):
-            values = [tf.cast(v.read_value(), dtype) for v in bucket]
-            if not self._is_chief:
-                values = [tf.zeros_like(value) for value in values]
-            for variable, value in zip(bucket, gradients.pack_and_sum(launcher, values)):
-                variable.assign(tf.cast(value, variable.dtype))
+        broadcast.sum_from_chief(self.host_launcher, self._is_chief, variables, self._bucket_bytes)
 
     def step_variable(self, name: str) -> tf.Variable:
         """A float of this replica that holds something of its step, by name."""
@@ -337,8 +310,8 @@ class MultiWorkerMirroredExtended(collective_all_reduce_strategy.CollectiveAllRe
         stock = super()._get_variable_creator_initial_value
         if replica_id != 0 or self._num_workers == 1:
             return stock(replica_id, device, primary_var, **kwargs)
-        creating = getattr(self._creating, "value", None)
-        path = creating[0] if creating else kwargs.get("name") or "variable"
+        unnamed = kwargs.get("name") or "variable", False
+        path, _ = getattr(self._creating, "value", None) or unnamed
         are_zeros = getattr(self._creating, "zeros", False)
 
         control = self._control
@@ -356,7 +329,7 @@ class MultiWorkerMirroredExtended(collective_all_reduce_strategy.CollectiveAllRe
                 control.check_same("variable", form, f"{path} ({form})")
                 if are_zeros:
                     return value
-                value = tf.cast(value, _WIDER.get(dtype, dtype))
+                value = tf.cast(value, broadcast.WIDER.get(dtype, dtype))
                 sent = dict(kwargs, initial_value=value, dtype=value.dtype)
                 return tf.cast(stock(replica_id, device, primary_var, **sent)(), dtype)
 

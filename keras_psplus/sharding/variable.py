@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 import keras
 import tensorflow as tf
 
+from keras_psplus.all_reduce.step.broadcast import WIDER
 from keras_psplus.all_reduce.topology import group_routes
 from keras_psplus.all_reduce.topology.shards import Cut
 from keras_psplus.core.base.thread_flag import ThreadFlag
@@ -134,8 +135,7 @@ class ShareVariable(CompositeVariable):
 
         All workers of the job take part in the collective; the others give None.
         """
-        # On hosts, collectives sum no numbers of two bytes.
-        wide = tf.float32 if self.dtype.size == 2 else self.dtype
+        wide = WIDER.get(self.dtype, self.dtype)
         sent = tf.zeros(self._whole_shape, wide) if value is None else tf.cast(value, wide)
         total = tf.cast(launcher.all_reduce(sent), self.dtype)
         part = self.place.local_part(total, self._store.rank)

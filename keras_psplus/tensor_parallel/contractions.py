@@ -7,25 +7,15 @@ cut), or along one that input, kernel and output have in common, such as attenti
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import Any, NamedTuple
 
 import keras
 import tensorflow as tf
 
 from keras_psplus.keras_internals.keras_parts import ops
 from keras_psplus.tensor_parallel.group import ModelGroup, part_of
+from keras_psplus.tensor_parallel.regions import Regions
 from keras_psplus.tensor_parallel.variable import CutWeight, cut_of
-
-if TYPE_CHECKING:
-    from keras_psplus.tensor_parallel.layer_calls import Regions
-
-_ELEMENTWISE = frozenset(
-    "celu elu exponential gelu gelu_approximate hard_shrink hard_sigmoid hard_silu hard_swish "
-    "hard_tanh leaky_relu linear log_sigmoid mish quick_gelu relu relu6 selu sigmoid silu "
-    "soft_shrink softplus softsign sparse_plus sparse_sigmoid squareplus swish tanh tanh_shrink "
-    "threshold".split()
-)
-_PACKAGES = ("keras", "keras_hub")
 
 
 class _Axes(NamedTuple):
@@ -33,14 +23,6 @@ class _Axes(NamedTuple):
 
     input: int | None
     output: int | None
-
-
-def is_elementwise(activation: Any) -> bool:
-    """Whether an activation is known to compute each element by itself."""
-    if activation is None:
-        return True
-    package = str(getattr(activation, "__module__", "")).partition(".")[0]
-    return package in _PACKAGES and getattr(activation, "__name__", "") in _ELEMENTWISE
 
 
 def cut_kernel(layer: Any) -> CutWeight | None:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import keras
 import tensorflow as tf
@@ -11,10 +11,8 @@ import tensorflow as tf
 from keras_psplus.keras_internals.keras_parts import ops, set_keras_mask
 from keras_psplus.tensor_parallel.contractions import local_input, local_value
 from keras_psplus.tensor_parallel.group import ModelGroup
+from keras_psplus.tensor_parallel.regions import Regions
 from keras_psplus.tensor_parallel.variable import cut_of
-
-if TYPE_CHECKING:
-    from keras_psplus.tensor_parallel.layer_calls import Regions
 
 _REVERSIBLE: Any = getattr(keras.layers, "ReversibleEmbedding", None)
 

@@ -58,11 +58,8 @@ class ModelParallelExtended(ShardedExtended):
 
     @property
     def world(self) -> batches.World:
-        return batches.World(self.data_rank_of(self._id_in_cluster), 1, len(self.grid.rows))
-
-    def data_rank_of(self, worker: int) -> int:
-        row, _ = self.grid.place_of(worker)
-        return row
+        row, _ = self.grid.place_of(self._id_in_cluster)
+        return batches.World(row, 1, len(self.grid.rows))
 
     @property
     def host_launcher(self) -> Launcher:

@@ -13,67 +13,13 @@ from keras_psplus.engine import Call
 from keras_psplus.sharding.units import reaches
 from keras_psplus.tensor_parallel import attention, contractions, embeddings
 from keras_psplus.tensor_parallel.group import ModelGroup, part_of
+from keras_psplus.tensor_parallel.regions import Regions, is_elementwise
 from keras_psplus.tensor_parallel.variable import CutWeight, cut_of
 
 # Layers that call inner ones in loops of the graph, before which all of their weights are gathered.
 _LOOPS = (keras.layers.RNN, keras.layers.TimeDistributed)
 # Layers without weights that compute each element from the same one of their input.
 _ELEMENTWISE = (keras.layers.ReLU, keras.layers.LeakyReLU, keras.layers.ELU, keras.layers.Identity)
-
-
-class Regions:
-    """Parts of a step in which tensors are local, or weights whole.
-
-    Attributes:
-        are_local: Whether outputs of cut kernels stay local, as inside of attention by heads.
-        are_whole: Whether inner layers are called with gathered weights.
-    """
-
-    def __init__(self) -> None:
-        self.are_local = self.are_whole = False
-        # What several kernels of an attention layer multiply, with its one sum of gradients.
-        self._entered: dict[int, tuple[Any, tf.Tensor]] = {}
-
-    @contextlib.contextmanager
-    def local(self) -> Iterator[None]:
-        """Context in which outputs of cut kernels stay local."""
-        outer, self.are_local = self.are_local, True
-        try:
-            yield
-        finally:
-            self.are_local = outer
-            self._entered.clear()
-
-    @contextlib.contextmanager
-    def whole(self) -> Iterator[None]:
-        """Context in which inner layers are called as in one process."""
-        outer, self.are_whole = self.are_whole, True
-        try:
-            yield
-        finally:
-            self.are_whole = outer
-
-    def enter(self, whole: Any, group: ModelGroup) -> tf.Tensor:
-        """A whole tensor that each worker multiplies by its part of a kernel."""
-        if not self.are_local:
-            return group.enter(whole)
-        if id(whole) not in self._entered:
-            self._entered[id(whole)] = whole, group.enter(whole)
-        return self._entered[id(whole)][1]
-
-    def finish(self, local: Any, axis: int, activation: Any, group: ModelGroup) -> Any:
-        """Output of a layer of a local tensor: its activation, and the whole of it.
-
-        Args:
-            local: The tensor.
-            axis: Axis along which it is cut.
-            activation: The layer's activation, or None.
-            group: The workers that have the other parts.
-        """
-        if contractions.is_elementwise(activation):
-            local = local if activation is None else activation(local)
-            return local if self.are_local else group.stack(local, axis)
-        return activation(group.stack(local, axis))
 
 
 class LayerCalls:
@@ -138,7 +84,7 @@ class LayerCalls:
         """Call of a layer without weights, on the local part of its input."""
         is_known = isinstance(layer, _ELEMENTWISE) and type(layer) in _ELEMENTWISE
         is_activation = type(layer) is keras.layers.Activation
-        if not (is_known or is_activation and contractions.is_elementwise(layer.activation)):
+        if not (is_known or is_activation and is_elementwise(layer.activation)):
             return None
 
         def call(inputs: Any) -> Any:

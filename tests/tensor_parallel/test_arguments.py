@@ -5,9 +5,9 @@ import numpy as np
 import pytest
 
 import keras_psplus as psp
-from keras_psplus.tensor_parallel.contractions import is_elementwise
 from keras_psplus.tensor_parallel.mesh import Grid, grid_of
 from keras_psplus.tensor_parallel.plan import Layouts
+from keras_psplus.tensor_parallel.regions import is_elementwise
 
 WORKERS = ["chief", "worker-0", "worker-1", "worker-2"]
 AXES = ("batch", "model")

@@ -46,6 +46,7 @@ class _Proposal(NamedTuple):
     facts: dict
     readers: list
     seed: int
+    rank: int
     maps: str = ""
 
 
@@ -88,7 +89,7 @@ def distribute(
     how_maps_run = pipeline if isinstance(pipeline, str) else pipeline.summary
     # Drawn as Keras draws its seeds, so that `keras.utils.set_random_seed` settles it.
     seed = seed_for(random.randint(1, int(1e9)))
-    proposal = _Proposal(kind, facts, readers, seed, how_maps_run)
+    proposal = _Proposal(kind, facts, readers, seed, world.rank, how_maps_run)
     proposals = _exchange(strategy, proposal)
     given = _Given(strategy, adapter, reads_ahead, steps)
     distributed = _distribute(given, proposals, proposal, pipeline)
@@ -99,7 +100,7 @@ def _distribute(
     given: _Given, proposals: list[_Proposal], own: _Proposal, pipeline: Pipeline | str
 ) -> Distributed:
     strategy, adapter, reads_ahead, _ = given
-    kind, facts, readers, _, how_maps_run = own
+    kind, facts, readers, _, _, how_maps_run = own
     world = strategy.extended.world
     seed = proposals[0].seed
     alike = all((other.kind, other.facts) == (kind, facts) for other in proposals)
@@ -164,9 +165,9 @@ def _check_proposals(given: _Given, proposals: list[_Proposal]) -> None:
     kinds = [proposal.kind for proposal in proposals]
     facts = [proposal.facts for proposal in proposals]
     data_facts.check_batch_sizes(kinds, facts, control.names, control.task)
-    rows = [given.strategy.extended.data_rank_of(i) for i in range(len(proposals))]
-    for worker, row in enumerate(rows):
-        first = rows.index(row)
+    ranks = [proposal.rank for proposal in proposals]
+    for worker, rank in enumerate(ranks):
+        first = ranks.index(rank)
         if (kinds[worker], facts[worker]) != (kinds[first], facts[first]):
             names = [control.names[i] for i in (first, worker)]
             raise ValueError(

@@ -1,0 +1,50 @@
+"""More optimizers and models with weights cut along a mesh, and a backup on another mesh."""
+
+import numpy as np
+import pytest
+
+from tests.results import load
+from tests.sharding.test_shares import train_alone, train_in_cluster
+from tests.tensor_parallel.test_model_parallel import JOB, check
+
+pytestmark = pytest.mark.timeout(1500)
+
+OPTIMIZERS = "sgd adam_clipvalue average schedule_free loss_scale muon adafactor".split()
+CASES = [*(f"mlp/{name}" for name in OPTIMIZERS), "transformer/sgd", "bert/sgd"]
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory):
+    return tmp_path_factory.mktemp("more")
+
+
+@pytest.fixture(scope="module")
+def alone(folder):
+    return train_alone(folder / "alone", [*CASES, "resumed"], JOB)
+
+
+@pytest.fixture(scope="module")
+def two(folder):
+    env = {"WORKERS": "2"}
+    return train_in_cluster(folder / "two", 2, [*CASES, "bfloat16/sgd"], JOB, env=env)
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_two_workers_equal_one_process(alone, two, case):
+    check(alone, two, case)
+
+
+def test_workers_of_a_row_compute_alike(two):
+    path, result = two
+    # In half precision, one process rounds in another order.
+    first, second = (load(path / f"bfloat16_sgd.{t}.npz", log) for t, log in result.logs.items())
+    for name, value in first.items():
+        assert value.tobytes() == second[name].tobytes(), name
+    assert np.isfinite(first["history/loss"]).all()
+
+
+def test_backup_goes_on_with_another_mesh(folder, alone):
+    env = {"WORKERS": "2"}
+    train_in_cluster(folder / "backup", 2, ["failing"], JOB, expect_failure=True, env=env)
+    env = {"WORKERS": "2", "MODEL": "1"}
+    check(alone, train_in_cluster(folder / "backup", 2, ["resumed"], JOB, env=env), "resumed")
