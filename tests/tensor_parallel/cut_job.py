@@ -120,11 +120,12 @@ class OwnStep(keras.Model):
     def train_step(self, data):
         x, y = data
         with tf.GradientTape() as tape:
-            loss = self.compute_loss(x, y, self(x, training=True))
+            outputs = self(x, training=True)
+            loss = self.compute_loss(x, y, outputs)
         grads = tape.gradient(loss, self.trainable_variables)
         self.norm.update_state(tf.norm(grads[-1]))
         self.optimizer.apply(grads, self.trainable_variables)
-        return {"loss": loss, "norm": self.norm.result()}
+        return {**self.compute_metrics(x, y, outputs), "loss": loss, "norm": self.norm.result()}
 
 
 def own_step():

@@ -5,6 +5,7 @@ import numpy as np
 import pytest
 
 import keras_psplus as psp
+from keras_psplus.all_reduce.data.data_facts import check_same_in_rows
 from keras_psplus.tensor_parallel.mesh import Grid, grid_of
 from keras_psplus.tensor_parallel.plan import Layouts
 from keras_psplus.tensor_parallel.regions import is_elementwise
@@ -122,6 +123,13 @@ def test_weights():
 def test_strategies(given, text):
     with pytest.raises(ValueError, match=f"(?s){text}.*Received: "):
         psp.ModelParallelStrategy(**given)
+
+
+def test_data_of_a_row_differ():
+    one, other = ("array", {"rows": 8}), ("array", {"rows": 9})
+    check_same_in_rows([0, 0, 1, 1], [one, one, other, other], WORKERS)
+    with pytest.raises(ValueError, match="worker-1 and worker-2 train one copy.*Received: "):
+        check_same_in_rows([0, 0, 1, 1], [one, one, other, one], WORKERS)
 
 
 def test_one_process_trains_alone():

@@ -163,7 +163,7 @@ class Launcher(cross_device_utils.CollectiveReplicaLauncher):
             return self.gather(tensor[tf.newaxis])
         padded, rows, size_class = size_classes.padded_rows(tensor)
         with self._keys_for_rows("gather", padded, size_class):
-            gathered = self._by_rank(super()._all_gather(padded))
+            gathered = self._by_rank(super()._all_gather(padded, None))
         parts = [
             size_classes.without_padding(part, rows, tensor)
             for part in tf.split(gathered, self._group_size)

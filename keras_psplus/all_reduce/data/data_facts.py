@@ -142,6 +142,29 @@ def check_batch_sizes(
     )
 
 
+def check_same_in_rows(
+    ranks: Sequence[int], data: Sequence[tuple[str, dict[str, Any]]], names: Sequence[str]
+) -> None:
+    """Checks that workers which take the same rows of a batch have the same data.
+
+    Args:
+        ranks: Ranks of the workers among those that divide batches.
+        data: List of the workers' kinds of data and dicts of facts.
+        names: List of the workers' names.
+
+    Raises:
+        ValueError: If the data of two such workers differ. It is raised on every worker.
+    """
+    for worker, rank in enumerate(ranks):
+        first = ranks.index(rank)
+        if data[worker] != data[first]:
+            raise ValueError(
+                f"{names[first]} and {names[worker]} train one copy of the model, and must have "
+                "the same data: give every worker the whole dataset, from which each takes its "
+                f"rows. Received: {data[first]} and {data[worker]}"
+            )
+
+
 def _list(names: Sequence[str]) -> str:
     more = len(names) - _NAMES_SHOWN
     return ", ".join(names[:_NAMES_SHOWN]) + (f" and {more} more" if more > 0 else "")

@@ -166,15 +166,7 @@ def _check_proposals(given: _Given, proposals: list[_Proposal]) -> None:
     facts = [proposal.facts for proposal in proposals]
     data_facts.check_batch_sizes(kinds, facts, control.names, control.task)
     ranks = [proposal.rank for proposal in proposals]
-    for worker, rank in enumerate(ranks):
-        first = ranks.index(rank)
-        if (kinds[worker], facts[worker]) != (kinds[first], facts[first]):
-            names = [control.names[i] for i in (first, worker)]
-            raise ValueError(
-                f"{names[0]} and {names[1]} train one copy of the model, and must have the same "
-                "data: give every worker the whole dataset, from which each takes its rows. "
-                f"Received: {facts[first]} and {facts[worker]}"
-            )
+    data_facts.check_same_in_rows(ranks, list(zip(kinds, facts)), control.names)
     # Without a policy, the script has distributed the dataset.
     policies = {fact.get("policy", "OFF") for fact in facts}
     readers = {name: p.readers for name, p in zip(control.names, proposals, strict=True)}

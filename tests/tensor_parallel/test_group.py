@@ -1,0 +1,39 @@
+"""Tensors of a number of rows that only a step knows are padded, and cut to size again."""
+
+import numpy as np
+import pytest
+import tensorflow as tf
+
+from keras_psplus.all_reduce.collectives import size_classes
+from keras_psplus.sharding.places import AxisCut, Place
+
+
+@pytest.mark.parametrize("shape", [(5, 3), (17, 4, 3), (0, 3)])
+@pytest.mark.parametrize("unknown", [1, 2])
+def test_padding(shape, unknown):
+    spec = tf.TensorSpec([None] * unknown + list(shape[unknown:]))
+
+    @tf.function(input_signature=[spec], autograph=False)
+    def padded_and_back(tensor):
+        padded, rows, _ = size_classes.padded_rows(tensor)
+        assert padded.shape[1:].is_fully_defined()
+        back = size_classes.without_padding(padded, rows, tensor)
+        assert back.shape.as_list() == tensor.shape.as_list()
+        return padded, back
+
+    value = np.arange(np.prod(shape), dtype="float32").reshape(shape)
+    padded, back = padded_and_back(value)
+    np.testing.assert_array_equal(back, value)
+    leading = int(np.prod(shape[:unknown]))
+    assert padded.shape[0] == size_classes.padded_size(leading) >= leading
+
+
+def test_parts_along_an_axis():
+    value = tf.reshape(tf.range(24.0), [2, 6, 2])
+    cut = AxisCut(value.shape, 1, 3)
+    assert (cut.shard, cut.width) == ((2, 2, 2), 8)
+    place = Place(cut)
+    parts = [place.local_part(value, rank) for rank in range(3)]
+    np.testing.assert_array_equal(parts[1], value[:, 2:4])
+    rows = tf.stack([tf.reshape(part, [8]) for part in parts])
+    np.testing.assert_array_equal(cut.whole(rows), value)
