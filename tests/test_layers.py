@@ -75,7 +75,7 @@ FOLDERS = {
         *("wire", "step", "split", "context", "engine", "strategy"),
     ],
     "sharding": [
-        *("places", "variable", "sums", "store", "weight", "units", "plan", "extended"),
+        *("places", "variable", "clipping", "sums", "store", "weight", "units", "plan", "extended"),
         *("engine", "full_engine"),
     ],
     "tensor_parallel": [

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import functools
 import math
 import weakref
 from collections.abc import Callable, Iterator, Sequence
@@ -20,10 +19,9 @@ from keras_psplus.core.models.building import lifted
 from keras_psplus.engine import Call, answers
 from keras_psplus.keras_internals.keras_parts import base_optimizer, ops
 from keras_psplus.log import logger
-from keras_psplus.sharding import sums
+from keras_psplus.sharding import clipping, sums
 from keras_psplus.sharding.plan import OptimizerPlan
 from keras_psplus.sharding.variable import ParameterPart, ShareVariable, in_update
-from keras_psplus.updates import map_values
 
 if TYPE_CHECKING:
     from keras.optimizers import Optimizer
@@ -252,31 +250,13 @@ class ShardedEngine(AllReduceEngine):
             clipped = [None if g is None else next(found) for g in grads]
             return self._cut_if_dense(grads, clipped, places)
         # Of what is cut, each worker has a part of the squares; rows are on all workers.
-        squares = [tf.zeros([]) if g is None else ops.sum(ops.square(g)) for g in grads]
         cut = [
             i
             for i, (g, place) in enumerate(zip(grads, places))
             if not place.is_everywhere and self._is_part(g)
         ]
-        parts = [tf.cast(squares[i], tf.float32) for i in cut]
-        for i, total in zip(cut, self._sum_over_parts(parts)):
-            squares[i] = total
-        norms = [ops.sqrt(tf.cast(square, tf.float32)) for square in squares]
-        if optimizer.clipnorm:
-            scales = [limit / tf.maximum(norm, limit) for norm in norms]
-        else:
-            norm = ops.sqrt(tf.add_n([tf.cast(square, tf.float32) for square in squares]))
-            # As in Keras: nothing that is not finite remains hidden.
-            scale = limit * tf.minimum(1.0 / norm, 1.0 / limit) + (norm - norm)
-            scales = [scale] * len(grads)
-        clipped = []
-        for g, scale in zip(grads, scales):
-            scale = tf.cast(scale, variables[0].dtype if g is None else g.dtype)
-            if optimizer.clipnorm and isinstance(g, tf.IndexedSlices):
-                clipped.append(map_values(functools.partial(tf.multiply, scale), g))
-            else:
-                # By its global norm, Keras makes a gradient of rows dense.
-                clipped.append(None if g is None else g * scale)
+        dtype = variables[0].dtype
+        clipped = clipping.by_norms(optimizer, grads, dtype, cut, self._sum_over_parts)
         return self._cut_if_dense(grads, clipped, places)
 
     def _is_part(self, gradient: Any) -> bool:
