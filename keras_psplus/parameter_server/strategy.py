@@ -33,7 +33,6 @@ from keras_psplus.parameter_server.engine import ParameterServerEngine
 from keras_psplus.parameter_server.extended import ParameterServerExtended
 from keras_psplus.parameter_server.placement import balance
 from keras_psplus.parameter_server.scheduling import failure
-from keras_psplus.parameter_server.scheduling.closures import Coordinator
 from keras_psplus.parameter_server.scheduling.scheduler import LANES, Scheduler
 from keras_psplus.parameter_server.scheduling.stalls import StallProbe
 from keras_psplus.parameter_server.sync.step_attempts import StepAttempts
@@ -194,6 +193,7 @@ class ParameterServerStrategy(StateDicts, tf.distribute.ParameterServerStrategy)
             "updates": updates,
             "overlap_steps": overlap_steps,
         }
+        # That of a loop of the script's own, if it makes one.
         self._cluster_coordinator = None
         self._engine = ParameterServerEngine(self)
         self._claimant = ServerLease(spec, self._task)
@@ -226,18 +226,15 @@ class ParameterServerStrategy(StateDicts, tf.distribute.ParameterServerStrategy)
         # Not with one worker, whose training is that of one process; nor on servers that were
         # started otherwise, which may have too few threads.
         overlaps = overlap_steps and self._num_workers > 1 and self._task is not None
-        # Here, so that `ClusterCoordinator(strategy)` in the script is the same one.
         scheduler = Scheduler(
-            Coordinator(self),
             self._num_workers,
             failure.WorkerWatch(spec["worker"], heartbeat_timeout).check_workers,
             self._greet_again if self._chief else None,
-            overlaps,
-            1 if self._mode.is_sync else LANES,
+            LANES if overlaps and not self._mode.is_sync else 1,
             lambda: not stalls.unresponsive_tasks({a: a for a in spec["worker"]}),
         )
         progress = Progress(leads=True)
-        stalls.Inspector(stall_warning, StallProbe(scheduler, progress, spec).look)
+        stalls.Inspector(stall_warning, StallProbe(scheduler.queue, progress, spec).look)
         self._context = StepContext(
             strategy=self,
             extended=self.extended,
