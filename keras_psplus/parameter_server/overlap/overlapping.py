@@ -38,7 +38,7 @@ class OverlapState:
             batch: Batch of one of them.
         """
         function = calls[0][0]
-        if not self._context.overlaps_steps or any(one is not function for one, _ in calls):
+        if not self._context.overlap.is_on or any(one is not function for one, _ in calls):
             return None
         if self._context.scheduler.queue.lost:
             # TensorFlow cannot give new functions to all tasks, and says so at length.

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import time
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import TYPE_CHECKING, Any, TypeAlias
 
@@ -75,7 +76,9 @@ class SyncRunner(StepRunner):
             ticket: None, as the chief reads the data.
         """
         for batch in batches:
+            begin = time.monotonic()
             self._take_step(batch)
+            self._context.overlap.note(time.monotonic() - begin)
 
     def _take_step(self, batch: Any) -> None:
         shares = self._split(batch, self._context.num_workers)
