@@ -22,7 +22,7 @@ PUBLIC = {
     psp.HybridStrategy: {*SYNCHRONOUS, "load_tables", "prefetch", "save_tables", "sync"},
     psp.ParameterServerStrategy: {
         *("backup_workers", "dropped_gradients", "finish_updates", "max_staleness", "mode"),
-        *("num_workers", "steps_by_worker", "updating"),
+        *("num_workers", "overlaps_steps", "steps_by_worker", "updating"),
     },
     psp.PipelineStrategy: {
         *("activation_compression", "compression", "microbatches", "num_stages", "pipelines"),

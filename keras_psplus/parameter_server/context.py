@@ -13,6 +13,7 @@ if TYPE_CHECKING:
     from keras_psplus.cluster.monitor.progress import Progress
     from keras_psplus.engine import Engine
     from keras_psplus.parameter_server.extended import ParameterServerExtended
+    from keras_psplus.parameter_server.overlap.automatic import OverlapChoice
     from keras_psplus.parameter_server.scheduling.scheduler import Scheduler
     from keras_psplus.parameter_server.sync.step_attempts import StepAttempts
     from keras_psplus.parameter_server.tracing.traffic import TrafficTotals
@@ -31,8 +32,7 @@ class StepContext:
         engine: Its engine.
         num_workers: Number of workers that take steps.
         is_sync: Whether all workers take each step together.
-        overlaps_steps: Whether a worker reads for its next training step before it has sent this
-            one's.
+        overlap: Whether a worker reads for its next training step before it has sent this one's.
         scheduler: Sends steps to the workers.
         attempts: The global steps of `mode="sync"`.
         totals: Totals of the traffic counters, for `communication`.
@@ -50,7 +50,7 @@ class StepContext:
     engine: Engine
     num_workers: int
     is_sync: bool
-    overlaps_steps: bool
+    overlap: OverlapChoice
     scheduler: Scheduler
     attempts: StepAttempts
     totals: TrafficTotals

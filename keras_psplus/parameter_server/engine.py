@@ -305,7 +305,7 @@ class ParameterServerEngine(DistributedEngine):
             return super().push(optimizer, grads, variables)
         context, number = self._context, lambda: tf.convert_to_tensor(optimizer.iterations)
         # Sums begin to be applied with the first that are whole.
-        in_turn = context.is_sync and context.overlaps_steps
+        in_turn = context.is_sync and context.overlap.is_on
         return context.extended.pushes.send(grads, variables, number, optimizer, in_turn=in_turn)
 
     def average(self, optimizer: Any, variables: list[Any]) -> None:

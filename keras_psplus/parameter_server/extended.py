@@ -13,6 +13,7 @@ import tensorflow as tf
 
 from keras_psplus.parameter_server.placement import shard_sizes
 from keras_psplus.parameter_server.placement.balance import Placement, Shard
+from keras_psplus.parameter_server.state import worker_tables
 from keras_psplus.parameter_server.state.worker_state import WorkerStates
 from keras_psplus.parameter_server.tracing.remote import CHIEF
 from keras_psplus.parameter_server.tracing.worker_function import ClosureVariable
@@ -77,6 +78,12 @@ class ParameterServerExtended(stock.ParameterServerStrategyV2Extended):
         self._pushes = Pushes(compressors, self._worker_states)
         # Steps reach the workers through our scheduler, not through the user's coordinator.
         self._allow_run_without_coordinator = True
+
+    def _resource_creator_scope(self):
+        # TensorFlow's starts its coordinator, with threads of its own, for tables alone.
+        if (strategy := self._container_strategy())._cluster_coordinator is not None:
+            return super()._resource_creator_scope()
+        return [worker_tables.creator_scope(strategy)]
 
     def _set_num_gpus(self):
         names = [device.name for device in tf.config.list_logical_devices("GPU")]

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, NamedTuple
 
-from keras_psplus.arguments import MOST, flag, shown
+import numpy as np
+
+from keras_psplus.arguments import MOST, shown
 
 if TYPE_CHECKING:
     from keras_psplus.updates import Updates
@@ -114,7 +116,7 @@ def _is_count(value):
     return isinstance(value, int) and not isinstance(value, bool) and 0 <= value <= MOST
 
 
-def check_overlap(overlap_steps: bool, mode: Mode, updates: Updates | None) -> bool:
+def check_overlap(overlap_steps: bool | str, mode: Mode, updates: Updates | None) -> bool | None:
     """Checks `overlap_steps`.
 
     Args:
@@ -123,18 +125,25 @@ def check_overlap(overlap_steps: bool, mode: Mode, updates: Updates | None) -> b
         updates: The checked updates.
 
     Returns:
-        It, as a bool.
+        It, as a bool; None if the first steps are to show it.
 
     Raises:
-        ValueError: If it is no bool, or another argument rules it out.
+        ValueError: If it is neither a bool nor "auto", or another argument rules it out.
     """
-    overlaps = flag("overlap_steps", overlap_steps)
-    is_bounded = mode.max_staleness is not None
-    if overlaps and (mode.backup_workers or is_bounded or updates is not None):
+    is_ruled_out = mode.backup_workers or mode.max_staleness is not None or updates is not None
+    if isinstance(overlap_steps, str) and overlap_steps == "auto":
+        # Asynchronous steps that overlap are less accurate.
+        return None if mode.is_sync and not is_ruled_out else False
+    if not isinstance(overlap_steps, (bool, np.bool_)):
+        raise ValueError(
+            '`overlap_steps` must be "auto", True or False. '
+            f"Received: overlap_steps={shown(overlap_steps)}"
+        )
+    if overlap_steps and is_ruled_out:
         raise ValueError(
             "`overlap_steps` goes without `backup_workers`, `max_staleness` and `updates`, with "
             "which it is not known in time what a step begins from. Leave one of them out. "
-            f"Received: overlap_steps={overlaps}, backup_workers={mode.backup_workers}, "
+            f"Received: overlap_steps={overlap_steps}, backup_workers={mode.backup_workers}, "
             f"max_staleness={mode.max_staleness}, updates={updates!r}"
         )
-    return overlaps
+    return bool(overlap_steps)

@@ -31,9 +31,9 @@ from keras_psplus.parameter_server import modes, startup
 from keras_psplus.parameter_server.context import StepContext
 from keras_psplus.parameter_server.engine import ParameterServerEngine
 from keras_psplus.parameter_server.extended import ParameterServerExtended
+from keras_psplus.parameter_server.overlap.automatic import OverlapChoice
 from keras_psplus.parameter_server.placement import balance
 from keras_psplus.parameter_server.scheduling import failure
-from keras_psplus.parameter_server.scheduling.closures import Coordinator
 from keras_psplus.parameter_server.scheduling.scheduler import LANES, Scheduler
 from keras_psplus.parameter_server.scheduling.stalls import StallProbe
 from keras_psplus.parameter_server.sync.step_attempts import StepAttempts
@@ -87,12 +87,11 @@ class ParameterServerStrategy(StateDicts, tf.distribute.ParameterServerStrategy)
             text such as `"accumulate:4"`; None to read and send at each step.
         stall_warning: Seconds that a closure may take until one line says which one, and what it
             waits for; None for no such line.
-        overlap_steps: Whether a worker's link is used both ways. In `"sync"` mode, each variable is
-            updated as soon as the gradients of all workers for it are there, and read for the next
-            step while others are still being sent; training is the same, and the servers keep a
-            second copy of all that an update writes. In `"async"` mode, a worker has up to three
-            steps under way, of which one reads, one computes and one sends: its gradients are up
-            to two updates older, and a job may end when a worker is lost.
+        overlap_steps: Whether a worker's link is used both ways. In `"sync"` mode, a variable is
+            updated once all gradients for it are there, and read for the next step while others
+            are being sent; training is the same, and the servers keep a second copy of what an
+            update writes. In `"async"` mode, a worker has up to three steps under way, with older
+            gradients. `"auto"`: in `"sync"` mode, if first steps are measured to be faster so.
         ps_weights: List of a positive number for each parameter server, such as its link's rate:
             its part of the variables' bytes is proportional to that. None for as many bytes on
             each host, whose servers share its link.
@@ -141,7 +140,7 @@ class ParameterServerStrategy(StateDicts, tf.distribute.ParameterServerStrategy)
         max_staleness: int | None = None,
         updates: updates_module.Updates | str | None = None,
         stall_warning: float | None = 60.0,
-        overlap_steps: bool = False,
+        overlap_steps: bool | str = "auto",
         ps_weights: Sequence[float] | None = None,
         worker_timeout: float | None = None,
     ) -> None:
@@ -161,7 +160,7 @@ class ParameterServerStrategy(StateDicts, tf.distribute.ParameterServerStrategy)
         compressors = Compressors(compression, pull_compression)
         self._mode = modes.check_mode(mode, backup_workers, max_staleness)
         updates = modes.check_updates(updates_module.get(updates), self._mode)
-        overlap_steps = modes.check_overlap(overlap_steps, self._mode, updates)
+        overlap = modes.check_overlap(overlap_steps, self._mode, updates)
         self._task = None
         if cluster_resolver is not None:
             resolvers.check(cluster_resolver)
@@ -192,7 +191,7 @@ class ParameterServerStrategy(StateDicts, tf.distribute.ParameterServerStrategy)
             "compression": compression,
             "pull_compression": pull_compression,
             "updates": updates,
-            "overlap_steps": overlap_steps,
+            "overlap_steps": None if overlap_steps == "auto" else overlap_steps,
         }
         self._cluster_coordinator = None
         self._engine = ParameterServerEngine(self)
@@ -211,7 +210,7 @@ class ParameterServerStrategy(StateDicts, tf.distribute.ParameterServerStrategy)
                 variable_partitioner,
                 compressors,
                 weights,
-                self._mode.is_sync and overlap_steps,
+                self._mode.is_sync and bool(overlap),
             ),
         )
         if self._task is None:
@@ -223,28 +222,24 @@ class ParameterServerStrategy(StateDicts, tf.distribute.ParameterServerStrategy)
         self._is_parameter_server_strategy_v2 = True
         self._should_use_with_coordinator = True
         self._canonicalize_devices = False
-        # Not with one worker, whose training is that of one process; nor on servers that were
-        # started otherwise, which may have too few threads.
-        overlaps = overlap_steps and self._num_workers > 1 and self._task is not None
-        # Here, so that `ClusterCoordinator(strategy)` in the script is the same one.
+        # One worker's training is that of one process; servers started otherwise have few threads.
+        overlap = overlap if self._num_workers > 1 and self._task is not None else False
         scheduler = Scheduler(
-            Coordinator(self),
             self._num_workers,
             failure.WorkerWatch(spec["worker"], heartbeat_timeout).check_workers,
             self._greet_again if self._chief else None,
-            overlaps,
-            1 if self._mode.is_sync else LANES,
+            LANES if overlap and not self._mode.is_sync else 1,
             lambda: not stalls.unresponsive_tasks({a: a for a in spec["worker"]}),
         )
         progress = Progress(leads=True)
-        stalls.Inspector(stall_warning, StallProbe(scheduler, progress, spec).look)
+        stalls.Inspector(stall_warning, StallProbe(scheduler.queue, progress, spec).look)
         self._context = StepContext(
             strategy=self,
             extended=self.extended,
             engine=self._engine,
             num_workers=self._num_workers,
             is_sync=self._mode.is_sync,
-            overlaps_steps=overlaps,
+            overlap=OverlapChoice(overlap, self._num_workers, totals),
             scheduler=scheduler,
             attempts=StepAttempts(self._num_workers, self._mode.backup_workers),
             totals=totals,
@@ -327,6 +322,11 @@ class ParameterServerStrategy(StateDicts, tf.distribute.ParameterServerStrategy)
         did not compute, as it was still busy with an earlier step.
         """
         return self._context.attempts.dropped
+
+    @property
+    def overlaps_steps(self) -> bool:
+        """Whether steps overlap at present; see the argument `overlap_steps`."""
+        return self._context.overlap.is_on
 
     @property
     def steps_by_worker(self) -> list[int]:

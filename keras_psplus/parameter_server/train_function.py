@@ -55,7 +55,7 @@ class TrainFunction:
         args = self._context, step, lambda: weights(self._model), self._results
         if is_training and self._context.is_sync:
             return SyncRunner(*args, split)
-        overlaps = is_training and self._context.overlaps_steps
+        overlaps = is_training and self._context.overlap.is_on
         counts = self._context.steps_by_worker if is_training else None
         return StepRunner(*args, overlaps, counts)
 

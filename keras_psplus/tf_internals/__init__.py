@@ -29,17 +29,19 @@ from tensorflow.python.distribute import (
     device_util,
     distribute_lib,
     distribute_utils,
+    load_context,
     multi_worker_util,
     one_device_strategy,
     parameter_server_strategy_v2,
+    ps_values,
     sharded_variable,
     values_util,
 )
 from tensorflow.python.distribute import values as distributed_values
 from tensorflow.python.distribute.cluster_resolver import slurm_cluster_resolver
-from tensorflow.python.distribute.coordinator import cluster_coordinator
-from tensorflow.python.distribute.coordinator import values as coordinator_values
-from tensorflow.python.eager import context, def_function, execute, executor, record
+from tensorflow.python.distribute.coordinator import coordinator_context
+from tensorflow.python.eager import cancellation, context, def_function, execute, executor, record
+from tensorflow.python.eager.polymorphic_function import atomic_function
 from tensorflow.python.framework import (
     auto_control_deps_utils,
     func_graph,
@@ -59,11 +61,12 @@ from tensorflow.python.types import core as types_core
 from tensorflow.python.util import nest
 
 __all__ = [
+    "atomic_function",
     "auto_control_deps_utils",
     "autograph_api",
     "autograph_context",
     "batch_op",
-    "cluster_coordinator",
+    "cancellation",
     "collective_all_reduce_strategy",
     "collective_ops",
     "config_pb2",
@@ -71,7 +74,7 @@ __all__ = [
     "control_flow_func_graphs",
     "control_flow_util",
     "coordination_config_pb2",
-    "coordinator_values",
+    "coordinator_context",
     "cross_device_ops",
     "cross_device_utils",
     "data_cardinality",
@@ -89,6 +92,7 @@ __all__ = [
     "framework_ops",
     "func_graph",
     "graph_pb2",
+    "load_context",
     "map_op",
     "multi_worker_util",
     "nest",
@@ -96,6 +100,7 @@ __all__ = [
     "op_def_registry",
     "parameter_server_strategy_v2",
     "prefetch_op",
+    "ps_values",
     "record",
     "registered_kernels",
     "repeat_op",

@@ -8,10 +8,8 @@ from tensorflow.python.eager.polymorphic_function.concrete_function import Concr
 from keras_psplus.keras_internals import private_attributes
 from keras_psplus.tf_internals import (
     batch_op,
-    cluster_coordinator,
     collective_all_reduce_strategy,
     context,
-    coordinator_values,
     cross_device_utils,
     data_cardinality,
     data_distribute,
@@ -24,6 +22,7 @@ from keras_psplus.tf_internals import (
     one_device_strategy,
     parameter_server_strategy_v2,
     prefetch_op,
+    ps_values,
     repeat_op,
     resource_variable_ops,
     shard_op,
@@ -96,28 +95,17 @@ ATTRIBUTES = [
     ),
     (distributed_values.PerReplicaSpec, "_value_specs"),
     # Parameter servers.
-    (cluster_coordinator, "_CoordinatedClosureQueue _is_ps_failure _is_worker_failure"),
-    (
-        cluster_coordinator._CoordinatedClosureQueue,
-        "_cancellation_mgr _closures_queued_condition _error _queue_lock _tagged_queue",
-    ),
-    (cluster_coordinator.Worker, "_on_closure_failure _on_worker_recovery"),
-    (
-        cluster_coordinator.WorkerPreemptionHandler,
-        "_cluster_due_for_update_or_finish _cluster_update_lock _error_from_recovery "
-        "_preemption_handler_thread _server_def _should_preemption_thread_run _worker_up_cond",
-    ),
-    (
-        coordinator_values.RemoteValueImpl,
-        "_error _fetched_tensors _get_values _set_values",
-    ),
     (
         parameter_server_strategy_v2.ParameterServerStrategyV2,
         "_connect_to_cluster _verify_args_and_config",
     ),
     (
+        ps_values.DistributedTable,
+        "_coordinator _maybe_build_distributed_table _wrapped_creator",
+    ),
+    (
         parameter_server_strategy_v2.ParameterServerStrategyV2Extended,
-        "_container_strategy _num_ps _variable_partitioner",
+        "_resource_creator_scope _container_strategy _num_ps _variable_partitioner",
     ),
 ]
 

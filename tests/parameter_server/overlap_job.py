@@ -41,7 +41,7 @@ class UnderWay(keras.callbacks.Callback):
         self.scheduler, self.most, self.first_logs = scheduler, 0, []
 
     def on_train_batch_end(self, batch, logs=None):
-        begun = [c.tried_on for c in self.scheduler.closures if c.started is not None]
+        begun = [c.tried_on for c in self.scheduler.queue.closures if c.started is not None]
         self.most = max(self.most, *(begun.count(worker) for worker in range(2)))
         if batch == 0:
             self.first_logs.append(dict(logs))

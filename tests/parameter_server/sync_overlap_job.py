@@ -17,6 +17,7 @@ import numpy as np
 import tensorflow as tf
 
 import keras_psplus as psp
+from keras_psplus.parameter_server.overlap import automatic
 from tests.multi_process import fit_cases
 
 BATCH, STEPS = 8, 12
@@ -54,6 +55,20 @@ def dense():
 def compare(model, expected):
     for found, wanted in zip(model.get_weights(), expected.get_weights(), strict=True):
         np.testing.assert_allclose(found, wanted, rtol=2e-5, atol=2e-5)
+
+
+def first_steps_are_measured_with_and_without(strategy):
+    """As with `overlap_steps="auto"`, on links of which any may be worth it."""
+    context, expected = strategy._context, trained(None, epochs=3)[0]
+    before, automatic._PART, automatic._BYTES = context.overlap, 0.0, 0
+    context.overlap = automatic.OverlapChoice(None, 2, context.totals)
+    try:
+        model, overlapped = trained(strategy, epochs=3)
+    finally:
+        context.overlap = before
+    # Eight steps come before those that overlap, of which an epoch's first does not.
+    assert 4 <= overlapped <= 28, overlapped
+    compare(model, expected)
 
 
 def almost_all_steps_overlap(strategy):
@@ -268,6 +283,7 @@ def a_function_that_writes_ends_it(strategy):
 
 
 CASES = [
+    first_steps_are_measured_with_and_without,
     almost_all_steps_overlap,
     callbacks_may_write,
     what_is_read_later_is_from_before_the_step,

@@ -1,16 +1,16 @@
 """The arguments that decide when workers wait for one another."""
 
 import threading
-import types
 
 import numpy as np
 import pytest
-from tensorflow.python.distribute.coordinator import cluster_coordinator
+import tensorflow as tf
 
 import keras_psplus as psp
 from keras_psplus.parameter_server import modes
 from keras_psplus.parameter_server.scheduling.clocks import Clocks
 from keras_psplus.parameter_server.scheduling.closures import Closure
+from keras_psplus.parameter_server.scheduling.queue import ClosureQueue
 from keras_psplus.parameter_server.scheduling.scheduler import Scheduler
 from keras_psplus.parameter_server.sync.step_attempts import Attempt, StepAttempts
 
@@ -184,53 +184,39 @@ def test_slower_workers_take_fewer_steps_and_hold_up_nobody(seconds):
     assert now <= 400 / speeds.sum() + 1.2 * max(seconds)
 
 
-def start_closure(scheduler, home, counts_for=None):
-    closure = Closure.__new__(Closure)
-    closure._output_type_spec, closure.home = None, counts_for
-    scheduler.start(closure, lambda result, worker: None, "batch 0", home=home)
+def waiting_closure(about, counts_for=None):
+    closure = Closure(None, (), about, lambda result, worker: None)
+    closure.home = counts_for
     return closure
 
 
 def test_an_error_ends_steps_that_follow_a_lost_workers_in_the_queue():
-    queue = cluster_coordinator._CoordinatedClosureQueue()
-    cluster = types.SimpleNamespace(closure_queue=queue, workers=[])
-    coordinator = types.SimpleNamespace(_cluster=cluster, join=queue.wait)
-    scheduler = Scheduler(coordinator, 2, lambda: None)
-    for worker, place in [(1, 1), (1, 1), (1, 1), (0, None)]:
-        scheduler.clocks.give(worker)
-        start_closure(scheduler, place, worker)
-    queue._error = ValueError("of a step")
-    raised = []
-
-    def join():
-        try:
-            scheduler.join()
-        except ValueError as error:
-            raised.append(error)
-
-    thread = threading.Thread(target=join, daemon=True)
-    thread.start()
-    thread.join(20)
-    assert raised
+    scheduler = Scheduler(0, lambda: None)
+    queue = ClosureQueue(2, Clocks(2))
+    scheduler.queue = queue
+    closures = [waiting_closure(f"batch {i}", home) for i, home in enumerate((1, 1, 1, 0))]
+    for closure, place in zip(closures, (1, 1, 1, None)):
+        queue.put(closure, place)
+    queue.fail(ValueError("of a step"))
+    with pytest.raises(ValueError, match="of a step"):
+        scheduler.join()
+    assert not scheduler.is_busy
+    for closure in closures:
+        with pytest.raises(tf.errors.CancelledError, match=closure.about):
+            closure.get()
 
 
-def test_a_worker_whose_step_is_taken_back_after_its_loss_gets_no_other():
-    queue = cluster_coordinator._CoordinatedClosureQueue()
-    cluster = types.SimpleNamespace(closure_queue=queue, workers=[])
-    scheduler = Scheduler(types.SimpleNamespace(_cluster=cluster), 3, lambda: None)
-
-    def start():
-        return start_closure(scheduler, home=2)
-
-    first = start()
-    assert queue.get(tag=2) is first
-    scheduler.note_start(first, 2)
-    # Worker 2 is lost with it. Before anyone takes it, the step begins anew for another worker's
-    # sake.
-    queue.put_back(first)
-    scheduler.withdraw([first])
-    second = start()
-    assert queue.get(timeout=1, tag=0) is second
+def test_a_worker_whose_step_is_taken_back_after_its_loss_gets_no_other(caplog):
+    queue = ClosureQueue(3, Clocks(3))
+    first, second = waiting_closure("share 2"), waiting_closure("share 2, again")
+    queue.put(first, 2)
+    assert queue.take(2) is first
+    queue.lose(first, 0)
+    # Before anyone takes it, the step begins anew for another worker's sake.
+    queue.withdraw([first])
+    assert "worker-2 was lost; other workers take its steps" in caplog.text
+    queue.put(second, 2)
+    assert queue.take(0) is second and queue.losses == [0, 0, 1]
 
 
 @pytest.mark.parametrize(

@@ -1,4 +1,4 @@
-"""A worker is taken back into the cluster while no step is under way."""
+"""Closures of a worker that is lost go to another one, and it is taken back between steps."""
 
 import threading
 import types
@@ -6,57 +6,45 @@ import types
 import pytest
 import tensorflow as tf
 
-from keras_psplus.parameter_server.scheduling import recovery as recovery_module
-from keras_psplus.parameter_server.scheduling.recovery import PausingRecovery
-from keras_psplus.parameter_server.tracing import step_errors
-from keras_psplus.tf_internals import cluster_coordinator
+from keras_psplus.parameter_server.scheduling import workers
+from keras_psplus.parameter_server.scheduling.clocks import Clocks
+from keras_psplus.parameter_server.scheduling.closures import Closure
+from keras_psplus.parameter_server.scheduling.queue import ClosureQueue
+from keras_psplus.parameter_server.scheduling.remote_worker import RemoteWorker
+from keras_psplus.parameter_server.scheduling.workers import Lane, Reconnection
+from keras_psplus.parameter_server.tracing import losses
 
 SECONDS = 20
+NOTHING = tf.function(lambda: 1).get_concrete_function()
+LOST = tf.errors.UnavailableError(None, None, "Reset, /job:worker/replica:0/task:1 was lost")
+SERVER = tf.errors.UnavailableError(
+    None, None, "GRPC error information from remote target /job:ps/replica:0/task:0: reset"
+)
 
 
-class Handler:
-    """What of TensorFlow's `WorkerPreemptionHandler` is used."""
+class Scripted(Closure):
+    """A closure that, on each worker, does what a list says."""
 
-    def __init__(self):
-        self._server_def = "cluster"
-        self._cluster_update_lock = threading.Lock()
-        self._cluster_due_for_update_or_finish = threading.Event()
-        self._worker_up_cond = threading.Condition(self._cluster_update_lock)
-        self._error_from_recovery = None
-        self._should_preemption_thread_run = True
-        self._preemption_handler_thread = threading.Thread(target=self._run, daemon=True)
-        self._preemption_handler_thread.start()
+    def __init__(self, *errors):
+        super().__init__(NOTHING, (), "batch 0", lambda result, worker: None)
+        self.errors, self.ran_on = list(errors), []
+        self.begun, self.may_end = threading.Event(), threading.Event()
+        self.may_end.set()
 
-    def _run(self):
-        self._cluster_due_for_update_or_finish.wait()
-        assert not self._should_preemption_thread_run
-
-    def lose_a_worker(self):
-        """What a lane does that finds its worker lost; returns an event of its recovery."""
-        is_over = threading.Event()
-
-        def wait():
-            with self._cluster_update_lock:
-                self._cluster_due_for_update_or_finish.set()
-                is_waiting.set()
-                self._worker_up_cond.wait(SECONDS)
-            is_over.set()
-
-        is_waiting = threading.Event()
-        threading.Thread(target=wait, daemon=True).start()
-        assert is_waiting.wait(SECONDS)
-        return is_over
-
-    def end(self):
-        self._should_preemption_thread_run = False
-        self._cluster_due_for_update_or_finish.set()
+    def run_on(self, calls):
+        self.begun.set()
+        assert self.may_end.wait(SECONDS)
+        self.ran_on.append(calls.worker.index)
+        if self.errors:
+            raise self.errors.pop(0)
+        return "result"
 
 
 @pytest.fixture
-def handler():
-    handler = Handler()
-    yield handler
-    handler.end()
+def queue():
+    queue = ClosureQueue(2, Clocks(2))
+    yield queue
+    queue.close()
 
 
 @pytest.fixture
@@ -72,60 +60,142 @@ def updates(monkeypatch):
             raise state.errors.pop(0)
 
     context = types.SimpleNamespace(update_server_def=update_server_def)
-    monkeypatch.setattr(recovery_module.context, "context", lambda: context)
+    stub = types.SimpleNamespace(
+        context=lambda: context,
+        get_server_def=lambda: "cluster",
+    )
+    monkeypatch.setattr(workers, "context", stub)
     return state
 
 
-def test_the_cluster_is_mended_between_closures(handler, updates):
-    is_there = threading.Event()
-    recovery = PausingRecovery(handler, is_there.is_set)
-    with recovery.running():
-        is_over = handler.lose_a_worker()
+def lose(queue, worker=1):
+    closure = Scripted()
+    queue.put(closure, worker)
+    assert queue.take(worker) is closure
+    queue.lose(closure, queue.losses[worker])
+    return closure
+
+
+def test_a_lost_workers_closures_run_on_another_one(queue, caplog):
+    lost, waiting, given = Scripted(LOST), Scripted(), []
+    queue.on_lost = given.append
+    for closure in (lost, waiting):
+        queue.put(closure, 1)
+    lost.may_end = threading.Event()
+    Lane(RemoteWorker(1), queue)
+    assert lost.begun.wait(SECONDS)
+    lost.may_end.set()
+    with queue.changed:
+        assert queue.changed.wait_for(lambda: queue.lost, SECONDS)
+    Lane(RemoteWorker(0), queue)
+    assert lost.get() == waiting.get() == "result"
+    assert lost.ran_on == [1, 0] and waiting.ran_on == [0] and given == [1]
+    assert "worker-1 was lost with batch 0; worker-0 takes it once more, and its" in caplog.text
+
+
+def test_a_server_that_does_not_answer_fails_the_third_step(queue):
+    Lane(RemoteWorker(0), queue)
+    passing, failing = Scripted(SERVER, SERVER), Scripted(SERVER)
+    queue.put(passing, 0)
+    assert passing.get() == "result"
+    queue.put(failing, 0)
+    with pytest.raises(tf.errors.UnavailableError):
+        failing.get()
+    with pytest.raises(tf.errors.UnavailableError):
+        queue.raise_error()
+
+
+def test_an_error_cancels_the_others_and_the_queue_goes_on(queue):
+    failing, waiting = Scripted(ValueError("of a step")), Scripted()
+    failing.may_end = threading.Event()
+    for closure in (failing, waiting):
+        queue.put(closure, 0)
+    Lane(RemoteWorker(0), queue)
+    assert failing.begun.wait(SECONDS)
+    with queue.changed:
+        failing.may_end.set()
+        assert queue.changed.wait_for(lambda: queue.error is not None, SECONDS)
+    with pytest.raises(ValueError, match="of a step"):
+        queue.raise_error()
+    assert queue.is_empty
+    after = Scripted()
+    queue.put(after, 0)
+    assert after.get() == "result"
+
+
+def test_closures_overlap_that_may(queue):
+    alone, *pair = closures = [Scripted() for _ in range(3)]
+    for closure in closures:
+        closure.may_overlap = closure is not alone
+        closure.may_end = threading.Event()
+        queue.put(closure, 0)
+    worker = RemoteWorker(0)
+    for _ in range(3):
+        Lane(worker, queue)
+    assert alone.begun.wait(SECONDS)
+    assert not any(closure.begun.wait(0.3) for closure in pair)
+    alone.may_end.set()
+    assert all(closure.begun.wait(SECONDS) for closure in pair)
+    for closure in pair:
+        closure.may_end.set()
+        assert closure.get() == "result"
+
+
+def test_a_worker_is_taken_back_between_closures(queue, updates):
+    is_there, back = threading.Event(), threading.Event()
+    Reconnection(queue, is_there.is_set, lambda worker: back.set())
+    with queue.holding():
+        lose(queue)
         # Closures go on for as long as the worker is away ...
-        with recovery.running():
-            pass
-        is_there.set()
-        # ... and what is under way ends before it is taken back.
-        assert not updates.begun.wait(1.5)
+        running = queue.take(0)
+        with queue.holding():
+            is_there.set()
+            # ... and what is under way ends before it is taken back.
+            assert not updates.begun.wait(1.5)
+        queue.end(running)
     assert updates.begun.wait(SECONDS)
-    has_run = threading.Event()
-
-    def run():
-        with recovery.running():
-            has_run.set()
-
-    threading.Thread(target=run, daemon=True).start()
-    assert not has_run.wait(0.3)
-    assert not is_over.is_set()
+    after = Scripted()
+    Lane(RemoteWorker(0), queue)
+    queue.put(after, 0)
+    assert not after.begun.wait(0.3) and not back.is_set()
     updates.may_end.set()
-    assert is_over.wait(SECONDS) and has_run.wait(SECONDS)
-    assert not handler._cluster_due_for_update_or_finish.is_set()
+    assert back.wait(SECONDS) and after.begun.wait(SECONDS)
+    with queue.changed:
+        assert queue.changed.wait_for(lambda: not queue.lost, SECONDS)
+    assert queue.losses == [0, 1]
 
 
-def test_a_worker_that_is_lost_again_is_waited_for_again(handler, updates):
-    lost = tf.errors.UnavailableError(
-        None, None, "Connection reset, /job:worker/replica:0/task:1 was lost"
-    )
-    updates.errors.append(lost)
+@pytest.mark.parametrize("error", [LOST, ValueError("no cluster")], ids=["lost", "other"])
+def test_an_error_while_a_worker_is_taken_back(queue, updates, error):
+    """A worker that is lost again is waited for; anything else is an error of the job."""
+    updates.errors.append(error)
     updates.may_end.set()
-    PausingRecovery(handler, lambda: True)
-    assert handler.lose_a_worker().wait(SECONDS)
-    assert not updates.errors and handler._error_from_recovery is None
+    Reconnection(queue, lambda: True, lambda worker: None)
+    lose(queue)
+    with queue.changed:
+        assert queue.changed.wait_for(lambda: not queue.lost, SECONDS)
+    assert not updates.errors
+    assert queue.error is (None if error is LOST else error)
 
 
-def test_another_error_is_the_waiting_lanes(handler, updates):
-    updates.errors.append(ValueError("no cluster"))
-    updates.may_end.set()
-    PausingRecovery(handler, lambda: True)
-    assert handler.lose_a_worker().wait(SECONDS)
-    assert str(handler._error_from_recovery) == "no cluster"
+def test_resources_are_made_anew_after_a_loss():
+    worker, owner, made = RemoteWorker(0), Scripted(), []
+
+    def make():
+        made.append("a resource")
+        return made[-1]
+
+    assert worker.resource(owner, make) == worker.resource(owner, make) == "a resource"
+    worker.forget()
+    worker.resource(owner, make)
+    assert len(made) == 2
 
 
 @pytest.mark.parametrize("is_lost", [True, False])
 def test_a_function_that_meets_a_worker_on_its_way_back_is_sent_again(is_lost):
     text = "Primary device is not remote" if is_lost else "Shapes do not match"
     error = tf.errors.InvalidArgumentError(None, None, f"{text} [Op:__inference_step_376]")
-    assert not cluster_coordinator._is_worker_failure(error)
-    found = step_errors.as_loss(error, "/job:worker/replica:0/task:1")
-    assert cluster_coordinator._is_worker_failure(found) == is_lost
+    assert not losses.is_worker_loss(error)
+    found = losses.as_loss(error, "/job:worker/replica:0/task:1")
+    assert losses.is_worker_loss(found) == is_lost
     assert is_lost or found is error

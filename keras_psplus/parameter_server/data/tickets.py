@@ -9,7 +9,8 @@ from typing import Any
 import tensorflow as tf
 
 from keras_psplus.parameter_server.tracing.joined_batches import Batches, JoinedBatches
-from keras_psplus.parameter_server.tracing.remote import is_of_worker, to_chief
+from keras_psplus.parameter_server.tracing.losses import is_of_worker
+from keras_psplus.parameter_server.tracing.remote import to_chief
 
 # Between two looks for batches, and for a worker that is free.
 RETRY_SECONDS = 0.5

@@ -22,7 +22,8 @@ from keras_psplus.parameter_server.data.tickets import RETRY_SECONDS, Ticket, Ti
 from keras_psplus.parameter_server.data.worker_reads import WorkerReads, fit_end_to_end
 from keras_psplus.parameter_server.tracing import step_errors
 from keras_psplus.parameter_server.tracing.joined_batches import Batches
-from keras_psplus.parameter_server.tracing.remote import is_of_worker, on_worker
+from keras_psplus.parameter_server.tracing.losses import is_of_worker
+from keras_psplus.parameter_server.tracing.remote import on_worker
 from keras_psplus.tf_internals import data_distribute as distribute
 from keras_psplus.tf_internals import dataset_ops
 

@@ -9,8 +9,8 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from keras_psplus.parameter_server.scheduling import uncancelled
-from keras_psplus.parameter_server.tracing.remote import is_of_worker, on_worker
+from keras_psplus.parameter_server.tracing.losses import is_of_worker
+from keras_psplus.parameter_server.tracing.remote import call, on_worker
 
 if TYPE_CHECKING:
     from keras_psplus.parameter_server.overlap.sync_overlap import OverlapFunctions
@@ -59,7 +59,7 @@ class PipelinedUpdate:
     def _fetch(self, worker: int) -> None:
         fetch = self._overlapped.fetch
         with on_worker(worker, device=None):
-            (counts,) = uncancelled.call(fetch.concrete)
+            (counts,) = call(fetch.concrete)
         self._totals.add(fetch.costs, np.asarray(counts))
 
     def finish(self, lost_workers: Callable[[], Collection[int]]) -> set[int]:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
@@ -39,9 +38,9 @@ class OverlapState:
             batch: Batch of one of them.
         """
         function = calls[0][0]
-        if not self._context.overlaps_steps or any(one is not function for one, _ in calls):
+        if not self._context.overlap.is_on or any(one is not function for one, _ in calls):
             return None
-        if self._context.scheduler.lost_workers:
+        if self._context.scheduler.queue.lost:
             # TensorFlow cannot give new functions to all tasks, and says so at length.
             return None
         if writes.are_traced:
@@ -52,20 +51,9 @@ class OverlapState:
             return None
         return function.overlapped(batch)
 
-    def recovering(self) -> contextlib.AbstractContextManager[None]:
-        """Context of an attempt at a step: the cluster is not mended meanwhile."""
-        recovery = self._context.scheduler.recovery
-        return contextlib.nullcontext() if recovery is None else recovery.running()
-
-    @property
-    def has_to_give_way(self) -> bool:
-        """Whether a worker is back, and waits for the present attempt to end."""
-        recovery = self._context.scheduler.recovery
-        return recovery is not None and recovery.is_due
-
     @property
     def _workers(self) -> list[int]:
-        lost = self._context.scheduler.lost_workers
+        lost = self._context.scheduler.queue.lost
         return [worker for worker in range(self._context.num_workers) if worker not in lost]
 
     @property
@@ -94,7 +82,7 @@ class OverlapState:
         writes.count += 1
         state = self._state
         scheduler = self._context.scheduler
-        fresh = update.finish(lambda: scheduler.lost_workers)
+        fresh = update.finish(lambda: scheduler.queue.lost)
         if len(fresh) < len(update.readers):
             self.forget()
         self._copies = dict.fromkeys(fresh, state)

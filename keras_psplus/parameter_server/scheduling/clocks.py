@@ -13,10 +13,6 @@ from __future__ import annotations
 
 import math
 import threading
-from collections.abc import Iterable
-from typing import Any
-
-from keras_psplus.engine import Call
 
 # Steps by which equally fast workers may be apart for a while.
 _NOISE = 4
@@ -38,24 +34,6 @@ class Clocks:
         # The next worker if all have as many, so that it is not always the same one.
         self._first = 0
 
-    def watch(self, workers: Iterable[Any]) -> None:
-        """Learns of losses and recoveries from TensorFlow's `Worker`s; see `keras_hooks.runtime`.
-
-        A worker that is lost holds up nobody, and one that comes back is where the slowest is.
-        """
-        for worker in workers:
-            worker._clocks = self
-
-    def lost(self, call: Call) -> Any:
-        """Does what TensorFlow does about a closure that has failed as its worker is lost."""
-        self.lose(call.owner.worker_index)
-        return call.proceed()
-
-    def recovered(self, call: Call) -> Any:
-        """Does what TensorFlow does when a worker is back."""
-        self.welcome(call.owner.worker_index)
-        return call.proceed()
-
     def begin(self, bound: float = math.inf) -> None:
         """Starts to count from zero, while no step is under way.
 
@@ -74,12 +52,12 @@ class Clocks:
             self._given = list(self._done)
 
     def lose(self, worker: int) -> None:
-        """Notes that a worker is lost."""
+        """Notes that a worker is lost, so that it holds up nobody."""
         with self._lock:
             self._live.discard(worker)
 
     def welcome(self, worker: int) -> None:
-        """Notes that a worker is back."""
+        """Notes that a worker is back, as far as the slowest one."""
         with self._lock:
             behind = self._slowest() - self._done[worker] if self._live else 0
             self._live.add(worker)

@@ -1,111 +1,111 @@
-"""Steps as closures of TensorFlow's `ClusterCoordinator`, which say when they are done."""
+"""Closures: functions that a worker runs, another one if it is lost, and their results."""
 
 from __future__ import annotations
 
-import weakref
+import threading
+import time
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
 import tensorflow as tf
 
-from keras_psplus.engine import Call
-from keras_psplus.parameter_server.tracing import step_errors
-from keras_psplus.tf_internals import cluster_coordinator
-from keras_psplus.tf_internals import coordinator_values as values
+from keras_psplus.parameter_server.tracing import losses, remote, step_errors
 
 if TYPE_CHECKING:
     from keras_psplus.parameter_server.data.tickets import Ticket
+    from keras_psplus.parameter_server.scheduling.remote_worker import WorkerCalls
 
 
-class Closure(cluster_coordinator.Closure):
-    """A closure that says when its result has been fetched, and what it was about."""
-
-    about: str
-    scheduler: Any
-    ticket: Ticket | None
-    tried_on: int | None
-    started: float | None
-    # The worker that it counts for, or None if `Clocks` did not choose one.
-    home: int | None
-
-    about, scheduler, ticket = "", None, None
-    may_overlap = False
-    after_loss = "its update may be applied twice"
-    tried_on, started, home = None, None, None
-
-    def __init__(
-        self, function: Callable[..., Any], cancellation_manager: Any, args: tuple[Any, ...]
-    ) -> None:
-        # TensorFlow would work out the outputs' types again for each closure.
-        self._args = args
-        self._kwargs: dict[str, Any] = {}
-        self._function = cancellation_manager.get_cancelable_function(function)
-        self._output_type_spec = None
-        self._output_remote_value_ref: weakref.ref[_Result] | None = None
-
-    def execute_on(self, worker: Any) -> None:
-        index = worker.worker_index
-        self.scheduler.note_start(self, index)
-        try:
-            if self.ticket is not None:
-                self._args = (*self._args[:-1], self.ticket.payload_on(index))
-            self.run_on(worker)
-        except tf.errors.OpError as raised:
-            error = step_errors.as_loss(raised, worker.device_name)
-            if not step_errors.is_of_step(error):
-                raise error from None
-            raise step_errors.translate_error(error, f"worker-{index}", self.about) from None
-
-    def run_on(self, worker: Any) -> None:
-        """Runs the function and sets the result."""
-        super().execute_on(worker)
-
-    def build_result(
-        self, on_fetched: Callable[..., None], on_done: Callable[[Any, int], None]
-    ) -> _Result:
-        result = _Result(None, self._output_type_spec)
-        result.on_fetched = lambda: on_fetched(result, on_done, self.tried_on)
-        self._output_remote_value_ref = weakref.ref(result)
-        return result
-
-
-class _Result(values.RemoteValueImpl):
-    on_fetched: Callable[[], None] | None = None
-
-    def get(self):
-        fetched = super().get()
-        self._notify()
-        return fetched
-
-    def _set_error(self, error):
-        super()._set_error(error)
-        self._notify()
-
-    def _notify(self):
-        on_fetched, self.on_fetched = self.on_fetched, None
-        if on_fetched is not None:
-            on_fetched()
-
-
-class Coordinator(cluster_coordinator.ClusterCoordinator):
-    """TensorFlow's coordinator, but the process can end while a worker is lost.
+class Closure:
+    """A concrete function, its arguments, and the result that a worker brings.
 
     Args:
-        strategy: `tf.distribute.ParameterServerStrategy`; it has one coordinator.
+        concrete: Concrete function.
+        args: Its arguments.
+        about: Description of its work, for messages.
+        on_done: Called with the result and the number of the worker that has run it, from another
+            thread.
+
+    Attributes:
+        about: As given.
+        ticket: What the last of the arguments is read by, if workers read the data.
+        may_overlap: Whether a worker may run it beside others of which that is true.
+        home: Number of the worker that it counts for, or None if `Clocks` did not choose one.
+        tried_on: Number of the worker that runs it, or ran it last.
+        started: Time at which that worker began with it; None while it waits.
+        lost_on: Number of the worker that was lost with it, until another one begins with it.
     """
 
-    def __del__(self):
-        # TensorFlow's `stop` asks for a lock which is held for as long as a lost worker is waited
-        # for.
-        handler = self._cluster.failure_handler
-        handler._should_preemption_thread_run = False
-        handler._cluster_due_for_update_or_finish.set()
-        handler._end = _End()
-        super().__del__()
+    after_loss = "its update may be applied twice"
+
+    def __init__(
+        self,
+        concrete: tf.types.experimental.ConcreteFunction,
+        args: tuple[Any, ...],
+        about: str,
+        on_done: Callable[[Any, int], None],
+    ) -> None:
+        self._concrete, self._args, self._on_done = concrete, args, on_done
+        self.about, self.may_overlap = about, False
+        self.ticket: Ticket | None = None
+        self.home: int | None = None
+        self.tried_on: int | None = None
+        self.lost_on: int | None = None
+        self.started: float | None = None
+        self._is_over = threading.Event()
+        self._values: Any = None
+        self._error: BaseException | None = None
+
+    def execute_on(self, calls: WorkerCalls) -> None:
+        """Runs it on a worker, and brings the result to the chief."""
+        worker = calls.worker
+        try:
+            if self.ticket is not None:
+                self._args = (*self._args[:-1], self.ticket.payload_on(worker.index))
+            with remote.with_stacks(self._concrete):
+                values = self.run_on(calls)
+                # Now, as the worker may be lost later.
+                values = tf.nest.map_structure(_fetched, values, expand_composites=True)
+        except tf.errors.OpError as raised:
+            error = losses.as_loss(raised, worker.device_name)
+            if not step_errors.is_of_step(error):
+                raise error from None
+            raise step_errors.translate_error(error, worker.name, self.about) from None
+        self._on_done(values, worker.index)
+        self._end(values, None)
+
+    def run_on(self, calls: WorkerCalls) -> Any:
+        """Runs the function; returns its outputs, which are still on the worker."""
+        return calls.call(self._concrete, *self._args)
+
+    def start(self, worker: int) -> int | None:
+        """Notes that a worker begins; returns the one that was lost with it."""
+        lost, self.lost_on = self.lost_on, None
+        self.tried_on, self.started = worker, time.monotonic()
+        return lost
+
+    def fail(self, error: BaseException) -> None:
+        """Ends it with an error, which `get` raises."""
+        self._end(None, error)
+
+    def cancel(self) -> None:
+        """Ends it after the error of another one."""
+        self.fail(tf.errors.CancelledError(None, None, f"{self.about} was cancelled"))
+
+    def get(self) -> Any:
+        """Waits for its end; returns the result, or raises the error."""
+        self._is_over.wait()
+        if self._error is not None:
+            raise self._error
+        return self._values
+
+    def _end(self, values: Any, error: BaseException | None) -> None:
+        self._values, self._error = values, error
+        # Results may be kept for long, batches and what waits for them need not.
+        self._args, self.ticket = (), None
+        self._on_done = lambda result, worker: None
+        self._is_over.set()
 
 
-class _End:
-    """End of TensorFlow's handler of lost workers, which has been told already."""
-
-    def leave(self, call: Call) -> None:
-        """`WorkerPreemptionHandler.stop`: nothing is left to do."""
+def _fetched(leaf: Any) -> Any:
+    return remote.to_chief(leaf) if isinstance(leaf, tf.Tensor) else leaf

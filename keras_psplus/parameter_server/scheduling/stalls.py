@@ -11,22 +11,22 @@ from keras_psplus.cluster.monitor.stalls import PendingWait
 
 if TYPE_CHECKING:
     from keras_psplus.cluster.monitor.progress import Progress
-    from keras_psplus.parameter_server.scheduling.scheduler import Scheduler
+    from keras_psplus.parameter_server.scheduling.queue import ClosureQueue
 
 
 class StallProbe:
     """Probe of `stalls.Inspector` on the chief.
 
     Args:
-        scheduler: `Scheduler`.
+        queue: `ClosureQueue`.
         progress: `Progress` of the chief.
         spec: Dict from jobs to lists of addresses.
     """
 
     def __init__(
-        self, scheduler: Scheduler, progress: Progress, spec: Mapping[str, Sequence[str]]
+        self, queue: ClosureQueue, progress: Progress, spec: Mapping[str, Sequence[str]]
     ) -> None:
-        self._scheduler, self._progress = scheduler, progress
+        self._queue, self._progress = queue, progress
         self._workers, self._servers = (
             {f"{job}-{i}": address for i, address in enumerate(spec[job])}
             for job in ("worker", "ps")
@@ -36,7 +36,7 @@ class StallProbe:
         """Waits that are pending at present, by closure or call."""
         # Of several closures that a worker has under way, the first one.
         oldest: dict[int | None, Any] = {}
-        for closure in self._scheduler.closures:
+        for closure in self._queue.closures:
             first = oldest.get(closure.tried_on)
             if closure.started and (first is None or closure.started < first.started):
                 oldest[closure.tried_on] = closure

@@ -9,10 +9,11 @@ import tensorflow as tf
 
 from keras_psplus.core.base.scalars import scalar_tensor
 from keras_psplus.parameter_server.scheduling.closures import Closure
-from keras_psplus.tf_internals import context
+from keras_psplus.parameter_server.tracing.remote import to_chief
 
 if TYPE_CHECKING:
     from keras_psplus.parameter_server.overlap.sync_overlap import OverlapFunctions
+    from keras_psplus.parameter_server.scheduling.remote_worker import WorkerCalls
     from keras_psplus.parameter_server.sync.step_attempts import Attempt
     from keras_psplus.parameter_server.sync.sync_functions import SyncFunction
 
@@ -25,8 +26,9 @@ class ReplicaStepClosure(Closure):
 
     Args:
         functions: `SyncFunction`.
-        cancellation_manager: That of the coordinator's queue.
         args: Arguments of the step's function.
+        about: As for `Closure`.
+        on_done: As for `Closure`.
         attempt: `Attempt`.
         share: Number of the share.
         overlapped: `OverlapFunctions` that reads copies, instead of the step's function; or None.
@@ -38,42 +40,35 @@ class ReplicaStepClosure(Closure):
     def __init__(
         self,
         functions: SyncFunction,
-        cancellation_manager: Any,
         args: tuple[Any, ...],
+        about: str,
+        on_done: Callable[[Any, int], None],
         attempt: Attempt,
         share: int,
         overlapped: OverlapFunctions | None = None,
         has_copies: Callable[[int], bool] = lambda worker: True,
     ) -> None:
         step = functions.step if overlapped is None else overlapped.step
-        super().__init__(step.concrete, cancellation_manager, args)
+        super().__init__(step.concrete, args, about, on_done)
         self._needs_copies, self._has_copies = overlapped is not None, has_copies
         self._attempt, self._share = attempt, share
-        self._push = None
-        if functions.push is not None:
-            self._push = cancellation_manager.get_cancelable_function(functions.push.concrete)
+        self._push = functions.push.concrete if functions.push is not None else None
 
-    def run_on(self, worker: Any) -> None:
-        if self._needs_copies and not self._has_copies(worker.worker_index):
+    def run_on(self, calls: WorkerCalls) -> Any:
+        if self._needs_copies and not self._has_copies(calls.worker.index):
             self._attempt.is_void = True
         if self._attempt.is_over or (self._push is None and not self._is_admitted()):
-            self._set(())
-            return
-        super().run_on(worker)
+            return ()
         if self._push is None:
-            return
-        vector, gradients = self.maybe_call_with_output_remote_value(lambda r: r._get_values())
+            return super().run_on(calls)
+        vector, gradients = super().run_on(calls)
         # Only now: what a step needs of its worker's time is what makes a gradient late.
-        vector = vector.numpy()
+        vector = to_chief(vector)
         if not self._is_admitted():
-            self._set((vector,))
-            return
-        with tf.device(worker.device_name), context.executor_scope(worker.executor):
-            counts = self._push(scalar_tensor(self._attempt.stamp, tf.int64), gradients)
-        self._set((vector, counts))
+            return (vector,)
+        return vector, calls.call(
+            self._push, scalar_tensor(self._attempt.stamp, tf.int64), gradients
+        )
 
     def _is_admitted(self) -> bool:
         return self._attempt.admit(self._share)
-
-    def _set(self, values: Any) -> None:
-        self.maybe_call_with_output_remote_value(lambda r: r._set_values(values))

@@ -15,11 +15,9 @@ import tensorflow as tf
 from keras_psplus.core.base.scalars import scalar_tensor
 from keras_psplus.core.batch import replica_step
 from keras_psplus.parameter_server.overlap.sync_overlap import OverlapFunctions, OverlapPlanner
-from keras_psplus.parameter_server.scheduling import uncancelled
 from keras_psplus.parameter_server.steps.step_functions import StepFunctions, TracedStep
 from keras_psplus.parameter_server.sync.replica_step import WorkerReplicaStep
-from keras_psplus.parameter_server.tracing import chief_writes, traffic
-from keras_psplus.parameter_server.tracing.remote import CHIEF
+from keras_psplus.parameter_server.tracing import chief_writes, remote, traffic
 from keras_psplus.parameter_server.tracing.worker_function import Trace
 from keras_psplus.parameter_server.transport import aggregation
 from keras_psplus.parameter_server.transport.pulls import current_pulls
@@ -226,15 +224,15 @@ class SyncFunctions:
 
     def _on_chief(self, function: Callable[..., Any], *specs: tf.TensorSpec) -> Any:
         def in_replica(*args: tf.Tensor) -> Any:
-            with tf.device(CHIEF):
+            with tf.device(remote.CHIEF):
                 return self._context.strategy.run(function, args)
 
         concrete, origin = self._traced(in_replica, *specs)
 
         def call(*args: Any) -> Any:
-            with tf.device(CHIEF):
+            with tf.device(remote.CHIEF):
                 given = (scalar_tensor(a, spec.dtype) for a, spec in zip(args, specs))
-                return uncancelled.call(concrete, *given)
+                return remote.call(concrete, *given)
 
         vars(call).update(concrete=concrete, origin=origin)
         return call

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import time
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import TYPE_CHECKING, Any, TypeAlias
 
@@ -75,7 +76,9 @@ class SyncRunner(StepRunner):
             ticket: None, as the chief reads the data.
         """
         for batch in batches:
+            begin = time.monotonic()
             self._take_step(batch)
+            self._context.overlap.note(time.monotonic() - begin)
 
     def _take_step(self, batch: Any) -> None:
         shares = self._split(batch, self._context.num_workers)
@@ -108,7 +111,7 @@ class SyncRunner(StepRunner):
         is_unclean, self._failures = attempts.failures != self._failures, attempts.failures
         while True:
             overlapped = self._overlapping.functions(calls, shares[0][1])
-            with self._overlapping.recovering():
+            with self._context.scheduler.queue.holding():
                 attempt = attempts.begin(len(calls))
                 if is_unclean:
                     self._functions.discard(attempt.stamp)
@@ -138,9 +141,9 @@ class SyncRunner(StepRunner):
                 self._start(attempt, share, call, weight, on_copies, f"{about}, share {share}")
                 for share, (call, weight) in enumerate(zip(calls, weights))
             ]
-            scheduler.wait_for(lambda: attempt.is_over or overlapping.has_to_give_way)
+            scheduler.wait_for(lambda: attempt.is_over or scheduler.queue.is_pausing)
             attempt.is_void = attempt.is_void or not attempt.is_over
-            scheduler.withdraw(closures)
+            scheduler.queue.withdraw(closures)
         except BaseException:
             if update is not None:
                 # What cannot be undone lies on a server that is lost, and the error says so.
@@ -185,18 +188,18 @@ class SyncRunner(StepRunner):
                 self._context.totals.add(functions.push.costs, np.asarray(result[1]))
             attempt.finish(share, vector)
 
-        scheduler = self._context.scheduler
         initial = np.append(self._initial(share), [weight, attempt.stamp])
         closure = ReplicaStepClosure(
             functions,
-            scheduler.cancellation_manager,
             (tf.constant(initial), payload),
+            about,
+            done,
             attempt,
             share,
             on_copies,
             self._overlapping.has_copies,
         )
-        scheduler.start(closure, done, about, share)
+        self._context.scheduler.queue.put(closure, share)
         return closure
 
     def _initial(self, share: int) -> np.ndarray:

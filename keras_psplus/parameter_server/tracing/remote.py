@@ -1,8 +1,14 @@
-"""Operations that the chief runs on a worker, outside of any step."""
+"""Operations and functions that the chief runs on a worker."""
+
+from __future__ import annotations
+
+import itertools
+from contextlib import AbstractContextManager
+from typing import Any
 
 import tensorflow as tf
 
-from keras_psplus.tf_internals import cluster_coordinator, context, executor
+from keras_psplus.tf_internals import atomic_function, context, execute, executor
 
 CHIEF = "/job:chief/replica:0/task:0/device:CPU:0"
 
@@ -32,17 +38,42 @@ class on_worker:
         self._executor.clear_error()
 
 
+def call(
+    concrete: tf.types.experimental.ConcreteFunction, *args: Any, cancellation: Any = None
+) -> list[tf.Tensor]:
+    """Calls a concrete function eagerly; returns its outputs, flat.
+
+    TensorFlow keeps what cancels a call where any thread's next call finds it. Here it is the
+    call's own.
+
+    Args:
+        concrete: Concrete function.
+        args: Its arguments, structures of tensors.
+        cancellation: Optional cancellation manager that ends the call.
+    """
+    own, flat = context.context(), tf.nest.flatten(args, expand_composites=True)
+    options = own.function_call_options.as_attrs().items()
+    called = {
+        "num_outputs": len(concrete.outputs),
+        "inputs": [*(leaf for leaf in flat if leaf is not None), *concrete.captured_inputs],
+        "attrs": tuple(itertools.chain(*options)),
+        "ctx": own,
+    }
+    name = concrete.name.decode()
+    if cancellation is None:
+        return execute.execute(name, **called)
+    return execute.execute_with_cancellation(name, **called, cancellation_manager=cancellation)
+
+
+def with_stacks(
+    concrete: tf.types.experimental.ConcreteFunction,
+) -> AbstractContextManager[None]:
+    """Context that adds the lines which made an operation to the error of a call."""
+    return atomic_function.InterpolateRuntimeError(concrete.inference_fn)
+
+
 def to_chief(tensor: tf.Tensor) -> tf.Tensor:
     """Copies a worker's tensor into the chief's memory: workers do not talk to each other."""
     with tf.device(CHIEF):
         # `tf.identity` and `cpu` raise RuntimeError if the worker is lost.
         return tf.raw_ops.Identity(input=tensor)
-
-
-def is_of_worker(error: BaseException) -> bool:
-    """Whether an error says that a worker is unreachable or was restarted."""
-    if not isinstance(error, tf.errors.OpError):
-        return False
-    # What is said of something that was on a worker before it was started again.
-    restarted = "have been restarted" in error.message or "invalid device" in error.message
-    return restarted or cluster_coordinator._is_worker_failure(error)

@@ -55,9 +55,9 @@ class AllWorkersFunction:
             context.totals.add(function.costs, costs)
             on_done(vector, worker)
 
-        for worker in sorted(set(range(context.num_workers)) - scheduler.lost_workers):
+        for worker in sorted(set(range(context.num_workers)) - scheduler.queue.lost):
             arguments = tf.constant(pack(function.variables)), payload
-            closure = Closure(function.concrete, scheduler.cancellation_manager, arguments)
+            closure = Closure(function.concrete, arguments, "finishing its updates", done)
             closure.after_loss = "what it was to finish is gone"
-            scheduler.start(closure, done, "finishing its updates", worker)
+            scheduler.queue.put(closure, worker)
         scheduler.join()

@@ -1,0 +1,80 @@
+"""Choice of `overlap_steps="auto"`: the first synchronous steps are measured.
+
+2 steps | 6 measured ─► links take a part of the step ─► 3 steps | 6 measured, overlapping
+                     └► they do not: no overlap            └► the faster way stays
+"""
+
+from __future__ import annotations
+
+import statistics
+from typing import TYPE_CHECKING
+
+from keras_psplus.log import logger
+
+if TYPE_CHECKING:
+    from keras_psplus.parameter_server.tracing.traffic import TrafficTotals
+
+# Steps that trace functions, or that the copies of weights are not there for yet.
+_FIRST, _FIRST_OVERLAPPING = 2, 3
+_MEASURED = 6
+# Below that part of a step, or that many bytes a step and worker, nothing is to be gained.
+_PART, _BYTES = 0.25, 1 << 20
+_GAIN = 0.95
+
+
+class OverlapChoice:
+    """Whether steps overlap: as the script says, or as its first steps show.
+
+    Args:
+        argument: True, False, or None if the first steps are to show it.
+        num_workers: Number of workers.
+        totals: `TrafficTotals` of the steps.
+
+    Attributes:
+        is_on: Whether steps overlap at present.
+    """
+
+    def __init__(self, argument: bool | None, num_workers: int, totals: TrafficTotals) -> None:
+        self.is_on = bool(argument)
+        self._is_open, self._totals, self._num_workers = argument is None, totals, num_workers
+        self._seconds: list[float] = []
+        self._before = 0.0, 0
+        self._without = 0.0
+
+    def note(self, seconds: float) -> None:
+        """Notes how long a step of all workers took."""
+        if not self._is_open:
+            return
+        first = _FIRST_OVERLAPPING if self.is_on else _FIRST
+        self._seconds.append(seconds)
+        if len(self._seconds) == first:
+            self._before = self._cost()
+        if len(self._seconds) < first + _MEASURED:
+            return
+        median = statistics.median(self._seconds[first:])
+        if self.is_on:
+            self._decide(
+                median < _GAIN * self._without,
+                f"they take {1e3 * median:.0f} ms then, and {1e3 * self._without:.0f} ms else",
+            )
+            return
+        waited, sent = (after - before for after, before in zip(self._cost(), self._before))
+        part = waited / sum(self._seconds[first:]) / self._num_workers
+        sent /= _MEASURED * self._num_workers
+        if part < _PART or sent < _BYTES:
+            self._decide(
+                False,
+                f"{part:.0%} of a step of {1e3 * median:.0f} ms is waiting for links, which carry "
+                f"{sent / 1e6:.2f} MB in it",
+            )
+            return
+        self._without, self.is_on, self._seconds = median, True, []
+
+    def _decide(self, is_on: bool, reason: str) -> None:
+        self.is_on, self._is_open = is_on, False
+        logger.info(
+            'steps %s: %s; overlap_steps="auto"', "overlap" if is_on else "do not overlap", reason
+        )
+
+    def _cost(self) -> tuple[float, int]:
+        return self._totals.seconds, sum(one.wire_bytes for one in self._totals.traffic())

@@ -1,0 +1,296 @@
+"""Closures that wait for workers, and those that workers have under way.
+
+put ─► [ for whichever worker is free ]     first ─┬─► take ─► end
+       [ for worker 0 ] [ for worker 1 ] ... then ─┘        └─► give_back, lose: waits again
+"""
+
+from __future__ import annotations
+
+import collections
+import contextlib
+import re
+import threading
+import time
+from collections.abc import Callable, Iterator, Sequence
+
+from keras_psplus.log import logger
+from keras_psplus.parameter_server.scheduling.clocks import Clocks
+from keras_psplus.parameter_server.scheduling.closures import Closure
+from keras_psplus.parameter_server.tracing.losses import is_server_loss
+from keras_psplus.tf_internals import cancellation
+
+# Steps that may fail because a parameter server did not answer, before it counts as lost.
+_SERVER_FAILURES = 3
+
+
+class ClosureQueue:
+    """Closures of one job, by the worker that is to run them.
+
+    Args:
+        num_workers: Number of workers.
+        clocks: `Clocks`, which learn of what workers end, lose and take from one another.
+
+    Attributes:
+        changed: Condition that is notified when a closure ends and when an error comes.
+        error: The first error since the last that was raised, or None.
+        cancellation: Cancellation manager of the closures under way.
+        last_end: Time of the last end of a closure.
+        lost: Numbers of the workers that are lost and not back yet.
+        losses: By worker, how often it was lost.
+        on_lost: Called with the number of a worker that is lost.
+    """
+
+    def __init__(self, num_workers: int, clocks: Clocks) -> None:
+        self._clocks, self._lock = clocks, threading.RLock()
+        self.changed = threading.Condition(self._lock)
+        self._wake = [threading.Condition(self._lock) for _ in range(num_workers)]
+        self._free: collections.deque[Closure] = collections.deque()
+        self._waiting: list[collections.deque[Closure]] = [
+            collections.deque() for _ in range(num_workers)
+        ]
+        self._running: list[list[Closure]] = [[] for _ in range(num_workers)]
+        self._closures: dict[int, Closure] = {}
+        self.lost: set[int] = set()
+        self.losses = [0] * num_workers
+        self.on_lost: Callable[[int], None] = lambda worker: None
+        self.error: BaseException | None = None
+        self.cancellation = cancellation.CancellationManager()
+        self.last_end = time.monotonic()
+        self._server_failures: collections.Counter[str] = collections.Counter()
+        self._is_paused = self.is_closed = False
+        self._holds = 0
+
+    @property
+    def closures(self) -> list[Closure]:
+        """The closures that wait or are under way."""
+        with self._lock:
+            return list(self._closures.values())
+
+    @property
+    def is_empty(self) -> bool:
+        """Whether no closure waits or is under way."""
+        return not self._closures
+
+    def put(self, closure: Closure, home: int | None = None) -> None:
+        """Adds a closure.
+
+        Args:
+            closure: `Closure`.
+            home: The worker to run it, unless it is lost; None for whichever is free.
+        """
+        with self._lock:
+            if not self._closures:
+                self.last_end = time.monotonic()
+            self._closures[id(closure)] = closure
+            if home is None or home in self.lost:
+                self._put_for_any(closure)
+            else:
+                self._waiting[home].append(closure)
+                self._wake[home].notify()
+
+    def choose(self, closure: Closure, window: int) -> None:
+        """Adds a closure for the worker whose turn it is."""
+        # Meanwhile nobody takes a slower worker's step, which would count, too.
+        with self._lock:
+            if free := self._clocks.free(window):
+                closure.home = free[0]
+                self._clocks.give(free[0])
+            self.put(closure, closure.home)
+
+    def take(self, worker: int) -> Closure | None:
+        """Waits for a closure that a worker may begin with; None once closed."""
+        with self._lock:
+            self._wake[worker].wait_for(lambda: self.is_closed or self._has_next(worker))
+            if self.is_closed:
+                return None
+            closure = (self._free or self._waiting[worker]).popleft()
+            self._running[worker].append(closure)
+            lost = closure.start(worker)
+            if closure.home is not None and closure.home != worker:
+                self._clocks.move(closure.home, worker)
+                closure.home = worker
+        if lost is not None:
+            logger.warning(
+                "worker-%d was lost with %s; worker-%d takes it once more, and %s",
+                *(lost, closure.about, worker, closure.after_loss),
+            )
+        return closure
+
+    def _has_next(self, worker):
+        waiting = self._free or self._waiting[worker]
+        if self._is_paused or worker in self.lost or not waiting:
+            return False
+        running = self._running[worker]
+        return not running or (waiting[0].may_overlap and running[0].may_overlap)
+
+    def end(self, closure: Closure, error: BaseException | None = None) -> None:
+        """Notes that a closure has ended."""
+        with self._lock:
+            self._forget(closure)
+            if closure.home is not None:
+                self._clocks.finish(closure.home)
+            if error is not None:
+                closure.fail(error)
+                self.fail(error)
+            elif closure.home is not None:
+                self._take_from_slower(closure.home)
+
+    def fail(self, error: BaseException) -> None:
+        """Notes an error, which `raise_error` raises if it is the first."""
+        with self._lock:
+            self.error = self.error or error
+            self.changed.notify_all()
+
+    def give_back(self, closure: Closure) -> None:
+        """Has any worker run a closure; after an error, ends it."""
+        with self._lock:
+            if self.error is not None:
+                self._forget(closure)
+                closure.cancel()
+                return
+            self._stop_running(closure)
+            self._put_for_any(closure)
+
+    def lose(self, closure: Closure, losses: int) -> None:
+        """Gives back a closure that its worker was lost with, and waiting ones.
+
+        Args:
+            closure: `Closure`.
+            losses: How often the worker had been lost when the closure started.
+        """
+        with self._lock:
+            worker = closure.lost_on = closure.tried_on
+            assert worker is not None
+            self.give_back(closure)
+            if losses != self.losses[worker]:
+                return
+            self.lost.add(worker)
+            self.losses[worker] += 1
+            self._clocks.lose(worker)
+            while self._waiting[worker]:
+                self._put_for_any(self._waiting[worker].popleft())
+            self.changed.notify_all()
+        self.on_lost(worker)
+
+    def is_passing(self, error: BaseException) -> bool:
+        """Whether an error is of a server that may answer the next time."""
+        if not is_server_loss(error):
+            return False
+        servers = set(re.findall(r"/job:ps/replica:0/task:(\d+)", str(error)))
+        with self._lock:
+            self._server_failures.update(servers)
+            return all(self._server_failures[one] < _SERVER_FAILURES for one in servers)
+
+    def withdraw(self, closures: Sequence[Closure]) -> None:
+        """Takes back the closures that no worker is at work on."""
+        lost: set[int] = set()
+        with self._lock:
+            for waiting in (self._free, *self._waiting):
+                for closure in [c for c in waiting if any(c is other for other in closures)]:
+                    waiting.remove(closure)
+                    lost.update(() if closure.lost_on is None else [closure.lost_on])
+                    self._forget(closure)
+        for worker in sorted(lost):
+            # No other worker will take the closure, and say so.
+            logger.warning("worker-%d was lost; other workers take its steps", worker)
+
+    def raise_error(self) -> None:
+        """Cancels all closures if there is an error, and raises it once all have ended."""
+        if self.error is None:
+            return
+        self.cancellation.start_cancel()
+        with self._lock:
+            for waiting in (self._free, *self._waiting):
+                while waiting:
+                    closure = waiting.popleft()
+                    self._forget(closure)
+                    closure.cancel()
+            self.changed.wait_for(lambda: not any(self._running))
+            self.cancellation = cancellation.CancellationManager()
+            error, self.error = self.error, None
+        raise error
+
+    @property
+    def is_pausing(self) -> bool:
+        """Whether closures under way are waited for, and no other begins."""
+        return self._is_paused
+
+    @contextlib.contextmanager
+    def paused(self) -> Iterator[None]:
+        """Context in which no closure is under way."""
+        with self._lock:
+            self._is_paused = True
+            self.changed.notify_all()
+            self.changed.wait_for(lambda: not self._holds and not any(self._running))
+        try:
+            yield
+        finally:
+            with self._lock:
+                self._is_paused = False
+                self._wake_all()
+
+    @contextlib.contextmanager
+    def holding(self) -> Iterator[None]:
+        """Context, of several closures together, that `paused` waits for."""
+        with self._lock:
+            self.changed.wait_for(lambda: not self._is_paused)
+            self._holds += 1
+        try:
+            yield
+        finally:
+            with self._lock:
+                self._holds -= 1
+                self.changed.notify_all()
+
+    def wait_for_loss(self) -> set[int]:
+        """Waits until workers are lost, and returns their numbers; none once it is closed."""
+        with self._lock:
+            self.changed.wait_for(lambda: self.lost or self.is_closed)
+            return set() if self.is_closed else set(self.lost)
+
+    def welcome(self, worker: int) -> None:
+        """Notes that a worker is back."""
+        with self._lock:
+            self.lost.discard(worker)
+            self._clocks.welcome(worker)
+            self._wake_all()
+
+    def close(self) -> None:
+        """Ends the threads of all workers."""
+        with self._lock:
+            self.is_closed = True
+            self._wake_all()
+
+    def _put_for_any(self, closure):
+        self._free.append(closure)
+        for wake in self._wake:
+            wake.notify()
+
+    def _take_from_slower(self, idle):
+        """Gives an idle worker a step that waits for a slower one."""
+        slower = self._clocks.slower(idle)
+        waiting = None if slower is None else self._waiting[slower]
+        if not waiting or waiting[-1].home is None:
+            return
+        # The last that it was given.
+        closure = waiting.pop()
+        self._clocks.move(slower, idle)
+        closure.home = idle
+        self._waiting[idle].append(closure)
+        self._wake[idle].notify()
+
+    def _forget(self, closure):
+        self._closures.pop(id(closure), None)
+        self._stop_running(closure)
+        self.last_end = time.monotonic()
+
+    def _stop_running(self, closure):
+        if closure.started is not None:
+            closure.started = None
+            self._running[closure.tried_on].remove(closure)
+            self._wake[closure.tried_on].notify_all()
+        self.changed.notify_all()
+
+    def _wake_all(self):
+        for condition in (self.changed, *self._wake):
+            condition.notify_all()

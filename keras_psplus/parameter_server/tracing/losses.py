@@ -1,0 +1,73 @@
+"""Errors of lost workers and parameter servers, told apart from a step's own.
+
+TensorFlow raises the same classes for both. What tells them apart is the text: the job of the task
+whose RPC has failed, and phrases about a process that has taken a lost one's place.
+"""
+
+import tensorflow as tf
+
+_FROM_SERVER = "GRPC error information from remote target /job:ps"
+_WORKER = "/job:worker"
+# Of a process that has taken the address of a lost one before any RPC has failed.
+_RESTARTED = ("unknown device", "unable to find the relevant tensor remote_handle")
+# Of a function that starts while a worker is taken back; it has not run.
+_NOT_REMOTE = "Primary device is not remote"
+_NOT_REGISTERED = "is neither a type of a primitive operation nor a name of a function registered"
+
+
+def is_server_loss(error: BaseException) -> bool:
+    """Whether an error says that a parameter server is lost, or cannot be reached."""
+    if _FROM_SERVER not in str(error):
+        return False
+    return isinstance(error, (tf.errors.UnavailableError, tf.errors.AbortedError)) or (
+        isinstance(error, tf.errors.InvalidArgumentError) and _is_restarted(error)
+    )
+
+
+def is_worker_loss(error: BaseException) -> bool:
+    """Whether an error says that a worker is lost, or was started again."""
+    text = str(error)
+    if _WORKER not in text or _FROM_SERVER in text:
+        return False
+    if isinstance(error, tf.errors.InvalidArgumentError):
+        return _is_restarted(error) or _NOT_REMOTE in text
+    if isinstance(error, tf.errors.NotFoundError):
+        return _NOT_REGISTERED in text
+    if isinstance(error, TypeError):
+        return "Binding inputs to tf.function" in text
+    return isinstance(
+        error, (tf.errors.UnavailableError, tf.errors.AbortedError, tf.errors.CancelledError)
+    )
+
+
+def is_of_worker(error: BaseException) -> bool:
+    """Whether an operation of the chief has failed as its worker is unreachable or new."""
+    if not isinstance(error, tf.errors.OpError):
+        return False
+    # Of something that was on a worker before it was started again.
+    restarted = "have been restarted" in error.message or "invalid device" in error.message
+    return restarted or is_worker_loss(as_loss(error, _WORKER))
+
+
+def as_loss(error: tf.errors.OpError, device_name: str) -> tf.errors.OpError:
+    """Names the worker in an error of its connection, which may name none.
+
+    Args:
+        error: What a closure has raised.
+        device_name: Name of the worker, e.g. `"/job:worker/replica:0/task:0"`.
+
+    Returns:
+        `tf.errors.UnavailableError` in that case, or else the error.
+    """
+    is_lost = isinstance(error, (tf.errors.UnavailableError, tf.errors.AbortedError))
+    if isinstance(error, tf.errors.InvalidArgumentError):
+        is_lost = _is_restarted(error) or _NOT_REMOTE in error.message
+    # An operation of a step names its node, and a connection to another task that task.
+    if is_lost and "{{" not in error.message and "/job:" not in error.message:
+        return tf.errors.UnavailableError(None, None, f"{device_name}: {error.message}")
+    return error
+
+
+def _is_restarted(error: BaseException) -> bool:
+    text = str(error).lower()
+    return any(phrase in text for phrase in _RESTARTED)

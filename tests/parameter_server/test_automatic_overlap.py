@@ -1,0 +1,75 @@
+"""`overlap_steps="auto"`: what the first steps show decides, and is said."""
+
+import types
+
+import pytest
+
+from keras_psplus.parameter_server import modes
+from keras_psplus.parameter_server.overlap.automatic import OverlapChoice
+
+WORKERS = 2
+
+
+class Totals:
+    """Totals of steps in which each worker sends some bytes and waits for some seconds."""
+
+    def __init__(self):
+        self.seconds, self.bytes = 0.0, 0
+
+    def traffic(self):
+        return [types.SimpleNamespace(wire_bytes=self.bytes)]
+
+
+def take(choice, totals, steps, seconds, waiting, sent):
+    for _ in range(steps):
+        totals.seconds += WORKERS * waiting
+        totals.bytes += WORKERS * sent
+        choice.note(seconds)
+
+
+def choose(without, overlapping, waiting, sent):
+    """The choice, and whether steps overlapped for a while."""
+    totals = Totals()
+    choice = OverlapChoice(None, WORKERS, totals)
+    take(choice, totals, 2, 20.0, 20.0, sent)  # these trace
+    take(choice, totals, 6, without, waiting, sent)
+    is_tried = choice.is_on
+    take(choice, totals, 3, 20.0, 20.0, sent)
+    take(choice, totals, 6, overlapping, waiting, sent)
+    return choice.is_on, is_tried
+
+
+@pytest.mark.parametrize(
+    "without, overlapping, waiting, sent, expected",
+    [
+        (0.34, 0.25, 0.31, 20 << 20, (True, True)),
+        # Waiting is of the processors: it is slower.
+        (0.08, 0.11, 0.06, 20 << 20, (False, True)),
+        (0.34, 0.33, 0.31, 20 << 20, (False, True)),
+        # Nothing to gain.
+        (0.34, 0.10, 0.05, 20 << 20, (False, False)),
+        (0.02, 0.01, 0.015, 100_000, (False, False)),
+    ],
+)
+def test_the_faster_way_stays(without, overlapping, waiting, sent, expected, caplog):
+    assert choose(without, overlapping, waiting, sent) == expected
+    said = "steps overlap: they take" if expected[0] else "steps do not overlap: "
+    assert said in caplog.text and caplog.text.count('overlap_steps="auto"') == 1
+
+
+@pytest.mark.parametrize("argument", [True, False])
+def test_what_the_script_says_stays(argument):
+    choice, totals = OverlapChoice(argument, WORKERS, None), Totals()
+    take(choice, totals, 40, 0.3, 0.3, 1 << 30)
+    assert choice.is_on is argument
+
+
+def test_modes_in_which_it_is_measured():
+    sync, asynchronous = modes.check_mode("sync", 0, None), modes.check_mode("async", 0, None)
+    assert modes.check_overlap("auto", sync, None) is None
+    assert modes.check_overlap("auto", asynchronous, None) is False
+    assert modes.check_overlap("auto", modes.check_mode("sync", 1, None), None) is False
+    assert modes.check_overlap("auto", modes.check_mode("async", 0, 2), None) is False
+    for wrong in ("always", None, 1):
+        with pytest.raises(ValueError, match=rf"Received: overlap_steps={wrong!r}"):
+            modes.check_overlap(wrong, sync, None)
