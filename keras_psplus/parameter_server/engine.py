@@ -31,9 +31,9 @@ from keras_psplus.parameter_server.data.worker_data import WorkerDataset
 from keras_psplus.parameter_server.reports import variable_kinds
 from keras_psplus.parameter_server.scheduling import failure
 from keras_psplus.parameter_server.state.served_state import ServedState
+from keras_psplus.parameter_server.steps.compiled_step import ServedFunction
 from keras_psplus.parameter_server.tracing import local_copies, traffic, worker_function
 from keras_psplus.parameter_server.tracing.chief_writes import applying_sums_flag
-from keras_psplus.parameter_server.tracing.compiled_step import ServedFunction
 from keras_psplus.parameter_server.train_function import TrainFunction
 from keras_psplus.parameter_server.transport import clipping, server_side
 from keras_psplus.parameter_server.updates import local_sgd_step, worker_updates

@@ -8,9 +8,9 @@ import numpy as np
 import tensorflow as tf
 
 from keras_psplus.keras_internals.keras_parts import tf_trainer, tree
+from keras_psplus.parameter_server.steps.compiled_step import compiled_step
 from keras_psplus.parameter_server.steps.runner import are_same, describe
 from keras_psplus.parameter_server.steps.step_functions import StepFunctions
-from keras_psplus.parameter_server.tracing.compiled_step import compiled_step
 from keras_psplus.parameter_server.tracing.step_inputs import tensors, weights
 from keras_psplus.parameter_server.tracing.worker_function import pack, unpack
 from keras_psplus.tf_internals import tensor_conversion_registry

@@ -13,9 +13,9 @@ from keras_psplus.log import logger
 from keras_psplus.parameter_server.data.split import split
 from keras_psplus.parameter_server.data.worker_data import WorkerIterator
 from keras_psplus.parameter_server.reports import placement_table
+from keras_psplus.parameter_server.steps.compiled_step import compiled_step
 from keras_psplus.parameter_server.steps.runner import StepRunner
 from keras_psplus.parameter_server.sync.sync_steps import SyncRunner
-from keras_psplus.parameter_server.tracing.compiled_step import compiled_step
 from keras_psplus.parameter_server.tracing.joined_batches import first_of
 from keras_psplus.parameter_server.tracing.step_inputs import tensors, weights
 from keras_psplus.parameter_server.updates import local_sgd_step, worker_updates
