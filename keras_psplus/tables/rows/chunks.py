@@ -12,6 +12,7 @@ import itertools
 from collections.abc import Callable
 from typing import Any
 
+import numpy as np
 import tensorflow as tf
 
 _INT = tf.int32
@@ -65,7 +66,6 @@ class ChunkedRows:
             ]
             self._used = tf.Variable(0, dtype=_INT, trainable=False)
         ids, values = tf.TensorSpec([None], _INT), tf.TensorSpec([None, columns], dtype)
-        self._allocate = traced_once(self._make_up_to, tf.TensorSpec([], _INT))
         self._read_all = traced_once(self._read_chunks, ids)
         self._write_all = traced_once(self._write_chunks, ids, values)
         self.allocate(tf.constant(1))
@@ -74,20 +74,23 @@ class ChunkedRows:
         """Sees that there is memory for the rows below a number."""
         used = self._used.read_value()
         needed = tf.reduce_sum(tf.cast(tf.constant(self._starts) < rows, _INT))
-        tf.cond(needed > used, lambda: self._allocate(needed), lambda: used)
 
-    def _make_up_to(self, needed):
-        used = self._used.read_value()
-        for i in range(len(self._chunks)):
-            is_new = tf.logical_and(used <= i, i < needed)
-            tf.cond(is_new, lambda i=i: self._make(i), lambda: 0)
-        return self._used.assign(needed, read_value=True)
+        def more() -> tf.Tensor:
+            # What reads the rows reads their number before.
+            with tf.control_dependencies(
+                [tf.numpy_function(self._make_chunks, [used, needed], _INT)]
+            ):
+                return self._used.assign(needed, read_value=True)
 
-    def _make(self, i):
-        # Assigned before anything reads the chunk: afterwards, TensorFlow would copy it.
-        shape = [self._sizes[i], self._columns]
-        self._chunks[i].assign(tf.raw_ops.Empty(shape=shape, dtype=self.dtype), read_value=False)
-        return 0
+        tf.cond(needed > used, more, lambda: used)
+
+    def _make_chunks(self, used, needed):
+        with tf.device("/CPU:0"):
+            for i in range(int(used), int(needed)):
+                # Assigned before anything reads it: afterwards, TensorFlow would copy it.
+                shape = [self._sizes[i], self._columns]
+                self._chunks[i].assign(tf.raw_ops.Empty(shape=shape, dtype=self.dtype))
+        return np.int32(needed)
 
     def sparse_read(self, rows: tf.Tensor) -> tf.Tensor:
         """Rows of an int32 vector of numbers, for which there is memory."""

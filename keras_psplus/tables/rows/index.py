@@ -7,6 +7,7 @@ of a key's hash, and each of them is full at another number of keys: they never 
     full at   0.90   0.86   0.82    ...    0.47  of its buckets
 """
 
+import numpy as np
 import tensorflow as tf
 
 from keras_psplus.tables.keys import DELETED, FREE, mixed, part_of
@@ -73,14 +74,18 @@ class KeyIndex:
 
     def _remove(self, hashes):
         (parts,) = self._split(hashes)
-        for table, part in zip(self._tables, parts):
+        done = [
             tf.raw_ops.LookupTableRemoveV2(table_handle=table, keys=part)
+            for table, part in zip(self._tables, parts)
+        ]
         counts = tf.stack([tf.size(part) for part in parts])
         removed = self._removed.assign_add(counts, read_value=True)
-        worst = tf.argmax(removed, output_type=_INT)
-        return tf.switch_case(
-            worst, [lambda i=i: self._rewrite_if_needed(i, removed[i]) for i in range(PARTS)]
-        )
+        with tf.control_dependencies(done):
+            return tf.cond(
+                tf.reduce_any(removed > _LEAST_REMOVED),
+                lambda: tf.numpy_function(self._rewrite_worst, [removed], _INT),
+                lambda: tf.constant(0, _INT),
+            )
 
     def clear(self) -> None:
         """Removes all."""
@@ -88,12 +93,12 @@ class KeyIndex:
             self._import_empty(table, _BUCKETS)
         self._removed.assign(tf.zeros([PARTS], _INT))
 
-    def _rewrite_if_needed(self, i, removed):
+    def _rewrite_worst(self, removed):
         # A removed key leaves a mark, over which searches go on; nothing else takes the marks away.
-        table = self._tables[i]
-        left = tf.raw_ops.LookupTableSizeV2(table_handle=table)
-
-        def rewrite():
+        worst = int(removed.argmax())
+        table = self._tables[worst]
+        left = int(tf.raw_ops.LookupTableSizeV2(table_handle=table))
+        if removed[worst] > max(_LEAST_REMOVED, left // 4):
             keys, values = tf.raw_ops.LookupTableExportV2(
                 table_handle=table, Tkeys=_LONG, Tvalues=_INT
             )
@@ -105,21 +110,13 @@ class KeyIndex:
                 keys=tf.boolean_mask(keys, is_key),
                 values=tf.boolean_mask(values, is_key),
             )
-            self._removed.assign(tf.where(tf.range(PARTS) == i, 0, self._removed.read_value()))
-            return left
-
-        is_needed = removed > tf.maximum(_LEAST_REMOVED, tf.cast(left // 4, _INT))
-        return tf.cond(is_needed, rewrite, lambda: left)
+            removed[worst] = 0
+            self._removed.assign(removed)
+        return np.int32(left)
 
     def _import_empty(self, table, buckets):
         # What is imported takes the place of the buckets, as it is.
         keys, values = tf.fill([buckets, 1], self._empty), tf.zeros([buckets, 1], _INT)
-        # It wants matrices, and says vectors in its signature.
-        if not tf.executing_eagerly():
-            keys, values = (
-                tf.raw_ops.PlaceholderWithDefault(input=of, shape=tf.TensorShape(None))
-                for of in (keys, values)
-            )
         tf.raw_ops.LookupTableImportV2(table_handle=table, keys=keys, values=values)
 
     def _split(self, hashes, *others):
