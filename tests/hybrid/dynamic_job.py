@@ -88,6 +88,26 @@ def contents(model, table):
     return arrays | {f"slot_{i}": slot for i, slot in enumerate(slots)}
 
 
+def check_files_of_servers(strategy, model, table, folder, x, y):
+    """Has the servers write and read the table, by itself and in a backup."""
+    before = contents(model, table)
+    strategy.save_tables(folder / "tables")
+    train_more(model, "counted", x[:BATCH], y[:BATCH])
+    strategy.load_tables(folder / "tables")
+    for what, value in contents(model, table).items():
+        np.testing.assert_array_equal(value, before[what], err_msg=what)
+
+    data = tf.data.Dataset.from_tensors((as_ids("counted", x[:BATCH]), y[:BATCH]))
+    backup = keras.callbacks.BackupAndRestore(folder / "backup", delete_checkpoint=False)
+    model.fit(data, epochs=2, callbacks=[backup], verbose=0)
+    before = contents(model, table)
+    other, its_table, _ = train("counted", as_ids("counted", x), y)
+    backup = keras.callbacks.BackupAndRestore(folder / "backup", delete_checkpoint=False)
+    other.fit(data, epochs=2, callbacks=[backup], verbose=0)
+    for what, value in contents(other, its_table).items():
+        np.testing.assert_array_equal(value, before[what], err_msg=what)
+
+
 def main():
     folder, names = pathlib.Path(sys.argv[1]), sys.argv[2].split(",")
     strategy = psp.HybridStrategy()
@@ -105,6 +125,8 @@ def main():
             again = contents(model, table)
             for what, value in again.items():
                 np.testing.assert_array_equal(value, results[what], err_msg=what)
+            if name == "counted" and who != "reference":
+                check_files_of_servers(strategy, model, table, folder, x, y)
         np.savez(folder / f"{name}-{who}.npz", **results)
         print(f"done {name}: {len(results['table_keys'])} keys", flush=True)
 

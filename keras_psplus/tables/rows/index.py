@@ -110,13 +110,18 @@ class KeyIndex:
                 keys=tf.boolean_mask(keys, is_key),
                 values=tf.boolean_mask(values, is_key),
             )
-            removed[worst] = 0
-            self._removed.assign(removed)
+            self._removed.assign(np.where(np.arange(PARTS) == worst, 0, removed))
         return np.int32(left)
 
     def _import_empty(self, table, buckets):
         # What is imported takes the place of the buckets, as it is.
         keys, values = tf.fill([buckets, 1], self._empty), tf.zeros([buckets, 1], _INT)
+        # It wants matrices, and says vectors in its signature.
+        if not tf.executing_eagerly():
+            keys, values = (
+                tf.raw_ops.PlaceholderWithDefault(input=of, shape=tf.TensorShape(None))
+                for of in (keys, values)
+            )
         tf.raw_ops.LookupTableImportV2(table_handle=table, keys=keys, values=values)
 
     def _split(self, hashes, *others):
