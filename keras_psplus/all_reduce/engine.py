@@ -66,10 +66,9 @@ class AllReduceEngine(DistributedEngine):
 
     @answers("make_function")
     def _make_function(self, call: Call) -> Callable[..., Any]:
-        strategy, compiled = self.strategy, self.compiled_calls(call.owner)
-        return replica_functions.make_function(
-            strategy.progress, strategy.step_clock, strategy.extended.world, call, compiled
-        )
+        progress, world = self.strategy.progress, self.strategy.extended.world
+        compiled = self.compiled_calls(call.owner)
+        return replica_functions.make_function(progress, world, call, compiled)
 
     @answers("make_predict_function")
     def _make_predict_function(self, call: Call) -> None:

@@ -10,7 +10,7 @@ import keras
 import tensorflow as tf
 
 from keras_psplus.all_reduce.data import sharding
-from keras_psplus.all_reduce.step import broadcast, row_reads, single_steps
+from keras_psplus.all_reduce.step import broadcast, replica_functions, row_reads, single_steps
 from keras_psplus.core.data import epochs
 from keras_psplus.core.distributed_engine import symbolic_batch
 from keras_psplus.core.strategy_engine import StrategyEngine
@@ -48,7 +48,8 @@ class OneReplicaEngine(StrategyEngine):
 
     @answers("make_function")
     def _make_function(self, call: Call) -> Callable[..., Any]:
-        return call.proceed(step_function=single_steps.after_data(call.get("step_function")))
+        function = call.proceed(step_function=single_steps.after_data(call.get("step_function")))
+        return replica_functions.in_progress(self.strategy.progress, call, function)
 
     def broadcast_restored(self, variables: Iterable[keras.Variable | tf.Variable]) -> None:
         broadcast.from_chief(self.strategy, variables)

@@ -19,7 +19,6 @@ from keras_psplus.all_reduce.engine import AllReduceEngine
 from keras_psplus.all_reduce.extended import MultiWorkerMirroredExtended
 from keras_psplus.all_reduce.liveness import heartbeat, step_marks, stopped_peers
 from keras_psplus.all_reduce.liveness.stalls import StallProbe
-from keras_psplus.all_reduce.liveness.step_clock import StepClock
 from keras_psplus.all_reduce.one_replica_engine import OneReplicaEngine
 from keras_psplus.all_reduce.step.replica_step import MirroredReplicaStep
 from keras_psplus.all_reduce.topology import auto_topology
@@ -180,7 +179,9 @@ class MultiWorkerMirroredStrategy(StateDicts, tf.distribute.MultiWorkerMirroredS
                 self._topology = auto_topology.choose(self.extended)
         self._progress = Progress(leads=self._task is not None and self._task.is_chief)
         if self.extended.world.local_replicas == 1 and self._task is not None:
-            self.step_clock.start(self._task, self._progress, lambda: self.communication.seconds)
+            self._step_marks.clock.start(
+                self._task, self._progress, lambda: self.communication.seconds
+            )
         if multi_worker:
             assert self._task is not None and control is not None
             failure.watch(self._task, control.post_end)
@@ -230,11 +231,6 @@ class MultiWorkerMirroredStrategy(StateDicts, tf.distribute.MultiWorkerMirroredS
     def progress(self) -> Progress:
         """Progress of this process, a `keras_psplus.cluster.monitor.progress.Progress`."""
         return self._progress
-
-    @property
-    def step_clock(self) -> StepClock:
-        """Clock of this process's steps."""
-        return self._step_marks.clock
 
     @property
     def updates(self) -> updates_module.Updates | None:

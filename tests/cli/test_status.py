@@ -183,13 +183,14 @@ def test_the_state_of_a_process():
 
 
 @pytest.mark.parametrize("path", ["{}/missing/log.jsonl", "{}"])
-def test_a_log_that_cannot_be_written_is_refused(path, capsys, tmp_path):
+@pytest.mark.parametrize(("flag", "what"), [("json_log", "JSON log"), ("trace", "trace")])
+def test_a_log_that_cannot_be_written_is_refused(path, flag, what, capsys, tmp_path):
     script = tmp_path / "train.py"
     script.write_text("raise SystemExit(3)\n")
-    flags = [f"--json_log={path.format(tmp_path)}", f"--log_dir={tmp_path}"]
+    flags = [f"--{flag}={path.format(tmp_path)}", f"--log_dir={tmp_path}"]
     assert main.main(["run", *flags, str(script)]) == 2
     error = capsys.readouterr().err
-    assert "the JSON log cannot be written" in error and "Received: --json_log=" in error
+    assert f"the {what} cannot be written" in error and f"Received: --{flag}=" in error
     assert not list(tmp_path.glob("*.log"))
 
 

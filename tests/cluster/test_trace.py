@@ -35,6 +35,8 @@ def test_two_workers(tmp_path):
             spans = [Span("step", at, at + 1.0), Span("collective", at + arrives, at + 0.9)]
             if recorder.wants(f"worker-{rank}"):
                 recorder.add(f"worker-{rank}", spans)
+    # A start of the job that takes no step leaves what the one before it has recorded.
+    TraceRecorder(tmp_path, "worker-1", steps=2)._write()
     found = check(trace.merge(tmp_path), ["worker-0", "worker-1"])
     first, second = found["worker-0"], found["worker-1"]
     # Three steps of warm-up come before.

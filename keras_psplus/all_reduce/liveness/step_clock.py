@@ -27,6 +27,8 @@ from keras_psplus.tf_internals import resource_variable_ops
 # Small numbers, so that sums of many keep microseconds.
 _ORIGIN = time.time()
 ARRIVED, DONE = range(2)
+# So old are times at most that are asked for during a step.
+_LAST_SECONDS = 0.5
 
 
 class StepClock:
@@ -46,9 +48,10 @@ class StepClock:
         self._sums: tf.Variable | None = None
         self._traced_from: np.ndarray | None = None
         self._left_out = np.zeros(3)
-        self._steps = self._called = self._returned = self._host = 0.0
+        self._steps = self._called = self._returned = self._host = self._data = 0.0
         self._ended: float | None = None
-        self._is_single = True
+        self._is_single, self._is_called, self._entered = True, False, 0
+        self._last, self._last_at = StepTimes(), 0.0
 
     def start(self, task: TaskConfig, progress: Progress, meets: Callable[[], float]) -> None:
         """Starts to measure.
@@ -63,8 +66,8 @@ class StepClock:
         self._connections = PeerConnections(
             {task_name(j, i): address for j, i, address in task.peers(("chief", "worker"))}
         )
-        progress.times = lambda: {task.name: self.times()}
-        progress.begin_epoch = self._begin_epoch
+        progress.times = lambda: {task.name: self.times()} if self._sums is not None else {}
+        progress.begin_epoch, progress.timing = self._begin_epoch, self.call
 
     @contextlib.contextmanager
     def tracing(self) -> Iterator[None]:
@@ -88,9 +91,23 @@ class StepClock:
         recorder = self._recorder
         if recorder is not None and not recorder.wants(self._name):
             recorder = self._recorder = None
+        if self._is_single != (steps == 1):
+            self._go_on_from(self._data_seconds(self._read()))
+            self._is_single = steps == 1
         before = None if recorder is None else self._read()
         called = time.time()
-        yield
+        self._entered += 1
+        self._is_called = True
+        try:
+            yield
+        except (StopIteration, tf.errors.OutOfRangeError):
+            raise
+        except BaseException:
+            # Of a step that has failed, the graph may have added up one moment of two.
+            self._go_on_from(self._data)
+            raise
+        finally:
+            self._is_called = False
         returned = time.time()
         if recorder is not None and before is not None:
             arrived, done = (float(one) for one in (self._read() - before + _ORIGIN)[:2])
@@ -103,12 +120,13 @@ class StepClock:
             before, self._traced_from = self._traced_from, None
             self._left_out += self._read() - before
             return
-        self._is_single = steps == 1
         self._steps += steps
         self._called += called - _ORIGIN
         self._returned += returned - _ORIGIN
         if ended is not None:
             self._host += called - ended
+        if returned - self._last_at > _LAST_SECONDS:
+            self._last, self._last_at = self._now(), returned
 
     def mark(self, moment: int, tensors: list[Any]) -> None:
         """Adds up the moment at which tensors are there, in the step's graph.
@@ -117,7 +135,8 @@ class StepClock:
             moment: `ARRIVED` or `DONE`.
             tensors: List of tensors.
         """
-        if not self.measures:
+        # Others than `fit` and `evaluate` also take steps, and do not say when they call them.
+        if not self.measures or not self._is_called:
             return
         with ops.device("CPU:0"):
             if self._sums is None:
@@ -129,23 +148,41 @@ class StepClock:
             self._sums.assign_add(tf.stack(both), read_value=False)
 
     def times(self) -> StepTimes:
-        """Times of all steps up to now."""
-        arrived, done, meets = self._read() - self._left_out
-        seconds = self._returned - self._called
-        data = 0.0
-        if self.measures:
-            # Of several steps in a call, each begins when the one before is done.
-            begun = self._called if self._is_single else self._called + done - self._returned
-            data = min(max(0.0, arrived - begun), seconds)
+        """Times of all steps up to now.
+
+        On another thread than the one that trains, up to a moment ago if a step is under way.
+        """
+        entered = self._entered
+        if self._is_called:
+            return self._last
+        now = self._now()
+        return self._last if entered != self._entered else now
+
+    def _now(self) -> StepTimes:
+        read = self._read()
+        seconds, self._data = self._returned - self._called, self._data_seconds(read)
         peers = {} if self._connections is None else self._connections.totals()
         return StepTimes(
             steps=self._steps,
             seconds=seconds,
-            data=data,
+            data=self._data,
             host=self._host,
-            meets=min(max(0.0, meets), seconds - data),
+            meets=min(max(0.0, float((read - self._left_out)[2])), seconds - self._data),
             peers=peers,
         )
+
+    def _data_seconds(self, read: np.ndarray) -> float:
+        """Seconds of waiting for batches up to what was read."""
+        arrived, done, _ = read - self._left_out
+        # Of several steps in a call, each begins when the one before is done.
+        begun = self._called if self._is_single else self._called + done - self._returned
+        return float(min(max(0.0, arrived - begun), self._returned - self._called))
+
+    def _go_on_from(self, data: float) -> None:
+        """Leaves out what the graph has added up, but for some seconds for data."""
+        moments = self._called + data, self._returned
+        self._left_out[:2] = self._read()[:2] - moments
+        self._traced_from = None
 
     def _read(self) -> np.ndarray:
         moments = np.zeros(2) if self._sums is None else self._sums.numpy()

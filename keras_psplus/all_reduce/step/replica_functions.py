@@ -19,7 +19,6 @@ from keras_psplus.keras_internals.keras_parts import tree
 if TYPE_CHECKING:
     import keras
 
-    from keras_psplus.all_reduce.liveness.step_clock import StepClock
     from keras_psplus.all_reduce.step.replica_step import MirroredReplicaStep
     from keras_psplus.cluster.monitor.progress import Progress
 
@@ -28,7 +27,6 @@ _ITERATORS = (tf.data.Iterator, tf.distribute.DistributedIterator)
 
 def make_function(
     progress: Progress,
-    clock: StepClock,
     world: batches.World,
     call: Call,
     compiled: CompiledCalls | None,
@@ -37,7 +35,6 @@ def make_function(
 
     Args:
         progress: Progress of this process.
-        clock: Clock of its steps.
         world: Position of its replicas among all replicas.
         call: The call of a model's `_make_function`.
         compiled: What compiles the calls of models in it; None if XLA is not to be used.
@@ -52,24 +49,41 @@ def make_function(
     of_iterator = function
     if not model.run_eagerly:
         of_iterator = single_steps.of_iterator(function, model.steps_per_execution)
-    is_training = step_function == model.train_step
-    doing = "training step" if is_training else "evaluation step"
 
     def function_of_iterator(iterator: Any) -> Any:
-        is_iterator = isinstance(iterator, _ITERATORS)
-        if not is_iterator:
-            iterator = (sharding.split_eagerly(world, batch) for batch in iterator)
+        if isinstance(iterator, _ITERATORS):
+            return of_iterator(iterator)
+        return function(sharding.split_eagerly(world, batch) for batch in iterator)
+
+    return in_progress(progress, call, function_of_iterator)
+
+
+def in_progress(
+    progress: Progress, call: Call, function: Callable[[Any], Any]
+) -> Callable[[Any], Any]:
+    """A train or test function that notes its steps.
+
+    Args:
+        progress: Progress of this process.
+        call: The call of a model's `_make_function`.
+        function: Function of an iterator.
+    """
+    model = call.owner
+    is_training = call.get("step_function") == model.train_step
+    doing = "training step" if is_training else "evaluation step"
+
+    def function_in_progress(iterator: Any) -> Any:
         progress.begin(doing)
         try:
-            with clock.call(model.steps_per_execution):
-                result = of_iterator(iterator) if is_iterator else function(iterator)
+            with progress.timing(model.steps_per_execution):
+                result = function(iterator)
         finally:
             progress.end()
         if is_training:
             progress.count(model.steps_per_execution)
         return result
 
-    return function_of_iterator
+    return function_in_progress
 
 
 def make_predict_function(

@@ -84,10 +84,10 @@ def trace(path: str | None, steps: int) -> tuple[pathlib.Path, int] | None:
     if path is None:
         return None
     try:
-        pathlib.Path(path).touch()
+        with open(path, "a"):
+            return pathlib.Path(path), steps
     except OSError as error:
         raise parsing.UsageError(
             f"the trace cannot be written: {error}. Name a file in a folder that is there. "
             f"Received: --trace={path}"
         ) from None
-    return pathlib.Path(path), steps

@@ -42,8 +42,6 @@ class JobRecord:
     ) -> None:
         self._log, self._trace_to = json_log, trace_to
         self._parts: tempfile.TemporaryDirectory[str] | None = None
-        if trace_to is not None:
-            self._parts = tempfile.TemporaryDirectory(prefix="keras_psplus_trace_")
         self._folder: pathlib.Path | None = None
         self._lock = threading.Lock()
         self._has_failed = False
@@ -67,6 +65,11 @@ class JobRecord:
             self._folder = job_folder.make()
         except OSError as error:
             warn(f"`keras-psplus status` will not show this job: {error}")
+        if self._trace_to is not None:
+            try:
+                self._parts = tempfile.TemporaryDirectory(prefix="keras_psplus_trace_")
+            except OSError as error:
+                warn(f"the trace cannot be written: {error}")
         self._write()
         told = ("command", "layout", "log_dir", "pid")
         self._append("job_started", **{name: self._job[name] for name in told})

@@ -27,6 +27,8 @@ class Progress:
         total: The same of all strategies of this process together.
         times: Function that returns a dict from tasks to the `StepTimes` of their training steps.
         begin_epoch: Function that is called when the steps of an epoch begin.
+        timing: Function of the number of steps in a call of a compiled function, which returns the
+            context of that call.
     """
 
     total = 0
@@ -36,6 +38,9 @@ class Progress:
         self.entered = self.steps = 0
         self.times: Callable[[], dict[str, StepTimes]] = dict
         self.begin_epoch: Callable[[], None] = lambda: None
+        self.timing: Callable[[int], contextlib.AbstractContextManager[None]] = lambda steps: (
+            contextlib.nullcontext()
+        )
         planned = os.environ.get(CHAOS_VARIABLE) if leads else None
         if planned:
             steps, _, self._launcher = planned.partition("@")

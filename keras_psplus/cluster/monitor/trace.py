@@ -86,6 +86,8 @@ class TraceRecorder:
     def _write(self) -> None:
         with self._lock:
             spans = {task: list(each) for task, each in self._spans.items()}
+        if not spans:
+            return  # what an earlier start of the job has left is better
         text = json.dumps(spans if self._is_part else to_chrome(spans))
         try:
             self._path.write_text(text)
