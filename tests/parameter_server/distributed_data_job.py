@@ -97,12 +97,13 @@ def trained(cluster, mode, rate, jit_compile):
         ids = keras.Input((3,), dtype="int32")
         h = layers.Flatten()(layers.Embedding(9, 4)(ids))
         h = layers.Dense(6, "tanh", kernel_regularizer="l2", activity_regularizer="l1")(h)
-        h = layers.BatchNormalization()(layers.Dropout(0.0)(h))
+        h = layers.BatchNormalization()(layers.Dropout(0.25)(h))
         model = keras.Model(ids, layers.Dense(1)(h))
         model.compile(keras.optimizers.SGD(rate), "mse", jit_compile=jit_compile)
     x = tf.random.stateless_uniform([ROWS, 3], [1, 2], 0, 9, tf.int32)
     y = tf.cast(tf.reduce_sum(x, 1, keepdims=True), tf.float32) / 9
-    losses = model.fit(x, y, BATCH, epochs=2, shuffle=False, verbose=0).history["loss"]
+    # Of the few rows that a worker has of four, BatchNormalization magnifies the last bit.
+    losses = model.fit(x, y, ROWS // 2, epochs=4, shuffle=False, verbose=0).history["loss"]
     losses += [model.evaluate(x, y, BATCH, verbose=0), model.predict(x, BATCH, verbose=0).sum()]
     return [np.array(losses), *model.get_weights()]
 
@@ -114,7 +115,7 @@ def check_compiled(cluster):
         found, expected = (trained(cluster, mode, rate, jit) for jit in (True, False))
         if mode == "async":
             # BatchNormalization's averages, which are read in evaluation, depend on it.
-            found, expected = [found[0][:2]], [expected[0][:2]]
+            found, expected = [found[0][:4]], [expected[0][:4]]
         for one, other in zip(found, expected, strict=True):
             np.testing.assert_allclose(one, other, rtol=2e-5, atol=2e-5, err_msg=mode)
 

@@ -1,14 +1,28 @@
 """Stages that XLA compiles, beside plain Keras."""
 
+import pathlib
+
 import keras
 import numpy as np
 import pytest
+import tensorflow as tf
 
+from keras_psplus.cluster.testing import run_in_processes
 from keras_psplus.core.graph import compiled_calls
 from tests.pipeline import test_training
-from tests.pipeline.test_training import PADDED, alone, check_equal, pipeline, train  # noqa: F401
+from tests.pipeline.test_training import (  # noqa: F401
+    PADDED,
+    TOKENS,
+    alone,
+    check_equal,
+    pipeline,
+    train,
+)
 
 layers = keras.layers
+JOB = pathlib.Path(__file__).with_name("compiled_job.py")
+ENVIRONMENT = {"TF_CPP_MIN_LOG_LEVEL": "2", "CUDA_VISIBLE_DEVICES": ""}
+REAL = ["skips", "attention"]
 
 
 class Counted(compiled_calls.CompiledCalls):
@@ -27,23 +41,68 @@ def counted(monkeypatch):
     return Counted
 
 
+class Slope(layers.Layer):
+    """Computes with gradients by its input."""
+
+    def __init__(self):
+        super().__init__()
+        self.dense = layers.Dense(8, "tanh")
+
+    def call(self, x):
+        with tf.GradientTape() as tape:
+            tape.watch(x)
+            y = self.dense(x)
+        return x + tape.gradient(y, x)
+
+
+class Attends(keras.Model):
+    """Calls a layer of a stage with the same tensor twice."""
+
+    def __init__(self):
+        super().__init__()
+        self.table, self.attention = layers.Embedding(40, 8), layers.MultiHeadAttention(2, 4)
+        self.slope, self.out = Slope(), layers.Dense(3)
+
+    def call(self, x):
+        h = self.slope(self.table(x))
+        return self.out(keras.ops.mean(self.attention(h, h), 1))
+
+
+def same_twice():
+    return Attends(), TOKENS
+
+
 @pytest.mark.parametrize(
     "make, schedule",
     [
-        ("skips", "1f1b"),
-        ("losses_of_layers", "gpipe"),
-        ("attention", "1f1b"),
-        ("nested", "gpipe"),
-        ("masks", "1f1b"),
+        (same_twice, "1f1b"),
+        (test_training.skips, "1f1b"),
+        (test_training.losses_of_layers, "gpipe"),
+        (test_training.attention, "1f1b"),
+        (test_training.nested, "gpipe"),
+        (test_training.shared, "1f1b"),
+        (test_training.masks, "1f1b"),
     ],
 )
 def test_compiled_stages_equal_plain_keras(make, schedule, alone, pipeline, counted):  # noqa: F811
-    make = getattr(test_training, make)
     found = train(pipeline(2, microbatches=3, schedule=schedule), make, jit_compile=True)
     check_equal(found, alone(make))
     # That of predict, whose last batch has two rows.
     calls, functions, _ = counted.found
     assert calls >= 2 and functions <= calls
+
+
+def test_compiled_stages_on_workers_equal_plain_keras(alone, tmp_path):  # noqa: F811
+    args = [tmp_path, ",".join(REAL)]
+    run_in_processes(JOB, workers=2, chief=True, timeout=560, env=ENVIRONMENT, args=args)
+    for name in REAL:
+        model, history, predicted = alone(getattr(test_training, name))
+        weights = {f"weight_{i}": one for i, one in enumerate(model.get_weights())}
+        found = np.load(tmp_path / f"{name}.npz")
+        expected = {"predicted": predicted, **history, **weights}
+        assert sorted(found) == sorted(expected)
+        for key, value in expected.items():
+            np.testing.assert_allclose(found[key], value, rtol=2e-5, atol=2e-5, err_msg=key)
 
 
 def test_microbatches_share_the_functions_of_stages(pipeline, counted):  # noqa: F811

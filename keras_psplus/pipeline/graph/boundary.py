@@ -49,7 +49,7 @@ def call(
     if compiled is not None:
         function, tape = compiled, CallGradients(compiled.variables)
         with record.stop_recording(), ops.device(device):
-            args, kwargs = tree.map_structure(_copied, (args, kwargs))
+            args, kwargs = _copied((args, kwargs))
     inputs = differentiable((args, kwargs))
     with ops.device(device), forward, tape:
         tape.watch(inputs)
@@ -89,8 +89,11 @@ def call(
     return tree.map_structure(lambda leaf: pairs.get(id(leaf), leaf), outputs)
 
 
-def _copied(leaf: Any) -> Any:
-    return _masked_as(leaf, tf.identity(leaf)) if isinstance(leaf, tf.Tensor) else leaf
+def _copied(structure: Any) -> Any:
+    """Copies of the tensors of a structure; one of a tensor that is there twice."""
+    tensors = {id(leaf): leaf for leaf in tree.flatten(structure) if isinstance(leaf, tf.Tensor)}
+    copies = {key: _masked_as(leaf, tf.identity(leaf)) for key, leaf in tensors.items()}
+    return tree.map_structure(lambda leaf: copies.get(id(leaf), leaf), structure)
 
 
 def _masked_as(tensor: tf.Tensor, other: tf.Tensor) -> tf.Tensor:

@@ -57,6 +57,10 @@ class CallGradients:
         if not pairs or not sources:
             return [None] * len(sources)
         found: list[Any] = tf.gradients(
-            [out for out, _ in pairs], list(sources), grad_ys=[grad for _, grad in pairs]
+            [out for out, _ in pairs],
+            list(sources),
+            grad_ys=[grad for _, grad in pairs],
+            # What is before this call may use its variables, too: that has its own gradients.
+            stop_gradients=[one for one in sources if isinstance(one, tf.Tensor)],
         )
         return found

@@ -22,7 +22,6 @@ from keras_psplus.core.graph.compiled_function import CompiledFunction
 from keras_psplus.engine import Call
 from keras_psplus.keras_internals.keras_parts import global_state
 from keras_psplus.pipeline.base.stages import Stages
-from keras_psplus.tf_internals import record
 
 
 class _CutAgain(Exception):
@@ -54,7 +53,7 @@ def compiled(
     """
     if calls.is_tracing or not compiled_calls.have_weights(layers):
         return None
-    with tf.device(device), record.stop_recording():
+    with tf.device(device):
         found = calls.function(function, layers, args, kwargs, (key, _training()), device)
     if found is None and len(layers) > 1 and not all(map(calls.is_compiled, layers)):
         raise _CutAgain
