@@ -59,7 +59,9 @@ def combine(
     return tf.ensure_shape(rows, [*static, dim])
 
 
-def _each(ids, weights, lookup, dim, name):
+def _each(
+    ids: Any, weights: Any, lookup: Callable[[tf.Tensor], tf.Tensor], dim: int, name: str
+) -> Any:
     if isinstance(ids, tf.SparseTensor):
         raise ValueError(
             f"The layer '{name}' needs a combiner for sparse ids, whose gaps have no rows. Give it "
@@ -76,7 +78,7 @@ def _each(ids, weights, lookup, dim, name):
     return tf.ensure_shape(rows, [*ids.shape, dim])
 
 
-def _dense(combiner, rows, weights):
+def _dense(combiner: str, rows: tf.Tensor, weights: Any) -> tf.Tensor:
     if weights is None:
         total, count = tf.reduce_sum(rows, -2), tf.cast(tf.shape(rows)[-2], rows.dtype)
         if combiner == "sum":
@@ -91,27 +93,34 @@ def _dense(combiner, rows, weights):
     return _divided(combiner, total, lambda w: tf.reduce_sum(w, -1, keepdims=True), weights)
 
 
-def _segments(combiner, rows, weights, groups, count):
+def _segments(
+    combiner: str, rows: tf.Tensor, weights: Any, groups: tf.Tensor, count: tf.Tensor
+) -> tf.Tensor:
     if weights is None:
         weights = tf.ones([tf.shape(rows)[0]], rows.dtype)
     else:
         weights = tf.cast(weights, rows.dtype)
         rows = rows * weights[:, tf.newaxis]
 
-    def total_of(values):
+    def total_of(values: tf.Tensor) -> tf.Tensor:
         return tf.math.unsorted_segment_sum(values, groups, count)
 
     return _divided(combiner, total_of(rows), lambda w: total_of(w)[:, tf.newaxis], weights)
 
 
-def _divided(combiner, total, total_of, weights):
+def _divided(
+    combiner: str,
+    total: tf.Tensor,
+    total_of: Callable[[tf.Tensor], tf.Tensor],
+    weights: tf.Tensor,
+) -> tf.Tensor:
     if combiner == "sum":
         return total
     by = total_of(weights) if combiner == "mean" else tf.sqrt(total_of(tf.square(weights)))
     return tf.math.divide_no_nan(total, by)
 
 
-def _groups_of_sparse(ids):
+def _groups_of_sparse(ids: tf.SparseTensor) -> tuple[tf.Tensor, tf.Tensor, tf.Tensor]:
     """The group of each value, the number of groups, and the shape that they have."""
     shape = ids.dense_shape[:-1]
     strides = tf.math.cumprod(shape, exclusive=True, reverse=True)

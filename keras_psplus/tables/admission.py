@@ -49,11 +49,13 @@ class Admission:
 
 
 class _Counting(Admission):
-    def __init__(self, config, name, clock, expiry):
+    candidates: KeyRows
+
+    def __init__(self, config: dict[str, Any], name: str, clock: Clock, expiry: Expiry) -> None:
         super().__init__(config, name, clock, expiry)
         self.candidates = KeyRows(f"{name}, candidates")
 
-    def admit(self, keys, hashes):
+    def admit(self, keys: tf.Tensor, hashes: tf.Tensor) -> tuple[tf.Tensor, tf.Tensor]:
         rows = self._expiry.find(self.candidates, hashes)
         known = rows >= 0
         before = self.candidates.meta(tf.maximum(rows, 0))[:, FREQUENCY]
@@ -73,7 +75,17 @@ class _Counting(Admission):
 
 
 class _Filtering(Admission):
-    def __init__(self, config, name, clock, expiry, server, servers):
+    filter: tf.Variable
+
+    def __init__(
+        self,
+        config: dict[str, Any],
+        name: str,
+        clock: Clock,
+        expiry: Expiry,
+        server: int,
+        servers: int,
+    ) -> None:
         super().__init__(config, name, clock, expiry)
         self._servers, self._size = servers, max(1, config["bits"] // 8 // BLOCKS)
         self.blocks = (BLOCKS - server + servers - 1) // servers
@@ -82,7 +94,7 @@ class _Filtering(Admission):
                 tf.zeros([self.blocks * self._size], tf.uint8), trainable=False
             )
 
-    def admit(self, keys, hashes):
+    def admit(self, keys: tf.Tensor, hashes: tf.Tensor) -> tuple[tf.Tensor, tf.Tensor]:
         bits = tf.bitcast(hashes, tf.uint64)
         probes = streams(keys, 1, _PROBES) % tf.constant(self._size, tf.uint64)
         start = tf.cast(blocks_of(bits) // self._servers, tf.int64) * self._size
@@ -95,7 +107,7 @@ class _Filtering(Admission):
 
 
 class _Drawing(Admission):
-    def admit(self, keys, hashes):
+    def admit(self, keys: tf.Tensor, hashes: tf.Tensor) -> tuple[tf.Tensor, tf.Tensor]:
         step = mix(tf.cast(self._clock.steps.read_value(), tf.uint64))
         bits = mix(mixed(keys) + step)
         drawn = uniform(tf.bitcast(bits, tf.uint32)[:, 0])

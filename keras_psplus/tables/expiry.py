@@ -4,6 +4,7 @@ A row that was not used for so many steps counts as gone at once, for all who as
 free when the sweep comes by. So a table does not depend on how its rows are laid out.
 """
 
+from collections.abc import Callable
 from typing import Any
 
 import tensorflow as tf
@@ -71,7 +72,7 @@ class Expiry:
         safe = tf.maximum(rows, 0)
         return tf.where(self._is_dead(key_rows, safe), -1, rows)
 
-    def _is_dead(self, key_rows, rows):
+    def _is_dead(self, key_rows: KeyRows, rows: tf.Tensor) -> tf.Tensor:
         if self._unused is None:
             return tf.zeros_like(rows, tf.bool)
         if self._unused["steps"] is not None:
@@ -108,7 +109,7 @@ class Expiry:
         dead = tf.boolean_mask(rows, tf.logical_and(has_key, self._is_dead(key_rows, rows)))
         _unless_empty(dead, lambda: key_rows.remove(dead))
 
-    def _remove_first(self, key_rows, over):
+    def _remove_first(self, key_rows: KeyRows, over: tf.Tensor) -> int:
         rows = self._window(key_rows, "capacity", _WINDOW)
         keys = key_rows.keys(rows)
         has_key = tf.not_equal(keys, FREE)
@@ -124,7 +125,7 @@ class Expiry:
         key_rows.remove(tf.gather(rows, order[:over]))
         return 0
 
-    def _window(self, key_rows, what, most):
+    def _window(self, key_rows: KeyRows, what: str, most: int) -> tf.Tensor:
         """The next rows that a sweep looks at."""
         cursor, end = self._cursors[what], key_rows.next.read_value()
         first = tf.where(cursor.read_value() < end, cursor.read_value(), 0)
@@ -133,8 +134,8 @@ class Expiry:
         return tf.range(first, last)
 
 
-def _unless_empty(rows, remove):
-    def some():
+def _unless_empty(rows: tf.Tensor, remove: Callable[[], None]) -> None:
+    def some() -> int:
         remove()
         return 0
 

@@ -99,9 +99,12 @@ def load(
             _take_blocks(store, values, (other, len(paths)), (server, servers))
 
 
-def _take_blocks(store, values, written_by, now):
+def _take_blocks(
+    store: RowStore, values: np.ndarray, written_by: tuple[int, int], now: tuple[int, int]
+) -> None:
     """Takes a server's blocks of a Bloom filter out of those of another."""
     filter_, blocks = store.admission.filter, store.admission.blocks
+    assert filter_ is not None
     size = filter_.shape[0] // blocks
     theirs = np.arange(written_by[0], BLOCKS, written_by[1])
     mine = theirs % now[1] == now[0]
@@ -111,7 +114,7 @@ def _take_blocks(store, values, written_by, now):
         filter_.assign(whole.reshape(-1))
 
 
-def _living_parts(entries):
+def _living_parts(entries: Callable[[int, int], tf.Tensor]) -> Iterator[tuple[int, np.ndarray]]:
     """Pairs of a first row and entries of some rows, of all rows."""
     first = 0
     while True:

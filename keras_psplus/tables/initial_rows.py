@@ -11,6 +11,7 @@ from keras_psplus.arguments import shown
 from keras_psplus.tables import keys as keys_module
 
 _Maker = Callable[[tf.Tensor], tf.Tensor]
+_MakerOfAny = Callable[[tf.Tensor, int, int, dict[str, Any]], tf.Tensor]
 # Standard normal distribution up to 2, where Keras truncates it.
 _BELOW_TWO = 0.5 * (1 + math.erf(2 / math.sqrt(2)))
 
@@ -53,35 +54,35 @@ def maker(initializer: dict[str, Any], dim: int) -> _Maker:
     return rows
 
 
-def _uniform(keys, dim, seed):
+def _uniform(keys: tf.Tensor, dim: int, seed: int) -> tf.Tensor:
     # Each of 64 bits makes two numbers.
     bits = keys_module.streams(keys, seed, (dim + 1) // 2)
     halves = tf.reshape(tf.bitcast(bits, tf.uint32), [-1, 2 * ((dim + 1) // 2)])
     return keys_module.uniform(halves[:, :dim])
 
 
-def _constant(value):
-    def make(keys, dim, seed, config):
+def _constant(value: float) -> _MakerOfAny:
+    def make(keys: tf.Tensor, dim: int, seed: int, config: dict[str, Any]) -> tf.Tensor:
         return tf.fill([tf.size(keys), dim], tf.constant(config.get("value", value), tf.float32))
 
     return make
 
 
-def _random_uniform(keys, dim, seed, config):
+def _random_uniform(keys: tf.Tensor, dim: int, seed: int, config: dict[str, Any]) -> tf.Tensor:
     low, high = config["minval"], config["maxval"]
     return low + (high - low) * _uniform(keys, dim, seed)
 
 
-def _random_normal(keys, dim, seed, config):
+def _random_normal(keys: tf.Tensor, dim: int, seed: int, config: dict[str, Any]) -> tf.Tensor:
     return config["mean"] + config["stddev"] * tf.math.ndtri(_uniform(keys, dim, seed))
 
 
-def _truncated_normal(keys, dim, seed, config):
+def _truncated_normal(keys: tf.Tensor, dim: int, seed: int, config: dict[str, Any]) -> tf.Tensor:
     inside = (1 - _BELOW_TWO) + (2 * _BELOW_TWO - 1) * _uniform(keys, dim, seed)
     return config["mean"] + config["stddev"] * tf.math.ndtri(inside)
 
 
-_MAKERS: dict[str, Callable[..., tf.Tensor]] = {
+_MAKERS: dict[str, _MakerOfAny] = {
     "Zeros": _constant(0.0),
     "Ones": _constant(1.0),
     "Constant": _constant(0.0),

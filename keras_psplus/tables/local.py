@@ -146,7 +146,7 @@ class LocalTable(CompositeVariable):
         """Rows of the table or slot, in the order of their keys."""
         return self._gather(self._entries()[1])
 
-    def _gather(self, rows):
+    def _gather(self, rows: np.ndarray) -> np.ndarray:
         variable = self.store.slots[self.slot - 1] if self.slot else self.store.weights
         return variable.sparse_read(tf.constant(rows, tf.int32)).numpy()
 

@@ -135,7 +135,7 @@ class RowStore:
             self._expiry.sweep(key_rows, "rows")
             return tf.group(self.clock.steps.read_value())
 
-    def _make_missing(self, keys, hashes, rows):
+    def _make_missing(self, keys: tf.Tensor, hashes: tf.Tensor, rows: tf.Tensor) -> tf.Tensor:
         missing = tf.cast(tf.where(rows < 0)[:, 0], _INT)
         keys, hashes = tf.gather(keys, missing), tf.gather(hashes, missing)
         admitted, counts = self.admission.admit(keys, hashes)
@@ -146,7 +146,7 @@ class RowStore:
         self._start_slots(made)
         return tf.tensor_scatter_nd_update(rows, missing[:, tf.newaxis], made)
 
-    def _start_slots(self, rows):
+    def _start_slots(self, rows: tf.Tensor) -> None:
         for slot, initializer in zip(self.slots, self._slot_initializers):
             slot.write(rows, initializer([tf.size(rows), self.dim], dtype="float32"))
 
@@ -156,7 +156,7 @@ class RowStore:
         """As `KeyRows.entries`, of the rows that count; others have the key `FREE`."""
         return self._entries_of(self.key_rows, first, count)
 
-    def _entries_of(self, key_rows, first, count):
+    def _entries_of(self, key_rows: KeyRows, first: tf.Tensor, count: tf.Tensor) -> tf.Tensor:
         entries = key_rows.entries(first, count)
         rows = self._expiry.living(key_rows, first + tf.range(tf.shape(entries)[0]))
         free = tf.constant([[FREE, 0, 0, 0]], _LONG)
@@ -199,7 +199,9 @@ class RowStore:
 
     def candidates(self, first: tf.Tensor, count: tf.Tensor) -> tf.Tensor:
         """As `entries`, of keys that are counted and have no row yet."""
-        return self._entries_of(self.admission.candidates, first, count)
+        candidates = self.admission.candidates
+        assert candidates is not None
+        return self._entries_of(candidates, first, count)
 
     def insert_candidates(self, entries: tf.Tensor) -> tf.Tensor:
         """Adds keys that are counted; returns their number."""

@@ -1,6 +1,7 @@
 """One parameter server's keys and rows of a dynamic table, beside those of other tables."""
 
 import functools
+from collections.abc import Callable
 from typing import Any
 
 import tensorflow as tf
@@ -38,7 +39,7 @@ class DynamicShard(TableShard):
         self.optimizer = self.store.optimizer
         self._optimizer_number, self._first_slot = number, first_slot
 
-    def _makers(self):
+    def _makers(self) -> dict[str, Callable[[], Any]]:
         makers = super()._makers()
         makers["lookup"] = functools.partial(self._lookup_keys, False)
         makers["lookup_training"] = functools.partial(self._lookup_keys, True)
@@ -58,61 +59,72 @@ class DynamicShard(TableShard):
             makers[f"put{number}"] = functools.partial(self._put, i)
         return makers
 
-    def _lookup_keys(self, trains):
+    def _lookup_keys(self, trains: bool) -> Any:
         @traced(tf.TensorSpec([None], _LONG))
-        def lookup(keys):
+        def lookup(keys: tf.Tensor) -> tf.Tensor:
             return self._pull.encode(self.store.lookup(keys, trains), self.version.read_value())
 
         return lookup
 
-    def _apply(self, ids, gradient, numbers, iterations):
+    def _apply(
+        self, ids: tf.Tensor, gradient: tf.Tensor, numbers: tf.Tensor, iterations: tf.Tensor
+    ) -> tf.Tensor:
         done = self.store.apply(ids, gradient, numbers[0], numbers[1:], iterations)
         with tf.control_dependencies([done]):
             return self.version.assign_add(1, read_value=True)
 
-    def _read_range(self, column: ChunkedRows):
+    def _read_range(self, column: ChunkedRows) -> Any:
         @traced(*_RANGE)
-        def read(first, count):
+        def read(first: tf.Tensor, count: tf.Tensor) -> tf.Tensor:
             end = tf.minimum(first + count, self.store.key_rows.next.read_value())
             return column.sparse_read(tf.range(first, end))
 
         return read
 
-    def _put(self, slot):
+    def _put(self, slot: int) -> Any:
         @traced(tf.TensorSpec([None], _LONG), tf.TensorSpec([None, self.dim], _FLOAT))
-        def put(keys, rows):
+        def put(keys: tf.Tensor, rows: tf.Tensor) -> tf.Tensor:
             return self.store.write(slot, keys, rows)
 
         return put
 
-    def _steps(self):
+    def _steps(self) -> Any:
         @traced(tf.TensorSpec([], _INT))
-        def steps(unused):
+        def steps(unused: tf.Tensor) -> tf.Tensor:
             return self.store.clock.steps.read_value()
 
         return steps
 
-    def _clear(self):
+    def _clear(self) -> Any:
         @traced(tf.TensorSpec([], _LONG))
-        def clear(steps):
+        def clear(steps: tf.Tensor) -> tf.Tensor:
             self.store.clear()
             return self.store.clock.steps.assign(steps, read_value=True)
 
         return clear
 
-    def _filter(self):
+    @property
+    def _bloom_filter(self) -> tf.Variable:
+        assert self.store.admission.filter is not None
+        return self.store.admission.filter
+
+    def _filter(self) -> Any:
+        filter_ = self._bloom_filter
+
         @traced(*_RANGE)
-        def read(first, count):
-            return self.store.admission.filter.read_value()[first : first + count]
+        def read(first: tf.Tensor, count: tf.Tensor) -> tf.Tensor:
+            return filter_.read_value()[first : first + count]
 
         return read
 
-    def _set_filter(self):
+    def _set_filter(self) -> Any:
+        filter_ = self._bloom_filter
+
         @traced(tf.TensorSpec([], _INT), tf.TensorSpec([None], tf.uint8))
-        def write(first, values):
+        def write(first: tf.Tensor, values: tf.Tensor) -> tf.Tensor:
             places = tf.range(first, first + tf.size(values))
             tf.raw_ops.ResourceScatterUpdate(
-                resource=self.store.admission.filter.handle, indices=places, updates=values
+                resource=filter_.handle, indices=places, updates=values
             )
             return tf.size(values)
 

@@ -84,7 +84,7 @@ class ChunkedRows:
 
         tf.cond(needed > used, more, lambda: used)
 
-    def _make_chunks(self, used, needed):
+    def _make_chunks(self, used: np.ndarray, needed: np.ndarray) -> np.int32:
         with tf.device("/CPU:0"):
             for i in range(int(used), int(needed)):
                 # Assigned before anything reads it: afterwards, TensorFlow would copy it.
@@ -101,7 +101,7 @@ class ChunkedRows:
         )
         return tf.ensure_shape(found, [None, self._columns])
 
-    def _read_chunks(self, rows):
+    def _read_chunks(self, rows: tf.Tensor) -> tf.Tensor:
         chunks, inside = self._places(rows)
         count = len(self._chunks)
         places = tf.dynamic_partition(tf.range(tf.size(rows)), chunks, count)
@@ -123,7 +123,7 @@ class ChunkedRows:
             lambda: self._write_to(0, rows, values),
         )
 
-    def _write_chunks(self, rows, values):
+    def _write_chunks(self, rows: tf.Tensor, values: tf.Tensor) -> tf.Tensor:
         chunks, inside = self._places(rows)
         own = [tf.dynamic_partition(of, chunks, len(self._chunks)) for of in (inside, values)]
         for i, (ids, part) in enumerate(zip(*own)):
@@ -134,13 +134,13 @@ class ChunkedRows:
             )
         return tf.constant(0)
 
-    def _write_to(self, i, rows, values):
+    def _write_to(self, i: int, rows: tf.Tensor, values: tf.Tensor) -> tf.Tensor:
         tf.raw_ops.ResourceScatterUpdate(
             resource=self._chunks[i].handle, indices=rows, updates=values
         )
         return tf.constant(0)
 
-    def _places(self, rows):
+    def _places(self, rows: tf.Tensor) -> tuple[tf.Tensor, tf.Tensor]:
         """Chunk of each row, and its number there."""
         starts = tf.constant(self._starts)
         chunks = tf.searchsorted(starts, rows, side="right") - 1

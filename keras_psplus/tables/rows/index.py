@@ -7,6 +7,8 @@ of a key's hash, and each of them is full at another number of keys: they never 
     full at   0.90   0.86   0.82    ...    0.47  of its buckets
 """
 
+from typing import Any
+
 import numpy as np
 import tensorflow as tf
 
@@ -57,7 +59,7 @@ class KeyIndex:
         """Removes hashes that are there."""
         self._remove_all(hashes)
 
-    def _find(self, hashes):
+    def _find(self, hashes: tf.Tensor) -> tf.Tensor:
         parts, places = self._split(hashes, tf.range(tf.size(hashes)))
         found = [
             tf.raw_ops.LookupTableFindV2(
@@ -67,12 +69,12 @@ class KeyIndex:
         ]
         return tf.dynamic_stitch(places, found)
 
-    def _insert(self, hashes, rows):
+    def _insert(self, hashes: tf.Tensor, rows: tf.Tensor) -> tf.Tensor:
         for table, part, values in zip(self._tables, *self._split(hashes, rows)):
             tf.raw_ops.LookupTableInsertV2(table_handle=table, keys=part, values=values)
         return tf.size(hashes)
 
-    def _remove(self, hashes):
+    def _remove(self, hashes: tf.Tensor) -> tf.Tensor:
         (parts,) = self._split(hashes)
         done = [
             tf.raw_ops.LookupTableRemoveV2(table_handle=table, keys=part)
@@ -93,7 +95,7 @@ class KeyIndex:
             self._import_empty(table, _BUCKETS)
         self._removed.assign(tf.zeros([PARTS], _INT))
 
-    def _rewrite_worst(self, removed):
+    def _rewrite_worst(self, removed: np.ndarray) -> np.int32:
         # A removed key leaves a mark, over which searches go on; nothing else takes the marks away.
         worst = int(removed.argmax())
         table = self._tables[worst]
@@ -113,7 +115,7 @@ class KeyIndex:
             self._removed.assign(np.where(np.arange(PARTS) == worst, 0, removed))
         return np.int32(left)
 
-    def _import_empty(self, table, buckets):
+    def _import_empty(self, table: Any, buckets: Any) -> None:
         # What is imported takes the place of the buckets, as it is.
         keys, values = tf.fill([buckets, 1], self._empty), tf.zeros([buckets, 1], _INT)
         # It wants matrices, and says vectors in its signature.
@@ -124,7 +126,7 @@ class KeyIndex:
             )
         tf.raw_ops.LookupTableImportV2(table_handle=table, keys=keys, values=values)
 
-    def _split(self, hashes, *others):
+    def _split(self, hashes: tf.Tensor, *others: tf.Tensor) -> list[list[tf.Tensor]]:
         parts = part_of(tf.bitcast(hashes, tf.uint64), PARTS)
         return [tf.dynamic_partition(values, parts, PARTS) for values in (hashes, *others)]
 

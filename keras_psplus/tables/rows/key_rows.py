@@ -76,7 +76,7 @@ class KeyRows:
         """Takes distinct rows from their keys."""
         self._remove_rows(rows)
 
-    def _remove(self, rows):
+    def _remove(self, rows: tf.Tensor) -> tf.Tensor:
         self.index.remove(hashes_of(self.keys(rows)))
         count, free = tf.size(rows), self._free_count.read_value()
         self._keys.write(rows, tf.fill([count, 1], tf.constant(FREE, _LONG)))
