@@ -305,7 +305,7 @@ def _forms(structure: Any) -> tuple[Any, ...]:
     """Shapes, types and values by which calls can share a function."""
 
     def form(leaf: Any) -> Any:
-        return (tuple(leaf.shape), leaf.dtype) if isinstance(leaf, tf.Tensor) else leaf
+        return (str(leaf.shape), leaf.dtype) if isinstance(leaf, tf.Tensor) else leaf
 
     leaves = [form(leaf) for leaf in tree.flatten(structure)]
     return tuple(leaf if _is_hashable(leaf) else id(leaf) for leaf in leaves)

@@ -18,6 +18,8 @@ from keras_psplus.keras_internals.keras_parts import (
 
 _LISTED = 3
 _CALL_CONTEXT = "current_call_ctx"
+# In the place of a tensor among what the function returns.
+_TENSOR = object()
 
 
 class CompiledFunction:
@@ -46,12 +48,19 @@ class CompiledFunction:
         self._python, self._layers, self._given = function, layers, (args, kwargs)
         self._flat = tree.flatten(self._given)
         self._places = [i for i, one in enumerate(self._flat) if tf.is_tensor(one)]
-        # Found by the trace: the structure of outputs, and layers by their losses.
+        # Found by the trace: the structure of outputs, what is no tensor there, layers by their
+        # losses, and what Keras's context says behind the call, such as whether layers train.
         self._structure: Any = None
+        self._leaves: list[Any] = []
         self._owners: list[tuple[keras.Layer, int]] = []
         self.losses: list[tf.Tensor] = []
         self._function = tf.function(self._run, autograph=False, jit_compile=True)
+        context = _context()
+        before = dict(context)
         self._graph = self._function.get_concrete_function(*self._inputs(self._flat)).graph
+        self._behind = {k: v for k, v in context.items() if k != "entry_layer"}
+        context.clear()
+        context.update(before)
 
     @property
     def variables(self) -> list[tf.Variable]:
@@ -88,12 +97,15 @@ class CompiledFunction:
                 set_keras_mask(output, mask)
         self.losses, losses = list(added), iter(added)
         # Keras clears the losses of earlier calls when it enters the outermost layer.
-        is_outermost = global_state.get_global_attribute(_CALL_CONTEXT) is None
+        context = _context()
+        context.update(self._behind)
         for layer, count in self._owners:
-            if is_outermost:
+            if not context:
                 layer._losses.clear()
             layer._losses.extend(next(losses) for _ in range(count))
-        return tree.pack_sequence_as(self._structure, outputs)
+        tensors = iter(outputs)
+        leaves = [next(tensors) if leaf is _TENSOR else leaf for leaf in self._leaves]
+        return tree.pack_sequence_as(self._structure, leaves)
 
     def replace_losses(self, others: Mapping[int, tf.Tensor]) -> None:
         """Replaces the losses that layers have added in the last call, by their ids."""
@@ -128,9 +140,17 @@ class CompiledFunction:
             for layer in layers:
                 layer._losses[:] = before.get(id(layer), ())
         self._owners = [(layer, len(own)) for layer, own in zip(layers, found) if own]
-        outputs = tree.flatten(self._structure)
+        leaves = tree.flatten(self._structure)
+        outputs = [leaf for leaf in leaves if tf.is_tensor(leaf)]
+        self._leaves = [_TENSOR if tf.is_tensor(leaf) else leaf for leaf in leaves]
         added = [loss for own in found for loss in own]
         return outputs, [get_keras_mask(output) for output in outputs], added, []
+
+
+def _context() -> dict[str, Any]:
+    """Attributes of Keras's context of the outermost call under way; none outside of calls."""
+    context = global_state.get_global_attribute(_CALL_CONTEXT)
+    return {} if context is None else vars(context)
 
 
 def why_not_given(tensors: Iterable[Any]) -> str | None:
