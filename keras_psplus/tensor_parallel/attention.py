@@ -47,7 +47,7 @@ def is_by_heads(layer: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> bool
     return asked[0] in (None, False) and asked[1] is None
 
 
-def _is_known(layer):
+def _is_known(layer: Any) -> bool:
     calls = {(kind.call, kind._compute_attention) for kind in _KINDS}
     hub = sys.modules.get("keras_hub")
     cached = getattr(getattr(hub, "layers", None), "CachedMultiHeadAttention", None)

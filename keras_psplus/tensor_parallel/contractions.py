@@ -58,7 +58,7 @@ def rule_for(layer: Any, group: ModelGroup, regions: Regions) -> Callable[..., A
     return contraction
 
 
-def _axes_of(equation, kernel_axis):
+def _axes_of(equation: str, kernel_axis: int) -> _Axes:
     """Places of a kernel's axis in the input and the output, counted from their ends."""
     operands, output = equation.replace(" ", "").split("->")
     inputs, kernel = operands.split(",")
@@ -74,7 +74,15 @@ def _axes_of(equation, kernel_axis):
 class _Contraction:
     """The `call` of a layer that multiplies its input by a cut kernel."""
 
-    def __init__(self, layer, kernel, compute, axes, group, regions):
+    def __init__(
+        self,
+        layer: Any,
+        kernel: keras.Variable,
+        compute: Callable[[tf.Tensor, tf.Tensor], Any],
+        axes: _Axes,
+        group: ModelGroup,
+        regions: Regions,
+    ) -> None:
         self._layer, self._kernel, self._compute = layer, kernel, compute
         self._axes, self._group, self._regions = axes, group, regions
 

@@ -38,7 +38,9 @@ def rule_for(layer: Any, group: ModelGroup, regions: Regions) -> Callable[..., A
 class _Lookup:
     """The `call` of an embedding with a cut table."""
 
-    def __init__(self, layer, is_reversible, group, regions):
+    def __init__(
+        self, layer: Any, is_reversible: bool, group: ModelGroup, regions: Regions
+    ) -> None:
         self._layer, self._is_reversible = layer, is_reversible
         self._group, self._regions = group, regions
 
@@ -53,9 +55,10 @@ class _Lookup:
             set_keras_mask(outputs, mask)
         return outputs
 
-    def _rows(self, indices):
+    def _rows(self, indices: tf.Tensor) -> tf.Tensor:
         variable, group = self._layer._embeddings, self._group
         cut, dtype = cut_of(variable), self._layer.compute_dtype
+        assert cut is not None
         indices = tf.where(indices < 0, indices + variable.shape[0], indices)
         if cut.cut.axis == 1:
             return group.stack(tf.cast(cut.local_rows(indices), dtype), -1)
@@ -68,7 +71,7 @@ class _Lookup:
         found = tf.where(is_mine[..., tf.newaxis], tf.cast(found, dtype), tf.zeros([], dtype))
         return group.sum(found)
 
-    def _logits(self, inputs):
+    def _logits(self, inputs: Any) -> Any:
         layer, group = self._layer, self._group
         tied = layer.tie_weights
         variable = layer._embeddings if tied else layer.reverse_embeddings

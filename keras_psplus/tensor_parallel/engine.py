@@ -25,6 +25,8 @@ if TYPE_CHECKING:
     from keras.optimizers import Optimizer
 
     from keras_psplus.engine import Gradients, Variables
+    from keras_psplus.sharding.engine import Places
+    from keras_psplus.sharding.places import Place
 
 # Between seeds of the workers of a row, where they draw for their own heads.
 _SEED_STRIDE = 0x2545F491
@@ -45,7 +47,7 @@ class ModelParallelEngine(ShardedEngine):
         """Calls of the steps' layers."""
         return LayerCalls(self.strategy.extended.group)
 
-    def _make_plan(self, optimizer):
+    def _make_plan(self, optimizer: Optimizer) -> plan.CutPlan:
         return plan.CutPlan(optimizer)
 
     # Variables.
@@ -113,13 +115,13 @@ class ModelParallelEngine(ShardedEngine):
             return [with_shape(gradient, v) for gradient, v in zip(grads, variables)]
         return AllReduceEngine.reduce(self, optimizer, list(grads), variables)
 
-    def _is_part(self, gradient):
+    def _is_part(self, gradient: Any) -> bool:
         return True
 
-    def _sum_over_parts(self, tensors):
+    def _sum_over_parts(self, tensors: list[tf.Tensor]) -> list[tf.Tensor]:
         return gradients.sum_packed(self.strategy.extended.group.launcher, tensors)
 
-    def _cut_if_dense(self, before, clipped, places):
+    def _cut_if_dense(self, before: list[Any], clipped: list[Any], places: Places) -> list[Any]:
         return clipped
 
     def clip(self, optimizer: Optimizer, grads: list[Any], variables: Variables) -> list[Any]:
@@ -128,12 +130,12 @@ class ModelParallelEngine(ShardedEngine):
             grads = [g if w is None else self._whole(g, w) for g, w in zip(grads, weights)]
         return super().clip(optimizer, grads, variables)
 
-    def _whole(self, gradient, weight):
+    def _whole(self, gradient: Any, weight: CutWeight) -> tf.Tensor:
         """The whole gradient of a cut weight."""
         dense = tf.ensure_shape(tf.convert_to_tensor(gradient), weight.local_shape)
         return self.strategy.extended.group.gather(dense, weight.cut.axis)
 
-    def _target(self, variable, place):
+    def _target(self, variable: keras.Variable, place: Place) -> Any:
         weight = cut_of(variable)
         if weight is None or place.cut is not None:
             return variable

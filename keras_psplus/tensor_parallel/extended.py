@@ -32,7 +32,7 @@ class ModelParallelExtended(ShardedExtended):
             self._divide()
         super().set_topology(topology)
 
-    def _divide(self):
+    def _divide(self) -> None:
         """Makes the collectives of this worker's row and column."""
         rank, rows = self._id_in_cluster, self.grid.rows
         row, place = self.grid.place_of(rank)
@@ -75,16 +75,16 @@ class ModelParallelExtended(ShardedExtended):
         return self.group.launcher
 
     @property
-    def _num_replicas_in_sync(self):
+    def _num_replicas_in_sync(self) -> int:
         return len(self.grid.rows)
 
-    def _get_replica_id_in_sync_group(self, replica_id):
+    def _get_replica_id_in_sync_group(self, replica_id: int) -> int:
         return self.world.rank
 
-    def _get_local_replica_id(self, replica_id_in_sync_group):
+    def _get_local_replica_id(self, replica_id_in_sync_group: int) -> int:
         return 0
 
-    def _make_input_context(self):
+    def _make_input_context(self) -> tf.distribute.InputContext:
         world = self.world
         return tf.distribute.InputContext(
             num_input_pipelines=world.replicas,

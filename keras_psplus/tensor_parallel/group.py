@@ -115,7 +115,7 @@ class ModelGroup:
             return local
         return tf.concat(tf.unstack(self._stacked(local), self.size), axis)
 
-    def _stacked(self, tensor):
+    def _stacked(self, tensor: tf.Tensor) -> tf.Tensor:
         if tensor.dtype == tf.bfloat16:
             # Of which the kernel does not know: bits are gathered.
             return tf.bitcast(self._stacked(tf.bitcast(tensor, tf.float16)), tf.bfloat16)
@@ -123,7 +123,7 @@ class ModelGroup:
         return tf.ensure_shape(gathered, [self.size, *tensor.shape])
 
 
-def _zeros_of_whole(local, axis, size):
+def _zeros_of_whole(local: tf.Tensor, axis: int, size: int) -> tf.Tensor:
     """Zeros of the shape that the whole of a part has."""
     static, shape = local.shape.as_list(), tf.unstack(tf.shape(local))
     static[axis] *= size

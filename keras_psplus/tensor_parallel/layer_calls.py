@@ -66,7 +66,7 @@ class LayerCalls:
                 return proceed(call)
         return self._call_with_wholes(call, proceed)
 
-    def _call_with_wholes(self, call, proceed):
+    def _call_with_wholes(self, call: Call, proceed: Callable[[Call], Any]) -> Any:
         layer, loops = call.owner, isinstance(call.owner, _LOOPS)
         variables = layer.variables if loops else layer._trainable_variables
         weights = {id(v._value): v._value for v in variables if cut_of(v) is not None}
@@ -80,7 +80,7 @@ class LayerCalls:
         finally:
             self._wholes = outer
 
-    def _elementwise_rule(self, layer):
+    def _elementwise_rule(self, layer: Any) -> Callable[..., Any] | None:
         """Call of a layer without weights, on the local part of its input."""
         is_known = isinstance(layer, _ELEMENTWISE) and type(layer) in _ELEMENTWISE
         is_activation = type(layer) is keras.layers.Activation

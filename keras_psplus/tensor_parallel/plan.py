@@ -114,7 +114,7 @@ class Layouts:
         return unused
 
 
-def _matches(key, path):
+def _matches(key: str, path: str) -> bool:
     return key == path or re.fullmatch(key, path) is not None
 
 
@@ -154,5 +154,5 @@ def describe(model: Any, layouts: Layouts, unused: Sequence[str], grid: Grid) ->
     return "\n".join(lines)
 
 
-def _is_left_out(variable, layouts):
+def _is_left_out(variable: keras.Variable, layouts: Layouts) -> bool:
     return layouts.axis_of(variable.path, variable.shape) is not None

@@ -114,7 +114,7 @@ class ModelParallelStrategy(MultiWorkerMirroredStrategy):
         }
 
     @property
-    def _distributes(self):
+    def _distributes(self) -> bool:
         return self.num_workers > 1
 
     @property
@@ -122,7 +122,7 @@ class ModelParallelStrategy(MultiWorkerMirroredStrategy):
         return self.num_workers > 1
 
 
-def _layouts_of(layout_map, mesh):
+def _layouts_of(layout_map: Any, mesh: Any) -> keras.distribution.LayoutMap:
     """The layout map, whose mesh is known and has all of its axes."""
     if mesh is not None and not isinstance(mesh, keras.distribution.DeviceMesh):
         raise ValueError(
