@@ -23,7 +23,7 @@ def test_a_job_goes_on_over_a_link_that_was_slow_and_cut(tmp_path):
     lines, leader = [], tmp_path / "worker-0.log"
 
     def log(line):
-        lines.append((line, re.findall(r"epoch (\d)", leader.read_text())))
+        lines.append((line, re.findall(r"^epoch (\d)", leader.read_text(), re.MULTILINE)))
 
     with Injector(events, log) as chaos:
         environ = {"TF_CPP_MIN_LOG_LEVEL": "2", "CUDA_VISIBLE_DEVICES": ""}

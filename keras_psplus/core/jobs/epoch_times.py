@@ -12,6 +12,9 @@ from keras_psplus.log import logger
 if TYPE_CHECKING:
     import tensorflow as tf
 
+# An epoch that loses less is not worth a line.
+_LEAST_LOST_SECONDS = 1.0
+
 
 class EpochTimes:
     """Step times of the present epoch: of this process, or of a chief's workers.
@@ -62,5 +65,9 @@ def compare(packed: list[str], epoch: int, is_chief: bool) -> None:
     report = task_report.current()
     if report is not None and times:
         report.step_times(epoch, step_times.apart(times), slowest)
-    if slowest is not None:
+    if slowest is None:
+        return
+    steps = max(each.steps for each in times.values())
+    # Steps of a few milliseconds differ by chance.
+    if steps * (slowest.seconds - slowest.usual) >= _LEAST_LOST_SECONDS:
         logger.warning("epoch %d, slowest: %s", epoch, slowest)
