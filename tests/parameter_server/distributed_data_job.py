@@ -97,7 +97,8 @@ def trained(cluster, mode, rate, jit_compile):
         ids = keras.Input((3,), dtype="int32")
         h = layers.Flatten()(layers.Embedding(9, 4)(ids))
         h = layers.Dense(6, "tanh", kernel_regularizer="l2", activity_regularizer="l1")(h)
-        h = layers.BatchNormalization()(layers.Dropout(0.25)(h))
+        # XLA draws other random numbers, in plain TensorFlow too.
+        h = layers.BatchNormalization()(layers.Dropout(0.0)(h))
         model = keras.Model(ids, layers.Dense(1)(h))
         model.compile(keras.optimizers.SGD(rate), "mse", jit_compile=jit_compile)
     x = tf.random.stateless_uniform([ROWS, 3], [1, 2], 0, 9, tf.int32)
