@@ -1,11 +1,15 @@
 """Progress of this process, written by the training thread and read by others."""
 
+from __future__ import annotations
+
 import contextlib
 import os
 import socket
 from collections.abc import Callable
+from typing import TYPE_CHECKING
 
-from keras_psplus.cluster.monitor.step_times import StepTimes
+if TYPE_CHECKING:
+    from keras_psplus.cluster.monitor.step_times import StepTimes
 
 # The steps after which the launcher of `keras-psplus run --chaos` wants a call, and where.
 CHAOS_VARIABLE = "KERAS_PSPLUS_CHAOS"
