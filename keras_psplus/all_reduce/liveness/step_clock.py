@@ -72,7 +72,7 @@ class StepClock:
     @contextlib.contextmanager
     def tracing(self) -> Iterator[None]:
         """Context in which a step is traced, before it runs for the first time."""
-        if self._traced_from is None:
+        if self._traced_from is None and self._is_called:
             with ops.init_scope():
                 self._traced_from = self._read()
         yield
