@@ -93,6 +93,12 @@ def update_variables(call: Call) -> None:
     )
 
 
+def check_finite(call: Call) -> tf.Tensor:
+    """Whether gradients are finite, of rows too, of which Keras would make whole tables."""
+    grads = [g.values if isinstance(g, tf.IndexedSlices) else g for g in call.get("grads")]
+    return call.engine.collective(call.changed(grads=grads))
+
+
 def build_optimizer(call: Call) -> None:
     """Builds an optimizer, of which tables in memory make slots."""
     call.engine.make_variable(call)

@@ -106,6 +106,12 @@ class TableFiles:
             ValueError: If there are no such rows, or no such table.
         """
         table = self._table(name)
+        if not table["rows"]:
+            raise ValueError(
+                f"The table '{name}' is one of keys, not of numbered rows. Read it by `load_tables`"
+                " into a model that has it, or save it by `model.save_weights`. "
+                "Received: a DynamicEmbedding's table"
+            )
         count = table["rows"] - first if count is None else count
         if not 0 <= first <= first + count <= table["rows"]:
             raise ValueError(

@@ -52,7 +52,7 @@ HOOKS = (
         "check_finite",
         ["self", "grads"],
         of_optimizer,
-        "collective",
+        gradient_path.check_finite,
         "one replica's overflow must skip the step on all",
     ),
     Hook(

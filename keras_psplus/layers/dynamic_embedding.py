@@ -141,13 +141,13 @@ class DynamicEmbedding(keras.layers.Layer):
             training: Whether a step trains with them.
         """
         assert self.table is not None
-        table = self.table._value
+        table, trains = self.table._value, bool(training and self.trainable)
         if not isinstance(ids, (tf.SparseTensor, tf.RaggedTensor)):
             ids = tf.convert_to_tensor(ids)
 
         def lookup(flat: tf.Tensor) -> tf.Tensor:
             keys = to_keys(flat, self.name)
-            rows = table.lookup_keys(tf.reshape(keys, [-1]), bool(training))
+            rows = table.lookup_keys(tf.reshape(keys, [-1]), trains)
             return tf.cast(rows, self.compute_dtype)
 
         return combiners.combine(self.combiner, ids, weights, lookup, self.dim, self.name)

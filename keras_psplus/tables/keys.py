@@ -27,6 +27,7 @@ def to_keys(ids: tf.Tensor, name: str) -> tf.Tensor:
 
     Raises:
         ValueError: If they are of another type.
+        tf.errors.InvalidArgumentError: If one of them is a key that the table needs for itself.
     """
     if ids.dtype == tf.string:
         flat = tf.reshape(ids, [-1])
@@ -36,7 +37,15 @@ def to_keys(ids: tf.Tensor, name: str) -> tf.Tensor:
             f"The keys of the layer '{name}' must be integers of up to 64 bits or strings. Cast "
             f'them, or declare the input with `dtype="int64"`. Received: dtype={ids.dtype.name}'
         )
-    return tf.cast(ids, tf.int64)
+    if ids.dtype != tf.int64:
+        return tf.cast(ids, tf.int64)
+    message = (
+        f"The layer '{name}' takes all integers of 64 bits but for {FREE} and {DELETED}, which its "
+        "table uses itself. Received: one of them"
+    )
+    taken = tf.debugging.assert_greater(tf.reduce_min(ids), tf.constant(DELETED, tf.int64), message)
+    with tf.control_dependencies([] if taken is None else [taken]):
+        return tf.identity(ids)
 
 
 def mixed(keys: tf.Tensor) -> tf.Tensor:

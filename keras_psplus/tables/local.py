@@ -14,7 +14,7 @@ import tensorflow as tf
 from keras_psplus.engine import Engine
 from keras_psplus.tables.row_variable import KeyedVariable, is_keyed, with_gradient
 from keras_psplus.tables.rows.row_optimizer import check_elementwise, config_of, scalars_of
-from keras_psplus.tables.snapshot import KEY, Snapshot, in_chunks, living
+from keras_psplus.tables.snapshot import KEY, Snapshot, WaitingRows, in_chunks, living
 from keras_psplus.tables.store import RowStore
 from keras_psplus.tf_internals import resource_variable_ops
 from keras_psplus.tf_internals.composite_variable import CompositeVariable
@@ -53,7 +53,7 @@ class LocalTable(CompositeVariable):
         self.optimizer: Any = None
         self._slots = 0
         # Rows that came before their keys, as files have them.
-        self._waiting: dict[int, np.ndarray] = {}
+        self._waiting = WaitingRows()
         with tf.init_scope(), tf.device("/CPU:0"):
             # What the tape knows the table by.
             self._proxy = resource_variable_ops.ResourceVariable(
@@ -85,7 +85,8 @@ class LocalTable(CompositeVariable):
         """Rows of an int64 vector of keys, with a gradient for the table."""
         unique, positions = tf.unique(keys)
         rows = tf.stop_gradient(self.store.lookup(unique, trains))
-        return with_gradient(self._proxy.read_value(), rows, unique, positions, self.spec["dim"])
+        table = self.spec["name"], tf.int32.max, self.spec["dim"]
+        return with_gradient(self._proxy.read_value(), rows, unique, positions, table)
 
     # Optimizers.
 
@@ -153,10 +154,11 @@ class LocalTable(CompositeVariable):
     def write_rows(self, rows: np.ndarray) -> None:
         """Sets the rows of the table or slot, in the order of their keys."""
         keys = self._entries()[0][:, KEY]
-        if len(rows) != len(keys) and self.slot and self._of is not None:
+        if self._of is not None:
             # A file's keys may come after its optimizer's variables.
-            self._of._waiting[self.slot] = rows
-            return
+            self._of._waiting.put(self.slot, rows, self.store.clock.steps.numpy())
+            if len(rows) != len(keys):
+                return
         check_rows(self.spec, rows, keys)
         self.store.write(self.slot, tf.constant(keys), tf.constant(rows))
 
@@ -170,6 +172,7 @@ class LocalTable(CompositeVariable):
 
     def write_snapshot(self, snapshot: Snapshot) -> None:
         """Sets the contents of the table."""
+        waiting = self._waiting.take(len(snapshot.keys), self.store.clock.steps.numpy())
         self.store.clear()
         self.store.clock.steps.assign(snapshot.steps)
         for first in range(0, len(snapshot.keys), _CHUNK):
@@ -177,9 +180,8 @@ class LocalTable(CompositeVariable):
             self.store.insert(tf.constant(snapshot.entries[part]))
             self.store.write(0, tf.constant(snapshot.keys[part]), tf.constant(snapshot.rows[part]))
         self.store.set_counters(snapshot.candidates, snapshot.filter)
-        waiting, self._waiting = self._waiting, {}
-        for slot, rows in waiting.items():
-            if len(rows) == len(snapshot.keys) and slot <= len(self.store.slots):
+        for slot, rows in waiting:
+            if slot <= len(self.store.slots):
                 self.store.write(slot, tf.constant(snapshot.keys), tf.constant(rows))
 
 

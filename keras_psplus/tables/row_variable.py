@@ -15,6 +15,7 @@ import tensorflow as tf
 
 from keras_psplus.keras_internals.keras_parts import backend
 from keras_psplus.tables.snapshot import Snapshot
+from keras_psplus.tf_internals import framework_ops as ops
 
 
 @runtime_checkable
@@ -118,17 +119,17 @@ def with_gradient(
     rows: tf.Tensor,
     unique: tf.Tensor,
     positions: tf.Tensor,
-    dim: int,
+    table: tuple[str, int, int],
     kept: Callable[[tf.Tensor], tf.Tensor] = lambda rows: rows,
 ) -> tf.Tensor:
     """Gathers looked-up rows, with a gradient by keys for the variable that has the proxy.
 
     Args:
         proxy: Value of the variable that the tape watches.
-        rows: Rows of the distinct keys.
+        rows: Rows of the distinct keys, or numbers of rows.
         unique: int64 vector of these keys.
         positions: For each place, the index of its row in `rows`.
-        dim: Numbers in a row.
+        table: Its name, rows as far as they are known, and numbers in a row.
         kept: Function of rows of the gradient that returns those that count.
     """
 
@@ -137,11 +138,31 @@ def with_gradient(
         proxy: tf.Tensor, rows: tf.Tensor, unique: tf.Tensor, positions: tf.Tensor
     ) -> tuple[tf.Tensor, Callable[..., Any]]:
         def gradient(upstream: tf.Tensor) -> tuple[Any, ...]:
-            # An int32, as TensorFlow gives to a branch of tf.cond without a lookup.
-            whole = tf.constant([tf.int32.max, dim])
+            _check_not_of_a_loop(table[0])
+            # An int32, as TensorFlow gives to a branch of tf.cond without a lookup: both must have
+            # one. Nobody reads it.
+            whole = tf.constant([min(table[1], tf.int32.max), table[2]])
             summed = tf.math.unsorted_segment_sum(upstream, positions, tf.size(unique))
             return tf.IndexedSlices(kept(summed), kept(unique), whole), None, None, None
 
         return tf.gather(rows, positions), gradient
 
     return take(proxy, rows, unique, positions)
+
+
+def _check_not_of_a_loop(name: str) -> None:
+    """Raises ValueError if a gradient crosses a loop.
+
+    TensorFlow would sum it up as a whole table.
+    """
+    graph = ops.get_default_graph()
+    while graph is not None:
+        if type(graph).__name__ == "_WhileBodyGradFuncGraph":
+            raise ValueError(
+                f"The table '{name}' is looked up inside a loop of the graph, through which its "
+                "gradient cannot be sent by rows. Look all rows up before the loop, use a Python "
+                "loop, or, if it is one of numbered rows on parameter servers, keep it on the "
+                f'workers: `placement={{"{name}": "mirrored"}}`. '
+                "Received: a lookup in tf.while_loop"
+            )
+        graph = getattr(graph, "outer_graph", None)

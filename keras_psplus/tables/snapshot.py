@@ -75,6 +75,28 @@ class Snapshot:
         )
 
 
+class WaitingRows:
+    """Rows of slots that a file has before the keys that they belong to.
+
+    Nothing is trained between the one and the other.
+    """
+
+    def __init__(self) -> None:
+        self._rows: dict[int, np.ndarray] = {}
+        self._steps = -1
+
+    def put(self, slot: int, rows: np.ndarray, steps: int) -> None:
+        """Keeps rows of a slot, of a table after so many steps."""
+        if steps != self._steps:
+            self._rows, self._steps = {}, steps
+        self._rows[slot] = rows
+
+    def take(self, keys: int, steps: int) -> list[tuple[int, np.ndarray]]:
+        """Slots and rows that go with a number of keys, which nobody gets again."""
+        found, self._rows = self._rows if steps == self._steps else {}, {}
+        return [(slot, rows) for slot, rows in found.items() if len(rows) == keys]
+
+
 def living(entries: np.ndarray) -> np.ndarray:
     """Mask of the entries that have a key."""
     return entries[:, KEY] != FREE

@@ -7,7 +7,9 @@ import numpy as np
 import pytest
 import tensorflow as tf
 
+from keras_psplus.hybrid.server.dynamic_shard import DynamicShard
 from keras_psplus.hybrid.server.shard import TableShard
+from keras_psplus.tables import initial_rows
 from keras_psplus.tables.rows.row_optimizer import config_of
 
 ROWS, DIM = 12, 3
@@ -81,3 +83,20 @@ def test_a_sum_or_each_push_is_regularized_clipped_and_decays(sync, expected):
         push(header, tf.constant([1.0]), tf.constant([0]), tf.constant([[3.0]]))
     # 8 / 2 - min(4, 6 + 8 / 4) = 0; or 8 / 2 - min(4, 3 + 8 / 4) = 0, and 0 / 2 - min(4, 3) = -3.
     assert shard.weights.numpy() == [[expected]]
+
+
+def test_keys_that_are_inserted_begin_with_the_slots_of_the_last_optimizer():
+    initializer = initial_rows.check_initializer("ones")
+    spec = {"key": 0, "name": "table", "dim": DIM, "initializer": initializer, "default": "zeros"}
+    spec |= {"admit": None, "expire": []}
+    shard = DynamicShard(spec, 0, 1, None, None, replicas=1, sync=False)
+    # As a server has it, which serves a table before its optimizer is known.
+    shard.methods()["insert"].get_concrete_function()
+    for number in (1, 2):
+        optimizer = keras.optimizers.Adagrad(initial_accumulator_value=number)
+        shard.set_optimizer(config_of(optimizer, None, None, None), number, number)
+        entries = tf.constant([[10 * number, 1, 1, 1], [10 * number + 1, 1, 1, 1]], tf.int64)
+        methods = shard.methods()
+        methods["insert"](entries)
+        slot = methods[f"read{number}"](0, 2 * number).numpy()
+        np.testing.assert_array_equal(slot, np.full([2 * number, DIM], number, "float32"))

@@ -73,6 +73,47 @@ def test_rows_are_made_by_training_alone_and_saved(tmp_path):
         np.testing.assert_allclose(one.numpy(), other.numpy(), atol=1e-6)
 
 
+def test_slots_of_a_file_go_with_its_keys(tmp_path):
+    class Model(keras.Model):
+        def __init__(self):
+            super().__init__()
+            # A file has the optimizer before it.
+            self.table = layer(combiner="sum")
+            self.dense = keras.layers.Dense(1)
+
+        def call(self, ids, training=False):
+            return self.dense(self.table(ids, training=training))
+
+    models, x = [Model(), Model()], KEYS[[[0, 1], [1, 2]]]
+    for model, ids in zip(models, (x, x + 1)):
+        model.compile("adagrad", "mse")
+        model.fit(ids, np.ones([2, 1]), epochs=3, verbose=0)
+    one, other = models
+    one.save_weights(tmp_path / "one.weights.h5")
+    # As many keys, but others.
+    other.load_weights(tmp_path / "one.weights.h5")
+    np.testing.assert_array_equal(other.table.keys, one.table.keys)
+    for a, b in zip(one.optimizer.variables, other.optimizer.variables, strict=True):
+        np.testing.assert_allclose(np.asarray(b), np.asarray(a), atol=1e-6)
+
+
+def test_keys_may_be_at_the_ends_of_all_integers():
+    table = layer()
+    assert np.isfinite(table(np.array([2**63 - 1, -(2**63) + 2]))).all()
+    for key in (-(2**63), -(2**63) + 1):
+        with pytest.raises(tf.errors.InvalidArgumentError, match="integers of 64 bits but for"):
+            table(np.array([3, key]))
+
+
+def test_a_table_that_is_not_trained_gets_no_rows():
+    ids = keras.Input((2,), dtype="int64")
+    table = psp.layers.DynamicEmbedding(3, combiner="sum", trainable=False)
+    model = keras.Model(ids, keras.layers.Dense(1)(table(ids)))
+    model.compile("sgd", "mse")
+    model.fit(KEYS[[[0, 1]]], np.ones([1, 1]), verbose=0)
+    assert not len(table.keys) and not table(KEYS[[[0, 1]]], training=True).numpy().any()
+
+
 def test_what_does_not_fit_is_refused():
     with pytest.raises(ValueError, match="Received: dtype=float32"):
         layer()(np.zeros([2], np.float32))

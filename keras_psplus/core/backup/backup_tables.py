@@ -136,14 +136,15 @@ def read_here(
         with shard_files.translate_file_errors("read", folder):
             for entry, (variable, *slots) in tables:
                 files, value = TableFiles(folder), variable._value
-                if isinstance(value, LocalTable) and len(slots) == entry["slots"]:
-                    dynamic_files.load(value.store, files.paths, entry["key"], len(slots))
-                    continue
-                variable.assign(files.read(entry["name"]))
-                if len(slots) == entry["slots"]:
-                    for i, slot in enumerate(slots):
+                has_slots = len(slots) == entry["slots"]
+                if isinstance(value, LocalTable):
+                    stored = len(slots) if has_slots else 0
+                    dynamic_files.load(value.store, files.paths, entry["key"], stored)
+                else:
+                    variable.assign(files.read(entry["name"]))
+                    for i, slot in enumerate(slots if has_slots else []):
                         slot.assign(files.read(entry["name"], slot=i))
-                elif is_strict:
+                if is_strict and not has_slots:
                     return f"{folder} has {entry['slots']} slots of {entry['name']}"
     except (OSError, TableServerError) as error:
         return f"{error}"

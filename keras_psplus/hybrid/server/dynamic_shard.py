@@ -38,6 +38,8 @@ class DynamicShard(TableShard):
         self.store.set_optimizer(config)
         self.optimizer = self.store.optimizer
         self._optimizer_number, self._first_slot = number, first_slot
+        # Traced again, as it is to begin the new slots.
+        self._methods.pop("insert", None)
 
     def _makers(self) -> dict[str, Callable[[], Any]]:
         makers = super()._makers()

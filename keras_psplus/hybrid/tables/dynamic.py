@@ -19,7 +19,7 @@ from keras_psplus.hybrid.tables.variable import TableVariable
 from keras_psplus.tables.keys import BLOCKS, blocks_of, mixed
 from keras_psplus.tables.local import check_rows
 from keras_psplus.tables.row_variable import with_gradient
-from keras_psplus.tables.snapshot import KEY, Snapshot, in_chunks, living
+from keras_psplus.tables.snapshot import KEY, Snapshot, WaitingRows, in_chunks, living
 
 _INT, _LONG, _FLOAT = tf.int32, tf.int64, tf.float32
 # Entries in a message, of 32 bytes.
@@ -51,7 +51,7 @@ class DynamicTable(Table):
         )
         self.spec = spec
         # Rows of slots that came before their keys, as files have them.
-        self._waiting: dict[int, np.ndarray] = {}
+        self._waiting = WaitingRows()
 
     def split(self, ids: tf.Tensor, *others: tf.Tensor) -> list[tuple[Any, ...]]:
         count = len(self.servers)
@@ -101,10 +101,11 @@ class DynamicTable(Table):
                 return
             every, order = self._entries()
             keys, rows = np.concatenate(every)[order, KEY], np.asarray(value, np.float32)
-            if slot and len(rows) != len(keys):
+            if slot:
                 # A file's keys may come after its optimizer's variables.
-                self._waiting[slot] = rows
-                return
+                self._waiting.put(slot, rows, self._steps())
+                if len(rows) != len(keys):
+                    return
             check_rows(self.spec, rows, keys)
             self._put(slot, keys, rows)
 
@@ -123,12 +124,17 @@ class DynamicTable(Table):
             return Snapshot(
                 np.concatenate(every)[order],
                 self._rows(0, every, order),
-                int(links[0].call(self.method("steps"), [tf.constant(0)], _LONG, []).numpy()),
+                self._steps(),
                 candidates,
                 self._filter() if kind == "Bloom" else np.zeros([0, 0], np.uint8),
             )
 
+    def _steps(self) -> int:
+        link = self.links("whole")[0]
+        return int(link.call(self.method("steps"), [tf.constant(0)], _LONG, []).numpy())
+
     def _write_snapshot(self, snapshot: Snapshot) -> None:
+        waiting = self._waiting.take(len(snapshot.keys), self._steps())
         for link in self.links("whole"):
             steps = tf.constant(snapshot.steps, _LONG)
             link.call(self.method("clear"), [steps], _LONG, []).numpy()
@@ -139,10 +145,8 @@ class DynamicTable(Table):
             self._insert(server, "insert_candidates", snapshot.candidates[own])
         if snapshot.filter.size and (self.spec["admit"] or {}).get("kind") == "Bloom":
             self._set_filter(snapshot.filter)
-        waiting, self._waiting = self._waiting, {}
-        for slot, rows in waiting.items():
-            if len(rows) == len(snapshot.keys):
-                self._put(slot, snapshot.keys, rows)
+        for slot, rows in waiting:
+            self._put(slot, snapshot.keys, rows)
 
     def _by_server(self, keys: np.ndarray) -> list[np.ndarray]:
         """Places of each server's keys."""
@@ -230,7 +234,8 @@ class DynamicVariable(TableVariable):
     ) -> tf.Tensor:
         """Gathers looked-up rows, as `row_variable.with_gradient`."""
         proxy = self._proxy.read_value()
-        return with_gradient(proxy, rows, unique, positions, self.table.dim, kept)
+        table = self.table.name, tf.int32.max, self.table.dim
+        return with_gradient(proxy, rows, unique, positions, table, kept)
 
 
 def make(

@@ -10,7 +10,7 @@ import tensorflow as tf
 
 from keras_psplus.hybrid.tables.registry import Tables
 from keras_psplus.hybrid.tables.table import Table
-from keras_psplus.tf_internals import framework_ops as ops
+from keras_psplus.tables.row_variable import with_gradient
 from keras_psplus.tf_internals import resource_variable_ops
 from keras_psplus.tf_internals.composite_variable import CompositeVariable
 
@@ -106,37 +106,5 @@ class TableVariable(CompositeVariable):
             unique: int64 vector of their ids.
             positions: For each place, the index of its row in `rows`.
         """
-        rows_of_table = min(self.table.rows, tf.int32.max)
-
-        @tf.custom_gradient
-        def take(
-            proxy: tf.Tensor, rows: tf.Tensor, unique: tf.Tensor, positions: tf.Tensor
-        ) -> tuple[tf.Tensor, Callable[..., Any]]:
-            def gradient(upstream: tf.Tensor) -> tuple[Any, ...]:
-                _check_not_of_a_loop(self.table)
-                # An int32, as TensorFlow gives to a branch of tf.cond without a lookup: both must
-                # have one. Nobody reads it.
-                whole = tf.constant([rows_of_table, self.table.dim])
-                summed = tf.math.unsorted_segment_sum(upstream, positions, tf.size(unique))
-                return tf.IndexedSlices(summed, unique, whole), None, None, None
-
-            return tf.gather(rows, positions), gradient
-
-        return take(self._proxy.read_value(), rows, unique, positions)
-
-
-def _check_not_of_a_loop(table: Table) -> None:
-    """Raises ValueError if a gradient crosses a loop.
-
-    TensorFlow would sum it up as a whole table.
-    """
-    graph = ops.get_default_graph()
-    while graph is not None:
-        if type(graph).__name__ == "_WhileBodyGradFuncGraph":
-            raise ValueError(
-                f"The table '{table.name}' on parameter servers is looked up inside a loop of the "
-                "graph, through which its gradient cannot be sent by rows. Look all rows up before "
-                "the loop, use a Python loop, or keep the table on the workers: "
-                f'`placement={{"{table.name}": "mirrored"}}`. Received: a lookup in tf.while_loop'
-            )
-        graph = getattr(graph, "outer_graph", None)
+        table = self.table.name, self.table.rows, self.table.dim
+        return with_gradient(self._proxy.read_value(), rows, unique, positions, table)
