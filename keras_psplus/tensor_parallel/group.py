@@ -84,8 +84,7 @@ class ModelGroup:
             return made[0]
 
         def fill(outputs: Sequence[Any]) -> None:
-            used = any(op.type != "Shape" for op in whole.consumers())
-            if used or any(one is whole for one in outputs):
+            if _is_used(whole, outputs):
                 made[0].op._update_input(0, self.gather(local, axis))
 
         whole = _with_gradient(stand_in, lambda grad: self.split(grad, axis), local)
@@ -121,6 +120,14 @@ class ModelGroup:
             return tf.bitcast(self._stacked(tf.bitcast(tensor, tf.float16)), tf.bfloat16)
         gathered = self.launcher.gather_equal(tensor)
         return tf.ensure_shape(gathered, [self.size, *tensor.shape])
+
+
+def _is_used(tensor: tf.Tensor, outputs: Sequence[Any]) -> bool:
+    """Whether more than its shape is used, also by what stands for it."""
+    return any(one is tensor for one in outputs) or any(
+        _is_used(op.outputs[0], outputs) if op.type == "Identity" else op.type != "Shape"
+        for op in tensor.consumers()
+    )
 
 
 def _zeros_of_whole(local: tf.Tensor, axis: int, size: int) -> tf.Tensor:
