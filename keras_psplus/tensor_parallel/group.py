@@ -78,6 +78,10 @@ class ModelGroup:
         """
         axis %= local.shape.rank
         made: list[tf.Tensor] = []
+        graph = framework_ops.get_default_graph()
+        # It is traced after collectives that may need it: lanes of those would have it wait for
+        # them, and so would those of branches within this graph.
+        lanes = f"at the end of a graph at depth {_depth(graph)}"
 
         def stand_in(x: tf.Tensor) -> tf.Tensor:
             made.append(tf.identity(_zeros_of_whole(x, axis, self.size)))
@@ -85,10 +89,11 @@ class ModelGroup:
 
         def fill(outputs: Sequence[Any]) -> None:
             if _is_used(whole, outputs):
-                made[0].op._update_input(0, self.gather(local, axis))
+                with self.launcher.keys.named(lanes):
+                    made[0].op._update_input(0, self.gather(local, axis))
 
         whole = _with_gradient(stand_in, lambda grad: self.split(grad, axis), local)
-        call_at_end(framework_ops.get_default_graph(), fill)
+        call_at_end(graph, fill)
         whole._local_part = LocalPart(local, axis)
         return whole
 
@@ -128,6 +133,11 @@ def _is_used(tensor: tf.Tensor, outputs: Sequence[Any]) -> bool:
         _is_used(op.outputs[0], outputs) if op.type == "Identity" else op.type != "Shape"
         for op in tensor.consumers()
     )
+
+
+def _depth(graph: Any) -> int:
+    outer = getattr(graph, "outer_graph", None)
+    return 0 if outer is None else 1 + _depth(outer)
 
 
 def _zeros_of_whole(local: tf.Tensor, axis: int, size: int) -> tf.Tensor:
