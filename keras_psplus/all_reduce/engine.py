@@ -244,17 +244,16 @@ class AllReduceEngine(DistributedEngine):
         if step is None or not step.recording:
             # The inner optimizer of a LossScaleOptimizer gets what that has been given.
             return call.proceed()
-        grads, trainable_variables = call.get("grads"), call.get("trainable_variables")
+        grads, trained = call.get("grads"), call.get("trainable_variables")
         is_plain = self._can_compress(optimizer)
         inner = getattr(optimizer, "inner_optimizer", optimizer)
         accumulates = bool(inner.gradient_accumulation_steps)
-        grads, whole = step.tape.take(
-            list(grads), optimizer if is_plain else None, wants_parts=accumulates
-        )
+        owner = optimizer if is_plain else None
+        grads, whole = step.tape.take(list(grads), owner, wants_parts=accumulates)
+        known = list(inner._trainable_variables if trained is None else trained)
+        grads = self.parts_of_weights(grads, known)
         parts = step.zero_if_empty([None if i in whole else g for i, g in enumerate(grads)])
         wholes = [g if i in whole else None for i, g in enumerate(grads)]
-        known = inner._trainable_variables if trainable_variables is None else trainable_variables
-        known = list(known)
         kept = [i for i, g in enumerate(parts) if g is not None and is_overwritten(known[i])]
         for i, value in zip(kept, self._largest([parts[i] for i in kept])):
             parts[i] = value
@@ -262,16 +261,14 @@ class AllReduceEngine(DistributedEngine):
             # They are summed when it is time for an update.
             wholes, whole = self._split(wholes), ()
         grads = [part if g is None else g for part, g in zip(parts, wholes)]
-        trainable_variables = None if trainable_variables is None else known
+        trained = None if trained is None else known
         # An optimizer's state changes alike on all replicas; averaging it would only cost bytes.
         step.recording = False
         step.whole, step.writes_back_sums = frozenset(id(known[i]) for i in whole), is_plain
         try:
             if self.updating is None:
-                return call.proceed(grads=grads, trainable_variables=trainable_variables)
-            return local_apply.apply(
-                self.updating, step, call.original, optimizer, grads, trainable_variables
-            )
+                return call.proceed(grads=grads, trainable_variables=trained)
+            return local_apply.apply(self.updating, step, call.original, optimizer, grads, trained)
         finally:
             step.recording, step.whole, step.writes_back_sums = True, frozenset(), False
 
@@ -296,7 +293,7 @@ class AllReduceEngine(DistributedEngine):
         number = tf.cast(tf.convert_to_tensor(optimizer.iterations), tf.int64)
         sums = self.strategy.extended.reducers.sum(parts, of_own, number, owner=optimizer)
         if step is not None and step.writes_back_sums:
-            step.tape.put_sums(of_own, sums)
+            step.tape.put_sums(of_own, self.of_whole_weights(sums, of_own))
         grads = list(grads)
         for i, total in zip(own, sums):
             grads[i] = total

@@ -129,6 +129,14 @@ class StrategyEngine(Engine):
     def place(self, model: keras.Model) -> None:
         """Decides on all workers where variables lie, before the chief reads them from a file."""
 
+    def parts_of_weights(self, grads: list[Any], variables: list[Any]) -> list[Any]:
+        """Gradients by weights, as a step has them, as those of what this worker updates."""
+        return grads
+
+    def of_whole_weights(self, grads: list[Any], variables: list[Any]) -> list[Any]:
+        """The inverse of `parts_of_weights`."""
+        return grads
+
     @answers("backup")
     def _backup(self, event: Call) -> Any:
         def save() -> Any:

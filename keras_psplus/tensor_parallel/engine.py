@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 import weakref
+from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
 import keras
@@ -12,12 +14,15 @@ import tensorflow as tf
 from keras_psplus.all_reduce.collectives import gradients
 from keras_psplus.all_reduce.engine import AllReduceEngine
 from keras_psplus.all_reduce.reducers import with_shape
+from keras_psplus.core.batch import losses
+from keras_psplus.core.batch.replica_step import current_step
 from keras_psplus.engine import Call, answers
 from keras_psplus.log import logger
 from keras_psplus.sharding.engine import ShardedEngine
 from keras_psplus.sharding.variable import in_update
 from keras_psplus.sharding.weight import WholeWeight
 from keras_psplus.tensor_parallel import plan
+from keras_psplus.tensor_parallel.group import LocalPart, part_of
 from keras_psplus.tensor_parallel.layer_calls import LayerCalls
 from keras_psplus.tensor_parallel.variable import CutWeight, cut_of
 
@@ -109,6 +114,51 @@ class ModelParallelEngine(ShardedEngine):
         # Gradients of cut weights are each worker's own.
         bad = tf.cast(tf.logical_not(finite), tf.float32)
         return tf.equal(self._sum_over_parts([bad])[0], 0.0)
+
+    def gradient(self, call: Call) -> Any:
+        if current_step() is None or not losses.is_by_variables(call):
+            return super().gradient(call)
+        sources = call.get("sources")
+
+        def of_wholes(*args: Any, **kwargs: Any) -> Any:
+            found = tf.nest.flatten(call.original(*args, **kwargs))
+            # Norms that a step computes are those of whole gradients.
+            wholes = self.of_whole_weights(found, tf.nest.flatten(sources))
+            return tf.nest.pack_sequence_as(sources, wholes)
+
+        return super().gradient(dataclasses.replace(call, original=of_wholes))
+
+    def of_whole_weights(self, grads: list[Any], variables: list[Any]) -> list[Any]:
+        found = []
+        for g, weight in zip(grads, map(cut_of, variables)):
+            # Zeros of what a loss does not depend on may be whole.
+            if g is not None and weight is not None and g.shape != weight.cut.shape:
+                axis, local = weight.cut.axis, g
+                dense = tf.ensure_shape(tf.convert_to_tensor(local), weight.local_shape)
+                g = self.strategy.extended.group.stack(dense, axis)
+                g._local_part = LocalPart(local, axis)
+            found.append(g)
+        return found
+
+    def parts_of_weights(self, grads: list[Any], variables: list[Any]) -> list[Any]:
+        weights = map(cut_of, variables)
+        return [g if g is None or w is None else self._part(g, w) for g, w in zip(grads, weights)]
+
+    def _part(self, gradient: Any, weight: CutWeight) -> Any:
+        axis, is_dense = weight.cut.axis, not isinstance(gradient, tf.IndexedSlices)
+        found = part_of(gradient, axis) if is_dense else None
+        if found is not None or gradient.shape == weight.local_shape:
+            return gradient if found is None else found
+        whole = tf.ensure_shape(tf.convert_to_tensor(gradient), weight.cut.shape)
+        return self.strategy.extended.group.own(whole, axis)
+
+    def sum_parts(
+        self, parts: Sequence[Any], variables: Sequence[Any], optimizer: Any
+    ) -> list[Any]:
+        local = self.parts_of_weights(list(parts), list(variables))
+        sums = super().sum_parts(local, variables, optimizer)
+        wholes = self.of_whole_weights(sums, list(variables))
+        return [whole if a is not b else s for a, b, s, whole in zip(parts, local, sums, wholes)]
 
     def reduce(self, optimizer: Optimizer, grads: Gradients, variables: Variables) -> list[Any]:
         if self.strategy.num_replicas_in_sync == 1:

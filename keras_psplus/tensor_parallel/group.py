@@ -78,18 +78,22 @@ class ModelGroup:
         """
         axis %= local.shape.rank
         made: list[tf.Tensor] = []
+        graph = framework_ops.get_default_graph()
+        # It is traced after collectives that may need it: lanes of those would have it wait for
+        # them, and so would those of branches within this graph.
+        lanes = f"at the end of a graph at depth {_depth(graph)}"
 
         def stand_in(x: tf.Tensor) -> tf.Tensor:
             made.append(tf.identity(_zeros_of_whole(x, axis, self.size)))
             return made[0]
 
         def fill(outputs: Sequence[Any]) -> None:
-            used = any(op.type != "Shape" for op in whole.consumers())
-            if used or any(one is whole for one in outputs):
-                made[0].op._update_input(0, self.gather(local, axis))
+            if _is_used(whole, outputs):
+                with self.launcher.keys.named(lanes):
+                    made[0].op._update_input(0, self.gather(local, axis))
 
         whole = _with_gradient(stand_in, lambda grad: self.split(grad, axis), local)
-        call_at_end(framework_ops.get_default_graph(), fill)
+        call_at_end(graph, fill)
         whole._local_part = LocalPart(local, axis)
         return whole
 
@@ -121,6 +125,19 @@ class ModelGroup:
             return tf.bitcast(self._stacked(tf.bitcast(tensor, tf.float16)), tf.bfloat16)
         gathered = self.launcher.gather_equal(tensor)
         return tf.ensure_shape(gathered, [self.size, *tensor.shape])
+
+
+def _is_used(tensor: tf.Tensor, outputs: Sequence[Any]) -> bool:
+    """Whether more than its shape is used, also by what stands for it."""
+    return any(one is tensor for one in outputs) or any(
+        _is_used(op.outputs[0], outputs) if op.type == "Identity" else op.type != "Shape"
+        for op in tensor.consumers()
+    )
+
+
+def _depth(graph: Any) -> int:
+    outer = getattr(graph, "outer_graph", None)
+    return 0 if outer is None else 1 + _depth(outer)
 
 
 def _zeros_of_whole(local: tf.Tensor, axis: int, size: int) -> tf.Tensor:

@@ -83,7 +83,7 @@ class Layouts:
             )
         if self._grid.batch_axis in axes and len(self._grid.rows) > 1:
             self.along_batches.add(path)
-        if self._grid.model_axis not in axes:
+        if self._grid.model_axis is None or self._grid.model_axis not in axes:
             return None
         axis, parts = axes.index(self._grid.model_axis), len(self._grid.rows[0])
         if shape[axis] % parts:

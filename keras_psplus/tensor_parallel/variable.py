@@ -85,5 +85,5 @@ class CutWeight(ShareVariable):
 
 def cut_of(variable: Any) -> CutWeight | None:
     """The cut weight of a Keras variable, or None if it has none."""
-    value = getattr(variable, "_value", None)
+    value = getattr(variable, "_value", variable)
     return value if isinstance(value, CutWeight) else None

@@ -30,8 +30,7 @@ class _Outputs(list[Any]):
 
     def extend(self, outputs: Iterable[Any]) -> None:
         # TensorFlow gives a generator, which captures what comes from outside of the graph.
-        outputs, functions = list(outputs), self.functions
-        self.functions = []
-        for function in functions:
-            function(outputs)
+        outputs = list(outputs)
+        while self.functions:  # One of them may register another.
+            self.functions.pop(0)(outputs)
         super().extend(outputs)

@@ -87,6 +87,13 @@ def test_workers(mesh, batch, text):
         grid_of(mesh, batch, WORKERS)
 
 
+def test_no_axis_for_the_model():
+    mesh = psp.DeviceMesh((4,), ("rows",))
+    layouts = psp.LayoutMap(mesh)
+    layouts[".*kernel"] = (None, "rows")
+    assert Layouts(layouts, grid_of(mesh, "rows", WORKERS)).axis_of("a/kernel", (3, 3)) is None
+
+
 def test_weights():
     mesh = psp.DeviceMesh((2, 2), AXES)
     layouts = psp.LayoutMap(mesh)
