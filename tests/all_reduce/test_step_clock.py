@@ -26,8 +26,11 @@ class Steps:
         self.clock, self.progress = StepClock(), Progress()
         self.clock.start(TASK, self.progress, lambda: self.met)
 
-    def take(self, steps=1, fails=False):
+    def take(self, steps=1, fails=False, traces=False):
         with self.progress.timing(steps):
+            if traces:
+                with self.clock.tracing():
+                    pass
             for _ in range(steps):
                 self.now += 1
                 self.clock.mark(ARRIVED, [])
@@ -69,9 +72,7 @@ def test_the_parts_of_steps(steps):
 
 
 def test_a_traced_step_is_left_out(steps):
-    with steps.clock.tracing():
-        pass
-    steps.take()
+    steps.take(traces=True)
     steps.take()
     check(steps.times(), data=1, seconds=3, meets=0.5)
     assert steps.times().steps == 1
