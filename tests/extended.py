@@ -167,6 +167,9 @@ TESTS = {
         "test_an_asynchronous_job_counts_every_gradient",
         "test_a_job_that_lost_a_server_resumes_where_it_was",
     ],
+    "hybrid/test_dynamic_faults.py": [
+        *("test_a_killed_job_*[filtered]", "test_an_asynchronous_job_goes_on_with_a_server_*"),
+    ],
     "hybrid/test_usage.py": [
         *("test_compressed_rows_*", "test_rows_that_are_read_are_compressed"),
     ],

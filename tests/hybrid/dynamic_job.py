@@ -58,7 +58,7 @@ def as_ids(case, x):
     return np.array([[f"id {key}" for key in row] for row in x]) if CASES[case][2] else x
 
 
-def train(case, x, y):
+def train(case, x, y, epochs=2, **others):
     """What a case comes to."""
     options, optimizer, is_text = CASES[case]
     keras.utils.set_random_seed(1)
@@ -69,7 +69,7 @@ def train(case, x, y):
     loss = keras.losses.SparseCategoricalCrossentropy(from_logits=True)
     model.compile(optimizer(), loss, metrics=["accuracy"])
     dataset = tf.data.Dataset.from_tensor_slices((x, y)).batch(BATCH)
-    results = dict(model.fit(dataset, epochs=2, verbose=0).history)
+    results = dict(model.fit(dataset, epochs=epochs, verbose=0, **others).history)
     results["predicted"] = model.predict(dataset.unbatch().take(21).batch(8), verbose=0)
     return model, table, results
 

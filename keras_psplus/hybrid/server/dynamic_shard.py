@@ -64,7 +64,12 @@ class DynamicShard(TableShard):
     def _lookup_keys(self, trains: bool) -> Any:
         @traced(tf.TensorSpec([None], _LONG))
         def lookup(keys: tf.Tensor) -> tf.Tensor:
-            return self._pull.encode(self.store.lookup(keys, trains), self.version.read_value())
+            def encoded() -> tf.Tensor:
+                rows = self.store.lookup(keys, trains)
+                return self._pull.encode(rows, self.version.read_value())
+
+            # Beside an update, a key may have a row that is not written yet, or is another's.
+            return encoded() if self._sync else self._lock.execute(encoded)
 
         return lookup
 
