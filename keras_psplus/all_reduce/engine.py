@@ -251,7 +251,7 @@ class AllReduceEngine(DistributedEngine):
         owner = optimizer if is_plain else None
         grads, whole = step.tape.take(list(grads), owner, wants_parts=accumulates)
         known = list(inner._trainable_variables if trained is None else trained)
-        grads = self.parts_of_weights(grads, known)
+        grads = self.parts_of_weights(grads, known) if self.cuts_weights else grads
         parts = step.zero_if_empty([None if i in whole else g for i, g in enumerate(grads)])
         wholes = [g if i in whole else None for i, g in enumerate(grads)]
         kept = [i for i, g in enumerate(parts) if g is not None and is_overwritten(known[i])]
@@ -293,7 +293,8 @@ class AllReduceEngine(DistributedEngine):
         number = tf.cast(tf.convert_to_tensor(optimizer.iterations), tf.int64)
         sums = self.strategy.extended.reducers.sum(parts, of_own, number, owner=optimizer)
         if step is not None and step.writes_back_sums:
-            step.tape.put_sums(of_own, self.of_whole_weights(sums, of_own))
+            wholes = self.of_whole_weights(sums, of_own) if self.cuts_weights else sums
+            step.tape.put_sums(of_own, wholes)
         grads = list(grads)
         for i, total in zip(own, sums):
             grads[i] = total

@@ -129,6 +129,9 @@ class StrategyEngine(Engine):
     def place(self, model: keras.Model) -> None:
         """Decides on all workers where variables lie, before the chief reads them from a file."""
 
+    # Whether a worker updates parts of weights that a step has gradients of.
+    cuts_weights = False
+
     def parts_of_weights(self, grads: list[Any], variables: list[Any]) -> list[Any]:
         """Gradients by weights, as a step has them, as those of what this worker updates."""
         return grads

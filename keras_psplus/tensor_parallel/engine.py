@@ -42,6 +42,7 @@ class ModelParallelEngine(ShardedEngine):
 
     can_compile, compiles_by_default, exports_copies = False, False, True
     has_weights_in_memory = has_whole_weights = False
+    cuts_weights = True
 
     def __init__(self, strategy: tf.distribute.Strategy) -> None:
         super().__init__(strategy)

@@ -72,11 +72,17 @@ def test_table(two):
     log = two[1].logs["worker-0"]
     assert "over 1 x 2 workers: 7 of 11 variables are cut" in log
     assert "matched by no weight: " in log
-    assert "'adamw' keeps the slots of 7 cut weights in parts" in log
+    assert "'adam_w' keeps the slots of 7 cut weights in parts" in log
     assert "'lamb' gathers 7 cut weights and their gradients for each update" in log
 
 
 def test_files_go_on_elsewhere(alone, square):
-    expected = load(alone / "files.one.npz", "")
+    expected = by_layer(load(alone / "files.one.npz", ""))
     for task, log in square[1].logs.items():
-        assert_close(load(square[0] / f"load.{task}.npz", log), expected, TOLERANCE)
+        found = by_layer(load(square[0] / f"load.{task}.npz", log))
+        assert_close(found, expected, TOLERANCE)
+
+
+def by_layer(arrays):
+    """Arrays without the model's name, which paths of a loaded one do not have."""
+    return {re.sub("sequential[/_]", "", name): value for name, value in arrays.items()}
