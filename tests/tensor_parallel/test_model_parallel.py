@@ -1,5 +1,7 @@
 """Weights cut along a mesh: equal to one process, in files too, and of known size."""
 
+import re
+
 import numpy as np
 import pytest
 
