@@ -7,6 +7,9 @@ from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
 from typing import TYPE_CHECKING, Any
 
+import keras
+import tensorflow as tf
+
 from keras_psplus.all_reduce.extended import MultiWorkerMirroredExtended
 from keras_psplus.sharding.store import ShareStore
 from keras_psplus.sharding.variable import ShareVariable, TensorVariable
@@ -67,6 +70,23 @@ class ShardedExtended(MultiWorkerMirroredExtended):
             return fn(var, *args, **(kwargs or {}))
         return super().update(var, fn, args, kwargs, group)
 
+    def share(
+        self, variable: keras.Variable, initial: Any, make: Callable[[], ShareVariable]
+    ) -> None:
+        """Leaves to each worker its part of the initial value that the chief has.
+
+        Args:
+            variable: Keras variable that has no value yet.
+            initial: Its initial value, or a function that returns it.
+            make: Function that makes its variable in shares.
+        """
+        with tf.device(self.store.device):
+            value = tf.cast(initial() if callable(initial) else initial, variable._dtype)
+            weight = make()
+            weight.receive(self.host_launcher, value if self._is_chief else None)
+        variable._value = weight
+        weight.release_with(variable)
+
     def broadcast(self, variables: Sequence[Any]) -> None:
-        # What is in shares has come to all workers when the chief has read it.
+        # Variables in shares have come to all workers when the chief has read them.
         super().broadcast([v for v in variables if not isinstance(v, ShareVariable)])

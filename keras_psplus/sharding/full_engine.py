@@ -59,15 +59,12 @@ class FullyShardedEngine(ShardedEngine):
         is_float = tf.as_dtype(variable._dtype).is_floating
         if not (variable.trainable and is_float) or isinstance(value, tf.Variable):
             return super()._initialize(call)
-        extended = self.strategy.extended
-        with tf.device(extended.store.device):
-            value = tf.cast(value() if callable(value) else value, variable._dtype)
-            units = self.units
-            weight = WeightShare(extended.store, units.read, units.note_write, variable)
-            # Those of the chief, of which the others keep their parts.
-            weight.receive(extended.host_launcher, value if self.strategy.is_chief else None)
-        variable._value = weight
-        weight.release_with(variable)
+        extended, units = self.strategy.extended, self.units
+        extended.share(
+            variable,
+            value,
+            lambda: WeightShare(extended.store, units.read, units.note_write, variable),
+        )
         return None
 
     # A step.

@@ -19,7 +19,53 @@ if TYPE_CHECKING:
     from keras_psplus.sharding.store import ShareStore
 
 
-class WeightShare(ShareVariable):
+class PartOfWeight(ShareVariable):
+    """A weight of which each worker keeps a part.
+
+    In a step, its graph reads the whole of it, or layers compute with parts.
+
+    Args:
+        store: The strategy's `store.ShareStore`.
+        place: `places.Place` of its parts.
+        variable: The Keras variable whose value this is.
+    """
+
+    def __init__(self, store: ShareStore, place: Place, variable: keras.Variable) -> None:
+        dtype = tf.as_dtype(variable._dtype)
+        self.path = variable.path
+        super().__init__(
+            store,
+            tuple(variable._shape),
+            dtype,
+            variable.name,
+            lambda: place,
+            lambda place, shape: tf.zeros(shape, dtype),
+            trainable=True,
+        )
+        assert self.place is place
+
+    def value(self) -> tf.Tensor:
+        if in_update:
+            return self.part.value()
+        if tf.executing_eagerly():
+            if current_step() is not None:
+                raise self._error_of_eager_read()
+            return super().value()
+        if global_state.get_global_attribute("symbolic_scope") is not None:
+            # Keras asks for shapes: nothing is computed.
+            return tf.zeros(self._whole_shape, self.dtype)
+        return self._value_in_step()
+
+    def _error_of_eager_read(self) -> RuntimeError:
+        """The error of an eager step that reads it."""
+        raise NotImplementedError
+
+    def _value_in_step(self) -> tf.Tensor:
+        """The whole of it, in the graph of a step."""
+        raise NotImplementedError
+
+
+class WeightShare(PartOfWeight):
     """A weight of which each worker keeps a part, gathered for a step's units.
 
     Args:
@@ -36,34 +82,17 @@ class WeightShare(ShareVariable):
         note_write: Callable[[Any], None],
         variable: keras.Variable,
     ) -> None:
-        shape, dtype = tuple(variable._shape), tf.as_dtype(variable._dtype)
-        place = Place.of_parts(shape, store.workers)
-        self._read, self._note_write, self.path = read, note_write, variable.path
-        super().__init__(
-            store,
-            shape,
-            dtype,
-            variable.name,
-            lambda: place,
-            lambda place, shape: tf.zeros(shape, dtype),
-            trainable=True,
-        )
-        assert self.place is place
+        self._read, self._note_write = read, note_write
+        super().__init__(store, Place.of_parts(tuple(variable._shape), store.workers), variable)
 
-    def value(self) -> tf.Tensor:
-        if in_update:
-            return self.part.value()
-        if tf.executing_eagerly():
-            if current_step() is not None:
-                raise RuntimeError(
-                    'With `shard="all"`, a replica computes with weights in a `tf.function` alone: '
-                    "eager replicas cannot gather them. Call `strategy.run` in a `tf.function`. "
-                    f"Received: an eager step that reads '{self.path}'"
-                )
-            return super().value()
-        if global_state.get_global_attribute("symbolic_scope") is not None:
-            # Keras asks for shapes: nothing is computed.
-            return tf.zeros(self._whole_shape, self.dtype)
+    def _error_of_eager_read(self) -> RuntimeError:
+        return RuntimeError(
+            'With `shard="all"`, a replica computes with weights in a `tf.function` alone: '
+            "eager replicas cannot gather them. Call `strategy.run` in a `tf.function`. "
+            f"Received: an eager step that reads '{self.path}'"
+        )
+
+    def _value_in_step(self) -> tf.Tensor:
         resource_variable_ops.variable_accessed(self)
         whole = self._read(self)
         record_read(self, whole)

@@ -15,7 +15,7 @@ from keras_psplus.tables.rows.chunks import MOST_ROWS, ChunkedRows
 from keras_psplus.tables.rows.key_rows import FREQUENCY, LAST, SEEN, KeyRows
 
 _INT, _LONG = tf.int32, tf.int64
-# What a sweep looks at in one step, and out of how many rows it takes the first to expire.
+# Rows that a sweep looks at in one step, and among which it finds the first to expire.
 _SWEPT, _WINDOW = 1 << 13, 1 << 16
 _SECONDS_OF_DAY = 86_400
 

@@ -55,7 +55,7 @@ class LocalTable(CompositeVariable):
         # Rows that came before their keys, as files have them.
         self._waiting = WaitingRows()
         with tf.init_scope(), tf.device("/CPU:0"):
-            # What the tape knows the table by.
+            # The tape knows the table by it.
             self._proxy = resource_variable_ops.ResourceVariable(
                 tf.zeros([0, spec["dim"]]), trainable=trainable, name=spec["name"]
             )

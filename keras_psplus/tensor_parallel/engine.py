@@ -76,14 +76,8 @@ class ModelParallelEngine(ShardedEngine):
             axis = self.strategy.layouts.axis_of(variable.path, variable._shape)
         if axis is None:
             return super()._initialize(call)
-        extended = self.strategy.extended
-        with tf.device(extended.store.device):
-            value = tf.cast(value() if callable(value) else value, variable._dtype)
-            weight = CutWeight(extended.store, self.layer_calls.read, variable, axis)
-            # Those of the chief, of which the others keep their parts.
-            weight.receive(extended.host_launcher, value if self.strategy.is_chief else None)
-        variable._value = weight
-        weight.release_with(variable)
+        extended, read = self.strategy.extended, self.layer_calls.read
+        extended.share(variable, value, lambda: CutWeight(extended.store, read, variable, axis))
         return None
 
     @answers("add_slot")

@@ -31,7 +31,7 @@ class LayerCalls:
 
     def __init__(self, group: ModelGroup) -> None:
         self._group, self.regions = group, Regions()
-        # What layers that are being called have gathered, by ids of weights.
+        # Wholes that the layers being called have gathered, by ids of weights.
         self._wholes: dict[int, tf.Tensor] = {}
         # Paths of weights that were gathered for a layer.
         self.gathered: set[str] = set()

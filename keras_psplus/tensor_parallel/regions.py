@@ -37,7 +37,8 @@ class Regions:
 
     def __init__(self) -> None:
         self.are_local = self.are_whole = False
-        # What several kernels of an attention layer multiply, with its one sum of gradients.
+        # Tensors that several kernels of an attention layer multiply, each with its one sum of
+        # gradients.
         self._entered: dict[int, tuple[Any, tf.Tensor]] = {}
 
     @contextlib.contextmanager

@@ -8,17 +8,15 @@ from typing import TYPE_CHECKING, Any
 import keras
 import tensorflow as tf
 
-from keras_psplus.core.batch.replica_step import current_step
-from keras_psplus.keras_internals.keras_parts import global_state
 from keras_psplus.sharding.places import AxisCut, Place
-from keras_psplus.sharding.variable import ShareVariable, in_update
+from keras_psplus.sharding.weight import PartOfWeight
 from keras_psplus.tf_internals import resource_variable_ops
 
 if TYPE_CHECKING:
     from keras_psplus.sharding.store import ShareStore
 
 
-class CutWeight(ShareVariable):
+class CutWeight(PartOfWeight):
     """A weight that is cut along an axis.
 
     Layers compute with its part, or gather it.
@@ -37,19 +35,9 @@ class CutWeight(ShareVariable):
         variable: keras.Variable,
         axis: int,
     ) -> None:
-        shape, dtype = tf.TensorShape(variable._shape), tf.as_dtype(variable._dtype)
-        self.cut = AxisCut(shape, axis, store.workers)
-        self._read, self.path = read, variable.path
-        super().__init__(
-            store,
-            shape,
-            dtype,
-            variable.name,
-            lambda: Place(self.cut),
-            lambda place, shape: tf.zeros(shape, dtype),
-            trainable=True,
-        )
-        assert self.place.cut is self.cut
+        self.cut = AxisCut(tf.TensorShape(variable._shape), axis, store.workers)
+        self._read = read
+        super().__init__(store, Place(self.cut), variable)
 
     @property
     def local_shape(self) -> tf.TensorShape:
@@ -66,20 +54,14 @@ class CutWeight(ShareVariable):
         resource_variable_ops.variable_accessed(self)
         return self.part.sparse_read(indices)
 
-    def value(self) -> tf.Tensor:
-        if in_update:
-            return self.part.value()
-        if tf.executing_eagerly():
-            if current_step() is not None:
-                raise RuntimeError(
-                    "ModelParallelStrategy computes with cut weights in a `tf.function` alone: "
-                    "eager replicas cannot gather them. Call `strategy.run` in a `tf.function`. "
-                    f"Received: an eager step that reads '{self.path}'"
-                )
-            return super().value()
-        if global_state.get_global_attribute("symbolic_scope") is not None:
-            # Keras asks for shapes: nothing is computed.
-            return tf.zeros(self._whole_shape, self.dtype)
+    def _error_of_eager_read(self) -> RuntimeError:
+        return RuntimeError(
+            "ModelParallelStrategy computes with cut weights in a `tf.function` alone: "
+            "eager replicas cannot gather them. Call `strategy.run` in a `tf.function`. "
+            f"Received: an eager step that reads '{self.path}'"
+        )
+
+    def _value_in_step(self) -> tf.Tensor:
         return self._read(self)
 
 

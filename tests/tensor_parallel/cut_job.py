@@ -110,7 +110,7 @@ class OwnStep(keras.Model):
 
     def __init__(self):
         super().__init__()
-        # What is gathered for the softmax, and then summed, are tensors of one shape.
+        # Tensors gathered for the softmax, and summed after it, are of one shape.
         self.first, self.second = L.Dense(6, "softmax", name="own_up"), L.Dense(3, name="own_down")
         self.scale = self.add_weight(name="scales", shape=(3, 4), initializer="ones")
         self.norm = keras.metrics.Mean("norm")

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from tests.results import assert_close, load
-from tests.sharding.test_shares import train_alone, train_in_cluster
+from tests.sharding.test_shares import check, train_alone, train_in_cluster
 from tests.tensor_parallel import cut_job
 
 pytestmark = pytest.mark.timeout(1500)
@@ -40,22 +40,14 @@ def square(folder, two):
     return train_in_cluster(folder / "square", 4, [*SQUARE, "load"], JOB, env=env)
 
 
-def check(alone, cluster, case, tolerance=TOLERANCE):
-    path, result = cluster
-    name = case.replace("/", "_")
-    expected = load(alone / f"{name}.one.npz", "")
-    for task, log in result.logs.items():
-        assert_close(load(path / f"{name}.{task}.npz", log), expected, tolerance)
-
-
 @pytest.mark.parametrize("case", [*CASES, "files"])
 def test_two_workers_equal_one_process(alone, two, case):
-    check(alone, two, case)
+    check(alone, two, case, TOLERANCE)
 
 
 @pytest.mark.parametrize("case", SQUARE)
 def test_rows_divide_batches(alone, square, case):
-    check(alone, square, case)
+    check(alone, square, case, TOLERANCE)
 
 
 def test_each_worker_has_its_part(two):

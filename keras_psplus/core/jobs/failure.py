@@ -239,7 +239,7 @@ def _states(task: TaskConfig) -> list[tuple[str, str, str]]:
                 return SILENT
             except tf.errors.OpError:
                 pass
-        # Who has lost a server ends soon, and would be all that the others see.
+        # A task that has lost a server ends soon, and would be all that the others see.
         state = state_of(places_of(address), _PROBE_SECONDS)
         is_lost = job != "ps" and state == ANSWERS
         return GONE if is_lost else state

@@ -60,7 +60,7 @@ class CallGradients:
             [out for out, _ in pairs],
             list(sources),
             grad_ys=[grad for _, grad in pairs],
-            # What is before this call may use its variables, too: that has its own gradients.
+            # Calls before this one may use its variables, too: these have their own gradients.
             stop_gradients=[one for one in sources if isinstance(one, tf.Tensor)],
         )
         return found

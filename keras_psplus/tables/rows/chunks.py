@@ -76,7 +76,7 @@ class ChunkedRows:
         needed = tf.reduce_sum(tf.cast(tf.constant(self._starts) < rows, _INT))
 
         def more() -> tf.Tensor:
-            # What reads the rows reads their number before.
+            # Readers of the rows read their number before.
             with tf.control_dependencies(
                 [tf.numpy_function(self._make_chunks, [used, needed], _INT)]
             ):

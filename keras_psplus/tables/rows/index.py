@@ -116,7 +116,7 @@ class KeyIndex:
         return np.int32(left)
 
     def _import_empty(self, table: Any, buckets: Any) -> None:
-        # What is imported takes the place of the buckets, as it is.
+        # An import takes the place of the buckets as it is.
         keys, values = tf.fill([buckets, 1], self._empty), tf.zeros([buckets, 1], _INT)
         # It wants matrices, and says vectors in its signature.
         if not tf.executing_eagerly():
