@@ -197,22 +197,17 @@ class ParameterServerStrategy(StateDicts, tf.distribute.ParameterServerStrategy)
         self._engine = ParameterServerEngine(self)
         self._claimant = ServerLease(spec, self._task)
         self._claimant.claim_all()
+        startup.end_calls_of_lost_tasks()
         self._connect_to_cluster(coordinator_name="chief")
         self._chief = None
         if self._task is not None:
             job_failure.install_exit_hook()
             self._chief = shutdown.ShutdownNotifier(startup.addresses_of_servers(spec))
-        tf.distribute.Strategy.__init__(
-            self,
-            ParameterServerExtended(
-                self,
-                cluster_resolver,
-                variable_partitioner,
-                compressors,
-                weights,
-                self._mode.is_sync and bool(overlap),
-            ),
+        cuts_finely = self._mode.is_sync and bool(overlap)
+        extended = ParameterServerExtended(
+            self, cluster_resolver, variable_partitioner, compressors, weights, cuts_finely
         )
+        tf.distribute.Strategy.__init__(self, extended)
         if self._task is None:
             # Servers that are not of this job's launch may go on without their chief.
             atexit.register(self.extended.worker_states.end)
