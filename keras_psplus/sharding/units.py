@@ -1,7 +1,8 @@
 """Units: layers whose weights are gathered together, and freed until backward.
 
 A unit is the outermost layer that is called and no `keras.Model`: a Dense layer of a Sequential, a
-block of a transformer. With units 1, 2 and 3, and each gathering started by what is in brackets:
+block of a transformer; or one that `psp.unit` has made one. With units 1, 2 and 3, and each
+gathering started by what is in brackets:
 
     forward     gather 1 [-]    gather 2 [-]     gather 3 [inputs of 2]
     backward    gather 3, gather 2 [gradient of 3's outputs]     gather 1 [gradient of 2's]

@@ -19,6 +19,7 @@ import keras
 import numpy as np
 import tensorflow as tf
 
+import keras_psplus as psp
 from keras_psplus.sharding import units as units_module
 
 L, O = keras.layers, keras.optimizers  # noqa: E741
@@ -51,6 +52,33 @@ def transformer():
     for _ in range(3):
         x = Block()(x)
     return keras.Model(inputs, L.Dense(3, dtype="float32")(L.GlobalAveragePooling1D()(x)))
+
+
+class Encoder(L.Layer):
+    """A layer with a weight of its own, whose blocks are units."""
+
+    def __init__(self, **kwargs):
+        super().__init__(**kwargs)
+        self.blocks = [psp.unit(Block()) for _ in range(2)]
+        self.last = L.Dense(8)
+
+    def build(self, shape):
+        self.positions = self.add_weight(shape=shape[1:], name="positions")
+        for layer in (*self.blocks, self.last):
+            layer.build(shape)
+
+    def call(self, x):
+        x = x + self.positions
+        for block in self.blocks:
+            x = block(x)
+        return self.last(x)
+
+
+def encoder():
+    inputs = keras.Input((6,), dtype="int32")
+    x = Encoder()(L.Embedding(11, 8)(inputs))
+    last = psp.unit(keras.Sequential([L.Dense(5, activation="tanh"), L.Dense(3)]))
+    return keras.Model(inputs, last(L.GlobalAveragePooling1D()(x)))
 
 
 def convolutional():
@@ -189,7 +217,7 @@ def remat():
     return keras.Sequential([keras.Input((7,)), *layers, L.Dense(3)])
 
 
-TOKENS = "transformer", "tied", "mixed"
+TOKENS = "transformer", "tied", "mixed", "encoder"
 SHAPES = {"convolutional": (6, 6, 2), "recurrent": (5, 4), "branching": (7,)}
 SHAPES |= {"penalty": (7,), "remat": (7,)}
 MODELS = {
@@ -197,6 +225,7 @@ MODELS = {
         transformer,
         lambda: O.SGD(0.1, momentum=0.9, use_ema=True, ema_overwrite_frequency=3),
     ),
+    "encoder": (encoder, lambda: O.SGD(0.1, momentum=0.9)),
     "convolutional": (convolutional, lambda: O.SGD(0.05, momentum=0.9, weight_decay=0.1)),
     "recurrent": (recurrent, lambda: O.RMSprop(1e-3)),
     "tied": (tied, lambda: O.SGD(0.1, momentum=0.9)),
@@ -230,6 +259,21 @@ def trained(name):
     return found | {"predicted": model.predict(x, batch_size=8, verbose=0)}
 
 
+class Pair(L.Layer):
+    """Two units in a layer."""
+
+    def __init__(self, first, second):
+        super().__init__()
+        self.first, self.second = psp.unit(first), psp.unit(second)
+
+    def build(self, shape):
+        self.first.build(shape)
+        self.second.build((*shape[:-1], self.first.units))
+
+    def call(self, x):
+        return self.second(self.first(x))
+
+
 def units(is_chief):
     """Parts, bytes and gatherings of a step; and reads while others change weights."""
     calls, found = [], {}
@@ -252,7 +296,9 @@ def units(is_chief):
     units_module.UnitCall, units_module.Backward = Call, Backward
     keras.utils.set_random_seed(3)
     layers = [L.Dense(80, activation="tanh") for _ in range(3)]
-    model = keras.Sequential([keras.Input((7,)), *layers, L.Dense(3)])
+    pair = Pair(*layers[:2])
+    nested = psp.unit(keras.Sequential([layers[2], L.Dense(3)]))
+    model = keras.Sequential([keras.Input((7,)), pair, nested])
     model.compile(O.SGD(0.1), keras.losses.SparseCategoricalCrossentropy(from_logits=True))
     x = np.random.RandomState(1).randn(48, 7).astype("float32")
     before = tf.distribute.get_strategy().communication.wire_bytes
@@ -262,8 +308,8 @@ def units(is_chief):
         # The chief is ahead, and reads what the other has still to read and change.
         time.sleep(0 if is_chief else 0.1)
         weight.assign(weight.numpy() * 0.5)
-    alone = model.layers[0].kernel.numpy().sum() if is_chief else None
-    together = model.layers[0].kernel.numpy().sum()
+    alone = layers[0].kernel.numpy().sum() if is_chief else None
+    together = layers[0].kernel.numpy().sum()
     weights = model.trainable_variables
     return found | {
         "wire": np.asarray(wire / 6),

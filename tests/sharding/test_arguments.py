@@ -38,3 +38,8 @@ def test_several_devices_are_refused():
 def test_one_process_has_nothing_to_cut():
     strategy = psp.MultiWorkerMirroredStrategy(shard="optimizer")
     assert "shard='optimizer'" in repr(strategy) and strategy.num_workers == 1
+
+
+def test_units_are_layers():
+    with pytest.raises(ValueError, match=r"`unit` takes a `keras.Layer`. Received: 'dense'"):
+        psp.unit("dense")
