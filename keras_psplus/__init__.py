@@ -29,7 +29,7 @@ _EXPORTS = {
 }
 
 # Modules that `import keras_psplus` need not import, but whose contents can be used after it.
-_MODULES = ("callbacks", "compression", "errors", "layers", "tables", "updates")
+_MODULES = ("callbacks", "compression", "errors", "layers", "serving", "tables", "updates")
 
 # Names that work for one more version.
 _DEPRECATED = ("strategy",)

@@ -24,9 +24,10 @@ LAYERS = [
     {"tf_internals", "communication", "planning", "versions"},
     {"engine"},
     {"cluster", "native"},
-    {"callbacks", "chaos", "compression", "datasets", "sidecar_evaluator", "tables", "updates"},
+    {"chaos", "compression", "datasets", "sidecar_evaluator", "tables", "updates"},
+    {"callbacks"},
     {"core", "layers"},
-    {"all_reduce", "parameter_server", "pipeline"},
+    {"all_reduce", "parameter_server", "pipeline", "serving"},
     {"hybrid", "sharding"},
     {"tensor_parallel"},
     {"catalogue", "keras_hooks"},
@@ -78,13 +79,14 @@ FOLDERS = {
         *("places", "variable", "clipping", "sums", "store", "weight", "units", "plan", "extended"),
         *("engine", "full_engine"),
     ],
+    "serving": ["frozen_table", "export"],
     "tensor_parallel": [
         *("mesh", "group", "variable", "regions", "contractions", "embeddings", "attention"),
         *("layer_calls", "plan", "extended", "engine", "strategy"),
     ],
     "tables": [
-        *("policies", "keys", "initial_rows", "rows", "expiry", "admission", "snapshot", "store"),
-        *("files", "row_variable", "local"),
+        *("policies", "keys", "initial_rows", "rows", "expiry", "admission", "snapshot", "changes"),
+        *("store", "files", "row_variable", "local", "versions"),
     ],
 }
 # The package itself, whose import installs the hooks, and what runs the command line.

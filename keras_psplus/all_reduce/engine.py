@@ -14,6 +14,7 @@ from keras_psplus.all_reduce.data import sharding
 from keras_psplus.all_reduce.reducers import is_overwritten, with_shape
 from keras_psplus.all_reduce.step import broadcast, local_apply, replica_functions, row_reads
 from keras_psplus.all_reduce.step.accumulators import Accumulators
+from keras_psplus.callbacks import PublishTables
 from keras_psplus.core.base.metric_state import accumulates
 from keras_psplus.core.base.optimizers import optimizers_of
 from keras_psplus.core.batch import losses
@@ -37,6 +38,7 @@ _WRITE_ONLY = (
     keras_callbacks.CSVLogger,
     keras_callbacks.RemoteMonitor,
     keras_callbacks.TensorBoard,
+    PublishTables,
 )
 
 

@@ -4,8 +4,10 @@ policies                 the arguments `admit` and `expire`
 keys  initial_rows       fingerprints of keys, and rows that are functions of them
 rows                     keys to row numbers, rows that are never copied, optimizers on them
 expiry  admission        the policies on tensors
-snapshot  store          contents as arrays, and all that a table holds
+snapshot  changes        contents as arrays, and what of them has changed
+store                    all that a table holds
 row_variable  local      the table as a variable, and in the memory of one process
+versions                 what a training job publishes, and other processes read
 """
 
 from keras_psplus.tables.policies import Bloom, Capacity, Count, Norm, Probability, Unused

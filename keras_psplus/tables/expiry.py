@@ -72,13 +72,31 @@ class Expiry:
         safe = tf.maximum(rows, 0)
         return tf.where(self._is_dead(key_rows, safe), -1, rows)
 
-    def _is_dead(self, key_rows: KeyRows, rows: tf.Tensor) -> tf.Tensor:
+    def _is_dead(
+        self, key_rows: KeyRows, rows: tf.Tensor, at: tuple[tf.Tensor, tf.Tensor] | None = None
+    ) -> tf.Tensor:
+        """Whether rows were not used for too long, now or at another time."""
         if self._unused is None:
             return tf.zeros_like(rows, tf.bool)
         if self._unused["steps"] is not None:
-            return self._clock.step() - key_rows.meta(rows)[:, LAST] >= self._unused["steps"]
+            step = self._clock.step() if at is None else at[0]
+            return step - key_rows.meta(rows)[:, LAST] >= self._unused["steps"]
         most = int(self._unused["days"] * _SECONDS_OF_DAY)
-        return self._clock.seconds.read_value() - key_rows.meta(rows)[:, SEEN] >= most
+        seconds = self._clock.seconds.read_value() if at is None else at[1]
+        return seconds - key_rows.meta(rows)[:, SEEN] >= most
+
+    def changed(
+        self, key_rows: KeyRows, rows: tf.Tensor, step: tf.Tensor, seconds: tf.Tensor
+    ) -> tuple[tf.Tensor, tf.Tensor]:
+        """Rows that changed after a step and a time.
+
+        Returns:
+            Two masks: rows that were updated and live, and those that have died since.
+        """
+        has_key, dead = tf.not_equal(key_rows.keys(rows), FREE), self._is_dead(key_rows, rows)
+        updated = tf.logical_and(key_rows.meta(rows)[:, LAST] > step, tf.logical_not(dead))
+        died = tf.logical_and(dead, ~self._is_dead(key_rows, rows, (step, seconds)))
+        return tf.logical_and(has_key, updated), tf.logical_and(has_key, died)
 
     def find(self, key_rows: KeyRows, hashes: tf.Tensor) -> tf.Tensor:
         """Row numbers of keys for an update; keys that come too late lose theirs."""

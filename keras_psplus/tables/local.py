@@ -12,6 +12,8 @@ import numpy as np
 import tensorflow as tf
 
 from keras_psplus.engine import Engine
+from keras_psplus.tables import changes
+from keras_psplus.tables.changes import Changes
 from keras_psplus.tables.row_variable import KeyedVariable, is_keyed, with_gradient
 from keras_psplus.tables.rows.row_optimizer import check_elementwise, config_of, scalars_of
 from keras_psplus.tables.snapshot import KEY, Snapshot, WaitingRows, in_chunks, living
@@ -169,6 +171,18 @@ class LocalTable(CompositeVariable):
         return Snapshot(
             entries, self._gather(rows), int(self.store.clock.steps.numpy()), candidates, filter_
         )
+
+    def read_changes(self, mark: Any) -> Changes:
+        """Changes since a mark, or all of the table."""
+        store = self.store
+
+        def changed(since: np.ndarray, first: int) -> np.ndarray:
+            return store.changed(tf.constant(since), tf.constant(first), _CHUNK).numpy()
+
+        def removed(since: np.ndarray) -> np.ndarray:
+            return store.removed(tf.constant(since)).numpy()
+
+        return changes.read([(removed, changed)], mark, store.dim)
 
     def write_snapshot(self, snapshot: Snapshot) -> None:
         """Sets the contents of the table."""

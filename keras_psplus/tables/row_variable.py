@@ -14,6 +14,7 @@ import numpy as np
 import tensorflow as tf
 
 from keras_psplus.keras_internals.keras_parts import backend
+from keras_psplus.tables.changes import Changes
 from keras_psplus.tables.snapshot import Snapshot
 from keras_psplus.tf_internals import framework_ops as ops
 
@@ -22,6 +23,8 @@ from keras_psplus.tf_internals import framework_ops as ops
 class KeyedValue(Protocol):
     """Value of a `KeyedVariable`."""
 
+    # What its `RowStore` takes.
+    spec: dict[str, Any]
     # 0 for the table itself, else the number of an optimizer's slot.
     slot: int
 
@@ -33,6 +36,9 @@ class KeyedValue(Protocol):
 
     def read_snapshot(self) -> Snapshot:
         """Contents of the table."""
+
+    def read_changes(self, mark: Any) -> Changes:
+        """Changes since the mark of an earlier look, or, with None, all of the table."""
 
     def write_snapshot(self, snapshot: Snapshot) -> None:
         """Sets the contents of the table."""

@@ -11,18 +11,21 @@ from typing import Any
 import numpy as np
 import tensorflow as tf
 
-from keras_psplus.tables import admission, initial_rows
+from keras_psplus.tables import admission, changes, initial_rows
 from keras_psplus.tables.expiry import Clock, Expiry
 from keras_psplus.tables.keys import FREE
 from keras_psplus.tables.rows.chunks import ChunkedRows
 from keras_psplus.tables.rows.index import hashes_of
 from keras_psplus.tables.rows.key_rows import FREQUENCY, KeyRows
+from keras_psplus.tables.rows.removal_log import RemovalLog
 from keras_psplus.tables.rows.row_optimizer import RowOptimizer
 from keras_psplus.tables.snapshot import KEY, in_chunks, living
 
 _INT, _LONG = tf.int32, tf.int64
 ZEROS = "zeros"
 _CHUNK = 1 << 16
+# Rows that one call looks through for changes.
+_SCANNED = 1 << 20
 
 
 class RowStore:
@@ -39,7 +42,12 @@ class RowStore:
         self.clock = Clock()
         self._expiry = Expiry(spec["expire"], self.clock, servers, server)
         self.weights = ChunkedRows(self.dim, tf.float32)
-        self.key_rows = KeyRows(spec["name"], self.weights)
+        self.log = RemovalLog()
+        self.key_rows = KeyRows(
+            spec["name"],
+            self.weights,
+            on_removal=lambda keys: self.log.note(keys, self.clock.step() + 1),
+        )
         self.admission = admission.make(
             spec["admit"], spec["name"], self.clock, self._expiry, server, servers
         )
@@ -150,6 +158,51 @@ class RowStore:
         for slot, initializer in zip(self.slots, self._slot_initializers):
             slot.write(rows, initializer([tf.size(rows), self.dim], dtype="float32"))
 
+    # Changes.
+
+    def removed(self, since: tf.Tensor) -> tf.Tensor:
+        """Keys that were removed after a generation and an update of the log.
+
+        Returns:
+            int64 vector: generation, updates and time now, the end of the rows, whether the log
+            has all since then, and keys.
+        """
+        state = [
+            self.log.generation.read_value(),
+            self.clock.steps.read_value(),
+            tf.cast(self.clock.seconds.read_value(), _LONG),
+            tf.cast(self.key_rows.next.read_value(), _LONG),
+        ]
+        is_known, keys = self.log.since(since[0], since[1])
+        return tf.concat([tf.stack([*state, tf.cast(is_known, _LONG)]), keys], 0)
+
+    def changed(self, since: tf.Tensor, first: tf.Tensor, most: int) -> tf.Tensor:
+        """Rows that an update after a step has changed, or that have expired since.
+
+        Args:
+            since: int64 vector of a step and a time in seconds.
+            first: int32 number of the row with which to begin.
+            most: How many rows to return.
+
+        Returns:
+            Lines of `changes.encode`; the place of the last is the row with which to go on.
+        """
+        end = tf.minimum(first + _SCANNED, self.key_rows.next.read_value())
+        rows = tf.range(first, end)
+        step, seconds = tf.unstack(tf.cast(since, _INT))
+        lives, died = self._expiry.changed(self.key_rows, rows, step, seconds)
+        found = tf.boolean_mask(rows, tf.logical_or(lives, died))
+        end = tf.cond(tf.size(found) > most, lambda: found[most], lambda: end)
+        found = found[:most]
+        lives = tf.gather(lives, found - first)
+        lines = changes.encode(
+            self.key_rows.keys(found),
+            tf.where(lives, found, -1 - found),
+            self.weights.sparse_read(found),
+        )
+        last = changes.encode(tf.zeros([1], _LONG), end[tf.newaxis], tf.zeros([1, self.dim]))
+        return tf.concat([lines, last], 0)
+
     # Contents.
 
     def entries(self, first: tf.Tensor, count: tf.Tensor) -> tf.Tensor:
@@ -164,6 +217,7 @@ class RowStore:
 
     def insert(self, entries: tf.Tensor) -> tf.Tensor:
         """Makes rows for keys that have none; returns their number."""
+        self.log.begin()
         rows = self.key_rows.add_entries(entries)
         self.weights.write(rows, self._initial(entries[:, 0]))
         self._start_slots(rows)
@@ -171,6 +225,8 @@ class RowStore:
 
     def write(self, slot: int, keys: tf.Tensor, values: tf.Tensor) -> tf.Tensor:
         """Sets rows, or rows of an optimizer's slot, of keys that are there."""
+        if not slot:
+            self.log.begin()
         variable = self.slots[slot - 1] if slot else self.weights
         rows = self.key_rows.index.find(hashes_of(keys))
         variable.write(rows, values)
@@ -178,6 +234,7 @@ class RowStore:
 
     def clear(self) -> None:
         """Removes all rows and what admission has counted."""
+        self.log.begin()
         self.key_rows.clear()
         if self.admission.candidates is not None:
             self.admission.candidates.clear()

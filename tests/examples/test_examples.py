@@ -85,6 +85,14 @@ def test_characters(environment):
     assert result["perplexity"] < 11
 
 
+def test_stream(tmp_path):
+    arguments = "--folder", str(tmp_path / "tables"), "--hours", "5"
+    result = values("stream", alone("stream.py", *arguments))
+    assert result["auc"] > 0.62 and 2000 < result["rows"] < 2300
+    served = values("stream", alone("stream.py", "--look", str(tmp_path / "tables")))
+    assert served["step"] == 5 * 32 and served["items"] == result["rows"] - 1000
+
+
 SMALL_TRANSFORMER = ("transformer.py", "--epochs=1", "--blocks=2", "--train_size=128", "--write=3")
 
 

@@ -6,7 +6,9 @@ from typing import Any
 
 import tensorflow as tf
 
+from keras_psplus.hybrid.rows.row_codec import MESSAGE_BYTES
 from keras_psplus.hybrid.server.shard import TableShard, traced
+from keras_psplus.tables import changes
 from keras_psplus.tables.rows.chunks import ChunkedRows
 from keras_psplus.tables.store import RowStore
 
@@ -48,6 +50,7 @@ class DynamicShard(TableShard):
         makers["entries"] = lambda: traced(*_RANGE)(self.store.entries)
         makers["insert"] = lambda: traced(_ENTRIES)(self.store.insert)
         makers["steps"] = self._steps
+        makers["removed"], makers["changed"] = self._removed, self._changed
         makers["clear"] = self._clear
         if self.store.admission.candidates is not None:
             makers["candidates"] = lambda: traced(*_RANGE)(self.store.candidates)
@@ -101,6 +104,22 @@ class DynamicShard(TableShard):
             return self.store.clock.steps.read_value()
 
         return steps
+
+    def _removed(self) -> Any:
+        @traced(tf.TensorSpec([2], _LONG))
+        def removed(since: tf.Tensor) -> tf.Tensor:
+            return self._lock.execute(lambda: self.store.removed(since))
+
+        return removed
+
+    def _changed(self) -> Any:
+        most = MESSAGE_BYTES // (4 * (changes.HEAD + self.dim)) - 1
+
+        @traced(tf.TensorSpec([2], _LONG), tf.TensorSpec([], _INT))
+        def changed(since: tf.Tensor, first: tf.Tensor) -> tf.Tensor:
+            return self._lock.execute(lambda: self.store.changed(since, first, most))
+
+        return changed
 
     def _clear(self) -> Any:
         @traced(tf.TensorSpec([], _LONG))

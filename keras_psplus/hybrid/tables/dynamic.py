@@ -16,6 +16,8 @@ from keras_psplus.hybrid.rpc.servers import Servers
 from keras_psplus.hybrid.tables.registry import Tables
 from keras_psplus.hybrid.tables.table import Table
 from keras_psplus.hybrid.tables.variable import TableVariable
+from keras_psplus.tables import changes
+from keras_psplus.tables.changes import Changes
 from keras_psplus.tables.keys import BLOCKS, blocks_of, mixed
 from keras_psplus.tables.local import check_rows
 from keras_psplus.tables.row_variable import with_gradient
@@ -129,6 +131,27 @@ class DynamicTable(Table):
                 self._filter() if kind == "Bloom" else np.zeros([0, 0], np.uint8),
             )
 
+    def changes(self, mark: Any) -> Changes:
+        """Changes since the mark of an earlier look, or, with None, all of the table."""
+
+        def functions(
+            link: RpcClient,
+        ) -> tuple[Callable[..., np.ndarray], Callable[..., np.ndarray]]:
+            def removed(since: np.ndarray) -> np.ndarray:
+                return link.call(
+                    self.method("removed"), [tf.constant(since)], _LONG, [None]
+                ).numpy()
+
+            def changed(since: np.ndarray, first: int) -> np.ndarray:
+                args = [tf.constant(since), tf.constant(first, _INT)]
+                shape = [None, changes.HEAD + self.dim]
+                return link.call(self.method("changed"), args, _FLOAT, shape).numpy()
+
+            return removed, changed
+
+        with tf.init_scope():
+            return changes.read([functions(link) for link in self.links("whole")], mark, self.dim)
+
     def _steps(self) -> int:
         link = self.links("whole")[0]
         return int(link.call(self.method("steps"), [tf.constant(0)], _LONG, []).numpy())
@@ -197,6 +220,10 @@ class DynamicVariable(TableVariable):
 
     table: Any
 
+    @property
+    def spec(self) -> dict[str, Any]:
+        return self.table.spec
+
     def lookup_keys(self, keys: tf.Tensor, trains: bool) -> tf.Tensor:
         """Rows of an int64 vector of keys, with a gradient for the table."""
         lookup: Any = self._lookup
@@ -212,6 +239,10 @@ class DynamicVariable(TableVariable):
     def read_snapshot(self) -> Snapshot:
         """Contents of the table."""
         return self.table.snapshot()
+
+    def read_changes(self, mark: Any) -> Changes:
+        """Changes since the mark of an earlier look, or, with None, all of the table."""
+        return self.table.changes(mark)
 
     def write_snapshot(self, snapshot: Snapshot) -> None:
         """Sets the contents of the table; of all workers, the chief does."""

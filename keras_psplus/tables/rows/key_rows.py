@@ -5,6 +5,7 @@ row 0     17             5         812       1795702463
 row 1     FREE                                            (on the stack of free rows)
 """
 
+from collections.abc import Callable
 from typing import Any
 
 import tensorflow as tf
@@ -23,10 +24,16 @@ class KeyRows:
     Args:
         name: Name of the table, for messages.
         *columns: `ChunkedRows` that have as many rows.
+        on_removal: Function of an int64 vector of keys that are removed; returns what to wait for.
     """
 
-    def __init__(self, name: str, *columns: ChunkedRows) -> None:
-        self._name = name
+    def __init__(
+        self,
+        name: str,
+        *columns: ChunkedRows,
+        on_removal: Callable[[tf.Tensor], tf.Tensor] | None = None,
+    ) -> None:
+        self._name, self._on_removal = name, on_removal
         self.index = KeyIndex()
         self._keys, self._meta = ChunkedRows(1, _LONG), ChunkedRows(3, _INT)
         self._free = ChunkedRows(1, _INT)
@@ -77,7 +84,10 @@ class KeyRows:
         self._remove_rows(rows)
 
     def _remove(self, rows: tf.Tensor) -> tf.Tensor:
-        self.index.remove(hashes_of(self.keys(rows)))
+        keys = self.keys(rows)
+        if self._on_removal is not None:
+            self._on_removal(keys)
+        self.index.remove(hashes_of(keys))
         count, free = tf.size(rows), self._free_count.read_value()
         self._keys.write(rows, tf.fill([count, 1], tf.constant(FREE, _LONG)))
         self._free.allocate(free + count)

@@ -1,0 +1,141 @@
+"""Export of a model to a SavedModel that needs nothing of this library."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+from collections.abc import Iterator, Sequence
+from concurrent import futures
+from typing import Any
+
+import keras
+import tensorflow as tf
+
+from keras_psplus.core.models import model_saving
+from keras_psplus.files import atomic
+from keras_psplus.serving.frozen_table import FrozenTable
+from keras_psplus.tables.row_variable import is_keyed
+
+
+def export(
+    model: keras.Model, folder: str | os.PathLike[str], signature: Sequence[Any] | None = None
+) -> None:
+    """Writes a SavedModel that TensorFlow alone loads, with its dynamic tables.
+
+    Tables of `layers.DynamicEmbedding` become a hash table of TensorFlow's and a variable, in the
+    memory of the process that loads them; a key without a row is what the layer's `default` says.
+    The SavedModel has the endpoint `serve` and the signature `"serving_default"`. The folder
+    appears whole. Under a strategy the chief writes, and other workers return at once; call it
+    when no step is under way.
+
+    Args:
+        model: A built model.
+        folder: Path of the SavedModel.
+        signature: List of `tf.TensorSpec`, one for each argument of the model's call, for a model
+            that is neither functional nor sequential.
+
+    Raises:
+        ValueError: If the model is not built, or the signature is needed.
+
+    Example:
+
+    ```python
+    keras_psplus.serving.export(model, "served/1")
+    loaded = tf.saved_model.load("served/1")  # without keras_psplus
+    print(loaded.serve(tf.constant([[17, 2**40]])))
+    ```
+    """
+    inputs = _inputs_of(model, signature)
+    strategy = model.distribute_strategy
+    engine = getattr(strategy, "engine", None)
+    if engine is not None and not strategy.is_chief:
+        return
+    if engine is not None and hasattr(engine, "finish_steps"):
+        engine.finish_steps()
+    os.makedirs(os.path.dirname(os.path.realpath(folder)), exist_ok=True)
+
+    def work() -> None:
+        writing = atomic.written(folder)
+        if engine is not None:
+            writing = model_saving.written(strategy, folder, makes_folders=True)
+        with writing as path:
+            _save(model, inputs, path)
+
+    # A separate thread is outside of the strategy's scope even if the caller is inside.
+    with futures.ThreadPoolExecutor(1) as executor:
+        executor.submit(work).result()
+
+
+def _save(model: keras.Model, inputs: tuple[Any, list[Any]], path: str) -> None:
+    structure, specs = inputs
+    module = tf.Module()
+    with _as_plain_values(model) as values:
+        module.values, module.resources = values, _resources_of(model)
+
+        @tf.function(input_signature=specs, autograph=False)
+        def serve(*flat: Any) -> Any:
+            if structure is None:
+                return model(*flat, training=False)
+            return model(tf.nest.pack_sequence_as(structure, flat), training=False)
+
+        module.serve = serve
+        serve.get_concrete_function()
+        is_dense = all(isinstance(spec, tf.TensorSpec) for spec in specs)
+        # What TensorFlow Serving is sent are tensors.
+        tf.saved_model.save(module, path, signatures=serve if is_dense else None)
+
+
+def _inputs_of(model: keras.Model, signature: Sequence[Any] | None) -> tuple[Any, list[Any]]:
+    """The structure of the model's one argument, or None, and a specification of each tensor."""
+    if not model.built:
+        raise ValueError(
+            f"The model '{model.name}' has no weights yet. Train it, or call it on a batch, before "
+            "it is exported. Received: a model that is not built"
+        )
+    if signature is not None:
+        return None, list(signature)
+    if not getattr(model, "inputs", None):
+        raise ValueError(
+            f"The model '{model.name}' is neither functional nor sequential, and does not say what "
+            'it takes. Give it: `signature=[tf.TensorSpec([None, 5], "int64")]`. '
+            f"Received: {type(model).__name__} with signature=None"
+        )
+    flat = tf.nest.flatten(model.input)
+    return model.input, [_spec_of(one) for one in flat]
+
+
+def _spec_of(one: keras.KerasTensor) -> Any:
+    if getattr(one, "ragged", False):
+        return tf.RaggedTensorSpec(one.shape, one.dtype, ragged_rank=one.ragged_rank or 1)
+    if one.sparse:
+        return tf.SparseTensorSpec(one.shape, one.dtype)
+    return tf.TensorSpec(one.shape, one.dtype, name=one.name)
+
+
+def _resources_of(model: keras.Model) -> list[Any]:
+    """Lookup tables of layers such as `StringLookup`."""
+    kind = tf.saved_model.experimental.TrackableResource
+    return [
+        value
+        for layer in model._flatten_layers()
+        for value in vars(layer).values()
+        if isinstance(value, kind)
+    ]
+
+
+@contextlib.contextmanager
+def _as_plain_values(model: keras.Model) -> Iterator[list[Any]]:
+    """Context in which a model computes with copies of its variables, wherever these are."""
+    before = [(variable, variable._value) for variable in model.variables]
+    try:
+        for variable, value in before:
+            if is_keyed(variable):
+                variable._value = FrozenTable(value.spec, value.read_snapshot())
+            else:
+                variable._value = tf.Variable(
+                    value.numpy(), trainable=variable.trainable, name=variable.name
+                )
+        yield [variable._value for variable, _ in before]
+    finally:
+        for variable, value in before:
+            variable._value = value

@@ -1,0 +1,1 @@
+"""Versions of tables in a folder, for processes that serve."""

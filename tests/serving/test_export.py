@@ -1,0 +1,97 @@
+"""Exported models, loaded by a process that has TensorFlow alone."""
+
+import subprocess
+import sys
+
+import keras
+import numpy as np
+import pytest
+import tensorflow as tf
+
+import keras_psplus as psp
+
+# Predictions of an exported model, by TensorFlow alone.
+LOAD = """
+import sys
+sys.modules["keras_psplus"] = None  # an import of it fails
+import numpy as np, tensorflow as tf
+folder, inputs, outputs = sys.argv[1:]
+loaded, x = tf.saved_model.load(folder), np.load(inputs)
+found = {"serve": loaded.serve(*(tf.constant(x[name]) for name in sorted(x)))}
+served = loaded.signatures["serving_default"]
+found["signature"], = served(**{name: tf.constant(x[name]) for name in x}).values()
+np.savez(outputs, **found)
+"""
+
+
+def predicted_alone(folder, tmp_path, **inputs):
+    """What a process without this library computes with an exported model."""
+    np.savez(tmp_path / "inputs.npz", **inputs)
+    args = [folder, tmp_path / "inputs.npz", tmp_path / "outputs.npz"]
+    subprocess.run(
+        [sys.executable, "-c", LOAD, *map(str, args)], cwd=tmp_path, check=True, timeout=200
+    )
+    return dict(np.load(tmp_path / "outputs.npz"))
+
+
+def test_predictions_need_tensorflow_alone(tmp_path):
+    keras.utils.set_random_seed(0)
+    random = np.random.default_rng(0)
+    known, other = random.integers(-(2**62), 2**62, (2, 40))
+    words = np.array([f"word {i}" for i in range(30)])
+    ids, texts = (
+        keras.Input((3,), dtype="int64", name="a"),
+        keras.Input((), dtype="string", name="b"),
+    )
+    place = keras.layers.StringLookup(vocabulary=words[:4].tolist())(texts)
+    expire = psp.tables.Unused(steps=3)
+    parts = [
+        psp.layers.DynamicEmbedding(4, combiner="mean", expire=expire, name="ids")(ids),
+        psp.layers.DynamicEmbedding(2, default="initializer", name="texts")(texts),
+        keras.layers.Embedding(5, 2)(place),
+    ]
+    dense = keras.layers.Dropout(0.5)(keras.layers.Concatenate()(parts))
+    model = keras.Model({"a": ids, "b": texts}, keras.layers.Dense(2)(dense))
+    model.compile(keras.optimizers.Adam(0.1), "mse")
+    x = {"a": known[random.integers(0, 40, (64, 3))], "b": words[random.integers(0, 20, 64)]}
+    batches = tf.data.Dataset.from_tensor_slices((x, np.ones([64, 2]))).batch(8)
+    model.fit(batches, verbose=0)
+    psp.serving.export(model, tmp_path / "served" / "1")
+    some = {"a": np.stack([known[:30], known[10:40], other[:30]], 1), "b": words}
+    expected = model.predict({n: tf.constant(v) for n, v in some.items()}, verbose=0)
+    found = predicted_alone(tmp_path / "served" / "1", tmp_path, **some)
+    for way in ("serve", "signature"):
+        np.testing.assert_allclose(found[way], expected, atol=1e-6)
+    # The model trains on with its own tables.
+    before = model.get_layer("texts").counts()[0].sum()
+    model.fit(batches, verbose=0)
+    assert model.get_layer("texts").counts()[0].sum() > before
+
+
+def test_ragged_ids_and_models_of_other_kinds(tmp_path):
+    ids = keras.Input((None,), dtype="int64", ragged=True)
+    model = keras.Model(ids, psp.layers.DynamicEmbedding(2, combiner="sum")(ids))
+    model.compile("sgd", "mse")
+    x = tf.ragged.constant([[1, 2**40], [], [7]], tf.int64)
+    model.train_on_batch(x, np.ones([3, 2]))
+    psp.serving.export(model, tmp_path / "ragged")
+    loaded = tf.saved_model.load(tmp_path / "ragged")
+    np.testing.assert_allclose(loaded.serve(x), model(x), atol=1e-6)
+
+    class Model(keras.Model):
+        def __init__(self):
+            super().__init__()
+            self.table = psp.layers.DynamicEmbedding(2)
+
+        def call(self, ids, training=False):
+            return self.table(ids, training=training)
+
+    model = Model()
+    with pytest.raises(ValueError, match="Received: a model that is not built"):
+        psp.serving.export(model, tmp_path / "own")
+    model(np.array([1]))
+    with pytest.raises(ValueError, match="neither functional nor sequential.*Received: Model with"):
+        psp.serving.export(model, tmp_path / "own")
+    psp.serving.export(model, tmp_path / "own", [tf.TensorSpec([None], tf.int64)])
+    loaded = tf.saved_model.load(tmp_path / "own")
+    assert not loaded.serve(tf.constant([1], tf.int64)).numpy().any()

@@ -1,0 +1,99 @@
+"""Tables that a job with parameter servers publishes, and the model that it exports."""
+
+import os
+import pathlib
+import threading
+import time
+
+import keras
+import numpy as np
+import pytest
+import tensorflow as tf
+
+import keras_psplus as psp
+from keras_psplus.cluster.testing import run_in_processes
+from tests.hybrid.reference import ENVIRONMENT
+from tests.serving.publishing_job import WAITED
+
+JOB = pathlib.Path(__file__).with_name("publishing_job.py")
+
+
+def follow(folder):
+    """Looks all rows up as soon as a step's version is there."""
+    end, reader = time.monotonic() + 300, None
+    while time.monotonic() < end and (reader is None or reader.step < WAITED):
+        time.sleep(0.02)
+        if reader is None and (folder / "published" / "manifest.json").exists():
+            reader = psp.serving.TableReader(folder / "published", poll=0.05)
+    now = time.time()
+    state = reader._state
+    while not (folder / "model.npz").exists():
+        time.sleep(0.02)
+    keys = np.load(folder / "model.npz")["keys"]
+    seconds = now - state.versions[-1]["seconds"]
+    np.savez(folder / "new.npz", rows=reader.lookup(keys), count=len(reader), seconds=seconds)
+    reader.close()
+    os.rename(folder / "new.npz", folder / "seen.npz")
+
+
+def test_another_process_has_the_rows_of_a_job_with_servers(tmp_path):
+    thread = threading.Thread(target=follow, args=[tmp_path], daemon=True)
+    thread.start()
+    run_in_processes(JOB, workers=2, ps=2, timeout=400, env=ENVIRONMENT, args=[tmp_path])
+    thread.join(60)
+    model, seen = np.load(tmp_path / "model.npz"), np.load(tmp_path / "seen.npz")
+    assert seen["count"] == len(model["keys"]) > 10
+    np.testing.assert_array_equal(seen["rows"], model["rows"])
+    print(f"seen {seen['seconds']:.2f} s after it was published")
+
+    end = np.load(tmp_path / "end.npz")
+    reader = psp.serving.TableReader(tmp_path / "published", poll=None)
+    assert reader.version == 8 and reader.step == 8
+    np.testing.assert_array_equal(reader.lookup(end["keys"]), end["rows"])
+    assert len(reader) == len(end["keys"])
+    # Expired ones are gone.
+    gone = set(model["keys"].tolist()) - set(end["keys"].tolist())
+    assert gone and not reader.lookup(sorted(gone)).any()
+    served = tf.saved_model.load(tmp_path / "served" / "1")
+    np.testing.assert_allclose(served.serve(end["ids"]), end["predicted"], atol=1e-6)
+
+
+def test_steps_epochs_and_ends_publish(tmp_path):
+    def model_of(*names):
+        ids = keras.Input((2,), dtype="int64")
+        rows = [psp.layers.DynamicEmbedding(2, combiner="sum", name=name)(ids) for name in names]
+        model = keras.Model(ids, keras.layers.Add()(rows) if len(rows) > 1 else rows[0])
+        model.compile("sgd", "mse")
+        return model
+
+    two, x, y = tmp_path / "two", np.arange(28).reshape(14, 2), np.ones([14, 2])
+    model, publish = model_of("a", "b"), psp.callbacks.PublishTables(two, every=3)
+    model.fit(x, y, batch_size=2, verbose=0, callbacks=[publish])
+    for name in ("a", "b"):
+        reader = psp.serving.TableReader(two, f"{name}/table", poll=None)
+        # After steps 3 and 6, and the last one.
+        assert (reader.version, reader.step, len(reader)) == (3, 7, 28)
+        rows = model.get_layer(name)(np.arange(28)[:, np.newaxis])
+        np.testing.assert_array_equal(reader.lookup(np.arange(28)), rows)
+    # Nothing has changed.
+    publish.publish()
+    assert not reader.refresh()
+    table = model.get_layer("b").table
+    table.assign(2 * table.numpy())
+    publish.publish()
+    assert reader.refresh() and reader.version == 4
+    np.testing.assert_array_equal(reader.lookup(np.arange(28)), table.numpy())
+
+    # A job that is started again, and another model's.
+    again = psp.callbacks.PublishTables(two)
+    model_of("a", "b").fit(x, y, verbose=0, epochs=2, callbacks=[again])
+    assert reader.refresh() and reader.version == 6
+    with pytest.raises(ValueError, match="Other tables are published to .*two"):
+        model_of("c").fit(x, y, verbose=0, callbacks=[psp.callbacks.PublishTables(two)])
+    with pytest.raises(ValueError, match="of which the model has none"):
+        plain = keras.Sequential([keras.layers.Dense(2)])
+        plain.compile("sgd", "mse")
+        plain.fit(y, y, verbose=0, callbacks=[psp.callbacks.PublishTables(tmp_path / "none")])
+    for every in (0, "batch", True, None):
+        with pytest.raises(ValueError, match=f"Received: every={every!r}"):
+            psp.callbacks.PublishTables(tmp_path, every=every)

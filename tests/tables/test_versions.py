@@ -1,0 +1,239 @@
+"""Versions of tables in a folder: what a reader finds, whatever happens to the writer."""
+
+import contextlib
+import json
+import os
+import threading
+
+import keras
+import numpy as np
+import pytest
+
+import keras_psplus as psp
+from keras_psplus.files import atomic, digests
+from keras_psplus.tables import initial_rows
+from keras_psplus.tables.changes import Changes
+from keras_psplus.tables.versions import manifest, writer
+from keras_psplus.tables.versions.writer import VersionWriter
+
+DIM = 2
+SPEC = {
+    "dim": DIM,
+    "default": "zeros",
+    "initializer": initial_rows.check_initializer(keras.initializers.RandomUniform(-1, 1, seed=3)),
+}
+
+
+def changes(keys, gone=(), is_whole=False, value=1.0):
+    keys = np.array(sorted(keys), np.int64)
+    rows = np.stack([keys * value, keys + value], 1).astype(np.float32).reshape(-1, DIM)
+    return Changes(keys, rows, np.array(gone, np.int64), is_whole, ())
+
+
+class Published:
+    """A folder with versions, and the rows that they come to."""
+
+    def __init__(self, folder):
+        self.folder, self.rows = str(folder), {}
+        self.writer = VersionWriter(self.folder, {"t": SPEC})
+
+    def write(self, *args, **kwargs):
+        one = changes(*args, **kwargs)
+        rows = {} if one.is_whole else dict(self.rows)
+        for key in one.gone.tolist():
+            rows.pop(key, None)
+        rows |= dict(zip(one.keys.tolist(), one.rows))
+        self.next = rows
+        self.writer.write([one], step=7)
+        self.rows = rows
+
+
+def check(reader, rows, keys=range(-5, 400)):
+    keys = np.array(list(keys))
+    expected = [rows.get(key, np.zeros(DIM)) for key in keys.tolist()]
+    np.testing.assert_array_equal(reader.lookup(keys), expected)
+    assert len(reader) == len(rows)
+
+
+def test_a_reader_follows_versions(tmp_path):
+    random, published = np.random.default_rng(0), Published(tmp_path)
+    published.write(range(0, 300, 2), is_whole=True)
+    reader = psp.serving.TableReader(tmp_path, poll=None)
+    check(reader, published.rows)
+    for i in range(12):
+        keys = random.integers(0, 400, 20 if i % 3 else 90)
+        published.write(set(keys.tolist()), gone=random.integers(0, 400, 10), value=i)
+        assert reader.refresh() and not reader.refresh()
+        check(reader, published.rows)
+    check(psp.serving.TableReader(tmp_path, poll=None), published.rows)
+    assert len(reader._state.segments.every) < 8
+    before = reader.version
+    # One whose files the writer deletes meanwhile has the last generation still.
+    for value in (2.0, 3.0):
+        published.write([1, 2], is_whole=True, value=value)
+        assert reader.refresh()
+        check(reader, published.rows)
+    assert reader.version == before + 2
+    assert len([n for n in os.listdir(tmp_path) if n.endswith(".npy")]) == 4
+    np.testing.assert_array_equal(reader.lookup([[1, 9]]).shape, [1, 2, DIM])
+
+
+def test_lookups_have_one_version_while_others_come(tmp_path):
+    published = Published(tmp_path)
+    keys = np.arange(50)
+    published.write(keys, is_whole=True, value=0.0)
+    reader, wrong, end = psp.serving.TableReader(tmp_path, poll=0.001), [], threading.Event()
+
+    def look():
+        while not end.is_set():
+            rows = reader.lookup(keys)[1:]
+            if len(np.unique(rows[:, 0] / keys[1:])) != 1:
+                wrong.append(rows)
+
+    threads = [threading.Thread(target=look) for _ in range(2)]
+    for thread in threads:
+        thread.start()
+    for value in range(1, 20):
+        published.write(keys, value=float(value), is_whole=value % 5 == 0)
+    end.set()
+    for thread in threads:
+        thread.join(60)
+    reader.close()
+    reader.refresh()
+    check(reader, published.rows)
+    assert not wrong
+
+
+class Killed(BaseException):
+    pass
+
+
+@contextlib.contextmanager
+def killed_at(point):
+    """Context in which the process dies before one of the calls that change the disk."""
+    left = [point]
+
+    def dying(original):
+        def call(*args, **kwargs):
+            left[0] -= 1
+            if left[0] < 0:
+                raise Killed
+            return original(*args, **kwargs)
+
+        return call
+
+    calls = (np, "save"), (atomic, "sync"), (os, "replace"), (os, "unlink"), (os, "fsync")
+    with pytest.MonkeyPatch.context() as patch:
+        for owner, name in calls:
+            patch.setattr(owner, name, dying(getattr(owner, name)))
+        yield
+
+
+@pytest.mark.parametrize("is_whole", [False, True])
+def test_a_kill_at_any_point_leaves_a_whole_version(tmp_path, is_whole):
+    """As many points as there are: writes, waits for the disk, renames, deletions."""
+    points, survived, new = 0, False, 0
+    while not survived:
+        folder = tmp_path / f"{points}"
+        folder.mkdir()
+        published = Published(folder)
+        published.write(range(9), is_whole=True)
+        published.write([1, 30], gone=[2])
+        published.write([4], is_whole=True)
+        reader = psp.serving.TableReader(folder, poll=None)
+        try:
+            with killed_at(points):
+                published.write([1, 5], gone=[4], is_whole=is_whole, value=3.0)
+            survived = True
+        except Killed:
+            points += 1
+        again = psp.serving.TableReader(folder, poll=None)
+        new += again.version == 4
+        rows = published.next if again.version == 4 else published.rows
+        check(again, rows)
+        reader.refresh()
+        check(reader, rows)
+        # Another process goes on.
+        other = Published(folder)
+        assert other.writer.needs_whole
+        other.write([8], is_whole=True)
+        reader.refresh()
+        check(reader, other.rows)
+    assert points >= 8 and new >= 2
+
+
+def test_all_is_written_again_once_changes_are_many(tmp_path, monkeypatch):
+    published = Published(tmp_path)
+    assert published.writer.needs_whole
+    published.write(range(5000), is_whole=True)
+    published.write(range(2000))
+    assert not published.writer.needs_whole
+    published.write(range(600))
+    assert published.writer.needs_whole
+    monkeypatch.setattr(writer, "_MOST_VERSIONS", 2)
+    published.write(range(5000), is_whole=True)
+    published.write([1])
+    assert published.writer.needs_whole
+
+
+def rewrite(folder, change):
+    """Changes the list of versions, and its digest."""
+    path = folder / manifest.NAME
+    content = json.loads(path.read_text())
+    content.pop("sha256")
+    change(content)
+    path.write_text(digests.to_json(content))
+
+
+def test_what_is_damaged_or_does_not_fit_is_refused(tmp_path, caplog):
+    with pytest.raises(FileNotFoundError, match="No table is published in"):
+        psp.serving.TableReader(tmp_path)
+    published = Published(tmp_path)
+    published.write(range(9), is_whole=True)
+    published.write([3], value=2.0)
+    with pytest.raises(ValueError, match="There are other tables in .*Received: name='u'"):
+        psp.serving.TableReader(tmp_path, "u")
+    with pytest.raises(ValueError, match=r"Other tables are published.*Received: \[\('u', 2\)\]"):
+        VersionWriter(str(tmp_path), {"u": SPEC})
+    reader = psp.serving.TableReader(tmp_path, poll=None)
+    rows = dict(published.rows)
+    whole = (tmp_path / manifest.NAME).read_text()
+    published.write([5], value=4.0)
+    latest = (tmp_path / manifest.NAME).read_text()
+
+    def refused(match):
+        with pytest.raises(ValueError, match=match):
+            psp.serving.TableReader(tmp_path, poll=None)
+        with pytest.raises(ValueError, match=match):
+            reader.refresh()
+        # Lookups have the last good version.
+        check(reader, rows)
+
+    rewrite(tmp_path, lambda content: content["versions"].pop(1))
+    refused("does not fit the one before it.*Received: version 3, which follows 2, after 1")
+    (tmp_path / manifest.NAME).write_text(latest.replace("4", "5", 1))
+    refused("is damaged")
+    (tmp_path / manifest.NAME).write_text(latest)
+    rewrite(tmp_path, lambda content: content.update(format=9))
+    refused("Received: format=9")
+    (tmp_path / manifest.NAME).write_text(latest)
+    path = tmp_path / manifest.file_name(3, 0, "rows")
+    content = path.read_bytes()
+    path.write_bytes(content[:-1] + b"x")
+    refused("Version 3 of the table 't' is damaged.*SHA-256")
+    path.unlink()
+    refused("is missing")
+    path.write_bytes(content)
+    (tmp_path / manifest.NAME).write_text(whole)
+    assert not reader.refresh()
+    (tmp_path / manifest.NAME).write_text(latest)
+    assert reader.refresh()
+    check(reader, published.rows)
+
+
+def test_missing_keys_are_what_the_layer_says(tmp_path):
+    spec = {**SPEC, "default": "initializer"}
+    VersionWriter(str(tmp_path), {"t": spec}).write([changes([7], is_whole=True)], 1)
+    found = psp.serving.TableReader(tmp_path, poll=None).lookup([7, 8])
+    expected = initial_rows.maker(spec["initializer"], DIM)(np.array([8])).numpy()[0]
+    np.testing.assert_array_equal(found, [[7, 8], expected])
