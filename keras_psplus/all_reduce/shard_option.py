@@ -43,7 +43,7 @@ def check(shard: str | None, updates: Updates | None, is_plain: bool, **others: 
             "that of the others. Leave one of them out. "
             f"Received: shard={shard!r}, updates={updates!r}"
         )
-    for name, value in {"updates": updates, **others}.items():
+    for name, value in others.items():
         if value is not None and value != "flat":
             raise ValueError(
                 f"`shard` cannot be combined with `{name}` yet. Leave one of them out. "

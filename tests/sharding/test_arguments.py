@@ -12,7 +12,6 @@ from keras_psplus.all_reduce import shard_option
         (dict(shard="weights"), '`shard` must be None, "optimizer", .* or "all"'),
         (dict(shard="all", compression="int8"), "with `compression` yet"),
         (dict(shard="optimizer", compression="int8"), "with `compression` yet"),
-        (dict(shard="optimizer", updates="accumulate:2"), "with `updates` yet"),
         (dict(shard="optimizer", updates="local_sgd:4"), "update their weights together"),
         (dict(shard="optimizer", topology="auto"), "with `topology` yet"),
     ],
