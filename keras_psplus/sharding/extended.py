@@ -16,12 +16,26 @@ from keras_psplus.sharding.variable import ShareVariable, TensorVariable
 
 if TYPE_CHECKING:
     from keras_psplus.all_reduce.collectives.operations import Launcher
+    from keras_psplus.compression import Compressor
 
 
 class ShardedExtended(MultiWorkerMirroredExtended):
     """Additional APIs of a strategy with `shard=`."""
 
     _store: ShareStore | None = None
+
+    def __init__(self, *args: Any, weights: Compressor | None = None) -> None:
+        self._of_weights = weights
+        super().__init__(*args)
+
+    @property
+    def compressors(self) -> tuple[Compressor | None, Compressor | None]:
+        """Compressors of gradients, and of what is gathered of weights."""
+        return self._hops.between, self._of_weights
+
+    @property
+    def _keeps_state(self) -> bool:
+        return self._of_weights is not None or super()._keeps_state
 
     @property
     def store(self) -> ShareStore:

@@ -40,7 +40,8 @@ class FullyShardedEngine(ShardedEngine):
         """Units of the steps."""
         extended = self.strategy.extended
         frees = self.strategy.reshard_after_forward
-        units = Units(extended.launcher(0), extended.bucket_bytes, frees)
+        _, compressor = extended.compressors
+        units = Units(extended.launcher(0), extended.bucket_bytes, frees, compressor)
         self.strategy.communication.add_source(units.traffic.traffic, lambda: 0.0)
         return units
 

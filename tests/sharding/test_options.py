@@ -3,8 +3,10 @@
 import json
 import pathlib
 
+import numpy as np
 import pytest
 
+from tests.results import load
 from tests.sharding.options_job import ACCUMULATED
 from tests.sharding.test_shares import check, train_alone, train_in_cluster
 
@@ -21,7 +23,7 @@ def folder(tmp_path_factory):
 
 @pytest.fixture(scope="module")
 def alone(folder):
-    return train_alone(folder / "alone", CASES, JOB)
+    return train_alone(folder / "alone", [*CASES, "digits"], JOB)
 
 
 @pytest.fixture(scope="module", params=["optimizer", "all"])
@@ -33,3 +35,23 @@ def accumulating(request, folder):
 @pytest.mark.parametrize("case", CASES)
 def test_accumulated_updates_equal_those_of_one_process(alone, accumulating, case):
     check(alone, accumulating, case, 2e-5)
+
+
+@pytest.mark.parametrize("shard", ["optimizer", "all"])
+def test_compressed_training_learns_as_much(folder, alone, shard):
+    options = {"shard": shard, "compression": {"gradients": "int8", "weights": "bf16"}}
+    env = {"OPTIONS": json.dumps(options)}
+    path, result = train_in_cluster(folder / f"{shard} digits", 2, ["digits"], JOB, env=env)
+    first, second = (load(path / f"digits.{task}.npz", log) for task, log in result.logs.items())
+    exact = load(alone / "digits.one.npz", "")
+    assert exact["accuracy"] > 0.95
+    assert first["accuracy"] > exact["accuracy"] - 0.015
+    for name, value in first.items():
+        # Bit by bit, also on the worker whose part it is.
+        np.testing.assert_array_equal(second[name], value, err_msg=name)
+    assert not np.array_equal(first["weights/0"], exact["weights/0"])
+    # Halves for the other worker: kernels in bytes with scales, biases whole; two bytes of weights.
+    kernels, biases = 64 * 96 + 96 * 10, 96 + 10
+    sent = (kernels * (1 + 4 / 256) + 4 * biases) / 2
+    gathered = (kernels + biases) * (2 if shard == "all" else 1)
+    assert first["wire"] == pytest.approx(sent + gathered, rel=0.01)
