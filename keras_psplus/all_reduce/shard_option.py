@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import functools
 import importlib
+from collections.abc import Sequence
 from typing import Any
 
 from keras_psplus import compression as compression_module
 from keras_psplus.all_reduce.reduction.compressors import check_rows, compressor_of
 from keras_psplus.all_reduce.reduction.row_routes import without_feedback
-from keras_psplus.arguments import shown
+from keras_psplus.arguments import shown, whole_number
 from keras_psplus.compression import ByVariable, Compressor, ErrorFeedback, methods
 from keras_psplus.updates import Updates
 
@@ -120,6 +121,28 @@ def check_reshard(shard: str | None, reshard_after_forward: bool) -> bool:
     return reshard_after_forward
 
 
+def check_group(
+    shard_group: int | None, shard: str | None, workers: Sequence[str] | None, compression: Any
+) -> int | None:
+    """Returns `shard_group`, the number of workers that have the parts of a variable.
+
+    Raises:
+        ValueError: If it does not divide the workers, or there is nothing that it is for.
+    """
+    if shard_group is None:
+        return None
+    whole_number("shard_group", shard_group, 2)
+    is_even = workers is None or len(workers) < 2 or len(workers) % shard_group == 0
+    if shard is None or compression is not None or not is_even:
+        raise ValueError(
+            "`shard_group` is for `shard`, without `compression`: so many consecutive workers have "
+            "the parts of a variable, and all workers are groups of this size. "
+            f"Received: shard_group={shard_group}, shard={shard!r}, "
+            f"compression={shown(compression)}, {len(workers or [''])} workers"
+        )
+    return shard_group
+
+
 def check_devices(shard: str | None, devices: int) -> None:
     """Raises ValueError if workers with several devices are to shard."""
     if shard is not None and devices > 1:
@@ -130,10 +153,16 @@ def check_devices(shard: str | None, devices: int) -> None:
         )
 
 
-def classes(shard: str, weights: Compressor | None) -> tuple[Any, Any]:
-    """Engine and implementation half of a strategy with `shard`, and a compressor of weights."""
+def classes(shard: str, weights: Compressor | None, group: int | None) -> tuple[Any, Any]:
+    """Engine and implementation half of a strategy with `shard`.
+
+    Args:
+        shard: The argument.
+        weights: Compressor of what is gathered of weights, or None.
+        group: Number of workers that have the parts of a variable; None for all.
+    """
     engine, extended = (
         getattr(importlib.import_module(module), name)
         for module, name in (_ENGINES[shard], _EXTENDED)
     )
-    return engine, functools.partial(extended, weights=weights)
+    return engine, functools.partial(extended, weights=weights, group_size=group)

@@ -90,6 +90,8 @@ class MultiWorkerMirroredStrategy(StateDicts, tf.distribute.MultiWorkerMirroredS
             or FSDP); None for all of it on every worker.
         reshard_after_forward: Whether weights of `shard="all"` are freed between forward and
             backward, which gathers them once more; without, fewer bytes are sent.
+        shard_group: Number of consecutive workers, such as those of one host, that share; each
+            group has all parts, and sums of parts go from group to group. None for all workers.
 
     Raises:
         ValueError: If an argument is out of range, `compression`, `updates` or `shard` is unknown,
@@ -126,6 +128,7 @@ class MultiWorkerMirroredStrategy(StateDicts, tf.distribute.MultiWorkerMirroredS
         topology: str | Sequence[Sequence[str | int]] | None = None,
         shard: str | None = None,
         reshard_after_forward: bool = True,
+        shard_group: int | None = None,
     ) -> None:
         activation.activate()
         compression, updates = launch_flags.fill(
@@ -142,6 +145,7 @@ class MultiWorkerMirroredStrategy(StateDicts, tf.distribute.MultiWorkerMirroredS
         is_plain = self._engine_class is AllReduceEngine
         shard_option.check(shard, self._updates, is_plain, topology=topology)
         of_gradients, of_weights = shard_option.compressors(compression, shard)
+        shard_option.check_group(shard_group, shard, workers, compression)
         hops = compressors_per_hop(of_gradients, self._topology)
         self.reshard_after_forward = shard_option.check_reshard(shard, reshard_after_forward)
         self._task = self._start(cluster_resolver, startup_timeout, heartbeat_timeout)
@@ -154,9 +158,10 @@ class MultiWorkerMirroredStrategy(StateDicts, tf.distribute.MultiWorkerMirroredS
                 self._task, startup_timeout, stall_warning, lambda: heartbeats.lost
             )
         self._options = {"compression": compression, "updates": updates, "topology": topology}
-        self._options["shard"] = shard
+        self._options |= {"shard": shard, "shard_group": shard_group}
         if shard is not None and multi_worker:
-            self._engine_class, self._extended_class = shard_option.classes(shard, of_weights)
+            chosen = shard_option.classes(shard, of_weights, shard_group)
+            self._engine_class, self._extended_class = chosen
             # Freed memory would stay in the process, which then is as large as without shares.
             memory.return_freed_memory()
         self._engine: Engine | None = None

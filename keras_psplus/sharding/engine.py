@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 import keras
 import tensorflow as tf
 
+from keras_psplus.all_reduce.collectives import gradients
 from keras_psplus.all_reduce.engine import AllReduceEngine
 from keras_psplus.core.base.optimizers import optimizers_of
 from keras_psplus.core.batch.replica_step import current_step
@@ -66,11 +67,11 @@ class ShardedEngine(AllReduceEngine):
         return plan
 
     def _make_plan(self, optimizer: Optimizer) -> OptimizerPlan:
-        return OptimizerPlan(optimizer, self.strategy.extended.world.replicas)
+        return OptimizerPlan(optimizer, self.strategy.extended.store.workers)
 
     def _move(self, state: keras.Variable, place: Place) -> None:
         """Leaves what every worker has made to the one whose updates change it."""
-        mirrored, rank = state._value, self.strategy.extended.world.rank
+        mirrored, rank = state._value, self.strategy.extended.store.rank
         store = self.strategy.extended.store
         with lifted(self.strategy):
             state._value = ShareVariable(
@@ -167,7 +168,7 @@ class ShardedEngine(AllReduceEngine):
         known |= set(owned if compresses else ())
         for i in [*cut, *owned]:
             grads[i] = tf.ensure_shape(grads[i], variables[i].shape)
-        rank = self.strategy.extended.world.rank
+        rank = self.strategy.extended.store.rank
         for i in known.intersection([*cut, *owned]):
             # They are summed already: the step has computed with them.
             grads[i] = places[i].local_part(grads[i], rank) if places[i].holds(rank) else None
@@ -195,22 +196,22 @@ class ShardedEngine(AllReduceEngine):
         places: Places,
         numbers: Numbers,
     ) -> None:
-        launcher, rank = self.strategy.extended.launcher(0), self.strategy.extended.world.rank
+        extended, exchange = self.strategy.extended, self._exchange(optimizer)
         for own, layout in self._layouts(variables, places, numbers):
             tensors = [grads[i] for i in own]
-            totals = layout.scatter(launcher, tensors, rank)
+            totals = layout.scatter(extended.sharing_launcher, tensors, extended.store.rank)
+            mine = exchange.sum_between([total for total in totals if total is not None])
+            found = iter(mine)
             for i, total in zip(own, totals):
-                grads[i] = total
-            exchange = self._exchange(optimizer)
+                grads[i] = None if total is None else next(found)
             exchange.count([variables[i] for i in own], layout.widths)
-            mine = [total for total in totals if total is not None]
             exchange.traffic.time(tensors, mine)
 
     def _layouts(
         self, variables: Variables, places: Places, numbers: Numbers
     ) -> Iterator[tuple[list[int], sums.OwnerLayout]]:
         """Yields numbers of variables of one dtype that have owners, and their layout."""
-        workers = self.strategy.extended.world.replicas
+        workers = self.strategy.extended.store.workers
         for dtype in sorted({str(variables[i].dtype) for i in numbers}):
             own = [i for i in numbers if str(variables[i].dtype) == dtype]
             shapes = [tf.TensorShape(variables[i].shape) for i in own]
@@ -224,12 +225,13 @@ class ShardedEngine(AllReduceEngine):
             extended = self.strategy.extended
             (states,) = extended.worker_state.states_of(optimizer)
             exchange = self._exchanges[optimizer] = PartExchange(
-                extended.launcher(0),
-                extended.world.rank,
-                extended.world.replicas,
+                extended.sharing_launcher,
+                extended.store.rank,
+                extended.store.workers,
                 extended.bucket_bytes,
                 extended.compressors,
                 states.within("shares"),
+                extended.between_groups,
             )
             traffic = exchange.traffic
             self.strategy.communication.add_source(traffic.traffic, lambda: traffic.seconds)
@@ -257,12 +259,11 @@ class ShardedEngine(AllReduceEngine):
         return not isinstance(gradient, tf.IndexedSlices)
 
     def _sum_over_parts(self, tensors: list[tf.Tensor]) -> list[tf.Tensor]:
-        total: list[tf.Tensor] = self.strategy.extended.sum_over_replicas(tensors)
-        return total
+        return gradients.sum_packed(self.strategy.extended.sharing_launcher, tensors)
 
     def _cut_if_dense(self, before: list[Any], clipped: list[Any], places: Places) -> list[Any]:
         """This worker's parts of gradients that were rows until they were clipped."""
-        rank = self.strategy.extended.world.rank
+        rank = self.strategy.extended.store.rank
         return [
             place.local_part(after, rank)
             if place.cut is not None
@@ -274,7 +275,7 @@ class ShardedEngine(AllReduceEngine):
 
     def _target(self, variable: keras.Variable, place: Place) -> Any:
         """Variable, or part of one, that an update changes on this worker; or None."""
-        rank = self.strategy.extended.world.rank
+        rank = self.strategy.extended.store.rank
         if not place.holds(rank):
             return None
         return variable if place.cut is None else ParameterPart(variable, place, rank)
@@ -293,7 +294,7 @@ class ShardedEngine(AllReduceEngine):
             if target is None:
                 continue
             if place.cut is not None and isinstance(gradient, tf.IndexedSlices):
-                gradient = sums.part_of_slices(gradient, place.parts, extended.world.rank)
+                gradient = sums.part_of_slices(gradient, place.parts, extended.store.rank)
             mine.append((gradient, target))
         with in_update.raised():
             optimizer._backend_update_step(
@@ -315,7 +316,7 @@ class ShardedEngine(AllReduceEngine):
         owned = [i for i, place in enumerate(places) if place.owner is not None]
         for own, layout in self._layouts(variables, places, owned):
             values = [self._whole_value(variables[i], targets[i]) for i in own]
-            found = layout.gather(extended.launcher(0), values, extended.world.rank)
+            found = layout.gather(extended.sharing_launcher, values, extended.store.rank)
             for i, value in zip(own, found):
                 variables[i]._value.assign(value, read_value=False)
             of_own = [variables[i] for i in own]

@@ -38,6 +38,8 @@ class PartExchange:
         bucket_bytes: Size in bytes at which a bucket is sent.
         compressors: Of gradients, and of the new values' changes; or None.
         states: `ReplicaStates` of the compressors.
+        between: Collectives between the workers of several groups that have the same parts; None
+            if one group has all workers.
     """
 
     def __init__(
@@ -48,7 +50,9 @@ class PartExchange:
         bucket_bytes: int,
         compressors: tuple[Compressor | None, Compressor | None],
         states: ReplicaStates,
+        between: Launcher | None = None,
     ) -> None:
+        self._between = between
         self._launcher, self._rank, self._workers = launcher, rank, workers
         self._bucket_bytes, self._states = bucket_bytes, states
         self._of_gradients, self._of_changes = compressors
@@ -84,6 +88,7 @@ class PartExchange:
                 rows = gradients.after(sent, tf.cast(rows, tf.float32))
                 row, words = self._scatter(compressor, rows, [numbers[i] for i in own], step)
                 sent = [words]
+            (row,) = self.sum_between([row])
             for i, part in zip(own, shards.shards_of(row, of_own)):
                 parts[i] = tf.cast(part, tensors[i].dtype)
         self.count(variables, [cut.width for cut in cuts], compressors)
@@ -116,6 +121,10 @@ class PartExchange:
                 assign(tf.cast(whole, value.dtype), read_value=False)
         self.count(variables, [cut.width for cut in cuts], compressors, is_gradient=False)
 
+    def sum_between(self, tensors: list[tf.Tensor]) -> list[tf.Tensor]:
+        """Sums of a group's sums over the groups."""
+        return gradients.sum_packed(self._between, tensors) if self._between else tensors
+
     def count(
         self,
         variables: Variables,
@@ -125,6 +134,13 @@ class PartExchange:
     ) -> None:
         """Counts so many elements of each variable for each of the other workers."""
         entries = entries_of(variables, widths, compressors, self._workers, is_gradient)
+        if self._between and is_gradient:
+            # One part of each variable, in a ring of the groups.
+            groups = self._between._group_size
+            for i, (variable, width) in enumerate(zip(variables, widths)):
+                size = width * tf.as_dtype(variable.dtype).size
+                more = round(2 * (groups - 1) / groups * size)
+                entries[i] = entries[i]._replace(wire=entries[i].wire + more, between=more)
         self.traffic.add(entries)
 
     def _buckets(

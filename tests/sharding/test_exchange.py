@@ -50,6 +50,27 @@ def test_small_changes_of_weights_arrive_in_time(name, error):
     np.testing.assert_allclose(variable.numpy(), 2 * [[1e-7, 0.0, -2e-7]], atol=error)
 
 
+class Doubling:
+    """Collectives between two groups, of which the other has sent the same."""
+
+    _group_size = 2
+    all_reduce = staticmethod(lambda tensor: 2 * tensor)
+
+
+def test_sums_of_groups_are_summed():
+    states = ReplicaStates("CPU:0")
+    exchange = PartExchange(Alone(), 0, 2, 1 << 20, (None, None), states, Doubling())
+    variable, gradient = (
+        keras.Variable(np.zeros((2, 3), "float32")),
+        tf.reshape(tf.range(6.0), [2, 3]),
+    )
+    (part,) = exchange.scatter([gradient], [variable], [PLACE.cut], [0], tf.constant(0, tf.int64))
+    np.testing.assert_array_equal(part, [0.0, 2.0, 4.0])
+    (traffic,) = exchange.traffic.traffic()
+    # Three floats for the other of the group, as many in a ring of two groups.
+    assert (traffic.wire_bytes, traffic.between_groups_bytes) == (24, 12)
+
+
 def test_values_that_layers_compute_with_have_no_residual():
     _, weights = shard_option.compressors({"weights": {"*kernel": "int8"}}, "all")
     chosen = weights.for_variable("dense/kernel", (64, 64), "float32")

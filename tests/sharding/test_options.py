@@ -13,6 +13,7 @@ from tests.sharding.test_shares import check, train_alone, train_in_cluster
 pytestmark = pytest.mark.timeout(1500)
 
 JOB = pathlib.Path(__file__).with_name("options_job.py")
+GROUPED = ["adamw", "muon", "embedding/adamw"]
 CASES = [f"accumulated/{name}" for name in ACCUMULATED]
 
 
@@ -23,7 +24,7 @@ def folder(tmp_path_factory):
 
 @pytest.fixture(scope="module")
 def alone(folder):
-    return train_alone(folder / "alone", [*CASES, "digits"], JOB)
+    return train_alone(folder / "alone", [*CASES, *GROUPED, "digits"], JOB)
 
 
 @pytest.fixture(scope="module", params=["optimizer", "all"])
@@ -55,3 +56,20 @@ def test_compressed_training_learns_as_much(folder, alone, shard):
     sent = (kernels * (1 + 4 / 256) + 4 * biases) / 2
     gathered = (kernels + biases) * (2 if shard == "all" else 1)
     assert first["wire"] == pytest.approx(sent + gathered, rel=0.01)
+
+
+@pytest.mark.parametrize("shard", ["optimizer", "all"])
+def test_groups_of_two_of_four_workers_equal_one_process(folder, alone, shard):
+    options = json.dumps({"shard": shard, "shard_group": 2})
+    cases = [*GROUPED, "bytes"]
+    path = folder / f"{shard} groups"
+    run = train_in_cluster(path, 4, cases, JOB, env={"OPTIONS": options})
+    for case in GROUPED:
+        check(alone, run, case, 2e-5)
+    found = load(path / "bytes.worker-3.npz", run[1].logs["worker-3"])
+    np.testing.assert_array_equal(found["kept"], -(-found["whole"] // 2))
+    if shard == "optimizer":
+        # Momentum and velocity are as many numbers each as the gradients, of which a worker sends
+        # half to the other of its group, its own half to the other group, and half of new values.
+        sent = 4 * 3 / 2 * found["whole"].sum() / 2
+        assert sent <= found["wire"] <= 1.1 * sent
