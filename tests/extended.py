@@ -11,6 +11,10 @@ import pytest
 
 # By file, patterns of the tests' names. In a name, brackets are as they are.
 TESTS = {
+    "sharding/test_options.py": [
+        "test_accumulated_updates_equal_those_of_one_process[all-*",
+        "test_groups_of_two_of_four_workers_equal_one_process[all]",
+    ],
     "core/test_slow_task.py": ["test_all_reduce[compute]", "test_a_slow_link"],
     "multi_process/test_equals_one_process.py": [
         *(

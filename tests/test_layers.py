@@ -36,7 +36,7 @@ LAYERS = [
 # Within a package: its folders and files, from the bottom to the top.
 FOLDERS = {
     "all_reduce": [
-        *("shard_option", "data", "collectives", "liveness", "startup", "reduction", "topology"),
+        *("data", "collectives", "liveness", "startup", "reduction", "shard_option", "topology"),
         *("step", "reducers", "extended", "one_replica_engine", "engine", "strategy"),
     ],
     "catalogue": ["entries", "lookup", "automatic"],
@@ -76,7 +76,18 @@ FOLDERS = {
         *("wire", "step", "split", "context", "engine", "strategy"),
     ],
     "sharding": [
-        *("places", "variable", "clipping", "sums", "store", "weight", "units", "plan", "extended"),
+        *(
+            "places",
+            "variable",
+            "exchange",
+            "clipping",
+            "sums",
+            "store",
+            "weight",
+            "units",
+            "plan",
+            "extended",
+        ),
         *("engine", "full_engine"),
     ],
     "serving": ["frozen_table", "export"],

@@ -80,7 +80,7 @@ class MultiWorkerMirroredExtended(collective_all_reduce_strategy.CollectiveAllRe
             self.world,
             control,
             f"worker-{self._id_in_cluster}-of-{self._num_workers}",
-            lambda: self._reducers.compresses or self._updating is not None,
+            lambda: self._keeps_state,
             lambda *args: self._updating.momenta(*args) if self._updating else {},
         )
         # A replica that trains alone has nobody to send to.
@@ -165,6 +165,11 @@ class MultiWorkerMirroredExtended(collective_all_reduce_strategy.CollectiveAllRe
     def updating(self) -> updating.MirroredUpdates | None:
         """Scheduler of optimizer steps; None if they are made at every step."""
         return self._updating
+
+    @property
+    def _keeps_state(self) -> bool:
+        """Whether compressors or update rules may keep anything from step to step."""
+        return self._reducers.compresses or self._updating is not None
 
     @property
     def worker_state(self) -> MirroredState:

@@ -2,10 +2,16 @@
 
 from __future__ import annotations
 
+import functools
 import importlib
+from collections.abc import Sequence
 from typing import Any
 
-from keras_psplus.arguments import shown
+from keras_psplus import compression as compression_module
+from keras_psplus.all_reduce.reduction.compressors import check_rows, compressor_of
+from keras_psplus.all_reduce.reduction.row_routes import without_feedback
+from keras_psplus.arguments import shown, whole_number
+from keras_psplus.compression import ByVariable, Compressor, ErrorFeedback, methods
 from keras_psplus.updates import Updates
 
 # Modules of a package above this one, by name, as a file in `strategies/` is.
@@ -14,6 +20,7 @@ _ENGINES = {
     "all": ("keras_psplus.sharding.full_engine", "FullyShardedEngine"),
 }
 _EXTENDED = "keras_psplus.sharding.extended", "ShardedExtended"
+_GRADIENTS, _WEIGHTS = "gradients", "weights"
 
 
 def check(shard: str | None, updates: Updates | None, is_plain: bool, **others: Any) -> str | None:
@@ -43,7 +50,7 @@ def check(shard: str | None, updates: Updates | None, is_plain: bool, **others: 
             "that of the others. Leave one of them out. "
             f"Received: shard={shard!r}, updates={updates!r}"
         )
-    for name, value in {"updates": updates, **others}.items():
+    for name, value in others.items():
         if value is not None and value != "flat":
             raise ValueError(
                 f"`shard` cannot be combined with `{name}` yet. Leave one of them out. "
@@ -57,6 +64,52 @@ def check(shard: str | None, updates: Updates | None, is_plain: bool, **others: 
     return shard
 
 
+def compressors(compression: Any, shard: str | None) -> tuple[Any, Compressor | None]:
+    """Divides `compression` between gradients and what is gathered of weights.
+
+    Args:
+        compression: The argument: a dict with `"gradients"` or `"weights"`, or a compressor of
+            gradients.
+        shard: The argument `shard`.
+
+    Returns:
+        `compression` of gradients, and the compressor of weights: of their changes, with error
+        feedback, if each worker has all of them; otherwise of their values, without.
+
+    Raises:
+        ValueError: If there is nothing that they are for, or they cannot encode piece by piece.
+    """
+    named = set(compression) & {_GRADIENTS, _WEIGHTS} if isinstance(compression, dict) else set()
+    if named and (shard is None or len(named) < len(compression)):
+        raise ValueError(
+            '"gradients" and "weights" are keys of `compression` with `shard`, and have no others '
+            "beside them; patterns of variables' paths belong into the dict of one of them, as in "
+            '{"gradients": {"*kernel": "int8"}}. '
+            f"Received: compression={shown(compression)}, shard={shard!r}"
+        )
+    if shard is None:
+        return compression, None
+    of_gradients = compression.get(_GRADIENTS) if named else compression
+    for one in methods.each(compressor_of(of_gradients)):
+        check_rows(one)
+    weights = compression_module.get(compression.get(_WEIGHTS)) if named else None
+    for one in methods.each(weights):
+        check_rows(one, gathers=True)
+    adapt = _with_feedback if shard == "optimizer" else _without_feedback
+    return of_gradients, weights.map(adapt) if isinstance(weights, ByVariable) else adapt(weights)
+
+
+def _with_feedback(compressor: Compressor | None) -> Compressor | None:
+    # Also of casts: in float16, small changes would be lost for ever.
+    if compressor is None or not compressor.takes_feedback:
+        return compressor
+    return ErrorFeedback(compressor)
+
+
+def _without_feedback(compressor: Compressor | None) -> Compressor | None:
+    return None if compressor is None else without_feedback(compressor)
+
+
 def check_reshard(shard: str | None, reshard_after_forward: bool) -> bool:
     """Returns `reshard_after_forward`; raises ValueError if there is nothing that it is for."""
     if reshard_after_forward is not True and (shard != "all" or reshard_after_forward is not False):
@@ -66,6 +119,28 @@ def check_reshard(shard: str | None, reshard_after_forward: bool) -> bool:
             f"Received: reshard_after_forward={shown(reshard_after_forward)}, shard={shard!r}"
         )
     return reshard_after_forward
+
+
+def check_group(
+    shard_group: int | None, shard: str | None, workers: Sequence[str] | None, compression: Any
+) -> int | None:
+    """Returns `shard_group`, the number of workers that have the parts of a variable.
+
+    Raises:
+        ValueError: If it does not divide the workers, or there is nothing that it is for.
+    """
+    if shard_group is None:
+        return None
+    whole_number("shard_group", shard_group, 2)
+    is_even = workers is None or len(workers) < 2 or len(workers) % shard_group == 0
+    if shard is None or compression is not None or not is_even:
+        raise ValueError(
+            "`shard_group` is for `shard`, without `compression`: so many consecutive workers have "
+            "the parts of a variable, and all workers are groups of this size. "
+            f"Received: shard_group={shard_group}, shard={shard!r}, "
+            f"compression={shown(compression)}, {len(workers or [''])} workers"
+        )
+    return shard_group
 
 
 def check_devices(shard: str | None, devices: int) -> None:
@@ -78,10 +153,16 @@ def check_devices(shard: str | None, devices: int) -> None:
         )
 
 
-def classes(shard: str) -> tuple[Any, Any]:
-    """Engine and implementation half of a strategy with `shard`."""
+def classes(shard: str, weights: Compressor | None, group: int | None) -> tuple[Any, Any]:
+    """Engine and implementation half of a strategy with `shard`.
+
+    Args:
+        shard: The argument.
+        weights: Compressor of what is gathered of weights, or None.
+        group: Number of workers that have the parts of a variable; None for all.
+    """
     engine, extended = (
         getattr(importlib.import_module(module), name)
         for module, name in (_ENGINES[shard], _EXTENDED)
     )
-    return engine, extended
+    return engine, functools.partial(extended, weights=weights, group_size=group)

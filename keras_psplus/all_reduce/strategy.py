@@ -80,6 +80,8 @@ class MultiWorkerMirroredStrategy(StateDicts, tf.distribute.MultiWorkerMirroredS
             variables' paths to these, or None to send them as they are. What one step leaves out
             is sent in later ones (error feedback), where the compressor needs it. With groups, it
             is for the hop between them; a dict `{"within": "bf16", "between": "int8"}` is for both.
+            With `shard`, a dict `{"gradients": "int8", "weights": "bf16"}` compresses what is
+            gathered of weights, too.
         updates: When the workers communicate: `keras_psplus.updates.Accumulate(steps)`,
             `LocalSGD(every)` or `DiLoCo(every)`, or a text such as `"accumulate:4"`,
             `"local_sgd:8"` or `"diloco:100"`; None for every step.
@@ -88,6 +90,8 @@ class MultiWorkerMirroredStrategy(StateDicts, tf.distribute.MultiWorkerMirroredS
             or FSDP); None for all of it on every worker.
         reshard_after_forward: Whether weights of `shard="all"` are freed between forward and
             backward, which gathers them once more; without, fewer bytes are sent.
+        shard_group: Number of consecutive workers, such as those of one host, that share; each
+            group has all parts, and sums of parts go from group to group. None for all workers.
 
     Raises:
         ValueError: If an argument is out of range, `compression`, `updates` or `shard` is unknown,
@@ -124,6 +128,7 @@ class MultiWorkerMirroredStrategy(StateDicts, tf.distribute.MultiWorkerMirroredS
         topology: str | Sequence[Sequence[str | int]] | None = None,
         shard: str | None = None,
         reshard_after_forward: bool = True,
+        shard_group: int | None = None,
     ) -> None:
         activation.activate()
         compression, updates = launch_flags.fill(
@@ -136,11 +141,12 @@ class MultiWorkerMirroredStrategy(StateDicts, tf.distribute.MultiWorkerMirroredS
         startup.check_communication_options(communication_options)
         workers = startup.workers_of(startup.task_of(cluster_resolver))
         self._topology = topology_module.get(topology, workers)
-        hops = compressors_per_hop(compression, self._topology)
         self._updates = updates_module.get(updates)
-        others = {"compression": compression, "topology": topology}
         is_plain = self._engine_class is AllReduceEngine
-        shard_option.check(shard, self._updates, is_plain, **others)
+        shard_option.check(shard, self._updates, is_plain, topology=topology)
+        of_gradients, of_weights = shard_option.compressors(compression, shard)
+        shard_option.check_group(shard_group, shard, workers, compression)
+        hops = compressors_per_hop(of_gradients, self._topology)
         self.reshard_after_forward = shard_option.check_reshard(shard, reshard_after_forward)
         self._task = self._start(cluster_resolver, startup_timeout, heartbeat_timeout)
         multi_worker = self._task is not None and self._task.num_workers > 1
@@ -152,9 +158,10 @@ class MultiWorkerMirroredStrategy(StateDicts, tf.distribute.MultiWorkerMirroredS
                 self._task, startup_timeout, stall_warning, lambda: heartbeats.lost
             )
         self._options = {"compression": compression, "updates": updates, "topology": topology}
-        self._options["shard"] = shard
+        self._options |= {"shard": shard, "shard_group": shard_group}
         if shard is not None and multi_worker:
-            self._engine_class, self._extended_class = shard_option.classes(shard)
+            chosen = shard_option.classes(shard, of_weights, shard_group)
+            self._engine_class, self._extended_class = chosen
             # Freed memory would stay in the process, which then is as large as without shares.
             memory.return_freed_memory()
         self._engine: Engine | None = None

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import math
 import weakref
 from collections.abc import Callable, Iterator, Sequence
 from typing import TYPE_CHECKING, Any
@@ -11,15 +10,16 @@ from typing import TYPE_CHECKING, Any
 import keras
 import tensorflow as tf
 
+from keras_psplus.all_reduce.collectives import gradients
 from keras_psplus.all_reduce.engine import AllReduceEngine
 from keras_psplus.core.base.optimizers import optimizers_of
 from keras_psplus.core.batch.replica_step import current_step
-from keras_psplus.core.batch.traffic import TensorTraffic, TrafficVariables
 from keras_psplus.core.models.building import lifted
 from keras_psplus.engine import Call, answers
 from keras_psplus.keras_internals.keras_parts import base_optimizer, ops
 from keras_psplus.log import logger
 from keras_psplus.sharding import clipping, sums
+from keras_psplus.sharding.exchange import PartExchange
 from keras_psplus.sharding.plan import OptimizerPlan
 from keras_psplus.sharding.variable import ParameterPart, ShareVariable, in_update
 
@@ -45,9 +45,7 @@ class ShardedEngine(AllReduceEngine):
     def __init__(self, strategy: tf.distribute.Strategy) -> None:
         super().__init__(strategy)
         self._plans: weakref.WeakKeyDictionary[Any, OptimizerPlan] = weakref.WeakKeyDictionary()
-        self._traffic: weakref.WeakKeyDictionary[Any, TrafficVariables] = (
-            weakref.WeakKeyDictionary()
-        )
+        self._exchanges: weakref.WeakKeyDictionary[Any, PartExchange] = weakref.WeakKeyDictionary()
         # Place of the slot that is being made; and the parts of variables in this update.
         self._place_of_slot: Callable[[], Place] | None = None
         self._targets: dict[int, Any] = {}
@@ -69,11 +67,11 @@ class ShardedEngine(AllReduceEngine):
         return plan
 
     def _make_plan(self, optimizer: Optimizer) -> OptimizerPlan:
-        return OptimizerPlan(optimizer, self.strategy.extended.world.replicas)
+        return OptimizerPlan(optimizer, self.strategy.extended.store.workers)
 
     def _move(self, state: keras.Variable, place: Place) -> None:
         """Leaves what every worker has made to the one whose updates change it."""
-        mirrored, rank = state._value, self.strategy.extended.world.rank
+        mirrored, rank = state._value, self.strategy.extended.store.rank
         store = self.strategy.extended.store
         with lifted(self.strategy):
             state._value = ShareVariable(
@@ -160,41 +158,35 @@ class ShardedEngine(AllReduceEngine):
         known = {i for i in count if step is not None and id(variables[i]) in step.whole}
         cut = [i for i in count if places[i].cut is not None and i not in in_rows]
         owned = [i for i in count if places[i].owner is not None and i not in in_rows]
-        rest = sorted(set(count).difference(cut, owned))
+        # Compressors sum whole gradients for owners.
+        compresses = self.strategy.extended.reducers.compresses
+        rest = sorted(set(count).difference(cut, () if compresses else owned))
         if rest:
             chosen = [grads[i] for i in rest], [variables[i] for i in rest]
             for i, total in zip(rest, super().reduce(optimizer, *chosen)):
                 grads[i] = total
+        known |= set(owned if compresses else ())
         for i in [*cut, *owned]:
             grads[i] = tf.ensure_shape(grads[i], variables[i].shape)
-        rank = self.strategy.extended.world.rank
+        rank = self.strategy.extended.store.rank
         for i in known.intersection([*cut, *owned]):
             # They are summed already: the step has computed with them.
             grads[i] = places[i].local_part(grads[i], rank) if places[i].holds(rank) else None
         parts = [i for i in cut if i not in known]
-        self._scatter(optimizer, grads, variables, places, parts)
+        if parts:
+            found = self._exchange(optimizer).scatter(
+                [grads[i] for i in parts],
+                [variables[i] for i in parts],
+                [places[i].parts for i in parts],
+                [optimizer._get_variable_index(variables[i]) for i in parts],
+                _step_of(optimizer),
+            )
+            for i, part in zip(parts, found):
+                grads[i] = part
         self._scatter_to_owners(
             optimizer, grads, variables, places, [i for i in owned if i not in known]
         )
         return grads
-
-    def _scatter(
-        self,
-        optimizer: Optimizer,
-        grads: list[Any],
-        variables: Variables,
-        places: Places,
-        numbers: Numbers,
-    ) -> None:
-        if not numbers:
-            return
-        extended = self.strategy.extended
-        tensors, cuts = [grads[i] for i in numbers], [places[i].parts for i in numbers]
-        parts = sums.scatter_parts(extended.launcher(0), tensors, cuts, extended.bucket_bytes)
-        for i, part in zip(numbers, parts):
-            grads[i] = part
-        widths = [cut.width for cut in cuts]
-        self._count(optimizer, [variables[i] for i in numbers], widths).time(tensors, parts)
 
     def _scatter_to_owners(
         self,
@@ -204,43 +196,46 @@ class ShardedEngine(AllReduceEngine):
         places: Places,
         numbers: Numbers,
     ) -> None:
-        launcher, rank = self.strategy.extended.launcher(0), self.strategy.extended.world.rank
+        extended, exchange = self.strategy.extended, self._exchange(optimizer)
         for own, layout in self._layouts(variables, places, numbers):
             tensors = [grads[i] for i in own]
-            totals = layout.scatter(launcher, tensors, rank)
+            totals = layout.scatter(extended.sharing_launcher, tensors, extended.store.rank)
+            mine = exchange.sum_between([total for total in totals if total is not None])
+            found = iter(mine)
             for i, total in zip(own, totals):
-                grads[i] = total
-            of_own, widths = [variables[i] for i in own], layout.widths
-            mine = [total for total in totals if total is not None]
-            self._count(optimizer, of_own, widths).time(tensors, mine)
+                grads[i] = None if total is None else next(found)
+            exchange.count([variables[i] for i in own], layout.widths)
+            exchange.traffic.time(tensors, mine)
 
     def _layouts(
         self, variables: Variables, places: Places, numbers: Numbers
     ) -> Iterator[tuple[list[int], sums.OwnerLayout]]:
         """Yields numbers of variables of one dtype that have owners, and their layout."""
-        workers = self.strategy.extended.world.replicas
+        workers = self.strategy.extended.store.workers
         for dtype in sorted({str(variables[i].dtype) for i in numbers}):
             own = [i for i in numbers if str(variables[i].dtype) == dtype]
             shapes = [tf.TensorShape(variables[i].shape) for i in own]
             owners = [owner for i in own if (owner := places[i].owner) is not None]
             yield own, sums.OwnerLayout(shapes, owners, workers)
 
-    def _count(
-        self, optimizer: Optimizer, variables: Variables, widths: Numbers, is_gradient: bool = True
-    ) -> TrafficVariables:
-        """Counts so many elements for each of the other workers; returns the counters."""
-        traffic = self._traffic.get(optimizer)
-        if traffic is None:
-            traffic = self._traffic[optimizer] = TrafficVariables()
+    def _exchange(self, optimizer: Optimizer) -> PartExchange:
+        """Exchange of the parts of an optimizer's variables."""
+        exchange = self._exchanges.get(optimizer)
+        if exchange is None:
+            extended = self.strategy.extended
+            (states,) = extended.worker_state.states_of(optimizer)
+            exchange = self._exchanges[optimizer] = PartExchange(
+                extended.sharing_launcher,
+                extended.store.rank,
+                extended.store.workers,
+                extended.bucket_bytes,
+                extended.compressors,
+                states.within("shares"),
+                extended.between_groups,
+            )
+            traffic = exchange.traffic
             self.strategy.communication.add_source(traffic.traffic, lambda: traffic.seconds)
-        others = self.strategy.extended.world.replicas - 1
-        entries = []
-        for variable, width in zip(variables, widths):
-            each = tf.as_dtype(variable.dtype).size
-            size = math.prod(variable.shape) * each * is_gradient
-            entries.append(TensorTraffic(variable.path, None, size, size, others * width * each))
-        traffic.add(entries)
-        return traffic
+        return exchange
 
     def clip(self, optimizer: Optimizer, grads: list[Any], variables: Variables) -> list[Any]:
         places = self._placed(optimizer, variables)
@@ -264,12 +259,11 @@ class ShardedEngine(AllReduceEngine):
         return not isinstance(gradient, tf.IndexedSlices)
 
     def _sum_over_parts(self, tensors: list[tf.Tensor]) -> list[tf.Tensor]:
-        total: list[tf.Tensor] = self.strategy.extended.sum_over_replicas(tensors)
-        return total
+        return gradients.sum_packed(self.strategy.extended.sharing_launcher, tensors)
 
     def _cut_if_dense(self, before: list[Any], clipped: list[Any], places: Places) -> list[Any]:
         """This worker's parts of gradients that were rows until they were clipped."""
-        rank = self.strategy.extended.world.rank
+        rank = self.strategy.extended.store.rank
         return [
             place.local_part(after, rank)
             if place.cut is not None
@@ -281,7 +275,7 @@ class ShardedEngine(AllReduceEngine):
 
     def _target(self, variable: keras.Variable, place: Place) -> Any:
         """Variable, or part of one, that an update changes on this worker; or None."""
-        rank = self.strategy.extended.world.rank
+        rank = self.strategy.extended.store.rank
         if not place.holds(rank):
             return None
         return variable if place.cut is None else ParameterPart(variable, place, rank)
@@ -300,7 +294,7 @@ class ShardedEngine(AllReduceEngine):
             if target is None:
                 continue
             if place.cut is not None and isinstance(gradient, tf.IndexedSlices):
-                gradient = sums.part_of_slices(gradient, place.parts, extended.world.rank)
+                gradient = sums.part_of_slices(gradient, place.parts, extended.store.rank)
             mine.append((gradient, target))
         with in_update.raised():
             optimizer._backend_update_step(
@@ -309,9 +303,9 @@ class ShardedEngine(AllReduceEngine):
                 optimizer.learning_rate,
             )
         parts = [target for target in targets if isinstance(target, ParameterPart)]
-        sums.gather_parts(extended.launcher(0), parts, extended.bucket_bytes)
-        cut_ones = [part.variable for part in parts]
-        self._count(optimizer, cut_ones, [part.cut.width for part in parts], is_gradient=False)
+        numbers = [optimizer._get_variable_index(part.variable) for part in parts]
+        if parts:
+            self._exchange(optimizer).gather(parts, numbers, _step_of(optimizer))
         self._spread_wholes(optimizer, variables, places, targets)
 
     def _spread_wholes(
@@ -322,10 +316,11 @@ class ShardedEngine(AllReduceEngine):
         owned = [i for i, place in enumerate(places) if place.owner is not None]
         for own, layout in self._layouts(variables, places, owned):
             values = [self._whole_value(variables[i], targets[i]) for i in own]
-            found = layout.gather(extended.launcher(0), values, extended.world.rank)
+            found = layout.gather(extended.sharing_launcher, values, extended.store.rank)
             for i, value in zip(own, found):
                 variables[i]._value.assign(value, read_value=False)
-            self._count(optimizer, [variables[i] for i in own], layout.widths, is_gradient=False)
+            of_own = [variables[i] for i in own]
+            self._exchange(optimizer).count(of_own, layout.widths, is_gradient=False)
 
     def _whole_value(self, variable: keras.Variable, target: Any) -> tf.Tensor:
         """The value that an update has made of a variable on its owner."""
@@ -346,3 +341,7 @@ class ShardedEngine(AllReduceEngine):
                 is_later = ops.cast(ops.not_equal(optimizer.iterations, 0), variable.dtype)
                 kept = is_later * optimizer.ema_momentum
                 average._value.assign(kept * average + (1 - kept) * target)
+
+
+def _step_of(optimizer: Optimizer) -> tf.Tensor:
+    return tf.cast(tf.convert_to_tensor(optimizer.iterations), tf.int64)

@@ -11,17 +11,42 @@ import keras
 import tensorflow as tf
 
 from keras_psplus.all_reduce.extended import MultiWorkerMirroredExtended
+from keras_psplus.all_reduce.topology.group_topology import Topology
+from keras_psplus.all_reduce.topology.levels import Levels, keys_of, levels_of
 from keras_psplus.sharding.store import ShareStore
 from keras_psplus.sharding.variable import ShareVariable, TensorVariable
 
 if TYPE_CHECKING:
     from keras_psplus.all_reduce.collectives.operations import Launcher
+    from keras_psplus.compression import Compressor
 
 
 class ShardedExtended(MultiWorkerMirroredExtended):
     """Additional APIs of a strategy with `shard=`."""
 
     _store: ShareStore | None = None
+
+    def __init__(
+        self, *args: Any, weights: Compressor | None = None, group_size: int | None = None
+    ) -> None:
+        self._of_weights = weights
+        super().__init__(*args)
+        self._groups: Levels | None = None
+        if group_size is not None and group_size < self._num_workers:
+            ranks = range(self._num_workers)
+            groups = [tuple(ranks[i : i + group_size]) for i in ranks[::group_size]]
+            topology = Topology(tuple(groups))
+            key = self.take_group_keys(keys_of(topology))
+            self._groups = levels_of(self.launcher(0), self._id_in_cluster, topology, key)
+
+    @property
+    def compressors(self) -> tuple[Compressor | None, Compressor | None]:
+        """Compressors of gradients, and of what is gathered of weights."""
+        return self._hops.between, self._of_weights
+
+    @property
+    def _keeps_state(self) -> bool:
+        return self._of_weights is not None or super()._keeps_state
 
     @property
     def store(self) -> ShareStore:
@@ -42,12 +67,18 @@ class ShardedExtended(MultiWorkerMirroredExtended):
     @property
     def sharing_workers(self) -> Sequence[int]:
         """Ranks of the workers that have the parts of one variable, this one among them."""
-        return range(self._num_workers)
+        return self._groups.within.ranks if self._groups else range(self._num_workers)
 
     @property
     def sharing_launcher(self) -> Launcher:
         """Collectives between these workers."""
-        return self.launcher(0)
+        return self._groups.within.launcher if self._groups else self.launcher(0)
+
+    @property
+    def between_groups(self) -> Launcher | None:
+        """Collectives between the workers that have the same parts, one of each group, or None."""
+        hop = self._groups and self._groups.between
+        return hop.launcher if hop else None
 
     def has_made(self, variable: Any) -> bool:
         return isinstance(variable, ShareVariable) or super().has_made(variable)

@@ -85,7 +85,8 @@ class FullyShardedEngine(ShardedEngine):
         """Units of the steps."""
         extended = self.strategy.extended
         frees = self.strategy.reshard_after_forward
-        units = Units(extended.launcher(0), extended.bucket_bytes, frees)
+        _, compressor = extended.compressors
+        units = Units(extended.sharing_launcher, extended.bucket_bytes, frees, compressor)
         self.strategy.communication.add_source(units.traffic.traffic, lambda: 0.0)
         return units
 
@@ -139,8 +140,8 @@ class FullyShardedEngine(ShardedEngine):
         if place.cut is not None:
             return variable
         # All workers gather, also for one alone.
-        whole = weight.gathered(self.strategy.extended.launcher(0))
-        holds = place.holds(self.strategy.extended.world.rank)
+        whole = weight.gathered(self.strategy.extended.sharing_launcher)
+        holds = place.holds(self.strategy.extended.store.rank)
         return WholeWeight(weight, whole) if holds else None
 
     def _whole_value(self, variable: keras.Variable, target: Any) -> tf.Tensor:

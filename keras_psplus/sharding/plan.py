@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import math
 from collections.abc import Iterator, Sequence
 from typing import Any
@@ -105,7 +106,8 @@ class OptimizerPlan:
         rows = [("worker", "optimizer MB", "of all")]
         rows += [
             (name, f"{(own + on_all) / 1e6:.2f}", f"{(own + on_all) / max(1, whole):.0%}")
-            for name, own in zip(names, has)
+            # Each group has all of it.
+            for name, own in zip(names, itertools.cycle(has))
         ]
         return (
             f"'{optimizer.name}' in shares: {how}; of {whole / 1e6:.2f} MB, {on_all / 1e6:.2f} MB "

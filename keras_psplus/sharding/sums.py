@@ -1,55 +1,19 @@
-"""Reduce-scatter of gradients, and gathering of the new values."""
+"""Sums and new values of variables with owners, and parts of rows."""
 
 from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import tensorflow as tf
 
 from keras_psplus.all_reduce.collectives import gradients
 from keras_psplus.all_reduce.topology import group_routes, shards
-from keras_psplus.sharding.variable import ParameterPart, gather_row
+from keras_psplus.sharding.variable import gather_row
 
 if TYPE_CHECKING:
     from keras_psplus.all_reduce.collectives.operations import Launcher
-
-
-def scatter_parts(
-    launcher: Launcher,
-    tensors: Sequence[tf.Tensor],
-    cuts: Sequence[shards.Cut],
-    bucket_bytes: int,
-) -> list[tf.Tensor]:
-    """Sums tensors over the workers; each receives its flat part of every sum."""
-    parts: list[Any] = [None] * len(tensors)
-    # From the last layer back, as backprop makes them ready.
-    for _, numbers in gradients.buckets(
-        reversed(range(len(tensors))),
-        lambda i: tensors[i].dtype,
-        lambda i: tensors[i].shape.num_elements() * tensors[i].dtype.size,
-        bucket_bytes,
-    ):
-        own = [cuts[i] for i in numbers]
-        row = group_routes.scatter(launcher, shards.rows_of([tensors[i] for i in numbers], own))
-        for i, part in zip(numbers, shards.shards_of(row, own)):
-            parts[i] = part
-    return parts
-
-
-def gather_parts(launcher: Launcher, parts: Sequence[ParameterPart], bucket_bytes: int) -> None:
-    """Gives mirrored variables what the workers have made of their parts."""
-    for _, bucket in gradients.buckets(
-        reversed(parts),
-        lambda part: part.dtype,
-        lambda part: part.cut.number * part.cut.width * part.dtype.size,
-        bucket_bytes,
-    ):
-        row = shards.row_of([part.value() for part in bucket])
-        rows = gather_row(launcher, row, bucket[0].cut.number)
-        for part, whole in zip(bucket, shards.wholes_of(rows, [one.cut for one in bucket])):
-            part.variable._value.assign(whole, read_value=False)
 
 
 class OwnerLayout:

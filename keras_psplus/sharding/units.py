@@ -22,16 +22,19 @@ from typing import TYPE_CHECKING, Any
 import tensorflow as tf
 
 from keras_psplus.all_reduce.collectives import gradients
+from keras_psplus.all_reduce.reduction import row_routes
 from keras_psplus.all_reduce.topology import shards
 from keras_psplus.core.batch.replica_step import current_step
-from keras_psplus.core.batch.traffic import TensorTraffic, TrafficVariables
+from keras_psplus.core.batch.traffic import TrafficVariables
 from keras_psplus.engine import Call
 from keras_psplus.keras_internals.keras_parts import get_keras_mask, set_keras_mask, tree
+from keras_psplus.sharding.exchange import compressor_of, entries_of
 from keras_psplus.sharding.variable import gather_row
 from keras_psplus.tf_internals import control_flow_func_graphs, framework_ops, record
 
 if TYPE_CHECKING:
     from keras_psplus.all_reduce.collectives.operations import Launcher
+    from keras_psplus.compression import Compressor
     from keras_psplus.sharding.weight import WeightShare
 
 _CONTROL_FLOW = (
@@ -127,9 +130,13 @@ class Units:
         launcher: Collectives of this worker's replica.
         bucket_bytes: Size in bytes up to which weights share a collective.
         frees: Whether weights are freed between forward and backward.
+        compressor: `Compressor` of the values that are gathered, or None.
     """
 
-    def __init__(self, launcher: Launcher, bucket_bytes: int, frees: bool) -> None:
+    def __init__(
+        self, launcher: Launcher, bucket_bytes: int, frees: bool, compressor: Compressor | None
+    ) -> None:
+        self._compressor = compressor
         self._launcher, self._bucket_bytes, self._frees = launcher, bucket_bytes, frees
         self._calls: weakref.WeakKeyDictionary[Any, list[UnitCall]] = weakref.WeakKeyDictionary()
         self._call: UnitCall | None = None
@@ -272,19 +279,33 @@ class Units:
         """Whole weights, by a collective for each bucket of a dtype."""
         wholes: list[Any] = [None] * len(weights)
         size = [one.place.parts.number * one.place.parts.width * one.dtype.size for one in weights]
+        compressors = [compressor_of(self._compressor, one) for one in weights]
         with record.stop_recording(), tf.control_dependencies(reasons):
-            numbers, dtypes = range(len(weights)), [one.dtype for one in weights]
-            of_number = dtypes.__getitem__, size.__getitem__
+            kinds, numbers = (
+                [(w.dtype, id(c)) for w, c in zip(weights, compressors)],
+                range(len(size)),
+            )
+            of_number = kinds.__getitem__, size.__getitem__
             for _, bucket in gradients.buckets(numbers, *of_number, self._bucket_bytes):
                 cuts = [weights[i].place.parts for i in bucket]
                 row = shards.row_of([tf.identity(weights[i].part.value()) for i in bucket])
-                rows = gather_row(self._launcher, row, cuts[0].number)
+                rows = self._gather_row(row, cuts[0].number, compressors[bucket[0]])
                 for i, whole in zip(bucket, shards.wholes_of(rows, cuts)):
                     wholes[i] = tf.ensure_shape(whole, cuts[bucket.index(i)].shape)
         cuts = [one.place.parts for one in weights]
-        sent = [bytes_ // cut.number * (cut.number - 1) for bytes_, cut in zip(size, cuts)]
-        self.traffic.add([TensorTraffic(one.path, None, 0, 0, n) for one, n in zip(weights, sent)])
+        self.traffic.add(
+            entries_of(weights, [cut.width for cut in cuts], compressors, cuts[0].number, False)
+        )
         return wholes
+
+    def _gather_row(self, row: tf.Tensor, workers: int, compressor: Compressor | None) -> tf.Tensor:
+        """All workers' rows; as they are decoded if there is a compressor."""
+        if compressor is None:
+            return gather_row(self._launcher, row, workers)
+        # At any step alike: backward computes with what forward has computed with.
+        wide, step = tf.cast(row, tf.float32), tf.zeros([], tf.int64)
+        rows, _, _ = row_routes.gather_row(self._launcher, 0, workers, compressor, wide, (), step)
+        return tf.cast(rows, row.dtype)
 
 
 @tf.RegisterGradient("ShardedRead")

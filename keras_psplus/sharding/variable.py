@@ -241,7 +241,12 @@ class ParameterPart(TensorVariable):
         mirrored = variable._value
         assert isinstance(place.cut, Cut)
         self.variable, self.cut, self.path = variable, place.cut, variable.path
-        super().__init__(place.local_part(mirrored.read_value(), rank), mirrored)
+        self._before = place.local_part(mirrored.read_value(), rank)
+        super().__init__(self._before, mirrored)
+
+    def change(self) -> tf.Tensor:
+        """Difference that the update has made so far, in float32."""
+        return tf.cast(self.value(), tf.float32) - tf.cast(self._before, tf.float32)
 
 
 def gather_row(launcher: Launcher, row: tf.Tensor, workers: int) -> tf.Tensor:

@@ -11,7 +11,6 @@ from typing import TYPE_CHECKING, Any
 import keras
 import tensorflow as tf
 
-from keras_psplus.all_reduce.collectives import gradients
 from keras_psplus.all_reduce.engine import AllReduceEngine
 from keras_psplus.all_reduce.reducers import with_shape
 from keras_psplus.core.batch import losses
@@ -162,9 +161,6 @@ class ModelParallelEngine(ShardedEngine):
 
     def _is_part(self, gradient: Any) -> bool:
         return True
-
-    def _sum_over_parts(self, tensors: list[tf.Tensor]) -> list[tf.Tensor]:
-        return gradients.sum_packed(self.strategy.extended.group.launcher, tensors)
 
     def _cut_if_dense(self, before: list[Any], clipped: list[Any], places: Places) -> list[Any]:
         return clipped

@@ -130,9 +130,9 @@ class TwoOptimizers(keras.Model):
         return {"loss": loss, "norm": self.norm.result()}
 
 
-def fit(model, x, epochs=2, **kwargs):
+def fit(model, x, epochs=2, batch_size=8, **kwargs):
     y = np.random.RandomState(2).randint(0, 3, len(x))
-    options = dict(batch_size=8, epochs=epochs, shuffle=False, verbose=0)
+    options = dict(batch_size=batch_size, epochs=epochs, shuffle=False, verbose=0)
     return model.fit(x, y, **options, **kwargs).history
 
 

@@ -29,6 +29,28 @@ def compressor_of(identifier: Any) -> compression.Compressor | None:
     return compressor
 
 
+def check_rows(compressor: compression.Compressor, gathers: bool = False) -> compression.Compressor:
+    """Returns a compressor that can encode the rows that workers exchange with `shard`.
+
+    Args:
+        compressor: `Compressor`.
+        gathers: Whether they are of values that layers compute with.
+
+    Raises:
+        ValueError: If it cannot.
+    """
+    inner = compressor.inner if isinstance(compressor, compression.ErrorFeedback) else compressor
+    fits = compressor.supports_reduce_scatter and compressor.communicates
+    if not (fits and (inner.supports_values or not gathers)):
+        what, signs = ("weights", "") if gathers else ("gradients", ', "sign"')
+        raise ValueError(
+            f'with `shard`, {what} can be sent by "bf16", "fp16", "int8"{signs}, or a compressor '
+            "that `supports_reduce_scatter`, and for weights also `supports_values`: each worker "
+            f"has one piece. Received: compression={compressor!r} for {what}"
+        )
+    return compressor
+
+
 def check_compressor(compressor: compression.Compressor) -> None:
     """Raises ValueError if a compressor lacks a method that all-reduce calls.
 

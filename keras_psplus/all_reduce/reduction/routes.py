@@ -16,6 +16,7 @@ import tensorflow as tf
 
 from keras_psplus import compression
 from keras_psplus.all_reduce.collectives import gradients
+from keras_psplus.all_reduce.reduction import row_routes
 from keras_psplus.compression import kernels
 
 if TYPE_CHECKING:
@@ -163,29 +164,26 @@ def split_rows(
     Returns:
         The matrix of sums, the new state, and what was sent first.
     """
-    width = mine.shape[1]
-    feedback = compressor if isinstance(compressor, compression.ErrorFeedback) else None
-    inner = feedback.inner if feedback else compressor
-    server = compression.ErrorFeedback(inner) if feedback else inner
-    own_state, piece_state = (state["worker"], state["server"]) if feedback else ((), ())
-    payload, keep = kernels.encode_rows(compressor, mine, own_state, step)
-    words = compression.pack(payload, replicas)
-    received = compression.unpack(launcher.all_to_all(words), payload, replicas)
-    piece = kernels.decode_sum(inner, received, width, replicas, step)
+    inner = row_routes.without_feedback(compressor)
+    has_state = inner is not compressor
+    server = compression.ErrorFeedback(inner) if has_state else inner
+    own_state, piece_state = (state["worker"], state["server"]) if has_state else ((), ())
+    piece, words, payload, keep = row_routes.scatter_row(
+        launcher, replicas, compressor, mine, own_state, step
+    )
     if further is not None:
         piece = further(piece)
-    piece_payload, keep_piece = kernels.encode_rows(server, piece, piece_state, step)
-    piece_words = compression.pack(piece_payload, 1)
-    everything = compression.unpack(launcher.gather(piece_words), payload, replicas)
-    sums = kernels.decode_rows(inner, everything, width, step)
+    sums, piece_words, keep_piece = row_routes.gather_row(
+        launcher, rank, replicas, server, piece, piece_state, step
+    )
 
     def own() -> tf.Tensor:
         # There is time for what nobody waits for, if it is not done, while the sum is on its way.
         own_payload = tuple(gradients.after([piece_words], part) for part in payload)
-        return inner.decode_rows(own_payload, (width,), tf.float32, step)
+        return inner.decode_rows(own_payload, (mine.shape[1],), tf.float32, step)
 
-    if feedback:
-        state = {"worker": keep(own), "server": keep_piece(lambda: sums[rank : rank + 1])}
+    if has_state:
+        state = {"worker": keep(own), "server": keep_piece()}
     return sums, state, words
 
 

@@ -1,0 +1,75 @@
+"""Shares with other arguments of the strategy: accumulated gradients, and compressors."""
+
+import json
+import pathlib
+
+import numpy as np
+import pytest
+
+from tests.results import load
+from tests.sharding.options_job import ACCUMULATED
+from tests.sharding.test_shares import check, train_alone, train_in_cluster
+
+pytestmark = pytest.mark.timeout(1500)
+
+JOB = pathlib.Path(__file__).with_name("options_job.py")
+GROUPED = ["adamw", "muon", "embedding/adamw"]
+CASES = [f"accumulated/{name}" for name in ACCUMULATED]
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory):
+    return tmp_path_factory.mktemp("options")
+
+
+@pytest.fixture(scope="module")
+def alone(folder):
+    return train_alone(folder / "alone", [*CASES, *GROUPED, "digits"], JOB)
+
+
+@pytest.fixture(scope="module", params=["optimizer", "all"])
+def accumulating(request, folder):
+    options = json.dumps({"shard": request.param, "updates": "accumulate"})
+    return train_in_cluster(folder / request.param, 2, CASES, JOB, env={"OPTIONS": options})
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_accumulated_updates_equal_those_of_one_process(alone, accumulating, case):
+    check(alone, accumulating, case, 2e-5)
+
+
+@pytest.mark.parametrize("shard", ["optimizer", "all"])
+def test_compressed_training_learns_as_much(folder, alone, shard):
+    options = {"shard": shard, "compression": {"gradients": "int8", "weights": "bf16"}}
+    env = {"OPTIONS": json.dumps(options)}
+    path, result = train_in_cluster(folder / f"{shard} digits", 2, ["digits"], JOB, env=env)
+    first, second = (load(path / f"digits.{task}.npz", log) for task, log in result.logs.items())
+    exact = load(alone / "digits.one.npz", "")
+    assert exact["accuracy"] > 0.95
+    assert first["accuracy"] > exact["accuracy"] - 0.015
+    for name, value in first.items():
+        # Bit by bit, also on the worker whose part it is.
+        np.testing.assert_array_equal(second[name], value, err_msg=name)
+    assert not np.array_equal(first["weights/0"], exact["weights/0"])
+    # Halves for the other worker: kernels in bytes with scales, biases whole; two bytes of weights.
+    kernels, biases = 64 * 96 + 96 * 10, 96 + 10
+    sent = (kernels * (1 + 4 / 256) + 4 * biases) / 2
+    gathered = (kernels + biases) * (2 if shard == "all" else 1)
+    assert first["wire"] == pytest.approx(sent + gathered, rel=0.01)
+
+
+@pytest.mark.parametrize("shard", ["optimizer", "all"])
+def test_groups_of_two_of_four_workers_equal_one_process(folder, alone, shard):
+    options = json.dumps({"shard": shard, "shard_group": 2})
+    cases = [*GROUPED, "bytes"]
+    path = folder / f"{shard} groups"
+    run = train_in_cluster(path, 4, cases, JOB, env={"OPTIONS": options})
+    for case in GROUPED:
+        check(alone, run, case, 2e-5)
+    found = load(path / "bytes.worker-3.npz", run[1].logs["worker-3"])
+    np.testing.assert_array_equal(found["kept"], -(-found["whole"] // 2))
+    if shard == "optimizer":
+        # Momentum and velocity are as many numbers each as the gradients, of which a worker sends
+        # half to the other of its group, its own half to the other group, and half of new values.
+        sent = 4 * 3 / 2 * found["whole"].sum() / 2
+        assert sent <= found["wire"] <= 1.1 * sent
