@@ -48,7 +48,7 @@ def main(argv: list[str]) -> int:
     try:
         name = job_requests.ask(folder, ADD_WORKER, _ANSWER_SECONDS)
     except (OSError, job_requests.RequestError) as error:
-        print(f"keras-psplus {ADD_WORKER}: {error}. Received: {rest[0]}", file=sys.stderr)
+        print(f"keras-psplus {ADD_WORKER}: {error}", file=sys.stderr)
         return 1
     print(f"{name} is started, and takes steps once its TensorFlow is up")
     return 0

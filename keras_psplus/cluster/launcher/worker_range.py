@@ -53,5 +53,6 @@ class WorkerRange:
                 return task.name
         raise job_requests.RequestError(
             f"the job has all {len(self._workers)} workers of its range already: end one of them, "
-            "or start the job with a larger range (`--workers MIN:MAX`)"
+            "or start the job with a larger range (`--workers MIN:MAX`). "
+            f"Received: {', '.join(task.name for task in self._workers)}"
         )

@@ -42,7 +42,10 @@ def ask(folder: pathlib.Path, what: str, timeout: float) -> str:
     try:
         while not answer.exists():
             if time.monotonic() >= deadline or not folder.exists():
-                raise RequestError(f"the job's launcher does not answer within {timeout:g} s")
+                raise RequestError(
+                    f"the job's launcher does not answer within {timeout:g} s: it is about to end, "
+                    f"or hangs. Received: {folder}"
+                )
             time.sleep(_POLL_SECONDS)
         said, error = json.loads(answer.read_text())
     finally:
