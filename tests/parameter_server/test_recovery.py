@@ -259,6 +259,14 @@ def test_resources_are_made_anew_after_a_loss():
     assert len(made) == 2
 
 
+@pytest.mark.parametrize("job", ["worker", "ps"])
+def test_a_tensor_of_a_forgotten_worker_is_lost_with_it(job):
+    text = f"Assigned device '/job:{job}/replica:0/task:0/device:CPU:0' does not match any device"
+    known = "the devices available on this machine: [/job:worker/replica:0/task:1/device:CPU:0]"
+    error = tf.errors.InternalError(None, None, f"{text}. Here are {known}")
+    assert losses.is_of_worker(error) == losses.is_worker_loss(error) == (job == "worker")
+
+
 @pytest.mark.parametrize("is_lost", [True, False])
 def test_a_function_that_meets_a_worker_on_its_way_back_is_sent_again(is_lost):
     text = "Primary device is not remote" if is_lost else "Shapes do not match"
