@@ -41,7 +41,17 @@ FOLDERS = {
     ],
     "catalogue": ["entries", "lookup", "automatic"],
     "cli": [
-        *("flags", "links", "hooks", "bench", "manifests", "planning", "serve", "status"),
+        *(
+            "flags",
+            "links",
+            "hooks",
+            "bench",
+            "manifests",
+            "planning",
+            "serve",
+            "status",
+            "add_worker",
+        ),
         *("doctor", "run", "exec", "plan", "export", "main"),
     ],
     "cluster": [
@@ -66,8 +76,8 @@ FOLDERS = {
     "keras_internals": ["private_attributes", "keras_parts", "keras_attributes"],
     "layers": ["combiners", "dynamic_embedding"],
     "parameter_server": [
-        *("modes", "startup", "tracing", "placement", "state", "transport"),
-        *("data", "scheduling", "extended", "context", "reports", "overlap", "steps"),
+        *("modes", "tracing", "placement", "state", "transport"),
+        *("data", "scheduling", "startup", "extended", "context", "reports", "overlap", "steps"),
         *("sync", "updates"),
         *("predict_function", "train_function", "engine", "strategy"),
     ],

@@ -13,6 +13,7 @@ _COMMANDS = {
     "export": "prints a Kubernetes manifest of a job that trains a script",
     "plan": "says which strategy to take for a script, or how its model is cut into stages",
     "status": "shows the local jobs that are under way, and how far their tasks are",
+    "add-worker": "starts one more worker of a job that is under way",
     "serve": "serves as a ps or worker task until the chief has ended",
     "doctor": "checks versions, devices, the cluster and the way to every task",
     "bench": "measures every strategy on emulated links, with the lab of a checkout",
@@ -43,7 +44,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         print(f"keras-psplus: no command {command!r}.\n\n{_help()}", file=sys.stderr)
         return 2
     # Imported when asked for: `run --help` must not wait for TensorFlow.
-    return importlib.import_module(f"keras_psplus.cli.{command}").main(rest)
+    return importlib.import_module(f"keras_psplus.cli.{command.replace('-', '_')}").main(rest)
 
 
 def _open_closed_streams() -> None:
@@ -65,7 +66,7 @@ def _open_closed_streams() -> None:
 
 
 def _help() -> str:
-    lines = [f"  {name:<8} {text}" for name, text in _COMMANDS.items()]
+    lines = [f"  {name:<10} {text}" for name, text in _COMMANDS.items()]
     return "\n".join(
         [
             "usage: keras-psplus COMMAND [flags] ...",

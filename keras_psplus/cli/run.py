@@ -18,10 +18,12 @@ from keras_psplus.catalogue import entries, lookup
 from keras_psplus.chaos import links, netlab
 from keras_psplus.chaos import spec as chaos_spec
 from keras_psplus.chaos.injector import Injector
-from keras_psplus.cli.flags import combinations, outputs, parsing, report
+from keras_psplus.cli.flags import layout as layout_flags
+from keras_psplus.cli.flags import outputs, parsing, report
 from keras_psplus.cli.planning import auto, plan_script, strategy_flags
 from keras_psplus.cluster import gpus, restarts
 from keras_psplus.cluster.environment import TOKEN_VARIABLE, plan_tasks, python_path
+from keras_psplus.cluster.launcher import launch_flags
 from keras_psplus.cluster.monitor.job_record import JobRecord
 from keras_psplus.cluster.output.console import Console, drop_unwritten, warn
 from keras_psplus.cluster.process.warm import WarmPython, WarmStartError
@@ -42,8 +44,6 @@ traceback is shown last, and its exit code is passed on. Ctrl-C ends all tasks.
   keras-psplus run --max_restarts 3 --chaos kill:worker1@step=20 train.py
   keras-psplus run --hosts 10.0.0.1,10.0.0.2 --dry_run train.py     how to start it on two hosts
 """
-# Each has a port, and the launcher two open files for it.
-_MOST_TASKS = 1000
 _ERROR_GRACE, _IDLE_GRACE = 3.0, 0.5
 
 
@@ -79,7 +79,7 @@ def main(argv: list[str]) -> int:
             )
         if options.warm and sys.platform != "linux":
             raise parsing.UsageError(f"--warm needs Linux. Received: {sys.platform}")
-        layout = _layout(options)
+        layout, min_workers = layout_flags.read(options)
         if options.restart == "task" and not layout["ps"]:
             raise parsing.UsageError(
                 "a task is started again by itself where the others go on without it: in a cluster "
@@ -95,6 +95,8 @@ def main(argv: list[str]) -> int:
                 )
             plan_tasks(**layout, gpus_per_worker=options.gpus_per_worker)  # raises ValueError
         env = strategy_flags.variables(options, layout, may_measure=starts)
+        if min_workers is not None:
+            env[launch_flags.MIN_WORKERS_VARIABLE] = str(min_workers)
         events = []
         if options.chaos is not None:
             events = chaos_spec.parse(options.chaos, [task.name for task in plan_tasks(**layout)])
@@ -149,6 +151,7 @@ def main(argv: list[str]) -> int:
             record=record,
             warm=warm,
             gpus_per_worker=options.gpus_per_worker,
+            min_workers=min_workers,
         )
         if restart == 0:
             seen = gpus.describe({task.name: task.variables for task in cluster.tasks})
@@ -163,7 +166,7 @@ def main(argv: list[str]) -> int:
             log(str(chosen))
             env[lookup.STRATEGY_VARIABLE] = chosen.entry
         with (
-            JobRecord(command, layout, log_dir, json_log, trace_to) as record,
+            JobRecord(command, layout, log_dir, json_log, trace_to, min_workers) as record,
             Injector(events, log_fault) as chaos,
             WarmPython() if options.warm else contextlib.nullcontext() as warm,
         ):
@@ -185,7 +188,13 @@ def main(argv: list[str]) -> int:
 def _flags() -> flags.FlagValues:
     values = flags.FlagValues()
     whole: dict[str, Any] = {"flag_values": values, "lower_bound": 0}
-    flags.DEFINE_integer("workers", None, "Number of workers (default: 2).", **whole)
+    flags.DEFINE_string(
+        "workers",
+        None,
+        "Number of workers (default: 2); or MIN:MAX under asynchronous ParameterServerStrategy: "
+        "MIN are started, and others join and leave while the job runs (`add-worker`).",
+        flag_values=values,
+    )
     flags.DEFINE_integer("ps", 0, "Number of parameter servers.", **whole)
     flags.DEFINE_boolean(
         "chief",
@@ -275,22 +284,6 @@ def _flags() -> flags.FlagValues:
         flag_values=values,
     )
     return values
-
-
-def _layout(options: flags.FlagValues) -> dict[str, Any]:
-    chief = combinations.chief_of(options)
-    workers = options.workers
-    if workers is None:
-        workers = len(options.hosts) - options.ps - chief if options.hosts else 2
-    if workers + chief < 1:
-        raise parsing.UsageError("a cluster needs at least one worker or a chief")
-    evaluator = bool(options.evaluator)
-    if not options.hosts and workers + options.ps > _MOST_TASKS:
-        raise parsing.UsageError(
-            f"one machine starts at most {_MOST_TASKS} tasks. "
-            f"Received: --workers={workers}, --ps={options.ps}"
-        )
-    return {"workers": workers, "ps": options.ps, "chief": chief, "evaluator": evaluator}
 
 
 def _listing() -> str:

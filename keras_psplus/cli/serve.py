@@ -12,6 +12,7 @@ from keras_psplus.cluster.config import (
     ClusterStartupError,
 )
 from keras_psplus.cluster.discovery.discovery import find_task_config
+from keras_psplus.cluster.launcher import launch_flags
 
 _USAGE = """
 usage: keras-psplus serve [flags]
@@ -35,12 +36,18 @@ def main(argv: list[str]) -> int:
                 "serve needs a TF_CONFIG whose task is a ps or a worker. "
                 f"Received: TF_CONFIG={os.environ.get('TF_CONFIG', '')!r}"
             )
+        may_leave = launch_flags.min_workers() is not None and config.task_type == "worker"
     except (parsing.UsageError, ClusterConfigError) as error:
         return parsing.complain("serve", error)
     from keras_psplus.cluster.serving.serve import ChiefLostError, serve  # not needed for --help
 
     try:
-        serve(config, startup_timeout=options.startup_timeout, chief_gone=options.chief_gone)
+        serve(
+            config,
+            startup_timeout=options.startup_timeout,
+            chief_gone=options.chief_gone,
+            may_leave=may_leave,
+        )
     except ClusterStartupError as error:
         print(f"keras-psplus serve: {error}", file=sys.stderr, flush=True)
         return 1

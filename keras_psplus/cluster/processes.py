@@ -5,7 +5,6 @@ import pathlib
 import secrets
 import signal
 import tempfile
-import threading
 import time
 from collections.abc import Mapping, Sequence
 from typing import Any, Self
@@ -18,11 +17,13 @@ from keras_psplus.cluster.environment import (
     Task,
     plan_tasks,
 )
+from keras_psplus.cluster.launcher.ending_signals import EndingSignals
 from keras_psplus.cluster.launcher.kernel_kills import KernelKills
 from keras_psplus.cluster.launcher.results import ClusterResult, describe
 from keras_psplus.cluster.launcher.task_ends import EVALUATOR_NAME, GracePeriods, TaskEnds
 from keras_psplus.cluster.launcher.task_processes import TaskProcesses
 from keras_psplus.cluster.launcher.task_restarts import TaskRestarts
+from keras_psplus.cluster.launcher.worker_range import WorkerRange
 from keras_psplus.cluster.monitor.job_record import JobRecord
 from keras_psplus.cluster.output.console import Console
 from keras_psplus.cluster.process.termination import GRACE_VARIABLE
@@ -83,6 +84,7 @@ class LocalCluster:
             and ends with the cluster; None for this machine's own network.
         warm: A `WarmPython` whose forks run a Python script; None starts the command.
         gpus_per_worker: As for `plan_tasks`.
+        min_workers: How many of the workers are started, if others are to join and leave.
     """
 
     def __init__(
@@ -110,6 +112,7 @@ class LocalCluster:
         evaluator_grace: float = 600.0,
         warm: WarmPython | None = None,
         gpus_per_worker: int | None = None,
+        min_workers: int | None = None,
     ) -> None:
         self._argv = [os.fspath(arg) for arg in argv]
         self._environ = {**os.environ, **(env or {})}
@@ -135,7 +138,10 @@ class LocalCluster:
             worker=worker_grace,
             evaluator=evaluator_grace,
         )
-        self._ends = TaskEnds(self.tasks, self._serving_workers, graces, record, self._log)
+        self._range = WorkerRange(self.tasks, min_workers)
+        self._ends = TaskEnds(
+            self._range.first, self._serving_workers, graces, record, self._log, min_workers
+        )
         jobs = [EVALUATOR]
         if self._serving_workers:
             jobs.append("worker")
@@ -145,8 +151,7 @@ class LocalCluster:
         self._kills = KernelKills()
         self._began: dict[str, float] = {}
         self._processes = TaskProcesses(self._argv, self.log_dir, console, network, warm)
-        self._signals: list[int] = []
-        self._old_handlers: dict[signal.Signals, Any] = {}
+        self._signals = EndingSignals()
 
     def __enter__(self) -> Self:
         self.start()
@@ -178,20 +183,18 @@ class LocalCluster:
         shared = self._environ if self.network is None else self.network.environment(self._environ)
         told = {TRAINING_END_VARIABLE: "stdin"} if name == EVALUATOR_NAME else {}
         told[GRACE_VARIABLE] = f"{self._grace:g}"
-        return {**shared, "PYTHONUNBUFFERED": "1", **task.variables, **told}
+        told.update(self._range.environment, PYTHONUNBUFFERED="1")
+        return {**shared, **task.variables, **told}
 
     def start(self) -> None:
         """Starts all processes."""
         self.log_dir.mkdir(parents=True, exist_ok=True)
-        if threading.current_thread() is threading.main_thread():
-            for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
-                if signal.getsignal(number) is not signal.SIG_IGN:  # as under nohup
-                    self._old_handlers[number] = signal.signal(number, self._on_signal)
+        self._signals.catch()
         try:
             if self.network is not None:
                 self.network.__enter__()
-            for rank, task in enumerate(self.tasks):
-                self._start_task(rank, task)
+            for task in self._range.first:
+                self._start_task(task)
         except BaseException:
             self.stop()
             raise
@@ -208,26 +211,27 @@ class LocalCluster:
         """
         deadline = time.monotonic() + timeout if timeout is not None else float("inf")
         timed_out = False
-        while self._running() and not self._signals:
+        while self._running() and not self._signals.received:
             now = time.monotonic()
             timed_out = now >= deadline
             if timed_out or now >= self._ends.deadline():
                 break
             self._start_again()
+            self._range.answer(self._record, self._ends, self._start_task)
             time.sleep(_POLL)
-        if self._signals[:1] == [signal.SIGTERM] and self._grace:
+        if self._signals.received[:1] == [signal.SIGTERM] and self._grace:
             self._let_save()
         self.stop()
         return ClusterResult(
             exit_codes=self._ends.codes,
-            log_paths={task.name: self.log_path(task.name) for task in self.tasks},
+            log_paths={name: self.log_path(name) for name in self._processes},
             chief_has_ended_well=self._serving_workers and self._ends.has_ended_well("chief-0"),
             log_starts=self._processes.log_starts,
             unwritten=self._processes.unwritten,
             first_failure=self._ends.first_failure,
             terminated=tuple(self._ends.terminated),
             timed_out=timed_out,
-            signal=self._signals[0] if self._signals else None,
+            signal=next(iter(self._signals.received), None),
             task_restarts=self._task_restarts.used,
         )
 
@@ -244,13 +248,11 @@ class LocalCluster:
     def _let_save(self) -> None:
         """Tells the tasks that train to save the job and end, and waits for them."""
         self._forget_restarts()
-        running = self._running()
-        trains = [n for n in self._ends.trains if n in running and not self._ends.is_serving(n)]
-        self._ends.told += trains
+        trains = self._ends.tell(self._running())
         # Not what they have started, such as processes that read their data.
         self._processes.signal(trains, signal.SIGTERM, to_children=False)
         deadline = time.monotonic() + self._grace
-        while time.monotonic() < deadline and len(self._signals) < 2:
+        while time.monotonic() < deadline and len(self._signals.received) < 2:
             if not set(trains).intersection(self._running()):
                 break
             time.sleep(_POLL)
@@ -269,7 +271,9 @@ class LocalCluster:
             self._processes.signal(done, signal.SIGKILL)
             self._processes.signal([n for n in running if n not in done], signal.SIGTERM)
             deadline = time.monotonic() + self._kill_grace
-            while self._running() and time.monotonic() < deadline and len(self._signals) < 2:
+            while (
+                self._running() and time.monotonic() < deadline and len(self._signals.received) < 2
+            ):
                 time.sleep(_POLL)
             # Also the groups of tasks that have ended: what they started ends with the cluster.
             self._processes.kill()
@@ -279,9 +283,7 @@ class LocalCluster:
             self._processes.release()
             if self.network is not None:
                 self.network.__exit__(None, None, None)
-            for number, handler in self._old_handlers.items():
-                signal.signal(number, handler)
-            self._old_handlers = {}
+            self._signals.release()
 
     def _start_again(self) -> None:
         """Starts the tasks whose time has come."""
@@ -291,21 +293,20 @@ class LocalCluster:
                 # By the end of its input the evaluator knows that no checkpoint is to come.
                 self._processes.close_input(EVALUATOR_NAME)
         due = self._task_restarts.pop_due()
-        for rank, task in enumerate(self.tasks):
-            if task.name in due:
-                self._processes.signal([task.name], signal.SIGKILL)  # Its child processes.
-                self._start_task(rank, task)
+        for task in (task for task in self.tasks if task.name in due):
+            self._processes.signal([task.name], signal.SIGKILL)  # Its child processes.
+            self._start_task(task)
 
     def _forget_restarts(self) -> None:
         for name, code in self._task_restarts.pop_all().items():
             self._ends.note(name, code)
 
-    def _start_task(self, rank: int, task: Task) -> None:
-        number = self._restart + self._task_restarts.used
+    def _start_task(self, task: Task) -> None:
+        # A log goes on, also that of a worker that has left.
+        number = max(self._restart + self._task_restarts.used, task.name in self._processes)
         self._began[task.name] = time.monotonic()
-        pid = self._processes.start(
-            rank, task.name, self.environment(task.name), number, task.name == EVALUATOR_NAME
-        )
+        environ, rank = self.environment(task.name), self.tasks.index(task)
+        pid = self._processes.start(rank, task.name, environ, number, task.name == EVALUATOR_NAME)
         if self._record is not None:
             self._record.task_started(task.name, pid, number)
 
@@ -341,9 +342,6 @@ class LocalCluster:
             self._ends.forget(EVALUATOR_NAME)
         else:
             self._log(f"{EVALUATOR_NAME} has failed ({describe(code)}), and the others go on")
-
-    def _on_signal(self, number: int, _: object) -> None:
-        self._signals.append(number)
 
     def _log(self, text: str) -> None:
         if self._console is not None:

@@ -6,7 +6,7 @@ import collections
 import contextlib
 import functools
 import threading
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from typing import TYPE_CHECKING, Any
 
 import tensorflow as tf
@@ -33,27 +33,28 @@ if TYPE_CHECKING:
     from keras_psplus.parameter_server.transport.compressors import Compressors
 
 
-def gpus_per_worker(devices: Sequence[str], num_workers: int) -> int:
+def gpus_per_worker(devices: Sequence[str], workers: Iterable[int]) -> int:
     """The number of GPUs that each worker has, 0 or 1.
 
     Args:
         devices: Full names of the cluster's GPUs.
-        num_workers: Number of workers.
+        workers: Numbers of the workers that are there.
 
     Raises:
         ValueError: If workers have unequal numbers of GPUs, or more than one.
     """
     of_workers = [tf.DeviceSpec.from_string(name) for name in devices]
     counts: Any = collections.Counter(spec.task for spec in of_workers if spec.job == "worker")
-    counts = [counts[i] for i in range(num_workers)]
-    if max(counts) > 1 or min(counts) != max(counts):
-        listed = ", ".join(f"worker-{i}: {n}" for i, n in enumerate(counts))
+    counts = {i: counts[i] for i in workers}
+    most = max(counts.values())
+    if most > 1 or min(counts.values()) != most:
+        listed = ", ".join(f"worker-{i}: {n}" for i, n in counts.items())
         raise ValueError(
             "ParameterServerStrategy trains one replica on each worker, on a GPU in all of them "
             "or in none: set CUDA_VISIBLE_DEVICES of each worker to one GPU, or to nothing. "
             f"Received: GPUs of {listed}"
         )
-    return counts[0]
+    return most
 
 
 class ParameterServerExtended(stock.ParameterServerStrategyV2Extended):
@@ -86,8 +87,13 @@ class ParameterServerExtended(stock.ParameterServerStrategyV2Extended):
         return [worker_tables.creator_scope(strategy)]
 
     def _set_num_gpus(self):
-        names = [device.name for device in tf.config.list_logical_devices("GPU")]
-        self._num_gpus_per_worker = gpus_per_worker(names, self._num_workers)
+        gpus, cpus = (
+            [device.name for device in tf.config.list_logical_devices(kind)]
+            for kind in ("GPU", "CPU")
+        )
+        found = [tf.DeviceSpec.from_string(name) for name in cpus]
+        workers = sorted(spec.task for spec in found if spec.job == "worker")
+        self._num_gpus_per_worker = gpus_per_worker(gpus, workers)
 
     @property
     def bytes_on_ps(self) -> list[int]:

@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, NamedTuple
 import numpy as np
 
 from keras_psplus.arguments import MOST, shown
+from keras_psplus.cluster.launcher import launch_flags
 
 if TYPE_CHECKING:
     from keras_psplus.updates import Updates
@@ -147,3 +148,48 @@ def check_overlap(overlap_steps: bool | str, mode: Mode, updates: Updates | None
             f"max_staleness={mode.max_staleness}, updates={updates!r}"
         )
     return bool(overlap_steps)
+
+
+def check_min_workers(min_workers: int | None, mode: Mode, num_workers: int) -> int:
+    """Checks with how many workers training begins.
+
+    Args:
+        min_workers: What was given; None for the launcher's, or all.
+        mode: The checked mode.
+        num_workers: Number of workers of the cluster.
+
+    Returns:
+        The number.
+
+    Raises:
+        ValueError: If it is out of its range, or the mode needs all workers.
+    """
+    least = launch_flags.min_workers() if min_workers is None else min_workers
+    if least is None:
+        return num_workers
+    if not _is_count(least) or not 1 <= least <= num_workers:
+        raise ValueError(
+            "`min_workers` must be an integer from 1 to the number of workers of the cluster. "
+            f"Received: min_workers={shown(least)}, for {num_workers} worker(s)"
+        )
+    if mode.is_sync and least < num_workers:
+        raise ValueError(
+            'Workers come and go in `mode="async"` only: a synchronous step is cut into as many '
+            "parts as there are workers, and waits for all of them. Give --workers one number, or "
+            f'leave out `min_workers`. Received: mode="sync", min_workers={least}, for '
+            f"{num_workers} worker(s)"
+        )
+    return least
+
+
+def check_no_min_workers(min_workers: int | None) -> None:
+    """Checks that workers are not to come to servers that were started otherwise.
+
+    Raises:
+        ValueError: If they are.
+    """
+    if min_workers is not None:
+        raise ValueError(
+            "`min_workers` needs tasks that this library starts: leave out `cluster_resolver`, and "
+            f"set TF_CONFIG in all tasks. Received: min_workers={shown(min_workers)}"
+        )

@@ -1,11 +1,20 @@
 """Role of a task at start-up: serve, or run the rest of the script."""
 
+import contextlib
+import functools
 import os
 from collections.abc import Mapping, Sequence
 
 from keras_psplus.cluster import config, roles
 from keras_psplus.cluster.discovery import discovery
-from keras_psplus.cluster.serving import serve
+from keras_psplus.cluster.process import tuning
+from keras_psplus.cluster.serving import control, serve, shutdown
+from keras_psplus.cluster.serving.claims import ServerLease
+from keras_psplus.cluster.startup import preflight
+from keras_psplus.core.jobs import job_failure
+from keras_psplus.parameter_server.scheduling import membership
+from keras_psplus.parameter_server.scheduling.departures import Departures
+from keras_psplus.parameter_server.scheduling.queue import ClosureQueue
 
 
 def read_task() -> config.TaskConfig:
@@ -38,13 +47,97 @@ def end_calls_of_lost_tasks() -> None:
     os.environ.setdefault("TF_ENABLE_EAGER_CLIENT_STREAMING_ENQUEUE", "false")
 
 
-def addresses_of_servers(spec: Mapping[str, Sequence[str]]) -> dict[str, str]:
-    """Addresses of the tasks that serve, by their names."""
-    return {
-        f"{job}-{i}": address for job in ("ps", "worker") for i, address in enumerate(spec[job])
-    }
+def serve_and_exit(task: config.TaskConfig, startup_timeout: float, may_leave: bool) -> None:
+    """Serves until the chief has ended, and ends the process.
+
+    Args:
+        task: The task's `TaskConfig`.
+        startup_timeout: Seconds to wait for the chief.
+        may_leave: Whether SIGTERM ends a worker, which the others go on without.
+    """
+    may_leave = may_leave and task.task_type == "worker"
+    serve.end_process_after(lambda: serve.serve(task, startup_timeout, may_leave=may_leave))
 
 
-def serve_and_exit(task: config.TaskConfig, startup_timeout: float) -> None:
-    """Serves until the chief has ended, and ends the process."""
-    serve.end_process_after(lambda: serve.serve(task, startup_timeout=startup_timeout))
+def wait_for_servers(task: config.TaskConfig, startup_timeout: float, min_workers: int) -> set[int]:
+    """Waits, in the chief, for the parameter servers and enough workers.
+
+    Args:
+        task: Its `TaskConfig`.
+        startup_timeout: Seconds to wait.
+        min_workers: Number of workers that are enough.
+
+    Returns:
+        Numbers of the workers that are not there.
+    """
+    tuning.tune()
+    tuning.hide_gpus()
+    workers = task.cluster["worker"]
+    missing = preflight.wait_for_cluster(
+        task,
+        job_types=("chief", "worker", "ps"),
+        timeout=startup_timeout,
+        spare_workers=len(workers) - min_workers,
+    )
+    return {index for index in range(len(workers)) if config.task_name("worker", index) in missing}
+
+
+class Servers:
+    """The tasks that serve a chief: claimed, connected to, and greeted.
+
+    Args:
+        spec: Dict from jobs to lists of addresses.
+        task: The chief's `TaskConfig`, or None.
+        protocol: TensorFlow's name of how tasks talk to one another.
+        absent: Numbers of the workers that are not there.
+
+    Attributes:
+        notifier: `ShutdownNotifier`, or None without a `TaskConfig`.
+    """
+
+    def __init__(
+        self,
+        spec: Mapping[str, Sequence[str]],
+        task: config.TaskConfig | None,
+        protocol: str | None,
+        absent: set[int],
+    ) -> None:
+        names = {config.task_name("worker", index) for index in absent}
+        self._addresses = {
+            config.task_name(job, index): address
+            for job in ("ps", "worker")
+            for index, address in enumerate(spec[job])
+        }
+        self._lease, self.notifier = ServerLease(spec, task), None
+        self._lease.claim_all(but=names)
+        end_calls_of_lost_tasks()
+        membership.connect(spec, protocol, absent)
+        if task is not None:
+            job_failure.install_exit_hook()
+            self.notifier = shutdown.ShutdownNotifier(self._addresses, but=names)
+
+    def admit(self, name: str) -> None:
+        """Claims a worker that has come, or come back.
+
+        Raises:
+            ClusterStartupError: If it serves another chief, or has another token or version.
+        """
+        self._lease.claim(name)
+        with contextlib.suppress(OSError):  # TensorFlow's own server, or it is gone again.
+            theirs, own = control.ask(self._addresses[name], "versions", {}), serve.own_versions()
+            if theirs != own:
+                raise config.ClusterStartupError(
+                    f"{name} ({self._addresses[name]}) has other versions than its chief: install "
+                    f"{own} there. Received: {theirs}"
+                )
+
+    def let_workers_leave(self, queue: ClosureQueue, members: membership.Members) -> None:
+        """Lets workers go that are told to end, from now on."""
+        assert self.notifier is not None
+        told = functools.partial(self.notifier.told_to_end, "worker")
+        Departures(queue, members, told, self.notifier.let_go)
+
+    def greet(self, name: str) -> None:
+        """Greets a worker that has come, to which this chief is one of many."""
+        if self.notifier is not None:
+            self.notifier.greet(name)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import atexit
-import contextlib
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
@@ -12,18 +11,13 @@ import tensorflow as tf
 from keras_psplus import activation
 from keras_psplus import updates as updates_module
 from keras_psplus.arguments import renamed, seconds
-from keras_psplus.cluster.config import ClusterStartupError, TaskConfig
+from keras_psplus.cluster.config import TaskConfig
 from keras_psplus.cluster.discovery import resolvers
 from keras_psplus.cluster.launcher import launch_flags
 from keras_psplus.cluster.monitor import stalls
 from keras_psplus.cluster.monitor.progress import Progress
-from keras_psplus.cluster.process import tuning
-from keras_psplus.cluster.serving import shutdown
-from keras_psplus.cluster.serving.claims import ServerLease
-from keras_psplus.cluster.startup import preflight
 from keras_psplus.communication import Communication
 from keras_psplus.core.base import checks, strategy_text
-from keras_psplus.core.jobs import job_failure
 from keras_psplus.core.models import live_strategies
 from keras_psplus.core.plan import plan_request
 from keras_psplus.core.state.state_dicts import StateDicts
@@ -34,6 +28,7 @@ from keras_psplus.parameter_server.extended import ParameterServerExtended
 from keras_psplus.parameter_server.overlap.automatic import OverlapChoice
 from keras_psplus.parameter_server.placement import balance
 from keras_psplus.parameter_server.scheduling import failure
+from keras_psplus.parameter_server.scheduling.membership import Members
 from keras_psplus.parameter_server.scheduling.scheduler import LANES, Scheduler
 from keras_psplus.parameter_server.scheduling.stalls import StallProbe
 from keras_psplus.parameter_server.sync.step_attempts import StepAttempts
@@ -95,6 +90,9 @@ class ParameterServerStrategy(StateDicts, tf.distribute.ParameterServerStrategy)
         ps_weights: List of a positive number for each parameter server, such as its link's rate:
             its part of the variables' bytes is proportional to that. None for as many bytes on
             each host, whose servers share its link.
+        min_workers: In `"async"` mode, with how many of `TF_CONFIG`'s workers training begins; the
+            others may come, and all may leave and come back, while it runs. None for the least
+            number of `keras-psplus run --workers MIN:MAX`, or all.
         worker_timeout: Deprecated name of `heartbeat_timeout`.
 
     Raises:
@@ -142,6 +140,7 @@ class ParameterServerStrategy(StateDicts, tf.distribute.ParameterServerStrategy)
         stall_warning: float | None = 60.0,
         overlap_steps: bool | str = "auto",
         ps_weights: Sequence[float] | None = None,
+        min_workers: int | None = None,
         worker_timeout: float | None = None,
     ) -> None:
         activation.activate()
@@ -161,20 +160,20 @@ class ParameterServerStrategy(StateDicts, tf.distribute.ParameterServerStrategy)
         self._mode = modes.check_mode(mode, backup_workers, max_staleness)
         updates = modes.check_updates(updates_module.get(updates), self._mode)
         overlap = modes.check_overlap(overlap_steps, self._mode, updates)
-        self._task = None
+        self._task, absent, is_elastic = None, set[int](), False
         if cluster_resolver is not None:
+            modes.check_no_min_workers(min_workers)
             resolvers.check(cluster_resolver)
         else:
             self._task = startup.read_task()
-            self._mode.check_workers(len(self._task.cluster["worker"]))
+            num_workers = len(self._task.cluster["worker"])
+            self._mode.check_workers(num_workers)
             balance.weights_of(self._task.cluster["ps"], ps_weights)
+            least = modes.check_min_workers(min_workers, self._mode, num_workers)
+            is_elastic = least < num_workers
             if self._task.task_type in ("ps", "worker"):
-                startup.serve_and_exit(self._task, startup_timeout)
-            tuning.tune()
-            tuning.hide_gpus()
-            preflight.wait_for_cluster(
-                self._task, job_types=("chief", "worker", "ps"), timeout=startup_timeout
-            )
+                startup.serve_and_exit(self._task, startup_timeout, is_elastic)
+            absent = startup.wait_for_servers(self._task, startup_timeout, least)
             cluster_resolver = tf.distribute.cluster_resolver.TFConfigClusterResolver(
                 rpc_layer="grpc"
             )
@@ -192,17 +191,12 @@ class ParameterServerStrategy(StateDicts, tf.distribute.ParameterServerStrategy)
             "pull_compression": pull_compression,
             "updates": updates,
             "overlap_steps": None if overlap_steps == "auto" else overlap_steps,
+            "min_workers": min_workers,
         }
         self._cluster_coordinator = None
         self._engine = ParameterServerEngine(self)
-        self._claimant = ServerLease(spec, self._task)
-        self._claimant.claim_all()
-        startup.end_calls_of_lost_tasks()
-        self._connect_to_cluster(coordinator_name="chief")
-        self._chief = None
-        if self._task is not None:
-            job_failure.install_exit_hook()
-            self._chief = shutdown.ShutdownNotifier(startup.addresses_of_servers(spec))
+        servers = startup.Servers(spec, self._task, cluster_resolver.rpc_layer, absent)
+        self._chief, self._num_workers = servers.notifier, len(spec["worker"])
         cuts_finely = self._mode.is_sync and bool(overlap)
         extended = ParameterServerExtended(
             self, cluster_resolver, variable_partitioner, compressors, weights, cuts_finely
@@ -219,13 +213,17 @@ class ParameterServerStrategy(StateDicts, tf.distribute.ParameterServerStrategy)
         self._canonicalize_devices = False
         # One worker's training is that of one process; servers started otherwise have few threads.
         overlap = overlap if self._num_workers > 1 and self._task is not None else False
+        members = Members(spec["worker"], servers.admit, absent, forgets=is_elastic)
         scheduler = Scheduler(
             self._num_workers,
             failure.WorkerWatch(spec["worker"], heartbeat_timeout).check_workers,
-            self._greet_again if self._chief else None,
+            members,
+            servers.greet,
             LANES if overlap and not self._mode.is_sync else 1,
-            lambda: not stalls.unresponsive_tasks({a: a for a in spec["worker"]}),
+            absent,
         )
+        if is_elastic:
+            servers.let_workers_leave(scheduler.queue, members)
         progress = Progress(leads=True)
         stalls.Inspector(stall_warning, StallProbe(scheduler.queue, progress, spec).look)
         self._context = StepContext(
@@ -244,12 +242,6 @@ class ParameterServerStrategy(StateDicts, tf.distribute.ParameterServerStrategy)
         kind: Any = LocalSGDUpdates if updates is not None and updates.local else WorkerUpdates
         self._context.updating = kind(self._context, updates)
         live_strategies.note(self, in_cluster=self._task is not None)
-
-    def _greet_again(self, name):
-        # It is another process, to which this chief is one of many.
-        with contextlib.suppress(ClusterStartupError):
-            self._claimant.claim(name)
-        self._chief.greet(name)
 
     def __repr__(self) -> str:
         return strategy_text.describe(self, self._task, **self._options)

@@ -97,7 +97,7 @@ ATTRIBUTES = [
     # Parameter servers.
     (
         parameter_server_strategy_v2.ParameterServerStrategyV2,
-        "_connect_to_cluster _verify_args_and_config",
+        "_verify_args_and_config",
     ),
     (
         ps_values.DistributedTable,

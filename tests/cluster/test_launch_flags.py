@@ -4,6 +4,7 @@ import pytest
 
 import keras_psplus
 from keras_psplus.catalogue import lookup
+from keras_psplus.cluster.config import ClusterConfigError
 from keras_psplus.cluster.launcher import launch_flags
 
 MAKERS = [
@@ -22,6 +23,7 @@ def said(monkeypatch, caplog):
         for variable in (
             *launch_flags.OPTION_VARIABLES.values(),
             launch_flags.STRATEGY_VARIABLE,
+            launch_flags.MIN_WORKERS_VARIABLE,
         ):
             monkeypatch.delenv(variable, raising=False)
         for flag, value in flags.items():
@@ -47,6 +49,16 @@ def test_what_the_script_does_not_give_is_taken(maker, said):
     assert strategy.updates.steps == 4
     with pytest.raises(ValueError, match="Received: "):
         said(maker, compression="nonsense")
+
+
+@pytest.mark.parametrize("maker", MAKERS)
+def test_strategies_that_need_all_workers_refuse_a_range(maker, said):
+    for least, message in (
+        ("1", f"alone; {maker.__name__} needs all of"),
+        ("one", "the number of"),
+    ):
+        with pytest.raises(ClusterConfigError, match=f"{message}.*Received: KERAS_.*='?{least}"):
+            said(maker, min_workers=least)
 
 
 def test_strategies_say_what_they_are(said):

@@ -48,7 +48,7 @@ class Waiting(threading.Thread):
 
     def run(self):
         try:
-            self.outcome = wait_for_cluster(**self.arguments)
+            self.outcome = wait_for_cluster(**self.arguments) or None
         except Exception as error:
             self.outcome = error
 
@@ -79,14 +79,14 @@ def test_tasks_that_start_one_after_the_other_all_go_on():
 
 
 def test_alone_in_the_cluster():
-    assert wait_for_cluster(TaskConfig(make_cluster(1), "worker", 0), timeout=5) is None
+    assert wait_for_cluster(TaskConfig(make_cluster(1), "worker", 0), timeout=5) == set()
 
 
 def test_only_the_given_jobs_are_waited_for():
     config = TaskConfig(make_cluster(1, ps=1), "worker", 0)
     wait_for_cluster(config, timeout=5)
     with pytest.raises(ClusterStartupError, match="ps-0 at"):
-        wait_for_cluster(config, job_types=("worker", "ps"), timeout=0.5)
+        wait_for_cluster(config, job_types=("worker", "ps"), timeout=0.5, spare_workers=1)
 
 
 def test_evaluator_waits_for_nobody():

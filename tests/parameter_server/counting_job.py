@@ -55,7 +55,7 @@ class Progress(keras.callbacks.Callback):
         time.sleep(pause)
         if batch % 50 == 0:
             print(f"batch {batch}", flush=True)
-        deadline = time.monotonic() + 60
+        deadline = time.monotonic() + 240
         while batch == steps // 2 and not gate.exists() and time.monotonic() < deadline:
             time.sleep(0.1)
 

@@ -36,6 +36,10 @@ WINDOW = 2
         {"mode": "sync", "max_staleness": 0},
         # There are two workers.
         {"mode": "sync", "backup_workers": 2},
+        {"min_workers": 0},
+        {"min_workers": 3},
+        {"min_workers": 1.0},
+        {"mode": "sync", "min_workers": 1},
     ],
     ids=str,
 )
@@ -45,6 +49,18 @@ def test_bad_arguments_are_refused_before_anything_starts(arguments, monkeypatch
     name = list(arguments)[-1]
     with pytest.raises(ValueError, match=rf"Received: .*{name}={arguments[name]!r}"):
         psp.ParameterServerStrategy(**arguments)
+
+
+def test_workers_that_the_launcher_starts_later(monkeypatch):
+    is_sync, is_async = modes.Mode(True, 0, None), modes.Mode(False, 0, None)
+    assert modes.check_min_workers(None, is_async, 3) == 3
+    monkeypatch.setenv("KERAS_PSPLUS_MIN_WORKERS", "2")
+    assert modes.check_min_workers(None, is_async, 3) == 2
+    assert modes.check_min_workers(1, is_async, 3) == 1
+    with pytest.raises(ValueError, match='as many parts as.*Received: mode="sync", min_workers=2'):
+        modes.check_min_workers(None, is_sync, 3)
+    with pytest.raises(ValueError, match="`cluster_resolver`.*Received: min_workers=1"):
+        modes.check_no_min_workers(1)
 
 
 def test_good_arguments():
@@ -191,7 +207,7 @@ def waiting_closure(about, counts_for=None):
 
 
 def test_an_error_ends_steps_that_follow_a_lost_workers_in_the_queue():
-    scheduler = Scheduler(0, lambda: None)
+    scheduler = Scheduler(0, lambda: None, None)
     queue = ClosureQueue(2, Clocks(2))
     scheduler.queue = queue
     closures = [waiting_closure(f"batch {i}", home) for i, home in enumerate((1, 1, 1, 0))]

@@ -1,14 +1,18 @@
 """Closures of a worker that is lost go to another one, and it is taken back between steps."""
 
+import queue as queues
 import threading
+import time
 import types
 
 import pytest
 import tensorflow as tf
 
-from keras_psplus.parameter_server.scheduling import workers
+from keras_psplus.cluster.config import ClusterStartupError
+from keras_psplus.parameter_server.scheduling import membership
 from keras_psplus.parameter_server.scheduling.clocks import Clocks
 from keras_psplus.parameter_server.scheduling.closures import Closure
+from keras_psplus.parameter_server.scheduling.membership import Members
 from keras_psplus.parameter_server.scheduling.queue import ClosureQueue
 from keras_psplus.parameter_server.scheduling.remote_worker import RemoteWorker
 from keras_psplus.parameter_server.scheduling.workers import Lane, Reconnection
@@ -49,23 +53,38 @@ def queue():
 
 @pytest.fixture
 def updates(monkeypatch):
-    """Events: an update has begun, it may end; and the list of what they raise."""
-    state = types.SimpleNamespace(begun=threading.Event(), may_end=threading.Event(), errors=[])
+    """Events: an update has begun, it may end; what it raises; the workers that are in it."""
+    state = types.SimpleNamespace(
+        begun=threading.Event(), may_end=threading.Event(), errors=[], present=[]
+    )
 
-    def update_server_def(server_def):
-        assert server_def == "cluster"
+    def update_server_def(definition):
+        (job,) = definition.cluster.job
+        state.present.append(dict(job.tasks))
         state.begun.set()
         assert state.may_end.wait(SECONDS)
         if state.errors:
             raise state.errors.pop(0)
 
     context = types.SimpleNamespace(update_server_def=update_server_def)
-    stub = types.SimpleNamespace(
-        context=lambda: context,
-        get_server_def=lambda: "cluster",
+    definition = types.SimpleNamespace(
+        cluster=types.SimpleNamespace(job=[types.SimpleNamespace(name="worker", tasks={0: "a"})])
     )
-    monkeypatch.setattr(workers, "context", stub)
+    stub = types.SimpleNamespace(context=lambda: context, get_server_def=lambda: definition)
+    monkeypatch.setattr(membership, "context", stub)
     return state
+
+
+@pytest.fixture
+def silent(monkeypatch):
+    """Set of the workers that do not respond."""
+    silent = set()
+    monkeypatch.setattr(
+        membership.stalls,
+        "unresponsive_tasks",
+        lambda tasks: [n for n in tasks if int(n) in silent],
+    )
+    return silent
 
 
 def lose(queue, worker=1):
@@ -141,15 +160,16 @@ def test_closures_overlap_that_may(queue):
         assert closure.get() == "result"
 
 
-def test_a_worker_is_taken_back_between_closures(queue, updates):
-    is_there, back = threading.Event(), threading.Event()
-    Reconnection(queue, is_there.is_set, lambda worker: back.set())
+def test_a_worker_is_taken_back_between_closures(queue, updates, silent):
+    back = threading.Event()
+    silent.add(1)
+    Reconnection(queue, Members("ab", lambda name: None), lambda worker: back.set())
     with queue.holding():
         lose(queue)
         # Closures go on for as long as the worker is away ...
         running = queue.take(0)
         with queue.holding():
-            is_there.set()
+            silent.clear()
             # ... and what is under way ends before it is taken back.
             assert not updates.begun.wait(1.5)
         queue.end(running)
@@ -166,16 +186,64 @@ def test_a_worker_is_taken_back_between_closures(queue, updates):
 
 
 @pytest.mark.parametrize("error", [LOST, ValueError("no cluster")], ids=["lost", "other"])
-def test_an_error_while_a_worker_is_taken_back(queue, updates, error):
+def test_an_error_while_a_worker_is_taken_back(queue, updates, silent, error):
     """A worker that is lost again is waited for; anything else is an error of the job."""
     updates.errors.append(error)
     updates.may_end.set()
-    Reconnection(queue, lambda: True, lambda worker: None)
+    Reconnection(queue, Members("ab", lambda name: None), lambda worker: None)
     lose(queue)
     with queue.changed:
         assert queue.changed.wait_for(lambda: not queue.lost, SECONDS)
     assert not updates.errors
     assert queue.error is (None if error is LOST else error)
+
+
+def test_workers_come_that_were_not_there(updates, silent, caplog):
+    """Each comes by itself; one that another job has is refused, and one that leaves is not."""
+    silent.update((1, 2, 3))
+    updates.may_end.set()
+    stranger, come = [1], queues.Queue()
+
+    def admit(name):
+        if int(name[-1]) in stranger:
+            raise ClusterStartupError(f"{name} serves another chief")
+
+    queue = ClosureQueue(4, Clocks(4), absent=(1, 2, 3))
+    Reconnection(queue, Members("abcd", admit), come.put)
+    closure = Scripted()
+    queue.put(closure, 1)
+    for worker in range(4):
+        Lane(RemoteWorker(worker), queue)
+    assert closure.get() == "result" and closure.ran_on == [0]
+    silent.difference_update((1, 2))
+    assert come.get(timeout=SECONDS) == 2
+    assert updates.present == [{0: "a", 2: "c"}]
+    assert "worker-1 serves another chief" in caplog.text
+    stranger.clear()
+    assert come.get(timeout=SECONDS) == 1
+    assert updates.present[1:] == [{0: "a", 1: "b", 2: "c"}]
+    # What it is at ends first, and it is not taken back while it still responds.
+    last, waiting = Scripted(), Scripted()
+    last.may_end = threading.Event()
+    queue.put(last, 2)
+    assert last.begun.wait(SECONDS)
+    queue.put(waiting, 2)
+    retired = threading.Thread(target=queue.retire, args=(2,))
+    retired.start()
+    assert waiting.get() == "result" and waiting.ran_on != [2]
+    assert retired.is_alive()
+    last.may_end.set()
+    retired.join(SECONDS)
+    assert last.get() == "result" and last.ran_on == [2] and queue.lost == {2, 3}
+    with pytest.raises(queues.Empty):
+        come.get(timeout=1.5)
+    silent.add(2)
+    deadline = time.monotonic() + SECONDS
+    while queue.leaving and time.monotonic() < deadline:
+        time.sleep(0.05)
+    silent.discard(2)
+    assert come.get(timeout=SECONDS) == 2
+    queue.close()
 
 
 def test_resources_are_made_anew_after_a_loss():
@@ -189,6 +257,14 @@ def test_resources_are_made_anew_after_a_loss():
     worker.forget()
     worker.resource(owner, make)
     assert len(made) == 2
+
+
+@pytest.mark.parametrize("job", ["worker", "ps"])
+def test_a_tensor_of_a_forgotten_worker_is_lost_with_it(job):
+    text = f"Assigned device '/job:{job}/replica:0/task:0/device:CPU:0' does not match any device"
+    known = "the devices available on this machine: [/job:worker/replica:0/task:1/device:CPU:0]"
+    error = tf.errors.InternalError(None, None, f"{text}. Here are {known}")
+    assert losses.is_of_worker(error) == losses.is_worker_loss(error) == (job == "worker")
 
 
 @pytest.mark.parametrize("is_lost", [True, False])

@@ -10,12 +10,16 @@ import os
 from collections.abc import Callable, Iterator
 from typing import Any
 
-from keras_psplus.cluster.config import read_task_config
+from keras_psplus.cluster.config import ClusterConfigError, read_task_config
 from keras_psplus.log import info_once, warn_once
 
 STRATEGY_VARIABLE = "KERAS_PSPLUS_STRATEGY"
 # Arguments of the strategy, and the variables that they are taken from.
 OPTION_VARIABLES = {"compression": "KERAS_PSPLUS_COMPRESSION", "updates": "KERAS_PSPLUS_UPDATES"}
+# With how many workers a job of a range of them begins.
+MIN_WORKERS_VARIABLE = "KERAS_PSPLUS_MIN_WORKERS"
+# The strategy whose workers may come and go.
+_ELASTIC = "ParameterServerStrategy"
 # What `keras-psplus plan` asks of the script, whatever strategy it makes.
 PLAN_REQUEST_VARIABLE = "KERAS_PSPLUS_PLAN"
 # What the catalogue's entries are variants of.
@@ -52,7 +56,12 @@ def fill(name: str, **given: Any) -> tuple[Any, ...]:
     fill("MultiWorkerMirroredStrategy", compression=None, updates="accumulate:2")
     # ("int8", "accumulate:2")
     ```
+
+    Raises:
+        ClusterConfigError: If workers are to come and go, and the strategy needs all of them.
     """
+    if name != _ELASTIC:
+        _refuse_range(name)
     if _settled.get() or os.environ.get(PLAN_REQUEST_VARIABLE):
         return tuple(given.values())
     filled = dict(given)
@@ -76,6 +85,30 @@ def fill(name: str, **given: Any) -> tuple[Any, ...]:
             f"{STRATEGY_VARIABLE}={entry}",
         )
     return tuple(filled.values())
+
+
+def min_workers() -> int | None:
+    """Number of workers with which the launcher says that training begins, or None.
+
+    Raises:
+        ClusterConfigError: If the variable is not a number.
+    """
+    text = os.environ.get(MIN_WORKERS_VARIABLE, "")
+    if text and not text.isdecimal():
+        raise ClusterConfigError(
+            f"{MIN_WORKERS_VARIABLE} must be the number of workers with which training begins. "
+            f"Received: {MIN_WORKERS_VARIABLE}={text!r}"
+        )
+    return int(text) if text else None
+
+
+def _refuse_range(name: str) -> None:
+    if (least := min_workers()) is not None:
+        raise ClusterConfigError(
+            f"Workers come and go under asynchronous {_ELASTIC} alone; {name} needs all of them at "
+            "every step: give --workers one number. "
+            f"Received: {MIN_WORKERS_VARIABLE}={least}"
+        )
 
 
 def _say(log: Callable[..., None], line: str, received: str | None = None) -> None:

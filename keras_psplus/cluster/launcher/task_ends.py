@@ -38,11 +38,12 @@ class TaskEnds:
     """Record of ended tasks: their failures, and the deadline for the others.
 
     Args:
-        tasks: The cluster's tasks.
+        tasks: The cluster's tasks that are started first.
         workers_serve: Whether workers serve a chief.
         graces: `GracePeriods`.
         record: A `JobRecord` by which tasks say what they do, or None.
         log: Function that takes a line of progress.
+        min_workers: How many workers the job needs, if others may leave it; None if it needs all.
 
     Attributes:
         first_failure: Name of the task that has failed first, or None.
@@ -57,13 +58,14 @@ class TaskEnds:
         graces: GracePeriods,
         record: JobRecord | None,
         log: Callable[[str], None],
+        min_workers: int | None = None,
     ) -> None:
         self._of_job = {
             job: [task.name for task in tasks if task.config.task_type == job]
             for job in (*JOB_TYPES, EVALUATOR)
         }
         self._workers_serve, self._graces = workers_serve, graces
-        self._record, self._log = record, log
+        self._record, self._log, self._min_workers = record, log, min_workers
         self._ends: dict[str, tuple[int, float]] = {}  # task name -> (exit code, time)
         self.first_failure: str | None = None
         self.terminated: list[str] = []
@@ -90,12 +92,27 @@ class TaskEnds:
         """Forgets the end of a task that is about to be started again."""
         del self._ends[name]
 
+    def is_running(self, name: str) -> bool:
+        """Whether a task was started, and has not ended."""
+        return name in sum(self._of_job.values(), []) and name not in self._ends
+
+    def expect(self, name: str) -> None:
+        """Notes that a worker is about to be started, perhaps once more."""
+        self._ends.pop(name, None)
+        if name not in self._of_job["worker"]:
+            self._of_job["worker"].append(name)
+
     def is_failure(self, name: str) -> bool:
         """Whether a task that has ended has failed the job."""
         code = self._ends[name][0]
         if not code or name in (*self.terminated, *self.told, EVALUATOR_NAME):
             return False
         chief = _CHIEF if self._of_job["chief"] else task_name("worker", 0)
+        if name.startswith("worker-") and self._min_workers is not None:
+            others = [worker for worker in self._of_job["worker"] if self.is_running(worker)]
+            if len(others) >= self._min_workers:
+                self._log(f"{name} has left ({describe(code)}), and {len(others)} go on")
+                return False
         # Of workers that serve, one that has failed says itself what is wrong.
         serves = name.startswith("ps-") or (
             self._workers_serve and name.startswith("worker-") and code < 0
@@ -121,6 +138,12 @@ class TaskEnds:
     def trains(self) -> list[str]:
         """Names of the tasks that train, and do not only serve others."""
         return self._of_job["chief"] + ([] if self._workers_serve else self._of_job["worker"])
+
+    def tell(self, running: Sequence[str]) -> list[str]:
+        """Notes that those that train are told to save and end; returns their names."""
+        trains = [name for name in self.trains if name in running and not self.is_serving(name)]
+        self.told += trains
+        return trains
 
     def has_trained(self) -> bool:
         """Whether all tasks that train have ended."""

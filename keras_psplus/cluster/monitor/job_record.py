@@ -30,6 +30,7 @@ class JobRecord:
         log_dir: Folder of the tasks' logs.
         json_log: A `JsonLog`, or None.
         trace_to: Path of a trace and its number of steps, or None.
+        min_workers: How many of the workers are always there, if others come and go; else None.
     """
 
     def __init__(
@@ -39,6 +40,7 @@ class JobRecord:
         log_dir: pathlib.Path,
         json_log: JsonLog | None = None,
         trace_to: tuple[pathlib.Path, int] | None = None,
+        min_workers: int | None = None,
     ) -> None:
         self._log, self._trace_to = json_log, trace_to
         self._parts: tempfile.TemporaryDirectory[str] | None = None
@@ -54,6 +56,7 @@ class JobRecord:
             "began": now(),
             "command": list(command),
             "layout": {job: int(count) for job, count in layout.items() if count},
+            "min_workers": min_workers,
             "log_dir": os.path.abspath(log_dir),
             "json_log": None if json_log is None else json_log.path,
             "restart": 0,
@@ -78,6 +81,11 @@ class JobRecord:
     def __exit__(self, *_: object) -> None:
         if self._folder is not None:
             job_folder.remove(self._folder)
+
+    @property
+    def folder(self) -> pathlib.Path | None:
+        """The job's folder, or None if there is none."""
+        return self._folder
 
     @property
     def environment(self) -> dict[str, str]:

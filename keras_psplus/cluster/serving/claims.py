@@ -8,7 +8,7 @@ channels. A claim ends with its chief.
 import concurrent.futures
 import threading
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from typing import Any
 
 from keras_psplus.cluster.channel.sessions import RefusedError
@@ -85,13 +85,16 @@ class ServerLease:
         own = {"process": own_id(me.pid), "address": config.address if config else None}
         self._own = {"who": me.who, "host": me.host, **own}
 
-    def claim_all(self) -> None:
+    def claim_all(self, but: Collection[str] = ()) -> None:
         """Claims all servers.
+
+        Args:
+            but: Names of those that are not there yet.
 
         Raises:
             ClusterStartupError: If one belongs to another chief, or to a job with another token.
         """
-        first, *others = self._servers
+        first, *others = [name for name in self._servers if name not in but]
         self.claim(first)
         with concurrent.futures.ThreadPoolExecutor(max_workers=8) as pool:
             list(pool.map(self.claim, others))

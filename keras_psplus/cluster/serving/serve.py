@@ -10,11 +10,13 @@ from typing import NoReturn
 
 import tensorflow as tf
 
+from keras_psplus import versions
 from keras_psplus.cluster.config import ClusterConfigError, ClusterStartupError, TaskConfig
 from keras_psplus.cluster.monitor import task_report
 from keras_psplus.cluster.process import termination, tuning
 from keras_psplus.cluster.serving import control, shutdown
 from keras_psplus.cluster.serving.claims import LeaseHolder
+from keras_psplus.cluster.serving.leaving import Departure
 from keras_psplus.cluster.startup.preflight import check_local_address
 from keras_psplus.cluster.wire import handshake
 from keras_psplus.errors import ChiefLostError
@@ -29,6 +31,7 @@ def serve(
     startup_timeout: float = 300.0,
     chief_gone: float = 5.0,
     log: Callable[[str], None] | None = None,
+    may_leave: bool = False,
 ) -> tf.distribute.Server:
     """Starts this task's TensorFlow server and waits for the chief's end.
 
@@ -54,6 +57,7 @@ def serve(
             counts as ended.
         log: Function that takes a line of progress; writes to stderr by
             default.
+        may_leave: Whether SIGTERM ends this process, and the chief goes on without it.
 
     Returns:
         The `tf.distribute.Server`, which still runs.
@@ -70,14 +74,18 @@ def serve(
     tuning.tune()
     if config.task_type == "ps":
         tuning.hide_gpus()
-    listener = shutdown.ShutdownListener()
+    listener, departure = shutdown.ShutdownListener(), Departure(log)
+    if may_leave:
+        departure.watch()
     # Before TensorFlow's server, by which a chief sees that this task is here.
     channel = control.listen_to_chief(
         config,
         {
             "claim": LeaseHolder(address).claim,
             "word": listener.receive,
-            "is_told_to_end": lambda: termination.SIGNAL.is_noted,
+            "is_told_to_end": lambda: termination.SIGNAL.is_noted or departure.is_due,
+            "let_go": departure.let_go,
+            "versions": own_versions,
         },
     )
     with contextlib.closing(channel):
@@ -111,6 +119,11 @@ def serve(
             log,
         )
     return server
+
+
+def own_versions() -> dict[str, str]:
+    """Versions that a task which serves must have in common with its chief."""
+    return {"keras_psplus": versions.__version__, "TensorFlow": tf.__version__}
 
 
 def outlive(

@@ -11,7 +11,7 @@ import concurrent.futures
 import contextlib
 import sys
 import threading
-from collections.abc import Iterable, Mapping
+from collections.abc import Collection, Iterable, Iterator, Mapping
 
 from keras_psplus.cluster.channel.sessions import RefusedError
 from keras_psplus.cluster.serving import control
@@ -53,15 +53,16 @@ class ShutdownNotifier:
 
     Args:
         addresses: The servers' addresses, by their task names.
+        but: Names of those that are not there yet.
     """
 
-    def __init__(self, addresses: Mapping[str, str]) -> None:
+    def __init__(self, addresses: Mapping[str, str], but: Collection[str] = ()) -> None:
         self._addresses = dict(addresses)
         self._has_ended = threading.Event()
         self._has_failed = False
         self._here: set[str] = set()
         with concurrent.futures.ThreadPoolExecutor(max_workers=16) as pool:
-            list(pool.map(self.greet, addresses))
+            list(pool.map(self.greet, [name for name in addresses if name not in but]))
         # At the interpreter's end no thread can be started any more.
         self._shutdown_thread = threading.Thread(target=self._send_shutdown, daemon=True)
         self._shutdown_thread.start()
@@ -71,14 +72,23 @@ class ShutdownNotifier:
         """Greets a server that is there, or was started again."""
         self._send(_HELLO, [task])
 
-    def are_told_to_end(self, job: str) -> bool:
-        """Whether a task of a job that can be reached has got SIGTERM."""
+    def told_to_end(self, job: str) -> Iterator[str]:
+        """Names of the tasks of a job that can be reached and have got SIGTERM."""
         # Another thread may greet one that was started again.
         for task in [name for name in list(self._here) if name.startswith(f"{job}-")]:
             with contextlib.suppress(OSError, RefusedError):
                 if control.ask(self._addresses[task], "is_told_to_end", {}, _SHUTDOWN_SECONDS):
-                    return True
-        return False
+                    yield task
+
+    def are_told_to_end(self, job: str) -> bool:
+        """Whether a task of a job that can be reached has got SIGTERM."""
+        return any(True for _ in self.told_to_end(job))
+
+    def let_go(self, task: str) -> None:
+        """Has a task end that is told to, and does without it."""
+        with contextlib.suppress(OSError, RefusedError):
+            control.ask(self._addresses[task], "let_go", {}, _SHUTDOWN_SECONDS)
+        self._here.discard(task)
 
     def note_failure(self) -> None:
         """Notes that this process is about to end, but not well."""

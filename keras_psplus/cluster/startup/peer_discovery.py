@@ -53,19 +53,32 @@ class PeerDiscovery:
         self._here: list[str] = []
         # Those that answered from their own `wait_for_cluster`.
         self._also_waiting: set[str] = set()
+        self._spare_workers = 0
 
-    def call(self, started: float, timeout: float, log: Callable[[str], None]) -> None:
+    @property
+    def missing(self) -> set[str]:
+        """Names of the tasks that have not answered."""
+        return set(self._missing)
+
+    def call(
+        self,
+        started: float,
+        timeout: float,
+        log: Callable[[str], None],
+        spare_workers: int = 0,
+    ) -> None:
         """Returns when all have answered.
 
         Args:
             started: `time.monotonic()` from which the time counts.
             timeout: Seconds to wait.
             log: Function that takes a line of progress.
+            spare_workers: How many workers may be missing.
 
         Raises:
             ClusterStartupError: If one does not, or is another one.
         """
-        next_log = started + _LOG_EVERY
+        next_log, self._spare_workers = started + _LOG_EVERY, spare_workers
         while True:
             left = started + timeout - time.monotonic()
             self._dial_missing(min(2.0, max(left, 0.1)))
@@ -83,7 +96,8 @@ class PeerDiscovery:
         return list(self._missing)
 
     def _is_complete(self) -> bool:
-        return not self._missing
+        workers = [name for name in self._missing if name.startswith("worker-")]
+        return len(self._missing) == len(workers) <= self._spare_workers
 
     def _awaited(self) -> set[str]:
         """Names of those that are about to call."""

@@ -24,7 +24,8 @@ def wait_for_cluster(
     timeout: float = 300.0,
     log: Callable[[str], None] | None = None,
     all_wait: bool = False,
-) -> None:
+    spare_workers: int = 0,
+) -> set[str]:
     """Waits until every other task of the given jobs can be reached.
 
     To be called before TensorFlow starts its gRPC server: this task's own
@@ -51,6 +52,10 @@ def wait_for_cluster(
         log: Function that takes a line of progress; writes to stderr by
             default.
         all_wait: Whether all tasks of `job_types` call this function.
+        spare_workers: How many workers may be missing, if not `all_wait`.
+
+    Returns:
+        Names of the workers that are missing.
 
     Raises:
         ClusterStartupError: If this task's address cannot be used, a peer has
@@ -58,17 +63,19 @@ def wait_for_cluster(
             `timeout` seconds (the message lists who is here and who is not).
     """
     if config.address is None:  # an evaluator runs beside the cluster
-        return
+        return set()
     log = log or _log
     started = time.monotonic()
     mine, job = PeerIdentity.of(config), JobSecret.of(config)
     listener = listen_on_own_address(config, mine, min(timeout, DNS_PATIENCE), log)
     tasks = [task for task in config.tasks() if task[0] in job_types]
     kind = SparsePeerDiscovery if all_wait and is_large(len(tasks)) else PeerDiscovery
+    discovery = kind(config, mine, job, listener, job_types)
     try:
-        kind(config, mine, job, listener, job_types).call(started, timeout, log)
+        discovery.call(started, timeout, log, spare_workers)
     finally:
         listener.close()
+    return discovery.missing
 
 
 def check_local_address(config: TaskConfig, log: Callable[[str], None] | None = None) -> None:

@@ -59,12 +59,12 @@ def on_workers(
         info_once("predict: the chief reads the data, so that results keep their order")
         return None
     # As Keras draws its seeds, so that `keras.utils.set_random_seed` settles it.
-    seed = seed_for(random.randint(1, int(1e9)))
+    seed, lost = seed_for(random.randint(1, int(1e9))), context.scheduler.queue.lost
     try:
         if of_workers is not None:
-            workers: WorkerDataset = DatasetOfEachWorker(of_workers, dataset.element_spec)
+            workers: WorkerDataset = DatasetOfEachWorker(of_workers, dataset.element_spec, lost)
         else:
-            workers = WorkerDataset(dataset, policy, context.num_workers, seed)
+            workers = WorkerDataset(dataset, policy, context.num_workers, seed, lost)
     except ValueError as error:
         logger.warning(
             "this dataset cannot be sent to the workers (%s), so the chief reads it and sends each "

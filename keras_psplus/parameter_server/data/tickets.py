@@ -82,7 +82,9 @@ class TicketQueue:
         """Takes a reader's first ticket for a worker; see `WorkerIterator.take`."""
         while True:
             with self.changed:
-                ready = {r.tickets[0].home: r for r in readers if r.tickets}
+                # A worker reads the shares of those that are not there, too: the fullest first.
+                filled = sorted(readers, key=lambda reader: len(reader.tickets))
+                ready = {r.tickets[0].home: r for r in filled if r.tickets}
                 workers = free() if ready else []
                 if workers:
                     # Else a slower worker has read more than it trains on.

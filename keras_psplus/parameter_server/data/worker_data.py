@@ -2,8 +2,8 @@
 
 Every worker has an iterator over a share of the dataset, made there from the dataset's graph. The
 chief asks for the next batches of every share a little ahead of the steps, so that it knows when
-the data end; the batches stay where they are. A share whose worker is lost is read on by another
-one, from where its steps had got to.
+the data end; the batches stay where they are. A share whose worker is lost, or not there yet, is
+read on by another one, from where its steps had got to, until its own is there.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ from __future__ import annotations
 import functools
 import threading
 import weakref
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from typing import Any, NoReturn, TypeAlias
 
 import tensorflow as tf
@@ -42,6 +42,7 @@ class WorkerDataset:
         policy: `tf.data.experimental.AutoShardPolicy`: FILE or DATA.
         num_workers: Number of workers.
         seed: What unseeded shuffles are seeded with, alike on all workers.
+        lost: Numbers of the workers that are not there, as they change.
 
     Raises:
         ValueError: If the dataset needs something of this process.
@@ -53,8 +54,9 @@ class WorkerDataset:
         policy: tf.data.experimental.AutoShardPolicy | None,
         num_workers: int,
         seed: int,
+        lost: Collection[int],
     ) -> None:
-        self._dataset, self._policy = dataset, policy
+        self._dataset, self._policy, self._lost = dataset, policy, lost
         self._num_workers, self._seed = num_workers, seed
         self._epoch = 0
         # Batches that were taken from each share, in the present pass.
@@ -82,6 +84,7 @@ class WorkerDataset:
             self._num_workers,
             self.element_spec,
             self._taken,
+            self._lost,
         )
 
     @property
@@ -144,14 +147,20 @@ class DatasetOfEachWorker(WorkerDataset):
         datasets: List of pairs of a `tf.data.Dataset` of batches and the seed that its unseeded
             shuffles get, one for each worker.
         element_spec: Type specification that the batches of all of them meet.
+        lost: As for `WorkerDataset`.
 
     Raises:
         ValueError: If a dataset needs something of this process.
     """
 
-    def __init__(self, datasets: Sequence[tuple[tf.data.Dataset, int]], element_spec: Any) -> None:
+    def __init__(
+        self,
+        datasets: Sequence[tuple[tf.data.Dataset, int]],
+        element_spec: Any,
+        lost: Collection[int],
+    ) -> None:
         self._datasets = datasets
-        super().__init__(datasets[0][0], None, len(datasets), datasets[0][1])
+        super().__init__(datasets[0][0], None, len(datasets), datasets[0][1], lost)
         self.element_spec = element_spec
 
     def _graphs(self) -> list[tuple[tf.Tensor, Any]]:
@@ -173,15 +182,21 @@ class WorkerIterator:
         num_workers: Number of workers.
         element_spec: Type specification of a batch.
         taken: List of how many batches of each share come before; those taken are added.
+        lost: Numbers of the workers that are not there, as they change.
     """
 
     def __init__(
-        self, shares: Sequence[OpenShare], num_workers: int, element_spec: Any, taken: list[int]
+        self,
+        shares: Sequence[OpenShare],
+        num_workers: int,
+        element_spec: Any,
+        taken: list[int],
+        lost: Collection[int],
     ) -> None:
         self.element_spec, self._taken = element_spec, taken
         self._queue = TicketQueue()
         self._readers = [
-            _ShareReader(self._queue, share, number, num_workers, taken[number])
+            _ShareReader(self._queue, share, number, num_workers, taken[number], lost)
             for number, share in enumerate(shares)
         ]
         self._is_started = False
@@ -217,10 +232,18 @@ class _ShareReader:
     """Reads one share ahead, on one worker after another if need be."""
 
     def __init__(
-        self, queue: TicketQueue, open_at: OpenShare, number: int, num_workers: int, position: int
+        self,
+        queue: TicketQueue,
+        open_at: OpenShare,
+        number: int,
+        num_workers: int,
+        position: int,
+        lost: Collection[int],
     ) -> None:
         self._queue, self._open_at, self._number = queue, open_at, number
-        self._home, self._num_workers = number, num_workers
+        self._home, self._num_workers, self._lost = number, num_workers, lost
+        # Whether its own worker was seen not to be there, so that its return will be seen.
+        self._was_lost = False
         self._take_next: Callable[[int], Batches] | None = None
         self._position = position
         self.tickets: list[Ticket] = []
@@ -250,6 +273,7 @@ class _ShareReader:
                 self._queue.changed.notify_all()
 
     def _next(self, count: int) -> Ticket:
+        self._choose_home()
         if self._take_next is None:
             self._take_next = self._open_at(self._home, self._position)
         batches = self._take_next(count)
@@ -258,8 +282,25 @@ class _ShareReader:
             self._home, self._number, batches, lambda worker, n: self._open_at(worker, position)(n)
         )
 
+    def _choose_home(self) -> None:
+        """Has its own worker read it if that is there, or else one that is."""
+        before = self._home
+        if self._number in self._lost:
+            self._was_lost = True
+        elif self._was_lost:
+            self._was_lost, self._home = False, self._number
+        if self._home in self._lost:
+            self._home = self._following()
+        if self._home != before:
+            self._take_next = None
+
+    def _following(self) -> int:
+        """Number of the next worker that is there."""
+        others = ((self._home + 1 + i) % self._num_workers for i in range(self._num_workers))
+        return next((worker for worker in others if worker not in self._lost), self._home)
+
     def _move(self) -> None:
-        lost, self._home = self._home, (self._home + 1) % self._num_workers
+        lost, self._home = self._home, self._following()
         self._take_next = None
         logger.warning(
             "worker-%d does not answer; worker-%d reads its share of the data on, from batch %d",

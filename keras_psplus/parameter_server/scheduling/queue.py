@@ -11,7 +11,7 @@ import contextlib
 import re
 import threading
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 
 from keras_psplus.log import logger
 from keras_psplus.parameter_server.scheduling.clocks import Clocks
@@ -29,18 +29,20 @@ class ClosureQueue:
     Args:
         num_workers: Number of workers.
         clocks: `Clocks`, which learn of what workers end, lose and take from one another.
+        absent: Numbers of the workers that are not there yet: as if they were lost.
 
     Attributes:
         changed: Condition that is notified when a closure ends and when an error comes.
         error: The first error since the last that was raised, or None.
         cancellation: Cancellation manager of the closures under way.
         last_end: Time of the last end of a closure.
-        lost: Numbers of the workers that are lost and not back yet.
+        lost: Numbers of the workers that are lost and not back, or have not come yet.
+        leaving: Numbers of those of them that end, though they may still respond.
         losses: By worker, how often it was lost.
         on_lost: Called with the number of a worker that is lost.
     """
 
-    def __init__(self, num_workers: int, clocks: Clocks) -> None:
+    def __init__(self, num_workers: int, clocks: Clocks, absent: Iterable[int] = ()) -> None:
         self._clocks, self._lock = clocks, threading.RLock()
         self.changed = threading.Condition(self._lock)
         self._wake = [threading.Condition(self._lock) for _ in range(num_workers)]
@@ -50,7 +52,9 @@ class ClosureQueue:
         ]
         self._running: list[list[Closure]] = [[] for _ in range(num_workers)]
         self._closures: dict[int, Closure] = {}
-        self.lost: set[int] = set()
+        self.lost, self.leaving = set(absent), set[int]()
+        for worker in self.lost:
+            clocks.lose(worker)
         self.losses = [0] * num_workers
         self.on_lost: Callable[[int], None] = lambda worker: None
         self.error: BaseException | None = None
@@ -164,13 +168,27 @@ class ClosureQueue:
             self.give_back(closure)
             if losses != self.losses[worker]:
                 return
-            self.lost.add(worker)
-            self.losses[worker] += 1
-            self._clocks.lose(worker)
-            while self._waiting[worker]:
-                self._put_for_any(self._waiting[worker].popleft())
-            self.changed.notify_all()
+            self._do_without(worker)
         self.on_lost(worker)
+
+    def retire(self, worker: int) -> None:
+        """Gives a worker no more, and waits until it has done what it has."""
+        with self._lock:
+            self.leaving.add(worker)
+            is_lost = worker in self.lost
+            if not is_lost:
+                self._do_without(worker)
+            self.changed.wait_for(lambda: not self._running[worker])
+        if not is_lost:
+            self.on_lost(worker)
+
+    def _do_without(self, worker):
+        self.lost.add(worker)
+        self.losses[worker] += 1
+        self._clocks.lose(worker)
+        while self._waiting[worker]:
+            self._put_for_any(self._waiting[worker].popleft())
+        self.changed.notify_all()
 
     def is_passing(self, error: BaseException) -> bool:
         """Whether an error is of a server that may answer the next time."""

@@ -9,12 +9,13 @@ from __future__ import annotations
 
 import time
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from typing import TYPE_CHECKING, Any
 
 from keras_psplus.log import logger
 from keras_psplus.parameter_server.scheduling.clocks import Clocks
 from keras_psplus.parameter_server.scheduling.closures import Closure
+from keras_psplus.parameter_server.scheduling.membership import Members
 from keras_psplus.parameter_server.scheduling.queue import ClosureQueue
 from keras_psplus.parameter_server.scheduling.remote_worker import RemoteWorker
 from keras_psplus.parameter_server.scheduling.workers import Lane, Reconnection
@@ -39,9 +40,10 @@ class Scheduler:
         num_workers: Number of workers.
         check_workers: Called now and then while no closure returns; raises if it has to be given
             up.
-        on_worker_back: Optional, called with the name of a worker that was lost and is back.
+        on_worker_back: Optional, called with the name of a worker that has come, or is back.
         lanes: How many closures a worker may run at a time, of those that allow it.
-        are_workers_back: Asked after a loss; whether all workers respond.
+        members: `Members`, which finds the workers that come.
+        absent: Numbers of the workers that are not there yet.
 
     Attributes:
         on_worker_lost: None, or a function that is called with the number of a worker that is lost.
@@ -55,28 +57,34 @@ class Scheduler:
         self,
         num_workers: int,
         check_workers: Callable[[], None],
+        members: Members,
         on_worker_back: Callable[[str], None] | None = None,
         lanes: int = 1,
-        are_workers_back: Callable[[], bool] = lambda: True,
+        absent: Iterable[int] = (),
     ) -> None:
         self._on_worker_back, self.on_worker_lost = on_worker_back, None
         self._check_workers, self._window = check_workers, _STEPS_PER_WORKER
         self.clocks = Clocks(num_workers)
-        self.queue = queue = ClosureQueue(num_workers, self.clocks)
+        self.queue = queue = ClosureQueue(num_workers, self.clocks, absent)
         # Threads hold the queue, which ends them when nothing holds this.
         queue.on_lost = _weakly(self._note_loss)
         weakref.finalize(self, queue.close).atexit = False
-        for worker in map(RemoteWorker, range(num_workers)):
+        self._workers = [RemoteWorker(index) for index in range(num_workers)]
+        for worker in self._workers:
             for _ in range(lanes):
                 Lane(worker, queue)
-        Reconnection(queue, are_workers_back, _weakly(self._note_return))
+        Reconnection(queue, members, _weakly(self._note_return))
 
     def _note_loss(self, worker: int) -> None:
         if self.on_worker_lost is not None:
             self.on_worker_lost(worker)
 
     def _note_return(self, worker: int) -> None:
-        logger.warning("worker-%d is back", worker)
+        self._workers[worker].forget()
+        if self.queue.losses[worker]:
+            logger.warning("worker-%d is back", worker)
+        else:
+            logger.info("worker-%d has joined, and takes steps from now on", worker)
         if self._on_worker_back is not None:
             self._on_worker_back(f"worker-{worker}")
 

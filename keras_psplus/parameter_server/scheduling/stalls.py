@@ -72,6 +72,8 @@ class StallProbe:
         return f"the closure; not arrived: {missing}"
 
     def _of_call(self):
-        silent = stalls.unresponsive_tasks({**self._workers, **self._servers})
+        lost = {f"worker-{index}" for index in self._queue.lost}
+        there = {name: a for name, a in self._workers.items() if name not in lost}
+        silent = stalls.unresponsive_tasks({**there, **self._servers})
         missing = ", ".join(f"{name} (no answer)" for name in silent)
         return f"an answer; not arrived: {missing or 'none; it may still trace, or wait for data'}"

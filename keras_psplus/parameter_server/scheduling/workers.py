@@ -1,4 +1,4 @@
-"""Threads that run closures on workers, and the return of workers after a loss.
+"""Threads that run closures on workers, and the coming of workers.
 
 A worker has a thread for each closure that it may have under way, so that one may be read while
 another computes and a third one is sent.
@@ -14,10 +14,10 @@ import tensorflow as tf
 
 from keras_psplus.log import logger
 from keras_psplus.parameter_server.scheduling.closures import Closure
+from keras_psplus.parameter_server.scheduling.membership import Members
 from keras_psplus.parameter_server.scheduling.queue import ClosureQueue
 from keras_psplus.parameter_server.scheduling.remote_worker import RemoteWorker, WorkerCalls
 from keras_psplus.parameter_server.tracing.losses import is_worker_loss
-from keras_psplus.tf_internals import context
 
 _RETRY_SECONDS = 0.5
 
@@ -61,45 +61,46 @@ class Lane:
 
 
 class Reconnection:
-    """Takes workers back that were lost, between steps.
+    """Takes workers in that were lost, or were not there before, between steps.
 
     TensorFlow gives each task's runtime a new table of the functions that others run for it, and a
     step that is under way then may look for its functions in the wrong table.
 
     Args:
         queue: `ClosureQueue`.
-        are_back: Function that returns whether all workers respond.
+        members: `Members`.
         on_back: Called with the number of a worker that is back, before it gets a closure.
     """
 
     def __init__(
-        self, queue: ClosureQueue, are_back: Callable[[], bool], on_back: Callable[[int], None]
+        self, queue: ClosureQueue, members: Members, on_back: Callable[[int], None]
     ) -> None:
-        self._queue, self._are_back, self._on_back = queue, are_back, on_back
+        self._queue, self._members, self._on_back = queue, members, on_back
         threading.Thread(target=self._run, name="Reconnection", daemon=True).start()
 
     def _run(self) -> None:
         while lost := self._queue.wait_for_loss():
             # The others go on meanwhile: TensorFlow's own call waits for all of them.
-            if not self._are_back():
+            found = self._members.ready(lost, self._queue.leaving)
+            if found is None:
                 time.sleep(_RETRY_SECONDS)
                 continue
-            error = self._mend()
+            error = self._mend(lost - found)
             if error is not None and is_worker_loss(error):
                 logger.warning("a worker was lost again while it was taken back: %s", error)
                 continue
             if error is not None:
                 self._queue.fail(error)
-            for worker in sorted(lost):
+            for worker in sorted(found):
                 if error is None:
                     self._on_back(worker)
                 # Or else steps find out whether it is there.
                 self._queue.welcome(worker)
 
-    def _mend(self) -> Exception | None:
+    def _mend(self, absent: set[int]) -> Exception | None:
         with self._queue.paused():
             try:
-                context.context().update_server_def(context.get_server_def())
+                self._members.connect(absent)
             except Exception as error:
                 return error
         return None

@@ -10,6 +10,8 @@ _FROM_SERVER = "GRPC error information from remote target /job:ps"
 _WORKER = "/job:worker"
 # Of a process that has taken the address of a lost one before any RPC has failed.
 _RESTARTED = ("unknown device", "unable to find the relevant tensor remote_handle")
+# Of a tensor of a lost worker that TensorFlow has been made to forget.
+_FORGOTTEN = "Assigned device '/job:worker"
 # Of a function that starts while a worker is taken back; it has not run.
 _NOT_REMOTE = "Primary device is not remote"
 _NOT_REGISTERED = "is neither a type of a primitive operation nor a name of a function registered"
@@ -31,6 +33,8 @@ def is_worker_loss(error: BaseException) -> bool:
         return False
     if isinstance(error, tf.errors.InvalidArgumentError):
         return _is_restarted(error) or _NOT_REMOTE in text
+    if isinstance(error, tf.errors.InternalError):
+        return _FORGOTTEN in text
     if isinstance(error, tf.errors.NotFoundError):
         return _NOT_REGISTERED in text
     if isinstance(error, TypeError):

@@ -1,0 +1,77 @@
+"""`keras-psplus add-worker`: one more worker for a job that is under way."""
+
+from __future__ import annotations
+
+import pathlib
+import shlex
+import sys
+from typing import Any
+
+from absl import flags
+
+from keras_psplus.cli.flags import parsing
+from keras_psplus.cluster.launcher.worker_range import ADD_WORKER
+from keras_psplus.cluster.monitor import job_folder, job_requests
+from keras_psplus.cluster.process import process_state
+
+_USAGE = """
+usage: keras-psplus add-worker JOB
+
+Starts one more worker of a job of `keras-psplus run --workers MIN:MAX` on this machine. JOB is the
+process id of its launcher, which `keras-psplus status` shows. The worker takes steps once its
+TensorFlow is up, and nobody is started again. End its process (SIGTERM) to have it leave.
+
+  keras-psplus run --workers 1:3 --ps 1 train.py
+  keras-psplus add-worker 4711
+"""
+_ANSWER_SECONDS = 15.0
+
+
+def main(argv: list[str]) -> int:
+    """Runs the command; returns an exit code.
+
+    0, 1 if the job takes no worker, 2 for a wrong command line.
+    """
+    options = flags.FlagValues()
+    if parsing.shows_help(_USAGE, options, argv):
+        return 0
+    try:
+        rest = parsing.parse(options, argv)
+        if len(rest) != 1:
+            raise parsing.UsageError(
+                "name one job, by the process id of its launcher (`keras-psplus status`). "
+                f"Received: {shlex.join(rest) or 'no job'}"
+            )
+        folder = _folder(rest[0])
+    except (OSError, parsing.UsageError) as error:
+        return parsing.complain(ADD_WORKER, error)
+    try:
+        name = job_requests.ask(folder, ADD_WORKER, _ANSWER_SECONDS)
+    except (OSError, job_requests.RequestError) as error:
+        print(f"keras-psplus {ADD_WORKER}: {error}", file=sys.stderr)
+        return 1
+    print(f"{name} is started, and takes steps once its TensorFlow is up")
+    return 0
+
+
+def _folder(job: str) -> pathlib.Path:
+    """The folder of a running job that takes workers."""
+    running = [(folder, said) for folder, said, _ in job_folder.read_all() if _is_running(said)]
+    found = [(folder, said) for folder, said in running if str(said["pid"]) == job]
+    if not found:
+        ranges = [str(said["pid"]) for _, said in running if said.get("min_workers") is not None]
+        raise parsing.UsageError(
+            f"no job of this user has a launcher with this process id; jobs that take workers: "
+            f"{', '.join(ranges) or 'none'}. Received: {job}"
+        )
+    folder, said = found[0]
+    if said.get("min_workers") is None:
+        raise parsing.UsageError(
+            "the job has a fixed number of workers: start it with a range, `keras-psplus run "
+            f"--workers MIN:MAX`. Received: {job}, of {shlex.join(said['command'])}"
+        )
+    return folder
+
+
+def _is_running(said: dict[str, Any]) -> bool:
+    return process_state.state_of(said["pid"], said["birth"]) != process_state.ENDED

@@ -1,0 +1,113 @@
+"""Workers of a job that are there at present, to TensorFlow and to the chief.
+
+TensorFlow waits for all tasks of a cluster's definition. So a worker that is not there is left out
+of it until it responds, be it one that was lost or one that has never come yet: the definition
+grows, and what parameter servers hold is untouched.
+"""
+
+from __future__ import annotations
+
+import copy
+import os
+from collections.abc import Callable, Collection, Mapping, Sequence
+
+import tensorflow as tf
+
+from keras_psplus.cluster.config import ClusterStartupError
+from keras_psplus.cluster.monitor import stalls
+from keras_psplus.log import logger
+from keras_psplus.tf_internals import context
+
+_RETRIES = 4
+
+
+def connect(spec: Mapping[str, Sequence[str]], protocol: str | None, absent: set[int]) -> None:
+    """Connects TensorFlow in the chief to the tasks that are there.
+
+    Args:
+        spec: Dict from jobs to lists of addresses.
+        protocol: TensorFlow's name of how tasks talk to one another.
+        absent: Numbers of the workers that are not there.
+    """
+    # As `ParameterServerStrategy` of TensorFlow does, but for absent workers.
+    seen = tf.config.experimental.ClusterDeviceFilters()
+    for job, other in (("worker", "ps"), ("ps", "worker")):
+        for index in range(len(spec[job])):
+            seen.set_device_filters(job, index, [f"/job:{other}", "/job:chief"])
+    os.environ["TF_PS_DISABLE_ASYNC_EXECUTOR_GLOBALLY"] = "True"
+    there = {job: dict(enumerate(addresses)) for job, addresses in spec.items()}
+    there["worker"] = {i: a for i, a in there["worker"].items() if i not in absent}
+    tf.config.experimental_connect_to_cluster(
+        tf.train.ClusterSpec(there), "chief", 0, protocol, cluster_device_filters=seen
+    )
+    context.set_server_def_retries(_RETRIES)
+    context.ensure_initialized()
+
+
+class Members:
+    """Workers that come, and come back.
+
+    Args:
+        addresses: Addresses of all workers, in order.
+        admit: Called with the name of a worker that has come; raises `ClusterStartupError` if it is
+            not this job's.
+        absent: Numbers of the workers that are not there.
+        forgets: Whether one that is lost need not come back, so that TensorFlow is to forget it.
+
+    Attributes:
+        absent: Numbers of the workers that TensorFlow does not know of.
+    """
+
+    def __init__(
+        self,
+        addresses: Sequence[str],
+        admit: Callable[[str], None],
+        absent: Collection[int] = (),
+        forgets: bool = False,
+    ) -> None:
+        self._addresses, self._admit = dict(enumerate(addresses)), admit
+        self.absent, self._forgets = set(absent), forgets
+        self._refused: set[int] = set()
+
+    def ready(self, lost: Collection[int], leaving: set[int]) -> set[int] | None:
+        """Lost workers to be taken in; None if TensorFlow's view is not to change.
+
+        Args:
+            lost: Numbers of the lost workers.
+            leaving: Numbers of those that respond until they end; those that have ended are
+                removed.
+        """
+        there = self._responding(lost)
+        leaving -= set(lost) - there
+        self._refused &= there
+        found = {worker for worker in sorted(there - leaving) if self._admits(worker)}
+        forgets = self._forgets and set(lost) - self.absent
+        others = self._addresses.keys() - lost
+        if not (found or forgets) or self._responding(others) < others:
+            return None
+        return found
+
+    def _responding(self, workers: Collection[int]) -> set[int]:
+        silent = stalls.unresponsive_tasks({str(i): self._addresses[i] for i in workers})
+        return set(workers) - set(map(int, silent))
+
+    def _admits(self, worker: int) -> bool:
+        try:
+            self._admit(f"worker-{worker}")
+        except ClusterStartupError as error:
+            if worker not in self._refused:
+                logger.warning("a worker that has come is not taken in: %s", error)
+            self._refused.add(worker)
+            return False
+        return True
+
+    def connect(self, absent: Collection[int]) -> None:
+        """Has TensorFlow connect to the workers that are not absent, and to no other."""
+        definition = copy.deepcopy(context.get_server_def())
+        for job in definition.cluster.job:
+            if job.name == "worker":
+                job.tasks.clear()
+                for worker in sorted(self._addresses.keys() - absent):
+                    job.tasks[worker] = self._addresses[worker]
+        context.context().update_server_def(definition)
+        self.absent = set(absent)

@@ -1,0 +1,54 @@
+"""A job that begins with one worker, gets a second, and loses the first."""
+
+import json
+import os
+import pathlib
+import signal
+import subprocess
+import sys
+
+import pytest
+
+from keras_psplus.cli import main
+from keras_psplus.cluster.monitor import job_folder
+from tests.parameter_server.test_jobs import ENVIRONMENT, JOB, counts
+from tests.parameter_server.waiting import wait_for
+
+STEPS = 400
+
+
+@pytest.fixture
+def job(tmp_path):
+    """Starts the job, and ends it."""
+    env = {**os.environ, **ENVIRONMENT, "COUNTING_JOB_GATE": str(tmp_path / "gate")}
+    env |= {"COUNTING_JOB_COMPRESSION": "int8", "COUNTING_JOB_STATE": str(tmp_path / "state.npz")}
+    flags = ["--workers=1:2", "--ps=1", f"--log_dir={tmp_path}", f"--json_log={tmp_path}/log.jsonl"]
+    with (tmp_path / "launcher").open("w") as out:
+        launcher = subprocess.Popen(
+            [sys.executable, "-m", "keras_psplus", "run", *flags, str(JOB), str(STEPS)],
+            env=env,
+            stdout=out,
+            stderr=out,
+        )
+    yield launcher
+    launcher.terminate()
+    launcher.wait(60)
+
+
+def test_a_worker_comes_and_another_leaves(job, tmp_path):
+    chief = tmp_path / "chief-0.log"
+    wait_for(chief, "batch 50\n", seconds=240)
+    assert main.main(["add-worker", str(job.pid)]) == 0
+    wait_for(chief, "worker-1 has joined, and takes steps from now on", seconds=240)
+    (said,) = (said for _, said, _ in job_folder.read_all() if said["pid"] == job.pid)
+    os.kill(said["tasks"]["worker-0"]["pid"], signal.SIGTERM)
+    wait_for(tmp_path / "worker-0.log", "the chief does without this worker")
+    # Half of the steps can only come from the second one.
+    (tmp_path / "gate").touch()
+    assert job.wait(240) == 0, (tmp_path / "launcher").read_text()[-4000:]
+    assert counts(chief.read_text()) == [STEPS, STEPS, 2 * STEPS]
+    assert "worker-0 has left (exit code 143), and 1 go on" in (tmp_path / "launcher").read_text()
+    lines = [json.loads(line) for line in (tmp_path / "log.jsonl").read_text().splitlines()]
+    ends = {line["task"]: line["exit_code"] for line in lines if line["event"] == "task_ended"}
+    assert ends == {"chief-0": 0, "worker-0": 143, "worker-1": 0, "ps-0": 0}
+    assert pathlib.Path(tmp_path / "state.npz").exists()
