@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import time
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
@@ -73,7 +74,7 @@ class TrainFunction:
     def _take_steps(self, iterator):
         if not self._runner.is_open:
             self._begin()
-        ticket = None
+        ticket, began = None, time.time()
         if isinstance(iterator, WorkerIterator):
             ticket = self._scheduler.take(iterator, self._model.steps_per_execution)
             batches = ticket.batches if ticket else []
@@ -81,6 +82,7 @@ class TrainFunction:
         else:
             batches = _take(iterator, self._model.steps_per_execution)
             element_spec = getattr(iterator, "element_spec", None)
+        read = time.time()
         if not len(batches):
             # Keras does not synchronise when it runs out of data: the totals are written here.
             self.drain()
@@ -99,6 +101,11 @@ class TrainFunction:
         logs = self._logs
         if not isinstance(iterator, (tf.data.Iterator, WorkerIterator)):
             self.drain()
+        if self._is_training:
+            times = self._context.times
+            if ticket is not None:
+                times.note_read(ticket.home, ticket.seconds)
+            times.note_call(len(batches), began, read if ticket is None else began)
         return logs, len(batches)
 
     def _begin(self):
@@ -131,7 +138,10 @@ class TrainFunction:
         """Waits for all steps; metrics and logs are those of all of them then."""
         if not self._runner.is_open:
             return
+        began = time.time()
         self._runner.join()
+        if self._is_training:
+            self._context.times.note_wait(began)
         self._logs.update(self._runner.logs)
         self._logs.update(self._runner.final_logs())
         self._runner.close()

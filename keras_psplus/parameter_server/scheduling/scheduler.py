@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 
 from keras_psplus.log import logger
 from keras_psplus.parameter_server.scheduling.clocks import Clocks
-from keras_psplus.parameter_server.scheduling.closures import Closure
+from keras_psplus.parameter_server.scheduling.closures import Closure, Run
 from keras_psplus.parameter_server.scheduling.queue import ClosureQueue
 from keras_psplus.parameter_server.scheduling.remote_worker import RemoteWorker
 from keras_psplus.parameter_server.scheduling.workers import Lane, Reconnection
@@ -107,7 +107,7 @@ class Scheduler:
         self,
         function: tf.types.experimental.ConcreteFunction,
         args: tuple[Any, ...],
-        on_done: Callable[[Any, int], None],
+        on_done: Callable[[Any, Run], None],
         about: str,
         ticket: Ticket | None = None,
         may_overlap: bool = False,
@@ -117,8 +117,7 @@ class Scheduler:
         Args:
             function: Concrete function.
             args: Its arguments.
-            on_done: Called with the function's result and the number of the worker that has run it,
-                from another thread.
+            on_done: Called with the function's result and its `Run`, from another thread.
             about: What it works on, for messages.
             ticket: What the last of the arguments is read by, if workers read the data.
             may_overlap: Whether a worker may begin with it before it is done with the one before.
