@@ -55,7 +55,7 @@ class Closure:
         concrete: tf.types.experimental.ConcreteFunction,
         args: tuple[Any, ...],
         about: str,
-        on_done: Callable[[Any, Run], None],
+        on_done: Callable[[Any, Run], object],
     ) -> None:
         self._concrete, self._args, self._on_done = concrete, args, on_done
         self.about, self.may_overlap = about, False

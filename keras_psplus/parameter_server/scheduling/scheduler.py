@@ -98,7 +98,7 @@ class Scheduler:
             self.clocks.give(ticket.worker)
         return ticket
 
-    def _wait_until_free(self):
+    def _wait_until_free(self) -> None:
         if not self.is_busy:
             self.clocks.settle()
         self._wait_until(lambda: self.clocks.free(self._window))
@@ -107,7 +107,7 @@ class Scheduler:
         self,
         function: tf.types.experimental.ConcreteFunction,
         args: tuple[Any, ...],
-        on_done: Callable[[Any, Run], None],
+        on_done: Callable[[Any, Run], object],
         about: str,
         ticket: Ticket | None = None,
         may_overlap: bool = False,
@@ -154,12 +154,12 @@ class Scheduler:
         self._wait_until(lambda: self.queue.is_empty)
         self.queue.raise_error()
 
-    def _check_for_errors(self):
+    def _check_for_errors(self) -> None:
         """Raises a worker's error, or that of having no workers."""
         self.queue.raise_error()
         self._check_workers()
 
-    def _wait_until(self, condition):
+    def _wait_until(self, condition: Callable[[], Any]) -> None:
         """Waits for a condition or a worker's error."""
         looked = time.monotonic()
         while True:

@@ -42,7 +42,7 @@ class ReplicaStepClosure(Closure):
         functions: SyncFunction,
         args: tuple[Any, ...],
         about: str,
-        on_done: Callable[[Any, Run], None],
+        on_done: Callable[[Any, Run], object],
         attempt: Attempt,
         share: int,
         overlapped: OverlapFunctions | None = None,
