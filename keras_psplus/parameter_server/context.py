@@ -7,6 +7,8 @@ import dataclasses
 import weakref
 from typing import TYPE_CHECKING, Any
 
+from keras_psplus.parameter_server.scheduling.worker_times import WorkerTimes
+
 if TYPE_CHECKING:
     import tensorflow as tf
 
@@ -39,6 +41,7 @@ class StepContext:
         max_staleness: Maximum number of training steps that a worker is ahead of the slowest one;
             None for no limit.
         progress: Progress of the chief.
+        times: Seconds of training steps by task.
         updating: Gradients accumulated on workers, and the schedule of sending them.
         steps_by_worker: Number of training steps of the present epoch by worker.
         functions: Functions of models whose steps may be under way, each with a method `drain`;
@@ -56,11 +59,15 @@ class StepContext:
     totals: TrafficTotals
     max_staleness: int | None
     progress: Progress
+    times: WorkerTimes = dataclasses.field(init=False)
     updating: WorkerUpdates = dataclasses.field(init=False)
     steps_by_worker: collections.Counter[int] = dataclasses.field(
         default_factory=collections.Counter
     )
     functions: weakref.WeakSet[Any] = dataclasses.field(default_factory=weakref.WeakSet)
+
+    def __post_init__(self) -> None:
+        self.times = WorkerTimes(self.progress)
 
     def server_addresses(self) -> list[str]:
         """Addresses of the parameter servers, in order; the resolver is asked."""

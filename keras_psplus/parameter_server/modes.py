@@ -113,7 +113,7 @@ def check_updates(updates: Updates | None, mode: Mode) -> Updates | None:
     return updates
 
 
-def _is_count(value):
+def _is_count(value: object) -> bool:
     return isinstance(value, int) and not isinstance(value, bool) and 0 <= value <= MOST
 
 

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import tensorflow as tf
@@ -19,12 +20,14 @@ if TYPE_CHECKING:
     import keras
 
     from keras_psplus.parameter_server.context import StepContext
+    from keras_psplus.parameter_server.scheduling.closures import Closure
+    from keras_psplus.parameter_server.tracing.worker_function import ClosureVariable, Trace
 
 
 def make(context: StepContext, model: keras.Model) -> _PredictFunction:
     """The predict function of a model: takes batches, and returns outputs that may be awaited."""
 
-    def concatenated(trace, outputs):
+    def concatenated(trace: Trace, outputs: list[Any]) -> tuple[tf.Tensor, Any, Any]:
         result = outputs[0]
         if len(outputs) > 1:
             result = tree.map_structure(lambda *parts: tf_trainer.concat(list(parts)), *outputs)
@@ -40,12 +43,13 @@ def make(context: StepContext, model: keras.Model) -> _PredictFunction:
 class _PredictFunction:
     """A predict function whose steps run on the workers; their outputs are waited for later."""
 
-    def __init__(self, context, functions):
+    def __init__(self, context: StepContext, functions: StepFunctions) -> None:
         self._context, self._functions = context, functions
-        self._sent, self._seeds = 0, None
+        self._sent = 0
+        self._seeds: _Seeds | None = None
         context.functions.add(self)
 
-    def __call__(self, batches):
+    def __call__(self, batches: Any) -> Any:
         batches = [tensors(batch) for batch in batches]
         function, payload = self._functions(batches)
         if self._seeds is None or not are_same(self._seeds.variables, function.variables):
@@ -67,7 +71,7 @@ class _PredictFunction:
         places = tf.nest.pack_sequence_as(outputs, range(len(tf.nest.flatten(outputs))))
         return tree.map_structure(lambda place: _Awaited(result, place), places)
 
-    def drain(self):
+    def drain(self) -> None:
         """Leaves seeds where they would be after as many steps here."""
         if self._seeds is not None:
             self._seeds.write()
@@ -77,21 +81,22 @@ class _PredictFunction:
 class _Seeds:
     """Advances seeds from step to step, by as much as the first step does."""
 
-    def __init__(self, variables):
+    def __init__(self, variables: list[ClosureVariable]) -> None:
         self.variables = variables
         self._initial = pack(variables)
-        self._move, self._steps = None, 0
+        self._move: Any = None
+        self._steps = 0
 
-    def values(self):
+    def values(self) -> Any:
         return self._initial if self._move is None else self._initial + self._move * self._steps
 
-    def count(self, steps, changes):
+    def count(self, steps: int, changes: Callable[[], Any]) -> None:
         if self._move is None:
             has_seeds = any(variable.is_seed for variable in self.variables)
             self._move = changes() / steps if has_seeds else 0.0
         self._steps += steps
 
-    def write(self):
+    def write(self) -> None:
         if self._move is not None and any(variable.is_seed for variable in self.variables):
             unpack(self.variables, self.values())
 
@@ -99,26 +104,26 @@ class _Seeds:
 class _Awaited:
     """Lazy output of a predict step; readers see a tensor."""
 
-    def __init__(self, result, place):
+    def __init__(self, result: Closure, place: int) -> None:
         self._result, self._place = result, place
 
-    def _tensor(self):
+    def _tensor(self) -> Any:
         return tf.nest.flatten(self._result.get()[1])[self._place]
 
-    def numpy(self):
+    def numpy(self) -> Any:
         """Waits for the step and returns its output."""
         return self._tensor().numpy()
 
-    def __array__(self, dtype=None, copy=None):
+    def __array__(self, dtype: Any = None, copy: bool | None = None) -> np.ndarray:
         return np.asarray(self.numpy(), dtype)
 
-    def __getitem__(self, key):
+    def __getitem__(self, key: Any) -> Any:
         return self._tensor()[key]
 
-    def __len__(self):
+    def __len__(self) -> int:
         return len(self._tensor())
 
-    def __getattr__(self, name):
+    def __getattr__(self, name: str) -> Any:
         return getattr(self._tensor(), name)
 
 

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+import time
+from collections.abc import Callable, Mapping
 from typing import TYPE_CHECKING, Any
 
 import tensorflow as tf
@@ -16,7 +17,7 @@ from keras_psplus.parameter_server.reports import placement_table
 from keras_psplus.parameter_server.steps.compiled_step import compiled_step
 from keras_psplus.parameter_server.steps.runner import StepRunner
 from keras_psplus.parameter_server.sync.sync_steps import SyncRunner
-from keras_psplus.parameter_server.tracing.joined_batches import first_of
+from keras_psplus.parameter_server.tracing.joined_batches import Batches, first_of
 from keras_psplus.parameter_server.tracing.step_inputs import tensors, weights
 from keras_psplus.parameter_server.updates import local_sgd_step, worker_updates
 
@@ -24,6 +25,7 @@ if TYPE_CHECKING:
     import keras
 
     from keras_psplus.parameter_server.context import StepContext
+    from keras_psplus.parameter_server.tracing.worker_function import ClosureVariable
 
 
 class TrainFunction:
@@ -47,11 +49,11 @@ class TrainFunction:
         # steps bring back later.
         self._logs: dict[str, Any] = {}
         self._is_reported = False
-        is_bounded = is_training and context.max_staleness is not None
-        self._bound = context.max_staleness if is_bounded else math.inf
+        bound = context.max_staleness if is_training else None
+        self._bound: float = math.inf if bound is None else bound
         context.functions.add(self)
 
-    def _runner_of(self, step, is_training):
+    def _runner_of(self, step: Callable[..., Any], is_training: bool) -> StepRunner:
         args = self._context, step, lambda: weights(self._model), self._results
         if is_training and self._context.is_sync:
             return SyncRunner(*args, split)
@@ -70,10 +72,11 @@ class TrainFunction:
             progress.count(steps)
         return logs
 
-    def _take_steps(self, iterator):
+    def _take_steps(self, iterator: Any) -> tuple[dict[str, Any], int]:
         if not self._runner.is_open:
             self._begin()
-        ticket = None
+        batches: Any
+        ticket, began = None, time.time()
         if isinstance(iterator, WorkerIterator):
             ticket = self._scheduler.take(iterator, self._model.steps_per_execution)
             batches = ticket.batches if ticket else []
@@ -81,6 +84,7 @@ class TrainFunction:
         else:
             batches = _take(iterator, self._model.steps_per_execution)
             element_spec = getattr(iterator, "element_spec", None)
+        read = time.time()
         if not len(batches):
             # Keras does not synchronise when it runs out of data: the totals are written here.
             self.drain()
@@ -99,16 +103,21 @@ class TrainFunction:
         logs = self._logs
         if not isinstance(iterator, (tf.data.Iterator, WorkerIterator)):
             self.drain()
+        if self._is_training:
+            times = self._context.times
+            if ticket is not None:
+                times.note_read(ticket.home, ticket.seconds)
+            times.note_call(len(batches), began, read if ticket is None else began)
         return logs, len(batches)
 
-    def _begin(self):
+    def _begin(self) -> None:
         """Begins an epoch, or a step of `train_on_batch`, with no step under way."""
         self._context.drain(but=self)
         self._scheduler.clocks.begin(self._bound)
         if self._is_training:
             self._context.steps_by_worker.clear()
 
-    def _report_placement(self):
+    def _report_placement(self) -> None:
         """Logs the placement of the variables after the first step, which creates the last."""
         if self._is_training and not self._is_reported and self._context.extended._num_ps > 1:
             addresses = self._context.server_addresses()
@@ -131,13 +140,16 @@ class TrainFunction:
         """Waits for all steps; metrics and logs are those of all of them then."""
         if not self._runner.is_open:
             return
+        began = time.time()
         self._runner.join()
+        if self._is_training:
+            self._context.times.note_wait(began)
         self._logs.update(self._runner.logs)
         self._logs.update(self._runner.final_logs())
         self._runner.close()
         self._logs = {}
 
-    def _results(self, variables):
+    def _results(self, variables: list[ClosureVariable]) -> dict[str, Any]:
         """The results of metrics that have one of some variables, by names as in logs."""
         return _flat(
             {
@@ -148,23 +160,23 @@ class TrainFunction:
         )
 
 
-def _knowing_rows(step):
-    def step_on(batch):
+def _knowing_rows(step: Callable[..., Any]) -> Callable[..., Any]:
+    def step_on(batch: Any) -> Any:
         with worker_updates.batch_of(batches.rows_of(batch)):
             return step(batch)
 
     return step_on
 
 
-def _flat(results):
-    flat = {}
+def _flat(results: Mapping[str, Any]) -> dict[str, Any]:
+    flat: dict[str, Any] = {}
     for name, value in results.items():
         flat.update(_flat(value) if isinstance(value, dict) else {name: value})
     return flat
 
 
-def _take(iterator, count):
-    batches = []
+def _take(iterator: Any, count: int) -> list[Any]:
+    batches: list[Any] = []
     for _ in range(count):
         try:
             batches.append(tensors(next(iterator)))
@@ -173,7 +185,7 @@ def _take(iterator, count):
     return batches
 
 
-def _tensors_spec(element_spec, batches):
+def _tensors_spec(element_spec: Any, batches: Batches) -> Any:
     """The dataset's element specification in the form of `tensors`, if it describes batches."""
     if element_spec is None:
         return None

@@ -79,6 +79,8 @@ def test_a_chief_that_reads_slowly():
     chief = StepTimes(steps=20, data=0.9, wait=0.1)
     found = slowest({**both, "chief-0": chief})
     assert (found.task, found.cause) == ("chief-0", "data")
+    callbacks = StepTimes(steps=20, host=0.9, wait=0.1)
+    assert slowest({**both, "chief-0": callbacks})[:2] == ("chief-0", "callbacks")
     # It reads while they work, and waits for them.
     assert slowest({**both, "chief-0": StepTimes(steps=20, data=0.1, wait=0.2)}) is None
 

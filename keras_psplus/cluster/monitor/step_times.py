@@ -177,7 +177,7 @@ def slowest(times: Mapping[str, StepTimes]) -> Slowest | None:
     if not workers:
         return None
     usual = statistics.median_low(each.of_its_own for each in workers.values())
-    found = [_slowest_server(workers, usual), _slow_reader(means, workers)]
+    found = [_slowest_server(workers, usual), _slow_chief(means, workers)]
     if len(workers) > 1:
         found.append(_slowest_worker(workers, usual))
     return max((one for one in found if one is not None), key=lambda one: one.factor, default=None)
@@ -220,17 +220,16 @@ def _seconds_by_server(workers: Mapping[str, StepTimes]) -> dict[str, float]:
     }
 
 
-def _slow_reader(
-    means: Mapping[str, StepTimes], workers: Mapping[str, StepTimes]
-) -> Slowest | None:
-    """The chief, where it reads the data of all workers, and these wait for it."""
+def _slow_chief(means: Mapping[str, StepTimes], workers: Mapping[str, StepTimes]) -> Slowest | None:
+    """The chief, where workers wait for the data that it reads, or for its callbacks."""
     busy = sum(each.steps * each.of_its_own for each in workers.values()) / len(workers)
     for name, each in means.items():
-        if not each.seconds and each.data:
-            whole = each.data + each.wait
-            # Workers compute while it reads.
-            excess = min(each.data, whole - busy / each.steps)
-            return _without(name, DATA, excess, 0.0, whole)
+        if not each.seconds:
+            cause = DATA if each.data >= each.host else HOST
+            whole = each.data + each.host + each.wait
+            # Workers compute meanwhile.
+            excess = min(each.cause(cause), whole - busy / each.steps)
+            return _without(name, cause, excess, 0.0, whole)
     return None
 
 

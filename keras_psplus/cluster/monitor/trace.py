@@ -14,7 +14,7 @@ import json
 import os
 import pathlib
 import threading
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from typing import Any, NamedTuple
 
 from keras_psplus.cluster.config import read_task_config
@@ -68,18 +68,22 @@ class TraceRecorder:
         """Whether spans of the next step of a task are to be recorded."""
         return self._seen[task] < _WARM_UP + self._steps
 
-    def add(self, task: str, spans: Iterable[Span]) -> None:
+    def add(
+        self, task: str, spans: Iterable[Span], others: Mapping[str, Iterable[Span]] | None = None
+    ) -> None:
         """Adds a step.
 
         Args:
             task: Name of the task.
             spans: Its `Span`s.
+            others: Dict from other tasks to their `Span`s of this step.
         """
         with self._lock:
             self._seen[task] += 1
             number = self._seen[task] - _WARM_UP
             if 0 < number <= self._steps:
-                self._spans.setdefault(task, []).extend((number, span) for span in spans)
+                for name, each in {task: spans, **(others or {})}.items():
+                    self._spans.setdefault(name, []).extend((number, span) for span in each)
         if number == self._steps:
             self._write()
 

@@ -25,6 +25,7 @@ class Ticket:
         worker: Index of the worker that takes the step on them.
         share: Number of the share that they are from.
         batches: List of batches, or `JoinedBatches`: tensors in that worker's memory.
+        seconds: Seconds that it took to read them.
     """
 
     def __init__(
@@ -33,8 +34,9 @@ class Ticket:
         share: int,
         batches: Batches,
         read_again: Callable[[int, int], Batches],
+        seconds: float,
     ) -> None:
-        self.home, self.share, self.batches = home, share, batches
+        self.home, self.share, self.batches, self.seconds = home, share, batches, seconds
         self.worker = home
         self._read_again = read_again
         self._is_used = False

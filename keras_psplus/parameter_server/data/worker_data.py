@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import functools
 import threading
+import time
 import weakref
 from collections.abc import Callable, Collection, Sequence
 from typing import Any, NoReturn, TypeAlias
@@ -276,11 +277,15 @@ class _ShareReader:
         self._choose_home()
         if self._take_next is None:
             self._take_next = self._open_at(self._home, self._position)
+        began = time.monotonic()
         batches = self._take_next(count)
+        seconds = time.monotonic() - began
         position, self._position = self._position, self._position + len(batches)
-        return Ticket(
-            self._home, self._number, batches, lambda worker, n: self._open_at(worker, position)(n)
-        )
+
+        def read_again(worker: int, n: int) -> Batches:
+            return self._open_at(worker, position)(n)
+
+        return Ticket(self._home, self._number, batches, read_again, seconds)
 
     def _choose_home(self) -> None:
         """Has its own worker read it if that is there, or else one that is."""

@@ -5,7 +5,7 @@ from __future__ import annotations
 import threading
 import time
 from collections.abc import Callable
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import tensorflow as tf
 
@@ -16,6 +16,19 @@ if TYPE_CHECKING:
     from keras_psplus.parameter_server.scheduling.remote_worker import WorkerCalls
 
 
+class Run(NamedTuple):
+    """A run of a closure, as the chief sees it.
+
+    Attributes:
+        worker: Number of the worker.
+        began, ended: Seconds of `time.time()` when it was called, and when its result was here.
+    """
+
+    worker: int
+    began: float
+    ended: float
+
+
 class Closure:
     """A concrete function, its arguments, and the result that a worker brings.
 
@@ -23,8 +36,7 @@ class Closure:
         concrete: Concrete function.
         args: Its arguments.
         about: Description of its work, for messages.
-        on_done: Called with the result and the number of the worker that has run it, from another
-            thread.
+        on_done: Called with the result and its `Run`, from another thread.
 
     Attributes:
         about: As given.
@@ -43,7 +55,7 @@ class Closure:
         concrete: tf.types.experimental.ConcreteFunction,
         args: tuple[Any, ...],
         about: str,
-        on_done: Callable[[Any, int], None],
+        on_done: Callable[[Any, Run], object],
     ) -> None:
         self._concrete, self._args, self._on_done = concrete, args, on_done
         self.about, self.may_overlap = about, False
@@ -58,7 +70,7 @@ class Closure:
 
     def execute_on(self, calls: WorkerCalls) -> None:
         """Runs it on a worker, and brings the result to the chief."""
-        worker = calls.worker
+        worker, began = calls.worker, time.time()
         try:
             if self.ticket is not None:
                 self._args = (*self._args[:-1], self.ticket.payload_on(worker.index))
@@ -71,7 +83,7 @@ class Closure:
             if not step_errors.is_of_step(error):
                 raise error from None
             raise step_errors.translate_error(error, worker.name, self.about) from None
-        self._on_done(values, worker.index)
+        self._on_done(values, Run(worker.index, began, time.time()))
         self._end(values, None)
 
     def run_on(self, calls: WorkerCalls) -> Any:
@@ -103,7 +115,7 @@ class Closure:
         self._values, self._error = values, error
         # Results may be kept for long, batches and what waits for them need not.
         self._args, self.ticket = (), None
-        self._on_done = lambda result, worker: None
+        self._on_done = lambda result, run: None
         self._is_over.set()
 
 

@@ -72,7 +72,7 @@ class WorkerWatch:
         )
 
 
-def _reachable(address):
+def _reachable(address: str) -> bool:
     try:
         socket.create_connection(split_address(address), _CONNECT_SECONDS).close()
     except OSError:

@@ -120,7 +120,7 @@ class ClosureQueue:
             )
         return closure
 
-    def _has_next(self, worker):
+    def _has_next(self, worker: int) -> bool:
         waiting = self._free or self._waiting[worker]
         if self._is_paused or worker in self.lost or not waiting:
             return False
@@ -182,7 +182,7 @@ class ClosureQueue:
         if not is_lost:
             self.on_lost(worker)
 
-    def _do_without(self, worker):
+    def _do_without(self, worker: int) -> None:
         self.lost.add(worker)
         self.losses[worker] += 1
         self._clocks.lose(worker)
@@ -279,15 +279,17 @@ class ClosureQueue:
             self.is_closed = True
             self._wake_all()
 
-    def _put_for_any(self, closure):
+    def _put_for_any(self, closure: Closure) -> None:
         self._free.append(closure)
         for wake in self._wake:
             wake.notify()
 
-    def _take_from_slower(self, idle):
+    def _take_from_slower(self, idle: int) -> None:
         """Gives an idle worker a step that waits for a slower one."""
         slower = self._clocks.slower(idle)
-        waiting = None if slower is None else self._waiting[slower]
+        if slower is None:
+            return
+        waiting = self._waiting[slower]
         if not waiting or waiting[-1].home is None:
             return
         # The last that it was given.
@@ -297,18 +299,19 @@ class ClosureQueue:
         self._waiting[idle].append(closure)
         self._wake[idle].notify()
 
-    def _forget(self, closure):
+    def _forget(self, closure: Closure) -> None:
         self._closures.pop(id(closure), None)
         self._stop_running(closure)
         self.last_end = time.monotonic()
 
-    def _stop_running(self, closure):
-        if closure.started is not None:
+    def _stop_running(self, closure: Closure) -> None:
+        worker = closure.tried_on
+        if closure.started is not None and worker is not None:
             closure.started = None
-            self._running[closure.tried_on].remove(closure)
-            self._wake[closure.tried_on].notify_all()
+            self._running[worker].remove(closure)
+            self._wake[worker].notify_all()
         self.changed.notify_all()
 
-    def _wake_all(self):
+    def _wake_all(self) -> None:
         for condition in (self.changed, *self._wake):
             condition.notify_all()

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 
 from keras_psplus.log import logger
 from keras_psplus.parameter_server.scheduling.clocks import Clocks
-from keras_psplus.parameter_server.scheduling.closures import Closure
+from keras_psplus.parameter_server.scheduling.closures import Closure, Run
 from keras_psplus.parameter_server.scheduling.membership import Members
 from keras_psplus.parameter_server.scheduling.queue import ClosureQueue
 from keras_psplus.parameter_server.scheduling.remote_worker import RemoteWorker
@@ -106,7 +106,7 @@ class Scheduler:
             self.clocks.give(ticket.worker)
         return ticket
 
-    def _wait_until_free(self):
+    def _wait_until_free(self) -> None:
         if not self.is_busy:
             self.clocks.settle()
         self._wait_until(lambda: self.clocks.free(self._window))
@@ -115,7 +115,7 @@ class Scheduler:
         self,
         function: tf.types.experimental.ConcreteFunction,
         args: tuple[Any, ...],
-        on_done: Callable[[Any, int], None],
+        on_done: Callable[[Any, Run], object],
         about: str,
         ticket: Ticket | None = None,
         may_overlap: bool = False,
@@ -125,8 +125,7 @@ class Scheduler:
         Args:
             function: Concrete function.
             args: Its arguments.
-            on_done: Called with the function's result and the number of the worker that has run it,
-                from another thread.
+            on_done: Called with the function's result and its `Run`, from another thread.
             about: What it works on, for messages.
             ticket: What the last of the arguments is read by, if workers read the data.
             may_overlap: Whether a worker may begin with it before it is done with the one before.
@@ -163,12 +162,12 @@ class Scheduler:
         self._wait_until(lambda: self.queue.is_empty)
         self.queue.raise_error()
 
-    def _check_for_errors(self):
+    def _check_for_errors(self) -> None:
         """Raises a worker's error, or that of having no workers."""
         self.queue.raise_error()
         self._check_workers()
 
-    def _wait_until(self, condition):
+    def _wait_until(self, condition: Callable[[], Any]) -> None:
         """Waits for a condition or a worker's error."""
         looked = time.monotonic()
         while True:

@@ -54,7 +54,7 @@ class StallProbe:
             waits[self._progress.entered] = PendingWait(f"chief-0 at {at}", self._of_call)
         return waits
 
-    def _of_closure(self, worker):
+    def _of_closure(self, worker: str) -> str:
         asked = {worker: self._workers[worker], **self._servers}
         silent = stalls.unresponsive_tasks(asked)
         slow = {} if silent else stalls.slow_tasks(asked)
@@ -71,7 +71,7 @@ class StallProbe:
             missing = f"{worker}, which answers: it is slow, or has no data"
         return f"the closure; not arrived: {missing}"
 
-    def _of_call(self):
+    def _of_call(self) -> str:
         lost = {f"worker-{index}" for index in self._queue.lost}
         there = {name: a for name, a in self._workers.items() if name not in lost}
         silent = stalls.unresponsive_tasks({**there, **self._servers})

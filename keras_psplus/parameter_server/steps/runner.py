@@ -96,7 +96,7 @@ class StepRunner:
         self._context.scheduler.submit(
             function.concrete,
             (tf.constant(initial), payload),
-            lambda result, worker: self._add(number, count, function, result[0].numpy(), worker),
+            lambda result, run: self._add(number, count, function, result[0].numpy(), run),
             describe(batches, number),
             ticket,
             function.may_overlap,
@@ -189,15 +189,16 @@ class StepRunner:
                 unpack(self._variables, self._totals + self._seeds_after(self._steps))
         self._clear()
 
-    def _add(self, number, count, function, result, worker):
+    def _add(self, number, count, function, result, run):
         result, counts = function.split(result)
-        self._context.totals.add(function.costs, counts)
-        result = self._context.updating.take_pending(result, worker)
+        costs = self._context.totals.add(function.costs, counts)
+        result = self._context.updating.take_pending(result, run.worker)
         with self._lock:
             if self._totals is None:
                 return
             if self._counts is not None:
-                self._counts[worker] += count
+                self._counts[run.worker] += count
+                self._context.times.note_run(run, costs, count, function)
             changes, values, inputs = function.notes.split(result)
             is_seed = self._is_seed()
             if self._draws is None:

@@ -117,6 +117,7 @@ class StepFunctions:
         return self._functions[key], payload
 
     def _trace(self, spec, batch_spec):
+        self._context.times.note_tracing()
         variables, overwritten, stay = [], [], set()
 
         def worker_function(initial, payload):

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 import tensorflow as tf
 
 from keras_psplus.core.base.scalars import scalar_tensor
-from keras_psplus.parameter_server.scheduling.closures import Closure
+from keras_psplus.parameter_server.scheduling.closures import Closure, Run
 from keras_psplus.parameter_server.tracing.remote import to_chief
 
 if TYPE_CHECKING:
@@ -42,7 +42,7 @@ class ReplicaStepClosure(Closure):
         functions: SyncFunction,
         args: tuple[Any, ...],
         about: str,
-        on_done: Callable[[Any, int], None],
+        on_done: Callable[[Any, Run], object],
         attempt: Attempt,
         share: int,
         overlapped: OverlapFunctions | None = None,

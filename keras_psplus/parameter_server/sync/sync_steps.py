@@ -30,6 +30,7 @@ if TYPE_CHECKING:
     from keras_psplus.parameter_server.data.tickets import Ticket
     from keras_psplus.parameter_server.overlap.overlapped_update import PipelinedUpdate
     from keras_psplus.parameter_server.overlap.sync_overlap import OverlapFunctions
+    from keras_psplus.parameter_server.scheduling.closures import Run
     from keras_psplus.parameter_server.steps.step_functions import TracedStep
     from keras_psplus.parameter_server.sync.step_attempts import Attempt
 
@@ -142,6 +143,7 @@ class SyncRunner(StepRunner):
                 for share, (call, weight) in enumerate(zip(calls, weights))
             ]
             scheduler.wait_for(lambda: attempt.is_over or scheduler.queue.is_pausing)
+            computed = time.time()
             attempt.is_void = attempt.is_void or not attempt.is_over
             scheduler.queue.withdraw(closures)
         except BaseException:
@@ -153,13 +155,15 @@ class SyncRunner(StepRunner):
         if attempt.is_void:
             if update is not None:
                 self._abort(update)
-        elif overlapped is None:
+            return
+        if overlapped is None:
             overlapping.forget_copies()
             whole = sum(weights[share] for share in attempt.results)
             calls[0][0].apply(attempt.stamp, len(attempt.results), 1.0 / whole)
         else:
             self._context.attempts.overlapped += update is not None
             overlapping.finish(update or overlapping.start(overlapped, *of_update))
+        self._context.times.end_step(computed, time.time())
 
     def _abort(self, update: PipelinedUpdate) -> None:
         self._overlapping.forget()
@@ -177,16 +181,17 @@ class SyncRunner(StepRunner):
         functions, payload = call
         step = functions.step if on_copies is None else on_copies.step
 
-        def done(result: Any, worker: int) -> None:
+        def done(result: Any, run: Run) -> None:
             if not result:
                 return
             vector, costs = step.split(result[0])
-            self._context.totals.add(step.costs, costs)
-            if len(result) == 1:
-                return
-            if functions.push is not None:
-                self._context.totals.add(functions.push.costs, np.asarray(result[1]))
-            attempt.finish(share, vector)
+            taken, is_late = self._context.totals.add(step.costs, costs), len(result) == 1
+            if functions.push is not None and not is_late:
+                pushed = self._context.totals.add(functions.push.costs, np.asarray(result[1]))
+                taken = taken.then(pushed)
+            self._context.times.note_run(run, taken, 1, step, is_open=True)
+            if not is_late:
+                attempt.finish(share, vector)
 
         initial = np.append(self._initial(share), [weight, attempt.stamp])
         closure = ReplicaStepClosure(

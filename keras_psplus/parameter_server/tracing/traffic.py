@@ -16,12 +16,17 @@ import tensorflow as tf
 
 from keras_psplus.communication import Traffic
 from keras_psplus.log import warn_once
-from keras_psplus.parameter_server.tracing.transfer_timer import TransferTimer
+from keras_psplus.parameter_server.tracing.transfer_timer import (
+    READ,
+    SEND,
+    Part,
+    TransferTimer,
+    time_after,
+)
 from keras_psplus.tf_internals import context, func_graph, resource_variable_ops
 from keras_psplus.tf_internals import control_flow_func_graphs as control_flow
 from keras_psplus.tf_internals import framework_ops as ops
 
-_SECONDS = object()
 _local = threading.local()
 
 
@@ -49,7 +54,7 @@ class TrafficCounter:
         self._graph = ops.get_default_graph()
         self._certain: list[tuple[Any, int, int, tf.Tensor | None]] = []
         self._counters: dict[Any, tf.Tensor] = {}
-        self._seconds: list[tf.Tensor] = []
+        self._seconds: dict[Part, list[tf.Tensor]] = {}
         self.timer = TransferTimer(self._add_seconds)
 
     def __enter__(self) -> TrafficCounter:
@@ -105,12 +110,12 @@ class TrafficCounter:
             self._counters[key] = handle
         tf.raw_ops.AssignAddVariableOp(resource=self._counters[key], value=numbers)
 
-    def _add_seconds(self, seconds: tf.Tensor) -> None:
+    def _add_seconds(self, part: Part, seconds: tf.Tensor) -> None:
         graph = ops.get_default_graph()
         if graph is self._graph:
-            self._seconds.append(seconds)
+            self._seconds.setdefault(part, []).append(seconds)
         elif self._is_outermost_function(graph):
-            self._add_in_graph(_SECONDS, tf.stack([seconds, tf.zeros([], tf.float64)]))
+            self._add_in_graph(part, tf.stack([seconds, tf.zeros([], tf.float64)]))
 
     def counts(self, results: Any) -> tf.Tensor:
         """Counts that the function has made at run time, a float64 vector.
@@ -118,14 +123,16 @@ class TrafficCounter:
         Args:
             results: Structure of the other results of the function.
         """
-        leaves = tf.nest.flatten(results, expand_composites=True)
-        self.timer.end_of_pulls([leaf for leaf in leaves if isinstance(leaf, tf.Tensor)])
-        seconds = tf.add_n([tf.zeros([], tf.float64), *self._seconds])
+        flat = tf.nest.flatten(results, expand_composites=True)
+        leaves = [leaf for leaf in flat if isinstance(leaf, tf.Tensor)]
+        self.timer.end_of_pulls(leaves)
+        seconds = [tf.add_n(each) for each in self._seconds.values()]
         counted = [
             tf.raw_ops.ReadVariableOp(resource=handle, dtype=tf.float64)
             for handle in self._counters.values()
         ]
-        return tf.concat([*counted, seconds[tf.newaxis]], 0)
+        ended = time_after([*leaves, *seconds])
+        return tf.concat([*counted, tf.stack([*seconds, self.timer.began, ended])], 0)
 
     def summary(self, graph: tf.Graph) -> TrafficSummary:
         """Costs of a call, once the function has been traced into a graph."""
@@ -139,7 +146,34 @@ class TrafficCounter:
             if is_sent(tensor):
                 so_far = certain.setdefault(key, np.zeros(2))
                 so_far += (logical, compressed)
-        return TrafficSummary(certain, list(self._counters))
+        return TrafficSummary(certain, list(self._counters), list(self._seconds))
+
+
+class CallCosts(NamedTuple):
+    """Costs of one call of a worker function.
+
+    Attributes:
+        traffic: List of keys and pairs of bytes.
+        parts: Dict from `Part` to seconds.
+        began, ended: Times of the call by the worker's clock.
+    """
+
+    traffic: list[tuple[tuple[str, str, str | None], np.ndarray]]
+    parts: dict[Part, float]
+    began: float
+    ended: float
+
+    @property
+    def seconds(self) -> float:
+        """Seconds for which the worker has waited for servers."""
+        return self.parts.get(Part(READ), 0.0) + self.parts.get(Part(SEND), 0.0)
+
+    def then(self, later: CallCosts) -> CallCosts:
+        """Costs of this call and a later one together."""
+        parts = {
+            p: self.parts.get(p, 0.0) + later.parts.get(p, 0.0) for p in self.parts | later.parts
+        }
+        return CallCosts([*self.traffic, *later.traffic], parts, self.began, later.ended)
 
 
 class TrafficSummary:
@@ -147,26 +181,33 @@ class TrafficSummary:
 
     Args:
         certain: Dict from keys to what every call sends.
-        counted: Keys of what a call counts itself, in order.
+        counted: Keys of what a call counts itself, in order: of bytes, and `Part`s.
+        timed: The `Part`s of every call, in order.
     """
 
     def __init__(
-        self, certain: dict[tuple[str, str, str | None], np.ndarray], counted: Sequence[Any]
+        self,
+        certain: dict[tuple[str, str, str | None], np.ndarray],
+        counted: Sequence[Any],
+        timed: Sequence[Part],
     ) -> None:
-        self.certain, self._counted = certain, counted
+        self.certain, self._counted, self._timed = certain, counted, timed
 
     @property
     def size(self) -> int:
         """Length of the vector that a call returns."""
-        return 2 * len(self._counted) + 1
+        return 2 * len(self._counted) + len(self._timed) + 2
 
-    def of_call(
-        self, counts: np.ndarray
-    ) -> tuple[list[tuple[tuple[str, str, str | None], np.ndarray]], float]:
-        """The bytes of one call, as a list of keys and pairs, and its seconds."""
-        counted = dict(zip(self._counted, np.reshape(counts[:-1], [-1, 2])))
-        seconds = counts[-1] + counted.pop(_SECONDS, [0.0])[0]
-        return [*self.certain.items(), *counted.items()], float(seconds)
+    def of_call(self, counts: np.ndarray) -> CallCosts:
+        """The costs of one call."""
+        pairs, times = np.split(counts, [2 * len(self._counted)])
+        traffic, parts = list(self.certain.items()), dict(zip(self._timed, times.tolist()))
+        for key, pair in zip(self._counted, np.reshape(pairs, [-1, 2])):
+            if isinstance(key, Part):
+                parts[key] = parts.get(key, 0.0) + float(pair[0])
+            else:
+                traffic.append((key, pair))
+        return CallCosts(traffic, parts, *times[-2:].tolist())
 
 
 class CountedFunction(NamedTuple):
@@ -191,13 +232,14 @@ class TrafficTotals:
         self._bytes: dict[tuple[str, str, str | None], np.ndarray] = {}
         self._seconds = 0.0
 
-    def add(self, summary: TrafficSummary, counts: np.ndarray) -> None:
-        """Adds what one call has cost."""
-        counted, seconds = summary.of_call(counts)
+    def add(self, summary: TrafficSummary, counts: np.ndarray) -> CallCosts:
+        """Adds what one call has cost, and returns it."""
+        costs = summary.of_call(np.asarray(counts))
         with self._lock:
-            self._seconds += seconds
-            for key, numbers in counted:
+            self._seconds += costs.seconds
+            for key, numbers in costs.traffic:
                 self._bytes[key] = self._bytes.get(key, 0) + numbers
+        return costs
 
     @property
     def seconds(self) -> float:

@@ -1,31 +1,53 @@
 """For how long a worker function waits for the parameter servers, measured in its graph."""
 
 import contextlib
+import re
 from collections.abc import Callable, Iterable, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import tensorflow as tf
 
+from keras_psplus.cluster.config import task_name
 from keras_psplus.tf_internals import context, func_graph, resource_variable_ops
 from keras_psplus.tf_internals import framework_ops as ops
 
+READ, SEND = "read", "send"
+# Large values of a server that show when it has answered.
+_SHOWN = 4
+
+
+class Part(NamedTuple):
+    """A part of a step whose seconds are counted.
+
+    Attributes:
+        name: `READ` or `SEND`.
+        server: Name of a server, for its share of them; None for the whole.
+    """
+
+    name: str
+    server: str | None = None
+
 
 class TransferTimer:
-    """Seconds of a step's reads and of its pushes.
+    """Seconds of a step's reads and of its pushes, together and by server.
 
     Reads are timed from the step's start until their values have arrived, pushes from the gradients
     on.
 
     Args:
-        add: Function that counts seconds, a scalar, wherever in the graph it is called.
+        add: Function of a `Part` and a scalar that counts seconds wherever in the graph it is
+            called.
+
+    Attributes:
+        began: Time at which the function begins, a scalar.
     """
 
-    def __init__(self, add: Callable[[tf.Tensor], None]) -> None:
+    def __init__(self, add: Callable[[Part, tf.Tensor], None]) -> None:
         self._add = add
         self._graph = ops.get_default_graph()
-        self._begin = tf.timestamp()
+        self.began = self._begin = time_after([])
         self._pulled: list[tf.Tensor] = []
-        self._arrivals: tf.Tensor | None = None
+        self._arrivals: dict[str | None, tf.Tensor] = {}
         # Called with the operation that has all that the function reads first.
         self.at_arrival: Callable[[tf.Operation], None] | None = None
 
@@ -43,8 +65,7 @@ class TransferTimer:
         """
         leaves = [g for g in tf.nest.flatten(gradients, expand_composites=True) if g is not None]
         self.end_of_pulls(leaves)
-        with tf.control_dependencies(leaves):
-            ready = tf.timestamp()
+        ready = time_after(leaves)
         by_server: dict[str, list[tf.Operation]] = {}
         for operation in operations:
             if not operation.outputs and "/job:ps" in operation.device:
@@ -54,9 +75,12 @@ class TransferTimer:
             # One message from each server instead of one for each variable.
             with tf.device(device), tf.control_dependencies(updates):
                 done.append(tf.no_op())
-        with tf.control_dependencies([ready.op, *done]):
-            end = tf.timestamp()
-        self._add(end - ready)
+        if len(done) > 1:
+            for device, one in zip(by_server, done):
+                end = time_after([ready.op, one])
+                self._add(Part(SEND, server_of(device)), end - ready)
+        end = time_after([ready.op, *done])
+        self._add(Part(SEND), end - ready)
         self._begin = end if ops.get_default_graph() is self._graph else None
 
     def end_of_pulls(self, results: Sequence[tf.Tensor]) -> None:
@@ -74,24 +98,73 @@ class TransferTimer:
         is_here = ops.get_default_graph() is self._graph
         with contextlib.nullcontext() if is_here else self._graph.as_default():
             arrival = self._arrival_of(pulled)
-            with tf.control_dependencies([arrival]):
-                self._add(tf.timestamp() - begin)
+            self._add(Part(READ), time_after([arrival]) - begin)
+            by_server = _sent_by_servers(pulled)
+            for server, sent in by_server.items() if len(by_server) > 1 else ():
+                here = time_after([self._arrival_of(sent, server)])
+                self._add(Part(READ, server), here - begin)
             if self.at_arrival is not None:
                 self.at_arrival(arrival)
 
-    def _arrival_of(self, values: Iterable[tf.Tensor]) -> tf.Operation:
+    def _arrival_of(self, values: Iterable[tf.Tensor], server: str | None = None) -> tf.Operation:
         """An operation on the worker that has needed the values themselves.
 
         TensorFlow takes out what only control dependencies hang on, and would wait for the servers'
         reading, not for the values' coming.
         """
-        if self._arrivals is None:
+        if server not in self._arrivals:
             with ops.control_dependencies(None), ops.device(None):
-                self._arrivals = resource_variable_ops._variable_handle_from_shape_and_dtype(
+                handle = resource_variable_ops._variable_handle_from_shape_and_dtype(
                     [None], tf.float32, context.anonymous_name(), "arrivals", True
                 )
+            _run_apart(handle.op)
+            self._arrivals[server] = handle
         firsts = [tf.cast(tf.reshape(value, [-1])[:1], tf.float32) for value in values]
-        return tf.raw_ops.AssignVariableOp(resource=self._arrivals, value=tf.concat(firsts, 0))
+        handle = self._arrivals[server]
+        arrival = tf.raw_ops.AssignVariableOp(resource=handle, value=tf.concat(firsts, 0))
+        _run_apart(arrival)
+        return arrival
+
+
+def time_after(operations: Iterable[tf.Tensor | tf.Operation]) -> tf.Tensor:
+    """Time at which some operations are done, whatever else the graph does."""
+    with tf.control_dependencies(list(operations)):
+        now = tf.timestamp()
+    _run_apart(now.op)
+    return now
+
+
+def _run_apart(operation: tf.Operation) -> None:
+    """Keeps TensorFlow from running an operation after all stateful ones that were made before."""
+    manager = ops.get_default_graph().experimental_acd_manager
+    if manager is not None:
+        manager.run_independently(operation)
+
+
+def server_of(device: str) -> str | None:
+    """Name of the parameter server that a device is on, or None."""
+    found = re.search(r"/job:ps/.*task:(\d+)", device)
+    return task_name("ps", int(found[1])) if found else None
+
+
+def _sent_by_servers(values: Iterable[tf.Tensor]) -> dict[str, list[tf.Tensor]]:
+    """The largest tensors that each server sends for some values."""
+    waiting, seen = list(values), set[int]()
+    sent: dict[str, list[tf.Tensor]] = {}
+    while waiting:
+        tensor = waiting.pop()
+        server = server_of(tensor.op.device)
+        if id(tensor.op) in seen or tensor.dtype in (tf.resource, tf.variant, tf.string):
+            continue
+        if server is None:
+            seen.add(id(tensor.op))
+            waiting += tensor.op.inputs
+        else:
+            sent.setdefault(server, []).append(tensor)
+    for server, found in sent.items():
+        found.sort(key=lambda tensor: tensor.shape.num_elements() or 0)
+        sent[server] = found[-_SHOWN:]
+    return dict(sorted(sent.items()))
 
 
 def _needed_for(tensors: Iterable[tf.Tensor]) -> set[tf.Operation]:

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 import tensorflow as tf
 
-from keras_psplus.parameter_server.scheduling.closures import Closure
+from keras_psplus.parameter_server.scheduling.closures import Closure, Run
 from keras_psplus.parameter_server.steps.step_functions import StepFunctions
 from keras_psplus.parameter_server.tracing.worker_function import Trace, pack
 
@@ -50,10 +50,10 @@ class AllWorkersFunction:
         scheduler.join()
         function, payload = self._functions([()])
 
-        def done(result: Any, worker: int) -> None:
+        def done(result: Any, run: Run) -> None:
             vector, costs = function.split(result[0])
             context.totals.add(function.costs, costs)
-            on_done(vector, worker)
+            on_done(vector, run.worker)
 
         for worker in sorted(set(range(context.num_workers)) - scheduler.queue.lost):
             arguments = tf.constant(pack(function.variables)), payload
