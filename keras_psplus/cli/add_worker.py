@@ -32,7 +32,7 @@ def main(argv: list[str]) -> int:
 
     0, 1 if the job takes no worker, 2 for a wrong command line.
     """
-    options = flags.FlagValues()
+    options = _flags()
     if parsing.shows_help(_USAGE, options, argv):
         return 0
     try:
@@ -52,6 +52,10 @@ def main(argv: list[str]) -> int:
         return 1
     print(f"{name} is started, and takes steps once its TensorFlow is up")
     return 0
+
+
+def _flags() -> flags.FlagValues:
+    return flags.FlagValues()
 
 
 def _folder(job: str) -> pathlib.Path:

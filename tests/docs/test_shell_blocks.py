@@ -87,7 +87,7 @@ def check(words, monkeypatch):
 def check_launcher(words):
     """Parses a line of the launcher's by its own parser; has `run` print what it would start."""
     command, *arguments = words
-    module = importlib.import_module(f"keras_psplus.cli.{command}")
+    module = importlib.import_module(f"keras_psplus.cli.{command.replace('-', '_')}")
     if command == "export":
         assert main.main(["export", *arguments]) == 0
         return
@@ -97,7 +97,7 @@ def check_launcher(words):
     if command in ("plan", "exec"):
         return check_options(rest[0], rest[1:])
     if command != "run":
-        assert not rest
+        assert len(rest) == (command == "add-worker")
         return
     if "auto" in arguments and "--plan" not in arguments:
         return check_options(rest[0], rest[1:])  # which is measured first
@@ -165,7 +165,8 @@ def test_commands_and_paths_in_text(page, monkeypatch):
         if token.content.startswith(COMMANDS) and "..." not in token.content:
             for words in commands(without_synopsis(token.content)):
                 if words[:2] == ["keras-psplus", words[-1]]:
-                    importlib.import_module(f"keras_psplus.cli.{words[-1]}")  # a command's name
+                    # A command's name.
+                    importlib.import_module(f"keras_psplus.cli.{words[-1].replace('-', '_')}")
                 elif words != ["python", "-m", "keras_psplus"]:
                     check(words, monkeypatch)
         if re.fullmatch(rf"(?:{PATHS})/(?!\.\.\.)[\w/.]*", token.content):

@@ -35,7 +35,7 @@ GRADIENT_PATH = {
     # The sums are those of this optimizer on this replica, by buckets and routes.
     "all_reduce/reducers.py",
     "all_reduce/reduction/compressed.py",
-    "all_reduce/reduction/routes.py",
+    "all_reduce/reduction/row_routes.py",
     # Each piece is encoded, with what is left of it, and packed into words.
     "compression/kernels.py",
     "compression/quantize.py",

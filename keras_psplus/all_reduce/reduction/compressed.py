@@ -17,7 +17,7 @@ from keras_psplus import compression
 from keras_psplus.all_reduce.collectives import gradients
 from keras_psplus.all_reduce.collectives.operations import Launcher
 from keras_psplus.all_reduce.collectives.size_classes import padded_size
-from keras_psplus.all_reduce.reduction import factor_sums, routes
+from keras_psplus.all_reduce.reduction import factor_sums, routes, row_routes
 from keras_psplus.all_reduce.reduction.compressors import check_compressor
 from keras_psplus.all_reduce.reduction.identity import IDENTITY
 from keras_psplus.all_reduce.reduction.replica_states import ReplicaStates
@@ -189,15 +189,15 @@ class CompressedSum:
         wire = 0
         for name, piece in zip(self._names("split", keys), pieces):
             piece = [gradients.after(sent, tensor) for tensor in piece]
-            first = functools.partial(routes.split_init, self._replicas, compressor, piece)
+            first = functools.partial(row_routes.split_init, self._replicas, compressor, piece)
             state = self.states.read(name, first)
-            total, state, words = routes.split(
+            total, state, words = row_routes.split(
                 self._launcher, self._rank, self._replicas, compressor, piece, state, step
             )
             self.states.write(name, state)
             totals, sent = [*totals, total], [words]
             # One row to each of the others, twice.
-            _, width = routes.rows_for(self._replicas, compressor, piece)
+            _, width = row_routes.rows_for(self._replicas, compressor, piece)
             wire += 2 * (self._replicas - 1) * compressor.row_bytes((width,), tf.float32)
         sums = totals[0]
         if len(pieces) > 1:

@@ -34,7 +34,7 @@ import tensorflow as tf
 from keras_psplus import compression
 from keras_psplus.all_reduce.collectives import gradients
 from keras_psplus.all_reduce.collectives.operations import Launcher
-from keras_psplus.all_reduce.reduction import routes
+from keras_psplus.all_reduce.reduction import row_routes
 from keras_psplus.all_reduce.reduction.compressed import CompressedSum
 from keras_psplus.all_reduce.reduction.replica_states import ReplicaStates
 from keras_psplus.all_reduce.topology import group_routes, hop_turns, shards
@@ -226,9 +226,9 @@ class TwoLevelSum:
         if compressor is not None:
             rows = tf.cast(rows, tf.float32)
             name = self._name("split", variables)
-            first = functools.partial(routes.rows_init, compressor, *map(int, rows.shape))
+            first = functools.partial(row_routes.rows_init, compressor, *map(int, rows.shape))
             state = self._own_states.read(name, first)
-            rows, state, _ = routes.split_rows(
+            rows, state, _ = row_routes.split_rows(
                 launcher, hop.place, hop.size, compressor, rows, state, step, further
             )
             self._own_states.write(name, state)
