@@ -36,17 +36,6 @@ def read_task() -> config.TaskConfig:
     return task
 
 
-def end_calls_of_lost_tasks() -> None:
-    """Has TensorFlow's calls fail when the other task is gone, unless the environment says else.
-
-    By default the chief sends eager operations in one stream for each worker. A new stream waits
-    for its worker, so that an operation begun between a worker's loss and its notice would never
-    end. A call for each operation fails at once, as `GRPC_FAIL_FAST=use_caller` asks for all
-    others, and takes less time than the stream on fast networks.
-    """
-    os.environ.setdefault("TF_ENABLE_EAGER_CLIENT_STREAMING_ENQUEUE", "false")
-
-
 def serve_and_exit(task: config.TaskConfig, startup_timeout: float, may_leave: bool) -> None:
     """Serves until the chief has ended, and ends the process.
 
@@ -110,7 +99,6 @@ class Servers:
         }
         self._lease, self.notifier = ServerLease(spec, task), None
         self._lease.claim_all(but=names)
-        end_calls_of_lost_tasks()
         membership.connect(spec, protocol, absent)
         if task is not None:
             job_failure.install_exit_hook()

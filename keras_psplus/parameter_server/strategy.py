@@ -196,7 +196,9 @@ class ParameterServerStrategy(StateDicts, tf.distribute.ParameterServerStrategy)
         self._cluster_coordinator = None
         self._engine = ParameterServerEngine(self)
         servers = startup.Servers(spec, self._task, cluster_resolver.rpc_layer, absent)
-        self._chief, self._num_workers = servers.notifier, len(spec["worker"])
+        self._chief = servers.notifier
+        # TensorFlow's `ClusterCoordinator` reads them.
+        self._num_workers, self._num_ps = len(spec["worker"]), len(spec["ps"])
         cuts_finely = self._mode.is_sync and bool(overlap)
         extended = ParameterServerExtended(
             self, cluster_resolver, variable_partitioner, compressors, weights, cuts_finely

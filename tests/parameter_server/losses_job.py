@@ -16,14 +16,13 @@ from tests import quick_start  # noqa: F401
 import tensorflow as tf
 
 from keras_psplus.cluster.ports import free_ports
-from keras_psplus.parameter_server import startup
 from keras_psplus.parameter_server.scheduling.remote_worker import RemoteWorker, WorkerCalls
 from keras_psplus.parameter_server.tracing import losses, remote
 from keras_psplus.tf_internals import context
 
-# As the strategy does: a lost task's RPCs fail at once.
+# As the strategy does: a lost task's RPCs fail at once, and no stream waits for it.
 os.environ["GRPC_FAIL_FAST"] = "use_caller"
-startup.end_calls_of_lost_tasks()
+os.environ["TF_ENABLE_EAGER_CLIENT_STREAMING_ENQUEUE"] = "False"
 CHIEF, WORKER_AT, PS = (f"127.0.0.1:{port}" for port in free_ports(3))
 SPEC = {"chief": [CHIEF], "worker": [WORKER_AT], "ps": [PS]}
 WORKER = "/job:worker/replica:0/task:0"

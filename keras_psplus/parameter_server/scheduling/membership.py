@@ -34,6 +34,8 @@ def connect(spec: Mapping[str, Sequence[str]], protocol: str | None, absent: set
     for job, other in (("worker", "ps"), ("ps", "worker")):
         for index in range(len(spec[job])):
             seen.set_device_filters(job, index, [f"/job:{other}", "/job:chief"])
+    # A stream of operations that is opened as its worker is lost would wait until it is back.
+    os.environ["TF_ENABLE_EAGER_CLIENT_STREAMING_ENQUEUE"] = "False"
     os.environ["TF_PS_DISABLE_ASYNC_EXECUTOR_GLOBALLY"] = "True"
     there = {job: dict(enumerate(addresses)) for job, addresses in spec.items()}
     there["worker"] = {i: a for i, a in there["worker"].items() if i not in absent}
