@@ -50,6 +50,22 @@ class KeyedValue(Protocol):
         """Sets the rows of the table or slot, in the order of their keys."""
 
 
+class TableShape(tuple[int, ...]):
+    """Shape of a table without rows, equal to that of one with any number of them.
+
+    Keras compares it with what `set_weights` is given.
+    """
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, tuple) and len(other) == 2 and other[1] == self[1]
+
+    def __ne__(self, other: object) -> bool:
+        return not self == other
+
+    def __hash__(self) -> int:
+        return super().__hash__()
+
+
 class KeyedVariable(keras.Variable):
     """Keras variable of a dynamic table, or of a slot of its optimizer.
 
@@ -81,6 +97,10 @@ class KeyedVariable(keras.Variable):
         make, self._make_value = self._make_value, None
         with tf.init_scope():
             self._value = make(self)
+
+    @property
+    def shape(self) -> TableShape:
+        return TableShape(self._shape)
 
     def numpy(self) -> np.ndarray:
         return self._value.numpy()

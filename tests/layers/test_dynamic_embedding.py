@@ -136,3 +136,20 @@ def test_what_does_not_fit_is_refused():
     model.compile("sgd", "mse")
     with pytest.raises(ValueError, match="Two tables of a model.*Received: .*t/table"):
         model.fit(KEYS, np.zeros([5, 3]), verbose=0)
+
+
+def test_weights_are_set_for_the_keys_that_there_are():
+    model = keras.Sequential([keras.Input((3,), dtype="int64"), psp.layers.DynamicEmbedding(4)])
+    model.compile("sgd", "mse")
+    x = np.arange(12).reshape(4, 3)
+    model.fit(x, np.ones((4, 3, 4)), verbose=0)
+    before = model.get_weights()
+    model.fit(x, np.ones((4, 3, 4)), verbose=0)
+    assert not np.allclose(model.get_weights()[0], before[0])
+    model.set_weights(before)
+    np.testing.assert_array_equal(model.get_weights()[0], before[0])
+    with pytest.raises(ValueError, match="is not compatible with provided weight"):
+        model.set_weights([np.zeros((12, 5), "float32")])
+    model.fit(x + 100, np.ones((4, 3, 4)), verbose=0)
+    with pytest.raises(ValueError, match="Received: "):
+        model.set_weights(before)
