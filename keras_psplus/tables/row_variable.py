@@ -51,7 +51,7 @@ class KeyedValue(Protocol):
 
 
 class TableShape(tuple[int, ...]):
-    """Shape of a table without rows, equal to that of one with any number of them.
+    """Shape of a table without rows, equal to that of any of its width.
 
     Keras compares it with what `set_weights` is given.
     """
