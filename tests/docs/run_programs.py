@@ -24,6 +24,7 @@ import pytest
 
 import keras_psplus
 from keras_psplus.cli import run
+from keras_psplus.cli.flags import layout
 from keras_psplus.cluster.environment import plan_tasks
 from keras_psplus.cluster.in_process import InProcessCluster
 from keras_psplus.cluster.process.warm_server import Ending
@@ -71,7 +72,7 @@ def _tasks(program):
         return [("alone", {})]
     options = run._flags()
     options(["run", *shlex.split(program.flags)])
-    return [(task.name, task.variables) for task in plan_tasks(**run._layout(options))]
+    return [(task.name, task.variables) for task in plan_tasks(**layout.read(options)[0])]
 
 
 def _become(directory, name, variables):

@@ -105,7 +105,7 @@ def test_a_step_counts_its_batch_when_it_has_come_and_when_it_is_done():
 def chief(*closures):
     progress = Progress()
     waits = ChiefStallProbe(
-        types.SimpleNamespace(closures=closures),
+        types.SimpleNamespace(closures=closures, lost=()),
         progress,
         {"worker": ["a:1", "a:2"], "ps": ["a:3"]},
     )
