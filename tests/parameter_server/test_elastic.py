@@ -47,6 +47,7 @@ def test_a_worker_comes_and_another_leaves(job, tmp_path):
     (tmp_path / "gate").touch()
     assert job.wait(240) == 0, (tmp_path / "launcher").read_text()[-4000:]
     assert counts(chief.read_text()) == [STEPS, STEPS, 2 * STEPS]
+    assert "Traceback" not in chief.read_text()
     assert "worker-0 has left (exit code 143), and 1 go on" in (tmp_path / "launcher").read_text()
     lines = [json.loads(line) for line in (tmp_path / "log.jsonl").read_text().splitlines()]
     ends = {line["task"]: line["exit_code"] for line in lines if line["event"] == "task_ended"}

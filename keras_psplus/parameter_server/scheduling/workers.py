@@ -81,7 +81,12 @@ class Reconnection:
     def _run(self) -> None:
         while lost := self._queue.wait_for_loss():
             # The others go on meanwhile: TensorFlow's own call waits for all of them.
-            found = self._members.ready(lost, self._queue.leaving)
+            try:
+                found = self._members.ready(lost, self._queue.leaving)
+            except RuntimeError as ending:
+                if "interpreter shutdown" not in str(ending):
+                    raise
+                return  # The script ends without the worker.
             if found is None:
                 time.sleep(_RETRY_SECONDS)
                 continue
