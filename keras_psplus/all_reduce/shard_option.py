@@ -9,7 +9,6 @@ from typing import Any
 
 from keras_psplus import compression as compression_module
 from keras_psplus.all_reduce.reduction.compressors import check_rows, compressor_of
-from keras_psplus.all_reduce.reduction.row_routes import without_feedback
 from keras_psplus.arguments import shown, whole_number
 from keras_psplus.compression import ByVariable, Compressor, ErrorFeedback, methods
 from keras_psplus.updates import Updates
@@ -107,7 +106,7 @@ def _with_feedback(compressor: Compressor | None) -> Compressor | None:
 
 
 def _without_feedback(compressor: Compressor | None) -> Compressor | None:
-    return None if compressor is None else without_feedback(compressor)
+    return None if compressor is None else methods.without_feedback(compressor)
 
 
 def check_reshard(shard: str | None, reshard_after_forward: bool) -> bool:

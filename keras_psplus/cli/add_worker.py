@@ -5,14 +5,12 @@ from __future__ import annotations
 import pathlib
 import shlex
 import sys
-from typing import Any
 
 from absl import flags
 
 from keras_psplus.cli.flags import parsing
 from keras_psplus.cluster.launcher.worker_range import ADD_WORKER
 from keras_psplus.cluster.monitor import job_folder, job_requests
-from keras_psplus.cluster.process import process_state
 
 _USAGE = """
 usage: keras-psplus add-worker JOB
@@ -60,7 +58,9 @@ def _flags() -> flags.FlagValues:
 
 def _folder(job: str) -> pathlib.Path:
     """The folder of a running job that takes workers."""
-    running = [(folder, said) for folder, said, _ in job_folder.read_all() if _is_running(said)]
+    running = [
+        (folder, said) for folder, said, _ in job_folder.read_all() if job_folder.is_running(said)
+    ]
     found = [(folder, said) for folder, said in running if str(said["pid"]) == job]
     if not found:
         ranges = [str(said["pid"]) for _, said in running if said.get("min_workers") is not None]
@@ -75,7 +75,3 @@ def _folder(job: str) -> pathlib.Path:
             f"--workers MIN:MAX`. Received: {job}, of {shlex.join(said['command'])}"
         )
     return folder
-
-
-def _is_running(said: dict[str, Any]) -> bool:
-    return process_state.state_of(said["pid"], said["birth"]) != process_state.ENDED

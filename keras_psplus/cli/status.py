@@ -80,14 +80,13 @@ def _job(
     folder: pathlib.Path, job: dict[str, Any], said: dict[str, dict[str, Any]]
 ) -> dict[str, Any]:
     """A job as `--json` has it."""
-    is_running = process_state.state_of(job["pid"], job["birth"]) != process_state.ENDED
     known = ("pid", "began", "command", "layout", "log_dir", "json_log", "restart")
     tasks = {name: _task(name, task, said[name]) for name, task in job["tasks"].items()}
     slowest = _slowest([said[name] for name, task in tasks.items() if task["said"] is not None])
     return {
         **{name: job[name] for name in known},
         "folder": str(folder),
-        "is_running": is_running,
+        "is_running": job_folder.is_running(job),
         "slowest": None if slowest is None else {**slowest.to_json(), "text": str(slowest)},
         "tasks": tasks,
     }

@@ -20,6 +20,11 @@ def each(compressor: Compressor | None) -> list[Compressor]:
     return [] if compressor is None else [compressor]
 
 
+def without_feedback(compressor: Compressor) -> Compressor:
+    """The compressor in an `ErrorFeedback`, or the same."""
+    return compressor.inner if isinstance(compressor, ErrorFeedback) else compressor
+
+
 def missing(compressor: Compressor, *names: str) -> str | None:
     """Finds a method that a compressor leaves to the base class.
 
@@ -30,5 +35,5 @@ def missing(compressor: Compressor, *names: str) -> str | None:
     Returns:
         The first of the names whose method is the base class's own, or None.
     """
-    inner = compressor.inner if isinstance(compressor, ErrorFeedback) else compressor
+    inner = without_feedback(compressor)
     return next((n for n in names if getattr(type(inner), n) is getattr(Compressor, n)), None)

@@ -13,11 +13,11 @@ from keras_psplus.arguments import shown, whole_number
 from keras_psplus.engine import Call, Engine
 from keras_psplus.layers import combiners
 from keras_psplus.tables import initial_rows, policies
+from keras_psplus.tables.initial_rows import ZEROS
 from keras_psplus.tables.keys import to_keys
 from keras_psplus.tables.local import LocalTable
 from keras_psplus.tables.row_variable import KeyedVariable, is_keyed
 from keras_psplus.tables.snapshot import Snapshot
-from keras_psplus.tables.store import ZEROS
 
 _DEFAULTS = ZEROS, "initializer"
 

@@ -92,17 +92,12 @@ class Servers:
         absent: set[int],
     ) -> None:
         names = {config.task_name("worker", index) for index in absent}
-        self._addresses = {
-            config.task_name(job, index): address
-            for job in ("ps", "worker")
-            for index, address in enumerate(spec[job])
-        }
         self._lease, self.notifier = ServerLease(spec, task), None
         self._lease.claim_all(but=names)
         membership.connect(spec, protocol, absent)
         if task is not None:
             job_failure.install_exit_hook()
-            self.notifier = shutdown.ShutdownNotifier(self._addresses, but=names)
+            self.notifier = shutdown.ShutdownNotifier(self._lease.servers, but=names)
 
     def admit(self, name: str) -> None:
         """Claims a worker that has come, or come back.
@@ -112,10 +107,11 @@ class Servers:
         """
         self._lease.claim(name)
         with contextlib.suppress(OSError):  # TensorFlow's own server, or it is gone again.
-            theirs, own = control.ask(self._addresses[name], "versions", {}), serve.own_versions()
+            address, own = self._lease.servers[name], serve.own_versions()
+            theirs = control.ask(address, "versions", {})
             if theirs != own:
                 raise config.ClusterStartupError(
-                    f"{name} ({self._addresses[name]}) has other versions than its chief: install "
+                    f"{name} ({address}) has other versions than its chief: install "
                     f"{own} there. Received: {theirs}"
                 )
 

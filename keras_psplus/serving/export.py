@@ -81,7 +81,7 @@ def _save(model: keras.Model, inputs: tuple[Any, list[Any]], path: str) -> None:
         module.serve = serve
         serve.get_concrete_function()
         is_dense = all(isinstance(spec, tf.TensorSpec) for spec in specs)
-        # What TensorFlow Serving is sent are tensors.
+        # TensorFlow Serving is sent tensors alone.
         tf.saved_model.save(module, path, signatures=serve if is_dense else None)
 
 

@@ -9,7 +9,6 @@ import tensorflow as tf
 
 from keras_psplus.tables import initial_rows
 from keras_psplus.tables.snapshot import Snapshot
-from keras_psplus.tables.store import ZEROS
 
 _LONG = tf.int64
 _CHUNK = 1 << 18
@@ -28,9 +27,7 @@ class FrozenTable(tf.Module):
 
     def __init__(self, spec: dict[str, Any], snapshot: Snapshot) -> None:
         super().__init__()
-        self._initial = None
-        if spec["default"] != ZEROS:
-            self._initial = initial_rows.maker(spec["initializer"], spec["dim"])
+        self._initial = initial_rows.maker_of_missing(spec)
         # The last row is that of all other keys.
         self._missing = len(snapshot.keys)
         zeros = np.zeros([1, spec["dim"]], np.float32)

@@ -19,6 +19,7 @@ from keras_psplus.all_reduce.reduction import row_routes
 from keras_psplus.all_reduce.reduction.compressors import check_rows
 from keras_psplus.all_reduce.topology import group_routes, shards
 from keras_psplus.compression import Compressor, ErrorFeedback
+from keras_psplus.compression.methods import without_feedback
 from keras_psplus.core.batch.traffic import TensorTraffic, TrafficVariables
 from keras_psplus.sharding.variable import ParameterPart, gather_row
 
@@ -150,7 +151,7 @@ class PartExchange:
         cuts: Sequence[shards.Cut],
     ) -> list[list[int]]:
         """Numbers of items of one dtype and compressor, from the last layer back."""
-        # That is the order in which backprop makes gradients ready.
+        # As backprop makes gradients ready.
         found = gradients.buckets(
             reversed(range(len(items))),
             lambda i: (items[i].dtype, id(compressors[i])),
@@ -166,7 +167,7 @@ class PartExchange:
         row, words, payload, keep = row_routes.scatter_row(
             self._launcher, self._workers, compressor, rows, state, step
         )
-        inner = row_routes.without_feedback(compressor)
+        inner = without_feedback(compressor)
         if inner is not compressor:
 
             def own() -> tf.Tensor:

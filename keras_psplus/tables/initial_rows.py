@@ -10,6 +10,8 @@ import tensorflow as tf
 from keras_psplus.arguments import shown
 from keras_psplus.tables import keys as keys_module
 
+# As a table's `default`.
+ZEROS = "zeros"
 _Maker = Callable[[tf.Tensor], tf.Tensor]
 _MakerOfAny = Callable[[tf.Tensor, int, int, dict[str, Any]], tf.Tensor]
 # Standard normal distribution up to 2, where Keras truncates it.
@@ -37,6 +39,11 @@ def check_initializer(initializer: Any) -> dict[str, Any]:
     if seed is not None and not isinstance(seed, int):
         raise ValueError(f"The initializer's seed must be an int. Received: seed={shown(seed)}")
     return {"kind": name, "seed": seed or 0, "config": {**config, "seed": None}}
+
+
+def maker_of_missing(spec: dict[str, Any]) -> _Maker | None:
+    """Function that makes rows of keys which a table lacks, or None for zeros."""
+    return None if spec["default"] == ZEROS else maker(spec["initializer"], spec["dim"])
 
 
 def maker(initializer: dict[str, Any], dim: int) -> _Maker:

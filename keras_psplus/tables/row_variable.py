@@ -23,7 +23,7 @@ from keras_psplus.tf_internals import framework_ops as ops
 class KeyedValue(Protocol):
     """Value of a `KeyedVariable`."""
 
-    # What its `RowStore` takes.
+    # Arguments of its `RowStore`.
     spec: dict[str, Any]
     # 0 for the table itself, else the number of an optimizer's slot.
     slot: int

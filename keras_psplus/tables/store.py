@@ -22,7 +22,6 @@ from keras_psplus.tables.rows.row_optimizer import RowOptimizer
 from keras_psplus.tables.snapshot import KEY, in_chunks, living
 
 _INT, _LONG = tf.int32, tf.int64
-ZEROS = "zeros"
 _CHUNK = 1 << 16
 # Rows that one call looks through for changes.
 _SCANNED = 1 << 20
@@ -89,7 +88,9 @@ class RowStore:
         """
         rows = self._expiry.living(self.key_rows, self.key_rows.index.find(hashes_of(keys)))
         values = self.weights.sparse_read(tf.maximum(rows, 0))
-        is_initial = self._spec["default"] != ZEROS or (trains and self._spec["admit"] is None)
+        is_initial = self._spec["default"] != initial_rows.ZEROS or (
+            trains and self._spec["admit"] is None
+        )
 
         def filled() -> tf.Tensor:
             missing = tf.cast(tf.where(rows < 0), _INT)

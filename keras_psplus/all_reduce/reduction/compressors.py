@@ -39,7 +39,7 @@ def check_rows(compressor: compression.Compressor, gathers: bool = False) -> com
     Raises:
         ValueError: If it cannot.
     """
-    inner = compressor.inner if isinstance(compressor, compression.ErrorFeedback) else compressor
+    inner = methods.without_feedback(compressor)
     fits = compressor.supports_reduce_scatter and compressor.communicates
     if not (fits and (inner.supports_values or not gathers)):
         what, signs = ("weights", "") if gathers else ("gradients", ', "sign"')

@@ -17,6 +17,7 @@ import tensorflow as tf
 from keras_psplus import compression
 from keras_psplus.all_reduce.collectives import gradients
 from keras_psplus.compression import kernels
+from keras_psplus.compression.methods import without_feedback
 
 if TYPE_CHECKING:
     from keras_psplus.all_reduce.collectives.operations import Launcher
@@ -193,8 +194,3 @@ def gather_row(
     everything = compression.unpack(launcher.gather(words), forms, replicas)
     rows = kernels.decode_rows(inner, everything, row.shape[1], step)
     return rows, words, lambda: keep(lambda: rows[rank : rank + 1])
-
-
-def without_feedback(compressor: compression.Compressor) -> compression.Compressor:
-    """The compressor in an `ErrorFeedback`, or the same."""
-    return compressor.inner if isinstance(compressor, compression.ErrorFeedback) else compressor

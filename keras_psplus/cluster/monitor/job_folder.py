@@ -71,6 +71,11 @@ def check(above: pathlib.Path) -> None:
         )
 
 
+def is_running(job: dict[str, Any]) -> bool:
+    """Whether a job's launcher runs, by what `read_all` has of it."""
+    return process_state.state_of(job["pid"], job["birth"]) != process_state.ENDED
+
+
 def write_job(folder: pathlib.Path, job: dict[str, Any]) -> None:
     """Writes what the launcher knows of its job.
 

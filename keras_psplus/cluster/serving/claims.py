@@ -69,13 +69,16 @@ class ServerLease:
     Args:
         cluster: Dict from job names to lists of addresses.
         config: `TaskConfig` of the chief, or None if it has none.
+
+    Attributes:
+        servers: Dict from the servers' names to their addresses.
     """
 
     def __init__(
         self, cluster: Mapping[str, Sequence[str]], config: TaskConfig | None = None
     ) -> None:
         # A server that two jobs share by mistake is a ps more often than a worker.
-        self._servers = {
+        self.servers = {
             f"{job}-{index}": address
             for job in ("ps", "worker")
             for index, address in enumerate(cluster.get(job, ()))
@@ -94,14 +97,14 @@ class ServerLease:
         Raises:
             ClusterStartupError: If one belongs to another chief, or to a job with another token.
         """
-        first, *others = [name for name in self._servers if name not in but]
+        first, *others = [name for name in self.servers if name not in but]
         self.claim(first)
         with concurrent.futures.ThreadPoolExecutor(max_workers=8) as pool:
             list(pool.map(self.claim, others))
 
     def claim(self, name: str) -> None:
         """Claims one server; one that knows nothing of claims is left as it is."""
-        address = self._servers[name]
+        address = self.servers[name]
         received = f"TF_CONFIG={self._config.to_tf_config()}" if self._config else address
         try:
             holder = control.ask(address, "claim", self._own)

@@ -16,11 +16,10 @@ from keras_psplus.files import digests
 from keras_psplus.log import logger
 from keras_psplus.tables import initial_rows
 from keras_psplus.tables.keys import to_keys
-from keras_psplus.tables.store import ZEROS
 from keras_psplus.tables.versions import manifest
 from keras_psplus.tables.versions.segments import Segment, Segments, of_changes
 
-# How often a list is read again whose files were deleted in the meantime.
+# Readings of a list whose files were deleted in the meantime.
 _ATTEMPTS = 5
 
 
@@ -77,9 +76,7 @@ class TableReader:
         self.name = name
         self._spec = content["tables"][self.names.index(name)]
         self.dim: int = self._spec["dim"]
-        self._initial: Any = None
-        if self._spec["default"] != ZEROS:
-            self._initial = initial_rows.maker(self._spec["initializer"], self.dim)
+        self._initial = initial_rows.maker_of_missing(self._spec)
         self._refreshing = threading.Lock()
         self._state = self._load(None)
         self._closed = threading.Event()
