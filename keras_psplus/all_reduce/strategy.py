@@ -162,8 +162,8 @@ class MultiWorkerMirroredStrategy(StateDicts, tf.distribute.MultiWorkerMirroredS
         if shard is not None and multi_worker:
             chosen = shard_option.classes(shard, of_weights, shard_group)
             self._engine_class, self._extended_class = chosen
-            # Freed memory would stay in the process, which then is as large as without shares.
-            memory.return_freed_memory()
+            # All that is freed would stay in the process, which then is as large as without shares.
+            memory.keep_little_freed_memory()
         self._engine: Engine | None = None
         self._wrapped_functions: weakref.WeakKeyDictionary[Any, Any] = weakref.WeakKeyDictionary()
         self._step_marks = step_marks.StepMarks()

@@ -10,6 +10,7 @@ from __future__ import annotations
 import math
 import zlib
 from collections.abc import Sequence
+from contextlib import AbstractContextManager
 from typing import TYPE_CHECKING, Any
 
 import tensorflow as tf
@@ -27,6 +28,9 @@ if TYPE_CHECKING:
     from keras_psplus.all_reduce.collectives.operations import Launcher
     from keras_psplus.all_reduce.reduction.replica_states import ReplicaStates
     from keras_psplus.engine import Variables
+
+# Buckets whose copies are in memory at once; the next one is on its way while one is summed.
+_UNDER_WAY = 2
 
 
 class PartExchange:
@@ -78,10 +82,11 @@ class PartExchange:
         """
         parts: list[Any] = [None] * len(tensors)
         compressors = [compressor_of(self._of_gradients, v) for v in variables]
-        sent: list[tf.Tensor] = []
+        sent, done = list[tf.Tensor](), list[tf.Tensor]()
         for own in self._buckets(tensors, compressors, cuts):
             compressor, of_own = compressors[own[0]], [cuts[i] for i in own]
-            rows = shards.rows_of([tensors[i] for i in own], of_own)
+            with _behind(done):
+                rows = shards.rows_of([tensors[i] for i in own], of_own)
             if compressor is None:
                 row = group_routes.scatter(self._launcher, rows)
             else:
@@ -90,6 +95,7 @@ class PartExchange:
                 row, words = self._scatter(compressor, rows, [numbers[i] for i in own], step)
                 sent = [words]
             (row,) = self.sum_between([row])
+            done.append(row)
             for i, part in zip(own, shards.shards_of(row, of_own)):
                 parts[i] = tf.cast(part, tensors[i].dtype)
         self.count(variables, [cut.width for cut in cuts], compressors)
@@ -108,15 +114,19 @@ class PartExchange:
         """
         variables, cuts = [part.variable for part in parts], [part.cut for part in parts]
         compressors = [compressor_of(self._of_changes, variable) for variable in variables]
+        done: list[tf.Tensor] = []
         for own in self._buckets(parts, compressors, cuts):
             compressor, of_own = compressors[own[0]], [cuts[i] for i in own]
-            if compressor is None:
-                row = shards.row_of([parts[i].value() for i in own])
-                rows = gather_row(self._launcher, row, self._workers)
-            else:
-                row = shards.row_of([parts[i].change() for i in own])
-                rows = self._gather(compressor, row, [numbers[i] for i in own], step)
-            for i, whole in zip(own, shards.wholes_of(rows, of_own)):
+            with _behind(done):
+                if compressor is None:
+                    row = shards.row_of([parts[i].value() for i in own])
+                    rows = gather_row(self._launcher, row, self._workers)
+                else:
+                    row = shards.row_of([parts[i].change() for i in own])
+                    rows = self._gather(compressor, row, [numbers[i] for i in own], step)
+            wholes = shards.wholes_of(rows, of_own)
+            done.append(wholes[-1])
+            for i, whole in zip(own, wholes):
                 value = variables[i]._value
                 assign = value.assign if compressor is None else value.assign_add
                 assign(tf.cast(whole, value.dtype), read_value=False)
@@ -195,6 +205,14 @@ class PartExchange:
         if not isinstance(compressor, ErrorFeedback):
             return name, ()
         return name, self._states.read(name, lambda: compressor.init(rows.shape, tf.float32))
+
+
+def _behind(done: Sequence[tf.Tensor]) -> AbstractContextManager[Any]:
+    """Context of a bucket's operations, which wait until few buckets are under way.
+
+    Gradients are ready long before a slow link has sent them: their copies would all be in memory.
+    """
+    return tf.control_dependencies(done[-_UNDER_WAY : 1 - _UNDER_WAY])
 
 
 def compressor_of(chooser: Compressor | None, variable: Any) -> Compressor | None:

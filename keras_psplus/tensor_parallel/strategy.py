@@ -90,7 +90,7 @@ class ModelParallelStrategy(MultiWorkerMirroredStrategy):
         if workers is not None and len(workers) > 1:
             self._extended_class = ModelParallelExtended
             # As with `shard=`, freed memory would stay in the process.
-            memory.return_freed_memory()
+            memory.keep_little_freed_memory()
         super().__init__(
             cluster_resolver,
             communication_options,
