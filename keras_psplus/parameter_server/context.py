@@ -15,6 +15,7 @@ if TYPE_CHECKING:
     from keras_psplus.cluster.monitor.progress import Progress
     from keras_psplus.engine import Engine
     from keras_psplus.parameter_server.extended import ParameterServerExtended
+    from keras_psplus.parameter_server.modes import Mode
     from keras_psplus.parameter_server.overlap.automatic import OverlapChoice
     from keras_psplus.parameter_server.scheduling.scheduler import Scheduler
     from keras_psplus.parameter_server.sync.step_attempts import StepAttempts
@@ -33,13 +34,11 @@ class StepContext:
         extended: Its implementation half: variables, compressors, the workers' states.
         engine: Its engine.
         num_workers: Number of workers that take steps.
-        is_sync: Whether all workers take each step together.
+        mode: When workers wait for one another.
         overlap: Whether a worker reads for its next training step before it has sent this one's.
         scheduler: Sends steps to the workers.
         attempts: The global steps of `mode="sync"`.
         totals: Totals of the traffic counters, for `communication`.
-        max_staleness: Maximum number of training steps that a worker is ahead of the slowest one;
-            None for no limit.
         progress: Progress of the chief.
         times: Seconds of training steps by task.
         updating: Gradients accumulated on workers, and the schedule of sending them.
@@ -52,12 +51,11 @@ class StepContext:
     extended: ParameterServerExtended
     engine: Engine
     num_workers: int
-    is_sync: bool
+    mode: Mode
     overlap: OverlapChoice
     scheduler: Scheduler
     attempts: StepAttempts
     totals: TrafficTotals
-    max_staleness: int | None
     progress: Progress
     times: WorkerTimes = dataclasses.field(init=False)
     updating: WorkerUpdates = dataclasses.field(init=False)

@@ -36,7 +36,7 @@ from keras_psplus.parameter_server.tracing import local_copies, traffic, worker_
 from keras_psplus.parameter_server.tracing.chief_writes import applying_sums_flag
 from keras_psplus.parameter_server.train_function import TrainFunction
 from keras_psplus.parameter_server.transport import clipping, server_side
-from keras_psplus.parameter_server.updates import local_sgd_step, worker_updates
+from keras_psplus.parameter_server.updates import worker_updates
 from keras_psplus.updates import Accumulate
 
 if TYPE_CHECKING:
@@ -191,7 +191,7 @@ class ParameterServerEngine(DistributedEngine):
             shape = getattr(variable, "_shape", None)
             if shape is None and not callable(value):
                 shape = getattr(value, "shape", None)
-            kind = variable_kinds.kind_of(variable, self._context.is_sync)
+            kind = variable_kinds.kind_of(variable, self._context.mode.is_sync)
             with self._context.extended.creating(variable.path, kind, shape):
                 return call.proceed()
         finally:
@@ -246,12 +246,11 @@ class ParameterServerEngine(DistributedEngine):
     def apply(self, call: Call) -> Any:
         strategy, step, optimizer = self.strategy, current_step(), call.owner
         grads, trainable_variables = call.get("grads"), call.get("trainable_variables")
-        if self._is_on_worker and strategy.updates is not None and not worker_updates.is_applying():
+        if self._is_on_worker and strategy.updates is not None and not worker_updates.applying_flag:
             variables = variables_of_apply(optimizer, strategy.updates, grads, trainable_variables)
-            if variables is not None and not strategy.updates.local:
-                return self._context.updating.take(optimizer, list(grads), variables)
-            if variables is not None:
-                local_sgd_step.check_that_it_is_alone(optimizer, variables)
+            updating = self._context.updating
+            if variables is not None and updating.take(optimizer, list(grads), variables):
+                return None
         inner = getattr(optimizer, "inner_optimizer", optimizer)
         known = inner._trainable_variables if trainable_variables is None else trainable_variables
         if step is not None and len(grads):
@@ -264,7 +263,7 @@ class ParameterServerEngine(DistributedEngine):
     def _is_on_worker(self) -> bool:
         """Whether this is the function of a worker that steps by itself."""
         return (
-            not self._context.is_sync
+            not self._context.mode.is_sync
             and tf.distribute.get_replica_context() is not None
             and not tf.executing_eagerly()
         )
@@ -290,22 +289,19 @@ class ParameterServerEngine(DistributedEngine):
         return super().clip(optimizer, grads, variables)
 
     def update(self, optimizer: Any, grads: list[Any], variables: list[Any]) -> None:
-        counter, graph = traffic.current_counter(), tf.compat.v1.get_default_graph()
-        before = 0 if counter is None else len(graph.get_operations())
-        super().update(optimizer, grads, variables)
-        if counter is not None:
-            counter.timer.note_push(grads, graph.get_operations()[before:])
+        with traffic.timing_push(grads):
+            super().update(optimizer, grads, variables)
 
     def push(
         self, optimizer: Any, grads: Sequence[Any], variables: Sequence[Any]
     ) -> list[tuple[Any, Any]]:
         # On the chief, which keeps nothing; the sums of a step, which are there already; or to a
         # worker's own copies.
-        if tf.executing_eagerly() or applying_sums_flag or local_copies.are_in_use():
+        if tf.executing_eagerly() or applying_sums_flag or local_copies.handles() is not None:
             return super().push(optimizer, grads, variables)
         context, number = self._context, lambda: tf.convert_to_tensor(optimizer.iterations)
         # Sums begin to be applied with the first that are whole.
-        in_turn = context.is_sync and context.overlap.is_on
+        in_turn = context.mode.is_sync and context.overlap.is_on
         return context.extended.pushes.send(grads, variables, number, optimizer, in_turn=in_turn)
 
     def average(self, optimizer: Any, variables: list[Any]) -> None:

@@ -5,7 +5,6 @@ from __future__ import annotations
 import collections
 import contextlib
 import functools
-import threading
 from collections.abc import Iterable, Iterator, Sequence
 from typing import TYPE_CHECKING, Any
 
@@ -16,10 +15,11 @@ from keras_psplus.parameter_server.placement.balance import Placement, Shard
 from keras_psplus.parameter_server.state import worker_tables
 from keras_psplus.parameter_server.state.worker_state import WorkerStates
 from keras_psplus.parameter_server.tracing.remote import CHIEF
+from keras_psplus.parameter_server.tracing.thread_value import ThreadValue
 from keras_psplus.parameter_server.tracing.worker_function import ClosureVariable
-from keras_psplus.parameter_server.transport.pulls import PulledVariable, updating_on_server
+from keras_psplus.parameter_server.transport.pulls import PulledVariable, updating_device
 from keras_psplus.parameter_server.transport.pushes import Pushes
-from keras_psplus.parameter_server.transport.sharded import ShardedVariable, shard_of
+from keras_psplus.parameter_server.transport.sharded import ShardedVariable, current_shard
 from keras_psplus.tf_internals import (
     distribute_lib,
     resource_variable_ops,
@@ -72,7 +72,7 @@ class ParameterServerExtended(stock.ParameterServerStrategyV2Extended):
         self._cuts_evenly = variable_partitioner == "auto"
         partitioner = None if self._cuts_evenly else variable_partitioner
         super().__init__(strategy, cluster_resolver, partitioner)
-        self._creating = threading.local()
+        self._creating: ThreadValue[tuple[str, str | None, Any]] = ThreadValue()
         self._placement = Placement(ps_weights, cuts_finely)
         self._compressors = compressors
         self._worker_states = WorkerStates(self._num_workers)
@@ -136,12 +136,8 @@ class ParameterServerExtended(stock.ParameterServerStrategyV2Extended):
                 `ClosureVariable`; else None.
             shape: Its shape, if it is known.
         """
-        outer = getattr(self._creating, "value", None)
-        self._creating.value = (name, kind, shape)
-        try:
+        with self._creating.being((name, kind, shape)):
             yield
-        finally:
-            self._creating.value = outer
 
     def _call_for_each_replica(self, fn, args, kwargs):
         # One replica needs no thread: merge_call then works inside tf.cond and tf.while_loop.
@@ -155,7 +151,7 @@ class ParameterServerExtended(stock.ParameterServerStrategyV2Extended):
         return value
 
     def _create_var_creator(self, next_creator, **kwargs):
-        creating = getattr(self._creating, "value", None)
+        creating = self._creating()
 
         def creator(**kwargs):
             kwargs.pop("aggregation", None)
@@ -170,7 +166,7 @@ class ParameterServerExtended(stock.ParameterServerStrategyV2Extended):
         return creator
 
     def _create_variable(self, next_creator, **kwargs):
-        _, kind, shape = getattr(self._creating, "value", None) or ("", None, None)
+        _, kind, shape = self._creating() or ("", None, None)
         if kind is not None:
             for name in ("aggregation", "synchronization", "colocate_with"):
                 kwargs.pop(name, None)
@@ -298,12 +294,12 @@ class ParameterServerExtended(stock.ParameterServerStrategyV2Extended):
 
     def _update(self, var, fn, args, kwargs, group):
         if not isinstance(var, ShardedVariable):
-            with updating_on_server(var):
+            with updating_device.being(var.device):
                 return super()._update(var, fn, args, kwargs, group)
         split = [var.split(arg) for arg in args]
         for i in range(len(var.shards)):
             # Every variable that the update touches shows its i-th shard meanwhile.
-            with shard_of(i), updating_on_server(var):
+            with current_shard.being(i), updating_device.being(var.device):
                 super()._update(var, fn, tuple(part[i] for part in split), kwargs, group)
         return None
 

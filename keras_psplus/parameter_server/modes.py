@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from typing import TYPE_CHECKING, NamedTuple
 
 import numpy as np
@@ -25,6 +26,19 @@ class Mode(NamedTuple):
     is_sync: bool
     backup_workers: int
     max_staleness: int | None
+
+    @property
+    def bound(self) -> float:
+        """Maximum number of steps that a worker is ahead of the slowest one."""
+        return math.inf if self.max_staleness is None else self.max_staleness
+
+    def window(self, overlaps: bool) -> int:
+        """Maximum number of training steps that a worker has under way.
+
+        Args:
+            overlaps: Whether it reads for one while it computes another and sends a third.
+        """
+        return 3 if overlaps and not self.is_sync else 1
 
     def check_workers(self, num_workers: int) -> None:
         """Raises ValueError if there are not more workers than backup workers."""
@@ -131,7 +145,7 @@ def check_overlap(overlap_steps: bool | str, mode: Mode, updates: Updates | None
     Raises:
         ValueError: If it is neither a bool nor "auto", or another argument rules it out.
     """
-    is_ruled_out = mode.backup_workers or mode.max_staleness is not None or updates is not None
+    is_ruled_out = mode.backup_workers or updates is not None
     if isinstance(overlap_steps, str) and overlap_steps == "auto":
         # Asynchronous steps that overlap are less accurate.
         return None if mode.is_sync and not is_ruled_out else False
@@ -142,10 +156,10 @@ def check_overlap(overlap_steps: bool | str, mode: Mode, updates: Updates | None
         )
     if overlap_steps and is_ruled_out:
         raise ValueError(
-            "`overlap_steps` goes without `backup_workers`, `max_staleness` and `updates`, with "
-            "which it is not known in time what a step begins from. Leave one of them out. "
+            "`overlap_steps` goes without `backup_workers` and `updates`, with which it is not "
+            "known in time what a step begins from. Leave one of them out. "
             f"Received: overlap_steps={overlap_steps}, backup_workers={mode.backup_workers}, "
-            f"max_staleness={mode.max_staleness}, updates={updates!r}"
+            f"updates={updates!r}"
         )
     return bool(overlap_steps)
 

@@ -2,18 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import tensorflow as tf
 
 from keras_psplus.keras_internals.keras_parts import tf_trainer, tree
+from keras_psplus.parameter_server.steps.closure_totals import ClosureTotals
 from keras_psplus.parameter_server.steps.compiled_step import compiled_step
-from keras_psplus.parameter_server.steps.runner import are_same, describe
+from keras_psplus.parameter_server.steps.runner import describe
 from keras_psplus.parameter_server.steps.step_functions import StepFunctions
-from keras_psplus.parameter_server.tracing.step_inputs import tensors, weights
-from keras_psplus.parameter_server.tracing.worker_function import pack, unpack
+from keras_psplus.parameter_server.steps.step_inputs import tensors, weights
 from keras_psplus.tf_internals import tensor_conversion_registry
 
 if TYPE_CHECKING:
@@ -21,7 +20,7 @@ if TYPE_CHECKING:
 
     from keras_psplus.parameter_server.context import StepContext
     from keras_psplus.parameter_server.scheduling.closures import Closure
-    from keras_psplus.parameter_server.tracing.worker_function import ClosureVariable, Trace
+    from keras_psplus.parameter_server.tracing.worker_function import Trace
 
 
 def make(context: StepContext, model: keras.Model) -> _PredictFunction:
@@ -46,25 +45,25 @@ class _PredictFunction:
     def __init__(self, context: StepContext, functions: StepFunctions) -> None:
         self._context, self._functions = context, functions
         self._sent = 0
-        self._seeds: _Seeds | None = None
+        self._totals: ClosureTotals | None = None
         context.functions.add(self)
 
     def __call__(self, batches: Any) -> Any:
         batches = [tensors(batch) for batch in batches]
         function, payload = self._functions(batches)
-        if self._seeds is None or not are_same(self._seeds.variables, function.variables):
+        if self._totals is None or not self._totals.are_of(function.variables):
             self.drain()
-            self._seeds = _Seeds(function.variables)
+            self._totals = ClosureTotals(function.variables)
         result = self._context.scheduler.submit(
             function.concrete,
-            (tf.constant(self._seeds.values()), payload),
-            lambda result, _: self._context.totals.add(
-                function.costs, function.split(result[0])[1]
-            ),
+            (tf.constant(self._totals.next), payload),
+            lambda result, _: function.add_costs(result[0], self._context.totals),
             f"predict(), {describe(batches, self._sent)}",
         )
         self._sent += len(batches)
-        self._seeds.count(len(batches), lambda: function.split(result.get()[0])[0])
+        self._totals.steps += len(batches)
+        if self._totals.has_seeds and self._totals.draws is None:
+            self._totals.note_draws(function.split(result.get()[0])[0], len(batches))
         outputs = function.concrete.structured_outputs[1]
         if any(not isinstance(output, tf.Tensor) for output in tf.nest.flatten(outputs)):
             return result.get()[1]
@@ -73,32 +72,9 @@ class _PredictFunction:
 
     def drain(self) -> None:
         """Leaves seeds where they would be after as many steps here."""
-        if self._seeds is not None:
-            self._seeds.write()
-        self._sent, self._seeds = 0, None
-
-
-class _Seeds:
-    """Advances seeds from step to step, by as much as the first step does."""
-
-    def __init__(self, variables: list[ClosureVariable]) -> None:
-        self.variables = variables
-        self._initial = pack(variables)
-        self._move: Any = None
-        self._steps = 0
-
-    def values(self) -> Any:
-        return self._initial if self._move is None else self._initial + self._move * self._steps
-
-    def count(self, steps: int, changes: Callable[[], Any]) -> None:
-        if self._move is None:
-            has_seeds = any(variable.is_seed for variable in self.variables)
-            self._move = changes() / steps if has_seeds else 0.0
-        self._steps += steps
-
-    def write(self) -> None:
-        if self._move is not None and any(variable.is_seed for variable in self.variables):
-            unpack(self.variables, self.values())
+        if self._totals is not None and self._totals.has_seeds:
+            self._totals.write()
+        self._sent, self._totals = 0, None
 
 
 class _Awaited:

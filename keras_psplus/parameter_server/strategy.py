@@ -29,7 +29,7 @@ from keras_psplus.parameter_server.overlap.automatic import OverlapChoice
 from keras_psplus.parameter_server.placement import balance
 from keras_psplus.parameter_server.scheduling import failure
 from keras_psplus.parameter_server.scheduling.membership import Members
-from keras_psplus.parameter_server.scheduling.scheduler import LANES, Scheduler
+from keras_psplus.parameter_server.scheduling.scheduler import Scheduler
 from keras_psplus.parameter_server.scheduling.stalls import StallProbe
 from keras_psplus.parameter_server.sync.step_attempts import StepAttempts
 from keras_psplus.parameter_server.tracing import traffic
@@ -210,8 +210,7 @@ class ParameterServerStrategy(StateDicts, tf.distribute.ParameterServerStrategy)
         totals = traffic.TrafficTotals()
         self._communication = Communication()
         self._communication.add_source(totals.traffic, lambda: totals.seconds)
-        self._is_parameter_server_strategy_v2 = True
-        self._should_use_with_coordinator = True
+        self._is_parameter_server_strategy_v2 = self._should_use_with_coordinator = True
         self._canonicalize_devices = False
         # One worker's training is that of one process; servers started otherwise have few threads.
         overlap = overlap if self._num_workers > 1 and self._task is not None else False
@@ -221,7 +220,7 @@ class ParameterServerStrategy(StateDicts, tf.distribute.ParameterServerStrategy)
             failure.WorkerWatch(spec["worker"], heartbeat_timeout).check_workers,
             members,
             servers.greet,
-            LANES if overlap and not self._mode.is_sync else 1,
+            self._mode.window(bool(overlap)),
             absent,
         )
         if is_elastic:
@@ -233,12 +232,11 @@ class ParameterServerStrategy(StateDicts, tf.distribute.ParameterServerStrategy)
             extended=self.extended,
             engine=self._engine,
             num_workers=self._num_workers,
-            is_sync=self._mode.is_sync,
+            mode=self._mode,
             overlap=OverlapChoice(overlap, self._num_workers, totals),
             scheduler=scheduler,
             attempts=StepAttempts(self._num_workers, self._mode.backup_workers),
             totals=totals,
-            max_staleness=self._mode.max_staleness,
             progress=progress,
         )
         kind: Any = LocalSGDUpdates if updates is not None and updates.local else WorkerUpdates

@@ -16,15 +16,16 @@ from keras_psplus.parameter_server.data.worker_data import WorkerIterator
 from keras_psplus.parameter_server.reports import placement_table
 from keras_psplus.parameter_server.steps.compiled_step import compiled_step
 from keras_psplus.parameter_server.steps.runner import StepRunner
+from keras_psplus.parameter_server.steps.step_inputs import tensors, weights
 from keras_psplus.parameter_server.sync.sync_steps import SyncRunner
 from keras_psplus.parameter_server.tracing.joined_batches import Batches, first_of
-from keras_psplus.parameter_server.tracing.step_inputs import tensors, weights
-from keras_psplus.parameter_server.updates import local_sgd_step, worker_updates
+from keras_psplus.parameter_server.updates import worker_updates
 
 if TYPE_CHECKING:
     import keras
 
     from keras_psplus.parameter_server.context import StepContext
+    from keras_psplus.parameter_server.data.tickets import Ticket
     from keras_psplus.parameter_server.tracing.worker_function import ClosureVariable
 
 
@@ -43,23 +44,20 @@ class TrainFunction:
         compiled = compiled_step(context.engine, model, step_function)
         step = _knowing_rows(model._autoconvert_optionals(compiled))
         if is_training:
-            step = local_sgd_step.alone(context, model, step)
+            step = context.updating.wrap(model, step)
         self._runner = self._runner_of(step, is_training)
         # One dict for a whole epoch: Keras keeps the last that it got, and gets to see in it what
         # steps bring back later.
         self._logs: dict[str, Any] = {}
         self._is_reported = False
-        bound = context.max_staleness if is_training else None
-        self._bound: float = math.inf if bound is None else bound
+        self._bound = context.mode.bound if is_training else math.inf
         context.functions.add(self)
 
     def _runner_of(self, step: Callable[..., Any], is_training: bool) -> StepRunner:
         args = self._context, step, lambda: weights(self._model), self._results
-        if is_training and self._context.is_sync:
+        if is_training and self._context.mode.is_sync:
             return SyncRunner(*args, split)
-        overlaps = is_training and self._context.overlap.is_on
-        counts = self._context.steps_by_worker if is_training else None
-        return StepRunner(*args, overlaps, counts)
+        return StepRunner(*args, is_training)
 
     def __call__(self, iterator: Any) -> dict[str, Any]:
         progress = self._context.progress
@@ -75,24 +73,22 @@ class TrainFunction:
     def _take_steps(self, iterator: Any) -> tuple[dict[str, Any], int]:
         if not self._runner.is_open:
             self._begin()
-        batches: Any
-        ticket, began = None, time.time()
-        if isinstance(iterator, WorkerIterator):
-            ticket = self._scheduler.take(iterator, self._model.steps_per_execution)
-            batches = ticket.batches if ticket else []
-            element_spec = iterator.element_spec
-        else:
-            batches = _take(iterator, self._model.steps_per_execution)
-            element_spec = getattr(iterator, "element_spec", None)
-        read = time.time()
-        if not len(batches):
+        began, reading, steps = time.time(), 0.0, 0
+        count = self._model.steps_per_execution
+        # A limit of staleness counts steps.
+        for wanted in [count] if self._bound == math.inf else [1] * count:
+            since = time.time()
+            batches, ticket = self._next(iterator, wanted)
+            if not len(batches):
+                break
+            reading += time.time() - since if ticket is None else 0.0
+            spec = _tensors_spec(getattr(iterator, "element_spec", None), batches)
+            self._runner.submit(batches, spec, ticket)
+            steps += len(batches)
+        if not steps:
             # Keras does not synchronise when it runs out of data: the totals are written here.
             self.drain()
             raise StopIteration
-        spec = _tensors_spec(element_spec, batches)
-        # A limit of staleness counts steps.
-        for part in [batches] if self._bound == math.inf else [[batch] for batch in batches]:
-            self._runner.submit(part, spec, ticket)
         self._report_placement()
         self._logs.clear()
         self._logs.update(self._runner.logs)
@@ -104,11 +100,19 @@ class TrainFunction:
         if not isinstance(iterator, (tf.data.Iterator, WorkerIterator)):
             self.drain()
         if self._is_training:
-            times = self._context.times
-            if ticket is not None:
-                times.note_read(ticket.home, ticket.seconds)
-            times.note_call(len(batches), began, read if ticket is None else began)
-        return logs, len(batches)
+            self._context.times.note_call(steps, began, began + reading)
+        return logs, steps
+
+    def _next(self, iterator: Any, count: int) -> tuple[Batches, Ticket | None]:
+        """The next batches, none at the data's end, and their ticket if workers read."""
+        if not isinstance(iterator, WorkerIterator):
+            return _take(iterator, count), None
+        ticket = self._scheduler.take(iterator, count)
+        if ticket is None:
+            return [], None
+        if self._is_training:
+            self._context.times.note_read(ticket.home, ticket.seconds)
+        return ticket.batches, ticket
 
     def _begin(self) -> None:
         """Begins an epoch, or a step of `train_on_batch`, with no step under way."""
@@ -162,7 +166,7 @@ class TrainFunction:
 
 def _knowing_rows(step: Callable[..., Any]) -> Callable[..., Any]:
     def step_on(batch: Any) -> Any:
-        with worker_updates.batch_of(batches.rows_of(batch)):
+        with worker_updates.batch_rows.being(batches.rows_of(batch)):
             return step(batch)
 
     return step_on

@@ -3,8 +3,8 @@
 straggler_job.py FOLDER MODE...
 
 Each MODE is `sync`, `backup`, `async`, `shares` (the workers read the data), `equal` (both sleep as
-long), or `stale:N` for `max_staleness=N`. For each, some steps are taken, and a line says by which
-worker, how far one was ahead of the other, and how long it took.
+long), or `stale:N` for `max_staleness=N`, and `shares:N` for both. For each, some steps are taken,
+and a line says by which worker, how far one was ahead of the other, and how long it took.
 """
 
 import json
@@ -72,12 +72,10 @@ class Slow(keras.Model):
 
 
 def arguments(mode):
-    return {
-        "sync": dict(mode="sync"),
-        "backup": dict(mode="sync", backup_workers=1),
-        **dict.fromkeys(("async", "shares", "equal"), {}),
-        "stale": dict(max_staleness=int(mode.partition(":")[2] or 0)),
-    }[mode.partition(":")[0]]
+    name, _, bound = mode.partition(":")
+    if bound:
+        return dict(max_staleness=int(bound))
+    return {"sync": dict(mode="sync"), "backup": dict(mode="sync", backup_workers=1)}.get(name, {})
 
 
 resolver = None
@@ -94,7 +92,7 @@ for mode in modes:
     for counter in (model.begun, model.done, model.ahead):
         counter.assign(np.zeros(2))
     begin = time.monotonic()
-    if mode == "shares":
+    if mode.startswith("shares"):
         options = tf.data.Options()
         options.experimental_distribute.auto_shard_policy = (
             tf.data.experimental.AutoShardPolicy.DATA

@@ -239,7 +239,6 @@ def test_a_worker_whose_step_is_taken_back_after_its_loss_gets_no_other(caplog):
     "options",
     [
         {"mode": "sync", "backup_workers": 1},
-        {"max_staleness": 2},
         {"updates": "accumulate:2"},
         {"updates": "local_sgd:2"},
     ],

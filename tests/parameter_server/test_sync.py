@@ -113,7 +113,7 @@ def test_workers_are_killed_and_no_update_is_wrong(how, request):
 @pytest.fixture(scope="module")
 def stragglers(tmp_path_factory):
     """What two workers have done in each mode, of which one takes five times as long."""
-    modes = ["sync", "backup", "async", "shares", "equal", "stale:2", "stale:0"]
+    modes = ["sync", "backup", "async", "shares", "equal", "stale:2", "stale:0", "shares:2"]
     log = run_in_processes(
         HERE / "straggler_job.py",
         workers=2,
@@ -162,9 +162,9 @@ def test_equally_fast_workers_take_as_many_steps(stragglers):
     assert stragglers[0]["equal"]["counted"] == [8, 8]
 
 
-@pytest.mark.parametrize("bound", [2, 0])
-def test_staleness_is_bounded(bound, stragglers):
-    found = stragglers[0][f"stale:{bound}"]
+@pytest.mark.parametrize("mode", ["stale:2", "stale:0", "shares:2"])
+def test_staleness_is_bounded(mode, stragglers):
+    found = stragglers[0][mode]
     assert sum(found["taken"]) == found["steps"] == 16
     # Without the bound, the fast worker gets further ahead; with it, just as far.
-    assert max(found["ahead"]) == bound
+    assert max(found["ahead"]) == int(mode.partition(":")[2])

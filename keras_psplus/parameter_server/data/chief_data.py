@@ -14,7 +14,7 @@ from keras_psplus.keras_internals.keras_parts import (
     tf_dataset_adapter,
 )
 from keras_psplus.log import info_once, logger, warn_once
-from keras_psplus.parameter_server.data.worker_data import DatasetOfEachWorker, WorkerDataset
+from keras_psplus.parameter_server.data.worker_data import WorkerDataset
 
 if TYPE_CHECKING:
     from keras_psplus.parameter_server.context import StepContext
@@ -52,7 +52,7 @@ def on_workers(
             context.num_workers,
         )
         return None
-    if context.is_sync or context.max_staleness is not None:
+    if context.mode.is_sync:
         info_once("the chief reads the data, as it decides which worker takes what")
         return None
     if in_order:
@@ -60,11 +60,14 @@ def on_workers(
         return None
     # As Keras draws its seeds, so that `keras.utils.set_random_seed` settles it.
     seed, lost = seed_for(random.randint(1, int(1e9))), context.scheduler.queue.lost
+    is_cut = of_workers is None
     try:
-        if of_workers is not None:
-            workers: WorkerDataset = DatasetOfEachWorker(of_workers, dataset.element_spec, lost)
-        else:
-            workers = WorkerDataset(dataset, policy, context.num_workers, seed, lost)
+        workers = WorkerDataset(
+            of_workers or [(dataset, seed)] * context.num_workers,
+            policy if is_cut else None,
+            dataset.element_spec,
+            lost,
+        )
     except ValueError as error:
         logger.warning(
             "this dataset cannot be sent to the workers (%s), so the chief reads it and sends each "
@@ -72,16 +75,11 @@ def on_workers(
             error,
         )
         return None
-    if of_workers is not None:
-        info_once(
-            "data over %d worker(s): each reads what the script's function has made for it",
-            context.num_workers,
-        )
-        return workers
+    share = f"its own share (AutoShardPolicy.{policy.name})"
     info_once(
-        "data over %d worker(s): each reads its own share (AutoShardPolicy.%s)",
+        "data over %d worker(s): each reads %s",
         context.num_workers,
-        policy.name,
+        share if is_cut else "what the script's function has made for it",
     )
     return workers
 

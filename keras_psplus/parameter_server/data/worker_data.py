@@ -39,40 +39,44 @@ class WorkerDataset:
     """A dataset that is read on the workers; iterating over it makes a `WorkerIterator`.
 
     Args:
-        dataset: `tf.data.Dataset` of batches.
-        policy: `tf.data.experimental.AutoShardPolicy`: FILE or DATA.
-        num_workers: Number of workers.
-        seed: What unseeded shuffles are seeded with, alike on all workers.
+        datasets: List of pairs of a `tf.data.Dataset` of batches and the seed that its unseeded
+            shuffles get, one for each worker.
+        policy: `tf.data.experimental.AutoShardPolicy` by which each reads its share of one dataset,
+            FILE or DATA; None if each reads its own to its end.
+        element_spec: Type specification that the batches of all of them meet.
         lost: Numbers of the workers that are not there, as they change.
 
     Raises:
-        ValueError: If the dataset needs something of this process.
+        ValueError: If a dataset needs something of this process.
     """
 
     def __init__(
         self,
-        dataset: tf.data.Dataset,
+        datasets: Sequence[tuple[tf.data.Dataset, int]],
         policy: tf.data.experimental.AutoShardPolicy | None,
-        num_workers: int,
-        seed: int,
+        element_spec: Any,
         lost: Collection[int],
     ) -> None:
-        self._dataset, self._policy, self._lost = dataset, policy, lost
-        self._num_workers, self._seed = num_workers, seed
+        self._datasets, self._policy, self._lost = datasets, policy, lost
+        self._num_workers, self.element_spec = len(datasets), element_spec
         self._epoch = 0
         # Batches that were taken from each share, in the present pass.
-        self._taken = [0] * num_workers
+        self._taken = [0] * self._num_workers
         self._begins_at: list[int] | None = None
-        self._options = dataset.options()
+        # Now and here: asked for while a share is opened, they would be asked of the worker.
+        self._options = datasets[0][0].options()
         self._reads: list[tuple[Any, WorkerReads]] = []
-        self.element_spec = dataset.element_spec
         # Now, so that a dataset which cannot be sent is found before anything is read.
         self._first_graphs: list[tuple[tf.Tensor, Any]] | None = self._graphs()
 
     def _graphs(self) -> list[tuple[tf.Tensor, Any]]:
         """The graph of each worker's data for the next epoch, and what its elements are."""
-        graph = serialize(self._dataset, self._seed, self._epoch)
-        return [(graph, self.element_spec)] * self._num_workers
+        distinct = {(id(dataset), seed): (dataset, seed) for dataset, seed in self._datasets}
+        graphs = {
+            key: (serialize(dataset, seed, self._epoch), dataset.element_spec)
+            for key, (dataset, seed) in distinct.items()
+        }
+        return [graphs[id(dataset), seed] for dataset, seed in self._datasets]
 
     def __iter__(self) -> WorkerIterator:
         graphs, self._first_graphs = self._first_graphs, None
@@ -91,7 +95,7 @@ class WorkerDataset:
     @property
     def seed(self) -> int:
         """Seed of unseeded shuffles."""
-        return self._seed or 0
+        return self._datasets[0][1]
 
     @property
     def position(self) -> dict[str, Any]:
@@ -135,43 +139,12 @@ class WorkerDataset:
 
     def _cut(self, dataset: tf.data.Dataset, index: int) -> tf.data.Dataset:
         """A worker's share of the data."""
+        if self._policy is None:
+            return dataset
         if self._policy == tf.data.experimental.AutoShardPolicy.FILE:
             dataset = dataset.with_options(self._options)
             return distribute._AutoShardDataset(dataset, self._num_workers, index)
         return dataset.shard(self._num_workers, index)
-
-
-class DatasetOfEachWorker(WorkerDataset):
-    """Datasets of which each worker reads one, to its end.
-
-    Args:
-        datasets: List of pairs of a `tf.data.Dataset` of batches and the seed that its unseeded
-            shuffles get, one for each worker.
-        element_spec: Type specification that the batches of all of them meet.
-        lost: As for `WorkerDataset`.
-
-    Raises:
-        ValueError: If a dataset needs something of this process.
-    """
-
-    def __init__(
-        self,
-        datasets: Sequence[tuple[tf.data.Dataset, int]],
-        element_spec: Any,
-        lost: Collection[int],
-    ) -> None:
-        self._datasets = datasets
-        super().__init__(datasets[0][0], None, len(datasets), datasets[0][1], lost)
-        self.element_spec = element_spec
-
-    def _graphs(self) -> list[tuple[tf.Tensor, Any]]:
-        return [
-            (serialize(dataset, seed, self._epoch), dataset.element_spec)
-            for dataset, seed in self._datasets
-        ]
-
-    def _cut(self, dataset: tf.data.Dataset, index: int) -> tf.data.Dataset:
-        return dataset
 
 
 class WorkerIterator:

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import concurrent.futures
-import threading
+import functools
 from collections.abc import Callable, Collection, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import numpy as np
 
+from keras_psplus.core.jobs import background
 from keras_psplus.parameter_server.tracing.losses import is_of_worker
 from keras_psplus.parameter_server.tracing.remote import call, on_worker
 
@@ -48,8 +49,11 @@ class PipelinedUpdate:
         self._overlapped, self._stamp, self._count = overlapped, stamp, count
         self._totals, self._can_undo = totals, False
         self.readers = list(readers)
-        self._update = _start("Update", self._run, scale, len(readers))
-        self._fetches = {worker: _start("Fetch", self._fetch, worker) for worker in readers}
+        self._update = background.start(lambda: self._run(scale, len(readers)), "Update")
+        self._fetches = {
+            worker: background.start(functools.partial(self._fetch, worker), "Fetch")
+            for worker in readers
+        }
 
     def _run(self, scale: float, readers: int) -> None:
         self._overlapped.undo.keep()
@@ -99,17 +103,3 @@ class PipelinedUpdate:
     def _undo(self) -> None:
         if self._can_undo:
             self._overlapped.undo.restore()
-
-
-def _start(name: str, function: Callable[..., Any], *args: Any) -> concurrent.futures.Future[Any]:
-    """Calls a function in a daemon thread, which does not delay the process's exit."""
-    future: concurrent.futures.Future[Any] = concurrent.futures.Future()
-
-    def run() -> None:
-        try:
-            future.set_result(function(*args))
-        except BaseException as error:
-            future.set_exception(error)
-
-    threading.Thread(target=run, name=name, daemon=True).start()
-    return future

@@ -28,9 +28,8 @@ from keras_psplus.log import logger
 from keras_psplus.parameter_server.overlap.undo import Undo
 from keras_psplus.parameter_server.overlap.worker_copies import WorkerCopies
 from keras_psplus.parameter_server.transport import aggregation
-from keras_psplus.parameter_server.transport.pulls import Pulls
-from keras_psplus.parameter_server.transport.sharded import ShardedVariable
-from keras_psplus.tf_internals import auto_control_deps_utils as resource_inputs
+from keras_psplus.parameter_server.transport.pulls import Pulls, written_by
+from keras_psplus.parameter_server.transport.reads import parts_of
 from keras_psplus.tf_internals import framework_ops as ops
 
 if TYPE_CHECKING:
@@ -118,12 +117,12 @@ class OverlapPlanner:
 
         Args:
             step: `TracedStep` that reads the servers.
-            added: List of `Added`, as it has handed them over.
+            added: List of its optimizers, their `GradientSum`s and variables.
             apply: Function of a stamp, a number of gradients and a factor that updates.
             generation: Number of the functions, which no others share.
             trace: Function that traces the step once more, with `begin`.
         """
-        undo = Undo(_written_by(added), self._prefix, self._on_chief)
+        undo = Undo(_updated_by(added), self._prefix, self._on_chief)
         written = undo.handles
         whole = [
             read
@@ -142,7 +141,9 @@ class OverlapPlanner:
             return tf.constant(True)
 
         updating = self._on_chief(update, *aggregation.TAKE_SPECS, aggregation.COUNT)
-        others = [h for h in _writes(updating.concrete.graph) if id(h) not in written]
+        graph = updating.concrete.graph
+        writes = written_by(graph.get_operations(), graph) - written
+        others = [handle for handle, _ in graph.captures if id(handle) in writes]
         if others and not problem:
             problem = f"its update writes to {others[0]!r}"
         if problem:
@@ -155,7 +156,7 @@ class OverlapPlanner:
 
         def release(stamp: tf.Tensor, count: tf.Tensor) -> tf.Tensor:
             for one in added:
-                aggregation.release(one.sums, stamp, count)
+                aggregation.release(one.gradients, stamp, count)
             return tf.constant(True)
 
         return OverlapFunctions(
@@ -199,25 +200,14 @@ def _uses(graph: Any) -> Iterator[tuple[tf.Operation, Any]]:
                 yield op, outside[id(tensor)]
 
 
-def _writes(graph: tf.Graph) -> Iterator[tf.Tensor]:
-    """Handles of variables that a function may write to."""
-    outside = {id(inside): external for external, inside in graph.captures}
-    for op in graph.get_operations():
-        if any(tensor.dtype == tf.resource for tensor in op.inputs):
-            for tensor in resource_inputs.get_read_write_resource_inputs(op)[1]:
-                if id(tensor) in outside:
-                    yield outside[id(tensor)]
-
-
-def _written_by(added: Iterable[Any]) -> list[tf.Variable]:
+def _updated_by(added: Iterable[Any]) -> list[tf.Variable]:
     """Variables, or shards, that the optimizers of a step may write to."""
     found = {}
     for optimizer, _, variables in added:
         inner = getattr(optimizer, "inner_optimizer", None)
         of_optimizers = [*optimizer.variables, *(inner.variables if inner else ())]
         for variable in [*variables, *of_optimizers]:
-            value = variable._value
-            for part in value.shards if isinstance(value, ShardedVariable) else [value]:
+            for part in parts_of(variable._value):
                 if "/job:ps" in part.device:
                     found[id(part)] = part
     return list(found.values())

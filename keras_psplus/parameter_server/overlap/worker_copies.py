@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, NamedTuple
 import tensorflow as tf
 
 from keras_psplus.parameter_server.state.worker_variables import WorkerVariable
-from keras_psplus.parameter_server.tracing.traffic import CountedFunction, TrafficCounter
+from keras_psplus.parameter_server.tracing.traffic import CountedFunction, counted
 from keras_psplus.parameter_server.transport import reads
 from keras_psplus.parameter_server.transport.pulls import Pulls, WholeRead
 from keras_psplus.tf_internals import framework_ops as ops
@@ -83,19 +83,12 @@ class WorkerCopies:
 
     def trace_fetch(self, generation: int) -> CountedFunction:
         """A function of a worker that brings each copy once it may be read."""
-        counters = []
 
-        def fetch() -> tf.Tensor:
-            with TrafficCounter() as counter:
-                for number, group in enumerate(self._groups):
-                    self._fetch(group, self._queue(number, generation))
-                counters.append(counter)
-                return counter.counts([])
+        def fetch() -> None:
+            for number, group in enumerate(self._groups):
+                self._fetch(group, self._queue(number, generation))
 
-        function = tf.function(fetch, autograph=False)
-        with self._context.strategy.scope():
-            concrete = function.get_concrete_function()
-        return CountedFunction(concrete, counters[-1].summary(concrete.graph), function)
+        return counted(self._context.strategy, fetch)
 
     def _fetch(self, group: list[_Part], queue: tf.Tensor) -> None:
         with tf.device(group[0].variable.device):

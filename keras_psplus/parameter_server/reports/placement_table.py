@@ -12,6 +12,7 @@ from keras_psplus import text_table
 from keras_psplus.log import warn_once
 from keras_psplus.parameter_server.placement import shard_sizes
 from keras_psplus.parameter_server.reports import variable_kinds
+from keras_psplus.parameter_server.transport.reads import parts_of
 from keras_psplus.parameter_server.transport.sharded import ShardedVariable
 
 if TYPE_CHECKING:
@@ -80,6 +81,4 @@ def warn_of_whole_tensors(model: keras.Model) -> None:
 
 def _parts(variable: keras.Variable) -> list[tf.Variable]:
     """A variable's shards, or itself, if they lie on parameter servers."""
-    own = variable._value
-    parts = own.shards if isinstance(own, ShardedVariable) else [own]
-    return [part for part in parts if variable_kinds.on_ps(part)]
+    return [part for part in parts_of(variable._value) if variable_kinds.on_ps(part)]

@@ -26,9 +26,6 @@ if TYPE_CHECKING:
     from keras_psplus.parameter_server.data.tickets import Ticket
     from keras_psplus.parameter_server.data.worker_data import WorkerIterator
 
-_STEPS_PER_WORKER = 2
-# Training steps that a worker has under way: one that reads, one that computes, one that sends.
-LANES = 3
 _LOOK_FOR_ERRORS_SECONDS = 0.5
 _LOOK_FOR_WORKERS_SECONDS = 5.0
 
@@ -41,7 +38,7 @@ class Scheduler:
         check_workers: Called now and then while no closure returns; raises if it has to be given
             up.
         on_worker_back: Optional, called with the name of a worker that has come, or is back.
-        lanes: How many closures a worker may run at a time, of those that allow it.
+        window: How many closures a worker may have under way, of those that allow it.
         members: `Members`, which finds the workers that come.
         absent: Numbers of the workers that are not there yet.
 
@@ -59,11 +56,13 @@ class Scheduler:
         check_workers: Callable[[], None],
         members: Members,
         on_worker_back: Callable[[str], None] | None = None,
-        lanes: int = 1,
+        window: int = 1,
         absent: Iterable[int] = (),
     ) -> None:
         self._on_worker_back, self.on_worker_lost = on_worker_back, None
-        self._check_workers, self._window = check_workers, _STEPS_PER_WORKER
+        self._check_workers, self._window = check_workers, window
+        # Steps that keep a worker busy: those under way, and the one after them.
+        self._enough = 2
         self.clocks = Clocks(num_workers)
         self.queue = queue = ClosureQueue(num_workers, self.clocks, absent)
         # Threads hold the queue, which ends them when nothing holds this.
@@ -71,7 +70,7 @@ class Scheduler:
         weakref.finalize(self, queue.close).atexit = False
         self._workers = [RemoteWorker(index) for index in range(num_workers)]
         for worker in self._workers:
-            for _ in range(lanes):
+            for _ in range(window):
                 Lane(worker, queue)
         Reconnection(queue, members, _weakly(self._note_return))
 
@@ -99,9 +98,7 @@ class Scheduler:
             A `Ticket`, or None at the end of the data.
         """
         self._wait_until_free()
-        ticket = iterator.take(
-            count, lambda: self.clocks.free(self._window), self._check_for_errors
-        )
+        ticket = iterator.take(count, self._free, self._check_for_errors)
         if ticket is not None:
             self.clocks.give(ticket.worker)
         return ticket
@@ -109,7 +106,10 @@ class Scheduler:
     def _wait_until_free(self) -> None:
         if not self.is_busy:
             self.clocks.settle()
-        self._wait_until(lambda: self.clocks.free(self._window))
+        self._wait_until(self._free)
+
+    def _free(self) -> list[int]:
+        return self.clocks.free(self._enough)
 
     def submit(
         self,
@@ -133,14 +133,14 @@ class Scheduler:
         Returns:
             The `Closure`, whose `get` returns the result.
         """
-        self._window = LANES + 1 if may_overlap else _STEPS_PER_WORKER
+        self._enough = 1 + (self._window if may_overlap else 1)
         if ticket is None:
             self._wait_until_free()
         closure = Closure(function, args, about, on_done)
         closure.ticket, closure.may_overlap = ticket, may_overlap
         self.queue.raise_error()
         if ticket is None:
-            self.queue.choose(closure, self._window)
+            self.queue.choose(closure, self._enough)
         else:
             closure.home = ticket.worker
             self.queue.put(closure, closure.home)

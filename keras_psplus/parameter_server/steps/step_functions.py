@@ -18,13 +18,22 @@ from keras_psplus.parameter_server.tracing.joined_batches import (
     spec_of,
 )
 from keras_psplus.parameter_server.tracing.joined_batches import join as join_batches
-from keras_psplus.parameter_server.tracing.traffic import TrafficCounter, TrafficSummary
+from keras_psplus.parameter_server.tracing.traffic import (
+    TrafficCounter,
+    TrafficSummary,
+    current_counter,
+)
 from keras_psplus.parameter_server.tracing.turns import ReadLock
-from keras_psplus.parameter_server.tracing.worker_function import ClosureVariable, Trace
-from keras_psplus.parameter_server.transport.pulls import Pulls
+from keras_psplus.parameter_server.tracing.worker_function import (
+    ClosureVariable,
+    Trace,
+    current_trace,
+)
+from keras_psplus.parameter_server.transport.pulls import Pulls, current_pulls
 
 if TYPE_CHECKING:
     from keras_psplus.parameter_server.context import StepContext
+    from keras_psplus.parameter_server.tracing.traffic import CallCosts, TrafficTotals
 
 
 class TracedStep(NamedTuple):
@@ -54,6 +63,11 @@ class TracedStep(NamedTuple):
         """Splits a call's result vector into the output of `collect` and the traffic counts."""
         vector = np.asarray(vector)
         return np.split(vector, [len(vector) - self.costs.size])
+
+    def add_costs(self, vector: Any, totals: TrafficTotals) -> tuple[np.ndarray, CallCosts]:
+        """As `split`, with the costs of the call, which it adds to the totals."""
+        vector, counts = self.split(vector)
+        return vector, totals.add(self.costs, counts)
 
 
 class StepFunctions:
@@ -123,11 +137,9 @@ class StepFunctions:
         def worker_function(initial, payload):
             with (
                 self._make_replica_step(initial) as replica_step,
-                Trace(initial) as trace,
-                TrafficCounter() as counter,
-                Pulls(
-                    self._weights(), stay, self._context.extended.compressors, self._turn(counter)
-                ) as pulls,
+                current_trace.being(Trace(initial)) as trace,
+                current_counter.being(TrafficCounter()) as counter,
+                current_pulls.being(self._pulls(stay, counter)) as pulls,
             ):
                 self._begin(pulls)
                 batches = separate(payload, batch_spec)
@@ -165,13 +177,13 @@ class StepFunctions:
                 )
             stay |= written_in_loops
 
-    def _turn(self, counter):
-        """Lock for the first reads of the function being traced; None without overlap."""
-        if not self._overlap:
-            return None
-        turn = ReadLock(f"keras_psplus/{self._context.extended.worker_states.run}")
-        counter.timer.at_arrival = turn.end
-        return turn
+    def _pulls(self, stay, counter):
+        """Reads of the function being traced; with overlap, the first ones hold a lock."""
+        extended, turn = self._context.extended, None
+        if self._overlap:
+            turn = ReadLock(f"keras_psplus/{extended.worker_states.run}")
+            counter.timer.at_arrival = turn.end
+        return Pulls(self._weights(), stay, extended.compressors, turn)
 
 
 def _no_replica_step(initial):

@@ -10,7 +10,7 @@ import tensorflow as tf
 
 from keras_psplus.core.graph import metric_logs
 from keras_psplus.parameter_server.tracing.remote import CHIEF
-from keras_psplus.parameter_server.tracing.worker_function import Trace
+from keras_psplus.parameter_server.tracing.worker_function import Trace, current_trace
 
 
 class LogNotes(NamedTuple):
@@ -36,11 +36,23 @@ class LogNotes(NamedTuple):
 
 
 def changes_and_logs(
-    trace: Trace, results: Sequence[dict[str, Any]]
+    trace: Trace,
+    results: Sequence[dict[str, Any]],
+    metrics: Callable[[Any], Mapping[str, Any]] | None = None,
 ) -> tuple[tf.Tensor, tuple[()], LogNotes]:
     """Concatenates a step's changes and logs to one tensor.
 
     Each would cost a separate message.
+
+    Args:
+        trace: The trace.
+        results: List of what the steps have returned.
+        metrics: Function of closure variables that returns a flat dict of results of metrics, of a
+            step that several workers take together; else None.
+
+    Raises:
+        ValueError: If a log of several workers is computed from a metric in a way that the chief
+            cannot repeat.
     """
     logs = _scalars(results[-1])
     states = [i for i, variable in enumerate(trace.variables) if variable.kind == "total"]
@@ -49,36 +61,16 @@ def changes_and_logs(
     here = {n: value for n, value in logs.items() if getattr(value, "graph", None) is graph}
     # The first write of a state is that of its value before the step.
     computed = metric_logs.MetricLogs(here, handles, 1, _can_read, can_average=False)
+    if metrics is not None and computed.refused:
+        # What is called as a metric is, is taken for its result.
+        named = metrics(list(trace.variables))
+        metric_logs.refuse({n: why for n, why in computed.refused.items() if n not in named})
     names = [(name, value.dtype.as_numpy_dtype) for name, value in logs.items()]
     values = [*logs.values(), *computed.inputs]
     parts = [tf.cast(tf.reshape(value, [-1]), tf.float64) for value in values]
     size = sum(value.shape.num_elements() for value in values)
     notes = LogNotes(names, computed, states, size)
     return tf.concat([trace.changes(), *parts], 0), (), notes
-
-
-def changes_and_logs_of_share(
-    trace: Trace,
-    results: Sequence[dict[str, Any]],
-    metrics: Callable[[Any], Mapping[str, Any]],
-) -> tuple[tf.Tensor, tuple[()], LogNotes]:
-    """As `changes_and_logs`, of one worker's share of a step.
-
-    Args:
-        trace: The trace.
-        results: What the step has returned, in a list.
-        metrics: Function of closure variables that returns a flat dict of results of metrics.
-
-    Raises:
-        ValueError: If a log is computed from a metric in a way that the chief cannot repeat.
-    """
-    vector, outputs, notes = changes_and_logs(trace, results)
-    refused = notes.computed.refused
-    if refused:
-        # What is called as a metric is, is taken for its result.
-        named = metrics(list(trace.variables))
-        metric_logs.refuse({name: why for name, why in refused.items() if name not in named})
-    return vector, outputs, notes
 
 
 def _can_read(read):
@@ -130,7 +122,7 @@ class ComputedLogs:
     def _compute(self, totals, before, inputs):
         function, notes = self._function, self._function.notes
         computed = notes.computed
-        with Trace(totals) as trace:
+        with current_trace.being(Trace(totals)) as trace:
             handles = [trace.handle_of(variable) for variable in function.variables]
             reads = [
                 _value_of(function.variables, notes.states[read.state], before if early else totals)

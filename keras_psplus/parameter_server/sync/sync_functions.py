@@ -30,19 +30,11 @@ if TYPE_CHECKING:
     from keras_psplus.parameter_server.context import StepContext
 
 
-class _PendingPush(NamedTuple):
-    """Gradients, on a worker, that an optimizer is to apply."""
+class _HandedOver(NamedTuple):
+    """Gradients on a worker, or `GradientSum`s on servers, that an optimizer is to apply."""
 
     optimizer: keras.optimizers.Optimizer
-    gradients: list[Gradient | None]
-    variables: list[keras.Variable]
-
-
-class _Added(NamedTuple):
-    """Sums on the parameter servers that an optimizer is to apply."""
-
-    optimizer: keras.optimizers.Optimizer
-    sums: list[Sequence[aggregation.GradientSum] | None]
+    gradients: list[Any]
     variables: list[keras.Variable]
 
 
@@ -114,7 +106,7 @@ class SyncFunctions:
 
     def _replica_step(self, initial: tf.Tensor) -> WorkerReplicaStep:
         stamp = tf.cast(initial[-1], tf.int64)
-        push = _PendingPush if self._pushes_later else lambda *args: self._add(stamp, *args)
+        push = _HandedOver if self._pushes_later else lambda *args: self._add(stamp, *args)
         return WorkerReplicaStep(self._context.engine, initial[-2], push)
 
     def _with_gradients(self, trace: Trace, results: list[Any]) -> tuple[tf.Tensor, Any, Any]:
@@ -133,18 +125,17 @@ class SyncFunctions:
         optimizer: keras.optimizers.Optimizer,
         gradients: Sequence[Gradient | None],
         variables: Sequence[keras.Variable],
-    ) -> _Added:
+    ) -> _HandedOver:
         inner = getattr(optimizer, "inner_optimizer", optimizer)
         by_value = {id(variable._value): variable for variable in variables}
         extended = self._context.extended
-        graph = tf.compat.v1.get_default_graph()
-        before, after = len(graph.get_operations()), self._overlaps.before_adding()
         values = [variable._value for variable in variables]
-        pairs = self._context.engine.push(inner, gradients, values)
         prefix = f"keras_psplus/{extended.worker_states.run}"
-        sums = aggregation.add(pairs, stamp, prefix, after)
-        _time_push(gradients, graph.get_operations()[before:])
-        return _Added(optimizer, sums, [by_value[id(value)] for _, value in pairs])
+        with traffic.timing_push(gradients):
+            after = self._overlaps.before_adding()
+            pairs = self._context.engine.push(inner, gradients, values)
+            sums = aggregation.add(pairs, stamp, prefix, after)
+        return _HandedOver(optimizer, sums, [by_value[id(value)] for _, value in pairs])
 
     def _make(self, step: TracedStep) -> SyncFunction:
         push, added = None, step.replica_step.handed_over
@@ -160,7 +151,7 @@ class SyncFunctions:
         )
 
     def _overlapped_step(
-        self, step: TracedStep, added: list[_Added], apply: Callable[..., Any], batch: Any
+        self, step: TracedStep, added: list[_HandedOver], apply: Callable[..., Any], batch: Any
     ) -> OverlapFunctions | None:
         key = id(step)
         if key not in self._overlapped:
@@ -169,26 +160,20 @@ class SyncFunctions:
             )
         return self._overlapped[key]
 
-    def _make_push(self, step: TracedStep) -> tuple[traffic.CountedFunction, list[_Added]]:
-        pending, added, counters = step.replica_step.handed_over, [], []
+    def _make_push(self, step: TracedStep) -> tuple[traffic.CountedFunction, list[_HandedOver]]:
+        pending, added = step.replica_step.handed_over, list[_HandedOver]()
 
-        def push(stamp: tf.Tensor, parts: Any) -> tf.Tensor:
-            with traffic.TrafficCounter() as counter:
-                for (optimizer, gradients, variables), own in zip(pending, parts):
-                    values = [_gradient(like, leaves) for like, leaves in zip(gradients, own)]
-                    added.append(self._add(stamp, optimizer, values, variables))
-                counts = counter.counts([])
-            counters.append(counter)
-            return counts
+        def push(stamp: tf.Tensor, parts: Any) -> None:
+            for (optimizer, gradients, variables), own in zip(pending, parts):
+                values = [_gradient(like, leaves) for like, leaves in zip(gradients, own)]
+                added.append(self._add(stamp, optimizer, values, variables))
 
         specs = tf.nest.map_structure(
             lambda leaf: tf.TensorSpec(leaf.shape, leaf.dtype), step.concrete.structured_outputs[1]
         )
-        concrete, function = self._traced(push, aggregation.STAMP, specs)
-        costs = counters[-1].summary(concrete.graph)
-        return traffic.CountedFunction(concrete, costs, function), added
+        return traffic.counted(self._context.strategy, push, aggregation.STAMP, specs), added
 
-    def _apply(self, added: list[_Added]) -> Callable[..., tf.Tensor]:
+    def _apply(self, added: list[_HandedOver]) -> Callable[..., tf.Tensor]:
         """The function by which optimizers apply the sums, to be traced."""
 
         def apply(stamp: tf.Tensor, count: tf.Tensor, scale: tf.Tensor) -> tf.Tensor:
@@ -205,7 +190,7 @@ class SyncFunctions:
 
         return apply
 
-    def _make_discard(self, added: list[_Added]) -> Callable[[int], None]:
+    def _make_discard(self, added: list[_HandedOver]) -> Callable[[int], None]:
         def discard(stamp: tf.Tensor) -> tf.Tensor:
             for _, sums, _ in added:
                 aggregation.discard(sums, stamp)
@@ -227,7 +212,9 @@ class SyncFunctions:
             with tf.device(remote.CHIEF):
                 return self._context.strategy.run(function, args)
 
-        concrete, origin = self._traced(in_replica, *specs)
+        origin = tf.function(in_replica, autograph=False)
+        with self._context.strategy.scope():
+            concrete = origin.get_concrete_function(*specs)
 
         def call(*args: Any) -> Any:
             with tf.device(remote.CHIEF):
@@ -236,18 +223,6 @@ class SyncFunctions:
 
         vars(call).update(concrete=concrete, origin=origin)
         return call
-
-    def _traced(
-        self, function: Callable[..., Any], *specs: Any
-    ) -> tuple[tf.types.experimental.ConcreteFunction, Any]:
-        made = tf.function(function, autograph=False)
-        with self._context.strategy.scope():
-            return made.get_concrete_function(*specs), made
-
-
-def _time_push(gradients: Sequence[Any], operations: Sequence[tf.Operation]) -> None:
-    if (counter := traffic.current_counter()) is not None:
-        counter.timer.note_push(gradients, operations)
 
 
 def _leaves(gradient: Gradient | None) -> tuple[tf.Tensor, ...]:

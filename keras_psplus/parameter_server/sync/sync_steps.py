@@ -11,7 +11,7 @@ from __future__ import annotations
 import contextlib
 import functools
 import time
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from typing import TYPE_CHECKING, Any, TypeAlias
 
 import numpy as np
@@ -19,11 +19,10 @@ import tensorflow as tf
 
 from keras_psplus.log import logger
 from keras_psplus.parameter_server.overlap.overlapping import OverlapState
-from keras_psplus.parameter_server.steps.runner import StepRunner, are_same, describe
-from keras_psplus.parameter_server.steps.step_logs import changes_and_logs_of_share
+from keras_psplus.parameter_server.steps.runner import StepRunner, describe
+from keras_psplus.parameter_server.steps.step_logs import changes_and_logs
 from keras_psplus.parameter_server.sync.replica_step_closure import ReplicaStepClosure
 from keras_psplus.parameter_server.sync.sync_functions import SyncFunction, SyncFunctions
-from keras_psplus.parameter_server.tracing.worker_function import ClosureVariable, pack
 
 if TYPE_CHECKING:
     from keras_psplus.parameter_server.context import StepContext
@@ -31,11 +30,8 @@ if TYPE_CHECKING:
     from keras_psplus.parameter_server.overlap.overlapped_update import PipelinedUpdate
     from keras_psplus.parameter_server.overlap.sync_overlap import OverlapFunctions
     from keras_psplus.parameter_server.scheduling.closures import Run
-    from keras_psplus.parameter_server.steps.step_functions import TracedStep
     from keras_psplus.parameter_server.sync.step_attempts import Attempt
-
-# Odd, so that no two shares of any step share a seed (mod 2 ** 31).
-_SEED_STRIDE = 0x3C6EF35F
+    from keras_psplus.parameter_server.tracing.worker_function import ClosureVariable
 
 # The functions for a share, and what they are given of it.
 _Call: TypeAlias = tuple[SyncFunction, Any]
@@ -61,12 +57,16 @@ class SyncRunner(StepRunner):
         results: Callable[[list[ClosureVariable]], Mapping[str, Any]],
         split: Callable[[Any, int], list[tuple[float, Any]]],
     ) -> None:
-        super().__init__(context, step, weights, results)
-        collect = functools.partial(changes_and_logs_of_share, metrics=results)
-        self._functions = SyncFunctions(context, step, collect, weights)
+        super().__init__(context, step, weights, results, is_training=True)
         self._overlapping = OverlapState(context, self._functions)
         self._split = split
         self._failures = 0
+
+    def _make_functions(
+        self, step: Callable[..., Any], weights: Callable[[], Iterable[tf.Variable]]
+    ) -> Any:
+        collect = functools.partial(changes_and_logs, metrics=self._results)
+        return SyncFunctions(self._context, step, collect, weights)
 
     def submit(self, batches: Any, element_spec: Any = None, ticket: Ticket | None = None) -> None:
         """Takes a global step for each batch.
@@ -86,25 +86,20 @@ class SyncRunner(StepRunner):
         weights = [weight for weight, _ in shares]
         calls = [self._functions(share) for _, share in shares]
         functions = calls[0][0]
-        variables = functions.step.variables
-        if self._variables is not None and not are_same(variables, self._variables):
-            self._write_totals()
-        with self._lock:
-            if self._totals is None:
-                self._variables, self._totals = variables, pack(variables)
+        totals = self._open(functions.step)
         try:
             attempt = self._complete(calls, shares, describe([batch], self._sent))
         except BaseException:
             self._context.attempts.failures += 1
             raise
-        whole = sum(weights[share] for share in attempt.results)
-        self._merge(
-            functions.step, {i: (weights[i] / whole, r) for i, r in attempt.results.items()}
-        )
+        parts = np.array([weights[share] for share in attempt.results])
+        vectors = np.stack(list(attempt.results.values()))
+        self._add(self._sent, 1, functions.step, vectors, parts / parts.sum())
+        self._logs = self.logs | self.final_logs()
         self._context.attempts.count(attempt, len(shares))
         self._context.steps_by_worker.update(list(attempt.results))
         self._sent += 1
-        self._steps += 1
+        totals.steps += 1
 
     def _complete(self, calls: list[_Call], shares: list[tuple[float, Any]], about: str) -> Attempt:
         """Takes a step, as often as a worker is lost with it; returns the `Attempt`."""
@@ -184,8 +179,8 @@ class SyncRunner(StepRunner):
         def done(result: Any, run: Run) -> None:
             if not result:
                 return
-            vector, costs = step.split(result[0])
-            taken, is_late = self._context.totals.add(step.costs, costs), len(result) == 1
+            vector, taken = step.add_costs(result[0], self._context.totals)
+            is_late = len(result) == 1
             if functions.push is not None and not is_late:
                 pushed = self._context.totals.add(functions.push.costs, np.asarray(result[1]))
                 taken = taken.then(pushed)
@@ -193,7 +188,8 @@ class SyncRunner(StepRunner):
             if not is_late:
                 attempt.finish(share, vector)
 
-        initial = np.append(self._initial(share), [weight, attempt.stamp])
+        assert self._totals is not None
+        initial = np.append(self._totals.next_for(share), [weight, attempt.stamp])
         closure = ReplicaStepClosure(
             functions,
             (tf.constant(initial), payload),
@@ -206,50 +202,3 @@ class SyncRunner(StepRunner):
         )
         self._context.scheduler.queue.put(closure, share)
         return closure
-
-    def _initial(self, share: int) -> np.ndarray:
-        """Values of closure variables for a share: every share draws from its own seeds."""
-        initial = self._totals + self._seeds_after(self._steps)
-        for first in self._seed_places():
-            initial[first] = (initial[first] + share * _SEED_STRIDE) % (1 << 31)
-        return initial
-
-    def _merge(self, function: TracedStep, shares: Mapping[int, tuple[float, np.ndarray]]) -> None:
-        """Merges the shares of a step into the totals, and makes its logs.
-
-        Args:
-            function: `TracedStep`.
-            shares: Dict from numbers of shares to their parts of all rows, and their vectors.
-        """
-        notes = function.notes
-        weights = np.array([weight for weight, _ in shares.values()])
-        changes, logs, inputs = notes.split(np.stack([vector for _, vector in shares.values()]))
-        is_seed = self._is_seed()
-        if self._draws is None:
-            self._draws = np.where(is_seed, changes[0], 0.0)
-        means = weights @ changes
-        means = np.where(self._is_integer(), np.rint(means), means)
-        merged = np.where(self._is_sum(function), changes.sum(0), means)
-        before = self._totals
-        with self._lock:
-            self._totals = before + np.where(is_seed, 0.0, merged)
-        logs = {n: value.astype(dtype) for (n, dtype), value in zip(notes.names, weights @ logs)}
-        self._logs = logs | self._compute_logs(function, self._totals, before, weights @ inputs)
-
-    def final_logs(self) -> dict[str, Any]:
-        return {}
-
-    def _seed_places(self) -> Iterator[int]:
-        first = 0
-        for variable in self._variables:
-            if variable.is_seed:
-                yield first
-            first += variable.shape.num_elements()
-
-    def _is_sum(self, function: TracedStep) -> np.ndarray:
-        """Flags of the values that shares add up; the rest are means weighted by rows."""
-        replaced = [id(variable) for variable in function.overwritten]
-        return self._flags(lambda v: v.kind == "total" and id(v) not in replaced)
-
-    def _is_integer(self) -> np.ndarray:
-        return self._flags(lambda v: v.dtype.is_integer)

@@ -7,8 +7,9 @@ itself; its counts come back with the rest of what it returns.
 
 from __future__ import annotations
 
+import contextlib
 import threading
-from collections.abc import Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -16,6 +17,7 @@ import tensorflow as tf
 
 from keras_psplus.communication import Traffic
 from keras_psplus.log import warn_once
+from keras_psplus.parameter_server.tracing.thread_value import ThreadValue
 from keras_psplus.parameter_server.tracing.transfer_timer import (
     READ,
     SEND,
@@ -27,12 +29,8 @@ from keras_psplus.tf_internals import context, func_graph, resource_variable_ops
 from keras_psplus.tf_internals import control_flow_func_graphs as control_flow
 from keras_psplus.tf_internals import framework_ops as ops
 
-_local = threading.local()
-
-
-def current_counter() -> TrafficCounter | None:
-    """The traffic counter of the worker function that this thread is tracing, or None."""
-    return getattr(_local, "counter", None)
+# The traffic counter of the worker function that a thread is tracing.
+current_counter: ThreadValue[TrafficCounter] = ThreadValue()
 
 
 def count(
@@ -56,13 +54,6 @@ class TrafficCounter:
         self._counters: dict[Any, tf.Tensor] = {}
         self._seconds: dict[Part, list[tf.Tensor]] = {}
         self.timer = TransferTimer(self._add_seconds)
-
-    def __enter__(self) -> TrafficCounter:
-        self._outer, _local.counter = current_counter(), self
-        return self
-
-    def __exit__(self, *exc: object) -> None:
-        _local.counter = self._outer
 
     def add(
         self,
@@ -222,6 +213,40 @@ class CountedFunction(NamedTuple):
     concrete: tf.types.experimental.ConcreteFunction
     costs: TrafficSummary
     origin: Any
+
+
+def counted(
+    strategy: tf.distribute.Strategy, function: Callable[..., object], *specs: Any
+) -> CountedFunction:
+    """Traces a function of a worker that returns nothing but what it counts.
+
+    Args:
+        strategy: The strategy in whose scope it is traced.
+        function: Function that is traced.
+        specs: Specifications of its arguments.
+    """
+    counters = []
+
+    def counting(*args: Any) -> tf.Tensor:
+        with current_counter.being(TrafficCounter()) as counter:
+            function(*args)
+            counters.append(counter)
+            return counter.counts([])
+
+    origin = tf.function(counting, autograph=False)
+    with strategy.scope():
+        concrete = origin.get_concrete_function(*specs)
+    return CountedFunction(concrete, counters[-1].summary(concrete.graph), origin)
+
+
+@contextlib.contextmanager
+def timing_push(gradients: Any) -> Iterator[None]:
+    """Context of sending gradients, which are on the worker, in a function that is traced."""
+    counter, graph = current_counter(), tf.compat.v1.get_default_graph()
+    before = 0 if counter is None else len(graph.get_operations())
+    yield
+    if counter is not None:
+        counter.timer.note_push(gradients, graph.get_operations()[before:])
 
 
 class TrafficTotals:

@@ -8,24 +8,20 @@ worker has nothing to restore.
 
 from __future__ import annotations
 
-import threading
 from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
 import tensorflow as tf
 
+from keras_psplus.parameter_server.tracing.thread_value import ThreadValue
 from keras_psplus.tf_internals import context, resource_variable_ops
 from keras_psplus.tf_internals import framework_ops as ops
 from keras_psplus.tf_internals import types_core as core
 
-_local = threading.local()
 _READS = ("ReadVariableOp", "VariableShape")
-
-
-def current_trace() -> Trace | None:
-    """The worker function that this thread is tracing, or None."""
-    return getattr(_local, "trace", None)
+# The worker function that a thread is tracing.
+current_trace: ThreadValue[Trace] = ThreadValue()
 
 
 class Trace:
@@ -42,13 +38,6 @@ class Trace:
         self._handles: dict[int, tf.Tensor] = {}
         self._size = 0
         self.variables: list[ClosureVariable] = []
-
-    def __enter__(self) -> Trace:
-        self._outer, _local.trace = current_trace(), self
-        return self
-
-    def __exit__(self, *exc: object) -> None:
-        _local.trace = self._outer
 
     def handle_of(self, variable: ClosureVariable) -> tf.Tensor:
         """The handle of the worker's own copy of a closure variable."""

@@ -11,7 +11,8 @@ from typing import NamedTuple
 import tensorflow as tf
 
 from keras_psplus.core.graph.stand_ins import Gradient
-from keras_psplus.parameter_server.transport.sharded import ShardedVariable, ShardParts
+from keras_psplus.parameter_server.transport.reads import parts_of
+from keras_psplus.parameter_server.transport.sharded import ShardParts
 
 # Of the number of an attempt, of a number of gradients, and of what `take` has.
 STAMP, COUNT = tf.TensorSpec([], tf.int64), tf.TensorSpec([], tf.int32)
@@ -194,7 +195,7 @@ def add(
             sums.append(None)
             continue
         parts = gradient if isinstance(gradient, ShardParts) else [gradient]
-        targets = variable.shards if isinstance(variable, ShardedVariable) else [variable]
+        targets = parts_of(variable)
         own = []
         for i, (part, target) in enumerate(zip(parts, targets, strict=True)):
             has_rows = isinstance(part, tf.IndexedSlices)

@@ -11,7 +11,6 @@ from __future__ import annotations
 
 import contextlib
 import functools
-import threading
 from collections.abc import Callable, Container, Iterable, Sequence
 from typing import TYPE_CHECKING, Any, NamedTuple, TypeAlias
 
@@ -21,6 +20,7 @@ from keras_psplus.core.base.thread_flag import ThreadFlag
 from keras_psplus.core.graph.variable_read import record_read
 from keras_psplus.parameter_server.tracing import local_copies, traffic
 from keras_psplus.parameter_server.tracing.chief_writes import writes
+from keras_psplus.parameter_server.tracing.thread_value import ThreadValue
 from keras_psplus.parameter_server.tracing.transfer import SMALL_BYTES
 from keras_psplus.parameter_server.transport import reads
 from keras_psplus.parameter_server.transport.lookups import lookup
@@ -42,14 +42,14 @@ _WRITING_METHODS = (
     *(f"scatter_{how}" for how in ("add", "sub", "max", "min", "mul", "div", "update")),
     *(f"scatter_nd_{how}" for how in ("add", "sub", "max", "min", "update")),
 )
-_local = threading.local()
 # Raised while worker functions read exact values: those that are to be written again.
 exact_reads_flag = ThreadFlag()
 
 
-def current_pulls() -> Pulls | None:
-    """The pulls of the worker function that this thread is tracing, or None."""
-    return getattr(_local, "pulls", None)
+# The pulls of the worker function that a thread is tracing.
+current_pulls: ThreadValue[Pulls] = ThreadValue()
+# The device of the server that an update runs on, of the variable that it updates.
+updating_device: ThreadValue[str] = ThreadValue()
 
 
 class WholeRead(NamedTuple):
@@ -96,16 +96,10 @@ class Pulls:
         self._read_ahead: list[tuple[tf.Variable, list[tf.Tensor], tf.Graph]] = []
         self._groups: dict[tuple[str, tf.DType], list[tf.Variable]] = {}
         for variable in together:
-            if isinstance(variable, PulledVariable) and size_in_bytes(variable) <= SMALL_BYTES:
+            is_whole = isinstance(variable, PulledVariable)
+            if is_whole and traffic.size_in_bytes([variable]) <= SMALL_BYTES:
                 group = self._groups.setdefault((variable.device, variable.dtype), [])
                 group.append(variable)
-
-    def __enter__(self) -> Pulls:
-        self._outer, _local.pulls = current_pulls(), self
-        return self
-
-    def __exit__(self, *exc: object) -> None:
-        _local.pulls = self._outer
 
     def value(self, variable: tf.Variable, parts: Parts, needs_function: bool = False) -> tf.Tensor:
         """A variable's value as of now, on the worker.
@@ -126,7 +120,7 @@ class Pulls:
         """The compressor that a variable is read through here, or None."""
         if self._compressors is None or exact_reads_flag:
             return None
-        if local_copies.handle_of(getattr(variable, "shards", [variable])[0]) is not None:
+        if local_copies.handle_of(reads.parts_of(variable)[0]) is not None:
             return None
         return self._compressors.of_value(variable)
 
@@ -210,7 +204,7 @@ class Pulls:
         made = graph.get_operations()
         # The graph is kept, or another could get its id.
         self._seen[id(graph)] = graph, len(made)
-        written = _written_by(made[count:], graph)
+        written = written_by(made[count:], graph)
         self._written |= {(id(graph), handle) for handle in written}
         stale = set().union(*(self._readers.get(handle, ()) for handle in written))
         if stale:
@@ -221,7 +215,7 @@ class Pulls:
         written = {}
         for _, _, loop in self._read_ahead:
             if id(loop) not in written:
-                written[id(loop)] = _written_by(loop.get_operations(), loop)
+                written[id(loop)] = written_by(loop.get_operations(), loop)
         return {
             id(variable)
             for variable, handles, loop in self._read_ahead
@@ -239,13 +233,13 @@ class PulledVariable(resource_variable_ops.ResourceVariable):
 
     def _read_variable_op(self, no_copy: bool = False) -> tf.Tensor:
         pulls = current_pulls()
-        if pulls is None or _is_updating_on_server(self):
+        if pulls is None or updating_device() == self.device:
             return super()._read_variable_op(no_copy)
         return pulls.value(self, [self])
 
     def sparse_read(self, indices: Any, name: str | None = None) -> tf.Tensor:
         pulls = current_pulls()
-        if pulls is None or _is_updating_on_server(self) or is_in_inner_function():
+        if pulls is None or updating_device() == self.device or is_in_inner_function():
             return super().sparse_read(indices, name)
         compressor = pulls.compressor_of(self)
         key = reads.key_of(self, compressor)
@@ -269,28 +263,6 @@ def _noting(name: str) -> Callable[..., Any]:
 
 for _name in _WRITING_METHODS:
     setattr(PulledVariable, _name, _noting(_name))
-
-
-def size_in_bytes(variable: tf.Variable) -> int:
-    """Bytes of a variable's value."""
-    return variable.shape.num_elements() * variable.dtype.size
-
-
-class updating_on_server:
-    """Context of an update that runs on a variable's own server."""
-
-    def __init__(self, variable: tf.Variable) -> None:
-        self._device = variable.device
-
-    def __enter__(self) -> None:
-        self._outer, _local.server = getattr(_local, "server", None), self._device
-
-    def __exit__(self, *exc: object) -> None:
-        _local.server = self._outer
-
-
-def _is_updating_on_server(variable: tf.Variable) -> bool:
-    return getattr(_local, "server", None) == variable.device
 
 
 def is_in_inner_function() -> bool:
@@ -318,7 +290,7 @@ def _in(graph: tf.Graph) -> contextlib.AbstractContextManager[Any]:
     return contextlib.nullcontext() if graph is ops.get_default_graph() else graph.as_default()
 
 
-def _written_by(operations: Iterable[tf.Operation], graph: tf.Graph) -> set[int]:
+def written_by(operations: Iterable[tf.Operation], graph: tf.Graph) -> set[int]:
     """Ids of the outermost handles that operations of a graph may write to."""
     handles: set[int] = set()
     for operation in operations:

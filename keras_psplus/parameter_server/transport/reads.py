@@ -16,6 +16,11 @@ from keras_psplus.tf_internals import framework_ops as ops
 _STEP = 0
 
 
+def parts_of(variable: tf.Variable) -> list[tf.Variable]:
+    """The shards of a variable, or itself."""
+    return getattr(variable, "shards", [variable])
+
+
 def raw_read(variable: tf.Variable) -> tf.Tensor:
     """Reads a whole variable, unknown to the tape."""
     value = tf.raw_ops.ReadVariableOp(resource=variable.handle, dtype=variable.dtype)

@@ -5,29 +5,17 @@ and an optimizer cannot make slots for it. This one is a single variable to both
 lookup needs are gathered on their servers, and an update runs on each shard's server.
 """
 
-import contextlib
-import threading
-from collections.abc import Iterator
 from typing import Any
 
 import tensorflow as tf
 
+from keras_psplus.parameter_server.tracing.thread_value import ThreadValue
 from keras_psplus.parameter_server.transport import pulls, reads
 from keras_psplus.parameter_server.transport.lookups import lookup
 from keras_psplus.tf_internals.composite_variable import CompositeVariable
 
-_local = threading.local()
-
-
-@contextlib.contextmanager
-def shard_of(index: int) -> Iterator[None]:
-    """Context in which sharded variables are their `index`-th shard, for updating by shards."""
-    outer = getattr(_local, "index", None)
-    _local.index = index
-    try:
-        yield
-    finally:
-        _local.index = outer
+# While an update runs shard by shard: the number of the shard that sharded variables are.
+current_shard: ThreadValue[int] = ThreadValue()
 
 
 class ShardParts(tuple):
@@ -56,11 +44,11 @@ class ShardedVariable(CompositeVariable):
         )
 
     def _shard(self) -> tf.Variable | None:
-        index = getattr(_local, "index", None)
+        index = current_shard()
         return None if index is None else self.shards[index]
 
     def _shard_or_first(self) -> tf.Variable:
-        return self.shards[getattr(_local, "index", None) or 0]
+        return self.shards[current_shard() or 0]
 
     @property
     def handle(self) -> tf.Tensor:
@@ -77,7 +65,7 @@ class ShardedVariable(CompositeVariable):
         return self._whole_shape if shard is None else shard.shape
 
     def value(self) -> tf.Tensor:
-        """The whole value, or the shard's inside `shard_of`."""
+        """The whole value, or the shard's while `current_shard` is one."""
         shard = self._shard()
         if shard is not None:
             return shard.value()
@@ -118,8 +106,6 @@ class ShardedVariable(CompositeVariable):
 
     def _decompose(self, indices: tf.Tensor) -> tuple[list[tf.Tensor], tf.Tensor]:
         """Splits row numbers by shard, and returns the shard of each.
-
-        TensorFlow's method supports shards of equal sizes only.
 
         TensorFlow's method supports shards of equal sizes only.
         """

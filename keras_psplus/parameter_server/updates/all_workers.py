@@ -51,8 +51,7 @@ class AllWorkersFunction:
         function, payload = self._functions([()])
 
         def done(result: Any, run: Run) -> None:
-            vector, costs = function.split(result[0])
-            context.totals.add(function.costs, costs)
+            vector, _ = function.add_costs(result[0], context.totals)
             on_done(vector, run.worker)
 
         for worker in sorted(set(range(context.num_workers)) - scheduler.queue.lost):

@@ -7,6 +7,7 @@ mean of their changes, as if they had averaged.
 
 from __future__ import annotations
 
+import dataclasses
 import weakref
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any, NamedTuple
@@ -16,12 +17,12 @@ import tensorflow as tf
 from keras_psplus.parameter_server.state.worker_variables import WorkerVariable, WorkerVariables
 from keras_psplus.parameter_server.tracing import traffic, transfer
 from keras_psplus.parameter_server.transport import reads
-from keras_psplus.parameter_server.transport.sharded import ShardedVariable, ShardParts
+from keras_psplus.parameter_server.transport.sharded import ShardParts
 
 if TYPE_CHECKING:
     import keras
 
-    from keras_psplus.parameter_server.context import StepContext
+    from keras_psplus.parameter_server.extended import ParameterServerExtended
     from keras_psplus.updates import LocalSGD
 
 
@@ -41,28 +42,25 @@ class LocalSGDVariables(NamedTuple):
     counters: list[tf.Variable]
 
 
+@dataclasses.dataclass(eq=False)
 class LocalSGDRounds:
     """The rounds of one optimizer.
 
-    Args:
-        context: The strategy's `StepContext`.
+    Attributes:
+        extended: The strategy's implementation half.
+        num_workers: Number of workers.
         policy: `keras_psplus.updates.LocalSGD`.
         optimizer: Weak reference to the optimizer, which states belong to.
         variables: Its `LocalSGDVariables`.
-        constrain: Function of weights that has them satisfy their constraints.
+        constrain: Function that has its weights satisfy their constraints.
     """
 
-    def __init__(
-        self,
-        context: StepContext,
-        policy: LocalSGD,
-        optimizer: weakref.ref[keras.optimizers.Optimizer],
-        variables: LocalSGDVariables,
-        constrain: Callable[[list[tf.Variable]], None],
-    ) -> None:
-        self.extended, self.num_workers = context.extended, context.num_workers
-        self.policy, self.optimizer = policy, optimizer
-        self.variables, self.constrain = variables, constrain
+    extended: ParameterServerExtended
+    num_workers: int
+    policy: LocalSGD
+    optimizer: weakref.ref[keras.optimizers.Optimizer]
+    variables: LocalSGDVariables
+    constrain: Callable[[], None]
 
     def open(self) -> LocalSGDRound:
         """The optimizer's `LocalSGDRound` in the function that is being traced, begun."""
@@ -112,7 +110,7 @@ class LocalSGDRound:
         handles = {}
         for variables in (own.weights, own.averages, own.slots, own.counters):
             for variable in variables:
-                for part, copy in zip(_parts(variable), self._copies[id(variable)]):
+                for part, copy in zip(reads.parts_of(variable), self._copies[id(variable)]):
                     handles[id(part)] = copy.handle
         return handles
 
@@ -131,7 +129,7 @@ class LocalSGDRound:
         asked = [
             (part, compressor, reads.key_of(variable, compressor), copy)
             for variable, compressor in zip(variables, compressors)
-            for part, copy in zip(_parts(variable), self._copies[id(variable)])
+            for part, copy in zip(reads.parts_of(variable), self._copies[id(variable)])
         ]
         for places in reads.groups([part for part, *_ in asked]):
             parts, compressors, keys, copies = zip(*(asked[place] for place in places))
@@ -151,7 +149,7 @@ class LocalSGDRound:
         """Ends the round, and shows the servers the worker's slots."""
         tf.cond(self.count > 0, self._push, lambda: None)
         slots = self._variables.slots
-        targets = [part for slot in slots for part in _parts(slot)]
+        targets = [part for slot in slots for part in reads.parts_of(slot)]
         values = [copy.read_value() for slot in slots for copy in self._copies[id(slot)]]
         arrived = transfer.send_coalesced(values, [target.device for target in targets])
         for target, value in zip(targets, arrived):
@@ -162,22 +160,19 @@ class LocalSGDRound:
     def _push(self) -> None:
         own, extended = self._variables, self._rounds.extended
         scale = 1.0 / self._rounds.num_workers
-        graph = tf.compat.v1.get_default_graph()
-        before = len(graph.get_operations())
-        sent = []
-        for variables, compressed in ((own.weights, True), (own.averages, False)):
-            changes = [self._change(variable) for variable in variables]
-            changes = [change * tf.cast(scale, change.dtype) for change in changes]
-            sent += changes
-            for change, variable in extended.pushes.send(
-                changes, variables, self._number, self._rounds.optimizer(), compressed
-            ):
-                _add(change, variable)
-        for counter in own.counters:
-            _add(self._change(counter), counter)
-        if (counter := traffic.current_counter()) is not None:
-            counter.timer.note_push(sent, graph.get_operations()[before:])
-        self._rounds.constrain(own.weights)
+        sent: list[tf.Tensor] = []
+        with traffic.timing_push(sent):
+            for variables, compressed in ((own.weights, True), (own.averages, False)):
+                changes = [self._change(variable) for variable in variables]
+                changes = [change * tf.cast(scale, change.dtype) for change in changes]
+                sent += changes
+                for change, variable in extended.pushes.send(
+                    changes, variables, self._number, self._rounds.optimizer(), compressed
+                ):
+                    _add(change, variable)
+            for counter in own.counters:
+                _add(self._change(counter), counter)
+        self._rounds.constrain()
         self._count.assign(0)
 
     def _number(self) -> tf.Tensor:
@@ -192,19 +187,15 @@ class LocalSGDRound:
         return parts[0] if len(parts) == 1 else tf.concat(parts, 0)
 
 
-def _parts(variable: tf.Variable) -> list[tf.Variable]:
-    return variable.shards if isinstance(variable, ShardedVariable) else [variable]
-
-
 def _like(variable: tf.Variable, maker: WorkerVariables, name: str) -> list[WorkerVariable]:
     return [
         maker.variable(f"{name} part {i}", part.shape, part.dtype)
-        for i, part in enumerate(_parts(variable))
+        for i, part in enumerate(reads.parts_of(variable))
     ]
 
 
 def _add(change: Any, variable: tf.Variable) -> None:
     parts = change if isinstance(change, ShardParts) else [change]
-    for part, target in zip(parts, _parts(variable), strict=True):
+    for part, target in zip(parts, reads.parts_of(variable), strict=True):
         with tf.device(target.device):
             target.assign_add(part, read_value=False)

@@ -2,22 +2,24 @@
 
 from __future__ import annotations
 
-import contextlib
 import weakref
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from typing import TYPE_CHECKING
+from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING, Any
 
-from keras_psplus.parameter_server.tracing.local_copies import LocalCopies
-from keras_psplus.parameter_server.updates.local_sgd import LocalSGDRounds
+from keras_psplus.core.base.optimizers import optimizers_of
+from keras_psplus.parameter_server.tracing import local_copies
+from keras_psplus.parameter_server.transport import server_side
+from keras_psplus.parameter_server.transport.reads import parts_of
+from keras_psplus.parameter_server.updates.local_sgd import LocalSGDRounds, LocalSGDVariables
 from keras_psplus.parameter_server.updates.worker_updates import WorkerUpdates
 
 if TYPE_CHECKING:
     import keras
     import tensorflow as tf
 
+    from keras_psplus.core.graph.stand_ins import Gradient
     from keras_psplus.parameter_server.context import StepContext
-    from keras_psplus.parameter_server.updates.local_sgd import LocalSGDVariables
-    from keras_psplus.updates import LocalSGD
+    from keras_psplus.updates import LocalSGD, Updates
 
 
 class LocalSGDUpdates(WorkerUpdates):
@@ -40,33 +42,60 @@ class LocalSGDUpdates(WorkerUpdates):
             weakref.WeakKeyDictionary()
         )
 
-    @contextlib.contextmanager
-    def alone(
-        self,
-        variables: Mapping[keras.optimizers.Optimizer, LocalSGDVariables],
-        constrain: Callable[[list[tf.Variable]], None],
-    ) -> Iterator[None]:
-        """Context of tracing one step of a worker, which changes its own copies.
+    def wrap(self, model: keras.Model, step: Callable[..., Any]) -> Callable[..., Any]:
+        def step_alone(batch: Any) -> Any:
+            seen: set[int] = set()
+            optimizers = [one for one in optimizers_of(model).values() if one.built]
+            rounds = [self._open(one, seen).open() for one in optimizers]
+            handles: dict[int, tf.Tensor] = {}
+            for one in rounds:
+                self._note(one)
+                handles |= one.handles()
+            with local_copies.handles.being(handles):
+                logs = step(batch)
+            for one in rounds:
+                one.step()
+            return logs
 
-        Args:
-            variables: Dict from optimizers to their `LocalSGDVariables`.
-            constrain: Function of weights that has them satisfy their constraints.
-        """
-        rounds = []
-        for optimizer, of_optimizer in variables.items():
-            if optimizer not in self._rounds:
-                self._rounds[optimizer] = LocalSGDRounds(
-                    self._context(), self.policy, weakref.ref(optimizer), of_optimizer, constrain
+        return step_alone
+
+    def _open(self, optimizer: keras.optimizers.Optimizer, seen: set[int]) -> LocalSGDRounds:
+        variables = _variables_of(optimizer, self.policy, seen)
+        if optimizer not in self._rounds:
+            context = self._context()
+            known = {id(weight) for weight in variables.weights}
+            constraints = [
+                (variable, variable.constraint)
+                for variable in optimizer._trainable_variables
+                if variable.constraint is not None and id(variable._value) in known
+            ]
+            self._rounds[optimizer] = LocalSGDRounds(
+                context.extended,
+                context.num_workers,
+                self.policy,
+                weakref.ref(optimizer),
+                variables,
+                # A mean of weights that satisfy a constraint need not.
+                lambda: server_side.constrain(context.strategy, constraints),
+            )
+        return self._rounds[optimizer]
+
+    def take(
+        self,
+        optimizer: keras.optimizers.Optimizer,
+        gradients: Sequence[Gradient | None],
+        variables: Sequence[keras.Variable],
+    ) -> bool:
+        inner = getattr(optimizer, "inner_optimizer", optimizer)
+        for variable in [*variables, inner._iterations]:
+            if local_copies.handle_of(parts_of(variable._value)[0]) is None:
+                raise ValueError(
+                    "With `updates=LocalSGD(...)` under parameter servers, an optimizer has to be "
+                    "an attribute of the model, built before the first step, and applied by the "
+                    "`train_step` of `fit`: its variables are copied to the workers. "
+                    f"Received: {optimizer.name} and the variable '{variable.path}'"
                 )
-            rounds.append(self._rounds[optimizer].open())
-        handles: dict[int, tf.Tensor] = {}
-        for one in rounds:
-            self._note(one)
-            handles |= one.handles()
-        with LocalCopies(handles):
-            yield
-        for one in rounds:
-            one.step()
+        return False
 
     def _finisher(self, owner: keras.optimizers.Optimizer) -> tuple[int, Callable[[], None]]:
         rounds = self._rounds.get(owner)
@@ -87,3 +116,28 @@ class LocalSGDUpdates(WorkerUpdates):
             for optimizer, rounds in self._rounds.items()
             if any(id(weight) in wanted for weight in rounds.variables.weights)
         ]
+
+
+def _variables_of(
+    optimizer: keras.optimizers.Optimizer, policy: Updates, seen: set[int]
+) -> LocalSGDVariables:
+    # A weight that two optimizers change has one copy.
+    weights = [v for v in optimizer._trainable_variables if id(v) not in seen]
+    seen.update(id(variable) for variable in weights)
+    averages = list(optimizer._model_variables_moving_average) if optimizer.use_ema else []
+    averages = [variable for variable in averages if variable is not None]
+    sums = optimizer._accumulated_gradients if optimizer.gradient_accumulation_steps else []
+    others = [*averages, *sums, optimizer._iterations]
+    slots = [
+        variable
+        for variable in optimizer.variables
+        if variable.value.dtype.is_floating
+        and variable.name != "learning_rate"
+        and all(variable is not other for other in others)
+    ]
+    if policy.average_slots:
+        shapes = {tuple(variable.shape) for variable in optimizer._trainable_variables}
+        averages += [slot for slot in slots if tuple(slot.shape) in shapes]
+        slots = [slot for slot in slots if tuple(slot.shape) not in shapes]
+    kinds = weights, averages, slots, [optimizer._iterations]
+    return LocalSGDVariables(*([variable._value for variable in kind] for kind in kinds))

@@ -6,17 +6,17 @@ enough, independently of the others.
 
 from __future__ import annotations
 
-import contextlib
-import threading
 import weakref
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import tensorflow as tf
 
+from keras_psplus.core.base.thread_flag import ThreadFlag
 from keras_psplus.log import logger
 from keras_psplus.parameter_server.state.worker_variables import WorkerVariables
 from keras_psplus.parameter_server.tracing import worker_function
+from keras_psplus.parameter_server.tracing.thread_value import ThreadValue
 from keras_psplus.parameter_server.updates.all_workers import AllWorkersFunction
 from keras_psplus.updates.accumulation import Form, forms_of
 from keras_psplus.updates.base import Context
@@ -30,26 +30,12 @@ if TYPE_CHECKING:
     from keras_psplus.updates import Updates
 
 _NOTHING = -1
-_local = threading.local()
+# Raised by a thread while an optimizer is given sums, not a batch's gradients.
+applying_flag = ThreadFlag()
 
 
-def is_applying() -> bool:
-    """Whether an optimizer of this thread is given sums, not a batch's gradients."""
-    return getattr(_local, "applying", False)
-
-
-@contextlib.contextmanager
-def batch_of(rows: int | tf.Tensor | None) -> Iterator[None]:
-    """Context of tracing the step on a batch.
-
-    Args:
-        rows: Number of its rows, an int or a scalar; None if it has none.
-    """
-    outer, _local.rows = getattr(_local, "rows", None), rows
-    try:
-        yield
-    finally:
-        _local.rows = outer
+# Number of rows of the batch whose step is traced, an int or a scalar; None if it has none.
+batch_rows: ThreadValue[int | tf.Tensor] = ThreadValue()
 
 
 class _Unit(NamedTuple):
@@ -104,18 +90,33 @@ class WorkerUpdates:
         self._steps, self._are_steps_counted = 0, True
         context.scheduler.on_worker_lost = self._note_loss
 
+    def wrap(self, model: keras.Model, step: Callable[..., Any]) -> Callable[..., Any]:
+        """A model's step as workers take it: on their copies if `updates` is local.
+
+        Args:
+            model: The model.
+            step: Function of a batch.
+        """
+        return step
+
     def take(
         self,
         optimizer: keras.optimizers.Optimizer,
         gradients: Sequence[Gradient | None],
         variables: Sequence[keras.Variable],
-    ) -> None:
+    ) -> bool:
         """Takes the gradients of a batch, in the function of a worker.
 
         Args:
             optimizer: The Keras optimizer that they are given to.
             gradients: List of tensors, `tf.IndexedSlices` or None.
             variables: Their Keras variables.
+
+        Returns:
+            Whether it has; otherwise the optimizer applies them to its worker's copies.
+
+        Raises:
+            ValueError: If the worker has no copies of what the optimizer changes.
         """
         assert self.policy is not None
         # Another worker's update may change the scale between this worker's batches.
@@ -128,6 +129,7 @@ class WorkerUpdates:
             lambda means, of: _apply(optimizer, means, of),
             is_by_rows=True,
         )
+        return True
 
     def accumulate(
         self,
@@ -271,7 +273,7 @@ class _Batch:
     """Weight of a batch: its rows, or 1."""
 
     def __init__(self, is_by_rows: bool) -> None:
-        self._rows = getattr(_local, "rows", None) if is_by_rows else None
+        self._rows = batch_rows() if is_by_rows else None
 
     def rows(self) -> tuple[Any, Any]:
         rows = 1 if self._rows is None else self._rows
@@ -284,11 +286,8 @@ def _apply(
     variables: Sequence[keras.Variable],
 ) -> None:
     scale = _scale_of(optimizer)
-    outer, _local.applying = is_applying(), True
-    try:
+    with applying_flag.raised():
         optimizer.apply([_times(mean, scale) for mean in means], variables)
-    finally:
-        _local.applying = outer
 
 
 def _owner(optimizer: keras.optimizers.Optimizer) -> keras.optimizers.Optimizer:

@@ -10,8 +10,8 @@ from typing import Any
 import numpy as np
 import tensorflow as tf
 
+from keras_psplus.core.jobs import background
 from keras_psplus.keras_internals.keras_parts import tree
-from keras_psplus.pipeline.base import background
 
 _ITERATORS = (tf.data.Iterator, tf.distribute.DistributedIterator)
 

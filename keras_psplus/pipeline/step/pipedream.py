@@ -25,7 +25,8 @@ import keras
 import tensorflow as tf
 
 from keras_psplus.core.base.optimizers import optimizers_of
-from keras_psplus.pipeline.base import background, schedule
+from keras_psplus.core.jobs import background
+from keras_psplus.pipeline.base import schedule
 from keras_psplus.pipeline.graph import call_order, devices
 from keras_psplus.pipeline.step import train_step
 from keras_psplus.pipeline.step.feed import Feed, is_ahead
