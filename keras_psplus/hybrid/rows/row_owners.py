@@ -1,4 +1,4 @@
-"""Replicas that alone have changed a row, and whose own copy of it needs no reading.
+"""Owners of rows: replicas that alone have changed them, with a good copy.
 
     step          1        2        3        4
     changes row   A        A        A, B     B
@@ -79,7 +79,7 @@ class RowOwners:
         rows_of: Callable[[tf.Tensor], tf.Tensor],
         encode: Callable[[tf.Tensor], tf.Tensor],
     ) -> tf.types.experimental.PolymorphicFunction:
-        """Makes a method that looks up the rows of which a replica has no good copy.
+        """Makes a method that looks up rows of which a replica has no good copy.
 
         Args:
             dtype: Of ids.

@@ -70,7 +70,7 @@ class RowCache:
 
     @property
     def most_waiting(self) -> int:
-        """How many rows `take` may add to those of a step."""
+        """Number of rows that `take` may add to those of a step."""
         return self._rows if self.holds else 0
 
     @property
@@ -239,14 +239,14 @@ class RowCaches:
                 cache.forget()
 
     def forget(self, table: Table | None = None) -> None:
-        """Forgets all that is known of a table, or of all, as it was set to something else."""
+        """Forgets copies and gradients of a table, or of all, that was set."""
         for (key, _), cache in self._caches.items():
             if table is None or table.key == key:
                 cache.forget(gradients=True)
 
 
 def is_linear(config: dict[str, Any]) -> bool:
-    """Whether one update by a sum of gradients is the sum of the updates by each of them."""
+    """Whether the update by a sum of gradients is the sum of their updates."""
     optimizer = config["optimizer"]
     others = ("weight_decay", "clipvalue", "constraint", "regularizer")
     # Keras writes it in small letters when it makes an optimizer of it.
