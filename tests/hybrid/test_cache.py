@@ -95,8 +95,8 @@ def test_no_copy_is_older_than_it_may_be(job, worker):
 
 
 def test_copies_of_a_job_that_was_killed_are_not_too_old(tmp_path):
-    args = (30, tmp_path, "backup=epoch", "cache=16:12")
-    for number, (victim, batch) in enumerate((("ps-1", 15), ("worker-1", 23))):
+    args = (60, tmp_path, "backup=epoch", "cache=16:12")
+    for number, (victim, batch) in enumerate((("ps-1", 25), ("worker-1", 45))):
         with cluster(tmp_path / f"{number}", *args, "pause=0.1") as job:
             wait_for(job.log_path("worker-0"), f"batch {batch}.", seconds=120)
             os.kill(job.pids[victim], signal.SIGKILL)
@@ -105,8 +105,8 @@ def test_copies_of_a_job_that_was_killed_are_not_too_old(tmp_path):
     with cluster(tmp_path / "last", *args) as job:
         result = job.wait(120)
     # What waited at an epoch's end is in the backup; each gradient counts once.
-    assert "end iterations=30 off=0.0e+00" in result.logs["worker-0"], result.tails(40)
-    logs = list(tmp_path.glob("reads-*"))
+    assert "end iterations=60 off=0.0e+00" in result.logs["worker-0"], result.tails(40)
+    logs = list(tmp_path.glob("reads-worker-*"))
     assert len(logs) == 6
     used = 0
     for path in logs:
