@@ -217,7 +217,8 @@ class HybridExtended(MultiWorkerMirroredExtended):
         numbers = _numbers(optimizer, learning_rate)
         cache = None if waits else self._cache(table)
         if cache is not None:
-            ids, rows = cache.take(ids, rows, now, numbers, iterations)
+            replicas = self._num_replicas_in_sync
+            ids, rows = cache.take(ids, rows, now, numbers, iterations, replicas)
             most = None if most is None else most + cache.most_waiting
         self._send(table, (ids, rows), (now, iterations), numbers, most, waits)
 

@@ -4,8 +4,9 @@
     a hot row    its copy, for `staleness` updates     waits, and is sent when the copy is too old
     others       the servers                           is sent at once
 
-The worker applies its own gradients to its copies, so that it sees what it has done. Gradients wait
-where the update by their sum is the sum of their updates, which is so for plain SGD.
+The worker applies its own gradients to its copies, times the number of replicas, as an estimate of
+the sum: the servers' sum is the mean of these updates, as with local SGD. Gradients wait where the
+update by their sum is the sum of their updates, which is so for plain SGD.
 
 With `staleness=0` gradients do not wait, and a copy is read while no other worker has changed the
 row on the server, which answers so (`row_owners`): the worker's own update makes the copy what the
@@ -143,6 +144,7 @@ class RowCache:
         now: tf.Tensor,
         numbers: tf.Tensor,
         iterations: tf.Tensor,
+        replicas: int,
     ) -> tuple[tf.Tensor, tf.Tensor]:
         """Applies a step's gradient to the copies.
 
@@ -152,6 +154,7 @@ class RowCache:
             now: As for `lookup`.
             numbers: Learning rate and scalars of the optimizer.
             iterations: int64 scalar: updates of the optimizer before this one.
+            replicas: Number of all replicas.
 
         Returns:
             Ids and gradients that are to be sent now.
@@ -162,7 +165,9 @@ class RowCache:
         has_copy = places >= 0
         own, gradient = tf.boolean_mask(places, has_copy), tf.boolean_mask(rows, has_copy)
         own, gradient = tf.ensure_shape(own, [None]), tf.ensure_shape(gradient, rows.shape)
-        regularized = self._updater.regularized(own, gradient)
+        # Others' gradients of these rows come late: until then, one's own stands for each of them.
+        estimate = gradient if self.is_exact else gradient * replicas
+        regularized = self._updater.regularized(own, estimate)
         self._updater.apply(own, regularized, numbers[0], numbers[1:], iterations)
         if not self.holds:
             return ids, rows
